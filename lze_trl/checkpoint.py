@@ -1,0 +1,152 @@
+"""Saving and loading of what TRL's checkpoint lacks: safetensors and JSON, written atomically, read strictly."""
+
+import json
+import os
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+
+SCHEMA_VERSION = 1
+STATE_NAME = "lze_state"
+_FORMAT = "lze_trl"
+
+
+def save(directory: str | Path, name: str, tensors: dict[str, np.ndarray], meta: dict[str, Any]):
+    """
+    Write arrays and their description as `name.safetensors` and `name.json`.
+
+    Each file appears whole or not at all, and the description, which vouches for the arrays, appears last.
+
+    Args:
+        directory (`str` or `Path`): Where to write; created if missing.
+        name (`str`): Name of the pair of files.
+        tensors (`dict[str, np.ndarray]`): Arrays.
+        meta (`dict`): Anything that JSON can express.
+    """
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    shapes = {key: [str(array.dtype), list(array.shape)] for key, array in tensors.items()}
+    description = {"format": _FORMAT, "schema_version": SCHEMA_VERSION, "arrays": shapes, **meta}
+    _replace(directory / f"{name}.safetensors", lambda path: save_file(tensors, path))
+    _replace(directory / f"{name}.json", lambda path: Path(path).write_text(json.dumps(description, indent=2)))
+
+
+def _replace(target: Path, write):
+    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    os.close(handle)
+    try:
+        write(temporary)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, target)
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+
+
+def load(directory: str | Path, name: str) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """
+    Read a pair of files written by [`save`].
+
+    Returns:
+        `tuple[dict[str, np.ndarray], dict]`: The arrays and the description.
+
+    Raises:
+        FileNotFoundError: If one of the files does not exist.
+        ValueError: If a file is damaged, was written by something else, or by a newer version.
+    """
+    directory = Path(directory)
+    for suffix in ("json", "safetensors"):
+        if not (directory / f"{name}.{suffix}").is_file():
+            raise FileNotFoundError(f"`{directory}` has no `{name}.{suffix}`, so it holds no state of lze_trl.")
+    try:
+        meta = json.loads((directory / f"{name}.json").read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"`{directory / name}.json` is damaged ({error}). Use another checkpoint.") from error
+    if not isinstance(meta, dict) or meta.get("format") != _FORMAT:
+        raise ValueError(f"`{directory / name}.json` was not written by lze_trl. Use a checkpoint of `LZEGRPOTrainer`.")
+    if meta.get("schema_version") != SCHEMA_VERSION:
+        raise ValueError(
+            f"`{directory / name}.json` has schema version {meta.get('schema_version')}, and this lze_trl reads version "
+            f"{SCHEMA_VERSION}. Upgrade lze_trl, or use a checkpoint of this version."
+        )
+    try:
+        tensors = load_file(directory / f"{name}.safetensors")
+    except SafetensorError as error:
+        raise ValueError(f"`{directory / name}.safetensors` is damaged ({error}). Use another checkpoint.") from error
+    shapes = {key: [str(array.dtype), list(array.shape)] for key, array in tensors.items()}
+    if shapes != meta.get("arrays"):
+        raise ValueError(
+            f"`{directory / name}.safetensors` does not fit its description in `{name}.json`: the files belong to "
+            "different checkpoints. Use another checkpoint."
+        )
+    return tensors, meta
+
+
+def strip_prefix(tensors: dict[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
+    """Arrays whose name begins with `prefix.`, without it."""
+    return {key[len(prefix) + 1 :]: array for key, array in tensors.items() if key.startswith(f"{prefix}.")}
+
+
+def add_prefix(tensors: dict[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
+    """Arrays with `prefix.` before their names."""
+    return {f"{prefix}.{key}": array for key, array in tensors.items()}
+
+
+def checkpoints(run_dir: str | Path) -> list[Path]:
+    """Checkpoint folders of a run, newest first, complete or not."""
+    pattern = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
+    found = [(int(match[1]), path) for path in Path(run_dir).glob("*") if (match := pattern.fullmatch(path.name))]
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def is_complete(checkpoint: str | Path) -> bool:
+    """Whether a checkpoint was written to its end: the trainer's state, its last file, can be read."""
+    try:
+        state = json.loads((Path(checkpoint) / TRAINER_STATE_NAME).read_text())
+        load(checkpoint, STATE_NAME)
+    except (OSError, ValueError):
+        return False
+    return f"{PREFIX_CHECKPOINT_DIR}-{state.get('global_step')}" == Path(checkpoint).name
+
+
+def has_ended(checkpoint: str | Path, max_steps: int) -> bool:
+    """
+    Whether a checkpoint is the end of its run, after which `Trainer` would still take a step too many.
+
+    Args:
+        checkpoint (`str` or `Path`): A complete checkpoint.
+        max_steps (`int`): Steps of the resumed run if they are given, else not positive: those of the checkpoint count.
+    """
+    state = json.loads((Path(checkpoint) / TRAINER_STATE_NAME).read_text())
+    return state["global_step"] >= (max_steps if max_steps > 0 else state["max_steps"])
+
+
+def last_complete_checkpoint(run_dir: str | Path) -> str | None:
+    """Newest checkpoint of a run that was written to its end, or `None`."""
+    return next((str(path) for path in checkpoints(run_dir) if is_complete(path)), None)
+
+
+def find_state(directory: str | Path) -> Path:
+    """
+    Folder with the prompt state of a run: the run itself once it has ended, else its last complete checkpoint.
+
+    Raises:
+        FileNotFoundError: If there is none.
+    """
+    directory = Path(directory)
+    if (directory / f"{STATE_NAME}.json").is_file():
+        return directory
+    checkpoint = last_complete_checkpoint(directory)
+    if checkpoint is None:
+        raise FileNotFoundError(
+            f"`{directory}` holds no prompt state: neither `{STATE_NAME}.json` nor a complete checkpoint. Name a run of "
+            "`LZEGRPOTrainer` or one of its checkpoints."
+        )
+    return Path(checkpoint)

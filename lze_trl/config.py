@@ -1,0 +1,263 @@
+"""Configuration: TRL's own fields plus those of data selection."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal, get_args, get_type_hints
+
+from trl import GRPOConfig
+
+
+SELECTORS = ("energy", "variance", "midpoint", "random", "all", "zero_variance")
+
+
+@dataclass
+class LZEGRPOConfig(GRPOConfig):
+    r"""
+    Configuration of [`LZEGRPOTrainer`].
+
+    Holds the fields of data selection only; see [`~trl.GRPOConfig`] for all others. TRL's batch settings keep their
+    meaning: they describe the *rollout* batch, P = `generation_batch_size / num_generations` prompts.
+
+    Parameters:
+        > Parameters that control which groups are trained on
+
+        selector (`str`, *optional*, defaults to `"energy"`):
+            How groups are ranked: `"energy"` (Learning-Zone Energy with Gumbel noise), `"variance"` (outcome
+            uncertainty alone), `"midpoint"` (−|p − 0.5|), `"random"`, `"all"`, or `"zero_variance"` (every group that
+            is not dead). A selector object passed to the trainer wins.
+        selection_ratio (`float`, *optional*, defaults to `0.4`):
+            ρ, the share of the groups of a generation batch to train on, in (0, 1]. Dead groups never fill the quota.
+            Ignored by the selectors `"all"` and `"zero_variance"`.
+        selection_warmup (`int`, *optional*, defaults to `0`):
+            Number of generation batches, from the start of training, in which all groups are eligible (ρ = 1).
+        selection_ramp (`int`, *optional*, defaults to `0`):
+            Number of generation batches, after the warm-up, over which ρ falls linearly from 1 to `selection_ratio`.
+        difficulty_floor (`float`, *optional*, defaults to `0.05`):
+            d_min, the lower bound of the initial-difficulty anchor, in [0, 1].
+        momentum_weight (`float`, *optional*, defaults to `0.3`):
+            α, the weight of the pass-rate momentum in the energy, at least 0.
+        ema_decay (`float`, *optional*, defaults to `0.9`):
+            λ, the decay of the moving average of a prompt's pass rate, in [0, 1).
+        gumbel_scale (`float`, *optional*, defaults to `0.05`):
+            Scale of the Gumbel noise on the energies, relative to their range over the live groups. 0 ranks without
+            noise.
+        loss_normalizer (`str`, *optional*, defaults to `"selected"`):
+            What the loss is averaged over: `"selected"` (the chosen completions, as DAPO does) or `"all"` (every
+            completion rolled out: the gradient is that of the full batch minus the dropped groups).
+
+        > Parameters that define a pass
+
+        pass_reward (`str`, *optional*):
+            Name of the reward function that decides whether a completion passes, or `"total"` for the weighted sum of
+            all. Defaults to the first reward function. Completions for which it returns `None` are left out.
+        pass_threshold (`float`, *optional*, defaults to `0.5`):
+            A completion passes when its reward is greater than this.
+        energy_outcome (`str`, *optional*, defaults to `"pass"`):
+            `"pass"` counts passes; `"reward"` uses the spread of the reward over `reward_range`, for scores that are
+            not pass or fail.
+        reward_range (`list[float]`, *optional*, defaults to `[0.0, 1.0]`):
+            Lowest and highest value of the reward when `energy_outcome="reward"`.
+
+        > Parameters that control which prompts are rolled out
+
+        pruning (`str`, *optional*, defaults to `"refill"`):
+            What happens to prompts that stay solved: `"refill"` (their slots go to other prompts, so a pass over the
+            data takes fewer steps), `"skip"` (they get no rollouts and the batch is smaller, as in the paper), or
+            `"none"`.
+        pruning_streak (`int`, *optional*, defaults to `2`):
+            k, the number of fully correct visits in a row after which a prompt is pruned, at least 1.
+        replay_ratio (`float`, *optional*, defaults to `0.1`):
+            Share of the pruned prompts (at least one) that each pass over the data rolls out again, in [0, 1].
+
+        > Parameters that control identity and state
+
+        answer_column (`str`, *optional*):
+            Dataset column with the gold answer, part of a prompt's identity. Defaults to the first of `"solution"`,
+            `"answer"`, `"ground_truth"` that exists, if any.
+        deduplicate (`bool`, *optional*, defaults to `True`):
+            Whether to drop rows of the training set that repeat a prompt and its gold answer.
+        state_from (`str`, *optional*):
+            Directory (a run or one of its checkpoints) or Hub id of an earlier run, whose prompt state this run starts
+            from. Ignored when training resumes from a checkpoint.
+
+        > Parameters that control the update
+
+        packing (`bool`, *optional*, defaults to `True`):
+            Whether to pack the chosen completions, sorted by length and trimmed, into as few micro-batches as fit. It
+            changes where a completion is computed, never what it weighs. `False` keeps TRL's micro-batches.
+        max_tokens_per_micro_batch (`int`, *optional*):
+            Token budget of a micro-batch (rows × padded length) on each process. A packed micro-batch then holds as
+            many rows as fit, instead of `per_device_train_batch_size`.
+
+        > Parameters that control what is recorded
+
+        telemetry (`bool`, *optional*, defaults to `True`):
+            Whether the main process records every group of every generation batch under `output_dir/telemetry`.
+        telemetry_completions (`str`, *optional*, defaults to `"sampled"`):
+            Which completions are recorded: `"none"`, `"sampled"` (one group in every generation batch) or `"all"`.
+    """
+
+    selector: str = field(
+        default="energy",
+        metadata={
+            "help": "How groups are ranked: 'energy', 'variance', 'midpoint', 'random', 'all' or 'zero_variance'.",
+        },
+    )
+    selection_ratio: float = field(
+        default=0.4,
+        metadata={"help": "Share of the groups of a generation batch to train on, in (0, 1]."},
+    )
+    selection_warmup: int = field(
+        default=0,
+        metadata={"help": "Number of generation batches at the start in which all groups are eligible."},
+    )
+    selection_ramp: int = field(
+        default=0,
+        metadata={"help": "Number of generation batches, after the warm-up, over which the ratio falls linearly."},
+    )
+    difficulty_floor: float = field(
+        default=0.05,
+        metadata={"help": "Lower bound of the initial-difficulty anchor, in [0, 1]."},
+    )
+    momentum_weight: float = field(
+        default=0.3,
+        metadata={"help": "Weight of the pass-rate momentum in the energy, at least 0."},
+    )
+    ema_decay: float = field(
+        default=0.9,
+        metadata={"help": "Decay of the moving average of a prompt's pass rate, in [0, 1)."},
+    )
+    gumbel_scale: float = field(
+        default=0.05,
+        metadata={"help": "Scale of the Gumbel noise, relative to the range of the live energies. 0: no noise."},
+    )
+    loss_normalizer: Literal["selected", "all"] = field(
+        default="selected",
+        metadata={"help": "What the loss is averaged over: the 'selected' completions or 'all' that were rolled out."},
+    )
+    pass_reward: str | None = field(
+        default=None,
+        metadata={"help": "Name of the reward function that decides a pass, or 'total'. Default: the first one."},
+    )
+    pass_threshold: float = field(
+        default=0.5,
+        metadata={"help": "A completion passes when its reward is greater than this."},
+    )
+    energy_outcome: Literal["pass", "reward"] = field(
+        default="pass",
+        metadata={"help": "'pass' counts passes; 'reward' uses the spread of the reward over `reward_range`."},
+    )
+    reward_range: list[float] = field(
+        default_factory=lambda: [0.0, 1.0],
+        metadata={"help": "Lowest and highest reward when `energy_outcome='reward'`."},
+    )
+    pruning: Literal["none", "skip", "refill"] = field(
+        default="refill",
+        metadata={"help": "What happens to prompts that stay solved: 'refill', 'skip' or 'none'."},
+    )
+    pruning_streak: int = field(
+        default=2,
+        metadata={"help": "Number of fully correct visits in a row after which a prompt is pruned."},
+    )
+    replay_ratio: float = field(
+        default=0.1,
+        metadata={"help": "Share of the pruned prompts that each pass over the data rolls out again, in [0, 1]."},
+    )
+    answer_column: str | None = field(
+        default=None,
+        metadata={"help": "Dataset column with the gold answer. Default: 'solution', 'answer' or 'ground_truth'."},
+    )
+    deduplicate: bool = field(
+        default=True,
+        metadata={"help": "Whether to drop rows of the training set that repeat a prompt and its gold answer."},
+    )
+    state_from: str | None = field(
+        default=None,
+        metadata={"help": "Directory or Hub id of an earlier run whose prompt state this run starts from."},
+    )
+    packing: bool = field(
+        default=True,
+        metadata={"help": "Whether to pack the chosen completions into as few micro-batches as fit."},
+    )
+    max_tokens_per_micro_batch: int | None = field(
+        default=None,
+        metadata={"help": "Token budget of a micro-batch (rows times padded length) on each process."},
+    )
+    telemetry: bool = field(
+        default=True,
+        metadata={"help": "Whether to record every group of every generation batch."},
+    )
+    telemetry_completions: Literal["none", "sampled", "all"] = field(
+        default="sampled",
+        metadata={"help": "Which completions are recorded: 'none', 'sampled' or 'all'."},
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        self._check_choices()
+        self._check_ranges()
+        self._check_combinations()
+
+    def _check_choices(self):
+        if self.selector not in SELECTORS:
+            raise ValueError(
+                f"`selector` must be one of {list(SELECTORS)}, got {self.selector!r}. To use your own strategy, pass "
+                "an object with a `select` method to the trainer."
+            )
+        hints = get_type_hints(type(self))
+        for name in ("loss_normalizer", "energy_outcome", "pruning", "telemetry_completions"):
+            allowed = get_args(hints[name])
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"`{name}` must be one of {list(allowed)}, got {getattr(self, name)!r}.")
+
+    def _check_ranges(self):
+        # (field, whether its value is allowed, what is allowed, what to do); NaN fails every comparison
+        checks = [
+            ("selection_ratio", 0 < self.selection_ratio <= 1, "in (0, 1]", "Use 1.0 to train on every group"),
+            ("selection_warmup", self.selection_warmup >= 0, "at least 0", "Use 0 for no warm-up"),
+            ("selection_ramp", self.selection_ramp >= 0, "at least 0", "Use 0 for no ramp"),
+            ("difficulty_floor", 0 <= self.difficulty_floor <= 1, "in [0, 1]", "The paper uses 0.05"),
+            ("momentum_weight", 0 <= self.momentum_weight < math.inf, "at least 0", "Use 0 for no momentum"),
+            ("ema_decay", 0 <= self.ema_decay < 1, "in [0, 1)", "The paper uses 0.9"),
+            ("gumbel_scale", 0 <= self.gumbel_scale < math.inf, "at least 0", "Use 0 to rank without noise"),
+            ("pass_threshold", math.isfinite(self.pass_threshold), "finite", "Use 0.5 for rewards of 0 and 1"),
+            ("pruning_streak", self.pruning_streak >= 1, "at least 1", "Use `pruning='none'` to never prune"),
+            ("replay_ratio", 0 <= self.replay_ratio <= 1, "in [0, 1]", "Use 0 to re-check one prompt a pass"),
+            (
+                "max_tokens_per_micro_batch",
+                self.max_tokens_per_micro_batch is None or self.max_tokens_per_micro_batch >= 1,
+                "at least 1",
+                "Leave it unset to bound micro-batches by `per_device_train_batch_size`",
+            ),
+        ]
+        for name, allowed, what, advice in checks:
+            if not allowed:
+                raise ValueError(f"`{name}` must be {what}, got {getattr(self, name)}. {advice}.")
+        if len(self.reward_range) != 2 or not self.reward_range[0] < self.reward_range[1]:
+            raise ValueError(
+                f"`reward_range` must be two increasing numbers, got {self.reward_range}. Give the lowest and the "
+                "highest reward, for example [0.0, 1.0]."
+            )
+
+    def _check_combinations(self):
+        if self.fp16:
+            raise ValueError(
+                "`fp16=True` is not supported: its gradient scaler fails on a step in which no group was worth a "
+                "gradient. Use `bf16=True`, or neither."
+            )
+        if self.packing:
+            for name, active in (
+                ("entropy_coef", self.entropy_coef != 0.0),
+                ("use_adaptive_entropy", self.use_adaptive_entropy),
+                ("top_entropy_quantile", self.top_entropy_quantile < 1.0),
+            ):
+                if active:
+                    raise ValueError(
+                        f"`{name}={getattr(self, name)}` is defined by TRL over single micro-batches, which packing "
+                        "changes. Set `packing=False` to use it."
+                    )
+        elif self.max_tokens_per_micro_batch is not None:
+            raise ValueError(
+                f"`max_tokens_per_micro_batch={self.max_tokens_per_micro_batch}` needs `packing=True`. Enable packing "
+                "or leave it unset."
+            )

@@ -1,0 +1,112 @@
+"""Moving completions between processes: only the chosen ones, as flat tensors, in one gather a kind."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+
+from .packing import Layout
+
+
+@dataclass
+class Completions:
+    """
+    Tokens of some rows of a generation batch.
+
+    Attributes:
+        prompt_ids (`list[list[int]]`): Prompt tokens of each row.
+        completion_ids (`list[list[int]]`): Completion tokens of each row.
+        logprobs (`list[list[float | None]]`, *optional*): Log-probability of each completion token when it was sampled.
+        loss_mask (`list[list[int]]`, *optional*): 1 for tokens that the model generated, 0 for those it was given.
+    """
+
+    prompt_ids: list[list[int]]
+    completion_ids: list[list[int]]
+    logprobs: list[list[float | None]] | None
+    loss_mask: list[list[int]] | None
+
+    def take(self, positions: np.ndarray) -> "Completions":
+        """Rows at some positions."""
+
+        def pick(rows):
+            return None if rows is None else [rows[i] for i in positions]
+
+        return Completions(
+            pick(self.prompt_ids), pick(self.completion_ids), pick(self.logprobs), pick(self.loss_mask)
+        )
+
+
+def exchange(
+    local: Completions,
+    chosen: np.ndarray,
+    prompt_tokens: np.ndarray,
+    completion_tokens: np.ndarray,
+    layout: Layout,
+    accelerator: Accelerator,
+) -> Completions:
+    """
+    Give every process the rows that it trains on.
+
+    Args:
+        local ([`Completions`]):
+            The B / W rows that this process rolled out.
+        chosen (`np.ndarray` of shape `(n,)`):
+            Rows of the generation batch, in `[0, B)`, that are trained on.
+        prompt_tokens (`np.ndarray` of shape `(n,)`):
+            Prompt length of each chosen row.
+        completion_tokens (`np.ndarray` of shape `(n,)`):
+            Completion length of each chosen row.
+        layout ([`Layout`]):
+            Who computes which chosen row.
+        accelerator (`Accelerator`):
+            The processes.
+
+    Returns:
+        [`Completions`]: The rows `layout.rows_of(process_index)`, in that order.
+    """
+    per_process = len(local.prompt_ids)
+    rank, world = accelerator.process_index, accelerator.num_processes
+    owner = chosen // per_process
+    wanted = layout.rows_of(rank)
+    if world == 1:
+        return local.take(chosen[wanted])
+
+    # What each process sends follows from the layout, which all of them know: no sizes have to be exchanged
+    moving = np.zeros(len(chosen), dtype=bool)
+    for other in range(world):
+        rows = layout.rows_of(other)
+        moving[rows[owner[rows] != other]] = True
+    sent = [np.flatnonzero(moving & (owner == other)) for other in range(world)]
+    outgoing = local.take(chosen[sent[rank]] - rank * per_process)
+
+    def move(rows: list[list] | None, lengths: np.ndarray, dtype: torch.dtype) -> dict[int, list] | None:
+        if rows is None:
+            return None
+        totals = [int(lengths[rows_of].sum()) for rows_of in sent]
+        if max(totals) == 0:
+            return {}
+        flat = torch.zeros(max(totals), dtype=dtype, device=accelerator.device)
+        values = [float("nan") if value is None else value for row in rows for value in row]
+        flat[: len(values)] = torch.tensor(values, dtype=dtype)
+        gathered = accelerator.gather(flat).view(world, -1).cpu()
+        received = {}
+        for other, rows_of in enumerate(sent):
+            parts = gathered[other, : totals[other]].split(lengths[rows_of].tolist())
+            received.update({int(row): part.tolist() for row, part in zip(rows_of, parts, strict=True)})
+        return received
+
+    def collect(own: list[list] | None, lengths: np.ndarray, dtype: torch.dtype, rows: list[list] | None):
+        received = move(rows, lengths, dtype)
+        if received is None:
+            return None
+        return [
+            own[chosen[row] - rank * per_process] if owner[row] == rank else received[int(row)] for row in wanted
+        ]
+
+    return Completions(
+        prompt_ids=collect(local.prompt_ids, prompt_tokens, torch.int64, outgoing.prompt_ids),
+        completion_ids=collect(local.completion_ids, completion_tokens, torch.int64, outgoing.completion_ids),
+        logprobs=collect(local.logprobs, completion_tokens, torch.float32, outgoing.logprobs),
+        loss_mask=collect(local.loss_mask, completion_tokens, torch.int64, outgoing.loss_mask),
+    )

@@ -1,0 +1,116 @@
+"""Prompt identity: a content hash, so that state survives filtering, merging and reordering of the data."""
+
+import json
+import logging
+from typing import Any
+
+import numpy as np
+import xxhash
+from datasets import Dataset, IterableDataset
+
+
+logger = logging.getLogger(__name__)
+
+ID_COLUMN = "lze_prompt_id"
+"""Column that the trainer adds; reward functions do not see it."""
+
+_USER_COLUMN = "prompt_id"
+_ANSWER_COLUMNS = ("solution", "answer", "ground_truth")
+
+
+def prompt_id(prompt: Any, answer: Any = None) -> int:
+    """
+    Content hash of a prompt and its gold answer.
+
+    Args:
+        prompt (`str` or `list[dict]`):
+            Prompt text or messages.
+        answer (`Any`, *optional*):
+            Gold answer, anything that JSON can express.
+
+    Returns:
+        `int`: Signed 64-bit hash (xxh64 of the canonical JSON).
+    """
+    text = json.dumps([prompt, answer], ensure_ascii=False, sort_keys=True, separators=(",", ":"))
+    return _hash(text)
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(xxhash.xxh64(text.encode()).digest(), "big", signed=True)
+
+
+def _from_user(value: Any) -> int:
+    # Integers are taken as they are, so that the user finds them again in the telemetry
+    if isinstance(value, int) and -(2**63) <= value < 2**63:
+        return value
+    return _hash(str(value))
+
+
+def _answer_column(columns: list[str], answer_column: str | None) -> str | None:
+    if answer_column is None:
+        return next((name for name in _ANSWER_COLUMNS if name in columns), None)
+    if answer_column not in columns:
+        raise ValueError(
+            f"`answer_column={answer_column!r}` is not a column of the training set, which has {sorted(columns)}. Name "
+            "the column that holds the gold answer, or leave `answer_column` unset."
+        )
+    return answer_column
+
+
+def add_prompt_ids(
+    dataset: Dataset | IterableDataset, answer_column: str | None = None, deduplicate: bool = True
+) -> Dataset | IterableDataset:
+    """
+    Add the column `lze_prompt_id` and drop rows that repeat a prompt.
+
+    A user's own `prompt_id` column wins over the content hash. An iterable dataset keeps its duplicates: which ones it
+    holds cannot be known without reading it.
+
+    Args:
+        dataset (`Dataset` or `IterableDataset`):
+            Training set with a `prompt` column.
+        answer_column (`str`, *optional*):
+            Column with the gold answer. Defaults to `solution`, `answer` or `ground_truth`, if there is one.
+        deduplicate (`bool`, *optional*, defaults to `True`):
+            Whether to keep only the first row of each prompt.
+
+    Returns:
+        `Dataset` or `IterableDataset`: The training set with ids.
+
+    Raises:
+        ValueError: If the dataset is empty, or a column is missing.
+    """
+    columns = dataset.column_names
+    if columns is None:  # a stream whose columns are not known before its first row
+        columns = list(next(iter(dataset)).keys())
+    if isinstance(dataset, Dataset) and len(dataset) == 0:
+        raise ValueError("The training set is empty. Check the split, the filters and `limit` it was loaded with.")
+    if "prompt" not in columns:
+        raise ValueError(
+            f"The training set has no `prompt` column, only {sorted(columns)}. Rename the column with the prompts to "
+            "`prompt`, or load it with `lze_trl.datasets.load_prompts`."
+        )
+    answer = _answer_column(columns, answer_column)
+
+    def ids(batch):
+        if _USER_COLUMN in batch:
+            return {ID_COLUMN: [_from_user(value) for value in batch[_USER_COLUMN]]}
+        answers = batch[answer] if answer is not None else [None] * len(batch["prompt"])
+        return {ID_COLUMN: [prompt_id(p, a) for p, a in zip(batch["prompt"], answers, strict=True)]}
+
+    if isinstance(dataset, IterableDataset):
+        return dataset.map(ids, batched=True)
+
+    dataset = dataset.map(ids, batched=True, desc="Prompt ids")
+    values = np.asarray(dataset.with_format("numpy")[ID_COLUMN][:], dtype=np.int64)
+    _, first = np.unique(values, return_index=True)
+    duplicates = len(dataset) - len(first)
+    if duplicates and not deduplicate:
+        raise ValueError(
+            f"{duplicates} of {len(dataset)} rows repeat the prompt and answer of another row, and rows that share a "
+            "prompt share its state. Set `deduplicate=True`, or give each row its own `prompt_id`."
+        )
+    if duplicates:
+        logger.warning("Dropped %d of %d rows that repeat a prompt and its answer.", duplicates, len(dataset))
+        dataset = dataset.select(np.sort(first))
+    return dataset

@@ -1,0 +1,313 @@
+"""Packing: chosen rows → optimizer steps → micro-batches → processes.
+
+One generation batch is used for `steps_per_generation` (S) micro-steps on each process, again in every iteration.
+Windows of `gradient_accumulation_steps` (A) micro-steps make one optimizer step. The boundaries of both are multiples
+of g = gcd(S, A) micro-steps, so the rows are laid out in S / g *chunks* of g micro-steps: a chunk never straddles two
+optimizer steps, whatever the iteration.
+
+    S = 4, A = 2 (g = 2)      chunk 0          chunk 1
+    micro-step              0       1        2       3
+    without selection     rows    rows     rows    rows
+    packed                  -     rows       -     rows      <- empty ones first: the synchronising one is real
+
+What a row *weighs* is fixed first, by the reference layout: that of the full batch in TRL, or the chosen rows spread
+evenly over the chunks. Packing then only decides *where* it is computed.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+ROW_MEAN_LOSSES = ("grpo", "sapo", "luspo", "dr_grpo")
+"""Loss types that TRL averages over the rows of a micro-batch."""
+
+MICRO_BATCH_TOKEN_LOSSES = ("bnpo",)
+"""Loss types that TRL averages over the tokens of a micro-batch."""
+
+BATCH_TOKEN_LOSSES = ("dapo", "cispo", "vespo")
+"""Loss types that TRL averages over the tokens of the generation batch."""
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """
+    Shape of the update.
+
+    Attributes:
+        num_processes (`int`): W.
+        steps_per_generation (`int`): S.
+        chunk_steps (`int`): g, micro-steps of a chunk.
+        micro_batch_rows (`int`): Rows of a micro-batch on one process.
+        max_tokens (`int`, *optional*): Token budget of a micro-batch on one process; replaces the row limit.
+    """
+
+    num_processes: int
+    steps_per_generation: int
+    chunk_steps: int
+    micro_batch_rows: int
+    max_tokens: int | None = None
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of a generation batch."""
+        return self.steps_per_generation // self.chunk_steps
+
+
+@dataclass(frozen=True)
+class Reference:
+    """
+    What every row weighs, whatever the packing. Row arrays have shape `(n,)` for the n chosen rows.
+
+    Attributes:
+        chunk (int64): Chunk of each row.
+        norm_rows (float64): Rows that the row's chunk is averaged over.
+        norm_tokens (float64): Loss tokens that the row is averaged over in a `"bnpo"` loss, scaled to the chunk.
+        num_items (`float`): Loss tokens that the generation batch is averaged over.
+    """
+
+    chunk: np.ndarray
+    norm_rows: np.ndarray
+    norm_tokens: np.ndarray
+    num_items: float
+
+
+def even_reference(loss_tokens: np.ndarray, geometry: Geometry, rng: np.random.Generator) -> Reference:
+    """
+    Reference of a batch that is normalised by its chosen rows: spread evenly, and at random, over the chunks.
+
+    Args:
+        loss_tokens (`np.ndarray` of shape `(n,)`): Loss tokens of each chosen row.
+        geometry ([`Geometry`]): Shape of the update.
+        rng (`np.random.Generator`): The same on every process.
+    """
+    n, num_chunks = len(loss_tokens), geometry.num_chunks
+    chunk = np.empty(n, dtype=np.int64)
+    chunk[rng.permutation(n)] = np.arange(n) * num_chunks // max(n, 1)
+    rows = np.bincount(chunk, minlength=num_chunks)
+    tokens = np.bincount(chunk, weights=loss_tokens, minlength=num_chunks)
+    return Reference(
+        chunk=chunk,
+        norm_rows=rows[chunk].astype(np.float64),
+        norm_tokens=np.maximum(tokens, 1.0)[chunk],
+        num_items=float(loss_tokens.sum()),
+    )
+
+
+def trl_reference(
+    slot: np.ndarray, process: np.ndarray, loss_tokens: np.ndarray, chosen: np.ndarray, geometry: Geometry
+) -> Reference:
+    """
+    Reference of a batch that is normalised as TRL normalises the full batch.
+
+    Args:
+        slot (`np.ndarray` of shape `(B,)`): Micro-step in which TRL would have used each row.
+        process (`np.ndarray` of shape `(B,)`): Process that would have used it.
+        loss_tokens (`np.ndarray` of shape `(B,)`): Loss tokens of each row.
+        chosen (`np.ndarray` of shape `(n,)`): Indices of the chosen rows.
+        geometry ([`Geometry`]): Shape of the update.
+    """
+    chunk = slot // geometry.chunk_steps
+    rows = np.bincount(chunk, minlength=geometry.num_chunks)
+    micro_batch = process * geometry.steps_per_generation + slot
+    tokens = np.bincount(micro_batch, weights=loss_tokens)
+    # A "bnpo" micro-batch is one of g·W in its chunk
+    micro_batches = geometry.chunk_steps * geometry.num_processes
+    return Reference(
+        chunk=chunk[chosen],
+        norm_rows=rows[chunk[chosen]].astype(np.float64),
+        norm_tokens=micro_batches * np.maximum(tokens, 1.0)[micro_batch[chosen]],
+        num_items=float(loss_tokens.sum()),
+    )
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """
+    Rows that all processes compute in one micro-step.
+
+    Attributes:
+        rows (`np.ndarray` of shape `(W, R)`, int64):
+            Indices into the chosen rows, by process.
+        filler (`np.ndarray` of shape `(W, R)`, bool):
+            Rows that only keep the processes in step: they are computed, with weight 0.
+    """
+
+    rows: np.ndarray
+    filler: np.ndarray
+
+
+@dataclass(frozen=True)
+class Layout:
+    """
+    Micro-batches of a generation batch.
+
+    Attributes:
+        micro_steps (`list` of S [`MicroBatch`] or `None`):
+            The micro-batch of each micro-step; `None` for an empty one.
+    """
+
+    micro_steps: list[MicroBatch | None]
+
+    def rows_of(self, process: int) -> np.ndarray:
+        """Distinct chosen rows that a process needs, in ascending order."""
+        rows = [batch.rows[process] for batch in self.micro_steps if batch is not None]
+        return np.unique(np.concatenate(rows)) if rows else np.empty(0, dtype=np.int64)
+
+
+def pack(prompt_tokens: np.ndarray, completion_tokens: np.ndarray, chunk: np.ndarray, geometry: Geometry) -> Layout:
+    """
+    Lay the chosen rows out in as few micro-steps as fit.
+
+    In each chunk the rows are sorted by length and cut into micro-steps; those of a micro-step are dealt to the
+    processes, so that all of them compute the same number of rows of about the same length at the same time.
+
+    Args:
+        prompt_tokens (`np.ndarray` of shape `(n,)`): Prompt length of each chosen row.
+        completion_tokens (`np.ndarray` of shape `(n,)`): Completion length of each chosen row.
+        chunk (`np.ndarray` of shape `(n,)`): Chunk of each chosen row.
+        geometry ([`Geometry`]): Shape of the update.
+
+    Returns:
+        [`Layout`]: The same on every process.
+    """
+    micro_steps = []
+    for index in range(geometry.num_chunks):
+        rows = np.flatnonzero(chunk == index)
+        # Long completions first; prompts decide among equals
+        rows = rows[np.lexsort((rows, -prompt_tokens[rows], -completion_tokens[rows]))]
+        cuts = _cut(prompt_tokens[rows], completion_tokens[rows], geometry)
+        batches = [_deal(part, geometry.num_processes) for part in np.split(rows, cuts[1:-1])] if len(rows) else []
+        micro_steps += [None] * (geometry.chunk_steps - len(batches)) + batches
+    return Layout(micro_steps)
+
+
+def _cut(prompt_tokens: np.ndarray, completion_tokens: np.ndarray, geometry: Geometry) -> list[int]:
+    """Boundaries of the micro-steps in rows sorted by length, at most g of them."""
+    n, processes = len(prompt_tokens), geometry.num_processes
+    cuts = [0]
+    while cuts[-1] < n:
+        cuts.append(min(n, cuts[-1] + processes * _fit(prompt_tokens, completion_tokens, cuts[-1], geometry)))
+    if len(cuts) - 1 <= geometry.chunk_steps:
+        return cuts
+    # The budget is too small for the micro-steps there are: share the rows out evenly
+    return np.linspace(0, n, geometry.chunk_steps + 1).astype(int).tolist()
+
+
+def _fit(prompt_tokens: np.ndarray, completion_tokens: np.ndarray, start: int, geometry: Geometry) -> int:
+    """Rows a process that fit in a micro-batch beginning at `start`, at least 1."""
+    if geometry.max_tokens is None:
+        return geometry.micro_batch_rows
+    widths = np.maximum.accumulate(prompt_tokens[start:]) + completion_tokens[start]
+    rows = -(-np.arange(1, len(widths) + 1) // geometry.num_processes)  # rows of the fullest process
+    fitting = int((rows * widths <= geometry.max_tokens).sum())
+    return max(1, fitting // geometry.num_processes)
+
+
+def _deal(rows: np.ndarray, num_processes: int) -> MicroBatch:
+    """Deal sorted rows to the processes like cards; short hands get a filler, a copy of the shortest row."""
+    per_process = -(-len(rows) // num_processes)
+    padded = np.concatenate([rows, np.full(per_process * num_processes - len(rows), rows[-1])])
+    filler = np.arange(len(padded)) >= len(rows)
+    hands = (per_process, num_processes)
+    return MicroBatch(padded.reshape(hands).T.copy(), filler.reshape(hands).T.copy())
+
+
+def unpacked(chunk: np.ndarray, geometry: Geometry) -> Layout:
+    """
+    Lay rows that were not chosen evenly out in *all* micro-steps of their chunk, unsorted.
+
+    Args:
+        chunk (`np.ndarray` of shape `(n,)`): Chunk of each chosen row.
+        geometry ([`Geometry`]): Shape of the update.
+    """
+    micro_steps = []
+    for index in range(geometry.num_chunks):
+        rows = np.flatnonzero(chunk == index)
+        parts = [part for part in np.array_split(rows, geometry.chunk_steps) if len(part)]
+        batches = [_deal(part, geometry.num_processes) for part in parts]
+        micro_steps += [None] * (geometry.chunk_steps - len(batches)) + batches
+    return Layout(micro_steps)
+
+
+def trl_layout(slot: np.ndarray, process: np.ndarray, order: np.ndarray, geometry: Geometry) -> Layout:
+    """
+    TRL's own micro-batches, for a batch of which nothing was dropped.
+
+    Args:
+        slot (`np.ndarray` of shape `(B,)`): Micro-step of each row.
+        process (`np.ndarray` of shape `(B,)`): Process of each row.
+        order (`np.ndarray` of shape `(B,)`): Position of each row after TRL's shuffle, on its process.
+        geometry ([`Geometry`]): Shape of the update.
+    """
+    micro_steps = []
+    for index in range(geometry.num_chunks):
+        batches = []
+        for step in range(index * geometry.chunk_steps, (index + 1) * geometry.chunk_steps):
+            hands = []
+            for rank in range(geometry.num_processes):
+                rows = np.flatnonzero((slot == step) & (process == rank))
+                hands.append(rows[np.argsort(order[rows])])
+            rows = np.stack(hands)
+            if rows.size:
+                batches.append(MicroBatch(rows, np.zeros_like(rows, dtype=bool)))
+        micro_steps += [None] * (geometry.chunk_steps - len(batches)) + batches
+    return Layout(micro_steps)
+
+
+def loss_scale(
+    loss_type: str,
+    batch: MicroBatch,
+    process: int,
+    loss_tokens: np.ndarray,
+    reference: Reference,
+    geometry: Geometry,
+) -> tuple[float, np.ndarray | None]:
+    """
+    Factor that turns TRL's loss of a micro-batch into the row's share of the reference.
+
+    TRL averages the loss of a micro-batch over its rows or tokens, divides by the micro-steps of the window, and the
+    processes average their gradients. With R rows, N = `norm_rows` and g, W as in [`Geometry`], a row of a row-mean
+    loss has weight 1/(R·A·W) there and g/(A·N) in the reference: the factor is R·W·g / N.
+
+    Args:
+        loss_type (`str`): TRL's loss type.
+        batch ([`MicroBatch`]): The micro-batch.
+        process (`int`): This process.
+        loss_tokens (`np.ndarray` of shape `(n,)`): Loss tokens of each chosen row.
+        reference ([`Reference`]): What the rows weigh.
+        geometry ([`Geometry`]): Shape of the update.
+
+    Returns:
+        `tuple[float, np.ndarray | None]`: The factor, and per-row token weights of shape `(R,)`, at least 1, where the
+        rows of a `"bnpo"` micro-batch weigh differently.
+    """
+    rows, filler = batch.rows[process], batch.filler[process]
+    share = geometry.num_processes * geometry.chunk_steps
+    if filler.all():
+        return 0.0, None
+    if loss_type in BATCH_TOKEN_LOSSES:
+        return 1.0, None
+    if loss_type in ROW_MEAN_LOSSES:
+        return len(rows) * share / reference.norm_rows[rows[0]], None
+    if loss_type in MICRO_BATCH_TOKEN_LOSSES:
+        norms, tokens = reference.norm_tokens[rows], np.where(filler, 0, loss_tokens[rows])
+        weights = norms.max() / norms
+        total = max(float((weights * tokens).sum()), 1.0)
+        return share * total / norms.max(), None if (weights == 1.0).all() else weights
+    raise ValueError(f"`loss_type` must be one known to lze_trl, got {loss_type!r}.")
+
+
+def padding_efficiency(
+    layout: Layout, prompt_tokens: np.ndarray, completion_tokens: np.ndarray, process: int
+) -> tuple[int, int]:
+    """Real and computed tokens of a process's micro-batches: `(real, computed)`."""
+    real = computed = 0
+    for batch in layout.micro_steps:
+        if batch is None:
+            continue
+        rows, filler = batch.rows[process], batch.filler[process]
+        lengths = prompt_tokens[rows] + completion_tokens[rows]
+        real += int(lengths[~filler].sum())
+        computed += int(len(rows) * (prompt_tokens[rows].max() + completion_tokens[rows].max()))
+    return real, computed

@@ -1,0 +1,233 @@
+"""The memory of every prompt that was visited: arrays with one row a prompt, found by a hash index."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from .energy import score_groups
+from .groups import Groups, Rollouts
+
+
+_DTYPES = {
+    "prompt_ids": np.int64,
+    "first_pass_rate": np.float32,
+    "ema": np.float32,
+    "pass_rate": np.float32,
+    "energy": np.float32,
+    "visits": np.int32,
+    "last_step": np.int32,
+    "streak": np.int16,
+    "pruned": np.bool_,
+}
+_MAX_LOAD = 0.75
+_MAX_STREAK = np.iinfo(np.int16).max
+
+
+@dataclass(frozen=True)
+class StateSettings:
+    """Constants of the energy and of pruning, see [`LZEGRPOConfig`] for their meaning."""
+
+    difficulty_floor: float = 0.05
+    momentum_weight: float = 0.3
+    ema_decay: float = 0.9
+    pruning_streak: int = 2
+    prune: bool = True
+
+
+class PromptState:
+    """
+    State of every visited prompt.
+
+    Holds, per prompt: first pass rate, moving average, last pass rate, last energy, visits, step of the last visit,
+    streak of fully correct visits, and whether it is pruned (35 bytes), and an open-addressing index of row numbers
+    (4 bytes a slot, at most 3/4 full). An update costs O(batch).
+
+    Args:
+        settings ([`StateSettings`], *optional*):
+            Constants of the method.
+        expected (`int`, *optional*, defaults to `0`):
+            Number of prompts to make room for.
+    """
+
+    def __init__(self, settings: StateSettings | None = None, expected: int = 0):
+        self.settings = settings or StateSettings()
+        self.size = 0
+        capacity = max(expected, 16)
+        self._arrays = {name: np.zeros(capacity, dtype=dtype) for name, dtype in _DTYPES.items()}
+        self._slots = np.full(_slots_for(capacity), -1, dtype=np.int32)
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        """View of one array over the visited prompts, shape `(len(self),)`."""
+        return self._arrays[name][: self.size]
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the arrays and the index, in bytes."""
+        return sum(array.nbytes for array in self._arrays.values()) + self._slots.nbytes
+
+    def find(self, prompt_ids: np.ndarray) -> np.ndarray:
+        """
+        Rows of prompts.
+
+        Args:
+            prompt_ids (`np.ndarray` of shape `(n,)`, int64): Prompts to look up.
+
+        Returns:
+            `np.ndarray` of shape `(n,)`: Row of each prompt, −1 for one that was never visited.
+        """
+        rows = np.full(len(prompt_ids), -1, dtype=np.int64)
+        pending = np.arange(len(prompt_ids))
+        slots = _home(prompt_ids, len(self._slots))
+        while pending.size:
+            found = self._slots[slots]
+            hit = (found >= 0) & (self._arrays["prompt_ids"][found] == prompt_ids[pending])
+            rows[pending[hit]] = found[hit]
+            onward = (found >= 0) & ~hit
+            pending, slots = pending[onward], (slots[onward] + 1) % len(self._slots)
+        return rows
+
+    def visit(self, rollouts: Rollouts, step: int) -> Groups:
+        """
+        Score the groups of a generation batch, then remember them.
+
+        The energies use the moving averages from *before* the batch. Groups without any scored completion leave no
+        trace.
+
+        Args:
+            rollouts ([`Rollouts`]): Scored completions; no prompt may occur twice.
+            step (`int`): Optimizer step.
+
+        Returns:
+            [`Groups`]: The scored groups.
+
+        Raises:
+            ValueError: If a prompt has two groups in the batch.
+        """
+        ids = rollouts.prompt_ids
+        if len(np.unique(ids)) != len(ids):
+            raise ValueError(
+                "A prompt has more than one group in the generation batch, so its state would be ambiguous. Give each "
+                "row its own `prompt_id`, or remove the duplicates from the dataset."
+            )
+        rows = self.find(ids)
+        known = rows >= 0
+        first, ema = np.full(len(ids), np.nan), np.full(len(ids), np.nan)
+        visits, replayed = np.zeros(len(ids), dtype=np.int64), np.zeros(len(ids), dtype=bool)
+        first[known] = self["first_pass_rate"][rows[known]]
+        ema[known] = self["ema"][rows[known]]
+        visits[known] = self["visits"][rows[known]]
+        replayed[known] = self["pruned"][rows[known]]
+        groups = score_groups(
+            rollouts, first, ema, visits, replayed, self.settings.difficulty_floor, self.settings.momentum_weight
+        )
+        self._remember(groups, step)
+        return groups
+
+    def _remember(self, groups: Groups, step: int):
+        scored = ~np.isnan(groups.pass_rates)
+        rows = self._insert(groups.prompt_ids[scored])
+        pass_rates = groups.pass_rates[scored]
+        decay = self.settings.ema_decay
+        fresh = groups.visits[scored] == 1
+        state = self._arrays
+        state["first_pass_rate"][rows[fresh]] = pass_rates[fresh]
+        # μ starts at p⁽⁰⁾, for which λ·μ + (1 − λ)·p is p⁽⁰⁾ again
+        state["ema"][rows] = decay * groups.ema[scored] + (1.0 - decay) * pass_rates
+        state["pass_rate"][rows] = pass_rates
+        state["energy"][rows] = groups.energies[scored]
+        state["visits"][rows] = groups.visits[scored]
+        state["last_step"][rows] = step
+        solved = pass_rates == 1.0
+        streak = np.where(solved, np.minimum(state["streak"][rows].astype(np.int64) + 1, _MAX_STREAK), 0)
+        state["streak"][rows] = streak
+        if self.settings.prune:
+            # A pruned prompt that fails its re-check has streak 0 and is active again
+            state["pruned"][rows] = np.where(solved, state["pruned"][rows] | (streak >= self.settings.pruning_streak), False)
+
+    def is_pruned(self, prompt_ids: np.ndarray) -> np.ndarray:
+        """Whether each prompt is pruned, shape `(n,)`; False for one that was never visited."""
+        rows = self.find(prompt_ids)
+        return np.where(rows >= 0, self._arrays["pruned"][rows], False)
+
+    def pruned_ids(self) -> np.ndarray:
+        """Ids of the pruned prompts in ascending order: the same on every process and after a resume."""
+        return np.sort(self["prompt_ids"][self["pruned"]])
+
+    def tensors(self) -> dict[str, np.ndarray]:
+        """Copies of the arrays over the visited prompts, to be saved."""
+        return {name: self[name].copy() for name in _DTYPES}
+
+    def load(self, tensors: dict[str, np.ndarray]):
+        """
+        Replace the state by saved arrays.
+
+        Raises:
+            ValueError: If an array is missing, unknown, of another type or length, or an id occurs twice.
+        """
+        if set(tensors) != set(_DTYPES):
+            raise ValueError(
+                f"The prompt state must have the arrays {sorted(_DTYPES)}, got {sorted(tensors)}. It was not written "
+                "by this version of lze_trl."
+            )
+        sizes = {len(array) for array in tensors.values()}
+        if len(sizes) != 1:
+            raise ValueError(f"The arrays of the prompt state must have one length, got {sorted(sizes)}.")
+        for name, array in tensors.items():
+            if array.dtype != _DTYPES[name] or array.ndim != 1:
+                raise ValueError(
+                    f"`{name}` of the prompt state must be one-dimensional {np.dtype(_DTYPES[name])}, got {array.dtype} "
+                    f"of shape {array.shape}."
+                )
+        ids = tensors["prompt_ids"]
+        if len(np.unique(ids)) != len(ids):
+            raise ValueError("The prompt state holds a prompt twice. The file is damaged; use another checkpoint.")
+        loaded = PromptState(self.settings, expected=max(len(ids), len(self._arrays["prompt_ids"])))
+        loaded._insert(ids)
+        for name, array in tensors.items():
+            loaded._arrays[name][: len(ids)] = array
+        self.size, self._arrays, self._slots = loaded.size, loaded._arrays, loaded._slots
+
+    def _insert(self, prompt_ids: np.ndarray) -> np.ndarray:
+        """Rows of distinct prompts, new ones appended in the order given."""
+        rows = self.find(prompt_ids)
+        new = np.flatnonzero(rows < 0)
+        if new.size == 0:
+            return rows
+        self._reserve(self.size + new.size)
+        rows[new] = np.arange(self.size, self.size + new.size)
+        self._arrays["prompt_ids"][rows[new]] = prompt_ids[new]
+        self.size += new.size
+        self._index(rows[new])
+        return rows
+
+    def _index(self, rows: np.ndarray):
+        """Enter rows into the hash index: linear probing, all rows at once, the lowest row winning a slot."""
+        slots = _home(self._arrays["prompt_ids"][rows], len(self._slots))
+        while rows.size:
+            free = self._slots[slots] < 0
+            self._slots[slots[free][::-1]] = rows[free][::-1]
+            lost = self._slots[slots] != rows
+            rows, slots = rows[lost], (slots[lost] + 1) % len(self._slots)
+
+    def _reserve(self, size: int):
+        capacity = len(self._arrays["prompt_ids"])
+        if size > capacity:
+            capacity = max(size, capacity + capacity // 2)
+            for name, array in self._arrays.items():
+                self._arrays[name] = np.concatenate([array, np.zeros(capacity - len(array), dtype=array.dtype)])
+        if size > _MAX_LOAD * len(self._slots):
+            self._slots = np.full(_slots_for(capacity), -1, dtype=np.int32)
+            self._index(np.arange(self.size))
+
+
+def _slots_for(capacity: int) -> int:
+    return int(capacity / _MAX_LOAD) + 1
+
+
+def _home(prompt_ids: np.ndarray, num_slots: int) -> np.ndarray:
+    """First slot of each prompt. User ids need not be uniform, so they are mixed first (Fibonacci hashing)."""
+    mixed = prompt_ids.view(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    return ((mixed ^ (mixed >> np.uint64(32))) % np.uint64(num_slots)).astype(np.int64)

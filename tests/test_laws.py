@@ -1,0 +1,215 @@
+"""The exactness laws: what must hold whatever the loss, the shape of the batch, or the moment of a crash."""
+
+import itertools
+import shutil
+
+import pytest
+import torch
+from trl import GRPOTrainer
+
+import tiny
+from lze_trl import LZEGRPOTrainer
+
+
+LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "sapo", "cispo", "vespo"]
+
+# rows per micro-batch b, accumulation A, micro-steps per generation S, iterations I
+SHAPES = {
+    "one step": (12, 1, 1, 1),
+    "accumulated": (6, 2, 2, 1),
+    "two optimizer steps a batch": (4, 2, 4, 1),
+    "two batches an optimizer step": (4, 6, 3, 1),
+    "iterated": (6, 2, 2, 2),
+    "neither divides": (4, 2, 3, 2),
+}
+PLAIN = {"selector": "all", "pruning": "none", "packing": False}
+
+
+def shape(name: str) -> dict:
+    rows, accumulation, per_generation, iterations = SHAPES[name]
+    return {
+        "per_device_train_batch_size": rows,
+        "gradient_accumulation_steps": accumulation,
+        "steps_per_generation": per_generation,
+        "num_iterations": iterations,
+        "max_steps": 5,
+    }
+
+
+def make(trainer_class, directory, seed=0, **kwargs):
+    # SGD: Adam would blow rounding errors of vanishing gradients up to full steps
+    kwargs = {"optim": "sgd", "learning_rate": 0.5} | kwargs
+    return trainer_class(
+        model=tiny.save(directory / f"model-{seed}", seed),
+        reward_funcs=tiny.even_length_reward,
+        args=tiny.config(directory, **kwargs),
+        train_dataset=tiny.prompts(17),
+    )
+
+
+def train(trainer_class, directory, **kwargs):
+    trainer = make(trainer_class, directory, **kwargs)
+    trainer.train()
+    return trainer
+
+
+def weights(trainer) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
+
+
+def distance(a, b) -> float:
+    first, second = weights(a), weights(b)
+    return max(float((first[name] - second[name]).abs().max()) for name in first)
+
+
+def moved(trainer) -> float:
+    start = dict(tiny.model().named_parameters())
+    return max(float((parameter - start[name]).detach().abs().max()) for name, parameter in weights(trainer).items())
+
+
+@pytest.mark.parametrize("shape_name", SHAPES)
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_everything_selected_is_trl_bit_for_bit(tmp_path, loss_type, shape_name):
+    settings = {"loss_type": loss_type} | shape(shape_name)
+    ours = train(LZEGRPOTrainer, tmp_path / "ours", **PLAIN, **settings)
+    theirs = train(GRPOTrainer, tmp_path / "theirs", **settings)
+    assert moved(theirs) > 0
+    assert distance(ours, theirs) == 0.0
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"beta": 0.1},
+        {"beta": 0.1, "use_bias_correction_kl": False},
+        {"entropy_coef": 0.01},
+        {"use_adaptive_entropy": True, "entropy_target": 10.0},
+        {"top_entropy_quantile": 0.5},
+        {"scale_rewards": "batch"},
+        {"scale_rewards": "none"},
+        {"importance_sampling_level": "sequence"},
+        {"mask_truncated_completions": True},
+        {"optim": "adamw_torch", "learning_rate": 1e-3},
+        {"gradient_checkpointing": True},
+        {"off_policy_mask_threshold": 0.5},
+        {"shuffle_dataset": False},
+    ],
+    ids=str,
+)
+def test_everything_selected_is_trl_with_every_option(tmp_path, settings):
+    settings = shape("two optimizer steps a batch") | PLAIN | settings
+    ours = train(LZEGRPOTrainer, tmp_path / "ours", **settings)
+    theirs = train(GRPOTrainer, tmp_path / "theirs", **settings)
+    assert moved(theirs) > 0
+    assert distance(ours, theirs) == 0.0
+
+
+@pytest.mark.parametrize("packing", [False, True], ids=["unpacked", "packed"])
+@pytest.mark.parametrize("shape_name", SHAPES)
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_dropping_dead_groups_is_the_full_batch(tmp_path, loss_type, shape_name, packing):
+    settings = {"loss_type": loss_type} | shape(shape_name)
+    selection = {"selector": "zero_variance", "pruning": "none", "loss_normalizer": "all", "packing": packing}
+    ours = train(LZEGRPOTrainer, tmp_path / "ours", **selection, **settings)
+    theirs = train(GRPOTrainer, tmp_path / "theirs", **settings)
+    assert 0 < ours.ledger.rows_trained < ours.ledger.rows_rolled_out
+    assert moved(theirs) > 1e-3
+    assert distance(ours, theirs) < 1e-5
+
+
+@pytest.mark.parametrize("normalizer", ["selected", "all"])
+@pytest.mark.parametrize("shape_name", SHAPES)
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_packing_changes_nothing(tmp_path, loss_type, shape_name, normalizer):
+    settings = {
+        "loss_type": loss_type,
+        "loss_normalizer": normalizer,
+        "selection_ratio": 0.5,
+        "pruning": "none",
+        "beta": 0.05,
+    } | shape(shape_name)
+    on = train(LZEGRPOTrainer, tmp_path / "on", packing=True, **settings)
+    off = train(LZEGRPOTrainer, tmp_path / "off", packing=False, **settings)
+    assert moved(on) > 1e-3
+    assert distance(on, off) < 1e-5
+
+
+@pytest.mark.parametrize("shape_name", SHAPES)
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_packing_everything_is_trl(tmp_path, loss_type, shape_name):
+    settings = {"loss_type": loss_type, "beta": 0.05} | shape(shape_name)
+    ours = train(LZEGRPOTrainer, tmp_path / "ours", selector="all", pruning="none", packing=True, **settings)
+    theirs = train(GRPOTrainer, tmp_path / "theirs", **settings)
+    assert moved(theirs) > 1e-3
+    assert distance(ours, theirs) < 1e-5
+
+
+@pytest.mark.parametrize("budget", [9, 40, 1000])
+def test_a_token_budget_changes_nothing(tmp_path, budget):
+    settings = {"pruning": "none"} | shape("two optimizer steps a batch")
+    free = train(LZEGRPOTrainer, tmp_path / "free", **settings)
+    bounded = train(LZEGRPOTrainer, tmp_path / "bounded", max_tokens_per_micro_batch=budget, **settings)
+    assert moved(free) > 1e-3
+    assert distance(free, bounded) < 1e-5
+
+
+RESUMED = {
+    "between batches": {"per_device_train_batch_size": 6, "gradient_accumulation_steps": 2},
+    "in the middle of a batch": shape("two optimizer steps a batch"),
+    "between iterations": shape("iterated"),
+    "neither divides": shape("neither divides"),
+}
+
+
+@pytest.mark.parametrize("pruning", ["none", "skip", "refill"])
+@pytest.mark.parametrize("moment", RESUMED)
+def test_resumed_is_uninterrupted_bit_for_bit(tmp_path, moment, pruning):
+    settings = RESUMED[moment] | {
+        "max_steps": 14,  # three epochs of 5 batches, so that replays and a new permutation fall behind the resume
+        "pruning": pruning,
+        "pruning_streak": 1,
+        "save_strategy": "steps",
+        "save_steps": 5,
+        "optim": "adamw_torch",
+        "learning_rate": 5e-2,
+        "beta": 0.05,
+    }
+    whole = train(LZEGRPOTrainer, tmp_path / "run", **settings)
+    for step in (10, 14):
+        shutil.rmtree(tmp_path / "run" / f"checkpoint-{step}")
+    resumed = make(LZEGRPOTrainer, tmp_path / "run", **settings)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == whole.state.global_step == 14
+    assert distance(whole, resumed) == 0.0
+    first, second = whole.prompt_state.tensors(), resumed.prompt_state.tensors()
+    assert all((first[name] == second[name]).all() for name in first)
+    counts = [name for name in vars(whole.ledger) if not name.endswith("seconds")]
+    assert {n: getattr(whole.ledger, n) for n in counts} == {n: getattr(resumed.ledger, n) for n in counts}
+
+
+@pytest.mark.parametrize("pruning", ["skip", "refill"])
+def test_a_resume_repeats_no_anchor(tmp_path, pruning):
+    settings = {"save_strategy": "steps", "save_steps": 4, "max_steps": 8, "pruning": pruning}
+    trainer = train(LZEGRPOTrainer, tmp_path, **settings)
+    anchors = dict(zip(trainer.prompt_state["prompt_ids"], trainer.prompt_state["first_pass_rate"], strict=True))
+    again = make(LZEGRPOTrainer, tmp_path, **(settings | {"max_steps": 12}))
+    again.train(resume_from_checkpoint=True)
+    after = dict(zip(again.prompt_state["prompt_ids"], again.prompt_state["first_pass_rate"], strict=True))
+    assert all(after[prompt] == rate for prompt, rate in anchors.items())
+
+
+@pytest.mark.parametrize(("shape_name", "packing"), list(itertools.product(SHAPES, [True, False])))
+def test_a_batch_without_signal_moves_nothing(tmp_path, shape_name, packing):
+    trainer = LZEGRPOTrainer(
+        model=tiny.model(),
+        reward_funcs=lambda completions, **kwargs: [1.0] * len(completions),
+        args=tiny.config(tmp_path, packing=packing, weight_decay=0.1, **shape(shape_name)),
+        train_dataset=tiny.prompts(17),
+        processing_class=tiny.tokenizer(),
+    )
+    trainer.train()
+    assert moved(trainer) == 0.0
+    assert trainer.ledger.skipped_updates == trainer.state.global_step == 5
+    log = trainer.state.log_history
+    assert [entry["lze/skipped_update"] for entry in log if "lze/skipped_update" in entry] == [1.0] * 5
+    assert {entry["reward"] for entry in log if "reward" in entry} == {1.0}

@@ -1,0 +1,95 @@
+"""A tiny model, tokenizer and task, made locally: what every trainer test runs on."""
+
+import string
+
+import torch
+from datasets import Dataset
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from lze_trl import LZEGRPOConfig
+
+
+ALPHABET = string.digits + "+-*/= ?" + string.ascii_letters
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One token a character."""
+    special = ["<pad>", "<eos>", "<bos>", "<unk>"]
+    vocabulary = {token: index for index, token in enumerate([*special, *ALPHABET])}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    backend.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", bos_token="<bos>", unk_token="<unk>"
+    )
+    fast.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    return fast
+
+
+def model(seed: int = 0, tied: bool = False, layers: int = 1) -> Qwen2ForCausalLM:
+    """A Qwen2 model of about 10,000 weights."""
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=len(tokenizer()),
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+        tie_word_embeddings=tied,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=2,
+    )
+    return Qwen2ForCausalLM(config)
+
+
+def save(directory, seed: int = 0, **kwargs) -> str:
+    """Save the model and its tokenizer, as a reference model (beta > 0) needs it, and return where."""
+    model(seed, **kwargs).save_pretrained(directory)
+    tokenizer().save_pretrained(directory)
+    return str(directory)
+
+
+def prompts(count: int, conversational: bool = False) -> Dataset:
+    """Prompts of different lengths."""
+    texts = [f"{i}+{i * i}=" for i in range(count)]
+    solutions = [str(i + i * i) for i in range(count)]
+    if conversational:
+        return Dataset.from_dict({"prompt": [[{"role": "user", "content": t}] for t in texts], "solution": solutions})
+    return Dataset.from_dict({"prompt": texts, "solution": solutions})
+
+
+def digit_reward(completions, **kwargs):
+    """Passes completions whose first character is a digit: about one in seven of an untrained model."""
+    texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
+    return [float(text[:1].isdigit()) for text in texts]
+
+
+def even_length_reward(completions, **kwargs):
+    """Passes completions with an even number of characters: an untrained model passes about half the time."""
+    texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
+    return [float(len(text.strip()) % 2 == 0) for text in texts]
+
+
+def config(output_dir, **kwargs) -> LZEGRPOConfig:
+    """P = 3 prompts, G = 4 generations, up to C = 5 completion tokens."""
+    defaults = {
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "report_to": "none",
+        "per_device_train_batch_size": 12,
+        "num_generations": 4,
+        "max_completion_length": 5,
+        "max_steps": 3,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "telemetry": False,
+        "seed": 7,
+    }
+    return LZEGRPOConfig(output_dir=str(output_dir), **(defaults | kwargs))
