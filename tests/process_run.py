@@ -1,0 +1,89 @@
+"""Training runs under a launcher, for the tests that compare numbers of processes and ways to shard.
+
+    torchrun --nproc-per-node 2 tests/process_run.py CASES.json
+
+`CASES.json` maps a name to the settings of a run; next to it, each run leaves `NAME.W.RANK.json` and `NAME.W.pt`, for
+W processes. Completions are a function of prompt, place in the group and step, not of a process's random numbers: what
+is left to differ is what the trainer decides.
+"""
+
+import hashlib
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+from accelerate import PartialState
+
+import tiny
+from lze_trl import LZEGRPOTrainer
+
+
+def fixed_rollouts(prompts, trainer):
+    """A `rollout_func` whose completions do not depend on the process that draws them."""
+    tokenizer, rank = trainer.processing_class, trainer.accelerator.process_index
+    completions = []
+    for i, prompt in enumerate(prompts):
+        place = (rank * len(prompts) + i) % trainer.num_generations
+        digest = hashlib.sha256(f"{prompt}|{place}|{trainer.state.global_step}".encode()).digest()
+        length = 1 + digest[0] % 5
+        completions.append([4 + byte % (len(tokenizer) - 4) for byte in digest[1 : 1 + length]])
+    return {
+        "prompt_ids": tokenizer(prompts)["input_ids"],
+        "completion_ids": completions,
+        "logprobs": [[-1.0] * len(ids) for ids in completions],
+    }
+
+
+def mostly_reward(completions, **kwargs):
+    """Passes four completions in five, so that some prompts are soon solved and pruned."""
+    return [float(len(text) % 5 != 4) for text in completions]
+
+
+class RecordingSelector:
+    """Notes what the trainer's own selector chose."""
+
+    def __init__(self, selector):
+        self.selector, self.choices = selector, []
+
+    def select(self, groups, k, rng):
+        chosen = self.selector.select(groups, k, rng)
+        self.choices.append([groups.prompt_ids.tolist(), groups.energies.tolist(), chosen.tolist()])
+        return chosen
+
+
+def run(directory: Path, name: str, settings: dict):
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    rows = settings.pop("rows") // world  # of a micro-step, on all processes
+    trainer = LZEGRPOTrainer(
+        model=str(directory / "model"),
+        reward_funcs=mostly_reward,
+        args=tiny.config(directory / f"{name}-{world}", per_device_train_batch_size=rows, **settings),
+        train_dataset=tiny.prompts(17),
+        rollout_func=fixed_rollouts,
+    )
+    trainer.selector = RecordingSelector(trainer.selector)
+    trainer.train()
+    state = trainer.accelerator.get_state_dict(trainer.model_wrapped)  # on the main process
+    result = {
+        "choices": trainer.selector.choices,
+        "rows_trained": trainer.ledger.rows_trained,
+        "groups_pruned": trainer.ledger.groups_pruned,
+        "skipped_updates": trainer.ledger.skipped_updates,
+    }
+    rank = trainer.accelerator.process_index
+    (directory / f"{name}.{world}.{rank}.json").write_text(json.dumps(result))
+    if rank == 0:
+        torch.save({key: tensor.float().cpu() for key, tensor in state.items()}, directory / f"{name}.{world}.pt")
+    trainer.accelerator.wait_for_everyone()
+
+
+def main(cases: Path):
+    for name, settings in json.loads(cases.read_text()).items():
+        run(cases.parent, name, settings)
+    PartialState().destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

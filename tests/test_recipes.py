@@ -1,0 +1,167 @@
+"""Every shipped recipe and accelerate configuration can be read, and recipes are read strictly."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from accelerate.commands.config.config_args import load_config_from_file
+from trl import GRPOConfig
+
+from lze_trl.config import LZEGRPOConfig
+from lze_trl.recipe import RecipeError, check_recipe, nearest, parse_recipe, read_recipe
+
+
+ROOT = Path(__file__).resolve().parents[1]
+RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
+LZE_FIELDS = set(LZEGRPOConfig.__dataclass_fields__) - set(GRPOConfig.__dataclass_fields__)
+# The development machine has no accelerator: what a recipe says about it is overridden, and nothing else
+ON_CPU = ["--bf16", "false", "--use_cpu", "true"]
+
+
+def shown(path):
+    return str(path.relative_to(ROOT))
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    def write(text):
+        path = tmp_path / "recipe.yaml"
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=shown)
+def test_recipe_is_parsed_by_its_classes(path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    script_args, training_args, model_args = parse_recipe(["--config", str(path), *ON_CPU])
+    assert isinstance(training_args, LZEGRPOConfig)
+    assert script_args.datasets and script_args.eval_datasets and script_args.reward_funcs
+    assert model_args.model_name_or_path
+    assert training_args.output_dir == f"runs/{path.relative_to(ROOT / 'recipes').with_suffix('')}"
+    assert not training_args.trust_remote_code
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=shown)
+def test_recipe_says_hardware_command_and_expected_result(path):
+    header = [line for line in path.read_text().split("\n\n")[0].splitlines() if line.startswith("#")]
+    text = "\n".join(header)
+    assert all(f"# {word}:" in text for word in ("Hardware", "Command", "Expected"))
+    assert shown(path) in text
+
+
+@pytest.mark.parametrize("path", [path for path in RECIPES if path.name == "baseline.yaml"], ids=shown)
+def test_twins_differ_in_lze_fields_only(path):
+    baseline, lze = read_recipe(path), read_recipe(path.with_name("lze.yaml"))
+    different = {key for key in baseline.keys() | lze.keys() if baseline.get(key) != lze.get(key)}
+    assert different - {"output_dir"} <= LZE_FIELDS
+    assert (baseline["selector"], baseline["pruning"], baseline["packing"]) == ("all", "none", False)
+    assert (lze["selector"], lze["selection_ratio"], lze["pruning"]) == ("energy", 0.4, "refill")
+
+
+@pytest.mark.parametrize("path", [path for path in RECIPES if "demo" not in path.parts], ids=shown)
+def test_optimizer_step_has_the_size_that_the_header_names(path):
+    recipe = read_recipe(path)
+    prompts = int(re.search(r"# Update: \d steps? of (\d+) prompts", path.read_text())[1])
+    gpus = 1 if path.name == "lora.yaml" else 8
+    rows = gpus * recipe["per_device_train_batch_size"] * recipe["gradient_accumulation_steps"]
+    assert rows == prompts * recipe["num_generations"]
+    assert recipe["generation_batch_size"] % rows == 0
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "accelerate_configs").glob("*.yaml")), ids=shown)
+def test_accelerate_config_loads(path):
+    config = load_config_from_file(str(path))
+    assert config.num_processes >= 1
+    assert config.use_cpu == path.stem.endswith("_cpu")
+
+
+@pytest.mark.parametrize("folder", sorted({path.parent for path in RECIPES}), ids=shown)
+def test_readme_names_each_command(folder):
+    readme = next(parent / "README.md" for parent in (folder, folder.parent) if (parent / "README.md").is_file())
+    text = readme.read_text()
+    assert all(shown(path) in text for path in folder.glob("*.yaml"))
+
+
+def test_flags_override_the_recipe(recipe):
+    path = recipe("selection_ratio: 0.3\nlearning_rate: 1e-6\nnum_generations: 4\ndatasets: [a.jsonl]\n")
+    script_args, training_args, _ = parse_recipe(["--config", path, "--selection_ratio", "0.5", *ON_CPU])
+    assert (training_args.selection_ratio, training_args.learning_rate) == (0.5, 1e-6)
+    assert training_args.num_generations == 4
+    assert script_args.datasets == ["a.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("selection_ration: 0.4", r"Unknown key `selection_ration` .* Did you mean `selection_ratio`"),
+        ("qwertzuiop: 1", r"Unknown key `qwertzuiop` in `.*`\.$"),
+        ("learning_rate: fast", r"`learning_rate` .* must be float, got 'fast'"),
+        ("num_generations: [8]", r"`num_generations` .* must be int \| None, got \[8\]"),
+        ("num_generations: 8.5", r"`num_generations` .* got 8\.5"),
+        ("datasets: a.jsonl", r"`datasets` .* must be list\[str\], got 'a\.jsonl'"),
+        ("packing: 3", r"`packing` .* must be bool, got 3"),
+        ("loss_normalizer: everything", r"`loss_normalizer` .* must be Literal\['selected', 'all'\]"),
+        ("env: 1", r"`env` .* must be a mapping"),
+        ("a: [", r"is not valid YAML"),
+        ("- 1", r"must be a YAML mapping of keys to values, got list"),
+        ("", r"must be a YAML mapping of keys to values, got NoneType"),
+        ("selection_ratio: 0", r"`selection_ratio` must be in \(0, 1\], got 0"),
+        ("selection_ratio: 1.4", r"`selection_ratio` must be in \(0, 1\], got 1\.4"),
+        ("selection_ratio: .nan", r"`selection_ratio` must be in \(0, 1\], got nan"),
+        ("selector: enery", r"`selector` must be one of \['energy', .* got 'enery'"),
+        ("generation_batch_size: 12\nper_device_train_batch_size: 8", r"must be divisible"),
+        ("max_train_samples: 0", r"`max_train_samples` must be at least 1, got 0"),
+        ("conversational: false\nsystem_prompt: Think.", r"`system_prompt` needs `conversational: true`"),
+    ],
+)
+def test_bad_recipes(recipe, text, message):
+    with pytest.raises(RecipeError, match=message):
+        parse_recipe(["--config", recipe(text), *ON_CPU])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--selection-rato", "0.3"], r"Unknown flag `--selection-rato`\. Did you mean `--selection_ratio`"),
+        (["--selection", "0.3"], r"Unknown flag `--selection`"),  # no abbreviations
+        (["stray"], r"Unexpected argument `stray`"),
+        (["--selection_ratio", "much"], r"invalid float value: 'much'"),
+        (["--config", "other.yaml"], r"`--config` was given twice"),
+    ],
+)
+def test_bad_flags(recipe, flags, message):
+    path = recipe("selection_ratio: 0.3")
+    with pytest.raises(RecipeError, match=message):
+        parse_recipe(["--config", path, *flags])
+    with pytest.raises(RecipeError, match=message):
+        check_recipe(["--config", path, *flags])
+
+
+def test_unknown_recipe_names_near_ones(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(RecipeError, match=r"There is no recipe `recipes/demo/lzee\.yaml`\. Did you mean `recipes/demo"):
+        parse_recipe(["--config", "recipes/demo/lzee.yaml"])
+
+
+def test_unreadable_recipes(tmp_path):
+    with pytest.raises(RecipeError, match="cannot be read"):
+        read_recipe(tmp_path)
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(RecipeError, match="cannot be read"):
+        read_recipe(tmp_path / "binary.yaml")
+    with pytest.raises(RecipeError, match="needs the path of a recipe"):
+        parse_recipe(["--config"])
+
+
+def test_nearest_is_ordered_and_bounded():
+    assert nearest("selektor", ["selector", "seed", "packing"]) == ["selector"]
+    assert nearest("zzz", ["selector"]) == []
+
+
+def test_every_key_of_every_recipe_is_a_plain_value():
+    for path in RECIPES:
+        for key, value in yaml.safe_load(path.read_text()).items():
+            assert value is not None, f"{shown(path)}: {key} is empty"

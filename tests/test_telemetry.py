@@ -1,0 +1,340 @@
+"""What is recorded is read back: also while it is written, after a crash, and after a resume."""
+
+import json
+import threading
+
+import duckdb
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lze_trl.energy import score_groups
+from lze_trl.groups import Rollouts
+from lze_trl.telemetry import (
+    GenerationRecord,
+    MissingTelemetryError,
+    NewerSchemaError,
+    TelemetryError,
+    TelemetryWriter,
+    open_run,
+)
+from lze_trl.telemetry import writer as telemetry_writer
+from lze_trl.telemetry.parts import FAN_OUT, FINAL_BYTES, _mergeable, list_parts, part_name
+from lze_trl.telemetry.savings import savings_of_ledger
+from lze_trl.telemetry.schema import SCHEMA_VERSION
+from lze_trl.telemetry.synthetic import SyntheticTraining, record_synthetic_run
+
+
+def make_record(
+    generation, outcomes=((1, 1, 0, 0), (1, 1, 1, 1), (0, 0, 0, 0)), ids=(11, -22, 33), replayed=(), **changes
+):
+    """One generation batch of P=3 groups, G=4."""
+    outcomes = np.array(outcomes, dtype=np.float64)
+    num_groups, size = outcomes.shape
+    ids = np.array(ids, dtype=np.int64)
+    rollouts = Rollouts(
+        prompt_ids=ids,
+        group=np.repeat(np.arange(num_groups), size),
+        outcomes=outcomes.ravel(),
+        rewards=outcomes.ravel() * 2,
+        prompt_tokens=np.full(num_groups * size, 5),
+        completion_tokens=np.arange(num_groups * size),
+    )
+    unknown = np.full(num_groups, np.nan)
+    visits = np.full(num_groups, generation)
+    groups = score_groups(rollouts, unknown, unknown, visits, np.isin(ids, replayed))
+    fields = {
+        "step": generation * 2,
+        "generation": generation,
+        "pass_index": 1,
+        "groups": groups,
+        "selected": groups.alive,
+        "pruned": np.zeros(num_groups, dtype=bool),
+        "skipped_prompt_ids": np.array([7], dtype=np.int64),
+        "rewards": np.stack([outcomes.ravel(), np.full(outcomes.size, np.nan)], axis=1),
+        "reward_names": ["accuracy_reward", "format_reward"],
+        "rollouts": rollouts,
+        "prompts": [f"prompt {id}" for id in ids],
+        "completions": [f"{generation}:{i}" for i in range(outcomes.size)],
+        "columns": {"level": [3] * num_groups},
+        "ledger": {"update_flops": 10.0 * (generation + 1), "full_update_flops": 40.0 * (generation + 1)},
+    }
+    return GenerationRecord(**{**fields, **changes})
+
+
+def record_run(directory, records, **options):
+    writer = TelemetryWriter(directory, **{"completions": "all", **options})
+    for record in records:
+        writer.record(record)
+        writer.record_step(record.step, {"loss": record.generation / 10})
+    writer.close()
+
+
+def test_records_come_back_as_they_were(tmp_path):
+    record_run(tmp_path / "telemetry", [make_record(0)], settings={"seed": 3})
+    run = open_run(tmp_path)
+    assert run.meta.settings == {"seed": 3}
+    assert run.meta.reward_names == ["accuracy_reward", "format_reward"]
+    groups = run.groups()
+    # p = 1/2: D = 1/2, u = 1, m = 0, E = 1/2; all pass and all fail: E = 0
+    assert groups.prompt_id.tolist() == [-22, 11, 33]
+    assert groups.pass_rate.tolist() == [1.0, 0.5, 0.0]
+    assert groups.energy.tolist() == [0.0, 0.5, 0.0]
+    assert groups.difficulty.tolist() == pytest.approx([0.05, 0.5, 1.0])
+    assert groups.dead.tolist() == [True, False, True]
+    assert groups.selected.tolist() == [False, True, False]
+    assert groups.completion_tokens.tolist() == [4 + 5 + 6 + 7, 0 + 1 + 2 + 3, 8 + 9 + 10 + 11]
+    assert groups.rewards[1].tolist() == pytest.approx([0.5, np.nan], nan_ok=True)
+    generation = run.generations().iloc[0]
+    assert (generation.groups, generation.rows, generation.selected, generation.dead) == (3, 12, 1, 2)
+    assert generation.skipped_prompt_ids.tolist() == [7]
+    assert sum(generation.energy_histogram) == 1
+    assert run.steps().loc[0, "loss"] == 0.0
+    completions = run.completions(11)
+    assert completions.completion.tolist() == ["0:0", "0:1", "0:2", "0:3"]
+    assert completions.outcome.tolist() == [1, 1, 0, 0]
+
+
+def test_sampled_completions_are_those_of_one_group(tmp_path):
+    record_run(tmp_path / "telemetry", [make_record(i) for i in range(9)], completions="sampled")
+    sampled = open_run(tmp_path).sql("SELECT generation, prompt_id, count(*) AS n FROM completions GROUP BY ALL")
+    assert sampled.n.tolist() == [4] * 9
+    assert len(set(sampled.prompt_id)) > 1
+
+
+def test_no_completions_on_request(tmp_path):
+    record_run(tmp_path / "telemetry", [make_record(0)], completions="none")
+    assert len(open_run(tmp_path).completions(11)) == 0
+
+
+def test_states_of_prompts(tmp_path):
+    solved, half, failed = (1, 1, 1, 1), (1, 0, 0, 0), (0, 0, 0, 0)
+    records = [
+        make_record(0, [solved, solved, solved], pruned=np.array([True, True, True])),
+        make_record(1, [half, solved, half], replayed=[11, -22, 33], pruned=np.array([False, True, False])),
+        make_record(2, [half, failed, solved], ids=(11, 44, 33)),
+    ]
+    record_run(tmp_path / "telemetry", records)
+    run = open_run(tmp_path)
+    states = run.prompts().set_index("prompt_id").state.to_dict()
+    assert states == {11: "forgotten", -22: "pruned", 33: "solved", 44: "hopeless"}
+    assert run.prompt_counts()["forgotten"] == 1
+    assert run.summary()["forgotten"] == 2
+    assert run.generations().pruned_change.tolist() == [3, -2, 0]
+
+
+def test_prompts_are_found_filtered_and_sorted(tmp_path):
+    outcomes = [(1, 1, 0, 0), (1, 0, 0, 0), (0, 0, 0, 0)]
+    prompts = ["a <b>50%_</b> sum", "A product", "100% sure"]
+    record_run(tmp_path / "telemetry", [make_record(0, outcomes, prompts=prompts)])
+    run = open_run(tmp_path)
+    assert run.prompts(state="frontier", sort="pass_rate", descending=False).pass_rate.tolist() == [0.25, 0.5]
+    assert run.prompts(sort="pass_rate", limit=1, offset=1).prompt_id.tolist() == [-22]
+    assert run.prompts(search="PRODUCT").prompt_id.tolist() == [-22]
+    # Wildcards are ordinary characters, and an id is found as well
+    assert run.prompts(search="50%_").prompt_id.tolist() == [11]
+    assert run.prompts(search="%").shape[0] == 2
+    assert run.prompts(search="-22").prompt_id.tolist() == [-22]
+    assert run.prompt_counts("'; DROP TABLE groups; --")["frontier"] == 0
+    with pytest.raises(ValueError, match="`sort` must be one of"):
+        run.prompts(sort="1; DROP TABLE groups")
+
+
+def test_resumed_run_hides_what_the_crash_lost(tmp_path):
+    directory = tmp_path / "telemetry"
+    record_run(directory, [make_record(i) for i in range(6)])
+    record_run(directory, [make_record(i, ids=(11, -22, 55)) for i in range(4, 8)], resumed_generation=4)
+    record_run(directory, [make_record(i, ids=(11, -22, 66)) for i in range(7, 9)], resumed_generation=7)
+    run = open_run(tmp_path)
+    assert run.generations().generation.tolist() == list(range(9))
+    assert run.groups(55).generation.tolist() == [4, 5, 6]
+    assert run.groups(66).generation.tolist() == [7, 8]
+    # A prompt keeps its text although it was first seen by an earlier attempt, and occurs once
+    assert run.prompts().set_index("prompt_id").text.to_dict()[-22] == "prompt -22"
+    assert len(run.sql("SELECT * FROM prompts")) == 5
+    assert run.steps()["loss"].tolist() == [i / 10 for i in range(9)]
+
+
+def test_snapshots_of_a_lost_future_are_not_used(tmp_path):
+    directory = tmp_path / "telemetry"
+    record_run(directory, [make_record(i) for i in range(6)])
+    writer = TelemetryWriter(directory, resumed_generation=3)
+    writer.record(make_record(3, ids=(11, -22, 55)))
+    writer.flush()
+    states = open_run(tmp_path).prompts().set_index("prompt_id")
+    writer.close()
+    assert states.last_generation.to_dict() == {11: 3, -22: 3, 33: 2, 55: 3}
+
+
+def test_run_that_starts_again_replaces_the_earlier_one(tmp_path, caplog):
+    record_run(tmp_path / "telemetry", [make_record(i) for i in range(3)])
+    record_run(tmp_path / "telemetry", [make_record(0, ids=(1, 2, 3))])
+    assert "holds the telemetry of an earlier run" in caplog.text
+    assert open_run(tmp_path).groups().prompt_id.tolist() == [1, 2, 3]
+
+
+def test_states_do_not_depend_on_snapshots_and_merging(tmp_path):
+    training = SyntheticTraining(num_prompts=50, groups_per_batch=7, group_size=3)
+    record_synthetic_run(tmp_path / "telemetry", training, generations=70)
+    run = open_run(tmp_path)
+    columns = ["prompt_id", "visits", "pass_rate", "energy", "times_selected", "last_generation", "state"]
+    merged = run.prompts(sort="energy")[columns]
+    for snapshot in (tmp_path / "telemetry" / "summary").iterdir():
+        snapshot.unlink()
+    assert open_run(tmp_path).prompts(sort="energy")[columns].equals(merged)
+    groups = run.groups()
+    last = groups.groupby("prompt_id").last()
+    first = merged.set_index("prompt_id").sort_index()
+    assert first.visits.tolist() == last.visits.tolist() == groups.groupby("prompt_id").size().tolist()
+    assert first.times_selected.tolist() == groups.groupby("prompt_id").selected.sum().tolist()
+    assert first.energy.tolist() == pytest.approx(last.energy.tolist())
+
+
+def test_reader_follows_a_writer_and_never_sees_half(tmp_path):
+    writer = TelemetryWriter(tmp_path / "telemetry", flush_seconds=0.001)
+    writer.record(make_record(0))
+    writer.flush()
+    run, seen, problems = open_run(tmp_path), [], []
+    done = threading.Event()
+
+    def read():
+        while not done.is_set():
+            run.refresh()
+            counts = run.arrow("""SELECT (SELECT count(*) FROM generations) AS generations,
+                (SELECT count(*) FROM groups) AS groups""").to_pylist()[0]
+            seen.append(counts["generations"])
+            if counts["groups"] < 3 * counts["generations"]:
+                problems.append(counts)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for generation in range(1, 40):
+        writer.record(make_record(generation))
+        writer.flush()
+    writer.close()
+    done.set()
+    reader.join()
+    assert not problems
+    assert seen == sorted(seen)
+    assert len(set(seen)) > 3
+    assert run.refresh() or run.summary()["generations"] == 40
+    assert len(list_parts(tmp_path / "telemetry" / "groups")) == 1
+
+
+def test_crash_leaves_everything_that_was_flushed(tmp_path):
+    writer = TelemetryWriter(tmp_path / "telemetry")
+    writer.record(make_record(0))
+    writer.flush()
+    # A crashed merge leaves the parts beside their union, a crashed write its temporary file
+    groups = tmp_path / "telemetry" / "groups"
+    part = groups / part_name(1, 0, 0)
+    (groups / part_name(1, 0, 3)).write_bytes(part.read_bytes())
+    (groups / ".a0001-00000009-00000009.parquet.1.tmp").write_bytes(b"PAR1")
+    assert len(open_run(tmp_path).groups()) == 3
+    writer.close()
+
+
+def test_cut_off_part_is_left_out(tmp_path, caplog):
+    record_run(tmp_path / "telemetry", [make_record(0)])
+    part = next((tmp_path / "telemetry" / "groups").iterdir())
+    (part.parent / part_name(1, 5, 5)).write_bytes(part.read_bytes()[:100])
+    run = open_run(tmp_path)
+    assert len(run.groups()) == 3
+    assert run.damaged == ["groups/a0001-00000005-00000005.parquet"]
+    assert "is cut off" in caplog.text
+
+
+def test_states_of_a_directory_are_worded(tmp_path):
+    with pytest.raises(MissingTelemetryError, match="There is no run at"):
+        open_run(tmp_path / "nowhere")
+    with pytest.raises(MissingTelemetryError, match="Nothing has been recorded here yet"):
+        open_run(tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TelemetryError, match="is a file"):
+        open_run(tmp_path / "file")
+    directory = tmp_path / "telemetry"
+    record_run(directory, [make_record(0)])
+    meta = json.loads((directory / "meta.json").read_text())
+    (directory / "meta.json").write_text(json.dumps({**meta, "schema_version": SCHEMA_VERSION + 1, "new": 1}))
+    with pytest.raises(NewerSchemaError, match=f"reads up to {SCHEMA_VERSION}. Upgrade lze_trl"):
+        open_run(tmp_path)
+    (directory / "meta.json").write_text(json.dumps(meta)[:40])
+    with pytest.raises(TelemetryError, match="cannot be read"):
+        open_run(tmp_path)
+    (directory / "meta.json").write_text("[]")
+    with pytest.raises(TelemetryError, match="was not written by lze_trl"):
+        open_run(tmp_path)
+
+
+def test_queries_read_nothing_but_the_run(tmp_path):
+    record_run(tmp_path / "telemetry", [make_record(0)])
+    secret = tmp_path / "secret.csv"
+    secret.write_text("a\n1\n")
+    with pytest.raises(duckdb.PermissionException):
+        open_run(tmp_path).sql(f"SELECT * FROM '{secret}'")
+
+
+def test_what_cannot_be_recorded_does_not_stop_the_rest(tmp_path, caplog):
+    writer = TelemetryWriter(tmp_path / "telemetry")
+    writer.record(make_record(0, prompts=["too few"]))
+    writer.flush()
+    writer.record(make_record(1))
+    writer.close()
+    assert "could not be recorded" in caplog.text
+    assert open_run(tmp_path).generations().generation.tolist() == [1]
+
+
+def test_full_disk_delays_but_does_not_lose(tmp_path, caplog, monkeypatch):
+    write, failures = telemetry_writer.write_part, iter([True, True])
+
+    def full_disk(*arguments):
+        if next(failures, False):
+            raise OSError("No space left on device")
+        write(*arguments)
+
+    monkeypatch.setattr(telemetry_writer, "write_part", full_disk)
+    writer = TelemetryWriter(tmp_path / "telemetry", flush_seconds=0.01)
+    writer.record(make_record(0))
+    writer.flush()
+    writer.close()
+    assert "No space left" in caplog.text
+    assert len(open_run(tmp_path).groups()) == 3
+
+
+def test_savings_of_a_ledger():
+    ledger = {"rollout_flops": 10.0, "full_rollout_flops": 20.0, "rollout_seconds": 3.0, "update_tokens": 1.0}
+    savings = savings_of_ledger(ledger)
+    assert [(s.kind, s.unit, s.used, s.full, s.estimated) for s in savings] == [
+        ("rollout", "flops", 10.0, 20.0, False),
+        ("rollout", "seconds", 3.0, 6.0, True),
+    ]
+    assert savings[0].saved == 0.5
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(1, FINAL_BYTES // 4), min_size=0, max_size=200))
+def test_merging_keeps_few_parts_and_order(sizes):
+    runs = [(i, i, size) for i, size in enumerate(sizes)]
+    while True:
+        chosen = _mergeable(list(range(len(runs))), [size for *_, size in runs], FAN_OUT)
+        if not chosen:
+            break
+        first, last = chosen[0], chosen[-1]
+        assert chosen == list(range(first, last + 1))
+        assert len(chosen) > 1
+        union = (runs[first][0], runs[last][1], sum(size for *_, size in runs[first : last + 1]))
+        runs[first : last + 1] = [union]
+    assert [run[0] for run in runs[1:]] == [run[1] + 1 for run in runs[:-1]]
+    assert sum(size for *_, size in runs) == sum(sizes)
+    # Between two final parts fewer than FAN_OUT small ones remain
+    final = sum(size >= FINAL_BYTES for *_, size in runs)
+    assert len(runs) <= final + (final + 1) * (FAN_OUT - 1)
+
+
+def test_parts_have_the_documented_columns(tmp_path):
+    record_run(tmp_path / "telemetry", [make_record(0)])
+    schema = pq.read_schema(next((tmp_path / "telemetry" / "groups").iterdir()))
+    assert "energy" in schema.names
+    assert schema.field("prompt_id").type == "int64"
