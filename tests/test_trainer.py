@@ -1,0 +1,335 @@
+"""The trainer takes what TRL's takes, and refuses the rest with a reason."""
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset, IterableDataset
+from peft import LoraConfig
+from trl import GRPOConfig
+
+import tiny
+from lze_trl import LZEGRPOTrainer
+
+
+def make(directory, reward_funcs=tiny.even_length_reward, dataset=None, trainer=None, **kwargs):
+    return LZEGRPOTrainer(
+        model=tiny.model(),
+        reward_funcs=reward_funcs,
+        args=tiny.config(directory, **kwargs),
+        train_dataset=tiny.prompts(11) if dataset is None else dataset,
+        processing_class=tiny.tokenizer(),
+        **(trainer or {}),
+    )
+
+
+def run(directory, **kwargs):
+    trainer = make(directory, **kwargs)
+    trainer.train()
+    return trainer
+
+
+def history(trainer, name):
+    return [entry[name] for entry in trainer.state.log_history if name in entry]
+
+
+def test_defaults_train_on_the_best_groups_only(tmp_path):
+    trainer = run(tmp_path, per_device_train_batch_size=40, max_steps=4)
+    ledger = trainer.ledger
+    assert ledger.groups_rolled_out == 40
+    assert 0 < ledger.groups_trained <= 16  # 40 % of 10 groups, four times
+    assert ledger.rows_trained == 4 * ledger.groups_trained
+    assert max(history(trainer, "lze/selected_share")) <= 0.4
+
+
+def test_metrics_of_the_whole_batch_keep_the_names_of_trl(tmp_path):
+    trainer = run(tmp_path, selection_ratio=0.3)
+    for name in ("reward", "rewards/even_length_reward/mean", "completions/mean_length", "frac_reward_zero_std"):
+        assert len(history(trainer, name)) == 3
+    assert history(trainer, "reward") == pytest.approx(history(trainer, "lze/pass_rate"))
+
+
+def test_conversational_prompts(tmp_path):
+    trainer = run(tmp_path, dataset=tiny.prompts(11, conversational=True))
+    assert trainer.ledger.rows_rolled_out == 36
+
+
+def test_an_iterable_dataset_is_selected_from(tmp_path):
+    stream = tiny.prompts(11).to_iterable_dataset()
+    trainer = run(tmp_path, dataset=stream, pruning="none")
+    assert isinstance(trainer.train_dataset, IterableDataset)
+    assert trainer.ledger.rows_trained < trainer.ledger.rows_rolled_out
+
+
+def test_several_rewards_with_weights(tmp_path):
+    def length_reward(completions, **kwargs):
+        return [len(text) / 10 for text in completions]
+
+    trainer = run(
+        tmp_path,
+        reward_funcs=[length_reward, tiny.even_length_reward],
+        reward_weights=[0.5, 2.0],
+        pass_reward="even_length_reward",
+    )
+    assert history(trainer, "lze/pass_rate") == pytest.approx(history(trainer, "rewards/even_length_reward/mean"))
+
+
+def test_a_pass_can_be_the_weighted_total(tmp_path):
+    def constant(completions, **kwargs):
+        return [1.0] * len(completions)
+
+    rewards = [constant, tiny.even_length_reward]
+    trainer = run(tmp_path, reward_funcs=rewards, reward_weights=[0.4, 0.2], pass_reward="total", pass_threshold=0.5)
+    assert history(trainer, "lze/pass_rate") == pytest.approx(history(trainer, "rewards/even_length_reward/mean"))
+
+
+def test_async_rewards(tmp_path):
+    async def slow_reward(completions, **kwargs):
+        await asyncio.sleep(0)
+        return tiny.even_length_reward(completions)
+
+    trainer = run(tmp_path, reward_funcs=[slow_reward])
+    assert trainer.reward_func_names == ["slow_reward"]
+    assert history(trainer, "lze/pass_rate") == pytest.approx(history(trainer, "reward"))
+
+
+def test_none_rewards_are_left_out(tmp_path):
+    def picky(completions, **kwargs):
+        # The first completion of each group is not scored, the others pass: a pass rate of 1, no signal
+        return [None if i % 4 == 0 else 1.0 for i in range(len(completions))]
+
+    trainer = run(tmp_path, reward_funcs=picky, pruning="none")
+    assert history(trainer, "lze/pass_rate") == [1.0] * 3
+    assert trainer.ledger.groups_trained == 0
+
+
+def test_a_group_that_nothing_scores_leaves_no_trace(tmp_path):
+    trainer = run(tmp_path, reward_funcs=lambda completions, **kwargs: [None] * len(completions))
+    assert len(trainer.prompt_state) == 0
+    assert trainer.ledger.groups_trained == 0
+
+
+def test_graded_outcomes(tmp_path):
+    def grade(completions, **kwargs):
+        return [len(text) / 5 for text in completions]
+
+    trainer = run(tmp_path, reward_funcs=grade, energy_outcome="reward", reward_range=[0.0, 2.0], pruning="none")
+    assert history(trainer, "lze/pass_rate") == pytest.approx([r / 2 for r in history(trainer, "reward")])
+    assert trainer.ledger.groups_trained > 0
+
+
+def test_reward_functions_see_the_data_but_not_our_column(tmp_path):
+    seen = {}
+
+    def spy(completions, **kwargs):
+        seen.update(kwargs)
+        return tiny.even_length_reward(completions)
+
+    run(tmp_path, reward_funcs=spy)
+    assert "solution" in seen
+    assert not [name for name in seen if name.startswith("lze")]
+
+
+def test_lora(tmp_path):
+    trainer = run(tmp_path, trainer={"peft_config": LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.1)})
+    changed = [name for name, p in trainer.model.named_parameters() if "lora_B" in name and p.abs().sum() > 0]
+    assert changed
+
+
+def test_evaluation_is_that_of_trl(tmp_path):
+    trainer = make(
+        tmp_path,
+        trainer={"eval_dataset": tiny.prompts(4)},
+        eval_strategy="steps",
+        eval_steps=2,
+        per_device_eval_batch_size=8,
+        num_generations_eval=2,
+    )
+    trainer.train()
+    assert len(history(trainer, "eval_rewards/even_length_reward/mean")) == 2  # after step 2 and at the end
+    assert trainer.ledger.rows_rolled_out == 36  # evaluation leaves the state alone
+
+
+def test_completions_are_logged_whole(tmp_path):
+    trainer = run(tmp_path, log_completions=True, num_completions_to_print=1, selection_ratio=0.3)
+    import pandas as pd
+
+    table = pd.read_parquet(tmp_path / "completions" / "completions_00001.parquet")
+    assert len(table) == 12
+    assert (table["even_length_reward"] == [float(len(t.strip()) % 2 == 0) for t in table["completion"]]).all()
+    means = table.groupby("prompt")["even_length_reward"].transform("mean")
+    assert np.allclose(np.sign(table["advantage"]), np.sign(table["even_length_reward"] - means))
+    assert trainer.ledger.rows_trained < trainer.ledger.rows_rolled_out
+
+
+def test_bfloat16_and_gradient_checkpointing(tmp_path):
+    trainer = run(tmp_path, bf16=True, gradient_checkpointing=True)
+    assert trainer.ledger.rows_trained > 0
+
+
+def test_columns_that_trl_would_remove(tmp_path):
+    trainer = run(tmp_path, remove_unused_columns=True)
+    assert trainer.ledger.rows_rolled_out == 36
+
+
+def test_an_own_selector(tmp_path):
+    class Last:
+        def select(self, groups, k, rng):
+            return np.arange(len(groups))[-k:]
+
+    trainer = run(tmp_path, selection_ratio=0.34, trainer={"selector": Last()})
+    assert trainer.ledger.groups_trained == 3
+
+
+def test_duplicates_are_dropped_and_counted(tmp_path, caplog):
+    rows = tiny.prompts(5).to_list()
+    trainer = make(tmp_path, dataset=Dataset.from_list(rows + rows[:2]))
+    assert len(trainer.train_dataset) == 5
+    assert "Dropped 2 of 7 rows" in caplog.text
+
+
+@pytest.mark.parametrize("pruning", ["skip", "refill"])
+def test_solved_prompts_cost_no_rollouts(tmp_path, pruning):
+    trainer = run(
+        tmp_path,
+        dataset=tiny.prompts(12),
+        reward_funcs=lambda prompts, completions, **kwargs: [
+            1.0 if len(p) < 6 else r for p, r in zip(prompts, tiny.even_length_reward(completions), strict=True)
+        ],
+        pruning=pruning,
+        max_steps=20,
+    )
+    solved = trainer.prompt_state["pruned"]
+    assert solved.sum() >= 6
+    visits = trainer.prompt_state["visits"]
+    # Two visits prune a prompt; from then on one of them, a tenth rounded up, is re-checked in each pass
+    assert visits[solved].mean() < visits[~solved].mean()
+    assert trainer.ledger.groups_pruned > 0
+    if pruning == "refill":
+        assert trainer.ledger.groups_rolled_out == 60
+    else:
+        assert trainer.ledger.groups_rolled_out + trainer.ledger.groups_pruned == 60
+
+
+def test_state_carries_over(tmp_path):
+    first = run(tmp_path / "first")
+    second = make(tmp_path / "second", state_from=str(tmp_path / "first"))
+    assert len(second.prompt_state) == len(first.prompt_state) > 0
+    assert (second.prompt_state["first_pass_rate"] == first.prompt_state["first_pass_rate"]).all()
+
+
+def test_the_model_is_saved_as_plain_transformers(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    trainer = run(tmp_path)
+    trainer.save_model(tmp_path / "model")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert torch.equal(loaded.lm_head.weight, trainer.model.lm_head.weight)
+
+
+def failing(completions, **kwargs):
+    raise RuntimeError("the judge is away")
+
+
+BAD_REWARDS = {
+    "raises": (failing, RuntimeError, "the judge is away"),
+    "too few": (lambda completions, **kwargs: [1.0], ValueError, "exactly one reward per completion"),
+    "NaN": (lambda completions, **kwargs: [float("nan")] * len(completions), ValueError, "returned NaN for completion 0"),
+    "infinite": (lambda completions, **kwargs: [float("inf")] * len(completions), ValueError, "infinite reward"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_REWARDS)
+def test_bad_rewards(tmp_path, name):
+    func, error, text = BAD_REWARDS[name]
+    trainer = make(tmp_path, reward_funcs=func)
+    with pytest.raises(error, match=text) as caught:
+        trainer.train()
+    if name == "raises":
+        assert caught.value.__notes__ == ["Raised by the reward function 'failing'."]
+
+
+class Image:
+    pass
+
+
+BAD_TRAINERS = {
+    "empty dataset": ({"dataset": tiny.prompts(3).select([])}, "The training set is empty"),
+    "dataset smaller than a batch": ({"dataset": tiny.prompts(2)}, "has 2 different prompts, and a generation batch"),
+    "missing prompt": ({"dataset": tiny.prompts(5).rename_column("prompt", "text")}, "has no `prompt` column"),
+    "missing answer": ({"answer_column": "gold"}, "`answer_column='gold'` is not a column"),
+    "iterable with pruning": ({"dataset": tiny.prompts(5).to_iterable_dataset()}, "Set `pruning='none'`"),
+    "images": ({"dataset": tiny.prompts(5).add_column("image", [0] * 5)}, "images are not supported"),
+    "tools": ({"trainer": {"tools": [print]}}, "`tools` is not supported"),
+    "environments": ({"trainer": {"environment_factory": Image}}, "`environment_factory` is not supported"),
+    "unknown pass reward": ({"pass_reward": "accuracy"}, r"none of the reward functions \['even_length_reward'\]"),
+    "duplicates kept": (
+        {"dataset": Dataset.from_list(tiny.prompts(5).to_list() * 2), "deduplicate": False},
+        "rows that share a prompt share its state",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_TRAINERS)
+def test_what_cannot_be_is_refused_at_construction(tmp_path, name):
+    kwargs, text = BAD_TRAINERS[name]
+    with pytest.raises(ValueError, match=text):
+        make(tmp_path, **kwargs)
+
+
+def test_a_plain_config_is_refused(tmp_path):
+    with pytest.raises(TypeError, match="must be an `LZEGRPOConfig`, got `GRPOConfig`"):
+        LZEGRPOTrainer(
+            model=tiny.model(),
+            reward_funcs=tiny.even_length_reward,
+            args=GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False),
+            train_dataset=tiny.prompts(11),
+            processing_class=tiny.tokenizer(),
+        )
+
+
+def test_a_selector_that_answers_wrongly(tmp_path):
+    class Twice:
+        def select(self, groups, k, rng):
+            return np.array([0, 0])
+
+    with pytest.raises(ValueError, match="must return distinct indices"):
+        run(tmp_path, trainer={"selector": Twice()})
+
+
+BAD_CONFIGS = {
+    "selection_ratio": ([0, 1.4, -0.1, float("nan")], r"in \(0, 1\]"),
+    "selection_warmup": ([-1], "at least 0"),
+    "selection_ramp": ([-1], "at least 0"),
+    "difficulty_floor": ([-0.1, 1.1, float("nan")], r"in \[0, 1\]"),
+    "momentum_weight": ([-1, float("inf"), float("nan")], "at least 0"),
+    "ema_decay": ([-0.1, 1.0, float("nan")], r"in \[0, 1\)"),
+    "gumbel_scale": ([-1, float("nan")], "at least 0"),
+    "pass_threshold": ([float("nan"), float("inf")], "finite"),
+    "pruning_streak": ([0], "at least 1"),
+    "replay_ratio": ([-0.1, 1.1], r"in \[0, 1\]"),
+    "reward_range": ([[1.0, 0.0], [0.0], [0.0, float("nan")]], "two increasing numbers"),
+    "max_tokens_per_micro_batch": ([0], "at least 1"),
+    "selector": (["best"], "must be one of"),
+    "loss_normalizer": (["rows"], "must be one of"),
+    "pruning": (["hard"], "must be one of"),
+    "energy_outcome": (["score"], "must be one of"),
+    "telemetry_completions": (["some"], "must be one of"),
+    "fp16": ([True], "not supported"),
+    "entropy_coef": ([0.1], "packing"),
+    "top_entropy_quantile": ([0.5], "packing"),
+    "use_adaptive_entropy": ([True], "packing"),
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, v) for name, (values, _) in BAD_CONFIGS.items() for v in values])
+def test_bad_values_are_refused_when_the_config_is_read(tmp_path, name, value):
+    with pytest.raises(ValueError, match=BAD_CONFIGS[name][1]) as caught:
+        tiny.config(tmp_path, **{name: value})
+    assert name in str(caught.value)
+
+
+def test_a_batch_that_does_not_divide(tmp_path):
+    with pytest.raises(ValueError, match="must be divisible by num_generations"):
+        tiny.config(tmp_path, per_device_train_batch_size=10)
