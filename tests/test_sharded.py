@@ -1,0 +1,53 @@
+"""ZeRO-2, ZeRO-3, FSDP2 and DDP on two processes end with the weights of a single process."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+import tiny
+from test_processes import cases, launch
+
+
+pytestmark = pytest.mark.slow
+
+CONFIGS = Path(__file__).parents[1] / "accelerate_configs"
+WAYS = ["ddp", "zero2", "zero3", "fsdp2"]
+
+
+def on_two_cpus(name: str) -> dict:
+    """A shipped accelerate config, for two processes without a GPU."""
+    config = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
+    config |= {"num_processes": 2, "use_cpu": True, "mixed_precision": "no"}
+    config.pop("gpu_ids", None)
+    if "deepspeed_config" in config:
+        config["deepspeed_config"]["zero3_init_flag"] = False
+    return config
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("single")
+    tiny.save(directory / "model")
+    (directory / "cases.json").write_text(json.dumps(cases()))
+    launch(directory, 1)
+    return directory
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_sharded_is_single(single, tmp_path, way):
+    tiny.save(tmp_path / "model")
+    (tmp_path / "cases.json").write_text(json.dumps(cases()))
+    (tmp_path / "accelerate.yaml").write_text(yaml.safe_dump(on_two_cpus(way)))
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(tmp_path / "accelerate.yaml")]
+    launch(tmp_path, 2, launcher, {"DS_ACCELERATOR": "cpu"})
+    for case in cases():
+        expected = json.loads((single / f"{case}.1.0.json").read_text())
+        for rank in range(2):
+            assert json.loads((tmp_path / f"{case}.2.{rank}.json").read_text()) == expected, case
+        first, second = torch.load(single / f"{case}.1.pt"), torch.load(tmp_path / f"{case}.2.pt")
+        assert set(first) == set(second)
+        assert max(float((first[name] - second[name]).abs().max()) for name in first) < 1e-5, case
