@@ -1,0 +1,28 @@
+"""A run that goes on from its last complete checkpoint, if there is one: `python tests/crash_run.py DIRECTORY`."""
+
+import sys
+from pathlib import Path
+
+import torch
+
+import tiny
+from lze_trl import LZEGRPOTrainer
+from lze_trl.checkpoint import last_complete_checkpoint
+
+
+def main(directory: Path):
+    settings = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2, "max_steps": 60}
+    settings |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "steps_per_generation": 6}
+    trainer = LZEGRPOTrainer(
+        model=tiny.model(),
+        reward_funcs=tiny.even_length_reward,
+        args=tiny.config(directory / "run", pruning_streak=1, telemetry=True, **settings),
+        train_dataset=tiny.prompts(17),
+        processing_class=tiny.tokenizer(),
+    )
+    trainer.train(resume_from_checkpoint=last_complete_checkpoint(directory / "run"))
+    torch.save(trainer.model.state_dict(), directory / "weights.pt")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
