@@ -70,7 +70,9 @@ def load(directory: str | Path, name: str) -> tuple[dict[str, np.ndarray], dict[
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"`{directory / name}.json` is damaged ({error}). Use another checkpoint.") from error
     if not isinstance(meta, dict) or meta.get("format") != _FORMAT:
-        raise ValueError(f"`{directory / name}.json` was not written by lze_trl. Use a checkpoint of `LZEGRPOTrainer`.")
+        raise ValueError(
+            f"`{directory / name}.json` was not written by lze_trl. Use a checkpoint of `LZEGRPOTrainer`."
+        )
     if meta.get("schema_version") != SCHEMA_VERSION:
         raise ValueError(
             f"`{directory / name}.json` has schema version {meta.get('schema_version')}, and this lze_trl reads version "

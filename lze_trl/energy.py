@@ -119,6 +119,8 @@ def score_groups(
         reward_mean=reward_mean,
         reward_std=np.sqrt(reward_variance),
         prompt_tokens=prompt_tokens,
-        completion_tokens=np.bincount(group, weights=rollouts.completion_tokens, minlength=num_groups).astype(np.int64),
+        completion_tokens=np.bincount(group, weights=rollouts.completion_tokens, minlength=num_groups).astype(
+            np.int64
+        ),
         replayed=replayed,
     )

@@ -32,9 +32,7 @@ class Completions:
         def pick(rows):
             return None if rows is None else [rows[i] for i in positions]
 
-        return Completions(
-            pick(self.prompt_ids), pick(self.completion_ids), pick(self.logprobs), pick(self.loss_mask)
-        )
+        return Completions(pick(self.prompt_ids), pick(self.completion_ids), pick(self.logprobs), pick(self.loss_mask))
 
 
 def exchange(
@@ -100,9 +98,7 @@ def exchange(
         received = move(rows, lengths, dtype)
         if received is None:
             return None
-        return [
-            own[chosen[row] - rank * per_process] if owner[row] == rank else received[int(row)] for row in wanted
-        ]
+        return [own[chosen[row] - rank * per_process] if owner[row] == rank else received[int(row)] for row in wanted]
 
     return Completions(
         prompt_ids=collect(local.prompt_ids, prompt_tokens, torch.int64, outgoing.prompt_ids),

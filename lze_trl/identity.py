@@ -101,7 +101,7 @@ def add_prompt_ids(
     if isinstance(dataset, IterableDataset):
         return dataset.map(ids, batched=True)
 
-    dataset = dataset.map(ids, batched=True, desc="Prompt ids")
+    dataset = dataset.map(ids, batched=True, desc="Prompt ids", load_from_cache_file=False)
     values = np.asarray(dataset.with_format("numpy")[ID_COLUMN][:], dtype=np.int64)
     _, first = np.unique(values, return_index=True)
     duplicates = len(dataset) - len(first)

@@ -2,7 +2,10 @@
 
 from dataclasses import asdict, dataclass, fields
 
+import numpy as np
 from torch import nn
+
+from .groups import Groups, Rollouts
 
 
 @dataclass(frozen=True)
@@ -109,3 +112,32 @@ class Ledger:
             "full_logprob_flops": cost.forward * full_tokens * self.logprob_passes,
             "full_update_flops": cost.train * full_tokens * self.iterations,
         }
+
+
+def account(
+    ledger: Ledger, rollouts: Rollouts, groups: Groups, chosen: np.ndarray, logprob_passes: int, iterations: int
+):
+    """
+    Enter a generation batch.
+
+    Args:
+        ledger ([`Ledger`]): Totals to add to.
+        rollouts ([`Rollouts`]): The batch.
+        groups ([`Groups`]): Its scored groups.
+        chosen (`np.ndarray` of shape `(P,)`): Whether each group is trained on.
+        logprob_passes (`int`): Forward passes per row for old and reference log-probabilities.
+        iterations (`int`): Iterations over the batch.
+    """
+    tokens = rollouts.prompt_tokens + rollouts.completion_tokens
+    rows = chosen[rollouts.group]
+    chosen_tokens = int(tokens[rows].sum())
+    ledger.logprob_passes = logprob_passes
+    ledger.groups_rolled_out += len(groups)
+    ledger.groups_trained += int(chosen.sum())
+    ledger.groups_dead += int((~groups.alive).sum())
+    ledger.rows_rolled_out += rollouts.num_rows
+    ledger.rows_trained += int(rows.sum())
+    ledger.rollout_tokens += int(tokens.sum())
+    ledger.chosen_tokens += chosen_tokens
+    ledger.update_tokens += chosen_tokens * iterations
+    ledger.logprob_tokens += chosen_tokens * logprob_passes

@@ -44,6 +44,10 @@ class LZEScriptArguments:
             Configuration of the evaluation sets on the Hub.
         max_eval_samples (`int`, *optional*):
             Number of prompts to read from each evaluation set. Defaults to all.
+        dataset_prompt_column (`str`, *optional*):
+            Column with the problem, where it is not recognised.
+        dataset_answer_column (`str`, *optional*):
+            Column with the gold answer, where it is not recognised.
         conversational (`bool`, *optional*, defaults to `True`):
             Whether prompts are lists of messages, for the model's chat template. `False` gives plain text.
         system_prompt (`str`, *optional*):
@@ -76,6 +80,12 @@ class LZEScriptArguments:
     )
     max_eval_samples: int | None = field(
         default=None, metadata={"help": "Number of prompts to read from each evaluation set. Default: all."}
+    )
+    dataset_prompt_column: str | None = field(
+        default=None, metadata={"help": "Column with the problem, where it is not recognised."}
+    )
+    dataset_answer_column: str | None = field(
+        default=None, metadata={"help": "Column with the gold answer, where it is not recognised."}
     )
     conversational: bool = field(
         default=True, metadata={"help": "Whether prompts are lists of messages, for the model's chat template."}
@@ -118,21 +128,18 @@ class RecipeParser(TrlParser):
         return {field.name for dataclass_type in RECIPE_CLASSES for field in fields(dataclass_type) if field.init}
 
 
-def parse_recipe(
-    arguments: Sequence[str], require_config: bool = True
-) -> tuple[LZEScriptArguments, LZEGRPOConfig, ModelConfig]:
+def parse_recipe(arguments: Sequence[str]) -> tuple[LZEScriptArguments, LZEGRPOConfig, ModelConfig]:
     """
     Read `--config RECIPE.yaml` and flags that override it.
 
     Args:
         arguments (`Sequence[str]`): Command line, without the program.
-        require_config (`bool`, *optional*, defaults to `True`): Whether a recipe must be given.
 
     Raises:
         RecipeError: The recipe cannot be found or read, or a key, a flag or a value is not allowed.
     """
     parser = RecipeParser()
-    arguments = check_recipe(arguments, require_config, parser)
+    arguments = check_recipe(arguments, parser)
     try:
         return parser.parse_args_and_config(arguments)
     except RecipeError:
@@ -141,9 +148,7 @@ def parse_recipe(
         raise RecipeError(str(error)) from error
 
 
-def check_recipe(
-    arguments: Sequence[str], require_config: bool = True, parser: RecipeParser | None = None
-) -> list[str]:
+def check_recipe(arguments: Sequence[str], parser: RecipeParser | None = None) -> list[str]:
     """
     Check keys and flags without building the configuration, which would take hold of the accelerator.
 
@@ -152,8 +157,6 @@ def check_recipe(
     """
     parser = RecipeParser() if parser is None else parser
     path, flags = _split_config(arguments)
-    if path is None and require_config:
-        raise RecipeError("No recipe was given. Pass `--config recipes/….yaml`.")
     if path is not None:
         _check_keys(read_recipe(path), path, parser)
     # Required fields do not exist, so that flags alone parse

@@ -145,7 +145,9 @@ class PromptState:
         state["streak"][rows] = streak
         if self.settings.prune:
             # A pruned prompt that fails its re-check has streak 0 and is active again
-            state["pruned"][rows] = np.where(solved, state["pruned"][rows] | (streak >= self.settings.pruning_streak), False)
+            state["pruned"][rows] = np.where(
+                solved, state["pruned"][rows] | (streak >= self.settings.pruning_streak), False
+            )
 
     def is_pruned(self, prompt_ids: np.ndarray) -> np.ndarray:
         """Whether each prompt is pruned, shape `(n,)`; False for one that was never visited."""

@@ -4,10 +4,8 @@ import logging
 import math
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import asdict
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -18,12 +16,14 @@ from trl import GRPOTrainer
 from trl.trainer.utils import RepeatSampler
 
 from . import checkpoint as store
+from . import resume
+from .checks import checked, refuse_unsupported, with_prompt_ids
 from .config import LZEGRPOConfig
 from .exchange import Completions, exchange
 from .generation_batch import GenerationBatch, filler_inputs
 from .groups import Groups
-from .identity import ID_COLUMN, add_prompt_ids
-from .ledger import Ledger, token_cost
+from .identity import ID_COLUMN
+from .ledger import Ledger, account, token_cost
 from .packing import (
     Geometry,
     Layout,
@@ -39,15 +39,12 @@ from .packing import (
 from .planner import Plan, Planner
 from .pruning import PromptStream, Pruner, keyed_rng
 from .reporting import Recorder, batch_metrics
-from .rewards_check import checked
 from .rollout import Scored, gather_rollouts, local_loss_tokens, outcomes_of
 from .selectors import Selector, choose, make_selector, quota, ramped_ratio
 from .state import PromptState, StateSettings
 
 
 logger = logging.getLogger(__name__)
-
-_ROLLOUTS_NAME = "lze_rollouts"
 
 
 class EpochRepeatSampler(RepeatSampler):
@@ -99,7 +96,7 @@ class LZEGRPOTrainer(GRPOTrainer):
             Further arguments of [`~trl.GRPOTrainer`].
     """
 
-    _tag_names = ["trl", "grpo", "lze"]
+    _tag_names: ClassVar[list[str]] = ["trl", "grpo", "lze"]
     _name = "LZE"
 
     def __init__(
@@ -113,8 +110,8 @@ class LZEGRPOTrainer(GRPOTrainer):
         **kwargs: Any,
     ):
         args = LZEGRPOConfig(f"{str(model).split('/')[-1]}-LZE") if args is None else args
-        _refuse_unsupported(args, train_dataset, kwargs)
-        train_dataset = _with_prompt_ids(train_dataset, args)
+        refuse_unsupported(args, train_dataset, kwargs)
+        train_dataset = with_prompt_ids(train_dataset, args)
         funcs = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
         reward_funcs = None if reward_funcs is None else [checked(func) for func in funcs]
         # The state is made after TRL's constructor: `_get_train_sampler` and others may run before
@@ -175,14 +172,7 @@ class LZEGRPOTrainer(GRPOTrainer):
             accelerator=self.accelerator,
         )
         if args.state_from is not None:
-            self._load_prompt_state(args.state_from)
-
-    def _load_prompt_state(self, source: str):
-        from .hub import resolve_state
-
-        tensors, _ = store.load(store.find_state(resolve_state(source)), store.STATE_NAME)
-        self.prompt_state.load(store.strip_prefix(tensors, "state"))
-        logger.info("Starting from the state of %d prompts of `%s`.", len(self.prompt_state), source)
+            resume.load_prompt_state(self.prompt_state, args.state_from)
 
     def _find_pass_column(self) -> int | None:
         """Column of the reward that decides a pass; `None` for the weighted total."""
@@ -260,7 +250,8 @@ class LZEGRPOTrainer(GRPOTrainer):
         chosen_groups = choose(self.selector, groups, quota(ratio, len(groups)), rng)
         chosen = np.flatnonzero(chosen_groups[scored.rollouts.group])
         batch, build_seconds = self._lay_out(scored, chosen)
-        self._account(groups, chosen_groups, scored, batch, chosen)
+        account(self.ledger, scored.rollouts, groups, chosen_groups, self._logprob_passes, self.num_iterations)
+        self._log_batch(groups, chosen_groups, batch)
         self._record(plan, scored, groups, chosen_groups)
         self.ledger.rollout_seconds += rolled_out - planned
         self.ledger.logprob_seconds += build_seconds
@@ -446,26 +437,15 @@ class LZEGRPOTrainer(GRPOTrainer):
 
     # ---- Accounts and records ----
 
-    def _account(
-        self, groups: Groups, chosen_groups: np.ndarray, scored: Scored, batch: GenerationBatch, chosen: np.ndarray
-    ):
-        rollouts, ledger = scored.rollouts, self.ledger
-        tokens = rollouts.prompt_tokens + rollouts.completion_tokens
-        chosen_tokens = int(tokens[chosen].sum())
-        align = self.args.gradient_accumulation_steps % (self.args.steps_per_generation * self.num_iterations)
+    @property
+    def _logprob_passes(self) -> int:
+        """Forward passes that TRL makes for old and reference log-probabilities of each row."""
+        aligned = self.args.gradient_accumulation_steps % (self.args.steps_per_generation * self.num_iterations) == 0
         correction = self.use_vllm and self.vllm_importance_sampling_correction
-        ledger.logprob_passes = int(align != 0 or correction) + int(self.beta != 0.0)
-        ledger.groups_rolled_out += len(groups)
-        ledger.groups_trained += int(chosen_groups.sum())
-        ledger.groups_dead += int((~groups.alive).sum())
-        ledger.rows_rolled_out += rollouts.num_rows
-        ledger.rows_trained += len(chosen)
-        ledger.rollout_tokens += int(tokens.sum())
-        ledger.chosen_tokens += chosen_tokens
-        ledger.update_tokens += chosen_tokens * self.num_iterations
-        ledger.logprob_tokens += chosen_tokens * ledger.logprob_passes
+        return int(not aligned or correction) + int(self.beta != 0.0)
+
+    def _log_batch(self, groups: Groups, chosen_groups: np.ndarray, batch: GenerationBatch):
         metrics = batch_metrics(groups, chosen_groups, self.prompt_state, self.planner.pruner.pass_index)
-        metrics["row_share"] = len(chosen) / rollouts.num_rows
         real, computed = padding_efficiency(
             batch.layout, batch.prompt_tokens, batch.completion_tokens, self.accelerator.process_index
         )
@@ -514,25 +494,8 @@ class LZEGRPOTrainer(GRPOTrainer):
                 self._recorder.close()
                 self._recorder = None
         if self.args.should_save:
-            self._save_prompt_state(self.args.output_dir)
+            resume.save_state(self, self.args.output_dir)
         return result
-
-    def _save_prompt_state(self, directory: str):
-        pruner, stream = self.planner.pruner, self.planner.stream
-        tensors = store.add_prefix(self.prompt_state.tensors(), "state")
-        tensors |= store.add_prefix(pruner.tensors(), "pruner")
-        if stream is not None:
-            tensors |= store.add_prefix(stream.tensors(), "stream")
-        meta = {
-            "step": self._step,
-            "generation": self._generation,
-            "global_step": self.state.global_step,
-            "num_processes": self.accelerator.num_processes,
-            "mid_batch": self._mid_batch,
-            "pruning": self.args.pruning,
-            "ledger": asdict(self.ledger),
-        }
-        store.save(directory, store.STATE_NAME, tensors, meta)
 
     @property
     def _mid_batch(self) -> bool:
@@ -543,11 +506,9 @@ class LZEGRPOTrainer(GRPOTrainer):
         # Differs from TRL: adds the prompt state, and rollouts still in use. Written before the rest: the trainer's
         # state, TRL's last file, vouches for a checkpoint, after which older ones are deleted
         directory = f"{self._get_output_dir(trial=trial)}/checkpoint-{self.state.global_step}"
-        if self._mid_batch:
-            name = f"{_ROLLOUTS_NAME}_{self.accelerator.process_index}"
-            store.save(directory, name, self._batch.arrays(), {"step": self._step})
+        resume.save_rollouts(self, directory)
         if self.args.should_save:
-            self._save_prompt_state(directory)
+            resume.save_state(self, directory)
         self.accelerator.wait_for_everyone()
         super()._save_checkpoint(model, trial)
 
@@ -560,75 +521,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         # Differs from TRL: restores the prompt state as well
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
-            self._restore(checkpoint)
-
-    def _restore(self, checkpoint: str):
-        tensors, meta = store.load(checkpoint, store.STATE_NAME)
-        if meta["pruning"] != self.args.pruning:
-            raise ValueError(
-                f"The checkpoint was written with `pruning={meta['pruning']!r}`, and this run has "
-                f"{self.args.pruning!r}. Resume with the same mode, or start a new run with "
-                f"`state_from={checkpoint!r}`."
-            )
-        self.prompt_state.load(store.strip_prefix(tensors, "state"))
-        self.planner.pruner.load(store.strip_prefix(tensors, "pruner"))
-        if self.planner.stream is not None:
-            self.planner.stream.load(store.strip_prefix(tensors, "stream"))
-        self.ledger.load(meta["ledger"])
-        self._step, self._generation = meta["step"], meta["generation"]
-        self._batch = None
-        if meta["mid_batch"]:
-            if meta["num_processes"] != self.accelerator.num_processes:
-                raise ValueError(
-                    f"The checkpoint falls into the middle of a generation batch of {meta['num_processes']} processes, "
-                    f"and this run has {self.accelerator.num_processes}. Resume with {meta['num_processes']} processes."
-                )
-            arrays, _ = store.load(checkpoint, f"{_ROLLOUTS_NAME}_{self.accelerator.process_index}")
-            self._batch = GenerationBatch.from_arrays(
-                arrays, self.args.steps_per_generation, self.args.packing, self.accelerator.device
-            )
-
-
-def _refuse_unsupported(args: LZEGRPOConfig, train_dataset: Any, kwargs: dict[str, Callable | list | None]):
-    """Refuse, before anything is loaded, what selection cannot do."""
-    for name in ("tools", "environment_factory"):
-        if kwargs.get(name):
-            raise ValueError(
-                f"`{name}` is not supported: an environment decides itself which prompt a rollout gets, and selection "
-                "needs to know the prompt before. Use `trl.GRPOTrainer` for it."
-            )
-    if not isinstance(args, LZEGRPOConfig):
-        raise TypeError(
-            f"`args` must be an `LZEGRPOConfig`, got `{type(args).__name__}`. It takes every field of `GRPOConfig`."
-        )
-    if train_dataset is None:
-        raise ValueError("`train_dataset` is required: selection needs prompts that it can recognise.")
-    images = [name for name in ("image", "images") if name in (train_dataset.column_names or [])]
-    if images:
-        raise ValueError(
-            f"The training set has the column {images[0]!r}: images are not supported, because their tensors are not "
-            "one row per completion. Remove the column, or use `trl.GRPOTrainer`."
-        )
-    if isinstance(train_dataset, IterableDataset) and args.pruning != "none":
-        raise ValueError(
-            f"`pruning={args.pruning!r}` needs a dataset whose rows can be read again, and `train_dataset` is an "
-            "`IterableDataset`. Set `pruning='none'` (selection works), or load the dataset without streaming."
-        )
-
-
-def _with_prompt_ids(dataset: Any, args: LZEGRPOConfig) -> Dataset | IterableDataset:
-    if not isinstance(dataset, (Dataset, IterableDataset)):
-        return dataset  # TRL says what is wrong with it
-    with args.main_process_first(desc="prompt ids"):
-        dataset = add_prompt_ids(dataset, args.answer_column, args.deduplicate)
-    num_groups = args.generation_batch_size // args.num_generations
-    if isinstance(dataset, Dataset) and len(dataset) < num_groups:
-        raise ValueError(
-            f"The training set has {len(dataset)} different prompts, and a generation batch takes {num_groups} "
-            f"(`generation_batch_size={args.generation_batch_size}` / `num_generations={args.num_generations}`). Use a "
-            "smaller generation batch or more data."
-        )
-    return dataset
+            resume.restore(self, checkpoint)
 
 
 def _empty_batch(steps_per_generation: int) -> GenerationBatch:

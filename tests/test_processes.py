@@ -15,7 +15,12 @@ import tiny
 
 SCRIPT = Path(__file__).with_name("process_run.py")
 # rows of a micro-step on all processes, accumulation A, micro-steps per generation S, iterations I
-SHAPES = {"accumulated": (6, 2, 2, 1), "two-steps": (4, 2, 4, 1), "two-batches": (4, 6, 3, 1), "iterated": (6, 2, 2, 2)}
+SHAPES = {
+    "accumulated": (6, 2, 2, 1),
+    "two-steps": (4, 2, 4, 1),
+    "two-batches": (4, 6, 3, 1),
+    "iterated": (6, 2, 2, 2),
+}
 
 
 def cases() -> dict[str, dict]:
@@ -23,9 +28,7 @@ def cases() -> dict[str, dict]:
     # Not "bnpo": which rows share a mean there is decided, in TRL, by each process's own random numbers
     losses = itertools.cycle(["dapo", "grpo", "dr_grpo", "luspo", "sapo", "cispo", "vespo"])
     found = {}
-    for (shape, numbers), packing, normalizer in itertools.product(
-        SHAPES.items(), [True, False], ["selected", "all"]
-    ):
+    for (shape, numbers), packing, normalizer in itertools.product(SHAPES.items(), [True, False], ["selected", "all"]):
         rows, accumulation, per_generation, iterations = numbers
         loss = next(losses)
         if normalizer == "all" and shape == "two-steps":

@@ -235,7 +235,11 @@ def failing(completions, **kwargs):
 BAD_REWARDS = {
     "raises": (failing, RuntimeError, "the judge is away"),
     "too few": (lambda completions, **kwargs: [1.0], ValueError, "exactly one reward per completion"),
-    "NaN": (lambda completions, **kwargs: [float("nan")] * len(completions), ValueError, "returned NaN for completion 0"),
+    "NaN": (
+        lambda completions, **kwargs: [float("nan")] * len(completions),
+        ValueError,
+        "returned NaN for completion 0",
+    ),
     "infinite": (lambda completions, **kwargs: [float("inf")] * len(completions), ValueError, "infinite reward"),
 }
 

@@ -1,0 +1,254 @@
+"""Runs on the Hugging Face Hub: the model's card, telemetry and state as a dataset repo, and opening such a repo."""
+
+import logging
+import re
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import httpx
+from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+from .telemetry import MissingTelemetryError, TelemetryError, open_run
+from .telemetry.savings import Saving
+from .telemetry.schema import DIRECTORY
+
+
+logger = logging.getLogger(__name__)
+
+PICTURE = "lze_summary.png"
+"""Picture of the run, beside the model card."""
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_STATE_FILES = ["lze_state.*", "checkpoint-*/lze_state.*", "checkpoint-*/trainer_state.json"]
+_SECTION_START, _SECTION_END = "<!-- lze:start -->", "<!-- lze:end -->"
+_SHOWN_SETTINGS = (
+    "selector",
+    "selection_ratio",
+    "pruning",
+    "pruning_streak",
+    "replay_ratio",
+    "difficulty_floor",
+    "momentum_weight",
+    "ema_decay",
+    "loss_normalizer",
+    "num_generations",
+    "generation_batch_size",
+    "learning_rate",
+    "loss_type",
+    "scale_rewards",
+    "beta",
+    "max_completion_length",
+    "temperature",
+    "seed",
+)
+_PACKAGES = ("lze-trl", "trl", "transformers", "accelerate", "datasets", "torch")
+
+
+def resolve_run(source: str | Path) -> Path:
+    """
+    Directory of a run that is given as a directory or as the Hub id of a dataset repo.
+
+    Of a repo, only the telemetry is downloaded.
+
+    Args:
+        source (`str` or `Path`): Directory, or id such as `"me/my-run"`.
+
+    Raises:
+        MissingTelemetryError: If it is neither.
+    """
+    if Path(source).exists():
+        return Path(source)
+    try:
+        return _download(str(source), "dataset", [f"{DIRECTORY}/**"])
+    except FileNotFoundError as error:
+        raise MissingTelemetryError(str(error)) from error
+
+
+def resolve_state(source: str | Path) -> Path:
+    """
+    Directory with the prompt state of an earlier run, given as a directory or as a Hub id.
+
+    Args:
+        source (`str` or `Path`): Directory of a run or of a checkpoint, or the id of a dataset or model repo.
+
+    Raises:
+        FileNotFoundError: If it is neither.
+    """
+    if Path(source).exists():
+        return Path(source)
+    try:
+        return _download(str(source), "dataset", _STATE_FILES)
+    except FileNotFoundError:
+        return _download(str(source), "model", _STATE_FILES)
+
+
+def _download(repo_id: str, repo_type: str, patterns: list[str]) -> Path:
+    neither = f"`{repo_id}` is neither a directory nor a {repo_type} repo on the Hub that can be read"
+    if not _HUB_ID.fullmatch(repo_id):
+        raise FileNotFoundError(f"{neither}. Give the `output_dir` of a training, or an id such as `me/my-run`.")
+    try:
+        return Path(snapshot_download(repo_id, repo_type=repo_type, allow_patterns=patterns))
+    except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError, httpx.HTTPError) as error:
+        reason = str(error).splitlines()[0]
+        raise FileNotFoundError(
+            f"{neither}: {reason} Check the name, and `hf auth login` if it is private."
+        ) from error
+
+
+def push_run(run_dir: str | Path, repo_id: str, private: bool | None = None, token: str | None = None) -> str:
+    """
+    Upload telemetry, prompt state, report and a card as a dataset repo.
+
+    Recorded prompts and completions become as public as the repo.
+
+    Args:
+        run_dir (`str` or `Path`): Output directory of a training.
+        repo_id (`str`): Id of the dataset repo, created if missing.
+        private (`bool`, *optional*): Whether a new repo is private.
+        token (`str`, *optional*): Access token, by default that of `hf auth login`.
+
+    Returns:
+        `str`: Address of the repo.
+    """
+    from .report import write_report
+
+    run_dir = Path(run_dir)
+    write_report(run_dir)
+    api = HfApi(token=token)
+    url = api.create_repo(repo_id, repo_type="dataset", private=private, exist_ok=True)
+    card = _dataset_card(run_dir, repo_id)
+    api.upload_file(path_or_fileobj=card.encode(), path_in_repo="README.md", repo_id=repo_id, repo_type="dataset")
+    api.upload_folder(
+        folder_path=run_dir,
+        repo_id=repo_id,
+        repo_type="dataset",
+        allow_patterns=[f"{DIRECTORY}/**", "report/**", "lze_state.*"],
+        commit_message="Telemetry and prompt state",
+    )
+    return str(url)
+
+
+def extend_model_card(run_dir: str | Path, model_id: str | None = None):
+    """
+    Add how the model was trained to the `README.md` that TRL has written, and the picture beside it.
+
+    A section from an earlier call is replaced. A run without telemetry gets no section.
+
+    Args:
+        run_dir (`str` or `Path`): Output directory of a training.
+        model_id (`str`, *optional*): Hub id of the model, for the usage example.
+    """
+    from .report import write_summary_picture
+
+    run_dir = Path(run_dir)
+    card = run_dir / "README.md"
+    try:
+        section = model_card_section(run_dir, model_id)
+    except MissingTelemetryError:
+        logger.info("`%s` has no telemetry, so the model card does not tell about the run.", run_dir)
+        return
+    write_summary_picture(run_dir, run_dir / PICTURE)
+    text = card.read_text(encoding="utf-8") if card.exists() else ""
+    before, _, rest = text.partition(_SECTION_START)
+    after = rest.partition(_SECTION_END)[2] if rest else ""
+    card.write_text(f"{before.rstrip()}\n\n{section}\n{after.lstrip()}", encoding="utf-8")
+
+
+def model_card_section(run_dir: str | Path, model_id: str | None = None) -> str:
+    """
+    Markdown about the run: settings, savings, picture, usage and versions.
+
+    Args:
+        run_dir (`str` or `Path`): Output directory of a training.
+        model_id (`str`, *optional*): Hub id of the model, for the usage example.
+
+    Raises:
+        TelemetryError: If the run cannot be read.
+    """
+    run = open_run(run_dir)
+    summary, settings = run.summary(), run.meta.settings
+    run.close()
+    if not summary["generations"]:
+        raise MissingTelemetryError("The run has not recorded anything yet.")
+    prompts = summary["prompts"]
+    return f"""{_SECTION_START}
+## Trained where it learns
+
+This model was trained with [lze_trl](https://pypi.org/project/lze-trl/): GRPO that spends its updates on the prompts with
+the most Learning-Zone Energy ([arXiv 2605.17003](https://arxiv.org/abs/2605.17003)).
+
+![Accuracy and energy over the steps]({PICTURE})
+
+In {summary["steps"]:,} steps, {summary["selected"]:,} of {summary["groups"]:,} groups were trained on. Of {sum(prompts.values()):,}
+prompts, {prompts["pruned"]:,} were pruned as solved at the end, and {prompts["forgotten"]:,} were forgotten.
+
+### Savings against training on all data
+
+{savings_table(summary["savings"])}
+
+### Settings
+
+{_settings_table(settings)}
+
+### Usage
+
+```python
+from transformers import pipeline
+
+generator = pipeline("text-generation", model="{model_id or run.name}")
+print(generator([{{"role": "user", "content": "What is 48/2?"}}], max_new_tokens=256)[0]["generated_text"])
+```
+
+### Versions
+
+{_versions()}
+{_SECTION_END}"""
+
+
+def savings_table(savings: list[Saving]) -> str:
+    """Markdown table of the savings."""
+    if not savings:
+        return "No costs were recorded."
+    rows = [
+        f"| {s.kind} {s.unit} | {s.used:.3g} | {'≈ ' if s.estimated else ''}{s.full:.3g} | {100 * s.saved:.1f} % |"
+        for s in savings
+    ]
+    return "\n".join(["| work | done | on all data | saved |", "|---|---|---|---|", *rows])
+
+
+def _settings_table(settings: dict[str, Any]) -> str:
+    rows = [f"| `{name}` | `{settings[name]}` |" for name in _SHOWN_SETTINGS if settings.get(name) is not None]
+    return "\n".join(["| setting | value |", "|---|---|", *rows])
+
+
+def _versions() -> str:
+    return "\n".join(f"- {name} {version(name)}" for name in _PACKAGES)
+
+
+def _dataset_card(run_dir: Path, repo_id: str) -> str:
+    try:
+        section = model_card_section(run_dir)
+    except TelemetryError as error:
+        raise TelemetryError(f"`{run_dir}` cannot be uploaded: {error}") from error
+    savings = section.partition("### Savings")[2].partition("### Usage")[0]
+    return f"""---
+tags:
+- lze
+- grpo
+- telemetry
+viewer: false
+---
+
+# Training telemetry of {run_dir.name}
+
+Recorded by lze_trl: pass rate and energy of every group, the prompts, and their latest state.
+
+```bash
+lze-trl app {repo_id}
+```
+
+![Accuracy and energy over the steps](report/summary.png)
+
+### Savings{savings}"""

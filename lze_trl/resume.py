@@ -1,0 +1,89 @@
+"""The part of a checkpoint that TRL does not know: prompt state, place in the data, rollouts still in use."""
+
+import logging
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from . import checkpoint as store
+from .generation_batch import GenerationBatch
+from .state import PromptState
+
+
+if TYPE_CHECKING:
+    from .trainer import LZEGRPOTrainer
+
+
+logger = logging.getLogger(__name__)
+
+_ROLLOUTS_NAME = "lze_rollouts"
+
+
+def save_state(trainer: "LZEGRPOTrainer", directory: str):
+    """Write the prompt state and the place in the data; to be called on one process."""
+    pruner, stream = trainer.planner.pruner, trainer.planner.stream
+    tensors = store.add_prefix(trainer.prompt_state.tensors(), "state")
+    tensors |= store.add_prefix(pruner.tensors(), "pruner")
+    if stream is not None:
+        tensors |= store.add_prefix(stream.tensors(), "stream")
+    meta = {
+        "step": trainer._step,
+        "generation": trainer._generation,
+        "global_step": trainer.state.global_step,
+        "num_processes": trainer.accelerator.num_processes,
+        "mid_batch": trainer._mid_batch,
+        "pruning": trainer.args.pruning,
+        "ledger": asdict(trainer.ledger),
+    }
+    store.save(directory, store.STATE_NAME, tensors, meta)
+
+
+def save_rollouts(trainer: "LZEGRPOTrainer", directory: str):
+    """Write the rows that further micro-steps will train on, if there are any; to be called on every process."""
+    if trainer._mid_batch:
+        store.save(directory, _rollouts_name(trainer), trainer._batch.arrays(), {"step": trainer._step})
+
+
+def restore(trainer: "LZEGRPOTrainer", directory: str):
+    """
+    Continue from a checkpoint.
+
+    Raises:
+        FileNotFoundError: If the checkpoint is not one of `LZEGRPOTrainer`.
+        ValueError: If it is damaged, or does not fit the settings of this run.
+    """
+    tensors, meta = store.load(directory, store.STATE_NAME)
+    if meta["pruning"] != trainer.args.pruning:
+        raise ValueError(
+            f"The checkpoint was written with `pruning={meta['pruning']!r}`, and this run has "
+            f"{trainer.args.pruning!r}. Resume with the same mode, or start a new run with `state_from={directory!r}`."
+        )
+    if meta["mid_batch"] and meta["num_processes"] != trainer.accelerator.num_processes:
+        raise ValueError(
+            f"The checkpoint falls into the middle of a generation batch of {meta['num_processes']} processes, and "
+            f"this run has {trainer.accelerator.num_processes}. Resume with {meta['num_processes']} processes."
+        )
+    trainer.prompt_state.load(store.strip_prefix(tensors, "state"))
+    trainer.planner.pruner.load(store.strip_prefix(tensors, "pruner"))
+    if trainer.planner.stream is not None:
+        trainer.planner.stream.load(store.strip_prefix(tensors, "stream"))
+    trainer.ledger.load(meta["ledger"])
+    trainer._step, trainer._generation = meta["step"], meta["generation"]
+    trainer._batch = None
+    if meta["mid_batch"]:
+        arrays, _ = store.load(directory, _rollouts_name(trainer))
+        trainer._batch = GenerationBatch.from_arrays(
+            arrays, trainer.args.steps_per_generation, trainer.args.packing, trainer.accelerator.device
+        )
+
+
+def load_prompt_state(state: PromptState, source: str):
+    """Start from the prompt state of an earlier run, given by its directory or Hub id."""
+    from .hub import resolve_state
+
+    tensors, _ = store.load(store.find_state(resolve_state(source)), store.STATE_NAME)
+    state.load(store.strip_prefix(tensors, "state"))
+    logger.info("Starting from the state of %d prompts of `%s`.", len(state), source)
+
+
+def _rollouts_name(trainer: "LZEGRPOTrainer") -> str:
+    return f"{_ROLLOUTS_NAME}_{trainer.accelerator.process_index}"

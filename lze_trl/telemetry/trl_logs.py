@@ -1,0 +1,205 @@
+"""What Learning-Zone Energy would have kept and saved in a run of plain TRL, from its `completions/*.parquet` logs."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ..groups import Rollouts
+from ..identity import prompt_id
+from ..selectors import EnergySelector, choose, quota
+from ..state import PromptState, StateSettings
+from .schema import MissingTelemetryError, TelemetryError
+
+
+_OWN_COLUMNS = ("step", "prompt", "completion", "advantage")
+_REPLAY_RATIO = 0.1
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """
+    What selection and pruning would have done to a run.
+
+    Attributes:
+        steps (`int`): Logged steps.
+        prompts (`int`): Different prompts.
+        groups (`int`): Groups that were rolled out and trained on.
+        rows (`int`): Completions.
+        dead (`int`): Groups without a learning signal: all passed or all failed.
+        selected (`int`): Groups that would have been trained on.
+        selected_rows (`int`): Their completions.
+        selected_text (`float`): Their share of the text of all completions, in characters.
+        prunable (`int`): Visits to prompts that had stayed solved, re-checks not counted.
+        reward (`str`): Reward that decided a pass.
+        selection_ratio (`float`): ρ.
+        frontier (`tuple[str, ...]`): Prompts with the highest energy at their last visit.
+    """
+
+    steps: int
+    prompts: int
+    groups: int
+    rows: int
+    dead: int
+    selected: int
+    selected_rows: int
+    selected_text: float
+    prunable: int
+    reward: str
+    selection_ratio: float
+    frontier: tuple[str, ...]
+
+    def __str__(self) -> str:
+        share = {name: 100 * getattr(self, name) / self.groups for name in ("dead", "selected", "prunable")}
+        lines = [
+            f"{self.steps:,} logged steps, {self.prompts:,} prompts, {self.groups:,} groups, {self.rows:,} completions",
+            f"a completion passes by `{self.reward}`",
+            f"dead groups (no gradient):      {self.dead:>9,}  {share['dead']:5.1f} %",
+            f"LZE at ρ = {self.selection_ratio:g} trains on:      {self.selected:>9,}  {share['selected']:5.1f} %",
+            f"  their text, of all:           {'':>9}  {100 * self.selected_text:5.1f} %",
+            f"update work saved:              {'':>9}  {100 * (1 - self.selected_text):5.1f} %",
+            f"rollouts that pruning saves:    {self.prunable:>9,}  {share['prunable']:5.1f} %",
+        ]
+        if self.frontier:
+            lines += ["prompts with the highest energy at the end:", *(f"  {text}" for text in self.frontier)]
+        return "\n".join(lines)
+
+
+def analyze(
+    run_dir: str | Path,
+    selection_ratio: float = 0.4,
+    reward: str | None = None,
+    pass_threshold: float = 0.5,
+    settings: StateSettings | None = None,
+) -> Analysis:
+    """
+    Replay the logs of a TRL GRPO run that had `log_completions=True`.
+
+    The selection is that of the run as it went: what other updates would have changed in later rollouts is unknown.
+    Text is counted in characters, because the logs hold no tokens.
+
+    Args:
+        run_dir (`str` or `Path`):
+            Output directory of the run, or its `completions` folder.
+        selection_ratio (`float`, *optional*, defaults to `0.4`):
+            ρ, the share of the groups of a step to train on.
+        reward (`str`, *optional*):
+            Name of the reward that decides a pass. Defaults to the first.
+        pass_threshold (`float`, *optional*, defaults to `0.5`):
+            A completion passes when its reward is greater than this.
+        settings ([`StateSettings`], *optional*):
+            Constants of the energy and of pruning.
+
+    Returns:
+        [`Analysis`]: What would have been kept and saved.
+
+    Raises:
+        MissingTelemetryError: If there are no logs.
+        TelemetryError: If they cannot be read as TRL's.
+    """
+    files = _log_files(Path(run_dir))
+    state, selector = PromptState(settings), EnergySelector()
+    totals = dict.fromkeys(("groups", "rows", "dead", "selected", "selected_rows", "prunable"), 0)
+    text = selected_text = 0
+    texts: dict[int, str] = {}
+    for step, path in enumerate(files):
+        table = _read(path)
+        reward = _reward_name(table, reward)
+        rollouts, lengths, prompts = _rollouts(table, reward, pass_threshold)
+        if not rollouts.num_groups:
+            continue
+        texts.update(zip(rollouts.prompt_ids.tolist(), prompts, strict=True))
+        pruned = state.is_pruned(rollouts.prompt_ids)
+        groups = state.visit(rollouts, step)
+        k = quota(selection_ratio, len(groups))
+        chosen = choose(selector, groups, k, np.random.default_rng(step))
+        rows = chosen[rollouts.group]
+        totals["groups"] += len(groups)
+        totals["rows"] += rollouts.num_rows
+        totals["dead"] += int((~groups.alive).sum())
+        totals["selected"] += int(chosen.sum())
+        totals["selected_rows"] += int(rows.sum())
+        totals["prunable"] += int(pruned.sum())
+        text, selected_text = text + int(lengths.sum()), selected_text + int(lengths[rows].sum())
+    if not totals["groups"]:
+        raise MissingTelemetryError(f"The logs under `{run_dir}` hold no completion.")
+    totals["prunable"] = round(totals["prunable"] * (1 - _REPLAY_RATIO))
+    order = np.argsort(-state["energy"], kind="stable")[:5]
+    frontier = tuple(_one_line(texts[int(state["prompt_ids"][row])]) for row in order if state["energy"][row] > 0)
+    return Analysis(
+        steps=len(files),
+        prompts=len(state),
+        **totals,
+        selected_text=selected_text / max(text, 1),
+        reward=reward,
+        selection_ratio=selection_ratio,
+        frontier=frontier,
+    )
+
+
+def _log_files(run_dir: Path) -> list[Path]:
+    folder = run_dir / "completions" if (run_dir / "completions").is_dir() else run_dir
+    files = sorted(folder.glob("completions_*.parquet"))
+    if not files:
+        raise MissingTelemetryError(
+            f"There are no TRL logs in `{run_dir}`. They are `completions/completions_*.parquet`, which TRL writes with "
+            "`log_completions=True`."
+        )
+    return files
+
+
+def _read(path: Path) -> pa.Table:
+    try:
+        table = pq.ParquetFile(path).read()
+    except (OSError, pa.ArrowInvalid) as error:
+        raise TelemetryError(f"`{path}` cannot be read: {error}. Remove the file to leave its step out.") from error
+    missing = [name for name in ("prompt", "completion") if name not in table.column_names]
+    if missing:
+        raise TelemetryError(f"`{path}` lacks the columns {missing}, so it is no completions log of TRL's GRPO.")
+    return table
+
+
+def _reward_name(table: pa.Table, given: str | None) -> str:
+    numeric = [
+        field.name
+        for field in table.schema
+        if field.name not in _OWN_COLUMNS and (pa.types.is_floating(field.type) or pa.types.is_integer(field.type))
+    ]
+    if given is None and numeric:
+        return numeric[0]
+    if given not in numeric:
+        raise TelemetryError(f"The logs have the rewards {numeric}, got {given!r}. Name one of them.")
+    return given
+
+
+def _rollouts(table: pa.Table, reward: str, threshold: float) -> tuple[Rollouts, np.ndarray, list[str]]:
+    """Completions of one step, their lengths in characters (B), and the text of each group's prompt (P)."""
+    prompts = [_text(value) for value in table["prompt"].to_pylist()]
+    lengths = np.array([len(_text(value)) for value in table["completion"].to_pylist()], dtype=np.int64)
+    ids = np.array([prompt_id(text) for text in prompts], dtype=np.int64)
+    unique, first, group = np.unique(ids, return_index=True, return_inverse=True)
+    rewards = table[reward].to_pandas().to_numpy(dtype=np.float64)
+    outcomes = np.where(np.isnan(rewards), np.nan, rewards > threshold)
+    rollouts = Rollouts(
+        prompt_ids=unique,
+        group=group,
+        outcomes=outcomes,
+        rewards=rewards,
+        prompt_tokens=np.zeros(len(group), dtype=np.int64),
+        completion_tokens=lengths,
+    )
+    return rollouts, lengths, [prompts[row] for row in first]
+
+
+def _text(value: str | list[dict]) -> str:
+    if isinstance(value, str):
+        return value
+    return "\n".join(str(message.get("content", "")) for message in value) if value else json.dumps(value)
+
+
+def _one_line(text: str, width: int = 100) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= width else line[: width - 1] + "…"

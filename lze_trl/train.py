@@ -1,0 +1,229 @@
+"""The main job: read a recipe, train, measure, save.
+
+    accelerate launch [--config_file accelerate_configs/zero3.yaml] -m lze_trl.train --config recipes/….yaml [--flag value]
+"""
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from datasets import Dataset
+from transformers import ProgressCallback
+from trl import ModelConfig, get_peft_config, get_quantization_config
+
+from .checkpoint import last_complete_checkpoint
+from .config import LZEGRPOConfig
+from .console import ReadableProgress, show_summary
+from .datasets import load_mixture
+from .recipe import LZEScriptArguments, RecipeError, parse_recipe
+from .rewards import get_reward
+from .trainer import LZEGRPOTrainer
+
+
+logger = logging.getLogger(__name__)
+
+ACCURACY_FILE = "accuracy.json"
+
+
+@contextmanager
+def user_errors() -> Iterator[None]:
+    """Raise what is wrong with settings or data as [`RecipeError`], which `main` shows without a traceback."""
+    try:
+        yield
+    except RecipeError:
+        raise
+    except (ValueError, TypeError, ImportError, OSError) as error:
+        logger.debug("Cause:", exc_info=True)
+        raise RecipeError(str(error)) from error
+
+
+def load_data(script_args: LZEScriptArguments, training_args: LZEGRPOConfig) -> tuple[Dataset, Dataset | None]:
+    """Training set, and evaluation set if the recipe names one."""
+    if not script_args.datasets:
+        raise RecipeError("`datasets` names no training set. Give a Hub id or a local file.")
+    form = {
+        "system_prompt": script_args.system_prompt,
+        "prompt_suffix": script_args.prompt_suffix,
+        "conversational": script_args.conversational,
+        "prompt_column": script_args.dataset_prompt_column,
+        "answer_column": script_args.dataset_answer_column,
+    }
+    with training_args.main_process_first(desc="datasets"):
+        train = load_mixture(
+            script_args.datasets,
+            split=script_args.dataset_split,
+            config=script_args.dataset_config,
+            limit=script_args.max_train_samples,
+            **form,
+        )
+        if not script_args.eval_datasets:
+            return train, None
+        held_out = load_mixture(
+            script_args.eval_datasets,
+            split=script_args.eval_dataset_split,
+            config=script_args.eval_dataset_config,
+            limit=script_args.max_eval_samples,
+            **form,
+        )
+    return train, held_out
+
+
+def build_trainer(
+    script_args: LZEScriptArguments, training_args: LZEGRPOConfig, model_args: ModelConfig
+) -> LZEGRPOTrainer:
+    """The trainer of a recipe."""
+    if model_args.model_name_or_path is None:
+        raise RecipeError("`model_name_or_path` is not set. Give a Hub id or a local folder.")
+    reward_funcs = [get_reward(name) for name in script_args.reward_funcs]
+    train_dataset, eval_dataset = load_data(script_args, training_args)
+    if eval_dataset is not None:
+        _check_evaluation(training_args)
+    training_args.model_init_kwargs = {
+        "revision": model_args.model_revision,
+        "trust_remote_code": training_args.trust_remote_code,
+        "attn_implementation": model_args.attn_implementation,
+        "dtype": model_args.dtype,
+        **(training_args.model_init_kwargs or {}),
+    }
+    trainer = LZEGRPOTrainer(
+        model=model_args.model_name_or_path,
+        reward_funcs=reward_funcs,
+        args=training_args,
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
+        quantization_config=get_quantization_config(model_args),
+        peft_config=get_peft_config(model_args),
+    )
+    trainer.remove_callback(ProgressCallback)
+    trainer.add_callback(ReadableProgress())
+    return trainer
+
+
+def _check_evaluation(args: LZEGRPOConfig):
+    generations = args.num_generations_eval or args.num_generations
+    rows = args.per_device_eval_batch_size * args.world_size
+    if rows % generations:
+        raise RecipeError(
+            f"The evaluation batch of {rows} completions (`per_device_eval_batch_size` times {args.world_size} "
+            f"processes) must be divisible by `num_generations_eval={generations}`. Use a multiple of {generations}."
+        )
+
+
+def sampled_accuracy(trainer: LZEGRPOTrainer) -> float | None:
+    """
+    Mean of the reward that decides a pass, over `num_generations_eval` completions of each held-out prompt, sampled
+    as in training. `None` if there is no evaluation set, or if no completion could be scored.
+    """
+    if trainer.eval_dataset is None:
+        return None
+    name = trainer.args.pass_reward or trainer.reward_func_names[0]
+    metrics = trainer.evaluate()
+    return metrics["eval_reward" if name == "total" else f"eval_rewards/{name}/mean"]
+
+
+def resume_point(args: LZEGRPOConfig) -> str | None:
+    """
+    Checkpoint to continue from: none, the one that is named, or, for `auto` and `true`, the last complete one of
+    `output_dir` if it holds any.
+    """
+    wanted = str(args.resume_from_checkpoint or "false")
+    if wanted.lower() in ("false", "no", "none"):
+        return None
+    if wanted.lower() not in ("true", "auto"):
+        if not Path(wanted).is_dir():
+            raise RecipeError(
+                f"`resume_from_checkpoint={wanted}` is no folder. Name a checkpoint, or use `auto` for the last "
+                "complete one of `output_dir`."
+            )
+        return wanted
+    checkpoint = last_complete_checkpoint(args.output_dir)
+    if checkpoint is None:
+        logger.info("`%s` holds no complete checkpoint: starting from the beginning.", args.output_dir)
+    else:
+        logger.info("Resuming from `%s`.", checkpoint)
+    return checkpoint
+
+
+def accuracy_before(trainer: LZEGRPOTrainer, checkpoint: str | None) -> float | None:
+    """Accuracy before the first step: measured now, or what was measured then if the run is resumed."""
+    path = Path(trainer.args.output_dir) / ACCURACY_FILE
+    if checkpoint is None:
+        before = sampled_accuracy(trainer)
+        _write_accuracy(trainer, before, None)
+        return before
+    return json.loads(path.read_text())["before"] if path.is_file() else None
+
+
+def _write_accuracy(trainer: LZEGRPOTrainer, before: float | None, after: float | None):
+    if trainer.is_world_process_zero():
+        path = Path(trainer.args.output_dir) / ACCURACY_FILE
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.with_suffix(".tmp").write_text(json.dumps({"before": before, "after": after}))
+        os.replace(path.with_suffix(".tmp"), path)
+
+
+def run(
+    script_args: LZEScriptArguments, training_args: LZEGRPOConfig, model_args: ModelConfig
+) -> dict[str, float | None]:
+    """
+    Train by a recipe.
+
+    Returns:
+        `dict[str, float | None]`: The totals of [`~lze_trl.ledger.Ledger.summary`], and `accuracy_before` and
+        `accuracy_after`, `None` where not measured.
+    """
+    with user_errors():
+        checkpoint = resume_point(training_args)
+        trainer = build_trainer(script_args, training_args, model_args)
+    before = accuracy_before(trainer, checkpoint)
+    trainer.train(resume_from_checkpoint=checkpoint)
+    after = sampled_accuracy(trainer)
+    _write_accuracy(trainer, before, after)
+
+    output_dir = Path(training_args.output_dir)
+    trainer.save_model(training_args.output_dir)
+    if training_args.push_to_hub:
+        trainer.push_to_hub(dataset_name=script_args.datasets)
+    savings = trainer.savings()
+    if trainer.is_world_process_zero():
+        files = {"model": output_dir} | write_reports(output_dir, training_args.telemetry)
+        show_summary(savings, {"before": before, "after": after}, files)
+    trainer.end()
+    return {**savings, "accuracy_before": before, "accuracy_after": after}
+
+
+def write_reports(run_dir: Path, telemetry: bool) -> dict[str, Path]:
+    """Write report and picture of a run from its telemetry, if it has any; label and path of each."""
+    if not telemetry:
+        return {}
+    files = {"telemetry": run_dir / "telemetry"}
+    try:
+        from .report import write_report
+    except ImportError as error:
+        logger.info("No report was written (%s). Install it with `pip install 'lze-trl[app]'`.", error)
+        return files
+    files["report"] = write_report(run_dir)
+    return files
+
+
+def setup_logging(is_main: bool):
+    """Readable lines from this package; from other processes only warnings."""
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S")
+    logging.getLogger("lze_trl").setLevel(logging.INFO if is_main else logging.WARNING)
+
+
+def main(arguments: Sequence[str] | None = None):
+    """Entry point of `python -m lze_trl.train`."""
+    setup_logging(is_main=os.environ.get("RANK", "0") == "0")
+    try:
+        run(*parse_recipe(sys.argv[1:] if arguments is None else arguments))
+    except RecipeError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""The runs that the app was given, by name. Nothing else can be opened."""
+
+import logging
+import re
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..hub import resolve_run
+from ..telemetry import MissingTelemetryError, Run, open_run
+
+
+logger = logging.getLogger(__name__)
+
+_SEED_SETTINGS = ("seed", "data_seed", "output_dir", "run_name", "logging_dir", "hub_model_id", "full_determinism")
+
+
+@dataclass
+class Entry:
+    """
+    One run that the app was given.
+
+    Attributes:
+        id (`str`): What stands for it in addresses and requests.
+        source (`str`): Directory or Hub id that it was given as.
+    """
+
+    id: str
+    source: str
+    _run: Run | None = None
+    _directory: Path | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def open(self) -> Run:
+        """
+        The run with what was recorded until now.
+
+        Raises:
+            TelemetryError: With a worded message if there is nothing to show.
+        """
+        with self._lock:
+            if self._directory is None:
+                self._directory = resolve_run(self.source)
+            if self._run is None:
+                self._run = open_run(self._directory)
+            else:
+                self._run.refresh()
+            return self._run
+
+
+class RunBook:
+    """
+    The runs that the app was given.
+
+    Args:
+        sources (`list[str]`): Directories of runs, or Hub ids of dataset repos with their telemetry.
+    """
+
+    def __init__(self, sources: list[str]):
+        self.entries: dict[str, Entry] = {}
+        for source in sources:
+            base = re.sub(r"[^\w.-]+", "-", Path(source).resolve().name).strip("-")
+            name, count = base or "run", 2
+            while name in self.entries:
+                name, count = f"{base}-{count}", count + 1
+            self.entries[name] = Entry(name, str(source))
+
+    @property
+    def ids(self) -> list[str]:
+        """Ids in the order the runs were given."""
+        return list(self.entries)
+
+    def open(self, id: str | None) -> Run:
+        """
+        Open a run by its id.
+
+        Raises:
+            TelemetryError: With a worded message if there is no such run or nothing to show.
+        """
+        if not self.entries:
+            raise MissingTelemetryError(
+                "The app was started without a run. Give it the `output_dir` of a training, as in `lze-trl app runs/demo`."
+            )
+        if id not in self.entries:
+            raise MissingTelemetryError("The app was not given a run of this name. Choose one from the list.")
+        return self.entries[id].open()
+
+
+def seed_groups(runs: dict[str, Run]) -> dict[str, list[Run]]:
+    """Runs whose settings differ in the seed alone, under the name of the first of them."""
+    groups: dict[str, tuple[str, list[Run]]] = {}
+    for id, run in runs.items():
+        settings = {name: value for name, value in run.meta.settings.items() if name not in _SEED_SETTINGS}
+        key = repr(sorted(settings.items(), key=lambda item: item[0])) if settings else id
+        groups.setdefault(key, (id, []))[1].append(run)
+    return {
+        name if len(members) == 1 else f"{name} ({len(members)} seeds)": members for name, members in groups.values()
+    }

@@ -1,0 +1,333 @@
+"""The pages as HTML. Every text that comes from a run is escaped: it is shown, never interpreted."""
+
+from html import escape
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from ..telemetry import Run, TelemetryError
+from ..telemetry.curves import curve, energy_heat_map, reward_curves
+from ..telemetry.reader import parse_columns
+from ..telemetry.savings import Saving
+from .charts import Series, heat_map, line_chart, number, percent
+from .runs import RunBook, seed_groups
+
+
+PAGE_SIZE = 25
+
+STATE_LABELS = {
+    "frontier": ("◐", "frontier", "passes some of the time: here the model learns"),
+    "solved": ("●", "solved", "passed every time at its last visit"),
+    "hopeless": ("○", "hopeless", "failed every time at its last visit"),
+    "pruned": ("✂", "pruned", "stayed solved, so it gets no rollouts except re-checks"),
+    "forgotten": ("↺", "forgotten", "was pruned, failed its re-check, and is not solved again yet"),
+    "unscored": ("?", "unscored", "no reward function could score it"),
+}
+
+AXES = {"step": "steps", "tokens": "tokens", "flops": "FLOPs", "seconds": "time (s)"}
+METRICS = {
+    "pass_rate": "pass rate of all rollouts",
+    "reward_mean": "reward",
+    "energy_mean": "mean energy",
+    "dead": "share of dead groups",
+    "pruned": "share of pruned prompts",
+}
+_SHARES = {"pass_rate", "dead", "pruned"}
+_UNIT_LABELS = {"tokens": "tokens", "flops": "FLOPs", "seconds": "seconds"}
+KIND_LABELS = {"rollout": "rollouts", "update": "updates", "logprob": "log-probs"}
+_HISTORY_POINTS = 400
+
+
+def problem(error: TelemetryError) -> str:
+    """What is shown where there is nothing else to show."""
+    return f'<div class="lze-problem" role="status"><h3>Nothing to show</h3><p>{escape(str(error))}</p></div>'
+
+
+def overview(run: Run) -> str:
+    """Where the run stands: numbers, curves, the energy distribution, and what was saved."""
+    points, summary = curve(run), run.summary()
+    if points.empty:
+        return problem(TelemetryError("The run has started, and its first batch is not scored yet."))
+    steps = points["step"].to_numpy()
+    rewards = reward_curves(run)
+    heat_steps, shares = energy_heat_map(run)
+    lines = {name: points[name].to_numpy(dtype=float) for name in points}
+    charts = [
+        line_chart(
+            "Accuracy",
+            [
+                Series("all rollouts", steps, lines["pass_rate"]),
+                Series("trained on", steps, lines["selected_pass_rate"]),
+            ],
+            "step",
+            y_range=(0.0, 1.0),
+            as_percent=True,
+        ),
+        line_chart(
+            "Reward",
+            [
+                Series("total", steps, lines["reward_mean"]),
+                *(Series(name, steps, rewards[name].to_numpy(dtype=float)) for name in rewards),
+            ],
+            "step",
+        ),
+        heat_map("Energy of the groups", heat_steps, shares, run.meta.energy_max, "step"),
+        line_chart(
+            "Shares",
+            [
+                Series("selected", steps, lines["selected"]),
+                Series("dead", steps, lines["dead"]),
+                Series("replayed", steps, lines["replayed"]),
+                Series("pruned prompts", steps, lines["pruned"]),
+            ],
+            "step",
+            y_range=(0.0, 1.0),
+            as_percent=True,
+        ),
+    ]
+    return f"{_tiles(points, summary)}{_damage(run)}<div class='lze-grid2'>{''.join(charts)}</div>{ledger(summary['savings'])}"
+
+
+def _tiles(points: pd.DataFrame, summary: dict[str, Any]) -> str:
+    prompts = summary["prompts"]
+    update = next((s for s in summary["savings"] if (s.kind, s.unit) == ("update", "flops")), None)
+    first, last = points["pass_rate"].iloc[0], points["pass_rate"].iloc[-1]
+    tiles = [
+        ("step", f"{summary['steps']:,}", f"pass {summary['pass_index']} over the data"),
+        ("accuracy", percent(last), f"{percent(first)} at the start"),
+        ("prompts seen", f"{sum(prompts.values()):,}", f"{prompts['frontier']:,} on the frontier"),
+        ("solved or pruned", f"{prompts['solved'] + prompts['pruned']:,}", f"{prompts['forgotten']:,} forgotten"),
+        ("groups trained on", percent(summary["selected"] / max(summary["groups"], 1)), f"of {summary['groups']:,}"),
+        ("update FLOPs saved", percent(update.saved) if update else "–", "against training on all data"),
+    ]
+    return "<div class='lze-tiles'>{}</div>".format(
+        "".join(
+            f'<div class="lze-tile" data-tile="{name}"><span>{name}</span><strong>{value}</strong><small>{note}</small></div>'
+            for name, value, note in tiles
+        )
+    )
+
+
+def _damage(run: Run) -> str:
+    if not run.damaged:
+        return ""
+    names = ", ".join(escape(name) for name in run.damaged)
+    return f'<p class="lze-note">Left out, because cut off or damaged: {names}</p>'
+
+
+def ledger(savings: list[Saving]) -> str:
+    """Table of the work done against the work on all data."""
+    if not savings:
+        return ""
+    rows = "".join(
+        f"<tr><th scope='row'>{KIND_LABELS[s.kind]}, {_UNIT_LABELS[s.unit]}</th><td>{number(s.used)}</td>"
+        f"<td>{'≈ ' if s.estimated else ''}{number(s.full)}</td><td>{_bar(s.used / s.full if s.full else 0.0)}</td>"
+        f"<td>{percent(s.saved)}</td></tr>"
+        for s in savings
+    )
+    note = "≈ inferred from the FLOPs" if any(s.estimated for s in savings) else ""
+    return (
+        "<figure class='lze-figure'><figcaption><strong>Savings ledger</strong>"
+        f"<span class='lze-legend'>{note}</span></figcaption><div class='lze-scroll'><table class='lze-table'><thead><tr>"
+        "<th>work</th><th>done</th><th>on all data</th><th>share</th><th>saved</th></tr></thead>"
+        f"<tbody>{rows}</tbody></table></div></figure>"
+    )
+
+
+def _bar(share: float) -> str:
+    return f'<span class="lze-bar"><i style="width:{100 * min(max(share, 0.0), 1.0):.1f}%"></i></span>'
+
+
+def prompt_table(run: Run, state: str, search: str, sort: str, page: int, chosen: str) -> tuple[str, int]:
+    """
+    One page of the prompts and the number of pages.
+
+    Args:
+        run ([`Run`]): The run.
+        state (`str`): State to show, `"all"` for every one.
+        search (`str`): Text to look for.
+        sort (`str`): Column to sort by, with a leading minus for the largest first.
+        page (`int`): Page, counted from 0.
+        chosen (`str`): Id of the prompt that is open.
+    """
+    counts = run.prompt_counts(search)
+    found = sum(counts.values()) if state == "all" else counts[state]
+    pages = max(1, -(-found // PAGE_SIZE))
+    page = min(max(page, 0), pages - 1)
+    frame = run.prompts(
+        state=None if state == "all" else state,
+        search=search,
+        sort=sort.lstrip("-"),
+        descending=sort.startswith("-"),
+        limit=PAGE_SIZE,
+        offset=page * PAGE_SIZE,
+    )
+    chips = "".join(
+        f'<span class="lze-chip lze-s-{name}" title="{escape(about)}">{sign} {label} <b>{counts[name]:,}</b></span>'
+        for name, (sign, label, about) in STATE_LABELS.items()
+        if counts[name] or name != "unscored"
+    )
+    if frame.empty:
+        rows = '<tr><td colspan="6" class="lze-empty">No prompt matches. Clear the search or choose another state.</td></tr>'
+    else:
+        rows = "".join(_prompt_row(row, chosen) for row in frame.to_dict("records"))
+    return (
+        f'<div class="lze-chips" role="status">{chips}</div><div class="lze-scroll"><table class="lze-table lze-prompts">'
+        "<thead><tr><th>prompt</th><th>state</th><th>energy</th><th>pass rate</th><th>first</th><th>visits</th></tr>"
+        f"</thead><tbody>{rows}</tbody></table></div>"
+        f'<p class="lze-note">{found:,} prompts, page {page + 1:,} of {pages:,}</p>'
+    ), pages
+
+
+def _prompt_row(row: dict[str, Any], chosen: str) -> str:
+    id = str(row["prompt_id"])
+    text = row["text"] if isinstance(row["text"], str) else f"prompt {id}"
+    current = ' aria-current="true"' if id == chosen else ""
+    return (
+        f'<tr{current}><td><button type="button" class="lze-open" data-prompt="{id}">{escape(text[:300])}</button></td>'
+        f"<td>{_state(row['state'])}</td><td>{number(row['energy'])}{_bar(row['energy'] / 1.3)}</td>"
+        f"<td>{percent(row['pass_rate'])}</td><td>{percent(row['first_pass_rate'])}</td><td>{row['visits']}</td></tr>"
+    )
+
+
+def _state(state: str) -> str:
+    sign, label, about = STATE_LABELS[state]
+    return f'<span class="lze-chip lze-s-{state}" title="{escape(about)}">{sign} {label}</span>'
+
+
+def prompt_detail(run: Run, chosen: str) -> str:
+    """History of one prompt as a plot, and its latest completions."""
+    if not chosen:
+        return '<p class="lze-empty">Choose a prompt to see its history.</p>'
+    prompt_id = parse_prompt_id(chosen)
+    frame = run.prompts(search=str(prompt_id)) if prompt_id is not None else pd.DataFrame()
+    frame = frame[frame["prompt_id"] == prompt_id] if len(frame) else frame
+    if frame.empty:
+        return '<p class="lze-empty">This run has no such prompt.</p>'
+    row = frame.iloc[0]
+    history = run.groups(prompt_id).tail(_HISTORY_POINTS)
+    steps = history["step"].to_numpy()
+    mark = len(history) <= 40
+    chart = line_chart(
+        "History",
+        [
+            Series("pass rate", steps, history["pass_rate"].to_numpy(dtype=float), points=mark),
+            Series("average before", steps, history["ema"].to_numpy(dtype=float)),
+            Series("energy", steps, history["energy"].to_numpy(dtype=float), points=mark),
+        ],
+        "step",
+        y_range=(0.0, 1.0 if run.meta.energy_max <= 1.0 else 1.0 + np.ceil((run.meta.energy_max - 1.0) * 2) / 2),
+        height=180,
+    )
+    facts = {
+        **parse_columns(row["columns"] if isinstance(row["columns"], str) else None),
+        "visits": row["visits"],
+        "trained on": row["times_selected"],
+        "re-checks": row["rechecks"],
+        "difficulty D": number(row["difficulty"]),
+        "uncertainty u": number(row["uncertainty"]),
+        "momentum m": number(row["momentum"]),
+        "prompt id": prompt_id,
+    }
+    items = "".join(f"<div><dt>{escape(str(k))}</dt><dd>{escape(str(v))}</dd></div>" for k, v in facts.items())
+    text = row["text"] if isinstance(row["text"], str) else "The text of this prompt is not recorded."
+    return (
+        f'<div class="lze-detail"><h3>{_state(row["state"])} Prompt</h3><pre class="lze-text">{escape(text)}</pre>'
+        f'<dl class="lze-facts">{items}</dl>{chart}{_completions(run, prompt_id)}</div>'
+    )
+
+
+def parse_prompt_id(text: str) -> int | None:
+    """A prompt id from an address, `None` if it is none."""
+    try:
+        value = int(text)
+    except ValueError:
+        return None
+    return value if -(2**63) <= value < 2**63 else None
+
+
+def _completions(run: Run, prompt_id: int) -> str:
+    frame = run.completions(prompt_id)
+    if frame.empty:
+        kept = run.meta.completions
+        return f'<p class="lze-note">No completion of this prompt is recorded (telemetry_completions="{escape(kept)}").</p>'
+    cards = []
+    for row in frame.to_dict("records"):
+        passed = row["outcome"] >= 0.5 if row["outcome"] == row["outcome"] else None
+        sign = {True: "✓ pass", False: "✗ fail", None: "? unscored"}[passed]
+        rewards = ", ".join(
+            f"{escape(name)} {number(value)}"
+            for name, value in zip(run.meta.reward_names, row["rewards"], strict=False)
+        )
+        kind = {True: "lze-pass", False: "lze-fail", None: ""}[passed]
+        cards.append(
+            f'<li class="lze-completion {kind}"><header><b>{sign}</b> reward {number(row["reward"])} '
+            f"<small>{rewards} · {row['tokens']} tokens</small></header>"
+            f'<pre class="lze-text">{escape(row["completion"])}</pre></li>'
+        )
+    step = int(frame["step"].iloc[0])
+    return f'<h3>Completions at step {step}</h3><ul class="lze-completions">{"".join(cards)}</ul>'
+
+
+def compare(book: RunBook, ids: list[str], axis: str, metric: str) -> str:
+    """Runs side by side; those that differ in the seed alone as one line with a band."""
+    runs, problems = {}, []
+    for id in ids:
+        try:
+            runs[id] = book.open(id)
+        except TelemetryError as error:
+            problems.append(f'<p class="lze-note"><b>{escape(id)}</b>: {escape(str(error))}</p>')
+    if not runs:
+        return "".join(problems) or '<p class="lze-empty">Choose the runs to compare.</p>'
+    series = []
+    for name, members in seed_groups(runs).items():
+        curves = [curve(run) for run in members]
+        curves = [points for points in curves if not points.empty]
+        if curves:
+            series.append(_seed_series(name, curves, axis, metric))
+    chart = line_chart(
+        METRICS[metric][0].upper() + METRICS[metric][1:],
+        series,
+        AXES[axis],
+        as_percent=metric in _SHARES,
+        height=320,
+    )
+    return f"{''.join(problems)}{chart}{_comparison_table(runs)}"
+
+
+def _seed_series(name: str, curves: list[pd.DataFrame], axis: str, metric: str) -> Series:
+    if len(curves) == 1:
+        return Series(name, curves[0][axis].to_numpy(dtype=float), curves[0][metric].to_numpy(dtype=float))
+    starts = [points[axis].iloc[0] for points in curves]
+    ends = [points[axis].iloc[-1] for points in curves]
+    # Only where every seed has values: a mean over fewer seeds would jump at the end of each
+    grid = np.linspace(max(starts), max(min(ends), max(starts)), 200)
+    values = np.stack([np.interp(grid, points[axis], points[metric]) for points in curves])  # (seeds, 200)
+    return Series(name, grid, values.mean(axis=0), values.min(axis=0), values.max(axis=0))
+
+
+def _comparison_table(runs: dict[str, Run]) -> str:
+    rows = []
+    for id, run in runs.items():
+        summary, settings = run.summary(), run.meta.settings
+        points = curve(run)
+        saved = {(s.kind, s.unit): percent(s.saved) for s in summary["savings"]}
+        cells = [
+            settings.get("selector", "–"),
+            settings.get("selection_ratio", "–"),
+            settings.get("seed", "–"),
+            f"{summary['steps']:,}",
+            percent(points["pass_rate"].iloc[-1]) if len(points) else "–",
+            percent(summary["selected"] / max(summary["groups"], 1)),
+            saved.get(("rollout", "flops"), "–"),
+            saved.get(("update", "flops"), "–"),
+        ]
+        rows.append(
+            f"<tr><th scope='row'>{escape(id)}</th>{''.join(f'<td>{escape(str(cell))}</td>' for cell in cells)}</tr>"
+        )
+    head = ("run", "selector", "ρ", "seed", "step", "accuracy", "trained on", "rollouts saved", "updates saved")
+    return (
+        f"<div class='lze-scroll'><table class='lze-table'><thead><tr>{''.join(f'<th>{name}</th>' for name in head)}</tr>"
+        f"</thead><tbody>{''.join(rows)}</tbody></table></div>"
+    )

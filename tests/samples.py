@@ -1,0 +1,54 @@
+"""Generation batches for the tests of the pure rooms. Imports neither trl nor transformers."""
+
+import numpy as np
+from hypothesis import strategies as st
+
+from lze_trl.energy import score_groups
+from lze_trl.groups import Groups, Rollouts
+
+
+NAN = float("nan")
+
+
+def rollouts(outcomes: dict[int, list[float]], rewards: dict[int, list[float]] | None = None) -> Rollouts:
+    """
+    A generation batch from the outcomes of each prompt.
+
+    Row b has a prompt of 10 + b tokens and a completion of 2 + b tokens; the rewards are the outcomes unless given.
+    """
+    sizes = [len(values) for values in outcomes.values()]
+    count = sum(sizes)
+    return Rollouts(
+        prompt_ids=np.array(list(outcomes), dtype=np.int64),
+        group=np.repeat(np.arange(len(sizes)), sizes),
+        outcomes=_flat(outcomes),
+        rewards=_flat(outcomes if rewards is None else rewards),
+        prompt_tokens=10 + np.arange(count),
+        completion_tokens=2 + np.arange(count),
+    )
+
+
+def _flat(values: dict[int, list[float]]) -> np.ndarray:
+    return np.array([value for row in values.values() for value in row], dtype=np.float64)
+
+
+def scored(outcomes: list[list[float]], **memory: list[float]) -> Groups:
+    """
+    Groups of prompts 0, 1, 2, …, which are visited for the first time unless `memory` says otherwise: any of
+    `first_pass_rates`, `ema`, `visits`, `replayed` of [`score_groups`], one entry per group.
+    """
+    count = len(outcomes)
+    fresh = {
+        "first_pass_rates": [NAN] * count,
+        "ema": [NAN] * count,
+        "visits": [0] * count,
+        "replayed": [False] * count,
+    }
+    arrays = {name: np.array(values) for name, values in (fresh | memory).items()}
+    return score_groups(rollouts(dict(enumerate(outcomes))), **arrays)
+
+
+def outcome_groups(values=(0.0, 1.0, NAN), max_groups: int = 7) -> st.SearchStrategy[list[list[float]]]:
+    """Outcomes of 1 to `max_groups` groups of 1 to 5 completions each, with values drawn from `values`."""
+    rows = st.lists(st.sampled_from(values), min_size=1, max_size=5)
+    return st.lists(rows, min_size=1, max_size=max_groups)

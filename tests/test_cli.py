@@ -1,0 +1,93 @@
+"""The console command: what it starts, and how it tells what is wrong."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lze_trl import __version__, cli
+
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def command_of(*arguments):
+    namespace, flags = cli.build_parser().parse_known_args(arguments)
+    return cli.launch_command(namespace, flags)
+
+
+def test_train_hands_everything_else_to_the_job():
+    command, environment = command_of("train", "r.yaml", "--learning_rate", "1e-5", "--packing=false", "--no_bf16")
+    assert command == [
+        *(sys.executable, "-m", "accelerate.commands.launch", "--quiet", "-m", "lze_trl.train"),
+        *("--config", "r.yaml", "--learning_rate", "1e-5", "--packing=false", "--no_bf16"),
+    ]
+    assert environment == {}
+
+
+def test_train_finds_accelerate_configs_by_name_and_path(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    command, environment = command_of("train", "r.yaml", "--accelerate_config", "zero3", "--num_processes", "4")
+    assert command[4:6] == ["--config_file", str(ROOT / "accelerate_configs" / "zero3.yaml")]
+    assert command[6:8] == ["--num_processes", "4"]
+    assert environment == {}
+    command, environment = command_of(
+        "train", "r.yaml", "--accelerate-config", str(ROOT / "accelerate_configs" / "zero3_cpu.yaml")
+    )
+    assert environment == {"DS_ACCELERATOR": "cpu"}
+
+
+def test_unknown_accelerate_config_names_the_known_ones():
+    with pytest.raises(cli.CommandError, match=r"no accelerate configuration `zero4`\. Use one of \['ddp', .*'zero3'"):
+        cli.find_accelerate_config("zero4")
+
+
+def test_train_replaces_this_process(monkeypatch):
+    started = {}
+    monkeypatch.setattr(os, "execve", lambda path, command, environment: started.update(command=command))
+    monkeypatch.chdir(ROOT)
+    cli.main(["train", "recipes/demo/lze.yaml", "--max_steps", "3"])
+    assert started["command"][-4:] == ["--config", "recipes/demo/lze.yaml", "--max_steps", "3"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "recipes/demo/lzee.yaml"], "error: There is no recipe `recipes/demo/lzee.yaml`. Did you mean"),
+        (["train", "recipes/demo/lze.yaml", "--pakcing", "false"], "error: Unknown flag `--pakcing`. Did you mean"),
+        (["train", "recipes/demo/lze.yaml", "--accelerate_config", "x"], "error: There is no accelerate config"),
+        (["demo", "--max_stepz", "3"], "error: Unknown flag `--max_stepz`. Did you mean `--max_steps`"),
+    ],
+)
+def test_errors_have_no_traceback(monkeypatch, arguments, message):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit) as error:
+        cli.main(arguments)
+    assert str(error.value).startswith(message)
+
+
+def test_missing_extra_is_named():
+    with pytest.raises(cli.CommandError, match=r"needs `no_such_module`.*pip install 'lze-trl\[app\]'"):
+        with cli._extra("app"):
+            import no_such_module  # noqa: F401
+
+
+def test_commands_that_take_no_flags_refuse_them(capsys):
+    with pytest.raises(SystemExit) as error:
+        cli.main(["report", "run", "--max_steps", "3"])
+    assert error.value.code == 2
+    assert "unrecognized arguments: --max_steps 3" in capsys.readouterr().err
+
+
+def test_version_and_help_are_fast_and_complete():
+    # No heavy import on the way to the help text
+    code = "import sys, lze_trl.cli as c; c.build_parser().format_help(); sys.exit('trl' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+    text = cli.build_parser().format_help()
+    assert all(name in text for name in ("train", "demo", "data", "app", "analyze", "report"))
+    shown = subprocess.run(
+        [sys.executable, "-m", "lze_trl.cli", "--version"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert shown.stdout.strip() == f"lze-trl {__version__}"

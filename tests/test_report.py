@@ -1,0 +1,59 @@
+"""The report says what the telemetry says, in files that need nothing else."""
+
+import re
+
+import pytest
+from PIL import Image
+
+from lze_trl.report import write_report, write_summary_picture
+from lze_trl.telemetry import MissingTelemetryError, TelemetryWriter, open_run
+from lze_trl.telemetry.synthetic import SyntheticTraining, record_synthetic_run
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("run")
+    record_synthetic_run(directory, SyntheticTraining(num_prompts=90, groups_per_batch=16, seed=3), generations=90)
+    return directory
+
+
+def test_report_is_self_contained_and_agrees_with_the_run(run_dir):
+    path = write_report(run_dir)
+    assert path == run_dir / "report" / "report.html"
+    html = path.read_text(encoding="utf-8")
+    assert not re.findall(r'(?:src|href)="(?!data:)', html)
+    assert "@import" not in html
+    summary = open_run(run_dir).summary()
+    assert f"{summary['selected']:,} of {summary['groups']:,} groups trained on" in html
+    assert summary["prompts"]["forgotten"] > 0
+    for prompt in open_run(run_dir).prompts(state="forgotten").text:
+        assert prompt in html
+    assert "selection_ratio" in html
+
+
+def test_pictures_are_written(run_dir, tmp_path):
+    folder = write_report(run_dir, out=tmp_path / "elsewhere").parent
+    for name in ("summary.png", "energy.png"):
+        with Image.open(folder / name) as picture:
+            assert picture.width > 800
+            assert len(picture.convert("RGB").getcolors(2**24)) > 50
+    assert write_summary_picture(run_dir, tmp_path / "docs" / "run.png").exists()
+
+
+def test_report_escapes_what_a_run_says(tmp_path):
+    training = SyntheticTraining(num_prompts=8, groups_per_batch=8)
+    record = next(training.generations(1))
+    record.reward_names = ["<script>alert(1)</script>", "b"]
+    writer = TelemetryWriter(tmp_path, settings={"</table><script>": "<script>"})
+    writer.record(record)
+    writer.close()
+    html = write_report(tmp_path).read_text(encoding="utf-8")
+    assert html.count("<script>") == 1  # the one that follows the reader's colour scheme
+
+
+def test_report_of_one_batch_and_of_none(tmp_path):
+    TelemetryWriter(tmp_path / "none").close()
+    with pytest.raises(MissingTelemetryError, match="first batch is not scored yet"):
+        write_report(tmp_path / "none")
+    record_synthetic_run(tmp_path / "one", SyntheticTraining(num_prompts=8, groups_per_batch=3), generations=1)
+    assert write_report(tmp_path / "one").exists()

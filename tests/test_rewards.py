@@ -1,0 +1,305 @@
+"""Answers are read and compared as mathematics, and what cannot be scored is `None`."""
+
+import logging
+import threading
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lze_trl import grading, rewards
+from lze_trl.grading import gold_text, last_boxed, marked_answer, read_gold
+from lze_trl.rewards import accuracy_reward, exact_match_reward, format_reward, get_reward
+
+
+def conversation(text):
+    return [{"role": "assistant", "content": text}]
+
+
+def score(gold, completion):
+    return accuracy_reward([completion], [gold])[0]
+
+
+@pytest.fixture
+def counters(monkeypatch):
+    """Counters that start at zero."""
+    for name in ("unreadable_golds", "grading_timeouts"):
+        monkeypatch.setattr(rewards, name, rewards.CountedWarning(vars(rewards)[name].message))
+    return rewards
+
+
+# Known mistakes of graders that cut numbers out of gold answers, and of reading bare gold answers as prose
+@pytest.mark.parametrize(
+    ("gold", "answer"),
+    [
+        ("3.14", "14"),
+        ("14", "3.14"),
+        ("27.0", "0"),
+        ("(0,5)", "5"),
+        ("(0,5)", "0"),
+        ("2^{10}", "2"),
+        ("6+9i", "6"),
+        ("1,2", "1.2"),
+        ("5{,}600", "5"),
+        ("1,234", "1"),
+        ("[0,1)", "[0,1]"),
+        ("[0,1)", "(0,1)"),
+        (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", "2"),
+        ("x=5", "y=5"),
+        ("-3", "3"),
+        (r"\frac{1}{3}", "0.333"),
+        (r"\frac{3}{4}", r"\frac{4}{3}"),
+        ("C", "D"),
+        (r"\text{Evelyn}", r"\text{Carla}"),
+    ],
+)
+@pytest.mark.parametrize("wrap", [r"So we get $\boxed{{{}}}$.", "{}"], ids=["boxed", "bare"])
+def test_different_answers_do_not_match(gold, answer, wrap):
+    assert score(gold, wrap.format(answer)) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer"),
+    [
+        ("1,234", "1234"),
+        ("1234", "1,234"),
+        (r"\frac12", "0.5"),
+        ("0.5", r"\frac{1}{2}"),
+        ("27.0", "27"),
+        (27.0, "27"),
+        (27, "27.0"),
+        ("025", "25"),
+        (".6", "0.6"),
+        ("5{,}600", "5600"),
+        (r"\$32{,}348", "32348"),
+        ("(0,5)", r"\left(0, 5\right)"),
+        ("1,2", "2, 1"),
+        (r"\{1,2\}", "2,1"),
+        ("2^{10}", "1024"),
+        ("6+9i", "9i+6"),
+        (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{bmatrix} 1 \\ 2 \end{bmatrix}"),
+        (r"10\%", "10"),
+        (r"90^\circ", "90"),
+        ("x=5", "5"),
+        ("5", "x=5"),
+        ("C", r"\text{(C)}"),
+        (r"\text{Evelyn}", "Evelyn"),
+        ("104.", "104"),
+        ("$1$", "1"),
+        ("48/2=24>>24 clips.\n#### 24", "24"),
+        ("He pays 1,000 and 234 more.\n#### 1,234\n", "1234"),
+        (r"First $\boxed{15}$, so the sum is $\fbox{\frac{3}{4}}$.", "0.75"),
+        (r"The final answer is $\frac13$", r"\frac{1}{3}"),
+    ],
+)
+@pytest.mark.parametrize("wrap", [r"So we get $\boxed{{{}}}$.", "{}"], ids=["boxed", "bare"])
+def test_equal_answers_match(gold, answer, wrap):
+    assert score(gold, wrap.format(answer)) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("completion", "expected"),
+    [
+        ("The answer is 27.", 1.0),
+        ("**Answer: 27**", 1.0),
+        ("The answer is **27**.", 1.0),
+        ("The final answer is $27$. I hope it is correct.", 1.0),
+        ("24 + 3 = 27\n#### 27", 1.0),
+        ("27.", 1.0),
+        (r"First \boxed{5}, and then \boxed{27}.", 1.0),
+        (r"<think>It may be \boxed{5}.</think> It is \boxed{27}.", 1.0),
+        (r"First \boxed{27}, and then \boxed{5}.", 0.0),
+        ("There are 20 and 7 more, which makes 27 in all, as is easily seen.", 0.0),
+        (r"It is \boxed{27", 0.0),
+        (r"It is \boxed{}", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_where_a_completion_has_its_answer(completion, expected):
+    assert score("27", completion) == expected
+    assert score("27", conversation(completion)) == expected
+
+
+def test_conversation_with_content_blocks_and_several_messages():
+    blocks = [{"role": "assistant", "content": [{"type": "text", "text": r"\boxed{27}"}]}]
+    turns = [{"role": "assistant", "content": "5"}, {"role": "tool", "content": "4"}, *conversation("27")]
+    assert accuracy_reward([blocks, turns, []], ["27", "27", "27"]) == [1.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize("gold", [None, "", "  ", float("nan")])
+def test_without_a_gold_answer_there_is_no_score(gold, counters, caplog):
+    with caplog.at_level(logging.WARNING):
+        assert accuracy_reward(["5"] * 25, [gold] * 25) == [None] * 25
+    assert counters.unreadable_golds.count == 25
+    assert [record.args[0] for record in caplog.records] == [1, 10]
+    assert "cannot read the gold answer" in caplog.text
+
+
+def test_metrics_and_extra_columns_reach_the_trainer(counters):
+    metrics, columns = {}, {}
+    scored = accuracy_reward(
+        [r"\boxed{5}", "5", "no idea what it could be, none at all"],
+        ["5", None, "5"],
+        log_extra=columns.__setitem__,
+        log_metric=metrics.__setitem__,
+        level=["1", "2", "3"],
+    )
+    assert scored[:2] == [1.0, None]
+    assert scored[2] == 0.0
+    assert metrics == {"accuracy/unscorable": pytest.approx(1 / 3)}
+    assert columns["answer"][:2] == ["5", ""]
+
+
+def test_lengths_must_agree():
+    with pytest.raises(ValueError, match="zip"):
+        accuracy_reward(["5", "6"], ["5"])
+
+
+def test_gold_answer_of_an_unknown_kind_is_refused():
+    with pytest.raises(TypeError, match="must be text, a number or a list with one of them, got dict"):
+        accuracy_reward(["5"], [{"value": 5}])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bomb", ["9^{9^{9}}", r"\binom{10^8}{5000000}"], ids=["comparing", "reading"])
+def test_an_answer_that_never_finishes_has_no_score(bomb, counters, monkeypatch, caplog):
+    monkeypatch.setattr(grading, "TIMEOUT_SECONDS", 1)
+    assert score("27", rf"\boxed{{{bomb}}}") is None
+    assert counters.grading_timeouts.count == 1
+    assert "did not finish in time" in caplog.text
+
+
+def test_grading_works_outside_the_main_thread(caplog):
+    grading._warn_no_timeout.cache_clear()
+    results = []
+    thread = threading.Thread(target=lambda: results.extend(accuracy_reward([r"\boxed{4321}", "1"], ["4,321"] * 2)))
+    thread.start()
+    thread.join()
+    assert results == [1.0, 0.0]
+    assert caplog.text.count("outside the main thread") == 1
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (27.0, "27"),
+        (-0.5, "-0.5"),
+        (1e-7, "0.0000001"),
+        (1e22, "10000000000000000000000"),
+        (34, "34"),
+        (["34"], "34"),
+        ([34.0], "34"),
+        (" 315", "315"),
+        ([None], None),
+        (float("inf"), None),
+    ],
+)
+def test_gold_text(value, text):
+    assert gold_text(value) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "boxed"),
+    [
+        (r"\boxed{3}", "3"),
+        (r"\boxed{12} or \boxed{18}", "18"),
+        (r"$\boxed{\frac{1}{2}}$ done", r"\frac{1}{2}"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed{\left\{ x \right.}", r"\left\{ x \right."),
+        (r"$\boxed 5$ hours", "5"),
+        (r"\boxed  {7}", "7"),
+        (r"\fbox{C}", "C"),
+        (r"\boxed{1} then \fbox{2}", "2"),
+        (r"\boxed{3", None),
+        (r"\boxed{}", None),
+        ("3", None),
+    ],
+)
+def test_last_boxed(text, boxed):
+    assert last_boxed(text) == boxed
+
+
+def test_marked_answer():
+    assert marked_answer("a #### b\n#### 1,234 \nmore") == "1,234"
+    assert marked_answer("1,234") is None
+    assert marked_answer("####") is None
+
+
+@given(st.integers(-(10**12), 10**12))
+@settings(max_examples=60, deadline=None)
+def test_integers_equal_themselves_and_not_their_neighbours(number):
+    assert score(str(number), f"\\boxed{{{number:,}}}") == 1.0
+    assert score(f"{number:,}", f"#### {number}") == 1.0
+    assert score(number, f"\\boxed{{{number + 1}}}") == 0.0
+
+
+@given(st.text(max_size=60))
+@settings(max_examples=60, deadline=None)
+def test_any_text_is_scored_without_an_error(text):
+    assert score("27", text) in (0.0, 1.0)
+    assert score("27", rf"\boxed{{{text}}}") in (0.0, 1.0, None)
+
+
+@given(st.integers(-999, 999), st.integers(1, 999))
+@settings(max_examples=40, deadline=None)
+def test_fractions_equal_their_quotient(numerator, denominator):
+    gold = rf"\frac{{{numerator}}}{{{denominator}}}"
+    assert score(gold, rf"\boxed{{{numerator}/{denominator}}}") == 1.0
+    assert score(gold, rf"\boxed{{\frac{{{numerator + denominator}}}{{{denominator}}}}}") == 0.0
+
+
+def test_an_answer_without_a_value_equals_only_the_same_text():
+    gold = r"\triangle ABC \sim \triangle DEF"
+    assert not read_gold(gold).is_expression
+    assert score(gold, rf"\boxed{{{gold}}}") == 1.0
+    assert score(gold, r"\boxed{\triangle ABC}") == 0.0
+
+
+def test_an_unreadable_gold_answer_is_not_a_wrong_answer(counters):
+    assert read_gold("}") is None
+    assert score("}", r"\boxed{5}") is None
+    assert counters.unreadable_golds.count == 1
+
+
+def test_exact_match():
+    completions = ["24", " 24\n", "24.0", conversation("24"), "24"]
+    assert exact_match_reward(completions, ["24", "24", "24", 24, None]) == [1.0, 1.0, 0.0, 1.0, None]
+
+
+@pytest.mark.parametrize(
+    ("completion", "think", "boxed", "both"),
+    [
+        (r"<think>a</think>\boxed{3}", 1.0, 1.0, 1.0),
+        (r"<think>\boxed{3}</think>3", 1.0, 1.0, 0.0),
+        (r"\boxed{3}", 0.0, 1.0, 0.0),
+        (r"<think>a</think>\boxed{3", 1.0, 0.0, 0.0),
+        ("<think>a", 0.0, 0.0, 0.0),
+        ("", 0.0, 0.0, 0.0),
+    ],
+)
+def test_formats(completion, think, boxed, both):
+    for form in (completion, conversation(completion)):
+        assert rewards.think_format_reward([form], solution=["3"]) == [think]
+        assert rewards.boxed_format_reward([form], solution=["3"]) == [boxed]
+        assert format_reward([form], solution=["3"]) == [both]
+
+
+def test_rewards_are_found_by_name_and_by_import_path():
+    assert get_reward("accuracy") is accuracy_reward
+    assert get_reward("lze_trl.rewards.exact_match_reward") is exact_match_reward
+    assert {reward.__name__ for reward in rewards.REWARDS.values()} == {f"{name}_reward" for name in rewards.REWARDS}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("acuracy", r"Unknown reward function 'acuracy'. Did you mean 'accuracy'\?"),
+        ("zzz", r"Known are \['accuracy', "),
+        ("lze_trl.rewards.exact_mach_reward", r"Did you mean 'exact_match_reward'\?"),
+        ("no_such_package.my_reward", r"cannot be imported: No module named 'no_such_package'.*PYTHONPATH"),
+        ("lze_trl.rewards.REWARDS", "must be a function, got dict"),
+    ],
+)
+def test_unknown_rewards(name, message):
+    with pytest.raises(ValueError, match=message):
+        get_reward(name)

@@ -1,0 +1,248 @@
+"""Selectors: the K rule, the ramp, the noise, and who can never be chosen."""
+
+import math
+from decimal import ROUND_HALF_UP, Decimal
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lze_trl.pruning import keyed_rng
+from lze_trl.selectors import EnergySelector, choose, make_selector, quota, ramped_ratio, top_k
+from samples import NAN, outcome_groups, scored
+
+
+NAMES = ["energy", "variance", "midpoint", "random", "all", "zero_variance"]
+LIVE_ONLY = ["energy", "variance", "midpoint", "zero_variance"]
+
+
+class FixedNoise:
+    """A generator whose Gumbel numbers are given."""
+
+    def __init__(self, *noise: float):
+        self.noise = np.array(noise)
+
+    def gumbel(self, size: int) -> np.ndarray:
+        return self.noise[:size]
+
+
+# ---- K and ρ ----
+
+
+@pytest.mark.parametrize(
+    ("ratio", "num_groups", "k"),
+    [
+        (0.4, 3, 1),  # 1.2
+        (0.4, 4, 2),  # 1.6
+        (0.4, 5, 2),  # 2.0
+        (0.5, 5, 3),  # 2.5, halves up; round() would give 2
+        (0.5, 3, 2),  # 1.5
+        (0.4, 1, 1),  # 0.4: at least 1
+        (0.01, 3, 1),  # 0.03
+        (1.0, 7, 7),
+        (0.4, 1024, 410),  # 409.6
+        (0.29, 50, 15),  # 14.5, although 0.29 * 50 == 14.499999999999998
+    ],
+)
+def test_quota(ratio, num_groups, k):
+    assert quota(ratio, num_groups) == k
+
+
+def test_quota_of_every_ratio_in_percent():
+    wrong = {}
+    for percent in range(1, 101):
+        ratio = Decimal(percent) / 100
+        for num_groups in range(1, 257):
+            k = max(1, int((ratio * num_groups).quantize(Decimal(1), ROUND_HALF_UP)))
+            if quota(float(ratio), num_groups) != k:
+                wrong[f"{ratio} of {num_groups}"] = (quota(float(ratio), num_groups), k)
+    assert not wrong
+
+
+def test_ramp():
+    # Two batches of warm-up, then from 1 to 0.4 in three steps of 0.2
+    ratios = [ramped_ratio(0.4, batch, warmup=2, ramp=3) for batch in range(7)]
+    np.testing.assert_allclose(ratios, [1.0, 1.0, 0.8, 0.6, 0.4, 0.4, 0.4], rtol=1e-15)
+
+
+def test_warmup_without_ramp():
+    assert [ramped_ratio(0.25, batch, warmup=2) for batch in range(4)] == [1.0, 1.0, 0.25, 0.25]
+
+
+def test_ramp_without_warmup():
+    np.testing.assert_allclose([ramped_ratio(0.5, batch, ramp=2) for batch in range(3)], [0.75, 0.5, 0.5])
+
+
+@given(st.floats(0.001, 1.0), st.integers(0, 5), st.integers(0, 5), st.integers(0, 20))
+def test_ramp_stays_in_range_and_ends_exactly_at_the_ratio(ratio, warmup, ramp, batch):
+    now = ramped_ratio(ratio, batch, warmup, ramp)
+    assert ratio <= now <= 1.0
+    assert now <= (1.0 if batch == 0 else ramped_ratio(ratio, batch - 1, warmup, ramp))
+    if batch >= warmup + ramp:
+        assert now == ratio
+
+
+def test_no_ramp_asks_for_the_same_groups_as_the_ratio():
+    # 0.1 · 15 = 1.5 is 2 groups; 1 + (0.1 − 1) is 0.09999999999999998, and would ask for 1
+    assert quota(ramped_ratio(0.1, 0), 15) == quota(0.1, 15) == 2
+
+
+# ---- Ranking ----
+
+
+def test_top_k():
+    scores = np.array([1.0, 3.0, 2.0, 3.0, 9.0])
+    eligible = np.array([True, True, True, True, False])
+    assert top_k(scores, eligible, 1).tolist() == [1]  # a tie goes to the lower index
+    assert top_k(scores, eligible, 3).tolist() == [1, 2, 3]
+    assert top_k(scores, eligible, 9).tolist() == [0, 1, 2, 3]
+    assert top_k(scores, np.zeros(5, dtype=bool), 2).tolist() == []
+
+
+def test_energy_ranks_by_energy_and_noise():
+    # P = 4, G = 4: E = 9/16, 1/2, 0, and D = 1/4, u = 3/4: 3/16. The scale is 0.05 · (9/16 − 3/16) = 0.01875 over the
+    # live groups: group 1 overtakes group 0 with more than (9/16 − 1/2) / 0.01875 = 3.33 of noise
+    groups = scored([[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1], [0, 1, 1, 1]])
+    selector = EnergySelector(gumbel_scale=0.05)
+    assert selector.select(groups, 1, FixedNoise(0.0, 3.3, 99.0, 0.0)).tolist() == [0]
+    assert selector.select(groups, 1, FixedNoise(0.0, 3.4, 99.0, 0.0)).tolist() == [1]
+    assert selector.select(groups, 2, FixedNoise(0.0, 3.3, 99.0, 0.0)).tolist() == [0, 1]
+    assert selector.select(groups, 4, FixedNoise(0.0, 0.0, 99.0, 0.0)).tolist() == [0, 1, 3]
+
+
+def test_the_scale_of_the_noise_has_a_floor():
+    # D = 0.505 and 0.5, u = 1: E = 0.505 and 0.5, a range of 0.005 that counts as 0.01. Scale 0.5 · 0.01 = 0.005:
+    # group 1 overtakes with more than 0.005 / 0.005 = 1 of noise (without the floor: 2)
+    memory = {"first_pass_rates": [0.495, 0.5], "ema": [0.5, 0.5]}
+    groups = scored([[1, 0], [0, 1]], **memory)
+    selector = EnergySelector(gumbel_scale=0.5)
+    assert selector.select(groups, 1, FixedNoise(0.0, 0.99)).tolist() == [0]
+    assert selector.select(groups, 1, FixedNoise(0.0, 1.01)).tolist() == [1]
+
+
+def test_without_noise_the_highest_energies_win():
+    groups = scored([[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1], [0, 1, 1, 1]])
+    for seed in range(5):
+        assert EnergySelector(0.0).select(groups, 2, keyed_rng(seed, 0, "selection")).tolist() == [0, 1]
+
+
+def test_equal_energies_are_drawn_evenly():
+    groups = scored([[1, 0]] * 3)
+    counts = np.zeros(3)
+    for step in range(600):
+        counts[EnergySelector().select(groups, 1, keyed_rng(0, step, "selection"))] += 1
+    # Binomial(600, 1/3): 200 with a deviation of 11.5
+    assert (abs(counts - 200) < 60).all()
+
+
+def test_variance_and_midpoint_peak_at_one_half():
+    outcomes = [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1], [0, 1, 1, 1], [0, 0, 0, 0]]
+    for name in ("variance", "midpoint"):
+        selector = make_selector(name)
+        seconds = set()
+        for seed in range(20):
+            first, second = sorted(selector.select(scored(outcomes), 2, keyed_rng(seed, 0, "selection")))
+            assert 1 in (first, second)
+            seconds |= {int(first), int(second)} - {1}
+        assert seconds == {0, 3}  # p = 1/4 and 3/4 are equal: either wins
+
+
+@pytest.mark.parametrize("name", ["variance", "midpoint"])
+@pytest.mark.parametrize("pair", [([1, 0, 0], [1, 1, 0]), ([1, 0, 0], [0, 0, 1])], ids=["1/3 and 2/3", "1/3 and 1/3"])
+def test_a_tie_is_a_tie_whatever_its_rounding(name, pair):
+    groups = scored(list(pair))
+    winners = {int(make_selector(name).select(groups, 1, keyed_rng(seed, 0, "selection"))[0]) for seed in range(30)}
+    assert winners == {0, 1}
+
+
+def test_noise_of_a_group_does_not_depend_on_who_is_alive():
+    # Group 3 dies; the others are ranked with the noise that they had before
+    alive, dead = [[1, 0]] * 4, [*[[1, 0]] * 3, [1, 1]]
+    for seed in range(20):
+        rank = [EnergySelector().select(scored(alive), k, keyed_rng(seed, 0, "selection")) for k in range(1, 5)]
+        order = [next(iter(set(b) - set(a))) for a, b in zip([[], *rank], rank, strict=False)]
+        without = [group for group in order if group != 3]
+        assert EnergySelector().select(scored(dead), 1, keyed_rng(seed, 0, "selection")).tolist() == without[:1]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(outcomes=outcome_groups(), k=st.integers(1, 9), seed=st.integers(0, 2**32 - 1))
+def test_what_every_selector_keeps(name, outcomes, k, seed):
+    groups, selector = scored(outcomes), make_selector(name)
+    chosen = choose(selector, groups, k, keyed_rng(seed, 3, "selection"))
+    live = np.array([len({v for v in row if not math.isnan(v)}) == 2 for row in outcomes])
+    if name in LIVE_ONLY:
+        assert not (chosen & ~live).any()
+    count = {"all": len(outcomes), "zero_variance": live.sum(), "random": min(k, len(outcomes))}
+    assert chosen.sum() == count.get(name, min(k, live.sum()))
+    # Every process, and every resumed run, gets the same answer, whatever was drawn before
+    keyed_rng(seed, 2, "selection").random(5)
+    np.testing.assert_array_equal(chosen, choose(selector, groups, k, keyed_rng(seed, 3, "selection")))
+
+
+@given(outcomes=outcome_groups(values=(0.0, 0.3, 1.0, NAN)), k=st.integers(1, 9))
+def test_without_noise_nobody_left_out_has_more_energy(outcomes, k):
+    groups = scored(outcomes)
+    chosen = choose(EnergySelector(0.0), groups, k, keyed_rng(0, 0, "selection"))
+    if chosen.any() and not chosen.all():
+        assert groups.energies[~chosen].max() <= groups.energies[chosen].min()
+
+
+def test_random_is_a_control_that_takes_dead_groups_too():
+    groups = scored([[1, 1], [0, 0], [NAN, NAN]])
+    taken = {int(make_selector("random").select(groups, 1, keyed_rng(seed, 0, "selection"))[0]) for seed in range(30)}
+    assert taken == {0, 1, 2}
+
+
+def test_all_groups_dead():
+    groups = scored([[1, 1], [0, 0]])
+    for name in LIVE_ONLY:
+        assert not choose(make_selector(name), groups, 1, keyed_rng(0, 0, "selection")).any()
+
+
+def test_unknown_selector():
+    with pytest.raises(ValueError, match=r"`selector` must be one of \['energy', .*\], got 'energie'"):
+        make_selector("energie")
+
+
+# ---- A user's own selector ----
+
+
+class Returns:
+    """A selector that gives a fixed answer."""
+
+    def __init__(self, answer):
+        self.answer = answer
+
+    def select(self, groups, k, rng):
+        return self.answer
+
+
+@pytest.mark.parametrize("answer", [[2, 0], (0, 2), np.array([0, 2], dtype=np.int32)], ids=["list", "tuple", "array"])
+def test_a_users_answer(answer):
+    chosen = choose(Returns(answer), scored([[1, 0]] * 3), 2, keyed_rng(0, 0, "selection"))
+    assert chosen.tolist() == [True, False, True]
+
+
+def test_a_users_answer_may_be_empty():
+    assert not choose(Returns([]), scored([[1, 0]] * 3), 2, keyed_rng(0, 0, "selection")).any()
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (np.array([True, False, True]), "one-dimensional array of group indices, got shape .* dtype bool"),
+        ([0.0, 1.0], "one-dimensional array of group indices, got shape .* dtype float64"),
+        (1, r"one-dimensional array of group indices, got shape \(\)"),
+        ([[0, 1]], r"one-dimensional array of group indices, got shape \(1, 2\)"),
+        (None, "one-dimensional array of group indices"),
+        ([0, 0], r"distinct indices in \[0, 3\), got \[0, 0\]"),
+        ([0, 3], r"distinct indices in \[0, 3\), got \[0, 3\]"),
+        ([-1], r"distinct indices in \[0, 3\), got \[-1\]"),
+    ],
+    ids=str,
+)
+def test_a_users_wrong_answer(answer, message):
+    with pytest.raises(ValueError, match=f"`Returns.select` must return .*{message}"):
+        choose(Returns(answer), scored([[1, 0]] * 3), 2, keyed_rng(0, 0, "selection"))

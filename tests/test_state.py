@@ -1,0 +1,313 @@
+"""The memory of the prompts: goldens of EMA, streaks and pruning, and equality with a dictionary of records."""
+
+import math
+import tracemalloc
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lze_trl.state import PromptState, StateSettings
+from samples import NAN, rollouts
+
+
+FULL, HALF, NONE, UNSCORED = [1, 1, 1, 1], [1, 0, 0, 1], [0, 0, 0, 0], [NAN] * 4
+
+
+def record(state: PromptState, prompt: int) -> dict[str, float]:
+    row = int(state.find(np.array([prompt]))[0])
+    assert row >= 0
+    return {name: state[name][row].item() for name in state.tensors()}
+
+
+# ---- Goldens ----
+
+
+def test_energy_comes_before_the_moving_average():
+    # λ = 0.9, α = 0.3, one prompt with G = 4
+    #   visit 1: p = 1/4. D = 3/4 for good, μ = 1/4, m = 0.            E = 3/4 · 3/4                     = 0.5625
+    #   visit 2: p = 3/4. m = 2 · |0.75 − 0.25| = 1.                   E = 3/4 · 3/4 · 1.3               = 0.73125
+    #            then μ = 0.9 · 0.25 + 0.1 · 0.75 = 0.3
+    #   visit 3: p = 2/4. m = 2 · |0.5 − 0.3| = 0.4 (not 2 · |0.5 − 0.32|). E = 3/4 · 1 · (1 + 0.12)     = 0.84
+    #            then μ = 0.9 · 0.3 + 0.1 · 0.5 = 0.32
+    state = PromptState()
+    expected = [([1, 0, 0, 0], 0.5625, 0.25), ([1, 1, 0, 1], 0.73125, 0.3), ([0, 1, 1, 0], 0.84, 0.32)]
+    for visit, (outcomes, energy, ema) in enumerate(expected, start=1):
+        groups = state.visit(rollouts({42: outcomes}), step=10 * visit)
+        assert groups.energies[0] == pytest.approx(energy, rel=1e-6)
+        assert groups.visits[0] == visit
+        now = record(state, 42)
+        assert now["ema"] == pytest.approx(ema, rel=1e-6)
+        assert now["energy"] == pytest.approx(energy, rel=1e-6)
+        assert now["pass_rate"] == sum(outcomes) / 4
+        assert now["first_pass_rate"] == 0.25
+        assert (now["visits"], now["last_step"]) == (visit, 10 * visit)
+
+
+@pytest.mark.parametrize(
+    ("k", "visits", "streaks", "pruned"),
+    [
+        (2, [FULL, FULL], [1, 2], [False, True]),
+        (2, [FULL, HALF, FULL, FULL], [1, 0, 1, 2], [False, False, False, True]),
+        # Pruned, replayed and still solved; then replayed and forgotten; then from the start again
+        (2, [FULL, FULL, FULL, HALF, FULL, FULL], [1, 2, 3, 0, 1, 2], [False, True, True, False, False, True]),
+        (1, [FULL, NONE, FULL], [1, 0, 1], [True, False, True]),
+        (3, [FULL, FULL, FULL], [1, 2, 3], [False, False, True]),
+        # A visit that nobody could score says nothing: neither a success nor a failure
+        (2, [FULL, UNSCORED, FULL], [1, 1, 2], [False, False, True]),
+        (2, [FULL, FULL, UNSCORED], [1, 2, 2], [False, True, True]),
+        # Solved means that every scored completion passes
+        (1, [[1, NAN, 1, NAN], [1, NAN, 0, 1]], [1, 0], [True, False]),
+    ],
+)
+def test_streak_and_pruning(k, visits, streaks, pruned):
+    state = PromptState(StateSettings(pruning_streak=k))
+    for step, (outcomes, streak, is_pruned) in enumerate(zip(visits, streaks, pruned, strict=True)):
+        state.visit(rollouts({3: HALF, 4: outcomes}), step)
+        assert (record(state, 4)["streak"], record(state, 4)["pruned"]) == (streak, is_pruned)
+        assert state.is_pruned(np.array([4, 3, 99])).tolist() == [is_pruned, False, False]
+
+
+def test_a_visit_to_a_pruned_prompt_is_a_replay():
+    state = PromptState(StateSettings(pruning_streak=1))
+    assert state.visit(rollouts({1: FULL, 2: FULL}), 0).replayed.tolist() == [False, False]
+    assert state.visit(rollouts({2: HALF, 3: FULL}), 1).replayed.tolist() == [True, False]
+    assert state.visit(rollouts({2: FULL}), 2).replayed.tolist() == [False]
+
+
+def test_without_pruning_a_streak_is_only_counted():
+    state = PromptState(StateSettings(pruning_streak=1, prune=False))
+    for step in range(3):
+        state.visit(rollouts({1: FULL}), step)
+    assert record(state, 1)["streak"] == 3
+    assert state.pruned_ids().size == 0
+
+
+def test_a_prompt_that_was_never_scored_leaves_no_trace():
+    state = PromptState()
+    groups = state.visit(rollouts({1: UNSCORED, 2: HALF}), 0)
+    assert np.isnan(groups.pass_rates[0])
+    assert len(state) == 1
+    assert state.find(np.array([1, 2])).tolist() == [-1, 0]
+    # Its first scored visit is its first visit
+    state.visit(rollouts({1: [1, 0, 0, 0]}), 1)
+    assert record(state, 1)["first_pass_rate"] == 0.25
+    assert record(state, 1)["visits"] == 1
+
+
+def test_the_streak_does_not_overflow():
+    state = PromptState(StateSettings(pruning_streak=2))
+    state.visit(rollouts({1: FULL}), 0)
+    tensors = state.tensors()
+    tensors["streak"][:] = np.iinfo(np.int16).max
+    state.load(tensors)
+    state.visit(rollouts({1: FULL}), 1)
+    assert record(state, 1)["streak"] == np.iinfo(np.int16).max
+
+
+def test_pruned_ids_are_in_ascending_order_whatever_the_order_of_visits():
+    state = PromptState(StateSettings(pruning_streak=1))
+    for prompt in (5, -7, 2**62, 0, 3):
+        state.visit(rollouts({prompt: FULL}), 0)
+    state.visit(rollouts({0: HALF}), 1)
+    assert state.pruned_ids().tolist() == [-7, 3, 5, 2**62]
+
+
+def test_a_prompt_twice_in_a_batch():
+    batch = rollouts({1: HALF, 2: HALF})
+    batch.prompt_ids[:] = 1
+    with pytest.raises(ValueError, match="A prompt has more than one group in the generation batch"):
+        PromptState().visit(batch, 0)
+
+
+# ---- Equality with a dictionary ----
+
+POOLS = {
+    "sequential": [*range(40)],
+    "negative": [*range(-40, 0)],
+    "multiples of 2^32": [n << 32 for n in range(-20, 20)],
+    "multiples of 2^58": [n << 58 for n in range(-32, 32)],
+    "extremes": [-(2**63), 2**63 - 1, 0, -1, 1],
+    "equal low bits": [(n << 40) | 12345 for n in range(40)],
+}
+
+
+class Records:
+    """What a prompt state has to remember, written down as plainly as possible."""
+
+    def __init__(self, k: int):
+        self.k = k
+        self.records = {}
+
+    def visit(self, outcomes: dict[int, list[float]], step: int):
+        for prompt, values in outcomes.items():
+            known = [value for value in values if not math.isnan(value)]
+            if not known:
+                continue
+            p = sum(known) / len(known)
+            old = self.records.get(prompt)
+            if old is None:
+                old = {"first_pass_rate": p, "ema": p, "visits": 0, "streak": 0, "pruned": False}
+            momentum = min(2 * abs(p - old["ema"]), 1)
+            streak = old["streak"] + 1 if p == 1 else 0
+            self.records[prompt] = {
+                "prompt_ids": prompt,
+                "first_pass_rate": old["first_pass_rate"],
+                "ema": 0.9 * old["ema"] + 0.1 * p,
+                "pass_rate": p,
+                "energy": max(1 - old["first_pass_rate"], 0.05) * 4 * p * (1 - p) * (1 + 0.3 * momentum),
+                "visits": old["visits"] + 1,
+                "last_step": step,
+                "streak": streak,
+                "pruned": p == 1 and (old["pruned"] or streak >= self.k),
+            }
+
+
+@st.composite
+def histories(draw):
+    """Batches of visits to prompts whose ids are unkind to a hash table."""
+    pool = sorted(set(draw(st.lists(st.sampled_from(list(POOLS)), min_size=1, max_size=2).map(_union))))
+    outcomes = st.sampled_from([[1, 1], [1, 0, 1], [0], [1], [NAN, 1], [NAN]])
+    batch = st.dictionaries(st.sampled_from(pool), outcomes, min_size=1, max_size=25)
+    return draw(st.lists(batch, min_size=1, max_size=8))
+
+
+def _union(names: list[str]) -> list[int]:
+    return [prompt for name in names for prompt in POOLS[name]]
+
+
+def agree(state: PromptState, records: dict[int, dict]):
+    assert len(state) == len(records)
+    for prompt, expected in records.items():
+        assert record(state, prompt) == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    assert state.pruned_ids().tolist() == sorted(p for p, values in records.items() if values["pruned"])
+
+
+@settings(max_examples=60)
+@given(histories(), st.integers(1, 3))
+def test_state_is_a_dictionary_of_records(history, k):
+    state, naive = PromptState(StateSettings(pruning_streak=k)), Records(k)
+    for step, batch in enumerate(history):
+        before = {prompt: naive.records.get(prompt, {}).get("pruned", False) for prompt in batch}
+        groups = state.visit(rollouts(batch), step)
+        assert groups.replayed.tolist() == list(before.values())
+        naive.visit(batch, step)
+    agree(state, naive.records)
+    unseen = sorted({prompt for pool in POOLS.values() for prompt in pool} - set(naive.records))
+    assert (state.find(np.array(unseen, dtype=np.int64)) == -1).all()
+
+
+@settings(max_examples=30)
+@given(histories(), histories(), st.integers(0, 100))
+def test_a_loaded_state_goes_on_as_the_saved_one(first, second, expected):
+    saved, naive = PromptState(), Records(2)
+    for step, batch in enumerate(first):
+        saved.visit(rollouts(batch), step)
+        naive.visit(batch, step)
+    loaded = PromptState(expected=expected)
+    loaded.visit(rollouts({4711: HALF}), 0)  # what was there is replaced
+    loaded.load(saved.tensors())
+    for step, batch in enumerate(second):
+        loaded.visit(rollouts(batch), step)
+        naive.visit(batch, step)
+    agree(loaded, naive.records)
+
+
+@pytest.mark.parametrize("shift", [0, 20, 32, 47])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_index_grows(shift, sign):
+    # From room for 16 to 10,000, in batches that straddle every growth
+    ids = sign * (np.arange(1, 10_001, dtype=np.int64) << shift)
+    state = PromptState()
+    for part in np.array_split(ids, 23):
+        state.visit(rollouts({int(prompt): [1.0, 0.0] for prompt in part}), 0)
+    np.testing.assert_array_equal(state.find(ids), np.arange(10_000))
+    np.testing.assert_array_equal(state["prompt_ids"], ids)
+    assert (state.find(ids + 1)[:-1] == -1).all() or shift == 0
+
+
+# ---- Memory ----
+
+
+def filled(count: int, expected: int) -> PromptState:
+    state = PromptState(expected=expected)
+    for start in range(0, count, 10_000):
+        state.visit(rollouts({prompt: [1.0] for prompt in range(start, min(start + 10_000, count))}), 0)
+    assert len(state) == count
+    return state
+
+
+def test_at_most_48_bytes_a_prompt():
+    assert filled(100_000, expected=100_000).nbytes <= 48 * 100_000
+
+
+def test_at_most_48_bytes_a_prompt_when_their_number_was_not_known():
+    state = PromptState()
+    for start in range(0, 60_000, 3_000):
+        state.visit(rollouts({prompt: [1.0] for prompt in range(start, start + 3_000)}), 0)
+        assert state.nbytes <= 48 * max(len(state), 1_000)
+
+
+def test_an_update_costs_the_batch_and_not_the_dataset():
+    def peak(state: PromptState) -> int:
+        batch = rollouts({prompt: HALF for prompt in range(3)})
+        state.visit(batch, 1)
+        tracemalloc.start()
+        try:
+            state.visit(batch, 2)
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    assert peak(filled(100_000, expected=100_000)) < 2 * peak(filled(100, expected=100))
+
+
+# ---- Saved state ----
+
+
+def test_tensors_are_copies():
+    state = PromptState()
+    state.visit(rollouts({1: HALF}), 0)
+    tensors = state.tensors()
+    state.visit(rollouts({1: FULL}), 1)
+    assert tensors["visits"].tolist() == [1]
+    again = PromptState()
+    again.load(tensors)
+    tensors["visits"][:] = 99
+    assert again["visits"].tolist() == [1]
+
+
+def test_an_empty_state():
+    state = PromptState()
+    state.load(PromptState().tensors())
+    assert len(state) == 0
+    assert state.find(np.array([1, 2])).tolist() == [-1, -1]
+    assert state.pruned_ids().size == 0
+
+
+def damaged(**changes) -> dict[str, np.ndarray]:
+    state = PromptState()
+    state.visit(rollouts({1: HALF, 2: FULL}), 0)
+    tensors = state.tensors() | changes
+    return {name: array for name, array in tensors.items() if array is not None}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        (damaged(ema=None), r"must have the arrays .*'ema'.*, got"),
+        (damaged(mood=np.zeros(2)), "must have the arrays .*, got .*'mood'"),
+        (damaged(ema=np.zeros(3, dtype=np.float32)), r"must have one length, got \[2, 3\]"),
+        (damaged(ema=np.zeros(2)), "`ema` .* must be one-dimensional float32, got float64"),
+        (damaged(ema=np.zeros((2, 1), dtype=np.float32)), r"`ema` .* must be one-dimensional float32, .* \(2, 1\)"),
+        (damaged(prompt_ids=np.array([1, 1])), "holds a prompt twice. The file is damaged; use another checkpoint"),
+    ],
+    ids=["missing", "unknown", "length", "type", "shape", "twice"],
+)
+def test_damaged_state(tensors, message):
+    state = PromptState()
+    state.visit(rollouts({7: HALF}), 0)
+    with pytest.raises(ValueError, match=message):
+        state.load(tensors)
+    assert state["prompt_ids"].tolist() == [7]  # what was there is still there

@@ -1,0 +1,100 @@
+"""Old TRL runs: the logs that TRL itself writes are replayed."""
+
+import pandas as pd
+import pytest
+from datasets import Dataset
+from trl import GRPOConfig, GRPOTrainer
+
+from lze_trl.telemetry import MissingTelemetryError, TelemetryError
+from lze_trl.telemetry.trl_logs import analyze
+
+
+def write_log(directory, step, groups, prompt=str):
+    """A log as TRL writes it: one row per completion, prompts as text or messages."""
+    rows = [
+        {
+            "step": step,
+            "prompt": prompt(name),
+            "completion": "x" * length,
+            "accuracy": reward,
+            "format": 0.0,
+            "advantage": 0.0,
+        }
+        for name, rewards, length in groups
+        for reward in rewards
+    ]
+    (directory / "completions").mkdir(exist_ok=True)
+    pd.DataFrame(rows).to_parquet(directory / "completions" / f"completions_{step:05d}.parquet")
+
+
+def test_what_selection_would_have_kept(tmp_path):
+    # P = 5, ρ = 0.4: K = 2. Two live groups of 10 characters a completion, three dead ones of 20
+    groups = [
+        ("half", (1.0, 0.0, 1.0, 0.0), 10),
+        ("easy", (1.0, 1.0, 1.0, 1.0), 20),
+        ("hard", (0.0, 0.0, 0.0, 0.0), 20),
+        ("rare", (0.0, 0.0, 0.0, 1.0), 10),
+        ("easy too", (1.0, 1.0, 1.0, 1.0), 20),
+    ]
+    for step in (1, 2, 3):
+        write_log(tmp_path, step, groups)
+    analysis = analyze(tmp_path)
+    assert (analysis.steps, analysis.prompts, analysis.groups, analysis.rows) == (3, 5, 15, 60)
+    assert (analysis.dead, analysis.selected, analysis.selected_rows) == (9, 6, 24)
+    assert analysis.selected_text == pytest.approx(80 / 320)
+    # Two prompts are pruned after two solved visits: their third is saved, re-checks apart
+    assert analysis.prunable == round(2 * 0.9)
+    assert analysis.reward == "accuracy"
+    # D·u: 0.75·0.75 > 0.5·1
+    assert analysis.frontier == ("rare", "half")
+    assert "update work saved:" in str(analysis)
+    assert "75.0 %" in str(analysis)
+
+
+def test_messages_other_rewards_and_missing_scores(tmp_path):
+    write_log(
+        tmp_path,
+        1,
+        [("a", (1.0, None, 0.0), 5), ("b", (None, None, None), 5)],
+        prompt=lambda name: [{"role": "user", "content": name}],
+    )
+    assert analyze(tmp_path / "completions").selected == 1
+    assert analyze(tmp_path, reward="format").dead == 2
+    with pytest.raises(TelemetryError, match="rewards \\['accuracy', 'format'\\], got 'advantage'"):
+        analyze(tmp_path, reward="advantage")
+
+
+def test_no_logs_and_damaged_ones_are_worded(tmp_path):
+    with pytest.raises(MissingTelemetryError, match="log_completions=True"):
+        analyze(tmp_path)
+    (tmp_path / "completions_00001.parquet").write_bytes(b"PAR1")
+    with pytest.raises(TelemetryError, match="cannot be read"):
+        analyze(tmp_path)
+    pd.DataFrame({"a": [1]}).to_parquet(tmp_path / "completions_00001.parquet")
+    with pytest.raises(TelemetryError, match="lacks the columns"):
+        analyze(tmp_path)
+
+
+@pytest.mark.slow
+def test_logs_of_the_real_trainer(tmp_path, tiny_model):
+    model, tokenizer = tiny_model
+
+    def parity(completions, **kwargs):
+        return [float(len(completion) % 2) for completion in completions]
+
+    arguments = GRPOConfig(
+        output_dir=str(tmp_path),
+        max_steps=2,
+        per_device_train_batch_size=6,
+        num_generations=3,
+        max_completion_length=5,
+        log_completions=True,
+        logging_steps=1,
+        report_to=[],
+        use_cpu=True,
+        save_strategy="no",
+    )
+    prompts = Dataset.from_dict({"prompt": [f"{i}+{i}=" for i in range(8)]})
+    GRPOTrainer(model=model, reward_funcs=parity, args=arguments, train_dataset=prompts, processing_class=tokenizer).train()
+    analysis = analyze(tmp_path)
+    assert (analysis.steps, analysis.groups, analysis.rows, analysis.reward) == (2, 4, 12, "parity")
