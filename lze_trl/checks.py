@@ -71,31 +71,26 @@ def checked(reward_func: Any) -> Any:
     if isinstance(reward_func, (str, nn.Module)) or not callable(reward_func):
         return reward_func
     name = get_callable_name(reward_func)
+    note = f"Raised by the reward function '{name}'."
+
     if is_async_callable(reward_func):
 
         async def guarded(*args, **kwargs):
             try:
-                rewards = await reward_func(*args, **kwargs)
+                return _without_nan(await reward_func(*args, **kwargs), name)
             except Exception as error:
-                error.add_note(f"Raised by the reward function '{name}'.")
+                error.add_note(note)
                 raise
-            return _without_nan(rewards, name)
 
     else:
 
         def guarded(*args, **kwargs):
             try:
-                rewards = reward_func(*args, **kwargs)
+                return _without_nan(reward_func(*args, **kwargs), name)
             except Exception as error:
-                error.add_note(f"Raised by the reward function '{name}'.")
+                error.add_note(note)
                 raise
-            return _without_nan(rewards, name)
 
-    guarded = _named(guarded, reward_func, name)
-    return guarded
-
-
-def _named(guarded: Callable, reward_func: Callable, name: str) -> Callable:
     functools.update_wrapper(guarded, reward_func)
     guarded.__name__ = name
     return guarded

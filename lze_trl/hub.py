@@ -6,7 +6,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import httpx
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -90,7 +89,7 @@ def _download(repo_id: str, repo_type: str, patterns: list[str]) -> Path:
         raise FileNotFoundError(f"{neither}. Give the `output_dir` of a training, or an id such as `me/my-run`.")
     try:
         return Path(snapshot_download(repo_id, repo_type=repo_type, allow_patterns=patterns))
-    except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError, httpx.HTTPError) as error:
+    except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError) as error:
         reason = str(error).splitlines()[0]
         raise FileNotFoundError(
             f"{neither}: {reason} Check the name, and `hf auth login` if it is private."

@@ -25,20 +25,19 @@ def pruner(*solved: int, replay_ratio: float = 0.1, seed: int = 7) -> Pruner:
 
 def test_keyed_rng_is_a_fixed_stream():
     # A change of these numbers changes every selection of every run: resumed runs would not repeat the interrupted one
-    first = {
-        (7, 0, "selection"): keyed_rng(7, 0, "selection").integers(1_000_000, size=3).tolist(),
-        (7, 1, "selection"): keyed_rng(7, 1, "selection").integers(1_000_000, size=3).tolist(),
-        (7, 0, "replay"): keyed_rng(7, 0, "replay").integers(1_000_000, size=3).tolist(),
-        (-1, 5, "order"): keyed_rng(-1, 5, "order").integers(1_000_000, size=3).tolist(),
+    golden = {
+        (7, 0, "selection"): [808775, 640023, 78782],
+        (7, 1, "selection"): [74981, 508691, 394447],
+        (7, 0, "replay"): [676375, 148056, 875750],
+        (-1, 5, "order"): [439150, 286200, 21733],
     }
-    assert first == GOLDEN_STREAMS
+    assert {key: keyed_rng(*key).integers(1_000_000, size=3).tolist() for key in golden} == golden
 
 
-GOLDEN_STREAMS = {}
+PURPOSES = st.sampled_from(["selection", "steps", "replay", "order", "fill"])
 
 
-@given(st.lists(st.tuples(st.integers(0, 2**32 - 1), st.integers(0, 10**6), st.sampled_from(
-    ["selection", "steps", "replay", "order", "fill"])), min_size=2, max_size=6, unique=True))
+@given(st.lists(st.tuples(st.integers(0, 2**32 - 1), st.integers(0, 10**6), PURPOSES), min_size=2, unique=True))
 def test_keys_that_differ_give_other_numbers(keys):
     draws = {tuple(keyed_rng(*key).integers(2**63, size=2)) for key in keys}
     assert len(draws) == len(keys)
@@ -172,9 +171,9 @@ def test_a_straddling_batch_holds_no_prompt_twice():
     # P = 4 of 5: the second batch holds 4, then 0, 1 and 2 of the second pass, in which 4 itself comes last
     stream = PromptStream(np.arange(5), pruner(), np.array([0, 1, 2, 3, 4]), shuffle=False)
     assert [stream.take(4).tolist() for _ in range(3)] == [[0, 1, 2, 3], [4, 0, 1, 2], [3, 4, 0, 1]]
-    # … and where the next pass begins with what the batch already holds, that is put off
+    # The second pass begins with 0 and 1, which the batch already holds: they are put off to its end
     stream = PromptStream(np.arange(5), pruner(), np.array([4, 3, 2, 1, 0]), shuffle=False)
-    assert [stream.take(3).tolist() for _ in range(3)] == [[4, 3, 2], [1, 0, 2], [3, 4, 1]]
+    assert [stream.take(3).tolist() for _ in range(3)] == [[4, 3, 2], [1, 0, 2], [3, 4, 0]]
 
 
 def test_slots_of_pruned_prompts_are_refilled():

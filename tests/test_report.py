@@ -13,7 +13,7 @@ from lze_trl.telemetry.synthetic import SyntheticTraining, record_synthetic_run
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory):
     directory = tmp_path_factory.mktemp("run")
-    record_synthetic_run(directory, SyntheticTraining(num_prompts=90, groups_per_batch=16, seed=3), generations=90)
+    record_synthetic_run(directory, SyntheticTraining(num_prompts=90, groups_per_batch=16, seed=3), generations=50)
     return directory
 
 

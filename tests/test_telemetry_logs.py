@@ -2,7 +2,7 @@
 
 import pandas as pd
 import pytest
-from datasets import Dataset
+import tiny
 from trl import GRPOConfig, GRPOTrainer
 
 from lze_trl.telemetry import MissingTelemetryError, TelemetryError
@@ -76,12 +76,7 @@ def test_no_logs_and_damaged_ones_are_worded(tmp_path):
 
 
 @pytest.mark.slow
-def test_logs_of_the_real_trainer(tmp_path, tiny_model):
-    model, tokenizer = tiny_model
-
-    def parity(completions, **kwargs):
-        return [float(len(completion) % 2) for completion in completions]
-
+def test_logs_of_the_real_trainer(tmp_path):
     arguments = GRPOConfig(
         output_dir=str(tmp_path),
         max_steps=2,
@@ -94,7 +89,12 @@ def test_logs_of_the_real_trainer(tmp_path, tiny_model):
         use_cpu=True,
         save_strategy="no",
     )
-    prompts = Dataset.from_dict({"prompt": [f"{i}+{i}=" for i in range(8)]})
-    GRPOTrainer(model=model, reward_funcs=parity, args=arguments, train_dataset=prompts, processing_class=tokenizer).train()
+    GRPOTrainer(
+        model=tiny.model(),
+        reward_funcs=tiny.even_length_reward,
+        args=arguments,
+        train_dataset=tiny.prompts(8),
+        processing_class=tiny.tokenizer(),
+    ).train()
     analysis = analyze(tmp_path)
-    assert (analysis.steps, analysis.groups, analysis.rows, analysis.reward) == (2, 4, 12, "parity")
+    assert (analysis.steps, analysis.groups, analysis.rows, analysis.reward) == (2, 4, 12, "even_length_reward")

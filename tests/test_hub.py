@@ -1,0 +1,166 @@
+"""Pushing a run and opening it again, against a local endpoint that speaks the Hub's protocol."""
+
+import base64
+import json
+import os
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+from http.server import ThreadingHTTPServer
+
+import numpy as np
+import pytest
+from hub import COMMIT, Handler
+
+from lze_trl import hub
+from lze_trl.checkpoint import STATE_NAME, save
+from lze_trl.state import PromptState
+from lze_trl.telemetry import MissingTelemetryError, TelemetryWriter, open_run
+from lze_trl.telemetry.synthetic import SyntheticTraining, record_synthetic_run
+
+
+class WritableHandler(Handler):
+    """Takes commits as well, as `create_repo`, `upload_file` and `upload_folder` make them."""
+
+    def do_POST(self):  # noqa: N802 - a name that the standard library asks for
+        path = self.path.partition("?")[0]
+        if path != "/api/repos/create" and not path.endswith(("/preupload/main", "/commit/main")):
+            return self.do_GET()
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        if path == "/api/repos/create":
+            asked = json.loads(body)
+            repository = f"{asked.get('organization') or 'me'}/{asked['name']}"
+            folder = self.server.folder / repository
+            folder.mkdir(parents=True, exist_ok=True)
+            self.server.repositories[repository] = folder
+            url = f"http://{self.headers['Host']}/datasets/{repository}"
+            return self.reply_json({"url": url, "id": repository})
+        repository = "/".join(path.split("/")[3:5])
+        if path.endswith("/preupload/main"):
+            files = [
+                {"path": file["path"], "uploadMode": "regular", "shouldIgnore": False}
+                for file in json.loads(body)["files"]
+            ]
+            return self.reply_json({"files": files})
+        for line in body.decode().splitlines():
+            entry = json.loads(line)
+            if entry["key"] == "file":
+                file = self.server.repositories[repository] / entry["value"]["path"]
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_bytes(base64.b64decode(entry["value"]["content"]))
+        self.server.tokens.add(self.headers.get("Authorization"))
+        return self.reply_json({"commitUrl": "http://localhost/commit", "commitOid": COMMIT, "success": True})
+
+
+@contextmanager
+def serve(folder):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), WritableHandler)
+    server.folder, server.repositories, server.tokens = folder, {}, set()
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    directory = tmp_path / "my-run"
+    training = SyntheticTraining(num_prompts=20, groups_per_batch=5)
+    record_synthetic_run(directory, training, generations=4)
+    tensors = {f"state.{name}": array for name, array in training._state.tensors().items()}
+    save(directory, STATE_NAME, tensors, {"ledger": {}})
+    (directory / "optimizer.pt").write_text("not to be uploaded")
+    return directory
+
+
+@pytest.mark.slow
+def test_pushed_run_is_opened_by_its_name(run_dir, tmp_path):
+    with serve(tmp_path / "server") as server:
+        # The client reads its endpoint when it is imported, so the round trip runs in processes of its own
+        environment = {
+            **os.environ,
+            "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
+            "HF_HOME": str(tmp_path / "cache"),
+            "HF_HUB_OFFLINE": "0",
+            "HF_HUB_DISABLE_XET": "1",
+        }
+
+        def python(code):
+            return subprocess.run(
+                [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120
+            )
+
+        pushed = python(
+            f"from lze_trl.hub import push_run; push_run({str(run_dir)!r}, 'me/my-run', token='hf_secret')"
+        )
+        assert pushed.returncode == 0, pushed.stderr
+        assert server.tokens == {"Bearer hf_secret"}
+        files = {
+            file.relative_to(server.folder / "me/my-run").as_posix()
+            for file in (server.folder / "me/my-run").rglob("*")
+            if file.is_file()
+        }
+        assert {"README.md", "telemetry/meta.json", "report/report.html", "lze_state.safetensors"} <= files
+        assert "optimizer.pt" not in files
+        card = (server.folder / "me/my-run/README.md").read_text()
+        assert "lze-trl app me/my-run" in card
+        assert "hf_secret" not in card
+
+        opened = python("""
+from lze_trl.hub import resolve_run, resolve_state
+from lze_trl.telemetry import open_run
+print(open_run(resolve_run("me/my-run")).summary()["groups"])
+state = resolve_state("me/my-run")
+print(sorted(path.name for path in state.iterdir()))
+try:
+    resolve_run("me/missing")
+except RuntimeError as error:
+    print(error)
+""")
+        assert opened.returncode == 0, opened.stderr
+        groups, state, missing = opened.stdout.splitlines()
+        assert int(groups) == open_run(run_dir).summary()["groups"]
+        assert "lze_state.json" in state
+        assert "`me/missing` is neither a directory nor a dataset repo on the Hub that can be read" in missing
+
+
+def test_directories_need_no_hub(run_dir):
+    assert hub.resolve_run(run_dir) == run_dir
+    assert hub.resolve_state(str(run_dir)) == run_dir
+    with pytest.raises(MissingTelemetryError, match="neither a directory nor a dataset repo"):
+        hub.resolve_run("no/such/folder")
+    with pytest.raises(FileNotFoundError, match="neither a directory nor a model repo"):
+        hub.resolve_state("/no/such/folder")
+
+
+def test_model_card_tells_about_the_run(run_dir):
+    card = run_dir / "README.md"
+    card.write_text("---\nlibrary_name: transformers\n---\n\n# Model card\n", encoding="utf-8")
+    hub.extend_model_card(run_dir, "me/my-model")
+    hub.extend_model_card(run_dir, "me/my-model")
+    text = card.read_text(encoding="utf-8")
+    assert text.startswith("---\nlibrary_name: transformers\n---\n\n# Model card\n")
+    assert text.count("## Trained where it learns") == 1
+    for words in ("| `selection_ratio` | `0.4` |", "| update flops |", "me/my-model", "- trl 1.16", hub.PICTURE):
+        assert words in text
+    assert (run_dir / hub.PICTURE).stat().st_size > 10_000
+
+
+def test_model_card_without_telemetry_stays_as_it_is(tmp_path, caplog):
+    (tmp_path / "README.md").write_text("# Model card\n")
+    hub.extend_model_card(tmp_path)
+    TelemetryWriter(tmp_path).close()
+    hub.extend_model_card(tmp_path)
+    assert (tmp_path / "README.md").read_text() == "# Model card\n"
+
+
+def test_state_of_the_fixture_is_what_a_run_can_start_from(run_dir):
+    from lze_trl.checkpoint import load, strip_prefix
+
+    tensors, _ = load(hub.resolve_state(run_dir), STATE_NAME)
+    state = PromptState()
+    state.load(strip_prefix(tensors, "state"))
+    assert np.isin(open_run(run_dir).prompts().prompt_id, state["prompt_ids"]).all()

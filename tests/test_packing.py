@@ -1,0 +1,362 @@
+"""Packing: where a row is computed never changes what it weighs."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lze_trl.packing import (
+    BATCH_TOKEN_LOSSES,
+    MICRO_BATCH_TOKEN_LOSSES,
+    ROW_MEAN_LOSSES,
+    Geometry,
+    Layout,
+    MicroBatch,
+    Reference,
+    even_reference,
+    loss_scale,
+    pack,
+    padding_efficiency,
+    trl_layout,
+    trl_reference,
+    unpacked,
+)
+from lze_trl.pruning import keyed_rng
+
+
+def rows_of(layout: Layout) -> list[list[list[int]] | None]:
+    """Rows of each micro-step by process, fillers as −1."""
+    return [
+        None if batch is None else np.where(batch.filler, -1, batch.rows).tolist() for batch in layout.micro_steps
+    ]
+
+
+# ---- Goldens ----
+
+
+def test_pack_one_process():
+    # S = 4, g = 2, two rows a micro-batch. Chunk 0 has three rows: the longest two, then the short one. Chunk 1 has two
+    # rows, one micro-batch: its first micro-step is empty, so that the last one synchronises
+    geometry = Geometry(num_processes=1, steps_per_generation=4, chunk_steps=2, micro_batch_rows=2)
+    completions, prompts = np.array([5, 1, 9, 4, 4]), np.array([3, 3, 3, 2, 7])
+    layout = pack(prompts, completions, np.array([0, 0, 0, 1, 1]), geometry)
+    assert rows_of(layout) == [[[2, 0]], [[1]], None, [[4, 3]]]  # of equal completions, the longer prompt first
+    assert layout.rows_of(0).tolist() == [0, 1, 2, 3, 4]
+
+
+def test_pack_deals_rows_to_the_processes():
+    # W = 2, one row a micro-batch: pairs of similar length; the odd one out has a filler beside it, itself
+    geometry = Geometry(num_processes=2, steps_per_generation=3, chunk_steps=3, micro_batch_rows=1)
+    lengths = np.array([5, 1, 9, 4, 8])
+    layout = pack(np.ones(5, dtype=int), lengths, np.zeros(5, dtype=int), geometry)
+    assert rows_of(layout) == [[[2], [4]], [[0], [3]], [[1], [-1]]]
+    assert layout.micro_steps[2].rows.tolist() == [[1], [1]]
+    assert layout.rows_of(0).tolist() == [0, 1, 2]
+    assert layout.rows_of(1).tolist() == [1, 3, 4]
+
+
+def test_pack_by_token_budget():
+    # Up to 40 tokens: 2 × (10 + 9) = 38 fit, 3 × 19 do not; then 3 × (10 + 3) = 39
+    geometry = Geometry(1, steps_per_generation=5, chunk_steps=5, micro_batch_rows=1, max_tokens=40)
+    completions = np.array([9, 8, 3, 2, 1])
+    layout = pack(np.full(5, 10), completions, np.zeros(5, dtype=int), geometry)
+    assert rows_of(layout) == [None, None, None, [[0, 1]], [[2, 3, 4]]]
+
+
+def test_a_row_longer_than_the_budget_is_computed_alone():
+    geometry = Geometry(1, steps_per_generation=3, chunk_steps=3, micro_batch_rows=1, max_tokens=15)
+    layout = pack(np.full(3, 10), np.array([90, 3, 2]), np.zeros(3, dtype=int), geometry)
+    assert rows_of(layout) == [[[0]], [[1]], [[2]]]
+
+
+def test_a_budget_too_small_for_the_micro_steps_shares_the_rows_out():
+    geometry = Geometry(1, steps_per_generation=2, chunk_steps=2, micro_batch_rows=1, max_tokens=1)
+    layout = pack(np.full(5, 10), np.array([5, 4, 3, 2, 1]), np.zeros(5, dtype=int), geometry)
+    assert rows_of(layout) == [[[0, 1]], [[2, 3, 4]]]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 7])
+def test_what_fits_the_budget_is_one_micro_batch(count):
+    # W = 2 and room for ten rows each: an odd number of rows is no reason for a second micro-step
+    geometry = Geometry(2, steps_per_generation=4, chunk_steps=4, micro_batch_rows=1, max_tokens=100)
+    layout = pack(np.full(count, 5), np.full(count, 5), np.zeros(count, dtype=int), geometry)
+    assert [batch is None for batch in layout.micro_steps] == [True, True, True, False]
+
+
+def test_no_rows_no_micro_batches():
+    geometry = Geometry(2, steps_per_generation=4, chunk_steps=2, micro_batch_rows=3)
+    none = np.empty(0, dtype=np.int64)
+    for layout in (pack(none, none, none, geometry), unpacked(none, geometry)):
+        assert layout.micro_steps == [None] * 4
+        assert layout.rows_of(1).tolist() == []
+    assert even_reference(none, geometry, keyed_rng(0, 0, "steps")).num_items == 0.0
+
+
+def test_unpacked_uses_every_micro_step():
+    geometry = Geometry(2, steps_per_generation=4, chunk_steps=2, micro_batch_rows=3)
+    layout = unpacked(np.array([0, 1, 0, 0, 0, 0, 1]), geometry)
+    # Chunk 0 has rows 0 2 3 4 5, chunk 1 has rows 1 6
+    assert rows_of(layout) == [[[0, 3], [2, -1]], [[4], [5]], [[1], [-1]], [[6], [-1]]]
+
+
+def test_trl_layout_is_the_shuffled_batch():
+    # W = 2 with 4 rows each, S = 2: `order` is where TRL's shuffle puts each row of a process
+    geometry = Geometry(2, steps_per_generation=2, chunk_steps=1, micro_batch_rows=2)
+    order = np.array([2, 0, 3, 1, 0, 1, 2, 3])
+    slot, process = order * 2 // 4, np.repeat([0, 1], 4)
+    assert rows_of(trl_layout(slot, process, order, geometry)) == [[[1, 3], [4, 5]], [[0, 2], [6, 7]]]
+
+
+def test_even_reference():
+    # n = 5 rows of 1, 2, 4, 8, 16 tokens in 2 chunks: 3 and 2 rows, drawn at random
+    geometry = Geometry(1, steps_per_generation=4, chunk_steps=2, micro_batch_rows=3)
+    tokens = np.array([1, 2, 4, 8, 16])
+    reference = even_reference(tokens, geometry, keyed_rng(0, 0, "steps"))
+    assert sorted(np.bincount(reference.chunk).tolist()) == [2, 3]
+    for chunk in (0, 1):
+        mine = reference.chunk == chunk
+        assert (reference.norm_rows[mine] == mine.sum()).all()
+        assert (reference.norm_tokens[mine] == tokens[mine].sum()).all()
+    assert reference.num_items == 31.0
+    spread = {tuple(even_reference(tokens, geometry, keyed_rng(0, step, "steps")).chunk) for step in range(20)}
+    assert len(spread) > 1
+
+
+def test_trl_reference():
+    # S = 2, g = 1, W = 2, two rows a micro-batch. Of the rows 0–7 only 1, 2 and 6 are chosen, but all count
+    #   process 0: rows 0 1 | 2 3, process 1: rows 4 5 | 6 7, each row with 2^row tokens
+    geometry = Geometry(2, steps_per_generation=2, chunk_steps=1, micro_batch_rows=2)
+    slot, process = np.array([0, 0, 1, 1] * 2), np.repeat([0, 1], 4)
+    reference = trl_reference(slot, process, 2 ** np.arange(8), np.array([1, 2, 6]), geometry)
+    assert reference.chunk.tolist() == [0, 1, 1]
+    assert reference.norm_rows.tolist() == [4, 4, 4]
+    assert reference.norm_tokens.tolist() == [2 * (1 + 2), 2 * (4 + 8), 2 * (64 + 128)]  # 2 micro-batches a chunk
+    assert reference.num_items == 255.0
+
+
+def test_loss_scale():
+    # W = 2, g = 3. The chunk has N = 5 rows, this micro-batch R = 2 on each process: 2 · 2 · 3 / 5 for a mean of rows
+    geometry = Geometry(2, steps_per_generation=3, chunk_steps=3, micro_batch_rows=2)
+    batch = MicroBatch(np.array([[0, 1], [2, 2]]), np.array([[False, False], [False, True]]))
+    tokens = np.array([4, 6, 10])
+    reference = Reference(np.zeros(3, dtype=int), np.full(3, 5.0), np.full(3, 40.0), 99.0)
+    for loss_type in ROW_MEAN_LOSSES:
+        assert loss_scale(loss_type, batch, 0, tokens, reference, geometry) == (2.4, None)
+        assert loss_scale(loss_type, batch, 1, tokens, reference, geometry) == (2.4, None)
+    for loss_type in BATCH_TOKEN_LOSSES:
+        assert loss_scale(loss_type, batch, 0, tokens, reference, geometry) == (1.0, None)
+    # A mean of tokens: TRL divides by the 10 tokens of the micro-batch, the reference by the 40 of the chunk: 10·2·3/40
+    assert loss_scale("bnpo", batch, 0, tokens, reference, geometry) == (1.5, None)
+    assert loss_scale("bnpo", batch, 1, tokens, reference, geometry) == (1.5, None)  # the filler has no tokens
+    # Where the references differ, tokens do: rows 0 and 1 count 1/40 and 1/20 each, so those of row 1 count double
+    reference = Reference(np.zeros(3, dtype=int), np.full(3, 5.0), np.array([40.0, 20.0, 40.0]), 99.0)
+    scale, weights = loss_scale("bnpo", batch, 0, tokens, reference, geometry)
+    assert weights.tolist() == [1.0, 2.0]
+    assert scale == (4 + 2 * 6) * 2 * 3 / 40
+
+
+def test_only_fillers_weigh_nothing():
+    geometry = Geometry(2, steps_per_generation=1, chunk_steps=1, micro_batch_rows=2)
+    batch = MicroBatch(np.array([[0], [0]]), np.array([[False], [True]]))
+    reference = Reference(np.zeros(1, dtype=int), np.ones(1), np.ones(1), 1.0)
+    for loss_type in ROW_MEAN_LOSSES + BATCH_TOKEN_LOSSES + MICRO_BATCH_TOKEN_LOSSES:
+        assert loss_scale(loss_type, batch, 1, np.array([1]), reference, geometry) == (0.0, None)
+
+
+def test_unknown_loss_type():
+    geometry = Geometry(1, steps_per_generation=1, chunk_steps=1, micro_batch_rows=1)
+    batch = MicroBatch(np.array([[0]]), np.array([[False]]))
+    reference = Reference(np.zeros(1, dtype=int), np.ones(1), np.ones(1), 1.0)
+    with pytest.raises(ValueError, match="`loss_type` must be one known to lze_trl, got 'grpo2'"):
+        loss_scale("grpo2", batch, 0, np.array([1]), reference, geometry)
+
+
+def test_padding_efficiency():
+    # Process 0: rows 0 and 1 with 3 + 5 and 4 + 1 tokens are computed as 2 × (4 + 5). Process 1: row 2, and a filler
+    batch = MicroBatch(np.array([[0, 1], [2, 2]]), np.array([[False, False], [False, True]]))
+    layout = Layout([None, batch])
+    prompts, completions = np.array([3, 4, 1]), np.array([5, 1, 2])
+    assert padding_efficiency(layout, prompts, completions, 0) == (13, 18)
+    assert padding_efficiency(layout, prompts, completions, 1) == (3, 6)
+
+
+# ---- Properties ----
+
+
+@st.composite
+def geometries(draw, budget: bool = False):
+    """W, S, g and the rows of a micro-batch, and possibly a token budget."""
+    chunk_steps = draw(st.integers(1, 4))
+    return Geometry(
+        num_processes=draw(st.integers(1, 3)),
+        steps_per_generation=chunk_steps * draw(st.integers(1, 3)),
+        chunk_steps=chunk_steps,
+        micro_batch_rows=draw(st.integers(1, 4)),
+        max_tokens=draw(st.one_of(st.none(), st.integers(1, 80))) if budget else None,
+    )
+
+
+@st.composite
+def batches(draw, budget: bool = True):
+    """A geometry, and the chosen rows of a batch of that geometry: lengths of prompts and completions, chunks."""
+    geometry = draw(geometries(budget))
+    full = geometry.num_processes * geometry.steps_per_generation * geometry.micro_batch_rows
+    count = draw(st.integers(0, full))
+    seed = draw(st.integers(0, 2**16))
+    rng = np.random.default_rng(seed)
+    prompts, completions = rng.integers(1, 12, size=count), rng.integers(1, 20, size=count)
+    reference = even_reference(completions, geometry, rng)
+    return geometry, prompts, completions, reference
+
+
+LAYOUTS = {
+    "packed": lambda geometry, prompts, completions, chunk: pack(prompts, completions, chunk, geometry),
+    "unpacked": lambda geometry, prompts, completions, chunk: unpacked(chunk, geometry),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@given(batches())
+def test_every_layout(name, batch):
+    geometry, prompts, completions, reference = batch
+    layout = LAYOUTS[name](geometry, prompts, completions, reference.chunk)
+    assert len(layout.micro_steps) == geometry.steps_per_generation
+    real = []
+    for start in range(0, geometry.steps_per_generation, geometry.chunk_steps):
+        window = layout.micro_steps[start : start + geometry.chunk_steps]
+        empty = [micro_batch is None for micro_batch in window]
+        assert empty == sorted(empty, reverse=True)  # empty ones first
+        for micro_batch in filter(None, window):
+            # The same number of rows on every process, and only rows of this chunk
+            assert micro_batch.rows.shape == micro_batch.filler.shape
+            assert micro_batch.rows.shape[0] == geometry.num_processes
+            assert (reference.chunk[micro_batch.rows] == start // geometry.chunk_steps).all()
+            assert (~micro_batch.filler).any()
+            assert micro_batch.filler.sum() < geometry.num_processes
+            if geometry.max_tokens is None:
+                assert micro_batch.rows.shape[1] <= geometry.micro_batch_rows
+            real += micro_batch.rows[~micro_batch.filler].tolist()
+    assert sorted(real) == list(range(len(prompts)))  # every chosen row exactly once
+    for process in range(geometry.num_processes):
+        needed = {row for m in filter(None, layout.micro_steps) for row in m.rows[process].tolist()}
+        assert layout.rows_of(process).tolist() == sorted(needed)
+
+
+@given(batches())
+def test_packed_rows_are_sorted_by_length(batch):
+    geometry, prompts, completions, reference = batch
+    layout = pack(prompts, completions, reference.chunk, geometry)
+    for start in range(0, geometry.steps_per_generation, geometry.chunk_steps):
+        window = [m for m in layout.micro_steps[start : start + geometry.chunk_steps] if m is not None]
+        for longer, shorter in zip(window[:-1], window[1:], strict=True):
+            assert completions[longer.rows].min() >= completions[shorter.rows].max()
+
+
+@given(batches(budget=False))
+def test_packing_by_rows_uses_as_few_micro_steps_as_fit(batch):
+    geometry, prompts, completions, reference = batch
+    layout = pack(prompts, completions, reference.chunk, geometry)
+    for chunk in range(geometry.num_chunks):
+        window = layout.micro_steps[chunk * geometry.chunk_steps : (chunk + 1) * geometry.chunk_steps]
+        rows = int((reference.chunk == chunk).sum())
+        assert sum(m is not None for m in window) == math.ceil(
+            rows / (geometry.num_processes * geometry.micro_batch_rows)
+        )
+
+
+@given(st.integers(1, 3), st.integers(0, 20), st.integers(1, 80), st.integers(0, 2**16))
+def test_the_token_budget_is_kept(processes, count, max_tokens, seed):
+    # As many micro-steps as rows: the budget never has to give way to the number of micro-steps
+    rng = np.random.default_rng(seed)
+    prompts, completions = rng.integers(1, 12, size=count), rng.integers(1, 20, size=count)
+    steps = max(count, 1)
+    geometry = Geometry(processes, steps, steps, micro_batch_rows=1, max_tokens=max_tokens)
+    for micro_batch in filter(None, pack(prompts, completions, np.zeros(count, dtype=int), geometry).micro_steps):
+        for rows in micro_batch.rows:
+            assert len(rows) == 1 or len(rows) * (prompts[rows].max() + completions[rows].max()) <= max_tokens
+
+
+def trl_weights(
+    loss_type: str, layout: Layout, loss_tokens: np.ndarray, reference: Reference, geometry: Geometry
+) -> np.ndarray:
+    """
+    Weight of each chosen row (of each of its tokens, for losses over tokens) in an optimizer step.
+
+    Follows `GRPOTrainer._compute_loss`: a mean over the micro-batch, divided by the A micro-steps of the window; the
+    gradients of the W processes are averaged; `lze_scale` multiplies the loss. A filler has no unmasked token.
+    """
+    accumulation = geometry.chunk_steps
+    weights = np.zeros(len(loss_tokens))
+    for batch in filter(None, layout.micro_steps):
+        for process in range(geometry.num_processes):
+            rows, real = batch.rows[process], ~batch.filler[process]
+            scale, token_weights = loss_scale(loss_type, batch, process, loss_tokens, reference, geometry)
+            mask = np.ones(len(rows)) if token_weights is None else token_weights
+            if loss_type in ROW_MEAN_LOSSES:
+                mean = np.full(len(rows), 1 / len(rows))
+            elif loss_type in MICRO_BATCH_TOKEN_LOSSES:
+                mean = mask / max((mask * loss_tokens[rows] * real).sum(), 1.0)
+            else:
+                window = max(reference.num_items, 1.0) * accumulation / geometry.steps_per_generation
+                # This normaliser holds the accumulation already
+                mean = np.full(len(rows), accumulation * geometry.num_processes / window)
+            np.add.at(weights, rows[real], (scale * mean / accumulation / geometry.num_processes)[real])
+    return weights
+
+
+def reference_weights(loss_type: str, reference: Reference, geometry: Geometry) -> np.ndarray:
+    """What each row is to weigh: a window of A micro-steps holds A / g chunks, each averaged on its own."""
+    accumulation = geometry.chunk_steps
+    if loss_type in ROW_MEAN_LOSSES:
+        return geometry.chunk_steps / accumulation / reference.norm_rows
+    if loss_type in MICRO_BATCH_TOKEN_LOSSES:
+        return geometry.chunk_steps / accumulation / reference.norm_tokens
+    per_token = geometry.steps_per_generation / accumulation / max(reference.num_items, 1.0)
+    return np.full(len(reference.chunk), per_token)
+
+
+LOSSES = [*ROW_MEAN_LOSSES, *MICRO_BATCH_TOKEN_LOSSES, *BATCH_TOKEN_LOSSES]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("loss_type", LOSSES)
+@given(batches())
+def test_the_layout_does_not_change_what_a_chosen_row_weighs(loss_type, name, batch):
+    geometry, prompts, loss_tokens, reference = batch
+    layout = LAYOUTS[name](geometry, prompts, loss_tokens, reference.chunk)
+    weights = trl_weights(loss_type, layout, loss_tokens, reference, geometry)
+    np.testing.assert_allclose(weights, reference_weights(loss_type, reference, geometry))
+    if loss_type in ROW_MEAN_LOSSES:  # each chunk is a mean over its rows
+        totals = np.bincount(reference.chunk, weights=weights, minlength=geometry.num_chunks)
+        np.testing.assert_allclose(totals[np.unique(reference.chunk)], 1.0)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("loss_type", LOSSES)
+@given(geometries(budget=True), st.integers(0, 2**16), st.data())
+def test_dropping_rows_does_not_change_what_the_others_weigh(loss_type, name, geometry, seed, data):
+    # loss_normalizer="all": the weights are those of the full batch as TRL lays it out
+    rng = np.random.default_rng(seed)
+    per_process = geometry.steps_per_generation * geometry.micro_batch_rows
+    count = per_process * geometry.num_processes
+    prompts, loss_tokens = rng.integers(1, 12, size=count), rng.integers(0, 20, size=count)  # 0: masked, truncated
+    order = np.concatenate([rng.permutation(per_process) for _ in range(geometry.num_processes)])
+    slot, process = order // geometry.micro_batch_rows, np.repeat(np.arange(geometry.num_processes), per_process)
+    everything = np.arange(count)
+    full = trl_reference(slot, process, loss_tokens, everything, geometry)
+    theirs = trl_layout(slot, process, order, geometry)
+    for micro_batch in theirs.micro_steps:  # nothing is scaled: this is TRL
+        for rank in range(geometry.num_processes):
+            scale, weights = loss_scale(loss_type, micro_batch, rank, loss_tokens, full, geometry)
+            assert scale == pytest.approx(1.0)
+            assert weights is None
+    expected = trl_weights(loss_type, theirs, loss_tokens, full, geometry)
+    chosen = np.flatnonzero(rng.random(count) < data.draw(st.sampled_from([0.0, 0.3, 1.0])))
+    reference = trl_reference(slot, process, loss_tokens, chosen, geometry)
+    layout = LAYOUTS[name](geometry, prompts[chosen], loss_tokens[chosen] + 1, reference.chunk)
+    weights = trl_weights(loss_type, layout, loss_tokens[chosen], reference, geometry)
+    # A row without a loss token weighs nothing in a loss over tokens, whatever its factor
+    counts = loss_tokens[chosen] > 0 if loss_type in MICRO_BATCH_TOKEN_LOSSES else np.ones(len(chosen), dtype=bool)
+    np.testing.assert_allclose(weights[counts], expected[chosen][counts])
