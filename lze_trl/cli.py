@@ -3,7 +3,8 @@
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import yaml
@@ -28,9 +29,7 @@ def main(arguments: Sequence[str] | None = None):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
         namespace.command(namespace, rest)
-    except (CommandError, ValueError, OSError) as error:
-        if os.environ.get("LZE_TRACEBACK"):
-            raise
+    except CommandError as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit(130)
@@ -41,21 +40,22 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lze-trl",
         description="Learning-Zone Energy: data selection for GRPO, native to TRL.",
-        epilog="Set LZE_TRACEBACK=1 to see the traceback of an error.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"lze-trl {__version__}")
     subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
-    def add(name: str, command: Callable, text: str, passes_flags: bool = False) -> argparse.ArgumentParser:
-        usage = f"lze-trl {name} [-h] {{positional}}[--any_recipe_flag VALUE ...]" if passes_flags else None
-        subparser = subparsers.add_parser(name, help=text, description=text, allow_abbrev=False)
-        if usage is not None:
-            subparser.usage = usage.format(positional="RECIPE [--accelerate_config NAME] " if name == "train" else "")
-        subparser.set_defaults(command=command, passes_flags=passes_flags)
+    def add(name: str, command: Callable, text: str, usage: str | None = None) -> argparse.ArgumentParser:
+        subparser = subparsers.add_parser(name, help=text, description=text, usage=usage, allow_abbrev=False)
+        subparser.set_defaults(command=command, passes_flags=usage is not None)
         return subparser
 
-    train = add("train", _train, "Train by a recipe; further flags override its keys.", passes_flags=True)
+    train = add(
+        "train",
+        _train,
+        "Train by a recipe; further flags override its keys.",
+        usage="lze-trl train RECIPE [--accelerate_config NAME] [--any_key_of_a_recipe VALUE ...]",
+    )
     train.add_argument("recipe", metavar="RECIPE", help="a file under recipes/")
     train.add_argument(
         "--accelerate_config",
@@ -65,16 +65,25 @@ def build_parser() -> argparse.ArgumentParser:
     )
     for flag in LAUNCH_FLAGS:
         train.add_argument(f"--{flag}", metavar="VALUE", help="handed to `accelerate launch`")
-    add("demo", _demo, "Train a small model on this machine's CPU, from nothing, in minutes.", passes_flags=True)
+    add(
+        "demo",
+        _demo,
+        "Train a small model on this machine's CPU, from nothing, in minutes.",
+        usage="lze-trl demo [--any_key_of_a_recipe VALUE ...]",
+    )
     data = add("data", _data, "Read data sets as training would, and count duplicates and unreadable answers.")
     data.add_argument("references", metavar="DATASET", nargs="+", help="Hub id, Hub URL or local file")
     data.add_argument("--split", help="default: train, or the only one")
     data.add_argument("--config", help="configuration on the Hub")
     data.add_argument("--limit", type=int, help="number of rows to read")
     app = add("app", _app, "Look at runs in the browser.")
-    app.add_argument("runs", metavar="RUN", nargs="*", help="output folders of runs")
+    app.add_argument("runs", metavar="RUN", nargs="*", help="output folder of a run, or Hub id of its telemetry")
+    app.add_argument("--host", default="127.0.0.1", help="address to listen on; the app has no login")
+    app.add_argument("--port", type=int, help="port to listen on; default: the first free one from 7860 on")
     analyze = add("analyze", _analyze, "Tell from the logs of any TRL GRPO run what selection would have saved.")
     analyze.add_argument("run", metavar="RUN", help="output folder of the run")
+    analyze.add_argument("--selection_ratio", type=float, default=0.4, help="share of the groups to train on")
+    analyze.add_argument("--reward", help="reward that decides a pass; default: the first")
     report = add("report", _report, "Write the report of a run.")
     report.add_argument("run", metavar="RUN", help="output folder of the run")
     return parser
@@ -129,10 +138,11 @@ def find_accelerate_config(name: str) -> Path:
 
 def _train(namespace: argparse.Namespace, flags: list[str]):
     command, environment = launch_command(namespace, flags)
-    from .recipe import check_recipe
+    from .recipe import RecipeError, check_recipe
 
     # Before any process is started, so that a typing error is told once and at once
-    check_recipe(["--config", namespace.recipe, *flags])
+    with _told(RecipeError):
+        check_recipe(["--config", namespace.recipe, *flags])
     os.execve(command[0], command, {**os.environ, **environment})
 
 
@@ -140,52 +150,69 @@ def _train(namespace: argparse.Namespace, flags: list[str]):
 
 
 def _demo(namespace: argparse.Namespace, flags: list[str]):
-    # Everything is on this machine. The libraries read these when they are imported
+    # The libraries read these when they are imported. Everything is on this machine; and one thread, because on
+    # matrices this small, threads that wait for each other cost more than they save
     os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     from .demo import run_demo
+    from .recipe import RecipeError
 
-    run_demo(flags)
+    with _told(RecipeError):
+        run_demo(flags)
 
 
 def _data(namespace: argparse.Namespace, flags: list[str]):
+    from .datasets import DataError
     from .datasets.audit import audit, render
 
-    audits = audit(namespace.references, split=namespace.split, config=namespace.config, limit=namespace.limit)
+    with _told(DataError):
+        audits = audit(namespace.references, split=namespace.split, config=namespace.config, limit=namespace.limit)
     sys.stdout.write(f"{render(audits)}\n")
 
 
 def _app(namespace: argparse.Namespace, flags: list[str]):
     with _extra("app"):
+        from .telemetry import TelemetryError
         from .viewer import launch
-    launch(namespace.runs)
+    with _told(TelemetryError, OSError):
+        launch(namespace.runs, namespace.host, namespace.port)
 
 
 def _analyze(namespace: argparse.Namespace, flags: list[str]):
     with _extra("app"):
+        from .telemetry import TelemetryError
         from .telemetry.trl_logs import analyze
-    sys.stdout.write(f"{analyze(namespace.run)}\n")
+    with _told(TelemetryError, OSError):
+        analysis = analyze(namespace.run, selection_ratio=namespace.selection_ratio, reward=namespace.reward)
+    sys.stdout.write(f"{analysis}\n")
 
 
 def _report(namespace: argparse.Namespace, flags: list[str]):
     with _extra("app"):
         from .report import write_report
-    sys.stdout.write(f"{write_report(namespace.run)}\n")
+        from .telemetry import TelemetryError
+    with _told(TelemetryError, OSError):
+        sys.stdout.write(f"{write_report(namespace.run)}\n")
 
 
-class _extra:
-    """Tell which extra to install when an import inside fails."""
+@contextmanager
+def _told(*kinds: type[Exception]) -> Iterator[None]:
+    """Show these exceptions without a traceback: their message says what to do."""
+    try:
+        yield
+    except kinds as error:
+        raise CommandError(str(error)) from error
 
-    def __init__(self, name: str):
-        self.name = name
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, traceback: object):
-        if isinstance(error, ModuleNotFoundError):
-            raise CommandError(
-                f"This command needs `{error.name}`, which is not installed. Run `pip install 'lze-trl[{self.name}]'`."
-            ) from error
+@contextmanager
+def _extra(name: str) -> Iterator[None]:
+    """Tell which extra to install when an import fails."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise CommandError(
+            f"This command needs `{error.name}`, which is not installed. Run `pip install 'lze-trl[{name}]'`."
+        ) from error
 
 
 if __name__ == "__main__":

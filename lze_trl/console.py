@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 from transformers import ProgressCallback, TrainerControl, TrainerState, TrainingArguments
@@ -61,55 +62,60 @@ def _share(part: float, whole: float) -> str:
     return f"{part / whole:.1%}" if whole else "–"
 
 
-def summary_tables(savings: dict[str, float], accuracy: dict[str, float | None]) -> list[Table]:
+def summary_tables(savings: dict[str, float], accuracy: dict[str, float | None]) -> dict[str, Table]:
     """
-    Tables of what a run did and cost.
+    Tables of what a run did and cost, by their headings.
 
     Args:
         savings (`dict[str, float]`): Totals of the run, see [`~lze_trl.ledger.Ledger.summary`].
         accuracy (`dict[str, float | None]`): Held-out accuracy `before` and `after`; `None` where not measured.
     """
-    groups = Table(title="Groups", title_justify="left")
-    for column in ("", "groups", "completions"):
-        groups.add_column(column, justify="left" if not column else "right")
-    for label, name in (("rolled out", "rolled_out"), ("trained on", "trained"), ("saved by pruning", "pruned")):
-        groups.add_row(label, f"{savings[f'groups_{name}']:,.0f}", f"{savings[f'rows_{name}']:,.0f}")
-    trained = (_share(savings[f"{unit}_trained"], savings[f"{unit}_rolled_out"]) for unit in ("groups", "rows"))
-    groups.add_row("trained / rolled out", *trained)
-
-    cost = Table(title="Cost, against the same prompts without selection and pruning", title_justify="left")
-    for column in ("", "tokens", "FLOPs", "full data", "share", "seconds"):
-        cost.add_column(column, justify="left" if not column else "right")
-    total = full_total = 0.0
-    for name in ("rollout", "logprob", "update"):
-        flops, full = savings[f"{name}_flops"], savings[f"full_{name}_flops"]
-        total, full_total = total + flops, full_total + full
-        cost.add_row(
-            {"rollout": "rollout", "logprob": "log-probabilities", "update": "update"}[name],
-            count(savings[f"{name}_tokens"]),
-            count(flops),
-            count(full),
-            _share(flops, full),
-            f"{savings[f'{name}_seconds']:.1f}",
-        )
-    cost.add_row("together", "", count(total), count(full_total), _share(total, full_total), "", style="bold")
-    tables = [groups, cost]
-    if accuracy["before"] is not None or accuracy["after"] is not None:
-        result = Table(title="Sampled accuracy on held-out prompts", title_justify="left")
-        for column in ("before", "after", "gain"):
-            result.add_column(column, justify="right")
-        before, after = accuracy["before"], accuracy["after"]
+    tables = {
+        "Rollouts": _rollout_table(savings),
+        "Cost, and what the same passes over the data cost when nothing is selected or pruned": _cost_table(savings),
+    }
+    before, after = accuracy["before"], accuracy["after"]
+    if before is not None or after is not None:
+        table = _table("before", "after", "gain", first_justify="right")
         shown = [f"{value:.3f}" if value is not None else "–" for value in (before, after)]
-        gain = f"{after - before:+.3f}" if before is not None and after is not None else "–"
-        result.add_row(*shown, gain)
-        tables.append(result)
+        table.add_row(*shown, f"{after - before:+.3f}" if before is not None and after is not None else "–")
+        tables["Sampled accuracy on held-out prompts"] = table
     return tables
 
 
-def show_summary(savings: dict[str, float], accuracy: dict[str, float | None], files: dict[str, Path]):
+def _table(*columns: str, first_justify: str = "left") -> Table:
+    table = Table(box=SIMPLE, pad_edge=False)
+    for i, column in enumerate(columns):
+        table.add_column(column, justify=first_justify if i == 0 else "right")
+    return table
+
+
+def _rollout_table(savings: dict[str, float]) -> Table:
+    table = _table("", "groups", "completions")
+    for label, name in (("rolled out", "rolled_out"), ("trained on", "trained"), ("pruned", "pruned")):
+        table.add_row(label, f"{savings[f'groups_{name}']:,.0f}", f"{savings[f'rows_{name}']:,.0f}")
+    shares = (_share(savings[f"{unit}_trained"], savings[f"{unit}_rolled_out"]) for unit in ("groups", "rows"))
+    table.add_row("trained on / rolled out", *shares)
+    return table
+
+
+def _cost_table(savings: dict[str, float]) -> Table:
+    table = _table("", "tokens", "FLOPs", "full data", "share", "seconds")
+    total = full_total = 0.0
+    for label, name in (("rollout", "rollout"), ("log-probabilities", "logprob"), ("update", "update")):
+        flops, full = savings[f"{name}_flops"], savings[f"full_{name}_flops"]
+        total, full_total = total + flops, full_total + full
+        tokens, seconds = count(savings[f"{name}_tokens"]), f"{savings[f'{name}_seconds']:.1f}"
+        table.add_row(label, tokens, count(flops), count(full), _share(flops, full), seconds)
+    table.add_row("together", "", count(total), count(full_total), _share(total, full_total), "", style="bold")
+    return table
+
+
+def show_summary(savings: dict[str, float], accuracy: dict[str, float | None], files: dict[str, Path | str]):
     """Print the tables of a run, and where its files are."""
     console = Console(highlight=False)
-    for table in summary_tables(savings, accuracy):
+    for heading, table in summary_tables(savings, accuracy).items():
+        console.print(heading, style="bold")
         console.print(table)
     for label, path in files.items():
-        console.print(f"{label + ':':<14}{path}", soft_wrap=True, markup=False)
+        console.print(f"{label + ':':<11}{path}", soft_wrap=True, markup=False)

@@ -164,9 +164,7 @@ def warm_start(directory: Path, settings: WarmStart) -> bool:
 
 def _write_problems(path: Path, pairs: Sequence[tuple[int, int]]):
     names = ("no carry", "carry out of the ones", "carry out of the tens", "two carries")
-    rows = (
-        {"prompt": f"{a}+{b}=", "solution": str(a + b), "level": names[difficulty_class(a, b)]} for a, b in pairs
-    )
+    rows = ({"prompt": f"{a}+{b}=", "solution": str(a + b), "level": names[difficulty_class(a, b)]} for a, b in pairs)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 

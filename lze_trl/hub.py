@@ -6,7 +6,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub import HfApi, constants, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from .telemetry import MissingTelemetryError, TelemetryError, open_run
@@ -88,7 +88,9 @@ def _download(repo_id: str, repo_type: str, patterns: list[str]) -> Path:
     if not _HUB_ID.fullmatch(repo_id):
         raise FileNotFoundError(f"{neither}. Give the `output_dir` of a training, or an id such as `me/my-run`.")
     try:
-        return Path(snapshot_download(repo_id, repo_type=repo_type, allow_patterns=patterns))
+        # Into a folder of its own: the files of the shared cache are links, which readers of a run do not follow
+        folder = Path(constants.HF_HOME) / "lze_trl" / f"{repo_type}--{repo_id.replace('/', '--')}"
+        return Path(snapshot_download(repo_id, repo_type=repo_type, allow_patterns=patterns, local_dir=folder))
     except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError) as error:
         reason = str(error).splitlines()[0]
         raise FileNotFoundError(

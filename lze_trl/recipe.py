@@ -56,6 +56,9 @@ class LZEScriptArguments:
             Text added to every question.
         reward_funcs (`list[str]`, *optional*, defaults to `["accuracy"]`):
             Reward functions by name or dotted import path; their weights are `reward_weights`.
+        telemetry_repo (`str`, *optional*):
+            Id of a dataset repo on the Hub to upload telemetry, prompt state and report to at the end. Recorded
+            prompts and completions become as public as the repo. The model's own repo is `hub_model_id`.
     """
 
     datasets: list[str] = field(
@@ -95,6 +98,10 @@ class LZEScriptArguments:
     reward_funcs: list[str] = field(
         default_factory=lambda: ["accuracy"],
         metadata={"help": "Reward functions by name or dotted import path."},
+    )
+    telemetry_repo: str | None = field(
+        default=None,
+        metadata={"help": "Id of a dataset repo on the Hub to upload telemetry, prompt state and report to."},
     )
 
     def __post_init__(self):
@@ -183,7 +190,9 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
     except yaml.YAMLError as error:
         raise RecipeError(f"The recipe `{path}` is not valid YAML: {error}") from error
     if not isinstance(content, dict):
-        raise RecipeError(f"The recipe `{path}` must be a YAML mapping of keys to values, got {type(content).__name__}.")
+        raise RecipeError(
+            f"The recipe `{path}` must be a YAML mapping of keys to values, got {type(content).__name__}."
+        )
     return content
 
 

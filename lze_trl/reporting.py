@@ -1,5 +1,6 @@
 """What a generation batch tells: metrics for the log, records for the telemetry."""
 
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -37,7 +38,7 @@ def batch_metrics(groups: Groups, chosen: np.ndarray, state: PromptState, pass_i
         "hopeless_share": float((groups.pass_rates == 0.0).mean()),
         "replayed_share": float(groups.replayed.mean()),
         "forgotten": float((groups.replayed & (groups.pass_rates < 1.0)).sum()),
-        "pruned_prompts": float(state["pruned"].sum()),
+        "pruned_prompts": float(state.num_pruned),
         "seen_prompts": float(len(state)),
         "pass": float(max(pass_index, 0)),
     }
@@ -45,6 +46,23 @@ def batch_metrics(groups: Groups, chosen: np.ndarray, state: PromptState, pass_i
         metrics["selected_energy"] = float(groups.energies[chosen].mean())
         metrics["selected_pass_rate"] = float(groups.pass_rates[chosen].mean())
     return metrics
+
+
+class RepeatMonitor:
+    """
+    Share of the groups chosen in the last `window` generation batches whose prompt was chosen before in the window.
+
+    A selector that keeps training on the same few prompts shows here first.
+    """
+
+    def __init__(self, window: int = 16):
+        self._chosen: deque[np.ndarray] = deque(maxlen=window)
+
+    def update(self, prompt_ids: np.ndarray) -> float:
+        """Enter the prompts chosen in a batch; the share, 0 if nothing was chosen in the window."""
+        self._chosen.append(prompt_ids)
+        window = np.concatenate(self._chosen)
+        return 1.0 - len(np.unique(window)) / len(window) if len(window) else 0.0
 
 
 def _text(prompt: str | list[dict[str, Any]]) -> str:

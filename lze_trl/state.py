@@ -52,6 +52,7 @@ class PromptState:
     def __init__(self, settings: StateSettings | None = None, expected: int = 0):
         self.settings = settings or StateSettings()
         self.size = 0
+        self.num_pruned = 0
         capacity = max(expected, 16)
         self._arrays = {name: np.zeros(capacity, dtype=dtype) for name, dtype in _DTYPES.items()}
         self._slots = np.full(_slots_for(capacity), -1, dtype=np.int32)
@@ -145,9 +146,10 @@ class PromptState:
         state["streak"][rows] = streak
         if self.settings.prune:
             # A pruned prompt that fails its re-check has streak 0 and is active again
-            state["pruned"][rows] = np.where(
-                solved, state["pruned"][rows] | (streak >= self.settings.pruning_streak), False
-            )
+            before = state["pruned"][rows]
+            after = solved & (before | (streak >= self.settings.pruning_streak))
+            state["pruned"][rows] = after
+            self.num_pruned += int(after.sum()) - int(before.sum())
 
     def is_pruned(self, prompt_ids: np.ndarray) -> np.ndarray:
         """Whether each prompt is pruned, shape `(n,)`; False for one that was never visited."""
@@ -191,6 +193,7 @@ class PromptState:
         for name, array in tensors.items():
             loaded._arrays[name][: len(ids)] = array
         self.size, self._arrays, self._slots = loaded.size, loaded._arrays, loaded._slots
+        self.num_pruned = int(self["pruned"].sum())
 
     def _insert(self, prompt_ids: np.ndarray) -> np.ndarray:
         """Rows of distinct prompts, new ones appended in the order given."""

@@ -1,12 +1,13 @@
 """The main job: read a recipe, train, measure, save.
 
-    accelerate launch [--config_file accelerate_configs/zero3.yaml] -m lze_trl.train --config recipes/….yaml [--flag value]
+accelerate launch [--config_file accelerate_configs/zero3.yaml] -m lze_trl.train --config recipes/….yaml [--flag value]
 """
 
 import json
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ from .checkpoint import last_complete_checkpoint
 from .config import LZEGRPOConfig
 from .console import ReadableProgress, show_summary
 from .datasets import load_mixture
+from .hub import push_run
 from .recipe import LZEScriptArguments, RecipeError, parse_recipe
 from .rewards import get_reward
 from .trainer import LZEGRPOTrainer
@@ -186,11 +188,16 @@ def run(
 
     output_dir = Path(training_args.output_dir)
     trainer.save_model(training_args.output_dir)
+    savings = trainer.savings()
+    files = {"model": output_dir}
+    if trainer.is_world_process_zero():
+        files |= write_reports(output_dir, training_args.telemetry)
+        if script_args.telemetry_repo is not None:
+            files["telemetry"] = push_run(output_dir, script_args.telemetry_repo, training_args.hub_private_repo)
     if training_args.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.datasets)
-    savings = trainer.savings()
+        files["model"] = f"https://huggingface.co/{trainer.hub_model_id}"
     if trainer.is_world_process_zero():
-        files = {"model": output_dir} | write_reports(output_dir, training_args.telemetry)
         show_summary(savings, {"before": before, "after": after}, files)
     trainer.end()
     return {**savings, "accuracy_before": before, "accuracy_after": after}
@@ -206,12 +213,14 @@ def write_reports(run_dir: Path, telemetry: bool) -> dict[str, Path]:
     except ImportError as error:
         logger.info("No report was written (%s). Install it with `pip install 'lze-trl[app]'`.", error)
         return files
-    files["report"] = write_report(run_dir)
-    return files
+    report = write_report(run_dir)
+    return {**files, "report": report, "picture": report.with_name("summary.png")}
 
 
 def setup_logging(is_main: bool):
     """Readable lines from this package; from other processes only warnings."""
+    # TRL itself uses the name that transformers deprecates, so the reader can do nothing about it
+    warnings.filterwarnings("ignore", r".*gradient_checkpointing` is deprecated", FutureWarning)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("lze_trl").setLevel(logging.INFO if is_main else logging.WARNING)
 

@@ -5,6 +5,7 @@ import math
 import time
 from collections import defaultdict, deque
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
@@ -23,7 +24,7 @@ from .exchange import Completions, exchange
 from .generation_batch import GenerationBatch, filler_inputs
 from .groups import Groups
 from .identity import ID_COLUMN
-from .ledger import Ledger, account, token_cost
+from .ledger import Ledger, TokenCost, account, token_cost
 from .packing import (
     Geometry,
     Layout,
@@ -38,7 +39,7 @@ from .packing import (
 )
 from .planner import Plan, Planner
 from .pruning import PromptStream, Pruner, keyed_rng
-from .reporting import Recorder, batch_metrics
+from .reporting import Recorder, RepeatMonitor, batch_metrics
 from .rollout import Scored, gather_rollouts, local_loss_tokens, outcomes_of
 from .selectors import Selector, choose, make_selector, quota, ramped_ratio
 from .state import PromptState, StateSettings
@@ -134,6 +135,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         self._window_steps = 0  # micro-steps of this optimizer step that had rows
         self._sync_filler: dict[str, Any] | None = None
         self._recorder: Recorder | None = None
+        self._repeats = RepeatMonitor()
 
     def _build_memory(self):
         """State of the prompts, and what plans with it."""
@@ -449,6 +451,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         real, computed = padding_efficiency(
             batch.layout, batch.prompt_tokens, batch.completion_tokens, self.accelerator.process_index
         )
+        metrics["repeated_share"] = self._repeats.update(groups.prompt_ids[chosen_groups])
         if computed:
             metrics["padding_efficiency"] = real / computed
         for name, value in metrics.items():
@@ -456,8 +459,11 @@ class LZEGRPOTrainer(GRPOTrainer):
 
     def savings(self) -> dict[str, float]:
         """Totals of the run, with FLOPs and what full data would have cost; see [`Ledger`]."""
-        model = self.accelerator.unwrap_model(self.model)
-        return self.ledger.summary(token_cost(model, self.args.gradient_checkpointing))
+        return self.ledger.summary(self._token_cost)
+
+    @cached_property
+    def _token_cost(self) -> TokenCost:
+        return token_cost(self.accelerator.unwrap_model(self.model), self.args.gradient_checkpointing)
 
     def _record(self, plan: Plan, scored: Scored | None, groups: Groups | None, chosen_groups: np.ndarray):
         if self.args.telemetry:

@@ -66,9 +66,7 @@ class ServerPool:
         recovery_timeout (`float`): Seconds to wait for a server to return when none is left.
     """
 
-    def __init__(
-        self, urls: list[str], max_concurrent_requests: int, request_timeout: float, recovery_timeout: float
-    ):
+    def __init__(self, urls: list[str], max_concurrent_requests: int, request_timeout: float, recovery_timeout: float):
         if not urls or len(set(urls)) != len(urls):
             raise ValueError(f"`vllm_server_urls` must name at least one server, and each once, got {urls}.")
         self.members = [Member(VLLMServer(url, request_timeout)) for url in urls]
@@ -126,6 +124,7 @@ class ServerPool:
     async def _connect(self, http: httpx2.AsyncClient, identity: Identity, timeout: float):
         async def wait_for(member: Member):
             await self._retry(member, lambda: member.server.identify(http, identity))
+            member.problem = None
 
         tasks = {asyncio.create_task(wait_for(member)): member for member in self.members}
         try:

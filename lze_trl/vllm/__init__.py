@@ -1,0 +1,19 @@
+"""Generation by vLLM servers over plain HTTP, with weights synced through a file system and checked."""
+
+from .client import Completion, RequestRefused, ServerError, ServerMismatch
+from .generation import HTTPGeneration
+from .servers import ServerPool
+from .sync import SyncReport
+from .weights import export_weights
+
+
+__all__ = [
+    "Completion",
+    "HTTPGeneration",
+    "RequestRefused",
+    "ServerError",
+    "ServerMismatch",
+    "ServerPool",
+    "SyncReport",
+    "export_weights",
+]

@@ -1,0 +1,99 @@
+"""LoRA adapters, merged into the weights that are written, never into those that are trained."""
+
+from collections.abc import Iterator
+
+import torch
+from peft import LoraModel, PeftModel
+from peft.tuners import lora
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+from torch import nn
+from torch.func import functional_call
+
+
+def base_parameters(model: PeftModel) -> Iterator[tuple[str, nn.Parameter, lora.LoraLayer | None]]:
+    """
+    The parameters that the adapted model would have if its adapters were merged.
+
+    Args:
+        model ([`~peft.PeftModel`]): Model with LoRA adapters.
+
+    Yields:
+        `tuple[str, nn.Parameter, LoraLayer | None]`: Name in the base model, parameter, and the layer whose adapters
+        are to be merged into it, if any.
+
+    Raises:
+        `ValueError`: If the adapters are not plain LoRA.
+    """
+    if not isinstance(model.base_model, LoraModel):
+        raise ValueError(f"{_unsupported(type(model.base_model).__name__)} Use `LoraConfig`.")
+    adapted, skipped = {}, set()
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, (BaseTunerLayer, ModulesToSaveWrapper)):
+            names = [key for key, _ in module.named_parameters(remove_duplicate=False)]
+            kept = f"{_kept_module(name, module)}."
+            skipped |= {f"{name}.{key}" for key in names if not key.startswith(kept)}
+            if isinstance(module, lora.LoraLayer):
+                adapted[f"{name}.base_layer.weight"] = module
+        elif isinstance(module, AuxiliaryTrainingWrapper):
+            raise ValueError(f"{_unsupported(type(module).__name__)} Use `modules_to_save` for {name!r}.")
+    saved = {f".modules_to_save.{adapter}." for adapter in model.active_adapters} | {".original_module."}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name in skipped:
+            continue
+        base_name = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+        for part in saved:
+            base_name = base_name.replace(part, ".")
+        yield base_name, parameter, adapted.get(name)
+
+
+def adapter_parameters(layer: lora.LoraLayer) -> dict[str, nn.Parameter]:
+    """The parameters of the layer that [`merge`] needs besides the weight, by their names in the layer."""
+    return {name: parameter for name, parameter in layer.named_parameters() if not name.startswith("base_layer.")}
+
+
+def merge(layer: lora.LoraLayer, weight: torch.Tensor, parameters: dict[str, torch.Tensor]) -> torch.Tensor:
+    """
+    The weight of a layer with its active adapters merged, as a new tensor.
+
+    Args:
+        layer ([`~peft.tuners.lora.LoraLayer`]): Layer, whose own parameters may be sharded.
+        weight (`torch.Tensor`): Full weight of its base layer.
+        parameters (`dict[str, torch.Tensor]`): Full tensors of [`adapter_parameters`].
+
+    Returns:
+        `torch.Tensor` of the shape and type of `weight`.
+    """
+    tensors = {f"layer.{name}": tensor for name, tensor in parameters.items()}
+    held = layer.lora_A.keys() | layer.lora_embedding_A.keys()
+    for adapter in layer.active_adapters:
+        if adapter in held and adapter not in layer.merged_adapters:
+            weight = weight + functional_call(_Delta(layer), tensors, (adapter,)).to(weight.dtype)
+    return weight
+
+
+class _Delta(nn.Module):
+    """What an adapter adds to its layer, as a `forward` that `functional_call` can run on other tensors."""
+
+    def __init__(self, layer: lora.LoraLayer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, adapter: str) -> torch.Tensor:
+        return self.layer.get_delta_weight(adapter)
+
+
+def _kept_module(name: str, module: nn.Module) -> str:
+    """The child of a layer with adapters whose parameters are exported."""
+    if isinstance(module, ModulesToSaveWrapper):
+        return f"modules_to_save.{module.active_adapters[0]}" if module.active_adapters else "original_module"
+    if not isinstance(module, (lora.Linear, lora.Embedding)):
+        raise ValueError(f"{_unsupported(f'{type(module).__name__} at {name!r}')} Adapt linear and embedding layers.")
+    for adapter in module.active_adapters:
+        if adapter in module.lora_variant or module.lora_bias.get(adapter, False):
+            raise ValueError(f"{_unsupported(f'the LoRA variant of {name!r}')} Use plain LoRA, without DoRA or bias.")
+    return "base_layer"
+
+
+def _unsupported(what: str) -> str:
+    return f"Adapters of the kind {what} cannot be merged for a vLLM server over HTTP."
