@@ -220,7 +220,7 @@ class PromptState:
     def _reserve(self, size: int):
         capacity = len(self._arrays["prompt_ids"])
         if size > capacity:
-            capacity = max(size, capacity + capacity // 2)
+            capacity = max(size, capacity + capacity // 8)
             for name, array in self._arrays.items():
                 self._arrays[name] = np.concatenate([array, np.zeros(capacity - len(array), dtype=array.dtype)])
         if size > _MAX_LOAD * len(self._slots):

@@ -69,9 +69,9 @@ def test_errors_have_no_traceback(monkeypatch, arguments, message):
 
 
 def test_missing_extra_is_named():
-    with pytest.raises(cli.CommandError, match=r"needs `no_such_module`.*pip install 'lze-trl\[app\]'"):
-        with cli._extra("app"):
-            import no_such_module  # noqa: F401
+    message = r"needs `no_such_module`.*pip install 'lze-trl\[app\]'"
+    with pytest.raises(cli.CommandError, match=message), cli._extra("app"):
+        import no_such_module  # noqa: F401
 
 
 def test_commands_that_take_no_flags_refuse_them(capsys):

@@ -25,9 +25,11 @@ class WritableHandler(Handler):
 
     def do_POST(self):  # noqa: N802 - a name that the standard library asks for
         path = self.path.partition("?")[0]
-        if path != "/api/repos/create" and not path.endswith(("/preupload/main", "/commit/main")):
+        if path.endswith("/paths-info/main"):
             return self.do_GET()
         body = self.rfile.read(int(self.headers["Content-Length"]))
+        if path == "/api/validate-yaml":
+            return self.reply_json({"errors": [], "warnings": []})
         if path == "/api/repos/create":
             asked = json.loads(body)
             repository = f"{asked.get('organization') or 'me'}/{asked['name']}"
@@ -50,7 +52,8 @@ class WritableHandler(Handler):
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_bytes(base64.b64decode(entry["value"]["content"]))
         self.server.tokens.add(self.headers.get("Authorization"))
-        return self.reply_json({"commitUrl": "http://localhost/commit", "commitOid": COMMIT, "success": True})
+        url = f"http://{self.headers['Host']}/datasets/{repository}/commit/{COMMIT}"
+        return self.reply_json({"commitUrl": url, "commitOid": COMMIT, "success": True})
 
 
 @contextmanager

@@ -142,7 +142,9 @@ def test_bad_flags(recipe, flags, message):
 
 def test_unknown_recipe_names_near_ones(monkeypatch):
     monkeypatch.chdir(ROOT)
-    with pytest.raises(RecipeError, match=r"There is no recipe `recipes/demo/lzee\.yaml`\. Did you mean `recipes/demo"):
+    with pytest.raises(
+        RecipeError, match=r"There is no recipe `recipes/demo/lzee\.yaml`\. Did you mean `recipes/demo"
+    ):
         parse_recipe(["--config", "recipes/demo/lzee.yaml"])
 
 

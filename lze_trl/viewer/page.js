@@ -1,9 +1,9 @@
 // Keeps the address in step with the controls, and shows values under the pointer.
 (() => {
-  const names = ["view", "run", "state", "q", "sort", "page", "prompt", "runs", "axis", "metric"];
-  const defaults = { view: "Overview", state: "all", q: "", sort: "-energy", page: 1, prompt: "", axis: "step", metric: "pass_rate" };
+  const names = ["tab", "run", "state", "q", "sort", "at", "prompt", "runs", "axis", "metric"];
+  const defaults = { tab: "Overview", state: "all", q: "", sort: "-energy", at: 1, prompt: "", axis: "step", metric: "pass_rate" };
 
-  const only = { Overview: ["view", "run"], Prompts: ["view", "run", "state", "q", "sort", "page", "prompt"], Compare: ["view", "runs", "axis", "metric"] };
+  const only = { Overview: ["tab", "run"], Prompts: ["tab", "run", "state", "q", "sort", "at", "prompt"], Compare: ["tab", "runs", "axis", "metric"] };
 
   window.lzeWriteAddress = (values) => {
     const address = new URL(window.location);

@@ -27,14 +27,14 @@ _SORTS = [
     ("most often trained on", "-times_selected"),
     ("latest visit", "-last_step"),
 ]
-# Parameters of the address, in the order of the controls
-_PARAMETERS = ("view", "run", "state", "q", "sort", "page", "prompt", "runs", "axis", "metric")
+# Parameters of the address, in the order of the controls; `view` and `page` are taken by Gradio
+_PARAMETERS = ("tab", "run", "state", "q", "sort", "at", "prompt", "runs", "axis", "metric")
 _DEFAULTS: dict[str, Any] = {
-    "view": VIEWS[0],
+    "tab": VIEWS[0],
     "state": "all",
     "q": "",
     "sort": "-energy",
-    "page": 1,
+    "at": 1,
     "prompt": "",
     "axis": "step",
     "metric": "pass_rate",
@@ -212,7 +212,7 @@ class _Page:
         given = dict(request.query_params)
         ids = self.book.ids
         allowed = {
-            "view": VIEWS,
+            "tab": VIEWS,
             "run": ids,
             "state": [value for _, value in _STATES],
             "sort": [value for _, value in _SORTS],
@@ -224,7 +224,7 @@ class _Page:
             if given.get(name) in choices:
                 values[name] = given[name]
         values["q"] = given.get("q", "")
-        values["page"] = int(given["page"]) if given.get("page", "").isdecimal() else 1
+        values["at"] = int(given["at"]) if given.get("at", "").isdecimal() else 1
         values["prompt"] = given.get("prompt", "")
         if "runs" in given:
             values["runs"] = [id for id in given["runs"].split(",") if id in ids]
@@ -242,13 +242,13 @@ class _Page:
 
     def _follow(self, seen: Any, *values: Any) -> Any:
         given = dict(zip(_PARAMETERS, values, strict=True))
-        if seen is not None and self._version(given["view"], given["run"], given["runs"]) == seen:
+        if seen is not None and self._version(given["tab"], given["run"], given["runs"]) == seen:
             return [gr.skip()] * 9
         return self._show(*values)
 
     def _show(self, *values: Any) -> list[Any]:
         given = dict(zip(_PARAMETERS, values, strict=True))
-        view = given["view"] if given["view"] in VIEWS else VIEWS[0]
+        view = given["tab"] if given["tab"] in VIEWS else VIEWS[0]
         version = self._version(view, given["run"], given["runs"])
         main, detail, pages = "", "", 1
         try:
@@ -269,7 +269,7 @@ class _Page:
             gr.update(visible=view == "Prompts"),
             gr.update(visible=view == "Compare"),
             gr.update(visible=view == "Prompts" and pages > 1),
-            pages if view == "Prompts" and (given["page"] or 1) > pages else gr.skip(),
+            pages if view == "Prompts" and (given["at"] or 1) > pages else gr.skip(),
             gr.update(visible=view != "Compare"),
             version,
         ]
@@ -279,7 +279,7 @@ class _Page:
         state = given["state"] if given["state"] in views.STATE_LABELS else "all"
         sort = given["sort"] if str(given["sort"]).lstrip("-") in SORT_COLUMNS else "-energy"
         chosen = str(given["prompt"] or "")
-        page = int(given["page"] or 1) - 1
+        page = int(given["at"] or 1) - 1
         table, pages = views.prompt_table(run, state, str(given["q"] or ""), sort, page, chosen)
         return table, views.prompt_detail(run, chosen), pages
 

@@ -164,7 +164,7 @@ def test_search_filter_sort_and_open_a_prompt(page, address, runs):
 
 
 def test_pages_of_the_table(page, address, runs):
-    open_page(page, address, view="Prompts")
+    open_page(page, address, tab="Prompts")
     assert rows(page) == 25
     first = page.locator("[data-prompt]").first.get_attribute("data-prompt")
     page.get_by_role("button", name="Next →").click()
@@ -175,7 +175,7 @@ def test_pages_of_the_table(page, address, runs):
 
 
 def test_compare_shows_seeds_as_one_band(page, address):
-    open_page(page, address, view="Compare")
+    open_page(page, address, tab="Compare")
     assert page.locator("#lze-main .lze-legend").inner_text().split("\n") == ["lze-a (2 seeds)", "full"]
     assert page.locator("#lze-main .lze-band").count() == 1
     page.get_by_role("radio", name="FLOPs").check()
@@ -198,7 +198,7 @@ def test_text_of_a_run_is_shown_never_interpreted(page, tmp_path):
     writer.close()
     with serve(tmp_path / "nasty") as address:
         open_page(page, address)
-        open_page(page, address, view="Prompts", q=NASTY)
+        open_page(page, address, tab="Prompts", q=NASTY)
         assert page.locator("[data-prompt]").first.inner_text() == NASTY
         page.locator("[data-prompt]").first.click()
         page.wait_for_selector("#lze-detail .lze-completion")
@@ -230,8 +230,8 @@ def test_states_without_data_are_worded(page, runs, tmp_path):
             open_page(page, address, run=name)
             wait_for(lambda words=words: words in page.locator("#lze-main").inner_text())
             assert "Traceback" not in page.content()
-        open_page(page, address, run="nobody", view="Nothing", page="-3", sort="1; DROP TABLE groups")
-        open_page(page, address, view="Compare")
+        open_page(page, address, run="nobody", tab="Nothing", at="-3", sort="1; DROP TABLE groups")
+        open_page(page, address, tab="Compare")
         # A run that begins while the page is open appears
         open_page(page, address, run="empty")
         record_synthetic_run(tmp_path / "empty", SyntheticTraining(num_prompts=20, groups_per_batch=8), 3)
@@ -240,7 +240,7 @@ def test_states_without_data_are_worded(page, runs, tmp_path):
 
 def test_unknown_prompt_is_worded(page, address):
     for prompt in ("1", "x", "99999999999999999999"):
-        open_page(page, address, view="Prompts", prompt=prompt)
+        open_page(page, address, tab="Prompts", prompt=prompt)
         wait_for(lambda: "This run has no such prompt" in page.locator("#lze-detail").inner_text())
 
 
@@ -262,7 +262,7 @@ def test_readable_on_a_phone_and_in_the_dark(browser, address):
     context = browser.new_context(viewport={"width": 390, "height": 844}, color_scheme="dark")
     page = context.new_page()
     for view in ("Overview", "Prompts", "Compare"):
-        open_page(page, address, view=view, __theme="dark")
+        open_page(page, address, tab=view, __theme="dark")
         page.wait_for_timeout(500)
         assert page.evaluate("document.documentElement.scrollWidth") <= 390
         ink, card = page.evaluate("""() => {
