@@ -108,7 +108,7 @@ class PromptState:
             ValueError: If a prompt has two groups in the batch.
         """
         ids = rollouts.prompt_ids
-        if len(np.unique(ids)) != len(ids):
+        if _has_duplicates(ids):
             raise ValueError(
                 "A prompt has more than one group in the generation batch, so its state would be ambiguous. Give each "
                 "row its own `prompt_id`, or remove the duplicates from the dataset."
@@ -186,14 +186,14 @@ class PromptState:
                     f"of shape {array.shape}."
                 )
         ids = tensors["prompt_ids"]
-        if len(np.unique(ids)) != len(ids):
+        if _has_duplicates(ids):
             raise ValueError("The prompt state holds a prompt twice. The file is damaged; use another checkpoint.")
-        loaded = PromptState(self.settings, expected=max(len(ids), len(self._arrays["prompt_ids"])))
-        loaded._insert(ids)
+        capacity = max(len(ids), len(self._arrays["prompt_ids"]))
+        self.size = len(ids)
         for name, array in tensors.items():
-            loaded._arrays[name][: len(ids)] = array
-        self.size, self._arrays, self._slots = loaded.size, loaded._arrays, loaded._slots
+            self._arrays[name] = np.concatenate([array, np.zeros(capacity - len(ids), dtype=array.dtype)])
         self.num_pruned = int(self["pruned"].sum())
+        self._rebuild(_slots_for(capacity))
 
     def _insert(self, prompt_ids: np.ndarray) -> np.ndarray:
         """Rows of distinct prompts, new ones appended in the order given."""
@@ -217,6 +217,20 @@ class PromptState:
             lost = self._slots[slots] != rows
             rows, slots = rows[lost], (slots[lost] + 1) % len(self._slots)
 
+    def _rebuild(self, num_slots: int):
+        """
+        Index all rows anew. In the order of their first slots, linear probing puts row i into the first slot at or
+        after its own that rows before it have left: i + max over j ≤ i of (home_j − j).
+        """
+        self._slots = np.full(num_slots, -1, dtype=np.int32)
+        home = _home(self["prompt_ids"], num_slots)
+        rows = np.argsort(home)
+        count = np.arange(self.size)
+        slots = count + np.maximum.accumulate(home[rows] - count)
+        fits = slots < num_slots
+        self._slots[slots[fits]] = rows[fits]
+        self._index(rows[~fits])  # those that wrap around
+
     def _reserve(self, size: int):
         capacity = len(self._arrays["prompt_ids"])
         if size > capacity:
@@ -224,8 +238,12 @@ class PromptState:
             for name, array in self._arrays.items():
                 self._arrays[name] = np.concatenate([array, np.zeros(capacity - len(array), dtype=array.dtype)])
         if size > _MAX_LOAD * len(self._slots):
-            self._slots = np.full(_slots_for(capacity), -1, dtype=np.int32)
-            self._index(np.arange(self.size))
+            self._rebuild(_slots_for(capacity))
+
+
+def _has_duplicates(prompt_ids: np.ndarray) -> bool:
+    ordered = np.sort(prompt_ids)
+    return bool((ordered[1:] == ordered[:-1]).any())
 
 
 def _slots_for(capacity: int) -> int:

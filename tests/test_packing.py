@@ -1,10 +1,11 @@
 """Packing: where a row is computed never changes what it weighs."""
 
+import itertools
 import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lze_trl.packing import (
@@ -28,9 +29,7 @@ from lze_trl.pruning import keyed_rng
 
 def rows_of(layout: Layout) -> list[list[list[int]] | None]:
     """Rows of each micro-step by process, fillers as −1."""
-    return [
-        None if batch is None else np.where(batch.filler, -1, batch.rows).tolist() for batch in layout.micro_steps
-    ]
+    return [None if batch is None else np.where(batch.filler, -1, batch.rows).tolist() for batch in layout.micro_steps]
 
 
 # ---- Goldens ----
@@ -250,7 +249,7 @@ def test_packed_rows_are_sorted_by_length(batch):
     layout = pack(prompts, completions, reference.chunk, geometry)
     for start in range(0, geometry.steps_per_generation, geometry.chunk_steps):
         window = [m for m in layout.micro_steps[start : start + geometry.chunk_steps] if m is not None]
-        for longer, shorter in zip(window[:-1], window[1:], strict=True):
+        for longer, shorter in itertools.pairwise(window):
             assert completions[longer.rows].min() >= completions[shorter.rows].max()
 
 
@@ -322,6 +321,7 @@ LOSSES = [*ROW_MEAN_LOSSES, *MICRO_BATCH_TOKEN_LOSSES, *BATCH_TOKEN_LOSSES]
 
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("loss_type", LOSSES)
+@settings(max_examples=40)
 @given(batches())
 def test_the_layout_does_not_change_what_a_chosen_row_weighs(loss_type, name, batch):
     geometry, prompts, loss_tokens, reference = batch
@@ -335,6 +335,7 @@ def test_the_layout_does_not_change_what_a_chosen_row_weighs(loss_type, name, ba
 
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("loss_type", LOSSES)
+@settings(max_examples=40)
 @given(geometries(budget=True), st.integers(0, 2**16), st.data())
 def test_dropping_rows_does_not_change_what_the_others_weigh(loss_type, name, geometry, seed, data):
     # loss_normalizer="all": the weights are those of the full batch as TRL lays it out

@@ -178,7 +178,9 @@ def agree(state: PromptState, records: dict[int, dict]):
     assert len(state) == len(records)
     for prompt, expected in records.items():
         assert record(state, prompt) == pytest.approx(expected, rel=1e-5, abs=1e-6)
-    assert state.pruned_ids().tolist() == sorted(p for p, values in records.items() if values["pruned"])
+    pruned = sorted(prompt for prompt, values in records.items() if values["pruned"])
+    assert state.pruned_ids().tolist() == pruned
+    assert state.num_pruned == len(pruned)
 
 
 @settings(max_examples=60)
@@ -248,7 +250,7 @@ def test_at_most_48_bytes_a_prompt_when_their_number_was_not_known():
 
 def test_an_update_costs_the_batch_and_not_the_dataset():
     def peak(state: PromptState) -> int:
-        batch = rollouts({prompt: HALF for prompt in range(3)})
+        batch = rollouts(dict.fromkeys(range(3), HALF))
         state.visit(batch, 1)
         tracemalloc.start()
         try:

@@ -1,15 +1,12 @@
 // Keeps the address in step with the controls, and shows values under the pointer.
 (() => {
-  const names = ["tab", "run", "state", "q", "sort", "at", "prompt", "runs", "axis", "metric"];
-  const defaults = { tab: "Overview", state: "all", q: "", sort: "-energy", at: 1, prompt: "", axis: "step", metric: "pass_rate" };
-
-  const only = { Overview: ["tab", "run"], Prompts: ["tab", "run", "state", "q", "sort", "at", "prompt"], Compare: ["tab", "runs", "axis", "metric"] };
+  const { names, defaults, shown } = ADDRESS;
 
   window.lzeWriteAddress = (values) => {
     const address = new URL(window.location);
     names.forEach((name, i) => {
       const value = Array.isArray(values[i]) ? values[i].join(",") : values[i];
-      if (!only[values[0]].includes(name) || value === null || value === undefined || value === defaults[name]) address.searchParams.delete(name);
+      if (!shown[values[0]].includes(name) || value === null || value === undefined || value === defaults[name]) address.searchParams.delete(name);
       else address.searchParams.set(name, value);
     });
     window.history.replaceState(null, "", address);

@@ -1,6 +1,7 @@
 """The app: one page with three views, its state in the address, following the runs while they train."""
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,12 @@ _DEFAULTS: dict[str, Any] = {
     "prompt": "",
     "axis": "step",
     "metric": "pass_rate",
+}
+
+_SHOWN_PARAMETERS = {
+    "Overview": ("tab", "run"),
+    "Prompts": ("tab", "run", "state", "q", "sort", "at", "prompt"),
+    "Compare": ("tab", "runs", "axis", "metric"),
 }
 
 
@@ -85,7 +92,7 @@ def launch(
             font_mono=["ui-monospace", "monospace"],
         ),
         # Not as `css`, which Gradio rewrites, so that the rules for light and dark would not apply
-        head=f"<style>{_asset('style.css')}{_asset('page.css')}</style><script>{_asset('page.js')}</script>",
+        head=f"<style>{_asset('style.css')}{_asset('page.css')}</style><script>{_script()}</script>",
         allowed_paths=[],
         show_error=False,
         footer_links=[],
@@ -93,6 +100,11 @@ def launch(
         quiet=prevent_thread_lock,
     )
     return app
+
+
+def _script() -> str:
+    address = {"names": _PARAMETERS, "defaults": _DEFAULTS, "shown": _SHOWN_PARAMETERS}
+    return _asset("page.js").replace("ADDRESS", json.dumps(address), 1)
 
 
 def _asset(name: str) -> str:

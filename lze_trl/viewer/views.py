@@ -230,7 +230,9 @@ def prompt_detail(run: Run, chosen: str) -> str:
         "momentum m": number(row["momentum"]),
         "prompt id": prompt_id,
     }
-    items = "".join(f"<div><dt>{escape(str(k))}</dt><dd>{escape(str(v))}</dd></div>" for k, v in facts.items())
+    items = "".join(
+        f"<div><dt>{escape(str(k))}</dt><dd>{escape(str(v))}</dd></div>" for k, v in facts.items() if v is not None
+    )
     text = row["text"] if isinstance(row["text"], str) else "The text of this prompt is not recorded."
     return (
         f'<div class="lze-detail"><h3>{_state(row["state"])} Prompt</h3><pre class="lze-text">{escape(text)}</pre>'

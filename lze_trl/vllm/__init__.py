@@ -1,6 +1,6 @@
 """Generation by vLLM servers over plain HTTP, with weights synced through a file system and checked."""
 
-from .client import Completion, RequestRefused, ServerError, ServerMismatch
+from .client import Completion, RequestRefusedError, ServerError, ServerMismatchError
 from .generation import HTTPGeneration
 from .servers import ServerPool
 from .sync import SyncReport
@@ -10,9 +10,9 @@ from .weights import export_weights
 __all__ = [
     "Completion",
     "HTTPGeneration",
-    "RequestRefused",
+    "RequestRefusedError",
     "ServerError",
-    "ServerMismatch",
+    "ServerMismatchError",
     "ServerPool",
     "SyncReport",
     "export_weights",

@@ -22,11 +22,11 @@ class ServerError(RuntimeError):
     """A server failed, or answered with something that is no answer. Another server, or this one later, may do better."""
 
 
-class RequestRefused(ValueError):
+class RequestRefusedError(ValueError):
     """A server understood a request and refused it. Asking again does not help."""
 
 
-class ServerMismatch(ValueError):
+class ServerMismatchError(ValueError):
     """A server is not the one that the trainer needs: another model, tokenizer or weights."""
 
 
@@ -130,12 +130,12 @@ class VLLMServer:
         if response.status_code in (408, 429) or response.status_code >= 500:
             raise ServerError(f"{where} answered {response.status_code}: {_text(response)}")
         if response.status_code == 404 and path != "/v1/completions":
-            raise ServerMismatch(
+            raise ServerMismatchError(
                 f"{where} answered 404: {_text(response)}. Start the server as vLLM's OpenAI API server, version 0.32 or "
                 "later, with the variable VLLM_SERVER_DEV_MODE=1, which makes it serve weight reloading."
             )
         if response.status_code >= 400:
-            raise RequestRefused(f"{where} answered {response.status_code}: {_text(response)}")
+            raise RequestRefusedError(f"{where} answered {response.status_code}: {_text(response)}")
         if not response.content:
             return {}
         try:
@@ -149,7 +149,7 @@ class VLLMServer:
 
         Raises:
             [`ServerError`]: If the server is not up.
-            [`ServerMismatch`]: If model, tokenizer or context length are not those of the trainer.
+            [`ServerMismatchError`]: If model, tokenizer or context length are not those of the trainer.
         """
         await self._request(http, "GET", "/health")
         models = (await self._request(http, "GET", "/v1/models"))["data"]
@@ -160,7 +160,7 @@ class VLLMServer:
         self.dtype, self.logprobs_mode = config["dtype"].removeprefix("torch."), config["logprobs_mode"]
         serves = f"The vLLM server {self.url}, which serves {self.model!r},"
         if self.max_model_len < identity.context_length:
-            raise ServerMismatch(
+            raise ServerMismatchError(
                 f"{serves} has a context of {self.max_model_len} tokens, and prompt and completion take up to "
                 f"{identity.context_length}. Start it with a larger `--max-model-len`, or lower "
                 "`max_completion_length`."
@@ -168,13 +168,13 @@ class VLLMServer:
         body = {"model": self.model, "prompt": identity.text, "add_special_tokens": False}
         tokens = (await self._request(http, "POST", "/tokenize", json=body))["tokens"]
         if tokens != identity.token_ids:
-            raise ServerMismatch(
+            raise ServerMismatchError(
                 f"{serves} has another tokenizer: {identity.text!r} is {_short(tokens)} there and "
                 f"{_short(identity.token_ids)} in the trainer. Start it with the model that is trained."
             )
         for token, known in ((identity.last_token_id, True), (identity.last_token_id + 1, False)):
             if await self._knows(http, token) != known:
-                raise ServerMismatch(
+                raise ServerMismatchError(
                     f"{serves} has another vocabulary: its model {'does not know' if known else 'knows'} token {token}, "
                     f"and the trainer's last token is {identity.last_token_id}. Start it with the model that is trained."
                 )
@@ -183,7 +183,7 @@ class VLLMServer:
         body = {"model": self.model, "prompt": [token], "max_tokens": 1}
         try:
             await self._request(http, "POST", "/v1/completions", json=body)
-        except RequestRefused:
+        except RequestRefusedError:
             return False
         return True
 
@@ -202,7 +202,7 @@ class VLLMServer:
 
         Raises:
             [`ServerError`]: If the server failed or its answer is incomplete.
-            [`RequestRefused`]: If the server refused the request.
+            [`RequestRefusedError`]: If the server refused the request.
         """
         body = body | {"model": self.model, "logprobs": 0, "return_token_ids": True}
         if body["temperature"] == 0:
@@ -237,7 +237,7 @@ class VLLMServer:
 
         Raises:
             [`ServerError`]: If the server is not up or failed.
-            [`ServerMismatch`]: If it cannot load the weights, or computes other log-probs than the trainer with them.
+            [`ServerMismatchError`]: If it cannot load the weights, or computes other log-probs than the trainer with them.
         """
         if (await self._request(http, "GET", "/weight_info"))["weight_version"] == snapshot.version:
             return
@@ -252,7 +252,7 @@ class VLLMServer:
             await self._request(http, "POST", "/collective_rpc", json=body)
         except ServerError as error:
             await self._request(http, "GET", "/health")  # a server that has died answers no better
-            raise ServerMismatch(
+            raise ServerMismatchError(
                 f"The vLLM server {self.url} could not load the weights in {directory}: {error}. Make sure that it was "
                 "started with the model that is trained, and that it can read the directory: `vllm_sync_dir` must be on "
                 "a file system that trainer and servers share."
@@ -269,7 +269,7 @@ class VLLMServer:
         gaps = [abs(theirs - ours) for theirs, ours in zip(logprobs, snapshot.reference, strict=True)]
         difference = Difference(mean=sum(gaps) / len(gaps), max=max(gaps))
         if not difference.mean <= snapshot.tolerance:  # also when it is not a number
-            raise ServerMismatch(
+            raise ServerMismatchError(
                 f"After a weight sync, the log-probs of the vLLM server {self.url} differ from the trainer's by "
                 f"{difference.mean:.2e} nats on average (at most {difference.max:.2e}) over {len(gaps)} probe tokens, and "
                 f"`vllm_sync_tolerance` is {snapshot.tolerance:g}. Look at: whether it serves the model that is trained "

@@ -98,7 +98,7 @@ class HTTPGeneration:
 
     Raises:
         `ConnectionError`: If a server is not up in time.
-        [`ServerMismatch`]: If a server has another model, tokenizer or context length.
+        [`ServerMismatchError`]: If a server has another model, tokenizer or context length.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class HTTPGeneration:
         Collective: every process must call it. A server that is down gets the weights when it returns.
 
         Raises:
-            [`ServerMismatch`]: If a server does not compute the trainer's log-probs.
+            [`ServerMismatchError`]: If a server does not compute the trainer's log-probs.
             `ConnectionError`: If no server is left and none returns in time.
             `OSError`: If the weights cannot be written.
         """

@@ -87,7 +87,7 @@ class ServerPool:
 
         Raises:
             `ConnectionError`: If a server is not up in time.
-            [`ServerMismatch`]: If a server has another model, tokenizer or context length.
+            [`ServerMismatchError`]: If a server has another model, tokenizer or context length.
         """
         _run(self._connect, identity, timeout)
 
@@ -100,7 +100,7 @@ class ServerPool:
 
         Raises:
             `ConnectionError`: If no server is up within the recovery timeout.
-            [`ServerMismatch`]: If a server does not compute the trainer's log-probs with them.
+            [`ServerMismatchError`]: If a server does not compute the trainer's log-probs with them.
         """
         self.snapshot = snapshot
         _run(self._load)
@@ -113,7 +113,7 @@ class ServerPool:
         Raises:
             `ConnectionError`: If no server is left and none returns within the recovery timeout.
             [`ServerError`]: If one request fails again and again.
-            [`RequestRefused`]: If a server refuses a request.
+            [`RequestRefusedError`]: If a server refuses a request.
         """
         if self.snapshot is None:
             raise RuntimeError("No weights were synced yet: call `load` before `complete`.")
