@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import safetensors.numpy
+import xxhash
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -34,16 +35,29 @@ def save(directory: str | Path, name: str, tensors: dict[str, np.ndarray], meta:
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     shapes = {key: [str(array.dtype), list(array.shape)] for key, array in tensors.items()}
-    description = {"format": _FORMAT, "schema_version": SCHEMA_VERSION, "arrays": shapes, **meta}
-    _replace(directory / f"{name}.safetensors", lambda path: save_file(tensors, path))
-    _replace(directory / f"{name}.json", lambda path: Path(path).write_text(json.dumps(description, indent=2)))
+    # safetensors writes the memory of an array as it lies there
+    data = safetensors.numpy.save({key: np.asarray(array, order="C") for key, array in tensors.items()})
+    description = {
+        "format": _FORMAT,
+        "schema_version": SCHEMA_VERSION,
+        "arrays": shapes,
+        "checksum": _checksum(data),
+        **meta,
+    }
+    text = json.dumps(description, indent=2).encode()
+    _replace(directory / f"{name}.safetensors", data)
+    _replace(directory / f"{name}.json", text)
 
 
-def _replace(target: Path, write):
+def _checksum(data: bytes) -> str:
+    return xxhash.xxh64(data).hexdigest()
+
+
+def _replace(target: Path, data: bytes):
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     os.close(handle)
     try:
-        write(temporary)
+        Path(temporary).write_bytes(data)
         os.chmod(temporary, 0o644)
         os.replace(temporary, target)
     finally:
@@ -78,12 +92,13 @@ def load(directory: str | Path, name: str) -> tuple[dict[str, np.ndarray], dict[
             f"`{directory / name}.json` has schema version {meta.get('schema_version')}, and this lze_trl reads version "
             f"{SCHEMA_VERSION}. Upgrade lze_trl, or use a checkpoint of this version."
         )
+    data = (directory / f"{name}.safetensors").read_bytes()
     try:
-        tensors = load_file(directory / f"{name}.safetensors")
+        tensors = safetensors.numpy.load(data)
     except SafetensorError as error:
         raise ValueError(f"`{directory / name}.safetensors` is damaged ({error}). Use another checkpoint.") from error
     shapes = {key: [str(array.dtype), list(array.shape)] for key, array in tensors.items()}
-    if shapes != meta.get("arrays"):
+    if shapes != meta.get("arrays") or _checksum(data) != meta.get("checksum"):
         raise ValueError(
             f"`{directory / name}.safetensors` does not fit its description in `{name}.json`: the files belong to "
             "different checkpoints. Use another checkpoint."
@@ -115,6 +130,8 @@ def is_complete(checkpoint: str | Path) -> bool:
         load(checkpoint, STATE_NAME)
     except (OSError, ValueError):
         return False
+    if not isinstance(state, dict):
+        return False
     return f"{PREFIX_CHECKPOINT_DIR}-{state.get('global_step')}" == Path(checkpoint).name
 
 
@@ -137,18 +154,18 @@ def last_complete_checkpoint(run_dir: str | Path) -> str | None:
 
 def find_state(directory: str | Path) -> Path:
     """
-    Folder with the prompt state of a run: the run itself once it has ended, else its last complete checkpoint.
+    Folder with the newest prompt state of a run: the run itself once it has ended, or its last complete checkpoint.
 
     Raises:
         FileNotFoundError: If there is none.
     """
     directory = Path(directory)
-    if (directory / f"{STATE_NAME}.json").is_file():
-        return directory
-    checkpoint = last_complete_checkpoint(directory)
-    if checkpoint is None:
+    candidates = [directory, last_complete_checkpoint(directory)]
+    found = [Path(path) for path in candidates if path is not None and (Path(path) / f"{STATE_NAME}.json").is_file()]
+    if not found:
         raise FileNotFoundError(
             f"`{directory}` holds no prompt state: neither `{STATE_NAME}.json` nor a complete checkpoint. Name a run of "
             "`LZEGRPOTrainer` or one of its checkpoints."
         )
-    return Path(checkpoint)
+    # A run that has ended may have been continued, and killed, since
+    return max(found, key=lambda path: json.loads((path / f"{STATE_NAME}.json").read_text())["global_step"])

@@ -23,8 +23,8 @@ class LZEGRPOConfig(GRPOConfig):
 
         selector (`str`, *optional*, defaults to `"energy"`):
             How groups are ranked: `"energy"` (Learning-Zone Energy with Gumbel noise), `"variance"` (outcome
-            uncertainty alone), `"midpoint"` (−|p − 0.5|), `"random"`, `"all"`, or `"zero_variance"` (every group that
-            is not dead). A selector object passed to the trainer wins.
+            uncertainty alone), `"midpoint"` (−|p − 0.5|), `"random"`, `"all"`, or `"zero_variance"` (every group whose
+            total rewards differ). A selector object passed to the trainer wins.
         selection_ratio (`float`, *optional*, defaults to `0.4`):
             ρ, the share of the groups of a generation batch to train on, in (0, 1]. Dead groups never fill the quota.
             Ignored by the selectors `"all"` and `"zero_variance"`.

@@ -45,12 +45,20 @@ def outcome_uncertainty(outcomes: np.ndarray, group: np.ndarray, num_groups: int
     """
     mean = group_mean(outcomes, group, num_groups)
     uncertainty = 4.0 * group_mean((outcomes - mean[group]) ** 2, group, num_groups)
-    # Equal outcomes are found by comparison: a sum of rounding errors is not zero
-    scored = ~np.isnan(outcomes)
+    return np.where(differ(outcomes, group, num_groups), np.minimum(uncertainty, 1.0), 0.0)
+
+
+def differ(values: np.ndarray, group: np.ndarray, num_groups: int) -> np.ndarray:
+    """
+    Whether the values of each group differ, shape `(P,)`, bool; NaN is left out.
+
+    Equal values are found by comparison: a variance that is a sum of rounding errors is not zero.
+    """
+    scored = ~np.isnan(values)
     lowest, highest = np.full(num_groups, np.inf), np.full(num_groups, -np.inf)
-    np.minimum.at(lowest, group[scored], outcomes[scored])
-    np.maximum.at(highest, group[scored], outcomes[scored])
-    return np.where(highest > lowest, np.minimum(uncertainty, 1.0), 0.0)
+    np.minimum.at(lowest, group[scored], values[scored])
+    np.maximum.at(highest, group[scored], values[scored])
+    return highest > lowest
 
 
 def pass_rate_momentum(pass_rates: np.ndarray, ema: np.ndarray) -> np.ndarray:
@@ -117,7 +125,9 @@ def score_groups(
         ema=average,
         visits=visits + 1,
         reward_mean=reward_mean,
-        reward_std=np.sqrt(reward_variance),
+        reward_std=np.sqrt(
+            np.where(differ(rollouts.rewards, group, num_groups), reward_variance, 0.0 * reward_variance)
+        ),
         prompt_tokens=prompt_tokens,
         completion_tokens=np.bincount(group, weights=rollouts.completion_tokens, minlength=num_groups).astype(
             np.int64

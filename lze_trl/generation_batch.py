@@ -23,7 +23,7 @@ class GenerationBatch:
 
     Attributes:
         tensors (`dict[str, torch.Tensor]`): TRL's tensors of shape `(n_local, …)`.
-        local_rows (`np.ndarray` of shape `(n_local,)`): Chosen row of each tensor row, ascending.
+        local_rows (`np.ndarray` of shape `(n_local,)`): Chosen row of each tensor row, ascending; a filler repeats one.
         prompt_tokens (`np.ndarray` of shape `(n,)`): Prompt length of each chosen row.
         completion_tokens (`np.ndarray` of shape `(n,)`): Completion length of each chosen row.
         loss_tokens (`np.ndarray` of shape `(n,)`): Tokens of each chosen row that the loss covers.
@@ -67,10 +67,7 @@ class GenerationBatch:
         positions = torch.as_tensor(np.searchsorted(self.local_rows, rows))
         width = None
         if self.trim:
-            width = (
-                _round_up(self.prompt_tokens[rows].max(), pad_to_multiple_of),
-                _round_up(self.completion_tokens[rows].max(), pad_to_multiple_of),
-            )
+            width = widths(self.prompt_tokens[rows], self.completion_tokens[rows], pad_to_multiple_of)
         inputs = {name: _cut(name, tensor[positions], width) for name, tensor in self.tensors.items()}
         scale, weights = loss_scale(loss_type, batch, process, self.loss_tokens, self.reference, geometry)
         device = inputs["advantages"].device
@@ -88,7 +85,10 @@ class GenerationBatch:
 
     def arrays(self) -> dict[str, np.ndarray]:
         """What a checkpoint in the middle of a generation batch has to hold."""
-        arrays = {f"tensor.{name}": tensor.cpu().numpy() for name, tensor in self.tensors.items()}
+        arrays = {}
+        for name, tensor in self.tensors.items():
+            tensor = tensor.float() if tensor.dtype == torch.bfloat16 else tensor  # which NumPy lacks
+            arrays[f"tensor.{name}"] = tensor.cpu().numpy()
         for name in ("local_rows", "prompt_tokens", "completion_tokens", "loss_tokens"):
             arrays[name] = getattr(self, name)
         for name in ("chunk", "norm_rows", "norm_tokens"):
@@ -127,6 +127,13 @@ class GenerationBatch:
             ),
             trim=trim,
         )
+
+
+def widths(
+    prompt_tokens: np.ndarray, completion_tokens: np.ndarray, pad_to_multiple_of: int | None
+) -> tuple[int, int]:
+    """Padded width of the prompts and of the completions of some rows."""
+    return _round_up(prompt_tokens.max(), pad_to_multiple_of), _round_up(completion_tokens.max(), pad_to_multiple_of)
 
 
 def filler_inputs(inputs: dict[str, Any]) -> dict[str, Any]:

@@ -79,7 +79,7 @@ class Groups:
         ema (float64): Moving average of the pass rate *before* this visit.
         visits (int64): Visits of the prompt, this one included.
         reward_mean (float64): Mean total reward of the group.
-        reward_std (float64): Population standard deviation of the total reward.
+        reward_std (float64): Population standard deviation of the total reward; exactly 0 if all are equal.
         prompt_tokens (int64): Prompt length in tokens.
         completion_tokens (int64): Tokens of all completions of the group together.
         replayed (bool): The prompt is pruned and this visit is a re-check.

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import xxhash
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, IterableDataset, concatenate_datasets
 
 
 logger = logging.getLogger(__name__)
@@ -31,8 +31,15 @@ def prompt_id(prompt: Any, answer: Any = None) -> int:
     Returns:
         `int`: Signed 64-bit hash (xxh64 of the canonical JSON).
     """
-    text = json.dumps([prompt, answer], ensure_ascii=False, sort_keys=True, separators=(",", ":"))
+    text = json.dumps([_content(prompt), answer], ensure_ascii=False, sort_keys=True, separators=(",", ":"))
     return _hash(text)
+
+
+def _content(value: Any) -> Any:
+    """Without keys that hold nothing: Arrow gives every message of a table the keys of all of them."""
+    if isinstance(value, dict):
+        return {key: _content(item) for key, item in value.items() if item is not None}
+    return [_content(item) for item in value] if isinstance(value, list) else value
 
 
 def _hash(text: str) -> int:
@@ -40,6 +47,11 @@ def _hash(text: str) -> int:
 
 
 def _from_user(value: Any) -> int:
+    if value is None:
+        raise ValueError(
+            f"The column `{_USER_COLUMN}` has rows without a value. Give each row an id, or remove the column to use a "
+            "content hash."
+        )
     # Integers are taken as they are, so that the user finds them again in the telemetry
     if isinstance(value, int) and -(2**63) <= value < 2**63:
         return value
@@ -101,8 +113,11 @@ def add_prompt_ids(
     if isinstance(dataset, IterableDataset):
         return dataset.map(ids, batched=True)
 
-    dataset = dataset.map(ids, batched=True, desc="Prompt ids", load_from_cache_file=False)
-    values = np.asarray(dataset.with_format("numpy")[ID_COLUMN][:], dtype=np.int64)
+    # Only the ids are written, not the other columns again
+    made = dataset.map(ids, batched=True, remove_columns=columns, desc="Prompt ids", load_from_cache_file=False)
+    values = np.asarray(made.with_format("numpy")[ID_COLUMN][:], dtype=np.int64)
+    others = [name for name in columns if name != ID_COLUMN]
+    dataset = concatenate_datasets([dataset.select_columns(others), made], axis=1)
     _, first = np.unique(values, return_index=True)
     duplicates = len(dataset) - len(first)
     if duplicates and not deduplicate:

@@ -150,9 +150,12 @@ class Layout:
     micro_steps: list[MicroBatch | None]
 
     def rows_of(self, process: int) -> np.ndarray:
-        """Distinct chosen rows that a process needs, in ascending order."""
+        """
+        Chosen rows that a process computes, in ascending order, fillers included: every process has as many, so that
+        all of them also make the same number of forward passes for log-probabilities.
+        """
         rows = [batch.rows[process] for batch in self.micro_steps if batch is not None]
-        return np.unique(np.concatenate(rows)) if rows else np.empty(0, dtype=np.int64)
+        return np.sort(np.concatenate(rows)) if rows else np.empty(0, dtype=np.int64)
 
 
 def pack(prompt_tokens: np.ndarray, completion_tokens: np.ndarray, chunk: np.ndarray, geometry: Geometry) -> Layout:
@@ -201,6 +204,8 @@ def _fit(prompt_tokens: np.ndarray, completion_tokens: np.ndarray, start: int, g
     widths = np.maximum.accumulate(prompt_tokens[start:]) + completion_tokens[start]
     rows = -(-np.arange(1, len(widths) + 1) // geometry.num_processes)  # rows of the fullest process
     fitting = int((rows * widths <= geometry.max_tokens).sum())
+    if fitting == len(widths):
+        return -(-fitting // geometry.num_processes)
     return max(1, fitting // geometry.num_processes)
 
 

@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from datasets import Dataset
 
 from .identity import ID_COLUMN
-from .pruning import PromptStream, Pruner, skip_plan
+from .pruning import PromptStream, Pruner, RowIndex, skip_plan
 
 
 @dataclass
@@ -62,8 +62,7 @@ class Planner:
         self.num_groups = num_groups
         self.batches_per_pass = batches_per_pass
         self.accelerator = accelerator
-        self._sorted_ids: np.ndarray | None = None
-        self._sorted_rows: np.ndarray | None = None
+        self._index: RowIndex | None = None
 
     def plan(self, inputs: list[dict[str, Any]], generation: int) -> Plan:
         """
@@ -100,12 +99,9 @@ class Planner:
         return self.accelerator.gather(local).cpu().numpy()[:: self.group_size]
 
     def _rows(self, prompt_ids: np.ndarray) -> np.ndarray:
-        """Rows of the training set that hold some prompts."""
-        if self._sorted_ids is None:
-            ids = np.asarray(self.dataset.with_format("numpy")[ID_COLUMN][:])
-            self._sorted_rows = np.argsort(ids)
-            self._sorted_ids = ids[self._sorted_rows]
-        return self._sorted_rows[np.searchsorted(self._sorted_ids, prompt_ids)]
+        if self._index is None:
+            self._index = RowIndex(np.asarray(self.dataset.with_format("numpy")[ID_COLUMN][:]))
+        return self._index.rows(prompt_ids)
 
     def _local(self, rows: np.ndarray) -> list[dict[str, Any]]:
         """This process's share of the completions: every process has the dataset, so only row numbers are shared."""

@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 
+from .selectors import quota
 from .state import PromptState
 
 
@@ -17,7 +18,7 @@ def keyed_rng(seed: int, step: int, purpose: str) -> np.random.Generator:
 
     Every process gets the same numbers, and so does a resumed run: nothing is drawn from a shared stream.
     """
-    return np.random.default_rng([seed % 2**32, step, int.from_bytes(purpose.encode(), "big") % 2**63])
+    return np.random.default_rng([seed % 2**32, step, *purpose.encode()])
 
 
 def draw_replays(pruned_ids: np.ndarray, replay_ratio: float, seed: int, pass_index: int) -> np.ndarray:
@@ -35,7 +36,7 @@ def draw_replays(pruned_ids: np.ndarray, replay_ratio: float, seed: int, pass_in
     """
     if len(pruned_ids) == 0:
         return pruned_ids
-    count = max(1, math.floor(replay_ratio * len(pruned_ids) + 0.5))
+    count = quota(replay_ratio, len(pruned_ids))
     chosen = keyed_rng(seed, pass_index, "replay").permutation(len(pruned_ids))[:count]
     return np.sort(pruned_ids[chosen])
 
@@ -98,6 +99,36 @@ def skip_plan(keeps: np.ndarray, group_size: int, num_processes: int) -> np.ndar
     chosen = keeps.copy()
     chosen[np.flatnonzero(~keeps)[:missing]] = True
     return np.flatnonzero(chosen)
+
+
+class RowIndex:
+    """
+    Finds the row of a prompt in the training set.
+
+    Args:
+        prompt_ids (`np.ndarray` of shape `(N,)`): Prompt of each row.
+    """
+
+    def __init__(self, prompt_ids: np.ndarray):
+        self._rows = np.argsort(prompt_ids)
+        self._ids = prompt_ids[self._rows]
+
+    def rows(self, prompt_ids: np.ndarray) -> np.ndarray:
+        """
+        Rows of prompts, shape `(n,)`.
+
+        Raises:
+            ValueError: If the training set lacks one of them.
+        """
+        places = np.minimum(np.searchsorted(self._ids, prompt_ids), len(self._ids) - 1)
+        missing = self._ids[places] != prompt_ids
+        if missing.any():
+            raise ValueError(
+                f"{missing.sum()} of {len(prompt_ids)} prompts are not in the training set, the first with id "
+                f"{prompt_ids[missing][0]}. Resume with the dataset that the run started with, or start a new run with "
+                "`state_from`."
+            )
+        return self._rows[places]
 
 
 class PromptStream:
@@ -163,15 +194,14 @@ class PromptStream:
         return np.concatenate([batch, extra[: count - len(batch)]])
 
     def tensors(self) -> dict[str, np.ndarray]:
-        """What a checkpoint has to hold: the rest of the pass."""
-        return {"queue": self._queue.copy()}
+        """What a checkpoint has to hold: the prompts of the rest of the pass."""
+        return {"queue": self.prompt_ids[self._queue]}
 
     def load(self, tensors: dict[str, np.ndarray]):
-        """Continue the pass of a checkpoint."""
-        queue = tensors["queue"]
-        if len(queue) and (queue.min() < 0 or queue.max() >= len(self.prompt_ids)):
-            raise ValueError(
-                f"The checkpoint's pass holds row {queue.max()}, but the training set has {len(self.prompt_ids)} rows. "
-                "Resume with the dataset that the run started with."
-            )
-        self._queue = queue
+        """
+        Continue the pass of a checkpoint. The rows of the training set may have changed their order.
+
+        Raises:
+            ValueError: If the training set lacks a prompt of the pass.
+        """
+        self._queue = RowIndex(self.prompt_ids).rows(tensors["queue"])

@@ -33,7 +33,8 @@ class Selector(Protocol):
 
 def quota(ratio: float, num_groups: int) -> int:
     """K = ρ·P rounded to the nearest integer (halves up), at least 1."""
-    return max(1, math.floor(ratio * num_groups + 0.5))
+    # 0.29 · 50 is 14.499999999999998 in binary: what the user means by ρ is its decimal value
+    return max(1, math.floor(round(ratio * num_groups, 9) + 0.5))
 
 
 def ramped_ratio(ratio: float, batch: int, warmup: int = 0, ramp: int = 0) -> float:
@@ -52,7 +53,7 @@ def ramped_ratio(ratio: float, batch: int, warmup: int = 0, ramp: int = 0) -> fl
     if batch < warmup:
         return 1.0
     progress = 1.0 if ramp == 0 else min(1.0, (batch - warmup + 1) / ramp)
-    return 1.0 + (ratio - 1.0) * progress
+    return ratio + (1.0 - ratio) * (1.0 - progress)  # exactly `ratio` at the end
 
 
 def top_k(scores: np.ndarray, eligible: np.ndarray, k: int) -> np.ndarray:
@@ -90,7 +91,8 @@ class ScoreSelector:
 
     def select(self, groups: Groups, k: int, rng: np.random.Generator) -> np.ndarray:
         order = rng.permutation(len(groups))
-        chosen = top_k(self.score(groups)[order], groups.alive[order], k)
+        scores = np.round(self.score(groups), 9)  # 1/3 and 2/3 are as far from 1/2: a tie but for the last bit
+        chosen = top_k(scores[order], groups.alive[order], k)
         return np.sort(order[chosen])
 
 
@@ -109,10 +111,10 @@ class AllSelector:
 
 
 class ZeroVarianceFilter:
-    """Every group that is not dead."""
+    """Every group whose total rewards differ: those that have advantages, whatever counts as a pass."""
 
     def select(self, groups: Groups, k: int, rng: np.random.Generator) -> np.ndarray:
-        return np.flatnonzero(groups.alive)
+        return np.flatnonzero(groups.reward_std > 0)
 
 
 def make_selector(name: str, gumbel_scale: float = 0.05) -> Selector:

@@ -120,7 +120,7 @@ class PromptState:
         first[known] = self["first_pass_rate"][rows[known]]
         ema[known] = self["ema"][rows[known]]
         visits[known] = self["visits"][rows[known]]
-        replayed[known] = self["pruned"][rows[known]]
+        replayed[known] = self["pruned"][rows[known]] & self.settings.prune
         groups = score_groups(
             rollouts, first, ema, visits, replayed, self.settings.difficulty_floor, self.settings.momentum_weight
         )

@@ -21,7 +21,7 @@ from . import resume
 from .checks import checked, refuse_unsupported, with_prompt_ids
 from .config import LZEGRPOConfig
 from .exchange import Completions, exchange
-from .generation_batch import GenerationBatch, filler_inputs
+from .generation_batch import GenerationBatch, filler_inputs, widths
 from .groups import Groups
 from .identity import ID_COLUMN
 from .ledger import Ledger, TokenCost, account, token_cost
@@ -132,6 +132,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         self._batch: GenerationBatch | None = None
         self._answers: tuple | None = None  # what TRL's calls to generate and score are answered with
         self._batch_step = -1  # micro-step at which it was made
+        self._logprob_batches: list[tuple[torch.Tensor, int, int]] | None = None  # of the rows TRL builds tensors for
         self._window_steps = 0  # micro-steps of this optimizer step that had rows
         self._sync_filler: dict[str, Any] | None = None
         self._recorder: Recorder | None = None
@@ -314,6 +315,8 @@ class LZEGRPOTrainer(GRPOTrainer):
         if len(chosen):
             local_rows = layout.rows_of(self.accelerator.process_index)
             mine = exchange(scored.local, chosen, prompt_tokens, completion_tokens, layout, self.accelerator)
+            if self.args.packing:
+                self._logprob_batches = self._packed_batches(layout, local_rows, prompt_tokens, completion_tokens)
             tensors = self._build_tensors(mine, scored, chosen[local_rows])
         else:
             # Nothing to train on. TRL still logs the rewards of the batch, for which it wants one row
@@ -342,7 +345,7 @@ class LZEGRPOTrainer(GRPOTrainer):
             try:
                 output = super()._generate_and_score_completions([{"prompt": row} for row in range(count)])
             finally:
-                self._answers = None
+                self._answers, self._logprob_batches = None, None
         # TRL computes the advantages of the whole batch, and keeps them for its table of completions
         advantages = torch.tensor(list(logs["advantages"]), dtype=torch.float32, device=self.accelerator.device)
         output["advantages"] = advantages[torch.as_tensor(indices, device=advantages.device)]
@@ -366,6 +369,36 @@ class LZEGRPOTrainer(GRPOTrainer):
                 "number, or None where it does not apply."
             )
         return rewards
+
+    def _packed_batches(
+        self, layout: Layout, local_rows: np.ndarray, prompt_tokens: np.ndarray, completion_tokens: np.ndarray
+    ) -> list[tuple[torch.Tensor, int, int]]:
+        """Tensor rows and widths of this process's micro-batches."""
+        batches = []
+        for batch in layout.micro_steps:
+            if batch is not None:
+                rows = batch.rows[self.accelerator.process_index]
+                width = widths(prompt_tokens[rows], completion_tokens[rows], self.pad_to_multiple_of)
+                batches.append((torch.as_tensor(np.searchsorted(local_rows, rows)), *width))
+        return batches
+
+    def _get_per_token_logps_and_entropies(
+        self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, **kwargs
+    ):
+        # Differs from TRL: old and reference log-probabilities of packed rows are computed in the micro-batches of the
+        # update, without the padding that rows of very different lengths need
+        compute = super()._get_per_token_logps_and_entropies
+        if self._logprob_batches is None:
+            return compute(model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs)
+        middle = input_ids.size(1) - logits_to_keep  # prompts end here, completions begin
+        logps = torch.zeros(len(input_ids), logits_to_keep, device=input_ids.device)
+        for rows, prompt_width, completion_width in self._logprob_batches:
+            columns = slice(max(0, middle - prompt_width), middle + completion_width)
+            part, _, _ = compute(
+                model, input_ids[rows, columns], attention_mask[rows, columns], completion_width, **kwargs
+            )
+            logps[rows, :completion_width] = part.float()
+        return logps, None, None
 
     @contextmanager
     def _whole_batch_logs(self, scored: Scored):

@@ -1,0 +1,259 @@
+"""Saved state: whole or not at all, and read strictly."""
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lze_trl.checkpoint import (
+    SCHEMA_VERSION,
+    STATE_NAME,
+    add_prefix,
+    checkpoints,
+    find_state,
+    has_ended,
+    is_complete,
+    last_complete_checkpoint,
+    load,
+    save,
+    strip_prefix,
+)
+
+
+ARRAYS = {
+    "ids": np.array([-(2**63), 5, 2**63 - 1]),
+    "rates": np.array([[0.25, np.nan], [1.0, np.inf]], dtype=np.float32),
+    "pruned": np.array([True, False]),
+    "none": np.empty(0, dtype=np.int16),
+}
+
+
+def files(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def same(first: dict[str, np.ndarray], second: dict[str, np.ndarray]) -> bool:
+    assert first.keys() == second.keys()
+    for name, array in first.items():
+        assert array.dtype == second[name].dtype
+        np.testing.assert_array_equal(array, second[name])
+    return True
+
+
+# ---- A pair of files ----
+
+
+def test_what_was_saved_is_loaded(tmp_path):
+    save(tmp_path / "new" / "folder", "pair", ARRAYS, {"step": 3, "ledger": {"rows": 0.5}})
+    tensors, meta = load(tmp_path / "new" / "folder", "pair")
+    assert same(tensors, ARRAYS)
+    assert (meta["step"], meta["ledger"], meta["schema_version"]) == (3, {"rows": 0.5}, SCHEMA_VERSION)
+    assert files(tmp_path / "new" / "folder") == ["pair.json", "pair.safetensors"]
+
+
+def test_the_layout_in_memory_does_not_matter(tmp_path):
+    square = np.arange(12).reshape(3, 4)
+    save(tmp_path, "pair", {"transposed": square.T, "strided": square[:, ::2], "reversed": square[::-1]}, {})
+    tensors, _ = load(tmp_path, "pair")
+    assert same(tensors, {"transposed": square.T, "strided": square[:, ::2], "reversed": square[::-1]})
+
+
+def test_saving_again_replaces(tmp_path):
+    save(tmp_path, "pair", ARRAYS, {"step": 1})
+    save(tmp_path, "pair", {"other": np.arange(2)}, {"step": 2})
+    tensors, meta = load(tmp_path, "pair")
+    assert same(tensors, {"other": np.arange(2)})
+    assert meta["step"] == 2
+    assert files(tmp_path) == ["pair.json", "pair.safetensors"]
+
+
+def fail_after(monkeypatch, replaced: int):
+    """Let the disk fill up after some files were put in their place."""
+    done, replace = [], os.replace
+
+    def fill_up(source, target):
+        if len(done) == replaced:
+            raise OSError("No space left on device")
+        done.append(target)
+        replace(source, target)
+
+    monkeypatch.setattr("os.replace", fill_up)
+
+
+def test_a_writer_that_fails_leaves_the_old_files(tmp_path, monkeypatch):
+    save(tmp_path, "pair", ARRAYS, {"step": 1})
+    fail_after(monkeypatch, 0)
+    with pytest.raises(OSError, match="No space left on device"):
+        save(tmp_path, "pair", {"other": np.arange(2)}, {"step": 2})
+    tensors, meta = load(tmp_path, "pair")
+    assert same(tensors, ARRAYS)
+    assert meta["step"] == 1
+    assert files(tmp_path) == ["pair.json", "pair.safetensors"]
+
+
+def test_a_writer_that_fails_between_the_files_leaves_nothing_to_trust(tmp_path, monkeypatch):
+    save(tmp_path, "pair", ARRAYS, {"step": 1})
+    fail_after(monkeypatch, 1)
+    with pytest.raises(OSError, match="No space left on device"):
+        save(tmp_path, "pair", {"other": np.arange(2)}, {"step": 2})
+    with pytest.raises(ValueError, match="the files belong to different checkpoints"):
+        load(tmp_path, "pair")
+    assert files(tmp_path) == ["pair.json", "pair.safetensors"]
+
+
+def test_a_description_that_json_cannot_express_leaves_the_old_files(tmp_path):
+    save(tmp_path, "pair", ARRAYS, {"step": 1})
+    with pytest.raises(TypeError):
+        save(tmp_path, "pair", {"other": np.arange(2)}, {"step": object()})
+    tensors, _ = load(tmp_path, "pair")
+    assert same(tensors, ARRAYS)
+    assert files(tmp_path) == ["pair.json", "pair.safetensors"]
+
+
+def test_a_missing_file(tmp_path):
+    save(tmp_path, "pair", ARRAYS, {})
+    with pytest.raises(FileNotFoundError, match=r"has no `other\.json`, so it holds no state of lze_trl"):
+        load(tmp_path, "other")
+    (tmp_path / "pair.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"has no `pair\.safetensors`"):
+        load(tmp_path, "pair")
+
+
+def rewrite(path: Path, **changes):
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def cut(path: Path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def swap_arrays(directory: Path, tensors: dict[str, np.ndarray]):
+    """Put the arrays of another pair beside a description."""
+    save(directory / "other", "pair", tensors, {})
+    (directory / "other" / "pair.safetensors").replace(directory / "pair.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda d: cut(d / "pair.json"), r"pair.json` is damaged \(.*\). Use another checkpoint"),
+        (lambda d: (d / "pair.json").write_bytes(b"\xff\xfe\x00"), "pair.json` is damaged .* Use another checkpoint"),
+        (lambda d: (d / "pair.json").write_text(""), "pair.json` is damaged .* Use another checkpoint"),
+        (lambda d: (d / "pair.json").write_text("[1]"), "was not written by lze_trl. Use a checkpoint of"),
+        (lambda d: (d / "pair.json").write_text("{}"), "was not written by lze_trl. Use a checkpoint of"),
+        (lambda d: rewrite(d / "pair.json", format="other"), "was not written by lze_trl. Use a checkpoint of"),
+        (
+            lambda d: rewrite(d / "pair.json", schema_version=SCHEMA_VERSION + 1),
+            f"has schema version {SCHEMA_VERSION + 1}, and this lze_trl reads version {SCHEMA_VERSION}. Upgrade lze_trl",
+        ),
+        (lambda d: rewrite(d / "pair.json", schema_version=None), "has schema version None, and this lze_trl reads"),
+        (lambda d: cut(d / "pair.safetensors"), r"pair.safetensors` is damaged \(.*\). Use another checkpoint"),
+        (lambda d: (d / "pair.safetensors").write_bytes(b""), "pair.safetensors` is damaged .* Use another checkpoint"),
+        (lambda d: (d / "pair.safetensors").write_bytes(b"x" * 99), "pair.safetensors` is damaged .* Use another"),
+        (lambda d: swap_arrays(d, {"ids": ARRAYS["ids"]}), "does not fit its description .* different checkpoints"),
+        (
+            lambda d: swap_arrays(d, ARRAYS | {"ids": ARRAYS["ids"][:2]}),
+            "does not fit its description .* different checkpoints",
+        ),
+        (
+            lambda d: swap_arrays(d, ARRAYS | {"ids": ARRAYS["ids"].astype(np.float64)}),
+            "does not fit its description .* different checkpoints",
+        ),
+        # The arrays of the next save, when it was killed before its description: the same shapes, other values
+        (
+            lambda d: swap_arrays(d, ARRAYS | {"ids": ARRAYS["ids"] // 2}),
+            "does not fit its description .* different checkpoints",
+        ),
+    ],
+    ids=[
+        "json cut", "json binary", "json empty", "json list", "json of nobody", "json of another", "newer schema",
+        "no schema", "arrays cut", "arrays empty", "arrays binary", "missing array", "other length", "other type",
+        "other values",
+    ],
+)  # fmt: skip
+def test_what_cannot_be_trusted_is_refused(tmp_path, damage, message):
+    save(tmp_path, "pair", ARRAYS, {"step": 1})
+    damage(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path, "pair")
+
+
+def test_prefixes():
+    tensors = add_prefix({"ids": ARRAYS["ids"]}, "state") | add_prefix({"ids": ARRAYS["pruned"]}, "stateful")
+    assert list(tensors) == ["state.ids", "stateful.ids"]
+    assert strip_prefix(tensors, "state") == {"ids": ARRAYS["ids"]}
+
+
+# ---- The checkpoints of a run ----
+
+
+def make_checkpoint(run: Path, step: int, max_steps: int = 30) -> Path:
+    checkpoint = run / f"checkpoint-{step}"
+    save(checkpoint, STATE_NAME, {"ids": np.arange(step)}, {"global_step": step})
+    (checkpoint / "trainer_state.json").write_text(json.dumps({"global_step": step, "max_steps": max_steps}))
+    return checkpoint
+
+
+def test_checkpoints_by_number_not_by_name(tmp_path):
+    for step in (9, 100, 20):
+        make_checkpoint(tmp_path, step)
+    for name in ("checkpoint-", "checkpoint-best", "my-checkpoint-5", "checkpoint-5-old", "runs"):
+        (tmp_path / name).mkdir()
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-100", "checkpoint-20", "checkpoint-9"]
+    assert last_complete_checkpoint(tmp_path) == str(tmp_path / "checkpoint-100")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda c: (c / "trainer_state.json").unlink(),
+        lambda c: cut(c / "trainer_state.json"),
+        lambda c: (c / "trainer_state.json").write_text("[]"),
+        lambda c: rewrite(c / "trainer_state.json", global_step=19),  # copied from another checkpoint
+        lambda c: (c / f"{STATE_NAME}.json").unlink(),
+        lambda c: cut(c / f"{STATE_NAME}.json"),
+        lambda c: (c / f"{STATE_NAME}.safetensors").unlink(),
+        lambda c: cut(c / f"{STATE_NAME}.safetensors"),
+    ],
+    ids=[
+        "no trainer state", "trainer state cut", "trainer state of nobody", "other step", "no description",
+        "description cut", "no arrays", "arrays cut",
+    ],
+)  # fmt: skip
+def test_an_incomplete_checkpoint_is_passed_over(tmp_path, damage):
+    make_checkpoint(tmp_path, 10)
+    newest = make_checkpoint(tmp_path, 20)
+    assert is_complete(newest)
+    damage(newest)
+    assert not is_complete(newest)
+    assert last_complete_checkpoint(tmp_path) == str(tmp_path / "checkpoint-10")
+
+
+def test_a_run_without_checkpoints(tmp_path):
+    assert last_complete_checkpoint(tmp_path) is None
+    assert last_complete_checkpoint(tmp_path / "nowhere") is None
+    (tmp_path / "checkpoint-5").mkdir()
+    assert last_complete_checkpoint(tmp_path) is None
+
+
+def test_the_end_of_a_run(tmp_path):
+    checkpoint = make_checkpoint(tmp_path, 20, max_steps=30)
+    assert not has_ended(checkpoint, max_steps=-1)
+    assert has_ended(checkpoint, max_steps=20)
+    assert not has_ended(checkpoint, max_steps=21)
+    assert has_ended(make_checkpoint(tmp_path, 30, max_steps=30), max_steps=-1)
+
+
+def test_the_state_of_a_run(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"holds no prompt state: neither `lze_state\.json` nor a complete"):
+        find_state(tmp_path)
+    make_checkpoint(tmp_path, 10)
+    (make_checkpoint(tmp_path, 20) / "trainer_state.json").unlink()
+    assert find_state(tmp_path) == tmp_path / "checkpoint-10"
+    assert find_state(tmp_path / "checkpoint-10") == tmp_path / "checkpoint-10"
+    save(tmp_path, STATE_NAME, ARRAYS, {"global_step": 15})
+    assert find_state(tmp_path) == tmp_path
+    make_checkpoint(tmp_path, 30)  # the run was continued, and killed
+    assert find_state(tmp_path) == tmp_path / "checkpoint-30"

@@ -1,0 +1,172 @@
+"""Identity: the same prompt and answer is the same prompt, wherever and however often it stands in the data."""
+
+import logging
+
+import numpy as np
+import pytest
+from datasets import Dataset, IterableDataset, concatenate_datasets
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lze_trl.identity import ID_COLUMN, add_prompt_ids, prompt_id
+
+
+def ids(dataset: Dataset | IterableDataset) -> list[int]:
+    return [row[ID_COLUMN] for row in dataset]
+
+
+def test_ids_are_fixed():
+    # xxh64 of '["1+1=",null]', '["1+1=","2"]' and '[[{"content":"1+1=","role":"user"}],"2"]'. A change of these numbers
+    # makes every saved state foreign
+    messages = [{"role": "user", "content": "1+1="}]
+    assert [prompt_id("1+1="), prompt_id("1+1=", "2"), prompt_id(messages, "2")] == [
+        -2210457467158200026,
+        7432352952038806773,
+        5087488713049359233,
+    ]
+
+
+def test_what_makes_a_prompt():
+    question = [{"role": "user", "content": "1+1="}]
+    assert prompt_id(question) == prompt_id([{"content": "1+1=", "role": "user"}])  # the order of keys is no content
+    different = {
+        prompt_id("1+1="),
+        prompt_id("1+1= "),
+        prompt_id("1+1=", "2"),
+        prompt_id("1+1=", "3"),
+        prompt_id("1+1=", 2),
+        prompt_id("1+1=2"),
+        prompt_id(question),
+        prompt_id([{"role": "system", "content": "1+1="}]),
+        prompt_id([*question, *question]),
+    }
+    assert len(different) == 9
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"])), st.none() | st.text(max_size=5).filter(str.isascii))
+def test_ids_are_signed_64_bit(prompt, answer):
+    assert -(2**63) <= prompt_id(prompt, answer) < 2**63
+    assert prompt_id(prompt, answer) == prompt_id(prompt, answer)
+
+
+def test_keys_without_a_value_are_no_content():
+    # Arrow gives every message of a table the same keys: a merge with data that has names or tool calls adds empty ones
+    plain = Dataset.from_dict({"prompt": [[{"role": "user", "content": "1+1="}]]})
+    named = Dataset.from_dict({"prompt": [[{"role": "user", "content": "2+2=", "name": "Ada"}]]})
+    merged = Dataset.from_list([*plain, *named])
+    assert merged[0]["prompt"] == [{"role": "user", "content": "1+1=", "name": None}]
+    assert ids(add_prompt_ids(merged))[0] == ids(add_prompt_ids(plain))[0]
+
+
+def test_ids_survive_filtering_merging_and_reordering():
+    first = Dataset.from_dict({"prompt": [f"{i}+{i}=" for i in range(6)], "answer": [str(2 * i) for i in range(6)]})
+    second = Dataset.from_dict({"prompt": ["a", "b"], "answer": ["x", "y"]})
+    known = dict(zip(first["prompt"], ids(add_prompt_ids(first)), strict=True))
+    changed = concatenate_datasets([second, first.filter(lambda row: row["answer"] != "4").shuffle(seed=1)])
+    changed = add_prompt_ids(changed)
+    assert {row["prompt"]: row[ID_COLUMN] for row in changed if row["prompt"] in known} == {
+        prompt: value for prompt, value in known.items() if prompt != "2+2="
+    }
+
+
+def test_a_prompt_that_the_file_repeats_is_one_prompt(caplog):
+    dataset = Dataset.from_dict({"prompt": ["b", "a", "b", "c", "a", "b"], "solution": ["1", "2", "1", "3", "0", "1"]})
+    with caplog.at_level(logging.WARNING, logger="lze_trl.identity"):
+        unique = add_prompt_ids(dataset)
+    # The first of each, in the order of the file; "a" with another answer is another prompt
+    assert list(zip(unique["prompt"], unique["solution"], strict=True)) == [
+        ("b", "1"), ("a", "2"), ("c", "3"), ("a", "0")
+    ]  # fmt: skip
+    assert ids(unique) == [prompt_id("b", "1"), prompt_id("a", "2"), prompt_id("c", "3"), prompt_id("a", "0")]
+    assert "Dropped 2 of 6 rows that repeat a prompt and its answer" in caplog.text
+
+
+def test_no_duplicates_no_warning(caplog):
+    with caplog.at_level(logging.WARNING):
+        assert len(add_prompt_ids(Dataset.from_dict({"prompt": ["a", "b"]}))) == 2
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("column", ["solution", "answer", "ground_truth"])
+def test_the_answer_is_part_of_the_identity(column):
+    dataset = Dataset.from_dict({"prompt": ["a", "a"], column: ["1", "2"]})
+    assert ids(add_prompt_ids(dataset)) == [prompt_id("a", "1"), prompt_id("a", "2")]
+
+
+def test_the_answer_column_can_be_named():
+    dataset = Dataset.from_dict({"prompt": ["a", "b"], "solution": ["long", "text"], "gold": [1, 2]})
+    assert ids(add_prompt_ids(dataset, answer_column="gold")) == [prompt_id("a", 1), prompt_id("b", 2)]
+    # Of several known names, the first of solution, answer, ground_truth
+    dataset = Dataset.from_dict({"prompt": ["a"], "ground_truth": ["z"], "answer": ["y"], "solution": ["x"]})
+    assert ids(add_prompt_ids(dataset)) == [prompt_id("a", "x")]
+
+
+def test_a_users_prompt_id_wins():
+    dataset = Dataset.from_dict({"prompt": ["a", "a", "b"], "prompt_id": [7, -8, 2**62]})
+    assert ids(add_prompt_ids(dataset)) == [7, -8, 2**62]  # integers are taken as they are
+    dataset = Dataset.from_dict({"prompt": ["a", "a", "b"], "prompt_id": ["x/1", "x/2", "x/1"]})
+    unique = add_prompt_ids(dataset)
+    assert unique["prompt"] == ["a", "a"]  # and decide what a duplicate is
+    assert len(set(ids(unique))) == 2
+
+
+def test_a_users_unsigned_ids_fit():
+    unsigned = np.array([2**63, 2**64 - 1, 5], dtype=np.uint64)
+    dataset = Dataset.from_dict({"prompt": ["a", "b", "c"], "prompt_id": unsigned})
+    found = ids(add_prompt_ids(dataset))
+    assert len(set(found)) == 3
+    assert all(-(2**63) <= value < 2**63 for value in found)
+    assert found[2] == 5
+
+
+def test_a_row_without_a_users_id():
+    # Without an error, all rows that lack an id would be one prompt, and be dropped but for the first
+    dataset = Dataset.from_dict({"prompt": ["a", "b", "c"], "prompt_id": ["x", None, None]})
+    with pytest.raises(ValueError, match="prompt_id"):
+        add_prompt_ids(dataset)
+
+
+@pytest.mark.parametrize("known_columns", [True, False])
+def test_a_stream_gets_ids_and_keeps_its_duplicates(known_columns):
+    rows = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "2"}, {"prompt": "a", "answer": "1"}]
+    if known_columns:
+        stream = Dataset.from_list(rows).to_iterable_dataset()
+    else:
+        stream = IterableDataset.from_generator(lambda: iter(rows))
+    assert ids(add_prompt_ids(stream)) == [prompt_id("a", "1"), prompt_id("b", "2"), prompt_id("a", "1")]
+
+
+def test_other_columns_survive():
+    dataset = Dataset.from_dict({"prompt": ["a"], "answer": ["1"], "level": [3], "source": ["MATH"]})
+    row = add_prompt_ids(dataset)[0]
+    assert row == {"prompt": "a", "answer": "1", "level": 3, "source": "MATH", ID_COLUMN: prompt_id("a", "1")}
+    assert isinstance(row[ID_COLUMN], int)
+    assert np.asarray(add_prompt_ids(dataset).with_format("numpy")[ID_COLUMN][:]).dtype == np.int64
+
+
+def test_twice_is_once():
+    dataset = add_prompt_ids(Dataset.from_dict({"prompt": ["a", "b"], "answer": ["1", "2"]}))
+    assert add_prompt_ids(dataset)[:] == dataset[:]
+
+
+@pytest.mark.parametrize(
+    ("columns", "kwargs", "message"),
+    [
+        ({"prompt": []}, {}, "The training set is empty. Check the split"),
+        ({"question": ["a"]}, {}, r"has no `prompt` column, only \['question'\]. Rename the column"),
+        (
+            {"prompt": ["a"], "answer": ["1"]},
+            {"answer_column": "gold"},
+            r"`answer_column='gold'` is not a column of the training set, which has \['answer', 'prompt'\]. Name the",
+        ),
+        (
+            {"prompt": ["a", "b", "a"]},
+            {"deduplicate": False},
+            "1 of 3 rows repeat the prompt and answer of another row.* Set `deduplicate=True`, or give each row its own",
+        ),
+    ],
+    ids=["empty", "no prompt", "no answer column", "duplicates"],
+)
+def test_bad_datasets(columns, kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        add_prompt_ids(Dataset.from_dict(columns), **kwargs)

@@ -1,0 +1,241 @@
+"""
+What this package takes for granted about TRL and transformers.
+
+The trainer overrides private methods, and answers some of their calls. A release that changes one of them has to be
+noticed here, with a clear message, and not as a wrong gradient.
+"""
+
+import inspect
+import re
+from importlib.metadata import version
+
+import pytest
+from transformers import Trainer
+from trl import GRPOTrainer
+from trl.trainer.utils import (
+    RepeatSampler,
+    get_callable_name,
+    is_async_callable,
+    shuffle_sequence_dict,
+    split_tensor_dict,
+)
+
+import tiny
+from lze_trl.packing import BATCH_TOKEN_LOSSES, MICRO_BATCH_TOKEN_LOSSES, ROW_MEAN_LOSSES
+
+
+TESTED = {"trl": "1.16", "transformers": "5.23"}
+
+BATCH = "dict[str, torch.Tensor | typing.Any]"
+SIGNATURES = {
+    # Overridden
+    GRPOTrainer._prepare_inputs: f"(self, generation_batch: {BATCH}) -> {BATCH}",
+    GRPOTrainer._generate: "(self, prompts: list)",
+    GRPOTrainer._calculate_rewards: "(self, inputs, prompts, completions, completion_ids_list)",
+    GRPOTrainer.training_step: "(self, model, inputs, num_items_in_batch)",
+    GRPOTrainer.compute_loss: "(self, model, inputs, return_outputs=False, num_items_in_batch=None)",
+    GRPOTrainer._get_train_sampler: (
+        "(self, dataset: datasets.arrow_dataset.Dataset | None = None) -> torch.utils.data.sampler.Sampler"
+    ),
+    GRPOTrainer._set_signature_columns_if_needed: "(self)",
+    GRPOTrainer.log: "(self, logs: dict[str, float], start_time: float | None = None) -> None",
+    GRPOTrainer._save_checkpoint: "(self, model, trial)",
+    GRPOTrainer._load_optimizer_and_scheduler: "(self, checkpoint)",
+    Trainer._load_optimizer_and_scheduler: "(self, checkpoint: str | None) -> None",
+    Trainer._save_rng_state: "(self, output_dir: str) -> None",
+    Trainer.train: (
+        "(self, resume_from_checkpoint: str | bool | None = None, trial: 'optuna.Trial | dict[str, Any] | None' = None, "
+        "ignore_keys_for_eval: list[str] | None = None) -> transformers.trainer_utils.TrainOutput"
+    ),
+    RepeatSampler.__init__: (
+        "(self, data_source: collections.abc.Sized, mini_repeat_count: int, batch_size: int = 1, repeat_count: int = 1, "
+        "shuffle: bool = True, seed: int | None = None)"
+    ),
+    # Called
+    GRPOTrainer._generate_and_score_completions: f"(self, inputs: list[{BATCH}]) -> {BATCH}",
+    GRPOTrainer._generate_single_turn: (
+        "(self, prompt_ids, images, multimodal_fields, num_generations, has_tool_images=False)"
+    ),
+    Trainer._get_output_dir: "(self, trial: 'optuna.Trial | dict[str, Any] | None') -> str",
+    Trainer._remove_unused_columns: (
+        "(self, dataset: 'datasets.Dataset', description: str | None = None) -> 'datasets.Dataset'"
+    ),
+    get_callable_name: "(func: collections.abc.Callable) -> str",
+    is_async_callable: "(func: collections.abc.Callable) -> bool",
+}
+
+ATTRIBUTES = [
+    "_current_train_step_time",
+    "_logs",
+    "_metrics",
+    "_pending_extra_logs",
+    "_step",
+    "_tokenizer",
+    "accelerator",
+    "aux_loss_enabled",
+    "beta",
+    "eos_token_ids",
+    "log_completions",
+    "loss_type",
+    "mask_truncated_completions",
+    "num_generations",
+    "num_iterations",
+    "pad_to_multiple_of",
+    "reward_func_names",
+    "reward_weights",
+    "router_aux_loss_coef",
+    "shuffle_dataset",
+    "use_vllm",
+    "vllm_importance_sampling_correction",
+]
+
+# (function, statements in their order, what depends on them)
+STATEMENTS = [
+    (
+        GRPOTrainer._generate,
+        ["return prompt_ids, completion_ids, tool_mask, completions, logprobs, extra_fields, images, tool_images"],
+        "`_build_tensors` answers with this tuple",
+    ),
+    (
+        GRPOTrainer._prepare_inputs,
+        [
+            "generate_every = self.args.steps_per_generation * self.num_iterations",
+            "generation_batch = shuffle_sequence_dict(generation_batch)",
+            "split_tensor_dict(generation_batch, self.args.steps_per_generation)",
+            "self._buffered_inputs[self._step % self.args.steps_per_generation]",
+        ],
+        "`Scored.slots` says which row TRL would use in which micro-step",
+    ),
+    (
+        shuffle_sequence_dict,
+        ["permutation = torch.randperm(batch_size)", "return v[permutation]"],
+        "`_roll_out` draws the permutation that TRL would draw",
+    ),
+    (
+        split_tensor_dict,
+        ["chunk_size = first_tensor.shape[0] // num_chunks", "tensor[i * chunk_size : (i + 1) * chunk_size]"],
+        "`Scored.slots` says which row TRL would use in which micro-step",
+    ),
+    (
+        GRPOTrainer.training_step,
+        [
+            "super().training_step(",
+            "self._step += 1",
+            "self._current_train_step_time +=",
+            "if self._step % self.current_gradient_accumulation_steps == 0:",
+            'self._metrics["train"]["step_time"].append(self._current_train_step_time)',
+            "self._current_train_step_time = 0.0",
+        ],
+        "`_idle_step` does the same without forward and backward",
+    ),
+    (
+        GRPOTrainer._generate_and_score_completions,
+        [
+            ") = self._generate(prompts)",
+            "self._calculate_rewards(inputs, prompts, completions, completion_ids_list)",
+            'self._logs["prompt"].extend(',
+            'self._logs["completion"].extend(',
+            'self._logs["rewards"][name].extend(',
+            'self._logs["advantages"].extend(all_process_advantages.tolist())',
+            "self._pending_extra_logs",
+        ],
+        "`_whole_batch_logs` reads the advantages of the whole batch there",
+    ),
+    (
+        GRPOTrainer._compute_loss,
+        [
+            'mask = completion_mask if "tool_mask" not in inputs else completion_mask * inputs["tool_mask"]',
+            'if self.loss_type in ["grpo", "sapo"]:',
+            "loss = ((per_token_loss * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)).mean()",
+            'elif self.loss_type == "bnpo":',
+            "loss = (per_token_loss * mask).sum() / mask.sum().clamp(min=1.0)",
+            'elif self.loss_type == "dr_grpo":',
+            "loss = (per_token_loss * mask).sum() / (per_token_loss.size(0) * self.max_completion_length)",
+            'elif self.loss_type in ["cispo", "dapo", "vespo"]:',
+            'normalizer = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes',
+            "normalizer = normalizer * self.current_gradient_accumulation_steps / self.args.steps_per_generation",
+            "loss = (per_token_loss * mask).sum() / normalizer",
+            'elif self.loss_type == "luspo":',
+            "loss = (per_token_loss * mask).sum(-1).mean()",
+            "loss = loss + self.router_aux_loss_coef * aux_loss / normalizer",
+        ],
+        "`loss_scale` turns these averages into what a row weighs",
+    ),
+    (
+        Trainer._run_epoch,
+        ["self.current_gradient_accumulation_steps = len(batch_samples)", "self.training_step("],
+        "`_idle_step` counts the micro-steps of a window",
+    ),
+    (
+        Trainer._save_checkpoint,
+        ["self.save_model(", "self._save_rng_state(", "TRAINER_STATE_NAME", "rotate_checkpoints("],
+        "a checkpoint is complete once its trainer state is written, and older ones are deleted after that",
+    ),
+    (
+        RepeatSampler.__iter__,
+        ["torch.randperm(self.num_samples, generator=self.generator)"],
+        "`EpochRepeatSampler` and the first pass of `PromptStream` repeat this permutation",
+    ),
+]
+
+
+def explain(what: str) -> str:
+    running = ", ".join(f"{name} {version(name)}" for name in TESTED)
+    tested = ", ".join(f"{name} {release}" for name, release in TESTED.items())
+    return (
+        f"{what}\nlze_trl was written for {tested}; this is {running}. Read what has changed, adapt what depends on it, "
+        "run the exactness laws (tests/test_laws.py), and only then change this table and the pin in setup.cfg."
+    )
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory) -> GRPOTrainer:
+    return GRPOTrainer(
+        model=tiny.model(),
+        reward_funcs=tiny.digit_reward,
+        args=tiny.config(tmp_path_factory.mktemp("contract")),
+        train_dataset=tiny.prompts(5),
+        processing_class=tiny.tokenizer(),
+    )
+
+
+@pytest.mark.parametrize("package", TESTED)
+def test_release(package):
+    assert version(package).startswith(f"{TESTED[package]}."), explain(f"{package} is another release.")
+
+
+@pytest.mark.parametrize(("function", "expected"), SIGNATURES.items(), ids=lambda x: getattr(x, "__qualname__", ""))
+def test_signature(function, expected):
+    given = str(inspect.signature(function))
+    assert given == expected, explain(f"`{function.__qualname__}` was {expected}\nand is now {given}.")
+
+
+@pytest.mark.parametrize("name", ATTRIBUTES)
+def test_attribute(trainer, name):
+    assert hasattr(trainer, name), explain(f"`GRPOTrainer` has no attribute `{name}` any more.")
+
+
+def test_log_of_completions(trainer):
+    known = {"images", "prompt", "completion", "rewards", "advantages", "extra"}
+    assert set(trainer._logs) == known, explain(f"`_logs` had {sorted(known)}\nand now has {sorted(trainer._logs)}.")
+
+
+@pytest.mark.parametrize(
+    ("function", "statements", "reason"), STATEMENTS, ids=lambda x: getattr(x, "__qualname__", "")
+)
+def test_statements(function, statements, reason):
+    source = inspect.getsource(function)
+    position = 0
+    for statement in statements:
+        found = source.find(statement, position)
+        assert found >= 0, explain(
+            f"`{function.__qualname__}` has no `{statement}` any more, or has it in another place: {reason}."
+        )
+        position = found + len(statement)
+
+
+def test_loss_types():
+    known = {*ROW_MEAN_LOSSES, *MICRO_BATCH_TOKEN_LOSSES, *BATCH_TOKEN_LOSSES}
+    conditions = re.findall(r"self\.loss_type (?:==|in) (.+?):\n", inspect.getsource(GRPOTrainer._compute_loss))
+    given = set(re.findall(r'"(\w+)"', " ".join(conditions)))
+    assert given == known, explain(f"`_compute_loss` knew {sorted(known)}\nand now knows {sorted(given)}.")
