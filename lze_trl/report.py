@@ -215,7 +215,7 @@ def _draw_energy(run: Run, figure: Figure, axis: Axes):
 
 
 def _draw_savings(axis: Axes, savings: list[Saving]):
-    axis.set(title="FLOPs, training on all data = 100 %", xlim=(0, 118), xlabel="%")
+    axis.set(title="FLOPs", xlim=(0, 118), xlabel="% of training on all data")
     names = [views.KIND_LABELS[saving.kind] for saving in savings]
     used = [100 * (1 - saving.saved) for saving in savings]
     axis.barh(names, [100] * len(used), color="#e3e8ed", height=0.6)

@@ -11,8 +11,8 @@ from http.server import ThreadingHTTPServer
 
 import numpy as np
 import pytest
-from hub import COMMIT, Handler
 
+from hub import COMMIT, Handler
 from lze_trl import hub
 from lze_trl.checkpoint import STATE_NAME, save
 from lze_trl.state import PromptState

@@ -2,9 +2,9 @@
 
 import pandas as pd
 import pytest
-import tiny
 from trl import GRPOConfig, GRPOTrainer
 
+import tiny
 from lze_trl.telemetry import MissingTelemetryError, TelemetryError
 from lze_trl.telemetry.trl_logs import analyze
 

@@ -5,8 +5,9 @@ import logging
 import os
 import re
 import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import duckdb
 import pandas as pd
@@ -19,6 +20,8 @@ from .schema import DIRECTORY, META_FILE, SCHEMAS, Meta, MissingTelemetryError, 
 
 
 logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 SNAPSHOTS = "summary"
 """Folder of the per-prompt summaries that the writer takes, so that readers need not read every group."""
@@ -91,7 +94,7 @@ class Run:
         self.damaged: list[str] = []
         self._lock = threading.RLock()
         self._whole: set[Path] = set()
-        self._parts: dict[str, list[Part]] = {}
+        self._snapshot: Part | None = None
         self._states_of: object = None
         self._version: object = None
         self._database = duckdb.connect(":memory:", config={"threads": threads, "memory_limit": memory_limit})
@@ -126,22 +129,35 @@ class Run:
         Raises:
             TelemetryError: If the run has disappeared, or its settings file cannot be read any more.
         """
+        return self._retry(self._refresh_once)
+
+    def _refresh_once(self) -> bool:
         with self._lock:
             self.meta = Meta.read(self.directory)
             parts = {table: self._whole_parts(table) for table in SCHEMAS}
             snapshot = self._latest_snapshot()
-            version = (
-                tuple(self.meta.attempts),
-                snapshot,
-                *(tuple(part.path.name for part in parts[t]) for t in parts),
-            )
+            names = [tuple(part.path.name for part in parts[table]) for table in SCHEMAS]
+            version = (tuple(self.meta.attempts), snapshot, *names)
             if version == self._version:
                 return False
             for table in SCHEMAS:
                 query = sql.rows_of_table(table, parts[table], self.meta.attempts)
                 self._database.execute(f"CREATE OR REPLACE VIEW {table} AS {query}")
-            self._parts, self._snapshot, self._version = parts, snapshot, version
+            self._snapshot, self._version = snapshot, version
             return True
+
+    def _retry(self, read: Callable[[], _T]) -> _T:
+        attempt = 1
+        while True:
+            try:
+                return read()
+            except (duckdb.IOException, duckdb.InvalidInputException) as error:
+                # The writer has merged the part that was about to be read into a larger one
+                if attempt == _ATTEMPTS_TO_READ:
+                    raise TelemetryError(f"The telemetry of `{self.name}` cannot be read: {error}") from error
+                logger.debug("Reading `%s` again: %s", self.name, error)
+                attempt += 1
+                self._version = None
 
     def _whole_parts(self, table: str) -> list[Part]:
         parts, damaged = [], []
@@ -185,23 +201,18 @@ class Run:
         Returns:
             `pa.Table`: The result.
         """
-        attempt = 1
-        while True:
-            try:
-                with self._lock:
-                    if "prompt_states" in query:
-                        self._update_states()
-                    cursor = self._database.cursor()
-                with cursor:
-                    return cursor.sql(query, params=parameters or []).to_arrow_table()
-            except (duckdb.IOException, duckdb.InvalidInputException) as error:
-                # The writer has merged the part that was about to be read into a larger one
-                if attempt == _ATTEMPTS_TO_READ:
-                    raise TelemetryError(f"The telemetry of `{self.name}` cannot be read: {error}") from error
-                logger.debug("Reading `%s` again: %s", self.name, error)
-                attempt += 1
-                self._version = None
-                self.refresh()
+
+        def read() -> pa.Table:
+            with self._lock:
+                if self._version is None:
+                    self._refresh_once()
+                if "prompt_states" in query:
+                    self._update_states()
+                cursor = self._database.cursor()
+            with cursor:
+                return cursor.sql(query, params=parameters or []).to_arrow_table()
+
+        return self._retry(read)
 
     def sql(self, query: str, parameters: list[Any] | None = None) -> pd.DataFrame:
         """Like [`arrow`], as a data frame."""
@@ -340,4 +351,4 @@ def _found(search: str | None) -> tuple[str, list[Any]]:
 
 def parse_columns(columns: str | None) -> dict[str, Any]:
     """Columns of a prompt, as recorded in `prompts`."""
-    return json.loads(columns) if columns else {}
+    return json.loads(columns) if isinstance(columns, str) else {}

@@ -92,12 +92,12 @@ class TelemetryWriter:
             self._metrics.append((step, self._last_generation, time.time(), numbers))
             self._condition.notify_all()
 
-    def flush(self):
-        """Wait until everything queued so far is written."""
+    def flush(self, timeout: float = 30.0):
+        """Wait until everything queued so far is written, or until `timeout` seconds have passed: the disk may be full."""
         with self._condition:
             self._flush_now = True
             self._condition.notify_all()
-            self._condition.wait_for(lambda: self._closing or not (self._records or self._metrics))
+            self._condition.wait_for(lambda: self._closing or not (self._records or self._metrics), timeout)
 
     def close(self):
         """Write what is queued, merge the parts, and stop the background thread. May be called twice."""
@@ -205,8 +205,8 @@ class TelemetryWriter:
             for table in SCHEMAS:
                 merge_parts(self.directory, table, self._attempt, least=2 if closing else FAN_OUT)
         if self._rows_since_snapshot >= _SNAPSHOT_ROWS or (closing and self._rows_since_snapshot):
-            self._take_snapshot()
             self._rows_since_snapshot = 0
+            self._take_snapshot()
 
     def _take_snapshot(self):
         run = Run(self.directory, threads=1, memory_limit="512MB")

@@ -1,8 +1,8 @@
 """The runs that the app was given, by name. Nothing else can be opened."""
 
-import logging
 import re
 import threading
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -10,8 +10,7 @@ from ..hub import resolve_run
 from ..telemetry import MissingTelemetryError, Run, open_run
 
 
-logger = logging.getLogger(__name__)
-
+_HUB_PAUSE_SECONDS = 30.0
 _SEED_SETTINGS = ("seed", "data_seed", "output_dir", "run_name", "logging_dir", "hub_model_id", "full_determinism")
 
 
@@ -29,6 +28,8 @@ class Entry:
     source: str
     _run: Run | None = None
     _directory: Path | None = None
+    _problem: MissingTelemetryError | None = None
+    _next_question: float = 0.0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def open(self) -> Run:
@@ -40,12 +41,22 @@ class Entry:
         """
         with self._lock:
             if self._directory is None:
-                self._directory = resolve_run(self.source)
+                self._directory = self._resolve()
             if self._run is None:
                 self._run = open_run(self._directory)
             else:
                 self._run.refresh()
             return self._run
+
+    def _resolve(self) -> Path:
+        # The page asks every second; the Hub is not to be asked as often for a run that is not there
+        if self._problem is not None and time.monotonic() < self._next_question and not Path(self.source).exists():
+            raise self._problem
+        try:
+            return resolve_run(self.source)
+        except MissingTelemetryError as problem:
+            self._problem, self._next_question = problem, time.monotonic() + _HUB_PAUSE_SECONDS
+            raise
 
 
 class RunBook:

@@ -68,7 +68,12 @@ def overview(run: Run) -> str:
             "Reward",
             [
                 Series("total", steps, lines["reward_mean"]),
-                *(Series(name, steps, rewards[name].to_numpy(dtype=float)) for name in rewards),
+                # A single reward is the total
+                *(
+                    Series(name, steps, rewards[name].to_numpy(dtype=float))
+                    for name in rewards
+                    if len(rewards.columns) > 1
+                ),
             ],
             "step",
         ),
@@ -217,11 +222,11 @@ def prompt_detail(run: Run, chosen: str) -> str:
             Series("energy", steps, history["energy"].to_numpy(dtype=float), points=mark),
         ],
         "step",
-        y_range=(0.0, 1.0 if run.meta.energy_max <= 1.0 else 1.0 + np.ceil((run.meta.energy_max - 1.0) * 2) / 2),
+        y_range=(0.0, 0.4 * np.ceil(max(1.0, run.meta.energy_max) / 0.4)),
         height=180,
     )
     facts = {
-        **parse_columns(row["columns"] if isinstance(row["columns"], str) else None),
+        **{name: value for name, value in parse_columns(row["columns"]).items() if name != "prompt_id"},
         "visits": row["visits"],
         "trained on": row["times_selected"],
         "re-checks": row["rechecks"],

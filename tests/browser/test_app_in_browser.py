@@ -1,13 +1,17 @@
 """The app as its users see it: in Chromium, while a run is being recorded."""
 
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 import threading
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
+from pathlib import Path
 
 import pytest
 
@@ -92,6 +96,49 @@ def test_page_follows_a_run_within_two_seconds(page, tmp_path):
         writer.close()
     # The first one includes the start of the page's own timer
     assert sorted(delays)[-2] < 2.0, delays
+
+
+TRAINING = """
+import sys
+import tiny
+from lze_trl import LZEGRPOTrainer
+
+LZEGRPOTrainer(
+    model=tiny.model(),
+    reward_funcs=tiny.even_length_reward,
+    args=tiny.config(sys.argv[1], telemetry=True, telemetry_completions="all", max_steps=400),
+    train_dataset=tiny.prompts(12),
+    processing_class=tiny.tokenizer(),
+).train()
+"""
+
+
+@pytest.mark.slow
+def test_page_follows_a_real_training(page, tmp_path):
+    tests = Path(__file__).parents[1]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent)])}
+    command = [sys.executable, "-c", TRAINING, str(tmp_path / "run")]
+    training = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        (tmp_path / "run").mkdir(exist_ok=True)
+        with serve(tmp_path / "run") as address:
+            open_page(page, address)
+            page.wait_for_selector('[data-tile="step"]', timeout=90_000)
+            step = page.locator('[data-tile="step"] strong')
+            seen = []
+            while training.poll() is None and len(seen) < 5:
+                if step.inner_text() not in seen:
+                    seen.append(step.inner_text())
+            assert len(seen) == 5, "the numbers change while the training runs"
+            assert training.wait(timeout=240) == 0
+            summary = open_run(tmp_path / "run").summary()
+            wait_for(lambda: step.inner_text() == f"{summary['steps']:,}")
+            trained = page.locator('[data-tile="groups trained on"]').inner_text()
+            assert f"of {summary['groups']:,}" in trained
+            assert f"{100 * summary['selected'] / summary['groups']:.1f} %" in trained
+    finally:
+        training.kill()
+        training.wait()
 
 
 def test_refresh_moves_nothing(page, tmp_path):

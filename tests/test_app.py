@@ -1,0 +1,119 @@
+"""The app without a browser: what it opens, what its charts say, and the Space that deploys it."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from lze_trl.telemetry import MissingTelemetryError, open_run
+from lze_trl.telemetry.curves import curve, energy_heat_map
+from lze_trl.telemetry.synthetic import SyntheticTraining, record_synthetic_run
+from lze_trl.viewer import build, views
+from lze_trl.viewer.charts import Series, heat_map, line_chart, number
+from lze_trl.viewer.runs import RunBook, seed_groups
+
+
+SPACE = Path(__file__).parents[1] / "app"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    for name, seed in (("a", 0), ("b", 1)):
+        training = SyntheticTraining(num_prompts=40, groups_per_batch=7, group_size=3, seed=seed)
+        record_synthetic_run(folder / name, training, generations=20)
+    return folder
+
+
+def test_runs_have_names_that_tell_nothing_of_their_place(runs, tmp_path):
+    book = RunBook([str(runs / "a"), str(runs / "b"), str(runs / "a"), "me/my-run"])
+    assert book.ids == ["a", "b", "a-2", "my-run"]
+    assert book.open("b").name == "b"
+    for id in ("/etc", str(runs / "a"), "../a", None, ""):
+        with pytest.raises(MissingTelemetryError, match="was not given a run of this name"):
+            book.open(id)
+    with pytest.raises(MissingTelemetryError, match="started without a run"):
+        RunBook([]).open(None)
+
+
+def test_app_is_built_without_any_run():
+    assert build([]).title == "Learning-Zone Energy"
+    assert build(["no/such-run"]).title == "Learning-Zone Energy"
+
+
+def test_seeds_are_one_group_and_other_settings_another(runs, tmp_path):
+    record_synthetic_run(tmp_path / "c", SyntheticTraining(num_prompts=40, selection_ratio=1.0), generations=2)
+    opened = {"a": open_run(runs / "a"), "b": open_run(runs / "b"), "c": open_run(tmp_path / "c")}
+    groups = seed_groups(opened)
+    assert {name: len(members) for name, members in groups.items()} == {"a (2 seeds)": 2, "c": 1}
+
+
+def test_curves_are_means_of_the_generations(runs):
+    run = open_run(runs / "a")
+    generations, points = run.generations(), curve(run)
+    assert points.step.tolist() == generations.step.tolist()
+    assert points.pass_rate.tolist() == pytest.approx(generations.pass_rate.tolist(), abs=1e-6)
+    assert points.tokens.iloc[-1] == sum(dict(generations.ledger.iloc[-1])[f"{k}_tokens"] for k in views.KIND_LABELS)
+    halves = curve(run, bins=2)
+    assert halves.generation.tolist() == [9, 19]
+    assert halves.dead.iloc[0] == pytest.approx(generations.dead[:10].sum() / generations.groups[:10].sum())
+    last = run.groups().groupby("prompt_id").last()
+    assert points.pruned.iloc[-1] == pytest.approx(last.pruned.mean())
+
+
+def test_heat_map_shares_add_up(runs):
+    steps, shares = energy_heat_map(open_run(runs / "a"), bins=6)
+    assert shares.shape == (6, 27)
+    assert steps[-1] == 19
+    assert shares.sum(axis=1) == pytest.approx(1.0)
+
+
+def test_pages_of_prompts_cover_all_of_them(runs):
+    run = open_run(runs / "a")
+    seen = []
+    for page in range(2):
+        html, pages = views.prompt_table(run, "all", "", "-energy", page, "")
+        seen += [part.partition('"')[0] for part in html.split('data-prompt="')[1:]]
+        assert pages == 2
+    assert sorted(map(int, seen)) == sorted(run.prompts().prompt_id)
+    # A page beyond the last one shows the last one
+    assert views.prompt_table(run, "all", "", "-energy", 99, "")[0] == html
+
+
+@pytest.mark.parametrize(
+    ("text", "id"), [("12", 12), ("-3", -3), ("", None), ("1e3", None), ("9" * 30, None), (str(-(2**63)), -(2**63))]
+)
+def test_prompt_ids_from_addresses(text, id):
+    assert views.parse_prompt_id(text) == id
+
+
+def test_charts_survive_gaps_and_nothing():
+    x = np.array([0.0, 1.0, 2.0])
+    assert "No values yet" in line_chart("t", [Series("s", x, np.full(3, np.nan))], "step")
+    assert "No values yet" in heat_map("t", np.array([]), np.zeros((0, 27)), 1.3, "step")
+    gap = line_chart("t", [Series("<b>", x, np.array([1.0, np.nan, 1.0]))], "<i>")
+    assert "<b>" not in gap
+    assert "<i>" not in gap
+    assert gap.count("M0.0") == gap.count("M1000.0") == 1
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0"), (0.12345, "0.123"), (9999, "9999"), (12345, "12.3k"), (1.5e6, "1.5M"), (2e13, "20T"), (np.nan, "–")],
+)
+def test_numbers_are_short(value, text):
+    assert number(value) == text
+
+
+def test_space_is_the_same_app():
+    front_matter = yaml.safe_load((SPACE / "README.md").read_text(encoding="utf-8").split("---")[1])
+    assert front_matter["sdk"] == "gradio"
+    assert (SPACE / front_matter["app_file"]).exists()
+    assert (SPACE / "requirements.txt").read_text().startswith("lze-trl[app]")
+    code = "import runpy; print(runpy.run_path('app.py')['runs'])"
+    environment = {"LZE_RUNS": "me/a, me/b", "PATH": "", "PYTHONPATH": str(SPACE.parent)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=SPACE, env=environment, capture_output=True, text=True)
+    assert done.stdout.strip() == "['me/a', 'me/b']", done.stderr
