@@ -89,12 +89,35 @@ class LZEGRPOConfig(GRPOConfig):
             Token budget of a micro-batch (rows × padded length) on each process. A packed micro-batch then holds as
             many rows as fit, instead of `per_device_train_batch_size`.
 
+        > Parameters that control generation by vLLM servers over HTTP (`use_vllm=True`, `vllm_mode="http"`)
+
+        vllm_mode (`str`, *optional*, defaults to `"colocate"`):
+            `"colocate"` and `"server"` are TRL's. `"http"` takes completions from one or several vLLM servers over plain
+            HTTP and syncs weights through a file system: no vLLM, CUDA or NCCL in the trainer's environment.
+        vllm_server_urls (`list[str]`, *optional*):
+            Base URLs of the servers.
+        vllm_sync_dir (`str`, *optional*):
+            Directory for the weights, which trainer and servers see at the same path. Defaults to shared memory if every
+            server runs on this host.
+        vllm_sync_tolerance (`float`, *optional*):
+            Largest mean difference between the log-probs of a server and of the trainer after a sync, in nats. Defaults
+            to 1e-3 where both compute in float32, and to 0.05 otherwise.
+        vllm_max_concurrent_requests (`int`, *optional*, defaults to `64`):
+            Number of prompts that one server completes at a time.
+        vllm_request_timeout (`float`, *optional*, defaults to `1800.0`):
+            Seconds after which a request is given up and sent again.
+        vllm_recovery_timeout (`float`, *optional*, defaults to `600.0`):
+            Seconds to wait for a server to return when none is left.
+
         > Parameters that control what is recorded
 
         telemetry (`bool`, *optional*, defaults to `True`):
             Whether the main process records every group of every generation batch under `output_dir/telemetry`.
         telemetry_completions (`str`, *optional*, defaults to `"sampled"`):
             Which completions are recorded: `"none"`, `"sampled"` (one group in every generation batch) or `"all"`.
+        hub_telemetry_id (`str`, *optional*):
+            Hub dataset to which `push_to_hub` also uploads telemetry, report and prompt state. The viewer opens it by
+            this name, and `state_from` starts from it.
     """
 
     selector: str = field(
@@ -183,6 +206,34 @@ class LZEGRPOConfig(GRPOConfig):
         default=None,
         metadata={"help": "Token budget of a micro-batch (rows times padded length) on each process."},
     )
+    vllm_mode: Literal["colocate", "server", "http"] = field(
+        default="colocate",
+        metadata={"help": "'colocate' and 'server' are TRL's; 'http' takes completions from servers over plain HTTP."},
+    )
+    vllm_server_urls: list[str] | None = field(
+        default=None,
+        metadata={"help": "Base URLs of the vLLM servers when `vllm_mode='http'`."},
+    )
+    vllm_sync_dir: str | None = field(
+        default=None,
+        metadata={"help": "Directory for the weights that trainer and vLLM servers share. Default: shared memory."},
+    )
+    vllm_sync_tolerance: float | None = field(
+        default=None,
+        metadata={"help": "Largest mean difference of log-probs after a sync, in nats. Default: by the dtypes."},
+    )
+    vllm_max_concurrent_requests: int = field(
+        default=64,
+        metadata={"help": "Number of prompts that one vLLM server completes at a time."},
+    )
+    vllm_request_timeout: float = field(
+        default=1800.0,
+        metadata={"help": "Seconds after which a request to a vLLM server is given up and sent again."},
+    )
+    vllm_recovery_timeout: float = field(
+        default=600.0,
+        metadata={"help": "Seconds to wait for a vLLM server to return when none is left."},
+    )
     telemetry: bool = field(
         default=True,
         metadata={"help": "Whether to record every group of every generation batch."},
@@ -190,6 +241,10 @@ class LZEGRPOConfig(GRPOConfig):
     telemetry_completions: Literal["none", "sampled", "all"] = field(
         default="sampled",
         metadata={"help": "Which completions are recorded: 'none', 'sampled' or 'all'."},
+    )
+    hub_telemetry_id: str | None = field(
+        default=None,
+        metadata={"help": "Hub dataset to which `push_to_hub` also uploads telemetry, report and prompt state."},
     )
 
     def __post_init__(self):
@@ -205,7 +260,7 @@ class LZEGRPOConfig(GRPOConfig):
                 "an object with a `select` method to the trainer."
             )
         hints = get_type_hints(type(self))
-        for name in ("loss_normalizer", "energy_outcome", "pruning", "telemetry_completions"):
+        for name in ("loss_normalizer", "energy_outcome", "pruning", "telemetry_completions", "vllm_mode"):
             allowed = get_args(hints[name])
             if getattr(self, name) not in allowed:
                 raise ValueError(f"`{name}` must be one of {list(allowed)}, got {getattr(self, name)!r}.")
@@ -229,6 +284,20 @@ class LZEGRPOConfig(GRPOConfig):
                 "at least 1",
                 "Leave it unset to bound micro-batches by `per_device_train_batch_size`",
             ),
+            (
+                "vllm_sync_tolerance",
+                self.vllm_sync_tolerance is None or self.vllm_sync_tolerance > 0,
+                "greater than 0",
+                "Leave it unset for a default by the dtypes",
+            ),
+            (
+                "vllm_max_concurrent_requests",
+                self.vllm_max_concurrent_requests >= 1,
+                "at least 1",
+                "64 is the default",
+            ),
+            ("vllm_request_timeout", self.vllm_request_timeout > 0, "greater than 0", "1800 is the default"),
+            ("vllm_recovery_timeout", self.vllm_recovery_timeout >= 0, "at least 0", "Use 0 to not wait"),
         ]
         for name, allowed, what, advice in checks:
             if not allowed:
@@ -244,6 +313,11 @@ class LZEGRPOConfig(GRPOConfig):
             raise ValueError(
                 "`fp16=True` is not supported: its gradient scaler fails on a step in which no group was worth a "
                 "gradient. Use `bf16=True`, or neither."
+            )
+        if self.use_vllm and self.vllm_mode == "http" and not self.vllm_server_urls:
+            raise ValueError(
+                "`vllm_mode='http'` needs `vllm_server_urls`, the base URLs of the vLLM servers, for example "
+                "['http://127.0.0.1:8000']."
             )
         if self.packing:
             for name, active in (

@@ -161,6 +161,11 @@ class Recorder:
             numbers = {name: float(value) for name, value in logs.items() if isinstance(value, (int, float))}
             self.writer.record_step(self.trainer.state.global_step, numbers)
 
+    def flush(self):
+        """Write what has been recorded so far."""
+        if self.writer is not None:
+            self.writer.flush()
+
     def close(self):
         """Write what is left."""
         if self.writer is not None:

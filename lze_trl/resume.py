@@ -33,6 +33,7 @@ def save_state(trainer: "LZEGRPOTrainer", directory: str):
         "mid_batch": trainer._mid_batch,
         "pruning": trainer.args.pruning,
         "ledger": asdict(trainer.ledger),
+        "server_batches": trainer.vllm_generation.batches if _over_http(trainer) else 0,
     }
     store.save(directory, store.STATE_NAME, tensors, meta)
 
@@ -68,6 +69,8 @@ def restore(trainer: "LZEGRPOTrainer", directory: str):
         trainer.planner.stream.load(store.strip_prefix(tensors, "stream"))
     trainer.ledger.load(meta["ledger"])
     trainer._step, trainer._generation = meta["step"], meta["generation"]
+    if _over_http(trainer):
+        trainer.vllm_generation.batches = meta["server_batches"]
     trainer._batch = None
     if meta["mid_batch"]:
         arrays, _ = store.load(directory, _rollouts_name(trainer))
@@ -83,6 +86,10 @@ def load_prompt_state(state: PromptState, source: str):
     tensors, _ = store.load(store.find_state(resolve_state(source)), store.STATE_NAME)
     state.load(store.strip_prefix(tensors, "state"))
     logger.info("Starting from the state of %d prompts of `%s`.", len(state), source)
+
+
+def _over_http(trainer: "LZEGRPOTrainer") -> bool:
+    return trainer.use_vllm and trainer.args.vllm_mode == "http"
 
 
 def _rollouts_name(trainer: "LZEGRPOTrainer") -> str:

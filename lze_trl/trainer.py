@@ -48,6 +48,34 @@ from .state import PromptState, StateSettings
 logger = logging.getLogger(__name__)
 
 
+def http_generation(trainer: "LZEGRPOTrainer"):
+    """vLLM servers over HTTP, by the trainer's settings."""
+    from .vllm import HTTPGeneration
+
+    args = trainer.args
+    return HTTPGeneration(
+        model=trainer.model,
+        accelerator=trainer.accelerator,
+        processing_class=trainer.processing_class,
+        urls=args.vllm_server_urls,
+        sync_dir=args.vllm_sync_dir,
+        tolerance=args.vllm_sync_tolerance,
+        max_concurrent_requests=args.vllm_max_concurrent_requests,
+        server_timeout=args.vllm_server_timeout,
+        request_timeout=args.vllm_request_timeout,
+        recovery_timeout=args.vllm_recovery_timeout,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        min_p=args.min_p,
+        repetition_penalty=args.repetition_penalty,
+        max_completion_length=args.max_completion_length,
+        structured_outputs_regex=args.vllm_structured_outputs_regex,
+        generation_kwargs=args.generation_kwargs,
+        seed=args.seed,
+    )
+
+
 class EpochRepeatSampler(RepeatSampler):
     """TRL's sampler that can begin at any epoch: a resumed run sees the order of the uninterrupted one."""
 
@@ -115,8 +143,13 @@ class LZEGRPOTrainer(GRPOTrainer):
         train_dataset = with_prompt_ids(train_dataset, args)
         funcs = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
         reward_funcs = None if reward_funcs is None else [checked(func) for func in funcs]
-        # The state is made after TRL's constructor: `_get_train_sampler` and others may run before
+        over_http = args.use_vllm and args.vllm_mode == "http"
+        args.use_vllm = args.use_vllm and not over_http  # TRL's constructor would look for its own engine
         super().__init__(model, reward_funcs, args, train_dataset, *positional, **kwargs)
+        if over_http:
+            args.use_vllm = self.use_vllm = True
+            self.vllm_generation = http_generation(self)
+            self._last_loaded_step = -1
         self._pass_column = self._find_pass_column()
         self.selector = selector or make_selector(args.selector, args.gumbel_scale)
         self.ledger = Ledger(iterations=self.num_iterations)
@@ -129,6 +162,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         )
         self._build_memory()
         self._generation = 0  # generation batches so far
+        self._weights_moved = True  # since they were last given to vLLM
         self._batch: GenerationBatch | None = None
         self._answers: tuple | None = None  # what TRL's calls to generate and score are answered with
         self._batch_step = -1  # micro-step at which it was made
@@ -137,6 +171,10 @@ class LZEGRPOTrainer(GRPOTrainer):
         self._sync_filler: dict[str, Any] | None = None
         self._recorder: Recorder | None = None
         self._repeats = RepeatMonitor()
+        if args.telemetry and {"wandb", "trackio"} & set(args.report_to):
+            from .telemetry.tracking import EnergyTrackingCallback
+
+            self.add_callback(EnergyTrackingCallback(self.prompt_state, flush=self._flush_telemetry))
 
     def _build_memory(self):
         """State of the prompts, and what plans with it."""
@@ -264,6 +302,9 @@ class LZEGRPOTrainer(GRPOTrainer):
     def _roll_out(self, inputs: list[dict[str, Any]]) -> Scored:
         """Generate and score through TRL."""
         prompts = [row["prompt"] for row in inputs]
+        if self.use_vllm and not self._weights_moved:
+            self._last_loaded_step = self.state.global_step  # a skipped update: vLLM has these weights already
+        self._weights_moved = False
         prompt_ids, completion_ids, loss_mask, completions, logprobs, extra_fields, _, _ = self._generate(prompts)
         for name, values in extra_fields.items():  # of a `rollout_func`, for the reward functions
             for i, row in enumerate(inputs):
@@ -441,6 +482,7 @@ class LZEGRPOTrainer(GRPOTrainer):
             self._window_steps += 1
         if synchronises:
             skipped = self._window_steps == 0
+            self._weights_moved |= not skipped
             self.ledger.skipped_updates += skipped
             self._metrics["train"]["lze/skipped_update"].append(float(skipped))
             self._window_steps = 0
@@ -509,6 +551,27 @@ class LZEGRPOTrainer(GRPOTrainer):
         super().log(logs, start_time)
         if self._recorder is not None:
             self._recorder.record_step(logs)
+
+    def _flush_telemetry(self):
+        if self._recorder is not None:
+            self._recorder.flush()
+
+    def create_model_card(self, *args: Any, **kwargs: Any):
+        # Differs from TRL: the card of a finished run tells what it has learned and saved
+        super().create_model_card(*args, **kwargs)
+        if self.args.telemetry and not self.is_in_train and self.is_world_process_zero():
+            from .hub import extend_model_card
+
+            extend_model_card(self.args.output_dir, self.args.hub_model_id)
+
+    def push_to_hub(self, *args: Any, **kwargs: Any):
+        # Differs from TRL: telemetry and prompt state go along on request
+        result = super().push_to_hub(*args, **kwargs)
+        if self.args.hub_telemetry_id is not None and self.is_world_process_zero():
+            from .hub import push_run
+
+            push_run(self.args.output_dir, self.args.hub_telemetry_id, self.args.hub_private_repo, self.args.hub_token)
+        return result
 
     # ---- Checkpoints ----
 
