@@ -10,7 +10,8 @@ from transformers import ProgressCallback, TrainerControl, TrainerState, Trainin
 
 
 # (metric, label, format) of the log line, in this order; a metric that was not logged is left out
-_TRAIN_LINE = (
+_SHOWN = (
+    ("eval_reward", "held-out reward", "{:.3f}"),
     ("reward", "reward", "{:.3f}"),
     ("lze/pass_rate", "pass rate", "{:.3f}"),
     ("lze/energy", "energy", "{:.3f}"),
@@ -25,9 +26,7 @@ _TRAIN_LINE = (
 
 def log_line(step: int, logs: dict[str, Any]) -> str:
     """One line for the metrics of a log, or an empty one if none of those shown is among them."""
-    shown = [
-        f"{label} {form.format(float(logs[name]))}" for name, label, form in _TRAIN_LINE if logs.get(name) is not None
-    ]
+    shown = [f"{label} {form.format(float(logs[name]))}" for name, label, form in _SHOWN if logs.get(name) is not None]
     return f"step {step:>5}  " + "  ".join(shown) if shown else ""
 
 
@@ -72,7 +71,7 @@ def summary_tables(savings: dict[str, float], accuracy: dict[str, float | None])
     """
     tables = {
         "Rollouts": _rollout_table(savings),
-        "Cost, and what the same passes over the data cost when nothing is selected or pruned": _cost_table(savings),
+        "Cost, against full data over the same passes": _cost_table(savings),
     }
     before, after = accuracy["before"], accuracy["after"]
     if before is not None or after is not None:

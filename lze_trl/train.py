@@ -3,7 +3,6 @@
 accelerate launch [--config_file accelerate_configs/zero3.yaml] -m lze_trl.train --config recipes/….yaml [--flag value]
 """
 
-import json
 import logging
 import os
 import sys
@@ -27,8 +26,6 @@ from .trainer import LZEGRPOTrainer
 
 
 logger = logging.getLogger(__name__)
-
-ACCURACY_FILE = "accuracy.json"
 
 
 @contextmanager
@@ -115,16 +112,22 @@ def _check_evaluation(args: LZEGRPOConfig):
         )
 
 
-def sampled_accuracy(trainer: LZEGRPOTrainer) -> float | None:
+def sampled_accuracy(trainer: LZEGRPOTrainer, step: int) -> float | None:
     """
     Mean of the reward that decides a pass, over `num_generations_eval` completions of each held-out prompt, sampled
-    as in training. `None` if there is no evaluation set, or if no completion could be scored.
+    as in training.
+
+    Args:
+        trainer ([`LZEGRPOTrainer`]): The trainer, or one that goes on from its checkpoint.
+        step (`int`): After how many optimizer steps; an evaluation must have been logged there.
+
+    Returns:
+        `float | None`: `None` if there was no evaluation, or if no completion could be scored.
     """
-    if trainer.eval_dataset is None:
-        return None
     name = trainer.args.pass_reward or trainer.reward_func_names[0]
-    metrics = trainer.evaluate()
-    return metrics["eval_reward" if name == "total" else f"eval_rewards/{name}/mean"]
+    metric = "eval_reward" if name == "total" else f"eval_rewards/{name}/mean"
+    logged = [logs[metric] for logs in trainer.state.log_history if metric in logs and logs["step"] == step]
+    return logged[-1] if logged else None
 
 
 def resume_point(args: LZEGRPOConfig) -> str | None:
@@ -150,24 +153,6 @@ def resume_point(args: LZEGRPOConfig) -> str | None:
     return checkpoint
 
 
-def accuracy_before(trainer: LZEGRPOTrainer, checkpoint: str | None) -> float | None:
-    """Accuracy before the first step: measured now, or what was measured then if the run is resumed."""
-    path = Path(trainer.args.output_dir) / ACCURACY_FILE
-    if checkpoint is None:
-        before = sampled_accuracy(trainer)
-        _write_accuracy(trainer, before, None)
-        return before
-    return json.loads(path.read_text())["before"] if path.is_file() else None
-
-
-def _write_accuracy(trainer: LZEGRPOTrainer, before: float | None, after: float | None):
-    if trainer.is_world_process_zero():
-        path = Path(trainer.args.output_dir) / ACCURACY_FILE
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.with_suffix(".tmp").write_text(json.dumps({"before": before, "after": after}))
-        os.replace(path.with_suffix(".tmp"), path)
-
-
 def run(
     script_args: LZEScriptArguments, training_args: LZEGRPOConfig, model_args: ModelConfig
 ) -> dict[str, float | None]:
@@ -180,14 +165,18 @@ def run(
     """
     with user_errors():
         checkpoint = resume_point(training_args)
+        # A resumed run has the first evaluation in its log already. The trainer makes it, because DeepSpeed takes a
+        # model that was evaluated before training for one that will never be trained
+        training_args.eval_on_start = bool(script_args.eval_datasets) and checkpoint is None
         trainer = build_trainer(script_args, training_args, model_args)
-    before = accuracy_before(trainer, checkpoint)
     trainer.train(resume_from_checkpoint=checkpoint)
-    after = sampled_accuracy(trainer)
-    _write_accuracy(trainer, before, after)
+    if trainer.eval_dataset is not None and sampled_accuracy(trainer, trainer.state.global_step) is None:
+        trainer.evaluate()
+    before, after = (sampled_accuracy(trainer, step) for step in (0, trainer.state.global_step))
 
     output_dir = Path(training_args.output_dir)
     trainer.save_model(training_args.output_dir)
+    trainer.save_state()
     savings = trainer.savings()
     files = {"model": output_dir}
     if trainer.is_world_process_zero():

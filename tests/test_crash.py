@@ -30,7 +30,7 @@ def killed_in_mid_run(directory: Path, delay: float) -> bool:
     newest = last_complete_checkpoint(directory / "run")
     deadline = time.monotonic() + 120
     while process.poll() is None and time.monotonic() < deadline:
-        if last_complete_checkpoint(directory / "run") != newest or before == 0 and checkpoints(directory / "run"):
+        if last_complete_checkpoint(directory / "run") != newest or (before == 0 and checkpoints(directory / "run")):
             time.sleep(delay)
             process.kill()
             process.wait()

@@ -9,8 +9,8 @@ from pathlib import Path
 import datasets
 import pytest
 from datasets import Dataset
-from hub import serve
 
+from hub import serve
 from lze_trl.datasets import DataError, Reference, load_mixture, load_prompts, parse_reference
 from lze_trl.datasets.audit import audit, render
 from lze_trl.identity import prompt_id

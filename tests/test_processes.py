@@ -52,6 +52,12 @@ def cases() -> dict[str, dict]:
     return found
 
 
+def told(result: subprocess.CompletedProcess) -> str:
+    """What a failed launch says: its errors, then the beginning of its first traceback."""
+    errors = [line for line in result.stderr.splitlines() if "Error: " in line]
+    return "\n".join([*errors[:8], result.stderr[result.stderr.find("Traceback") :][:5000]])
+
+
 def launch(directory: Path, processes: int, launcher: list[str] | None = None, env: dict[str, str] | None = None):
     """Run all cases on some processes."""
     command = launcher or [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
@@ -63,7 +69,7 @@ def launch(directory: Path, processes: int, launcher: list[str] | None = None, e
         timeout=600,
         check=False,
     )
-    assert result.returncode == 0, result.stderr[-4000:]
+    assert result.returncode == 0, told(result)
 
 
 @pytest.fixture(scope="module")

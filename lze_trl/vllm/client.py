@@ -1,7 +1,6 @@
 """One vLLM server, spoken to over plain HTTP."""
 
 import asyncio
-import logging
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -9,8 +8,6 @@ from urllib.parse import urlsplit
 
 import httpx2
 
-
-logger = logging.getLogger(__name__)
 
 # Seconds to open a connection; a server that is up answers at once, however busy it is
 _CONNECT_TIMEOUT = 10.0

@@ -146,9 +146,9 @@ class HTTPGeneration:
             raise ValueError(f"`generation_kwargs` must not hold {reserved}, which the trainer sets. Leave them out.")
         self._body |= generation_kwargs or {}
         self.pool = ServerPool(urls, max_concurrent_requests, request_timeout, recovery_timeout)
-        self._probe = self._on_main_process(lambda: self._connect(sync_dir, server_timeout))
+        self._probe, self._dtype = self._on_main_process(lambda: self._connect(sync_dir, server_timeout))
 
-    def _connect(self, sync_dir: str | None, server_timeout: float) -> list[int]:
+    def _connect(self, sync_dir: str | None, server_timeout: float) -> tuple[list[int], torch.dtype]:
         base = self.model.get_base_model() if is_peft_model(self.model) else self.model
         # The prompt takes at least one token
         identity = identity_of(base, self.processing_class, context_length=self.max_completion_length + 1)
@@ -160,11 +160,11 @@ class HTTPGeneration:
                 f"The vLLM servers compute in different types: {dtypes}. Start all with the same `--dtype`."
             )
         self._warn_about_logprobs()
-        self._dtype = getattr(torch, servers[0].dtype)
         self._context_length = min(server.max_model_len for server in servers)
         self._directory = SyncDirectory(sync_dir, servers)
         atexit.register(self._directory.remove)
-        return probe_tokens(base, self.processing_class, self._context_length)
+        probe = probe_tokens(base, self.processing_class, self._context_length)
+        return probe, getattr(torch, servers[0].dtype)
 
     def _warn_about_logprobs(self):
         plain = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}

@@ -1,0 +1,157 @@
+"""Weight syncing through a file system: write, load into every server, check."""
+
+import shutil
+import socket
+import tempfile
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import is_peft_model
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+from trl.trainer.utils import add_fused_lm_head
+
+from .client import Difference, Identity, VLLMServer
+
+
+_TEXT = "Natalia sold 48 clips, then half as many: 48+48/2=72. \\boxed{72} costs $1.50 ≠ x²?"
+_SPREAD_TOKENS = 16
+_MAX_PROBE_TOKENS = 96
+
+# Mean absolute difference of log-probs, in nats, that rounding alone may make
+_TOLERANCES = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 5e-2}
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """
+    What one sync did, known to the main process.
+
+    Attributes:
+        version (`str`): Name of the weights.
+        bytes (`int`): Size of the checkpoint.
+        export_seconds (`float`): Seconds to gather and write it.
+        load_seconds (`float`): Seconds until the servers had loaded it and were checked.
+        differences (`dict[str, Difference]`): Difference of log-probs by server, of those that are up.
+    """
+
+    version: str
+    bytes: int
+    export_seconds: float
+    load_seconds: float
+    differences: dict[str, Difference]
+
+
+def identity_of(model: nn.Module, tokenizer: PreTrainedTokenizerBase, context_length: int) -> Identity:
+    """What a server must be to serve the model that is trained."""
+    token_ids = tokenizer(_TEXT, add_special_tokens=False)["input_ids"]
+    vocab_size = model.config.get_text_config().vocab_size
+    # A server allows every token that its model or its tokenizer has
+    last_token_id = max(vocab_size - 1, *tokenizer.get_vocab().values())
+    return Identity(_TEXT, token_ids, last_token_id, context_length)
+
+
+def probe_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase, context_length: int) -> list[int]:
+    """
+    Tokens to compare log-probs on: a text, and tokens from all over the vocabulary, for a part of it may be wrong.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]): Model that is trained.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): Its tokenizer.
+        context_length (`int`): Shortest context of the servers.
+
+    Returns:
+        `list[int]`: At least two tokens.
+    """
+    size = min(model.config.get_text_config().vocab_size, len(tokenizer))
+    count = min(_SPREAD_TOKENS, size, context_length // 2)
+    spread = [round(i * (size - 1) / max(count - 1, 1)) for i in range(count)]
+    # The server generates one token after the probe
+    room = min(_MAX_PROBE_TOKENS, context_length - 1) - count
+    return tokenizer(_TEXT, add_special_tokens=False)["input_ids"][:room] + spread
+
+
+def logprobs(model: nn.Module, token_ids: list[int], device: torch.device) -> list[float]:
+    """
+    The model's log-probs of `token_ids[1:]`, in nats.
+
+    Collective: every process must call it, for a sharded model computes only together.
+    """
+    # Through TRL's own path, at temperature 1: under ZeRO-3, a forward pass that takes another way through the modules
+    # than training does would upset what DeepSpeed has recorded of it
+    base = model.get_base_model() if is_peft_model(model) else model
+    forward, training = vars(base).get("forward"), model.training
+    add_fused_lm_head(base, temperature=1.0)
+    model.eval()
+    try:
+        with torch.no_grad():
+            ids = torch.tensor([token_ids], device=device)  # (1, N)
+            output = model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids, fused_lm_head=True)
+        return output.log_probs[0].float().tolist()  # (N - 1,)
+    finally:
+        del base.forward
+        if forward is not None:
+            base.forward = forward
+        model.train(training)
+
+
+def tolerance_for(model: nn.Module, accelerator: Accelerator, servers: list[VLLMServer]) -> float:
+    """The tolerance for the least precise of the types that trainer and servers compute in."""
+    mixed = {"bf16": "bfloat16", "fp16": "float16"}.get(accelerator.mixed_precision)
+    dtypes = [mixed or str(model.dtype).removeprefix("torch."), *(server.dtype for server in servers)]
+    return max(_TOLERANCES[dtype] for dtype in dtypes)
+
+
+class SyncDirectory:
+    """
+    The place where the current weights lie, and only those.
+
+    The current ones stay, because a server that restarts needs them; older ones go before newer ones are written, so
+    that the place never holds two.
+
+    Args:
+        root (`str`, *optional*):
+            Directory that trainer and servers share. Defaults to one in shared memory, where every server runs on this
+            host.
+        servers (`list[VLLMServer]`):
+            The servers.
+    """
+
+    def __init__(self, root: str | None, servers: list[VLLMServer]):
+        if root is None:
+            elsewhere = [server.url for server in servers if not _is_this_host(server.host)]
+            if elsewhere:
+                raise ValueError(
+                    f"`vllm_sync_dir` is required, because these vLLM servers are not on this host: {elsewhere}. Give a "
+                    "directory on a file system that the trainer and the servers share, at the same path."
+                )
+            root = "/dev/shm" if Path("/dev/shm").is_dir() else tempfile.gettempdir()
+        Path(root).mkdir(parents=True, exist_ok=True)
+        self.path = Path(tempfile.mkdtemp(prefix="lze-trl-weights-", dir=root)).resolve()
+        if root != "/dev/shm":
+            self.path.chmod(0o755)  # a server on another host may run as another user
+        self._run = uuid.uuid4().hex[:8]
+        self._count = 0
+
+    def next(self) -> tuple[str, Path]:
+        """Remove the old weights; return the name of the next ones and where to write them."""
+        for old in self.path.iterdir():
+            shutil.rmtree(old)
+        self._count += 1
+        return f"{self._run}-{self._count}", self.path / f"weights-{self._count}"
+
+    def remove(self):
+        """Remove the directory with the weights."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def _is_this_host(host: str) -> bool:
+    if host in ("localhost", "127.0.0.1", "::1", socket.gethostname()):
+        return True
+    try:
+        return socket.gethostbyname(host).startswith("127.")
+    except OSError:
+        return False

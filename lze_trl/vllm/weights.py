@@ -1,7 +1,6 @@
 """The weights of a model in training, as a checkpoint that vLLM loads: gathered and written piece by piece."""
 
 import json
-import logging
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,8 +17,6 @@ from trl.distributed import DistributedBackend
 
 from .adapters import adapter_parameters, base_parameters, merge
 
-
-logger = logging.getLogger(__name__)
 
 # What wrappers put into the names of the parameters they wrap
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")

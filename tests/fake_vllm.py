@@ -1,0 +1,169 @@
+"""A stand-in for a vLLM server that fails on command, for tests of what happens when servers fail."""
+
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections import Counter
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+
+DAMAGED = "cut off"  # faults besides a status code: an answer that ends in the middle of its JSON,
+RESET = "reset"  # a connection that is closed without an answer,
+SLOW = "slow"  # an answer that takes longer than the client waits,
+SHORT = "short"  # an answer with a completion too few,
+ABORTED = "aborted"  # an answer whose last completion was not finished
+
+
+class FakeVLLM:
+    """
+    Serves what the client uses, on a free port.
+
+    A completion's tokens are the number of loads so far and its place in the group, so that a test sees which weights
+    made it. Log-probs are -1 for weights that were loaded, and -2 for those it started with.
+    """
+
+    def __init__(self, port: int = 0, max_model_len: int = 32, tokens=None, vocab_size: int = 10**6):
+        self.max_model_len, self.vocab_size = max_model_len, vocab_size
+        self.tokens = tokens or (lambda text: [ord(c) % 50 for c in text])
+        self.version, self.loads = "default", 0
+        self.faults: dict[str, list] = {}  # by path, used up one a request
+        self.requests: Counter = Counter()
+        self.bodies: list[dict] = []
+        self.delay = 0.0
+        self.running = self.most_running = 0
+        self._lock = threading.Lock()
+        self._port = port
+        self.start()
+
+    def start(self):
+        """Start, also again after `stop`: with the weights of the beginning then."""
+        fake = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def log_message(self, *args):
+                pass
+
+            def setup(self):
+                super().setup()
+                fake.connections.add(self.connection)
+
+            def finish(self):
+                fake.connections.discard(self.connection)
+                super().finish()
+
+            def do_GET(self):
+                fake.answer(self, None)
+
+            def do_POST(self):
+                length = int(self.headers.get("content-length", 0))
+                fake.answer(self, json.loads(self.rfile.read(length) or "{}"))
+
+        self.version, self.loads = "default", 0
+        self.connections: set[socket.socket] = set()
+        self._http = ThreadingHTTPServer(("127.0.0.1", self._port), Handler)
+        self._http.daemon_threads = True
+        self._port = self._http.server_address[1]
+        threading.Thread(target=self._http.serve_forever, args=(0.02,), daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._port}"
+
+    def stop(self):
+        """Die: connections are cut, new ones refused."""
+        self._http.shutdown()
+        self._http.server_close()
+        for connection in list(self.connections):
+            _cut(connection)
+
+    def answer(self, handler: BaseHTTPRequestHandler, body: dict | None):
+        path = handler.path.split("?")[0]
+        with self._lock:
+            self.requests[path] += 1
+            fault = self.faults[path].pop(0) if self.faults.get(path) else None
+            self.running += path == "/v1/completions"
+            self.most_running = max(self.most_running, self.running)
+        try:
+            if path == "/v1/completions":
+                self.bodies.append(body)
+                time.sleep(self.delay)
+            self._respond(handler, *self._outcome(path, body, fault), fault)
+        except OSError:
+            handler.close_connection = True  # the client, or this server, has gone
+        finally:
+            with self._lock:
+                self.running -= path == "/v1/completions"
+
+    def _outcome(self, path: str, body: dict | None, fault) -> tuple[int, dict]:
+        if isinstance(fault, int):
+            return fault, {"error": {"message": f"fault {fault} on command"}}
+        match path:
+            case "/health":
+                return 200, {}
+            case "/v1/models":
+                card = {"id": "fake", "max_model_len": self.max_model_len, "parent": None}
+                return 200, {"data": [card]}
+            case "/server_info":
+                config = {"dtype": "torch.float32", "logprobs_mode": "processed_logprobs"}
+                return 200, {"vllm_config": {"model_config": config}}
+            case "/tokenize":
+                return 200, {"tokens": self.tokens(body["prompt"])}
+            case "/weight_info":
+                return 200, {"weight_version": self.version}
+            case "/collective_rpc":
+                self.loads += 1
+                return 200, {"results": [None]}
+            case "/reset_prefix_cache":
+                return 200, {"success": fault != "busy"}
+            case "/update_weight_version":
+                self.version = body["new_version"]
+                return 200, {}
+            case "/v1/completions":
+                return self._complete(body, fault)
+        return 404, {"error": {"message": "no such path"}}
+
+    def _complete(self, body: dict, fault) -> tuple[int, dict]:
+        if "prompt_logprobs" in body:
+            logprob = -1.0 if self.loads else -2.0
+            entries = [None, *({str(token): {"logprob": logprob}} for token in body["prompt"][1:])]
+            return 200, {"choices": [{"index": 0, "prompt_logprobs": entries}]}
+        prompts = body["prompt"] if isinstance(body["prompt"][0], list) else [body["prompt"]]
+        if max(max(prompt) for prompt in prompts) >= self.vocab_size:
+            return 400, {"error": {"message": "out of vocabulary"}}
+        choices = [
+            {
+                "index": i,
+                "token_ids": [self.loads, i],
+                "logprobs": {"token_logprobs": [-0.5, -0.25]},
+                "finish_reason": "stop",
+            }
+            for i in range(len(prompts) * body.get("n", 1))
+        ]
+        if fault == ABORTED:
+            choices[-1]["finish_reason"] = "abort"
+        # Any order: the client has to look at the index
+        return 200, {"choices": choices[::-1][fault == SHORT :]}
+
+    def _respond(self, handler: BaseHTTPRequestHandler, status: int, content: dict, fault):
+        data = json.dumps(content).encode()
+        if fault == RESET:
+            handler.close_connection = True
+            _cut(handler.connection)
+            return
+        if fault == SLOW:
+            time.sleep(2.0)
+        if fault == DAMAGED:
+            data = data[: len(data) // 2]
+        handler.send_response(status)
+        handler.send_header("content-length", str(len(data)))
+        handler.end_headers()
+        handler.wfile.write(data)
+
+
+def _cut(connection: socket.socket):
+    with contextlib.suppress(OSError):  # cut already
+        connection.shutdown(socket.SHUT_RDWR)

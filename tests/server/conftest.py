@@ -1,0 +1,56 @@
+"""Real vLLM servers for the tests of this folder."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the helpers that all tests share
+
+from real_vllm import ENVIRONMENT, RealServer, small_model
+
+import tiny
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if Path(item.fspath).parent == Path(__file__).parent:
+            item.add_marker(pytest.mark.server)
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory) -> dict[str, Path]:
+    """Directories of an untied and of a tied model, each with its tokenizer."""
+    directories = {}
+    for name, tied in (("untied", False), ("tied", True)):
+        directories[name] = tmp_path_factory.mktemp(name)
+        small_model(tied=tied).save_pretrained(directories[name])
+        tiny.tokenizer().save_pretrained(directories[name])
+    return directories
+
+
+@pytest.fixture(scope="session")
+def session_servers(models, tmp_path_factory):
+    if not (ENVIRONMENT / ".installed").exists():
+        pytest.skip(f"{ENVIRONMENT.name} is not there: make vllm-env")
+    logs = tmp_path_factory.mktemp("logs")
+    servers = {
+        "first": RealServer(models["untied"], logs / "first.log"),
+        "second": RealServer(models["untied"], logs / "second.log"),
+        "tied": RealServer(models["tied"], logs / "tied.log"),
+    }
+    for server in servers.values():
+        server.start()
+    yield servers
+    for server in servers.values():
+        if server.process.poll() is None:
+            server.kill()
+
+
+@pytest.fixture
+def servers(session_servers):
+    """Three servers that are up: `first` and `second` serve the untied model, `tied` the tied one."""
+    for server in session_servers.values():
+        server.ensure()
+    return session_servers

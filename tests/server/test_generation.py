@@ -1,0 +1,306 @@
+"""Generation by real vLLM servers: weights, completions, faults."""
+
+import json
+import logging
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import Accelerator
+from peft import LoraConfig, get_peft_model
+from real_vllm import small_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
+
+import tiny
+from lze_trl.vllm import HTTPGeneration, ServerMismatchError, export_weights
+from lze_trl.vllm.client import Snapshot
+from lze_trl.vllm.sync import logprobs
+
+
+@pytest.fixture(scope="module")
+def accelerator():
+    return Accelerator(cpu=True)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(models):
+    return AutoTokenizer.from_pretrained(models["untied"])  # as the server loads it
+
+
+@pytest.fixture
+def connect(accelerator, tokenizer):
+    made = []
+
+    def make(model, *servers, **settings):
+        settings = {"max_completion_length": 12, "server_timeout": 30.0, "recovery_timeout": 300.0} | settings
+        urls = [server.url for server in servers]
+        made.append(HTTPGeneration(model, accelerator, tokenizer, urls, **settings))
+        return made[-1]
+
+    yield make
+    for generation in made:
+        generation.close()
+
+
+def change(model, scale=0.1):
+    """Change every weight, as an optimizer step does, but by a lot."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter), alpha=scale)
+
+
+def prompts_of(count):
+    return [tiny.tokenizer()(f"{i}+{i * i}=")["input_ids"] for i in range(count)]
+
+
+def repeated(prompts, times):
+    return [prompt for prompt in prompts for _ in range(times)]
+
+
+def assert_current(model, prompts, groups, sizes):
+    """Every group is complete, and every token has the log-prob that the model has for it now."""
+    assert [len(group) for group in groups] == sizes
+    for prompt, group in zip(prompts, groups, strict=True):
+        for completion in group:
+            expected = logprobs(model, prompt + completion.token_ids, torch.device("cpu"))[len(prompt) - 1 :]
+            torch.testing.assert_close(completion.logprobs, expected, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["first", "tied"])
+def test_log_probs_agree_after_every_sync(name, servers, connect):
+    model = small_model(tied=name == "tied")
+    generation = connect(model, servers[name])
+    prompts = prompts_of(3)
+    for _ in range(4):
+        generation.sync_weights()
+        difference = generation.last_sync.differences[servers[name].url]
+        assert difference.mean <= difference.max < 1e-3
+        assert_current(model, prompts, generation.generate_groups(prompts, [4, 1, 3]), [4, 1, 3])
+        change(model)
+
+
+def test_the_tied_embeddings_trap_is_caught(servers, connect, accelerator, tmp_path):
+    model = small_model(tied=True)
+    generation = connect(model, servers["tied"])
+    generation.sync_weights()
+    change(model)
+    export_weights(model, accelerator, tmp_path / "weights")
+    for path in (tmp_path / "weights").glob("*.safetensors"):
+        tensors = load_file(path)
+        tensors.pop("lm_head.weight", None)
+        save_file(tensors, path)
+    index = json.loads((tmp_path / "weights" / "model.safetensors.index.json").read_text())
+    del index["weight_map"]["lm_head.weight"]
+    (tmp_path / "weights" / "model.safetensors.index.json").write_text(json.dumps(index))
+    probe = generation._probe
+    reference = logprobs(model, probe, torch.device("cpu"))
+    with pytest.raises(ServerMismatchError, match=rf"{servers['tied'].url} differ .*lm_head\.weight"):
+        generation.pool.load(Snapshot("trap", str(tmp_path / "weights"), probe, reference, 1e-3))
+    generation.sync_weights()  # with it, all is well
+
+
+@pytest.mark.parametrize("settings", [{}, {"modules_to_save": ["lm_head"]}])
+def test_lora_goes_over_merged(settings, servers, connect):
+    config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False, **settings)
+    model = get_peft_model(small_model(), config)
+    generation = connect(model, servers["first"])
+    prompts = prompts_of(2)
+    for _ in range(2):
+        generation.sync_weights()
+        assert_current(model, prompts, generation.generate_groups(prompts, [2, 2]), [2, 2])
+        change(model)
+
+
+def test_greedy_decoding_is_that_of_transformers(servers, connect):
+    model = small_model(seed=3)
+    generation = connect(model, servers["first"], servers["second"], temperature=0.0)
+    generation.sync_weights()
+    prompts = prompts_of(5)
+    rows = repeated(prompts, 2)
+    prompt_ids, completion_ids, logprobs_, tokens = generation.generate(rows, None, num_generations=2)
+    assert prompt_ids == rows
+    for row, completion, row_logprobs, row_tokens in zip(rows, completion_ids, logprobs_, tokens, strict=True):
+        ids = torch.tensor([row])
+        output = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12)
+        assert completion == output[0, len(row) :].tolist()
+        assert row_tokens == [[token] for token in completion]
+        assert [len(entry) for entry in row_logprobs] == [1] * len(completion)
+
+
+def test_log_probs_are_those_that_were_sampled_with(servers, connect):
+    model = small_model(seed=4)
+    generation = connect(model, servers["first"], temperature=0.5)
+    generation.sync_weights()
+    prompt = prompts_of(2)[1]
+    for completion in generation.generate_groups([prompt], [6])[0]:
+        ids = torch.tensor([prompt + completion.token_ids])
+        with torch.no_grad():
+            scaled = (model(ids).logits[0, len(prompt) - 1 : -1] / 0.5).log_softmax(-1)
+        expected = scaled.gather(-1, ids[0, len(prompt) :, None])[:, 0].tolist()
+        torch.testing.assert_close(completion.logprobs, expected, rtol=0, atol=1e-3)
+
+
+def test_sampling_is_repeatable_with_a_seed(servers, connect):
+    def run(seed, *where):
+        generation = connect(small_model(), *where, seed=seed)
+        generation.sync_weights()
+        batches = [generation.generate_groups(prompts_of(6), [4] * 6) for _ in range(2)]
+        return [[[c.token_ids for c in group] for group in batch] for batch in batches]
+
+    one, two = run(5, servers["first"]), run(5, servers["first"], servers["second"])
+    assert one == two
+    assert one[0] != one[1] and one != run(6, servers["first"])
+    assert len({tuple(tokens) for tokens in one[0][0]}) > 1
+
+
+def test_another_model_is_refused(servers, connect):
+    with pytest.raises(ServerMismatchError, match="another vocabulary"):
+        connect(small_model(vocab_size=100), servers["first"])
+    with pytest.raises(ServerMismatchError, match=r"context of 64 tokens.*--max-model-len"):
+        connect(small_model(), servers["first"], max_completion_length=64)
+
+
+def test_a_prompt_that_is_too_long(servers, connect):
+    generation = connect(small_model(), servers["first"])
+    generation.sync_weights()
+    with pytest.raises(ValueError, match="A prompt has 64 tokens"):
+        generation.generate_groups([[5] * 64], [2])
+    with pytest.warns(UserWarning, match="cuts completions"):
+        assert len(generation.generate_groups([[5] * 60], [2])[0][0].token_ids) <= 4
+
+
+def test_weights_are_removed(servers, connect, tmp_path):
+    generation = connect(small_model(), servers["first"], sync_dir=str(tmp_path))
+    for _ in range(3):
+        generation.sync_weights()
+    (directory,) = tmp_path.iterdir()
+    assert [path.name for path in directory.iterdir()] == ["weights-3"]
+    generation.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- Faults ----
+
+
+def long_batch(generation, count, repeats=4):
+    """A batch that takes some seconds."""
+    prompts = prompts_of(count)
+    return prompts, generation.generate_groups(prompts, [repeats] * count), [repeats] * count
+
+
+def when_busy(generation, server, action):
+    """Act from another thread as soon as the server has requests in progress."""
+    member = next(member for member in generation.pool.members if member.server.url == server.url)
+
+    def wait():
+        while member.running < 4:
+            time.sleep(0.005)
+        action()
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_one_of_two_servers_is_killed(servers, connect, caplog):
+    model = small_model(seed=7)
+    change(model)
+    generation = connect(
+        model,
+        servers["first"],
+        servers["second"],
+        max_completion_length=48,
+        max_concurrent_requests=8,
+        generation_kwargs={"ignore_eos": True},
+    )
+    generation.sync_weights()
+    when_busy(generation, servers["second"], servers["second"].kill)
+    begin = time.monotonic()
+    prompts, groups, sizes = long_batch(generation, 200)
+    assert servers["second"].process.poll() is not None
+    assert time.monotonic() - begin < 60
+    assert_current(model, prompts, groups, sizes)
+    change(model)
+    generation.sync_weights()  # goes on with the other
+    assert list(generation.last_sync.differences) == [servers["first"].url]
+    assert f"The vLLM server {servers['second'].url} failed" in caplog.text
+
+
+def test_the_only_server_is_killed_and_returns(servers, connect, caplog):
+    caplog.set_level(logging.WARNING)
+    server = servers["first"]
+    model = small_model(seed=8)
+    change(model)
+    generation = connect(
+        model,
+        server,
+        max_completion_length=48,
+        max_concurrent_requests=8,
+        generation_kwargs={"ignore_eos": True},
+    )
+    generation.sync_weights()
+
+    def crash():
+        server.kill()
+        time.sleep(10)
+        server.start()
+
+    crashing = when_busy(generation, server, crash)
+    prompts, groups, sizes = long_batch(generation, 200)
+    crashing.join()
+    assert_current(model, prompts, groups, sizes)  # not of the weights that the server starts with
+    assert f"The vLLM server {server.url} failed" in caplog.text
+    assert f"The vLLM server {server.url} is back, with the current weights" in caplog.text
+
+
+def test_servers_that_are_down(servers, connect):
+    servers["second"].kill()
+    with pytest.raises(ConnectionError, match=rf"{servers['second'].url}: .*Not up after 2 s.*vllm_server_timeout"):
+        connect(small_model(), servers["second"], server_timeout=2.0)
+
+
+def test_none_returns(servers, connect):
+    generation = connect(small_model(), servers["second"], recovery_timeout=3.0)
+    generation.sync_weights()
+    servers["second"].kill()
+    with pytest.raises(ConnectionError, match=r"No vLLM server is left.*vllm_recovery_timeout"):
+        generation.generate_groups(prompts_of(2), [2, 2])
+
+
+def test_weights_of_another_shape(servers, connect):
+    generation = connect(small_model(intermediate_size=32), servers["second"])
+    with pytest.raises(ServerMismatchError, match=rf"{servers['second'].url} could not load the weights in "):
+        generation.sync_weights()
+    servers["second"].kill()  # a load that failed leaves it without weights
+
+
+def test_the_exported_directory_serves(servers, connect, accelerator, models, tmp_path):
+    model = small_model(seed=9)
+    change(model)
+    export_weights(model, accelerator, tmp_path / "model")
+    for path in Path(models["untied"]).glob("tokenizer*"):
+        shutil.copy(path, tmp_path / "model")
+    server = servers["second"]
+    server.kill()
+    original, server.model = server.model, tmp_path / "model"
+    server.ensure()
+    generation = connect(model, server)
+    generation.pool.snapshot = Snapshot("none", "/nowhere", [], [], 0.0)
+
+    async def served():
+        from lze_trl.vllm.client import open_client
+
+        async with open_client() as http:
+            return await generation.pool.servers[0].prompt_logprobs(http, generation._probe)
+
+    import asyncio
+
+    expected = logprobs(model, generation._probe, torch.device("cpu"))
+    torch.testing.assert_close(asyncio.run(served()), expected, rtol=0, atol=1e-3)
+    server.kill()
+    server.model = original

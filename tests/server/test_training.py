@@ -1,0 +1,193 @@
+"""Training with completions from real vLLM servers."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx2
+import pytest
+import torch
+import yaml
+from real_vllm import RealServer
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+
+import tiny
+from lze_trl import LZEGRPOTrainer
+from test_processes import told
+from test_sharded import on_two_cpus
+
+
+SCRIPT = Path(__file__).with_name("training_run.py")
+
+
+def train_on_two_processes(directory: Path, way: str, model: Path, urls: list[str], **settings) -> list[dict]:
+    """Run `training_run.py` and return what each process has left."""
+    directory.mkdir(exist_ok=True)
+    (directory / "settings.json").write_text(json.dumps({"model": str(model), "urls": urls, **settings}))
+    (directory / "accelerate.yaml").write_text(yaml.safe_dump(on_two_cpus(way)))
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(directory / "accelerate.yaml")]
+    result = subprocess.run(
+        [*launch, str(SCRIPT), str(directory)],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert result.returncode == 0, told(result)
+    return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.fixture(scope="module")
+def zero3_run(session_servers, models, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("zero3")
+    session_servers["first"].ensure()
+    results = train_on_two_processes(
+        directory,
+        "zero3",
+        models["untied"],
+        [session_servers["first"].url],
+        max_steps=20,
+        per_device_train_batch_size=32,
+        num_generations=8,
+        learning_rate=3e-3,
+        optim="adamw_torch",
+    )
+    return directory, results
+
+
+def test_twenty_steps_under_zero3(zero3_run):
+    _, (first, second) = zero3_run
+    assert first["steps"] == 20
+    # Both ranks decide alike, at every step
+    assert first["choices"] == second["choices"]
+    # The servers compute with the trainer's weights after every sync, and there was one for every step
+    assert max(difference for _, *of_servers in first["differences"] for difference in of_servers) < 1e-3
+    assert len({version for version, *_ in first["differences"]}) == 20
+    # The model learns from the chosen groups alone, and what it has learned is pruned
+    early, late = first["pass_rates"][:4], first["pass_rates"][-4:]
+    assert sum(late) / 4 > sum(early) / 4 + 0.2
+    assert first["trained"] < 0.45
+    assert first["pruned"] > 0
+
+
+def test_the_exported_model_serves(zero3_run, tmp_path):
+    directory, _ = zero3_run
+    model = AutoModelForCausalLM.from_pretrained(directory / "model")
+    tokenizer = AutoTokenizer.from_pretrained(directory / "model")
+    prompt = tokenizer("12+3=", return_tensors="pt")
+    expected = model.generate(**prompt, max_new_tokens=6, do_sample=False)[0, prompt["input_ids"].size(1) :]
+    server = RealServer(directory / "model", tmp_path / "exported.log")
+    server.start()
+    try:
+        server.wait()
+        answer = httpx2.post(
+            f"{server.url}/v1/completions",
+            json={
+                "model": str(directory / "model"),
+                "prompt": prompt["input_ids"][0].tolist(),
+                "max_tokens": 6,
+                "temperature": 0.0,
+                "return_token_ids": True,
+            },
+            timeout=120,
+            trust_env=False,
+        )
+    finally:
+        server.kill()
+    given = answer.json()["choices"][0]["token_ids"]
+    assert given == [token for token in expected.tolist() if token != tokenizer.pad_token_id]
+
+
+def make_trainer(directory, model, urls, rewards=tiny.digit_reward, callbacks=None, **settings):
+    """A trainer on one process; without URLs, its completions come from transformers."""
+    over_http = {"use_vllm": True, "vllm_mode": "http", "vllm_server_urls": urls} if urls else {}
+    greedy = {"temperature": 0.0} if urls else {"do_sample": False}
+    settings = {"generation_kwargs": greedy, "max_completion_length": 6} | over_http | settings
+    return LZEGRPOTrainer(
+        model=str(model),
+        reward_funcs=rewards,
+        args=tiny.config(directory, **settings),
+        train_dataset=tiny.prompts(17),
+        callbacks=callbacks,
+    )
+
+
+def test_servers_and_transformers_complete_alike(servers, models, tmp_path):
+    def run(directory, urls):
+        seen = []
+
+        def by_place(completions, **kwargs):
+            # Greedy completions of a group are equal, so that only their places can tell them apart
+            seen.append(list(completions))
+            return [float(i % 4 < 2 or (i // 4) % 3 == 0) for i in range(len(completions))]
+
+        trainer = make_trainer(directory, models["untied"], urls, rewards=by_place, selection_ratio=0.7)
+        trainer.train()
+        return seen, trainer
+
+    ours, over_http = run(tmp_path / "http", [servers["first"].url])
+    theirs, in_process = run(tmp_path / "transformers", None)
+    assert ours == theirs
+    assert len({text for batch in ours for text in batch}) > 3
+    assert over_http.ledger.groups_trained == in_process.ledger.groups_trained > 0
+    for name, array in over_http.prompt_state.tensors().items():
+        assert (array == in_process.prompt_state.tensors()[name]).all(), name
+
+
+class Saboteur(TrainerCallback):
+    """Kills a server when a step begins, and starts it again some seconds later."""
+
+    def __init__(self, server: RealServer, step: int, delay: float | None):
+        self.server, self.step, self.delay = server, step, delay
+        self.thread = None
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == self.step and self.thread is None:
+            self.server.kill()
+            self.thread = threading.Thread(target=self._restart)
+            self.thread.start()
+
+    def _restart(self):
+        if self.delay is not None:
+            time.sleep(self.delay)
+            self.server.start()
+
+
+def test_the_only_server_dies_and_returns(servers, models, tmp_path, caplog):
+    saboteur = Saboteur(servers["first"], step=2, delay=10.0)
+    trainer = make_trainer(
+        tmp_path,
+        models["untied"],
+        [servers["first"].url],
+        callbacks=[saboteur],
+        generation_kwargs=None,
+        max_steps=6,
+        vllm_recovery_timeout=240.0,
+    )
+    with caplog.at_level("INFO", logger="lze_trl"):
+        trainer.train()
+    saboteur.thread.join()
+    assert trainer.state.global_step == 6
+    assert trainer.ledger.rows_rolled_out == 6 * 12
+    assert max(d.mean for d in trainer.vllm_generation.last_sync.differences.values()) < 1e-3
+    assert servers["first"].url in caplog.text
+    assert "returned" in caplog.text or "is back" in caplog.text
+
+
+def test_one_of_two_servers_dies(servers, models, tmp_path, caplog):
+    saboteur = Saboteur(servers["second"], step=2, delay=None)
+    urls = [servers["first"].url, servers["second"].url]
+    trainer = make_trainer(tmp_path, models["untied"], urls, callbacks=[saboteur], generation_kwargs=None, max_steps=6)
+    with caplog.at_level("INFO", logger="lze_trl"):
+        trainer.train()
+    assert trainer.state.global_step == 6
+    assert trainer.ledger.rows_rolled_out == 6 * 12
+    assert servers["second"].url in caplog.text
+    assert torch.isfinite(
+        torch.tensor([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    ).all()

@@ -1,0 +1,188 @@
+"""The main job: from a recipe to a trained model, its accuracy and its summary; and what it says when it cannot."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import tiny
+from lze_trl.console import count, log_line, summary_tables
+from lze_trl.recipe import RecipeError, parse_recipe
+from lze_trl.train import build_trainer, main, resume_point, run
+
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def job(tmp_path):
+    """Write a recipe for a tiny model and return its path; keywords override its keys."""
+    tiny.save(tmp_path / "model")
+    for name, rows in (("train", tiny.prompts(12)), ("held_out", tiny.prompts(16).select(range(12, 16)))):
+        rows.to_json(tmp_path / f"{name}.jsonl")
+    recipe = {
+        "output_dir": str(tmp_path / "run"),
+        "model_name_or_path": str(tmp_path / "model"),
+        "datasets": [str(tmp_path / "train.jsonl")],
+        "eval_datasets": [str(tmp_path / "held_out.jsonl")],
+        "conversational": False,
+        "reward_funcs": ["tiny.even_length_reward", "accuracy"],
+        "reward_weights": [1.0, 0.5],
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "report_to": "none",
+        "num_generations": 4,
+        "per_device_train_batch_size": 12,
+        "per_device_eval_batch_size": 8,
+        "max_completion_length": 5,
+        "max_steps": 4,
+        "learning_rate": 1e-3,
+        "save_steps": 2,
+        "seed": 7,
+    }
+
+    def write(**keys):
+        path = tmp_path / "recipe.yaml"
+        path.write_text(yaml.safe_dump({**recipe, **keys}))
+        return str(path)
+
+    return write
+
+
+def test_recipe_to_summary(job, capsys):
+    result = run(*parse_recipe(["--config", job()]))
+    assert result["rows_rolled_out"] == 4 * 12
+    assert 0 < result["rows_trained"] < result["rows_rolled_out"]
+    assert 0 <= result["accuracy_before"] <= 1
+    assert 0 <= result["accuracy_after"] <= 1
+    assert 0 < result["update_flops"] < result["full_update_flops"]
+
+    shown = capsys.readouterr().out
+    assert all(text in shown for text in ("rolled out", "pruned", "together", "Sampled accuracy", "model:", "report:"))
+    run_dir = Path(parse_recipe(["--config", job()])[1].output_dir)
+    log = json.loads((run_dir / "trainer_state.json").read_text())["log_history"]
+    accuracy = [logs["eval_rewards/even_length_reward/mean"] for logs in log if "eval_reward" in logs]
+    assert accuracy == [result["accuracy_before"], result["accuracy_after"]]
+    assert all((run_dir / name).is_file() for name in ("model.safetensors", "lze_state.safetensors", "tokenizer.json"))
+    assert (run_dir / "report" / "summary.png").is_file()
+
+
+def test_resumes_from_the_last_complete_checkpoint(job):
+    first = run(*parse_recipe(["--config", job(max_steps=2)]))
+    resumed = run(*parse_recipe(["--config", job(max_steps=4, resume_from_checkpoint="auto")]))
+    assert resumed["rows_rolled_out"] == 2 * first["rows_rolled_out"]
+    assert resumed["accuracy_before"] == first["accuracy_before"]
+
+
+@pytest.mark.parametrize("wanted", ["auto", "true", True])
+def test_auto_resume_of_a_new_run_starts_at_the_beginning(job, wanted):
+    assert resume_point(parse_recipe(["--config", job(resume_from_checkpoint=wanted)])[1]) is None
+
+
+def test_resume_points_that_are_named(job, tmp_path):
+    assert resume_point(parse_recipe(["--config", job()])[1]) is None
+    assert resume_point(parse_recipe(["--config", job(resume_from_checkpoint=False)])[1]) is None
+    (tmp_path / "checkpoint-2").mkdir()
+    path = str(tmp_path / "checkpoint-2")
+    assert resume_point(parse_recipe(["--config", job(resume_from_checkpoint=path)])[1]) == path
+    with pytest.raises(RecipeError, match="`resume_from_checkpoint=nowhere` is no folder"):
+        resume_point(parse_recipe(["--config", job(resume_from_checkpoint="nowhere")])[1])
+
+
+def test_without_evaluation_set_accuracy_is_not_measured(job, capsys):
+    result = run(*parse_recipe(["--config", job(eval_datasets=[], max_steps=1)]))
+    assert result["accuracy_before"] is None
+    assert result["accuracy_after"] is None
+    assert "Sampled accuracy" not in capsys.readouterr().out
+
+
+def test_peft_recipe(job):
+    trainer = build_trainer(
+        *parse_recipe(["--config", job(use_peft=True, lora_r=4, lora_target_modules=["q_proj", "v_proj"])])
+    )
+    trained = [name for name, weight in trainer.model.named_parameters() if weight.requires_grad]
+    assert trained and all("lora" in name for name in trained)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"datasets": []}, "`datasets` names no training set"),
+        ({"datasets": ["no/such/file.jsonl"]}, r"no/such/file\.jsonl"),
+        ({"model_name_or_path": "./no-model"}, "no-model"),
+        ({"reward_funcs": ["acuracy"]}, "Unknown reward function 'acuracy'. Did you mean 'accuracy'"),
+        ({"per_device_eval_batch_size": 6}, r"evaluation batch of 6 completions .* `num_generations_eval=4`"),
+        ({"per_device_train_batch_size": 52}, "12 different prompts, and a generation batch takes 13"),
+        ({"pass_reward": "speed"}, "`pass_reward='speed'` is none of the reward functions"),
+    ],
+)
+def test_what_cannot_be_trained_is_told_without_a_traceback(job, keys, message):
+    with pytest.raises(SystemExit, match=message) as error:
+        main(["--config", job(**keys)])
+    assert str(error.value).startswith("error: ")
+
+
+def test_a_recipe_without_a_model_is_refused(job, tmp_path):
+    recipe = yaml.safe_load(Path(job()).read_text())
+    del recipe["model_name_or_path"]
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    with pytest.raises(SystemExit, match="error: `model_name_or_path` is not set"):
+        main(["--config", str(tmp_path / "recipe.yaml")])
+
+
+def test_accelerate_launch_runs_the_module(job):
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "accelerate.commands.launch", "--quiet"),
+            *("--config_file", str(ROOT / "accelerate_configs" / "single_process.yaml")),
+            *("-m", "lze_trl.train", "--config", job(), "--max_steps", "1", "--selection_ratio", "1.0"),
+        ],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Sampled accuracy" in done.stdout
+
+
+def test_log_line_shows_what_was_logged():
+    assert log_line(5, {"reward": 0.5, "lze/selected_share": 0.40625, "learning_rate": 1e-6, "other": 3}) == (
+        "step     5  reward 0.500  trained 41% of groups  lr 1.0e-06"
+    )
+    assert log_line(5, {"train_runtime": 3.0}) == ""
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(0, "0"), (9_999, "9,999"), (12_345, "12.3 k"), (2.5e6, "2.5 M"), (1.27e12, "1.27 T"), (3e18, "3 E")],
+)
+def test_counts(number, text):
+    assert count(number) == text
+
+
+def test_summary_of_a_run_that_did_nothing():
+    zero = dict.fromkeys(
+        [
+            *(f"{unit}_{what}" for unit in ("groups", "rows") for what in ("rolled_out", "trained", "pruned")),
+            *(
+                f"{part}_{what}"
+                for part in ("rollout", "logprob", "update")
+                for what in ("tokens", "flops", "seconds")
+            ),
+            *(f"full_{part}_flops" for part in ("rollout", "logprob", "update")),
+        ],
+        0,
+    )
+    assert list(summary_tables(zero, {"before": None, "after": None})) == [
+        "Rollouts",
+        "Cost, against full data over the same passes",
+    ]
+    assert len(summary_tables(zero, {"before": 0.1, "after": None})) == 3

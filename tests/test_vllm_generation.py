@@ -1,0 +1,149 @@
+"""What the trainer sees of generation over HTTP: rows, groups, settings, errors."""
+
+import inspect
+
+import pytest
+from accelerate import Accelerator
+from trl.generation.vllm_generation import VLLMGeneration
+
+import tiny
+from fake_vllm import FakeVLLM
+from lze_trl.vllm import HTTPGeneration, RequestRefusedError, ServerMismatchError
+
+
+@pytest.fixture(scope="module")
+def accelerator():
+    return Accelerator(cpu=True)
+
+
+@pytest.fixture
+def fake():
+    tokenizer = tiny.tokenizer()
+    fake = FakeVLLM(tokens=lambda text: tokenizer(text)["input_ids"], vocab_size=len(tokenizer))
+    yield fake
+    fake.stop()
+
+
+@pytest.fixture
+def connect(fake, accelerator, tmp_path):
+    def make(**settings):
+        settings = {"max_completion_length": 5, "server_timeout": 5.0, "tolerance": 100.0} | settings
+        settings.setdefault("sync_dir", str(tmp_path / "sync"))
+        return HTTPGeneration(tiny.model(), accelerator, tiny.tokenizer(), [fake.url], **settings)
+
+    return make
+
+
+def test_rows_come_back_in_their_order(connect, fake):
+    generation = connect()
+    generation.sync_weights()
+    rows = [[5, 6]] * 3 + [[7]] * 3
+    prompt_ids, completion_ids, logprobs, tokens = generation.generate(rows, None, num_generations=3)
+    assert prompt_ids == rows
+    assert completion_ids == [[1, 0], [1, 1], [1, 2]] * 2
+    assert logprobs == [[[-0.5], [-0.25]]] * 6
+    assert tokens == [[[1], [0]], [[1], [1]], [[1], [2]]] * 2
+    assert sorted(body["prompt"] for body in fake.bodies[-2:]) == [[5, 6], [7]]
+
+
+def test_settings_reach_the_server(connect, fake):
+    generation = connect(
+        temperature=0.7,
+        top_p=0.9,
+        top_k=11,
+        min_p=0.1,
+        repetition_penalty=1.2,
+        structured_outputs_regex="[0-9]+",
+        generation_kwargs={"stop": ["="], "top_k": 12},
+    )
+    generation.sync_weights()
+    generation.generate_groups([[5, 6]], [2])
+    assert fake.bodies[-1] == {
+        "model": "fake",
+        "prompt": [5, 6],
+        "n": 2,
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": 12,
+        "min_p": 0.1,
+        "repetition_penalty": 1.2,
+        "max_tokens": 5,
+        "structured_outputs": {"regex": "[0-9]+"},
+        "stop": ["="],
+        "logprobs": 0,
+        "return_token_ids": True,
+    }
+
+
+def test_every_group_has_a_seed_of_its_own(connect, fake):
+    def seeds(generation):
+        generation.sync_weights()
+        begin = len(fake.bodies)
+        for _ in range(2):
+            generation.generate_groups([[5], [5, 6], [7]], [1, 1, 1])
+        return [{tuple(body["prompt"]): body["seed"] for body in fake.bodies[i : i + 3]} for i in (begin, begin + 3)]
+
+    first = seeds(connect(seed=3))
+    assert len({seed for batch in first for seed in batch.values()}) == 6
+    assert seeds(connect(seed=3)) == first
+    resumed = connect(seed=3)
+    resumed.batches = 1
+    assert seeds(resumed)[0] == first[1]
+    assert all(0 <= seed < 2**63 for batch in first for seed in batch.values())
+
+
+@pytest.mark.parametrize("name", ["n", "logprobs", "stream", "return_token_ids"])
+def test_settings_of_the_trainer_are_reserved(connect, name):
+    with pytest.raises(ValueError, match=f"`generation_kwargs` must not hold .*{name}"):
+        connect(generation_kwargs={name: 2})
+
+
+@pytest.mark.parametrize("rows", [[[5], [5], [6]], [[5], [5], [6], [7]]])
+def test_broken_groups_are_refused(connect, rows):
+    generation = connect()
+    generation.sync_weights()
+    with pytest.raises(ValueError, match="group 1 is not"):
+        generation.generate(rows, None, num_generations=2)
+
+
+def test_images_are_refused(connect):
+    with pytest.raises(ValueError, match="Images are not supported"):
+        connect().generate([[5]], [["an image"]], num_generations=1)
+
+
+def test_the_default_tolerance_is_checked(connect):
+    with pytest.raises(ServerMismatchError, match=r"`vllm_sync_tolerance` is 0\.001"):
+        connect(tolerance=None).sync_weights()
+
+
+def test_the_servers_words_reach_the_user(connect, fake):
+    generation = connect()
+    generation.sync_weights()
+    fake.faults["/v1/completions"] = [400]
+    with pytest.raises(RequestRefusedError, match="fault 400 on command"):
+        generation.generate([[5]], None, num_generations=1)
+
+
+def test_a_server_elsewhere_needs_a_shared_directory(accelerator, fake, monkeypatch):
+    from lze_trl.vllm import sync
+
+    monkeypatch.setattr(sync, "_is_this_host", lambda host: False)
+    with pytest.raises(ValueError, match=r"`vllm_sync_dir` is required.*not on this host"):
+        HTTPGeneration(tiny.model(), accelerator, tiny.tokenizer(), [fake.url], max_completion_length=5)
+
+
+def test_a_full_disk_stops_the_sync(connect, monkeypatch):
+    from lze_trl.vllm import weights
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(weights, "save_file", full)
+    with pytest.raises(OSError, match="No space left"):
+        connect().sync_weights()
+
+
+@pytest.mark.parametrize("name", ["sync_weights", "generate"])
+def test_has_the_methods_that_trl_calls(name):
+    theirs = inspect.signature(getattr(VLLMGeneration, name))
+    assert list(inspect.signature(getattr(HTTPGeneration, name)).parameters) == list(theirs.parameters)

@@ -1,0 +1,298 @@
+"""What happens when servers fail, against servers that fail on command."""
+
+import logging
+import threading
+import time
+
+import pytest
+
+import fake_vllm
+from fake_vllm import FakeVLLM
+from lze_trl.vllm import RequestRefusedError, ServerError, ServerMismatchError
+from lze_trl.vllm import servers as servers_module
+from lze_trl.vllm.client import Identity, Snapshot
+from lze_trl.vllm.servers import Group, ServerPool
+
+
+SAMPLED = {"temperature": 1.0, "max_tokens": 5}
+
+
+@pytest.fixture(autouse=True)
+def quick_retries(monkeypatch):
+    monkeypatch.setattr(servers_module, "_RETRY_SECONDS", 0.05)
+
+
+@pytest.fixture
+def fakes():
+    started = [FakeVLLM(), FakeVLLM()]
+    yield started
+    for fake in started:
+        fake.stop()
+
+
+def make_pool(fakes, request_timeout=1.0, recovery_timeout=30.0, concurrent=4) -> ServerPool:
+    return ServerPool([fake.url for fake in fakes], concurrent, request_timeout, recovery_timeout)
+
+
+def make_snapshot(version="run-1", logprob=-1.0) -> Snapshot:
+    return Snapshot(version, "/weights", probe=[3, 1, 4], reference=[logprob] * 2, tolerance=1e-3)
+
+
+def make_groups(count, size=3, body=SAMPLED) -> list[Group]:
+    return [Group([1, 2, i], size, body) for i in range(count)]
+
+
+def assert_complete(results, groups, loads=1):
+    """Every group has exactly its completions, in order, of the weights of the given load."""
+    assert len(results) == len(groups)
+    for completions, group in zip(results, groups, strict=True):
+        assert [completion.token_ids for completion in completions] == [[loads, i] for i in range(group.count)]
+        assert all(completion.logprobs == [-0.5, -0.25] for completion in completions)
+
+
+def test_spreads_by_load(fakes):
+    for fake in fakes:
+        fake.delay = 0.05
+    pool = make_pool(fakes, concurrent=4)
+    pool.load(make_snapshot())
+    groups = make_groups(16)
+    assert_complete(pool.complete(groups), groups)
+    shares = [fake.requests["/v1/completions"] - 1 for fake in fakes]  # without the probe
+    assert sum(shares) == 16 and min(shares) >= 4
+    assert max(fake.most_running for fake in fakes) == 4
+
+
+def test_a_slow_server_gets_less(fakes):
+    fakes[0].delay, fakes[1].delay = 0.3, 0.01
+    pool = make_pool(fakes, concurrent=1)
+    pool.load(make_snapshot())
+    groups = make_groups(10)
+    assert_complete(pool.complete(groups), groups)
+    assert fakes[1].requests["/v1/completions"] > 2 * fakes[0].requests["/v1/completions"]
+
+
+def test_groups_of_different_sizes(fakes):
+    pool = make_pool(fakes)
+    pool.load(make_snapshot())
+    groups = [Group([1], size, SAMPLED) for size in (1, 5, 2)]
+    assert_complete(pool.complete(groups), groups)
+    assert pool.complete([]) == []
+
+
+def test_greedy_decoding_repeats_the_prompt_instead_of_asking_for_n(fakes):
+    pool = make_pool(fakes[:1])
+    pool.load(make_snapshot())
+    groups = [Group([1, 2], 3, SAMPLED | {"temperature": 0.0})]
+    assert_complete(pool.complete(groups), groups)
+    body = fakes[0].bodies[-1]
+    assert body["prompt"] == [[1, 2]] * 3 and "n" not in body
+
+
+@pytest.mark.parametrize(
+    "fault", [500, 503, 429, fake_vllm.DAMAGED, fake_vllm.RESET, fake_vllm.SLOW, fake_vllm.SHORT, fake_vllm.ABORTED]
+)
+@pytest.mark.parametrize("alone", [False, True])
+def test_failed_requests_are_sent_again(fakes, fault, alone):
+    pool = make_pool(fakes[:1] if alone else fakes)
+    pool.load(make_snapshot())
+    fakes[0].faults["/v1/completions"] = [fault, fault]
+    groups = make_groups(8)
+    assert_complete(pool.complete(groups), groups)
+    assert fakes[0].loads == 1  # it kept its weights, and its version says so
+
+
+def test_a_request_that_always_fails_ends_with_the_servers_words(fakes):
+    pool = make_pool(fakes)
+    pool.load(make_snapshot())
+    for fake in fakes:
+        fake.faults["/v1/completions"] = [500] * 20
+    with pytest.raises(ServerError, match=r"failed 5 times.*answered 500: fault 500 on command"):
+        pool.complete(make_groups(1))
+
+
+def test_a_refused_request_is_not_repeated(fakes):
+    pool = make_pool(fakes)
+    pool.load(make_snapshot())
+    fakes[0].faults["/v1/completions"] = fakes[1].faults["/v1/completions"] = [400]
+    with pytest.raises(RequestRefusedError, match="answered 400: fault 400 on command"):
+        pool.complete(make_groups(1))
+
+
+def test_others_take_over_from_a_server_that_dies(fakes, caplog):
+    for fake in fakes:
+        fake.delay = 0.1
+    pool = make_pool(fakes)
+    pool.load(make_snapshot())
+    threading.Timer(0.15, fakes[0].stop).start()
+    groups = make_groups(12)
+    begin = time.monotonic()
+    assert_complete(pool.complete(groups), groups)
+    assert time.monotonic() - begin < 5.0
+    assert f"The vLLM server {fakes[0].url} failed" in caplog.text
+    fakes[0].start()
+
+
+def test_a_server_that_returns_gets_the_weights_first(fakes, caplog):
+    fake = fakes[0]
+    fake.delay = 0.1
+    pool = make_pool([fake])
+    pool.load(make_snapshot())
+    threading.Timer(0.15, fake.stop).start()
+    threading.Timer(0.8, fake.start).start()
+    groups = make_groups(12)
+    results = pool.complete(groups)
+    assert_complete(results, groups, loads=1)  # 0 would be the weights that it started with
+    assert fake.loads == 1 and fake.version == "run-1"
+    assert "is back, with the current weights" in caplog.text
+
+
+def test_a_restart_between_batches_is_noticed(fakes):
+    pool = make_pool(fakes[:1])
+    pool.load(make_snapshot())
+    fakes[0].stop()
+    fakes[0].start()
+    groups = make_groups(2)
+    assert_complete(pool.complete(groups), groups, loads=1)
+
+
+def test_none_left(fakes):
+    pool = make_pool(fakes, recovery_timeout=0.5)
+    pool.load(make_snapshot())
+    for fake in fakes:
+        fake.stop()
+    with pytest.raises(ConnectionError, match=r"No vLLM server is left.*0\.5 s.*ConnectError"):
+        pool.complete(make_groups(2))
+    with pytest.raises(ConnectionError, match="No vLLM server is left"):
+        pool.load(make_snapshot("run-2"))
+    for fake in fakes:
+        fake.start()
+
+
+def test_load_waits_for_a_server_and_goes_on_without_the_others(fakes):
+    pool = make_pool(fakes)
+    for fake in fakes:
+        fake.stop()
+    threading.Timer(0.5, fakes[1].start).start()
+    assert [server.url for server in pool.load(make_snapshot())] == [fakes[1].url]
+    groups = make_groups(3)
+    assert_complete(pool.complete(groups), groups)
+    fakes[0].start()
+    groups = make_groups(40)
+    fakes[1].delay = 0.02
+    assert_complete(pool.complete(groups), groups)
+    assert fakes[0].version == "run-1"
+
+
+def test_load_checks_log_probs(fakes):
+    pool = make_pool(fakes)
+    with pytest.raises(ServerMismatchError, match=r"differ from the trainer's by 2\.50e-01 .*lm_head\.weight"):
+        pool.load(make_snapshot(logprob=-1.25))
+    with pytest.raises(ServerMismatchError, match="differ"):
+        pool.load(make_snapshot(logprob=float("nan")))
+    assert all(fake.version == "default" for fake in fakes)
+    assert len(pool.load(make_snapshot(logprob=-1.0005))) == 2
+    assert pool.servers[0].difference.mean == pytest.approx(5e-4)
+
+
+def test_weights_that_cannot_be_loaded(fakes):
+    pool = make_pool(fakes)
+    fakes[1].faults["/collective_rpc"] = [500]
+    with pytest.raises(
+        ServerMismatchError, match=r"could not load the weights in /weights.*on command.*vllm_sync_dir"
+    ):
+        pool.load(make_snapshot())
+
+
+def test_a_busy_prefix_cache_is_reset_again(fakes):
+    pool = make_pool(fakes[:1])
+    fakes[0].faults["/reset_prefix_cache"] = ["busy"]
+    assert len(pool.load(make_snapshot())) == 1
+    assert fakes[0].requests["/reset_prefix_cache"] == 2
+
+
+def test_the_same_weights_are_not_loaded_twice(fakes):
+    pool = make_pool(fakes)
+    pool.load(make_snapshot())
+    pool.load(make_snapshot())
+    assert [fake.loads for fake in fakes] == [1, 1]
+
+
+# ---- Start ----
+
+TEXT = "2+2"
+
+
+def make_identity(**changes) -> Identity:
+    values = {"text": TEXT, "token_ids": [ord(c) % 50 for c in TEXT], "last_token_id": 63, "context_length": 8}
+    return Identity(**(values | changes))
+
+
+def test_connect_waits(caplog):
+    fake = FakeVLLM(vocab_size=64)
+    fake.stop()
+    pool = make_pool([fake])
+    threading.Timer(0.4, fake.start).start()
+    pool.connect(make_identity(), timeout=10.0)
+    assert f"Waiting for the vLLM server {fake.url}" in caplog.text
+    assert pool.servers[0].model == "fake" and pool.servers[0].dtype == "float32"
+    fake.stop()
+
+
+def test_connect_gives_up(fakes):
+    fakes[1].stop()
+    fakes[0].vocab_size = 64
+    with pytest.raises(ConnectionError, match=rf"{fakes[1].url}: .*Not up after 0\.3 s.*vllm_server_timeout"):
+        make_pool(fakes).connect(make_identity(), timeout=0.3)
+    fakes[1].start()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"context_length": 33}, r"context of 32 tokens.*33.*--max-model-len"),
+        ({"token_ids": [1, 2, 3]}, r"another tokenizer: '2\+2' is \[0, 43, 0\] there and \[1, 2, 3\]"),
+        ({"last_token_id": 64}, "does not know token 64"),
+        ({"last_token_id": 62}, "knows token 63, and the trainer's last token is 62"),
+    ],
+)
+def test_connect_refuses_another_model(changes, message):
+    fake = FakeVLLM(vocab_size=64)
+    with pytest.raises(ServerMismatchError, match=message):
+        make_pool([fake]).connect(make_identity(**changes), timeout=5.0)
+    fake.stop()
+
+
+def test_connect_without_development_endpoints():
+    fake = FakeVLLM()
+    fake.faults["/server_info"] = [404]
+    with pytest.raises(ServerMismatchError, match="VLLM_SERVER_DEV_MODE=1"):
+        make_pool([fake]).connect(make_identity(), timeout=5.0)
+    fake.stop()
+
+
+@pytest.mark.parametrize("urls", [[], ["http://127.0.0.1:1", "http://127.0.0.1:1"], ["127.0.0.1:8000"]])
+def test_urls_are_checked(urls):
+    with pytest.raises(ValueError, match="vllm_server_urls"):
+        ServerPool(urls, 1, 1.0, 1.0)
+
+
+def test_works_where_an_event_loop_is_running(fakes):
+    import asyncio
+
+    async def notebook():
+        pool = make_pool(fakes)
+        pool.load(make_snapshot())
+        return pool.complete(make_groups(1))
+
+    assert len(asyncio.run(notebook())) == 1
+
+
+def test_nothing_is_left_running(fakes):
+    logging.getLogger("asyncio").setLevel(logging.ERROR)
+    pool = make_pool(fakes)
+    before = threading.active_count()
+    pool.load(make_snapshot())
+    pool.complete(make_groups(3))
+    names = [thread.name for thread in threading.enumerate()]
+    assert not [name for name in names if "portal" in name.lower()]
+    assert threading.active_count() <= before + 2 * len(fakes) * 4  # the fakes' own

@@ -1,0 +1,193 @@
+"""The weights as vLLM gets them, compared with what `save_pretrained` writes."""
+
+import json
+
+import pytest
+import torch
+from accelerate import Accelerator
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
+
+import tiny
+from lze_trl.vllm import export_weights
+from lze_trl.vllm.sync_memory import measure
+
+
+@pytest.fixture(scope="module")
+def accelerator():
+    return Accelerator(cpu=True)
+
+
+def exported(directory) -> dict[str, torch.Tensor]:
+    index = json.loads((directory / "model.safetensors.index.json").read_text())
+    tensors = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        shard = load_file(path)
+        assert all(index["weight_map"][name] == path.name for name in shard)
+        tensors |= shard
+    assert tensors.keys() == index["weight_map"].keys()
+    assert sum(tensor.nbytes for tensor in tensors.values()) == index["metadata"]["total_size"]
+    return tensors
+
+
+def saved(model, directory) -> dict[str, torch.Tensor]:
+    model.save_pretrained(directory)
+    return load_file(directory / "model.safetensors")
+
+
+def assert_equal(left, right):
+    assert left.keys() == right.keys()
+    for name, tensor in left.items():
+        torch.testing.assert_close(tensor, right[name], rtol=0, atol=0, msg=name)
+
+
+def small_llama():
+    config = LlamaConfig(
+        vocab_size=40,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+    return AutoModelForCausalLM.from_config(config)
+
+
+def small_moe():
+    config = Qwen3MoeConfig(
+        vocab_size=40,
+        hidden_size=16,
+        intermediate_size=24,
+        moe_intermediate_size=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+    )
+    return AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize("make", [tiny.model, small_llama, small_moe])
+def test_writes_what_save_pretrained_writes(make, accelerator, tmp_path):
+    model = make()
+    size = export_weights(model, accelerator, tmp_path / "new")
+    tensors = exported(tmp_path / "new")
+    assert size == sum(tensor.nbytes for tensor in tensors.values())
+    assert_equal(tensors, saved(model, tmp_path / "saved"))
+
+
+def test_names_of_a_model_loaded_from_disk(accelerator, tmp_path):
+    small_moe().save_pretrained(tmp_path / "saved")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    export_weights(model, accelerator, tmp_path / "new")
+    assert_equal(exported(tmp_path / "new"), load_file(tmp_path / "saved" / "model.safetensors"))
+
+
+def test_tied_weights_are_written_under_both_names(accelerator, tmp_path):
+    model = tiny.model(tied=True)
+    export_weights(model, accelerator, tmp_path / "new")
+    tensors = exported(tmp_path / "new")
+    torch.testing.assert_close(tensors["lm_head.weight"], tensors["model.embed_tokens.weight"], rtol=0, atol=0)
+    assert tensors.keys() == saved(model, tmp_path / "saved").keys() | {"lm_head.weight"}
+
+
+def test_loads_with_transformers(accelerator, tmp_path):
+    model = tiny.model(tied=True)
+    export_weights(model, accelerator, tmp_path / "new")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "new")
+    assert_equal(dict(again.state_dict()), dict(model.state_dict()))
+
+
+def test_shards_are_bounded(accelerator, tmp_path):
+    model = tiny.model(layers=3)
+    limit = 5000
+    export_weights(model, accelerator, tmp_path / "new", max_shard_bytes=limit)
+    shards = sorted((tmp_path / "new").glob("*.safetensors"))
+    assert len(shards) > 3
+    for shard in shards:
+        tensors = load_file(shard)
+        assert len(tensors) == 1 or sum(tensor.nbytes for tensor in tensors.values()) <= limit
+    assert_equal(exported(tmp_path / "new"), saved(model, tmp_path / "saved"))
+
+
+def test_casts_to_the_type_of_the_server(accelerator, tmp_path):
+    export_weights(tiny.model(), accelerator, tmp_path / "new", dtype=torch.bfloat16)
+    tensors = exported(tmp_path / "new")
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+    expected = tiny.model().lm_head.weight.detach().bfloat16()
+    torch.testing.assert_close(tensors["lm_head.weight"], expected, rtol=0, atol=0)
+
+
+def adapted(seed=0, tied=False, **kwargs):
+    config = LoraConfig(r=3, lora_alpha=7, init_lora_weights=False, **kwargs)
+    torch.manual_seed(seed)
+    return get_peft_model(tiny.model(tied=tied), config)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"target_modules": ["q_proj", "down_proj"]},
+        {"target_modules": "all-linear"},
+        {"target_modules": ["q_proj"], "use_rslora": True},
+        {"target_modules": ["q_proj", "embed_tokens"]},
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    ],
+)
+def test_lora_is_merged_and_training_weights_are_untouched(settings, accelerator, tmp_path):
+    model = adapted(**settings)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    pointers = [parameter.data_ptr() for parameter in model.parameters()]
+    export_weights(model, accelerator, tmp_path / "new")
+    assert_equal(dict(model.state_dict()), before)
+    assert [parameter.data_ptr() for parameter in model.parameters()] == pointers
+    merged = saved(model.merge_and_unload(), tmp_path / "saved")
+    tensors = exported(tmp_path / "new")
+    assert tensors.keys() == merged.keys()
+    for name, tensor in tensors.items():
+        torch.testing.assert_close(tensor, merged[name], msg=name)
+    assert any(not torch.equal(tensor, tiny.model().state_dict()[name]) for name, tensor in tensors.items())
+
+
+def test_inactive_adapters_stay_out(accelerator, tmp_path):
+    model = adapted(target_modules=["q_proj"])
+    export_weights(model, accelerator, tmp_path / "one")
+    model.add_adapter("reference", LoraConfig(r=2, init_lora_weights=False, target_modules=["q_proj", "k_proj"]))
+    model.set_adapter("default")
+    export_weights(model, accelerator, tmp_path / "two")
+    assert_equal(exported(tmp_path / "one"), exported(tmp_path / "two"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"target_modules": ["q_proj"], "use_dora": True}, "variant of .*q_proj.*without DoRA"),
+        ({"target_modules": ["q_proj"], "lora_bias": True}, "without DoRA or bias"),
+        ({"target_modules": ["q_proj"], "trainable_token_indices": [1, 2]}, "TrainableTokens"),
+    ],
+)
+def test_other_adapters_are_refused(settings, message, accelerator, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        export_weights(adapted(**settings), accelerator, tmp_path / "new")
+
+
+def test_a_failed_write_leaves_nothing(accelerator, tmp_path, monkeypatch):
+    from lze_trl.vllm import weights
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(weights, "save_file", full)
+    with pytest.raises(OSError, match="No space left"):
+        export_weights(tiny.model(), accelerator, tmp_path / "new")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_memory_is_bounded_by_the_shards(tmp_path):
+    result = measure(megabytes=256, shard_megabytes=8, directory=str(tmp_path))
+    # Two shards, and the largest tensor twice; a copy of the model would be 1
+    assert 0 < result["ratio"] < 0.5
+    assert list(tmp_path.iterdir()) == []
