@@ -117,7 +117,7 @@ class LZEGRPOConfig(GRPOConfig):
             Which completions are recorded: `"none"`, `"sampled"` (one group in every generation batch) or `"all"`.
         hub_telemetry_id (`str`, *optional*):
             Hub dataset to which `push_to_hub` also uploads telemetry, report and prompt state. The viewer opens it by
-            this name, and `state_from` starts from it.
+            this name, and `state_from` starts from it. Recorded prompts and completions become as public as it is.
     """
 
     selector: str = field(

@@ -56,9 +56,6 @@ class LZEScriptArguments:
             Text added to every question.
         reward_funcs (`list[str]`, *optional*, defaults to `["accuracy"]`):
             Reward functions by name or dotted import path; their weights are `reward_weights`.
-        telemetry_repo (`str`, *optional*):
-            Id of a dataset repo on the Hub to upload telemetry, prompt state and report to at the end. Recorded
-            prompts and completions become as public as the repo. The model's own repo is `hub_model_id`.
     """
 
     datasets: list[str] = field(
@@ -98,10 +95,6 @@ class LZEScriptArguments:
     reward_funcs: list[str] = field(
         default_factory=lambda: ["accuracy"],
         metadata={"help": "Reward functions by name or dotted import path."},
-    )
-    telemetry_repo: str | None = field(
-        default=None,
-        metadata={"help": "Id of a dataset repo on the Hub to upload telemetry, prompt state and report to."},
     )
 
     def __post_init__(self):

@@ -15,11 +15,10 @@ from datasets import Dataset
 from transformers import ProgressCallback
 from trl import ModelConfig, get_peft_config, get_quantization_config
 
-from .checkpoint import last_complete_checkpoint
+from .checkpoint import has_ended, last_complete_checkpoint
 from .config import LZEGRPOConfig
 from .console import ReadableProgress, show_summary
 from .datasets import load_mixture
-from .hub import push_run
 from .recipe import LZEScriptArguments, RecipeError, parse_recipe
 from .rewards import get_reward
 from .trainer import LZEGRPOTrainer
@@ -161,10 +160,13 @@ def run(
 
     Returns:
         `dict[str, float | None]`: The totals of [`~lze_trl.ledger.Ledger.summary`], and `accuracy_before` and
-        `accuracy_after`, `None` where not measured.
+        `accuracy_after`, `None` where not measured. Empty if the run had ended before.
     """
     with user_errors():
         checkpoint = resume_point(training_args)
+        if checkpoint is not None and has_ended(checkpoint, training_args.max_steps):
+            logger.info("The run in `%s` has ended: there is nothing left to do.", training_args.output_dir)
+            return {}
         # A resumed run has the first evaluation in its log already. The trainer makes it, because DeepSpeed takes a
         # model that was evaluated before training for one that will never be trained
         training_args.eval_on_start = bool(script_args.eval_datasets) and checkpoint is None
@@ -181,8 +183,6 @@ def run(
     files = {"model": output_dir}
     if trainer.is_world_process_zero():
         files |= write_reports(output_dir, training_args.telemetry)
-        if script_args.telemetry_repo is not None:
-            files["telemetry"] = push_run(output_dir, script_args.telemetry_repo, training_args.hub_private_repo)
     if training_args.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.datasets)
         files["model"] = f"https://huggingface.co/{trainer.hub_model_id}"

@@ -186,3 +186,23 @@ def test_summary_of_a_run_that_did_nothing():
         "Cost, against full data over the same passes",
     ]
     assert len(summary_tables(zero, {"before": 0.1, "after": None})) == 3
+
+
+def test_a_run_that_has_ended_is_left_alone(tmp_path, caplog):
+    import tiny
+    from lze_trl import LZEGRPOTrainer
+    from lze_trl.recipe import LZEScriptArguments
+    from lze_trl.train import run
+
+    settings = {"save_strategy": "steps", "max_steps": 2}
+    LZEGRPOTrainer(
+        model=tiny.model(),
+        reward_funcs=tiny.even_length_reward,
+        args=tiny.config(tmp_path, **settings),
+        train_dataset=tiny.prompts(11),
+        processing_class=tiny.tokenizer(),
+    ).train()
+    args = tiny.config(tmp_path, resume_from_checkpoint="auto", **settings)
+    with caplog.at_level("INFO", logger="lze_trl"):
+        assert run(LZEScriptArguments(datasets=["unread"]), args, None) == {}
+    assert "has ended: there is nothing left to do" in caplog.text
