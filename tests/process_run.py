@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 from accelerate import PartialState
+from accelerate.utils import DistributedType
 
 import tiny
 from lze_trl import LZEGRPOTrainer
@@ -56,16 +57,20 @@ class RecordingSelector:
 def run(directory: Path, name: str, settings: dict):
     world = int(os.environ.get("WORLD_SIZE", "1"))
     rows = settings.pop("rows") // world  # of a micro-step, on all processes
+    args = tiny.config(directory / f"{name}-{world}", per_device_train_batch_size=rows, **settings)
+    if os.environ.get("ACCELERATE_USE_FSDP") == "true":
+        on_cpu_like_gpu()
     trainer = LZEGRPOTrainer(
         model=str(directory / "model"),
         reward_funcs=mostly_reward,
-        args=tiny.config(directory / f"{name}-{world}", per_device_train_batch_size=rows, **settings),
+        args=args,
         train_dataset=tiny.prompts(17),
         rollout_func=fixed_rollouts,
     )
     trainer.selector = RecordingSelector(trainer.selector)
     trainer.train()
     state = trainer.accelerator.get_state_dict(trainer.model_wrapped)  # on the main process
+    (directory / f"{name}.way").write_text(type(trainer.model_wrapped).__name__)
     result = {
         "choices": trainer.selector.choices,
         "rows_trained": trainer.ledger.rows_trained,
@@ -77,6 +82,14 @@ def run(directory: Path, name: str, settings: dict):
     if rank == 0:
         torch.save({key: tensor.float().cpu() for key, tensor in state.items()}, directory / f"{name}.{world}.pt")
     trainer.accelerator.wait_for_everyone()
+
+
+def on_cpu_like_gpu():
+    """
+    Let accelerate shard with FSDP2 on a CPU. It reads its own setting for that on accelerators only, though what it calls
+    then, `torch.distributed.fsdp.fully_shard`, works over gloo as well.
+    """
+    PartialState().distributed_type = DistributedType.MULTI_GPU
 
 
 def main(cases: Path):

@@ -36,7 +36,8 @@ class WritableHandler(Handler):
             folder = self.server.folder / repository
             folder.mkdir(parents=True, exist_ok=True)
             self.server.repositories[repository] = folder
-            url = f"http://{self.headers['Host']}/datasets/{repository}"
+            kind = "datasets/" if asked.get("type") == "dataset" else ""
+            url = f"http://{self.headers['Host']}/{kind}{repository}"
             return self.reply_json({"url": url, "id": repository})
         repository = "/".join(path.split("/")[3:5])
         if path.endswith("/preupload/main"):
@@ -128,6 +129,63 @@ except RuntimeError as error:
         assert int(groups) == open_run(run_dir).summary()["groups"]
         assert "lze_state.json" in state
         assert "`me/missing` is neither a directory nor a dataset repo on the Hub that can be read" in missing
+
+
+PUSHING_RUN = """
+import sys
+import tiny
+from lze_trl import LZEGRPOTrainer
+
+trainer = LZEGRPOTrainer(
+    model=tiny.model(),
+    reward_funcs=tiny.even_length_reward,
+    args=tiny.config(
+        sys.argv[1],
+        telemetry=True,
+        push_to_hub=True,
+        hub_model_id="me/model",
+        hub_telemetry_id="me/model-run",
+        hub_token="hf_secret",
+        hub_strategy="end",
+        save_strategy="steps",
+    ),
+    train_dataset=tiny.prompts(11),
+    processing_class=tiny.tokenizer(),
+)
+trainer.train()
+trainer.push_to_hub()
+"""
+
+
+@pytest.mark.slow
+def test_a_trainer_pushes_model_card_and_telemetry(tmp_path):
+    (tmp_path / "push.py").write_text(PUSHING_RUN)
+    with serve(tmp_path / "server") as server:
+        result = subprocess.run(
+            [sys.executable, str(tmp_path / "push.py"), str(tmp_path / "run")],
+            env=os.environ
+            | {
+                "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
+                "HF_HOME": str(tmp_path / "cache"),
+                "HF_HUB_OFFLINE": "0",
+                "HF_HUB_DISABLE_XET": "1",
+                "PYTHONPATH": os.path.dirname(__file__),
+            },
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+    assert result.returncode == 0, result.stderr[-4000:]
+    model, run = tmp_path / "server/me/model", tmp_path / "server/me/model-run"
+    card = (model / "README.md").read_text()
+    for part in ("Trained where it learns", "selection_ratio", "Savings", "lze_summary.png", "Versions", "pipeline("):
+        assert part in card, part
+    assert {"model.safetensors", "config.json", "tokenizer.json"} <= {path.name for path in model.iterdir()}
+    assert (run / "telemetry/meta.json").is_file()
+    assert (run / "lze_state.safetensors").is_file()
+    for file in [*run.rglob("*"), *model.glob("*.json"), model / "README.md"]:
+        assert not file.is_file() or b"hf_secret" not in file.read_bytes(), file
 
 
 def test_directories_need_no_hub(run_dir):

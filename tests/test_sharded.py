@@ -15,7 +15,13 @@ from test_processes import cases, launch
 pytestmark = pytest.mark.slow
 
 CONFIGS = Path(__file__).parents[1] / "accelerate_configs"
-WAYS = ["ddp", "zero2", "zero3", "fsdp2"]
+# By what the model is wrapped: the proof that a run was sharded in the way that its name says
+WAYS = {
+    "ddp": "DistributedDataParallel",
+    "zero2": "DeepSpeedEngine",
+    "zero3": "DeepSpeedEngine",
+    "fsdp2": "FSDPQwen2ForCausalLM",
+}
 
 
 def on_two_cpus(name: str) -> dict:
@@ -25,6 +31,8 @@ def on_two_cpus(name: str) -> dict:
     config.pop("gpu_ids", None)
     if "deepspeed_config" in config:
         config["deepspeed_config"]["zero3_init_flag"] = False
+    if "fsdp_config" in config:
+        config["use_cpu"] = False  # or accelerate would not pass its FSDP settings on; the run itself says `use_cpu`
     return config
 
 
@@ -45,6 +53,7 @@ def test_sharded_is_single(single, tmp_path, way):
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(tmp_path / "accelerate.yaml")]
     launch(tmp_path, 2, launcher, {"DS_ACCELERATOR": "cpu"})
     for case in cases():
+        assert (tmp_path / f"{case}.way").read_text() == WAYS[way]
         expected = json.loads((single / f"{case}.1.0.json").read_text())
         for rank in range(2):
             assert json.loads((tmp_path / f"{case}.2.{rank}.json").read_text()) == expected, case
