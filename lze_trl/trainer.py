@@ -604,6 +604,14 @@ class LZEGRPOTrainer(GRPOTrainer):
         """Whether a checkpoint now would fall into the middle of a generation batch."""
         return self._step % (self.args.steps_per_generation * self.num_iterations) != 0
 
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None):
+        # Differs from TRL: the token of the Hub does not go into `training_args.bin`, which is uploaded with the model
+        token, self.args.hub_token = self.args.hub_token, None
+        try:
+            super()._save(output_dir, state_dict)
+        finally:
+            self.args.hub_token = token
+
     def _save_checkpoint(self, model, trial):
         # Differs from TRL: adds the prompt state, and rollouts still in use. Written before the rest: the trainer's
         # state, TRL's last file, vouches for a checkpoint, after which older ones are deleted
