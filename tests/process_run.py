@@ -57,6 +57,7 @@ class RecordingSelector:
 def run(directory: Path, name: str, settings: dict):
     world = int(os.environ.get("WORLD_SIZE", "1"))
     rows = settings.pop("rows") // world  # of a micro-step, on all processes
+    resume = settings.pop("resume", None)  # name of a run before this one, and its checkpoint
     args = tiny.config(directory / f"{name}-{world}", per_device_train_batch_size=rows, **settings)
     if os.environ.get("ACCELERATE_USE_FSDP") == "true":
         on_cpu_like_gpu()
@@ -68,7 +69,7 @@ def run(directory: Path, name: str, settings: dict):
         rollout_func=fixed_rollouts,
     )
     trainer.selector = RecordingSelector(trainer.selector)
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume and str(directory / f"{resume[0]}-{world}" / resume[1]))
     state = trainer.accelerator.get_state_dict(trainer.model_wrapped)  # on the main process
     (directory / f"{name}.way").write_text(type(trainer.model_wrapped).__name__)
     result = {

@@ -45,13 +45,40 @@ def single(tmp_path_factory):
     return directory
 
 
+def launch_sharded(directory: Path, way: str):
+    """Run the cases of a directory on two processes."""
+    (directory / "accelerate.yaml").write_text(yaml.safe_dump(on_two_cpus(way)))
+    launcher = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        str(directory / "accelerate.yaml"),
+    ]
+    launch(directory, 2, launcher, {"DS_ACCELERATOR": "cpu"})
+
+
+def test_zero3_resumed_decides_as_uninterrupted(tmp_path):
+    tiny.save(tmp_path / "model")
+    # In the middle of a generation batch, so that rollouts have to come back as well
+    settings = cases()["two-steps-True-selected-sapo"] | {"max_steps": 9, "save_strategy": "steps", "save_steps": 5}
+    runs = {"whole": settings, "resumed": settings | {"resume": ["whole", "checkpoint-5"]}}
+    (tmp_path / "cases.json").write_text(json.dumps(runs))
+    launch_sharded(tmp_path, "zero3")
+    for rank in range(2):
+        whole, resumed = (json.loads((tmp_path / f"{name}.2.{rank}.json").read_text()) for name in runs)
+        assert 0 < len(resumed["choices"]) < len(whole["choices"])
+        assert resumed["choices"] == whole["choices"][-len(resumed["choices"]) :]
+        assert {**resumed, "choices": []} == {**whole, "choices": []}
+    first, second = (torch.load(tmp_path / f"{name}.2.pt") for name in runs)
+    assert max(float((first[name] - second[name]).abs().max()) for name in first) < 1e-6
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_sharded_is_single(single, tmp_path, way):
     tiny.save(tmp_path / "model")
     (tmp_path / "cases.json").write_text(json.dumps(cases()))
-    (tmp_path / "accelerate.yaml").write_text(yaml.safe_dump(on_two_cpus(way)))
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(tmp_path / "accelerate.yaml")]
-    launch(tmp_path, 2, launcher, {"DS_ACCELERATOR": "cpu"})
+    launch_sharded(tmp_path, way)
     for case in cases():
         assert (tmp_path / f"{case}.way").read_text() == WAYS[way]
         expected = json.loads((single / f"{case}.1.0.json").read_text())

@@ -43,6 +43,16 @@ SIGNATURES = {
     GRPOTrainer._load_optimizer_and_scheduler: "(self, checkpoint)",
     Trainer._load_optimizer_and_scheduler: "(self, checkpoint: str | None) -> None",
     Trainer._save_rng_state: "(self, output_dir: str) -> None",
+    Trainer._save: "(self, output_dir: str | None = None, state_dict: dict | None = None) -> None",
+    GRPOTrainer.create_model_card: (
+        "(self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None)"
+    ),
+    GRPOTrainer._get_per_token_logps_and_entropies: (
+        "(self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, compute_entropy=False, "
+        "compute_aux_loss=False, pixel_values=None, image_grid_thw=None, num_images=None, pixel_attention_mask=None, "
+        "spatial_shapes=None, num_tiles=None, image_sizes=None, token_type_ids=None, mm_token_type_ids=None, "
+        "image_position_ids=None) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]"
+    ),
     Trainer.train: (
         "(self, resume_from_checkpoint: str | bool | None = None, trial: 'optuna.Trial | dict[str, Any] | None' = None, "
         "ignore_keys_for_eval: list[str] | None = None) -> transformers.trainer_utils.TrainOutput"
