@@ -12,6 +12,8 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 TORCH := $(shell grep '^torch==' constraints.txt)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 PYTEST := $(BIN)/python -m pytest
+DEMO_MODEL := runs/demo/warm-start/model
+MODEL ?= $(DEMO_MODEL)
 NOT_HERE := not server and not browser and not gpu
 
 .PHONY: help demo test test-slow test-server test-sharded test-integration test-browser quality format \
@@ -51,8 +53,9 @@ format: $(VENV)/.installed-quality  ## Mend lint and format
 vllm-env: $(VENV)/.installed  ## Make the environment of the CPU vLLM server
 	@scripts/vllm_cpu_env.sh
 
-vllm-serve: vllm-env  ## Start a CPU vLLM server: make vllm-serve ARGS="--model DIR"
-	@scripts/vllm_serve.sh $(ARGS)
+vllm-serve: vllm-env  ## Start a CPU vLLM server on 127.0.0.1:8000 with the demo's model, or MODEL=DIR; more: ARGS="--port …"
+	@[ "$(MODEL)" != "$(DEMO_MODEL)" ] || OMP_NUM_THREADS=1 $(BIN)/python -m lze_trl.demo
+	@scripts/vllm_serve.sh --model $(MODEL) $(ARGS)
 
 install: $(VENV)/.installed  ## Install the package for development in .venv
 

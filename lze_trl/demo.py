@@ -220,3 +220,8 @@ def run_demo(flags: Sequence[str] = ()):
     setup_logging(is_main=True)
     warm_start(WARM_START_DIR, WarmStart())
     train_main(["--config", str(RECIPE), *flags])
+
+
+if __name__ == "__main__":  # the warm start alone, for who wants to serve its model
+    setup_logging(is_main=True)
+    warm_start(WARM_START_DIR, WarmStart())

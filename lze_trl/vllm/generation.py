@@ -210,7 +210,7 @@ class HTTPGeneration:
             return SyncReport(version, size, exported - begin, time.perf_counter() - exported, differences)
 
         self.last_sync = self._on_main_process(load)
-        logger.info("Synced the vLLM servers: %s", self.last_sync)
+        logger.debug("Synced the vLLM servers: %s", self.last_sync)
 
     def generate(
         self,
