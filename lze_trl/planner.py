@@ -109,5 +109,7 @@ class Planner:
         share = len(repeated) // self.accelerator.num_processes
         start = share * self.accelerator.process_index
         mine = repeated[start : start + share]
-        loaded = {int(row): self.dataset[int(row)] for row in np.unique(mine)}
-        return [dict(loaded[int(row)]) for row in mine]
+        distinct, place = np.unique(mine, return_inverse=True)
+        columns = self.dataset[distinct.tolist()]
+        loaded = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+        return [dict(loaded[i]) for i in place]
