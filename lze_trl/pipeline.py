@@ -26,6 +26,7 @@ from .packing import (
     trl_reference,
     unpacked,
 )
+from .planner import Plan
 from .pruning import keyed_rng
 from .reporting import batch_metrics
 from .rollout import Scored, gather_rollouts, local_loss_tokens, outcomes_of
@@ -69,7 +70,6 @@ class GenerationPipeline(GRPOTrainer):
         self.ledger.rows_pruned += len(plan.skipped) * self.num_generations
         planned = time.perf_counter()
         if not plan.inputs:
-            self._record(plan, None, None, np.zeros(0, dtype=bool))
             return _empty_batch(self.args.steps_per_generation)
         scored = self._roll_out(plan.inputs)
         rolled_out = time.perf_counter()
@@ -82,7 +82,7 @@ class GenerationPipeline(GRPOTrainer):
         chosen = np.flatnonzero(chosen_groups[scored.rollouts.group])
         batch, build_seconds = self._lay_out(scored, chosen)
         account(self.ledger, scored.rollouts, groups, chosen_groups, self._logprob_passes, self.num_iterations)
-        self._log_batch(groups, chosen_groups, batch)
+        self._log_batch(plan, groups, chosen_groups, batch)
         self._record(plan, scored, groups, chosen_groups)
         self.ledger.rollout_seconds += rolled_out - planned
         self.ledger.logprob_seconds += build_seconds
@@ -265,8 +265,8 @@ class GenerationPipeline(GRPOTrainer):
         correction = self.use_vllm and self.vllm_importance_sampling_correction
         return int(not aligned or correction) + int(self.beta != 0.0)
 
-    def _log_batch(self, groups: Groups, chosen_groups: np.ndarray, batch: GenerationBatch):
-        metrics = batch_metrics(groups, chosen_groups, self.prompt_state, self.planner.pruner.pass_index)
+    def _log_batch(self, plan: Plan, groups: Groups, chosen_groups: np.ndarray, batch: GenerationBatch):
+        metrics = batch_metrics(groups, chosen_groups, self.prompt_state, plan.pass_index)
         real, computed = padding_efficiency(
             batch.layout, batch.prompt_tokens, batch.completion_tokens, self.accelerator.process_index
         )

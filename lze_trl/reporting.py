@@ -40,7 +40,7 @@ def batch_metrics(groups: Groups, chosen: np.ndarray, state: PromptState, pass_i
         "forgotten": float((groups.replayed & (groups.pass_rates < 1.0)).sum()),
         "pruned_prompts": float(state.num_pruned),
         "seen_prompts": float(len(state)),
-        "pass": float(max(pass_index, 0)),
+        "pass": float(pass_index),
     }
     if chosen.any():
         metrics["selected_energy"] = float(groups.energies[chosen].mean())
@@ -119,10 +119,8 @@ class Recorder:
                 resumed_generation=trainer._generation if trainer._generation else None,
             )
 
-    def record(self, plan: Plan, scored: Scored | None, groups: Groups | None, chosen: np.ndarray):
-        """Record a generation batch; `scored` and `groups` are `None` if nothing was rolled out."""
-        if groups is None:
-            return
+    def record(self, plan: Plan, scored: Scored, groups: Groups, chosen: np.ndarray):
+        """Record a generation batch."""
         trainer = self.trainer
         # A process's rows may begin in the middle of a group
         offset = -trainer.accelerator.process_index * len(scored.inputs) % trainer.num_generations

@@ -295,7 +295,7 @@ class LZEGRPOTrainer(GenerationPipeline):
     def _token_cost(self) -> TokenCost:
         return token_cost(self.accelerator.unwrap_model(self.model), self.args.gradient_checkpointing)
 
-    def _record(self, plan: Plan, scored: Scored | None, groups: Groups | None, chosen_groups: np.ndarray):
+    def _record(self, plan: Plan, scored: Scored, groups: Groups, chosen_groups: np.ndarray):
         if self.args.telemetry:
             if self._recorder is None:
                 self._recorder = Recorder(self)
