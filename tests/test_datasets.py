@@ -340,10 +340,11 @@ def test_audit_counts(write):
 
 
 def run(code, home, **environment):
-    """Run code in a process of its own: the Hub's settings are read at import."""
+    """Run code in a process of its own: the Hub's settings are read at import. It is online unless told otherwise."""
+    settings = {"HF_HOME": str(home), "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     result = subprocess.run(
         [sys.executable, "-c", f"from lze_trl.datasets import load_prompts\n{code}"],
-        env={**os.environ, "HF_HOME": str(home), "HF_HUB_DISABLE_PROGRESS_BARS": "1", **environment},
+        env={**os.environ, **settings, **environment},
         cwd=Path(__file__).resolve().parents[1],
         capture_output=True,
         text=True,
