@@ -15,7 +15,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 STATE_NAME = "lze_state"
 _FORMAT = "lze_trl"
 

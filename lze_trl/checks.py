@@ -10,6 +10,7 @@ from torch import nn
 from trl.trainer.utils import get_callable_name, is_async_callable
 
 from .config import LZEGRPOConfig
+from .controllers import RolloutController
 from .identity import add_prompt_ids
 
 
@@ -37,6 +38,31 @@ def refuse_unsupported(args: LZEGRPOConfig, train_dataset: Any, kwargs: dict[str
         raise ValueError(
             f"`pruning={args.pruning!r}` needs a dataset whose rows can be read again, and `train_dataset` is an "
             "`IterableDataset`. Set `pruning='none'` (selection works), or load the dataset without streaming."
+        )
+
+
+def refuse_unequal_groups(args: LZEGRPOConfig, train_dataset: Any, controller: RolloutController):
+    """Refuse what needs groups of `num_generations` completions, where the controller draws other groups."""
+    name = type(controller).__name__
+    if isinstance(train_dataset, IterableDataset):
+        raise ValueError(
+            f"`{name}` needs a dataset whose rows can be read again, and `train_dataset` is an `IterableDataset`. Use "
+            "`controller='uniform'`, or load the dataset without streaming."
+        )
+    if args.loss_normalizer == "all":
+        raise ValueError(
+            f"`loss_normalizer='all'` weighs a row as in the batch that TRL would have made, and there is none with "
+            f"`{name}`. Use `loss_normalizer='selected'`."
+        )
+    if args.multi_objective_aggregation != "sum_then_normalize":
+        raise ValueError(
+            f"`multi_objective_aggregation={args.multi_objective_aggregation!r}` needs groups of one size, and `{name}` "
+            "draws others. Use 'sum_then_normalize'."
+        )
+    if controller.draws_prompts and args.pruning == "skip":
+        raise ValueError(
+            f"`pruning='skip'` makes batches smaller, and `{name}` draws further prompts to fill them. Use "
+            "`pruning='refill'` or 'none'."
         )
 
 

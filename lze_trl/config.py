@@ -6,6 +6,8 @@ from typing import Literal, get_args, get_type_hints
 
 from trl import GRPOConfig
 
+from .controllers import ReinforceAda, RolloutController, make_controller
+
 
 SELECTORS = ("energy", "variance", "midpoint", "random", "all", "zero_variance")
 
@@ -68,6 +70,44 @@ class LZEGRPOConfig(GRPOConfig):
             k, the number of fully correct visits in a row after which a prompt is pruned, at least 1.
         replay_ratio (`float`, *optional*, defaults to `0.1`):
             Share of the pruned prompts (at least one) that each pass over the data rolls out again, in [0, 1].
+
+        pruning_policy (`str`, *optional*, defaults to `"solved"`):
+            Who is pruned: `"solved"` (prompts with `pruning_streak` fully correct visits in a row, as in the paper), or
+            `"greso"` (any prompt whose last visits had no signal, with a probability that grows with their number).
+        greso_exploration (`float`, *optional*, defaults to `0.5`):
+            Probability with which `"greso"`, at the start, rolls out a prompt after one visit without signal, in [0.05, 0.95].
+        greso_target (`float`, *optional*, defaults to `0.25`):
+            Share of groups without signal that `"greso"` steers to, in (0, 1): a third solved, the rest hopeless.
+        greso_step (`float`, *optional*, defaults to `0.01`):
+            By how much `"greso"` moves its exploration after each generation batch, in (0, 1).
+
+        > Parameters that control how many completions a prompt gets
+
+        controller (`str`, *optional*, defaults to `"uniform"`):
+            Who gets how many completions: `"uniform"` (`num_generations` each), `"reinforce_ada_positive"` or
+            `"reinforce_ada_balanced"` (in rounds, until a prompt has a positive, or enough of either kind), `"dynamic"`
+            (DAPO: further prompts, until enough groups are alive), or `"allocation"` (a fixed budget, shared out by expected
+            energy). A `RolloutController` passed to the trainer wins.
+        round_size (`int`, *optional*, defaults to `8`):
+            M, completions of each active prompt in a round of Reinforce-Ada.
+        max_rounds (`int`, *optional*, defaults to `4`):
+            R, the largest number of rounds of Reinforce-Ada and of dynamic sampling.
+        kept_completions (`int`, *optional*):
+            n, completions of a prompt that Reinforce-Ada trains on. Defaults to `num_generations`.
+        rollout_budget (`int`, *optional*):
+            Completions of a generation batch that `"allocation"` shares out. Defaults to `generation_batch_size`.
+        allocation_temperature (`float`, *optional*, defaults to `0.2`):
+            τ of the softmax over expected energies, greater than 0.
+        min_rollouts (`int`, *optional*, defaults to `2`):
+            Fewest completions of a prompt under `"allocation"`, at least 2.
+        max_rollouts (`int`, *optional*):
+            Most completions of a prompt under `"allocation"`. Defaults to `4 * num_generations`.
+        young_rollouts (`int`, *optional*, defaults to `50`):
+            Completions of a prompt that have to be seen before `"allocation"` goes by its energy; until then it gets the
+            uniform share.
+        surplus_max_age (`int`, *optional*, defaults to `1`):
+            Number of generation batches that a live group for which a `"dynamic"` update had no room waits for the
+            next one. 0 drops it.
 
         > Parameters that control identity and state
 
@@ -186,6 +226,67 @@ class LZEGRPOConfig(GRPOConfig):
         default=0.1,
         metadata={"help": "Share of the pruned prompts that each pass over the data rolls out again, in [0, 1]."},
     )
+    pruning_policy: Literal["solved", "greso"] = field(
+        default="solved",
+        metadata={"help": "Who is pruned: 'solved' prompts, or by 'greso' those whose last visits had no signal."},
+    )
+    greso_exploration: float = field(
+        default=0.5,
+        metadata={
+            "help": "Probability to roll a prompt out after one visit without signal, at the start, in [0.05, 0.95]."
+        },
+    )
+    greso_target: float = field(
+        default=0.25,
+        metadata={"help": "Share of groups without signal that 'greso' steers to, in (0, 1)."},
+    )
+    greso_step: float = field(
+        default=0.01,
+        metadata={"help": "By how much 'greso' moves its exploration after each generation batch, in (0, 1)."},
+    )
+    controller: str = field(
+        default="uniform",
+        metadata={
+            "help": "How many completions a prompt gets: 'uniform', 'reinforce_ada_positive', 'reinforce_ada_balanced', "
+            "'dynamic' or 'allocation'.",
+        },
+    )
+    round_size: int = field(
+        default=8,
+        metadata={"help": "Completions of each active prompt in a round of Reinforce-Ada."},
+    )
+    max_rounds: int = field(
+        default=4,
+        metadata={"help": "Largest number of rounds of Reinforce-Ada and of dynamic sampling."},
+    )
+    kept_completions: int | None = field(
+        default=None,
+        metadata={"help": "Completions of a prompt that Reinforce-Ada trains on. Default: `num_generations`."},
+    )
+    rollout_budget: int | None = field(
+        default=None,
+        metadata={"help": "Completions that 'allocation' shares out. Default: `generation_batch_size`."},
+    )
+    allocation_temperature: float = field(
+        default=0.2,
+        metadata={"help": "Temperature of the softmax over expected energies, greater than 0."},
+    )
+    min_rollouts: int = field(
+        default=2,
+        metadata={"help": "Fewest completions of a prompt under 'allocation', at least 2."},
+    )
+    max_rollouts: int | None = field(
+        default=None,
+        metadata={"help": "Most completions of a prompt under 'allocation'. Default: `4 * num_generations`."},
+    )
+    young_rollouts: int = field(
+        default=50,
+        metadata={"help": "Completions of a prompt to see before 'allocation' goes by its energy."},
+    )
+    surplus_max_age: int = field(
+        default=1,
+        metadata={"help": "Generation batches that a surplus live group waits for the next update. 0 drops it."},
+    )
     answer_column: str | None = field(
         default=None,
         metadata={"help": "Dataset column with the gold answer. Default: 'solution', 'answer' or 'ground_truth'."},
@@ -260,7 +361,14 @@ class LZEGRPOConfig(GRPOConfig):
                 "an object with a `select` method to the trainer."
             )
         hints = get_type_hints(type(self))
-        for name in ("loss_normalizer", "energy_outcome", "pruning", "telemetry_completions", "vllm_mode"):
+        for name in (
+            "loss_normalizer",
+            "energy_outcome",
+            "pruning",
+            "pruning_policy",
+            "telemetry_completions",
+            "vllm_mode",
+        ):
             allowed = get_args(hints[name])
             if getattr(self, name) not in allowed:
                 raise ValueError(f"`{name}` must be one of {list(allowed)}, got {getattr(self, name)!r}.")
@@ -278,6 +386,11 @@ class LZEGRPOConfig(GRPOConfig):
             ("pass_threshold", math.isfinite(self.pass_threshold), "finite", "Use 0.5 for rewards of 0 and 1"),
             ("pruning_streak", self.pruning_streak >= 1, "at least 1", "Use `pruning='none'` to never prune"),
             ("replay_ratio", 0 <= self.replay_ratio <= 1, "in [0, 1]", "Use 0 to re-check one prompt a pass"),
+            ("greso_exploration", 0.05 <= self.greso_exploration <= 0.95, "in [0.05, 0.95]", "The paper uses 0.5"),
+            ("greso_target", 0 < self.greso_target < 1, "in (0, 1)", "The paper uses 0.25"),
+            ("greso_step", 0 < self.greso_step < 1, "in (0, 1)", "The paper uses 0.01"),
+            ("young_rollouts", self.young_rollouts >= 0, "at least 0", "Use 0 to go by the energy from the start"),
+            ("surplus_max_age", self.surplus_max_age >= 0, "at least 0", "Use 0 to drop surplus groups"),
             (
                 "max_tokens_per_micro_batch",
                 self.max_tokens_per_micro_batch is None or self.max_tokens_per_micro_batch >= 1,
@@ -308,7 +421,38 @@ class LZEGRPOConfig(GRPOConfig):
                 "highest reward, for example [0.0, 1.0]."
             )
 
+    def rollout_controller(self) -> RolloutController:
+        """
+        The controller that the settings describe.
+
+        Raises:
+            ValueError: If one of them is out of its range.
+        """
+        return make_controller(
+            self.controller,
+            group_size=self.num_generations,
+            num_prompts=self.generation_batch_size // self.num_generations,
+            round_size=self.round_size,
+            max_rounds=self.max_rounds,
+            kept=self.num_generations if self.kept_completions is None else self.kept_completions,
+            budget=self.generation_batch_size if self.rollout_budget is None else self.rollout_budget,
+            temperature=self.allocation_temperature,
+            minimum=self.min_rollouts,
+            maximum=4 * self.num_generations if self.max_rollouts is None else self.max_rollouts,
+            young=self.young_rollouts,
+        )
+
     def _check_combinations(self):
+        controller = self.rollout_controller()
+        if isinstance(controller, ReinforceAda) and self.energy_outcome != "pass":
+            raise ValueError(
+                f"`controller={self.controller!r}` counts passes, and `energy_outcome={self.energy_outcome!r}` has none. "
+                "Set `energy_outcome='pass'` and a `pass_threshold`."
+            )
+        if self.pruning_policy == "greso" and self.pruning == "none":
+            raise ValueError(
+                "`pruning_policy='greso'` needs pruning, and `pruning='none'`. Set `pruning='refill'` or 'skip'."
+            )
         if self.fp16:
             raise ValueError(
                 "`fp16=True` is not supported: its gradient scaler fails on a step in which no group was worth a "

@@ -1,6 +1,7 @@
 """Moving completions between processes: only the chosen ones, as flat tensors, in one gather a kind."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,9 +36,31 @@ class Completions:
         return Completions(pick(self.prompt_ids), pick(self.completion_ids), pick(self.logprobs), pick(self.loss_mask))
 
 
+def concatenated(parts: list[Completions]) -> Completions:
+    """Rows of several parts. Where only some have log-probabilities or masks, the others get NaN and 1."""
+
+    def chain(name: str, missing: Any) -> list | None:
+        if all(getattr(part, name) is None for part in parts):
+            return None
+        rows = []
+        for part in parts:
+            values = getattr(part, name)
+            rows += [[missing] * len(ids) for ids in part.completion_ids] if values is None else values
+        return rows
+
+    return Completions(
+        [ids for part in parts for ids in part.prompt_ids],
+        [ids for part in parts for ids in part.completion_ids],
+        chain("logprobs", None),
+        chain("loss_mask", 1),
+    )
+
+
 def exchange(
     local: Completions,
     chosen: np.ndarray,
+    owner: np.ndarray,
+    position: np.ndarray,
     prompt_tokens: np.ndarray,
     completion_tokens: np.ndarray,
     layout: Layout,
@@ -48,9 +71,13 @@ def exchange(
 
     Args:
         local ([`Completions`]):
-            The B / W rows that this process rolled out.
+            The rows that this process holds.
         chosen (`np.ndarray` of shape `(n,)`):
             Rows of the generation batch, in `[0, B)`, that are trained on.
+        owner (`np.ndarray` of shape `(B,)`):
+            Process that holds each row.
+        position (`np.ndarray` of shape `(B,)`):
+            Place of each row among those of its process.
         prompt_tokens (`np.ndarray` of shape `(n,)`):
             Prompt length of each chosen row.
         completion_tokens (`np.ndarray` of shape `(n,)`):
@@ -63,12 +90,11 @@ def exchange(
     Returns:
         [`Completions`]: The rows `layout.rows_of(process_index)`, in that order.
     """
-    per_process = len(local.prompt_ids)
     rank, world = accelerator.process_index, accelerator.num_processes
-    owner = chosen // per_process
+    owner, position = owner[chosen], position[chosen]
     wanted = layout.rows_of(rank)
     if world == 1:
-        return local.take(chosen[wanted])
+        return local.take(position[wanted])
 
     # What each process sends follows from the layout, which all of them know: no sizes have to be exchanged
     moving = np.zeros(len(chosen), dtype=bool)
@@ -76,7 +102,7 @@ def exchange(
         rows = layout.rows_of(other)
         moving[rows[owner[rows] != other]] = True
     sent = [np.flatnonzero(moving & (owner == other)) for other in range(world)]
-    outgoing = local.take(chosen[sent[rank]] - rank * per_process)
+    outgoing = local.take(position[sent[rank]])
 
     def move(rows: list[list] | None, lengths: np.ndarray, dtype: torch.dtype) -> dict[int, list] | None:
         if rows is None:
@@ -98,7 +124,7 @@ def exchange(
         received = move(rows, lengths, dtype)
         if received is None:
             return None
-        return [own[chosen[row] - rank * per_process] if owner[row] == rank else received[int(row)] for row in wanted]
+        return [own[position[row]] if owner[row] == rank else received[int(row)] for row in wanted]
 
     return Completions(
         prompt_ids=collect(local.prompt_ids, prompt_tokens, torch.int64, outgoing.prompt_ids),

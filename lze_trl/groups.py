@@ -10,6 +10,39 @@ import numpy as np
 
 
 @dataclass(frozen=True)
+class Prompts:
+    """
+    What is known of the prompts of a generation batch before they are rolled out, every array of shape `(P,)`.
+
+    Attributes:
+        prompt_ids (int64): Content hash of the prompt.
+        visits (int64): Visits so far.
+        rollouts (int64): Completions scored so far, counted up to 65535.
+        pass_rates (float64): Posterior mean of the pass rate; 0.5 for a prompt that was never visited.
+        strength (float64): Completions that the posterior rests on; 0 for a prompt that was never visited.
+        difficulty (float64): Initial-difficulty anchor D; 1 for a prompt that was never visited.
+    """
+
+    prompt_ids: np.ndarray
+    visits: np.ndarray
+    rollouts: np.ndarray
+    pass_rates: np.ndarray
+    strength: np.ndarray
+    difficulty: np.ndarray
+
+    def __post_init__(self):
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value.shape != self.prompt_ids.shape or value.ndim != 1:
+                raise ValueError(
+                    f"`{field.name}` must have shape {self.prompt_ids.shape}, one entry per prompt, got {value.shape}."
+                )
+
+    def __len__(self) -> int:
+        return len(self.prompt_ids)
+
+
+@dataclass(frozen=True)
 class Rollouts:
     """
     The scored completions of one generation batch, in rollout order.
@@ -111,6 +144,15 @@ class Groups:
 
     def __len__(self) -> int:
         return len(self.prompt_ids)
+
+    def __add__(self, other: "Groups") -> "Groups":
+        """The groups of both."""
+        pairs = {field.name: (getattr(self, field.name), getattr(other, field.name)) for field in fields(self)}
+        return Groups(**{name: np.concatenate(pair) for name, pair in pairs.items()})
+
+    def take(self, indices: np.ndarray) -> "Groups":
+        """Some of the groups, in the order of the indices."""
+        return Groups(**{field.name: getattr(self, field.name)[indices] for field in fields(self)})
 
     @property
     def alive(self) -> np.ndarray:

@@ -58,8 +58,8 @@ class Ledger:
         update_tokens (`int`): Tokens of the completions trained on, once for every iteration over the batch.
         logprob_passes (`int`): Forward passes per chosen row for old and reference log-probabilities.
         logprob_tokens (`int`): Tokens of those passes.
-        chosen_tokens (`int`): Tokens of the completions chosen, counted once.
         iterations (`int`): Iterations over a generation batch.
+        surplus_dropped (`int`): Live groups that were never trained on, since they had waited too long.
         skipped_updates (`int`): Optimizer steps in which nothing was worth a gradient.
         rollout_seconds (`float`): Time in generation and reward functions.
         logprob_seconds (`float`): Time in building the batch, old and reference log-probabilities included.
@@ -78,8 +78,8 @@ class Ledger:
     update_tokens: int = 0
     logprob_passes: int = 0
     logprob_tokens: int = 0
-    chosen_tokens: int = 0
     iterations: int = 1
+    surplus_dropped: int = 0
     skipped_updates: int = 0
     rollout_seconds: float = 0.0
     logprob_seconds: float = 0.0
@@ -115,29 +115,33 @@ class Ledger:
 
 
 def account(
-    ledger: Ledger, rollouts: Rollouts, groups: Groups, chosen: np.ndarray, logprob_passes: int, iterations: int
+    ledger: Ledger,
+    drawn: Rollouts,
+    groups: Groups,
+    pool: Rollouts,
+    chosen: np.ndarray,
+    logprob_passes: int,
+    iterations: int,
 ):
     """
     Enter a generation batch.
 
     Args:
         ledger ([`Ledger`]): Totals to add to.
-        rollouts ([`Rollouts`]): The batch.
-        groups ([`Groups`]): Its scored groups.
-        chosen (`np.ndarray` of shape `(P,)`): Whether each group is trained on.
+        drawn ([`Rollouts`]): The completions drawn for the batch.
+        groups ([`Groups`]): Their scored groups.
+        pool ([`Rollouts`]): The completions that could be trained on: those drawn, and surplus ones.
+        chosen (`np.ndarray` of shape `(n,)`): Rows of the pool that are trained on.
         logprob_passes (`int`): Forward passes per row for old and reference log-probabilities.
         iterations (`int`): Iterations over the batch.
     """
-    tokens = rollouts.prompt_tokens + rollouts.completion_tokens
-    rows = chosen[rollouts.group]
-    chosen_tokens = int(tokens[rows].sum())
+    chosen_tokens = int((pool.prompt_tokens + pool.completion_tokens)[chosen].sum())
     ledger.logprob_passes = logprob_passes
     ledger.groups_rolled_out += len(groups)
-    ledger.groups_trained += int(chosen.sum())
+    ledger.groups_trained += len(np.unique(pool.group[chosen]))
     ledger.groups_dead += int((~groups.alive).sum())
-    ledger.rows_rolled_out += rollouts.num_rows
-    ledger.rows_trained += int(rows.sum())
-    ledger.rollout_tokens += int(tokens.sum())
-    ledger.chosen_tokens += chosen_tokens
+    ledger.rows_rolled_out += drawn.num_rows
+    ledger.rows_trained += len(chosen)
+    ledger.rollout_tokens += int((drawn.prompt_tokens + drawn.completion_tokens).sum())
     ledger.update_tokens += chosen_tokens * iterations
     ledger.logprob_tokens += chosen_tokens * logprob_passes

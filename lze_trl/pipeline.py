@@ -1,19 +1,14 @@
 """The way of one generation batch: plan, roll out, score, remember, select, pack."""
 
 import time
-from collections import defaultdict, deque
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-import torch
-from accelerate.utils import gather_object
-from trl import GRPOTrainer
 
-from .exchange import Completions, exchange
-from .generation_batch import GenerationBatch, filler_inputs, widths
+from .controllers import ask_keep
+from .exchange import exchange
+from .generation_batch import GenerationBatch, filler_inputs
 from .groups import Groups
-from .identity import ID_COLUMN
 from .ledger import account
 from .packing import (
     Layout,
@@ -29,17 +24,16 @@ from .packing import (
 from .planner import Plan
 from .pruning import keyed_rng
 from .reporting import batch_metrics
-from .rollout import Scored, gather_rollouts, local_loss_tokens, outcomes_of
+from .rollout import Scored
 from .selectors import choose, quota, ramped_ratio
+from .surplus import Pool, spread
+from .tensors import TensorTrainer
 
 
-class GenerationPipeline(GRPOTrainer):
+class GenerationPipeline(TensorTrainer):
     """
     The part of [`LZEGRPOTrainer`] that makes generation batches. The update, TRL's own but for what weighs how much, is
     the trainer's.
-
-    Generation and scoring are TRL's, for all completions. Then TRL's `_generate_and_score_completions` builds the
-    tensors of the chosen ones: its calls to `_generate` and `_calculate_rewards` are answered with what is there already.
     """
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
@@ -66,213 +60,140 @@ class GenerationPipeline(GRPOTrainer):
     def _next_batch(self, inputs: list[dict[str, Any]]) -> GenerationBatch:
         begin = time.perf_counter()
         plan = self.planner.plan(inputs, self._generation)
+        planned = time.perf_counter()
+        fresh = self._draw(plan) if plan.num_prompts else None
+        rolled_out = time.perf_counter()
         self.ledger.groups_pruned += len(plan.skipped)
         self.ledger.rows_pruned += len(plan.skipped) * self.num_generations
-        planned = time.perf_counter()
-        if not plan.inputs:
+        if fresh is None:
             return _empty_batch(self.args.steps_per_generation)
-        scored = self._roll_out(plan.inputs)
-        rolled_out = time.perf_counter()
-        groups = self.prompt_state.visit(scored.rollouts, self.state.global_step)
-        ratio = ramped_ratio(
-            self.args.selection_ratio, self._generation, self.args.selection_warmup, self.args.selection_ramp
-        )
-        rng = keyed_rng(self.args.seed, self._generation, "selection")
-        chosen_groups = choose(self.selector, groups, quota(ratio, len(groups)), rng)
-        chosen = np.flatnonzero(chosen_groups[scored.rollouts.group])
-        batch, build_seconds = self._lay_out(scored, chosen)
-        account(self.ledger, scored.rollouts, groups, chosen_groups, self._logprob_passes, self.num_iterations)
-        self._log_batch(plan, groups, chosen_groups, batch)
-        self._record(plan, scored, groups, chosen_groups)
+        prompts = self.prompt_state.prompts(fresh.rollouts.prompt_ids)
+        groups = self.prompt_state.visit(fresh.rollouts, self.state.global_step)
+        foreseen = self._dead.update(prompts, groups)
+        self.planner.pruner.observe(groups.pass_rates)
+        pool = Pool(fresh, groups, np.full(len(groups), self._generation))
+        if self._surplus is not None:
+            pool = self._surplus + pool
+        chosen_groups = self._select(pool.groups, plan.num_prompts)
+        rollouts = pool.scored.rollouts
+        chosen = np.flatnonzero(chosen_groups[rollouts.group] & self._kept(pool.scored))
+        build = time.perf_counter()
+        batch = self._lay_out(fresh, pool, chosen)
+        if self.controller.draws_prompts:
+            self._carry_over(pool, pool.groups.alive & ~chosen_groups)
+        build_seconds = time.perf_counter() - build
+        account(self.ledger, fresh.rollouts, groups, rollouts, chosen, self._logprob_passes, self.num_iterations)
+        self._log_batch(plan, groups, pool, chosen_groups, batch, foreseen)
+        self._record(plan, fresh, groups, chosen_groups[len(pool) - len(groups) :])
         self.ledger.rollout_seconds += rolled_out - planned
         self.ledger.logprob_seconds += build_seconds
         self.ledger.selection_seconds += time.perf_counter() - begin - (rolled_out - planned) - build_seconds
         return batch
 
-    def _roll_out(self, inputs: list[dict[str, Any]]) -> Scored:
-        """Generate and score through TRL."""
-        prompts = [row["prompt"] for row in inputs]
-        if self.use_vllm and not self._weights_moved:
-            self._last_loaded_step = self.state.global_step  # a skipped update: vLLM has these weights already
-        self._weights_moved = False
-        prompt_ids, completion_ids, loss_mask, completions, logprobs, extra_fields, _, _ = self._generate(prompts)
-        for name, values in extra_fields.items():  # of a `rollout_func`, for the reward functions
-            for i, row in enumerate(inputs):
-                row[name] = values[i] if isinstance(values, list) else values
-        rewards_per_func = self._calculate_rewards(inputs, prompts, completions, completion_ids)
-        order = torch.empty(len(inputs), dtype=torch.int64)
-        order[torch.randperm(len(inputs))] = torch.arange(len(inputs))  # the permutation that TRL would draw here
-        local = Completions(prompt_ids, completion_ids, logprobs, loss_mask)
-        end_tokens = [*self.eos_token_ids, self._tokenizer.pad_token_id]
-        per_func = rewards_per_func.double().cpu().numpy()
-        weights = self.reward_weights.double().numpy()
-        total = np.where(np.isnan(per_func).all(axis=1), np.nan, np.nansum(per_func * weights, axis=1))
-        rollouts, loss_tokens, order = gather_rollouts(
-            local,
-            inputs,
-            local_loss_tokens(local, end_tokens, self.mask_truncated_completions),
-            order,
-            outcomes_of(
-                total if self._pass_column is None else per_func[:, self._pass_column],
-                self.args.energy_outcome == "reward",
-                self.args.pass_threshold,
-                self.args.reward_range,
-            ),
-            total,
-            self.num_generations,
-            self.accelerator,
+    def _select(self, groups: Groups, num_prompts: int) -> np.ndarray:
+        """Whether each group is trained on, shape `(P,)`."""
+        ratio = ramped_ratio(
+            self.args.selection_ratio, self._generation, self.args.selection_warmup, self.args.selection_ramp
         )
-        return Scored(local, inputs, completions, rewards_per_func, rollouts, loss_tokens, order)
+        k = quota(ratio, num_prompts)
+        rng = keyed_rng(self.args.seed, self._generation, "selection")
+        if not self.controller.draws_prompts:
+            return choose(self.selector, groups, k, rng)
+        # Prompts were drawn until k groups were alive: dead ones are out, and what is more than k waits, the oldest last
+        chosen, alive = np.zeros(len(groups), dtype=bool), np.flatnonzero(groups.alive)
+        if len(alive):
+            picked = np.flatnonzero(choose(self.selector, groups.take(alive), k, rng))
+            chosen[alive[picked[:k]]] = True
+        return chosen
 
-    def _lay_out(self, scored: Scored, chosen: np.ndarray) -> tuple[GenerationBatch, float]:
+    def _carry_over(self, pool: Pool, waiting: np.ndarray):
+        """Keep the live groups that were not chosen, unless they would be too old for the next batch."""
+        kept = waiting & (self._generation + 1 - pool.born <= self.args.surplus_max_age)
+        self.ledger.surplus_dropped += int((waiting & ~kept).sum())
+        self._surplus = None
+        if not kept.any():
+            return
+        scored, layout, held = spread(pool.scored, kept, self.geometry, self.accelerator)
+        if not self.use_vllm and self.rollout_func is None:  # else the engine has told them
+            self._complete_logprobs(scored.local, layout, held)
+        self._surplus = Pool(scored, pool.groups.take(np.flatnonzero(kept)), pool.born[kept])
+
+    def _lay_out(self, fresh: Scored, pool: Pool, chosen: np.ndarray) -> GenerationBatch:
         """Decide where each chosen row is computed, bring it there, and let TRL build its tensors."""
-        rollouts, geometry = scored.rollouts, self.geometry
-        whole = len(chosen) == rollouts.num_rows
+        scored, geometry = pool.scored, self.geometry
+        rollouts = scored.rollouts
+        whole = len(chosen) == rollouts.num_rows and scored.order is not None
         prompt_tokens, completion_tokens = rollouts.prompt_tokens[chosen], rollouts.completion_tokens[chosen]
         loss_tokens = scored.loss_tokens[chosen]
-        slot, process = scored.slots(geometry.num_processes, geometry.steps_per_generation)
         if whole or self.args.loss_normalizer == "all":
-            reference = trl_reference(slot, process, scored.loss_tokens, chosen, geometry)
+            slot = scored.slots(geometry.num_processes, geometry.steps_per_generation)
+            reference = trl_reference(slot, scored.owner, scored.loss_tokens, chosen, geometry)
         else:
             rng = keyed_rng(self.args.seed, self._generation, "steps")
             reference = even_reference(loss_tokens, geometry, rng)
         if self.args.packing:
             layout = pack(prompt_tokens, completion_tokens, reference.chunk, geometry)
         elif whole:
-            layout = trl_layout(slot, process, scored.order, geometry)
+            layout = trl_layout(slot, scored.owner, scored.order, geometry)
         else:
             layout = unpacked(reference.chunk, geometry)
-        begin = time.perf_counter()
         if len(chosen):
             local_rows = layout.rows_of(self.accelerator.process_index)
-            mine = exchange(scored.local, chosen, prompt_tokens, completion_tokens, layout, self.accelerator)
+            mine = exchange(
+                scored.local,
+                chosen,
+                scored.owner,
+                scored.position,
+                prompt_tokens,
+                completion_tokens,
+                layout,
+                self.accelerator,
+            )
             if self.args.packing:
                 self._logprob_batches = self._packed_batches(layout, local_rows, prompt_tokens, completion_tokens)
-            tensors = self._build_tensors(mine, scored, chosen[local_rows])
+            # All processes make the same forward passes, whoever computes the surplus rows
+            self._with_surplus = bool((pool.row_born[chosen] < self._generation).any())
+            tensors = self._build_tensors(mine, fresh, pool, chosen[local_rows])
         else:
             # Nothing to train on. TRL still logs the rewards of the batch, for which it wants one row
-            local_rows, tensors = chosen, {}
-            self._build_tensors(scored.local.take(np.zeros(1, dtype=np.int64)), scored, np.zeros(1, dtype=np.int64))
-        batch = GenerationBatch(
+            local_rows, tensors, self._with_surplus = chosen, {}, False
+            nothing = np.zeros(1, dtype=np.int64)
+            self._build_tensors(fresh.local.take(nothing), fresh, pool, nothing)
+        return GenerationBatch(
             tensors, local_rows, prompt_tokens, completion_tokens, loss_tokens, layout, reference, self.args.packing
         )
-        return batch, time.perf_counter() - begin
-
-    def _build_tensors(self, rows: Completions, scored: Scored, indices: np.ndarray) -> dict[str, torch.Tensor]:
-        """
-        TRL's tensors of some rows: padded tokens, masks, old and reference log-probabilities, advantages.
-
-        Args:
-            rows ([`Completions`]): The rows of this process.
-            scored ([`Scored`]): The batch that they come from.
-            indices (`np.ndarray` of shape `(n_local,)`): Index of each row in the batch.
-        """
-        count = len(indices)
-        self._answers = (
-            (rows.prompt_ids, rows.completion_ids, rows.loss_mask, [None] * count, rows.logprobs, {}, None, []),
-            scored.rewards_per_func,
-        )
-        with self._whole_batch_logs(scored) as logs:
-            try:
-                output = super()._generate_and_score_completions([{"prompt": row} for row in range(count)])
-            finally:
-                self._answers, self._logprob_batches = None, None
-        # TRL computes the advantages of the whole batch, and keeps them for its table of completions
-        advantages = torch.tensor(list(logs["advantages"]), dtype=torch.float32, device=self.accelerator.device)
-        output["advantages"] = advantages[torch.as_tensor(indices, device=advantages.device)]
-        del output["num_items_in_batch"]
-        return output
-
-    def _generate(self, prompts: list):
-        # Differs from TRL: while tensors are built for the chosen rows, answers with what was rolled out
-        return super()._generate(prompts) if self._answers is None else self._answers[0]
-
-    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
-        # Differs from TRL: see `_generate`; reward functions do not see the column that this trainer has added
-        if self._answers is not None:
-            return self._answers[1]
-        inputs = [{name: value for name, value in row.items() if name != ID_COLUMN} for row in inputs]
-        rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        if torch.isinf(rewards).any():
-            column = int(torch.isinf(rewards).any(dim=0).nonzero()[0])
-            raise ValueError(
-                f"The reward function '{self.reward_func_names[column]}' returned an infinite reward. Return a finite "
-                "number, or None where it does not apply."
-            )
-        return rewards
-
-    def _packed_batches(
-        self, layout: Layout, local_rows: np.ndarray, prompt_tokens: np.ndarray, completion_tokens: np.ndarray
-    ) -> list[tuple[torch.Tensor, int, int]]:
-        """Tensor rows and widths of this process's micro-batches."""
-        batches = []
-        for batch in layout.micro_steps:
-            if batch is not None:
-                rows = batch.rows[self.accelerator.process_index]
-                width = widths(prompt_tokens[rows], completion_tokens[rows], self.pad_to_multiple_of)
-                batches.append((torch.as_tensor(np.searchsorted(local_rows, rows)), *width))
-        return batches
-
-    def _get_per_token_logps_and_entropies(
-        self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, **kwargs
-    ):
-        # Differs from TRL: old and reference log-probabilities of packed rows are computed in the micro-batches of the
-        # update, without the padding that rows of very different lengths need
-        compute = super()._get_per_token_logps_and_entropies
-        if self._logprob_batches is None:
-            return compute(model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs)
-        middle = input_ids.size(1) - logits_to_keep  # prompts end here, completions begin
-        logps = torch.zeros(len(input_ids), logits_to_keep, device=input_ids.device)
-        for rows, prompt_width, completion_width in self._logprob_batches:
-            columns = slice(max(0, middle - prompt_width), middle + completion_width)
-            part, _, _ = compute(
-                model, input_ids[rows, columns], attention_mask[rows, columns], completion_width, **kwargs
-            )
-            logps[rows, :completion_width] = part.float()
-        return logps, None, None
-
-    @contextmanager
-    def _whole_batch_logs(self, scored: Scored):
-        """Let TRL log the rewards of the whole batch, and fill its table with all completions, not the chosen ones."""
-        size = scored.rollouts.num_rows
-        logs, scratch = self._logs, {"images": deque(maxlen=size), "prompt": deque(), "completion": deque()}
-        scratch |= {"advantages": deque(maxlen=size)}
-        scratch |= {name: defaultdict(lambda: deque(maxlen=size)) for name in ("rewards", "extra")}
-        for column in sorted(set(gather_object(list(self._pending_extra_logs)))):
-            values = self._pending_extra_logs.pop(column, [None] * len(scored.inputs))
-            logs["extra"][column].extend(gather_object(values))
-        self._logs = scratch
-        try:
-            yield scratch
-        finally:
-            self._logs = logs
-        if self.log_completions:
-            logs["prompt"].extend(gather_object([row["prompt"] for row in scored.inputs]))
-            logs["completion"].extend(gather_object(scored.texts))
-            logs["advantages"].extend(scratch["advantages"])
-            for name, values in scratch["rewards"].items():
-                logs["rewards"][name].extend(values)
 
     @property
     def _mid_batch(self) -> bool:
         """Whether a checkpoint now would fall into the middle of a generation batch."""
         return self._step % (self.args.steps_per_generation * self.num_iterations) != 0
 
-    @property
-    def _logprob_passes(self) -> int:
-        """Forward passes that TRL makes for old and reference log-probabilities of each row."""
-        aligned = self.args.gradient_accumulation_steps % (self.args.steps_per_generation * self.num_iterations) == 0
-        correction = self.use_vllm and self.vllm_importance_sampling_correction
-        return int(not aligned or correction) + int(self.beta != 0.0)
+    def _kept(self, scored: Scored) -> np.ndarray:
+        """Rows that the rollout controller lets train, shape `(B,)`, bool."""
+        rng = keyed_rng(self.args.seed, self._generation, "keep")
+        return ask_keep(self.controller, scored.rollouts, rng)
 
-    def _log_batch(self, plan: Plan, groups: Groups, chosen_groups: np.ndarray, batch: GenerationBatch):
-        metrics = batch_metrics(groups, chosen_groups, self.prompt_state, plan.pass_index)
+    def _log_batch(
+        self,
+        plan: Plan,
+        groups: Groups,
+        pool: Pool,
+        chosen_groups: np.ndarray,
+        batch: GenerationBatch,
+        further: dict[str, float],
+    ):
+        chosen_fresh = chosen_groups[len(pool) - len(groups) :]
+        metrics = batch_metrics(groups, chosen_fresh, self.prompt_state, plan.pass_index) | further
         real, computed = padding_efficiency(
             batch.layout, batch.prompt_tokens, batch.completion_tokens, self.accelerator.process_index
         )
-        metrics["repeated_share"] = self._repeats.update(groups.prompt_ids[chosen_groups])
+        metrics["repeated_share"] = self._repeats.update(pool.groups.prompt_ids[chosen_groups])
         if computed:
             metrics["padding_efficiency"] = real / computed
+        if self.controller.draws_prompts:
+            metrics["surplus"] = 0 if self._surplus is None else len(self._surplus)
+            metrics["surplus_trained"] = int(chosen_groups.sum()) - int(chosen_fresh.sum())
+            metrics["surplus_dropped"] = self.ledger.surplus_dropped
         for name, value in metrics.items():
             self._metrics["train"][f"lze/{name}"].append(float(value))
 

@@ -1,6 +1,7 @@
 """The plan of a generation batch: which prompts get rollouts."""
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -18,13 +19,17 @@ class Plan:
     Prompts of a generation batch.
 
     Attributes:
-        inputs (`list[dict]`): Dataset rows of this process, one per completion. Empty if nothing is rolled out.
+        num_prompts (`int`): P. 0 if nothing is rolled out.
         pass_index (`int`): Pass over the data, from 0.
+        inputs (`list[dict]`, *optional*): Dataset rows of this process, one per completion, each prompt G times.
+        rows (`np.ndarray` of shape `(P,)`, *optional*): Numbers of the dataset rows, where groups may differ in size.
         skipped (`np.ndarray`): Ids of the prompts that pruning has left out since the last batch.
     """
 
-    inputs: list[dict[str, Any]]
+    num_prompts: int
     pass_index: int
+    inputs: list[dict[str, Any]] | None = None
+    rows: np.ndarray | None = None
     skipped: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
 
 
@@ -40,6 +45,7 @@ class Planner:
         group_size (`int`): G.
         num_groups (`int`): P.
         batches_per_pass (`int`, *optional*): Generation batches that read the dataset once; unknown for a stream.
+        by_prompt (`bool`): Whether plans name prompts, for groups that may differ in size, instead of completions.
         accelerator (`Accelerator`): The processes.
     """
 
@@ -52,6 +58,7 @@ class Planner:
         group_size: int,
         num_groups: int,
         batches_per_pass: int | None,
+        by_prompt: bool,
         accelerator: Accelerator,
     ):
         self.mode = mode
@@ -61,8 +68,8 @@ class Planner:
         self.group_size = group_size
         self.num_groups = num_groups
         self.batches_per_pass = batches_per_pass
+        self.by_prompt = by_prompt
         self.accelerator = accelerator
-        self._index: RowIndex | None = None
 
     def plan(self, inputs: list[dict[str, Any]], generation: int) -> Plan:
         """
@@ -76,40 +83,72 @@ class Planner:
             [`Plan`]: What this process rolls out.
         """
         if self.mode == "refill":
-            before = self.pruner.pass_index
-            rows = self.stream.take(self.num_groups)
-            begun = self.pruner.pass_index > before
-            skipped = self.pruner.left_out if begun else np.empty(0, dtype=np.int64)
-            return Plan(self._local(rows), self.pruner.pass_index, skipped)
+            rows, skipped = self._take(self.num_groups)
+            return self._plan(rows, skipped)
         pass_index = 0 if self.batches_per_pass is None else generation // self.batches_per_pass
-        if self.mode == "none":
-            return Plan(inputs, pass_index)
         if pass_index != self.pruner.pass_index:
             self.pruner.begin_pass(pass_index)
+        if self.mode == "none" and not self.by_prompt:
+            return Plan(self.num_groups, pass_index, inputs)
         prompt_ids = self._gathered_ids(inputs)
-        active = skip_plan(self.pruner.keeps(prompt_ids), self.group_size, self.accelerator.num_processes)
+        active = np.arange(len(prompt_ids))
+        if self.mode == "skip":
+            active = skip_plan(self.pruner.keeps(prompt_ids), self.group_size, self.accelerator.num_processes)
         skipped = np.delete(prompt_ids, active)
-        if len(skipped) == 0:
-            return Plan(inputs, pass_index)
-        return Plan(self._local(self._rows(prompt_ids[active])), pass_index, skipped)
+        if len(skipped) == 0 and not self.by_prompt:
+            return Plan(self.num_groups, pass_index, inputs)
+        return self._plan(self._index.rows(prompt_ids[active]), skipped)
+
+    def further(self, count: int, taken: np.ndarray) -> Plan:
+        """
+        Plan further prompts for a generation batch (mode `"refill"`).
+
+        Args:
+            count (`int`): Prompts wanted.
+            taken (`np.ndarray`): Dataset rows that the batch has already.
+
+        Returns:
+            [`Plan`]: At most `count` further prompts, fewer where the data has no more.
+        """
+        rows, skipped = self._take(count, taken)
+        return self._plan(rows, skipped)
+
+    def ids_of(self, rows: np.ndarray) -> np.ndarray:
+        """Prompt ids of dataset rows."""
+        return self._ids[rows]
+
+    def local(self, rows: np.ndarray) -> list[dict[str, Any]]:
+        """This process's share of the completions: every process has the dataset, so only row numbers are shared."""
+        share = len(rows) // self.accelerator.num_processes
+        start = share * self.accelerator.process_index
+        mine = rows[start : start + share]
+        distinct, place = np.unique(mine, return_inverse=True)
+        columns = self.dataset[distinct.tolist()]
+        loaded = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+        return [dict(loaded[i]) for i in place]
+
+    def _take(self, count: int, taken: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """Rows from the stream, and the prompts that a pass which they begin leaves out."""
+        before = self.pruner.pass_index
+        rows = self.stream.take(count, taken)
+        begun = self.pruner.pass_index > before
+        return rows, self.pruner.left_out if begun else np.empty(0, dtype=np.int64)
+
+    def _plan(self, rows: np.ndarray, skipped: np.ndarray) -> Plan:
+        if self.by_prompt:
+            return Plan(len(rows), self.pruner.pass_index, rows=rows, skipped=skipped)
+        inputs = self.local(np.repeat(rows, self.group_size)) if len(rows) else []
+        return Plan(len(rows), self.pruner.pass_index, inputs, skipped=skipped)
 
     def _gathered_ids(self, inputs: list[dict[str, Any]]) -> np.ndarray:
         """Prompt of each group of the whole batch, shape `(P,)`."""
         local = torch.tensor([row[ID_COLUMN] for row in inputs], device=self.accelerator.device)
         return self.accelerator.gather(local).cpu().numpy()[:: self.group_size]
 
-    def _rows(self, prompt_ids: np.ndarray) -> np.ndarray:
-        if self._index is None:
-            self._index = RowIndex(np.asarray(self.dataset.with_format("numpy")[ID_COLUMN][:]))
-        return self._index.rows(prompt_ids)
+    @cached_property
+    def _ids(self) -> np.ndarray:
+        return np.asarray(self.dataset.with_format("numpy")[ID_COLUMN][:], dtype=np.int64)
 
-    def _local(self, rows: np.ndarray) -> list[dict[str, Any]]:
-        """This process's share of the completions: every process has the dataset, so only row numbers are shared."""
-        repeated = np.repeat(rows, self.group_size)
-        share = len(repeated) // self.accelerator.num_processes
-        start = share * self.accelerator.process_index
-        mine = repeated[start : start + share]
-        distinct, place = np.unique(mine, return_inverse=True)
-        columns = self.dataset[distinct.tolist()]
-        loaded = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-        return [dict(loaded[i]) for i in place]
+    @cached_property
+    def _index(self) -> RowIndex:
+        return RowIndex(self._ids)

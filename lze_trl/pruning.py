@@ -65,6 +65,14 @@ class Pruner:
         self.left_out = np.setdiff1d(pruned, replays, assume_unique=True)
         self.pass_index = pass_index
 
+    def observe(self, pass_rates: np.ndarray):
+        """
+        Learn from a generation batch; here, nothing: the state says all.
+
+        Args:
+            pass_rates (`np.ndarray` of shape `(P,)`): Pass rate of each group, NaN for one that could not be scored.
+        """
+
     def keeps(self, prompt_ids: np.ndarray) -> np.ndarray:
         """Whether the pass rolls out each prompt, shape `(n,)`, bool."""
         return ~np.isin(prompt_ids, self.left_out)
@@ -77,6 +85,94 @@ class Pruner:
         """Continue the pass of a checkpoint."""
         self.pass_index = int(tensors["pass_index"][0])
         self.left_out = tensors["left_out"]
+
+
+_EXPLORATION_BOUNDS = (0.05, 0.95)  # of p_e, in GRESO's published code
+_MIN_KEPT = 0.01  # of p_e^z, in the same
+
+
+def skip_probability(streaks: np.ndarray, p_easy: float, p_hard: float) -> np.ndarray:
+    """
+    Probability that a pass leaves out a prompt, 1 − max(p_e^z, 0.01) (GRESO, arXiv 2506.02177).
+
+    z is the number of visits in a row that were all alike, and p_e the exploration of their kind. As in
+    the published code, p_e^z is bounded below, so that no prompt is lost for good.
+
+    Args:
+        streaks (`np.ndarray` of shape `(n,)`): z of fully correct visits, −z of visits without a pass, else 0.
+        p_easy (`float`): Exploration of solved prompts, in `(0, 1]`.
+        p_hard (`float`): Exploration of hopeless prompts, in `(0, 1]`.
+
+    Returns:
+        `np.ndarray` of shape `(n,)`: Probabilities, 0 where the streak is 0.
+    """
+    exploration = np.where(streaks > 0, p_easy, p_hard)
+    return 1.0 - np.maximum(exploration ** np.abs(streaks.astype(np.float64)), _MIN_KEPT)
+
+
+class GresoPruner(Pruner):
+    """
+    Leaves prompts out of a pass at random, the more likely the longer they have been dead (GRESO, arXiv 2506.02177).
+
+    The share of dead groups that the generation batches should hold governs the exploration: with more solved (hopeless)
+    groups than wanted, solved (hopeless) prompts are left out more often. A third of the wanted share is for solved
+    groups, two thirds are for hopeless ones, which are the more likely to change. The marks of forward pruning play no
+    part.
+
+    Args:
+        state ([`PromptState`]): Memory of the prompts.
+        seed (`int`): Seed of the run.
+        exploration (`float`, *optional*, defaults to `0.5`): p_e of both kinds at first.
+        target (`float`, *optional*, defaults to `0.25`): Wanted share of dead groups.
+        step (`float`, *optional*, defaults to `0.01`): Change of p_e after each generation batch.
+    """
+
+    def __init__(
+        self, state: PromptState, seed: int, exploration: float = 0.5, target: float = 0.25, step: float = 0.01
+    ):
+        super().__init__(state, 0.0, seed)
+        self.p_easy = self.p_hard = exploration
+        self.target = target
+        self.step = step
+
+    def begin_pass(self, pass_index: int):
+        """Draw which prompts the pass leaves out."""
+        dead = self.state["streak"] != 0
+        ids, streaks = self.state["prompt_ids"][dead], self.state["streak"][dead]
+        order = np.argsort(ids)  # one draw a prompt, whatever the order in which the prompts were first visited
+        draws = keyed_rng(self.seed, pass_index, "greso").random(len(ids))
+        skipped = draws < skip_probability(streaks[order], self.p_easy, self.p_hard)
+        self.left_out = ids[order][skipped]
+        self.pass_index = pass_index
+
+    def observe(self, pass_rates: np.ndarray):
+        """
+        Adjust the exploration by a step: down where at least the wanted share of the groups is solved (hopeless), else up.
+
+        The first pass, which knows no prompt yet, adjusts nothing.
+
+        Args:
+            pass_rates (`np.ndarray` of shape `(P,)`): Pass rate of each group, NaN for one that could not be scored.
+        """
+        scored = pass_rates[~np.isnan(pass_rates)]
+        if self.pass_index < 1 or len(scored) == 0:
+            return
+        self.p_easy = self._adjusted(self.p_easy, float((scored == 1.0).mean()), self.target / 3)
+        self.p_hard = self._adjusted(self.p_hard, float((scored == 0.0).mean()), self.target * 2 / 3)
+
+    def _adjusted(self, exploration: float, share: float, wanted: float) -> float:
+        lowest, highest = _EXPLORATION_BOUNDS
+        return min(max(exploration + (-self.step if share >= wanted else self.step), lowest), highest)
+
+    def tensors(self) -> dict[str, np.ndarray]:
+        """What a checkpoint has to hold."""
+        exploration = {"p_easy": np.array([self.p_easy]), "p_hard": np.array([self.p_hard])}
+        return super().tensors() | exploration
+
+    def load(self, tensors: dict[str, np.ndarray]):
+        """Continue the pass of a checkpoint."""
+        super().load(tensors)
+        self.p_easy, self.p_hard = float(tensors["p_easy"][0]), float(tensors["p_hard"][0])
 
 
 def skip_plan(keeps: np.ndarray, group_size: int, num_processes: int) -> np.ndarray:
@@ -152,24 +248,36 @@ class PromptStream:
         self._queue = np.empty(0, dtype=np.int64)
         self._told = False
 
-    def take(self, count: int) -> np.ndarray:
+    def take(self, count: int, taken: np.ndarray | None = None) -> np.ndarray:
         """
         Next rows of the training set.
 
         Args:
-            count (`int`): P, at most the number of rows.
+            count (`int`): Rows wanted, at most the number of rows.
+            taken (`np.ndarray` of shape `(n,)`, *optional*): Rows that the generation batch holds already. They are not
+                handed out again, and the answer is shorter where the data has no further active prompt: a batch that
+                already holds a whole pass is not topped up.
 
         Returns:
-            `np.ndarray` of shape `(P,)`: Distinct row numbers.
+            `np.ndarray` of shape `(count,)`, or shorter with `taken`: Distinct row numbers.
         """
-        batch, self._queue = self._queue[:count], self._queue[count:]
-        if len(batch) < count:
+        held = np.empty(0, dtype=np.int64) if taken is None else taken
+        batch = self._next(count, held)
+        # Rows still in the queue are held: the pass began in this batch, which has taken all else of it
+        if len(batch) < count and len(self._queue) == 0:
             self._begin_pass()
-            again = np.isin(self._queue, batch)
-            fresh, needed = self._queue[~again], count - len(batch)
-            batch = np.concatenate([batch, fresh[:needed]])
-            self._queue = np.concatenate([fresh[needed:], self._queue[again]])
-        return batch if len(batch) == count else self._fill(batch, count)
+            batch = np.concatenate([batch, self._next(count - len(batch), np.concatenate([held, batch]))])
+        return batch if len(batch) == count or taken is not None else self._fill(batch, count)
+
+    def _next(self, count: int, held: np.ndarray) -> np.ndarray:
+        """At most `count` rows of the pass that a batch does not hold. Those that it holds are put off to the end."""
+        if len(held) == 0:
+            batch, self._queue = self._queue[:count], self._queue[count:]
+            return batch
+        again = np.isin(self._queue, held)
+        fresh = self._queue[~again]
+        self._queue = np.concatenate([fresh[count:], self._queue[again]])
+        return fresh[:count]
 
     def _begin_pass(self):
         index = self.pruner.pass_index + 1
@@ -185,7 +293,7 @@ class PromptStream:
         if not self._told:
             logger.warning(
                 "Fewer prompts are left to learn from than a generation batch holds (%d); its other slots re-check "
-                "solved prompts. Stop here, add data, or use a smaller generation batch.",
+                "pruned prompts. Stop here, add data, or use a smaller generation batch.",
                 count,
             )
             self._told = True

@@ -1,20 +1,24 @@
 """What a generation batch tells: metrics for the log, records for the telemetry."""
 
+import logging
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from accelerate.utils import gather_object
 
-from .groups import Groups
+from .groups import Groups, Prompts
 from .identity import ID_COLUMN
 from .planner import Plan
+from .posterior import Calibration, beta_parameters, dead_probability
 from .rollout import Scored
 from .state import PromptState
 
 
 if TYPE_CHECKING:
     from .trainer import LZEGRPOTrainer
+
+
+logger = logging.getLogger(__name__)
 
 
 def batch_metrics(groups: Groups, chosen: np.ndarray, state: PromptState, pass_index: int) -> dict[str, float]:
@@ -32,6 +36,7 @@ def batch_metrics(groups: Groups, chosen: np.ndarray, state: PromptState, pass_i
         "pass_rate": float(np.nanmean(groups.pass_rates)) if (~np.isnan(groups.pass_rates)).any() else float("nan"),
         "energy": float(groups.energies.mean()),
         "groups": len(groups),
+        "group_size": float(groups.sizes.mean()),
         "selected_share": float(chosen.mean()),
         "dead_share": float(dead.mean()),
         "solved_share": float((groups.pass_rates == 1.0).mean()),
@@ -46,6 +51,83 @@ def batch_metrics(groups: Groups, chosen: np.ndarray, state: PromptState, pass_i
         metrics["selected_energy"] = float(groups.energies[chosen].mean())
         metrics["selected_pass_rate"] = float(groups.pass_rates[chosen].mean())
     return metrics
+
+
+class DeadMonitor:
+    """
+    Watches the groups without a signal: how well they were foreseen, and whether there is nothing else.
+
+    Before a visit, the posterior of a prompt's pass rate gives the probability that its group will be dead.
+
+    Args:
+        patience (`int`): Generation batches without a live group, in a row, after which it says so, once.
+    """
+
+    def __init__(self, patience: int = 10):
+        self.patience = patience
+        self.calibration = Calibration()
+        self._silent = 0
+        self._told = False
+
+    def update(self, prompts: Prompts, groups: Groups) -> dict[str, float]:
+        """
+        Enter a generation batch.
+
+        Args:
+            prompts ([`Prompts`]): What was known of the prompts before the visit.
+            groups ([`Groups`]): What came of it.
+
+        Returns:
+            `dict[str, float]`: Metrics of the prompts that were visited before; none if there are none.
+        """
+        self._silent = 0 if groups.alive.any() else self._silent + 1
+        if self._silent == self.patience and not self._told:
+            self._told = True
+            logger.warning(
+                "No group of the last %d generation batches had a signal: all completions of each prompt passed, or all "
+                "failed. Training goes on, but learns nothing. Use prompts or a reward that the model sometimes meets, "
+                "a higher temperature, or more completions a prompt.",
+                self.patience,
+            )
+        known = (prompts.visits > 0) & ~np.isnan(groups.pass_rates)
+        if not known.any():
+            return {}
+        foreseen = dead_probability(*beta_parameters(prompts.pass_rates, prompts.strength), groups.sizes)[known]
+        dead = ~groups.alive[known]
+        self.calibration.update(foreseen, dead)
+        return {
+            "dead_foreseen_share": float(foreseen.mean()),
+            "dead_foreseen_brier": float(((foreseen - dead) ** 2).mean()),
+        }
+
+
+def merge_rounds(metrics: dict[str, list[float]], before: dict[str, int], rows: list[int]):
+    """
+    Turn TRL's metrics of several rounds of generation into those of one batch, in place.
+
+    Args:
+        metrics (`dict[str, list[float]]`): TRL's metrics since the last log line.
+        before (`dict[str, int]`): Length of each list before the rounds.
+        rows (`list[int]`): Completions of each round.
+    """
+
+    def rounds(name: str) -> np.ndarray:
+        return np.array(metrics[f"completions/{name}"][before.get(f"completions/{name}", 0) :])
+
+    weights = np.array(rows, dtype=np.float64)
+    ended = weights * (1.0 - rounds("clipped_ratio"))  # completions that were not cut off
+    some = ended > 0
+    merged = {
+        "mean_length": np.average(rounds("mean_length"), weights=weights),
+        "min_length": rounds("min_length").min(),
+        "max_length": rounds("max_length").max(),
+        "clipped_ratio": np.average(rounds("clipped_ratio"), weights=weights),
+        "mean_terminated_length": np.average(rounds("mean_terminated_length"), weights=ended) if some.any() else 0.0,
+        "min_terminated_length": rounds("min_terminated_length")[some].min() if some.any() else 0.0,
+        "max_terminated_length": rounds("max_terminated_length")[some].max() if some.any() else 0.0,
+    }
+    for name, value in merged.items():
+        metrics[f"completions/{name}"][before.get(f"completions/{name}", 0) :] = [float(value)]
 
 
 class RepeatMonitor:
@@ -122,14 +204,14 @@ class Recorder:
     def record(self, plan: Plan, scored: Scored, groups: Groups, chosen: np.ndarray):
         """Record a generation batch."""
         trainer = self.trainer
-        # A process's rows may begin in the middle of a group
-        offset = -trainer.accelerator.process_index * len(scored.inputs) % trainer.num_generations
-        heads = scored.inputs[offset :: trainer.num_generations]
-        prompts = gather_object([_text(row["prompt"]) for row in heads])
-        columns = gather_object([_columns(row) for row in heads])
+        heads = scored.gathered_heads(
+            lambda place: (_text(scored.inputs[place]["prompt"]), _columns(scored.inputs[place])),
+            trainer.accelerator.process_index,
+        )
+        prompts, columns = zip(*heads, strict=True)
         completions = None
         if self.mode != "none":
-            completions = gather_object([_text(text) for text in scored.texts])
+            completions = scored.gathered([_text(text) for text in scored.texts])
         if self.writer is None:
             return
         from .telemetry import GenerationRecord
@@ -146,7 +228,7 @@ class Recorder:
                 rewards=scored.rewards_per_func.cpu().numpy(),
                 reward_names=list(trainer.reward_func_names),
                 rollouts=scored.rollouts,
-                prompts=prompts,
+                prompts=list(prompts),
                 completions=completions,
                 columns={name: [row.get(name) for row in columns] for name in columns[0]},
                 ledger=trainer.savings(),

@@ -2,11 +2,12 @@
 
 import logging
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from . import checkpoint as store
 from .generation_batch import GenerationBatch
 from .state import PromptState
+from .surplus import Pool
 
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_ROLLOUTS_NAME = "lze_rollouts"
+_ROLLOUTS, _SURPLUS = "lze_rollouts", "lze_surplus"
 
 
 def save_state(trainer: "LZEGRPOTrainer", directory: str):
@@ -25,6 +26,7 @@ def save_state(trainer: "LZEGRPOTrainer", directory: str):
     tensors |= store.add_prefix(pruner.tensors(), "pruner")
     if stream is not None:
         tensors |= store.add_prefix(stream.tensors(), "stream")
+    tensors |= store.add_prefix(trainer._dead.calibration.tensors(), "calibration")
     meta = {
         "step": trainer._step,
         "generation": trainer._generation,
@@ -32,6 +34,8 @@ def save_state(trainer: "LZEGRPOTrainer", directory: str):
         "num_processes": trainer.accelerator.num_processes,
         "mid_batch": trainer._mid_batch,
         "pruning": trainer.args.pruning,
+        "pruning_policy": trainer.args.pruning_policy,
+        "surplus": 0 if trainer._surplus is None else len(trainer._surplus),
         "ledger": asdict(trainer.ledger),
         "server_batches": trainer.vllm_generation.batches if _over_http(trainer) else 0,
     }
@@ -39,9 +43,11 @@ def save_state(trainer: "LZEGRPOTrainer", directory: str):
 
 
 def save_rollouts(trainer: "LZEGRPOTrainer", directory: str):
-    """Write the rows that further micro-steps will train on, if there are any; to be called on every process."""
+    """Write the rows that further updates will train on, if there are any; to be called on every process."""
     if trainer._mid_batch:
-        store.save(directory, _rollouts_name(trainer), trainer._batch.arrays(), {"step": trainer._step})
+        store.save(directory, _file_name(trainer, _ROLLOUTS), trainer._batch.arrays(), {"step": trainer._step})
+    if trainer._surplus is not None:
+        store.save(directory, _file_name(trainer, _SURPLUS), trainer._surplus.arrays(), {"step": trainer._step})
 
 
 def restore(trainer: "LZEGRPOTrainer", directory: str):
@@ -53,11 +59,13 @@ def restore(trainer: "LZEGRPOTrainer", directory: str):
         ValueError: If it is damaged, or does not fit the settings of this run.
     """
     tensors, meta = store.load(directory, store.STATE_NAME)
-    if meta["pruning"] != trainer.args.pruning:
-        raise ValueError(
-            f"The checkpoint was written with `pruning={meta['pruning']!r}`, and this run has "
-            f"{trainer.args.pruning!r}. Resume with the same mode, or start a new run with `state_from={directory!r}`."
-        )
+    for name in ("pruning", "pruning_policy"):
+        if meta[name] != vars(trainer.args)[name]:
+            raise ValueError(
+                f"The checkpoint was written with `{name}={meta[name]!r}`, and this run has "
+                f"{vars(trainer.args)[name]!r}. Resume with the same setting, or start a new run with "
+                f"`state_from={directory!r}`."
+            )
     if meta["mid_batch"] and meta["num_processes"] != trainer.accelerator.num_processes:
         raise ValueError(
             f"The checkpoint falls into the middle of a generation batch of {meta['num_processes']} processes, and "
@@ -67,16 +75,34 @@ def restore(trainer: "LZEGRPOTrainer", directory: str):
     trainer.planner.pruner.load(store.strip_prefix(tensors, "pruner"))
     if trainer.planner.stream is not None:
         trainer.planner.stream.load(store.strip_prefix(tensors, "stream"))
+    trainer._dead.calibration.load(store.strip_prefix(tensors, "calibration"))
     trainer.ledger.load(meta["ledger"])
     trainer._step, trainer._generation = meta["step"], meta["generation"]
     if _over_http(trainer):
         trainer.vllm_generation.batches = meta["server_batches"]
     trainer._batch = None
     if meta["mid_batch"]:
-        arrays, _ = store.load(directory, _rollouts_name(trainer))
+        arrays, _ = store.load(directory, _file_name(trainer, _ROLLOUTS))
         trainer._batch = GenerationBatch.from_arrays(
             arrays, trainer.args.steps_per_generation, trainer.args.packing, trainer.accelerator.device
         )
+    trainer._surplus = None
+    if meta["surplus"]:
+        _restore_surplus(trainer, directory, meta)
+
+
+def _restore_surplus(trainer: "LZEGRPOTrainer", directory: str, meta: dict[str, Any]):
+    if meta["num_processes"] == trainer.accelerator.num_processes:
+        arrays, _ = store.load(directory, _file_name(trainer, _SURPLUS))
+        trainer._surplus = Pool.from_arrays(arrays, trainer.accelerator.device)
+        return
+    trainer.ledger.surplus_dropped += meta["surplus"]
+    logger.warning(
+        "%d surplus groups of the checkpoint are dropped: they lie with %d processes, and this run has %d.",
+        meta["surplus"],
+        meta["num_processes"],
+        trainer.accelerator.num_processes,
+    )
 
 
 def load_prompt_state(state: PromptState, source: str):
@@ -92,5 +118,5 @@ def _over_http(trainer: "LZEGRPOTrainer") -> bool:
     return trainer.use_vllm and trainer.args.vllm_mode == "http"
 
 
-def _rollouts_name(trainer: "LZEGRPOTrainer") -> str:
-    return f"{_ROLLOUTS_NAME}_{trainer.accelerator.process_index}"
+def _file_name(trainer: "LZEGRPOTrainer", kind: str) -> str:
+    return f"{kind}_{trainer.accelerator.process_index}"

@@ -1,30 +1,40 @@
 """From a plan to scored completions: the whole rollout batch, known to every process."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 
-from .exchange import Completions
+from .exchange import Completions, concatenated
 from .groups import Rollouts
 from .identity import ID_COLUMN
+
+
+ROW_ARRAYS = ("group", "outcomes", "rewards", "prompt_tokens", "completion_tokens")
+"""Arrays of [`Rollouts`] with one entry per row."""
 
 
 @dataclass
 class Scored:
     """
-    A rollout batch after scoring.
+    A rollout batch after scoring. Rows of all processes come group by group, in the order in which they were drawn.
 
     Attributes:
-        local ([`Completions`]): Tokens of the rows of this process.
-        inputs (`list[dict]`): Dataset rows of this process, one per completion.
+        local ([`Completions`]): Tokens of the rows that this process holds.
+        inputs (`list[dict]`): Dataset rows of this process, one per completion that it holds.
         texts (`list`): Completions of this process as text or messages.
-        rewards_per_func (`torch.Tensor` of shape `(B, F)`): Rewards of all processes, NaN where not applicable.
+        rewards_per_func (`torch.Tensor` of shape `(B, F)`): Rewards of all rows, NaN where not applicable.
         rollouts ([`Rollouts`]): The whole batch as arrays.
         loss_tokens (`np.ndarray` of shape `(B,)`): Tokens of each row that the loss covers.
-        order (`np.ndarray` of shape `(B,)`): Position of each row after TRL's shuffle, on its process.
+        owner (`np.ndarray` of shape `(B,)`): Process that holds each row.
+        position (`np.ndarray` of shape `(B,)`): Place of each row among those of its process.
+        order (`np.ndarray` of shape `(B,)`, *optional*):
+            Position of each row after TRL's shuffle, on its process; `None` where TRL has no such batch: groups of
+            different sizes, or drawn in several rounds.
     """
 
     local: Completions
@@ -33,13 +43,88 @@ class Scored:
     rewards_per_func: torch.Tensor
     rollouts: Rollouts
     loss_tokens: np.ndarray
-    order: np.ndarray
+    owner: np.ndarray
+    position: np.ndarray
+    order: np.ndarray | None = None
 
-    def slots(self, num_processes: int, steps_per_generation: int) -> tuple[np.ndarray, np.ndarray]:
-        """Micro-step and process of each row in TRL's own layout, both of shape `(B,)`."""
+    def slots(self, num_processes: int, steps_per_generation: int) -> np.ndarray:
+        """Micro-step of each row in TRL's own layout, shape `(B,)`."""
         per_process = len(self.order) // num_processes
-        process = np.repeat(np.arange(num_processes), per_process)
-        return self.order * steps_per_generation // per_process, process
+        return self.order * steps_per_generation // per_process
+
+    def gathered(self, values: list[Any]) -> list[Any]:
+        """Values of all rows in the batch's order, from each process's values for the rows that it holds."""
+        everything = gather_object(values)
+        held = np.lexsort((self.position, self.owner))  # rows in the order of `everything`
+        ordered: list[Any] = [None] * len(held)
+        for row, value in zip(held, everything, strict=True):
+            ordered[row] = value
+        return ordered
+
+    def gathered_heads(self, values: Callable[[int], Any], process: int) -> list[Any]:
+        """One value per group, made from the position of the group's first row on the process that holds it."""
+        heads = np.searchsorted(self.rollouts.group, np.arange(self.rollouts.num_groups))
+        mine = np.flatnonzero(self.owner[heads] == process)
+        found = dict(gather_object([(int(group), values(int(self.position[heads[group]]))) for group in mine]))
+        return [found[group] for group in range(len(heads))]
+
+
+def by_group(scored: Scored) -> Scored:
+    """The same batch with its rows sorted by group, stably."""
+    order = np.argsort(scored.rollouts.group, kind="stable")
+    rollouts = scored.rollouts
+    rows = {name: getattr(rollouts, name)[order] for name in ROW_ARRAYS}
+    return replace(
+        scored,
+        rewards_per_func=scored.rewards_per_func[torch.as_tensor(order, device=scored.rewards_per_func.device)],
+        rollouts=replace(rollouts, **rows),
+        loss_tokens=scored.loss_tokens[order],
+        owner=scored.owner[order],
+        position=scored.position[order],
+    )
+
+
+def joined(parts: list[Scored], prompt_ids: np.ndarray | None = None) -> Scored:
+    """
+    One batch of several.
+
+    Args:
+        parts (`list[Scored]`): Batches, of one or several rounds.
+        prompt_ids (`np.ndarray` of shape `(P,)`, *optional*):
+            The prompts that the groups of all parts count. Without them, each part brings groups of its own.
+
+    Returns:
+        [`Scored`]: The rows of all parts, group by group.
+    """
+    held, groups_before, positions, groups = 0, 0, [], []
+    for part in parts:
+        positions.append(part.position + held)
+        groups.append(part.rollouts.group + (groups_before if prompt_ids is None else 0))
+        groups_before += part.rollouts.num_groups
+        held += len(part.local.prompt_ids)  # as many on every process
+    rows = {name: np.concatenate([getattr(part.rollouts, name) for part in parts]) for name in ROW_ARRAYS}
+    rows["group"] = np.concatenate(groups)
+    if prompt_ids is None:
+        prompt_ids = np.concatenate([part.rollouts.prompt_ids for part in parts])
+    return by_group(
+        Scored(
+            local=concatenated([part.local for part in parts]),
+            inputs=[row for part in parts for row in part.inputs],
+            texts=[text for part in parts for text in part.texts],
+            rewards_per_func=torch.cat([part.rewards_per_func for part in parts]),
+            rollouts=Rollouts(prompt_ids=prompt_ids, **rows),
+            loss_tokens=np.concatenate([part.loss_tokens for part in parts]),
+            owner=np.concatenate([part.owner for part in parts]),
+            position=np.concatenate(positions),
+        )
+    )
+
+
+def without_empty_groups(scored: Scored) -> Scored:
+    """The same batch without the groups that have no rows."""
+    drawn, group = np.unique(scored.rollouts.group, return_inverse=True)
+    rollouts = replace(scored.rollouts, prompt_ids=scored.rollouts.prompt_ids[drawn], group=group)
+    return replace(scored, rollouts=rollouts)
 
 
 def local_loss_tokens(local: Completions, end_tokens: list[int], mask_truncated: bool) -> list[int]:
@@ -59,7 +144,8 @@ def gather_rollouts(
     order: torch.Tensor,
     outcomes: np.ndarray,
     rewards: np.ndarray,
-    group_size: int,
+    group: np.ndarray,
+    num_groups: int,
     accelerator: Accelerator,
 ) -> tuple[Rollouts, np.ndarray, np.ndarray]:
     """
@@ -72,7 +158,8 @@ def gather_rollouts(
         order (`torch.Tensor` of shape `(B / W,)`): Position of each row after TRL's shuffle.
         outcomes (`np.ndarray` of shape `(B,)`): Outcomes of the whole batch.
         rewards (`np.ndarray` of shape `(B,)`): Total rewards of the whole batch.
-        group_size (`int`): G.
+        group (`np.ndarray` of shape `(B,)`): Group of each row of the whole batch.
+        num_groups (`int`): P; a group without rows gets the prompt id 0.
         accelerator (`Accelerator`): The processes.
 
     Returns:
@@ -89,10 +176,12 @@ def gather_rollouts(
         device=accelerator.device,
     )  # (5, B / W)
     columns = accelerator.gather(table.T.contiguous()).cpu().numpy().T  # (5, B)
-    prompt_ids, prompt_tokens, completion_tokens, loss_tokens, order = columns
+    ids_of_rows, prompt_tokens, completion_tokens, loss_tokens, order = columns
+    prompt_ids = np.zeros(num_groups, dtype=np.int64)
+    prompt_ids[group] = ids_of_rows
     rollouts = Rollouts(
-        prompt_ids=np.ascontiguousarray(prompt_ids[::group_size]),
-        group=np.arange(len(prompt_ids)) // group_size,
+        prompt_ids=prompt_ids,
+        group=group,
         outcomes=outcomes,
         rewards=rewards,
         prompt_tokens=prompt_tokens,

@@ -4,8 +4,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .energy import score_groups
-from .groups import Groups, Rollouts
+from .energy import anchor, score_groups
+from .groups import Groups, Prompts, Rollouts
+from .posterior import posterior_mean, posterior_strength, remembered_mean
 
 
 _DTYPES = {
@@ -14,33 +15,47 @@ _DTYPES = {
     "ema": np.float32,
     "pass_rate": np.float32,
     "energy": np.float32,
+    "expected": np.float32,
     "visits": np.int32,
     "last_step": np.int32,
     "streak": np.int16,
+    "rollouts": np.uint16,
     "pruned": np.bool_,
 }
 _MAX_LOAD = 0.75
+_GROWTH = 32  # a full array grows by 1/32: with more room to spare, a prompt would take more than 48 bytes
 _MAX_STREAK = np.iinfo(np.int16).max
+_MAX_ROLLOUTS = np.iinfo(np.uint16).max
 
 
 @dataclass(frozen=True)
 class StateSettings:
-    """Constants of the energy and of pruning, see [`LZEGRPOConfig`] for their meaning."""
+    """
+    Constants of the energy and of pruning, see [`LZEGRPOConfig`] for their meaning, and of the posterior.
+
+    `posterior_memory` is the number of completions for which a prompt's past counts at most in the estimate of its pass
+    rate: exponential forgetting, because the policy moves.
+    """
 
     difficulty_floor: float = 0.05
     momentum_weight: float = 0.3
     ema_decay: float = 0.9
     pruning_streak: int = 2
     prune: bool = True
+    posterior_memory: float = 16.0
 
 
 class PromptState:
     """
     State of every visited prompt.
 
-    Holds, per prompt: first pass rate, moving average, last pass rate, last energy, visits, step of the last visit,
-    streak of fully correct visits, and whether it is pruned (35 bytes), and an open-addressing index of row numbers
-    (4 bytes a slot, at most 3/4 full). An update costs O(batch).
+    Holds, per prompt: first pass rate, moving average, last pass rate, last energy, mean outcome over the bounded memory
+    of the posterior, visits, step of the last visit, streak, completions ever scored (up to 65535), and whether it is
+    pruned (41 bytes), and an open-addressing index of row numbers (4 bytes a slot, at most 3/4 full). An update costs
+    O(batch).
+
+    The streak is s after s fully correct visits in a row, −s after s visits in a row without a pass, and 0 after a visit
+    with both passes and fails.
 
     Args:
         settings ([`StateSettings`], *optional*):
@@ -124,13 +139,44 @@ class PromptState:
         groups = score_groups(
             rollouts, first, ema, visits, replayed, self.settings.difficulty_floor, self.settings.momentum_weight
         )
-        self._remember(groups, step)
+        counts = np.bincount(rollouts.group[~np.isnan(rollouts.outcomes)], minlength=len(ids))
+        self._remember(groups, counts, step)
         return groups
 
-    def _remember(self, groups: Groups, step: int):
-        scored = ~np.isnan(groups.pass_rates)
+    def prompts(self, prompt_ids: np.ndarray) -> Prompts:
+        """
+        What is known of prompts that are about to be rolled out.
+
+        Args:
+            prompt_ids (`np.ndarray` of shape `(P,)`, int64): The prompts.
+
+        Returns:
+            [`Prompts`]: Their visits, difficulty, and posterior of the pass rate.
+        """
+        rows = self.find(prompt_ids)
+        known = rows >= 0
+        visits, rollouts = np.zeros((2, len(rows)), dtype=np.int64)
+        expected, difficulty = np.zeros(len(rows)), np.ones(len(rows))
+        visits[known] = self["visits"][rows[known]]
+        rollouts[known] = self["rollouts"][rows[known]]
+        expected[known] = self["expected"][rows[known]]
+        difficulty[known] = anchor(
+            self["first_pass_rate"][rows[known]].astype(np.float64), self.settings.difficulty_floor
+        )
+        memory = self.settings.posterior_memory
+        return Prompts(
+            prompt_ids=prompt_ids,
+            visits=visits,
+            rollouts=rollouts,
+            pass_rates=posterior_mean(expected, rollouts, memory),
+            strength=posterior_strength(rollouts, memory),
+            difficulty=difficulty,
+        )
+
+    def _remember(self, groups: Groups, counts: np.ndarray, step: int):
+        scored = counts > 0
         rows = self._insert(groups.prompt_ids[scored])
-        pass_rates = groups.pass_rates[scored]
+        pass_rates, counts = groups.pass_rates[scored], counts[scored]
         decay = self.settings.ema_decay
         fresh = groups.visits[scored] == 1
         state = self._arrays
@@ -141,13 +187,15 @@ class PromptState:
         state["energy"][rows] = groups.energies[scored]
         state["visits"][rows] = groups.visits[scored]
         state["last_step"][rows] = step
-        solved = pass_rates == 1.0
-        streak = np.where(solved, np.minimum(state["streak"][rows].astype(np.int64) + 1, _MAX_STREAK), 0)
+        expected, seen = state["expected"][rows], state["rollouts"][rows].astype(np.int64)
+        state["expected"][rows] = remembered_mean(expected, seen, pass_rates, counts, self.settings.posterior_memory)
+        state["rollouts"][rows] = np.minimum(seen + counts, _MAX_ROLLOUTS)
+        streak = _next_streak(state["streak"][rows].astype(np.int64), pass_rates)
         state["streak"][rows] = streak
         if self.settings.prune:
-            # A pruned prompt that fails its re-check has streak 0 and is active again
+            # A pruned prompt that fails its re-check has no positive streak and is active again
             before = state["pruned"][rows]
-            after = solved & (before | (streak >= self.settings.pruning_streak))
+            after = (streak > 0) & (before | (streak >= self.settings.pruning_streak))
             state["pruned"][rows] = after
             self.num_pruned += int(after.sum()) - int(before.sum())
 
@@ -234,11 +282,18 @@ class PromptState:
     def _reserve(self, size: int):
         capacity = len(self._arrays["prompt_ids"])
         if size > capacity:
-            capacity = max(size, capacity + capacity // 8)
+            capacity = max(size, capacity + capacity // _GROWTH)
             for name, array in self._arrays.items():
                 self._arrays[name] = np.concatenate([array, np.zeros(capacity - len(array), dtype=array.dtype)])
         if size > _MAX_LOAD * len(self._slots):
             self._rebuild(_slots_for(capacity))
+
+
+def _next_streak(streak: np.ndarray, pass_rates: np.ndarray) -> np.ndarray:
+    """Streak after a visit: one further from 0 if the visit is of its sign, else begun anew; it saturates."""
+    longer = np.clip(streak + np.sign(streak), -_MAX_STREAK, _MAX_STREAK)
+    sign = np.where(pass_rates == 1.0, 1, np.where(pass_rates == 0.0, -1, 0))
+    return np.where(np.sign(streak) == sign, longer, sign)
 
 
 def _has_duplicates(prompt_ids: np.ndarray) -> bool:

@@ -14,22 +14,22 @@ from trl.trainer.utils import RepeatSampler
 
 from . import checkpoint as store
 from . import resume
-from .checks import checked, refuse_unsupported, with_prompt_ids
+from .checks import checked, refuse_unequal_groups, refuse_unsupported, with_prompt_ids
 from .config import LZEGRPOConfig
+from .controllers import RolloutController, UniformController
 from .generation_batch import GenerationBatch
 from .groups import Groups
 from .identity import ID_COLUMN
 from .ledger import Ledger, TokenCost, token_cost
-from .packing import (
-    Geometry,
-)
+from .packing import Geometry
 from .pipeline import GenerationPipeline
 from .planner import Plan, Planner
-from .pruning import PromptStream, Pruner
-from .reporting import Recorder, RepeatMonitor
+from .pruning import GresoPruner, PromptStream, Pruner
+from .reporting import DeadMonitor, Recorder, RepeatMonitor
 from .rollout import Scored
 from .selectors import Selector, make_selector
 from .state import PromptState, StateSettings
+from .surplus import Pool
 
 
 logger = logging.getLogger(__name__)
@@ -108,6 +108,8 @@ class LZEGRPOTrainer(GenerationPipeline):
             Training set with a `prompt` column. An iterable dataset needs `pruning="none"`.
         selector ([`~lze_trl.selectors.Selector`], *optional*):
             Your own strategy; replaces `args.selector`.
+        controller ([`~lze_trl.controllers.RolloutController`], *optional*):
+            Your own strategy; replaces `args.controller`.
         kwargs:
             Further arguments of [`~trl.GRPOTrainer`].
     """
@@ -123,10 +125,14 @@ class LZEGRPOTrainer(GenerationPipeline):
         train_dataset: Dataset | IterableDataset | None = None,
         *positional: Any,
         selector: Selector | None = None,
+        controller: RolloutController | None = None,
         **kwargs: Any,
     ):
         args = LZEGRPOConfig(f"{str(model).split('/')[-1]}-LZE") if args is None else args
         refuse_unsupported(args, train_dataset, kwargs)
+        self.controller = controller or args.rollout_controller()
+        if not isinstance(self.controller, UniformController):
+            refuse_unequal_groups(args, train_dataset, self.controller)
         train_dataset = with_prompt_ids(train_dataset, args)
         funcs = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
         reward_funcs = None if reward_funcs is None else [checked(func) for func in funcs]
@@ -158,6 +164,9 @@ class LZEGRPOTrainer(GenerationPipeline):
         self._sync_filler: dict[str, Any] | None = None
         self._recorder: Recorder | None = None
         self._repeats = RepeatMonitor()
+        self._dead = DeadMonitor()
+        self._surplus: Pool | None = None  # live groups that wait for the next update
+        self._with_surplus = False  # whether the batch trains on some of them
         if args.telemetry and {"wandb", "trackio"} & set(args.report_to):
             from .telemetry.tracking import EnergyTrackingCallback
 
@@ -174,15 +183,21 @@ class LZEGRPOTrainer(GenerationPipeline):
                 momentum_weight=args.momentum_weight,
                 ema_decay=args.ema_decay,
                 pruning_streak=args.pruning_streak,
-                prune=args.pruning != "none",
+                prune=args.pruning != "none" and args.pruning_policy == "solved",
             ),
             expected=len(dataset) if sized else 0,
         )
         pruner = Pruner(self.prompt_state, args.replay_ratio, args.seed)
+        if args.pruning_policy == "greso":
+            pruner = GresoPruner(
+                self.prompt_state, args.seed, args.greso_exploration, args.greso_target, args.greso_step
+            )
+        # A controller that draws prompts takes them from the stream, also where nothing is pruned
+        mode = "refill" if self.controller.draws_prompts else args.pruning
         stream = None
         if sized:
             dataset = self._remove_unused_columns(dataset, description="training")
-        if args.pruning == "refill":
+        if mode == "refill":
             ids = np.asarray(dataset.with_format("numpy")[ID_COLUMN][:], dtype=np.int64)
             first = np.arange(len(ids))
             if self.shuffle_dataset:  # the first permutation of TRL's sampler
@@ -190,13 +205,14 @@ class LZEGRPOTrainer(GenerationPipeline):
                 first = torch.randperm(len(ids), generator=generator).numpy()
             stream = PromptStream(ids, pruner, first, self.shuffle_dataset)
         self.planner = Planner(
-            mode=args.pruning,
+            mode=mode,
             dataset=dataset if sized else None,
             pruner=pruner,
             stream=stream,
             group_size=args.num_generations,
             num_groups=num_groups,
             batches_per_pass=len(dataset) // num_groups if sized else None,
+            by_prompt=not isinstance(self.controller, UniformController),
             accelerator=self.accelerator,
         )
         if args.state_from is not None:

@@ -44,7 +44,6 @@ def test_summary():
         update_tokens=60,
         logprob_passes=1,
         logprob_tokens=30,
-        chosen_tokens=30,
         iterations=2,
     )
     summary = ledger.summary(TokenCost(forward=2.0, train=6.0))

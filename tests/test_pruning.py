@@ -7,7 +7,15 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from lze_trl.pruning import PromptStream, Pruner, draw_replays, keyed_rng, skip_plan
+from lze_trl.pruning import (
+    GresoPruner,
+    PromptStream,
+    Pruner,
+    draw_replays,
+    keyed_rng,
+    skip_plan,
+    skip_probability,
+)
 from lze_trl.state import PromptState, StateSettings
 from samples import rollouts
 
@@ -34,7 +42,7 @@ def test_keyed_rng_is_a_fixed_stream():
     assert {key: keyed_rng(*key).integers(1_000_000, size=3).tolist() for key in golden} == golden
 
 
-PURPOSES = st.sampled_from(["selection", "steps", "replay", "order", "fill"])
+PURPOSES = st.sampled_from(["selection", "steps", "replay", "order", "fill", "greso"])
 
 
 @given(st.lists(st.tuples(st.integers(0, 2**32 - 1), st.integers(0, 10**6), PURPOSES), min_size=2, unique=True))
@@ -112,6 +120,171 @@ def test_a_pass_is_continued_after_a_resume():
     again.load(some.tensors())
     assert again.pass_index == 3
     np.testing.assert_array_equal(again.keeps(np.arange(25)), some.keeps(np.arange(25)))
+
+
+def test_forward_pruning_learns_nothing_from_a_batch():
+    some = pruner(*range(20))
+    some.begin_pass(3)
+    before = some.tensors()
+    some.observe(np.array([1.0, 0.0, np.nan]))
+    for name, values in some.tensors().items():
+        np.testing.assert_array_equal(values, before[name])
+
+
+# ---- GRESO ----
+
+
+def with_streaks(streaks: dict[int, int], prune: bool = False) -> PromptState:
+    """State of prompts, visited in the order given, with these streaks."""
+    state = PromptState(StateSettings(prune=prune, pruning_streak=1))
+    state.visit(rollouts({prompt: [1.0, 1.0] for prompt in streaks}), 0)
+    tensors = state.tensors()
+    tensors["streak"][:] = list(streaks.values())
+    state.load(tensors)
+    return state
+
+
+@pytest.mark.parametrize(
+    ("streak", "p_easy", "p_hard", "probability"),
+    [
+        (0, 0.5, 0.5, 0.0),
+        (1, 0.5, 0.9, 0.5),
+        (2, 0.5, 0.9, 0.75),
+        (3, 0.5, 0.9, 0.875),
+        (-1, 0.9, 0.5, 0.5),
+        (-2, 0.9, 0.8, 0.36),
+        (6, 0.5, 0.9, 63 / 64),
+        (7, 0.5, 0.9, 0.99),  # and not 127/128: one of 100 passes has the prompt, however long it has been dead
+        (2, 0.05, 0.9, 0.99),
+        (-32767, 0.9, 0.05, 0.99),
+        (32767, 1.0, 0.5, 0.0),
+    ],
+)
+def test_skip_probability(streak, p_easy, p_hard, probability):
+    streaks = np.array([streak, 0], dtype=np.int16)
+    assert skip_probability(streaks, p_easy, p_hard).tolist() == [pytest.approx(probability, rel=1e-12), 0.0]
+
+
+def test_dead_prompts_are_skipped_as_often_as_they_should():
+    # 2000 prompts of each streak and one pass: binomial with a deviation of at most √(2000 / 4) < 23
+    lengths = [0, 1, 2, 4, -1, -2, -4]
+    some = GresoPruner(with_streaks({2000 * i + j: z for i, z in enumerate(lengths) for j in range(2000)}), seed=7)
+    some.p_easy, some.p_hard = 0.6, 0.8
+    some.begin_pass(2)
+    skipped = np.bincount(some.left_out // 2000, minlength=len(lengths))
+    # 2000 · (1 − p^z)
+    expected = [0, 800, 2000 * 0.64, 2000 * 0.8704, 400, 2000 * 0.36, 2000 * 0.5904]
+    np.testing.assert_allclose(skipped, expected, atol=4 * 23)
+    assert skipped[0] == 0
+    assert (np.diff(some.left_out) > 0).all()
+    np.testing.assert_array_equal(some.keeps(np.arange(14_000)), ~np.isin(np.arange(14_000), some.left_out))
+
+
+def test_each_pass_draws_anew_and_nobody_is_lost():
+    some = GresoPruner(with_streaks(dict.fromkeys(range(50), -9)), seed=7)
+    kept = []
+    for index in range(1000):
+        some.begin_pass(index)
+        kept.append(some.keeps(np.arange(50)))
+    # Each prompt is in 1 of 100 passes: binomial(1000, 0.01), 10 with a deviation of 3.1
+    counts = np.sum(kept, axis=0)
+    assert (counts > 0).all()
+    assert (counts < 26).all()
+    assert counts.mean() == pytest.approx(10, abs=2)
+
+
+STREAKS = st.dictionaries(st.integers(-(2**63), 2**63 - 1), st.integers(-5, 5), max_size=30)
+
+
+@given(STREAKS, st.integers(0, 5), st.integers(0, 2**31), st.floats(0.05, 1.0), st.randoms(use_true_random=False))
+def test_every_process_skips_the_same(streaks, pass_index, seed, exploration, random):
+    shuffled = list(streaks.items())
+    random.shuffle(shuffled)
+    one = GresoPruner(with_streaks(streaks), seed, exploration)
+    other = GresoPruner(with_streaks(dict(shuffled)), seed, exploration)
+    for some in (one, other):
+        some.begin_pass(pass_index)
+    np.testing.assert_array_equal(one.left_out, other.left_out)
+    assert one.left_out.tolist() == sorted(set(one.left_out.tolist()))
+    assert all(streaks[prompt] != 0 for prompt in one.left_out.tolist())
+    if exploration == 1.0:
+        assert one.left_out.size == 0
+
+
+def test_the_marks_of_forward_pruning_play_no_part():
+    state = with_streaks({1: 0, 2: 3, 3: -3}, prune=True)
+    assert state.pruned_ids().tolist() == [1, 2, 3]
+    some = GresoPruner(state, seed=7, exploration=1.0)
+    some.begin_pass(1)
+    assert some.keeps(np.array([1, 2, 3])).all()
+
+
+SOLVED, HALF, HOPELESS, UNSCORED = 1.0, 0.5, 0.0, float("nan")
+
+
+@pytest.mark.parametrize(
+    ("pass_rates", "p_easy", "p_hard"),
+    [
+        # Wanted: a share of 3/4 of dead groups, so 1/4 of solved and 2/4 of hopeless ones. Step 0.04, from 0.5
+        ([HALF] * 4, 0.54, 0.54),
+        ([SOLVED] + [HALF] * 3, 0.46, 0.54),  # as many as wanted
+        ([SOLVED] + [HALF] * 4, 0.54, 0.54),
+        ([HOPELESS] + [HALF] * 3, 0.54, 0.54),
+        ([HOPELESS] * 2 + [HALF] * 2, 0.54, 0.46),
+        ([SOLVED] * 5 + [HOPELESS] * 5, 0.46, 0.46),
+        ([SOLVED] + [HALF] * 3 + [UNSCORED] * 9, 0.46, 0.54),  # the share is that of the scored groups
+        ([0.999, 0.001], 0.54, 0.54),
+        ([UNSCORED] * 3, 0.5, 0.5),
+        ([], 0.5, 0.5),
+    ],
+)
+def test_exploration_follows_the_share_of_dead_groups(pass_rates, p_easy, p_hard):
+    some = GresoPruner(PromptState(), seed=7, exploration=0.5, target=0.75, step=0.04)
+    some.begin_pass(1)
+    some.observe(np.array(pass_rates))
+    assert (some.p_easy, some.p_hard) == (pytest.approx(p_easy), pytest.approx(p_hard))
+
+
+def test_exploration_has_bounds():
+    some = GresoPruner(PromptState(), seed=7, exploration=0.5, target=0.25, step=0.1)
+    some.begin_pass(1)
+    for _ in range(10):
+        some.observe(np.array([SOLVED, HALF]))
+    assert (some.p_easy, some.p_hard) == (0.05, 0.95)
+    for _ in range(10):
+        some.observe(np.array([HOPELESS, HALF]))
+    assert (some.p_easy, some.p_hard) == (0.95, 0.05)
+
+
+def test_the_first_pass_adjusts_nothing():
+    some = GresoPruner(PromptState(), seed=7)
+    for _ in range(2):
+        some.observe(np.array([HOPELESS, HOPELESS]))
+        some.begin_pass(0)
+    assert (some.p_easy, some.p_hard) == (0.5, 0.5)
+    some.begin_pass(1)
+    some.observe(np.array([HOPELESS, HOPELESS]))
+    assert (some.p_easy, some.p_hard) == (pytest.approx(0.51), pytest.approx(0.49))
+
+
+def test_greso_is_continued_after_a_resume():
+    state = with_streaks({prompt: prompt % 5 - 2 for prompt in range(60)})
+    whole = GresoPruner(state, seed=7)
+    whole.begin_pass(1)
+    for _ in range(3):
+        whole.observe(np.array([HOPELESS, HALF]))
+    tensors = whole.tensors()
+    resumed = GresoPruner(state, seed=7)
+    resumed.load(tensors)
+    assert resumed.pass_index == 1
+    np.testing.assert_array_equal(resumed.left_out, whole.left_out)
+    for some in (whole, resumed):
+        some.observe(np.array([SOLVED, HALF]))
+        some.begin_pass(2)
+    np.testing.assert_array_equal(resumed.left_out, whole.left_out)
+    assert (resumed.p_easy, resumed.p_hard) == (whole.p_easy, whole.p_hard)
+    assert whole.p_easy != whole.p_hard
+    assert tensors["p_hard"][0] == pytest.approx(0.47)
 
 
 # ---- The mode "skip" ----
@@ -226,6 +399,82 @@ def test_every_active_prompt_comes_once_a_pass(num_prompts, data):
     assert not taken
 
 
+# ---- Further prompts of a batch ----
+
+
+def test_further_prompts_of_a_batch():
+    stream = PromptStream(np.arange(6), pruner(), np.arange(6), shuffle=False)
+    assert stream.take(2, np.array([], dtype=np.int64)).tolist() == [0, 1]
+    assert stream.take(3, np.array([0, 1])).tolist() == [2, 3, 4]
+    # Row 5 ends the first pass, and the second has only 0 and 1 that the batch does not hold: one row is missing
+    assert stream.take(4, np.array([2, 3, 4])).tolist() == [5, 0, 1]
+    assert stream.pruner.pass_index == 1
+    # All prompts are in the batch: no further pass is begun
+    assert stream.take(4, np.array([2, 3, 4, 5, 0, 1])).tolist() == []
+    assert stream.pruner.pass_index == 1
+    # The next batch has the rest of the second pass, and then the third
+    assert stream.take(4).tolist() == [2, 3, 4, 5]
+    assert stream.take(2).tolist() == [0, 1]
+    assert stream.pruner.pass_index == 2
+
+
+def test_a_batch_of_a_whole_pass():
+    # The batch has ended the pass, and whether there is more is only known once the next one has begun
+    stream = PromptStream(np.arange(3), pruner(), np.array([2, 0, 1]), shuffle=False)
+    assert stream.take(3).tolist() == [2, 0, 1]
+    for _ in range(4):
+        assert stream.take(2, np.array([2, 0, 1])).tolist() == []
+        assert stream.pruner.pass_index == 1
+    assert sorted(stream.take(3).tolist()) == [0, 1, 2]
+    assert stream.pruner.pass_index == 1
+
+
+def test_further_prompts_are_never_pruned_ones(caplog):
+    some = pruner(*range(4, 20))
+    stream = PromptStream(np.arange(20), some, np.arange(20), shuffle=False)
+    with caplog.at_level(logging.WARNING, logger="lze_trl.pruning"):
+        first = stream.take(2)
+        further = stream.take(18, first)
+    replays = draw_replays(np.arange(4, 20), 0.1, seed=7, pass_index=0)  # 1.6, so two
+    assert first.tolist() == [0, 1]
+    assert further.tolist()[:2] == [2, 3]
+    # The first pass has two replays, and the second brings those that the first has not
+    again = draw_replays(np.arange(4, 20), 0.1, seed=7, pass_index=1)
+    assert further.tolist()[2:] == [*replays, *np.setdiff1d(again, replays)]
+    assert some.pass_index == 1
+    assert not caplog.records
+
+
+@settings(max_examples=80)
+@given(st.integers(1, 20), st.booleans(), st.data())
+def test_a_batch_of_several_takes_holds_no_prompt_twice(num_prompts, shuffle, data):
+    count = data.draw(st.integers(1, num_prompts), label="P")
+    never = data.draw(st.sets(st.integers(0, num_prompts - 1), min_size=count), label="never solved")
+    state = PromptState(StateSettings(pruning_streak=2))
+    watched = Watched(state, num_prompts)
+    stream = PromptStream(np.arange(num_prompts), watched, keyed_rng(1, 0, "test").permutation(num_prompts), shuffle)
+    handed_out = []
+    for step in range(8):
+        batch = stream.take(count)
+        for wanted in data.draw(st.lists(st.integers(0, num_prompts), max_size=4), label="further"):
+            begun = len(watched.passes)
+            further = stream.take(wanted, batch)
+            assert len(watched.passes) - begun <= 1
+            assert len(further) <= wanted
+            batch = np.concatenate([batch, further])
+            assert len(set(batch.tolist())) == len(batch)
+            if len(further) < wanted:  # all that the pass rolls out is in the batch
+                assert set(watched.passes[-1]) <= set(batch.tolist())
+        handed_out += batch.tolist()
+        state.visit(rollouts({row: [0.0 if row in never else 1.0] for row in batch.tolist()}), step)
+    # What is handed out is one pass after another, each active prompt once
+    for rows in watched.passes:
+        part, handed_out = handed_out[: len(rows)], handed_out[len(rows) :]
+        assert len(set(part)) == len(part)
+        assert set(part) == set(rows) or (not handed_out and set(part) <= set(rows))
+    assert not handed_out
+
+
 @settings(max_examples=40)
 @given(st.integers(2, 20), st.data())
 def test_a_batch_is_filled_when_too_few_prompts_are_left(num_prompts, data):
@@ -250,23 +499,26 @@ def test_filling_is_told_once(caplog):
 
 
 @settings(max_examples=40)
-@given(st.integers(3, 20), st.integers(0, 12), st.booleans(), st.data())
-def test_a_resumed_stream_hands_out_the_rest(num_prompts, before, shuffle, data):
+@given(st.integers(3, 20), st.integers(0, 12), st.booleans(), st.booleans(), st.data())
+def test_a_resumed_stream_hands_out_the_rest(num_prompts, before, shuffle, greso, data):
     count = data.draw(st.integers(1, num_prompts), label="P")
+    more = data.draw(st.integers(0, num_prompts), label="further prompts")
     never = data.draw(st.sets(st.integers(0, num_prompts - 1)), label="never solved")
     first_order = keyed_rng(2, 0, "test").permutation(num_prompts)
 
     def build() -> PromptStream:
-        some = Pruner(PromptState(StateSettings(pruning_streak=1)), 0.1, 7)
+        state = PromptState(StateSettings(pruning_streak=1, prune=not greso))
+        some = GresoPruner(state, 7) if greso else Pruner(state, 0.1, 7)
         return PromptStream(np.arange(num_prompts), some, first_order, shuffle)
 
     def run(stream: PromptStream, batches: int) -> list[list[int]]:
         taken = []
         for step in range(batches):
-            batch = stream.take(count).tolist()
+            batch = stream.take(count)
+            batch = np.concatenate([batch, stream.take(more, batch)]).tolist()
             taken.append(batch)
             outcomes = {row: [0.0 if row in never or (row + step) % 5 == 0 else 1.0] for row in batch}
-            stream.pruner.state.visit(rollouts(outcomes), step)
+            stream.pruner.observe(stream.pruner.state.visit(rollouts(outcomes), step).pass_rates)
         return taken
 
     whole = build()

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 
-PURE = ["energy", "groups", "state", "selectors", "pruning", "packing"]
+PURE = ["energy", "groups", "posterior", "state", "selectors", "pruning", "packing", "allocation", "controllers", "advantages"]
 
 
 @pytest.mark.parametrize("modules", [PURE], ids=[" ".join(PURE)])

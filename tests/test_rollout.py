@@ -38,7 +38,6 @@ def test_loss_tokens(masks, mask_truncated, expected):
 def test_slots():
     # W = 2 processes with 6 rows each, S = 3 micro-steps of 2: `order` is the place after TRL's shuffle
     order = np.array([5, 0, 1, 3, 2, 4, 0, 1, 2, 3, 4, 5])
-    scored = Scored(Completions([], [], None, None), [], [], torch.empty(0), None, np.empty(0), order)
-    slot, process = scored.slots(num_processes=2, steps_per_generation=3)
-    assert slot.tolist() == [2, 0, 0, 1, 1, 2, 0, 0, 1, 1, 2, 2]
-    assert process.tolist() == [0] * 6 + [1] * 6
+    none = np.empty(0)
+    scored = Scored(Completions([], [], None, None), [], [], torch.empty(0), None, none, none, none, order)
+    assert scored.slots(num_processes=2, steps_per_generation=3).tolist() == [2, 0, 0, 1, 1, 2, 0, 0, 1, 1, 2, 2]

@@ -52,8 +52,13 @@ def test_energy_comes_before_the_moving_average():
         (2, [FULL, HALF, FULL, FULL], [1, 0, 1, 2], [False, False, False, True]),
         # Pruned, replayed and still solved; then replayed and forgotten; then from the start again
         (2, [FULL, FULL, FULL, HALF, FULL, FULL], [1, 2, 3, 0, 1, 2], [False, True, True, False, False, True]),
-        (1, [FULL, NONE, FULL], [1, 0, 1], [True, False, True]),
+        (1, [FULL, NONE, FULL], [1, -1, 1], [True, False, True]),
         (3, [FULL, FULL, FULL], [1, 2, 3], [False, False, True]),
+        # Visits without a pass are counted downwards, a change of sign begins anew; they never prune
+        (2, [NONE, NONE, NONE, HALF, NONE], [-1, -2, -3, 0, -1], [False] * 5),
+        (2, [NONE, NONE, FULL, FULL, NONE, NONE], [-1, -2, 1, 2, -1, -2], [False, False, False, True, False, False]),
+        (1, [NONE, UNSCORED, NONE], [-1, -1, -2], [False] * 3),
+        (2, [[0, NAN, 0, 0], [NAN, 0, 1, 0]], [-1, 0], [False, False]),
         # A visit that nobody could score says nothing: neither a success nor a failure
         (2, [FULL, UNSCORED, FULL], [1, 1, 2], [False, False, True]),
         (2, [FULL, FULL, UNSCORED], [1, 2, 2], [False, True, True]),
@@ -96,14 +101,82 @@ def test_a_prompt_that_was_never_scored_leaves_no_trace():
     assert record(state, 1)["visits"] == 1
 
 
-def test_the_streak_does_not_overflow():
+@pytest.mark.parametrize(("outcomes", "end", "other"), [(FULL, 32767, NONE), (NONE, -32767, FULL)])
+def test_the_streak_does_not_overflow(outcomes, end, other):
     state = PromptState(StateSettings(pruning_streak=2))
-    state.visit(rollouts({1: FULL}), 0)
+    state.visit(rollouts({1: outcomes}), 0)
     tensors = state.tensors()
-    tensors["streak"][:] = np.iinfo(np.int16).max
+    tensors["streak"][:] = end - np.sign(end)
     state.load(tensors)
-    state.visit(rollouts({1: FULL}), 1)
-    assert record(state, 1)["streak"] == np.iinfo(np.int16).max
+    for step in range(2):
+        state.visit(rollouts({1: outcomes}), 1 + step)
+        assert record(state, 1)["streak"] == end
+    state.visit(rollouts({1: other}), 3)
+    assert record(state, 1)["streak"] == -np.sign(end)
+
+
+def test_the_rollouts_do_not_overflow():
+    state = PromptState()
+    state.visit(rollouts({1: HALF}), 0)
+    tensors = state.tensors()
+    tensors["rollouts"][:] = 65530
+    state.load(tensors)
+    for golden in (65534, 65535, 65535):
+        state.visit(rollouts({1: FULL}), 1)
+        assert record(state, 1)["rollouts"] == golden
+
+
+def test_the_posterior_counts_scored_completions():
+    # Memory 16. Visit 1: 1 of 3 scored passes, e = 1/3. Visit 2: 4 of 5, e = (1/3 · 3 + 4) / 8 = 5/8. Nobody scores
+    # visit 3. Visit 4: 12 of 12, e = (5/8 · 8 + 12) / 20 = 17/20, n = 16. Visit 5: 0 of 4, e = (17/20 · 16) / 20 = 17/25
+    state = PromptState()
+    visits = [
+        ([1, NAN, 0, 0], 1 / 3, 3),
+        ([1, 1, 0, 1, 1], 5 / 8, 8),
+        (UNSCORED, 5 / 8, 8),
+        ([1] * 12, 17 / 20, 20),
+        (NONE, 17 / 25, 24),
+    ]
+    for step, (outcomes, expected, count) in enumerate(visits):
+        state.visit(rollouts({7: HALF, 8: outcomes}), step)
+        now = record(state, 8)
+        assert (now["expected"], now["rollouts"]) == (pytest.approx(expected, rel=1e-6), count)
+
+
+def test_what_is_known_before_the_rollout():
+    # Prompt 5: 3 of 4 at first, then 0 of 5, memory 8: e = 3/9, n = min(9, 8), mean (1 + 8/3) / 10 = 11/30, D = 1/4.
+    # Prompt 6: solved at first, so that D is the floor; mean (1 + 2) / (2 + 2)
+    state = PromptState(StateSettings(difficulty_floor=0.1, posterior_memory=8.0))
+    state.visit(rollouts({5: [1, 1, 0, 1], 6: [1, 1, NAN]}), 0)
+    state.visit(rollouts({5: [0] * 5}), 1)
+    prompts = state.prompts(np.array([6, 99, 5]))
+    assert prompts.prompt_ids.tolist() == [6, 99, 5]
+    assert prompts.visits.tolist() == [1, 0, 2]
+    assert prompts.rollouts.tolist() == [2, 0, 9]
+    assert prompts.strength.tolist() == [2, 0, 8]
+    np.testing.assert_allclose(prompts.pass_rates, [3 / 4, 1 / 2, 11 / 30], rtol=1e-6)
+    np.testing.assert_allclose(prompts.difficulty, [0.1, 1.0, 0.25], rtol=1e-6)
+    integers = (prompts.visits, prompts.rollouts)
+    assert {array.dtype.name for array in integers} == {"int64"}
+    assert {array.dtype.name for array in (prompts.pass_rates, prompts.strength, prompts.difficulty)} == {"float64"}
+
+
+def test_nothing_is_known_of_unseen_prompts():
+    prompts = PromptState().prompts(np.array([3, -1, 2**62]))
+    assert prompts.visits.tolist() == prompts.rollouts.tolist() == prompts.strength.tolist() == [0, 0, 0]
+    assert prompts.pass_rates.tolist() == [0.5, 0.5, 0.5]
+    assert prompts.difficulty.tolist() == [1.0, 1.0, 1.0]
+    assert len(PromptState().prompts(np.empty(0, dtype=np.int64))) == 0
+
+
+def test_asking_leaves_no_trace():
+    state = PromptState()
+    state.visit(rollouts({1: HALF}), 0)
+    before = state.tensors()
+    state.prompts(np.array([1, 2, 3]))
+    assert len(state) == 1
+    for name, values in state.tensors().items():
+        np.testing.assert_array_equal(values, before[name])
 
 
 def test_pruned_ids_are_in_ascending_order_whatever_the_order_of_visits():
@@ -136,8 +209,9 @@ POOLS = {
 class Records:
     """What a prompt state has to remember, written down as plainly as possible."""
 
-    def __init__(self, k: int):
+    def __init__(self, k: int, memory: float = 16.0):
         self.k = k
+        self.memory = memory
         self.records = {}
 
     def visit(self, outcomes: dict[int, list[float]], step: int):
@@ -149,8 +223,14 @@ class Records:
             old = self.records.get(prompt)
             if old is None:
                 old = {"first_pass_rate": p, "ema": p, "visits": 0, "streak": 0, "pruned": False}
+                old |= {"expected": 0.0, "rollouts": 0}
             momentum = min(2 * abs(p - old["ema"]), 1)
-            streak = old["streak"] + 1 if p == 1 else 0
+            streak = 0
+            if p == 1:
+                streak = old["streak"] + 1 if old["streak"] > 0 else 1
+            elif p == 0:
+                streak = old["streak"] - 1 if old["streak"] < 0 else -1
+            n = min(old["rollouts"], self.memory)
             self.records[prompt] = {
                 "prompt_ids": prompt,
                 "first_pass_rate": old["first_pass_rate"],
@@ -160,6 +240,8 @@ class Records:
                 "visits": old["visits"] + 1,
                 "last_step": step,
                 "streak": streak,
+                "expected": (old["expected"] * n + sum(known)) / (n + len(known)),
+                "rollouts": old["rollouts"] + len(known),
                 "pruned": p == 1 and (old["pruned"] or streak >= self.k),
             }
 
@@ -169,7 +251,7 @@ def histories(draw):
     """Batches of visits to prompts whose ids are unkind to a hash table."""
     names = draw(st.lists(st.sampled_from(list(POOLS)), min_size=1, max_size=2))
     pool = sorted({prompt for name in names for prompt in POOLS[name]})
-    outcomes = st.sampled_from([[1, 1], [1, 0, 1], [0], [1], [NAN, 1], [NAN]])
+    outcomes = st.sampled_from([[1, 1], [1, 0, 1], [0], [1], [0, 0], [NAN, 1], [NAN]])
     batch = st.dictionaries(st.sampled_from(pool), outcomes, min_size=1, max_size=25)
     return draw(st.lists(batch, min_size=1, max_size=8))
 
@@ -186,7 +268,8 @@ def agree(state: PromptState, records: dict[int, dict]):
 @settings(max_examples=60)
 @given(histories(), st.integers(1, 3))
 def test_state_is_a_dictionary_of_records(history, k):
-    state, naive = PromptState(StateSettings(pruning_streak=k)), Records(k)
+    state = PromptState(StateSettings(pruning_streak=k, posterior_memory=3.5))
+    naive = Records(k, memory=3.5)
     for step, batch in enumerate(history):
         before = {prompt: naive.records.get(prompt, {}).get("pruned", False) for prompt in batch}
         groups = state.visit(rollouts(batch), step)
@@ -241,11 +324,21 @@ def test_at_most_48_bytes_a_prompt():
     assert filled(100_000, expected=100_000).nbytes <= 48 * 100_000
 
 
+def test_ten_million_prompts_take_at_most_480_megabytes():
+    state = PromptState(expected=10_000_000)
+    assert sum(array.dtype.itemsize for array in state.tensors().values()) == 41
+    assert state.nbytes <= 480_000_000
+
+
 def test_at_most_48_bytes_a_prompt_when_their_number_was_not_known():
-    state = PromptState()
-    for start in range(0, 60_000, 3_000):
-        state.visit(rollouts({prompt: [1.0] for prompt in range(start, start + 3_000)}), 0)
+    # Batches smaller than the room that is made when an array is full
+    state, grown = PromptState(), 0
+    for start in range(0, 60_000, 500):
+        before = state.nbytes
+        state.visit(rollouts({prompt: [1.0] for prompt in range(start, start + 500)}), 0)
+        grown += state.nbytes > before
         assert state.nbytes <= 48 * max(len(state), 1_000)
+    assert grown < 120  # not at every batch
 
 
 def test_an_update_costs_the_batch_and_not_the_dataset():

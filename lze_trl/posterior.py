@@ -1,0 +1,179 @@
+"""What is expected of a prompt before it is rolled out: a Beta posterior of its pass rate, and how well it predicts."""
+
+import numpy as np
+
+
+NUM_BINS = 10
+
+
+def posterior_strength(rollouts: np.ndarray, memory: float) -> np.ndarray:
+    """Completions n = min(rollouts, memory) that the posterior rests on, shape `(P,)`, float64."""
+    return np.minimum(rollouts.astype(np.float64), memory)
+
+
+def remembered_mean(
+    expected: np.ndarray, rollouts: np.ndarray, pass_rates: np.ndarray, scored: np.ndarray, memory: float
+) -> np.ndarray:
+    """
+    Mean outcome over the bounded memory after a visit: (e·n + p·k) / (n + k) with n = min(rollouts, memory).
+
+    Until the memory is full this is the plain mean of all outcomes. From then on a visit multiplies the weight of
+    everything before it by memory / (memory + k): exponential forgetting, because the policy moves and old outcomes were
+    another policy's.
+
+    Args:
+        expected (`np.ndarray` of shape `(P,)`): Mean e before the visit; any finite number where nothing was scored yet.
+        rollouts (`np.ndarray` of shape `(P,)`): Completions scored before the visit.
+        pass_rates (`np.ndarray` of shape `(P,)`): Mean outcome p of the visit.
+        scored (`np.ndarray` of shape `(P,)`): Scored completions k of the visit, at least 1.
+        memory (`float`): Completions that the past counts for at most.
+
+    Returns:
+        `np.ndarray` of shape `(P,)`: The new mean, in `[0, 1]`, float64.
+    """
+    strength = posterior_strength(rollouts, memory)
+    return (expected.astype(np.float64) * strength + pass_rates * scored) / (strength + scored)
+
+
+def posterior_mean(expected: np.ndarray, rollouts: np.ndarray, memory: float) -> np.ndarray:
+    """
+    Posterior mean a / (a + b) of the pass rate under a uniform prior, a = 1 + e·n and b = 1 + (1 − e)·n.
+
+    Args:
+        expected (`np.ndarray` of shape `(P,)`): Mean outcome e over the bounded memory.
+        rollouts (`np.ndarray` of shape `(P,)`): Completions scored so far.
+        memory (`float`): Completions that they count for at most, so that n = min(rollouts, memory).
+
+    Returns:
+        `np.ndarray` of shape `(P,)`: Values strictly between 0 and 1, float64; 0.5 where nothing was scored yet.
+    """
+    strength = posterior_strength(rollouts, memory)
+    return (1.0 + expected.astype(np.float64) * strength) / (2.0 + strength)
+
+
+def beta_parameters(pass_rates: np.ndarray, strength: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """
+    Parameters of the Beta posterior from its mean and its strength, the form in which [`Prompts`] holds it.
+
+    Args:
+        pass_rates (`np.ndarray` of shape `(P,)`): Posterior mean of the pass rate.
+        strength (`np.ndarray` of shape `(P,)`): Completions n that the posterior rests on.
+
+    Returns:
+        `tuple[np.ndarray, np.ndarray]`: a and b, each of shape `(P,)`, with a + b = n + 2.
+    """
+    total = strength + 2.0
+    return pass_rates * total, (1.0 - pass_rates) * total
+
+
+def dead_probability(a: np.ndarray, b: np.ndarray, size: int | np.ndarray) -> np.ndarray:
+    """
+    Probability that a group of `size` completions is dead: all pass or all fail.
+
+    Under the Beta posterior the number of passes is beta-binomial, so that P(all pass) is the product of
+    (a + i) / (a + b + i) over i < `size`, and P(all fail) the same with b for a.
+
+    Args:
+        a (`np.ndarray` of shape `(P,)`): First parameter of the posterior, above 0.
+        b (`np.ndarray` of shape `(P,)`): Second parameter of the posterior, above 0.
+        size (`int` or `np.ndarray` of shape `(P,)`): Completions of each group.
+
+    Returns:
+        `np.ndarray` of shape `(P,)`: Probabilities; 1 for a group of fewer than two completions.
+    """
+    sizes = np.broadcast_to(size, a.shape)
+    drawn = np.arange(sizes.max(initial=0))  # (S,)
+    counts = drawn < sizes[:, np.newaxis]  # (P, S)
+    total = (a + b)[:, np.newaxis] + drawn
+    all_pass = np.prod((a[:, np.newaxis] + drawn) / total, axis=1, where=counts)
+    all_fail = np.prod((b[:, np.newaxis] + drawn) / total, axis=1, where=counts)
+    return np.where(sizes < 2, 1.0, all_pass + all_fail)
+
+
+class Calibration:
+    """
+    Compares predicted probabilities of dead groups with what became of them, in 10 bins of the prediction.
+
+    A prediction is calibrated if, of the groups said to be dead with probability q, a share q is dead.
+    """
+
+    def __init__(self):
+        self._predicted = np.zeros(NUM_BINS, dtype=np.float64)  # sum of the predictions of each bin
+        self._dead = np.zeros(NUM_BINS, dtype=np.int64)
+        self._count = np.zeros(NUM_BINS, dtype=np.int64)
+        self._squared_error = 0.0
+
+    def __len__(self) -> int:
+        """Groups seen."""
+        return int(self._count.sum())
+
+    def update(self, predicted: np.ndarray, dead: np.ndarray):
+        """
+        Add the groups of a generation batch. Groups that could not be scored say nothing: leave them out.
+
+        Args:
+            predicted (`np.ndarray` of shape `(P,)`): Probability of being dead, from before the rollout.
+            dead (`np.ndarray` of shape `(P,)`): Whether the group turned out dead, bool.
+
+        Raises:
+            ValueError: If the shapes differ, or a prediction is not a probability.
+        """
+        if predicted.ndim != 1 or predicted.shape != dead.shape:
+            raise ValueError(
+                f"`predicted` and `dead` must be one-dimensional and of one length, got shapes {predicted.shape} and "
+                f"{dead.shape}. Give one entry per group."
+            )
+        valid = (predicted >= 0.0) & (predicted <= 1.0)
+        if not valid.all():
+            raise ValueError(
+                f"`predicted` must hold probabilities, in [0, 1], got {predicted[~valid][0]}. Use `dead_probability`."
+            )
+        bins = np.minimum((predicted * NUM_BINS).astype(np.int64), NUM_BINS - 1)
+        self._predicted += np.bincount(bins, weights=predicted, minlength=NUM_BINS)
+        self._dead += np.bincount(bins[dead], minlength=NUM_BINS)
+        self._count += np.bincount(bins, minlength=NUM_BINS)
+        self._squared_error += float(((predicted - dead) ** 2).sum())
+
+    @property
+    def brier(self) -> float:
+        """Brier score, the mean of (prediction − outcome)²: 0 is perfect, 0.25 is a coin. NaN without groups."""
+        return self._squared_error / len(self) if len(self) else float("nan")
+
+    @property
+    def expected_error(self) -> float:
+        """Expected calibration error: |mean prediction − dead share| of each bin, weighted by its groups; NaN without."""
+        return float(np.abs(self._predicted - self._dead).sum() / len(self)) if len(self) else float("nan")
+
+    def table(self) -> list[dict[str, float]]:
+        """
+        The bins that hold groups, in ascending order.
+
+        Returns:
+            `list[dict[str, float]]`: Of each bin, its bounds `lower` and `upper`, its groups `count`, their mean
+            prediction `predicted`, and the share of them that was dead, `dead`.
+        """
+        return [
+            {
+                "lower": index / NUM_BINS,
+                "upper": (index + 1) / NUM_BINS,
+                "count": int(self._count[index]),
+                "predicted": float(self._predicted[index] / self._count[index]),
+                "dead": float(self._dead[index] / self._count[index]),
+            }
+            for index in np.flatnonzero(self._count).tolist()
+        ]
+
+    def tensors(self) -> dict[str, np.ndarray]:
+        """What a checkpoint has to hold."""
+        return {
+            "predicted": self._predicted.copy(),
+            "dead": self._dead.copy(),
+            "count": self._count.copy(),
+            "squared_error": np.array([self._squared_error], dtype=np.float64),
+        }
+
+    def load(self, tensors: dict[str, np.ndarray]):
+        """Continue from a checkpoint."""
+        self._predicted, self._dead = tensors["predicted"].copy(), tensors["dead"].copy()
+        self._count = tensors["count"].copy()
+        self._squared_error = float(tensors["squared_error"][0])

@@ -1,0 +1,217 @@
+"""The Beta posterior of a prompt's pass rate, the probability of a dead group, and the calibration of that prediction."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lze_trl.posterior import (
+    Calibration,
+    beta_parameters,
+    dead_probability,
+    posterior_mean,
+    posterior_strength,
+    remembered_mean,
+)
+
+
+def array(*values: float) -> np.ndarray:
+    return np.array(values, dtype=np.float64)
+
+
+# ---- The posterior ----
+
+
+def test_memory_golden():
+    # Memory 16, one prompt:
+    #   4 completions, 1/4 pass:   e = 1/4
+    #   8 completions, 3/4 pass:   e = (1/4 · 4 + 6) / 12  = 7/12
+    #   8 completions, all pass:   e = (7/12 · 12 + 8) / 20 = 3/4    20 rollouts, which count as 16 from now on
+    #   4 completions, none pass:  e = (3/4 · 16 + 0) / 20  = 3/5    and not (3/4 · 20) / 24
+    expected, rollouts = array(0.0), 0
+    for scored, passed, golden in [(4, 1, 1 / 4), (8, 6, 7 / 12), (8, 8, 3 / 4), (4, 0, 3 / 5)]:
+        expected = remembered_mean(expected, np.array([rollouts]), array(passed / scored), np.array([scored]), 16.0)
+        rollouts += scored
+        assert expected[0] == pytest.approx(golden, rel=1e-12)
+
+
+def test_posterior_golden():
+    # a / (a + b) with a = 1 + e·n, b = 1 + (1 − e)·n:
+    #   unseen: 1/2;   e = 1/4, n = 4: 2/6;   e = 3/4, n = min(20, 16): 13/18;   all of 4 pass: 5/6
+    expected, rollouts = array(0.7, 1 / 4, 3 / 4, 1.0), np.array([0, 4, 20, 4], dtype=np.uint16)
+    np.testing.assert_array_equal(posterior_strength(rollouts, 16.0), [0, 4, 16, 4])
+    mean = posterior_mean(expected, rollouts, 16.0)
+    np.testing.assert_allclose(mean, [1 / 2, 1 / 3, 13 / 18, 5 / 6], rtol=1e-12)
+    a, b = beta_parameters(mean, posterior_strength(rollouts, 16.0))
+    np.testing.assert_allclose(a, [1, 2, 13, 5], rtol=1e-12)
+    np.testing.assert_allclose(b, [1, 4, 5, 1], rtol=1e-12)
+
+
+@given(st.lists(st.lists(st.booleans(), min_size=1, max_size=5), min_size=1, max_size=6))
+def test_what_fits_into_the_memory_is_a_plain_mean(visits):
+    expected, rollouts = array(0.0), np.array([0], dtype=np.uint16)
+    for outcomes in visits:
+        count = np.array([len(outcomes)])
+        expected = remembered_mean(expected, rollouts, array(np.mean(outcomes)), count, 30.0)
+        rollouts = rollouts + len(outcomes)
+    everything = [outcome for visit in visits for outcome in visit]
+    assert expected[0] == pytest.approx(np.mean(everything), abs=1e-12)
+
+
+@given(st.floats(0, 1), st.lists(st.tuples(st.floats(0, 1), st.integers(1, 40)), min_size=1), st.floats(0.1, 1000.0))
+def test_a_mean_stays_a_mean(first, visits, memory):
+    expected, rollouts = array(first), 5
+    for pass_rate, scored in visits:
+        before = expected
+        expected = remembered_mean(before, np.array([rollouts]), array(pass_rate), np.array([scored]), memory)
+        rollouts += scored
+        assert min(before[0], pass_rate) - 1e-12 <= expected[0] <= max(before[0], pass_rate) + 1e-12
+        assert 0 <= expected[0] <= 1
+        assert 0 < posterior_mean(expected, np.array([rollouts]), memory)[0] < 1
+
+
+@given(st.integers(1, 12), st.integers(1, 10), st.floats(0, 1))
+def test_the_past_fades_exponentially(scored, visits, start):
+    # With a full memory m, each visit of k completions leaves m / (m + k) of the distance to the new pass rate
+    expected = array(start)
+    for _ in range(visits):
+        expected = remembered_mean(expected, np.array([65535]), array(1.0), np.array([scored]), 16.0)
+    assert 1 - expected[0] == pytest.approx((1 - start) * (16 / (16 + scored)) ** visits, abs=1e-12)
+
+
+# ---- Dead groups ----
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "size", "probability"),
+    [
+        (1, 1, 2, 2 / 3),  # uniform: 1 / (n + 1) for each of 0 … n passes
+        (1, 1, 4, 2 / 5),
+        (2, 1, 2, 2 / 3),  # 2/3 · 3/4 + 1/3 · 2/4
+        (3, 1, 3, 11 / 20),  # 3/4 · 4/5 · 5/6 + 1/4 · 2/5 · 3/6
+        (1, 3, 3, 11 / 20),
+        (2, 2, 2, 3 / 5),  # 2 · (2/4 · 3/5)
+        (7, 3, 1, 1.0),  # one completion is always dead
+        (7, 3, 0, 1.0),
+    ],
+)
+def test_dead_probability(a, b, size, probability):
+    assert dead_probability(array(a), array(b), size)[0] == pytest.approx(probability, rel=1e-12)
+
+
+def log_beta(a: float, b: float) -> float:
+    return math.lgamma(a) + math.lgamma(b) - math.lgamma(a + b)
+
+
+@given(st.lists(st.tuples(st.floats(0.2, 100), st.floats(0.2, 100), st.integers(2, 70)), min_size=1, max_size=5))
+def test_dead_probability_is_beta_binomial(cases):
+    a, b, sizes = (np.array(values) for values in zip(*cases, strict=True))
+    found = dead_probability(a, b, sizes)  # sizes differ within the batch
+    for probability, (x, y, n) in zip(found, cases, strict=True):
+        passes, fails = (log_beta(x + n, y) - log_beta(x, y), log_beta(x, y + n) - log_beta(x, y))
+        assert probability == pytest.approx(math.exp(passes) + math.exp(fails), rel=1e-7)
+    np.testing.assert_allclose(found, dead_probability(b, a, sizes), rtol=1e-12)
+    assert (dead_probability(a, b, sizes + 1) < found).all()  # a larger group is dead less often
+    assert ((found > 0) & (found <= 1 + 1e-12)).all()
+
+
+def test_no_groups():
+    assert dead_probability(array(), array(), 4).shape == (0,)
+    assert dead_probability(array(), array(), np.array([], dtype=np.int64)).shape == (0,)
+
+
+# ---- Calibration ----
+
+
+def test_calibration_golden():
+    #   bin      predictions   dead   mean prediction   dead share
+    #   0.0–0.1  0.05          0      0.05              0
+    #   0.1–0.2  0.15, 0.15    1, 0   0.15              0.5
+    #   0.9–1.0  0.95, 1.0     1, 1   0.975             1
+    # Brier: (0.0025 + 0.7225 + 0.0225 + 0.0025 + 0) / 5 = 0.15
+    # Calibration error: (1 · 0.05 + 2 · 0.35 + 2 · 0.025) / 5 = 0.16
+    calibration = Calibration()
+    calibration.update(array(0.05, 0.15, 0.95), np.array([False, True, True]))
+    calibration.update(array(0.15, 1.0), np.array([False, True]))
+    assert len(calibration) == 5
+    assert calibration.brier == pytest.approx(0.15, rel=1e-12)
+    assert calibration.expected_error == pytest.approx(0.16, rel=1e-12)
+    rows = [list(row.values()) for row in calibration.table()]
+    assert list(calibration.table()[0]) == ["lower", "upper", "count", "predicted", "dead"]
+    assert rows == [
+        [0.0, 0.1, 1, pytest.approx(0.05), 0.0],
+        [0.1, 0.2, 2, pytest.approx(0.15), 0.5],
+        [0.9, 1.0, 2, pytest.approx(0.975), 1.0],
+    ]
+
+
+def test_calibration_without_groups():
+    calibration = Calibration()
+    calibration.update(array(), np.array([], dtype=bool))
+    assert len(calibration) == 0
+    assert calibration.table() == []
+    assert math.isnan(calibration.brier)
+    assert math.isnan(calibration.expected_error)
+
+
+PREDICTIONS = st.lists(st.tuples(st.floats(0, 1), st.booleans()), max_size=30)
+
+
+def batch(predictions: list[tuple[float, bool]]) -> tuple[np.ndarray, np.ndarray]:
+    return array(*(p for p, _ in predictions)), np.array([dead for _, dead in predictions], dtype=bool)
+
+
+@given(PREDICTIONS, PREDICTIONS)
+def test_calibration_is_continued_from_a_checkpoint(first, second):
+    whole, saved = Calibration(), Calibration()
+    saved.update(*batch(first))
+    tensors = saved.tensors()
+    resumed = Calibration()
+    resumed.load(tensors)
+    for calibration in (saved, resumed):
+        calibration.update(*batch(second))
+    whole.update(*batch(first + second))
+    for name, values in resumed.tensors().items():
+        np.testing.assert_array_equal(values, saved.tensors()[name])  # bit for bit
+        np.testing.assert_allclose(values, whole.tensors()[name], rtol=1e-12)
+    assert tensors["count"].sum() == len(first)  # neither side writes into what was saved
+    assert sum(row["count"] for row in whole.table()) == len(whole) == len(first) + len(second)
+    for row in whole.table():
+        assert row["lower"] - 1e-9 <= row["predicted"] <= row["upper"] + 1e-9
+
+
+def test_the_posterior_is_calibrated():
+    # Prompts of every pass rate, 4 completions seen, then a group of 8: the posterior says how often it is dead, while
+    # putting the observed share into p⁸ + (1 − p)⁸ calls 2 of 5 prompts dead for certain
+    rng = np.random.default_rng(0)
+    pass_rates = rng.random(20_000)
+    seen = rng.binomial(4, pass_rates) / 4
+    passed = rng.binomial(8, pass_rates)
+    dead = (passed == 0) | (passed == 8)
+    rollouts = np.full(len(seen), 4)
+    mean = posterior_mean(seen, rollouts, 16.0)
+    posterior, plug_in = Calibration(), Calibration()
+    posterior.update(dead_probability(*beta_parameters(mean, posterior_strength(rollouts, 16.0)), 8), dead)
+    plug_in.update(seen**8 + (1 - seen) ** 8, dead)
+    assert posterior.expected_error < 0.01  # standard error of a bin of 4000 groups: at most 0.008
+    assert plug_in.expected_error > 0.1
+    assert posterior.brier < plug_in.brier
+
+
+@pytest.mark.parametrize(
+    ("predicted", "dead", "message"),
+    [
+        (array(0.5), np.array([True, False]), r"one length, got shapes \(1,\) and \(2,\)"),
+        (array(0.5).reshape(1, 1), np.array([[True]]), "must be one-dimensional"),
+        (array(0.5, 1.25), np.array([True, False]), r"in \[0, 1\], got 1.25. Use `dead_probability`"),
+        (array(-0.5), np.array([True]), "got -0.5"),
+        (array(float("nan")), np.array([True]), "got nan"),
+    ],
+)
+def test_bad_predictions(predicted, dead, message):
+    calibration = Calibration()
+    with pytest.raises(ValueError, match=message):
+        calibration.update(predicted, dead)
+    assert len(calibration) == 0
