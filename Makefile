@@ -16,7 +16,7 @@ DEMO_MODEL := runs/demo/warm-start/model
 MODEL ?= $(DEMO_MODEL)
 NOT_HERE := not server and not browser and not gpu
 
-.PHONY: help demo test test-slow test-server test-sharded test-integration test-browser quality format \
+.PHONY: help demo bench test test-slow test-server test-sharded test-integration test-browser quality format \
 	vllm-env vllm-serve install clean
 
 help:  ## Show what can be made
@@ -24,6 +24,9 @@ help:  ## Show what can be made
 
 demo: $(VENV)/.installed  ## Train a small model with and on nothing but this machine's CPU, in minutes
 	@$(BIN)/lze-trl demo
+
+bench: $(VENV)/.installed  ## Compare all strategies with plain TRL, in hours; less: ARGS="--quick"; see benchmarks/README.md
+	@$(BIN)/lze-trl bench $(ARGS)
 
 test: $(VENV)/.installed  ## Run the fast tests
 	@$(PYTEST) -q -m "not slow and $(NOT_HERE)"

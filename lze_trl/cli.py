@@ -84,9 +84,54 @@ def build_parser() -> argparse.ArgumentParser:
     analyze.add_argument("run", metavar="RUN", help="output folder of the run")
     analyze.add_argument("--selection_ratio", type=float, default=0.4, help="share of the groups to train on")
     analyze.add_argument("--reward", help="reward that decides a pass; default: the first")
+    _add_replay(add("replay", _replay, "Tell what other selectors would have chosen from the rollouts of a run."))
     report = add("report", _report, "Write the report of a run.")
     report.add_argument("run", metavar="RUN", help="output folder of the run")
+    _add_bench(add("bench", _bench, "Compare strategies with plain TRL, side by side; goes on where it was stopped."))
     return parser
+
+
+def _add_replay(replay: argparse.ArgumentParser):
+    replay.add_argument("run", metavar="RUN", help="output folder of the run, finished or not")
+    replay.add_argument(
+        "--selector",
+        metavar="NAME",
+        nargs="+",
+        required=True,
+        help="names as in a recipe, or module:object of your own",
+    )
+    replay.add_argument("--selection_ratio", type=float, help="share of the groups to choose; default: the run's")
+    replay.add_argument("--gumbel_scale", type=float, help="scale of the noise of `energy`; default: the run's")
+    replay.add_argument("--seed", type=int, help="seed of the selection; default: the run's")
+    replay.add_argument("--json", metavar="PATH", help="file to write the numbers to")
+
+
+def _add_bench(bench: argparse.ArgumentParser):
+    bench.add_argument("--task", metavar="TASK", help="addition, calculator or all; default: all")
+    bench.add_argument("--strategies", metavar="NAME", nargs="+", help="default: all of them")
+    bench.add_argument("--seeds", metavar="SEED", nargs="+", type=int, help="default: 0 1 2")
+    bench.add_argument("--steps", type=int, help="optimizer steps of the baseline; default: the task's own")
+    bench.add_argument(
+        "--stretch",
+        type=float,
+        help="the others go on until they have cost as many FLOPs, for at most so many times as many steps; default: 1.5",
+    )
+    bench.add_argument("--quick", action="store_true", help="addition, four strategies and one seed, in minutes")
+    bench.add_argument("--tune", action="store_true", help="also tune the learning rate of each strategy")
+    bench.add_argument(
+        "--rates",
+        metavar="FACTOR",
+        nargs="+",
+        type=float,
+        help="grid of --tune; default: 0.5 1 2 times the task's rate",
+    )
+    bench.add_argument("--jobs", type=int, help="runs at the same time; default: 1, which seconds need")
+    bench.add_argument("--output", type=Path, metavar="DIR", help="default: runs/bench")
+    bench.add_argument("--model", metavar="DIR", help="warm start to use instead of the task's own")
+    bench.add_argument("--data", metavar="DIR", help="its data: a folder with train.jsonl and test.jsonl")
+    bench.add_argument(
+        "--report_only", action="store_true", help="write tables and plots of the runs that are finished"
+    )
 
 
 # ---- train ----
@@ -187,12 +232,43 @@ def _analyze(namespace: argparse.Namespace, flags: list[str]):
     sys.stdout.write(f"{analysis}\n")
 
 
+def _replay(namespace: argparse.Namespace, flags: list[str]):
+    with _extra("app"):
+        from .replay import ReplayError, replay, show_replay
+        from .telemetry import TelemetryError
+    with _told(ReplayError, TelemetryError, OSError):
+        result = replay(
+            namespace.run, namespace.selector, namespace.selection_ratio, namespace.gumbel_scale, namespace.seed
+        )
+        if namespace.json is not None:
+            result.write_json(namespace.json)
+    show_replay(result)
+
+
 def _report(namespace: argparse.Namespace, flags: list[str]):
     with _extra("app"):
         from .report import write_report
         from .telemetry import TelemetryError
     with _told(TelemetryError, OSError):
         sys.stdout.write(f"{write_report(namespace.run)}\n")
+
+
+def _bench(namespace: argparse.Namespace, flags: list[str]):
+    # As for the demo: everything is on this machine, and each run says itself how many threads it wants
+    os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    from .bench.jobs import make_options
+    from .bench.settings import BenchError
+
+    with _extra("app"):
+        from .bench.suite import bench, report
+    names = ("task", "strategies", "seeds", "steps", "stretch", "rates", "jobs", "output", "model", "data")
+    with _told(BenchError):
+        options = make_options(namespace.quick, **{name: vars(namespace)[name] for name in names}, tune=namespace.tune)
+        if namespace.report_only:
+            report(options.output)
+        else:
+            bench(options)
 
 
 @contextmanager

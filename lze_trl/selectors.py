@@ -80,7 +80,8 @@ class EnergySelector:
             return np.empty(0, dtype=np.int64)
         energies = groups.energies[live]
         scale = self.gumbel_scale * max(energies.max() - energies.min(), 0.01)
-        return top_k(groups.energies + scale * noise, live, k)
+        scores = np.round(groups.energies, 9)  # ties but for the last bit, which the order of the completions decides
+        return top_k(scores + scale * noise, live, k)
 
 
 @dataclass(frozen=True)

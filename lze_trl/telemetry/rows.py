@@ -72,15 +72,18 @@ def _group_rewards(record: GenerationRecord) -> list[list[float | None]]:
 
 def groups_table(record: GenerationRecord) -> pa.Table:
     """Rows of `groups`, P of them."""
-    groups = record.groups
+    groups, rollouts = record.groups, record.rollouts
+    scored = np.bincount(rollouts.group[~np.isnan(rollouts.outcomes)], minlength=len(groups))
     constant = {name: np.full(len(groups), getattr(record, name)) for name in ("generation", "step", "pass_index")}
     return _table(
         "groups",
         {
             **constant,
+            "position": np.arange(len(groups)),  # files are sorted by prompt, and selectors see the groups in order
             "prompt_id": groups.prompt_ids,
             "visits": groups.visits,
             "size": groups.sizes,
+            "scored": scored,
             "pass_rate": groups.pass_rates,
             "difficulty": groups.difficulty,
             "uncertainty": groups.uncertainty,

@@ -71,7 +71,7 @@ def rows_of_table(table: str, parts: list[Part], attempts: list[int]) -> str:
     if not queries:
         columns = ", ".join(f'NULL::{_SQL_TYPES[field.type]} AS "{field.name}"' for field in SCHEMAS[table])
         return f"SELECT {columns} WHERE false"
-    return " UNION ALL ".join(queries)
+    return " UNION ALL BY NAME ".join(queries)  # an attempt by an earlier version has fewer columns
 
 
 def read_parquet(parts: list[Part]) -> str:

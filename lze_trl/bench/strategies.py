@@ -1,0 +1,86 @@
+"""The strategies that are compared: names, and what each sets in the configuration."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .settings import BenchError, unknown_name
+
+
+BASELINE = "grpo"
+"""Name of the strategy that all others are compared with."""
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """
+    A strategy.
+
+    Attributes:
+        title (`str`): What tables and plots call it.
+        overrides (`dict`): Fields of [`LZEGRPOConfig`]; plain TRL, which the baseline is, has none.
+    """
+
+    title: str
+    overrides: dict[str, Any] = field(default_factory=dict)
+
+
+def _selecting(selector: str, **overrides: Any) -> dict[str, Any]:
+    """A strategy that only selects: every prompt gets its rollouts."""
+    return {"selector": selector, "pruning": "none", **overrides}
+
+
+STRATEGIES: dict[str, Strategy] = {
+    BASELINE: Strategy("GRPO (TRL)"),
+    "all": Strategy("all groups", _selecting("all", selection_ratio=1.0)),
+    "random": Strategy("random 40 %", _selecting("random", selection_ratio=0.4)),
+    "zero_variance": Strategy("zero-variance filter", _selecting("zero_variance")),
+    "variance": Strategy("variance, 40 %", _selecting("variance", selection_ratio=0.4)),
+    "lze": Strategy("LZE, 40 %", _selecting("energy", selection_ratio=0.4)),
+    # Weighs each row as full data does: a gain of `lze` that is gone here was a larger step, not a better choice
+    "lze_all_rows": Strategy(
+        "LZE, 40 %, loss over all rows", _selecting("energy", selection_ratio=0.4, loss_normalizer="all")
+    ),
+    "lze_pruned": Strategy("LZE + pruning", {"selector": "energy", "selection_ratio": 0.4, "pruning": "refill"}),
+    # As published: 8 completions a round, at most 4 rounds, 4 kept of each prompt, all prompts trained on
+    "reinforce_ada": Strategy(
+        "Reinforce-Ada, balanced",
+        _selecting(
+            "all",
+            selection_ratio=1.0,
+            controller="reinforce_ada_balanced",
+            round_size=8,
+            max_rounds=4,
+            kept_completions=4,
+        ),
+    ),
+    # As published: further prompts until the batch is full of live groups
+    "dapo": Strategy(
+        "DAPO refill", _selecting("zero_variance", selection_ratio=1.0, controller="dynamic", max_rounds=4)
+    ),
+    # Prompts without a signal sit out, solved and hopeless ones, and nothing takes their slots: each step costs less
+    "recommended": Strategy(
+        "recommended",
+        {"selector": "energy", "selection_ratio": 0.4, "pruning": "skip", "pruning_policy": "greso"},
+    ),
+}
+QUICK = (BASELINE, "lze", "lze_pruned", "recommended")
+"""The strategies of `--quick`."""
+
+
+def chosen_strategies(names: Sequence[str]) -> list[str]:
+    """
+    Check names of strategies.
+
+    Returns:
+        `list[str]`: Each of them once, in the order of `STRATEGIES`, and the baseline, which every table needs.
+
+    Raises:
+        BenchError: One of them does not exist.
+    """
+    if not names:
+        raise BenchError(f"No strategy is given. Known are {', '.join(STRATEGIES)}.")
+    for name in names:
+        if name not in STRATEGIES:
+            raise unknown_name("strategy", name, STRATEGIES)
+    return [name for name in STRATEGIES if name in names or name == BASELINE]

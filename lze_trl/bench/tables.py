@@ -1,0 +1,216 @@
+"""The benchmark's results as Markdown."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .comparison import (
+    COSTS,
+    PHASES,
+    WINDOW,
+    Curve,
+    Pairs,
+    Spread,
+    cost_to_target,
+    matched,
+    pairs,
+    read_curve,
+)
+from .sections import Section
+from .strategies import BASELINE, STRATEGIES
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table: the first column to the left, all others to the right."""
+    rule = [":--", *["--:"] * (len(header) - 1)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, rule, *rows))
+
+
+def ratio(spread: Spread | None) -> str:
+    """Median and range over the seeds; says in how many of them a target was not reached."""
+    if spread is None:
+        return "–"
+    seeds = len(spread.values)
+    if spread.reached == 0:
+        return "not reached"
+    missing = "" if spread.reached == seeds else f"; {seeds - spread.reached} of {seeds} not reached"
+    if math.isinf(spread.median):
+        return f"not reached ({seeds - spread.reached} of {seeds}; else {spread.low:.2f})"
+    if seeds == 1:
+        return f"{spread.median:.2f}"
+    high = max(value for value in spread.values if math.isfinite(value))
+    return f"{spread.median:.2f} ({spread.low:.2f}–{high:.2f}{missing})"
+
+
+def accuracy(spread: Spread) -> str:
+    """Mean and standard deviation over the seeds."""
+    deviation = spread.deviation
+    return f"{spread.mean:.3f}" if deviation is None else f"{spread.mean:.3f} ± {deviation:.3f}"
+
+
+def gain(spread: Spread) -> str:
+    """Median and range over the seeds of a difference in accuracy, in percentage points."""
+    median = f"{100 * spread.median:+.1f}"
+    return median if len(spread.values) == 1 else f"{median} ({100 * spread.low:+.1f} to {100 * spread.high:+.1f})"
+
+
+def shares(runs: Pairs, cost: str) -> str:
+    """Mean shares of rollout, log-probs and update, in percent."""
+    means = (sum(run.shares[cost][phase] for run, _ in runs) / len(runs) for phase in PHASES)
+    return " / ".join(f"{100 * mean:.0f}" for mean in means)
+
+
+def _rows(curves: Sequence[Curve], cells: Callable[[Pairs], Sequence[str]]) -> list[list[str]]:
+    """One row for each strategy that has runs."""
+    found = {strategy: pairs(curves, strategy, BASELINE) for strategy in STRATEGIES}
+    return [[STRATEGIES[strategy].title, *cells(runs)] for strategy, runs in found.items() if runs]
+
+
+def target_table(curves: Sequence[Curve]) -> str:
+    """Final accuracy, and what each strategy costs to reach the baseline's."""
+
+    def cells(runs: Pairs) -> list[str]:
+        costs = [ratio(cost_to_target(runs, cost)) for cost in COSTS]
+        return [
+            str(len(runs)),
+            accuracy(Spread(tuple(run.final for run, _ in runs))),
+            *costs,
+            ratio(cost_to_target(runs, "flops", whole=True)),
+            shares(runs, "flops"),
+            shares(runs, "seconds"),
+        ]
+
+    header = ["strategy", "seeds", "final accuracy", *(f"{_NAMES[cost]} ×" for cost in COSTS)]
+    header += ["FLOPs × of the whole baseline", "FLOPs: rollout / log-probs / update, %", "seconds: the same, %"]
+    return table(header, _rows(curves, cells))
+
+
+_NAMES = {"flops": "FLOPs", "tokens": "tokens", "seconds": "seconds"}
+
+
+def matched_table(curves: Sequence[Curve], control: str) -> str:
+    """Accuracy at an equal number of optimizer steps or of update tokens."""
+
+    def cells(runs: Pairs) -> list[str]:
+        result = matched(runs, control)
+        return [f"{result.amount.median:,.0f}", accuracy(result.accuracy), gain(result.gain), ratio(result.flops)]
+
+    amount = {"steps": "steps", "update_tokens": "update tokens"}[control]
+    header = ["strategy", amount, "accuracy", "against the baseline, points", "FLOPs ×"]
+    return table(header, _rows(curves, cells))
+
+
+def short_table(curves: Sequence[Curve]) -> str:
+    """Final accuracy, and the cost to reach the baseline's, in few columns."""
+
+    def cells(runs: Pairs) -> list[str]:
+        final = accuracy(Spread(tuple(run.final for run, _ in runs)))
+        return [final, *(ratio(cost_to_target(runs, cost)) for cost in COSTS)]
+
+    header = ["strategy", "final accuracy", *(f"{_NAMES[cost]} ×" for cost in COSTS)]
+    return table(header, _rows(curves, cells))
+
+
+def tuned_table(section: Section) -> str:
+    """The first table again, each strategy at the learning rate that suits it best."""
+    rates = section.rates
+    tried = {
+        strategy: sorted(
+            {
+                result["settings"]["learning_rate"]
+                for result in section.tuning
+                if result["settings"]["strategy"] == strategy
+            }
+        )
+        for strategy in rates
+    }
+
+    def rate(strategy: str) -> str:
+        edge = rates[strategy] in (tried[strategy][0], tried[strategy][-1]) and len(tried[strategy]) > 1
+        return f"{rates[strategy]:.1e}{' (edge of the grid)' if edge else ''}"
+
+    def cells(runs: Pairs) -> list[str]:
+        final = accuracy(Spread(tuple(run.final for run, _ in runs)))
+        return [rate(runs[0][0].strategy), final, *(ratio(cost_to_target(runs, cost)) for cost in COSTS)]
+
+    header = ["strategy", "learning rate", "final accuracy", *(f"{_NAMES[cost]} ×" for cost in COSTS)]
+    return table(header, _rows([read_curve(result, "held_out") for result in section.tuned], cells))
+
+
+def section_text(section: Section, pictures: Sequence[str]) -> str:
+    """All tables of a section."""
+    curves = section.curves()
+    parts = [f"## {section.title}", _conditions(section), *(f"![{section.title}]({name})" for name in pictures)]
+    parts += [
+        "### Cost to reach the baseline's final accuracy",
+        "Relative to what the baseline itself has used when it first reaches its final accuracy (in the column that says so, "
+        "to all that it has used). Median over the seeds, with the range. *Tokens* are those of rollouts, log-prob passes "
+        "and update together. Shares are those of whole runs. "
+        "A dash stands where the baseline was at its final accuracy from the start.",
+        target_table(curves),
+        "### Equal number of optimizer steps",
+        "At the number of steps that both runs have made; FLOPs are those up to there.",
+        matched_table(curves, "steps"),
+        "### Equal number of update tokens",
+        "At the lesser of the update tokens that both runs have used in all: for a strategy that trains on few rows, early in "
+        "the baseline's run.",
+        matched_table(curves, "update_tokens"),
+        "### The same on prompts that are trained on",
+        short_table(section.curves("train")),
+    ]
+    if section.tuned:
+        seeds = sorted({result["settings"]["seed"] for result in section.tuning})
+        parts += [
+            "### Learning rate tuned for each strategy",
+            f"The rate with the best accuracy on held-out prompts kept for this alone, on the seeds {seeds}; then run on the "
+            "seeds of the tables above. The target is that of the baseline at its own best rate.",
+            tuned_table(section),
+        ]
+    return "\n\n".join(parts)
+
+
+def _conditions(section: Section) -> str:
+    """How the runs of a section were made."""
+    results = section.main
+    settings, prompts = results[0]["settings"], results[0]["prompts"]
+    training = settings["training"]
+    groups = training["generation_batch_size"] // training["num_generations"]
+    stretch = max(result["settings"]["stretch"] for result in results)
+    dates = sorted({result["date"] for result in results})
+    versions = sorted({", ".join(f"{name} {number}" for name, number in r["versions"].items()) for r in results})
+    return "\n\n".join(
+        [
+            f"{groups} prompts × {training['num_generations']} completions a step, learning rate "
+            f"{settings['learning_rate']:.1e}; the baseline makes {settings['steps']} steps, and the others go on until they "
+            f"have cost as many FLOPs, for at most {stretch:g} times as many steps. The model has "
+            f"{results[0]['parameters'] / 1e6:.1f} M parameters; {prompts['trained on']:,} prompts are trained on.",
+            f"Accuracy is that expected of completions sampled at temperature 1, computed exactly, on {prompts['held_out']:,} "
+            f"held-out prompts and on {prompts['train']:,} of those trained on, every {settings['eval_every']} steps, and "
+            f"smoothed over {WINDOW} evaluations. The time of evaluations is not counted. {_check(results)}",
+            f"Measured on {'; '.join(sorted({_machine(result['machine']) for result in results}))}. "
+            f"{' to '.join(dict.fromkeys([dates[0], dates[-1]]))}. {'; or '.join(versions)}. {_sources(results)}",
+        ]
+    )
+
+
+def _machine(values: dict[str, Any]) -> str:
+    return f"{values['cpu']}, {values['cores']} cores, {values['threads']} thread(s) a run"
+
+
+def _sources(results: Sequence[dict[str, Any]]) -> str:
+    """Whether the runs were made by the same code of this package."""
+    sources = sorted({result["source"] for result in results})
+    if len(sources) == 1:
+        return f"Source {sources[0]}."
+    return f"**The runs were made by {len(sources)} versions of this package: {', '.join(sources)}.**"
+
+
+def _check(results: Sequence[dict[str, Any]]) -> str:
+    """How far sampling is from the accuracy that it is expected to have."""
+    checks = [check for result in results for check in result["checks"]]
+    difference = sum(check["mean"] - check["expected"] for check in checks) / len(checks)
+    error = math.sqrt(sum(check["standard_error"] ** 2 for check in checks)) / len(checks)
+    return (
+        f"Checked by sampling: over {len(checks)} evaluations, sampled accuracy differs from it by {100 * difference:+.2f} ± "
+        f"{100 * error:.2f} points on average."
+    )

@@ -1,0 +1,120 @@
+"""The calculator task: expressions of GSM8K, split by what is seen when."""
+
+import json
+import os
+import random
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lze_trl.bench import calculator
+from lze_trl.bench.calculator import (
+    CalculatorWarmStart,
+    build_tokenizer,
+    examples,
+    expressions,
+    random_expression,
+    split,
+)
+
+
+SHARED = Path(os.environ.get("LZE_SHARED", Path(__file__).resolve().parents[2] / "shared"))
+GSM8K = SHARED / "data" / "gsm8k"
+
+
+def test_expressions_of_worked_solutions():
+    solutions = [
+        "She sold 48/2 = <<48/2=24>>24 clips.\nAltogether <<48+24=72>>72 clips, $<<(1/4)*80=20.00>>20.\n#### 72",
+        "Again <<48/2=24.0>>24, <<-5+.5=-4.5>>4.5 and <<3=3>>3.",
+        # An unknown, units, words, a percentage, a chain, nothing, an answer and an expression that are too long
+        "<<x+1=5>> <<5cm*2=10>> <<5*2=ten>> <<50%*2=1>> <<1+1=2=2>> <<=4>> <<9999*9999=99980001>> "
+        "<<1+1+1+1+1+1+1+1+1+1+1+1+1=13>> <<1.2.3=4>> <<5*2=1.2.3>> 7*7=49",
+    ]
+    assert expressions(solutions) == {
+        "48/2=": "24",
+        "48+24=": "72",
+        "(1/4)*80=": "20.00",
+        "-5+.5=": "-4.5",
+        "3=": "3",
+        "1.2.3=": "4",
+    }
+
+
+def test_split_is_by_expression():
+    train = {f"{i}+1=": str(i + 1) for i in range(11)}
+    test = {"3+1=": "4.00", "50+1=": "51"}
+    supervised, rest, held_out = split(train, test, seed=0)
+    assert (len(supervised), len(rest)) == (5, 6)
+    assert supervised | rest == train
+    assert held_out == {"50+1=": "51"}
+    assert split(train, test, seed=0) == (supervised, rest, held_out)
+    assert split(train, test, seed=1)[0] != supervised
+
+
+def test_random_expressions_are_right():
+    generator = random.Random(0)
+    found = [random_expression(generator) for _ in range(300)]
+    for prompt, answer in found:
+        assert len(prompt) <= 25 and len(answer) <= 7
+        assert set(prompt) <= set(calculator.CHARACTERS + "=")
+        assert float(answer) == pytest.approx(eval(prompt.rstrip("=")))  # numbers and operators only
+    operators = {character for prompt, _ in found for character in prompt} & set("+-*/")
+    assert operators == set("+-*/")
+    assert any("." in answer for _, answer in found) and any(answer.startswith("-") for _, answer in found)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "operators", "expected"),
+    [(["2", "3", "4"], "+*", 14), (["2", "3", "4"], "*-", 2), (["8", "2", "4"], "/-", 0), (["9", "4", "2"], "--", 3)],
+)
+def test_products_come_first(numbers, operators, expected):
+    assert calculator._value([calculator.Fraction(n) for n in numbers], list(operators)) == expected
+
+
+def test_answers_have_two_decimals_at_most():
+    texts = {"24": "24", "1/4": "0.25", "-9/2": "-4.5", "1/8": None, "1/3": None, "12345678": None, "100": "100"}
+    assert {value: calculator._decimal(calculator.Fraction(value)) for value in texts} == texts
+
+
+def test_examples_are_as_many_as_the_steps_need():
+    settings = CalculatorWarmStart(steps=50, batch_size=8, real_share=0.25)
+    rows = examples({"1+1=": "2"}, settings)
+    assert len(rows) == 400
+    assert sum(row == {"prompt": "1+1=", "completion": "2"} for row in rows) == pytest.approx(100, abs=30)
+    assert examples({"1+1=": "2"}, settings) == rows
+
+
+def test_tokenizer_has_one_token_a_character():
+    tokenizer = build_tokenizer()
+    ids = tokenizer("(1.5+2)*3/4-6=").input_ids
+    assert len(ids) == 14 and tokenizer.unk_token_id not in ids
+    assert tokenizer.decode(ids) == "(1.5+2)*3/4-6="
+
+
+def test_whole_way_in_small(tmp_path):
+    for name, start in (("train", 0), ("test", 9)):
+        lines = [
+            {"question": f"How many? {i}", "answer": f"It is <<{i}*2={2 * i}>>{2 * i}.\n#### {2 * i}"}
+            for i in range(start, start + 12)
+        ]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    small = CalculatorWarmStart(steps=2, batch_size=4, hidden_size=16, intermediate_size=32, num_layers=1, num_heads=2)
+    output = tmp_path / "calculator"
+    accuracy = calculator.make(str(tmp_path), output, small)
+    assert all(0.0 < value < 0.1 for value in accuracy.values())
+    assert AutoModelForCausalLM.from_pretrained(output / "model").config.hidden_size == 16
+    assert len(AutoTokenizer.from_pretrained(output / "model")("1+1=").input_ids) == 4
+    rows = {name: calculator.read_rows(output / f"{name}.jsonl") for name in ("train", "test")}
+    assert len(rows["train"]) == 6
+    assert {row["prompt"] for row in rows["test"]} == {f"{i}*2=" for i in range(12, 21)}
+    assert json.loads((output / "settings.json").read_text())["accuracy"] == accuracy
+    assert not list(tmp_path.glob("*.unfinished*"))
+
+
+@pytest.mark.skipif(not GSM8K.is_dir(), reason="the GSM8K files are not there")
+def test_real_gsm8k_has_thousands_of_expressions():
+    parts = {name: calculator._read(str(GSM8K), name) for name in ("train", "test")}
+    supervised, rest, held_out = split(parts["train"], parts["test"], seed=0)
+    assert (len(supervised), len(rest), len(held_out)) == (5377, 5378, 1373)
+    assert not set(held_out) & (set(supervised) | set(rest))

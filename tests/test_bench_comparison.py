@@ -1,0 +1,164 @@
+"""The statistics of the benchmark, on curves that are worked out by hand."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bench_samples import result
+from lze_trl.bench.comparison import (
+    Spread,
+    best_rates,
+    cost_to_target,
+    first_crossing,
+    matched,
+    pairs,
+    read_curve,
+    smooth,
+)
+
+
+COSTS = np.array([0.0, 10.0, 20.0, 40.0])
+
+
+def test_smoothing_is_the_mean_of_the_last_three():
+    np.testing.assert_allclose(smooth([0.1, 0.3, 0.5, 0.4, 0.9]), [0.1, 0.2, 0.3, 0.4, 0.6])
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "target", "expected"),
+    [
+        ([0.1, 0.2, 0.4, 0.5], 0.3, 15.0),  # half-way between two evaluations
+        ([0.1, 0.2, 0.4, 0.5], 0.475, 35.0),  # three quarters of the way from 20 to 40
+        ([0.1, 0.2, 0.4, 0.3], 0.4, 20.0),  # equal to it at an evaluation
+        ([0.1, 0.3, 0.3, 0.3], 0.3, 10.0),  # a tie of several evaluations: the first
+        ([0.1, 0.4, 0.2, 0.5], 0.3, 20.0 / 3.0),  # lost again later
+        ([0.3, 0.2, 0.2, 0.4], 0.3, 0.0),  # from the start
+        ([0.1, 0.2, 0.25, 0.29], 0.3, None),  # never
+    ],
+)
+def test_first_crossing(accuracy, target, expected):
+    crossing = first_crossing(COSTS, np.array(accuracy), target)
+    assert crossing == (None if expected is None else pytest.approx(expected))
+
+
+@given(
+    st.lists(st.tuples(st.floats(0.1, 9.0), st.floats(0.0, 1.0)), min_size=1, max_size=8),
+    st.floats(0.0, 1.0),
+    st.floats(0.0, 1.0),
+)
+def test_a_higher_target_never_costs_less(points, one, other):
+    steps, accuracy = np.array(points).T
+    costs = np.cumsum(steps)
+    low, high = (first_crossing(costs, accuracy, target) for target in sorted((one, other)))
+    assert (high is None) == (accuracy.max() < max(one, other))
+    if high is not None:
+        assert costs[0] <= low <= high <= costs[-1]
+
+
+@pytest.mark.parametrize(
+    ("values", "median", "reached"),
+    [
+        ((3.0,), 3.0, 1),
+        ((5.0, 1.0, 3.0), 3.0, 3),
+        ((1.0, 4.0), 2.5, 2),
+        ((1.0, math.inf, 2.0), 2.0, 2),
+        ((1.0, math.inf), math.inf, 1),
+        ((math.inf, 1.0, math.inf), math.inf, 1),
+        ((math.inf,), math.inf, 0),
+    ],
+)
+def test_spread_counts_what_was_not_reached_as_infinite(values, median, reached):
+    spread = Spread(values)
+    assert (spread.median, spread.reached) == (median, reached)
+
+
+def curves(*results):
+    return [read_curve(result, "held_out") for result in results]
+
+
+def test_curve_of_a_result():
+    (curve,) = curves(result([0.1, 0.3, 0.5, 0.4], flops=80.0))
+    np.testing.assert_allclose(curve.accuracy, [0.1, 0.2, 0.3, 0.4])
+    np.testing.assert_allclose(curve.costs["steps"], [0, 10, 20, 30])
+    np.testing.assert_allclose(curve.costs["flops"], [0, 80, 160, 240])
+    np.testing.assert_allclose(curve.costs["tokens"], [0, 1000, 2000, 3000])
+    np.testing.assert_allclose(curve.costs["seconds"], [0, 5, 10, 15])
+    assert curve.shares == {
+        "flops": {"rollout": 0.25, "logprob": 0.0, "update": 0.75},
+        "seconds": {"rollout": 0.2, "logprob": 0.0, "update": 0.6},
+    }
+    train = read_curve(result([0.1, 0.3]), "train")
+    np.testing.assert_allclose(train.accuracy, [0.2, 0.3])
+
+
+def test_cost_to_the_final_accuracy_of_the_baseline():
+    # Smoothed, the baseline is at 0.1, 0.2, 0.3, 0.4, 0.4: its final 0.4 is first reached at 300 of 400 FLOPs. The other run
+    # costs half as much a step and is at 0.1, 0.3, 0.5: at 0.4 half-way between 50 and 100
+    base = result([0.1, 0.3, 0.5, 0.4, 0.3])
+    run = result([0.1, 0.5, 0.9], "lze", flops=50.0)
+    found = pairs(curves(run, base), "lze", "grpo")
+    assert cost_to_target(found, "flops").values == (pytest.approx(75 / 300),)
+    assert cost_to_target(found, "flops", whole=True).values == (pytest.approx(75 / 400),)
+    assert cost_to_target(found, "tokens").values == (pytest.approx(1500 / 3000),)
+    assert cost_to_target(found, "seconds").values == (pytest.approx(7.5 / 15),)
+
+
+def test_the_baseline_costs_one_of_itself():
+    rising, wavering = result([0.1, 0.2, 0.3, 0.4]), result([0.1, 0.6, 0.1, 0.5, 0.3, 0.2], seed=1)
+    found = pairs(curves(rising, wavering), "grpo", "grpo")
+    assert cost_to_target(found, "flops").values == (1.0, 1.0)
+    assert cost_to_target(found, "flops", whole=True).values[0] == 1.0
+
+
+def test_each_seed_has_its_own_baseline_and_target():
+    # Smoothed: baselines end at 0.2 and 0.4, both after 200; the other is at 0.3 after 200 with both seeds
+    results = [result([0.1, 0.2, 0.3], seed=0), result([0.2, 0.4, 0.6], seed=1)]
+    results += [result([0.1, 0.3, 0.5], "lze", seed) for seed in (1, 0, 7)]
+    found = pairs(curves(*results), "lze", "grpo")
+    assert [(run.seed, base.seed) for run, base in found] == [(0, 0), (1, 1)]  # seed 7 has no baseline
+    spread = cost_to_target(found, "flops")
+    assert spread.values == (pytest.approx(0.5), math.inf)
+    assert (spread.median, spread.reached) == (math.inf, 1)
+
+
+def test_nothing_is_compared_with_a_baseline_that_has_not_improved():
+    found = pairs(curves(result([0.3, 0.2, 0.2]), result([0.3, 0.5], "lze")), "lze", "grpo")
+    assert cost_to_target(found, "flops") is None
+
+
+def test_equal_steps_and_equal_update_tokens():
+    base = result([0.1, 0.2, 0.3, 0.4])  # smoothed 0.1, 0.15, 0.2, 0.3, with 600 update tokens an evaluation
+    run = result([0.1, 0.4, 0.7], "lze", flops=50.0)  # smoothed 0.1, 0.25, 0.4
+    for point in run["curve"]:
+        point["update_tokens"] //= 4  # 150 and 300
+    found = pairs(curves(base, run), "lze", "grpo")
+    steps = matched(found, "steps")
+    assert steps.amount.values == (20.0,)
+    assert steps.accuracy.values == (pytest.approx(0.4),)
+    assert steps.gain.values == (pytest.approx(0.2),)
+    assert steps.flops.values == (pytest.approx(100 / 200),)
+    tokens = matched(found, "update_tokens")  # at 300, the baseline is half-way to its first evaluation, at 50 FLOPs
+    assert tokens.amount.values == (300.0,)
+    assert tokens.gain.values == (pytest.approx(0.4 - 0.125),)
+    assert tokens.flops.values == (pytest.approx(100 / 50),)
+
+
+def test_best_rate_is_that_of_the_highest_mean_and_the_lower_of_equals():
+    def tried(strategy, rate, *finals):
+        return [
+            result([0.1, final, final, final, final], strategy, seed, learning_rate=rate)
+            for seed, final in enumerate(finals)
+        ]
+
+    results = [
+        *tried("grpo", 1e-4, 0.5, 0.2),
+        *tried("grpo", 2e-4, 0.4, 0.4),
+        *tried("lze", 4e-4, 0.3),
+        *tried("lze", 2e-4, 0.3),
+        *tried("lze", 1e-4, 0.2),
+    ]
+    assert best_rates(results) == {"grpo": 2e-4, "lze": 2e-4}
+    assert best_rates([]) == {}

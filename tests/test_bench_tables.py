@@ -1,0 +1,128 @@
+"""Tables and pictures say what the results say."""
+
+import math
+
+import pytest
+from PIL import Image
+
+from bench_samples import result, settings
+from lze_trl.bench.comparison import Spread
+from lze_trl.bench.plots import write_picture
+from lze_trl.bench.sections import sort_results
+from lze_trl.bench.tables import accuracy, gain, ratio, section_text, short_table, table, target_table
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ((0.4,), "0.40"),
+        ((0.5, 0.3, 0.4), "0.40 (0.30–0.50)"),
+        ((0.5, math.inf, 0.4), "0.50 (0.40–0.50; 1 of 3 not reached)"),
+        ((math.inf, 0.4, math.inf), "not reached (2 of 3; else 0.40)"),
+        ((math.inf, math.inf), "not reached"),
+    ],
+)
+def test_ratios(values, text):
+    assert ratio(Spread(values)) == text
+
+
+def test_ratio_of_nothing():
+    assert ratio(None) == "–"
+
+
+def test_accuracies_and_gains():
+    assert accuracy(Spread((0.5,))) == "0.500"
+    assert accuracy(Spread((0.4, 0.6))) == "0.500 ± 0.141"
+    assert gain(Spread((0.013,))) == "+1.3"
+    assert gain(Spread((0.013, -0.02, 0.005))) == "+0.5 (-2.0 to +1.3)"
+
+
+def test_table_is_markdown():
+    assert table(["a", "b"], [["x", "1"]]) == "| a | b |\n| :-- | --: |\n| x | 1 |"
+
+
+def compared():
+    """Smoothed, the baselines end at 0.3 after 3 evaluations; LZE is there after 2, at half the FLOPs each."""
+    return [
+        *(result([0.1, 0.2, 0.3, 0.4], seed=seed) for seed in (0, 1)),
+        *(result([0.1, 0.3, 0.5, 0.5], "lze", seed, flops=50.0) for seed in (0, 1)),
+    ]
+
+
+def test_target_table():
+    (section,), _ = sort_results(compared())
+    lines = target_table(section.curves()).splitlines()
+    assert len(lines) == 4
+    assert lines[2] == (
+        "| GRPO (TRL) | 2 | 0.300 ± 0.000 | 1.00 (1.00–1.00) | 1.00 (1.00–1.00) | 1.00 (1.00–1.00) "
+        "| 1.00 (1.00–1.00) | 25 / 0 / 75 | 20 / 0 / 60 |"
+    )
+    assert lines[3] == (
+        "| LZE, 40 % | 2 | 0.433 ± 0.000 | 0.33 (0.33–0.33) | 0.67 (0.67–0.67) | 0.67 (0.67–0.67) "
+        "| 0.33 (0.33–0.33) | 25 / 0 / 75 | 20 / 0 / 60 |"
+    )
+    assert short_table(section.curves()).splitlines()[3].startswith("| LZE, 40 % | 0.433 ± 0.000 | 0.33 (0.33–0.33) |")
+
+
+def test_section_text_tells_how_it_was_measured():
+    (section,), _ = sort_results(compared())
+    text = section_text(section, ["a.png"])
+    assert "![Two-digit addition](a.png)" in text
+    assert "32 prompts × 8 completions a step, learning rate 2.0e-04; the baseline makes 40 steps" in text
+    assert "Abacus 5, 3 cores, 1 thread(s) a run. 2026-01-02. python 3.11.9, trl 1.16.0. Source 5a5a." in text
+    assert "over 4 evaluations, sampled accuracy differs from it by +1.00 ± 1.00 points" in text
+    assert text.count("\n| GRPO (TRL) |") == 4
+    assert "tuned" not in text
+    section.main[1]["source"] = "b6b6"
+    assert "**The runs were made by 2 versions of this package: 5a5a, b6b6.**" in section_text(section, [])
+
+
+def test_tuned_strategies_are_compared_at_their_own_rates():
+    tuning = [
+        result([0.1, final, final, final], strategy, 100, learning_rate=rate, held_out="validation")
+        for strategy, rate, final in (
+            ("grpo", 1e-4, 0.2),
+            ("grpo", 2e-4, 0.3),
+            ("grpo", 4e-4, 0.2),
+            ("lze", 2e-4, 0.2),
+            ("lze", 4e-4, 0.3),
+        )
+    ]
+    tuned = [result([0.1, 0.4, 0.7], "lze", seed, flops=50.0, learning_rate=4e-4) for seed in (0, 1)]
+    (section,), _ = sort_results([*compared(), *tuning, *tuned])
+    assert section.rates == {"grpo": 2e-4, "lze": 4e-4}
+    lines = section_text(section, []).split("### Learning rate tuned for each strategy")[1].splitlines()
+    rows = [line for line in lines if line.startswith("| ")]
+    assert rows[-2].startswith("| GRPO (TRL) | 2.0e-04 | 0.300 ± 0.000 | 1.00")
+    # Smoothed 0.1, 0.25, 0.4: at 0.3 after 1 1/3 evaluations of 50 FLOPs, against 300
+    assert rows[-1].startswith("| LZE, 40 % | 4.0e-04 (edge of the grid) | 0.400 ± 0.000 | 0.22 (0.22–0.22) |")
+
+
+def test_results_are_sorted_by_what_must_be_equal():
+    other = [result([0.1, 0.2], steps=20), result([0.1, 0.2], "lze", steps=20)]
+    earlier = result([0.1, 0.2], "lze", overrides={"selector": "energy"})
+    alone = result([0.1, 0.2], "lze", eval_every=5)
+    (first, second), left_out = sort_results([*other, *compared(), earlier, alone])
+    assert [len(first.main), len(second.main)] == [4, 2]
+    assert first.protocol == settings().protocol
+    assert [r["key"] for r in left_out] == [earlier["key"], alone["key"]]
+
+
+def test_the_longest_of_equal_runs_counts():
+    short, long = result([0.1, 0.2], "lze"), result([0.1, 0.2, 0.3], "lze", stretch=1.5)
+    for order in ([short, long], [long, short]):
+        (section,), left_out = sort_results([result([0.1, 0.2, 0.3]), *order])
+        assert [len(curve.accuracy) for curve in section.curves() if curve.strategy == "lze"] == [3]
+        assert left_out == []
+
+
+def test_picture_has_every_strategy(tmp_path):
+    (section,), _ = sort_results(compared())
+    write_picture(tmp_path / "both.png", "Title", section.curves())
+    write_picture(tmp_path / "one.png", "Title", [c for c in section.curves() if c.strategy == "grpo"])
+    orange = (230, 159, 0)  # of LZE
+    for name, drawn in (("both", True), ("one", False)):
+        with Image.open(tmp_path / f"{name}.png") as picture:
+            assert picture.width > 800
+            colours = {colour for _, colour in picture.convert("RGB").getcolors(2**24)}
+            assert (orange in colours) is drawn

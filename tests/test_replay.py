@@ -1,0 +1,515 @@
+"""Replaying a run: what its selector saw is found again in full, and every number of the comparison is what it says."""
+
+import json
+import shutil
+import sys
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import tiny
+from lze_trl import cli
+from lze_trl.groups import Groups, Rollouts
+from lze_trl.pruning import keyed_rng
+from lze_trl.replay import ReplayError, records, replay, show_replay
+from lze_trl.replay.foresight import Foreseer
+from lze_trl.replay.records import fractions, rebuild
+from lze_trl.replay.rules import rules_of
+from lze_trl.selectors import RandomSelector
+from lze_trl.state import PromptState, StateSettings
+from lze_trl.telemetry import GenerationRecord, MissingTelemetryError, TelemetryWriter
+from lze_trl.telemetry.rows import groups_table
+
+
+NAN = float("nan")
+SETTINGS = {"seed": 3, "selection_ratio": 0.4, "gumbel_scale": 0.0}
+# P = 5, G = 4, ids descending: sorted by prompt, as files are, they come in another order. E = D·u:
+BATCH = {
+    50: [1, 1, 0, 0],  # 1/2 · 1
+    40: [1, 0, 0, 0],  # 3/4 · 3/4
+    30: [1, 1, 1, 0],  # 1/4 · 3/4
+    20: [1, 1, 1, 1],  # dead
+    10: [0, 0, 0, 0],  # dead
+}
+
+
+def rollouts_of(outcomes):
+    """Prompts of 5 tokens; completions of 1, 2, 3, … tokens."""
+    sizes = [len(values) for values in outcomes.values()]
+    flat = np.array([value for values in outcomes.values() for value in values], dtype=np.float64)
+    return Rollouts(
+        prompt_ids=np.array(list(outcomes), dtype=np.int64),
+        group=np.repeat(np.arange(len(sizes)), sizes),
+        outcomes=flat,
+        rewards=2 * flat,
+        prompt_tokens=np.full(len(flat), 5),
+        completion_tokens=np.arange(len(flat)) + 1,
+    )
+
+
+def record_of(generation, rollouts, groups, selected, ledger=None):
+    return GenerationRecord(
+        step=generation,
+        generation=generation,
+        pass_index=0,
+        groups=groups,
+        selected=selected,
+        pruned=np.zeros(len(groups), dtype=bool),
+        skipped_prompt_ids=np.empty(0, dtype=np.int64),
+        rewards=rollouts.rewards[:, np.newaxis],
+        reward_names=["reward"],
+        rollouts=rollouts,
+        prompts=["prompt"] * len(groups),
+        ledger=ledger,
+    )
+
+
+def record_run(directory, batches, chosen, ledger=None, first=0, **settings):
+    """
+    A run that visited `batches`, the outcomes of each prompt, and trained on the prompts of `chosen`.
+
+    Every batch is a file of its own until the end, when they are merged and sorted by prompt.
+    """
+    state = PromptState()
+    writer = TelemetryWriter(
+        directory, completions="none", settings=SETTINGS | settings, resumed_generation=first or None
+    )
+    for generation, (outcomes, ids) in enumerate(zip(batches, chosen, strict=True), start=first):
+        rollouts = rollouts_of(outcomes)
+        groups = state.visit(rollouts, generation)
+        writer.record(record_of(generation, rollouts, groups, np.isin(groups.prompt_ids, list(ids)), ledger))
+        writer.flush()
+    writer.close()
+    return directory
+
+
+def drop_columns(directory, *names):
+    """Make the groups of a run look as an earlier version wrote them."""
+    for path in (directory / "telemetry" / "groups").glob("*.parquet"):
+        pq.write_table(pq.ParquetFile(path).read().drop_columns(list(names)), path)
+
+
+# ---- What the selector saw ----
+
+
+@given(st.integers(1, 200).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))), st.integers(0, 3))
+def test_fractions_are_found_again_in_full(fraction, unscored):
+    passes, scored = fraction
+    rate = passes / scored
+    found, denominator = fractions(np.array([rate], dtype=np.float32), np.array([scored + unscored]))
+    assert found[0] == rate
+    assert scored <= denominator[0] <= scored + unscored
+
+
+def test_rates_that_are_no_fractions_stay_as_they_are():
+    rates = np.array([NAN, 0.3, 2 / 3], dtype=np.float32)
+    found, denominators = fractions(rates, np.array([4, 4, 4]))
+    assert np.isnan(found[0])
+    assert found[1] == np.float64(np.float32(0.3))
+    assert found[2] == 2 / 3  # one of the four completions could not be scored
+    assert denominators.tolist() == [0, 4, 3]
+
+
+@given(
+    st.lists(
+        st.lists(st.lists(st.sampled_from([0.0, 1.0, NAN]), min_size=1, max_size=7), min_size=3, max_size=3),
+        max_size=4,
+    ),
+    st.sampled_from([0.0, 0.05, 0.9]),
+)
+def test_groups_are_rebuilt_as_they_were(visits, floor):
+    rules = rules_of(SETTINGS | {"difficulty_floor": floor, "momentum_weight": 0.7}, None, None)
+    state = PromptState(rules.state)
+    for generation, outcomes in enumerate(visits):
+        rollouts = rollouts_of(dict(enumerate(outcomes)))
+        seen = state.visit(rollouts, generation)
+        table = groups_table(record_of(generation, rollouts, seen, seen.alive))
+        rebuilt, scored = rebuild({name: table[name].to_numpy() for name in table.column_names}, rules)
+        assert scored.tolist() == [int(np.sum(~np.isnan(values))) for values in outcomes]
+        for name in (
+            "prompt_ids",
+            "sizes",
+            "pass_rates",
+            "difficulty",
+            "momentum",
+            "first_pass_rates",
+            "ema",
+            "visits",
+        ):
+            np.testing.assert_array_equal(getattr(rebuilt, name), getattr(seen, name), err_msg=name)
+        for name in ("prompt_tokens", "completion_tokens", "replayed", "alive"):
+            np.testing.assert_array_equal(getattr(rebuilt, name), getattr(seen, name), err_msg=name)
+        # A mean of squares depends in its last bit on the order of the completions
+        np.testing.assert_allclose(rebuilt.uncertainty, seen.uncertainty, rtol=1e-14)
+        np.testing.assert_allclose(rebuilt.energies, seen.energies, rtol=1e-14)
+        np.testing.assert_allclose(rebuilt.reward_std, seen.reward_std, rtol=1e-6)
+
+
+def test_graded_outcomes_are_those_recorded():
+    rules = rules_of(SETTINGS | {"energy_outcome": "reward"}, None, None)
+    rollouts = rollouts_of({1: [0.0, 0.25, 0.5], 2: [0.5, 0.5, NAN], 3: [NAN, NAN, NAN]})
+    seen = PromptState().visit(rollouts, 0)
+    table = groups_table(record_of(0, rollouts, seen, seen.alive))
+    rebuilt, scored = rebuild({name: table[name].to_numpy() for name in table.column_names}, rules)
+    # The mean is 1/4, and the variance 1/24 and not p·(1 − p)
+    np.testing.assert_allclose(rebuilt.uncertainty, [1 / 6, 0, 0], rtol=1e-6)
+    np.testing.assert_allclose(rebuilt.energies, seen.energies, rtol=1e-6)
+    assert rebuilt.alive.tolist() == [True, False, False]
+    assert scored.tolist() == [3, 2, 0]
+
+
+# ---- The comparison ----
+
+
+def test_every_number_of_the_comparison(tmp_path):
+    # Tokens of the groups: 4·5 + completions: 30, 46, 62, 78, 94; together 310. What the run took, its ledger knows
+    ledger = {"update_tokens": 100.0, "full_update_tokens": 620.0, "full_update_flops": 6200.0}
+    record_run(tmp_path, [BATCH], [{50, 30}], ledger)
+    result = replay(tmp_path, ["energy", "zero_variance", "all"])
+    run, energy, zero_variance, everything = result.choices
+    assert (result.generations, result.groups, result.live_share) == (1, 5, 0.6)
+    assert [choice.name for choice in result.choices] == ["the run", "energy", "zero_variance", "all"]
+
+    assert (run.groups, run.live_share, run.jaccard, run.shared) == (2, 1.0, 1.0, 1.0)
+    assert (run.energy, run.pass_rate) == (pytest.approx(0.6875 / 2), 0.625)
+    assert (run.update_tokens, run.of_run, run.of_full) == (100, 1.0, pytest.approx(100 / 620))
+
+    # K = 2: 40 and 50; a random pair shares 2·2/5 = 0.8 groups with the run's
+    assert (energy.groups, energy.live_share, energy.energy, energy.pass_rate) == (2, 1.0, 0.53125, 0.375)
+    assert (energy.jaccard, energy.shared) == (pytest.approx(1 / 3), 0.5)
+    assert (energy.random_jaccard, energy.random_shared) == (pytest.approx(0.8 / 3.2), pytest.approx(0.4))
+    assert (energy.update_tokens, energy.update_flops) == (76, 760)
+    assert (energy.of_run, energy.of_full) == (0.76, pytest.approx(76 / 620))
+
+    assert (zero_variance.groups, zero_variance.shared, zero_variance.random_shared) == (3, 1.0, pytest.approx(0.6))
+    assert zero_variance.jaccard == pytest.approx(2 / 3)
+    assert zero_variance.random_jaccard == pytest.approx(1.2 / 3.8)
+
+    assert (everything.groups, everything.live_share, everything.update_tokens) == (5, 0.6, 310)
+    assert everything.jaccard == everything.random_jaccard == pytest.approx(0.4)
+
+
+def test_without_a_ledger_full_data_is_what_was_rolled_out(tmp_path):
+    record_run(tmp_path, [BATCH], [{50, 30}], num_iterations=2)
+    run, energy = replay(tmp_path, ["energy"]).choices
+    assert (run.update_tokens, energy.update_tokens) == (2 * 92, 2 * 76)
+    assert energy.of_full == pytest.approx(76 / 310)
+    assert np.isnan(energy.update_flops)
+
+
+def test_overlap_adds_up_over_generation_batches(tmp_path):
+    record_run(tmp_path, [BATCH, {7: [1, 0]}, {8: [1, 1]}], [{50, 30}, {7}, set()])
+    energy = replay(tmp_path, ["energy"]).choices[1]
+    assert (energy.groups, energy.jaccard, energy.shared) == (3, pytest.approx(2 / 4), pytest.approx(2 / 3))
+    assert energy.random_jaccard == pytest.approx(1.8 / 4.2)
+
+
+def random_choice(generation, ids=tuple(BATCH), k=2, seed=3):
+    order = keyed_rng(seed, generation, "selection").permutation(len(ids))
+    return {ids[index] for index in order[:k]}
+
+
+def test_groups_have_their_places_and_their_random_numbers(tmp_path):
+    record_run(tmp_path, [BATCH] * 6, [random_choice(generation) for generation in range(6)])
+    result = replay(tmp_path, ["random"])
+    assert result.choices[1].jaccard == 1.0
+    assert result.notes == []
+    assert replay(tmp_path, ["random"], seed=4).choices[1].jaccard < 1.0
+
+
+def test_a_run_without_places_is_replayed_and_says_so(tmp_path):
+    record_run(tmp_path, [BATCH] * 6, [random_choice(generation) for generation in range(6)])
+    drop_columns(tmp_path, "position", "scored")
+    result = replay(tmp_path, ["random", "energy"])
+    assert result.choices[1].jaccard < 1.0
+    assert result.choices[2].groups == 12  # which needs no places
+    assert "places of the groups" in result.notes[0]
+
+
+def test_a_run_resumed_by_a_version_that_records_places(tmp_path):
+    record_run(tmp_path, [BATCH], [random_choice(0)])
+    drop_columns(tmp_path, "position", "scored")
+    record_run(tmp_path, [BATCH] * 5, [random_choice(generation) for generation in range(1, 6)], first=1)
+    result = replay(tmp_path, ["random"])
+    assert result.generations == 6
+    assert result.choices[1].shared >= 10 / 12
+    assert "places of the groups" in result.notes[0]
+
+
+def test_reading_in_pieces_changes_nothing(tmp_path, monkeypatch):
+    batches = [BATCH, {40: [0, 1, 0]}, {50: [1, 1], 7: [1, 0, 0, 0, 0]}, BATCH]
+    ledger = {"full_update_tokens": 900.0, "full_update_flops": 1800.0}
+    record_run(tmp_path, batches, [{50}, set(), {7}, {40, 30}], ledger)
+    whole = replay(tmp_path, ["energy", "random"], gumbel_scale=0.3)
+    for rows in (1, 4, 7):
+        monkeypatch.setattr(records, "_ROWS", rows)
+        assert replay(tmp_path, ["energy", "random"], gumbel_scale=0.3) == whole
+
+
+def test_warm_up_and_ramp_of_the_run_count(tmp_path):
+    # ρ = 1, then 0.8, 0.6, 0.4 over the ramp, then 0.4: 5, 4, 3, 2 and 2 groups
+    record_run(tmp_path, [BATCH] * 5, [set()] * 5, selection_warmup=1, selection_ramp=3)
+    random, energy = replay(tmp_path, ["random", "energy"]).choices[1:]
+    assert random.groups == 5 + 4 + 3 + 2 + 2
+    assert energy.groups == 3 + 3 + 3 + 2 + 2
+    assert replay(tmp_path, ["random"], selection_ratio=1.0).choices[1].groups == 25
+
+
+def test_groups_of_unequal_size_and_rows_that_are_not_kept(tmp_path):
+    # Tokens: 2·5 + 1 + 2 = 13 of two rows; of 4 rows 20 + 3 + 4 + 5 + 6 = 38, of which 3 are kept: 3/4
+    batch = {1: [1, 0], 2: [0, 0, 0, 1]}
+    kept = {"controller": "reinforce_ada_balanced", "kept_completions": 3, "num_generations": 9}
+    record_run(tmp_path / "kept", [batch], [{1, 2}], **kept)
+    result = replay(tmp_path / "kept", ["all"])
+    assert result.choices[1].update_tokens == 13 + 28.5
+    assert "At most 3 completions" in result.notes[0]
+    record_run(tmp_path / "uneven", [batch], [{1, 2}], controller="allocation")
+    assert replay(tmp_path / "uneven", ["all"]).choices[1].update_tokens == 13 + 38
+    # Unset, as the trainer records it
+    record_run(tmp_path / "unset", [batch], [{1, 2}], **kept | {"kept_completions": "None", "num_generations": 3})
+    assert replay(tmp_path / "unset", ["all"]).choices[1].update_tokens == 13 + 28.5
+
+
+@pytest.mark.parametrize(("max_age", "groups", "overlap"), [(1, 3, 1.0), (0, 3, 2 / 3)])
+def test_live_groups_wait_where_the_run_let_them(tmp_path, max_age, groups, overlap):
+    # K = 1 of P = 3. E: 2 beats 1; then 1, which has waited, beats 4; then 8, and 4 has waited too long; then nothing
+    batches = [
+        {1: [1, 1, 0, 0], 2: [1, 0, 0, 0], 3: [1, 1, 1, 1]},
+        {4: [1, 1, 1, 0], 5: [1, 1, 1, 1], 6: [0, 0, 0, 0]},
+        {7: [1, 1, 1, 1], 8: [1, 1, 0, 0]},
+        {9: [1, 1, 1, 1]},
+    ]
+    settings = {"controller": "dynamic", "generation_batch_size": 12, "num_generations": 4}
+    record_run(tmp_path, batches, [{2}, set(), {8}, set()], **settings, surplus_max_age=max_age)
+    result = replay(tmp_path, ["energy"])
+    energy = result.choices[1]
+    assert (energy.groups, energy.jaccard) == (groups, pytest.approx(overlap))
+    assert energy.live_share == 1.0
+    assert "wait for the next one" in result.notes[0]
+    if max_age == 1:
+        # Of two live groups, one: 1/2; of one live group, one
+        assert (energy.random_shared, energy.random_jaccard) == (0.75, pytest.approx(1.5 / 2.5))
+
+
+def test_a_batch_that_is_still_being_written_is_left_out(tmp_path):
+    record_run(tmp_path / "one", [BATCH], [{50}])
+    record_run(tmp_path / "two", [BATCH, BATCH], [{50}, {40}])
+    shutil.rmtree(tmp_path / "two" / "telemetry" / "generations")
+    with pytest.raises(MissingTelemetryError, match="has not recorded a generation batch yet"):
+        replay(tmp_path / "two", ["energy"])
+    shutil.copytree(tmp_path / "one" / "telemetry" / "generations", tmp_path / "two" / "telemetry" / "generations")
+    assert replay(tmp_path / "two", ["energy"]).generations == 1
+
+
+# ---- Foreseeing dead groups ----
+
+
+def test_foresight_golden(tmp_path):
+    # After 4 passes of 4, a = 5 and b = 1: all pass 5/9, all fail 1/126; dead with 71/126.
+    # After 2 of 4, a = b = 3: each 3·4·5·6 / (6·7·8·9) = 5/42; dead with 5/21. Unscored visits say nothing.
+    solved, half, unscored = [1, 1, 1, 1], [1, 1, 0, 0], [NAN] * 4
+    batches = [{1: solved, 2: half, 3: unscored}, {2: half, 1: solved, 3: solved, 4: solved}, {3: unscored}]
+    record_run(tmp_path, batches, [set()] * 3)
+    foresight = replay(tmp_path, ["all"]).foresight
+    assert (foresight.groups, foresight.rollouts, foresight.live) == (2, 8, 1)
+    assert foresight.brier == pytest.approx(((1 - 71 / 126) ** 2 + (5 / 21) ** 2) / 2)
+    assert foresight.base_brier == 0.25
+    low, high = foresight.bins
+    assert (low["lower"], low["count"], low["dead"], low["predicted"]) == (0.2, 1, 0.0, pytest.approx(5 / 21))
+    assert (high["lower"], high["count"], high["dead"], high["predicted"]) == (0.5, 1, 1.0, pytest.approx(71 / 126))
+    assert (low["skipped_rollouts"], low["skipped_live"]) == (8, 1)
+    assert (high["skipped_rollouts"], high["skipped_live"]) == (4, 0)
+    assert (foresight.threshold, foresight.skipped_groups) == (0.9, 0)
+    # A memory of 16 passes: all pass 17/21, and almost nothing for all fail
+    assert foresight.reachable == pytest.approx(17 / 21 + 24 / (18 * 19 * 20 * 21))
+
+
+def test_what_a_threshold_saves_and_loses():
+    # A long memory: after 100 passes, a pair is dead with 101/103 + 2/(102·103) > 0.9; after one pass and one fail, 3/5
+    state, foreseer = PromptState(StateSettings(posterior_memory=1e6)), Foreseer(np.array([1, 2, 3]), memory=1e6)
+    for outcomes in (
+        {3: [1] * 100, 1: [1] * 100, 2: [1, 0]},
+        {1: [1, 1], 2: [1, 1], 3: [1, 0]},
+    ):
+        rollouts = rollouts_of(outcomes)
+        foreseer.see(state.visit(rollouts, 0), rollouts.sizes)
+    foresight = foreseer.foresight()
+    assert (foresight.skipped_groups, foresight.skipped_rollouts, foresight.skipped_live) == (2, 4, 1)
+    assert (foresight.groups, foresight.rollouts, foresight.live) == (3, 6, 1)
+    sure, unsure = 101 / 103 + 2 / (102 * 103), 3 / 5
+    assert foresight.brier == pytest.approx(((1 - sure) ** 2 + (1 - unsure) ** 2 + sure**2) / 3)
+    assert foresight.base_brier == pytest.approx(2 / 9)
+
+
+# ---- Selectors, settings, the command ----
+
+
+class Lowest:
+    """A user's own: the groups with the lowest ids."""
+
+    def select(self, groups: Groups, k: int, rng: np.random.Generator) -> np.ndarray:
+        return np.argsort(groups.prompt_ids)[:k]
+
+
+def test_selectors_of_ones_own(tmp_path, monkeypatch):
+    record_run(tmp_path, [BATCH], [{10, 20}])
+    (tmp_path / "own_selectors.py").write_text(
+        "class Lowest:\n"
+        "    def select(self, groups, k, rng):\n"
+        "        return groups.prompt_ids.argsort()[:k]\n"
+        "lowest = Lowest()\n"
+        "number = 3\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "own_selectors", raising=False)
+    result = replay(tmp_path, [Lowest(), "own_selectors:Lowest", "own_selectors:lowest", RandomSelector()])
+    assert [choice.name for choice in result.choices[1:]] == [
+        "Lowest",
+        "own_selectors:Lowest",
+        "own_selectors:lowest",
+        "RandomSelector",
+    ]
+    assert [choice.jaccard for choice in result.choices[1:4]] == [1.0, 1.0, 1.0]
+    with pytest.raises(ReplayError, match=r"no 'Lowset'\. Did you mean 'Lowest'"):
+        replay(tmp_path, ["own_selectors:Lowset"])
+    with pytest.raises(ReplayError, match="'own_selectors:number' must have a method `select"):
+        replay(tmp_path, ["own_selectors:number"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"selectors": ["energyy"]}, r"one of \['energy', .*got 'energyy'.*'my_module:MySelector'"),
+        ({"selectors": ["no_such_module:Mine"]}, "cannot be imported: No module named 'no_such_module'.*PYTHONPATH"),
+        ({"selectors": ["all", "all"]}, "name of its own, got 'all' twice"),
+        ({"selectors": ["all"], "selection_ratio": 0.0}, r"`selection_ratio` must be in \(0, 1\], got 0.0"),
+        ({"selectors": ["all"], "selection_ratio": NAN}, r"`selection_ratio` must be in \(0, 1\], got nan"),
+        ({"selectors": ["all"], "gumbel_scale": -1.0}, "`gumbel_scale` must be at least 0, got -1.0"),
+    ],
+)
+def test_bad_arguments_are_refused(tmp_path, arguments, message):
+    record_run(tmp_path, [BATCH], [{50}])
+    with pytest.raises(ReplayError, match=message):
+        replay(tmp_path, **arguments)
+
+
+def test_settings_that_were_not_recorded_have_to_be_given(tmp_path):
+    TelemetryWriter(tmp_path, settings={"selection_ratio": 0.4}).close()
+    with pytest.raises(ReplayError, match=r"has not recorded its `seed`\. Give `--seed`"):
+        replay(tmp_path, ["all"])
+
+
+def test_the_command_prints_and_writes(tmp_path, capsys):
+    record_run(tmp_path / "run", [BATCH] * 2, [{50, 30}] * 2)
+    path = tmp_path / "replay.json"
+    cli.main(["replay", str(tmp_path / "run"), "--selector", "energy", "zero_variance", "--json", str(path)])
+    shown = capsys.readouterr().out
+    lines = {line.split()[0]: line.split() for line in shown.splitlines() if line.strip()}
+    assert lines["energy"][1:] == [
+        *("4", "100%", "0.531", "0.375", "0.33", "(0.25)", "50%", "(40%)", "152", "–", "82.6%", "24.5%"),
+    ]
+    assert "ρ = 0.4, seed 3" in shown
+    assert "Brier score" in shown
+    assert "never surer than 0.810" in shown
+    content = json.loads(path.read_text())
+    assert content["choices"][1]["shared"] == 0.5
+    assert content["choices"][1]["update_flops"] is None
+    assert content["foresight"]["groups"] == 5
+
+
+def test_a_run_of_single_visits_that_trained_on_nothing(tmp_path, capsys):
+    record_run(tmp_path, [{1: [1, 1], 2: [NAN, NAN]}], [set()])
+    result = replay(tmp_path, ["energy"])
+    show_replay(result)
+    shown = capsys.readouterr().out
+    assert "No prompt was visited twice" in shown
+    assert np.isnan(result.choices[1].jaccard)
+    assert "nan" not in shown
+    result.write_json(tmp_path / "replay.json")
+    assert json.loads((tmp_path / "replay.json").read_text())["choices"][0]["energy"] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["no-such-run", "--selector", "all"], "error: There is no run at `no-such-run`"),
+        (["run", "--selector", "best"], "error: `selector` must be one of"),
+        (["run", "--selector", "all", "--json", "no/such/folder.json"], "error: .*No such file"),
+    ],
+)
+def test_the_command_tells_errors_without_a_traceback(tmp_path, monkeypatch, arguments, message):
+    record_run(tmp_path / "run", [BATCH], [{50}])
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match=message):
+        cli.main(["replay", *arguments])
+
+
+# ---- A real training ----
+
+
+def train(directory, own_selector=None, reward=tiny.even_length_reward, **settings):
+    from lze_trl import LZEGRPOTrainer
+
+    settings = {"telemetry": True, "max_steps": 8, "per_device_train_batch_size": 20} | settings
+    trainer = LZEGRPOTrainer(
+        model=tiny.model(),
+        reward_funcs=reward,
+        args=tiny.config(directory, **settings),
+        train_dataset=tiny.prompts(13),
+        processing_class=tiny.tokenizer(),
+        selector=own_selector,
+    )
+    trainer.train()
+    return trainer
+
+
+def mostly_scored(completions, **kwargs):
+    return [None if text[:1] in "abcdefgh" else float(len(text) % 2) for text in completions]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"selection_warmup": 2, "selection_ramp": 3},
+        {"selector": "variance", "pruning": "skip", "pruning_streak": 1},
+        pytest.param({"selector": "midpoint", "num_iterations": 2}, marks=pytest.mark.slow),
+        pytest.param({"selector": "random"}, marks=pytest.mark.slow),
+        pytest.param({"selector": "zero_variance"}, marks=pytest.mark.slow),
+        pytest.param({"selector": "all"}, marks=pytest.mark.slow),
+        pytest.param({"num_generations": 5, "reward": mostly_scored}, marks=pytest.mark.slow),
+        pytest.param({"controller": "allocation", "young_rollouts": 4}, marks=pytest.mark.slow),
+        pytest.param({"controller": "dynamic", "surplus_max_age": 3, "selection_ratio": 0.2}, marks=pytest.mark.slow),
+        pytest.param({"controller": "reinforce_ada_balanced", "round_size": 2}, marks=pytest.mark.slow),
+    ],
+    ids=lambda settings: "-".join(str(value) for value in settings.values() if isinstance(value, str)) or "ramp",
+)
+def test_the_runs_own_selector_chooses_what_the_run_chose(tmp_path, settings):
+    trainer = train(tmp_path, **settings)
+    result = replay(tmp_path, [settings.get("selector", "energy")])
+    run, again = result.choices
+    assert (again.jaccard, again.shared) == (1.0, 1.0)
+    assert run.groups > 0
+    assert again.random_jaccard <= 1.0 if settings.get("selector") == "all" else again.random_jaccard < 1.0
+    # What the trainer has counted and foreseen
+    savings = trainer.savings()
+    assert run.update_tokens == savings["update_tokens"]
+    if settings.get("controller") == "reinforce_ada_balanced":
+        assert again.update_tokens == pytest.approx(savings["update_tokens"], rel=0.05)
+    else:
+        assert (again.update_tokens, again.groups) == (savings["update_tokens"], savings["groups_trained"])
+        assert again.update_flops == pytest.approx(savings["update_flops"])
+        assert again.of_full == pytest.approx(savings["update_flops"] / savings["full_update_flops"])
+    calibration = trainer._dead.calibration
+    assert (result.foresight.groups, result.foresight.brier) == (len(calibration), calibration.brier)
+    assert result.foresight.groups > 0
+
+
+@pytest.mark.slow
+def test_a_selector_of_ones_own_chooses_again_what_it_chose(tmp_path):
+    train(tmp_path, own_selector=Lowest())
+    own, other = replay(tmp_path, [Lowest(), "energy"]).choices[1:]
+    assert (own.jaccard, own.of_run) == (1.0, 1.0)
+    assert other.jaccard < 1.0
