@@ -1,0 +1,424 @@
+"""The gradients of groups are exact, and so are the rank correlations with them."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import settings as with_settings
+from hypothesis import strategies as st
+from rich.console import Console
+from transformers import TrainerCallback
+
+import tiny
+from lze_trl import LZEGRPOTrainer, demo
+from lze_trl.bench import gradients
+from lze_trl.bench.evaluation import Evaluation
+from lze_trl.bench.gradients import Probe, ProbeSettings
+from lze_trl.bench.gradients_plot import SCORES, correlations, markdown, of_seeds, save_figure, spearman
+from lze_trl.bench.group_gradients import Sample, draw, expected_gradient, policy_gradient
+from lze_trl.bench.settings import BenchError
+from lze_trl.bench.tasks import TaskData
+from lze_trl.rewards import exact_match_reward
+from lze_trl.state import PromptState
+from samples import rollouts
+
+
+SMALL = demo.WarmStart(steps=2, batch_size=8, hidden_size=16, intermediate_size=32, num_layers=1)
+ROWS = [
+    {"prompt": "12+3=", "solution": "15"},
+    {"prompt": "1+1=", "solution": "2"},
+    {"prompt": "40+9=", "solution": "49"},
+]
+
+
+def small_model():
+    torch.manual_seed(0)
+    tokenizer = demo.build_tokenizer()
+    return demo.build_model(tokenizer, SMALL), tokenizer
+
+
+def settings(**changes) -> ProbeSettings:
+    return ProbeSettings(
+        **({"group_size": 4, "seed": 1, "steps": 10, "probes": 3, "prompts": 3, "inputs": "x"} | changes)
+    )
+
+
+# ---- Gradients ----
+
+
+class FirstStep(TrainerCallback):
+    """The gradient that the optimizer of a training gets at its first step, and the rows that it comes from."""
+
+    def __init__(self, trainer):
+        self.batches, self.gradient, self.weights = [], None, None
+        compute_loss = trainer.compute_loss
+
+        def spy(model, inputs, *args, **kwargs):
+            self.batches.append(dict(inputs))
+            return compute_loss(model, inputs, *args, **kwargs)
+
+        trainer.compute_loss = spy
+        trainer.add_callback(self)
+
+    def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
+        self.gradient = torch.cat([parameter.grad.reshape(-1) for parameter in model.parameters()])
+        self.weights = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def sample(self, tokenizer, reward) -> Sample:
+        joined = {
+            name: torch.cat([batch[name] for batch in self.batches])
+            for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+        }
+        _, group = joined["prompt_ids"].unique(dim=0, return_inverse=True)
+        texts = tokenizer.batch_decode(joined["completion_ids"], skip_special_tokens=True)
+        return Sample(
+            input_ids=torch.cat([joined["prompt_ids"], joined["completion_ids"]], dim=1),
+            attention_mask=torch.cat([joined["prompt_mask"], joined["completion_mask"]], dim=1),
+            completion_mask=joined["completion_mask"],
+            group=group,
+            rewards=torch.tensor(reward(completions=texts)),
+        )
+
+
+@pytest.mark.parametrize(("rows", "accumulation"), [(12, 1), (4, 3)])
+def test_group_gradients_sum_to_the_gradient_of_trls_loss(tmp_path, rows, accumulation):
+    trainer = LZEGRPOTrainer(
+        model=tiny.model(),
+        processing_class=tiny.tokenizer(),
+        reward_funcs=tiny.even_length_reward,
+        args=tiny.config(
+            tmp_path,
+            selector="all",
+            pruning="none",
+            packing=False,
+            loss_type="dapo",
+            scale_rewards="none",
+            beta=0.0,
+            max_grad_norm=0.0,
+            max_steps=1,
+            max_completion_length=24,  # so that some completions end before
+            per_device_train_batch_size=rows,
+            gradient_accumulation_steps=accumulation,
+        ),
+        train_dataset=tiny.prompts(7),
+    )
+    first = FirstStep(trainer)
+    trainer.train()
+    sample, model = first.sample(tiny.tokenizer(), tiny.even_length_reward), tiny.model()
+    model.load_state_dict(first.weights)
+    assert len(sample.group) == 12
+    assert len(sample.group.unique()) == 3
+
+    total = sample.completion_mask.sum()
+    parts, tokens = [], []
+    for group in range(3):
+        own = sample.of_group(group)
+        tokens.append(int(own.completion_mask.sum()))
+        parts.append(tokens[-1] / total * policy_gradient(model, own))
+    assert len(set(tokens)) > 1
+    assert sum(float(part.norm()) > 0 for part in parts) >= 2
+    assert first.gradient.norm() > 0
+    torch.testing.assert_close(sum(parts), first.gradient, rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(policy_gradient(model, sample), first.gradient, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("reward", [0.0, 1.0])
+def test_a_dead_group_has_exactly_no_gradient(reward):
+    model, tokenizer = small_model()
+    sample = draw(
+        model, tokenizer, ROWS, 5, 4, lambda completions, solution: [reward] * 10 + [0.0, 1.0] * 2 + [0.0], 3
+    )
+    for dead in (0, 1):
+        assert policy_gradient(model, sample.of_group(dead)).abs().max() == 0.0
+    assert policy_gradient(model, sample.of_group(2)).abs().max() > 0.0
+
+
+def test_advantages_are_rewards_minus_the_mean_of_the_group():
+    nothing = torch.zeros(5, 1, dtype=torch.long)
+    sample = Sample(
+        nothing, nothing, nothing, group=torch.tensor([1, 0, 1, 0, 1]), rewards=torch.tensor([1.0, 1.0, 0.0, 0.0, 0.5])
+    )
+    assert sample.advantages().tolist() == [0.5, 0.5, -0.5, -0.5, 0.0]
+    assert sample.of_group(1).advantages().tolist() == [0.5, -0.5, 0.0]
+
+
+def test_policy_gradient_is_on_average_the_expected_gradient():
+    # One token a completion, so the mean over tokens is that over completions, and p = π("3") is about 1/15. With N
+    # completions the noise is 1/√(pN) of the gradient, about 4 %.
+    model, tokenizer = small_model()
+    row = {"prompt": "1+2=", "solution": "3"}
+    sample = draw(model, tokenizer, [row], 8192, 1, exact_match_reward, seed=0)
+    sampled = policy_gradient(model, sample)
+    expected = expected_gradient(model, Evaluation([row], tokenizer, max_completion_length=1).batches)
+    assert torch.cosine_similarity(sampled, expected, dim=0) > 0.99
+    assert float(sampled.norm() / expected.norm()) == pytest.approx(1.0, abs=0.1)
+
+
+def test_expected_gradient_is_minus_the_slope_of_the_pass_rate():
+    model, tokenizer = small_model()
+    evaluation = Evaluation(ROWS, tokenizer, max_completion_length=4)
+    gradient = expected_gradient(model, evaluation.batches)
+    before = evaluation.pass_rates(model).mean()
+    length = 1e-2
+    with torch.no_grad():
+        torch.nn.utils.vector_to_parameters(
+            torch.nn.utils.parameters_to_vector(model.parameters()) - length * gradient / gradient.norm(),
+            model.parameters(),
+        )
+    slope = (evaluation.pass_rates(model).mean() - before) / length
+    assert slope == pytest.approx(float(gradient.norm()), rel=0.05)
+
+
+def test_completions_end_with_their_end_and_the_random_numbers_are_left_alone():
+    model, tokenizer = small_model()
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    sample, again = (draw(model, tokenizer, ROWS, 5, 4, exact_match_reward, seed=9) for _ in range(2))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(sample.input_ids, again.input_ids)
+    assert sample.input_ids.shape == sample.attention_mask.shape == (15, 9)
+    assert sample.group.tolist() == [0] * 5 + [1] * 5 + [2] * 5
+    ends = 0
+    for tokens, mask, row in zip(sample.input_ids, sample.completion_mask, sample.group, strict=True):
+        completion = tokens[5:].tolist()
+        ended = tokenizer.eos_token_id in completion
+        ends += ended
+        length = completion.index(tokenizer.eos_token_id) + 1 if ended else 4
+        assert mask.tolist() == [1] * length + [0] * (4 - length)
+        assert tokenizer.decode(tokens[:5], skip_special_tokens=True) == ROWS[row]["prompt"]
+    assert ends > 0
+    assert sample.attention_mask[5:10, 0].tolist() == [0] * 5  # "1+1=" is a character shorter
+
+
+# ---- Probes ----
+
+
+def test_a_visit_measures_every_prompt_and_leaves_the_training_alone():
+    model, tokenizer = small_model()
+    visits = []
+    probe = Probe(settings(prompts=3), TaskData(ROWS, {"held_out": ROWS[:2]}), tokenizer, lambda: visits.append(1))
+    before = torch.get_rng_state(), np.random.get_state()[1].copy()
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    probe.on_train_begin(None, None, None, model=model)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert np.array_equal(np.random.get_state()[1], before[1])
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    (record,) = probe.records
+    assert visits == [1]
+    assert record["step"] == 0
+    assert {len(values) for values in record.values() if isinstance(values, list)} == {3}
+    np.testing.assert_allclose(
+        record["expected_pass_rates"], Evaluation(probe.rows, tokenizer, 5).pass_rates(model), rtol=1e-6
+    )
+    # The answers are hardly ever found by this model: dead groups, yet with an expected gradient
+    dead = np.array(record["uncertainty"]) == 0
+    assert dead.any()
+    assert not np.array(record["own_norm"])[dead].any()
+    assert (np.array(record["expected_norm"]) > 0).all()
+    assert (np.abs(record["projection"]) <= np.array(record["own_norm"]) + 1e-6).all()
+
+
+def test_probe_steps_span_the_training():
+    assert settings().probe_steps == [0, 5, 10]
+    assert settings(steps=150, probes=11).probe_steps == list(range(0, 151, 15))
+    assert settings(steps=7, probes=4).probe_steps == [0, 2, 5, 7]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"probes": 2}, "between 3 and `steps` \\+ 1 = 11, got 2"),
+        ({"probes": 12}, "got 12"),
+        ({"group_size": 3}, "divide the generation batch of 256, got 3"),
+        ({"group_size": 1}, "at least 2"),
+        ({"prompts": 2}, "between 3 and the 512 training prompts, got 2"),
+        ({"prompts": 513}, "got 513"),
+    ],
+)
+def test_settings_that_cannot_be_measured_are_refused(changes, message):
+    with pytest.raises(BenchError, match=message):
+        settings(**changes)
+
+
+def test_runs_that_have_a_result_are_not_made_again(tmp_path, monkeypatch):
+    made = []
+
+    def training(run, advance):
+        made.append(run)
+        if run.seed == 3:
+            raise KeyboardInterrupt
+        return [{"step": 0}]
+
+    monkeypatch.setattr(gradients, "probed_training", training)
+    runs, console = [settings(seed=seed) for seed in (1, 2, 3)], Console(quiet=True)
+    with pytest.raises(KeyboardInterrupt):
+        gradients.run_all(runs, tmp_path, console)
+    results = gradients.run_all(runs[:2], tmp_path, console)
+    assert [run.seed for run in made] == [1, 2, 3]
+    assert [result["settings"]["seed"] for result in results] == [1, 2]
+    assert results[0]["records"] == [{"step": 0}]
+    # A run with other settings is another run
+    gradients.run_all([settings(seed=1, steps=11)], tmp_path, console)
+    assert len(made) == 4
+
+
+# ---- Rank correlations ----
+
+
+def test_spearman_by_hand():
+    assert spearman([1, 2, 3], [10, 30, 20]) == pytest.approx(0.5)  # 1 − 6·(0 + 1 + 1)/(3·8)
+    # Ties: ranks 1, 2.5, 2.5, 4 and 1, 4, 2.5, 2.5; deviations −1.5, 0, 0, 1.5 and −1.5, 1.5, 0, 0: 2.25/4.5
+    assert spearman([1, 2, 2, 4], [10, 30, 20, 20]) == pytest.approx(0.5)
+    assert spearman([1, 2, 3, 4], [8, 6, 4, 2]) == pytest.approx(-1.0)
+    assert np.isnan(spearman([5, 5, 5], [1, 2, 3]))
+
+
+@with_settings(max_examples=40)
+@given(st.lists(st.tuples(st.integers(-5, 5), st.integers(-5, 5)), min_size=2, max_size=9))
+def test_spearman_knows_ranks_only(pairs):
+    x, y = np.array(pairs, dtype=float).T
+    rho = spearman(x, y)
+    if len(set(x)) == 1 or len(set(y)) == 1:
+        assert np.isnan(rho)
+        return
+    assert rho == pytest.approx(spearman(y, x), abs=1e-12)
+    assert rho == pytest.approx(spearman(np.exp(x), y**3), abs=1e-12)
+    assert rho == pytest.approx(-spearman(-x, y), abs=1e-12)
+    assert spearman(x, 2 * x) == pytest.approx(1.0)
+
+
+def test_scores_by_hand():
+    # Two visits, G = 4, α = 0.3, λ = 0.9; at the second one D is of the first, and μ = p⁽⁰⁾
+    #   prompt 1: 1/4, then 2/4: D = 3/4, u = 1,   m = 1/2: E = 0.75 · 1 · 1.15     = 0.8625
+    #   prompt 2: 3/4, then 1/4: D = 1/4, u = 3/4, m = 1:   E = 0.25 · 0.75 · 1.3   = 0.24375
+    #   prompt 3: 4/4, then 4/4: D = 1/20, u = 0,  m = 0:   E = 0
+    state = PromptState()
+    state.visit(rollouts({1: [1, 0, 0, 0], 2: [1, 1, 1, 0], 3: [1, 1, 1, 1]}), step=0)
+    groups = state.visit(rollouts({1: [1, 0, 1, 0], 2: [0, 1, 0, 0], 3: [1, 1, 1, 1]}), step=5)
+    columns = vars(groups) | {"random": np.array([0.3, 0.1, 0.2]), "expected_pass_rates": np.array([0.4, 0.5, 0.9])}
+    expected = {
+        "energy": [0.8625, 0.24375, 0.0],
+        "uncertainty": [1.0, 0.75, 0.0],
+        "midpoint": [0.0, -0.25, -0.5],
+        "no_momentum": [0.75, 0.1875, 0.0],
+        "no_anchor": [1.15, 0.975, 0.0],
+        "no_uncertainty": [0.8625, 0.325, 0.05],
+        "anchor": [0.75, 0.25, 0.05],
+        "random": [0.3, 0.1, 0.2],
+        "expected_uncertainty": [0.24, 0.25, 0.09],
+    }
+    assert list(SCORES) == list(expected)
+    for name, (_, score) in SCORES.items():
+        np.testing.assert_allclose(score(columns), expected[name], rtol=1e-6, err_msg=name)
+
+
+def record(step: int, pass_rates: np.ndarray, norms: np.ndarray) -> dict:
+    """A visit of prompts whose anchors are 1 and whose momenta are 0, with one token each."""
+    ones = np.ones(len(pass_rates))
+    uncertainty = 4 * pass_rates * (1 - pass_rates)
+    columns = {
+        "pass_rates": pass_rates,
+        "difficulty": ones,
+        "uncertainty": uncertainty,
+        "momentum": 0 * ones,
+        "energies": uncertainty,
+        "tokens": ones,
+        "expected_pass_rates": pass_rates,
+        "own_norm": norms,
+        "fresh_norm": -norms,
+        "expected_norm": norms**2,
+        "projection": norms / 2,
+    }
+    return {"step": step, "accuracy": 0.5, **{name: values.tolist() for name, values in columns.items()}}
+
+
+def result(seed: int, records: list[dict]) -> dict:
+    made = {"group_size": 4, "seed": seed, "steps": 2, "probes": len(records), "prompts": 9}
+    return {"settings": made, "records": records, "machine": "a machine", "date": "2026-01-02", "seconds": 30.0}
+
+
+# Nine groups of which eight are live, with distances from 1/2 in the order 8, 7, …, 0; the norms follow u
+LIVE = np.array([0.1, 0.85, 0.2, 0.75, 0.3, 0.65, 0.4, 0.5])
+RATES = np.array([0.0, *LIVE])
+NORMS = np.arange(9.0)
+
+
+def test_correlations_of_all_and_of_live_groups():
+    fewer = np.array([0.0, 0.0, *LIVE[1:]])  # seven live groups
+    table = correlations(
+        [result(1, [record(0, RATES, NORMS), record(1, RATES, NORMS[::-1]), record(2, fewer, NORMS)])]
+    )
+    assert set(table["score"]) == set(SCORES)
+    found = table.set_index(["step", "set", "target", "score"])["rho"]
+    assert found[0, "all", "own_norm", "energy"] == pytest.approx(1.0)
+    assert found[0, "live", "own_norm", "midpoint"] == pytest.approx(1.0)
+    assert found[0, "all", "fresh_norm", "uncertainty"] == pytest.approx(-1.0)
+    assert found[0, "all", "expected_norm", "energy"] == pytest.approx(1.0)
+    assert found[0, "all", "gain", "no_anchor"] == pytest.approx(1.0)
+    assert found[1, "live", "own_norm", "energy"] == pytest.approx(-1.0)
+    assert np.isnan(found[0, "all", "own_norm", "anchor"])  # all equal
+    assert np.isnan(found[2, "live", "own_norm", "energy"])  # too few
+    assert ("all", "alignment") not in set(zip(table["set"], table["target"], strict=True))
+    groups = table.set_index(["step", "set", "target", "score"])["groups"]
+    assert (groups[0, "all", "gain", "energy"], groups[0, "live", "gain", "energy"]) == (9, 8)
+    assert dict(zip(table["step"], table["phase"], strict=True)) == {0: "early", 1: "middle", 2: "late"}
+
+
+def test_what_weighs_in_the_update_counts_the_tokens():
+    visit = record(0, RATES, NORMS)
+    visit["tokens"] = (1.0 / (1.0 + NORMS**2)).tolist()  # N / (1 + N²) falls from N = 1 on
+    found = correlations([result(1, [visit])]).set_index(["set", "target", "score"])["rho"]
+    assert found["live", "own_norm", "energy"] == pytest.approx(1.0)
+    assert found["live", "part", "energy"] == pytest.approx(-1.0)
+    assert found["live", "gain", "energy"] == pytest.approx(-1.0)
+
+
+def test_seeds_weigh_the_same_whatever_their_visits():
+    good, bad = record(0, RATES, NORMS), record(1, RATES, NORMS[::-1])
+    table = correlations([result(1, [good, good, bad]), result(2, [bad])])
+    spread = of_seeds(table, ["set", "target", "score"]).loc["all", "own_norm", "energy"]
+    assert spread["max"] == pytest.approx(1.0 / 3.0)  # (1 + 1 − 1)/3
+    assert spread["min"] == pytest.approx(-1.0)
+    assert spread["mean"] == pytest.approx(-1.0 / 3.0)
+
+
+def test_tables_and_figure(tmp_path):
+    results = [result(seed, [record(step, RATES, NORMS) for step in range(3)]) for seed in (1, 2)]
+    table = correlations(results)
+    text = markdown(table, results)
+    assert "seeds 1, 2 (" in text
+    assert "a machine, 2026-01-02; 60 seconds" in text
+    lines = text.splitlines()
+    assert (
+        "| G = 4, all groups | own gradient | part in the update | fresh rollouts | expected gradient | held-out gain |"
+        in lines
+    )
+    cells = ["1.00 (1.00 to 1.00)"] * 2 + ["−1.00 (−1.00 to −1.00)"] + ["1.00 (1.00 to 1.00)"] * 2
+    assert f"| energy D·u·(1 + αm) | {' | '.join(cells)} |" in lines
+    assert "### Early / middle / late: live groups, G = 4" in lines
+    assert "| D | – / – / – | – / – / – | – / – / – | – / – / – | – / – / – | – / – / – |" in lines
+    assert any(line.startswith("| −\\|p − 0.5\\| | 1.00") for line in lines)
+    save_figure(table, results, tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.slow
+def test_from_the_command_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(demo, "WARM_START_DIR", tmp_path / "warm-start")
+    monkeypatch.setattr(demo, "WarmStart", lambda: SMALL)
+    flags = ["--group_sizes", "4", "--seeds", "7", "--steps", "4", "--probes", "3", "--prompts", "9"]
+    gradients.main([*flags, "--output", str(tmp_path / "out")])
+    (run,) = (tmp_path / "out").glob("G4-seed7-*.json")
+    records = json.loads(run.read_text())["records"]
+    assert [record["step"] for record in records] == [0, 2, 4]
+    # The memory of the probes: the anchor is that of the first visit
+    assert records[0]["difficulty"] == records[2]["difficulty"]
+    assert (tmp_path / "out" / "results.md").read_text().startswith("Trainings on every group: 1, of 4 steps")
+    assert (tmp_path / "out" / "energy-gradients.png").is_file()
+    assert json.loads((tmp_path / "out" / "correlations.json").read_text())
+    written = run.stat().st_mtime_ns
+    gradients.main([*flags, "--output", str(tmp_path / "out")])
+    assert run.stat().st_mtime_ns == written
