@@ -11,6 +11,7 @@ import yaml
 from trl import ModelConfig, TrlParser
 
 from .config import LZEGRPOConfig
+from .rewards import SOFT_OVERLONG
 
 
 CHECKOUT = Path(__file__).resolve().parents[1]
@@ -56,6 +57,9 @@ class LZEScriptArguments:
             Text added to every question.
         reward_funcs (`list[str]`, *optional*, defaults to `["accuracy"]`):
             Reward functions by name or dotted import path; their weights are `reward_weights`.
+        soft_overlong_cache (`int`, *optional*):
+            Tokens before `max_completion_length` over which the reward `soft_overlong` falls from 0 to −1. Defaults to a
+            fifth of that length.
     """
 
     datasets: list[str] = field(
@@ -96,6 +100,12 @@ class LZEScriptArguments:
         default_factory=lambda: ["accuracy"],
         metadata={"help": "Reward functions by name or dotted import path."},
     )
+    soft_overlong_cache: int | None = field(
+        default=None,
+        metadata={
+            "help": "Tokens before the limit over which 'soft_overlong' falls from 0 to -1. Default: a fifth of it."
+        },
+    )
 
     def __post_init__(self):
         for name in ("max_train_samples", "max_eval_samples"):
@@ -106,6 +116,11 @@ class LZEScriptArguments:
             raise ValueError(
                 "`system_prompt` needs `conversational: true`: plain-text prompts have no roles. Remove it, or write "
                 "the text into the prompts."
+            )
+        if self.soft_overlong_cache is not None and SOFT_OVERLONG not in self.reward_funcs:
+            raise ValueError(
+                f"`soft_overlong_cache={self.soft_overlong_cache}` is a setting of the reward '{SOFT_OVERLONG}', and "
+                f"`reward_funcs` is {self.reward_funcs}. Add the reward, or leave it unset."
             )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from trl.rewards import get_soft_overlong_punishment
 from trl.rewards import think_format_reward as trl_think_format_reward
 
 from .grading import GradingTimeout, equal, gold_text, last_boxed, read_answer, read_gold
@@ -199,6 +200,34 @@ def format_reward(completions: list[Completion], **kwargs) -> list[float]:
     return [min(pair) for pair in zip(thought, boxed, strict=True)]
 
 
+def soft_overlong(max_completion_length: int | None, cache: int | None = None) -> RewardFunction:
+    """
+    DAPO's soft penalty for length, [`~trl.rewards.get_soft_overlong_punishment`]: 0 for completions that stay `cache` tokens
+    below the limit, then falling linearly to −1 at it (arXiv 2503.14476, Eq. 13).
+
+    Args:
+        max_completion_length (`int`): L_max, TRL's `max_completion_length`.
+        cache (`int`, *optional*): L_cache. Defaults to a fifth of the limit, as published (4,096 of 20,480 tokens).
+
+    Raises:
+        ValueError: If there is no limit, or `cache` is not within it.
+    """
+    if max_completion_length is None:
+        raise ValueError(
+            "The reward 'soft_overlong' needs a limit, and `max_completion_length` is None. Set `max_completion_length`."
+        )
+    cache = max(1, max_completion_length // 5) if cache is None else cache
+    if not 1 <= cache <= max_completion_length:
+        raise ValueError(
+            f"`soft_overlong_cache` must be between 1 and `max_completion_length` = {max_completion_length}, got {cache}. "
+            "Leave it unset for a fifth of the limit."
+        )
+    return get_soft_overlong_punishment(max_completion_length, cache)
+
+
+SOFT_OVERLONG = "soft_overlong"
+"""Name of [`soft_overlong`], which is made by settings of the run."""
+
 REWARDS: dict[str, RewardFunction] = {
     "accuracy": accuracy_reward,
     "exact_match": exact_match_reward,
@@ -208,26 +237,35 @@ REWARDS: dict[str, RewardFunction] = {
 }
 
 
-def get_reward(name: str) -> RewardFunction:
+def get_reward(
+    name: str, max_completion_length: int | None = None, soft_overlong_cache: int | None = None
+) -> RewardFunction:
     """
     Reward function by name, or by the dotted import path of one's own.
 
     Args:
         name (`str`):
-            A key of `REWARDS`, or `package.module.function`.
+            A key of `REWARDS`, `"soft_overlong"`, or `package.module.function`.
+        max_completion_length (`int`, *optional*):
+            Most tokens of a completion; needed for `"soft_overlong"`.
+        soft_overlong_cache (`int`, *optional*):
+            `cache` of [`soft_overlong`].
 
     Raises:
-        ValueError: There is no such reward function.
+        ValueError: There is no such reward function, or a setting of it is out of its range.
     """
+    if name == SOFT_OVERLONG:
+        return soft_overlong(max_completion_length, soft_overlong_cache)
     if name in REWARDS:
         return REWARDS[name]
     module_name, _, attribute = name.rpartition(".")
     if not module_name:
-        near = difflib.get_close_matches(name, REWARDS, n=1)
+        known = sorted([*REWARDS, SOFT_OVERLONG])
+        near = difflib.get_close_matches(name, known, n=1)
         hint = f" Did you mean '{near[0]}'?" if near else ""
         raise ValueError(
-            f"Unknown reward function {name!r}.{hint} Known are {sorted(REWARDS)}; for one of your own, give its "
-            "import path, such as 'my_package.my_module.my_reward'."
+            f"Unknown reward function {name!r}.{hint} Known are {known}; for one of your own, give its import path, "
+            "such as 'my_package.my_module.my_reward'."
         )
     try:
         reward = vars(importlib.import_module(module_name))[attribute]

@@ -76,7 +76,10 @@ def build_trainer(
     """The trainer of a recipe."""
     if model_args.model_name_or_path is None:
         raise RecipeError("`model_name_or_path` is not set. Give a Hub id or a local folder.")
-    reward_funcs = [get_reward(name) for name in script_args.reward_funcs]
+    reward_funcs = [
+        get_reward(name, training_args.max_completion_length, script_args.soft_overlong_cache)
+        for name in script_args.reward_funcs
+    ]
     train_dataset, eval_dataset = load_data(script_args, training_args)
     if eval_dataset is not None:
         _check_evaluation(training_args)

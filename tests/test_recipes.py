@@ -9,6 +9,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 from trl import GRPOConfig
 
 from lze_trl.config import LZEGRPOConfig
+from lze_trl.controllers import DynamicSampling, ReinforceAda
 from lze_trl.recipe import RecipeError, check_recipe, nearest, parse_recipe, read_recipe
 
 
@@ -64,11 +65,55 @@ def test_twins_differ_in_lze_fields_only(path):
 @pytest.mark.parametrize("path", [path for path in RECIPES if "demo" not in path.parts], ids=shown)
 def test_optimizer_step_has_the_size_that_the_header_names(path):
     recipe = read_recipe(path)
-    prompts = int(re.search(r"# Update: \d steps? of (\d+) prompts", path.read_text())[1])
+    prompts = int(re.search(r"# Update: \d+ steps? of (\d+) prompts", path.read_text())[1])
     gpus = 1 if path.name == "lora.yaml" else 8
     rows = gpus * recipe["per_device_train_batch_size"] * recipe["gradient_accumulation_steps"]
     assert rows == prompts * recipe["num_generations"]
     assert recipe["generation_batch_size"] % rows == 0
+
+
+MATH = ROOT / "recipes" / "Qwen2.5-Math-1.5B" / "math"
+DAPO = MATH.parent / "dapo" / "dapo.yaml"
+# What Reinforce-Ada and DAPO have in common: clip 0.2/0.28, token mean, no KL, and 512 prompts a batch at 1e-6
+PUBLISHED = {"epsilon": 0.2, "epsilon_high": 0.28, "loss_type": "dapo", "beta": 0.0, "learning_rate": 1e-6}
+NUM_PROMPTS = 512
+
+
+@pytest.mark.parametrize("name", ["reinforce_ada_balanced", "reinforce_ada_positive", "lze_reinforce_ada"])
+def test_reinforce_ada_has_the_published_settings(name):
+    _, args, _ = parse_recipe(["--config", str(MATH / f"{name}.yaml"), *ON_CPU])
+    assert {key: vars(args)[key] for key in PUBLISHED} == PUBLISHED
+    assert args.generation_batch_size // args.num_generations == NUM_PROMPTS
+    assert (args.pass_threshold, args.scale_rewards) == (0.7, "none")
+    exit_condition = "positive" if name.endswith("positive") else "balanced"
+    assert args.rollout_controller() == ReinforceAda(exit_condition, round_size=8, max_rounds=4, kept=4)
+
+
+def test_recipes_of_reinforce_ada_differ_in_what_their_names_say():
+    balanced, positive, lze = (
+        read_recipe(MATH / f"{name}.yaml")
+        for name in ("reinforce_ada_balanced", "reinforce_ada_positive", "lze_reinforce_ada")
+    )
+    assert positive == balanced | {
+        "controller": "reinforce_ada_positive",
+        "output_dir": "runs/Qwen2.5-Math-1.5B/math/reinforce_ada_positive",
+    }
+    selection = {key: read_recipe(MATH / "lze.yaml")[key] for key in ("selector", "selection_ratio", "pruning")}
+    assert lze == balanced | selection | {"output_dir": "runs/Qwen2.5-Math-1.5B/math/lze_reinforce_ada"}
+    for key in ("datasets", "eval_datasets", "system_prompt", "reward_funcs"):
+        assert balanced[key] == read_recipe(MATH / "baseline.yaml")[key]
+
+
+def test_dapo_has_the_published_settings():
+    script_args, args, _ = parse_recipe(["--config", str(DAPO), *ON_CPU])
+    assert {key: vars(args)[key] for key in PUBLISHED} == PUBLISHED
+    assert (args.scale_rewards, args.mask_truncated_completions) == ("group", False)
+    assert (args.selector, args.selection_ratio) == ("zero_variance", 1.0)
+    assert args.rollout_controller() == DynamicSampling(16, max_rounds=10, num_prompts=NUM_PROMPTS)
+    # The reward is 1 or −1 in the paper: 2 apart, at a penalty of up to 1 over the last fifth of the length
+    assert (script_args.reward_funcs, args.reward_weights) == (["accuracy", "soft_overlong"], [2.0, 1.0])
+    assert script_args.soft_overlong_cache == args.max_completion_length // 5
+    assert script_args.datasets == read_recipe(DAPO.with_name("lze.yaml"))["datasets"]
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "accelerate_configs").glob("*.yaml")), ids=shown)
@@ -115,6 +160,10 @@ def test_flags_override_the_recipe(recipe):
         ("generation_batch_size: 12\nper_device_train_batch_size: 8", r"must be divisible"),
         ("max_train_samples: 0", r"`max_train_samples` must be at least 1, got 0"),
         ("conversational: false\nsystem_prompt: Think.", r"`system_prompt` needs `conversational: true`"),
+        (
+            "soft_overlong_cache: 9\nreward_funcs: [accuracy]",
+            r"`soft_overlong_cache=9` is a setting of the reward 'soft_overlong', and `reward_funcs` is \['accuracy'\]",
+        ),
     ],
 )
 def test_bad_recipes(recipe, text, message):

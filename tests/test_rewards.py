@@ -6,8 +6,10 @@ import threading
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trl.rewards import get_soft_overlong_punishment
 
-from lze_trl import grading, rewards
+import tiny
+from lze_trl import LZEGRPOTrainer, grading, rewards
 from lze_trl.grading import gold_text, last_boxed, marked_answer, read_gold
 from lze_trl.rewards import accuracy_reward, exact_match_reward, format_reward, get_reward
 
@@ -290,9 +292,54 @@ def test_rewards_are_found_by_name_and_by_import_path():
     assert {reward.__name__ for reward in rewards.REWARDS.values()} == {f"{name}_reward" for name in rewards.REWARDS}
 
 
+@pytest.mark.parametrize("cache", [None, 2])
+def test_soft_overlong_is_the_penalty_of_dapo_from_trl(cache):
+    # L_max = 10, L_cache = 2, a fifth: 0 up to 8 tokens, then (8 − |y|) / 2 down to −1 at the limit
+    reward = get_reward("soft_overlong", max_completion_length=10, soft_overlong_cache=cache)
+    lengths = [0, 7, 8, 9, 10, 11]
+    expected = [0.0, 0.0, 0.0, -0.5, -1.0, -1.0]
+    assert reward(completion_ids=[[5] * length for length in lengths], completions=[""] * 6) == expected
+    assert type(reward) is type(get_soft_overlong_punishment(10, 2))
+
+
+def test_soft_overlong_has_room_for_one_token_at_least():
+    assert get_reward("soft_overlong", max_completion_length=4)(completion_ids=[[1] * 3, [1] * 4]) == [0.0, -1.0]
+
+
+def test_soft_overlong_in_a_training(tmp_path):
+    trainer = LZEGRPOTrainer(
+        model=tiny.model(),
+        reward_funcs=[tiny.even_length_reward, get_reward("soft_overlong", 5)],
+        args=tiny.config(tmp_path, max_steps=1, selector="all", pruning="none"),
+        train_dataset=tiny.prompts(7),
+        processing_class=tiny.tokenizer(),
+    )
+    trainer.train()
+    logs = next(logs for logs in trainer.state.log_history if "loss" in logs)
+    # An untrained model hardly ever ends by itself: L_cache is 1, so that a completion of 5 tokens has −1, others 0
+    share = logs["completions/clipped_ratio"]
+    assert share > 0.5
+    assert logs["rewards/soft_overlong_punishment_reward/mean"] == pytest.approx(-share)
+    assert trainer.ledger.groups_rolled_out == 3
+
+
+@pytest.mark.parametrize(
+    ("limit", "cache", "message"),
+    [
+        (None, None, r"needs a limit, and `max_completion_length` is None"),
+        (10, 0, r"`soft_overlong_cache` must be between 1 and `max_completion_length` = 10, got 0"),
+        (10, 11, r"`soft_overlong_cache` must be between 1 and `max_completion_length` = 10, got 11"),
+    ],
+)
+def test_soft_overlong_with_settings_that_make_no_sense(limit, cache, message):
+    with pytest.raises(ValueError, match=message):
+        get_reward("soft_overlong", limit, cache)
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
+        ("soft_overlongg", r"Did you mean 'soft_overlong'\?"),
         ("acuracy", r"Unknown reward function 'acuracy'. Did you mean 'accuracy'\?"),
         ("zzz", r"Known are \['accuracy', "),
         ("lze_trl.rewards.exact_mach_reward", r"Did you mean 'exact_match_reward'\?"),
