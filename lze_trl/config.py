@@ -86,8 +86,9 @@ class LZEGRPOConfig(GRPOConfig):
         controller (`str`, *optional*, defaults to `"uniform"`):
             Who gets how many completions: `"uniform"` (`num_generations` each), `"reinforce_ada_positive"` or
             `"reinforce_ada_balanced"` (in rounds, until a prompt has a positive, or enough of either kind), `"dynamic"`
-            (DAPO: further prompts, until enough groups are alive), or `"allocation"` (a fixed budget, shared out by expected
-            energy). A `RolloutController` passed to the trainer wins.
+            (DAPO: further prompts, until enough groups are alive), `"allocation"` (a fixed budget, shared out by expected
+            energy), or `"probing"` (half of each group, the other half only where the first has a signal). A
+            `RolloutController` passed to the trainer wins.
         round_size (`int`, *optional*, defaults to `8`):
             M, completions of each active prompt in a round of Reinforce-Ada.
         max_rounds (`int`, *optional*, defaults to `4`):
@@ -248,7 +249,7 @@ class LZEGRPOConfig(GRPOConfig):
         default="uniform",
         metadata={
             "help": "How many completions a prompt gets: 'uniform', 'reinforce_ada_positive', 'reinforce_ada_balanced', "
-            "'dynamic' or 'allocation'.",
+            "'dynamic', 'allocation' or 'probing'.",
         },
     )
     round_size: int = field(

@@ -25,7 +25,7 @@ from .energy import differ
 from .groups import Prompts, Rollouts
 
 
-CONTROLLERS = ("uniform", "reinforce_ada_positive", "reinforce_ada_balanced", "dynamic", "allocation")
+CONTROLLERS = ("uniform", "reinforce_ada_positive", "reinforce_ada_balanced", "dynamic", "allocation", "probing")
 
 
 class RolloutController(ABC):
@@ -193,6 +193,31 @@ class DynamicSampling(RolloutController):
 
 
 @dataclass(frozen=True)
+class Probing(RolloutController):
+    """
+    Half of each group first, the other half only where the first has a signal.
+
+    A prompt whose first completions all pass or all fail is left at that: it costs half. What is lost are groups that
+    only their second half would have brought to life, those whose pass rate is close to 0 or 1.
+
+    Args:
+        group_size (`int`): G, at least 4.
+    """
+
+    group_size: int
+
+    def __post_init__(self):
+        _check_at_least("num_generations", self.group_size, 4, "`controller='probing'` draws at least 2 to begin with")
+
+    def draw(self, round: int, prompts: Prompts, drawn: Rollouts, rng: np.random.Generator) -> np.ndarray:
+        half = self.group_size // 2
+        if round == 0:
+            return np.full(len(prompts), half, dtype=np.int64)
+        alive = differ(drawn.outcomes, drawn.group, drawn.num_groups)
+        return np.where(alive & (drawn.sizes < self.group_size) & (round == 1), self.group_size - half, 0)
+
+
+@dataclass(frozen=True)
 class Allocation(RolloutController):
     """
     A fixed budget of rollouts, shared out in one round in proportion to softmax(score / τ).
@@ -301,6 +326,8 @@ def make_controller(
         return UniformController(group_size)
     if name == "dynamic":
         return DynamicSampling(group_size, max_rounds, num_prompts)
+    if name == "probing":
+        return Probing(group_size)
     if name == "allocation":
         return Allocation(budget, num_prompts, temperature, minimum, maximum, young)
     return ReinforceAda(name.removeprefix("reinforce_ada_"), round_size, max_rounds, kept)

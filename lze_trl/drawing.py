@@ -17,7 +17,7 @@ from .planner import Plan
 from .pruning import keyed_rng
 from .reporting import merge_rounds
 from .rollout import Scored, gather_rollouts, joined, local_loss_tokens, outcomes_of, without_empty_groups
-from .selectors import quota
+from .selectors import quota, ramped_ratio
 
 
 MAX_ROUNDS = 100
@@ -33,7 +33,7 @@ class DrawingTrainer(GRPOTrainer):
             group = np.repeat(np.arange(plan.num_prompts), self.num_generations)
             return self._roll_out(plan.inputs, group, plan.num_prompts)
         rng = keyed_rng(self.args.seed, self._generation, "rollouts")
-        wanted_groups = quota(self.args.selection_ratio, plan.num_prompts)
+        wanted_groups = self._quota(plan.num_prompts)
         before = {name: len(values) for name, values in self._metrics["train"].items()}
         parts: list[Scored] = []
         for index in range(MAX_ROUNDS + 1):
@@ -53,6 +53,14 @@ class DrawingTrainer(GRPOTrainer):
             return None
         merge_rounds(self._metrics["train"], before, [part.rollouts.num_rows for part in parts])
         return without_empty_groups(joined(parts, self.planner.ids_of(plan.rows)))
+
+    def _quota(self, num_prompts: int) -> int:
+        """K, the number of groups that the update of this batch wants."""
+        args = self.args
+        return quota(
+            ramped_ratio(args.selection_ratio, self._generation, args.selection_warmup, args.selection_ramp),
+            num_prompts,
+        )
 
     def _extend(self, plan: Plan, drawn: Rollouts, index: int, wanted_groups: int):
         """Give the batch further prompts if the controller wants them."""

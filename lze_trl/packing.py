@@ -18,6 +18,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .cuts import Hands, Room
+
 
 ROW_MEAN_LOSSES = ("grpo", "sapo", "luspo", "dr_grpo")
 """Loss types that TRL averages over the rows of a micro-batch."""
@@ -38,8 +40,8 @@ class Geometry:
         num_processes (`int`): W.
         steps_per_generation (`int`): S.
         chunk_steps (`int`): g, micro-steps of a chunk.
-        micro_batch_rows (`int`): Rows of a micro-batch on one process.
-        max_tokens (`int`, *optional*): Token budget of a micro-batch on one process; replaces the row limit.
+        micro_batch_rows (`int`): Rows of a micro-batch on one process, if they are as long as the longest.
+        max_tokens (`int`, *optional*): Token budget of a micro-batch on one process; replaces the rows.
     """
 
     num_processes: int
@@ -158,64 +160,92 @@ class Layout:
         return np.sort(np.concatenate(rows)) if rows else np.empty(0, dtype=np.int64)
 
 
-def pack(prompt_tokens: np.ndarray, completion_tokens: np.ndarray, chunk: np.ndarray, geometry: Geometry) -> Layout:
+def pack(
+    prompt_tokens: np.ndarray,
+    completion_tokens: np.ndarray,
+    chunk: np.ndarray,
+    geometry: Geometry,
+    owner: np.ndarray | None = None,
+) -> Layout:
     """
-    Lay the chosen rows out in as few micro-steps as fit.
+    Lay the chosen rows out in micro-steps, so that little padding is computed.
 
-    In each chunk the rows are sorted by length and cut into micro-steps; those of a micro-step are dealt to the
-    processes, so that all of them compute the same number of rows of about the same length at the same time.
+    In each chunk the rows are sorted by length and cut into at most g micro-steps; those of a micro-step are dealt to
+    the processes, so that all of them compute the same number of rows of about the same length at the same time.
+
+    Without a token budget, a micro-batch may hold what `micro_batch_rows` of the longest chosen rows would take: fewer
+    of the long rows, more of the short ones, and never more tokens than in TRL's own micro-batches. A limit is exceeded
+    only where all micro-steps together have no room for the rows, or one row is longer than the budget.
 
     Args:
         prompt_tokens (`np.ndarray` of shape `(n,)`): Prompt length of each chosen row.
         completion_tokens (`np.ndarray` of shape `(n,)`): Completion length of each chosen row.
         chunk (`np.ndarray` of shape `(n,)`): Chunk of each chosen row.
         geometry ([`Geometry`]): Shape of the update.
+        owner (`np.ndarray` of shape `(n,)`, *optional*):
+            Process that holds each chosen row; as many as possible stay where they are.
 
     Returns:
         [`Layout`]: The same on every process.
     """
     micro_steps = []
+    room = _room(prompt_tokens, completion_tokens, geometry)
+    turn = np.arange(len(chunk)) if owner is None else _place(owner, geometry.num_processes)
     for index in range(geometry.num_chunks):
         rows = np.flatnonzero(chunk == index)
-        # Long completions first; prompts decide among equals
-        rows = rows[np.lexsort((rows, -prompt_tokens[rows], -completion_tokens[rows]))]
-        cuts = _cut(prompt_tokens[rows], completion_tokens[rows], geometry)
-        batches = [_deal(part, geometry.num_processes) for part in np.split(rows, cuts[1:-1])] if len(rows) else []
+        # Long rows first; completions decide among equals, and the rest come from all processes in turn
+        tokens = prompt_tokens[rows] + completion_tokens[rows]
+        rows = rows[np.lexsort((turn[rows], -completion_tokens[rows], -tokens))]
+        parts = []
+        if len(rows):
+            hands = Hands(prompt_tokens[rows], completion_tokens[rows], geometry.num_processes)
+            cuts = np.array(hands.cut(room, geometry.chunk_steps)[1:-1], dtype=np.int64)
+            parts = np.split(rows, cuts * geometry.num_processes)
+        batches = [_deal(part, geometry.num_processes, owner) for part in parts]
         micro_steps += [None] * (geometry.chunk_steps - len(batches)) + batches
     return Layout(micro_steps)
 
 
-def _cut(prompt_tokens: np.ndarray, completion_tokens: np.ndarray, geometry: Geometry) -> list[int]:
-    """Boundaries of the micro-steps in rows sorted by length, at most g of them."""
-    n, processes = len(prompt_tokens), geometry.num_processes
-    cuts = [0]
-    while cuts[-1] < n:
-        cuts.append(min(n, cuts[-1] + processes * _fit(prompt_tokens, completion_tokens, cuts[-1], geometry)))
-    if len(cuts) - 1 <= geometry.chunk_steps:
-        return cuts
-    # The budget is too small for the micro-steps there are: share the rows out evenly
-    return np.linspace(0, n, geometry.chunk_steps + 1).astype(int).tolist()
+def _room(prompt_tokens: np.ndarray, completion_tokens: np.ndarray, geometry: Geometry) -> Room:
+    """Room of a micro-batch: the token budget, or what TRL's would take with the longest chosen prompt and completion."""
+    if geometry.max_tokens is not None:
+        return Room(geometry.max_tokens, geometry.max_tokens)
+    longest = completion_tokens.max(initial=0)
+    rows = geometry.micro_batch_rows
+    return Room(rows * (prompt_tokens.max(initial=0) + longest), rows * longest)
 
 
-def _fit(prompt_tokens: np.ndarray, completion_tokens: np.ndarray, start: int, geometry: Geometry) -> int:
-    """Rows a process that fit in a micro-batch beginning at `start`, at least 1."""
-    if geometry.max_tokens is None:
-        return geometry.micro_batch_rows
-    widths = np.maximum.accumulate(prompt_tokens[start:]) + completion_tokens[start]
-    rows = -(-np.arange(1, len(widths) + 1) // geometry.num_processes)  # rows of the fullest process
-    fitting = int((rows * widths <= geometry.max_tokens).sum())
-    if fitting == len(widths):
-        return -(-fitting // geometry.num_processes)
-    return max(1, fitting // geometry.num_processes)
-
-
-def _deal(rows: np.ndarray, num_processes: int) -> MicroBatch:
-    """Deal sorted rows to the processes like cards; short hands get a filler, a copy of the shortest row."""
+def _deal(rows: np.ndarray, num_processes: int, owner: np.ndarray | None = None) -> MicroBatch:
+    """
+    Deal sorted rows to the processes, like cards, or so that few of them move. Who gets one less has a filler, a copy of
+    the shortest row of another process.
+    """
     per_process = -(-len(rows) // num_processes)
-    padded = np.concatenate([rows, np.full(per_process * num_processes - len(rows), rows[-1])])
-    filler = np.arange(len(padded)) >= len(rows)
-    hands = (per_process, num_processes)
-    return MicroBatch(padded.reshape(hands).T.copy(), filler.reshape(hands).T.copy())
+    missing = per_process * num_processes - len(rows)
+    if owner is None:
+        process = np.arange(len(rows)) % num_processes
+        short = np.arange(num_processes - missing, num_processes)
+    else:
+        process = owner[rows]
+        own = np.bincount(process, minlength=num_processes)
+        short = np.argsort(own, kind="stable")[:missing]
+        hand = np.full(num_processes, per_process)
+        hand[short] -= 1
+        too_many = _place(process, num_processes) >= hand[process]
+        process[too_many] = np.repeat(np.arange(num_processes), np.maximum(hand - own, 0))
+    padded = np.concatenate([rows, [rows[process != rank][-1] for rank in short]]).astype(np.int64)
+    order = np.argsort(np.concatenate([process, short]), kind="stable")
+    hands = (num_processes, per_process)
+    return MicroBatch(padded[order].reshape(hands), (order >= len(rows)).reshape(hands))
+
+
+def _place(owner: np.ndarray, num_processes: int) -> np.ndarray:
+    """Place of each row among those of its owner, shape `(n,)`."""
+    rows = np.bincount(owner, minlength=num_processes)
+    by_owner = np.argsort(owner, kind="stable")
+    place = np.empty(len(owner), dtype=np.int64)
+    place[by_owner] = np.arange(len(owner)) - (np.cumsum(rows) - rows)[owner[by_owner]]
+    return place
 
 
 def unpacked(chunk: np.ndarray, geometry: Geometry) -> Layout:

@@ -25,7 +25,7 @@ from .planner import Plan
 from .pruning import keyed_rng
 from .reporting import batch_metrics
 from .rollout import Scored
-from .selectors import choose, quota, ramped_ratio
+from .selectors import choose
 from .surplus import Pool, spread
 from .tensors import TensorTrainer
 
@@ -80,7 +80,7 @@ class GenerationPipeline(TensorTrainer):
         build = time.perf_counter()
         batch = self._lay_out(fresh, pool, chosen)
         if self.controller.draws_prompts:
-            self._carry_over(pool, pool.groups.alive & ~chosen_groups)
+            self._carry_over(pool, pool.groups.alive & ~chosen_groups, fresh.local.logprobs is not None)
         build_seconds = time.perf_counter() - build
         account(self.ledger, fresh.rollouts, groups, rollouts, chosen, self._logprob_passes, self.num_iterations)
         self._log_batch(plan, groups, pool, chosen_groups, batch, foreseen)
@@ -92,10 +92,7 @@ class GenerationPipeline(TensorTrainer):
 
     def _select(self, groups: Groups, num_prompts: int) -> np.ndarray:
         """Whether each group is trained on, shape `(P,)`."""
-        ratio = ramped_ratio(
-            self.args.selection_ratio, self._generation, self.args.selection_warmup, self.args.selection_ramp
-        )
-        k = quota(ratio, num_prompts)
+        k = self._quota(num_prompts)
         rng = keyed_rng(self.args.seed, self._generation, "selection")
         if not self.controller.draws_prompts:
             return choose(self.selector, groups, k, rng)
@@ -106,15 +103,22 @@ class GenerationPipeline(TensorTrainer):
             chosen[alive[picked[:k]]] = True
         return chosen
 
-    def _carry_over(self, pool: Pool, waiting: np.ndarray):
-        """Keep the live groups that were not chosen, unless they would be too old for the next batch."""
+    def _carry_over(self, pool: Pool, waiting: np.ndarray, told: bool):
+        """
+        Keep the live groups that were not chosen, unless they would be too old for the next batch.
+
+        Args:
+            pool ([`Pool`]): Groups of this batch and earlier ones.
+            waiting (`np.ndarray` of shape `(P,)`): Live groups that were not chosen.
+            told (`bool`): Whether the engine has told the log-probabilities of this batch's completions.
+        """
         kept = waiting & (self._generation + 1 - pool.born <= self.args.surplus_max_age)
         self.ledger.surplus_dropped += int((waiting & ~kept).sum())
         self._surplus = None
         if not kept.any():
             return
         scored, layout, held = spread(pool.scored, kept, self.geometry, self.accelerator)
-        if not self.use_vllm and self.rollout_func is None:  # else the engine has told them
+        if not told and (pool.born[kept] == self._generation).any():
             self._complete_logprobs(scored.local, layout, held)
         self._surplus = Pool(scored, pool.groups.take(np.flatnonzero(kept)), pool.born[kept])
 

@@ -35,6 +35,7 @@ def save_state(trainer: "LZEGRPOTrainer", directory: str):
         "mid_batch": trainer._mid_batch,
         "pruning": trainer.args.pruning,
         "pruning_policy": trainer.args.pruning_policy,
+        "draws_prompts": trainer.controller.draws_prompts,
         "surplus": 0 if trainer._surplus is None else len(trainer._surplus),
         "ledger": asdict(trainer.ledger),
         "server_batches": trainer.vllm_generation.batches if _over_http(trainer) else 0,
@@ -66,6 +67,13 @@ def restore(trainer: "LZEGRPOTrainer", directory: str):
                 f"{vars(trainer.args)[name]!r}. Resume with the same setting, or start a new run with "
                 f"`state_from={directory!r}`."
             )
+    if meta["draws_prompts"] != trainer.controller.draws_prompts:
+        drew = "draws" if meta["draws_prompts"] else "does not draw"
+        raise ValueError(
+            f"The checkpoint was written with a controller that {drew} further prompts, unlike "
+            f"`{type(trainer.controller).__name__}`. Resume with the same `controller`, or start a new run with "
+            f"`state_from={directory!r}`."
+        )
     if meta["mid_batch"] and meta["num_processes"] != trainer.accelerator.num_processes:
         raise ValueError(
             f"The checkpoint falls into the middle of a generation batch of {meta['num_processes']} processes, and "

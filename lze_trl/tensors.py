@@ -98,25 +98,28 @@ class TensorTrainer(DrawingTrainer):
 
     @contextmanager
     def _whole_batch_logs(self, scored: Scored):
-        """Let TRL log the rewards of the whole batch, and fill its table with all completions, not the chosen ones."""
+        """
+        Let TRL log the rewards of the whole batch, and fill its table with all completions, not the chosen ones.
+
+        The table has as many rows as the batch: TRL's own keeps `generation_batch_size` of them.
+        """
         size = scored.rollouts.num_rows
-        logs, scratch = self._logs, {"images": deque(maxlen=size), "prompt": deque(), "completion": deque()}
-        scratch |= {"advantages": deque(maxlen=size)}
-        scratch |= {name: defaultdict(lambda: deque(maxlen=size)) for name in ("rewards", "extra")}
+        table = {name: deque(maxlen=size) for name in ("images", "prompt", "completion", "advantages")}
+        table |= {name: defaultdict(lambda: deque(maxlen=size)) for name in ("rewards", "extra")}
+        extra = {}
         for column in sorted(set(gather_object(list(self._pending_extra_logs)))):
-            values = self._pending_extra_logs.pop(column, [None] * len(scored.inputs))
-            logs["extra"][column].extend(scored.gathered(values))
-        self._logs = scratch
+            extra[column] = scored.gathered(self._pending_extra_logs.pop(column, [None] * len(scored.inputs)))
+        kept, self._logs = self._logs, table
         try:
-            yield scratch
+            yield table
         finally:
-            self._logs = logs
+            self._logs = kept
         if self.log_completions:
-            logs["prompt"].extend(scored.gathered([row["prompt"] for row in scored.inputs]))
-            logs["completion"].extend(scored.gathered(scored.texts))
-            logs["advantages"].extend(scratch["advantages"])
-            for name, values in scratch["rewards"].items():
-                logs["rewards"][name].extend(values)
+            table["prompt"].extend(scored.gathered([row["prompt"] for row in scored.inputs]))
+            table["completion"].extend(scored.gathered(scored.texts))
+            for column, values in extra.items():
+                table["extra"][column].extend(values)
+            self._logs = table
 
     def _packed_batches(
         self, layout: Layout, local_rows: np.ndarray, prompt_tokens: np.ndarray, completion_tokens: np.ndarray

@@ -15,6 +15,7 @@ from lze_trl.controllers import (
     CONTROLLERS,
     Allocation,
     DynamicSampling,
+    Probing,
     ReinforceAda,
     RolloutController,
     UniformController,
@@ -272,6 +273,25 @@ def test_further_prompts(round, live, k, expected):
     assert ask_more(controller, round, fresh(4), drawn, live, k) == expected
 
 
+def test_probing_goes_on_where_there_is_a_signal():
+    # G = 5: 2 first; then 3 more where those differ. A group with one scored completion has no signal
+    controller = Probing(group_size=5)
+    assert (
+        ask(controller, 0, fresh(4), rollouts({0: [], 1: [], 2: [], 3: []}), keyed_rng(0, 1, "rollouts")).tolist()
+        == [2] * 4
+    )
+    drawn = rollouts({0: [1, 0], 1: [1, 1], 2: [0, 0], 3: [1, NAN]})
+    assert ask(controller, 1, fresh(4), drawn, keyed_rng(0, 1, "rollouts")).tolist() == [3, 0, 0, 0]
+    drawn = rollouts({0: [1, 0, 1, 1, 1], 1: [1, 1], 2: [0, 0], 3: [1, NAN]})
+    assert ask(controller, 2, fresh(4), drawn, keyed_rng(0, 1, "rollouts")).tolist() == [0] * 4
+    assert ask_keep(controller, drawn, keyed_rng(0, 1, "keep")).all()
+
+
+def test_probing_needs_two_completions_to_begin_with():
+    with pytest.raises(ValueError, match=r"`num_generations` must be at least 4, got 3. .*probing"):
+        Probing(3)
+
+
 def test_further_prompts_are_rounded_up():
     # 2 of 3 live, 3 more are wanted: 4.5
     drawn = rollouts({0: [1, 0], 1: [0, 1], 2: [1, 1]})
@@ -466,6 +486,7 @@ def settings(**given) -> dict:
         ("reinforce_ada_balanced", ReinforceAda("balanced", 3, 5, 6)),
         ("dynamic", DynamicSampling(4, 5, 7)),
         ("allocation", Allocation(40, 7, 0.3, 3, 9, 60)),
+        ("probing", Probing(4)),
     ],
 )
 def test_names(name, controller):

@@ -1,7 +1,6 @@
 """Packing: where a row is computed never changes what it weighs."""
 
 import itertools
-import math
 
 import numpy as np
 import pytest
@@ -36,12 +35,12 @@ def rows_of(layout: Layout) -> list[list[list[int]] | None]:
 
 
 def test_pack_one_process():
-    # S = 4, g = 2, two rows a micro-batch. Chunk 0 has three rows: the longest two, then the short one. Chunk 1 has two
-    # rows, one micro-batch: its first micro-step is empty, so that the last one synchronises
+    # S = 4, g = 2, room for two rows of 7 + 9 tokens. Chunk 0 has three rows: the longest two, then the short one. Chunk 1
+    # has two rows, one micro-batch: its first micro-step is empty, so that the last one synchronises
     geometry = Geometry(num_processes=1, steps_per_generation=4, chunk_steps=2, micro_batch_rows=2)
     completions, prompts = np.array([5, 1, 9, 4, 4]), np.array([3, 3, 3, 2, 7])
     layout = pack(prompts, completions, np.array([0, 0, 0, 1, 1]), geometry)
-    assert rows_of(layout) == [[[2, 0]], [[1]], None, [[4, 3]]]  # of equal completions, the longer prompt first
+    assert rows_of(layout) == [[[2, 0]], [[1]], None, [[4, 3]]]
     assert layout.rows_of(0).tolist() == [0, 1, 2, 3, 4]
 
 
@@ -54,6 +53,47 @@ def test_pack_deals_rows_to_the_processes():
     assert layout.micro_steps[2].rows.tolist() == [[1], [1]]
     assert layout.rows_of(0).tolist() == [0, 1, 2]
     assert layout.rows_of(1).tolist() == [1, 3, 4]
+
+
+def test_of_rows_of_one_length_the_longer_completion_comes_first():
+    geometry = Geometry(num_processes=1, steps_per_generation=1, chunk_steps=1, micro_batch_rows=4)
+    prompts, completions = np.array([5, 7, 3, 5]), np.array([4, 2, 6, 5])
+    assert rows_of(pack(prompts, completions, np.zeros(4, dtype=int), geometry)) == [[[3, 2, 0, 1]]]
+
+
+def test_short_rows_share_the_room_of_the_longest():
+    # Two rows a micro-batch, the longest with 10 + 50 tokens: room for 120, and for 100 of completions. Five rows of
+    # 10 + 10 take exactly as many completion tokens as 10 + 50 twice would, but more rows
+    geometry = Geometry(num_processes=1, steps_per_generation=4, chunk_steps=4, micro_batch_rows=2)
+    completions = np.array([10, 50, 10, 50, 10, 10, 10])
+    layout = pack(np.full(7, 10), completions, np.zeros(7, dtype=int), geometry)
+    assert rows_of(layout) == [None, None, [[1, 3]], [[0, 2, 4, 5, 6]]]
+
+
+def test_rows_stay_with_their_owner():
+    # W = 2, two micro-batches of two rows each. Process 0 holds the longest three: one of them has to move
+    geometry = Geometry(num_processes=2, steps_per_generation=1, chunk_steps=1, micro_batch_rows=2)
+    owner = np.array([0, 0, 0, 1])
+    layout = pack(np.ones(4, dtype=int), np.array([9, 8, 7, 6]), np.zeros(4, dtype=int), geometry, owner)
+    assert rows_of(layout) == [[[0, 1], [2, 3]]]
+    layout = pack(np.ones(4, dtype=int), np.array([9, 8, 7, 6]), np.zeros(4, dtype=int), geometry, 1 - owner)
+    assert rows_of(layout) == [[[2, 3], [0, 1]]]
+
+
+def test_rows_of_one_length_come_from_all_processes():
+    # Each process holds a block of the batch, as after generation: nothing has to move
+    geometry = Geometry(num_processes=2, steps_per_generation=2, chunk_steps=2, micro_batch_rows=2)
+    layout = pack(np.ones(8, int), np.ones(8, int), np.zeros(8, int), geometry, np.repeat([0, 1], 4))
+    assert rows_of(layout) == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
+
+
+def test_the_filler_goes_to_who_holds_least():
+    # W = 3 and five rows, two each: process 1 holds one row, and gets no other
+    geometry = Geometry(num_processes=3, steps_per_generation=1, chunk_steps=1, micro_batch_rows=2)
+    owner = np.array([0, 2, 2, 1, 0])
+    layout = pack(np.ones(5, dtype=int), np.array([9, 8, 7, 6, 5]), np.zeros(5, dtype=int), geometry, owner)
+    assert rows_of(layout) == [[[0, 4], [3, -1], [1, 2]]]
+    assert layout.micro_steps[0].rows[1].tolist() == [3, 4]  # a copy of the shortest row
 
 
 def test_pack_by_token_budget():
@@ -212,6 +252,9 @@ def batches(draw, budget: bool = True):
 
 LAYOUTS = {
     "packed": lambda geometry, prompts, completions, chunk: pack(prompts, completions, chunk, geometry),
+    "packed-in-place": lambda geometry, prompts, completions, chunk: pack(
+        prompts, completions, chunk, geometry, (7 * prompts + completions) % geometry.num_processes
+    ),
     "unpacked": lambda geometry, prompts, completions, chunk: unpacked(chunk, geometry),
 }
 
@@ -234,7 +277,7 @@ def test_every_layout(name, batch):
             assert (reference.chunk[micro_batch.rows] == start // geometry.chunk_steps).all()
             assert (~micro_batch.filler).any()
             assert micro_batch.filler.sum() < geometry.num_processes
-            if geometry.max_tokens is None:
+            if geometry.max_tokens is None and name == "unpacked":
                 assert micro_batch.rows.shape[1] <= geometry.micro_batch_rows
             real += micro_batch.rows[~micro_batch.filler].tolist()
     assert sorted(real) == list(range(len(prompts)))  # every chosen row exactly once
@@ -247,22 +290,45 @@ def test_every_layout(name, batch):
 def test_packed_rows_are_sorted_by_length(batch):
     geometry, prompts, completions, reference = batch
     layout = pack(prompts, completions, reference.chunk, geometry)
+    lengths = prompts + completions
     for start in range(0, geometry.steps_per_generation, geometry.chunk_steps):
         window = [m for m in layout.micro_steps[start : start + geometry.chunk_steps] if m is not None]
         for longer, shorter in itertools.pairwise(window):
-            assert completions[longer.rows].min() >= completions[shorter.rows].max()
+            assert lengths[longer.rows].min() >= lengths[shorter.rows].max()
+
+
+@given(batches(), st.integers(0, 2**16))
+def test_no_more_rows_move_than_have_to(batch, seed):
+    geometry, prompts, completions, reference = batch
+    owner = np.random.default_rng(seed).integers(0, geometry.num_processes, size=len(prompts))
+    layout = pack(prompts, completions, reference.chunk, geometry, owner)
+    cards = pack(prompts, completions, reference.chunk, geometry)
+    for micro_batch, dealt in zip(layout.micro_steps, cards.micro_steps, strict=True):
+        if micro_batch is None:
+            assert dealt is None
+            continue
+        real = ~micro_batch.filler
+        assert sorted(micro_batch.rows[real].tolist()) == sorted(dealt.rows[~dealt.filler].tolist())
+        held = np.bincount(owner[micro_batch.rows[real]], minlength=geometry.num_processes)
+        stay = sum(
+            (owner[rows[kept]] == rank).sum()
+            for rank, (rows, kept) in enumerate(zip(micro_batch.rows, real, strict=True))
+        )
+        # The fewest that can move are those that their owner has no place for
+        assert stay == np.minimum(held, real.sum(axis=1)).sum()
+        assert stay >= np.sort(np.minimum(held, real.shape[1]))[::-1].sum() - micro_batch.filler.sum()
 
 
 @given(batches(budget=False))
-def test_packing_by_rows_uses_as_few_micro_steps_as_fit(batch):
+def test_packing_by_rows_takes_no_more_memory_than_trl(batch):
     geometry, prompts, completions, reference = batch
     layout = pack(prompts, completions, reference.chunk, geometry)
-    for chunk in range(geometry.num_chunks):
-        window = layout.micro_steps[chunk * geometry.chunk_steps : (chunk + 1) * geometry.chunk_steps]
-        rows = int((reference.chunk == chunk).sum())
-        assert sum(m is not None for m in window) == math.ceil(
-            rows / (geometry.num_processes * geometry.micro_batch_rows)
-        )
+    for micro_batch in filter(None, layout.micro_steps):
+        for rows in micro_batch.rows:
+            widths = prompts[rows].max(), completions[rows].max()
+            # TRL pads every micro-batch to the longest prompt and the longest completion of all
+            assert len(rows) * sum(widths) <= geometry.micro_batch_rows * (prompts.max() + completions.max())
+            assert len(rows) * widths[1] <= geometry.micro_batch_rows * completions.max()
 
 
 @given(st.integers(1, 3), st.integers(0, 20), st.integers(1, 80), st.integers(0, 2**16))

@@ -6,7 +6,18 @@ import sys
 import pytest
 
 
-PURE = ["energy", "groups", "posterior", "state", "selectors", "pruning", "packing", "allocation", "controllers", "advantages"]
+PURE = [
+    "energy",
+    "groups",
+    "posterior",
+    "state",
+    "selectors",
+    "pruning",
+    "packing",
+    "allocation",
+    "controllers",
+    "advantages",
+]
 
 
 @pytest.mark.parametrize("modules", [PURE], ids=[" ".join(PURE)])

@@ -94,6 +94,7 @@ ATTRIBUTES = [
     "reward_func_names",
     "reward_weights",
     "router_aux_loss_coef",
+    "scale_rewards",
     "shuffle_dataset",
     "use_vllm",
     "vllm_importance_sampling_correction",
@@ -105,6 +106,44 @@ STATEMENTS = [
         GRPOTrainer._generate,
         ["return prompt_ids, completion_ids, tool_mask, completions, logprobs, extra_fields, images, tool_images"],
         "`_build_tensors` answers with this tuple",
+    ),
+    (
+        GRPOTrainer._generate,
+        [
+            'self._metrics[mode]["num_tokens"] = [',
+            'self._metrics[mode]["completions/mean_length"].append(',
+            'self._metrics[mode]["completions/min_length"].append(',
+            'self._metrics[mode]["completions/max_length"].append(',
+            'self._metrics[mode]["completions/clipped_ratio"].append(',
+            "term_completion_lengths = torch.zeros(1, device=device)",
+            'self._metrics[mode]["completions/mean_terminated_length"].append(',
+            'self._metrics[mode]["completions/min_terminated_length"].append(',
+            'self._metrics[mode]["completions/max_terminated_length"].append(',
+        ],
+        "`merge_rounds` turns these metrics of several rounds into those of the batch",
+    ),
+    (
+        GRPOTrainer._generate,
+        [
+            "num_generations = self.num_generations if mode",
+            "self._generate_single_turn(",
+        ],
+        "`_roll_out_round` tells an engine by `num_generations` how often to complete each prompt",
+    ),
+    (
+        GRPOTrainer._generate_single_turn,
+        [
+            "if self.state.global_step != self._last_loaded_step:",
+            "self.vllm_generation.sync_weights()",
+            "self._last_loaded_step = self.state.global_step",
+            "num_generations=num_generations",
+        ],
+        "vLLM gets the weights once an update, not once a round",
+    ),
+    (
+        GRPOTrainer._log_completion_extra,
+        ["self._pending_extra_logs[column].extend(values)"],
+        "`_whole_batch_logs` finds the values of all rounds there",
     ),
     (
         GRPOTrainer._prepare_inputs,
@@ -150,6 +189,20 @@ STATEMENTS = [
             "self._pending_extra_logs",
         ],
         "`_whole_batch_logs` reads the advantages of the whole batch there",
+    ),
+    (
+        GRPOTrainer._generate_and_score_completions,
+        [
+            "generate_every = self.args.steps_per_generation * self.num_iterations",
+            "if self.args.gradient_accumulation_steps % generate_every != 0 or (",
+            "old_per_token_logps, _, _ = self._get_per_token_logps_and_entropies(",
+            "num_generations = self.num_generations if mode",
+            "rewards.view(-1, num_generations)",
+            "if num_generations > 1:",
+            'self._metrics[mode]["frac_reward_zero_std"].append(',
+            'output["old_per_token_logps"] = old_per_token_logps',
+        ],
+        "`_batch_as_trl_knows_it` makes groups of unequal size groups of one, and old log-probabilities computed",
     ),
     (
         GRPOTrainer._compute_loss,

@@ -58,10 +58,17 @@ STRATEGIES: dict[str, Strategy] = {
     "dapo": Strategy(
         "DAPO refill", _selecting("zero_variance", selection_ratio=1.0, controller="dynamic", max_rounds=4)
     ),
-    # Prompts without a signal sit out, solved and hopeless ones, and nothing takes their slots: each step costs less
+    "lze_probing": Strategy("LZE + probing", _selecting("energy", selection_ratio=0.4, controller="probing")),
+    # Dead groups cost half; and prompts that stay without a signal sit out, their slots with them, so that steps cost less
     "recommended": Strategy(
-        "recommended",
-        {"selector": "energy", "selection_ratio": 0.4, "pruning": "skip", "pruning_policy": "greso"},
+        "recommended: LZE + probing + GRESO",
+        {
+            "selector": "energy",
+            "selection_ratio": 0.4,
+            "controller": "probing",
+            "pruning": "skip",
+            "pruning_policy": "greso",
+        },
     ),
 }
 QUICK = (BASELINE, "lze", "lze_pruned", "recommended")

@@ -86,10 +86,9 @@ TASKS: dict[str, Task] = {
             "max_completion_length": 8,
         },
         learning_rate=5e-5,
-        steps=100,
+        steps=200,
         quick_steps=50,
         eval_every=5,
-        train_limit=1024,  # about six passes in a run: pruning is about prompts that come back
     ),
 }
 

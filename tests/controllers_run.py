@@ -1,0 +1,189 @@
+"""Watched training runs, for the tests of the rollout controllers; also under a launcher.
+
+    torchrun --nproc-per-node 2 tests/controllers_run.py CASES.json
+
+`CASES.json` maps a name to the settings of a run; next to it, each run leaves `NAME.W.RANK.json` and `NAME.W.pt`, for
+W processes. Without `urls` of vLLM servers, completions are a function of prompt, generation batch and place in the
+group, over all rounds: what is left to differ between numbers of processes is what the trainer decides.
+"""
+
+import gc
+import hashlib
+import json
+import os
+import sys
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import gather_object
+
+import tiny
+from lze_trl import LZEGRPOTrainer
+from lze_trl.identity import ID_COLUMN
+
+
+PROMPTS = 17
+CONTROLLERS = {
+    "uniform": {},
+    "reinforce_ada_positive": {"round_size": 2, "max_rounds": 3},
+    "reinforce_ada_balanced": {"round_size": 4, "max_rounds": 3},
+    "dynamic": {"max_rounds": 2},
+    "allocation": {"rollout_budget": 26, "max_rollouts": 8, "young_rollouts": 4},
+    "probing": {},
+}
+"""Settings of every controller for batches of 6 prompts; their numbers divide evenly over two processes."""
+
+
+def passes(completion: list[int]) -> float:
+    """A completion passes if its first token is a multiple of 4."""
+    return float(completion[0] % 4 == 0)
+
+
+def quarter_reward(completion_ids, **kwargs):
+    """Passes about one completion in four."""
+    return [passes(completion) for completion in completion_ids]
+
+
+def no_reward(completion_ids, **kwargs):
+    """Passes nothing."""
+    return [0.0] * len(completion_ids)
+
+
+class WatchedTrainer(LZEGRPOTrainer):
+    """
+    Notes what it does, in numbers that JSON can hold: every round of generation, what each generation batch trains on,
+    the rows of every micro-batch of this process, and the size of every forward pass.
+    """
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.rounds, self.batches, self.micro_batches, self.forwards = [], [], [], []
+        self.model.register_forward_hook(self._note_forward)
+        self.prompts = dict(zip(self.train_dataset[ID_COLUMN], self.train_dataset["prompt"], strict=True))
+
+    def _note_forward(self, model, args, output):
+        if "log_probs" in output:  # not one of generation
+            self.forwards.append(len(output.log_probs))
+
+    def _generate(self, prompts):
+        output = super()._generate(prompts)
+        if self._answers is None and self.model.training:
+            weights = sum(float(parameter.detach().double().sum()) for parameter in self.model.parameters())
+            completions = gather_object(output[1])
+            self.rounds.append(
+                {
+                    "generation": self._generation,
+                    "step": self.state.global_step,
+                    "weights": weights,
+                    "rows": list(zip(gather_object(list(prompts)), completions, strict=True)),
+                }
+            )
+        return output
+
+    def _select(self, groups, num_prompts):
+        chosen = super()._select(groups, num_prompts)
+        fresh = len({prompt for entry in self.rounds_of(self._generation) for prompt, _ in entry["rows"]})
+        surplus = len(groups) - fresh  # they come first
+        self.batches.append(
+            {
+                "generation": self._generation,
+                "prompts": num_prompts,
+                "groups": fresh,
+                "chosen": [
+                    [self.prompts[prompt_id], index < surplus]
+                    for index, prompt_id in enumerate(groups.prompt_ids.tolist())
+                    if chosen[index]
+                ],
+            }
+        )
+        return chosen
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        rows = []
+        for row in range(len(inputs["completion_mask"])):
+            prompt, completion = (
+                inputs[f"{kind}_ids"][row][inputs[f"{kind}_mask"][row].bool()].tolist()
+                for kind in ("prompt", "completion")
+            )
+            if completion:  # else it only keeps the processes in step
+                advantage = float(inputs["advantages"][row])
+                rows.append([self._tokenizer.decode(prompt), completion, advantage])
+        self.micro_batches.append({"generation": self._generation - 1, "rows": rows})
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+    def rounds_of(self, generation: int) -> list[dict]:
+        return [entry for entry in self.rounds if entry["generation"] == generation]
+
+    def record(self) -> dict:
+        """All notes, and what the trainer itself has counted."""
+        return {
+            "rounds": self.rounds,
+            "batches": self.batches,
+            "micro_batches": self.micro_batches,
+            "forwards": self.forwards,
+            "ledger": asdict(self.ledger),
+            "log": [entry for entry in self.state.log_history if "lze/skipped_update" in entry],
+        }
+
+
+class FixedTrainer(WatchedTrainer):
+    """Completions do not depend on the process that draws them, nor on the model."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._places = (-1, Counter())
+
+    def complete(self, prompt: tuple[int, ...], place: int) -> list[int]:
+        """The completion of a prompt at a place in its group."""
+        digest = hashlib.sha256(f"{prompt}|{place}|{self._generation}".encode()).digest()
+        completion = [4 + byte % (len(self._tokenizer) - 4) for byte in digest[1 : 2 + digest[0] % 5]]
+        return completion if digest[6] % 2 else [*completion[:4], self._tokenizer.eos_token_id]
+
+    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+        if self._places[0] != self._generation:
+            self._places = (self._generation, Counter())
+        _, places = self._places
+        completions = []
+        for prompt in gather_object([tuple(ids) for ids in prompt_ids]):
+            completions.append(self.complete(prompt, places[prompt]))
+            places[prompt] += 1
+        begin = len(prompt_ids) * self.accelerator.process_index
+        return completions[begin : begin + len(prompt_ids)], None
+
+
+def run(directory: Path, name: str, settings: dict):
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    settings = dict(settings)
+    resume = settings.pop("resume", None)  # name of a run before this one, and its checkpoint
+    urls, dead = settings.pop("urls", None), settings.pop("dead", False)
+    rows = settings.pop("rows") // world  # of a micro-step, on all processes
+    if urls:
+        settings |= {"use_vllm": True, "vllm_mode": "http", "vllm_server_urls": urls}
+    trainer = (WatchedTrainer if urls else FixedTrainer)(
+        model=str(directory / "model"),
+        reward_funcs=no_reward if dead else quarter_reward,
+        args=tiny.config(directory / f"{name}-{world}", per_device_train_batch_size=rows, **settings),
+        train_dataset=tiny.prompts(PROMPTS),
+    )
+    trainer.train(resume_from_checkpoint=resume and str(directory / f"{resume[0]}-{world}" / resume[1]))
+    state = trainer.accelerator.get_state_dict(trainer.model_wrapped)  # on the main process
+    rank = trainer.accelerator.process_index
+    (directory / f"{name}.{world}.{rank}.json").write_text(json.dumps(trainer.record()))
+    if rank == 0:
+        torch.save({key: tensor.float().cpu() for key, tensor in state.items()}, directory / f"{name}.{world}.pt")
+    trainer.accelerator.wait_for_everyone()
+
+
+def main(cases: Path):
+    gc.freeze()  # every training begins with a collection of all garbage
+    for name, settings in json.loads(cases.read_text()).items():
+        run(cases.parent, name, settings)
+    if PartialState().num_processes > 1:
+        PartialState().destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,297 @@
+"""Measuring the parts: what is measured is what is said, and every part runs from end to end."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lze_trl.bench import parts, parts_overhead, parts_padding, parts_state, parts_update
+from lze_trl.bench.comparison import Spread
+from lze_trl.bench.parts_shared import (
+    Lengths,
+    equal_batch,
+    log_normal,
+    measured_on,
+    prompts,
+    ratios,
+    reasoning_batch,
+    shown,
+    verdict,
+)
+from lze_trl.packing import Geometry
+
+
+ROOT = Path(__file__).parents[1]
+CIRCUMSTANCES = {
+    "machine": {"cpu": "a CPU", "cores": 2, "threads": 1, "device": None},
+    "date": "2026-01-02",
+    "versions": {"python": "3.11", "trl": "1.16"},
+}
+
+
+# ---- Lengths and statistics ----
+
+
+def test_log_normal_lengths():
+    lengths = log_normal(100_000, 16_384, np.random.default_rng(0))
+    assert lengths.min() >= 1
+    assert lengths.max() == 16_384
+    assert np.median(lengths) == pytest.approx(2_048, rel=0.02)  # an eighth of the longest
+    # z = ln 8 / 0.8 = 2.60 standard deviations are cut off, 0.47 % of all
+    assert (lengths == 16_384).mean() == pytest.approx(0.0047, rel=0.15)
+    assert np.log(lengths[lengths < 16_384]).std() == pytest.approx(0.8, rel=0.03)
+
+
+def test_completions_of_a_group_share_a_prompt():
+    lengths = prompts(3, 4, 16_384, np.random.default_rng(0)).reshape(3, 4)
+    assert (lengths == lengths[:, :1]).all()
+    assert lengths.min() >= 64
+    assert lengths.max() <= 256
+    batch = reasoning_batch(3, 4, 64, np.random.default_rng(0))
+    assert batch.prompt_tokens.shape == batch.completion_tokens.shape == (12,)
+    assert batch.completion_tokens.max() <= 64
+
+
+def test_equal_lengths_are_the_mean_of_the_log_normal_ones():
+    batch = equal_batch(3, 4, 16_384)
+    assert batch.completion_tokens.tolist() == [2_820] * 12  # 2048 · exp(0.32)
+    found = log_normal(100_000, 16_384, np.random.default_rng(0)).mean()
+    assert found == pytest.approx(2_820, rel=0.03)
+    assert equal_batch(1, 2, 8).completion_tokens.tolist() == [1, 1]
+
+
+def test_ratios_are_taken_within_a_repetition():
+    # The machine was twice as slow in the second one: the ratio does not see it
+    found = ratios([1.0, 2.0, 9.0], [2.0, 4.0, 3.0])
+    assert found.values == (0.5, 0.5, 3.0)
+    assert shown(found) == "0.5 (0.5–3)"
+    with pytest.raises(ValueError, match="argument 2 is shorter"):
+        ratios([1.0, 2.0], [1.0])
+
+
+def test_verdicts():
+    assert verdict(0.3, 0.3) == "≤ 0.3 ✓"
+    assert verdict(0.31, 0.3) == "≤ 0.3 ✗"
+    assert verdict(0.9, 0.9, least=True) == "≥ 0.9 ✓"
+    assert verdict(0.89, 0.9, least=True) == "≥ 0.9 ✗"
+
+
+def test_circumstances_are_named():
+    assert measured_on(CIRCUMSTANCES) == "a CPU, 2 cores, 1 thread(s). 2026-01-02. python 3.11, trl 1.16."
+    on_gpu = CIRCUMSTANCES | {"machine": CIRCUMSTANCES["machine"] | {"device": "a GPU"}}
+    assert measured_on(on_gpu).startswith("a GPU; a CPU, 2 cores")
+
+
+# ---- Padding ----
+
+
+def test_tokens_that_trl_computes():
+    # Process 0 pads to 3 + 9, process 1 to 4 + 2
+    batch = Lengths(np.array([3, 1, 4, 2]), np.array([1, 9, 2, 2]))
+    assert parts_padding.trl_tokens(batch, processes=2) == 2 * (3 + 9) + 2 * (4 + 2)
+    assert parts_padding.trl_tokens(batch, processes=1) == 4 * (4 + 9)
+
+
+def test_whole_groups_are_chosen():
+    rows = parts_padding.chosen_rows(5, 0.4, np.random.default_rng(0)).reshape(2, 8)
+    assert (np.diff(rows, axis=1) == 1).all()
+    assert (rows[:, 0] % 8 == 0).all()
+    assert rows[0, 0] < rows[1, 0]
+
+
+def test_real_and_computed_tokens_of_all_processes():
+    # Two processes with a row of 10 + 2000 and one of 10 + 30 each: micro-batches of rows of the same length, no padding
+    batch = Lengths(np.full(4, 10), np.array([2_000, 30, 30, 2_000]))
+    geometry = Geometry(2, steps_per_generation=2, chunk_steps=2, micro_batch_rows=2)
+    rows = np.arange(4)
+    layout = parts_padding.packed(batch, rows, geometry)
+    assert parts_padding.computed(batch, rows, layout, processes=2) == (4_100, 4_100)
+    # In a single micro-step, each process computes 2 × 2010
+    single = parts_padding.packed(batch, rows, Geometry(2, 1, 1, 2))
+    assert parts_padding.computed(batch, rows, single, processes=2) == (4_100, 8_040)
+    # Each row stays on the process that holds it
+    assert sorted(layout.rows_of(0).tolist()) == [0, 1]
+
+
+def test_padding_table():
+    result = CIRCUMSTANCES | {
+        "draws": 2,
+        "longest": 16_384,
+        "rows": [
+            {
+                "processes": 2,
+                "completions": 128,
+                "share": 0.4,
+                "max_tokens": None,
+                "micro_steps": 8,
+                "used_micro_steps": 6.5,
+                "efficiency": [0.96, 0.88],
+                "trl_efficiency": [0.2, 0.4],
+                "computed_tokens": [0.1, 0.1],
+            }
+        ],
+    }
+    assert (
+        "| 2 | 128 | 0.4 | 8 rows | 0.3 (0.2–0.4) | 0.92 (0.88–0.96) | ≥ 0.9 ✓ | 0.1 (0.1–0.1) | 7 of 8 |"
+        in parts_padding.markdown(result)
+    )
+
+
+# ---- State ----
+
+
+def test_ids_are_distinct():
+    ids = parts_state.distinct_ids(2_000, np.random.default_rng(0))
+    assert len(np.unique(ids)) == len(ids) == 2_000
+    assert (np.diff(ids) > 0).mean() == pytest.approx(0.5, abs=0.05)  # in no order
+
+
+def test_state_table_takes_the_slower_of_save_and_load():
+    case = {
+        "prompts": 10**7,
+        "megabytes": 480.0,
+        "batch_milliseconds": [3.0, 1.0, 2.0],
+        "save_seconds": [1.0],
+        "load_seconds": [6.0],
+    }
+    text = parts_state.markdown(CIRCUMSTANCES | {"rows": [case]})
+    assert "| 10,000,000 | 480.0 | 2 (1–3) | 1 (1–1) | 6 (6–6) | ≤ 480 ✓; ≤ 10 ✓; ≤ 5 ✗ |" in text
+
+
+# ---- Overhead ----
+
+
+def test_overhead_is_compared_with_the_update_of_a_process():
+    result = {
+        "groups": 10,
+        "group_size": 8,
+        "tokens": 1_000,
+        "smallest": {"row_seconds": 0.5, "parameters": 700_000},
+    }
+    measured, computed = parts_overhead.step_seconds(result).values()
+    assert measured == 16 * 0.5  # ρ = 0.4 of 80 rows on two processes
+    assert computed == pytest.approx(16 * 1_200 * 6 * 0.5e9 / 4e14)
+
+
+def test_overhead_table():
+    milliseconds = {name: [1.0, 3.0] for name in parts_overhead.PARTS} | {"background": [50.0, 60.0]}
+    text = parts_overhead.markdown(
+        CIRCUMSTANCES
+        | {
+            "groups": 10,
+            "group_size": 8,
+            "tokens": 1_000,
+            "milliseconds": milliseconds,
+            "smallest": {"row_seconds": 0.375, "parameters": 700_000},
+        }
+    )
+    parts_of_a_step = len(parts_overhead.PARTS)
+    assert f"| together | {2 * parts_of_a_step} ({parts_of_a_step}–{3 * parts_of_a_step}) |" in text
+    assert "| 6 | 0.20% | ≤ 0.01 ✓ |" in text  # 12 ms of 6 s; what the background thread does is not part of it
+
+
+# ---- Update ----
+
+
+def test_every_method_gets_the_same_rows():
+    batches = [Lengths(np.array([1, 1]), np.array([3, 2])), Lengths(np.array([2, 2]), np.array([1, 4]))]
+    first, second = (parts_update.Rows(batches, vocabulary=9) for _ in range(2))
+    answers = [first.rollouts([], None) for _ in range(3)]
+    assert answers == [second.rollouts([], None) for _ in range(3)]
+    assert [[len(ids) for ids in answer["completion_ids"]] for answer in answers] == [[3, 2], [1, 4], [3, 2]]
+    assert [len(ids) for ids in answers[1]["prompt_ids"]] == [2, 2]
+    assert all(3 <= token < 9 for ids in answers[0]["completion_ids"] for token in ids)
+
+
+def test_half_of_each_group_passes():
+    assert parts_update.every_other_passes(["a"] * 4) == [0.0, 1.0, 0.0, 1.0]
+
+
+def test_presets_divide_evenly():
+    for name, settings in parts_update.PRESETS.items():
+        assert settings.groups * settings.group_size % settings.micro_batch_rows == 0, name
+        for share in parts_update.SHARES:
+            assert (settings.groups * share).is_integer(), name  # exactly that share of the rows
+
+
+def test_update_table():
+    def case(lengths):
+        return {
+            "lengths": lengths,
+            "seconds": {
+                "trl": [2.0, 4.0, 3.0],
+                "1.0": [2.0, 4.0, 3.0],
+                "0.4": [0.8, 2.0, 1.5],
+                "0.2": [1.0, 1.0, 1.0],
+            },
+            "computed_tokens": {name: [100] * 3 for name in ("trl", "1.0", "0.4", "0.2")},
+            "micro_step": {"tokens_per_second": 1_000.0, "micro_step_tokens": 50.0},
+        }
+
+    text = parts_update.markdown(
+        CIRCUMSTANCES | {"settings": vars(parts_update.PRESETS["tiny"]), "rows": [case("equal"), case("log-normal")]}
+    )
+    assert "| equal | 1 | 3 | 1 (1–1) | ≤ 1 ✓ | 1 (1–1) |" in text
+    assert "| equal | 0.4 | 3 | 0.5 (0.4–0.5) | ≤ 0.42 ✗ | 1 (1–1) |" in text
+    assert "| log-normal | 0.2 | 3 | 0.333 (0.25–0.5) | – | 1 (1–1) |" in text
+
+
+# ---- End to end ----
+
+
+def test_unknown_part(capsys):
+    with pytest.raises(SystemExit):
+        parts.main(["speed"])
+    assert "invalid choice: 'speed'" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"The part must be one of .*, got 'speed'"):
+        parts.measure("speed", quick=True, output=Path())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["padding", "state", "overhead"])
+def test_quick_measurement(part, tmp_path):
+    command = [sys.executable, "-m", "lze_trl.bench.parts", part, "--quick", "--output", str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300, check=False)
+    assert result.returncode == 0, result.stderr
+    content = json.loads((tmp_path / f"{part}.json").read_text())
+    assert content["part"] == part
+    text = (tmp_path / f"{part}.md").read_text()
+    assert text.endswith("these numbers mean nothing but that everything runs.\n")
+    assert content["date"] in text
+    assert text.splitlines()[0] in result.stdout
+    if part == "overhead":
+        assert set(content["milliseconds"]) == {*parts_overhead.PARTS, "background"}
+        assert all(value > 0 for values in content["milliseconds"].values() for value in values)
+    if part == "padding":
+        # The lengths are log-normal, the rows the same: packing computes fewer tokens than TRL in every draw
+        assert all(max(case["computed_tokens"]) < case["share"] for case in content["rows"])
+    if part == "state":
+        assert [case["prompts"] for case in content["rows"]] == [10**4, 10**5]
+
+
+@pytest.mark.slow
+def test_gpu_script_without_a_gpu(tmp_path):
+    result = subprocess.run(
+        [ROOT / "benchmarks" / "gpu.sh", str(tmp_path)],
+        env=os.environ | {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "its numbers mean nothing" in result.stderr
+    content = json.loads((tmp_path / "CPU" / "update.json").read_text())
+    equal, log_normal = content["rows"]
+    for share in parts_update.SHARES:
+        # What is trained on is the share that was asked for, and long and short rows are computed apart
+        assert Spread(tuple(equal["computed_tokens"][str(share)])).median == pytest.approx(
+            share * equal["computed_tokens"]["trl"][0]
+        )
+        ratio = ratios(log_normal["computed_tokens"][str(share)], log_normal["computed_tokens"]["trl"])
+        assert ratio.high < share
+    assert all(value > 0 for case in content["rows"] for values in case["seconds"].values() for value in values)

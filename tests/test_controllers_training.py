@@ -1,0 +1,861 @@
+"""Rollout controllers in training, on one process: what every selector and controller keeps to, and goldens."""
+
+import asyncio
+import gc
+import itertools
+import math
+import shutil
+from collections import Counter, defaultdict
+from fractions import Fraction
+
+import numpy as np
+import pandas as pd
+import pytest
+
+import tiny
+from controllers_run import CONTROLLERS, PROMPTS, FixedTrainer, WatchedTrainer, passes, quarter_reward
+from fake_vllm import FakeVLLM
+from lze_trl import LZEGRPOTrainer
+from lze_trl.config import SELECTORS
+from lze_trl.controllers import ReinforceAda, RolloutController, UniformController
+from lze_trl.telemetry.reader import open_run
+from test_laws import distance, moved
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen():
+    """Every training begins with a collection of all garbage: what is here already need not be looked through."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny.model()
+
+
+# ---- The laws ----
+
+SHAPE = {"per_device_train_batch_size": 12, "gradient_accumulation_steps": 2, "steps_per_generation": 2}
+"""P = 6 prompts, G = 4."""
+
+
+def assert_laws(records: list[dict], controller: str, settings: dict):
+    """
+    What any run must keep to, from the notes of all of its processes.
+
+    Args:
+        records: One record of a `WatchedTrainer` per process.
+        controller: Name of the controller.
+        settings: Its settings.
+    """
+    first = records[0]
+    assert [entry["lze/skipped_update"] for entry in first["log"]] == [0.0] * 3
+    # All processes decide alike, and make forward passes over as many rows
+    for name in ("rounds", "batches", "forwards"):
+        assert all(record[name] == first[name] for record in records)
+    groups = drawn_groups(first)
+    trained_rows = 0
+    for index, batch in enumerate(first["batches"]):
+        rounds = [entry for entry in first["rounds"] if entry["generation"] == index]
+        # Every round of a batch comes from one version of the policy
+        assert len({(entry["step"], entry["weights"]) for entry in rounds}) == 1
+        assert_rounds(rounds, batch, controller, settings, len(records))
+        # Each process has as many micro-batches
+        own = [[part for part in record["micro_batches"] if part["generation"] == index] for record in records]
+        assert len({len(parts) for parts in own}) == 1
+        # The rows trained on are the kept ones of the chosen groups, with advantages by all that was drawn
+        expected = Counter()
+        for prompt, surplus in batch["chosen"]:
+            expected.update(trained_on(prompt, groups[index - surplus][prompt], controller))
+        given = Counter(
+            (prompt, tuple(completion), round(advantage, 4))
+            for parts in own
+            for part in parts
+            for prompt, completion, advantage in part["rows"]
+        )
+        assert given == expected
+        trained_rows += expected.total()
+        assert_metrics(first["log"][index], batch, rounds)
+    assert len(first["forwards"]) >= len(first["micro_batches"]) > 0
+    ledger = first["ledger"]
+    assert all({**record["ledger"], **times(ledger)} == ledger for record in records)
+    assert ledger["rows_trained"] == trained_rows > 0
+    assert ledger["rows_rolled_out"] == sum(len(entry["rows"]) for entry in first["rounds"])
+    assert ledger["groups_rolled_out"] == sum(batch["groups"] for batch in first["batches"])
+    assert ledger["groups_trained"] == sum(len(batch["chosen"]) for batch in first["batches"])
+
+
+def times(ledger: dict) -> dict:
+    return {name: value for name, value in ledger.items() if name.endswith("seconds")}
+
+
+def drawn_groups(record: dict) -> list[dict[str, list]]:
+    """Completions of each prompt in the order drawn, for each generation batch."""
+    groups = [{} for _ in record["batches"]]
+    for entry in record["rounds"]:
+        for prompt, completion in entry["rows"]:
+            groups[entry["generation"]].setdefault(prompt, []).append(completion)
+    return groups
+
+
+def trained_on(prompt: str, completions: list, controller: str) -> list[tuple]:
+    """Rows of a chosen group that are trained on, with their advantages."""
+    rewards = np.array([passes(completion) for completion in completions])
+    advantages = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-4) if rewards.std() else 0.0 * rewards
+    kept = range(len(completions))
+    if controller.startswith("reinforce_ada"):
+        positives, negatives = (np.flatnonzero(rewards == kind).tolist() for kind in (1.0, 0.0))
+        share = max(min(2, len(positives)), 4 - len(negatives))
+        kept = positives[:share] + negatives[: 4 - min(share, len(positives))]
+    return [(prompt, tuple(completions[row]), round(float(advantages[row]), 4)) for row in kept]
+
+
+def assert_rounds(rounds: list[dict], batch: dict, controller: str, settings: dict, processes: int):
+    """Each round draws for exactly the prompts that still need completions, and as many as they need."""
+    outcomes: dict[str, list[float]] = {}
+    for entry in rounds:
+        given = Counter(prompt for prompt, _ in entry["rows"])
+        assert len(outcomes) > 0 or len(given) == batch["prompts"]
+        if controller.startswith("reinforce_ada"):
+            active = {prompt for prompt, known in outcomes.items() if not met(known, controller)} or given
+            assert_counts(given, dict.fromkeys(active, settings["round_size"]), processes)
+        elif controller == "probing":
+            mixed = {prompt for prompt, known in outcomes.items() if len(set(known)) == 2} or given
+            assert_counts(given, dict.fromkeys(mixed, settings.get("num_generations", 4) // 2), processes)
+        elif controller != "allocation":
+            assert not set(given) & set(outcomes)
+            assert_counts(given, dict.fromkeys(given, settings.get("num_generations", 4)), processes)
+        for prompt, completion in entry["rows"]:
+            outcomes.setdefault(prompt, []).append(passes(completion))
+    if controller == "probing":
+        assert len(rounds) == 1 + any(len(set(known[:2])) == 2 for known in outcomes.values())
+    if controller == "allocation":
+        budget = settings["rollout_budget"] * batch["prompts"] // 6
+        assert given.total() == budget + budget % processes
+    done = all(met(known, controller) for known in outcomes.values())
+    if controller.startswith("reinforce_ada") and not done:
+        assert len(rounds) == settings["max_rounds"]
+    assert len(rounds) <= settings.get("max_rounds", 2 if controller == "probing" else 1)
+    assert len(outcomes) == batch["groups"] == batch["prompts"] or controller == "dynamic"
+
+
+def assert_counts(given: Counter, wanted: dict[str, int], processes: int):
+    """As many as wanted; more only where the processes could not share that many evenly."""
+    size, more = next(iter(wanted.values())), given.total() - sum(wanted.values())
+    assert set(given) == set(wanted)
+    assert all((number - size) % size == 0 for number in given.values())
+    assert given.total() % processes == 0
+    assert (more == 0) == (sum(wanted.values()) % processes == 0)
+    assert 0 <= more < size * processes
+
+
+def met(outcomes: list[float], controller: str) -> bool:
+    """Whether a prompt has met the exit condition of Reinforce-Ada."""
+    if controller == "reinforce_ada_positive":
+        return 1.0 in outcomes
+    return outcomes.count(1.0) >= 2 and outcomes.count(0.0) >= 2
+
+
+def assert_metrics(log: dict, batch: dict, rounds: list[dict]):
+    rows = [passes(completion) for entry in rounds for _, completion in entry["rows"]]
+    fresh = [prompt for prompt, surplus in batch["chosen"] if not surplus]
+    assert log["lze/groups"] == batch["groups"]
+    assert log["lze/groups"] * log["lze/group_size"] == pytest.approx(len(rows))
+    assert log["lze/groups"] * log["lze/selected_share"] == pytest.approx(len(fresh))
+    assert log["reward"] == pytest.approx(np.mean(rows), abs=1e-6)
+    completions = [completion for entry in rounds for _, completion in entry["rows"]]
+    lengths = np.array([len(completion) for completion in completions])
+    ended = np.array([completion[-1] in (0, 1) for completion in completions])
+    expected = {"clipped_ratio": 1.0 - ended.mean()}
+    for kind, of_kind in (("", lengths), ("terminated_", lengths[ended] if ended.any() else np.zeros(1))):
+        for name in ("mean", "min", "max"):
+            expected[f"{name}_{kind}length"] = getattr(np, name)(of_kind)
+    assert {name: log[f"completions/{name}"] for name in expected} == pytest.approx(expected, abs=1e-5)
+    assert log.get("lze/surplus_trained", 0) == len(batch["chosen"]) - len(fresh)
+
+
+def make(directory, model=None, cls=FixedTrainer, rewards=quarter_reward, dataset=None, trainer=None, **settings):
+    return cls(
+        model=tiny.model() if model is None else model,
+        reward_funcs=rewards,
+        args=tiny.config(directory, **SHAPE | settings),
+        train_dataset=tiny.prompts(PROMPTS) if dataset is None else dataset,
+        processing_class=None if isinstance(model, str) else tiny.tokenizer(),  # else it is saved with the model
+        **(trainer or {}),
+    )
+
+
+def run(directory, **kwargs):
+    trainer = make(directory, **kwargs)
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize(("controller", "selector"), list(itertools.product(CONTROLLERS, SELECTORS)))
+def test_every_selector_with_every_controller(tmp_path, model, controller, selector):
+    settings = CONTROLLERS[controller]
+    trainer = run(
+        tmp_path,
+        model=model,
+        controller=controller,
+        selector=selector,
+        selection_ratio=0.8,
+        pruning=["refill", "skip", "none"][SELECTORS.index(selector) % 3] if controller != "dynamic" else "refill",
+        telemetry=selector == "energy",
+        **settings,
+    )
+    assert trainer.state.global_step == 3
+    assert_laws([trainer.record()], controller, settings)
+
+
+# ---- Goldens ----
+
+
+def scripted(outcomes: dict[str, list[int]]):
+    """A trainer whose completions of each prompt pass and fail as told, over and over, and are 1, 2, 3, … tokens long."""
+
+    class ScriptedTrainer(FixedTrainer):
+        def complete(self, prompt, place):
+            script = outcomes[self._tokenizer.decode(list(prompt))]
+            return [8 if script[place % len(script)] else 9, *[10 + place] * (place % 5)]
+
+    return ScriptedTrainer
+
+
+def history(trainer, name):
+    return [entry[name] for entry in trainer.state.log_history if name in entry]
+
+
+ONE_STEP = {"gradient_accumulation_steps": 1, "steps_per_generation": 1, "max_steps": 1}
+# One positive in 12, an exit after the first round, and no positive in 12
+THREE = {"0+0=": [0] * 11 + [1], "1+1=": [0, 1, 0, 1], "2+4=": [0]}
+
+
+@pytest.mark.parametrize("scale", ["none", "group", "batch"])
+def test_advantages_are_those_of_all_completions_drawn(tmp_path, scale):
+    trainer = run(
+        tmp_path,
+        cls=scripted(THREE),
+        dataset=tiny.prompts(3),
+        controller="reinforce_ada_balanced",
+        round_size=4,
+        max_rounds=3,
+        selector="all",
+        scale_rewards=scale,
+        **ONE_STEP,
+    )
+    # σ with Bessel's correction. Group: (11/12)² + 11·(1/12)² = 11/12, over 11, is 1/12; for half of four it is 1/3.
+    # Batch: 3 of 28 positive, 28·(3/28)·(25/28) = 75/28, over 27
+    sigma = {
+        "none": (1.0, 1.0),
+        "group": (math.sqrt(1 / 12) + 1e-4, math.sqrt(1 / 3) + 1e-4),
+        "batch": (math.sqrt(75 / 28 / 27) + 1e-4,) * 2,
+    }[scale]
+    given = defaultdict(list)
+    for batch in trainer.micro_batches:
+        for prompt, completion, advantage in batch["rows"]:
+            given[prompt].append((completion[0] == 8, round(advantage, 5)))
+    rare, even = (Fraction(11, 12), Fraction(-1, 12)), (Fraction(1, 2), Fraction(-1, 2))
+    expected = {
+        "0+0=": [(True, rare[0] / sigma[0])] + 3 * [(False, rare[1] / sigma[0])],
+        "1+1=": 2 * [(True, even[0] / sigma[1])] + 2 * [(False, even[1] / sigma[1])],
+        "2+4=": 4 * [(False, 0.0)],
+    }
+    assert {prompt: sorted(rows, reverse=True) for prompt, rows in given.items()} == {
+        prompt: [(positive, round(float(advantage), 5)) for positive, advantage in rows]
+        for prompt, rows in expected.items()
+    }
+    assert trainer.ledger.rows_rolled_out == 28 and trainer.ledger.rows_trained == 12
+    # TRL's share of completions without a spread: the 12 of the last prompt
+    assert history(trainer, "frac_reward_zero_std") == [pytest.approx(0.0 if scale == "batch" else 12 / 28)]
+
+
+def test_energies_are_those_of_all_completions_drawn(tmp_path):
+    trainer = run(
+        tmp_path,
+        cls=scripted(THREE),
+        dataset=tiny.prompts(3),
+        controller="reinforce_ada_balanced",
+        round_size=4,
+        max_rounds=3,
+        telemetry=True,
+        telemetry_completions="all",
+        **ONE_STEP,
+    )
+    # D·4·p·(1 − p) with p = 1/12 and 1/2; visited for the first time, they have no momentum
+    expected = {"0+0=": 11 / 12 * 4 * 11 / 144, "1+1=": 0.5, "2+4=": 0.0}
+    telemetry = open_run(tmp_path)
+    rows = telemetry.arrow("SELECT groups.*, text FROM groups JOIN prompts USING (prompt_id)").to_pylist()
+    assert {row["text"]: row["energy"] for row in rows} == pytest.approx(expected, abs=1e-6)
+    assert {row["text"]: row["size"] for row in rows} == {"0+0=": 12, "1+1=": 4, "2+4=": 12}
+    assert {row["text"]: row["selected"] for row in rows} == {"0+0=": False, "1+1=": True, "2+4=": False}
+    # Completions of groups of different sizes are recorded in the order drawn
+    rows = telemetry.arrow(
+        "SELECT text, completion, reward FROM completions JOIN prompts USING (prompt_id) ORDER BY text, index"
+    ).to_pylist()
+    drawn = drawn_groups(trainer.record())[0]
+    assert [(row["text"], row["completion"], row["reward"]) for row in rows] == [
+        (prompt, trainer._tokenizer.decode(completion), passes(completion))
+        for prompt in sorted(drawn)
+        for completion in drawn[prompt]
+    ]
+
+
+# ---- Refill ----
+
+ALL = tiny.prompts(PROMPTS)["prompt"]
+HALF_DEAD = {prompt: [1, 0] if index % 2 == 0 else [0] for index, prompt in enumerate(ALL)}
+
+
+def test_refill_until_enough_groups_are_live(tmp_path):
+    trainer = run(
+        tmp_path,
+        cls=scripted(HALF_DEAD),
+        controller="dynamic",
+        selection_ratio=1 / 3,
+        selection_warmup=1,
+        shuffle_dataset=False,
+        pruning="none",
+    )
+    # K = 6 in the warm-up: of prompts 0 to 5 three are live, so 6 further ones are expected to give the other three
+    # K = 2 after it: of prompts 12 to 16 and 0 of the next pass four are live, two of which wait
+    # In the third batch the two that wait are enough: three of prompts 1 to 6 are live as well
+    assert history(trainer, "lze/groups") == [12, 6, 6]
+    assert [len(batch["chosen"]) for batch in trainer.batches] == [6, 2, 2]
+    assert [len(trainer.rounds_of(batch)) for batch in range(3)] == [2, 1, 1]
+
+
+def test_what_waits_is_not_drawn_again(tmp_path):
+    trainer = run(
+        tmp_path,
+        cls=scripted({prompt: [1, 0] if index < 6 else [0] for index, prompt in enumerate(ALL)}),
+        controller="dynamic",
+        selection_ratio=1 / 3,
+        shuffle_dataset=False,
+        pruning="none",
+    )
+    # K = 2 of 6 live prompts; 4 wait. Prompts 6 to 11 are dead, but two of the four are enough; the others get too old
+    # Of prompts 12 to 16 and 0, one is live: 6 more are expected to give another one
+    assert history(trainer, "lze/groups") == [6, 6, 12]
+    assert [[surplus for _, surplus in batch["chosen"]] for batch in trainer.batches] == [
+        [False, False],
+        [True, True],
+        [False, False],
+    ]
+    assert history(trainer, "lze/surplus_dropped") == [0, 2, 2]
+
+
+def test_refill_ends_with_the_data(tmp_path, caplog):
+    trainer = run(
+        tmp_path,
+        cls=scripted({prompt: [0] for prompt in ALL}),
+        dataset=tiny.prompts(8),
+        controller="dynamic",
+        max_rounds=5,
+        pruning="none",
+    )
+    # 6 prompts, then the 2 that are left; the next pass has none that the batch does not hold
+    assert [len(entry["rows"]) for entry in trainer.rounds_of(0)] == [24, 8]
+    assert history(trainer, "lze/groups") == [8, 8, 8]
+
+
+@pytest.mark.parametrize("controller", ["dynamic", "reinforce_ada_balanced"])
+def test_all_prompts_dead_for_ten_batches(tmp_path, caplog, controller):
+    trainer = run(
+        tmp_path,
+        cls=scripted({prompt: [0] for prompt in ALL}),
+        controller=controller,
+        max_rounds=3,
+        round_size=4,
+        weight_decay=0.1,
+        **ONE_STEP | {"max_steps": 14},
+    )
+    assert trainer.state.global_step == 14
+    assert moved(trainer) == 0.0
+    assert trainer.ledger.skipped_updates == 14
+    assert history(trainer, "lze/skipped_update") == [1.0] * 14
+    assert history(trainer, "reward") == [0.0] * 14
+    # Every batch stops at its limit: three rounds for 3 prompts
+    assert [len(trainer.rounds_of(batch)) for batch in range(14)] == [3] * 14
+    assert {len(entry["rows"]) for entry in trainer.rounds} == {12}
+    assert history(trainer, "lze/groups") == [9 if controller == "dynamic" else 3] * 14
+    assert trainer.micro_batches == []
+    (told,) = [record for record in caplog.records if "had a signal" in record.message]
+    assert told.levelname == "WARNING" and "the last 10 generation batches" in told.message
+
+
+# ---- vLLM over HTTP ----
+
+
+def by_place(prompts, completions, **kwargs):
+    """Of the completions of prompt i that come in one call, the first i modulo 3 pass."""
+    rewards, seen = [], Counter()
+    for prompt in prompts:
+        rewards.append(float(seen[prompt] < int(prompt.split("+")[0]) % 3))
+        seen[prompt] += 1
+    return rewards
+
+
+@pytest.fixture
+def fake():
+    tokenizer = tiny.tokenizer()
+    fake = FakeVLLM(max_model_len=64, tokens=lambda text: tokenizer(text)["input_ids"], vocab_size=len(tokenizer))
+    yield fake
+    fake.stop()
+
+
+@pytest.mark.parametrize("controller", CONTROLLERS)
+def test_a_server_gets_active_prompts_only(tmp_path, fake, controller):
+    trainer = run(
+        tmp_path,
+        cls=WatchedTrainer,
+        rewards=by_place,
+        controller=controller,
+        selection_ratio=0.5,
+        use_vllm=True,
+        vllm_mode="http",
+        vllm_server_urls=[fake.url],
+        vllm_sync_dir=str(tmp_path / "sync"),
+        vllm_sync_tolerance=100.0,
+        vllm_max_concurrent_requests=2,
+        max_steps=2,
+        **CONTROLLERS[controller],
+    )
+    requests = [body for body in fake.bodies if "seed" in body]  # not the probes of weights and vocabulary
+    assert len({body["seed"] for body in requests}) == len(requests)
+    for entry in trainer.rounds:
+        wanted, given = Counter(prompt for prompt, _ in entry["rows"]), Counter()
+        sent = 0
+        while given.total() < wanted.total():
+            body = requests.pop(0)
+            given[trainer._tokenizer.decode(body["prompt"])] += body["n"]
+            sent += 1
+        assert given == wanted
+        if controller != "allocation":  # its numbers have no common divisor
+            assert sent == len(wanted)
+    assert requests == []
+    assert fake.loads == 2  # once an update, not once a round
+    if controller.startswith("reinforce_ada"):
+        actives = [len({prompt for prompt, _ in entry["rows"]}) for entry in trainer.rounds_of(0)]
+        assert actives == sorted(actives, reverse=True) and actives[0] == 6 > actives[-1] > 0
+    assert trainer.ledger.rows_trained > 0
+
+
+# ---- Strategies of the user ----
+
+
+class Fours(RolloutController):
+    """Four completions of every prompt."""
+
+    def draw(self, round, prompts, drawn, rng):
+        return np.full(len(prompts), 4 if round == 0 else 0)
+
+
+@pytest.mark.parametrize("pruning", ["refill", "skip", "none"])
+def test_an_own_controller_that_is_uniform(tmp_path, pruning):
+    settings = {"pruning": pruning, "pruning_streak": 1, "selection_ratio": 0.5, "optim": "sgd", "learning_rate": 0.5}
+    ours = run(tmp_path / "ours", cls=WatchedTrainer, max_steps=6, trainer={"controller": Fours()}, **settings)
+    theirs = run(tmp_path / "theirs", cls=WatchedTrainer, max_steps=6, **settings)
+    assert ours.rounds == theirs.rounds
+    assert ours.batches == theirs.batches
+    assert moved(ours) > 1e-2
+    assert distance(ours, theirs) < 1e-6
+
+
+class Doubtful(RolloutController):
+    """
+    Two completions of every other prompt; where they disagree, three more; another prompt for each that has none yet.
+    The last completion of a group is not trained on.
+    """
+
+    draws_prompts = True
+
+    def draw(self, round, prompts, drawn, rng):
+        sizes = drawn.sizes
+        passed = np.bincount(drawn.group[drawn.outcomes > 0.5], minlength=len(prompts))
+        first = np.where(np.arange(len(prompts)) % 2 == 0, 2, 0)
+        again = np.where((sizes == 2) & (passed == 1), 3, 0)
+        return np.where(sizes == 0, first, again) if round < 2 else np.zeros(len(prompts), dtype=int)
+
+    def more(self, round, prompts, drawn, live, k):
+        return int((drawn.sizes == 0).sum()) if round == 1 else 0
+
+    def keep(self, drawn, rng):
+        last = np.zeros(drawn.num_rows, dtype=bool)
+        last[np.cumsum(drawn.sizes[drawn.sizes > 0]) - 1] = True
+        return ~last
+
+
+class Sizes:
+    """All groups; notes how large they are."""
+
+    def __init__(self):
+        self.sizes = []
+
+    def select(self, groups, k, rng):
+        self.sizes.append(groups.sizes.tolist())
+        return np.arange(len(groups))
+
+
+def test_an_own_controller_with_an_own_selector(tmp_path):
+    # Prompts 0, 2, 4 get two completions, 6 and 8 join in round 1: prompts 2, 4 and 6 are of two minds
+    outcomes = {prompt: [1, 0] if index in (2, 4, 6) else [1] for index, prompt in enumerate(ALL)}
+    selector = Sizes()
+    trainer = run(
+        tmp_path,
+        cls=scripted(outcomes),
+        shuffle_dataset=False,
+        max_steps=1,
+        trainer={"controller": Doubtful(), "selector": selector},
+        surplus_max_age=0,
+    )
+    assert [[prompt for prompt, _ in entry["rows"]] for entry in trainer.rounds] == [
+        [ALL[0]] * 2 + [ALL[2]] * 2 + [ALL[4]] * 2,
+        [ALL[2]] * 3 + [ALL[4]] * 3 + [ALL[6]] * 2 + [ALL[8]] * 2,
+    ]
+    assert selector.sizes == [[5, 5, 2]]  # a controller that draws prompts trains on live groups only
+    rows = [row for batch in trainer.micro_batches for row in batch["rows"]]
+    # The quota of 2 of 6 prompts takes the first two, of which the fifth completion is not kept
+    assert Counter(prompt for prompt, _, _ in rows) == {ALL[2]: 4, ALL[4]: 4}
+    assert history(trainer, "lze/surplus_dropped") == [1.0]
+
+
+def answering(**answers):
+    """A controller whose methods answer as told."""
+    methods = {name: lambda self, *args, answer=answer: answer(*args) for name, answer in answers.items()}
+    methods.setdefault("draw", lambda self, round, prompts, drawn, rng: Fours().draw(round, prompts, drawn, rng))
+    return type("Odd", (RolloutController,), methods | {"draws_prompts": "more" in answers})()
+
+
+BAD_CONTROLLERS = {
+    "floats": (
+        {"draw": lambda round, prompts, drawn, rng: np.full(len(prompts), 4.0)},
+        r"`Odd.draw` must return an integer array of shape \(6,\), .* dtype float64",
+    ),
+    "one number": ({"draw": lambda round, prompts, drawn, rng: 4}, r"of shape \(6,\), .* got shape \(\)"),
+    "negative": (
+        {"draw": lambda round, prompts, drawn, rng: np.arange(len(prompts)) - 1},
+        "must return numbers of at least 0, got -1 for prompt 0",
+    ),
+    "endless": (
+        {"draw": lambda round, prompts, drawn, rng: np.eye(len(prompts), dtype=int)[0]},
+        "`Odd.draw` asked for more than 100 rounds. Return zeros to end the batch",
+    ),
+    "half a prompt": ({"more": lambda round, prompts, drawn, live, k: 0.5}, "`Odd.more` must return an integer"),
+    "prompts less": (
+        {"more": lambda round, prompts, drawn, live, k: -1},
+        "`Odd.more` must return an integer .* got -1",
+    ),
+    "rows, not bools": ({"keep": lambda drawn, rng: np.arange(3)}, "`Odd.keep` must return a bool array of shape"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CONTROLLERS)
+def test_a_controller_that_answers_wrongly(tmp_path, name):
+    answers, message = BAD_CONTROLLERS[name]
+    with pytest.raises(ValueError, match=message):
+        run(tmp_path, trainer={"controller": answering(**answers)}, surplus_max_age=0)
+
+
+def test_a_controller_that_asks_for_nothing(tmp_path):
+    idle = answering(draw=lambda round, prompts, drawn, rng: np.zeros(len(prompts), dtype=int))
+    trainer = run(tmp_path, trainer={"controller": idle})
+    assert trainer.rounds == []
+    assert trainer.ledger.skipped_updates == trainer.state.global_step == 3
+    assert moved(trainer) == 0.0
+
+
+# ---- What is logged of several rounds ----
+
+
+def extra_reward(completions, log_extra, log_metric, **kwargs):
+    """Logs a column of its own, and how many rows it has seen."""
+    log_extra("text", list(completions))
+    log_metric("rows", float(len(completions)))
+    return [len(text) / 10 for text in completions]
+
+
+@pytest.mark.parametrize("controller", ["reinforce_ada_positive", "reinforce_ada_balanced", "dynamic"])
+def test_the_table_of_completions_is_that_of_the_batch(tmp_path, controller):
+    trainer = run(
+        tmp_path,
+        rewards=[quarter_reward, extra_reward],
+        controller=controller,
+        selection_ratio=0.8,
+        scale_rewards="none",
+        log_completions=True,
+        num_completions_to_print=1,
+        **CONTROLLERS[controller],
+    )
+    sizes = []
+    for step in range(3):
+        table = pd.read_parquet(tmp_path / "completions" / f"completions_{step + 1:05d}.parquet")
+        assert_table(table, trainer.record(), step)
+        assert (table["text"] == table["completion"]).all()
+        np.testing.assert_allclose(table["extra_reward"], table["completion"].str.len() / 10, atol=1e-6)
+        totals = table["quarter_reward"] + table["extra_reward"]
+        means = totals.groupby(table["prompt"]).transform("mean")
+        np.testing.assert_allclose(table["advantage"], totals - means, atol=1e-6)
+        sizes.append(len(table))
+        rounds = [len(entry["rows"]) for entry in trainer.rounds_of(step)]
+        assert history(trainer, "rows")[step] == pytest.approx(np.mean(rounds))
+    assert set(sizes) != {24}  # TRL's own batches have 24 rows
+
+
+def assert_table(table: pd.DataFrame, record: dict, generation: int):
+    """The table has every completion of the batch, in its group and in the order drawn."""
+    drawn = drawn_groups(record)[generation]
+    tokenizer = tiny.tokenizer()
+    texts = {
+        prompt: [tokenizer.decode(completion, skip_special_tokens=True) for completion in completions]
+        for prompt, completions in drawn.items()
+    }
+    assert {prompt: rows["completion"].tolist() for prompt, rows in table.groupby("prompt")} == texts
+    rewards = [passes(completion) for prompt in table["prompt"].drop_duplicates() for completion in drawn[prompt]]
+    assert table["quarter_reward"].tolist() == rewards
+
+
+# ---- GRESO ----
+
+GRESO = {"pruning_policy": "greso", "greso_exploration": 0.3, "greso_step": 0.2}
+
+
+@pytest.mark.parametrize("pruning", ["refill", "skip"])
+def test_greso_skips_prompts_without_a_signal(tmp_path, pruning):
+    dead = {prompt for prompt, script in HALF_DEAD.items() if script == [0]}
+    trainer = run(tmp_path, cls=scripted(HALF_DEAD), pruning=pruning, max_steps=12, **GRESO)
+    visits = dict(zip(trainer.prompt_state["prompt_ids"].tolist(), trainer.prompt_state["visits"], strict=True))
+    visits = {trainer.prompts[prompt_id]: count for prompt_id, count in visits.items()}
+    assert trainer.ledger.groups_pruned > 0
+    if pruning == "skip":  # all prompts of a pass are rolled out or left out
+        assert trainer.ledger.groups_rolled_out + trainer.ledger.groups_pruned == 12 * 6
+    assert np.mean([visits[prompt] for prompt in dead]) < np.mean([visits[p] for p in HALF_DEAD if p not in dead]) - 1
+    # None is solved, so that solved ones are looked for more and more; of hopeless ones there are too many
+    pruner = trainer.planner.pruner
+    assert pruner.p_easy == 0.95 > pruner.p_hard
+
+
+@pytest.mark.parametrize("pruning", ["refill", "skip"])
+@pytest.mark.parametrize("controller", ["uniform", "reinforce_ada_positive"])
+def test_resumed_with_greso_is_uninterrupted_bit_for_bit(tmp_path, controller, pruning):
+    settings = GRESO | {"controller": controller, "pruning": pruning, "learning_rate": 5e-2, "max_steps": 9}
+    settings |= {"save_strategy": "steps", "save_steps": 4} | CONTROLLERS[controller]
+    whole = run(tmp_path, cls=WatchedTrainer, **settings)
+    for step in (8, 9):
+        shutil.rmtree(tmp_path / f"checkpoint-{step}")
+    resumed = make(tmp_path, cls=WatchedTrainer, **settings)
+    resumed.train(resume_from_checkpoint=True)
+    assert distance(whole, resumed) == 0.0
+    assert whole.ledger.groups_pruned == resumed.ledger.groups_pruned > 0
+    first, second = (trainer.planner.pruner.tensors() for trainer in (whole, resumed))
+    assert all((first[name] == second[name]).all() for name in first)
+
+
+@pytest.mark.parametrize(
+    ("written", "resumed", "message"),
+    [
+        (GRESO, {}, "with `pruning_policy='greso'`, and this run has 'solved'. Resume with the same setting"),
+        ({}, GRESO, "with `pruning_policy='solved'`, and this run has 'greso'. Resume with the same setting"),
+        (
+            {"controller": "dynamic"},
+            {},
+            "a controller that draws further prompts, unlike `UniformController`. Resume with the same `controller`",
+        ),
+        (
+            {"pruning": "none"},
+            {"pruning": "none", "controller": "dynamic"},
+            "a controller that does not draw further prompts, unlike `DynamicSampling`",
+        ),
+    ],
+)
+def test_another_strategy_cannot_go_on(tmp_path, written, resumed, message):
+    saved = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2}
+    run(tmp_path, **written, **saved)
+    with pytest.raises(ValueError, match=message):
+        make(tmp_path, **resumed, **saved | {"max_steps": 3}).train(resume_from_checkpoint=True)
+
+
+# ---- Shapes and losses ----
+
+# rows per micro-batch b, accumulation A, micro-steps per generation S, iterations I; P = 6 prompts
+SHAPES = {
+    "accumulated": (12, 2, 2, 1, "grpo"),
+    "two optimizer steps a batch": (6, 2, 4, 1, "dapo"),
+    "two batches an optimizer step": (8, 6, 3, 1, "bnpo"),
+    "iterated": (12, 2, 2, 2, "dr_grpo"),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("controller", [name for name in CONTROLLERS if name != "uniform"])
+def test_packing_changes_nothing(tmp_path, controller, shape):
+    rows, accumulation, per_generation, iterations, loss = SHAPES[shape]
+    settings = CONTROLLERS[controller] | {
+        "controller": controller,
+        "per_device_train_batch_size": rows,
+        "gradient_accumulation_steps": accumulation,
+        "steps_per_generation": per_generation,
+        "num_iterations": iterations,
+        "loss_type": loss,
+        "selection_ratio": 0.5,
+        "max_steps": 5,
+        "optim": "sgd",
+        "learning_rate": 0.2,
+        "beta": 0.05,
+    }
+    path = tiny.save(tmp_path / "model")
+    on = run(tmp_path / "on", model=path, packing=True, **settings)
+    off = run(tmp_path / "off", model=path, packing=False, **settings)
+    assert on.batches == off.batches
+    assert moved(on) > 1e-3
+    assert distance(on, off) < 1e-5
+
+
+# ---- Whatever else a run may be ----
+
+
+@pytest.mark.parametrize("controller", CONTROLLERS)
+def test_unscored_completions_and_async_rewards(tmp_path, controller):
+    async def picky_reward(completion_ids, **kwargs):
+        await asyncio.sleep(0)
+        return [None if ids[0] % 4 == 1 else passes(ids) for ids in completion_ids]
+
+    trainer = run(
+        tmp_path,
+        rewards=picky_reward,
+        controller=controller,
+        selector="all",
+        selection_ratio=1.0,
+        surplus_max_age=0,
+        scale_rewards="none",
+        **CONTROLLERS[controller],
+    )
+    groups, rows = drawn_groups(trainer.record()), 0
+    for batch in trainer.micro_batches:
+        for prompt, completion, advantage in batch["rows"]:
+            scored = [passes(ids) for ids in groups[batch["generation"]][prompt] if ids[0] % 4 != 1]
+            unscored = completion[0] % 4 == 1
+            assert advantage == pytest.approx(0.0 if unscored else passes(completion) - np.mean(scored), abs=1e-6)
+            assert not (unscored and controller.startswith("reinforce_ada"))  # never kept
+            rows += 1
+    assert rows == trainer.ledger.rows_trained > 0
+    assert all(math.isfinite(loss) for loss in history(trainer, "loss"))
+
+
+@pytest.mark.parametrize("controller", CONTROLLERS)
+def test_conversations_and_evaluation(tmp_path, controller):
+    # As many rounds of 2 completions as the controller likes, sampled by the model itself
+    trainer = make(
+        tmp_path,
+        cls=LZEGRPOTrainer,
+        rewards=tiny.even_length_reward,
+        dataset=tiny.prompts(PROMPTS, conversational=True),
+        trainer={"eval_dataset": tiny.prompts(4, conversational=True)},
+        controller=controller,
+        selection_ratio=0.5,
+        telemetry=True,
+        log_completions=True,
+        num_completions_to_print=1,
+        eval_strategy="steps",
+        eval_steps=2,
+        per_device_eval_batch_size=8,
+        num_generations_eval=2,
+        **CONTROLLERS[controller],
+    )
+    trainer.train()
+    assert len(history(trainer, "eval_reward")) == 2  # after step 2 and at the end
+    assert trainer.num_generations == 4
+    assert trainer.ledger.rows_trained > 0
+    table = pd.read_parquet(tmp_path / "completions" / "completions_00001.parquet")
+    texts = [completion[0]["content"] for completion in table["completion"]]
+    assert table["even_length_reward"].tolist() == [float(len(text.strip()) % 2 == 0) for text in texts]
+
+
+# ---- What is refused ----
+
+POSITIVE, BALANCED = ({"controller": f"reinforce_ada_{exit}"} for exit in ("positive", "balanced"))
+ALLOCATION = {"controller": "allocation"}
+# P = 6, G = 4
+BAD_CONFIGS = [
+    (
+        POSITIVE | {"kept_completions": 33},
+        r"`kept_completions` must be at most `round_size` \* `max_rounds`.* 32, got 33",
+    ),
+    (BALANCED | {"round_size": 1, "max_rounds": 3}, "`kept_completions` must be at most .* 3, got 4"),
+    (POSITIVE | {"kept_completions": 1}, "`kept_completions` must be at least 2, got 1"),
+    (BALANCED | {"kept_completions": 3}, "`kept_completions` must be even .* got 3.* use 2 or 4"),
+    (
+        BALANCED | {"num_generations": 3},
+        "`kept_completions` must be even .* got 3.* It is `num_generations` unless set",
+    ),
+    (BALANCED | {"round_size": 0}, "`round_size` must be at least 1, got 0"),
+    (BALANCED | {"max_rounds": 0}, "`max_rounds` must be at least 1, got 0"),
+    ({"controller": "dynamic", "max_rounds": 0}, "`max_rounds` must be at least 1, got 0"),
+    (ALLOCATION | {"allocation_temperature": 0.0}, "`allocation_temperature` must be greater than 0 .* got 0"),
+    (ALLOCATION | {"allocation_temperature": -0.2}, "`allocation_temperature` must be greater than 0 .* got -0.2"),
+    (ALLOCATION | {"allocation_temperature": float("nan")}, "`allocation_temperature` must be greater .* got nan"),
+    (ALLOCATION | {"allocation_temperature": float("inf")}, "`allocation_temperature` must be .* finite, got inf"),
+    (ALLOCATION | {"rollout_budget": 11}, r"`rollout_budget` must be in \[12, 96\].* got 11"),
+    (ALLOCATION | {"rollout_budget": 97}, r"`rollout_budget` must be in \[12, 96\].* got 97"),
+    (ALLOCATION | {"min_rollouts": 5}, r"`rollout_budget` must be in \[30, 96\].* got 24"),
+    (ALLOCATION | {"max_rollouts": 3}, r"`rollout_budget` must be in \[12, 18\].* got 24"),
+    (ALLOCATION | {"min_rollouts": 1}, "`min_rollouts` must be at least 2, got 1"),
+    (ALLOCATION | {"min_rollouts": 4, "max_rollouts": 3}, "`max_rollouts` must be at least 4, got 3"),
+    (ALLOCATION | {"young_rollouts": -1}, "`young_rollouts` must be at least 0, got -1"),
+    ({"surplus_max_age": -1}, "`surplus_max_age` must be at least 0, got -1"),
+    ({"controller": "reinforce"}, "`controller` must be one of .*'reinforce_ada_balanced'.* got 'reinforce'"),
+    ({"pruning_policy": "hard"}, r"`pruning_policy` must be one of \['solved', 'greso'\], got 'hard'"),
+    (GRESO | {"pruning": "none"}, "`pruning_policy='greso'` needs pruning, and `pruning='none'`"),
+    (GRESO | {"greso_exploration": 0.01}, r"`greso_exploration` must be in \[0.05, 0.95\], got 0.01"),
+    (GRESO | {"greso_exploration": float("nan")}, r"`greso_exploration` must be in \[0.05, 0.95\], got nan"),
+    (GRESO | {"greso_target": 1.0}, r"`greso_target` must be in \(0, 1\), got 1.0"),
+    (GRESO | {"greso_step": 0.0}, r"`greso_step` must be in \(0, 1\), got 0.0"),
+    (POSITIVE | {"energy_outcome": "reward"}, "`controller='reinforce_ada_positive'` counts passes.*`energy_outcome"),
+    (BALANCED | {"energy_outcome": "reward"}, "`controller='reinforce_ada_balanced'` counts passes.*`energy_outcome"),
+]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"), BAD_CONFIGS, ids=lambda value: "" if isinstance(value, str) else str(value)
+)
+def test_bad_settings_are_refused_when_the_config_is_read(tmp_path, settings, message):
+    with pytest.raises(ValueError, match=message):
+        tiny.config(tmp_path, **SHAPE | settings)
+
+
+BAD_TRAINERS = [
+    ({"loss_normalizer": "all"}, "`loss_normalizer='all'` weighs a row .* Use `loss_normalizer='selected'`"),
+    (
+        {"multi_objective_aggregation": "normalize_then_sum"},
+        "`multi_objective_aggregation='normalize_then_sum'` needs",
+    ),
+    (
+        {"dataset": tiny.prompts(PROMPTS).to_iterable_dataset(), "pruning": "none"},
+        "`train_dataset` is an `IterableDataset`. Use `controller='uniform'`",
+    ),
+]
+
+
+@pytest.mark.parametrize("controller", [name for name in CONTROLLERS if name != "uniform"])
+@pytest.mark.parametrize(("settings", "message"), BAD_TRAINERS, ids=["normalizer", "aggregation", "stream"])
+def test_what_unequal_groups_cannot_be_is_refused(tmp_path, controller, settings, message):
+    with pytest.raises(ValueError, match=message):
+        make(tmp_path, controller=controller, **settings, **CONTROLLERS[controller])
+
+
+def test_batches_that_shrink_are_not_filled(tmp_path):
+    with pytest.raises(
+        ValueError, match="`pruning='skip'` makes batches smaller, and `DynamicSampling` draws further"
+    ):
+        make(tmp_path, controller="dynamic", pruning="skip")
+
+
+def test_an_own_controller_is_held_to_the_same(tmp_path):
+    with pytest.raises(ValueError, match=r"`loss_normalizer='all'` .* there is none with `Fours`"):
+        make(tmp_path, loss_normalizer="all", trainer={"controller": Fours()})
+    own = make(tmp_path, controller="dynamic", trainer={"controller": UniformController(4)}, loss_normalizer="all")
+    assert isinstance(own.controller, UniformController)  # the object wins
+    assert isinstance(make(tmp_path, trainer={"controller": ReinforceAda("positive")}).controller, ReinforceAda)
