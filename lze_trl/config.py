@@ -29,7 +29,7 @@ class LZEGRPOConfig(GRPOConfig):
             total rewards differ). A selector object passed to the trainer wins.
         selection_ratio (`float`, *optional*, defaults to `0.4`):
             ρ, the share of the groups of a generation batch to train on, in (0, 1]. Dead groups never fill the quota.
-            Ignored by the selectors `"all"` and `"zero_variance"`.
+            Ignored by the selectors `"all"` and `"zero_variance"`, unless a controller draws prompts until K groups live.
         selection_warmup (`int`, *optional*, defaults to `0`):
             Number of generation batches, from the start of training, in which all groups are eligible (ρ = 1).
         selection_ramp (`int`, *optional*, defaults to `0`):

@@ -85,6 +85,11 @@ class UniformController(RolloutController):
         return np.full(len(prompts), self.group_size if round == 0 else 0, dtype=np.int64)
 
 
+def is_plain(controller: RolloutController, num_generations: int) -> bool:
+    """Whether a controller draws the groups of plain GRPO, those that TRL's own sampler hands out."""
+    return type(controller) is UniformController and controller.group_size == num_generations
+
+
 @dataclass(frozen=True)
 class ReinforceAda(RolloutController):
     """

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from trl import GRPOTrainer
 
-from .controllers import UniformController, ask, ask_more
+from .controllers import ask, ask_more
 from .energy import differ
 from .exchange import Completions
 from .groups import Rollouts
@@ -29,7 +29,7 @@ class DrawingTrainer(GRPOTrainer):
 
     def _draw(self, plan: Plan) -> Scored | None:
         """Roll out a plan, by the rollout controller. `None` if it asks for nothing."""
-        if isinstance(self.controller, UniformController):
+        if not self.planner.by_prompt:
             group = np.repeat(np.arange(plan.num_prompts), self.num_generations)
             return self._roll_out(plan.inputs, group, plan.num_prompts)
         rng = keyed_rng(self.args.seed, self._generation, "rollouts")

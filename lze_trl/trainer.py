@@ -16,7 +16,7 @@ from . import checkpoint as store
 from . import resume
 from .checks import checked, refuse_unequal_groups, refuse_unsupported, with_prompt_ids
 from .config import LZEGRPOConfig
-from .controllers import RolloutController, UniformController
+from .controllers import RolloutController, is_plain
 from .generation_batch import GenerationBatch
 from .groups import Groups
 from .identity import ID_COLUMN
@@ -131,7 +131,7 @@ class LZEGRPOTrainer(GenerationPipeline):
         args = LZEGRPOConfig(f"{str(model).split('/')[-1]}-LZE") if args is None else args
         refuse_unsupported(args, train_dataset, kwargs)
         self.controller = controller or args.rollout_controller()
-        if not isinstance(self.controller, UniformController):
+        if not is_plain(self.controller, args.num_generations):
             refuse_unequal_groups(args, train_dataset, self.controller)
         train_dataset = with_prompt_ids(train_dataset, args)
         funcs = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
@@ -212,7 +212,7 @@ class LZEGRPOTrainer(GenerationPipeline):
             group_size=args.num_generations,
             num_groups=num_groups,
             batches_per_pass=len(dataset) // num_groups if sized else None,
-            by_prompt=not isinstance(self.controller, UniformController),
+            by_prompt=not is_plain(self.controller, args.num_generations),
             accelerator=self.accelerator,
         )
         if args.state_from is not None:

@@ -14,10 +14,11 @@ import torch
 
 import tiny
 from controllers_run import CONTROLLERS, passes
+from controllers_run import run as run_here
 from lze_trl.checkpoint import load
 from lze_trl.config import SELECTORS
 from lze_trl.telemetry.reader import open_run
-from test_controllers_training import assert_laws, assert_table, drawn_groups, make, times
+from test_controllers_training import assert_laws, assert_table, drawn_groups, frozen, make, times  # noqa: F401
 from test_processes import told
 
 
@@ -87,9 +88,11 @@ TABLE = SETTINGS | {
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+def runs(frozen, tmp_path_factory):  # noqa: F811
     directory = tmp_path_factory.mktemp("controllers")
-    launch(directory, 1, cases())
+    tiny.save(directory / "model")
+    for name, settings in cases().items():
+        run_here(directory, name, settings)
     further = {f"uneven-{name}": SETTINGS | settings | {"controller": name} for name, settings in UNEVEN.items()}
     further |= {"table": TABLE, "whole": SAVED, "resumed": SAVED | {"resume": ["whole", "checkpoint-2"]}}
     further["dead"] = SETTINGS | {"controller": "dynamic", "dead": True, "beta": 0.05}

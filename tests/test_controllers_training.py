@@ -701,7 +701,7 @@ def test_packing_changes_nothing(tmp_path, controller, shape):
         "num_iterations": iterations,
         "loss_type": loss,
         "selection_ratio": 0.5,
-        "max_steps": 5,
+        "max_steps": 3,
         "optim": "sgd",
         "learning_rate": 0.2,
         "beta": 0.05,
@@ -859,3 +859,22 @@ def test_an_own_controller_is_held_to_the_same(tmp_path):
     own = make(tmp_path, controller="dynamic", trainer={"controller": UniformController(4)}, loss_normalizer="all")
     assert isinstance(own.controller, UniformController)  # the object wins
     assert isinstance(make(tmp_path, trainer={"controller": ReinforceAda("positive")}).controller, ReinforceAda)
+
+
+def test_a_uniform_controller_of_another_size_is_asked(tmp_path):
+    # Also one of the size of plain GRPO that was derived from: both are controllers like any other
+    class Fewer(UniformController):
+        def draw(self, round, prompts, drawn, rng):
+            return super().draw(round, prompts, drawn, rng) // 2
+
+    for controller, size in ((UniformController(8), 8), (Fewer(4), 2), (UniformController(4), 4)):
+        trainer = LZEGRPOTrainer(
+            model=tiny.model(),
+            processing_class=tiny.tokenizer(),
+            reward_funcs=tiny.digit_reward,
+            args=tiny.config(tmp_path / str(size), max_steps=1),
+            train_dataset=tiny.prompts(PROMPTS),
+            controller=controller,
+        )
+        trainer.train()
+        assert trainer.ledger.rows_rolled_out == 3 * size
