@@ -219,25 +219,24 @@ def test_presets_divide_evenly():
 
 
 def test_update_table():
-    def case(lengths):
+    def case(lengths, **control):
+        shares = {"1.0": [2.0, 4.0, 3.0], "0.4": [0.8, 2.0, 1.5], "0.2": [1.0, 1.0, 1.0]} | control
         return {
             "lengths": lengths,
-            "seconds": {
-                "trl": [2.0, 4.0, 3.0],
-                "1.0": [2.0, 4.0, 3.0],
-                "0.4": [0.8, 2.0, 1.5],
-                "0.2": [1.0, 1.0, 1.0],
-            },
-            "computed_tokens": {name: [100] * 3 for name in ("trl", "1.0", "0.4", "0.2")},
+            "seconds": {"trl": [2.0, 4.0, 3.0], **shares},
+            "cpu_seconds": {name: [1.0] * 3 for name in ("trl", *shares)},
+            "computed_tokens": {name: [100] * 3 for name in ("trl", *shares)},
             "micro_step": {"tokens_per_second": 1_000.0, "micro_step_tokens": 50.0},
         }
 
-    text = parts_update.markdown(
-        CIRCUMSTANCES | {"settings": vars(parts_update.PRESETS["tiny"]), "rows": [case("equal"), case("log-normal")]}
-    )
-    assert "| equal | 1 | 3 | 1 (1–1) | ≤ 1 ✓ | 1 (1–1) |" in text
-    assert "| equal | 0.4 | 3 | 0.5 (0.4–0.5) | ≤ 0.42 ✗ | 1 (1–1) |" in text
-    assert "| log-normal | 0.2 | 3 | 0.333 (0.25–0.5) | – | 1 (1–1) |" in text
+    cases = [case("equal", **{parts_update.CONTROL: [2.0, 5.0, 3.0]}), case("log-normal")]
+    text = parts_update.markdown(CIRCUMSTANCES | {"settings": vars(parts_update.PRESETS["tiny"]), "rows": cases})
+    same = "1 (1–1) | 1 (1–1) |"
+    assert f"| equal | ρ = 1 | 3 | 1 (1–1) | ≤ 1 ✓ | {same}" in text
+    assert f"| equal | ρ = 0.4 | 3 | 0.5 (0.4–0.5) | ≤ 0.42 ✗ | {same}" in text
+    assert f"| equal | TRL again | 3 | 1 (1–1.25) | – | {same}" in text
+    assert f"| log-normal | ρ = 0.2 | 3 | 0.333 (0.25–0.5) | – | {same}" in text
+    assert text.count("| TRL again |") == 1
 
 
 # ---- End to end ----

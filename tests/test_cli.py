@@ -86,7 +86,7 @@ def test_version_and_help_are_fast_and_complete():
     code = "import sys, lze_trl.cli as c; c.build_parser().format_help(); sys.exit('trl' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
     text = cli.build_parser().format_help()
-    assert all(name in text for name in ("train", "demo", "data", "app", "analyze", "report"))
+    assert all(name in text for name in ("train", "demo", "data", "app", "analyze", "replay", "bench", "report"))
     shown = subprocess.run(
         [sys.executable, "-m", "lze_trl.cli", "--version"], cwd=ROOT, capture_output=True, text=True, check=True
     )
