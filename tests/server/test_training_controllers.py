@@ -59,12 +59,14 @@ def test_every_selector_with_every_controller(server, models, tmp_path, controll
 def test_two_processes(server, models, tmp_path):
     shutil.copytree(models["untied"], tmp_path / "model")
     cases = {
-        name: SETTINGS | settings | {"controller": name, "urls": [server.url]}
-        for name, settings in CONTROLLERS.items()
+        f"{controller}-{selector}": SETTINGS
+        | CONTROLLERS[controller]
+        | {"controller": controller, "selector": selector, "urls": [server.url]}
+        for controller, selector in itertools.product(CONTROLLERS, SELECTORS)
     }
     launch(tmp_path, 2, cases)
-    for name, settings in CONTROLLERS.items():
-        assert_laws(records(tmp_path, name, 2), name, settings)
+    for name, settings in cases.items():
+        assert_laws(records(tmp_path, name, 2), settings["controller"], CONTROLLERS[settings["controller"]])
 
 
 @pytest.mark.parametrize("corrected", [True, False])
