@@ -28,8 +28,8 @@ demo: $(VENV)/.installed  ## Train a small model with and on nothing but this ma
 bench: $(VENV)/.installed  ## Compare all strategies with plain TRL, in hours; less: ARGS="--quick"; see benchmarks/README.md
 	@$(BIN)/lze-trl bench $(ARGS)
 
-test: $(VENV)/.installed  ## Run the fast tests
-	@$(PYTEST) -q -m "not slow and $(NOT_HERE)"
+test: $(VENV)/.installed  ## Run the fast tests, as many at a time as there are cores
+	@OMP_NUM_THREADS=1 $(PYTEST) -q -n auto --dist worksteal -m "not slow and $(NOT_HERE)"
 
 test-slow: $(VENV)/.installed-deepspeed  ## Run the tests that take minutes: real runs from end to end, sharded ones too
 	@$(PYTEST) -q -m "slow and $(NOT_HERE)"

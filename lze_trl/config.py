@@ -94,7 +94,9 @@ class LZEGRPOConfig(GRPOConfig):
         max_rounds (`int`, *optional*, defaults to `4`):
             R, the largest number of rounds of Reinforce-Ada and of dynamic sampling.
         kept_completions (`int`, *optional*):
-            n, completions of a prompt that Reinforce-Ada trains on. Defaults to `num_generations`.
+            n, the most completions of a prompt that are trained on: of both kinds where there are, weighted to stand for
+            the others of their kind; with Reinforce-Ada unweighted, as published. Defaults to all, with Reinforce-Ada to
+            `num_generations`.
         rollout_budget (`int`, *optional*):
             Completions of a generation batch that `"allocation"` shares out. Defaults to `generation_batch_size`.
         allocation_temperature (`float`, *optional*, defaults to `0.2`):
@@ -262,7 +264,10 @@ class LZEGRPOConfig(GRPOConfig):
     )
     kept_completions: int | None = field(
         default=None,
-        metadata={"help": "Completions of a prompt that Reinforce-Ada trains on. Default: `num_generations`."},
+        metadata={
+            "help": "Most completions of a prompt that are trained on. Default: all, and `num_generations` with "
+            "Reinforce-Ada."
+        },
     )
     rollout_budget: int | None = field(
         default=None,
@@ -435,7 +440,7 @@ class LZEGRPOConfig(GRPOConfig):
             num_prompts=self.generation_batch_size // self.num_generations,
             round_size=self.round_size,
             max_rounds=self.max_rounds,
-            kept=self.num_generations if self.kept_completions is None else self.kept_completions,
+            kept=self.kept_completions,
             budget=self.generation_batch_size if self.rollout_budget is None else self.rollout_budget,
             temperature=self.allocation_temperature,
             minimum=self.min_rollouts,
@@ -453,6 +458,11 @@ class LZEGRPOConfig(GRPOConfig):
         if self.pruning_policy == "greso" and self.pruning == "none":
             raise ValueError(
                 "`pruning_policy='greso'` needs pruning, and `pruning='none'`. Set `pruning='refill'` or 'skip'."
+            )
+        if self.kept_completions is not None and self.loss_normalizer == "all":
+            raise ValueError(
+                f"`kept_completions={self.kept_completions}` leaves out completions of the groups that are trained on, and "
+                "`loss_normalizer='all'` weighs each completion as full data does. Use one of them."
             )
         if self.fp16:
             raise ValueError(

@@ -71,12 +71,40 @@ class RolloutController(ABC):
         return 0
 
     def keep(self, drawn: Rollouts, rng: np.random.Generator) -> np.ndarray:
-        """Rows that may be trained on, shape `(B,)`, bool: all, unless a controller draws more than it keeps."""
+        """
+        How much each row counts where its group is trained on: the same, unless a controller draws more than it keeps.
+
+        Args:
+            drawn ([`Rollouts`]): The completions drawn, surplus groups of an earlier batch included.
+            rng (`np.random.Generator`): Source of randomness, the same on every process.
+
+        Returns:
+            `np.ndarray` of shape `(B,)`: Factors of the advantages, at least 0, or bool. Rows of 0 are left out.
+        """
         return np.ones(drawn.num_rows, dtype=bool)
 
 
+@dataclass(frozen=True, kw_only=True)
+class SubsamplingController(RolloutController):
+    """
+    A controller that can train on fewer completions of a group than it draws, see [`stratified`].
+
+    Args:
+        kept (`int`, *optional*): n, the most completions of a group that are trained on, at least 2. Defaults to all.
+    """
+
+    kept: int | None = None
+
+    def __post_init__(self):
+        if self.kept is not None:
+            _check_at_least("kept_completions", self.kept, 2, "A group of one has no advantage")
+
+    def keep(self, drawn: Rollouts, rng: np.random.Generator) -> np.ndarray:
+        return super().keep(drawn, rng) if self.kept is None else stratified(drawn, self.kept)
+
+
 @dataclass(frozen=True)
-class UniformController(RolloutController):
+class UniformController(SubsamplingController):
     """`group_size` completions of every prompt in one round: plain GRPO."""
 
     group_size: int
@@ -150,17 +178,11 @@ class ReinforceAda(RolloutController):
         return (positives >= self.kept // 2) & (negatives >= self.kept - self.kept // 2)
 
     def keep(self, drawn: Rollouts, rng: np.random.Generator) -> np.ndarray:
-        positives, negatives = _kinds(drawn)
-        num_positives = np.bincount(drawn.group[positives], minlength=drawn.num_groups)
-        num_negatives = np.bincount(drawn.group[negatives], minlength=drawn.num_groups)
-        kept_positives = np.minimum(self.kept // 2, num_positives)
-        kept_negatives = np.minimum(self.kept - kept_positives, num_negatives)
-        kept_positives = np.minimum(self.kept - kept_negatives, num_positives)  # where negatives fall short
-        return _first(positives, drawn.group, kept_positives) | _first(negatives, drawn.group, kept_negatives)
+        return _of_both_kinds(drawn, self.kept)
 
 
 @dataclass(frozen=True)
-class DynamicSampling(RolloutController):
+class DynamicSampling(SubsamplingController):
     """
     Dynamic sampling with refill (DAPO, arXiv 2503.14476).
 
@@ -181,6 +203,7 @@ class DynamicSampling(RolloutController):
     draws_prompts = True
 
     def __post_init__(self):
+        super().__post_init__()
         _check_at_least("max_rounds", self.max_rounds, 1, "Use 1 to draw no further prompts")
 
     def draw(self, round: int, prompts: Prompts, drawn: Rollouts, rng: np.random.Generator) -> np.ndarray:
@@ -198,7 +221,7 @@ class DynamicSampling(RolloutController):
 
 
 @dataclass(frozen=True)
-class Probing(RolloutController):
+class Probing(SubsamplingController):
     """
     Half of each group first, the other half only where the first has a signal.
 
@@ -212,6 +235,7 @@ class Probing(RolloutController):
     group_size: int
 
     def __post_init__(self):
+        super().__post_init__()
         _check_at_least("num_generations", self.group_size, 4, "`controller='probing'` draws at least 2 to begin with")
 
     def draw(self, round: int, prompts: Prompts, drawn: Rollouts, rng: np.random.Generator) -> np.ndarray:
@@ -223,7 +247,7 @@ class Probing(RolloutController):
 
 
 @dataclass(frozen=True)
-class Allocation(RolloutController):
+class Allocation(SubsamplingController):
     """
     A fixed budget of rollouts, shared out in one round in proportion to softmax(score / τ).
 
@@ -249,6 +273,7 @@ class Allocation(RolloutController):
     young: int = 50
 
     def __post_init__(self):
+        super().__post_init__()
         if not 0 < self.temperature < math.inf:
             raise ValueError(
                 f"`allocation_temperature` must be greater than 0 and finite, got {self.temperature}. 0.1 to 0.3 is "
@@ -286,6 +311,48 @@ def _kinds(drawn: Rollouts) -> tuple[np.ndarray, np.ndarray]:
     return drawn.outcomes > 0.5, drawn.outcomes <= 0.5
 
 
+def _of_both_kinds(drawn: Rollouts, kept: int) -> np.ndarray:
+    """The first kept // 2 positives of each group and the rest negatives, a shortfall filled from the other kind."""
+    positives, negatives = _kinds(drawn)
+    num_positives = np.bincount(drawn.group[positives], minlength=drawn.num_groups)
+    num_negatives = np.bincount(drawn.group[negatives], minlength=drawn.num_groups)
+    kept_positives = np.minimum(kept // 2, num_positives)
+    kept_negatives = np.minimum(kept - kept_positives, num_negatives)
+    kept_positives = np.minimum(kept - kept_negatives, num_positives)  # where negatives fall short
+    return _first(positives, drawn.group, kept_positives) | _first(negatives, drawn.group, kept_negatives)
+
+
+def stratified(drawn: Rollouts, kept: int) -> np.ndarray:
+    """
+    Leave out completions of larger groups, so that those kept stand for them.
+
+    Of each group, n // 2 positives and the rest negatives are kept, the shortfall filled from the other kind; the first
+    ones drawn, since completions of a kind are exchangeable. A kept row has the weight
+
+        share of its kind among the scored completions / share of its kind among the kept ones,
+
+    which is 1 on average over the kept rows: the mean over them is, in expectation, that over the whole group.
+
+    Args:
+        drawn ([`Rollouts`]): The completions.
+        kept (`int`): n, at least 2.
+
+    Returns:
+        `np.ndarray` of shape `(B,)`: Weights, float64; 0 for rows that are left out or could not be scored.
+    """
+    chosen = _of_both_kinds(drawn, kept)
+    weights = np.zeros(drawn.num_rows)
+    kinds = _kinds(drawn)
+
+    def counts(rows: np.ndarray) -> np.ndarray:
+        return np.bincount(drawn.group[rows], minlength=drawn.num_groups)[drawn.group[of_kind]]
+
+    for kind in kinds:
+        of_kind = kind & chosen
+        weights[of_kind] = counts(kind) / counts(of_kind) * counts(chosen) / counts(kinds[0] | kinds[1])
+    return weights
+
+
 def _first(rows: np.ndarray, group: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """The first `counts[g]` of the given rows of each group g, shape `(B,)`, bool."""
     candidates = np.flatnonzero(rows)
@@ -309,7 +376,7 @@ def make_controller(
     num_prompts: int,
     round_size: int,
     max_rounds: int,
-    kept: int,
+    kept: int | None,
     budget: int,
     temperature: float,
     minimum: int,
@@ -327,15 +394,16 @@ def make_controller(
             f"`controller` must be one of {list(CONTROLLERS)}, got {name!r}. To use your own strategy, pass a "
             "`RolloutController` to the trainer."
         )
+    if name.startswith("reinforce_ada_"):
+        n = group_size if kept is None else kept
+        return ReinforceAda(name.removeprefix("reinforce_ada_"), round_size, max_rounds, n)
     if name == "uniform":
-        return UniformController(group_size)
+        return UniformController(group_size, kept=kept)
     if name == "dynamic":
-        return DynamicSampling(group_size, max_rounds, num_prompts)
+        return DynamicSampling(group_size, max_rounds, num_prompts, kept=kept)
     if name == "probing":
-        return Probing(group_size)
-    if name == "allocation":
-        return Allocation(budget, num_prompts, temperature, minimum, maximum, young)
-    return ReinforceAda(name.removeprefix("reinforce_ada_"), round_size, max_rounds, kept)
+        return Probing(group_size, kept=kept)
+    return Allocation(budget, num_prompts, temperature, minimum, maximum, young, kept=kept)
 
 
 def ask(
@@ -386,18 +454,25 @@ def ask_more(controller: RolloutController, round: int, prompts: Prompts, drawn:
 
 def ask_keep(controller: RolloutController, drawn: Rollouts, rng: np.random.Generator) -> np.ndarray:
     """
-    Ask a controller which rows may be trained on, and check its answer.
+    Ask a controller how much each row counts in the update, and check its answer.
 
     Returns:
-        `np.ndarray` of shape `(B,)`: Whether each row may be trained on, bool.
+        `np.ndarray` of shape `(B,)`: Factors of the advantages, float64; 0 for a row that is left out.
 
     Raises:
-        ValueError: If the answer is not one bool per row.
+        ValueError: If the answer is not one bool, or one finite number of at least 0, per row.
     """
-    kept = np.asarray(controller.keep(drawn, rng))
-    if kept.shape != (drawn.num_rows,) or kept.dtype != np.bool_:
+    weights = np.asarray(controller.keep(drawn, rng))
+    name = type(controller).__name__
+    if weights.shape != (drawn.num_rows,) or weights.dtype.kind not in "bf":
         raise ValueError(
-            f"`{type(controller).__name__}.keep` must return a bool array of shape ({drawn.num_rows},), whether each "
-            f"row may be trained on, got shape {kept.shape} and dtype {kept.dtype}."
+            f"`{name}.keep` must return an array of shape ({drawn.num_rows},) of bool or float, whether or how much each "
+            f"row counts in the update, got shape {weights.shape} and dtype {weights.dtype}."
         )
-    return kept
+    wrong = np.flatnonzero(~np.isfinite(weights) | (weights < 0))
+    if len(wrong):
+        raise ValueError(
+            f"`{name}.keep` must return finite weights of at least 0, got {weights[wrong[0]]} for row {wrong[0]}. "
+            "Return 0 for a row that is not trained on."
+        )
+    return weights.astype(np.float64)

@@ -104,31 +104,30 @@ def exchange(
     sent = [np.flatnonzero(moving & (owner == other)) for other in range(world)]
     outgoing = local.take(position[sent[rank]])
 
-    def move(rows: list[list] | None, lengths: np.ndarray, dtype: torch.dtype) -> dict[int, list] | None:
+    def collect(
+        own: list[list] | None, lengths: np.ndarray, dtype: type, rows: list[list] | None
+    ) -> list[list] | None:
         if rows is None:
             return None
-        totals = [int(lengths[rows_of].sum()) for rows_of in sent]
-        if max(totals) == 0:
-            return {}
-        flat = torch.zeros(max(totals), dtype=dtype, device=accelerator.device)
-        values = [float("nan") if value is None else value for row in rows for value in row]
-        flat[: len(values)] = torch.tensor(values, dtype=dtype)
-        gathered = accelerator.gather(flat).view(world, -1).cpu()
-        received = {}
-        for other, rows_of in enumerate(sent):
-            parts = gathered[other, : totals[other]].split(lengths[rows_of].tolist())
-            received.update({int(row): part.tolist() for row, part in zip(rows_of, parts, strict=True)})
-        return received
-
-    def collect(own: list[list] | None, lengths: np.ndarray, dtype: torch.dtype, rows: list[list] | None):
-        received = move(rows, lengths, dtype)
-        if received is None:
-            return None
-        return [own[position[row]] if owner[row] == rank else received[int(row)] for row in wanted]
+        start = np.zeros(len(chosen), dtype=np.int64)  # of each row among what its process sends
+        for rows_of in sent:
+            start[rows_of] = np.cumsum(lengths[rows_of]) - lengths[rows_of]
+        flat = np.zeros(max(int(lengths[rows_of].sum()) for rows_of in sent), dtype=dtype)
+        if rows:
+            values = np.concatenate([np.asarray(row, dtype=dtype) for row in rows])  # a missing number becomes NaN
+            flat[: len(values)] = values
+        if len(flat):
+            flat = accelerator.gather(torch.from_numpy(flat).to(accelerator.device)).view(world, -1).cpu().numpy()
+        return [
+            own[position[row]]
+            if owner[row] == rank
+            else flat[owner[row], start[row] : start[row] + lengths[row]].tolist()
+            for row in wanted
+        ]
 
     return Completions(
-        prompt_ids=collect(local.prompt_ids, prompt_tokens, torch.int64, outgoing.prompt_ids),
-        completion_ids=collect(local.completion_ids, completion_tokens, torch.int64, outgoing.completion_ids),
-        logprobs=collect(local.logprobs, completion_tokens, torch.float32, outgoing.logprobs),
-        loss_mask=collect(local.loss_mask, completion_tokens, torch.int64, outgoing.loss_mask),
+        prompt_ids=collect(local.prompt_ids, prompt_tokens, np.int32, outgoing.prompt_ids),
+        completion_ids=collect(local.completion_ids, completion_tokens, np.int32, outgoing.completion_ids),
+        logprobs=collect(local.logprobs, completion_tokens, np.float32, outgoing.logprobs),
+        loss_mask=collect(local.loss_mask, completion_tokens, np.int32, outgoing.loss_mask),
     )

@@ -76,9 +76,10 @@ class GenerationPipeline(TensorTrainer):
             pool = self._surplus + pool
         chosen_groups = self._select(pool.groups, plan.num_prompts)
         rollouts = pool.scored.rollouts
-        chosen = np.flatnonzero(chosen_groups[rollouts.group] & self._kept(pool.scored))
+        weights = self._row_weights(pool.scored)
+        chosen = np.flatnonzero(chosen_groups[rollouts.group] & (weights > 0))
         build = time.perf_counter()
-        batch = self._lay_out(fresh, pool, chosen)
+        batch = self._lay_out(fresh, pool, chosen, weights)
         if self.controller.draws_prompts:
             self._carry_over(pool, pool.groups.alive & ~chosen_groups, fresh.local.logprobs is not None)
         build_seconds = time.perf_counter() - build
@@ -122,7 +123,7 @@ class GenerationPipeline(TensorTrainer):
             self._complete_logprobs(scored.local, layout, held)
         self._surplus = Pool(scored, pool.groups.take(np.flatnonzero(kept)), pool.born[kept])
 
-    def _lay_out(self, fresh: Scored, pool: Pool, chosen: np.ndarray) -> GenerationBatch:
+    def _lay_out(self, fresh: Scored, pool: Pool, chosen: np.ndarray, weights: np.ndarray) -> GenerationBatch:
         """Decide where each chosen row is computed, bring it there, and let TRL build its tensors."""
         scored, geometry = pool.scored, self.geometry
         rollouts = scored.rollouts
@@ -157,12 +158,12 @@ class GenerationPipeline(TensorTrainer):
                 self._logprob_batches = self._packed_batches(layout, local_rows, prompt_tokens, completion_tokens)
             # All processes make the same forward passes, whoever computes the surplus rows
             self._with_surplus = bool((pool.row_born[chosen] < self._generation).any())
-            tensors = self._build_tensors(mine, fresh, pool, chosen[local_rows])
+            tensors = self._build_tensors(mine, fresh, pool, chosen[local_rows], weights)
         else:
             # Nothing to train on. TRL still logs the rewards of the batch, for which it wants one row
             local_rows, tensors, self._with_surplus = chosen, {}, False
             nothing = np.zeros(1, dtype=np.int64)
-            self._build_tensors(fresh.local.take(nothing), fresh, pool, nothing)
+            self._build_tensors(fresh.local.take(nothing), fresh, pool, nothing, weights)
         return GenerationBatch(
             tensors, local_rows, prompt_tokens, completion_tokens, loss_tokens, layout, reference, self.args.packing
         )
@@ -172,8 +173,8 @@ class GenerationPipeline(TensorTrainer):
         """Whether a checkpoint now would fall into the middle of a generation batch."""
         return self._step % (self.args.steps_per_generation * self.num_iterations) != 0
 
-    def _kept(self, scored: Scored) -> np.ndarray:
-        """Rows that the rollout controller lets train, shape `(B,)`, bool."""
+    def _row_weights(self, scored: Scored) -> np.ndarray:
+        """How much each row counts by the rollout controller, shape `(B,)`, 0 for one that is left out."""
         rng = keyed_rng(self.args.seed, self._generation, "keep")
         return ask_keep(self.controller, scored.rollouts, rng)
 

@@ -29,7 +29,7 @@ class TensorTrainer(DrawingTrainer):
     """
 
     def _build_tensors(
-        self, rows: Completions, fresh: Scored, pool: Pool, indices: np.ndarray
+        self, rows: Completions, fresh: Scored, pool: Pool, indices: np.ndarray, weights: np.ndarray
     ) -> dict[str, torch.Tensor]:
         """
         TRL's tensors of some rows: padded tokens, masks, old and reference log-probabilities, advantages.
@@ -39,6 +39,7 @@ class TensorTrainer(DrawingTrainer):
             fresh ([`Scored`]): The completions drawn for this batch, for TRL's log.
             pool ([`Pool`]): Where the rows come from.
             indices (`np.ndarray` of shape `(n_local,)`): Index of each row in the pool.
+            weights (`np.ndarray` of shape `(B,)`): Factors of the advantages of the pool's rows.
         """
         count, even = len(indices), pool.scored.order is not None
         told = rows if fresh.local.logprobs is not None else replace(rows, logprobs=None)
@@ -60,7 +61,8 @@ class TensorTrainer(DrawingTrainer):
             advantages = torch.tensor(list(logs["advantages"]), dtype=torch.float32)[torch.as_tensor(indices)]
         else:
             advantages = self._group_advantages(pool.scored)[indices]
-        output["advantages"] = torch.as_tensor(advantages, dtype=torch.float32, device=self.accelerator.device)
+        advantages = torch.as_tensor(advantages, dtype=torch.float32) * torch.as_tensor(weights[indices]).float()
+        output["advantages"] = advantages.to(self.accelerator.device)
         if self._with_surplus and not self._corrects_sampling:
             _insert_logprobs(output["old_per_token_logps"], rows, pool.row_born[indices] < self._generation)
         del output["num_items_in_batch"]

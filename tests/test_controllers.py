@@ -1,8 +1,9 @@
 """Rollout controllers: exits, kept rows and budgets worked out by hand, and what holds for any rewards."""
 
 import math
-from dataclasses import fields
+from dataclasses import fields, replace
 from fractions import Fraction
+from itertools import permutations
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from lze_trl.controllers import (
     ask_keep,
     ask_more,
     make_controller,
+    stratified,
 )
 from lze_trl.groups import Prompts, Rollouts
 from lze_trl.pruning import keyed_rng
@@ -163,6 +165,51 @@ def test_the_first_completions_of_each_kind_are_kept():
 )
 def test_kept_rows(exit, outcomes, n, kept):
     assert kept_of(ReinforceAda(exit, kept=n), outcomes) == kept
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "n", "weights"),
+    [
+        ([1, 0, 0, 0, 0, 0, 0, 0], 4, [1 / 2, 7 / 6, 7 / 6, 7 / 6, 0, 0, 0, 0]),  # 1/8 over 1/4, and 7/8 over 3/4
+        ([0, 1, 1, 1, 0, 1, 1, 1], 4, [1 / 2, 3 / 2, 3 / 2, 0, 1 / 2, 0, 0, 0]),
+        ([1, 1, 0, 0], 2, [1, 0, 1, 0]),
+        ([1, 1, 1, 1], 2, [1, 1, 0, 0]),
+        ([0, 1, 0], 4, [1, 1, 1]),  # fewer than n: all
+        ([NAN, 1, 0, 0, NAN], 2, [0, 2 / 3, 4 / 3, 0, 0]),  # of three that were scored
+        ([NAN, NAN], 2, [0, 0]),
+        ([], 2, []),
+    ],
+    ids=str,
+)
+def test_weights_of_rows_that_stand_for_others(outcomes, n, weights):
+    controllers = UniformController(8, kept=n), DynamicSampling(8, 2, 1, kept=n), Probing(8, kept=n)
+    for controller in (*controllers, Allocation(8, 1, maximum=8, kept=n)):
+        given = ask_keep(controller, rollouts({0: outcomes}), keyed_rng(0, 0, "keep"))
+        np.testing.assert_allclose(given, weights, rtol=1e-15)
+
+
+@given(
+    outcomes=st.lists(st.lists(st.sampled_from([0.0, 0.3, 1.0, NAN]), max_size=5), min_size=1, max_size=2),
+    n=st.integers(2, 4),
+    data=st.data(),
+)
+def test_kept_rows_are_the_whole_group_on_average(outcomes, n, data):
+    # Over all orders in which a group can have been drawn, the mean over the kept rows is that over the scored ones
+    drawn = rollouts(dict(enumerate(outcomes)))
+    values = np.array(data.draw(st.lists(st.integers(-9, 9), min_size=drawn.num_rows, max_size=drawn.num_rows)))
+    scored = ~np.isnan(drawn.outcomes)
+    for group in range(len(outcomes)):
+        rows = np.flatnonzero(drawn.group == group)
+        means = []
+        for order in permutations(rows.tolist()):
+            shuffled = replace(drawn, outcomes=drawn.outcomes.copy())
+            shuffled.outcomes[rows] = drawn.outcomes[list(order)]
+            weights = stratified(shuffled, n)[rows]
+            kept = weights > 0
+            assert kept.sum() == min(n, scored[rows].sum())
+            means.append(np.sum(weights * values[list(order)]) / max(1, kept.sum()))
+        expected = values[rows][scored[rows]].mean() if scored[rows].any() else 0.0
+        assert np.mean(means) == pytest.approx(expected, abs=1e-9)
 
 
 def test_an_odd_number_kept_has_one_more_negative():
@@ -481,12 +528,12 @@ def settings(**given) -> dict:
 @pytest.mark.parametrize(
     ("name", "controller"),
     [
-        ("uniform", UniformController(4)),
+        ("uniform", UniformController(4, kept=6)),
         ("reinforce_ada_positive", ReinforceAda("positive", 3, 5, 6)),
         ("reinforce_ada_balanced", ReinforceAda("balanced", 3, 5, 6)),
-        ("dynamic", DynamicSampling(4, 5, 7)),
-        ("allocation", Allocation(40, 7, 0.3, 3, 9, 60)),
-        ("probing", Probing(4)),
+        ("dynamic", DynamicSampling(4, 5, 7, kept=6)),
+        ("allocation", Allocation(40, 7, 0.3, 3, 9, 60, kept=6)),
+        ("probing", Probing(4, kept=6)),
     ],
 )
 def test_names(name, controller):
@@ -503,7 +550,7 @@ def test_every_name_makes_a_controller():
 
 
 def test_settings_that_a_controller_does_not_use_are_not_checked():
-    unused = {"kept": 99, "temperature": -1.0, "budget": 0, "max_rounds": 0}
+    unused = {"kept": None, "temperature": -1.0, "budget": 0, "max_rounds": 0}
     assert make_controller("uniform", **settings(**unused)) == UniformController(4)
 
 
@@ -515,6 +562,10 @@ def test_settings_that_a_controller_does_not_use_are_not_checked():
         ("reinforce_ada_balanced", {"kept": 4, "round_size": 3, "max_rounds": 1}, "at most .*: 3, got 4"),
         ("reinforce_ada_balanced", {"kept": 5}, "`kept_completions` must be even .* got 5.* use 4 or 6"),
         ("reinforce_ada_positive", {"kept": 1}, "`kept_completions` must be at least 2, got 1. A group of one has no"),
+        *(
+            (name, {"kept": 1}, "must be at least 2, got 1")
+            for name in ("uniform", "dynamic", "allocation", "probing")
+        ),
         ("reinforce_ada_positive", {"round_size": 0}, "`round_size` must be at least 1, got 0"),
         ("reinforce_ada_balanced", {"max_rounds": 0}, "`max_rounds` must be at least 1, got 0"),
         ("dynamic", {"max_rounds": 0}, "`max_rounds` must be at least 1, got 0. Use 1 to draw no further prompts"),
@@ -606,9 +657,10 @@ def test_further_prompts_have_to_be_announced():
         ask_more(Own(more=2, draws_prompts=False), 1, fresh(3), batch([], 3), 0, 2)
 
 
-def test_a_users_kept_rows():
+@pytest.mark.parametrize("answer", [[True, False, True], [0.5, 0.0, 3.0]], ids=str)
+def test_a_users_kept_rows(answer):
     drawn = rollouts({0: [1, 0], 1: [0]})
-    assert ask_keep(Own(keep=[True, False, True]), drawn, keyed_rng(0, 0, "keep")).tolist() == [True, False, True]
+    assert ask_keep(Own(keep=answer), drawn, keyed_rng(0, 0, "keep")).tolist() == answer
 
 
 @pytest.mark.parametrize(
@@ -618,11 +670,14 @@ def test_a_users_kept_rows():
         ([1, 0, 1], r"shape \(3,\) and dtype int64"),
         ([True, False], r"shape \(2,\) and dtype bool"),
         (None, r"shape \(\) and dtype object"),
+        ([1.0, -0.5, 1.0], "-0.5 for row 1"),
+        ([1.0, 1.0, NAN], "nan for row 2"),
+        ([math.inf, 1.0, 1.0], "inf for row 0"),
     ],
     ids=str,
 )
 def test_a_users_wrong_kept_rows(answer, message):
-    with pytest.raises(ValueError, match=rf"`Own.keep` must return a bool array of shape \(3,\), .* got {message}"):
+    with pytest.raises(ValueError, match=rf"`Own.keep` must return .* got {message}"):
         ask_keep(Own(keep=answer), rollouts({0: [1, 0], 1: [0]}), keyed_rng(0, 0, "keep"))
 
 

@@ -69,7 +69,9 @@ def assert_laws(records: list[dict], controller: str, settings: dict):
         # The rows trained on are the kept ones of the chosen groups, with advantages by all that was drawn
         expected = Counter()
         for prompt, surplus in batch["chosen"]:
-            expected.update(trained_on(prompt, groups[index - surplus][prompt], controller))
+            expected.update(
+                trained_on(prompt, groups[index - surplus][prompt], controller, settings.get("kept_completions", 4))
+            )
         given = Counter(
             (prompt, tuple(completion), round(advantage, 4))
             for parts in own
@@ -101,15 +103,19 @@ def drawn_groups(record: dict) -> list[dict[str, list]]:
     return groups
 
 
-def trained_on(prompt: str, completions: list, controller: str) -> list[tuple]:
+def trained_on(prompt: str, completions: list, controller: str, n: int) -> list[tuple]:
     """Rows of a chosen group that are trained on, with their advantages."""
     rewards = np.array([passes(completion) for completion in completions])
     advantages = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-4) if rewards.std() else 0.0 * rewards
     kept = range(len(completions))
-    if controller.startswith("reinforce_ada"):
+    if controller.startswith("reinforce_ada") or n < 4:
         positives, negatives = (np.flatnonzero(rewards == kind).tolist() for kind in (1.0, 0.0))
-        share = max(min(2, len(positives)), 4 - len(negatives))
-        kept = positives[:share] + negatives[: 4 - min(share, len(positives))]
+        share = max(min(n // 2, len(positives)), n - len(negatives))
+        kept = positives[:share] + negatives[: n - min(share, len(positives))]
+    if not controller.startswith("reinforce_ada"):
+        # Each row stands for the others of its kind
+        of_kind = [[np.mean(rewards[rows] == rewards[row]) for rows in (range(len(rewards)), kept)] for row in kept]
+        advantages[kept] *= [everywhere / here for everywhere, here in of_kind]
     return [(prompt, tuple(completions[row]), round(float(advantages[row]), 4)) for row in kept]
 
 
@@ -549,7 +555,7 @@ BAD_CONTROLLERS = {
         {"more": lambda round, prompts, drawn, live, k: -1},
         "`Odd.more` must return an integer .* got -1",
     ),
-    "rows, not bools": ({"keep": lambda drawn, rng: np.arange(3)}, "`Odd.keep` must return a bool array of shape"),
+    "rows, not weights": ({"keep": lambda drawn, rng: np.arange(3)}, "`Odd.keep` must return an array of shape"),
 }
 
 
@@ -731,7 +737,7 @@ def test_unscored_completions_and_async_rewards(tmp_path, controller):
         selection_ratio=1.0,
         surplus_max_age=0,
         scale_rewards="none",
-        **CONTROLLERS[controller],
+        **CONTROLLERS[controller] | ({"kept_completions": None} if controller == "probing" else {}),
     )
     groups, rows = drawn_groups(trainer.record()), 0
     for batch in trainer.micro_batches:
@@ -791,6 +797,11 @@ BAD_CONFIGS = [
         BALANCED | {"num_generations": 3},
         "`kept_completions` must be even .* got 3.* It is `num_generations` unless set",
     ),
+    ({"kept_completions": 1}, "`kept_completions` must be at least 2, got 1. A group of one has no advantage"),
+    (
+        {"kept_completions": 2, "loss_normalizer": "all"},
+        "`kept_completions=2` leaves out completions .* and `loss_normalizer='all'` weighs each .* Use one of them",
+    ),
     (BALANCED | {"round_size": 0}, "`round_size` must be at least 1, got 0"),
     (BALANCED | {"max_rounds": 0}, "`max_rounds` must be at least 1, got 0"),
     ({"controller": "dynamic", "max_rounds": 0}, "`max_rounds` must be at least 1, got 0"),
@@ -843,7 +854,7 @@ BAD_TRAINERS = [
 @pytest.mark.parametrize(("settings", "message"), BAD_TRAINERS, ids=["normalizer", "aggregation", "stream"])
 def test_what_unequal_groups_cannot_be_is_refused(tmp_path, controller, settings, message):
     with pytest.raises(ValueError, match=message):
-        make(tmp_path, controller=controller, **settings, **CONTROLLERS[controller])
+        make(tmp_path, controller=controller, **CONTROLLERS[controller] | {"kept_completions": None} | settings)
 
 
 def test_batches_that_shrink_are_not_filled(tmp_path):

@@ -44,7 +44,8 @@ class UpdateSettings:
         group_size (`int`): G.
         micro_batch_rows (`int`): Rows of a micro-batch in TRL.
         steps (`int`): Optimizer steps of a repetition.
-        repetitions (`int`): Repetitions, each of every method in turn.
+        repetitions (`int`): Repetitions with equal lengths, each of every method in turn.
+        uneven_repetitions (`int`): The same with log-normal lengths, which take far longer and differ far more.
         dtype (`str`): Type of weights and activations.
     """
 
@@ -56,7 +57,8 @@ class UpdateSettings:
     group_size: int = 8
     micro_batch_rows: int = 8
     steps: int = 1
-    repetitions: int = 5
+    repetitions: int = 8
+    uneven_repetitions: int = 3
     dtype: str = "float32"
 
 
@@ -68,7 +70,15 @@ PRESETS = {
         hidden_size=1_024, layers=16, vocabulary=32_768, longest=4_096, micro_batch_rows=4, dtype="bfloat16"
     ),
     "tiny": UpdateSettings(
-        hidden_size=64, layers=1, vocabulary=64, longest=64, groups=5, group_size=2, micro_batch_rows=2, repetitions=2
+        hidden_size=64,
+        layers=1,
+        vocabulary=64,
+        longest=64,
+        groups=5,
+        group_size=2,
+        micro_batch_rows=2,
+        repetitions=2,
+        uneven_repetitions=2,
     ),
 }
 
@@ -269,7 +279,7 @@ def _case(name: str, batches: list[Lengths], settings: UpdateSettings, model: st
     measures = ("seconds", "cpu_seconds", "computed_tokens")
     found: dict[str, dict[str, list[float]]] = {measure: {method: [] for method in trainers} for measure in measures}
     order = list(trainers)
-    for repetition in range(settings.repetitions):
+    for repetition in range(settings.repetitions if name == "equal" else settings.uneven_repetitions):
         first = repetition % len(order)  # every method has every place in turn
         for method in order[first:] + order[:first]:
             for measure, value in trainers[method].run(settings.steps).items():
@@ -333,7 +343,8 @@ def markdown(result: dict[str, Any]) -> str:
             "## Update phase",
             "From scored completions to the end of the optimizer step: selection, packing, log-probabilities of the "
             "reference model, loss, backward and step, against TRL's on the same rows; every method in turn, median and "
-            f"range of {settings['repetitions']} repetitions of {settings['steps']} step(s). "
+            f"range of {settings['repetitions']} repetitions of {settings['steps']} step(s), or of "
+            f"{settings['uneven_repetitions']} with log-normal lengths. "
             f"{settings['groups']} groups of {settings['group_size']} completions up to {settings['longest']:,} tokens, "
             f"{settings['micro_batch_rows']} rows a micro-batch in TRL; Qwen2 of width {settings['hidden_size']}, "
             f"{settings['layers']} layer(s), {settings['dtype']}.",

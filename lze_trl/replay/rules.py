@@ -63,10 +63,10 @@ def rules_of(settings: dict[str, Any], selection_ratio: float | None, seed: int 
     if not 0 < ratio <= 1:
         raise ReplayError(f"`selection_ratio` must be in (0, 1], got {ratio}. Use 1.0 to choose every live group.")
     constants = {f.name: settings[f.name] for f in fields(StateSettings) if f.name in settings}
-    controller, kept, num_prompts = settings.get("controller", "uniform"), None, None
-    if controller.startswith("reinforce_ada"):
-        kept = settings["kept_completions"]  # "None" where it was not set
-        kept = kept if isinstance(kept, int) else settings["num_generations"]
+    controller, num_prompts = settings.get("controller", "uniform"), None
+    kept = settings.get("kept_completions")  # "None" where it was not set
+    if not isinstance(kept, int):
+        kept = settings["num_generations"] if controller.startswith("reinforce_ada") else None
     if controller == "dynamic":
         num_prompts = settings["generation_batch_size"] // settings["num_generations"]
     return Rules(
