@@ -49,11 +49,6 @@ def refuse_unequal_groups(args: LZEGRPOConfig, train_dataset: Any, controller: R
             f"`{name}` needs a dataset whose rows can be read again, and `train_dataset` is an `IterableDataset`. Use "
             "`controller='uniform'`, or load the dataset without streaming."
         )
-    if args.loss_normalizer == "all":
-        raise ValueError(
-            f"`loss_normalizer='all'` weighs a row as in the batch that TRL would have made, and there is none with "
-            f"`{name}`. Use `loss_normalizer='selected'`."
-        )
     if args.multi_objective_aggregation != "sum_then_normalize":
         raise ValueError(
             f"`multi_objective_aggregation={args.multi_objective_aggregation!r}` needs groups of one size, and `{name}` "

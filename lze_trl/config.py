@@ -45,7 +45,8 @@ class LZEGRPOConfig(GRPOConfig):
             noise.
         loss_normalizer (`str`, *optional*, defaults to `"selected"`):
             What the loss is averaged over: `"selected"` (the chosen completions, as DAPO does) or `"all"` (every
-            completion rolled out: the gradient is that of the full batch minus the dropped groups).
+            completion rolled out: the gradient is that of the full batch minus the dropped groups). Under a controller
+            that draws groups of other sizes, `"all"` is `generation_batch_size` completions, as long as those drawn.
 
         > Parameters that define a pass
 
@@ -458,11 +459,6 @@ class LZEGRPOConfig(GRPOConfig):
         if self.pruning_policy == "greso" and self.pruning == "none":
             raise ValueError(
                 "`pruning_policy='greso'` needs pruning, and `pruning='none'`. Set `pruning='refill'` or 'skip'."
-            )
-        if self.kept_completions is not None and self.loss_normalizer == "all":
-            raise ValueError(
-                f"`kept_completions={self.kept_completions}` leaves out completions of the groups that are trained on, and "
-                "`loss_normalizer='all'` weighs each completion as full data does. Use one of them."
             )
         if self.fp16:
             raise ValueError(

@@ -72,14 +72,16 @@ class RolloutController(ABC):
 
     def keep(self, drawn: Rollouts, rng: np.random.Generator) -> np.ndarray:
         """
-        How much each row counts where its group is trained on: the same, unless a controller draws more than it keeps.
+        How many rows each one stands for, where its group is trained on: one, unless a controller draws more than it
+        keeps.
 
         Args:
             drawn ([`Rollouts`]): The completions drawn, surplus groups of an earlier batch included.
             rng (`np.random.Generator`): Source of randomness, the same on every process.
 
         Returns:
-            `np.ndarray` of shape `(B,)`: Factors of the advantages, at least 0, or bool. Rows of 0 are left out.
+            `np.ndarray` of shape `(B,)`: Weights of at least 0, or bool. They multiply the advantages, and count in the
+            average under `loss_normalizer="selected"`. Rows of 0 are left out.
         """
         return np.ones(drawn.num_rows, dtype=bool)
 
@@ -327,11 +329,11 @@ def stratified(drawn: Rollouts, kept: int) -> np.ndarray:
     Leave out completions of larger groups, so that those kept stand for them.
 
     Of each group, n // 2 positives and the rest negatives are kept, the shortfall filled from the other kind; the first
-    ones drawn, since completions of a kind are exchangeable. A kept row has the weight
+    ones drawn, since completions of a kind are exchangeable. A kept row stands for
 
-        share of its kind among the scored completions / share of its kind among the kept ones,
+        (scored completions of its kind) / (kept completions of its kind)
 
-    which is 1 on average over the kept rows: the mean over them is, in expectation, that over the whole group.
+    rows, so that the weighted sum over the kept rows is, in expectation, the sum over the group.
 
     Args:
         drawn ([`Rollouts`]): The completions.
@@ -342,14 +344,11 @@ def stratified(drawn: Rollouts, kept: int) -> np.ndarray:
     """
     chosen = _of_both_kinds(drawn, kept)
     weights = np.zeros(drawn.num_rows)
-    kinds = _kinds(drawn)
-
-    def counts(rows: np.ndarray) -> np.ndarray:
-        return np.bincount(drawn.group[rows], minlength=drawn.num_groups)[drawn.group[of_kind]]
-
-    for kind in kinds:
-        of_kind = kind & chosen
-        weights[of_kind] = counts(kind) / counts(of_kind) * counts(chosen) / counts(kinds[0] | kinds[1])
+    for kind in _kinds(drawn):
+        of_kind = np.bincount(drawn.group[kind], minlength=drawn.num_groups)
+        kept_of_kind = np.bincount(drawn.group[kind & chosen], minlength=drawn.num_groups)
+        group = drawn.group[kind & chosen]
+        weights[kind & chosen] = of_kind[group] / kept_of_kind[group]
     return weights
 
 
@@ -454,10 +453,10 @@ def ask_more(controller: RolloutController, round: int, prompts: Prompts, drawn:
 
 def ask_keep(controller: RolloutController, drawn: Rollouts, rng: np.random.Generator) -> np.ndarray:
     """
-    Ask a controller how much each row counts in the update, and check its answer.
+    Ask a controller how many rows each one stands for in the update, and check its answer.
 
     Returns:
-        `np.ndarray` of shape `(B,)`: Factors of the advantages, float64; 0 for a row that is left out.
+        `np.ndarray` of shape `(B,)`: Weights, float64; 0 for a row that is left out.
 
     Raises:
         ValueError: If the answer is not one bool, or one finite number of at least 0, per row.

@@ -71,7 +71,13 @@ class GenerationBatch:
         inputs = {name: _cut(name, tensor[positions], width) for name, tensor in self.tensors.items()}
         scale, weights = loss_scale(loss_type, batch, process, self.loss_tokens, self.reference, geometry)
         device = inputs["advantages"].device
-        inputs["num_items_in_batch"] = torch.tensor(int(self.reference.num_items), device=device)
+        num_items = self.reference.num_items  # whole, unless rows stand for others
+        whole = num_items == int(num_items)
+        inputs["num_items_in_batch"] = (
+            torch.tensor(int(num_items), device=device)
+            if whole
+            else torch.tensor(num_items, dtype=torch.float32, device=device)
+        )
         _silence_fillers(inputs, batch, process)
         if weights is not None:
             # TRL multiplies its loss mask, and nothing else, by the tool mask: a place for weights of tokens

@@ -74,26 +74,56 @@ class Reference:
     num_items: float
 
 
-def even_reference(loss_tokens: np.ndarray, geometry: Geometry, rng: np.random.Generator) -> Reference:
+def even_reference(
+    loss_tokens: np.ndarray, weights: np.ndarray, geometry: Geometry, rng: np.random.Generator
+) -> Reference:
     """
     Reference of a batch that is normalised by its chosen rows: spread evenly, and at random, over the chunks.
 
     Args:
         loss_tokens (`np.ndarray` of shape `(n,)`): Loss tokens of each chosen row.
+        weights (`np.ndarray` of shape `(n,)`): How many rows each of them stands for.
         geometry ([`Geometry`]): Shape of the update.
         rng (`np.random.Generator`): The same on every process.
     """
-    n, num_chunks = len(loss_tokens), geometry.num_chunks
-    chunk = np.empty(n, dtype=np.int64)
-    chunk[rng.permutation(n)] = np.arange(n) * num_chunks // max(n, 1)
-    rows = np.bincount(chunk, minlength=num_chunks)
-    tokens = np.bincount(chunk, weights=loss_tokens, minlength=num_chunks)
+    chunk = _spread(len(loss_tokens), geometry, rng)
+    rows = np.bincount(chunk, weights=weights, minlength=geometry.num_chunks)
+    tokens = np.bincount(chunk, weights=weights * loss_tokens, minlength=geometry.num_chunks)
     return Reference(
         chunk=chunk,
-        norm_rows=rows[chunk].astype(np.float64),
+        norm_rows=rows[chunk],
         norm_tokens=np.maximum(tokens, 1.0)[chunk],
-        num_items=float(loss_tokens.sum()),
+        num_items=float((weights * loss_tokens).sum()),
     )
+
+
+def full_reference(
+    count: int, full_rows: int, mean_loss_tokens: float, geometry: Geometry, rng: np.random.Generator
+) -> Reference:
+    """
+    Reference of a batch that is normalised as a full one, of which only a part was rolled out.
+
+    Args:
+        count (`int`): Number of chosen rows. They are spread evenly, and at random, over the chunks.
+        full_rows (`int`): Rows of the full batch.
+        mean_loss_tokens (`float`): Mean loss tokens of its rows.
+        geometry ([`Geometry`]): Shape of the update.
+        rng (`np.random.Generator`): The same on every process.
+    """
+    chunk_rows = full_rows / geometry.num_chunks
+    return Reference(
+        chunk=_spread(count, geometry, rng),
+        norm_rows=np.full(count, chunk_rows),
+        norm_tokens=np.full(count, max(1.0, chunk_rows * mean_loss_tokens)),
+        num_items=full_rows * mean_loss_tokens,
+    )
+
+
+def _spread(count: int, geometry: Geometry, rng: np.random.Generator) -> np.ndarray:
+    """Chunk of each row, evenly and at random."""
+    chunk = np.empty(count, dtype=np.int64)
+    chunk[rng.permutation(count)] = np.arange(count) * geometry.num_chunks // max(count, 1)
+    return chunk
 
 
 def trl_reference(

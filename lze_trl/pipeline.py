@@ -15,6 +15,7 @@ from .packing import (
     MicroBatch,
     Reference,
     even_reference,
+    full_reference,
     pack,
     padding_efficiency,
     trl_layout,
@@ -127,15 +128,20 @@ class GenerationPipeline(TensorTrainer):
         """Decide where each chosen row is computed, bring it there, and let TRL build its tensors."""
         scored, geometry = pool.scored, self.geometry
         rollouts = scored.rollouts
-        whole = len(chosen) == rollouts.num_rows and scored.order is not None
+        even = scored.order is not None
+        whole = even and len(chosen) == rollouts.num_rows
         prompt_tokens, completion_tokens = rollouts.prompt_tokens[chosen], rollouts.completion_tokens[chosen]
         loss_tokens = scored.loss_tokens[chosen]
-        if whole or self.args.loss_normalizer == "all":
+        rng = keyed_rng(self.args.seed, self._generation, "steps")
+        if even:
             slot = scored.slots(geometry.num_processes, geometry.steps_per_generation)
+        if even and (whole or self.args.loss_normalizer == "all"):
             reference = trl_reference(slot, scored.owner, scored.loss_tokens, chosen, geometry)
+        elif self.args.loss_normalizer == "all":
+            mean_tokens = float(fresh.loss_tokens.mean())
+            reference = full_reference(len(chosen), self.args.generation_batch_size, mean_tokens, geometry, rng)
         else:
-            rng = keyed_rng(self.args.seed, self._generation, "steps")
-            reference = even_reference(loss_tokens, geometry, rng)
+            reference = even_reference(loss_tokens, weights[chosen], geometry, rng)
         if self.args.packing:
             layout = pack(prompt_tokens, completion_tokens, reference.chunk, geometry)
         elif whole:
@@ -174,7 +180,7 @@ class GenerationPipeline(TensorTrainer):
         return self._step % (self.args.steps_per_generation * self.num_iterations) != 0
 
     def _row_weights(self, scored: Scored) -> np.ndarray:
-        """How much each row counts by the rollout controller, shape `(B,)`, 0 for one that is left out."""
+        """How many rows each one stands for, by the rollout controller, shape `(B,)`; 0 for one that is left out."""
         rng = keyed_rng(self.args.seed, self._generation, "keep")
         return ask_keep(self.controller, scored.rollouts, rng)
 

@@ -39,7 +39,7 @@ class TensorTrainer(DrawingTrainer):
             fresh ([`Scored`]): The completions drawn for this batch, for TRL's log.
             pool ([`Pool`]): Where the rows come from.
             indices (`np.ndarray` of shape `(n_local,)`): Index of each row in the pool.
-            weights (`np.ndarray` of shape `(B,)`): Factors of the advantages of the pool's rows.
+            weights (`np.ndarray` of shape `(B,)`): How many rows each of the pool's rows stands for.
         """
         count, even = len(indices), pool.scored.order is not None
         told = rows if fresh.local.logprobs is not None else replace(rows, logprobs=None)

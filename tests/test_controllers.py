@@ -170,12 +170,12 @@ def test_kept_rows(exit, outcomes, n, kept):
 @pytest.mark.parametrize(
     ("outcomes", "n", "weights"),
     [
-        ([1, 0, 0, 0, 0, 0, 0, 0], 4, [1 / 2, 7 / 6, 7 / 6, 7 / 6, 0, 0, 0, 0]),  # 1/8 over 1/4, and 7/8 over 3/4
-        ([0, 1, 1, 1, 0, 1, 1, 1], 4, [1 / 2, 3 / 2, 3 / 2, 0, 1 / 2, 0, 0, 0]),
-        ([1, 1, 0, 0], 2, [1, 0, 1, 0]),
-        ([1, 1, 1, 1], 2, [1, 1, 0, 0]),
+        ([1, 0, 0, 0, 0, 0, 0, 0], 4, [1, 7 / 3, 7 / 3, 7 / 3, 0, 0, 0, 0]),
+        ([0, 1, 1, 1, 0, 1, 1, 1], 4, [1, 3, 3, 0, 1, 0, 0, 0]),
+        ([1, 1, 0, 0], 2, [2, 0, 2, 0]),
+        ([1, 1, 1, 1], 2, [2, 2, 0, 0]),
         ([0, 1, 0], 4, [1, 1, 1]),  # fewer than n: all
-        ([NAN, 1, 0, 0, NAN], 2, [0, 2 / 3, 4 / 3, 0, 0]),  # of three that were scored
+        ([NAN, 1, 0, 0, NAN], 2, [0, 1, 2, 0, 0]),
         ([NAN, NAN], 2, [0, 0]),
         ([], 2, []),
     ],
@@ -194,22 +194,21 @@ def test_weights_of_rows_that_stand_for_others(outcomes, n, weights):
     data=st.data(),
 )
 def test_kept_rows_are_the_whole_group_on_average(outcomes, n, data):
-    # Over all orders in which a group can have been drawn, the mean over the kept rows is that over the scored ones
+    # Over all orders in which a group can have been drawn, the sum over the kept rows is that over the scored ones
     drawn = rollouts(dict(enumerate(outcomes)))
     values = np.array(data.draw(st.lists(st.integers(-9, 9), min_size=drawn.num_rows, max_size=drawn.num_rows)))
     scored = ~np.isnan(drawn.outcomes)
     for group in range(len(outcomes)):
         rows = np.flatnonzero(drawn.group == group)
-        means = []
+        sums = []
         for order in permutations(rows.tolist()):
             shuffled = replace(drawn, outcomes=drawn.outcomes.copy())
             shuffled.outcomes[rows] = drawn.outcomes[list(order)]
             weights = stratified(shuffled, n)[rows]
-            kept = weights > 0
-            assert kept.sum() == min(n, scored[rows].sum())
-            means.append(np.sum(weights * values[list(order)]) / max(1, kept.sum()))
-        expected = values[rows][scored[rows]].mean() if scored[rows].any() else 0.0
-        assert np.mean(means) == pytest.approx(expected, abs=1e-9)
+            assert np.count_nonzero(weights) == min(n, scored[rows].sum())
+            assert weights.sum() == pytest.approx(scored[rows].sum())
+            sums.append(np.sum(weights * values[list(order)]))
+        assert np.mean(sums) == pytest.approx(values[rows][scored[rows]].sum(), abs=1e-9)
 
 
 def test_an_odd_number_kept_has_one_more_negative():

@@ -114,7 +114,7 @@ def trained_on(prompt: str, completions: list, controller: str, n: int) -> list[
         kept = positives[:share] + negatives[: n - min(share, len(positives))]
     if not controller.startswith("reinforce_ada"):
         # Each row stands for the others of its kind
-        of_kind = [[np.mean(rewards[rows] == rewards[row]) for rows in (range(len(rewards)), kept)] for row in kept]
+        of_kind = [[np.sum(rewards[rows] == rewards[row]) for rows in (range(len(rewards)), kept)] for row in kept]
         advantages[kept] *= [everywhere / here for everywhere, here in of_kind]
     return [(prompt, tuple(completions[row]), round(float(advantages[row]), 4)) for row in kept]
 
@@ -460,6 +460,41 @@ class Fours(RolloutController):
         return np.full(len(prompts), 4 if round == 0 else 0)
 
 
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo"])
+def test_groups_drawn_by_a_controller_weigh_as_in_the_full_batch(tmp_path, loss_type):
+    # The sizes could differ, so the rows are laid out otherwise; but these are the groups of the full batch
+    settings = {"loss_normalizer": "all", "selector": "zero_variance", "pruning": "none", "loss_type": loss_type}
+    settings |= {"optim": "sgd", "learning_rate": 0.5, "max_grad_norm": 0.0, "max_steps": 4}
+    path = tiny.save(tmp_path / "model")
+    ours = run(tmp_path / "ours", model=path, trainer={"controller": Fours()}, **settings)
+    theirs = run(tmp_path / "theirs", model=path, **settings)
+    assert any(history(theirs, "lze/dead_share"))
+    assert moved(ours) > 1e-3
+    assert distance(ours, theirs) < 1e-5
+
+
+@pytest.mark.parametrize("normalizer", ["selected", "all"])
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "bnpo", "dr_grpo"])
+def test_kept_rows_weigh_as_much_as_those_they_stand_for(tmp_path, loss_type, normalizer):
+    # Completions of a kind are all alike here: leaving some of them out changes nothing
+    class TwoAnswers(FixedTrainer):
+        def complete(self, prompt, place):
+            return [8, 10, 11] if (sum(prompt) + place) % 3 == 0 else [9, 12, 13]
+
+    settings = {"loss_normalizer": normalizer, "loss_type": loss_type, "selector": "zero_variance", "pruning": "none"}
+    settings |= {"optim": "sgd", "learning_rate": 0.5, "max_grad_norm": 0.0, "max_steps": 4}
+    settings |= {"gradient_accumulation_steps": 1, "steps_per_generation": 1, "per_device_train_batch_size": 24}
+    path = tiny.save(tmp_path / "model")
+    runs = [
+        run(tmp_path / str(kept), cls=TwoAnswers, model=path, kept_completions=kept, **settings)
+        for kept in (2, 3, None)
+    ]
+    assert [trainer.ledger.rows_trained for trainer in runs[:2]] == [48, 72]
+    assert moved(runs[2]) > 1e-3
+    for fewer in runs[:2]:
+        assert distance(fewer, runs[2]) < 1e-5
+
+
 @pytest.mark.parametrize("pruning", ["refill", "skip", "none"])
 def test_an_own_controller_that_is_uniform(tmp_path, pruning):
     settings = {"pruning": pruning, "pruning_streak": 1, "selection_ratio": 0.5, "optim": "sgd", "learning_rate": 0.5}
@@ -798,10 +833,6 @@ BAD_CONFIGS = [
         "`kept_completions` must be even .* got 3.* It is `num_generations` unless set",
     ),
     ({"kept_completions": 1}, "`kept_completions` must be at least 2, got 1. A group of one has no advantage"),
-    (
-        {"kept_completions": 2, "loss_normalizer": "all"},
-        "`kept_completions=2` leaves out completions .* and `loss_normalizer='all'` weighs each .* Use one of them",
-    ),
     (BALANCED | {"round_size": 0}, "`round_size` must be at least 1, got 0"),
     (BALANCED | {"max_rounds": 0}, "`max_rounds` must be at least 1, got 0"),
     ({"controller": "dynamic", "max_rounds": 0}, "`max_rounds` must be at least 1, got 0"),
@@ -838,7 +869,6 @@ def test_bad_settings_are_refused_when_the_config_is_read(tmp_path, settings, me
 
 
 BAD_TRAINERS = [
-    ({"loss_normalizer": "all"}, "`loss_normalizer='all'` weighs a row .* Use `loss_normalizer='selected'`"),
     (
         {"multi_objective_aggregation": "normalize_then_sum"},
         "`multi_objective_aggregation='normalize_then_sum'` needs",
@@ -851,10 +881,10 @@ BAD_TRAINERS = [
 
 
 @pytest.mark.parametrize("controller", [name for name in CONTROLLERS if name != "uniform"])
-@pytest.mark.parametrize(("settings", "message"), BAD_TRAINERS, ids=["normalizer", "aggregation", "stream"])
+@pytest.mark.parametrize(("settings", "message"), BAD_TRAINERS, ids=["aggregation", "stream"])
 def test_what_unequal_groups_cannot_be_is_refused(tmp_path, controller, settings, message):
     with pytest.raises(ValueError, match=message):
-        make(tmp_path, controller=controller, **CONTROLLERS[controller] | {"kept_completions": None} | settings)
+        make(tmp_path, controller=controller, **settings, **CONTROLLERS[controller])
 
 
 def test_batches_that_shrink_are_not_filled(tmp_path):
@@ -865,9 +895,10 @@ def test_batches_that_shrink_are_not_filled(tmp_path):
 
 
 def test_an_own_controller_is_held_to_the_same(tmp_path):
-    with pytest.raises(ValueError, match=r"`loss_normalizer='all'` .* there is none with `Fours`"):
-        make(tmp_path, loss_normalizer="all", trainer={"controller": Fours()})
-    own = make(tmp_path, controller="dynamic", trainer={"controller": UniformController(4)}, loss_normalizer="all")
+    sums = {"multi_objective_aggregation": "normalize_then_sum"}
+    with pytest.raises(ValueError, match="needs groups of one size, and `Fours` draws others"):
+        make(tmp_path, trainer={"controller": Fours()}, **sums)
+    own = make(tmp_path, controller="dynamic", trainer={"controller": UniformController(4)}, **sums)
     assert isinstance(own.controller, UniformController)  # the object wins
     assert isinstance(make(tmp_path, trainer={"controller": ReinforceAda("positive")}).controller, ReinforceAda)
 

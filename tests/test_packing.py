@@ -16,6 +16,7 @@ from lze_trl.packing import (
     MicroBatch,
     Reference,
     even_reference,
+    full_reference,
     loss_scale,
     pack,
     padding_efficiency,
@@ -130,7 +131,7 @@ def test_no_rows_no_micro_batches():
     for layout in (pack(none, none, none, geometry), unpacked(none, geometry)):
         assert layout.micro_steps == [None] * 4
         assert layout.rows_of(1).tolist() == []
-    assert even_reference(none, geometry, keyed_rng(0, 0, "steps")).num_items == 0.0
+    assert even_reference(none, none, geometry, keyed_rng(0, 0, "steps")).num_items == 0.0
 
 
 def test_unpacked_uses_every_micro_step():
@@ -152,15 +153,36 @@ def test_even_reference():
     # n = 5 rows of 1, 2, 4, 8, 16 tokens in 2 chunks: 3 and 2 rows, drawn at random
     geometry = Geometry(1, steps_per_generation=4, chunk_steps=2, micro_batch_rows=3)
     tokens = np.array([1, 2, 4, 8, 16])
-    reference = even_reference(tokens, geometry, keyed_rng(0, 0, "steps"))
+    ones = np.ones(5)
+    reference = even_reference(tokens, ones, geometry, keyed_rng(0, 0, "steps"))
     assert sorted(np.bincount(reference.chunk).tolist()) == [2, 3]
     for chunk in (0, 1):
         mine = reference.chunk == chunk
         assert (reference.norm_rows[mine] == mine.sum()).all()
         assert (reference.norm_tokens[mine] == tokens[mine].sum()).all()
     assert reference.num_items == 31.0
-    spread = {tuple(even_reference(tokens, geometry, keyed_rng(0, step, "steps")).chunk) for step in range(20)}
+    spread = {tuple(even_reference(tokens, ones, geometry, keyed_rng(0, step, "steps")).chunk) for step in range(20)}
     assert len(spread) > 1
+    # A row of weight w counts as w rows
+    weights = np.array([2, 0.5, 1, 1, 3])
+    weighted = even_reference(tokens, weights, geometry, keyed_rng(0, 0, "steps"))
+    assert (weighted.chunk == reference.chunk).all()
+    for chunk in (0, 1):
+        mine = weighted.chunk == chunk
+        assert (weighted.norm_rows[mine] == weights[mine].sum()).all()
+        assert (weighted.norm_tokens[mine] == (weights * tokens)[mine].sum()).all()
+    assert weighted.num_items == 2 + 1 + 4 + 8 + 48
+
+
+def test_full_reference():
+    # Three chosen of 12 rows of 2.5 tokens each, in 2 chunks of 6 rows
+    geometry = Geometry(1, steps_per_generation=4, chunk_steps=2, micro_batch_rows=3)
+    reference = full_reference(3, 12, 2.5, geometry, keyed_rng(0, 0, "steps"))
+    assert sorted(np.bincount(reference.chunk).tolist()) == [1, 2]
+    assert reference.norm_rows.tolist() == [6.0] * 3
+    assert reference.norm_tokens.tolist() == [15.0] * 3
+    assert reference.num_items == 30.0
+    assert full_reference(2, 12, 0.0, geometry, keyed_rng(0, 0, "steps")).norm_tokens.tolist() == [1.0] * 2
 
 
 def test_trl_reference():
@@ -246,7 +268,7 @@ def batches(draw, budget: bool = True):
     seed = draw(st.integers(0, 2**16))
     rng = np.random.default_rng(seed)
     prompts, completions = rng.integers(1, 12, size=count), rng.integers(1, 20, size=count)
-    reference = even_reference(completions, geometry, rng)
+    reference = even_reference(completions, np.ones(count), geometry, rng)
     return geometry, prompts, completions, reference
 
 
