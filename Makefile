@@ -34,7 +34,7 @@ test: $(VENV)/.installed  ## Run the fast tests, as many at a time as there are 
 test-slow: $(VENV)/.installed-deepspeed  ## Run the tests that take minutes: real runs from end to end, sharded ones too
 	@$(PYTEST) -q -m "slow and $(NOT_HERE)"
 
-test-server: vllm-env  ## Run the tests against a real vLLM server on this CPU
+test-server: vllm-env $(VENV)/.installed-deepspeed  ## Run the tests against a real vLLM server on this CPU
 	@$(PYTEST) -q -m server
 
 test-sharded: $(VENV)/.installed-deepspeed  ## Run the tests of DDP, ZeRO-2, ZeRO-3 and FSDP2, on two CPU processes

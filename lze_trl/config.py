@@ -119,7 +119,8 @@ class LZEGRPOConfig(GRPOConfig):
             Dataset column with the gold answer, part of a prompt's identity. Defaults to the first of `"solution"`,
             `"answer"`, `"ground_truth"` that exists, if any.
         deduplicate (`bool`, *optional*, defaults to `True`):
-            Whether to drop rows of the training set that repeat a prompt and its gold answer.
+            Whether to drop rows of the training set that repeat a prompt and its gold answer. An iterable dataset needs
+            `False`.
         state_from (`str`, *optional*):
             Directory (a run or one of its checkpoints) or Hub id of an earlier run, whose prompt state this run starts
             from. Ignored when training resumes from a checkpoint.

@@ -99,14 +99,21 @@ def _rollout_table(savings: dict[str, float]) -> Table:
 
 
 def _cost_table(savings: dict[str, float]) -> Table:
-    table = _table("", "tokens", "FLOPs", "full data", "share", "seconds")
+    table = _table("", "tokens", "full data", "FLOPs", "full data", "share", "seconds")
+    full_tokens = {
+        "rollout": savings["full_rollout_tokens"],
+        "logprob": savings["full_rollout_tokens"] * savings["logprob_passes"],
+        "update": savings["full_update_tokens"],
+    }
     total = full_total = 0.0
     for label, name in (("rollout", "rollout"), ("log-probabilities", "logprob"), ("update", "update")):
         flops, full = savings[f"{name}_flops"], savings[f"full_{name}_flops"]
         total, full_total = total + flops, full_total + full
-        tokens, seconds = count(savings[f"{name}_tokens"]), f"{savings[f'{name}_seconds']:.1f}"
-        table.add_row(label, tokens, count(flops), count(full), _share(flops, full), seconds)
-    table.add_row("together", "", count(total), count(full_total), _share(total, full_total), "", style="bold")
+        tokens = (count(savings[f"{name}_tokens"]), count(full_tokens[name]))
+        table.add_row(
+            label, *tokens, count(flops), count(full), _share(flops, full), f"{savings[f'{name}_seconds']:.1f}"
+        )
+    table.add_row("together", "", "", count(total), count(full_total), _share(total, full_total), "", style="bold")
     return table
 
 

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,25 @@ def _content(value: Any) -> Any:
     return [_content(item) for item in value] if isinstance(value, list) else value
 
 
+def told_apart(prompt_ids: np.ndarray) -> np.ndarray:
+    """
+    Ids in which none occurs twice: each further occurrence of an id gets another one, always the same.
+
+    Args:
+        prompt_ids (`np.ndarray` of shape `(P,)`, int64):
+            Prompts of a generation batch.
+
+    Returns:
+        `np.ndarray` of shape `(P,)`: The ids, equal to those given where they occur for the first time.
+    """
+    apart, seen = prompt_ids.copy(), Counter()
+    for i, value in enumerate(prompt_ids.tolist()):
+        if seen[value]:
+            apart[i] = _hash(f"{value} again {seen[value]}")
+        seen[value] += 1
+    return apart
+
+
 def _hash(text: str) -> int:
     return int.from_bytes(xxhash.xxh64(text.encode()).digest(), "big", signed=True)
 
@@ -76,7 +96,7 @@ def add_prompt_ids(
     Add the column `lze_prompt_id` and drop rows that repeat a prompt.
 
     A user's own `prompt_id` column wins over the content hash. An iterable dataset keeps its duplicates: which ones it
-    holds cannot be known without reading it.
+    holds cannot be known without reading it, so `deduplicate` must be off.
 
     Args:
         dataset (`Dataset` or `IterableDataset`):
@@ -90,8 +110,14 @@ def add_prompt_ids(
         `Dataset` or `IterableDataset`: The training set with ids.
 
     Raises:
-        ValueError: If the dataset is empty, or a column is missing.
+        ValueError: If the dataset is empty, a column is missing, or an iterable dataset is to be deduplicated.
     """
+    if isinstance(dataset, IterableDataset) and deduplicate:
+        raise ValueError(
+            "`deduplicate=True` compares all rows of the training set, and `train_dataset` is an `IterableDataset`. Set "
+            "`deduplicate=False` (a prompt that a generation batch repeats is then remembered as another prompt), or load "
+            "the dataset without streaming."
+        )
     columns = dataset.column_names
     if columns is None:  # a stream whose columns are not known before its first row
         columns = list(next(iter(dataset)).keys())

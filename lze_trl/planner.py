@@ -1,5 +1,6 @@
 """The plan of a generation batch: which prompts get rollouts."""
 
+import logging
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -9,8 +10,11 @@ import torch
 from accelerate import Accelerator
 from datasets import Dataset
 
-from .identity import ID_COLUMN
+from .identity import ID_COLUMN, told_apart
 from .pruning import PromptStream, Pruner, RowIndex, skip_plan
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -39,7 +43,7 @@ class Planner:
 
     Args:
         mode (`str`): `"none"`, `"skip"` or `"refill"`.
-        dataset (`Dataset`, *optional*): Training set with prompt ids; not needed without pruning.
+        dataset (`Dataset`, *optional*): Training set with prompt ids, each once; `None` for a stream, without pruning.
         pruner ([`Pruner`]): Decides which prompts stay out of a pass.
         stream ([`PromptStream`], *optional*): Order of the prompts in the mode `"refill"`.
         group_size (`int`): G.
@@ -70,6 +74,7 @@ class Planner:
         self.batches_per_pass = batches_per_pass
         self.by_prompt = by_prompt
         self.accelerator = accelerator
+        self._told_repeats = False
 
     def plan(self, inputs: list[dict[str, Any]], generation: int) -> Plan:
         """
@@ -88,6 +93,8 @@ class Planner:
         pass_index = 0 if self.batches_per_pass is None else generation // self.batches_per_pass
         if pass_index != self.pruner.pass_index:
             self.pruner.begin_pass(pass_index)
+        if self.dataset is None:
+            return Plan(self.num_groups, pass_index, self._without_repeats(inputs))
         if self.mode == "none" and not self.by_prompt:
             return Plan(self.num_groups, pass_index, inputs)
         prompt_ids = self._gathered_ids(inputs)
@@ -139,6 +146,25 @@ class Planner:
             return Plan(len(rows), self.pruner.pass_index, rows=rows, skipped=skipped)
         inputs = self.local(np.repeat(rows, self.group_size)) if len(rows) else []
         return Plan(len(rows), self.pruner.pass_index, inputs, skipped=skipped)
+
+    def _without_repeats(self, inputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Rows of a stream, in which a prompt that the batch repeats is another prompt: state belongs to one group."""
+        prompt_ids = self._gathered_ids(inputs)
+        apart = told_apart(prompt_ids)
+        repeats = int((apart != prompt_ids).sum())
+        if repeats == 0:
+            return inputs
+        if not self._told_repeats:
+            logger.warning(
+                "The stream repeats %d of %d prompts within a generation batch. Each repeat is trained on, and remembered "
+                "as another prompt. Remove the duplicates from the dataset to give each prompt one group.",
+                repeats,
+                len(prompt_ids),
+            )
+            self._told_repeats = True
+        first = self.accelerator.process_index * len(inputs)
+        groups = np.arange(first, first + len(inputs)) // self.group_size
+        return [{**row, ID_COLUMN: int(apart[group])} for row, group in zip(inputs, groups, strict=True)]
 
     def _gathered_ids(self, inputs: list[dict[str, Any]]) -> np.ndarray:
         """Prompt of each group of the whole batch, shape `(P,)`."""

@@ -105,7 +105,7 @@ class LZEGRPOTrainer(GenerationPipeline):
         args ([`LZEGRPOConfig`], *optional*):
             Configuration.
         train_dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
-            Training set with a `prompt` column. An iterable dataset needs `pruning="none"`.
+            Training set with a `prompt` column. An iterable dataset needs `pruning="none"` and `deduplicate=False`.
         selector ([`~lze_trl.selectors.Selector`], *optional*):
             Your own strategy; replaces `args.selector`.
         controller ([`~lze_trl.controllers.RolloutController`], *optional*):
@@ -383,6 +383,8 @@ class LZEGRPOTrainer(GenerationPipeline):
         # state, TRL's last file, vouches for a checkpoint, after which older ones are deleted
         directory = f"{self._get_output_dir(trial=trial)}/checkpoint-{self.state.global_step}"
         resume.save_rollouts(self, directory)
+        # What a resumed run does not record again has to be on disk
+        self._flush_telemetry()
         if self.args.should_save:
             resume.save_state(self, directory)
         self.accelerator.wait_for_everyone()

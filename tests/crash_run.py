@@ -1,8 +1,10 @@
 """A run that goes on from its last complete checkpoint, if there is one: `python tests/crash_run.py DIRECTORY`."""
 
+import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import torch
 
 import tiny
@@ -22,6 +24,8 @@ def main(directory: Path):
     )
     trainer.train(resume_from_checkpoint=last_complete_checkpoint(directory / "run"))
     torch.save(trainer.model.state_dict(), directory / "weights.pt")
+    np.savez(directory / "state.npz", **trainer.prompt_state.tensors())
+    (directory / "ledger.json").write_text(json.dumps(trainer.savings()))
 
 
 if __name__ == "__main__":

@@ -57,6 +57,10 @@ class RecordingSelector:
 def run(directory: Path, name: str, settings: dict):
     world = int(os.environ.get("WORLD_SIZE", "1"))
     rows = settings.pop("rows") // world  # of a micro-step, on all processes
+    dataset = tiny.prompts(17)
+    if settings.pop("stream", False):
+        # Of batches of 3, the first holds a prompt three times, and the second one twice
+        dataset = dataset.select([0, 0, 0, 1, 2, 1, 2, *range(3, 17)]).to_iterable_dataset()
     resume = settings.pop("resume", None)  # name of a run before this one, and its checkpoint
     args = tiny.config(directory / f"{name}-{world}", per_device_train_batch_size=rows, **settings)
     if os.environ.get("ACCELERATE_USE_FSDP") == "true":
@@ -65,7 +69,7 @@ def run(directory: Path, name: str, settings: dict):
         model=str(directory / "model"),
         reward_funcs=mostly_reward,
         args=args,
-        train_dataset=tiny.prompts(17),
+        train_dataset=dataset,
         rollout_func=fixed_rollouts,
     )
     trainer.selector = RecordingSelector(trainer.selector)

@@ -1,12 +1,16 @@
 """The app without a browser: what it opens, what its charts say, and the Space that deploys it."""
 
+import configparser
+import json
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
+from packaging.requirements import Requirement
 
 from lze_trl.telemetry import MissingTelemetryError, open_run
 from lze_trl.telemetry.curves import curve, energy_heat_map
@@ -108,12 +112,31 @@ def test_numbers_are_short(value, text):
     assert number(value) == text
 
 
-def test_space_is_the_same_app():
+def test_space_is_the_same_app_without_what_trains():
     front_matter = yaml.safe_load((SPACE / "README.md").read_text(encoding="utf-8").split("---")[1])
     assert front_matter["sdk"] == "gradio"
     assert (SPACE / front_matter["app_file"]).exists()
-    assert (SPACE / "requirements.txt").read_text().startswith("lze-trl[app]")
-    code = "import runpy; print(runpy.run_path('app.py')['runs'])"
+    code = """
+import json, runpy, sys
+print(json.dumps([runpy.run_path("app.py")["runs"], sorted(sys.modules)]))
+"""
     environment = {"LZE_RUNS": "me/a, me/b", "PATH": "", "PYTHONPATH": str(SPACE.parent)}
     done = subprocess.run([sys.executable, "-c", code], cwd=SPACE, env=environment, capture_output=True, text=True)
-    assert done.stdout.strip() == "['me/a', 'me/b']", done.stderr
+    assert done.returncode == 0, done.stderr
+    runs, modules = json.loads(done.stdout)
+    assert runs == ["me/a", "me/b"]
+    assert {"duckdb", "gradio", "huggingface_hub", "numpy", "pandas", "PIL", "pyarrow"} <= set(modules)
+    assert {"torch", "trl", "transformers", "datasets", "matplotlib", "xxhash", "safetensors"}.isdisjoint(modules)
+
+
+def test_requirements_of_the_space_are_those_of_the_package():
+    lines = (SPACE / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    needed = {line.name: line for line in map(Requirement, (line for line in lines if not line.startswith("#")))}
+    package = configparser.ConfigParser()
+    package.read(SPACE.parent / "setup.cfg")
+    declared = f"{package['options']['install_requires']}\n{package['options.extras_require']['app']}"
+    for line in declared.splitlines():
+        if line and not line.startswith("#") and (own := Requirement(line)).name in needed:
+            assert needed[own.name].specifier == own.specifier, own.name
+    for name, requirement in needed.items():
+        assert requirement.specifier.contains(version(name)), name

@@ -191,7 +191,8 @@ def test_overhead_table():
     )
     parts_of_a_step = len(parts_overhead.PARTS)
     assert f"| together | {2 * parts_of_a_step} ({parts_of_a_step}–{3 * parts_of_a_step}) |" in text
-    assert "| 6 | 0.20% | ≤ 0.01 ✓ |" in text  # 12 ms of 6 s; what the background thread does is not part of it
+    # 12 ms of 6 s, in which the background thread is not counted; 2 ms of them, and 57 with that thread, are telemetry's
+    assert "| 6 | 0.20% | ≤ 0.01 ✓ | 0.03% | 0.95% |" in text
 
 
 # ---- Update ----

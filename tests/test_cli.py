@@ -1,5 +1,6 @@
 """The console command: what it starts, and how it tells what is wrong."""
 
+import json
 import os
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from lze_trl import __version__, cli
+from lze_trl.telemetry.synthetic import SyntheticTraining, record_synthetic_run
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -66,6 +68,38 @@ def test_errors_have_no_traceback(monkeypatch, arguments, message):
     with pytest.raises(SystemExit) as error:
         cli.main(arguments)
     assert str(error.value).startswith(message)
+
+
+def test_data_counts_duplicates_and_unreadable_answers(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    answers = ["Two. #### 2", "Two. #### 2", None, "None. #### }", "Five. #### 5"]
+    rows = [{"question": f"{answer}?", "answer": answer} for answer in answers]
+    Path("sums.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    cli.main(["data", "sums.jsonl", "--limit", "4"])
+    lines = capsys.readouterr().out.splitlines()
+    heading = next(line.split() for line in lines if "repeated" in line)
+    counts = dict(zip(heading, next(line.split() for line in lines if "sums.jsonl" in line), strict=True))
+    wanted = {"rows": "4", "repeated": "1", "conflicts": "0", "value": "2", "text": "0", "none": "1", "unread": "1"}
+    assert {name: counts[name] for name in wanted} == wanted
+    assert "sums.jsonl: unreadable: '}'" in lines
+
+
+def test_data_tells_what_it_cannot_read(tmp_path):
+    with pytest.raises(SystemExit, match=r"error: .*none\.jsonl"):
+        cli.main(["data", str(tmp_path / "none.jsonl")])
+
+
+def test_report_of_a_run_is_written(tmp_path, capsys):
+    record_synthetic_run(tmp_path / "run", SyntheticTraining(num_prompts=8, groups_per_batch=3), generations=2)
+    cli.main(["report", str(tmp_path / "run")])
+    path = tmp_path / "run" / "report" / "report.html"
+    assert capsys.readouterr().out == f"{path}\n"
+    assert "6 groups trained on" in path.read_text(encoding="utf-8")
+
+
+def test_report_of_no_run_is_an_error(tmp_path):
+    with pytest.raises(SystemExit, match="error: "):
+        cli.main(["report", str(tmp_path)])
 
 
 def test_missing_extra_is_named():

@@ -1,5 +1,6 @@
 """Killed at any moment and resumed: nothing is lost, and the end is that of a run that was left alone."""
 
+import json
 import os
 import random
 import shutil
@@ -8,10 +9,13 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
+import pandas as pd
 import pytest
 import torch
 
 from lze_trl.checkpoint import checkpoints, last_complete_checkpoint
+from lze_trl.telemetry import Run, open_run
 
 
 SCRIPT = Path(__file__).with_name("crash_run.py")
@@ -44,11 +48,63 @@ def killed_in_mid_run(directory: Path, delay: float) -> bool:
 def test_killed_and_resumed_is_uninterrupted(tmp_path):
     assert start(tmp_path / "whole").wait(timeout=300) == 0
     delays = random.Random(0)
-    kills = sum(killed_in_mid_run(tmp_path / "killed", delays.uniform(0.0, 0.15)) for _ in range(6))
+    kills = 0
+    for _ in range(6):
+        if killed_in_mid_run(tmp_path / "killed", delays.uniform(0.0, 0.15)):
+            kills += 1
+            what_a_kill_leaves(tmp_path / "killed" / "run")
     assert kills >= 4
     assert start(tmp_path / "killed").wait(timeout=300) == 0, (tmp_path / "killed" / "log.txt").read_text()[-3000:]
     whole, killed = (torch.load(tmp_path / name / "weights.pt") for name in ("whole", "killed"))
     assert all(torch.equal(whole[name], killed[name]) for name in whole)
+    same_state_and_ledger(tmp_path)
+    same_telemetry(open_run(tmp_path / "whole" / "run"), open_run(tmp_path / "killed" / "run"), kills)
+
+
+def same_state_and_ledger(directory: Path):
+    whole, killed = (dict(np.load(directory / name / "state.npz")) for name in ("whole", "killed"))
+    assert set(whole) == set(killed)
+    for name, array in whole.items():
+        np.testing.assert_array_equal(array, killed[name], err_msg=name)
+    whole, killed = (json.loads((directory / name / "ledger.json").read_text()) for name in ("whole", "killed"))
+    assert without_seconds(whole) == without_seconds(killed)
+    assert whole["rollout_tokens"] > 0
+
+
+def same_telemetry(whole: Run, killed: Run, kills: int):
+    """Read back after the crashes: every batch is there, once, with what an uninterrupted run has recorded."""
+    assert len(killed.meta.attempts) >= 1 + kills // 2
+    assert killed.damaged == []
+    assert killed.generations().generation.tolist() == list(range(len(whole.generations())))
+    for table, key in (("groups", ["generation", "position"]), ("prompts", ["prompt_id"])):
+        expected, found = (
+            run.sql(f"SELECT * FROM {table}").sort_values(key, ignore_index=True) for run in (whole, killed)
+        )
+        assert not found.duplicated(key).any(), table
+        pd.testing.assert_frame_equal(found, expected, obj=table)
+    states = "SELECT * FROM prompt_states ORDER BY prompt_id"
+    pd.testing.assert_frame_equal(killed.sql(states), whole.sql(states))
+    assert without_seconds(killed.summary()["ledger"]) == without_seconds(whole.summary()["ledger"])
+
+
+def without_seconds(ledger: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in ledger.items() if not name.endswith("_seconds")}
+
+
+def what_a_kill_leaves(run_dir: Path):
+    """Of the telemetry: whole batches without a gap, at least those that the newest complete checkpoint knows of."""
+    checkpoint = last_complete_checkpoint(run_dir)
+    if checkpoint is None:
+        return  # nothing is resumed: the run starts anew
+    run = open_run(run_dir)
+    assert run.damaged == []
+    generations = run.generations()
+    assert generations.generation.tolist() == list(range(len(generations)))
+    meta = json.loads((Path(checkpoint) / "lze_state.json").read_text())
+    assert len(generations) >= meta["generation"] > 0
+    counted = run.sql("SELECT generation, count(*) AS groups FROM groups GROUP BY generation ORDER BY generation")
+    # Groups are written before their batch: those of the last one may be there without it
+    assert counted.groups.tolist()[: len(generations)] == generations.groups.tolist()
 
 
 @pytest.mark.parametrize("torn", ["trainer_state.json", "lze_state.json", "lze_state.safetensors"])

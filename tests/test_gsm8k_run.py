@@ -1,37 +1,101 @@
-"""The main job on the real GSM8K file: a model that cannot read it, so every group is dead, and the run ends well."""
+"""The main job on the real GSM8K files, with a model that cannot read them: all groups dead or not, it ends well."""
 
 import json
 import os
 from pathlib import Path
 
 import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
 
 import tiny
-from lze_trl import LZEGRPOTrainer
-from lze_trl.datasets import load_prompts
-from lze_trl.rewards import get_reward
+from lze_trl.recipe import parse_recipe
+from lze_trl.telemetry import open_run
+from lze_trl.train import run
 
 
 SHARED = Path(os.environ.get("LZE_SHARED", Path(__file__).resolve().parents[2] / "shared"))
-GSM8K = SHARED / "data" / "gsm8k" / "train.jsonl"
+GSM8K = SHARED / "data" / "gsm8k"
+
+pytestmark = pytest.mark.skipif(not (GSM8K / "train.jsonl").is_file(), reason="the GSM8K files are not there")
 
 
-@pytest.mark.skipif(not GSM8K.is_file(), reason="the GSM8K file is not there")
-def test_real_gsm8k_goes_through_the_whole_pipeline(tmp_path):
-    model = tiny.model()
-    model.config.max_position_embeddings = 2048
-    trainer = LZEGRPOTrainer(
-        model=model,
-        reward_funcs=[get_reward("accuracy"), get_reward("format")],
-        args=tiny.config(
-            tmp_path, per_device_train_batch_size=8, max_completion_length=16, telemetry=True, save_strategy="steps"
-        ),
-        train_dataset=load_prompts(str(GSM8K), prompt_suffix="\n"),
-        processing_class=tiny.tokenizer(),
-    )
-    trainer.train()
-    assert len(trainer.train_dataset) == 7473
-    assert trainer.state.global_step == 3
-    assert trainer.ledger.rows_rolled_out == 24
-    assert trainer.ledger.skipped_updates == 3
-    assert json.loads((tmp_path / "lze_state.json").read_text())["generation"] == 3
+@pytest.fixture
+def train_on_gsm8k(tmp_path):
+    """Train 3 steps of 2 problems × 4 completions by a recipe; result, weights before, and weights after."""
+
+    def train(reward_funcs: list[str]):
+        model = tiny.model()
+        model.config.max_position_embeddings = 2048
+        model.save_pretrained(tmp_path / "model")
+        tiny.tokenizer().save_pretrained(tmp_path / "model")
+        recipe = {
+            "output_dir": str(tmp_path / "run"),
+            "model_name_or_path": str(tmp_path / "model"),
+            "datasets": [str(GSM8K / "train.jsonl")],
+            "eval_datasets": [str(GSM8K / "test.jsonl")],
+            "max_eval_samples": 4,
+            "prompt_suffix": "\n",
+            "reward_funcs": reward_funcs,
+            "use_cpu": True,
+            "bf16": False,
+            "gradient_checkpointing": False,
+            "report_to": "none",
+            "num_generations": 4,
+            "per_device_train_batch_size": 8,
+            "per_device_eval_batch_size": 8,
+            "max_completion_length": 16,
+            "max_steps": 3,
+            "learning_rate": 1e-2,
+            "logging_steps": 1,
+            "selector": "zero_variance",
+            "seed": 7,
+        }
+        (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+        result = run(*parse_recipe(["--config", str(tmp_path / "recipe.yaml")]))
+        return result, *(load_file(tmp_path / name / "model.safetensors") for name in ("model", "run"))
+
+    return train
+
+
+def test_a_run_whose_groups_are_all_dead_ends_well(train_on_gsm8k, tmp_path, capsys):
+    result, before, after = train_on_gsm8k(["accuracy", "format"])
+    assert result["rows_rolled_out"] == 24
+    assert result["rows_trained"] == result["update_flops"] == 0
+    assert result["groups_dead"] == 6
+    assert result["skipped_updates"] == 3
+    assert (
+        result["accuracy_before"] == result["accuracy_after"] == 0.0
+    )  # every answer was compared with its gold answer
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    check_files(tmp_path / "run", trained=0)
+    check_summary(capsys.readouterr().out)
+
+
+def test_a_run_with_live_groups_ends_well(train_on_gsm8k, tmp_path, capsys):
+    result, before, after = train_on_gsm8k(["tiny.even_length_reward", "accuracy"])
+    assert result["rows_rolled_out"] == 24
+    assert 0 < result["rows_trained"] == 4 * result["groups_trained"]
+    assert result["groups_trained"] == 6 - result["groups_dead"]
+    assert 0 < result["accuracy_before"] < 1
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+    check_files(tmp_path / "run", trained=result["groups_trained"])
+    check_summary(capsys.readouterr().out)
+
+
+def check_files(run_dir: Path, trained: int):
+    """What the run has written agrees with its result."""
+    assert json.loads((run_dir / "lze_state.json").read_text())["generation"] == 3
+    log = json.loads((run_dir / "trainer_state.json").read_text())["log_history"]
+    assert [logs["step"] for logs in log if "eval_reward" in logs] == [0, 3]
+    assert {logs["rewards/accuracy_reward/mean"] for logs in log if "rewards/accuracy_reward/mean" in logs} == {0.0}
+    summary = open_run(run_dir).summary()
+    assert summary["groups"] == 6
+    assert summary["selected"] == trained
+    assert (run_dir / "report" / "report.html").is_file()
+
+
+def check_summary(shown: str):
+    wanted = ("Rollouts", "Cost, against full data over the same passes", "Sampled accuracy on held-out prompts")
+    assert all(heading in shown.splitlines() for heading in wanted)

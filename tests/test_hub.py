@@ -117,6 +117,13 @@ def test_pushed_run_is_opened_by_its_name(run_dir, tmp_path):
 from lze_trl.hub import resolve_run, resolve_state
 from lze_trl.telemetry import open_run
 print(open_run(resolve_run("me/my-run")).summary()["groups"])
+# As the app opens it, and what its first page shows
+from lze_trl.viewer import views
+from lze_trl.viewer.runs import RunBook
+book = RunBook(["me/my-run", "me/missing"])
+assert book.ids == ["my-run", "missing"]
+print(views.overview(book.open("my-run")))
+print(views.compare(book, book.ids, "step", "pass_rate"))
 state = resolve_state("me/my-run")
 print(sorted(path.name for path in state.iterdir()))
 try:
@@ -125,10 +132,69 @@ except RuntimeError as error:
     print(error)
 """)
         assert opened.returncode == 0, opened.stderr
-        groups, state, missing = opened.stdout.splitlines()
+        groups, overview, compared, state, missing = opened.stdout.splitlines()
         assert int(groups) == open_run(run_dir).summary()["groups"]
+        assert f"<small>of {groups}</small>" in overview
+        assert "<th scope='row'>my-run</th>" in compared
+        assert "`me/missing` is neither a directory nor a dataset repo" in compared
         assert "lze_state.json" in state
         assert "`me/missing` is neither a directory nor a dataset repo on the Hub that can be read" in missing
+
+
+STARTING_RUN = """
+import sys
+import numpy as np
+import tiny
+from lze_trl import LZEGRPOTrainer
+from lze_trl.hub import push_run
+
+first = LZEGRPOTrainer(
+    model=tiny.model(),
+    reward_funcs=tiny.even_length_reward,
+    args=tiny.config(sys.argv[1] + "/first", telemetry=True),
+    train_dataset=tiny.prompts(11),
+    processing_class=tiny.tokenizer(),
+)
+first.train()
+push_run(sys.argv[1] + "/first", "me/first", token="hf_secret")
+second = LZEGRPOTrainer(
+    model=tiny.model(),
+    reward_funcs=tiny.even_length_reward,
+    args=tiny.config(sys.argv[1] + "/second", state_from="me/first", max_steps=1),
+    train_dataset=tiny.prompts(11),
+    processing_class=tiny.tokenizer(),
+)
+tensors = second.prompt_state.tensors()
+for name, array in first.prompt_state.tensors().items():
+    np.testing.assert_array_equal(tensors[name], array, err_msg=name)
+before = int(second.prompt_state["visits"].sum())
+second.train()
+print(before, int(second.prompt_state["visits"].sum()))
+"""
+
+
+@pytest.mark.slow
+def test_a_trainer_starts_from_the_state_of_a_repo(tmp_path):
+    (tmp_path / "start.py").write_text(STARTING_RUN)
+    with serve(tmp_path / "server") as server:
+        result = subprocess.run(
+            [sys.executable, str(tmp_path / "start.py"), str(tmp_path)],
+            env=os.environ
+            | {
+                "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
+                "HF_HOME": str(tmp_path / "cache"),
+                "HF_HUB_OFFLINE": "0",
+                "HF_HUB_DISABLE_XET": "1",
+                "PYTHONPATH": os.path.dirname(__file__),
+            },
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+    assert result.returncode == 0, result.stderr[-4000:]
+    # Three batches of three prompts, and one more
+    assert result.stdout.splitlines()[-1] == "9 12"
 
 
 PUSHING_RUN = """

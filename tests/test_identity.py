@@ -8,7 +8,7 @@ from datasets import Dataset, IterableDataset, concatenate_datasets
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lze_trl.identity import ID_COLUMN, add_prompt_ids, prompt_id
+from lze_trl.identity import ID_COLUMN, add_prompt_ids, prompt_id, told_apart
 
 
 def ids(dataset: Dataset | IterableDataset) -> list[int]:
@@ -133,7 +133,34 @@ def test_a_stream_gets_ids_and_keeps_its_duplicates(known_columns):
         stream = Dataset.from_list(rows).to_iterable_dataset()
     else:
         stream = IterableDataset.from_generator(lambda: iter(rows))
-    assert ids(add_prompt_ids(stream)) == [prompt_id("a", "1"), prompt_id("b", "2"), prompt_id("a", "1")]
+    stream = add_prompt_ids(stream, deduplicate=False)
+    assert ids(stream) == [prompt_id("a", "1"), prompt_id("b", "2"), prompt_id("a", "1")]
+
+
+def test_a_stream_cannot_be_deduplicated():
+    def unread():
+        raise AssertionError("read")
+        yield
+
+    with pytest.raises(ValueError, match=r"`deduplicate=True` compares all rows.* Set `deduplicate=False`"):
+        add_prompt_ids(IterableDataset.from_generator(unread))
+
+
+def test_repeats_are_told_apart():
+    apart = told_apart(np.array([5, -7, 5, 5, 9, -7]))
+    assert apart[[0, 1, 4]].tolist() == [5, -7, 9]
+    assert len(set(apart.tolist())) == 6
+    # The first repeat is the same prompt in every batch
+    assert told_apart(np.array([3, 5, 5])).tolist() == [3, 5, apart[2]]
+
+
+@given(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=8).flatmap(lambda ids: st.permutations(ids + ids[:3])))
+def test_ids_told_apart_are_distinct_and_those_given(given_ids):
+    given_ids = np.array(given_ids, dtype=np.int64)
+    apart = told_apart(given_ids)
+    assert len(np.unique(apart)) == len(given_ids)
+    _, first = np.unique(given_ids, return_index=True)
+    assert (apart[first] == given_ids[first]).all()
 
 
 def test_other_columns_survive():

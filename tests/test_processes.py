@@ -54,6 +54,13 @@ def cases() -> dict[str, dict]:
     return found
 
 
+def streams() -> dict[str, dict]:
+    """Iterable datasets that repeat prompts within a batch, whose middle group of three lies with both processes."""
+    own = {"stream": True, "pruning": "none", "deduplicate": False, "shuffle_dataset": False}
+    shapes = ("accumulated-True-selected", "iterated-True-selected")
+    return {f"stream-{name}": settings | own for name, settings in cases().items() if name.startswith(shapes)}
+
+
 def told(result: subprocess.CompletedProcess) -> str:
     """What a failed launch says: its errors, then the beginning of its first traceback."""
     errors = [line for line in result.stderr.splitlines() if "Error: " in line]
@@ -78,13 +85,13 @@ def launch(directory: Path, processes: int, launcher: list[str] | None = None, e
 def runs(tmp_path_factory):
     directory = tmp_path_factory.mktemp("processes")
     tiny.save(directory / "model")
-    (directory / "cases.json").write_text(json.dumps(cases()))
+    (directory / "cases.json").write_text(json.dumps(cases() | streams()))
     for processes in (1, 2):
         launch(directory, processes)
     return directory
 
 
-@pytest.mark.parametrize("case", cases())
+@pytest.mark.parametrize("case", cases() | streams())
 def test_two_processes_are_one(runs, case):
     one = json.loads((runs / f"{case}.1.0.json").read_text())
     two = [json.loads((runs / f"{case}.2.{rank}.json").read_text()) for rank in range(2)]
@@ -93,6 +100,13 @@ def test_two_processes_are_one(runs, case):
     assert one["rows_trained"] > 0
     first, second = (torch.load(runs / f"{case}.{world}.pt") for world in (1, 2))
     assert max(float((first[name] - second[name]).abs().max()) for name in first) < 1e-5
+
+
+@pytest.mark.parametrize("case", streams())
+def test_repeats_of_a_stream_are_prompts_of_their_own(runs, case):
+    # Three times the same row
+    first_batch = json.loads((runs / f"{case}.1.0.json").read_text())["choices"][0][0]
+    assert len(set(first_batch)) == 3
 
 
 def test_pruning_happened(runs):

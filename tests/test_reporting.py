@@ -11,15 +11,17 @@ from lze_trl.reporting import RepeatMonitor
 
 
 def test_documented_metrics_are_those_that_are_logged(tmp_path):
-    trainer = LZEGRPOTrainer(
-        model=tiny.model(),
-        reward_funcs=tiny.even_length_reward,
-        args=tiny.config(tmp_path, max_steps=4),
-        train_dataset=tiny.prompts(11),
-        processing_class=tiny.tokenizer(),
-    )
-    trainer.train()
-    logged = {name for entry in trainer.state.log_history for name in entry if name.startswith("lze/")}
+    logged = set()
+    for controller in ({}, {"controller": "dynamic", "selector": "zero_variance", "selection_ratio": 1.0}):
+        trainer = LZEGRPOTrainer(
+            model=tiny.model(),
+            reward_funcs=tiny.even_length_reward,
+            args=tiny.config(tmp_path, max_steps=4, **controller),
+            train_dataset=tiny.prompts(11),
+            processing_class=tiny.tokenizer(),
+        )
+        trainer.train()
+        logged |= {name for entry in trainer.state.log_history for name in entry if name.startswith("lze/")}
     page = (Path(__file__).parents[1] / "docs" / "telemetry.md").read_text()
     documented = set(re.findall(r"^\| `(lze/\w+)` \|", page, re.M))
     only_in_trackers = {"lze/energy_histogram", "lze/prompts"}

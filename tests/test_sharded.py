@@ -1,6 +1,8 @@
 """ZeRO-2, ZeRO-3, FSDP2 and DDP on two processes end with the weights of a single process."""
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -9,11 +11,14 @@ import torch
 import yaml
 
 import tiny
-from test_processes import cases, launch
+from export_run import LORA
+from test_processes import cases, launch, told
+from test_vllm_weights import adapted, exported, saved
 
 
 pytestmark = pytest.mark.slow
 
+EXPORT = Path(__file__).with_name("export_run.py")
 CONFIGS = Path(__file__).parents[1] / "accelerate_configs"
 # By what the model is wrapped: the proof that a run was sharded in the way that its name says
 WAYS = {
@@ -45,17 +50,21 @@ def single(tmp_path_factory):
     return directory
 
 
-def launch_sharded(directory: Path, way: str):
-    """Run the cases of a directory on two processes."""
+def launcher(directory: Path, way: str) -> list[str]:
+    """The command that starts a script on two processes."""
     (directory / "accelerate.yaml").write_text(yaml.safe_dump(on_two_cpus(way)))
-    launcher = [
+    return [
         sys.executable,
         "-m",
         "accelerate.commands.launch",
         "--config_file",
         str(directory / "accelerate.yaml"),
     ]
-    launch(directory, 2, launcher, {"DS_ACCELERATOR": "cpu"})
+
+
+def launch_sharded(directory: Path, way: str):
+    """Run the cases of a directory on two processes."""
+    launch(directory, 2, launcher(directory, way), {"DS_ACCELERATOR": "cpu"})
 
 
 def test_zero3_resumed_decides_as_uninterrupted(tmp_path):
@@ -72,6 +81,33 @@ def test_zero3_resumed_decides_as_uninterrupted(tmp_path):
         assert {**resumed, "choices": []} == {**whole, "choices": []}
     first, second = (torch.load(tmp_path / f"{name}.2.pt") for name in runs)
     assert max(float((first[name] - second[name]).abs().max()) for name in first) < 1e-6
+
+
+@pytest.mark.parametrize(("way", "share"), [("zero3", 0.0), ("fsdp2", 0.6)])
+def test_weights_are_gathered_and_merged(tmp_path, way, share):
+    command = [*launcher(tmp_path, "ddp" if way == "fsdp2" else way), str(EXPORT), str(tmp_path), way]
+    done = subprocess.run(
+        command,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, told(done)
+    # The model was sharded, and its adapters are merged into whole weights
+    assert all(json.loads((tmp_path / f"{rank}.json").read_text()) <= share for rank in range(2))
+    merged = saved(adapted(**LORA).merge_and_unload(), tmp_path / "saved")
+    tensors = exported(tmp_path / "lora")
+    assert tensors.keys() == merged.keys()
+    for name, tensor in tensors.items():
+        torch.testing.assert_close(tensor, merged[name], msg=name)
+    if way == "zero3":
+        # Two shards, and the largest tensor twice; a second copy of the weights would be 1
+        memory = json.loads((tmp_path / "memory.json").read_text())
+        assert (memory["distributed"], memory["processes"]) == ("DEEPSPEED", 2)
+        assert memory["model_bytes"] > 200 * 2**20
+        assert 0 < memory["ratio"] < 0.5
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -19,6 +19,7 @@ from lze_trl.telemetry import (
     TelemetryError,
     TelemetryWriter,
     open_run,
+    stress,
 )
 from lze_trl.telemetry import writer as telemetry_writer
 from lze_trl.telemetry.parts import FAN_OUT, FINAL_BYTES, _mergeable, list_parts, part_name
@@ -338,3 +339,36 @@ def test_parts_have_the_documented_columns(tmp_path):
     schema = pq.read_schema(next((tmp_path / "telemetry" / "groups").iterdir()))
     assert "energy" in schema.names
     assert schema.field("prompt_id").type == "int64"
+
+
+@pytest.mark.slow
+def test_long_runs_are_measured_at_a_small_size(tmp_path):
+    for name, records in (("short", 400), ("long", 2_500)):
+        assert stress.main(["make", str(tmp_path / name), "--records", str(records), "--prompts", "130"]) == 0
+    results = [stress.measure(tmp_path / name) for name in ("short", "long")]
+    # Whole batches of 130 groups: all prompts, in each of them
+    assert [result["records"] for result in results] == [520, 2_600]
+    assert [result["prompts"] for result in results] == [130, 130]
+    timed = {name for name in results[0] if ":" in name}
+    assert {"open: overview", "open: prompts", "filter: forgotten", "filter: text"} <= timed
+    assert all(result[name] > 0 for result in results for name in (*timed, "peak_megabytes"))
+
+
+def test_what_is_too_slow_or_too_large_is_named():
+    def result(records, seconds, megabytes):
+        times = {"open: overview": 2.9, "filter: text": seconds}
+        return {**times, "records": records, "prompts": 9, "peak_megabytes": megabytes}
+
+    assert stress.misses([result(10, 0.5, 200.0), result(100, 0.5, 249.0)]) == []
+    assert stress.misses([result(10, 0.51, 200.0)]) == ["filter: text of 10 records took 0.51 s, more than 0.5 s"]
+    (grown,) = stress.misses([result(100, 0.5, 251.0), result(10, 0.5, 200.0)])
+    assert grown == "memory grows from 200 MB at 10 records to 251 MB at 100, more than 1.25 times"
+
+
+@pytest.mark.slow
+def test_measuring_is_a_command(tmp_path, capsys):
+    assert stress.main(["make", str(tmp_path / "run"), "--records", "500", "--prompts", "130"]) == 0
+    stress.main(["measure", str(tmp_path / "run")])
+    shown = json.JSONDecoder().raw_decode(capsys.readouterr().out)[0]
+    assert shown["records"] == 520
+    assert shown["peak_megabytes"] > 50

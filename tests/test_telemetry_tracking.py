@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from lze_trl.telemetry import open_run
+from lze_trl.telemetry.tracking import HISTOGRAM, TABLE
+
 
 TESTS = Path(__file__).parent
 DOCUMENTED = TESTS.parent / "docs" / "telemetry.md"
@@ -20,7 +23,18 @@ import tiny
 from lze_trl import LZEGRPOTrainer
 from lze_trl.telemetry.tracking import EnergyTrackingCallback
 
-arguments = tiny.config(sys.argv[1], report_to=[sys.argv[2]], telemetry=True, max_steps=4, run_name="tiny", project="lze")
+# A controller that draws prompts logs all metrics that there are
+arguments = tiny.config(
+    sys.argv[1],
+    report_to=[sys.argv[2]],
+    telemetry=True,
+    max_steps=4,
+    run_name="tiny",
+    project="lze",
+    controller="dynamic",
+    selector="zero_variance",
+    selection_ratio=1.0,
+)
 trainer = LZEGRPOTrainer(
     model=tiny.model(),
     reward_funcs=tiny.even_length_reward,
@@ -50,7 +64,7 @@ def train(tmp_path, tracker):
 
 
 def documented_metrics():
-    """Names of the table in the documentation that are logged at every step of a run."""
+    """Names of the table in the documentation."""
     names = re.findall(r"^\| `(lze/[\w/]+)` \|", DOCUMENTED.read_text(encoding="utf-8"), flags=re.MULTILINE)
     assert names
     return set(names)
@@ -107,3 +121,21 @@ print(json.dumps(sorted({name for log in logs for name in log})))
     assert done.returncode == 0, done.stderr
     logged = {name.removeprefix("train/") for name in json.loads(done.stdout.splitlines()[-1])}
     assert documented_metrics() - logged == set()
+
+
+@pytest.mark.slow
+def test_tensorboard_run_has_the_documented_metrics(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    train(tmp_path, "tensorboard")
+    (events,) = (tmp_path / "run").rglob("events.out.tfevents.*")
+    accumulator = EventAccumulator(str(events))
+    accumulator.Reload()
+    logged = {name.removeprefix("train/") for name in accumulator.Tags()["scalars"]}
+    assert {name for name in logged if name.startswith("lze/")} == documented_metrics() - {HISTOGRAM, TABLE}
+    recorded = open_run(tmp_path / "run").steps()
+    for name in ("lze/pass_rate", "lze/energy", "lze/seen_prompts", "reward"):
+        values = {event.step: event.value for event in accumulator.Scalars(f"train/{name}")}
+        assert list(values) == [1, 2, 3, 4]
+        assert values == pytest.approx(recorded[name].dropna().to_dict()), name

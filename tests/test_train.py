@@ -2,15 +2,19 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
+from safetensors.torch import load_file
 
 import tiny
 from lze_trl.console import count, log_line, summary_tables
+from lze_trl.ledger import Ledger, TokenCost
 from lze_trl.recipe import RecipeError, parse_recipe
 from lze_trl.train import build_trainer, main, resume_point, run
 
@@ -153,6 +157,47 @@ def test_accelerate_launch_runs_the_module(job):
     assert "Sampled accuracy" in done.stdout
 
 
+def free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return server.getsockname()[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ddp_cpu", "zero3_cpu"])
+def test_the_command_trains_on_two_processes(job, name):
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "lze_trl.cli", "train", job(per_device_train_batch_size=6)),
+            *("--accelerate_config", name, "--main_process_port", str(free_port()), "--max_steps", "2"),
+        ],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    # By the main process alone
+    for heading in (
+        "Rollouts",
+        "Cost, against full data over the same passes",
+        "Sampled accuracy on held-out prompts",
+    ):
+        assert done.stdout.splitlines().count(heading) == 1
+    run_dir = Path(parse_recipe(["--config", job()])[1].output_dir)
+    log = json.loads((run_dir / "trainer_state.json").read_text())["log_history"]
+    assert [logs["step"] for logs in log if "eval_rewards/even_length_reward/mean" in logs] == [0, 2]
+    ledger = json.loads((run_dir / "lze_state.json").read_text())["ledger"]
+    assert ledger["rows_rolled_out"] == 2 * 12  # of both processes
+    assert 0 < ledger["rows_trained"] < 2 * 12
+    before, after = (load_file(folder / "model.safetensors") for folder in (run_dir.parent / "model", run_dir))
+    assert set(before) == set(after)  # whole, not the shards of one process
+    assert any(not torch.equal(before[weight], after[weight]) for weight in before)
+    assert (run_dir / "report" / "summary.png").is_file()
+
+
 def test_log_line_shows_what_was_logged():
     assert log_line(5, {"reward": 0.5, "lze/selected_share": 0.40625, "learning_rate": 1e-6, "other": 3}) == (
         "step     5  reward 0.500  trained 41% of groups  lr 1.0e-06"
@@ -178,6 +223,7 @@ def test_summary_of_a_run_that_did_nothing():
                 for what in ("tokens", "flops", "seconds")
             ),
             *(f"full_{part}_flops" for part in ("rollout", "logprob", "update")),
+            *("full_rollout_tokens", "full_update_tokens", "logprob_passes"),
         ],
         0,
     )
@@ -186,6 +232,32 @@ def test_summary_of_a_run_that_did_nothing():
         "Cost, against full data over the same passes",
     ]
     assert len(summary_tables(zero, {"before": 0.1, "after": None})) == 3
+
+
+def test_summary_tells_tokens_and_flops_of_full_data():
+    # 8 completions of 12,500 tokens; 4 more were pruned: full data has 18,750, in two iterations after two passes for
+    # log-probabilities. With 2 FLOPs a token forward and 6 in the update, full data costs 37.5 + 75 + 225 k
+    ledger = Ledger(
+        rows_rolled_out=8,
+        rows_pruned=4,
+        rollout_tokens=12_500,
+        update_tokens=7_000,
+        logprob_passes=2,
+        logprob_tokens=6_000,
+        iterations=2,
+    )
+    tables = summary_tables(ledger.summary(TokenCost(forward=2.0, train=6.0)), {"before": None, "after": None})
+    cost = tables["Cost, against full data over the same passes"]
+    columns = {i: list(column.cells) for i, column in enumerate(cost.columns)}
+    assert [column.header for column in cost.columns] == [
+        *("", "tokens", "full data", "FLOPs", "full data", "share", "seconds"),
+    ]
+    assert columns[0] == ["rollout", "log-probabilities", "update", "together"]
+    assert columns[1] == ["12.5 k", "6,000", "7,000", ""]
+    assert columns[2] == ["18.8 k", "37.5 k", "37.5 k", ""]
+    assert columns[3] == ["25 k", "12 k", "42 k", "79 k"]
+    assert columns[4] == ["37.5 k", "75 k", "225 k", "338 k"]
+    assert columns[5] == ["66.7%", "16.0%", "18.7%", "23.4%"]
 
 
 def test_a_run_that_has_ended_is_left_alone(tmp_path, caplog):

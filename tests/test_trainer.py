@@ -11,6 +11,7 @@ from trl import GRPOConfig
 
 import tiny
 from lze_trl import LZEGRPOTrainer
+from lze_trl.identity import prompt_id
 
 
 def make(directory, reward_funcs=tiny.even_length_reward, dataset=None, trainer=None, **kwargs):
@@ -57,9 +58,28 @@ def test_conversational_prompts(tmp_path):
 
 def test_an_iterable_dataset_is_selected_from(tmp_path):
     stream = tiny.prompts(11).to_iterable_dataset()
-    trainer = run(tmp_path, dataset=stream, pruning="none")
+    trainer = run(tmp_path, dataset=stream, pruning="none", deduplicate=False)
     assert isinstance(trainer.train_dataset, IterableDataset)
     assert trainer.ledger.rows_trained < trainer.ledger.rows_rolled_out
+
+
+def test_what_a_stream_repeats_within_a_batch_is_another_prompt(tmp_path, caplog):
+    # Batches of the prompts 0 0 0, 1 2 1 and 3 4 5; then the same again
+    rows = tiny.prompts(6).select([0, 0, 0, 1, 2, 1, 3, 4, 5])
+    with caplog.at_level("WARNING", logger="lze_trl.planner"):
+        trainer = run(
+            tmp_path,
+            dataset=rows.to_iterable_dataset(),
+            pruning="none",
+            deduplicate=False,
+            shuffle_dataset=False,
+            max_steps=6,
+        )
+    assert trainer.ledger.groups_rolled_out == 18
+    assert trainer.prompt_state["visits"].tolist() == [2] * 9
+    own = [prompt_id(row["prompt"], row["solution"]) for row in tiny.prompts(6)]
+    assert np.isin(own, trainer.prompt_state["prompt_ids"]).all()
+    assert [record.getMessage()[:45] for record in caplog.records] == ["The stream repeats 2 of 3 prompts within a ge"]
 
 
 def test_several_rewards_with_weights(tmp_path):
@@ -189,8 +209,9 @@ def test_duplicates_are_dropped_and_counted(tmp_path, caplog):
     assert "Dropped 2 of 7 rows" in caplog.text
 
 
+@pytest.mark.parametrize("selector", ["energy", "variance", "midpoint", "random", "all", "zero_variance"])
 @pytest.mark.parametrize("pruning", ["skip", "refill"])
-def test_solved_prompts_cost_no_rollouts(tmp_path, pruning):
+def test_solved_prompts_cost_no_rollouts(tmp_path, pruning, selector):
     trainer = run(
         tmp_path,
         dataset=tiny.prompts(12),
@@ -198,6 +219,7 @@ def test_solved_prompts_cost_no_rollouts(tmp_path, pruning):
             1.0 if len(p) < 6 else r for p, r in zip(prompts, tiny.even_length_reward(completions), strict=True)
         ],
         pruning=pruning,
+        selector=selector,
         max_steps=20,
     )
     solved = trainer.prompt_state["pruned"]
@@ -264,6 +286,10 @@ BAD_TRAINERS = {
     "missing prompt": ({"dataset": tiny.prompts(5).rename_column("prompt", "text")}, "has no `prompt` column"),
     "missing answer": ({"answer_column": "gold"}, "`answer_column='gold'` is not a column"),
     "iterable with pruning": ({"dataset": tiny.prompts(5).to_iterable_dataset()}, "Set `pruning='none'`"),
+    "iterable with deduplication": (
+        {"dataset": tiny.prompts(5).to_iterable_dataset(), "pruning": "none"},
+        "Set `deduplicate=False`",
+    ),
     "images": ({"dataset": tiny.prompts(5).add_column("image", [0] * 5)}, "images are not supported"),
     "tools": ({"trainer": {"tools": [print]}}, "`tools` is not supported"),
     "environments": ({"trainer": {"environment_factory": Image}}, "`environment_factory` is not supported"),

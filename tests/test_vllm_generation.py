@@ -8,6 +8,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 import tiny
 from fake_vllm import FakeVLLM
+from lze_trl import LZEGRPOTrainer
 from lze_trl.vllm import HTTPGeneration, RequestRefusedError, ServerMismatchError
 
 
@@ -141,6 +142,34 @@ def test_a_full_disk_stops_the_sync(connect, monkeypatch):
     monkeypatch.setattr(weights, "save_file", full)
     with pytest.raises(OSError, match="No space left"):
         connect().sync_weights()
+
+
+def test_only_changed_weights_are_synced(fake, tmp_path):
+    learned = {1, 3}  # steps in which some completions pass; in the others every group is dead, and nothing is updated
+    loads = []
+
+    def rewards(completions, **kwargs):
+        loads.append(fake.loads)
+        return [float(trainer.state.global_step in learned and i % 2) for i in range(len(completions))]
+
+    trainer = LZEGRPOTrainer(
+        model=tiny.model(),
+        reward_funcs=rewards,
+        args=tiny.config(
+            tmp_path / "run",
+            use_vllm=True,
+            vllm_mode="http",
+            vllm_server_urls=[fake.url],
+            vllm_sync_dir=str(tmp_path / "sync"),
+            vllm_sync_tolerance=100.0,
+            max_steps=6,
+        ),
+        train_dataset=tiny.prompts(20),
+        processing_class=tiny.tokenizer(),
+    )
+    trainer.train()
+    assert loads == [1, 1, 2, 2, 3, 3]  # the first weights, then those that a step has changed
+    assert trainer.ledger.skipped_updates == 4
 
 
 @pytest.mark.parametrize("name", ["sync_weights", "generate"])

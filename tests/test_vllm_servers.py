@@ -12,6 +12,7 @@ from lze_trl.vllm import RequestRefusedError, ServerError, ServerMismatchError
 from lze_trl.vllm import servers as servers_module
 from lze_trl.vllm.client import Identity, Snapshot
 from lze_trl.vllm.servers import Group, ServerPool
+from pool_watch import PoolWatch
 
 
 SAMPLED = {"temperature": 1.0, "max_tokens": 5}
@@ -48,6 +49,18 @@ def assert_complete(results, groups, loads=1):
     for completions, group in zip(results, groups, strict=True):
         assert [completion.token_ids for completion in completions] == [[loads, i] for i in range(group.count)]
         assert all(completion.logprobs == [-0.5, -0.25] for completion in completions)
+
+
+def stop_when_busy(fake, then=lambda: None):
+    """Stop a server as soon as it has as many requests in progress as it gets at a time."""
+
+    def wait():
+        while fake.running < 4:
+            time.sleep(0.002)
+        fake.stop()
+        then()
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def test_spreads_by_load(fakes):
@@ -118,18 +131,36 @@ def test_a_refused_request_is_not_repeated(fakes):
         pool.complete(make_groups(1))
 
 
-def test_others_take_over_from_a_server_that_dies(fakes, caplog):
+def test_others_take_over_from_a_server_that_dies(fakes, caplog, monkeypatch):
     for fake in fakes:
         fake.delay = 0.1
     pool = make_pool(fakes)
     pool.load(make_snapshot())
-    threading.Timer(0.15, fakes[0].stop).start()
-    groups = make_groups(12)
-    begin = time.monotonic()
+    watch = PoolWatch(pool, monkeypatch)
+    stop_when_busy(fakes[0])
+    groups = make_groups(24)
     assert_complete(pool.complete(groups), groups)
-    assert time.monotonic() - begin < 5.0
+    watch.assert_went_on(24, dead=fakes[0].url, survivor=fakes[1].url, at_a_time=4)
+    assert watch.intervals > 0  # the dead one was asked again while the other worked
     assert f"The vLLM server {fakes[0].url} failed" in caplog.text
+    assert f"The vLLM server {fakes[1].url}" not in caplog.text
     fakes[0].start()
+
+
+def test_a_pause_is_seen(fakes, monkeypatch):
+    fakes[0].delay = 0.1
+    pool = make_pool(fakes[:1])
+    pool.load(make_snapshot())
+    watch = PoolWatch(pool, monkeypatch)
+
+    def return_after_a_pause():
+        while watch.pauses == 0:
+            time.sleep(0.002)
+        fakes[0].start()
+
+    stop_when_busy(fakes[0], then=return_after_a_pause)
+    pool.complete(make_groups(12))
+    assert watch.pauses > 0 and watch.failed
 
 
 def test_a_server_that_returns_gets_the_weights_first(fakes, caplog):

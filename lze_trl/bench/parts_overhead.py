@@ -249,12 +249,15 @@ def markdown(result: dict[str, Any]) -> str:
     totals = Spread(tuple(map(sum, zip(*(result["milliseconds"][name] for name in PARTS), strict=True))))
     rows.append(["together", shown(totals)])
     rows.append(["(writing of the telemetry, in the background)", shown(spreads["background"])])
+    telemetry, background = (spreads[name].median for name in ("telemetry", "background"))
     shares = [
         [
             name,
             f"{seconds:.3g}",
             f"{totals.median / 1e3 / seconds:.2%}",
             verdict(totals.median / 1e3 / seconds, TARGET),
+            f"{telemetry / 1e3 / seconds:.2%}",
+            f"{(telemetry + background) / 1e3 / seconds:.2%}",
         ]
         for name, seconds in step_seconds(result).items()
     ]
@@ -267,7 +270,7 @@ def markdown(result: dict[str, Any]) -> str:
             table(["part", "ms"], rows),
             "As a share of the update of the chosen rows alone, without rollouts and log-probabilities. A step of "
             f"{totals.median / 1e3 / TARGET:.0f} s or longer has less than {TARGET:.0%} of it.",
-            table(["update", "s", "share", "target"], shares),
+            table(["update", "s", "share", "target", "telemetry", "telemetry, its background too"], shares),
             measured_on(result),
         ]
     )

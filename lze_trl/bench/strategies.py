@@ -59,16 +59,11 @@ STRATEGIES: dict[str, Strategy] = {
         "DAPO refill", _selecting("zero_variance", selection_ratio=1.0, controller="dynamic", max_rounds=4)
     ),
     "lze_probing": Strategy("LZE + probing", _selecting("energy", selection_ratio=0.4, controller="probing")),
-    # Dead groups cost half; and prompts that stay without a signal sit out, their slots with them, so that steps cost less
+    # Dead groups cost half, and a step is as large as the signal in it: the gradient is that of full data, but for the
+    # groups that probing gives up
     "recommended": Strategy(
-        "recommended: LZE + probing + GRESO",
-        {
-            "selector": "energy",
-            "selection_ratio": 0.4,
-            "controller": "probing",
-            "pruning": "skip",
-            "pruning_policy": "greso",
-        },
+        "recommended: LZE + probing, loss over all rows",
+        _selecting("energy", selection_ratio=0.4, controller="probing", loss_normalizer="all"),
     ),
 }
 QUICK = (BASELINE, "lze", "lze_pruned", "recommended")

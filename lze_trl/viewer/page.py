@@ -14,7 +14,9 @@ from .runs import RunBook
 
 
 VIEWS = ("Overview", "Prompts", "Compare")
-_REFRESH_SECONDS = 1.0
+REFRESH_SECONDS = 1.0
+"""How often the page asks for what is new."""
+
 _STATES = [
     ("all", "all"),
     *((label, name) for name, (_, label, _) in views.STATE_LABELS.items() if name != "unscored"),
@@ -209,7 +211,7 @@ class _Page:
             button.click(
                 lambda page, change=change: max(1, int(page or 1) + change), self.page, self.page, **quiet
             ).then(self._show, self.controls, shown, js=_WRITE_ADDRESS, **quiet)
-        timer = gr.Timer(_REFRESH_SECONDS)
+        timer = gr.Timer(REFRESH_SECONDS)
         timer.tick(self._follow, [self.seen, *self.controls], shown, **quiet)
 
     def _first_page(self) -> tuple[int, str]:

@@ -59,15 +59,22 @@ def page(browser):
 @contextmanager
 def serve(*runs):
     """The app in a process of its own, as a user starts it; yields its address."""
+    code = "import sys; from lze_trl.viewer import main; main(sys.argv[1:])"
+    with started([sys.executable, "-c", code, *map(str, runs), "--port", "{port}"]) as address:
+        yield address
+
+
+@contextmanager
+def started(command, **options):
+    """A command that serves the app at a free port, which stands for `{port}` in it; yields its address."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    code = "import sys; from lze_trl.viewer import main; main(sys.argv[1:])"
-    command = [sys.executable, "-c", code, *map(str, runs), "--port", str(port)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    command = [argument.replace("{port}", str(port)) for argument in command]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, **options)
     address = f"http://127.0.0.1:{port}/"
     try:
-        deadline = time.monotonic() + 90
+        deadline = time.monotonic() + 180
         while True:
             try:
                 urllib.request.urlopen(address, timeout=5).close()

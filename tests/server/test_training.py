@@ -13,21 +13,25 @@ import pytest
 import torch
 import yaml
 from real_vllm import RealServer
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 import tiny
 from lze_trl import LZEGRPOTrainer
+from process_run import RecordingSelector
 from test_processes import told
 from test_sharded import on_two_cpus
 
 
 SCRIPT = Path(__file__).with_name("training_run.py")
+# Where decoding is greedy, the completions of a group are equal and its gradient is zero: this moves the weights
+DECAY = {"optim": "sgd", "learning_rate": 0.5, "weight_decay": 0.2}
 
 
-def train_on_two_processes(directory: Path, way: str, model: Path, urls: list[str], **settings) -> list[dict]:
-    """Run `training_run.py` and return what each process has left."""
+def train_on_two_processes(directory: Path, way: str, runs: dict[str, dict]) -> dict[str, list[dict]]:
+    """Run `training_run.py` and return what each process has left of each run."""
     directory.mkdir(exist_ok=True)
-    (directory / "settings.json").write_text(json.dumps({"model": str(model), "urls": urls, **settings}))
+    (directory / "settings.json").write_text(json.dumps(runs))
     (directory / "accelerate.yaml").write_text(yaml.safe_dump(on_two_cpus(way)))
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(directory / "accelerate.yaml")]
     result = subprocess.run(
@@ -39,34 +43,44 @@ def train_on_two_processes(directory: Path, way: str, model: Path, urls: list[st
         check=False,
     )
     assert result.returncode == 0, told(result)
-    return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(2)]
+    return {name: [json.loads((directory / f"{name}.{rank}.json").read_text()) for rank in range(2)] for name in runs}
 
 
 @pytest.fixture(scope="module")
-def zero3_run(session_servers, models, tmp_path_factory):
+def zero3_runs(session_servers, models, tmp_path_factory):
+    """20 steps with a server, then a few greedy ones with the server and with in-process generation."""
     directory = tmp_path_factory.mktemp("zero3")
     session_servers["first"].ensure()
-    results = train_on_two_processes(
+    common = {
+        "model": str(models["untied"]),
+        "urls": [session_servers["first"].url],
+        "reward": "digit",
+        "per_device_train_batch_size": 32,
+        "learning_rate": 3e-3,
+        "optim": "adamw_torch",
+    }
+    greedy = common | {"reward": "place", "max_steps": 5, **DECAY}
+    return directory, train_on_two_processes(
         directory,
         "zero3",
-        models["untied"],
-        [session_servers["first"].url],
-        max_steps=20,
-        per_device_train_batch_size=32,
-        num_generations=8,
-        learning_rate=3e-3,
-        optim="adamw_torch",
+        {
+            "sampled": common | {"max_steps": 20},
+            "greedy": greedy | {"generation_kwargs": {"temperature": 0.0}},
+            "greedy-in-process": greedy | {"urls": None, "generation_kwargs": {"do_sample": False}},
+        },
     )
-    return directory, results
 
 
-def test_twenty_steps_under_zero3(zero3_run):
-    _, (first, second) = zero3_run
+def test_twenty_steps_under_zero3(zero3_runs):
+    first, second = zero3_runs[1]["sampled"]
     assert first["steps"] == 20
     # Both ranks decide alike, at every step
     assert first["choices"] == second["choices"]
     # The servers compute with the trainer's weights after every sync, and there was one for every step
-    assert max(difference for _, *of_servers in first["differences"] for difference in of_servers) < 1e-3
+    differences = [difference for _, *of_servers in first["differences"] for difference in of_servers]
+    assert len(differences) == 20
+    assert max(largest for _, largest in differences) < 1e-3
+    assert all(mean <= largest for mean, largest in differences)
     assert len({version for version, *_ in first["differences"]}) == 20
     # The model learns from the chosen groups alone, and what it has learned is pruned
     early, late = first["pass_rates"][:4], first["pass_rates"][-4:]
@@ -75,8 +89,34 @@ def test_twenty_steps_under_zero3(zero3_run):
     assert first["pruned"] > 0
 
 
-def test_the_exported_model_serves(zero3_run, tmp_path):
-    directory, _ = zero3_run
+def test_in_process_generation_chooses_alike_under_zero3(zero3_runs, models):
+    over_http, in_process = zero3_runs[1]["greedy"], zero3_runs[1]["greedy-in-process"]
+    for rank in range(2):
+        assert in_process[rank]["wrapped"] == over_http[rank]["wrapped"] == "DeepSpeedEngine"
+        assert in_process[rank]["differences"] == [] and len(over_http[rank]["differences"]) == 5
+        # The same texts, and from them the same choices: prompts, energies and chosen groups of every step
+        assert over_http[rank]["completions"] == in_process[rank]["completions"]
+        assert over_http[rank]["choices"] == in_process[rank]["choices"] == over_http[0]["choices"]
+        assert over_http[rank]["pruned"] == in_process[rank]["pruned"]
+    # Not for want of a difference: there are several texts and energies, and some groups are chosen and some are not
+    assert len({text for batch in over_http[0]["completions"] for text in batch}) > 3
+    assert len({energy for _, energies, _ in over_http[0]["choices"] for energy in energies}) > 3
+    assert all(0 < len(chosen) < len(energies) for _, energies, chosen in over_http[0]["choices"])
+    # The updates are the same, too
+    http, process, start = (
+        load_file(path / "model.safetensors")
+        for path in (
+            zero3_runs[0] / "greedy" / "model",
+            zero3_runs[0] / "greedy-in-process" / "model",
+            models["untied"],
+        )
+    )
+    assert max(float((http[name] - process[name]).abs().max()) for name in start) < 1e-3
+    assert max(float((http[name] - start[name]).abs().max()) for name in start) > 1e-2
+
+
+def test_the_exported_model_serves(zero3_runs, tmp_path):
+    directory = zero3_runs[0] / "sampled"
     model = AutoModelForCausalLM.from_pretrained(directory / "model")
     tokenizer = AutoTokenizer.from_pretrained(directory / "model")
     prompt = tokenizer("12+3=", return_tensors="pt")
@@ -126,7 +166,8 @@ def test_servers_and_transformers_complete_alike(servers, models, tmp_path):
             seen.append(list(completions))
             return [float(i % 4 < 2 or (i // 4) % 3 == 0) for i in range(len(completions))]
 
-        trainer = make_trainer(directory, models["untied"], urls, rewards=by_place, selection_ratio=0.7)
+        trainer = make_trainer(directory, models["untied"], urls, rewards=by_place, selection_ratio=0.7, **DECAY)
+        trainer.selector = RecordingSelector(trainer.selector)
         trainer.train()
         return seen, trainer
 
@@ -134,6 +175,11 @@ def test_servers_and_transformers_complete_alike(servers, models, tmp_path):
     theirs, in_process = run(tmp_path / "transformers", None)
     assert ours == theirs
     assert len({text for batch in ours for text in batch}) > 3
+    assert over_http.selector.choices == in_process.selector.choices
+    assert all(len(chosen) > 0 for _, _, chosen in over_http.selector.choices)
+    start = load_file(models["untied"] / "model.safetensors")["lm_head.weight"]
+    http, process = (trainer.model.lm_head.weight.detach() for trainer in (over_http, in_process))
+    assert float((http - process).abs().max()) < 1e-3 and float((http - start).abs().max()) > 1e-2
     assert over_http.ledger.groups_trained == in_process.ledger.groups_trained > 0
     for name, array in over_http.prompt_state.tensors().items():
         assert (array == in_process.prompt_state.tensors()[name]).all(), name
@@ -188,6 +234,7 @@ def test_one_of_two_servers_dies(servers, models, tmp_path, caplog):
     assert trainer.state.global_step == 6
     assert trainer.ledger.rows_rolled_out == 6 * 12
     assert servers["second"].url in caplog.text
+    assert f"The vLLM server {servers['first'].url}" not in caplog.text  # nothing had to wait for it
     assert torch.isfinite(
         torch.tensor([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
     ).all()

@@ -1,15 +1,18 @@
-"""A run of `LZEGRPOTrainer` with completions from vLLM servers, under a launcher, for `test_training.py`.
+"""Runs of `LZEGRPOTrainer` under a launcher, with completions from vLLM servers or made in the process, for
+`test_training.py`.
 
     accelerate launch --config_file CONFIG tests/server/training_run.py DIRECTORY
 
-`DIRECTORY/settings.json` names the model, the servers and settings of the run. Each process leaves `RANK.json` with what
-was decided at every step, and the model is saved to `DIRECTORY/model`.
+`DIRECTORY/settings.json` maps a name to the settings of a run: its model, the servers (none: in-process generation) and
+the reward. Of each run, each process leaves `NAME.RANK.json` with what was decided at every step, and the model is saved
+to `DIRECTORY/NAME/model`.
 """
 
 import json
 import sys
 from pathlib import Path
 
+from accelerate import PartialState
 from transformers import TrainerCallback
 
 
@@ -20,9 +23,40 @@ from lze_trl import LZEGRPOTrainer
 from process_run import RecordingSelector
 
 
-def digit_share(completions, **kwargs):
+GROUP = 8
+
+
+class Reward:
+    """Notes the completions that it scores."""
+
+    __name__ = "reward"
+
+    def __init__(self):
+        self.seen = []
+
+    def __call__(self, completions, **kwargs):
+        self.seen.append(list(completions))
+        return self.score(completions)
+
+
+class DigitShare(Reward):
     """Passes completions that begin with a digit."""
-    return [float(text[:1].isdigit()) for text in completions]
+
+    def score(self, completions):
+        return [float(text[:1].isdigit()) for text in completions]
+
+
+class ByPlace(Reward):
+    """
+    Passes as many completions of a group as their text says.
+
+    Greedy completions of a group are equal, so that only their places can tell them apart. Another text would pass
+    another number of them, so that the energies tell texts apart.
+    """
+
+    def score(self, completions):
+        begin = PartialState().process_index * len(completions)
+        return [float((begin + i) % GROUP < sum(text.encode()) % (GROUP + 1)) for i, text in enumerate(completions)]
 
 
 class SyncRecorder(TrainerCallback):
@@ -33,38 +67,44 @@ class SyncRecorder(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         report = self.trainer.vllm_generation.last_sync
-        self.differences.append([report.version, *(d.mean for d in report.differences.values())])
+        self.differences.append([report.version, *([d.mean, d.max] for d in report.differences.values())])
 
 
-def main(directory: Path):
-    settings = json.loads((directory / "settings.json").read_text())
+def run(directory: Path, name: str, settings: dict):
     model, urls = settings.pop("model"), settings.pop("urls")
+    reward = {"digit": DigitShare, "place": ByPlace}[settings.pop("reward")]()
+    over_http = {"use_vllm": True, "vllm_mode": "http", "vllm_server_urls": urls} if urls else {}
     recorder = SyncRecorder()
     trainer = LZEGRPOTrainer(
         model=model,
-        reward_funcs=digit_share,
-        args=tiny.config(
-            directory / "run", use_vllm=True, vllm_mode="http", vllm_server_urls=urls, pruning_streak=1, **settings
-        ),
+        reward_funcs=reward,
+        args=tiny.config(directory / name / "run", num_generations=GROUP, pruning_streak=1, **over_http, **settings),
         train_dataset=tiny.prompts(40),
-        callbacks=[recorder],
+        callbacks=[recorder] if urls else None,
     )
     recorder.trainer = trainer
     trainer.selector = RecordingSelector(trainer.selector)
     trainer.train()
-    trainer.save_model(str(directory / "model"))
+    trainer.save_model(str(directory / name / "model"))
     history = trainer.state.log_history
     result = {
+        "wrapped": type(trainer.model_wrapped).__name__,
         "choices": trainer.selector.choices,
+        "completions": reward.seen,
         "differences": recorder.differences,
         "pass_rates": [entry["lze/pass_rate"] for entry in history if "lze/pass_rate" in entry],
         "trained": trainer.ledger.rows_trained / trainer.ledger.rows_rolled_out,
         "pruned": trainer.ledger.groups_pruned,
         "steps": trainer.state.global_step,
     }
-    (directory / f"{trainer.accelerator.process_index}.json").write_text(json.dumps(result))
+    (directory / f"{name}.{trainer.accelerator.process_index}.json").write_text(json.dumps(result))
     trainer.accelerator.wait_for_everyone()
-    trainer.accelerator.end_training()
+
+
+def main(directory: Path):
+    for name, settings in json.loads((directory / "settings.json").read_text()).items():
+        run(directory, name, settings)
+    PartialState().destroy_process_group()
 
 
 if __name__ == "__main__":

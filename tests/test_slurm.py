@@ -1,0 +1,162 @@
+"""The Slurm scripts start what the recipes need, by their documented commands and their defaults."""
+
+import os
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+from transformers import TrainingArguments
+
+from lze_trl.recipe import parse_recipe, read_recipe
+
+
+ROOT = Path(__file__).resolve().parents[1]
+SLURM = ROOT / "scripts" / "slurm"
+RECIPES = sorted(path for path in (ROOT / "recipes").rglob("*.yaml") if "demo" not in path.parts)
+# The development machine has no accelerator
+ON_CPU = ["--bf16", "false", "--use_cpu", "true"]
+# Each records its arguments, one a line. `accelerate` waits for the servers, as the trainer does, and `srun` runs its
+# command once a node, as Slurm does
+COMMANDS = {
+    "accelerate": """printf "%s\\n" "$@" >"accelerate.${SLURM_PROCID:-0}"
+        servers=$(grep -c ^http:// "accelerate.${SLURM_PROCID:-0}")
+        for _ in {1..500}; do
+            [[ $(find . -name "vllm.*.started" | wc -l) == "$servers" ]] && exit
+            sleep 0.02
+        done
+        exit 1""",
+    "vllm": """printf "%s\\n" "$@" >"vllm.$BASHPID"
+        mv "vllm.$BASHPID" "vllm.$BASHPID.started" """,
+    "scontrol": 'tr , "\\n" <<<"$3"',
+    "srun": """while [[ $1 == --* ]]; do case $1 in --nodelist=*) nodes=${1#*=} ;; esac; shift; done
+        rank=0
+        for node in ${nodes//,/ }; do SLURM_PROCID=$rank "$@"; rank=$((rank + 1)); done""",
+}
+
+
+def documented() -> list[tuple[str, str]]:
+    """Where a command is written, and the command."""
+    found = []
+    for path in [ROOT / "docs" / "scaling.md", *sorted(SLURM.glob("*.sbatch"))]:
+        text = re.sub(r"\\\n *", "", path.read_text())
+        found += [(path.name, line) for line in re.findall(r"^(?:#? {4,})(sbatch .*)$", text, re.MULTILINE)]
+    return found
+
+
+def asked_for(command: str) -> tuple[str, int, dict[str, str]]:
+    """The script, the number of nodes and the variables of an `sbatch` command."""
+    _, *options, script = shlex.split(command)
+    given = dict(option.removeprefix("--").split("=", 1) for option in options)
+    variables = dict(pair.split("=", 1) for pair in given["export"].split(",") if pair != "ALL")
+    return Path(script).name, int(given.get("nodes", default_nodes(Path(script).name))), variables
+
+
+def default_nodes(script: str) -> int:
+    return int(re.search(r"^#SBATCH --nodes=(\d+)$", (SLURM / script).read_text(), re.MULTILINE)[1])
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Runs a script where nothing that it starts is real, and returns it with what it asked `accelerate` for."""
+    for name, body in COMMANDS.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    for name in ("recipes", "accelerate_configs"):
+        (tmp_path / name).symlink_to(ROOT / name)
+
+    def run(script: str, nodes: int, **variables):
+        names = ",".join(f"node{i}" for i in range(nodes))
+        env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": names, **variables}
+        done = subprocess.run(
+            ["bash", SLURM / script], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=False
+        )
+        return done, [path.read_text().splitlines() for path in sorted(tmp_path.glob("accelerate.[0-9]*"))]
+
+    return run
+
+
+def read_arguments(arguments: list[str], monkeypatch):
+    """The settings that the trainer makes of a command line, and its number of processes; TRL checks that they fit."""
+    processes = int(arguments[arguments.index("--num_processes") + 1])
+    monkeypatch.setattr(TrainingArguments, "world_size", property(lambda self: processes))
+    monkeypatch.chdir(ROOT)
+    return parse_recipe([*arguments[arguments.index("lze_trl.train") + 1 :], *ON_CPU])[1], processes
+
+
+def assert_fits(arguments: list[str], recipe: Path, gpus: int, monkeypatch):
+    """The recipe starts, and its optimizer step is that of the GPUs that it is sized for."""
+    args, processes = read_arguments(arguments, monkeypatch)
+    given = read_recipe(recipe)
+    rows = processes * args.per_device_train_batch_size * args.gradient_accumulation_steps
+    assert rows == gpus * given["per_device_train_batch_size"] * given["gradient_accumulation_steps"]
+    assert args.generation_batch_size == given["generation_batch_size"]
+    assert args.generation_batch_size % rows == 0
+    assert (args.use_vllm, args.vllm_mode) == (True, "http")
+
+
+def test_commands_are_documented():
+    scripts = sorted(asked_for(command)[0] for _, command in documented())
+    assert scripts == ["multi_node.sbatch"] * 2 + ["one_node.sbatch"] * 2
+    assert len({command for _, command in documented()}) == 2  # the page and the scripts say the same
+
+
+@pytest.mark.parametrize("command", sorted({command for _, command in documented()}), ids=lambda c: c.split("/")[-1])
+def test_a_documented_command_starts(command, start, monkeypatch, tmp_path):
+    script, nodes, variables = asked_for(command)
+    done, launches = start(script, nodes, **variables)
+    assert done.returncode == 0, done.stderr
+    # One server a GPU, and training on all the others
+    args, processes = read_arguments(launches[0], monkeypatch)
+    servers = [path.read_text().splitlines() for path in tmp_path.glob("vllm.*.started")]
+    assert len(servers) == len(set(args.vllm_server_urls)) == 8 * nodes - processes
+    where = {f"http://{s[s.index('--host') + 1]}:{s[s.index('--port') + 1]}" for s in servers}
+    assert where == set(args.vllm_server_urls)
+    assert all(server[:2] == ["serve", variables["MODEL"]] for server in servers)
+    # Every node that trains is told the same, and its own rank
+    assert len(launches) == max(1, nodes - 1)
+    for rank, arguments in enumerate(launches):
+        if nodes > 1:
+            assert arguments[arguments.index("--machine_rank") + 1] == str(rank)
+            assert arguments[arguments.index("--num_machines") + 1] == str(len(launches))
+        assert (ROOT / arguments[arguments.index("--config_file") + 1]).exists()
+        assert_fits(arguments, ROOT / variables["RECIPE"], 8, monkeypatch)
+
+
+def by_geometry() -> list[Path]:
+    """A recipe of every way that the recipes divide their batches."""
+    names = ("generation_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps", "num_generations")
+    found = {tuple(read_recipe(path)[name] for name in names): path for path in RECIPES}
+    return sorted(found.values())
+
+
+@pytest.mark.parametrize("script", ["one_node.sbatch", "multi_node.sbatch"])
+@pytest.mark.parametrize("recipe", by_geometry(), ids=lambda path: str(path.relative_to(ROOT / "recipes")))
+def test_the_defaults_fit_every_recipe(recipe, script, start, monkeypatch):
+    gpus = 1 if recipe.name == "lora.yaml" else 8
+    variables = {"MODEL": "m", "RECIPE": str(recipe), "SYNC_DIR": "/shared", "RECIPE_GPUS": str(gpus)}
+    if gpus == 8:
+        del variables["RECIPE_GPUS"]
+    done, launches = start(script, default_nodes(script), **variables)
+    assert done.returncode == 0, done.stderr
+    assert_fits(launches[0], recipe, gpus, monkeypatch)
+
+
+@pytest.mark.parametrize("servers", range(1, 9))
+def test_every_k_fits_or_is_refused(servers, start, monkeypatch, tmp_path):
+    recipe = ROOT / "recipes/Qwen2.5-Math-1.5B/math/lze.yaml"
+    done, launches = start("one_node.sbatch", 1, MODEL="m", RECIPE=str(recipe), SERVER_GPUS=str(servers))
+    if servers in (4, 6, 7):
+        assert_fits(launches[0], recipe, 8, monkeypatch)
+    else:
+        assert done.returncode == 1 and not launches and not list(tmp_path.glob("vllm.*.started"))
+        assert f"SERVER_GPUS={servers} leaves {8 - servers} GPUs" in done.stderr and "4, 6 or 7" in done.stderr
+
+
+def test_nodes_that_do_not_divide_are_refused(start, tmp_path):
+    recipe = ROOT / "recipes/Qwen3-4B/dapo/lze.yaml"
+    for nodes, gpus in ((4, 24), (1, 0)):
+        done, launches = start("multi_node.sbatch", nodes, MODEL="m", RECIPE=str(recipe), SYNC_DIR="/shared")
+        assert done.returncode == 1 and not launches and not list(tmp_path.glob("vllm.*.started"))
+        assert f"leaves {gpus} GPUs for training" in done.stderr

@@ -1,0 +1,140 @@
+"""TRL's own ways to generate with vLLM, `server` and `colocate`, pass through this trainer unchanged."""
+
+import importlib.util
+import inspect
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+from trl import GRPOTrainer
+from trl.generation.vllm_generation import VLLMGeneration
+from trl.trainer import grpo_trainer
+
+import tiny
+from lze_trl import LZEGRPOTrainer
+
+
+MODES = {
+    "server": {"vllm_server_base_url": "http://127.0.0.1:9", "vllm_server_timeout": 7.0, "vllm_group_port": 51217},
+    "colocate": {"vllm_gpu_memory_utilization": 0.37, "vllm_max_model_length": 48, "vllm_enable_sleep_mode": True},
+}
+# What makes this trainer plain TRL
+PLAIN = {"selector": "all", "selection_ratio": 1.0, "pruning": "none", "packing": False}
+
+
+class Engine:
+    """Stands in for TRL's engine and notes every call. In each group, completions of odd and of even length alternate."""
+
+    def __init__(self, model, accelerator, processing_class, **settings):
+        self.model, self.settings, self.calls = model, settings, []
+        self.vllm_client = SimpleNamespace(
+            get_server_info=lambda: {"model_config": {"logprobs_mode": "processed_logprobs"}}
+        )
+
+    def sync_weights(self):
+        self.calls.append(("sync_weights", self.model.lm_head.weight.detach().clone()))
+
+    def generate(self, prompts, images, num_generations, profiler):
+        self.calls.append(("generate", (prompts, images, num_generations)))
+        completions = [[4 + (i + len(prompt)) % 10] * (1 + i % 2) + [1] for i, prompt in enumerate(prompts)]
+        logprobs = [[[-1.0] for _ in ids] for ids in completions]
+        return prompts, completions, logprobs, [[[token] for token in ids] for ids in completions]
+
+
+@pytest.fixture
+def trained(monkeypatch, tmp_path):
+    monkeypatch.setattr(grpo_trainer, "VLLMGeneration", Engine)
+    model = tiny.save(tmp_path / "model")
+
+    def train(trainer_class, mode, **settings):
+        trainer = trainer_class(
+            model=model,
+            reward_funcs=tiny.even_length_reward,
+            args=tiny.config(tmp_path / "run", use_vllm=True, vllm_mode=mode, **MODES[mode], **settings),
+            train_dataset=tiny.prompts(9),
+        )
+        trainer.train()
+        return trainer
+
+    return train
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_engine_is_used_as_trl_uses_it(trained, mode):
+    theirs = trained(GRPOTrainer, mode, **PLAIN).vllm_generation
+    ours = trained(LZEGRPOTrainer, mode, **PLAIN).vllm_generation
+    assert ours.settings == theirs.settings
+    given = {name.removeprefix("vllm_"): value for name, value in MODES[mode].items()}
+    assert given.items() <= ours.settings.items() and ours.settings["mode"] == mode
+    assert [name for name, _ in ours.calls] == [name for name, _ in theirs.calls] == ["sync_weights", "generate"] * 3
+    for (name, our), (_, their) in zip(ours.calls, theirs.calls, strict=True):
+        if name == "generate":
+            assert our == their
+        else:
+            torch.testing.assert_close(our, their, rtol=0, atol=1e-5)
+    assert (ours.calls[0][1] != ours.calls[-2][1]).any()  # the weights moved in between
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_data_is_selected_with_the_engine(trained, mode):
+    trainer = trained(LZEGRPOTrainer, mode, selection_ratio=0.4)
+    engine = trainer.vllm_generation
+    assert type(engine) is Engine and engine.settings["mode"] == mode
+    assert [name for name, _ in engine.calls] == ["sync_weights", "generate"] * 3
+    for _, (prompts, images, num_generations) in engine.calls[1::2]:
+        assert (len(prompts), images, num_generations) == (12, None, 4)
+    assert trainer.ledger.rows_rolled_out == 36 and trainer.ledger.rows_trained == 12
+
+
+@pytest.mark.parametrize("name", ["sync_weights", "generate"])
+def test_the_stand_in_is_like_the_engine(name):
+    theirs = inspect.signature(getattr(VLLMGeneration, name))
+    assert list(inspect.signature(getattr(Engine, name)).parameters) == list(theirs.parameters)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or importlib.util.find_spec("vllm") is None,
+    reason="needs a GPU and the vllm package",
+)
+def test_colocated_vllm_on_a_gpu(tmp_path):
+    tokenizer = tiny.tokenizer()
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=len(tokenizer),
+            hidden_size=128,
+            intermediate_size=256,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            max_position_embeddings=64,
+            pad_token_id=0,
+            eos_token_id=1,
+            bos_token_id=2,
+        )
+    )
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    trainer = LZEGRPOTrainer(
+        model=str(tmp_path / "model"),
+        reward_funcs=tiny.even_length_reward,
+        args=tiny.config(
+            tmp_path / "run",
+            use_cpu=False,
+            bf16=True,
+            use_vllm=True,
+            vllm_mode="colocate",
+            vllm_gpu_memory_utilization=0.2,
+            vllm_max_model_length=32,
+            learning_rate=1e-3,
+        ),
+        train_dataset=tiny.prompts(9),
+    )
+    trainer.train()
+    assert trainer.state.global_step == 3
+    assert trainer.ledger.rows_rolled_out == 36 > trainer.ledger.rows_trained > 0
+    # The engine samples with the trainer's weights, to the precision of bf16
+    gaps = [log["sampling/sampling_logp_difference/mean"] for log in trainer.state.log_history if "reward" in log]
+    assert len(gaps) == 3 and max(gaps) < 0.05
