@@ -73,6 +73,10 @@ class Reference:
     norm_tokens: np.ndarray
     num_items: float
 
+    def stretched(self, factor: float) -> "Reference":
+        """The same for a batch so many times as large, whose further rows have no gradient."""
+        return Reference(self.chunk, self.norm_rows * factor, self.norm_tokens * factor, self.num_items * factor)
+
 
 def even_reference(
     loss_tokens: np.ndarray, weights: np.ndarray, geometry: Geometry, rng: np.random.Generator

@@ -137,13 +137,15 @@ class GenerationPipeline(TensorTrainer):
             slot = scored.slots(geometry.num_processes, geometry.steps_per_generation)
         if even and (whole or self.args.loss_normalizer == "all"):
             reference = trl_reference(slot, scored.owner, scored.loss_tokens, chosen, geometry)
+            if self.args.loss_normalizer == "all":  # prompts that were skipped count as dead groups
+                reference = reference.stretched(self.args.generation_batch_size / rollouts.num_rows)
         elif self.args.loss_normalizer == "all":
             mean_tokens = float(fresh.loss_tokens.mean())
             reference = full_reference(len(chosen), self.args.generation_batch_size, mean_tokens, geometry, rng)
         else:
             reference = even_reference(loss_tokens, weights[chosen], geometry, rng)
         if self.args.packing:
-            layout = pack(prompt_tokens, completion_tokens, reference.chunk, geometry)
+            layout = pack(prompt_tokens, completion_tokens, reference.chunk, geometry, scored.owner[chosen])
         elif whole:
             layout = trl_layout(slot, scored.owner, scored.order, geometry)
         else:

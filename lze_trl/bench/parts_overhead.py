@@ -141,8 +141,9 @@ class Worker:
         """Where each chosen row is computed."""
         rollouts = self.scored.rollouts
         self.lengths = rollouts.prompt_tokens[self.chosen], rollouts.completion_tokens[self.chosen]
+        rng = keyed_rng(0, self.trainer._generation, "steps")
         self.reference = even_reference(
-            self.scored.loss_tokens[self.chosen], self.geometry, keyed_rng(0, self.trainer._generation, "steps")
+            self.scored.loss_tokens[self.chosen], np.ones(len(self.chosen)), self.geometry, rng
         )
         self.layout: Layout = pack(*self.lengths, self.reference.chunk, self.geometry, self.scored.owner[self.chosen])
 

@@ -41,7 +41,11 @@ STRATEGIES: dict[str, Strategy] = {
     "lze_all_rows": Strategy(
         "LZE, 40 %, loss over all rows", _selecting("energy", selection_ratio=0.4, loss_normalizer="all")
     ),
-    "lze_pruned": Strategy("LZE + pruning", {"selector": "energy", "selection_ratio": 0.4, "pruning": "refill"}),
+    # A prompt that was solved once sits out, its slot with it; one in ten is re-checked in each pass
+    "lze_pruned": Strategy(
+        "LZE + pruning, loss over all rows",
+        _selecting("energy", selection_ratio=0.4, pruning="skip", pruning_streak=1, loss_normalizer="all"),
+    ),
     # As published: 8 completions a round, at most 4 rounds, 4 kept of each prompt, all prompts trained on
     "reinforce_ada": Strategy(
         "Reinforce-Ada, balanced",
