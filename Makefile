@@ -29,10 +29,10 @@ bench: $(VENV)/.installed  ## Compare all strategies with plain TRL, in hours; l
 	@$(BIN)/lze-trl bench $(ARGS)
 
 test: $(VENV)/.installed  ## Run the fast tests, as many at a time as there are cores
-	@OMP_NUM_THREADS=1 $(PYTEST) -q -n auto --dist worksteal -m "not slow and $(NOT_HERE)"
+	@OMP_NUM_THREADS=1 $(PYTEST) -q -n auto --dist loadfile -m "not slow and $(NOT_HERE)"
 
 test-slow: $(VENV)/.installed-deepspeed  ## Run the tests that take minutes: real runs from end to end, sharded ones too
-	@$(PYTEST) -q -m "slow and $(NOT_HERE)"
+	@OMP_NUM_THREADS=1 $(PYTEST) -q -n auto --dist loadfile -m "slow and $(NOT_HERE)"
 
 test-server: vllm-env $(VENV)/.installed-deepspeed  ## Run the tests against a real vLLM server on this CPU
 	@$(PYTEST) -q -m server

@@ -34,7 +34,16 @@ def launch(directory: Path, processes: int, cases: dict[str, dict]):
     path = directory / "cases.json"
     path.write_text(json.dumps(cases))
     result = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes), str(SCRIPT), str(path)],
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(processes),
+            str(SCRIPT),
+            str(path),
+        ],
         env=os.environ | {"OMP_NUM_THREADS": "1", "TRL_EXPERIMENTAL_SILENCE": "1"},
         capture_output=True,
         text=True,

@@ -69,7 +69,14 @@ def told(result: subprocess.CompletedProcess) -> str:
 
 def launch(directory: Path, processes: int, launcher: list[str] | None = None, env: dict[str, str] | None = None):
     """Run all cases on some processes."""
-    command = launcher or [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
+    command = launcher or [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(processes),
+    ]
     result = subprocess.run(
         [*command, str(SCRIPT), str(directory / "cases.json")],
         env=os.environ | {"OMP_NUM_THREADS": "1", "TRL_EXPERIMENTAL_SILENCE": "1"} | (env or {}),

@@ -59,6 +59,8 @@ def launcher(directory: Path, way: str) -> list[str]:
         "accelerate.commands.launch",
         "--config_file",
         str(directory / "accelerate.yaml"),
+        "--main_process_port",
+        str(tiny.free_port()),
     ]
 
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -157,12 +156,6 @@ def test_accelerate_launch_runs_the_module(job):
     assert "Sampled accuracy" in done.stdout
 
 
-def free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return server.getsockname()[1]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["ddp_cpu", "zero3_cpu"])
 def test_the_command_trains_on_two_processes(job, name):
@@ -170,7 +163,7 @@ def test_the_command_trains_on_two_processes(job, name):
     done = subprocess.run(
         [
             *(sys.executable, "-m", "lze_trl.cli", "train", job(per_device_train_batch_size=6)),
-            *("--accelerate_config", name, "--main_process_port", str(free_port()), "--max_steps", "2"),
+            *("--accelerate_config", name, "--main_process_port", str(tiny.free_port()), "--max_steps", "2"),
         ],
         env=environment,
         capture_output=True,

@@ -1,5 +1,6 @@
 """A tiny model, tokenizer and task, made locally: what every trainer test runs on."""
 
+import socket
 import string
 
 import torch
@@ -93,3 +94,10 @@ def config(output_dir, **kwargs) -> LZEGRPOConfig:
         "seed": 7,
     }
     return LZEGRPOConfig(output_dir=str(output_dir), **(defaults | kwargs))
+
+
+def free_port() -> int:
+    """A port that nothing listens on: launches at the same time must not meet at the default one."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return server.getsockname()[1]
