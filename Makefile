@@ -12,6 +12,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 TORCH := $(shell grep '^torch==' constraints.txt)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 PYTEST := $(BIN)/python -m pytest
+PYTEST_ON_ALL_CORES := OMP_NUM_THREADS=1 $(PYTEST) -n auto --dist loadfile
 DEMO_MODEL := runs/demo/warm-start/model
 MODEL ?= $(DEMO_MODEL)
 NOT_HERE := not server and not browser and not gpu
@@ -29,10 +30,10 @@ bench: $(VENV)/.installed  ## Compare all strategies with plain TRL, in hours; l
 	@$(BIN)/lze-trl bench $(ARGS)
 
 test: $(VENV)/.installed  ## Run the fast tests, as many at a time as there are cores
-	@OMP_NUM_THREADS=1 $(PYTEST) -q -n auto --dist loadfile -m "not slow and $(NOT_HERE)"
+	@$(PYTEST_ON_ALL_CORES) -q -m "not slow and $(NOT_HERE)"
 
 test-slow: $(VENV)/.installed-deepspeed  ## Run the tests that take minutes: real runs from end to end, sharded ones too
-	@OMP_NUM_THREADS=1 $(PYTEST) -q -n auto --dist loadfile -m "slow and $(NOT_HERE)"
+	@$(PYTEST_ON_ALL_CORES) -q -m "slow and $(NOT_HERE)"
 
 test-server: vllm-env $(VENV)/.installed-deepspeed  ## Run the tests against a real vLLM server on this CPU
 	@$(PYTEST) -q -m server

@@ -44,9 +44,9 @@ class LZEGRPOConfig(GRPOConfig):
             Scale of the Gumbel noise on the energies, relative to their range over the live groups. 0 ranks without
             noise.
         loss_normalizer (`str`, *optional*, defaults to `"selected"`):
-            What the loss is averaged over: `"selected"` (the chosen completions, as DAPO does) or `"all"` (every
-            completion rolled out: the gradient is that of the full batch minus the dropped groups). Under a controller
-            that draws groups of other sizes, `"all"` is `generation_batch_size` completions, as long as those drawn.
+            What the loss is averaged over: `"selected"` (the chosen completions, as DAPO does) or `"all"` (a full batch,
+            whatever of it was rolled out: the gradient is that of the full batch minus the groups that were dropped,
+            skipped or not drawn in full).
 
         > Parameters that define a pass
 
@@ -201,7 +201,7 @@ class LZEGRPOConfig(GRPOConfig):
     )
     loss_normalizer: Literal["selected", "all"] = field(
         default="selected",
-        metadata={"help": "What the loss is averaged over: the 'selected' completions or 'all' that were rolled out."},
+        metadata={"help": "What the loss is averaged over: the 'selected' completions, or 'all' of the full batch."},
     )
     pass_reward: str | None = field(
         default=None,

@@ -71,12 +71,9 @@ class GenerationBatch:
         inputs = {name: _cut(name, tensor[positions], width) for name, tensor in self.tensors.items()}
         scale, weights = loss_scale(loss_type, batch, process, self.loss_tokens, self.reference, geometry)
         device = inputs["advantages"].device
-        num_items = self.reference.num_items  # whole, unless rows stand for others
-        whole = num_items == int(num_items)
-        inputs["num_items_in_batch"] = (
-            torch.tensor(int(num_items), device=device)
-            if whole
-            else torch.tensor(num_items, dtype=torch.float32, device=device)
+        num_items = self.reference.num_items  # whole, as TRL's is, unless rows stand for others
+        inputs["num_items_in_batch"] = torch.tensor(
+            int(num_items) if num_items.is_integer() else num_items, device=device
         )
         _silence_fillers(inputs, batch, process)
         if weights is not None:

@@ -128,18 +128,17 @@ class GenerationPipeline(TensorTrainer):
         """Decide where each chosen row is computed, bring it there, and let TRL build its tensors."""
         scored, geometry = pool.scored, self.geometry
         rollouts = scored.rollouts
-        even = scored.order is not None
-        whole = even and len(chosen) == rollouts.num_rows
+        over_all = self.args.loss_normalizer == "all"
+        whole = scored.order is not None and len(chosen) == rollouts.num_rows
         prompt_tokens, completion_tokens = rollouts.prompt_tokens[chosen], rollouts.completion_tokens[chosen]
         loss_tokens = scored.loss_tokens[chosen]
         rng = keyed_rng(self.args.seed, self._generation, "steps")
-        if even:
+        if whole or (over_all and scored.order is not None):
             slot = scored.slots(geometry.num_processes, geometry.steps_per_generation)
-        if even and (whole or self.args.loss_normalizer == "all"):
             reference = trl_reference(slot, scored.owner, scored.loss_tokens, chosen, geometry)
-            if self.args.loss_normalizer == "all":  # prompts that were skipped count as dead groups
+            if over_all:  # prompts that were skipped count as dead groups
                 reference = reference.stretched(self.args.generation_batch_size / rollouts.num_rows)
-        elif self.args.loss_normalizer == "all":
+        elif over_all:
             mean_tokens = float(fresh.loss_tokens.mean())
             reference = full_reference(len(chosen), self.args.generation_batch_size, mean_tokens, geometry, rng)
         else:

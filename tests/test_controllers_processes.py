@@ -2,9 +2,6 @@
 
 import itertools
 import json
-import os
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -15,11 +12,11 @@ import torch
 import tiny
 from controllers_run import CONTROLLERS, passes
 from controllers_run import run as run_here
+from launches import by_torchrun, run_to_end
 from lze_trl.checkpoint import load
 from lze_trl.config import SELECTORS
 from lze_trl.telemetry.reader import open_run
 from test_controllers_training import assert_laws, assert_table, drawn_groups, frozen, make, times  # noqa: F401
-from test_processes import told
 
 
 SCRIPT = Path(__file__).with_name("controllers_run.py")
@@ -33,24 +30,7 @@ def launch(directory: Path, processes: int, cases: dict[str, dict]):
         tiny.save(directory / "model")
     path = directory / "cases.json"
     path.write_text(json.dumps(cases))
-    result = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            str(processes),
-            str(SCRIPT),
-            str(path),
-        ],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "TRL_EXPERIMENTAL_SILENCE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert result.returncode == 0, told(result)
+    run_to_end([*by_torchrun(processes), SCRIPT, path], env={"TRL_EXPERIMENTAL_SILENCE": "1"})
 
 
 def records(directory: Path, name: str, processes: int) -> list[dict]:

@@ -8,6 +8,7 @@ import sys
 import threading
 from contextlib import contextmanager
 from http.server import ThreadingHTTPServer
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -80,22 +81,31 @@ def run_dir(tmp_path):
     return directory
 
 
+def run_against(server, directory: Path, *arguments: str, timeout: float = 240) -> subprocess.CompletedProcess:
+    """Run Python with an endpoint as its Hub, in a process of its own: the client reads its endpoint when imported."""
+    environment = {
+        "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
+        "HF_HOME": str(directory / "cache"),
+        "HF_HUB_OFFLINE": "0",
+        "HF_HUB_DISABLE_XET": "1",
+        "PYTHONPATH": os.path.dirname(__file__),
+    }
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
 @pytest.mark.slow
 def test_pushed_run_is_opened_by_its_name(run_dir, tmp_path):
     with serve(tmp_path / "server") as server:
-        # The client reads its endpoint when it is imported, so the round trip runs in processes of its own
-        environment = {
-            **os.environ,
-            "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
-            "HF_HOME": str(tmp_path / "cache"),
-            "HF_HUB_OFFLINE": "0",
-            "HF_HUB_DISABLE_XET": "1",
-        }
 
         def python(code):
-            return subprocess.run(
-                [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120
-            )
+            return run_against(server, tmp_path, "-c", code, timeout=120)
 
         pushed = python(
             f"from lze_trl.hub import push_run; push_run({str(run_dir)!r}, 'me/my-run', token='hf_secret')"
@@ -177,21 +187,7 @@ print(before, int(second.prompt_state["visits"].sum()))
 def test_a_trainer_starts_from_the_state_of_a_repo(tmp_path):
     (tmp_path / "start.py").write_text(STARTING_RUN)
     with serve(tmp_path / "server") as server:
-        result = subprocess.run(
-            [sys.executable, str(tmp_path / "start.py"), str(tmp_path)],
-            env=os.environ
-            | {
-                "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
-                "HF_HOME": str(tmp_path / "cache"),
-                "HF_HUB_OFFLINE": "0",
-                "HF_HUB_DISABLE_XET": "1",
-                "PYTHONPATH": os.path.dirname(__file__),
-            },
-            capture_output=True,
-            text=True,
-            timeout=240,
-            check=False,
-        )
+        result = run_against(server, tmp_path, str(tmp_path / "start.py"), str(tmp_path))
     assert result.returncode == 0, result.stderr[-4000:]
     # Three batches of three prompts, and one more
     assert result.stdout.splitlines()[-1] == "9 12"
@@ -227,21 +223,7 @@ trainer.push_to_hub()
 def test_a_trainer_pushes_model_card_and_telemetry(tmp_path):
     (tmp_path / "push.py").write_text(PUSHING_RUN)
     with serve(tmp_path / "server") as server:
-        result = subprocess.run(
-            [sys.executable, str(tmp_path / "push.py"), str(tmp_path / "run")],
-            env=os.environ
-            | {
-                "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
-                "HF_HOME": str(tmp_path / "cache"),
-                "HF_HUB_OFFLINE": "0",
-                "HF_HUB_DISABLE_XET": "1",
-                "PYTHONPATH": os.path.dirname(__file__),
-            },
-            capture_output=True,
-            text=True,
-            timeout=240,
-            check=False,
-        )
+        result = run_against(server, tmp_path, str(tmp_path / "push.py"), str(tmp_path / "run"))
     assert result.returncode == 0, result.stderr[-4000:]
     model, run = tmp_path / "server/me/model", tmp_path / "server/me/model-run"
     card = (model / "README.md").read_text()

@@ -2,15 +2,13 @@
 
 import itertools
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 import tiny
+from launches import by_torchrun, run_to_end
 
 
 SCRIPT = Path(__file__).with_name("process_run.py")
@@ -61,31 +59,9 @@ def streams() -> dict[str, dict]:
     return {f"stream-{name}": settings | own for name, settings in cases().items() if name.startswith(shapes)}
 
 
-def told(result: subprocess.CompletedProcess) -> str:
-    """What a failed launch says: its errors, then the beginning of its first traceback."""
-    errors = [line for line in result.stderr.splitlines() if "Error: " in line]
-    return "\n".join([*errors[:8], result.stderr[result.stderr.find("Traceback") :][:5000]])
-
-
-def launch(directory: Path, processes: int, launcher: list[str] | None = None, env: dict[str, str] | None = None):
-    """Run all cases on some processes."""
-    command = launcher or [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(processes),
-    ]
-    result = subprocess.run(
-        [*command, str(SCRIPT), str(directory / "cases.json")],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "TRL_EXPERIMENTAL_SILENCE": "1"} | (env or {}),
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert result.returncode == 0, told(result)
+def launch(directory: Path, command: list[str], env: dict[str, str] | None = None):
+    """Run all cases of a directory."""
+    run_to_end([*command, SCRIPT, directory / "cases.json"], env={"TRL_EXPERIMENTAL_SILENCE": "1"} | (env or {}))
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +70,7 @@ def runs(tmp_path_factory):
     tiny.save(directory / "model")
     (directory / "cases.json").write_text(json.dumps(cases() | streams()))
     for processes in (1, 2):
-        launch(directory, processes)
+        launch(directory, by_torchrun(processes))
     return directory
 
 

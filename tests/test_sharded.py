@@ -1,25 +1,22 @@
 """ZeRO-2, ZeRO-3, FSDP2 and DDP on two processes end with the weights of a single process."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
 import tiny
 from export_run import LORA
-from test_processes import cases, launch, told
+from launches import by_accelerate, by_torchrun, on_two_cpus, run_to_end
+from test_processes import cases, launch
 from test_vllm_weights import adapted, exported, saved
 
 
 pytestmark = pytest.mark.slow
 
 EXPORT = Path(__file__).with_name("export_run.py")
-CONFIGS = Path(__file__).parents[1] / "accelerate_configs"
+CPU = {"DS_ACCELERATOR": "cpu"}
 # By what the model is wrapped: the proof that a run was sharded in the way that its name says
 WAYS = {
     "ddp": "DistributedDataParallel",
@@ -29,44 +26,18 @@ WAYS = {
 }
 
 
-def on_two_cpus(name: str) -> dict:
-    """A shipped accelerate config, for two processes without a GPU."""
-    config = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
-    config |= {"num_processes": 2, "use_cpu": True, "mixed_precision": "no"}
-    config.pop("gpu_ids", None)
-    if "deepspeed_config" in config:
-        config["deepspeed_config"]["zero3_init_flag"] = False
-    if "fsdp_config" in config:
-        config["use_cpu"] = False  # or accelerate would not pass its FSDP settings on; the run itself says `use_cpu`
-    return config
-
-
 @pytest.fixture(scope="module")
 def single(tmp_path_factory):
     directory = tmp_path_factory.mktemp("single")
     tiny.save(directory / "model")
     (directory / "cases.json").write_text(json.dumps(cases()))
-    launch(directory, 1)
+    launch(directory, by_torchrun(1))
     return directory
-
-
-def launcher(directory: Path, way: str) -> list[str]:
-    """The command that starts a script on two processes."""
-    (directory / "accelerate.yaml").write_text(yaml.safe_dump(on_two_cpus(way)))
-    return [
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        "--config_file",
-        str(directory / "accelerate.yaml"),
-        "--main_process_port",
-        str(tiny.free_port()),
-    ]
 
 
 def launch_sharded(directory: Path, way: str):
     """Run the cases of a directory on two processes."""
-    launch(directory, 2, launcher(directory, way), {"DS_ACCELERATOR": "cpu"})
+    launch(directory, by_accelerate(directory, on_two_cpus(way)), CPU)
 
 
 def test_zero3_resumed_decides_as_uninterrupted(tmp_path):
@@ -87,16 +58,8 @@ def test_zero3_resumed_decides_as_uninterrupted(tmp_path):
 
 @pytest.mark.parametrize(("way", "share"), [("zero3", 0.0), ("fsdp2", 0.6)])
 def test_weights_are_gathered_and_merged(tmp_path, way, share):
-    command = [*launcher(tmp_path, "ddp" if way == "fsdp2" else way), str(EXPORT), str(tmp_path), way]
-    done = subprocess.run(
-        command,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, told(done)
+    command = by_accelerate(tmp_path, on_two_cpus("ddp" if way == "fsdp2" else way))
+    run_to_end([*command, EXPORT, tmp_path, way], timeout=300, env=CPU)
     # The model was sharded, and its adapters are merged into whole weights
     assert all(json.loads((tmp_path / f"{rank}.json").read_text()) <= share for rank in range(2))
     merged = saved(adapted(**LORA).merge_and_unload(), tmp_path / "saved")

@@ -12,6 +12,7 @@ import yaml
 from safetensors.torch import load_file
 
 import tiny
+from launches import run_to_end
 from lze_trl.console import count, log_line, summary_tables
 from lze_trl.ledger import Ledger, TokenCost
 from lze_trl.recipe import RecipeError, parse_recipe
@@ -138,40 +139,28 @@ def test_a_recipe_without_a_model_is_refused(job, tmp_path):
         main(["--config", str(tmp_path / "recipe.yaml")])
 
 
+def run_module(*command: str) -> subprocess.CompletedProcess:
+    """Run a module of this checkout as a user does; recipes name reward functions of the tests."""
+    path = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
+    return run_to_end([sys.executable, "-m", *command], timeout=300, env={"PYTHONPATH": path})
+
+
 def test_accelerate_launch_runs_the_module(job):
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "accelerate.commands.launch", "--quiet"),
-            *("--config_file", str(ROOT / "accelerate_configs" / "single_process.yaml")),
-            *("-m", "lze_trl.train", "--config", job(), "--max_steps", "1", "--selection_ratio", "1.0"),
-        ],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
+    done = run_module(
+        *("accelerate.commands.launch", "--quiet"),
+        *("--config_file", str(ROOT / "accelerate_configs" / "single_process.yaml")),
+        *("-m", "lze_trl.train", "--config", job(), "--max_steps", "1", "--selection_ratio", "1.0"),
     )
-    assert done.returncode == 0, done.stderr
     assert "Sampled accuracy" in done.stdout
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["ddp_cpu", "zero3_cpu"])
 def test_the_command_trains_on_two_processes(job, name):
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "lze_trl.cli", "train", job(per_device_train_batch_size=6)),
-            *("--accelerate_config", name, "--main_process_port", str(tiny.free_port()), "--max_steps", "2"),
-        ],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
+    done = run_module(
+        *("lze_trl.cli", "train", job(per_device_train_batch_size=6)),
+        *("--accelerate_config", name, "--main_process_port", str(tiny.free_port()), "--max_steps", "2"),
     )
-    assert done.returncode == 0, done.stderr
     # By the main process alone
     for heading in (
         "Rollouts",

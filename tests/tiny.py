@@ -97,7 +97,7 @@ def config(output_dir, **kwargs) -> LZEGRPOConfig:
 
 
 def free_port() -> int:
-    """A port that nothing listens on: launches at the same time must not meet at the default one."""
+    """A port that nothing listens on."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         return server.getsockname()[1]

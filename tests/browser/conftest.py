@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -11,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
+import tiny
 
 
 _FLAGS = [
@@ -67,9 +68,7 @@ def serve(*runs):
 @contextmanager
 def started(command, **options):
     """A command that serves the app at a free port, which stands for `{port}` in it; yields its address."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = tiny.free_port()
     command = [argument.replace("{port}", str(port)) for argument in command]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, **options)
     address = f"http://127.0.0.1:{port}/"

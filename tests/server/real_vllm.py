@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import time
 from pathlib import Path
@@ -43,9 +42,7 @@ class RealServer:
     """A vLLM server process."""
 
     def __init__(self, model: Path, log: Path):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = tiny.free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.model, self.log, self.process = model, log, None
 

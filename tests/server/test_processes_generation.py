@@ -1,15 +1,11 @@
 """Two processes generate with real vLLM servers what one process does."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-import yaml
 
-from test_sharded import on_two_cpus
+from launches import by_accelerate, on_two_cpus, run_to_end
 
 
 SCRIPT = Path(__file__).parent / "process_generation.py"
@@ -18,16 +14,7 @@ SCRIPT = Path(__file__).parent / "process_generation.py"
 def run(directory: Path, settings: dict, config: dict) -> list[dict]:
     directory.mkdir()
     (directory / "settings.json").write_text(json.dumps(settings))
-    (directory / "accelerate.yaml").write_text(yaml.safe_dump(config))
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", directory / "accelerate.yaml"]
-    done = subprocess.run(
-        [str(part) for part in [*command, SCRIPT, directory]],
-        capture_output=True,
-        text=True,
-        timeout=400,
-        env=os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    run_to_end([*by_accelerate(directory, config), SCRIPT, directory], timeout=400, env={"DS_ACCELERATOR": "cpu"})
     return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(config["num_processes"])]
 
 

@@ -1,9 +1,6 @@
 """Training with completions from real vLLM servers."""
 
 import json
-import os
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -11,16 +8,14 @@ from pathlib import Path
 import httpx2
 import pytest
 import torch
-import yaml
 from real_vllm import RealServer
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 import tiny
+from launches import by_accelerate, on_two_cpus, run_to_end
 from lze_trl import LZEGRPOTrainer
 from process_run import RecordingSelector
-from test_processes import told
-from test_sharded import on_two_cpus
 
 
 SCRIPT = Path(__file__).with_name("training_run.py")
@@ -32,17 +27,7 @@ def train_on_two_processes(directory: Path, way: str, runs: dict[str, dict]) -> 
     """Run `training_run.py` and return what each process has left of each run."""
     directory.mkdir(exist_ok=True)
     (directory / "settings.json").write_text(json.dumps(runs))
-    (directory / "accelerate.yaml").write_text(yaml.safe_dump(on_two_cpus(way)))
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(directory / "accelerate.yaml")]
-    result = subprocess.run(
-        [*launch, str(SCRIPT), str(directory)],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert result.returncode == 0, told(result)
+    run_to_end([*by_accelerate(directory, on_two_cpus(way)), SCRIPT, directory], env={"DS_ACCELERATOR": "cpu"})
     return {name: [json.loads((directory / f"{name}.{rank}.json").read_text()) for rank in range(2)] for name in runs}
 
 
