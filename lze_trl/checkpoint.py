@@ -11,6 +11,7 @@ import numpy as np
 import safetensors.numpy
 import xxhash
 from safetensors import SafetensorError
+from transformers import TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -135,16 +136,19 @@ def is_complete(checkpoint: str | Path) -> bool:
     return f"{PREFIX_CHECKPOINT_DIR}-{state.get('global_step')}" == Path(checkpoint).name
 
 
-def has_ended(checkpoint: str | Path, max_steps: int) -> bool:
+def has_ended(checkpoint: str | Path, args: TrainingArguments) -> bool:
     """
     Whether a checkpoint is the end of its run, after which `Trainer` would still take a step too many.
 
     Args:
         checkpoint (`str` or `Path`): A complete checkpoint.
-        max_steps (`int`): Steps of the resumed run if they are given, else not positive: those of the checkpoint count.
+        args ([`~transformers.TrainingArguments`]):
+            Of the resumed run: its `max_steps` count if they are given; else it goes on if it has more epochs.
     """
     state = json.loads((Path(checkpoint) / TRAINER_STATE_NAME).read_text())
-    return state["global_step"] >= (max_steps if max_steps > 0 else state["max_steps"])
+    if args.max_steps > 0:
+        return state["global_step"] >= args.max_steps
+    return state["global_step"] >= state["max_steps"] and args.num_train_epochs <= state["num_train_epochs"]
 
 
 def last_complete_checkpoint(run_dir: str | Path) -> str | None:

@@ -30,15 +30,20 @@ def refuse_unsupported(args: LZEGRPOConfig, train_dataset: Any, kwargs: dict[str
         raise ValueError("`train_dataset` is required: selection needs prompts that it can recognise.")
     images = [name for name in ("image", "images") if name in (train_dataset.column_names or [])]
     if images:
-        raise ValueError(
-            f"The training set has the column {images[0]!r}: images are not supported, because their tensors are not "
-            "one row per completion. Remove the column, or use `trl.GRPOTrainer`."
-        )
+        raise images_error(f"the training set has the column {images[0]!r}")
     if isinstance(train_dataset, IterableDataset) and args.pruning != "none":
         raise ValueError(
             f"`pruning={args.pruning!r}` needs a dataset whose rows can be read again, and `train_dataset` is an "
             "`IterableDataset`. Set `pruning='none'` (selection works), or load the dataset without streaming."
         )
+
+
+def images_error(where: str) -> ValueError:
+    """The error for images; `where` says how they were seen."""
+    return ValueError(
+        f"{where[0].upper()}{where[1:]}: images are not supported, because their tensors are not one row per "
+        "completion. Remove them, or use `trl.GRPOTrainer`."
+    )
 
 
 def refuse_unequal_groups(args: LZEGRPOConfig, train_dataset: Any, controller: RolloutController):

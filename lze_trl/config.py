@@ -471,6 +471,19 @@ class LZEGRPOConfig(GRPOConfig):
                 "`vllm_mode='http'` needs `vllm_server_urls`, the base URLs of the vLLM servers, for example "
                 "['http://127.0.0.1:8000']."
             )
+        if self.use_vllm and self.vllm_mode == "http" and self.loss_type == "vespo":
+            # TRL's own check, which only sees its own engine
+            allowed = ("token_truncate", "token_mask")
+            mode = self.vllm_importance_sampling_mode
+            if self.vllm_importance_sampling_correction and mode not in allowed:
+                raise ValueError(
+                    f"`loss_type='vespo'` needs `vllm_importance_sampling_mode` to be one of {list(allowed)}, got {mode!r}."
+                )
+        if self.loss_normalizer == "all" and self.loss_type == "bnpo" and self.top_entropy_quantile < 1.0:
+            raise ValueError(
+                f"`top_entropy_quantile={self.top_entropy_quantile}` with `loss_type='bnpo'` needs rows that weigh the same. "
+                "Set `loss_normalizer='selected'`, or another loss type."
+            )
         if self.packing:
             for name, active in (
                 ("entropy_coef", self.entropy_coef != 0.0),

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from trl import GRPOTrainer
 
+from .checks import images_error
 from .controllers import ask, ask_more
 from .energy import differ
 from .exchange import Completions
@@ -109,8 +110,10 @@ class DrawingTrainer(GRPOTrainer):
         prompts = [row["prompt"] for row in inputs]
         if self.use_vllm and not self._weights_moved:
             self._last_loaded_step = self.state.global_step  # a skipped update: vLLM has these weights already
+        prompt_ids, completion_ids, loss_mask, completions, logprobs, extra_fields, images, _ = self._generate(prompts)
         self._weights_moved = False
-        prompt_ids, completion_ids, loss_mask, completions, logprobs, extra_fields, _, _ = self._generate(prompts)
+        if images is not None:
+            raise images_error("prompts of the training set hold images")
         for name, values in extra_fields.items():  # of a `rollout_func`, for the reward functions
             for i, row in enumerate(inputs):
                 row[name] = values[i] if isinstance(values, list) else values

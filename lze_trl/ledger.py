@@ -56,8 +56,8 @@ class Ledger:
         rows_pruned (`int`): Completions that pruning has saved.
         rollout_tokens (`int`): Tokens of the completions generated, and of their prompts.
         update_tokens (`int`): Tokens of the completions trained on, once for every iteration over the batch.
-        logprob_passes (`int`): Forward passes per chosen row for old and reference log-probabilities.
-        logprob_tokens (`int`): Tokens of those passes.
+        logprob_passes (`int`): Forward passes that full data would take for old and reference log-probabilities of a row.
+        logprob_tokens (`int`): Tokens of the passes that were made.
         iterations (`int`): Iterations over a generation batch.
         surplus_dropped (`int`): Live groups that were never trained on, since they had waited too long.
         skipped_updates (`int`): Optimizer steps in which nothing was worth a gradient.
@@ -136,7 +136,6 @@ def account(
         iterations (`int`): Iterations over the batch.
     """
     chosen_tokens = int((pool.prompt_tokens + pool.completion_tokens)[chosen].sum())
-    ledger.logprob_passes = logprob_passes
     ledger.groups_rolled_out += len(groups)
     ledger.groups_trained += len(np.unique(pool.group[chosen]))
     ledger.groups_dead += int((~groups.alive).sum())

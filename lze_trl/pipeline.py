@@ -84,7 +84,8 @@ class GenerationPipeline(TensorTrainer):
         if self.controller.draws_prompts:
             self._carry_over(pool, pool.groups.alive & ~chosen_groups, fresh.local.logprobs is not None)
         build_seconds = time.perf_counter() - build
-        account(self.ledger, fresh.rollouts, groups, rollouts, chosen, self._logprob_passes, self.num_iterations)
+        passes = self._logprob_passes(self._with_surplus)
+        account(self.ledger, fresh.rollouts, groups, rollouts, chosen, passes, self.num_iterations)
         self._log_batch(plan, groups, pool, chosen_groups, batch, foreseen)
         self._record(plan, fresh, groups, chosen_groups[len(pool) - len(groups) :])
         self.ledger.rollout_seconds += rolled_out - planned
@@ -122,6 +123,9 @@ class GenerationPipeline(TensorTrainer):
         scored, layout, held = spread(pool.scored, kept, self.geometry, self.accelerator)
         if not told and (pool.born[kept] == self._generation).any():
             self._complete_logprobs(scored.local, layout, held)
+            self.ledger.logprob_tokens += int(
+                (scored.rollouts.prompt_tokens + scored.rollouts.completion_tokens).sum()
+            )
         self._surplus = Pool(scored, pool.groups.take(np.flatnonzero(kept)), pool.born[kept])
 
     def _lay_out(self, fresh: Scored, pool: Pool, chosen: np.ndarray, weights: np.ndarray) -> GenerationBatch:

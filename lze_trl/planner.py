@@ -138,8 +138,10 @@ class Planner:
         """Rows from the stream, and the prompts that a pass which they begin leaves out."""
         before = self.pruner.pass_index
         rows = self.stream.take(count, taken)
-        begun = self.pruner.pass_index > before
-        return rows, self.pruner.left_out if begun else np.empty(0, dtype=np.int64)
+        if self.pruner.pass_index == before:
+            return rows, np.empty(0, dtype=np.int64)
+        # Where the pass has too few prompts for a batch, some of those it leaves out fill it
+        return rows, np.setdiff1d(self.pruner.left_out, self.ids_of(rows), assume_unique=True)
 
     def _plan(self, rows: np.ndarray, skipped: np.ndarray) -> Plan:
         if self.by_prompt:

@@ -28,10 +28,10 @@ def save_state(trainer: "LZEGRPOTrainer", directory: str):
         tensors |= store.add_prefix(stream.tensors(), "stream")
     tensors |= store.add_prefix(trainer._dead.calibration.tensors(), "calibration")
     meta = {
+        **_update_shape(trainer),
         "step": trainer._step,
         "generation": trainer._generation,
         "global_step": trainer.state.global_step,
-        "num_processes": trainer.accelerator.num_processes,
         "mid_batch": trainer._mid_batch,
         "pruning": trainer.args.pruning,
         "pruning_policy": trainer.args.pruning_policy,
@@ -74,18 +74,23 @@ def restore(trainer: "LZEGRPOTrainer", directory: str):
             f"`{type(trainer.controller).__name__}`. Resume with the same `controller`, or start a new run with "
             f"`state_from={directory!r}`."
         )
-    if meta["mid_batch"] and meta["num_processes"] != trainer.accelerator.num_processes:
-        raise ValueError(
-            f"The checkpoint falls into the middle of a generation batch of {meta['num_processes']} processes, and "
-            f"this run has {trainer.accelerator.num_processes}. Resume with {meta['num_processes']} processes."
-        )
+    for name, value in _update_shape(trainer).items():
+        if meta["mid_batch"] and meta[name] != value:
+            raise ValueError(
+                f"The checkpoint falls into the middle of a generation batch with `{name}={meta[name]}`, and this run "
+                f"has {value}. Resume with `{name}={meta[name]}`."
+            )
     trainer.prompt_state.load(store.strip_prefix(tensors, "state"))
     trainer.planner.pruner.load(store.strip_prefix(tensors, "pruner"))
     if trainer.planner.stream is not None:
         trainer.planner.stream.load(store.strip_prefix(tensors, "stream"))
     trainer._dead.calibration.load(store.strip_prefix(tensors, "calibration"))
     trainer.ledger.load(meta["ledger"])
-    trainer._step, trainer._generation = meta["step"], meta["generation"]
+    # Micro-steps are counted from the beginning of a generation batch, however many this run makes of one
+    trainer._step = meta["step"] if meta["mid_batch"] else 0
+    trainer._generation = meta["generation"]
+    # What vLLM has are weights of before, whatever they are
+    trainer._weights_moved, trainer._last_loaded_step = True, -1
     if _over_http(trainer):
         trainer.vllm_generation.batches = meta["server_batches"]
     trainer._batch = None
@@ -120,6 +125,17 @@ def load_prompt_state(state: PromptState, source: str):
     tensors, _ = store.load(store.find_state(resolve_state(source)), store.STATE_NAME)
     state.load(store.strip_prefix(tensors, "state"))
     logger.info("Starting from the state of %d prompts of `%s`.", len(state), source)
+
+
+def _update_shape(trainer: "LZEGRPOTrainer") -> dict[str, int]:
+    """How the rows of a generation batch are shared out over processes and micro-steps."""
+    args = trainer.args
+    return {
+        "num_processes": trainer.accelerator.num_processes,
+        "steps_per_generation": args.steps_per_generation,
+        "gradient_accumulation_steps": args.gradient_accumulation_steps,
+        "num_iterations": args.num_iterations,
+    }
 
 
 def _over_http(trainer: "LZEGRPOTrainer") -> bool:

@@ -240,6 +240,8 @@ class PromptState:
         self.size = len(ids)
         for name, array in tensors.items():
             self._arrays[name] = np.concatenate([array, np.zeros(capacity - len(ids), dtype=array.dtype)])
+        if not self.settings.prune:  # the run that wrote it may have pruned
+            self._arrays["pruned"][:] = False
         self.num_pruned = int(self["pruned"].sum())
         self._rebuild(_slots_for(capacity))
 

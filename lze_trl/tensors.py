@@ -169,8 +169,8 @@ class TensorTrainer(DrawingTrainer):
                 mask.append(pad([torch.ones_like(text) for text in texts], padding_value=0, padding_side=side))
             ids, mask = (torch.cat(halves, dim=1).to(self.accelerator.device) for halves in (ids, mask))
             with torch.no_grad():
-                logps, _, _ = DrawingTrainer._get_per_token_logps_and_entropies(
-                    self, self.model, ids, mask, max(len(text) for text in completions)
+                logps, _, _ = self._get_per_token_logps_and_entropies(
+                    self.model, ids, mask, max(len(text) for text in completions)
                 )
             for place, row, text in zip(places, logps.float().cpu(), completions, strict=True):
                 found[int(place)] = row[: len(text)].tolist()
@@ -179,11 +179,10 @@ class TensorTrainer(DrawingTrainer):
             found[place] if row[0] is None or math.isnan(row[0]) else row for place, row in enumerate(known)
         ]
 
-    @property
-    def _logprob_passes(self) -> int:
-        """Forward passes that TRL makes for old and reference log-probabilities of each row."""
+    def _logprob_passes(self, with_surplus: bool) -> int:
+        """Forward passes that TRL makes for old and reference log-probabilities of each row of a batch."""
         aligned = self.args.gradient_accumulation_steps % (self.args.steps_per_generation * self.num_iterations) == 0
-        old = not aligned or self._with_surplus or self._corrects_sampling
+        old = not aligned or with_surplus or self._corrects_sampling
         return int(old) + int(self.beta != 0.0)
 
     @property

@@ -167,7 +167,7 @@ def run(
     """
     with user_errors():
         checkpoint = resume_point(training_args)
-        if checkpoint is not None and has_ended(checkpoint, training_args.max_steps):
+        if checkpoint is not None and has_ended(checkpoint, training_args):
             logger.info("The run in `%s` has ended: there is nothing left to do.", training_args.output_dir)
             return {}
         # A resumed run has the first evaluation in its log already. The trainer makes it, because DeepSpeed takes a

@@ -4,13 +4,15 @@ import logging
 import math
 import time
 from functools import cached_property
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from datasets import Dataset, IterableDataset
 from torch.utils.data import Sampler
-from trl.trainer.utils import RepeatSampler
+from transformers.trainer import TRAINER_STATE_NAME
+from trl.trainer.utils import RepeatSampler, get_config_model_id
 
 from . import checkpoint as store
 from . import resume
@@ -128,7 +130,9 @@ class LZEGRPOTrainer(GenerationPipeline):
         controller: RolloutController | None = None,
         **kwargs: Any,
     ):
-        args = LZEGRPOConfig(f"{str(model).split('/')[-1]}-LZE") if args is None else args
+        if args is None:
+            name = model if isinstance(model, str) else get_config_model_id(model.config)
+            args = LZEGRPOConfig(f"{name.split('/')[-1]}-LZE")
         refuse_unsupported(args, train_dataset, kwargs)
         self.controller = controller or args.rollout_controller()
         if not is_plain(self.controller, args.num_generations):
@@ -138,14 +142,17 @@ class LZEGRPOTrainer(GenerationPipeline):
         reward_funcs = None if reward_funcs is None else [checked(func) for func in funcs]
         over_http = args.use_vllm and args.vllm_mode == "http"
         args.use_vllm = args.use_vllm and not over_http  # TRL's constructor would look for its own engine
-        super().__init__(model, reward_funcs, args, train_dataset, *positional, **kwargs)
+        try:
+            super().__init__(model, reward_funcs, args, train_dataset, *positional, **kwargs)
+        finally:
+            args.use_vllm |= over_http
         if over_http:
-            args.use_vllm = self.use_vllm = True
+            self.use_vllm = True
             self.vllm_generation = http_generation(self)
             self._last_loaded_step = -1
         self._pass_column = self._find_pass_column()
         self.selector = selector or make_selector(args.selector, args.gumbel_scale)
-        self.ledger = Ledger(iterations=self.num_iterations)
+        self.ledger = Ledger(iterations=self.num_iterations, logprob_passes=self._logprob_passes(with_surplus=False))
         self.geometry = Geometry(
             num_processes=self.accelerator.num_processes,
             steps_per_generation=args.steps_per_generation,
@@ -295,10 +302,15 @@ class LZEGRPOTrainer(GenerationPipeline):
         if self.aux_loss_enabled and scale > 0.0:
             # The auxiliary loss of a mixture of experts is a mean over the micro-batch in every loss type
             self.router_aux_loss_coef = coefficient * row_share / scale
+        metrics = self._metrics["train"]
+        before = {name: len(values) for name, values in metrics.items()}
         try:
             loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         finally:
             self.router_aux_loss_coef = coefficient
+        if scale == 0.0:  # a filler has no entropy, no KL and no clipping
+            for name, values in metrics.items():
+                del values[before.get(name, 0) :]
         return loss if scale == 1.0 else loss * scale
 
     # ---- Accounts and records ----
@@ -355,10 +367,10 @@ class LZEGRPOTrainer(GenerationPipeline):
                     f"`{self.args.output_dir}` holds no complete checkpoint to resume from. Start without "
                     "`resume_from_checkpoint`, or name a checkpoint."
                 )
-        if resume_from_checkpoint and store.has_ended(resume_from_checkpoint, self.args.max_steps):
+        if resume_from_checkpoint and store.has_ended(resume_from_checkpoint, self.args):
             raise ValueError(
                 f"`{resume_from_checkpoint}` is the end of its run: there is nothing to resume. Set a larger "
-                "`max_steps`, or start a new run from its model."
+                "`max_steps` or `num_train_epochs`, or start a new run from its model."
             )
         try:
             result = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
@@ -382,6 +394,9 @@ class LZEGRPOTrainer(GenerationPipeline):
         # Differs from TRL: adds the prompt state, and rollouts still in use. Written before the rest: the trainer's
         # state, TRL's last file, vouches for a checkpoint, after which older ones are deleted
         directory = f"{self._get_output_dir(trial=trial)}/checkpoint-{self.state.global_step}"
+        if self.args.should_save:  # one that is there already is incomplete from here on
+            Path(directory, TRAINER_STATE_NAME).unlink(missing_ok=True)
+        self.accelerator.wait_for_everyone()
         resume.save_rollouts(self, directory)
         # What a resumed run does not record again has to be on disk
         self._flush_telemetry()

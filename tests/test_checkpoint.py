@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from transformers import TrainingArguments
 
 from lze_trl.checkpoint import (
     SCHEMA_VERSION,
@@ -192,7 +193,8 @@ def test_prefixes():
 def make_checkpoint(run: Path, step: int, max_steps: int = 30) -> Path:
     checkpoint = run / f"checkpoint-{step}"
     save(checkpoint, STATE_NAME, {"ids": np.arange(step)}, {"global_step": step})
-    (checkpoint / "trainer_state.json").write_text(json.dumps({"global_step": step, "max_steps": max_steps}))
+    state = {"global_step": step, "max_steps": max_steps, "num_train_epochs": 2}
+    (checkpoint / "trainer_state.json").write_text(json.dumps(state))
     return checkpoint
 
 
@@ -239,11 +241,17 @@ def test_a_run_without_checkpoints(tmp_path):
 
 
 def test_the_end_of_a_run(tmp_path):
+    def args(**settings):
+        return TrainingArguments(str(tmp_path), use_cpu=True, **settings)
+
     checkpoint = make_checkpoint(tmp_path, 20, max_steps=30)
-    assert not has_ended(checkpoint, max_steps=-1)
-    assert has_ended(checkpoint, max_steps=20)
-    assert not has_ended(checkpoint, max_steps=21)
-    assert has_ended(make_checkpoint(tmp_path, 30, max_steps=30), max_steps=-1)
+    assert not has_ended(checkpoint, args(num_train_epochs=2))
+    assert has_ended(checkpoint, args(max_steps=20))
+    assert not has_ended(checkpoint, args(max_steps=21))
+    checkpoint = make_checkpoint(tmp_path, 30, max_steps=30)
+    assert has_ended(checkpoint, args(num_train_epochs=1.5))
+    assert has_ended(checkpoint, args(num_train_epochs=2))
+    assert not has_ended(checkpoint, args(num_train_epochs=2.5))
 
 
 def test_the_state_of_a_run(tmp_path):

@@ -13,8 +13,11 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from trl import GRPOTrainer
 
-from lze_trl.checkpoint import checkpoints, last_complete_checkpoint
+import tiny
+from lze_trl import LZEGRPOTrainer
+from lze_trl.checkpoint import checkpoints, is_complete, last_complete_checkpoint
 from lze_trl.telemetry import Run, open_run
 
 
@@ -45,6 +48,29 @@ def killed_in_mid_run(directory: Path, delay: float) -> bool:
 
 
 @pytest.mark.slow
+def test_a_checkpoint_that_is_being_rewritten_is_incomplete(tmp_path, monkeypatch):
+    settings = {"max_steps": 2, "save_strategy": "steps", "save_steps": 2}
+
+    def train():
+        LZEGRPOTrainer(
+            model=tiny.save(tmp_path / "model"),
+            reward_funcs=tiny.even_length_reward,
+            args=tiny.config(tmp_path / "run", **settings),
+            train_dataset=tiny.prompts(11),
+        ).train()
+
+    def killed(*args):
+        raise KeyboardInterrupt
+
+    train()
+    assert is_complete(tmp_path / "run" / "checkpoint-2")
+    monkeypatch.setattr(GRPOTrainer, "_save_checkpoint", killed)
+    with pytest.raises(KeyboardInterrupt):
+        train()
+    assert (tmp_path / "run" / "checkpoint-2" / "lze_state.json").is_file()
+    assert not is_complete(tmp_path / "run" / "checkpoint-2")
+
+
 def test_killed_and_resumed_is_uninterrupted(tmp_path):
     assert start(tmp_path / "whole").wait(timeout=300) == 0
     delays = random.Random(0)

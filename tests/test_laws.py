@@ -255,6 +255,40 @@ def resumed_from_the_middle(directory, **settings):
     return whole, resumed
 
 
+def test_a_resume_may_share_out_an_optimizer_step_in_another_way(tmp_path):
+    # 24 completions a step: 2 micro-steps of 12 until step 5, then 8 of 3. 10 micro-steps are no multiple of 8
+    settings = {"max_steps": 8, "save_strategy": "steps", "save_steps": 5, "selection_ratio": 0.7, "packing": False}
+    coarse = settings | {"per_device_train_batch_size": 12, "gradient_accumulation_steps": 2}
+    whole = train(LZEGRPOTrainer, tmp_path / "run", **coarse)
+    shutil.rmtree(tmp_path / "run" / "checkpoint-8")
+    fine = settings | {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 8}
+    resumed = make(LZEGRPOTrainer, tmp_path / "run", **fine)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed._step == 8 * 3
+    assert moved(whole) > 1e-3
+    assert distance(whole, resumed) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["gradient_accumulation_steps", "steps_per_generation", "num_iterations"])
+def test_rollouts_in_use_are_shared_out_as_before(tmp_path, name):
+    settings = shape("two optimizer steps a batch") | {"max_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    train(LZEGRPOTrainer, tmp_path, **settings)
+    other = make(LZEGRPOTrainer, tmp_path, **settings | {"max_steps": 2, name: 1 if name != "num_iterations" else 2})
+    with pytest.raises(ValueError, match=rf"middle of a generation batch with `{name}=\d`, and this run has \d\."):
+        other.train(resume_from_checkpoint=True)
+
+
+def test_more_epochs_go_on(tmp_path):
+    # 17 prompts, 3 a batch: 5 steps an epoch
+    settings = {"max_steps": -1, "save_strategy": "steps", "save_steps": 5}
+    train(LZEGRPOTrainer, tmp_path, num_train_epochs=1, **settings)
+    with pytest.raises(ValueError, match="is the end of its run"):
+        make(LZEGRPOTrainer, tmp_path, num_train_epochs=1, **settings).train(resume_from_checkpoint=True)
+    longer = make(LZEGRPOTrainer, tmp_path, num_train_epochs=2, **settings)
+    longer.train(resume_from_checkpoint=True)
+    assert longer.state.global_step == 10
+
+
 @pytest.mark.parametrize("moment", ["in the middle of a batch", "neither divides"])
 def test_resumed_with_lora_is_uninterrupted(tmp_path, moment):
     whole, resumed = resumed_from_the_middle(

@@ -310,6 +310,7 @@ def test_forward_passes(tmp_path, waiting):
     trainer.train()
     assert trainer.ledger.groups_trained == (8 if waiting else 24)
     assert (trainer.ledger.logprob_tokens > 0) == waiting
+    assert trainer.ledger.logprob_passes == 0  # full data has no surplus
     assert (len(passes) > len(trainer.micro_batches)) == waiting
 
 

@@ -241,6 +241,80 @@ def test_state_carries_over(tmp_path):
     assert (second.prompt_state["first_pass_rate"] == first.prompt_state["first_pass_rate"]).all()
 
 
+def test_a_run_without_pruning_forgets_what_was_pruned(tmp_path):
+    first = run(
+        tmp_path / "first", reward_funcs=lambda completions, **kwargs: [1.0] * len(completions), pruning_streak=1
+    )
+    assert first.prompt_state.num_pruned > 0
+    second = make(
+        tmp_path / "second", state_from=str(tmp_path / "first"), pruning="none", controller="dynamic", max_rounds=2
+    )
+    assert second.prompt_state.num_pruned == len(second.prompt_state.pruned_ids()) == 0
+    second.train()
+    assert second.ledger.groups_pruned == 0
+
+
+def test_savings_do_not_count_prompts_that_fill_a_batch(tmp_path):
+    # 5 prompts, 3 a batch, all solved at once: one re-check a pass, and two that fill the batch
+    trainer = run(
+        tmp_path,
+        reward_funcs=lambda completions, **kwargs: [1.0] * len(completions),
+        dataset=tiny.prompts(5),
+        pruning_streak=1,
+        max_steps=8,
+    )
+    assert trainer.ledger.groups_rolled_out == 8 * 3
+    passes = trainer.planner.pruner.pass_index
+    assert 0 < trainer.ledger.groups_pruned <= 2 * passes  # of 5 prompts, a batch takes 3
+
+
+def test_a_filler_has_no_entropy(tmp_path):
+    # Two generation batches an optimizer step, the second without a signal: its last micro-step only synchronises
+    calls = []
+
+    def rewards(completions, **kwargs):
+        calls.append(len(completions))
+        return [float(i % 2) if len(calls) % 2 else 1.0 for i in range(len(completions))]
+
+    trainer = make(
+        tmp_path,
+        reward_funcs=rewards,
+        dataset=tiny.prompts(12),
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=6,
+        steps_per_generation=3,
+        pruning="none",
+    )
+    synchronised = []
+    prepare = trainer._prepare_inputs
+
+    def watched(inputs):
+        prepared = prepare(inputs)
+        synchronised.append(prepared.get("lze_scale") == 0.0)
+        return prepared
+
+    trainer._prepare_inputs = watched
+    trainer.train()
+    assert sum(synchronised) == 3
+    assert all(entry["entropy"] > 4.0 for entry in trainer.state.log_history if "entropy" in entry)
+
+
+def test_the_default_name_of_a_model_in_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr("lze_trl.trainer.LZEGRPOConfig", lambda name: tiny.config(tmp_path / name))
+    model = tiny.model()
+    model.config._name_or_path = "me/tiny"
+    trainer = LZEGRPOTrainer(model, tiny.digit_reward, None, tiny.prompts(5), processing_class=tiny.tokenizer())
+    assert trainer.args.output_dir == str(tmp_path / "tiny-LZE")
+
+
+def test_images_within_messages_are_refused(tmp_path):
+    trainer = make(tmp_path)
+    generate = trainer._generate
+    trainer._generate = lambda prompts: (*generate(prompts)[:6], [[object()]] * len(prompts), None)
+    with pytest.raises(ValueError, match="images are not supported"):
+        trainer.train()
+
+
 def test_the_model_is_saved_as_plain_transformers(tmp_path):
     from transformers import AutoModelForCausalLM
 
@@ -351,6 +425,32 @@ BAD_CONFIGS = {
     "top_entropy_quantile": ([0.5], "packing"),
     "use_adaptive_entropy": ([True], "packing"),
 }
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        (
+            {"top_entropy_quantile": 0.5, "packing": False, "loss_normalizer": "all", "loss_type": "bnpo"},
+            "weigh the same",
+        ),
+        (
+            {"loss_type": "vespo", "use_vllm": True, "vllm_mode": "http", "vllm_server_urls": ["http://127.0.0.1:1"]},
+            r"`vllm_importance_sampling_mode` to be one of \['token_truncate', 'token_mask'\], got 'sequence_mask'",
+        ),
+    ],
+)
+def test_settings_that_do_not_go_together(tmp_path, settings, text):
+    with pytest.raises(ValueError, match=text):
+        tiny.config(tmp_path, **settings)
+
+
+def test_a_failed_construction_leaves_the_settings_as_they_were(tmp_path):
+    args = tiny.config(tmp_path, use_vllm=True, vllm_mode="http", vllm_server_urls=["http://127.0.0.1:1"])
+    args.reward_weights = [1.0, 2.0]
+    with pytest.raises(ValueError, match="reward weights"):
+        LZEGRPOTrainer(tiny.model(), tiny.digit_reward, args, tiny.prompts(5), processing_class=tiny.tokenizer())
+    assert args.use_vllm
 
 
 @pytest.mark.parametrize(("name", "value"), [(name, v) for name, (values, _) in BAD_CONFIGS.items() for v in values])

@@ -4,6 +4,7 @@ import inspect
 
 import pytest
 from accelerate import Accelerator
+from safetensors import SafetensorError
 from trl.generation.vllm_generation import VLLMGeneration
 
 import tiny
@@ -137,11 +138,43 @@ def test_a_full_disk_stops_the_sync(connect, monkeypatch):
     from lze_trl.vllm import weights
 
     def full(*args, **kwargs):
-        raise OSError(28, "No space left on device")
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
     monkeypatch.setattr(weights, "save_file", full)
     with pytest.raises(OSError, match="No space left"):
         connect().sync_weights()
+
+
+def test_a_resume_after_a_failure_syncs_again(fake, tmp_path):
+    loads = []
+
+    def rewards(completions, **kwargs):
+        loads.append(fake.loads)
+        if len(loads) == 3:
+            raise RuntimeError("the judge is away")
+        return [float(i % 2) for i in range(len(completions))]
+
+    trainer = LZEGRPOTrainer(
+        model=tiny.model(),
+        reward_funcs=rewards,
+        args=tiny.config(
+            tmp_path / "run",
+            use_vllm=True,
+            vllm_mode="http",
+            vllm_server_urls=[fake.url],
+            vllm_sync_dir=str(tmp_path / "sync"),
+            vllm_sync_tolerance=100.0,
+            save_strategy="steps",
+            save_steps=1,
+        ),
+        train_dataset=tiny.prompts(11),
+        processing_class=tiny.tokenizer(),
+    )
+    with pytest.raises(RuntimeError, match="the judge is away"):
+        trainer.train()
+    trainer.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
+    # What it had was of step 2
+    assert loads == [1, 2, 3, 4, 5]
 
 
 def test_only_changed_weights_are_synced(fake, tmp_path):

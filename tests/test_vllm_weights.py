@@ -6,6 +6,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
@@ -178,7 +179,7 @@ def test_a_failed_write_leaves_nothing(accelerator, tmp_path, monkeypatch):
     from lze_trl.vllm import weights
 
     def full(*args, **kwargs):
-        raise OSError(28, "No space left on device")
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
     monkeypatch.setattr(weights, "save_file", full)
     with pytest.raises(OSError, match="No space left"):

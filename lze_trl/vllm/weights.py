@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from accelerate.utils import is_peft_model
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -60,7 +61,10 @@ class ShardWriter:
             return
         self._shards += 1
         name = f"model-{self._shards:05d}.safetensors"
-        save_file(self._tensors, self.directory / name, metadata={"format": "pt"})
+        try:
+            save_file(self._tensors, self.directory / name, metadata={"format": "pt"})
+        except SafetensorError as error:  # what safetensors makes of a full disk
+            raise OSError(f"`{self.directory / name}` cannot be written: {error}") from error
         self._places |= dict.fromkeys(self._tensors, name)
         self._tensors, self._pending_bytes = {}, 0
 
