@@ -1,7 +1,7 @@
 """Make a very long run, and measure how fast the app's page opens and filters it.
 
-python -m lze_trl.telemetry.stress make DIRECTORY [--records 10000000] [--prompts 100000]
-python -m lze_trl.telemetry.stress measure DIRECTORY [DIRECTORY ...]
+python -m lze_trl.viewer.stress make DIRECTORY [--records 10000000] [--prompts 100000]
+python -m lze_trl.viewer.stress measure DIRECTORY [DIRECTORY ...]
 
 Of several runs, the memory of the longest is compared with that of the shortest.
 """
@@ -17,10 +17,10 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from ..viewer import views
-from ..viewer.runs import RunBook
-from .synthetic import SyntheticTraining
-from .writer import TelemetryWriter
+from ..telemetry.synthetic import SyntheticTraining
+from ..telemetry.writer import TelemetryWriter
+from . import views
+from .runs import RunBook
 
 
 _GROUPS_PER_BATCH = 1_000
