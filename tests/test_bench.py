@@ -2,8 +2,11 @@
 
 import io
 import json
+import os
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +15,7 @@ from rich.console import Console
 
 import tiny
 from bench_samples import result, settings
-from lze_trl import cli
+from lze_trl import cli, demo
 from lze_trl.bench import jobs, suite, tasks
 from lze_trl.bench.jobs import Job, Options, make_options, plan, plan_tuned, plan_tuning
 from lze_trl.bench.sections import sort_results
@@ -50,7 +53,7 @@ def write_rows(path, pairs, answer="answer"):
         (lambda: Options(jobs=0), "`--jobs` must be at least 1, got 0"),
         (lambda: Options(seeds=()), "`--seeds` must be one or several different numbers"),
         (lambda: Options(seeds=(1, 1)), "`--seeds` must be one or several different numbers"),
-        (lambda: Options(seeds=(1, 100), tune=True), "must not hold the seeds of the tuning"),
+        (lambda: Options(seeds=(1, 101), tune=True), r"must not hold the seeds of the tuning, \[100, 101\]"),
         (lambda: Options(rates=(0.5, 2.0), tune=True), "`--rates` must hold 1"),
         (lambda: Options(model="m", data="d"), "Name it with `--task`"),
         (lambda: locate("calculator", model="m"), "give both or neither"),
@@ -176,10 +179,9 @@ def test_plan_of_the_tuning(files, tmp_path):
     tuning = plan_tuning(options, {"addition": files})
     assert [(job.settings.strategy, job.settings.learning_rate) for job in tuning] == [
         (strategy, rate) for strategy in ("grpo", "lze") for rate in (1e-4, 2e-4, 4e-4)
-    ]
-    assert {(job.settings.seed, job.settings.held_out, job.settings.stretch) for job in tuning} == {
-        (100, "validation", 1.0)
-    }
+    ] * 2
+    assert [job.settings.seed for job in tuning] == [100] * 6 + [101] * 6
+    assert {(job.settings.held_out, job.settings.stretch) for job in tuning} == {("validation", 1.0)}
     main = plan(options, {"addition": files})
     results = [result([0.1, 0.2], **vars(job.settings)) for job in main]
     for job in tuning:  # the baseline is best at the task's rate, LZE at twice of it
@@ -200,33 +202,38 @@ def test_plan_of_the_tuning(files, tmp_path):
 
 
 class FakeProcess:
-    """Stands in for the process of a run, and ends at once."""
+    """Stands in for the process of a run, and ends at once; but one of them, if any, while something happens."""
 
     started: list[str]
     failing: set[str]
+    at_once: set[int]
+    made: list["FakeProcess"]
     interrupted_at: int | None = None
-    alive: list["FakeProcess"]
+    interruption: Callable
 
     def __init__(self, command, **kwargs):
         job = json.loads(Path(command[-1]).read_text())
         own = RunSettings.from_dict(job["settings"])
-        self.terminated = False
+        self.at_once.add(job["at_once"])
+        self.running = len(self.made) == self.interrupted_at
+        self.told = self.terminated = False
         folder = Path(command[-1]).parent
         assert [path.name for path in sorted(folder.iterdir())] == ["job.json", "log.txt"]
         self.started.append(f"{own.strategy} {own.seed}")
-        self.alive.append(self)
+        self.made.append(self)
         if own.strategy in self.failing:
             (folder / "log.txt").write_text("first line\nValueError: it broke\n")
         else:
             (folder / "result.json").write_text(json.dumps(result([0.1, 0.2, 0.3], **vars(own))))
 
     def poll(self):
-        if self.interrupted_at == len(self.started):
-            raise KeyboardInterrupt
-        return None if self.terminated else 0
+        if self.running and not self.told:
+            self.told = True
+            self.interruption()
+        return None if self.running else 0
 
     def terminate(self):
-        self.terminated = True
+        self.running, self.terminated = False, True
 
     def wait(self):
         pass
@@ -234,7 +241,7 @@ class FakeProcess:
 
 @pytest.fixture
 def fake(monkeypatch):
-    process = type("Fake", (FakeProcess,), {"started": [], "failing": set(), "alive": []})
+    process = type("Fake", (FakeProcess,), {"started": [], "failing": set(), "at_once": set(), "made": []})
     monkeypatch.setattr(jobs.subprocess, "Popen", process)
     monkeypatch.setattr(suite, "_POLL_SECONDS", 0.0)
     return process
@@ -266,7 +273,9 @@ def test_finished_runs_are_skipped_and_half_done_ones_begin_again(files, tmp_pat
 
 def test_a_changed_setting_is_another_run(files, tmp_path, fake):
     suite.execute(planned(files, tmp_path), 2, quiet())
+    assert fake.at_once == {2}
     suite.execute(planned(files, tmp_path, steps=30), 1, quiet())
+    assert fake.at_once == {1, 2}
     suite.execute(planned(files, tmp_path, seeds=(0, 1)), 1, quiet())
     assert len(fake.started) == 3 + 3 + 3
 
@@ -280,13 +289,51 @@ def test_runs_that_fail_are_told_and_the_others_are_made(files, tmp_path, fake):
     assert "random 40 % · seed 0 has failed:\n  first line\n  ValueError: it broke" in console.file.getvalue()
 
 
-def test_interruption_stops_the_runs_and_keeps_what_is_finished(files, tmp_path, fake):
-    fake.interrupted_at = 2
-    with pytest.raises(KeyboardInterrupt):
-        suite.execute(planned(files, tmp_path), 1, quiet())
-    fake.interrupted_at = None
+def ctrl_c(process):
+    raise KeyboardInterrupt
+
+
+def sigterm(process):
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize(("interruption", "error"), [(ctrl_c, KeyboardInterrupt), (sigterm, SystemExit)])
+def test_interruption_stops_the_runs_and_keeps_what_is_finished(files, tmp_path, fake, interruption, error):
+    def handler(number, frame):
+        raise AssertionError("SIGTERM has not come to the benchmark.")
+
+    fake.interrupted_at, fake.interruption = 1, interruption
+    before = signal.signal(signal.SIGTERM, handler)
+    try:
+        console = quiet()
+        with pytest.raises(error):
+            suite.execute(planned(files, tmp_path), 1, console)
+        assert signal.getsignal(signal.SIGTERM) is handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
     assert fake.started == ["grpo 0", "random 0"]
-    assert not fake.alive[0].terminated
+    assert [process.terminated for process in fake.made] == [False, True]
+    assert "The same command goes on" in console.file.getvalue()
+
+
+def test_all_tasks_but_those_without_a_warm_start_are_run(files, tmp_path, fake, monkeypatch, capsys):
+    def located(task, model, data):
+        return files if task == "addition" else locate(task, model, data)
+
+    for name in ("CALCULATOR_DIR", "_READY_MADE"):
+        monkeypatch.setattr(tasks, name, tmp_path / "none")
+    for name in ("setup_logging", "warm_start"):
+        monkeypatch.setattr(demo, name, lambda *args, **kwargs: None)
+    monkeypatch.setattr(suite, "locate", located)
+    options = Options(strategies=("lze",), seeds=(0,), output=tmp_path / "out")
+    with pytest.raises(BenchError, match="The calculator task has no warm start yet"):
+        suite.bench(replace(options, task="calculator"))
+    assert fake.started == [] and not options.output.exists()
+    with pytest.raises(BenchError, match="The calculator task has no warm start yet"):
+        suite.bench(options)
+    assert fake.started == ["grpo 0", "lze 0"]
+    assert "## Two-digit addition" in (options.output / "tables.md").read_text()
+    assert "Left out for now: The calculator task has no warm start yet" in capsys.readouterr().out
 
 
 def test_bench_reports_what_is_there_even_if_runs_fail(files, tmp_path, fake):
@@ -317,23 +364,36 @@ def test_tuning_comes_after_the_comparison_and_adds_a_table(files, tmp_path, fak
         data=str(files.train.parent),
     )
     suite.bench(options)
+    tuning = [f"{strategy} {seed}" for seed in (100, 101) for strategy in ("grpo", "lze") for _ in range(3)]
     # Every rate is as good as any other, so the lowest is taken
-    assert fake.started == ["grpo 0", "lze 0", *["grpo 100"] * 3, *["lze 100"] * 3, "grpo 0", "lze 0"]
+    assert fake.started == ["grpo 0", "lze 0", *tuning, "grpo 0", "lze 0"]
     text = (tmp_path / "out" / "tables.md").read_text()
-    assert "kept for this alone, on the seeds [100]" in text
-    assert "| LZE, 40 % | 1.0e-04 (edge of the grid) | 0.200 | 1.00 |" in text
+    assert "kept for this alone, on the seeds [100, 101]" in text
+    assert "| LZE, 40 % | 1.0e-04 (edge of the grid) | 1 | 20 | 0.200 | 1.00 |" in text
     suite.bench(options)
-    assert len(fake.started) == 10
+    assert len(fake.started) == 16
 
 
 def test_report_from_kept_results(tmp_path):
-    results = [result([0.1, 0.2, 0.3]), result([0.1, 0.3, 0.4], "lze"), result([0.1, 0.2], "lze", overrides={"x": 1})]
-    (tmp_path / "results.jsonl").write_text("".join(json.dumps(r) + "\n" for r in results))
+    results = [result([0.1, 0.2, 0.3]), result([0.1, 0.3, 0.4], "lze", stretch=1.5)]
+    results += [result([0.1, 0.2], "lze", overrides={"x": 1}), result([0.1, 0.2], "lze", steps=7)]
+    results += [
+        result([0.1, 0.3], "lze"),
+        result([0.1, 0.3], "lze", learning_rate=1.0),
+    ]  # shorter; at a rate of no table
+    kept = tmp_path / "results.jsonl"
+    kept.write_text("".join(json.dumps(r) + "\n" for r in [*results, results[0]]))
     (section,) = suite.report(tmp_path, quiet())
     assert (tmp_path / f"{section.name}.png").is_file()
     text = (tmp_path / "tables.md").read_text()
     assert "| LZE, 40 % | 1 |" in text
-    assert text.endswith("1 runs are left out: their strategies were defined in another way.\n")
+    assert text.endswith(
+        "1 run(s) left out: their strategies were defined in another way.\n\n"
+        "1 run(s) left out: there is no baseline to compare with.\n"
+    )
+    assert [json.loads(line) for line in kept.read_text().splitlines()] == results
+    suite.report(tmp_path, quiet())
+    assert [json.loads(line) for line in kept.read_text().splitlines()] == results
     with pytest.raises(BenchError, match="holds no finished run of the baseline"):
         suite.report(tmp_path / "none", quiet())
 

@@ -1,7 +1,9 @@
 """The statistics of the benchmark, on curves that are worked out by hand."""
 
 import math
+from dataclasses import replace
 
+import hypothesis
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,9 +13,13 @@ from bench_samples import result
 from lze_trl.bench.comparison import (
     Spread,
     best_rates,
+    bootstrap_interval,
     cost_to_target,
+    exchanged,
     first_crossing,
+    lasting_crossing,
     matched,
+    mean_cost_to_target,
     pairs,
     read_curve,
     smooth,
@@ -44,11 +50,37 @@ def test_first_crossing(accuracy, target, expected):
     assert crossing == (None if expected is None else pytest.approx(expected))
 
 
-@given(
-    st.lists(st.tuples(st.floats(0.1, 9.0), st.floats(0.0, 1.0)), min_size=1, max_size=8),
-    st.floats(0.0, 1.0),
-    st.floats(0.0, 1.0),
+@pytest.mark.parametrize(
+    ("accuracy", "target", "expected"),
+    [
+        ([0.1, 0.2, 0.4, 0.5], 0.3, 15.0),  # as the first one
+        ([0.1, 0.4, 0.2, 0.4], 0.3, 30.0),  # lost after 10, back half-way from 20 to 40
+        ([0.3, 0.4, 0.3, 0.3], 0.3, 0.0),  # never below it
+        ([0.1, 0.3, 0.2, 0.3], 0.3, 40.0),  # back at the end
+        ([0.1, 0.4, 0.4, 0.2], 0.3, None),  # lost at the end
+    ],
 )
+def test_lasting_crossing(accuracy, target, expected):
+    crossing = lasting_crossing(COSTS, np.array(accuracy), target)
+    assert crossing == (None if expected is None else pytest.approx(expected))
+
+
+POINTS = st.lists(st.tuples(st.floats(0.1, 9.0), st.floats(0.0, 1.0)), min_size=1, max_size=8)
+
+
+@given(POINTS, st.floats(0.0, 1.0))
+def test_lasting_is_the_first_one_or_later(points, target):
+    steps, accuracy = np.array(points).T
+    costs = np.cumsum(steps)
+    first, lasting = (crossing(costs, accuracy, target) for crossing in (first_crossing, lasting_crossing))
+    assert (lasting is None) == (accuracy[-1] < target)
+    if lasting is not None:
+        assert first <= lasting <= costs[-1]
+        if (np.diff(accuracy) >= 0.0).all():
+            assert first == lasting
+
+
+@given(POINTS, st.floats(0.0, 1.0), st.floats(0.0, 1.0))
 def test_a_higher_target_never_costs_less(points, one, other):
     steps, accuracy = np.array(points).T
     costs = np.cumsum(steps)
@@ -122,6 +154,83 @@ def test_each_seed_has_its_own_baseline_and_target():
     spread = cost_to_target(found, "flops")
     assert spread.values == (pytest.approx(0.5), math.inf)
     assert (spread.median, spread.reached) == (math.inf, 1)
+
+
+def test_each_baseline_against_the_target_of_every_other_seed():
+    # Smoothed: 0.1, 0.15, 0.2 and 0.1, 0.2, 0.3: the second is at 0.2 after 100 of its 200; the first never at 0.3
+    found = exchanged(
+        curves(result([0.1, 0.3, 0.5], seed=1), result([0.1, 0.2, 0.3]), result([0.9, 0.9], "lze")), "grpo"
+    )
+    assert [(run.seed, other.seed) for run, other in found] == [(0, 1), (1, 0)]
+    assert cost_to_target(found, "flops").values == (math.inf, pytest.approx(100 / 200))
+    assert exchanged(curves(result([0.1, 0.2])), "grpo") == []
+    assert len(exchanged(curves(*(result([0.1, 0.2], seed=seed) for seed in range(3))), "grpo")) == 6
+
+
+def run_of(smoothed, strategy="grpo", seed=0, flops=100.0):
+    """A run whose smoothed accuracy is given."""
+    (curve,) = curves(result(list(smoothed), strategy, seed, flops))
+    return replace(curve, accuracy=np.array(smoothed))
+
+
+def test_costs_on_curves_averaged_over_the_seeds():
+    # The mean baseline is at 0.1, 0.2, 0.4, 0.3, its target first reached half-way from 100 to 200, and for good from there.
+    # The other one costs 50 and 150 FLOPs an evaluation, 100 on average, and is averaged as far as the shorter run goes: 0.1,
+    # 0.4, 0.2, 0.4. It is at 0.3 first after 2/3 of 100, and again half-way from 200 to 300
+    runs = [run_of([0.1, 0.1, 0.3, 0.2], seed=0), run_of([0.1, 0.3, 0.5, 0.4], seed=1)]
+    runs += [run_of([0.1, 0.3, 0.1, 0.3], "lze", 0, 50.0), run_of([0.1, 0.5, 0.3, 0.5, 0.0], "lze", 1, 150.0)]
+    found = pairs(runs, "lze", "grpo")
+    assert mean_cost_to_target(found, "flops") == pytest.approx((100 * 2 / 3) / 150)
+    assert mean_cost_to_target(found, "flops", lasting_crossing) == pytest.approx(250 / 150)
+    assert mean_cost_to_target(found, "tokens") == pytest.approx((1000 * 2 / 3) / 1500)
+    baselines = pairs(runs, "grpo", "grpo")
+    assert [mean_cost_to_target(baselines, "flops", crossing) for crossing in (first_crossing, lasting_crossing)] == [
+        1,
+        1,
+    ]
+
+
+def test_averaged_curves_that_do_not_reach_or_have_nothing_to_reach():
+    base, low, high = run_of([0.1, 0.2, 0.4]), run_of([0.1, 0.2, 0.3], "lze"), run_of([0.1, 0.5, 0.3], "lze")
+    assert mean_cost_to_target([(low, base)], "flops") == math.inf
+    assert mean_cost_to_target([(high, base)], "flops") == pytest.approx(75 / 200)
+    assert mean_cost_to_target([(high, base)], "flops", lasting_crossing) == math.inf
+    assert mean_cost_to_target([(high, run_of([0.2, 0.3, 0.2]))], "flops") is None
+
+
+@given(
+    st.lists(st.floats(0.0, 1.0), min_size=2, max_size=5),
+    st.lists(st.floats(0.0, 1.0), min_size=2, max_size=5).filter(lambda values: values[0] < values[-1]),
+    st.integers(3, 5),
+)
+@hypothesis.settings(max_examples=5, deadline=None)
+def test_interval_of_equal_seeds_has_no_width(own, base, seeds):
+    found = [(run_of(own, "lze", seed, 70.0), run_of(base, "grpo", seed)) for seed in range(seeds)]
+    low, high = bootstrap_interval(found, "flops")
+    assert low == high == pytest.approx(mean_cost_to_target(found, "flops"))
+
+
+def test_interval_of_a_bootstrap_over_the_seeds():
+    # All reach the target in a single step: the ratio is the mean of 0.3, 0.6 and 0.9 or 1.2 over those drawn. The lowest,
+    # three times the same, has probability 1/27 < 5 %; then come two of the lowest and one of the middle, 0.4, with 3/27
+    def found(highest):
+        costs = (0.3, 0.6, highest)
+        return [(run_of([0.1, 0.3], "lze", i, 100.0 * costs[i]), run_of([0.1, 0.3], "grpo", i)) for i in range(3)]
+
+    assert bootstrap_interval(found(0.9), "flops") == (pytest.approx(0.4), pytest.approx(0.8))
+    assert bootstrap_interval(found(1.2), "flops") == (pytest.approx(0.4), pytest.approx(1.0))
+    assert bootstrap_interval(found(0.9), "flops") == bootstrap_interval(found(0.9), "flops")
+    assert bootstrap_interval(found(0.9)[:2], "flops") is None
+
+
+def test_draws_that_do_not_reach_the_target_are_infinite():
+    # One seed of three is hopeless; without it, in 8 of 27 draws, the target is reached
+    base = [run_of([0.1, 0.3], "grpo", seed) for seed in range(3)]
+    own = [run_of([0.1, 0.3 if seed else 0.0], "lze", seed) for seed in range(3)]
+    low, high = bootstrap_interval(list(zip(own, base, strict=True)), "flops")
+    assert (low, high) == (1.0, math.inf)
+    flat = [run_of([0.3, 0.3 + 0.1 * seed], "grpo", seed) for seed in range(3)]
+    assert bootstrap_interval(list(zip(own, flat, strict=True)), "flops") is None  # seed 0 alone has nothing to reach
 
 
 def test_nothing_is_compared_with_a_baseline_that_has_not_improved():

@@ -14,7 +14,7 @@ from lze_trl import LZEGRPOConfig, LZEGRPOTrainer
 from lze_trl.bench import run as bench_run
 from lze_trl.bench.evaluation import Evaluation
 from lze_trl.bench.meter import Clock, Meter
-from lze_trl.bench.strategies import STRATEGIES
+from lze_trl.bench.strategies import BASELINE, STRATEGIES
 from lze_trl.bench.tasks import TaskFiles
 from lze_trl.ledger import TokenCost
 
@@ -139,12 +139,19 @@ def test_plain_trl_by_hand(files, tmp_path):
     assert "host" not in str(result["machine"]) and str(tmp_path) not in json.dumps(result)
 
 
-@pytest.mark.parametrize("strategy", ["lze", "lze_pruned", "reinforce_ada"])
-def test_meter_and_ledger_agree(files, tmp_path, strategy):
+@pytest.mark.parametrize(
+    ("strategy", "changes"),
+    [
+        *((name, {}) for name in STRATEGIES if name != BASELINE),
+        ("dapo", {"surplus_max_age": 1, "selection_ratio": 0.3}),
+    ],
+)
+def test_meter_and_ledger_agree(files, tmp_path, strategy, changes):
     # Two generation batches of three updates each, so that old log-probabilities are computed
     training = TRAINING | {"generation_batch_size": 24, "per_device_train_batch_size": 4, "beta": 0.1}
     rows = [{"prompt": f"{i}+1=", "solution": "1"} for i in range(9)]
-    trainer = bench_run.build_trainer(small(strategy, training=training, steps=6), files, rows, tmp_path)
+    own = small(strategy, training=training, steps=6, overrides=STRATEGIES[strategy].overrides | changes)
+    trainer = bench_run.build_trainer(own, files, rows, tmp_path)
     trainer.reward_funcs = [tiny.even_length_reward]
     trainer.train()
     meter, ledger = trainer.meter, trainer.ledger

@@ -238,6 +238,30 @@ def test_update_table():
     assert f"| equal | TRL again | 3 | 1 (1–1.25) | – | {same}" in text
     assert f"| log-normal | ρ = 0.2 | 3 | 0.333 (0.25–0.5) | – | {same}" in text
     assert text.count("| TRL again |") == 1
+    assert "Not finished" not in text
+
+
+def test_finished_cases_of_the_update_are_kept(monkeypatch, tmp_path):
+    """A machine that is too slow for both leaves the first."""
+
+    def case(name, *args):
+        if name == "log-normal":
+            raise KeyboardInterrupt
+        methods = ("trl", *map(str, parts_update.SHARES), parts_update.CONTROL)
+        measures = ("seconds", "cpu_seconds", "computed_tokens")
+        return {
+            "lengths": name,
+            **{measure: {method: [1.0] for method in methods} for measure in measures},
+            "micro_step": {"tokens_per_second": 1_000.0, "micro_step_tokens": 50.0},
+        }
+
+    monkeypatch.setattr(parts_update, "_case", case)
+    monkeypatch.setattr(parts_update, "save_model", lambda settings, directory: str(directory))
+    with pytest.raises(KeyboardInterrupt):
+        parts.measure("update", quick=True, output=tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["update.json", "update.md"]
+    assert [row["lengths"] for row in json.loads((tmp_path / "update.json").read_text())["rows"]] == ["equal"]
+    assert "**Not finished: log-normal lengths are missing.**" in (tmp_path / "update.md").read_text()
 
 
 # ---- End to end ----

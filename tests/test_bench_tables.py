@@ -7,9 +7,20 @@ from PIL import Image
 
 from bench_samples import result, settings
 from lze_trl.bench.comparison import Spread
-from lze_trl.bench.plots import write_picture
-from lze_trl.bench.sections import sort_results
-from lze_trl.bench.tables import accuracy, gain, ratio, section_text, short_table, table, target_table
+from lze_trl.bench.plots import colour, write_picture
+from lze_trl.bench.sections import NO_BASELINE, REDEFINED, sort_results
+from lze_trl.bench.strategies import STRATEGIES
+from lze_trl.bench.tables import (
+    accuracy,
+    averaged_table,
+    gain,
+    mean_ratio,
+    ratio,
+    section_text,
+    short_table,
+    table,
+    target_table,
+)
 
 
 @pytest.mark.parametrize(
@@ -28,6 +39,22 @@ def test_ratios(values, text):
 
 def test_ratio_of_nothing():
     assert ratio(None) == "–"
+
+
+@pytest.mark.parametrize(
+    ("value", "interval", "text"),
+    [
+        (None, None, "–"),
+        (0.4, None, "0.40"),
+        (0.4, (0.3, 0.512), "0.40 (0.30–0.51)"),
+        (0.4, (0.3, math.inf), "0.40 (0.30–∞)"),
+        (math.inf, (0.3, math.inf), "not reached (0.30–∞)"),
+        (math.inf, (math.inf, math.inf), "not reached"),
+        (math.inf, None, "not reached"),
+    ],
+)
+def test_ratios_of_averaged_curves(value, interval, text):
+    assert mean_ratio(value, interval) == text
 
 
 def test_accuracies_and_gains():
@@ -52,16 +79,42 @@ def compared():
 def test_target_table():
     (section,), _ = sort_results(compared())
     lines = target_table(section.curves()).splitlines()
-    assert len(lines) == 4
+    assert len(lines) == 5
     assert lines[2] == (
-        "| GRPO (TRL) | 2 | 0.300 ± 0.000 | 1.00 (1.00–1.00) | 1.00 (1.00–1.00) | 1.00 (1.00–1.00) "
+        "| GRPO (TRL) | 2 | 30 | 0.300 ± 0.000 | 1.00 (1.00–1.00) | 1.00 (1.00–1.00) | 1.00 (1.00–1.00) "
         "| 1.00 (1.00–1.00) | 25 / 0 / 75 | 20 / 0 / 60 |"
     )
     assert lines[3] == (
-        "| LZE, 40 % | 2 | 0.433 ± 0.000 | 0.33 (0.33–0.33) | 0.67 (0.67–0.67) | 0.67 (0.67–0.67) "
+        "| GRPO (TRL), target of another seed | 2 pairs |  |  | 1.00 (1.00–1.00) | 1.00 (1.00–1.00) | 1.00 (1.00–1.00) "
+        "| 1.00 (1.00–1.00) |  |  |"
+    )
+    assert lines[4] == (
+        "| LZE, 40 % | 2 | 30 | 0.433 ± 0.000 | 0.33 (0.33–0.33) | 0.67 (0.67–0.67) | 0.67 (0.67–0.67) "
         "| 0.33 (0.33–0.33) | 25 / 0 / 75 | 20 / 0 / 60 |"
     )
-    assert short_table(section.curves()).splitlines()[3].startswith("| LZE, 40 % | 0.433 ± 0.000 | 0.33 (0.33–0.33) |")
+    short = short_table(section.curves()).splitlines()
+    assert short[3].startswith("| LZE, 40 % | 2 | 30 | 0.433 ± 0.000 | 0.33 (0.33–0.33) |")
+    assert averaged_table(section.curves()).splitlines()[2:] == [
+        "| GRPO (TRL) | 2 | 1.00 | 1.00 | 1.00 | 1.00 |",
+        "| LZE, 40 % | 2 | 0.33 | 0.33 | 0.67 | 0.67 |",
+    ]
+
+
+def test_a_single_baseline_has_no_other_target():
+    (section,), _ = sort_results([compared()[0], compared()[2]])
+    assert "another seed" not in target_table(section.curves())
+
+
+def test_missing_and_unequal_runs_are_told():
+    """LZE lacks a seed, and goes on for longer than the baseline."""
+    further = result([0.1, 0.3, 0.5, 0.5, 0.5, 0.5], "lze", 2, flops=50.0)
+    (section,), _ = sort_results([*compared()[:3], result([0.1, 0.2, 0.3, 0.4], seed=2), further])
+    curves = section.curves()
+    for tabulated in (target_table, short_table):
+        assert "| GRPO (TRL) | 3 | 30 | 0.300 ± 0.000 |" in tabulated(curves)
+        assert "| LZE, 40 % | 2 of 3 | 40 | 0.467 ± 0.047 |" in tabulated(curves)  # the median of 30 and 50 steps
+    assert "| LZE, 40 % | 2 of 3 | 0.33 | 0.33 |" in averaged_table(curves)
+    assert "| GRPO (TRL) | 3 | 1.00 (1.00–1.00) | 1.00 |" in averaged_table(curves)
 
 
 def test_section_text_tells_how_it_was_measured():
@@ -71,15 +124,20 @@ def test_section_text_tells_how_it_was_measured():
     assert "32 prompts × 8 completions a step, learning rate 2.0e-04; the baseline makes 40 steps" in text
     assert "Abacus 5, 3 cores, 1 thread(s) a run. 2026-01-02. python 3.11.9, trl 1.16.0. Source 5a5a." in text
     assert "over 4 evaluations, sampled accuracy differs from it by +1.00 ± 1.00 points" in text
-    assert text.count("\n| GRPO (TRL) |") == 4
+    assert text.count("\n| GRPO (TRL) |") == 5
     assert "tuned" not in text
+    for one, at_once in zip(section.main, (2, 2, 2, 1), strict=True):
+        one["machine"]["at_once"] = at_once
+    machines = "Abacus 5, 3 cores, 1 thread(s) a run, 1 run at a time; Abacus 5, 3 cores, 1 thread(s) a run, 2 runs at a time."
+    assert machines in section_text(section, [])
     section.main[1]["source"] = "b6b6"
     assert "**The runs were made by 2 versions of this package: 5a5a, b6b6.**" in section_text(section, [])
 
 
 def test_tuned_strategies_are_compared_at_their_own_rates():
     tuning = [
-        result([0.1, final, final, final], strategy, 100, learning_rate=rate, held_out="validation")
+        result([0.1, final, final, final], strategy, seed, learning_rate=rate, held_out="validation")
+        for seed in (100, 101)
         for strategy, rate, final in (
             ("grpo", 1e-4, 0.2),
             ("grpo", 2e-4, 0.3),
@@ -89,13 +147,21 @@ def test_tuned_strategies_are_compared_at_their_own_rates():
         )
     ]
     tuned = [result([0.1, 0.4, 0.7], "lze", seed, flops=50.0, learning_rate=4e-4) for seed in (0, 1)]
+    tuned[0]["source"] = "b6b6"
     (section,), _ = sort_results([*compared(), *tuning, *tuned])
     assert section.rates == {"grpo": 2e-4, "lze": 4e-4}
-    lines = section_text(section, []).split("### Learning rate tuned for each strategy")[1].splitlines()
+    before, _, after = section_text(section, []).partition("### Learning rate tuned for each strategy")
+    assert "2 versions of this package: 5a5a, b6b6" in before
+    assert "on the seeds [100, 101]" in after
+    lines = after.splitlines()
     rows = [line for line in lines if line.startswith("| ")]
-    assert rows[-2].startswith("| GRPO (TRL) | 2.0e-04 | 0.300 ± 0.000 | 1.00")
+    assert rows[-2].startswith("| GRPO (TRL) | 2.0e-04 | 2 | 30 | 0.300 ± 0.000 | 1.00")
     # Smoothed 0.1, 0.25, 0.4: at 0.3 after 1 1/3 evaluations of 50 FLOPs, against 300
-    assert rows[-1].startswith("| LZE, 40 % | 4.0e-04 (edge of the grid) | 0.400 ± 0.000 | 0.22 (0.22–0.22) |")
+    assert rows[-1].startswith(
+        "| LZE, 40 % | 4.0e-04 (edge of the grid) | 2 | 20 | 0.400 ± 0.000 | 0.22 (0.22–0.22) |"
+    )
+    (section,), _ = sort_results([*compared(), *tuning, tuned[0]])
+    assert "(edge of the grid) | 1 of 2 | 20 | 0.400 |" in section_text(section, [])
 
 
 def test_results_are_sorted_by_what_must_be_equal():
@@ -105,7 +171,7 @@ def test_results_are_sorted_by_what_must_be_equal():
     (first, second), left_out = sort_results([*other, *compared(), earlier, alone])
     assert [len(first.main), len(second.main)] == [4, 2]
     assert first.protocol == settings().protocol
-    assert [r["key"] for r in left_out] == [earlier["key"], alone["key"]]
+    assert left_out == {REDEFINED: [earlier], NO_BASELINE: [alone]}
 
 
 def test_the_longest_of_equal_runs_counts():
@@ -113,7 +179,11 @@ def test_the_longest_of_equal_runs_counts():
     for order in ([short, long], [long, short]):
         (section,), left_out = sort_results([result([0.1, 0.2, 0.3]), *order])
         assert [len(curve.accuracy) for curve in section.curves() if curve.strategy == "lze"] == [3]
-        assert left_out == []
+        assert left_out == {}
+
+
+def test_every_strategy_has_a_colour_of_its_own():
+    assert len({colour(strategy) for strategy in STRATEGIES}) == len(STRATEGIES)
 
 
 def test_picture_has_every_strategy(tmp_path):

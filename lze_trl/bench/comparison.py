@@ -6,7 +6,7 @@ crossing, interpolated between two evaluations.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,8 @@ WINDOW = 3
 COSTS = ("flops", "tokens", "seconds")
 """What a cost to target is counted in."""
 PHASES = ("rollout", "logprob", "update")
+DRAWS = 2_000
+"""Draws of a bootstrap."""
 
 
 @dataclass(frozen=True)
@@ -91,14 +93,37 @@ def first_crossing(costs: np.ndarray, accuracy: np.ndarray, target: float) -> fl
         `float | None`: Interpolated between the evaluation that reaches it and the one before. `None` if none does.
     """
     reached = np.flatnonzero(accuracy >= target)
-    if len(reached) == 0:
-        return None
-    after = reached[0]
+    return None if len(reached) == 0 else _cost_at(costs, accuracy, target, int(reached[0]))
+
+
+def lasting_crossing(costs: np.ndarray, accuracy: np.ndarray, target: float) -> float | None:
+    """
+    Cost after which a curve never falls below a target again, as far as it goes.
+
+    Args:
+        costs (`np.ndarray` of shape `(N,)`): Cost at each evaluation, ascending.
+        accuracy (`np.ndarray` of shape `(N,)`): Accuracy at each evaluation.
+        target (`float`): Accuracy to keep; being equal to it is enough.
+
+    Returns:
+        `float | None`: Interpolated as in [`first_crossing`]. `None` if the curve ends below the target.
+    """
+    below = np.flatnonzero(accuracy < target)
+    after = 0 if len(below) == 0 else int(below[-1]) + 1
+    return None if after == len(accuracy) else _cost_at(costs, accuracy, target, after)
+
+
+def _cost_at(costs: np.ndarray, accuracy: np.ndarray, target: float, after: int) -> float:
+    """Cost at the target, which a curve reaches at evaluation `after`, and not yet at the one before."""
     if after == 0:
         return float(costs[0])
     before = after - 1
     way = (target - accuracy[before]) / (accuracy[after] - accuracy[before])
     return float(costs[before] + way * (costs[after] - costs[before]))
+
+
+Crossing = Callable[[np.ndarray, np.ndarray, float], float | None]
+"""[`first_crossing`] or [`lasting_crossing`]."""
 
 
 @dataclass(frozen=True)
@@ -156,6 +181,12 @@ def pairs(curves: Sequence[Curve], strategy: str, baseline: str) -> Pairs:
     return [(curve, bases[curve.seed]) for curve in own if curve.seed in bases]
 
 
+def exchanged(curves: Sequence[Curve], baseline: str) -> Pairs:
+    """Every ordered pair of two different runs of the baseline: what differs between them is noise."""
+    own = sorted((curve for curve in curves if curve.strategy == baseline), key=lambda curve: curve.seed)
+    return [(run, other) for run in own for other in own if run is not other]
+
+
 def cost_to_target(runs: Pairs, cost: str, whole: bool = False) -> Spread | None:
     """
     Cost to reach the baseline's final accuracy, relative to the baseline.
@@ -177,6 +208,71 @@ def cost_to_target(runs: Pairs, cost: str, whole: bool = False) -> Spread | None
             return None
         ratios.append(math.inf if own is None else own / reference)
     return Spread(tuple(ratios))
+
+
+class _Mean:
+    """Curves of S runs as far as the shortest of them goes: N evaluations, each made at the same step in every run."""
+
+    def __init__(self, curves: Sequence[Curve], cost: str):
+        length = min(len(curve.accuracy) for curve in curves)
+        self._accuracy = np.stack([curve.accuracy[:length] for curve in curves])  # (S, N)
+        self._costs = np.stack([curve.costs[cost][:length] for curve in curves])  # (S, N)
+
+    def __call__(self, seeds: np.ndarray | slice) -> tuple[np.ndarray, np.ndarray]:
+        """Mean costs and mean accuracy of some of the runs, each of shape `(N,)`."""
+        return self._costs[seeds].mean(axis=0), self._accuracy[seeds].mean(axis=0)
+
+
+def _mean_ratio(run: _Mean, base: _Mean, crossing: Crossing, seeds: np.ndarray | slice) -> float | None:
+    costs, accuracy = base(seeds)
+    if accuracy[0] >= accuracy[-1]:
+        return None
+    own = crossing(*run(seeds), accuracy[-1])
+    return math.inf if own is None else own / crossing(costs, accuracy, accuracy[-1])
+
+
+def mean_cost_to_target(runs: Pairs, cost: str, crossing: Crossing = first_crossing) -> float | None:
+    """
+    Cost to reach the baseline's final accuracy, relative to the baseline, on curves averaged over the seeds.
+
+    Accuracy and costs are averaged at each evaluation, as far as the shortest run of the strategy, or of the baseline, goes.
+
+    Args:
+        runs (`Pairs`): Runs of a strategy.
+        cost (`str`): One of `COSTS`.
+        crossing (`Crossing`, *optional*): What counts as reaching it, for both. Defaults to the first crossing.
+
+    Returns:
+        `float | None`: Infinite if it is not reached. `None` if the averaged baseline was at its final accuracy from the start.
+    """
+    run, base = (_Mean(curves, cost) for curves in zip(*runs, strict=True))
+    return _mean_ratio(run, base, crossing, slice(None))
+
+
+def bootstrap_interval(runs: Pairs, cost: str) -> tuple[float, float] | None:
+    """
+    Interval of [`mean_cost_to_target`] that holds 90 % of `DRAWS` draws of the seeds, with replacement.
+
+    A seed is drawn with its strategy and its baseline together. A draw in which the target is not reached is infinite.
+
+    Args:
+        runs (`Pairs`): Runs of a strategy.
+        cost (`str`): One of `COSTS`.
+
+    Returns:
+        `tuple[float, float] | None`: Its ends. `None` with fewer than 3 seeds, or if the averaged baseline of a draw was at its
+        final accuracy from the start.
+    """
+    if len(runs) < 3:
+        return None
+    run, base = (_Mean(curves, cost) for curves in zip(*runs, strict=True))
+    draws = np.random.default_rng(0).integers(len(runs), size=(DRAWS, len(runs)))
+    found = [_mean_ratio(run, base, first_crossing, seeds) for seeds in draws]
+    if None in found:
+        return None
+    # Entries of the sorted draws, since nothing can be interpolated between infinite ones
+    ordered, outside = sorted(found), DRAWS // 20
+    return ordered[outside], ordered[-1 - outside]
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ JOB_FILE, RESULT_FILE, PROGRESS_FILE, LOG_FILE = "job.json", "result.json", "pro
 RUNS_DIR = "runs"
 THREADS = 1
 """Threads of a run: on matrices this small, threads that wait for each other cost more than they save."""
-TUNING_SEEDS = (100,)
+TUNING_SEEDS = (100, 101)
 """Seeds of the tuning, apart from those of the comparison."""
 
 
@@ -109,8 +109,13 @@ class Job:
         """How it is called on the terminal."""
         return f"{self.settings.task} · {STRATEGIES[self.settings.strategy].title} · seed {self.settings.seed}"
 
-    def start(self):
-        """Begin the run, or begin it again."""
+    def start(self, at_once: int):
+        """
+        Begin the run, or begin it again.
+
+        Args:
+            at_once (`int`): Runs that share the machine.
+        """
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
         write_json(
@@ -118,6 +123,7 @@ class Job:
             {
                 "settings": vars(self.settings),
                 "files": {name: str(path.resolve()) for name, path in vars(self.files).items()},
+                "at_once": at_once,
             },
         )
         threads = str(self.settings.threads)

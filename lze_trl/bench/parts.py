@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 
 PARTS = ("padding", "state", "overhead", "update")
@@ -20,7 +21,7 @@ DEFAULT_OUTPUT = Path("runs") / "parts"
 
 def measure(part: str, quick: bool, output: Path) -> str:
     """
-    Measure one part and write its files.
+    Measure one part and write its files; those of the update after each of its cases, since it may be stopped half-way.
 
     Args:
         part (`str`): One of `PARTS`.
@@ -43,14 +44,18 @@ def measure(part: str, quick: bool, output: Path) -> str:
         raise ValueError(f"The part must be one of {list(PARTS)}, got {part!r}.")
     from .settings import write_json
 
-    result = module.measure(quick)
-    text = module.markdown(result)
-    if quick:
-        text += "\n\nQuick: these numbers mean nothing but that everything runs."
+    def write(result: dict[str, Any]) -> str:
+        text = module.markdown(result)
+        if quick:
+            text += "\n\nQuick: these numbers mean nothing but that everything runs."
+        write_json(output / f"{part}.json", result)
+        unfinished = output / f"{part}.md.unfinished"
+        unfinished.write_text(text + "\n", encoding="utf-8")
+        unfinished.replace(output / f"{part}.md")
+        return text
+
     output.mkdir(parents=True, exist_ok=True)
-    write_json(output / f"{part}.json", result)
-    (output / f"{part}.md").write_text(text + "\n", encoding="utf-8")
-    return text
+    return write(module.measure(quick, write) if part == "update" else module.measure(quick))
 
 
 def main(arguments: Sequence[str] | None = None):

@@ -3,7 +3,7 @@
 import itertools
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from .parts_shared import Lengths, circumstances, equal_batch, measured_on, rati
 from .tables import table
 
 
+LENGTHS = ("equal", "log-normal")
 SHARES = (1.0, 0.4, 0.2)
 TARGETS = {("equal", 1.0): 1.0, ("equal", 0.4): 0.42, ("log-normal", 1.0): 0.75, ("log-normal", 0.4): 0.3}
 CONTROL = "trl again"
@@ -287,22 +288,31 @@ def _case(name: str, batches: list[Lengths], settings: UpdateSettings, model: st
     return {"lengths": name, **found, "micro_step": micro_step_tokens(trainers["trl"], settings)}
 
 
-def measure(quick: bool) -> dict[str, Any]:
-    """Time the update of TRL's trainer and of this package's at several shares of the groups, in turn."""
+def measure(quick: bool, keep: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
+    """
+    Time the update of TRL's trainer and of this package's at several shares of the groups, in turn.
+
+    Args:
+        quick (`bool`): Whether to measure something tiny.
+        keep (`Callable`): Given the result so far when the case of one of `LENGTHS` is finished.
+    """
     preset = "tiny" if quick else "gpu" if torch.cuda.is_available() else "cpu"
     settings = PRESETS[preset]
     # The first batch is that of the warm-up. Every trainer gets the same ones
     count = 1 + settings.repetitions * settings.steps
     rng = np.random.default_rng(0)
     shape = (settings.groups, settings.group_size, settings.longest)
-    cases = {
+    batches = {
         "equal": [equal_batch(*shape) for _ in range(count)],
         "log-normal": [reasoning_batch(*shape, rng) for _ in range(count)],
     }
+    result = circumstances("update") | {"preset": preset, "settings": asdict(settings), "rows": []}
     with tempfile.TemporaryDirectory() as directory:
         model = save_model(settings, Path(directory) / "model")
-        rows = [_case(name, batches, settings, model, Path(directory)) for name, batches in cases.items()]
-    return circumstances("update") | {"preset": preset, "settings": asdict(settings), "rows": rows}
+        for name in LENGTHS:
+            result["rows"].append(_case(name, batches[name], settings, model, Path(directory)))
+            keep(result)
+    return result
 
 
 def markdown(result: dict[str, Any]) -> str:
@@ -338,6 +348,7 @@ def markdown(result: dict[str, Any]) -> str:
     ]
     costs = "; ".join(f"{case['micro_step']['micro_step_tokens']:.0f}" for case in result["rows"])
     speed = " and ".join(f"{case['micro_step']['tokens_per_second']:,.0f}" for case in result["rows"])
+    missing = [name for name in LENGTHS if name not in [case["lengths"] for case in result["rows"]]]
     return "\n\n".join(
         [
             "## Update phase",
@@ -352,6 +363,7 @@ def markdown(result: dict[str, Any]) -> str:
             "*TRL again* is a second trainer of TRL against the first: differences within its range are none. CPU seconds "
             "feel other work on the machine less, and mean nothing on a GPU.",
             f"A micro-step costs as much as {costs} tokens besides its own, of which there are {speed} a second.",
+            *(f"**Not finished: {name} lengths are missing.**" for name in missing),
             measured_on(result),
         ]
     )

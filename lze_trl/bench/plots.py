@@ -25,7 +25,13 @@ _COLOURS = (
     "#7a3fb0",
     "#a0a000",
     "#b22222",
+    "#e6007e",
 )
+
+
+def colour(strategy: str) -> str:
+    """Colour of a strategy, its own: grey is the baseline's."""
+    return _GREY if strategy == BASELINE else _COLOURS[list(STRATEGIES).index(strategy) - 1]
 
 
 def write_picture(path: Path, title: str, curves: Sequence[Curve]):
@@ -41,14 +47,13 @@ def write_picture(path: Path, title: str, curves: Sequence[Curve]):
     figure = Figure(figsize=(13.0, 8.2), dpi=110, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     axes = dict(zip(_PANELS, figure.subplots(2, 2).flat, strict=True))
-    for place, (strategy, definition) in enumerate(STRATEGIES.items()):
+    for strategy, definition in STRATEGIES.items():
         runs = [curve for curve in curves if curve.strategy == strategy]
         if not runs:
             continue
-        baseline = strategy == BASELINE
-        colour = _GREY if baseline else _COLOURS[(place - 1) % len(_COLOURS)]
+        emphasised = strategy in (BASELINE, "recommended")
         for cost, axis in axes.items():
-            _draw(axis, runs, cost, colour, definition.title, emphasised=baseline or strategy == "recommended")
+            _draw(axis, runs, cost, definition.title, emphasised)
     finals = [curve.final for curve in curves if curve.strategy == BASELINE]
     for cost, axis in axes.items():
         axis.axhline(float(np.mean(finals)), color=_GREY, lw=0.8, ls=":")
@@ -62,10 +67,11 @@ def write_picture(path: Path, title: str, curves: Sequence[Curve]):
     figure.savefig(path, format="png")
 
 
-def _draw(axis: Axes, runs: Sequence[Curve], cost: str, colour: str, label: str, emphasised: bool):
+def _draw(axis: Axes, runs: Sequence[Curve], cost: str, label: str, emphasised: bool):
     """One strategy: its runs have evaluations at the same steps, as far as the shortest of them goes."""
     length = min(len(run.accuracy) for run in runs)
     accuracy = np.stack([run.accuracy[:length] for run in runs])  # (seeds, N)
     costs = np.stack([run.costs[cost][:length] for run in runs]).mean(axis=0)
-    axis.plot(costs, accuracy.mean(axis=0), color=colour, lw=2.4 if emphasised else 1.3, label=label)
-    axis.fill_between(costs, accuracy.min(axis=0), accuracy.max(axis=0), color=colour, alpha=0.13, lw=0)
+    own = colour(runs[0].strategy)
+    axis.plot(costs, accuracy.mean(axis=0), color=own, lw=2.4 if emphasised else 1.3, label=label)
+    axis.fill_between(costs, accuracy.min(axis=0), accuracy.max(axis=0), color=own, alpha=0.13, lw=0)

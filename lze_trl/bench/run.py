@@ -124,7 +124,12 @@ def build_trainer(settings: RunSettings, files: TaskFiles, rows: list[dict[str, 
     )
 
 
-def run(settings: RunSettings, files: TaskFiles, folder: Path) -> dict[str, Any]:
+def source() -> str:
+    """Hash of the code that a run depends on."""
+    return content_hash(*sorted(_PACKAGE.glob("*.py")), *sorted(_PACKAGE.glob("bench/*.py")))
+
+
+def run(settings: RunSettings, files: TaskFiles, folder: Path, at_once: int = 1) -> dict[str, Any]:
     """
     Make a run.
 
@@ -132,11 +137,12 @@ def run(settings: RunSettings, files: TaskFiles, folder: Path) -> dict[str, Any]
         settings ([`RunSettings`]): What to run.
         files ([`TaskFiles`]): Warm start and data.
         folder (`Path`): Folder of the run.
+        at_once (`int`, *optional*, defaults to `1`): Runs that share the machine, for the record.
 
     Returns:
         `dict`: The content of `result.json`, which is written last and in one piece.
     """
-    begin = time.monotonic()
+    begin, own_source = time.monotonic(), source()
     torch.set_num_threads(settings.threads)
     data = load(TASKS[settings.task], files, settings.held_out)
     trainer = build_trainer(settings, files, data.train, folder)
@@ -151,8 +157,8 @@ def run(settings: RunSettings, files: TaskFiles, folder: Path) -> dict[str, Any]
         "key": settings.key,
         "settings": vars(settings),
         "versions": {"python": platform.python_version(), **{name: version(name) for name in _LIBRARIES}},
-        "source": content_hash(*sorted(_PACKAGE.glob("*.py"))),
-        "machine": machine(),
+        "source": own_source,
+        "machine": machine() | {"at_once": at_once},
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "parameters": sum(parameter.numel() for parameter in trainer.model.parameters()),
         "flops_per_token": vars(recorder.cost),
@@ -171,7 +177,7 @@ def main(job_file: str):
     path = Path(job_file)
     job = json.loads(path.read_text(encoding="utf-8"))
     files = TaskFiles(**{name: Path(value) for name, value in job["files"].items()})
-    run(RunSettings.from_dict(job["settings"]), files, path.parent)
+    run(RunSettings.from_dict(job["settings"]), files, path.parent, job["at_once"])
 
 
 if __name__ == "__main__":

@@ -11,6 +11,9 @@ from .tasks import TASKS
 
 
 Result = dict[str, Any]
+REDEFINED = "their strategies were defined in another way"
+NO_BASELINE = "there is no baseline to compare with"
+"""Why results are left out."""
 
 
 @dataclass
@@ -57,7 +60,7 @@ class Section:
         return [read_curve(result, accuracy) for result in self.main]
 
 
-def sort_results(results: Sequence[Result]) -> tuple[list[Section], list[Result]]:
+def sort_results(results: Sequence[Result]) -> tuple[list[Section], dict[str, list[Result]]]:
     """
     Sections of results, the one with the most runs first.
 
@@ -68,24 +71,25 @@ def sort_results(results: Sequence[Result]) -> tuple[list[Section], list[Result]
         results (`Sequence[dict]`): Contents of result files.
 
     Returns:
-        `tuple[list[Section], list[dict]]`: The sections that have a baseline, and the results that are in none.
+        `tuple[list[Section], dict[str, list[dict]]]`: The sections that have a baseline, and the results that are in none, by
+        the reason.
     """
     groups: dict[tuple[str, str], list[Result]] = {}
-    left_out = []
+    left_out: dict[str, list[Result]] = {}
     for result in results:
         settings = RunSettings.from_dict(result["settings"])
         known = settings.task in TASKS and settings.strategy in STRATEGIES
         if known and settings.overrides == STRATEGIES[settings.strategy].overrides:
             groups.setdefault((settings.task, settings.protocol), []).append(result)
         else:
-            left_out.append(result)
+            left_out.setdefault(REDEFINED, []).append(result)
     sections = []
     for (task, protocol), group in groups.items():
         section = _section(task, protocol, _longest(group))
         if any(result["settings"]["strategy"] == BASELINE for result in section.main):
             sections.append(section)
         else:
-            left_out += group
+            left_out.setdefault(NO_BASELINE, []).extend(group)
     return sorted(sections, key=lambda section: -len(section.main)), left_out
 
 

@@ -41,11 +41,8 @@ STRATEGIES: dict[str, Strategy] = {
     "lze_all_rows": Strategy(
         "LZE, 40 %, loss over all rows", _selecting("energy", selection_ratio=0.4, loss_normalizer="all")
     ),
-    # A prompt that was solved once sits out, its slot with it; one in ten is re-checked in each pass
-    "lze_pruned": Strategy(
-        "LZE + pruning, loss over all rows",
-        _selecting("energy", selection_ratio=0.4, pruning="skip", pruning_streak=1, loss_normalizer="all"),
-    ),
+    # As published: a prompt that was solved twice in a row sits out, its slot with it; one in ten is re-checked in each pass
+    "lze_pruned": Strategy("LZE + pruning", _selecting("energy", selection_ratio=0.4, pruning="skip")),
     # As published: 8 completions a round, at most 4 rounds, 4 kept of each prompt, all prompts trained on
     "reinforce_ada": Strategy(
         "Reinforce-Ada, balanced",
@@ -58,16 +55,17 @@ STRATEGIES: dict[str, Strategy] = {
             kept_completions=4,
         ),
     ),
-    # As published: further prompts until the batch is full of live groups
+    # As published: further prompts until the batch is full of live groups, and no surplus is kept
     "dapo": Strategy(
-        "DAPO refill", _selecting("zero_variance", selection_ratio=1.0, controller="dynamic", max_rounds=4)
+        "DAPO refill",
+        _selecting("zero_variance", selection_ratio=1.0, controller="dynamic", max_rounds=10, surplus_max_age=0),
     ),
     "lze_probing": Strategy("LZE + probing", _selecting("energy", selection_ratio=0.4, controller="probing")),
     # Dead groups cost half, and a step is as large as the signal in it: the gradient is that of full data, but for the
-    # groups that probing gives up
+    # groups that probing gives up. There is room for nearly all live groups: leaving some of them out costs steps
     "recommended": Strategy(
-        "recommended: LZE + probing, loss over all rows",
-        _selecting("energy", selection_ratio=0.4, controller="probing", loss_normalizer="all"),
+        "recommended: LZE, 80 % + probing, loss over all rows",
+        _selecting("energy", selection_ratio=0.8, controller="probing", loss_normalizer="all"),
     ),
 }
 QUICK = (BASELINE, "lze", "lze_pruned", "recommended")

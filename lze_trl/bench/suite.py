@@ -2,9 +2,12 @@
 
 import json
 import logging
+import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.markdown import Markdown
@@ -33,10 +36,10 @@ def bench(options: Options):
         options ([`Options`]): What is to be run.
 
     Raises:
-        BenchError: Files are missing, or runs have failed; the other ones are made and reported all the same.
+        BenchError: Files are missing, or runs have failed. With several tasks, what can be run is run and reported first.
     """
     console = Console(highlight=False)
-    files = {task: _ready(task, options, console) for task in chosen_tasks(options.task)}
+    files, errors = _files(options, console)
     failed = execute(plan(options, files), options.jobs, console)
     if options.tune:
         tuning = plan_tuning(options, files)
@@ -48,7 +51,23 @@ def bench(options: Options):
     report(options.output, console)
     if failed:
         logs = "\n".join(f"  {job.name}: {job.folder / LOG_FILE}" for job in failed)
-        raise BenchError(f"{len(failed)} runs have failed. Their logs say why; the same command tries again:\n{logs}")
+        errors.append(f"{len(failed)} runs have failed. Their logs say why; the same command tries again:\n{logs}")
+    if errors:
+        raise BenchError("\n".join(errors))
+
+
+def _files(options: Options, console: Console) -> tuple[dict[str, TaskFiles], list[str]]:
+    """Files of each task, and why some of `all` have none; a single task must have them."""
+    files, errors = {}, []
+    for task in chosen_tasks(options.task):
+        try:
+            files[task] = _ready(task, options, console)
+        except BenchError as error:
+            if options.task != "all":
+                raise
+            errors.append(str(error))
+            console.print(f"Left out for now: {error}", soft_wrap=True, markup=False, style="red")
+    return files, errors
 
 
 def _ready(task: str, options: Options, console: Console) -> TaskFiles:
@@ -71,7 +90,7 @@ def execute(jobs: Sequence[Job], at_once: int, console: Console) -> list[Job]:
     """
     Make those of the runs that are not finished; each in turn, or several at once.
 
-    A run that was stopped half-way begins again. When this process is interrupted, so are its runs.
+    A run that was stopped half-way begins again. When this process is interrupted or terminated, so are its runs.
 
     Args:
         jobs (`Sequence[Job]`): All runs.
@@ -87,13 +106,13 @@ def execute(jobs: Sequence[Job], at_once: int, console: Console) -> list[Job]:
         console.print(f"{len(jobs) - len(waiting)} of {len(jobs)} runs are there already.")
     running: list[Job] = []
     failed: list[Job] = []
-    with _progress(console) as progress:
+    with _exit_on_sigterm(), _progress(console) as progress:
         bar = progress.add_task("", total=len(jobs), left="")
         try:
             while waiting or running:
                 while waiting and len(running) < at_once:
                     running.append(waiting.pop(0))
-                    running[-1].start()
+                    running[-1].start(at_once)
                 time.sleep(_POLL_SECONDS)
                 for job in [job for job in running if job.ended()]:
                     running.remove(job)
@@ -108,13 +127,27 @@ def execute(jobs: Sequence[Job], at_once: int, console: Console) -> list[Job]:
                 left = time_left(jobs, running, waiting, at_once)
                 done = len(jobs) - len(waiting) - sum(1 - job.share_done() for job in running)
                 progress.update(bar, completed=done, description=", ".join(job.name for job in running), left=left)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, SystemExit):
             console.print("Stopped. The same command goes on with the runs that are not finished.")
             raise
         finally:
             for job in running:
                 job.stop()
     return failed
+
+
+@contextmanager
+def _exit_on_sigterm() -> Iterator[None]:
+    """SIGTERM is an exception in here: it would end this process at once, and leave its runs behind."""
+
+    def leave(number: int, frame: Any):
+        raise SystemExit(128 + number)
+
+    previous = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def _progress(console: Console) -> Progress:
@@ -198,7 +231,7 @@ def read_results(output: Path) -> list[Result]:
 
 def report(output: Path, console: Console | None = None) -> list[Section]:
     """
-    Write tables, pictures and all results of the finished runs of a folder.
+    Write tables, pictures and all results of the finished runs of a folder, also of those that are in no table.
 
     Args:
         output (`Path`): The folder.
@@ -208,7 +241,8 @@ def report(output: Path, console: Console | None = None) -> list[Section]:
         BenchError: No baseline is finished, so there is nothing to compare with.
     """
     console = Console(highlight=False) if console is None else console
-    sections, left_out = sort_results(read_results(output))
+    results = read_results(output)
+    sections, left_out = sort_results(results)
     if not sections:
         raise BenchError(f"`{output}` holds no finished run of the baseline. Make the runs first: `lze-trl bench`.")
     texts = ["# Benchmark"]
@@ -217,11 +251,9 @@ def report(output: Path, console: Console | None = None) -> list[Section]:
         write_picture(output / picture, section.title, section.curves())
         texts.append(section_text(section, [picture]))
         console.print(Markdown(f"**{section.title}**\n\n{short_table(section.curves())}"))
-    if left_out:
-        texts.append(f"{len(left_out)} runs are left out: their strategies were defined in another way.")
+    texts += [f"{len(group)} run(s) left out: {reason}." for reason, group in left_out.items()]
     (output / TABLES_FILE).write_text("\n\n".join(texts) + "\n", encoding="utf-8")
-    shown = [result for section in sections for result in section.results]
-    lines = "".join(f"{json.dumps(result)}\n" for result in shown)
+    lines = "".join(f"{json.dumps(result)}\n" for result in {result["key"]: result for result in results}.values())
     (output / RESULTS_FILE).write_text(lines, encoding="utf-8")
     console.print(f"Tables, pictures and results: {output}", soft_wrap=True, markup=False)
     return sections

@@ -11,8 +11,12 @@ from .comparison import (
     Curve,
     Pairs,
     Spread,
+    bootstrap_interval,
     cost_to_target,
+    exchanged,
+    lasting_crossing,
     matched,
+    mean_cost_to_target,
     pairs,
     read_curve,
 )
@@ -42,6 +46,17 @@ def ratio(spread: Spread | None) -> str:
     return f"{spread.median:.2f} ({spread.low:.2f}–{high:.2f}{missing})"
 
 
+def mean_ratio(value: float | None, interval: tuple[float, float] | None = None) -> str:
+    """A ratio of averaged curves, with its interval."""
+    if value is None:
+        return "–"
+    text = "not reached" if math.isinf(value) else f"{value:.2f}"
+    if interval is None or math.isinf(interval[0]):
+        return text
+    low, high = ("∞" if math.isinf(end) else f"{end:.2f}" for end in interval)
+    return f"{text} ({low}–{high})"
+
+
 def accuracy(spread: Spread) -> str:
     """Mean and standard deviation over the seeds."""
     deviation = spread.deviation
@@ -66,26 +81,62 @@ def _rows(curves: Sequence[Curve], cells: Callable[[Pairs], Sequence[str]]) -> l
     return [[STRATEGIES[strategy].title, *cells(runs)] for strategy, runs in found.items() if runs]
 
 
+def _seeds(runs: Pairs, curves: Sequence[Curve]) -> str:
+    """Number of seeds; says so if the baseline has more."""
+    every = len(pairs(curves, BASELINE, BASELINE))
+    return str(every) if len(runs) == every else f"{len(runs)} of {every}"
+
+
+def _outcome(runs: Pairs, curves: Sequence[Curve]) -> list[str]:
+    """Cells of `_OUTCOME`."""
+    steps, finals = (
+        Spread(values) for values in zip(*((run.costs["steps"][-1], run.final) for run, _ in runs), strict=True)
+    )
+    return [_seeds(runs, curves), f"{steps.median:.0f}", accuracy(finals)]
+
+
+def _costs(runs: Pairs) -> list[str]:
+    """Cells of `_COSTS`."""
+    return [ratio(cost_to_target(runs, cost)) for cost in COSTS]
+
+
+_OUTCOME = ["seeds", "steps", "final accuracy"]
+_COSTS = ["FLOPs ×", "tokens ×", "seconds ×"]
+
+
 def target_table(curves: Sequence[Curve]) -> str:
     """Final accuracy, and what each strategy costs to reach the baseline's."""
 
     def cells(runs: Pairs) -> list[str]:
-        costs = [ratio(cost_to_target(runs, cost)) for cost in COSTS]
+        whole = ratio(cost_to_target(runs, "flops", whole=True))
+        return [*_outcome(runs, curves), *_costs(runs), whole, shares(runs, "flops"), shares(runs, "seconds")]
+
+    header = ["strategy", *_OUTCOME, *_COSTS]
+    header += ["FLOPs × of the whole baseline", "FLOPs: rollout / log-probs / update, %", "seconds: the same, %"]
+    rows = _rows(curves, cells)
+    noise = exchanged(curves, BASELINE)
+    if noise:
+        whole = ratio(cost_to_target(noise, "flops", whole=True))
+        title = f"{STRATEGIES[BASELINE].title}, target of another seed"
+        rows.insert(1, [title, f"{len(noise)} pairs", "", "", *_costs(noise), whole, "", ""])
+    return table(header, rows)
+
+
+def averaged_table(curves: Sequence[Curve]) -> str:
+    """What each strategy costs to reach the baseline's final accuracy, on curves averaged over the seeds."""
+
+    def cells(runs: Pairs) -> list[str]:
+        first = {cost: mean_cost_to_target(runs, cost) for cost in COSTS}
         return [
-            str(len(runs)),
-            accuracy(Spread(tuple(run.final for run, _ in runs))),
-            *costs,
-            ratio(cost_to_target(runs, "flops", whole=True)),
-            shares(runs, "flops"),
-            shares(runs, "seconds"),
+            _seeds(runs, curves),
+            mean_ratio(first["flops"], bootstrap_interval(runs, "flops")),
+            mean_ratio(mean_cost_to_target(runs, "flops", lasting_crossing)),
+            mean_ratio(first["tokens"]),
+            mean_ratio(first["seconds"]),
         ]
 
-    header = ["strategy", "seeds", "final accuracy", *(f"{_NAMES[cost]} ×" for cost in COSTS)]
-    header += ["FLOPs × of the whole baseline", "FLOPs: rollout / log-probs / update, %", "seconds: the same, %"]
+    header = ["strategy", "seeds", "FLOPs × (90 % interval)", "FLOPs ×, lasting", "tokens ×", "seconds ×"]
     return table(header, _rows(curves, cells))
-
-
-_NAMES = {"flops": "FLOPs", "tokens": "tokens", "seconds": "seconds"}
 
 
 def matched_table(curves: Sequence[Curve], control: str) -> str:
@@ -103,17 +154,14 @@ def matched_table(curves: Sequence[Curve], control: str) -> str:
 def short_table(curves: Sequence[Curve]) -> str:
     """Final accuracy, and the cost to reach the baseline's, in few columns."""
 
-    def cells(runs: Pairs) -> list[str]:
-        final = accuracy(Spread(tuple(run.final for run, _ in runs)))
-        return [final, *(ratio(cost_to_target(runs, cost)) for cost in COSTS)]
-
-    header = ["strategy", "final accuracy", *(f"{_NAMES[cost]} ×" for cost in COSTS)]
-    return table(header, _rows(curves, cells))
+    return table(
+        ["strategy", *_OUTCOME, *_COSTS], _rows(curves, lambda runs: [*_outcome(runs, curves), *_costs(runs)])
+    )
 
 
 def tuned_table(section: Section) -> str:
     """The first table again, each strategy at the learning rate that suits it best."""
-    rates = section.rates
+    rates, curves = section.rates, [read_curve(result, "held_out") for result in section.tuned]
     tried = {
         strategy: sorted(
             {
@@ -130,11 +178,9 @@ def tuned_table(section: Section) -> str:
         return f"{rates[strategy]:.1e}{' (edge of the grid)' if edge else ''}"
 
     def cells(runs: Pairs) -> list[str]:
-        final = accuracy(Spread(tuple(run.final for run, _ in runs)))
-        return [rate(runs[0][0].strategy), final, *(ratio(cost_to_target(runs, cost)) for cost in COSTS)]
+        return [rate(runs[0][0].strategy), *_outcome(runs, curves), *_costs(runs)]
 
-    header = ["strategy", "learning rate", "final accuracy", *(f"{_NAMES[cost]} ×" for cost in COSTS)]
-    return table(header, _rows([read_curve(result, "held_out") for result in section.tuned], cells))
+    return table(["strategy", "learning rate", *_OUTCOME, *_COSTS], _rows(curves, cells))
 
 
 def section_text(section: Section, pictures: Sequence[str]) -> str:
@@ -146,8 +192,14 @@ def section_text(section: Section, pictures: Sequence[str]) -> str:
         "Relative to what the baseline itself has used when it first reaches its final accuracy (in the column that says so, "
         "to all that it has used). Median over the seeds, with the range. *Tokens* are those of rollouts, log-prob passes "
         "and update together. Shares are those of whole runs. "
-        "A dash stands where the baseline was at its final accuracy from the start.",
+        "A dash stands where the baseline was at its final accuracy from the start. Where each baseline has the target of "
+        "another seed, what differs from 1 is noise: a ratio within that range means nothing.",
         target_table(curves),
+        "### Curves averaged over the seeds",
+        "Accuracy and costs are averaged over the seeds at each evaluation, the target is the final accuracy of the averaged "
+        "baseline, and the interval that of a bootstrap over the seeds (none with fewer than 3). *Lasting* is the cost after "
+        "which the curve never falls below the target again, for the baseline too, instead of that of the first crossing.",
+        averaged_table(curves),
         "### Equal number of optimizer steps",
         "At the number of steps that both runs have made; FLOPs are those up to there.",
         matched_table(curves, "steps"),
@@ -171,13 +223,13 @@ def section_text(section: Section, pictures: Sequence[str]) -> str:
 
 def _conditions(section: Section) -> str:
     """How the runs of a section were made."""
-    results = section.main
+    results, every = section.main, section.results
     settings, prompts = results[0]["settings"], results[0]["prompts"]
     training = settings["training"]
     groups = training["generation_batch_size"] // training["num_generations"]
     stretch = max(result["settings"]["stretch"] for result in results)
-    dates = sorted({result["date"] for result in results})
-    versions = sorted({", ".join(f"{name} {number}" for name, number in r["versions"].items()) for r in results})
+    dates = sorted({result["date"] for result in every})
+    versions = sorted({", ".join(f"{name} {number}" for name, number in r["versions"].items()) for r in every})
     return "\n\n".join(
         [
             f"{groups} prompts × {training['num_generations']} completions a step, learning rate "
@@ -187,14 +239,17 @@ def _conditions(section: Section) -> str:
             f"Accuracy is that expected of completions sampled at temperature 1, computed exactly, on {prompts['held_out']:,} "
             f"held-out prompts and on {prompts['train']:,} of those trained on, every {settings['eval_every']} steps, and "
             f"smoothed over {WINDOW} evaluations. The time of evaluations is not counted. {_check(results)}",
-            f"Measured on {'; '.join(sorted({_machine(result['machine']) for result in results}))}. "
-            f"{' to '.join(dict.fromkeys([dates[0], dates[-1]]))}. {'; or '.join(versions)}. {_sources(results)}",
+            f"Measured on {'; '.join(sorted({_machine(result['machine']) for result in every}))}. "
+            f"{' to '.join(dict.fromkeys([dates[0], dates[-1]]))}. {'; or '.join(versions)}. {_sources(every)}",
         ]
     )
 
 
 def _machine(values: dict[str, Any]) -> str:
-    return f"{values['cpu']}, {values['cores']} cores, {values['threads']} thread(s) a run"
+    text = f"{values['cpu']}, {values['cores']} cores, {values['threads']} thread(s) a run"
+    if "at_once" not in values:
+        return text
+    return f"{text}, {values['at_once']} {'run' if values['at_once'] == 1 else 'runs'} at a time"
 
 
 def _sources(results: Sequence[dict[str, Any]]) -> str:
