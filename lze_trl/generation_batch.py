@@ -59,8 +59,9 @@ class GenerationBatch:
             pad_to_multiple_of (`int`, *optional*): Widths are multiples of this.
 
         Returns:
-            `dict[str, Any]`: TRL's inputs, and `lze_scale`, the factor that its loss has to be multiplied by, and
-            `lze_row_share`, the same for terms that TRL averages over micro-batches.
+            `dict[str, Any]`: TRL's inputs, and `lze_scale`, the factor that its loss has to be multiplied by,
+            `lze_row_share`, the same for terms that TRL averages over micro-batches, and `lze_tokens`, the tokens of all
+            processes that the loss covers.
         """
         batch = self.layout.micro_steps[slot]
         rows = batch.rows[process]
@@ -81,6 +82,7 @@ class GenerationBatch:
             weights = torch.as_tensor(weights, dtype=torch.float32, device=device).unsqueeze(1)
             inputs["tool_mask"] = inputs["tool_mask"] * weights if "tool_mask" in inputs else weights
         inputs["lze_scale"] = scale
+        inputs["lze_tokens"] = int(self.loss_tokens[batch.rows[~batch.filler]].sum())
         inputs["lze_row_share"] = (
             len(rows) * geometry.num_processes * geometry.chunk_steps / self.reference.norm_rows[rows[0]]
         )
@@ -152,6 +154,7 @@ def filler_inputs(inputs: dict[str, Any]) -> dict[str, Any]:
     row["completion_mask"].zero_()
     row["advantages"].zero_()
     row["lze_scale"] = 0.0
+    row["lze_tokens"] = 0
     row["lze_row_share"] = 0.0
     return row
 

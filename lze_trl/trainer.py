@@ -3,6 +3,7 @@
 import logging
 import math
 import time
+from collections import defaultdict
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -168,6 +169,7 @@ class LZEGRPOTrainer(GenerationPipeline):
         self._batch_step = -1  # micro-step at which it was made
         self._logprob_batches: list[tuple[torch.Tensor, int, int]] | None = None  # of the rows TRL builds tensors for
         self._window_steps = 0  # micro-steps of this optimizer step that had rows
+        self._window_metrics: dict[str, list[tuple[float, int]]] = defaultdict(list)  # of these, each with its tokens
         self._sync_filler: dict[str, Any] | None = None
         self._recorder: Recorder | None = None
         self._repeats = RepeatMonitor()
@@ -282,6 +284,7 @@ class LZEGRPOTrainer(GenerationPipeline):
             self.ledger.skipped_updates += skipped
             self._metrics["train"]["lze/skipped_update"].append(float(skipped))
             self._window_steps = 0
+            self._log_window()
         self.ledger.update_seconds += time.perf_counter() - prepared
         return loss
 
@@ -297,7 +300,7 @@ class LZEGRPOTrainer(GenerationPipeline):
         # Differs from TRL: multiplied by what the micro-batch weighs in its optimizer step
         if "lze_scale" not in inputs:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        scale, row_share = inputs.pop("lze_scale"), inputs.pop("lze_row_share")
+        scale, row_share, tokens = (inputs.pop(f"lze_{name}") for name in ("scale", "row_share", "tokens"))
         coefficient = self.router_aux_loss_coef
         if self.aux_loss_enabled and scale > 0.0:
             # The auxiliary loss of a mixture of experts is a mean over the micro-batch in every loss type
@@ -308,10 +311,24 @@ class LZEGRPOTrainer(GenerationPipeline):
             loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         finally:
             self.router_aux_loss_coef = coefficient
-        if scale == 0.0:  # a filler has no entropy, no KL and no clipping
+        if self.args.packing or tokens == 0:
             for name, values in metrics.items():
+                for value in values[before.get(name, 0) :]:
+                    self._window_metrics[name].append((value, tokens))
                 del values[before.get(name, 0) :]
         return loss if scale == 1.0 else loss * scale
+
+    def _log_window(self):
+        """
+        Enter entropy, KL and clip ratios of an optimizer step, as means over its tokens.
+
+        Packed micro-batches differ in size, so that TRL's mean over micro-batches would depend on the packing.
+        """
+        for name, parts in self._window_metrics.items():
+            values, tokens = np.array(parts).T
+            if tokens.any():  # a filler has none
+                self._metrics["train"][name].append(float(np.average(values, weights=tokens)))
+        self._window_metrics.clear()
 
     # ---- Accounts and records ----
 

@@ -126,6 +126,7 @@ def test_fillers_are_silent_and_leave_the_rows_alone():
     assert only["completion_mask"].tolist() == [[0]]
     assert only["advantages"].tolist() == [0.0]
     assert only["lze_scale"] == 0.0
+    assert only["lze_tokens"] == 1  # of the other process
     assert batch.tensors["completion_mask"].sum(dim=1).tolist() == [2, 1]
     assert batch.tensors["advantages"].tolist() == [1.5, 2.0]
 
@@ -136,7 +137,7 @@ def test_a_synchronising_filler():
     assert filler["prompt_ids"].shape == (1, 4)
     assert filler["completion_mask"].sum() == 0
     assert filler["advantages"].tolist() == [0.0]
-    assert (filler["lze_scale"], filler["lze_row_share"]) == (0.0, 0.0)
+    assert [filler[f"lze_{name}"] for name in ("scale", "row_share", "tokens")] == [0, 0, 0]
     assert filler["num_items_in_batch"].item() == 11
     assert inputs["completion_mask"].sum() == 8
     assert inputs["advantages"].tolist() == [0.5, -1.0]

@@ -208,6 +208,20 @@ def test_a_token_budget_changes_nothing(tmp_path, budget):
     assert distance(free, bounded) < 1e-5
 
 
+@pytest.mark.parametrize("shape_name", SHAPES)
+def test_what_is_logged_of_the_update_does_not_depend_on_the_packing(tmp_path, shape_name):
+    settings = {"pruning": "none", "beta": 0.05, "selection_ratio": 0.7} | shape(shape_name)
+    logs = []
+    for budget in (None, 9, 40):
+        trainer = train(LZEGRPOTrainer, tmp_path / f"{budget}", max_tokens_per_micro_batch=budget, **settings)
+        logs.append([entry for entry in trainer.state.log_history if "kl" in entry])
+    for entries in zip(*logs, strict=True):
+        for name in ("entropy", "kl", "clip_ratio/low_mean", "clip_ratio/high_mean"):
+            first, *others = (entry[name] for entry in entries)
+            assert others == pytest.approx([first] * 2, abs=1e-4)
+    assert len({entry["entropy"] for entry in logs[0]}) > 1
+
+
 RESUMED = {
     "between batches": {"per_device_train_batch_size": 6, "gradient_accumulation_steps": 2},
     "in the middle of a batch": shape("two optimizer steps a batch"),
