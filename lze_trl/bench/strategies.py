@@ -43,6 +43,8 @@ STRATEGIES: dict[str, Strategy] = {
     ),
     # As published: a prompt that was solved twice in a row sits out, its slot with it; one in ten is re-checked in each pass
     "lze_pruned": Strategy("LZE + pruning", _selecting("energy", selection_ratio=0.4, pruning="skip")),
+    # The default of the package: their slots go to other prompts
+    "lze_refilled": Strategy("LZE + pruning, refilled", _selecting("energy", selection_ratio=0.4, pruning="refill")),
     # As published: 8 completions a round, at most 4 rounds, 4 kept of each prompt, all prompts trained on
     "reinforce_ada": Strategy(
         "Reinforce-Ada, balanced",
