@@ -74,5 +74,6 @@ def _draw(axis: Axes, runs: Sequence[Curve], cost: str, label: str, emphasised: 
     accuracy = np.stack([run.accuracy[:length] for run in runs])  # (seeds, N)
     costs = np.stack([run.costs[cost][:length] for run in runs]).mean(axis=0)
     own = colour(runs[0].strategy)
-    axis.plot(costs, accuracy.mean(axis=0), color=own, lw=2.4 if emphasised else 1.3, label=label)
+    width, order = (2.4, 3) if emphasised else (1.3, 2)
+    axis.plot(costs, accuracy.mean(axis=0), color=own, lw=width, zorder=order, label=label)
     axis.fill_between(costs, accuracy.min(axis=0), accuracy.max(axis=0), color=own, alpha=0.13, lw=0)
