@@ -19,13 +19,13 @@ from lze_trl.telemetry import (
     TelemetryError,
     TelemetryWriter,
     open_run,
-    stress,
 )
 from lze_trl.telemetry import writer as telemetry_writer
 from lze_trl.telemetry.parts import FAN_OUT, FINAL_BYTES, _mergeable, list_parts, part_name
 from lze_trl.telemetry.savings import savings_of_ledger
 from lze_trl.telemetry.schema import SCHEMA_VERSION
 from lze_trl.telemetry.synthetic import SyntheticTraining, record_synthetic_run
+from lze_trl.viewer import stress
 
 
 def make_record(
