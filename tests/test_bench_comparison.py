@@ -145,6 +145,15 @@ def test_the_baseline_costs_one_of_itself():
     assert cost_to_target(found, "flops", whole=True).values[0] == 1.0
 
 
+def test_a_run_that_differs_by_rounding_alone_is_as_dear():
+    base = result([0.1, 0.2, 0.3, 0.4])
+    found = pairs(curves(base, result([0.1, 0.2, 0.3, 0.4 - 1e-6], "all")), "all", "grpo")
+    assert cost_to_target(found, "flops").values == (1.0,)
+    assert mean_cost_to_target(found, "flops") == mean_cost_to_target(found, "flops", lasting_crossing) == 1.0
+    found = pairs(curves(base, result([0.1, 0.2, 0.3, 0.4 - 1e-4], "all")), "all", "grpo")
+    assert cost_to_target(found, "flops").values == (math.inf,)
+
+
 def test_each_seed_has_its_own_baseline_and_target():
     # Smoothed: baselines end at 0.2 and 0.4, both after 200; the other is at 0.3 after 200 with both seeds
     results = [result([0.1, 0.2, 0.3], seed=0), result([0.2, 0.4, 0.6], seed=1)]

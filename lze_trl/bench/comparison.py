@@ -18,6 +18,8 @@ WINDOW = 3
 COSTS = ("flops", "tokens", "seconds")
 """What a cost to target is counted in."""
 PHASES = ("rollout", "logprob", "update")
+ROUNDING = 1e-5
+"""Accuracy that a run may lack of a target: runs that are alike but for the order of their sums differ by less."""
 DRAWS = 2_000
 """Draws of a bootstrap."""
 
@@ -87,12 +89,12 @@ def first_crossing(costs: np.ndarray, accuracy: np.ndarray, target: float) -> fl
     Args:
         costs (`np.ndarray` of shape `(N,)`): Cost at each evaluation, ascending.
         accuracy (`np.ndarray` of shape `(N,)`): Accuracy at each evaluation.
-        target (`float`): Accuracy to reach; being equal to it is enough.
+        target (`float`): Accuracy to reach; being equal to it, up to `ROUNDING`, is enough.
 
     Returns:
         `float | None`: Interpolated between the evaluation that reaches it and the one before. `None` if none does.
     """
-    reached = np.flatnonzero(accuracy >= target)
+    reached = np.flatnonzero(accuracy >= target - ROUNDING)
     return None if len(reached) == 0 else _cost_at(costs, accuracy, target, int(reached[0]))
 
 
@@ -103,12 +105,12 @@ def lasting_crossing(costs: np.ndarray, accuracy: np.ndarray, target: float) -> 
     Args:
         costs (`np.ndarray` of shape `(N,)`): Cost at each evaluation, ascending.
         accuracy (`np.ndarray` of shape `(N,)`): Accuracy at each evaluation.
-        target (`float`): Accuracy to keep; being equal to it is enough.
+        target (`float`): Accuracy to keep; being equal to it, up to `ROUNDING`, is enough.
 
     Returns:
         `float | None`: Interpolated as in [`first_crossing`]. `None` if the curve ends below the target.
     """
-    below = np.flatnonzero(accuracy < target)
+    below = np.flatnonzero(accuracy < target - ROUNDING)
     after = 0 if len(below) == 0 else int(below[-1]) + 1
     return None if after == len(accuracy) else _cost_at(costs, accuracy, target, after)
 
@@ -118,7 +120,7 @@ def _cost_at(costs: np.ndarray, accuracy: np.ndarray, target: float, after: int)
     if after == 0:
         return float(costs[0])
     before = after - 1
-    way = (target - accuracy[before]) / (accuracy[after] - accuracy[before])
+    way = min((target - accuracy[before]) / (accuracy[after] - accuracy[before]), 1.0)
     return float(costs[before] + way * (costs[after] - costs[before]))
 
 
