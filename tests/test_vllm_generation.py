@@ -145,6 +145,25 @@ def test_a_full_disk_stops_the_sync(connect, monkeypatch):
         connect().sync_weights()
 
 
+def make_trainer(fake, directory, rewards, **settings):
+    """A trainer whose completions come from the fake server."""
+    return LZEGRPOTrainer(
+        model=tiny.model(),
+        reward_funcs=rewards,
+        args=tiny.config(
+            directory / "run",
+            use_vllm=True,
+            vllm_mode="http",
+            vllm_server_urls=[fake.url],
+            vllm_sync_dir=str(directory / "sync"),
+            vllm_sync_tolerance=100.0,
+            **settings,
+        ),
+        train_dataset=tiny.prompts(20),
+        processing_class=tiny.tokenizer(),
+    )
+
+
 def test_a_resume_after_a_failure_syncs_again(fake, tmp_path):
     loads = []
 
@@ -154,22 +173,7 @@ def test_a_resume_after_a_failure_syncs_again(fake, tmp_path):
             raise RuntimeError("the judge is away")
         return [float(i % 2) for i in range(len(completions))]
 
-    trainer = LZEGRPOTrainer(
-        model=tiny.model(),
-        reward_funcs=rewards,
-        args=tiny.config(
-            tmp_path / "run",
-            use_vllm=True,
-            vllm_mode="http",
-            vllm_server_urls=[fake.url],
-            vllm_sync_dir=str(tmp_path / "sync"),
-            vllm_sync_tolerance=100.0,
-            save_strategy="steps",
-            save_steps=1,
-        ),
-        train_dataset=tiny.prompts(11),
-        processing_class=tiny.tokenizer(),
-    )
+    trainer = make_trainer(fake, tmp_path, rewards, save_strategy="steps", save_steps=1)
     with pytest.raises(RuntimeError, match="the judge is away"):
         trainer.train()
     trainer.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
@@ -185,21 +189,7 @@ def test_only_changed_weights_are_synced(fake, tmp_path):
         loads.append(fake.loads)
         return [float(trainer.state.global_step in learned and i % 2) for i in range(len(completions))]
 
-    trainer = LZEGRPOTrainer(
-        model=tiny.model(),
-        reward_funcs=rewards,
-        args=tiny.config(
-            tmp_path / "run",
-            use_vllm=True,
-            vllm_mode="http",
-            vllm_server_urls=[fake.url],
-            vllm_sync_dir=str(tmp_path / "sync"),
-            vllm_sync_tolerance=100.0,
-            max_steps=6,
-        ),
-        train_dataset=tiny.prompts(20),
-        processing_class=tiny.tokenizer(),
-    )
+    trainer = make_trainer(fake, tmp_path, rewards, max_steps=6)
     trainer.train()
     assert loads == [1, 1, 2, 2, 3, 3]  # the first weights, then those that a step has changed
     assert trainer.ledger.skipped_updates == 4
