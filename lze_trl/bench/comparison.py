@@ -185,7 +185,7 @@ def pairs(curves: Sequence[Curve], strategy: str, baseline: str) -> Pairs:
 
 def exchanged(curves: Sequence[Curve], baseline: str) -> Pairs:
     """Every ordered pair of two different runs of the baseline: what differs between them is noise."""
-    own = sorted((curve for curve in curves if curve.strategy == baseline), key=lambda curve: curve.seed)
+    own = [run for run, _ in pairs(curves, baseline, baseline)]
     return [(run, other) for run in own for other in own if run is not other]
 
 
@@ -212,24 +212,23 @@ def cost_to_target(runs: Pairs, cost: str, whole: bool = False) -> Spread | None
     return Spread(tuple(ratios))
 
 
-class _Mean:
-    """Curves of S runs as far as the shortest of them goes: N evaluations, each made at the same step in every run."""
+def stacked(curves: Sequence[Curve], cost: str) -> np.ndarray:
+    """
+    Costs and accuracies of S runs as far as the shortest of them goes: N evaluations, each made at the same step in every run.
 
-    def __init__(self, curves: Sequence[Curve], cost: str):
-        length = min(len(curve.accuracy) for curve in curves)
-        self._accuracy = np.stack([curve.accuracy[:length] for curve in curves])  # (S, N)
-        self._costs = np.stack([curve.costs[cost][:length] for curve in curves])  # (S, N)
-
-    def __call__(self, seeds: np.ndarray | slice) -> tuple[np.ndarray, np.ndarray]:
-        """Mean costs and mean accuracy of some of the runs, each of shape `(N,)`."""
-        return self._costs[seeds].mean(axis=0), self._accuracy[seeds].mean(axis=0)
+    Returns:
+        `np.ndarray` of shape `(2, S, N)`: Costs, then accuracies.
+    """
+    length = min(len(curve.accuracy) for curve in curves)
+    return np.stack([[values[:length] for values in (curve.costs[cost], curve.accuracy)] for curve in curves], axis=1)
 
 
-def _mean_ratio(run: _Mean, base: _Mean, crossing: Crossing, seeds: np.ndarray | slice) -> float | None:
-    costs, accuracy = base(seeds)
+def _mean_ratio(run: np.ndarray, base: np.ndarray, crossing: Crossing) -> float | None:
+    """[`mean_cost_to_target`] of stacked runs."""
+    (own_costs, own_accuracy), (costs, accuracy) = run.mean(axis=1), base.mean(axis=1)
     if accuracy[0] >= accuracy[-1]:
         return None
-    own = crossing(*run(seeds), accuracy[-1])
+    own = crossing(own_costs, own_accuracy, accuracy[-1])
     return math.inf if own is None else own / crossing(costs, accuracy, accuracy[-1])
 
 
@@ -247,8 +246,8 @@ def mean_cost_to_target(runs: Pairs, cost: str, crossing: Crossing = first_cross
     Returns:
         `float | None`: Infinite if it is not reached. `None` if the averaged baseline was at its final accuracy from the start.
     """
-    run, base = (_Mean(curves, cost) for curves in zip(*runs, strict=True))
-    return _mean_ratio(run, base, crossing, slice(None))
+    run, base = (stacked(curves, cost) for curves in zip(*runs, strict=True))
+    return _mean_ratio(run, base, crossing)
 
 
 def bootstrap_interval(runs: Pairs, cost: str) -> tuple[float, float] | None:
@@ -267,9 +266,9 @@ def bootstrap_interval(runs: Pairs, cost: str) -> tuple[float, float] | None:
     """
     if len(runs) < 3:
         return None
-    run, base = (_Mean(curves, cost) for curves in zip(*runs, strict=True))
+    run, base = (stacked(curves, cost) for curves in zip(*runs, strict=True))
     draws = np.random.default_rng(0).integers(len(runs), size=(DRAWS, len(runs)))
-    found = [_mean_ratio(run, base, first_crossing, seeds) for seeds in draws]
+    found = [_mean_ratio(run[:, seeds], base[:, seeds], first_crossing) for seeds in draws]
     if None in found:
         return None
     # Entries of the sorted draws, since nothing can be interpolated between infinite ones

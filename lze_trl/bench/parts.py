@@ -42,16 +42,14 @@ def measure(part: str, quick: bool, output: Path) -> str:
         from . import parts_state as module
     else:
         raise ValueError(f"The part must be one of {list(PARTS)}, got {part!r}.")
-    from .settings import write_json
+    from .settings import write_json, write_text
 
     def write(result: dict[str, Any]) -> str:
         text = module.markdown(result)
         if quick:
             text += "\n\nQuick: these numbers mean nothing but that everything runs."
         write_json(output / f"{part}.json", result)
-        unfinished = output / f"{part}.md.unfinished"
-        unfinished.write_text(text + "\n", encoding="utf-8")
-        unfinished.replace(output / f"{part}.md")
+        write_text(output / f"{part}.md", text)
         return text
 
     output.mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from .comparison import Curve
+from .comparison import Curve, stacked
 from .strategies import BASELINE, STRATEGIES
 
 
@@ -70,10 +70,8 @@ def write_picture(path: Path, title: str, curves: Sequence[Curve]):
 
 def _draw(axis: Axes, runs: Sequence[Curve], cost: str, label: str, emphasised: bool):
     """One strategy: its runs have evaluations at the same steps, as far as the shortest of them goes."""
-    length = min(len(run.accuracy) for run in runs)
-    accuracy = np.stack([run.accuracy[:length] for run in runs])  # (seeds, N)
-    costs = np.stack([run.costs[cost][:length] for run in runs]).mean(axis=0)
+    costs, accuracy = stacked(runs, cost)
     own = colour(runs[0].strategy)
     width, order = (2.4, 3) if emphasised else (1.3, 2)
-    axis.plot(costs, accuracy.mean(axis=0), color=own, lw=width, zorder=order, label=label)
-    axis.fill_between(costs, accuracy.min(axis=0), accuracy.max(axis=0), color=own, alpha=0.13, lw=0)
+    axis.plot(costs.mean(axis=0), accuracy.mean(axis=0), color=own, lw=width, zorder=order, label=label)
+    axis.fill_between(costs.mean(axis=0), accuracy.min(axis=0), accuracy.max(axis=0), color=own, alpha=0.13, lw=0)

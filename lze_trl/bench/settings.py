@@ -119,7 +119,12 @@ def unknown_name(what: str, name: str, known: Iterable[str]) -> BenchError:
 
 
 def write_json(path: Path, content: Any):
-    """Write a JSON file in one piece: a reader sees the old one or the new one."""
+    """Write a JSON file in one piece, see [`write_text`]."""
+    write_text(path, json.dumps(content, indent=1))
+
+
+def write_text(path: Path, text: str):
+    """Write a text file, which gets a last line end, in one piece: a reader sees the old one or the new one."""
     unfinished = path.with_name(f"{path.name}.unfinished")
-    unfinished.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    unfinished.write_text(text + "\n", encoding="utf-8")
     unfinished.replace(path)

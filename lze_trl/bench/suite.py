@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from .jobs import LOG_FILE, RESULT_FILE, RUNS_DIR, Job, Options, plan, plan_tuned, plan_tuning
 from .plots import write_picture
 from .sections import Result, Section, sort_results
-from .settings import BenchError
+from .settings import BenchError, write_text
 from .tables import section_text, short_table
 from .tasks import TaskFiles, chosen_tasks, locate
 
@@ -252,8 +252,8 @@ def report(output: Path, console: Console | None = None) -> list[Section]:
         texts.append(section_text(section, [picture]))
         console.print(Markdown(f"**{section.title}**\n\n{short_table(section.curves())}"))
     texts += [f"{len(group)} run(s) left out: {reason}." for reason, group in left_out.items()]
-    (output / TABLES_FILE).write_text("\n\n".join(texts) + "\n", encoding="utf-8")
-    lines = "".join(f"{json.dumps(result)}\n" for result in {result["key"]: result for result in results}.values())
-    (output / RESULTS_FILE).write_text(lines, encoding="utf-8")
+    write_text(output / TABLES_FILE, "\n\n".join(texts))
+    once = {result["key"]: result for result in results}
+    write_text(output / RESULTS_FILE, "\n".join(json.dumps(result) for result in once.values()))
     console.print(f"Tables, pictures and results: {output}", soft_wrap=True, markup=False)
     return sections
