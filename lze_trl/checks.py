@@ -30,7 +30,7 @@ def refuse_unsupported(args: LZEGRPOConfig, train_dataset: Any, kwargs: dict[str
         raise ValueError("`train_dataset` is required: selection needs prompts that it can recognise.")
     images = [name for name in ("image", "images") if name in (train_dataset.column_names or [])]
     if images:
-        raise images_error(f"the training set has the column {images[0]!r}")
+        raise images_error(f"The training set has the column {images[0]!r}")
     if isinstance(train_dataset, IterableDataset) and args.pruning != "none":
         raise ValueError(
             f"`pruning={args.pruning!r}` needs a dataset whose rows can be read again, and `train_dataset` is an "
@@ -38,11 +38,11 @@ def refuse_unsupported(args: LZEGRPOConfig, train_dataset: Any, kwargs: dict[str
         )
 
 
-def images_error(where: str) -> ValueError:
-    """The error for images; `where` says how they were seen."""
+def images_error(seen: str) -> ValueError:
+    """The error for images; `seen` says where they are."""
     return ValueError(
-        f"{where[0].upper()}{where[1:]}: images are not supported, because their tensors are not one row per "
-        "completion. Remove them, or use `trl.GRPOTrainer`."
+        f"{seen}: images are not supported, because their tensors are not one row per completion. Remove them, or use "
+        "`trl.GRPOTrainer`."
     )
 
 

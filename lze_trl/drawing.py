@@ -113,7 +113,7 @@ class DrawingTrainer(GRPOTrainer):
         prompt_ids, completion_ids, loss_mask, completions, logprobs, extra_fields, images, _ = self._generate(prompts)
         self._weights_moved = False
         if images is not None:
-            raise images_error("prompts of the training set hold images")
+            raise images_error("Prompts of the training set hold images")
         for name, values in extra_fields.items():  # of a `rollout_func`, for the reward functions
             for i, row in enumerate(inputs):
                 row[name] = values[i] if isinstance(values, list) else values
