@@ -21,6 +21,7 @@ from lze_trl.bench.comparison import (
     matched,
     mean_cost_to_target,
     pairs,
+    reaches,
     read_curve,
     smooth,
 )
@@ -209,7 +210,7 @@ def test_averaged_curves_that_do_not_reach_or_have_nothing_to_reach():
 
 @given(
     st.lists(st.floats(0.0, 1.0), min_size=2, max_size=5),
-    st.lists(st.floats(0.0, 1.0), min_size=2, max_size=5).filter(lambda values: values[0] < values[-1]),
+    st.lists(st.floats(0.0, 1.0), min_size=2, max_size=5).filter(lambda values: not reaches(values[0], values[-1])),
     st.integers(3, 5),
 )
 @hypothesis.settings(max_examples=5, deadline=None)
@@ -245,6 +246,24 @@ def test_draws_that_do_not_reach_the_target_are_infinite():
 def test_nothing_is_compared_with_a_baseline_that_has_not_improved():
     found = pairs(curves(result([0.3, 0.2, 0.2]), result([0.3, 0.5], "lze")), "lze", "grpo")
     assert cost_to_target(found, "flops") is None
+
+
+accuracies = st.floats(0.0, 1.0) | st.sampled_from([0.0, 1e-6, 0.99e-5, 1e-5, 1.01e-5])
+
+
+@given(st.lists(accuracies, min_size=2, max_size=5), st.lists(accuracies, min_size=2, max_size=5))
+@hypothesis.settings(deadline=None)
+def test_a_baseline_either_costs_one_of_itself_or_has_nothing_to_reach(own, base):
+    run, base = run_of(own, "lze"), run_of(base)
+    expected = None if reaches(base.accuracy, base.final)[0] else 1.0
+    for crossing in (first_crossing, lasting_crossing):
+        assert mean_cost_to_target([(base, base)], "flops", crossing) == expected
+        ratio = mean_cost_to_target([(run, base)], "flops", crossing)
+        assert ratio is None if expected is None else ratio >= 0.0
+    spread = cost_to_target([(base, base)], "flops")
+    assert spread is None if expected is None else spread.values == (expected,)
+    interval = bootstrap_interval([(base, base)] * 3, "flops")
+    assert interval == (None if expected is None else (expected, expected))
 
 
 def test_equal_steps_and_equal_update_tokens():

@@ -82,6 +82,11 @@ def read_curve(result: dict[str, Any], accuracy: str) -> Curve:
     )
 
 
+def reaches(accuracy: np.ndarray, target: float) -> np.ndarray:
+    """Which accuracies are at a target or above; being equal to it, up to `ROUNDING`, is enough. Shape `(N,)`, of `bool`."""
+    return accuracy >= target - ROUNDING
+
+
 def first_crossing(costs: np.ndarray, accuracy: np.ndarray, target: float) -> float | None:
     """
     Cost at which a curve first reaches a target.
@@ -89,12 +94,12 @@ def first_crossing(costs: np.ndarray, accuracy: np.ndarray, target: float) -> fl
     Args:
         costs (`np.ndarray` of shape `(N,)`): Cost at each evaluation, ascending.
         accuracy (`np.ndarray` of shape `(N,)`): Accuracy at each evaluation.
-        target (`float`): Accuracy to reach; being equal to it, up to `ROUNDING`, is enough.
+        target (`float`): Accuracy to reach, as [`reaches`] says.
 
     Returns:
         `float | None`: Interpolated between the evaluation that reaches it and the one before. `None` if none does.
     """
-    reached = np.flatnonzero(accuracy >= target - ROUNDING)
+    reached = np.flatnonzero(reaches(accuracy, target))
     return None if len(reached) == 0 else _cost_at(costs, accuracy, target, int(reached[0]))
 
 
@@ -105,12 +110,12 @@ def lasting_crossing(costs: np.ndarray, accuracy: np.ndarray, target: float) -> 
     Args:
         costs (`np.ndarray` of shape `(N,)`): Cost at each evaluation, ascending.
         accuracy (`np.ndarray` of shape `(N,)`): Accuracy at each evaluation.
-        target (`float`): Accuracy to keep; being equal to it, up to `ROUNDING`, is enough.
+        target (`float`): Accuracy to keep, as [`reaches`] says.
 
     Returns:
         `float | None`: Interpolated as in [`first_crossing`]. `None` if the curve ends below the target.
     """
-    below = np.flatnonzero(accuracy < target - ROUNDING)
+    below = np.flatnonzero(~reaches(accuracy, target))
     after = 0 if len(below) == 0 else int(below[-1]) + 1
     return None if after == len(accuracy) else _cost_at(costs, accuracy, target, after)
 
@@ -206,7 +211,7 @@ def cost_to_target(runs: Pairs, cost: str, whole: bool = False) -> Spread | None
     for run, base in runs:
         own = first_crossing(run.costs[cost], run.accuracy, base.final)
         reference = base.costs[cost][-1] if whole else first_crossing(base.costs[cost], base.accuracy, base.final)
-        if first_crossing(base.costs["steps"], base.accuracy, base.final) == 0.0:
+        if reaches(base.accuracy, base.final)[0]:
             return None
         ratios.append(math.inf if own is None else own / reference)
     return Spread(tuple(ratios))
@@ -226,7 +231,7 @@ def stacked(curves: Sequence[Curve], cost: str) -> np.ndarray:
 def _mean_ratio(run: np.ndarray, base: np.ndarray, crossing: Crossing) -> float | None:
     """[`mean_cost_to_target`] of stacked runs."""
     (own_costs, own_accuracy), (costs, accuracy) = run.mean(axis=1), base.mean(axis=1)
-    if accuracy[0] >= accuracy[-1]:
+    if reaches(accuracy, accuracy[-1])[0]:
         return None
     own = crossing(own_costs, own_accuracy, accuracy[-1])
     return math.inf if own is None else own / crossing(costs, accuracy, accuracy[-1])
