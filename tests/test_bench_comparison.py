@@ -74,7 +74,7 @@ def test_lasting_is_the_first_one_or_later(points, target):
     steps, accuracy = np.array(points).T
     costs = np.cumsum(steps)
     first, lasting = (crossing(costs, accuracy, target) for crossing in (first_crossing, lasting_crossing))
-    assert (lasting is None) == (accuracy[-1] < target)
+    assert (lasting is None) == (not reaches(accuracy, target)[-1])
     if lasting is not None:
         assert first <= lasting <= costs[-1]
         if (np.diff(accuracy) >= 0.0).all():
@@ -86,7 +86,7 @@ def test_a_higher_target_never_costs_less(points, one, other):
     steps, accuracy = np.array(points).T
     costs = np.cumsum(steps)
     low, high = (first_crossing(costs, accuracy, target) for target in sorted((one, other)))
-    assert (high is None) == (accuracy.max() < max(one, other))
+    assert (high is None) == (not reaches(accuracy, max(one, other)).any())
     if high is not None:
         assert costs[0] <= low <= high <= costs[-1]
 

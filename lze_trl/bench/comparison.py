@@ -125,7 +125,9 @@ def _cost_at(costs: np.ndarray, accuracy: np.ndarray, target: float, after: int)
     if after == 0:
         return float(costs[0])
     before = after - 1
-    way = min((target - accuracy[before]) / (accuracy[after] - accuracy[before]), 1.0)
+    if target >= accuracy[after]:
+        return float(costs[after])
+    way = (target - accuracy[before]) / (accuracy[after] - accuracy[before])
     return float(costs[before] + way * (costs[after] - costs[before]))
 
 
