@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import tiny
 from bench_samples import result, settings
 from lze_trl import cli, demo
 from lze_trl.bench import jobs, suite, tasks
-from lze_trl.bench.jobs import Job, Options, make_options, plan, plan_tuned, plan_tuning
+from lze_trl.bench.jobs import RUNS_DIR, Job, Options, make_options, plan, plan_tuned, plan_tuning
 from lze_trl.bench.sections import sort_results
 from lze_trl.bench.settings import BenchError, RunSettings
 from lze_trl.bench.strategies import QUICK, STRATEGIES, chosen_strategies
@@ -353,6 +354,16 @@ def test_bench_reports_what_is_there_even_if_runs_fail(files, tmp_path, fake):
     assert len((tmp_path / "out" / "results.jsonl").read_text().splitlines()) == 4
 
 
+def test_bench_without_a_baseline_says_why(files, tmp_path, fake):
+    fake.failing = {"grpo"}
+    options = Options(task="addition", strategies=("lze",), seeds=(0,), output=tmp_path / "out")
+    options = replace(options, model=str(files.model), data=str(files.train.parent))
+    with pytest.raises(
+        BenchError, match=r"(?s)no finished run of the baseline.*1 runs have failed\. Their logs say why"
+    ):
+        suite.bench(options)
+
+
 def test_tuning_comes_after_the_comparison_and_adds_a_table(files, tmp_path, fake):
     options = Options(
         task="addition",
@@ -396,6 +407,25 @@ def test_report_from_kept_results(tmp_path):
     assert [json.loads(line) for line in kept.read_text().splitlines()] == results
     with pytest.raises(BenchError, match="holds no finished run of the baseline"):
         suite.report(tmp_path / "none", quiet())
+
+
+def test_kept_results_and_runs_are_reported_together(files, tmp_path, fake):
+    suite.execute(planned(files, tmp_path), 1, quiet())
+    out = tmp_path / "out"
+    first = suite.read_results(out)
+    suite.report(out, quiet())
+    shutil.rmtree(out / "runs")
+    suite.execute(planned(files, tmp_path, strategies=("random",), seeds=(0, 1)), 1, quiet())
+    (out / RUNS_DIR / "unfinished").mkdir()
+    results = {r["key"]: r for r in suite.read_results(out)}
+    assert len(results) == len(suite.read_results(out)) == 3 + 2
+    assert {r["key"] for r in first} < results.keys()
+    (again,) = (out / RUNS_DIR).glob("addition-grpo-seed0-*/result.json")
+    changed = json.loads(again.read_text()) | {"note": "made again"}
+    again.write_text(json.dumps(changed))
+    assert changed in suite.read_results(out)  # a run counts more than what was kept of it
+    suite.report(out, quiet())
+    assert "| LZE, 40 % | 1 of 2 |" in (out / "tables.md").read_text()
 
 
 class TimedJob(Job):

@@ -48,7 +48,10 @@ def bench(options: Options):
         protocols = {job.settings.protocol for job in tuning}
         tuned = plan_tuned(options, files, [section for section in sections if section.protocol in protocols])
         failed += execute(tuned, options.jobs, console)
-    report(options.output, console)
+    try:
+        report(options.output, console)
+    except BenchError as error:
+        errors.append(str(error))
     if failed:
         logs = "\n".join(f"  {job.name}: {job.folder / LOG_FILE}" for job in failed)
         errors.append(f"{len(failed)} runs have failed. Their logs say why; the same command tries again:\n{logs}")
@@ -221,12 +224,15 @@ def _log_end(job: Job) -> str:
 
 
 def read_results(output: Path) -> list[Result]:
-    """Results of the finished runs of a folder, or those that its report holds where it has no runs."""
-    runs = output / RUNS_DIR
-    if runs.is_dir():
-        return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(runs.glob(f"*/{RESULT_FILE}"))]
-    kept = output / RESULTS_FILE
-    return [json.loads(line) for line in kept.read_text(encoding="utf-8").splitlines()] if kept.is_file() else []
+    """Results of the finished runs of a folder, and those that its report has kept of runs that are not there any more."""
+    kept, found = output / RESULTS_FILE, sorted((output / RUNS_DIR).glob(f"*/{RESULT_FILE}"))
+    texts = [path.read_text(encoding="utf-8") for path in found]
+    if kept.is_file():
+        texts += kept.read_text(encoding="utf-8").splitlines()
+    once: dict[str, Result] = {}
+    for result in map(json.loads, texts):
+        once.setdefault(result["key"], result)
+    return list(once.values())
 
 
 def report(output: Path, console: Console | None = None) -> list[Section]:
@@ -253,7 +259,6 @@ def report(output: Path, console: Console | None = None) -> list[Section]:
         console.print(Markdown(f"**{section.title}**\n\n{short_table(section.curves())}"))
     texts += [f"{len(group)} run(s) left out: {reason}." for reason, group in left_out.items()]
     write_text(output / TABLES_FILE, "\n\n".join(texts))
-    once = {result["key"]: result for result in results}
-    write_text(output / RESULTS_FILE, "\n".join(json.dumps(result) for result in once.values()))
+    write_text(output / RESULTS_FILE, "\n".join(json.dumps(result) for result in results))
     console.print(f"Tables, pictures and results: {output}", soft_wrap=True, markup=False)
     return sections
