@@ -8,6 +8,7 @@ from typing import Any
 
 from huggingface_hub import HfApi, constants, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.utils import filter_repo_objects
 
 from .telemetry import MissingTelemetryError, TelemetryError, open_run
 from .telemetry.savings import Saving
@@ -20,6 +21,7 @@ PICTURE = "lze_summary.png"
 """Picture of the run, beside the model card."""
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_RUN_FILES = [f"{DIRECTORY}/**", "report/**", "lze_state.*"]
 _STATE_FILES = ["lze_state.*", "checkpoint-*/lze_state.*", "checkpoint-*/trainer_state.json"]
 _SECTION_START, _SECTION_END = "<!-- lze:start -->", "<!-- lze:end -->"
 _SHOWN_SETTINGS = (
@@ -90,19 +92,33 @@ def _download(repo_id: str, repo_type: str, patterns: list[str]) -> Path:
     try:
         # Into a folder of its own: the files of the shared cache are links, which readers of a run do not follow
         folder = Path(constants.HF_HOME) / "lze_trl" / f"{repo_type}--{repo_id.replace('/', '--')}"
-        return Path(snapshot_download(repo_id, repo_type=repo_type, allow_patterns=patterns, local_dir=folder))
+        snapshot_download(repo_id, repo_type=repo_type, allow_patterns=patterns, local_dir=folder)
     except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError) as error:
         reason = str(error).splitlines()[0]
         raise FileNotFoundError(
             f"{neither}: {reason} Check the name, and `hf auth login` if it is private."
         ) from error
+    _remove_unlisted(folder, repo_id, repo_type, patterns)
+    return folder
+
+
+def _remove_unlisted(folder: Path, repo_id: str, repo_type: str, patterns: list[str]):
+    """Remove what was downloaded earlier and the repo no longer has: it may be of another run."""
+    try:
+        listed = set(HfApi().list_repo_files(repo_id, repo_type=repo_type))
+    except Exception as error:  # whatever the HTTP library raises for no network, a proxy or a broken server
+        logger.info("`%s` is opened as it was downloaded: %s", repo_id, error)
+        return
+    files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    for name in filter_repo_objects(files - listed, allow_patterns=patterns):
+        (folder / name).unlink()
 
 
 def push_run(run_dir: str | Path, repo_id: str, private: bool | None = None, token: str | None = None) -> str:
     """
     Upload telemetry, prompt state, report and a card as a dataset repo.
 
-    Recorded prompts and completions become as public as the repo.
+    They replace those of a run that the repo held before. Recorded prompts and completions become as public as the repo.
 
     Args:
         run_dir (`str` or `Path`): Output directory of a training.
@@ -125,7 +141,8 @@ def push_run(run_dir: str | Path, repo_id: str, private: bool | None = None, tok
         folder_path=run_dir,
         repo_id=repo_id,
         repo_type="dataset",
-        allow_patterns=[f"{DIRECTORY}/**", "report/**", "lze_state.*"],
+        allow_patterns=_RUN_FILES,
+        delete_patterns=_RUN_FILES,
         commit_message="Telemetry and prompt state",
     )
     return str(url)

@@ -10,9 +10,6 @@ from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 
 
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
-
-
 class Handler(BaseHTTPRequestHandler):
     """Answers what huggingface_hub and datasets ask for when they load a dataset."""
 
@@ -26,10 +23,10 @@ class Handler(BaseHTTPRequestHandler):
         if root is None:
             return self.reply(404, b"", {"X-Error-Code": "RepoNotFound"})
         if is_api and (not rest or rest[0] == "revision"):
-            if rest[1:] and rest[1] not in ("main", COMMIT):
+            if rest[1:] and rest[1] not in ("main", commit(root)):
                 return self.reply(404, b"", {"X-Error-Code": "RevisionNotFound"})
             files = [{"rfilename": entry["path"]} for entry in entries(root)]
-            return self.reply_json({"id": repository, "sha": COMMIT, "siblings": files})
+            return self.reply_json({"id": repository, "sha": commit(root), "siblings": files})
         if is_api and rest[0] == "tree":
             return self.reply_json(entries(root / "/".join(rest[2:]), root))
         if is_api and rest[0] == "paths-info":
@@ -41,7 +38,7 @@ class Handler(BaseHTTPRequestHandler):
             return self.reply(404, b"", {"X-Error-Code": "EntryNotFound"})
         content = file.read_bytes()
         digest = hashlib.sha1(content).hexdigest()
-        return self.reply(200, content, {"ETag": f'"{digest}"', "X-Repo-Commit": COMMIT})
+        return self.reply(200, content, {"ETag": f'"{digest}"', "X-Repo-Commit": commit(root)})
 
     do_HEAD = do_POST = do_GET  # noqa: N815 - names that the standard library asks for
 
@@ -74,6 +71,11 @@ def entries(folder: Path, root: Path | None = None) -> list[dict]:
         for file in sorted(folder.rglob("*"))
         if file.is_file()
     ]
+
+
+def commit(root: Path) -> str:
+    """Hash of the files of a repository: as on the Hub, another one after every change."""
+    return hashlib.sha1(json.dumps(entries(root)).encode()).hexdigest()
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 import base64
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -13,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hub import COMMIT, Handler
+from hub import Handler, commit
 from lze_trl import hub
 from lze_trl.checkpoint import STATE_NAME, save
 from lze_trl.state import PromptState
@@ -47,15 +48,18 @@ class WritableHandler(Handler):
                 for file in json.loads(body)["files"]
             ]
             return self.reply_json({"files": files})
+        root = self.server.repositories[repository]
         for line in body.decode().splitlines():
             entry = json.loads(line)
+            file = root / entry["value"].get("path", "")
             if entry["key"] == "file":
-                file = self.server.repositories[repository] / entry["value"]["path"]
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_bytes(base64.b64decode(entry["value"]["content"]))
+            elif entry["key"] == "deletedFile":
+                file.unlink()
         self.server.tokens.add(self.headers.get("Authorization"))
-        url = f"http://{self.headers['Host']}/datasets/{repository}/commit/{COMMIT}"
-        return self.reply_json({"commitUrl": url, "commitOid": COMMIT, "success": True})
+        url = f"http://{self.headers['Host']}/datasets/{repository}/commit/{commit(root)}"
+        return self.reply_json({"commitUrl": url, "commitOid": commit(root), "success": True})
 
 
 @contextmanager
@@ -149,6 +153,75 @@ except RuntimeError as error:
         assert "`me/missing` is neither a directory nor a dataset repo" in compared
         assert "lze_state.json" in state
         assert "`me/missing` is neither a directory nor a dataset repo on the Hub that can be read" in missing
+
+
+PUSHING_TWICE = """
+import shutil
+import sys
+from pathlib import Path
+from lze_trl.checkpoint import find_state, save
+from lze_trl.hub import push_run, resolve_run, resolve_state
+from lze_trl.telemetry import TelemetryWriter, open_run
+from test_telemetry import make_record
+
+run, pushed = Path(sys.argv[1]), Path(sys.argv[2])
+
+def train(generations, ids):
+    # Each generation is a part of its own before the last merge
+    shutil.rmtree(run, ignore_errors=True)
+    writer = TelemetryWriter(run)
+    for generation in range(generations):
+        writer.record(make_record(generation, ids=ids))
+        writer.flush()
+    writer.close()
+
+def opened():
+    book = open_run(resolve_run("me/run"))
+    print(sorted(book.groups().prompt_id.unique().tolist()), len(book.generations()))
+
+train(5, ids=(1, 2, 3))
+save(run, "lze_state", {}, {"global_step": 10})
+push_run(run, "me/run")
+opened()
+resolve_state("me/run")
+train(3, ids=(7, 8, 9))
+push_run(run, "me/run")
+opened()
+print(sorted(path.name for path in pushed.glob("lze_state.*")))
+try:
+    print(find_state(resolve_state("me/run")))
+except FileNotFoundError:
+    print("no state")
+"""
+
+
+@pytest.mark.slow
+def test_a_run_pushed_again_replaces_the_one_before(tmp_path):
+    with serve(tmp_path / "server") as server:
+        result = run_against(
+            server, tmp_path, "-c", PUSHING_TWICE, str(tmp_path / "run"), str(tmp_path / "server/me/run")
+        )
+    assert result.returncode == 0, result.stderr[-4000:]
+    assert result.stdout.splitlines() == ["[1, 2, 3] 5", "[7, 8, 9] 3", "[]", "no state"]
+
+
+@pytest.mark.slow
+def test_a_state_that_the_repo_has_no_more_is_not_found(tmp_path):
+    finding = (
+        "from lze_trl.hub import *; from lze_trl.checkpoint import *; print(find_state(resolve_state('me/run')).name)"
+    )
+    repo, older = tmp_path / "server/me/run", tmp_path / "server/me/run/checkpoint-20"
+    save(repo, STATE_NAME, {}, {"global_step": 10})
+    save(older, STATE_NAME, {}, {"global_step": 20})
+    (older / "trainer_state.json").write_text('{"global_step": 20}')
+    with serve(tmp_path / "server") as server:
+        server.repositories["me/run"] = repo
+        first = run_against(server, tmp_path, "-c", finding)
+        shutil.rmtree(older)
+        second = run_against(server, tmp_path, "-c", finding)
+    offline = run_against(server, tmp_path, "-c", finding)
+    assert first.stdout == "checkpoint-20\n", first.stderr
+    assert second.stdout == offline.stdout == "dataset--me--run\n", second.stderr + offline.stderr
 
 
 STARTING_RUN = """
