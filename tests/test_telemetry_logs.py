@@ -1,5 +1,7 @@
 """Old TRL runs: the logs that TRL itself writes are replayed."""
 
+import json
+
 import pandas as pd
 import pytest
 from trl import GRPOConfig, GRPOTrainer
@@ -9,13 +11,13 @@ from lze_trl.telemetry import MissingTelemetryError, TelemetryError
 from lze_trl.telemetry.trl_logs import analyze
 
 
-def write_log(directory, step, groups, prompt=str):
+def write_log(directory, step, groups, prompt=str, batch=None):
     """A log as TRL writes it: one row per completion, prompts as text or messages."""
     rows = [
         {
             "step": step,
             "prompt": prompt(name),
-            "completion": "x" * length,
+            "completion": str(step if batch is None else batch).rjust(length, "x"),
             "accuracy": reward,
             "format": 0.0,
             "advantage": 0.0,
@@ -51,6 +53,33 @@ def test_what_selection_would_have_kept(tmp_path):
     assert "75.0 %" in str(analysis)
 
 
+def test_completions_that_several_updates_use_are_counted_once(tmp_path):
+    # TRL logs every step, and these two of each batch: G = 3
+    for step in (1, 2, 3, 4):
+        write_log(tmp_path, step, [("a", (1.0, 0.0, 0.0), 5 + (step - 1) // 2)], batch=(step - 1) // 2)
+    analysis = analyze(tmp_path)
+    assert (analysis.steps, analysis.groups, analysis.rows) == (2, 2, 6)
+
+
+def test_logs_of_an_evaluation_are_left_out(tmp_path, caplog):
+    for step in (1, 2, 3):
+        write_log(tmp_path, step, [("a", (1.0, 0.0, 0.0), 5)])
+    history = [{"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.5}, {"step": 2, "eval_reward": 1.0}]
+    (tmp_path / "checkpoint-2").mkdir()
+    (tmp_path / "checkpoint-2/trainer_state.json").write_text(json.dumps({"log_history": history}))
+    (tmp_path / "checkpoint-3").mkdir()
+    (tmp_path / "checkpoint-3/trainer_state.json").write_text('{"log_his')
+    assert analyze(tmp_path).steps == analyze(tmp_path / "completions").steps == 2
+    assert "those of the steps 2" in caplog.text
+
+
+def test_logs_are_read_in_the_order_of_their_steps(tmp_path):
+    # The energy is that of the last visit, which failed: as text, 100000 is before 99999
+    write_log(tmp_path, 100_000, [("a", (0.0, 0.0, 0.0), 9)])
+    write_log(tmp_path, 99_999, [("a", (1.0, 0.0, 0.0), 9)])
+    assert analyze(tmp_path).frontier == ()
+
+
 def test_messages_other_rewards_and_missing_scores(tmp_path):
     write_log(
         tmp_path,
@@ -79,7 +108,7 @@ def test_no_logs_and_damaged_ones_are_worded(tmp_path):
 def test_logs_of_the_real_trainer(tmp_path):
     arguments = GRPOConfig(
         output_dir=str(tmp_path),
-        max_steps=2,
+        max_steps=4,
         per_device_train_batch_size=6,
         num_generations=3,
         max_completion_length=5,
@@ -88,6 +117,7 @@ def test_logs_of_the_real_trainer(tmp_path):
         report_to=[],
         use_cpu=True,
         save_strategy="no",
+        num_iterations=2,
     )
     GRPOTrainer(
         model=tiny.model(),

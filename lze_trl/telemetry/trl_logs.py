@@ -1,6 +1,9 @@
 """What Learning-Zone Energy would have kept and saved in a run of plain TRL, from its `completions/*.parquet` logs."""
 
 import json
+import logging
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +18,9 @@ from ..state import PromptState, StateSettings
 from .schema import MissingTelemetryError, TelemetryError
 
 
+logger = logging.getLogger(__name__)
+
+_LOG_NAME = re.compile(r"completions_(\d+)\.parquet")
 _OWN_COLUMNS = ("step", "prompt", "completion", "advantage")
 _REPLAY_RATIO = 0.1
 
@@ -25,7 +31,7 @@ class Analysis:
     What selection and pruning would have done to a run.
 
     Attributes:
-        steps (`int`): Logged steps.
+        steps (`int`): Logged steps with new completions of the training.
         prompts (`int`): Different prompts.
         groups (`int`): Groups that were rolled out and trained on.
         rows (`int`): Completions.
@@ -81,6 +87,10 @@ def analyze(
     The selection is that of the run as it went: what other updates would have changed in later rollouts is unknown.
     Text is counted in characters, because the logs hold no tokens.
 
+    TRL logs the latest completions at every log: those that several updates use are counted once. An evaluation replaces
+    the log of its step. Such logs are left out as far as a `trainer_state.json` of the run tells of the evaluation; the
+    logs alone do not.
+
     Args:
         run_dir (`str` or `Path`):
             Output directory of the run, or its `completions` folder.
@@ -100,17 +110,16 @@ def analyze(
         MissingTelemetryError: If there are no logs.
         TelemetryError: If they cannot be read as TRL's.
     """
-    files = _log_files(Path(run_dir))
     state, selector = PromptState(settings), EnergySelector()
     totals = dict.fromkeys(("groups", "rows", "dead", "selected", "selected_rows", "prunable"), 0)
-    text = selected_text = 0
+    steps = text = selected_text = 0
     texts: dict[int, str] = {}
-    for step, path in enumerate(files):
-        table = _read(path)
+    for step, table in enumerate(_batches(Path(run_dir))):
         reward = _reward_name(table, reward)
         rollouts, lengths, prompts = _rollouts(table, reward, pass_threshold)
         if not rollouts.num_groups:
             continue
+        steps += 1
         texts.update(zip(rollouts.prompt_ids.tolist(), prompts, strict=True))
         pruned = state.is_pruned(rollouts.prompt_ids)
         groups = state.visit(rollouts, step)
@@ -130,7 +139,7 @@ def analyze(
     order = np.argsort(-state["energy"], kind="stable")[:5]
     frontier = tuple(_one_line(texts[int(state["prompt_ids"][row])]) for row in order if state["energy"][row] > 0)
     return Analysis(
-        steps=len(files),
+        steps=steps,
         prompts=len(state),
         **totals,
         selected_text=selected_text / max(text, 1),
@@ -140,15 +149,49 @@ def analyze(
     )
 
 
-def _log_files(run_dir: Path) -> list[Path]:
+def _batches(run_dir: Path) -> Iterator[pa.Table]:
+    """Logs of the training in their order, without repetitions."""
+    evaluated, left_out, previous = _evaluated_steps(run_dir), [], None
+    for step, path in _log_files(run_dir).items():
+        table = _read(path)
+        texts = table.select(["prompt", "completion"])
+        repeats, previous = texts.equals(previous), texts
+        if step in evaluated:
+            left_out.append(step)
+        elif not repeats:
+            yield table
+    if left_out:
+        logger.warning(
+            "%d logs are left out, because an evaluation at their step has replaced the completions of the training: "
+            "those of the steps %s.",
+            len(left_out),
+            ", ".join(map(str, left_out)),
+        )
+
+
+def _log_files(run_dir: Path) -> dict[int, Path]:
+    """Logs by their step, in its order."""
     folder = run_dir / "completions" if (run_dir / "completions").is_dir() else run_dir
-    files = sorted(folder.glob("completions_*.parquet"))
+    files = {int(match[1]): path for path in folder.glob("*") if (match := _LOG_NAME.fullmatch(path.name))}
     if not files:
         raise MissingTelemetryError(
             f"There are no TRL logs in `{run_dir}`. They are `completions/completions_*.parquet`, which TRL writes with "
             "`log_completions=True`."
         )
-    return files
+    return dict(sorted(files.items()))
+
+
+def _evaluated_steps(run_dir: Path) -> set[int]:
+    """Steps with an evaluation, as far as the run's checkpoints, or its end, have recorded them."""
+    run_dir = run_dir.parent if run_dir.name == "completions" else run_dir
+    steps = set()
+    for path in [*run_dir.glob("trainer_state.json"), *run_dir.glob("checkpoint-*/trainer_state.json")]:
+        try:
+            state = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue  # cut off by a crash, and the others tell the same
+        steps |= {entry["step"] for entry in state["log_history"] if any(name.startswith("eval_") for name in entry)}
+    return steps
 
 
 def _read(path: Path) -> pa.Table:
