@@ -13,7 +13,9 @@ DAMAGED = "cut off"  # faults besides a status code: an answer that ends in the 
 RESET = "reset"  # a connection that is closed without an answer,
 SLOW = "slow"  # an answer that takes longer than the client waits,
 SHORT = "short"  # an answer with a completion too few,
-ABORTED = "aborted"  # an answer whose last completion was not finished
+ABORTED = "aborted"  # an answer whose last completion was not finished,
+EMPTY = "empty"  # an answer without a body,
+OTHER = "other"  # an answer of another form
 
 
 class FakeVLLM:
@@ -158,6 +160,10 @@ class FakeVLLM:
             time.sleep(2.0)
         if fault == DAMAGED:
             data = data[: len(data) // 2]
+        if fault == EMPTY:
+            data = b""
+        if fault == OTHER:
+            data = b'{"data": []}'
         handler.send_response(status)
         handler.send_header("content-length", str(len(data)))
         handler.end_headers()

@@ -118,6 +118,14 @@ def test_the_default_tolerance_is_checked(connect):
         connect(tolerance=None).sync_weights()
 
 
+def test_a_type_without_a_default_tolerance_is_told(fake, accelerator, tmp_path):
+    model = tiny.model().double()
+    settings = {"max_completion_length": 5, "server_timeout": 5.0, "sync_dir": str(tmp_path / "sync")}
+    generation = HTTPGeneration(model, accelerator, tiny.tokenizer(), [fake.url], **settings)
+    with pytest.raises(ValueError, match=r"`vllm_sync_tolerance` has no default for \['float64'\]"):
+        generation.sync_weights()
+
+
 def test_the_servers_words_reach_the_user(connect, fake):
     generation = connect()
     generation.sync_weights()

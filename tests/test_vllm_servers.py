@@ -102,7 +102,19 @@ def test_greedy_decoding_repeats_the_prompt_instead_of_asking_for_n(fakes):
 
 
 @pytest.mark.parametrize(
-    "fault", [500, 503, 429, fake_vllm.DAMAGED, fake_vllm.RESET, fake_vllm.SLOW, fake_vllm.SHORT, fake_vllm.ABORTED]
+    "fault",
+    [
+        500,
+        503,
+        429,
+        fake_vllm.DAMAGED,
+        fake_vllm.RESET,
+        fake_vllm.SLOW,
+        fake_vllm.SHORT,
+        fake_vllm.ABORTED,
+        fake_vllm.EMPTY,
+        fake_vllm.OTHER,
+    ],
 )
 @pytest.mark.parametrize("alone", [False, True])
 def test_failed_requests_are_sent_again(fakes, fault, alone):
@@ -112,6 +124,16 @@ def test_failed_requests_are_sent_again(fakes, fault, alone):
     groups = make_groups(8)
     assert_complete(pool.complete(groups), groups)
     assert fakes[0].loads == 1  # it kept its weights, and its version says so
+
+
+def test_damaged_answers_about_the_weights_are_asked_for_again(fakes):
+    pool = make_pool(fakes[:1])
+    fakes[0].faults["/weight_info"] = [fake_vllm.EMPTY, fake_vllm.OTHER]
+    fakes[0].faults["/reset_prefix_cache"] = [fake_vllm.EMPTY]
+    assert len(pool.load(make_snapshot())) == 1
+    assert fakes[0].version == "run-1"
+    # Two that were damaged, one before each of two loads, the first of which was not known to be complete
+    assert (fakes[0].requests["/weight_info"], fakes[0].loads) == (4, 2)
 
 
 def test_a_request_that_always_fails_ends_with_the_servers_words(fakes):
@@ -269,6 +291,24 @@ def test_connect_waits(caplog):
     fake.stop()
 
 
+def test_connect_asks_again_after_damaged_answers():
+    fake = FakeVLLM(vocab_size=64)
+    fake.faults["/v1/models"] = [fake_vllm.EMPTY, fake_vllm.OTHER]
+    fake.faults["/tokenize"] = [fake_vllm.OTHER]
+    pool = make_pool([fake])
+    pool.connect(make_identity(), timeout=10.0)
+    assert pool.servers[0].model == "fake"
+    fake.stop()
+
+
+def test_connect_names_the_version_that_tells_what_is_needed():
+    fake = FakeVLLM()
+    fake.faults["/server_info"] = [fake_vllm.OTHER]
+    with pytest.raises(ServerMismatchError, match=r"does not tell .*'data': \[\].*version 0\.32"):
+        make_pool([fake]).connect(make_identity(), timeout=5.0)
+    fake.stop()
+
+
 def test_connect_gives_up(fakes):
     fakes[1].stop()
     fakes[0].vocab_size = 64
@@ -301,7 +341,7 @@ def test_connect_without_development_endpoints():
     fake.stop()
 
 
-@pytest.mark.parametrize("urls", [[], ["http://127.0.0.1:1", "http://127.0.0.1:1"], ["127.0.0.1:8000"]])
+@pytest.mark.parametrize("urls", [[], ["http://127.0.0.1:1", "http://127.0.0.1:1/"], ["127.0.0.1:8000"]])
 def test_urls_are_checked(urls):
     with pytest.raises(ValueError, match="vllm_server_urls"):
         ServerPool(urls, 1, 1.0, 1.0)

@@ -175,15 +175,29 @@ def test_other_adapters_are_refused(settings, message, accelerator, tmp_path):
         export_weights(adapted(**settings), accelerator, tmp_path / "new")
 
 
-def test_a_failed_write_leaves_nothing(accelerator, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("raised", "error"),
+    [(SafetensorError("I/O error: No space left on device"), OSError), (MemoryError("no memory"), MemoryError)],
+)
+def test_a_failed_export_ends_the_gathers_and_leaves_nothing(raised, error, accelerator, tmp_path, monkeypatch):
     from lze_trl.vllm import weights
 
-    def full(*args, **kwargs):
-        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+    def fail(*args, **kwargs):
+        raise raised
 
-    monkeypatch.setattr(weights, "save_file", full)
-    with pytest.raises(OSError, match="No space left"):
-        export_weights(tiny.model(), accelerator, tmp_path / "new")
+    def gathers(*args):
+        for name, tensor in full_tensors(*args):
+            yield name, tensor
+            gathered.append(name)
+
+    gathered, full_tensors = [], weights._full_tensors
+    monkeypatch.setattr(weights, "_full_tensors", gathers)
+    monkeypatch.setattr(weights, "save_file", fail)
+    model = tiny.model()
+    with pytest.raises(error, match=r"no memory|No space left"):
+        export_weights(model, accelerator, tmp_path / "new", max_shard_bytes=1)
+    # Other processes wait in each of them
+    assert gathered == [name for name, _ in model.named_parameters()]
     assert list(tmp_path.iterdir()) == []
 
 

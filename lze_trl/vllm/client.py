@@ -2,6 +2,8 @@
 
 import asyncio
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -13,6 +15,9 @@ import httpx2
 _CONNECT_TIMEOUT = 10.0
 _CACHE_RESET_ATTEMPTS = 25
 _CACHE_RESET_INTERVAL = 0.2
+# What reading an answer of another form raises
+_MISREADINGS = (AttributeError, IndexError, KeyError, TypeError, ValueError)
+_WANTED = "as vLLM's OpenAI API server, version 0.32 or later"
 
 
 class ServerError(RuntimeError):
@@ -128,8 +133,8 @@ class VLLMServer:
             raise ServerError(f"{where} answered {response.status_code}: {_text(response)}")
         if response.status_code == 404 and path != "/v1/completions":
             raise ServerMismatchError(
-                f"{where} answered 404: {_text(response)}. Start the server as vLLM's OpenAI API server, version 0.32 or "
-                "later, with the variable VLLM_SERVER_DEV_MODE=1, which makes it serve weight reloading."
+                f"{where} answered 404: {_text(response)}. Start the server {_WANTED}, with the variable "
+                "VLLM_SERVER_DEV_MODE=1, which makes it serve weight reloading."
             )
         if response.status_code >= 400:
             raise RequestRefusedError(f"{where} answered {response.status_code}: {_text(response)}")
@@ -140,21 +145,37 @@ class VLLMServer:
         except ValueError as error:
             raise ServerError(f"{where} answered something that is not JSON: {_text(response)}") from error
 
+    @contextmanager
+    def _reading(self, path: str) -> Iterator[None]:
+        """Make a failure to read an answer one of the server."""
+        try:
+            yield
+        except _MISREADINGS as error:
+            raise ServerError(f"{self.url}{path} sent a damaged answer: {error!r}") from error
+
     async def identify(self, http: httpx2.AsyncClient, identity: Identity):
         """
         Learn what the server serves, and check that it is what the trainer needs.
 
         Raises:
             [`ServerError`]: If the server is not up.
-            [`ServerMismatchError`]: If model, tokenizer or context length are not those of the trainer.
+            [`ServerMismatchError`]: If model, tokenizer or context length are not those of the trainer, or its version does
+                not tell.
         """
         await self._request(http, "GET", "/health")
-        models = (await self._request(http, "GET", "/v1/models"))["data"]
-        card = next(card for card in models if card.get("parent") is None)  # the others are adapters
+        models = await self._request(http, "GET", "/v1/models")
+        with self._reading("/v1/models"):
+            card, *_ = (card for card in models["data"] if card.get("parent") is None)  # the others are adapters
+            self.model, self.max_model_len = card["id"], card["max_model_len"]
         info = await self._request(http, "GET", "/server_info", params={"config_format": "json"})
-        config = info["vllm_config"]["model_config"]
-        self.model, self.max_model_len = card["id"], card["max_model_len"]
-        self.dtype, self.logprobs_mode = config["dtype"].removeprefix("torch."), config["logprobs_mode"]
+        try:
+            config = info["vllm_config"]["model_config"]
+            self.dtype, self.logprobs_mode = config["dtype"].removeprefix("torch."), config["logprobs_mode"]
+        except _MISREADINGS as error:
+            raise ServerMismatchError(
+                f"{self.url}/server_info does not tell the model's type and the mode of its log-probs: {_short(info)}. "
+                f"Start the server {_WANTED}."
+            ) from error
         serves = f"The vLLM server {self.url}, which serves {self.model!r},"
         if self.max_model_len < identity.context_length:
             raise ServerMismatchError(
@@ -163,7 +184,9 @@ class VLLMServer:
                 "`max_completion_length`."
             )
         body = {"model": self.model, "prompt": identity.text, "add_special_tokens": False}
-        tokens = (await self._request(http, "POST", "/tokenize", json=body))["tokens"]
+        answer = await self._request(http, "POST", "/tokenize", json=body)
+        with self._reading("/tokenize"):
+            tokens = answer["tokens"]
         if tokens != identity.token_ids:
             raise ServerMismatchError(
                 f"{serves} has another tokenizer: {identity.text!r} is {_short(tokens)} there and "
@@ -207,11 +230,9 @@ class VLLMServer:
         else:
             body |= {"prompt": prompt, "n": count}
         answer = await self._request(http, "POST", "/v1/completions", json=body)
-        try:
+        with self._reading("/v1/completions"):
             choices = sorted(answer["choices"], key=lambda choice: choice["index"])
             completions = [_completion(choice) for choice in choices]
-        except (KeyError, TypeError, ValueError) as error:
-            raise ServerError(f"{self.url}/v1/completions sent a damaged answer: {error!r}") from error
         if len(completions) != count:
             raise ServerError(f"{self.url}/v1/completions sent {len(completions)} completions instead of {count}")
         return completions
@@ -220,11 +241,9 @@ class VLLMServer:
         """Log-probs of `tokens[1:]`, in nats."""
         body = {"model": self.model, "prompt": tokens, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
         answer = await self._request(http, "POST", "/v1/completions", json=body)
-        try:
+        with self._reading("/v1/completions"):
             entries = answer["choices"][0]["prompt_logprobs"][1:]
-            return [entry[str(token)]["logprob"] for entry, token in zip(entries, tokens[1:], strict=True)]
-        except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise ServerError(f"{self.url}/v1/completions sent damaged prompt log-probs: {error!r}") from error
+            return [float(entry[str(token)]["logprob"]) for entry, token in zip(entries, tokens[1:], strict=True)]
 
     # ---- Weights ----
 
@@ -236,8 +255,10 @@ class VLLMServer:
             [`ServerError`]: If the server is not up or failed.
             [`ServerMismatchError`]: If it cannot load the weights, or computes other log-probs than the trainer with them.
         """
-        if (await self._request(http, "GET", "/weight_info"))["weight_version"] == snapshot.version:
-            return
+        info = await self._request(http, "GET", "/weight_info")
+        with self._reading("/weight_info"):
+            if info["weight_version"] == snapshot.version:
+                return
         await self._reload(http, snapshot.directory)
         self.difference = await self._compare(http, snapshot)
         # Last, so that a server which was interrupted anywhere above does not pass for one that holds the weights
@@ -256,8 +277,10 @@ class VLLMServer:
             ) from error
         for _ in range(_CACHE_RESET_ATTEMPTS):
             # Fails as long as a request that nobody waits for any more is running
-            if (await self._request(http, "POST", "/reset_prefix_cache"))["success"]:
-                return
+            answer = await self._request(http, "POST", "/reset_prefix_cache")
+            with self._reading("/reset_prefix_cache"):
+                if answer["success"]:
+                    return
             await asyncio.sleep(_CACHE_RESET_INTERVAL)
         raise ServerError(f"{self.url}: the prefix cache, which belongs to older weights, could not be reset")
 

@@ -194,7 +194,7 @@ class HTTPGeneration:
         size, failure = 0, None
         try:
             size = export_weights(self.model, self.accelerator, directory, dtype=self._dtype)
-        except OSError as error:  # raised on the main process alone, while the others go on
+        except Exception as error:  # perhaps on the main process alone, while the others go on
             failure = error
         reference = logprobs(self.model, self._probe, self.accelerator.device)
         exported = time.perf_counter()
@@ -209,7 +209,10 @@ class HTTPGeneration:
             differences = {server.url: server.difference for server in held}
             return SyncReport(version, size, exported - begin, time.perf_counter() - exported, differences)
 
-        self.last_sync = self._on_main_process(load)
+        report = self._on_main_process(load)
+        if failure is not None:  # on this process alone
+            raise failure
+        self.last_sync = report
         logger.debug("Synced the vLLM servers: %s", self.last_sync)
 
     def generate(

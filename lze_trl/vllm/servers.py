@@ -67,9 +67,9 @@ class ServerPool:
     """
 
     def __init__(self, urls: list[str], max_concurrent_requests: int, request_timeout: float, recovery_timeout: float):
-        if not urls or len(set(urls)) != len(urls):
-            raise ValueError(f"`vllm_server_urls` must name at least one server, and each once, got {urls}.")
         self.members = [Member(VLLMServer(url, request_timeout)) for url in urls]
+        if not urls or len({server.url for server in self.servers}) != len(urls):
+            raise ValueError(f"`vllm_server_urls` must name at least one server, and each once, got {urls}.")
         self.max_concurrent_requests = max_concurrent_requests
         self.recovery_timeout = recovery_timeout
         self.snapshot: Snapshot | None = None

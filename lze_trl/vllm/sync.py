@@ -99,9 +99,20 @@ def logprobs(model: nn.Module, token_ids: list[int], device: torch.device) -> li
 
 
 def tolerance_for(model: nn.Module, accelerator: Accelerator, servers: list[VLLMServer]) -> float:
-    """The tolerance for the least precise of the types that trainer and servers compute in."""
+    """
+    The tolerance for the least precise of the types that trainer and servers compute in.
+
+    Raises:
+        `ValueError`: If there is none for one of the types.
+    """
     mixed = {"bf16": "bfloat16", "fp16": "float16"}.get(accelerator.mixed_precision)
     dtypes = [mixed or str(model.dtype).removeprefix("torch."), *(server.dtype for server in servers)]
+    unknown = sorted(set(dtypes) - set(_TOLERANCES))
+    if unknown:
+        raise ValueError(
+            f"`vllm_sync_tolerance` has no default for {unknown}, only for {sorted(_TOLERANCES)}. Set it to the largest "
+            "mean difference of log-probs that rounding may make, in nats."
+        )
     return max(_TOLERANCES[dtype] for dtype in dtypes)
 
 

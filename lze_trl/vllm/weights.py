@@ -122,7 +122,7 @@ def export_weights(
         writer.close()
         _save_config(base, partial)
         partial.rename(directory)
-    except OSError:
+    except Exception:
         for _ in tensors:  # the other processes wait in the gathers that are left
             pass
         shutil.rmtree(partial, ignore_errors=True)
