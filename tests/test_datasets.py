@@ -2,13 +2,14 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import datasets
 import pytest
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 
 from hub import serve
 from lze_trl.datasets import DataError, Reference, load_mixture, load_prompts, parse_reference
@@ -197,8 +198,24 @@ def test_folders(write, tmp_path):
     assert len(load_prompts(str(tmp_path / "set"))) == 3
     assert len(load_prompts(str(tmp_path / "set"), split="test")) == 1
     assert len(load_prompts(f"{tmp_path / 'set'}?split=train[:2]", split="test")) == 2
-    Dataset.from_list(GSM8K).save_to_disk(tmp_path / "saved")
-    assert len(load_prompts(str(tmp_path / "saved"))) == 3
+
+
+def test_a_saved_dataset_has_one_split(tmp_path):
+    path = str(tmp_path / "saved")
+    Dataset.from_list(GSM8K).save_to_disk(path)
+    for split, golds in [(None, ["24", "1,234", "13"]), ("train[1:2]+train[-1:]", ["1,234", "13"])]:
+        assert load_prompts(path, split=split)["solution"] == golds
+        stream = load_prompts(path, split=split, streaming=True)
+        assert isinstance(stream, IterableDataset)
+        assert [row["solution"] for row in stream] == golds
+    for split in ("test", "train[1", "train[:x]"):
+        with pytest.raises(DataError, match=re.escape(f"'{tmp_path.name}/saved' has no split {split!r}")):
+            load_prompts(path, split=split)
+    named = str(tmp_path / "named")
+    Dataset.from_list(GSM8K, split="test").save_to_disk(named)
+    assert len(load_prompts(named, split="test[:2]")) == 2
+    with pytest.raises(DataError, match=r"Should be one of \['test'\]"):
+        load_prompts(named, split="train")
 
 
 def test_system_prompt_and_suffix(write):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import datasets
 import huggingface_hub
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, IterableDataset, concatenate_datasets
 from datasets.exceptions import DatasetGenerationError
 from huggingface_hub.errors import (
     GatedRepoError,
@@ -69,7 +69,8 @@ def _unreadable(reference: Reference, error: BaseException) -> DataError:
 def _load_local(path: Path, reference: Reference, streaming: bool) -> list[Dataset | IterableDataset]:
     if path.is_dir():
         if (path / "dataset_info.json").is_file() and (path / "state.json").is_file():
-            return [Dataset.load_from_disk(str(path))]
+            table = _split_of(Dataset.load_from_disk(str(path)), path, reference)
+            return [table.to_iterable_dataset() if streaming else table]
         return _load(str(path.resolve()), reference, streaming)
     if path.suffix.lower() not in FILE_FORMATS:
         raise DataError(
@@ -77,8 +78,31 @@ def _load_local(path: Path, reference: Reference, streaming: bool) -> list[Datas
         )
     if path.stat().st_size == 0:
         raise DataError(f"{reference.label!r} is empty. Check that it was written or downloaded completely.")
-    split = path.stem if path.stem in _SPLIT_NAMES else "train"
-    return [_load_config(FILE_FORMATS[path.suffix.lower()], reference, streaming, data_files={split: str(path)})]
+    return [
+        _load_config(
+            FILE_FORMATS[path.suffix.lower()], reference, streaming, data_files={_split_name(path): str(path)}
+        )
+    ]
+
+
+def _split_name(path: Path) -> str:
+    return path.stem if path.stem in _SPLIT_NAMES else "train"
+
+
+def _split_of(saved: Dataset, path: Path, reference: Reference) -> Dataset:
+    """Rows of a dataset that `save_to_disk` wrote: it has one split, which it may name."""
+    if reference.split is None:
+        return saved
+    name = _split_name(path) if saved.split is None else str(saved.split).partition("[")[0]
+    try:
+        parts = datasets.ReadInstruction.from_spec(reference.split).to_absolute({name: len(saved)})
+    except ValueError as error:
+        raise _no_split(reference, error) from error
+    return concatenate_datasets([saved.select(range(part.from_, part.to)) for part in parts])
+
+
+def _no_split(reference: Reference, error: ValueError) -> DataError:
+    return DataError(f"{reference.label!r} has no split {reference.split!r}: {error} Name one of its splits, or none.")
 
 
 def _load_hub(reference: Reference, streaming: bool) -> list[Dataset | IterableDataset]:
@@ -176,9 +200,7 @@ def _load_config(path: str, reference: Reference, streaming: bool, **kwargs) -> 
             ) from error
         if reference.split is None or "split" not in str(error).lower():
             raise _unreadable(reference, error) from error
-        raise DataError(
-            f"{reference.label!r} has no split {reference.split!r}: {error} Name one of its splits, or none."
-        ) from error
+        raise _no_split(reference, error) from error
     if reference.split is not None:
         return loaded
     if "train" in loaded:
