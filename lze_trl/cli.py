@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -75,20 +76,37 @@ def build_parser() -> argparse.ArgumentParser:
     data.add_argument("references", metavar="DATASET", nargs="+", help="Hub id, Hub URL or local file")
     data.add_argument("--split", help="default: train, or the only one")
     data.add_argument("--config", help="configuration on the Hub")
-    data.add_argument("--limit", type=int, help="number of rows to read")
+    data.add_argument(
+        "--limit", type=_number(int, "at least 1", lambda limit: limit >= 1), help="number of rows to read"
+    )
     app = add("app", _app, "Look at runs in the browser.")
     app.add_argument("runs", metavar="RUN", nargs="*", help="output folder of a run, or Hub id of its telemetry")
     app.add_argument("--host", default="127.0.0.1", help="address to listen on; the app has no login")
-    app.add_argument("--port", type=int, help="port to listen on; default: the first free one from 7860 on")
+    port = _number(int, "between 1 and 65535", lambda port: 1 <= port <= 65_535)
+    app.add_argument("--port", type=port, help="port to listen on; default: the first free one from 7860 on")
     analyze = add("analyze", _analyze, "Tell from the logs of any TRL GRPO run what selection would have saved.")
     analyze.add_argument("run", metavar="RUN", help="output folder of the run")
-    analyze.add_argument("--selection_ratio", type=float, default=0.4, help="share of the groups to train on")
+    ratio = _number(float, "in (0, 1]", lambda ratio: 0 < ratio <= 1)
+    analyze.add_argument("--selection_ratio", type=ratio, default=0.4, help="share of the groups to train on")
     analyze.add_argument("--reward", help="reward that decides a pass; default: the first")
     _add_replay(add("replay", _replay, "Tell what other selectors would have chosen from the rollouts of a run."))
     report = add("report", _report, "Write the report of a run.")
     report.add_argument("run", metavar="RUN", help="output folder of the run")
     _add_bench(add("bench", _bench, "Compare strategies with plain TRL, side by side; goes on where it was stopped."))
     return parser
+
+
+def _number(kind: type, allowed: str, is_allowed: Callable[[Any], bool]) -> Callable[[str], Any]:
+    """How to read an argument that must be a number of a kind and a range."""
+
+    def read(text: str) -> Any:
+        value = kind(text)
+        if not is_allowed(value):
+            raise argparse.ArgumentTypeError(f"must be {allowed}, got {text}")
+        return value
+
+    read.__name__ = kind.__name__  # in the error for a text that is no number
+    return read
 
 
 def _add_replay(replay: argparse.ArgumentParser):

@@ -181,16 +181,29 @@ def check_recipe(arguments: Sequence[str], parser: RecipeParser | None = None) -
     return flags if path is None else ["--config", str(path), *flags]
 
 
+class _StrictLoader(yaml.SafeLoader):
+    """Refuses a key that is given twice, of which YAML would take the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    raise yaml.MarkedYAMLError(problem=f"`{key.value}` is given twice", problem_mark=key.start_mark)
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
 def read_recipe(path: str | Path) -> dict[str, Any]:
     """
     Read the YAML mapping of a recipe.
 
     Raises:
-        RecipeError: It cannot be found or read, or is no mapping.
+        RecipeError: It cannot be found or read, is no mapping, or gives a key twice.
     """
     path = Path(path)
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.load(path.read_text(encoding="utf-8"), _StrictLoader)
     except FileNotFoundError:
         raise RecipeError(f"There is no recipe `{path}`.{_near(str(path), known_recipes())}") from None
     except (OSError, UnicodeDecodeError) as error:

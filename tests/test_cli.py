@@ -70,6 +70,24 @@ def test_errors_have_no_traceback(monkeypatch, arguments, message):
     assert str(error.value).startswith(message)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["data", "x.jsonl", "--limit", "0"], "--limit: must be at least 1, got 0"),
+        (["data", "x.jsonl", "--limit", "many"], "--limit: invalid int value: 'many'"),
+        (["app", "--port", "99999"], "--port: must be between 1 and 65535, got 99999"),
+        (["analyze", "run", "--selection_ratio", "2"], "--selection_ratio: must be in (0, 1], got 2"),
+        (["analyze", "run", "--selection_ratio", "-1"], "--selection_ratio: must be in (0, 1], got -1"),
+        (["analyze", "run", "--selection_ratio", "nan"], "--selection_ratio: must be in (0, 1], got nan"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(arguments, message, capsys):
+    with pytest.raises(SystemExit) as error:
+        cli.main(arguments)
+    assert error.value.code == 2
+    assert capsys.readouterr().err.endswith(f"error: argument {message}\n")
+
+
 def test_data_counts_duplicates_and_unreadable_answers(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     answers = ["Two. #### 2", "Two. #### 2", None, "None. #### }", "Five. #### 5"]

@@ -151,6 +151,8 @@ def test_flags_override_the_recipe(recipe):
         ("loss_normalizer: everything", r"`loss_normalizer` .* must be Literal\['selected', 'all'\]"),
         ("env: 1", r"`env` .* must be a mapping"),
         ("a: [", r"is not valid YAML"),
+        ("beta: 0.0\nseed: 1\nbeta: 0.1", r"(?s)`beta` is given twice.* line 3"),
+        ("model_init_kwargs: {a: 1, a: 2}", r"`a` is given twice"),
         ("- 1", r"must be a YAML mapping of keys to values, got list"),
         ("", r"must be a YAML mapping of keys to values, got NoneType"),
         ("selection_ratio: 0", r"`selection_ratio` must be in \(0, 1\], got 0"),

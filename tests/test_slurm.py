@@ -154,6 +154,15 @@ def test_every_k_fits_or_is_refused(servers, start, monkeypatch, tmp_path):
         assert f"SERVER_GPUS={servers} leaves {8 - servers} GPUs" in done.stderr and "4, 6 or 7" in done.stderr
 
 
+@pytest.mark.parametrize("script", ["one_node.sbatch", "multi_node.sbatch"])
+@pytest.mark.parametrize("line", ["", "gradient_accumulation_steps: 0\n", "gradient_accumulation_steps: auto\n"])
+def test_a_recipe_without_the_size_of_its_step_is_refused(line, script, start, tmp_path):
+    (tmp_path / "mine.yaml").write_text(f"per_device_train_batch_size: 8\n{line}")
+    done, launches = start(script, default_nodes(script), MODEL="m", RECIPE="mine.yaml", SYNC_DIR="/shared")
+    assert done.returncode == 1 and not launches and not list(tmp_path.glob("vllm.*.started"))
+    assert done.stderr == "mine.yaml must give gradient_accumulation_steps, a whole number of at least 1.\n"
+
+
 def test_nodes_that_do_not_divide_are_refused(start, tmp_path):
     recipe = ROOT / "recipes/Qwen3-4B/dapo/lze.yaml"
     for nodes, gpus in ((4, 24), (1, 0)):

@@ -93,6 +93,12 @@ def test_messages_other_rewards_and_missing_scores(tmp_path):
         analyze(tmp_path, reward="advantage")
 
 
+@pytest.mark.parametrize("ratio", [-1.0, 0.0, 2.0, float("nan")])
+def test_a_ratio_out_of_range_is_refused(ratio, tmp_path):
+    with pytest.raises(ValueError, match=r"`selection_ratio` must be in \(0, 1\], got"):
+        analyze(tmp_path, selection_ratio=ratio)
+
+
 def test_no_logs_and_damaged_ones_are_worded(tmp_path):
     with pytest.raises(MissingTelemetryError, match="log_completions=True"):
         analyze(tmp_path)

@@ -107,9 +107,14 @@ def analyze(
         [`Analysis`]: What would have been kept and saved.
 
     Raises:
+        ValueError: If `selection_ratio` is not in (0, 1].
         MissingTelemetryError: If there are no logs.
         TelemetryError: If they cannot be read as TRL's.
     """
+    if not 0 < selection_ratio <= 1:
+        raise ValueError(
+            f"`selection_ratio` must be in (0, 1], got {selection_ratio}. Use 1.0 to train on every live group."
+        )
     state, selector = PromptState(settings), EnergySelector()
     totals = dict.fromkeys(("groups", "rows", "dead", "selected", "selected_rows", "prunable"), 0)
     steps = text = selected_text = 0
