@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from functools import cache, lru_cache
 from itertools import product
+from time import monotonic
 from typing import Any
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
@@ -21,7 +22,7 @@ from sympy import Basic, MatrixBase
 logger = logging.getLogger(__name__)
 
 TIMEOUT_SECONDS = 5
-"""Most that reading one answer, or comparing two, may take."""
+"""Most that reading one answer, or comparing two, may take, to half a second: math-verify's timeouts are whole ones."""
 
 GSM8K_MARK = "####"
 _BOXES = ("\\boxed", "\\fbox")
@@ -126,7 +127,6 @@ def marked_answer(text: str) -> str | None:
     return (rest.strip().partition("\n")[0].strip() or None) if mark else None
 
 
-@lru_cache(maxsize=8192)
 def read_gold(gold: str) -> Answer | None:
     r"""
     Read a gold answer: a bare one, or a worked solution that boxes it, marks it with `####` or announces it.
@@ -141,10 +141,23 @@ def read_gold(gold: str) -> Answer | None:
     Raises:
         GradingTimeout: It could not be read in time.
     """
+    answer = _read_gold(gold)
+    if isinstance(answer, GradingTimeout):
+        raise GradingTimeout(*answer.args)
+    return answer
+
+
+@lru_cache(maxsize=8192)
+def _read_gold(gold: str) -> Answer | GradingTimeout | None:
+    """Every completion of a group has the same gold answer: a timeout is remembered, too."""
+    deadline = _deadline()
     answer = last_boxed(gold) or marked_answer(gold)
-    if answer is not None:
-        return _read_bare(answer)
-    return _read_announced(gold) or _read_bare(gold)
+    try:
+        if answer is not None:
+            return _read_bare(answer, deadline)
+        return _read_announced(gold, deadline) or _read_bare(gold, deadline)
+    except GradingTimeout as error:
+        return error.with_traceback(None)
 
 
 def read_answer(completion: str) -> Answer | None:
@@ -164,14 +177,15 @@ def read_answer(completion: str) -> Answer | None:
     Raises:
         GradingTimeout: It could not be read in time.
     """
+    deadline = _deadline()
     answer = last_boxed(completion) or marked_answer(completion)
     if answer is not None:
-        return _read_bare(answer)
+        return _read_bare(answer, deadline)
     if any(command in completion for command in _BOXES):
         return None  # cut off within the box
     bare = completion.strip()
     is_bare = len(bare) <= _BARE_ANSWER_CHARACTERS and "\n" not in bare
-    return _read_announced(completion) or (_read_bare(bare) if is_bare else None)
+    return _read_announced(completion, deadline) or (_read_bare(bare, deadline) if is_bare else None)
 
 
 def equal(gold: Answer, answer: Answer) -> bool | None:
@@ -181,10 +195,11 @@ def equal(gold: Answer, answer: Answer) -> bool | None:
     Returns:
         `bool`, *optional*: `None` if no comparison succeeds and one of them did not finish in time.
     """
-    timed_out = False
-    for gold_value, value in product(gold.values, answer.values):
+    deadline, timed_out = _deadline(), False
+    # The texts first, which takes no time
+    for gold_value, value in product(reversed(gold.values), reversed(answer.values)):
         try:
-            if verify(gold_value, value, timeout_seconds=_timeout(), raise_on_error=True):
+            if verify(gold_value, value, timeout_seconds=_seconds_left(deadline), raise_on_error=True):
                 return True
         except TimeoutException:
             timed_out = True
@@ -193,25 +208,25 @@ def equal(gold: Answer, answer: Answer) -> bool | None:
     return None if timed_out else False
 
 
-def _read_bare(text: str) -> Answer | None:
+def _read_bare(text: str, deadline: float) -> Answer | None:
     # The full stop of a sentence would make "27." plain text
-    return _read(f"\\boxed{{{text.rstrip(' .')}}}")
+    return _read(f"\\boxed{{{text.rstrip(' .')}}}", deadline)
 
 
-def _read_announced(text: str) -> Answer | None:
-    answer = _read(text)
+def _read_announced(text: str, deadline: float) -> Answer | None:
+    answer = _read(text, deadline)
     if answer is not None and not answer.is_expression and "**" in text:
         # math-verify takes the end of bold text, as in "**Answer: 27**", for a power
-        return _read(text.replace("**", ""))
+        return _read(text.replace("**", ""), deadline)
     return answer
 
 
-def _read(text: str) -> Answer | None:
+def _read(text: str, deadline: float) -> Answer | None:
     try:
         values = parse(
             text,
             extraction_config=_EXTRACTION,
-            parsing_timeout=_timeout(),
+            parsing_timeout=_seconds_left(deadline),
             raise_on_error=True,
         )
     except TimeoutException as error:
@@ -222,12 +237,19 @@ def _read(text: str) -> Answer | None:
     return Answer(tuple(values)) if values else None
 
 
-def _timeout() -> int | None:
+def _deadline() -> float:
+    return monotonic() + TIMEOUT_SECONDS
+
+
+def _seconds_left(deadline: float) -> int | None:
     # math-verify's timeouts are alarm signals, which only the main thread may set
-    if threading.current_thread() is threading.main_thread():
-        return TIMEOUT_SECONDS
-    _warn_no_timeout()
-    return None
+    if threading.current_thread() is not threading.main_thread():
+        _warn_no_timeout()
+        return None
+    seconds = round(deadline - monotonic())
+    if seconds < 1:
+        raise TimeoutException
+    return seconds
 
 
 @cache

@@ -6,11 +6,12 @@ import threading
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from math_verify.errors import TimeoutException
 from trl.rewards import get_soft_overlong_punishment
 
 import tiny
 from lze_trl import LZEGRPOTrainer, grading, rewards
-from lze_trl.grading import gold_text, last_boxed, marked_answer, read_gold
+from lze_trl.grading import equal, gold_text, last_boxed, marked_answer, read_answer, read_gold
 from lze_trl.rewards import accuracy_reward, exact_match_reward, format_reward, get_reward
 
 
@@ -169,6 +170,41 @@ def test_an_answer_that_never_finishes_has_no_score(bomb, counters, monkeypatch,
     assert score("27", rf"\boxed{{{bomb}}}") is None
     assert counters.grading_timeouts.count == 1
     assert "did not finish in time" in caplog.text
+
+
+@pytest.fixture
+def hanging(monkeypatch):
+    """Time and calls of math-verify, and a function in its place that takes all the time it is given and fails."""
+    clock = {"seconds": 0.0, "calls": 0}
+
+    def hang(*args, **timeouts):
+        clock["seconds"] += timeouts.get("timeout_seconds") or timeouts["parsing_timeout"]
+        clock["calls"] += 1
+        raise TimeoutException
+
+    monkeypatch.setattr(grading, "monotonic", lambda: clock["seconds"])
+    return clock, hang
+
+
+def test_all_comparisons_of_two_answers_have_one_deadline(hanging, monkeypatch):
+    clock, hang = hanging
+    gold, answer = read_gold("3/4"), read_answer(r"\boxed{5/7}")
+    assert len(gold.values) == len(answer.values) == 2
+    monkeypatch.setattr(grading, "verify", hang)
+    assert equal(gold, answer) is None
+    assert clock == {"seconds": grading.TIMEOUT_SECONDS, "calls": 1}
+
+
+def test_a_gold_answer_that_cannot_be_read_in_time_is_not_read_again(hanging, counters, monkeypatch):
+    clock, hang = hanging
+    monkeypatch.setattr(grading, "parse", hang)
+    assert accuracy_reward(["5"] * 8, [r"\boxed{a gold answer of its own}"] * 8) == [None] * 8
+    assert clock == {"seconds": grading.TIMEOUT_SECONDS, "calls": 1}
+    assert counters.grading_timeouts.count == 8
+
+
+def test_an_answer_in_the_words_of_the_gold_answer_needs_no_computation():
+    assert score("9^{9^{9}}", r"\boxed{9^{9^{9}}}") == 1.0
 
 
 def test_grading_works_outside_the_main_thread(caplog):
