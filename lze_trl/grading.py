@@ -6,6 +6,7 @@ prose: math-verify's search in prose takes "2^{10}" for 2, "6+9i" for 6 and "1,2
 
 import logging
 import math
+import re
 import threading
 from dataclasses import dataclass
 from decimal import Decimal
@@ -27,6 +28,7 @@ TIMEOUT_SECONDS = 5
 GSM8K_MARK = "####"
 _BOXES = ("\\boxed", "\\fbox")
 _BARE_ANSWER_CHARACTERS = 100
+_WORD = re.compile(r"(?<![\\\w])[^\W\d_]{2,}")  # not the name of a LaTeX command
 
 # A boxed answer first, then one that is announced ("the answer is …"); never just the last number of a text
 _EXTRACTION = (
@@ -154,7 +156,7 @@ def _read_gold(gold: str) -> Answer | GradingTimeout | None:
     answer = last_boxed(gold) or marked_answer(gold)
     try:
         if answer is not None:
-            return _read_bare(answer, deadline)
+            return _read_shown(answer, gold, deadline)
         return _read_announced(gold, deadline) or _read_bare(gold, deadline)
     except GradingTimeout as error:
         return error.with_traceback(None)
@@ -164,8 +166,9 @@ def read_answer(completion: str) -> Answer | None:
     r"""
     Read the answer that a completion gives.
 
-    Taken are, in this order: the last `\boxed{}`, what follows `####`, an announced answer ("the answer is …"), and a
-    completion that is nothing but an answer. A number somewhere in the text is not an answer.
+    Taken are, in this order: the last `\boxed{}`, what follows the last `####`, an announced answer ("the answer is …"),
+    and a completion that is nothing but an answer. An announced answer comes before words after `####`, which Markdown
+    makes a heading. A number somewhere in the text is not an answer.
 
     Args:
         completion (`str`):
@@ -180,7 +183,7 @@ def read_answer(completion: str) -> Answer | None:
     deadline = _deadline()
     answer = last_boxed(completion) or marked_answer(completion)
     if answer is not None:
-        return _read_bare(answer, deadline)
+        return _read_shown(answer, completion, deadline)
     if any(command in completion for command in _BOXES):
         return None  # cut off within the box
     bare = completion.strip()
@@ -206,6 +209,12 @@ def equal(gold: Answer, answer: Answer) -> bool | None:
         except Exception:  # SymPy raises anything on what a model can write; such a pair is not known to be equal
             logger.debug("math-verify could not compare two answers.", exc_info=True)
     return None if timed_out else False
+
+
+def _read_shown(answer: str, text: str, deadline: float) -> Answer | None:
+    """Read the answer that a text boxes, or marks unless the mark makes a heading above an announced answer."""
+    is_heading = last_boxed(text) is None and _WORD.search(answer) is not None
+    return (_read_announced(text, deadline) if is_heading else None) or _read_bare(answer, deadline)
 
 
 def _read_bare(text: str, deadline: float) -> Answer | None:

@@ -74,8 +74,8 @@ def accuracy_reward(
 
     Args:
         completions (`list[str]` or `list[list[dict]]`):
-            Completions, plain or conversational. Their answer is the last `\boxed{}`, or what follows `####`, or is
-            announced ("the answer is …"), or it is all there is.
+            Completions, plain or conversational. Their answer is the last `\boxed{}`, or what follows `####` (other than
+            a heading above an announced answer), or is announced ("the answer is …"), or it is all there is.
         solution (`list`):
             Gold answers: text in LaTeX or plain, worked solutions that box, mark (`####`) or announce the answer, or
             numbers.

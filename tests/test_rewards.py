@@ -108,6 +108,10 @@ def test_equal_answers_match(gold, answer, wrap):
         ("The answer is **27**.", 1.0),
         ("The final answer is $27$. I hope it is correct.", 1.0),
         ("24 + 3 = 27\n#### 27", 1.0),
+        ("The answer to the first part is 5.\n#### \\frac{54}{2}", 1.0),
+        ("#### Step 1\nAdd.\n\n#### Conclusion\nThe final answer is 27.", 1.0),
+        ("#### Step 27\nAdd 20 and 7.", 0.0),
+        ("The answer is 27.\n#### 5", 0.0),
         ("27.", 1.0),
         (r"First \boxed{5}, and then \boxed{27}.", 1.0),
         (r"<think>It may be \boxed{5}.</think> It is \boxed{27}.", 1.0),
@@ -121,6 +125,11 @@ def test_equal_answers_match(gold, answer, wrap):
 def test_where_a_completion_has_its_answer(completion, expected):
     assert score("27", completion) == expected
     assert score("27", conversation(completion)) == expected
+
+
+def test_a_mark_and_words():
+    assert score("Paris", "It is in France.\n#### Paris") == 1.0
+    assert read_gold("#### Step 1\nAdd.\n#### Conclusion\nThe answer is 27.").text == "27"
 
 
 def test_conversation_with_content_blocks_and_several_messages():
