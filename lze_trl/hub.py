@@ -12,7 +12,7 @@ from huggingface_hub.utils import filter_repo_objects
 
 from .telemetry import MissingTelemetryError, TelemetryError, open_run
 from .telemetry.savings import Saving
-from .telemetry.schema import DIRECTORY
+from .telemetry.schema import DIRECTORY, write_atomically
 
 
 logger = logging.getLogger(__name__)
@@ -71,18 +71,24 @@ def resolve_state(source: str | Path) -> Path:
     """
     Directory with the prompt state of an earlier run, given as a directory or as a Hub id.
 
+    Of two repos of the same name, the dataset comes first, unless it holds no prompt state.
+
     Args:
         source (`str` or `Path`): Directory of a run or of a checkpoint, or the id of a dataset or model repo.
 
     Raises:
-        FileNotFoundError: If it is neither.
+        FileNotFoundError: If it is neither, or neither repo holds a prompt state.
     """
+    from .checkpoint import find_state
+
     if Path(source).exists():
         return Path(source)
     try:
-        return _download(str(source), "dataset", _STATE_FILES)
+        folder = _download(str(source), "dataset", _STATE_FILES)
+        find_state(folder)
     except FileNotFoundError:
-        return _download(str(source), "model", _STATE_FILES)
+        folder = _download(str(source), "model", _STATE_FILES)
+    return folder
 
 
 def _download(repo_id: str, repo_type: str, patterns: list[str]) -> Path:
@@ -171,7 +177,7 @@ def extend_model_card(run_dir: str | Path, model_id: str | None = None):
     text = card.read_text(encoding="utf-8") if card.exists() else ""
     before, _, rest = text.partition(_SECTION_START)
     after = rest.partition(_SECTION_END)[2] if rest else ""
-    card.write_text(f"{before.rstrip()}\n\n{section}\n{after.lstrip()}", encoding="utf-8")
+    write_atomically(card, f"{before.rstrip()}\n\n{section}\n{after.lstrip()}".encode())
 
 
 def model_card_section(run_dir: str | Path, model_id: str | None = None) -> str:

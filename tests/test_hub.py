@@ -18,7 +18,7 @@ from hub import Handler, commit
 from lze_trl import hub
 from lze_trl.checkpoint import STATE_NAME, save
 from lze_trl.state import PromptState
-from lze_trl.telemetry import MissingTelemetryError, TelemetryWriter, open_run
+from lze_trl.telemetry import MissingTelemetryError, TelemetryWriter, open_run, schema
 from lze_trl.telemetry.synthetic import SyntheticTraining, record_synthetic_run
 
 
@@ -80,7 +80,7 @@ def run_dir(tmp_path):
     training = SyntheticTraining(num_prompts=20, groups_per_batch=5)
     record_synthetic_run(directory, training, generations=4)
     tensors = {f"state.{name}": array for name, array in training._state.tensors().items()}
-    save(directory, STATE_NAME, tensors, {"ledger": {}})
+    save(directory, STATE_NAME, tensors, {"ledger": {}, "global_step": 4})
     (directory / "optimizer.pt").write_text("not to be uploaded")
     return directory
 
@@ -316,6 +316,26 @@ def test_directories_need_no_hub(run_dir):
         hub.resolve_run("no/such/folder")
     with pytest.raises(FileNotFoundError, match="neither a directory nor a model repo"):
         hub.resolve_state("/no/such/folder")
+
+
+def test_a_dataset_without_a_state_does_not_hide_a_model_with_one(run_dir, tmp_path, monkeypatch):
+    (tmp_path / "telemetry-only").mkdir()
+    folders = {"dataset": tmp_path / "telemetry-only", "model": run_dir}
+    monkeypatch.setattr(hub, "_download", lambda repo_id, repo_type, patterns: folders[repo_type])
+    assert hub.resolve_state("me/model") == run_dir
+    folders["dataset"], folders["model"] = folders["model"], folders["dataset"]
+    assert hub.resolve_state("me/model") == run_dir
+
+
+def test_a_model_card_is_written_whole_or_not_at_all(run_dir, monkeypatch):
+    def fail(path, content):
+        raise OSError("No space left on device")
+
+    (run_dir / "README.md").write_text("# Model card\n")
+    monkeypatch.setattr(schema.os, "replace", fail)
+    with pytest.raises(OSError, match="No space left"):
+        hub.extend_model_card(run_dir)
+    assert (run_dir / "README.md").read_text() == "# Model card\n"
 
 
 def test_model_card_tells_about_the_run(run_dir):
