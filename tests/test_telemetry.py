@@ -23,7 +23,7 @@ from lze_trl.telemetry import (
 from lze_trl.telemetry import writer as telemetry_writer
 from lze_trl.telemetry.parts import FAN_OUT, FINAL_BYTES, _mergeable, list_parts, part_name
 from lze_trl.telemetry.savings import savings_of_ledger
-from lze_trl.telemetry.schema import SCHEMA_VERSION
+from lze_trl.telemetry.schema import SCHEMA_VERSION, SCHEMAS
 from lze_trl.telemetry.synthetic import SyntheticTraining, record_synthetic_run
 from lze_trl.viewer import stress
 
@@ -96,6 +96,18 @@ def test_records_come_back_as_they_were(tmp_path):
     completions = run.completions(11)
     assert completions.completion.tolist() == ["0:0", "0:1", "0:2", "0:3"]
     assert completions.outcome.tolist() == [1, 1, 0, 0]
+
+
+@pytest.mark.parametrize("name", ["selected=0.4", "size=7B", "generation=1", "name=a", "run[1]", "it's"])
+def test_the_name_of_the_folder_changes_nothing(tmp_path, name):
+    record_run(tmp_path / name / "telemetry", [make_record(0)])
+    run = open_run(tmp_path / name)
+    assert run.groups().columns.tolist() == SCHEMAS["groups"].names
+    assert run.groups().selected.tolist() == [False, True, False]
+    assert run.groups()["size"].tolist() == [4, 4, 4]
+    assert run.generations().generation.tolist() == [0]
+    assert run.steps().columns.tolist() == ["loss"]
+    assert run.prompt_counts()["frontier"] == 1
 
 
 def test_sampled_completions_are_those_of_one_group(tmp_path):

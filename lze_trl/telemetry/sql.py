@@ -75,9 +75,9 @@ def rows_of_table(table: str, parts: list[Part], attempts: list[int]) -> str:
 
 
 def read_parquet(parts: list[Part]) -> str:
-    """Table function over files, their names quoted."""
+    """Table function over files, their names quoted. No folder named `key=value` above them adds a column."""
     names = ", ".join("'" + str(part.path).replace("'", "''") + "'" for part in parts)
-    return f"read_parquet([{names}])"
+    return f"read_parquet([{names}], hive_partitioning = false)"
 
 
 def prompt_states(snapshot: str | None, watermark: int) -> str:
