@@ -141,8 +141,9 @@ def _forgotten(run: Run) -> str:
         return "<p class='lze-note'>None: every pruned prompt that was re-checked is still, or again, solved.</p>"
     frame = run.prompts(state="forgotten", sort="pass_rate", descending=False, limit=_FORGOTTEN_SHOWN)
     rows = "".join(
-        f"<tr><td>{escape(str(row['text'])[:200])}</td><td>{views.percent(row['pass_rate'])}</td><td>{row['visits']}</td>"
-        f"<td>{row['rechecks']}</td><td>{row['last_step']}</td></tr>"
+        f"<tr><td>{escape(str(row['text'])[:200])}</td><td>{views.percent(row['pass_rate'])}</td>"
+        + "".join(f"<td>{escape(str(row[name]))}</td>" for name in ("visits", "rechecks", "last_step"))
+        + "</tr>"
         for row in frame.to_dict("records")
     )
     note = f"<p class='lze-note'>{len(frame)} of {total:,}.</p>" if total > len(frame) else ""

@@ -5,6 +5,7 @@ import threading
 
 import duckdb
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
@@ -257,6 +258,35 @@ def test_cut_off_part_is_left_out(tmp_path, caplog):
     assert len(run.groups()) == 3
     assert run.damaged == ["groups/a0001-00000005-00000005.parquet"]
     assert "is cut off" in caplog.text
+
+
+def make_text(part, column, value):
+    """Replace a column of a part by texts."""
+    table = pq.ParquetFile(part).read()
+    texts = pa.array([value] * len(table))
+    pq.write_table(table.set_column(table.column_names.index(column), column, texts), part)
+
+
+@pytest.mark.parametrize(
+    ("table", "column"), [("groups", "visits"), ("generations", "step"), ("completions", "tokens")]
+)
+def test_columns_of_other_types_are_refused(tmp_path, table, column):
+    record_run(tmp_path / "telemetry", [make_record(0)])
+    part = next((tmp_path / "telemetry" / table).iterdir())
+    (part.parent / part_name(1, 5, 5)).write_bytes(part.read_bytes())
+    make_text(part.parent / part_name(1, 5, 5), column, "<b>")
+    # The first part sets the types, so that this one is noticed where it is read
+    with pytest.raises(TelemetryError, match=f'failed to cast column "{column}"'):
+        open_run(tmp_path).sql(f"SELECT * FROM {table}")
+    make_text(part, column, "<b>")
+    with pytest.raises(TelemetryError, match=f"`{column}` of `{table}` is not of type INTEGER"):
+        open_run(tmp_path)
+
+
+def test_summary_of_other_types_is_not_used(tmp_path):
+    record_run(tmp_path / "telemetry", [make_record(0)])
+    make_text(next((tmp_path / "telemetry" / "summary").iterdir()), "visits", "<b>")
+    assert open_run(tmp_path).prompts().visits.tolist() == [1, 1, 1]
 
 
 def test_states_of_a_directory_are_worded(tmp_path):

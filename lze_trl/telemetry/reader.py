@@ -142,17 +142,25 @@ class Run:
                 return False
             for table in SCHEMAS:
                 query = sql.rows_of_table(table, parts[table], self.meta.attempts)
+                for name, type in sql.wrong_types(table, self._types(query)).items():
+                    raise TelemetryError(
+                        f"Column `{name}` of `{table}` is not of type {type}, so lze_trl has not written these files."
+                    )
                 self._database.execute(f"CREATE OR REPLACE VIEW {table} AS {query}")
             self._snapshot, self._version = snapshot, version
             return True
+
+    def _types(self, query: str) -> dict[str, str]:
+        """SQL type of each column of a query."""
+        return {row[0]: row[1] for row in self._database.execute(f"DESCRIBE {query}").fetchall()}
 
     def _retry(self, read: Callable[[], _T]) -> _T:
         attempt = 1
         while True:
             try:
                 return read()
-            except (duckdb.IOException, duckdb.InvalidInputException) as error:
-                # The writer has merged the part that was about to be read into a larger one
+            except (duckdb.IOException, duckdb.InvalidInputException, duckdb.ConversionException) as error:
+                # The writer has merged the part that was about to be read into a larger one, or a part is damaged
                 if attempt == _ATTEMPTS_TO_READ:
                     raise TelemetryError(f"The telemetry of `{self.name}` cannot be read: {error}") from error
                 logger.debug("Reading `%s` again: %s", self.name, error)
@@ -221,10 +229,12 @@ class Run:
     def _update_states(self):
         if self._states_of == self._version:
             return
-        snapshot, watermark = None, -1
+        query = sql.prompt_states(None, -1)
         if self._snapshot is not None:
-            snapshot, watermark = sql.read_parquet([self._snapshot]), self._snapshot.last
-        query = sql.prompt_states(snapshot, watermark)
+            snapshot = sql.read_parquet([self._snapshot])
+            # A summary of other columns saves no reading: all visits are read instead
+            if self._types(f"SELECT * FROM {snapshot}") == self._types(query):
+                query = sql.prompt_states(snapshot, self._snapshot.last)
         self._database.execute(
             f"CREATE OR REPLACE TABLE prompt_states AS SELECT *, {sql.STATE_OF_PROMPT} AS state FROM ({query})"
         )

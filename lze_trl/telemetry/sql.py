@@ -74,6 +74,12 @@ def rows_of_table(table: str, parts: list[Part], attempts: list[int]) -> str:
     return " UNION ALL BY NAME ".join(queries)  # an attempt by an earlier version has fewer columns
 
 
+def wrong_types(table: str, found: dict[str, str]) -> dict[str, str]:
+    """Columns of a table whose SQL type is not that of the schema, with the one they should have."""
+    expected = {field.name: _SQL_TYPES[field.type] for field in SCHEMAS[table]}
+    return {name: expected[name] for name, type in found.items() if expected.get(name, type) != type}
+
+
 def read_parquet(parts: list[Part]) -> str:
     """Table function over files, their names quoted. No folder named `key=value` above them adds a column."""
     names = ", ".join("'" + str(part.path).replace("'", "''") + "'" for part in parts)

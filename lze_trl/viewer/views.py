@@ -108,7 +108,8 @@ def _tiles(points: pd.DataFrame, summary: dict[str, Any]) -> str:
     ]
     return "<div class='lze-tiles'>{}</div>".format(
         "".join(
-            f'<div class="lze-tile" data-tile="{name}"><span>{name}</span><strong>{value}</strong><small>{note}</small></div>'
+            f'<div class="lze-tile" data-tile="{name}"><span>{name}</span><strong>{escape(value)}</strong>'
+            f"<small>{escape(note)}</small></div>"
             for name, value, note in tiles
         )
     )
@@ -186,13 +187,14 @@ def prompt_table(run: Run, state: str, search: str, sort: str, page: int, chosen
 
 
 def _prompt_row(row: dict[str, Any], chosen: str) -> str:
-    id = str(row["prompt_id"])
+    id = escape(str(row["prompt_id"]))
     text = row["text"] if isinstance(row["text"], str) else f"prompt {id}"
     current = ' aria-current="true"' if id == chosen else ""
     return (
         f'<tr{current}><td><button type="button" class="lze-open" data-prompt="{id}">{escape(text[:300])}</button></td>'
         f"<td>{_state(row['state'])}</td><td>{number(row['energy'])}{_bar(row['energy'] / 1.3)}</td>"
-        f"<td>{percent(row['pass_rate'])}</td><td>{percent(row['first_pass_rate'])}</td><td>{row['visits']}</td></tr>"
+        f"<td>{percent(row['pass_rate'])}</td><td>{percent(row['first_pass_rate'])}</td>"
+        f"<td>{escape(str(row['visits']))}</td></tr>"
     )
 
 
@@ -270,7 +272,7 @@ def _completions(run: Run, prompt_id: int) -> str:
         kind = {True: "lze-pass", False: "lze-fail", None: ""}[passed]
         cards.append(
             f'<li class="lze-completion {kind}"><header><b>{sign}</b> reward {number(row["reward"])} '
-            f"<small>{rewards} · {row['tokens']} tokens</small></header>"
+            f"<small>{rewards} · {escape(str(row['tokens']))} tokens</small></header>"
             f'<pre class="lze-text">{escape(row["completion"])}</pre></li>'
         )
     step = int(frame["step"].iloc[0])
