@@ -12,8 +12,8 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
-from lze_trl.telemetry import MissingTelemetryError, open_run
-from lze_trl.telemetry.curves import curve, energy_heat_map
+from lze_trl.telemetry import MissingTelemetryError, TelemetryWriter, open_run
+from lze_trl.telemetry.curves import curve, energy_heat_map, reward_curves
 from lze_trl.telemetry.synthetic import SyntheticTraining, record_synthetic_run
 from lze_trl.viewer import build, views
 from lze_trl.viewer.charts import Series, heat_map, line_chart, number
@@ -73,6 +73,21 @@ def test_heat_map_shares_add_up(runs):
     assert shares.shape == (6, 27)
     assert steps[-1] == 19
     assert shares.sum(axis=1) == pytest.approx(1.0)
+
+
+def test_reward_functions_of_one_name_are_told_apart(tmp_path):
+    record = next(SyntheticTraining(num_prompts=4, groups_per_batch=3, group_size=5).generations(1))
+    record.reward_names = ["step", "reward", "reward", "reward (2)"]
+    record.rewards = np.tile([0.0, 0.25, 0.5, 0.75], (record.rollouts.num_rows, 1))
+    writer = TelemetryWriter(tmp_path, completions="all")
+    writer.record(record)
+    writer.close()
+    run = open_run(tmp_path)
+    means = {"step": 0.0, "reward": 0.25, "reward (2)": 0.5, "reward (2) (2)": 0.75}
+    assert reward_curves(run).iloc[0].to_dict() == means
+    detail = views.prompt_detail(run, str(record.groups.prompt_ids[0]))
+    assert all(f"{name}</span>" in views.overview(run) for name in means)
+    assert "step 0, reward 0.25, reward (2) 0.5, reward (2) (2) 0.75" in detail
 
 
 def test_pages_of_prompts_cover_all_of_them(runs):

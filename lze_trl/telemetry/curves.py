@@ -51,11 +51,11 @@ def curve(run: Run, bins: int = 200) -> pd.DataFrame:
 
 
 def reward_curves(run: Run, bins: int = 200) -> pd.DataFrame:
-    """Mean of every reward function, columns named by `reward_names`, indexed by step."""
-    names = run.meta.reward_names
+    """Mean of every reward function, columns named by `reward_labels`, indexed by step."""
+    names = run.meta.reward_labels
     means = "".join(f", avg(rewards[{i + 1}]) AS r{i}" for i in range(len(names)))
     frame = run.sql(f"{_BINS} SELECT max(step) AS step{means} FROM binned GROUP BY bin ORDER BY bin", [bins, bins])
-    return frame.rename(columns={f"r{i}": name for i, name in enumerate(names)}).set_index("step")
+    return frame.set_index("step").rename(columns={f"r{i}": name for i, name in enumerate(names)})
 
 
 def energy_heat_map(run: Run, bins: int = 120) -> tuple[np.ndarray, np.ndarray]:

@@ -156,6 +156,18 @@ class Meta:
     schema_version: int = SCHEMA_VERSION
     package_version: str = ""
 
+    @property
+    def reward_labels(self) -> list[str]:
+        """`reward_names` with a number where one occurs again: `reward`, `reward (2)`."""
+        labels: list[str] = []
+        for name in self.reward_names:
+            label, count = name, 1
+            while label in labels:
+                count += 1
+                label = f"{name} ({count})"
+            labels.append(label)
+        return labels
+
     def write(self, directory: Path):
         """Write the file atomically."""
         content = json.dumps({"format": FORMAT, **asdict(self)}, indent=2, default=str)

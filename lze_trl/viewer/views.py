@@ -267,7 +267,7 @@ def _completions(run: Run, prompt_id: int) -> str:
         sign = {True: "✓ pass", False: "✗ fail", None: "? unscored"}[passed]
         rewards = ", ".join(
             f"{escape(name)} {number(value)}"
-            for name, value in zip(run.meta.reward_names, row["rewards"], strict=False)
+            for name, value in zip(run.meta.reward_labels, row["rewards"], strict=False)
         )
         kind = {True: "lze-pass", False: "lze-fail", None: ""}[passed]
         cards.append(
