@@ -320,13 +320,25 @@ def test_queries_read_nothing_but_the_run(tmp_path):
 
 
 def test_what_cannot_be_recorded_does_not_stop_the_rest(tmp_path, caplog):
-    writer = TelemetryWriter(tmp_path / "telemetry")
-    writer.record(make_record(0, prompts=["too few"]))
-    writer.flush()
-    writer.record(make_record(1))
+    writer = TelemetryWriter(tmp_path / "telemetry", flush_seconds=60)
+    # Written at once: the records around the bad one, and a prompt that it would have been the first to visit
+    for record in (
+        make_record(0),
+        make_record(1, ids=(11, 44, 55), prompts=["too few"]),
+        make_record(2, ids=(11, 44, 66)),
+    ):
+        writer.record(record)
+    writer.record_step(4, {"loss": 0.5, 7: 1.0})
+    writer.record_step(5, {"loss": 0.25})
     writer.close()
-    assert "could not be recorded" in caplog.text
-    assert open_run(tmp_path).generations().generation.tolist() == [1]
+    assert "Generation batch 1 could not be recorded" in caplog.text
+    assert "A log of step 4 could not be recorded" in caplog.text
+    run = open_run(tmp_path)
+    assert run.generations().generation.tolist() == [0, 2]
+    assert run.generations().new_prompts.tolist() == [3, 2]
+    assert run.groups().groupby("generation").size().tolist() == [3, 3]
+    assert run.prompts().set_index("prompt_id").text[44] == "prompt 44"
+    assert run.steps()["loss"].to_dict() == {5: 0.25}
 
 
 def test_full_disk_delays_but_does_not_lose(tmp_path, caplog, monkeypatch):

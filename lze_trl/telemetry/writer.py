@@ -3,6 +3,8 @@
 import logging
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -149,12 +151,9 @@ class TelemetryWriter:
             records, times, metrics = self._records[:], self._times[:], self._metrics[:]
         try:
             self._write(records, times, metrics)
-        except OSError:
+        except Exception:
             self._forget_oldest(len(records))
             raise
-        except Exception:
-            # Whatever cannot be expressed as rows now cannot be later either
-            logger.exception("%d generation batches could not be recorded and are left out.", len(records))
         with self._condition:
             del self._records[: len(records)], self._times[: len(records)], self._metrics[: len(metrics)]
             self._condition.notify_all()
@@ -170,8 +169,8 @@ class TelemetryWriter:
                 rows = pa.concat_tables(tables[name])
                 write_part(self.directory / name, part_name(self._attempt, self._flushes, self._flushes), rows)
         self._flushes += 1
-        self._known.update(id for record in records for id in record.groups.prompt_ids.tolist())
-        self._rows_since_snapshot += sum(len(record.groups) for record in records)
+        self._known.update(id for rows in tables["prompts"] for id in rows["prompt_id"].to_pylist())
+        self._rows_since_snapshot += sum(len(rows) for rows in tables["groups"])
 
     def _forget_oldest(self, waiting: int):
         # The disk may be full for hours: the queue must not take the training's memory meanwhile
@@ -185,19 +184,28 @@ class TelemetryWriter:
         self, records: list[GenerationRecord], times: list[float], metrics: list[_Log]
     ) -> dict[str, list[pa.Table]]:
         tables: dict[str, list[pa.Table]] = {name: [] for name in SCHEMAS}
-        known = set()
+        seen: set[int] = set()
         for record, now in zip(records, times, strict=True):
-            ids = record.groups.prompt_ids.tolist()
-            new = np.array([id not in self._known and id not in known for id in ids], dtype=bool)
-            known.update(ids)
-            tables["groups"].append(groups_table(record))
-            tables["generations"].append(generations_table(record, now, new, self._meta.energy_max))
-            if new.any():
-                tables["prompts"].append(prompts_table(record, new))
-            if record.completions is not None and self._completions != "none":
-                tables["completions"].append(completions_table(record, self._completions == "sampled"))
-        if metrics:
-            tables["steps"].append(steps_table(metrics))
+            with _left_out_if_impossible(f"Generation batch {record.generation}"):
+                for name, rows in self._tables_of(record, now, seen).items():
+                    tables[name].append(rows)
+                seen.update(record.groups.prompt_ids.tolist())
+        for log in metrics:
+            with _left_out_if_impossible(f"A log of step {log[0]}"):
+                tables["steps"].append(steps_table([log]))
+        return tables
+
+    def _tables_of(self, record: GenerationRecord, now: float, seen: set[int]) -> dict[str, pa.Table]:
+        ids = record.groups.prompt_ids.tolist()
+        new = np.array([id not in self._known and id not in seen for id in ids], dtype=bool)
+        tables = {
+            "groups": groups_table(record),
+            "generations": generations_table(record, now, new, self._meta.energy_max),
+        }
+        if new.any():
+            tables["prompts"] = prompts_table(record, new)
+        if record.completions is not None and self._completions != "none":
+            tables["completions"] = completions_table(record, self._completions == "sampled")
         return tables
 
     def _maintain(self, closing: bool):
@@ -218,3 +226,12 @@ class TelemetryWriter:
         # The one before is kept for readers that are about to open it
         for path in sorted(folder.glob("a*.parquet"))[:-2]:
             path.unlink()
+
+
+@contextmanager
+def _left_out_if_impossible(what: str) -> Iterator[None]:
+    # Whatever cannot be expressed as rows now cannot be later either
+    try:
+        yield
+    except Exception:
+        logger.exception("%s could not be recorded and is left out.", what)
