@@ -341,21 +341,40 @@ def test_what_cannot_be_recorded_does_not_stop_the_rest(tmp_path, caplog):
     assert run.steps()["loss"].to_dict() == {5: 0.25}
 
 
-def test_full_disk_delays_but_does_not_lose(tmp_path, caplog, monkeypatch):
-    write, failures = telemetry_writer.write_part, iter([True, True])
+def fill_disk(monkeypatch, failures):
+    """Let the first writes of a part fail."""
+    write, left = telemetry_writer.write_part, iter(range(failures))
 
     def full_disk(*arguments):
-        if next(failures, False):
+        if next(left, None) is not None:
             raise OSError("No space left on device")
         write(*arguments)
 
     monkeypatch.setattr(telemetry_writer, "write_part", full_disk)
+
+
+def test_full_disk_delays_but_does_not_lose(tmp_path, caplog, monkeypatch):
+    fill_disk(monkeypatch, failures=9)
     writer = TelemetryWriter(tmp_path / "telemetry", flush_seconds=0.01)
     writer.record(make_record(0))
     writer.flush()
     writer.close()
-    assert "No space left" in caplog.text
+    # The 1st, 2nd, 4th and 8th failure
+    assert caplog.text.count("failed, it is tried again") == 4
+    assert caplog.text.count("Traceback") == 4
+    assert "lost" not in caplog.text
     assert len(open_run(tmp_path).groups()) == 3
+
+
+@pytest.mark.parametrize(("failures", "kept"), [(3, [0]), (10**6, [])])
+def test_what_waits_at_the_end_is_written_or_counted(tmp_path, caplog, monkeypatch, failures, kept):
+    fill_disk(monkeypatch, failures)
+    writer = TelemetryWriter(tmp_path / "telemetry", flush_seconds=0.05)
+    writer.record(make_record(0))
+    writer.record_step(0, {"loss": 0.5})
+    writer.close()
+    assert open_run(tmp_path).generations().generation.tolist() == kept
+    assert ("1 generation batches and 1 logs of metrics are lost" in caplog.text) is not bool(kept)
 
 
 def test_savings_of_a_ledger():

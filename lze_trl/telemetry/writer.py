@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 _SNAPSHOT_ROWS = 200_000
 _MAX_WAITING = 1_000
+_ATTEMPTS_AT_THE_END = 4
 
 _Log = tuple[int, int, float, dict[str, float]]
 """Step, latest generation, time and metrics of one log."""
@@ -33,7 +34,7 @@ class TelemetryWriter:
 
     Records are put in a queue; a background thread writes them as Parquet parts at most `flush_seconds` later, merges
     small parts, and keeps a summary of every prompt. A crash loses what was still in the queue. Failing writes are
-    logged and tried again, and never stop the training.
+    logged and tried again, at the end a few times, and never stop the training.
 
     Args:
         directory (`str` or `Path`):
@@ -134,8 +135,8 @@ class TelemetryWriter:
         return set(known)
 
     def _run(self):
-        closing = False
-        while not closing:
+        failures, left = 0, _ATTEMPTS_AT_THE_END
+        while left:
             with self._condition:
                 self._condition.wait_for(lambda: self._closing or self._records or self._metrics)
                 self._condition.wait_for(lambda: self._closing or self._flush_now, timeout=self._flush_seconds)
@@ -143,8 +144,20 @@ class TelemetryWriter:
             try:
                 self._write_waiting()
                 self._maintain(closing)
+                failures, left = 0, 0 if closing else left
             except Exception:  # nothing that goes wrong here may stop a training of days
-                logger.exception("Writing telemetry to `%s` failed, it is tried again.", self.directory)
+                failures += 1
+                if failures.bit_count() == 1:  # the 1st, 2nd, 4th, 8th … in a row: the disk may be full for hours
+                    logger.exception("Writing telemetry to `%s` failed, it is tried again.", self.directory)
+                if closing:
+                    left -= 1
+                    time.sleep(self._flush_seconds if left else 0.0)
+        if self._records or self._metrics:
+            logger.error(
+                "%d generation batches and %d logs of metrics are lost to the telemetry, which could not be written.",
+                len(self._records),
+                len(self._metrics),
+            )
 
     def _write_waiting(self):
         with self._condition:
