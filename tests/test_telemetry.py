@@ -21,8 +21,9 @@ from lze_trl.telemetry import (
     TelemetryWriter,
     open_run,
 )
+from lze_trl.telemetry import reader as telemetry_reader
 from lze_trl.telemetry import writer as telemetry_writer
-from lze_trl.telemetry.parts import FAN_OUT, FINAL_BYTES, _mergeable, list_parts, part_name
+from lze_trl.telemetry.parts import FAN_OUT, FINAL_BYTES, _mergeable, list_parts, merge_parts, part_name
 from lze_trl.telemetry.savings import savings_of_ledger
 from lze_trl.telemetry.schema import SCHEMA_VERSION, SCHEMAS
 from lze_trl.telemetry.synthetic import SyntheticTraining, record_synthetic_run
@@ -233,8 +234,60 @@ def test_reader_follows_a_writer_and_never_sees_half(tmp_path):
     assert not problems
     assert seen == sorted(seen)
     assert len(set(seen)) > 3
-    assert run.refresh() or run.summary()["generations"] == 40
+    run.refresh()
+    assert run.summary()["generations"] == 40
     assert len(list_parts(tmp_path / "telemetry" / "groups")) == 1
+
+
+def act_at_listing(monkeypatch, table, act, before):
+    """Do something once, just before or just after the reader lists a table."""
+    pending = [act]
+
+    def list_parts_and_act(folder):
+        due = pending if folder.name == table else []
+        if before and due:
+            due.pop()()
+        parts = list_parts(folder)
+        if due:
+            due.pop()()
+        return parts
+
+    monkeypatch.setattr(telemetry_reader, "list_parts", list_parts_and_act)
+
+
+@pytest.mark.parametrize("table", list(SCHEMAS))
+def test_parts_that_are_merged_while_they_are_listed_are_not_missed(tmp_path, monkeypatch, table):
+    writer = TelemetryWriter(tmp_path / "telemetry")
+    for generation in range(2):
+        writer.record(make_record(generation, ids=(generation, 4, 5)))
+        writer.record_step(generation, {"loss": 0.5})
+        writer.flush()
+    expected = len(open_run(tmp_path).sql(f"SELECT * FROM {table}"))
+    act_at_listing(monkeypatch, table, lambda: merge_parts(tmp_path / "telemetry", table, 1, least=2), before=False)
+    run = open_run(tmp_path)
+    assert len(list_parts(tmp_path / "telemetry" / table)) == 1
+    assert len(run.sql(f"SELECT * FROM {table}")) == expected
+    assert run.damaged == []
+    writer.close()
+
+
+@pytest.mark.parametrize("table", list(SCHEMAS))
+def test_no_generation_is_seen_without_its_groups(tmp_path, monkeypatch, table):
+    writer = TelemetryWriter(tmp_path / "telemetry", completions="all")
+    writer.record(make_record(0))
+    writer.flush()
+
+    def record_another():
+        writer.record(make_record(1, ids=(44, 55, 66)))
+        writer.flush()
+
+    act_at_listing(monkeypatch, table, record_another, before=True)
+    run = open_run(tmp_path)
+    generations = len(run.generations())
+    assert len(run.groups()) >= 3 * generations
+    assert len(run.sql("SELECT * FROM prompts")) >= 3 * generations
+    assert len(run.sql("SELECT * FROM completions")) >= 12 * generations
+    writer.close()
 
 
 def test_crash_leaves_everything_that_was_flushed(tmp_path):

@@ -42,11 +42,18 @@ class Part:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the file ends as a Parquet file does: one cut off by a crashed copy does not."""
+        """
+        Whether the file ends as a Parquet file does: one cut off by a crashed copy does not.
+
+        Raises:
+            FileNotFoundError: If it is no longer there.
+        """
         try:
             with open(self.path, "rb") as file:
                 file.seek(-4, os.SEEK_END)
                 return file.read(4) == _MAGIC
+        except FileNotFoundError:
+            raise
         except OSError:
             return False
 

@@ -16,7 +16,7 @@ import pyarrow as pa
 from . import sql
 from .parts import Part, list_parts
 from .savings import savings_of_ledger
-from .schema import DIRECTORY, META_FILE, SCHEMAS, Meta, MissingTelemetryError, TelemetryError
+from .schema import DIRECTORY, META_FILE, SCHEMAS, WRITING_ORDER, Meta, MissingTelemetryError, TelemetryError
 
 
 logger = logging.getLogger(__name__)
@@ -28,6 +28,7 @@ SNAPSHOTS = "summary"
 
 _SNAPSHOT_PATTERN = re.compile(r"a(\d{4})-g(\d{10})\.parquet")
 _ATTEMPTS_TO_READ = 4
+_UNREADABLE = (duckdb.IOException, duckdb.InvalidInputException, duckdb.ConversionException)
 SORT_COLUMNS = ("energy", "pass_rate", "first_pass_rate", "visits", "times_selected", "last_step", "ema")
 """Columns that [`Run.prompts`] sorts by."""
 
@@ -134,7 +135,7 @@ class Run:
     def _refresh_once(self) -> bool:
         with self._lock:
             self.meta = Meta.read(self.directory)
-            parts = {table: self._whole_parts(table) for table in SCHEMAS}
+            parts = {table: self._whole_parts(table) for table in reversed(WRITING_ORDER)}
             snapshot = self._latest_snapshot()
             names = [tuple(part.path.name for part in parts[table]) for table in SCHEMAS]
             version = (tuple(self.meta.attempts), snapshot, *names)
@@ -159,7 +160,7 @@ class Run:
         while True:
             try:
                 return read()
-            except (duckdb.IOException, duckdb.InvalidInputException, duckdb.ConversionException) as error:
+            except (FileNotFoundError, *_UNREADABLE) as error:
                 # The writer has merged the part that was about to be read into a larger one, or a part is damaged
                 if attempt == _ATTEMPTS_TO_READ:
                     raise TelemetryError(f"The telemetry of `{self.name}` cannot be read: {error}") from error
@@ -175,7 +176,7 @@ class Run:
             if part.path in self._whole or part.is_whole:
                 self._whole.add(part.path)
                 parts.append(part)
-            elif part.path.exists():
+            else:
                 damaged.append(f"{table}/{part.path.name}")
         known = [name for name in self.damaged if name.startswith(f"{table}/")]
         self.damaged = [name for name in self.damaged if name not in known] + damaged

@@ -109,6 +109,9 @@ SCHEMAS = {
     ),
 }
 
+WRITING_ORDER = ("prompts", "completions", "groups", "generations", "steps")
+"""Tables in the order they are written. Read in the reverse order, a generation is never without its groups and prompts."""
+
 SORT_KEYS = {
     # History of one prompt is then a few neighbouring rows: readers skip all other row groups by their statistics
     "groups": ["prompt_id", "generation"],

@@ -15,7 +15,7 @@ from .. import __version__
 from .parts import FAN_OUT, merge_parts, part_name, write_part
 from .reader import SNAPSHOTS, Run, snapshot_name
 from .rows import GenerationRecord, completions_table, generations_table, groups_table, prompts_table, steps_table
-from .schema import DIRECTORY, SCHEMAS, Meta, MissingTelemetryError
+from .schema import DIRECTORY, SCHEMAS, WRITING_ORDER, Meta, MissingTelemetryError
 
 
 logger = logging.getLogger(__name__)
@@ -176,8 +176,7 @@ class TelemetryWriter:
         if records and self._meta.reward_names != records[-1].reward_names:
             self._meta.reward_names = list(records[-1].reward_names)
             self._meta.write(self.directory)
-        # Generations after groups: a reader that sees one finds its groups and prompts
-        for name in ("prompts", "completions", "groups", "generations", "steps"):
+        for name in WRITING_ORDER:
             if tables[name]:
                 rows = pa.concat_tables(tables[name])
                 write_part(self.directory / name, part_name(self._attempt, self._flushes, self._flushes), rows)
