@@ -115,9 +115,10 @@ def _sentence(run: Run) -> str:
 
 
 def _learned(run: Run) -> str:
-    """Prompts by their state at the first visit and now."""
+    """Prompts by their state at the first visit that could be scored, and now."""
     rows = run.arrow("""SELECT
-        CASE WHEN first_pass_rate = 1 THEN 'solved' WHEN first_pass_rate = 0 THEN 'hopeless' ELSE 'frontier' END AS first,
+        CASE WHEN first_pass_rate IS NULL THEN 'unscored' WHEN first_pass_rate = 1 THEN 'solved'
+            WHEN first_pass_rate = 0 THEN 'hopeless' ELSE 'frontier' END AS first,
         state, count(*) AS prompts FROM prompt_states GROUP BY ALL""").to_pylist()
     counts = {(row["first"], row["state"]): row["prompts"] for row in rows}
     present = [state for state in views.STATE_LABELS if any((first, state) in counts for first, _ in counts)]
@@ -126,7 +127,8 @@ def _learned(run: Run) -> str:
         f"<tr><th scope='row'>{first} at the first visit</th>"
         + "".join(f"<td>{counts.get((first, state), 0):,}</td>" for state in present)
         + "</tr>"
-        for first in ("hopeless", "frontier", "solved")
+        for first in ("hopeless", "frontier", "solved", "unscored")
+        if first != "unscored" or any((first, state) in counts for state in present)
     )
     return (
         f"<figure class='lze-figure'><div class='lze-scroll'><table class='lze-table'><thead><tr><th>prompts</th>{head}</tr>"

@@ -2,12 +2,14 @@
 
 import re
 
+import numpy as np
 import pytest
 from PIL import Image
 
 from lze_trl.report import write_report, write_summary_picture
 from lze_trl.telemetry import MissingTelemetryError, TelemetryWriter, open_run
 from lze_trl.telemetry.synthetic import SyntheticTraining, record_synthetic_run
+from test_telemetry import make_record, record_run
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +51,30 @@ def test_report_escapes_what_a_run_says(tmp_path):
     writer.close()
     html = write_report(tmp_path).read_text(encoding="utf-8")
     assert html.count("<script>") == 1  # the one that follows the reader's colour scheme
+
+
+def test_prompts_that_were_never_scored_have_a_row_of_their_own(tmp_path):
+    solved, none = (1, 1, 1, 1), (np.nan,) * 4
+    record_run(tmp_path / "some" / "telemetry", [make_record(0, [solved, none, (1, 0, 0, 0)])])
+    record_run(tmp_path / "all" / "telemetry", [make_record(0)])
+
+    def learned(name):
+        html = write_report(tmp_path / name).read_text(encoding="utf-8")
+        rows = re.findall(r"<th scope='row'>(\w+) at the first visit</th>(.*?)</tr>", html)
+        return {first: re.findall(r"<td>(\d+)</td>", cells) for first, cells in rows}
+
+    # Now frontier, solved, hopeless or unscored, as far as there are any
+    assert learned("some") == {
+        "hopeless": ["0", "0", "0"],
+        "frontier": ["1", "0", "0"],
+        "solved": ["0", "1", "0"],
+        "unscored": ["0", "0", "1"],
+    }
+    assert learned("all") == {
+        "hopeless": ["0", "0", "1"],
+        "frontier": ["1", "0", "0"],
+        "solved": ["0", "1", "0"],
+    }
 
 
 def test_report_of_one_batch_and_of_none(tmp_path):

@@ -140,6 +140,23 @@ def test_states_of_prompts(tmp_path):
     assert run.generations().pruned_change.tolist() == [3, -2, 0]
 
 
+def test_unscored_visit_shows_nothing_of_the_visit_before(tmp_path):
+    solved, none = (1, 1, 1, 1), (np.nan,) * 4
+    writer = TelemetryWriter(tmp_path / "telemetry")
+    writer.record(make_record(0, [solved, none, none]))
+    writer.record(make_record(1, [none, none, solved]))
+    writer.flush()
+    live = open_run(tmp_path).prompts()
+    writer.close()
+    from_summary = open_run(tmp_path).prompts()
+    assert len(list((tmp_path / "telemetry" / "summary").iterdir())) == 1
+    assert live.equals(from_summary)
+    states = live.set_index("prompt_id")
+    assert states.state.to_dict() == {11: "unscored", -22: "unscored", 33: "solved"}
+    assert states.pass_rate.to_dict() == pytest.approx({11: np.nan, -22: np.nan, 33: 1.0}, nan_ok=True)
+    assert states.reward_mean.to_dict() == pytest.approx({11: np.nan, -22: np.nan, 33: 2.0}, nan_ok=True)
+
+
 def test_prompts_are_found_filtered_and_sorted(tmp_path):
     outcomes = [(1, 1, 0, 0), (1, 0, 0, 0), (0, 0, 0, 0)]
     prompts = ["a <b>50%_</b> sum", "A product", "100% sure"]

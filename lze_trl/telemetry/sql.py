@@ -96,7 +96,8 @@ def prompt_states(snapshot: str | None, watermark: int) -> str:
     """
     visits = f"{_VISIT} WHERE generation > {watermark}"
     source = visits if snapshot is None else f"SELECT * FROM {snapshot} UNION ALL BY NAME {visits}"
-    latest = ", ".join(f"arg_max({name}, last_generation) AS {name}" for name in _LATEST)
+    # Also where it is null: an unscored visit does not show the values of an earlier one
+    latest = ", ".join(f"arg_max_null({name}, last_generation) AS {name}" for name in _LATEST)
     return f"""SELECT
         prompt_id, {latest},
         sum(times_selected)::BIGINT AS times_selected, sum(completion_tokens)::BIGINT AS completion_tokens,

@@ -22,7 +22,7 @@ STATE_LABELS = {
     "hopeless": ("○", "hopeless", "failed every time at its last visit"),
     "pruned": ("✂", "pruned", "stayed solved, so it gets no rollouts except re-checks"),
     "forgotten": ("↺", "forgotten", "was pruned, failed its re-check, and is not solved again yet"),
-    "unscored": ("?", "unscored", "no reward function could score it"),
+    "unscored": ("?", "unscored", "no completion could be scored at its last visit"),
 }
 
 AXES = {"step": "steps", "tokens": "tokens", "flops": "FLOPs", "seconds": "time (s)"}
