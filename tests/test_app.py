@@ -55,6 +55,27 @@ def test_seeds_are_one_group_and_other_settings_another(runs, tmp_path):
     assert {name: len(members) for name, members in groups.items()} == {"a (2 seeds)": 2, "c": 1}
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "shared"),
+    [
+        ("eval_on_start", False, True),  # as a resume sets it
+        ("resume_from_checkpoint", "runs/a/checkpoint-5", True),
+        ("hub_telemetry_id", "me/b", True),
+        ("logging_steps", 10, True),
+        ("save_total_limit", 2, True),
+        ("vllm_server_urls", "['http://127.0.0.1:8001']", True),
+        ("learning_rate", 1e-5, False),
+        ("use_vllm", True, False),
+    ],
+)
+def test_settings_that_seeds_may_differ_in(tmp_path, name, value, shared):
+    opened = {}
+    for seed, changes in ((0, {}), (1, {name: value})):
+        TelemetryWriter(tmp_path / str(seed), settings={"learning_rate": 1e-6, "seed": seed, **changes}).close()
+        opened[str(seed)] = open_run(tmp_path / str(seed))
+    assert list(seed_groups(opened)) == (["0 (2 seeds)"] if shared else ["0", "1"])
+
+
 def test_curves_are_means_of_the_generations(runs):
     run = open_run(runs / "a")
     generations, points = run.generations(), curve(run)

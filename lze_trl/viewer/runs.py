@@ -11,7 +11,15 @@ from ..telemetry import MissingTelemetryError, Run, open_run
 
 
 _HUB_PAUSE_SECONDS = 30.0
-_SEED_SETTINGS = ("seed", "data_seed", "output_dir", "run_name", "logging_dir", "hub_model_id", "full_determinism")
+# Settings that seeds of one experiment may differ in: besides the seed, where a run writes and what it logs, where its
+# servers are, and what a resume changes
+_SEED_SETTINGS = {
+    *("seed", "data_seed", "full_determinism"),
+    *("output_dir", "run_name", "project", "report_to", "push_to_hub", "disable_tqdm", "num_completions_to_print"),
+    *("vllm_group_port", "vllm_sync_dir", "local_rank"),
+    *("resume_from_checkpoint", "eval_on_start", "ignore_data_skip"),
+}
+_SEED_PREFIXES = ("hub_", "log_", "logging_", "save_", "telemetry", "trackio_", "vllm_server_")
 
 
 @dataclass
@@ -101,7 +109,11 @@ def seed_groups(runs: dict[str, Run]) -> dict[str, list[Run]]:
     """Runs whose settings differ in the seed alone, under the name of the first of them."""
     groups: dict[str, tuple[str, list[Run]]] = {}
     for id, run in runs.items():
-        settings = {name: value for name, value in run.meta.settings.items() if name not in _SEED_SETTINGS}
+        settings = {
+            name: value
+            for name, value in run.meta.settings.items()
+            if name not in _SEED_SETTINGS and not name.startswith(_SEED_PREFIXES)
+        }
         key = repr(sorted(settings.items(), key=lambda item: item[0])) if settings else id
         groups.setdefault(key, (id, []))[1].append(run)
     return {
