@@ -25,7 +25,7 @@ from lze_trl.telemetry import reader as telemetry_reader
 from lze_trl.telemetry import writer as telemetry_writer
 from lze_trl.telemetry.parts import FAN_OUT, FINAL_BYTES, _mergeable, list_parts, merge_parts, part_name
 from lze_trl.telemetry.savings import savings_of_ledger
-from lze_trl.telemetry.schema import SCHEMA_VERSION, SCHEMAS
+from lze_trl.telemetry.schema import SCHEMA_VERSION, SCHEMAS, Meta
 from lze_trl.telemetry.synthetic import SyntheticTraining, record_synthetic_run
 from lze_trl.viewer import stress
 
@@ -445,6 +445,48 @@ def test_what_waits_at_the_end_is_written_or_counted(tmp_path, caplog, monkeypat
     writer.close()
     assert open_run(tmp_path).generations().generation.tolist() == kept
     assert ("1 generation batches and 1 logs of metrics are lost" in caplog.text) is not bool(kept)
+
+
+def test_damaged_settings_file_is_set_aside(tmp_path, caplog):
+    directory = tmp_path / "telemetry"
+    record_run(directory, [make_record(i) for i in range(3)])
+    content = (directory / "meta.json").read_text()[:40]
+    (directory / "meta.json").write_text(content)
+    record_run(directory, [make_record(i, ids=(11, -22, 55)) for i in range(2, 4)], resumed_generation=2)
+    assert (directory / "meta.json.damaged").read_text() == content
+    assert "the run goes on with a new one" in caplog.text
+    run = open_run(tmp_path)
+    assert run.meta.attempts == [0, 2]
+    assert run.generations().generation.tolist() == [0, 1, 2, 3]
+    assert run.groups(33).generation.tolist() == [0, 1]
+    assert len(run.sql("SELECT * FROM prompts")) == 4
+
+
+def test_settings_file_of_a_newer_version_is_left_alone(tmp_path):
+    directory = tmp_path / "telemetry"
+    record_run(directory, [make_record(0)])
+    meta = {**json.loads((directory / "meta.json").read_text()), "schema_version": SCHEMA_VERSION + 1}
+    (directory / "meta.json").write_text(json.dumps(meta))
+    with pytest.raises(NewerSchemaError):
+        TelemetryWriter(tmp_path)
+    assert json.loads((directory / "meta.json").read_text()) == meta
+
+
+def test_settings_file_is_written_once_there_is_room(tmp_path, caplog, monkeypatch):
+    write = Meta.write
+    failures = iter([OSError("No space left on device")] * 2)
+
+    def full_disk(meta, directory):
+        if error := next(failures, None):
+            raise error
+        write(meta, directory)
+
+    monkeypatch.setattr(Meta, "write", full_disk)
+    record_run(tmp_path / "telemetry", [make_record(0)], settings={"seed": 3}, flush_seconds=0.01)
+    assert "cannot be written yet" in caplog.text
+    run = open_run(tmp_path)
+    assert run.meta.settings == {"seed": 3}
+    assert run.generations().generation.tolist() == [0]
 
 
 def test_savings_of_a_ledger():

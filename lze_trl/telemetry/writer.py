@@ -1,10 +1,11 @@
 """Recording a run from the training's main process, at a cost that the training does not notice."""
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,10 +13,19 @@ import numpy as np
 import pyarrow as pa
 
 from .. import __version__
-from .parts import FAN_OUT, merge_parts, part_name, write_part
+from .parts import FAN_OUT, list_parts, merge_parts, part_name, write_part
 from .reader import SNAPSHOTS, Run, snapshot_name
 from .rows import GenerationRecord, completions_table, generations_table, groups_table, prompts_table, steps_table
-from .schema import DIRECTORY, SCHEMAS, WRITING_ORDER, Meta, MissingTelemetryError
+from .schema import (
+    DIRECTORY,
+    META_FILE,
+    SCHEMAS,
+    WRITING_ORDER,
+    Meta,
+    MissingTelemetryError,
+    NewerSchemaError,
+    TelemetryError,
+)
 
 
 logger = logging.getLogger(__name__)
@@ -62,10 +72,11 @@ class TelemetryWriter:
             raise ValueError(f"`completions` must be one of ['none', 'sampled', 'all'], got {completions!r}.")
         directory = Path(directory)
         self.directory = directory if directory.name == DIRECTORY else directory / DIRECTORY
-        self.directory.mkdir(parents=True, exist_ok=True)
         self._completions = completions
         self._flush_seconds = flush_seconds
         self._meta = self._start_attempt(settings or {}, resumed_generation)
+        self._meta_is_written = False
+        self._write_meta_if_possible()
         self._attempt = len(self._meta.attempts)
         self._known = self._recorded_prompts()
         self._last_generation = (resumed_generation or 0) - 1
@@ -110,10 +121,7 @@ class TelemetryWriter:
         self._thread.join()
 
     def _start_attempt(self, settings: dict[str, Any], resumed_generation: int | None) -> Meta:
-        try:
-            meta = Meta.read(self.directory)
-        except MissingTelemetryError:
-            meta = Meta()
+        meta = self._earlier_meta()
         if meta.attempts and resumed_generation is None:
             logger.warning(
                 "`%s` holds the telemetry of an earlier run. This run replaces it: the earlier rows are hidden, not "
@@ -123,15 +131,45 @@ class TelemetryWriter:
         meta.attempts.append(resumed_generation or 0)
         meta.settings, meta.completions, meta.package_version = settings, self._completions, __version__
         meta.energy_max = 1.0 + float(settings.get("momentum_weight", 0.3))
-        meta.write(self.directory)
         return meta
+
+    def _earlier_meta(self) -> Meta:
+        try:
+            return Meta.read(self.directory)
+        except NewerSchemaError:
+            raise
+        except MissingTelemetryError:
+            pass
+        except TelemetryError as error:
+            damaged = self.directory / f"{META_FILE}.damaged"
+            logger.warning("%s It is kept as `%s`, and the run goes on with a new one.", error, damaged)
+            with suppress(OSError):
+                os.replace(self.directory / META_FILE, damaged)
+        # Parts without it do not tell where their attempt began: the last one is taken to have recorded everything
+        parts = [part for table in SCHEMAS for part in list_parts(self.directory / table)]
+        return Meta(attempts=[0] * max((part.attempt for part in parts), default=0))
+
+    def _write_meta_if_possible(self):
+        try:
+            self._write_meta()
+        except OSError as error:
+            logger.warning("`%s` cannot be written yet, it is tried again: %s.", self.directory / META_FILE, error)
+
+    def _write_meta(self):
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._meta.write(self.directory)
+        self._meta_is_written = True
 
     def _recorded_prompts(self) -> set[int]:
         if not self._meta.attempts[-1]:
             return set()
-        run = Run(self.directory, threads=1, memory_limit="256MB")
-        known = run.arrow("SELECT prompt_id FROM prompts")["prompt_id"].to_pylist()
-        run.close()
+        try:
+            run = Run(self.directory, threads=1, memory_limit="256MB")
+            known = run.arrow("SELECT prompt_id FROM prompts")["prompt_id"].to_pylist()
+            run.close()
+        except TelemetryError as error:
+            logger.warning("%s The texts of its prompts are recorded again.", error)
+            return set()
         return set(known)
 
     def _run(self):
@@ -175,7 +213,9 @@ class TelemetryWriter:
         tables = self._tables(records, times, metrics)
         if records and self._meta.reward_names != records[-1].reward_names:
             self._meta.reward_names = list(records[-1].reward_names)
-            self._meta.write(self.directory)
+            self._meta_is_written = False
+        if not self._meta_is_written:
+            self._write_meta()
         for name in WRITING_ORDER:
             if tables[name]:
                 rows = pa.concat_tables(tables[name])
