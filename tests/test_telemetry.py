@@ -1,6 +1,7 @@
 """What is recorded is read back: also while it is written, after a crash, and after a resume."""
 
 import json
+import os
 import threading
 
 import duckdb
@@ -21,7 +22,6 @@ from lze_trl.telemetry import (
     TelemetryWriter,
     open_run,
 )
-from lze_trl.telemetry import reader as telemetry_reader
 from lze_trl.telemetry import writer as telemetry_writer
 from lze_trl.telemetry.parts import FAN_OUT, FINAL_BYTES, _mergeable, list_parts, merge_parts, part_name
 from lze_trl.telemetry.savings import savings_of_ledger
@@ -256,20 +256,20 @@ def test_reader_follows_a_writer_and_never_sees_half(tmp_path):
     assert len(list_parts(tmp_path / "telemetry" / "groups")) == 1
 
 
-def act_at_listing(monkeypatch, table, act, before):
-    """Do something once, just before or just after the reader lists a table."""
-    pending = [act]
+def act_at_listing(monkeypatch, folder, act, before):
+    """Do something once, just before or just after a folder is listed for the first time."""
+    listdir, pending = os.listdir, [act]
 
-    def list_parts_and_act(folder):
-        due = pending if folder.name == table else []
+    def listdir_and_act(path):
+        due = pending if path == folder else []
         if before and due:
             due.pop()()
-        parts = list_parts(folder)
+        names = listdir(path)
         if due:
             due.pop()()
-        return parts
+        return names
 
-    monkeypatch.setattr(telemetry_reader, "list_parts", list_parts_and_act)
+    monkeypatch.setattr(os, "listdir", listdir_and_act)
 
 
 @pytest.mark.parametrize("table", list(SCHEMAS))
@@ -280,9 +280,10 @@ def test_parts_that_are_merged_while_they_are_listed_are_not_missed(tmp_path, mo
         writer.record_step(generation, {"loss": 0.5})
         writer.flush()
     expected = len(open_run(tmp_path).sql(f"SELECT * FROM {table}"))
-    act_at_listing(monkeypatch, table, lambda: merge_parts(tmp_path / "telemetry", table, 1, least=2), before=False)
+    folder = tmp_path / "telemetry" / table
+    act_at_listing(monkeypatch, folder, lambda: merge_parts(folder.parent, table, 1, least=2), before=False)
     run = open_run(tmp_path)
-    assert len(list_parts(tmp_path / "telemetry" / table)) == 1
+    assert len(list_parts(folder)) == 1
     assert len(run.sql(f"SELECT * FROM {table}")) == expected
     assert run.damaged == []
     writer.close()
@@ -298,7 +299,7 @@ def test_no_generation_is_seen_without_its_groups(tmp_path, monkeypatch, table):
         writer.record(make_record(1, ids=(44, 55, 66)))
         writer.flush()
 
-    act_at_listing(monkeypatch, table, record_another, before=True)
+    act_at_listing(monkeypatch, tmp_path / "telemetry" / table, record_another, before=True)
     run = open_run(tmp_path)
     generations = len(run.generations())
     assert len(run.groups()) >= 3 * generations
@@ -328,6 +329,20 @@ def test_cut_off_part_is_left_out(tmp_path, caplog):
     assert len(run.groups()) == 3
     assert run.damaged == ["groups/a0001-00000005-00000005.parquet"]
     assert "is cut off" in caplog.text
+
+
+def test_cut_off_part_does_not_hide_what_was_merged_into_it(tmp_path):
+    writer = TelemetryWriter(tmp_path / "telemetry")
+    for generation in range(3):
+        writer.record(make_record(generation))
+        writer.flush()
+    groups = tmp_path / "telemetry" / "groups"
+    (groups / part_name(1, 0, 2)).write_bytes((groups / part_name(1, 0, 0)).read_bytes()[:50])
+    run = open_run(tmp_path)
+    assert run.groups(11).generation.tolist() == [0, 1, 2]
+    assert run.damaged == ["groups/a0001-00000000-00000002.parquet"]
+    (groups / part_name(1, 0, 2)).unlink()
+    writer.close()
 
 
 def make_text(part, column, value):

@@ -3,6 +3,7 @@
 import io
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,12 +64,16 @@ def part_name(attempt: int, first: int, last: int) -> str:
     return f"a{attempt:04d}-{first:08d}-{last:08d}.parquet"
 
 
-def list_parts(folder: Path) -> list[Part]:
+def list_parts(folder: Path, is_usable: Callable[[Part], bool] = lambda part: True) -> list[Part]:
     """
     Parts of a table in the order they were written.
 
     A part whose flushes are all in a larger one has been merged into it and is left out: the merge may have been
     interrupted before it could remove them.
+
+    Args:
+        folder (`Path`): Folder of the table.
+        is_usable (`Callable[[Part], bool]`, *optional*): Parts to list; one that is not stands for no other.
     """
     try:
         names = os.listdir(folder)
@@ -82,7 +87,8 @@ def list_parts(folder: Path) -> list[Part]:
     found.sort(key=lambda part: (part.attempt, part.first, -part.last))
     kept: list[Part] = []
     for part in found:
-        if not (kept and kept[-1].attempt == part.attempt and part.last <= kept[-1].last):
+        is_merged = kept and kept[-1].attempt == part.attempt and part.last <= kept[-1].last
+        if not is_merged and is_usable(part):
             kept.append(part)
     return kept
 

@@ -169,20 +169,21 @@ class Run:
                 self._version = None
 
     def _whole_parts(self, table: str) -> list[Part]:
-        parts, damaged = [], []
-        for part in list_parts(self.directory / table):
-            if part.attempt > len(self.meta.attempts):
-                continue
+        damaged = []
+
+        def is_whole(part: Part) -> bool:
             if part.path in self._whole or part.is_whole:
                 self._whole.add(part.path)
-                parts.append(part)
-            else:
-                damaged.append(f"{table}/{part.path.name}")
+                return True
+            damaged.append(f"{table}/{part.path.name}")
+            return False
+
+        parts = list_parts(self.directory / table, is_whole)
         known = [name for name in self.damaged if name.startswith(f"{table}/")]
         self.damaged = [name for name in self.damaged if name not in known] + damaged
         for name in set(damaged) - set(known):
             logger.warning("`%s` of the run is cut off, its rows are left out.", name)
-        return parts
+        return [part for part in parts if part.attempt <= len(self.meta.attempts)]
 
     def _latest_snapshot(self) -> Part | None:
         folder = self.directory / SNAPSHOTS
