@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import threading
 
 import duckdb
@@ -205,6 +206,19 @@ def test_run_that_starts_again_replaces_the_earlier_one(tmp_path, caplog):
     record_run(tmp_path / "telemetry", [make_record(0, ids=(1, 2, 3))])
     assert "holds the telemetry of an earlier run" in caplog.text
     assert open_run(tmp_path).groups().prompt_id.tolist() == [1, 2, 3]
+
+
+def test_run_that_is_deleted_and_recorded_anew_is_noticed(tmp_path):
+    directory = tmp_path / "telemetry"
+    record_run(directory, [make_record(0, [(1, 1, 1, 1)] * 3)])
+    run = open_run(tmp_path)
+    assert run.prompt_counts()["solved"] == 3
+    assert not run.refresh()
+    shutil.rmtree(directory)
+    record_run(directory, [make_record(0, [(0, 0, 0, 0)] * 3)])
+    assert run.refresh()
+    assert run.prompt_counts()["hopeless"] == 3
+    assert run.groups().pass_rate.tolist() == [0.0, 0.0, 0.0]
 
 
 def test_states_do_not_depend_on_snapshots_and_merging(tmp_path):

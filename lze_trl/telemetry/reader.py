@@ -135,10 +135,12 @@ class Run:
     def _refresh_once(self) -> bool:
         with self._lock:
             self.meta = Meta.read(self.directory)
+            # Newer where a run was deleted and recorded anew, whose parts have the same names
+            written = (self.directory / META_FILE).stat().st_mtime_ns
             parts = {table: self._whole_parts(table) for table in reversed(WRITING_ORDER)}
             snapshot = self._latest_snapshot()
             names = [tuple(part.path.name for part in parts[table]) for table in SCHEMAS]
-            version = (tuple(self.meta.attempts), snapshot, *names)
+            version = (written, tuple(self.meta.attempts), snapshot, *names)
             if version == self._version:
                 return False
             for table in SCHEMAS:
