@@ -171,8 +171,20 @@ def test_prompts_are_found_filtered_and_sorted(tmp_path):
     assert run.prompts(search="%").shape[0] == 2
     assert run.prompts(search="-22").prompt_id.tolist() == [-22]
     assert run.prompt_counts("'; DROP TABLE groups; --")["frontier"] == 0
+    assert run.prompts(sort="pass_rate", offset=1).prompt_id.tolist() == [-22, 33]
     with pytest.raises(ValueError, match="`sort` must be one of"):
         run.prompts(sort="1; DROP TABLE groups")
+
+
+@pytest.mark.parametrize("search", ["GÉOMÉTRIE", "几何", r"\frac{1}{2}", 'say "', "1\n2", '"level": 3'])
+def test_columns_are_searched_as_they_read(tmp_path, search):
+    facts = {
+        "level": [1, 2, 3],
+        "subject": ["géométrie", "几何", "algebra"],
+        "solution": [r"\frac{1}{2}", 'say "yes"', "1\n2"],
+    }
+    record_run(tmp_path / "telemetry", [make_record(0, columns=facts)])
+    assert len(open_run(tmp_path).prompts(search=search)) == 1
 
 
 def test_resumed_run_hides_what_the_crash_lost(tmp_path):

@@ -307,8 +307,10 @@ class Run:
         page = f"""SELECT * FROM prompt_states WHERE {" AND ".join(conditions)}
             ORDER BY {sort} {order} NULLS LAST, prompt_id"""
         if limit is not None:
-            page += " LIMIT ? OFFSET ?"
-            parameters += [limit, offset]
+            page += " LIMIT ?"
+            parameters.append(limit)
+        page += " OFFSET ?"
+        parameters.append(offset)
         query = f"""WITH page AS ({page}), texts AS (
                 SELECT prompt_id, any_value(text) AS text, any_value(columns) AS columns FROM prompts
                 WHERE prompt_id IN (SELECT prompt_id FROM page) GROUP BY prompt_id)
@@ -358,9 +360,11 @@ class Run:
 def _found(search: str | None) -> tuple[str, list[Any]]:
     if not search:
         return "true", []
-    condition = """(prompt_id::VARCHAR = ? OR prompt_id IN
-        (SELECT prompt_id FROM prompts WHERE contains(lower(text), ?) OR contains(lower(columns), ?)))"""
-    return condition, [search.strip(), search.lower(), search.lower()]
+    condition = """(prompt_id::VARCHAR = ? OR prompt_id IN (SELECT prompt_id FROM prompts
+        WHERE contains(lower(text), ?) OR contains(lower(columns), ?) OR contains(lower(columns), ?)))"""
+    wanted = search.lower()
+    # Columns are JSON: found as they read there, such as `"level": 3`, and as the values themselves read
+    return condition, [search.strip(), wanted, wanted, json.dumps(wanted, ensure_ascii=False)[1:-1]]
 
 
 def parse_columns(columns: str | None) -> dict[str, Any]:

@@ -147,7 +147,10 @@ def prompts_table(record: GenerationRecord, new: np.ndarray) -> pa.Table:
     """Rows of `prompts` for the prompts that the run has not seen before."""
     rows = np.flatnonzero(new)
     columns = record.columns or {}
-    facts = [json.dumps({name: values[row] for name, values in columns.items()}, default=str) for row in rows]
+    facts = [
+        json.dumps({name: values[row] for name, values in columns.items()}, default=str, ensure_ascii=False)
+        for row in rows
+    ]
     return _table(
         "prompts",
         {
