@@ -12,7 +12,7 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
-from lze_trl.telemetry import MissingTelemetryError, TelemetryWriter, open_run
+from lze_trl.telemetry import MissingTelemetryError, Run, TelemetryWriter, open_run
 from lze_trl.telemetry.curves import curve, energy_heat_map, reward_curves
 from lze_trl.telemetry.synthetic import SyntheticTraining, record_synthetic_run
 from lze_trl.viewer import build, views
@@ -121,6 +121,21 @@ def test_pages_of_prompts_cover_all_of_them(runs):
     assert sorted(map(int, seen)) == sorted(run.prompts().prompt_id)
     # A page beyond the last one shows the last one
     assert views.prompt_table(run, "all", "", "-energy", 99, "")[0] == html
+
+
+def test_opening_a_prompt_reads_no_other(tmp_path, monkeypatch):
+    # Every text contains the id of the prompt
+    record = next(SyntheticTraining(num_prompts=6, groups_per_batch=6).generations(1))
+    record.prompts = ["1 and 1"] * 6
+    record.groups.prompt_ids[:] = range(6)
+    writer = TelemetryWriter(tmp_path)
+    writer.record(record)
+    writer.close()
+    run, read = open_run(tmp_path), Run.prompts
+    frames = []
+    monkeypatch.setattr(Run, "prompts", lambda *args, **options: frames.append(read(*args, **options)) or frames[-1])
+    assert "1 and 1" in views.prompt_detail(run, "1")
+    assert [frame.prompt_id.tolist() for frame in frames] == [[1]]
 
 
 @pytest.mark.parametrize(

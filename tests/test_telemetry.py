@@ -171,6 +171,8 @@ def test_prompts_are_found_filtered_and_sorted(tmp_path):
     assert run.prompts(search="%").shape[0] == 2
     assert run.prompts(search="-22").prompt_id.tolist() == [-22]
     assert run.prompt_counts("'; DROP TABLE groups; --")["frontier"] == 0
+    assert run.prompts(prompt_id=-22).text.tolist() == ["A product"]
+    assert run.prompts(prompt_id=7).empty
     assert run.prompts(sort="pass_rate", offset=1).prompt_id.tolist() == [-22, 33]
     with pytest.raises(ValueError, match="`sort` must be one of"):
         run.prompts(sort="1; DROP TABLE groups")

@@ -278,6 +278,7 @@ class Run:
         descending: bool = True,
         limit: int | None = None,
         offset: int = 0,
+        prompt_id: int | None = None,
     ) -> pd.DataFrame:
         """
         What is known of each visited prompt.
@@ -289,6 +290,7 @@ class Run:
             descending (`bool`, *optional*, defaults to `True`): Whether the largest value comes first.
             limit (`int`, *optional*): Number of rows.
             offset (`int`, *optional*, defaults to `0`): Rows to skip.
+            prompt_id (`int`, *optional*): Only this prompt.
 
         Returns:
             `pd.DataFrame`: Columns of `prompt_states`, `text` and `columns`.
@@ -302,6 +304,9 @@ class Run:
         if state is not None:
             conditions.append("state = ?")
             parameters.append(state)
+        if prompt_id is not None:
+            conditions.append("prompt_id = ?")
+            parameters.append(prompt_id)
         order = "DESC" if descending else "ASC"
         # The page is cut before the texts are fetched: only its few rows are read in full
         page = f"""SELECT * FROM prompt_states WHERE {" AND ".join(conditions)}

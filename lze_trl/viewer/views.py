@@ -208,8 +208,7 @@ def prompt_detail(run: Run, chosen: str) -> str:
     if not chosen:
         return '<p class="lze-empty">Choose a prompt to see its history.</p>'
     prompt_id = parse_prompt_id(chosen)
-    frame = run.prompts(search=str(prompt_id)) if prompt_id is not None else pd.DataFrame()
-    frame = frame[frame["prompt_id"] == prompt_id] if len(frame) else frame
+    frame = run.prompts(prompt_id=prompt_id) if prompt_id is not None else pd.DataFrame()
     if frame.empty:
         return '<p class="lze-empty">This run has no such prompt.</p>'
     row = frame.iloc[0]
