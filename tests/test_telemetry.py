@@ -373,6 +373,39 @@ def test_cut_off_part_does_not_hide_what_was_merged_into_it(tmp_path):
     writer.close()
 
 
+def test_settings_file_of_something_else_may_lie_beside_the_folder(tmp_path):
+    record_run(tmp_path / "telemetry", [make_record(0)])
+    (tmp_path / "meta.json").write_text('{"mine": 1}')
+    assert open_run(tmp_path).meta.attempts == open_run(tmp_path / "telemetry").meta.attempts == [0]
+    # A copy of the folder under another name is taken as well
+    (tmp_path / "telemetry").rename(tmp_path / "copy")
+    assert open_run(tmp_path / "copy").meta.attempts == [0]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("attempts", None),
+        ("attempts", ["0) OR (1 = 1"]),
+        ("attempts", [-1]),
+        ("attempts", [True]),
+        ("settings", []),
+        ("reward_names", [None]),
+        ("energy_max", "1.3"),
+        ("energy_max", 0),
+        ("energy_max", float("nan")),
+        ("package_version", 1),
+        ("completions", None),
+    ],
+)
+def test_values_of_the_settings_file_are_checked(tmp_path, name, value):
+    record_run(tmp_path / "telemetry", [make_record(0)])
+    path = tmp_path / "telemetry" / "meta.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), name: value}))
+    with pytest.raises(TelemetryError, match=f"is damaged: `{name}` is"):
+        open_run(tmp_path)
+
+
 def make_text(part, column, value):
     """Replace a column of a part by texts."""
     table = pq.ParquetFile(part).read()

@@ -45,7 +45,10 @@ def telemetry_directory(path: str | Path) -> Path:
         raise MissingTelemetryError(f"There is no run at `{path}`. Give the `output_dir` of a training.")
     if not path.is_dir():
         raise TelemetryError(f"`{path}` is a file. Give the `output_dir` of a training.")
-    return path if path.name == DIRECTORY or (path / META_FILE).exists() else path / DIRECTORY
+    if path.name == DIRECTORY:
+        return path
+    # A `meta.json` of something else may lie beside the folder
+    return path / DIRECTORY if (path / DIRECTORY).is_dir() or not (path / META_FILE).exists() else path
 
 
 def open_run(path: str | Path, threads: int = 2, memory_limit: str = "1GB") -> "Run":

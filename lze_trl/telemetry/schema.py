@@ -1,7 +1,9 @@
 """What is written where: tables, their columns, the settings file and its version."""
 
 import json
+import math
 import os
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -206,9 +208,24 @@ class Meta:
                 f"{SCHEMA_VERSION}. Upgrade lze_trl to open it."
             )
         try:
-            return cls(**content)
+            meta = cls(**content)
         except TypeError as error:
             raise TelemetryError(f"`{META_FILE}` of the run is damaged: {error}.") from error
+        for name, is_valid in _VALID_META.items():
+            value = vars(meta)[name]
+            if not is_valid(value):
+                raise TelemetryError(f"`{META_FILE}` of the run is damaged: `{name}` is {value!r}.")
+        return meta
+
+
+_VALID_META: dict[str, Callable[[Any], bool]] = {
+    "settings": lambda value: isinstance(value, dict),
+    "completions": lambda value: isinstance(value, str),
+    "reward_names": lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value),
+    "attempts": lambda value: isinstance(value, list) and all(type(first) is int and first >= 0 for first in value),
+    "energy_max": lambda value: type(value) in (int, float) and 0 < value < math.inf,
+    "package_version": lambda value: isinstance(value, str),
+}
 
 
 def write_atomically(path: Path, content: bytes):
