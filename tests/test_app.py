@@ -2,6 +2,8 @@
 
 import configparser
 import json
+import re
+import shutil
 import subprocess
 import sys
 from importlib.metadata import version
@@ -157,10 +159,40 @@ def test_charts_survive_gaps_and_nothing():
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(0, "0"), (0.12345, "0.123"), (9999, "9999"), (12345, "12.3k"), (1.5e6, "1.5M"), (2e13, "20T"), (np.nan, "–")],
+    [
+        *(
+            (0, "0"),
+            (0.12345, "0.123"),
+            (9999, "9999"),
+            (12345, "12.3k"),
+            (1.5e6, "1.5M"),
+            (2e13, "20T"),
+            (np.nan, "–"),
+        ),
+        *((999.6, "1000"), (1234.5, "1234"), (-1234.5, "-1234"), (9994.7, "9995"), (9999.5, "10k"), (999_950, "1M")),
+    ],
 )
 def test_numbers_are_short(value, text):
     assert number(value) == text
+
+
+@pytest.mark.parametrize("value", [0.0, 1e6, 1e17, -3e19])
+def test_constant_values_have_an_axis(value):
+    constant = np.full(2, value)
+    for x, y in ((np.array([0.0, 1.0]), constant), (constant, np.array([0.0, 1.0]))):
+        html = line_chart("t", [Series("s", x, y)], "FLOPs")
+        assert "nan" not in html
+        assert html.count("<path") == 1
+
+
+def test_energy_is_drawn_over_its_largest_value(runs, tmp_path):
+    shutil.copytree(runs / "a", tmp_path / "a")
+    meta = tmp_path / "a" / "telemetry" / "meta.json"
+    meta.write_text(json.dumps({**json.loads(meta.read_text()), "energy_max": 2.0}))
+    run = open_run(tmp_path / "a")
+    html, _ = views.prompt_table(run, "all", "", "-energy", 0, "")
+    shares = [100 * energy / 2.0 for energy in run.prompts(limit=views.PAGE_SIZE).energy]
+    assert [float(width) for width in re.findall(r"width:([\d.]+)%", html)] == pytest.approx(shares, abs=0.051)
 
 
 def test_space_is_the_same_app_without_what_trains():

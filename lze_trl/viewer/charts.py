@@ -62,12 +62,13 @@ def number(value: float | None) -> str:
     """A number short enough for a label: `1234567` becomes `1.23M`."""
     if value is None or not math.isfinite(value):
         return "–"
-    for limit, suffix in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if abs(value) >= limit:
-            return f"{value / (1e3 if suffix == 'k' else limit):.3g}{suffix}"
-    if value == int(value):
+    if value == int(value) and abs(value) < 1e4:
         return str(int(value))
-    return f"{value:.3g}"
+    rounded = float(f"{value:.3g}")  # 999,950 is 1M
+    for limit, suffix in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(rounded) >= limit:
+            return f"{rounded / (1e3 if suffix == 'k' else limit):.3g}{suffix}"
+    return f"{value:.0f}" if abs(rounded) >= 1e3 else f"{value:.3g}"
 
 
 def percent(value: float | None) -> str:
@@ -270,7 +271,8 @@ def _description(title: str, series: list[Series], show: Callable[[float], str])
 def _span(values: np.ndarray) -> tuple[float, float]:
     values = values[np.isfinite(values)]
     low, high = float(values.min()), float(values.max())
-    return (low, high) if high > low else (low - 0.5, high + 0.5)
+    margin = max(0.5, 1e-6 * abs(low))  # which a large number does not swallow
+    return (low, high) if high > low else (low - margin, high + margin)
 
 
 def _rounded(low: float, high: float) -> tuple[float, float]:

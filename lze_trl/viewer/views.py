@@ -177,7 +177,7 @@ def prompt_table(run: Run, state: str, search: str, sort: str, page: int, chosen
     if frame.empty:
         rows = '<tr><td colspan="6" class="lze-empty">No prompt matches. Clear the search or choose another state.</td></tr>'
     else:
-        rows = "".join(_prompt_row(row, chosen) for row in frame.to_dict("records"))
+        rows = "".join(_prompt_row(row, chosen, run.meta.energy_max) for row in frame.to_dict("records"))
     return (
         f'<div class="lze-chips" role="status">{chips}</div><div class="lze-scroll"><table class="lze-table lze-prompts">'
         "<thead><tr><th>prompt</th><th>state</th><th>energy</th><th>pass rate</th><th>first</th><th>visits</th></tr>"
@@ -186,13 +186,13 @@ def prompt_table(run: Run, state: str, search: str, sort: str, page: int, chosen
     ), pages
 
 
-def _prompt_row(row: dict[str, Any], chosen: str) -> str:
+def _prompt_row(row: dict[str, Any], chosen: str, energy_max: float) -> str:
     id = escape(str(row["prompt_id"]))
     text = row["text"] if isinstance(row["text"], str) else f"prompt {id}"
     current = ' aria-current="true"' if id == chosen else ""
     return (
         f'<tr{current}><td><button type="button" class="lze-open" data-prompt="{id}">{escape(text[:300])}</button></td>'
-        f"<td>{_state(row['state'])}</td><td>{number(row['energy'])}{_bar(row['energy'] / 1.3)}</td>"
+        f"<td>{_state(row['state'])}</td><td>{number(row['energy'])}{_bar(row['energy'] / energy_max)}</td>"
         f"<td>{percent(row['pass_rate'])}</td><td>{percent(row['first_pass_rate'])}</td>"
         f"<td>{escape(str(row['visits']))}</td></tr>"
     )
