@@ -1,5 +1,6 @@
 """The report of a run: one HTML file that needs nothing else, and pictures."""
 
+import io
 import json
 from datetime import UTC, datetime
 from html import escape
@@ -15,6 +16,7 @@ from . import __version__
 from .telemetry import MissingTelemetryError, Run, open_run
 from .telemetry.curves import curve, energy_heat_map
 from .telemetry.savings import Saving
+from .telemetry.schema import write_atomically
 from .viewer import views
 
 
@@ -58,7 +60,7 @@ def write_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
         _save(_summary_figure(run), folder / "summary.png")
         _save(_energy_figure(run), folder / "energy.png")
         path = folder / "report.html"
-        path.write_text(report_html(run), encoding="utf-8")
+        write_atomically(path, report_html(run).encode())
     finally:
         run.close()
     return path
@@ -179,7 +181,9 @@ def _figure(width: float, height: float, ratios: list[float]) -> tuple[Figure, l
 
 def _save(figure: Figure, path: Path):
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="png")
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    write_atomically(path, buffer.getvalue())
 
 
 def _summary_figure(run: Run) -> Figure:

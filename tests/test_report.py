@@ -1,5 +1,6 @@
 """The report says what the telemetry says, in files that need nothing else."""
 
+import os
 import re
 
 import numpy as np
@@ -40,6 +41,23 @@ def test_pictures_are_written(run_dir, tmp_path):
             assert picture.width > 800
             assert len(picture.convert("RGB").getcolors(2**24)) > 50
     assert write_summary_picture(run_dir, tmp_path / "docs" / "run.png").exists()
+
+
+@pytest.mark.parametrize("fails_at", [".html", ".png"])
+def test_files_are_replaced_in_one_piece(run_dir, tmp_path, monkeypatch, fails_at):
+    write_report(run_dir, out=tmp_path)
+    before = {path.name: path.stat().st_ino for path in tmp_path.glob(f"*{fails_at}")}
+    replace = os.replace
+
+    def killed(source, target):
+        if target.suffix == fails_at:
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        write_report(run_dir, out=tmp_path)
+    assert {path.name: path.stat().st_ino for path in tmp_path.glob(f"*{fails_at}")} == before
 
 
 def test_report_escapes_what_a_run_says(tmp_path):
