@@ -384,6 +384,8 @@ def test_selectors_of_ones_own(tmp_path, monkeypatch):
     [
         ({"selectors": ["energyy"]}, r"one of \['energy', .*got 'energyy'.*'my_module:MySelector'"),
         ({"selectors": ["no_such_module:Mine"]}, "cannot be imported: No module named 'no_such_module'.*PYTHONPATH"),
+        ({"selectors": [":Mine"]}, "':Mine' names no module. Give an import path"),
+        ({"selectors": ["..mine:Mine"]}, "'..mine:Mine' names no module. Give an import path"),
         ({"selectors": ["all", "all"]}, "name of its own, got 'all' twice"),
         ({"selectors": ["all"], "selection_ratio": 0.0}, r"`selection_ratio` must be in \(0, 1\], got 0.0"),
         ({"selectors": ["all"], "selection_ratio": NAN}, r"`selection_ratio` must be in \(0, 1\], got nan"),

@@ -101,6 +101,8 @@ def load_selector(name: str, gumbel_scale: float) -> Selector:
         except ValueError as error:
             hint = "For one of your own, give its import path, such as 'my_module:MySelector'."
             raise ReplayError(f"{error} {hint}") from error
+    if not all(module_name.split(".")):
+        raise ReplayError(f"{name!r} names no module. Give an import path, such as 'my_module:MySelector'.")
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
