@@ -138,7 +138,7 @@ def is_complete(checkpoint: str | Path) -> bool:
 
 def has_ended(checkpoint: str | Path, args: TrainingArguments) -> bool:
     """
-    Whether a checkpoint is the end of its run, after which `Trainer` would still take a step too many.
+    Whether a checkpoint is the end of its run.
 
     Args:
         checkpoint (`str` or `Path`): A complete checkpoint.

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from datasets import Dataset
 from transformers import ProgressCallback
+from transformers.trainer import TRAINER_STATE_NAME
 from trl import ModelConfig, get_peft_config, get_quantization_config
 
 from .checkpoint import has_ended, last_complete_checkpoint
@@ -155,33 +156,41 @@ def resume_point(args: LZEGRPOConfig) -> str | None:
     return checkpoint
 
 
+def is_finished(args: LZEGRPOConfig) -> bool:
+    """Whether nothing is left to do in `output_dir`: the state of the trainer is the last thing that a run leaves there."""
+    return Path(args.output_dir, TRAINER_STATE_NAME).is_file() and has_ended(args.output_dir, args)
+
+
 def run(
     script_args: LZEScriptArguments, training_args: LZEGRPOConfig, model_args: ModelConfig
 ) -> dict[str, float | None]:
     """
     Train by a recipe.
 
+    A run that was stopped goes on where it was. If all its steps were taken, it is evaluated, saved, reported and uploaded.
+
     Returns:
         `dict[str, float | None]`: The totals of [`~lze_trl.ledger.Ledger.summary`], and `accuracy_before` and
-        `accuracy_after`, `None` where not measured. Empty if the run had ended before.
+        `accuracy_after`, `None` where not measured. Empty if the run was finished before.
     """
     with user_errors():
         checkpoint = resume_point(training_args)
-        if checkpoint is not None and has_ended(checkpoint, training_args):
+        if checkpoint is not None and has_ended(checkpoint, training_args) and is_finished(training_args):
             logger.info("The run in `%s` has ended: there is nothing left to do.", training_args.output_dir)
             return {}
         # A resumed run has the first evaluation in its log already. The trainer makes it, because DeepSpeed takes a
         # model that was evaluated before training for one that will never be trained
         training_args.eval_on_start = bool(script_args.eval_datasets) and checkpoint is None
         trainer = build_trainer(script_args, training_args, model_args)
+    output_dir = Path(training_args.output_dir)
+    if trainer.is_world_process_zero():  # that of an earlier run
+        (output_dir / TRAINER_STATE_NAME).unlink(missing_ok=True)
     trainer.train(resume_from_checkpoint=checkpoint)
     if trainer.eval_dataset is not None and sampled_accuracy(trainer, trainer.state.global_step) is None:
         trainer.evaluate()
     before, after = (sampled_accuracy(trainer, step) for step in (0, trainer.state.global_step))
 
-    output_dir = Path(training_args.output_dir)
     trainer.save_model(training_args.output_dir)
-    trainer.save_state()
     savings = trainer.savings()
     files = {"model": output_dir}
     if trainer.is_world_process_zero():
@@ -191,6 +200,7 @@ def run(
         files["model"] = f"https://huggingface.co/{trainer.hub_model_id}"
     if trainer.is_world_process_zero():
         show_summary(savings, {"before": before, "after": after}, files)
+    trainer.save_state()
     trainer.end()
     return {**savings, "accuracy_before": before, "accuracy_after": after}
 
@@ -205,7 +215,11 @@ def write_reports(run_dir: Path, telemetry: bool) -> dict[str, Path]:
     except ImportError as error:
         logger.info("No report was written (%s). Install it with `pip install 'lze-trl[app]'`.", error)
         return files
-    report = write_report(run_dir)
+    try:
+        report = write_report(run_dir)
+    except Exception:  # nothing that goes wrong here may cost the upload that comes next
+        logger.exception("No report was written. Try again with `lze-trl report %s`.", run_dir)
+        return files
     return {**files, "report": report, "picture": report.with_name("summary.png")}
 
 

@@ -342,15 +342,27 @@ class LZEGRPOTrainer(GenerationPipeline):
 
     def _record(self, plan: Plan, scored: Scored, groups: Groups, chosen_groups: np.ndarray):
         if self.args.telemetry:
-            if self._recorder is None:
-                self._recorder = Recorder(self)
+            self._begin_recording()
             self._recorder.record(plan, scored, groups, chosen_groups)
+
+    def _begin_recording(self):
+        if self._recorder is None:
+            self._recorder = Recorder(self)
+
+    def _end_recording(self):
+        if self._recorder is not None:
+            self._recorder.close()
+            self._recorder = None
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         # Differs from TRL: the metrics also go to the telemetry
         super().log(logs, start_time)
-        if self._recorder is not None:
+        # A trainer that has not trained is not the run whose telemetry `output_dir` may hold
+        if self.args.telemetry and (self.is_in_train or self._generation):
+            self._begin_recording()
             self._recorder.record_step(logs)
+            if not self.is_in_train:
+                self._end_recording()
 
     def _flush_telemetry(self):
         if self._recorder is not None:
@@ -385,19 +397,25 @@ class LZEGRPOTrainer(GenerationPipeline):
                     "`resume_from_checkpoint`, or name a checkpoint."
                 )
         if resume_from_checkpoint and store.has_ended(resume_from_checkpoint, self.args):
-            raise ValueError(
-                f"`{resume_from_checkpoint}` is the end of its run: there is nothing to resume. Set a larger "
-                "`max_steps` or `num_train_epochs`, or start a new run from its model."
+            logger.warning(
+                "`%s` is the end of its run: it is loaded, and no step is taken. For more, set a larger `max_steps` or "
+                "`num_train_epochs`, or start a new run from its model.",
+                resume_from_checkpoint,
             )
         try:
             result = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
         finally:
-            if self._recorder is not None:
-                self._recorder.close()
-                self._recorder = None
+            self._end_recording()
         if self.args.should_save:
             resume.save_state(self, self.args.output_dir)
         return result
+
+    def _run_epoch(self, *args: Any, **kwargs: Any):
+        # Differs from transformers: a run that is resumed at its end takes no step more
+        if self.state.global_step < self.state.max_steps:
+            super()._run_epoch(*args, **kwargs)
+        else:
+            self.control.should_training_stop = True
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None):
         # Differs from TRL: the token of the Hub does not go into `training_args.bin`, which is uploaded with the model
@@ -428,7 +446,9 @@ class LZEGRPOTrainer(GenerationPipeline):
         self.accelerator.wait_for_everyone()
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None):
-        # Differs from TRL: restores the prompt state as well
+        # Differs from TRL: restores the prompt state as well, and, where no step follows that would, the random state
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
             resume.restore(self, checkpoint)
+            if self.state.global_step >= self.state.max_steps:
+                self._load_rng_state(checkpoint)

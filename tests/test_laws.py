@@ -292,12 +292,25 @@ def test_rollouts_in_use_are_shared_out_as_before(tmp_path, name):
         other.train(resume_from_checkpoint=True)
 
 
+@pytest.mark.parametrize("length", [{"max_steps": 5}, {"max_steps": 3}, {"max_steps": -1, "num_train_epochs": 1}])
+def test_a_run_that_is_resumed_at_its_end_stays_as_it_is(tmp_path, caplog, length):
+    # 17 prompts, 3 a batch: 5 steps an epoch
+    settings = {"save_strategy": "steps", "save_steps": 1, **length}
+    whole = train(LZEGRPOTrainer, tmp_path, **settings)
+    resumed = make(LZEGRPOTrainer, tmp_path, **settings)
+    resumed.train(resume_from_checkpoint=True)
+    assert "is the end of its run: it is loaded, and no step is taken" in caplog.text
+    assert resumed.state.global_step == whole.state.global_step == (3 if length == {"max_steps": 3} else 5)
+    assert distance(whole, resumed) == 0.0 and moved(whole) > 1e-3
+    first, second = whole.prompt_state.tensors(), resumed.prompt_state.tensors()
+    assert all((first[name] == second[name]).all() for name in first)
+    assert vars(resumed.ledger) == vars(whole.ledger)
+
+
 def test_more_epochs_go_on(tmp_path):
     # 17 prompts, 3 a batch: 5 steps an epoch
     settings = {"max_steps": -1, "save_strategy": "steps", "save_steps": 5}
     train(LZEGRPOTrainer, tmp_path, num_train_epochs=1, **settings)
-    with pytest.raises(ValueError, match="is the end of its run"):
-        make(LZEGRPOTrainer, tmp_path, num_train_epochs=1, **settings).train(resume_from_checkpoint=True)
     longer = make(LZEGRPOTrainer, tmp_path, num_train_epochs=2, **settings)
     longer.train(resume_from_checkpoint=True)
     assert longer.state.global_step == 10

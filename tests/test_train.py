@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 import tiny
 from launches import run_to_end
+from lze_trl import LZEGRPOTrainer
 from lze_trl.console import count, log_line, summary_tables
 from lze_trl.ledger import Ledger, TokenCost
 from lze_trl.recipe import RecipeError, parse_recipe
@@ -81,6 +82,50 @@ def test_resumes_from_the_last_complete_checkpoint(job):
     resumed = run(*parse_recipe(["--config", job(max_steps=4, resume_from_checkpoint="auto")]))
     assert resumed["rows_rolled_out"] == 2 * first["rows_rolled_out"]
     assert resumed["accuracy_before"] == first["accuracy_before"]
+
+
+@pytest.mark.parametrize("stopped_at", ["evaluate", "save_model", "push_to_hub", "savings"])
+def test_a_run_that_was_stopped_after_its_last_step_is_finished(job, tmp_path, monkeypatch, caplog, stopped_at):
+    def stop():
+        raise KeyboardInterrupt
+
+    def upload(self, commit_message="End of training", **kwargs):
+        uploads.append(commit_message)
+
+    uploads = []
+    monkeypatch.setattr(LZEGRPOTrainer, "push_to_hub", upload)
+    monkeypatch.setattr(LZEGRPOTrainer, "init_hf_repo", lambda self, **kwargs: setattr(self, "push_in_progress", None))
+    keys = {"max_steps": 2, "push_to_hub": True, "hub_strategy": "end", "hub_model_id": "me/model"}
+    keys["resume_from_checkpoint"] = "auto"
+    whole = run(*parse_recipe(["--config", job(output_dir=str(tmp_path / "whole"), **keys)]))
+    command = ["--config", job(**keys)]
+    with monkeypatch.context() as stopped, pytest.raises(KeyboardInterrupt):
+        method = "_save" if stopped_at == "save_model" else stopped_at
+        before = getattr(LZEGRPOTrainer, method)
+
+        def during(self, *args, **kwargs):
+            return before(self, *args, **kwargs) if self.is_in_train else stop()
+
+        stopped.setattr(LZEGRPOTrainer, method, during)
+        run(*parse_recipe(command))
+    finished = run(*parse_recipe(command))
+    for name in ("accuracy_before", "accuracy_after", "rows_rolled_out", "rows_trained", "update_tokens"):
+        assert finished[name] == whole[name]
+    assert uploads.count("End of training") == 2
+    first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "run"))
+    assert all((first[name] == second[name]).all() for name in first)
+    with caplog.at_level("INFO", logger="lze_trl"):
+        assert run(*parse_recipe(command)) == {}
+    assert "has ended: there is nothing left to do" in caplog.text and uploads.count("End of training") == 2
+
+
+def test_a_report_that_fails_does_not_cost_the_upload(job, monkeypatch, caplog):
+    def fail(run_dir):
+        raise ValueError("no")
+
+    monkeypatch.setattr("lze_trl.report.write_report", fail)
+    run(*parse_recipe(["--config", job(max_steps=1)]))
+    assert "No report was written. Try again with `lze-trl report" in caplog.text
 
 
 @pytest.mark.parametrize("wanted", ["auto", "true", True])
@@ -240,23 +285,3 @@ def test_summary_tells_tokens_and_flops_of_full_data():
     assert columns[3] == ["25 k", "12 k", "42 k", "79 k"]
     assert columns[4] == ["37.5 k", "75 k", "225 k", "338 k"]
     assert columns[5] == ["66.7%", "16.0%", "18.7%", "23.4%"]
-
-
-def test_a_run_that_has_ended_is_left_alone(tmp_path, caplog):
-    import tiny
-    from lze_trl import LZEGRPOTrainer
-    from lze_trl.recipe import LZEScriptArguments
-    from lze_trl.train import run
-
-    settings = {"save_strategy": "steps", "max_steps": 2}
-    LZEGRPOTrainer(
-        model=tiny.model(),
-        reward_funcs=tiny.even_length_reward,
-        args=tiny.config(tmp_path, **settings),
-        train_dataset=tiny.prompts(11),
-        processing_class=tiny.tokenizer(),
-    ).train()
-    args = tiny.config(tmp_path, resume_from_checkpoint="auto", **settings)
-    with caplog.at_level("INFO", logger="lze_trl"):
-        assert run(LZEScriptArguments(datasets=["unread"]), args, None) == {}
-    assert "has ended: there is nothing left to do" in caplog.text
