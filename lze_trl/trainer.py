@@ -30,7 +30,7 @@ from .planner import Plan, Planner
 from .pruning import GresoPruner, PromptStream, Pruner
 from .reporting import DeadMonitor, Recorder, RepeatMonitor
 from .rollout import Scored
-from .selectors import Selector, make_selector
+from .selectors import Selector, make_selector, quota
 from .state import PromptState, StateSettings
 from .surplus import Pool
 
@@ -94,7 +94,7 @@ class LZEGRPOTrainer(GenerationPipeline):
     trainer = LZEGRPOTrainer(
         model="Qwen/Qwen2.5-0.5B-Instruct",
         reward_funcs=accuracy_reward,
-        args=LZEGRPOConfig(selection_ratio=0.4),
+        args=LZEGRPOConfig(generation_batch_size=512, gradient_accumulation_steps=64, selection_ratio=0.4),
         train_dataset=load_dataset("trl-lib/DeepMath-103K", split="train"),
     )
     trainer.train()
@@ -185,6 +185,12 @@ class LZEGRPOTrainer(GenerationPipeline):
         """State of the prompts, and what plans with it."""
         args, dataset = self.args, self.train_dataset
         num_groups = args.generation_batch_size // args.num_generations
+        if args.selection_ratio < 1.0 and quota(args.selection_ratio, num_groups) == num_groups:
+            logger.warning(
+                "A generation batch holds %d group(s), of which `selection_ratio=%s` is all of them: only dead groups are "
+                "dropped. Raise `generation_batch_size` (%d), so that there is something to choose from.",
+                *(num_groups, args.selection_ratio, args.generation_batch_size),
+            )
         sized = isinstance(dataset, Dataset)
         self.prompt_state = PromptState(
             StateSettings(

@@ -4,10 +4,13 @@ import re
 from pathlib import Path
 
 import numpy as np
+import pytest
+from transformers import TrainerCallback
 
 import tiny
 from lze_trl import LZEGRPOTrainer
 from lze_trl.reporting import RepeatMonitor
+from lze_trl.telemetry import open_run
 
 
 def test_documented_metrics_are_those_that_are_logged(tmp_path):
@@ -26,6 +29,66 @@ def test_documented_metrics_are_those_that_are_logged(tmp_path):
     documented = set(re.findall(r"^\| `(lze/\w+)` \|", page, re.M))
     only_in_trackers = {"lze/energy_histogram", "lze/prompts"}
     assert documented - only_in_trackers == logged
+
+
+def make(directory, callbacks=(), **settings):
+    return LZEGRPOTrainer(
+        model=tiny.model(),
+        reward_funcs=tiny.even_length_reward,
+        args=tiny.config(directory, telemetry=True, logging_steps=1, per_device_eval_batch_size=4, **settings),
+        train_dataset=tiny.prompts(11),
+        eval_dataset=tiny.prompts(3),
+        processing_class=tiny.tokenizer(),
+        callbacks=list(callbacks),
+    )
+
+
+def logged(trainer, name):
+    return [(entry["step"], entry[name]) for entry in trainer.state.log_history if name in entry]
+
+
+def recorded(directory, name):
+    rows = open_run(directory).sql(f"SELECT step, value FROM steps WHERE name = '{name}' ORDER BY step, time")
+    return list(zip(rows.step, rows.value, strict=True))
+
+
+def test_metrics_before_the_first_rollout_and_after_the_last_are_recorded(tmp_path):
+    trainer = make(tmp_path, max_steps=2, eval_on_start=True)
+    trainer.train()
+    trainer.evaluate()
+    assert [step for step, _ in logged(trainer, "eval_reward")] == [0, 2]
+    for name in ("eval_reward", "loss", "train_runtime"):
+        assert recorded(tmp_path, name) == logged(trainer, name)
+    assert open_run(tmp_path).summary()["generations"] == 2
+
+
+def test_a_trainer_that_only_evaluates_leaves_the_telemetry_of_its_folder_alone(tmp_path):
+    make(tmp_path, max_steps=1).train()
+    before = sorted(tmp_path.glob("telemetry/**/*"))
+    make(tmp_path, max_steps=1).evaluate()
+    assert sorted(tmp_path.glob("telemetry/**/*")) == before
+
+
+@pytest.mark.parametrize("stop", ["on_save", "on_step_begin"])
+def test_a_resume_in_the_middle_of_a_generation_batch_records_every_step_once(tmp_path, stop):
+    # Killed after checkpoint-3, before or after step 4, the second step of a generation batch, was recorded
+    class Kill(TrainerCallback):
+        def __getattribute__(self, name):
+            return object.__getattribute__(self, "kill" if name == stop else name)
+
+        def kill(self, args, state, control, **kwargs):
+            if state.global_step == {"on_save": 3, "on_step_begin": 4}[stop]:
+                raise KeyboardInterrupt
+
+    settings = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6, "steps_per_generation": 2}
+    killed = make(tmp_path, [Kill()], per_device_train_batch_size=6, **settings)
+    with pytest.raises(KeyboardInterrupt):
+        killed.train()
+    resumed = make(tmp_path, per_device_train_batch_size=6, **settings)
+    resumed.train(resume_from_checkpoint=True)
+    assert [step for step, _ in logged(resumed, "loss")] == [1, 2, 3, 4, 5, 6]
+    for name in ("loss", "lze/pass_rate", "learning_rate"):
+        assert recorded(tmp_path, name) == logged(resumed, name)
 
 
 def test_repeated_share():

@@ -44,6 +44,14 @@ def test_defaults_train_on_the_best_groups_only(tmp_path):
     assert max(history(trainer, "lze/selected_share")) <= 0.4
 
 
+@pytest.mark.parametrize(
+    ("groups", "ratio", "told"), [(1, 0.4, True), (2, 0.8, True), (2, 0.4, False), (1, 1.0, False)]
+)
+def test_too_few_groups_to_choose_from_are_told(tmp_path, caplog, groups, ratio, told):
+    make(tmp_path, per_device_train_batch_size=4 * groups, selection_ratio=ratio)
+    assert (f"holds {groups} group(s), of which `selection_ratio={ratio}` is all of them" in caplog.text) == told
+
+
 def test_metrics_of_the_whole_batch_keep_the_names_of_trl(tmp_path):
     trainer = run(tmp_path, selection_ratio=0.3)
     for name in ("reward", "rewards/even_length_reward/mean", "completions/mean_length", "frac_reward_zero_std"):

@@ -65,13 +65,19 @@ def rows_of_table(table: str, parts: list[Part], attempts: list[int]) -> str:
     """Query of all rows of a table that count."""
     queries = []
     for attempt in sorted({part.attempt for part in parts}):
-        query = f"SELECT * FROM {read_parquet([part for part in parts if part.attempt == attempt])}"
+        query = (
+            f"SELECT *, {attempt} AS attempt FROM {read_parquet([part for part in parts if part.attempt == attempt])}"
+        )
         cut = cut_of_attempt(attempts, attempt)
         queries.append(query if cut is None else f"{query} WHERE generation < {cut}")
     if not queries:
         columns = ", ".join(f'NULL::{_SQL_TYPES[field.type]} AS "{field.name}"' for field in SCHEMAS[table])
         return f"SELECT {columns} WHERE false"
-    return " UNION ALL BY NAME ".join(queries)  # an attempt by an earlier version has fewer columns
+    rows = " UNION ALL BY NAME ".join(queries)  # an attempt by an earlier version has fewer columns
+    if table == "steps" and len(queries) > 1:
+        # Steps that share a generation batch: those behind the checkpoint are logged again by the resumed run
+        rows = f"SELECT * FROM ({rows}) QUALIFY attempt = max(attempt) OVER (PARTITION BY step, name)"
+    return f"SELECT * EXCLUDE (attempt) FROM ({rows})"
 
 
 def wrong_types(table: str, found: dict[str, str]) -> dict[str, str]:

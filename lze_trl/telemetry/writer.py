@@ -79,7 +79,7 @@ class TelemetryWriter:
         self._write_meta_if_possible()
         self._attempt = len(self._meta.attempts)
         self._known = self._recorded_prompts()
-        self._last_generation = (resumed_generation or 0) - 1
+        self._last_generation = max((resumed_generation or 0) - 1, 0)  # of what is logged before the first batch
         self._flushes = 0
         self._rows_since_snapshot = 0
         self._records: list[GenerationRecord] = []
