@@ -22,6 +22,7 @@ PICTURE = "lze_summary.png"
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _RUN_FILES = [f"{DIRECTORY}/**", "report/**", "lze_state.*"]
+_PRIVATE = (f"/{DIRECTORY}/", "/report/")
 _STATE_FILES = ["lze_state.*", "checkpoint-*/lze_state.*", "checkpoint-*/trainer_state.json"]
 _SECTION_START, _SECTION_END = "<!-- lze:start -->", "<!-- lze:end -->"
 _SHOWN_SETTINGS = (
@@ -152,6 +153,24 @@ def push_run(run_dir: str | Path, repo_id: str, private: bool | None = None, tok
         commit_message="Telemetry and prompt state",
     )
     return str(url)
+
+
+def keep_private(run_dir: str | Path):
+    """
+    Keep telemetry and report, which hold prompts and completions, out of the model repo.
+
+    The trainer of transformers uploads the whole output directory. The Hub leaves out what the `.gitignore` among the files
+    names; lines that are there already stay.
+
+    Args:
+        run_dir (`str` or `Path`): Output directory of a training.
+    """
+    path = Path(run_dir) / ".gitignore"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    missing = [line for line in _PRIVATE if line not in lines]
+    if missing:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, "".join(f"{line}\n" for line in [*lines, *missing]).encode())
 
 
 def extend_model_card(run_dir: str | Path, model_id: str | None = None):

@@ -382,6 +382,14 @@ class LZEGRPOTrainer(GenerationPipeline):
 
             extend_model_card(self.args.output_dir, self.args.hub_model_id)
 
+    def init_hf_repo(self, *args: Any, **kwargs: Any):
+        # Differs from TRL: what was recorded of prompts and completions stays out of the model repo
+        super().init_hf_repo(*args, **kwargs)
+        if self.is_world_process_zero():
+            from .hub import keep_private
+
+            keep_private(self.args.output_dir)
+
     def push_to_hub(self, *args: Any, **kwargs: Any):
         # Differs from TRL: telemetry and prompt state go along on request
         result = super().push_to_hub(*args, **kwargs)

@@ -43,9 +43,16 @@ class WritableHandler(Handler):
             return self.reply_json({"url": url, "id": repository})
         repository = "/".join(path.split("/")[3:5])
         if path.endswith("/preupload/main"):
+            asked = json.loads(body)
+            # Of .gitignore, what this package writes: folders at the root
+            left_out = tuple(line.removeprefix("/") for line in asked.get("gitIgnore", "").splitlines())
             files = [
-                {"path": file["path"], "uploadMode": "regular", "shouldIgnore": False}
-                for file in json.loads(body)["files"]
+                {
+                    "path": file["path"],
+                    "uploadMode": "regular",
+                    "shouldIgnore": bool(left_out) and file["path"].startswith(left_out),
+                }
+                for file in asked["files"]
             ]
             return self.reply_json({"files": files})
         root = self.server.repositories[repository]
@@ -281,7 +288,7 @@ trainer = LZEGRPOTrainer(
         hub_model_id="me/model",
         hub_telemetry_id="me/model-run",
         hub_token="hf_secret",
-        hub_strategy="end",
+        hub_strategy="every_save",
         save_strategy="steps",
     ),
     train_dataset=tiny.prompts(11),
@@ -303,10 +310,21 @@ def test_a_trainer_pushes_model_card_and_telemetry(tmp_path):
     for part in ("Trained where it learns", "selection_ratio", "Savings", "lze_summary.png", "Versions", "pipeline("):
         assert part in card, part
     assert {"model.safetensors", "config.json", "tokenizer.json"} <= {path.name for path in model.iterdir()}
+    # Prompts and completions are where they were asked for, and nowhere else
+    assert not (model / "telemetry").exists() and not (model / "report").exists()
     assert (run / "telemetry/meta.json").is_file()
     assert (run / "lze_state.safetensors").is_file()
     for file in (tmp_path / "server").rglob("*"):
         assert not file.is_file() or b"hf_secret" not in file.read_bytes(), file
+
+
+def test_rules_of_the_user_stay(tmp_path):
+    hub.keep_private(tmp_path / "new")
+    assert (tmp_path / "new" / ".gitignore").read_text() == "/telemetry/\n/report/\n"
+    (tmp_path / ".gitignore").write_text("*.pt\n/report/")
+    for _ in range(2):
+        hub.keep_private(tmp_path)
+        assert (tmp_path / ".gitignore").read_text() == "*.pt\n/report/\n/telemetry/\n"
 
 
 def test_directories_need_no_hub(run_dir):

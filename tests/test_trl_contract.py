@@ -43,6 +43,11 @@ SIGNATURES = {
     GRPOTrainer._load_optimizer_and_scheduler: "(self, checkpoint)",
     Trainer._load_optimizer_and_scheduler: "(self, checkpoint: str | None) -> None",
     Trainer._save_rng_state: "(self, output_dir: str) -> None",
+    Trainer._run_epoch: (
+        "(self, model, epoch, train_dataloader, steps_in_epoch, num_update_steps_per_epoch, trial, ignore_keys_for_eval, "
+        "start_time, resume_from_checkpoint, epochs_trained, steps_trained_in_current_epoch)"
+    ),
+    Trainer.init_hf_repo: "(self, token: str | None = None, private: bool | None = None) -> None",
     Trainer._save: "(self, output_dir: str | None = None, state_dict: dict | None = None) -> None",
     GRPOTrainer.create_model_card: (
         "(self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None)"
