@@ -350,9 +350,13 @@ def test_a_model_card_is_written_whole_or_not_at_all(run_dir, monkeypatch):
         raise OSError("No space left on device")
 
     (run_dir / "README.md").write_text("# Model card\n")
+    hub.extend_model_card(run_dir)  # the picture is there from now on
+    (run_dir / "README.md").write_text("# Model card\n")
+    before = sorted(run_dir.rglob("*"))
     monkeypatch.setattr(schema.os, "replace", fail)
     with pytest.raises(OSError, match="No space left"):
         hub.extend_model_card(run_dir)
+    assert sorted(run_dir.rglob("*")) == before
     assert (run_dir / "README.md").read_text() == "# Model card\n"
 
 

@@ -231,8 +231,11 @@ _VALID_META: dict[str, Callable[[Any], bool]] = {
 def write_atomically(path: Path, content: bytes):
     """Write a file so that no reader sees a part of it: to a temporary name, then renamed."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with open(temporary, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
