@@ -1,9 +1,7 @@
 """Saving and loading of what TRL's checkpoint lacks: safetensors and JSON, written atomically, read strictly."""
 
 import json
-import os
 import re
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,8 @@ from safetensors import SafetensorError
 from transformers import TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from .files import write_atomically
 
 
 SCHEMA_VERSION = 2
@@ -46,23 +46,12 @@ def save(directory: str | Path, name: str, tensors: dict[str, np.ndarray], meta:
         **meta,
     }
     text = json.dumps(description, indent=2).encode()
-    _replace(directory / f"{name}.safetensors", data)
-    _replace(directory / f"{name}.json", text)
+    write_atomically(directory / f"{name}.safetensors", data)
+    write_atomically(directory / f"{name}.json", text)
 
 
 def _checksum(data: bytes) -> str:
     return xxhash.xxh64(data).hexdigest()
-
-
-def _replace(target: Path, data: bytes):
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    os.close(handle)
-    try:
-        Path(temporary).write_bytes(data)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, target)
-    finally:
-        Path(temporary).unlink(missing_ok=True)
 
 
 def load(directory: str | Path, name: str) -> tuple[dict[str, np.ndarray], dict[str, Any]]:

@@ -10,9 +10,10 @@ from huggingface_hub import HfApi, constants, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from huggingface_hub.utils import filter_repo_objects
 
+from .files import write_atomically
 from .telemetry import MissingTelemetryError, TelemetryError, open_run
 from .telemetry.savings import Saving
-from .telemetry.schema import DIRECTORY, write_atomically
+from .telemetry.schema import DIRECTORY
 
 
 logger = logging.getLogger(__name__)

@@ -13,10 +13,10 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from . import __version__
+from .files import write_atomically
 from .telemetry import MissingTelemetryError, Run, open_run
 from .telemetry.curves import curve, energy_heat_map
 from .telemetry.savings import Saving
-from .telemetry.schema import write_atomically
 from .viewer import views
 
 

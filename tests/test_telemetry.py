@@ -25,6 +25,7 @@ from lze_trl.telemetry import (
 )
 from lze_trl.telemetry import writer as telemetry_writer
 from lze_trl.telemetry.parts import FAN_OUT, FINAL_BYTES, _mergeable, list_parts, merge_parts, part_name
+from lze_trl.telemetry.reader import parse_columns
 from lze_trl.telemetry.savings import savings_of_ledger
 from lze_trl.telemetry.schema import SCHEMA_VERSION, SCHEMAS, Meta
 from lze_trl.telemetry.synthetic import SyntheticTraining, record_synthetic_run
@@ -187,6 +188,12 @@ def test_columns_are_searched_as_they_read(tmp_path, search):
     }
     record_run(tmp_path / "telemetry", [make_record(0, columns=facts)])
     assert len(open_run(tmp_path).prompts(search=search)) == 1
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "3", "null"])
+def test_columns_that_are_no_object_are_refused(text):
+    with pytest.raises(TelemetryError, match="must be a JSON object, got"):
+        parse_columns(text)
 
 
 def test_resumed_run_hides_what_the_crash_lost(tmp_path):
@@ -521,6 +528,25 @@ def test_what_waits_at_the_end_is_written_or_counted(tmp_path, caplog, monkeypat
     writer.close()
     assert open_run(tmp_path).generations().generation.tolist() == kept
     assert ("1 generation batches and 1 logs of metrics are lost" in caplog.text) is not bool(kept)
+
+
+def test_queue_of_a_full_disk_is_bounded(tmp_path, caplog, monkeypatch):
+    fill_disk(monkeypatch, failures=10**6)
+    monkeypatch.setattr(telemetry_writer, "_MAX_WAITING", 2)
+    writer = TelemetryWriter(tmp_path / "telemetry", flush_seconds=0.01)
+    for i in range(5):
+        writer.record(make_record(i))
+        writer.record_step(i, {"loss": 0.5})
+    writer.flush(timeout=0.5)
+    with writer._condition:
+        monkeypatch.undo()
+        waiting = len(writer._records), len(writer._metrics)
+    assert waiting == (2, 2)
+    writer.close()
+    assert "are lost to the telemetry" in caplog.text
+    run = open_run(tmp_path)
+    assert run.generations().generation.tolist() == [3, 4]
+    assert run.steps().index.tolist() == [3, 4]
 
 
 def test_damaged_settings_file_is_set_aside(tmp_path, caplog):

@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from ..files import write_atomically
+
 
 class BenchError(ValueError):
     """Something that the caller of the benchmark can mend; its message says how."""
@@ -124,7 +126,5 @@ def write_json(path: Path, content: Any):
 
 
 def write_text(path: Path, text: str):
-    """Write a text file, which gets a last line end, in one piece: a reader sees the old one or the new one."""
-    unfinished = path.with_name(f"{path.name}.unfinished")
-    unfinished.write_text(text + "\n", encoding="utf-8")
-    unfinished.replace(path)
+    """Write a text file, which gets a last line end, in one piece."""
+    write_atomically(path, f"{text}\n".encode())

@@ -10,7 +10,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from .schema import SORT_KEYS, write_atomically
+from ..files import write_atomically
+from .schema import SORT_KEYS
 
 
 FAN_OUT = 16

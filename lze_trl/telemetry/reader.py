@@ -376,5 +376,16 @@ def _found(search: str | None) -> tuple[str, list[Any]]:
 
 
 def parse_columns(columns: str | None) -> dict[str, Any]:
-    """Columns of a prompt, as recorded in `prompts`."""
-    return json.loads(columns) if isinstance(columns, str) else {}
+    """
+    Columns of a prompt, as recorded in `prompts`.
+
+    Raises:
+        TelemetryError: It is no JSON object.
+    """
+    try:
+        found = json.loads(columns) if isinstance(columns, str) else {}
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise TelemetryError(f"The columns of a prompt are damaged: they must be a JSON object, got {columns[:80]!r}.")
+    return found

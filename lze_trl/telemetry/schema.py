@@ -2,13 +2,14 @@
 
 import json
 import math
-import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+
+from ..files import write_atomically
 
 
 SCHEMA_VERSION = 1
@@ -226,16 +227,3 @@ _VALID_META: dict[str, Callable[[Any], bool]] = {
     "energy_max": lambda value: type(value) in (int, float) and 0 < value < math.inf,
     "package_version": lambda value: isinstance(value, str),
 }
-
-
-def write_atomically(path: Path, content: bytes):
-    """Write a file so that no reader sees a part of it: to a temporary name, then renamed."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)

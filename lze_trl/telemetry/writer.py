@@ -191,11 +191,16 @@ class TelemetryWriter:
                     left -= 1
                     time.sleep(self._flush_seconds if left else 0.0)
         if self._records or self._metrics:
-            logger.error(
-                "%d generation batches and %d logs of metrics are lost to the telemetry, which could not be written.",
-                len(self._records),
-                len(self._metrics),
-            )
+            self._log_lost(logging.ERROR, len(self._records), len(self._metrics))
+
+    @staticmethod
+    def _log_lost(level: int, records: int, metrics: int):
+        logger.log(
+            level,
+            "%d generation batches and %d logs of metrics are lost to the telemetry, which could not be written.",
+            records,
+            metrics,
+        )
 
     def _write_waiting(self):
         with self._condition:
@@ -203,7 +208,7 @@ class TelemetryWriter:
         try:
             self._write(records, times, metrics)
         except Exception:
-            self._forget_oldest(len(records))
+            self._forget_oldest(len(records), len(metrics))
             raise
         with self._condition:
             del self._records[: len(records)], self._times[: len(records)], self._metrics[: len(metrics)]
@@ -224,13 +229,13 @@ class TelemetryWriter:
         self._known.update(id for rows in tables["prompts"] for id in rows["prompt_id"].to_pylist())
         self._rows_since_snapshot += sum(len(rows) for rows in tables["groups"])
 
-    def _forget_oldest(self, waiting: int):
+    def _forget_oldest(self, records: int, metrics: int):
         # The disk may be full for hours: the queue must not take the training's memory meanwhile
+        records, metrics = max(records - _MAX_WAITING, 0), max(metrics - _MAX_WAITING, 0)
         with self._condition:
-            surplus = max(waiting - _MAX_WAITING, 0)
-            del self._records[:surplus], self._times[:surplus]
-            if surplus:
-                logger.warning("%d generation batches are lost to the telemetry, which could not be written.", surplus)
+            del self._records[:records], self._times[:records], self._metrics[:metrics]
+        if records or metrics:
+            self._log_lost(logging.WARNING, records, metrics)
 
     def _tables(
         self, records: list[GenerationRecord], times: list[float], metrics: list[_Log]

@@ -1,0 +1,23 @@
+"""Files that appear whole or not at all."""
+
+import os
+from pathlib import Path
+
+
+def write_atomically(path: Path, content: bytes):
+    """
+    Write a file so that neither a reader nor a crash ever sees a part of it: under a temporary name, to the disk, then renamed.
+
+    Args:
+        path (`Path`): Where to write; its folder exists.
+        content (`bytes`): The whole file.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
