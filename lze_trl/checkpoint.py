@@ -130,11 +130,14 @@ def has_ended(checkpoint: str | Path, args: TrainingArguments) -> bool:
     Whether a checkpoint is the end of its run.
 
     Args:
-        checkpoint (`str` or `Path`): A complete checkpoint.
+        checkpoint (`str` or `Path`): A complete checkpoint; one that is not there is none.
         args ([`~transformers.TrainingArguments`]):
             Of the resumed run: its `max_steps` count if they are given; else it goes on if it has more epochs.
     """
-    state = json.loads((Path(checkpoint) / TRAINER_STATE_NAME).read_text())
+    file = Path(checkpoint) / TRAINER_STATE_NAME
+    if not file.is_file():
+        return False  # transformers says what is missing
+    state = json.loads(file.read_text())
     if args.max_steps > 0:
         return state["global_step"] >= args.max_steps
     return state["global_step"] >= state["max_steps"] and args.num_train_epochs <= state["num_train_epochs"]

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from datasets import Dataset, IterableDataset
@@ -28,7 +28,8 @@ def refuse_unsupported(args: LZEGRPOConfig, train_dataset: Any, kwargs: dict[str
         )
     if train_dataset is None:
         raise ValueError("`train_dataset` is required: selection needs prompts that it can recognise.")
-    images = [name for name in ("image", "images") if name in (train_dataset.column_names or [])]
+    columns = getattr(train_dataset, "column_names", None) or []  # TRL says what is wrong with other kinds of data
+    images = [name for name in ("image", "images") if name in columns]
     if images:
         raise images_error(f"The training set has the column {images[0]!r}")
     if isinstance(train_dataset, IterableDataset) and args.pruning != "none":
@@ -122,7 +123,8 @@ def checked(reward_func: Any) -> Any:
     return guarded
 
 
-def _without_nan(rewards: list[float | None], name: str) -> list[float | None]:
+def _without_nan(rewards: Iterable[float | None], name: str) -> list[float | None]:
+    rewards = list(rewards)
     for index, reward in enumerate(rewards):
         if reward is not None and math.isnan(reward):
             raise ValueError(

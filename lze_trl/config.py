@@ -461,6 +461,11 @@ class LZEGRPOConfig(GRPOConfig):
             raise ValueError(
                 "`pruning_policy='greso'` needs pruning, and `pruning='none'`. Set `pruning='refill'` or 'skip'."
             )
+        if self.enable_jit_checkpoint:
+            raise ValueError(
+                "`enable_jit_checkpoint=True` is not supported: it saves between the backward pass and the optimizer step, "
+                "in the middle of what a resumed run could repeat. Set `save_steps`; a run resumes from it exactly."
+            )
         if self.fp16:
             raise ValueError(
                 "`fp16=True` is not supported: its gradient scaler fails on a step in which no group was worth a "

@@ -9,7 +9,6 @@ import json
 import logging
 import os
 import random
-import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, set_seed
 from trl import SFTConfig, SFTTrainer
 
+from .files import made_aside
 from .recipe import CHECKOUT, RecipeError, check_recipe
 from .train import main as train_main
 from .train import setup_logging
@@ -99,10 +99,10 @@ def noisy_examples(pairs: Sequence[tuple[int, int]], settings: WarmStart) -> lis
     return examples
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer with one token for each character of a sum."""
+def build_tokenizer(characters: str = CHARACTERS) -> PreTrainedTokenizerFast:
+    """A tokenizer with one token for each of these characters, by default those of a sum."""
     specials = ["<pad>", "<eos>", "<unk>"]
-    vocabulary = {token: i for i, token in enumerate([*specials, *CHARACTERS])}
+    vocabulary = {token: i for i, token in enumerate([*specials, *characters])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -146,19 +146,12 @@ def warm_start(directory: Path, settings: WarmStart) -> bool:
     if settings_file.is_file() and json.loads(settings_file.read_text())["key"] == settings.key:
         logger.info("The warm start in `%s` is reused.", directory)
         return False
-    # Made aside and renamed, so that a run that was killed leaves no half of it
-    unfinished = directory.with_name(f"{directory.name}.unfinished-{os.getpid()}")
-    try:
-        unfinished.mkdir(parents=True)
+    with made_aside(directory) as unfinished:
         train, held_out = problems(settings)
         _write_problems(unfinished / TRAIN_FILE, train)
         _write_problems(unfinished / HELD_OUT_FILE, held_out)
         _train_supervised(unfinished / MODEL_DIR, train, settings)
         (unfinished / SETTINGS_FILE).write_text(json.dumps({"key": settings.key, **asdict(settings)}, indent=2))
-        shutil.rmtree(directory, ignore_errors=True)
-        os.replace(unfinished, directory)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
     return True
 
 

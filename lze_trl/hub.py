@@ -220,12 +220,12 @@ def model_card_section(run_dir: str | Path, model_id: str | None = None) -> str:
     return f"""{_SECTION_START}
 ## Trained where it learns
 
-This model was trained with [lze_trl](https://pypi.org/project/lze-trl/): GRPO that spends its updates on the prompts with
+This model was trained with lze_trl: GRPO that spends its updates on the prompts with
 the most Learning-Zone Energy ([arXiv 2605.17003](https://arxiv.org/abs/2605.17003)).
 
 ![Accuracy and energy over the steps]({PICTURE})
 
-In {summary["steps"]:,} steps, {summary["selected"]:,} of {summary["groups"]:,} groups were trained on. Of {sum(prompts.values()):,}
+In {summary["generations"]:,} generation batches, {summary["selected"]:,} of {summary["groups"]:,} groups were trained on. Of {sum(prompts.values()):,}
 prompts, {prompts["pruned"]:,} were pruned as solved at the end, and {prompts["forgotten"]:,} were forgotten.
 
 ### Savings against training on all data

@@ -31,8 +31,17 @@ def prompt_id(prompt: Any, answer: Any = None) -> int:
 
     Returns:
         `int`: Signed 64-bit hash (xxh64 of the canonical JSON).
+
+    Raises:
+        TypeError: If JSON cannot express one of them.
     """
-    text = json.dumps([_content(prompt), answer], ensure_ascii=False, sort_keys=True, separators=(",", ":"))
+    try:
+        text = json.dumps([_content(prompt), answer], ensure_ascii=False, sort_keys=True, separators=(",", ":"))
+    except TypeError as error:
+        raise TypeError(
+            f"A prompt is recognised by its text and its gold answer, and JSON cannot express one of these: {error}. Name "
+            "another `answer_column`, or give each row a `prompt_id`."
+        ) from error
     return _hash(text)
 
 
@@ -140,7 +149,9 @@ def add_prompt_ids(
         return dataset.map(ids, batched=True)
 
     # Only the ids are written, not the other columns again
-    made = dataset.map(ids, batched=True, remove_columns=columns, desc="Prompt ids", load_from_cache_file=False)
+    made = dataset.with_format(None).map(
+        ids, batched=True, remove_columns=columns, desc="Prompt ids", load_from_cache_file=False
+    )
     values = np.asarray(made.with_format("numpy")[ID_COLUMN][:], dtype=np.int64)
     others = [name for name in columns if name != ID_COLUMN]
     dataset = concatenate_datasets([dataset.select_columns(others), made], axis=1)

@@ -75,7 +75,7 @@ class GenerationPipeline(TensorTrainer):
         pool = Pool(fresh, groups, np.full(len(groups), self._generation))
         if self._surplus is not None:
             pool = self._surplus + pool
-        chosen_groups = self._select(pool.groups, plan.num_prompts)
+        chosen_groups = self._select(pool, plan.num_prompts)
         rollouts = pool.scored.rollouts
         weights = self._row_weights(pool.scored)
         chosen = np.flatnonzero(chosen_groups[rollouts.group] & (weights > 0))
@@ -93,17 +93,26 @@ class GenerationPipeline(TensorTrainer):
         self.ledger.selection_seconds += time.perf_counter() - begin - (rolled_out - planned) - build_seconds
         return batch
 
-    def _select(self, groups: Groups, num_prompts: int) -> np.ndarray:
+    def _select(self, pool: Pool, num_prompts: int) -> np.ndarray:
         """Whether each group is trained on, shape `(P,)`."""
-        k = self._quota(num_prompts)
-        rng = keyed_rng(self.args.seed, self._generation, "selection")
+        groups, k = pool.groups, self._quota(num_prompts)
+        loss_tokens = np.bincount(pool.scored.rollouts.group, pool.scored.loss_tokens, minlength=len(groups))
         if not self.controller.draws_prompts:
-            return choose(self.selector, groups, k, rng)
+            chosen = self._choose(groups, np.arange(len(groups)), k)
+            if chosen.sum() == k and not loss_tokens[chosen].all():
+                # All completions of a group are truncated and masked: such a group takes no place of another
+                chosen = self._choose(groups, np.flatnonzero(loss_tokens), k)
+            return chosen
         # Prompts were drawn until k groups were alive: dead ones are out, and what is more than k waits, the oldest last
-        chosen, alive = np.zeros(len(groups), dtype=bool), np.flatnonzero(groups.alive)
-        if len(alive):
-            picked = np.flatnonzero(choose(self.selector, groups.take(alive), k, rng))
-            chosen[alive[picked[:k]]] = True
+        return self._choose(groups, np.flatnonzero(groups.alive & (loss_tokens > 0)), k, at_most=k)
+
+    def _choose(self, groups: Groups, candidates: np.ndarray, k: int, at_most: int | None = None) -> np.ndarray:
+        """Ask the selector for k of the candidates; shape `(P,)`, bool."""
+        chosen = np.zeros(len(groups), dtype=bool)
+        if len(candidates):
+            rng = keyed_rng(self.args.seed, self._generation, "selection")
+            picked = np.flatnonzero(choose(self.selector, groups.take(candidates), k, rng))
+            chosen[candidates[picked[:at_most]]] = True
         return chosen
 
     def _carry_over(self, pool: Pool, waiting: np.ndarray, told: bool):

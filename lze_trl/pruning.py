@@ -49,21 +49,29 @@ class Pruner:
         state ([`PromptState`]): Memory of the prompts.
         replay_ratio (`float`): Share of the pruned prompts to replay in each pass.
         seed (`int`): Seed of the run.
+        prompt_ids (`np.ndarray` of shape `(N,)`, *optional*): Prompts of the training set. Others that the state knows, from
+            a run on other data, are no part of a pass. Defaults to all that the state knows.
     """
 
-    def __init__(self, state: PromptState, replay_ratio: float, seed: int):
+    def __init__(self, state: PromptState, replay_ratio: float, seed: int, prompt_ids: np.ndarray | None = None):
         self.state = state
         self.replay_ratio = replay_ratio
         self.seed = seed
+        self.prompt_ids = prompt_ids
         self.pass_index = -1
         self.left_out = np.empty(0, dtype=np.int64)  # pruned prompts that this pass does not roll out, ascending
 
     def begin_pass(self, pass_index: int):
         """Fix which prompts the pass leaves out: those pruned by now, but for its replays."""
-        pruned = self.state.pruned_ids()
+        pruned = self._of_training_set(self.state.pruned_ids())
         replays = draw_replays(pruned, self.replay_ratio, self.seed, pass_index)
         self.left_out = np.setdiff1d(pruned, replays, assume_unique=True)
         self.pass_index = pass_index
+
+    def _of_training_set(self, prompt_ids: np.ndarray) -> np.ndarray:
+        if self.prompt_ids is None:
+            return prompt_ids
+        return np.intersect1d(prompt_ids, self.prompt_ids, assume_unique=True)
 
     def observe(self, pass_rates: np.ndarray):
         """
@@ -125,12 +133,19 @@ class GresoPruner(Pruner):
         exploration (`float`, *optional*, defaults to `0.5`): p_e of both kinds at first.
         target (`float`, *optional*, defaults to `0.25`): Wanted share of dead groups.
         step (`float`, *optional*, defaults to `0.01`): Change of p_e after each generation batch.
+        prompt_ids (`np.ndarray` of shape `(N,)`, *optional*): As for [`Pruner`].
     """
 
     def __init__(
-        self, state: PromptState, seed: int, exploration: float = 0.5, target: float = 0.25, step: float = 0.01
+        self,
+        state: PromptState,
+        seed: int,
+        exploration: float = 0.5,
+        target: float = 0.25,
+        step: float = 0.01,
+        prompt_ids: np.ndarray | None = None,
     ):
-        super().__init__(state, 0.0, seed)
+        super().__init__(state, 0.0, seed, prompt_ids)
         self.p_easy = self.p_hard = exploration
         self.target = target
         self.step = step
@@ -142,7 +157,7 @@ class GresoPruner(Pruner):
         order = np.argsort(ids)  # one draw a prompt, whatever the order in which the prompts were first visited
         draws = keyed_rng(self.seed, pass_index, "greso").random(len(ids))
         skipped = draws < skip_probability(streaks[order], self.p_easy, self.p_hard)
-        self.left_out = ids[order][skipped]
+        self.left_out = self._of_training_set(ids[order][skipped])
         self.pass_index = pass_index
 
     def observe(self, pass_rates: np.ndarray):

@@ -89,6 +89,7 @@ def restore(trainer: "LZEGRPOTrainer", directory: str):
     # Micro-steps are counted from the beginning of a generation batch, however many this run makes of one
     trainer._step = meta["step"] if meta["mid_batch"] else 0
     trainer._generation = meta["generation"]
+    trainer.forget_unfinished_step()
     # What vLLM has are weights of before, whatever they are
     trainer._weights_moved, trainer._last_loaded_step = True, -1
     if _over_http(trainer):

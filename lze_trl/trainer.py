@@ -166,7 +166,7 @@ class LZEGRPOTrainer(GenerationPipeline):
         self._weights_moved = True  # since they were last given to vLLM
         self._batch: GenerationBatch | None = None
         self._answers: tuple | None = None  # what TRL's calls to generate and score are answered with
-        self._batch_step = -1  # micro-step at which it was made
+        self._batch_step = -1  # micro-step at which it was made; -1 if that was before a resume
         self._logprob_batches: list[tuple[torch.Tensor, int, int]] | None = None  # of the rows TRL builds tensors for
         self._window_steps = 0  # micro-steps of this optimizer step that had rows
         self._window_metrics: dict[str, list[tuple[float, int]]] = defaultdict(list)  # of these, each with its tokens
@@ -202,18 +202,18 @@ class LZEGRPOTrainer(GenerationPipeline):
             ),
             expected=len(dataset) if sized else 0,
         )
-        pruner = Pruner(self.prompt_state, args.replay_ratio, args.seed)
+        ids = np.asarray(dataset.with_format("numpy")[ID_COLUMN][:], dtype=np.int64) if sized else None
         if args.pruning_policy == "greso":
-            pruner = GresoPruner(
-                self.prompt_state, args.seed, args.greso_exploration, args.greso_target, args.greso_step
-            )
+            exploration = args.greso_exploration, args.greso_target, args.greso_step
+            pruner = GresoPruner(self.prompt_state, args.seed, *exploration, prompt_ids=ids)
+        else:
+            pruner = Pruner(self.prompt_state, args.replay_ratio, args.seed, ids)
         # A controller that draws prompts takes them from the stream, also where nothing is pruned
         mode = "refill" if self.controller.draws_prompts else args.pruning
         stream = None
         if sized:
             dataset = self._remove_unused_columns(dataset, description="training")
         if mode == "refill":
-            ids = np.asarray(dataset.with_format("numpy")[ID_COLUMN][:], dtype=np.int64)
             first = np.arange(len(ids))
             if self.shuffle_dataset:  # the first permutation of TRL's sampler
                 generator = torch.Generator().manual_seed(args.seed)
@@ -274,6 +274,8 @@ class LZEGRPOTrainer(GenerationPipeline):
         # to synchronise
         begin = time.perf_counter()
         model.train()
+        if callable(train_mode := getattr(self.optimizer, "train", None)):
+            train_mode()  # a schedule-free optimizer then has the weights to train in the model
         self._ensure_batch(inputs)
         prepared = time.perf_counter()
         self._current_train_step_time += prepared - begin
@@ -293,6 +295,11 @@ class LZEGRPOTrainer(GenerationPipeline):
             self._log_window()
         self.ledger.update_seconds += time.perf_counter() - prepared
         return loss
+
+    def forget_unfinished_step(self):
+        """Forget what an interrupted `train()` of this trainer had begun, so that it can go on from a checkpoint."""
+        self._batch_step, self._window_steps, self._sync_filler = -1, 0, None
+        self._window_metrics.clear()
 
     def _idle_step(self) -> torch.Tensor:
         """What TRL's `training_step` does besides forward and backward."""
@@ -332,8 +339,11 @@ class LZEGRPOTrainer(GenerationPipeline):
         """
         for name, parts in self._window_metrics.items():
             values, tokens = np.array(parts).T
-            if tokens.any():  # a filler has none
-                self._metrics["train"][name].append(float(np.average(values, weights=tokens)))
+            told = (tokens > 0) & ~np.isnan(
+                values
+            )  # nothing is told by a filler, nor by truncated rows that are masked
+            if told.any():
+                self._metrics["train"][name].append(float(np.average(values[told], weights=tokens[told])))
         self._window_metrics.clear()
 
     # ---- Accounts and records ----

@@ -83,10 +83,10 @@ class WatchedTrainer(LZEGRPOTrainer):
             )
         return output
 
-    def _select(self, groups, num_prompts):
-        chosen = super()._select(groups, num_prompts)
+    def _select(self, pool, num_prompts):
+        chosen = super()._select(pool, num_prompts)
         fresh = len({prompt for entry in self.rounds_of(self._generation) for prompt, _ in entry["rows"]})
-        surplus = len(groups) - fresh  # they come first
+        surplus = len(pool) - fresh  # they come first
         self.batches.append(
             {
                 "generation": self._generation,
@@ -94,7 +94,7 @@ class WatchedTrainer(LZEGRPOTrainer):
                 "groups": fresh,
                 "chosen": [
                     [self.prompts[prompt_id], index < surplus]
-                    for index, prompt_id in enumerate(groups.prompt_ids.tolist())
+                    for index, prompt_id in enumerate(pool.groups.prompt_ids.tolist())
                     if chosen[index]
                 ],
             }

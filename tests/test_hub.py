@@ -18,7 +18,7 @@ from hub import Handler, commit
 from lze_trl import hub
 from lze_trl.checkpoint import STATE_NAME, save
 from lze_trl.state import PromptState
-from lze_trl.telemetry import MissingTelemetryError, TelemetryWriter, open_run, schema
+from lze_trl.telemetry import MissingTelemetryError, TelemetryWriter, open_run
 from lze_trl.telemetry.synthetic import SyntheticTraining, record_synthetic_run
 
 
@@ -38,6 +38,7 @@ class WritableHandler(Handler):
             folder = self.server.folder / repository
             folder.mkdir(parents=True, exist_ok=True)
             self.server.repositories[repository] = folder
+            vars(self.server).setdefault("private", {})[repository] = asked.get("private")
             kind = "datasets/" if asked.get("type") == "dataset" else ""
             url = f"http://{self.headers['Host']}/{kind}{repository}"
             return self.reply_json({"url": url, "id": repository})
@@ -100,7 +101,9 @@ def run_against(server, directory: Path, *arguments: str, timeout: float = 240) 
         "HF_HUB_OFFLINE": "0",
         "HF_HUB_DISABLE_XET": "1",
         "WANDB_MODE": "disabled",  # transformers prints a line where it is offline
-        "PYTHONPATH": os.path.dirname(__file__),
+        "PYTHONPATH": os.pathsep.join(
+            os.path.abspath(folder) for folder in (os.path.dirname(__file__), *sys.path) if folder
+        ),
     }
     return subprocess.run(
         [sys.executable, *arguments],
@@ -124,6 +127,7 @@ def test_pushed_run_is_opened_by_its_name(run_dir, tmp_path):
         )
         assert pushed.returncode == 0, pushed.stderr
         assert server.tokens == {"Bearer hf_secret"}
+        assert not server.private["me/my-run"]
         files = {
             file.relative_to(server.folder / "me/my-run").as_posix()
             for file in (server.folder / "me/my-run").rglob("*")
@@ -289,6 +293,7 @@ trainer = LZEGRPOTrainer(
         hub_model_id="me/model",
         hub_telemetry_id="me/model-run",
         hub_token="hf_secret",
+        hub_private_repo=True,
         hub_strategy="every_save",
         save_strategy="steps",
     ),
@@ -306,6 +311,7 @@ def test_a_trainer_pushes_model_card_and_telemetry(tmp_path):
     with serve(tmp_path / "server") as server:
         result = run_against(server, tmp_path, str(tmp_path / "push.py"), str(tmp_path / "run"))
     assert result.returncode == 0, result.stderr[-4000:]
+    assert server.private == {"me/model": True, "me/model-run": True}
     model, run = tmp_path / "server/me/model", tmp_path / "server/me/model-run"
     card = (model / "README.md").read_text()
     for part in ("Trained where it learns", "selection_ratio", "Savings", "lze_summary.png", "Versions", "pipeline("):
@@ -354,7 +360,7 @@ def test_a_model_card_is_written_whole_or_not_at_all(run_dir, monkeypatch):
     hub.extend_model_card(run_dir)  # the picture is there from now on
     (run_dir / "README.md").write_text("# Model card\n")
     before = sorted(run_dir.rglob("*"))
-    monkeypatch.setattr(schema.os, "replace", fail)
+    monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(OSError, match="No space left"):
         hub.extend_model_card(run_dir)
     assert sorted(run_dir.rglob("*")) == before

@@ -197,3 +197,8 @@ def test_twice_is_once():
 def test_bad_datasets(columns, kwargs, message):
     with pytest.raises(ValueError, match=message):
         add_prompt_ids(Dataset.from_dict(columns), **kwargs)
+
+
+def test_answers_that_json_cannot_express_are_told():
+    with pytest.raises(TypeError, match="Name another `answer_column`, or give each row a `prompt_id`"):
+        prompt_id("1+1=", b"2")

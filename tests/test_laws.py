@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 from peft import LoraConfig
+from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 import tiny
@@ -366,3 +367,47 @@ def test_a_batch_without_signal_moves_nothing(tmp_path, shape_name, packing):
     log = trainer.state.log_history
     assert [entry["lze/skipped_update"] for entry in log if "lze/skipped_update" in entry] == [1.0] * 5
     assert {entry["reward"] for entry in log if "reward" in entry} == {1.0}
+
+
+class StopAt(TrainerCallback):
+    """Stops a run as Ctrl+C in a notebook does."""
+
+    step: int | None = None
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            raise KeyboardInterrupt
+
+
+def test_the_same_trainer_goes_on_from_a_checkpoint(tmp_path):
+    def make(directory):
+        stop = StopAt()
+        trainer = LZEGRPOTrainer(
+            model=tiny.model(),
+            reward_funcs=tiny.even_length_reward,
+            args=tiny.config(
+                directory,
+                per_device_train_batch_size=4,
+                gradient_accumulation_steps=2,
+                steps_per_generation=4,
+                max_steps=8,
+                save_strategy="steps",
+                save_steps=1,
+                save_total_limit=None,
+            ),
+            train_dataset=tiny.prompts(17),
+            processing_class=tiny.tokenizer(),
+            callbacks=[stop],
+        )
+        return trainer, stop
+
+    whole, _ = make(tmp_path / "whole")
+    whole.train()
+    trainer, stop = make(tmp_path / "stopped")
+    stop.step = 3  # the next generation batch is begun, and the checkpoint lies in the middle of the one before
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    stop.step = None
+    trainer.train(resume_from_checkpoint=str(tmp_path / "stopped" / "checkpoint-1"))
+    assert trainer._generation == whole._generation
+    assert distance(trainer, whole) == 0.0

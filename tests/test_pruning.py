@@ -541,3 +541,16 @@ def test_a_stream_of_a_reordered_dataset():
     stream = PromptStream(np.array([50, 10, 30]), pruner(), np.arange(3))
     stream.load({"queue": np.array([10, 50])})
     assert stream.take(2).tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("greso", [False, True])
+def test_prompts_of_other_data_are_no_part_of_a_pass(greso):
+    known, own = dict.fromkeys(range(60), 9), np.arange(50, 80)
+    state = with_streaks(known)
+    state["pruned"][:] = True
+    some = GresoPruner(state, 7, prompt_ids=own) if greso else Pruner(state, 0.1, 7, own)
+    some.begin_pass(1)
+    assert np.isin(some.left_out, np.arange(50, 60)).all()
+    assert len(some.left_out) >= 8
+    if not greso:  # a tenth of the ten that are pruned here
+        assert len(some.left_out) == 9

@@ -71,6 +71,18 @@ def test_report_escapes_what_a_run_says(tmp_path):
     assert html.count("<script>") == 1  # the one that follows the reader's colour scheme
 
 
+def test_report_escapes_names_and_prompts(tmp_path):
+    run, texts = tmp_path / "<b>run", ["<i>prompt", "b", "c"]
+    outcomes = [(1, 1, 1, 1), (1, 1, 1, 1), (0, 0, 0, 0)], [(0, 0, 0, 0), (1, 1, 1, 1), (0, 0, 0, 0)]
+    solved, failed = make_record(0, outcomes[0], prompts=texts), make_record(1, outcomes[1], replayed=(11,))
+    record_run(run / "telemetry", [solved, failed])
+    html = write_report(run, out=tmp_path / "out").read_text(encoding="utf-8")
+    assert "<td>&lt;i&gt;prompt</td>" in html  # among the forgotten prompts
+    assert "Report of &lt;b&gt;run" in html
+    assert "<i>" not in html
+    assert "<b>run" not in html
+
+
 def test_prompts_that_were_never_scored_have_a_row_of_their_own(tmp_path):
     solved, none = (1, 1, 1, 1), (np.nan,) * 4
     record_run(tmp_path / "some" / "telemetry", [make_record(0, [solved, none, (1, 0, 0, 0)])])

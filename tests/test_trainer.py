@@ -236,6 +236,7 @@ def test_solved_prompts_cost_no_rollouts(tmp_path, pruning, selector):
     # Two visits prune a prompt; from then on one of them, a tenth rounded up, is re-checked in each pass
     assert visits[solved].mean() < visits[~solved].mean()
     assert trainer.ledger.groups_pruned > 0
+    assert trainer.ledger.rows_pruned == 4 * trainer.ledger.groups_pruned
     if pruning == "refill":
         assert trainer.ledger.groups_rolled_out == 60
     else:
@@ -429,6 +430,7 @@ BAD_CONFIGS = {
     "energy_outcome": (["score"], "must be one of"),
     "telemetry_completions": (["some"], "must be one of"),
     "fp16": ([True], "not supported"),
+    "enable_jit_checkpoint": ([True], "not supported"),
     "entropy_coef": ([0.1], "packing"),
     "top_entropy_quantile": ([0.5], "packing"),
     "use_adaptive_entropy": ([True], "packing"),
@@ -471,3 +473,90 @@ def test_bad_values_are_refused_when_the_config_is_read(tmp_path, name, value):
 def test_a_batch_that_does_not_divide(tmp_path):
     with pytest.raises(ValueError, match="must be divisible by num_generations"):
         tiny.config(tmp_path, per_device_train_batch_size=10)
+
+
+def test_truncated_groups_take_no_place_of_others(tmp_path):
+    # Of each batch one group is trained on, and many have not a single completion that ended
+    trainer = run(
+        tmp_path,
+        dataset=tiny.prompts(40),
+        per_device_train_batch_size=32,
+        max_completion_length=20,
+        mask_truncated_completions=True,
+        selection_ratio=0.15,
+        max_steps=10,
+    )
+    assert trainer.ledger.groups_trained >= 8
+    norms = history(trainer, "grad_norm")
+    assert sum(norm == 0.0 for norm in norms) == trainer.ledger.skipped_updates
+
+
+def test_masked_rows_leave_the_clip_ratios_alone(tmp_path):
+    # Packing puts truncated rows, which are equally long, into micro-batches of their own
+    trainer = run(
+        tmp_path,
+        dataset=tiny.prompts(17),
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=3,
+        max_completion_length=24,
+        mask_truncated_completions=True,
+        num_iterations=2,
+        selector="all",
+        pruning="none",
+        max_steps=6,
+    )
+    for name in ("clip_ratio/low_min", "clip_ratio/high_max"):
+        assert len(history(trainer, name)) == 6
+        assert np.isfinite(history(trainer, name)).all()
+
+
+class ScheduleFree(torch.optim.AdamW):
+    """As of a schedule-free optimizer: its weights are those to train only after `train()`."""
+
+    training = False
+
+    def train(self):
+        self.training = True
+
+    def eval(self):
+        self.training = False
+
+    def step(self, closure=None):
+        assert self.training, "Optimizer was not in train mode when step is called."
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("reward", [tiny.even_length_reward, lambda completions, **kwargs: [0.0] * len(completions)])
+def test_a_schedule_free_optimizer_is_told_to_train_before_the_rollouts(tmp_path, reward):
+    modes = []
+
+    def watched(completions, **kwargs):
+        modes.append(optimizer.training)
+        return reward(completions, **kwargs)
+
+    model = tiny.model()
+    optimizer = ScheduleFree(model.parameters(), lr=1e-2)
+    trainer = LZEGRPOTrainer(
+        model=model,
+        reward_funcs=watched,
+        args=tiny.config(tmp_path),
+        train_dataset=tiny.prompts(11),
+        processing_class=tiny.tokenizer(),
+        optimizers=(optimizer, None),
+    )
+    trainer.train()
+    assert modes == [True] * 3
+
+
+def test_rewards_may_come_from_an_iterator(tmp_path):
+    def lengths(completions, **kwargs):
+        return map(float, tiny.even_length_reward(completions))
+
+    assert history(run(tmp_path, reward_funcs=lengths), "reward") == history(run(tmp_path), "reward")
+
+
+def test_a_dataset_with_a_format_is_read_as_without(tmp_path):
+    data = tiny.prompts(11)
+    data = data.add_column("answer", list(range(11))).remove_columns("solution")
+    plain, formatted = (run(tmp_path, dataset=some) for some in (data, data.with_format("numpy")))
+    assert plain.prompt_state["prompt_ids"].tolist() == formatted.prompt_state["prompt_ids"].tolist()

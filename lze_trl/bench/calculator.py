@@ -10,22 +10,20 @@ two cores; the other half is for GRPO; the expressions of the test file that the
 import argparse
 import json
 import logging
-import os
 import random
 import re
-import shutil
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from pathlib import Path
 
 from datasets import Dataset
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, set_seed
 from trl import SFTConfig, SFTTrainer
 
 from .. import demo
 from ..datasets import load_prompts
+from ..files import made_aside
 from .evaluation import Evaluation
 from .tasks import CALCULATOR_DIR, HELD_OUT_FILE, TASKS, TRAIN_FILE, read_rows
 
@@ -163,19 +161,7 @@ def examples(real: dict[str, str], settings: CalculatorWarmStart) -> list[dict[s
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """A tokenizer with one token for each character of an expression."""
-    specials = ["<pad>", "<eos>", "<unk>"]
-    vocabulary = {token: i for i, token in enumerate([*specials, *CHARACTERS, "="])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        eos_token="<eos>",
-        unk_token="<unk>",
-        padding_side="left",
-        model_max_length=64,
-    )
+    return demo.build_tokenizer(CHARACTERS + "=")
 
 
 def make(gsm8k: str, output: Path, settings: CalculatorWarmStart) -> dict[str, float]:
@@ -190,10 +176,7 @@ def make(gsm8k: str, output: Path, settings: CalculatorWarmStart) -> dict[str, f
     Returns:
         `dict[str, float]`: Expected accuracy on the expressions for GRPO (`train`) and on those held out (`held_out`).
     """
-    # Made aside and renamed, so that a run that was killed leaves no half of it
-    unfinished = output.with_name(f"{output.name}.unfinished-{os.getpid()}")
-    try:
-        unfinished.mkdir(parents=True)
+    with made_aside(output) as unfinished:
         supervised, train, held_out = split(_read(gsm8k, "train"), _read(gsm8k, "test"), settings.seed)
         logger.info(
             "%d expressions for the warm start, %d for GRPO, %d held out.", len(supervised), len(train), len(held_out)
@@ -204,10 +187,6 @@ def make(gsm8k: str, output: Path, settings: CalculatorWarmStart) -> dict[str, f
         _train(unfinished / "model", examples(supervised, settings), settings)
         accuracy = _accuracy(unfinished)
         (unfinished / "settings.json").write_text(json.dumps({**asdict(settings), "accuracy": accuracy}, indent=2))
-        shutil.rmtree(output, ignore_errors=True)
-        unfinished.replace(output)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
     return accuracy
 
 
