@@ -67,7 +67,7 @@ class DeadMonitor:
         self.patience = patience
         self.calibration = Calibration()
         self._silent = 0
-        self._told = False
+        self._told = self._told_unscored = False
 
     def update(self, prompts: Prompts, groups: Groups) -> dict[str, float]:
         """
@@ -88,6 +88,16 @@ class DeadMonitor:
                 "failed. Training goes on, but learns nothing. Use prompts or a reward that the model sometimes meets, "
                 "a higher temperature, or more completions a prompt.",
                 self.patience,
+            )
+        unscored = np.isnan(groups.pass_rates) & (groups.reward_std > 0)
+        if unscored.any() and not self._told_unscored:
+            self._told_unscored = True
+            logger.warning(
+                "%d of %d groups have rewards that differ, but none from the reward that decides a pass, so they have no "
+                "energy and no pass rate to be selected by. Where each task has a reward of its own, set "
+                "`pass_reward='total'`.",
+                unscored.sum(),
+                len(groups),
             )
         known = (prompts.visits > 0) & ~np.isnan(groups.pass_rates)
         if not known.any():

@@ -3,8 +3,6 @@
 import re
 from pathlib import Path
 
-import numpy as np
-
 import tiny
 from lze_trl import LZEGRPOTrainer
 
@@ -15,7 +13,7 @@ README = Path(__file__).parents[1] / "README.md"
 def test_the_own_selector_of_the_readme(tmp_path):
     blocks = re.findall(r"```python\n(.+?)```", README.read_text(), re.S)
     (example,) = [block for block in blocks if "class Frontier" in block]
-    names = {"np": np}
+    names = {}
     exec(example.partition("\n\n\nLZEGRPOTrainer")[0], names)
     trainer = LZEGRPOTrainer(
         model=tiny.model(),

@@ -560,3 +560,23 @@ def test_a_dataset_with_a_format_is_read_as_without(tmp_path):
     data = data.add_column("answer", list(range(11))).remove_columns("solution")
     plain, formatted = (run(tmp_path, dataset=some) for some in (data, data.with_format("numpy")))
     assert plain.prompt_state["prompt_ids"].tolist() == formatted.prompt_state["prompt_ids"].tolist()
+
+
+@pytest.mark.parametrize(("pass_reward", "told"), [(None, True), ("total", False)])
+def test_tasks_that_the_first_reward_does_not_judge_are_told(tmp_path, caplog, pass_reward, told):
+    def judge(task):
+        def reward(completions, task, **kwargs):
+            passed = tiny.even_length_reward(completions)
+            return [value if of == name else None for value, of in zip(passed, task, strict=True)]
+
+        name = reward.__name__ = task
+        return reward
+
+    dataset = tiny.prompts(12).add_column("task", ["maths", "code"] * 6)
+    rewards = [judge("maths"), judge("code")]
+    trainer = run(
+        tmp_path, reward_funcs=rewards, dataset=dataset, per_device_train_batch_size=24, pass_reward=pass_reward
+    )
+    assert ("set `pass_reward='total'`" in caplog.text) == told
+    assert caplog.text.count("groups have rewards that differ") == told
+    assert trainer.ledger.groups_trained > 0
