@@ -1,6 +1,7 @@
 """The trainer takes what TRL's takes, and refuses the rest with a reason."""
 
 import asyncio
+import hashlib
 
 import numpy as np
 import pytest
@@ -580,3 +581,46 @@ def test_tasks_that_the_first_reward_does_not_judge_are_told(tmp_path, caplog, p
     assert ("set `pass_reward='total'`" in caplog.text) == told
     assert caplog.text.count("groups have rewards that differ") == told
     assert trainer.ledger.groups_trained > 0
+
+
+def even_rollouts(prompts, trainer):
+    """A `rollout_func` of completions of 4 tokens, which depend on the prompt and the place in the group alone."""
+    tokenizer = trainer.processing_class
+    completions = []
+    for i, prompt in enumerate(prompts):
+        digest = hashlib.sha256(f"{prompt}|{i % trainer.num_generations}".encode()).digest()
+        completions.append([4 + byte % (len(tokenizer) - 4) for byte in digest[:4]])
+    return {
+        "prompt_ids": tokenizer(prompts)["input_ids"],
+        "completion_ids": completions,
+        "logprobs": [[-1.0] * len(ids) for ids in completions],
+    }
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo"])
+def test_skipped_prompts_weigh_in_the_loss_over_all_rows_as_dead_groups(tmp_path, loss_type):
+    def reward(prompts, completions, solution, **kwargs):
+        # Half of the prompts are solved, of the others half of the completions pass
+        return [float(int(gold) % 4 != 0 or i % 2) for i, gold in enumerate(solution)]
+
+    runs = [
+        run(
+            tmp_path / pruning,
+            reward_funcs=reward,
+            dataset=tiny.prompts(12),
+            trainer={"rollout_func": even_rollouts},
+            loss_type=loss_type,
+            loss_normalizer="all",
+            selection_ratio=1.0,
+            pruning=pruning,
+            pruning_streak=1,
+            max_steps=8,
+            optim="sgd",  # AdamW would not see how long a gradient is
+            learning_rate=0.5,
+        )
+        for pruning in ("none", "skip")
+    ]
+    assert runs[1].ledger.groups_pruned > 4
+    assert runs[0].ledger.groups_trained == runs[1].ledger.groups_trained > 4
+    for (name, whole), (_, skipped) in zip(*(some.model.named_parameters() for some in runs), strict=True):
+        torch.testing.assert_close(skipped, whole, rtol=0, atol=1e-5, msg=name)

@@ -107,6 +107,7 @@ def test_greedy_decoding_repeats_the_prompt_instead_of_asking_for_n(fakes):
         500,
         503,
         429,
+        408,
         fake_vllm.DAMAGED,
         fake_vllm.RESET,
         fake_vllm.SLOW,
@@ -120,9 +121,13 @@ def test_greedy_decoding_repeats_the_prompt_instead_of_asking_for_n(fakes):
 def test_failed_requests_are_sent_again(fakes, fault, alone):
     pool = make_pool(fakes[:1] if alone else fakes)
     pool.load(make_snapshot())
-    fakes[0].faults["/v1/completions"] = [fault, fault]
     groups = make_groups(8)
     assert_complete(pool.complete(groups), groups)
+    requests = fakes[0].requests["/v1/completions"]
+    fakes[0].faults["/v1/completions"] = [fault, fault]
+    assert_complete(pool.complete(groups), groups)
+    if alone:
+        assert fakes[0].requests["/v1/completions"] > 2 * requests
     assert fakes[0].loads == 1  # it kept its weights, and its version says so
 
 
