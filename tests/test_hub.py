@@ -38,7 +38,9 @@ class WritableHandler(Handler):
             folder = self.server.folder / repository
             folder.mkdir(parents=True, exist_ok=True)
             self.server.repositories[repository] = folder
-            vars(self.server).setdefault("private", {})[repository] = asked.get("private")
+            # How it is made the first time; older clients send `private`
+            is_private = asked.get("visibility") == "private" or asked.get("private") is True
+            vars(self.server).setdefault("private", {}).setdefault(repository, is_private)
             kind = "datasets/" if asked.get("type") == "dataset" else ""
             url = f"http://{self.headers['Host']}/{kind}{repository}"
             return self.reply_json({"url": url, "id": repository})
@@ -127,7 +129,7 @@ def test_pushed_run_is_opened_by_its_name(run_dir, tmp_path):
         )
         assert pushed.returncode == 0, pushed.stderr
         assert server.tokens == {"Bearer hf_secret"}
-        assert not server.private["me/my-run"]
+        assert server.private == {"me/my-run": False}
         files = {
             file.relative_to(server.folder / "me/my-run").as_posix()
             for file in (server.folder / "me/my-run").rglob("*")
