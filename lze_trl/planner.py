@@ -44,7 +44,7 @@ class Planner:
     Args:
         mode (`str`): `"none"`, `"skip"` or `"refill"`.
         dataset (`Dataset`, *optional*): Training set with prompt ids, each once; `None` for a stream, without pruning.
-        pruner ([`Pruner`]): Decides which prompts stay out of a pass.
+        pruner ([`Pruner`]): Decides which prompts stay out of a pass, and knows the prompt of each row of the dataset.
         stream ([`PromptStream`], *optional*): Order of the prompts in the mode `"refill"`.
         group_size (`int`): G.
         num_groups (`int`): P.
@@ -122,7 +122,7 @@ class Planner:
 
     def ids_of(self, rows: np.ndarray) -> np.ndarray:
         """Prompt ids of dataset rows."""
-        return self._ids[rows]
+        return self.pruner.prompt_ids[rows]
 
     def local(self, rows: np.ndarray) -> list[dict[str, Any]]:
         """This process's share of the completions: every process has the dataset, so only row numbers are shared."""
@@ -174,9 +174,5 @@ class Planner:
         return self.accelerator.gather(local).cpu().numpy()[:: self.group_size]
 
     @cached_property
-    def _ids(self) -> np.ndarray:
-        return np.asarray(self.dataset.with_format("numpy")[ID_COLUMN][:], dtype=np.int64)
-
-    @cached_property
     def _index(self) -> RowIndex:
-        return RowIndex(self._ids)
+        return RowIndex(self.pruner.prompt_ids)

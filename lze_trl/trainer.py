@@ -339,9 +339,8 @@ class LZEGRPOTrainer(GenerationPipeline):
         """
         for name, parts in self._window_metrics.items():
             values, tokens = np.array(parts).T
-            told = (tokens > 0) & ~np.isnan(
-                values
-            )  # nothing is told by a filler, nor by truncated rows that are masked
+            # Nothing is told by a filler, nor by truncated rows that are masked
+            told = (tokens > 0) & ~np.isnan(values)
             if told.any():
                 self._metrics["train"][name].append(float(np.average(values[told], weights=tokens[told])))
         self._window_metrics.clear()

@@ -7,7 +7,6 @@ W processes. Completions are a function of prompt, place in the group and step, 
 is left to differ is what the trainer decides.
 """
 
-import hashlib
 import json
 import os
 import sys
@@ -19,22 +18,6 @@ from accelerate.utils import DistributedType
 
 import tiny
 from lze_trl import LZEGRPOTrainer
-
-
-def fixed_rollouts(prompts, trainer):
-    """A `rollout_func` whose completions do not depend on the process that draws them."""
-    tokenizer, rank = trainer.processing_class, trainer.accelerator.process_index
-    completions = []
-    for i, prompt in enumerate(prompts):
-        place = (rank * len(prompts) + i) % trainer.num_generations
-        digest = hashlib.sha256(f"{prompt}|{place}|{trainer.state.global_step}".encode()).digest()
-        length = 1 + digest[0] % 5
-        completions.append([4 + byte % (len(tokenizer) - 4) for byte in digest[1 : 1 + length]])
-    return {
-        "prompt_ids": tokenizer(prompts)["input_ids"],
-        "completion_ids": completions,
-        "logprobs": [[-1.0] * len(ids) for ids in completions],
-    }
 
 
 def mostly_reward(completions, **kwargs):
@@ -70,7 +53,7 @@ def run(directory: Path, name: str, settings: dict):
         reward_funcs=mostly_reward,
         args=args,
         train_dataset=dataset,
-        rollout_func=fixed_rollouts,
+        rollout_func=tiny.fixed_rollouts,
     )
     trainer.selector = RecordingSelector(trainer.selector)
     trainer.train(resume_from_checkpoint=resume and str(directory / f"{resume[0]}-{world}" / resume[1]))

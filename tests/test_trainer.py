@@ -1,7 +1,7 @@
 """The trainer takes what TRL's takes, and refuses the rest with a reason."""
 
 import asyncio
-import hashlib
+import functools
 
 import numpy as np
 import pytest
@@ -583,20 +583,6 @@ def test_tasks_that_the_first_reward_does_not_judge_are_told(tmp_path, caplog, p
     assert trainer.ledger.groups_trained > 0
 
 
-def even_rollouts(prompts, trainer):
-    """A `rollout_func` of completions of 4 tokens, which depend on the prompt and the place in the group alone."""
-    tokenizer = trainer.processing_class
-    completions = []
-    for i, prompt in enumerate(prompts):
-        digest = hashlib.sha256(f"{prompt}|{i % trainer.num_generations}".encode()).digest()
-        completions.append([4 + byte % (len(tokenizer) - 4) for byte in digest[:4]])
-    return {
-        "prompt_ids": tokenizer(prompts)["input_ids"],
-        "completion_ids": completions,
-        "logprobs": [[-1.0] * len(ids) for ids in completions],
-    }
-
-
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo"])
 def test_skipped_prompts_weigh_in_the_loss_over_all_rows_as_dead_groups(tmp_path, loss_type):
     def reward(prompts, completions, solution, **kwargs):
@@ -608,7 +594,7 @@ def test_skipped_prompts_weigh_in_the_loss_over_all_rows_as_dead_groups(tmp_path
             tmp_path / pruning,
             reward_funcs=reward,
             dataset=tiny.prompts(12),
-            trainer={"rollout_func": even_rollouts},
+            trainer={"rollout_func": functools.partial(tiny.fixed_rollouts, length=4)},
             loss_type=loss_type,
             loss_normalizer="all",
             selection_ratio=1.0,
