@@ -27,7 +27,7 @@ demo: $(VENV)/.installed  ## Train a small model with and on nothing but this ma
 	@$(BIN)/lze-trl demo
 
 bench: $(VENV)/.installed  ## Compare all strategies with plain TRL, in hours; less: ARGS="--quick"; see benchmarks/README.md
-	@$(BIN)/lze-trl bench $(ARGS)
+	@$(BIN)/python -m benchmarks $(ARGS)
 
 test: $(VENV)/.installed  ## Run the fast tests, as many at a time as there are cores
 	@$(PYTEST_ON_ALL_CORES) -q -m "not slow and $(NOT_HERE)"

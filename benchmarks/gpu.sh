@@ -20,4 +20,4 @@ if [ -z "$device" ]; then
 	device=CPU
 	flags=(--quick)
 fi
-timeout 480 "$python" -m lze_trl.bench.parts update "${flags[@]}" --output "$output/${device// /-}"
+timeout 480 "$python" -m benchmarks.parts update "${flags[@]}" --output "$output/${device// /-}"

@@ -4,7 +4,8 @@ from typing import Literal
 
 import numpy as np
 
-from .energy import differ, group_mean
+from .energy import group_mean
+from .groups import differ
 
 
 Scale = Literal["none", "group", "batch"]

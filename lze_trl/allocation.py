@@ -57,7 +57,7 @@ def largest_remainders(shares: np.ndarray, total: int) -> np.ndarray:
     Ties go to the lower index. Remainders are compared to nine decimals: equal shares differ in their last bit.
 
     Args:
-        shares (`np.ndarray` of shape `(n,)`): Shares that sum up to `total` but for rounding errors.
+        shares (`np.ndarray` of shape `(n,)`): Shares that sum up to `total`, up to rounding errors.
         total (`int`): Sum of the result.
 
     Returns:

@@ -1,7 +1,12 @@
 """Saving and loading of what TRL's checkpoint lacks: safetensors and JSON, written atomically, read strictly."""
 
+import errno
 import json
+import os
 import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +21,14 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from .files import write_atomically
 
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 STATE_NAME = "lze_state"
 _FORMAT = "lze_trl"
+_DISK_FULL = tuple(os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT))
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be written or resumed from; the message says what to do."""
 
 
 def save(directory: str | Path, name: str, tensors: dict[str, np.ndarray], meta: dict[str, Any]):
@@ -63,7 +73,7 @@ def load(directory: str | Path, name: str) -> tuple[dict[str, np.ndarray], dict[
 
     Raises:
         FileNotFoundError: If one of the files does not exist.
-        ValueError: If a file is damaged, was written by something else, or by a newer version.
+        CheckpointError: If a file is damaged, was written by something else, or by a newer version.
     """
     directory = Path(directory)
     for suffix in ("json", "safetensors"):
@@ -72,13 +82,13 @@ def load(directory: str | Path, name: str) -> tuple[dict[str, np.ndarray], dict[
     try:
         meta = json.loads((directory / f"{name}.json").read_text())
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"`{directory / name}.json` is damaged ({error}). Use another checkpoint.") from error
+        raise CheckpointError(f"`{directory / name}.json` is damaged ({error}). Use another checkpoint.") from error
     if not isinstance(meta, dict) or meta.get("format") != _FORMAT:
-        raise ValueError(
+        raise CheckpointError(
             f"`{directory / name}.json` was not written by lze_trl. Use a checkpoint of `LZEGRPOTrainer`."
         )
     if meta.get("schema_version") != SCHEMA_VERSION:
-        raise ValueError(
+        raise CheckpointError(
             f"`{directory / name}.json` has schema version {meta.get('schema_version')}, and this lze_trl reads version "
             f"{SCHEMA_VERSION}. Upgrade lze_trl, or use a checkpoint of this version."
         )
@@ -86,10 +96,12 @@ def load(directory: str | Path, name: str) -> tuple[dict[str, np.ndarray], dict[
     try:
         tensors = safetensors.numpy.load(data)
     except SafetensorError as error:
-        raise ValueError(f"`{directory / name}.safetensors` is damaged ({error}). Use another checkpoint.") from error
+        raise CheckpointError(
+            f"`{directory / name}.safetensors` is damaged ({error}). Use another checkpoint."
+        ) from error
     shapes = {key: [str(array.dtype), list(array.shape)] for key, array in tensors.items()}
     if shapes != meta.get("arrays") or _checksum(data) != meta.get("checksum"):
-        raise ValueError(
+        raise CheckpointError(
             f"`{directory / name}.safetensors` does not fit its description in `{name}.json`: the files belong to "
             "different checkpoints. Use another checkpoint."
         )
@@ -125,6 +137,78 @@ def is_complete(checkpoint: str | Path) -> bool:
     return f"{PREFIX_CHECKPOINT_DIR}-{state.get('global_step')}" == Path(checkpoint).name
 
 
+def refuse_non_checkpoint(directory: str | Path):
+    """
+    Refuse a folder that no run can go on from.
+
+    Raises:
+        CheckpointError: If it is missing, is no checkpoint of `LZEGRPOTrainer`, or was not written to its end.
+    """
+    directory = Path(directory)
+    last = last_complete_checkpoint(directory) or last_complete_checkpoint(directory.parent)
+    advice = "Name a `checkpoint-…` folder of a run" + ("." if last is None else f", such as `{last}`.")
+    if not directory.is_dir():
+        raise CheckpointError(f"`{directory}` is no folder, so it is no checkpoint to resume from. {advice}")
+    for name in (TRAINER_STATE_NAME, f"{STATE_NAME}.json", f"{STATE_NAME}.safetensors"):
+        if not (directory / name).is_file():
+            raise CheckpointError(
+                f"`{directory}` is no complete checkpoint of `LZEGRPOTrainer`: it has no `{name}`. {advice}"
+            )
+    if not any(directory.glob("rng_state*.pth")):
+        raise CheckpointError(
+            f"`{directory}` holds a trained model without its optimizer, as the folder of a run does, and checkpoints with "
+            f"`save_only_model=True`. {advice}"
+        )
+    load(directory, STATE_NAME)
+    try:
+        json.loads((directory / TRAINER_STATE_NAME).read_text())
+    except ValueError as error:
+        raise CheckpointError(f"`{directory / TRAINER_STATE_NAME}` is damaged ({error}). {advice}") from error
+
+
+@contextmanager
+def told_if_disk_is_full(directory: Path) -> Iterator[None]:
+    """
+    Write a checkpoint, and, where the disk is too full for it, remove what was written and say how much is missing.
+
+    Args:
+        directory (`Path`): Folder of the checkpoint, in the folder of its run.
+
+    Raises:
+        CheckpointError: If the disk is full. Checkpoints that were there before are left as they are.
+    """
+    try:
+        yield
+    except Exception as error:  # libraries say it with errors of their own
+        written = _size(directory)
+        if is_complete(directory) or not _says_disk_is_full(error, directory.parent):
+            raise
+        shutil.rmtree(directory, ignore_errors=True)
+        last = last_complete_checkpoint(directory.parent)
+        needed = f"more than {written:,}" if last is None else f"about {_size(Path(last)):,}"
+        kept = "There is no earlier checkpoint" if last is None else f"`{last}` is complete: nothing before it is lost"
+        raise CheckpointError(
+            f"The disk is full: the checkpoint `{directory}` needs {needed} bytes, and {_free(directory.parent):,} are free. "
+            f"{kept}. Free space there, or keep fewer checkpoints with `save_total_limit`, and resume."
+        ) from error
+
+
+def _says_disk_is_full(error: Exception, folder: Path) -> bool:
+    """Whether an error is one of a full disk; torch names no reason, but leaves no space behind."""
+    return any(words in str(error) for words in _DISK_FULL) or (
+        isinstance(error, RuntimeError) and _free(folder) < 4096
+    )
+
+
+def _free(folder: Path) -> int:
+    return shutil.disk_usage(folder).free
+
+
+def _size(folder: Path) -> int:
+    """Bytes of the files in a folder."""
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
 def has_ended(checkpoint: str | Path, args: TrainingArguments) -> bool:
     """
     Whether a checkpoint is the end of its run.
@@ -146,6 +230,14 @@ def has_ended(checkpoint: str | Path, args: TrainingArguments) -> bool:
 def last_complete_checkpoint(run_dir: str | Path) -> str | None:
     """Newest checkpoint of a run that was written to its end, or `None`."""
     return next((str(path) for path in checkpoints(run_dir) if is_complete(path)), None)
+
+
+def how_to_resume(run_dir: str | Path, command: str) -> str:
+    """A line on how to go on with a run that was interrupted, by `command`."""
+    checkpoint = last_complete_checkpoint(run_dir)
+    if checkpoint is None:
+        return f"Stopped. `{run_dir}` holds no checkpoint yet, so the run starts again from its beginning."
+    return f"Stopped. To go on from `{checkpoint}`: {command}."
 
 
 def find_state(directory: str | Path) -> Path:

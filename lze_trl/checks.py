@@ -1,23 +1,72 @@
 """What is refused, with a reason: arguments before anything is loaded, rewards before they are believed."""
 
 import functools
+import inspect
+import logging
 import math
-from collections.abc import Callable, Iterable
+import reprlib
+import tempfile
+from collections.abc import Iterable, Mapping, Set
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from datasets import Dataset, IterableDataset
 from torch import nn
+from transformers import PreTrainedModel, ProcessorMixin
+from trl import GRPOTrainer, is_conversational
 from trl.trainer.utils import get_callable_name, is_async_callable
 
 from .config import LZEGRPOConfig
-from .controllers import RolloutController
+from .controllers import ReinforceAda, RolloutController
 from .identity import add_prompt_ids
+from .outcomes import OutcomeRule
 
 
-def refuse_unsupported(args: LZEGRPOConfig, train_dataset: Any, kwargs: dict[str, Callable | list | None]):
-    """Refuse, before anything is loaded, what selection cannot do."""
+logger = logging.getLogger(__name__)
+
+PUBLISHED_THRESHOLD = 0.7
+"""Reward above which Reinforce-Ada's published runs count a completion as positive (arXiv 2510.04996)."""
+
+_ALWAYS_PASSED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+"""What TRL calls every reward function with, besides the columns of the dataset."""
+_NEVER_PASSED = ("prompt", "completion", "completion_ids")
+"""Columns that TRL keeps from reward functions."""
+
+IMAGE_COLUMNS = ("image", "images")
+"""Columns from which TRL takes images."""
+NO_IMAGE = (None, [])
+"""What such a column holds in a row without images."""
+
+
+def resolve_defaults(args: LZEGRPOConfig, train_dataset: Any):
+    """Give the settings that the user left open the value that this training set allows."""
+    if not isinstance(train_dataset, IterableDataset):
+        args.pruning = args.pruning or "refill"
+        return  # whether repeats can be dropped is known once they are counted
+    off = [f"`{name}`" for name in ("pruning", "deduplicate") if getattr(args, name) is None]
+    if off:
+        logger.warning(
+            "`train_dataset` is streamed, its rows cannot be read again: %s off. Selection works; for the rest, load the "
+            "dataset without streaming.",
+            " and ".join(off) + (" is" if len(off) == 1 else " are"),
+        )
+    args.pruning = args.pruning or "none"
+    args.deduplicate = bool(args.deduplicate)
+
+
+def refuse_unsupported(args: LZEGRPOConfig, train_dataset: Any, given: dict[str, Any]):
+    """
+    Refuse, before anything is loaded, what selection cannot do.
+
+    Args:
+        args ([`LZEGRPOConfig`]): Settings.
+        train_dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]): Training set.
+        given (`dict`): Arguments of the trainer by name, those that were given.
+    """
     for name in ("tools", "environment_factory"):
-        if kwargs.get(name):
+        if given.get(name):
             raise ValueError(
                 f"`{name}` is not supported: an environment decides itself which prompt a rollout gets, and selection "
                 "needs to know the prompt before. Use `trl.GRPOTrainer` for it."
@@ -28,14 +77,137 @@ def refuse_unsupported(args: LZEGRPOConfig, train_dataset: Any, kwargs: dict[str
         )
     if train_dataset is None:
         raise ValueError("`train_dataset` is required: selection needs prompts that it can recognise.")
-    columns = getattr(train_dataset, "column_names", None) or []  # TRL says what is wrong with other kinds of data
-    images = [name for name in ("image", "images") if name in columns]
-    if images:
-        raise images_error(f"The training set has the column {images[0]!r}")
-    if isinstance(train_dataset, IterableDataset) and args.pruning != "none":
+    for name in IMAGE_COLUMNS:
+        if isinstance(train_dataset, Dataset) and name in train_dataset.column_names:
+            batches = train_dataset.select_columns(name).with_format("arrow").iter(1000)
+            if any(value not in NO_IMAGE for batch in batches for value in batch[name].to_pylist()):
+                raise images_error(f"The training set has images in the column {name!r}")
+    for name, allowed in (("pruning", (None, "none")), ("pruning_policy", ("solved",))):
+        value = getattr(args, name)
+        if isinstance(train_dataset, IterableDataset) and value not in allowed:
+            raise ValueError(
+                f"`{name}={value!r}` needs a dataset whose rows can be read again, and `train_dataset` is an "
+                f"`IterableDataset`. Set `{name}={allowed[-1]!r}` (selection works), or load the dataset without streaming."
+            )
+
+
+def refuse_unwritable(args: LZEGRPOConfig):
+    """Refuse a folder in which nothing can be written, before the first rollout is paid for."""
+    if not args.should_save:
+        return
+    try:
+        Path(args.output_dir).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=args.output_dir) as file:
+            file.write(b"0")
+    except OSError as error:
+        raise OSError(
+            f"`output_dir={str(args.output_dir)!r}` cannot be written to ({error.strerror}). Name a folder in which "
+            "this process may create files, on a disk with free space."
+        ) from error
+
+
+def refuse_unfit_rewards(args: LZEGRPOConfig, given: dict[str, Any]):
+    """
+    Refuse, before anything is loaded, reward functions that cannot be called with what the datasets hold.
+
+    Args:
+        args ([`LZEGRPOConfig`]): Settings.
+        given (`dict`): Arguments of the trainer by name, those that were given.
+    """
+    funcs = given.get("reward_funcs")
+    for func in funcs if isinstance(funcs, list) else [funcs]:
+        if isinstance(func, (str, nn.Module)) or not callable(func):
+            continue
+        try:
+            parameters = inspect.signature(func).parameters.values()
+        except ValueError:  # some builtins have no signature to read
+            continue
+        for place, dataset in _datasets(given):
+            _refuse_unfit_call(get_callable_name(func), list(parameters), place, _columns(dataset), args, given)
+
+
+def _datasets(given: dict[str, Any]) -> list[tuple[str, Dataset | IterableDataset]]:
+    """The training set and the evaluation sets, each with words for it; TRL says what is wrong with other kinds of data."""
+    held_out = given.get("eval_dataset")
+    places = {"The training set": given.get("train_dataset")}
+    if isinstance(held_out, dict):
+        places |= {f"The evaluation set '{name}'": dataset for name, dataset in held_out.items()}
+    else:
+        places["The evaluation set"] = held_out
+    return [(place, data) for place, data in places.items() if isinstance(data, (Dataset, IterableDataset))]
+
+
+def _columns(dataset: Dataset | IterableDataset) -> list[str]:
+    if dataset.column_names is not None:
+        return list(dataset.column_names)
+    return list(next(iter(dataset), {}))  # a stream whose columns are not known before its first row
+
+
+def _refuse_unfit_call(
+    name: str,
+    parameters: list[inspect.Parameter],
+    place: str,
+    columns: list[str],
+    args: LZEGRPOConfig,
+    given: dict[str, Any],
+):
+    kept = [] if args.remove_unused_columns else [column for column in columns if column not in _NEVER_PASSED]
+    passed = [*_ALWAYS_PASSED, *kept]
+    named = [
+        parameter
+        for parameter in parameters
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    ]
+    missing = [
+        parameter.name for parameter in named if parameter.default is parameter.empty and parameter.name not in passed
+    ]
+    if missing and not given.get("rollout_func"):  # which can return further columns
+        column = missing[0]
+        if column in columns and column not in _NEVER_PASSED:
+            raise ValueError(
+                f"The reward function '{name}' needs the column `{column}`, and `remove_unused_columns=True` drops it. Set "
+                "`remove_unused_columns=False`."
+            )
         raise ValueError(
-            f"`pruning={args.pruning!r}` needs a dataset whose rows can be read again, and `train_dataset` is an "
-            "`IterableDataset`. Set `pruning='none'` (selection works), or load the dataset without streaming."
+            f"The reward function '{name}' needs `{column}`, and {place[0].lower()}{place[1:]} has no such column to give "
+            f"it: it has {sorted(columns)}. Rename the column that holds it to `{column}` (`dataset.rename_column`), or "
+            "give the parameter a default value."
+        )
+    unknown = [known for known in passed if known not in {parameter.name for parameter in named}]
+    if unknown and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        raise ValueError(
+            f"The reward function '{name}' has no parameter for {unknown}, and it is called with these. Add `**kwargs` to "
+            "its parameters."
+        )
+
+
+def refuse_unfit_tokenizers(trainer: GRPOTrainer):
+    """Refuse, before anything is generated, tokenizers without the tokens and the template that the data needs."""
+    # A rollout function writes its conversations itself
+    encoders = [("The tokenizer of the model", trainer.processing_class, trainer.rollout_func is None)]
+    for name, func, encoder in zip(
+        trainer.reward_func_names, trainer.reward_funcs, trainer.reward_processing_classes, strict=True
+    ):
+        if isinstance(func, PreTrainedModel):
+            encoders.append((f"The tokenizer of the reward model '{name}'", encoder, True))
+    for place, encoder, _ in encoders:
+        tokenizer = encoder.tokenizer if isinstance(encoder, ProcessorMixin) else encoder
+        if tokenizer.pad_token_id is None:
+            raise ValueError(
+                f"{place} has neither a pad token nor an end token (`eos_token`) to use as one. Set "
+                "`tokenizer.pad_token` to a token of its vocabulary, and pass the tokenizer to the trainer."
+            )
+    if None in trainer.eos_token_ids:
+        raise ValueError(
+            f"{encoders[0][0]} has no end token, so no completion would ever end. Set `tokenizer.eos_token` to a token of "
+            "its vocabulary, and pass the tokenizer as `processing_class`."
+        )
+    without = [place for place, encoder, needed in encoders if needed and encoder.chat_template is None]
+    if without and any(is_conversational(next(iter(data), {})) for _, data in _datasets(vars(trainer))):
+        raise ValueError(
+            f"{without[0]} has no chat template, and the prompts are conversations. Set `tokenizer.chat_template` and pass "
+            "the tokenizer to the trainer, or use a model that was trained for chat, or prompts of plain text "
+            "(in a recipe, `conversational: false`)."
         )
 
 
@@ -67,13 +239,64 @@ def refuse_unequal_groups(args: LZEGRPOConfig, train_dataset: Any, controller: R
         )
 
 
+def outcome_rule(
+    args: LZEGRPOConfig, reward_funcs: list[Any], names: list[str], controller: RolloutController
+) -> OutcomeRule:
+    """
+    What outcomes are made of, by the settings.
+
+    Args:
+        args ([`LZEGRPOConfig`]): Settings.
+        reward_funcs (`list`): Reward functions, F of them.
+        names (`list[str]`): Their names.
+        controller ([`~lze_trl.controllers.RolloutController`]): Reinforce-Ada counts passes.
+    """
+    if args.pass_reward not in (None, "total", *names):
+        raise ValueError(
+            f"`pass_reward={args.pass_reward!r}` is none of the reward functions {names}. Name one of them, or leave it "
+            "unset for their weighted sum."
+        )
+    column = names.index(args.pass_reward) if args.pass_reward in names else None
+    threshold, bounds = args.pass_threshold, args.reward_range
+    binary = False
+    if threshold is None and isinstance(controller, ReinforceAda):
+        counted = range(len(names)) if column is None else [column]
+        weights = args.reward_weights or [1.0] * len(names)
+        graded = [names[i] for i in counted if isinstance(reward_funcs[i], nn.Module)]
+        summed = [names[i] for i in counted if weights[i] != 0.0]
+        if graded or len(summed) > 1:
+            raise ValueError(
+                f"Reinforce-Ada counts the completions whose reward is above `pass_threshold`, and the reward from "
+                f"{graded or summed} is graded. Set `pass_threshold`, or name a reward of 0 and 1 as `pass_reward`."
+            )
+        threshold, binary = PUBLISHED_THRESHOLD, True
+        logger.info("Reinforce-Ada counts rewards above %s, the published threshold, as passes.", threshold)
+    elif threshold is None and args.pass_reward is not None and bounds is None:
+        threshold = 0.5
+    return OutcomeRule(column, threshold, None if bounds is None else (bounds[0], bounds[1]), binary)
+
+
 def with_prompt_ids(dataset: Any, args: LZEGRPOConfig) -> Dataset | IterableDataset:
     """Training set with prompt ids, once it is known to fill a generation batch."""
     if not isinstance(dataset, (Dataset, IterableDataset)):
         return dataset  # TRL says what is wrong with it
-    with args.main_process_first(desc="prompt ids"):
-        dataset = add_prompt_ids(dataset, args.answer_column, args.deduplicate)
     num_groups = args.generation_batch_size // args.num_generations
+    open_choice, rows = args.deduplicate is None, dataset
+    args.deduplicate = open_choice or args.deduplicate
+    with args.main_process_first(desc="prompt ids"):
+        dataset = add_prompt_ids(rows, args.answer_column, args.deduplicate)
+        if open_choice and len(dataset) < num_groups <= len(rows):  # plain TRL can train on these rows
+            args.deduplicate = False
+            logger.warning(
+                "The training set has %d rows and %d different prompts, and a generation batch takes %d: each row counts as "
+                "another prompt. Use a smaller `generation_batch_size`, to give each prompt one group.",
+                *(len(rows), len(dataset), num_groups),
+            )
+            dataset = add_prompt_ids(rows, args.answer_column, deduplicate=False)
+    if isinstance(dataset, Dataset) and len(dataset) < len(rows):
+        logger.warning(
+            "Dropped %d of %d rows that repeat a prompt and its answer.", len(rows) - len(dataset), len(rows)
+        )
     if isinstance(dataset, Dataset) and len(dataset) < num_groups:
         raise ValueError(
             f"The training set has {len(dataset)} different prompts, and a generation batch takes {num_groups} "
@@ -85,9 +308,9 @@ def with_prompt_ids(dataset: Any, args: LZEGRPOConfig) -> Dataset | IterableData
 
 def checked(reward_func: Any) -> Any:
     """
-    Wrap a reward function so that NaN is refused, and an exception says which function raised it.
+    Wrap a reward function so that it returns one number or None for each completion, and an exception names it.
 
-    TRL turns NaN into "not applicable", so a bug in a reward would silently remove completions.
+    NaN is refused as well: TRL turns it into "not applicable", so a bug in a reward would silently remove completions.
 
     Args:
         reward_func (`Callable`, `str` or `nn.Module`): Reward function, or a reward model, which is left as it is.
@@ -104,7 +327,7 @@ def checked(reward_func: Any) -> Any:
 
         async def guarded(*args, **kwargs):
             try:
-                return _without_nan(await reward_func(*args, **kwargs), name)
+                return _scores(await reward_func(*args, **_counted(kwargs, name)), name, kwargs)
             except Exception as error:
                 error.add_note(note)
                 raise
@@ -113,7 +336,7 @@ def checked(reward_func: Any) -> Any:
 
         def guarded(*args, **kwargs):
             try:
-                return _without_nan(reward_func(*args, **kwargs), name)
+                return _scores(reward_func(*args, **_counted(kwargs, name)), name, kwargs)
             except Exception as error:
                 error.add_note(note)
                 raise
@@ -123,12 +346,57 @@ def checked(reward_func: Any) -> Any:
     return guarded
 
 
-def _without_nan(rewards: Iterable[float | None], name: str) -> list[float | None]:
-    rewards = list(rewards)
+def _scores(returned: Any, name: str, given: dict[str, Any]) -> list[float | None]:
+    """What a reward function has returned, as numbers and None."""
+    advice = "Return a list with one number for each completion, or None in it where the reward does not apply."
+    if (
+        not isinstance(returned, Iterable)
+        or isinstance(returned, (str, bytes, Mapping, Set))
+        or _has_no_axis(returned)
+    ):
+        raise TypeError(f"The reward function '{name}' returned {_shown(returned)} instead of a list. {advice}")
+    rewards = list(returned)
+    if len(rewards) != len(given.get("completions", rewards)):
+        raise ValueError(
+            f"The reward function '{name}' returned {len(rewards)} rewards for {len(given['completions'])} completions. "
+            f"{advice}"
+        )
     for index, reward in enumerate(rewards):
-        if reward is not None and math.isnan(reward):
+        if reward is None:
+            continue
+        try:
+            rewards[index] = math.nan if isinstance(reward, (str, bytes)) else float(reward)
+        except (TypeError, ValueError):
+            rewards[index] = math.nan
+        if math.isnan(rewards[index]):
             raise ValueError(
-                f"The reward function '{name}' returned NaN for completion {index} of {len(rewards)}. Return a number, "
-                "or None where it does not apply."
+                f"The reward function '{name}' returned {_shown(reward)} for completion {index} of {len(rewards)}. {advice}"
             )
     return rewards
+
+
+def _has_no_axis(value: Any) -> bool:
+    return isinstance(value, (np.ndarray, torch.Tensor)) and value.ndim == 0
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, float) and math.isnan(value):
+        return "NaN"
+    return "None" if value is None else f"{reprlib.repr(value)} ({type(value).__name__})"
+
+
+def _counted(kwargs: dict[str, Any], name: str) -> dict[str, Any]:
+    """Arguments of a reward function, with a `log_extra` that refuses a wrong number of values."""
+    if "log_extra" not in kwargs:
+        return kwargs
+
+    def log_extra(column: str, values: Iterable):
+        values = [values] if isinstance(values, (str, bytes)) else list(values)
+        if len(values) != len(kwargs["completions"]):
+            raise ValueError(
+                f"The reward function '{name}' gave `log_extra` {len(values)} values for the column {column!r} and "
+                f"{len(kwargs['completions'])} completions. Give it a list with one value for each completion."
+            )
+        kwargs["log_extra"](column, values)
+
+    return {**kwargs, "log_extra": log_extra}

@@ -17,6 +17,13 @@ CHECKOUT = Path(__file__).resolve().parents[1]
 # Flags of `accelerate launch` that `lze-trl train` hands to it; all others are the recipe's
 LAUNCH_FLAGS = ("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port")
 
+DATA_COLUMNS = {
+    "prompt_column": "problem, where it is not recognised",
+    "answer_column": "gold answer, where it is not recognised",
+    "context_columns": "what the problem refers to, such as body or passage; none: the flag alone",
+    "option_columns": "list of options, or one column for each; none: the flag alone",
+}
+
 
 class CommandError(Exception):
     """Something that the caller can mend; shown without a traceback."""
@@ -25,7 +32,10 @@ class CommandError(Exception):
 def main(arguments: Sequence[str] | None = None):
     """Entry point of the console command."""
     parser = build_parser()
-    namespace, rest = parser.parse_known_args(sys.argv[1:] if arguments is None else arguments)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments and Path(arguments[0]).suffix in (".yaml", ".yml"):
+        parser.error(f"`{arguments[0]}` is a recipe, not a command. Train by it with `lze-trl train {arguments[0]}`.")
+    namespace, rest = parser.parse_known_args(arguments)
     if rest and not namespace.passes_flags:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
@@ -79,6 +89,10 @@ def build_parser() -> argparse.ArgumentParser:
     data.add_argument(
         "--limit", type=_number(int, "at least 1", lambda limit: limit >= 1), help="number of rows to read"
     )
+    # Named as in the library and as in recipes, so that the advice of either can be followed
+    for name, text in DATA_COLUMNS.items():
+        several = {"nargs": "*"} if name.endswith("s") else {}
+        data.add_argument(f"--{name}", f"--dataset_{name}", dest=name, metavar="COLUMN", help=text, **several)
     app = add("app", _app, "Look at runs in the browser.")
     app.add_argument("runs", metavar="RUN", nargs="*", help="output folder of a run, or Hub id of its telemetry")
     app.add_argument("--host", default="127.0.0.1", help="address to listen on; the app has no login")
@@ -88,11 +102,10 @@ def build_parser() -> argparse.ArgumentParser:
     analyze.add_argument("run", metavar="RUN", help="output folder of the run")
     ratio = _number(float, "in (0, 1]", lambda ratio: 0 < ratio <= 1)
     analyze.add_argument("--selection_ratio", type=ratio, default=0.4, help="share of the groups to train on")
-    analyze.add_argument("--reward", help="reward that decides a pass; default: the first")
+    analyze.add_argument("--reward", help="reward that ranks the groups; default: the sum of all")
     _add_replay(add("replay", _replay, "Tell what other selectors would have chosen from the rollouts of a run."))
     report = add("report", _report, "Write the report of a run.")
     report.add_argument("run", metavar="RUN", help="output folder of the run")
-    _add_bench(add("bench", _bench, "Compare strategies with plain TRL, side by side; goes on where it was stopped."))
     return parser
 
 
@@ -124,34 +137,6 @@ def _add_replay(replay: argparse.ArgumentParser):
     replay.add_argument("--json", metavar="PATH", help="file to write the numbers to")
 
 
-def _add_bench(bench: argparse.ArgumentParser):
-    bench.add_argument("--task", metavar="TASK", help="addition, calculator or all; default: all")
-    bench.add_argument("--strategies", metavar="NAME", nargs="+", help="default: all of them")
-    bench.add_argument("--seeds", metavar="SEED", nargs="+", type=int, help="default: 0 1 2")
-    bench.add_argument("--steps", type=int, help="optimizer steps of the baseline; default: the task's own")
-    bench.add_argument(
-        "--stretch",
-        type=float,
-        help="the others go on until they have cost as many FLOPs, for at most so many times as many steps; default: 1.5",
-    )
-    bench.add_argument("--quick", action="store_true", help="addition, four strategies and one seed, in minutes")
-    bench.add_argument("--tune", action="store_true", help="also tune the learning rate of each strategy")
-    bench.add_argument(
-        "--rates",
-        metavar="FACTOR",
-        nargs="+",
-        type=float,
-        help="grid of --tune; default: 0.5 1 2 times the task's rate",
-    )
-    bench.add_argument("--jobs", type=int, help="runs at the same time; default: 1, which seconds need")
-    bench.add_argument("--output", type=Path, metavar="DIR", help="default: runs/bench")
-    bench.add_argument("--model", metavar="DIR", help="warm start to use instead of the task's own")
-    bench.add_argument("--data", metavar="DIR", help="its data: a folder with train.jsonl and test.jsonl")
-    bench.add_argument(
-        "--report_only", action="store_true", help="write tables and plots of the runs that are finished"
-    )
-
-
 # ---- train ----
 
 
@@ -163,19 +148,21 @@ def launch_command(namespace: argparse.Namespace, flags: Sequence[str]) -> tuple
         namespace (`argparse.Namespace`): Parsed arguments of `lze-trl train`.
         flags (`Sequence[str]`): Flags that override the recipe.
     """
-    # --quiet: an error is told once, by the job, and not again by the launcher
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--quiet"]
+    # --quiet: the job reports an error once, and not again by the launcher
+    command = [sys.executable, "-m", "lze_trl.launcher", "--quiet"]
     environment = {}
+    given = {flag: vars(namespace)[flag] for flag in LAUNCH_FLAGS if vars(namespace)[flag] is not None}
     if namespace.accelerate_config is not None:
         path = find_accelerate_config(namespace.accelerate_config)
         command += ["--config_file", str(path)]
-        config = yaml.safe_load(path.read_text(encoding="utf-8"))
-        if config.get("distributed_type") == "DEEPSPEED" and config.get("use_cpu"):
+        config = read_accelerate_config(path)
+        if config["distributed_type"] == "DEEPSPEED" and config.get("use_cpu"):
             environment["DS_ACCELERATOR"] = "cpu"
-    given = vars(namespace)
-    for flag in LAUNCH_FLAGS:
-        if given[flag] is not None:
-            command += [f"--{flag}", given[flag]]
+        if config.get("use_cpu") and "OMP_NUM_THREADS" not in os.environ:
+            command += ["--num_cpu_threads_per_process", str(_cpu_threads({**config, **given}))]
+    else:
+        command += _defaults_of_accelerate(given)
+    command += [part for flag, value in given.items() for part in (f"--{flag}", value)]
     return [*command, "-m", "lze_trl.train", "--config", namespace.recipe, *flags], environment
 
 
@@ -199,11 +186,53 @@ def find_accelerate_config(name: str) -> Path:
     )
 
 
+def read_accelerate_config(path: Path) -> dict[str, Any]:
+    """
+    Read an accelerate configuration.
+
+    Raises:
+        CommandError: The file is something else.
+    """
+    config = yaml.safe_load(path.read_text(encoding="utf-8"))
+    if not isinstance(config, dict) or "distributed_type" not in config:
+        raise CommandError(
+            f"`{path}` is no configuration of accelerate: it has no `distributed_type`. A recipe goes first: `lze-trl train "
+            "RECIPE --accelerate_config NAME`."
+        )
+    return config
+
+
+def _cpu_threads(config: dict[str, Any]) -> int:
+    """Threads of each process on a CPU, as accelerate would share them out itself."""
+    import psutil
+
+    local = max(1, int(config["num_processes"]) // int(config.get("num_machines", 1)))
+    return max(1, (psutil.cpu_count(logical=False) or 1) // local)
+
+
+def _defaults_of_accelerate(given: dict[str, str]) -> list[str]:
+    """Flags for what accelerate would choose itself, where nothing configures it, and name in a warning at each launch."""
+    import torch
+    from accelerate.commands.config.config_args import default_config_file
+
+    if Path(default_config_file).is_file():
+        return []
+    flags = ["--mixed_precision", "no", "--dynamo_backend", "no"]
+    if "num_machines" not in given:
+        flags += ["--num_machines", "1"]
+    devices = torch.accelerator.device_count()
+    if "num_processes" not in given:
+        flags += ["--num_processes", str(max(1, devices))]
+    if devices > 1 and given.get("num_processes") != "1":
+        flags += ["--multi_gpu"]
+    return flags
+
+
 def _train(namespace: argparse.Namespace, flags: list[str]):
     command, environment = launch_command(namespace, flags)
     from .recipe import RecipeError, check_recipe
 
-    # Before any process is started, so that a typing error is told once and at once
+    # Before any process is started, so that a typing error is reported once and at once
     with _told(RecipeError):
         check_recipe(["--config", namespace.recipe, *flags])
     os.execve(command[0], command, {**os.environ, **environment})
@@ -225,12 +254,18 @@ def _demo(namespace: argparse.Namespace, flags: list[str]):
 
 
 def _data(namespace: argparse.Namespace, flags: list[str]):
-    from .datasets import DataError
-    from .datasets.audit import audit, render
+    from .data import DataError
+    from .data.audit import Failure, audit, render
 
+    settings = {name: vars(namespace)[name] for name in ("split", "config", "limit", *DATA_COLUMNS)}
     with _told(DataError):
-        audits = audit(namespace.references, split=namespace.split, config=namespace.config, limit=namespace.limit)
-    sys.stdout.write(f"{render(audits)}\n")
+        entries = audit(namespace.references, **settings)
+    failures = [entry for entry in entries if isinstance(entry, Failure)]
+    if len(entries) == len(failures) == 1:
+        raise CommandError(failures[0].message)
+    sys.stdout.write(f"{render(entries)}\n")
+    if failures:
+        raise CommandError(f"{len(failures)} of {len(entries)} data sets cannot be read; see above.")
 
 
 def _app(namespace: argparse.Namespace, flags: list[str]):
@@ -269,24 +304,6 @@ def _report(namespace: argparse.Namespace, flags: list[str]):
         from .telemetry import TelemetryError
     with _told(TelemetryError, OSError):
         sys.stdout.write(f"{write_report(namespace.run)}\n")
-
-
-def _bench(namespace: argparse.Namespace, flags: list[str]):
-    # As for the demo: everything is on this machine, and each run says itself how many threads it wants
-    os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    from .bench.jobs import make_options
-    from .bench.settings import BenchError
-
-    with _extra("app"):
-        from .bench.suite import bench, report
-    names = ("task", "strategies", "seeds", "steps", "stretch", "rates", "jobs", "output", "model", "data")
-    with _told(BenchError):
-        options = make_options(namespace.quick, **{name: vars(namespace)[name] for name in names}, tune=namespace.tune)
-        if namespace.report_only:
-            report(options.output)
-        else:
-            bench(options)
 
 
 @contextmanager

@@ -1,15 +1,29 @@
 """Configuration: TRL's own fields plus those of data selection."""
 
+import logging
 import math
-from dataclasses import dataclass, field
+import numbers
+from dataclasses import dataclass, field, fields
+from types import UnionType
 from typing import Literal, get_args, get_type_hints
 
 from trl import GRPOConfig
 
-from .controllers import ReinforceAda, RolloutController, make_controller
+from .controllers import CONTROLLERS, ReinforceAda, RolloutController, from_config
+from .state import MAX_STREAK
+from .strategies import DEFAULT, STRATEGIES, settings_of
 
+
+logger = logging.getLogger(__name__)
 
 SELECTORS = ("energy", "variance", "midpoint", "random", "all", "zero_variance")
+
+_TRL_FIELDS = {theirs.name for theirs in fields(GRPOConfig)}
+_KINDS = {
+    bool: ((bool,), "true or false"),
+    int: ((numbers.Integral,), "a whole number"),
+    float: ((numbers.Real,), "a number"),
+}
 
 
 @dataclass
@@ -21,6 +35,13 @@ class LZEGRPOConfig(GRPOConfig):
     meaning: they describe the *rollout* batch, P = `generation_batch_size / num_generations` prompts.
 
     Parameters:
+        strategy (`str`, *optional*, defaults to `"lze"`):
+            Name of a combination of settings, see [`~lze_trl.strategies.STRATEGIES`]: `"lze"`, `"grpo"` (plain TRL),
+            `"zero_variance"`, `"random"`, `"variance"`, `"dapo"`, `"reinforce_ada"`, `"reinforce_ada_positive"`,
+            `"greso"`, `"recommended"`, `"lze_reinforce_ada"`, `"lze_dynamic"` or `"lze_allocation"`. Any field that is
+            given besides wins. The defaults below are those of `"lze"`. A configuration that was made holds the values
+            themselves: to change its strategy, make another.
+
         > Parameters that control which groups are trained on
 
         selector (`str`, *optional*, defaults to `"energy"`):
@@ -47,26 +68,30 @@ class LZEGRPOConfig(GRPOConfig):
             What the loss is averaged over: `"selected"` (the chosen completions, as DAPO does) or `"all"` (a full batch,
             whatever of it was rolled out: the gradient is that of the full batch minus the groups that were dropped,
             skipped or not drawn in full).
+        scale_rewards (`str`, *optional*, defaults to `"group"`):
+            TRL's: what advantages are divided by, the standard deviation within a `"group"`, over the `"batch"`, or
+            `"none"`. Reinforce-Ada was published with `"none"`.
 
         > Parameters that define a pass
 
         pass_reward (`str`, *optional*):
-            Name of the reward function that decides whether a completion passes, or `"total"` for the weighted sum of
-            all. Defaults to the first reward function. Completions for which it returns `None` are left out.
-        pass_threshold (`float`, *optional*, defaults to `0.5`):
-            A completion passes when its reward is greater than this.
-        energy_outcome (`str`, *optional*, defaults to `"pass"`):
-            `"pass"` counts passes; `"reward"` uses the spread of the reward over `reward_range`, for scores that are
-            not pass or fail.
-        reward_range (`list[float]`, *optional*, defaults to `[0.0, 1.0]`):
-            Lowest and highest value of the reward when `energy_outcome="reward"`.
+            Name of the reward function by which groups are ranked and prompts pruned, or `"total"` for the weighted sum
+            of all, which is the default. Completions for which it returns `None` have no outcome. Whatever it says, a group
+            whose total rewards differ is never taken for dead.
+        pass_threshold (`float`, *optional*):
+            A completion passes when its reward is greater than this. Defaults to none: outcomes are graded, which for
+            rewards of 0 and 1 is the same as passes. Reinforce-Ada, which counts passes, then uses the published 0.7, and
+            needs a threshold of yours if rewards are not 0 and 1. With `pass_reward` and without `reward_range`, 0.5.
+        reward_range (`list[float]`, *optional*):
+            Lowest and highest reward that graded outcomes are scaled from; rewards outside are clipped. Defaults to the
+            range that the run has seen.
 
         > Parameters that control which prompts are rolled out
 
-        pruning (`str`, *optional*, defaults to `"refill"`):
+        pruning (`str`, *optional*):
             What happens to prompts that stay solved: `"refill"` (their slots go to other prompts, so a pass over the
             data takes fewer steps), `"skip"` (they get no rollouts and the batch is smaller, as in the paper), or
-            `"none"`.
+            `"none"`. Defaults to `"refill"`, and to `"none"` for a streamed dataset, whose rows cannot be read again.
         pruning_streak (`int`, *optional*, defaults to `2`):
             k, the number of fully correct visits in a row after which a prompt is pruned, at least 1.
         replay_ratio (`float`, *optional*, defaults to `0.1`):
@@ -118,21 +143,29 @@ class LZEGRPOConfig(GRPOConfig):
         answer_column (`str`, *optional*):
             Dataset column with the gold answer, part of a prompt's identity. Defaults to the first of `"solution"`,
             `"answer"`, `"ground_truth"` that exists, if any.
-        deduplicate (`bool`, *optional*, defaults to `True`):
-            Whether to drop rows of the training set that repeat a prompt and its gold answer. An iterable dataset needs
-            `False`.
+        deduplicate (`bool`, *optional*):
+            Whether to drop rows of the training set that repeat a prompt and its gold answer. `False` keeps them, each
+            remembered as another prompt. Defaults to `True`, and to `False` for a streamed dataset, which cannot be
+            searched, and where too few prompts for a generation batch would remain.
         state_from (`str`, *optional*):
             Directory (a run or one of its checkpoints) or Hub id of an earlier run, whose prompt state this run starts
             from. Ignored when training resumes from a checkpoint.
 
         > Parameters that control the update
 
-        packing (`bool`, *optional*, defaults to `True`):
-            Whether to pack the chosen completions, sorted by length and trimmed, into as few micro-batches as fit. It
-            changes where a completion is computed, never what it weighs. `False` keeps TRL's micro-batches.
+        packing (`bool`, *optional*):
+            Whether to pack the chosen completions, sorted by length and trimmed, into few micro-batches. It changes where a
+            completion is computed, never what it weighs: with KL and an entropy bonus as well, which give gradients to
+            dead groups, too, if they are chosen. `False` keeps TRL's micro-batches. Defaults to packing, except where the
+            loss depends on which rows share a micro-batch (`top_entropy_quantile`).
         max_tokens_per_micro_batch (`int`, *optional*):
             Token budget of a micro-batch (rows × padded length) on each process. A packed micro-batch then holds as
             many rows as fit, instead of `per_device_train_batch_size`.
+        micro_step_cost (`int`, *optional*):
+            What a micro-step costs besides its tokens, in tokens of each process: packing makes a further one where it
+            saves more padding. 0 computes the least padding, however many micro-steps it takes. Defaults to 256 where each
+            process holds all weights, to 1,024 where ZeRO-3 or FSDP gathers them within a node and 8,192 across nodes, and
+            then to at most 1.1 times the fewest micro-steps that hold the rows.
 
         > Parameters that control generation by vLLM servers over HTTP (`use_vllm=True`, `vllm_mode="http"`)
 
@@ -163,17 +196,27 @@ class LZEGRPOConfig(GRPOConfig):
         hub_telemetry_id (`str`, *optional*):
             Hub dataset to which `push_to_hub` also uploads telemetry, report and prompt state. The viewer opens it by
             this name, and `state_from` starts from it. Recorded prompts and completions become as public as it is.
+        summary (`bool`, *optional*, defaults to `True`):
+            Whether the main process shows one readable line at each log and, at the end, a summary and a report of the
+            telemetry. `False` leaves what transformers prints. Trackers get all metrics either way.
     """
 
-    selector: str = field(
-        default="energy",
+    strategy: Literal[tuple(STRATEGIES)] = field(
+        default=DEFAULT,
+        metadata={"help": "Name of a combination of settings, such as 'lze' or 'grpo'. Any field given besides wins."},
+    )
+    selector: Literal[(*SELECTORS, None)] = field(
+        default=None,
         metadata={
-            "help": "How groups are ranked: 'energy', 'variance', 'midpoint', 'random', 'all' or 'zero_variance'.",
+            "help": "How groups are ranked: 'energy', 'variance', 'midpoint', 'random', 'all' or 'zero_variance'. "
+            "Default: by the strategy, 'energy'.",
         },
     )
-    selection_ratio: float = field(
-        default=0.4,
-        metadata={"help": "Share of the groups of a generation batch to train on, in (0, 1]."},
+    selection_ratio: float | None = field(
+        default=None,
+        metadata={
+            "help": "Share of the groups of a generation batch to train on, in (0, 1]. Default: by the strategy, 0.4."
+        },
     )
     selection_warmup: int = field(
         default=0,
@@ -199,29 +242,35 @@ class LZEGRPOConfig(GRPOConfig):
         default=0.05,
         metadata={"help": "Scale of the Gumbel noise, relative to the range of the live energies. 0: no noise."},
     )
-    loss_normalizer: Literal["selected", "all"] = field(
-        default="selected",
-        metadata={"help": "What the loss is averaged over: the 'selected' completions, or 'all' of the full batch."},
+    loss_normalizer: Literal["selected", "all", None] = field(
+        default=None,
+        metadata={
+            "help": "What the loss is averaged over: the 'selected' completions, or 'all' of the full batch. "
+            "Default: by the strategy, 'selected'."
+        },
+    )
+    scale_rewards: str | None = field(
+        default=None,
+        metadata={"help": "TRL's: 'group', 'batch' or 'none'. Default: by the strategy, 'group'."},
     )
     pass_reward: str | None = field(
         default=None,
-        metadata={"help": "Name of the reward function that decides a pass, or 'total'. Default: the first one."},
+        metadata={"help": "Name of the reward function that ranks and prunes. Default: 'total', the weighted sum."},
     )
-    pass_threshold: float = field(
-        default=0.5,
-        metadata={"help": "A completion passes when its reward is greater than this."},
+    pass_threshold: float | None = field(
+        default=None,
+        metadata={"help": "A completion passes when its reward is greater than this. Default: outcomes are graded."},
     )
-    energy_outcome: Literal["pass", "reward"] = field(
-        default="pass",
-        metadata={"help": "'pass' counts passes; 'reward' uses the spread of the reward over `reward_range`."},
+    reward_range: list[float] | None = field(
+        default=None,
+        metadata={"help": "Lowest and highest reward that outcomes are scaled from. Default: the range seen."},
     )
-    reward_range: list[float] = field(
-        default_factory=lambda: [0.0, 1.0],
-        metadata={"help": "Lowest and highest reward when `energy_outcome='reward'`."},
-    )
-    pruning: Literal["none", "skip", "refill"] = field(
-        default="refill",
-        metadata={"help": "What happens to prompts that stay solved: 'refill', 'skip' or 'none'."},
+    pruning: Literal["none", "skip", "refill", None] = field(
+        default=None,
+        metadata={
+            "help": "What happens to prompts that stay solved: 'refill', 'skip' or 'none'. Default: 'refill', and 'none' "
+            "for a streamed dataset."
+        },
     )
     pruning_streak: int = field(
         default=2,
@@ -231,9 +280,12 @@ class LZEGRPOConfig(GRPOConfig):
         default=0.1,
         metadata={"help": "Share of the pruned prompts that each pass over the data rolls out again, in [0, 1]."},
     )
-    pruning_policy: Literal["solved", "greso"] = field(
-        default="solved",
-        metadata={"help": "Who is pruned: 'solved' prompts, or by 'greso' those whose last visits had no signal."},
+    pruning_policy: Literal["solved", "greso", None] = field(
+        default=None,
+        metadata={
+            "help": "Who is pruned: 'solved' prompts, or by 'greso' those whose last visits had no signal. "
+            "Default: by the strategy, 'solved'."
+        },
     )
     greso_exploration: float = field(
         default=0.5,
@@ -249,20 +301,24 @@ class LZEGRPOConfig(GRPOConfig):
         default=0.01,
         metadata={"help": "By how much 'greso' moves its exploration after each generation batch, in (0, 1)."},
     )
-    controller: str = field(
-        default="uniform",
+    controller: Literal[(*CONTROLLERS, None)] = field(
+        default=None,
         metadata={
             "help": "How many completions a prompt gets: 'uniform', 'reinforce_ada_positive', 'reinforce_ada_balanced', "
-            "'dynamic', 'allocation' or 'probing'.",
+            "'dynamic', 'allocation' or 'probing'. Default: by the strategy, 'uniform'.",
         },
     )
-    round_size: int = field(
-        default=8,
-        metadata={"help": "Completions of each active prompt in a round of Reinforce-Ada."},
+    round_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "Completions of each active prompt in a round of Reinforce-Ada. Default: by the strategy, 8."
+        },
     )
-    max_rounds: int = field(
-        default=4,
-        metadata={"help": "Largest number of rounds of Reinforce-Ada and of dynamic sampling."},
+    max_rounds: int | None = field(
+        default=None,
+        metadata={
+            "help": "Largest number of rounds of Reinforce-Ada and of dynamic sampling. Default: by the strategy, 4."
+        },
     )
     kept_completions: int | None = field(
         default=None,
@@ -291,29 +347,43 @@ class LZEGRPOConfig(GRPOConfig):
         default=50,
         metadata={"help": "Completions of a prompt to see before 'allocation' goes by its energy."},
     )
-    surplus_max_age: int = field(
-        default=1,
-        metadata={"help": "Generation batches that a surplus live group waits for the next update. 0 drops it."},
+    surplus_max_age: int | None = field(
+        default=None,
+        metadata={
+            "help": "Generation batches that a surplus live group waits for the next update. 0 drops it. "
+            "Default: by the strategy, 1."
+        },
     )
     answer_column: str | None = field(
         default=None,
         metadata={"help": "Dataset column with the gold answer. Default: 'solution', 'answer' or 'ground_truth'."},
     )
-    deduplicate: bool = field(
-        default=True,
-        metadata={"help": "Whether to drop rows of the training set that repeat a prompt and its gold answer."},
+    deduplicate: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Whether to drop rows of the training set that repeat a prompt and its gold answer. Default: where "
+            "the dataset is not streamed and enough prompts remain."
+        },
     )
     state_from: str | None = field(
         default=None,
         metadata={"help": "Directory or Hub id of an earlier run whose prompt state this run starts from."},
     )
-    packing: bool = field(
-        default=True,
-        metadata={"help": "Whether to pack the chosen completions into as few micro-batches as fit."},
+    packing: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Whether to pack the chosen completions into few micro-batches. Default: where it is exact."
+        },
     )
     max_tokens_per_micro_batch: int | None = field(
         default=None,
         metadata={"help": "Token budget of a micro-batch (rows times padded length) on each process."},
+    )
+    micro_step_cost: int | None = field(
+        default=None,
+        metadata={
+            "help": "What a micro-step costs besides its tokens, in tokens. Default: by how weights are sharded."
+        },
     )
     vllm_mode: Literal["colocate", "server", "http"] = field(
         default="colocate",
@@ -355,12 +425,32 @@ class LZEGRPOConfig(GRPOConfig):
         default=None,
         metadata={"help": "Hub dataset to which `push_to_hub` also uploads telemetry, report and prompt state."},
     )
+    summary: bool = field(
+        default=True,
+        metadata={"help": "Whether to show readable lines and, at the end, a summary and a report."},
+    )
 
     def __post_init__(self):
+        for name, value in settings_of(self.strategy).items():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
         super().__post_init__()
+        self._check_types()
         self._check_choices()
         self._check_ranges()
         self._check_combinations()
+
+    def _check_types(self):
+        hints = get_type_hints(type(self))
+        for name in [own.name for own in fields(self) if own.name not in _TRL_FIELDS]:
+            value = getattr(self, name)
+            options = get_args(hints[name]) if isinstance(hints[name], UnionType) else (hints[name],)
+            kind = next((kind for kind in _KINDS if kind in options), None)
+            if kind is None or (value is None and type(None) in options):
+                continue
+            accepted, words = _KINDS[kind]
+            if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
+                raise ValueError(f"`{name}` must be {words}, got {value!r}.")
 
     def _check_choices(self):
         if self.selector not in SELECTORS:
@@ -371,7 +461,6 @@ class LZEGRPOConfig(GRPOConfig):
         hints = get_type_hints(type(self))
         for name in (
             "loss_normalizer",
-            "energy_outcome",
             "pruning",
             "pruning_policy",
             "telemetry_completions",
@@ -379,7 +468,8 @@ class LZEGRPOConfig(GRPOConfig):
         ):
             allowed = get_args(hints[name])
             if getattr(self, name) not in allowed:
-                raise ValueError(f"`{name}` must be one of {list(allowed)}, got {getattr(self, name)!r}.")
+                named = [choice for choice in allowed if choice is not None]
+                raise ValueError(f"`{name}` must be one of {named}, got {getattr(self, name)!r}.")
 
     def _check_ranges(self):
         # (field, whether its value is allowed, what is allowed, what to do); NaN fails every comparison
@@ -391,8 +481,18 @@ class LZEGRPOConfig(GRPOConfig):
             ("momentum_weight", 0 <= self.momentum_weight < math.inf, "at least 0", "Use 0 for no momentum"),
             ("ema_decay", 0 <= self.ema_decay < 1, "in [0, 1)", "The paper uses 0.9"),
             ("gumbel_scale", 0 <= self.gumbel_scale < math.inf, "at least 0", "Use 0 to rank without noise"),
-            ("pass_threshold", math.isfinite(self.pass_threshold), "finite", "Use 0.5 for rewards of 0 and 1"),
-            ("pruning_streak", self.pruning_streak >= 1, "at least 1", "Use `pruning='none'` to never prune"),
+            (
+                "pass_threshold",
+                self.pass_threshold is None or math.isfinite(self.pass_threshold),
+                "finite",
+                "Use 0.5 for rewards of 0 and 1",
+            ),
+            (
+                "pruning_streak",
+                1 <= self.pruning_streak <= MAX_STREAK,
+                f"between 1 and {MAX_STREAK}",
+                "Use `pruning='none'` to never prune",
+            ),
             ("replay_ratio", 0 <= self.replay_ratio <= 1, "in [0, 1]", "Use 0 to re-check one prompt a pass"),
             ("greso_exploration", 0.05 <= self.greso_exploration <= 0.95, "in [0.05, 0.95]", "The paper uses 0.5"),
             ("greso_target", 0 < self.greso_target < 1, "in (0, 1)", "The paper uses 0.25"),
@@ -404,6 +504,12 @@ class LZEGRPOConfig(GRPOConfig):
                 self.max_tokens_per_micro_batch is None or self.max_tokens_per_micro_batch >= 1,
                 "at least 1",
                 "Leave it unset to bound micro-batches by `per_device_train_batch_size`",
+            ),
+            (
+                "micro_step_cost",
+                self.micro_step_cost is None or self.micro_step_cost >= 0,
+                "at least 0",
+                "Leave it unset for a default by how weights are sharded",
             ),
             (
                 "vllm_sync_tolerance",
@@ -423,10 +529,21 @@ class LZEGRPOConfig(GRPOConfig):
         for name, allowed, what, advice in checks:
             if not allowed:
                 raise ValueError(f"`{name}` must be {what}, got {getattr(self, name)}. {advice}.")
-        if len(self.reward_range) != 2 or not self.reward_range[0] < self.reward_range[1]:
+        if self.reward_range is not None:
+            self._check_reward_range()
+
+    def _check_reward_range(self):
+        bounds = self.reward_range
+        ends = [end for end in bounds if isinstance(end, numbers.Real) and math.isfinite(end)]
+        if len(bounds) != 2 or len(ends) != 2 or not ends[0] < ends[1]:
             raise ValueError(
-                f"`reward_range` must be two increasing numbers, got {self.reward_range}. Give the lowest and the "
-                "highest reward, for example [0.0, 1.0]."
+                f"`reward_range` must be two increasing, finite numbers, got {bounds}. Give the lowest and the highest "
+                "reward, for example [0.0, 1.0], or leave it unset for the range that the run sees."
+            )
+        if self.pass_threshold is not None:
+            raise ValueError(
+                f"`reward_range={bounds}` grades outcomes, and `pass_threshold={self.pass_threshold}` makes them passes "
+                "and fails. Set one of them."
             )
 
     def rollout_controller(self) -> RolloutController:
@@ -436,26 +553,14 @@ class LZEGRPOConfig(GRPOConfig):
         Raises:
             ValueError: If one of them is out of its range.
         """
-        return make_controller(
-            self.controller,
-            group_size=self.num_generations,
-            num_prompts=self.generation_batch_size // self.num_generations,
-            round_size=self.round_size,
-            max_rounds=self.max_rounds,
-            kept=self.kept_completions,
-            budget=self.generation_batch_size if self.rollout_budget is None else self.rollout_budget,
-            temperature=self.allocation_temperature,
-            minimum=self.min_rollouts,
-            maximum=4 * self.num_generations if self.max_rollouts is None else self.max_rollouts,
-            young=self.young_rollouts,
-        )
+        return from_config(self)
 
     def _check_combinations(self):
         controller = self.rollout_controller()
-        if isinstance(controller, ReinforceAda) and self.energy_outcome != "pass":
+        if isinstance(controller, ReinforceAda) and self.reward_range is not None:
             raise ValueError(
-                f"`controller={self.controller!r}` counts passes, and `energy_outcome={self.energy_outcome!r}` has none. "
-                "Set `energy_outcome='pass'` and a `pass_threshold`."
+                f"`controller={self.controller!r}` counts passes, and `reward_range={self.reward_range}` grades outcomes. "
+                "Leave it unset, and set a `pass_threshold`."
             )
         if self.pruning_policy == "greso" and self.pruning == "none":
             raise ValueError(
@@ -484,24 +589,22 @@ class LZEGRPOConfig(GRPOConfig):
                 raise ValueError(
                     f"`loss_type='vespo'` needs `vllm_importance_sampling_mode` to be one of {list(allowed)}, got {mode!r}."
                 )
-        if self.loss_normalizer == "all" and self.loss_type == "bnpo" and self.top_entropy_quantile < 1.0:
+        self._resolve_packing()
+
+    def _resolve_packing(self):
+        quantile = self.top_entropy_quantile
+        if self.packing and quantile < 1.0:
             raise ValueError(
-                f"`top_entropy_quantile={self.top_entropy_quantile}` with `loss_type='bnpo'` needs rows that weigh the same. "
-                "Set `loss_normalizer='selected'`, or another loss type."
+                f"`packing=True` is not exact with `top_entropy_quantile={quantile}`: TRL takes the quantile of every "
+                "micro-batch, and packing changes which rows share one. Leave `packing` unset, or set it to False."
             )
-        if self.packing:
-            for name, active in (
-                ("entropy_coef", self.entropy_coef != 0.0),
-                ("use_adaptive_entropy", self.use_adaptive_entropy),
-                ("top_entropy_quantile", self.top_entropy_quantile < 1.0),
-            ):
-                if active:
-                    raise ValueError(
-                        f"`{name}={getattr(self, name)}` is defined by TRL over single micro-batches, which packing "
-                        "changes. Set `packing=False` to use it."
-                    )
-        elif self.max_tokens_per_micro_batch is not None:
-            raise ValueError(
-                f"`max_tokens_per_micro_batch={self.max_tokens_per_micro_batch}` needs `packing=True`. Enable packing "
-                "or leave it unset."
-            )
+        if self.packing is None:
+            self.packing = quantile == 1.0
+            if not self.packing:
+                logger.warning(
+                    "Packing is off: it would change the micro-batches of `top_entropy_quantile=%s`.", quantile
+                )
+        for name in ("max_tokens_per_micro_batch", "micro_step_cost"):
+            if not self.packing and vars(self)[name] is not None:
+                why = "`packing=False`" if quantile == 1.0 else f"it is off with `top_entropy_quantile={quantile}`"
+                raise ValueError(f"`{name}={vars(self)[name]}` needs packing, and {why}. Leave `{name}` unset.")

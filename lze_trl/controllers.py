@@ -15,17 +15,15 @@ Controllers hold settings only: what they answer depends on their arguments alon
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import numpy as np
 
 from .allocation import even_parts, expected_energy, largest_remainders, softmax_shares
-from .energy import differ
 from .groups import Prompts, Rollouts
-
-
-CONTROLLERS = ("uniform", "reinforce_ada_positive", "reinforce_ada_balanced", "dynamic", "allocation", "probing")
 
 
 class RolloutController(ABC):
@@ -129,10 +127,10 @@ class ReinforceAda(RolloutController):
     drawn, n completions are kept: n // 2 positives and the rest negatives, the shortfall filled from the other kind;
     the first ones drawn of each kind, since completions of a prompt are exchangeable. The published fallback for a
     prompt that never met the positive-focused exit, ⌈(positives / rows)·n⌉ positives, clamped to [1, n − 1] and to
-    what is there, comes to the same: such a prompt has no positive.
+    what is there, is equivalent: such a prompt has no positive.
 
-    A positive is an outcome above 1/2. A completion that could not be scored is neither positive nor negative, and is
-    never kept.
+    A positive is an outcome above 1/2. A completion without any reward is neither positive nor negative, and is never
+    kept.
 
     Args:
         exit (`str`):
@@ -216,7 +214,7 @@ class DynamicSampling(SubsamplingController):
         if live >= k or round >= self.max_rounds:
             return 0
         visited = int(np.count_nonzero(drawn.sizes))
-        alive = int(np.count_nonzero(differ(drawn.outcomes, drawn.group, drawn.num_groups)))
+        alive = int(np.count_nonzero(drawn.alive))
         if alive == 0:
             return self.num_prompts
         return min(self.num_prompts, -(-(k - live) * visited // alive))  # rounded up
@@ -227,7 +225,7 @@ class Probing(SubsamplingController):
     """
     Half of each group first, the other half only where the first has a signal.
 
-    A prompt whose first completions all pass or all fail is left at that: it costs half. What is lost are groups that
+    A prompt whose first completions all have the same reward is left at that: it costs half. What is lost are groups that
     only their second half would have brought to life, those whose pass rate is close to 0 or 1.
 
     Args:
@@ -244,8 +242,7 @@ class Probing(SubsamplingController):
         half = self.group_size // 2
         if round == 0:
             return np.full(len(prompts), half, dtype=np.int64)
-        alive = differ(drawn.outcomes, drawn.group, drawn.num_groups)
-        return np.where(alive & (drawn.sizes < self.group_size) & (round == 1), self.group_size - half, 0)
+        return np.where(drawn.alive & (drawn.sizes < self.group_size) & (round == 1), self.group_size - half, 0)
 
 
 @dataclass(frozen=True)
@@ -309,8 +306,9 @@ class Allocation(SubsamplingController):
 
 
 def _kinds(drawn: Rollouts) -> tuple[np.ndarray, np.ndarray]:
-    """Which rows are positives and which are negatives, each of shape `(B,)`; NaN is neither."""
-    return drawn.outcomes > 0.5, drawn.outcomes <= 0.5
+    """Which rows are positives and which are negatives, each of shape `(B,)`; one without any reward is neither."""
+    positives = drawn.outcomes > 0.5
+    return positives, ~np.isnan(drawn.rewards) & ~positives
 
 
 def _of_both_kinds(drawn: Rollouts, kept: int) -> np.ndarray:
@@ -368,41 +366,53 @@ def _check_at_least(name: str, value: int, lowest: int, advice: str):
         raise ValueError(f"`{name}` must be at least {lowest}, got {value}. {advice}.")
 
 
-def make_controller(
-    name: str,
-    *,
-    group_size: int,
-    num_prompts: int,
-    round_size: int,
-    max_rounds: int,
-    kept: int | None,
-    budget: int,
-    temperature: float,
-    minimum: int,
-    maximum: int,
-    young: int,
-) -> RolloutController:
+def _reinforce_ada(exit: str, args: Any) -> ReinforceAda:
+    kept = args.num_generations if args.kept_completions is None else args.kept_completions
+    return ReinforceAda(exit, args.round_size, args.max_rounds, kept)
+
+
+def _num_prompts(args: Any) -> int:
+    return args.generation_batch_size // args.num_generations
+
+
+_BUILT_IN: dict[str, Callable[[Any], RolloutController]] = {
+    "uniform": lambda args: UniformController(args.num_generations, kept=args.kept_completions),
+    "reinforce_ada_positive": partial(_reinforce_ada, "positive"),
+    "reinforce_ada_balanced": partial(_reinforce_ada, "balanced"),
+    "dynamic": lambda args: DynamicSampling(
+        args.num_generations, args.max_rounds, _num_prompts(args), kept=args.kept_completions
+    ),
+    "allocation": lambda args: Allocation(
+        args.generation_batch_size if args.rollout_budget is None else args.rollout_budget,
+        _num_prompts(args),
+        args.allocation_temperature,
+        args.min_rollouts,
+        4 * args.num_generations if args.max_rollouts is None else args.max_rollouts,
+        args.young_rollouts,
+        kept=args.kept_completions,
+    ),
+    "probing": lambda args: Probing(args.num_generations, kept=args.kept_completions),
+}
+CONTROLLERS = tuple(_BUILT_IN)
+"""Values of the `controller` field."""
+
+
+def from_config(args: Any) -> RolloutController:
     """
-    Controller of a configuration's `controller` field; only the settings that it uses are checked.
+    Controller that a configuration's `controller` field names; only the settings that it uses are checked.
+
+    Args:
+        args ([`LZEGRPOConfig`]): Settings.
 
     Raises:
         ValueError: If the name is unknown, or a setting of the controller is out of its range.
     """
-    if name not in CONTROLLERS:
+    if args.controller not in _BUILT_IN:
         raise ValueError(
-            f"`controller` must be one of {list(CONTROLLERS)}, got {name!r}. To use your own strategy, pass a "
+            f"`controller` must be one of {list(CONTROLLERS)}, got {args.controller!r}. To use your own strategy, pass a "
             "`RolloutController` to the trainer."
         )
-    if name.startswith("reinforce_ada_"):
-        n = group_size if kept is None else kept
-        return ReinforceAda(name.removeprefix("reinforce_ada_"), round_size, max_rounds, n)
-    if name == "uniform":
-        return UniformController(group_size, kept=kept)
-    if name == "dynamic":
-        return DynamicSampling(group_size, max_rounds, num_prompts, kept=kept)
-    if name == "probing":
-        return Probing(group_size, kept=kept)
-    return Allocation(budget, num_prompts, temperature, minimum, maximum, young, kept=kept)
+    return _BUILT_IN[args.controller](args)
 
 
 def ask(

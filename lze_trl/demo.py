@@ -150,7 +150,7 @@ def warm_start(directory: Path, settings: WarmStart) -> bool:
         train, held_out = problems(settings)
         _write_problems(unfinished / TRAIN_FILE, train)
         _write_problems(unfinished / HELD_OUT_FILE, held_out)
-        _train_supervised(unfinished / MODEL_DIR, train, settings)
+        _make_model(unfinished / MODEL_DIR, train, settings)
         (unfinished / SETTINGS_FILE).write_text(json.dumps({"key": settings.key, **asdict(settings)}, indent=2))
     return True
 
@@ -161,7 +161,7 @@ def _write_problems(path: Path, pairs: Sequence[tuple[int, int]]):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def _train_supervised(directory: Path, pairs: Sequence[tuple[int, int]], settings: WarmStart):
+def _make_model(directory: Path, pairs: Sequence[tuple[int, int]], settings: WarmStart):
     set_seed(settings.seed)
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, settings)
@@ -170,6 +170,26 @@ def _train_supervised(directory: Path, pairs: Sequence[tuple[int, int]], setting
         settings.steps,
         model.num_parameters() / 1e6,
     )
+    train_supervised(model, tokenizer, noisy_examples(pairs, settings), directory, settings)
+
+
+def train_supervised(
+    model: Qwen2ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    examples: list[dict[str, str]],
+    directory: Path,
+    settings: WarmStart,
+):
+    """
+    Train a model on prompts and completions, in their order, and save it.
+
+    Args:
+        model (`Qwen2ForCausalLM`): The model.
+        tokenizer (`PreTrainedTokenizerFast`): Its tokenizer, saved beside it.
+        examples (`list[dict]`): One `prompt` and `completion` for each place in each batch.
+        directory (`Path`): Where to save both.
+        settings ([`WarmStart`]): Gives `steps`, `batch_size`, `learning_rate` and `seed`.
+    """
     trainer = SFTTrainer(
         model=model,
         args=SFTConfig(
@@ -191,7 +211,7 @@ def _train_supervised(directory: Path, pairs: Sequence[tuple[int, int]], setting
             report_to="none",
             seed=settings.seed,
         ),
-        train_dataset=Dataset.from_list(noisy_examples(pairs, settings)),
+        train_dataset=Dataset.from_list(examples),
         processing_class=tokenizer,
     )
     trainer.train()

@@ -1,5 +1,6 @@
 """Drawing completions: as many for each prompt as the rollout controller asks for, in one round or several."""
 
+import logging
 import math
 from dataclasses import replace
 from typing import Any
@@ -8,18 +9,20 @@ import numpy as np
 import torch
 from trl import GRPOTrainer
 
-from .checks import images_error
+from .checks import IMAGE_COLUMNS, NO_IMAGE, images_error
 from .controllers import ask, ask_more
-from .energy import differ
 from .exchange import Completions
 from .groups import Rollouts
 from .identity import ID_COLUMN
 from .planner import Plan
 from .pruning import keyed_rng
 from .reporting import merge_rounds
-from .rollout import Scored, gather_rollouts, joined, local_loss_tokens, outcomes_of, without_empty_groups
+from .rollout import Scored, gather_rollouts, joined, local_loss_tokens, without_empty_groups
 from .selectors import quota, ramped_ratio
+from .signals import signals, total_rewards
 
+
+logger = logging.getLogger(__name__)
 
 MAX_ROUNDS = 100
 """A controller that asks for more rounds than this does not end."""
@@ -39,7 +42,7 @@ class DrawingTrainer(GRPOTrainer):
         parts: list[Scored] = []
         for index in range(MAX_ROUNDS + 1):
             ids = self.planner.ids_of(plan.rows)
-            drawn = joined(parts, ids).rollouts if parts else _nothing(ids)
+            drawn = self._joined(parts, ids).rollouts if parts else _nothing(ids)
             if index and self.controller.draws_prompts:
                 self._extend(plan, drawn, index, wanted_groups)
             drawn = replace(drawn, prompt_ids=self.planner.ids_of(plan.rows))
@@ -53,7 +56,13 @@ class DrawingTrainer(GRPOTrainer):
         if not parts:
             return None
         merge_rounds(self._metrics["train"], before, [part.rollouts.num_rows for part in parts])
-        return without_empty_groups(joined(parts, self.planner.ids_of(plan.rows)))
+        return without_empty_groups(self._joined(parts, self.planner.ids_of(plan.rows)))
+
+    def _joined(self, parts: list[Scored], prompt_ids: np.ndarray) -> Scored:
+        """The rounds of a batch as one. A later round may have widened the range that outcomes are scaled from."""
+        scored = joined(parts, prompt_ids)
+        outcomes = self.prompt_state.range.outcomes(scored.rollouts.scores)
+        return replace(scored, rollouts=replace(scored.rollouts, outcomes=outcomes))
 
     def _quota(self, num_prompts: int) -> int:
         """K, the number of groups that the update of this batch wants."""
@@ -65,7 +74,7 @@ class DrawingTrainer(GRPOTrainer):
 
     def _extend(self, plan: Plan, drawn: Rollouts, index: int, wanted_groups: int):
         """Give the batch further prompts if the controller wants them."""
-        live = differ(drawn.outcomes, drawn.group, drawn.num_groups).sum()
+        live = drawn.alive.sum()
         live += 0 if self._surplus is None else len(self._surplus)
         prompts = self.prompt_state.prompts(drawn.prompt_ids)
         further = ask_more(self.controller, index, prompts, drawn, int(live), wanted_groups)
@@ -107,6 +116,8 @@ class DrawingTrainer(GRPOTrainer):
             group (`np.ndarray` of shape `(B,)`): Group of each completion of all processes.
             num_groups (`int`): P.
         """
+        if any(row.get(name) not in NO_IMAGE for row in inputs for name in IMAGE_COLUMNS):
+            raise images_error("Rows of the training set hold images")  # of a stream, which is not read before
         prompts = [row["prompt"] for row in inputs]
         if self.use_vllm and not self._weights_moved:
             self._last_loaded_step = self.state.global_step  # a skipped update: vLLM has these weights already
@@ -118,31 +129,45 @@ class DrawingTrainer(GRPOTrainer):
             for i, row in enumerate(inputs):
                 row[name] = values[i] if isinstance(values, list) else values
         rewards_per_func = self._calculate_rewards(inputs, prompts, completions, completion_ids)
+        # Where two reward functions log the same column, the last one wins, as in TRL's table
+        extra = {name: values[-len(inputs) :] for name, values in self._pending_extra_logs.items()}
+        self._pending_extra_logs.clear()
         order = torch.empty(len(inputs), dtype=torch.int64)
         order[torch.randperm(len(inputs))] = torch.arange(len(inputs))  # the permutation that TRL would draw here
         local = Completions(prompt_ids, completion_ids, logprobs, loss_mask)
         end_tokens = [*self.eos_token_ids, self._tokenizer.pad_token_id]
-        per_func = rewards_per_func.double().cpu().numpy()
-        weights = self.reward_weights.double().numpy()
-        total = np.where(np.isnan(per_func).all(axis=1), np.nan, np.nansum(per_func * weights, axis=1))
         rollouts, loss_tokens, order = gather_rollouts(
             local,
             inputs,
             local_loss_tokens(local, end_tokens, self.mask_truncated_completions),
             order,
-            outcomes_of(
-                total if self._pass_column is None else per_func[:, self._pass_column],
-                self.args.energy_outcome == "reward",
-                self.args.pass_threshold,
-                self.args.reward_range,
-            ),
-            total,
+            self._judge(rewards_per_func),
             group,
             num_groups,
             self.accelerator,
         )
         owner, position = np.divmod(np.arange(len(group)), len(inputs))
-        return Scored(local, inputs, completions, rewards_per_func, rollouts, loss_tokens, owner, position, order)
+        return Scored(
+            local, inputs, completions, rewards_per_func, rollouts, loss_tokens, owner, position, order, extra
+        )
+
+    def _judge(self, rewards_per_func: torch.Tensor) -> dict[str, np.ndarray]:
+        """Totals, signals, scores and outcomes of rewards of shape `(B, F)`, see [`Rollouts`]."""
+        weights = self.reward_weights.to(rewards_per_func.device)
+        totals = total_rewards(rewards_per_func, weights)
+        compared = signals(rewards_per_func, weights, self.multi_objective_aggregation, self.num_generations)
+        totals, compared, per_func = (x.double().cpu().numpy() for x in (totals, compared, rewards_per_func))
+        scores = self.outcome_rule.scores(per_func, totals)
+        no_longer_solved = self.prompt_state.observe(scores)
+        if no_longer_solved:
+            logger.warning(
+                "A total reward of %s is higher than any before it, so %d prompts that counted as solved do not any more. "
+                "Set `reward_range` if the range of your rewards is known.",
+                self.prompt_state.range.bounds[1],
+                no_longer_solved,
+            )
+        outcomes = self.prompt_state.range.outcomes(scores)
+        return {"outcomes": outcomes, "scores": scores, "rewards": totals, "signals": compared}
 
     def _generate(self, prompts: list):
         # Differs from TRL: while tensors are built for the chosen rows, answers with what was rolled out

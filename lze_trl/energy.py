@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from .groups import Groups, Rollouts
+from .groups import Groups, Rollouts, differ
 
 
 def group_mean(values: np.ndarray, group: np.ndarray, num_groups: int) -> np.ndarray:
@@ -48,19 +48,6 @@ def outcome_uncertainty(outcomes: np.ndarray, group: np.ndarray, num_groups: int
     return np.where(differ(outcomes, group, num_groups), np.minimum(uncertainty, 1.0), 0.0)
 
 
-def differ(values: np.ndarray, group: np.ndarray, num_groups: int) -> np.ndarray:
-    """
-    Whether the values of each group differ, shape `(P,)`, bool; NaN is left out.
-
-    Equal values are found by comparison: a variance that is a sum of rounding errors is not zero.
-    """
-    scored = ~np.isnan(values)
-    lowest, highest = np.full(num_groups, np.inf), np.full(num_groups, -np.inf)
-    np.minimum.at(lowest, group[scored], values[scored])
-    np.maximum.at(highest, group[scored], values[scored])
-    return highest > lowest
-
-
 def pass_rate_momentum(pass_rates: np.ndarray, ema: np.ndarray) -> np.ndarray:
     """Momentum m = min(2·|p − μ|, 1), shape `(P,)`, with μ the moving average *before* this visit."""
     return np.minimum(2.0 * np.abs(pass_rates - ema), 1.0)
@@ -69,7 +56,7 @@ def pass_rate_momentum(pass_rates: np.ndarray, ema: np.ndarray) -> np.ndarray:
 def energy(
     difficulty: np.ndarray, uncertainty: np.ndarray, momentum: np.ndarray, momentum_weight: float = 0.3
 ) -> np.ndarray:
-    """Learning-Zone Energy E = D·u·(1 + α·m), shape `(P,)`. 0 for a dead group."""
+    """Learning-Zone Energy E = D·u·(1 + α·m), shape `(P,)`. 0 where all outcomes are equal."""
     return difficulty * uncertainty * (1.0 + momentum_weight * momentum)
 
 
@@ -81,6 +68,7 @@ def score_groups(
     replayed: np.ndarray,
     difficulty_floor: float = 0.05,
     momentum_weight: float = 0.3,
+    named_outcome: bool = False,
 ) -> Groups:
     """
     Score every group of a generation batch.
@@ -98,6 +86,7 @@ def score_groups(
             Whether the visit is a re-check of a pruned prompt.
         difficulty_floor (`float`): d_min.
         momentum_weight (`float`): α.
+        named_outcome (`bool`): Whether outcomes are those of a reward that the user named, which then says what is solved.
 
     Returns:
         [`Groups`]: The scored groups. A group without any scored completion has pass rate NaN and energy 0.
@@ -111,11 +100,14 @@ def score_groups(
     momentum = np.nan_to_num(pass_rate_momentum(pass_rates, average))
     reward_mean = group_mean(rollouts.rewards, group, num_groups)
     reward_variance = group_mean((rollouts.rewards - reward_mean[group]) ** 2, group, num_groups)
+    alive = rollouts.alive
     prompt_tokens = np.zeros(num_groups, dtype=np.int64)
     np.maximum.at(prompt_tokens, group, rollouts.prompt_tokens)
     return Groups(
         prompt_ids=rollouts.prompt_ids,
         sizes=rollouts.sizes,
+        alive=alive,
+        solved=(pass_rates == 1.0) & (named_outcome | ~alive),
         pass_rates=pass_rates,
         difficulty=difficulty,
         uncertainty=uncertainty,

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .packing import Geometry, Layout, MicroBatch, Reference, loss_scale
+from .packing import Geometry, Layout, MicroBatch, Reference, entropy_weights, loss_scale
 
 
 _LEFT_PADDED = ("prompt_ids", "prompt_mask")
@@ -60,7 +60,9 @@ class GenerationBatch:
 
         Returns:
             `dict[str, Any]`: TRL's inputs, and `lze_scale`, the factor that its loss has to be multiplied by,
-            `lze_row_share`, the same for terms that TRL averages over micro-batches, and `lze_tokens`, the tokens of all
+            `lze_row_share`, the same for terms that TRL averages over micro-batches, `lze_weights`, those of the rows of
+            shape `(R, 1)` if any differs from 1 (the advantages are multiplied by them already), `lze_entropy_weights`, those
+            of the rows in the entropy bonus of shape `(R, 1)` if `lze_scale` is not enough, and `lze_tokens`, the tokens of all
             processes that the loss covers.
         """
         batch = self.layout.micro_steps[slot]
@@ -71,16 +73,18 @@ class GenerationBatch:
             width = widths(self.prompt_tokens[rows], self.completion_tokens[rows], pad_to_multiple_of)
         inputs = {name: _cut(name, tensor[positions], width) for name, tensor in self.tensors.items()}
         scale, weights = loss_scale(loss_type, batch, process, self.loss_tokens, self.reference, geometry)
+        of_entropy = entropy_weights(batch, process, scale, self.loss_tokens, self.reference, geometry)
         device = inputs["advantages"].device
         num_items = self.reference.num_items  # whole, as TRL's is, unless rows stand for others
         inputs["num_items_in_batch"] = torch.tensor(
             int(num_items) if num_items.is_integer() else num_items, device=device
         )
         _silence_fillers(inputs, batch, process)
+        for name, values in (("lze_weights", weights), ("lze_entropy_weights", of_entropy)):
+            if values is not None:
+                inputs[name] = torch.as_tensor(values, dtype=torch.float32, device=device).unsqueeze(1)
         if weights is not None:
-            # TRL multiplies its loss mask, and nothing else, by the tool mask: a place for weights of tokens
-            weights = torch.as_tensor(weights, dtype=torch.float32, device=device).unsqueeze(1)
-            inputs["tool_mask"] = inputs["tool_mask"] * weights if "tool_mask" in inputs else weights
+            inputs["advantages"] = inputs["advantages"] * inputs["lze_weights"].squeeze(1)
         inputs["lze_scale"] = scale
         inputs["lze_tokens"] = int(self.loss_tokens[batch.rows[~batch.filler]].sum())
         inputs["lze_row_share"] = (
@@ -96,7 +100,7 @@ class GenerationBatch:
             arrays[f"tensor.{name}"] = tensor.cpu().numpy()
         for name in ("local_rows", "prompt_tokens", "completion_tokens", "loss_tokens"):
             arrays[name] = getattr(self, name)
-        for name in ("chunk", "norm_rows", "norm_tokens"):
+        for name in ("chunk", "norm_rows", "norm_tokens", "weight"):
             arrays[f"reference.{name}"] = getattr(self.reference, name)
         arrays["reference.num_items"] = np.array([self.reference.num_items])
         for slot, batch in enumerate(self.layout.micro_steps):
@@ -129,6 +133,7 @@ class GenerationBatch:
                 arrays["reference.norm_rows"],
                 arrays["reference.norm_tokens"],
                 float(arrays["reference.num_items"][0]),
+                arrays["reference.weight"],
             ),
             trim=trim,
         )

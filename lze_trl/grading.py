@@ -1,23 +1,29 @@
 """Reading and comparing answers with math-verify: what the gold answer is, what a completion answered, are they equal.
 
 Gold answers and completions go through the same parser. A bare answer is read as the contents of a `\\boxed{}`, never as
-prose: math-verify's search in prose takes "2^{10}" for 2, "6+9i" for 6 and "1,2" for 1.2.
+prose: math-verify's search in prose takes "2^{10}" for 2, "6+9i" for 6 and "1,2" for 1.2. It also takes any number near
+the word "answer", so where an answer is announced is found here, and math-verify reads only numbers between words.
 """
 
 import logging
 import math
 import re
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from functools import cache, lru_cache
-from itertools import product
+from itertools import accumulate, product
 from time import monotonic
 from typing import Any
 
+from latex2sympy2_extended import NormalizationConfig
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 from math_verify.errors import TimeoutException
-from sympy import Basic, MatrixBase
+from math_verify.utils import timeout
+from sympy import Basic, MatrixBase, Number
+
+from .comparison import is_computable, is_really_equal
+from .notation import bases, normalise, number_before_letter
 
 
 logger = logging.getLogger(__name__)
@@ -28,13 +34,54 @@ TIMEOUT_SECONDS = 5
 GSM8K_MARK = "####"
 _BOXES = ("\\boxed", "\\fbox")
 _BARE_ANSWER_CHARACTERS = 100
+_DECIMAL = re.compile(r"-?\d*\.\d+")
 _WORD = re.compile(r"(?<![\\\w])[^\W\d_]{2,}")  # not the name of a LaTeX command
 
-# A boxed answer first, then one that is announced ("the answer is …"); never just the last number of a text
-_EXTRACTION = (
-    LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False),
-    ExprExtractionConfig(try_extract_without_anchor=False),
+_LONGEST = 400
+_DEEPEST = 12
+"""Characters and nested brackets of an answer beyond which math-verify's parser takes seconds."""
+
+# Units are removed before: math-verify removes everything from the first `\text{` on
+_LATEX = (
+    LatexExtractionConfig(
+        boxed_match_priority=0,
+        try_extract_without_anchor=False,
+        normalization_config=NormalizationConfig(
+            basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="all"
+        ),
+    ),
 )
+_NUMBER_IN_PROSE = (ExprExtractionConfig(try_extract_without_anchor=False),)
+
+# math-verify's parser computes these at once, whatever their size
+_COMPUTED_BY_PARSER = re.compile(
+    r"binom\s*(?:\{[^{}]*(?:\d{5}|!|\^|binom))|(?:\d{5}|!|\^).*choose|(?:gcd|lcm).*(?:\d{9}|!|\^)"
+)
+
+_ANNOUNCEMENT = re.compile(
+    r"""(?:
+        \banswers?\b (?:[^.:=\n]|\.\d){0,60}? (?:\b(?:is|are|equals|be)\b|[:=])          # "the answer to this is"
+        |^[^\w\n]*(?:(?:the|my|final|correct)\s+)*answers?\b(?=[\W_]{0,9}[\d$\\\n(-])     # "**Final answer** 27"
+        |^[^\w\n]*ans\b\.?\s*[:=]
+        |^[^\w\n]*a:(?=[^\n]*\s*\Z)                                                      # the last line, not option A
+    )[\s*_:}]*""",
+    re.IGNORECASE | re.MULTILINE | re.VERBOSE,
+)
+_MOST_ANNOUNCEMENTS = 5
+_DENIED = re.compile(
+    r"(?:\b(?:if|whether|what)|(?:\bnot|\bnever|\bcannot|n['’]t)(?:\s+\w+){0,2})(?:\s+(?:that|the|my|final|correct))*\s*$",
+    re.IGNORECASE,
+)
+_NEGATED = re.compile(r"\b(?:not|never|cannot)\b|n['’]t\b", re.IGNORECASE)
+_HEDGE = re.compile(r"\W*(?:not|never|maybe|perhaps|either|unknown|unclear|between)\b", re.IGNORECASE)
+_CLAUSE_END = re.compile(r"[.;!?,\n](?!\d)")
+_SENTENCE_END = re.compile(r"\n|[.!?](?=[\s*]|$)")
+_OR = re.compile(r"\bor\b")
+_OPTION = re.compile(r"\(?([A-Z])\)(?:\s+|$)")
+_MATH = re.compile(r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\\\((.+?)\\\)|(?<!\\)\$((?:\\.|[^$\n\\])+)\$", re.DOTALL)
+_TEXT_IN_MATH = re.compile(r"\\(?:text|mbox|mathrm|operatorname|begin|end)\s*\{[^{}]*\}")
+_VALUE = re.compile(r"\d|\b[A-Z]\b")  # "5, since $x = 3$"
+_BETWEEN_MATH = re.compile(r"\s*(?:,|,?\s*(?:and|or))\s*")
 
 
 class GradingTimeout(Exception):  # noqa: N818 - not an error of the caller, like `queue.Empty`
@@ -49,9 +96,12 @@ class Answer:
     Attributes:
         values (`tuple`):
             What the answer is compared by: a SymPy expression and its text, or the text alone.
+        bases (`tuple[str, ...]`):
+            Bases that its numbers are marked with, as in `52_8`; math-verify drops them.
     """
 
     values: tuple[Any, ...]
+    bases: tuple[str, ...] = ()
 
     @property
     def text(self) -> str:
@@ -59,9 +109,14 @@ class Answer:
         return str(self.values[-1])
 
     @property
+    def expressions(self) -> tuple[Basic | MatrixBase, ...]:
+        """The values that SymPy can compare."""
+        return tuple(value for value in self.values if isinstance(value, (Basic, MatrixBase)))
+
+    @property
     def is_expression(self) -> bool:
         """Whether the answer has a mathematical value; otherwise, it equals only the same text."""
-        return isinstance(self.values[0], (Basic, MatrixBase))
+        return bool(self.expressions)
 
 
 def gold_text(value: Any) -> str | None:
@@ -153,11 +208,9 @@ def read_gold(gold: str) -> Answer | None:
 def _read_gold(gold: str) -> Answer | GradingTimeout | None:
     """Every completion of a group has the same gold answer: a timeout is remembered, too."""
     deadline = _deadline()
-    answer = last_boxed(gold) or marked_answer(gold)
     try:
-        if answer is not None:
-            return _read_shown(answer, gold, deadline)
-        return _read_announced(gold, deadline) or _read_bare(gold, deadline)
+        text = _final_part(gold)
+        return _read_shown(text, deadline) or _read_announced(text, deadline) or _read_bare(text, deadline)
     except GradingTimeout as error:
         return error.with_traceback(None)
 
@@ -166,9 +219,10 @@ def read_answer(completion: str) -> Answer | None:
     r"""
     Read the answer that a completion gives.
 
-    Taken are, in this order: the last `\boxed{}`, what follows the last `####`, an announced answer ("the answer is …"),
-    and a completion that is nothing but an answer. An announced answer comes before words after `####`, which Markdown
-    makes a heading. A number somewhere in the text is not an answer.
+    Only what follows the thinking (`</think>`) is read, and of that only what stands between `<answer>` and `</answer>`, if
+    there is such a part. Taken are, in this order: the last `\boxed{}`, what follows the last `####`, an announced answer
+    ("the answer is …", "Answer: …"), and a text that is nothing but an answer. An announced answer comes before words after
+    `####`, which Markdown makes a heading. A number somewhere in the text is not an answer.
 
     Args:
         completion (`str`):
@@ -181,14 +235,14 @@ def read_answer(completion: str) -> Answer | None:
         GradingTimeout: It could not be read in time.
     """
     deadline = _deadline()
-    answer = last_boxed(completion) or marked_answer(completion)
+    text = _final_part(completion)
+    answer = _read_shown(text, deadline)
     if answer is not None:
-        return _read_shown(answer, completion, deadline)
-    if any(command in completion for command in _BOXES):
+        return answer
+    if any(command in text for command in _BOXES):
         return None  # cut off within the box
-    bare = completion.strip()
-    is_bare = len(bare) <= _BARE_ANSWER_CHARACTERS and "\n" not in bare
-    return _read_announced(completion, deadline) or (_read_bare(bare, deadline) if is_bare else None)
+    is_bare = len(text) <= _BARE_ANSWER_CHARACTERS and "\n" not in text
+    return _read_announced(text, deadline) or (_read_bare(text, deadline) if is_bare else None)
 
 
 def equal(gold: Answer, answer: Answer) -> bool | None:
@@ -198,52 +252,133 @@ def equal(gold: Answer, answer: Answer) -> bool | None:
     Returns:
         `bool`, *optional*: `None` if no comparison succeeds and one of them did not finish in time.
     """
-    deadline, timed_out = _deadline(), False
-    # The texts first, which takes no time
-    for gold_value, value in product(reversed(gold.values), reversed(answer.values)):
-        try:
-            if verify(gold_value, value, timeout_seconds=_seconds_left(deadline), raise_on_error=True):
-                return True
-        except TimeoutException:
-            timed_out = True
-        except Exception:  # SymPy raises anything on what a model can write; such a pair is not known to be equal
-            logger.debug("math-verify could not compare two answers.", exc_info=True)
-    return None if timed_out else False
+    if gold.bases and answer.bases and gold.bases != answer.bases:
+        return False
+    if gold.text == answer.text:
+        return True
+    if _DECIMAL.fullmatch(gold.text) and _DECIMAL.fullmatch(answer.text) and not _round_alike(gold.text, answer.text):
+        return False
+    deadline = _deadline()
+    try:
+        if number_before_letter(answer.text) is not None and isinstance(gold.values[0], Number):
+            answer = _read_bare(number_before_letter(answer.text), deadline) or answer
+        return any(
+            _equal_values(gold_value, value, deadline)
+            for gold_value, value in product(gold.expressions, answer.expressions)
+        )
+    except (TimeoutException, GradingTimeout):
+        return None
 
 
-def _read_shown(answer: str, text: str, deadline: float) -> Answer | None:
+def _round_alike(a: str, b: str) -> bool:
+    """Whether two decimals agree as far as the shorter one goes; math-verify compares six decimals, however many there are."""
+    coarser = max(Decimal(text).as_tuple().exponent for text in (a, b))
+    return abs(Decimal(a) - Decimal(b)) < Decimal(1).scaleb(coarser)
+
+
+def _equal_values(gold: Any, value: Any, deadline: float) -> bool:
+    try:
+        seconds = _seconds_left(deadline)
+        return verify(
+            gold, value, timeout_seconds=seconds, raise_on_error=True, allow_set_relation_comp=True
+        ) and timeout(_seconds_left(deadline))(is_really_equal)(gold, value)
+    except Exception:  # SymPy raises anything on what a model can write; such a pair is not known to be equal
+        logger.debug("math-verify could not compare two answers.", exc_info=True)
+        return False
+
+
+def _final_part(text: str) -> str:
+    text = text.rpartition("</think>")[2].partition("<think>")[0]
+    answers = [part for part in text.split("<answer>")[1:] if part.partition("</answer>")[0].strip()]
+    return (answers[-1].partition("</answer>")[0] if answers else text).strip()
+
+
+def _read_shown(text: str, deadline: float) -> Answer | None:
     """Read the answer that a text boxes, or marks unless the mark makes a heading above an announced answer."""
-    is_heading = last_boxed(text) is None and _WORD.search(answer) is not None
+    boxed = last_boxed(text)
+    answer = boxed or marked_answer(text)
+    if answer is None:
+        return None
+    is_heading = boxed is None and _WORD.search(answer) is not None
     return (_read_announced(text, deadline) if is_heading else None) or _read_bare(answer, deadline)
+
+
+def _read_announced(text: str, deadline: float) -> Answer | None:
+    for match in list(_ANNOUNCEMENT.finditer(text))[: -_MOST_ANNOUNCEMENTS - 1 : -1]:
+        clause = _CLAUSE_END.split(text[max(0, match.start() - _BARE_ANSWER_CHARACTERS) : match.start()])[-1]
+        if _DENIED.search(clause) or _NEGATED.search(match[0]) or _HEDGE.match(text, match.end()):
+            continue
+        answer = _read_announcement(text[match.end() :], deadline)
+        if answer is not None:
+            return answer
+    return None
+
+
+def _read_announcement(rest: str, deadline: float) -> Answer | None:
+    """Read the answer from what follows "the answer is"."""
+    math = _MATH.search(rest)
+    end = _SENTENCE_END.search(rest)
+    sentence = rest[: end.start() if end else None].replace("*", "").strip()
+    is_math = math is not None and math.start() <= len(sentence) and not _VALUE.search(rest[: math.start()])
+    if is_math and not _WORD.search(_TEXT_IN_MATH.sub("", math[0])):
+        parts = [_math_text(math)]
+        while (link := _BETWEEN_MATH.match(rest, math.end())) and (math := _MATH.match(rest, link.end())):
+            parts.append(_math_text(math))
+        return _read_bare(",".join(parts), deadline)
+    option = _OPTION.match(sentence)
+    if option is not None:
+        letter, rest = _read_bare(option[1], deadline), sentence[option.end() :]
+        value = _read_announcement(rest, deadline) if rest else None
+        # "(B) 27" says both
+        return letter if letter is None or value is None else Answer((*letter.expressions, *value.values), value.bases)
+    words = _WORD.finditer(_TEXT_IN_MATH.sub(lambda match: " " * len(match[0]), sentence))
+    first = next((word.start() for word in words if word[0] not in ("and", "or")), None)
+    if first is not None and not _OR.search(sentence):
+        value = sentence[:first].strip(" ,;:(")
+        if value not in ("", "a"):  # an article
+            return _read_bare(value, deadline)
+        number = _read(f"answer: {sentence}", _NUMBER_IN_PROSE, deadline)
+        if number is not None:
+            return number
+    return _read_bare(sentence, deadline) if sentence and len(sentence) <= _BARE_ANSWER_CHARACTERS else None
+
+
+def _math_text(match: re.Match) -> str:
+    return next(group for group in match.groups() if group is not None).strip()
 
 
 def _read_bare(text: str, deadline: float) -> Answer | None:
     # The full stop of a sentence would make "27." plain text
-    return _read(f"\\boxed{{{text.rstrip(' .')}}}", deadline)
+    text = text.strip().rstrip(" .")
+    math = _MATH.fullmatch(text)
+    text = normalise(_math_text(math) if math is not None else text)
+    if len(text) > _LONGEST or _depth(text) > _DEEPEST or _COMPUTED_BY_PARSER.search(text):
+        return Answer((text,))
+    answer = _read(f"\\boxed{{{text}}}", _LATEX, deadline)
+    return None if answer is None else replace(answer, bases=bases(text))
 
 
-def _read_announced(text: str, deadline: float) -> Answer | None:
-    answer = _read(text, deadline)
-    if answer is not None and not answer.is_expression and "**" in text:
-        # math-verify takes the end of bold text, as in "**Answer: 27**", for a power
-        return _read(text.replace("**", ""), deadline)
-    return answer
-
-
-def _read(text: str, deadline: float) -> Answer | None:
+def _read(text: str, extraction: tuple, deadline: float) -> Answer | None:
     try:
-        values = parse(
-            text,
-            extraction_config=_EXTRACTION,
-            parsing_timeout=_seconds_left(deadline),
-            raise_on_error=True,
-        )
+        return _parsed(text, extraction, _seconds_left(deadline))
     except TimeoutException as error:
         raise GradingTimeout(f"math-verify took more than {TIMEOUT_SECONDS} s to read {text[:80]!r}.") from error
     except Exception:  # ANTLR and SymPy raise anything on what a model can write
         logger.debug("math-verify could not read an answer.", exc_info=True)
         return None
-    return Answer(tuple(values)) if values else None
+
+
+@lru_cache(maxsize=8192)
+def _parsed(text: str, extraction: tuple, seconds: int | None) -> Answer | None:
+    """The completions of a group give few different answers, and reading one takes most of the time."""
+    values = parse(text, extraction_config=extraction, parsing_timeout=seconds, raise_on_error=True)
+    # A number too large to compute equals only the same text
+    return Answer(tuple(value for value in values if is_computable(value))) if values else None
+
+
+def _depth(text: str) -> int:
+    depths = accumulate((char in "([{") - (char in ")]}") for char in text)
+    return max(depths, default=0)
 
 
 def _deadline() -> float:

@@ -53,14 +53,18 @@ class Rollouts:
         group (`np.ndarray` of shape `(B,)`, int64):
             Group of each completion, in `[0, P)`. Groups may differ in size.
         outcomes (`np.ndarray` of shape `(B,)`, float64):
-            Outcome of each completion in `[0, 1]`: 1 for a pass and 0 for a fail, or the scaled reward when outcomes
-            are graded. NaN where the completion could not be scored.
+            Outcome of each completion in `[0, 1]`: 1 for a pass and 0 for a fail, or the reward scaled from the range
+            that the run has seen. NaN where the completion has none.
         rewards (`np.ndarray` of shape `(B,)`, float64):
             Weighted total reward. NaN where no reward function scored the completion.
         prompt_tokens (`np.ndarray` of shape `(B,)`, int64):
             Prompt length of each row in tokens.
         completion_tokens (`np.ndarray` of shape `(B,)`, int64):
             Completion length of each row in tokens.
+        scores (`np.ndarray` of shape `(B,)`, float64, *optional*):
+            What the outcomes are scaled from. Defaults to the outcomes.
+        signals (`np.ndarray` of shape `(B,)`, float64, *optional*):
+            What TRL's advantages compare within a group, see [`~lze_trl.signals.signals`]. Defaults to the rewards.
     """
 
     prompt_ids: np.ndarray
@@ -69,13 +73,17 @@ class Rollouts:
     rewards: np.ndarray
     prompt_tokens: np.ndarray
     completion_tokens: np.ndarray
+    scores: np.ndarray | None = None
+    signals: np.ndarray | None = None
 
     def __post_init__(self):
+        object.__setattr__(self, "scores", self.outcomes if self.scores is None else self.scores)
+        object.__setattr__(self, "signals", self.rewards if self.signals is None else self.signals)
         for field in fields(self):
             value = getattr(self, field.name)
             if value.ndim != 1:
                 raise ValueError(f"`{field.name}` must have one dimension, got shape {value.shape}.")
-        rows = {name: len(getattr(self, name)) for name in ("group", "outcomes", "rewards", "completion_tokens")}
+        rows = {field.name: len(getattr(self, field.name)) for field in fields(self) if field.name != "prompt_ids"}
         if len(set(rows.values())) != 1:
             raise ValueError(f"Every row array must have the same length, got {rows}.")
 
@@ -94,6 +102,24 @@ class Rollouts:
         """Completions of each group, shape `(P,)`."""
         return np.bincount(self.group, minlength=self.num_groups)
 
+    @property
+    def alive(self) -> np.ndarray:
+        """Groups with a gradient, those whose signals differ; shape `(P,)`, bool."""
+        return differ(self.signals, self.group, self.num_groups)
+
+
+def differ(values: np.ndarray, group: np.ndarray, num_groups: int) -> np.ndarray:
+    """
+    Whether the values of each group differ, shape `(P,)`, bool; NaN is left out.
+
+    Equal values are found by comparison: a variance that is a sum of rounding errors is not zero.
+    """
+    scored = ~np.isnan(values)
+    lowest, highest = np.full(num_groups, np.inf), np.full(num_groups, -np.inf)
+    np.minimum.at(lowest, group[scored], values[scored])
+    np.maximum.at(highest, group[scored], values[scored])
+    return highest > lowest
+
 
 @dataclass(frozen=True)
 class Groups:
@@ -103,11 +129,14 @@ class Groups:
     Attributes:
         prompt_ids (int64): Content hash of the prompt.
         sizes (int64): Completions drawn for the group.
+        alive (bool): The group has a gradient: the total rewards that TRL's advantages compare differ.
+        solved (bool): Nothing is left to learn: every completion passes the named reward, or all total rewards are equal
+            and at the top of the range.
         pass_rates (float64): Share of the scored completions that pass (or mean outcome); NaN if none was scored.
         difficulty (float64): Initial-difficulty anchor D.
         uncertainty (float64): Outcome uncertainty u, in `[0, 1]`.
         momentum (float64): Pass-rate momentum m, in `[0, 1]`.
-        energies (float64): Learning-Zone Energy E = D·u·(1 + α·m). 0 for a dead group.
+        energies (float64): Learning-Zone Energy E = D·u·(1 + α·m), which ranks the live groups.
         first_pass_rates (float64): Pass rate at the prompt's first visit.
         ema (float64): Moving average of the pass rate *before* this visit.
         visits (int64): Visits of the prompt, this one included.
@@ -120,6 +149,8 @@ class Groups:
 
     prompt_ids: np.ndarray
     sizes: np.ndarray
+    alive: np.ndarray
+    solved: np.ndarray
     pass_rates: np.ndarray
     difficulty: np.ndarray
     uncertainty: np.ndarray
@@ -155,6 +186,11 @@ class Groups:
         return Groups(**{field.name: getattr(self, field.name)[indices] for field in fields(self)})
 
     @property
-    def alive(self) -> np.ndarray:
-        """Groups with a learning signal (u > 0), shape `(P,)`, bool."""
-        return self.uncertainty > 0
+    def hopeless(self) -> np.ndarray:
+        """Groups with equal rewards that are not solved, shape `(P,)`, bool."""
+        return ~self.alive & ~self.solved & ~np.isnan(self.pass_rates)
+
+    @property
+    def forgotten(self) -> np.ndarray:
+        """Pruned prompts whose re-check was not solved, shape `(P,)`, bool."""
+        return self.replayed & ~self.solved & ~np.isnan(self.pass_rates)

@@ -11,8 +11,8 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from huggingface_hub.utils import filter_repo_objects
 
 from .files import write_atomically
+from .ledger import PLAIN, against_plain, headline, skipped_visits
 from .telemetry import MissingTelemetryError, TelemetryError, open_run
-from .telemetry.savings import Saving
 from .telemetry.schema import DIRECTORY
 
 
@@ -174,7 +174,43 @@ def keep_private(run_dir: str | Path):
         write_atomically(path, "".join(f"{line}\n" for line in [*lines, *missing]).encode())
 
 
-def extend_model_card(run_dir: str | Path, model_id: str | None = None):
+def correct_model_card(
+    path: str | Path,
+    model_id: str,
+    base_model: str | None,
+    prompt: str | list[dict[str, Any]],
+    datasets: list[str],
+    grpo_citation: str,
+):
+    """
+    Put right what TRL's model card says of every model: where it is, what it comes from, what to ask it, and whom to cite.
+
+    Args:
+        path (`str` or `Path`): The card that TRL has written.
+        model_id (`str`): Hub id or folder of the model.
+        base_model (`str`, *optional*): Hub id or folder of the model that was trained.
+        prompt (`str` or `list[dict]`): Example of a prompt, as text or messages.
+        datasets (`list[str]`): Hub ids of the training sets, if there are several.
+        grpo_citation (`str`): BibTeX of the method that LZE selects data for.
+    """
+    name = Path(base_model).name if base_model else "a model without a name"
+    if not isinstance(prompt, str):
+        prompt = [{key: message[key] for key in ("role", "content")} for message in prompt]
+    links = ", ".join(f"[{dataset}](https://huggingface.co/datasets/{dataset})" for dataset in datasets)
+    text = Path(path).read_text(encoding="utf-8")
+    for before, after in (
+        ("[None](https://huggingface.co/None)", name),
+        ('model="None"', f'model="{model_id}"'),
+        (f"[{datasets}](https://huggingface.co/datasets/{datasets}) dataset", f"{links} datasets"),
+        ('[{"role": "user", "content": question}]', "prompt"),
+        ("Cite TRL as:", f"Cite GRPO as:\n\n```bibtex\n{grpo_citation}\n```\n\nCite TRL as:"),
+    ):
+        text = text.replace(before, after)
+    text = re.sub(r'question = ".*"', lambda _: f"prompt = {prompt!r}", text)
+    write_atomically(Path(path), text.encode())
+
+
+def extend_model_card(run_dir: str | Path):
     """
     Add how the model was trained to the `README.md` that TRL has written, and the picture beside it.
 
@@ -182,14 +218,13 @@ def extend_model_card(run_dir: str | Path, model_id: str | None = None):
 
     Args:
         run_dir (`str` or `Path`): Output directory of a training.
-        model_id (`str`, *optional*): Hub id of the model, for the usage example.
     """
     from .report import write_summary_picture
 
     run_dir = Path(run_dir)
     card = run_dir / "README.md"
     try:
-        section = model_card_section(run_dir, model_id)
+        section = model_card_section(run_dir)
     except MissingTelemetryError:
         logger.info("`%s` has no telemetry, so the model card does not tell about the run.", run_dir)
         return
@@ -200,13 +235,12 @@ def extend_model_card(run_dir: str | Path, model_id: str | None = None):
     write_atomically(card, f"{before.rstrip()}\n\n{section}\n{after.lstrip()}".encode())
 
 
-def model_card_section(run_dir: str | Path, model_id: str | None = None) -> str:
+def model_card_section(run_dir: str | Path) -> str:
     """
-    Markdown about the run: settings, savings, picture, usage and versions.
+    Markdown about the run: settings, savings, picture and versions.
 
     Args:
         run_dir (`str` or `Path`): Output directory of a training.
-        model_id (`str`, *optional*): Hub id of the model, for the usage example.
 
     Raises:
         TelemetryError: If the run cannot be read.
@@ -228,22 +262,13 @@ the most Learning-Zone Energy ([arXiv 2605.17003](https://arxiv.org/abs/2605.170
 In {summary["generations"]:,} generation batches, {summary["selected"]:,} of {summary["groups"]:,} groups were trained on. Of {sum(prompts.values()):,}
 prompts, {prompts["pruned"]:,} were pruned as solved at the end, and {prompts["forgotten"]:,} were forgotten.
 
-### Savings against training on all data
+### Savings
 
-{savings_table(summary["savings"])}
+{savings_table(summary["ledger"])}
 
 ### Settings
 
 {_settings_table(settings)}
-
-### Usage
-
-```python
-from transformers import pipeline
-
-generator = pipeline("text-generation", model="{model_id or run.name}")
-print(generator([{{"role": "user", "content": "What is 48/2?"}}], max_new_tokens=256)[0]["generated_text"])
-```
 
 ### Versions
 
@@ -251,15 +276,13 @@ print(generator([{{"role": "user", "content": "What is 48/2?"}}], max_new_tokens
 {_SECTION_END}"""
 
 
-def savings_table(savings: list[Saving]) -> str:
-    """Markdown table of the savings."""
-    if not savings:
-        return "No costs were recorded."
+def savings_table(totals: dict[str, float]) -> str:
+    """Markdown about the cost, against plain GRPO: a sentence, a table, and the visits that pruning skipped."""
     rows = [
-        f"| {s.kind} {s.unit} | {s.used:.3g} | {'≈ ' if s.estimated else ''}{s.full:.3g} | {100 * s.saved:.1f} % |"
-        for s in savings
+        f"| {work.name} | {work.flops:.3g} | {work.plain_flops:.3g} | {work.times} |" for work in against_plain(totals)
     ]
-    return "\n".join(["| work | done | on all data | saved |", "|---|---|---|---|", *rows])
+    table = "\n".join([f"| FLOPs | this run | {PLAIN} | ratio |", "|---|---|---|---|", *rows])
+    return "\n\n".join([headline(totals), table, skipped_visits(totals)] if rows else [headline(totals)])
 
 
 def _settings_table(settings: dict[str, Any]) -> str:
@@ -276,7 +299,7 @@ def _dataset_card(run_dir: Path, repo_id: str) -> str:
         section = model_card_section(run_dir)
     except TelemetryError as error:
         raise TelemetryError(f"`{run_dir}` cannot be uploaded: {error}") from error
-    savings = section.partition("### Savings")[2].partition("### Usage")[0]
+    savings = section.partition("### Savings")[2].partition("### Versions")[0]
     return f"""---
 tags:
 - lze

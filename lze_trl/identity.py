@@ -1,8 +1,9 @@
 """Prompt identity: a content hash, so that state survives filtering, merging and reordering of the data."""
 
 import json
-import logging
 from collections import Counter
+from datetime import date, time, timedelta
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -10,13 +11,12 @@ import xxhash
 from datasets import Dataset, IterableDataset, concatenate_datasets
 
 
-logger = logging.getLogger(__name__)
-
 ID_COLUMN = "lze_prompt_id"
 """Column that the trainer adds; reward functions do not see it."""
 
 _USER_COLUMN = "prompt_id"
 _ANSWER_COLUMNS = ("solution", "answer", "ground_truth")
+_AS_TEXT = (bytes, date, time, timedelta, Decimal)  # what a table holds, JSON cannot express, and has one text
 
 
 def prompt_id(prompt: Any, answer: Any = None) -> int:
@@ -27,7 +27,7 @@ def prompt_id(prompt: Any, answer: Any = None) -> int:
         prompt (`str` or `list[dict]`):
             Prompt text or messages.
         answer (`Any`, *optional*):
-            Gold answer, anything that JSON can express.
+            Gold answer, anything that JSON can express, also bytes, dates, times and decimals.
 
     Returns:
         `int`: Signed 64-bit hash (xxh64 of the canonical JSON).
@@ -36,7 +36,9 @@ def prompt_id(prompt: Any, answer: Any = None) -> int:
         TypeError: If JSON cannot express one of them.
     """
     try:
-        text = json.dumps([_content(prompt), answer], ensure_ascii=False, sort_keys=True, separators=(",", ":"))
+        text = json.dumps(
+            [_content(prompt), answer], ensure_ascii=False, sort_keys=True, separators=(",", ":"), default=_as_text
+        )
     except TypeError as error:
         raise TypeError(
             f"A prompt is recognised by its text and its gold answer, and JSON cannot express one of these: {error}. Name "
@@ -52,13 +54,19 @@ def _content(value: Any) -> Any:
     return [_content(item) for item in value] if isinstance(value, list) else value
 
 
+def _as_text(value: Any) -> str:
+    if isinstance(value, _AS_TEXT):
+        return str(value)
+    raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
+
+
 def told_apart(prompt_ids: np.ndarray) -> np.ndarray:
     """
     Ids in which none occurs twice: each further occurrence of an id gets another one, always the same.
 
     Args:
         prompt_ids (`np.ndarray` of shape `(P,)`, int64):
-            Prompts of a generation batch.
+            Prompts of a generation batch or of a training set.
 
     Returns:
         `np.ndarray` of shape `(P,)`: The ids, equal to those given where they occur for the first time.
@@ -76,11 +84,6 @@ def _hash(text: str) -> int:
 
 
 def _from_user(value: Any) -> int:
-    if value is None:
-        raise ValueError(
-            f"The column `{_USER_COLUMN}` has rows without a value. Give each row an id, or remove the column to use a "
-            "content hash."
-        )
     # Integers are taken as they are, so that the user finds them again in the telemetry
     if isinstance(value, int) and -(2**63) <= value < 2**63:
         return value
@@ -104,8 +107,8 @@ def add_prompt_ids(
     """
     Add the column `lze_prompt_id` and drop rows that repeat a prompt.
 
-    A user's own `prompt_id` column wins over the content hash. An iterable dataset keeps its duplicates: which ones it
-    holds cannot be known without reading it, so `deduplicate` must be off.
+    A user's own `prompt_id` column wins over the content hash in the rows where it has a value. An iterable dataset keeps
+    its duplicates: which ones it holds cannot be known without reading it, so `deduplicate` must be off.
 
     Args:
         dataset (`Dataset` or `IterableDataset`):
@@ -113,7 +116,8 @@ def add_prompt_ids(
         answer_column (`str`, *optional*):
             Column with the gold answer. Defaults to `solution`, `answer` or `ground_truth`, if there is one.
         deduplicate (`bool`, *optional*, defaults to `True`):
-            Whether to keep only the first row of each prompt.
+            Whether to keep only the first row of each prompt. `False` gives each further row of a prompt an id of its
+            own, in an iterable dataset the same id.
 
     Returns:
         `Dataset` or `IterableDataset`: The training set with ids.
@@ -135,15 +139,14 @@ def add_prompt_ids(
     if "prompt" not in columns:
         raise ValueError(
             f"The training set has no `prompt` column, only {sorted(columns)}. Rename the column with the prompts to "
-            "`prompt`, or load it with `lze_trl.datasets.load_prompts`."
+            "`prompt`, or load it with `lze_trl.data.load_prompts`."
         )
     answer = _answer_column(columns, answer_column)
 
     def ids(batch):
-        if _USER_COLUMN in batch:
-            return {ID_COLUMN: [_from_user(value) for value in batch[_USER_COLUMN]]}
-        answers = batch[answer] if answer is not None else [None] * len(batch["prompt"])
-        return {ID_COLUMN: [prompt_id(p, a) for p, a in zip(batch["prompt"], answers, strict=True)]}
+        nothing = [None] * len(batch["prompt"])
+        rows = zip(batch.get(_USER_COLUMN, nothing), batch["prompt"], batch.get(answer, nothing), strict=True)
+        return {ID_COLUMN: [prompt_id(p, a) if own is None else _from_user(own) for own, p, a in rows]}
 
     if isinstance(dataset, IterableDataset):
         return dataset.map(ids, batched=True)
@@ -154,15 +157,12 @@ def add_prompt_ids(
     )
     values = np.asarray(made.with_format("numpy")[ID_COLUMN][:], dtype=np.int64)
     others = [name for name in columns if name != ID_COLUMN]
-    dataset = concatenate_datasets([dataset.select_columns(others), made], axis=1)
     _, first = np.unique(values, return_index=True)
-    duplicates = len(dataset) - len(first)
+    duplicates = len(values) - len(first)
     if duplicates and not deduplicate:
-        raise ValueError(
-            f"{duplicates} of {len(dataset)} rows repeat the prompt and answer of another row, and rows that share a "
-            "prompt share its state. Set `deduplicate=True`, or give each row its own `prompt_id`."
-        )
-    if duplicates:
-        logger.warning("Dropped %d of %d rows that repeat a prompt and its answer.", duplicates, len(dataset))
+        # State belongs to one row
+        made = Dataset.from_dict({ID_COLUMN: told_apart(values)}, features=made.features)
+    dataset = concatenate_datasets([dataset.select_columns(others), made], axis=1)
+    if duplicates and deduplicate:
         dataset = dataset.select(np.sort(first))
     return dataset

@@ -14,11 +14,11 @@ What a row *weighs* is fixed first, by the reference layout: that of the full ba
 evenly over the chunks. Packing then only decides *where* it is computed.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from .cuts import Hands, Room
+from .cuts import Capacity, cut, fewest_runs
 
 
 ROW_MEAN_LOSSES = ("grpo", "sapo", "luspo", "dr_grpo")
@@ -29,6 +29,27 @@ MICRO_BATCH_TOKEN_LOSSES = ("bnpo",)
 
 BATCH_TOKEN_LOSSES = ("dapo", "cispo", "vespo")
 """Loss types that TRL averages over the tokens of the generation batch."""
+
+REPLICATED_COST, NODE_COST, NETWORK_COST = 256, 1_024, 8_192
+
+
+def micro_step_cost(sharded: bool, several_nodes: bool) -> int:
+    """
+    What a micro-step costs besides its tokens, in tokens of each process.
+
+    Every micro-step moves every weight, whatever its rows: forward, backward, and once more for the gradients. That is 6
+    bytes a weight in bfloat16, and a token takes 6 FLOPs a weight, so that a micro-step costs as many tokens as a GPU
+    computes FLOPs while it moves a byte, for a small model and a large one. At 400 TFLOP/s these are about 200 where weights
+    come from the GPU's own memory (2 TB/s; some more for kernel launches), 1,000 where ZeRO-3 or FSDP gathers them from
+    the GPUs of one node (400 GB/s), and 8,000 where it does so over a network (50 GB/s).
+
+    Args:
+        sharded (`bool`): Whether every micro-step gathers the weights from all processes.
+        several_nodes (`bool`): Whether these are on several machines.
+    """
+    if not sharded:
+        return REPLICATED_COST
+    return NETWORK_COST if several_nodes else NODE_COST
 
 
 @dataclass(frozen=True)
@@ -42,6 +63,9 @@ class Geometry:
         chunk_steps (`int`): g, micro-steps of a chunk.
         micro_batch_rows (`int`): Rows of a micro-batch on one process, if they are as long as the longest.
         max_tokens (`int`, *optional*): Token budget of a micro-batch on one process; replaces the rows.
+        micro_step_cost (`float`): What a micro-step costs besides its tokens, in tokens of each process: a further one has
+            to save more padding.
+        further_micro_steps (`float`): How many micro-steps there may be at most, over the fewest that hold the rows.
     """
 
     num_processes: int
@@ -49,6 +73,8 @@ class Geometry:
     chunk_steps: int
     micro_batch_rows: int
     max_tokens: int | None = None
+    micro_step_cost: float = REPLICATED_COST
+    further_micro_steps: float = 1.1
 
     @property
     def num_chunks(self) -> int:
@@ -66,16 +92,23 @@ class Reference:
         norm_rows (float64): Rows that the row's chunk is averaged over.
         norm_tokens (float64): Loss tokens that the row is averaged over in a `"bnpo"` loss, scaled to the chunk.
         num_items (`float`): Loss tokens that the generation batch is averaged over.
+        weight (float64): How many rows each of them stands for.
     """
 
     chunk: np.ndarray
     norm_rows: np.ndarray
     norm_tokens: np.ndarray
     num_items: float
+    weight: np.ndarray
 
     def stretched(self, factor: float) -> "Reference":
         """The same for a batch so many times as large, whose further rows have no gradient."""
-        return Reference(self.chunk, self.norm_rows * factor, self.norm_tokens * factor, self.num_items * factor)
+        return replace(
+            self,
+            norm_rows=self.norm_rows * factor,
+            norm_tokens=self.norm_tokens * factor,
+            num_items=self.num_items * factor,
+        )
 
 
 def even_reference(
@@ -98,28 +131,31 @@ def even_reference(
         norm_rows=rows[chunk],
         norm_tokens=np.maximum(tokens, 1.0)[chunk],
         num_items=float((weights * loss_tokens).sum()),
+        weight=weights,
     )
 
 
 def full_reference(
-    count: int, full_rows: int, mean_loss_tokens: float, geometry: Geometry, rng: np.random.Generator
+    weights: np.ndarray, full_rows: int, mean_loss_tokens: float, geometry: Geometry, rng: np.random.Generator
 ) -> Reference:
     """
     Reference of a batch that is normalised as a full one, of which only a part was rolled out.
 
     Args:
-        count (`int`): Number of chosen rows. They are spread evenly, and at random, over the chunks.
+        weights (`np.ndarray` of shape `(n,)`):
+            How many rows each chosen row stands for. They are spread evenly, and at random, over the chunks.
         full_rows (`int`): Rows of the full batch.
         mean_loss_tokens (`float`): Mean loss tokens of its rows.
         geometry ([`Geometry`]): Shape of the update.
         rng (`np.random.Generator`): The same on every process.
     """
-    chunk_rows = full_rows / geometry.num_chunks
+    count, chunk_rows = len(weights), full_rows / geometry.num_chunks
     return Reference(
         chunk=_spread(count, geometry, rng),
         norm_rows=np.full(count, chunk_rows),
         norm_tokens=np.full(count, max(1.0, chunk_rows * mean_loss_tokens)),
         num_items=full_rows * mean_loss_tokens,
+        weight=weights,
     )
 
 
@@ -131,7 +167,12 @@ def _spread(count: int, geometry: Geometry, rng: np.random.Generator) -> np.ndar
 
 
 def trl_reference(
-    slot: np.ndarray, process: np.ndarray, loss_tokens: np.ndarray, chosen: np.ndarray, geometry: Geometry
+    slot: np.ndarray,
+    process: np.ndarray,
+    loss_tokens: np.ndarray,
+    chosen: np.ndarray,
+    weights: np.ndarray,
+    geometry: Geometry,
 ) -> Reference:
     """
     Reference of a batch that is normalised as TRL normalises the full batch.
@@ -141,6 +182,7 @@ def trl_reference(
         process (`np.ndarray` of shape `(B,)`): Process that would have used it.
         loss_tokens (`np.ndarray` of shape `(B,)`): Loss tokens of each row.
         chosen (`np.ndarray` of shape `(n,)`): Indices of the chosen rows.
+        weights (`np.ndarray` of shape `(n,)`): How many rows each of them stands for.
         geometry ([`Geometry`]): Shape of the update.
     """
     chunk = slot // geometry.chunk_steps
@@ -154,6 +196,7 @@ def trl_reference(
         norm_rows=rows[chunk[chosen]].astype(np.float64),
         norm_tokens=micro_batches * np.maximum(tokens, 1.0)[micro_batch[chosen]],
         num_items=float(loss_tokens.sum()),
+        weight=weights,
     )
 
 
@@ -202,14 +245,14 @@ def pack(
     owner: np.ndarray | None = None,
 ) -> Layout:
     """
-    Lay the chosen rows out in micro-steps, so that little padding is computed.
+    Lay the chosen rows out in few micro-steps, with little padding.
 
-    In each chunk the rows are sorted by length and cut into at most g micro-steps; those of a micro-step are dealt to
+    In each chunk the rows are sorted by length and cut into runs, one for each micro-step; those of a run are dealt to
     the processes, so that all of them compute the same number of rows of about the same length at the same time.
 
-    Without a token budget, a micro-batch may hold what `micro_batch_rows` of the longest chosen rows would take: fewer
-    of the long rows, more of the short ones, and never more tokens than in TRL's own micro-batches. A limit is exceeded
-    only where all micro-steps together have no room for the rows, or one row is longer than the budget.
+    Without a token budget, a micro-batch may hold what `micro_batch_rows` of the longest chosen rows would take: more of
+    the short rows, and never more tokens than in TRL's own micro-batches. A limit is exceeded only where all micro-steps
+    of a chunk together do not hold its rows, or one row is longer than the budget.
 
     Args:
         prompt_tokens (`np.ndarray` of shape `(n,)`): Prompt length of each chosen row.
@@ -223,7 +266,7 @@ def pack(
         [`Layout`]: The same on every process.
     """
     micro_steps = []
-    room = _room(prompt_tokens, completion_tokens, geometry)
+    capacity = _capacity(prompt_tokens, completion_tokens, geometry)
     turn = np.arange(len(chunk)) if owner is None else _place(owner, geometry.num_processes)
     for index in range(geometry.num_chunks):
         rows = np.flatnonzero(chunk == index)
@@ -232,21 +275,31 @@ def pack(
         rows = rows[np.lexsort((turn[rows], -completion_tokens[rows], -tokens))]
         parts = []
         if len(rows):
-            hands = Hands(prompt_tokens[rows], completion_tokens[rows], geometry.num_processes)
-            cuts = np.array(hands.cut(room, geometry.chunk_steps)[1:-1], dtype=np.int64)
-            parts = np.split(rows, cuts * geometry.num_processes)
+            starts = np.arange(0, len(rows), geometry.num_processes)
+            lengths = [np.maximum.reduceat(of_rows[rows], starts) for of_rows in (prompt_tokens, completion_tokens)]
+            cuts = cut(*lengths, capacity, geometry.micro_step_cost, _most_steps(*lengths, capacity, geometry))
+            parts = np.split(rows, np.array(cuts[1:-1], dtype=np.int64) * geometry.num_processes)
         batches = [_deal(part, geometry.num_processes, owner) for part in parts]
         micro_steps += [None] * (geometry.chunk_steps - len(batches)) + batches
     return Layout(micro_steps)
 
 
-def _room(prompt_tokens: np.ndarray, completion_tokens: np.ndarray, geometry: Geometry) -> Room:
-    """Room of a micro-batch: the token budget, or what TRL's would take with the longest chosen prompt and completion."""
+def _capacity(prompt_tokens: np.ndarray, completion_tokens: np.ndarray, geometry: Geometry) -> Capacity:
+    """The token budget, or what TRL's micro-batch would take with the longest chosen prompt and completion."""
     if geometry.max_tokens is not None:
-        return Room(geometry.max_tokens, geometry.max_tokens)
+        return Capacity(geometry.max_tokens, geometry.max_tokens)
     longest = completion_tokens.max(initial=0)
     rows = geometry.micro_batch_rows
-    return Room(rows * (prompt_tokens.max(initial=0) + longest), rows * longest)
+    return Capacity(rows * (prompt_tokens.max(initial=0) + longest), rows * longest)
+
+
+def _most_steps(prompts: np.ndarray, completions: np.ndarray, capacity: Capacity, geometry: Geometry) -> int:
+    """Most micro-steps that the rank rows of a chunk may be computed in."""
+    if geometry.max_tokens is None:
+        fewest = -(-len(prompts) // geometry.micro_batch_rows)
+    else:
+        fewest = fewest_runs(prompts, completions, capacity)
+    return int(min(geometry.chunk_steps, geometry.further_micro_steps * fewest))
 
 
 def _deal(rows: np.ndarray, num_processes: int, owner: np.ndarray | None = None) -> MicroBatch:
@@ -348,23 +401,41 @@ def loss_scale(
         geometry ([`Geometry`]): Shape of the update.
 
     Returns:
-        `tuple[float, np.ndarray | None]`: The factor, and per-row token weights of shape `(R,)`, at least 1, where the
-        rows of a `"bnpo"` micro-batch weigh differently.
+        `tuple[float, np.ndarray | None]`: The factor, and weights of shape `(R,)` of the rows' own losses, where they
+        differ from 1.
     """
     rows, filler = batch.rows[process], batch.filler[process]
-    share = geometry.num_processes * geometry.chunk_steps
+    share, weights = geometry.num_processes * geometry.chunk_steps, reference.weight[rows]
     if filler.all():
         return 0.0, None
     if loss_type in BATCH_TOKEN_LOSSES:
-        return 1.0, None
-    if loss_type in ROW_MEAN_LOSSES:
-        return len(rows) * share / reference.norm_rows[rows[0]], None
-    if loss_type in MICRO_BATCH_TOKEN_LOSSES:
-        norms, tokens = reference.norm_tokens[rows], np.where(filler, 0, loss_tokens[rows])
-        weights = norms.max() / norms
-        total = max(float((weights * tokens).sum()), 1.0)
-        return share * total / norms.max(), None if (weights == 1.0).all() else weights
-    raise ValueError(f"`loss_type` must be one known to lze_trl, got {loss_type!r}.")
+        scale = 1.0
+    elif loss_type in ROW_MEAN_LOSSES:
+        scale = float(len(rows) * share / reference.norm_rows[rows[0]])
+    elif loss_type in MICRO_BATCH_TOKEN_LOSSES:
+        norms = reference.norm_tokens[rows]
+        weights = weights * (norms.max() / norms)
+        scale = float(share * max(loss_tokens[rows[~filler]].sum(), 1) / norms.max())
+    else:
+        raise ValueError(f"`loss_type` must be one known to lze_trl, got {loss_type!r}.")
+    return scale, None if (weights == 1.0).all() else weights
+
+
+def entropy_weights(
+    batch: MicroBatch, process: int, scale: float, loss_tokens: np.ndarray, reference: Reference, geometry: Geometry
+) -> np.ndarray | None:
+    """
+    What the entropy of a token of each row weighs in TRL's entropy bonus, times A, shape `(R,)`.
+
+    TRL averages the bonus over the tokens of a micro-batch, whatever the loss type: it weighs as a `"bnpo"` loss does.
+
+    Args:
+        scale (`float`): Factor of the micro-batch's loss. `None` is returned where it makes the bonus right already.
+    """
+    rows, filler = batch.rows[process], batch.filler[process]
+    weights = reference.weight[rows] * geometry.num_processes * geometry.chunk_steps / reference.norm_tokens[rows]
+    scaled = scale / max(loss_tokens[rows[~filler]].sum(), 1)
+    return None if (weights == scaled).all() else weights
 
 
 def padding_efficiency(

@@ -1,6 +1,7 @@
 """The way of one generation batch: plan, roll out, score, remember, select, pack."""
 
 import time
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,14 +27,14 @@ from .planner import Plan
 from .pruning import keyed_rng
 from .reporting import batch_metrics
 from .rollout import Scored
-from .selectors import choose
+from .selectors import choose_groups
 from .surplus import Pool, spread
 from .tensors import TensorTrainer
 
 
 class GenerationPipeline(TensorTrainer):
     """
-    The part of [`LZEGRPOTrainer`] that makes generation batches. The update, TRL's own but for what weighs how much, is
+    The part of [`LZEGRPOTrainer`] that makes generation batches. The update, which is TRL's except for the weights of rows, is
     the trainer's.
     """
 
@@ -64,14 +65,15 @@ class GenerationPipeline(TensorTrainer):
         planned = time.perf_counter()
         fresh = self._draw(plan) if plan.num_prompts else None
         rolled_out = time.perf_counter()
-        self.ledger.groups_pruned += len(plan.skipped)
-        self.ledger.rows_pruned += len(plan.skipped) * self.num_generations
+        self.ledger.visits_skipped += len(plan.skipped)
         if fresh is None:
+            self.ledger.add_plain(self.args.generation_batch_size, row_tokens=None)
+            self._record_empty(plan)
             return _empty_batch(self.args.steps_per_generation)
         prompts = self.prompt_state.prompts(fresh.rollouts.prompt_ids)
         groups = self.prompt_state.visit(fresh.rollouts, self.state.global_step)
-        foreseen = self._dead.update(prompts, groups)
-        self.planner.pruner.observe(groups.pass_rates)
+        foreseen = self._dead.update(prompts, groups, fresh.rollouts, fresh.rewards_per_func.cpu().numpy())
+        self.planner.pruner.observe(groups)
         pool = Pool(fresh, groups, np.full(len(groups), self._generation))
         if self._surplus is not None:
             pool = self._surplus + pool
@@ -85,7 +87,8 @@ class GenerationPipeline(TensorTrainer):
             self._carry_over(pool, pool.groups.alive & ~chosen_groups, fresh.local.logprobs is not None)
         build_seconds = time.perf_counter() - build
         passes = self._logprob_passes(self._with_surplus)
-        account(self.ledger, fresh.rollouts, groups, rollouts, chosen, passes, self.num_iterations)
+        batch_rows = self.args.generation_batch_size
+        account(self.ledger, fresh.rollouts, groups, rollouts, chosen, batch_rows, passes, self.num_iterations)
         self._log_batch(plan, groups, pool, chosen_groups, batch, foreseen)
         self._record(plan, fresh, groups, chosen_groups[len(pool) - len(groups) :])
         self.ledger.rollout_seconds += rolled_out - planned
@@ -95,34 +98,23 @@ class GenerationPipeline(TensorTrainer):
 
     def _select(self, pool: Pool, num_prompts: int) -> np.ndarray:
         """Whether each group is trained on, shape `(P,)`."""
-        groups, k = pool.groups, self._quota(num_prompts)
-        loss_tokens = np.bincount(pool.scored.rollouts.group, pool.scored.loss_tokens, minlength=len(groups))
-        if not self.controller.draws_prompts:
-            chosen = self._choose(groups, np.arange(len(groups)), k)
-            if chosen.sum() == k and not loss_tokens[chosen].all():
-                # All completions of a group are truncated and masked: such a group takes no place of another
-                chosen = self._choose(groups, np.flatnonzero(loss_tokens), k)
-            return chosen
-        # Prompts were drawn until k groups were alive: dead ones are out, and what is more than k waits, the oldest last
-        return self._choose(groups, np.flatnonzero(groups.alive & (loss_tokens > 0)), k, at_most=k)
+        return choose_groups(
+            self.selector,
+            pool.groups,
+            np.bincount(pool.scored.rollouts.group, pool.scored.loss_tokens, minlength=len(pool)),
+            self._quota(num_prompts),
+            self.controller.draws_prompts,
+            partial(keyed_rng, self.args.seed, self._generation, "selection"),
+        )
 
-    def _choose(self, groups: Groups, candidates: np.ndarray, k: int, at_most: int | None = None) -> np.ndarray:
-        """Ask the selector for k of the candidates; shape `(P,)`, bool."""
-        chosen = np.zeros(len(groups), dtype=bool)
-        if len(candidates):
-            rng = keyed_rng(self.args.seed, self._generation, "selection")
-            picked = np.flatnonzero(choose(self.selector, groups.take(candidates), k, rng))
-            chosen[candidates[picked[:at_most]]] = True
-        return chosen
-
-    def _carry_over(self, pool: Pool, waiting: np.ndarray, told: bool):
+    def _carry_over(self, pool: Pool, waiting: np.ndarray, has_logprobs: bool):
         """
         Keep the live groups that were not chosen, unless they would be too old for the next batch.
 
         Args:
             pool ([`Pool`]): Groups of this batch and earlier ones.
             waiting (`np.ndarray` of shape `(P,)`): Live groups that were not chosen.
-            told (`bool`): Whether the engine has told the log-probabilities of this batch's completions.
+            has_logprobs (`bool`): Whether the engine returned log-probabilities for this batch.
         """
         kept = waiting & (self._generation + 1 - pool.born <= self.args.surplus_max_age)
         self.ledger.surplus_dropped += int((waiting & ~kept).sum())
@@ -130,7 +122,7 @@ class GenerationPipeline(TensorTrainer):
         if not kept.any():
             return
         scored, layout, held = spread(pool.scored, kept, self.geometry, self.accelerator)
-        if not told and (pool.born[kept] == self._generation).any():
+        if not has_logprobs and (pool.born[kept] == self._generation).any():
             self._complete_logprobs(scored.local, layout, held)
             self.ledger.logprob_tokens += int(
                 (scored.rollouts.prompt_tokens + scored.rollouts.completion_tokens).sum()
@@ -148,12 +140,13 @@ class GenerationPipeline(TensorTrainer):
         rng = keyed_rng(self.args.seed, self._generation, "steps")
         if whole or (over_all and scored.order is not None):
             slot = scored.slots(geometry.num_processes, geometry.steps_per_generation)
-            reference = trl_reference(slot, scored.owner, scored.loss_tokens, chosen, geometry)
+            reference = trl_reference(slot, scored.owner, scored.loss_tokens, chosen, weights[chosen], geometry)
             if over_all:  # prompts that were skipped count as dead groups
                 reference = reference.stretched(self.args.generation_batch_size / rollouts.num_rows)
         elif over_all:
             mean_tokens = float(fresh.loss_tokens.mean())
-            reference = full_reference(len(chosen), self.args.generation_batch_size, mean_tokens, geometry, rng)
+            full_rows = self.args.generation_batch_size
+            reference = full_reference(weights[chosen], full_rows, mean_tokens, geometry, rng)
         else:
             reference = even_reference(loss_tokens, weights[chosen], geometry, rng)
         if self.args.packing:
@@ -178,12 +171,12 @@ class GenerationPipeline(TensorTrainer):
                 self._logprob_batches = self._packed_batches(layout, local_rows, prompt_tokens, completion_tokens)
             # All processes make the same forward passes, whoever computes the surplus rows
             self._with_surplus = bool((pool.row_born[chosen] < self._generation).any())
-            tensors = self._build_tensors(mine, fresh, pool, chosen[local_rows], weights)
+            tensors = self._build_tensors(mine, fresh, pool, chosen[local_rows])
         else:
             # Nothing to train on. TRL still logs the rewards of the batch, for which it wants one row
             local_rows, tensors, self._with_surplus = chosen, {}, False
             nothing = np.zeros(1, dtype=np.int64)
-            self._build_tensors(fresh.local.take(nothing), fresh, pool, nothing, weights)
+            self._build_tensors(fresh.local.take(nothing), fresh, pool, nothing)
         return GenerationBatch(
             tensors, local_rows, prompt_tokens, completion_tokens, loss_tokens, layout, reference, self.args.packing
         )
@@ -226,5 +219,6 @@ class GenerationPipeline(TensorTrainer):
 def _empty_batch(steps_per_generation: int) -> GenerationBatch:
     none = np.empty(0, dtype=np.int64)
     micro_steps: list[MicroBatch | None] = [None] * steps_per_generation
-    reference = Reference(none, none.astype(np.float64), none.astype(np.float64), 0.0)
+    zeros = none.astype(np.float64)
+    reference = Reference(none, zeros, zeros, 0.0, zeros)
     return GenerationBatch({}, none, none, none, none, Layout(micro_steps), reference)

@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 
+from .groups import Groups
 from .selectors import quota
 from .state import PromptState
 
@@ -62,7 +63,7 @@ class Pruner:
         self.left_out = np.empty(0, dtype=np.int64)  # pruned prompts that this pass does not roll out, ascending
 
     def begin_pass(self, pass_index: int):
-        """Fix which prompts the pass leaves out: those pruned by now, but for its replays."""
+        """Fix which prompts the pass leaves out: those pruned by now, except its replays."""
         pruned = self._of_training_set(self.state.pruned_ids())
         replays = draw_replays(pruned, self.replay_ratio, self.seed, pass_index)
         self.left_out = np.setdiff1d(pruned, replays, assume_unique=True)
@@ -73,13 +74,8 @@ class Pruner:
             return prompt_ids
         return np.intersect1d(prompt_ids, self.prompt_ids, assume_unique=True)
 
-    def observe(self, pass_rates: np.ndarray):
-        """
-        Learn from a generation batch; here, nothing: the state says all.
-
-        Args:
-            pass_rates (`np.ndarray` of shape `(P,)`): Pass rate of each group, NaN for one that could not be scored.
-        """
+    def observe(self, groups: Groups):
+        """Learn from the groups of a generation batch; here, nothing: the state says all."""
 
     def keeps(self, prompt_ids: np.ndarray) -> np.ndarray:
         """Whether the pass rolls out each prompt, shape `(n,)`, bool."""
@@ -160,20 +156,18 @@ class GresoPruner(Pruner):
         self.left_out = self._of_training_set(ids[order][skipped])
         self.pass_index = pass_index
 
-    def observe(self, pass_rates: np.ndarray):
+    def observe(self, groups: Groups):
         """
-        Adjust the exploration by a step: down where at least the wanted share of the groups is solved (hopeless), else up.
+        Adjust the exploration by a step: down where at least the wanted share of the groups is solved (dead without being
+        solved), else up. Groups that could not be scored do not count.
 
         The first pass, which knows no prompt yet, adjusts nothing.
-
-        Args:
-            pass_rates (`np.ndarray` of shape `(P,)`): Pass rate of each group, NaN for one that could not be scored.
         """
-        scored = pass_rates[~np.isnan(pass_rates)]
+        scored = groups.take(np.flatnonzero(~np.isnan(groups.pass_rates)))
         if self.pass_index < 1 or len(scored) == 0:
             return
-        self.p_easy = self._adjusted(self.p_easy, float((scored == 1.0).mean()), self.target / 3)
-        self.p_hard = self._adjusted(self.p_hard, float((scored == 0.0).mean()), self.target * 2 / 3)
+        self.p_easy = self._adjusted(self.p_easy, float(scored.solved.mean()), self.target / 3)
+        self.p_hard = self._adjusted(self.p_hard, float(scored.hopeless.mean()), self.target * 2 / 3)
 
     def _adjusted(self, exploration: float, share: float, wanted: float) -> float:
         lowest, highest = _EXPLORATION_BOUNDS

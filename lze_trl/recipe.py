@@ -49,6 +49,12 @@ class LZEScriptArguments:
             Column with the problem, where it is not recognised.
         dataset_answer_column (`str`, *optional*):
             Column with the gold answer, where it is not recognised.
+        dataset_context_columns (`list[str]`, *optional*):
+            Columns with what the problem refers to, written before it. Defaults to those called `body`, `context`,
+            `passage`, `table` and the like; `[]` for none.
+        dataset_option_columns (`list[str]`, *optional*):
+            Column that lists the options to choose from, or one column for each, written after the problem with letters
+            that are then the gold answers. Defaults to `options`, `choices` or `A`, `B`, `C` and the like; `[]` for none.
         conversational (`bool`, *optional*, defaults to `True`):
             Whether prompts are lists of messages, for the model's chat template. `False` gives plain text.
         system_prompt (`str`, *optional*):
@@ -90,6 +96,20 @@ class LZEScriptArguments:
     )
     dataset_answer_column: str | None = field(
         default=None, metadata={"help": "Column with the gold answer, where it is not recognised."}
+    )
+    dataset_context_columns: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Columns with what the problem refers to, written before it. Default: those called body, context, "
+            "passage, table and the like."
+        },
+    )
+    dataset_option_columns: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Column that lists the options, or one for each; the gold answer becomes a letter. Default: options, "
+            "choices or A, B, C and the like."
+        },
     )
     conversational: bool = field(
         default=True, metadata={"help": "Whether prompts are lists of messages, for the model's chat template."}
@@ -145,7 +165,7 @@ class RecipeParser(TrlParser):
 
 def parse_recipe(arguments: Sequence[str]) -> tuple[LZEScriptArguments, LZEGRPOConfig, ModelConfig]:
     """
-    Read `--config RECIPE.yaml` and flags that override it.
+    Read `--config RECIPE.yaml`, or `RECIPE.yaml` as the first argument, and flags that override it.
 
     Args:
         arguments (`Sequence[str]`): Command line, without the program.
@@ -202,6 +222,11 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
         RecipeError: It cannot be found or read, is no mapping, or gives a key twice.
     """
     path = Path(path)
+    if path.suffix == ".py":
+        raise RecipeError(
+            f"`{path}` is a Python script, and a recipe is a YAML file. Start a script of your own with `accelerate launch "
+            f"{path}`."
+        )
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), _StrictLoader)
     except FileNotFoundError:
@@ -213,6 +238,11 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise RecipeError(
             f"The recipe `{path}` must be a YAML mapping of keys to values, got {type(content).__name__}."
+        )
+    if "distributed_type" in content:
+        raise RecipeError(
+            f"`{path}` is a configuration of accelerate, not a recipe. Name both: `lze-trl train RECIPE --accelerate_config "
+            f"{path}`."
         )
     return content
 
@@ -240,10 +270,13 @@ def _near(name: str, known: Iterable[str]) -> str:
 
 
 def _split_config(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Path after `--config`, and all other arguments."""
+    """Path after `--config`, or the first argument if it is no flag, and all other arguments."""
     path, rest = None, []
     remaining = iter(arguments)
-    for argument in remaining:
+    for index, argument in enumerate(remaining):
+        if index == 0 and not argument.startswith("-"):
+            path = argument
+            continue
         if argument != "--config" and not argument.startswith("--config="):
             rest.append(argument)
             continue
@@ -266,7 +299,10 @@ def _check_keys(recipe: dict[str, Any], path: str, parser: RecipeParser):
         elif key not in parser.names:
             raise RecipeError(f"Unknown key `{key}` in `{path}`.{_near(str(key), parser.names)}")
         elif not _fits(value, hints[key]):
-            raise RecipeError(f"`{key}` in `{path}` must be {_describe(hints[key])}, got {value!r}.")
+            choices = [choice for choice in get_args(hints[key]) if isinstance(choice, str)]
+            raise RecipeError(
+                f"`{key}` in `{path}` must be {_describe(hints[key])}, got {value!r}.{_near(str(value), choices)}"
+            )
 
 
 def _fits(value: Any, hint: Any) -> bool:
@@ -299,6 +335,8 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def _describe(hint: Any) -> str:
+    if get_origin(hint) is Literal:
+        return f"one of {[choice for choice in get_args(hint) if choice is not None]}"
     return hint.__name__ if isinstance(hint, type) and get_origin(hint) is None else str(hint).replace("typing.", "")
 
 

@@ -14,9 +14,9 @@ from matplotlib.figure import Figure
 
 from . import __version__
 from .files import write_atomically
+from .ledger import against_plain, skipped_visits
 from .telemetry import MissingTelemetryError, Run, open_run
 from .telemetry.curves import curve, energy_heat_map
-from .telemetry.savings import Saving
 from .viewer import views
 
 
@@ -200,7 +200,7 @@ def _summary_figure(run: Run) -> Figure:
     accuracy.grid(alpha=0.3)
     accuracy.legend(frameon=False, fontsize=8)
     _draw_energy(run, figure, energy)
-    _draw_savings(savings, [saving for saving in run.summary()["savings"] if saving.unit == "flops"])
+    _draw_savings(savings, run.summary()["ledger"])
     return figure
 
 
@@ -221,12 +221,14 @@ def _draw_energy(run: Run, figure: Figure, axis: Axes):
     figure.colorbar(mesh, ax=axis, label="groups (%)", extend="max")
 
 
-def _draw_savings(axis: Axes, savings: list[Saving]):
-    axis.set(title="FLOPs", xlim=(0, 118), xlabel="% of training on all data")
-    names = [views.KIND_LABELS[saving.kind] for saving in savings]
-    used = [100 * (1 - saving.saved) for saving in savings]
-    axis.barh(names, [100] * len(used), color="#e3e8ed", height=0.6)
+def _draw_savings(axis: Axes, totals: dict[str, float]):
+    works = against_plain(totals)
+    used = [work.ratio if work.plain_flops else 0.0 for work in works]
+    axis.set(title="FLOPs", xlim=(0, 1.25 * max(1.0, *used)), xlabel="× plain GRPO, same number of optimizer steps")
+    names = [work.name for work in works]
+    axis.barh(names, [1.0] * len(works), color="#e3e8ed", height=0.6)
     axis.barh(names, used, color=_BLUE, height=0.6)
-    for row, value in enumerate(used):
-        axis.text(min(value, 100) + 2, row, f"{value:.0f} %", va="center")
+    for row, work in enumerate(works):
+        axis.text(used[row] + 0.02, row, work.times, va="center")
+    axis.text(0.0, -0.24, skipped_visits(totals), transform=axis.transAxes, fontsize=8, color=_GREY)
     axis.invert_yaxis()

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .groups import Groups, Prompts
+from .groups import Groups, Prompts, Rollouts, differ
 from .identity import ID_COLUMN
 from .planner import Plan
 from .posterior import Calibration, beta_parameters, dead_probability
@@ -39,17 +39,18 @@ def batch_metrics(groups: Groups, chosen: np.ndarray, state: PromptState, pass_i
         "group_size": float(groups.sizes.mean()),
         "selected_share": float(chosen.mean()),
         "dead_share": float(dead.mean()),
-        "solved_share": float((groups.pass_rates == 1.0).mean()),
-        "hopeless_share": float((groups.pass_rates == 0.0).mean()),
+        "solved_share": float(groups.solved.mean()),
+        "hopeless_share": float(groups.hopeless.mean()),
         "replayed_share": float(groups.replayed.mean()),
-        "forgotten": float((groups.replayed & (groups.pass_rates < 1.0)).sum()),
+        "forgotten": float(groups.forgotten.sum()),
         "pruned_prompts": float(state.num_pruned),
         "seen_prompts": float(len(state)),
         "pass": float(pass_index),
     }
     if chosen.any():
         metrics["selected_energy"] = float(groups.energies[chosen].mean())
-        metrics["selected_pass_rate"] = float(groups.pass_rates[chosen].mean())
+        scored = groups.pass_rates[chosen & ~np.isnan(groups.pass_rates)]
+        metrics["selected_pass_rate"] = float(scored.mean()) if scored.size else float("nan")
     return metrics
 
 
@@ -57,7 +58,8 @@ class DeadMonitor:
     """
     Watches the groups without a signal: how well they were foreseen, and whether there is nothing else.
 
-    Before a visit, the posterior of a prompt's pass rate gives the probability that its group will be dead.
+    Before a visit, the posterior of a prompt's pass rate gives the probability that its group will be dead. It is that of
+    passes and fails: for graded outcomes nothing is foreseen.
 
     Args:
         patience (`int`): Generation batches without a live group, in a row, after which it says so, once.
@@ -69,38 +71,38 @@ class DeadMonitor:
         self._silent = 0
         self._told = self._told_unscored = False
 
-    def update(self, prompts: Prompts, groups: Groups) -> dict[str, float]:
+    def update(
+        self, prompts: Prompts, groups: Groups, rollouts: Rollouts, rewards_per_func: np.ndarray
+    ) -> dict[str, float]:
         """
         Enter a generation batch.
 
         Args:
             prompts ([`Prompts`]): What was known of the prompts before the visit.
             groups ([`Groups`]): What came of it.
+            rollouts ([`Rollouts`]): Its completions.
+            rewards_per_func (`np.ndarray` of shape `(B, F)`): Their rewards, NaN where a function does not apply.
 
         Returns:
             `dict[str, float]`: Metrics of the prompts that were visited before; none if there are none.
         """
-        self._silent = 0 if groups.alive.any() else self._silent + 1
-        if self._silent == self.patience and not self._told:
+        alive = groups.alive.any()
+        self._silent = 0 if alive else self._silent + 1
+        if not alive and not self._told and (cause := _cause(rollouts, rewards_per_func, self._silent, self.patience)):
             self._told = True
-            logger.warning(
-                "No group of the last %d generation batches had a signal: all completions of each prompt passed, or all "
-                "failed. Training goes on, but learns nothing. Use prompts or a reward that the model sometimes meets, "
-                "a higher temperature, or more completions a prompt.",
-                self.patience,
-            )
-        unscored = np.isnan(groups.pass_rates) & (groups.reward_std > 0)
+            logger.warning("%s Training goes on, but this batch teaches nothing.", cause)
+        unscored = np.isnan(groups.pass_rates) & groups.alive
         if unscored.any() and not self._told_unscored:
             self._told_unscored = True
             logger.warning(
-                "%d of %d groups have rewards that differ, but none from the reward that decides a pass, so they have no "
-                "energy and no pass rate to be selected by. Where each task has a reward of its own, set "
-                "`pass_reward='total'`.",
+                "%d of %d groups have rewards that differ, but none from `pass_reward`, so they have no energy and no pass "
+                "rate to be selected by: they come last. Where each task has a reward of its own, leave `pass_reward` "
+                "unset.",
                 unscored.sum(),
                 len(groups),
             )
         known = (prompts.visits > 0) & ~np.isnan(groups.pass_rates)
-        if not known.any():
+        if not known.any() or not np.isin(rollouts.outcomes[~np.isnan(rollouts.outcomes)], (0.0, 1.0)).all():
             return {}
         foreseen = dead_probability(*beta_parameters(prompts.pass_rates, prompts.strength), groups.sizes)[known]
         dead = ~groups.alive[known]
@@ -109,6 +111,36 @@ class DeadMonitor:
             "dead_foreseen_share": float(foreseen.mean()),
             "dead_foreseen_brier": float(((foreseen - dead) ** 2).mean()),
         }
+
+
+def _cause(rollouts: Rollouts, rewards_per_func: np.ndarray, silent: int, patience: int) -> str | None:
+    """
+    Why no group of a generation batch is alive, and which setting helps. `None` if it may be chance: rewards that are all
+    equal are normal until `patience` batches in a row, of which this is the `silent`-th.
+    """
+    scored = ~np.isnan(rewards_per_func)
+    if not scored.any():
+        return (
+            "Every reward function returned None for every completion, so no group has a gradient. Return a number where "
+            "a reward applies, and check that the functions read the dataset columns that they need."
+        )
+    group, num_groups = rollouts.group, rollouts.num_groups
+    if any(differ(column, group, num_groups).any() for column in rewards_per_func.T):
+        return (
+            "Rewards differ within groups, but their weighted totals do not, so no group has a gradient. Check "
+            "`reward_weights`: they are 0 for what differs, or cancel it."
+        )
+    if any(np.unique(column[~np.isnan(column)]).size > 1 for column in rewards_per_func.T):
+        return (
+            "Rewards differ between prompts, but not between the completions of any prompt, so no group has a gradient. "
+            "Raise `temperature` or `num_generations`, or use a reward that depends on the completion."
+        )
+    if silent == patience:
+        return (
+            f"No group of the last {patience} generation batches had rewards that differ. Use prompts or a reward that "
+            "the model sometimes meets, a higher `temperature`, or a larger `num_generations`."
+        )
+    return None
 
 
 def merge_rounds(metrics: dict[str, list[float]], before: dict[str, int], rows: list[int]):
@@ -189,6 +221,24 @@ def _settings(trainer: "LZEGRPOTrainer") -> dict[str, Any]:
     }
 
 
+def recorded_rows(mode: str, generation: int, rollouts: Rollouts) -> np.ndarray:
+    """
+    Completions of a generation batch whose text is recorded.
+
+    Args:
+        mode (`str`): `"none"`, `"sampled"` for those of one group, or `"all"`.
+        generation (`int`): Counter of generation batches.
+        rollouts ([`Rollouts`]): The completions.
+
+    Returns:
+        `np.ndarray` of shape `(n,)`: Their rows, ascending: the same on every process, and in a run that was resumed.
+    """
+    if mode == "all":
+        return np.arange(rollouts.num_rows)
+    sampled = np.random.default_rng(generation).integers(rollouts.num_groups) if mode == "sampled" else -1
+    return np.flatnonzero(rollouts.group == sampled)
+
+
 class Recorder:
     """
     Writes the telemetry of a run. Only the main process writes; all of them take part in gathering text.
@@ -214,34 +264,63 @@ class Recorder:
     def record(self, plan: Plan, scored: Scored, groups: Groups, chosen: np.ndarray):
         """Record a generation batch."""
         trainer = self.trainer
-        heads = scored.gathered_heads(
+        rollouts = scored.rollouts
+        heads = scored.gathered_on_main(
+            np.searchsorted(rollouts.group, np.arange(rollouts.num_groups)),
             lambda place: (_text(scored.inputs[place]["prompt"]), _columns(scored.inputs[place])),
-            trainer.accelerator.process_index,
+            trainer.accelerator,
         )
-        prompts, columns = zip(*heads, strict=True)
-        completions = None
-        if self.mode != "none":
-            completions = scored.gathered([_text(text) for text in scored.texts])
+        completions = scored.gathered_on_main(
+            recorded_rows(self.mode, trainer._generation, rollouts),
+            lambda place: _text(scored.texts[place]),
+            trainer.accelerator,
+        )
         if self.writer is None:
             return
+        prompts, columns = zip(*heads.values(), strict=True)
+        self._write(
+            plan,
+            groups=groups,
+            selected=chosen,
+            rewards=scored.rewards_per_func.cpu().numpy(),
+            rollouts=rollouts,
+            loss_tokens=scored.loss_tokens,
+            prompts=list(prompts),
+            completions=completions,
+            columns={name: [row.get(name) for row in columns] for name in columns[0]},
+        )
+
+    def record_empty(self, plan: Plan):
+        """Record a generation batch of which pruning left nothing."""
+        if self.writer is None:
+            return
+        none, unscored = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float64)
+        rollouts = Rollouts(none, none, unscored, unscored, none, none)
+        self._write(
+            plan,
+            groups=PromptState().visit(rollouts, 0),
+            selected=np.empty(0, dtype=bool),
+            rewards=np.empty((0, len(self.trainer.reward_func_names))),
+            rollouts=rollouts,
+            loss_tokens=none,
+            prompts=[],
+        )
+
+    def _write(self, plan: Plan, groups: Groups, **batch: Any):
         from .telemetry import GenerationRecord
 
+        trainer = self.trainer
         self.writer.record(
             GenerationRecord(
                 step=trainer.state.global_step,
                 generation=trainer._generation,
                 pass_index=plan.pass_index,
                 groups=groups,
-                selected=chosen,
                 pruned=trainer.prompt_state.is_pruned(groups.prompt_ids),
-                skipped_prompt_ids=plan.skipped,
-                rewards=scored.rewards_per_func.cpu().numpy(),
+                skipped=len(plan.skipped),
                 reward_names=list(trainer.reward_func_names),
-                rollouts=scored.rollouts,
-                prompts=list(prompts),
-                completions=completions,
-                columns={name: [row.get(name) for row in columns] for name in columns[0]},
                 ledger=trainer.savings(),
+                **batch,
             )
         )
 

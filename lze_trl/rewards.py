@@ -74,8 +74,9 @@ def accuracy_reward(
 
     Args:
         completions (`list[str]` or `list[list[dict]]`):
-            Completions, plain or conversational. Their answer is the last `\boxed{}`, or what follows `####` (other than
-            a heading above an announced answer), or is announced ("the answer is …"), or it is all there is.
+            Completions, plain or conversational. Their answer comes after `</think>`, or stands between `<answer>` tags.
+            It is the last `\boxed{}`, or what follows `####` (other than a heading above an announced answer), or is
+            announced ("the answer is …", "Answer: …"), or it is all there is.
         solution (`list`):
             Gold answers: text in LaTeX or plain, worked solutions that box, mark (`####`) or announce the answer, or
             numbers.
@@ -87,8 +88,8 @@ def accuracy_reward(
             Other columns of the dataset; not used.
 
     Returns:
-        `list[float | None]`: 1.0 if the answers are equal and 0.0 if not, or if there is no answer. `None` if the gold
-        answer cannot be read or the comparison takes too long.
+        `list[float | None]`: 1.0 if the answers are equal and 0.0 if not, or if there is no answer, or if it is a number
+        too large to compute. `None` if the gold answer cannot be read or the comparison takes too long.
 
     Example:
     ```python

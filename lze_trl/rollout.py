@@ -1,7 +1,8 @@
 """From a plan to scored completions: the whole rollout batch, known to every process."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from .groups import Rollouts
 from .identity import ID_COLUMN
 
 
-ROW_ARRAYS = ("group", "outcomes", "rewards", "prompt_tokens", "completion_tokens")
+ROW_ARRAYS = ("group", "outcomes", "scores", "rewards", "signals", "prompt_tokens", "completion_tokens")
 """Arrays of [`Rollouts`] with one entry per row."""
 
 
@@ -35,6 +36,7 @@ class Scored:
         order (`np.ndarray` of shape `(B,)`, *optional*):
             Position of each row after TRL's shuffle, on its process; `None` where TRL has no such batch: groups of
             different sizes, or drawn in several rounds.
+        extra (`dict[str, list]`): Columns that reward functions log, with a value for each row of this process.
     """
 
     local: Completions
@@ -46,6 +48,7 @@ class Scored:
     owner: np.ndarray
     position: np.ndarray
     order: np.ndarray | None = None
+    extra: dict[str, list] = field(default_factory=dict)
 
     def slots(self, num_processes: int, steps_per_generation: int) -> np.ndarray:
         """Micro-step of each row in TRL's own layout, shape `(B,)`."""
@@ -61,12 +64,29 @@ class Scored:
             ordered[row] = value
         return ordered
 
-    def gathered_heads(self, values: Callable[[int], Any], process: int) -> list[Any]:
-        """One value per group, made from the position of the group's first row on the process that holds it."""
-        heads = np.searchsorted(self.rollouts.group, np.arange(self.rollouts.num_groups))
-        mine = np.flatnonzero(self.owner[heads] == process)
-        found = dict(gather_object([(int(group), values(int(self.position[heads[group]]))) for group in mine]))
-        return [found[group] for group in range(len(heads))]
+    def gathered_on_main(
+        self, rows: np.ndarray, value: Callable[[int], Any], accelerator: Accelerator
+    ) -> dict[int, Any]:
+        """
+        Values of some rows for the main process, where no other needs them.
+
+        Args:
+            rows (`np.ndarray` of shape `(n,)`): The rows, the same on every process.
+            value (`Callable`): Makes the value of a row from its position on the process that holds it.
+            accelerator (`Accelerator`): The processes.
+
+        Returns:
+            `dict[int, Any]`: Row and value in the order of `rows` on the main process; empty on the others.
+        """
+        mine = rows[self.owner[rows] == accelerator.process_index]
+        values = [(int(row), value(int(self.position[row]))) for row in mine]
+        everything: list[Any] | None = [None] * accelerator.num_processes if accelerator.is_main_process else None
+        if accelerator.num_processes == 1:
+            everything = [values]
+        else:
+            torch.distributed.gather_object(values, everything)
+        found = dict(chain.from_iterable(everything or []))
+        return {int(row): found[row] for row in rows} if found else {}
 
 
 def by_group(scored: Scored) -> Scored:
@@ -116,8 +136,14 @@ def joined(parts: list[Scored], prompt_ids: np.ndarray | None = None) -> Scored:
             loss_tokens=np.concatenate([part.loss_tokens for part in parts]),
             owner=np.concatenate([part.owner for part in parts]),
             position=np.concatenate(positions),
+            extra={name: _extra_column(parts, name) for part in parts for name in part.extra},
         )
     )
+
+
+def _extra_column(parts: list[Scored], name: str) -> list:
+    """A logged column of all parts; those that logged nothing under its name have no values in it."""
+    return [value for part in parts for value in part.extra.get(name, [None] * len(part.inputs))]
 
 
 def without_empty_groups(scored: Scored) -> Scored:
@@ -142,8 +168,7 @@ def gather_rollouts(
     inputs: list[dict[str, Any]],
     loss_tokens: list[int],
     order: torch.Tensor,
-    outcomes: np.ndarray,
-    rewards: np.ndarray,
+    rewards: dict[str, np.ndarray],
     group: np.ndarray,
     num_groups: int,
     accelerator: Accelerator,
@@ -156,8 +181,8 @@ def gather_rollouts(
         inputs (`list[dict]`): Dataset rows of this process.
         loss_tokens (`list[int]`): Loss tokens of each row of this process.
         order (`torch.Tensor` of shape `(B / W,)`): Position of each row after TRL's shuffle.
-        outcomes (`np.ndarray` of shape `(B,)`): Outcomes of the whole batch.
-        rewards (`np.ndarray` of shape `(B,)`): Total rewards of the whole batch.
+        rewards (`dict[str, np.ndarray]`): `outcomes`, `scores`, `rewards` and `signals` of the whole batch, see
+            [`Rollouts`].
         group (`np.ndarray` of shape `(B,)`): Group of each row of the whole batch.
         num_groups (`int`): P; a group without rows gets the prompt id 0.
         accelerator (`Accelerator`): The processes.
@@ -182,28 +207,8 @@ def gather_rollouts(
     rollouts = Rollouts(
         prompt_ids=prompt_ids,
         group=group,
-        outcomes=outcomes,
-        rewards=rewards,
         prompt_tokens=prompt_tokens,
         completion_tokens=completion_tokens,
+        **rewards,
     )
     return rollouts, loss_tokens, order
-
-
-def outcomes_of(rewards: np.ndarray, graded: bool, threshold: float, reward_range: list[float]) -> np.ndarray:
-    """
-    Outcomes in [0, 1] of rewards: 1 above the threshold and 0 else, or the reward scaled from its range.
-
-    Args:
-        rewards (`np.ndarray` of shape `(B,)`): Rewards, NaN where not applicable.
-        graded (`bool`): Whether to scale rewards instead of counting passes.
-        threshold (`float`): A pass is a reward greater than this.
-        reward_range (`list[float]`): Lowest and highest reward; rewards outside are clipped.
-
-    Returns:
-        `np.ndarray` of shape `(B,)`: Outcomes, NaN where the reward is.
-    """
-    if graded:
-        low, high = reward_range
-        return np.clip((rewards - low) / (high - low), 0.0, 1.0)
-    return np.where(np.isnan(rewards), np.nan, (rewards > threshold).astype(np.float64))

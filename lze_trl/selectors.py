@@ -75,12 +75,12 @@ class EnergySelector:
 
     def select(self, groups: Groups, k: int, rng: np.random.Generator) -> np.ndarray:
         noise = rng.gumbel(size=len(groups))  # drawn for all groups: the stream does not depend on who is alive
-        live = groups.energies > 0
+        live = groups.alive
         if not live.any():
             return np.empty(0, dtype=np.int64)
         energies = groups.energies[live]
         scale = self.gumbel_scale * max(energies.max() - energies.min(), 0.01)
-        scores = np.round(groups.energies, 9)  # ties but for the last bit, which the order of the completions decides
+        scores = np.round(groups.energies, 9)  # the order of the completions changes the last bit of a tie
         return top_k(scores + scale * noise, live, k)
 
 
@@ -92,7 +92,7 @@ class ScoreSelector:
 
     def select(self, groups: Groups, k: int, rng: np.random.Generator) -> np.ndarray:
         order = rng.permutation(len(groups))
-        scores = np.round(self.score(groups), 9)  # 1/3 and 2/3 are as far from 1/2: a tie but for the last bit
+        scores = np.round(self.score(groups), 9)  # 1/3 and 2/3 are equally far from 1/2, up to the last bit
         chosen = top_k(scores[order], groups.alive[order], k)
         return np.sort(order[chosen])
 
@@ -112,10 +112,10 @@ class AllSelector:
 
 
 class ZeroVarianceFilter:
-    """Every group whose total rewards differ: those that have advantages, whatever counts as a pass."""
+    """Every live group: those that have advantages, whatever counts as a pass."""
 
     def select(self, groups: Groups, k: int, rng: np.random.Generator) -> np.ndarray:
-        return np.flatnonzero(groups.reward_std > 0)
+        return np.flatnonzero(groups.alive)
 
 
 def make_selector(name: str, gumbel_scale: float = 0.05) -> Selector:
@@ -158,4 +158,52 @@ def choose(selector: Selector, groups: Groups, k: int, rng: np.random.Generator)
             f"`{name}.select` must return distinct indices in [0, {len(groups)}), got {indices.tolist()}."
         )
     chosen[indices] = True
+    return chosen
+
+
+def choose_groups(
+    selector: Selector,
+    groups: Groups,
+    loss_tokens: np.ndarray,
+    k: int,
+    draws_prompts: bool,
+    make_rng: Callable[[], np.random.Generator],
+) -> np.ndarray:
+    """
+    Choose the groups of a generation batch to train on.
+
+    Args:
+        selector ([`Selector`]): The strategy.
+        groups ([`Groups`]): The scored groups, those that have waited for this update first.
+        loss_tokens (`np.ndarray` of shape `(P,)`): Tokens of each group that the loss covers.
+        k (`int`): Number of groups that the selection ratio asks for.
+        draws_prompts (`bool`):
+            Whether prompts were drawn until `k` groups were alive. Dead ones are out then, and what is more than `k` waits.
+        make_rng (`Callable`): Makes the source of randomness, with the same numbers each time.
+
+    Returns:
+        `np.ndarray` of shape `(P,)`: Whether each group is chosen, bool.
+    """
+    if draws_prompts:
+        candidates = np.flatnonzero(groups.alive & (loss_tokens > 0))
+        return _choose_among(selector, groups, candidates, k, make_rng(), at_most=k)
+    chosen = _choose_among(selector, groups, np.arange(len(groups)), k, make_rng())
+    if chosen.sum() == k and not loss_tokens[chosen].all() and not isinstance(selector, AllSelector):
+        # All completions of a group are truncated and masked: such a group takes no place of another. Plain GRPO counts it
+        chosen = _choose_among(selector, groups, np.flatnonzero(loss_tokens), k, make_rng())
+    return chosen
+
+
+def _choose_among(
+    selector: Selector,
+    groups: Groups,
+    candidates: np.ndarray,
+    k: int,
+    rng: np.random.Generator,
+    at_most: int | None = None,
+) -> np.ndarray:
+    chosen = np.zeros(len(groups), dtype=bool)
+    if len(candidates):
+        picked = np.flatnonzero(choose(selector, groups.take(candidates), k, rng))
+        chosen[candidates[picked[:at_most]]] = True
     return chosen

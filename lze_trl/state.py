@@ -4,8 +4,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .energy import anchor, score_groups
+from .energy import anchor, group_mean, score_groups
 from .groups import Groups, Prompts, Rollouts
+from .outcomes import RewardRange
 from .posterior import posterior_mean, posterior_strength, remembered_mean
 
 
@@ -24,7 +25,7 @@ _DTYPES = {
 }
 _MAX_LOAD = 0.75
 _GROWTH = 32  # a full array grows by 1/32: with more room to spare, a prompt would take more than 48 bytes
-_MAX_STREAK = np.iinfo(np.int16).max
+MAX_STREAK = np.iinfo(np.int16).max
 _MAX_ROLLOUTS = np.iinfo(np.uint16).max
 
 
@@ -34,7 +35,8 @@ class StateSettings:
     Constants of the energy and of pruning, see [`LZEGRPOConfig`] for their meaning, and of the posterior.
 
     `posterior_memory` is the number of completions for which a prompt's past counts at most in the estimate of its pass
-    rate: exponential forgetting, because the policy moves.
+    rate: exponential forgetting, because the policy moves. `named_outcome` says that outcomes are those of a reward that
+    the user named, so that a prompt is solved when all its completions pass it, whatever their total rewards.
     """
 
     difficulty_floor: float = 0.05
@@ -43,6 +45,7 @@ class StateSettings:
     pruning_streak: int = 2
     prune: bool = True
     posterior_memory: float = 16.0
+    named_outcome: bool = False
 
 
 class PromptState:
@@ -54,18 +57,29 @@ class PromptState:
     pruned (41 bytes), and an open-addressing index of row numbers (4 bytes a slot, at most 3/4 full). An update costs
     O(batch).
 
-    The streak is s after s fully correct visits in a row, −s after s visits in a row without a pass, and 0 after a visit
-    with both passes and fails.
+    All means are those of the raw scores, and are scaled to [0, 1] when they are read, by the range of scores that the run
+    has seen by then: for passes and fails they are the pass rates themselves.
+
+    The streak is s after s solved visits in a row, −s after s visits in a row with equal rewards that are not solved, and
+    0 after a visit that had a gradient.
 
     Args:
         settings ([`StateSettings`], *optional*):
             Constants of the method.
         expected (`int`, *optional*, defaults to `0`):
             Number of prompts to make room for.
+        bounds (`tuple[float, float]`, *optional*):
+            Lowest and highest score, where they are known from the start.
     """
 
-    def __init__(self, settings: StateSettings | None = None, expected: int = 0):
+    def __init__(
+        self,
+        settings: StateSettings | None = None,
+        expected: int = 0,
+        bounds: tuple[float, float] | None = None,
+    ):
         self.settings = settings or StateSettings()
+        self.range = RewardRange(bounds)
         self.size = 0
         self.num_pruned = 0
         capacity = max(expected, 16)
@@ -105,12 +119,34 @@ class PromptState:
             pending, slots = pending[onward], (slots[onward] + 1) % len(self._slots)
         return rows
 
+    def observe(self, scores: np.ndarray) -> int:
+        """
+        Widen the range of scores. Where its top rises, what counted as solved below it does no longer.
+
+        Args:
+            scores (`np.ndarray` of shape `(B,)`): Scores of new completions, NaN where there is none.
+
+        Returns:
+            `int`: Prompts that were solved, and are not any more.
+        """
+        if not self.range.observe(scores):
+            return 0
+        solved = self["streak"] > 0
+        self["streak"][solved] = 0
+        self["pruned"][solved] = False
+        self.num_pruned = int(self["pruned"].sum())
+        return int(solved.sum())
+
+    def _scaled(self, means: np.ndarray) -> np.ndarray:
+        """Remembered means of scores as outcomes, float64. They have 32 bits, and may miss the range by the last one."""
+        return np.clip(self.range.outcomes(means.astype(np.float64)), 0.0, 1.0)
+
     def visit(self, rollouts: Rollouts, step: int) -> Groups:
         """
         Score the groups of a generation batch, then remember them.
 
-        The energies use the moving averages from *before* the batch. Groups without any scored completion leave no
-        trace.
+        The range of scores must have been widened by the batch before, see [`observe`]. The energies use the moving
+        averages from *before* the batch. Groups without any scored completion leave no trace.
 
         Args:
             rollouts ([`Rollouts`]): Scored completions; no prompt may occur twice.
@@ -132,15 +168,15 @@ class PromptState:
         known = rows >= 0
         first, ema = np.full(len(ids), np.nan), np.full(len(ids), np.nan)
         visits, replayed = np.zeros(len(ids), dtype=np.int64), np.zeros(len(ids), dtype=bool)
-        first[known] = self["first_pass_rate"][rows[known]]
-        ema[known] = self["ema"][rows[known]]
+        first[known] = self._scaled(self["first_pass_rate"][rows[known]])
+        ema[known] = self._scaled(self["ema"][rows[known]])
         visits[known] = self["visits"][rows[known]]
         replayed[known] = self["pruned"][rows[known]] & self.settings.prune
-        groups = score_groups(
-            rollouts, first, ema, visits, replayed, self.settings.difficulty_floor, self.settings.momentum_weight
-        )
-        counts = np.bincount(rollouts.group[~np.isnan(rollouts.outcomes)], minlength=len(ids))
-        self._remember(groups, counts, step)
+        settings = self.settings
+        constants = settings.difficulty_floor, settings.momentum_weight, settings.named_outcome
+        groups = score_groups(rollouts, first, ema, visits, replayed, *constants)
+        counts = np.bincount(rollouts.group[~np.isnan(rollouts.scores)], minlength=len(ids))
+        self._remember(groups, group_mean(rollouts.scores, rollouts.group, len(ids)), counts, step)
         return groups
 
     def prompts(self, prompt_ids: np.ndarray) -> Prompts:
@@ -159,10 +195,8 @@ class PromptState:
         expected, difficulty = np.zeros(len(rows)), np.ones(len(rows))
         visits[known] = self["visits"][rows[known]]
         rollouts[known] = self["rollouts"][rows[known]]
-        expected[known] = self["expected"][rows[known]]
-        difficulty[known] = anchor(
-            self["first_pass_rate"][rows[known]].astype(np.float64), self.settings.difficulty_floor
-        )
+        expected[known] = self._scaled(self["expected"][rows[known]])
+        difficulty[known] = anchor(self._scaled(self["first_pass_rate"][rows[known]]), self.settings.difficulty_floor)
         memory = self.settings.posterior_memory
         return Prompts(
             prompt_ids=prompt_ids,
@@ -173,24 +207,27 @@ class PromptState:
             difficulty=difficulty,
         )
 
-    def _remember(self, groups: Groups, counts: np.ndarray, step: int):
+    def _remember(self, groups: Groups, means: np.ndarray, counts: np.ndarray, step: int):
+        """Enter the scored groups, with the mean and the number of their scores, both of shape `(P,)`."""
         scored = counts > 0
         rows = self._insert(groups.prompt_ids[scored])
-        pass_rates, counts = groups.pass_rates[scored], counts[scored]
+        means, counts = means[scored], counts[scored]
         decay = self.settings.ema_decay
         fresh = groups.visits[scored] == 1
         state = self._arrays
-        state["first_pass_rate"][rows[fresh]] = pass_rates[fresh]
+        state["first_pass_rate"][rows[fresh]] = means[fresh]
         # μ starts at p⁽⁰⁾, for which λ·μ + (1 − λ)·p is p⁽⁰⁾ again
-        state["ema"][rows] = decay * groups.ema[scored] + (1.0 - decay) * pass_rates
-        state["pass_rate"][rows] = pass_rates
+        average = np.where(fresh, means, state["ema"][rows].astype(np.float64))
+        state["ema"][rows] = decay * average + (1.0 - decay) * means
+        state["pass_rate"][rows] = means
         state["energy"][rows] = groups.energies[scored]
         state["visits"][rows] = groups.visits[scored]
         state["last_step"][rows] = step
         expected, seen = state["expected"][rows], state["rollouts"][rows].astype(np.int64)
-        state["expected"][rows] = remembered_mean(expected, seen, pass_rates, counts, self.settings.posterior_memory)
+        state["expected"][rows] = remembered_mean(expected, seen, means, counts, self.settings.posterior_memory)
         state["rollouts"][rows] = np.minimum(seen + counts, _MAX_ROLLOUTS)
-        streak = _next_streak(state["streak"][rows].astype(np.int64), pass_rates)
+        visit = np.where(groups.solved, 1, np.where(groups.alive, 0, -1))[scored]
+        streak = _next_streak(state["streak"][rows].astype(np.int64), visit)
         state["streak"][rows] = streak
         if self.settings.prune:
             # A pruned prompt that fails its re-check has no positive streak and is active again
@@ -209,8 +246,8 @@ class PromptState:
         return np.sort(self["prompt_ids"][self["pruned"]])
 
     def tensors(self) -> dict[str, np.ndarray]:
-        """Copies of the arrays over the visited prompts, to be saved."""
-        return {name: self[name].copy() for name in _DTYPES}
+        """Copies of the arrays over the visited prompts and the range of scores, to be saved."""
+        return {name: self[name].copy() for name in _DTYPES} | self.range.tensors()
 
     def load(self, tensors: dict[str, np.ndarray]):
         """
@@ -219,11 +256,13 @@ class PromptState:
         Raises:
             ValueError: If an array is missing, unknown, of another type or length, or an id occurs twice.
         """
-        if set(tensors) != set(_DTYPES):
+        if set(tensors) != {*_DTYPES, "range"}:
             raise ValueError(
-                f"The prompt state must have the arrays {sorted(_DTYPES)}, got {sorted(tensors)}. It was not written "
-                "by this version of lze_trl."
+                f"The prompt state must have the arrays {sorted([*_DTYPES, 'range'])}, got {sorted(tensors)}. It was not "
+                "written by this version of lze_trl."
             )
+        tensors = dict(tensors)
+        score_range = tensors.pop("range")
         sizes = {len(array) for array in tensors.values()}
         if len(sizes) != 1:
             raise ValueError(f"The arrays of the prompt state must have one length, got {sorted(sizes)}.")
@@ -236,6 +275,7 @@ class PromptState:
         ids = tensors["prompt_ids"]
         if _has_duplicates(ids):
             raise ValueError("The prompt state holds a prompt twice. The file is damaged; use another checkpoint.")
+        self.range.load({"range": score_range})
         capacity = max(len(ids), len(self._arrays["prompt_ids"]))
         self.size = len(ids)
         for name, array in tensors.items():
@@ -291,11 +331,10 @@ class PromptState:
             self._rebuild(_slots_for(capacity))
 
 
-def _next_streak(streak: np.ndarray, pass_rates: np.ndarray) -> np.ndarray:
-    """Streak after a visit: one further from 0 if the visit is of its sign, else begun anew; it saturates."""
-    longer = np.clip(streak + np.sign(streak), -_MAX_STREAK, _MAX_STREAK)
-    sign = np.where(pass_rates == 1.0, 1, np.where(pass_rates == 0.0, -1, 0))
-    return np.where(np.sign(streak) == sign, longer, sign)
+def _next_streak(streak: np.ndarray, visit: np.ndarray) -> np.ndarray:
+    """Streak after a visit of sign 1, −1 or 0: one further from 0 if it is of the same sign, else begun anew."""
+    longer = np.clip(streak + np.sign(streak), -MAX_STREAK, MAX_STREAK)
+    return np.where(np.sign(streak) == visit, longer, visit)
 
 
 def _has_duplicates(prompt_ids: np.ndarray) -> bool:

@@ -28,8 +28,10 @@ class TensorTrainer(DrawingTrainer):
     what is there already.
     """
 
+    _entropies: torch.Tensor | None = None  # of the last forward pass of a loss
+
     def _build_tensors(
-        self, rows: Completions, fresh: Scored, pool: Pool, indices: np.ndarray, weights: np.ndarray
+        self, rows: Completions, fresh: Scored, pool: Pool, indices: np.ndarray
     ) -> dict[str, torch.Tensor]:
         """
         TRL's tensors of some rows: padded tokens, masks, old and reference log-probabilities, advantages.
@@ -39,12 +41,11 @@ class TensorTrainer(DrawingTrainer):
             fresh ([`Scored`]): The completions drawn for this batch, for TRL's log.
             pool ([`Pool`]): Where the rows come from.
             indices (`np.ndarray` of shape `(n_local,)`): Index of each row in the pool.
-            weights (`np.ndarray` of shape `(B,)`): How many rows each of the pool's rows stands for.
         """
         count, even = len(indices), pool.scored.order is not None
-        told = rows if fresh.local.logprobs is not None else replace(rows, logprobs=None)
+        known = rows if fresh.local.logprobs is not None else replace(rows, logprobs=None)
         self._answers = (
-            (told.prompt_ids, told.completion_ids, told.loss_mask, [None] * count, told.logprobs, {}, None, []),
+            (known.prompt_ids, known.completion_ids, known.loss_mask, [None] * count, known.logprobs, {}, None, []),
             fresh.rewards_per_func,
         )
         with self._whole_batch_logs(fresh) as logs, self._batch_as_trl_knows_it(even):
@@ -61,8 +62,7 @@ class TensorTrainer(DrawingTrainer):
             advantages = torch.tensor(list(logs["advantages"]), dtype=torch.float32)[torch.as_tensor(indices)]
         else:
             advantages = self._group_advantages(pool.scored)[indices]
-        advantages = torch.as_tensor(advantages, dtype=torch.float32) * torch.as_tensor(weights[indices]).float()
-        output["advantages"] = advantages.to(self.accelerator.device)
+        output["advantages"] = torch.as_tensor(advantages, dtype=torch.float32).to(self.accelerator.device)
         if self._with_surplus and not self._corrects_sampling:
             _insert_logprobs(output["old_per_token_logps"], rows, pool.row_born[indices] < self._generation)
         del output["num_items_in_batch"]
@@ -108,9 +108,8 @@ class TensorTrainer(DrawingTrainer):
         size = scored.rollouts.num_rows
         table = {name: deque(maxlen=size) for name in ("images", "prompt", "completion", "advantages")}
         table |= {name: defaultdict(lambda: deque(maxlen=size)) for name in ("rewards", "extra")}
-        extra = {}
-        for column in sorted(set(gather_object(list(self._pending_extra_logs)))):
-            extra[column] = scored.gathered(self._pending_extra_logs.pop(column, [None] * len(scored.inputs)))
+        columns = sorted(set(gather_object(list(scored.extra))))
+        extra = {name: scored.gathered(scored.extra.get(name, [None] * len(scored.inputs))) for name in columns}
         kept, self._logs = self._logs, table
         try:
             yield table
@@ -139,10 +138,12 @@ class TensorTrainer(DrawingTrainer):
         self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, **kwargs
     ):
         # Differs from TRL: old and reference log-probabilities of packed rows are computed in the micro-batches of the
-        # update, without the padding that rows of very different lengths need
+        # update, without the padding that rows of very different lengths need; entropies are kept for `compute_loss`
         compute = super()._get_per_token_logps_and_entropies
         if self._logprob_batches is None:
-            return compute(model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs)
+            found = compute(model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs)
+            self._entropies = found[1]
+            return found
         middle = input_ids.size(1) - logits_to_keep  # prompts end here, completions begin
         logps = torch.zeros(len(input_ids), logits_to_keep, device=input_ids.device)
         for rows, prompt_width, completion_width in self._logprob_batches:

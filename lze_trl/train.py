@@ -1,31 +1,45 @@
 """The main job: read a recipe, train, measure, save.
 
-accelerate launch [--config_file accelerate_configs/zero3.yaml] -m lze_trl.train --config recipes/….yaml [--flag value]
+accelerate launch [--config_file accelerate_configs/zero3.yaml] lze_trl/train.py --config recipes/….yaml [--flag value]
+
+The same as `-m lze_trl.train`, and as `lze-trl train recipes/….yaml`.
 """
+
+import sys
+from pathlib import Path
+
+
+if not __package__:
+    # Started as a file: Python has put the folder of this file on the path, where `selectors`, `vllm` and others of its
+    # modules would hide libraries, and knows of no package
+    _folder = Path(__file__).resolve().parent
+    sys.path[:] = [str(_folder.parent), *(entry for entry in sys.path if Path(entry).resolve() != _folder)]
+    __package__ = "lze_trl"
 
 import logging
 import os
-import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
+import datasets
+import huggingface_hub
+import transformers
 from datasets import Dataset
-from transformers import ProgressCallback
 from transformers.trainer import TRAINER_STATE_NAME
 from trl import ModelConfig, get_peft_config, get_quantization_config
 
-from .checkpoint import has_ended, last_complete_checkpoint
+from .checkpoint import CheckpointError, has_ended, how_to_resume, last_complete_checkpoint, refuse_non_checkpoint
 from .config import LZEGRPOConfig
-from .console import ReadableProgress, show_summary
-from .datasets import load_mixture
+from .console import sampled_accuracy
+from .data import load_mixture
+from .data.references import parse_reference
 from .recipe import LZEScriptArguments, RecipeError, parse_recipe
 from .rewards import get_reward
 from .trainer import LZEGRPOTrainer
 
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("lze_trl.train")  # by name: as a script, this module is `__main__`
 
 
 @contextmanager
@@ -40,6 +54,19 @@ def user_errors() -> Iterator[None]:
         raise RecipeError(str(error)) from error
 
 
+@contextmanager
+def told_how_to_go_on(args: LZEGRPOConfig) -> Iterator[None]:
+    """Train; a Ctrl-C is answered with the way to go on, and what is wrong with a checkpoint as in [`user_errors`]."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise RecipeError(str(error)) from error
+    except KeyboardInterrupt:
+        if args.process_index == 0:
+            logger.warning(how_to_resume(args.output_dir, "the same command with `--resume_from_checkpoint auto`"))
+        raise
+
+
 def load_data(script_args: LZEScriptArguments, training_args: LZEGRPOConfig) -> tuple[Dataset, Dataset | None]:
     """Training set, and evaluation set if the recipe names one."""
     if not script_args.datasets:
@@ -50,6 +77,8 @@ def load_data(script_args: LZEScriptArguments, training_args: LZEGRPOConfig) -> 
         "conversational": script_args.conversational,
         "prompt_column": script_args.dataset_prompt_column,
         "answer_column": script_args.dataset_answer_column,
+        "context_columns": script_args.dataset_context_columns,
+        "option_columns": script_args.dataset_option_columns,
     }
     with training_args.main_process_first(desc="datasets"):
         train = load_mixture(
@@ -91,7 +120,7 @@ def build_trainer(
         "dtype": model_args.dtype,
         **(training_args.model_init_kwargs or {}),
     }
-    trainer = LZEGRPOTrainer(
+    return LZEGRPOTrainer(
         model=model_args.model_name_or_path,
         reward_funcs=reward_funcs,
         args=training_args,
@@ -100,9 +129,6 @@ def build_trainer(
         quantization_config=get_quantization_config(model_args),
         peft_config=get_peft_config(model_args),
     )
-    trainer.remove_callback(ProgressCallback)
-    trainer.add_callback(ReadableProgress())
-    return trainer
 
 
 def _check_evaluation(args: LZEGRPOConfig):
@@ -113,24 +139,6 @@ def _check_evaluation(args: LZEGRPOConfig):
             f"The evaluation batch of {rows} completions (`per_device_eval_batch_size` times {args.world_size} "
             f"processes) must be divisible by `num_generations_eval={generations}`. Use a multiple of {generations}."
         )
-
-
-def sampled_accuracy(trainer: LZEGRPOTrainer, step: int) -> float | None:
-    """
-    Mean of the reward that decides a pass, over `num_generations_eval` completions of each held-out prompt, sampled
-    as in training.
-
-    Args:
-        trainer ([`LZEGRPOTrainer`]): The trainer, or one that goes on from its checkpoint.
-        step (`int`): After how many optimizer steps; an evaluation must have been logged there.
-
-    Returns:
-        `float | None`: `None` if there was no evaluation, or if no completion could be scored.
-    """
-    name = trainer.args.pass_reward or trainer.reward_func_names[0]
-    metric = "eval_reward" if name == "total" else f"eval_rewards/{name}/mean"
-    logged = [logs[metric] for logs in trainer.state.log_history if metric in logs and logs["step"] == step]
-    return logged[-1] if logged else None
 
 
 def resume_point(args: LZEGRPOConfig) -> str | None:
@@ -151,8 +159,6 @@ def resume_point(args: LZEGRPOConfig) -> str | None:
     checkpoint = last_complete_checkpoint(args.output_dir)
     if checkpoint is None:
         logger.info("`%s` holds no complete checkpoint: starting from the beginning.", args.output_dir)
-    else:
-        logger.info("Resuming from `%s`.", checkpoint)
     return checkpoint
 
 
@@ -173,11 +179,30 @@ def run(
         `dict[str, float | None]`: The totals of [`~lze_trl.ledger.Ledger.summary`], and `accuracy_before` and
         `accuracy_after`, `None` where not measured. Empty if the run was finished before.
     """
+    if training_args.disable_tqdm or not sys.stdout.isatty():
+        datasets.disable_progress_bars()
+        huggingface_hub.utils.disable_progress_bars()
+        transformers.utils.logging.disable_progress_bar()
     with user_errors():
         checkpoint = resume_point(training_args)
+        if checkpoint is not None:
+            refuse_non_checkpoint(checkpoint)
         if checkpoint is not None and has_ended(checkpoint, training_args) and is_finished(training_args):
-            logger.info("The run in `%s` has ended: there is nothing left to do.", training_args.output_dir)
+            logger.info(
+                "The run in `%s` has ended: there is nothing left to do. To go on with it, raise `max_steps` or "
+                "`num_train_epochs`. To train anew, set another `output_dir`, or `resume_from_checkpoint: false`, which "
+                "replaces it.",
+                training_args.output_dir,
+            )
             return {}
+        if checkpoint is not None:
+            logger.info("Resuming from `%s`.", checkpoint)
+        elif last_complete_checkpoint(training_args.output_dir) is not None:
+            logger.info(
+                "`%s` holds an earlier run, which this one replaces. To go on with that one instead, set "
+                "`resume_from_checkpoint: auto`, and a larger `max_steps` if it has ended.",
+                training_args.output_dir,
+            )
         # A resumed run has the first evaluation in its log already. The trainer makes it, because DeepSpeed takes a
         # model that was evaluated before training for one that will never be trained
         training_args.eval_on_start = bool(script_args.eval_datasets) and checkpoint is None
@@ -185,7 +210,10 @@ def run(
     output_dir = Path(training_args.output_dir)
     if trainer.is_world_process_zero():  # that of an earlier run
         (output_dir / TRAINER_STATE_NAME).unlink(missing_ok=True)
-    trainer.train(resume_from_checkpoint=checkpoint)
+    if trainer.summary is not None:
+        trainer.summary.ends_with_training = False
+    with told_how_to_go_on(training_args):
+        trainer.train(resume_from_checkpoint=checkpoint)
     if trainer.eval_dataset is not None and sampled_accuracy(trainer, trainer.state.global_step) is None:
         trainer.evaluate()
     before, after = (sampled_accuracy(trainer, step) for step in (0, trainer.state.global_step))
@@ -193,34 +221,20 @@ def run(
     trainer.save_model(training_args.output_dir)
     savings = trainer.savings()
     files = {"model": output_dir}
-    if trainer.is_world_process_zero():
-        files |= write_reports(output_dir, training_args.telemetry)
+    shows = trainer.summary is not None and trainer.is_world_process_zero()
+    if shows:
+        files |= trainer.summary.report(training_args)
+    on_the_hub = [data.path for data in map(parse_reference, script_args.datasets) if not data.is_local]
     if training_args.push_to_hub:
-        trainer.push_to_hub(dataset_name=script_args.datasets)
+        trainer.push_to_hub(dataset_name=on_the_hub)
         files["model"] = f"https://huggingface.co/{trainer.hub_model_id}"
-    if trainer.is_world_process_zero():
-        show_summary(savings, {"before": before, "after": after}, files)
+    else:
+        trainer.create_model_card(dataset_name=on_the_hub)
+    if shows:
+        trainer.summary.show(trainer.state.global_step, files)
     trainer.save_state()
     trainer.end()
     return {**savings, "accuracy_before": before, "accuracy_after": after}
-
-
-def write_reports(run_dir: Path, telemetry: bool) -> dict[str, Path]:
-    """Write report and picture of a run from its telemetry, if it has any; label and path of each."""
-    if not telemetry:
-        return {}
-    files = {"telemetry": run_dir / "telemetry"}
-    try:
-        from .report import write_report
-    except ImportError as error:
-        logger.info("No report was written (%s). Install it with `pip install 'lze-trl[app]'`.", error)
-        return files
-    try:
-        report = write_report(run_dir)
-    except Exception:  # nothing that goes wrong here may cost the upload that comes next
-        logger.exception("No report was written. Try again with `lze-trl report %s`.", run_dir)
-        return files
-    return {**files, "report": report, "picture": report.with_name("summary.png")}
 
 
 def setup_logging(is_main: bool):
@@ -238,6 +252,8 @@ def main(arguments: Sequence[str] | None = None):
         run(*parse_recipe(sys.argv[1:] if arguments is None else arguments))
     except RecipeError as error:
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,22 @@
 """The trainer: TRL's GRPO, trained on the groups that are worth a gradient."""
 
+import inspect
 import logging
 import math
+import os
+import textwrap
 import time
 from collections import defaultdict
+from dataclasses import replace
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from datasets import Dataset, IterableDataset
 from torch.utils.data import Sampler
 from transformers.trainer import TRAINER_STATE_NAME
@@ -17,14 +24,25 @@ from trl.trainer.utils import RepeatSampler, get_config_model_id
 
 from . import checkpoint as store
 from . import resume
-from .checks import checked, refuse_unequal_groups, refuse_unsupported, with_prompt_ids
+from .checks import (
+    checked,
+    outcome_rule,
+    refuse_unequal_groups,
+    refuse_unfit_rewards,
+    refuse_unfit_tokenizers,
+    refuse_unsupported,
+    refuse_unwritable,
+    resolve_defaults,
+    with_prompt_ids,
+)
 from .config import LZEGRPOConfig
+from .console import RunSummary, add_summary
 from .controllers import RolloutController, is_plain
 from .generation_batch import GenerationBatch
 from .groups import Groups
 from .identity import ID_COLUMN
-from .ledger import Ledger, TokenCost, token_cost
-from .packing import Geometry
+from .ledger import Ledger, TokenCost, saving_metrics, token_cost
+from .packing import Geometry, micro_step_cost
 from .pipeline import GenerationPipeline
 from .planner import Plan, Planner
 from .pruning import GresoPruner, PromptStream, Pruner
@@ -66,6 +84,36 @@ def http_generation(trainer: "LZEGRPOTrainer"):
     )
 
 
+def derived_cost(accelerator: Accelerator) -> int:
+    """What a micro-step costs, by how weights are sharded; the same on every process."""
+    deepspeed, processes = accelerator.state.deepspeed_plugin, accelerator.num_processes
+    sharded = accelerator.distributed_type == DistributedType.FSDP
+    if deepspeed is not None:
+        sharded = deepspeed.zero_stage == 3
+    of_this_node = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
+    return micro_step_cost(sharded and processes > 1, several_nodes=processes > of_this_node)
+
+
+class RowFactor(float):
+    """
+    A factor of one of TRL's loss terms that differs by row.
+
+    Args:
+        value (`float`): What the factor is to everyone who does not multiply by it.
+        weights (`torch.Tensor` of shape `(R, 1)`): What it is multiplied by in each row.
+    """
+
+    weights: torch.Tensor
+
+    def __new__(cls, value: float, weights: torch.Tensor):
+        factor = super().__new__(cls, value)
+        factor.weights = weights
+        return factor
+
+    def __mul__(self, term: torch.Tensor) -> torch.Tensor:
+        return float(self) * self.weights * term
+
+
 class EpochRepeatSampler(RepeatSampler):
     """TRL's sampler that can begin at any epoch: a resumed run sees the order of the uninterrupted one."""
 
@@ -82,7 +130,7 @@ class LZEGRPOTrainer(GenerationPipeline):
     [`~trl.GRPOTrainer`] that trains on the groups with the highest Learning-Zone Energy (arXiv 2605.17003) and skips
     the rollouts of prompts that stay solved.
 
-    Takes all arguments of [`~trl.GRPOTrainer`], but for tools, environments and images.
+    Takes all arguments of [`~trl.GRPOTrainer`], except tools, environments and images.
 
     Example:
 
@@ -108,7 +156,7 @@ class LZEGRPOTrainer(GenerationPipeline):
         args ([`LZEGRPOConfig`], *optional*):
             Configuration.
         train_dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
-            Training set with a `prompt` column. An iterable dataset needs `pruning="none"` and `deduplicate=False`.
+            Training set with a `prompt` column. Prompts of an iterable dataset are neither pruned nor deduplicated.
         selector ([`~lze_trl.selectors.Selector`], *optional*):
             Your own strategy; replaces `args.selector`.
         controller ([`~lze_trl.controllers.RolloutController`], *optional*):
@@ -119,6 +167,31 @@ class LZEGRPOTrainer(GenerationPipeline):
 
     _tag_names: ClassVar[list[str]] = ["trl", "grpo", "lze"]
     _name = "LZE"
+    _paper: ClassVar[dict[str, str]] = {
+        "title": "Learning-Zone Energy: Online Data Selection for Efficient RL Post-Training",
+        "id": "2605.17003",
+        "citation": textwrap.dedent("""\
+            @article{cui2026learningzone,
+                title        = {{Learning-Zone Energy: Online Data Selection for Efficient RL Post-Training}},
+                author       = {Peng Cui and Boyao Yang and Jun Zhu},
+                year         = 2026,
+                eprint       = {arXiv:2605.17003},
+            }"""),
+    }
+
+    # Set on the class, so that an object made without `__init__` works as TRL's does
+    is_in_train = False
+    _generation = 0  # generation batches so far
+    _weights_moved = True  # since they were last given to vLLM
+    _batch: GenerationBatch | None = None
+    _batch_step = -1  # micro-step at which it was made; -1 if that was before a resume
+    _answers: tuple | None = None  # what TRL's calls to generate and score are answered with
+    _logprob_batches: list[tuple[torch.Tensor, int, int]] | None = None  # of the rows TRL builds tensors for
+    _window_steps = 0  # micro-steps of this optimizer step that had rows
+    _sync_filler: dict[str, Any] | None = None
+    _recorder: Recorder | None = None
+    _surplus: Pool | None = None  # live groups that wait for the next update
+    _with_surplus = False  # whether the batch trains on some of them
 
     def __init__(
         self,
@@ -134,7 +207,12 @@ class LZEGRPOTrainer(GenerationPipeline):
         if args is None:
             name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = LZEGRPOConfig(f"{name.split('/')[-1]}-LZE")
-        refuse_unsupported(args, train_dataset, kwargs)
+        own = inspect.signature(GenerationPipeline.__init__)
+        given = own.bind_partial(self, model, reward_funcs, args, train_dataset, *positional, **kwargs).arguments
+        refuse_unsupported(args, train_dataset, given)
+        refuse_unfit_rewards(args, given)
+        refuse_unwritable(args)
+        resolve_defaults(args, train_dataset)
         self.controller = controller or args.rollout_controller()
         if not is_plain(self.controller, args.num_generations):
             refuse_unequal_groups(args, train_dataset, self.controller)
@@ -147,11 +225,12 @@ class LZEGRPOTrainer(GenerationPipeline):
             super().__init__(model, reward_funcs, args, train_dataset, *positional, **kwargs)
         finally:
             args.use_vllm |= over_http
+        refuse_unfit_tokenizers(self)
         if over_http:
             self.use_vllm = True
             self.vllm_generation = http_generation(self)
             self._last_loaded_step = -1
-        self._pass_column = self._find_pass_column()
+        self.outcome_rule = outcome_rule(args, self.reward_funcs, self.reward_func_names, self.controller)
         self.selector = selector or make_selector(args.selector, args.gumbel_scale)
         self.ledger = Ledger(iterations=self.num_iterations, logprob_passes=self._logprob_passes(with_surplus=False))
         self.geometry = Geometry(
@@ -161,25 +240,24 @@ class LZEGRPOTrainer(GenerationPipeline):
             micro_batch_rows=args.per_device_train_batch_size,
             max_tokens=args.max_tokens_per_micro_batch,
         )
+        if args.micro_step_cost is None:
+            self.geometry = replace(self.geometry, micro_step_cost=derived_cost(self.accelerator))
+        else:
+            self.geometry = replace(self.geometry, micro_step_cost=args.micro_step_cost, further_micro_steps=math.inf)
         self._build_memory()
-        self._generation = 0  # generation batches so far
-        self._weights_moved = True  # since they were last given to vLLM
-        self._batch: GenerationBatch | None = None
-        self._answers: tuple | None = None  # what TRL's calls to generate and score are answered with
-        self._batch_step = -1  # micro-step at which it was made; -1 if that was before a resume
-        self._logprob_batches: list[tuple[torch.Tensor, int, int]] | None = None  # of the rows TRL builds tensors for
-        self._window_steps = 0  # micro-steps of this optimizer step that had rows
-        self._window_metrics: dict[str, list[tuple[float, int]]] = defaultdict(list)  # of these, each with its tokens
-        self._sync_filler: dict[str, Any] | None = None
-        self._recorder: Recorder | None = None
+        self._window_metrics: dict[str, list[tuple[float, int]]] = defaultdict(list)  # each with its tokens
+        self._window_totals: dict[str, float] = defaultdict(float)  # losses
         self._repeats = RepeatMonitor()
         self._dead = DeadMonitor()
-        self._surplus: Pool | None = None  # live groups that wait for the next update
-        self._with_surplus = False  # whether the batch trains on some of them
         if args.telemetry and {"wandb", "trackio"} & set(args.report_to):
             from .telemetry.tracking import EnergyTrackingCallback
 
-            self.add_callback(EnergyTrackingCallback(self.prompt_state, flush=self._flush_telemetry))
+            self.add_callback(EnergyTrackingCallback(self.prompt_state, flush=self.flush_telemetry))
+        if "trackio" in args.report_to:
+            from .telemetry.tracking import TrackioRunCallback
+
+            self.add_callback(TrackioRunCallback())
+        self.summary: RunSummary | None = add_summary(self) if args.summary else None
 
     def _build_memory(self):
         """State of the prompts, and what plans with it."""
@@ -199,8 +277,10 @@ class LZEGRPOTrainer(GenerationPipeline):
                 ema_decay=args.ema_decay,
                 pruning_streak=args.pruning_streak,
                 prune=args.pruning != "none" and args.pruning_policy == "solved",
+                named_outcome=self.outcome_rule.named,
             ),
             expected=len(dataset) if sized else 0,
+            bounds=self.outcome_rule.bounds,
         )
         ids = np.asarray(dataset.with_format("numpy")[ID_COLUMN][:], dtype=np.int64) if sized else None
         if args.pruning_policy == "greso":
@@ -219,6 +299,8 @@ class LZEGRPOTrainer(GenerationPipeline):
                 generator = torch.Generator().manual_seed(args.seed)
                 first = torch.randperm(len(ids), generator=generator).numpy()
             stream = PromptStream(ids, pruner, first, self.shuffle_dataset)
+            # The stream hands out rows of its own; those that the loader gives to `training_step` are the user's
+            self.train_dataset = self.train_dataset.remove_columns(ID_COLUMN)
         self.planner = Planner(
             mode=mode,
             dataset=dataset if sized else None,
@@ -230,22 +312,6 @@ class LZEGRPOTrainer(GenerationPipeline):
             by_prompt=not is_plain(self.controller, args.num_generations),
             accelerator=self.accelerator,
         )
-        if args.state_from is not None:
-            resume.load_prompt_state(self.prompt_state, args.state_from)
-
-    def _find_pass_column(self) -> int | None:
-        """Column of the reward that decides a pass; `None` for the weighted total."""
-        name = self.args.pass_reward
-        if name == "total":
-            return None
-        if name is None:
-            return 0
-        if name not in self.reward_func_names:
-            raise ValueError(
-                f"`pass_reward={name!r}` is none of the reward functions {self.reward_func_names}. Name one of them, or "
-                "use 'total' for their weighted sum."
-            )
-        return self.reward_func_names.index(name)
 
     # ---- Data ----
 
@@ -300,6 +366,8 @@ class LZEGRPOTrainer(GenerationPipeline):
         """Forget what an interrupted `train()` of this trainer had begun, so that it can go on from a checkpoint."""
         self._batch_step, self._window_steps, self._sync_filler = -1, 0, None
         self._window_metrics.clear()
+        self._window_totals.clear()
+        self._entropy_window_stats = None
 
     def _idle_step(self) -> torch.Tensor:
         """What TRL's `training_step` does besides forward and backward."""
@@ -310,45 +378,101 @@ class LZEGRPOTrainer(GenerationPipeline):
         return torch.zeros((), device=self.args.device)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        # Differs from TRL: multiplied by what the micro-batch weighs in its optimizer step
+        # Differs from TRL: multiplied by what the micro-batch weighs in its optimizer step, and its rows and their
+        # entropies by what they weigh in it
         if "lze_scale" not in inputs:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         scale, row_share, tokens = (inputs.pop(f"lze_{name}") for name in ("scale", "row_share", "tokens"))
-        coefficient = self.router_aux_loss_coef
+        weights, of_entropy = (inputs.pop(f"lze_{name}", None) for name in ("weights", "entropy_weights"))
+        kept, bonus = (self.beta, self.router_aux_loss_coef), self._entropy_coefficient
+        if weights is not None:
+            self.beta = RowFactor(self.beta, weights)
         if self.aux_loss_enabled and scale > 0.0:
             # The auxiliary loss of a mixture of experts is a mean over the micro-batch in every loss type
-            self.router_aux_loss_coef = coefficient * row_share / scale
-        metrics = self._metrics["train"]
-        before = {name: len(values) for name, values in metrics.items()}
+            self.router_aux_loss_coef *= row_share / scale
+        before = {name: len(values) for name, values in self._metrics["train"].items()}
         try:
             loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         finally:
-            self.router_aux_loss_coef = coefficient
+            self.beta, self.router_aux_loss_coef = kept
+            entropies, self._entropies = self._entropies, None
         if self.args.packing or tokens == 0:
-            for name, values in metrics.items():
-                for value in values[before.get(name, 0) :]:
-                    self._window_metrics[name].append((value, tokens))
-                del values[before.get(name, 0) :]
-        return loss if scale == 1.0 else loss * scale
+            self._keep_for_the_window(before, tokens, {"policy_loss": scale, "aux_loss": row_share})
+        loss = loss if scale == 1.0 else loss * scale
+        if bonus != 0.0 and of_entropy is not None and self.top_entropy_quantile == 1.0:
+            # As in every loss type, TRL has subtracted a mean over the tokens of the micro-batch
+            mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
+            excess = scale / mask.sum().clamp(min=1.0) - of_entropy
+            loss = loss + bonus * (entropies * mask * excess).sum() / self.current_gradient_accumulation_steps
+        return loss
+
+    @property
+    def _entropy_coefficient(self) -> float:
+        """Coefficient of TRL's entropy bonus in this optimizer step; with adaptive entropy the last one may turn it off."""
+        high = self.use_adaptive_entropy and self._last_world_entropy > self.args.entropy_target
+        return 0.0 if high else self.entropy_coef
+
+    def _keep_for_the_window(self, before: dict[str, int], tokens: int, shares: dict[str, float]):
+        """
+        Take back what a micro-batch has logged, for `_log_window`.
+
+        Args:
+            before (`dict[str, int]`): Number of values of each metric before.
+            tokens (`int`): Tokens of the micro-batch.
+            shares (`dict[str, float]`): What it weighs in losses, by the name of their metrics.
+        """
+        for name, values in self._metrics["train"].items():
+            new = values[before.get(name, 0) :]
+            if not new or name == "entropy_coef":
+                continue  # the latter is that of the optimizer step
+            if name in shares:
+                self._window_totals[name] += shares[name] * sum(new) / self.current_gradient_accumulation_steps
+            else:
+                self._window_metrics[name] += [(value, tokens) for value in new]
+            del values[before.get(name, 0) :]
 
     def _log_window(self):
         """
-        Enter entropy, KL and clip ratios of an optimizer step, as means over its tokens.
+        Enter entropy, KL and clip ratios of an optimizer step, as means over its tokens, and its losses.
 
         Packed micro-batches differ in size, so that TRL's mean over micro-batches would depend on the packing.
         """
         for name, parts in self._window_metrics.items():
             values, tokens = np.array(parts).T
-            # Nothing is told by a filler, nor by truncated rows that are masked
-            told = (tokens > 0) & ~np.isnan(values)
-            if told.any():
-                self._metrics["train"][name].append(float(np.average(values[told], weights=tokens[told])))
+            # Ignore filler rows and fully masked rows
+            counted = (tokens > 0) & ~np.isnan(values)
+            if counted.any():
+                self._metrics["train"][name].append(float(np.average(values[counted], weights=tokens[counted])))
+        for name, total in self._window_totals.items():
+            self._metrics["train"][name].append(total)
         self._window_metrics.clear()
+        self._window_totals.clear()
+
+    def _metrics_without_rows(self) -> dict[str, float]:
+        """
+        What TRL logs of every update, for one that no group was worth: nothing is lost and nothing clipped. What only a
+        forward pass tells is NaN, which TRL logs as `None`.
+        """
+        names = {"entropy": math.nan}
+        if self.beta != 0.0:
+            names["kl"] = math.nan
+        if self.aux_loss_enabled:
+            names["aux_loss"] = math.nan
+        if self._entropy_bonus_enabled:
+            names |= {"policy_loss": 0.0, "entropy_coef": self.entropy_coef}
+        if self.loss_type in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo"):
+            ratios = ("low_mean", "low_min", "high_mean", "high_max", "region_mean")
+            names |= {f"clip_ratio/{ratio}": 0.0 for ratio in ratios}
+        elif self.loss_type == "cispo":
+            names["cispo_clip_ratio"] = 0.0
+        elif self.loss_type == "vespo":
+            names["vespo/phi_seq_mean"] = math.nan
+        return names
 
     # ---- Accounts and records ----
 
     def savings(self) -> dict[str, float]:
-        """Totals of the run, with FLOPs and what full data would have cost; see [`Ledger`]."""
+        """Totals of the run, with the FLOPs of the run and of plain GRPO; see [`Ledger`]."""
         return self.ledger.summary(self._token_cost)
 
     @cached_property
@@ -360,6 +484,11 @@ class LZEGRPOTrainer(GenerationPipeline):
             self._begin_recording()
             self._recorder.record(plan, scored, groups, chosen_groups)
 
+    def _record_empty(self, plan: Plan):
+        if self.args.telemetry:
+            self._begin_recording()
+            self._recorder.record_empty(plan)
+
     def _begin_recording(self):
         if self._recorder is None:
             self._recorder = Recorder(self)
@@ -370,26 +499,62 @@ class LZEGRPOTrainer(GenerationPipeline):
             self._recorder = None
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        # Differs from TRL: the metrics also go to the telemetry
+        # Differs from TRL: the savings so far are among the metrics, none of TRL's is missing where no update had rows,
+        # and all of them also go to the telemetry
+        metrics = self._metrics["train"]
+        if self.model.training and metrics.get("lze/skipped_update"):
+            for name, value in self._metrics_without_rows().items():
+                if not metrics[name]:
+                    metrics[name].append(value)
+        if self._generation and not any(name.startswith("eval_") for name in logs):
+            logs.update({f"lze/{name}": value for name, value in saving_metrics(self.savings()).items()})
         super().log(logs, start_time)
         # A trainer that has not trained is not the run whose telemetry `output_dir` may hold
-        if self.args.telemetry and (self.is_in_train or self._generation):
+        if (self.is_in_train or self._generation) and self.args.telemetry:
             self._begin_recording()
             self._recorder.record_step(logs)
             if not self.is_in_train:
                 self._end_recording()
 
-    def _flush_telemetry(self):
+    def flush_telemetry(self):
+        """Write what was recorded and is not on disk yet."""
         if self._recorder is not None:
             self._recorder.flush()
 
-    def create_model_card(self, *args: Any, **kwargs: Any):
-        # Differs from TRL: the card of a finished run tells what it has learned and saved
-        super().create_model_card(*args, **kwargs)
-        if self.args.telemetry and not self.is_in_train and self.is_world_process_zero():
-            from .hub import extend_model_card
+    def evaluation_loop(self, *args: Any, **kwargs: Any):
+        # Differs from TRL: trackio's run, which TRL's timings need, is open outside of the training as well
+        if "trackio" in self.args.report_to:
+            from .telemetry.tracking import open_trackio
 
-            extend_model_card(self.args.output_dir, self.args.hub_model_id)
+            open_trackio(self)
+        return super().evaluation_loop(*args, **kwargs)
+
+    def create_model_card(
+        self,
+        model_name: str | None = None,
+        dataset_name: str | list[str] | None = None,
+        tags: str | list[str] | None = None,
+    ):
+        # Differs from TRL: says where the model is and what to ask it; that of a finished run, what it has saved
+        model_id = self.hub_model_id or self.args.hub_model_id or self.args.output_dir
+        super().create_model_card(model_name or Path(model_id).name, dataset_name or None, tags)
+        if not self.is_world_process_zero():
+            return
+        from .hub import correct_model_card, extend_model_card
+
+        datasets = dataset_name if isinstance(dataset_name, list) else []
+        base_model = get_config_model_id(self.model.config)
+        card = Path(self.args.output_dir, "README.md")
+        correct_model_card(
+            card, model_id, base_model, self._example_prompt, datasets, grpo_citation=super()._paper["citation"]
+        )
+        if self.args.telemetry and not self.is_in_train:
+            extend_model_card(self.args.output_dir)
+
+    @cached_property
+    def _example_prompt(self) -> str | list[dict[str, Any]]:
+        """A short prompt of the training set."""
+        return min((row["prompt"] for row in islice(self.train_dataset, 16)), key=lambda prompt: len(str(prompt)))
 
     def init_hf_repo(self, *args: Any, **kwargs: Any):
         # Differs from TRL: what was recorded of prompts and completions stays out of the model repo
@@ -415,10 +580,14 @@ class LZEGRPOTrainer(GenerationPipeline):
         if resume_from_checkpoint is True:
             resume_from_checkpoint = store.last_complete_checkpoint(self.args.output_dir)
             if resume_from_checkpoint is None:
-                raise ValueError(
+                raise store.CheckpointError(
                     f"`{self.args.output_dir}` holds no complete checkpoint to resume from. Start without "
                     "`resume_from_checkpoint`, or name a checkpoint."
                 )
+        if resume_from_checkpoint:
+            resume.refuse_unfit(self, resume_from_checkpoint)
+        elif self.args.state_from is not None and not self._generation:
+            resume.load_prompt_state(self.prompt_state, self.args.state_from)
         if resume_from_checkpoint and store.has_ended(resume_from_checkpoint, self.args):
             logger.warning(
                 "`%s` is the end of its run: it is loaded, and no step is taken. For more, set a larger `max_steps` or "
@@ -427,6 +596,9 @@ class LZEGRPOTrainer(GenerationPipeline):
             )
         try:
             result = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+        except KeyboardInterrupt as stop:
+            stop.add_note(store.how_to_resume(self.args.output_dir, "`trainer.train(resume_from_checkpoint=True)`"))
+            raise
         finally:
             self._end_recording()
         if self.args.should_save:
@@ -452,16 +624,17 @@ class LZEGRPOTrainer(GenerationPipeline):
         # Differs from TRL: adds the prompt state, and rollouts still in use. Written before the rest: the trainer's
         # state, TRL's last file, vouches for a checkpoint, after which older ones are deleted
         directory = f"{self._get_output_dir(trial=trial)}/checkpoint-{self.state.global_step}"
-        if self.args.should_save:  # one that is there already is incomplete from here on
-            Path(directory, TRAINER_STATE_NAME).unlink(missing_ok=True)
-        self.accelerator.wait_for_everyone()
-        resume.save_rollouts(self, directory)
-        # What a resumed run does not record again has to be on disk
-        self._flush_telemetry()
-        if self.args.should_save:
-            resume.save_state(self, directory)
-        self.accelerator.wait_for_everyone()
-        super()._save_checkpoint(model, trial)
+        with store.told_if_disk_is_full(Path(directory)):
+            if self.args.should_save:  # one that is there already is incomplete from here on
+                Path(directory, TRAINER_STATE_NAME).unlink(missing_ok=True)
+            self.accelerator.wait_for_everyone()
+            resume.save_rollouts(self, directory)
+            # What a resumed run does not record again has to be on disk
+            self.flush_telemetry()
+            if self.args.should_save:
+                resume.save_state(self, directory)
+            self.accelerator.wait_for_everyone()
+            super()._save_checkpoint(model, trial)
 
     def _save_rng_state(self, output_dir: str):
         # Differs from TRL: no process runs ahead, so that the file written after this one vouches for all of them

@@ -25,6 +25,9 @@ export VLLM_SERVER_DEV_MODE=1
 export VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1}
 export VLLM_CPU_OMP_THREADS_BIND=${VLLM_CPU_OMP_THREADS_BIND:-nobind}
 export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1} VLLM_NO_USAGE_STATS=1
+# A prompt is prefilled whole: on a CPU, a request with a seed of its own whose prompt is prefilled in chunks ends the
+# engine ("CPU Generator does not use offset"). The batch of a prefill is then at least as long as the context by itself.
 # The `vllm` command looks for a distribution of that name, which the CPU build is not
 exec "$venv/bin/python" -m vllm.entrypoints.openai.api_server --host 127.0.0.1 --port 8000 \
-    --dtype float32 --enforce-eager --logprobs-mode processed_logprobs --max-logprobs -1 "$@"
+    --dtype float32 --enforce-eager --logprobs-mode processed_logprobs --max-logprobs -1 \
+    --no-enable-chunked-prefill "$@"

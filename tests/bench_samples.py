@@ -1,8 +1,8 @@
 """Made-up results of the benchmark. Imports neither trl nor transformers."""
 
-from lze_trl.bench.settings import RunSettings
-from lze_trl.bench.strategies import STRATEGIES
-from lze_trl.bench.tasks import TASKS
+from benchmarks.settings import RunSettings
+from benchmarks.strategies import STRATEGIES
+from benchmarks.tasks import TASKS
 
 
 def settings(strategy: str = "grpo", seed: int = 0, **changes) -> RunSettings:

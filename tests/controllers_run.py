@@ -62,7 +62,8 @@ class WatchedTrainer(LZEGRPOTrainer):
         super().__init__(*args, **kwargs)
         self.rounds, self.batches, self.micro_batches, self.forwards = [], [], [], []
         self.model.register_forward_hook(self._note_forward)
-        self.prompts = dict(zip(self.train_dataset[ID_COLUMN], self.train_dataset["prompt"], strict=True))
+        dataset = self.planner.dataset
+        self.prompts = dict(zip(dataset[ID_COLUMN], dataset["prompt"], strict=True))
 
     def _note_forward(self, model, args, output):
         if "log_probs" in output:  # not one of generation

@@ -15,8 +15,8 @@ from accelerate import Accelerator, PartialState
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from benchmarks.sync_memory import measure
 from lze_trl.vllm import export_weights
-from lze_trl.vllm.sync_memory import measure
 from test_vllm_weights import adapted
 
 

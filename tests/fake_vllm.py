@@ -15,7 +15,10 @@ SLOW = "slow"  # an answer that takes longer than the client waits,
 SHORT = "short"  # an answer with a completion too few,
 ABORTED = "aborted"  # an answer whose last completion was not finished,
 EMPTY = "empty"  # an answer without a body,
-OTHER = "other"  # an answer of another form
+OTHER = "other"  # an answer of another form,
+SILENT_503 = "silent"  # status 503 without a body, as vLLM's health check has it when its engine has died
+# vLLM's words for that
+DEAD_ENGINE = "EngineCore encountered an issue. See stack trace (above) for the root cause."
 
 
 class FakeVLLM:
@@ -64,7 +67,7 @@ class FakeVLLM:
                 length = int(self.headers.get("content-length", 0))
                 fake.answer(self, json.loads(self.rfile.read(length) or "{}"))
 
-        self.version, self.loads = "default", 0
+        self.version, self.loads, self.engine_dead = "default", 0, False  # a dead engine fails every request
         self.connections: set[socket.socket] = set()
         self._http = ThreadingHTTPServer(("127.0.0.1", self._port), Handler)
         self._http.daemon_threads = True
@@ -100,7 +103,11 @@ class FakeVLLM:
             with self._lock:
                 self.running -= path == "/v1/completions"
 
-    def _outcome(self, path: str, body: dict | None, fault) -> tuple[int, dict]:
+    def _outcome(self, path: str, body: dict | None, fault) -> tuple[int, dict | None]:
+        if fault == SILENT_503 or (self.engine_dead and path == "/health"):
+            return 503, None
+        if self.engine_dead:
+            return 500, {"error": {"message": DEAD_ENGINE}}
         if isinstance(fault, int):
             return fault, {"error": {"message": f"fault {fault} on command"}}
         match path:
@@ -150,8 +157,8 @@ class FakeVLLM:
         # Any order: the client has to look at the index
         return 200, {"choices": choices[::-1][fault == SHORT :]}
 
-    def _respond(self, handler: BaseHTTPRequestHandler, status: int, content: dict, fault):
-        data = json.dumps(content).encode()
+    def _respond(self, handler: BaseHTTPRequestHandler, status: int, content: dict | None, fault):
+        data = b"" if content is None else json.dumps(content).encode()
         if fault == RESET:
             handler.close_connection = True
             _cut(handler.connection)

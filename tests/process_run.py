@@ -62,7 +62,7 @@ def run(directory: Path, name: str, settings: dict):
     result = {
         "choices": trainer.selector.choices,
         "rows_trained": trainer.ledger.rows_trained,
-        "groups_pruned": trainer.ledger.groups_pruned,
+        "visits_skipped": trainer.ledger.visits_skipped,
         "skipped_updates": trainer.ledger.skipped_updates,
     }
     rank = trainer.accelerator.process_index

@@ -14,9 +14,10 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
+from benchmarks.synthetic import SyntheticTraining, record_synthetic_run
+from lze_trl.ledger import KINDS
 from lze_trl.telemetry import MissingTelemetryError, Run, TelemetryWriter, open_run
 from lze_trl.telemetry.curves import curve, energy_heat_map, reward_curves
-from lze_trl.telemetry.synthetic import SyntheticTraining, record_synthetic_run
 from lze_trl.viewer import build, views
 from lze_trl.viewer.charts import Series, heat_map, line_chart, number
 from lze_trl.viewer.runs import RunBook, seed_groups
@@ -83,7 +84,7 @@ def test_curves_are_means_of_the_generations(runs):
     generations, points = run.generations(), curve(run)
     assert points.step.tolist() == generations.step.tolist()
     assert points.pass_rate.tolist() == pytest.approx(generations.pass_rate.tolist(), abs=1e-6)
-    assert points.tokens.iloc[-1] == sum(dict(generations.ledger.iloc[-1])[f"{k}_tokens"] for k in views.KIND_LABELS)
+    assert points.tokens.iloc[-1] == sum(dict(generations.ledger.iloc[-1])[f"{k}_tokens"] for k in KINDS)
     halves = curve(run, bins=2)
     assert halves.generation.tolist() == [9, 19]
     assert halves.dead.iloc[0] == pytest.approx(generations.dead[:10].sum() / generations.groups[:10].sum())

@@ -16,13 +16,14 @@ from rich.console import Console
 
 import tiny
 from bench_samples import result, settings
-from lze_trl import cli, demo
-from lze_trl.bench import jobs, suite, tasks
-from lze_trl.bench.jobs import RUNS_DIR, Job, Options, make_options, plan, plan_tuned, plan_tuning
-from lze_trl.bench.sections import sort_results
-from lze_trl.bench.settings import BenchError, RunSettings
-from lze_trl.bench.strategies import QUICK, STRATEGIES, chosen_strategies
-from lze_trl.bench.tasks import TASKS, TaskFiles, load, locate, read_rows
+from benchmarks import __main__ as command
+from benchmarks import jobs, suite, tasks
+from benchmarks.jobs import RUNS_DIR, Job, Options, make_options, plan, plan_tuned, plan_tuning
+from benchmarks.sections import sort_results
+from benchmarks.settings import BenchError, RunSettings
+from benchmarks.strategies import QUICK, STRATEGIES, chosen_strategies
+from benchmarks.tasks import TASKS, TaskFiles, load, locate, read_rows
+from lze_trl import demo
 
 
 @pytest.fixture
@@ -115,7 +116,7 @@ def test_an_update_follows_each_generation_batch(task):
 def test_missing_calculator_says_how_to_make_it(monkeypatch, tmp_path):
     monkeypatch.setattr(tasks, "CALCULATOR_DIR", tmp_path / "none")
     monkeypatch.setattr(tasks, "_READY_MADE", tmp_path / "none")
-    with pytest.raises(BenchError, match=r"python -m lze_trl\.bench\.calculator.*--model DIR --data DIR"):
+    with pytest.raises(BenchError, match=r"python -m benchmarks\.calculator.*--model DIR --data DIR"):
         locate("calculator")
 
 
@@ -480,15 +481,15 @@ def test_durations(seconds, text):
     ],
 )
 def test_command_errors_have_no_traceback(monkeypatch, arguments, message):
-    monkeypatch.setattr(cli.os, "environ", dict(cli.os.environ))
+    monkeypatch.setattr(command.os, "environ", dict(os.environ))
     with pytest.raises(SystemExit) as error:
-        cli.main(["bench", *arguments])
+        command.main(arguments)
     assert str(error.value).startswith(message)
 
 
 def test_reporting_needs_neither_trl_nor_transformers():
     code = (
-        "import sys; from lze_trl.bench import sections, tables, plots, comparison, tasks\n"
+        "import sys; from benchmarks import sections, tables, plots, comparison, tasks\n"
         "found = {'trl', 'transformers', 'torch'} & set(sys.modules); sys.exit(str(found) if found else 0)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
@@ -502,8 +503,7 @@ def test_small_benchmark_from_end_to_end(files, tmp_path):
     command = [
         sys.executable,
         "-m",
-        "lze_trl.cli",
-        "bench",
+        "benchmarks",
         "--task",
         "addition",
         "--strategies",

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lze_trl.bench import calculator
-from lze_trl.bench.calculator import (
+from benchmarks import calculator
+from benchmarks.calculator import (
     CalculatorWarmStart,
     build_tokenizer,
     examples,

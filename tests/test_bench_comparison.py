@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench_samples import result
-from lze_trl.bench.comparison import (
+from benchmarks.comparison import (
     Spread,
     best_rates,
     bootstrap_interval,

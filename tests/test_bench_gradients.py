@@ -12,14 +12,14 @@ from rich.console import Console
 from transformers import TrainerCallback
 
 import tiny
+from benchmarks import gradients
+from benchmarks.evaluation import Evaluation
+from benchmarks.gradients import Probe, ProbeSettings
+from benchmarks.gradients_plot import SCORES, correlations, markdown, of_seeds, save_figure, spearman
+from benchmarks.group_gradients import Sample, draw, expected_gradient, policy_gradient
+from benchmarks.settings import BenchError
+from benchmarks.tasks import TaskData
 from lze_trl import LZEGRPOTrainer, demo
-from lze_trl.bench import gradients
-from lze_trl.bench.evaluation import Evaluation
-from lze_trl.bench.gradients import Probe, ProbeSettings
-from lze_trl.bench.gradients_plot import SCORES, correlations, markdown, of_seeds, save_figure, spearman
-from lze_trl.bench.group_gradients import Sample, draw, expected_gradient, policy_gradient
-from lze_trl.bench.settings import BenchError
-from lze_trl.bench.tasks import TaskData
 from lze_trl.rewards import exact_match_reward
 from lze_trl.state import PromptState
 from samples import rollouts

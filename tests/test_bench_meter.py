@@ -10,12 +10,12 @@ from trl import GRPOConfig, GRPOTrainer
 
 import tiny
 from bench_samples import settings
+from benchmarks import run as bench_run
+from benchmarks.evaluation import Evaluation
+from benchmarks.meter import Clock, Meter
+from benchmarks.strategies import BASELINE, STRATEGIES
+from benchmarks.tasks import TaskFiles
 from lze_trl import LZEGRPOConfig, LZEGRPOTrainer
-from lze_trl.bench import run as bench_run
-from lze_trl.bench.evaluation import Evaluation
-from lze_trl.bench.meter import Clock, Meter
-from lze_trl.bench.strategies import BASELINE, STRATEGIES
-from lze_trl.bench.tasks import TaskFiles
 from lze_trl.ledger import TokenCost
 
 
@@ -50,7 +50,7 @@ def small(strategy, **changes):
 
 def test_clock_is_in_one_phase_at_a_time(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("lze_trl.bench.meter.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("benchmarks.meter.time.perf_counter", lambda: now[0])
     clock = Clock()
     for phase, seconds in (("other", 1.0), ("update", 2.0), ("rollout", 4.0)):
         now[0] += 100.0 if clock.phase == "evaluation" else 0.0
@@ -202,7 +202,7 @@ def brute_force(model, tokenizer, prompt, answer, limit):
 
 
 def test_expected_pass_rate_is_the_probability_of_the_answer(monkeypatch):
-    monkeypatch.setattr("lze_trl.bench.evaluation._BATCH", 2)  # five rows in three batches
+    monkeypatch.setattr("benchmarks.evaluation._BATCH", 2)  # five rows in three batches
     model, tokenizer = tiny.model().eval(), tiny.tokenizer()
     rows = [("1+1=", "2"), ("1234567+1=", "x"), ("3=", "12"), ("3=", "123"), ("9*9=", "1234")]
     rows = [{"prompt": prompt, "solution": answer} for prompt, answer in rows]

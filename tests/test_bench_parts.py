@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lze_trl.bench import parts, parts_overhead, parts_padding, parts_state, parts_update
-from lze_trl.bench.comparison import Spread
-from lze_trl.bench.parts_shared import (
+from benchmarks.comparison import Spread
+from benchmarks.parts import __main__ as parts
+from benchmarks.parts import overhead, padding, sharded, state, update
+from benchmarks.parts.shared import (
     Lengths,
     equal_batch,
     log_normal,
@@ -92,12 +93,12 @@ def test_circumstances_are_named():
 def test_tokens_that_trl_computes():
     # Process 0 pads to 3 + 9, process 1 to 4 + 2
     batch = Lengths(np.array([3, 1, 4, 2]), np.array([1, 9, 2, 2]))
-    assert parts_padding.trl_tokens(batch, processes=2) == 2 * (3 + 9) + 2 * (4 + 2)
-    assert parts_padding.trl_tokens(batch, processes=1) == 4 * (4 + 9)
+    assert padding.trl_tokens(batch, processes=2) == 2 * (3 + 9) + 2 * (4 + 2)
+    assert padding.trl_tokens(batch, processes=1) == 4 * (4 + 9)
 
 
 def test_whole_groups_are_chosen():
-    rows = parts_padding.chosen_rows(5, 0.4, np.random.default_rng(0)).reshape(2, 8)
+    rows = padding.chosen_rows(5, 0.4, np.random.default_rng(0)).reshape(2, 8)
     assert (np.diff(rows, axis=1) == 1).all()
     assert (rows[:, 0] % 8 == 0).all()
     assert rows[0, 0] < rows[1, 0]
@@ -106,13 +107,13 @@ def test_whole_groups_are_chosen():
 def test_real_and_computed_tokens_of_all_processes():
     # Two processes with a row of 10 + 2000 and one of 10 + 30 each: micro-batches of rows of the same length, no padding
     batch = Lengths(np.full(4, 10), np.array([2_000, 30, 30, 2_000]))
-    geometry = Geometry(2, steps_per_generation=2, chunk_steps=2, micro_batch_rows=2)
+    geometry = Geometry(2, steps_per_generation=2, chunk_steps=2, micro_batch_rows=2, further_micro_steps=2)
     rows = np.arange(4)
-    layout = parts_padding.packed(batch, rows, geometry)
-    assert parts_padding.computed(batch, rows, layout, processes=2) == (4_100, 4_100)
+    layout = padding.packed(batch, rows, geometry)
+    assert padding.computed(batch, rows, layout, processes=2) == (4_100, 4_100)
     # In a single micro-step, each process computes 2 × 2010
-    single = parts_padding.packed(batch, rows, Geometry(2, 1, 1, 2))
-    assert parts_padding.computed(batch, rows, single, processes=2) == (4_100, 8_040)
+    single = padding.packed(batch, rows, Geometry(2, 1, 1, 2))
+    assert padding.computed(batch, rows, single, processes=2) == (4_100, 8_040)
     # Each row stays on the process that holds it
     assert sorted(layout.rows_of(0).tolist()) == [0, 1]
 
@@ -137,15 +138,33 @@ def test_padding_table():
     }
     assert (
         "| 2 | 128 | 0.4 | 8 rows | 0.3 (0.2–0.4) | 0.92 (0.88–0.96) | ≥ 0.9 ✓ | 0.1 (0.1–0.1) | 7 of 8 |"
-        in parts_padding.markdown(result)
+        in padding.markdown(result)
     )
+
+
+# ---- Under ZeRO-3 ----
+
+
+def test_sharded_table():
+    values = {
+        "seconds": [4.0, 8.0],
+        "passes": [64.0, 64.0],
+        "micro_steps": [32.0, 32.0],
+        "computed_tokens": [9.0, 9.0],
+    }
+    fewer = {"seconds": [1.0, 4.0], "passes": [13.0, 13.0], "micro_steps": [6.5, 6.5], "computed_tokens": [3.0, 3.0]}
+    settings = {"groups": 16, "group_size": 8, "longest": 512, "micro_batch_rows": 2, "repetitions": 2}
+    methods = {"trl": values, "default": fewer}
+    text = sharded.markdown(CIRCUMSTANCES | {"settings": settings, "processes": 2, "methods": methods})
+    assert "2 rows a micro-batch, 32 micro-steps" in text
+    assert "| default | 6.5 | 13 | 0.333 (0.333–0.333) | 0.375 (0.25–0.5) |" in text
 
 
 # ---- State ----
 
 
 def test_ids_are_distinct():
-    ids = parts_state.distinct_ids(2_000, np.random.default_rng(0))
+    ids = state.distinct_ids(2_000, np.random.default_rng(0))
     assert len(np.unique(ids)) == len(ids) == 2_000
     assert (np.diff(ids) > 0).mean() == pytest.approx(0.5, abs=0.05)  # in no order
 
@@ -158,7 +177,7 @@ def test_state_table_takes_the_slower_of_save_and_load():
         "save_seconds": [1.0],
         "load_seconds": [6.0],
     }
-    text = parts_state.markdown(CIRCUMSTANCES | {"rows": [case]})
+    text = state.markdown(CIRCUMSTANCES | {"rows": [case]})
     assert "| 10,000,000 | 480.0 | 2 (1–3) | 1 (1–1) | 6 (6–6) | ≤ 480 ✓; ≤ 10 ✓; ≤ 5 ✗ |" in text
 
 
@@ -172,14 +191,14 @@ def test_overhead_is_compared_with_the_update_of_a_process():
         "tokens": 1_000,
         "smallest": {"row_seconds": 0.5, "parameters": 700_000},
     }
-    measured, computed = parts_overhead.step_seconds(result).values()
+    measured, computed = overhead.step_seconds(result).values()
     assert measured == 16 * 0.5  # ρ = 0.4 of 80 rows on two processes
     assert computed == pytest.approx(16 * 1_200 * 6 * 0.5e9 / 4e14)
 
 
 def test_overhead_table():
-    milliseconds = {name: [1.0, 3.0] for name in parts_overhead.PARTS} | {"background": [50.0, 60.0]}
-    text = parts_overhead.markdown(
+    milliseconds = {name: [1.0, 3.0] for name in overhead.PARTS} | {"background": [50.0, 60.0]}
+    text = overhead.markdown(
         CIRCUMSTANCES
         | {
             "groups": 10,
@@ -189,7 +208,7 @@ def test_overhead_table():
             "smallest": {"row_seconds": 0.375, "parameters": 700_000},
         }
     )
-    parts_of_a_step = len(parts_overhead.PARTS)
+    parts_of_a_step = len(overhead.PARTS)
     assert f"| together | {2 * parts_of_a_step} ({parts_of_a_step}–{3 * parts_of_a_step}) |" in text
     # 12 ms of 6 s, in which the background thread is not counted; 2 ms of them, and 57 with that thread, are telemetry's
     assert "| 6 | 0.20% | ≤ 0.01 ✓ | 0.03% | 0.95% |" in text
@@ -200,22 +219,22 @@ def test_overhead_table():
 
 def test_every_method_gets_the_same_rows():
     batches = [Lengths(np.array([1, 1]), np.array([3, 2])), Lengths(np.array([2, 2]), np.array([1, 4]))]
-    first, second = (parts_update.Rows(batches, vocabulary=9) for _ in range(2))
-    answers = [first.rollouts([], None) for _ in range(3)]
-    assert answers == [second.rollouts([], None) for _ in range(3)]
+    first, second = (update.Rows(batches, vocabulary=9) for _ in range(2))
+    answers = [first.rollouts(["", ""], None) for _ in range(3)]
+    assert answers == [second.rollouts(["", ""], None) for _ in range(3)]
     assert [[len(ids) for ids in answer["completion_ids"]] for answer in answers] == [[3, 2], [1, 4], [3, 2]]
     assert [len(ids) for ids in answers[1]["prompt_ids"]] == [2, 2]
     assert all(3 <= token < 9 for ids in answers[0]["completion_ids"] for token in ids)
 
 
 def test_half_of_each_group_passes():
-    assert parts_update.every_other_passes(["a"] * 4) == [0.0, 1.0, 0.0, 1.0]
+    assert update.every_other_passes(["a"] * 4) == [0.0, 1.0, 0.0, 1.0]
 
 
 def test_presets_divide_evenly():
-    for name, settings in parts_update.PRESETS.items():
+    for name, settings in update.PRESETS.items():
         assert settings.groups * settings.group_size % settings.micro_batch_rows == 0, name
-        for share in parts_update.SHARES:
+        for share in update.SHARES:
             assert (settings.groups * share).is_integer(), name  # exactly that share of the rows
 
 
@@ -230,8 +249,8 @@ def test_update_table():
             "micro_step": {"tokens_per_second": 1_000.0, "micro_step_tokens": 50.0},
         }
 
-    cases = [case("equal", **{parts_update.CONTROL: [2.0, 5.0, 3.0]}), case("log-normal")]
-    text = parts_update.markdown(CIRCUMSTANCES | {"settings": vars(parts_update.PRESETS["tiny"]), "rows": cases})
+    cases = [case("equal", **{update.CONTROL: [2.0, 5.0, 3.0]}), case("log-normal")]
+    text = update.markdown(CIRCUMSTANCES | {"settings": vars(update.PRESETS["tiny"]), "rows": cases})
     same = "1 (1–1) | 1 (1–1) |"
     assert f"| equal | ρ = 1 | 3 | 1 (1–1) | ≤ 1 ✓ | {same}" in text
     assert f"| equal | ρ = 0.4 | 3 | 0.5 (0.4–0.5) | ≤ 0.42 ✗ | {same}" in text
@@ -247,7 +266,7 @@ def test_finished_cases_of_the_update_are_kept(monkeypatch, tmp_path):
     def case(name, *args):
         if name == "log-normal":
             raise KeyboardInterrupt
-        methods = ("trl", *map(str, parts_update.SHARES), parts_update.CONTROL)
+        methods = ("trl", *map(str, update.SHARES), update.CONTROL)
         measures = ("seconds", "cpu_seconds", "computed_tokens")
         return {
             "lengths": name,
@@ -255,8 +274,8 @@ def test_finished_cases_of_the_update_are_kept(monkeypatch, tmp_path):
             "micro_step": {"tokens_per_second": 1_000.0, "micro_step_tokens": 50.0},
         }
 
-    monkeypatch.setattr(parts_update, "_case", case)
-    monkeypatch.setattr(parts_update, "save_model", lambda settings, directory: str(directory))
+    monkeypatch.setattr(update, "_case", case)
+    monkeypatch.setattr(update, "save_model", lambda settings, directory: str(directory))
     with pytest.raises(KeyboardInterrupt):
         parts.measure("update", quick=True, output=tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["update.json", "update.md"]
@@ -271,15 +290,13 @@ def test_unknown_part(capsys):
     with pytest.raises(SystemExit):
         parts.main(["speed"])
     assert "invalid choice: 'speed'" in capsys.readouterr().err
-    with pytest.raises(ValueError, match=r"The part must be one of .*, got 'speed'"):
-        parts.measure("speed", quick=True, output=Path())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", ["padding", "state", "overhead"])
+@pytest.mark.parametrize("part", ["padding", "state", "overhead", "sharded"])
 def test_quick_measurement(part, tmp_path):
-    command = [sys.executable, "-m", "lze_trl.bench.parts", part, "--quick", "--output", str(tmp_path)]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300, check=False)
+    command = [sys.executable, "-m", "benchmarks.parts", part, "--quick", "--output", str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=600, check=False)
     assert result.returncode == 0, result.stderr
     content = json.loads((tmp_path / f"{part}.json").read_text())
     assert content["part"] == part
@@ -288,11 +305,15 @@ def test_quick_measurement(part, tmp_path):
     assert content["date"] in text
     assert text.splitlines()[0] in result.stdout
     if part == "overhead":
-        assert set(content["milliseconds"]) == {*parts_overhead.PARTS, "background"}
+        assert set(content["milliseconds"]) == {*overhead.PARTS, "background"}
         assert all(value > 0 for values in content["milliseconds"].values() for value in values)
     if part == "padding":
         # The lengths are log-normal, the rows the same: packing computes fewer tokens than TRL in every draw
         assert all(max(case["computed_tokens"]) < case["share"] for case in content["rows"])
+    if part == "sharded":
+        methods = content["methods"]
+        assert max(methods["default"]["passes"]) < min(methods["trl"]["passes"])
+        assert max(methods["default"]["computed_tokens"]) < min(methods["trl"]["computed_tokens"])
     if part == "state":
         assert [case["prompts"] for case in content["rows"]] == [10**4, 10**5]
 
@@ -311,7 +332,7 @@ def test_gpu_script_without_a_gpu(tmp_path):
     assert "its numbers mean nothing" in result.stderr
     content = json.loads((tmp_path / "CPU" / "update.json").read_text())
     equal, log_normal = content["rows"]
-    for share in parts_update.SHARES:
+    for share in update.SHARES:
         # What is trained on is the share that was asked for, and long and short rows are computed apart
         assert Spread(tuple(equal["computed_tokens"][str(share)])).median == pytest.approx(
             share * equal["computed_tokens"]["trl"][0]

@@ -7,10 +7,10 @@ import pytest
 from rich.console import Console
 
 import tiny
+from benchmarks import addition, sampling
+from benchmarks.sampling import STRATEGIES, SamplingRun, TokenBudget, markdown, run_all, spread
+from benchmarks.settings import BenchError
 from lze_trl import LZEGRPOConfig, demo
-from lze_trl.bench import sampling
-from lze_trl.bench.sampling import STRATEGIES, SamplingRun, TokenBudget, markdown, run_all, spread
-from lze_trl.bench.settings import BenchError
 from lze_trl.controllers import Allocation, DynamicSampling, ReinforceAda, UniformController
 from lze_trl.ledger import Ledger
 
@@ -136,10 +136,10 @@ def test_spread_of_one_and_of_several():
 def test_from_the_command_line(tmp_path, monkeypatch):
     monkeypatch.setattr(demo, "WARM_START_DIR", tmp_path / "warm-start")
     monkeypatch.setattr(demo, "WarmStart", lambda: UNTRAINED)
-    monkeypatch.setattr(sampling, "exact_match_reward", tiny.even_length_reward)  # an untrained model has no other
+    monkeypatch.setattr(addition, "exact_match_reward", tiny.even_length_reward)  # an untrained model has no other
     with_gradient = []
 
-    class Spied(sampling.LZEGRPOTrainer):
+    class Spied(addition.LZEGRPOTrainer):
         def compute_loss(self, model, inputs, *args, **kwargs):
             with_gradient[-1] += int(inputs["advantages"].ne(0).sum())
             return super().compute_loss(model, inputs, *args, **kwargs)
@@ -148,7 +148,7 @@ def test_from_the_command_line(tmp_path, monkeypatch):
             with_gradient.append(0)
             return super().train(*args, **kwargs)
 
-    monkeypatch.setattr(sampling, "LZEGRPOTrainer", Spied)
+    monkeypatch.setattr(addition, "LZEGRPOTrainer", Spied)
     budget, flags = 4000, ["--seeds", "7", "--rollout_tokens", "4000", "--output", str(tmp_path / "out")]
     sampling.main(flags)
 

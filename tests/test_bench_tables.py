@@ -6,11 +6,11 @@ import pytest
 from PIL import Image
 
 from bench_samples import result, settings
-from lze_trl.bench.comparison import Spread
-from lze_trl.bench.plots import colour, write_picture
-from lze_trl.bench.sections import NO_BASELINE, REDEFINED, sort_results
-from lze_trl.bench.strategies import STRATEGIES
-from lze_trl.bench.tables import (
+from benchmarks.comparison import Spread
+from benchmarks.plots import colour, write_picture
+from benchmarks.sections import NO_BASELINE, REDEFINED, sort_results
+from benchmarks.strategies import STRATEGIES
+from benchmarks.tables import (
     accuracy,
     averaged_table,
     gain,

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.synthetic import SyntheticTraining, record_synthetic_run
 from lze_trl import __version__, cli
-from lze_trl.telemetry.synthetic import SyntheticTraining, record_synthetic_run
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -22,11 +22,45 @@ def command_of(*arguments):
 
 def test_train_hands_everything_else_to_the_job():
     command, environment = command_of("train", "r.yaml", "--learning_rate", "1e-5", "--packing=false", "--no_bf16")
-    assert command == [
-        *(sys.executable, "-m", "accelerate.commands.launch", "--quiet", "-m", "lze_trl.train"),
-        *("--config", "r.yaml", "--learning_rate", "1e-5", "--packing=false", "--no_bf16"),
+    assert command[:4] == [sys.executable, "-m", "lze_trl.launcher", "--quiet"]
+    assert command[-8:] == [
+        *("-m", "lze_trl.train", "--config", "r.yaml"),
+        *("--learning_rate", "1e-5", "--packing=false", "--no_bf16"),
     ]
     assert environment == {}
+
+
+@pytest.mark.parametrize(
+    ("given", "devices", "processes"), [((), 0, 1), ((), 1, 1), ((), 4, 4), (("--num_processes", "2"), 4, 2)]
+)
+def test_train_says_what_accelerate_would_choose(monkeypatch, tmp_path, given, devices, processes):
+    from accelerate.commands.config import config_args
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+
+    # Another number of devices than this machine's is the one thing that cannot be real here
+    monkeypatch.setattr("torch.accelerator.device_count", lambda: devices)
+    monkeypatch.setattr(config_args, "default_config_file", str(tmp_path / "none.yaml"))
+    command, _ = command_of("train", "r.yaml", *given)
+    args = launch_command_parser().parse_args(command[3:])
+    assert (args.num_processes, args.num_machines, args.multi_gpu) == (processes, 1, devices > 1)
+    warnings = []
+    monkeypatch.setattr("accelerate.commands.launch.default_config_file", str(tmp_path / "none.yaml"))
+    monkeypatch.setattr("accelerate.commands.launch.logger.warning", warnings.append)
+    _validate_launch_command(args)
+    assert warnings == []
+    (tmp_path / "none.yaml").touch()
+    assert "--num_machines" not in command_of("train", "r.yaml", *given)[0]
+
+
+def test_processes_on_a_cpu_share_its_cores_without_a_word_of_accelerate(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("psutil.cpu_count", lambda logical: 12)
+    flag = "--num_cpu_threads_per_process"
+    for more, threads in ((), "6"), (("--num_processes", "5"), "2"), (("--num_processes", "16"), "1"):
+        command, _ = command_of("train", "r.yaml", "--accelerate_config", "ddp_cpu", *more)
+        assert command[command.index(flag) + 1] == threads
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert flag not in command_of("train", "r.yaml", "--accelerate_config", "ddp_cpu")[0]
 
 
 def test_train_finds_accelerate_configs_by_name_and_path(monkeypatch, tmp_path):
@@ -60,6 +94,12 @@ def test_train_replaces_this_process(monkeypatch):
         (["train", "recipes/demo/lzee.yaml"], "error: There is no recipe `recipes/demo/lzee.yaml`. Did you mean"),
         (["train", "recipes/demo/lze.yaml", "--pakcing", "false"], "error: Unknown flag `--pakcing`. Did you mean"),
         (["train", "recipes/demo/lze.yaml", "--accelerate_config", "x"], "error: There is no accelerate config"),
+        (["train", "train.py"], "error: `train.py` is a Python script, and a recipe is a YAML file. Start a script"),
+        (["train", "accelerate_configs/zero3.yaml"], "error: `accelerate_configs/zero3.yaml` is a configuration of"),
+        (
+            ["train", "recipes/demo/lze.yaml", "--accelerate_config", "recipes/demo/lze.yaml"],
+            "error: `recipes/demo/lze.yaml` is no configuration of accelerate",
+        ),
         (["demo", "--max_stepz", "3"], "error: Unknown flag `--max_stepz`. Did you mean `--max_steps`"),
     ],
 )
@@ -107,6 +147,52 @@ def test_data_tells_what_it_cannot_read(tmp_path):
         cli.main(["data", str(tmp_path / "none.jsonl")])
 
 
+def test_data_tells_of_each_source_what_it_holds_or_what_is_wrong(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("good.jsonl").write_text('{"body": "Two and two.", "question": "Sum?", "answer": "4"}\n')
+    Path("cut.jsonl").write_text('{"question": "Sum?", "ans')
+    Path("more.jsonl").write_text('{"question": "Product?", "answer": "4"}\n')
+    with pytest.raises(SystemExit) as error:
+        cli.main(["data", "cut.jsonl", "good.jsonl", "none.jsonl", "more.jsonl"])
+    assert error.value.code == "error: 2 of 4 data sets cannot be read; see above."
+    lines = capsys.readouterr().out.splitlines()
+    words = [line.split() for line in lines if ".jsonl" in line]
+    assert {row[0]: row[1] for row in words if not row[0].endswith(":")} == {
+        "cut.jsonl": "error",
+        "good.jsonl": "1",
+        "none.jsonl": "error",
+        "more.jsonl": "1",
+    }
+    assert "good.jsonl: problem from body + question, gold answer from answer" in lines
+    assert any(line.startswith("cut.jsonl: error: 'cut.jsonl' cannot be read") for line in lines)
+    assert any(line.startswith("none.jsonl: error: There is no file or folder") for line in lines)
+
+
+@pytest.mark.parametrize("prefix", ["--", "--dataset_"])
+def test_the_columns_that_an_error_of_data_advises_to_name_can_be_named(prefix, monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    row = {"task": "Which?", "facts": "Two.", "x": "1", "y": "2", "meta": {"gold": "2"}, "options": "none"}
+    Path("own.jsonl").write_text(json.dumps(row) + "\n")
+    flags, advised = [], []
+    values = {
+        "prompt_column": ["task"],
+        "answer_column": ["meta.gold"],
+        "option_columns": ["x", "y"],
+    }
+    for _ in values:
+        with pytest.raises(SystemExit) as error:
+            cli.main(["data", "own.jsonl", *flags])
+        (setting,) = {name for name in values if f"`{name}` (in a recipe, `dataset_{name}`)" in error.value.code}
+        advised.append(setting)
+        flags += [f"{prefix}{setting}", *values[setting]]
+    assert sorted(advised) == sorted(values)
+    cli.main(["data", "own.jsonl", *flags, f"{prefix}context_columns", "facts"])
+    out = capsys.readouterr().out
+    assert "problem from facts + task, options from x + y, gold answer from meta.gold (texts of options" in out
+    cli.main(["data", "own.jsonl", *flags[:-3], f"{prefix}option_columns"])
+    assert "own.jsonl: problem from task, gold answer from meta.gold\n" in capsys.readouterr().out
+
+
 def test_report_of_a_run_is_written(tmp_path, capsys):
     record_synthetic_run(tmp_path / "run", SyntheticTraining(num_prompts=8, groups_per_batch=3), generations=2)
     cli.main(["report", str(tmp_path / "run")])
@@ -133,12 +219,21 @@ def test_commands_that_take_no_flags_refuse_them(capsys):
     assert "unrecognized arguments: --max_steps 3" in capsys.readouterr().err
 
 
+def test_a_recipe_in_the_place_of_a_command_is_told(capsys):
+    with pytest.raises(SystemExit) as error:
+        cli.main(["recipes/demo/lze.yaml", "--max_steps", "3"])
+    assert error.value.code == 2
+    assert (
+        "is a recipe, not a command. Train by it with `lze-trl train recipes/demo/lze.yaml`" in capsys.readouterr().err
+    )
+
+
 def test_version_and_help_are_fast_and_complete():
     # No heavy import on the way to the help text
     code = "import sys, lze_trl.cli as c; c.build_parser().format_help(); sys.exit('trl' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
     text = cli.build_parser().format_help()
-    assert all(name in text for name in ("train", "demo", "data", "app", "analyze", "replay", "bench", "report"))
+    assert all(name in text for name in ("train", "demo", "data", "app", "analyze", "replay", "report"))
     shown = subprocess.run(
         [sys.executable, "-m", "lze_trl.cli", "--version"], cwd=ROOT, capture_output=True, text=True, check=True
     )

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import tiny
 from lze_trl.advantages import group_advantages
 from lze_trl.allocation import expected_energy, largest_remainders, softmax_shares
 from lze_trl.controllers import (
@@ -23,7 +24,6 @@ from lze_trl.controllers import (
     ask,
     ask_keep,
     ask_more,
-    make_controller,
     stratified,
 )
 from lze_trl.groups import Prompts, Rollouts
@@ -202,8 +202,9 @@ def test_kept_rows_are_the_whole_group_on_average(outcomes, n, data):
         rows = np.flatnonzero(drawn.group == group)
         sums = []
         for order in permutations(rows.tolist()):
-            shuffled = replace(drawn, outcomes=drawn.outcomes.copy())
-            shuffled.outcomes[rows] = drawn.outcomes[list(order)]
+            outcomes_drawn = drawn.outcomes.copy()
+            outcomes_drawn[rows] = drawn.outcomes[list(order)]
+            shuffled = replace(drawn, outcomes=outcomes_drawn, rewards=outcomes_drawn)
             weights = stratified(shuffled, n)[rows]
             assert np.count_nonzero(weights) == min(n, scored[rows].sum())
             assert weights.sum() == pytest.approx(scored[rows].sum())
@@ -507,21 +508,10 @@ def test_the_order_of_the_prompts_does_not_matter_but_for_ties(case, random):
 # ---- Settings ----
 
 
-def settings(**given) -> dict:
-    """Settings of [`make_controller`] for P = 5, G = 4."""
-    usual = {
-        "group_size": 4,
-        "num_prompts": 5,
-        "round_size": 8,
-        "max_rounds": 4,
-        "kept": 4,
-        "budget": 20,
-        "temperature": 0.2,
-        "minimum": 2,
-        "maximum": 16,
-        "young": 50,
-    }
-    return usual | given
+def described(name, num_prompts=5, **given):
+    """The controller of a configuration with P = 5, G = 4 and n = 4."""
+    usual = {"num_generations": 4, "per_device_train_batch_size": 4 * num_prompts, "kept_completions": 4}
+    return tiny.config("unused", controller=name, **(usual | given)).rollout_controller()
 
 
 @pytest.mark.parametrize(
@@ -535,58 +525,67 @@ def settings(**given) -> dict:
         ("probing", Probing(4, kept=6)),
     ],
 )
-def test_names(name, controller):
-    given = {"num_prompts": 7, "round_size": 3, "max_rounds": 5, "kept": 6, "budget": 40}
-    given |= {"temperature": 0.3, "minimum": 3, "maximum": 9, "young": 60}
-    assert make_controller(name, **settings(**given)) == controller
-    assert name in CONTROLLERS
+def test_settings_reach_the_controller(name, controller):
+    given = {"num_prompts": 7, "round_size": 3, "max_rounds": 5, "kept_completions": 6, "rollout_budget": 40}
+    given |= {"allocation_temperature": 0.3, "min_rollouts": 3, "max_rollouts": 9, "young_rollouts": 60}
+    assert described(name, **given) == controller
+
+
+def test_what_is_left_open_follows_from_the_batch():
+    open_settings = {"kept_completions": None, "rollout_budget": None, "max_rollouts": None}
+    assert described("reinforce_ada_balanced", **open_settings).kept == 4
+    assert described("uniform", **open_settings).kept is None
+    allocation = described("allocation", **open_settings)
+    assert (allocation.budget, allocation.maximum, allocation.kept) == (20, 16, None)
 
 
 def test_every_name_makes_a_controller():
-    made = [make_controller(name, **settings()) for name in CONTROLLERS]
+    made = [described(name) for name in CONTROLLERS]
     assert len(set(made)) == len(CONTROLLERS)
     assert [controller.draws_prompts for controller in made] == [name == "dynamic" for name in CONTROLLERS]
 
 
 def test_settings_that_a_controller_does_not_use_are_not_checked():
-    unused = {"kept": None, "temperature": -1.0, "budget": 0, "max_rounds": 0}
-    assert make_controller("uniform", **settings(**unused)) == UniformController(4)
+    unused = {"kept_completions": None, "allocation_temperature": -1.0, "rollout_budget": 0, "max_rounds": 0}
+    assert described("uniform", **unused) == UniformController(4)
 
 
 @pytest.mark.parametrize(
     ("name", "given", "message"),
     [
         ("reinforce-ada", {}, r"`controller` must be one of \['uniform', .*\], got 'reinforce-ada'"),
-        ("reinforce_ada_positive", {"kept": 33}, r"`kept_completions` must be at most .*: 32, got 33"),
-        ("reinforce_ada_balanced", {"kept": 4, "round_size": 3, "max_rounds": 1}, "at most .*: 3, got 4"),
-        ("reinforce_ada_balanced", {"kept": 5}, "`kept_completions` must be even .* got 5.* use 4 or 6"),
-        ("reinforce_ada_positive", {"kept": 1}, "`kept_completions` must be at least 2, got 1. A group of one has no"),
+        ("reinforce_ada_positive", {"kept_completions": 33}, r"`kept_completions` must be at most .*: 32, got 33"),
+        ("reinforce_ada_balanced", {"round_size": 3, "max_rounds": 1}, "at most .*: 3, got 4"),
+        ("reinforce_ada_balanced", {"kept_completions": 5}, "`kept_completions` must be even .* got 5.* use 4 or 6"),
+        ("reinforce_ada_positive", {"kept_completions": 1}, "at least 2, got 1. A group of one has no"),
         *(
-            (name, {"kept": 1}, "must be at least 2, got 1")
+            (name, {"kept_completions": 1}, "must be at least 2, got 1")
             for name in ("uniform", "dynamic", "allocation", "probing")
         ),
         ("reinforce_ada_positive", {"round_size": 0}, "`round_size` must be at least 1, got 0"),
         ("reinforce_ada_balanced", {"max_rounds": 0}, "`max_rounds` must be at least 1, got 0"),
         ("dynamic", {"max_rounds": 0}, "`max_rounds` must be at least 1, got 0. Use 1 to draw no further prompts"),
-        ("allocation", {"temperature": 0.0}, "`allocation_temperature` must be greater than 0 .* got 0.0"),
-        ("allocation", {"temperature": -0.2}, "`allocation_temperature` must be greater than 0 .* got -0.2"),
-        ("allocation", {"temperature": NAN}, "`allocation_temperature` must be greater than 0 .* got nan"),
-        ("allocation", {"temperature": math.inf}, "`allocation_temperature` must be .* finite, got inf"),
-        ("allocation", {"minimum": 1}, "`min_rollouts` must be at least 2, got 1. A group of one has no advantage"),
-        ("allocation", {"minimum": 4, "maximum": 3}, "`max_rollouts` must be at least 4, got 3"),
-        ("allocation", {"budget": 9}, r"`rollout_budget` must be in \[10, 80\], .* 5 prompts .* got 9"),
-        ("allocation", {"budget": 81}, r"`rollout_budget` must be in \[10, 80\], .* got 81"),
+        ("allocation", {"allocation_temperature": 0.0}, "`allocation_temperature` must be greater than 0 .* got 0.0"),
+        ("allocation", {"allocation_temperature": -0.2}, "`allocation_temperature` must be greater .* got -0.2"),
+        ("allocation", {"allocation_temperature": NAN}, "`allocation_temperature` must be greater than 0 .* got nan"),
+        ("allocation", {"allocation_temperature": math.inf}, "`allocation_temperature` must be .* finite, got inf"),
+        ("allocation", {"min_rollouts": 1}, "`min_rollouts` must be at least 2, got 1. A group of one has no"),
+        ("allocation", {"min_rollouts": 4, "max_rollouts": 3}, "`max_rollouts` must be at least 4, got 3"),
+        ("allocation", {"rollout_budget": 9}, r"`rollout_budget` must be in \[10, 80\], .* 5 prompts .* got 9"),
+        ("allocation", {"rollout_budget": 81}, r"`rollout_budget` must be in \[10, 80\], .* got 81"),
     ],
     ids=lambda value: "" if isinstance(value, str) and " " in value else str(value),
 )
 def test_bad_settings_are_refused(name, given, message):
     with pytest.raises(ValueError, match=message):
-        make_controller(name, **settings(**given))
+        described(name, **given)
 
 
-@pytest.mark.parametrize("given", [{"budget": 10}, {"budget": 80}, {"minimum": 4, "maximum": 4}], ids=str)
+@pytest.mark.parametrize(
+    "given", [{"rollout_budget": 10}, {"rollout_budget": 80}, {"min_rollouts": 4, "max_rollouts": 4}], ids=str
+)
 def test_an_allocation_at_its_bounds(given):
-    controller = make_controller("allocation", **settings(**given))
+    controller = described("allocation", **given)
     assert allocate(controller, fresh(5)).tolist() == [controller.budget // 5] * 5
 
 

@@ -389,7 +389,7 @@ def test_all_prompts_dead_for_ten_batches(tmp_path, caplog, controller):
     assert {len(entry["rows"]) for entry in trainer.rounds} == {12}
     assert history(trainer, "lze/groups") == [9 if controller == "dynamic" else 3] * 14
     assert trainer.micro_batches == []
-    (told,) = [record for record in caplog.records if "had a signal" in record.message]
+    (told,) = [record for record in caplog.records if "had rewards that differ" in record.message]
     assert told.levelname == "WARNING" and "the last 10 generation batches" in told.message
 
 
@@ -624,6 +624,7 @@ def test_the_table_of_completions_is_that_of_the_batch(tmp_path, controller):
     trainer = run(
         tmp_path,
         rewards=[quarter_reward, extra_reward],
+        reward_weights=[1.0, 0.0],
         controller=controller,
         selection_ratio=0.8,
         scale_rewards="none",
@@ -637,7 +638,7 @@ def test_the_table_of_completions_is_that_of_the_batch(tmp_path, controller):
         assert_table(table, trainer.record(), step)
         assert (table["text"] == table["completion"]).all()
         np.testing.assert_allclose(table["extra_reward"], table["completion"].str.len() / 10, atol=1e-6)
-        totals = table["quarter_reward"] + table["extra_reward"]
+        totals = table["quarter_reward"]
         means = totals.groupby(table["prompt"]).transform("mean")
         np.testing.assert_allclose(table["advantage"], totals - means, atol=1e-6)
         sizes.append(len(table))
@@ -670,9 +671,9 @@ def test_greso_skips_prompts_without_a_signal(tmp_path, pruning):
     trainer = run(tmp_path, cls=scripted(HALF_DEAD), pruning=pruning, max_steps=12, **GRESO)
     visits = dict(zip(trainer.prompt_state["prompt_ids"].tolist(), trainer.prompt_state["visits"], strict=True))
     visits = {trainer.prompts[prompt_id]: count for prompt_id, count in visits.items()}
-    assert trainer.ledger.groups_pruned > 0
+    assert trainer.ledger.visits_skipped > 0
     if pruning == "skip":  # all prompts of a pass are rolled out or left out
-        assert trainer.ledger.groups_rolled_out + trainer.ledger.groups_pruned == 12 * 6
+        assert trainer.ledger.groups_rolled_out + trainer.ledger.visits_skipped == 12 * 6
     assert np.mean([visits[prompt] for prompt in dead]) < np.mean([visits[p] for p in HALF_DEAD if p not in dead]) - 1
     # None is solved, so that solved ones are looked for more and more; of hopeless ones there are too many
     pruner = trainer.planner.pruner
@@ -690,7 +691,7 @@ def test_resumed_with_greso_is_uninterrupted_bit_for_bit(tmp_path, controller, p
     resumed = make(tmp_path, cls=WatchedTrainer, **settings)
     resumed.train(resume_from_checkpoint=True)
     assert distance(whole, resumed) == 0.0
-    assert whole.ledger.groups_pruned == resumed.ledger.groups_pruned > 0
+    assert whole.ledger.visits_skipped == resumed.ledger.visits_skipped > 0
     first, second = (trainer.planner.pruner.tensors() for trainer in (whole, resumed))
     assert all((first[name] == second[name]).all() for name in first)
 
@@ -855,8 +856,9 @@ BAD_CONFIGS = [
     (GRESO | {"greso_exploration": float("nan")}, r"`greso_exploration` must be in \[0.05, 0.95\], got nan"),
     (GRESO | {"greso_target": 1.0}, r"`greso_target` must be in \(0, 1\), got 1.0"),
     (GRESO | {"greso_step": 0.0}, r"`greso_step` must be in \(0, 1\), got 0.0"),
-    (POSITIVE | {"energy_outcome": "reward"}, "`controller='reinforce_ada_positive'` counts passes.*`energy_outcome"),
-    (BALANCED | {"energy_outcome": "reward"}, "`controller='reinforce_ada_balanced'` counts passes.*`energy_outcome"),
+    (POSITIVE | {"reward_range": [0, 2]}, "`controller='reinforce_ada_positive'` counts passes.*`reward_range"),
+    (BALANCED | {"reward_range": [0, 2]}, "`controller='reinforce_ada_balanced'` counts passes.*`reward_range"),
+    ({"reward_range": [0, 2], "pass_threshold": 1}, "grades outcomes, and `pass_threshold=1`"),
 ]
 
 

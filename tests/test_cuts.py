@@ -8,15 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lze_trl.cuts import MICRO_STEP_TOKENS, Hands, Room
+from lze_trl.cuts import Capacity, cut, fewest_runs
 
 
-NO_LIMIT = Room(math.inf, math.inf)
+NO_LIMIT = Capacity(math.inf, math.inf)
 
 
-def hands(lengths: list[int], processes: int = 1, prompt: int = 10) -> Hands:
-    """Rows of some completion lengths, all with the same prompt."""
-    return Hands(np.full(len(lengths), prompt), np.array(lengths), processes)
+def cuts(
+    lengths: list[int], most: int, cost: float = 256, capacity: Capacity = NO_LIMIT, prompt: int = 10
+) -> list[int]:
+    """Cuts of rows of some completion lengths, all with the same prompt."""
+    return cut(np.full(len(lengths), prompt), np.array(lengths), capacity, cost, most)
 
 
 # ---- Goldens ----
@@ -24,51 +26,41 @@ def hands(lengths: list[int], processes: int = 1, prompt: int = 10) -> Hands:
 
 def test_rows_that_would_waste_more_than_a_micro_step_costs_are_computed_apart():
     # Beside 290 + 10 tokens, a row of 34 + 10 wastes 256 tokens of padding, as much as a micro-step costs; of 33, more
-    assert hands([290, 34]).cut(NO_LIMIT, max_runs=2) == [0, 2]
-    assert hands([290, 33]).cut(NO_LIMIT, max_runs=2) == [0, 1, 2]
+    assert cuts([290, 35], most=2) == [0, 2]
+    assert cuts([290, 33], most=2) == [0, 1, 2]
+    assert cuts([290, 33], most=2, cost=300) == [0, 2]
+    assert cuts([290, 289], most=2, cost=0) == [0, 1, 2]
 
 
 def test_too_few_micro_steps():
     # 1000 beside 600 wastes 400, 600 beside 100 wastes 500, all three waste 1300
-    rows = hands([1000, 600, 100])
-    assert rows.cut(NO_LIMIT, max_runs=3) == [0, 1, 2, 3]
-    assert rows.cut(NO_LIMIT, max_runs=2) == [0, 2, 3]
-    assert rows.cut(NO_LIMIT, max_runs=1) == [0, 3]
+    assert cuts([1000, 600, 100], most=3) == [0, 1, 2, 3]
+    assert cuts([1000, 600, 100], most=2) == [0, 2, 3]
+    assert cuts([1000, 600, 100], most=1) == [0, 3]
+    assert cuts([1000, 600, 100], most=2, cost=0) == [0, 2, 3]
 
 
-def test_boundaries_settle_where_the_fewest_tokens_are_computed():
-    # Runs that waste at most 600 tokens are [1000, 1000, 600] and [600, 600, 0], 4800 tokens in all. With the first 600
-    # among its like they are 4400
-    rows = hands([1000, 1000, 600, 600, 600, 0], prompt=0)
-    assert rows.cut(NO_LIMIT, max_runs=2) == [0, 2, 6]
+def test_boundaries_lie_where_the_fewest_tokens_are_computed():
+    assert cuts([1000, 1000, 600, 600, 600, 0], most=2, prompt=0) == [0, 2, 6]
 
 
-def test_a_hand_is_one_row_for_each_process():
-    # W = 2: the hands are 900 800, 300 300 and 200. The last has a filler
-    rows = hands([900, 800, 300, 300, 200], processes=2)
-    assert len(rows) == 3
-    # 10 + 300 twice, less 310 and half of 210 + 0
-    waste = 2 * 310 - 310 - 105
-    assert waste <= MICRO_STEP_TOKENS
-    assert rows.cut(NO_LIMIT, max_runs=3) == [0, 1, 3]
+def test_capacity_for_tokens_and_for_completion_tokens():
+    rows = [50, 50, 50, 50]
+    assert cuts(rows, most=4, capacity=Capacity(240, 200)) == [0, 4]
+    for capacity, runs in ((Capacity(180, 200), [1, 3]), (Capacity(240, 149), [2, 2])):
+        found = cuts(rows, most=4, capacity=capacity)
+        assert sorted(np.diff(found).tolist()) == runs
 
 
-def test_room_for_tokens_and_for_completion_tokens():
-    rows = hands([50, 50, 50, 50])
-    assert rows.cut(Room(240, 200), max_runs=4) == [0, 4]
-    assert rows.cut(Room(180, 200), max_runs=4) == [0, 3, 4]
-    assert rows.cut(Room(240, 149), max_runs=4) == [0, 2, 4]
+@pytest.mark.parametrize("capacity", [Capacity(1, 1), Capacity(59, 1000), Capacity(1000, 49)])
+def test_a_row_that_is_too_long_is_computed_alone(capacity):
+    assert cuts([50, 50, 50], most=3, capacity=capacity) == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("room", [Room(1, 1), Room(59, 1000), Room(1000, 49)])
-def test_a_row_for_which_there_is_no_room_is_computed_alone(room):
-    assert hands([50, 50, 50]).cut(room, max_runs=3) == [0, 1, 2, 3]
-
-
-def test_room_grows_where_there_are_too_few_micro_steps():
-    # Two micro-steps: 3 rows of 60 tokens and 2 of them need room for 180
-    assert hands([50] * 5).cut(Room(70, 70), max_runs=2) == [0, 3, 5]
-    assert hands([50] * 5).cut(Room(70, 70), max_runs=1) == [0, 5]
+def test_capacity_grows_where_there_are_too_few_micro_steps():
+    # Two micro-steps: 3 rows of 60 tokens and 2 of them need a capacity of 180
+    assert sorted(np.diff(cuts([50] * 5, most=2, capacity=Capacity(70, 70))).tolist()) == [2, 3]
+    assert cuts([50] * 5, most=1, capacity=Capacity(70, 70)) == [0, 5]
 
 
 # ---- Properties ----
@@ -76,40 +68,51 @@ def test_room_grows_where_there_are_too_few_micro_steps():
 
 @st.composite
 def rows(draw):
-    """Sorted prompts and completions of at most eight rows, a room and a number of micro-steps."""
+    """Sorted prompts and completions of at most eight rank rows, a capacity, a cost and a number of micro-steps."""
     count = draw(st.integers(1, 8))
     lengths = draw(st.lists(st.tuples(st.integers(1, 300), st.integers(1, 3000)), min_size=count, max_size=count))
     lengths.sort(key=lambda row: -sum(row))
     prompts, completions = np.array(lengths).T
     scale = draw(st.integers(1, 4))
-    room = Room(scale * (prompts.max() + completions.max()), scale * completions.max())
-    return prompts, completions, room, draw(st.integers(math.ceil(count / scale), count))
+    capacity = Capacity(scale * (prompts.max() + completions.max()), scale * completions.max())
+    cost = draw(st.sampled_from([0, 256, 5000]))
+    return prompts, completions, capacity, cost, draw(st.integers(math.ceil(count / scale), count))
 
 
-def cost(prompts: np.ndarray, completions: np.ndarray, cuts: list[int], room: Room) -> float:
-    """Tokens computed and micro-steps of one process, by definition; infinite where the room does not suffice."""
+def tokens(prompts: np.ndarray, completions: np.ndarray, boundaries: list[int], capacity: Capacity) -> float:
+    """Padded tokens of one process, by definition; infinite where the capacity does not suffice."""
     total = 0.0
-    for start, stop in itertools.pairwise(cuts):
+    for start, stop in itertools.pairwise(boundaries):
         count, completion = stop - start, completions[start:stop].max()
-        tokens = count * (prompts[start:stop].max() + completion)
-        if tokens > room.tokens or count * completion > room.completion_tokens:
+        padded = count * (prompts[start:stop].max() + completion)
+        if padded > capacity.tokens or count * completion > capacity.completion_tokens:
             return math.inf
-        total += tokens + MICRO_STEP_TOKENS
+        total += padded
     return total
 
 
 @given(rows())
-def test_cuts_are_near_the_best_of_all(batch):
-    prompts, completions, room, max_runs = batch
+def test_no_cuts_are_cheaper(batch):
+    prompts, completions, capacity, cost, most = batch
     count = len(prompts)
-    found = Hands(prompts, completions, 1).cut(room, max_runs)
-    assert found[0] == 0
-    assert found[-1] == count
+    found = cut(prompts, completions, capacity, cost, most)
+    assert (found[0], found[-1]) == (0, count)
     assert all(a < b for a, b in itertools.pairwise(found))
-    assert len(found) - 1 <= max_runs
-    best = min(
-        cost(prompts, completions, [0, *inner, count], room)
-        for runs in range(1, max_runs + 1)
-        for inner in itertools.combinations(range(1, count), runs - 1)
+    assert len(found) - 1 <= most
+    least = {
+        runs: min(
+            tokens(prompts, completions, [0, *inner, count], capacity)
+            for inner in itertools.combinations(range(1, count), runs - 1)
+        )
+        for runs in range(1, count + 1)
+    }
+    mine = tokens(prompts, completions, found, capacity)
+    assert mine == least[len(found) - 1]  # for their number, none compute less
+    price = {runs: total + cost * runs for runs, total in least.items()}
+    cheapest = min(price.values())
+    allowed = min(price[runs] for runs in range(1, most + 1))
+    # Where the cheapest ones are too many, a run costs more until they are few enough: that may be one too few
+    assert mine + cost * (len(found) - 1) <= (allowed if allowed == cheapest else 1.2 * allowed)
+    assert fewest_runs(prompts, completions, capacity) == min(
+        runs for runs, total in least.items() if total < math.inf
     )
-    assert best <= cost(prompts, completions, found, room) <= 1.25 * best

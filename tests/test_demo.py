@@ -78,7 +78,7 @@ def test_killed_warm_start_leaves_no_cache(tmp_path, monkeypatch):
     def killed(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(demo, "_train_supervised", killed)
+    monkeypatch.setattr(demo, "train_supervised", killed)
     with pytest.raises(KeyboardInterrupt):
         warm_start(tmp_path / "warm-start", SMALL)
     assert list(tmp_path.iterdir()) == []

@@ -15,6 +15,7 @@ from lze_trl.config import SELECTORS
 from lze_trl.controllers import CONTROLLERS
 from lze_trl.groups import Prompts
 from lze_trl.posterior import beta_parameters, dead_probability
+from lze_trl.strategies import DEFAULT, STRATEGIES, settings_of
 from samples import rollouts, scored
 
 
@@ -102,27 +103,37 @@ def test_every_selector_controller_and_policy_is_on_the_page():
     assert [code(row[0])[0] for row in table("`selector`")] == list(SELECTORS)
     assert [code(row[0])[0] for row in table("`controller`")] == list(CONTROLLERS)
     policies = get_args(get_type_hints(LZEGRPOConfig)["pruning_policy"])
-    assert [code(row[0])[0] for row in table("`pruning_policy`")] == list(policies)
+    assert [*(code(row[0])[0] for row in table("`pruning_policy`")), None] == list(policies)
 
 
 def test_settings_have_the_defaults_of_the_page():
-    defaults = {field.name: field.default for field in fields(LZEGRPOConfig)}
+    defaults = {field.name: field.default for field in fields(LZEGRPOConfig)} | settings_of(DEFAULT)
     documented = []
     for row in table("field"):
         names, values = code(row[0]), [yaml.safe_load(value.replace("None", "null")) for value in code(row[1])]
         assert values == [defaults[name] for name in names]
         documented += names
     own = list(LZEGRPOConfig.__annotations__)
-    choosing = own[own.index("selector") : own.index("answer_column")]
-    elsewhere = {"loss_normalizer", "pass_reward", "pass_threshold", "energy_outcome", "reward_range"}
+    choosing = own[own.index("strategy") : own.index("answer_column")]
+    elsewhere = {"loss_normalizer", "pass_reward", "pass_threshold", "reward_range", "scale_rewards"}
     assert sorted(documented) == sorted(set(choosing) - elsewhere)
 
 
-@pytest.mark.parametrize("row", table("strategy"), ids=lambda row: row[0])
-def test_combinations_are_settings_that_go_together(row, tmp_path):
-    settings = dict(entry.split(": ") for entry in code(row[1]))
-    values = {name: yaml.safe_load(value) for name, value in settings.items()}
-    args = tiny.config(tmp_path, **values)
+def test_strategies_are_those_of_the_page():
+    rows = table("`strategy`")
+    assert [code(row[0])[0] for row in rows] == list(STRATEGIES)
+    for name, description, settings, source in rows:
+        values = {key: yaml.safe_load(value) for key, value in (entry.split(": ") for entry in code(settings))}
+        combination = STRATEGIES[code(name)[0]]
+        assert description == combination.description
+        assert settings_of(DEFAULT) | values == settings_of(code(name)[0])
+        paper = combination.paper
+        assert source == ("ours" if paper is None else f"[arXiv {paper}](https://arxiv.org/abs/{paper})")
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_every_strategy_is_settings_that_go_together(name, tmp_path):
+    args = tiny.config(tmp_path, strategy=name)
     trainer = LZEGRPOTrainer(
         model=tiny.model(),
         reward_funcs=tiny.even_length_reward,
@@ -131,7 +142,7 @@ def test_combinations_are_settings_that_go_together(row, tmp_path):
         processing_class=tiny.tokenizer(),
     )
     assert trainer.controller == args.rollout_controller()
-    assert {name: vars(args)[name] for name in values} == values
+    assert {key: vars(args)[key] for key in settings_of(name)} == settings_of(name)
 
 
 @pytest.mark.parametrize("size", [4, 8])

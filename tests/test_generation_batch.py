@@ -1,6 +1,7 @@
 """A packed generation batch: what TRL's loss gets in each micro-step, and what a checkpoint keeps of it."""
 
 import numpy as np
+import pytest
 import torch
 
 from lze_trl.checkpoint import load, save
@@ -22,7 +23,9 @@ def padded(lengths: np.ndarray, width: int, left: bool) -> torch.Tensor:
     return rows
 
 
-def build(trim: bool = True, norm_tokens=(40.0,) * 4, process: int = 0, **extra: torch.Tensor) -> GenerationBatch:
+def build(
+    trim: bool = True, norm_tokens=(40.0,) * 4, weights=(1.0,) * 4, process: int = 0, **extra: torch.Tensor
+) -> GenerationBatch:
     """
     Four chosen rows on 2 processes: process 0 holds the rows 0, 1 and 3, process 1 the rows 2 and 3, as TRL pads them.
 
@@ -46,7 +49,7 @@ def build(trim: bool = True, norm_tokens=(40.0,) * 4, process: int = 0, **extra:
             MicroBatch(np.array([[3], [3]]), np.array([[False], [True]])),
         ]
     )
-    reference = Reference(np.zeros(4, dtype=int), np.full(4, 4.0), np.array(norm_tokens), 11.0)
+    reference = Reference(np.zeros(4, dtype=int), np.full(4, 4.0), np.array(norm_tokens), 11.0, np.array(weights))
     return GenerationBatch(tensors | extra, local, PROMPTS, COMPLETIONS, COMPLETIONS, layout, reference, trim)
 
 
@@ -103,16 +106,30 @@ def test_scale_and_normaliser():
         assert inputs["num_items_in_batch"].item() == 11
 
 
-def test_tokens_that_weigh_differently():
-    # Rows 0 and 1 have norms 40 and 20: the tokens of row 1 count double, through TRL's tool mask
-    inputs = micro_batch(build(norm_tokens=(40.0, 20.0, 40.0, 40.0)), 1, loss_type="bnpo")
-    assert inputs["tool_mask"].tolist() == [[1.0], [2.0]]
-    assert inputs["lze_scale"] == (5 + 2 * 3) * 2 * 3 / 40
-    assert "tool_mask" not in micro_batch(build(), 1, loss_type="bnpo")
-    # A mask of the rollouts is kept
-    mask = torch.tensor([[1, 0, 1, 1, 1], [1, 1, 0, 1, 1], [1, 1, 1, 1, 1]])
-    inputs = micro_batch(build(norm_tokens=(40.0, 20.0, 40.0, 40.0), tool_mask=mask), 1, loss_type="bnpo")
-    assert inputs["tool_mask"].tolist() == [[1, 0, 1, 1, 1], [2, 2, 0, 2, 2]]
+def test_rows_that_weigh_differently():
+    assert "lze_weights" not in micro_batch(build(), 1)
+    # Row 1 stands for three: in its advantage, and for the terms that have none
+    for loss_type in ("grpo", "dapo"):
+        inputs = micro_batch(build(weights=(1.0, 3.0, 1.0, 1.0)), 1, loss_type=loss_type)
+        assert inputs["lze_weights"].tolist() == [[1.0], [3.0]]
+        assert inputs["advantages"].tolist() == [0.5, -3.0]
+    # Rows 0 and 1 have norms 40 and 20: in a mean over tokens, row 1 counts double besides
+    inputs = micro_batch(
+        build(norm_tokens=(40.0, 20.0, 40.0, 40.0), weights=(1.0, 3.0, 1.0, 1.0)), 1, loss_type="bnpo"
+    )
+    assert inputs["lze_weights"].tolist() == [[1.0], [6.0]]
+    assert inputs["advantages"].tolist() == [0.5, -6.0]
+    assert inputs["lze_scale"] == (5 + 3) * 2 * 3 / 40
+
+
+def test_entropies_that_weigh_differently():
+    # W · g / norm = 6 / 40 a token; TRL's mean over 5 + 3 tokens, times a scale of 3, makes it 3 / 8
+    assert micro_batch(build(), 1)["lze_entropy_weights"].squeeze(1).tolist() == pytest.approx([6 / 40, 6 / 40])
+    inputs = micro_batch(build(norm_tokens=(40.0, 20.0, 40.0, 40.0), weights=(1.0, 3.0, 1.0, 1.0)), 1)
+    assert inputs["lze_entropy_weights"].squeeze(1).tolist() == pytest.approx([6 / 40, 3 * 6 / 20])
+    # Nothing to correct where the scale is right for them, too
+    assert "lze_entropy_weights" not in micro_batch(build(), 1, loss_type="bnpo")
+    assert "lze_entropy_weights" not in micro_batch(build(norm_tokens=(16.0,) * 4), 1)
 
 
 def test_fillers_are_silent_and_leave_the_rows_alone():
@@ -145,7 +162,7 @@ def test_a_synchronising_filler():
 
 def test_a_checkpoint_keeps_the_batch(tmp_path):
     logps = torch.tensor([[-0.1, -2.7], [-1 / 3, -9.0], [0.0, -1e-3]])
-    batch = build(ref_per_token_logps=logps, flags=torch.tensor([True, False, True]))
+    batch = build(weights=(1.0, 3.0, 0.5, 1.0), ref_per_token_logps=logps, flags=torch.tensor([True, False, True]))
     save(tmp_path, "rollouts", batch.arrays(), {})
     arrays, _ = load(tmp_path, "rollouts")
     again = GenerationBatch.from_arrays(arrays, 3, batch.trim, torch.device("cpu"))

@@ -97,5 +97,9 @@ def check_files(run_dir: Path, trained: int):
 
 
 def check_summary(shown: str):
-    wanted = ("Rollouts", "Cost, against full data over the same passes", "Sampled accuracy on held-out prompts")
+    wanted = (
+        "Rollouts",
+        "Cost, against plain GRPO for the same number of optimizer steps",
+        "Sampled accuracy on held-out prompts",
+    )
     assert all(heading in shown.splitlines() for heading in wanted)

@@ -14,12 +14,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.synthetic import SyntheticTraining, record_synthetic_run
 from hub import Handler, commit
 from lze_trl import hub
 from lze_trl.checkpoint import STATE_NAME, save
 from lze_trl.state import PromptState
 from lze_trl.telemetry import MissingTelemetryError, TelemetryWriter, open_run
-from lze_trl.telemetry.synthetic import SyntheticTraining, record_synthetic_run
 
 
 class WritableHandler(Handler):
@@ -242,6 +242,7 @@ STARTING_RUN = """
 import sys
 import numpy as np
 import tiny
+from transformers import TrainerCallback
 from lze_trl import LZEGRPOTrainer
 from lze_trl.hub import push_run
 
@@ -261,12 +262,20 @@ second = LZEGRPOTrainer(
     train_dataset=tiny.prompts(11),
     processing_class=tiny.tokenizer(),
 )
-tensors = second.prompt_state.tensors()
-for name, array in first.prompt_state.tensors().items():
-    np.testing.assert_array_equal(tensors[name], array, err_msg=name)
-before = int(second.prompt_state["visits"].sum())
+
+
+class Beginning(TrainerCallback):
+    def on_train_begin(self, *args, **kwargs):
+        tensors = second.prompt_state.tensors()
+        for name, array in first.prompt_state.tensors().items():
+            np.testing.assert_array_equal(tensors[name], array, err_msg=name)
+        self.visits = int(second.prompt_state["visits"].sum())
+
+
+beginning = Beginning()
+second.add_callback(beginning)
 second.train()
-print(before, int(second.prompt_state["visits"].sum()))
+print(beginning.visits, int(second.prompt_state["visits"].sum()))
 """
 
 
@@ -316,8 +325,10 @@ def test_a_trainer_pushes_model_card_and_telemetry(tmp_path):
     assert server.private == {"me/model": True, "me/model-run": True}
     model, run = tmp_path / "server/me/model", tmp_path / "server/me/model-run"
     card = (model / "README.md").read_text()
-    for part in ("Trained where it learns", "selection_ratio", "Savings", "lze_summary.png", "Versions", "pipeline("):
+    for part in ("Trained where it learns", "selection_ratio", "Savings", "lze_summary.png", "Versions"):
         assert part in card, part
+    assert 'pipeline("text-generation", model="me/model"' in card and "# Model Card for model" in card
+    assert "None" not in card and "time machine" not in card and "prompt = '0+0='" in card
     assert {"model.safetensors", "config.json", "tokenizer.json"} <= {path.name for path in model.iterdir()}
     # Prompts and completions are where they were asked for, and nowhere else
     assert not (model / "telemetry").exists() and not (model / "report").exists()
@@ -372,14 +383,24 @@ def test_a_model_card_is_written_whole_or_not_at_all(run_dir, monkeypatch):
 def test_model_card_tells_about_the_run(run_dir):
     card = run_dir / "README.md"
     card.write_text("---\nlibrary_name: transformers\n---\n\n# Model card\n", encoding="utf-8")
-    hub.extend_model_card(run_dir, "me/my-model")
-    hub.extend_model_card(run_dir, "me/my-model")
+    hub.extend_model_card(run_dir)
+    hub.extend_model_card(run_dir)
     text = card.read_text(encoding="utf-8")
     assert text.startswith("---\nlibrary_name: transformers\n---\n\n# Model card\n")
     assert text.count("## Trained where it learns") == 1
-    for words in ("| `selection_ratio` | `0.4` |", "| update flops |", "me/my-model", "- trl 1.16", hub.PICTURE):
+    for words in ("| `selection_ratio` | `0.4` |", "| updates |", "- trl 1.16", hub.PICTURE):
         assert words in text
     assert (run_dir / hub.PICTURE).stat().st_size > 10_000
+
+
+def test_a_model_card_names_all_data_sets(tmp_path):
+    sets = ["me/first", "me/second"]
+    (tmp_path / "README.md").write_text(f"made on the [{sets}](https://huggingface.co/datasets/{sets}) dataset.")
+    hub.correct_model_card(tmp_path / "README.md", "me/model", None, "1+1=", sets, "@article{}")
+    assert (tmp_path / "README.md").read_text() == (
+        "made on the [me/first](https://huggingface.co/datasets/me/first), "
+        "[me/second](https://huggingface.co/datasets/me/second) datasets."
+    )
 
 
 def test_model_card_without_telemetry_stays_as_it_is(tmp_path, caplog):

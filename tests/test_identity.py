@@ -1,6 +1,7 @@
 """Identity: the same prompt and answer is the same prompt, wherever and however often it stands in the data."""
 
-import logging
+from datetime import date, datetime
+from decimal import Decimal
 
 import numpy as np
 import pytest
@@ -69,22 +70,14 @@ def test_ids_survive_filtering_merging_and_reordering():
     }
 
 
-def test_a_prompt_that_the_file_repeats_is_one_prompt(caplog):
+def test_a_prompt_that_the_file_repeats_is_one_prompt():
     dataset = Dataset.from_dict({"prompt": ["b", "a", "b", "c", "a", "b"], "solution": ["1", "2", "1", "3", "0", "1"]})
-    with caplog.at_level(logging.WARNING, logger="lze_trl.identity"):
-        unique = add_prompt_ids(dataset)
+    unique = add_prompt_ids(dataset)
     # The first of each, in the order of the file; "a" with another answer is another prompt
     assert list(zip(unique["prompt"], unique["solution"], strict=True)) == [
         ("b", "1"), ("a", "2"), ("c", "3"), ("a", "0")
     ]  # fmt: skip
     assert ids(unique) == [prompt_id("b", "1"), prompt_id("a", "2"), prompt_id("c", "3"), prompt_id("a", "0")]
-    assert "Dropped 2 of 6 rows that repeat a prompt and its answer" in caplog.text
-
-
-def test_no_duplicates_no_warning(caplog):
-    with caplog.at_level(logging.WARNING):
-        assert len(add_prompt_ids(Dataset.from_dict({"prompt": ["a", "b"]}))) == 2
-    assert not caplog.records
 
 
 @pytest.mark.parametrize("column", ["solution", "answer", "ground_truth"])
@@ -119,11 +112,17 @@ def test_a_users_unsigned_ids_fit():
     assert found[2] == 5
 
 
-def test_a_row_without_a_users_id():
-    # Without an error, all rows that lack an id would be one prompt, and be dropped but for the first
-    dataset = Dataset.from_dict({"prompt": ["a", "b", "c"], "prompt_id": ["x", None, None]})
-    with pytest.raises(ValueError, match="prompt_id"):
-        add_prompt_ids(dataset)
+def test_a_row_without_a_users_id_is_known_by_its_content():
+    dataset = Dataset.from_dict({"prompt": ["a", "b", "c"], "answer": ["1", "2", "3"], "prompt_id": [7, None, None]})
+    assert ids(add_prompt_ids(dataset)) == [7, prompt_id("b", "2"), prompt_id("c", "3")]
+
+
+def test_rows_that_repeat_a_prompt_can_be_kept_as_prompts_of_their_own():
+    dataset = Dataset.from_dict({"prompt": ["a", "b", "a", "a"]})
+    kept = ids(add_prompt_ids(dataset, deduplicate=False))
+    assert kept[:2] == [prompt_id("a"), prompt_id("b")]
+    assert len(set(kept)) == 4
+    assert kept == ids(add_prompt_ids(dataset, deduplicate=False))  # a resumed run knows them again
 
 
 @pytest.mark.parametrize("known_columns", [True, False])
@@ -186,13 +185,8 @@ def test_twice_is_once():
             {"answer_column": "gold"},
             r"`answer_column='gold'` is not a column of the training set, which has \['answer', 'prompt'\]. Name the",
         ),
-        (
-            {"prompt": ["a", "b", "a"]},
-            {"deduplicate": False},
-            "1 of 3 rows repeat the prompt and answer of another row.* Set `deduplicate=True`, or give each row its own",
-        ),
     ],
-    ids=["empty", "no prompt", "no answer column", "duplicates"],
+    ids=["empty", "no prompt", "no answer column"],
 )
 def test_bad_datasets(columns, kwargs, message):
     with pytest.raises(ValueError, match=message):
@@ -201,4 +195,12 @@ def test_bad_datasets(columns, kwargs, message):
 
 def test_answers_that_json_cannot_express_are_told():
     with pytest.raises(TypeError, match="Name another `answer_column`, or give each row a `prompt_id`"):
-        prompt_id("1+1=", b"2")
+        prompt_id("1+1=", {2})
+
+
+@pytest.mark.parametrize("answer", [b"2", date(2026, 1, 2), datetime(2026, 1, 2, 3), Decimal("2.50")])
+def test_answers_of_every_type_of_a_table_have_an_identity(answer):
+    dataset = Dataset.from_dict({"prompt": ["a", "a"], "answer": [answer, None]})
+    found = ids(add_prompt_ids(dataset))
+    assert found == ids(add_prompt_ids(dataset))
+    assert len(set(found)) == 2

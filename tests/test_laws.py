@@ -24,7 +24,30 @@ SHAPES = {
     "iterated": (6, 2, 2, 2),
     "neither divides": (4, 2, 3, 2),
 }
-PLAIN = {"selector": "all", "pruning": "none", "packing": False}
+PLAIN = {"strategy": "grpo"}
+
+
+def pairwise(*others: list) -> list[tuple]:
+    """
+    Every loss type with two shapes and every shape with two or three loss types; each pair of a loss type or a shape with a
+    value of the other parameters occurs, where these take at most two values.
+    """
+    shapes = list(SHAPES)
+    cases = []
+    for index, loss_type in enumerate(LOSS_TYPES):
+        for turn in range(2):
+            further = [values[(turn + index // len(shapes)) % len(values)] for values in others]
+            cases.append((loss_type, shapes[(index + 3 * turn) % len(shapes)], *further))
+    if others:  # each shape with the other value, too
+        cases += [
+            (
+                LOSS_TYPES[(index + 5) % len(LOSS_TYPES)],
+                name,
+                *(values[(index + 1) % len(values)] for values in others),
+            )
+            for index, name in enumerate(shapes)
+        ]
+    return list(dict.fromkeys(cases))
 
 
 def shape(name: str) -> dict:
@@ -70,8 +93,7 @@ def moved(trainer) -> float:
     return max(float((parameter - start[name]).detach().abs().max()) for name, parameter in weights(trainer).items())
 
 
-@pytest.mark.parametrize("shape_name", SHAPES)
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize(("loss_type", "shape_name"), pairwise())
 def test_everything_selected_is_trl_bit_for_bit(tmp_path, loss_type, shape_name):
     settings = {"loss_type": loss_type} | shape(shape_name)
     ours = train(LZEGRPOTrainer, tmp_path / "ours", **PLAIN, **settings)
@@ -160,9 +182,7 @@ def test_everything_selected_is_trl_on_a_stream_with_duplicates(tmp_path):
     assert distance(ours, theirs) == 0.0
 
 
-@pytest.mark.parametrize("packing", [False, True], ids=["unpacked", "packed"])
-@pytest.mark.parametrize("shape_name", SHAPES)
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize(("loss_type", "shape_name", "packing"), pairwise([False, True]))
 def test_dropping_dead_groups_is_the_full_batch(tmp_path, loss_type, shape_name, packing):
     settings = {"loss_type": loss_type} | shape(shape_name)
     selection = {"selector": "zero_variance", "pruning": "none", "loss_normalizer": "all", "packing": packing}
@@ -173,9 +193,7 @@ def test_dropping_dead_groups_is_the_full_batch(tmp_path, loss_type, shape_name,
     assert distance(ours, theirs) < 1e-5
 
 
-@pytest.mark.parametrize("normalizer", ["selected", "all"])
-@pytest.mark.parametrize("shape_name", SHAPES)
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize(("loss_type", "shape_name", "normalizer"), pairwise(["selected", "all"]))
 def test_packing_changes_nothing(tmp_path, loss_type, shape_name, normalizer):
     settings = {
         "loss_type": loss_type,
@@ -190,8 +208,7 @@ def test_packing_changes_nothing(tmp_path, loss_type, shape_name, normalizer):
     assert distance(on, off) < 1e-5
 
 
-@pytest.mark.parametrize("shape_name", SHAPES)
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize(("loss_type", "shape_name"), pairwise())
 def test_packing_everything_is_trl(tmp_path, loss_type, shape_name):
     settings = {"loss_type": loss_type, "beta": 0.05} | shape(shape_name)
     ours = train(LZEGRPOTrainer, tmp_path / "ours", selector="all", pruning="none", packing=True, **settings)

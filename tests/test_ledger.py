@@ -1,11 +1,14 @@
-"""The ledger: FLOPs counted by hand, and what full data would have cost."""
+"""The ledger: FLOPs counted by hand, and what plain GRPO would have cost for the same number of optimizer steps."""
 
 from dataclasses import asdict
 
+import numpy as np
 import pytest
 
 import tiny
-from lze_trl.ledger import Ledger, TokenCost, token_cost
+from lze_trl.groups import Rollouts
+from lze_trl.ledger import Ledger, TokenCost, account, against_plain, headline, skipped_visits, token_cost, with_plain
+from lze_trl.state import PromptState
 
 
 # Weights of the tiny Qwen2: hidden 16, intermediate 32, 2 heads of 8, 1 key-value head, one layer, V = 73
@@ -35,33 +38,153 @@ def test_frozen_weights_get_no_gradient():
     assert token_cost(model, gradient_checkpointing=False) == TokenCost(2 * USED, 4 * USED + 2 * HEAD)
 
 
+COST = TokenCost(forward=2.0, train=6.0)
+
+
+def rollouts_of(lengths: list[list[int]]) -> Rollouts:
+    """Groups of completions of these lengths, and prompts of 10 tokens; the first completion of each group fails."""
+    sizes = [len(group) for group in lengths]
+    flat = np.concatenate([np.array(group) for group in lengths])
+    outcomes = np.concatenate([np.arange(size) > 0 for size in sizes]).astype(float)
+    return Rollouts(
+        prompt_ids=np.arange(len(lengths)),
+        group=np.repeat(np.arange(len(lengths)), sizes),
+        outcomes=outcomes,
+        rewards=outcomes,
+        prompt_tokens=np.full(len(flat), 10),
+        completion_tokens=flat,
+    )
+
+
+def ledger_of(
+    batches: list[tuple[list[list[int]], list[int]]], batch_rows: int, passes: int = 0, **settings
+) -> Ledger:
+    """A ledger of generation batches, each with the lengths drawn and the rows trained on."""
+    ledger = Ledger(logprob_passes=passes, **settings)
+    for lengths, chosen in batches:
+        drawn = rollouts_of(lengths)
+        groups = PromptState().visit(drawn, 0)
+        account(ledger, drawn, groups, drawn, np.array(chosen, dtype=int), batch_rows, passes, ledger.iterations)
+    return ledger
+
+
+def ratios(totals: dict[str, float]) -> dict[str, float]:
+    return {work.name: work.ratio for work in against_plain(totals)}
+
+
 def test_summary():
-    # 8 completions of 100 tokens in all; 4 more were pruned, of 12.5 tokens each: full data has 150 tokens
+    # 8 completions of 100 tokens in all, of which 60 are trained on, twice; 4 of 12.5 tokens more in a batch of plain GRPO
     ledger = Ledger(
         rows_rolled_out=8,
-        rows_pruned=4,
+        plain_rows=12,
+        plain_tokens=150.0,
         rollout_tokens=100,
         update_tokens=60,
         logprob_passes=1,
         logprob_tokens=30,
         iterations=2,
     )
-    summary = ledger.summary(TokenCost(forward=2.0, train=6.0))
-    assert summary == asdict(ledger) | {
+    assert ledger.summary(COST) == asdict(ledger) | {
         "rollout_flops": 200.0,
         "logprob_flops": 60.0,
         "update_flops": 360.0,
-        "full_rollout_tokens": 150.0,
-        "full_update_tokens": 300.0,
-        "full_rollout_flops": 300.0,
-        "full_logprob_flops": 300.0,
-        "full_update_flops": 1800.0,
+        "plain_rollout_flops": 300.0,
+        "plain_logprob_flops": 300.0,
+        "plain_update_flops": 1800.0,
     }
 
 
+def test_a_batch_of_all_prompts_costs_what_plain_grpo_costs():
+    # P = 3, G = 2, all trained on, three times, with two further forward passes
+    lengths = [[1, 2], [3, 4], [5, 7]]
+    ledger = ledger_of([(lengths, list(range(6)))] * 2, batch_rows=6, passes=2, iterations=3)
+    assert (ledger.plain_rows, ledger.plain_tokens) == (12, pytest.approx(ledger.rollout_tokens))
+    assert ratios(ledger.summary(COST)) == pytest.approx(
+        {"rollouts": 1.0, "logprobs": 1.0, "updates": 1.0, "total": 1.0}
+    )
+
+
+def test_savings_by_hand():
+    # P = 2, G = 2: 22 + 26 tokens, of which the first group is trained on
+    totals = ledger_of([([[1, 1], [3, 3]], [0, 1])], batch_rows=4).summary(COST)
+    rollouts, updates, total = against_plain(totals)
+    assert (rollouts.name, rollouts.tokens, rollouts.flops, rollouts.plain_flops) == ("rollouts", 48, 96, 96)
+    assert (updates.name, updates.tokens, updates.flops, updates.plain_flops) == ("updates", 22, 132, 288)
+    assert (total.name, total.flops, total.plain_flops) == ("total", 228, 384)
+    assert headline(totals) == (
+        "FLOPs, of plain GRPO for the same number of optimizer steps: rollouts 1.00 ×, updates 0.46 ×, total 0.59 ×."
+    )
+
+
+def test_further_completions_of_a_prompt_are_no_saving():
+    # Plain GRPO draws 2 of each prompt: 2·11 + 2·30 tokens. Here the long one got 8, of which 2 are trained on
+    totals = ledger_of([([[1, 1], [20] * 8], [0, 1, 2, 3])], batch_rows=4).summary(COST)
+    assert totals["plain_tokens"] == 2 * 11 + 2 * 30
+    assert ratios(totals) == pytest.approx(
+        {"rollouts": 262 / 82, "updates": 1.0, "total": (2 * 262 + 6 * 82) / (8 * 82)}
+    )
+
+
+def test_further_prompts_of_a_batch_are_no_saving():
+    # As with dynamic sampling: 6 prompts rolled out for a batch of 3, of which 3 are trained on
+    totals = ledger_of([([[5, 5]] * 6, list(range(6)))], batch_rows=6).summary(COST)
+    assert ratios(totals) == pytest.approx({"rollouts": 2.0, "updates": 1.0, "total": 1.25})
+
+
+def test_half_drawn_and_skipped_prompts_are_savings():
+    # Of a batch of 4 prompts × 4, one was skipped, two drawn by half, and the last is trained on
+    totals = ledger_of([([[5, 5], [5, 5], [5] * 4], [4, 5, 6, 7])], batch_rows=16).summary(COST)
+    assert ratios(totals) == pytest.approx({"rollouts": 0.5, "updates": 0.25, "total": (0.5 + 3 * 0.25) / 4})
+
+
+def test_a_batch_of_which_pruning_left_nothing_is_as_long_as_those_before():
+    ledger = ledger_of([([[5, 5]] * 2, [0, 1])], batch_rows=4)
+    ledger.add_plain(4, row_tokens=None)
+    assert ratios(ledger.summary(COST)) == pytest.approx({"rollouts": 0.5, "updates": 0.25, "total": 0.3125})
+
+
+SEVEN_HUNDRED = {
+    # 700 steps of 64 prompts × 8 completions of 100 tokens, 28 % of the groups trained on, and 3.5 times as many visits
+    # left out as made
+    "rows_rolled_out": 700 * 512,
+    "rollout_tokens": 700 * 51_200,
+    "update_tokens": 0.28 * 700 * 51_200,
+}
+
+
+def test_visits_that_a_pass_left_out_are_no_saving():
+    totals = Ledger(**SEVEN_HUNDRED, visits_skipped=156_800, plain_rows=700 * 512, plain_tokens=700 * 51_200)
+    totals = totals.summary(COST)
+    assert ratios(totals) == pytest.approx({"rollouts": 1.0, "updates": 0.28, "total": 0.46})
+    assert "updates 0.28 ×" in headline(totals)
+    assert skipped_visits(totals) == "Visits skipped: 156,800 prompts that pruning left out of a pass."
+
+
+def test_an_older_recording_is_held_against_plain_grpo_too():
+    # As it was recorded before: against the same passes without pruning, 93.8 % of the updates were saved
+    full = 4.5 * SEVEN_HUNDRED["rollout_tokens"]
+    old = SEVEN_HUNDRED | {
+        "groups_pruned": 156_800,
+        "rollout_flops": 2 * SEVEN_HUNDRED["rollout_tokens"],
+        "update_flops": 6 * SEVEN_HUNDRED["update_tokens"],
+        "full_rollout_tokens": full,
+        "full_rollout_flops": 2 * full,
+        "full_logprob_flops": 0.0,
+        "full_update_flops": 6 * full,
+    }
+    assert 1 - old["update_flops"] / old["full_update_flops"] == pytest.approx(0.938, abs=1e-3)
+    totals = with_plain(old, generations=700, batch_rows=512)
+    assert ratios(totals) == pytest.approx({"rollouts": 1.0, "updates": 0.28, "total": 0.46})
+    assert totals["visits_skipped"] == 156_800
+    # Without the size of a batch, nothing is claimed
+    assert against_plain(with_plain(old, 700, None)) == []
+    assert "does not tell" in headline(with_plain(old, 700, None))
+
+
 def test_a_run_that_has_not_begun():
-    summary = Ledger().summary(TokenCost(2.0, 6.0))
-    assert {value for name, value in summary.items() if name.startswith("full")} == {0.0}
+    totals = Ledger().summary(COST)
+    assert {value for name, value in totals.items() if name.startswith("plain")} == {0.0}
+    assert against_plain(totals) == []
 
 
 def test_totals_continue():
@@ -70,9 +193,10 @@ def test_totals_continue():
     assert (ledger.rows_trained, ledger.update_seconds) == (5, 1.5)
 
 
-@pytest.mark.parametrize(
-    "values", [{"rows_trained": 5}, asdict(Ledger()) | {"rows_lost": 1}], ids=["missing", "unknown"]
-)
-def test_totals_of_another_version(values):
-    with pytest.raises(ValueError, match=r"The ledger must have the entries .*'rows_trained'.*, got"):
-        Ledger().load(values)
+def test_totals_of_another_version_are_refused_with_a_way_out():
+    older = asdict(Ledger()) | {"groups_pruned": 1}
+    del older["visits_skipped"]
+    with pytest.raises(
+        ValueError, match=r"lacks \['visits_skipped'\].*unknown entries \['groups_pruned'\].*state_from"
+    ):
+        Ledger().load(older)

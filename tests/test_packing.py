@@ -1,6 +1,7 @@
 """Packing: where a row is computed never changes what it weighs."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,9 +16,11 @@ from lze_trl.packing import (
     Layout,
     MicroBatch,
     Reference,
+    entropy_weights,
     even_reference,
     full_reference,
     loss_scale,
+    micro_step_cost,
     pack,
     padding_efficiency,
     trl_layout,
@@ -36,12 +39,12 @@ def rows_of(layout: Layout) -> list[list[list[int]] | None]:
 
 
 def test_pack_one_process():
-    # S = 4, g = 2, room for two rows of 7 + 9 tokens. Chunk 0 has three rows: the longest two, then the short one. Chunk 1
-    # has two rows, one micro-batch: its first micro-step is empty, so that the last one synchronises
+    # S = 4, g = 2, room for two rows of 7 + 9 tokens. Chunk 0 has three rows: the longest, then the other two. Chunk 1 has
+    # two rows, one micro-batch: its first micro-step is empty, so that the last one synchronises
     geometry = Geometry(num_processes=1, steps_per_generation=4, chunk_steps=2, micro_batch_rows=2)
     completions, prompts = np.array([5, 1, 9, 4, 4]), np.array([3, 3, 3, 2, 7])
     layout = pack(prompts, completions, np.array([0, 0, 0, 1, 1]), geometry)
-    assert rows_of(layout) == [[[2, 0]], [[1]], None, [[4, 3]]]
+    assert rows_of(layout) == [[[2]], [[0, 1]], None, [[4, 3]]]
     assert layout.rows_of(0).tolist() == [0, 1, 2, 3, 4]
 
 
@@ -177,12 +180,13 @@ def test_even_reference():
 def test_full_reference():
     # Three chosen of 12 rows of 2.5 tokens each, in 2 chunks of 6 rows
     geometry = Geometry(1, steps_per_generation=4, chunk_steps=2, micro_batch_rows=3)
-    reference = full_reference(3, 12, 2.5, geometry, keyed_rng(0, 0, "steps"))
+    reference = full_reference(np.array([1.0, 2.0, 1.0]), 12, 2.5, geometry, keyed_rng(0, 0, "steps"))
     assert sorted(np.bincount(reference.chunk).tolist()) == [1, 2]
     assert reference.norm_rows.tolist() == [6.0] * 3
     assert reference.norm_tokens.tolist() == [15.0] * 3
     assert reference.num_items == 30.0
-    assert full_reference(2, 12, 0.0, geometry, keyed_rng(0, 0, "steps")).norm_tokens.tolist() == [1.0] * 2
+    assert full_reference(np.ones(2), 12, 0.0, geometry, keyed_rng(0, 0, "steps")).norm_tokens.tolist() == [1.0] * 2
+    assert reference.weight.tolist() == [1.0, 2.0, 1.0]
 
 
 def test_trl_reference():
@@ -190,7 +194,7 @@ def test_trl_reference():
     #   process 0: rows 0 1 | 2 3, process 1: rows 4 5 | 6 7, each row with 2^row tokens
     geometry = Geometry(2, steps_per_generation=2, chunk_steps=1, micro_batch_rows=2)
     slot, process = np.array([0, 0, 1, 1] * 2), np.repeat([0, 1], 4)
-    reference = trl_reference(slot, process, 2 ** np.arange(8), np.array([1, 2, 6]), geometry)
+    reference = trl_reference(slot, process, 2 ** np.arange(8), np.array([1, 2, 6]), np.ones(3), geometry)
     assert reference.chunk.tolist() == [0, 1, 1]
     assert reference.norm_rows.tolist() == [4, 4, 4]
     assert reference.norm_tokens.tolist() == [2 * (1 + 2), 2 * (4 + 8), 2 * (64 + 128)]  # 2 micro-batches a chunk
@@ -202,7 +206,7 @@ def test_loss_scale():
     geometry = Geometry(2, steps_per_generation=3, chunk_steps=3, micro_batch_rows=2)
     batch = MicroBatch(np.array([[0, 1], [2, 2]]), np.array([[False, False], [False, True]]))
     tokens = np.array([4, 6, 10])
-    reference = Reference(np.zeros(3, dtype=int), np.full(3, 5.0), np.full(3, 40.0), 99.0)
+    reference = Reference(np.zeros(3, dtype=int), np.full(3, 5.0), np.full(3, 40.0), 99.0, np.ones(3))
     for loss_type in ROW_MEAN_LOSSES:
         assert loss_scale(loss_type, batch, 0, tokens, reference, geometry) == (2.4, None)
         assert loss_scale(loss_type, batch, 1, tokens, reference, geometry) == (2.4, None)
@@ -211,17 +215,17 @@ def test_loss_scale():
     # A mean of tokens: TRL divides by the 10 tokens of the micro-batch, the reference by the 40 of the chunk: 10·2·3/40
     assert loss_scale("bnpo", batch, 0, tokens, reference, geometry) == (1.5, None)
     assert loss_scale("bnpo", batch, 1, tokens, reference, geometry) == (1.5, None)  # the filler has no tokens
-    # Where the references differ, tokens do: rows 0 and 1 count 1/40 and 1/20 each, so those of row 1 count double
-    reference = Reference(np.zeros(3, dtype=int), np.full(3, 5.0), np.array([40.0, 20.0, 40.0]), 99.0)
+    # Where the references differ, rows do: the tokens of rows 0 and 1 count 1/40 and 1/20 each, so row 1 counts double
+    reference = Reference(np.zeros(3, dtype=int), np.full(3, 5.0), np.array([40.0, 20.0, 40.0]), 99.0, np.ones(3))
     scale, weights = loss_scale("bnpo", batch, 0, tokens, reference, geometry)
     assert weights.tolist() == [1.0, 2.0]
-    assert scale == (4 + 2 * 6) * 2 * 3 / 40
+    assert scale == (4 + 6) * 2 * 3 / 40
 
 
 def test_only_fillers_weigh_nothing():
     geometry = Geometry(2, steps_per_generation=1, chunk_steps=1, micro_batch_rows=2)
     batch = MicroBatch(np.array([[0], [0]]), np.array([[False], [True]]))
-    reference = Reference(np.zeros(1, dtype=int), np.ones(1), np.ones(1), 1.0)
+    reference = Reference(np.zeros(1, dtype=int), np.ones(1), np.ones(1), 1.0, np.ones(1))
     for loss_type in ROW_MEAN_LOSSES + BATCH_TOKEN_LOSSES + MICRO_BATCH_TOKEN_LOSSES:
         assert loss_scale(loss_type, batch, 1, np.array([1]), reference, geometry) == (0.0, None)
 
@@ -229,7 +233,7 @@ def test_only_fillers_weigh_nothing():
 def test_unknown_loss_type():
     geometry = Geometry(1, steps_per_generation=1, chunk_steps=1, micro_batch_rows=1)
     batch = MicroBatch(np.array([[0]]), np.array([[False]]))
-    reference = Reference(np.zeros(1, dtype=int), np.ones(1), np.ones(1), 1.0)
+    reference = Reference(np.zeros(1, dtype=int), np.ones(1), np.ones(1), 1.0, np.ones(1))
     with pytest.raises(ValueError, match="`loss_type` must be one known to lze_trl, got 'grpo2'"):
         loss_scale("grpo2", batch, 0, np.array([1]), reference, geometry)
 
@@ -268,7 +272,7 @@ def batches(draw, budget: bool = True):
     seed = draw(st.integers(0, 2**16))
     rng = np.random.default_rng(seed)
     prompts, completions = rng.integers(1, 12, size=count), rng.integers(1, 20, size=count)
-    reference = even_reference(completions, np.ones(count), geometry, rng)
+    reference = even_reference(completions, rng.choice([0.5, 1.0, 3.0], size=count), geometry, rng)
     return geometry, prompts, completions, reference
 
 
@@ -353,6 +357,65 @@ def test_packing_by_rows_takes_no_more_memory_than_trl(batch):
             assert len(rows) * widths[1] <= geometry.micro_batch_rows * completions.max()
 
 
+def real_steps(layout: Layout) -> int:
+    return sum(batch is not None for batch in layout.micro_steps)
+
+
+@pytest.mark.parametrize(
+    "cost", [micro_step_cost(False, False), micro_step_cost(True, False), micro_step_cost(True, True)]
+)
+def test_a_batch_of_uneven_lengths_takes_no_more_micro_steps_than_its_rows(cost):
+    # 8 processes × 4 rows × 64 micro-steps, four optimizer steps, ρ = 0.4: 103 micro-steps hold the rows
+    rng = np.random.default_rng(0)
+    count = round(0.4 * 8 * 4 * 256)
+    completions = np.clip(np.exp(rng.normal(np.log(512), 0.8, count)), 1, 4_096).astype(int)
+    prompts = rng.integers(16, 65, size=count)
+    geometry = Geometry(8, 256, 64, micro_batch_rows=4, micro_step_cost=cost)
+    layout = pack(prompts, completions, even_reference(completions, np.ones(count), geometry, rng).chunk, geometry)
+    assert real_steps(layout) <= 1.1 * 103
+    real, computed = np.sum([padding_efficiency(layout, prompts, completions, rank) for rank in range(8)], axis=0)
+    assert real / computed > (0.85 if cost == 256 else 0.7)  # TRL, which pads all rows to the longest: 0.17
+
+
+def test_a_micro_step_costs_more_where_weights_are_gathered():
+    costs = [micro_step_cost(*where) for where in ((False, False), (True, False), (True, True))]
+    assert costs == sorted(costs)
+    assert micro_step_cost(sharded=False, several_nodes=True) == costs[0]
+
+
+@given(batches(), st.sampled_from([0, 10, 300]))
+def test_no_more_micro_steps_than_hold_the_rows(batch, cost):
+    geometry, prompts, completions, reference = batch
+    geometry = replace(geometry, micro_step_cost=cost)
+    layout = pack(prompts, completions, reference.chunk, geometry)
+    for chunk in range(geometry.num_chunks):
+        window = Layout(layout.micro_steps[chunk * geometry.chunk_steps : (chunk + 1) * geometry.chunk_steps])
+        rows = int((reference.chunk == chunk).sum())
+        fewest = -(-rows // (geometry.num_processes * geometry.micro_batch_rows))
+        if geometry.max_tokens is None:
+            assert real_steps(window) <= 1.1 * fewest
+    if geometry.max_tokens is not None:
+        # With a budget, the fewest are those of a micro-step that costs more than all tokens
+        least = pack(prompts, completions, reference.chunk, replace(geometry, micro_step_cost=10**9))
+        assert real_steps(layout) <= 1.1 * real_steps(least)
+
+
+@given(batches(), st.sampled_from([0, 10, 300]))
+def test_a_further_micro_step_saves_more_padding_than_it_costs(batch, cost):
+    geometry, prompts, completions, reference = batch
+    free = replace(geometry, micro_step_cost=cost, further_micro_steps=np.inf)
+    few = replace(free, micro_step_cost=10**9)
+
+    def computed(layout: Layout) -> int:  # of a process, had it the longest row of all
+        each = [(step.rows.shape[1], step.rows.ravel()) for step in filter(None, layout.micro_steps)]
+        return sum(count * (prompts[rows].max() + completions[rows].max()) for count, rows in each)
+
+    more, least = (pack(prompts, completions, reference.chunk, shape) for shape in (free, few))
+    further = real_steps(more) - real_steps(least)
+    assert further >= 0
+    assert computed(least) - computed(more) >= further * cost
+
+
 @given(st.integers(1, 3), st.integers(0, 20), st.integers(1, 80), st.integers(0, 2**16))
 def test_the_token_budget_is_kept(processes, count, max_tokens, seed):
     # As many micro-steps as rows: the budget never has to give way to the number of micro-steps
@@ -379,16 +442,16 @@ def trl_weights(
     for batch in filter(None, layout.micro_steps):
         for process in range(geometry.num_processes):
             rows, real = batch.rows[process], ~batch.filler[process]
-            scale, token_weights = loss_scale(loss_type, batch, process, loss_tokens, reference, geometry)
-            mask = np.ones(len(rows)) if token_weights is None else token_weights
+            scale, own = loss_scale(loss_type, batch, process, loss_tokens, reference, geometry)
+            own = np.ones(len(rows)) if own is None else own
             if loss_type in ROW_MEAN_LOSSES:
-                mean = np.full(len(rows), 1 / len(rows))
+                mean = own / len(rows)
             elif loss_type in MICRO_BATCH_TOKEN_LOSSES:
-                mean = mask / max((mask * loss_tokens[rows] * real).sum(), 1.0)
+                mean = own / max((loss_tokens[rows] * real).sum(), 1.0)
             else:
                 window = max(reference.num_items, 1.0) * accumulation / geometry.steps_per_generation
                 # This normaliser holds the accumulation already
-                mean = np.full(len(rows), accumulation * geometry.num_processes / window)
+                mean = own * accumulation * geometry.num_processes / window
             np.add.at(weights, rows[real], (scale * mean / accumulation / geometry.num_processes)[real])
     return weights
 
@@ -397,11 +460,27 @@ def reference_weights(loss_type: str, reference: Reference, geometry: Geometry) 
     """What each row is to weigh: a window of A micro-steps holds A / g chunks, each averaged on its own."""
     accumulation = geometry.chunk_steps
     if loss_type in ROW_MEAN_LOSSES:
-        return geometry.chunk_steps / accumulation / reference.norm_rows
+        return reference.weight * geometry.chunk_steps / accumulation / reference.norm_rows
     if loss_type in MICRO_BATCH_TOKEN_LOSSES:
-        return geometry.chunk_steps / accumulation / reference.norm_tokens
+        return reference.weight * geometry.chunk_steps / accumulation / reference.norm_tokens
     per_token = geometry.steps_per_generation / accumulation / max(reference.num_items, 1.0)
-    return np.full(len(reference.chunk), per_token)
+    return reference.weight * per_token
+
+
+def entropy_weights_of(
+    loss_type: str, layout: Layout, loss_tokens: np.ndarray, reference: Reference, geometry: Geometry
+) -> np.ndarray:
+    """Weight of the entropy of each chosen row's tokens in an optimizer step, as `trl_weights`."""
+    weights = np.zeros(len(loss_tokens))
+    for batch in filter(None, layout.micro_steps):
+        for process in range(geometry.num_processes):
+            rows, real = batch.rows[process], ~batch.filler[process]
+            scale, _ = loss_scale(loss_type, batch, process, loss_tokens, reference, geometry)
+            found = entropy_weights(batch, process, scale, loss_tokens, reference, geometry)
+            if found is None:
+                found = np.full(len(rows), scale / max(loss_tokens[rows[real]].sum(), 1))
+            np.add.at(weights, rows[real], found[real] / geometry.chunk_steps / geometry.num_processes)
+    return weights
 
 
 LOSSES = [*ROW_MEAN_LOSSES, *MICRO_BATCH_TOKEN_LOSSES, *BATCH_TOKEN_LOSSES]
@@ -416,6 +495,10 @@ def test_the_layout_does_not_change_what_a_chosen_row_weighs(loss_type, name, ba
     layout = LAYOUTS[name](geometry, prompts, loss_tokens, reference.chunk)
     weights = trl_weights(loss_type, layout, loss_tokens, reference, geometry)
     np.testing.assert_allclose(weights, reference_weights(loss_type, reference, geometry))
+    np.testing.assert_allclose(
+        entropy_weights_of(loss_type, layout, loss_tokens, reference, geometry),
+        reference_weights("bnpo", reference, geometry),
+    )
     if loss_type in ROW_MEAN_LOSSES:  # each chunk is a mean over its rows
         totals = np.bincount(reference.chunk, weights=weights, minlength=geometry.num_chunks)
         np.testing.assert_allclose(totals[np.unique(reference.chunk)], 1.0)
@@ -434,16 +517,16 @@ def test_dropping_rows_does_not_change_what_the_others_weigh(loss_type, name, ge
     order = np.concatenate([rng.permutation(per_process) for _ in range(geometry.num_processes)])
     slot, process = order // geometry.micro_batch_rows, np.repeat(np.arange(geometry.num_processes), per_process)
     everything = np.arange(count)
-    full = trl_reference(slot, process, loss_tokens, everything, geometry)
+    full = trl_reference(slot, process, loss_tokens, everything, np.ones(count), geometry)
     theirs = trl_layout(slot, process, order, geometry)
     for micro_batch in theirs.micro_steps:  # nothing is scaled: this is TRL
         for rank in range(geometry.num_processes):
             scale, weights = loss_scale(loss_type, micro_batch, rank, loss_tokens, full, geometry)
-            assert scale == pytest.approx(1.0)
-            assert weights is None
+            assert (scale, weights) == (1.0, None)
+            assert entropy_weights(micro_batch, rank, scale, loss_tokens, full, geometry) is None
     expected = trl_weights(loss_type, theirs, loss_tokens, full, geometry)
     chosen = np.flatnonzero(rng.random(count) < data.draw(st.sampled_from([0.0, 0.3, 1.0])))
-    reference = trl_reference(slot, process, loss_tokens, chosen, geometry)
+    reference = trl_reference(slot, process, loss_tokens, chosen, np.ones(len(chosen)), geometry)
     layout = LAYOUTS[name](geometry, prompts[chosen], loss_tokens[chosen] + 1, reference.chunk)
     weights = trl_weights(loss_type, layout, loss_tokens[chosen], reference, geometry)
     # A row without a loss token weighs nothing in a loss over tokens, whatever its factor

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from lze_trl.groups import Groups
 from lze_trl.pruning import (
     GresoPruner,
     PromptStream,
@@ -17,7 +18,7 @@ from lze_trl.pruning import (
     skip_probability,
 )
 from lze_trl.state import PromptState, StateSettings
-from samples import rollouts
+from samples import NAN, rollouts
 
 
 def pruner(*solved: int, replay_ratio: float = 0.1, seed: int = 7) -> Pruner:
@@ -126,7 +127,7 @@ def test_forward_pruning_learns_nothing_from_a_batch():
     some = pruner(*range(20))
     some.begin_pass(3)
     before = some.tensors()
-    some.observe(np.array([1.0, 0.0, np.nan]))
+    some.observe(groups_of([[1.0], [0.0], [NAN]]))
     for name, values in some.tensors().items():
         np.testing.assert_array_equal(values, before[name])
 
@@ -219,11 +220,16 @@ def test_the_marks_of_forward_pruning_play_no_part():
     assert some.keeps(np.array([1, 2, 3])).all()
 
 
-SOLVED, HALF, HOPELESS, UNSCORED = 1.0, 0.5, 0.0, float("nan")
+SOLVED, HALF, HOPELESS, UNSCORED = [1.0, 1.0], [1.0, 0.0], [0.0, 0.0], [NAN, NAN]
+
+
+def groups_of(outcomes: list[list[float]]) -> Groups:
+    """Groups of prompts 0, 1, 2, …, with their outcomes."""
+    return PromptState().visit(rollouts(dict(enumerate(outcomes))), 0)
 
 
 @pytest.mark.parametrize(
-    ("pass_rates", "p_easy", "p_hard"),
+    ("outcomes", "p_easy", "p_hard"),
     [
         # Wanted: a share of 3/4 of dead groups, so 1/4 of solved and 2/4 of hopeless ones. Step 0.04, from 0.5
         ([HALF] * 4, 0.54, 0.54),
@@ -233,15 +239,16 @@ SOLVED, HALF, HOPELESS, UNSCORED = 1.0, 0.5, 0.0, float("nan")
         ([HOPELESS] * 2 + [HALF] * 2, 0.54, 0.46),
         ([SOLVED] * 5 + [HOPELESS] * 5, 0.46, 0.46),
         ([SOLVED] + [HALF] * 3 + [UNSCORED] * 9, 0.46, 0.54),  # the share is that of the scored groups
-        ([0.999, 0.001], 0.54, 0.54),
+        ([[1.0, 0.999], [0.0, 0.001]], 0.54, 0.54),
+        ([[0.5, 0.5]], 0.54, 0.46),  # rewards that are equal and not the highest
         ([UNSCORED] * 3, 0.5, 0.5),
         ([], 0.5, 0.5),
     ],
 )
-def test_exploration_follows_the_share_of_dead_groups(pass_rates, p_easy, p_hard):
+def test_exploration_follows_the_share_of_dead_groups(outcomes, p_easy, p_hard):
     some = GresoPruner(PromptState(), seed=7, exploration=0.5, target=0.75, step=0.04)
     some.begin_pass(1)
-    some.observe(np.array(pass_rates))
+    some.observe(groups_of(outcomes))
     assert (some.p_easy, some.p_hard) == (pytest.approx(p_easy), pytest.approx(p_hard))
 
 
@@ -249,21 +256,21 @@ def test_exploration_has_bounds():
     some = GresoPruner(PromptState(), seed=7, exploration=0.5, target=0.25, step=0.1)
     some.begin_pass(1)
     for _ in range(10):
-        some.observe(np.array([SOLVED, HALF]))
+        some.observe(groups_of([SOLVED, HALF]))
     assert (some.p_easy, some.p_hard) == (0.05, 0.95)
     for _ in range(10):
-        some.observe(np.array([HOPELESS, HALF]))
+        some.observe(groups_of([HOPELESS, HALF]))
     assert (some.p_easy, some.p_hard) == (0.95, 0.05)
 
 
 def test_the_first_pass_adjusts_nothing():
     some = GresoPruner(PromptState(), seed=7)
     for _ in range(2):
-        some.observe(np.array([HOPELESS, HOPELESS]))
+        some.observe(groups_of([HOPELESS, HOPELESS]))
         some.begin_pass(0)
     assert (some.p_easy, some.p_hard) == (0.5, 0.5)
     some.begin_pass(1)
-    some.observe(np.array([HOPELESS, HOPELESS]))
+    some.observe(groups_of([HOPELESS, HOPELESS]))
     assert (some.p_easy, some.p_hard) == (pytest.approx(0.51), pytest.approx(0.49))
 
 
@@ -272,14 +279,14 @@ def test_greso_is_continued_after_a_resume():
     whole = GresoPruner(state, seed=7)
     whole.begin_pass(1)
     for _ in range(3):
-        whole.observe(np.array([HOPELESS, HALF]))
+        whole.observe(groups_of([HOPELESS, HALF]))
     tensors = whole.tensors()
     resumed = GresoPruner(state, seed=7)
     resumed.load(tensors)
     assert resumed.pass_index == 1
     np.testing.assert_array_equal(resumed.left_out, whole.left_out)
     for some in (whole, resumed):
-        some.observe(np.array([SOLVED, HALF]))
+        some.observe(groups_of([SOLVED, HALF]))
         some.begin_pass(2)
     np.testing.assert_array_equal(resumed.left_out, whole.left_out)
     assert (resumed.p_easy, resumed.p_hard) == (whole.p_easy, whole.p_hard)
@@ -518,7 +525,7 @@ def test_a_resumed_stream_hands_out_the_rest(num_prompts, before, shuffle, greso
             batch = np.concatenate([batch, stream.take(more, batch)]).tolist()
             taken.append(batch)
             outcomes = {row: [0.0 if row in never or (row + step) % 5 == 0 else 1.0] for row in batch}
-            stream.pruner.observe(stream.pruner.state.visit(rollouts(outcomes), step).pass_rates)
+            stream.pruner.observe(stream.pruner.state.visit(rollouts(outcomes), step))
         return taken
 
     whole = build()

@@ -1,29 +1,37 @@
-"""Every gold answer of the public sets is read, and equals itself when a completion boxes it."""
+"""Every prompt of the public sets holds its problem; every gold answer is read, and equals itself when it is boxed."""
 
 import os
+import re
 from pathlib import Path
 
 import datasets
 import pytest
+from datasets import Dataset
 
-from lze_trl.datasets import load_mixture, load_prompts
-from lze_trl.datasets.audit import audit
+from lze_trl.data import load_mixture, load_prompts
+from lze_trl.data.audit import audit
 from lze_trl.rewards import accuracy_reward
 
 
 DATA = Path(os.environ.get("LZE_SHARED", Path(__file__).resolve().parents[1].parent / "shared")) / "data"
 
-# file: rows, rows that repeat an earlier one, further gold answers of a prompt that has several
+# file: rows, rows that repeat an earlier one, further gold answers of a prompt that has several, at most so many gold
+# answers in words
 FILES = {
-    "gsm8k/train.jsonl": (7473, 0, 0),
-    "gsm8k/test.jsonl": (1319, 0, 0),
-    "math/train_sample_500.jsonl": (500, 0, 0),
-    "math_500/test.jsonl": (500, 0, 0),
-    "amc23/test.jsonl": (40, 0, 0),
-    "aime24/test.jsonl": (30, 0, 0),
-    "dapo_math/train.parquet": (17917, 512, 7),
-    "gsm8k_calc/train.jsonl": (5504, 0, 61),
-    "gsm8k_calc/test.jsonl": (1432, 0, 1),
+    "gsm8k/train.jsonl": (7473, 0, 0, 0),
+    "gsm8k/test.jsonl": (1319, 0, 0, 0),
+    "math/train_sample_500.jsonl": (500, 0, 0, 0),
+    "math_500/test.jsonl": (500, 0, 0, 0),
+    "amc23/test.jsonl": (40, 0, 0, 0),
+    "aime24/test.jsonl": (30, 0, 0, 0),
+    "dapo_math/train.parquet": (17917, 512, 7, 0),
+    "gsm8k_calc/train.jsonl": (5504, 0, 61, 0),
+    "gsm8k_calc/test.jsonl": (1432, 0, 1, 0),
+    "asdiv/test.jsonl": (2215, 1, 0, 63),
+    "svamp/test.jsonl": (1000, 0, 0, 0),
+    "mawps/test.jsonl": (2065, 84, 0, 0),
+    "math_hard/test.jsonl": (1324, 0, 0, 2),
+    "serl_seeds/seeds_500.jsonl": (500, 0, 0, 0),
 }
 
 pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason=f"the data folder {DATA} is not there")
@@ -45,23 +53,81 @@ def file(request):
 @pytest.mark.slow
 def test_every_gold_answer_is_read_and_equals_itself(file):
     (entry,) = audit([str(DATA / file)])
-    rows, duplicates, conflicts = FILES[file]
+    rows, duplicates, conflicts, words = FILES[file]
     assert (entry.rows, entry.duplicates, entry.conflicts) == (rows, duplicates, conflicts)
-    assert (entry.expressions, entry.texts, entry.missing, entry.unreadable) == (rows, 0, 0, 0)
+    assert (entry.expressions + entry.texts, entry.missing, entry.unreadable) == (rows, 0, 0)
+    assert entry.texts <= words
     assert (entry.unverified, entry.unverified_examples) == (0, ())
 
 
+def test_every_prompt_holds_the_whole_problem(file):
+    path = DATA / file
+    raw = Dataset.from_parquet(str(path)) if path.suffix == ".parquet" else Dataset.from_json(str(path))
+    dataset = load_prompts(str(path))
+    assert len(dataset) == len(raw)
+    names = [name for name in ("body", "question", "problem", "prompt") if name in raw.column_names]
+    for row, messages in zip(raw.select_columns(names), dataset["prompt"], strict=True):
+        shown = messages[-1]["content"]
+        for part in row.values():
+            text = part if isinstance(part, str) else part[-1]["content"]
+            assert text.strip() in shown
+            assert shown.count(text) == 1
+
+
+@pytest.fixture(scope="module")
+def golds(tmp_path_factory):
+    """Every gold answer of every file, once."""
+    cache = datasets.config.HF_DATASETS_CACHE
+    datasets.config.HF_DATASETS_CACHE = tmp_path_factory.mktemp("cache")
+    files = sorted(path for path in DATA.glob("*/*") if path.suffix in (".jsonl", ".parquet"))
+    found = sorted({gold for path in files for gold in load_prompts(str(path))["solution"]})
+    datasets.config.HF_DATASETS_CACHE = cache
+    return found
+
+
+def wrongly_scored(golds, answers, expected):
+    completions = [rf"So it is $\boxed{{{answer}}}$." for answer in answers]
+    scores = accuracy_reward(completions, golds)
+    return [pair for *pair, score in zip(golds, answers, scores, strict=True) if score != expected]
+
+
+def value(gold):
+    """
+    A gold without what does not count: "118 \\text{ dollars}" and "118.0" are equal, "20\\%" and "20^\\circ", "1:7" and 1/7,
+    "52_8" and "52" (a problem that asks for base 8 need not be answered with it).
+    """
+    text = re.sub(r"\\(?:text|mbox) ?\{[^}]*\}(?:\^\d)?|\^\\circ|\\%|_\{?\d\}?|\\[!$]|(?<=\d),(?=\d{3})|\s", "", gold)
+    text = (
+        re.sub(r"(\d+):(\d+)", r"\\frac{\1}{\2}", text.rstrip(".")).replace("tfrac", "frac").replace("dfrac", "frac")
+    )
+    return float(text) if re.fullmatch(r"-?\d*\.?\d+", text) else text
+
+
 @pytest.mark.slow
-def test_golds_of_other_rows_do_not_match(file):
-    # Each row is scored with the gold answer of the next row that has a different one
-    golds = list(dict.fromkeys(load_prompts(str(DATA / file))["solution"]))[:400]
-    completions = [rf"\boxed{{{gold}}}" for gold in golds[1:] + golds[:1]]
-    matches = [
-        (gold, completion)
-        for gold, completion, reward in zip(golds, completions, accuracy_reward(completions, golds), strict=True)
-        if reward != 0.0
-    ]
-    assert matches == []
+def test_every_gold_answer_of_every_file_equals_itself(golds):
+    assert len(golds) > 4000
+    assert wrongly_scored(golds, golds, 1.0) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [1, 997])
+def test_golds_of_other_problems_do_not_match(golds, step):
+    # Neighbours in the alphabet are alike, and those further away are not
+    others = golds[step:] + golds[:step]
+    assert [pair for pair in wrongly_scored(golds, others, 0.0) if value(pair[0]) != value(pair[1])] == []
+
+
+@pytest.mark.slow
+def test_golds_with_a_digit_changed_do_not_match(golds):
+    originals, changed = [], []
+    for gold in golds:
+        # The 2 of square inches is not a digit of the answer
+        places = [match.start() for match in re.finditer(r"\d", gold.partition(r"\mbox")[0])]
+        for place in {*places[:1], *places[-1:]}:
+            originals.append(gold)
+            changed.append(gold[:place] + str((int(gold[place]) + 3) % 10) + gold[place + 1 :])
+    assert len(changed) > 7000
+    assert wrongly_scored(originals, changed, 0.0) == []
 
 
 def test_worked_solutions_give_the_answers_that_math_publishes():
@@ -87,3 +153,17 @@ def test_columns_that_carry_meaning_survive():
     for prompt in dataset["prompt"]:
         assert [message["role"] for message in prompt] == ["system", "user"]
         assert prompt[1]["content"].endswith("\nBox the answer.")
+
+
+def test_joining_gives_the_problems_that_asdiv_was_published_with(tmp_path):
+    path = DATA / "asdiv" / "test.jsonl"
+    if not path.is_file():
+        pytest.skip(f"{path} is not there")
+    published = load_prompts(str(path))
+    apart = Dataset.from_json(str(path)).map(lambda row: {"question": row["question"].removeprefix(row["body"])})
+    apart.to_json(tmp_path / "apart.jsonl")
+    joined = load_prompts(str(tmp_path / "apart.jsonl"))
+    words = [[" ".join(messages[0]["content"].split()) for messages in data["prompt"]] for data in (joined, published)]
+    differing = [pair for pair in zip(*words, strict=True) if pair[0] != pair[1]]
+    assert differing == []
+    assert joined["solution"] == published["solution"]

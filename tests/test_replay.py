@@ -3,8 +3,10 @@
 import json
 import shutil
 import sys
+from dataclasses import fields
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
@@ -16,8 +18,7 @@ from lze_trl.groups import Groups, Rollouts
 from lze_trl.pruning import keyed_rng
 from lze_trl.replay import ReplayError, records, replay, show_replay
 from lze_trl.replay.foresight import Foreseer
-from lze_trl.replay.records import fractions, rebuild
-from lze_trl.replay.rules import rules_of
+from lze_trl.replay.records import groups_of
 from lze_trl.selectors import RandomSelector
 from lze_trl.state import PromptState, StateSettings
 from lze_trl.telemetry import GenerationRecord, MissingTelemetryError, TelemetryWriter
@@ -58,10 +59,11 @@ def record_of(generation, rollouts, groups, selected, ledger=None):
         groups=groups,
         selected=selected,
         pruned=np.zeros(len(groups), dtype=bool),
-        skipped_prompt_ids=np.empty(0, dtype=np.int64),
+        skipped=0,
         rewards=rollouts.rewards[:, np.newaxis],
         reward_names=["reward"],
         rollouts=rollouts,
+        loss_tokens=rollouts.completion_tokens,
         prompts=["prompt"] * len(groups),
         ledger=ledger,
     )
@@ -71,7 +73,7 @@ def record_run(directory, batches, chosen, ledger=None, first=0, **settings):
     """
     A run that visited `batches`, the outcomes of each prompt, and trained on the prompts of `chosen`.
 
-    Every batch is a file of its own until the end, when they are merged and sorted by prompt.
+    Every batch is flushed by itself.
     """
     state = PromptState()
     writer = TelemetryWriter(
@@ -86,79 +88,33 @@ def record_run(directory, batches, chosen, ledger=None, first=0, **settings):
     return directory
 
 
-def drop_columns(directory, *names):
+def make_older(directory):
     """Make the groups of a run look as an earlier version wrote them."""
     for path in (directory / "telemetry" / "groups").glob("*.parquet"):
-        pq.write_table(pq.ParquetFile(path).read().drop_columns(list(names)), path)
+        table = pq.ParquetFile(path).read().drop_columns(["position", "scored", "loss_tokens"])
+        types = [pa.float32() if field.type == pa.float64() else field.type for field in table.schema]
+        pq.write_table(table.cast(pa.schema(zip(table.column_names, types, strict=True))), path)
 
 
 # ---- What the selector saw ----
 
 
-@given(st.integers(1, 200).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))), st.integers(0, 3))
-def test_fractions_are_found_again_in_full(fraction, unscored):
-    passes, scored = fraction
-    rate = passes / scored
-    found, denominator = fractions(np.array([rate], dtype=np.float32), np.array([scored + unscored]))
-    assert found[0] == rate
-    assert scored <= denominator[0] <= scored + unscored
+VALUES = {"passes": [0.0, 1.0, NAN], "graded": [0.0, 0.1, 0.3, 0.7, 1.0, NAN]}
 
 
-def test_rates_that_are_no_fractions_stay_as_they_are():
-    rates = np.array([NAN, 0.3, 2 / 3], dtype=np.float32)
-    found, denominators = fractions(rates, np.array([4, 4, 4]))
-    assert np.isnan(found[0])
-    assert found[1] == np.float64(np.float32(0.3))
-    assert found[2] == 2 / 3  # one of the four completions could not be scored
-    assert denominators.tolist() == [0, 4, 3]
-
-
-@given(
-    st.lists(
-        st.lists(st.lists(st.sampled_from([0.0, 1.0, NAN]), min_size=1, max_size=7), min_size=3, max_size=3),
-        max_size=4,
-    ),
-    st.sampled_from([0.0, 0.05, 0.9]),
-)
-def test_groups_are_rebuilt_as_they_were(visits, floor):
-    rules = rules_of(SETTINGS | {"difficulty_floor": floor, "momentum_weight": 0.7}, None, None)
-    state = PromptState(rules.state)
+@given(st.data(), st.sampled_from(list(VALUES)), st.booleans())
+def test_groups_are_read_back_as_they_were(data, kind, named):
+    group = st.lists(st.sampled_from(VALUES[kind]), min_size=1, max_size=7)
+    visits = data.draw(st.lists(st.lists(group, min_size=3, max_size=3), max_size=4))
+    state = PromptState(StateSettings(named_outcome=named))
     for generation, outcomes in enumerate(visits):
         rollouts = rollouts_of(dict(enumerate(outcomes)))
         seen = state.visit(rollouts, generation)
         table = groups_table(record_of(generation, rollouts, seen, seen.alive))
-        rebuilt, scored = rebuild({name: table[name].to_numpy() for name in table.column_names}, rules)
-        assert scored.tolist() == [int(np.sum(~np.isnan(values))) for values in outcomes]
-        for name in (
-            "prompt_ids",
-            "sizes",
-            "pass_rates",
-            "difficulty",
-            "momentum",
-            "first_pass_rates",
-            "ema",
-            "visits",
-        ):
-            np.testing.assert_array_equal(getattr(rebuilt, name), getattr(seen, name), err_msg=name)
-        for name in ("prompt_tokens", "completion_tokens", "replayed", "alive"):
-            np.testing.assert_array_equal(getattr(rebuilt, name), getattr(seen, name), err_msg=name)
-        # A mean of squares depends in its last bit on the order of the completions
-        np.testing.assert_allclose(rebuilt.uncertainty, seen.uncertainty, rtol=1e-14)
-        np.testing.assert_allclose(rebuilt.energies, seen.energies, rtol=1e-14)
-        np.testing.assert_allclose(rebuilt.reward_std, seen.reward_std, rtol=1e-6)
-
-
-def test_graded_outcomes_are_those_recorded():
-    rules = rules_of(SETTINGS | {"energy_outcome": "reward"}, None, None)
-    rollouts = rollouts_of({1: [0.0, 0.25, 0.5], 2: [0.5, 0.5, NAN], 3: [NAN, NAN, NAN]})
-    seen = PromptState().visit(rollouts, 0)
-    table = groups_table(record_of(0, rollouts, seen, seen.alive))
-    rebuilt, scored = rebuild({name: table[name].to_numpy() for name in table.column_names}, rules)
-    # The mean is 1/4, and the variance 1/24 and not p·(1 − p)
-    np.testing.assert_allclose(rebuilt.uncertainty, [1 / 6, 0, 0], rtol=1e-6)
-    np.testing.assert_allclose(rebuilt.energies, seen.energies, rtol=1e-6)
-    assert rebuilt.alive.tolist() == [True, False, False]
-    assert scored.tolist() == [3, 2, 0]
+        read = groups_of({name: table[name].to_numpy() for name in table.column_names}, named)
+        for field in fields(Groups):
+            np.testing.assert_array_equal(getattr(read, field.name), getattr(seen, field.name), err_msg=field.name)
+        assert table["scored"].to_pylist() == [int(np.sum(~np.isnan(values))) for values in outcomes]
 
 
 # ---- The comparison ----
@@ -166,7 +122,7 @@ def test_graded_outcomes_are_those_recorded():
 
 def test_every_number_of_the_comparison(tmp_path):
     # Tokens of the groups: 4·5 + completions: 30, 46, 62, 78, 94; together 310. What the run took, its ledger knows
-    ledger = {"update_tokens": 100.0, "full_update_tokens": 620.0, "full_update_flops": 6200.0}
+    ledger = {"update_tokens": 100.0, "plain_rows": 20.0, "plain_tokens": 620.0, "plain_update_flops": 6200.0}
     record_run(tmp_path, [BATCH], [{50, 30}], ledger)
     result = replay(tmp_path, ["energy", "zero_variance", "all"])
     run, energy, zero_variance, everything = result.choices
@@ -175,14 +131,14 @@ def test_every_number_of_the_comparison(tmp_path):
 
     assert (run.groups, run.live_share, run.jaccard, run.shared) == (2, 1.0, 1.0, 1.0)
     assert (run.energy, run.pass_rate) == (pytest.approx(0.6875 / 2), 0.625)
-    assert (run.update_tokens, run.of_run, run.of_full) == (100, 1.0, pytest.approx(100 / 620))
+    assert (run.update_tokens, run.of_run, run.of_plain) == (100, 1.0, pytest.approx(100 / 620))
 
     # K = 2: 40 and 50; a random pair shares 2·2/5 = 0.8 groups with the run's
     assert (energy.groups, energy.live_share, energy.energy, energy.pass_rate) == (2, 1.0, 0.53125, 0.375)
     assert (energy.jaccard, energy.shared) == (pytest.approx(1 / 3), 0.5)
     assert (energy.random_jaccard, energy.random_shared) == (pytest.approx(0.8 / 3.2), pytest.approx(0.4))
     assert (energy.update_tokens, energy.update_flops) == (76, 760)
-    assert (energy.of_run, energy.of_full) == (0.76, pytest.approx(76 / 620))
+    assert (energy.of_run, energy.of_plain) == (0.76, pytest.approx(76 / 620))
 
     assert (zero_variance.groups, zero_variance.shared, zero_variance.random_shared) == (3, 1.0, pytest.approx(0.6))
     assert zero_variance.jaccard == pytest.approx(2 / 3)
@@ -192,11 +148,11 @@ def test_every_number_of_the_comparison(tmp_path):
     assert everything.jaccard == everything.random_jaccard == pytest.approx(0.4)
 
 
-def test_without_a_ledger_full_data_is_what_was_rolled_out(tmp_path):
+def test_without_a_ledger_plain_grpo_is_what_was_rolled_out(tmp_path):
     record_run(tmp_path, [BATCH], [{50, 30}], num_iterations=2)
     run, energy = replay(tmp_path, ["energy"]).choices
     assert (run.update_tokens, energy.update_tokens) == (2 * 92, 2 * 76)
-    assert energy.of_full == pytest.approx(76 / 310)
+    assert energy.of_plain == pytest.approx(76 / 310)
     assert np.isnan(energy.update_flops)
 
 
@@ -222,16 +178,17 @@ def test_groups_have_their_places_and_their_random_numbers(tmp_path):
 
 def test_a_run_without_places_is_replayed_and_says_so(tmp_path):
     record_run(tmp_path, [BATCH] * 6, [random_choice(generation) for generation in range(6)])
-    drop_columns(tmp_path, "position", "scored")
+    make_older(tmp_path)
     result = replay(tmp_path, ["random", "energy"])
     assert result.choices[1].jaccard < 1.0
     assert result.choices[2].groups == 12  # which needs no places
     assert "places of the groups" in result.notes[0]
+    assert "in 32 bits" in result.notes[1]
 
 
 def test_a_run_resumed_by_a_version_that_records_places(tmp_path):
     record_run(tmp_path, [BATCH], [random_choice(0)])
-    drop_columns(tmp_path, "position", "scored")
+    make_older(tmp_path)
     record_run(tmp_path, [BATCH] * 5, [random_choice(generation) for generation in range(1, 6)], first=1)
     result = replay(tmp_path, ["random"])
     assert result.generations == 6
@@ -241,7 +198,7 @@ def test_a_run_resumed_by_a_version_that_records_places(tmp_path):
 
 def test_reading_in_pieces_changes_nothing(tmp_path, monkeypatch):
     batches = [BATCH, {40: [0, 1, 0]}, {50: [1, 1], 7: [1, 0, 0, 0, 0]}, BATCH]
-    ledger = {"full_update_tokens": 900.0, "full_update_flops": 1800.0}
+    ledger = {"plain_rows": 20.0, "plain_tokens": 900.0, "plain_update_flops": 1800.0}
     record_run(tmp_path, batches, [{50}, set(), {7}, {40, 30}], ledger)
     whole = replay(tmp_path, ["energy", "random"], gumbel_scale=0.3)
     for rows in (1, 4, 7):
@@ -411,7 +368,7 @@ def test_the_command_prints_and_writes(tmp_path, capsys):
     shown = capsys.readouterr().out
     lines = {line.split()[0]: line.split() for line in shown.splitlines() if line.strip()}
     assert lines["energy"][1:] == [
-        *("4", "100%", "0.531", "0.375", "0.33", "(0.25)", "50%", "(40%)", "152", "–", "82.6%", "24.5%"),
+        *("4", "100%", "0.531", "0.375", "0.33", "(0.25)", "50%", "(40%)", "152", "–", "82.6%", "0.25", "×"),
     ]
     assert "ρ = 0.4, seed 3" in shown
     assert "Brier score" in shown
@@ -482,6 +439,8 @@ def mostly_scored(completions, **kwargs):
         pytest.param({"selector": "zero_variance"}, marks=pytest.mark.slow),
         pytest.param({"selector": "all"}, marks=pytest.mark.slow),
         pytest.param({"num_generations": 5, "reward": mostly_scored}, marks=pytest.mark.slow),
+        # Most groups have no completion that ends, and take no place of another
+        {"selector": "random", "mask_truncated_completions": True},
         pytest.param({"controller": "allocation", "young_rollouts": 4}, marks=pytest.mark.slow),
         pytest.param({"controller": "dynamic", "surplus_max_age": 3, "selection_ratio": 0.2}, marks=pytest.mark.slow),
         pytest.param({"controller": "reinforce_ada_balanced", "round_size": 2}, marks=pytest.mark.slow),
@@ -503,7 +462,7 @@ def test_the_runs_own_selector_chooses_what_the_run_chose(tmp_path, settings):
     else:
         assert (again.update_tokens, again.groups) == (savings["update_tokens"], savings["groups_trained"])
         assert again.update_flops == pytest.approx(savings["update_flops"])
-        assert again.of_full == pytest.approx(savings["update_flops"] / savings["full_update_flops"])
+        assert again.of_plain == pytest.approx(savings["update_flops"] / savings["plain_update_flops"])
     calibration = trainer._dead.calibration
     assert (result.foresight.groups, result.foresight.brier) == (len(calibration), calibration.brier)
     assert result.foresight.groups > 0

@@ -12,20 +12,7 @@ from hypothesis import strategies as st
 
 from lze_trl.exchange import Completions
 from lze_trl.groups import Rollouts
-from lze_trl.rollout import Scored, by_group, joined, local_loss_tokens, outcomes_of, without_empty_groups
-from samples import NAN
-
-
-def test_a_pass_is_above_the_threshold():
-    rewards = np.array([0.0, 0.5, 0.50001, 1.0, -3.0, 7.0, NAN])
-    np.testing.assert_array_equal(outcomes_of(rewards, False, 0.5, [0.0, 1.0]), [0, 0, 1, 1, 0, 1, NAN])
-    np.testing.assert_array_equal(outcomes_of(rewards, False, -3.0, [0.0, 1.0]), [1, 1, 1, 1, 0, 1, NAN])
-
-
-def test_graded_outcomes_are_scaled_and_clipped():
-    # (r + 1) / 4 within [0, 1]
-    rewards = np.array([-1.0, 0.0, 1.0, 3.0, -5.0, 9.0, NAN])
-    np.testing.assert_array_equal(outcomes_of(rewards, True, 0.5, [-1.0, 3.0]), [0, 0.25, 0.5, 1, 0, 1, NAN])
+from lze_trl.rollout import Scored, by_group, joined, local_loss_tokens, without_empty_groups
 
 
 @pytest.mark.parametrize(
@@ -70,6 +57,7 @@ class Processes:
             accelerator = SimpleNamespace(
                 process_index=rank,
                 num_processes=len(results),
+                is_main_process=rank == 0,
                 device=torch.device("cpu"),
                 gather=lambda tensor: torch.cat(self.tell(tensor)),
             )
@@ -89,6 +77,12 @@ class Processes:
         told = list(self._told)
         self._barrier.wait()
         return told
+
+    def tell_main(self, value, told: list | None):
+        """The values of all processes for the first of them."""
+        values = self.tell(value)
+        if told is not None:
+            told[:] = values
 
 
 def part_of(groups: list[int], num_groups: int, rank: int = 0, world: int = 1, first: int = 0) -> Scored:
@@ -219,8 +213,13 @@ def test_values_of_all_processes_come_in_the_order_of_the_rows(batch):
         processes = Processes(world)
         patch.setattr("lze_trl.rollout.gather_object", lambda values: list(itertools.chain(*processes.tell(values))))
         texts = processes.run(lambda rank, _: views[rank].gathered(views[rank].texts))
-        heads = processes.run(lambda rank, _: views[rank].gathered_heads(views[rank].texts.__getitem__, rank))
+        patch.setattr("torch.distributed.gather_object", processes.tell_main)
+        first_rows = np.unique(views[0].rollouts.group, return_index=True)[1]
+        heads = processes.run(
+            lambda rank, accelerator: views[rank].gathered_on_main(
+                first_rows, views[rank].texts.__getitem__, accelerator
+            )
+        )
     expected = [f"t{int(mark)}" for mark in views[0].rollouts.rewards]
-    first_rows = np.unique(views[0].rollouts.group, return_index=True)[1]
     assert texts == [expected] * world
-    assert heads == [[expected[row] for row in first_rows]] * world
+    assert heads == [{row: expected[row] for row in first_rows.tolist()}, *[{}] * (world - 1)]

@@ -15,6 +15,7 @@ from test_vllm_weights import adapted, exported, saved
 
 pytestmark = pytest.mark.slow
 
+ROOT = Path(__file__).parents[1]
 EXPORT = Path(__file__).with_name("export_run.py")
 CPU = {"DS_ACCELERATOR": "cpu"}
 # By what the model is wrapped: the proof that a run was sharded in the way that its name says
@@ -59,7 +60,7 @@ def test_zero3_resumed_decides_as_uninterrupted(tmp_path):
 @pytest.mark.parametrize(("way", "share"), [("zero3", 0.0), ("fsdp2", 0.6)])
 def test_weights_are_gathered_and_merged(tmp_path, way, share):
     command = by_accelerate(tmp_path, on_two_cpus("ddp" if way == "fsdp2" else way))
-    run_to_end([*command, EXPORT, tmp_path, way], timeout=300, env=CPU)
+    run_to_end([*command, EXPORT, tmp_path, way], timeout=300, env=CPU | {"PYTHONPATH": str(ROOT)})
     # The model was sharded, and its adapters are merged into whole weights
     assert all(json.loads((tmp_path / f"{rank}.json").read_text()) <= share for rank in range(2))
     merged = saved(adapted(**LORA).merge_and_unload(), tmp_path / "saved")

@@ -20,7 +20,7 @@ def write_log(directory, step, groups, prompt=str, batch=None):
             "completion": str(step if batch is None else batch).rjust(length, "x"),
             "accuracy": reward,
             "format": 0.0,
-            "advantage": 0.0,
+            "advantage": 0.0 if reward is None else reward - sum(filter(None, rewards)) / len(rewards),
         }
         for name, rewards, length in groups
         for reward in rewards
@@ -44,13 +44,16 @@ def test_what_selection_would_have_kept(tmp_path):
     assert (analysis.steps, analysis.prompts, analysis.groups, analysis.rows) == (3, 5, 15, 60)
     assert (analysis.dead, analysis.selected, analysis.selected_rows) == (9, 6, 24)
     assert analysis.selected_text == pytest.approx(80 / 320)
-    # Two prompts are pruned after two solved visits: their third is saved, re-checks apart
+    # Two prompts are pruned after two solved visits: their third is skipped, re-checks apart
     assert analysis.prunable == round(2 * 0.9)
-    assert analysis.reward == "accuracy"
+    assert analysis.reward == "total"
     # D·u: 0.75·0.75 > 0.5·1
     assert analysis.frontier == ("rare", "half")
-    assert "update work saved:" in str(analysis)
-    assert "75.0 %" in str(analysis)
+    # A token costs three times as much in the update: (1 + 3 / 4) / 4
+    assert (
+        "FLOPs, of plain GRPO for the same number of optimizer steps: rollouts 1.00 ×, updates 0.25 ×, total 0.44 ×.\n"
+        "Visits skipped: 2 prompts that pruning left out of a pass." in str(analysis)
+    )
 
 
 def test_completions_that_several_updates_use_are_counted_once(tmp_path):
@@ -88,7 +91,7 @@ def test_messages_other_rewards_and_missing_scores(tmp_path):
         prompt=lambda name: [{"role": "user", "content": name}],
     )
     assert analyze(tmp_path / "completions").selected == 1
-    assert analyze(tmp_path, reward="format").dead == 2
+    assert analyze(tmp_path, reward="format").dead == 1  # whatever ranks the groups, advantages say which are dead
     with pytest.raises(TelemetryError, match="rewards \\['accuracy', 'format'\\], got 'advantage'"):
         analyze(tmp_path, reward="advantage")
 
@@ -133,4 +136,4 @@ def test_logs_of_the_real_trainer(tmp_path):
         processing_class=tiny.tokenizer(),
     ).train()
     analysis = analyze(tmp_path)
-    assert (analysis.steps, analysis.groups, analysis.rows, analysis.reward) == (2, 4, 12, "even_length_reward")
+    assert (analysis.steps, analysis.groups, analysis.rows, analysis.reward) == (2, 4, 12, "total")

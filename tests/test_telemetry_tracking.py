@@ -48,7 +48,33 @@ trainer.train()
 """
 
 
-def train(tmp_path, tracker):
+# The job of a recipe: evaluations before and after the training, which the tracker's callback closes with the training
+JOB = """
+import sys
+import tiny
+from pathlib import Path
+from lze_trl.recipe import parse_recipe
+from lze_trl.train import run
+
+folder, tracker = Path(sys.argv[1]), sys.argv[2]
+tiny.save(folder / "model")
+for name, rows in (("train", tiny.prompts(12)), ("held_out", tiny.prompts(16).select(range(12, 16)))):
+    rows.to_json(folder / f"{name}.jsonl")
+flags = {
+    "output_dir": folder / "run", "model_name_or_path": folder / "model", "datasets": folder / "train.jsonl",
+    "eval_datasets": folder / "held_out.jsonl", "conversational": "false", "reward_funcs": "tiny.even_length_reward",
+    "use_cpu": "true", "bf16": "false", "gradient_checkpointing": "false", "report_to": tracker, "num_generations": 4,
+    "per_device_train_batch_size": 12, "per_device_eval_batch_size": 8, "max_completion_length": 5, "save_steps": 2,
+    "logging_steps": 1, "seed": 7, "resume_from_checkpoint": "auto", "project": "lze",
+}
+for steps in sys.argv[3:]:
+    given = {**flags, "max_steps": steps}
+    result = run(*parse_recipe([part for name, value in given.items() for part in (f"--{name}", str(value))]))
+    assert result["accuracy_before"] is not None and result["accuracy_after"] is not None
+"""
+
+
+def train(tmp_path, tracker, program=TRAINING, arguments=("run",)):
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)]),
@@ -58,7 +84,8 @@ def train(tmp_path, tracker):
         "HF_HOME": str(tmp_path / "cache"),
         "HF_HUB_OFFLINE": "1",
     }
-    command = [sys.executable, "-c", TRAINING, str(tmp_path / "run"), tracker]
+    folder, *rest = arguments
+    command = [sys.executable, "-c", program, str(tmp_path / folder), tracker, *rest]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 
@@ -86,19 +113,52 @@ def leveldb_log(content):
             record = b""
 
 
+def wandb_history(tmp_path):
+    """Every entry of the local runs, as name → part → JSON."""
+    from wandb.proto import wandb_internal_pb2
+
+    for run in sorted(tmp_path.rglob("*.wandb")):
+        for data in leveldb_log(run.read_bytes()):
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(data)
+            entry = {}
+            for item in record.history.item:
+                name, *rest = item.nested_key or [item.key]
+                entry.setdefault(name, {})["/".join(rest)] = item.value_json
+            yield entry
+
+
+def trackio_logs(tmp_path):
+    """Every entry of the local runs, by run."""
+    code = """
+import json
+from trackio import SQLiteStorage
+print(json.dumps({run: SQLiteStorage.get_logs("lze", run) for run in SQLiteStorage.get_runs("lze")}))
+"""
+    environment = {**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio"), "HF_HOME": str(tmp_path / "cache")}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def tensorboard_scalars(tmp_path):
+    """Events of all local runs, by name."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    scalars = {}
+    for events in sorted((tmp_path / "run").rglob("events.out.tfevents.*")):
+        accumulator = EventAccumulator(str(events))
+        accumulator.Reload()
+        for name in accumulator.Tags()["scalars"]:
+            scalars.setdefault(name, []).extend(accumulator.Scalars(name))
+    return scalars
+
+
 @pytest.mark.slow
 def test_wandb_offline_run_has_the_documented_metrics(tmp_path):
     pytest.importorskip("wandb")
-    from wandb.proto import wandb_internal_pb2
-
     train(tmp_path, "wandb")
-    logged = {}
-    for data in leveldb_log(next(tmp_path.rglob("*.wandb")).read_bytes()):
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(data)
-        for item in record.history.item:
-            name, *rest = item.nested_key or [item.key]
-            logged.setdefault(name.removeprefix("train/"), {})["/".join(rest)] = item.value_json
+    logged = {name.removeprefix("train/"): parts for entry in wandb_history(tmp_path) for name, parts in entry.items()}
     assert documented_metrics() - set(logged) == set()
     assert json.loads(logged["lze/energy_histogram"]["_type"]) == "histogram"
     assert json.loads(logged["lze/prompts"]["nrows"]) == 6
@@ -108,34 +168,56 @@ def test_wandb_offline_run_has_the_documented_metrics(tmp_path):
 def test_trackio_run_has_the_documented_metrics(tmp_path):
     pytest.importorskip("trackio")
     train(tmp_path, "trackio")
-    code = """
-import json
-import trackio
-from trackio import SQLiteStorage
-runs = SQLiteStorage.get_runs("lze")
-logs = SQLiteStorage.get_logs("lze", runs[0])
-print(json.dumps(sorted({name for log in logs for name in log})))
-"""
-    environment = {**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio"), "HF_HOME": str(tmp_path / "cache")}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    logged = {name.removeprefix("train/") for name in json.loads(done.stdout.splitlines()[-1])}
-    assert documented_metrics() - logged == set()
+    (logs,) = trackio_logs(tmp_path).values()
+    assert documented_metrics() - {name.removeprefix("train/") for log in logs for name in log} == set()
 
 
 @pytest.mark.slow
 def test_tensorboard_run_has_the_documented_metrics(tmp_path):
     pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     train(tmp_path, "tensorboard")
-    (events,) = (tmp_path / "run").rglob("events.out.tfevents.*")
-    accumulator = EventAccumulator(str(events))
-    accumulator.Reload()
-    logged = {name.removeprefix("train/") for name in accumulator.Tags()["scalars"]}
-    assert {name for name in logged if name.startswith("lze/")} == documented_metrics() - {HISTOGRAM, TABLE}
+    scalars = {name.removeprefix("train/"): events for name, events in tensorboard_scalars(tmp_path).items()}
+    assert {name for name in scalars if name.startswith("lze/")} == documented_metrics() - {HISTOGRAM, TABLE}
     recorded = open_run(tmp_path / "run").steps()
     for name in ("lze/pass_rate", "lze/energy", "lze/seen_prompts", "reward"):
-        values = {event.step: event.value for event in accumulator.Scalars(f"train/{name}")}
+        values = {event.step: event.value for event in scalars[name]}
         assert list(values) == [1, 2, 3, 4]
         assert values == pytest.approx(recorded[name].dropna().to_dict()), name
+
+
+def evaluated_steps(tmp_path, tracker):
+    """Steps of all held-out rewards that a tracker got, in their order."""
+    if tracker == "tensorboard":
+        return [event.step for event in tensorboard_scalars(tmp_path)["eval/reward"]]
+    if tracker == "wandb":
+        entries = [entry for entry in wandb_history(tmp_path) if "eval/reward" in entry]
+        return [json.loads(entry["train/global_step"][""]) for entry in entries]
+    logs = [log for run in trackio_logs(tmp_path).values() for log in run]
+    return [log["train/global_step"] for log in logs if "eval/reward" in log]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tracker", ["trackio", "wandb", "tensorboard"])
+def test_a_job_ends_with_every_tracker_and_goes_on(tmp_path, tracker):
+    pytest.importorskip(tracker)
+    train(tmp_path, tracker, JOB, ("", "2"))
+    assert (tmp_path / "run" / "model.safetensors").is_file()
+    assert evaluated_steps(tmp_path, tracker) == [0, 2]
+    if tracker == "trackio":
+        assert len(trackio_logs(tmp_path)) == 1  # the evaluation after the training is in the run of the training
+    # As if it had been stopped after its last step: evaluated again, then resumed
+    (tmp_path / "run" / "trainer_state.json").unlink()
+    train(tmp_path, tracker, JOB, ("", "2", "4"))
+    assert sorted(evaluated_steps(tmp_path, tracker)) == [0, 2, 2, 4]
+
+
+@pytest.mark.slow
+def test_trackio_is_open_in_an_evaluation_before_and_after_the_training(tmp_path):
+    pytest.importorskip("trackio")
+    program = TRAINING.replace("trainer.train()", "trainer.evaluate()\ntrainer.train()\ntrainer.evaluate()").replace(
+        "train_dataset=", "eval_dataset=tiny.prompts(2), train_dataset="
+    )
+    assert program != TRAINING
+    train(tmp_path, "trackio", program)
+    assert evaluated_steps(tmp_path, "trackio") == [0, 4]
+    assert len(trackio_logs(tmp_path)) == 1

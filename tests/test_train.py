@@ -2,12 +2,16 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import datasets
+import huggingface_hub
 import pytest
 import torch
+import transformers
 import yaml
 from safetensors.torch import load_file
 
@@ -15,7 +19,7 @@ import tiny
 from launches import run_to_end
 from lze_trl import LZEGRPOTrainer
 from lze_trl.console import count, log_line, summary_tables
-from lze_trl.ledger import Ledger, TokenCost
+from lze_trl.ledger import PLAIN, Ledger, TokenCost
 from lze_trl.recipe import RecipeError, parse_recipe
 from lze_trl.train import build_trainer, main, resume_point, run
 
@@ -65,16 +69,59 @@ def test_recipe_to_summary(job, capsys):
     assert 0 < result["rows_trained"] < result["rows_rolled_out"]
     assert 0 <= result["accuracy_before"] <= 1
     assert 0 <= result["accuracy_after"] <= 1
-    assert 0 < result["update_flops"] < result["full_update_flops"]
+    assert 0 < result["update_flops"] < result["plain_update_flops"]
 
     shown = capsys.readouterr().out
-    assert all(text in shown for text in ("rolled out", "pruned", "together", "Sampled accuracy", "model:", "report:"))
+    assert all(
+        text in shown for text in ("rolled out", "visits skipped", "total", "Sampled accuracy", "model:", "report:")
+    )
+    assert shown.count("Rollouts") == 1
     run_dir = Path(parse_recipe(["--config", job()])[1].output_dir)
     log = json.loads((run_dir / "trainer_state.json").read_text())["log_history"]
     accuracy = [logs["eval_rewards/even_length_reward/mean"] for logs in log if "eval_reward" in logs]
     assert accuracy == [result["accuracy_before"], result["accuracy_after"]]
     assert all((run_dir / name).is_file() for name in ("model.safetensors", "lze_state.safetensors", "tokenizer.json"))
     assert (run_dir / "report" / "summary.png").is_file()
+
+
+def test_plain_lines_only(job, capsys, monkeypatch):
+    for library in (datasets, huggingface_hub.utils):
+        library.enable_progress_bars()
+    transformers.utils.logging.enable_progress_bar()
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    run(*parse_recipe([job(disable_tqdm=True, max_steps=2, logging_steps=1)]))
+    shown, errors = capsys.readouterr()
+    assert "it/s" not in shown + errors and "%|" not in shown + errors
+    assert "{'" not in shown
+    assert [int(line.split()[1]) for line in shown.splitlines() if line.startswith("step")] == [0, 1, 2, 2]
+
+
+def test_without_the_summary_nothing_of_it_is_shown(job, capsys):
+    run(*parse_recipe([job(summary=False, disable_tqdm=True, max_steps=1, logging_steps=1)]))
+    shown = capsys.readouterr().out
+    assert "Rollouts" not in shown and "report:" not in shown
+    assert "'reward':" in shown  # by transformers
+
+
+@pytest.mark.parametrize("conversational", [False, True])
+def test_the_model_card_is_of_this_model(job, tmp_path, conversational):
+    keys = {"max_steps": 1, "eval_datasets": [], "conversational": conversational}
+    if conversational:
+        keys["system_prompt"] = "Add."
+    run(*parse_recipe([job(**keys)]))
+    card = (tmp_path / "run" / "README.md").read_text()
+    assert "None" not in card and "time machine" not in card
+    assert "# Model Card for run" in card and "a fine-tuned version of model." in card
+    assert f'pipeline("text-generation", model="{tmp_path / "run"}"' in card
+    asked = [{"role": "system", "content": "Add."}, {"role": "user", "content": "0+0="}] if conversational else "0+0="
+    assert f"prompt = {asked!r}\n" in card and "generator(prompt, " in card
+    method, _, citations = card.partition("## Citations")
+    assert "trained with LZE, a method introduced in [Learning-Zone Energy: " in method
+    assert "https://huggingface.co/papers/2605.17003" in method and "DeepSeekMath" not in method
+    of_lze, _, of_grpo = citations.partition("Cite GRPO as:")
+    assert "Cite LZE as:" in of_lze and "2605.17003" in of_lze and "DeepSeekMath" not in of_lze
+    assert "DeepSeekMath" in of_grpo and "Cite TRL as:" in of_grpo
+    assert "## Trained where it learns" in card
 
 
 def test_resumes_from_the_last_complete_checkpoint(job):
@@ -116,7 +163,62 @@ def test_a_run_that_was_stopped_after_its_last_step_is_finished(job, tmp_path, m
     assert all((first[name] == second[name]).all() for name in first)
     with caplog.at_level("INFO", logger="lze_trl"):
         assert run(*parse_recipe(command)) == {}
-    assert "has ended: there is nothing left to do" in caplog.text and uploads.count("End of training") == 2
+    assert "has ended: there is nothing left to do. To go on with it, raise `max_steps`" in caplog.text
+    assert uploads.count("End of training") == 2
+
+
+def test_a_run_that_replaces_another_says_so(job, caplog):
+    with caplog.at_level("INFO", logger="lze_trl"):
+        run(*parse_recipe(["--config", job(max_steps=2, eval_datasets=[])]))
+        assert "an earlier run" not in caplog.text
+        run(*parse_recipe(["--config", job(max_steps=2, eval_datasets=[])]))
+    assert "holds an earlier run, which this one replaces. To go on with that one" in caplog.text
+
+
+def test_a_resume_with_other_settings_names_old_and_new_values(job, caplog):
+    first = {"max_steps": 2, "eval_datasets": []}
+    run(*parse_recipe(["--config", job(**first)]))
+    # Where and how it is computed, recorded and shown, and for how long, changes nothing of what is trained
+    harmless = {"packing": False, "telemetry": False, "summary": False, "max_steps": 3, "logging_steps": 1}
+    resumed = {"resume_from_checkpoint": "auto"}
+    run(*parse_recipe(["--config", job(**first | resumed | harmless)]))
+    assert "other settings" not in caplog.text
+    changes = {"selector": "random", "num_generations": 2, "learning_rate": 0.5, "max_steps": 4}
+    trainer = build_trainer(*parse_recipe(["--config", job(**first | harmless | changes)]))
+    trainer.train(resume_from_checkpoint=f"{trainer.args.output_dir}/checkpoint-3")
+    (warning,) = [record.getMessage() for record in caplog.records if "other settings" in record.getMessage()]
+    for change in (
+        "`selector` was 'energy' and is 'random'",
+        "`num_generations` was 4 and is 2",
+        "`learning_rate` was 0.001 and is 0.5",
+        "The optimizer keeps the `learning_rate` of the checkpoint",
+    ):
+        assert change in warning
+    assert warning.count(" was ") == 4  # and "What was trained before is kept"
+    assert trainer.lr_scheduler.base_lrs == [0.001, 0.001]
+
+
+def test_a_resume_with_a_selector_of_ones_own_names_it(tmp_path, caplog):
+    class Newest:
+        def select(self, groups, k, rng):
+            return [len(groups) - 1]
+
+    def train(steps, **kwargs):
+        trainer = LZEGRPOTrainer(
+            model=tiny.model(),
+            reward_funcs=tiny.even_length_reward,
+            args=tiny.config(tmp_path, max_steps=steps, save_strategy="steps", save_steps=1),
+            train_dataset=tiny.prompts(11),
+            processing_class=tiny.tokenizer(),
+            **kwargs,
+        )
+        trainer.train(resume_from_checkpoint=steps > 1)
+
+    train(1)
+    train(2)
+    assert "other settings" not in caplog.text
+    train(3, selector=Newest())
+    assert "`selector` was 'energy' and is 'Newest'" in caplog.text
 
 
 def test_a_report_that_fails_does_not_cost_the_upload(job, monkeypatch, caplog):
@@ -184,19 +286,84 @@ def test_a_recipe_without_a_model_is_refused(job, tmp_path):
         main(["--config", str(tmp_path / "recipe.yaml")])
 
 
-def run_module(*command: str) -> subprocess.CompletedProcess:
+def run_module(*command: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess:
     """Run a module of this checkout as a user does; recipes name reward functions of the tests."""
     path = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
-    return run_to_end([sys.executable, "-m", *command], timeout=300, env={"PYTHONPATH": path})
+    return run_to_end([sys.executable, "-m", *command], timeout=300, env={"PYTHONPATH": path} | (env or {}))
 
 
-def test_accelerate_launch_runs_the_module(job):
-    done = run_module(
-        *("accelerate.commands.launch", "--quiet"),
-        *("--config_file", str(ROOT / "accelerate_configs" / "single_process.yaml")),
-        *("-m", "lze_trl.train", "--config", job(), "--max_steps", "1", "--selection_ratio", "1.0"),
+@pytest.fixture
+def job_as_a_library_user(job, tmp_path):
+    """A recipe whose reward fails if one of the package's modules could be taken for a library."""
+    (tmp_path / "shadows.py").write_text(SHADOWS)
+
+    def write(**keys):
+        return job(**{"reward_funcs": ["shadows.reward"], "reward_weights": [1.0], **keys})
+
+    return write
+
+
+SHADOWS = """
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+import lze_trl
+import tiny
+
+FOLDER = Path(lze_trl.__file__).parent
+
+def reward(completions, **kwargs):
+    for module in [path.stem for path in FOLDER.iterdir() if path.suffix in ("", ".py") and path.stem[0] != "_"]:
+        spec = find_spec(module)
+        if spec is not None and Path(spec.origin or "").is_relative_to(FOLDER):
+            raise RuntimeError(f"`import {module}` gives {spec.origin}")
+    return tiny.even_length_reward(completions)
+"""
+
+
+@pytest.mark.parametrize(
+    "name", ["single_process", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ddp_cpu", "zero3_cpu"))]
+)
+@pytest.mark.parametrize(
+    "script", [("-m", "lze_trl.train"), (str(ROOT / "lze_trl" / "train.py"),)], ids=["-m", "file"]
+)
+def test_accelerate_launch_runs_the_job(job_as_a_library_user, tmp_path, name, script):
+    rows = 12 if name == "single_process" else 6
+    done = run_to_end(
+        [
+            *(sys.executable, "-m", "accelerate.commands.launch", "--quiet"),
+            *("--config_file", str(ROOT / "accelerate_configs" / f"{name}.yaml")),
+            *("--main_process_port", str(tiny.free_port())),
+            *(*script, "--config", job_as_a_library_user(per_device_train_batch_size=rows), "--max_steps", "1"),
+        ],
+        timeout=300,
+        env={
+            "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT / "tests"), *(str(ROOT) for _ in script[1:])]),
+            "DS_ACCELERATOR": "cpu",
+        },
     )
-    assert "Sampled accuracy" in done.stdout
+    assert done.stdout.count("Sampled accuracy") == 1
+    assert "held-out reward" in done.stdout
+
+
+def test_the_script_takes_the_recipe_as_its_first_argument_and_tells_where_it_is(job):
+    run(*parse_recipe([job(max_steps=2, eval_datasets=[])]))
+    command = [job(max_steps=3, eval_datasets=[]), "--resume_from_checkpoint", "auto"]
+    shown = run_module("lze_trl.train", *command).stderr
+    assert re.search(r"INFO lze_trl\.train: Resuming from `.*checkpoint-2`", shown)
+    shown = run_module("lze_trl.train", *command).stderr
+    assert re.search(r"INFO lze_trl\.train: The run in `.*` has ended", shown)
+    assert "Resuming" not in shown
+
+
+def test_the_command_launches_without_noise(job, tmp_path):
+    done = run_module(
+        *("lze_trl.cli", "train", job(eval_datasets=[]), "--max_steps", "1"),
+        env={"HF_HOME": str(tmp_path / "home")},  # without a default configuration of accelerate
+    )
+    assert "not passed to `accelerate launch`" not in done.stderr
+    assert "%|" not in done.stdout + done.stderr  # nor bars, where there is no terminal
+    assert re.search(r"^step +1  reward", done.stdout, re.M)
 
 
 @pytest.mark.slow
@@ -209,10 +376,12 @@ def test_the_command_trains_on_two_processes(job, name):
     # By the main process alone
     for heading in (
         "Rollouts",
-        "Cost, against full data over the same passes",
+        f"Cost, against {PLAIN}",
         "Sampled accuracy on held-out prompts",
     ):
         assert done.stdout.splitlines().count(heading) == 1
+    assert len(re.findall(r"^step +\d+  held-out reward", done.stdout, re.M)) == 2
+    assert "not passed to `accelerate launch`" not in done.stderr
     run_dir = Path(parse_recipe(["--config", job()])[1].output_dir)
     log = json.loads((run_dir / "trainer_state.json").read_text())["log_history"]
     assert [logs["step"] for logs in log if "eval_rewards/even_length_reward/mean" in logs] == [0, 2]
@@ -241,47 +410,38 @@ def test_counts(number, text):
 
 
 def test_summary_of_a_run_that_did_nothing():
-    zero = dict.fromkeys(
-        [
-            *(f"{unit}_{what}" for unit in ("groups", "rows") for what in ("rolled_out", "trained", "pruned")),
-            *(
-                f"{part}_{what}"
-                for part in ("rollout", "logprob", "update")
-                for what in ("tokens", "flops", "seconds")
-            ),
-            *(f"full_{part}_flops" for part in ("rollout", "logprob", "update")),
-            *("full_rollout_tokens", "full_update_tokens", "logprob_passes"),
-        ],
-        0,
-    )
+    zero = Ledger().summary(TokenCost(forward=2.0, train=6.0))
     assert list(summary_tables(zero, {"before": None, "after": None})) == [
         "Rollouts",
-        "Cost, against full data over the same passes",
+        f"Cost, against {PLAIN}",
     ]
     assert len(summary_tables(zero, {"before": 0.1, "after": None})) == 3
 
 
-def test_summary_tells_tokens_and_flops_of_full_data():
-    # 8 completions of 12,500 tokens; 4 more were pruned: full data has 18,750, in two iterations after two passes for
-    # log-probabilities. With 2 FLOPs a token forward and 6 in the update, full data costs 37.5 + 75 + 225 k
+def test_summary_tells_tokens_and_flops_of_plain_grpo():
+    # 12,500 tokens of 18,750 in plain GRPO, in two iterations after two passes for log-probabilities. With 2 FLOPs a token
+    # forward and 6 in the update, plain GRPO costs 37.5 + 75 + 225 k
     ledger = Ledger(
-        rows_rolled_out=8,
-        rows_pruned=4,
+        groups_rolled_out=2,
+        visits_skipped=1_234,
         rollout_tokens=12_500,
+        plain_tokens=18_750.0,
         update_tokens=7_000,
         logprob_passes=2,
         logprob_tokens=6_000,
         iterations=2,
+        update_seconds=1.26,
     )
     tables = summary_tables(ledger.summary(TokenCost(forward=2.0, train=6.0)), {"before": None, "after": None})
-    cost = tables["Cost, against full data over the same passes"]
-    columns = {i: list(column.cells) for i, column in enumerate(cost.columns)}
-    assert [column.header for column in cost.columns] == [
-        *("", "tokens", "full data", "FLOPs", "full data", "share", "seconds"),
-    ]
-    assert columns[0] == ["rollout", "log-probabilities", "update", "together"]
-    assert columns[1] == ["12.5 k", "6,000", "7,000", ""]
-    assert columns[2] == ["18.8 k", "37.5 k", "37.5 k", ""]
-    assert columns[3] == ["25 k", "12 k", "42 k", "79 k"]
-    assert columns[4] == ["37.5 k", "75 k", "225 k", "338 k"]
-    assert columns[5] == ["66.7%", "16.0%", "18.7%", "23.4%"]
+    cost = tables[f"Cost, against {PLAIN}"]
+    columns = {column.header: list(column.cells) for column in cost.columns}
+    assert columns == {
+        "": ["rollouts", "logprobs", "updates", "total"],
+        "tokens": ["12.5 k", "6,000", "7,000", ""],
+        "seconds": ["0.0", "0.0", "1.3", "1.3"],
+        "FLOPs": ["25 k", "12 k", "42 k", "79 k"],
+        "plain GRPO": ["37.5 k", "75 k", "225 k", "338 k"],
+        "ratio": ["0.67 ×", "0.16 ×", "0.19 ×", "0.23 ×"],
+    }
+    names, groups, _ = (list(column.cells) for column in tables["Rollouts"].columns)
+    assert (names[-1], groups[-1]) == ("visits skipped", "1,234")

@@ -81,6 +81,8 @@ SIGNATURES = {
 
 ATTRIBUTES = [
     "_current_train_step_time",
+    "_entropy_window_stats",
+    "_last_world_entropy",
     "_logs",
     "_metrics",
     "_pending_extra_logs",
@@ -89,6 +91,7 @@ ATTRIBUTES = [
     "accelerator",
     "aux_loss_enabled",
     "beta",
+    "entropy_coef",
     "eos_token_ids",
     "log_completions",
     "loss_type",
@@ -101,6 +104,8 @@ ATTRIBUTES = [
     "router_aux_loss_coef",
     "scale_rewards",
     "shuffle_dataset",
+    "top_entropy_quantile",
+    "use_adaptive_entropy",
     "use_vllm",
     "vllm_importance_sampling_correction",
 ]
@@ -228,6 +233,31 @@ STATEMENTS = [
             "loss = loss + self.router_aux_loss_coef * aux_loss / normalizer",
         ],
         "`loss_scale` turns these averages into what a row weighs",
+    ),
+    (
+        GRPOTrainer._compute_loss,
+        [
+            "if self.beta != 0.0:",
+            "per_token_loss = per_token_loss + self.beta * per_token_kl",
+        ],
+        "`RowFactor` takes the place of `beta`, so that the KL of each row has a weight of its own",
+    ),
+    (
+        GRPOTrainer._compute_loss,
+        [
+            "per_token_logps, entropies, aux_loss = self._get_per_token_logps_and_entropies(",
+            "(entropies * effective_mask).sum() / effective_mask.sum().clamp(min=1.0) / accumulation_factor",
+            "self.entropy_coef if self._last_world_entropy <= self.args.entropy_target else 0.0",
+            "loss = loss - apply_coef * entropy_loss",
+            'self._metrics[mode]["policy_loss"].append(',
+            "stats = torch.stack([(entropies * effective_mask).sum(), effective_mask.sum()]).detach()",
+            "if self.accelerator.sync_gradients:",
+            "if world_entropy <= self.args.entropy_target:",
+            "self._last_world_entropy = world_entropy",
+            "self._entropy_window_stats = None",
+            'self._metrics[mode]["entropy_coef"].append(self.entropy_coef)',
+        ],
+        "`compute_loss` replaces this mean over the tokens of a micro-batch, and `_entropy_coefficient` repeats its factor",
     ),
     (
         Trainer._run_epoch,

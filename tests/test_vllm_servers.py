@@ -1,6 +1,7 @@
 """What happens when servers fail, against servers that fail on command."""
 
 import logging
+import re
 import threading
 import time
 
@@ -224,6 +225,121 @@ def test_none_left(fakes):
         pool.load(make_snapshot("run-2"))
     for fake in fakes:
         fake.start()
+
+
+# ---- Dead engines: the server says so, and perhaps stops a little later ----
+
+
+def lose_engine(fake, stops_after=None):
+    fake.engine_dead = True
+    if stops_after is not None:
+        threading.Timer(stops_after, fake.stop).start()
+
+
+def reports_of(caplog, fake):
+    return [message for message in caplog.messages if f"The vLLM server {fake.url} failed" in message]
+
+
+@pytest.mark.parametrize("stops_after", [None, 0.3])
+def test_a_dead_engine_is_reported_once_and_given_up_in_time(fakes, caplog, stops_after):
+    fake = fakes[0]
+    pool = make_pool([fake], recovery_timeout=1.5)
+    pool.load(make_snapshot())
+    fake.delay = 0.2  # so that four requests are in progress
+    threading.Timer(0.1, lose_engine, [fake, stops_after]).start()
+    begin = time.monotonic()
+    with pytest.raises(ConnectionError) as failure:
+        pool.complete(make_groups(8))
+    assert 1.5 < time.monotonic() - begin < 10
+    (report,) = reports_of(caplog, fake)
+    for text in (report, str(failure.value)):
+        assert f"answered 500: {fake_vllm.DEAD_ENGINE} Its engine has died" in text
+        assert "Restart it; if it runs on a CPU, with `--no-enable-chunked-prefill`" in text
+        assert "1.5 s (`vllm_recovery_timeout`)" in text
+    assert "waiting up to 1.5 s" in report and "ConnectError" not in str(failure.value)
+    assert fake.url in str(failure.value) and "resume_from_checkpoint" in str(failure.value)
+    assert len(caplog.messages) == 1
+    if stops_after is not None:
+        fake.start()
+
+
+def test_others_take_over_from_a_dead_engine(fakes, caplog):
+    for fake in fakes:
+        fake.delay = 0.05
+    pool = make_pool(fakes)
+    pool.load(make_snapshot())
+    threading.Timer(0.02, lose_engine, [fakes[0]]).start()
+    for _ in range(2):
+        groups = make_groups(24)
+        assert_complete(pool.complete(groups), groups)
+    (report,) = reports_of(caplog, fakes[0])
+    assert "Its engine has died" in report and "Its requests go to other servers" in report
+    assert reports_of(caplog, fakes[1]) == []
+    fakes[0].stop()
+    fakes[0].start()  # as a supervisor does
+    groups = make_groups(40)
+    assert_complete(pool.complete(groups), groups)
+    assert f"The vLLM server {fakes[0].url} is back, with the current weights" in caplog.text
+    assert fakes[0].version == "run-1"
+
+
+def test_a_dead_engine_explains_an_outage_that_was_reported_without_a_reason(fakes, caplog):
+    pool = make_pool(fakes[:1], recovery_timeout=0.5)
+    fakes[0].faults["/weight_info"] = [fake_vllm.RESET]
+    lose_engine(fakes[0])
+    with pytest.raises(ConnectionError, match=fake_vllm.DEAD_ENGINE[:20]):
+        pool.load(make_snapshot())
+    first, second = reports_of(caplog, fakes[0])
+    assert "engine has died" not in first and fake_vllm.DEAD_ENGINE in second
+
+
+def test_an_engine_that_dies_while_it_loads(fakes, caplog):
+    """The only sign is that its health check fails, without a word."""
+    pool = make_pool(fakes, recovery_timeout=0.5)
+    fakes[0].faults["/collective_rpc"], fakes[0].faults["/health"] = [500], [fake_vllm.SILENT_503]
+    assert [server.url for server in pool.load(make_snapshot())] == [fakes[1].url]
+    (report,) = reports_of(caplog, fakes[0])
+    assert "/health answered 503: (empty). Its engine has died" in report
+
+
+def test_a_dead_engine_at_the_start(caplog):
+    fake = FakeVLLM(vocab_size=64)
+    lose_engine(fake)
+    with pytest.raises(ConnectionError, match=r"engine has died.*Not up after 0\.5 s.*vllm_server_timeout"):
+        make_pool([fake]).connect(make_identity(), timeout=0.5)
+    assert [message.split(" (")[0] for message in caplog.messages] == [f"Waiting for the vLLM server {fake.url}"]
+    fake.stop()
+
+
+def test_a_long_wait_is_not_silent(fakes, caplog, monkeypatch):
+    monkeypatch.setattr(servers_module, "_REMIND_SECONDS", 0.4)
+    pool = make_pool(fakes, recovery_timeout=30.0)
+    for fake in fakes:
+        lose_engine(fake)
+
+    def restart():
+        fakes[0].stop()
+        fakes[0].start()
+
+    threading.Timer(1.5, restart).start()
+    begin = time.monotonic()
+    assert [server.url for server in pool.load(make_snapshot())] == [fakes[0].url]
+    reminders = [message for message in caplog.messages if "Still waiting" in message]
+    assert 1 <= len(reminders) <= (time.monotonic() - begin) / 0.4
+    left = [int(re.search(r"for up to (\d+) s more", message)[1]) for message in reminders]
+    assert left == sorted(left, reverse=True) and 0 < left[-1] < 30
+
+
+def test_no_time_to_recover(fakes):
+    pool = make_pool(fakes[:1], recovery_timeout=0.0)
+    pool.load(make_snapshot())
+    groups = make_groups(6)
+    assert_complete(pool.complete(groups), groups)
+    lose_engine(fakes[0])
+    begin = time.monotonic()
+    with pytest.raises(ConnectionError, match="within 0 s"):
+        pool.complete(groups)
+    assert time.monotonic() - begin < 5
 
 
 def test_load_waits_for_a_server_and_goes_on_without_the_others(fakes):

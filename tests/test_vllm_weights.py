@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
 import tiny
+from benchmarks.sync_memory import measure
 from lze_trl.vllm import export_weights
-from lze_trl.vllm.sync_memory import measure
 
 
 @pytest.fixture(scope="module")

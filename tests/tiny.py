@@ -112,6 +112,7 @@ def config(output_dir, **kwargs) -> LZEGRPOConfig:
         "save_strategy": "no",
         "disable_tqdm": True,
         "telemetry": False,
+        "summary": False,
         "seed": 7,
     }
     return LZEGRPOConfig(output_dir=str(output_dir), **(defaults | kwargs))

@@ -7,10 +7,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ..ledger import with_plain
 from ..selectors import Selector
 from ..telemetry import MissingTelemetryError, Run, open_run
 from .foresight import Foreseer, Foresight
-from .records import is_ordered, read_batches
+from .records import has_recorded, read_batches
 from .rules import ReplayError, Rules, load_selector, rules_of
 from .strategies import Choice, Strategy, Tally, ratio_of, trained_tokens
 
@@ -64,7 +65,7 @@ def replay(
 
     Each selector sees what the run's own saw: the same groups in the same order, the same number of groups to choose,
     warm-up and ramp included, and the same random numbers. What its updates would have changed in later rollouts is
-    unknown. Memory does not grow with the length of the run, but for a few bytes a prompt and a generation batch.
+    unknown. Memory does not grow with the length of the run, except for a few bytes a prompt and a generation batch.
 
     Args:
         run_dir (`str` or `Path`):
@@ -109,21 +110,22 @@ def _replay(
     prompt_ids = run.arrow("SELECT DISTINCT prompt_id FROM groups WHERE generation <= ? ORDER BY prompt_id", [last])[
         "prompt_id"
     ].to_numpy()
-    foreseer, own = Foreseer(prompt_ids, rules.state.posterior_memory), Tally(rules)
+    foreseer, own = Foreseer(prompt_ids, rules.memory), Tally(rules)
     generations = groups = live = 0
-    full_tokens = 0.0
+    plain_tokens = 0.0
     for batch in read_batches(run, rules, last):
         generations += 1
         groups += len(batch.groups)
         live += int(batch.groups.alive.sum())
-        full_tokens += float(trained_tokens(batch.groups).sum()) * rules.iterations
+        plain_tokens += float(trained_tokens(batch.groups).sum()) * rules.iterations
         own.add(batch.groups, batch.selected, batch)
         for strategy in strategies.values():
             strategy.see(batch)
         foreseer.see(batch.groups, batch.scored)
     own.tokens = ledger.get("update_tokens", own.tokens)
-    full_tokens = ledger.get("full_update_tokens", full_tokens)
-    per_token = ratio_of(ledger.get("full_update_flops", math.nan), ledger.get("full_update_tokens", 0.0))
+    if "plain_tokens" in ledger:  # else what was rolled out is all that is known
+        plain_tokens = ledger["plain_tokens"] * rules.iterations
+    per_token = ratio_of(ledger.get("plain_update_flops", math.nan), plain_tokens)
     tallies = {THE_RUN: own} | {name: strategy.tally for name, strategy in strategies.items()}
     return Replay(
         run=run.name,
@@ -132,9 +134,9 @@ def _replay(
         live_share=ratio_of(live, groups),
         selection_ratio=rules.ratio,
         seed=rules.seed,
-        choices=[tally.choice(name, own.tokens, full_tokens, per_token) for name, tally in tallies.items()],
+        choices=[tally.choice(name, own.tokens, plain_tokens, per_token) for name, tally in tallies.items()],
         foresight=foreseer.foresight(),
-        notes=_notes(run, rules, is_ordered(run, last)),
+        notes=_notes(run, rules, last),
     )
 
 
@@ -155,23 +157,26 @@ def _end(run: Run) -> tuple[int, dict[str, float]]:
     """Last generation batch of which everything is recorded, and the ledger then."""
     # A running run writes its tables one after the other
     row = run.arrow("""SELECT generation, ledger FROM generations
-        WHERE generation <= (SELECT max(generation) FROM groups) ORDER BY generation DESC LIMIT 1""").to_pylist()
+        WHERE groups = 0 OR generation <= (SELECT max(generation) FROM groups) ORDER BY generation DESC LIMIT 1""").to_pylist()
     if not row:
         raise MissingTelemetryError(
             f"The run `{run.name}` has not recorded a generation batch yet. Wait until its first one is scored."
         )
-    return row[0]["generation"], dict(row[0]["ledger"] or [])
+    last = row[0]["generation"]
+    return last, with_plain(dict(row[0]["ledger"] or []), last + 1, run.meta.settings.get("generation_batch_size"))
 
 
-def _notes(run: Run, rules: Rules, ordered: bool) -> list[str]:
+def _notes(run: Run, rules: Rules, last: int) -> list[str]:
     notes = []
-    if not ordered:
+    if not has_recorded("position", run, last):
         notes.append(
             "The places of the groups in their batch are not recorded. Noise and ties fall on other groups than in the "
             "run, so that even its own selector does not choose all that it chose."
         )
-    if rules.graded:
-        notes.append("Outcomes are graded and recorded to 32 bits: a tie but for that may fall otherwise.")
+    if not has_recorded("loss_tokens", run, last):
+        notes.append(
+            "Numbers are recorded in 32 bits, by an earlier version. Groups whose ranks differ by less may change places."
+        )
     if rules.kept is not None:
         notes.append(
             f"At most {rules.kept} completions of a group are trained on. Which ones is not recorded: the tokens of the "

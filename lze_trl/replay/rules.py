@@ -2,7 +2,7 @@
 
 import difflib
 import importlib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from ..selectors import Selector, make_selector
@@ -24,11 +24,11 @@ class Rules:
         warmup (`int`): Generation batches with ρ = 1.
         ramp (`int`): Generation batches over which ρ falls.
         iterations (`int`): Iterations over a generation batch.
-        state ([`StateSettings`]): Constants of the energy and of the posterior.
+        memory (`float`): Completions for which a prompt's past counts at most.
+        named_outcome (`bool`): Whether a reward that the user named says what is solved.
         kept (`int`, *optional*): Completions of a group that are trained on at most.
         num_prompts (`int`, *optional*): P where the run drew further prompts until enough groups were alive.
         max_age (`int`): Generation batches that a live group waits there when an update has no room for it.
-        graded (`bool`): Whether outcomes are graded, instead of passes and fails.
     """
 
     seed: int
@@ -36,11 +36,11 @@ class Rules:
     warmup: int
     ramp: int
     iterations: int
-    state: StateSettings
+    memory: float
+    named_outcome: bool
     kept: int | None
     num_prompts: int | None
     max_age: int
-    graded: bool
 
 
 def rules_of(settings: dict[str, Any], selection_ratio: float | None, seed: int | None) -> Rules:
@@ -62,7 +62,6 @@ def rules_of(settings: dict[str, Any], selection_ratio: float | None, seed: int 
             raise ReplayError(f"The run has not recorded its `{name}`. Give `--{name}`.")
     if not 0 < ratio <= 1:
         raise ReplayError(f"`selection_ratio` must be in (0, 1], got {ratio}. Use 1.0 to choose every live group.")
-    constants = {f.name: settings[f.name] for f in fields(StateSettings) if f.name in settings}
     controller, num_prompts = settings.get("controller", "uniform"), None
     kept = settings.get("kept_completions")  # "None" where it was not set
     if not isinstance(kept, int):
@@ -75,11 +74,11 @@ def rules_of(settings: dict[str, Any], selection_ratio: float | None, seed: int 
         warmup=settings.get("selection_warmup", 0),
         ramp=settings.get("selection_ramp", 0),
         iterations=settings.get("num_iterations", 1),
-        state=StateSettings(**constants),
+        memory=settings.get("posterior_memory", StateSettings.posterior_memory),
+        named_outcome=any(settings.get(name) not in (None, "None") for name in ("pass_reward", "pass_threshold")),
         kept=kept,
         num_prompts=num_prompts,
         max_age=settings.get("surplus_max_age", 0),
-        graded=settings.get("energy_outcome") == "reward",
     )
 
 

@@ -2,12 +2,13 @@
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from ..groups import Groups
 from ..pruning import keyed_rng
-from ..selectors import Selector, choose, quota, ramped_ratio
+from ..selectors import Selector, choose_groups, quota, ramped_ratio
 from .records import Batch
 from .rules import Rules
 
@@ -30,7 +31,7 @@ class Choice:
         update_tokens (`float`): Tokens trained on, once for every iteration over a generation batch.
         update_flops (`float`): FLOPs of training on them.
         of_run (`float`): Its tokens / the run's.
-        of_full (`float`): Its tokens / those of full data, every completion of pruned visits included.
+        of_plain (`float`): Its tokens / those of plain GRPO for the same number of optimizer steps.
     """
 
     name: str
@@ -45,7 +46,7 @@ class Choice:
     update_tokens: float
     update_flops: float
     of_run: float
-    of_full: float
+    of_plain: float
 
 
 @dataclass
@@ -94,8 +95,8 @@ class Tally:
         self.common += int((fresh & batch.selected).sum())
         self.random_common += count * run / max(candidates, 1)
 
-    def choice(self, name: str, run_tokens: float, full_tokens: float, flops_per_token: float) -> Choice:
-        """What was chosen so far, compared with the tokens of the run and of full data."""
+    def choice(self, name: str, run_tokens: float, plain_tokens: float, flops_per_token: float) -> Choice:
+        """What was chosen so far, compared with the tokens of the run and of plain GRPO."""
         either = self.fresh + self.run
         return Choice(
             name=name,
@@ -110,7 +111,7 @@ class Tally:
             update_tokens=self.tokens,
             update_flops=self.tokens * flops_per_token,
             of_run=ratio_of(self.tokens, run_tokens),
-            of_full=ratio_of(self.tokens, full_tokens),
+            of_plain=ratio_of(self.tokens, plain_tokens),
         )
 
 
@@ -145,27 +146,24 @@ class Strategy:
     def __init__(self, selector: Selector, rules: Rules):
         self.selector, self.rules = selector, rules
         self.tally = Tally(rules)
-        self._waiting: tuple[Groups, np.ndarray] | None = None  # and the generation batches that they are from
+        # Live groups that the next update may take, their loss tokens, and the generation batches that they are from
+        self._waiting: tuple[Groups, np.ndarray, np.ndarray] | None = None
 
     def see(self, batch: Batch):
         """Choose from a generation batch as the trainer does."""
-        rules = self.rules
-        pool, born = batch.groups, np.full(len(batch.groups), batch.generation)
+        rules, generation = self.rules, batch.generation
+        pool, loss_tokens = batch.groups, batch.loss_tokens
+        born = np.full(len(pool), generation)
         if self._waiting is not None:
-            pool, born = self._waiting[0] + pool, np.concatenate([self._waiting[1], born])
-        ratio = ramped_ratio(rules.ratio, batch.generation, rules.warmup, rules.ramp)
-        rng = keyed_rng(rules.seed, batch.generation, "selection")
-        if rules.num_prompts is None:
-            chosen = choose(self.selector, pool, quota(ratio, len(pool)), rng)
-        else:
-            chosen = self._choose_live(pool, quota(ratio, rules.num_prompts), rng)
-            kept = np.flatnonzero(pool.alive & ~chosen & (batch.generation + 1 - born <= rules.max_age))
-            self._waiting = (pool.take(kept), born[kept]) if len(kept) else None
+            groups, tokens, before = self._waiting
+            pool = groups + pool
+            loss_tokens, born = np.concatenate([tokens, loss_tokens]), np.concatenate([before, born])
+        draws_prompts = rules.num_prompts is not None
+        ratio = ramped_ratio(rules.ratio, generation, rules.warmup, rules.ramp)
+        k = quota(ratio, rules.num_prompts if draws_prompts else len(pool))
+        make_rng = partial(keyed_rng, rules.seed, generation, "selection")
+        chosen = choose_groups(self.selector, pool, loss_tokens, k, draws_prompts, make_rng)
+        if draws_prompts:
+            kept = np.flatnonzero(pool.alive & ~chosen & (generation + 1 - born <= rules.max_age))
+            self._waiting = (pool.take(kept), loss_tokens[kept], born[kept]) if len(kept) else None
         self.tally.add(pool, chosen, batch)
-
-    def _choose_live(self, pool: Groups, k: int, rng: np.random.Generator) -> np.ndarray:
-        chosen, alive = np.zeros(len(pool), dtype=bool), np.flatnonzero(pool.alive)
-        if len(alive):
-            picked = np.flatnonzero(choose(self.selector, pool.take(alive), k, rng))
-            chosen[alive[picked[:k]]] = True
-        return chosen

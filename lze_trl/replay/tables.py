@@ -6,16 +6,17 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from ..ledger import PLAIN, times
 from .comparison import Replay
 from .foresight import Foresight
 from .strategies import Choice, ratio_of
 
 
 _WIDTH = 160
-_LEGEND = """\
+_LEGEND = f"""\
 overlap: groups that both the strategy and the run chose / that either chose; in brackets, expected of a random choice
 shared:  share of the run's choice that the strategy chose, too; in brackets, expected of a random choice
-run, full: update tokens / those of the run, / those of full data"""
+run, plain: update tokens / those of the run, / those of {PLAIN}"""
 
 
 def show_replay(result: Replay, console: Console | None = None):
@@ -49,7 +50,7 @@ def choice_table(choices: list[Choice]) -> Table:
     """Table of what each strategy chose, one row a strategy."""
     table = Table(box=SIMPLE, pad_edge=False)
     table.add_column("", no_wrap=True)
-    for name in ("groups", "live", "energy", "pass rate", "overlap", "shared", "tokens", "FLOPs", "run", "full"):
+    for name in ("groups", "live", "energy", "pass rate", "overlap", "shared", "tokens", "FLOPs", "run", "plain"):
         table.add_column(name, justify="right")
     for choice in choices:
         table.add_row(
@@ -63,7 +64,7 @@ def choice_table(choices: list[Choice]) -> Table:
             f"{choice.update_tokens:,.0f}",
             _number(choice.update_flops, ".3g"),
             _percent(choice.of_run),
-            _percent(choice.of_full),
+            times(choice.of_plain),
         )
     return table
 

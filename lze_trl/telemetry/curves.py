@@ -3,8 +3,8 @@
 import numpy as np
 import pandas as pd
 
+from ..ledger import KINDS, UNITS
 from .reader import Run
-from .savings import KINDS, UNITS
 from .schema import NUM_ENERGY_BINS
 
 
@@ -78,4 +78,5 @@ def energy_heat_map(run: Run, bins: int = 120) -> tuple[np.ndarray, np.ndarray]:
         [bins, bins],
     )
     counts = frame[["dead", *(f"b{i}" for i in range(NUM_ENERGY_BINS))]].to_numpy()
-    return frame["step"].to_numpy(), counts / frame[["groups"]].to_numpy()
+    # Pruning may have left nothing of a generation batch
+    return frame["step"].to_numpy(), counts / frame[["groups"]].clip(lower=1).to_numpy()

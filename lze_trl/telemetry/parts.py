@@ -1,8 +1,14 @@
-"""Append-only Parquet parts: names, listing, atomic writing, and merging of small ones."""
+"""Parts: the Parquet files of a table, each of which appears whole or not at all.
+
+A part is closed once its rows take 8 MB of memory. Until then each flush writes it again with all of its rows, under a name of
+its own, and the version before is removed ten seconds later: a reader that has just listed the folder finds what it has read of.
+So a run of millions of groups has a few hundred files, rows show up within seconds, and nothing has to be merged afterwards.
+"""
 
 import io
 import os
 import re
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,16 +17,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ..files import write_atomically
-from .schema import SORT_KEYS
 
 
-FAN_OUT = 16
-"""Neighbouring parts that are merged into one."""
+PART_BYTES = 8 * 2**20
+"""Size in memory from which a part is closed. It bounds what a flush has to write."""
 
-FINAL_BYTES = 8 * 2**20
-"""Size of the encoded columns from which a part is final, so that merging costs the trainer a bounded amount of memory."""
+GRACE_SECONDS = 10.0
+"""Time that an older version of a part stays for those who are reading it."""
 
-_ROW_GROUP = 65_536
 _PATTERN = re.compile(r"a(\d{4})-(\d{8})-(\d{8})\.parquet")
 _MAGIC = b"PAR1"
 
@@ -45,7 +49,7 @@ class Part:
     @property
     def is_whole(self) -> bool:
         """
-        Whether the file ends as a Parquet file does: one cut off by a crashed copy does not.
+        Whether the file ends as a Parquet file does. One that was cut off while it was copied does not.
 
         Raises:
             FileNotFoundError: If it is no longer there.
@@ -67,14 +71,13 @@ def part_name(attempt: int, first: int, last: int) -> str:
 
 def list_parts(folder: Path, is_usable: Callable[[Part], bool] = lambda part: True) -> list[Part]:
     """
-    Parts of a table in the order they were written.
+    Parts of a table in the order they were written, each in its newest version.
 
-    A part whose flushes are all in a larger one has been merged into it and is left out: the merge may have been
-    interrupted before it could remove them.
+    A part is an older version if its flushes are all in another one.
 
     Args:
         folder (`Path`): Folder of the table.
-        is_usable (`Callable[[Part], bool]`, *optional*): Parts to list; one that is not stands for no other.
+        is_usable (`Callable[[Part], bool]`, *optional*): Which parts to list. One that is left out replaces no other.
     """
     try:
         names = os.listdir(folder)
@@ -88,76 +91,64 @@ def list_parts(folder: Path, is_usable: Callable[[Part], bool] = lambda part: Tr
     found.sort(key=lambda part: (part.attempt, part.first, -part.last))
     kept: list[Part] = []
     for part in found:
-        is_merged = kept and kept[-1].attempt == part.attempt and part.last <= kept[-1].last
-        if not is_merged and is_usable(part):
+        is_older = kept and kept[-1].attempt == part.attempt and part.last <= kept[-1].last
+        if not is_older and is_usable(part):
             kept.append(part)
     return kept
 
 
-def write_part(folder: Path, name: str, table: pa.Table, compression: str = "snappy"):
-    """Write one part atomically. Small parts are compressed fast, for they are soon merged."""
-    folder.mkdir(parents=True, exist_ok=True)
+def write_part(path: Path, rows: pa.Table):
+    """Write one part atomically."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     buffer = io.BytesIO()
-    pq.write_table(table, buffer, compression=compression, row_group_size=_ROW_GROUP)
-    write_atomically(folder / name, buffer.getvalue())
+    pq.write_table(rows, buffer, compression="zstd")
+    write_atomically(path, buffer.getvalue())
 
 
-def merge_parts(directory: Path, table: str, attempt: int, least: int = FAN_OUT):
+class OpenPart:
     """
-    Merge runs of small neighbouring parts of one attempt until none is left to merge.
-
-    Parts grow in levels, each [`FAN_OUT`] times the one below, so that a row is rewritten a few times at most.
+    The part of a table that new rows go to.
 
     Args:
-        directory (`Path`): Telemetry folder.
-        table (`str`): Name of the table.
-        attempt (`int`): Attempt whose parts may be touched.
-        least (`int`, *optional*, defaults to `FAN_OUT`): Number of parts worth a merge; 2 at the end of a run.
+        folder (`Path`): Folder of the table.
+        attempt (`int`): Attempt of the run.
     """
-    sizes: dict[Path, int] = {}
-    while True:
-        parts = [part for part in list_parts(directory / table) if part.attempt == attempt]
-        for part in parts:
-            if part.path not in sizes:
-                sizes[part.path] = _uncompressed_bytes(part.path)
-        chosen = _mergeable(parts, [sizes[part.path] for part in parts], least)
-        if not chosen:
-            return
-        _merge(directory / table, table, chosen)
 
+    def __init__(self, folder: Path, attempt: int):
+        self.folder, self.attempt = folder, attempt
+        self._first = 1
+        self._rows: pa.Table | None = None
+        self._newest: Path | None = None
+        self._older: list[tuple[float, Path]] = []
 
-def _uncompressed_bytes(path: Path) -> int:
-    metadata = pq.read_metadata(path)
-    return sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
+    def write(self, new: list[pa.Table], flush: int) -> pa.Table:
+        """
+        Write the part with further rows, which count as written only once [`keep`] is called: what is recorded together
+        is kept together.
 
+        Args:
+            new (`list[pa.Table]`): The rows.
+            flush (`int`): Number of the flush, larger than that of any before.
 
-def _mergeable(parts: list[Part], sizes: list[int], least: int) -> list[Part]:
-    """First run of at least `least` neighbours, among the smallest parts if there are enough of them."""
-    limit = FINAL_BYTES // FAN_OUT**3
-    while limit <= FINAL_BYTES:
-        start = 0
-        for end in range(len(parts) + 1):
-            if end < len(parts) and sizes[end] < limit:
-                continue
-            if end - start >= least:
-                return _until_final(parts[start:end], sizes[start:end])
-            start = end + 1
-        limit *= FAN_OUT
-    return []
+        Returns:
+            `pa.Table`: All rows of the part.
+        """
+        rows = pa.concat_tables([*([] if self._rows is None else [self._rows]), *new]).combine_chunks()
+        path = self.folder / part_name(self.attempt, self._first, flush)
+        write_part(path, rows)
+        if self._newest is not None:
+            self._older.append((time.monotonic(), self._newest))
+        self._newest = path
+        self.remove_older(GRACE_SECONDS)
+        return rows
 
+    def keep(self, rows: pa.Table, flush: int):
+        """Take what was written as the rows of the part, and close it if it is large enough."""
+        self._rows = rows
+        if rows.nbytes >= PART_BYTES:
+            self._first, self._rows, self._newest = flush + 1, None, None
 
-def _until_final(parts: list[Part], sizes: list[int]) -> list[Part]:
-    total = 0
-    for count, size in enumerate(sizes, start=1):
-        total += size
-        if total >= FINAL_BYTES and count > 1:
-            return parts[:count]
-    return parts
-
-
-def _merge(folder: Path, table: str, parts: list[Part]):
-    merged = pa.concat_tables([pq.ParquetFile(part.path).read(use_threads=False) for part in parts])
-    merged = merged.sort_by([(key, "ascending") for key in SORT_KEYS[table]])
-    write_part(folder, part_name(parts[0].attempt, parts[0].first, parts[-1].last), merged, compression="zstd")
-    for part in parts:
-        part.path.unlink(missing_ok=True)
+    def remove_older(self, seconds: float = 0.0):
+        """Remove the versions that were replaced so long ago."""
+        while self._older and time.monotonic() - self._older[0][0] >= seconds:
+            self._older.pop(0)[1].unlink(missing_ok=True)

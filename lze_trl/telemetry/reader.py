@@ -3,7 +3,6 @@
 import json
 import logging
 import os
-import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -13,9 +12,9 @@ import duckdb
 import pandas as pd
 import pyarrow as pa
 
+from ..ledger import with_plain
 from . import sql
 from .parts import Part, list_parts
-from .savings import savings_of_ledger
 from .schema import DIRECTORY, META_FILE, SCHEMAS, WRITING_ORDER, Meta, MissingTelemetryError, TelemetryError
 
 
@@ -23,19 +22,10 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
-SNAPSHOTS = "summary"
-"""Folder of the per-prompt summaries that the writer takes, so that readers need not read every group."""
-
-_SNAPSHOT_PATTERN = re.compile(r"a(\d{4})-g(\d{10})\.parquet")
 _ATTEMPTS_TO_READ = 4
 _UNREADABLE = (duckdb.IOException, duckdb.InvalidInputException, duckdb.ConversionException)
 SORT_COLUMNS = ("energy", "pass_rate", "first_pass_rate", "visits", "times_selected", "last_step", "ema")
 """Columns that [`Run.prompts`] sorts by."""
-
-
-def snapshot_name(attempt: int, generation: int) -> str:
-    """File name of a per-prompt summary up to and including a generation."""
-    return f"a{attempt:04d}-g{generation:010d}.parquet"
 
 
 def telemetry_directory(path: str | Path) -> Path:
@@ -98,12 +88,15 @@ class Run:
         self.damaged: list[str] = []
         self._lock = threading.RLock()
         self._whole: set[Path] = set()
-        self._snapshot: Part | None = None
+        self._group_parts: list[Part] = []
+        self._summed: set[Part] = set()
+        self._summed_of: object = None
         self._states_of: object = None
-        self._version: object = None
+        self._version: tuple | None = None
         self._database = duckdb.connect(":memory:", config={"threads": threads, "memory_limit": memory_limit})
         folder = str(self.directory).replace("'", "''")
         self._database.execute("SET parquet_metadata_cache = true")
+        self._database.execute("SET enable_progress_bar = false")
         self._database.execute(f"SET allowed_directories = ['{folder}{os.sep}']")
         self._database.execute("SET enable_external_access = false")
         self._database.execute("SET lock_configuration = true")
@@ -141,24 +134,15 @@ class Run:
             # Newer where a run was deleted and recorded anew, whose parts have the same names
             written = (self.directory / META_FILE).stat().st_mtime_ns
             parts = {table: self._whole_parts(table) for table in reversed(WRITING_ORDER)}
-            snapshot = self._latest_snapshot()
             names = [tuple(part.path.name for part in parts[table]) for table in SCHEMAS]
-            version = (written, tuple(self.meta.attempts), snapshot, *names)
+            version = (written, tuple(self.meta.attempts), *names)
             if version == self._version:
                 return False
             for table in SCHEMAS:
                 query = sql.rows_of_table(table, parts[table], self.meta.attempts)
-                for name, type in sql.wrong_types(table, self._types(query)).items():
-                    raise TelemetryError(
-                        f"Column `{name}` of `{table}` is not of type {type}, so lze_trl has not written these files."
-                    )
                 self._database.execute(f"CREATE OR REPLACE VIEW {table} AS {query}")
-            self._snapshot, self._version = snapshot, version
+            self._group_parts, self._version = parts["groups"], version
             return True
-
-    def _types(self, query: str) -> dict[str, str]:
-        """SQL type of each column of a query."""
-        return {row[0]: row[1] for row in self._database.execute(f"DESCRIBE {query}").fetchall()}
 
     def _retry(self, read: Callable[[], _T]) -> _T:
         attempt = 1
@@ -166,7 +150,7 @@ class Run:
             try:
                 return read()
             except (FileNotFoundError, *_UNREADABLE) as error:
-                # The writer has merged the part that was about to be read into a larger one, or a part is damaged
+                # The part that was about to be read was replaced by a larger one, or is damaged
                 if attempt == _ATTEMPTS_TO_READ:
                     raise TelemetryError(f"The telemetry of `{self.name}` cannot be read: {error}") from error
                 logger.debug("Reading `%s` again: %s", self.name, error)
@@ -189,21 +173,6 @@ class Run:
         for name in set(damaged) - set(known):
             logger.warning("`%s` of the run is cut off, its rows are left out.", name)
         return [part for part in parts if part.attempt <= len(self.meta.attempts)]
-
-    def _latest_snapshot(self) -> Part | None:
-        folder = self.directory / SNAPSHOTS
-        if not folder.is_dir():
-            return None
-        found = []
-        for name in os.listdir(folder):
-            match = _SNAPSHOT_PATTERN.fullmatch(name)
-            if match is None:
-                continue
-            attempt, watermark = int(match[1]), int(match[2])
-            cut = sql.cut_of_attempt(self.meta.attempts, attempt)
-            if attempt <= len(self.meta.attempts) and (cut is None or watermark < cut):
-                found.append(Part(attempt, watermark, watermark, folder / name))
-        return next((part for part in sorted(found, reverse=True) if part.is_whole), None)
 
     def arrow(self, query: str, parameters: list[Any] | None = None) -> pa.Table:
         """
@@ -236,16 +205,23 @@ class Run:
     def _update_states(self):
         if self._states_of == self._version:
             return
-        query = sql.prompt_states(None, -1)
-        if self._snapshot is not None:
-            snapshot = sql.read_parquet([self._snapshot])
-            # A summary of other columns saves no reading: all visits are read instead
-            if self._types(f"SELECT * FROM {snapshot}") == self._types(query):
-                query = sql.prompt_states(snapshot, self._snapshot.last)
-        self._database.execute(
-            f"CREATE OR REPLACE TABLE prompt_states AS SELECT *, {sql.STATE_OF_PROMPT} AS state FROM ({query})"
-        )
+        attempts = self.meta.attempts
+        # All parts but the last one are closed: what they say is kept, so that a live run is not read as a whole each time
+        closed, last = self._group_parts[:-1], self._group_parts[-1:]
+        basis = self._version[:2]
+        if basis != self._summed_of or not self._summed.issubset(closed):
+            self._make_table("closed_states", sql.prompt_states(sql.visits([], attempts)))
+            self._summed_of, self._summed = basis, set()
+        new = [part for part in closed if part not in self._summed]
+        if new:
+            self._make_table("closed_states", sql.prompt_states(_more("closed_states", sql.visits(new, attempts))))
+            self._summed.update(new)
+        states = sql.prompt_states(_more("closed_states", sql.visits(last, attempts)))
+        self._make_table("prompt_states", f"SELECT *, {sql.STATE_OF_PROMPT} AS state FROM ({states})")
         self._states_of = self._version
+
+    def _make_table(self, name: str, query: str):
+        self._database.execute(f"CREATE OR REPLACE TABLE {name} AS {query}")
 
     def groups(self, prompt_id: int | None = None) -> pd.DataFrame:
         """
@@ -350,19 +326,24 @@ class Run:
 
         Returns:
             `dict`: Generation batches, steps, groups and their shares, prompts by state, the first and the latest mean
-            pass rate, the ledger, and the savings of each kind of work.
+            pass rate, and the ledger, which [`~lze_trl.ledger.against_plain`] holds against plain GRPO.
         """
         row = self.arrow("""SELECT
             count(*) AS generations, coalesce(max(step), 0) AS steps, coalesce(max(pass_index), 0) AS pass_index,
             coalesce(sum(groups), 0)::BIGINT AS groups, coalesce(sum(rows), 0)::BIGINT AS rows,
             coalesce(sum(selected), 0)::BIGINT AS selected, coalesce(sum(dead), 0)::BIGINT AS dead,
             coalesce(sum(replayed), 0)::BIGINT AS replayed, coalesce(sum(skipped), 0)::BIGINT AS skipped,
-            coalesce(sum(forgotten), 0)::BIGINT AS forgotten, arg_max(ledger, generation) AS ledger
+            coalesce(sum(forgotten), 0)::BIGINT AS forgotten, coalesce(max(generation), -1) + 1 AS begun,
+            arg_max(ledger, generation) AS ledger
             FROM generations""").to_pylist()[0]
-        row["ledger"] = dict(row["ledger"] or [])
-        row["savings"] = savings_of_ledger(row["ledger"])
+        batch_rows = self.meta.settings.get("generation_batch_size")
+        row["ledger"] = with_plain(dict(row["ledger"] or []), row.pop("begun"), batch_rows)
         row["prompts"] = self.prompt_counts()
         return row
+
+
+def _more(table: str, query: str) -> str:
+    return f"SELECT * FROM {table} UNION ALL BY NAME {query}"
 
 
 def _found(search: str | None) -> tuple[str, list[Any]]:

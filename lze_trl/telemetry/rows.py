@@ -25,12 +25,13 @@ class GenerationRecord:
         groups ([`Groups`]): The scored groups.
         selected (`np.ndarray` of shape `(P,)`, bool): Groups that are trained on.
         pruned (`np.ndarray` of shape `(P,)`, bool): Prompts that are pruned after this visit.
-        skipped_prompt_ids (`np.ndarray`, int64): Prompts of the batch that pruning left without rollouts.
+        skipped (`int`): Prompts of the batch that pruning left without rollouts.
         rewards (`np.ndarray` of shape `(B, F)`): Every completion's reward from every function, NaN where it has none.
         reward_names (`list[str]`): Names of the F reward functions.
         rollouts ([`Rollouts`]): The completions.
+        loss_tokens (`np.ndarray` of shape `(B,)`): Tokens of each completion that the loss covers.
         prompts (`list[str]` of length P): Text of each group's prompt.
-        completions (`list[str]` of length B, *optional*): Text of the completions.
+        completions (`dict[int, str]`, *optional*): Text of the completions to record, by their row.
         columns (`dict[str, list]`, *optional*): Further facts about each prompt, P values a column.
         ledger (`dict[str, float]`, *optional*): Cumulative work, see `docs/telemetry.md`.
     """
@@ -41,14 +42,37 @@ class GenerationRecord:
     groups: Groups
     selected: np.ndarray
     pruned: np.ndarray
-    skipped_prompt_ids: np.ndarray
+    skipped: int
     rewards: np.ndarray
     reward_names: list[str]
     rollouts: Rollouts
+    loss_tokens: np.ndarray
     prompts: list[str]
-    completions: list[str] | None = None
+    completions: dict[int, str] | None = None
     columns: dict[str, list] | None = None
     ledger: dict[str, float] | None = None
+
+    def __str__(self) -> str:
+        return f"Generation batch {self.generation}"
+
+
+@dataclass
+class Log:
+    """
+    Metrics that the trainer has logged.
+
+    Attributes:
+        step (`int`): Optimizer step.
+        generation (`int`): Latest generation batch then.
+        metrics (`dict[str, float]`): The metrics.
+    """
+
+    step: int
+    generation: int
+    metrics: dict[str, float]
+
+    def __str__(self) -> str:
+        return f"A log of step {self.step}"
 
 
 def _table(name: str, columns: dict[str, Any]) -> pa.Table:
@@ -74,12 +98,12 @@ def groups_table(record: GenerationRecord) -> pa.Table:
     """Rows of `groups`, P of them."""
     groups, rollouts = record.groups, record.rollouts
     scored = np.bincount(rollouts.group[~np.isnan(rollouts.outcomes)], minlength=len(groups))
-    constant = {name: np.full(len(groups), getattr(record, name)) for name in ("generation", "step", "pass_index")}
+    constant = {name: np.full(len(groups), getattr(record, name)) for name in ("generation", "step")}
     return _table(
         "groups",
         {
             **constant,
-            "position": np.arange(len(groups)),  # files are sorted by prompt, and selectors see the groups in order
+            "position": np.arange(len(groups)),  # selectors see the groups in this order
             "prompt_id": groups.prompt_ids,
             "visits": groups.visits,
             "size": groups.sizes,
@@ -96,6 +120,7 @@ def groups_table(record: GenerationRecord) -> pa.Table:
             "rewards": _group_rewards(record),
             "prompt_tokens": groups.prompt_tokens,
             "completion_tokens": groups.completion_tokens,
+            "loss_tokens": np.bincount(rollouts.group, record.loss_tokens, minlength=len(groups)).astype(np.int64),
             "selected": record.selected,
             "pruned": record.pruned,
             "replayed": groups.replayed,
@@ -124,8 +149,8 @@ def generations_table(record: GenerationRecord, now: float, new: np.ndarray, ene
             "selected": [int(record.selected.sum())],
             "dead": [int((~groups.alive).sum())],
             "replayed": [int(groups.replayed.sum())],
-            "forgotten": [int((groups.replayed & (groups.pass_rates < 1)).sum())],
-            "skipped": [len(record.skipped_prompt_ids)],
+            "forgotten": [int(groups.forgotten.sum())],
+            "skipped": [record.skipped],
             "new_prompts": [int(new.sum())],
             "pruned_change": [change],
             "pass_rate": [_mean(groups.pass_rates)],
@@ -133,11 +158,7 @@ def generations_table(record: GenerationRecord, now: float, new: np.ndarray, ene
             "reward_mean": [_mean(rollouts.rewards)],
             "rewards": [[_mean(column) for column in record.rewards.T]],
             "energy_mean": [_mean(groups.energies)],
-            "energy_max": [float(groups.energies.max(initial=0.0))],
             "energy_histogram": [histogram.tolist()],
-            "prompt_tokens": [int(rollouts.prompt_tokens.sum())],
-            "completion_tokens": [int(rollouts.completion_tokens.sum())],
-            "skipped_prompt_ids": [record.skipped_prompt_ids.tolist()],
             "ledger": [[(name, float(value)) for name, value in (record.ledger or {}).items()]],
         },
     )
@@ -162,14 +183,9 @@ def prompts_table(record: GenerationRecord, new: np.ndarray) -> pa.Table:
     )
 
 
-def completions_table(record: GenerationRecord, sampled: bool) -> pa.Table:
-    """Rows of `completions`, those of one group if `sampled`."""
-    rollouts = record.rollouts
-    rows = np.arange(rollouts.num_rows)
-    if sampled:
-        # Drawn by the counter, so that a resumed run records what the uninterrupted one would have
-        chosen = np.random.default_rng(record.generation).integers(max(rollouts.num_groups, 1))
-        rows = np.flatnonzero(rollouts.group == chosen)
+def completions_table(record: GenerationRecord) -> pa.Table:
+    """Rows of `completions`."""
+    rollouts, rows = record.rollouts, np.array(list(record.completions), dtype=np.int64)
     starts = np.concatenate([[0], np.cumsum(rollouts.sizes)])
     order = np.argsort(rollouts.group, kind="stable")
     index = np.empty(rollouts.num_rows, dtype=np.int64)
@@ -181,7 +197,7 @@ def completions_table(record: GenerationRecord, sampled: bool) -> pa.Table:
             "step": np.full(len(rows), record.step),
             "prompt_id": rollouts.prompt_ids[rollouts.group[rows]],
             "index": index[rows],
-            "completion": [record.completions[row] for row in rows],
+            "completion": list(record.completions.values()),
             "outcome": rollouts.outcomes[rows],
             "reward": rollouts.rewards[rows],
             "rewards": [[None if math.isnan(r) else r for r in row] for row in record.rewards[rows].tolist()],
@@ -190,10 +206,16 @@ def completions_table(record: GenerationRecord, sampled: bool) -> pa.Table:
     )
 
 
-def steps_table(metrics: list[tuple[int, int, float, dict[str, float]]]) -> pa.Table:
-    """Rows of `steps`, one per metric of every log."""
-    rows = [
-        (step, generation, now, name, value) for step, generation, now, log in metrics for name, value in log.items()
-    ]
-    names = ("step", "generation", "time", "name", "value")
-    return _table("steps", {name: [row[i] for row in rows] for i, name in enumerate(names)})
+def steps_table(log: Log, now: float) -> pa.Table:
+    """Rows of `steps`, one per metric of a log."""
+    count = len(log.metrics)
+    return _table(
+        "steps",
+        {
+            "step": [log.step] * count,
+            "generation": [log.generation] * count,
+            "time": [now] * count,
+            "name": list(log.metrics),
+            "value": list(log.metrics.values()),
+        },
+    )

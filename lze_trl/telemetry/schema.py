@@ -12,8 +12,8 @@ import pyarrow as pa
 from ..files import write_atomically
 
 
-SCHEMA_VERSION = 1
-"""Version of the files. Raised when a reader of the previous version would misread them."""
+SCHEMA_VERSION = 2
+"""Version of the files. Raised when a reader of the previous version cannot read them. Version 1 had 32 bits for every number."""
 
 FORMAT = "lze-telemetry"
 DIRECTORY = "telemetry"
@@ -23,32 +23,32 @@ META_FILE = "meta.json"
 NUM_ENERGY_BINS = 26
 """Bins of the energy histogram: equal widths over (0, 1 + α], dead groups are counted apart."""
 
-_F32, _I32, _I64 = pa.float32(), pa.int32(), pa.int64()
+_F32, _F64, _I32, _I64 = pa.float32(), pa.float64(), pa.int32(), pa.int64()
 
 SCHEMAS = {
-    # One row per group of every generation batch
+    # One row per group of every generation batch. Floats have 64 bits: replay ranks by what the run has ranked by
     "groups": pa.schema(
         [
             ("generation", _I32),
             ("step", _I32),
-            ("pass_index", _I32),
             ("position", _I32),
             ("prompt_id", _I64),
             ("visits", _I32),
             ("size", _I32),
             ("scored", _I32),
-            ("pass_rate", _F32),
-            ("difficulty", _F32),
-            ("uncertainty", _F32),
-            ("momentum", _F32),
-            ("energy", _F32),
-            ("ema", _F32),
-            ("first_pass_rate", _F32),
-            ("reward_mean", _F32),
-            ("reward_std", _F32),
+            ("pass_rate", _F64),
+            ("difficulty", _F64),
+            ("uncertainty", _F64),
+            ("momentum", _F64),
+            ("energy", _F64),
+            ("ema", _F64),
+            ("first_pass_rate", _F64),
+            ("reward_mean", _F64),
+            ("reward_std", _F64),
             ("rewards", pa.list_(_F32)),
             ("prompt_tokens", _I32),
             ("completion_tokens", _I32),
+            ("loss_tokens", _I32),
             ("selected", pa.bool_()),
             ("pruned", pa.bool_()),
             ("replayed", pa.bool_()),
@@ -61,7 +61,7 @@ SCHEMAS = {
             ("generation", _I32),
             ("step", _I32),
             ("pass_index", _I32),
-            ("time", pa.float64()),
+            ("time", _F64),
             ("groups", _I32),
             ("rows", _I32),
             ("selected", _I32),
@@ -76,12 +76,8 @@ SCHEMAS = {
             ("reward_mean", _F32),
             ("rewards", pa.list_(_F32)),
             ("energy_mean", _F32),
-            ("energy_max", _F32),
             ("energy_histogram", pa.list_(_I32)),
-            ("prompt_tokens", _I64),
-            ("completion_tokens", _I64),
-            ("skipped_prompt_ids", pa.list_(_I64)),
-            ("ledger", pa.map_(pa.string(), pa.float64())),
+            ("ledger", pa.map_(pa.string(), _F64)),
         ]
     ),
     # One row per prompt, at its first visit
@@ -105,24 +101,15 @@ SCHEMAS = {
         [
             ("step", _I32),
             ("generation", _I32),
-            ("time", pa.float64()),
+            ("time", _F64),
             ("name", pa.string()),
-            ("value", pa.float64()),
+            ("value", _F64),
         ]
     ),
 }
 
 WRITING_ORDER = ("prompts", "completions", "groups", "generations", "steps")
 """Tables in the order they are written. Read in the reverse order, a generation is never without its groups and prompts."""
-
-SORT_KEYS = {
-    # History of one prompt is then a few neighbouring rows: readers skip all other row groups by their statistics
-    "groups": ["prompt_id", "generation"],
-    "completions": ["prompt_id", "generation", "index"],
-    "generations": ["generation"],
-    "prompts": ["prompt_id"],
-    "steps": ["step"],
-}
 
 
 class TelemetryError(RuntimeError):

@@ -14,19 +14,18 @@ STATE_OF_PROMPT = """CASE
     WHEN last_failed_recheck > coalesce(last_solved, -1) THEN 'forgotten'
     WHEN pass_rate IS NULL THEN 'unscored'
     WHEN pass_rate = 1 THEN 'solved'
-    WHEN pass_rate = 0 THEN 'hopeless'
+    WHEN coalesce(dead, pass_rate = 0) THEN 'hopeless'
     ELSE 'frontier'
 END"""
-"""A forgotten prompt was solved and pruned, failed its re-check, and has not been fully correct since."""
+"""A hopeless prompt had equal rewards at its last visit, not the highest ones. A forgotten prompt was solved and pruned, failed its re-check, and has not been fully correct since."""
 
-# Each row of `groups` as the summary of one visit, so that visits and summaries merge by the same query
+# Each row of `groups` as what is known of a prompt after one visit, so that both merge by the same query
 _VISIT = """SELECT
-    prompt_id, visits, selected::BIGINT AS times_selected, completion_tokens::BIGINT AS completion_tokens,
-    replayed::BIGINT AS rechecks, generation AS first_generation, generation AS last_generation, step AS last_step,
-    pass_rate, energy, difficulty, uncertainty, momentum, ema, first_pass_rate, reward_mean, pruned,
+    prompt_id, visits, selected::BIGINT AS times_selected, replayed::BIGINT AS rechecks,
+    generation AS last_generation, step AS last_step, pass_rate, energy, difficulty, uncertainty, momentum, ema, first_pass_rate, reward_mean, pruned, dead,
     CASE WHEN pass_rate = 1 THEN generation END AS last_solved,
     CASE WHEN replayed AND pass_rate < 1 THEN generation END AS last_failed_recheck
-FROM groups"""
+FROM"""
 
 _LATEST = (
     "visits",
@@ -39,6 +38,7 @@ _LATEST = (
     "first_pass_rate",
     "reward_mean",
     "pruned",
+    "dead",
 )
 
 _SQL_TYPES = {
@@ -62,28 +62,23 @@ def cut_of_attempt(attempts: list[int], attempt: int) -> int | None:
 
 
 def rows_of_table(table: str, parts: list[Part], attempts: list[int]) -> str:
-    """Query of all rows of a table that count."""
-    queries = []
+    """
+    Query of all rows of a table that count, with the columns of its schema: null where an earlier version did not record
+    them. Values of another type, which this package has not written, are converted or refused when they are read.
+    """
+    types = {field.name: _SQL_TYPES[field.type] for field in SCHEMAS[table]}
+    nothing = ", ".join(f'NULL::{type} AS "{name}"' for name, type in types.items())
+    queries = [f"SELECT {nothing} WHERE false"]
     for attempt in sorted({part.attempt for part in parts}):
-        query = (
-            f"SELECT *, {attempt} AS attempt FROM {read_parquet([part for part in parts if part.attempt == attempt])}"
-        )
         cut = cut_of_attempt(attempts, attempt)
-        queries.append(query if cut is None else f"{query} WHERE generation < {cut}")
-    if not queries:
-        columns = ", ".join(f'NULL::{_SQL_TYPES[field.type]} AS "{field.name}"' for field in SCHEMAS[table])
-        return f"SELECT {columns} WHERE false"
-    rows = " UNION ALL BY NAME ".join(queries)  # an attempt by an earlier version has fewer columns
-    if table == "steps" and len(queries) > 1:
+        where = "" if cut is None else f" WHERE generation < {cut}"
+        queries.append(f"FROM {read_parquet([part for part in parts if part.attempt == attempt])}{where}")
+    columns = ", ".join(f'CAST("{name}" AS {type}) AS "{name}"' for name, type in types.items())
+    rows = f"SELECT {columns} FROM ({' UNION ALL BY NAME '.join(queries)})"
+    if table == "steps" and len(queries) > 2:
         # Steps that share a generation batch: those behind the checkpoint are logged again by the resumed run
-        rows = f"SELECT * FROM ({rows}) QUALIFY attempt = max(attempt) OVER (PARTITION BY step, name)"
-    return f"SELECT * EXCLUDE (attempt) FROM ({rows})"
-
-
-def wrong_types(table: str, found: dict[str, str]) -> dict[str, str]:
-    """Columns of a table whose SQL type is not that of the schema, with the one they should have."""
-    expected = {field.name: _SQL_TYPES[field.type] for field in SCHEMAS[table]}
-    return {name: expected[name] for name, type in found.items() if expected.get(name, type) != type}
+        rows += " QUALIFY time = max(time) OVER (PARTITION BY step, name)"
+    return rows
 
 
 def read_parquet(parts: list[Part]) -> str:
@@ -92,22 +87,22 @@ def read_parquet(parts: list[Part]) -> str:
     return f"read_parquet([{names}], hive_partitioning = false)"
 
 
-def prompt_states(snapshot: str | None, watermark: int) -> str:
+def visits(parts: list[Part], attempts: list[int]) -> str:
+    """Query of the visits in parts of `groups`, for [`prompt_states`]."""
+    return f"{_VISIT} ({rows_of_table('groups', parts, attempts)})"
+
+
+def prompt_states(source: str) -> str:
     """
     Query of one row per visited prompt: its latest visit and sums over all visits.
 
     Args:
-        snapshot (`str`, *optional*): Table function over a snapshot of the same query.
-        watermark (`int`): Last generation that the snapshot covers, -1 without one.
+        source (`str`): Query of visits, of what this query has found of others, or of both.
     """
-    visits = f"{_VISIT} WHERE generation > {watermark}"
-    source = visits if snapshot is None else f"SELECT * FROM {snapshot} UNION ALL BY NAME {visits}"
-    # Also where it is null: an unscored visit does not show the values of an earlier one
-    latest = ", ".join(f"arg_max_null({name}, last_generation) AS {name}" for name in _LATEST)
-    return f"""SELECT
-        prompt_id, {latest},
-        sum(times_selected)::BIGINT AS times_selected, sum(completion_tokens)::BIGINT AS completion_tokens,
-        sum(rechecks)::BIGINT AS rechecks, min(first_generation) AS first_generation,
-        max(last_generation) AS last_generation, max(last_step) AS last_step,
-        max(last_solved) AS last_solved, max(last_failed_recheck) AS last_failed_recheck
-    FROM ({source}) GROUP BY prompt_id"""
+    latest = ", ".join(f"latest.{name}" for name in _LATEST)
+    return f"""WITH visits AS NOT MATERIALIZED ({source}), sums AS (
+        SELECT prompt_id, max(last_generation) AS last_generation, max(last_step) AS last_step,
+            sum(times_selected)::BIGINT AS times_selected, sum(rechecks)::BIGINT AS rechecks,
+            max(last_solved) AS last_solved, max(last_failed_recheck) AS last_failed_recheck
+        FROM visits GROUP BY prompt_id)
+        SELECT sums.*, {latest} FROM sums JOIN visits AS latest USING (prompt_id, last_generation)"""

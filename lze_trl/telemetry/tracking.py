@@ -1,4 +1,4 @@
-"""The energy histogram and a table of prompts in the trackers that `report_to` names and that can show them."""
+"""What the trackers that `report_to` names get besides scalars, and one run of trackio for all of a trainer's work."""
 
 import logging
 from collections.abc import Callable
@@ -6,7 +6,8 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.integrations import TrackioCallback
 
 from ..state import PromptState
 from .reader import open_run
@@ -82,3 +83,29 @@ class EnergyTrackingCallback(TrainerCallback):
 def _active(args: TrainingArguments) -> list[tuple[str, ModuleType]]:
     """Trackers that the run reports to."""
     return [(name, import_module(name)) for name in TRACKERS if name in args.report_to]
+
+
+class TrackioRunCallback(TrainerCallback):
+    """
+    Keeps the name that trackio gives to a run without one, so that an evaluation after the training goes on in that run.
+
+    It has to come after the callback of transformers, which opens the run.
+    """
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if state.is_world_process_zero and args.run_name is None:
+            args.run_name = import_module("trackio").context_vars.current_run.get().name
+
+
+def open_trackio(trainer: Trainer):
+    """
+    Open the run of trackio, unless it is open.
+
+    TRL logs the time of every rollout to an open run, also in an evaluation outside of the training, when the callback of
+    transformers has none.
+    """
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, TrackioCallback):
+            callback.on_train_begin(trainer.args, trainer.state, trainer.control, model=trainer.model)

@@ -1,10 +1,10 @@
-"""What Learning-Zone Energy would have kept and saved in a run of plain TRL, from its `completions/*.parquet` logs."""
+"""What Learning-Zone Energy would have kept in a run of plain TRL, and what it would have cost, from its `completions/*.parquet` logs."""
 
 import json
 import logging
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +13,8 @@ import pyarrow.parquet as pq
 
 from ..groups import Rollouts
 from ..identity import prompt_id
+from ..ledger import Ledger, TokenCost, headline, skipped_visits
+from ..outcomes import OutcomeRule
 from ..selectors import EnergySelector, choose, quota
 from ..state import PromptState, StateSettings
 from .schema import MissingTelemetryError, TelemetryError
@@ -35,12 +37,12 @@ class Analysis:
         prompts (`int`): Different prompts.
         groups (`int`): Groups that were rolled out and trained on.
         rows (`int`): Completions.
-        dead (`int`): Groups without a learning signal: all passed or all failed.
+        dead (`int`): Groups without a learning signal: the advantages of all their completions were equal.
         selected (`int`): Groups that would have been trained on.
         selected_rows (`int`): Their completions.
         selected_text (`float`): Their share of the text of all completions, in characters.
         prunable (`int`): Visits to prompts that had stayed solved, re-checks not counted.
-        reward (`str`): Reward that decided a pass.
+        reward (`str`): Reward that ranked the groups; "total" for the sum of all.
         selection_ratio (`float`): ρ.
         frontier (`tuple[str, ...]`): Prompts with the highest energy at their last visit.
     """
@@ -58,16 +60,28 @@ class Analysis:
     selection_ratio: float
     frontier: tuple[str, ...]
 
+    @property
+    def totals(self) -> dict[str, float]:
+        """
+        Ledger of the run with selection, in units of the text of all completions.
+
+        The slots of pruned prompts go to others, so that all rollouts are made. A token costs three times as much in the
+        update of all weights as in a forward pass.
+        """
+        ledger = Ledger(
+            rollout_tokens=1, update_tokens=self.selected_text, plain_tokens=1, visits_skipped=self.prunable
+        )
+        return ledger.summary(TokenCost(forward=1.0, train=3.0))
+
     def __str__(self) -> str:
-        share = {name: 100 * getattr(self, name) / self.groups for name in ("dead", "selected", "prunable")}
+        share = {name: 100 * getattr(self, name) / self.groups for name in ("dead", "selected")}
         lines = [
             f"{self.steps:,} logged steps, {self.prompts:,} prompts, {self.groups:,} groups, {self.rows:,} completions",
             f"a completion passes by `{self.reward}`",
             f"dead groups (no gradient):      {self.dead:>9,}  {share['dead']:5.1f} %",
             f"LZE at ρ = {self.selection_ratio:g} trains on:      {self.selected:>9,}  {share['selected']:5.1f} %",
-            f"  their text, of all:           {'':>9}  {100 * self.selected_text:5.1f} %",
-            f"update work saved:              {'':>9}  {100 * (1 - self.selected_text):5.1f} %",
-            f"rollouts that pruning saves:    {self.prunable:>9,}  {share['prunable']:5.1f} %",
+            headline(self.totals),
+            skipped_visits(self.totals),
         ]
         if self.frontier:
             lines += ["prompts with the highest energy at the end:", *(f"  {text}" for text in self.frontier)]
@@ -78,7 +92,7 @@ def analyze(
     run_dir: str | Path,
     selection_ratio: float = 0.4,
     reward: str | None = None,
-    pass_threshold: float = 0.5,
+    pass_threshold: float | None = None,
     settings: StateSettings | None = None,
 ) -> Analysis:
     """
@@ -97,14 +111,14 @@ def analyze(
         selection_ratio (`float`, *optional*, defaults to `0.4`):
             ρ, the share of the groups of a step to train on.
         reward (`str`, *optional*):
-            Name of the reward that decides a pass. Defaults to the first.
-        pass_threshold (`float`, *optional*, defaults to `0.5`):
-            A completion passes when its reward is greater than this.
+            Name of the reward that ranks the groups. Defaults to the sum of all; the logs do not tell their weights.
+        pass_threshold (`float`, *optional*):
+            A completion passes when its reward is greater than this. Defaults to graded outcomes, as in training.
         settings ([`StateSettings`], *optional*):
             Constants of the energy and of pruning.
 
     Returns:
-        [`Analysis`]: What would have been kept and saved.
+        [`Analysis`]: What would have been kept, and its cost.
 
     Raises:
         ValueError: If `selection_ratio` is not in (0, 1].
@@ -115,13 +129,14 @@ def analyze(
         raise ValueError(
             f"`selection_ratio` must be in (0, 1], got {selection_ratio}. Use 1.0 to train on every live group."
         )
-    state, selector = PromptState(settings), EnergySelector()
+    named = reward is not None or pass_threshold is not None
+    state, selector = PromptState(replace(settings or StateSettings(), named_outcome=named)), EnergySelector()
+    name = "total" if reward is None else reward
     totals = dict.fromkeys(("groups", "rows", "dead", "selected", "selected_rows", "prunable"), 0)
     steps = text = selected_text = 0
     texts: dict[int, str] = {}
     for step, table in enumerate(_batches(Path(run_dir))):
-        reward = _reward_name(table, reward)
-        rollouts, lengths, prompts = _rollouts(table, reward, pass_threshold)
+        rollouts, lengths, prompts = _rollouts(table, _reward_names(table, reward), pass_threshold, state)
         if not rollouts.num_groups:
             continue
         steps += 1
@@ -148,7 +163,7 @@ def analyze(
         prompts=len(state),
         **totals,
         selected_text=selected_text / max(text, 1),
-        reward=reward,
+        reward=name,
         selection_ratio=selection_ratio,
         frontier=frontier,
     )
@@ -210,32 +225,41 @@ def _read(path: Path) -> pa.Table:
     return table
 
 
-def _reward_name(table: pa.Table, given: str | None) -> str:
+def _reward_names(table: pa.Table, given: str | None) -> list[str]:
     numeric = [
         field.name
         for field in table.schema
         if field.name not in _OWN_COLUMNS and (pa.types.is_floating(field.type) or pa.types.is_integer(field.type))
     ]
     if given is None and numeric:
-        return numeric[0]
+        return numeric
     if given not in numeric:
         raise TelemetryError(f"The logs have the rewards {numeric}, got {given!r}. Name one of them.")
-    return given
+    return [given]
 
 
-def _rollouts(table: pa.Table, reward: str, threshold: float) -> tuple[Rollouts, np.ndarray, list[str]]:
+def _rollouts(
+    table: pa.Table, names: list[str], threshold: float | None, state: PromptState
+) -> tuple[Rollouts, np.ndarray, list[str]]:
     """Completions of one step, their lengths in characters (B), and the text of each group's prompt (P)."""
     prompts = [_text(value) for value in table["prompt"].to_pylist()]
     lengths = np.array([len(_text(value)) for value in table["completion"].to_pylist()], dtype=np.int64)
     ids = np.array([prompt_id(text) for text in prompts], dtype=np.int64)
     unique, first, group = np.unique(ids, return_index=True, return_inverse=True)
-    rewards = table[reward].to_pandas().to_numpy(dtype=np.float64)
-    outcomes = np.where(np.isnan(rewards), np.nan, rewards > threshold)
+    per_func = np.stack([table[name].to_pandas().to_numpy(dtype=np.float64) for name in names], axis=1)  # (B, F)
+    rewards = np.where(np.isnan(per_func).all(axis=1), np.nan, np.nansum(per_func, axis=1))
+    scores = OutcomeRule(threshold=threshold).scores(per_func, rewards)
+    state.observe(scores)
+    # Advantages tell what weights the run gave its rewards
+    logged = "advantage" in table.column_names
+    signals = table["advantage"].to_pandas().to_numpy(dtype=np.float64) if logged else rewards
     rollouts = Rollouts(
         prompt_ids=unique,
         group=group,
-        outcomes=outcomes,
+        outcomes=state.range.outcomes(scores),
         rewards=rewards,
+        scores=scores,
+        signals=signals,
         prompt_tokens=np.zeros(len(group), dtype=np.int64),
         completion_tokens=lengths,
     )

@@ -1,11 +1,16 @@
-"""Recording a run from the training's main process, at a cost that the training does not notice."""
+"""
+Recording a run from the training's main process, at a cost that the training does not notice.
+
+A background thread writes what is queued at most `flush_seconds` later, or ten times the CPU time of its last write, so that it
+takes at most a tenth of a core; and at once when the trainer asks for it, before a checkpoint. `parts` says how rows become
+files.
+"""
 
 import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,12 +18,13 @@ import numpy as np
 import pyarrow as pa
 
 from .. import __version__
-from .parts import FAN_OUT, list_parts, merge_parts, part_name, write_part
-from .reader import SNAPSHOTS, Run, snapshot_name
-from .rows import GenerationRecord, completions_table, generations_table, groups_table, prompts_table, steps_table
+from .parts import OpenPart, list_parts
+from .reader import Run
+from .rows import GenerationRecord, Log, completions_table, generations_table, groups_table, prompts_table, steps_table
 from .schema import (
     DIRECTORY,
     META_FILE,
+    SCHEMA_VERSION,
     SCHEMAS,
     WRITING_ORDER,
     Meta,
@@ -30,34 +36,31 @@ from .schema import (
 
 logger = logging.getLogger(__name__)
 
-_SNAPSHOT_ROWS = 200_000
+_PAUSE = 10
 _MAX_WAITING = 1_000
 _ATTEMPTS_AT_THE_END = 4
-
-_Log = tuple[int, int, float, dict[str, float]]
-"""Step, latest generation, time and metrics of one log."""
 
 
 class TelemetryWriter:
     """
     Writes the telemetry of a run.
 
-    Records are put in a queue; a background thread writes them as Parquet parts at most `flush_seconds` later, merges
-    small parts, and keeps a summary of every prompt. A crash loses what was still in the queue. Failing writes are
-    logged and tried again, at the end a few times, and never stop the training.
+    Records are put in a queue that a background thread writes. A crash loses what was still in the queue. Failing writes
+    are logged and tried again, at the end a few times, and never stop the training.
 
     Args:
         directory (`str` or `Path`):
             Output directory of the run, or the folder `telemetry` in it.
         completions (`str`, *optional*, defaults to `"sampled"`):
-            Which completions to record: `"none"`, `"sampled"` (one group of each generation batch) or `"all"`.
+            Which completions the records have, for those who read them: `"none"`, `"sampled"` (one group of each
+            generation batch) or `"all"`.
         settings (`dict`, *optional*):
             Settings of the run, anything that JSON can express.
         resumed_generation (`int`, *optional*):
             First generation batch that this attempt records, when it resumes a run. Rows that an earlier attempt
             recorded from there on are hidden.
         flush_seconds (`float`, *optional*, defaults to `0.75`):
-            Longest time that a record waits.
+            Longest time that a record waits, unless writing is slow.
     """
 
     def __init__(
@@ -81,10 +84,10 @@ class TelemetryWriter:
         self._known = self._recorded_prompts()
         self._last_generation = max((resumed_generation or 0) - 1, 0)  # of what is logged before the first batch
         self._flushes = 0
-        self._rows_since_snapshot = 0
-        self._records: list[GenerationRecord] = []
-        self._times: list[float] = []
-        self._metrics: list[_Log] = []
+        self._pause = flush_seconds
+        self._parts = {name: OpenPart(self.directory / name, self._attempt) for name in SCHEMAS}
+        self._waiting: list[tuple[float, GenerationRecord | Log]] = []
+        self._lost = 0
         self._condition = threading.Condition()
         self._closing = False
         self._flush_now = False
@@ -94,27 +97,32 @@ class TelemetryWriter:
     def record(self, record: GenerationRecord):
         """Queue one generation batch. Its arrays must not be changed afterwards."""
         with self._condition:
-            self._records.append(record)
-            self._times.append(time.time())
             self._last_generation = record.generation
-            self._condition.notify_all()
+            self._queue(record)
 
     def record_step(self, step: int, metrics: dict[str, float]):
         """Queue the metrics of one log."""
         numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}
         with self._condition:
-            self._metrics.append((step, self._last_generation, time.time(), numbers))
-            self._condition.notify_all()
+            self._queue(Log(step, self._last_generation, numbers))
+
+    def _queue(self, item: GenerationRecord | Log):
+        # The disk may be full for hours: the queue must not take the training's memory meanwhile
+        if len(self._waiting) < _MAX_WAITING:
+            self._waiting.append((time.time(), item))
+        else:
+            self._lost += 1
+        self._condition.notify_all()
 
     def flush(self, timeout: float = 30.0):
         """Wait until everything queued so far is written, or until `timeout` seconds have passed: the disk may be full."""
         with self._condition:
             self._flush_now = True
             self._condition.notify_all()
-            self._condition.wait_for(lambda: self._closing or not (self._records or self._metrics), timeout)
+            self._condition.wait_for(lambda: self._closing or not self._waiting, timeout)
 
     def close(self):
-        """Write what is queued, merge the parts, and stop the background thread. May be called twice."""
+        """Write what is queued, and stop the background thread. May be called twice."""
         with self._condition:
             self._closing = True
             self._condition.notify_all()
@@ -129,7 +137,8 @@ class TelemetryWriter:
                 self.directory,
             )
         meta.attempts.append(resumed_generation or 0)
-        meta.settings, meta.completions, meta.package_version = settings, self._completions, __version__
+        meta.settings, meta.completions = settings, self._completions
+        meta.schema_version, meta.package_version = SCHEMA_VERSION, __version__
         meta.energy_max = 1.0 + float(settings.get("momentum_weight", 0.3))
         return meta
 
@@ -176,12 +185,12 @@ class TelemetryWriter:
         failures, left = 0, _ATTEMPTS_AT_THE_END
         while left:
             with self._condition:
-                self._condition.wait_for(lambda: self._closing or self._records or self._metrics)
-                self._condition.wait_for(lambda: self._closing or self._flush_now, timeout=self._flush_seconds)
+                self._condition.wait_for(lambda: self._closing or self._waiting)
+                self._condition.wait_for(lambda: self._closing or self._flush_now, timeout=self._pause)
                 closing, self._flush_now = self._closing, False
+            begin = time.thread_time()
             try:
-                self._write_waiting()
-                self._maintain(closing)
+                self._write_waiting(closing)
                 failures, left = 0, 0 if closing else left
             except Exception:  # nothing that goes wrong here may stop a training of days
                 failures += 1
@@ -190,105 +199,59 @@ class TelemetryWriter:
                 if closing:
                     left -= 1
                     time.sleep(self._flush_seconds if left else 0.0)
-        if self._records or self._metrics:
-            self._log_lost(logging.ERROR, len(self._records), len(self._metrics))
+            self._pause = max(self._flush_seconds, _PAUSE * (time.thread_time() - begin))
+        if lost := self._lost + len(self._waiting):
+            logger.error("%d generation batches and logs are lost to the telemetry, which could not be written.", lost)
 
-    @staticmethod
-    def _log_lost(level: int, records: int, metrics: int):
-        logger.log(
-            level,
-            "%d generation batches and %d logs of metrics are lost to the telemetry, which could not be written.",
-            records,
-            metrics,
-        )
-
-    def _write_waiting(self):
+    def _write_waiting(self, closing: bool):
         with self._condition:
-            records, times, metrics = self._records[:], self._times[:], self._metrics[:]
-        try:
-            self._write(records, times, metrics)
-        except Exception:
-            self._forget_oldest(len(records), len(metrics))
-            raise
+            waiting = self._waiting[:]
+        if waiting:
+            self._write(waiting)
         with self._condition:
-            del self._records[: len(records)], self._times[: len(records)], self._metrics[: len(metrics)]
+            del self._waiting[: len(waiting)]
             self._condition.notify_all()
+        if closing:
+            for part in self._parts.values():
+                part.remove_older()
 
-    def _write(self, records: list[GenerationRecord], times: list[float], metrics: list[_Log]):
-        tables = self._tables(records, times, metrics)
-        if records and self._meta.reward_names != records[-1].reward_names:
-            self._meta.reward_names = list(records[-1].reward_names)
+    def _write(self, waiting: list[tuple[float, GenerationRecord | Log]]):
+        tables = self._tables(waiting)
+        names = next((item.reward_names for _, item in reversed(waiting) if isinstance(item, GenerationRecord)), None)
+        if names is not None and self._meta.reward_names != names:
+            self._meta.reward_names = list(names)
             self._meta_is_written = False
         if not self._meta_is_written:
             self._write_meta()
-        for name in WRITING_ORDER:
-            if tables[name]:
-                rows = pa.concat_tables(tables[name])
-                write_part(self.directory / name, part_name(self._attempt, self._flushes, self._flushes), rows)
-        self._flushes += 1
-        self._known.update(id for rows in tables["prompts"] for id in rows["prompt_id"].to_pylist())
-        self._rows_since_snapshot += sum(len(rows) for rows in tables["groups"])
+        self._flushes += 1  # also after a failure, so that no name is ever that of another file
+        written = {name: self._parts[name].write(rows, self._flushes) for name, rows in tables.items()}
+        for name, rows in written.items():
+            self._parts[name].keep(rows, self._flushes)
+        self._known.update(id for rows in tables.get("prompts", []) for id in rows["prompt_id"].to_pylist())
 
-    def _forget_oldest(self, records: int, metrics: int):
-        # The disk may be full for hours: the queue must not take the training's memory meanwhile
-        records, metrics = max(records - _MAX_WAITING, 0), max(metrics - _MAX_WAITING, 0)
-        with self._condition:
-            del self._records[:records], self._times[:records], self._metrics[:metrics]
-        if records or metrics:
-            self._log_lost(logging.WARNING, records, metrics)
-
-    def _tables(
-        self, records: list[GenerationRecord], times: list[float], metrics: list[_Log]
-    ) -> dict[str, list[pa.Table]]:
-        tables: dict[str, list[pa.Table]] = {name: [] for name in SCHEMAS}
+    def _tables(self, waiting: list[tuple[float, GenerationRecord | Log]]) -> dict[str, list[pa.Table]]:
+        """New rows of each table that has any, in the order of writing."""
+        tables: dict[str, list[pa.Table]] = {name: [] for name in WRITING_ORDER}
         seen: set[int] = set()
-        for record, now in zip(records, times, strict=True):
-            with _left_out_if_impossible(f"Generation batch {record.generation}"):
-                for name, rows in self._tables_of(record, now, seen).items():
-                    tables[name].append(rows)
-                seen.update(record.groups.prompt_ids.tolist())
-        for log in metrics:
-            with _left_out_if_impossible(f"A log of step {log[0]}"):
-                tables["steps"].append(steps_table([log]))
-        return tables
+        for now, item in waiting:
+            try:
+                new_rows = self._rows_of(item, now, seen)
+            except Exception:  # what cannot be expressed as rows now cannot be later either
+                logger.exception("%s could not be recorded and is left out.", item)
+                continue
+            for name, rows in new_rows.items():
+                tables[name].append(rows)
+        return {name: rows for name, rows in tables.items() if rows}
 
-    def _tables_of(self, record: GenerationRecord, now: float, seen: set[int]) -> dict[str, pa.Table]:
-        ids = record.groups.prompt_ids.tolist()
+    def _rows_of(self, item: GenerationRecord | Log, now: float, seen: set[int]) -> dict[str, pa.Table]:
+        if isinstance(item, Log):
+            return {"steps": steps_table(item, now)}
+        ids = item.groups.prompt_ids.tolist()
         new = np.array([id not in self._known and id not in seen for id in ids], dtype=bool)
-        tables = {
-            "groups": groups_table(record),
-            "generations": generations_table(record, now, new, self._meta.energy_max),
-        }
+        rows = {"groups": groups_table(item), "generations": generations_table(item, now, new, self._meta.energy_max)}
         if new.any():
-            tables["prompts"] = prompts_table(record, new)
-        if record.completions is not None and self._completions != "none":
-            tables["completions"] = completions_table(record, self._completions == "sampled")
-        return tables
-
-    def _maintain(self, closing: bool):
-        if closing or self._flushes % FAN_OUT == 0:
-            for table in SCHEMAS:
-                merge_parts(self.directory, table, self._attempt, least=2 if closing else FAN_OUT)
-        if self._rows_since_snapshot >= _SNAPSHOT_ROWS or (closing and self._rows_since_snapshot):
-            self._rows_since_snapshot = 0
-            self._take_snapshot()
-
-    def _take_snapshot(self):
-        run = Run(self.directory, threads=1, memory_limit="512MB")
-        states = run.arrow("SELECT * EXCLUDE (state) FROM prompt_states ORDER BY prompt_id")
-        run.close()
-        watermark = max(states["last_generation"].to_pylist(), default=-1)
-        folder = self.directory / SNAPSHOTS
-        write_part(folder, snapshot_name(self._attempt, watermark), states)
-        # The one before is kept for readers that are about to open it
-        for path in sorted(folder.glob("a*.parquet"))[:-2]:
-            path.unlink()
-
-
-@contextmanager
-def _left_out_if_impossible(what: str) -> Iterator[None]:
-    # Whatever cannot be expressed as rows now cannot be later either
-    try:
-        yield
-    except Exception:
-        logger.exception("%s could not be recorded and is left out.", what)
+            rows["prompts"] = prompts_table(item, new)
+        if item.completions:
+            rows["completions"] = completions_table(item)
+        seen.update(ids)
+        return rows

@@ -7,6 +7,7 @@ from typing import Any
 
 import gradio as gr
 
+from ..hub import resolve_run
 from ..telemetry import TelemetryError
 from ..telemetry.reader import SORT_COLUMNS
 from . import views
@@ -81,7 +82,12 @@ def launch(
             Port to listen on, by default the first free one from 7860 on.
         prevent_thread_lock (`bool`, *optional*, defaults to `False`):
             Whether to return at once instead of serving until interrupted.
+
+    Raises:
+        MissingTelemetryError: If a run is neither a folder nor a repo on the Hub.
     """
+    for run in runs:
+        resolve_run(run)  # a wrong name is an error here, not a page that waits for ever
     app = build(runs)
     app.launch(
         server_name=host,

@@ -16,7 +16,7 @@ _HUB_PAUSE_SECONDS = 30.0
 _SEED_SETTINGS = {
     *("seed", "data_seed", "full_determinism"),
     *("output_dir", "run_name", "project", "report_to", "push_to_hub", "disable_tqdm", "num_completions_to_print"),
-    *("vllm_group_port", "vllm_sync_dir", "local_rank"),
+    *("summary", "vllm_group_port", "vllm_sync_dir", "local_rank"),
     *("resume_from_checkpoint", "eval_on_start", "ignore_data_skip"),
 }
 _SEED_PREFIXES = ("hub_", "log_", "logging_", "save_", "telemetry", "trackio_", "vllm_server_")

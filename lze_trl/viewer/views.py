@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from ..ledger import PLAIN, against_plain, headline, skipped_visits
 from ..telemetry import Run, TelemetryError
 from ..telemetry.curves import curve, energy_heat_map, reward_curves
 from ..telemetry.reader import parse_columns
-from ..telemetry.savings import Saving
 from .charts import Series, heat_map, line_chart, number, percent
 from .runs import RunBook, seed_groups
 
@@ -34,8 +34,6 @@ METRICS = {
     "pruned": "share of pruned prompts",
 }
 _SHARES = {"pass_rate", "dead", "pruned"}
-_UNIT_LABELS = {"tokens": "tokens", "flops": "FLOPs", "seconds": "seconds"}
-KIND_LABELS = {"rollout": "rollouts", "update": "updates", "logprob": "log-probs"}
 _HISTORY_POINTS = 400
 
 
@@ -91,20 +89,26 @@ def overview(run: Run) -> str:
             as_percent=True,
         ),
     ]
-    return f"{_tiles(points, summary)}{_damage(run)}<div class='lze-grid2'>{''.join(charts)}</div>{ledger(summary['savings'])}"
+    return f"{_tiles(points, summary)}{_damage(run)}<div class='lze-grid2'>{''.join(charts)}</div>{savings(summary['ledger'])}"
 
 
 def _tiles(points: pd.DataFrame, summary: dict[str, Any]) -> str:
     prompts = summary["prompts"]
-    update = next((s for s in summary["savings"] if (s.kind, s.unit) == ("update", "flops")), None)
-    first, last = points["pass_rate"].iloc[0], points["pass_rate"].iloc[-1]
+    times = {work.name: work.times for work in against_plain(summary["ledger"])}
+    # Of a batch of which pruning left nothing, there is none
+    pass_rates = points["pass_rate"].dropna()
+    first, last = (pass_rates.iloc[0], pass_rates.iloc[-1]) if len(pass_rates) else (None, None)
     tiles = [
         ("step", f"{summary['steps']:,}", f"pass {summary['pass_index']} over the data"),
         ("accuracy", percent(last), f"{percent(first)} at the start"),
         ("prompts seen", f"{sum(prompts.values()):,}", f"{prompts['frontier']:,} on the frontier"),
         ("solved or pruned", f"{prompts['solved'] + prompts['pruned']:,}", f"{prompts['forgotten']:,} forgotten"),
         ("groups trained on", percent(summary["selected"] / max(summary["groups"], 1)), f"of {summary['groups']:,}"),
-        ("update FLOPs saved", percent(update.saved) if update else "–", "against training on all data"),
+        (
+            "FLOPs of plain GRPO",
+            times.get("total", "–"),
+            f"rollouts {times.get('rollouts', '–')}, updates {times.get('updates', '–')}",
+        ),
     ]
     return "<div class='lze-tiles'>{}</div>".format(
         "".join(
@@ -122,22 +126,22 @@ def _damage(run: Run) -> str:
     return f'<p class="lze-note">Left out, because cut off or damaged: {names}</p>'
 
 
-def ledger(savings: list[Saving]) -> str:
-    """Table of the work done against the work on all data."""
-    if not savings:
-        return ""
+def savings(totals: dict[str, float]) -> str:
+    """Table of the work done and of plain GRPO's, and the visits that pruning kept out of the passes."""
+    works = against_plain(totals)
+    if not works:
+        return f"<p class='lze-note'>{headline(totals)}</p>"
     rows = "".join(
-        f"<tr><th scope='row'>{KIND_LABELS[s.kind]}, {_UNIT_LABELS[s.unit]}</th><td>{number(s.used)}</td>"
-        f"<td>{'≈ ' if s.estimated else ''}{number(s.full)}</td><td>{_bar(s.used / s.full if s.full else 0.0)}</td>"
-        f"<td>{percent(s.saved)}</td></tr>"
-        for s in savings
+        f"<tr><th scope='row'>{work.name}</th><td>{'–' if work.name == 'total' else number(work.tokens)}</td>"
+        f"<td>{number(work.seconds)}</td><td>{number(work.flops)}</td><td>{number(work.plain_flops)}</td>"
+        f"<td>{_bar(work.ratio if work.plain_flops else 0.0)}</td><td>{work.times}</td></tr>"
+        for work in works
     )
-    note = "≈ inferred from the FLOPs" if any(s.estimated for s in savings) else ""
     return (
-        "<figure class='lze-figure'><figcaption><strong>Savings ledger</strong>"
-        f"<span class='lze-legend'>{note}</span></figcaption><div class='lze-scroll'><table class='lze-table'><thead><tr>"
-        "<th>work</th><th>done</th><th>on all data</th><th>share</th><th>saved</th></tr></thead>"
-        f"<tbody>{rows}</tbody></table></div></figure>"
+        f"<figure class='lze-figure'><figcaption><strong>Cost, against {PLAIN}</strong></figcaption>"
+        f"<p class='lze-note'>{headline(totals)}</p><div class='lze-scroll'><table class='lze-table'><thead><tr>"
+        "<th>work</th><th>tokens</th><th>seconds</th><th>FLOPs</th><th>plain GRPO</th><th>share</th><th>ratio</th></tr>"
+        f"</thead><tbody>{rows}</tbody></table></div><p class='lze-note'>{skipped_visits(totals)}</p></figure>"
     )
 
 
@@ -320,7 +324,7 @@ def _comparison_table(runs: dict[str, Run]) -> str:
     for id, run in runs.items():
         summary, settings = run.summary(), run.meta.settings
         points = curve(run)
-        saved = {(s.kind, s.unit): percent(s.saved) for s in summary["savings"]}
+        times = {work.name: work.times for work in against_plain(summary["ledger"])}
         cells = [
             settings.get("selector", "–"),
             settings.get("selection_ratio", "–"),
@@ -328,14 +332,14 @@ def _comparison_table(runs: dict[str, Run]) -> str:
             f"{summary['steps']:,}",
             percent(points["pass_rate"].iloc[-1]) if len(points) else "–",
             percent(summary["selected"] / max(summary["groups"], 1)),
-            saved.get(("rollout", "flops"), "–"),
-            saved.get(("update", "flops"), "–"),
+            *(times.get(name, "–") for name in ("rollouts", "updates", "total")),
         ]
         rows.append(
             f"<tr><th scope='row'>{escape(id)}</th>{''.join(f'<td>{escape(str(cell))}</td>' for cell in cells)}</tr>"
         )
-    head = ("run", "selector", "ρ", "seed", "step", "accuracy", "trained on", "rollouts saved", "updates saved")
+    head = ("run", "selector", "ρ", "seed", "step", "accuracy", "trained on", "rollouts", "updates", "total")
     return (
         f"<div class='lze-scroll'><table class='lze-table'><thead><tr>{''.join(f'<th>{name}</th>' for name in head)}</tr>"
         f"</thead><tbody>{''.join(rows)}</tbody></table></div>"
+        f"<p class='lze-note'>Rollouts, updates and total: FLOPs, of {PLAIN}.</p>"
     )

@@ -1,6 +1,6 @@
 """Generation by vLLM servers over plain HTTP, with weights synced through a file system and checked."""
 
-from .client import Completion, RequestRefusedError, ServerError, ServerMismatchError
+from .client import Completion, EngineDeadError, RequestRefusedError, ServerError, ServerMismatchError
 from .generation import HTTPGeneration
 from .servers import ServerPool
 from .sync import SyncReport
@@ -9,6 +9,7 @@ from .weights import export_weights
 
 __all__ = [
     "Completion",
+    "EngineDeadError",
     "HTTPGeneration",
     "RequestRefusedError",
     "ServerError",

@@ -17,11 +17,17 @@ _CACHE_RESET_ATTEMPTS = 25
 _CACHE_RESET_INTERVAL = 0.2
 # What reading an answer of another form raises
 _MISREADINGS = (AttributeError, IndexError, KeyError, TypeError, ValueError)
+# What vLLM answers to every request once its engine has died. /health then answers 503, without a body
+_ENGINE_DEAD = ("EngineDeadError", "EngineCore encountered an issue")
 _WANTED = "as vLLM's OpenAI API server, version 0.32 or later"
 
 
 class ServerError(RuntimeError):
     """A server failed, or answered with something that is no answer. Another server, or this one later, may do better."""
+
+
+class EngineDeadError(ServerError):
+    """The engine behind a server has died. The server does not come back unless someone restarts it."""
 
 
 class RequestRefusedError(ValueError):
@@ -130,7 +136,13 @@ class VLLMServer:
         except httpx2.RequestError as error:
             raise ServerError(f"{where}: {type(error).__name__}: {error}") from error
         if response.status_code in (408, 429) or response.status_code >= 500:
-            raise ServerError(f"{where} answered {response.status_code}: {_text(response)}")
+            problem = f"{where} answered {response.status_code}: {_text(response)}"
+            if any(sign in response.text for sign in _ENGINE_DEAD) or (path == "/health" and not response.content):
+                raise EngineDeadError(
+                    f"{problem.rstrip('.')}. Its engine has died, and its log says why. Restart it; if it runs on a CPU, "
+                    "with `--no-enable-chunked-prefill`"
+                )
+            raise ServerError(problem)
         if response.status_code == 404 and path != "/v1/completions":
             raise ServerMismatchError(
                 f"{where} answered 404: {_text(response)}. Start the server {_WANTED}, with the variable "
@@ -268,6 +280,8 @@ class VLLMServer:
         body = {"method": "reload_weights", "kwargs": {"weights_path": directory}}
         try:
             await self._request(http, "POST", "/collective_rpc", json=body)
+        except EngineDeadError:
+            raise
         except ServerError as error:
             await self._request(http, "GET", "/health")  # a server that has died answers no better
             raise ServerMismatchError(

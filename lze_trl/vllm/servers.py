@@ -4,20 +4,21 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import httpx2
 from anyio.from_thread import start_blocking_portal
 
-from .client import Completion, Identity, ServerError, Snapshot, VLLMServer, open_client
+from .client import Completion, EngineDeadError, Identity, ServerError, Snapshot, VLLMServer, open_client
 
 
 logger = logging.getLogger(__name__)
 
 _RETRY_SECONDS = 1.0
-_REMIND_SECONDS = 30.0
+_REMIND_SECONDS = 60.0
+_ANSWER_SECONDS = 10.0  # for a server that has not failed to say that it is there
 _MAX_FAILURES = 5  # of one request, on any servers
 
 Result = TypeVar("Result")
@@ -48,7 +49,18 @@ class Member:
     server: VLLMServer
     ready: bool = False  # known to hold the current weights
     running: int = 0
-    problem: str | None = None  # of the outage it is in
+    problem: ServerError | None = None  # of the outage it is in
+
+    def note(self, error: ServerError) -> bool:
+        """
+        Note what is wrong, and return whether that is worth a report: when an outage begins, and when the server says that
+        its engine has died, which explains the outage. What it says while it restarts does not.
+        """
+        if isinstance(self.problem, EngineDeadError):
+            return False
+        worth_it = self.problem is None or isinstance(error, EngineDeadError)
+        self.problem = error
+        return worth_it
 
 
 class ServerPool:
@@ -123,7 +135,15 @@ class ServerPool:
 
     async def _connect(self, http: httpx2.AsyncClient, identity: Identity, timeout: float):
         async def wait_for(member: Member):
-            await self._retry(member, lambda: member.server.identify(http, identity))
+            reminded = time.monotonic()
+
+            def report(error: ServerError):
+                nonlocal reminded
+                if member.note(error) or time.monotonic() - reminded > _REMIND_SECONDS:
+                    reminded = time.monotonic()
+                    logger.warning("Waiting for the vLLM server %s (%s)", member.server.url, member.problem)
+
+            await self._retry(lambda: member.server.identify(http, identity), report)
             member.problem = None
 
         tasks = {asyncio.create_task(wait_for(member)): member for member in self.members}
@@ -162,42 +182,62 @@ class ServerPool:
 
     async def _recover(self, http: httpx2.AsyncClient):
         """Wait until one server has returned and holds the weights."""
-        tasks = {asyncio.create_task(self._admit(http, member)) for member in self.members}
+        tasks = [asyncio.create_task(self._admit(http, member)) for member in self.members]
         try:
-            done, _ = await asyncio.wait(tasks, timeout=self.recovery_timeout, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
+            for task in await self._first(tasks):
                 task.result()
-            if not done:
-                raise self._all_gone()
         finally:
             await _cancel(tasks)
 
+    async def _first(self, admissions: Iterable[asyncio.Task]) -> set[asyncio.Task]:
+        """The admissions that end first, while there is no server to work with."""
+        alone_since = reminded = time.monotonic()
+        while True:
+            done, _ = await asyncio.wait(admissions, timeout=_RETRY_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            if done:
+                return done
+            all_failed = all(member.problem is not None for member in self.members)
+            patience = self.recovery_timeout if all_failed else max(self.recovery_timeout, _ANSWER_SECONDS)
+            now = time.monotonic()
+            left = alone_since + patience - now
+            if left <= 0:
+                raise self._all_gone()
+            if now - reminded >= _REMIND_SECONDS:
+                reminded = now
+                logger.warning("Still waiting for a vLLM server to return, for up to %.0f s more.", left)
+
     async def _admit(self, http: httpx2.AsyncClient, member: Member):
-        await self._retry(member, lambda: member.server.hold(http, self.snapshot))
+        await self._retry(
+            lambda: member.server.hold(http, self.snapshot), report=lambda error: self._fail(member, error)
+        )
         self._welcome(member)
 
-    async def _retry(self, member: Member, attempt: Callable[[], Awaitable[None]]):
+    async def _retry(self, attempt: Callable[[], Awaitable[None]], report: Callable[[ServerError], None]):
         """Try until the server is up."""
-        reminded = -_REMIND_SECONDS
         while True:
             try:
                 return await attempt()
             except ServerError as error:
-                member.problem = str(error)
-                if time.monotonic() - reminded > _REMIND_SECONDS:
-                    logger.warning("Waiting for the vLLM server %s (%s)", member.server.url, error)
-                    reminded = time.monotonic()
+                report(error)
             await asyncio.sleep(_RETRY_SECONDS)
 
     def _fail(self, member: Member, error: ServerError):
-        if member.problem is None:
-            logger.warning(
-                "The vLLM server %s failed (%s). Its requests go to other servers; it takes part again once it answers "
-                "and holds the current weights.",
-                member.server.url,
-                error,
+        member.ready = False
+        if not member.note(error):
+            return
+        if any(other.problem is None for other in self.members):
+            what_now = "Its requests go to other servers"
+        else:
+            what_now = (
+                f"No other server is left: waiting up to {self.recovery_timeout:g} s (`vllm_recovery_timeout`) for one to "
+                "return"
             )
-        member.ready, member.problem = False, str(error)
+        logger.warning(
+            "The vLLM server %s failed (%s). %s; it takes part again once it answers and holds the current weights.",
+            member.server.url,
+            error,
+            what_now,
+        )
 
     def _welcome(self, member: Member):
         if member.problem is not None:
@@ -207,7 +247,8 @@ class ServerPool:
     def _all_gone(self) -> ConnectionError:
         return ConnectionError(
             f"No vLLM server is left, and none returned within {self.recovery_timeout:g} s (`vllm_recovery_timeout`). "
-            f"{_problems(self.members)} Restart a server and resume from the last checkpoint."
+            f"{_problems(self.members)} Restart a server and resume from the last checkpoint, with "
+            "`resume_from_checkpoint`."
         )
 
     # ---- Generation ----
@@ -218,20 +259,13 @@ class ServerPool:
         admissions: dict[asyncio.Task, Member] = {}
         for member in self.members:
             member.ready, member.running = False, 0
-        alone_since = time.monotonic()
         try:
             while waiting or requests:
                 self._start(http, waiting, requests, admissions)
                 if requests:
-                    alone_since = time.monotonic()
-                patience = alone_since + self.recovery_timeout - time.monotonic()
-                done, _ = await asyncio.wait(
-                    [*requests, *admissions],
-                    timeout=None if requests else max(patience, 0.0),
-                    return_when=asyncio.FIRST_COMPLETED,
-                )
-                if not done:
-                    raise self._all_gone()
+                    done, _ = await asyncio.wait([*requests, *admissions], return_when=asyncio.FIRST_COMPLETED)
+                else:
+                    done = await self._first(admissions)
                 for task in done:
                     if task in admissions:
                         del admissions[task]

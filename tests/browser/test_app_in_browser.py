@@ -22,10 +22,11 @@ import pyarrow.parquet as pq
 import pytest
 
 import lze_trl
+from benchmarks.synthetic import SyntheticTraining, record_synthetic_run
+from lze_trl.ledger import PLAIN, against_plain
 from lze_trl.telemetry import TelemetryWriter, open_run
 from lze_trl.telemetry.parts import list_parts
 from lze_trl.telemetry.schema import SCHEMA_VERSION
-from lze_trl.telemetry.synthetic import SyntheticTraining, record_synthetic_run
 from lze_trl.viewer.page import REFRESH_SECONDS
 
 from .conftest import serve, started
@@ -91,9 +92,11 @@ def test_overview_agrees_with_the_files(page, address, runs):
     assert f"of {summary['groups']:,}" in tile.inner_text()
     frontier = page.locator('[data-tile="prompts seen"]').inner_text()
     assert f"{summary['prompts']['frontier']} on the frontier" in frontier
-    saved = next(s for s in summary["savings"] if (s.kind, s.unit) == ("update", "flops")).saved
-    assert f"{100 * saved:.1f} %" in page.locator('[data-tile="update FLOPs saved"]').inner_text()
-    for title in ("Accuracy", "Reward", "Energy of the groups", "Shares", "Savings ledger"):
+    rollouts, _, updates, total = (work.times for work in against_plain(summary["ledger"]))
+    tile = page.locator('[data-tile="FLOPs of plain GRPO"]')
+    assert total in tile.inner_text()
+    assert f"rollouts {rollouts}, updates {updates}" in tile.inner_text()
+    for title in ("Accuracy", "Reward", "Energy of the groups", "Shares", f"Cost, against {PLAIN}"):
         assert page.get_by_text(title, exact=True).count() == 1
 
 
@@ -395,7 +398,7 @@ def test_text_of_a_run_is_shown_never_interpreted(page, tmp_path):
     training = SyntheticTraining(num_prompts=4, groups_per_batch=4)
     record = next(training.generations(1))
     record.prompts = [NASTY] * len(record.prompts)
-    record.completions = [NASTY] * len(record.completions)
+    record.completions = dict.fromkeys(range(record.rollouts.num_rows), NASTY)
     record.columns = {NASTY: [NASTY] * len(record.prompts)}
     record.reward_names = [NASTY, "b"]
     writer = TelemetryWriter(tmp_path / "nasty", completions="all", settings={NASTY: NASTY})
@@ -423,14 +426,13 @@ def test_states_without_data_are_worded(page, runs, tmp_path):
         part.write_bytes(part.read_bytes()[:500])
     shutil.copytree(runs / "full", tmp_path / "damaged")
     (tmp_path / "damaged" / "telemetry" / "meta.json").write_text("{")
-    names = ("empty", "newer", "half", "damaged", "missing")
+    names = ("empty", "newer", "half", "damaged")
     with serve(*(tmp_path / name for name in names)) as address:
         for name, words in {
             "empty": "Nothing has been recorded here yet",
             "newer": "Upgrade lze_trl",
             "damaged": "cannot be read",
             "half": "Left out, because cut off or damaged",
-            "missing": "is neither a directory nor a dataset repo",
         }.items():
             open_page(page, address, run=name)
             wait_for(lambda words=words: words in page.locator("#lze-main").inner_text())

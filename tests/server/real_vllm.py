@@ -39,15 +39,22 @@ def small_model(seed: int = 0, tied: bool = False, **changes) -> Qwen2ForCausalL
 
 
 class RealServer:
-    """A vLLM server process."""
+    """A vLLM server process; `options` win over those of the script."""
 
-    def __init__(self, model: Path, log: Path):
+    def __init__(self, model: Path, log: Path, options: tuple[str, ...] = ()):
         self.port = tiny.free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self.model, self.log, self.process = model, log, None
+        self.model, self.log, self.options, self.process = model, log, options, None
 
     def start(self):
-        command = [REPOSITORY / "scripts" / "vllm_serve.sh", "--model", self.model, "--port", str(self.port)]
+        command = [
+            REPOSITORY / "scripts" / "vllm_serve.sh",
+            "--model",
+            self.model,
+            "--port",
+            str(self.port),
+            *self.options,
+        ]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [str(part) for part in command],

@@ -94,7 +94,7 @@ def run(directory: Path, name: str, settings: dict):
         "differences": recorder.differences,
         "pass_rates": [entry["lze/pass_rate"] for entry in history if "lze/pass_rate" in entry],
         "trained": trainer.ledger.rows_trained / trainer.ledger.rows_rolled_out,
-        "pruned": trainer.ledger.groups_pruned,
+        "pruned": trainer.ledger.visits_skipped,
         "steps": trainer.state.global_step,
     }
     (directory / f"{name}.{trainer.accelerator.process_index}.json").write_text(json.dumps(result))

@@ -1,0 +1,67 @@
+"""What the measurements on the addition task share: its warm start, a trainer that says nothing, and the machine in words."""
+
+from typing import Any
+
+import datasets
+import torch
+from datasets import Dataset
+from transformers import PrinterCallback
+from transformers.utils import logging as transformers_logging
+
+from lze_trl import demo
+from lze_trl.config import LZEGRPOConfig
+from lze_trl.rewards import exact_match_reward
+from lze_trl.trainer import LZEGRPOTrainer
+
+from .run import machine
+from .tasks import TASKS, TaskFiles, locate
+
+
+TASK = TASKS["addition"]
+
+
+def prepare() -> TaskFiles:
+    """Files of the task, with the warm start made unless it exists; the libraries show no progress bars any more."""
+    demo.setup_logging(is_main=True)
+    datasets.disable_progress_bars()
+    transformers_logging.disable_progress_bar()
+    demo.warm_start(demo.WARM_START_DIR, demo.WarmStart())
+    return locate("addition")
+
+
+def build_trainer(
+    files: TaskFiles, rows: list[dict[str, str]], directory: str, settings: dict[str, Any]
+) -> LZEGRPOTrainer:
+    """
+    Trainer of the task, without telemetry, logs and checkpoints.
+
+    Args:
+        files ([`TaskFiles`]): Where the warm start lies.
+        rows (`list[dict]`): Training prompts.
+        directory (`str`): Output directory.
+        settings (`dict`): Fields of [`LZEGRPOConfig`] that replace, or add to, those of the task.
+    """
+    trainer = LZEGRPOTrainer(
+        model=str(files.model),
+        reward_funcs=exact_match_reward,
+        args=LZEGRPOConfig(
+            output_dir=directory,
+            learning_rate=TASK.learning_rate,
+            **TASK.training | settings,
+            telemetry=False,
+            disable_tqdm=True,
+            summary=False,
+            logging_strategy="no",
+            save_strategy="no",
+            report_to="none",
+        ),
+        train_dataset=Dataset.from_list(rows),
+    )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def machine_in_words() -> str:
+    """Processor, cores and threads of this machine, and the version of PyTorch."""
+    found = machine()
+    return f"{found['cpu']}, {found['cores']} cores, PyTorch {torch.__version__} on {found['threads']} of them"

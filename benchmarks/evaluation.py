@@ -1,0 +1,171 @@
+"""
+How good a model is at a task whose completions are nothing but the answer.
+
+The pass rate of a prompt, sampled at temperature 1, has the expectation p(answer | prompt): the probability of the answer's
+tokens and of the end of the text. It is computed, not sampled, so an evaluation has no noise of its own.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lze_trl.rewards import exact_match_reward
+
+
+_BATCH = 128
+
+
+@dataclass(frozen=True)
+class AnswerBatch:
+    """
+    Prompts with their gold answers, padded on the right.
+
+    Attributes:
+        rows (`np.ndarray` of shape `(n,)`): Place of each row in the evaluation set.
+        input_ids (`torch.Tensor` of shape `(n, L)`): Tokens of prompt and answer.
+        attention_mask (`torch.Tensor` of shape `(n, L)`): 1 where there is a token.
+        targets (`torch.Tensor` of shape `(n, L - 1)`, bool): Whether the token after each position is of the answer.
+    """
+
+    rows: np.ndarray
+    input_ids: torch.Tensor
+    attention_mask: torch.Tensor
+    targets: torch.Tensor
+
+
+def answer_probabilities(model: nn.Module, batch: AnswerBatch) -> torch.Tensor:
+    """Probability of each gold answer and of the end after it, shape `(n,)`; has a gradient unless that is switched off."""
+    logits = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits[:, :-1].float()
+    following = batch.input_ids[:, 1:].unsqueeze(-1)
+    logps = logits.log_softmax(dim=-1).gather(-1, following).squeeze(-1)  # (n, L - 1)
+    return (logps * batch.targets).sum(dim=1).exp()
+
+
+def sample_completions(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[dict[str, str]],
+    samples: int,
+    max_completion_length: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Sample completions at temperature 1.
+
+    Args:
+        model (`PreTrainedModel`): The policy.
+        tokenizer (`PreTrainedTokenizerBase`): Its tokenizer.
+        rows (`Sequence[dict]`): P prompts with `prompt`.
+        samples (`int`): G, completions of each.
+        max_completion_length (`int`): C, tokens after which completions are cut.
+
+    Returns:
+        `tuple[torch.Tensor, torch.Tensor]`: Attention mask of the prompts, `(P, L)`, padded on the left; prompts with
+        completions, `(P·G, L + C)`.
+    """
+    prompts = tokenizer([row["prompt"] for row in rows], padding=True, padding_side="left", return_tensors="pt")
+    tokens = model.generate(
+        input_ids=prompts.input_ids,
+        attention_mask=prompts.attention_mask,
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        num_return_sequences=samples,
+        max_new_tokens=max_completion_length,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return prompts.attention_mask, tokens
+
+
+class Evaluation:
+    """
+    An evaluation set, ready for the model.
+
+    Args:
+        rows (`Sequence[dict]`): Prompts with `prompt` and `solution`.
+        tokenizer (`PreTrainedTokenizerBase`): Has one token for each character of an answer, so that there is one way only
+            to write it.
+        max_completion_length (`int`): Completions are cut after so many tokens.
+    """
+
+    def __init__(self, rows: Sequence[dict[str, str]], tokenizer: PreTrainedTokenizerBase, max_completion_length: int):
+        self.rows = list(rows)
+        self.tokenizer = tokenizer
+        self.max_completion_length = max_completion_length
+        self.batches = self._batches()
+
+    def _batches(self) -> list[AnswerBatch]:
+        prompts = self.tokenizer([row["prompt"] for row in self.rows]).input_ids
+        answers = self.tokenizer([row["solution"] for row in self.rows], add_special_tokens=False).input_ids
+        # An answer that fills the limit needs no end; a longer one is never sampled whole
+        ends = [[self.tokenizer.eos_token_id] if len(ids) < self.max_completion_length else [] for ids in answers]
+        possible = [i for i, ids in enumerate(answers) if len(ids) <= self.max_completion_length]
+        tokens = [prompt + answer + end for prompt, answer, end in zip(prompts, answers, ends, strict=True)]
+        possible.sort(key=lambda i: len(tokens[i]))
+        batches = []
+        for start in range(0, len(possible), _BATCH):
+            chosen = possible[start : start + _BATCH]
+            width = len(tokens[chosen[-1]])
+            input_ids = torch.full((len(chosen), width), self.tokenizer.pad_token_id)
+            mask, targets = torch.zeros_like(input_ids), torch.zeros(len(chosen), width - 1, dtype=torch.bool)
+            for place, i in enumerate(chosen):
+                input_ids[place, : len(tokens[i])] = torch.tensor(tokens[i])
+                mask[place, : len(tokens[i])] = 1
+                targets[place, len(prompts[i]) - 1 : len(tokens[i]) - 1] = True
+            batches.append(AnswerBatch(np.array(chosen), input_ids, mask, targets))
+        return batches
+
+    @torch.no_grad()
+    def pass_rates(self, model: nn.Module) -> np.ndarray:
+        """Expected pass rate of each prompt at temperature 1, shape `(n,)`."""
+        rates = np.zeros(len(self.rows))
+        for batch in self.batches:
+            rates[batch.rows] = answer_probabilities(model, batch).numpy()
+        return rates
+
+    def accuracy(self, model: nn.Module) -> dict[str, float]:
+        """
+        Expected accuracy: the mean of the expected pass rates.
+
+        Returns:
+            `dict[str, float]`: `mean`, and `standard_error`, with which it stands for other prompts of the same kind. For
+            these prompts it is exact.
+        """
+        rates = self.pass_rates(model)
+        return {"mean": float(rates.mean()), "standard_error": float(rates.std(ddof=1) / np.sqrt(len(rates)))}
+
+    @torch.no_grad()
+    def sampled(self, model: PreTrainedModel, samples: int, seed: int) -> dict[str, float]:
+        """
+        Accuracy of sampled completions by the reward of the training: a check of [`Evaluation.accuracy`].
+
+        The random numbers of the training are left alone.
+
+        Args:
+            model (`PreTrainedModel`): The model.
+            samples (`int`): Completions of each prompt, at least 2.
+            seed (`int`): Seed of the sampling.
+
+        Returns:
+            `dict[str, float]`: `mean`, and `standard_error`, the noise of the sampling.
+        """
+        passes = np.zeros(len(self.rows))
+        golds = [row["solution"] for row in self.rows]
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            for start in range(0, len(self.rows), _BATCH):
+                part = slice(start, start + _BATCH)
+                mask, tokens = sample_completions(
+                    model, self.tokenizer, self.rows[part], samples, self.max_completion_length
+                )
+                texts = self.tokenizer.batch_decode(tokens[:, mask.size(1) :], skip_special_tokens=True)
+                scores = exact_match_reward(texts, np.repeat(golds[part], samples).tolist())
+                passes[part] = np.array(scores).reshape(-1, samples).sum(axis=1)
+        rates = passes / samples
+        noise = (rates * (1.0 - rates)).sum() / (samples - 1)
+        return {"mean": float(rates.mean()), "standard_error": float(np.sqrt(noise) / len(rates))}

@@ -1,0 +1,1 @@
+"""Speed of the parts, each against TRL where TRL has it: `python -m benchmarks.parts`."""

@@ -1,5 +1,0 @@
-"""Side-by-side benchmark of data selection against plain TRL: `lze-trl bench`.
-
-`tasks` and `strategies` say what is run, `run` makes one run in a process of its own with the instruments of `meter` and
-`evaluation`, `suite` makes all of them, and `comparison`, `tables` and `plots` say what came out.
-"""

@@ -1,0 +1,186 @@
+"""Brings datasets of known schemas into the columns that training reads: prompt, solution, prompt_id, source.
+
+Schemas are recognised by their columns, so that copies and re-uploads work like the original:
+
+| prompt | gold answer | seen in |
+|---|---|---|
+| `question` | `answer`, worked, marked with `####` | GSM8K |
+| `problem` | `solution`, worked, with a box | MATH (hendrycks_math) |
+| `problem` or `question` | `answer` | MATH-500, AIME, AMC23, DeepScaleR |
+| `prompt` (messages) | `reward_model.ground_truth` | DAPO-Math-17k and other sets in verl's form |
+| `prompt` | `solution` or `answer` | sets made for TRL |
+| `body` and `question` | `answer` | SVAMP, ASDiv |
+| `passage`, `article` or `context`, and `question` | `answer` | BoolQ, RACE |
+| `question` and `choices` or `options` | `answer`, `answerKey` or `correct`; read as the option's letter | MMLU, ARC, AQuA |
+| `question`, `A`, `B`, `C` and `D` | `answer`; read as the option's letter | C-Eval |
+"""
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from datasets import Dataset, Features, IterableDataset, List, Value
+
+from ..identity import prompt_id
+from .columns import Columns, ColumnSettings, nested, recognise
+from .problems import write_problem
+from .references import DataError
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PromptStyle:
+    """
+    How prompts are written.
+
+    Attributes:
+        conversational (`bool`): Whether prompts are lists of messages; otherwise, plain text.
+        system_prompt (`str`, *optional*): System prompt of every conversation, in place of the dataset's own.
+        prompt_suffix (`str`, *optional*): Text put after every problem, just as it is.
+    """
+
+    conversational: bool = True
+    system_prompt: str | None = None
+    prompt_suffix: str | None = None
+
+    def __post_init__(self):
+        if self.system_prompt is not None and not self.conversational:
+            raise ValueError(
+                f"`system_prompt={self.system_prompt!r}` needs `conversational=True`: plain-text prompts have no roles. "
+                "Leave it unset, or write the text into the prompts."
+            )
+
+    def write(self, messages: list[dict[str, str]], source: str) -> str | list[dict[str, str]]:
+        """The prompt for a problem, given as messages."""
+        suffix = self.prompt_suffix or ""
+        if not self.conversational:
+            if len(messages) != 1:
+                raise DataError(
+                    f"{source!r} has prompts of {len(messages)} messages, which are not one plain text. Use "
+                    "`conversational=True`."
+                )
+            return messages[0]["content"] + suffix
+        messages = [{"role": message["role"], "content": message["content"]} for message in messages]
+        messages[-1]["content"] += suffix
+        if self.system_prompt is not None:
+            messages = [message for message in messages if message["role"] != "system"]
+            messages.insert(0, {"role": "system", "content": self.system_prompt})
+        return messages
+
+
+def adapt(
+    table: Dataset | IterableDataset,
+    source: str,
+    style: PromptStyle,
+    settings: ColumnSettings,
+    limit: int | None = None,
+) -> Dataset | IterableDataset:
+    """
+    Bring a dataset of a known schema into the columns that training reads.
+
+    Args:
+        table (`Dataset` or `IterableDataset`):
+            The dataset as loaded.
+        source (`str`):
+            What to write into the column `source`.
+        style ([`PromptStyle`]):
+            How prompts are written.
+        settings ([`ColumnSettings`]):
+            Columns that are named; the others are recognised.
+        limit (`int`, *optional*):
+            Number of rows of a `Dataset` to convert. Defaults to all.
+
+    Returns:
+        `Dataset` or `IterableDataset`: With columns `prompt`, `solution` (gold answer, text or null), `prompt_id`,
+        `source`, `reference_solution` (worked solution, where there is one), and the dataset's other columns. What was
+        read from which column stands in `info.description`.
+
+    Raises:
+        DataError: The dataset is empty, or its columns are not recognised.
+    """
+    features = table.features
+    if features is None:  # a stream whose columns only its first row tells
+        features = Dataset.from_list(list(table.take(1))).features
+    columns = recognise(table, features, source, settings)
+    if limit is not None and isinstance(table, Dataset):
+        table = table.select(range(min(limit, len(table))))
+
+    def convert(batch: dict[str, list]) -> dict[str, list]:
+        rows = [index for index, problem in enumerate(nested(batch, columns.prompt)) if _has_problem(problem)]
+        batch = {name: [values[index] for index in rows] for name, values in batch.items()}
+        options = columns.listed_options(batch)
+        prompts = []
+        for problem, *rest in zip(nested(batch, columns.prompt), columns.contexts(batch), options, strict=True):
+            messages = [{"role": "user", "content": problem}] if isinstance(problem, str) else problem
+            last = {**messages[-1], "content": write_problem(messages[-1]["content"], *rest)}
+            prompts.append(style.write([*messages[:-1], last], source))
+        texts = columns.gold_texts(batch)
+        finals = [columns.final(text) for text in texts]
+        golds = [columns.letter_of(*row) for row in zip(finals, options, strict=True)]
+        if columns.worked is not None:
+            worked = batch[columns.worked]
+        else:
+            worked = [text if text != final else None for text, final in zip(texts, finals, strict=True)]
+        converted = {
+            "prompt": prompts,
+            "solution": golds,
+            "reference_solution": worked,
+            "prompt_id": [prompt_id(prompt, gold) for prompt, gold in zip(prompts, golds, strict=True)],
+            "source": [source] * len(prompts),
+        }
+        return converted | {new: _texts(batch[old], new) for old, new in columns.kept.items()}
+
+    # Never from the cache: its key does not change when this module does
+    options = (
+        {} if isinstance(table, IterableDataset) else {"load_from_cache_file": False, "desc": f"Reading {source}"}
+    )
+    adapted = table.map(
+        convert,
+        batched=True,
+        remove_columns=list(features),
+        features=_result_features(features, columns, style.conversational),
+        **options,
+    )
+    adapted.info.description = columns.describe()
+    if isinstance(table, Dataset) and len(adapted) < len(table):
+        adapted.info.description += f"; {_report_dropped(len(table), len(adapted), source)}"
+    return adapted
+
+
+def _has_problem(problem: str | list | None) -> bool:
+    if isinstance(problem, list) and problem:
+        problem = problem[-1]["content"]
+    return bool(problem and problem.strip())
+
+
+def _report_dropped(before: int, after: int, source: str) -> str:
+    if after == 0:
+        raise DataError(
+            f"{source!r} has {before} rows, and none has a problem text. Name the column of the problem with "
+            "`prompt_column` (in a recipe, `dataset_prompt_column`)."
+        )
+    report = f"dropped {before - after} of {before} rows, which have no problem text"
+    logger.warning("%r: %s.", source, report)
+    return report
+
+
+def _texts(values: list[Any], name: str) -> list[Any]:
+    # MATH writes "Level 2" and MATH-500 writes 2: one type, so that sets can be mixed
+    if name != "level":
+        return values
+    return [None if value is None else str(value) for value in values]
+
+
+def _result_features(features: Features, columns: Columns, conversational: bool) -> Features:
+    message = {"role": Value("string"), "content": Value("string")}
+    own = {
+        "prompt": List(message) if conversational else Value("string"),
+        "solution": Value("string"),
+        "reference_solution": Value("string"),
+        "prompt_id": Value("int64"),
+        "source": Value("string"),
+    }
+    kept = {new: Value("string") if new == "level" else features[old] for old, new in columns.kept.items()}
+    return Features(own | kept)

@@ -1,0 +1,385 @@
+"""Tells which columns of a dataset hold the problem, its context, its options and the gold answer."""
+
+import re
+from dataclasses import dataclass, replace
+from string import ascii_uppercase
+from typing import Any
+
+from datasets import Audio, ClassLabel, Dataset, Features, Image, IterableDataset, List, Value, Video
+
+from ..grading import gold_text, last_boxed, marked_answer
+from .problems import READINGS, Option, choose_reading, context_text, read_options
+from .references import DataError
+
+
+PROMPT_COLUMNS = ("prompt", "problem", "question")
+ANSWER_COLUMNS = ("answer", "ground_truth", "reward_model.ground_truth", "expected_answer", "final_answer", "solution")
+# Where there are options, these name the right one; elsewhere, they say other things
+CHOICE_COLUMNS = ("answerKey", "correct_answer", "correct_option", "correct", "label", "cop")
+# In the order in which they are written
+CONTEXT_COLUMNS = (
+    "context",
+    "passage",
+    "paragraph",
+    "article",
+    "pre_text",
+    "table_title",
+    "table",
+    "post_text",
+    "body",
+)
+OPTION_COLUMNS = ("options", "choices", "answer_choices")
+WORKED_COLUMN = "solution"
+PICTURE_COLUMNS = ("image", "images")
+
+_RENAMED = {"type": "subject", "source": "original_source"}
+_SAMPLE = 10_000
+_STREAM_SAMPLE = 100
+_SCALARS = ("string", "large_string", "bool", "int", "uint", "float")
+_OWN = ("prompt", "solution", "reference_solution", "prompt_id", "source")
+_OPTION_NAME = re.compile(r"(?:option|choice|op)[_ ]?([a-z]|[0-9]+)|([A-Z])", re.IGNORECASE)
+_SHOWN_CHARACTERS = 200
+
+
+@dataclass(frozen=True)
+class ColumnSettings:
+    """
+    Columns that the user names; what is unset is recognised. `outer.inner` reaches into a nested column.
+
+    Attributes:
+        prompt_column (`str`, *optional*): Problem, as text or messages.
+        answer_column (`str`, *optional*): Gold answer, or a solution that boxes or marks it.
+        context_columns (`list[str]`, *optional*): What the problem refers to, in the order to write it; `[]` for none.
+        option_columns (`list[str]`, *optional*): One column that lists the options, or one for each; `[]` for none.
+    """
+
+    prompt_column: str | None = None
+    answer_column: str | None = None
+    context_columns: list[str] | None = None
+    option_columns: list[str] | None = None
+
+
+@dataclass(frozen=True)
+class Columns:
+    """
+    Which columns of a dataset hold what. Dotted paths reach into nested columns.
+
+    Attributes:
+        source (`str`): The dataset, for messages.
+        prompt (`str`): Problem, as text or messages.
+        answer (`str`): Gold answer, or a worked solution.
+        context (`tuple[str, ...]`): What the problem refers to, in the order to write it.
+        options (`dict[str, str | None]`): One column that lists the options, or one for each with its label.
+        is_worked (`bool`): Whether the answers are worked solutions, which box or mark the gold answer.
+        reading (`str`): How gold answers name an option, a key of `READINGS`.
+        class_names (`ClassLabel`, *optional*): Names of the answers, where they are kept as numbers.
+        worked (`str`, *optional*): Column with a worked solution beside the answer.
+        kept (`dict[str, str]`): Other columns and their names in the result.
+        found (`list[str]`): All columns of the dataset, for messages.
+    """
+
+    source: str
+    prompt: str
+    answer: str
+    context: tuple[str, ...]
+    options: dict[str, str | None]
+    is_worked: bool
+    reading: str
+    class_names: ClassLabel | None
+    worked: str | None
+    kept: dict[str, str]
+    found: list[str]
+
+    def describe(self) -> str:
+        """What is read from which column, in one line."""
+        parts = [f"problem from {' + '.join((*self.context, self.prompt))}"]
+        gold = f"gold answer from {self.answer}"
+        if self.options:
+            parts.append(f"options from {' + '.join(self.options)}")
+            gold += f" ({self.reading} of options, read as the letter)"
+        return ", ".join([*parts, gold])
+
+    def contexts(self, batch: dict[str, list]) -> list[list[tuple[str, str]]]:
+        """For each row, names and texts of what the problem refers to."""
+        texts = []
+        for path in self.context:
+            try:
+                texts.append([(path, context_text(value)) for value in nested(batch, path)])
+            except TypeError as error:
+                raise DataError(
+                    f"{self.source!r}, column {path!r}: {_shorten(error)} {_name_other('context_columns', self.found)}, "
+                    "or give `[]` to read the problems without it."
+                ) from error
+        return [list(row) for row in zip(*texts, strict=True)] if texts else [[] for _ in _rows(batch)]
+
+    def listed_options(self, batch: dict[str, list]) -> list[list[Option]]:
+        """For each row, the options of its problem."""
+        if not self.options:
+            return [[] for _ in _rows(batch)]
+        columns = [nested(batch, path) for path in self.options]
+        rows = columns[0]
+        if len(columns) > 1:
+            labels = self.options.values()
+            rows = [
+                [{"label": label, "text": text} for label, text in zip(labels, texts, strict=True)]
+                for texts in zip(*columns, strict=True)
+            ]
+        try:
+            return [read_options(row) for row in rows]
+        except TypeError as error:
+            raise DataError(
+                f"{self.source!r}, {_listed('column', self.options)}: {_shorten(error)} "
+                f"{_name_other('option_columns', self.found)}, or give `[]` to read the problems without them."
+            ) from error
+
+    def gold_texts(self, batch: dict[str, list]) -> list[str | None]:
+        """Texts of the answer column."""
+        values = nested(batch, self.answer)
+        if self.class_names is not None:
+            values = [None if value is None or value < 0 else self.class_names.int2str(value) for value in values]
+        try:
+            return [gold_text(value) for value in values]
+        except TypeError as error:
+            raise DataError(
+                f"{self.source!r}, column {self.answer!r}: {_shorten(error)} {_name_other('answer_column', self.found)}."
+            ) from error
+
+    def final(self, text: str | None) -> str | None:
+        """The gold answer within a text of the answer column, as the dataset words it."""
+        if text is None:
+            return None
+        final = boxed_or_marked(text) or (None if self.is_worked else text)
+        if final is not None and any(path.lower() == "body" for path in self.context):
+            final = re.sub(r"(?<=\d)\s+\([A-Za-z][^()]*\)$", "", final)  # ASDiv writes "9 (apples)"
+        return final
+
+    def letter_of(self, gold: str | None, options: list[Option]) -> str | None:
+        """The gold answer of a row: the letter of the right option, where there are options."""
+        if gold is None or not options:
+            return gold
+        index = READINGS[self.reading](gold, options)
+        return None if index is None else ascii_uppercase[index]
+
+
+def _rows(batch: dict[str, list]) -> list:
+    return next(iter(batch.values()))
+
+
+def _name_other(setting: str, found: list[str]) -> str:
+    """Advice to name other columns by a setting, in the words of the library and of recipes."""
+    return f"Name another of {found} with `{setting}` (in a recipe, `dataset_{setting}`)"
+
+
+def _listed(what: str, names: Any) -> str:
+    return f"{what}{'s' if len(names) > 1 else ''} {', '.join(repr(name) for name in names)}"
+
+
+def _shorten(what: Any) -> str:
+    text = str(what)
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"
+
+
+def recognise(table: Dataset | IterableDataset, features: Features, source: str, settings: ColumnSettings) -> Columns:
+    """
+    Tell which columns hold what, from their names, their types and the first rows.
+
+    Raises:
+        DataError: A column that is needed is not there or of another type; the message names those that are there.
+    """
+    prompt = _find_one(features, "prompt_column", settings.prompt_column, PROMPT_COLUMNS, source)
+    options = _find_options(features, settings.option_columns, source)
+    options.pop(prompt, None)
+    wanted = ANSWER_COLUMNS
+    if options:
+        wanted = (*ANSWER_COLUMNS[:-1], *CHOICE_COLUMNS, *ANSWER_COLUMNS[-1:])
+    taken = {prompt, *options}
+    answer = _find_one(features, "answer_column", settings.answer_column, wanted, source, taken)
+    taken |= {answer}
+    if settings.context_columns is None:
+        _check_pictures(features, source)
+        found = [find(features, name) for name in CONTEXT_COLUMNS]
+        context = tuple(name for name in found if name is not None and name not in taken)
+    else:
+        context = tuple(_named(features, "context_columns", name, source) for name in settings.context_columns)
+
+    worked = find(features, WORKED_COLUMN)
+    if worked in (answer, prompt) or not _is_scalar(features.get(worked)):
+        worked = None
+    used = {prompt.partition(".")[0], answer.partition(".")[0], worked}
+    kept = {name: _RENAMED.get(name, name) for name in features if name not in used and _is_scalar(features[name])}
+    # A table that already has one of the columns written here gives way to it
+    kept = {old: new for old, new in kept.items() if new not in _OWN and (old == new or new not in features)}
+
+    feature = feature_at(features, answer)
+    class_names = feature if isinstance(feature, ClassLabel) else None
+    columns = Columns(
+        source, prompt, answer, context, options, False, "labels", class_names, worked, kept, _paths(features)
+    )
+    return _with_readings(columns, table)
+
+
+def _with_readings(columns: Columns, table: Dataset | IterableDataset) -> Columns:
+    """
+    How the gold answers are written. The first rows tell, and the same ones whatever part of the table is read.
+
+    Answers are worked solutions if most box or mark an answer; then one without a box or a mark holds none.
+    """
+    if isinstance(table, IterableDataset):
+        table = table.take(_STREAM_SAMPLE)
+    else:
+        table = table.select(range(min(len(table), _SAMPLE)))
+    texts, options = [], []
+    wanted = list(dict.fromkeys(path.partition(".")[0] for path in (columns.answer, *columns.options)))
+    for batch in table.select_columns(wanted).iter(batch_size=1000):
+        texts += columns.gold_texts(batch)
+        options += columns.listed_options(batch)
+    if not texts:
+        raise DataError(f"{columns.source!r} has no rows. Check its split, and that the file is complete.")
+    is_worked = 2 * sum(text is not None and boxed_or_marked(text) is not None for text in texts) >= len(texts)
+    columns = replace(columns, is_worked=is_worked)
+    golds = [columns.final(text) for text in texts]
+    rows = [(gold, listed) for gold, listed in zip(golds, options, strict=True) if gold is not None and listed]
+    reading, explained, unread = choose_reading(rows)
+    if 2 * explained < len(rows):
+        gold, listed = unread[0]
+        raise DataError(
+            f"{columns.source!r} lists options in {_listed('column', columns.options)}, and {len(unread)} of {len(rows)} "
+            f"gold answers in {columns.answer!r} name none of them, such as {gold!r} for "
+            f"{[option.text for option in listed]}. {_name_other('answer_column', columns.found)}, which holds the label, "
+            "the text or the number of the right option; or give `option_columns` (in a recipe, "
+            "`dataset_option_columns`) as `[]` to read the problems without options."
+        )
+    return replace(columns, reading=reading)
+
+
+def boxed_or_marked(text: str) -> str | None:
+    """The gold answer that a worked solution boxes or marks."""
+    return last_boxed(text) or marked_answer(text)
+
+
+# ---- Finding columns ----
+
+
+def find(features: Features, candidate: str) -> str | None:
+    """Path of a column, by its name in any case or by a dotted path; `None` if there is none."""
+    names = {name.lower(): name for name in features}
+    if candidate in features:
+        return candidate
+    outer, dot, inner = candidate.partition(".")
+    name = outer if outer in features else names.get(outer.lower())
+    if not dot or name is None:
+        return name
+    return f"{name}.{inner}" if isinstance(features[name], dict) and inner in features[name] else None
+
+
+def feature_at(features: Features, path: str) -> Any:
+    """Type of a column, given by its path."""
+    if path in features:
+        return features[path]
+    outer, _, inner = path.partition(".")
+    return features[outer][inner]
+
+
+def nested(batch: dict[str, list], path: str) -> list:
+    """Values of a column, given by its path."""
+    if path in batch:
+        return batch[path]
+    outer, _, inner = path.partition(".")
+    return [None if value is None else value[inner] for value in batch[outer]]
+
+
+def _find_one(
+    features: Features, setting: str, given: str | None, candidates: tuple[str, ...], source: str, taken: Any = ()
+) -> str:
+    if given is not None:
+        paths = [_named(features, setting, given, source)]
+    else:
+        paths = [find(features, candidate) for candidate in candidates]
+        paths = [path for path in paths if path is not None and path not in taken]
+    fitting = [path for path in paths if setting != "prompt_column" or _is_problem(feature_at(features, path))]
+    if fitting:
+        return fitting[0]
+    if paths:
+        raise DataError(
+            f"{source!r}, column {paths[0]!r}: a problem must be text, or a list of messages with `role` and `content`, got "
+            f"{_shorten(feature_at(features, paths[0]))}. {_name_other(setting, _paths(features))}."
+        )
+    what = "problem" if setting == "prompt_column" else "gold answer"
+    raise _no_column(source, what, f"one of {', '.join(f'`{name}`' for name in candidates)}", features, setting)
+
+
+def _named(features: Features, setting: str, name: str, source: str) -> str:
+    path = find(features, name)
+    if path is None:
+        what = {"prompt_column": "problem", "answer_column": "gold answer", "context_columns": "context"}
+        raise _no_column(source, what.get(setting, "options"), f"`{name}`", features, setting)
+    return path
+
+
+def _no_column(source: str, what: str, wanted: str, features: Features, setting: str) -> DataError:
+    return DataError(
+        f"{source!r} has no column for the {what}: wanted {wanted}, found {_paths(features)}. Name it with `{setting}` (in "
+        f"a recipe, `dataset_{setting}`)."
+    )
+
+
+def _paths(features: Features) -> list[str]:
+    paths = []
+    for name, feature in features.items():
+        paths += [f"{name}.{inner}" for inner in feature] if isinstance(feature, dict) else [name]
+    return sorted(paths)
+
+
+def _find_options(features: Features, given: list[str] | None, source: str) -> dict[str, str | None]:
+    if given is not None:
+        return {_named(features, "option_columns", name, source): None for name in given}
+    for candidate in OPTION_COLUMNS:
+        path = find(features, candidate)
+        if path is not None and not _is_null(features[path]):
+            return {path: None}
+    # One column for each option: A, B, C; option_a, option_b; option1, option2; opa, opb
+    labels = {}
+    for name, feature in features.items():
+        match = _OPTION_NAME.fullmatch(name)
+        if match is not None and (match[1] or name.isupper()) and _is_scalar(feature):
+            labels[name] = (match[1] or match[2]).upper()
+    labels = dict(sorted(labels.items(), key=lambda item: (len(item[1]), item[1])))
+    is_series = [*labels.values()] in ([*ascii_uppercase[: len(labels)]], [str(n + 1) for n in range(len(labels))])
+    # Columns that are called A and B and no more can be anything
+    fewest = 3 if "A" in labels else 2
+    return labels if is_series and len(labels) >= fewest else {}
+
+
+def _check_pictures(features: Features, source: str):
+    """Refuse pictures and sounds, which would be left out of prompts that are text."""
+    found = [
+        name
+        for name, feature in features.items()
+        if isinstance(feature.feature if isinstance(feature, List) else feature, (Image, Audio, Video))
+        or (name.lower() in PICTURE_COLUMNS and not _is_null(feature))
+    ]
+    if found:
+        raise DataError(
+            f"{source!r} has pictures or sounds in {_listed('column', found)}, which prompts of text cannot hold. Use a set "
+            "of text problems, or give `context_columns` (in a recipe, `dataset_context_columns`) as `[]` to read the "
+            "problems without them."
+        )
+
+
+def _is_problem(feature: Any) -> bool:
+    if isinstance(feature, List) and isinstance(feature.feature, dict):
+        message = feature.feature
+        return {"role", "content"} <= set(message) and all(_is_text(message[name]) for name in ("role", "content"))
+    return _is_text(feature)
+
+
+def _is_text(feature: Any) -> bool:
+    return isinstance(feature, Value) and feature.dtype in ("string", "large_string")
+
+
+def _is_null(feature: Any) -> bool:
+    return isinstance(feature, Value) and feature.dtype == "null"
+
+
+def _is_scalar(feature: Any) -> bool:
+    return isinstance(feature, Value) and feature.dtype.startswith(_SCALARS)

@@ -1,0 +1,88 @@
+"""What a run shows in a user's own script: readable lines, a summary and a report, once, or what transformers shows."""
+
+import logging
+import sys
+
+import pytest
+from transformers import PrinterCallback, ProgressCallback
+
+import tiny
+from lze_trl import LZEGRPOTrainer
+
+
+def train(tmp_path, **settings):
+    trainer = LZEGRPOTrainer(
+        model=tiny.model(),
+        reward_funcs=tiny.even_length_reward,
+        args=tiny.config(tmp_path, **{"summary": True, "max_steps": 2, **settings}),
+        train_dataset=tiny.prompts(11),
+        eval_dataset=tiny.prompts(16).select(range(12, 16)),
+        processing_class=tiny.tokenizer(),
+    )
+    trainer.train()
+    return trainer
+
+
+def test_lines_summary_and_report_are_shown_by_default(tmp_path, capsys):
+    train(tmp_path, telemetry=True, disable_tqdm=None, eval_on_start=True, eval_strategy="steps", eval_steps=2)
+    shown, errors = capsys.readouterr()
+    lines = shown.splitlines()
+    assert [line.partition("reward")[0].split() for line in lines if line.startswith("step")] == [
+        ["step", "0", "held-out"],
+        ["step", "1"],
+        ["step", "2"],
+        ["step", "2", "held-out"],
+    ]
+    for heading in ("Rollouts", "Sampled accuracy on held-out prompts"):
+        assert lines.count(heading) == 1
+    assert f"report:    {tmp_path / 'report' / 'report.html'}" in shown
+    assert "2 generation batches" in (tmp_path / "report" / "report.html").read_text()  # the last one as well
+    assert "{'" not in shown  # no dictionary
+    assert "2/2" not in errors  # no bar, for this is no terminal
+
+
+@pytest.mark.parametrize(("quiet", "bar"), [(False, True), (True, False)])
+def test_a_terminal_gets_a_bar_unless_it_is_disabled(tmp_path, capsys, monkeypatch, quiet, bar):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    train(tmp_path, disable_tqdm=quiet)
+    shown, errors = capsys.readouterr()
+    assert ("2/2" in errors) == bar
+    assert "{'" not in shown + errors
+    assert sum(line.startswith("step ") for line in shown.splitlines()) == 2
+
+
+@pytest.mark.parametrize(("quiet", "callback"), [(True, PrinterCallback), (False, ProgressCallback)])
+def test_one_setting_leaves_what_transformers_shows(tmp_path, capsys, quiet, callback):
+    trainer = train(tmp_path, summary=False, disable_tqdm=quiet)
+    shown = capsys.readouterr().out
+    assert trainer.summary is None
+    assert any(type(used) is callback for used in trainer.callback_handler.callbacks)
+    assert "'reward':" in shown
+    assert "Rollouts" not in shown and not any(line.startswith("step ") for line in shown.splitlines())
+
+
+def test_processes_but_the_main_one_show_nothing(tmp_path, capsys):
+    trainer = train(tmp_path, max_steps=1)
+    capsys.readouterr()
+    trainer.state.is_world_process_zero = False
+    trainer.callback_handler.on_log(trainer.args, trainer.state, trainer.control, {"reward": 0.5})
+    trainer.summary.on_train_end(trainer.args, trainer.state, trainer.control)
+    assert capsys.readouterr().out == ""
+
+
+def test_an_evaluation_after_the_training_shows_its_line_and_no_second_summary(tmp_path, capsys):
+    trainer = train(tmp_path, max_steps=1)
+    capsys.readouterr()
+    trainer.evaluate()
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("step     1  held-out reward ")
+
+
+def test_a_report_that_fails_costs_a_script_nothing(tmp_path, monkeypatch, caplog):
+    def fail(run_dir):
+        raise ValueError("no")
+
+    monkeypatch.setattr("lze_trl.report.write_report", fail)
+    with caplog.at_level(logging.ERROR, logger="lze_trl"):
+        train(tmp_path, telemetry=True, max_steps=1)
+    assert "No report was written. Try again with `lze-trl report" in caplog.text

@@ -1,0 +1,473 @@
+"""References, schemas and sources of data; what cannot be used is refused with what to do."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import datasets
+import pytest
+from datasets import Dataset, IterableDataset
+
+from hub import serve
+from lze_trl.data import DataError, Reference, load_mixture, load_prompts, parse_reference
+from lze_trl.data.audit import audit, render
+from lze_trl.identity import prompt_id
+
+
+GSM8K = [
+    {"question": "How many clips?", "answer": "48/2 = <<48/2=24>>24\n#### 24"},
+    {"question": "How many sheep?", "answer": "1,000 + 234\n#### 1,234"},
+    {"question": "How many ducks?", "answer": "16 - 3\n#### 13"},
+]
+MATH = [
+    {"problem": "What is $x$?", "level": "Level 2", "type": "Algebra", "solution": r"So $\boxed{\frac{1}{2}}$."},
+    {"problem": "What is $y$?", "level": "Level 5", "type": "Geometry", "solution": r"$\boxed{12}$, or $\boxed{18}$."},
+    {"problem": "What is $z$?", "level": "Level 1", "type": "Algebra", "solution": "It has no box."},
+]
+MATH_500 = [
+    {
+        "problem": "Find $a$.",
+        "solution": r"$\boxed{3}$, so \boxed{0.5}",
+        "answer": r"\frac12",
+        "subject": "A",
+        "level": 2,
+    },
+]
+DAPO = [
+    {
+        "data_source": "math_dapo",
+        "prompt": [{"content": "Solve it: 30 + 4", "role": "user"}],
+        "ability": "MATH",
+        "reward_model": {"ground_truth": "34", "style": "rule"},
+        "extra_info": {"index": 0},
+    }
+] * 3
+AIME = [{"problem": "Find $m+n$.", "answer": "025", "id": "1"}]
+AMC = [{"id": 0, "problem": "How far?", "answer": 27.0, "url": "https://example.org", "question": "How far?"}]
+DEEPSCALER = [{"problem": "Simplify.", "answer": r"\frac{3}{4}", "solution": "Long story."}]
+TRL = [{"prompt": [{"role": "user", "content": "2+2?"}], "solution": "4", "source": "olympiads"}]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Write rows to a file, whose name gives the format."""
+
+    def to(name, rows):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix == ".jsonl":
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        elif path.suffix == ".json":
+            path.write_text(json.dumps(rows))
+        elif path.suffix == ".parquet":
+            Dataset.from_list(rows).to_parquet(path)
+        else:
+            Dataset.from_list(rows).to_csv(path)
+        return str(path)
+
+    return to
+
+
+def hub(path, **settings):
+    return Reference(path, is_local=False, **settings)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("openai/gsm8k", hub("openai/gsm8k")),
+        (" openai/gsm8k\n", hub("openai/gsm8k")),
+        ("gsm8k", hub("gsm8k")),
+        ("openai/gsm8k?config=main&split=test", hub("openai/gsm8k", config="main", split="test")),
+        ("hf://openai/gsm8k?config=main&split=train", hub("openai/gsm8k", config="main", split="train")),
+        ("hf://datasets/openai/gsm8k", hub("openai/gsm8k")),
+        ("hf://datasets/a/b@v2/data/x.jsonl", hub("a/b", revision="v2", data_file="data/x.jsonl")),
+        ("https://huggingface.co/datasets/openai/gsm8k", hub("openai/gsm8k")),
+        ("https://huggingface.co/datasets/gsm8k/tree/main", hub("gsm8k")),
+        ("HTTPS://hf.co/datasets/openai/gsm8k/", hub("openai/gsm8k")),
+        (
+            "https://huggingface.co/datasets/openai/gsm8k?config=main&split=train",
+            hub("openai/gsm8k", config="main", split="train"),
+        ),
+        ("https://huggingface.co/datasets/openai/gsm8k/tree/main", hub("openai/gsm8k")),
+        ("https://huggingface.co/datasets/openai/gsm8k/tree/main/socratic", hub("openai/gsm8k")),
+        (
+            "https://huggingface.co/datasets/a/b/tree/refs%2Fconvert%2Fparquet",
+            hub("a/b", revision="refs/convert/parquet"),
+        ),
+        (
+            "https://huggingface.co/datasets/openai/gsm8k/viewer/main/train?row=3&views%5B%5D=main_train",
+            hub("openai/gsm8k", config="main", split="train"),
+        ),
+        ("https://huggingface.co/datasets/a/b/embed/viewer/c/test", hub("a/b", config="c", split="test")),
+        (
+            "https://huggingface.co/datasets/a/b/blob/v1/data/x.parquet",
+            hub("a/b", revision="v1", data_file="data/x.parquet"),
+        ),
+        ("https://huggingface.co/datasets/a/b/resolve/main/x.csv?download=true", hub("a/b", data_file="x.csv")),
+    ],
+)
+def test_references_that_people_paste(text, expected):
+    assert parse_reference(text) == expected
+
+
+def test_a_reference_wins_over_the_settings_for_all():
+    assert parse_reference("a/b?split=test", config="c", split="train") == hub("a/b", config="c", split="test")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("https://huggingface.co/Qwen/Qwen3-4B", "is not the URL of a dataset"),
+        ("https://example.org/datasets/a/b", "is not the URL of a dataset"),
+        ("s3://bucket/x.jsonl", "unknown scheme 's3'"),
+        ("hf://a/b?spilt=test", r"unknown settings \['spilt'\]"),
+        ("hf://", "does not name a dataset"),
+        ("two words", "names neither a local file nor a Hub dataset"),
+        ("", "names neither a local file nor a Hub dataset"),
+        ("data/train.jsonl", "There is no file or folder 'data/train.jsonl'"),
+        ("./data", "There is no file or folder './data'"),
+        ("a/b/c", "There is no file or folder 'a/b/c'"),
+    ],
+)
+def test_references_that_are_refused(text, message):
+    with pytest.raises(DataError, match=message):
+        parse_reference(text)
+
+
+def test_a_misspelt_file_name_is_recognised(write):
+    path = Path(write("train.jsonl", GSM8K))
+    with pytest.raises(DataError, match=r"Did you mean '.*/train.jsonl'\?"):
+        parse_reference(str(path.with_name("trian.jsonl")))
+
+
+@pytest.mark.parametrize(
+    ("rows", "golds", "others"),
+    [
+        (GSM8K, ["24", "1,234", "13"], {"reference_solution": [row["answer"] for row in GSM8K]}),
+        (
+            MATH,
+            [r"\frac{1}{2}", "18", None],
+            {"level": ["Level 2", "Level 5", "Level 1"], "subject": ["Algebra", "Geometry", "Algebra"]},
+        ),
+        (MATH_500, [r"\frac12"], {"level": ["2"], "subject": ["A"], "reference_solution": [MATH_500[0]["solution"]]}),
+        (DAPO, ["34"] * 3, {"data_source": ["math_dapo"] * 3, "reference_solution": [None] * 3}),
+        (AIME, ["025"], {"id": ["1"]}),
+        (AMC, ["27"], {"url": ["https://example.org"]}),
+        (DEEPSCALER, [r"\frac{3}{4}"], {"reference_solution": ["Long story."]}),
+        (TRL, ["4"], {"original_source": ["olympiads"], "source": ["test/data.jsonl"]}),
+        ([{"Problem": "A?", "Answer": 7, "ID": "x"}], ["7"], {"ID": ["x"]}),
+        ([{"problem": "A?", "solution": "42"}], ["42"], {"reference_solution": [None]}),
+    ],
+    ids=["gsm8k", "math", "math-500", "dapo", "aime", "amc", "deepscaler", "trl", "capitals", "bare-solution"],
+)
+def test_schemas_are_recognised_by_their_columns(rows, golds, others, write):
+    dataset = load_prompts(write("test/data.jsonl", rows))
+    assert dataset["solution"] == golds
+    for name, values in others.items():
+        assert dataset[name] == values
+    for row, original in zip(dataset, rows, strict=True):
+        assert row["prompt_id"] == prompt_id(row["prompt"], row["solution"])
+        assert row["prompt"][-1]["content"] in str(original)
+
+
+@pytest.mark.parametrize("name", ["data.jsonl", "data.json", "data.parquet", "data.csv"])
+def test_local_formats_give_the_same(name, write):
+    dataset = load_prompts(write(name, GSM8K))
+    assert dataset["solution"] == ["24", "1,234", "13"]
+    assert dataset["prompt"][1] == [{"role": "user", "content": "How many sheep?"}]
+    assert dataset["source"][0].endswith(name)
+
+
+def test_csv_numbers_are_answers(write):
+    rows = [{"problem": "A?", "answer": "27.0"}, {"problem": "B?", "answer": "0.5"}, {"problem": "C?", "answer": None}]
+    assert load_prompts(write("data.csv", rows))["solution"] == ["27", "0.5", None]
+
+
+def test_folders(write, tmp_path):
+    write("set/train.jsonl", GSM8K)
+    write("set/test.jsonl", GSM8K[:1])
+    assert len(load_prompts(str(tmp_path / "set"))) == 3
+    assert len(load_prompts(str(tmp_path / "set"), split="test")) == 1
+    assert len(load_prompts(f"{tmp_path / 'set'}?split=train[:2]", split="test")) == 2
+
+
+def test_a_saved_dataset_has_one_split(tmp_path):
+    path = str(tmp_path / "saved")
+    Dataset.from_list(GSM8K).save_to_disk(path)
+    for split, golds in [(None, ["24", "1,234", "13"]), ("train[1:2]+train[-1:]", ["1,234", "13"])]:
+        assert load_prompts(path, split=split)["solution"] == golds
+        stream = load_prompts(path, split=split, streaming=True)
+        assert isinstance(stream, IterableDataset)
+        assert [row["solution"] for row in stream] == golds
+    for split in ("test", "train[1", "train[:x]"):
+        with pytest.raises(DataError, match=re.escape(f"'{tmp_path.name}/saved' has no split {split!r}")):
+            load_prompts(path, split=split)
+    named = str(tmp_path / "named")
+    Dataset.from_list(GSM8K, split="test").save_to_disk(named)
+    assert len(load_prompts(named, split="test[:2]")) == 2
+    with pytest.raises(DataError, match=r"Should be one of \['test'\]"):
+        load_prompts(named, split="train")
+
+
+def test_system_prompt_and_suffix(write):
+    gsm8k, dapo = write("gsm8k.jsonl", GSM8K), write("dapo.jsonl", DAPO)
+    system = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
+    chat = write("chat.jsonl", [{"prompt": [{"role": "system", "content": "Old"}, *system, system[0]], "answer": "4"}])
+    style = {"system_prompt": "Think.", "prompt_suffix": "\nBox it."}
+    think = {"role": "system", "content": "Think."}
+    assert load_prompts(gsm8k, **style)["prompt"][0] == [
+        think,
+        {"role": "user", "content": "How many clips?\nBox it."},
+    ]
+    assert load_prompts(dapo, **style)["prompt"][0] == [
+        think,
+        {"role": "user", "content": "Solve it: 30 + 4\nBox it."},
+    ]
+    assert load_prompts(chat, **style)["prompt"][0] == [think, *system, {"role": "user", "content": "2+2?\nBox it."}]
+    assert load_prompts(chat)["prompt"][0][0] == {"role": "system", "content": "Old"}
+    assert load_prompts(gsm8k, conversational=False, prompt_suffix=" =")["prompt"][0] == "How many clips? ="
+    assert load_prompts(dapo, conversational=False)["prompt"][0] == "Solve it: 30 + 4"
+    with pytest.raises(DataError, match="prompts of 4 messages"):
+        load_prompts(chat, conversational=False)
+    with pytest.raises(ValueError, match="needs `conversational=True`"):
+        load_prompts(gsm8k, conversational=False, system_prompt="Think.")
+
+
+def test_the_prompt_as_worded_is_part_of_its_id(write):
+    path = write("gsm8k.jsonl", GSM8K)
+    assert load_prompts(path)["prompt_id"] == load_prompts(path)["prompt_id"]
+    assert set(load_prompts(path)["prompt_id"]).isdisjoint(load_prompts(path, prompt_suffix=" Go.")["prompt_id"])
+
+
+def test_columns_by_name(write):
+    path = write("own.jsonl", [{"task": "1+1", "meta": {"gold": r"\boxed{2}"}, "note": "n"}])
+    dataset = load_prompts(path, prompt_column="task", answer_column="meta.gold")
+    assert dataset["solution"] == ["2"]
+    assert dataset["note"] == ["n"]
+
+
+def test_limit_and_streaming(write):
+    path = write("gsm8k.jsonl", GSM8K)
+    assert load_prompts(path, limit=2)["solution"] == ["24", "1,234"]
+    assert len(load_prompts(path, limit=10)) == 3
+    stream = load_prompts(path, streaming=True, limit=2)
+    assert [row["solution"] for row in stream] == ["24", "1,234"]
+    assert [row["prompt_id"] for row in stream] == load_prompts(path, limit=2)["prompt_id"]
+    with pytest.raises(ValueError, match="`limit` must be at least 1, got 0"):
+        load_prompts(path, limit=0)
+
+
+def test_mixture(write):
+    references = [
+        write("a/math.jsonl", MATH),
+        write("b/math_500.jsonl", MATH_500),
+        write("c/amc.jsonl", AMC),
+        write("d/aime.jsonl", AIME),
+    ]
+    dataset = load_mixture(references, limit=2)
+    assert dataset["source"] == ["a/math.jsonl"] * 2 + ["b/math_500.jsonl", "c/amc.jsonl", "d/aime.jsonl"]
+    assert dataset["level"] == ["Level 2", "Level 5", "2", None, None]
+    assert dataset["id"] == [None, None, None, "0", "1"]  # a number in one set and text in another
+    assert dataset["prompt"][4] == [{"role": "user", "content": "Find $m+n$."}]
+    with pytest.raises(DataError, match="No dataset is given"):
+        load_mixture([])
+
+
+def test_rows_without_a_problem_are_dropped_and_reported(write, caplog):
+    path = write("data.jsonl", [{"problem": text, "answer": "1"} for text in ("A?", "", None, "  ")])
+    assert len(load_prompts(path)) == 1
+    assert "dropped 3 of 4 rows" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("rows", "settings", "message"),
+    [
+        (
+            [{"text": "A?", "answer": "1"}],
+            {},
+            r"no column for the problem: wanted one of `prompt`.*found \['answer', 'text'\]",
+        ),
+        (
+            [{"problem": "A?", "text": "1"}],
+            {},
+            r"no column for the gold answer: wanted one of `answer`.*`answer_column`",
+        ),
+        (GSM8K, {"answer_column": "gold"}, "no column for the gold answer: wanted `gold`"),
+        (GSM8K, {"prompt_column": "text"}, "no column for the problem: wanted `text`"),
+        (DAPO, {"answer_column": "reward_model.gold"}, "wanted `reward_model.gold`"),
+        (GSM8K, {"split": "test"}, "has no split 'test'"),
+        ([{"problem": "A?", "answer": ["1", "2"]}], {}, "'answer': A gold answer must be text, a number"),
+        ([{"problem": "", "answer": "1"}], {}, "none has a problem text"),
+    ],
+)
+def test_tables_that_are_refused(rows, settings, message, write):
+    with pytest.raises(DataError, match=message):
+        load_prompts(write("data.jsonl", rows), **settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("empty.jsonl", b"", "is empty"),
+        ("rows.csv", b"problem,answer\n", "has no rows"),
+        ("cut.jsonl", b'{"problem": "A?", "answer": "1"}\n{"problem": "B?", "ans', "cannot be read"),
+        ("cut.parquet", b"PAR1\x00\x00", "cannot be read"),
+        ("binary.jsonl", b"\xff\xfe\x00\x01", "cannot be read"),
+        ("data.xlsx", b"PK", "unknown format '.xlsx'. Known are .jsonl, .json, .parquet, .csv"),
+    ],
+)
+def test_files_that_cannot_be_read(name, content, message, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        load_prompts(str(tmp_path / name))
+
+
+def test_a_folder_without_data_is_refused(tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "notes.md").write_text("Nothing here.")
+    with pytest.raises(DataError, match="holds no data that can be read"):
+        load_prompts(str(tmp_path / "folder"))
+
+
+def test_audit_counts(write):
+    rows = [*GSM8K, GSM8K[0], {"question": "How many sheep?", "answer": "#### 5"}]
+    rows += [{"question": "Which?", "answer": "#### }"}, {"question": "What?", "answer": "no mark"}]
+    entries = audit([write("a/one.jsonl", rows), write("b/two.jsonl", GSM8K[:1])])
+    first, second = entries
+    assert (first.rows, first.duplicates, first.conflicts, first.shared) == (7, 1, 1, 0)
+    assert (first.expressions, first.texts, first.missing, first.unreadable) == (5, 0, 1, 1)
+    assert first.unreadable_examples == ("}",)
+    assert first.prompt_characters == (5, 15, 15, 15)
+    assert not first.is_sound
+    assert (second.rows, second.shared, second.is_sound) == (1, 1, True)
+    text = render(entries)
+    assert "a/one.jsonl: unreadable: '}'" in text
+    assert "b/two.jsonl" in text
+    with pytest.raises(DataError, match="No dataset is given"):
+        audit([])
+
+
+def test_words_are_no_mathematical_values(write):
+    golds = ["Harry", "9 (apples)", "12", r"\frac{1}{2}", "x+y", r"5\text{ cents}", r"\sqrt{2}", "[1, 2)"]
+    (entry,) = audit([write("data.jsonl", [{"question": f"{gold}?", "answer": gold} for gold in golds])])
+    assert (entry.texts, entry.expressions, entry.text_examples) == (2, 6, ("Harry", "9 (apples)"))
+    assert "data.jsonl: text: 'Harry'" in render([entry])
+
+
+def run(code, home, **environment):
+    """Run code in a process of its own: the Hub's settings are read at import. It is online unless told otherwise."""
+    settings = {"HF_HOME": str(home), "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    result = subprocess.run(
+        [sys.executable, "-c", f"from lze_trl.data import load_prompts\n{code}"],
+        env={**os.environ, **settings, **environment},
+        cwd=Path(__file__).resolve().parents[1],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    return result.stdout, result.stderr
+
+
+@pytest.fixture(scope="module")
+def repositories(tmp_path_factory):
+    """Two Hub datasets: one whose configurations are alternatives, and one whose configurations are parts."""
+    root = tmp_path_factory.mktemp("hub")
+    for name, configs, rows in (
+        ("openai/gsm8k", ("main", "socratic"), GSM8K),
+        ("EleutherAI/hendrycks_math", ("algebra", "geometry"), MATH),
+    ):
+        for config in configs:
+            folder = root / name / config
+            folder.mkdir(parents=True)
+            for split, number in (("train", 3), ("test", 2)):
+                (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:number]))
+        card = "\n".join(
+            f"- config_name: {config}\n  data_files:\n  - split: train\n    path: {config}/train.jsonl\n"
+            f"  - split: test\n    path: {config}/test.jsonl"
+            for config in configs
+        )
+        (root / name / "README.md").write_text(f"---\nconfigs:\n{card}\n---\n")
+    return {"openai/gsm8k": root / "openai/gsm8k", "EleutherAI/hendrycks_math": root / "EleutherAI/hendrycks_math"}
+
+
+HUB_CODE = """
+for reference, settings in (
+    ("openai/gsm8k", {}),
+    ("https://huggingface.co/datasets/openai/gsm8k/viewer/main/test", {}),
+    ("openai/gsm8k", {"config": "socratic", "split": "train[:1]"}),
+    ("EleutherAI/hendrycks_math", {}),
+    ("EleutherAI/hendrycks_math", {"config": "geometry", "split": "test"}),
+    ("openai/gsm8k", {"config": "min"}),
+    ("openai/gsm8k", {"split": "validation"}),
+):
+    try:
+        dataset = load_prompts(reference, **settings)
+        print(len(dataset), dataset["source"][0], dataset["solution"][0])
+    except ValueError as error:
+        print(error)
+"""
+HUB_OUTPUT = [
+    "3 openai/gsm8k 24",
+    "2 openai/gsm8k 24",
+    "1 openai/gsm8k 24",
+    r"6 EleutherAI/hendrycks_math \frac{1}{2}",
+    r"2 EleutherAI/hendrycks_math \frac{1}{2}",
+    "'openai/gsm8k' has no configuration 'min', only ['main', 'socratic']. Did you mean 'main'?",
+]
+
+
+@pytest.mark.slow
+def test_hub_then_its_cache_without_network(repositories, tmp_path):
+    with serve(repositories) as endpoint:
+        online, errors = run(HUB_CODE, tmp_path, HF_ENDPOINT=endpoint)
+    assert online.splitlines()[:6] == HUB_OUTPUT, errors
+    assert "has no split 'validation'" in online.splitlines()[6]
+    offline, errors = run(HUB_CODE, tmp_path, HF_HUB_OFFLINE="1")
+    assert offline == online, errors
+
+
+@pytest.mark.slow
+def test_a_downloaded_snapshot_is_read_without_network(repositories, tmp_path):
+    download = "from huggingface_hub import snapshot_download\n" + "\n".join(
+        f"snapshot_download({name!r}, repo_type='dataset')" for name in repositories
+    )
+    with serve(repositories) as endpoint:
+        _, errors = run(download, tmp_path, HF_ENDPOINT=endpoint)
+    offline, errors = run(HUB_CODE, tmp_path, HF_HUB_OFFLINE="1")
+    assert offline.splitlines()[:6] == HUB_OUTPUT, errors
+
+
+@pytest.mark.slow
+def test_what_the_hub_does_not_have(repositories, tmp_path):
+    code = "\n".join(
+        f"try:\n    load_prompts({reference!r})\nexcept ValueError as error:\n    print(error)"
+        for reference in ("openai/none", "openai/gsm8k?revision=v9")
+    )
+    with serve(repositories) as endpoint:
+        output, errors = run(code, tmp_path, HF_ENDPOINT=endpoint)
+    missing, revision = output.splitlines()
+    assert missing.startswith("There is no dataset 'openai/none' on the Hub"), errors
+    assert revision == "'openai/gsm8k' has no revision 'v9' on the Hub."
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("environment", "reason"),
+    [({"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE is set"), ({"HF_ENDPOINT": "http://127.0.0.1:9"}, "ConnectError")],
+    ids=["offline", "unreachable"],
+)
+def test_hub_unreachable_and_nothing_cached(environment, reason, tmp_path):
+    code = "try:\n    load_prompts('openai/gsm8k')\nexcept ValueError as error:\n    print(error)"
+    output, errors = run(code, tmp_path, **environment)
+    assert f"The Hugging Face Hub cannot be reached ({reason}" in output, errors
+    assert "hf download --repo-type dataset openai/gsm8k" in output

@@ -1,0 +1,154 @@
+"""A default never fails: what the user left open adapts to the data, and what cannot be told is logged as TRL logs it."""
+
+import pytest
+import torch
+from datasets import Dataset
+from trl import GRPOTrainer
+
+import tiny
+from lze_trl import LZEGRPOTrainer
+from lze_trl.checkpoint import STATE_NAME, load
+from lze_trl.recipe import parse_recipe
+
+
+def make(directory, dataset, reward=tiny.even_length_reward, **kwargs):
+    return LZEGRPOTrainer(
+        model=tiny.model(),
+        reward_funcs=reward,
+        args=tiny.config(directory, **kwargs),
+        train_dataset=dataset,
+        processing_class=tiny.tokenizer(),
+    )
+
+
+def repeated(*rows: int) -> Dataset:
+    return tiny.prompts(6).select(rows)
+
+
+def test_a_stream_is_neither_pruned_nor_deduplicated_and_one_line_says_so(tmp_path, caplog):
+    trainer = make(tmp_path, tiny.prompts(11).to_iterable_dataset(), save_strategy="steps", save_steps=3)
+    lines = [record.getMessage() for record in caplog.records if record.name == "lze_trl.checks"]
+    assert [line.split(":")[1] for line in lines] == [" `pruning` and `deduplicate` are off. Selection works; for the rest, load the dataset without streaming."]  # fmt: skip
+    assert (trainer.args.pruning, trainer.args.deduplicate) == ("none", False)
+    before = [parameter.clone() for parameter in trainer.model.parameters()]
+    trainer.train()
+    assert not all(map(torch.equal, before, trainer.model.parameters()))
+    _, meta = load(tmp_path / "checkpoint-3", STATE_NAME)
+    assert meta["pruning"] == "none"
+
+
+def test_what_the_user_turned_off_is_not_told(tmp_path, caplog):
+    stream = tiny.prompts(11).to_iterable_dataset()
+    make(tmp_path, stream, pruning="none", deduplicate=False)
+    assert "streamed" not in caplog.text
+    make(tmp_path, stream, pruning="none")
+    assert ": `deduplicate` is off." in caplog.text
+
+
+def test_defaults_of_a_dataset_in_memory(tmp_path):
+    args = make(tmp_path, repeated(0, 1, 2, 3, 4, 4)).args
+    assert (args.pruning, args.deduplicate) == ("refill", True)
+
+
+def test_repeats_are_kept_where_too_few_prompts_would_remain(tmp_path, caplog):
+    trainer = make(tmp_path, repeated(0, 0, 1, 1))  # a batch of three groups from two prompts
+    assert len(trainer.train_dataset) == 4
+    assert trainer.args.deduplicate is False
+    assert "has 4 rows and 2 different prompts, and a generation batch takes 3" in caplog.text
+    trainer.train()
+    assert trainer.ledger.groups_rolled_out == 9
+    assert len(trainer.prompt_state["visits"]) == 4
+    with pytest.raises(ValueError, match="has 2 different prompts, and a generation batch takes 3"):
+        make(tmp_path, repeated(0, 0, 1, 1), deduplicate=True)
+
+
+def test_training_steps_get_the_rows_of_the_user(tmp_path):
+    class Watched(LZEGRPOTrainer):
+        def training_step(self, model, inputs, *args, **kwargs):
+            seen.append(inputs)
+            return super().training_step(model, inputs, *args, **kwargs)
+
+    seen = []
+    args = tiny.config(tmp_path, shuffle_dataset=False)
+    model, tokenizer = tiny.model(), tiny.tokenizer()
+    Watched(model, tiny.even_length_reward, args, tiny.prompts(11), processing_class=tokenizer).train()
+    rows = tiny.prompts(11).to_list()
+    assert seen == [[row for row in rows[start : start + 3] for _ in range(4)] for start in (0, 3, 6)]
+
+
+def test_repeats_are_kept_by_name(tmp_path):
+    assert len(make(tmp_path, repeated(0, 1, 2, 3, 3, 0), deduplicate=False).train_dataset) == 6
+
+
+@pytest.mark.parametrize("nothing", [None, []])
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_column_without_images_is_text(tmp_path, nothing, streamed):
+    dataset = tiny.prompts(11).add_column("images", [nothing] * 11)
+    trainer = make(tmp_path, dataset.to_iterable_dataset() if streamed else dataset)
+    trainer.train()
+    assert trainer.ledger.groups_rolled_out == 9
+
+
+def test_images_of_a_stream_are_refused_when_they_are_seen(tmp_path):
+    dataset = tiny.prompts(11).add_column("image", ["cat"] * 11)
+    trainer = make(tmp_path, dataset.to_iterable_dataset())
+    with pytest.raises(ValueError, match="Rows of the training set hold images: images are not supported"):
+        trainer.train()
+
+
+def test_a_script_that_only_evaluates(tmp_path):
+    trainer = LZEGRPOTrainer(
+        model=tiny.model(),
+        reward_funcs=tiny.even_length_reward,
+        args=tiny.config(tmp_path, per_device_eval_batch_size=4),
+        train_dataset=tiny.prompts(3),
+        eval_dataset=tiny.prompts(2).to_iterable_dataset(),
+        processing_class=tiny.tokenizer(),
+    )
+    assert 0.0 <= trainer.evaluate()["eval_reward"] <= 1.0
+
+
+LOGGED = {
+    "grpo": {},
+    "with KL": {"beta": 0.1},
+    "cispo": {"loss_type": "cispo"},
+    "vespo": {"loss_type": "vespo"},
+    "sapo": {"loss_type": "sapo"},
+    "entropy bonus": {"entropy_coef": 0.1},
+    "adaptive entropy": {"entropy_coef": 0.1, "use_adaptive_entropy": True},
+}
+
+
+@pytest.mark.parametrize("case", LOGGED)
+def test_a_skipped_update_logs_what_trl_logs(tmp_path, case):
+    def constant(completions, **kwargs):
+        return [0.0] * len(completions)
+
+    def lines(trainer_class):
+        trainer = trainer_class(
+            model=tiny.save(tmp_path / "model"),
+            reward_funcs=constant,
+            args=tiny.config(tmp_path / trainer_class.__name__, max_steps=2, **LOGGED[case]),
+            train_dataset=tiny.prompts(11),
+        )
+        trainer.train()
+        return [line for line in trainer.state.log_history if "reward" in line]
+
+    ours, theirs = lines(LZEGRPOTrainer), lines(GRPOTrainer)
+    for our, their in zip(ours, theirs, strict=True):
+        assert our["lze/skipped_update"] == 1.0
+        assert set(their) <= set(our)
+        for name, value in our.items():
+            if name.startswith("clip_ratio/") or name in ("cispo_clip_ratio", "policy_loss"):
+                assert value == 0.0
+                assert name != "policy_loss" or their[name] == pytest.approx(0.0, abs=1e-6)
+        assert our["entropy"] is None  # nothing was computed that would tell it
+
+
+@pytest.mark.parametrize(
+    ("flags", "pruning", "deduplicate"),
+    [([], None, None), (["--pruning", "none", "--deduplicate", "false"], "none", False)],
+)
+def test_the_command_line_leaves_a_choice_open_or_names_it(tmp_path, flags, pruning, deduplicate):
+    _, config, _ = parse_recipe(["--output_dir", str(tmp_path), "--use_cpu", "true", *flags])
+    assert (config.pruning, config.deduplicate) == (pruning, deduplicate)

@@ -1,0 +1,118 @@
+"""From rewards to signals and outcomes."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lze_trl.outcomes import OutcomeRule, RewardRange
+from lze_trl.signals import signals, total_rewards
+from samples import NAN
+
+
+TWO = torch.tensor([[1.0, 0.5], [NAN, 0.5], [0.0, NAN], [NAN, NAN]])
+
+
+def test_totals_are_weighted_sums_of_what_applies():
+    totals = total_rewards(TWO, torch.tensor([2.0, -1.0]))
+    np.testing.assert_array_equal(totals, [1.5, -0.5, 0.0, NAN])
+
+
+def test_signals_of_rewards_that_are_normalised_before_they_are_summed():
+    # One group. z of (1, 0, 0, 1): ±0.5 / (√(1/3) + 1e-4); z of (0, 0, 1, 1) likewise, with weight 3
+    rewards = torch.tensor([[1.0, 0.0], [0.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
+    z = 0.5 / (math.sqrt(1 / 3) + 1e-4)
+    compared = signals(rewards, torch.tensor([1.0, 3.0]), "normalize_then_sum", 4)
+    np.testing.assert_allclose(compared, [-2 * z, -4 * z, 2 * z, 4 * z], rtol=1e-6)
+
+
+def test_equal_totals_can_have_a_signal_after_normalisation():
+    # 1·2 + 2·0 = 1·0 + 2·1, but normalised both functions have the spread 1, and the second one weighs more
+    rewards, weights = torch.tensor([[2.0, 0.0], [0.0, 1.0]]), torch.tensor([1.0, 2.0])
+    assert total_rewards(rewards, weights).tolist() == [2.0, 2.0]
+    z = 1 / math.sqrt(2)
+    compared = signals(rewards, weights, "normalize_then_sum", 2)
+    np.testing.assert_allclose(compared, [z - 2 * z, 2 * z - z], rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [
+        (OutcomeRule(), [1.5, -0.5, 0.0, NAN]),
+        (OutcomeRule(threshold=0.0), [1, 0, 0, NAN]),  # a pass is above the threshold
+        (OutcomeRule(threshold=-0.5), [1, 0, 1, NAN]),
+        (OutcomeRule(column=1), [0.5, 0.5, NAN, NAN]),
+        (OutcomeRule(column=0, threshold=0.5), [1, NAN, 0, NAN]),
+        (OutcomeRule(bounds=(0.0, 1.0)), [1.0, 0.0, 0.0, NAN]),
+    ],
+)
+def test_scores(rule, expected):
+    totals = np.array([1.5, -0.5, 0.0, NAN])
+    np.testing.assert_array_equal(rule.scores(TWO.double().numpy(), totals), expected)
+
+
+@pytest.mark.parametrize(
+    ("seen", "bounds"),
+    [
+        ([], (0, 1)),
+        ([NAN], (0, 1)),
+        ([0.0], (0, 1)),
+        ([1.0], (0, 1)),
+        ([0.0, 1.0, NAN], (0, 1)),
+        ([0.0, 0.5], (0, 0.5)),
+        ([1.0, 0.5], (0.5, 1)),
+        ([0.0, 1.0, 2.0], (0, 2)),
+        ([-0.3], (-0.3, -0.3)),
+        ([-0.3, -7.0], (-7.0, -0.3)),
+    ],
+)
+def test_the_range_is_what_was_seen(seen, bounds):
+    scores = RewardRange()
+    scores.observe(np.array(seen))
+    assert scores.bounds == bounds
+
+
+def test_outcomes_are_scaled_from_the_range():
+    scores = RewardRange()
+    assert not scores.observe(np.array([-3.0]))  # below the top of a range that nothing was seen in
+    np.testing.assert_array_equal(scores.outcomes(np.array([-3.0, NAN])), [0, NAN])  # one value has no top
+    assert scores.observe(np.array([1.0]))
+    assert not scores.observe(np.array([-2.0]))
+    np.testing.assert_array_equal(scores.outcomes(np.array([-3.0, -2.0, 1.0, NAN])), [0, 0.25, 1, NAN])
+
+
+@given(st.lists(st.sampled_from([0.0, 1.0, NAN]), min_size=1))
+def test_outcomes_of_passes_and_fails_are_the_rewards_bit_for_bit(rewards):
+    rewards, scores = np.array(rewards), RewardRange()
+    scores.observe(rewards)
+    np.testing.assert_array_equal(scores.outcomes(rewards), rewards)
+
+
+@given(
+    st.lists(st.lists(st.floats(-100, 100, width=32), min_size=1, max_size=5), min_size=1, max_size=4),
+    st.tuples(st.floats(-1e3, 1e3), st.floats(-1e3, 1e3)).map(sorted),
+)
+def test_a_range_given_is_kept_and_a_range_seen_only_grows(batches, given_bounds):
+    fixed, seen, before = RewardRange(tuple(given_bounds)), RewardRange(), None
+    rule = OutcomeRule(bounds=tuple(given_bounds))
+    for batch in map(np.array, batches):
+        clipped = rule.scores(batch[:, None], batch)
+        fixed.observe(clipped)
+        seen.observe(batch)
+        if fixed.bounds != (0.0, 1.0):
+            assert fixed.bounds == tuple(given_bounds)
+        outcomes = seen.outcomes(batch)
+        assert ((outcomes >= 0) & (outcomes <= 1)).all()
+        if before is not None and before[0] != before[1] and before != (0.0, 1.0):
+            assert seen.bounds[0] <= before[0] and seen.bounds[1] >= before[1]
+        before = seen.bounds
+
+
+def test_a_range_survives_a_checkpoint():
+    scores, again = RewardRange(), RewardRange()
+    scores.observe(np.array([0.1, -5.0]))
+    again.load(scores.tensors())
+    assert again.bounds == scores.bounds

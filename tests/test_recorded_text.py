@@ -1,0 +1,100 @@
+"""Which completions are recorded, and that their text travels to the main process alone."""
+
+import json
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import tiny
+from launches import by_torchrun, run_to_end
+from lze_trl import LZEGRPOTrainer
+from lze_trl.exchange import Completions
+from lze_trl.groups import Rollouts
+from lze_trl.reporting import recorded_rows
+from lze_trl.rollout import Scored
+from lze_trl.telemetry import open_run
+
+
+def rollouts_of(*sizes):
+    group = np.repeat(np.arange(len(sizes)), sizes)
+    zeros = np.zeros(len(group))
+    return Rollouts(np.arange(len(sizes)), group, zeros, zeros, zeros, zeros)
+
+
+def test_sampled_rows_are_those_of_one_group_by_the_counter():
+    rollouts = rollouts_of(3, 1, 4)
+    rows = [recorded_rows("sampled", generation, rollouts).tolist() for generation in range(20)]
+    assert {tuple(found) for found in rows} == {(0, 1, 2), (3,), (4, 5, 6, 7)}
+    assert rows == [recorded_rows("sampled", generation, rollouts).tolist() for generation in range(20)]
+    assert recorded_rows("all", 0, rollouts).tolist() == list(range(8))
+    assert recorded_rows("none", 0, rollouts).tolist() == []
+
+
+@pytest.mark.parametrize(("mode", "recorded"), [("none", 0), ("sampled", 4), ("all", 12)])
+def test_a_training_records_what_it_was_asked_for(tmp_path, mode, recorded):
+    trainer = LZEGRPOTrainer(
+        model=tiny.model(),
+        reward_funcs=tiny.even_length_reward,
+        args=tiny.config(tmp_path, telemetry=True, telemetry_completions=mode),
+        train_dataset=tiny.prompts(11),
+        processing_class=tiny.tokenizer(),
+    )
+    trainer.train()
+    run = open_run(tmp_path)
+    assert run.meta.completions == mode
+    rows = run.sql("SELECT * FROM completions")
+    assert rows.groupby("generation").size().tolist() == [recorded] * 3 * bool(recorded)
+    assert rows.groupby(["generation", "prompt_id"])["index"].apply(list).tolist() == [[0, 1, 2, 3]] * (len(rows) // 4)
+    # The reward of each row is that of its text
+    assert rows.reward.tolist() == [float(len(text.strip()) % 2 == 0) for text in rows.completion]
+
+
+# Rows 0 to 6, dealt to three processes: each row's text is its number
+OWNER, POSITION = np.array([2, 0, 1, 2, 0, 2, 1]), np.array([0, 1, 1, 2, 0, 1, 0])
+
+
+def main():
+    """What each process learns, and which texts it was asked for."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    rank = accelerator.process_index
+    texts = {int(POSITION[row]): f"text {row}" for row in np.flatnonzero(rank == OWNER)}
+    asked = []
+    rollouts = rollouts_of(3, 4)
+    nothing = Completions([], [], None, None)
+    scored = Scored(nothing, [], [], torch.empty(0), rollouts, np.zeros(7), OWNER, POSITION)
+
+    def text(position):
+        asked.append(texts[position])
+        return texts[position]
+
+    found = scored.gathered_on_main(np.array([5, 1, 2]), text, accelerator)
+    nobody = scored.gathered_on_main(np.array([], dtype=np.int64), text, accelerator)
+    told = [None] * accelerator.num_processes
+    torch.distributed.all_gather_object(told, (list(found.items()), asked, nobody))
+    if accelerator.is_main_process:
+        sys.stdout.write(json.dumps(told) + "\n")
+
+
+def test_text_travels_to_the_main_process_alone():
+    shown = run_to_end([*by_torchrun(3), __file__]).stdout
+    told = json.loads(shown[shown.index("[[") :].splitlines()[0])
+    assert [found for found, *_ in told] == [[[5, "text 5"], [1, "text 1"], [2, "text 2"]], [], []]
+    assert [asked for _, asked, _ in told] == [["text 1"], ["text 2"], ["text 5"]]
+    assert [nobody for *_, nobody in told] == [{}, {}, {}]
+
+
+def test_one_process_needs_no_other():
+    scored = Scored(
+        Completions([], [], None, None), [], [], torch.empty(0), rollouts_of(3), np.zeros(3), np.zeros(3), np.arange(3)
+    )
+    alone = SimpleNamespace(process_index=0, num_processes=1, is_main_process=True)
+    assert scored.gathered_on_main(np.array([2, 0]), lambda place: -place, alone) == {2: -2, 0: 0}
+
+
+if __name__ == "__main__":
+    main()

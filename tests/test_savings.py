@@ -1,0 +1,186 @@
+"""Console, report, model card, app and trackers tell one and the same saving of a run."""
+
+import io
+import json
+import re
+from html import unescape
+
+import pytest
+from rich.console import Console
+
+import tiny
+from lze_trl import LZEGRPOTrainer
+from lze_trl.console import summary_tables
+from lze_trl.hub import model_card_section
+from lze_trl.ledger import PLAIN, against_plain, headline, skipped_visits
+from lze_trl.replay import replay
+from lze_trl.report import write_report
+from lze_trl.telemetry import open_run
+from lze_trl.viewer import views
+from lze_trl.viewer.runs import RunBook
+
+
+def all_solved(completions, **kwargs):
+    return [1.0] * len(completions)
+
+
+def short_prompts_solved(prompts, completions, **kwargs):
+    rewards = tiny.even_length_reward(completions)
+    return [1.0 if len(prompt) < 6 else reward for prompt, reward in zip(prompts, rewards, strict=True)]
+
+
+CASES = {
+    # With a reference model, so that log-probabilities take part
+    "refill": {"beta": 0.1, "pruning_streak": 1, "reward": short_prompts_solved, "max_steps": 8},
+    # All prompts are solved at once, so that pruning leaves nothing of the last batches
+    "skip": {
+        "pruning": "skip",
+        "pruning_streak": 1,
+        "replay_ratio": 0.2,
+        "dataset": 6,
+        "reward": all_solved,
+        "max_steps": 6,
+    },
+    "dynamic": {"controller": "dynamic", "reward": tiny.digit_reward, "selection_ratio": 1.0},
+    "probing": {"controller": "probing", "reward": tiny.digit_reward, "max_steps": 4},
+    "reinforce_ada": {"controller": "reinforce_ada_balanced", "round_size": 4, "max_rounds": 3},
+}
+
+
+def train(directory, dataset=11, reward=tiny.even_length_reward, resume=None, **settings):
+    trainer = LZEGRPOTrainer(
+        model=tiny.save(directory.parent / "model"),  # a reference model is loaded from where the model was
+        reward_funcs=reward,
+        args=tiny.config(directory, telemetry=True, report_to=["tensorboard"], logging_steps=2, **settings),
+        train_dataset=tiny.prompts(dataset),
+        processing_class=tiny.tokenizer(),
+    )
+    trainer.train(resume_from_checkpoint=None if resume is None else str(directory / resume))
+    return trainer
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request, tmp_path_factory):
+    directory = tmp_path_factory.mktemp(request.param) / "run"
+    return request.param, directory, train(directory, **CASES[request.param])
+
+
+def plain_text(html: str) -> str:
+    return re.sub(r"\s+", " ", unescape(re.sub(r"<[^>]*>", " ", html)))
+
+
+def table_of(text: str) -> dict[str, list[str]]:
+    """Rows of the table of costs as the report and the app show it: name, and all that is shown of the work."""
+    body = re.search(r"against plain GRPO.*?<tbody>(.*?)</tbody>", text, re.S)[1]
+    rows = re.findall(r"<tr>(.*?)</tr>", body, re.S)
+    cells = [[plain_text(cell).strip() for cell in re.findall(r"<t[hd].*?>(.*?)</t[hd]>", row, re.S)] for row in rows]
+    return {name: shown for name, *shown in cells}
+
+
+def test_all_tell_the_same(case):
+    _, directory, trainer = case
+    totals = trainer.savings()
+    works = against_plain(totals)
+    times = {work.name: work.times for work in works}
+    assert {"rollouts", "updates", "total"} <= set(times)
+
+    recorded = open_run(directory).summary()["ledger"]
+    assert {name: value for name, value in recorded.items() if not name.endswith(("seconds", "skipped_updates"))} == {
+        name: value for name, value in totals.items() if not name.endswith(("seconds", "skipped_updates"))
+    }
+
+    report = write_report(directory).read_text(encoding="utf-8")
+    app = views.overview(open_run(directory))
+    for page in (report, app):
+        assert headline(totals) in plain_text(page)
+        assert skipped_visits(totals) in plain_text(page)
+        assert {name: cells[-1] for name, cells in table_of(page).items()} == times
+    tile = plain_text(re.search(r'data-tile="FLOPs of plain GRPO">(.*?)</div>', app, re.S)[1])
+    assert tile.split() == (
+        f"FLOPs of plain GRPO {times['total']} rollouts {times['rollouts']}, updates {times['updates']}".split()
+    )
+    book = RunBook([str(directory)])
+    (id,) = book.ids
+    compared = plain_text(views.compare(book, [id], "step", "pass_rate"))
+    assert f"{times['rollouts']} {times['updates']} {times['total']}" in compared
+
+    card = model_card_section(directory)
+    assert headline(totals) in card
+    assert skipped_visits(totals) in card
+    for name, ratio in times.items():
+        assert re.search(rf"^\| {name} \|.*\| {ratio} \|$", card, re.M)
+
+    console = Console(file=io.StringIO(), width=120)
+    for heading, table in summary_tables(totals, {"before": None, "after": None}).items():
+        console.print(heading)
+        console.print(table)
+    shown = console.file.getvalue()
+    assert f"Cost, against {PLAIN}" in shown
+    for name, ratio in times.items():
+        assert re.search(rf"^ *{name} .* {ratio} *$", shown, re.M)
+    assert re.search(rf"^ *visits skipped +{totals['visits_skipped']:,} *$", shown, re.M)
+
+    again = replay(directory, ["all"]).choices[0]
+    assert again.of_plain == pytest.approx(totals["update_flops"] / totals["plain_update_flops"])
+
+
+def test_trackers_tell_the_same(case):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    _, directory, trainer = case
+    totals = trainer.savings()
+    expected = {f"{work.name}_vs_plain": work.ratio for work in against_plain(totals) if work.name != "logprobs"}
+    expected["visits_skipped"] = totals["visits_skipped"]
+    (events,) = directory.rglob("events.out.tfevents.*")
+    accumulator = EventAccumulator(str(events))
+    accumulator.Reload()
+    last = {name: accumulator.Scalars(f"train/lze/{name}")[-1].value for name in expected}
+    assert last == pytest.approx(expected, rel=1e-6)
+    steps = open_run(directory).steps()
+    assert {name: steps[f"lze/{name}"].iloc[-1] for name in expected} == pytest.approx(expected)
+
+
+def test_the_batches_are_those_of_plain_grpo(case):
+    name, directory, trainer = case
+    totals = trainer.savings()
+    # 3 prompts × 4 completions for every optimizer step, whatever was drawn
+    assert totals["plain_rows"] == 12 * trainer.state.global_step
+    ratios = {work.name: work.ratio for work in against_plain(totals)}
+    if name == "refill":
+        assert totals["visits_skipped"] > 0
+        assert ratios["rollouts"] == pytest.approx(1.0)
+        assert 0 < ratios["updates"] < 0.5
+    elif name == "skip":
+        generations = open_run(directory).generations()
+        assert (generations.groups == 0).any() and generations.groups.iloc[-1] == 0
+        assert ratios["rollouts"] == pytest.approx(totals["rows_rolled_out"] / totals["plain_rows"], rel=0.05)
+        assert ratios["rollouts"] < 1.0
+        assert ratios["updates"] == 0.0
+        assert totals["visits_skipped"] == generations.skipped.sum()
+    elif name == "probing":
+        assert totals["rows_rolled_out"] < totals["plain_rows"]
+        assert ratios["rollouts"] < 1.0
+    else:
+        assert totals["rows_rolled_out"] > totals["plain_rows"]
+        assert ratios["rollouts"] > 1.0
+
+
+def test_pages_of_batches_that_pruning_left_empty(case):
+    # The first picture and the report of a run whose last batches hold nothing
+    name, directory, _ = case
+    if name == "skip":
+        page = plain_text(views.overview(open_run(directory)))
+        assert "nan" not in page.lower().replace("nano", "")
+        assert (write_report(directory).parent / "summary.png").is_file()
+
+
+def test_a_checkpoint_with_an_older_ledger_is_refused_with_a_way_out(tmp_path):
+    settings = {"save_strategy": "steps", "save_steps": 2}
+    train(tmp_path / "run", max_steps=2, **settings)
+    path = tmp_path / "run" / "checkpoint-2" / "lze_state.json"
+    meta = json.loads(path.read_text())
+    meta["ledger"]["groups_pruned"] = meta["ledger"].pop("visits_skipped")
+    path.write_text(json.dumps(meta))
+    with pytest.raises(ValueError, match="another version of lze_trl wrote it"):
+        train(tmp_path / "run", max_steps=3, resume="checkpoint-2", **settings)

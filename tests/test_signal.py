@@ -1,0 +1,321 @@
+"""What is alive: the total rewards that TRL's advantages are computed from differ, whatever the rewards are."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import Qwen2ForSequenceClassification
+from trl import GRPOTrainer
+
+import tiny
+from lze_trl import LZEGRPOTrainer
+from lze_trl.groups import differ
+from samples import NAN
+
+
+def text_of(completion) -> str:
+    return completion if isinstance(completion, str) else completion[0]["content"]
+
+
+def same_for_some(prompts, trainer):
+    """A `rollout_func` that completes every second prompt always alike: groups that no reward can bring to life."""
+    found = tiny.fixed_rollouts(prompts, trainer)
+    encode = trainer.processing_class
+    for i, prompt in enumerate(prompts):
+        if int(prompt.split("+")[0]) % 2:
+            found["completion_ids"][i] = encode(prompt)["input_ids"][:3]
+            found["logprobs"][i] = [-1.0] * 3
+    return found
+
+
+def format_reward(completions, **kwargs):
+    return [1.0] * len(completions)
+
+
+def correct(completions, **kwargs):
+    return tiny.even_length_reward(completions)
+
+
+def error_reward(completions, **kwargs):
+    """A graded reward, −|error| / 10: never above 0."""
+    return [-abs(len(text_of(completion)) - 3) / 10 for completion in completions]
+
+
+def picky_reward(completions, **kwargs):
+    return [None if len(text_of(completion)) % 3 == 0 else len(text_of(completion)) % 2 for completion in completions]
+
+
+def reward_model() -> Qwen2ForSequenceClassification:
+    """Scores within ±0.05."""
+    config = tiny.model().config
+    torch.manual_seed(3)
+    model = Qwen2ForSequenceClassification(type(config)(**config.to_dict() | {"num_labels": 1}))
+    model.score.weight.data.mul_(0.05 / 4)
+    return model.eval()
+
+
+def make(trainer_class, directory, rewards, rollout_func=same_for_some, **kwargs):
+    funcs = {"reward_funcs": rewards["reward_funcs"]() if rewards.get("model") else rewards["reward_funcs"]}
+    processing = {"reward_processing_classes": tiny.tokenizer()} if rewards.get("model") else {}
+    weights = {"reward_weights": rewards["reward_weights"]} if "reward_weights" in rewards else {}
+    return trainer_class(
+        model=tiny.model(),
+        args=tiny.config(directory, **({"optim": "sgd", "learning_rate": 0.5} | weights | kwargs)),
+        train_dataset=tiny.prompts(17),
+        processing_class=tiny.tokenizer(),
+        rollout_func=rollout_func,
+        **funcs,
+        **processing,
+    )
+
+
+REWARDS = {
+    "0/1": {"reward_funcs": correct},
+    "graded": {"reward_funcs": error_reward},
+    "format and correct": {"reward_funcs": [format_reward, correct]},
+    "graded and correct": {"reward_funcs": [error_reward, correct], "reward_weights": [0.3, 0.7]},
+    "reward model": {"reward_funcs": reward_model, "model": True},
+    "some None": {"reward_funcs": [picky_reward, error_reward]},
+    "only None or 0/1": {"reward_funcs": picky_reward},
+    "negative weights": {"reward_funcs": [error_reward, correct], "reward_weights": [-1.0, -0.5]},
+    "one weight 0": {"reward_funcs": [correct, error_reward], "reward_weights": [1.0, 0.0]},
+}
+
+
+def parameters(trainer) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
+
+
+def distance(first, second) -> float:
+    other = parameters(second)
+    return max(float((value - other[name]).abs().max()) for name, value in parameters(first).items())
+
+
+def moved(trainer) -> float:
+    start = dict(tiny.model().named_parameters())
+    return max(float((value - start[name]).detach().abs().max()) for name, value in parameters(trainer).items())
+
+
+# ---- Law 2 ----
+
+SCALES = ["group", "batch", "none", "normalize_then_sum"]
+
+
+@pytest.mark.parametrize(
+    ("name", "scale"),
+    [(name, SCALES[i % 4]) for i, name in enumerate(REWARDS)]
+    + [(name, SCALES[(i + 1) % 4]) for i, name in enumerate(REWARDS)],
+)
+def test_dropping_dead_groups_is_the_full_batch(tmp_path, name, scale):
+    aggregation = {"multi_objective_aggregation": scale} if scale == "normalize_then_sum" else {"scale_rewards": scale}
+    ours, theirs = (
+        make(trainer_class, tmp_path / trainer_class.__name__, REWARDS[name], **aggregation, **further)
+        for trainer_class, further in (
+            (LZEGRPOTrainer, {"selector": "zero_variance", "pruning": "none", "loss_normalizer": "all"}),
+            (GRPOTrainer, {}),
+        )
+    )
+    ours.train()
+    theirs.train()
+    assert 0 < ours.ledger.rows_trained < ours.ledger.rows_rolled_out
+    assert moved(theirs) > 1e-3
+    assert distance(ours, theirs) < 1e-5
+
+
+# ---- Nothing with an advantage is dead ----
+
+
+@pytest.fixture(scope="module")
+def trainers(tmp_path_factory) -> dict[str, LZEGRPOTrainer]:
+    """One trainer of two reward functions, P = 3 and G = 4, for each way to make advantages."""
+    directory = tmp_path_factory.mktemp("advantages")
+    two = {"reward_funcs": [correct, error_reward]}
+    found = {scale: make(LZEGRPOTrainer, directory / scale, two, scale_rewards=scale) for scale in SCALES[:3]}
+    found["normalize_then_sum"] = make(
+        LZEGRPOTrainer, directory / "normalize", two, multi_objective_aggregation="normalize_then_sum"
+    )
+    return found
+
+
+def advantages_of_trl(trainer: LZEGRPOTrainer, rewards: torch.Tensor) -> np.ndarray:
+    """What TRL's own code makes of rewards of shape `(B, F)`."""
+    rows = [[5, 6]] * len(rewards)
+    trainer._answers = ((rows, rows, None, [None] * len(rows), None, {}, None, []), rewards)
+    trainer._logs["advantages"].clear()
+    try:
+        GRPOTrainer._generate_and_score_completions(trainer, [{"prompt": "1+1="}] * len(rows))
+    finally:
+        trainer._answers = None
+    return np.array(list(trainer._logs["advantages"]))
+
+
+VALUES = [0.0, 1.0, 0.3, 0.7, -0.05, 0.05, 1e-6, 0.1, 0.2, NAN]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    scale=st.sampled_from(SCALES),
+    rewards=st.lists(st.tuples(st.sampled_from(VALUES), st.sampled_from(VALUES)), min_size=12, max_size=12),
+    weights=st.tuples(*[st.sampled_from([1.0, 0.0, -1.0, 0.5, 2.0])] * 2),
+)
+def test_no_group_with_an_advantage_is_dead(trainers, scale, rewards, weights):
+    trainer, rewards = trainers[scale], torch.tensor(rewards)
+    trainer.reward_weights = torch.tensor(weights)
+    group = np.repeat(np.arange(3), 4)
+    alive = differ(trainer._judge(rewards)["signals"], group, 3)
+    advantages = advantages_of_trl(trainer, rewards)
+    assert not (differ(advantages, group, 3) & ~alive & known(rewards, group)).any()
+    # The mean of equal rewards may miss them by their last bit, which TRL divides by 1e-4
+    assert np.abs(advantages[~alive[group]]).max(initial=0.0) < 0.01
+
+
+def known(rewards: torch.Tensor, group: np.ndarray) -> np.ndarray:
+    """Groups of which every completion has a reward: TRL gives the others an advantage of exactly 0 for it."""
+    missing = torch.isnan(rewards).all(dim=1).numpy()
+    return np.bincount(group, missing) == 0
+
+
+# ---- Scripts of a new user ----
+
+
+@pytest.mark.parametrize("controller", ["uniform", "probing", "dynamic", "allocation"])
+@pytest.mark.parametrize("name", ["format and correct", "graded", "reward model"])
+def test_every_reward_trains_by_default(tmp_path, name, controller):
+    trainer = make(
+        LZEGRPOTrainer,
+        tmp_path,
+        REWARDS[name],
+        rollout_func=None,
+        controller=controller,
+        max_steps=4,
+        learning_rate=0.01,
+    )
+    trainer.train()
+    assert moved(trainer) > 1e-4
+    assert trainer.ledger.groups_trained >= 2  # of one wanted in each of 4 batches
+    assert trainer.prompt_state.num_pruned == 0
+    if controller == "uniform":
+        equal = [entry["frac_reward_zero_std"] for entry in trainer.state.log_history if "reward" in entry]
+        assert trainer.ledger.groups_dead == round(3 * sum(equal))
+
+
+def test_a_reward_named_for_ranking_kills_no_group(tmp_path):
+    # `pass_reward` is the same for all completions, so that no group has an energy; the other one differs
+    rewards = {"reward_funcs": [format_reward, error_reward]}
+    trainer = make(LZEGRPOTrainer, tmp_path, rewards, rollout_func=None, pass_reward="format_reward", pruning="none")
+    trainer.train()
+    assert moved(trainer) > 1e-3
+    assert trainer.prompt_state["energy"].max() == 0.0
+
+
+def test_a_reward_named_for_pruning_prunes(tmp_path):
+    rewards = {"reward_funcs": [format_reward, error_reward]}
+    trainer = make(
+        LZEGRPOTrainer,
+        tmp_path,
+        rewards,
+        rollout_func=None,
+        pass_reward="format_reward",
+        pruning_streak=1,
+        max_steps=4,
+    )
+    trainer.train()
+    assert trainer.prompt_state.num_pruned > 0
+
+
+def test_a_top_that_rises_takes_solved_prompts_back(tmp_path, caplog):
+    def rising(completions, trainer_state, **kwargs):
+        return [float(trainer_state.global_step >= 6 and i == 0) + 1.0 for i in range(len(completions))]
+
+    trainer = make(LZEGRPOTrainer, tmp_path, {"reward_funcs": rising}, pruning_streak=1, max_steps=6)
+    trainer.train()
+    before = trainer.prompt_state.num_pruned
+    assert before > 3
+    trainer.state.global_step = 6
+    trainer._judge(torch.tensor([[2.0], [1.0]]).repeat(6, 1))
+    assert trainer.prompt_state.num_pruned == 0
+    assert f"so {len(trainer.prompt_state)} prompts that counted as solved do not any more" in caplog.text
+
+
+# ---- Reinforce-Ada counts positives ----
+
+
+@pytest.mark.parametrize("name", ["graded and correct", "reward model"])
+def test_reinforce_ada_refuses_graded_rewards_at_construction(tmp_path, name):
+    with pytest.raises(ValueError, match=r"Reinforce-Ada counts .* is graded\. Set `pass_threshold`"):
+        make(LZEGRPOTrainer, tmp_path, REWARDS[name], controller="reinforce_ada_balanced")
+
+
+def test_reinforce_ada_refuses_a_graded_function_before_anything_is_lost(tmp_path):
+    trainer = make(LZEGRPOTrainer, tmp_path, REWARDS["graded"], rollout_func=None, controller="reinforce_ada_positive")
+    with pytest.raises(ValueError, match=r"neither 0 nor 1\. Set `pass_threshold`"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+@pytest.mark.parametrize("settings", [{"pass_threshold": -0.15}, {"pass_reward": "correct"}])
+def test_reinforce_ada_counts_what_is_named(tmp_path, settings):
+    rewards = {"reward_funcs": [error_reward, correct], "reward_weights": [1.0, 0.0]}
+    trainer = make(
+        LZEGRPOTrainer, tmp_path, rewards, rollout_func=None, controller="reinforce_ada_balanced", **settings
+    )
+    trainer.train()
+    assert moved(trainer) > 1e-3
+
+
+# ---- What is said when nothing is alive ----
+
+CAUSES = {
+    "all None": (lambda completions, **kwargs: [None] * len(completions), {}, "returned None for every completion"),
+    "by prompt": (
+        lambda prompts, **kwargs: [float(len(prompt)) for prompt in prompts],
+        {},
+        "differ between prompts, but not between the completions of any prompt.*Raise `temperature`",
+    ),
+    "weights": (error_reward, {"reward_weights": [0.0]}, "totals do not.*Check `reward_weights`"),
+}
+
+
+@pytest.mark.parametrize("name", CAUSES)
+def test_the_first_dead_batch_says_why(tmp_path, caplog, name):
+    reward, settings, message = CAUSES[name]
+    trainer = make(
+        LZEGRPOTrainer, tmp_path, {"reward_funcs": reward}, rollout_func=None, **(settings | {"max_steps": 1})
+    )
+    trainer.train()
+    warnings = [record.getMessage() for record in caplog.records if "has a gradient" in record.getMessage()]
+    assert len(warnings) == 1
+    assert re.search(message, warnings[0])
+
+
+# ---- Rewards of 0 and 1 are passes and fails ----
+
+
+@pytest.mark.parametrize("controller", ["uniform", "probing", "dynamic", "reinforce_ada_balanced"])
+@pytest.mark.parametrize("policy", ["solved", "greso"])
+def test_a_reward_of_0_and_1_is_a_pass_bit_for_bit(tmp_path, controller, policy):
+    rewards = {"reward_funcs": correct}
+    graded, passes = (
+        make(
+            LZEGRPOTrainer,
+            tmp_path / str(bool(named)),
+            rewards,
+            controller=controller,
+            pruning_policy=policy,
+            pruning_streak=1,
+            max_steps=8,
+            **named,
+        )
+        for named in ({}, {"pass_reward": "correct", "pass_threshold": 0.5})
+    )
+    graded.train()
+    passes.train()
+    assert distance(graded, passes) == 0.0
+    assert moved(graded) > 1e-3
+    memory, other = graded.prompt_state.tensors(), passes.prompt_state.tensors()
+    for name in memory:
+        np.testing.assert_array_equal(memory[name], other[name], err_msg=name)
+    assert memory["range"].tolist() == [0.0, 1.0]

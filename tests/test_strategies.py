@@ -1,0 +1,155 @@
+"""A strategy is a name for settings: however it is given, it is the settings; and whatever is given besides wins."""
+
+import json
+import logging
+from dataclasses import fields, replace
+
+import pytest
+import yaml
+from trl import GRPOConfig, GRPOTrainer, TrlParser
+
+import tiny
+from lze_trl import LZEGRPOConfig, LZEGRPOTrainer
+from lze_trl.recipe import RecipeError, parse_recipe
+from lze_trl.replay.rules import rules_of
+from lze_trl.strategies import STRATEGIES, settings_of
+from test_laws import distance, moved, train
+
+
+# No strategy has these
+OTHERS = {
+    "selector": "midpoint",
+    "selection_ratio": 0.55,
+    "pruning": "skip",
+    "packing": True,
+    "loss_normalizer": "all",
+    "controller": "allocation",
+    "round_size": 6,
+    "max_rounds": 3,
+    "kept_completions": 2,
+    "surplus_max_age": 2,
+    "pass_threshold": 0.2,
+    "scale_rewards": "batch",
+}
+
+
+def values(args) -> dict:
+    """What a configuration says, without the name."""
+    return {name: value for name, value in args.to_dict().items() if name != "strategy"}
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_name_is_its_settings(tmp_path, name):
+    named = tiny.config(tmp_path, strategy=name)
+    assert named.strategy == name
+    assert values(named) == values(tiny.config(tmp_path, **settings_of(name)))
+    assert {key: vars(named)[key] for key in settings_of(name)} == settings_of(name)
+
+
+def test_no_two_names_are_the_same_settings():
+    different = {json.dumps(settings_of(name), sort_keys=True) for name in STRATEGIES}
+    assert len(different) == len(STRATEGIES)
+
+
+def test_without_a_strategy_the_fields_of_trl_are_as_in_trl(tmp_path):
+    usual = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, "report_to": "none"}
+    ours, theirs = LZEGRPOConfig(**usual), GRPOConfig(**usual)
+    for field in fields(GRPOConfig):
+        if not field.name.startswith("_"):
+            assert vars(ours)[field.name] == vars(theirs)[field.name], field.name
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_what_is_given_besides_wins(tmp_path, name):
+    usual = tiny.config(tmp_path, strategy=name)
+    for field, value in OTHERS.items():
+        args = tiny.config(tmp_path, strategy=name, **{field: value})
+        assert vars(args)[field] == value
+        changed = {key for key, before in values(usual).items() if values(args)[key] != before}
+        assert changed <= {field}
+    # Also where what is given is what the default strategy has
+    for field, value in settings_of("lze").items():
+        assert vars(tiny.config(tmp_path, strategy=name, **{field: value}))[field] == value
+
+
+def test_every_way_to_give_it_is_the_same(tmp_path):
+    given = {"strategy": "reinforce_ada", "max_rounds": 2}
+    base = {
+        "output_dir": str(tmp_path),
+        "use_cpu": True,
+        "bf16": False,
+        "report_to": "none",
+        "per_device_train_batch_size": 12,
+        "num_generations": 4,
+    }
+    expected = values(LZEGRPOConfig(**base, **given))
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(base | {"max_rounds": 3} | {"strategy": "grpo"}))
+    flags = [text for name, value in given.items() for text in (f"--{name}", str(value))]
+    _, from_recipe, _ = parse_recipe(["--config", str(recipe), *flags])
+    (from_parser,) = TrlParser((LZEGRPOConfig,)).parse_args_and_config(["--config", str(recipe), *flags])
+    whole = LZEGRPOConfig(**base, **given)
+    # TRL sets both and takes one of them
+    copied = replace(whole, steps_per_generation=None)
+    loaded = LZEGRPOConfig(
+        **{f.name: vars(whole)[f.name] for f in fields(whole) if f.init} | {"steps_per_generation": None}
+    )
+    for args in (from_recipe, from_parser, copied, loaded):
+        assert args.strategy == "reinforce_ada"
+        assert values(args) | {"logging_dir": None} == expected | {"logging_dir": None}
+
+
+def test_an_unknown_one_is_refused_with_the_nearest(tmp_path):
+    with pytest.raises(ValueError, match=r"`strategy` must be one of \['lze', .*got 'dappo'\. Did you mean 'dapo'\?"):
+        tiny.config(tmp_path, strategy="dappo")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("strategy: recomended\n")
+    with pytest.raises(
+        RecipeError, match=r"must be one of \['lze', .*got 'recomended'\. Did you mean `recommended`\?"
+    ):
+        parse_recipe(["--config", str(recipe)])
+    recipe.write_text("seed: 1\n")
+    with pytest.raises(RecipeError, match=r"--strategy: invalid choice: 'dappo' \(choose from .*'dapo'"):
+        parse_recipe(["--config", str(recipe), "--strategy", "dappo"])
+
+
+def test_grpo_is_trl_bit_for_bit_also_where_rows_repeat(tmp_path):
+    # `test_laws.py` shows it for every loss and shape of batch
+    rows = tiny.prompts(9).select([0, 0, 0, 1, 2, 1, 3, 4, 5, 6, 7, 8])
+    settings = {"dataset": rows, "max_steps": 6, "beta": 0.1}
+    ours = train(LZEGRPOTrainer, tmp_path / "ours", strategy="grpo", deduplicate=False, **settings)
+    theirs = train(GRPOTrainer, tmp_path / "theirs", **settings)
+    assert moved(theirs) > 1e-3
+    assert distance(ours, theirs) == 0.0
+
+
+def recorded(directory) -> dict:
+    return json.loads((directory / "telemetry" / "meta.json").read_text())["settings"]
+
+
+def test_a_run_records_the_settings_and_goes_on_under_another_name(tmp_path, caplog):
+    run = {"save_strategy": "steps", "save_steps": 2, "telemetry": True}
+    train(LZEGRPOTrainer, tmp_path, strategy="recommended", max_steps=2, **run)
+    spelled = train(LZEGRPOTrainer, tmp_path / "other", max_steps=2, **run, **settings_of("recommended"))
+    named, other = recorded(tmp_path), recorded(tmp_path / "other")
+    assert {name for name in named if named[name] != other[name]} == {"strategy", "output_dir", "model"}
+    assert rules_of(named, None, None) == rules_of(other, None, None)
+    assert rules_of(named, None, None).ratio == 0.8
+
+    def resumed(**settings):
+        caplog.clear()
+        args = tiny.config(tmp_path, max_steps=3, optim="sgd", learning_rate=0.5, **run, **settings)
+        trainer = LZEGRPOTrainer(
+            model=spelled.model.name_or_path,
+            reward_funcs=tiny.even_length_reward,
+            args=args,
+            train_dataset=tiny.prompts(17),
+        )
+        with caplog.at_level(logging.WARNING):
+            trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+        return [record.getMessage() for record in caplog.records if "other settings" in record.getMessage()]
+
+    assert resumed(**settings_of("recommended")) == []
+    (changes,) = resumed(strategy="random")
+    assert "`selector` was 'energy' and is 'random'" in changes
+    assert "strategy" not in changes
