@@ -78,7 +78,7 @@ def test_recipe_to_summary(job, capsys):
     assert shown.count("Rollouts") == 1
     run_dir = Path(parse_recipe(["--config", job()])[1].output_dir)
     log = json.loads((run_dir / "trainer_state.json").read_text())["log_history"]
-    accuracy = [logs["eval_rewards/even_length_reward/mean"] for logs in log if "eval_reward" in logs]
+    accuracy = [logs["eval_rewards/accuracy_reward/mean"] for logs in log if "eval_reward" in logs]
     assert accuracy == [result["accuracy_before"], result["accuracy_after"]]
     assert all((run_dir / name).is_file() for name in ("model.safetensors", "lze_state.safetensors", "tokenizer.json"))
     assert (run_dir / "report" / "summary.png").is_file()
