@@ -58,7 +58,7 @@ vllm-env: $(VENV)/.installed  ## Make the environment of the CPU vLLM server
 	@scripts/vllm_cpu_env.sh
 
 vllm-serve: vllm-env  ## Start a CPU vLLM server on 127.0.0.1:8000 with the demo's model, or MODEL=DIR; more: ARGS="--port …"
-	@[ "$(MODEL)" != "$(DEMO_MODEL)" ] || OMP_NUM_THREADS=1 $(BIN)/python -m lze_trl.demo
+	@[ "$(MODEL)" != "$(DEMO_MODEL)" ] || OMP_NUM_THREADS=1 $(BIN)/python -m lze_trl.job.demo
 	@scripts/vllm_serve.sh --model $(MODEL) $(ARGS)
 
 install: $(VENV)/.installed  ## Install the package for development in .venv

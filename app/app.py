@@ -2,7 +2,7 @@
 
 import os
 
-from lze_trl.viewer import launch
+from lze_trl.app import launch
 
 
 # Ids of dataset repos, separated by spaces or commas

@@ -8,9 +8,9 @@ from datasets import Dataset
 from transformers import PrinterCallback
 from transformers.utils import logging as transformers_logging
 
-from lze_trl import demo
 from lze_trl.config import LZEGRPOConfig
-from lze_trl.rewards import exact_match_reward
+from lze_trl.job import demo
+from lze_trl.rewards.functions import exact_match_reward
 from lze_trl.trainer import LZEGRPOTrainer
 
 from .run import machine

@@ -19,9 +19,9 @@ from pathlib import Path
 
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, set_seed
 
-from lze_trl import demo
 from lze_trl.data import load_prompts
 from lze_trl.files import made_aside
+from lze_trl.job import demo
 
 from .evaluation import Evaluation
 from .tasks import CALCULATOR_DIR, HELD_OUT_FILE, TASKS, TRAIN_FILE, read_rows

@@ -10,8 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from lze_trl.pruning import keyed_rng
-from lze_trl.state import StateSettings
+from lze_trl.memory.state import StateSettings
+from lze_trl.plan.pruning import keyed_rng
 
 from .tables import table
 

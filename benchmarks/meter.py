@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import TrainerCallback
 
-from lze_trl.ledger import TokenCost
+from lze_trl.record.ledger import TokenCost
 
 
 PHASES = ("rollout", "logprob", "update", "preparation", "other")

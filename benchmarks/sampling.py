@@ -23,7 +23,7 @@ from typing import Any
 from rich.console import Console
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from lze_trl.ledger import Ledger
+from lze_trl.record.ledger import Ledger
 from lze_trl.trainer import LZEGRPOTrainer
 
 from . import addition

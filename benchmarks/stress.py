@@ -17,9 +17,9 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from lze_trl.telemetry.writer import TelemetryWriter
-from lze_trl.viewer import views
-from lze_trl.viewer.runs import RunBook
+from lze_trl.app import views
+from lze_trl.app.runs import RunBook
+from lze_trl.record.writer import TelemetryWriter
 
 from .synthetic import SyntheticTraining
 

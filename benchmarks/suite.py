@@ -77,7 +77,7 @@ def _ready(task: str, options: Options, console: Console) -> TaskFiles:
     """Files of a task; the warm start of the addition task is made here."""
     files = locate(task, options.model, options.data)
     if task == "addition" and options.model is None:
-        from lze_trl import demo
+        from lze_trl.job import demo
 
         demo.setup_logging(is_main=True)
         if not files.model.is_dir():

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lze_trl.groups import Groups, Rollouts
-from lze_trl.ledger import Ledger, TokenCost, account
-from lze_trl.state import PromptState, StateSettings
-from lze_trl.telemetry.rows import GenerationRecord
-from lze_trl.telemetry.writer import TelemetryWriter
+from lze_trl.arrays import Groups, Rollouts
+from lze_trl.memory.state import PromptState, StateSettings
+from lze_trl.record.ledger import Ledger, TokenCost, account
+from lze_trl.record.rows import GenerationRecord
+from lze_trl.record.writer import TelemetryWriter
 
 
 _SUBJECTS = ("algebra", "geometry", "number theory", "counting", "probability")

@@ -164,7 +164,7 @@ def locate(task: str, model: str | None = None, data: str | None = None) -> Task
     if model is not None:
         return _checked(TaskFiles(Path(model), Path(data) / TRAIN_FILE, Path(data) / HELD_OUT_FILE))
     if task == "addition":
-        from lze_trl import demo
+        from lze_trl.job import demo
 
         folder = demo.WARM_START_DIR
         return TaskFiles(folder / demo.MODEL_DIR, folder / demo.TRAIN_FILE, folder / demo.HELD_OUT_FILE)

@@ -19,9 +19,9 @@ from trl import GRPOTrainer, is_conversational
 from trl.trainer.utils import get_callable_name, is_async_callable
 
 from .config import LZEGRPOConfig
-from .controllers import ReinforceAda, RolloutController
-from .identity import add_prompt_ids
-from .outcomes import OutcomeRule
+from .memory.identity import add_prompt_ids
+from .memory.outcomes import OutcomeRule
+from .rollout.controllers import ReinforceAda, RolloutController
 
 
 logger = logging.getLogger(__name__)
@@ -249,7 +249,7 @@ def outcome_rule(
         args ([`LZEGRPOConfig`]): Settings.
         reward_funcs (`list`): Reward functions, F of them.
         names (`list[str]`): Their names.
-        controller ([`~lze_trl.controllers.RolloutController`]): Reinforce-Ada counts passes.
+        controller ([`~lze_trl.rollout.gather.controllers.RolloutController`]): Reinforce-Ada counts passes.
     """
     if args.pass_reward not in (None, "total", *names):
         raise ValueError(

@@ -9,8 +9,13 @@ from typing import Literal, get_args, get_type_hints
 
 from trl import GRPOConfig
 
-from .controllers import CONTROLLERS, ReinforceAda, RolloutController, from_config
-from .state import MAX_STREAK
+from .memory.state import MAX_STREAK
+from .rollout.controllers import (
+    CONTROLLERS,
+    ReinforceAda,
+    RolloutController,
+    from_config,
+)
 from .strategies import DEFAULT, STRATEGIES, settings_of
 
 

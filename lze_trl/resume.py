@@ -12,10 +12,10 @@ from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME
 
 from . import checkpoint as store
 from .checkpoint import CheckpointError
-from .generation_batch import GenerationBatch
-from .selectors import make_selector
-from .state import PromptState
-from .surplus import Pool
+from .memory.buffer import Pool
+from .memory.state import PromptState
+from .pack.batch import GenerationBatch
+from .select.selectors import make_selector
 
 
 if TYPE_CHECKING:
@@ -234,7 +234,7 @@ def _restore_surplus(trainer: "LZEGRPOTrainer", directory: str, meta: dict[str, 
 
 def load_prompt_state(state: PromptState, source: str):
     """Start from the prompt state of an earlier run, given by its directory or Hub id."""
-    from .hub import resolve_state
+    from .job.hub import resolve_state
 
     tensors, _ = store.load(store.find_state(resolve_state(source)), store.STATE_NAME)
     state.load(store.strip_prefix(tensors, "state"))

@@ -24,6 +24,8 @@ from trl.trainer.utils import RepeatSampler, get_config_model_id
 
 from . import checkpoint as store
 from . import resume
+from .app.console import RunSummary, add_summary
+from .arrays import Groups
 from .checks import (
     checked,
     outcome_rule,
@@ -36,21 +38,24 @@ from .checks import (
     with_prompt_ids,
 )
 from .config import LZEGRPOConfig
-from .console import RunSummary, add_summary
-from .controllers import RolloutController, is_plain
-from .generation_batch import GenerationBatch
-from .groups import Groups
-from .identity import ID_COLUMN
-from .ledger import Ledger, TokenCost, saving_metrics, token_cost
-from .packing import Geometry, micro_step_cost
-from .pipeline import GenerationPipeline
-from .planner import Plan, Planner
-from .pruning import GresoPruner, PromptStream, Pruner
-from .reporting import DeadMonitor, Recorder, RepeatMonitor
-from .rollout import Scored
-from .selectors import Selector, make_selector, quota
-from .state import PromptState, StateSettings
-from .surplus import Pool
+from .memory.buffer import Pool
+from .memory.identity import ID_COLUMN
+from .memory.state import PromptState, StateSettings
+from .pack.batch import GenerationBatch
+from .pack.layout import Geometry, micro_step_cost
+from .plan.planner import Plan, Planner
+from .plan.pruning import GresoPruner, PromptStream, Pruner
+from .record.ledger import (
+    Ledger,
+    TokenCost,
+    saving_metrics,
+    token_cost,
+)
+from .record.recorder import DeadMonitor, Recorder, RepeatMonitor
+from .rollout.controllers import RolloutController, is_plain
+from .rollout.gather import Scored
+from .select.selectors import Selector, make_selector, quota
+from .step import GenerationPipeline
 
 
 logger = logging.getLogger(__name__)
@@ -58,7 +63,7 @@ logger = logging.getLogger(__name__)
 
 def http_generation(trainer: "LZEGRPOTrainer"):
     """vLLM servers over HTTP, by the trainer's settings."""
-    from .vllm import HTTPGeneration
+    from .rollout.servers import HTTPGeneration
 
     args = trainer.args
     return HTTPGeneration(
@@ -157,9 +162,9 @@ class LZEGRPOTrainer(GenerationPipeline):
             Configuration.
         train_dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
             Training set with a `prompt` column. Prompts of an iterable dataset are neither pruned nor deduplicated.
-        selector ([`~lze_trl.selectors.Selector`], *optional*):
+        selector ([`~lze_trl.select.selectors.Selector`], *optional*):
             Your own strategy; replaces `args.selector`.
-        controller ([`~lze_trl.controllers.RolloutController`], *optional*):
+        controller ([`~lze_trl.rollout.gather.controllers.RolloutController`], *optional*):
             Your own strategy; replaces `args.controller`.
         kwargs:
             Further arguments of [`~trl.GRPOTrainer`].
@@ -250,11 +255,11 @@ class LZEGRPOTrainer(GenerationPipeline):
         self._repeats = RepeatMonitor()
         self._dead = DeadMonitor()
         if args.telemetry and {"wandb", "trackio"} & set(args.report_to):
-            from .telemetry.tracking import EnergyTrackingCallback
+            from .record.tracking import EnergyTrackingCallback
 
             self.add_callback(EnergyTrackingCallback(self.prompt_state, flush=self.flush_telemetry))
         if "trackio" in args.report_to:
-            from .telemetry.tracking import TrackioRunCallback
+            from .record.tracking import TrackioRunCallback
 
             self.add_callback(TrackioRunCallback())
         self.summary: RunSummary | None = add_summary(self) if args.summary else None
@@ -524,7 +529,7 @@ class LZEGRPOTrainer(GenerationPipeline):
     def evaluation_loop(self, *args: Any, **kwargs: Any):
         # Differs from TRL: trackio's run, which TRL's timings need, is open outside of the training as well
         if "trackio" in self.args.report_to:
-            from .telemetry.tracking import open_trackio
+            from .record.tracking import open_trackio
 
             open_trackio(self)
         return super().evaluation_loop(*args, **kwargs)
@@ -540,7 +545,7 @@ class LZEGRPOTrainer(GenerationPipeline):
         super().create_model_card(model_name or Path(model_id).name, dataset_name or None, tags)
         if not self.is_world_process_zero():
             return
-        from .hub import correct_model_card, extend_model_card
+        from .job.hub import correct_model_card, extend_model_card
 
         datasets = dataset_name if isinstance(dataset_name, list) else []
         base_model = get_config_model_id(self.model.config)
@@ -560,7 +565,7 @@ class LZEGRPOTrainer(GenerationPipeline):
         # Differs from TRL: what was recorded of prompts and completions stays out of the model repo
         super().init_hf_repo(*args, **kwargs)
         if self.is_world_process_zero():
-            from .hub import keep_private
+            from .job.hub import keep_private
 
             keep_private(self.args.output_dir)
 
@@ -568,7 +573,7 @@ class LZEGRPOTrainer(GenerationPipeline):
         # Differs from TRL: telemetry and prompt state go along on request
         result = super().push_to_hub(*args, **kwargs)
         if self.args.hub_telemetry_id is not None and self.is_world_process_zero():
-            from .hub import push_run
+            from .job.hub import push_run
 
             push_run(self.args.output_dir, self.args.hub_telemetry_id, self.args.hub_private_repo, self.args.hub_token)
         return result

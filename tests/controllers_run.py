@@ -22,7 +22,7 @@ from accelerate.utils import gather_object
 
 import tiny
 from lze_trl import LZEGRPOTrainer
-from lze_trl.identity import ID_COLUMN
+from lze_trl.memory.identity import ID_COLUMN
 
 
 PROMPTS = 17

@@ -3,8 +3,8 @@
 import asyncio
 from types import SimpleNamespace
 
-from lze_trl.vllm import ServerError
-from lze_trl.vllm import servers as servers_module
+from lze_trl.rollout.servers import ServerError
+from lze_trl.rollout.servers import servers as servers_module
 
 
 class PoolWatch:

@@ -3,8 +3,8 @@
 import numpy as np
 from hypothesis import strategies as st
 
-from lze_trl.energy import score_groups
-from lze_trl.groups import Groups, Rollouts
+from lze_trl.arrays import Groups, Rollouts
+from lze_trl.select.energy import score_groups
 
 
 NAN = float("nan")

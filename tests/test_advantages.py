@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trl.trainer.utils import nanstd
 
-from lze_trl.advantages import group_advantages, zero_std_share
+from lze_trl.select.advantages import group_advantages, zero_std_share
 from samples import NAN, outcome_groups, rollouts
 
 

@@ -15,12 +15,12 @@ import yaml
 from packaging.requirements import Requirement
 
 from benchmarks.synthetic import SyntheticTraining, record_synthetic_run
-from lze_trl.ledger import KINDS
-from lze_trl.telemetry import MissingTelemetryError, Run, TelemetryWriter, open_run
-from lze_trl.telemetry.curves import curve, energy_heat_map, reward_curves
-from lze_trl.viewer import build, views
-from lze_trl.viewer.charts import Series, heat_map, line_chart, number
-from lze_trl.viewer.runs import RunBook, seed_groups
+from lze_trl.app import build, views
+from lze_trl.app.charts import Series, heat_map, line_chart, number
+from lze_trl.app.runs import RunBook, seed_groups
+from lze_trl.record import MissingTelemetryError, Run, TelemetryWriter, open_run
+from lze_trl.record.curves import curve, energy_heat_map, reward_curves
+from lze_trl.record.ledger import KINDS
 
 
 SPACE = Path(__file__).parents[1] / "app"

@@ -23,7 +23,7 @@ from benchmarks.sections import sort_results
 from benchmarks.settings import BenchError, RunSettings
 from benchmarks.strategies import QUICK, STRATEGIES, chosen_strategies
 from benchmarks.tasks import TASKS, TaskFiles, load, locate, read_rows
-from lze_trl import demo
+from lze_trl.job import demo
 
 
 @pytest.fixture

@@ -20,8 +20,8 @@ from benchmarks.group_gradients import Sample, draw, expected_gradient, policy_g
 from benchmarks.settings import BenchError
 from benchmarks.tasks import TaskData
 from lze_trl import LZEGRPOTrainer, demo
-from lze_trl.rewards import exact_match_reward
-from lze_trl.state import PromptState
+from lze_trl.memory.state import PromptState
+from lze_trl.rewards.functions import exact_match_reward
 from samples import rollouts
 
 

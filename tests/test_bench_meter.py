@@ -16,7 +16,7 @@ from benchmarks.meter import Clock, Meter
 from benchmarks.strategies import BASELINE, STRATEGIES
 from benchmarks.tasks import TaskFiles
 from lze_trl import LZEGRPOConfig, LZEGRPOTrainer
-from lze_trl.ledger import TokenCost
+from lze_trl.record.ledger import TokenCost
 
 
 TRAINING = {

@@ -23,7 +23,7 @@ from benchmarks.parts.shared import (
     shown,
     verdict,
 )
-from lze_trl.packing import Geometry
+from lze_trl.pack.layout import Geometry
 
 
 ROOT = Path(__file__).parents[1]

@@ -11,8 +11,8 @@ from benchmarks import addition, sampling
 from benchmarks.sampling import STRATEGIES, SamplingRun, TokenBudget, markdown, run_all, spread
 from benchmarks.settings import BenchError
 from lze_trl import LZEGRPOConfig, demo
-from lze_trl.controllers import Allocation, DynamicSampling, ReinforceAda, UniformController
-from lze_trl.ledger import Ledger
+from lze_trl.record.ledger import Ledger
+from lze_trl.rollout.controllers import Allocation, DynamicSampling, ReinforceAda, UniformController
 
 
 UNTRAINED = demo.WarmStart(steps=2, batch_size=8, hidden_size=16, intermediate_size=32, num_layers=1)

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.synthetic import SyntheticTraining, record_synthetic_run
-from lze_trl import __version__, cli
+from lze_trl import __version__
+from lze_trl.job import cli
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -22,9 +23,9 @@ def command_of(*arguments):
 
 def test_train_hands_everything_else_to_the_job():
     command, environment = command_of("train", "r.yaml", "--learning_rate", "1e-5", "--packing=false", "--no_bf16")
-    assert command[:4] == [sys.executable, "-m", "lze_trl.launcher", "--quiet"]
+    assert command[:4] == [sys.executable, "-m", "lze_trl.job.launcher", "--quiet"]
     assert command[-8:] == [
-        *("-m", "lze_trl.train", "--config", "r.yaml"),
+        *("-m", "lze_trl.job.train", "--config", "r.yaml"),
         *("--learning_rate", "1e-5", "--packing=false", "--no_bf16"),
     ]
     assert environment == {}
@@ -230,11 +231,11 @@ def test_a_recipe_in_the_place_of_a_command_is_told(capsys):
 
 def test_version_and_help_are_fast_and_complete():
     # No heavy import on the way to the help text
-    code = "import sys, lze_trl.cli as c; c.build_parser().format_help(); sys.exit('trl' in sys.modules)"
+    code = "import sys, lze_trl.job.cli as c; c.build_parser().format_help(); sys.exit('trl' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
     text = cli.build_parser().format_help()
     assert all(name in text for name in ("train", "demo", "data", "app", "analyze", "replay", "report"))
     shown = subprocess.run(
-        [sys.executable, "-m", "lze_trl.cli", "--version"], cwd=ROOT, capture_output=True, text=True, check=True
+        [sys.executable, "-m", "lze_trl.job.cli", "--version"], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert shown.stdout.strip() == f"lze-trl {__version__}"

@@ -82,7 +82,7 @@ def test_a_report_that_fails_costs_a_script_nothing(tmp_path, monkeypatch, caplo
     def fail(run_dir):
         raise ValueError("no")
 
-    monkeypatch.setattr("lze_trl.report.write_report", fail)
+    monkeypatch.setattr("lze_trl.app.report.write_report", fail)
     with caplog.at_level(logging.ERROR, logger="lze_trl"):
         train(tmp_path, telemetry=True, max_steps=1)
     assert "No report was written. Try again with `lze-trl report" in caplog.text

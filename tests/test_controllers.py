@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tiny
-from lze_trl.advantages import group_advantages
-from lze_trl.allocation import expected_energy, largest_remainders, softmax_shares
-from lze_trl.controllers import (
+from lze_trl.arrays import Prompts, Rollouts
+from lze_trl.plan.pruning import keyed_rng
+from lze_trl.rollout.allocation import expected_energy, largest_remainders, softmax_shares
+from lze_trl.rollout.controllers import (
     CONTROLLERS,
     Allocation,
     DynamicSampling,
@@ -26,8 +27,7 @@ from lze_trl.controllers import (
     ask_more,
     stratified,
 )
-from lze_trl.groups import Prompts, Rollouts
-from lze_trl.pruning import keyed_rng
+from lze_trl.select.advantages import group_advantages
 from samples import NAN, rollouts
 
 

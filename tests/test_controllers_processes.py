@@ -15,7 +15,7 @@ from controllers_run import run as run_here
 from launches import by_torchrun, run_to_end
 from lze_trl.checkpoint import load
 from lze_trl.config import SELECTORS
-from lze_trl.telemetry.reader import open_run
+from lze_trl.record.reader import open_run
 from test_controllers_training import assert_laws, assert_table, drawn_groups, frozen, make, times  # noqa: F401
 
 

@@ -17,8 +17,8 @@ from controllers_run import CONTROLLERS, PROMPTS, FixedTrainer, WatchedTrainer, 
 from fake_vllm import FakeVLLM
 from lze_trl import LZEGRPOTrainer
 from lze_trl.config import SELECTORS
-from lze_trl.controllers import ReinforceAda, RolloutController, UniformController
-from lze_trl.telemetry.reader import open_run
+from lze_trl.record.reader import open_run
+from lze_trl.rollout.controllers import ReinforceAda, RolloutController, UniformController
 from test_laws import distance, moved
 
 

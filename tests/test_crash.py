@@ -18,7 +18,7 @@ from trl import GRPOTrainer
 import tiny
 from lze_trl import LZEGRPOTrainer
 from lze_trl.checkpoint import checkpoints, is_complete, last_complete_checkpoint
-from lze_trl.telemetry import Run, open_run
+from lze_trl.record import Run, open_run
 
 
 SCRIPT = Path(__file__).with_name("crash_run.py")

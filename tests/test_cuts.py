@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lze_trl.cuts import Capacity, cut, fewest_runs
+from lze_trl.pack.splits import Capacity, cut, fewest_runs
 
 
 NO_LIMIT = Capacity(math.inf, math.inf)

@@ -14,7 +14,7 @@ from datasets import Dataset, IterableDataset
 from hub import serve
 from lze_trl.data import DataError, Reference, load_mixture, load_prompts, parse_reference
 from lze_trl.data.audit import audit, render
-from lze_trl.identity import prompt_id
+from lze_trl.memory.identity import prompt_id
 
 
 GSM8K = [

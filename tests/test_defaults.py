@@ -8,7 +8,7 @@ from trl import GRPOTrainer
 import tiny
 from lze_trl import LZEGRPOTrainer
 from lze_trl.checkpoint import STATE_NAME, load
-from lze_trl.recipe import parse_recipe
+from lze_trl.job.recipe import parse_recipe
 
 
 def make(directory, dataset, reward=tiny.even_length_reward, **kwargs):

@@ -6,8 +6,16 @@ import shutil
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lze_trl import demo
-from lze_trl.demo import WarmStart, build_tokenizer, difficulty_class, noisy_examples, problems, run_demo, warm_start
+from lze_trl.job import demo
+from lze_trl.job.demo import (
+    WarmStart,
+    build_tokenizer,
+    difficulty_class,
+    noisy_examples,
+    problems,
+    run_demo,
+    warm_start,
+)
 
 
 SMALL = WarmStart(steps=2, batch_size=8, hidden_size=16, intermediate_size=32, num_layers=1)

@@ -11,10 +11,10 @@ import yaml
 
 import tiny
 from lze_trl import LZEGRPOConfig, LZEGRPOTrainer
+from lze_trl.arrays import Prompts
 from lze_trl.config import SELECTORS
-from lze_trl.controllers import CONTROLLERS
-from lze_trl.groups import Prompts
-from lze_trl.posterior import beta_parameters, dead_probability
+from lze_trl.memory.posterior import beta_parameters, dead_probability
+from lze_trl.rollout.controllers import CONTROLLERS
 from lze_trl.strategies import DEFAULT, STRATEGIES, settings_of
 from samples import rollouts, scored
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lze_trl.energy import anchor, energy, group_mean, outcome_uncertainty, pass_rate_momentum, score_groups
-from lze_trl.groups import Rollouts
+from lze_trl.arrays import Rollouts
+from lze_trl.select.energy import anchor, energy, group_mean, outcome_uncertainty, pass_rate_momentum, score_groups
 from samples import NAN, outcome_groups, rollouts, scored
 
 

@@ -24,9 +24,9 @@ import tiny
 from launches import on_two_cpus
 from lze_trl import LZEGRPOTrainer
 from lze_trl.checkpoint import CheckpointError, is_complete, told_if_disk_is_full
-from lze_trl.hub import resolve_run
-from lze_trl.rewards import accuracy_reward
-from lze_trl.telemetry import TelemetryError, open_run
+from lze_trl.job.hub import resolve_run
+from lze_trl.record import TelemetryError, open_run
+from lze_trl.rewards.functions import accuracy_reward
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -560,7 +560,7 @@ def test_ctrl_c_ends_the_command_with_one_line(tmp_path, processes):
         "dataloader_num_workers": 0,
     }
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    command = [sys.executable, "-m", "lze_trl.cli", "train", "recipe.yaml"]
+    command = [sys.executable, "-m", "lze_trl.job.cli", "train", "recipe.yaml"]
     if processes == 2:
         (tmp_path / "two.yaml").write_text(yaml.safe_dump(on_two_cpus("ddp")))
         command += ["--accelerate_config", "two.yaml", "--main_process_port", str(tiny.free_port())]
@@ -587,7 +587,7 @@ def test_ctrl_c_ends_the_command_with_one_line(tmp_path, processes):
 
 
 def test_the_app_does_not_start_for_a_run_that_is_not_there(tmp_path):
-    command = [sys.executable, "-m", "lze_trl.cli", "app", str(tmp_path / "nothing")]
+    command = [sys.executable, "-m", "lze_trl.job.cli", "app", str(tmp_path / "nothing")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1
     assert done.stderr.startswith(f"error: `{tmp_path / 'nothing'}` is neither a directory nor")

@@ -10,9 +10,9 @@ import yaml
 from safetensors.torch import load_file
 
 import tiny
-from lze_trl.recipe import parse_recipe
-from lze_trl.telemetry import open_run
-from lze_trl.train import run
+from lze_trl.job.recipe import parse_recipe
+from lze_trl.job.train import run
+from lze_trl.record import open_run
 
 
 SHARED = Path(os.environ.get("LZE_SHARED", Path(__file__).resolve().parents[2] / "shared"))

@@ -16,10 +16,10 @@ import pytest
 
 from benchmarks.synthetic import SyntheticTraining, record_synthetic_run
 from hub import Handler, commit
-from lze_trl import hub
 from lze_trl.checkpoint import STATE_NAME, save
-from lze_trl.state import PromptState
-from lze_trl.telemetry import MissingTelemetryError, TelemetryWriter, open_run
+from lze_trl.job import hub
+from lze_trl.memory.state import PromptState
+from lze_trl.record import MissingTelemetryError, TelemetryWriter, open_run
 
 
 class WritableHandler(Handler):
@@ -125,7 +125,7 @@ def test_pushed_run_is_opened_by_its_name(run_dir, tmp_path):
             return run_against(server, tmp_path, "-c", code, timeout=120)
 
         pushed = python(
-            f"from lze_trl.hub import push_run; push_run({str(run_dir)!r}, 'me/my-run', token='hf_secret')"
+            f"from lze_trl.job.hub import push_run; push_run({str(run_dir)!r}, 'me/my-run', token='hf_secret')"
         )
         assert pushed.returncode == 0, pushed.stderr
         assert server.tokens == {"Bearer hf_secret"}
@@ -142,12 +142,12 @@ def test_pushed_run_is_opened_by_its_name(run_dir, tmp_path):
         assert "hf_secret" not in card
 
         opened = python("""
-from lze_trl.hub import resolve_run, resolve_state
-from lze_trl.telemetry import open_run
+from lze_trl.job.hub import resolve_run, resolve_state
+from lze_trl.record import open_run
 print(open_run(resolve_run("me/my-run")).summary()["groups"])
 # As the app opens it, and what its first page shows
-from lze_trl.viewer import views
-from lze_trl.viewer.runs import RunBook
+from lze_trl.app import views
+from lze_trl.app.runs import RunBook
 book = RunBook(["me/my-run", "me/missing"])
 assert book.ids == ["my-run", "missing"]
 print(views.overview(book.open("my-run")))
@@ -174,8 +174,8 @@ import shutil
 import sys
 from pathlib import Path
 from lze_trl.checkpoint import find_state, save
-from lze_trl.hub import push_run, resolve_run, resolve_state
-from lze_trl.telemetry import TelemetryWriter, open_run
+from lze_trl.job.hub import push_run, resolve_run, resolve_state
+from lze_trl.record import TelemetryWriter, open_run
 from test_telemetry import make_record
 
 run, pushed = Path(sys.argv[1]), Path(sys.argv[2])
@@ -221,9 +221,7 @@ def test_a_run_pushed_again_replaces_the_one_before(tmp_path):
 
 @pytest.mark.slow
 def test_a_state_that_the_repo_has_no_more_is_not_found(tmp_path):
-    finding = (
-        "from lze_trl.hub import *; from lze_trl.checkpoint import *; print(find_state(resolve_state('me/run')).name)"
-    )
+    finding = "from lze_trl.job.hub import *; from lze_trl.checkpoint import *; print(find_state(resolve_state('me/run')).name)"
     repo, older = tmp_path / "server/me/run", tmp_path / "server/me/run/checkpoint-20"
     save(repo, STATE_NAME, {}, {"global_step": 10})
     save(older, STATE_NAME, {}, {"global_step": 20})
@@ -244,7 +242,7 @@ import numpy as np
 import tiny
 from transformers import TrainerCallback
 from lze_trl import LZEGRPOTrainer
-from lze_trl.hub import push_run
+from lze_trl.job.hub import push_run
 
 first = LZEGRPOTrainer(
     model=tiny.model(),

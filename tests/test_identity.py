@@ -9,7 +9,7 @@ from datasets import Dataset, IterableDataset, concatenate_datasets
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lze_trl.identity import ID_COLUMN, add_prompt_ids, prompt_id, told_apart
+from lze_trl.memory.identity import ID_COLUMN, add_prompt_ids, prompt_id, told_apart
 
 
 def ids(dataset: Dataset | IterableDataset) -> list[int]:

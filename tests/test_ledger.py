@@ -6,9 +6,18 @@ import numpy as np
 import pytest
 
 import tiny
-from lze_trl.groups import Rollouts
-from lze_trl.ledger import Ledger, TokenCost, account, against_plain, headline, skipped_visits, token_cost, with_plain
-from lze_trl.state import PromptState
+from lze_trl.arrays import Rollouts
+from lze_trl.memory.state import PromptState
+from lze_trl.record.ledger import (
+    Ledger,
+    TokenCost,
+    account,
+    against_plain,
+    headline,
+    skipped_visits,
+    token_cost,
+    with_plain,
+)
 
 
 # Weights of the tiny Qwen2: hidden 16, intermediate 32, 2 heads of 8, 1 key-value head, one layer, V = 73

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lze_trl.outcomes import OutcomeRule, RewardRange
-from lze_trl.signals import signals, total_rewards
+from lze_trl.memory.outcomes import OutcomeRule, RewardRange
+from lze_trl.rollout.signals import signals, total_rewards
 from samples import NAN
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lze_trl.packing import (
+from lze_trl.pack.layout import (
     BATCH_TOKEN_LOSSES,
     MICRO_BATCH_TOKEN_LOSSES,
     ROW_MEAN_LOSSES,
@@ -27,7 +27,7 @@ from lze_trl.packing import (
     trl_reference,
     unpacked,
 )
-from lze_trl.pruning import keyed_rng
+from lze_trl.plan.pruning import keyed_rng
 
 
 def rows_of(layout: Layout) -> list[list[list[int]] | None]:

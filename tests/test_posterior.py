@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lze_trl.posterior import (
+from lze_trl.memory.posterior import (
     Calibration,
     beta_parameters,
     dead_probability,

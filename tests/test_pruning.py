@@ -7,8 +7,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from lze_trl.groups import Groups
-from lze_trl.pruning import (
+from lze_trl.arrays import Groups
+from lze_trl.memory.state import PromptState, StateSettings
+from lze_trl.plan.pruning import (
     GresoPruner,
     PromptStream,
     Pruner,
@@ -17,7 +18,6 @@ from lze_trl.pruning import (
     skip_plan,
     skip_probability,
 )
-from lze_trl.state import PromptState, StateSettings
 from samples import NAN, rollouts
 
 
@@ -439,7 +439,7 @@ def test_a_batch_of_a_whole_pass():
 def test_further_prompts_are_never_pruned_ones(caplog):
     some = pruner(*range(4, 20))
     stream = PromptStream(np.arange(20), some, np.arange(20), shuffle=False)
-    with caplog.at_level(logging.WARNING, logger="lze_trl.pruning"):
+    with caplog.at_level(logging.WARNING, logger="lze_trl.plan.pruning"):
         first = stream.take(2)
         further = stream.take(18, first)
     replays = draw_replays(np.arange(4, 20), 0.1, seed=7, pass_index=0)  # 1.6, so two
@@ -498,7 +498,7 @@ def test_a_batch_is_filled_when_too_few_prompts_are_left(num_prompts, data):
 
 def test_filling_is_told_once(caplog):
     stream = PromptStream(np.arange(5), pruner(*range(5)), np.arange(5), shuffle=True)
-    with caplog.at_level(logging.WARNING, logger="lze_trl.pruning"):
+    with caplog.at_level(logging.WARNING, logger="lze_trl.plan.pruning"):
         for _ in range(3):
             assert len(stream.take(4)) == 4
     assert [record.levelname for record in caplog.records] == ["WARNING"]

@@ -7,16 +7,16 @@ import pytest
 
 
 PURE = [
-    "energy",
-    "groups",
-    "posterior",
-    "state",
-    "selectors",
-    "pruning",
-    "packing",
-    "allocation",
-    "controllers",
-    "advantages",
+    "arrays",
+    "memory.posterior",
+    "memory.state",
+    "pack.layout",
+    "plan.pruning",
+    "rollout.allocation",
+    "rollout.controllers",
+    "select.advantages",
+    "select.energy",
+    "select.selectors",
 ]
 
 

@@ -9,8 +9,8 @@ from accelerate.commands.config.config_args import load_config_from_file
 from trl import GRPOConfig
 
 from lze_trl.config import LZEGRPOConfig
-from lze_trl.controllers import DynamicSampling, ReinforceAda
-from lze_trl.recipe import RecipeError, check_recipe, nearest, parse_recipe, read_recipe
+from lze_trl.job.recipe import RecipeError, check_recipe, nearest, parse_recipe, read_recipe
+from lze_trl.rollout.controllers import DynamicSampling, ReinforceAda
 
 
 ROOT = Path(__file__).resolve().parents[1]

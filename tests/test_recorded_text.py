@@ -11,11 +11,11 @@ import torch
 import tiny
 from launches import by_torchrun, run_to_end
 from lze_trl import LZEGRPOTrainer
-from lze_trl.exchange import Completions
-from lze_trl.groups import Rollouts
-from lze_trl.reporting import recorded_rows
-from lze_trl.rollout import Scored
-from lze_trl.telemetry import open_run
+from lze_trl.arrays import Rollouts
+from lze_trl.pack.exchange import Completions
+from lze_trl.record import open_run
+from lze_trl.record.recorder import recorded_rows
+from lze_trl.rollout.gather import Scored
 
 
 def rollouts_of(*sizes):

@@ -8,8 +8,8 @@ import pytest
 from PIL import Image
 
 from benchmarks.synthetic import SyntheticTraining, record_synthetic_run
-from lze_trl.report import write_report, write_summary_picture
-from lze_trl.telemetry import MissingTelemetryError, TelemetryWriter, open_run
+from lze_trl.app.report import write_report, write_summary_picture
+from lze_trl.record import MissingTelemetryError, TelemetryWriter, open_run
 from test_telemetry import make_record, record_run
 
 

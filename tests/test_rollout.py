@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lze_trl.exchange import Completions
-from lze_trl.groups import Rollouts
-from lze_trl.rollout import Scored, by_group, joined, local_loss_tokens, without_empty_groups
+from lze_trl.arrays import Rollouts
+from lze_trl.pack.exchange import Completions
+from lze_trl.rollout.gather import Scored, by_group, joined, local_loss_tokens, without_empty_groups
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,9 @@ def test_values_of_all_processes_come_in_the_order_of_the_rows(batch):
     ]
     with pytest.MonkeyPatch.context() as patch:
         processes = Processes(world)
-        patch.setattr("lze_trl.rollout.gather_object", lambda values: list(itertools.chain(*processes.tell(values))))
+        patch.setattr(
+            "lze_trl.rollout.gather.gather_object", lambda values: list(itertools.chain(*processes.tell(values)))
+        )
         texts = processes.run(lambda rank, _: views[rank].gathered(views[rank].texts))
         patch.setattr("torch.distributed.gather_object", processes.tell_main)
         first_rows = np.unique(views[0].rollouts.group, return_index=True)[1]

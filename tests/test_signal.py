@@ -12,7 +12,7 @@ from trl import GRPOTrainer
 
 import tiny
 from lze_trl import LZEGRPOTrainer
-from lze_trl.groups import differ
+from lze_trl.arrays import differ
 from samples import NAN
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import TrainingArguments
 
-from lze_trl.recipe import parse_recipe, read_recipe
+from lze_trl.job.recipe import parse_recipe, read_recipe
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -82,7 +82,7 @@ def read_arguments(arguments: list[str], monkeypatch):
     processes = int(arguments[arguments.index("--num_processes") + 1])
     monkeypatch.setattr(TrainingArguments, "world_size", property(lambda self: processes))
     monkeypatch.chdir(ROOT)
-    return parse_recipe([*arguments[arguments.index("lze_trl.train") + 1 :], *ON_CPU])[1], processes
+    return parse_recipe([*arguments[arguments.index("lze_trl.job.train") + 1 :], *ON_CPU])[1], processes
 
 
 def assert_fits(arguments: list[str], recipe: Path, gpus: int, monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lze_trl.state import PromptState, StateSettings
+from lze_trl.memory.state import PromptState, StateSettings
 from samples import NAN, rollouts
 
 

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 import tiny
 from controllers_run import FixedTrainer, WatchedTrainer
-from lze_trl.exchange import Completions
-from lze_trl.groups import Groups
-from lze_trl.packing import Geometry
-from lze_trl.rollout import Scored
-from lze_trl.surplus import Pool, spread
+from lze_trl.arrays import Groups
+from lze_trl.memory.buffer import Pool, spread
+from lze_trl.pack.exchange import Completions
+from lze_trl.pack.layout import Geometry
+from lze_trl.rollout.gather import Scored
 from samples import NAN, rollouts, scored
 from test_controllers_training import frozen, make  # noqa: F401
 from test_laws import distance

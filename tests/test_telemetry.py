@@ -16,9 +16,8 @@ import pytest
 
 from benchmarks import stress
 from benchmarks.synthetic import SyntheticTraining
-from lze_trl.energy import score_groups
-from lze_trl.groups import Rollouts
-from lze_trl.telemetry import (
+from lze_trl.arrays import Rollouts
+from lze_trl.record import (
     GenerationRecord,
     MissingTelemetryError,
     NewerSchemaError,
@@ -26,11 +25,12 @@ from lze_trl.telemetry import (
     TelemetryWriter,
     open_run,
 )
-from lze_trl.telemetry import parts as telemetry_parts
-from lze_trl.telemetry import writer as telemetry_writer
-from lze_trl.telemetry.parts import list_parts, part_name
-from lze_trl.telemetry.reader import parse_columns
-from lze_trl.telemetry.schema import SCHEMA_VERSION, SCHEMAS, Meta
+from lze_trl.record import parts as telemetry_parts
+from lze_trl.record import writer as telemetry_writer
+from lze_trl.record.parts import list_parts, part_name
+from lze_trl.record.reader import parse_columns
+from lze_trl.record.schema import SCHEMA_VERSION, SCHEMAS, Meta
+from lze_trl.select.energy import score_groups
 
 
 def make_record(

@@ -7,8 +7,8 @@ import pytest
 from trl import GRPOConfig, GRPOTrainer
 
 import tiny
-from lze_trl.telemetry import MissingTelemetryError, TelemetryError
-from lze_trl.telemetry.trl_logs import analyze
+from lze_trl.record import MissingTelemetryError, TelemetryError
+from lze_trl.record.trl_logs import analyze
 
 
 def write_log(directory, step, groups, prompt=str, batch=None):

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from lze_trl.telemetry import open_run
-from lze_trl.telemetry.tracking import HISTOGRAM, TABLE
+from lze_trl.record import open_run
+from lze_trl.record.tracking import HISTOGRAM, TABLE
 
 
 TESTS = Path(__file__).parent
@@ -21,7 +21,7 @@ TRAINING = """
 import sys
 import tiny
 from lze_trl import LZEGRPOTrainer
-from lze_trl.telemetry.tracking import EnergyTrackingCallback
+from lze_trl.record.tracking import EnergyTrackingCallback
 
 # A controller that draws prompts logs all metrics that there are
 arguments = tiny.config(
@@ -53,8 +53,8 @@ JOB = """
 import sys
 import tiny
 from pathlib import Path
-from lze_trl.recipe import parse_recipe
-from lze_trl.train import run
+from lze_trl.job.recipe import parse_recipe
+from lze_trl.job.train import run
 
 folder, tracker = Path(sys.argv[1]), sys.argv[2]
 tiny.save(folder / "model")

@@ -18,10 +18,10 @@ from safetensors.torch import load_file
 import tiny
 from launches import run_to_end
 from lze_trl import LZEGRPOTrainer
-from lze_trl.console import count, log_line, summary_tables
-from lze_trl.ledger import PLAIN, Ledger, TokenCost
-from lze_trl.recipe import RecipeError, parse_recipe
-from lze_trl.train import build_trainer, main, resume_point, run
+from lze_trl.app.console import count, log_line, summary_tables
+from lze_trl.job.recipe import RecipeError, parse_recipe
+from lze_trl.job.train import build_trainer, main, resume_point, run
+from lze_trl.record.ledger import PLAIN, Ledger, TokenCost
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -225,7 +225,7 @@ def test_a_report_that_fails_does_not_cost_the_upload(job, monkeypatch, caplog):
     def fail(run_dir):
         raise ValueError("no")
 
-    monkeypatch.setattr("lze_trl.report.write_report", fail)
+    monkeypatch.setattr("lze_trl.app.report.write_report", fail)
     run(*parse_recipe(["--config", job(max_steps=1)]))
     assert "No report was written. Try again with `lze-trl report" in caplog.text
 
@@ -325,7 +325,7 @@ def reward(completions, **kwargs):
     "name", ["single_process", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ddp_cpu", "zero3_cpu"))]
 )
 @pytest.mark.parametrize(
-    "script", [("-m", "lze_trl.train"), (str(ROOT / "lze_trl" / "train.py"),)], ids=["-m", "file"]
+    "script", [("-m", "lze_trl.job.train"), (str(ROOT / "lze_trl" / "job" / "train.py"),)], ids=["-m", "file"]
 )
 def test_accelerate_launch_runs_the_job(job_as_a_library_user, tmp_path, name, script):
     rows = 12 if name == "single_process" else 6
@@ -349,16 +349,16 @@ def test_accelerate_launch_runs_the_job(job_as_a_library_user, tmp_path, name, s
 def test_the_script_takes_the_recipe_as_its_first_argument_and_tells_where_it_is(job):
     run(*parse_recipe([job(max_steps=2, eval_datasets=[])]))
     command = [job(max_steps=3, eval_datasets=[]), "--resume_from_checkpoint", "auto"]
-    shown = run_module("lze_trl.train", *command).stderr
+    shown = run_module("lze_trl.job.train", *command).stderr
     assert re.search(r"INFO lze_trl\.train: Resuming from `.*checkpoint-2`", shown)
-    shown = run_module("lze_trl.train", *command).stderr
+    shown = run_module("lze_trl.job.train", *command).stderr
     assert re.search(r"INFO lze_trl\.train: The run in `.*` has ended", shown)
     assert "Resuming" not in shown
 
 
 def test_the_command_launches_without_noise(job, tmp_path):
     done = run_module(
-        *("lze_trl.cli", "train", job(eval_datasets=[]), "--max_steps", "1"),
+        *("lze_trl.job.cli", "train", job(eval_datasets=[]), "--max_steps", "1"),
         env={"HF_HOME": str(tmp_path / "home")},  # without a default configuration of accelerate
     )
     assert "not passed to `accelerate launch`" not in done.stderr
@@ -370,7 +370,7 @@ def test_the_command_launches_without_noise(job, tmp_path):
 @pytest.mark.parametrize("name", ["ddp_cpu", "zero3_cpu"])
 def test_the_command_trains_on_two_processes(job, name):
     done = run_module(
-        *("lze_trl.cli", "train", job(per_device_train_batch_size=6)),
+        *("lze_trl.job.cli", "train", job(per_device_train_batch_size=6)),
         *("--accelerate_config", name, "--main_process_port", str(tiny.free_port()), "--max_steps", "2"),
     )
     # By the main process alone

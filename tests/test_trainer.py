@@ -12,7 +12,7 @@ from trl import GRPOConfig
 
 import tiny
 from lze_trl import LZEGRPOTrainer
-from lze_trl.identity import prompt_id
+from lze_trl.memory.identity import prompt_id
 
 
 def make(directory, reward_funcs=tiny.even_length_reward, dataset=None, trainer=None, **kwargs):
@@ -75,7 +75,7 @@ def test_an_iterable_dataset_is_selected_from(tmp_path):
 def test_what_a_stream_repeats_within_a_batch_is_another_prompt(tmp_path, caplog):
     # Batches of the prompts 0 0 0, 1 2 1 and 3 4 5; then the same again
     rows = tiny.prompts(6).select([0, 0, 0, 1, 2, 1, 3, 4, 5])
-    with caplog.at_level("WARNING", logger="lze_trl.planner"):
+    with caplog.at_level("WARNING", logger="lze_trl.plan.planner"):
         trainer = run(
             tmp_path,
             dataset=rows.to_iterable_dataset(),

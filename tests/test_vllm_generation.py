@@ -10,7 +10,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 import tiny
 from fake_vllm import FakeVLLM
 from lze_trl import LZEGRPOTrainer
-from lze_trl.vllm import HTTPGeneration, RequestRefusedError, ServerMismatchError
+from lze_trl.rollout.servers import HTTPGeneration, RequestRefusedError, ServerMismatchError
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +135,7 @@ def test_the_servers_words_reach_the_user(connect, fake):
 
 
 def test_a_server_elsewhere_needs_a_shared_directory(accelerator, fake, monkeypatch):
-    from lze_trl.vllm import sync
+    from lze_trl.rollout.servers import sync
 
     monkeypatch.setattr(sync, "_is_this_host", lambda host: False)
     with pytest.raises(ValueError, match=r"`vllm_sync_dir` is required.*not on this host"):
@@ -143,7 +143,7 @@ def test_a_server_elsewhere_needs_a_shared_directory(accelerator, fake, monkeypa
 
 
 def test_a_full_disk_stops_the_sync(connect, monkeypatch):
-    from lze_trl.vllm import weights
+    from lze_trl.rollout.servers import weights
 
     def full(*args, **kwargs):
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")

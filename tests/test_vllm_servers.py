@@ -9,10 +9,10 @@ import pytest
 
 import fake_vllm
 from fake_vllm import FakeVLLM
-from lze_trl.vllm import RequestRefusedError, ServerError, ServerMismatchError
-from lze_trl.vllm import servers as servers_module
-from lze_trl.vllm.client import Identity, Snapshot
-from lze_trl.vllm.servers import Group, ServerPool
+from lze_trl.rollout.servers import RequestRefusedError, ServerError, ServerMismatchError
+from lze_trl.rollout.servers import servers as servers_module
+from lze_trl.rollout.servers.client import Identity, Snapshot
+from lze_trl.rollout.servers.pool import Group, ServerPool
 from pool_watch import PoolWatch
 
 

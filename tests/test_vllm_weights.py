@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
 import tiny
 from benchmarks.sync_memory import measure
-from lze_trl.vllm import export_weights
+from lze_trl.rollout.servers import export_weights
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +180,7 @@ def test_other_adapters_are_refused(settings, message, accelerator, tmp_path):
     [(SafetensorError("I/O error: No space left on device"), OSError), (MemoryError("no memory"), MemoryError)],
 )
 def test_a_failed_export_ends_the_gathers_and_leaves_nothing(raised, error, accelerator, tmp_path, monkeypatch):
-    from lze_trl.vllm import weights
+    from lze_trl.rollout.servers import weights
 
     def fail(*args, **kwargs):
         raise raised

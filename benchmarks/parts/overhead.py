@@ -13,18 +13,18 @@ import torch
 from accelerate import Accelerator
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from lze_trl.arrays import Groups
 from lze_trl.config import LZEGRPOConfig
-from lze_trl.exchange import Completions, exchange
-from lze_trl.groups import Groups
-from lze_trl.identity import ID_COLUMN
-from lze_trl.ledger import Ledger, TokenCost
-from lze_trl.packing import Geometry, Layout, even_reference, pack
-from lze_trl.planner import Plan
-from lze_trl.pruning import keyed_rng
-from lze_trl.reporting import Recorder, batch_metrics
-from lze_trl.rollout import Scored, gather_rollouts
-from lze_trl.selectors import EnergySelector, choose, quota
-from lze_trl.state import PromptState
+from lze_trl.memory.identity import ID_COLUMN
+from lze_trl.memory.state import PromptState
+from lze_trl.pack.exchange import Completions, exchange
+from lze_trl.pack.layout import Geometry, Layout, even_reference, pack
+from lze_trl.plan.planner import Plan
+from lze_trl.plan.pruning import keyed_rng
+from lze_trl.record.ledger import Ledger, TokenCost
+from lze_trl.record.recorder import Recorder, batch_metrics
+from lze_trl.rollout.gather import Scored, gather_rollouts
+from lze_trl.select.selectors import EnergySelector, choose, quota
 
 from ..comparison import Spread
 from ..settings import write_json

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from lze_trl.packing import Geometry, Layout, pack, padding_efficiency
+from lze_trl.pack.layout import Geometry, Layout, pack, padding_efficiency
 
 from ..comparison import Spread
 from ..tables import table

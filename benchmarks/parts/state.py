@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from lze_trl import checkpoint as store
-from lze_trl.groups import Rollouts
-from lze_trl.state import PromptState
+from lze_trl.arrays import Rollouts
+from lze_trl.memory.state import PromptState
 
 from ..comparison import Spread
 from ..tables import table

@@ -16,7 +16,7 @@ from transformers import PrinterCallback, Qwen2Config, Qwen2ForCausalLM, Trainer
 from trl import GRPOConfig, GRPOTrainer
 
 from lze_trl.config import LZEGRPOConfig
-from lze_trl.demo import build_tokenizer
+from lze_trl.job.demo import build_tokenizer
 from lze_trl.trainer import LZEGRPOTrainer
 
 from ..comparison import Spread

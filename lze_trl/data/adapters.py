@@ -21,8 +21,13 @@ from typing import Any
 
 from datasets import Dataset, Features, IterableDataset, List, Value
 
-from ..identity import prompt_id
-from .columns import Columns, ColumnSettings, nested, recognise
+from ..memory.identity import prompt_id
+from .columns import (
+    Columns,
+    ColumnSettings,
+    nested,
+    recognise,
+)
 from .problems import write_problem
 from .references import DataError
 

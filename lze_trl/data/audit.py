@@ -14,8 +14,14 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ..grading import Answer, GradingTimeout, equal, read_answer, read_gold
-from ..identity import prompt_id
+from ..memory.identity import prompt_id
+from ..rewards.grading import (
+    Answer,
+    GradingTimeout,
+    equal,
+    read_answer,
+    read_gold,
+)
 from . import load_prompts
 from .references import DataError
 

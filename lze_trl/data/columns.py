@@ -7,8 +7,14 @@ from typing import Any
 
 from datasets import Audio, ClassLabel, Dataset, Features, Image, IterableDataset, List, Value, Video
 
-from ..grading import gold_text, last_boxed, marked_answer
-from .problems import READINGS, Option, choose_reading, context_text, read_options
+from ..rewards.grading import gold_text, last_boxed, marked_answer
+from .problems import (
+    READINGS,
+    Option,
+    choose_reading,
+    context_text,
+    read_options,
+)
 from .references import DataError
 
 

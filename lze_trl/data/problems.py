@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from string import ascii_uppercase
 from typing import Any, NamedTuple
 
-from ..grading import gold_text
+from ..rewards.grading import gold_text
 
 
 class Option(NamedTuple):

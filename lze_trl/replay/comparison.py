@@ -7,13 +7,24 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..ledger import with_plain
-from ..selectors import Selector
-from ..telemetry import MissingTelemetryError, Run, open_run
+from ..record import MissingTelemetryError, Run, open_run
+from ..record.ledger import with_plain
+from ..select.selectors import Selector
 from .foresight import Foreseer, Foresight
 from .records import has_recorded, read_batches
-from .rules import ReplayError, Rules, load_selector, rules_of
-from .strategies import Choice, Strategy, Tally, ratio_of, trained_tokens
+from .rules import (
+    ReplayError,
+    Rules,
+    load_selector,
+    rules_of,
+)
+from .strategies import (
+    Choice,
+    Strategy,
+    Tally,
+    ratio_of,
+    trained_tokens,
+)
 
 
 THE_RUN = "the run"

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..groups import Groups
-from ..posterior import (
+from ..arrays import Groups
+from ..memory.posterior import (
     NUM_BINS,
     Calibration,
     beta_parameters,
@@ -34,7 +34,7 @@ class Foresight:
         base_brier (`float`): Brier score of always predicting the share of dead groups.
         expected_error (`float`): Expected calibration error.
         bins (`list[dict]`):
-            Reliability table, see [`~lze_trl.posterior.Calibration.table`], and what it would have meant to skip every
+            Reliability table, see [`~lze_trl.memory.posterior.Calibration.table`], and what it would have meant to skip every
             visit from the bin's lower bound on: `skipped_rollouts` saved, and `skipped_live` groups lost.
         threshold (`float`): Foreseen probability from which on a visit would have been skipped.
         reachable (`float`): Highest probability that the posterior can give to a group of the smallest size there was.

@@ -5,8 +5,8 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from ..groups import Groups
-from ..telemetry import Run
+from ..arrays import Groups
+from ..record import Run
 from .rules import Rules
 
 
@@ -62,7 +62,7 @@ def read_batches(run: Run, rules: Rules, last: int) -> Iterator[Batch]:
     Generation batches of a run in their order, read piece by piece.
 
     Args:
-        run ([`~lze_trl.telemetry.Run`]): The run.
+        run ([`~lze_trl.record.Run`]): The run.
         rules ([`Rules`]): Its rules.
         last (`int`): Last generation batch to read.
     """

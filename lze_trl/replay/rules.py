@@ -5,8 +5,8 @@ import importlib
 from dataclasses import dataclass
 from typing import Any
 
-from ..selectors import Selector, make_selector
-from ..state import StateSettings
+from ..memory.state import StateSettings
+from ..select.selectors import Selector, make_selector
 
 
 class ReplayError(ValueError):

@@ -6,9 +6,14 @@ from functools import partial
 
 import numpy as np
 
-from ..groups import Groups
-from ..pruning import keyed_rng
-from ..selectors import Selector, choose_groups, quota, ramped_ratio
+from ..arrays import Groups
+from ..plan.pruning import keyed_rng
+from ..select.selectors import (
+    Selector,
+    choose_groups,
+    quota,
+    ramped_ratio,
+)
 from .records import Batch
 from .rules import Rules
 
@@ -139,7 +144,7 @@ class Strategy:
     Where the run kept live groups that an update had no room for, so does the strategy, with those that it leaves.
 
     Args:
-        selector ([`~lze_trl.selectors.Selector`]): The selector.
+        selector ([`~lze_trl.select.selectors.Selector`]): The selector.
         rules ([`Rules`]): The rules of the run.
     """
 

@@ -6,7 +6,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from ..ledger import PLAIN, times
+from ..record.ledger import PLAIN, times
 from .comparison import Replay
 from .foresight import Foresight
 from .strategies import Choice, ratio_of

@@ -60,7 +60,7 @@ def page(browser):
 @contextmanager
 def serve(*runs):
     """The app in a process of its own, as a user starts it; yields its address."""
-    code = "import sys; from lze_trl.viewer import main; main(sys.argv[1:])"
+    code = "import sys; from lze_trl.app import main; main(sys.argv[1:])"
     with started([sys.executable, "-c", code, *map(str, runs), "--port", "{port}"]) as address:
         yield address
 

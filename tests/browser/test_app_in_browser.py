@@ -23,11 +23,11 @@ import pytest
 
 import lze_trl
 from benchmarks.synthetic import SyntheticTraining, record_synthetic_run
-from lze_trl.ledger import PLAIN, against_plain
-from lze_trl.telemetry import TelemetryWriter, open_run
-from lze_trl.telemetry.parts import list_parts
-from lze_trl.telemetry.schema import SCHEMA_VERSION
-from lze_trl.viewer.page import REFRESH_SECONDS
+from lze_trl.app.page import REFRESH_SECONDS
+from lze_trl.record import TelemetryWriter, open_run
+from lze_trl.record.ledger import PLAIN, against_plain
+from lze_trl.record.parts import list_parts
+from lze_trl.record.schema import SCHEMA_VERSION
 
 from .conftest import serve, started
 
@@ -456,7 +456,7 @@ def test_no_file_outside_the_runs_is_served(address, runs):
     files = {
         "/etc/passwd": Path("/etc/passwd"),
         str(runs / "lze-a" / "telemetry" / "meta.json"): runs / "lze-a" / "telemetry" / "meta.json",
-        "lze_trl/hub.py": root / "lze_trl" / "hub.py",
+        "lze_trl/job/hub.py": root / "lze_trl" / "job" / "hub.py",
         "setup.cfg": root / "setup.cfg",
     }
     for target, file in files.items():

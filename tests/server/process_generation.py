@@ -15,8 +15,8 @@ from accelerate import Accelerator, PartialState
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lze_trl.vllm import HTTPGeneration
-from lze_trl.vllm.sync import logprobs
+from lze_trl.rollout.servers import HTTPGeneration
+from lze_trl.rollout.servers.sync import logprobs
 
 
 GENERATIONS = 4

@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 import tiny
-from lze_trl.vllm import HTTPGeneration, ServerMismatchError, export_weights
-from lze_trl.vllm.client import Snapshot
-from lze_trl.vllm.sync import logprobs
+from lze_trl.rollout.servers import HTTPGeneration, ServerMismatchError, export_weights
+from lze_trl.rollout.servers.client import Snapshot
+from lze_trl.rollout.servers.sync import logprobs
 from pool_watch import PoolWatch
 
 
@@ -295,7 +295,7 @@ def test_the_exported_directory_serves(servers, connect, accelerator, models, tm
     generation.pool.snapshot = Snapshot("none", "/nowhere", [], [], 0.0)
 
     async def served():
-        from lze_trl.vllm.client import open_client
+        from lze_trl.rollout.servers.client import open_client
 
         async with open_client() as http:
             return await generation.pool.servers[0].prompt_logprobs(http, generation._probe)

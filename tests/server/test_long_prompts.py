@@ -9,8 +9,8 @@ from real_vllm import ENVIRONMENT, RealServer, small_model
 from transformers import AutoTokenizer
 
 import tiny
-from lze_trl.vllm import HTTPGeneration
-from lze_trl.vllm.sync import logprobs
+from lze_trl.rollout.servers import HTTPGeneration
+from lze_trl.rollout.servers.sync import logprobs
 
 
 CONTEXT = 256

@@ -1,0 +1,238 @@
+"""What a run shows: a progress bar on a terminal, one readable line at each log, and a summary at the end."""
+
+import logging
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+from tqdm.auto import tqdm
+from transformers import (
+    PrinterCallback,
+    ProgressCallback,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+
+from ..record.ledger import PLAIN, SKIPPED, against_plain
+
+
+if TYPE_CHECKING:
+    from ..trainer import LZEGRPOTrainer
+
+
+logger = logging.getLogger(__name__)
+
+# (metric, label, format) of the log line, in this order; a metric that was not logged is left out
+_SHOWN = (
+    ("eval_reward", "held-out reward", "{:.3f}"),
+    ("reward", "reward", "{:.3f}"),
+    ("lze/pass_rate", "pass rate", "{:.3f}"),
+    ("lze/energy", "energy", "{:.3f}"),
+    ("lze/selected_share", "trained", "{:.0%} of groups"),
+    ("lze/dead_share", "dead", "{:.0%}"),
+    ("lze/pruned_prompts", "pruned", "{:.0f}"),
+    ("completions/mean_length", "length", "{:.0f}"),
+    ("loss", "loss", "{:.4f}"),
+    ("learning_rate", "lr", "{:.1e}"),
+)
+
+
+def log_line(step: int, logs: dict[str, Any]) -> str:
+    """One line for the metrics of a log, or an empty one if none of those shown is among them."""
+    shown = [f"{label} {form.format(float(logs[name]))}" for name, label, form in _SHOWN if logs.get(name) is not None]
+    return f"step {step:>5}  " + "  ".join(shown) if shown else ""
+
+
+class ProgressBar(ProgressCallback):
+    """The progress bar of transformers, without the dictionary of some 50 metrics at each log."""
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
+        # Differs from transformers: the lines are those of `RunSummary`
+        pass
+
+
+class RunSummary(TrainerCallback):
+    """
+    Shows one readable line at each log and, at the end of the training, a summary and where the report is.
+
+    All metrics still go to the trackers of `report_to`. Only the main process prints.
+
+    Args:
+        savings (`Callable`):
+            Gives the totals of the run, see [`~lze_trl.record.ledger.Ledger.summary`].
+        accuracy (`Callable`):
+            Gives the held-out accuracy that was logged after a number of steps, see [`sampled_accuracy`].
+        flush (`Callable`):
+            Called before the report is made from the run's telemetry, to have all of it written.
+    """
+
+    def __init__(
+        self,
+        savings: Callable[[], dict[str, float]],
+        accuracy: Callable[[int], float | None],
+        flush: Callable[[], None],
+    ):
+        self.savings = savings
+        self.accuracy = accuracy
+        self.flush = flush
+        self.ends_with_training = True
+        """Whether the run ends with the training: a recipe's does not, it goes on to evaluate and save the model."""
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ):
+        line = log_line(state.global_step, logs or {})
+        if line and state.is_world_process_zero:
+            tqdm.write(line)  # above the progress bar, if there is one
+            sys.stdout.flush()  # a log file is read while it grows
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
+        if self.ends_with_training and state.is_world_process_zero:
+            self.show(state.global_step, self.report(args))
+
+    def report(self, args: TrainingArguments) -> dict[str, Path]:
+        """Write the report of the run so far, if it has telemetry; label and path of each file."""
+        self.flush()
+        return write_reports(Path(args.output_dir), args.telemetry)
+
+    def show(self, step: int, files: dict[str, Path | str]):
+        """Print the summary of a run of so many steps."""
+        show_summary(self.savings(), {"before": self.accuracy(0), "after": self.accuracy(step)}, files)
+
+
+def add_summary(trainer: "LZEGRPOTrainer") -> RunSummary:
+    """Let a trainer show readable lines and a summary instead of what transformers prints."""
+    for printed in (PrinterCallback, ProgressCallback):
+        trainer.remove_callback(printed)
+    if sys.stdout.isatty() and not trainer.args.disable_tqdm:
+        trainer.add_callback(ProgressBar())
+    summary = RunSummary(trainer.savings, partial(sampled_accuracy, trainer), trainer.flush_telemetry)
+    trainer.add_callback(summary)
+    return summary
+
+
+def sampled_accuracy(trainer: "LZEGRPOTrainer", step: int) -> float | None:
+    """
+    Mean of `pass_reward`, by default of `accuracy_reward` if it is among the reward functions and else of the total
+    reward, over `num_generations_eval` completions of each held-out prompt, sampled as in training.
+
+    Args:
+        trainer ([`LZEGRPOTrainer`]): The trainer, or one that goes on from its checkpoint.
+        step (`int`): After how many optimizer steps; an evaluation must have been logged there.
+
+    Returns:
+        `float | None`: `None` if there was no evaluation, or if no completion could be scored.
+    """
+    name = trainer.args.pass_reward
+    if name is None and "accuracy_reward" in trainer.reward_func_names:
+        name = "accuracy_reward"
+    metric = "eval_reward" if name in (None, "total") else f"eval_rewards/{name}/mean"
+    logged = [logs[metric] for logs in trainer.state.log_history if metric in logs and logs["step"] == step]
+    return logged[-1] if logged else None
+
+
+def write_reports(run_dir: Path, telemetry: bool) -> dict[str, Path]:
+    """Write report and picture of a run from its telemetry, if it has any; label and path of each."""
+    if not telemetry:
+        return {}
+    files = {"telemetry": run_dir / "telemetry"}
+    try:
+        from .report import write_report
+    except ImportError as error:
+        logger.info("No report was written (%s). Install it with `pip install 'lze-trl[app]'`.", error)
+        return files
+    try:
+        report = write_report(run_dir)
+    except Exception:  # nothing that goes wrong here may cost what comes next
+        logger.exception("No report was written. Try again with `lze-trl report %s`.", run_dir)
+        return files
+    return {**files, "report": report, "picture": report.with_name("summary.png")}
+
+
+def count(number: float) -> str:
+    """A count with a thousands unit: 1234 → `1.23 k`."""
+    for limit, unit in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if number >= limit:
+            divisor = 1e3 if unit == "k" else limit
+            return f"{number / divisor:.3g} {unit}"
+    return f"{number:,.0f}"
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{part / whole:.1%}" if whole else "–"
+
+
+def summary_tables(savings: dict[str, float], accuracy: dict[str, float | None]) -> dict[str, Table]:
+    """
+    Tables of what a run did and cost, by their headings.
+
+    Args:
+        savings (`dict[str, float]`): Totals of the run, see [`~lze_trl.record.ledger.Ledger.summary`].
+        accuracy (`dict[str, float | None]`): Held-out accuracy `before` and `after`; `None` where not measured.
+    """
+    tables = {
+        "Rollouts": _rollout_table(savings),
+        f"Cost, against {PLAIN}": _cost_table(savings),
+    }
+    before, after = accuracy["before"], accuracy["after"]
+    if before is not None or after is not None:
+        table = _table("before", "after", "gain", first_justify="right")
+        shown = [f"{value:.3f}" if value is not None else "–" for value in (before, after)]
+        table.add_row(*shown, f"{after - before:+.3f}" if before is not None and after is not None else "–")
+        tables["Sampled accuracy on held-out prompts"] = table
+    return tables
+
+
+def _table(*columns: str, first_justify: str = "left") -> Table:
+    table = Table(box=SIMPLE, pad_edge=False)
+    for i, column in enumerate(columns):
+        table.add_column(column, justify=first_justify if i == 0 else "right")
+    return table
+
+
+def _rollout_table(savings: dict[str, float]) -> Table:
+    table = _table("", "groups", "completions")
+    for label, name in (("rolled out", "rolled_out"), ("trained on", "trained")):
+        table.add_row(label, f"{savings[f'groups_{name}']:,.0f}", f"{savings[f'rows_{name}']:,.0f}")
+    shares = (_share(savings[f"{unit}_trained"], savings[f"{unit}_rolled_out"]) for unit in ("groups", "rows"))
+    table.add_row("trained on / rolled out", *shares)
+    table.add_row(SKIPPED, f"{savings['visits_skipped']:,.0f}", "")
+    return table
+
+
+def _cost_table(savings: dict[str, float]) -> Table:
+    table = _table("", "tokens", "seconds", "FLOPs", "plain GRPO", "ratio")
+    for work in against_plain(savings):
+        is_total = work.name == "total"
+        table.add_row(
+            work.name,
+            "" if is_total else count(work.tokens),
+            f"{work.seconds:.1f}",
+            count(work.flops),
+            count(work.plain_flops),
+            work.times,
+            style="bold" if is_total else None,
+        )
+    return table
+
+
+def show_summary(savings: dict[str, float], accuracy: dict[str, float | None], files: dict[str, Path | str]):
+    """Print the tables of a run, and where its files are."""
+    console = Console(highlight=False)
+    for heading, table in summary_tables(savings, accuracy).items():
+        console.print(heading, style="bold")
+        console.print(table)
+    for label, path in files.items():
+        console.print(f"{label + ':':<11}{path}", soft_wrap=True, markup=False)

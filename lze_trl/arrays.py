@@ -1,0 +1,196 @@
+"""The data that flows between the rooms: one struct of arrays per generation batch.
+
+Dimensions used everywhere: P prompts (groups), G generations of a prompt, B = sum of the group sizes (completions),
+C completion tokens, W processes. Arrays are NumPy and hold the *global* batch: they are the same on every process.
+"""
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """
+    What is known of the prompts of a generation batch before they are rolled out, every array of shape `(P,)`.
+
+    Attributes:
+        prompt_ids (int64): Content hash of the prompt.
+        visits (int64): Visits so far.
+        rollouts (int64): Completions scored so far, counted up to 65535.
+        pass_rates (float64): Posterior mean of the pass rate; 0.5 for a prompt that was never visited.
+        strength (float64): Completions that the posterior rests on; 0 for a prompt that was never visited.
+        difficulty (float64): Initial-difficulty anchor D; 1 for a prompt that was never visited.
+    """
+
+    prompt_ids: np.ndarray
+    visits: np.ndarray
+    rollouts: np.ndarray
+    pass_rates: np.ndarray
+    strength: np.ndarray
+    difficulty: np.ndarray
+
+    def __post_init__(self):
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value.shape != self.prompt_ids.shape or value.ndim != 1:
+                raise ValueError(
+                    f"`{field.name}` must have shape {self.prompt_ids.shape}, one entry per prompt, got {value.shape}."
+                )
+
+    def __len__(self) -> int:
+        return len(self.prompt_ids)
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """
+    The scored completions of one generation batch, in rollout order.
+
+    Attributes:
+        prompt_ids (`np.ndarray` of shape `(P,)`, int64):
+            Content hash of each group's prompt.
+        group (`np.ndarray` of shape `(B,)`, int64):
+            Group of each completion, in `[0, P)`. Groups may differ in size.
+        outcomes (`np.ndarray` of shape `(B,)`, float64):
+            Outcome of each completion in `[0, 1]`: 1 for a pass and 0 for a fail, or the reward scaled from the range
+            that the run has seen. NaN where the completion has none.
+        rewards (`np.ndarray` of shape `(B,)`, float64):
+            Weighted total reward. NaN where no reward function scored the completion.
+        prompt_tokens (`np.ndarray` of shape `(B,)`, int64):
+            Prompt length of each row in tokens.
+        completion_tokens (`np.ndarray` of shape `(B,)`, int64):
+            Completion length of each row in tokens.
+        scores (`np.ndarray` of shape `(B,)`, float64, *optional*):
+            What the outcomes are scaled from. Defaults to the outcomes.
+        signals (`np.ndarray` of shape `(B,)`, float64, *optional*):
+            What TRL's advantages compare within a group, see [`~lze_trl.rollout.gather.signals.signals`]. Defaults to the rewards.
+    """
+
+    prompt_ids: np.ndarray
+    group: np.ndarray
+    outcomes: np.ndarray
+    rewards: np.ndarray
+    prompt_tokens: np.ndarray
+    completion_tokens: np.ndarray
+    scores: np.ndarray | None = None
+    signals: np.ndarray | None = None
+
+    def __post_init__(self):
+        object.__setattr__(self, "scores", self.outcomes if self.scores is None else self.scores)
+        object.__setattr__(self, "signals", self.rewards if self.signals is None else self.signals)
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value.ndim != 1:
+                raise ValueError(f"`{field.name}` must have one dimension, got shape {value.shape}.")
+        rows = {field.name: len(getattr(self, field.name)) for field in fields(self) if field.name != "prompt_ids"}
+        if len(set(rows.values())) != 1:
+            raise ValueError(f"Every row array must have the same length, got {rows}.")
+
+    @property
+    def num_groups(self) -> int:
+        """P, the number of groups."""
+        return len(self.prompt_ids)
+
+    @property
+    def num_rows(self) -> int:
+        """B, the number of completions."""
+        return len(self.group)
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """Completions of each group, shape `(P,)`."""
+        return np.bincount(self.group, minlength=self.num_groups)
+
+    @property
+    def alive(self) -> np.ndarray:
+        """Groups with a gradient, those whose signals differ; shape `(P,)`, bool."""
+        return differ(self.signals, self.group, self.num_groups)
+
+
+def differ(values: np.ndarray, group: np.ndarray, num_groups: int) -> np.ndarray:
+    """
+    Whether the values of each group differ, shape `(P,)`, bool; NaN is left out.
+
+    Equal values are found by comparison: a variance that is a sum of rounding errors is not zero.
+    """
+    scored = ~np.isnan(values)
+    lowest, highest = np.full(num_groups, np.inf), np.full(num_groups, -np.inf)
+    np.minimum.at(lowest, group[scored], values[scored])
+    np.maximum.at(highest, group[scored], values[scored])
+    return highest > lowest
+
+
+@dataclass(frozen=True)
+class Groups:
+    """
+    What a selector sees: one entry per group of the generation batch, every array of shape `(P,)`.
+
+    Attributes:
+        prompt_ids (int64): Content hash of the prompt.
+        sizes (int64): Completions drawn for the group.
+        alive (bool): The group has a gradient: the total rewards that TRL's advantages compare differ.
+        solved (bool): Nothing is left to learn: every completion passes the named reward, or all total rewards are equal
+            and at the top of the range.
+        pass_rates (float64): Share of the scored completions that pass (or mean outcome); NaN if none was scored.
+        difficulty (float64): Initial-difficulty anchor D.
+        uncertainty (float64): Outcome uncertainty u, in `[0, 1]`.
+        momentum (float64): Pass-rate momentum m, in `[0, 1]`.
+        energies (float64): Learning-Zone Energy E = D·u·(1 + α·m), which ranks the live groups.
+        first_pass_rates (float64): Pass rate at the prompt's first visit.
+        ema (float64): Moving average of the pass rate *before* this visit.
+        visits (int64): Visits of the prompt, this one included.
+        reward_mean (float64): Mean total reward of the group.
+        reward_std (float64): Population standard deviation of the total reward; exactly 0 if all are equal.
+        prompt_tokens (int64): Prompt length in tokens.
+        completion_tokens (int64): Tokens of all completions of the group together.
+        replayed (bool): The prompt is pruned and this visit is a re-check.
+    """
+
+    prompt_ids: np.ndarray
+    sizes: np.ndarray
+    alive: np.ndarray
+    solved: np.ndarray
+    pass_rates: np.ndarray
+    difficulty: np.ndarray
+    uncertainty: np.ndarray
+    momentum: np.ndarray
+    energies: np.ndarray
+    first_pass_rates: np.ndarray
+    ema: np.ndarray
+    visits: np.ndarray
+    reward_mean: np.ndarray
+    reward_std: np.ndarray
+    prompt_tokens: np.ndarray
+    completion_tokens: np.ndarray
+    replayed: np.ndarray
+
+    def __post_init__(self):
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value.shape != self.prompt_ids.shape or value.ndim != 1:
+                raise ValueError(
+                    f"`{field.name}` must have shape {self.prompt_ids.shape}, one entry per group, got {value.shape}."
+                )
+
+    def __len__(self) -> int:
+        return len(self.prompt_ids)
+
+    def __add__(self, other: "Groups") -> "Groups":
+        """The groups of both."""
+        pairs = {field.name: (getattr(self, field.name), getattr(other, field.name)) for field in fields(self)}
+        return Groups(**{name: np.concatenate(pair) for name, pair in pairs.items()})
+
+    def take(self, indices: np.ndarray) -> "Groups":
+        """Some of the groups, in the order of the indices."""
+        return Groups(**{field.name: getattr(self, field.name)[indices] for field in fields(self)})
+
+    @property
+    def hopeless(self) -> np.ndarray:
+        """Groups with equal rewards that are not solved, shape `(P,)`, bool."""
+        return ~self.alive & ~self.solved & ~np.isnan(self.pass_rates)
+
+    @property
+    def forgotten(self) -> np.ndarray:
+        """Pruned prompts whose re-check was not solved, shape `(P,)`, bool."""
+        return self.replayed & ~self.solved & ~np.isnan(self.pass_rates)

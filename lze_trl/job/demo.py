@@ -1,0 +1,240 @@
+"""`lze-trl demo`: a small model learns addition on a CPU, from nothing, with the recipe path that real runs take.
+
+The model and its tokenizer are made here, since no download is needed that way. A supervised warm start on answers that
+are often wrong gives what selection needs: prompts whose pass rates differ.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import random
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from datasets import Dataset
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, set_seed
+from trl import SFTConfig, SFTTrainer
+
+from ..files import made_aside
+from .recipe import CHECKOUT, RecipeError, check_recipe
+from .train import main as train_main
+from .train import setup_logging
+
+
+logger = logging.getLogger(__name__)
+
+RECIPE = CHECKOUT / "recipes" / "demo" / "lze.yaml"
+WARM_START_DIR = CHECKOUT / "runs" / "demo" / "warm-start"
+TRAIN_FILE, HELD_OUT_FILE, MODEL_DIR, SETTINGS_FILE = "train.jsonl", "held_out.jsonl", "model", "settings.json"
+CHARACTERS = "0123456789+="
+
+
+@dataclass(frozen=True)
+class WarmStart:
+    """
+    Settings of the warm start; its cache is rebuilt when one of them changes.
+
+    Attributes:
+        seed (`int`): Seed of the split, of the noise, of the weights and of the training order.
+        num_held_out (`int`): Problems that no training ever shows.
+        error_rates (`tuple[float, ...]`): Chance that a training answer is wrong, by difficulty class.
+        clean_share (`float`): Share of the steps, at the beginning, that show right answers only. Without them, the
+            model would have to find the rule among answers most of which are wrong.
+        max_error (`int`): A wrong answer is off by at most this much.
+        steps (`int`): Optimizer steps of the supervised training.
+        batch_size (`int`): Problems in each.
+        learning_rate (`float`): Its peak learning rate.
+        hidden_size (`int`), intermediate_size (`int`), num_layers (`int`), num_heads (`int`), num_kv_heads (`int`):
+            Shape of the Qwen2 model.
+    """
+
+    seed: int = 0
+    num_held_out: int = 256
+    error_rates: tuple[float, ...] = (0.05, 0.40, 0.75, 0.92)
+    clean_share: float = 0.7
+    max_error: int = 5
+    steps: int = 600
+    batch_size: int = 192
+    learning_rate: float = 2e-3
+    hidden_size: int = 128
+    intermediate_size: int = 384
+    num_layers: int = 4
+    num_heads: int = 4
+    num_kv_heads: int = 2
+
+    @property
+    def key(self) -> str:
+        """Hash of the settings."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def difficulty_class(a: int, b: int) -> int:
+    """Class of `a + b` in 0 to 3: one for a carry out of the ones, two for a carry out of the tens."""
+    ones = a % 10 + b % 10 >= 10
+    return ones + 2 * (a + b >= 100)
+
+
+def problems(settings: WarmStart) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Every sum of two-digit numbers once, shuffled: those to train on and those held out."""
+    pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
+    random.Random(settings.seed).shuffle(pairs)
+    return pairs[settings.num_held_out :], pairs[: settings.num_held_out]
+
+
+def noisy_examples(pairs: Sequence[tuple[int, int]], settings: WarmStart) -> list[dict[str, str]]:
+    """Prompts and completions for all supervised steps: first right answers, then wrong ones at each class's rate."""
+    generator = random.Random(settings.seed + 1)
+    offsets = [offset for offset in range(-settings.max_error, settings.max_error + 1) if offset != 0]
+    num_examples = settings.steps * settings.batch_size
+    examples = []
+    for i in range(num_examples):
+        a, b = generator.choice(pairs)
+        error_rate = settings.error_rates[difficulty_class(a, b)] if i >= settings.clean_share * num_examples else 0.0
+        wrong = generator.random() < error_rate
+        answer = a + b + (generator.choice(offsets) if wrong else 0)
+        examples.append({"prompt": f"{a}+{b}=", "completion": str(answer)})
+    return examples
+
+
+def build_tokenizer(characters: str = CHARACTERS) -> PreTrainedTokenizerFast:
+    """A tokenizer with one token for each of these characters, by default those of a sum."""
+    specials = ["<pad>", "<eos>", "<unk>"]
+    vocabulary = {token: i for i, token in enumerate([*specials, *characters])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        padding_side="left",
+        model_max_length=64,
+    )
+
+
+def build_model(tokenizer: PreTrainedTokenizerFast, settings: WarmStart) -> Qwen2ForCausalLM:
+    """A small Qwen2 model with random weights."""
+    return Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=len(tokenizer),
+            hidden_size=settings.hidden_size,
+            intermediate_size=settings.intermediate_size,
+            num_hidden_layers=settings.num_layers,
+            num_attention_heads=settings.num_heads,
+            num_key_value_heads=settings.num_kv_heads,
+            max_position_embeddings=64,
+            pad_token_id=tokenizer.pad_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            bos_token_id=None,
+            tie_word_embeddings=False,
+        )
+    )
+
+
+def warm_start(directory: Path, settings: WarmStart) -> bool:
+    """
+    Make model, tokenizer and data under `directory`, unless they were made with these settings before.
+
+    Returns:
+        `bool`: Whether anything was made.
+    """
+    settings_file = directory / SETTINGS_FILE
+    if settings_file.is_file() and json.loads(settings_file.read_text())["key"] == settings.key:
+        logger.info("The warm start in `%s` is reused.", directory)
+        return False
+    with made_aside(directory) as unfinished:
+        train, held_out = problems(settings)
+        _write_problems(unfinished / TRAIN_FILE, train)
+        _write_problems(unfinished / HELD_OUT_FILE, held_out)
+        _make_model(unfinished / MODEL_DIR, train, settings)
+        (unfinished / SETTINGS_FILE).write_text(json.dumps({"key": settings.key, **asdict(settings)}, indent=2))
+    return True
+
+
+def _write_problems(path: Path, pairs: Sequence[tuple[int, int]]):
+    names = ("no carry", "carry out of the ones", "carry out of the tens", "two carries")
+    rows = ({"prompt": f"{a}+{b}=", "solution": str(a + b), "level": names[difficulty_class(a, b)]} for a, b in pairs)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _make_model(directory: Path, pairs: Sequence[tuple[int, int]], settings: WarmStart):
+    set_seed(settings.seed)
+    tokenizer = build_tokenizer()
+    model = build_model(tokenizer, settings)
+    logger.info(
+        "Warm start: %d supervised steps of a model with %.1f M parameters, on sums that are often wrong.",
+        settings.steps,
+        model.num_parameters() / 1e6,
+    )
+    train_supervised(model, tokenizer, noisy_examples(pairs, settings), directory, settings)
+
+
+def train_supervised(
+    model: Qwen2ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    examples: list[dict[str, str]],
+    directory: Path,
+    settings: WarmStart,
+):
+    """
+    Train a model on prompts and completions, in their order, and save it.
+
+    Args:
+        model (`Qwen2ForCausalLM`): The model.
+        tokenizer (`PreTrainedTokenizerFast`): Its tokenizer, saved beside it.
+        examples (`list[dict]`): One `prompt` and `completion` for each place in each batch.
+        directory (`Path`): Where to save both.
+        settings ([`WarmStart`]): Gives `steps`, `batch_size`, `learning_rate` and `seed`.
+    """
+    trainer = SFTTrainer(
+        model=model,
+        args=SFTConfig(
+            output_dir=str(directory),
+            max_steps=settings.steps,
+            per_device_train_batch_size=settings.batch_size,
+            learning_rate=settings.learning_rate,
+            lr_scheduler_type="cosine",
+            warmup_steps=settings.steps // 15,
+            adam_beta2=0.98,
+            max_length=None,
+            train_sampling_strategy="sequential",  # the examples are in the order of the curriculum
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            dataloader_pin_memory=False,
+            logging_strategy="no",
+            save_strategy="no",
+            report_to="none",
+            seed=settings.seed,
+        ),
+        train_dataset=Dataset.from_list(examples),
+        processing_class=tokenizer,
+    )
+    trainer.train()
+    trainer.save_model(str(directory))
+
+
+def run_demo(flags: Sequence[str] = ()):
+    """
+    Make the warm start if needed and train by `recipes/demo/lze.yaml`.
+
+    Args:
+        flags (`Sequence[str]`, *optional*): Flags that override the recipe.
+    """
+    if not RECIPE.is_file():
+        raise RecipeError(f"The demo's recipe `{RECIPE}` is missing. Run the demo from a clone of the repository.")
+    check_recipe(["--config", str(RECIPE), *flags])
+    # The recipe names its files from the root of the checkout
+    os.chdir(CHECKOUT)
+    setup_logging(is_main=True)
+    warm_start(WARM_START_DIR, WarmStart())
+    train_main(["--config", str(RECIPE), *flags])
+
+
+if __name__ == "__main__":  # the warm start alone, for who wants to serve its model
+    setup_logging(is_main=True)
+    warm_start(WARM_START_DIR, WarmStart())

@@ -1,0 +1,326 @@
+"""Runs on the Hugging Face Hub: the model's card, telemetry and state as a dataset repo, and opening such a repo."""
+
+import logging
+import re
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi, constants, snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.utils import filter_repo_objects
+
+from ..files import write_atomically
+from ..record import MissingTelemetryError, TelemetryError, open_run
+from ..record.ledger import (
+    PLAIN,
+    against_plain,
+    headline,
+    skipped_visits,
+)
+from ..record.schema import DIRECTORY
+
+
+logger = logging.getLogger(__name__)
+
+PICTURE = "lze_summary.png"
+"""Picture of the run, beside the model card."""
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_RUN_FILES = [f"{DIRECTORY}/**", "report/**", "lze_state.*"]
+_PRIVATE = (f"/{DIRECTORY}/", "/report/")
+_STATE_FILES = ["lze_state.*", "checkpoint-*/lze_state.*", "checkpoint-*/trainer_state.json"]
+_SECTION_START, _SECTION_END = "<!-- lze:start -->", "<!-- lze:end -->"
+_SHOWN_SETTINGS = (
+    "selector",
+    "selection_ratio",
+    "pruning",
+    "pruning_streak",
+    "replay_ratio",
+    "difficulty_floor",
+    "momentum_weight",
+    "ema_decay",
+    "loss_normalizer",
+    "num_generations",
+    "generation_batch_size",
+    "learning_rate",
+    "loss_type",
+    "scale_rewards",
+    "beta",
+    "max_completion_length",
+    "temperature",
+    "seed",
+)
+_PACKAGES = ("lze-trl", "trl", "transformers", "accelerate", "datasets", "torch")
+
+
+def resolve_run(source: str | Path) -> Path:
+    """
+    Directory of a run that is given as a directory or as the Hub id of a dataset repo.
+
+    Of a repo, only the telemetry is downloaded.
+
+    Args:
+        source (`str` or `Path`): Directory, or id such as `"me/my-run"`.
+
+    Raises:
+        MissingTelemetryError: If it is neither.
+    """
+    if Path(source).exists():
+        return Path(source)
+    try:
+        return _download(str(source), "dataset", [f"{DIRECTORY}/**"])
+    except FileNotFoundError as error:
+        raise MissingTelemetryError(str(error)) from error
+
+
+def resolve_state(source: str | Path) -> Path:
+    """
+    Directory with the prompt state of an earlier run, given as a directory or as a Hub id.
+
+    Of two repos of the same name, the dataset comes first, unless it holds no prompt state.
+
+    Args:
+        source (`str` or `Path`): Directory of a run or of a checkpoint, or the id of a dataset or model repo.
+
+    Raises:
+        FileNotFoundError: If it is neither, or neither repo holds a prompt state.
+    """
+    from ..checkpoint import find_state
+
+    if Path(source).exists():
+        return Path(source)
+    try:
+        folder = _download(str(source), "dataset", _STATE_FILES)
+        find_state(folder)
+    except FileNotFoundError:
+        folder = _download(str(source), "model", _STATE_FILES)
+    return folder
+
+
+def _download(repo_id: str, repo_type: str, patterns: list[str]) -> Path:
+    neither = f"`{repo_id}` is neither a directory nor a {repo_type} repo on the Hub that can be read"
+    if not _HUB_ID.fullmatch(repo_id):
+        raise FileNotFoundError(f"{neither}. Give the `output_dir` of a training, or an id such as `me/my-run`.")
+    try:
+        # Into a folder of its own: the files of the shared cache are links, which readers of a run do not follow
+        folder = Path(constants.HF_HOME) / "lze_trl" / f"{repo_type}--{repo_id.replace('/', '--')}"
+        snapshot_download(repo_id, repo_type=repo_type, allow_patterns=patterns, local_dir=folder)
+    except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError) as error:
+        reason = str(error).splitlines()[0]
+        raise FileNotFoundError(
+            f"{neither}: {reason} Check the name, and `hf auth login` if it is private."
+        ) from error
+    _remove_unlisted(folder, repo_id, repo_type, patterns)
+    return folder
+
+
+def _remove_unlisted(folder: Path, repo_id: str, repo_type: str, patterns: list[str]):
+    """Remove what was downloaded earlier and the repo no longer has: it may be of another run."""
+    try:
+        listed = set(HfApi().list_repo_files(repo_id, repo_type=repo_type))
+    except Exception as error:  # whatever the HTTP library raises for no network, a proxy or a broken server
+        logger.info("`%s` is opened as it was downloaded: %s", repo_id, error)
+        return
+    files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    for name in filter_repo_objects(files - listed, allow_patterns=patterns):
+        (folder / name).unlink()
+
+
+def push_run(run_dir: str | Path, repo_id: str, private: bool | None = None, token: str | None = None) -> str:
+    """
+    Upload telemetry, prompt state, report and a card as a dataset repo.
+
+    They replace those of a run that the repo held before. Recorded prompts and completions become as public as the repo.
+
+    Args:
+        run_dir (`str` or `Path`): Output directory of a training.
+        repo_id (`str`): Id of the dataset repo, created if missing.
+        private (`bool`, *optional*): Whether a new repo is private.
+        token (`str`, *optional*): Access token, by default that of `hf auth login`.
+
+    Returns:
+        `str`: Address of the repo.
+    """
+    from ..app.report import write_report
+
+    run_dir = Path(run_dir)
+    write_report(run_dir)
+    api = HfApi(token=token)
+    url = api.create_repo(repo_id, repo_type="dataset", private=private, exist_ok=True)
+    card = _dataset_card(run_dir, repo_id)
+    api.upload_file(path_or_fileobj=card.encode(), path_in_repo="README.md", repo_id=repo_id, repo_type="dataset")
+    api.upload_folder(
+        folder_path=run_dir,
+        repo_id=repo_id,
+        repo_type="dataset",
+        allow_patterns=_RUN_FILES,
+        delete_patterns=_RUN_FILES,
+        commit_message="Telemetry and prompt state",
+    )
+    return str(url)
+
+
+def keep_private(run_dir: str | Path):
+    """
+    Keep telemetry and report, which hold prompts and completions, out of the model repo.
+
+    The trainer of transformers uploads the whole output directory. The Hub leaves out what the `.gitignore` among the files
+    names; lines that are there already stay.
+
+    Args:
+        run_dir (`str` or `Path`): Output directory of a training.
+    """
+    path = Path(run_dir) / ".gitignore"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    missing = [line for line in _PRIVATE if line not in lines]
+    if missing:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, "".join(f"{line}\n" for line in [*lines, *missing]).encode())
+
+
+def correct_model_card(
+    path: str | Path,
+    model_id: str,
+    base_model: str | None,
+    prompt: str | list[dict[str, Any]],
+    datasets: list[str],
+    grpo_citation: str,
+):
+    """
+    Put right what TRL's model card says of every model: where it is, what it comes from, what to ask it, and whom to cite.
+
+    Args:
+        path (`str` or `Path`): The card that TRL has written.
+        model_id (`str`): Hub id or folder of the model.
+        base_model (`str`, *optional*): Hub id or folder of the model that was trained.
+        prompt (`str` or `list[dict]`): Example of a prompt, as text or messages.
+        datasets (`list[str]`): Hub ids of the training sets, if there are several.
+        grpo_citation (`str`): BibTeX of the method that LZE selects data for.
+    """
+    name = Path(base_model).name if base_model else "a model without a name"
+    if not isinstance(prompt, str):
+        prompt = [{key: message[key] for key in ("role", "content")} for message in prompt]
+    links = ", ".join(f"[{dataset}](https://huggingface.co/datasets/{dataset})" for dataset in datasets)
+    text = Path(path).read_text(encoding="utf-8")
+    for before, after in (
+        ("[None](https://huggingface.co/None)", name),
+        ('model="None"', f'model="{model_id}"'),
+        (f"[{datasets}](https://huggingface.co/datasets/{datasets}) dataset", f"{links} datasets"),
+        ('[{"role": "user", "content": question}]', "prompt"),
+        ("Cite TRL as:", f"Cite GRPO as:\n\n```bibtex\n{grpo_citation}\n```\n\nCite TRL as:"),
+    ):
+        text = text.replace(before, after)
+    text = re.sub(r'question = ".*"', lambda _: f"prompt = {prompt!r}", text)
+    write_atomically(Path(path), text.encode())
+
+
+def extend_model_card(run_dir: str | Path):
+    """
+    Add how the model was trained to the `README.md` that TRL has written, and the picture beside it.
+
+    A section from an earlier call is replaced. A run without telemetry gets no section.
+
+    Args:
+        run_dir (`str` or `Path`): Output directory of a training.
+    """
+    from ..app.report import write_summary_picture
+
+    run_dir = Path(run_dir)
+    card = run_dir / "README.md"
+    try:
+        section = model_card_section(run_dir)
+    except MissingTelemetryError:
+        logger.info("`%s` has no telemetry, so the model card does not tell about the run.", run_dir)
+        return
+    write_summary_picture(run_dir, run_dir / PICTURE)
+    text = card.read_text(encoding="utf-8") if card.exists() else ""
+    before, _, rest = text.partition(_SECTION_START)
+    after = rest.partition(_SECTION_END)[2] if rest else ""
+    write_atomically(card, f"{before.rstrip()}\n\n{section}\n{after.lstrip()}".encode())
+
+
+def model_card_section(run_dir: str | Path) -> str:
+    """
+    Markdown about the run: settings, savings, picture and versions.
+
+    Args:
+        run_dir (`str` or `Path`): Output directory of a training.
+
+    Raises:
+        TelemetryError: If the run cannot be read.
+    """
+    run = open_run(run_dir)
+    summary, settings = run.summary(), run.meta.settings
+    run.close()
+    if not summary["generations"]:
+        raise MissingTelemetryError("The run has not recorded anything yet.")
+    prompts = summary["prompts"]
+    return f"""{_SECTION_START}
+## Trained where it learns
+
+This model was trained with lze_trl: GRPO that spends its updates on the prompts with
+the most Learning-Zone Energy ([arXiv 2605.17003](https://arxiv.org/abs/2605.17003)).
+
+![Accuracy and energy over the steps]({PICTURE})
+
+In {summary["generations"]:,} generation batches, {summary["selected"]:,} of {summary["groups"]:,} groups were trained on. Of {sum(prompts.values()):,}
+prompts, {prompts["pruned"]:,} were pruned as solved at the end, and {prompts["forgotten"]:,} were forgotten.
+
+### Savings
+
+{savings_table(summary["ledger"])}
+
+### Settings
+
+{_settings_table(settings)}
+
+### Versions
+
+{_versions()}
+{_SECTION_END}"""
+
+
+def savings_table(totals: dict[str, float]) -> str:
+    """Markdown about the cost, against plain GRPO: a sentence, a table, and the visits that pruning skipped."""
+    rows = [
+        f"| {work.name} | {work.flops:.3g} | {work.plain_flops:.3g} | {work.times} |" for work in against_plain(totals)
+    ]
+    table = "\n".join([f"| FLOPs | this run | {PLAIN} | ratio |", "|---|---|---|---|", *rows])
+    return "\n\n".join([headline(totals), table, skipped_visits(totals)] if rows else [headline(totals)])
+
+
+def _settings_table(settings: dict[str, Any]) -> str:
+    rows = [f"| `{name}` | `{settings[name]}` |" for name in _SHOWN_SETTINGS if settings.get(name) is not None]
+    return "\n".join(["| setting | value |", "|---|---|", *rows])
+
+
+def _versions() -> str:
+    return "\n".join(f"- {name} {version(name)}" for name in _PACKAGES)
+
+
+def _dataset_card(run_dir: Path, repo_id: str) -> str:
+    try:
+        section = model_card_section(run_dir)
+    except TelemetryError as error:
+        raise TelemetryError(f"`{run_dir}` cannot be uploaded: {error}") from error
+    savings = section.partition("### Savings")[2].partition("### Versions")[0]
+    return f"""---
+tags:
+- lze
+- grpo
+- telemetry
+viewer: false
+---
+
+# Training telemetry of {run_dir.name}
+
+Recorded by lze_trl: pass rate and energy of every group, the prompts, and their latest state.
+
+```bash
+lze-trl app {repo_id}
+```
+
+![Accuracy and energy over the steps](report/summary.png)
+
+### Savings{savings}"""

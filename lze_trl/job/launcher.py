@@ -1,0 +1,36 @@
+"""`accelerate launch`, on a Ctrl-C of which the job has the last word: it stops, and says how to go on."""
+
+import signal
+import sys
+
+from accelerate.commands.launch import main as launch
+from torch.distributed.elastic.multiprocessing.api import SignalException
+
+
+INTERRUPTED = 130
+"""Exit status after a Ctrl-C, as shells have it."""
+
+
+def main():
+    """Entry point of `python -m lze_trl.job.launcher`, with the arguments of `accelerate launch`."""
+    stopped = False
+
+    def stop(number, frame):
+        # The job got the signal as well, from the terminal; a second one ends the launcher too
+        nonlocal stopped
+        stopped = True
+        signal.signal(number, signal.SIG_DFL)
+
+    signal.signal(signal.SIGINT, stop)
+    try:
+        launch()
+    except SignalException as received:  # of torchrun, which hands signals on by itself
+        sys.exit(128 + received.sigval)
+    except SystemExit:
+        if stopped:
+            sys.exit(INTERRUPTED)
+        raise
+
+
+if __name__ == "__main__":
+    main()

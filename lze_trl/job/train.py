@@ -1,0 +1,264 @@
+"""The main job: read a recipe, train, measure, save.
+
+accelerate launch [--config_file accelerate_configs/zero3.yaml] lze_trl/job/train.py --config recipes/….yaml [--flag value]
+
+The same as `-m lze_trl.job.train`, and as `lze-trl train recipes/….yaml`.
+"""
+
+import sys
+from pathlib import Path
+
+
+if not __package__:
+    # Started as a file: Python has put this folder on the path, and knows of no package
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+    __package__ = "lze_trl.job"
+
+import logging
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import datasets
+import huggingface_hub
+import transformers
+from datasets import Dataset
+from transformers.trainer import TRAINER_STATE_NAME
+from trl import ModelConfig, get_peft_config, get_quantization_config
+
+from ..app.console import sampled_accuracy
+from ..checkpoint import (
+    CheckpointError,
+    has_ended,
+    how_to_resume,
+    last_complete_checkpoint,
+    refuse_non_checkpoint,
+)
+from ..config import LZEGRPOConfig
+from ..data import load_mixture
+from ..data.references import parse_reference
+from ..rewards.functions import get_reward
+from ..trainer import LZEGRPOTrainer
+from .recipe import LZEScriptArguments, RecipeError, parse_recipe
+
+
+logger = logging.getLogger("lze_trl.job.train")  # by name: as a script, this module is `__main__`
+
+
+@contextmanager
+def user_errors() -> Iterator[None]:
+    """Raise what is wrong with settings or data as [`RecipeError`], which `main` shows without a traceback."""
+    try:
+        yield
+    except RecipeError:
+        raise
+    except (ValueError, TypeError, ImportError, OSError) as error:
+        logger.debug("Cause:", exc_info=True)
+        raise RecipeError(str(error)) from error
+
+
+@contextmanager
+def told_how_to_go_on(args: LZEGRPOConfig) -> Iterator[None]:
+    """Train; a Ctrl-C is answered with the way to go on, and what is wrong with a checkpoint as in [`user_errors`]."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise RecipeError(str(error)) from error
+    except KeyboardInterrupt:
+        if args.process_index == 0:
+            logger.warning(how_to_resume(args.output_dir, "the same command with `--resume_from_checkpoint auto`"))
+        raise
+
+
+def load_data(script_args: LZEScriptArguments, training_args: LZEGRPOConfig) -> tuple[Dataset, Dataset | None]:
+    """Training set, and evaluation set if the recipe names one."""
+    if not script_args.datasets:
+        raise RecipeError("`datasets` names no training set. Give a Hub id or a local file.")
+    form = {
+        "system_prompt": script_args.system_prompt,
+        "prompt_suffix": script_args.prompt_suffix,
+        "conversational": script_args.conversational,
+        "prompt_column": script_args.dataset_prompt_column,
+        "answer_column": script_args.dataset_answer_column,
+        "context_columns": script_args.dataset_context_columns,
+        "option_columns": script_args.dataset_option_columns,
+    }
+    with training_args.main_process_first(desc="datasets"):
+        train = load_mixture(
+            script_args.datasets,
+            split=script_args.dataset_split,
+            config=script_args.dataset_config,
+            limit=script_args.max_train_samples,
+            **form,
+        )
+        if not script_args.eval_datasets:
+            return train, None
+        held_out = load_mixture(
+            script_args.eval_datasets,
+            split=script_args.eval_dataset_split,
+            config=script_args.eval_dataset_config,
+            limit=script_args.max_eval_samples,
+            **form,
+        )
+    return train, held_out
+
+
+def build_trainer(
+    script_args: LZEScriptArguments, training_args: LZEGRPOConfig, model_args: ModelConfig
+) -> LZEGRPOTrainer:
+    """The trainer of a recipe."""
+    if model_args.model_name_or_path is None:
+        raise RecipeError("`model_name_or_path` is not set. Give a Hub id or a local folder.")
+    reward_funcs = [
+        get_reward(name, training_args.max_completion_length, script_args.soft_overlong_cache)
+        for name in script_args.reward_funcs
+    ]
+    train_dataset, eval_dataset = load_data(script_args, training_args)
+    if eval_dataset is not None:
+        _check_evaluation(training_args)
+    training_args.model_init_kwargs = {
+        "revision": model_args.model_revision,
+        "trust_remote_code": training_args.trust_remote_code,
+        "attn_implementation": model_args.attn_implementation,
+        "dtype": model_args.dtype,
+        **(training_args.model_init_kwargs or {}),
+    }
+    return LZEGRPOTrainer(
+        model=model_args.model_name_or_path,
+        reward_funcs=reward_funcs,
+        args=training_args,
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
+        quantization_config=get_quantization_config(model_args),
+        peft_config=get_peft_config(model_args),
+    )
+
+
+def _check_evaluation(args: LZEGRPOConfig):
+    generations = args.num_generations_eval or args.num_generations
+    rows = args.per_device_eval_batch_size * args.world_size
+    if rows % generations:
+        raise RecipeError(
+            f"The evaluation batch of {rows} completions (`per_device_eval_batch_size` times {args.world_size} "
+            f"processes) must be divisible by `num_generations_eval={generations}`. Use a multiple of {generations}."
+        )
+
+
+def resume_point(args: LZEGRPOConfig) -> str | None:
+    """
+    Checkpoint to continue from: none, the one that is named, or, for `auto` and `true`, the last complete one of
+    `output_dir` if it holds any.
+    """
+    wanted = str(args.resume_from_checkpoint or "false")
+    if wanted.lower() in ("false", "no", "none"):
+        return None
+    if wanted.lower() not in ("true", "auto"):
+        if not Path(wanted).is_dir():
+            raise RecipeError(
+                f"`resume_from_checkpoint={wanted}` is no folder. Name a checkpoint, or use `auto` for the last "
+                "complete one of `output_dir`."
+            )
+        return wanted
+    checkpoint = last_complete_checkpoint(args.output_dir)
+    if checkpoint is None:
+        logger.info("`%s` holds no complete checkpoint: starting from the beginning.", args.output_dir)
+    return checkpoint
+
+
+def is_finished(args: LZEGRPOConfig) -> bool:
+    """Whether nothing is left to do in `output_dir`: the state of the trainer is the last thing that a run leaves there."""
+    return Path(args.output_dir, TRAINER_STATE_NAME).is_file() and has_ended(args.output_dir, args)
+
+
+def run(
+    script_args: LZEScriptArguments, training_args: LZEGRPOConfig, model_args: ModelConfig
+) -> dict[str, float | None]:
+    """
+    Train by a recipe.
+
+    A run that was stopped goes on where it was. If all its steps were taken, it is evaluated, saved, reported and uploaded.
+
+    Returns:
+        `dict[str, float | None]`: The totals of [`~lze_trl.record.ledger.Ledger.summary`], and `accuracy_before` and
+        `accuracy_after`, `None` where not measured. Empty if the run was finished before.
+    """
+    if training_args.disable_tqdm or not sys.stdout.isatty():
+        datasets.disable_progress_bars()
+        huggingface_hub.utils.disable_progress_bars()
+        transformers.utils.logging.disable_progress_bar()
+    with user_errors():
+        checkpoint = resume_point(training_args)
+        if checkpoint is not None:
+            refuse_non_checkpoint(checkpoint)
+        if checkpoint is not None and has_ended(checkpoint, training_args) and is_finished(training_args):
+            logger.info(
+                "The run in `%s` has ended: there is nothing left to do. To go on with it, raise `max_steps` or "
+                "`num_train_epochs`. To train anew, set another `output_dir`, or `resume_from_checkpoint: false`, which "
+                "replaces it.",
+                training_args.output_dir,
+            )
+            return {}
+        if checkpoint is not None:
+            logger.info("Resuming from `%s`.", checkpoint)
+        elif last_complete_checkpoint(training_args.output_dir) is not None:
+            logger.info(
+                "`%s` holds an earlier run, which this one replaces. To go on with that one instead, set "
+                "`resume_from_checkpoint: auto`, and a larger `max_steps` if it has ended.",
+                training_args.output_dir,
+            )
+        # A resumed run has the first evaluation in its log already. The trainer makes it, because DeepSpeed takes a
+        # model that was evaluated before training for one that will never be trained
+        training_args.eval_on_start = bool(script_args.eval_datasets) and checkpoint is None
+        trainer = build_trainer(script_args, training_args, model_args)
+    output_dir = Path(training_args.output_dir)
+    if trainer.is_world_process_zero():  # that of an earlier run
+        (output_dir / TRAINER_STATE_NAME).unlink(missing_ok=True)
+    if trainer.summary is not None:
+        trainer.summary.ends_with_training = False
+    with told_how_to_go_on(training_args):
+        trainer.train(resume_from_checkpoint=checkpoint)
+    if trainer.eval_dataset is not None and sampled_accuracy(trainer, trainer.state.global_step) is None:
+        trainer.evaluate()
+    before, after = (sampled_accuracy(trainer, step) for step in (0, trainer.state.global_step))
+
+    trainer.save_model(training_args.output_dir)
+    savings = trainer.savings()
+    files = {"model": output_dir}
+    shows = trainer.summary is not None and trainer.is_world_process_zero()
+    if shows:
+        files |= trainer.summary.report(training_args)
+    on_the_hub = [data.path for data in map(parse_reference, script_args.datasets) if not data.is_local]
+    if training_args.push_to_hub:
+        trainer.push_to_hub(dataset_name=on_the_hub)
+        files["model"] = f"https://huggingface.co/{trainer.hub_model_id}"
+    else:
+        trainer.create_model_card(dataset_name=on_the_hub)
+    if shows:
+        trainer.summary.show(trainer.state.global_step, files)
+    trainer.save_state()
+    trainer.end()
+    return {**savings, "accuracy_before": before, "accuracy_after": after}
+
+
+def setup_logging(is_main: bool):
+    """Readable lines from this package; from other processes only warnings."""
+    # TRL itself uses the name that transformers deprecates, so the reader can do nothing about it
+    warnings.filterwarnings("ignore", r".*gradient_checkpointing` is deprecated", FutureWarning)
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S")
+    logging.getLogger("lze_trl").setLevel(logging.INFO if is_main else logging.WARNING)
+
+
+def main(arguments: Sequence[str] | None = None):
+    """Entry point of `python -m lze_trl.job.train`."""
+    setup_logging(is_main=os.environ.get("RANK", "0") == "0")
+    try:
+        run(*parse_recipe(sys.argv[1:] if arguments is None else arguments))
+    except RecipeError as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""One generation batch, ready for the update: TRL's tensors of the chosen rows, and who computes which when."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from .layout import (
+    Geometry,
+    Layout,
+    MicroBatch,
+    Reference,
+    entropy_weights,
+    loss_scale,
+)
+
+
+_LEFT_PADDED = ("prompt_ids", "prompt_mask")
+_UNTRIMMED = ("advantages",)
+
+
+@dataclass
+class GenerationBatch:
+    """
+    The chosen rows of a generation batch on this process, and the layout of their update.
+
+    Row arrays have one entry per chosen row of the *global* batch, in `[0, n)`; tensors hold this process's rows.
+
+    Attributes:
+        tensors (`dict[str, torch.Tensor]`): TRL's tensors of shape `(n_local, …)`.
+        local_rows (`np.ndarray` of shape `(n_local,)`): Chosen row of each tensor row, ascending; a filler repeats one.
+        prompt_tokens (`np.ndarray` of shape `(n,)`): Prompt length of each chosen row.
+        completion_tokens (`np.ndarray` of shape `(n,)`): Completion length of each chosen row.
+        loss_tokens (`np.ndarray` of shape `(n,)`): Tokens of each chosen row that the loss covers.
+        layout ([`Layout`]): Micro-batches.
+        reference ([`Reference`]): What each row weighs.
+        trim (`bool`): Whether a micro-batch is cut to its own longest row.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    local_rows: np.ndarray
+    prompt_tokens: np.ndarray
+    completion_tokens: np.ndarray
+    loss_tokens: np.ndarray
+    layout: Layout
+    reference: Reference
+    trim: bool = field(default=True)
+
+    def is_empty(self, slot: int) -> bool:
+        """Whether a micro-step has no rows."""
+        return self.layout.micro_steps[slot] is None
+
+    def micro_batch(
+        self, slot: int, process: int, loss_type: str, geometry: Geometry, pad_to_multiple_of: int | None
+    ) -> dict[str, Any]:
+        """
+        Inputs of a micro-step for TRL's loss.
+
+        Args:
+            slot (`int`): Micro-step, in `[0, S)`; it must not be empty.
+            process (`int`): This process.
+            loss_type (`str`): TRL's loss type.
+            geometry ([`Geometry`]): Shape of the update.
+            pad_to_multiple_of (`int`, *optional*): Widths are multiples of this.
+
+        Returns:
+            `dict[str, Any]`: TRL's inputs, and `lze_scale`, the factor that its loss has to be multiplied by,
+            `lze_row_share`, the same for terms that TRL averages over micro-batches, `lze_weights`, those of the rows of
+            shape `(R, 1)` if any differs from 1 (the advantages are multiplied by them already), `lze_entropy_weights`, those
+            of the rows in the entropy bonus of shape `(R, 1)` if `lze_scale` is not enough, and `lze_tokens`, the tokens of all
+            processes that the loss covers.
+        """
+        batch = self.layout.micro_steps[slot]
+        rows = batch.rows[process]
+        positions = torch.as_tensor(np.searchsorted(self.local_rows, rows))
+        width = None
+        if self.trim:
+            width = widths(self.prompt_tokens[rows], self.completion_tokens[rows], pad_to_multiple_of)
+        inputs = {name: _cut(name, tensor[positions], width) for name, tensor in self.tensors.items()}
+        scale, weights = loss_scale(loss_type, batch, process, self.loss_tokens, self.reference, geometry)
+        of_entropy = entropy_weights(batch, process, scale, self.loss_tokens, self.reference, geometry)
+        device = inputs["advantages"].device
+        num_items = self.reference.num_items  # whole, as TRL's is, unless rows stand for others
+        inputs["num_items_in_batch"] = torch.tensor(
+            int(num_items) if num_items.is_integer() else num_items, device=device
+        )
+        _silence_fillers(inputs, batch, process)
+        for name, values in (("lze_weights", weights), ("lze_entropy_weights", of_entropy)):
+            if values is not None:
+                inputs[name] = torch.as_tensor(values, dtype=torch.float32, device=device).unsqueeze(1)
+        if weights is not None:
+            inputs["advantages"] = inputs["advantages"] * inputs["lze_weights"].squeeze(1)
+        inputs["lze_scale"] = scale
+        inputs["lze_tokens"] = int(self.loss_tokens[batch.rows[~batch.filler]].sum())
+        inputs["lze_row_share"] = (
+            len(rows) * geometry.num_processes * geometry.chunk_steps / self.reference.norm_rows[rows[0]]
+        )
+        return inputs
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """What a checkpoint in the middle of a generation batch has to hold."""
+        arrays = {}
+        for name, tensor in self.tensors.items():
+            tensor = tensor.float() if tensor.dtype == torch.bfloat16 else tensor  # which NumPy lacks
+            arrays[f"tensor.{name}"] = tensor.cpu().numpy()
+        for name in ("local_rows", "prompt_tokens", "completion_tokens", "loss_tokens"):
+            arrays[name] = getattr(self, name)
+        for name in ("chunk", "norm_rows", "norm_tokens", "weight"):
+            arrays[f"reference.{name}"] = getattr(self.reference, name)
+        arrays["reference.num_items"] = np.array([self.reference.num_items])
+        for slot, batch in enumerate(self.layout.micro_steps):
+            if batch is not None:
+                arrays[f"slot.{slot}.rows"], arrays[f"slot.{slot}.filler"] = batch.rows, batch.filler
+        return {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+
+    @classmethod
+    def from_arrays(
+        cls, arrays: dict[str, np.ndarray], steps_per_generation: int, trim: bool, device: torch.device
+    ) -> "GenerationBatch":
+        """Rebuild the batch of a checkpoint."""
+        slots = [
+            MicroBatch(arrays[f"slot.{slot}.rows"], arrays[f"slot.{slot}.filler"])
+            if f"slot.{slot}.rows" in arrays
+            else None
+            for slot in range(steps_per_generation)
+        ]
+        prefix = "tensor."
+        return cls(
+            tensors={
+                name[len(prefix) :]: torch.from_numpy(array).to(device)
+                for name, array in arrays.items()
+                if name.startswith(prefix)
+            },
+            **{name: arrays[name] for name in ("local_rows", "prompt_tokens", "completion_tokens", "loss_tokens")},
+            layout=Layout(slots),
+            reference=Reference(
+                arrays["reference.chunk"],
+                arrays["reference.norm_rows"],
+                arrays["reference.norm_tokens"],
+                float(arrays["reference.num_items"][0]),
+                arrays["reference.weight"],
+            ),
+            trim=trim,
+        )
+
+
+def widths(
+    prompt_tokens: np.ndarray, completion_tokens: np.ndarray, pad_to_multiple_of: int | None
+) -> tuple[int, int]:
+    """Padded width of the prompts and of the completions of some rows."""
+    return _round_up(prompt_tokens.max(), pad_to_multiple_of), _round_up(completion_tokens.max(), pad_to_multiple_of)
+
+
+def filler_inputs(inputs: dict[str, Any]) -> dict[str, Any]:
+    """
+    One row of a micro-batch with weight 0: a micro-step that only takes part in the gradient synchronisation.
+
+    Needed where the synchronising micro-step of a window is empty, but an earlier one of the window was not.
+    """
+    row = {
+        name: value[:1].clone() if isinstance(value, torch.Tensor) and value.ndim > 0 else value
+        for name, value in inputs.items()
+    }
+    row["completion_mask"].zero_()
+    row["advantages"].zero_()
+    row["lze_scale"] = 0.0
+    row["lze_tokens"] = 0
+    row["lze_row_share"] = 0.0
+    return row
+
+
+def _silence_fillers(inputs: dict[str, Any], batch: MicroBatch, process: int):
+    filler = batch.filler[process]
+    if filler.any():
+        # Indexing has copied the rows: the originals keep their masks
+        rows = torch.as_tensor(filler, device=inputs["advantages"].device)
+        inputs["completion_mask"][rows] = 0
+        inputs["advantages"][rows] = 0.0
+
+
+def _cut(name: str, tensor: torch.Tensor, width: tuple[int, int] | None) -> torch.Tensor:
+    """Drop padding columns beyond the widths of prompts (left-padded) and completions (right-padded)."""
+    if width is None or name in _UNTRIMMED or tensor.ndim < 2:
+        return tensor
+    if name in _LEFT_PADDED:
+        return tensor[:, max(0, tensor.size(1) - width[0]) :]
+    return tensor[:, : width[1]]
+
+
+def _round_up(length: int, multiple: int | None) -> int:
+    return int(length) if multiple is None else math.ceil(int(length) / multiple) * multiple

@@ -1,0 +1,298 @@
+"""
+What a run has cost, and what plain GRPO would have cost for the same number of optimizer steps.
+
+Console, report, app, model card and trackers all tell savings by [`against_plain`] and in its words.
+"""
+
+import math
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..arrays import Groups, Rollouts
+from ..select.energy import group_mean
+
+
+if TYPE_CHECKING:  # readers of a recording need no torch
+    from torch import nn
+
+PLAIN = "plain GRPO for the same number of optimizer steps"
+"""What a run is compared with: all rows of `generation_batch_size` rolled out and trained on, in every generation batch."""
+
+SKIPPED = "visits skipped"
+"""Prompts that pruning left out of a pass. A pass would have visited them, an optimizer step would not."""
+
+KINDS = {"rollout": "rollouts", "logprob": "logprobs", "update": "updates"}
+"""Kinds of work in the entries of a ledger, and their names."""
+
+UNITS = ("tokens", "flops", "seconds")
+
+
+@dataclass(frozen=True)
+class TokenCost:
+    """
+    FLOPs per token of one model, by the usual count of two for each weight of a matrix product.
+
+    Attributes:
+        forward (`float`): Forward pass: 2·N, with N the weights used per token, input embedding left out.
+        train (`float`):
+            Forward and backward pass: 4·N for activations and their gradients, 2 for each trainable weight, and 2·N
+            more when gradient checkpointing computes the activations twice.
+    """
+
+    forward: float
+    train: float
+
+
+def token_cost(model: "nn.Module", gradient_checkpointing: bool) -> TokenCost:
+    """FLOPs per token of a model, attention scores not counted."""
+
+    def size(parameter: "nn.Parameter") -> int:
+        # Under ZeRO-3 a parameter is empty on each process, and its full size lies beside it
+        return parameter.ds_numel if hasattr(parameter, "ds_numel") else parameter.numel()
+
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = head is not None and head.weight is embedding.weight
+    looked_up = set() if tied else {id(parameter) for parameter in embedding.parameters()}
+    weights = [parameter for parameter in model.parameters() if id(parameter) not in looked_up]
+    total = float(sum(size(parameter) for parameter in weights))
+    trainable = float(sum(size(parameter) for parameter in weights if parameter.requires_grad))
+    recomputed = 2.0 * total if gradient_checkpointing else 0.0
+    return TokenCost(forward=2.0 * total, train=4.0 * total + 2.0 * trainable + recomputed)
+
+
+@dataclass
+class Ledger:
+    """
+    Running totals of a run. Rows are completions; tokens count prompt and completion.
+
+    Attributes:
+        groups_rolled_out (`int`): Groups that got rollouts.
+        groups_trained (`int`): Groups that were trained on.
+        visits_skipped (`int`): Prompts that pruning left out of a pass, counted once a pass.
+        groups_dead (`int`): Groups whose scored outcomes were all equal.
+        rows_rolled_out (`int`): Completions generated.
+        rows_trained (`int`): Completions trained on.
+        rollout_tokens (`int`): Tokens of the completions generated, and of their prompts.
+        update_tokens (`int`): Tokens of the completions trained on, once for every iteration over the batch.
+        logprob_passes (`int`): Forward passes that plain GRPO takes for old and reference log-probabilities of a row.
+        logprob_tokens (`int`): Tokens of the passes that were made.
+        iterations (`int`): Iterations over a generation batch.
+        plain_rows (`int`): Completions that plain GRPO rolls out and trains on: `generation_batch_size` a batch.
+        plain_tokens (`float`): Their tokens, as [`account`] estimates them.
+        surplus_dropped (`int`): Live groups that were never trained on, since they had waited too long.
+        skipped_updates (`int`): Optimizer steps in which nothing was worth a gradient.
+        rollout_seconds (`float`): Time in generation and reward functions.
+        logprob_seconds (`float`): Time in building the batch, old and reference log-probabilities included.
+        update_seconds (`float`): Time in forward and backward passes.
+        selection_seconds (`float`): Time in planning, scoring, selection, packing and recording.
+    """
+
+    groups_rolled_out: int = 0
+    groups_trained: int = 0
+    visits_skipped: int = 0
+    groups_dead: int = 0
+    rows_rolled_out: int = 0
+    rows_trained: int = 0
+    rollout_tokens: int = 0
+    update_tokens: int = 0
+    logprob_passes: int = 0
+    logprob_tokens: int = 0
+    iterations: int = 1
+    plain_rows: int = 0
+    plain_tokens: float = 0.0
+    surplus_dropped: int = 0
+    skipped_updates: int = 0
+    rollout_seconds: float = 0.0
+    logprob_seconds: float = 0.0
+    update_seconds: float = 0.0
+    selection_seconds: float = 0.0
+
+    def load(self, values: dict[str, float]):
+        """Continue the totals of a checkpoint."""
+        known = {field.name for field in fields(self)}
+        if set(values) != known:
+            raise ValueError(
+                f"The ledger of the checkpoint lacks {sorted(known - set(values))} and has the unknown entries "
+                f"{sorted(set(values) - known)}: another version of lze_trl wrote it. Resume with that version, or "
+                "start a new run with `state_from`."
+            )
+        for name, value in values.items():
+            setattr(self, name, value)
+
+    def add_plain(self, rows: int, row_tokens: float | None):
+        """
+        Enter the completions of plain GRPO for a generation batch.
+
+        Args:
+            rows (`int`): Completions, `generation_batch_size`.
+            row_tokens (`float`, *optional*): Mean tokens of one, `None` for the mean of the run so far.
+        """
+        if row_tokens is None:
+            row_tokens = self.plain_tokens / max(self.plain_rows, 1)
+        self.plain_rows += rows
+        self.plain_tokens += rows * row_tokens
+
+    def summary(self, cost: TokenCost) -> dict[str, float]:
+        """Totals with FLOPs, and the FLOPs of plain GRPO, as [`against_plain`] takes them."""
+        return {
+            **asdict(self),
+            "rollout_flops": cost.forward * self.rollout_tokens,
+            "logprob_flops": cost.forward * self.logprob_tokens,
+            "update_flops": cost.train * self.update_tokens,
+            "plain_rollout_flops": cost.forward * self.plain_tokens,
+            "plain_logprob_flops": cost.forward * self.plain_tokens * self.logprob_passes,
+            "plain_update_flops": cost.train * self.plain_tokens * self.iterations,
+        }
+
+
+@dataclass(frozen=True)
+class Work:
+    """
+    Work of a run, and that of plain GRPO for the same number of optimizer steps.
+
+    Attributes:
+        name (`str`): One of the values of [`KINDS`], or `"total"`.
+        tokens (`float`): Tokens computed; those of a total say nothing, since their costs differ.
+        seconds (`float`): Time taken.
+        flops (`float`): FLOPs.
+        plain_flops (`float`): FLOPs of plain GRPO.
+    """
+
+    name: str
+    tokens: float
+    seconds: float
+    flops: float
+    plain_flops: float
+
+    @property
+    def ratio(self) -> float:
+        """FLOPs over those of plain GRPO: above 1 where more was done, NaN where plain GRPO has nothing to do."""
+        return self.flops / self.plain_flops if self.plain_flops else math.nan
+
+    @property
+    def times(self) -> str:
+        """The ratio as it is shown: `0.39 ×`."""
+        return times(self.ratio)
+
+
+def times(ratio: float) -> str:
+    """A ratio to plain GRPO as it is shown: `0.39 ×`."""
+    return "–" if math.isnan(ratio) else f"{ratio:.2f} ×"
+
+
+def against_plain(totals: dict[str, float]) -> list[Work]:
+    """
+    The one comparison with plain GRPO, for the same number of optimizer steps.
+
+    Visits that pruning left out of a pass do not enter: plain GRPO would have taken further steps for them.
+
+    Args:
+        totals (`dict[str, float]`): Totals of a run, see [`Ledger.summary`].
+
+    Returns:
+        `list[Work]`: In the order of [`KINDS`], those that take part in the run, and the total. Empty where the costs of
+        plain GRPO are not known.
+    """
+    works = [
+        Work(
+            name,
+            totals.get(f"{kind}_tokens", 0.0),
+            totals.get(f"{kind}_seconds", 0.0),
+            totals.get(f"{kind}_flops", 0.0),
+            totals[f"plain_{kind}_flops"],
+        )
+        for kind, name in KINDS.items()
+        if f"plain_{kind}_flops" in totals
+    ]
+    works = [work for work in works if work.flops or work.plain_flops]
+    sums = [sum(getattr(work, field.name) for work in works) for field in fields(Work)[1:]]
+    return [*works, Work("total", *sums)] if works else []
+
+
+def saving_metrics(totals: dict[str, float]) -> dict[str, float]:
+    """The comparison for trackers: ratios of rollouts, updates and all work to plain GRPO's, and the visits skipped."""
+    shown = [work for work in against_plain(totals) if work.name != KINDS["logprob"]]
+    return {f"{work.name}_vs_plain": work.ratio for work in shown} | {"visits_skipped": totals["visits_skipped"]}
+
+
+def headline(totals: dict[str, float]) -> str:
+    """
+    The saving in one sentence, such as `FLOPs of plain GRPO for the same number of optimizer steps: rollouts 1.00 ×,
+    updates 0.39 ×, total 0.54 ×.`
+    """
+    works = against_plain(totals)
+    if not works:
+        return "The recording does not tell what plain GRPO would have cost."
+    return f"FLOPs, of {PLAIN}: {', '.join(f'{work.name} {work.times}' for work in works)}."
+
+
+def skipped_visits(totals: dict[str, float]) -> str:
+    """What pruning kept out of the passes, in one sentence."""
+    return f"{SKIPPED.capitalize()}: {totals.get('visits_skipped', 0):,.0f} prompts that pruning left out of a pass."
+
+
+def with_plain(totals: dict[str, float], generations: int, batch_rows: int | None) -> dict[str, float]:
+    """
+    Totals of a recording, with the costs of plain GRPO where it is too old to hold them.
+
+    Such a recording has the costs of the same passes without pruning, and plain GRPO's completions are taken to be as long
+    as those of the run.
+
+    Args:
+        totals (`dict[str, float]`): Totals that were recorded.
+        generations (`int`): Generation batches until then.
+        batch_rows (`int`, *optional*): `generation_batch_size`; without it, nothing is added.
+    """
+    if "plain_rows" in totals or not totals.get("rows_rolled_out") or batch_rows is None:
+        return totals
+    plain_rows = generations * batch_rows
+    plain_tokens = totals["rollout_tokens"] * plain_rows / totals["rows_rolled_out"]
+    share = plain_tokens / totals["full_rollout_tokens"]
+    return {
+        **totals,
+        "visits_skipped": totals["groups_pruned"],
+        "plain_rows": plain_rows,
+        "plain_tokens": plain_tokens,
+        **{f"plain_{kind}_flops": share * totals[f"full_{kind}_flops"] for kind in KINDS},
+    }
+
+
+def account(
+    ledger: Ledger,
+    drawn: Rollouts,
+    groups: Groups,
+    pool: Rollouts,
+    chosen: np.ndarray,
+    batch_rows: int,
+    logprob_passes: int,
+    iterations: int,
+):
+    """
+    Enter a generation batch.
+
+    Plain GRPO draws as many completions of one prompt as of another. So its completions are taken to be as long as the mean
+    over the groups of their mean length, however many completions of each were drawn here.
+
+    Args:
+        ledger ([`Ledger`]): Totals to add to.
+        drawn ([`Rollouts`]): The completions drawn for the batch.
+        groups ([`Groups`]): Their scored groups.
+        pool ([`Rollouts`]): The completions that could be trained on: those drawn, and surplus ones.
+        chosen (`np.ndarray` of shape `(n,)`): Rows of the pool that are trained on.
+        batch_rows (`int`): Completions of the batch in plain GRPO, `generation_batch_size`.
+        logprob_passes (`int`): Forward passes per row for old and reference log-probabilities.
+        iterations (`int`): Iterations over the batch.
+    """
+    chosen_tokens = int((pool.prompt_tokens + pool.completion_tokens)[chosen].sum())
+    drawn_tokens = drawn.prompt_tokens + drawn.completion_tokens
+    ledger.add_plain(batch_rows, float(np.nanmean(group_mean(drawn_tokens, drawn.group, drawn.num_groups))))
+    ledger.groups_rolled_out += len(groups)
+    ledger.groups_trained += len(np.unique(pool.group[chosen]))
+    ledger.groups_dead += int((~groups.alive).sum())
+    ledger.rows_rolled_out += drawn.num_rows
+    ledger.rows_trained += len(chosen)
+    ledger.rollout_tokens += int(drawn_tokens.sum())
+    ledger.update_tokens += chosen_tokens * iterations
+    ledger.logprob_tokens += chosen_tokens * logprob_passes

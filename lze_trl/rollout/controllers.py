@@ -1,0 +1,492 @@
+"""Rollout controllers: how many completions each prompt of a generation batch gets.
+
+A generation batch is drawn in rounds. Before every round the controller is shown what is there and asks for further
+prompts (`more`, from round 1 on) and for further completions of each prompt (`draw`); a round without completions ends
+the batch. All completions drawn make up the energies and the advantages; `keep` says which of them may be trained on.
+
+    balanced exit, n = 4: two positives and two negatives are wanted
+    round    0              1                2
+    prompt a + − + −        exit
+    prompt b − − − −        − + − −          + − − −     exit
+    prompt c + + + +        + + + +          + + + +     no round is left
+
+Controllers hold settings only: what they answer depends on their arguments alone, and is the same on every process.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+
+from ..arrays import Prompts, Rollouts
+from .allocation import (
+    even_parts,
+    expected_energy,
+    largest_remainders,
+    softmax_shares,
+)
+
+
+class RolloutController(ABC):
+    """
+    A strategy that shares out the rollouts of a generation batch.
+
+    Derive your own, define `draw`, and pass it to `LZEGRPOTrainer(controller=...)`. It must depend on its arguments
+    alone: every process calls it with the same values and has to get the same answer.
+    """
+
+    draws_prompts = False
+    """Whether `more` may ask for further prompts."""
+
+    @abstractmethod
+    def draw(self, round: int, prompts: Prompts, drawn: Rollouts, rng: np.random.Generator) -> np.ndarray:
+        """
+        Further completions of each prompt.
+
+        Args:
+            round (`int`): Round of the generation batch, from 0.
+            prompts ([`Prompts`]): What was known of the prompts before the batch.
+            drawn ([`Rollouts`]): The completions scored so far; no rows in round 0.
+            rng (`np.random.Generator`): Source of randomness, the same on every process.
+
+        Returns:
+            `np.ndarray` of shape `(P,)`: Numbers of completions, integers. All 0 ends the batch.
+        """
+
+    def more(self, round: int, prompts: Prompts, drawn: Rollouts, live: int, k: int) -> int:
+        """
+        Further prompts to append to the batch, asked before `draw` of every round but the first.
+
+        Args:
+            round (`int`): Round of the generation batch, from 1.
+            prompts ([`Prompts`]): The prompts so far.
+            drawn ([`Rollouts`]): The completions scored so far.
+            live (`int`): Live groups at hand: those drawn, and the surplus of the batch before.
+            k (`int`): Number of groups that the update wants.
+
+        Returns:
+            `int`: Number of prompts, at least 0.
+        """
+        return 0
+
+    def keep(self, drawn: Rollouts, rng: np.random.Generator) -> np.ndarray:
+        """
+        How many rows each one stands for, where its group is trained on: one, unless a controller draws more than it
+        keeps.
+
+        Args:
+            drawn ([`Rollouts`]): The completions drawn, surplus groups of an earlier batch included.
+            rng (`np.random.Generator`): Source of randomness, the same on every process.
+
+        Returns:
+            `np.ndarray` of shape `(B,)`: Weights of at least 0, or bool. They multiply the advantages, and count in the
+            average under `loss_normalizer="selected"`. Rows of 0 are left out.
+        """
+        return np.ones(drawn.num_rows, dtype=bool)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubsamplingController(RolloutController):
+    """
+    A controller that can train on fewer completions of a group than it draws, see [`stratified`].
+
+    Args:
+        kept (`int`, *optional*): n, the most completions of a group that are trained on, at least 2. Defaults to all.
+    """
+
+    kept: int | None = None
+
+    def __post_init__(self):
+        if self.kept is not None:
+            _check_at_least("kept_completions", self.kept, 2, "A group of one has no advantage")
+
+    def keep(self, drawn: Rollouts, rng: np.random.Generator) -> np.ndarray:
+        return super().keep(drawn, rng) if self.kept is None else stratified(drawn, self.kept)
+
+
+@dataclass(frozen=True)
+class UniformController(SubsamplingController):
+    """`group_size` completions of every prompt in one round: plain GRPO."""
+
+    group_size: int
+
+    def draw(self, round: int, prompts: Prompts, drawn: Rollouts, rng: np.random.Generator) -> np.ndarray:
+        return np.full(len(prompts), self.group_size if round == 0 else 0, dtype=np.int64)
+
+
+def is_plain(controller: RolloutController, num_generations: int) -> bool:
+    """Whether a controller draws the groups of plain GRPO, those that TRL's own sampler hands out."""
+    return type(controller) is UniformController and controller.group_size == num_generations
+
+
+@dataclass(frozen=True)
+class ReinforceAda(RolloutController):
+    """
+    Multi-round adaptive sampling (Reinforce-Ada, arXiv 2510.04996).
+
+    Each round draws M completions of every prompt that has not met its exit condition, at most R rounds. Of what was
+    drawn, n completions are kept: n // 2 positives and the rest negatives, the shortfall filled from the other kind;
+    the first ones drawn of each kind, since completions of a prompt are exchangeable. The published fallback for a
+    prompt that never met the positive-focused exit, ⌈(positives / rows)·n⌉ positives, clamped to [1, n − 1] and to
+    what is there, is equivalent: such a prompt has no positive.
+
+    A positive is an outcome above 1/2. A completion without any reward is neither positive nor negative, and is never
+    kept.
+
+    Args:
+        exit (`str`):
+            `"positive"` (a prompt is done once it has a positive) or `"balanced"` (once it has n/2 of either kind).
+        round_size (`int`, *optional*, defaults to `8`): M.
+        max_rounds (`int`, *optional*, defaults to `4`): R.
+        kept (`int`, *optional*, defaults to `4`): n, at most M·R; even for the balanced exit.
+    """
+
+    exit: Literal["positive", "balanced"]
+    round_size: int = 8
+    max_rounds: int = 4
+    kept: int = 4
+
+    def __post_init__(self):
+        if self.exit not in ("positive", "balanced"):
+            raise ValueError(f"`exit` must be 'positive' or 'balanced', got {self.exit!r}.")
+        _check_at_least("round_size", self.round_size, 1, "The paper draws 8 completions a round")
+        _check_at_least("max_rounds", self.max_rounds, 1, "The paper draws at most 4 rounds")
+        hint = "It is `num_generations` unless set"
+        _check_at_least("kept_completions", self.kept, 2, f"A group of one has no advantage. {hint}")
+        if self.kept > self.round_size * self.max_rounds:
+            raise ValueError(
+                "`kept_completions` must be at most `round_size` * `max_rounds`, the completions that a prompt can "
+                f"get: {self.round_size * self.max_rounds}, got {self.kept}. {hint}; keep fewer or draw more."
+            )
+        if self.exit == "balanced" and self.kept % 2:
+            raise ValueError(
+                "`kept_completions` must be even for the controller 'reinforce_ada_balanced', which keeps half "
+                f"positives and half negatives, got {self.kept}. {hint}; use {self.kept - 1} or {self.kept + 1}."
+            )
+
+    def draw(self, round: int, prompts: Prompts, drawn: Rollouts, rng: np.random.Generator) -> np.ndarray:
+        positives, negatives = _kinds(drawn)
+        active = ~self._met(
+            np.bincount(drawn.group[positives], minlength=len(prompts)),
+            np.bincount(drawn.group[negatives], minlength=len(prompts)),
+        )
+        return np.where(active & (round < self.max_rounds), self.round_size, 0)
+
+    def _met(self, positives: np.ndarray, negatives: np.ndarray) -> np.ndarray:
+        """Whether each prompt has met its exit condition, from its numbers of completions of either kind."""
+        if self.exit == "positive":
+            return positives >= 1
+        return (positives >= self.kept // 2) & (negatives >= self.kept - self.kept // 2)
+
+    def keep(self, drawn: Rollouts, rng: np.random.Generator) -> np.ndarray:
+        return _of_both_kinds(drawn, self.kept)
+
+
+@dataclass(frozen=True)
+class DynamicSampling(SubsamplingController):
+    """
+    Dynamic sampling with refill (DAPO, arXiv 2503.14476).
+
+    Each round draws G completions of every prompt that has none, and further prompts are asked for until K live groups
+    are there: as many as are expected to give the missing ones at the share of live groups seen so far in the batch,
+    at most as many as the first round had.
+
+    Args:
+        group_size (`int`): G.
+        max_rounds (`int`): Rounds of a generation batch, the first one included.
+        num_prompts (`int`): P, prompts of the first round.
+    """
+
+    group_size: int
+    max_rounds: int
+    num_prompts: int
+
+    draws_prompts = True
+
+    def __post_init__(self):
+        super().__post_init__()
+        _check_at_least("max_rounds", self.max_rounds, 1, "Use 1 to draw no further prompts")
+
+    def draw(self, round: int, prompts: Prompts, drawn: Rollouts, rng: np.random.Generator) -> np.ndarray:
+        visited = np.bincount(drawn.group, minlength=len(prompts)) > 0
+        return np.where(visited, 0, self.group_size)
+
+    def more(self, round: int, prompts: Prompts, drawn: Rollouts, live: int, k: int) -> int:
+        if live >= k or round >= self.max_rounds:
+            return 0
+        visited = int(np.count_nonzero(drawn.sizes))
+        alive = int(np.count_nonzero(drawn.alive))
+        if alive == 0:
+            return self.num_prompts
+        return min(self.num_prompts, -(-(k - live) * visited // alive))  # rounded up
+
+
+@dataclass(frozen=True)
+class Probing(SubsamplingController):
+    """
+    Half of each group first, the other half only where the first has a signal.
+
+    A prompt whose first completions all have the same reward is left at that: it costs half. What is lost are groups that
+    only their second half would have brought to life, those whose pass rate is close to 0 or 1.
+
+    Args:
+        group_size (`int`): G, at least 4.
+    """
+
+    group_size: int
+
+    def __post_init__(self):
+        super().__post_init__()
+        _check_at_least("num_generations", self.group_size, 4, "`controller='probing'` draws at least 2 to begin with")
+
+    def draw(self, round: int, prompts: Prompts, drawn: Rollouts, rng: np.random.Generator) -> np.ndarray:
+        half = self.group_size // 2
+        if round == 0:
+            return np.full(len(prompts), half, dtype=np.int64)
+        return np.where(drawn.alive & (drawn.sizes < self.group_size) & (round == 1), self.group_size - half, 0)
+
+
+@dataclass(frozen=True)
+class Allocation(SubsamplingController):
+    """
+    A fixed budget of rollouts, shared out in one round in proportion to softmax(score / τ).
+
+    The score of a prompt is the energy that its next visit is expected to have, see [`expected_energy`]. A prompt with
+    fewer than `young` rollouts so far gets the uniform share, budget / P; the others share the rest, each at least
+    `minimum` and at most `maximum`. Shares are rounded by largest remainders, ties going to the lower index, so that
+    the counts sum up to the budget exactly. A batch of fewer prompts than `num_prompts` has a budget in proportion.
+
+    Args:
+        budget (`int`): Completions of a batch of `num_prompts` prompts.
+        num_prompts (`int`): P.
+        temperature (`float`, *optional*, defaults to `0.2`): τ, greater than 0.
+        minimum (`int`, *optional*, defaults to `2`): Fewest completions of a prompt, at least 2.
+        maximum (`int`, *optional*, defaults to `32`): Most completions of a prompt.
+        young (`int`, *optional*, defaults to `50`): Rollouts from which on a prompt's score counts.
+    """
+
+    budget: int
+    num_prompts: int
+    temperature: float = 0.2
+    minimum: int = 2
+    maximum: int = 32
+    young: int = 50
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not 0 < self.temperature < math.inf:
+            raise ValueError(
+                f"`allocation_temperature` must be greater than 0 and finite, got {self.temperature}. 0.1 to 0.3 is "
+                "usual; use `controller='uniform'` for equal shares."
+            )
+        _check_at_least("min_rollouts", self.minimum, 2, "A group of one has no advantage")
+        _check_at_least("max_rollouts", self.maximum, self.minimum, "It must not be below `min_rollouts`")
+        lowest, highest = self.num_prompts * self.minimum, self.num_prompts * self.maximum
+        if not lowest <= self.budget <= highest:
+            raise ValueError(
+                f"`rollout_budget` must be in [{lowest}, {highest}], from `min_rollouts` = {self.minimum} to "
+                f"`max_rollouts` = {self.maximum} completions of each of the {self.num_prompts} prompts of a batch, "
+                f"got {self.budget}. {self.num_prompts} * `num_generations` costs as much as uniform sampling."
+            )
+
+    def draw(self, round: int, prompts: Prompts, drawn: Rollouts, rng: np.random.Generator) -> np.ndarray:
+        counts = np.zeros(len(prompts), dtype=np.int64)
+        if round > 0 or len(prompts) == 0:
+            return counts
+        budget = self.budget * len(prompts) // self.num_prompts
+        young = prompts.rollouts < self.young
+        uniform = budget * int(young.sum()) // len(prompts)
+        counts[young] = even_parts(uniform, int(young.sum()))
+        counts[~young] = largest_remainders(
+            softmax_shares(
+                expected_energy(prompts)[~young], self.temperature, budget - uniform, self.minimum, self.maximum
+            ),
+            budget - uniform,
+        )
+        return counts
+
+
+def _kinds(drawn: Rollouts) -> tuple[np.ndarray, np.ndarray]:
+    """Which rows are positives and which are negatives, each of shape `(B,)`; one without any reward is neither."""
+    positives = drawn.outcomes > 0.5
+    return positives, ~np.isnan(drawn.rewards) & ~positives
+
+
+def _of_both_kinds(drawn: Rollouts, kept: int) -> np.ndarray:
+    """The first kept // 2 positives of each group and the rest negatives, a shortfall filled from the other kind."""
+    positives, negatives = _kinds(drawn)
+    num_positives = np.bincount(drawn.group[positives], minlength=drawn.num_groups)
+    num_negatives = np.bincount(drawn.group[negatives], minlength=drawn.num_groups)
+    kept_positives = np.minimum(kept // 2, num_positives)
+    kept_negatives = np.minimum(kept - kept_positives, num_negatives)
+    kept_positives = np.minimum(kept - kept_negatives, num_positives)  # where negatives fall short
+    return _first(positives, drawn.group, kept_positives) | _first(negatives, drawn.group, kept_negatives)
+
+
+def stratified(drawn: Rollouts, kept: int) -> np.ndarray:
+    """
+    Leave out completions of larger groups, so that those kept stand for them.
+
+    Of each group, n // 2 positives and the rest negatives are kept, the shortfall filled from the other kind; the first
+    ones drawn, since completions of a kind are exchangeable. A kept row stands for
+
+        (scored completions of its kind) / (kept completions of its kind)
+
+    rows, so that the weighted sum over the kept rows is, in expectation, the sum over the group.
+
+    Args:
+        drawn ([`Rollouts`]): The completions.
+        kept (`int`): n, at least 2.
+
+    Returns:
+        `np.ndarray` of shape `(B,)`: Weights, float64; 0 for rows that are left out or could not be scored.
+    """
+    chosen = _of_both_kinds(drawn, kept)
+    weights = np.zeros(drawn.num_rows)
+    for kind in _kinds(drawn):
+        of_kind = np.bincount(drawn.group[kind], minlength=drawn.num_groups)
+        kept_of_kind = np.bincount(drawn.group[kind & chosen], minlength=drawn.num_groups)
+        group = drawn.group[kind & chosen]
+        weights[kind & chosen] = of_kind[group] / kept_of_kind[group]
+    return weights
+
+
+def _first(rows: np.ndarray, group: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """The first `counts[g]` of the given rows of each group g, shape `(B,)`, bool."""
+    candidates = np.flatnonzero(rows)
+    candidates = candidates[np.argsort(group[candidates], kind="stable")]
+    sizes = np.bincount(group[candidates], minlength=len(counts))
+    rank = np.arange(len(candidates)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    chosen = np.zeros(len(rows), dtype=bool)
+    chosen[candidates[rank < counts[group[candidates]]]] = True
+    return chosen
+
+
+def _check_at_least(name: str, value: int, lowest: int, advice: str):
+    if not value >= lowest:
+        raise ValueError(f"`{name}` must be at least {lowest}, got {value}. {advice}.")
+
+
+def _reinforce_ada(exit: str, args: Any) -> ReinforceAda:
+    kept = args.num_generations if args.kept_completions is None else args.kept_completions
+    return ReinforceAda(exit, args.round_size, args.max_rounds, kept)
+
+
+def _num_prompts(args: Any) -> int:
+    return args.generation_batch_size // args.num_generations
+
+
+_BUILT_IN: dict[str, Callable[[Any], RolloutController]] = {
+    "uniform": lambda args: UniformController(args.num_generations, kept=args.kept_completions),
+    "reinforce_ada_positive": partial(_reinforce_ada, "positive"),
+    "reinforce_ada_balanced": partial(_reinforce_ada, "balanced"),
+    "dynamic": lambda args: DynamicSampling(
+        args.num_generations, args.max_rounds, _num_prompts(args), kept=args.kept_completions
+    ),
+    "allocation": lambda args: Allocation(
+        args.generation_batch_size if args.rollout_budget is None else args.rollout_budget,
+        _num_prompts(args),
+        args.allocation_temperature,
+        args.min_rollouts,
+        4 * args.num_generations if args.max_rollouts is None else args.max_rollouts,
+        args.young_rollouts,
+        kept=args.kept_completions,
+    ),
+    "probing": lambda args: Probing(args.num_generations, kept=args.kept_completions),
+}
+CONTROLLERS = tuple(_BUILT_IN)
+"""Values of the `controller` field."""
+
+
+def from_config(args: Any) -> RolloutController:
+    """
+    Controller that a configuration's `controller` field names; only the settings that it uses are checked.
+
+    Args:
+        args ([`LZEGRPOConfig`]): Settings.
+
+    Raises:
+        ValueError: If the name is unknown, or a setting of the controller is out of its range.
+    """
+    if args.controller not in _BUILT_IN:
+        raise ValueError(
+            f"`controller` must be one of {list(CONTROLLERS)}, got {args.controller!r}. To use your own strategy, pass a "
+            "`RolloutController` to the trainer."
+        )
+    return _BUILT_IN[args.controller](args)
+
+
+def ask(
+    controller: RolloutController, round: int, prompts: Prompts, drawn: Rollouts, rng: np.random.Generator
+) -> np.ndarray:
+    """
+    Ask a controller how many further completions each prompt gets, and check its answer.
+
+    Returns:
+        `np.ndarray` of shape `(P,)`: Numbers of completions, int64.
+
+    Raises:
+        ValueError: If the answer is not one integer of at least 0 per prompt.
+    """
+    counts = np.asarray(controller.draw(round, prompts, drawn, rng))
+    name = type(controller).__name__
+    if counts.shape != (len(prompts),) or not np.issubdtype(counts.dtype, np.integer):
+        raise ValueError(
+            f"`{name}.draw` must return an integer array of shape ({len(prompts)},), the further completions of each "
+            f"prompt, got shape {counts.shape} and dtype {counts.dtype}."
+        )
+    if counts.size and counts.min() < 0:
+        raise ValueError(
+            f"`{name}.draw` must return numbers of at least 0, got {counts.min()} for prompt {counts.argmin()}. "
+            "Return 0 for a prompt that gets no further completions."
+        )
+    return counts.astype(np.int64)
+
+
+def ask_more(controller: RolloutController, round: int, prompts: Prompts, drawn: Rollouts, live: int, k: int) -> int:
+    """
+    Ask a controller how many further prompts it wants, and check its answer.
+
+    Raises:
+        ValueError: If the answer is not an integer of at least 0, or not 0 from a controller that draws no prompts.
+    """
+    count = controller.more(round, prompts, drawn, live, k)
+    name = type(controller).__name__
+    if isinstance(count, bool) or not isinstance(count, (int, np.integer)) or count < 0:
+        raise ValueError(f"`{name}.more` must return an integer of at least 0, a number of prompts, got {count!r}.")
+    if count and not controller.draws_prompts:
+        raise ValueError(
+            f"`{name}.more` asked for {count} prompts, but `{name}.draws_prompts` is False. Set it to True in the "
+            "class, or return 0."
+        )
+    return int(count)
+
+
+def ask_keep(controller: RolloutController, drawn: Rollouts, rng: np.random.Generator) -> np.ndarray:
+    """
+    Ask a controller how many rows each one stands for in the update, and check its answer.
+
+    Returns:
+        `np.ndarray` of shape `(B,)`: Weights, float64; 0 for a row that is left out.
+
+    Raises:
+        ValueError: If the answer is not one bool, or one finite number of at least 0, per row.
+    """
+    weights = np.asarray(controller.keep(drawn, rng))
+    name = type(controller).__name__
+    if weights.shape != (drawn.num_rows,) or weights.dtype.kind not in "bf":
+        raise ValueError(
+            f"`{name}.keep` must return an array of shape ({drawn.num_rows},) of bool or float, whether or how much each "
+            f"row counts in the update, got shape {weights.shape} and dtype {weights.dtype}."
+        )
+    wrong = np.flatnonzero(~np.isfinite(weights) | (weights < 0))
+    if len(wrong):
+        raise ValueError(
+            f"`{name}.keep` must return finite weights of at least 0, got {weights[wrong[0]]} for row {wrong[0]}. "
+            "Return 0 for a row that is not trained on."
+        )
+    return weights.astype(np.float64)

@@ -1,0 +1,338 @@
+"""Several vLLM servers as one: requests spread by load, failures sent elsewhere, returning servers synced first."""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import httpx2
+from anyio.from_thread import start_blocking_portal
+
+from .client import (
+    Completion,
+    EngineDeadError,
+    Identity,
+    ServerError,
+    Snapshot,
+    VLLMServer,
+    open_client,
+)
+
+
+logger = logging.getLogger(__name__)
+
+_RETRY_SECONDS = 1.0
+_REMIND_SECONDS = 60.0
+_ANSWER_SECONDS = 10.0  # for a server that has not failed to say that it is there
+_MAX_FAILURES = 5  # of one request, on any servers
+
+Result = TypeVar("Result")
+
+
+@dataclass(eq=False)
+class Group:
+    """
+    One prompt to complete.
+
+    Attributes:
+        prompt (`list[int]`): Tokens of the prompt.
+        count (`int`): G, the number of completions.
+        body (`dict`): Sampling settings, in vLLM's names.
+    """
+
+    prompt: list[int]
+    count: int
+    body: dict[str, Any]
+    failures: int = 0
+    failed_on: "Member | None" = None
+
+
+@dataclass(eq=False)
+class Member:
+    """A server and what the pool knows of it."""
+
+    server: VLLMServer
+    ready: bool = False  # known to hold the current weights
+    running: int = 0
+    problem: ServerError | None = None  # of the outage it is in
+
+    def note(self, error: ServerError) -> bool:
+        """
+        Note what is wrong, and return whether that is worth a report: when an outage begins, and when the server says that
+        its engine has died, which explains the outage. What it says while it restarts does not.
+        """
+        if isinstance(self.problem, EngineDeadError):
+            return False
+        worth_it = self.problem is None or isinstance(error, EngineDeadError)
+        self.problem = error
+        return worth_it
+
+
+class ServerPool:
+    """
+    Several vLLM servers that hold the same weights.
+
+    A server takes requests only while it is known to hold the current weights. It is asked for their version before the
+    first request and whenever it was idle or failed; with a request running, it cannot have restarted unnoticed. So a
+    server that comes back with old weights is loaded and checked before it takes part again.
+
+    Args:
+        urls (`list[str]`): Base URLs of the servers.
+        max_concurrent_requests (`int`): Prompts that one server completes at a time.
+        request_timeout (`float`): Seconds that one request may take.
+        recovery_timeout (`float`): Seconds to wait for a server to return when none is left.
+    """
+
+    def __init__(self, urls: list[str], max_concurrent_requests: int, request_timeout: float, recovery_timeout: float):
+        self.members = [Member(VLLMServer(url, request_timeout)) for url in urls]
+        if not urls or len({server.url for server in self.servers}) != len(urls):
+            raise ValueError(f"`vllm_server_urls` must name at least one server, and each once, got {urls}.")
+        self.max_concurrent_requests = max_concurrent_requests
+        self.recovery_timeout = recovery_timeout
+        self.snapshot: Snapshot | None = None
+
+    @property
+    def servers(self) -> list[VLLMServer]:
+        """The servers, in the order of their URLs."""
+        return [member.server for member in self.members]
+
+    # ---- From the outside ----
+
+    def connect(self, identity: Identity, timeout: float):
+        """
+        Wait until every server is up, and check that it is what the trainer needs.
+
+        Raises:
+            `ConnectionError`: If a server is not up in time.
+            [`ServerMismatchError`]: If a server has another model, tokenizer or context length.
+        """
+        _run(self._connect, identity, timeout)
+
+    def load(self, snapshot: Snapshot) -> list[VLLMServer]:
+        """
+        Load weights into every server that is up, and check them.
+
+        Returns:
+            `list[VLLMServer]`: Servers that hold the weights, at least one. The others get them when they return.
+
+        Raises:
+            `ConnectionError`: If no server is up within the recovery timeout.
+            [`ServerMismatchError`]: If a server does not compute the trainer's log-probs with them.
+        """
+        self.snapshot = snapshot
+        _run(self._load)
+        return [member.server for member in self.members if member.ready]
+
+    def complete(self, groups: list[Group]) -> list[list[Completion]]:
+        """
+        Complete every group, each with exactly its number of completions of the current weights.
+
+        Raises:
+            `ConnectionError`: If no server is left and none returns within the recovery timeout.
+            [`ServerError`]: If one request fails again and again.
+            [`RequestRefusedError`]: If a server refuses a request.
+        """
+        if self.snapshot is None:
+            raise RuntimeError("No weights were synced yet: call `load` before `complete`.")
+        return _run(self._complete, groups)
+
+    # ---- Start and sync ----
+
+    async def _connect(self, http: httpx2.AsyncClient, identity: Identity, timeout: float):
+        async def wait_for(member: Member):
+            reminded = time.monotonic()
+
+            def report(error: ServerError):
+                nonlocal reminded
+                if member.note(error) or time.monotonic() - reminded > _REMIND_SECONDS:
+                    reminded = time.monotonic()
+                    logger.warning("Waiting for the vLLM server %s (%s)", member.server.url, member.problem)
+
+            await self._retry(lambda: member.server.identify(http, identity), report)
+            member.problem = None
+
+        tasks = {asyncio.create_task(wait_for(member)): member for member in self.members}
+        try:
+            done, missing = await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_EXCEPTION)
+            for task in done:
+                task.result()
+            if missing:
+                late = [tasks[task] for task in missing]
+                raise ConnectionError(
+                    f"{_problems(late)} Not up after {timeout:g} s. Start it, or raise `vllm_server_timeout` if it needs "
+                    "longer to start."
+                )
+        finally:
+            await _cancel(tasks)
+
+    async def _load(self, http: httpx2.AsyncClient):
+        for member in self.members:
+            member.ready = False
+        tasks = [asyncio.create_task(self._hold_once(http, member)) for member in self.members]
+        try:
+            for task in tasks:
+                await task
+        finally:
+            await _cancel(tasks)
+        if not any(member.ready for member in self.members):
+            await self._recover(http)
+
+    async def _hold_once(self, http: httpx2.AsyncClient, member: Member):
+        try:
+            await member.server.hold(http, self.snapshot)
+        except ServerError as error:
+            self._fail(member, error)
+        else:
+            self._welcome(member)
+
+    async def _recover(self, http: httpx2.AsyncClient):
+        """Wait until one server has returned and holds the weights."""
+        tasks = [asyncio.create_task(self._admit(http, member)) for member in self.members]
+        try:
+            for task in await self._first(tasks):
+                task.result()
+        finally:
+            await _cancel(tasks)
+
+    async def _first(self, admissions: Iterable[asyncio.Task]) -> set[asyncio.Task]:
+        """The admissions that end first, while there is no server to work with."""
+        alone_since = reminded = time.monotonic()
+        while True:
+            done, _ = await asyncio.wait(admissions, timeout=_RETRY_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            if done:
+                return done
+            all_failed = all(member.problem is not None for member in self.members)
+            patience = self.recovery_timeout if all_failed else max(self.recovery_timeout, _ANSWER_SECONDS)
+            now = time.monotonic()
+            left = alone_since + patience - now
+            if left <= 0:
+                raise self._all_gone()
+            if now - reminded >= _REMIND_SECONDS:
+                reminded = now
+                logger.warning("Still waiting for a vLLM server to return, for up to %.0f s more.", left)
+
+    async def _admit(self, http: httpx2.AsyncClient, member: Member):
+        await self._retry(
+            lambda: member.server.hold(http, self.snapshot), report=lambda error: self._fail(member, error)
+        )
+        self._welcome(member)
+
+    async def _retry(self, attempt: Callable[[], Awaitable[None]], report: Callable[[ServerError], None]):
+        """Try until the server is up."""
+        while True:
+            try:
+                return await attempt()
+            except ServerError as error:
+                report(error)
+            await asyncio.sleep(_RETRY_SECONDS)
+
+    def _fail(self, member: Member, error: ServerError):
+        member.ready = False
+        if not member.note(error):
+            return
+        if any(other.problem is None for other in self.members):
+            what_now = "Its requests go to other servers"
+        else:
+            what_now = (
+                f"No other server is left: waiting up to {self.recovery_timeout:g} s (`vllm_recovery_timeout`) for one to "
+                "return"
+            )
+        logger.warning(
+            "The vLLM server %s failed (%s). %s; it takes part again once it answers and holds the current weights.",
+            member.server.url,
+            error,
+            what_now,
+        )
+
+    def _welcome(self, member: Member):
+        if member.problem is not None:
+            logger.warning("The vLLM server %s is back, with the current weights.", member.server.url)
+        member.ready, member.problem = True, None
+
+    def _all_gone(self) -> ConnectionError:
+        return ConnectionError(
+            f"No vLLM server is left, and none returned within {self.recovery_timeout:g} s (`vllm_recovery_timeout`). "
+            f"{_problems(self.members)} Restart a server and resume from the last checkpoint, with "
+            "`resume_from_checkpoint`."
+        )
+
+    # ---- Generation ----
+
+    async def _complete(self, http: httpx2.AsyncClient, groups: list[Group]) -> list[list[Completion]]:
+        waiting, results = deque(groups), {}
+        requests: dict[asyncio.Task, tuple[Member, Group]] = {}
+        admissions: dict[asyncio.Task, Member] = {}
+        for member in self.members:
+            member.ready, member.running = False, 0
+        try:
+            while waiting or requests:
+                self._start(http, waiting, requests, admissions)
+                if requests:
+                    done, _ = await asyncio.wait([*requests, *admissions], return_when=asyncio.FIRST_COMPLETED)
+                else:
+                    done = await self._first(admissions)
+                for task in done:
+                    if task in admissions:
+                        del admissions[task]
+                        task.result()
+                    else:
+                        self._finish(task, *requests.pop(task), waiting, results)
+        finally:
+            await _cancel([*requests, *admissions])
+        return [results[group] for group in groups]
+
+    def _start(self, http: httpx2.AsyncClient, waiting: deque[Group], requests: dict, admissions: dict):
+        """Hand waiting groups to the least loaded of the ready servers, and see to those that are not ready."""
+        while waiting and (member := self._least_loaded(waiting[0])) is not None:
+            group = waiting.popleft()
+            request = member.server.complete(http, group.prompt, group.count, group.body)
+            requests[asyncio.create_task(request)] = (member, group)
+            member.running += 1
+        if waiting:
+            being_admitted = list(admissions.values())
+            for member in self.members:
+                if not member.ready and member not in being_admitted:
+                    admissions[asyncio.create_task(self._admit(http, member))] = member
+
+    def _least_loaded(self, group: Group) -> Member | None:
+        free = [member for member in self.members if member.ready and member.running < self.max_concurrent_requests]
+        # A request that failed goes to another server if there is one
+        return min(free, key=lambda member: (member is group.failed_on, member.running), default=None)
+
+    def _finish(self, task: asyncio.Task, member: Member, group: Group, waiting: deque[Group], results: dict):
+        member.running -= 1
+        try:
+            results[group] = task.result()
+        except ServerError as error:
+            self._fail(member, error)
+            group.failures += 1
+            group.failed_on = member
+            if group.failures == _MAX_FAILURES:
+                raise ServerError(f"A request failed {_MAX_FAILURES} times. The last time: {error}") from error
+            waiting.appendleft(group)
+        if member.running == 0:
+            member.ready = False  # idle, it might restart unnoticed
+
+
+def _problems(members: list[Member]) -> str:
+    return " ".join(f"The vLLM server {member.server.url}: {member.problem or 'no answer'}." for member in members)
+
+
+async def _cancel(tasks: Any):
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _run(function: Callable[..., Awaitable[Result]], *args: Any) -> Result:
+    """Run in an event loop of its own, on a thread of its own: the caller, a notebook say, may have one running."""
+
+    async def with_client() -> Result:
+        async with open_client() as http:
+            return await function(http, *args)
+
+    with start_blocking_portal() as portal:
+        return portal.call(with_client)

@@ -1,0 +1,128 @@
+"""Learning-Zone Energy: from outcomes to one score a group (arXiv 2605.17003)."""
+
+import numpy as np
+
+from ..arrays import Groups, Rollouts, differ
+
+
+def group_mean(values: np.ndarray, group: np.ndarray, num_groups: int) -> np.ndarray:
+    """
+    Mean of the values that are not NaN in each group.
+
+    Args:
+        values (`np.ndarray` of shape `(B,)`): One value per completion.
+        group (`np.ndarray` of shape `(B,)`): Group of each completion.
+        num_groups (`int`): P.
+
+    Returns:
+        `np.ndarray` of shape `(P,)`: Means; NaN for a group without values.
+    """
+    scored = ~np.isnan(values)
+    counts = np.bincount(group[scored], minlength=num_groups)
+    sums = np.bincount(group[scored], weights=values[scored], minlength=num_groups)
+    return np.divide(sums, counts, out=np.full(num_groups, np.nan), where=counts > 0)
+
+
+def anchor(first_pass_rates: np.ndarray, difficulty_floor: float = 0.05) -> np.ndarray:
+    """Initial-difficulty anchor D = max(1 − p⁽⁰⁾, d_min), shape `(P,)`."""
+    return np.maximum(1.0 - first_pass_rates, difficulty_floor)
+
+
+def outcome_uncertainty(outcomes: np.ndarray, group: np.ndarray, num_groups: int) -> np.ndarray:
+    """
+    Outcome uncertainty u, four times the variance of the outcomes in each group.
+
+    For passes and fails this is 4·p·(1 − p); for graded outcomes in [0, 1] it is their spread on the same scale. A
+    group whose scored outcomes are all equal has exactly 0.
+
+    Args:
+        outcomes (`np.ndarray` of shape `(B,)`): Outcomes in [0, 1], NaN where not scored.
+        group (`np.ndarray` of shape `(B,)`): Group of each completion.
+        num_groups (`int`): P.
+
+    Returns:
+        `np.ndarray` of shape `(P,)`: Values in [0, 1]; 0 for a group without scored outcomes.
+    """
+    mean = group_mean(outcomes, group, num_groups)
+    uncertainty = 4.0 * group_mean((outcomes - mean[group]) ** 2, group, num_groups)
+    return np.where(differ(outcomes, group, num_groups), np.minimum(uncertainty, 1.0), 0.0)
+
+
+def pass_rate_momentum(pass_rates: np.ndarray, ema: np.ndarray) -> np.ndarray:
+    """Momentum m = min(2·|p − μ|, 1), shape `(P,)`, with μ the moving average *before* this visit."""
+    return np.minimum(2.0 * np.abs(pass_rates - ema), 1.0)
+
+
+def energy(
+    difficulty: np.ndarray, uncertainty: np.ndarray, momentum: np.ndarray, momentum_weight: float = 0.3
+) -> np.ndarray:
+    """Learning-Zone Energy E = D·u·(1 + α·m), shape `(P,)`. 0 where all outcomes are equal."""
+    return difficulty * uncertainty * (1.0 + momentum_weight * momentum)
+
+
+def score_groups(
+    rollouts: Rollouts,
+    first_pass_rates: np.ndarray,
+    ema: np.ndarray,
+    visits: np.ndarray,
+    replayed: np.ndarray,
+    difficulty_floor: float = 0.05,
+    momentum_weight: float = 0.3,
+    named_outcome: bool = False,
+) -> Groups:
+    """
+    Score every group of a generation batch.
+
+    Args:
+        rollouts ([`Rollouts`]):
+            Scored completions.
+        first_pass_rates (`np.ndarray` of shape `(P,)`):
+            Pass rate at each prompt's first visit, NaN where this visit is the first.
+        ema (`np.ndarray` of shape `(P,)`):
+            Moving average before this visit, NaN where this visit is the first.
+        visits (`np.ndarray` of shape `(P,)`):
+            Visits before this one.
+        replayed (`np.ndarray` of shape `(P,)`):
+            Whether the visit is a re-check of a pruned prompt.
+        difficulty_floor (`float`): d_min.
+        momentum_weight (`float`): α.
+        named_outcome (`bool`): Whether outcomes are those of a reward that the user named, which then says what is solved.
+
+    Returns:
+        [`Groups`]: The scored groups. A group without any scored completion has pass rate NaN and energy 0.
+    """
+    num_groups, group = rollouts.num_groups, rollouts.group
+    pass_rates = group_mean(rollouts.outcomes, group, num_groups)
+    first = np.where(np.isnan(first_pass_rates), pass_rates, first_pass_rates)
+    average = np.where(np.isnan(ema), pass_rates, ema)
+    difficulty = np.nan_to_num(anchor(first, difficulty_floor))
+    uncertainty = outcome_uncertainty(rollouts.outcomes, group, num_groups)
+    momentum = np.nan_to_num(pass_rate_momentum(pass_rates, average))
+    reward_mean = group_mean(rollouts.rewards, group, num_groups)
+    reward_variance = group_mean((rollouts.rewards - reward_mean[group]) ** 2, group, num_groups)
+    alive = rollouts.alive
+    prompt_tokens = np.zeros(num_groups, dtype=np.int64)
+    np.maximum.at(prompt_tokens, group, rollouts.prompt_tokens)
+    return Groups(
+        prompt_ids=rollouts.prompt_ids,
+        sizes=rollouts.sizes,
+        alive=alive,
+        solved=(pass_rates == 1.0) & (named_outcome | ~alive),
+        pass_rates=pass_rates,
+        difficulty=difficulty,
+        uncertainty=uncertainty,
+        momentum=momentum,
+        energies=energy(difficulty, uncertainty, momentum, momentum_weight),
+        first_pass_rates=first,
+        ema=average,
+        visits=visits + 1,
+        reward_mean=reward_mean,
+        reward_std=np.sqrt(
+            np.where(differ(rollouts.rewards, group, num_groups), reward_variance, 0.0 * reward_variance)
+        ),
+        prompt_tokens=prompt_tokens,
+        completion_tokens=np.bincount(group, weights=rollouts.completion_tokens, minlength=num_groups).astype(
+            np.int64
+        ),
+        replayed=replayed,
+    )

@@ -1,0 +1,209 @@
+"""Selectors: which groups of a generation batch are worth a gradient."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from ..arrays import Groups
+
+
+class Selector(Protocol):
+    """
+    A strategy that chooses the groups to train on.
+
+    Pass your own to `LZEGRPOTrainer(selector=...)`. It must depend on its arguments alone: every process calls it with
+    the same values and has to get the same answer.
+    """
+
+    def select(self, groups: Groups, k: int, rng: np.random.Generator) -> np.ndarray:
+        """
+        Args:
+            groups ([`Groups`]): The scored groups.
+            k (`int`): Number of groups that the selection ratio asks for.
+            rng (`np.random.Generator`): Source of randomness, the same on every process.
+
+        Returns:
+            `np.ndarray` of shape `(≤ P,)`: Distinct indices of the chosen groups.
+        """
+        ...
+
+
+def quota(ratio: float, num_groups: int) -> int:
+    """K = ρ·P rounded to the nearest integer (halves up), at least 1."""
+    # 0.29 · 50 is 14.499999999999998 in binary: what the user means by ρ is its decimal value
+    return max(1, math.floor(round(ratio * num_groups, 9) + 0.5))
+
+
+def ramped_ratio(ratio: float, batch: int, warmup: int = 0, ramp: int = 0) -> float:
+    """
+    Selection ratio of a generation batch: 1 during the warm-up, then falling linearly to `ratio`.
+
+    Args:
+        ratio (`float`): ρ after the ramp.
+        batch (`int`): Index of the generation batch, from 0.
+        warmup (`int`): Number of batches with ratio 1.
+        ramp (`int`): Number of batches over which the ratio falls; the last of them has `ratio`.
+
+    Returns:
+        `float`: The ratio, in `[ratio, 1]`.
+    """
+    if batch < warmup:
+        return 1.0
+    progress = 1.0 if ramp == 0 else min(1.0, (batch - warmup + 1) / ramp)
+    return ratio + (1.0 - ratio) * (1.0 - progress)  # exactly `ratio` at the end
+
+
+def top_k(scores: np.ndarray, eligible: np.ndarray, k: int) -> np.ndarray:
+    """
+    Indices of the `k` highest scores among the eligible groups, in ascending order of index.
+
+    Ties go to the lower index. Fewer than `k` eligible groups are all taken.
+    """
+    candidates = np.flatnonzero(eligible)
+    order = np.argsort(-scores[candidates], kind="stable")
+    return np.sort(candidates[order[:k]])
+
+
+@dataclass(frozen=True)
+class EnergySelector:
+    """Highest Learning-Zone Energy with Gumbel noise of scale `gumbel_scale`·max(max E − min E, 0.01), live groups."""
+
+    gumbel_scale: float = 0.05
+
+    def select(self, groups: Groups, k: int, rng: np.random.Generator) -> np.ndarray:
+        noise = rng.gumbel(size=len(groups))  # drawn for all groups: the stream does not depend on who is alive
+        live = groups.alive
+        if not live.any():
+            return np.empty(0, dtype=np.int64)
+        energies = groups.energies[live]
+        scale = self.gumbel_scale * max(energies.max() - energies.min(), 0.01)
+        scores = np.round(groups.energies, 9)  # the order of the completions changes the last bit of a tie
+        return top_k(scores + scale * noise, live, k)
+
+
+@dataclass(frozen=True)
+class ScoreSelector:
+    """Highest `score(groups)` among the live groups, ties broken at random."""
+
+    score: Callable[[Groups], np.ndarray]
+
+    def select(self, groups: Groups, k: int, rng: np.random.Generator) -> np.ndarray:
+        order = rng.permutation(len(groups))
+        scores = np.round(self.score(groups), 9)  # 1/3 and 2/3 are equally far from 1/2, up to the last bit
+        chosen = top_k(scores[order], groups.alive[order], k)
+        return np.sort(order[chosen])
+
+
+class RandomSelector:
+    """A random share of all groups, dead ones included: the control for every other selector."""
+
+    def select(self, groups: Groups, k: int, rng: np.random.Generator) -> np.ndarray:
+        return np.sort(rng.permutation(len(groups))[:k])
+
+
+class AllSelector:
+    """Every group: plain GRPO."""
+
+    def select(self, groups: Groups, k: int, rng: np.random.Generator) -> np.ndarray:
+        return np.arange(len(groups))
+
+
+class ZeroVarianceFilter:
+    """Every live group: those that have advantages, whatever counts as a pass."""
+
+    def select(self, groups: Groups, k: int, rng: np.random.Generator) -> np.ndarray:
+        return np.flatnonzero(groups.alive)
+
+
+def make_selector(name: str, gumbel_scale: float = 0.05) -> Selector:
+    """Selector of a configuration's `selector` field."""
+    selectors = {
+        "energy": EnergySelector(gumbel_scale),
+        "variance": ScoreSelector(lambda groups: groups.uncertainty),
+        "midpoint": ScoreSelector(lambda groups: -np.abs(groups.pass_rates - 0.5)),
+        "random": RandomSelector(),
+        "all": AllSelector(),
+        "zero_variance": ZeroVarianceFilter(),
+    }
+    if name not in selectors:
+        raise ValueError(f"`selector` must be one of {list(selectors)}, got {name!r}.")
+    return selectors[name]
+
+
+def choose(selector: Selector, groups: Groups, k: int, rng: np.random.Generator) -> np.ndarray:
+    """
+    Ask a selector and check its answer.
+
+    Returns:
+        `np.ndarray` of shape `(P,)`: Whether each group is chosen, bool.
+
+    Raises:
+        ValueError: If the answer is not a list of distinct group indices.
+    """
+    indices = np.asarray(selector.select(groups, k, rng))
+    name = type(selector).__name__
+    if indices.ndim != 1 or (indices.size and not np.issubdtype(indices.dtype, np.integer)):
+        raise ValueError(
+            f"`{name}.select` must return a one-dimensional array of group indices, got shape {indices.shape} and "
+            f"dtype {indices.dtype}."
+        )
+    chosen = np.zeros(len(groups), dtype=bool)
+    if indices.size == 0:
+        return chosen
+    if indices.min() < 0 or indices.max() >= len(groups) or len(np.unique(indices)) != len(indices):
+        raise ValueError(
+            f"`{name}.select` must return distinct indices in [0, {len(groups)}), got {indices.tolist()}."
+        )
+    chosen[indices] = True
+    return chosen
+
+
+def choose_groups(
+    selector: Selector,
+    groups: Groups,
+    loss_tokens: np.ndarray,
+    k: int,
+    draws_prompts: bool,
+    make_rng: Callable[[], np.random.Generator],
+) -> np.ndarray:
+    """
+    Choose the groups of a generation batch to train on.
+
+    Args:
+        selector ([`Selector`]): The strategy.
+        groups ([`Groups`]): The scored groups, those that have waited for this update first.
+        loss_tokens (`np.ndarray` of shape `(P,)`): Tokens of each group that the loss covers.
+        k (`int`): Number of groups that the selection ratio asks for.
+        draws_prompts (`bool`):
+            Whether prompts were drawn until `k` groups were alive. Dead ones are out then, and what is more than `k` waits.
+        make_rng (`Callable`): Makes the source of randomness, with the same numbers each time.
+
+    Returns:
+        `np.ndarray` of shape `(P,)`: Whether each group is chosen, bool.
+    """
+    if draws_prompts:
+        candidates = np.flatnonzero(groups.alive & (loss_tokens > 0))
+        return _choose_among(selector, groups, candidates, k, make_rng(), at_most=k)
+    chosen = _choose_among(selector, groups, np.arange(len(groups)), k, make_rng())
+    if chosen.sum() == k and not loss_tokens[chosen].all() and not isinstance(selector, AllSelector):
+        # All completions of a group are truncated and masked: such a group takes no place of another. Plain GRPO counts it
+        chosen = _choose_among(selector, groups, np.flatnonzero(loss_tokens), k, make_rng())
+    return chosen
+
+
+def _choose_among(
+    selector: Selector,
+    groups: Groups,
+    candidates: np.ndarray,
+    k: int,
+    rng: np.random.Generator,
+    at_most: int | None = None,
+) -> np.ndarray:
+    chosen = np.zeros(len(groups), dtype=bool)
+    if len(candidates):
+        picked = np.flatnonzero(choose(selector, groups.take(candidates), k, rng))
+        chosen[candidates[picked[:at_most]]] = True
+    return chosen
