@@ -16,7 +16,7 @@ from launches import by_torchrun, run_to_end
 from lze_trl.checkpoint import load
 from lze_trl.config import SELECTORS
 from lze_trl.record.reader import open_run
-from test_controllers_training import assert_laws, assert_table, drawn_groups, frozen, make, times  # noqa: F401
+from test_controllers_training import assert_laws, assert_table, drawn_groups, make, times
 
 
 SCRIPT = Path(__file__).with_name("controllers_run.py")
@@ -77,7 +77,7 @@ TABLE = SETTINGS | {
 
 
 @pytest.fixture(scope="module")
-def runs(frozen, tmp_path_factory):  # noqa: F811
+def runs(tmp_path_factory):
     directory = tmp_path_factory.mktemp("controllers")
     tiny.save(directory / "model")
     for name, settings in cases().items():

@@ -1,7 +1,6 @@
 """Rollout controllers in training, on one process: what every selector and controller keeps to, and goldens."""
 
 import asyncio
-import gc
 import itertools
 import math
 import shutil
@@ -20,15 +19,6 @@ from lze_trl.config import SELECTORS
 from lze_trl.record.reader import open_run
 from lze_trl.rollout.controllers import ReinforceAda, RolloutController, UniformController
 from test_laws import distance, moved
-
-
-@pytest.fixture(scope="module", autouse=True)
-def frozen():
-    """Every training begins with a collection of all garbage: what is here already need not be looked through."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")
