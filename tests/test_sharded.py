@@ -52,7 +52,11 @@ def launch_sharded(directory: Path, way: str):
 def test_zero3_resumed_decides_as_uninterrupted(tmp_path):
     tiny.save(tmp_path / "model")
     # In the middle of a generation batch, so that rollouts have to come back as well
-    settings = all_cases()["two-steps-True-selected-sapo"] | {"max_steps": 9, "save_strategy": "steps", "save_steps": 5}
+    settings = all_cases()["two-steps-True-selected-sapo"] | {
+        "max_steps": 9,
+        "save_strategy": "steps",
+        "save_steps": 5,
+    }
     runs = {"whole": settings, "resumed": settings | {"resume": ["whole", "checkpoint-5"]}}
     (tmp_path / "cases.json").write_text(json.dumps(runs))
     launch_sharded(tmp_path, "zero3")
