@@ -190,7 +190,14 @@ def run(directory, **kwargs):
     return trainer
 
 
-@pytest.mark.parametrize(("controller", "selector"), list(itertools.product(CONTROLLERS, SELECTORS))[::2])
+@pytest.mark.parametrize(
+    ("controller", "selector"),
+    [
+        (controller, selector)
+        for (i, controller), (j, selector) in itertools.product(enumerate(CONTROLLERS), enumerate(SELECTORS))
+        if (i + j) % 2 == 0
+    ],
+)
 def test_every_selector_with_every_controller(tmp_path, model, controller, selector):
     settings = CONTROLLERS[controller]
     trainer = run(
