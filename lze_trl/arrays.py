@@ -64,7 +64,7 @@ class Rollouts:
         scores (`np.ndarray` of shape `(B,)`, float64, *optional*):
             What the outcomes are scaled from. Defaults to the outcomes.
         signals (`np.ndarray` of shape `(B,)`, float64, *optional*):
-            What TRL's advantages compare within a group, see [`~lze_trl.rollout.gather.signals.signals`]. Defaults to the rewards.
+            What TRL's advantages compare within a group, see [`~lze_trl.rollout.signals.signals`]. Defaults to the rewards.
     """
 
     prompt_ids: np.ndarray

@@ -249,7 +249,7 @@ def outcome_rule(
         args ([`LZEGRPOConfig`]): Settings.
         reward_funcs (`list`): Reward functions, F of them.
         names (`list[str]`): Their names.
-        controller ([`~lze_trl.rollout.gather.controllers.RolloutController`]): Reinforce-Ada counts passes.
+        controller ([`~lze_trl.rollout.controllers.RolloutController`]): Reinforce-Ada counts passes.
     """
     if args.pass_reward not in (None, "total", *names):
         raise ValueError(

@@ -5,6 +5,9 @@ Console, report, app, model card and trackers all tell savings by [`against_plai
 """
 
 import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING
 
@@ -120,6 +123,14 @@ class Ledger:
             )
         for name, value in values.items():
             setattr(self, name, value)
+
+    @contextmanager
+    def timed(self, kind: str) -> Iterator[None]:
+        """Count the time of what follows as that of a kind of work: `"rollout"`, `"logprob"`, `"update"`, `"selection"`."""
+        begin = time.perf_counter()
+        yield
+        name = f"{kind}_seconds"
+        setattr(self, name, getattr(self, name) + time.perf_counter() - begin)
 
     def add_plain(self, rows: int, row_tokens: float | None):
         """
@@ -267,7 +278,6 @@ def account(
     chosen: np.ndarray,
     batch_rows: int,
     logprob_passes: int,
-    iterations: int,
 ):
     """
     Enter a generation batch.
@@ -283,7 +293,6 @@ def account(
         chosen (`np.ndarray` of shape `(n,)`): Rows of the pool that are trained on.
         batch_rows (`int`): Completions of the batch in plain GRPO, `generation_batch_size`.
         logprob_passes (`int`): Forward passes per row for old and reference log-probabilities.
-        iterations (`int`): Iterations over the batch.
     """
     chosen_tokens = int((pool.prompt_tokens + pool.completion_tokens)[chosen].sum())
     drawn_tokens = drawn.prompt_tokens + drawn.completion_tokens
@@ -294,5 +303,5 @@ def account(
     ledger.rows_rolled_out += drawn.num_rows
     ledger.rows_trained += len(chosen)
     ledger.rollout_tokens += int(drawn_tokens.sum())
-    ledger.update_tokens += chosen_tokens * iterations
+    ledger.update_tokens += chosen_tokens * ledger.iterations
     ledger.logprob_tokens += chosen_tokens * logprob_passes

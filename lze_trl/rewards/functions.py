@@ -100,7 +100,7 @@ def accuracy_reward(
 
     Example:
     ```python
-    >>> from lze_trl.rewards.functions.functions import accuracy_reward
+    >>> from lze_trl.rewards.functions import accuracy_reward
 
     >>> accuracy_reward([r"So it is \boxed{0.5}.", "The answer is 3"], solution=[r"\frac12", "1,234"])
     [1.0, 0.0]
