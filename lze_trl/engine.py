@@ -200,7 +200,16 @@ class Engine:
         """
         trainer, count, even = self._trainer, len(indices), pool.order is not None
         known = rows if fresh.local.logprobs is not None else replace(rows, logprobs=None)
-        generated = (known.prompt_ids, known.completion_ids, known.loss_mask, [None] * count, known.logprobs, {}, None, [])
+        generated = (
+            known.prompt_ids,
+            known.completion_ids,
+            known.loss_mask,
+            [None] * count,
+            known.logprobs,
+            {},
+            None,
+            [],
+        )
         table = _table(fresh.rollouts.num_rows)
         changes = {
             "_generate": lambda prompts: generated,

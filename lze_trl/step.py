@@ -120,7 +120,7 @@ class GenerationStep:
         if drawn is None:
             return self._nothing(plan, engine)
         with timed("selection"):
-            groups, foreseen = self._remember(drawn, engine)
+            groups, foreseen = self._remember(drawn)
             pool = self.buffer.pool(drawn, groups, self.generation)
             chosen = self._select(pool, plan.num_prompts)
             weights = ask_keep(self.controller, pool.scored.rollouts, self._rng("keep"))
@@ -150,10 +150,10 @@ class GenerationStep:
         wanted = self._quota(plan.num_prompts)
         return self.rounds.draw(plan, engine, self.generation, wanted, waiting=len(self.buffer))
 
-    def _remember(self, drawn: Scored, engine: Engine) -> tuple[Groups, dict[str, float]]:
+    def _remember(self, drawn: Scored) -> tuple[Groups, dict[str, float]]:
         """Score the groups and remember their prompts; also, how well the dead ones were foreseen."""
         prompts = self.state.prompts(drawn.rollouts.prompt_ids)
-        groups = self.state.visit(drawn.rollouts, engine.optimizer_step)
+        groups = self.state.visit(drawn.rollouts)
         self.passes.observe(groups)
         return groups, self.dead.update(prompts, groups, drawn.rollouts, drawn.rewards_per_func.cpu().numpy())
 
@@ -183,9 +183,7 @@ class GenerationStep:
         layout = self._layout(scored, rows, reference, lengths)
         local_rows, tensors, older = layout.rows_of(rank), {}, None
         if len(rows):
-            mine = exchange(
-                scored.local, rows, scored.owner, scored.position, *lengths, layout, self.accelerator
-            )
+            mine = exchange(scored.local, rows, scored.owner, scored.position, *lengths, layout, self.accelerator)
             is_older = pool.row_generation[rows] < self.generation
             if is_older.any():  # all processes make the same forward passes, whoever has these rows
                 older = is_older[local_rows]
@@ -204,7 +202,9 @@ class GenerationStep:
             slot = scored.slots(geometry.num_processes, geometry.steps_per_generation)
             reference = trl_reference(slot, scored.owner, scored.loss_tokens, rows, weights, geometry)
             # Prompts that were skipped count as dead groups
-            return reference.stretched(args.generation_batch_size / scored.rollouts.num_rows) if over_all else reference
+            return (
+                reference.stretched(args.generation_batch_size / scored.rollouts.num_rows) if over_all else reference
+            )
         if over_all:
             mean_tokens = float(fresh.loss_tokens.mean())
             return full_reference(weights, args.generation_batch_size, mean_tokens, geometry, self._rng("steps"))

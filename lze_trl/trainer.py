@@ -204,12 +204,18 @@ class LZEGRPOTrainer(GRPOTrainer):
         refuse_unfit_tokenizers(self)
         if over_http:
             Engine(self).connect(http_generation(self))
-        self._build_parts(over_http)
-        for callback in tracking_callbacks(args, self.prompt_state, self.flush_telemetry):
-            self.add_callback(callback)
+        self._build_parts()
+        if args.telemetry and {"wandb", "trackio"} & set(args.report_to):
+            from .record.tracking import EnergyTrackingCallback
+
+            self.add_callback(EnergyTrackingCallback(self.prompt_state, flush=self.flush_telemetry))
+        if "trackio" in args.report_to:
+            from .record.tracking import TrackioRunCallback
+
+            self.add_callback(TrackioRunCallback())
         self.summary: RunSummary | None = add_summary(self) if args.summary else None
 
-    def _build_parts(self, over_http: bool):
+    def _build_parts(self):
         """Give every part of a generation batch what it needs."""
         args, accelerator = self.args, self.accelerator
         sized = isinstance(self.train_dataset, Dataset)
@@ -335,7 +341,7 @@ class LZEGRPOTrainer(GRPOTrainer):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         arguments = model, inputs, return_outputs, num_items_in_batch
         return Engine(self).weighted_loss(
-            lambda view: super(LZEGRPOTrainer, view).compute_loss(*arguments), inputs, self.generation_step.window
+            lambda view: super().compute_loss(*arguments), inputs, self.generation_step.window
         )
 
     # ---- Accounts and records ----

@@ -73,9 +73,7 @@ class LiveBuffer:
             joined([old.scored, scored]), old.groups + groups, np.concatenate([old.generation, fresh.generation])
         )
 
-    def keep(
-        self, pool: Pool, waiting: np.ndarray, generation: int, complete_logprobs: Callable | None
-    ) -> int:
+    def keep(self, pool: Pool, waiting: np.ndarray, generation: int, complete_logprobs: Callable | None) -> int:
         """
         Keep the groups that wait, unless they would be too old for the next batch.
 

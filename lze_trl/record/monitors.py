@@ -81,7 +81,11 @@ class DeadMonitor:
         """
         alive = groups.alive.any()
         self._silent = 0 if alive else self._silent + 1
-        if not alive and not self._warned and (cause := _cause(rollouts, rewards_per_func, self._silent, self.patience)):
+        if (
+            not alive
+            and not self._warned
+            and (cause := _cause(rollouts, rewards_per_func, self._silent, self.patience))
+        ):
             self._warned = True
             logger.warning("%s Training goes on, but this batch teaches nothing.", cause)
         unscored = np.isnan(groups.pass_rates) & groups.alive
@@ -115,9 +119,7 @@ class DeadMonitor:
         self._silent, self._warned = state["silent"], state["warned"]
         self._warned_unscored = state["warned_unscored"]
         prefix = "calibration."
-        self.calibration.load(
-            {name[len(prefix) :]: array for name, array in state.items() if name.startswith(prefix)}
-        )
+        self.calibration.load({name[len(prefix) :]: array for name, array in state.items() if name.startswith(prefix)})
 
 
 def _cause(rollouts: Rollouts, rewards_per_func: np.ndarray, silent: int, patience: int) -> str | None:

@@ -165,7 +165,7 @@ def _nothing(num_functions: int) -> dict[str, Any]:
     none, unscored = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float64)
     rollouts = Rollouts(none, none, unscored, unscored, none, none)
     return {
-        "groups": PromptState().visit(rollouts, 0),
+        "groups": PromptState().visit(rollouts),
         "selected": np.empty(0, dtype=bool),
         "rewards": np.empty((0, num_functions)),
         "rollouts": rollouts,

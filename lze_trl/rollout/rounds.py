@@ -13,8 +13,8 @@ from ..arrays import Rollouts
 from ..memory.outcomes import OutcomeRule
 from ..memory.state import PromptState
 from ..pack.rows import Scored, joined, without_empty_groups
-from ..plan.planner import Plan, Planner
-from ..plan.pruning import keyed_rng
+from ..plan.passes import Passes, Plan
+from ..seeding import keyed_rng
 from .controllers import RolloutController, ask, ask_more
 from .gather import gather_rollouts
 from .signals import signals, total_rewards
@@ -33,7 +33,7 @@ class Rounds:
     Args:
         args ([`~lze_trl.LZEGRPOConfig`]): Settings.
         controller ([`~lze_trl.rollout.controllers.RolloutController`]): Says how many completions each prompt gets.
-        passes ([`~lze_trl.plan.planner.Planner`]): Gives further prompts, and the rows of prompts.
+        passes ([`~lze_trl.plan.passes.Passes`]): Gives further prompts, and the rows of prompts.
         state ([`~lze_trl.memory.state.PromptState`]): What is known of prompts, and the range of scores.
         rule ([`~lze_trl.memory.outcomes.OutcomeRule`]): What an outcome is made of.
         accelerator (`Accelerator`): The processes.
@@ -43,7 +43,7 @@ class Rounds:
         self,
         args: Any,
         controller: RolloutController,
-        passes: Planner,
+        passes: Passes,
         state: PromptState,
         rule: OutcomeRule,
         accelerator: Accelerator,
@@ -167,9 +167,7 @@ class Rounds:
             extra=rolled.extra,
         )
 
-    def judge(
-        self, rewards_per_func: torch.Tensor, weights: torch.Tensor, group_size: int
-    ) -> dict[str, np.ndarray]:
+    def judge(self, rewards_per_func: torch.Tensor, weights: torch.Tensor, group_size: int) -> dict[str, np.ndarray]:
         """
         What rewards say of completions, see [`~lze_trl.arrays.Rollouts`].
 
