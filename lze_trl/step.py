@@ -24,11 +24,11 @@ from .pack.layout import (
     unpacked,
 )
 from .plan.planner import Plan
-from .plan.pruning import keyed_rng
 from .record.ledger import account
 from .record.recorder import batch_metrics
 from .rollout.controllers import ask_keep
 from .rollout.gather import Scored
+from .seeding import keyed_rng
 from .select.selectors import choose_groups
 
 

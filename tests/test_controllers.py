@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 import tiny
 from lze_trl.arrays import Prompts, Rollouts
-from lze_trl.plan.pruning import keyed_rng
 from lze_trl.rollout.allocation import expected_energy, largest_remainders, softmax_shares
 from lze_trl.rollout.controllers import (
     CONTROLLERS,
@@ -27,6 +26,7 @@ from lze_trl.rollout.controllers import (
     ask_more,
     stratified,
 )
+from lze_trl.seeding import keyed_rng
 from lze_trl.select.advantages import group_advantages
 from samples import NAN, rollouts
 

@@ -14,10 +14,10 @@ from lze_trl.plan.pruning import (
     PromptStream,
     Pruner,
     draw_replays,
-    keyed_rng,
     skip_plan,
     skip_probability,
 )
+from lze_trl.seeding import keyed_rng
 from samples import NAN, rollouts
 
 

@@ -16,12 +16,12 @@ import tiny
 from lze_trl.arrays import Groups, Rollouts
 from lze_trl.job import cli
 from lze_trl.memory.state import PromptState, StateSettings
-from lze_trl.plan.pruning import keyed_rng
 from lze_trl.record import GenerationRecord, MissingTelemetryError, TelemetryWriter
 from lze_trl.record.rows import groups_table
 from lze_trl.replay import ReplayError, records, replay, show_replay
 from lze_trl.replay.foresight import Foreseer
 from lze_trl.replay.records import groups_of
+from lze_trl.seeding import keyed_rng
 from lze_trl.select.selectors import RandomSelector
 
 

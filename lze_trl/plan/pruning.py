@@ -7,19 +7,11 @@ import numpy as np
 
 from ..arrays import Groups
 from ..memory.state import PromptState
+from ..seeding import keyed_rng
 from ..select.selectors import quota
 
 
 logger = logging.getLogger(__name__)
-
-
-def keyed_rng(seed: int, step: int, purpose: str) -> np.random.Generator:
-    """
-    Generator of the random numbers of one purpose at one step.
-
-    Every process gets the same numbers, and so does a resumed run: nothing is drawn from a shared stream.
-    """
-    return np.random.default_rng([seed % 2**32, step, *purpose.encode()])
 
 
 def draw_replays(pruned_ids: np.ndarray, replay_ratio: float, seed: int, pass_index: int) -> np.ndarray:

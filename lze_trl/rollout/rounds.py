@@ -14,8 +14,8 @@ from ..checks import IMAGE_COLUMNS, NO_IMAGE, images_error
 from ..memory.identity import ID_COLUMN
 from ..pack.exchange import Completions
 from ..plan.planner import Plan
-from ..plan.pruning import keyed_rng
 from ..record.recorder import merge_rounds
+from ..seeding import keyed_rng
 from ..select.selectors import quota, ramped_ratio
 from .controllers import ask, ask_more
 from .gather import (
