@@ -163,7 +163,7 @@ class Probe(TrainerCallback):
 
     def _visit(self, model: PreTrainedModel, step: int):
         own, fresh = self._draw(model, step, "rollouts A"), self._draw(model, step, "rollouts B")
-        groups = self.state.visit(_as_rollouts(own, self.prompt_ids), step)
+        groups = self.state.visit(_as_rollouts(own, self.prompt_ids))
         direction = expected_gradient(model, self.held_out.batches)
         direction /= direction.norm()
         columns: dict[str, list[float]] = {"own_norm": [], "projection": [], "fresh_norm": [], "expected_norm": []}

@@ -67,11 +67,11 @@ _HARMLESS = (
 def save_state(trainer: "LZEGRPOTrainer", directory: str):
     """Write the prompt state and the place in the data; to be called on one process."""
     pruner, stream = trainer.planner.pruner, trainer.planner.stream
-    tensors = store.add_prefix(trainer.prompt_state.tensors(), "state")
+    tensors = store.add_prefix(trainer.prompt_state.state_dict(), "state")
     tensors |= store.add_prefix(pruner.tensors(), "pruner")
     if stream is not None:
         tensors |= store.add_prefix(stream.tensors(), "stream")
-    tensors |= store.add_prefix(trainer._dead.calibration.tensors(), "calibration")
+    tensors |= store.add_prefix(trainer._dead.calibration.state_dict(), "calibration")
     meta = {
         **_update_shape(trainer),
         "settings": _settings(trainer),
@@ -162,11 +162,11 @@ def restore(trainer: "LZEGRPOTrainer", directory: str):
     tensors, meta = store.load(directory, store.STATE_NAME)
     if trainer.is_world_process_zero():
         _tell_changes(meta.get("settings", {}), _settings(trainer))  # a checkpoint may be older than they are
-    trainer.prompt_state.load(store.strip_prefix(tensors, "state"))
+    trainer.prompt_state.load_state_dict(store.strip_prefix(tensors, "state"))
     trainer.planner.pruner.load(store.strip_prefix(tensors, "pruner"))
     if trainer.planner.stream is not None:
         trainer.planner.stream.load(store.strip_prefix(tensors, "stream"))
-    trainer._dead.calibration.load(store.strip_prefix(tensors, "calibration"))
+    trainer._dead.calibration.load_state_dict(store.strip_prefix(tensors, "calibration"))
     trainer.ledger.load(meta["ledger"])
     # Micro-steps are counted from the beginning of a generation batch, however many this run makes of one
     trainer._step = meta["step"] if meta["mid_batch"] else 0
@@ -237,7 +237,7 @@ def load_prompt_state(state: PromptState, source: str):
     from .job.hub import resolve_state
 
     tensors, _ = store.load(store.find_state(resolve_state(source)), store.STATE_NAME)
-    state.load(store.strip_prefix(tensors, "state"))
+    state.load_state_dict(store.strip_prefix(tensors, "state"))
     logger.info("Starting from the state of %d prompts of `%s`.", len(state), source)
 
 

@@ -71,7 +71,7 @@ class GenerationPipeline(TensorTrainer):
             self._record_empty(plan)
             return _empty_batch(self.args.steps_per_generation)
         prompts = self.prompt_state.prompts(fresh.rollouts.prompt_ids)
-        groups = self.prompt_state.visit(fresh.rollouts, self.state.global_step)
+        groups = self.prompt_state.visit(fresh.rollouts)
         foreseen = self._dead.update(prompts, groups, fresh.rollouts, fresh.rewards_per_func.cpu().numpy())
         self.planner.pruner.observe(groups)
         pool = Pool(fresh, groups, np.full(len(groups), self._generation))

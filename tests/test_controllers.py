@@ -43,6 +43,8 @@ def fresh(count: int, **known: list) -> Prompts:
         "pass_rates": np.full(count, 0.5),
         "strength": np.zeros(count),
         "difficulty": np.ones(count),
+        "streak": np.zeros(count, dtype=np.int64),
+        "pruned": np.zeros(count, dtype=bool),
     }
     return Prompts(**arrays | {name: np.array(values) for name, values in known.items()})
 

@@ -91,6 +91,8 @@ def test_second_chance_by_hand(classes):
         pass_rates=np.array([0.5, 17 / 18, 0.5]),
         strength=np.array([0.0, 16.0, 8.0]),
         difficulty=np.ones(3),
+        streak=np.array([0, 4, 0]),
+        pruned=np.array([False, True, False]),
     )
     nothing = rollouts({0: [], 1: [], 2: []})
     assert controller.draw(0, prompts, nothing, RNG).tolist() == [4, 2, 4]

@@ -25,7 +25,7 @@ def pruner(*solved: int, replay_ratio: float = 0.1, seed: int = 7) -> Pruner:
     """A pruner whose state has pruned some prompts."""
     state = PromptState(StateSettings(pruning_streak=1))
     if solved:
-        state.visit(rollouts({prompt: [1.0, 1.0] for prompt in solved}), 0)
+        state.visit(rollouts({prompt: [1.0, 1.0] for prompt in solved}))
     return Pruner(state, replay_ratio, seed)
 
 
@@ -104,12 +104,12 @@ def test_a_pass_leaves_out_the_pruned_but_for_its_replays():
 def test_the_pass_and_not_the_moment_drives_pruning():
     some = pruner()
     some.begin_pass(0)
-    some.state.visit(rollouts({4: [1.0], 5: [1.0]}), 1)  # solved in the middle of the pass
+    some.state.visit(rollouts({4: [1.0], 5: [1.0]}))  # solved in the middle of the pass
     assert some.keeps(np.array([4, 5])).all()
     some.begin_pass(1)
     assert some.keeps(np.array([4, 5])).sum() == 1  # one of the two is replayed
     replayed = [4, 5][int(np.argmax(some.keeps(np.array([4, 5]))))]
-    some.state.visit(rollouts({replayed: [0.0]}), 2)  # forgotten
+    some.state.visit(rollouts({replayed: [0.0]}))  # forgotten
     some.begin_pass(2)
     assert some.keeps(np.array([4, 5])).all()  # active again, and the other one is the replay
 
@@ -138,10 +138,10 @@ def test_forward_pruning_learns_nothing_from_a_batch():
 def with_streaks(streaks: dict[int, int], prune: bool = False) -> PromptState:
     """State of prompts, visited in the order given, with these streaks."""
     state = PromptState(StateSettings(prune=prune, pruning_streak=1))
-    state.visit(rollouts({prompt: [1.0, 1.0] for prompt in streaks}), 0)
-    tensors = state.tensors()
+    state.visit(rollouts({prompt: [1.0, 1.0] for prompt in streaks}))
+    tensors = state.state_dict()
     tensors["streak"][:] = list(streaks.values())
-    state.load(tensors)
+    state.load_state_dict(tensors)
     return state
 
 
@@ -214,7 +214,7 @@ def test_every_process_skips_the_same(streaks, pass_index, seed, exploration, ra
 
 def test_the_marks_of_forward_pruning_play_no_part():
     state = with_streaks({1: 0, 2: 3, 3: -3}, prune=True)
-    assert state.pruned_ids().tolist() == [1, 2, 3]
+    assert state["pruned"].all()
     some = GresoPruner(state, seed=7, exploration=1.0)
     some.begin_pass(1)
     assert some.keeps(np.array([1, 2, 3])).all()
@@ -225,7 +225,7 @@ SOLVED, HALF, HOPELESS, UNSCORED = [1.0, 1.0], [1.0, 0.0], [0.0, 0.0], [NAN, NAN
 
 def groups_of(outcomes: list[list[float]]) -> Groups:
     """Groups of prompts 0, 1, 2, …, with their outcomes."""
-    return PromptState().visit(rollouts(dict(enumerate(outcomes))), 0)
+    return PromptState().visit(rollouts(dict(enumerate(outcomes))))
 
 
 @pytest.mark.parametrize(
@@ -360,7 +360,7 @@ def test_slots_of_pruned_prompts_are_refilled():
     some = pruner()
     stream = PromptStream(np.arange(100, 108), some, np.arange(8), shuffle=False)
     assert [stream.take(4).tolist() for _ in range(2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    some.state.visit(rollouts({prompt: [1.0] for prompt in (101, 102, 104, 107)}), 0)
+    some.state.visit(rollouts({prompt: [1.0] for prompt in (101, 102, 104, 107)}))
     # Half are pruned, and one of them, 10 % but at least one, is replayed: 5 prompts make the second pass
     replay = int(draw_replays(np.array([101, 102, 104, 107]), 0.1, seed=7, pass_index=1)[0]) - 100
     order = sorted([0, 3, 5, 6, replay])
@@ -393,11 +393,11 @@ def test_every_active_prompt_comes_once_a_pass(num_prompts, data):
     watched = Watched(state, num_prompts)
     stream = PromptStream(np.arange(num_prompts), watched, keyed_rng(1, 0, "test").permutation(num_prompts), shuffle)
     taken = []
-    for step in range(4 * num_prompts // count):
+    for _ in range(4 * num_prompts // count):
         batch = stream.take(count).tolist()
         assert len(set(batch)) == len(batch) == count
         taken += batch
-        state.visit(rollouts({row: [0.0 if row in never else 1.0] for row in batch}), step)
+        state.visit(rollouts({row: [0.0 if row in never else 1.0] for row in batch}))
     # At least P prompts are never solved, so that no batch had to be filled: the rows are one pass after another
     for rows in watched.passes:
         part, taken = taken[: len(rows)], taken[len(rows) :]
@@ -461,7 +461,7 @@ def test_a_batch_of_several_takes_holds_no_prompt_twice(num_prompts, shuffle, da
     watched = Watched(state, num_prompts)
     stream = PromptStream(np.arange(num_prompts), watched, keyed_rng(1, 0, "test").permutation(num_prompts), shuffle)
     handed_out = []
-    for step in range(8):
+    for _ in range(8):
         batch = stream.take(count)
         for wanted in data.draw(st.lists(st.integers(0, num_prompts), max_size=4), label="further"):
             begun = len(watched.passes)
@@ -473,7 +473,7 @@ def test_a_batch_of_several_takes_holds_no_prompt_twice(num_prompts, shuffle, da
             if len(further) < wanted:  # all that the pass rolls out is in the batch
                 assert set(watched.passes[-1]) <= set(batch.tolist())
         handed_out += batch.tolist()
-        state.visit(rollouts({row: [0.0 if row in never else 1.0] for row in batch.tolist()}), step)
+        state.visit(rollouts({row: [0.0 if row in never else 1.0] for row in batch.tolist()}))
     # What is handed out is one pass after another, each active prompt once
     for rows in watched.passes:
         part, handed_out = handed_out[: len(rows)], handed_out[len(rows) :]
@@ -525,13 +525,13 @@ def test_a_resumed_stream_hands_out_the_rest(num_prompts, before, shuffle, greso
             batch = np.concatenate([batch, stream.take(more, batch)]).tolist()
             taken.append(batch)
             outcomes = {row: [0.0 if row in never or (row + step) % 5 == 0 else 1.0] for row in batch}
-            stream.pruner.observe(stream.pruner.state.visit(rollouts(outcomes), step))
+            stream.pruner.observe(stream.pruner.state.visit(rollouts(outcomes)))
         return taken
 
     whole = build()
     run(whole, before)
     resumed = build()
-    resumed.pruner.state.load(whole.pruner.state.tensors())
+    resumed.pruner.state.load_state_dict(whole.pruner.state.state_dict())
     resumed.pruner.load(whole.pruner.tensors())
     resumed.load(whole.tensors())
     assert run(resumed, 8) == run(whole, 8)

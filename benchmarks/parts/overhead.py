@@ -125,7 +125,7 @@ class Worker:
 
     def state(self):
         """Pass rates and energies."""
-        self.groups: Groups = self.prompt_state.visit(self.scored.rollouts, self.trainer._generation)
+        self.groups: Groups = self.prompt_state.visit(self.scored.rollouts)
 
     def selection(self):
         """The groups to train on."""

@@ -56,7 +56,7 @@ class Pruner:
 
     def begin_pass(self, pass_index: int):
         """Fix which prompts the pass leaves out: those pruned by now, except its replays."""
-        pruned = self._of_training_set(self.state.pruned_ids())
+        pruned = self._of_training_set(np.sort(self.state["prompt_ids"][self.state["pruned"]]))
         replays = draw_replays(pruned, self.replay_ratio, self.seed, pass_index)
         self.left_out = np.setdiff1d(pruned, replays, assume_unique=True)
         self.pass_index = pass_index

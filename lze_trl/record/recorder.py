@@ -303,7 +303,7 @@ class Recorder:
         rollouts = Rollouts(none, none, unscored, unscored, none, none)
         self._write(
             plan,
-            groups=PromptState().visit(rollouts, 0),
+            groups=PromptState().visit(rollouts),
             selected=np.empty(0, dtype=bool),
             rewards=np.empty((0, len(self.trainer.reward_func_names))),
             rollouts=rollouts,
@@ -321,7 +321,7 @@ class Recorder:
                 generation=trainer._generation,
                 pass_index=plan.pass_index,
                 groups=groups,
-                pruned=trainer.prompt_state.is_pruned(groups.prompt_ids),
+                pruned=trainer.prompt_state.prompts(groups.prompt_ids).pruned,
                 skipped=len(plan.skipped),
                 reward_names=list(trainer.reward_func_names),
                 ledger=trainer.savings(),
