@@ -15,7 +15,6 @@ from .checkpoint import CheckpointError
 from .memory.buffer import Pool
 from .memory.state import PromptState
 from .pack.batch import GenerationBatch
-from .select.selectors import make_selector
 
 
 if TYPE_CHECKING:
@@ -66,11 +65,8 @@ _HARMLESS = (
 
 def save_state(trainer: "LZEGRPOTrainer", directory: str):
     """Write the prompt state and the place in the data; to be called on one process."""
-    pruner, stream = trainer.planner.pruner, trainer.planner.stream
     tensors = store.add_prefix(trainer.prompt_state.state_dict(), "state")
-    tensors |= store.add_prefix(pruner.tensors(), "pruner")
-    if stream is not None:
-        tensors |= store.add_prefix(stream.tensors(), "stream")
+    tensors |= store.add_prefix(trainer.passes.state_dict(), "passes")
     tensors |= store.add_prefix(trainer._dead.calibration.state_dict(), "calibration")
     meta = {
         **_update_shape(trainer),
@@ -163,9 +159,7 @@ def restore(trainer: "LZEGRPOTrainer", directory: str):
     if trainer.is_world_process_zero():
         _tell_changes(meta.get("settings", {}), _settings(trainer))  # a checkpoint may be older than they are
     trainer.prompt_state.load_state_dict(store.strip_prefix(tensors, "state"))
-    trainer.planner.pruner.load(store.strip_prefix(tensors, "pruner"))
-    if trainer.planner.stream is not None:
-        trainer.planner.stream.load(store.strip_prefix(tensors, "stream"))
+    trainer.passes.load_state_dict(store.strip_prefix(tensors, "passes"))
     trainer._dead.calibration.load_state_dict(store.strip_prefix(tensors, "calibration"))
     trainer.ledger.load(meta["ledger"])
     # Micro-steps are counted from the beginning of a generation batch, however many this run makes of one
@@ -196,8 +190,9 @@ def _settings(trainer: "LZEGRPOTrainer") -> dict[str, Any]:
     settings = {name: vars(args)[name] for name in names} | {"reward_funcs": trainer.reward_func_names}
     # Objects that were passed to the trainer stand in for the settings
     for name, used, described in (
-        ("selector", trainer.selector, make_selector(args.selector, args.gumbel_scale)),
-        ("controller", trainer.controller, args.rollout_controller()),
+        ("pruning_policy", trainer.planner, args.make_planner()),
+        ("selector", trainer.selector, args.make_selector()),
+        ("controller", trainer.controller, args.make_controller()),
     ):
         if type(used) is not type(described):
             settings[name] = type(used).__name__

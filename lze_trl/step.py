@@ -23,7 +23,7 @@ from .pack.layout import (
     trl_reference,
     unpacked,
 )
-from .plan.planner import Plan
+from .plan.passes import Plan
 from .record.ledger import account
 from .record.recorder import batch_metrics
 from .rollout.controllers import ask_keep
@@ -61,7 +61,7 @@ class GenerationPipeline(TensorTrainer):
 
     def _next_batch(self, inputs: list[dict[str, Any]]) -> GenerationBatch:
         begin = time.perf_counter()
-        plan = self.planner.plan(inputs, self._generation)
+        plan = self.passes.plan(inputs, self._generation)
         planned = time.perf_counter()
         fresh = self._draw(plan) if plan.num_prompts else None
         rolled_out = time.perf_counter()
@@ -73,7 +73,7 @@ class GenerationPipeline(TensorTrainer):
         prompts = self.prompt_state.prompts(fresh.rollouts.prompt_ids)
         groups = self.prompt_state.visit(fresh.rollouts)
         foreseen = self._dead.update(prompts, groups, fresh.rollouts, fresh.rewards_per_func.cpu().numpy())
-        self.planner.pruner.observe(groups)
+        self.planner.observe(groups)
         pool = Pool(fresh, groups, np.full(len(groups), self._generation))
         if self._surplus is not None:
             pool = self._surplus + pool
@@ -201,7 +201,9 @@ class GenerationPipeline(TensorTrainer):
         further: dict[str, float],
     ):
         chosen_fresh = chosen_groups[len(pool) - len(groups) :]
-        metrics = batch_metrics(groups, chosen_fresh, self.prompt_state, plan.pass_index) | further
+        metrics = (
+            batch_metrics(groups, chosen_fresh, self.prompt_state, plan.pass_index) | self.passes.metrics() | further
+        )
         real, computed = padding_efficiency(
             batch.layout, batch.prompt_tokens, batch.completion_tokens, self.accelerator.process_index
         )

@@ -29,6 +29,7 @@ from .arrays import Groups
 from .checks import (
     checked,
     outcome_rule,
+    refuse_idle_planner,
     refuse_unequal_groups,
     refuse_unfit_rewards,
     refuse_unfit_tokenizers,
@@ -43,8 +44,8 @@ from .memory.identity import ID_COLUMN
 from .memory.state import PromptState, StateSettings
 from .pack.batch import GenerationBatch
 from .pack.layout import Geometry, micro_step_cost
-from .plan.planner import Plan, Planner
-from .plan.pruning import GresoPruner, PromptStream, Pruner
+from .plan.passes import Passes, Plan
+from .plan.planners import Planner, SolvedPlanner
 from .record.ledger import (
     Ledger,
     TokenCost,
@@ -54,7 +55,7 @@ from .record.ledger import (
 from .record.recorder import DeadMonitor, Recorder, RepeatMonitor
 from .rollout.controllers import RolloutController, is_plain
 from .rollout.gather import Scored
-from .select.selectors import Selector, make_selector, quota
+from .select.selectors import Selector, quota
 from .step import GenerationPipeline
 
 
@@ -162,10 +163,12 @@ class LZEGRPOTrainer(GenerationPipeline):
             Configuration.
         train_dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
             Training set with a `prompt` column. Prompts of an iterable dataset are neither pruned nor deduplicated.
+        planner ([`~lze_trl.plan.planners.Planner`], *optional*):
+            Your own ranking of prompts; replaces `args.pruning_policy`.
+        controller ([`~lze_trl.rollout.controllers.RolloutController`], *optional*):
+            Your own way to draw completions; replaces `args.controller`.
         selector ([`~lze_trl.select.selectors.Selector`], *optional*):
-            Your own strategy; replaces `args.selector`.
-        controller ([`~lze_trl.rollout.gather.controllers.RolloutController`], *optional*):
-            Your own strategy; replaces `args.controller`.
+            Your own choice of groups; replaces `args.selector`.
         kwargs:
             Further arguments of [`~trl.GRPOTrainer`].
     """
@@ -205,8 +208,9 @@ class LZEGRPOTrainer(GenerationPipeline):
         args: LZEGRPOConfig | None = None,
         train_dataset: Dataset | IterableDataset | None = None,
         *positional: Any,
-        selector: Selector | None = None,
+        planner: Planner | None = None,
         controller: RolloutController | None = None,
+        selector: Selector | None = None,
         **kwargs: Any,
     ):
         if args is None:
@@ -218,7 +222,10 @@ class LZEGRPOTrainer(GenerationPipeline):
         refuse_unfit_rewards(args, given)
         refuse_unwritable(args)
         resolve_defaults(args, train_dataset)
-        self.controller = controller or args.rollout_controller()
+        if planner is not None:
+            refuse_idle_planner(args, train_dataset, planner)
+        self.planner = planner or args.make_planner()
+        self.controller = controller or args.make_controller()
         if not is_plain(self.controller, args.num_generations):
             refuse_unequal_groups(args, train_dataset, self.controller)
         train_dataset = with_prompt_ids(train_dataset, args)
@@ -236,7 +243,7 @@ class LZEGRPOTrainer(GenerationPipeline):
             self.vllm_generation = http_generation(self)
             self._last_loaded_step = -1
         self.outcome_rule = outcome_rule(args, self.reward_funcs, self.reward_func_names, self.controller)
-        self.selector = selector or make_selector(args.selector, args.gumbel_scale)
+        self.selector = selector or args.make_selector()
         self.ledger = Ledger(iterations=self.num_iterations, logprob_passes=self._logprob_passes(with_surplus=False))
         self.geometry = Geometry(
             num_processes=self.accelerator.num_processes,
@@ -281,42 +288,36 @@ class LZEGRPOTrainer(GenerationPipeline):
                 momentum_weight=args.momentum_weight,
                 ema_decay=args.ema_decay,
                 pruning_streak=args.pruning_streak,
-                prune=args.pruning != "none" and args.pruning_policy == "solved",
+                prune=args.pruning != "none" and isinstance(self.planner, SolvedPlanner),
                 named_outcome=self.outcome_rule.named,
             ),
             expected=len(dataset) if sized else 0,
             bounds=self.outcome_rule.bounds,
         )
-        ids = np.asarray(dataset.with_format("numpy")[ID_COLUMN][:], dtype=np.int64) if sized else None
-        if args.pruning_policy == "greso":
-            exploration = args.greso_exploration, args.greso_target, args.greso_step
-            pruner = GresoPruner(self.prompt_state, args.seed, *exploration, prompt_ids=ids)
-        else:
-            pruner = Pruner(self.prompt_state, args.replay_ratio, args.seed, ids)
         # A controller that draws prompts takes them from the stream, also where nothing is pruned
         mode = "refill" if self.controller.draws_prompts else args.pruning
-        stream = None
         if sized:
             dataset = self._remove_unused_columns(dataset, description="training")
         if mode == "refill":
-            first = np.arange(len(ids))
-            if self.shuffle_dataset:  # the first permutation of TRL's sampler
-                generator = torch.Generator().manual_seed(args.seed)
-                first = torch.randperm(len(ids), generator=generator).numpy()
-            stream = PromptStream(ids, pruner, first, self.shuffle_dataset)
             # The stream hands out rows of its own; those that the loader gives to `training_step` are the user's
             self.train_dataset = self.train_dataset.remove_columns(ID_COLUMN)
-        self.planner = Planner(
+        self.passes = Passes(
             mode=mode,
             dataset=dataset if sized else None,
-            pruner=pruner,
-            stream=stream,
+            planner=self.planner,
+            state=self.prompt_state,
+            seed=args.seed,
+            shuffle=self.shuffle_dataset,
             group_size=args.num_generations,
             num_groups=num_groups,
-            batches_per_pass=len(dataset) // num_groups if sized else None,
             by_prompt=not is_plain(self.controller, args.num_generations),
-            accelerator=self.accelerator,
+            process_index=self.accelerator.process_index,
+            num_processes=self.accelerator.num_processes,
+            gather=self._gather_ids,
         )
+
+    def _gather_ids(self, ids: list[int]) -> np.ndarray:
+        return self.accelerator.gather(torch.tensor(ids, device=self.accelerator.device)).cpu().numpy()
 
     # ---- Data ----
 

@@ -75,7 +75,7 @@ def test_an_iterable_dataset_is_selected_from(tmp_path):
 def test_what_a_stream_repeats_within_a_batch_is_another_prompt(tmp_path, caplog):
     # Batches of the prompts 0 0 0, 1 2 1 and 3 4 5; then the same again
     rows = tiny.prompts(6).select([0, 0, 0, 1, 2, 1, 3, 4, 5])
-    with caplog.at_level("WARNING", logger="lze_trl.plan.planner"):
+    with caplog.at_level("WARNING", logger="lze_trl.plan.passes"):
         trainer = run(
             tmp_path,
             dataset=rows.to_iterable_dataset(),
@@ -276,7 +276,7 @@ def test_prompts_that_fill_a_batch_are_no_visits_skipped(tmp_path):
         max_steps=8,
     )
     assert trainer.ledger.groups_rolled_out == 8 * 3
-    passes = trainer.planner.pruner.pass_index
+    passes = trainer.passes.admission.pass_index
     assert 0 < trainer.ledger.visits_skipped <= 2 * passes  # of 5 prompts, a batch takes 3
 
 

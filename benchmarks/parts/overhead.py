@@ -19,7 +19,7 @@ from lze_trl.memory.identity import ID_COLUMN
 from lze_trl.memory.state import PromptState
 from lze_trl.pack.exchange import Completions, exchange
 from lze_trl.pack.layout import Geometry, Layout, even_reference, pack
-from lze_trl.plan.planner import Plan
+from lze_trl.plan.passes import Plan
 from lze_trl.record.ledger import Ledger, TokenCost
 from lze_trl.record.recorder import Recorder, batch_metrics
 from lze_trl.rollout.gather import Scored, gather_rollouts

@@ -15,7 +15,7 @@ from ..arrays import (
 from ..memory.identity import ID_COLUMN
 from ..memory.posterior import Calibration, beta_parameters, dead_probability
 from ..memory.state import PromptState
-from ..plan.planner import Plan
+from ..plan.passes import Plan
 from ..rollout.gather import Scored
 
 

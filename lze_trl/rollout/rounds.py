@@ -13,7 +13,7 @@ from ..arrays import Rollouts
 from ..checks import IMAGE_COLUMNS, NO_IMAGE, images_error
 from ..memory.identity import ID_COLUMN
 from ..pack.exchange import Completions
-from ..plan.planner import Plan
+from ..plan.passes import Plan
 from ..record.recorder import merge_rounds
 from ..seeding import keyed_rng
 from ..select.selectors import quota, ramped_ratio
@@ -39,7 +39,7 @@ class DrawingTrainer(GRPOTrainer):
 
     def _draw(self, plan: Plan) -> Scored | None:
         """Roll out a plan, by the rollout controller. `None` if it asks for nothing."""
-        if not self.planner.by_prompt:
+        if not self.passes.by_prompt:
             group = np.repeat(np.arange(plan.num_prompts), self.num_generations)
             return self._roll_out(plan.inputs, group, plan.num_prompts)
         rng = keyed_rng(self.args.seed, self._generation, "rollouts")
@@ -47,11 +47,11 @@ class DrawingTrainer(GRPOTrainer):
         before = {name: len(values) for name, values in self._metrics["train"].items()}
         parts: list[Scored] = []
         for index in range(MAX_ROUNDS + 1):
-            ids = self.planner.ids_of(plan.rows)
+            ids = self.passes.ids_of(plan.rows)
             drawn = self._joined(parts, ids).rollouts if parts else _nothing(ids)
             if index and self.controller.draws_prompts:
                 self._extend(plan, drawn, index, wanted_groups)
-            drawn = replace(drawn, prompt_ids=self.planner.ids_of(plan.rows))
+            drawn = replace(drawn, prompt_ids=self.passes.ids_of(plan.rows))
             counts = ask(self.controller, index, self.prompt_state.prompts(drawn.prompt_ids), drawn, rng)
             if not counts.any():
                 break
@@ -62,7 +62,7 @@ class DrawingTrainer(GRPOTrainer):
         if not parts:
             return None
         merge_rounds(self._metrics["train"], before, [part.rollouts.num_rows for part in parts])
-        return without_empty_groups(self._joined(parts, self.planner.ids_of(plan.rows)))
+        return without_empty_groups(self._joined(parts, self.passes.ids_of(plan.rows)))
 
     def _joined(self, parts: list[Scored], prompt_ids: np.ndarray) -> Scored:
         """The rounds of a batch as one. A later round may have widened the range that outcomes are scaled from."""
@@ -87,7 +87,7 @@ class DrawingTrainer(GRPOTrainer):
         processes = self.accelerator.num_processes
         unit = processes // math.gcd(processes, self.num_generations)  # groups that divide evenly over the processes
         if further > 0:
-            more = self.planner.further(math.ceil(further / unit) * unit, plan.rows)
+            more = self.passes.further(math.ceil(further / unit) * unit, plan.rows)
             plan.rows = np.concatenate([plan.rows, more.rows])
             plan.skipped = np.concatenate([plan.skipped, more.skipped])
 
@@ -109,7 +109,7 @@ class DrawingTrainer(GRPOTrainer):
         group = np.repeat(np.arange(len(counts)), counts)
         unit, self.num_generations = self.num_generations, int(np.gcd.reduce(counts))
         try:
-            return self._roll_out(self.planner.local(plan.rows[group]), group, len(counts))
+            return self._roll_out(self.passes.local(plan.rows[group]), group, len(counts))
         finally:
             self.num_generations = unit
 
