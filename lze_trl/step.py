@@ -12,9 +12,19 @@ from .memory.buffer import LiveBuffer, Pool
 from .memory.state import PromptState
 from .pack.batch import GenerationBatch, filler_inputs
 from .pack.exchange import exchange
-from .pack.layout import Geometry, Layout, pack, padding_efficiency, trl_layout, unpacked
+from .pack.layout import (
+    Geometry,
+    Layout,
+    Reference,
+    even_reference,
+    full_reference,
+    pack,
+    padding_efficiency,
+    trl_layout,
+    trl_reference,
+    unpacked,
+)
 from .pack.rows import Scored
-from .pack.weights import Reference, even_reference, full_reference, trl_reference
 from .pack.window import Window
 from .plan.passes import Passes, Plan
 from .record.ledger import Ledger, account
@@ -154,7 +164,7 @@ class GenerationStep:
         """Score the groups and remember their prompts; also, how well the dead ones were foreseen."""
         prompts = self.state.prompts(drawn.rollouts.prompt_ids)
         groups = self.state.visit(drawn.rollouts)
-        self.passes.observe(groups)
+        self.passes.planner.observe(groups)
         return groups, self.dead.update(prompts, groups, drawn.rollouts, drawn.rewards_per_func.cpu().numpy())
 
     def _select(self, pool: Pool, num_prompts: int) -> np.ndarray:

@@ -28,6 +28,7 @@ from .app.console import RunSummary, add_summary
 from .checks import (
     checked,
     outcome_rule,
+    refuse_idle_planner,
     refuse_unequal_groups,
     refuse_unfit_rewards,
     refuse_unfit_tokenizers,
@@ -42,7 +43,7 @@ from .memory.identity import ID_COLUMN
 from .memory.state import PromptState, StateSettings
 from .pack.layout import Geometry, micro_step_cost
 from .plan.passes import Passes
-from .plan.planners import Planner
+from .plan.planners import Planner, SolvedPlanner
 from .record.ledger import Ledger, TokenCost, saving_metrics, token_cost
 from .record.recorder import Recorder
 from .rollout.controllers import RolloutController, is_plain
@@ -192,6 +193,8 @@ class LZEGRPOTrainer(GRPOTrainer):
         resolve_defaults(args, train_dataset)
         self.controller = controller or args.make_controller()
         self.selector = selector or args.make_selector()
+        if planner is not None:
+            refuse_idle_planner(args, train_dataset, planner)
         self.planner = planner or args.make_planner()
         if not is_plain(self.controller, args.num_generations):
             refuse_unequal_groups(args, train_dataset, self.controller)
@@ -233,7 +236,7 @@ class LZEGRPOTrainer(GRPOTrainer):
                 momentum_weight=args.momentum_weight,
                 ema_decay=args.ema_decay,
                 pruning_streak=args.pruning_streak,
-                prune=args.pruning != "none" and args.pruning_policy == "solved",
+                prune=args.pruning != "none" and isinstance(self.planner, SolvedPlanner),
                 named_outcome=rule.named,
             ),
             expected=len(self.train_dataset) if sized else 0,

@@ -62,7 +62,7 @@ class WatchedTrainer(LZEGRPOTrainer):
         super().__init__(*args, **kwargs)
         self.rounds, self.batches, self.micro_batches, self.forwards = [], [], [], []
         self.model.register_forward_hook(self._note_forward)
-        dataset = self.planner.dataset
+        dataset = self.passes.dataset
         self.prompts = dict(zip(dataset[ID_COLUMN], dataset["prompt"], strict=True))
 
     def _note_forward(self, model, args, output):

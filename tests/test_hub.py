@@ -89,7 +89,7 @@ def run_dir(tmp_path):
     directory = tmp_path / "my-run"
     training = SyntheticTraining(num_prompts=20, groups_per_batch=5)
     record_synthetic_run(directory, training, generations=4)
-    tensors = {f"state.{name}": array for name, array in training._state.tensors().items()}
+    tensors = {f"state.{name}": array for name, array in training._state.state_dict().items()}
     save(directory, STATE_NAME, tensors, {"ledger": {}, "global_step": 4})
     (directory / "optimizer.pt").write_text("not to be uploaded")
     return directory
@@ -264,8 +264,8 @@ second = LZEGRPOTrainer(
 
 class Beginning(TrainerCallback):
     def on_train_begin(self, *args, **kwargs):
-        tensors = second.prompt_state.tensors()
-        for name, array in first.prompt_state.tensors().items():
+        tensors = second.prompt_state.state_dict()
+        for name, array in first.prompt_state.state_dict().items():
             np.testing.assert_array_equal(tensors[name], array, err_msg=name)
         self.visits = int(second.prompt_state["visits"].sum())
 
@@ -414,5 +414,5 @@ def test_state_of_the_fixture_is_what_a_run_can_start_from(run_dir):
 
     tensors, _ = load(hub.resolve_state(run_dir), STATE_NAME)
     state = PromptState()
-    state.load(strip_prefix(tensors, "state"))
+    state.load_state_dict(strip_prefix(tensors, "state"))
     assert np.isin(open_run(run_dir).prompts().prompt_id, state["prompt_ids"]).all()

@@ -72,7 +72,7 @@ def ledger_of(
     ledger = Ledger(logprob_passes=passes, **settings)
     for lengths, chosen in batches:
         drawn = rollouts_of(lengths)
-        groups = PromptState().visit(drawn, 0)
+        groups = PromptState().visit(drawn)
         account(ledger, drawn, groups, drawn, np.array(chosen, dtype=int), batch_rows, passes, ledger.iterations)
     return ledger
 

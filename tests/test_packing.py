@@ -27,7 +27,7 @@ from lze_trl.pack.layout import (
     trl_reference,
     unpacked,
 )
-from lze_trl.plan.pruning import keyed_rng
+from lze_trl.seeding import keyed_rng
 
 
 def rows_of(layout: Layout) -> list[list[list[int]] | None]:

@@ -93,7 +93,7 @@ def test_reinforce_ada_has_the_published_settings(name):
     assert args.generation_batch_size // args.num_generations == NUM_PROMPTS
     assert (args.pass_threshold, args.scale_rewards) == (0.7, "none")
     exit_condition = "positive" if name.endswith("positive") else "balanced"
-    assert args.rollout_controller() == ReinforceAda(exit_condition, round_size=8, max_rounds=4, kept=4)
+    assert args.make_controller() == ReinforceAda(exit_condition, round_size=8, max_rounds=4, kept=4)
 
 
 def test_recipes_of_reinforce_ada_differ_in_what_their_names_say():
@@ -119,7 +119,7 @@ def test_dapo_has_the_published_settings():
     assert {key: vars(args)[key] for key in PUBLISHED} == PUBLISHED
     assert (args.scale_rewards, args.mask_truncated_completions) == ("group", False)
     assert (args.selector, args.selection_ratio) == ("zero_variance", 1.0)
-    assert args.rollout_controller() == DynamicSampling(16, max_rounds=10, num_prompts=NUM_PROMPTS)
+    assert args.make_controller() == DynamicSampling(16, max_rounds=10, num_prompts=NUM_PROMPTS)
     # The reward is 1 or −1 in the paper: 2 apart, at a penalty of up to 1 over the last fifth of the length
     assert (script_args.reward_funcs, args.reward_weights) == (["accuracy", "soft_overlong"], [2.0, 1.0])
     assert script_args.soft_overlong_cache == args.max_completion_length // 5

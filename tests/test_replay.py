@@ -16,12 +16,12 @@ import tiny
 from lze_trl.arrays import Groups, Rollouts
 from lze_trl.job import cli
 from lze_trl.memory.state import PromptState, StateSettings
-from lze_trl.plan.pruning import keyed_rng
 from lze_trl.record import GenerationRecord, MissingTelemetryError, TelemetryWriter
 from lze_trl.record.rows import groups_table
 from lze_trl.replay import ReplayError, records, replay, show_replay
 from lze_trl.replay.foresight import Foreseer
 from lze_trl.replay.records import groups_of
+from lze_trl.seeding import keyed_rng
 from lze_trl.select.selectors import RandomSelector
 
 
@@ -81,7 +81,7 @@ def record_run(directory, batches, chosen, ledger=None, first=0, **settings):
     )
     for generation, (outcomes, ids) in enumerate(zip(batches, chosen, strict=True), start=first):
         rollouts = rollouts_of(outcomes)
-        groups = state.visit(rollouts, generation)
+        groups = state.visit(rollouts)
         writer.record(record_of(generation, rollouts, groups, np.isin(groups.prompt_ids, list(ids)), ledger))
         writer.flush()
     writer.close()
@@ -109,7 +109,7 @@ def test_groups_are_read_back_as_they_were(data, kind, named):
     state = PromptState(StateSettings(named_outcome=named))
     for generation, outcomes in enumerate(visits):
         rollouts = rollouts_of(dict(enumerate(outcomes)))
-        seen = state.visit(rollouts, generation)
+        seen = state.visit(rollouts)
         table = groups_table(record_of(generation, rollouts, seen, seen.alive))
         read = groups_of({name: table[name].to_numpy() for name in table.column_names}, named)
         for field in fields(Groups):
@@ -292,7 +292,7 @@ def test_what_a_threshold_saves_and_loses():
         {1: [1, 1], 2: [1, 1], 3: [1, 0]},
     ):
         rollouts = rollouts_of(outcomes)
-        foreseer.see(state.visit(rollouts, 0), rollouts.sizes)
+        foreseer.see(state.visit(rollouts), rollouts.sizes)
     foresight = foreseer.foresight()
     assert (foresight.skipped_groups, foresight.skipped_rollouts, foresight.skipped_live) == (2, 4, 1)
     assert (foresight.groups, foresight.rollouts, foresight.live) == (3, 6, 1)

@@ -315,7 +315,7 @@ def test_a_reward_of_0_and_1_is_a_pass_bit_for_bit(tmp_path, controller, policy)
     passes.train()
     assert distance(graded, passes) == 0.0
     assert moved(graded) > 1e-3
-    memory, other = graded.prompt_state.tensors(), passes.prompt_state.tensors()
+    memory, other = graded.prompt_state.state_dict(), passes.prompt_state.state_dict()
     for name in memory:
         np.testing.assert_array_equal(memory[name], other[name], err_msg=name)
     assert memory["range"].tolist() == [0.0, 1.0]

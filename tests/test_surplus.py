@@ -363,7 +363,7 @@ def test_resumed_with_surplus_is_uninterrupted_bit_for_bit(tmp_path, per_generat
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == whole.state.global_step == 7
     assert distance(whole, resumed) == 0.0
-    first, second = whole.prompt_state.tensors(), resumed.prompt_state.tensors()
+    first, second = whole.prompt_state.state_dict(), resumed.prompt_state.state_dict()
     assert all((first[name] == second[name]).all() for name in first)
     counts = [name for name in vars(whole.ledger) if not name.endswith("seconds")]
     assert {n: getattr(whole.ledger, n) for n in counts} == {n: getattr(resumed.ledger, n) for n in counts}

@@ -19,11 +19,11 @@ from lze_trl.memory.identity import ID_COLUMN
 from lze_trl.memory.state import PromptState
 from lze_trl.pack.exchange import Completions, exchange
 from lze_trl.pack.layout import Geometry, Layout, even_reference, pack
-from lze_trl.plan.planner import Plan
-from lze_trl.plan.pruning import keyed_rng
+from lze_trl.plan.passes import Plan
 from lze_trl.record.ledger import Ledger, TokenCost
 from lze_trl.record.recorder import Recorder, batch_metrics
 from lze_trl.rollout.gather import Scored, gather_rollouts
+from lze_trl.seeding import keyed_rng
 from lze_trl.select.selectors import EnergySelector, choose, quota
 
 from ..comparison import Spread
@@ -125,7 +125,7 @@ class Worker:
 
     def state(self):
         """Pass rates and energies."""
-        self.groups: Groups = self.prompt_state.visit(self.scored.rollouts, self.trainer._generation)
+        self.groups: Groups = self.prompt_state.visit(self.scored.rollouts)
 
     def selection(self):
         """The groups to train on."""

@@ -112,14 +112,16 @@ class DeadMonitor:
     def state_dict(self) -> dict[str, Any]:
         """What was foreseen so far, and what has been warned of."""
         told = {"silent": self._silent, "warned": self._warned, "warned_unscored": self._warned_unscored}
-        return told | {f"calibration.{name}": array for name, array in self.calibration.tensors().items()}
+        return told | {f"calibration.{name}": array for name, array in self.calibration.state_dict().items()}
 
     def load_state_dict(self, state: dict[str, Any]):
         """Continue from a checkpoint."""
         self._silent, self._warned = state["silent"], state["warned"]
         self._warned_unscored = state["warned_unscored"]
         prefix = "calibration."
-        self.calibration.load({name[len(prefix) :]: array for name, array in state.items() if name.startswith(prefix)})
+        self.calibration.load_state_dict(
+            {name[len(prefix) :]: array for name, array in state.items() if name.startswith(prefix)}
+        )
 
 
 def _cause(rollouts: Rollouts, rewards_per_func: np.ndarray, silent: int, patience: int) -> str | None:

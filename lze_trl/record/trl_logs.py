@@ -146,8 +146,8 @@ def analyze(
             continue
         steps += 1
         texts.update(zip(rollouts.prompt_ids.tolist(), prompts, strict=True))
-        pruned = state.is_pruned(rollouts.prompt_ids)
-        groups = state.visit(rollouts, step)
+        pruned = state.prompts(rollouts.prompt_ids).pruned
+        groups = state.visit(rollouts)
         k = quota(selection_ratio, len(groups))
         chosen = choose(selector, groups, k, np.random.default_rng(step))
         rows = chosen[rollouts.group]

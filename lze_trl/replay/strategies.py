@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 
 from ..arrays import Groups
-from ..plan.pruning import keyed_rng
+from ..seeding import keyed_rng
 from ..select.selectors import (
     Selector,
     choose_groups,
