@@ -281,7 +281,7 @@ class GenerationStep:
         facts: dict[str, Any] = {"step": engine.optimizer_step, "pass_index": plan.pass_index}
         facts["skipped"] = len(plan.skipped)
         if groups is not None:
-            facts["pruned"] = self.state.is_pruned(groups.prompt_ids)
+            facts["pruned"] = self.state.prompts(groups.prompt_ids).pruned
         self.recorder.record(drawn, groups, chosen, self.generation, **facts)
 
     # ---- Checkpoints ----

@@ -242,7 +242,7 @@ class LZEGRPOTrainer(GRPOTrainer):
             expected=len(self.train_dataset) if sized else 0,
             bounds=rule.bounds,
         )
-        passes = self._passes(num_groups)
+        self.passes = passes = self._make_passes(num_groups)
         self.ledger = Ledger(iterations=self.num_iterations, logprob_passes=Engine(self).logprob_passes())
         described = {
             "selector": type(self.selector).__name__,
@@ -262,7 +262,7 @@ class LZEGRPOTrainer(GRPOTrainer):
             accelerator,
         )
 
-    def _passes(self, num_groups: int) -> Passes:
+    def _make_passes(self, num_groups: int) -> Passes:
         """Plans of generation batches, over the training set with prompt ids."""
         args, accelerator, dataset = self.args, self.accelerator, self.train_dataset
         # A controller that draws prompts takes them from the stream, also where nothing is pruned

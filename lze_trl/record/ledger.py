@@ -112,7 +112,11 @@ class Ledger:
     update_seconds: float = 0.0
     selection_seconds: float = 0.0
 
-    def load(self, values: dict[str, float]):
+    def state_dict(self) -> dict[str, float]:
+        """The totals, for a checkpoint."""
+        return asdict(self)
+
+    def load_state_dict(self, values: dict[str, float]):
         """Continue the totals of a checkpoint."""
         known = {field.name for field in fields(self)}
         if set(values) != known:
