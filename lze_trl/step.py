@@ -11,18 +11,8 @@ from .engine import TensorTrainer
 from .memory.buffer import Pool, spread
 from .pack.batch import GenerationBatch, filler_inputs
 from .pack.exchange import exchange
-from .pack.layout import (
-    Layout,
-    MicroBatch,
-    Reference,
-    even_reference,
-    full_reference,
-    pack,
-    padding_efficiency,
-    trl_layout,
-    trl_reference,
-    unpacked,
-)
+from .pack.layout import Layout, MicroBatch, pack, padding_efficiency, trl_layout, unpacked
+from .pack.weights import Reference, even_reference, full_reference, trl_reference
 from .plan.passes import Plan
 from .record.ledger import account
 from .record.recorder import batch_metrics
