@@ -12,19 +12,9 @@ from .memory.buffer import LiveBuffer, Pool
 from .memory.state import PromptState
 from .pack.batch import GenerationBatch, filler_inputs
 from .pack.exchange import exchange
-from .pack.layout import (
-    Geometry,
-    Layout,
-    Reference,
-    even_reference,
-    full_reference,
-    pack,
-    padding_efficiency,
-    trl_layout,
-    trl_reference,
-    unpacked,
-)
+from .pack.layout import Geometry, Layout, pack, padding_efficiency, trl_layout, unpacked
 from .pack.rows import Scored
+from .pack.weights import Reference, even_reference, full_reference, trl_reference
 from .pack.window import Window
 from .plan.passes import Passes, Plan
 from .record.ledger import Ledger, account

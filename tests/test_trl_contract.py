@@ -21,7 +21,7 @@ from trl.trainer.utils import (
 )
 
 import tiny
-from lze_trl.pack.layout import BATCH_TOKEN_LOSSES, MICRO_BATCH_TOKEN_LOSSES, ROW_MEAN_LOSSES
+from lze_trl.pack.weights import BATCH_TOKEN_LOSSES, MICRO_BATCH_TOKEN_LOSSES, ROW_MEAN_LOSSES
 
 
 TESTED = {"trl": "1.16", "transformers": "5.23"}

@@ -18,7 +18,8 @@ from lze_trl.config import LZEGRPOConfig
 from lze_trl.memory.identity import ID_COLUMN
 from lze_trl.memory.state import PromptState
 from lze_trl.pack.exchange import Completions, exchange
-from lze_trl.pack.layout import Geometry, Layout, even_reference, pack
+from lze_trl.pack.layout import Geometry, Layout, pack
+from lze_trl.pack.weights import even_reference
 from lze_trl.plan.passes import Plan
 from lze_trl.record.ledger import Ledger, TokenCost
 from lze_trl.record.recorder import Recorder, batch_metrics
