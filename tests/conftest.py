@@ -1,8 +1,13 @@
 """Settings of the whole suite."""
 
+import functools
+import gc
+import importlib.metadata
 import os
 import signal
 
+import datasets
+import pytest
 import torch
 from hypothesis import settings
 
@@ -15,3 +20,17 @@ os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 # A suite that was started in the background ignores Ctrl-C, and so would the runs that tests interrupt
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# accelerate parses the metadata of the same few packages many times in every training
+importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)
+datasets.disable_progress_bars()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen():
+    """Every training begins with a full garbage collection: it need not search what is already here."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure():
+    gc.unfreeze()  # or some libraries report at the end that objects of theirs leaked

@@ -13,7 +13,7 @@ from lze_trl.checkpoint import last_complete_checkpoint
 
 
 def main(directory: Path):
-    settings = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2, "max_steps": 60}
+    settings = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2, "max_steps": 24}
     settings |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "steps_per_generation": 6}
     trainer = LZEGRPOTrainer(
         model=tiny.model(),

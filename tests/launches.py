@@ -1,16 +1,61 @@
-"""Scripts in processes of their own: how they are launched, and what they say when they fail."""
+"""Scripts and functions in processes of their own: how they are launched, and what they say when they fail."""
 
+import gc
+import multiprocessing
 import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
+import torch
 import yaml
 
 import tiny
 
 
 CONFIGS = Path(__file__).parents[1] / "accelerate_configs"
+# Forks processes that have imported torch, TRL and the package already, which takes seconds
+_forks = multiprocessing.get_context("forkserver")
+_forks.set_forkserver_preload(["lze_trl.trainer", "lze_trl.job.cli"])
+
+
+def fork(log: Path, env: dict[str, str], function: Callable, *args) -> multiprocessing.Process:
+    """Start `function(*args)`, of a module, in a process with a session of its own, which appends to `log` what it says."""
+    process = _forks.Process(target=_forked, args=(log, env, os.getcwd(), function, args))
+    process.start()
+    return process
+
+
+def _forked(log: Path, env: dict[str, str], directory: str, function: Callable, args: tuple):
+    os.setsid()
+    os.chdir(directory)
+    os.environ.update(env)
+    with log.open("a") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    torch.set_num_threads(1)
+    gc.freeze()
+    function(*args)
+
+
+def on_processes(count: int, log: Path, function: Callable, *args, timeout: float = 300):
+    """Run `function(*args)` on some processes that find each other as under torchrun; fail with what they say if one fails."""
+    common = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(tiny.free_port())}
+    ranks = [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+    processes = [fork(log, env, function, *args) for env in ranks]
+    deadline = time.monotonic() + timeout
+    while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
+        if any(process.exitcode for process in processes):
+            break  # the others wait for it
+        time.sleep(0.05)
+    for process in processes:
+        process.kill()
+        process.join()
+    assert [process.exitcode for process in processes] == [0] * count, log.read_text()[-5000:]
 
 
 def on_two_cpus(name: str) -> dict:

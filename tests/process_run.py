@@ -7,6 +7,7 @@ W processes. Completions are a function of prompt, place in the group and step, 
 is left to differ is what the trainer decides.
 """
 
+import gc
 import json
 import os
 import sys
@@ -81,9 +82,11 @@ def on_cpu_like_gpu():
 
 
 def main(cases: Path):
+    gc.freeze()  # every training begins with a collection of all garbage
     for name, settings in json.loads(cases.read_text()).items():
         run(cases.parent, name, settings)
-    PartialState().destroy_process_group()
+    if PartialState().num_processes > 1:
+        PartialState().destroy_process_group()
 
 
 if __name__ == "__main__":

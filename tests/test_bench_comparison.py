@@ -252,7 +252,7 @@ accuracies = st.floats(0.0, 1.0) | st.sampled_from([0.0, 1e-6, 0.99e-5, 1e-5, 1.
 
 
 @given(st.lists(accuracies, min_size=2, max_size=5), st.lists(accuracies, min_size=2, max_size=5))
-@hypothesis.settings(deadline=None)
+@hypothesis.settings(max_examples=20, deadline=None)
 def test_a_baseline_either_costs_one_of_itself_or_has_nothing_to_reach(own, base):
     run, base = run_of(own, "lze"), run_of(base)
     expected = None if reaches(base.accuracy, base.final)[0] else 1.0

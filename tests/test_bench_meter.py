@@ -142,7 +142,7 @@ def test_plain_trl_by_hand(files, tmp_path):
 @pytest.mark.parametrize(
     ("strategy", "changes"),
     [
-        *((name, {}) for name in STRATEGIES if name != BASELINE),
+        *((name, {}) for name in [name for name in STRATEGIES if name != BASELINE][::3]),
         ("dapo", {"surplus_max_age": 1, "selection_ratio": 0.3}),
     ],
 )

@@ -1,6 +1,5 @@
 """Two processes draw, choose and train as one does, with every selector and controller."""
 
-import itertools
 import json
 from collections import Counter
 from pathlib import Path
@@ -9,17 +8,17 @@ import pandas as pd
 import pytest
 import torch
 
+import controllers_run
 import tiny
 from controllers_run import CONTROLLERS, passes
 from controllers_run import run as run_here
-from launches import by_torchrun, run_to_end
+from launches import on_processes
 from lze_trl.checkpoint import load
 from lze_trl.config import SELECTORS
 from lze_trl.record.reader import open_run
-from test_controllers_training import assert_laws, assert_table, drawn_groups, frozen, make, times  # noqa: F401
+from test_controllers_training import assert_laws, assert_table, drawn_groups, make, times
 
 
-SCRIPT = Path(__file__).with_name("controllers_run.py")
 SHAPE = {"rows": 12, "gradient_accumulation_steps": 2, "steps_per_generation": 2, "selection_ratio": 0.8}
 SETTINGS = SHAPE | {"optim": "sgd", "learning_rate": 0.2}
 
@@ -30,11 +29,17 @@ def launch(directory: Path, processes: int, cases: dict[str, dict]):
         tiny.save(directory / "model")
     path = directory / "cases.json"
     path.write_text(json.dumps(cases))
-    run_to_end([*by_torchrun(processes), SCRIPT, path], env={"TRL_EXPERIMENTAL_SILENCE": "1"})
+    on_processes(processes, directory / "log.txt", controllers_run.main, path)
 
 
 def records(directory: Path, name: str, processes: int) -> list[dict]:
     return [json.loads((directory / f"{name}.{processes}.{rank}.json").read_text()) for rank in range(processes)]
+
+
+def pairs() -> list[tuple[str, str]]:
+    """Every controller with two selectors, every selector with two controllers."""
+    turns = range(len(SELECTORS))
+    return [(name, SELECTORS[(i + turn) % len(turns)]) for i, name in enumerate(CONTROLLERS) for turn in (0, 3)]
 
 
 def cases() -> dict[str, dict]:
@@ -42,7 +47,7 @@ def cases() -> dict[str, dict]:
         f"{controller}-{selector}": SETTINGS
         | CONTROLLERS[controller]
         | {"controller": controller, "selector": selector}
-        for controller, selector in itertools.product(CONTROLLERS, SELECTORS)
+        for controller, selector in pairs()
     }
 
 
@@ -77,7 +82,7 @@ TABLE = SETTINGS | {
 
 
 @pytest.fixture(scope="module")
-def runs(frozen, tmp_path_factory):  # noqa: F811
+def runs(tmp_path_factory):
     directory = tmp_path_factory.mktemp("controllers")
     tiny.save(directory / "model")
     for name, settings in cases().items():

@@ -1,11 +1,9 @@
 """Killed at any moment and resumed: nothing is lost, and the end is that of a run that was left alone."""
 
 import json
-import os
+import multiprocessing
 import random
 import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,20 +13,24 @@ import pytest
 import torch
 from trl import GRPOTrainer
 
+import crash_run
 import tiny
+from launches import fork
 from lze_trl import LZEGRPOTrainer
 from lze_trl.checkpoint import checkpoints, is_complete, last_complete_checkpoint
 from lze_trl.record import Run, open_run
 
 
-SCRIPT = Path(__file__).with_name("crash_run.py")
-
-
-def start(directory: Path) -> subprocess.Popen:
+def start(directory: Path) -> multiprocessing.Process:
     directory.mkdir(exist_ok=True)
-    log = (directory / "log.txt").open("a")
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, str(SCRIPT), str(directory)], stdout=log, stderr=log, env=env)
+    return fork(directory / "log.txt", {}, crash_run.main, directory)
+
+
+def ends_well(directory: Path) -> bool:
+    """Run to the end."""
+    process = start(directory)
+    process.join(timeout=300)
+    return process.exitcode == 0
 
 
 def killed_in_mid_run(directory: Path, delay: float) -> bool:
@@ -36,18 +38,17 @@ def killed_in_mid_run(directory: Path, delay: float) -> bool:
     process, before = start(directory), len(list((directory / "run").glob("checkpoint-*")))
     newest = last_complete_checkpoint(directory / "run")
     deadline = time.monotonic() + 120
-    while process.poll() is None and time.monotonic() < deadline:
+    while process.is_alive() and time.monotonic() < deadline:
         if last_complete_checkpoint(directory / "run") != newest or (before == 0 and checkpoints(directory / "run")):
             time.sleep(delay)
             process.kill()
-            process.wait()
+            process.join()
             return True
         time.sleep(0.002)
     process.kill()
     return False
 
 
-@pytest.mark.slow
 def test_a_checkpoint_that_is_being_rewritten_is_incomplete(tmp_path, monkeypatch):
     settings = {"max_steps": 2, "save_strategy": "steps", "save_steps": 2}
 
@@ -72,7 +73,7 @@ def test_a_checkpoint_that_is_being_rewritten_is_incomplete(tmp_path, monkeypatc
 
 
 def test_killed_and_resumed_is_uninterrupted(tmp_path):
-    assert start(tmp_path / "whole").wait(timeout=300) == 0
+    assert ends_well(tmp_path / "whole")
     delays = random.Random(0)
     kills = 0
     for _ in range(6):
@@ -80,7 +81,7 @@ def test_killed_and_resumed_is_uninterrupted(tmp_path):
             kills += 1
             what_a_kill_leaves(tmp_path / "killed" / "run")
     assert kills >= 4
-    assert start(tmp_path / "killed").wait(timeout=300) == 0, (tmp_path / "killed" / "log.txt").read_text()[-3000:]
+    assert ends_well(tmp_path / "killed"), (tmp_path / "killed" / "log.txt").read_text()[-3000:]
     whole, killed = (torch.load(tmp_path / name / "weights.pt") for name in ("whole", "killed"))
     assert all(torch.equal(whole[name], killed[name]) for name in whole)
     same_state_and_ledger(tmp_path)
@@ -133,28 +134,33 @@ def what_a_kill_leaves(run_dir: Path):
     assert counted.groups.tolist()[: len(generations)] == generations.groups.tolist()
 
 
-@pytest.mark.parametrize("torn", ["trainer_state.json", "lze_state.json", "lze_state.safetensors"])
-@pytest.mark.parametrize("how", ["missing", "cut", "empty"])
-def test_a_torn_checkpoint_is_passed_over(tmp_path, torn, how):
-    import tiny
-    from lze_trl import LZEGRPOTrainer
-
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run with three checkpoints."""
+    directory = tmp_path_factory.mktemp("finished")
     trainer = LZEGRPOTrainer(
         model=tiny.model(),
         reward_funcs=tiny.even_length_reward,
-        args=tiny.config(tmp_path, save_strategy="steps", save_steps=1),
+        args=tiny.config(directory, save_strategy="steps", save_steps=1),
         train_dataset=tiny.prompts(11),
         processing_class=tiny.tokenizer(),
     )
     trainer.train()
-    newest = tmp_path / "checkpoint-3"
-    assert last_complete_checkpoint(tmp_path) == str(newest)
+    return directory
+
+
+@pytest.mark.parametrize("torn", ["trainer_state.json", "lze_state.json", "lze_state.safetensors"])
+@pytest.mark.parametrize("how", ["missing", "cut", "empty"])
+def test_a_torn_checkpoint_is_passed_over(tmp_path, finished, torn, how):
+    shutil.copytree(finished, tmp_path / "run")
+    newest = tmp_path / "run" / "checkpoint-3"
+    assert last_complete_checkpoint(tmp_path / "run") == str(newest)
     if how == "missing":
         (newest / torn).unlink()
     else:
         data = (newest / torn).read_bytes()
         (newest / torn).write_bytes(data[: len(data) // 2] if how == "cut" else b"")
-    assert last_complete_checkpoint(tmp_path) == str(tmp_path / "checkpoint-2")
-    shutil.rmtree(tmp_path / "checkpoint-2")
-    shutil.rmtree(tmp_path / "checkpoint-1")
-    assert last_complete_checkpoint(tmp_path) is None
+    assert last_complete_checkpoint(tmp_path / "run") == str(tmp_path / "run" / "checkpoint-2")
+    shutil.rmtree(tmp_path / "run" / "checkpoint-2")
+    shutil.rmtree(tmp_path / "run" / "checkpoint-1")
+    assert last_complete_checkpoint(tmp_path / "run") is None

@@ -21,10 +21,12 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.rewards import accuracy_reward as accuracy_of_trl
 
 import tiny
-from launches import on_two_cpus
+from launches import fork, on_two_cpus
 from lze_trl import LZEGRPOTrainer
 from lze_trl.checkpoint import CheckpointError, is_complete, told_if_disk_is_full
+from lze_trl.job import cli
 from lze_trl.job.hub import resolve_run
+from lze_trl.job.train import main as job
 from lze_trl.record import TelemetryError, open_run
 from lze_trl.rewards.functions import accuracy_reward
 
@@ -149,8 +151,7 @@ RETURNED = {
 }
 
 
-@pytest.mark.parametrize("name", RETURNED)
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize(("name", "asynchronous"), [(name, index % 2 == 0) for index, name in enumerate(RETURNED)])
 def test_what_is_no_list_of_numbers_is_refused(tmp_path, name, asynchronous):
     returned, message = RETURNED[name]
 
@@ -536,11 +537,11 @@ def impatient(completions, trainer_state, **kwargs):
 SIGNALS = {1: "os.killpg(0, signal.SIGINT)", 2: "os.kill(os.getppid(), signal.SIGINT)"}
 
 
-@pytest.mark.parametrize("processes", SIGNALS)
-def test_ctrl_c_ends_the_command_with_one_line(tmp_path, processes):
-    (tmp_path / "stopping.py").write_text(STOPPING.format(signal=SIGNALS[processes]))
-    tiny.save(tmp_path / "model")
-    tiny.prompts(12).to_json(tmp_path / "train.jsonl")
+def stopping_job(directory: Path, processes: int):
+    """A recipe whose reward function interrupts it in the third step, once."""
+    (directory / "stopping.py").write_text(STOPPING.format(signal=SIGNALS[processes]))
+    tiny.save(directory / "model")
+    tiny.prompts(12).to_json(directory / "train.jsonl")
     recipe = {
         "output_dir": "run",
         "model_name_or_path": "model",
@@ -559,11 +560,39 @@ def test_ctrl_c_ends_the_command_with_one_line(tmp_path, processes):
         "telemetry": True,
         "dataloader_num_workers": 0,
     }
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    (directory / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+
+
+def assert_stopped(directory: Path, said: str):
+    assert "Traceback" not in said
+    lines = [line for line in said.splitlines() if "Stopped" in line]
+    assert len(lines) == 1
+    assert lines[0].endswith(
+        "To go on from `run/checkpoint-2`: the same command with `--resume_from_checkpoint auto`."
+    )
+    assert open_run(directory / "run").summary()["groups"] == 6
+
+
+def test_ctrl_c_ends_the_job_with_one_line(tmp_path, monkeypatch):
+    stopping_job(tmp_path, 1)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    for more, status in (([], 130), (["--resume_from_checkpoint", "auto"], 0)):
+        log = tmp_path / f"{status}.txt"
+        process = fork(log, {}, job, ["--config", "recipe.yaml", *more])
+        process.join(timeout=300)
+        assert process.exitcode == status, log.read_text()
+        if status == 130:
+            assert_stopped(tmp_path, log.read_text())
+    assert json.loads((tmp_path / "run" / "trainer_state.json").read_text())["global_step"] == 4
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_the_command_on_two_processes_with_one_line(tmp_path):
+    stopping_job(tmp_path, 2)
+    (tmp_path / "two.yaml").write_text(yaml.safe_dump(on_two_cpus("ddp")))
     command = [sys.executable, "-m", "lze_trl.job.cli", "train", "recipe.yaml"]
-    if processes == 2:
-        (tmp_path / "two.yaml").write_text(yaml.safe_dump(on_two_cpus("ddp")))
-        command += ["--accelerate_config", "two.yaml", "--main_process_port", str(tiny.free_port())]
+    command += ["--accelerate_config", "two.yaml", "--main_process_port", str(tiny.free_port())]
     environment = os.environ | {
         "PYTHONPATH": f"{tmp_path}:{ROOT / 'tests'}:{ROOT}:{os.environ.get('PYTHONPATH', '')}",
         "OMP_NUM_THREADS": "1",
@@ -571,26 +600,15 @@ def test_ctrl_c_ends_the_command_with_one_line(tmp_path, processes):
     options = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True, "timeout": 300}
     stopped = subprocess.run(command, **options, start_new_session=True, check=False)
     assert stopped.returncode == 130, stopped.stderr
-    assert "Traceback" not in stopped.stderr
-    lines = [line for line in stopped.stderr.splitlines() if "Stopped" in line]
-    assert len(lines) == 1
-    assert lines[0].endswith(
-        "To go on from `run/checkpoint-2`: the same command with `--resume_from_checkpoint auto`."
-    )
-    assert open_run(tmp_path / "run").summary()["groups"] == 6
-    resumed = subprocess.run([*command, "--resume_from_checkpoint", "auto"], **options, check=False)
-    assert resumed.returncode == 0, resumed.stderr
-    assert json.loads((tmp_path / "run" / "trainer_state.json").read_text())["global_step"] == 4
+    assert_stopped(tmp_path, stopped.stderr)
 
 
 # ---- The app ----
 
 
 def test_the_app_does_not_start_for_a_run_that_is_not_there(tmp_path):
-    command = [sys.executable, "-m", "lze_trl.job.cli", "app", str(tmp_path / "nothing")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 1
-    assert done.stderr.startswith(f"error: `{tmp_path / 'nothing'}` is neither a directory nor")
+    with pytest.raises(SystemExit, match=f"^error: `{tmp_path / 'nothing'}` is neither a directory nor"):
+        cli.main(["app", str(tmp_path / "nothing")])
     with pytest.raises(TelemetryError):
         resolve_run(tmp_path / "nothing")
 

@@ -34,17 +34,34 @@ def even_tokens(completion_ids, **kwargs):
     return [float(len(ids) % 2 == 0) for ids in completion_ids]
 
 
-@pytest.mark.parametrize("settings", [{"beta": 0.3}, {"beta": 0.3} | STATIC, ADAPTIVE], ids=["KL", "both", "adaptive"])
+def digits(completions, **kwargs):
+    """A graded reward that is the same for completions of equal length in a group."""
+    return [len(text) / 10 for text in completions]
+
+
+@pytest.mark.parametrize(
+    ("settings", "normalizer"),
+    [({"beta": 0.3} | STATIC, "selected"), (ADAPTIVE | {"beta": 0.3}, "all"), ({}, "all")],
+    ids=["KL and bonus", "KL and adaptive bonus", "several rewards"],
+)
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_kept_rows_with_weights_are_the_full_batch(tmp_path, loss_type, settings):
+def test_kept_rows_with_weights_are_the_full_batch(tmp_path, loss_type, settings, normalizer):
     # Of two twins one is kept and stands for both: KL and entropy bonus have to count it twice, as the policy term does
     settings = settings | {"loss_type": loss_type, "num_iterations": 2, "max_steps": 6}
+    rewards = [even_tokens] if "beta" in settings else [even_tokens, digits]
 
     def run(cls, name, **own):
         trainer = cls(
             model=tiny.save(tmp_path / "model"),
-            reward_funcs=even_tokens,
-            args=tiny.config(tmp_path / name, optim="sgd", learning_rate=0.5, **settings, **own),
+            reward_funcs=rewards,
+            args=tiny.config(
+                tmp_path / name,
+                optim="sgd",
+                learning_rate=0.5,
+                reward_weights=[1.0, 0.7][: len(rewards)],
+                **settings,
+                **own,
+            ),
             train_dataset=tiny.prompts(17),
             rollout_func=twins,
         )
@@ -52,12 +69,11 @@ def test_kept_rows_with_weights_are_the_full_batch(tmp_path, loss_type, settings
         return trainer
 
     theirs = run(GRPOTrainer, "theirs")
+    own = {"selector": "all", "pruning": "none", "loss_normalizer": normalizer}
+    ours = run(LZEGRPOTrainer, "ours", kept_completions=2, **own)
+    assert ours.ledger.rows_trained == ours.ledger.rows_rolled_out / 2
     assert moved(theirs) > 1e-3
-    for normalizer in ("selected", "all"):
-        own = {"selector": "all", "pruning": "none", "loss_normalizer": normalizer}
-        ours = run(LZEGRPOTrainer, normalizer, kept_completions=2, **own)
-        assert ours.ledger.rows_trained == ours.ledger.rows_rolled_out / 2
-        assert distance(ours, theirs) < 1e-5
+    assert distance(ours, theirs) < 1e-5
 
 
 @pytest.mark.parametrize("bonus", [STATIC, ADAPTIVE], ids=["static", "adaptive"])
@@ -75,9 +91,11 @@ def test_packing_changes_nothing_of_an_entropy_bonus(tmp_path, loss_type, bonus)
     assert on._last_world_entropy == pytest.approx(off._last_world_entropy, abs=1e-5)
 
 
-@pytest.mark.parametrize("bonus", [STATIC, ADAPTIVE], ids=["static", "adaptive"])
-@pytest.mark.parametrize(("loss_type", "shape_name"), list(zip(["grpo", "bnpo", "dapo"] * 2, SHAPES, strict=True)))
-def test_packing_everything_with_an_entropy_bonus_is_trl(tmp_path, loss_type, bonus, shape_name):
+@pytest.mark.parametrize(
+    ("loss_type", "shape_name", "bonus"),
+    list(zip(["grpo", "bnpo", "dapo"] * 2, SHAPES, [STATIC, ADAPTIVE] * 3, strict=True)),
+)
+def test_packing_everything_with_an_entropy_bonus_is_trl(tmp_path, loss_type, shape_name, bonus):
     settings = bonus | shape(shape_name) | {"loss_type": loss_type}
     ours = train(LZEGRPOTrainer, tmp_path / "ours", selector="all", pruning="none", packing=True, **settings)
     theirs = train(GRPOTrainer, tmp_path / "theirs", **settings)

@@ -104,11 +104,7 @@ def moved(trainer) -> float:
 SCALES = ["group", "batch", "none", "normalize_then_sum"]
 
 
-@pytest.mark.parametrize(
-    ("name", "scale"),
-    [(name, SCALES[i % 4]) for i, name in enumerate(REWARDS)]
-    + [(name, SCALES[(i + 1) % 4]) for i, name in enumerate(REWARDS)],
-)
+@pytest.mark.parametrize(("name", "scale"), [(name, SCALES[i % 4]) for i, name in enumerate(REWARDS)])
 def test_dropping_dead_groups_is_the_full_batch(tmp_path, name, scale):
     aggregation = {"multi_objective_aggregation": scale} if scale == "normalize_then_sum" else {"scale_rewards": scale}
     ours, theirs = (
@@ -181,8 +177,17 @@ def known(rewards: torch.Tensor, group: np.ndarray) -> np.ndarray:
 # ---- Scripts of a new user ----
 
 
-@pytest.mark.parametrize("controller", ["uniform", "probing", "dynamic", "allocation"])
-@pytest.mark.parametrize("name", ["format and correct", "graded", "reward model"])
+@pytest.mark.parametrize(
+    ("controller", "name"),
+    [
+        ("uniform", "format and correct"),
+        ("uniform", "reward model"),
+        ("probing", "graded"),
+        ("probing", "format and correct"),
+        ("dynamic", "reward model"),
+        ("allocation", "graded"),
+    ],
+)
 def test_every_reward_trains_by_default(tmp_path, name, controller):
     trainer = make(
         LZEGRPOTrainer,
@@ -294,8 +299,10 @@ def test_the_first_dead_batch_says_why(tmp_path, caplog, name):
 # ---- Rewards of 0 and 1 are passes and fails ----
 
 
-@pytest.mark.parametrize("controller", ["uniform", "probing", "dynamic", "reinforce_ada_balanced"])
-@pytest.mark.parametrize("policy", ["solved", "greso"])
+@pytest.mark.parametrize(
+    ("controller", "policy"),
+    [("uniform", "solved"), ("probing", "greso"), ("dynamic", "greso"), ("reinforce_ada_balanced", "solved")],
+)
 def test_a_reward_of_0_and_1_is_a_pass_bit_for_bit(tmp_path, controller, policy):
     rewards = {"reward_funcs": correct}
     graded, passes = (

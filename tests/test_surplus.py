@@ -18,7 +18,7 @@ from lze_trl.pack.exchange import Completions
 from lze_trl.pack.layout import Geometry
 from lze_trl.rollout.gather import Scored
 from samples import NAN, rollouts, scored
-from test_controllers_training import frozen, make  # noqa: F401
+from test_controllers_training import make
 from test_laws import distance
 from test_rollout import Processes
 

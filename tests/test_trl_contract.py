@@ -6,22 +6,14 @@ noticed here, with a clear message, and not as a wrong gradient.
 """
 
 import inspect
-import re
 from importlib.metadata import version
 
 import pytest
 from transformers import Trainer
 from trl import GRPOTrainer
-from trl.trainer.utils import (
-    RepeatSampler,
-    get_callable_name,
-    is_async_callable,
-    shuffle_sequence_dict,
-    split_tensor_dict,
-)
+from trl.trainer.utils import RepeatSampler, get_callable_name, is_async_callable
 
 import tiny
-from lze_trl.pack.weights import BATCH_TOKEN_LOSSES, MICRO_BATCH_TOKEN_LOSSES, ROW_MEAN_LOSSES
 
 
 TESTED = {"trl": "1.16", "transformers": "5.23"}
@@ -110,172 +102,6 @@ ATTRIBUTES = [
     "vllm_importance_sampling_correction",
 ]
 
-# (function, statements in their order, what depends on them)
-STATEMENTS = [
-    (
-        GRPOTrainer._generate,
-        ["return prompt_ids, completion_ids, tool_mask, completions, logprobs, extra_fields, images, tool_images"],
-        "`_build_tensors` answers with this tuple",
-    ),
-    (
-        GRPOTrainer._generate,
-        [
-            'self._metrics[mode]["num_tokens"] = [',
-            'self._metrics[mode]["completions/mean_length"].append(',
-            'self._metrics[mode]["completions/min_length"].append(',
-            'self._metrics[mode]["completions/max_length"].append(',
-            'self._metrics[mode]["completions/clipped_ratio"].append(',
-            "term_completion_lengths = torch.zeros(1, device=device)",
-            'self._metrics[mode]["completions/mean_terminated_length"].append(',
-            'self._metrics[mode]["completions/min_terminated_length"].append(',
-            'self._metrics[mode]["completions/max_terminated_length"].append(',
-        ],
-        "`merge_rounds` turns these metrics of several rounds into those of the batch",
-    ),
-    (
-        GRPOTrainer._generate,
-        [
-            "num_generations = self.num_generations if mode",
-            "self._generate_single_turn(",
-        ],
-        "`_roll_out_round` tells an engine by `num_generations` how often to complete each prompt",
-    ),
-    (
-        GRPOTrainer._generate_single_turn,
-        [
-            "if self.state.global_step != self._last_loaded_step:",
-            "self.vllm_generation.sync_weights()",
-            "self._last_loaded_step = self.state.global_step",
-            "num_generations=num_generations",
-        ],
-        "vLLM gets the weights once an update, not once a round",
-    ),
-    (
-        GRPOTrainer._log_completion_extra,
-        ["self._pending_extra_logs[column].extend(values)"],
-        "`_whole_batch_logs` finds the values of all rounds there",
-    ),
-    (
-        GRPOTrainer._prepare_inputs,
-        [
-            "generate_every = self.args.steps_per_generation * self.num_iterations",
-            "generation_batch = shuffle_sequence_dict(generation_batch)",
-            "split_tensor_dict(generation_batch, self.args.steps_per_generation)",
-            "self._buffered_inputs[self._step % self.args.steps_per_generation]",
-        ],
-        "`Scored.slots` says which row TRL would use in which micro-step",
-    ),
-    (
-        shuffle_sequence_dict,
-        ["permutation = torch.randperm(batch_size)", "return v[permutation]"],
-        "`_roll_out` draws the permutation that TRL would draw",
-    ),
-    (
-        split_tensor_dict,
-        ["chunk_size = first_tensor.shape[0] // num_chunks", "tensor[i * chunk_size : (i + 1) * chunk_size]"],
-        "`Scored.slots` says which row TRL would use in which micro-step",
-    ),
-    (
-        GRPOTrainer.training_step,
-        [
-            "super().training_step(",
-            "self._step += 1",
-            "self._current_train_step_time +=",
-            "if self._step % self.current_gradient_accumulation_steps == 0:",
-            'self._metrics["train"]["step_time"].append(self._current_train_step_time)',
-            "self._current_train_step_time = 0.0",
-        ],
-        "`_idle_step` does the same without forward and backward",
-    ),
-    (
-        GRPOTrainer._generate_and_score_completions,
-        [
-            ") = self._generate(prompts)",
-            "self._calculate_rewards(inputs, prompts, completions, completion_ids_list)",
-            'self._logs["prompt"].extend(',
-            'self._logs["completion"].extend(',
-            'self._logs["rewards"][name].extend(',
-            'self._logs["advantages"].extend(all_process_advantages.tolist())',
-            "self._pending_extra_logs",
-        ],
-        "`_whole_batch_logs` reads the advantages of the whole batch there",
-    ),
-    (
-        GRPOTrainer._generate_and_score_completions,
-        [
-            "generate_every = self.args.steps_per_generation * self.num_iterations",
-            "if self.args.gradient_accumulation_steps % generate_every != 0 or (",
-            "old_per_token_logps, _, _ = self._get_per_token_logps_and_entropies(",
-            "num_generations = self.num_generations if mode",
-            "rewards.view(-1, num_generations)",
-            "if num_generations > 1:",
-            'self._metrics[mode]["frac_reward_zero_std"].append(',
-            'output["old_per_token_logps"] = old_per_token_logps',
-        ],
-        "`_batch_as_trl_knows_it` makes groups of unequal size groups of one, and old log-probabilities computed",
-    ),
-    (
-        GRPOTrainer._compute_loss,
-        [
-            'mask = completion_mask if "tool_mask" not in inputs else completion_mask * inputs["tool_mask"]',
-            'if self.loss_type in ["grpo", "sapo"]:',
-            "loss = ((per_token_loss * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)).mean()",
-            'elif self.loss_type == "bnpo":',
-            "loss = (per_token_loss * mask).sum() / mask.sum().clamp(min=1.0)",
-            'elif self.loss_type == "dr_grpo":',
-            "loss = (per_token_loss * mask).sum() / (per_token_loss.size(0) * self.max_completion_length)",
-            'elif self.loss_type in ["cispo", "dapo", "vespo"]:',
-            'normalizer = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes',
-            "normalizer = normalizer * self.current_gradient_accumulation_steps / self.args.steps_per_generation",
-            "loss = (per_token_loss * mask).sum() / normalizer",
-            'elif self.loss_type == "luspo":',
-            "loss = (per_token_loss * mask).sum(-1).mean()",
-            "loss = loss + self.router_aux_loss_coef * aux_loss / normalizer",
-        ],
-        "`loss_scale` turns these averages into what a row weighs",
-    ),
-    (
-        GRPOTrainer._compute_loss,
-        [
-            "if self.beta != 0.0:",
-            "per_token_loss = per_token_loss + self.beta * per_token_kl",
-        ],
-        "`RowFactor` takes the place of `beta`, so that the KL of each row has a weight of its own",
-    ),
-    (
-        GRPOTrainer._compute_loss,
-        [
-            "per_token_logps, entropies, aux_loss = self._get_per_token_logps_and_entropies(",
-            "(entropies * effective_mask).sum() / effective_mask.sum().clamp(min=1.0) / accumulation_factor",
-            "self.entropy_coef if self._last_world_entropy <= self.args.entropy_target else 0.0",
-            "loss = loss - apply_coef * entropy_loss",
-            'self._metrics[mode]["policy_loss"].append(',
-            "stats = torch.stack([(entropies * effective_mask).sum(), effective_mask.sum()]).detach()",
-            "if self.accelerator.sync_gradients:",
-            "if world_entropy <= self.args.entropy_target:",
-            "self._last_world_entropy = world_entropy",
-            "self._entropy_window_stats = None",
-            'self._metrics[mode]["entropy_coef"].append(self.entropy_coef)',
-        ],
-        "`compute_loss` replaces this mean over the tokens of a micro-batch, and `_entropy_coefficient` repeats its factor",
-    ),
-    (
-        Trainer._run_epoch,
-        ["self.current_gradient_accumulation_steps = len(batch_samples)", "self.training_step("],
-        "`_idle_step` counts the micro-steps of a window",
-    ),
-    (
-        Trainer._save_checkpoint,
-        ["self.save_model(", "self._save_rng_state(", "TRAINER_STATE_NAME", "rotate_checkpoints("],
-        "a checkpoint is complete once its trainer state is written, and older ones are deleted after that",
-    ),
-    (
-        RepeatSampler.__iter__,
-        ["torch.randperm(self.num_samples, generator=self.generator)"],
-        "`EpochRepeatSampler` and the first pass of `PromptStream` repeat this permutation",
-    ),
-]
-
 
 def explain(what: str) -> str:
     running = ", ".join(f"{name} {version(name)}" for name in TESTED)
@@ -316,24 +142,3 @@ def test_attribute(trainer, name):
 def test_log_of_completions(trainer):
     known = {"images", "prompt", "completion", "rewards", "advantages", "extra"}
     assert set(trainer._logs) == known, explain(f"`_logs` had {sorted(known)}\nand now has {sorted(trainer._logs)}.")
-
-
-@pytest.mark.parametrize(
-    ("function", "statements", "reason"), STATEMENTS, ids=lambda x: getattr(x, "__qualname__", "")
-)
-def test_statements(function, statements, reason):
-    source = inspect.getsource(function)
-    position = 0
-    for statement in statements:
-        found = source.find(statement, position)
-        assert found >= 0, explain(
-            f"`{function.__qualname__}` has no `{statement}` any more, or has it in another place: {reason}."
-        )
-        position = found + len(statement)
-
-
-def test_loss_types():
-    known = {*ROW_MEAN_LOSSES, *MICRO_BATCH_TOKEN_LOSSES, *BATCH_TOKEN_LOSSES}
-    conditions = re.findall(r"self\.loss_type (?:==|in) (.+?):\n", inspect.getsource(GRPOTrainer._compute_loss))
-    given = set(re.findall(r'"(\w+)"', " ".join(conditions)))
-    assert given == known, explain(f"`_compute_loss` knew {sorted(known)}\nand now knows {sorted(given)}.")

@@ -12,6 +12,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, Qwen2ForSequenceClassification, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from trl import GRPOTrainer
 
 import tiny
 from lze_trl import LZEGRPOConfig, LZEGRPOTrainer
@@ -97,60 +98,95 @@ def train(*args, **kwargs) -> LZEGRPOTrainer:
     return trainer
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "sapo", "cispo", "vespo"])
-def test_loss_types(tmp_path, saved, loss_type):
-    level = "sequence" if loss_type == "luspo" else "token"
-    geometry = {"per_device_train_batch_size": 6, "gradient_accumulation_steps": 2}
-    train(tmp_path, saved, loss_type=loss_type, importance_sampling_level=level, **geometry)
-
-
-@pytest.mark.parametrize("scale_rewards", [True, False, "group", "batch", "none"])
-def test_scaled_rewards(tmp_path, saved, scale_rewards):
-    train(tmp_path, saved, scale_rewards=scale_rewards)
-
-
-ITERATED = {"per_device_train_batch_size": 6, "gradient_accumulation_steps": 2, "num_iterations": 2}
+ACCUMULATED = {"per_device_train_batch_size": 6, "gradient_accumulation_steps": 2}
+ITERATED = ACCUMULATED | {"num_iterations": 2}
+# Every loss type, way to scale rewards, set of reward functions and further setting of TRL, several in one training
 SETTINGS = {
-    "kl": {"beta": 0.1},
-    "kl without correction": {"beta": 0.1, "use_bias_correction_kl": False},
-    "off-policy mask": {"off_policy_mask_threshold": 0.5, **ITERATED},
-    "several iterations": ITERATED,
-    "importance sampling by sequence": {"importance_sampling_level": "sequence", "loss_type": "grpo", **ITERATED},
-    "clipped ratio": {"delta": 2.0},
-    "head in float32": {"cast_lm_head_to_fp32": True},
-    "without bfloat16": {"bf16": False, "gradient_checkpointing": False},
-    "padding multiple": {"pad_to_multiple_of": 8},
-    "two optimizer steps a batch": {"per_device_train_batch_size": 6, "steps_per_generation": 2},
-    "a group larger than a micro-batch": {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 4},
-    "one group a batch": {"per_device_train_batch_size": 4},
-    "loader with workers": {"dataloader_num_workers": 2},
-    "sampling": {"top_p": 0.9, "top_k": 10, "min_p": 0.01, "repetition_penalty": 1.1},
-    "beams": {"generation_kwargs": {"num_beams": 2, "length_penalty": -0.1}},
-    "truncated completions masked": {"mask_truncated_completions": True, "max_completion_length": 40},
-    "all rows in the loss": {"loss_normalizer": "all"},
-    "entropy filter": {"top_entropy_quantile": 0.2},
-    "completions in the log": {"log_completions": True, "num_completions_to_print": 1},
+    "KL": ([length], {"loss_type": "grpo", "beta": 0.1, "scale_rewards": True} | ACCUMULATED),
+    "KL without correction": (
+        [length, letters],
+        {"loss_type": "bnpo", "beta": 0.1, "use_bias_correction_kl": False, "scale_rewards": False} | ACCUMULATED,
+    ),
+    "off-policy mask": (
+        [length, letters],
+        {"loss_type": "dr_grpo", "off_policy_mask_threshold": 0.5, "reward_weights": [0.7, -0.3]} | ITERATED,
+    ),
+    "clipped ratio, head in float32": (
+        None,
+        {"loss_type": "dapo", "delta": 2.0, "cast_lm_head_to_fp32": True, "scale_rewards": "batch"} | ITERATED,
+    ),
+    "by sequence, async": (
+        [length, digits],
+        {"loss_type": "luspo", "importance_sampling_level": "sequence", "scale_rewards": "none"} | ITERATED,
+    ),
+    "sampling, padding": (
+        [length, not_applicable],
+        {
+            "loss_type": "sapo",
+            "pad_to_multiple_of": 8,
+            "top_p": 0.9,
+            "top_k": 10,
+            "min_p": 0.01,
+            "repetition_penalty": 1.1,
+            "scale_rewards": "group",
+        },
+    ),
+    "loader with workers, log of completions": (
+        [sometimes, letters],
+        {
+            "loss_type": "cispo",
+            "dataloader_num_workers": 2,
+            "log_completions": True,
+            "num_completions_to_print": 1,
+        },
+    ),
+    "float32": ([letters, reward_model()], {"loss_type": "vespo", "bf16": False, "gradient_checkpointing": False}),
+    "beams": (
+        [reward_model(), reward_model(1)],
+        {"loss_type": "grpo", "generation_kwargs": {"num_beams": 2, "length_penalty": -0.1}},
+    ),
+    "several optimizer steps, entropy filter": (
+        [length, letters],
+        {
+            "per_device_train_batch_size": 6,
+            "steps_per_generation": 2,
+            "top_entropy_quantile": 0.2,
+            "multi_objective_aggregation": "normalize_then_sum",
+        },
+    ),
+    "small micro-batches, truncated completions masked": (
+        None,
+        {
+            "per_device_train_batch_size": 3,
+            "gradient_accumulation_steps": 4,
+            "mask_truncated_completions": True,
+            "max_completion_length": 40,
+            "loss_normalizer": "all",
+        },
+    ),
+    "one group a batch": (None, {"per_device_train_batch_size": 4}),
 }
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_settings(tmp_path, saved, name):
-    train(tmp_path, saved, **SETTINGS[name])
+    funcs, settings = SETTINGS[name]
+    trainer = train(tmp_path, saved, reward_funcs=funcs, **settings)
+    for func in trainer.reward_func_names:
+        assert f"rewards/{func}/mean" in trainer.state.log_history[0]
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "luspo"])
-def test_entropy_bonus(tmp_path, saved, loss_type):
-    trainer = train(tmp_path, saved, loss_type=loss_type, entropy_coef=0.5)
+def test_entropy_bonus(tmp_path, saved):
+    trainer = train(tmp_path, saved, entropy_coef=0.5)
     for line in trainer.state.log_history[:2]:
         assert line["entropy_coef"] == 0.5
-        # The bonus is the coefficient times the mean entropy, for every loss
+        # The bonus is the coefficient times the mean entropy
         assert (line["policy_loss"] - line["loss"]) / line["entropy"] == pytest.approx(0.5, rel=1e-2)
 
 
 def test_adaptive_entropy(tmp_path, saved):
-    geometry = {"per_device_train_batch_size": 6, "gradient_accumulation_steps": 2}
     entropy = {"use_adaptive_entropy": True, "entropy_target": 15.0, "entropy_coef": 0.01, "entropy_coef_delta": 0.005}
-    trainer = train(tmp_path, saved, **geometry, **entropy)
+    trainer = train(tmp_path, saved, **ACCUMULATED, **entropy)
     # Entropy is always below such a target: one increment an optimizer step, not one a micro-step
     assert trainer.entropy_coef == pytest.approx(0.01 + 2 * 0.005)
     assert all(line["policy_loss"] is not None for line in trainer.state.log_history[:2])
@@ -169,10 +205,8 @@ def lora(**kwargs) -> LoraConfig:
 
 
 LORA = {
-    "a configuration": ({}, {}),
     "on all layers, with KL": ({"target_modules": "all-linear"}, {"beta": 0.1}),
-    "and the head in full": ({"modules_to_save": ["lm_head"]}, {}),
-    "with gradient checkpointing": ({}, {"gradient_checkpointing": True, "gradient_accumulation_steps": 2}),
+    "and the head in full": ({"modules_to_save": ["lm_head"]}, {"gradient_checkpointing": True} | ACCUMULATED),
 }
 
 
@@ -182,12 +216,11 @@ def test_lora_by_configuration(tmp_path, saved, name):
     train(tmp_path, saved, trainer={"peft_config": lora(**adapters)}, **settings)
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.1])
-def test_lora_by_model(tmp_path, saved, beta):
-    train(tmp_path, get_peft_model(AutoModelForCausalLM.from_pretrained(saved, dtype="float32"), lora()), beta=beta)
+def test_lora_by_model(tmp_path, saved):
+    train(tmp_path, get_peft_model(AutoModelForCausalLM.from_pretrained(saved, dtype="float32"), lora()), beta=0.1)
 
 
-def test_mixture_of_experts(tmp_path):
+def experts() -> Qwen3MoeForCausalLM:
     config = Qwen3MoeConfig(
         **{name: getattr(tiny.model().config, name) for name in ("vocab_size", "hidden_size", "num_hidden_layers")},
         num_attention_heads=2,
@@ -196,33 +229,54 @@ def test_mixture_of_experts(tmp_path):
         moe_intermediate_size=16,
         num_experts=2,
         num_experts_per_tok=1,
+        router_aux_loss_coef=0.3,
         pad_token_id=0,
         eos_token_id=1,
     )
     torch.manual_seed(0)
-    trainer = train(tmp_path, Qwen3MoeForCausalLM(config))
+    return Qwen3MoeForCausalLM(config)
+
+
+def test_mixture_of_experts(tmp_path):
+    trainer = train(tmp_path, experts())
     assert all(line["aux_loss"] > 0.0 for line in trainer.state.log_history[:2])
 
 
-REWARDS = {
-    "one function": ([length], {}),
-    "two functions": ([length, letters], {}),
-    "weights": ([length, letters], {"reward_weights": [0.7, -0.3]}),
-    "sums of normalised rewards": ([length, letters], {"multi_objective_aggregation": "normalize_then_sum"}),
-    "a function that waits": ([length, digits], {}),
-    "a function that never applies": ([length, not_applicable], {}),
-    "a function that applies at times": ([sometimes, letters], {}),
-    "a function and a model": ([letters, reward_model()], {}),
-    "two models": ([reward_model(), reward_model(1)], {}),
-}
+def alike(prompts, trainer):
+    """A `rollout_func` that completes every prompt alike."""
+    ids = trainer.processing_class(prompts)["input_ids"]
+    return {"prompt_ids": ids, "completion_ids": [[5, 6, 7]] * len(ids), "logprobs": [[-1.0] * 3] * len(ids)}
 
 
-@pytest.mark.parametrize("name", REWARDS)
-def test_rewards(tmp_path, saved, name):
-    funcs, settings = REWARDS[name]
-    trainer = train(tmp_path, saved, reward_funcs=funcs, **settings)
-    for func in trainer.reward_func_names:
-        assert f"rewards/{func}/mean" in trainer.state.log_history[0]
+@pytest.mark.parametrize(
+    ("loss_type", "normalizer"),
+    list(
+        zip(
+            ["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "sapo", "cispo", "vespo"],
+            ["selected", "all"] * 4,
+            strict=True,
+        )
+    ),
+)
+def test_the_auxiliary_loss_of_experts_is_a_mean_over_the_rows(tmp_path, loss_type, normalizer):
+    # All rows are alike and none has an advantage: the router alone learns, and from two thirds of the rows as from all;
+    # in the loss over all rows, the third that is dropped has none
+    settings = {"loss_type": loss_type, "max_steps": 3, "optim": "sgd", "learning_rate": 0.5} | ACCUMULATED
+    dataset = Dataset.from_dict({"prompt": ["1+1="] * 12, "solution": [str(i) for i in range(12)]})
+
+    def run(cls, **own):
+        args = tiny.config(tmp_path / cls.__name__, **settings | own)
+        trainer = cls(experts(), not_applicable, args, dataset, processing_class=tiny.tokenizer(), rollout_func=alike)
+        trainer.train()
+        return trainer
+
+    ours = run(LZEGRPOTrainer, strategy="random", selection_ratio=0.6, loss_normalizer=normalizer)
+    theirs = run(GRPOTrainer, router_aux_loss_coef=0.3 * (2 / 3 if normalizer == "all" else 1.0))
+    assert ours.ledger.rows_trained == ours.ledger.rows_rolled_out * 2 / 3
+    start = dict(experts().named_parameters())
+    assert max(float((p - start[name]).detach().abs().max()) for name, p in theirs.model.named_parameters()) > 1e-5
+    for name, parameter in theirs.model.named_parameters():
+        torch.testing.assert_close(ours.model.get_parameter(name), parameter, rtol=0, atol=1e-6)
 
 
 def test_a_reward_that_uses_columns_state_and_log(tmp_path, saved):

@@ -13,6 +13,7 @@ from trl.trainer import grpo_trainer
 
 import tiny
 from lze_trl import LZEGRPOTrainer
+from test_laws import distance, moved
 
 
 MODES = {
@@ -38,7 +39,8 @@ class Engine:
     def generate(self, prompts, images, num_generations, profiler):
         self.calls.append(("generate", (prompts, images, num_generations)))
         completions = [[4 + (i + len(prompt)) % 10] * (1 + i % 2) + [1] for i, prompt in enumerate(prompts)]
-        logprobs = [[[-1.0] for _ in ids] for ids in completions]
+        # Near those of an untrained model, some above and some below
+        logprobs = [[[-4.0 - (i + place) % 5 / 10] for place in range(len(ids))] for i, ids in enumerate(completions)]
         return prompts, completions, logprobs, [[[token] for token in ids] for ids in completions]
 
 
@@ -47,10 +49,10 @@ def trained(monkeypatch, tmp_path):
     monkeypatch.setattr(grpo_trainer, "VLLMGeneration", Engine)
     model = tiny.save(tmp_path / "model")
 
-    def train(trainer_class, mode, **settings):
+    def train(trainer_class, mode, reward_funcs=tiny.even_length_reward, **settings):
         trainer = trainer_class(
             model=model,
-            reward_funcs=tiny.even_length_reward,
+            reward_funcs=reward_funcs,
             args=tiny.config(tmp_path / "run", use_vllm=True, vllm_mode=mode, **MODES[mode], **settings),
             train_dataset=tiny.prompts(9),
         )
@@ -85,6 +87,33 @@ def test_data_is_selected_with_the_engine(trained, mode):
     for _, (prompts, images, num_generations) in engine.calls[1::2]:
         assert (len(prompts), images, num_generations) == (12, None, 4)
     assert trainer.ledger.rows_rolled_out == 36 and trainer.ledger.rows_trained == 12
+
+
+def some_dead(prompts, completions, **kwargs):
+    """Passes every completion of a short prompt, and of the others those of even length."""
+    passed = tiny.even_length_reward(completions)
+    return [float(value or len(prompt) < 5) for prompt, value in zip(prompts, passed, strict=True)]
+
+
+@pytest.mark.parametrize("correction", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
+def test_the_importance_correction_is_that_of_the_full_batch(trained, correction):
+    settings = {"vllm_importance_sampling_mode": correction, "vllm_importance_sampling_clip_max": 1.1}
+    settings |= {
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 3,
+        "beta": 0.0,
+        "reward_funcs": some_dead,
+    }
+    settings |= {"optim": "sgd", "learning_rate": 0.5, "max_steps": 4}
+    theirs = trained(GRPOTrainer, "server", **settings)
+    plain = trained(LZEGRPOTrainer, "server", strategy="grpo", **settings)
+    ours = trained(LZEGRPOTrainer, "server", strategy="zero_variance", loss_normalizer="all", **settings)
+    ratios = [log["sampling/importance_sampling_ratio/max"] for log in theirs.state.log_history if "reward" in log]
+    assert max(ratios) == pytest.approx(1.1, abs=0.1)
+    assert moved(theirs) > 1e-3
+    assert distance(plain, theirs) == 0.0
+    assert ours.ledger.rows_trained < ours.ledger.rows_rolled_out
+    assert distance(ours, theirs) < 1e-5
 
 
 @pytest.mark.parametrize("name", ["sync_weights", "generate"])

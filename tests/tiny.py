@@ -1,8 +1,12 @@
 """A tiny model, tokenizer and task, made locally: what every trainer test runs on."""
 
+import copy
+import functools
 import hashlib
+import shutil
 import socket
 import string
+import tempfile
 
 import torch
 from datasets import Dataset
@@ -31,6 +35,11 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 def model(seed: int = 0, tied: bool = False, layers: int = 1) -> Qwen2ForCausalLM:
     """A Qwen2 model of about 10,000 weights."""
+    return copy.deepcopy(_model(seed, tied, layers))
+
+
+@functools.cache
+def _model(seed: int, tied: bool, layers: int) -> Qwen2ForCausalLM:
     torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=len(tokenizer()),
@@ -50,11 +59,20 @@ def model(seed: int = 0, tied: bool = False, layers: int = 1) -> Qwen2ForCausalL
 
 def save(directory, seed: int = 0, **kwargs) -> str:
     """Save the model and its tokenizer, as a reference model (beta > 0) needs it, and return where."""
-    model(seed, **kwargs).save_pretrained(directory)
-    tokenizer().save_pretrained(directory)
+    shutil.rmtree(directory, ignore_errors=True)  # a model that was loaded from here keeps the files of its own
+    shutil.copytree(_saved(seed, **kwargs).name, directory)
     return str(directory)
 
 
+@functools.cache
+def _saved(seed: int, **kwargs) -> tempfile.TemporaryDirectory:
+    folder = tempfile.TemporaryDirectory()
+    model(seed, **kwargs).save_pretrained(folder.name)
+    tokenizer().save_pretrained(folder.name)
+    return folder
+
+
+@functools.cache
 def prompts(count: int, conversational: bool = False) -> Dataset:
     """Prompts of different lengths."""
     texts = [f"{i}+{i * i}=" for i in range(count)]

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from controllers_run import CONTROLLERS, WatchedTrainer
 from lze_trl.config import SELECTORS
 from test_controllers_processes import SETTINGS, launch, records
-from test_controllers_training import assert_laws, frozen, make  # noqa: F401
+from test_controllers_training import assert_laws, make
 from test_surplus import WAITING, OfEveryAge, SnapshotTrainer, half_reward, logprobs
 
 
