@@ -2,7 +2,7 @@
 
 import json
 import logging
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,7 +83,7 @@ def save_state(trainer: "LZEGRPOTrainer", directory: str):
         "pruning_policy": trainer.args.pruning_policy,
         "draws_prompts": trainer.controller.draws_prompts,
         "surplus": 0 if trainer._surplus is None else len(trainer._surplus),
-        "ledger": asdict(trainer.ledger),
+        "ledger": trainer.ledger.state_dict(),
         "server_batches": trainer.vllm_generation.batches if _over_http(trainer) else 0,
     }
     store.save(directory, store.STATE_NAME, tensors, meta)
@@ -167,7 +167,7 @@ def restore(trainer: "LZEGRPOTrainer", directory: str):
     if trainer.planner.stream is not None:
         trainer.planner.stream.load(store.strip_prefix(tensors, "stream"))
     trainer._dead.calibration.load(store.strip_prefix(tensors, "calibration"))
-    trainer.ledger.load(meta["ledger"])
+    trainer.ledger.load_state_dict(meta["ledger"])
     # Micro-steps are counted from the beginning of a generation batch, however many this run makes of one
     trainer._step = meta["step"] if meta["mid_batch"] else 0
     trainer._generation = meta["generation"]

@@ -6,8 +6,6 @@ import sys
 from dataclasses import fields
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,10 +16,9 @@ from lze_trl.job import cli
 from lze_trl.memory.state import PromptState, StateSettings
 from lze_trl.plan.pruning import keyed_rng
 from lze_trl.record import GenerationRecord, MissingTelemetryError, TelemetryWriter
-from lze_trl.record.rows import groups_table
-from lze_trl.replay import ReplayError, records, replay, show_replay
+from lze_trl.record.generation import groups_of, groups_table
+from lze_trl.replay import ReplayError, history, replay, show_replay
 from lze_trl.replay.foresight import Foreseer
-from lze_trl.replay.records import groups_of
 from lze_trl.select.selectors import RandomSelector
 
 
@@ -86,14 +83,6 @@ def record_run(directory, batches, chosen, ledger=None, first=0, **settings):
         writer.flush()
     writer.close()
     return directory
-
-
-def make_older(directory):
-    """Make the groups of a run look as an earlier version wrote them."""
-    for path in (directory / "telemetry" / "groups").glob("*.parquet"):
-        table = pq.ParquetFile(path).read().drop_columns(["position", "scored", "loss_tokens"])
-        types = [pa.float32() if field.type == pa.float64() else field.type for field in table.schema]
-        pq.write_table(table.cast(pa.schema(zip(table.column_names, types, strict=True))), path)
 
 
 # ---- What the selector saw ----
@@ -176,33 +165,13 @@ def test_groups_have_their_places_and_their_random_numbers(tmp_path):
     assert replay(tmp_path, ["random"], seed=4).choices[1].jaccard < 1.0
 
 
-def test_a_run_without_places_is_replayed_and_says_so(tmp_path):
-    record_run(tmp_path, [BATCH] * 6, [random_choice(generation) for generation in range(6)])
-    make_older(tmp_path)
-    result = replay(tmp_path, ["random", "energy"])
-    assert result.choices[1].jaccard < 1.0
-    assert result.choices[2].groups == 12  # which needs no places
-    assert "places of the groups" in result.notes[0]
-    assert "in 32 bits" in result.notes[1]
-
-
-def test_a_run_resumed_by_a_version_that_records_places(tmp_path):
-    record_run(tmp_path, [BATCH], [random_choice(0)])
-    make_older(tmp_path)
-    record_run(tmp_path, [BATCH] * 5, [random_choice(generation) for generation in range(1, 6)], first=1)
-    result = replay(tmp_path, ["random"])
-    assert result.generations == 6
-    assert result.choices[1].shared >= 10 / 12
-    assert "places of the groups" in result.notes[0]
-
-
 def test_reading_in_pieces_changes_nothing(tmp_path, monkeypatch):
     batches = [BATCH, {40: [0, 1, 0]}, {50: [1, 1], 7: [1, 0, 0, 0, 0]}, BATCH]
     ledger = {"plain_rows": 20.0, "plain_tokens": 900.0, "plain_update_flops": 1800.0}
     record_run(tmp_path, batches, [{50}, set(), {7}, {40, 30}], ledger)
     whole = replay(tmp_path, ["energy", "random"], gumbel_scale=0.3)
     for rows in (1, 4, 7):
-        monkeypatch.setattr(records, "_ROWS", rows)
+        monkeypatch.setattr(history, "_ROWS", rows)
         assert replay(tmp_path, ["energy", "random"], gumbel_scale=0.3) == whole
 
 

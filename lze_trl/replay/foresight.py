@@ -14,7 +14,7 @@ from ..memory.posterior import (
     posterior_strength,
     remembered_mean,
 )
-from .strategies import ratio_of
+from .choosing import ratio_of
 
 
 SKIP_THRESHOLD = 0.9

@@ -7,9 +7,9 @@ from rich.console import Console
 from rich.table import Table
 
 from ..record.ledger import PLAIN, times
-from .comparison import Replay
+from .choosing import Choice, ratio_of
 from .foresight import Foresight
-from .strategies import Choice, ratio_of
+from .rerun import Replay
 
 
 _WIDTH = 160

@@ -1,6 +1,9 @@
 """Choosing again: what a selector would have taken from recorded generation batches, and its overlap with the run."""
 
+import difflib
+import importlib
 import math
+from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 
@@ -8,14 +11,8 @@ import numpy as np
 
 from ..arrays import Groups
 from ..plan.pruning import keyed_rng
-from ..select.selectors import (
-    Selector,
-    choose_groups,
-    quota,
-    ramped_ratio,
-)
-from .records import Batch
-from .rules import Rules
+from ..select.selectors import Selector, choose_groups, make_selector, quota, ramped_ratio
+from .history import Batch, ReplayError, Rules
 
 
 @dataclass(frozen=True)
@@ -54,7 +51,6 @@ class Choice:
     of_plain: float
 
 
-@dataclass
 class Tally:
     """
     Sums over what one strategy chose.
@@ -63,17 +59,9 @@ class Tally:
         rules ([`Rules`]): The rules of the run.
     """
 
-    rules: Rules
-    groups: int = 0
-    live: int = 0
-    scored: int = 0
-    energy: float = 0.0
-    pass_rate: float = 0.0
-    tokens: float = 0.0
-    fresh: int = 0  # chosen groups of the batch itself: for those, the run's choice is recorded
-    run: int = 0
-    common: int = 0
-    random_common: float = 0.0
+    def __init__(self, rules: Rules):
+        self.rules = rules
+        self.sums: Counter[str] = Counter()
 
     def add(self, pool: Groups, chosen: np.ndarray, batch: Batch):
         """
@@ -85,38 +73,41 @@ class Tally:
             batch ([`Batch`]): The batch.
         """
         pass_rates = pool.pass_rates[chosen]
-        scored = ~np.isnan(pass_rates)
-        self.groups += len(pass_rates)
-        self.live += int((pool.alive & chosen).sum())
-        self.scored += int(scored.sum())
-        self.energy += float(pool.energies[chosen].sum())
-        self.pass_rate += float(pass_rates[scored].sum())
-        self.tokens += float(trained_tokens(pool, self.rules.kept)[chosen].sum()) * self.rules.iterations
-        candidates = len(batch.groups) if self.rules.num_prompts is None else int(batch.groups.alive.sum())
+        scored = pass_rates[~np.isnan(pass_rates)]
+        # Only of groups of the batch itself, the run's choice is recorded
         fresh = chosen[len(pool) - len(batch.groups) :]
+        candidates = len(batch.groups) if self.rules.num_prompts is None else int(batch.groups.alive.sum())
         count, run = int(fresh.sum()), int(batch.selected.sum())
-        self.fresh += count
-        self.run += run
-        self.common += int((fresh & batch.selected).sum())
-        self.random_common += count * run / max(candidates, 1)
+        self.sums.update(
+            groups=len(pass_rates),
+            live=int((pool.alive & chosen).sum()),
+            scored=len(scored),
+            energy=float(pool.energies[chosen].sum()),
+            pass_rate=float(scored.sum()),
+            tokens=float(trained_tokens(pool, self.rules.kept)[chosen].sum()) * self.rules.iterations,
+            either=count + run,
+            run=run,
+            common=int((fresh & batch.selected).sum()),
+            random_common=count * run / max(candidates, 1),
+        )
 
     def choice(self, name: str, run_tokens: float, plain_tokens: float, flops_per_token: float) -> Choice:
         """What was chosen so far, compared with the tokens of the run and of plain GRPO."""
-        either = self.fresh + self.run
+        sums = self.sums
         return Choice(
             name=name,
-            groups=self.groups,
-            live_share=ratio_of(self.live, self.groups),
-            energy=ratio_of(self.energy, self.groups),
-            pass_rate=ratio_of(self.pass_rate, self.scored),
-            jaccard=ratio_of(self.common, either - self.common),
-            random_jaccard=ratio_of(self.random_common, either - self.random_common),
-            shared=ratio_of(self.common, self.run),
-            random_shared=ratio_of(self.random_common, self.run),
-            update_tokens=self.tokens,
-            update_flops=self.tokens * flops_per_token,
-            of_run=ratio_of(self.tokens, run_tokens),
-            of_plain=ratio_of(self.tokens, plain_tokens),
+            groups=sums["groups"],
+            live_share=ratio_of(sums["live"], sums["groups"]),
+            energy=ratio_of(sums["energy"], sums["groups"]),
+            pass_rate=ratio_of(sums["pass_rate"], sums["scored"]),
+            jaccard=ratio_of(sums["common"], sums["either"] - sums["common"]),
+            random_jaccard=ratio_of(sums["random_common"], sums["either"] - sums["random_common"]),
+            shared=ratio_of(sums["common"], sums["run"]),
+            random_shared=ratio_of(sums["random_common"], sums["run"]),
+            update_tokens=sums["tokens"],
+            update_flops=sums["tokens"] * flops_per_token,
+            of_run=ratio_of(sums["tokens"], run_tokens),
+            of_plain=ratio_of(sums["tokens"], plain_tokens),
         )
 
 
@@ -158,17 +149,54 @@ class Strategy:
         """Choose from a generation batch as the trainer does."""
         rules, generation = self.rules, batch.generation
         pool, loss_tokens = batch.groups, batch.loss_tokens
-        born = np.full(len(pool), generation)
+        generations = np.full(len(pool), generation)
         if self._waiting is not None:
             groups, tokens, before = self._waiting
             pool = groups + pool
-            loss_tokens, born = np.concatenate([tokens, loss_tokens]), np.concatenate([before, born])
+            loss_tokens, generations = np.concatenate([tokens, loss_tokens]), np.concatenate([before, generations])
         draws_prompts = rules.num_prompts is not None
         ratio = ramped_ratio(rules.ratio, generation, rules.warmup, rules.ramp)
         k = quota(ratio, rules.num_prompts if draws_prompts else len(pool))
         make_rng = partial(keyed_rng, rules.seed, generation, "selection")
         chosen = choose_groups(self.selector, pool, loss_tokens, k, draws_prompts, make_rng)
         if draws_prompts:
-            kept = np.flatnonzero(pool.alive & ~chosen & (generation + 1 - born <= rules.max_age))
-            self._waiting = (pool.take(kept), loss_tokens[kept], born[kept]) if len(kept) else None
+            kept = np.flatnonzero(pool.alive & ~chosen & (generation + 1 - generations <= rules.max_age))
+            self._waiting = (pool.take(kept), loss_tokens[kept], generations[kept]) if len(kept) else None
         self.tally.add(pool, chosen, batch)
+
+
+def load_selector(name: str, gumbel_scale: float) -> Selector:
+    """
+    Selector of a name of `LZEGRPOConfig.selector`, or of an import path.
+
+    Args:
+        name (`str`): A name, or `module:object`; a class is called without arguments.
+        gumbel_scale (`float`): Scale of the noise of `"energy"`.
+
+    Raises:
+        ReplayError: If there is no such selector.
+    """
+    module_name, colon, attribute = name.partition(":")
+    if not colon:
+        try:
+            return make_selector(name, gumbel_scale)
+        except ValueError as error:
+            hint = "For one of your own, give its import path, such as 'my_module:MySelector'."
+            raise ReplayError(f"{error} {hint}") from error
+    if not all(module_name.split(".")):
+        raise ReplayError(f"{name!r} names no module. Give an import path, such as 'my_module:MySelector'.")
+    try:
+        known = vars(importlib.import_module(module_name))
+    except ModuleNotFoundError as error:
+        raise ReplayError(
+            f"Selector {name!r} cannot be imported: {error}. Install its package, or put the folder that holds it on "
+            "PYTHONPATH."
+        ) from error
+    if attribute not in known:
+        near = difflib.get_close_matches(attribute, known, n=1)
+        hint = f"Did you mean '{near[0]}'?" if near else "Name a class or an object in it."
+        raise ReplayError(f"Module {module_name!r} has no {attribute!r}. {hint}")
+    selector = known[attribute]() if isinstance(known[attribute], type) else known[attribute]
+    if not hasattr(selector, "select"):
+        raise ReplayError(f"{name!r} must have a method `select(groups, k, rng)`, got {type(selector).__name__}.")
+    return selector
