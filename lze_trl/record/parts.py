@@ -109,17 +109,12 @@ class PartWriter:
 
         Args:
             rows (`pa.Table`): The rows.
-            first (`int`):
-                The first flush that tried to write some of them. What it has written, before another table failed, is
-                replaced.
+            first (`int`): First flush that tried to write some of them: what it wrote, before another table failed, is replaced.
             last (`int`): The flush that writes them.
         """
-        failed = self._single.get(first)
         part = Part(self.attempt, first, last, self.folder)
         write_part(part, rows)
         self._single[first] = part, rows
-        if failed is not None:
-            failed[0].path.unlink(missing_ok=True)
 
     def merge(self, closing: bool) -> list[Part]:
         """

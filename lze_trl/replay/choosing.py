@@ -51,30 +51,48 @@ class Choice:
     of_plain: float
 
 
-class Tally:
+class Strategy:
     """
-    Sums over what one strategy chose.
+    One selector on its way through a run.
+
+    Where the run kept live groups that an update had no room for, so does the strategy, with those that it leaves.
 
     Args:
         rules ([`Rules`]): The rules of the run.
+        selector ([`~lze_trl.select.selectors.Selector`], *optional*): The selector; without one, what the run chose.
     """
 
-    def __init__(self, rules: Rules):
-        self.rules = rules
+    def __init__(self, rules: Rules, selector: Selector | None = None):
+        self.rules, self.selector = rules, selector
         self.sums: Counter[str] = Counter()
+        # Live groups that the next update may take, their loss tokens, and the generation batches that they are from
+        self._waiting: tuple[Groups, np.ndarray, np.ndarray] | None = None
 
-    def add(self, pool: Groups, chosen: np.ndarray, batch: Batch):
-        """
-        Enter what was chosen in a generation batch.
+    def see(self, batch: Batch):
+        """Choose from a generation batch as the trainer does."""
+        if self.selector is None:
+            self._add(batch.groups, batch.selected, batch)
+            return
+        rules, generation = self.rules, batch.generation
+        pool, loss_tokens, made = batch.groups, batch.loss_tokens, np.full(len(batch.groups), generation)
+        if self._waiting is not None:
+            groups, tokens, before = self._waiting
+            pool, loss_tokens, made = groups + pool, np.append(tokens, loss_tokens), np.append(before, made)
+        draws_prompts = rules.num_prompts is not None
+        ratio = ramped_ratio(rules.ratio, generation, rules.warmup, rules.ramp)
+        k = quota(ratio, rules.num_prompts if draws_prompts else len(pool))
+        make_rng = partial(keyed_rng, rules.seed, generation, "selection")
+        chosen = choose_groups(self.selector, pool, loss_tokens, k, draws_prompts, make_rng)
+        if draws_prompts:
+            kept = np.flatnonzero(pool.alive & ~chosen & (generation + 1 - made <= rules.max_age))
+            self._waiting = (pool.take(kept), loss_tokens[kept], made[kept]) if len(kept) else None
+        self._add(pool, chosen, batch)
 
-        Args:
-            pool ([`Groups`]): What there was to choose from; its last groups are those of the batch.
-            chosen (`np.ndarray` of shape `(n,)`): Whether each group of the pool was chosen, bool.
-            batch ([`Batch`]): The batch.
-        """
+    def _add(self, pool: Groups, chosen: np.ndarray, batch: Batch):
+        """Enter what was chosen out of a pool, whose last groups are those of the batch."""
         pass_rates = pool.pass_rates[chosen]
         scored = pass_rates[~np.isnan(pass_rates)]
-        # Only of groups of the batch itself, the run's choice is recorded
+        # The run's choice is recorded only among the groups of the batch itself
         fresh = chosen[len(pool) - len(batch.groups) :]
         candidates = len(batch.groups) if self.rules.num_prompts is None else int(batch.groups.alive.sum())
         count, run = int(fresh.sum()), int(batch.selected.sum())
@@ -118,64 +136,15 @@ def ratio_of(part: float, whole: float) -> float:
 
 def trained_tokens(groups: Groups, kept: int | None = None) -> np.ndarray:
     """
-    Tokens of prompts and completions that training on each group takes, shape `(P,)`, float64.
-
-    Args:
-        groups ([`Groups`]): The groups.
-        kept (`int`, *optional*): Completions of a group that are trained on at most; taken to be of mean length.
+    Tokens of prompts and completions that training on each group takes, shape `(P,)`, float64. Of a group, at most `kept`
+    completions are trained on, which are taken to be of mean length.
     """
     rows = groups.sizes if kept is None else np.minimum(groups.sizes, kept)
     return rows * groups.prompt_tokens + groups.completion_tokens * (rows / groups.sizes)
 
 
-class Strategy:
-    """
-    One selector on its way through a run.
-
-    Where the run kept live groups that an update had no room for, so does the strategy, with those that it leaves.
-
-    Args:
-        selector ([`~lze_trl.select.selectors.Selector`]): The selector.
-        rules ([`Rules`]): The rules of the run.
-    """
-
-    def __init__(self, selector: Selector, rules: Rules):
-        self.selector, self.rules = selector, rules
-        self.tally = Tally(rules)
-        # Live groups that the next update may take, their loss tokens, and the generation batches that they are from
-        self._waiting: tuple[Groups, np.ndarray, np.ndarray] | None = None
-
-    def see(self, batch: Batch):
-        """Choose from a generation batch as the trainer does."""
-        rules, generation = self.rules, batch.generation
-        pool, loss_tokens = batch.groups, batch.loss_tokens
-        generations = np.full(len(pool), generation)
-        if self._waiting is not None:
-            groups, tokens, before = self._waiting
-            pool = groups + pool
-            loss_tokens, generations = np.concatenate([tokens, loss_tokens]), np.concatenate([before, generations])
-        draws_prompts = rules.num_prompts is not None
-        ratio = ramped_ratio(rules.ratio, generation, rules.warmup, rules.ramp)
-        k = quota(ratio, rules.num_prompts if draws_prompts else len(pool))
-        make_rng = partial(keyed_rng, rules.seed, generation, "selection")
-        chosen = choose_groups(self.selector, pool, loss_tokens, k, draws_prompts, make_rng)
-        if draws_prompts:
-            kept = np.flatnonzero(pool.alive & ~chosen & (generation + 1 - generations <= rules.max_age))
-            self._waiting = (pool.take(kept), loss_tokens[kept], generations[kept]) if len(kept) else None
-        self.tally.add(pool, chosen, batch)
-
-
 def load_selector(name: str, gumbel_scale: float) -> Selector:
-    """
-    Selector of a name of `LZEGRPOConfig.selector`, or of an import path.
-
-    Args:
-        name (`str`): A name, or `module:object`; a class is called without arguments.
-        gumbel_scale (`float`): Scale of the noise of `"energy"`.
-
-    Raises:
-        ReplayError: If there is no such selector.
-    """
+    """Selector of a name of `LZEGRPOConfig.selector`, or of an import path `module:object`; a class is called."""
     module_name, colon, attribute = name.partition(":")
     if not colon:
         try:

@@ -36,17 +36,7 @@ class Rules:
 
 
 def rules_of(settings: dict[str, Any], selection_ratio: float | None, seed: int | None) -> Rules:
-    """
-    Rules of a run, from its recorded settings.
-
-    Args:
-        settings (`dict`): Settings as in `meta.json`.
-        selection_ratio (`float`, *optional*): Replaces the run's.
-        seed (`int`, *optional*): Replaces the run's.
-
-    Raises:
-        ReplayError: If a number is out of its range, or neither given nor recorded.
-    """
+    """Rules of a run, from its settings as in `meta.json`; a ratio or seed that is given replaces the run's."""
     ratio = settings.get("selection_ratio") if selection_ratio is None else selection_ratio
     seed = settings.get("seed") if seed is None else seed
     for name, value in (("selection_ratio", ratio), ("seed", seed)):
@@ -76,33 +66,17 @@ def rules_of(settings: dict[str, Any], selection_ratio: float | None, seed: int 
 
 @dataclass(frozen=True)
 class Batch:
-    """
-    A recorded generation batch.
-
-    Attributes:
-        generation (`int`): Counter of generation batches.
-        groups ([`Groups`]): The groups in the order in which the selector of the run saw them.
-        selected (`np.ndarray` of shape `(P,)`): Whether the run trained on each group, bool.
-        scored (`np.ndarray` of shape `(P,)`): Completions of each group that could be scored, int64.
-        loss_tokens (`np.ndarray` of shape `(P,)`): Tokens of each group that the loss covers, int64.
-    """
+    """A recorded generation batch of P groups, in the order in which the selector of the run saw them."""
 
     generation: int
     groups: Groups
-    selected: np.ndarray
-    scored: np.ndarray
-    loss_tokens: np.ndarray
+    selected: np.ndarray  # (P,), whether the run trained on each group
+    scored: np.ndarray  # (P,), completions of each group that could be scored
+    loss_tokens: np.ndarray  # (P,), tokens of each group that the loss covers
 
 
 def read_batches(run: Run, rules: Rules, last: int) -> Iterator[Batch]:
-    """
-    Generation batches of a run in their order, read piece by piece.
-
-    Args:
-        run ([`~lze_trl.record.Run`]): The run.
-        rules ([`Rules`]): Its rules.
-        last (`int`): Last generation batch to read.
-    """
+    """Generation batches of a run in their order, the last one to read being `last`; they are read piece by piece."""
     counts = run.sql(
         "SELECT generation, count(*) AS groups FROM groups WHERE generation <= ? GROUP BY generation ORDER BY generation",
         [last],

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..record import MissingTelemetryError, Run, open_run
 from ..select.selectors import Selector
-from .choosing import Choice, Strategy, Tally, load_selector, ratio_of, trained_tokens
+from .choosing import Choice, Strategy, load_selector, ratio_of
 from .foresight import Foreseer, Foresight
 from .history import ReplayError, Rules, read_batches, rules_of
 
@@ -97,23 +97,19 @@ def replay(
 def _replay(run: Run, rules: Rules, strategies: dict[str, Strategy]) -> Replay:
     last, ledger = _end(run)
     ids = run.arrow("SELECT DISTINCT prompt_id FROM groups WHERE generation <= ? ORDER BY prompt_id", [last])
-    foreseer, own = Foreseer(ids["prompt_id"].to_numpy(), rules.memory), Tally(rules)
+    foreseer, own = Foreseer(ids["prompt_id"].to_numpy(), rules.memory), Strategy(rules)
     generations = groups = live = 0
-    plain_tokens = 0.0
     for batch in read_batches(run, rules, last):
         generations += 1
         groups += len(batch.groups)
         live += int(batch.groups.alive.sum())
-        plain_tokens += float(trained_tokens(batch.groups).sum()) * rules.iterations
-        own.add(batch.groups, batch.selected, batch)
-        for strategy in strategies.values():
+        for strategy in (own, *strategies.values()):
             strategy.see(batch)
         foreseer.see(batch.groups, batch.scored)
     run_tokens = own.sums["tokens"] = ledger.get("update_tokens", own.sums["tokens"])
-    if "plain_tokens" in ledger:  # else what was rolled out is all that is known
-        plain_tokens = ledger["plain_tokens"] * rules.iterations
+    plain_tokens = ledger.get("plain_tokens", math.nan) * rules.iterations
     per_token = ratio_of(ledger.get("plain_update_flops", math.nan), plain_tokens)
-    tallies = {THE_RUN: own} | {name: strategy.tally for name, strategy in strategies.items()}
+    strategies = {THE_RUN: own} | strategies
     return Replay(
         run=run.name,
         generations=generations,
@@ -121,7 +117,7 @@ def _replay(run: Run, rules: Rules, strategies: dict[str, Strategy]) -> Replay:
         live_share=ratio_of(live, groups),
         selection_ratio=rules.ratio,
         seed=rules.seed,
-        choices=[tally.choice(name, run_tokens, plain_tokens, per_token) for name, tally in tallies.items()],
+        choices=[s.choice(name, run_tokens, plain_tokens, per_token) for name, s in strategies.items()],
         foresight=foreseer.foresight(),
         notes=_notes(run, rules),
     )
@@ -136,7 +132,7 @@ def _strategies(selectors: Sequence[str | Selector], rules: Rules, gumbel_scale:
         loaded = load_selector(selector, gumbel_scale) if isinstance(selector, str) else selector
         if name == THE_RUN or name in strategies:
             raise ReplayError(f"Every strategy needs a name of its own, got {name!r} twice. Leave one of them out.")
-        strategies[name] = Strategy(loaded, rules)
+        strategies[name] = Strategy(rules, loaded)
     return strategies
 
 
