@@ -172,7 +172,7 @@ def test_a_run_that_has_not_begun():
     totals = Ledger().summary(COST)
     assert {value for name, value in totals.items() if name.startswith("plain")} == {0.0}
     assert against_plain(totals) == []
-    assert "does not tell" in headline({})
+    assert "does not say" in headline({})
 
 
 def test_totals_continue():

@@ -3,19 +3,20 @@
 import json
 import shutil
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import samples
 import tiny
-from lze_trl.arrays import Groups, Rollouts
+from lze_trl.arrays import Groups
 from lze_trl.job import cli
 from lze_trl.memory.state import PromptState, StateSettings
 from lze_trl.plan.pruning import keyed_rng
-from lze_trl.record import GenerationRecord, MissingTelemetryError, TelemetryWriter
+from lze_trl.record import MissingTelemetryError, TelemetryWriter
 from lze_trl.record.generation import groups_of, groups_table
 from lze_trl.replay import ReplayError, history, replay, show_replay
 from lze_trl.replay.foresight import Foreseer
@@ -36,34 +37,9 @@ BATCH = {
 
 def rollouts_of(outcomes):
     """Prompts of 5 tokens; completions of 1, 2, 3, … tokens."""
-    sizes = [len(values) for values in outcomes.values()]
-    flat = np.array([value for values in outcomes.values() for value in values], dtype=np.float64)
-    return Rollouts(
-        prompt_ids=np.array(list(outcomes), dtype=np.int64),
-        group=np.repeat(np.arange(len(sizes)), sizes),
-        outcomes=flat,
-        rewards=2 * flat,
-        prompt_tokens=np.full(len(flat), 5),
-        completion_tokens=np.arange(len(flat)) + 1,
-    )
-
-
-def record_of(generation, rollouts, groups, selected, ledger=None):
-    return GenerationRecord(
-        step=generation,
-        generation=generation,
-        pass_index=0,
-        groups=groups,
-        selected=selected,
-        pruned=np.zeros(len(groups), dtype=bool),
-        skipped=0,
-        rewards=rollouts.rewards[:, np.newaxis],
-        reward_names=["reward"],
-        rollouts=rollouts,
-        loss_tokens=rollouts.completion_tokens,
-        prompts=["prompt"] * len(groups),
-        ledger=ledger,
-    )
+    made = samples.rollouts(outcomes)
+    tokens = {"prompt_tokens": np.full(made.num_rows, 5), "completion_tokens": np.arange(made.num_rows) + 1}
+    return replace(made, rewards=2 * made.outcomes, **tokens)
 
 
 def record_run(directory, batches, chosen, ledger=None, first=0, **settings):
@@ -79,7 +55,8 @@ def record_run(directory, batches, chosen, ledger=None, first=0, **settings):
     for generation, (outcomes, ids) in enumerate(zip(batches, chosen, strict=True), start=first):
         rollouts = rollouts_of(outcomes)
         groups = state.visit(rollouts, generation)
-        writer.record(record_of(generation, rollouts, groups, np.isin(groups.prompt_ids, list(ids)), ledger))
+        chosen_groups = np.isin(groups.prompt_ids, list(ids))
+        writer.record(samples.record_of(rollouts, groups, generation, selected=chosen_groups, ledger=ledger))
         writer.flush()
     writer.close()
     return directory
@@ -99,7 +76,7 @@ def test_groups_are_read_back_as_they_were(data, kind, named):
     for generation, outcomes in enumerate(visits):
         rollouts = rollouts_of(dict(enumerate(outcomes)))
         seen = state.visit(rollouts, generation)
-        table = groups_table(record_of(generation, rollouts, seen, seen.alive))
+        table = groups_table(samples.record_of(rollouts, seen, generation))
         read = groups_of({name: table[name].to_numpy() for name in table.column_names}, named)
         for field in fields(Groups):
             np.testing.assert_array_equal(getattr(read, field.name), getattr(seen, field.name), err_msg=field.name)

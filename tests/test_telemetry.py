@@ -14,11 +14,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+import samples
 from benchmarks import stress
 from benchmarks.synthetic import SyntheticTraining
-from lze_trl.arrays import Rollouts
 from lze_trl.record import (
-    GenerationRecord,
     MissingTelemetryError,
     OtherSchemaError,
     TelemetryError,
@@ -38,37 +37,23 @@ def make_record(
 ):
     """One generation batch of P=3 groups, G=4."""
     outcomes = np.array(outcomes, dtype=np.float64)
-    num_groups, size = outcomes.shape
-    ids = np.array(ids, dtype=np.int64)
-    rollouts = Rollouts(
-        prompt_ids=ids,
-        group=np.repeat(np.arange(num_groups), size),
-        outcomes=outcomes.ravel(),
-        rewards=outcomes.ravel() * 2,
-        prompt_tokens=np.full(num_groups * size, 5),
-        completion_tokens=np.arange(num_groups * size),
-    )
-    unknown = np.full(num_groups, np.nan)
-    visits = np.full(num_groups, generation)
-    groups = score_groups(rollouts, unknown, unknown, visits, np.isin(ids, replayed))
+    made = samples.rollouts(dict(zip(ids, outcomes.tolist(), strict=True)))
+    tokens = {"prompt_tokens": np.full(outcomes.size, 5), "completion_tokens": np.arange(outcomes.size)}
+    rollouts = replace(made, rewards=2 * made.outcomes, **tokens)
+    unknown = np.full(len(outcomes), np.nan)
+    groups = score_groups(rollouts, unknown, unknown, np.full(len(outcomes), generation), np.isin(ids, replayed))
     fields = {
         "step": generation * 2,
-        "generation": generation,
         "pass_index": 1,
-        "groups": groups,
-        "selected": groups.alive,
-        "pruned": np.zeros(num_groups, dtype=bool),
         "skipped": 7,
         "rewards": np.stack([outcomes.ravel(), np.full(outcomes.size, np.nan)], axis=1),
         "reward_names": ["accuracy_reward", "format_reward"],
-        "rollouts": rollouts,
         "loss_tokens": np.full(outcomes.size, 2),
-        "prompts": [f"prompt {id}" for id in ids],
         "completions": {i: f"{generation}:{i}" for i in range(outcomes.size)},
-        "columns": {"level": [3] * num_groups},
+        "columns": {"level": [3] * len(outcomes)},
         "ledger": {"update_flops": 10.0 * (generation + 1), "plain_update_flops": 40.0 * (generation + 1)},
     }
-    return GenerationRecord(**{**fields, **changes})
+    return samples.record_of(rollouts, groups, generation, **(fields | changes))
 
 
 def record_run(directory, records, **options):

@@ -1,7 +1,7 @@
 """
 What a run has cost, and what plain GRPO would have cost for the same number of optimizer steps.
 
-Console, report, app, model card and trackers all tell savings by [`against_plain`] and in its words.
+Console, report, app, model card and trackers all report savings by [`against_plain`] and in its words.
 """
 
 import math
@@ -230,7 +230,7 @@ def headline(totals: dict[str, float]) -> str:
     """
     works = against_plain(totals)
     if not works:
-        return "The recording does not tell what plain GRPO would have cost."
+        return "The recording does not say what plain GRPO would have cost."
     return f"FLOPs, of {PLAIN}: {', '.join(f'{work.name} {work.times}' for work in works)}."
 
 

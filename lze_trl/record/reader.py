@@ -58,7 +58,7 @@ _MERGED_VISITS = f"""WITH visits AS NOT MATERIALIZED ({{visits}}), sums AS (
 SELECT sums.*, {_LATEST} FROM sums JOIN visits USING (prompt_id, last_generation)"""
 
 
-def telemetry_directory(path: str | Path) -> Path:
+def _telemetry_directory(path: str | Path) -> Path:
     """The telemetry folder of a run directory; the folder itself is taken as well."""
     path = Path(path)
     if not path.exists():
@@ -71,17 +71,12 @@ def telemetry_directory(path: str | Path) -> Path:
     return path / DIRECTORY if (path / DIRECTORY).is_dir() or not (path / META_FILE).exists() else path
 
 
-def open_run(path: str | Path, threads: int = 2, memory_limit: str = "1GB") -> "Run":
+def open_run(path: str | Path) -> "Run":
     """
     Open the telemetry of a run, finished or not.
 
     Args:
-        path (`str` or `Path`):
-            Output directory of a training, or its `telemetry` folder.
-        threads (`int`, *optional*, defaults to `2`):
-            Threads of the query engine.
-        memory_limit (`str`, *optional*, defaults to `"1GB"`):
-            Memory of the query engine.
+        path (`str` or `Path`): Output directory of a training, or its `telemetry` folder.
 
     Returns:
         [`Run`]: The run. Call [`Run.refresh`] to see what was recorded since.
@@ -91,7 +86,7 @@ def open_run(path: str | Path, threads: int = 2, memory_limit: str = "1GB") -> "
         OtherSchemaError: If it was recorded by a version of the package whose files this one does not read.
         TelemetryError: If its settings file is damaged.
     """
-    return Run(telemetry_directory(path), threads=threads, memory_limit=memory_limit)
+    return Run(_telemetry_directory(path))
 
 
 class Run:
@@ -337,17 +332,12 @@ class Run:
         counts = {row["state"]: row["prompts"] for row in self.arrow(query, parameters).to_pylist()}
         return {state: counts.get(state, 0) for state in STATES}
 
-    def completions(self, prompt_id: int, generations: int = 1) -> pd.DataFrame:
-        """
-        Latest recorded completions of a prompt.
-
-        Args:
-            prompt_id (`int`): The prompt.
-            generations (`int`, *optional*, defaults to `1`): Number of its latest recorded visits.
-        """
-        query = """SELECT * FROM completions WHERE prompt_id = ?
-            QUALIFY dense_rank() OVER (ORDER BY generation DESC) <= ? ORDER BY generation DESC, index"""
-        return self.sql(query, [prompt_id, generations])
+    def completions(self, prompt_id: int) -> pd.DataFrame:
+        """Latest recorded completions of a prompt."""
+        query = (
+            "SELECT * FROM completions WHERE prompt_id = ? QUALIFY generation = max(generation) OVER () ORDER BY index"
+        )
+        return self.sql(query, [prompt_id])
 
     def summary(self) -> dict[str, Any]:
         """

@@ -5,7 +5,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +14,6 @@ import pyarrow.parquet as pq
 
 from ..arrays import Rollouts
 from ..memory.identity import prompt_id
-from ..memory.outcomes import OutcomeRule
 from ..memory.state import PromptState, StateSettings
 from ..select.selectors import EnergySelector, choose, quota
 from .ledger import Ledger, TokenCost, headline, skipped_visits
@@ -85,8 +84,6 @@ def analyze(
     run_dir: str | Path,
     selection_ratio: float = 0.4,
     reward: str | None = None,
-    pass_threshold: float | None = None,
-    settings: StateSettings | None = None,
 ) -> Analysis:
     """
     Replay the logs of a TRL GRPO run that had `log_completions=True`.
@@ -105,10 +102,6 @@ def analyze(
             ρ, the share of the groups of a step to train on.
         reward (`str`, *optional*):
             Name of the reward that ranks the groups. Defaults to the sum of all; the logs do not hold their weights.
-        pass_threshold (`float`, *optional*):
-            A completion passes when its reward is greater than this. Defaults to graded outcomes, as in training.
-        settings ([`StateSettings`], *optional*):
-            Constants of the energy and of pruning.
 
     Returns:
         [`Analysis`]: What would have been kept, and its cost.
@@ -122,13 +115,12 @@ def analyze(
         raise ValueError(
             f"`selection_ratio` must be in (0, 1], got {selection_ratio}. Use 1.0 to train on every live group."
         )
-    named = reward is not None or pass_threshold is not None
-    state = PromptState(replace(settings or StateSettings(), named_outcome=named))
+    state = PromptState(StateSettings(named_outcome=reward is not None))
     selector, sums, texts = EnergySelector(), Counter(), {}
     for step, table in enumerate(_batches(Path(run_dir))):
         if not len(table):
             continue
-        rollouts, prompts = _rollouts(table, _reward_names(table, reward), pass_threshold, state)
+        rollouts, prompts = _rollouts(table, _reward_names(table, reward), state)
         texts.update(zip(rollouts.prompt_ids.tolist(), prompts, strict=True))
         pruned = state.is_pruned(rollouts.prompt_ids)
         groups = state.visit(rollouts, step)
@@ -222,10 +214,8 @@ def _reward_names(table: pa.Table, given: str | None) -> list[str]:
     return [given]
 
 
-def _rollouts(
-    table: pa.Table, names: list[str], threshold: float | None, state: PromptState
-) -> tuple[Rollouts, list[str]]:
-    """Completions of one step, their lengths in characters, and the text of each group's prompt (P)."""
+def _rollouts(table: pa.Table, names: list[str], state: PromptState) -> tuple[Rollouts, list[str]]:
+    """Completions of one step, their lengths in characters, and the text of each of the P prompts."""
     prompts, completions = ([_text(value) for value in table[name].to_pylist()] for name in ("prompt", "completion"))
     ids = np.array([prompt_id(text) for text in prompts], dtype=np.int64)
     unique, first, group = np.unique(ids, return_index=True, return_inverse=True)
@@ -236,14 +226,13 @@ def _rollouts(
     }
     per_func = np.stack([columns[name] for name in names], axis=1)  # (B, F)
     rewards = np.where(np.isnan(per_func).all(axis=1), np.nan, np.nansum(per_func, axis=1))
-    scores = OutcomeRule(threshold=threshold).scores(per_func, rewards)
-    state.observe(scores)
+    state.observe(rewards)
     rollouts = Rollouts(
         prompt_ids=unique,
         group=group,
-        outcomes=state.range.outcomes(scores),
+        outcomes=state.range.outcomes(rewards),
         rewards=rewards,
-        scores=scores,
+        scores=rewards,
         signals=columns.get("advantage"),  # they show what weights the run gave its rewards
         prompt_tokens=np.zeros(len(group), dtype=np.int64),
         completion_tokens=np.array([len(text) for text in completions], dtype=np.int64),
