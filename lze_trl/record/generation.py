@@ -69,15 +69,7 @@ _COLUMNS = {
 
 
 def generation_tables(record: GenerationRecord, now: float, energy_max: float, known: set[int]) -> dict[str, pa.Table]:
-    """
-    Rows of a generation batch, by table.
-
-    Args:
-        record ([`GenerationRecord`]): The generation batch.
-        now (`float`): When it was recorded.
-        energy_max (`float`): Upper end of the energy histogram.
-        known (`set[int]`): Prompts whose text is recorded already.
-    """
+    """Rows of a generation batch, by table. `known` are the prompts whose text is recorded already."""
     new = np.array([id not in known for id in record.groups.prompt_ids.tolist()], dtype=bool)
     tables = {"groups": groups_table(record), "generations": _generations_table(record, now, new, energy_max)}
     if new.any():
@@ -110,13 +102,7 @@ def groups_table(record: GenerationRecord) -> pa.Table:
 
 
 def groups_of(columns: dict[str, np.ndarray], named_outcome: bool) -> Groups:
-    """
-    What the selector of the run saw.
-
-    Args:
-        columns (`dict[str, np.ndarray]`): Columns of the table `groups`, arrays of shape `(P,)`.
-        named_outcome (`bool`): Whether a reward that the user named says what is solved.
-    """
+    """What the selector of the run saw, from columns of `groups`; `named_outcome` if the user named a reward."""
     alive = ~columns["dead"]
     solved = (columns["pass_rate"] == 1.0) & (named_outcome | ~alive)
     return Groups(**{name: columns[column] for name, column in _COLUMNS.items()}, alive=alive, solved=solved)

@@ -1,7 +1,7 @@
 """Parts: the Parquet files of a table, each of which appears whole or not at all.
 
 Every flush adds a part of its own. A hundred of them, or 8 MB, and what is left when the run ends, are merged into one, which
-stays: no row is written more than twice, and a run of millions of groups has a few hundred files.
+stays: no row is written more than twice, and a run of a million groups has a dozen files.
 """
 
 import io
@@ -26,18 +26,10 @@ _MAGIC = b"PAR1"
 
 @dataclass(frozen=True, order=True)
 class Part:
-    """
-    One file of a table.
+    """One file of a table."""
 
-    Attributes:
-        attempt (`int`): Attempt of the run that wrote it, counted from 1.
-        first (`int`): First flush of the attempt whose rows it holds.
-        last (`int`): Last one.
-        folder (`Path`): Folder of the table.
-    """
-
-    attempt: int
-    first: int
+    attempt: int  # of the run, counted from 1
+    first: int  # flush of the attempt, the first whose rows it holds
     last: int
     folder: Path
 
@@ -48,12 +40,7 @@ class Part:
 
     @property
     def is_whole(self) -> bool:
-        """
-        Whether the file ends as a Parquet file does. One that was cut off while it was copied does not.
-
-        Raises:
-            FileNotFoundError: If it is no longer there.
-        """
+        """Whether the file, which must be there, ends as a Parquet file does: one cut off while it was copied does not."""
         try:
             with open(self.path, "rb") as file:
                 file.seek(-4, os.SEEK_END)
@@ -66,11 +53,8 @@ class Part:
 
 def list_parts(folder: Path, is_usable: Callable[[Part], bool] = lambda part: True) -> list[Part]:
     """
-    Parts of a table in the order they were written, without those whose rows are all in another one.
-
-    Args:
-        folder (`Path`): Folder of the table.
-        is_usable (`Callable[[Part], bool]`, *optional*): Which parts to list. One that is left out replaces no other.
+    Parts of a table in the order they were written, without those whose rows are all in another one. A part that is not
+    usable replaces no other.
     """
     names = os.listdir(folder) if folder.is_dir() else []
     found = [Part(*map(int, match.groups()), folder) for name in names if (match := _PATTERN.fullmatch(name))]
@@ -91,13 +75,7 @@ def write_part(part: Part, rows: pa.Table):
 
 
 class PartWriter:
-    """
-    Adds rows to a table.
-
-    Args:
-        folder (`Path`): Folder of the table.
-        attempt (`int`): Attempt of the run.
-    """
+    """Adds rows to a table in an attempt of the run."""
 
     def __init__(self, folder: Path, attempt: int):
         self.folder, self.attempt = folder, attempt
@@ -105,24 +83,15 @@ class PartWriter:
 
     def add(self, rows: pa.Table, first: int, last: int):
         """
-        Write rows as a part of its own.
-
-        Args:
-            rows (`pa.Table`): The rows.
-            first (`int`): First flush that tried to write some of them: what it wrote, before another table failed, is replaced.
-            last (`int`): The flush that writes them.
+        Write rows in flush `last`. `first` is the flush that first tried to: if it failed at another table, what it wrote
+        here is replaced.
         """
         part = Part(self.attempt, first, last, self.folder)
         write_part(part, rows)
         self._single[first] = part, rows
 
     def merge(self, closing: bool) -> list[Part]:
-        """
-        Merge the parts of single flushes, if there are enough of them or the run ends.
-
-        Returns:
-            `list[Part]`: Those that were merged, to be removed.
-        """
+        """Merge the parts of single flushes, if there are enough of them or the run ends, and return them to be removed."""
         parts, tables = [part for part, _ in self._single.values()], [rows for _, rows in self._single.values()]
         is_due = len(parts) >= MERGED_PARTS or sum(rows.nbytes for rows in tables) >= MERGED_BYTES
         if not (is_due or closing):

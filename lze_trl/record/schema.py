@@ -81,28 +81,19 @@ class OtherSchemaError(TelemetryError):
 
 @dataclass
 class Meta:
-    """
-    Content of `meta.json`.
+    """Content of `meta.json`."""
 
-    Attributes:
-        settings (`dict`): Settings of the run, as the trainer gave them.
-        completions (`str`): Which completions are recorded.
-        reward_names (`list[str]`): Reward functions, in the order of the `rewards` columns.
-        attempts (`list[int]`):
-            Generation from which each attempt of the run recorded, the first one's being 0. Rows of an earlier
-            attempt from that generation on were lost with a crash and are hidden by the readers.
-        energy_max (`float`): Upper end of the energy histogram, 1 + α.
-        schema_version (`int`): Version of the files.
-        package_version (`str`): Version of the package that wrote them.
-    """
-
-    settings: dict[str, Any] = field(default_factory=dict)
-    completions: str = "none"
-    reward_names: list[str] = field(default_factory=list)
+    settings: dict[str, Any] = field(default_factory=dict)  # of the run, as the trainer gave them
+    completions: str = "none"  # which ones are recorded
+    reward_names: list[str] = field(default_factory=list)  # in the order of the `rewards` columns
     attempts: list[int] = field(default_factory=list)
-    energy_max: float = 1.3
+    """
+    Generation from which each attempt of the run recorded, the first one's being 0. Rows of an earlier attempt from that
+    generation on were lost with a crash and are hidden by the readers.
+    """
+    energy_max: float = 1.3  # upper end of the energy histogram, 1 + α
     schema_version: int = SCHEMA_VERSION
-    package_version: str = ""
+    package_version: str = ""  # of the package that wrote the files
 
     @property
     def reward_labels(self) -> list[str]:

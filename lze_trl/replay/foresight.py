@@ -22,38 +22,24 @@ SKIP_THRESHOLD = 0.9
 
 @dataclass(frozen=True)
 class Foresight:
-    """
-    How well the posterior of a prompt's pass rate foresees that its next group will be dead.
+    """How well the posterior of a prompt's pass rate foresees that its next group will be dead."""
 
-    Attributes:
-        groups (`int`): Visits that were predicted: all except the first one of each prompt.
-        rollouts (`int`): Their completions.
-        live (`int`): Those of them with a learning signal.
-        brier (`float`): Brier score of the predictions.
-        base_brier (`float`): Brier score of always predicting the share of dead groups.
-        expected_error (`float`): Expected calibration error.
-        bins (`list[dict]`):
-            Reliability table, see [`~lze_trl.memory.posterior.Calibration.table`], and what it would have meant to skip every
-            visit from the bin's lower bound on: `skipped_rollouts` saved, and `skipped_live` groups lost.
-        threshold (`float`): Foreseen probability from which on a visit would have been skipped.
-        reachable (`float`): Highest probability that the posterior can give to a group of the smallest size there was.
-        skipped_groups (`int`): Visits at or above the threshold.
-        skipped_rollouts (`int`): Their completions.
-        skipped_live (`int`): Those of them that were alive.
-    """
-
-    groups: int
-    rollouts: int
-    live: int
-    brier: float
-    base_brier: float
-    expected_error: float
+    groups: int  # visits that were predicted: all except the first one of each prompt
+    rollouts: int  # their completions
+    live: int  # those of them with a learning signal
+    brier: float  # Brier score of the predictions
+    base_brier: float  # Brier score of always predicting the share of dead groups
+    expected_error: float  # expected calibration error
     bins: list[dict[str, float]]
-    threshold: float
-    reachable: float
-    skipped_groups: int
-    skipped_rollouts: int
-    skipped_live: int
+    """
+    Reliability table, see [`~lze_trl.memory.posterior.Calibration.table`], and what it would have meant to skip every visit from
+    the bin's lower bound on: `skipped_rollouts` saved, and `skipped_live` groups lost.
+    """
+    threshold: float  # foreseen probability from which on a visit would have been skipped
+    reachable: float  # highest probability that the posterior can give to a group of the smallest size there was
+    skipped_groups: int  # visits at or above the threshold
+    skipped_rollouts: int  # their completions
+    skipped_live: int  # those of them that were alive
 
 
 class Foreseer:
