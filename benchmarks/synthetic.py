@@ -8,9 +8,8 @@ import numpy as np
 
 from lze_trl.arrays import Groups, Rollouts
 from lze_trl.memory.state import PromptState, StateSettings
+from lze_trl.record import GenerationRecord, TelemetryWriter
 from lze_trl.record.ledger import Ledger, TokenCost, account
-from lze_trl.record.rows import GenerationRecord
-from lze_trl.record.writer import TelemetryWriter
 
 
 _SUBJECTS = ("algebra", "geometry", "number theory", "counting", "probability")
