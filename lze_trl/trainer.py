@@ -24,7 +24,7 @@ from trl.trainer.utils import RepeatSampler, get_config_model_id
 
 from . import checkpoint as store
 from . import resume
-from .app.console import RunSummary, add_summary
+from .app.console import RunSummary, accuracy_metric, replace_printers
 from .arrays import Groups
 from .checks import (
     checked,
@@ -262,7 +262,11 @@ class LZEGRPOTrainer(GenerationPipeline):
             from .record.tracking import TrackioRunCallback
 
             self.add_callback(TrackioRunCallback())
-        self.summary: RunSummary | None = add_summary(self) if args.summary else None
+        self.summary: RunSummary | None = None
+        if args.summary:
+            metric = accuracy_metric(args, self.reward_func_names)
+            self.summary = RunSummary(self.savings, self.flush_telemetry, metric)
+            replace_printers(self.callback_handler, self.summary, progress_bar=not args.disable_tqdm)
 
     def _build_memory(self):
         """State of the prompts, and what plans with it."""
