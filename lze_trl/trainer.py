@@ -61,34 +61,6 @@ from .step import GenerationPipeline
 logger = logging.getLogger(__name__)
 
 
-def http_generation(trainer: "LZEGRPOTrainer"):
-    """vLLM servers over HTTP, by the trainer's settings."""
-    from .rollout.servers import HTTPGeneration
-
-    args = trainer.args
-    return HTTPGeneration(
-        model=trainer.model,
-        accelerator=trainer.accelerator,
-        processing_class=trainer.processing_class,
-        urls=args.vllm_server_urls,
-        sync_dir=args.vllm_sync_dir,
-        tolerance=args.vllm_sync_tolerance,
-        max_concurrent_requests=args.vllm_max_concurrent_requests,
-        server_timeout=args.vllm_server_timeout,
-        request_timeout=args.vllm_request_timeout,
-        recovery_timeout=args.vllm_recovery_timeout,
-        temperature=args.temperature,
-        top_p=args.top_p,
-        top_k=args.top_k,
-        min_p=args.min_p,
-        repetition_penalty=args.repetition_penalty,
-        max_completion_length=args.max_completion_length,
-        structured_outputs_regex=args.vllm_structured_outputs_regex,
-        generation_kwargs=args.generation_kwargs,
-        seed=args.seed,
-    )
-
-
 def derived_cost(accelerator: Accelerator) -> int:
     """What a micro-step costs, by how weights are sharded; the same on every process."""
     deepspeed, processes = accelerator.state.deepspeed_plugin, accelerator.num_processes
@@ -233,7 +205,9 @@ class LZEGRPOTrainer(GenerationPipeline):
         refuse_unfit_tokenizers(self)
         if over_http:
             self.use_vllm = True
-            self.vllm_generation = http_generation(self)
+            from .rollout.servers import HTTPGeneration
+
+            self.vllm_generation = HTTPGeneration(self.model, self.accelerator, self.processing_class, args)
             self._last_loaded_step = -1
         self.outcome_rule = outcome_rule(args, self.reward_funcs, self.reward_func_names, self.controller)
         self.selector = selector or make_selector(args.selector, args.gumbel_scale)

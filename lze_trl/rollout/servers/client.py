@@ -106,7 +106,11 @@ class VLLMServer:
     # ---- Requests ----
 
     async def _request(
-        self, http: httpx2.AsyncClient, path: str, body: dict | None = None, read: Callable[[Any], Result] = lambda it: it
+        self,
+        http: httpx2.AsyncClient,
+        path: str,
+        body: dict | None = None,
+        read: Callable[[Any], Result] = lambda it: it,
     ) -> Result:
         """
         What `read` makes of the answer's JSON; a failure to read it is one of the server. A request with a body is a POST.

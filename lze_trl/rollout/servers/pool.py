@@ -4,9 +4,10 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any, TypeVar
 
 import httpx2
@@ -57,6 +58,24 @@ class Member:
         return worth_it
 
 
+def _with_client(method: Callable[..., Coroutine[Any, Any, Result]]) -> Callable[..., Result]:
+    """
+    Run a method with an HTTP client to its end, in an event loop of its own, on a thread of its own: the caller, a
+    notebook say, may have a loop running.
+    """
+
+    @wraps(method)
+    def run(pool: "ServerPool", *args: Any, **kwargs: Any) -> Result:
+        async def with_client() -> Result:
+            async with open_client() as http:
+                return await method(pool, http, *args, **kwargs)
+
+        with start_blocking_portal() as portal:
+            return portal.call(with_client)
+
+    return run
+
+
 class ServerPool:
     """
     Several vLLM servers that hold the same weights.
@@ -81,9 +100,10 @@ class ServerPool:
         self.recovery_timeout = recovery_timeout
         self.snapshot: Snapshot | None = None
 
-    # ---- From the outside ----
+    # ---- Start and sync ----
 
-    def connect(self, identity: Identity, timeout: float):
+    @_with_client
+    async def connect(self, http: httpx2.AsyncClient, identity: Identity, timeout: float):
         """
         Wait until every server is up, and check that it is what the trainer needs.
 
@@ -91,39 +111,7 @@ class ServerPool:
             `ConnectionError`: If a server is not up in time.
             [`ServerMismatchError`]: If a server has another model, tokenizer or context length.
         """
-        _run(self._connect, identity, timeout)
 
-    def load(self, snapshot: Snapshot) -> list[VLLMServer]:
-        """
-        Load weights into every server that is up, and check them.
-
-        Returns:
-            `list[VLLMServer]`: Servers that hold the weights, at least one. The others get them when they return.
-
-        Raises:
-            `ConnectionError`: If no server is up within the recovery timeout.
-            [`ServerMismatchError`]: If a server does not compute the trainer's log-probs with them.
-        """
-        self.snapshot = snapshot
-        _run(self._load)
-        return [member.server for member in self.members if member.ready]
-
-    def complete(self, groups: list[Group]) -> list[list[Completion]]:
-        """
-        Complete every group, each with exactly its number of completions of the current weights.
-
-        Raises:
-            `ConnectionError`: If no server is left and none returns within the recovery timeout.
-            [`ServerError`]: If one request fails again and again.
-            [`RequestRefusedError`]: If a server refuses a request.
-        """
-        if self.snapshot is None:
-            raise RuntimeError("No weights were synced yet: call `load` before `complete`.")
-        return _run(self._complete, groups)
-
-    # ---- Start and sync ----
-
-    async def _connect(self, http: httpx2.AsyncClient, identity: Identity, timeout: float):
         async def wait_for(member: Member):
             reminded = time.monotonic()
             while True:
@@ -148,7 +136,19 @@ class ServerPool:
                     "longer to start."
                 )
 
-    async def _load(self, http: httpx2.AsyncClient):
+    @_with_client
+    async def load(self, http: httpx2.AsyncClient, snapshot: Snapshot) -> list[VLLMServer]:
+        """
+        Load weights into every server that is up, and check them.
+
+        Returns:
+            `list[VLLMServer]`: Servers that hold the weights, at least one. The others get them when they return.
+
+        Raises:
+            `ConnectionError`: If no server is up within the recovery timeout.
+            [`ServerMismatchError`]: If a server does not compute the trainer's log-probs with them.
+        """
+        self.snapshot = snapshot
         for member in self.members:
             member.ready = False
         async with _tasks(self._hold(http, member) for member in self.members) as tasks:
@@ -158,6 +158,7 @@ class ServerPool:
             async with _tasks(self._admit(http, member) for member in self.members) as tasks:
                 for task in await self._first(tasks):
                     task.result()
+        return [member.server for member in self.members if member.ready]
 
     async def _hold(self, http: httpx2.AsyncClient, member: Member):
         """Make sure that a server holds the current weights, if it is up."""
@@ -216,7 +217,18 @@ class ServerPool:
 
     # ---- Generation ----
 
-    async def _complete(self, http: httpx2.AsyncClient, groups: list[Group]) -> list[list[Completion]]:
+    @_with_client
+    async def complete(self, http: httpx2.AsyncClient, groups: list[Group]) -> list[list[Completion]]:
+        """
+        Complete every group, each with exactly its number of completions of the current weights.
+
+        Raises:
+            `ConnectionError`: If no server is left and none returns within the recovery timeout.
+            [`ServerError`]: If one request fails again and again.
+            [`RequestRefusedError`]: If a server refuses a request.
+        """
+        if self.snapshot is None:
+            raise RuntimeError("No weights were synced yet: call `load` before `complete`.")
         waiting, results = deque(groups), {}
         for member in self.members:
             member.ready, member.running = False, 0
@@ -281,14 +293,3 @@ async def _tasks(coroutines: Iterable[Coroutine] = ()) -> AsyncIterator[dict[asy
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _run(function: Callable[..., Awaitable[Result]], *args: Any) -> Result:
-    """Run in an event loop of its own, on a thread of its own: the caller, a notebook say, may have one running."""
-
-    async def with_client() -> Result:
-        async with open_client() as http:
-            return await function(http, *args)
-
-    with start_blocking_portal() as portal:
-        return portal.call(with_client)
