@@ -24,7 +24,7 @@ from trl.trainer.utils import RepeatSampler, get_config_model_id
 
 from . import checkpoint as store
 from . import compatibility
-from .app.console import RunSummary, add_summary
+from .app.console import RunSummary, accuracy_metric, replace_printers
 from .checks import (
     checked,
     outcome_rule,
@@ -53,34 +53,6 @@ from .step import GenerationStep
 
 
 logger = logging.getLogger(__name__)
-
-
-def http_generation(trainer: GRPOTrainer) -> Any:
-    """vLLM servers over HTTP, by the trainer's settings."""
-    from .rollout.servers import HTTPGeneration
-
-    args = trainer.args
-    return HTTPGeneration(
-        model=trainer.model,
-        accelerator=trainer.accelerator,
-        processing_class=trainer.processing_class,
-        urls=args.vllm_server_urls,
-        sync_dir=args.vllm_sync_dir,
-        tolerance=args.vllm_sync_tolerance,
-        max_concurrent_requests=args.vllm_max_concurrent_requests,
-        server_timeout=args.vllm_server_timeout,
-        request_timeout=args.vllm_request_timeout,
-        recovery_timeout=args.vllm_recovery_timeout,
-        temperature=args.temperature,
-        top_p=args.top_p,
-        top_k=args.top_k,
-        min_p=args.min_p,
-        repetition_penalty=args.repetition_penalty,
-        max_completion_length=args.max_completion_length,
-        structured_outputs_regex=args.vllm_structured_outputs_regex,
-        generation_kwargs=args.generation_kwargs,
-        seed=args.seed,
-    )
 
 
 def geometry(args: LZEGRPOConfig, accelerator: Accelerator) -> Geometry:
@@ -206,7 +178,9 @@ class LZEGRPOTrainer(GRPOTrainer):
             super().__init__(model, reward_funcs, args, train_dataset, *positional, **kwargs)
         refuse_unfit_tokenizers(self)
         if over_http:
-            Engine(self).connect(http_generation(self))
+            from .rollout.servers import HTTPGeneration
+
+            Engine(self).connect(HTTPGeneration(self.model, self.accelerator, self.processing_class, args))
         self._build_parts()
         if args.telemetry and {"wandb", "trackio"} & set(args.report_to):
             from .record.tracking import EnergyTrackingCallback
@@ -216,7 +190,11 @@ class LZEGRPOTrainer(GRPOTrainer):
             from .record.tracking import TrackioRunCallback
 
             self.add_callback(TrackioRunCallback())
-        self.summary: RunSummary | None = add_summary(self) if args.summary else None
+        self.summary: RunSummary | None = None
+        if args.summary:
+            metric = accuracy_metric(args, self.reward_func_names)
+            self.summary = RunSummary(self.savings, self.flush_telemetry, metric)
+            replace_printers(self.callback_handler, self.summary, progress_bar=not args.disable_tqdm)
 
     def _build_parts(self):
         """Give every part of a generation batch what it needs."""

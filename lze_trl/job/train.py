@@ -27,7 +27,7 @@ from datasets import Dataset
 from transformers.trainer import TRAINER_STATE_NAME
 from trl import ModelConfig, get_peft_config, get_quantization_config
 
-from ..app.console import sampled_accuracy
+from ..app.console import accuracy_metric, sampled_accuracy
 from ..checkpoint import (
     CheckpointError,
     has_ended,
@@ -218,9 +218,10 @@ def run(
         trainer.summary.ends_with_training = False
     with told_how_to_go_on(training_args):
         trainer.train(resume_from_checkpoint=checkpoint)
-    if trainer.eval_dataset is not None and sampled_accuracy(trainer, trainer.state.global_step) is None:
+    state, metric = trainer.state, accuracy_metric(training_args, trainer.reward_func_names)
+    if trainer.eval_dataset is not None and sampled_accuracy(state.log_history, metric, state.global_step) is None:
         trainer.evaluate()
-    before, after = (sampled_accuracy(trainer, step) for step in (0, trainer.state.global_step))
+    before, after = (sampled_accuracy(state.log_history, metric, step) for step in (0, state.global_step))
 
     trainer.save_model(training_args.output_dir)
     savings = trainer.savings()
@@ -235,7 +236,7 @@ def run(
     else:
         trainer.create_model_card(dataset_name=on_the_hub)
     if shows:
-        trainer.summary.show(trainer.state.global_step, files)
+        trainer.summary.show(trainer.state, files)
     trainer.save_state()
     trainer.end()
     return {**savings, "accuracy_before": before, "accuracy_after": after}
