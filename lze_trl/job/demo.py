@@ -19,7 +19,8 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM,
 from trl import SFTConfig, SFTTrainer
 
 from ..files import made_aside
-from .recipe import CHECKOUT, RecipeError, check_recipe
+from . import CHECKOUT
+from .recipe import RecipeError, check_recipe
 from .train import main as train_main
 from .train import setup_logging
 
