@@ -207,10 +207,19 @@ def test_report_of_no_run_is_an_error(tmp_path):
         cli.main(["report", str(tmp_path)])
 
 
-def test_missing_extra_is_named():
-    message = r"needs `no_such_module`.*pip install 'lze-trl\[app\]'"
-    with pytest.raises(cli.CommandError, match=message), cli._extra("app"):
-        import no_such_module  # noqa: F401
+def test_missing_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "lze_trl.app.report", None)
+    with pytest.raises(SystemExit, match=r"needs `lze_trl.app.report`.*pip install 'lze-trl\[app\]'"):
+        cli.main(["report", "run"])
+
+
+def test_a_defect_keeps_its_traceback(monkeypatch):
+    def fail(references, **settings):
+        raise KeyError("a defect")
+
+    monkeypatch.setattr("lze_trl.data.audit.audit", fail)
+    with pytest.raises(KeyError, match="a defect"):
+        cli.main(["data", "x.jsonl"])
 
 
 def test_commands_that_take_no_flags_refuse_them(capsys):

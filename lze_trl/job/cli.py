@@ -3,8 +3,7 @@
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +39,20 @@ def main(arguments: Sequence[str] | None = None):
         parser.error(f"unrecognized arguments: {' '.join(flags)}")
     try:
         namespace.command(namespace, flags)
-    except CommandError as error:
-        sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit(130)
+    except ModuleNotFoundError as error:
+        if namespace.command in (_train, _demo, _data):
+            raise
+        sys.exit(
+            f"error: This command needs `{error.name}`, which is not installed. Run `pip install 'lze-trl[app]'`."
+        )
+    except Exception as error:
+        # The message of an error of this package says what to do; any other needs its traceback
+        is_ours = isinstance(error, (CommandError, OSError)) or type(error).__module__.startswith("lze_trl.")
+        if not is_ours:
+            raise
+        sys.exit(f"error: {error}")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -56,17 +65,13 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"lze-trl {__version__}")
     subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
-    def add(command: Callable, text: str, usage: str | None = None) -> argparse.ArgumentParser:
-        name = command.__name__.removeprefix("_")
+    def add(command: Callable, usage: str | None = None) -> argparse.ArgumentParser:
+        name, text = command.__name__.removeprefix("_"), command.__doc__
         subparser = subparsers.add_parser(name, help=text, description=text, usage=usage, allow_abbrev=False)
         subparser.set_defaults(command=command)
         return subparser
 
-    train = add(
-        _train,
-        "Train by a recipe; further flags override its keys.",
-        usage="lze-trl train RECIPE [--accelerate_config NAME] [--any_key_of_a_recipe VALUE ...]",
-    )
+    train = add(_train, "lze-trl train RECIPE [--accelerate_config NAME] [--any_key_of_a_recipe VALUE ...]")
     train.add_argument("recipe", metavar="RECIPE", help="a file under recipes/")
     train.add_argument(
         *("--accelerate_config", "--accelerate-config"),
@@ -76,13 +81,9 @@ def build_parser() -> argparse.ArgumentParser:
     for flag in LAUNCH_FLAGS:
         train.add_argument(f"--{flag}", metavar="VALUE", help="passed to `accelerate launch`")
 
-    add(
-        _demo,
-        "Train a small model on this machine's CPU, from nothing, in minutes.",
-        usage="lze-trl demo [--any_key_of_a_recipe VALUE ...]",
-    )
+    add(_demo, "lze-trl demo [--any_key_of_a_recipe VALUE ...]")
 
-    data = add(_data, "Read data sets as training would, and count duplicates and unreadable answers.")
+    data = add(_data)
     data.add_argument("references", metavar="DATASET", nargs="+", help="Hub id, Hub URL or local file")
     data.add_argument("--split", help="default: train, or the only one")
     data.add_argument("--config", help="configuration on the Hub")
@@ -93,19 +94,19 @@ def build_parser() -> argparse.ArgumentParser:
         several = {"nargs": "*"} if name.endswith("s") else {}
         data.add_argument(f"--{name}", f"--dataset_{name}", dest=name, metavar="COLUMN", help=text, **several)
 
-    app = add(_app, "Look at runs in the browser.")
+    app = add(_app)
     app.add_argument("runs", metavar="RUN", nargs="*", help="output folder of a run, or Hub id of its telemetry")
     app.add_argument("--host", default="127.0.0.1", help="address to listen on; the app has no login")
     port = _number(int, "between 1 and 65535", lambda port: 1 <= port <= 65_535)
     app.add_argument("--port", type=port, help="port to listen on; default: the first free one from 7860 on")
 
-    analyze = add(_analyze, "Estimate from the logs of any TRL GRPO run what selection would have saved.")
+    analyze = add(_analyze)
     analyze.add_argument("run", metavar="RUN", help="output folder of the run")
     ratio = _number(float, "in (0, 1]", lambda ratio: 0 < ratio <= 1)
     analyze.add_argument("--selection_ratio", type=ratio, default=0.4, help="share of the groups to train on")
     analyze.add_argument("--reward", help="reward that ranks the groups; default: the sum of all")
 
-    replay = add(_replay, "Show what other selectors would have chosen from the rollouts of a run.")
+    replay = add(_replay)
     replay.add_argument("run", metavar="RUN", help="output folder of the run, finished or not")
     selectors = "names as in a recipe, or module:object of your own"
     replay.add_argument("--selector", metavar="NAME", nargs="+", required=True, help=selectors)
@@ -114,7 +115,7 @@ def build_parser() -> argparse.ArgumentParser:
     replay.add_argument("--seed", type=int, help="seed of the selection; default: the run's")
     replay.add_argument("--json", metavar="PATH", help="file to write the numbers to")
 
-    report = add(_report, "Write the report of a run.")
+    report = add(_report)
     report.add_argument("run", metavar="RUN", help="output folder of the run")
     return parser
 
@@ -223,12 +224,12 @@ def _defaults_of_accelerate(given: dict[str, str]) -> list[str]:
 
 
 def _train(namespace: argparse.Namespace, flags: list[str]):
+    """Train by a recipe; further flags override its keys."""
     command, environment = launch_command(namespace, flags)
-    from .recipe import RecipeError, check_recipe
+    from .recipe import check_recipe
 
     # Before any process is started, so that a typing error is reported once and at once
-    with _shown(RecipeError):
-        check_recipe(["--config", namespace.recipe, *flags])
+    check_recipe(["--config", namespace.recipe, *flags])
     os.execve(command[0], command, os.environ | environment)
 
 
@@ -236,24 +237,22 @@ def _train(namespace: argparse.Namespace, flags: list[str]):
 
 
 def _demo(namespace: argparse.Namespace, flags: list[str]):
+    """Train a small model on this machine's CPU, from nothing, in minutes."""
     # The libraries read these when they are imported. Everything is on this machine; and one thread, because on
     # matrices this small, threads that wait for each other cost more than they save
     os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from .demo import run_demo
-    from .recipe import RecipeError
 
-    with _shown(RecipeError):
-        run_demo(flags)
+    run_demo(flags)
 
 
 def _data(namespace: argparse.Namespace, flags: list[str]):
-    from ..data import DataError
+    """Read data sets as training would, and count duplicates and unreadable answers."""
     from ..data.audit import Failure, audit, render
 
     settings = {name: vars(namespace)[name] for name in ("split", "config", "limit", *DATA_COLUMNS)}
-    with _shown(DataError):
-        entries = audit(namespace.references, **settings)
+    entries = audit(namespace.references, **settings)
     failures = [entry for entry in entries if isinstance(entry, Failure)]
     if len(entries) == len(failures) == 1:
         raise CommandError(failures[0].message)
@@ -263,61 +262,37 @@ def _data(namespace: argparse.Namespace, flags: list[str]):
 
 
 def _app(namespace: argparse.Namespace, flags: list[str]):
-    with _extra("app"):
-        from ..app import launch
-        from ..record import TelemetryError
-    with _shown(TelemetryError, OSError):
-        launch(namespace.runs, namespace.host, namespace.port)
+    """Look at runs in the browser."""
+    from ..app import launch
+
+    launch(namespace.runs, namespace.host, namespace.port)
 
 
 def _analyze(namespace: argparse.Namespace, flags: list[str]):
-    with _extra("app"):
-        from ..record import TelemetryError
-        from ..record.trl_logs import analyze
-    with _shown(TelemetryError, OSError):
-        analysis = analyze(namespace.run, selection_ratio=namespace.selection_ratio, reward=namespace.reward)
+    """Estimate from the logs of any TRL GRPO run what selection would have saved."""
+    from ..record.trl_logs import analyze
+
+    analysis = analyze(namespace.run, selection_ratio=namespace.selection_ratio, reward=namespace.reward)
     sys.stdout.write(f"{analysis}\n")
 
 
 def _replay(namespace: argparse.Namespace, flags: list[str]):
-    with _extra("app"):
-        from ..record import TelemetryError
-        from ..replay import ReplayError, replay, show_replay
-    with _shown(ReplayError, TelemetryError, OSError):
-        result = replay(
-            namespace.run, namespace.selector, namespace.selection_ratio, namespace.gumbel_scale, namespace.seed
-        )
-        if namespace.json is not None:
-            result.write_json(namespace.json)
+    """Show what other selectors would have chosen from the rollouts of a run."""
+    from ..replay import replay, show_replay
+
+    result = replay(
+        namespace.run, namespace.selector, namespace.selection_ratio, namespace.gumbel_scale, namespace.seed
+    )
+    if namespace.json is not None:
+        result.write_json(namespace.json)
     show_replay(result)
 
 
 def _report(namespace: argparse.Namespace, flags: list[str]):
-    with _extra("app"):
-        from ..app.report import write_report
-        from ..record import TelemetryError
-    with _shown(TelemetryError, OSError):
-        sys.stdout.write(f"{write_report(namespace.run)}\n")
+    """Write the report of a run."""
+    from ..app.report import write_report
 
-
-@contextmanager
-def _shown(*kinds: type[Exception]) -> Iterator[None]:
-    """Show these exceptions without a traceback: their message says what to do."""
-    try:
-        yield
-    except kinds as error:
-        raise CommandError(str(error)) from error
-
-
-@contextmanager
-def _extra(name: str) -> Iterator[None]:
-    """Name the extra to install when an import fails."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        raise CommandError(
-            f"This command needs `{error.name}`, which is not installed. Run `pip install 'lze-trl[{name}]'`."
-        ) from error
+    sys.stdout.write(f"{write_report(namespace.run)}\n")
 
 
 if __name__ == "__main__":
