@@ -1,14 +1,10 @@
-"""`accelerate launch`, on a Ctrl-C of which the job has the last word: it stops, and says how to go on."""
+"""`accelerate launch` that lets the job finish after a Ctrl-C: the job stops, and says how to resume."""
 
 import signal
 import sys
 
 from accelerate.commands.launch import main as launch
 from torch.distributed.elastic.multiprocessing.api import SignalException
-
-
-INTERRUPTED = 130
-"""Exit status after a Ctrl-C, as shells have it."""
 
 
 def main():
@@ -28,7 +24,7 @@ def main():
         sys.exit(128 + received.sigval)
     except SystemExit:
         if stopped:
-            sys.exit(INTERRUPTED)
+            sys.exit(128 + signal.SIGINT)
         raise
 
 
