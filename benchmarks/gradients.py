@@ -31,7 +31,7 @@ from lze_trl.arrays import Rollouts
 from lze_trl.memory.identity import prompt_id
 from lze_trl.memory.state import PromptState, StateSettings
 from lze_trl.plan.pruning import keyed_rng
-from lze_trl.rewards.functions import exact_match_reward
+from lze_trl.rewards import exact_match_reward
 
 from .addition import TASK, build_trainer, machine_in_words, prepare
 from .evaluation import Evaluation

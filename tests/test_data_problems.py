@@ -8,7 +8,7 @@ from datasets import ClassLabel, Dataset, Features, List, Value
 
 from lze_trl.data import DataError, load_prompts
 from lze_trl.data.audit import audit
-from lze_trl.rewards.functions import accuracy_reward
+from lze_trl.rewards import accuracy_reward
 
 
 BODY = "Sam has 3 red and 4 blue marbles"

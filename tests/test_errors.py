@@ -26,7 +26,7 @@ from lze_trl import LZEGRPOTrainer
 from lze_trl.checkpoint import CheckpointError, is_complete, told_if_disk_is_full
 from lze_trl.job.hub import resolve_run
 from lze_trl.record import TelemetryError, open_run
-from lze_trl.rewards.functions import accuracy_reward
+from lze_trl.rewards import accuracy_reward
 
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -7,7 +7,7 @@ import pytest
 
 from lze_trl.data import load_prompts
 from lze_trl.data.audit import audit_prompts
-from lze_trl.rewards.functions import accuracy_reward
+from lze_trl.rewards import accuracy_reward
 from lze_trl.rewards.grading import read_answer, read_gold
 from lze_trl.rewards.notation import normalise
 

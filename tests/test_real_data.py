@@ -10,7 +10,7 @@ from datasets import Dataset
 
 from lze_trl.data import load_mixture, load_prompts
 from lze_trl.data.audit import audit
-from lze_trl.rewards.functions import accuracy_reward
+from lze_trl.rewards import accuracy_reward
 
 
 DATA = Path(os.environ.get("LZE_SHARED", Path(__file__).resolve().parents[1].parent / "shared")) / "data"
