@@ -343,12 +343,12 @@ def test_audit_counts(write):
     rows += [{"question": "Which?", "answer": "#### }"}, {"question": "What?", "answer": "no mark"}]
     entries = audit([write("a/one.jsonl", rows), write("b/two.jsonl", GSM8K[:1])])
     first, second = entries
-    assert (first.rows, first.duplicates, first.conflicts, first.shared) == (7, 1, 1, 0)
-    assert (first.expressions, first.texts, first.missing, first.unreadable) == (5, 0, 1, 1)
-    assert first.unreadable_examples == ("}",)
-    assert first.prompt_characters == (5, 15, 15, 15)
+    counts = {"rows": 7, "repeated": 1, "conflicts": 1, "shared": 0, "value": 5, "text": 0, "none": 1, "unread": 1}
+    assert first.counts == {**counts, "unequal": 0}
+    assert first.examples["unread"] == ["}"]
+    assert first.prompt_characters == [5, 15, 15, 15]
     assert not first.is_sound
-    assert (second.rows, second.shared, second.is_sound) == (1, 1, True)
+    assert (second.counts["rows"], second.counts["shared"], second.is_sound) == (1, 1, True)
     text = render(entries)
     assert "a/one.jsonl: unreadable: '}'" in text
     assert "b/two.jsonl" in text
@@ -359,7 +359,8 @@ def test_audit_counts(write):
 def test_words_are_no_mathematical_values(write):
     golds = ["Harry", "9 (apples)", "12", r"\frac{1}{2}", "x+y", r"5\text{ cents}", r"\sqrt{2}", "[1, 2)"]
     (entry,) = audit([write("data.jsonl", [{"question": f"{gold}?", "answer": gold} for gold in golds])])
-    assert (entry.texts, entry.expressions, entry.text_examples) == (2, 6, ("Harry", "9 (apples)"))
+    assert (entry.counts["text"], entry.counts["value"]) == (2, 6)
+    assert entry.examples["text"] == ["Harry", "9 (apples)"]
     assert "data.jsonl: text: 'Harry'" in render([entry])
 
 

@@ -350,9 +350,9 @@ def test_the_script_takes_the_recipe_as_its_first_argument_and_tells_where_it_is
     run(*parse_recipe([job(max_steps=2, eval_datasets=[])]))
     command = [job(max_steps=3, eval_datasets=[]), "--resume_from_checkpoint", "auto"]
     shown = run_module("lze_trl.job.train", *command).stderr
-    assert re.search(r"INFO lze_trl\.train: Resuming from `.*checkpoint-2`", shown)
+    assert re.search(r"INFO lze_trl\.job\.train: Resuming from `.*checkpoint-2`", shown)
     shown = run_module("lze_trl.job.train", *command).stderr
-    assert re.search(r"INFO lze_trl\.train: The run in `.*` has ended", shown)
+    assert re.search(r"INFO lze_trl\.job\.train: The run in `.*` has ended", shown)
     assert "Resuming" not in shown
 
 
