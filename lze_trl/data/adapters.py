@@ -17,17 +17,11 @@ Schemas are recognised by their columns, so that copies and re-uploads work like
 
 import logging
 from dataclasses import dataclass
-from typing import Any
 
 from datasets import Dataset, Features, IterableDataset, List, Value
 
 from ..memory.identity import prompt_id
-from .columns import (
-    Columns,
-    ColumnSettings,
-    nested,
-    recognise,
-)
+from .columns import Columns, ColumnSettings, nested, recognise
 from .problems import write_problem
 from .references import DataError
 
@@ -37,14 +31,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PromptStyle:
-    """
-    How prompts are written.
-
-    Attributes:
-        conversational (`bool`): Whether prompts are lists of messages; otherwise, plain text.
-        system_prompt (`str`, *optional*): System prompt of every conversation, in place of the dataset's own.
-        prompt_suffix (`str`, *optional*): Text put after every problem, just as it is.
-    """
+    """How prompts are written, as in [`load_prompts`]."""
 
     conversational: bool = True
     system_prompt: str | None = None
@@ -83,27 +70,10 @@ def adapt(
     limit: int | None = None,
 ) -> Dataset | IterableDataset:
     """
-    Bring a dataset of a known schema into the columns that training reads.
+    Bring a dataset of a known schema into the columns that [`load_prompts`] returns.
 
-    Args:
-        table (`Dataset` or `IterableDataset`):
-            The dataset as loaded.
-        source (`str`):
-            What to write into the column `source`.
-        style ([`PromptStyle`]):
-            How prompts are written.
-        settings ([`ColumnSettings`]):
-            Columns that are named; the others are recognised.
-        limit (`int`, *optional*):
-            Number of rows of a `Dataset` to convert. Defaults to all.
-
-    Returns:
-        `Dataset` or `IterableDataset`: With columns `prompt`, `solution` (gold answer, text or null), `prompt_id`,
-        `source`, `reference_solution` (worked solution, where there is one), and the dataset's other columns. What was
-        read from which column stands in `info.description`.
-
-    Raises:
-        DataError: The dataset is empty, or its columns are not recognised.
+    What was read from which column is written into `info.description`. Of a `Dataset`, at most `limit` rows are converted.
+    Raises [`DataError`] if the dataset is empty, or its columns are not recognised.
     """
     features = table.features
     if features is None:  # a stream whose columns only its first row tells
@@ -135,7 +105,13 @@ def adapt(
             "prompt_id": [prompt_id(prompt, gold) for prompt, gold in zip(prompts, golds, strict=True)],
             "source": [source] * len(prompts),
         }
-        return converted | {new: _texts(batch[old], new) for old, new in columns.kept.items()}
+        for old, new in columns.kept.items():
+            # MATH writes "Level 2" and MATH-500 writes 2: one type, so that sets can be mixed
+            is_level = new == "level"
+            converted[new] = (
+                [None if value is None else str(value) for value in batch[old]] if is_level else batch[old]
+            )
+        return converted
 
     # Never from the cache: its key does not change when this module does
     options = (
@@ -169,13 +145,6 @@ def _report_dropped(before: int, after: int, source: str) -> str:
     report = f"dropped {before - after} of {before} rows, which have no problem text"
     logger.warning("%r: %s.", source, report)
     return report
-
-
-def _texts(values: list[Any], name: str) -> list[Any]:
-    # MATH writes "Level 2" and MATH-500 writes 2: one type, so that sets can be mixed
-    if name != "level":
-        return values
-    return [None if value is None else str(value) for value in values]
 
 
 def _result_features(features: Features, columns: Columns, conversational: bool) -> Features:
