@@ -17,11 +17,12 @@ Schemas are recognised by their columns, so that copies and re-uploads work like
 
 import logging
 from dataclasses import dataclass
+from typing import Any
 
 from datasets import Dataset, Features, IterableDataset, List, Value
 
 from ..memory.identity import prompt_id
-from .columns import Columns, ColumnSettings, nested, recognise
+from .columns import Columns, ColumnSettings, at, recognise
 from .problems import write_problem
 from .references import DataError
 
@@ -82,48 +83,37 @@ def adapt(
     if limit is not None and isinstance(table, Dataset):
         table = table.select(range(min(limit, len(table))))
 
-    def convert(batch: dict[str, list]) -> dict[str, list]:
-        rows = [index for index, problem in enumerate(nested(batch, columns.prompt)) if _has_problem(problem)]
-        batch = {name: [values[index] for index in rows] for name, values in batch.items()}
-        options = columns.listed_options(batch)
-        prompts = []
-        for problem, *rest in zip(nested(batch, columns.prompt), columns.contexts(batch), options, strict=True):
-            messages = [{"role": "user", "content": problem}] if isinstance(problem, str) else problem
-            last = {**messages[-1], "content": write_problem(messages[-1]["content"], *rest)}
-            prompts.append(style.write([*messages[:-1], last], source))
-        texts = columns.gold_texts(batch)
-        finals = [columns.final(text) for text in texts]
-        golds = [columns.letter_of(*row) for row in zip(finals, options, strict=True)]
-        if columns.worked is not None:
-            worked = batch[columns.worked]
-        else:
-            worked = [text if text != final else None for text, final in zip(texts, finals, strict=True)]
-        converted = {
-            "prompt": prompts,
-            "solution": golds,
-            "reference_solution": worked,
-            "prompt_id": [prompt_id(prompt, gold) for prompt, gold in zip(prompts, golds, strict=True)],
-            "source": [source] * len(prompts),
+    def convert(row: dict[str, Any]) -> dict[str, Any]:
+        problem, options = at(row, columns.prompt), columns.listed_options(row)
+        *before, last = [{"role": "user", "content": problem}] if isinstance(problem, str) else problem
+        last = {**last, "content": write_problem(last["content"], columns.contexts(row), options)}
+        prompt = style.write([*before, last], source)
+        text = columns.gold_text(row)
+        final = columns.final(text)
+        gold = columns.letter_of(final, options)
+        worked = text if text != final else None
+        kept = {new: row[old] for old, new in columns.kept.items()}
+        if kept.get("level") is not None:  # 2 in MATH-500 and "Level 2" in MATH: one type, so that sets can be mixed
+            kept["level"] = str(kept["level"])
+        own = {
+            "prompt": prompt,
+            "solution": gold,
+            "reference_solution": worked if columns.worked is None else row[columns.worked],
+            "prompt_id": prompt_id(prompt, gold),
+            "source": source,
         }
-        for old, new in columns.kept.items():
-            # MATH writes "Level 2" and MATH-500 writes 2: one type, so that sets can be mixed
-            is_level = new == "level"
-            converted[new] = (
-                [None if value is None else str(value) for value in batch[old]] if is_level else batch[old]
-            )
-        return converted
+        return own | kept
+
+    result = _result_features(features, columns, style.conversational)
+
+    def convert_batch(batch: dict[str, list]) -> dict[str, list]:
+        rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
+        rows = [convert(row) for row in rows if _has_problem(at(row, columns.prompt))]
+        return {name: [row[name] for row in rows] for name in result}
 
     # Never from the cache: its key does not change when this module does
-    options = (
-        {} if isinstance(table, IterableDataset) else {"load_from_cache_file": False, "desc": f"Reading {source}"}
-    )
-    adapted = table.map(
-        convert,
-        batched=True,
-        remove_columns=list(features),
-        features=_result_features(features, columns, style.conversational),
-        **options,
-    )
+    options = {"load_from_cache_file": False, "desc": f"Reading {source}"} if isinstance(table, Dataset) else {}
+    adapted = table.map(convert_batch, batched=True, remove_columns=list(features), features=result, **options)
     adapted.info.description = columns.describe()
     if isinstance(table, Dataset) and len(adapted) < len(table):
         adapted.info.description += f"; {_report_dropped(len(table), len(adapted), source)}"

@@ -1,7 +1,7 @@
 """Tells which columns of a dataset hold the problem, its context, its options and the gold answer."""
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from string import ascii_uppercase
@@ -19,8 +19,16 @@ ANSWER_COLUMNS = ("answer", "ground_truth", "reward_model.ground_truth", "expect
 # Where there are options, these name the right one; elsewhere, they say other things
 CHOICE_COLUMNS = ("answerKey", "correct_answer", "correct_option", "correct", "label", "cop")
 # In the order in which they are written
-CONTEXT_COLUMNS = tuple(
-    ["context", "passage", "paragraph", "article", "pre_text", "table_title", "table", "post_text", "body"]
+CONTEXT_COLUMNS = (
+    "context",
+    "passage",
+    "paragraph",
+    "article",
+    "pre_text",
+    "table_title",
+    "table",
+    "post_text",
+    "body",
 )
 OPTION_COLUMNS = ("options", "choices", "answer_choices")
 WORKED_COLUMN = "solution"  # the gold answer, where no other column holds one
@@ -85,34 +93,29 @@ class Columns:
             gold += f" ({self.reading} of options, read as the letter)"
         return ", ".join([*parts, gold])
 
-    def contexts(self, batch: dict[str, list]) -> list[list[tuple[str, str]]]:
-        """For each row, names and texts of what the problem refers to."""
+    def contexts(self, row: dict[str, Any]) -> list[tuple[str, str]]:
+        """Names and texts of what the problem of a row refers to."""
         texts = []
         for path in self.context:
             with self._advice([path], "context_columns", ", or give `[]` to read the problems without it"):
-                texts.append([(path, context_text(value)) for value in nested(batch, path)])
-        return [list(row) for row in zip(*texts, strict=True)] if texts else [[] for _ in _rows(batch)]
+                texts.append((path, context_text(at(row, path))))
+        return texts
 
-    def listed_options(self, batch: dict[str, list]) -> list[list[Option]]:
-        """For each row, the options of its problem."""
+    def listed_options(self, row: dict[str, Any]) -> list[Option]:
+        """The options of the problem of a row."""
         if not self.options:
-            return [[] for _ in _rows(batch)]
-        rows = nested(batch, next(iter(self.options)))
-        if len(self.options) > 1:
-            rows = [
-                [{"label": label, "text": text} for label, text in zip(self.options.values(), texts, strict=True)]
-                for texts in zip(*(nested(batch, path) for path in self.options), strict=True)
-            ]
+            return []
+        value = [{"label": label, "text": at(row, path)} for path, label in self.options.items()]
         with self._advice(self.options, "option_columns", ", or give `[]` to read the problems without them"):
-            return [read_options(row) for row in rows]
+            return read_options(value if len(value) > 1 else value[0]["text"])
 
-    def gold_texts(self, batch: dict[str, list]) -> list[str | None]:
-        """Texts of the answer column."""
-        values = nested(batch, self.answer)
+    def gold_text(self, row: dict[str, Any]) -> str | None:
+        """Text of the answer column of a row."""
+        value = at(row, self.answer)
         if self.class_names is not None:
-            values = [None if value is None or value < 0 else self.class_names.int2str(value) for value in values]
+            value = None if value is None or value < 0 else self.class_names.int2str(value)
         with self._advice([self.answer], "answer_column"):
-            return [gold_text(value) for value in values]
+            return gold_text(value)
 
     @contextmanager
     def _advice(self, columns: Collection[str], setting: str, otherwise: str = "") -> Iterator[None]:
@@ -139,10 +142,6 @@ class Columns:
             return gold
         index = READINGS[self.reading](gold, options)
         return None if index is None else ascii_uppercase[index]
-
-
-def _rows(batch: dict[str, list]) -> list:
-    return next(iter(batch.values()))
 
 
 def _name_other(setting: str, found: list[str]) -> str:
@@ -181,7 +180,7 @@ def recognise(table: Dataset | IterableDataset, features: Features, source: str,
     # A table that already has one of the columns written here gives way to it
     kept = {old: new for old, new in kept.items() if new not in _OWN and (old == new or new not in features)}
 
-    feature = feature_at(features, answer)
+    feature = at(features, answer)
     class_names = feature if isinstance(feature, ClassLabel) else None
     found = _paths(features)
     columns = Columns(source, prompt, answer, tuple(context), options, class_names, worked, kept, found)
@@ -200,9 +199,9 @@ def _with_readings(columns: Columns, table: Dataset | IterableDataset) -> Column
         table = table.select(range(min(len(table), _SAMPLE)))
     texts, options = [], []
     wanted = list(dict.fromkeys(path.partition(".")[0] for path in (columns.answer, *columns.options)))
-    for batch in table.select_columns(wanted).iter(batch_size=1000):
-        texts += columns.gold_texts(batch)
-        options += columns.listed_options(batch)
+    for row in table.select_columns(wanted):
+        texts.append(columns.gold_text(row))
+        options.append(columns.listed_options(row))
     if not texts:
         raise DataError(f"{columns.source!r} has no rows. Check its split, and that the file is complete.")
     is_worked = 2 * sum(boxed_or_marked(text or "") is not None for text in texts) >= len(texts)
@@ -242,20 +241,12 @@ def find(features: Features, candidate: str) -> str | None:
     return f"{name}.{inner}" if isinstance(features[name], dict) and inner in features[name] else None
 
 
-def feature_at(features: Features, path: str) -> Any:
-    """Type of a column, given by its path."""
-    if path in features:
-        return features[path]
+def at(columns: Mapping[str, Any], path: str) -> Any:
+    """What is at a path, in a row or in the features of a dataset."""
+    if path in columns:
+        return columns[path]
     outer, _, inner = path.partition(".")
-    return features[outer][inner]
-
-
-def nested(batch: dict[str, list], path: str) -> list:
-    """Values of a column, given by its path."""
-    if path in batch:
-        return batch[path]
-    outer, _, inner = path.partition(".")
-    return [None if value is None else value[inner] for value in batch[outer]]
+    return None if columns[outer] is None else columns[outer][inner]
 
 
 def _find_one(
@@ -265,13 +256,13 @@ def _find_one(
         paths = [_named(features, setting, given, source)]
     else:
         paths = [path for path in (find(features, name) for name in candidates) if path not in (None, *taken)]
-    fitting = [path for path in paths if setting != "prompt_column" or _is_problem(feature_at(features, path))]
+    fitting = [path for path in paths if setting != "prompt_column" or _is_problem(at(features, path))]
     if fitting:
         return fitting[0]
     if paths:
         raise DataError(
             f"{source!r}, column {paths[0]!r}: a problem must be text, or a list of messages with `role` and `content`, got "
-            f"{_shorten(feature_at(features, paths[0]))}. {_name_other(setting, _paths(features))}."
+            f"{_shorten(at(features, paths[0]))}. {_name_other(setting, _paths(features))}."
         )
     raise _no_column(source, setting, f"one of {', '.join(f'`{name}`' for name in candidates)}", features)
 
