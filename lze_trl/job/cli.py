@@ -147,19 +147,15 @@ def launch_command(namespace: argparse.Namespace, flags: Sequence[str]) -> tuple
     # --quiet: the job reports an error once, and not again by the launcher
     command = [sys.executable, "-m", "lze_trl.job.launcher", "--quiet"]
     environment = {}
-    given = {flag: vars(namespace)[flag] for flag in LAUNCH_FLAGS if vars(namespace)[flag] is not None}
-    if namespace.accelerate_config is None:
-        command += _defaults_of_accelerate(given)
-    else:
+    if namespace.accelerate_config is not None:
         path = find_accelerate_config(namespace.accelerate_config)
         command += ["--config_file", str(path)]
         config = read_accelerate_config(path)
-        if config.get("use_cpu"):
-            if config["distributed_type"] == "DEEPSPEED":
-                environment["DS_ACCELERATOR"] = "cpu"
-            if "OMP_NUM_THREADS" not in os.environ:
-                command += ["--num_cpu_threads_per_process", str(_cpu_threads(config | given))]
-    command += [part for flag, value in given.items() for part in (f"--{flag}", value)]
+        if config["distributed_type"] == "DEEPSPEED" and config.get("use_cpu"):
+            environment["DS_ACCELERATOR"] = "cpu"
+    for flag in LAUNCH_FLAGS:
+        if vars(namespace)[flag] is not None:
+            command += [f"--{flag}", vars(namespace)[flag]]
     return [*command, "-m", "lze_trl.job.train", "--config", namespace.recipe, *flags], environment
 
 
@@ -195,32 +191,6 @@ def read_accelerate_config(path: Path) -> dict[str, Any]:
             "RECIPE --accelerate_config NAME`."
         )
     return config
-
-
-def _cpu_threads(config: dict[str, Any]) -> int:
-    """Threads of each process on a CPU, as accelerate would divide them itself."""
-    import psutil
-
-    local = max(1, int(config["num_processes"]) // int(config.get("num_machines", 1)))
-    return max(1, (psutil.cpu_count(logical=False) or 1) // local)
-
-
-def _defaults_of_accelerate(given: dict[str, str]) -> list[str]:
-    """Flags for accelerate's own choices: without a configuration, it warns at each launch about those not passed."""
-    import torch
-    from accelerate.commands.config.config_args import default_config_file
-
-    if Path(default_config_file).is_file():
-        return []
-    flags = ["--mixed_precision", "no", "--dynamo_backend", "no"]
-    if "num_machines" not in given:
-        flags += ["--num_machines", "1"]
-    devices = torch.accelerator.device_count()
-    if "num_processes" not in given:
-        flags += ["--num_processes", str(max(1, devices))]
-    if devices > 1 and given.get("num_processes") != "1":
-        flags += ["--multi_gpu"]
-    return flags
 
 
 def _train(namespace: argparse.Namespace, flags: list[str]):

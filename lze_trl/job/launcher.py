@@ -1,5 +1,6 @@
-"""`accelerate launch` that lets the job finish after a Ctrl-C: the job stops, and says how to resume."""
+"""`accelerate launch` without its list of defaults, and letting the job finish after a Ctrl-C, to say how to resume."""
 
+import logging
 import signal
 import sys
 
@@ -18,6 +19,9 @@ def main():
         signal.signal(number, signal.SIG_DFL)
 
     signal.signal(signal.SIGINT, stop)
+    # Without a configuration, accelerate warns at each launch about the flags whose defaults it uses
+    logger = logging.getLogger("accelerate.commands.launch")
+    logger.addFilter(lambda record: "not passed to `accelerate launch`" not in record.getMessage())
     try:
         launch()
     except SignalException as received:  # of torchrun, which hands signals on by itself
