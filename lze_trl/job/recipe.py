@@ -251,4 +251,5 @@ def _check_values(recipe: dict[str, Any], path: str, parser: RecipeParser):
                 raise RecipeError(f"it takes {inspect.formatannotation(hint)}.")
             parser.parse_args([f"--{key}={item}" for item in items])
         except RecipeError as error:
-            raise RecipeError(f"`{key}` in `{path}` cannot be {value!r}: {error}") from error
+            near = _near(str(value), [choice for choice in get_args(hint) if isinstance(choice, str)])
+            raise RecipeError(f"`{key}` in `{path}` cannot be {value!r}: {error}{near}") from error
