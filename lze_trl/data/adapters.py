@@ -77,7 +77,7 @@ def adapt(
     Raises [`DataError`] if the dataset is empty, or its columns are not recognised.
     """
     features = table.features
-    if features is None:  # a stream whose columns only its first row tells
+    if features is None:  # of a stream, known from its first row only
         features = Dataset.from_list(list(table.take(1))).features
     columns = recognise(table, features, source, settings)
     if limit is not None and isinstance(table, Dataset):

@@ -197,7 +197,7 @@ def extend_model_card(run_dir: str | Path):
     try:
         section = model_card_section(run_dir)
     except MissingTelemetryError:
-        logger.info("`%s` has no telemetry, so the model card does not tell about the run.", run_dir)
+        logger.info("`%s` has no telemetry, so the model card says nothing about the run.", run_dir)
         return
     write_summary_picture(run_dir, run_dir / PICTURE)
     text = card.read_text(encoding="utf-8") if card.exists() else ""

@@ -24,7 +24,7 @@ def main():
     logger.addFilter(lambda record: "not passed to `accelerate launch`" not in record.getMessage())
     try:
         launch()
-    except SignalException as received:  # of torchrun, which hands signals on by itself
+    except SignalException as received:  # by torchrun, which forwards signals itself
         sys.exit(128 + received.sigval)
     except SystemExit:
         if stopped:

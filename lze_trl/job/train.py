@@ -147,7 +147,7 @@ def run(
     """
     Train by a recipe.
 
-    A run that was stopped goes on where it was. If all its steps were taken, it is evaluated, saved, reported and uploaded.
+    A run that was stopped is resumed. If it has taken all its steps, it is still evaluated, saved, reported and uploaded.
 
     Returns:
         `dict[str, float | None]`: The totals of [`~lze_trl.record.ledger.Ledger.summary`], and `accuracy_before` and
@@ -165,8 +165,8 @@ def run(
         # The state of the trainer is the last thing that a run writes into its output folder
         if checkpoint is not None and all(has_ended(folder, training_args) for folder in (checkpoint, output_dir)):
             logger.info(
-                "The run in `%s` has ended: there is nothing left to do. To go on with it, raise `max_steps` or "
-                "`num_train_epochs`. To train anew, set another `output_dir`, or `resume_from_checkpoint: false`, which "
+                "The run in `%s` has ended: there is nothing left to do. To continue it, raise `max_steps` or "
+                "`num_train_epochs`. To start again, set another `output_dir`, or `resume_from_checkpoint: false`, which "
                 "replaces it.",
                 output_dir,
             )
@@ -175,12 +175,11 @@ def run(
             logger.info("Resuming from `%s`.", checkpoint)
         elif last_complete_checkpoint(output_dir) is not None:
             logger.info(
-                "`%s` holds an earlier run, which this one replaces. To go on with that one instead, set "
+                "`%s` holds an earlier run, which this one replaces. To continue that one instead, set "
                 "`resume_from_checkpoint: auto`, and a larger `max_steps` if it has ended.",
                 output_dir,
             )
-        # A resumed run has the first evaluation in its log already. The trainer makes it, because DeepSpeed takes a
-        # model that was evaluated before training for one that will never be trained
+        # By the trainer, because DeepSpeed cannot train a model that was evaluated before; a resumed run has it in its log
         training_args.eval_on_start = bool(script_args.eval_datasets) and checkpoint is None
         trainer = build_trainer(script_args, training_args, model_args)
     if trainer.is_world_process_zero():  # that of an earlier run
@@ -194,18 +193,23 @@ def run(
         if trainer.is_world_process_zero():
             logger.warning(how_to_resume(output_dir, "the same command with `--resume_from_checkpoint auto`"))
         raise
+    on_the_hub = [data.path for data in map(parse_reference, script_args.datasets) if not data.is_local]
+    return finish(trainer, on_the_hub)
+
+
+def finish(trainer: LZEGRPOTrainer, on_the_hub: list[str]) -> dict[str, float | None]:
+    """Evaluate, save, report and upload what was trained, on these datasets of the Hub; returns what [`run`] returns."""
     if trainer.eval_dataset is not None and sampled_accuracy(trainer, trainer.state.global_step) is None:
         trainer.evaluate()
     before, after = (sampled_accuracy(trainer, step) for step in (0, trainer.state.global_step))
 
-    trainer.save_model(training_args.output_dir)
+    trainer.save_model(trainer.args.output_dir)
     savings = trainer.savings()
-    files = {"model": output_dir}
+    files = {"model": Path(trainer.args.output_dir)}
     shows = trainer.summary is not None and trainer.is_world_process_zero()
     if shows:
-        files |= trainer.summary.report(training_args)
-    on_the_hub = [data.path for data in map(parse_reference, script_args.datasets) if not data.is_local]
-    if training_args.push_to_hub:
+        files |= trainer.summary.report(trainer.args)
+    if trainer.args.push_to_hub:
         trainer.push_to_hub(dataset_name=on_the_hub)
         files["model"] = f"https://huggingface.co/{trainer.hub_model_id}"
     else:

@@ -202,7 +202,7 @@ def get_reward(
     name: str, max_completion_length: int | None = None, soft_overlong_cache: int | None = None
 ) -> RewardFunction:
     """
-    Reward function by name, or by the dotted import path of one's own.
+    Reward function by name, or by the dotted import path of your own.
 
     Args:
         name (`str`):
