@@ -429,8 +429,8 @@ HUB_OUTPUT = [
 
 @pytest.mark.slow
 def test_hub_then_its_cache_without_network(repositories, tmp_path):
-    with serve(repositories) as endpoint:
-        online, errors = run(HUB_CODE, tmp_path, HF_ENDPOINT=endpoint)
+    with serve(repositories) as server:
+        online, errors = run(HUB_CODE, tmp_path, HF_ENDPOINT=server.endpoint)
     assert online.splitlines()[:6] == HUB_OUTPUT, errors
     assert "has no split 'validation'" in online.splitlines()[6]
     offline, errors = run(HUB_CODE, tmp_path, HF_HUB_OFFLINE="1")
@@ -442,8 +442,8 @@ def test_a_downloaded_snapshot_is_read_without_network(repositories, tmp_path):
     download = "from huggingface_hub import snapshot_download\n" + "\n".join(
         f"snapshot_download({name!r}, repo_type='dataset')" for name in repositories
     )
-    with serve(repositories) as endpoint:
-        _, errors = run(download, tmp_path, HF_ENDPOINT=endpoint)
+    with serve(repositories) as server:
+        _, errors = run(download, tmp_path, HF_ENDPOINT=server.endpoint)
     offline, errors = run(HUB_CODE, tmp_path, HF_HUB_OFFLINE="1")
     assert offline.splitlines()[:6] == HUB_OUTPUT, errors
 
@@ -454,8 +454,8 @@ def test_what_the_hub_does_not_have(repositories, tmp_path):
         f"try:\n    load_prompts({reference!r})\nexcept ValueError as error:\n    print(error)"
         for reference in ("openai/none", "openai/gsm8k?revision=v9")
     )
-    with serve(repositories) as endpoint:
-        output, errors = run(code, tmp_path, HF_ENDPOINT=endpoint)
+    with serve(repositories) as server:
+        output, errors = run(code, tmp_path, HF_ENDPOINT=server.endpoint)
     missing, revision = output.splitlines()
     assert missing.startswith("There is no dataset 'openai/none' on the Hub"), errors
     assert revision == "'openai/gsm8k' has no revision 'v9' on the Hub."
