@@ -30,7 +30,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallba
 from lze_trl.arrays import Rollouts
 from lze_trl.memory.identity import prompt_id
 from lze_trl.memory.state import PromptState, StateSettings
-from lze_trl.rewards.functions import exact_match_reward
+from lze_trl.rewards import exact_match_reward
 from lze_trl.seeding import keyed_rng
 
 from .addition import TASK, build_trainer, machine_in_words, prepare

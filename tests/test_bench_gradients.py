@@ -21,7 +21,7 @@ from benchmarks.settings import BenchError
 from benchmarks.tasks import TaskData
 from lze_trl import LZEGRPOTrainer, demo
 from lze_trl.memory.state import PromptState
-from lze_trl.rewards.functions import exact_match_reward
+from lze_trl.rewards import exact_match_reward
 from samples import rollouts
 
 

@@ -6,19 +6,16 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 from contextlib import contextmanager
-from http.server import ThreadingHTTPServer
 from pathlib import Path
 
-import numpy as np
 import pytest
 
+import hub as hub_server
 from benchmarks.synthetic import SyntheticTraining, record_synthetic_run
 from hub import Handler, commit
 from lze_trl.checkpoint import STATE_NAME, save
 from lze_trl.job import hub
-from lze_trl.memory.state import PromptState
 from lze_trl.record import MissingTelemetryError, TelemetryWriter, open_run
 
 
@@ -74,14 +71,9 @@ class WritableHandler(Handler):
 
 @contextmanager
 def serve(folder):
-    server = ThreadingHTTPServer(("127.0.0.1", 0), WritableHandler)
-    server.folder, server.repositories, server.tokens = folder, {}, set()
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield server
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with hub_server.serve({}, WritableHandler) as server:
+        server.folder, server.tokens = folder, set()
+        yield server
 
 
 @pytest.fixture
@@ -98,7 +90,7 @@ def run_dir(tmp_path):
 def run_against(server, directory: Path, *arguments: str, timeout: float = 240) -> subprocess.CompletedProcess:
     """Run Python with an endpoint as its Hub, in a process of its own: the client reads its endpoint when imported."""
     environment = {
-        "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
+        "HF_ENDPOINT": server.endpoint,
         "HF_HOME": str(directory / "cache"),
         "HF_HUB_OFFLINE": "0",
         "HF_HUB_DISABLE_XET": "1",
@@ -407,12 +399,3 @@ def test_model_card_without_telemetry_stays_as_it_is(tmp_path, caplog):
     TelemetryWriter(tmp_path).close()
     hub.extend_model_card(tmp_path)
     assert (tmp_path / "README.md").read_text() == "# Model card\n"
-
-
-def test_state_of_the_fixture_is_what_a_run_can_start_from(run_dir):
-    from lze_trl.checkpoint import load, strip_prefix
-
-    tensors, _ = load(hub.resolve_state(run_dir), STATE_NAME)
-    state = PromptState()
-    state.load_state_dict(strip_prefix(tensors, "state"))
-    assert np.isin(open_run(run_dir).prompts().prompt_id, state["prompt_ids"]).all()

@@ -15,11 +15,11 @@ import tiny
 from lze_trl.arrays import Groups
 from lze_trl.job import cli
 from lze_trl.memory.state import PromptState, StateSettings
-from lze_trl.seeding import keyed_rng
 from lze_trl.record import MissingTelemetryError, TelemetryWriter
 from lze_trl.record.generation import groups_of, groups_table
 from lze_trl.replay import ReplayError, history, replay, show_replay
 from lze_trl.replay.foresight import Foreseer
+from lze_trl.seeding import keyed_rng
 from lze_trl.select.selectors import RandomSelector
 
 

@@ -14,9 +14,8 @@ import tiny
 from controllers_run import FixedTrainer, WatchedTrainer
 from lze_trl.arrays import Groups
 from lze_trl.memory.buffer import Pool, spread
-from lze_trl.pack.exchange import Completions
 from lze_trl.pack.layout import Geometry
-from lze_trl.rollout.gather import Scored
+from lze_trl.pack.rows import Scored, TokenRows
 from samples import NAN, rollouts, scored
 from test_controllers_training import make
 from test_laws import distance
@@ -34,7 +33,7 @@ def pool_of(outcomes: dict[int, list[float]], born: list[int], first_token: int 
     drawn = rollouts(outcomes)
     count = drawn.num_rows
     marks = [first_token + row for row in range(count)]
-    local = Completions(
+    local = TokenRows(
         prompt_ids=[[mark] * (10 + row) for row, mark in enumerate(marks)],
         completion_ids=[[mark] * (2 + row) for row, mark in enumerate(marks)],
         logprobs=[[-float(mark), *[None] * (1 + row)] for row, mark in enumerate(marks)] if logprobs else None,

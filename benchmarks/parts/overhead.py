@@ -17,13 +17,14 @@ from lze_trl.arrays import Groups
 from lze_trl.config import LZEGRPOConfig
 from lze_trl.memory.identity import ID_COLUMN
 from lze_trl.memory.state import PromptState
-from lze_trl.pack.exchange import Completions, exchange
+from lze_trl.pack.exchange import exchange
 from lze_trl.pack.layout import Geometry, Layout, pack
+from lze_trl.pack.rows import Scored, TokenRows
 from lze_trl.pack.weights import even_reference
 from lze_trl.plan.passes import Plan
 from lze_trl.record.ledger import Ledger, TokenCost
 from lze_trl.record.recorder import Recorder, batch_metrics
-from lze_trl.rollout.gather import Scored, gather_rollouts
+from lze_trl.rollout.gather import gather_rollouts
 from lze_trl.seeding import keyed_rng
 from lze_trl.select.selectors import EnergySelector, choose, quota
 
@@ -78,7 +79,7 @@ class Worker:
 
         lengths = own.integers(tokens // 2, tokens + tokens // 2, size=rows, endpoint=True)
         logprobs = [(-own.random(length)).tolist() for length in lengths]
-        self.local = Completions(token_ids(np.full(rows, _PROMPT_TOKENS)), token_ids(lengths), logprobs, None)
+        self.local = TokenRows(token_ids(np.full(rows, _PROMPT_TOKENS)), token_ids(lengths), logprobs, None)
         self.texts = ["x" * (_CHARACTERS * tokens)] * rows
         steps = rows // 8
         self.geometry = Geometry(self.world, steps, steps, micro_batch_rows=8)
