@@ -344,8 +344,8 @@ def test_resumed_on_a_stream_is_uninterrupted(tmp_path, moment):
 def test_a_resume_remembers_what_was_foreseen(tmp_path):
     # Passes of three batches: the second one, in which the prompts are known, has begun before the checkpoint
     trainers = resumed_from_the_middle(tmp_path, dataset=tiny.prompts(9), **RESUMED["between batches"])
-    whole, resumed = (trainer._dead.calibration.state_dict() for trainer in trainers)
-    assert len(trainers[0]._dead.calibration) > 9
+    whole, resumed = (trainer.generation_step.dead.calibration.state_dict() for trainer in trainers)
+    assert len(trainers[0].generation_step.dead.calibration) > 9
     assert all((whole[name] == resumed[name]).all() for name in whole)
 
 
@@ -417,5 +417,5 @@ def test_the_same_trainer_goes_on_from_a_checkpoint(tmp_path):
         trainer.train()
     stop.step = None
     trainer.train(resume_from_checkpoint=str(tmp_path / "stopped" / "checkpoint-1"))
-    assert trainer._generation == whole._generation
+    assert trainer.generation_step.generation == whole.generation_step.generation
     assert distance(trainer, whole) == 0.0

@@ -1,6 +1,7 @@
 """Live groups that wait for the next update: nothing of them is lost, and their old log-probabilities are the right ones."""
 
 import copy
+import json
 import shutil
 from dataclasses import fields
 
@@ -225,13 +226,12 @@ class SnapshotTrainer(WatchedTrainer):
 
     def _generate(self, prompts):
         output = super()._generate(prompts)
-        if self._answers is None:
-            self.sampled[self._generation] = copy.deepcopy(self.model.state_dict())
+        self.sampled[self.generation_step.generation] = copy.deepcopy(self.model.state_dict())
         return output
 
     def compute_loss(self, model, inputs, *args, **kwargs):
         tensors = {name: value.clone() for name, value in inputs.items() if isinstance(value, torch.Tensor)}
-        self.seen.append((self._generation - 1, tensors, copy.deepcopy(self.model.state_dict())))
+        self.seen.append((self.generation_step.generation - 1, tensors, copy.deepcopy(self.model.state_dict())))
         return super().compute_loss(model, inputs, *args, **kwargs)
 
     def born(self) -> dict[tuple, int]:
@@ -356,8 +356,9 @@ def test_resumed_with_surplus_is_uninterrupted_bit_for_bit(tmp_path, per_generat
     for step in (4, 6, 7):
         shutil.rmtree(tmp_path / "run" / f"checkpoint-{step}", ignore_errors=True)
     (checkpoint,) = (tmp_path / "run").glob("checkpoint-*")
-    assert (checkpoint / "lze_surplus_0.safetensors").exists()
-    assert (checkpoint / "lze_rollouts_0.safetensors").exists() == (per_generation == 4)
+    parts = json.loads((checkpoint / "lze_rows_0.json").read_text())["parts"]
+    assert parts["buffer"]["waiting"] > 0
+    assert parts["batches"]["in_use"] == (per_generation == 4)
     resumed = resumable(tmp_path, selector=selector, **shape)
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == whole.state.global_step == 7
@@ -366,7 +367,7 @@ def test_resumed_with_surplus_is_uninterrupted_bit_for_bit(tmp_path, per_generat
     assert all((first[name] == second[name]).all() for name in first)
     counts = [name for name in vars(whole.ledger) if not name.endswith("seconds")]
     assert {n: getattr(whole.ledger, n) for n in counts} == {n: getattr(resumed.ledger, n) for n in counts}
-    first, second = whole._surplus.arrays(), resumed._surplus.arrays()
+    first, second = (trainer.generation_step.buffer.state_dict() for trainer in (whole, resumed))
     assert first.keys() == second.keys()
     for name in first:
         np.testing.assert_array_equal(first[name], second[name])

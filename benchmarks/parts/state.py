@@ -56,12 +56,12 @@ def _size(count: int, repetitions: int, directory: Path) -> dict[str, Any]:
     save_seconds, load_seconds = [], []
     for _ in range(_CHECKPOINTS):
         begin = time.perf_counter()
-        store.save(directory, store.STATE_NAME, store.add_prefix(state.state_dict(), "state"), {})
+        store.save_parts(directory, store.STATE_NAME, {"prompts": state}, {})
         save_seconds.append(time.perf_counter() - begin)
         loaded = PromptState(expected=count)
         begin = time.perf_counter()
         tensors, _ = store.load(directory, store.STATE_NAME)
-        loaded.load_state_dict(store.strip_prefix(tensors, "state"))
+        store.load_parts(directory, store.STATE_NAME, {"prompts": loaded})
         load_seconds.append(time.perf_counter() - begin)
     return {
         "prompts": count,
