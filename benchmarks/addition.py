@@ -10,7 +10,7 @@ from transformers.utils import logging as transformers_logging
 
 from lze_trl.config import LZEGRPOConfig
 from lze_trl.job import demo
-from lze_trl.rewards.functions import exact_match_reward
+from lze_trl.rewards import exact_match_reward
 from lze_trl.trainer import LZEGRPOTrainer
 
 from .run import machine

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lze_trl.rewards.functions import exact_match_reward
+from lze_trl.rewards import exact_match_reward
 
 
 _BATCH = 128

@@ -30,8 +30,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallba
 from lze_trl.arrays import Rollouts
 from lze_trl.memory.identity import prompt_id
 from lze_trl.memory.state import PromptState, StateSettings
-from lze_trl.plan.pruning import keyed_rng
-from lze_trl.rewards.functions import exact_match_reward
+from lze_trl.rewards import exact_match_reward
+from lze_trl.seeding import keyed_rng
 
 from .addition import TASK, build_trainer, machine_in_words, prepare
 from .evaluation import Evaluation
@@ -163,7 +163,7 @@ class Probe(TrainerCallback):
 
     def _visit(self, model: PreTrainedModel, step: int):
         own, fresh = self._draw(model, step, "rollouts A"), self._draw(model, step, "rollouts B")
-        groups = self.state.visit(_as_rollouts(own, self.prompt_ids), step)
+        groups = self.state.visit(_as_rollouts(own, self.prompt_ids))
         direction = expected_gradient(model, self.held_out.batches)
         direction /= direction.norm()
         columns: dict[str, list[float]] = {"own_norm": [], "projection": [], "fresh_norm": [], "expected_norm": []}

@@ -11,7 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from lze_trl.memory.state import StateSettings
-from lze_trl.plan.pruning import keyed_rng
+from lze_trl.seeding import keyed_rng
 
 from .tables import table
 

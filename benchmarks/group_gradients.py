@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lze_trl.rewards.functions import RewardFunction
+from lze_trl.rewards import RewardFunction
 
 from .evaluation import AnswerBatch, answer_probabilities, sample_completions
 

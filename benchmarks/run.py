@@ -19,7 +19,7 @@ from trl import GRPOConfig, GRPOTrainer
 import lze_trl
 from lze_trl.config import LZEGRPOConfig
 from lze_trl.record.ledger import TokenCost, token_cost
-from lze_trl.rewards.functions import exact_match_reward
+from lze_trl.rewards import exact_match_reward
 from lze_trl.trainer import LZEGRPOTrainer
 
 from .evaluation import Evaluation

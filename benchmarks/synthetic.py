@@ -8,9 +8,8 @@ import numpy as np
 
 from lze_trl.arrays import Groups, Rollouts
 from lze_trl.memory.state import PromptState, StateSettings
+from lze_trl.record import GenerationRecord, TelemetryWriter
 from lze_trl.record.ledger import Ledger, TokenCost, account
-from lze_trl.record.rows import GenerationRecord
-from lze_trl.record.writer import TelemetryWriter
 
 
 _SUBJECTS = ("algebra", "geometry", "number theory", "counting", "probability")
@@ -73,7 +72,7 @@ class SyntheticTraining:
         chosen: list[int] = []
         while len(chosen) < min(self.groups_per_batch, self.num_prompts):
             if not self._queue:
-                pruned = self._state.is_pruned(self._ids)
+                pruned = self._state.prompts(self._ids).pruned
                 replays = np.flatnonzero(pruned)
                 replays = self._rng.permutation(replays)[: max(1, len(replays) // 10)]
                 active = np.concatenate([np.flatnonzero(~pruned), replays])
@@ -102,7 +101,7 @@ class SyntheticTraining:
             prompt_tokens=np.full(len(group), 24),
             completion_tokens=rng.integers(4, 64, len(group)),
         )
-        groups = self._state.visit(rollouts, step=generation)
+        groups = self._state.visit(rollouts)
         selected = self._select(groups)
         self._skill += 0.02 * selected.sum() / max(num_groups * 0.4, 1) + self._rng.normal(0.0, 0.04)
         self._account(rollouts, groups, selected)
@@ -113,7 +112,7 @@ class SyntheticTraining:
             pass_index=self._pass,
             groups=groups,
             selected=selected,
-            pruned=self._state.is_pruned(rollouts.prompt_ids),
+            pruned=self._state.prompts(rollouts.prompt_ids).pruned,
             skipped=0,
             rewards=rewards,
             reward_names=["accuracy_reward", "format_reward"],

@@ -12,7 +12,7 @@ import numpy as np
 @dataclass(frozen=True)
 class Prompts:
     """
-    What is known of the prompts of a generation batch before they are rolled out, every array of shape `(P,)`.
+    What is known of prompts before they are rolled out, every array of shape `(P,)`.
 
     Attributes:
         prompt_ids (int64): Content hash of the prompt.
@@ -21,6 +21,9 @@ class Prompts:
         pass_rates (float64): Posterior mean of the pass rate; 0.5 for a prompt that was never visited.
         strength (float64): Completions that the posterior rests on; 0 for a prompt that was never visited.
         difficulty (float64): Initial-difficulty anchor D; 1 for a prompt that was never visited.
+        streak (int64): s after s solved visits in a row, −s after s visits in a row with equal rewards that are not
+            solved, 0 after a visit that had a gradient, and for a prompt that was never visited.
+        pruned (bool): The prompt has had `pruning_streak` solved visits in a row, and was solved ever since.
     """
 
     prompt_ids: np.ndarray
@@ -29,6 +32,8 @@ class Prompts:
     pass_rates: np.ndarray
     strength: np.ndarray
     difficulty: np.ndarray
+    streak: np.ndarray
+    pruned: np.ndarray
 
     def __post_init__(self):
         for field in fields(self):
@@ -64,7 +69,7 @@ class Rollouts:
         scores (`np.ndarray` of shape `(B,)`, float64, *optional*):
             What the outcomes are scaled from. Defaults to the outcomes.
         signals (`np.ndarray` of shape `(B,)`, float64, *optional*):
-            What TRL's advantages compare within a group, see [`~lze_trl.rollout.gather.signals.signals`]. Defaults to the rewards.
+            What TRL's advantages compare within a group, see [`~lze_trl.rollout.signals.signals`]. Defaults to the rewards.
     """
 
     prompt_ids: np.ndarray

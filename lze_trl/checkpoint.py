@@ -2,6 +2,7 @@
 
 import errno
 import json
+import logging
 import os
 import re
 import shutil
@@ -21,8 +22,11 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from .files import write_atomically
 
 
-SCHEMA_VERSION = 3
+logger = logging.getLogger(__name__)
+
+SCHEMA_VERSION = 4
 STATE_NAME = "lze_state"
+ROWS_NAME = "lze_rows"
 _FORMAT = "lze_trl"
 _DISK_FULL = tuple(os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT))
 
@@ -90,7 +94,7 @@ def load(directory: str | Path, name: str) -> tuple[dict[str, np.ndarray], dict[
     if meta.get("schema_version") != SCHEMA_VERSION:
         raise CheckpointError(
             f"`{directory / name}.json` has schema version {meta.get('schema_version')}, and this lze_trl reads version "
-            f"{SCHEMA_VERSION}. Upgrade lze_trl, or use a checkpoint of this version."
+            f"{SCHEMA_VERSION}. Go on with the lze_trl that wrote it, or start a new run from its model."
         )
     data = (directory / f"{name}.safetensors").read_bytes()
     try:
@@ -108,14 +112,44 @@ def load(directory: str | Path, name: str) -> tuple[dict[str, np.ndarray], dict[
     return tensors, meta
 
 
-def strip_prefix(tensors: dict[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
-    """Arrays whose name begins with `prefix.`, without it."""
-    return {key[len(prefix) + 1 :]: array for key, array in tensors.items() if key.startswith(f"{prefix}.")}
+def save_parts(directory: str | Path, name: str, parts: dict[str, Any], meta: dict[str, Any]):
+    """
+    Write the memory of parts, see [`save`].
+
+    Args:
+        directory (`str` or `Path`): Where to write.
+        name (`str`): Name of the pair of files.
+        parts (`dict`): Objects with `state_dict()`, of arrays and of values that JSON can express.
+        meta (`dict`): What else to describe.
+    """
+    arrays, values = {}, {}
+    for part, owner in parts.items():
+        values[part] = {}
+        for key, value in owner.state_dict().items():
+            if isinstance(value, np.ndarray):
+                arrays[f"{part}/{key}"] = value
+            else:
+                values[part][key] = value
+    save(directory, name, arrays, {**meta, "parts": values})
 
 
-def add_prefix(tensors: dict[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
-    """Arrays with `prefix.` before their names."""
-    return {f"{prefix}.{key}": array for key, array in tensors.items()}
+def load_parts(directory: str | Path, name: str, parts: dict[str, Any]) -> dict[str, Any]:
+    """
+    Let parts continue from what [`save_parts`] has written.
+
+    Returns:
+        `dict`: What the checkpoint says else.
+    """
+    arrays, meta = load(directory, name)
+    for part, owner in parts.items():
+        owner.load_state_dict(part_state(arrays, meta, part))
+    return meta
+
+
+def part_state(arrays: dict[str, np.ndarray], meta: dict[str, Any], part: str) -> dict[str, Any]:
+    """The memory of one part, from what [`load`] returns."""
+    own = {key[len(part) + 1 :]: array for key, array in arrays.items() if key.startswith(f"{part}/")}
+    return own | meta["parts"].get(part, {})
 
 
 def checkpoints(run_dir: str | Path) -> list[Path]:
@@ -227,6 +261,16 @@ def has_ended(checkpoint: str | Path, args: TrainingArguments) -> bool:
     return state["global_step"] >= state["max_steps"] and args.num_train_epochs <= state["num_train_epochs"]
 
 
+def warn_if_ended(checkpoint: str | Path, args: TrainingArguments):
+    """Say so if a run is resumed that has no step left."""
+    if has_ended(checkpoint, args):
+        logger.warning(
+            "`%s` is the end of its run: it is loaded, and no step is taken. For more, set a larger `max_steps` or "
+            "`num_train_epochs`, or start a new run from its model.",
+            checkpoint,
+        )
+
+
 def last_complete_checkpoint(run_dir: str | Path) -> str | None:
     """Newest checkpoint of a run that was written to its end, or `None`."""
     return next((str(path) for path in checkpoints(run_dir) if is_complete(path)), None)
@@ -257,3 +301,15 @@ def find_state(directory: str | Path) -> Path:
         )
     # A run that has ended may have been continued, and killed, since
     return max(found, key=lambda path: json.loads((path / f"{STATE_NAME}.json").read_text())["global_step"])
+
+
+def load_prompt_state(state: Any, folder: str | Path):
+    """
+    Start from the prompt state of an earlier run.
+
+    Args:
+        state ([`~lze_trl.memory.state.PromptState`]): Memory to fill.
+        folder (`str` or `Path`): The run, or one of its checkpoints.
+    """
+    state.load_state_dict(part_state(*load(find_state(folder), STATE_NAME), "prompts"))
+    logger.info("Starting from the state of %d prompts of `%s`.", len(state), folder)

@@ -21,6 +21,7 @@ from trl.trainer.utils import get_callable_name, is_async_callable
 from .config import LZEGRPOConfig
 from .memory.identity import add_prompt_ids
 from .memory.outcomes import OutcomeRule
+from .plan.planners import Planner
 from .rollout.controllers import ReinforceAda, RolloutController
 
 
@@ -89,6 +90,21 @@ def refuse_unsupported(args: LZEGRPOConfig, train_dataset: Any, given: dict[str,
                 f"`{name}={value!r}` needs a dataset whose rows can be read again, and `train_dataset` is an "
                 f"`IterableDataset`. Set `{name}={allowed[-1]!r}` (selection works), or load the dataset without streaming."
             )
+
+
+def refuse_idle_planner(args: LZEGRPOConfig, train_dataset: Any, planner: Planner):
+    """Refuse a planner of the user's that would not be asked."""
+    name = type(planner).__name__
+    if isinstance(train_dataset, IterableDataset):
+        raise ValueError(
+            f"`{name}` ranks the prompts of a dataset whose rows can be read again, and `train_dataset` is an "
+            "`IterableDataset`. Pass no `planner`, or load the dataset without streaming."
+        )
+    if args.pruning == "none":
+        raise ValueError(
+            f"`pruning='none'` rolls out every prompt, and `{name}` was passed to rank them. Set `pruning='refill'` or "
+            "'skip', or pass no `planner`."
+        )
 
 
 def refuse_unwritable(args: LZEGRPOConfig):
@@ -249,7 +265,7 @@ def outcome_rule(
         args ([`LZEGRPOConfig`]): Settings.
         reward_funcs (`list`): Reward functions, F of them.
         names (`list[str]`): Their names.
-        controller ([`~lze_trl.rollout.gather.controllers.RolloutController`]): Reinforce-Ada counts passes.
+        controller ([`~lze_trl.rollout.controllers.RolloutController`]): Reinforce-Ada counts passes.
     """
     if args.pass_reward not in (None, "total", *names):
         raise ValueError(

@@ -10,18 +10,23 @@ from typing import Literal, get_args, get_type_hints
 from trl import GRPOConfig
 
 from .memory.state import MAX_STREAK
+from .plan.planners import GresoPlanner, Planner, SolvedPlanner
 from .rollout.controllers import (
-    CONTROLLERS,
+    Allocation,
+    DynamicSampling,
+    Probing,
     ReinforceAda,
     RolloutController,
-    from_config,
+    UniformController,
 )
+from .select.selectors import Selector, make_selector
 from .strategies import DEFAULT, STRATEGIES, settings_of
 
 
 logger = logging.getLogger(__name__)
 
 SELECTORS = ("energy", "variance", "midpoint", "random", "all", "zero_variance")
+CONTROLLERS = ("uniform", "reinforce_ada_positive", "reinforce_ada_balanced", "dynamic", "allocation", "probing")
 
 _TRL_FIELDS = {theirs.name for theirs in fields(GRPOConfig)}
 _KINDS = {
@@ -551,17 +556,52 @@ class LZEGRPOConfig(GRPOConfig):
                 "and fails. Set one of them."
             )
 
-    def rollout_controller(self) -> RolloutController:
+    def make_planner(self) -> Planner:
+        """The planner that the settings describe."""
+        if self.pruning_policy == "greso":
+            return GresoPlanner(self.greso_exploration, self.greso_target, self.greso_step)
+        return SolvedPlanner(self.replay_ratio)
+
+    def make_controller(self) -> RolloutController:
         """
-        The controller that the settings describe.
+        The controller that the settings describe; only the settings that it uses are checked.
 
         Raises:
-            ValueError: If one of them is out of its range.
+            ValueError: If the name is unknown, or a setting of the controller is out of its range.
         """
-        return from_config(self)
+        size, kept = self.num_generations, self.kept_completions
+        num_prompts = self.generation_batch_size // size
+        match self.controller:
+            case "uniform":
+                return UniformController(size, kept=kept)
+            case "reinforce_ada_positive" | "reinforce_ada_balanced":
+                exit = self.controller.removeprefix("reinforce_ada_")
+                return ReinforceAda(exit, self.round_size, self.max_rounds, size if kept is None else kept)
+            case "dynamic":
+                return DynamicSampling(size, self.max_rounds, num_prompts, kept=kept)
+            case "allocation":
+                return Allocation(
+                    budget=self.generation_batch_size if self.rollout_budget is None else self.rollout_budget,
+                    num_prompts=num_prompts,
+                    temperature=self.allocation_temperature,
+                    minimum=self.min_rollouts,
+                    maximum=4 * size if self.max_rollouts is None else self.max_rollouts,
+                    young=self.young_rollouts,
+                    kept=kept,
+                )
+            case "probing":
+                return Probing(size, kept=kept)
+        raise ValueError(
+            f"`controller` must be one of {list(CONTROLLERS)}, got {self.controller!r}. To use your own strategy, pass a "
+            "`RolloutController` to the trainer."
+        )
+
+    def make_selector(self) -> Selector:
+        """The selector that the settings describe."""
+        return make_selector(self.selector, self.gumbel_scale)
 
     def _check_combinations(self):
-        controller = self.rollout_controller()
+        controller = self.make_controller()
         if isinstance(controller, ReinforceAda) and self.reward_range is not None:
             raise ValueError(
                 f"`controller={self.controller!r}` counts passes, and `reward_range={self.reward_range}` grades outcomes. "

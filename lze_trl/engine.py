@@ -1,200 +1,440 @@
-"""Tensors of the chosen rows, built by TRL."""
+"""
+The only module that touches TRL's private methods and state.
 
+TRL's own code runs on a shallow copy of the trainer in which a few attributes differ, see [`altered`]: nothing is changed and
+put back. `tests/test_trl_contract.py` holds what is relied on here.
+"""
+
+import copy
 import math
+import time
 from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from accelerate.utils import gather_object
+from trl import GRPOTrainer
 from trl.trainer.utils import pad
 
-from .memory.buffer import Pool
+from .checks import IMAGE_COLUMNS, NO_IMAGE, images_error
+from .memory.identity import ID_COLUMN
 from .pack.batch import widths
-from .pack.exchange import Completions
 from .pack.layout import Layout
-from .rollout.gather import Scored
-from .rollout.rounds import DrawingTrainer
+from .pack.rows import Scored, TokenRows
+from .pack.window import Window
+from .rollout.gather import local_loss_tokens
 from .select.advantages import group_advantages, zero_std_share
 
 
-class TensorTrainer(DrawingTrainer):
+@contextmanager
+def altered(trainer: GRPOTrainer, **changes: Any) -> Iterator[Any]:
+    """A shallow copy of the trainer in which some attributes differ. Others that are assigned to it reach the trainer."""
+    view = copy.copy(trainer)
+    vars(view).update(changes)
+    before = dict(vars(view))
+    yield view
+    for name, value in vars(view).items():
+        if name not in changes and (name not in before or before[name] is not value):
+            setattr(trainer, name, value)
+
+
+@contextmanager
+def without_vllm(args: Any, hidden: bool) -> Iterator[None]:
+    """While TRL's constructor runs: hide that vLLM generates, if it is not TRL's own engine that does."""
+    used = args.use_vllm
+    args.use_vllm = used and not hidden
+    try:
+        yield
+    finally:
+        args.use_vllm = used
+
+
+class RowFactor(float):
     """
-    The part of [`LZEGRPOTrainer`] that turns chosen rows into tensors.
+    A factor of one of TRL's loss terms that differs by row.
 
-    TRL's `_generate_and_score_completions` does that: its calls to `_generate` and `_calculate_rewards` are answered with
-    what is there already.
+    Args:
+        value (`float`): What the factor is to everyone who does not multiply by it.
+        weights (`torch.Tensor` of shape `(R, 1)`): What it is multiplied by in each row.
     """
 
-    _entropies: torch.Tensor | None = None  # of the last forward pass of a loss
+    weights: torch.Tensor
 
-    def _build_tensors(
-        self, rows: Completions, fresh: Scored, pool: Pool, indices: np.ndarray
+    def __new__(cls, value: float, weights: torch.Tensor):
+        factor = super().__new__(cls, value)
+        factor.weights = weights
+        return factor
+
+    def __mul__(self, term: torch.Tensor) -> torch.Tensor:
+        return float(self) * self.weights * term
+
+
+@dataclass
+class RolledOut:
+    """
+    Completions of this process, and the rewards of all of them.
+
+    Attributes:
+        local ([`TokenRows`]): Their tokens.
+        texts (`list`): Completions as text or messages.
+        rewards_per_func (`torch.Tensor` of shape `(B, F)`): Rewards of the rows of all processes, NaN where not applicable.
+        reward_weights (`torch.Tensor` of shape `(F,)`): Weight of each reward function.
+        loss_tokens (`list[int]`): Tokens of each row of this process that the loss covers.
+        extra (`dict[str, list]`): Columns that reward functions log, with a value for each row of this process.
+    """
+
+    local: TokenRows
+    texts: list[Any]
+    rewards_per_func: torch.Tensor
+    reward_weights: torch.Tensor
+    loss_tokens: list[int]
+    extra: dict[str, list]
+
+
+class Engine:
+    """TRL's generation, rewards, tensors and loss, for the length of one call. It has no memory of its own."""
+
+    def __init__(self, trainer: GRPOTrainer):
+        self._trainer = trainer
+
+    @property
+    def metrics(self) -> dict[str, list[float]]:
+        """What is logged of the training since the last log line."""
+        return self._trainer._metrics["train"]
+
+    @property
+    def micro_step(self) -> int:
+        """Calls of `training_step` so far."""
+        return self._trainer._step
+
+    @property
+    def optimizer_step(self) -> int:
+        """Optimizer steps so far."""
+        return self._trainer.state.global_step
+
+    @property
+    def mid_batch(self) -> bool:
+        """Whether the next micro-step goes on with the generation batch of the last one."""
+        trainer = self._trainer
+        return trainer._step % (trainer.args.steps_per_generation * trainer.num_iterations) != 0
+
+    @property
+    def corrects_sampling(self) -> bool:
+        """Whether TRL weighs rows by how far the policy is from the one that sampled them."""
+        return self._trainer.use_vllm and self._trainer.vllm_importance_sampling_correction
+
+    def logprob_passes(self, older_rows: bool = False) -> int:
+        """
+        Forward passes that TRL makes for old and reference log-probabilities of each row of a batch.
+
+        Args:
+            older_rows (`bool`): Whether the batch holds rows of an earlier policy.
+        """
+        trainer, args = self._trainer, self._trainer.args
+        aligned = args.gradient_accumulation_steps % (args.steps_per_generation * trainer.num_iterations) == 0
+        return int(not aligned or older_rows or self.corrects_sampling) + int(trainer.beta != 0.0)
+
+    # ---- Rollouts ----
+
+    def roll_out(self, inputs: list[dict[str, Any]], group_size: int) -> RolledOut:
+        """
+        Generate and score completions.
+
+        Args:
+            inputs (`list[dict]`): Dataset rows of this process, one per completion. They get what a `rollout_func` returns.
+            group_size (`int`): How many times in a row each prompt is repeated: an engine may complete it that often at once.
+        """
+        trainer = self._trainer
+        if any(row.get(name) not in NO_IMAGE for row in inputs for name in IMAGE_COLUMNS):
+            raise images_error("Rows of the training set hold images")  # of a stream, which is not read before
+        prompts = [row["prompt"] for row in inputs]
+        with altered(trainer, num_generations=group_size) as view:
+            prompt_ids, completion_ids, loss_mask, texts, logprobs, fields, images, _ = view._generate(prompts)
+        if images is not None:
+            raise images_error("Prompts of the training set hold images")
+        for name, values in fields.items():
+            for i, row in enumerate(inputs):
+                row[name] = values[i] if isinstance(values, list) else values
+        seen = [{name: value for name, value in row.items() if name != ID_COLUMN} for row in inputs]
+        rewards = trainer._calculate_rewards(seen, prompts, texts, completion_ids)
+        if torch.isinf(rewards).any():
+            column = int(torch.isinf(rewards).any(dim=0).nonzero()[0])
+            raise ValueError(
+                f"The reward function '{trainer.reward_func_names[column]}' returned an infinite reward. Return a finite "
+                "number, or None where it does not apply."
+            )
+        # Where two reward functions log the same column, the last one wins, as in TRL's table
+        extra = {name: values[-len(inputs) :] for name, values in trainer._pending_extra_logs.items()}
+        trainer._pending_extra_logs.clear()
+        local = TokenRows(prompt_ids, completion_ids, logprobs, loss_mask)
+        end_tokens = [*trainer.eos_token_ids, trainer._tokenizer.pad_token_id]
+        loss_tokens = local_loss_tokens(local, end_tokens, trainer.mask_truncated_completions)
+        return RolledOut(local, texts, rewards, trainer.reward_weights, loss_tokens, extra)
+
+    # ---- Tensors ----
+
+    def tensors(
+        self,
+        rows: TokenRows,
+        fresh: Scored,
+        pool: Scored,
+        indices: np.ndarray,
+        older: np.ndarray | None = None,
+        layout: Layout | None = None,
     ) -> dict[str, torch.Tensor]:
         """
         TRL's tensors of some rows: padded tokens, masks, old and reference log-probabilities, advantages.
 
         Args:
-            rows ([`Completions`]): The rows of this process.
+            rows ([`TokenRows`]): The rows of this process.
             fresh ([`Scored`]): The completions drawn for this batch, for TRL's log.
-            pool ([`Pool`]): Where the rows come from.
+            pool ([`Scored`]): What was chosen from.
             indices (`np.ndarray` of shape `(n_local,)`): Index of each row in the pool.
+            older (`np.ndarray` of shape `(n_local,)`, *optional*):
+                Whether an earlier policy sampled each row; `None` if that is so of no row of any process.
+            layout ([`Layout`], *optional*): Micro-batches to compute log-probabilities in, for packed rows.
         """
-        count, even = len(indices), pool.scored.order is not None
+        trainer, count, even = self._trainer, len(indices), pool.order is not None
         known = rows if fresh.local.logprobs is not None else replace(rows, logprobs=None)
-        self._answers = (
-            (known.prompt_ids, known.completion_ids, known.loss_mask, [None] * count, known.logprobs, {}, None, []),
-            fresh.rewards_per_func,
+        generated = (
+            known.prompt_ids,
+            known.completion_ids,
+            known.loss_mask,
+            [None] * count,
+            known.logprobs,
+            {},
+            None,
+            [],
         )
-        with self._whole_batch_logs(fresh) as logs, self._batch_as_trl_knows_it(even):
-            try:
-                output = DrawingTrainer._generate_and_score_completions(
-                    self, [{"prompt": row} for row in range(count)]
-                )
-            finally:
-                self._answers, self._logprob_batches = None, None
-            if not even:
-                self._correct_logs(logs, fresh)
-        if even:
-            # TRL computes the advantages of the whole batch, and keeps them for its table of completions
-            advantages = torch.tensor(list(logs["advantages"]), dtype=torch.float32)[torch.as_tensor(indices)]
+        table = _table(fresh.rollouts.num_rows)
+        changes = {
+            "_generate": lambda prompts: generated,
+            "_calculate_rewards": lambda *args: fresh.rewards_per_func,
+            "_logs": table,
+        }
+        if layout is not None:
+            changes["_get_per_token_logps_and_entropies"] = self._packed_logprobs(rows, layout)
+        if not even:
+            changes["num_generations"] = 1  # we supply the advantages
+        if older is not None:
+            # TRL then computes old log-probabilities, as for batches that are used more than once
+            changes["num_iterations"] = trainer.args.gradient_accumulation_steps + 1
+        with altered(trainer, **changes) as view:
+            output = view._generate_and_score_completions([{"prompt": row} for row in range(count)])
+        if even:  # TRL has computed the advantages of the whole batch, and keeps them for its table
+            advantages = np.array(table["advantages"], dtype=np.float32)
         else:
-            advantages = self._group_advantages(pool.scored)[indices]
-        output["advantages"] = torch.as_tensor(advantages, dtype=torch.float32).to(self.accelerator.device)
-        if self._with_surplus and not self._corrects_sampling:
-            _insert_logprobs(output["old_per_token_logps"], rows, pool.row_born[indices] < self._generation)
+            advantages = self._advantages(pool)
+            table["advantages"].clear()
+            table["advantages"].extend(self._advantages(fresh).tolist())
+            statistics = fresh.rollouts.rewards, fresh.rollouts.group, fresh.rollouts.num_groups
+            self.metrics["frac_reward_zero_std"][-1] = zero_std_share(*statistics, trainer.scale_rewards)
+        output["advantages"] = torch.tensor(
+            advantages[indices], dtype=torch.float32, device=trainer.accelerator.device
+        )
+        if trainer.log_completions:
+            trainer._logs = _filled(table, fresh)
+        if older is not None and not self.corrects_sampling:
+            _insert_logprobs(output["old_per_token_logps"], rows, older)
         del output["num_items_in_batch"]
         return output
 
-    @contextmanager
-    def _batch_as_trl_knows_it(self, even: bool):
-        """
-        While TRL builds tensors: groups of unequal size are groups of one to it, since advantages are ours then; and
-        rows of an earlier policy make it compute old log-probabilities, as it does for batches used more than once.
-        """
-        kept = self.num_generations, self.num_iterations
-        if not even:
-            self.num_generations = 1
-        if self._with_surplus:
-            self.num_iterations = self.args.gradient_accumulation_steps + 1
-        try:
-            yield
-        finally:
-            self.num_generations, self.num_iterations = kept
-
-    def _group_advantages(self, scored: Scored) -> np.ndarray:
+    def _advantages(self, scored: Scored) -> np.ndarray:
         """Advantages by the statistics of all completions drawn, shape `(B,)`."""
         rollouts = scored.rollouts
-        return group_advantages(rollouts.rewards, rollouts.group, rollouts.num_groups, self.scale_rewards)
+        return group_advantages(rollouts.rewards, rollouts.group, rollouts.num_groups, self._trainer.scale_rewards)
 
-    def _correct_logs(self, logs: dict[str, Any], fresh: Scored):
-        """What TRL has logged of advantages, for a batch whose groups it does not know."""
-        logs["advantages"].clear()
-        logs["advantages"].extend(self._group_advantages(fresh).tolist())
-        rollouts = fresh.rollouts
-        self._metrics["train"]["frac_reward_zero_std"][-1] = zero_std_share(
-            rollouts.rewards, rollouts.group, rollouts.num_groups, self.scale_rewards
-        )
+    def _packed_logprobs(self, rows: TokenRows, layout: Layout) -> Callable:
+        """TRL's computation of log-probabilities, in the micro-batches of the update: without the padding of all rows."""
+        trainer, rank = self._trainer, self._trainer.accelerator.process_index
+        compute, held = trainer._get_per_token_logps_and_entropies, layout.rows_of(rank)
+        lengths = [np.array([len(ids) for ids in tokens]) for tokens in (rows.prompt_ids, rows.completion_ids)]
+        places = [np.searchsorted(held, batch.rows[rank]) for batch in layout.micro_steps if batch is not None]
 
-    @contextmanager
-    def _whole_batch_logs(self, scored: Scored):
+        def logprobs(model, input_ids, attention_mask, logits_to_keep, batch_size=None, **kwargs):
+            middle = input_ids.size(1) - logits_to_keep  # prompts end here, completions begin
+            logps = torch.zeros(len(input_ids), logits_to_keep, device=input_ids.device)
+            for place in places:
+                prompt, completion = widths(*(tokens[place] for tokens in lengths), trainer.pad_to_multiple_of)
+                columns, part = slice(max(0, middle - prompt), middle + completion), torch.as_tensor(place)
+                found, _, _ = compute(
+                    model, input_ids[part, columns], attention_mask[part, columns], completion, **kwargs
+                )
+                logps[part, :completion] = found.float()
+            return logps, None, None
+
+        return logprobs
+
+    def complete_logprobs(self, rows: TokenRows, layout: Layout):
         """
-        Let TRL log the rewards of the whole batch, and fill its table with all completions, not the chosen ones.
+        Enter the log-probabilities of rows under the policy that has just sampled them, where there are none yet.
 
-        The table has as many rows as the batch: TRL's own keeps `generation_batch_size` of them.
+        Args:
+            rows ([`TokenRows`]): The rows `layout.rows_of(process_index)`, in that order.
+            layout ([`Layout`]): Micro-batches to compute them in.
         """
-        size = scored.rollouts.num_rows
-        table = {name: deque(maxlen=size) for name in ("images", "prompt", "completion", "advantages")}
-        table |= {name: defaultdict(lambda: deque(maxlen=size)) for name in ("rewards", "extra")}
-        columns = sorted(set(gather_object(list(scored.extra))))
-        extra = {name: scored.gathered(scored.extra.get(name, [None] * len(scored.inputs))) for name in columns}
-        kept, self._logs = self._logs, table
-        try:
-            yield table
-        finally:
-            self._logs = kept
-        if self.log_completions:
-            table["prompt"].extend(scored.gathered([row["prompt"] for row in scored.inputs]))
-            table["completion"].extend(scored.gathered(scored.texts))
-            for column, values in extra.items():
-                table["extra"][column].extend(values)
-            self._logs = table
-
-    def _packed_batches(
-        self, layout: Layout, local_rows: np.ndarray, prompt_tokens: np.ndarray, completion_tokens: np.ndarray
-    ) -> list[tuple[torch.Tensor, int, int]]:
-        """Tensor rows and widths of this process's micro-batches."""
-        batches = []
-        for batch in layout.micro_steps:
-            if batch is not None:
-                rows = batch.rows[self.accelerator.process_index]
-                width = widths(prompt_tokens[rows], completion_tokens[rows], self.pad_to_multiple_of)
-                batches.append((torch.as_tensor(np.searchsorted(local_rows, rows)), *width))
-        return batches
-
-    def _get_per_token_logps_and_entropies(
-        self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, **kwargs
-    ):
-        # Differs from TRL: old and reference log-probabilities of packed rows are computed in the micro-batches of the
-        # update, without the padding that rows of very different lengths need; entropies are kept for `compute_loss`
-        compute = super()._get_per_token_logps_and_entropies
-        if self._logprob_batches is None:
-            found = compute(model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs)
-            self._entropies = found[1]
-            return found
-        middle = input_ids.size(1) - logits_to_keep  # prompts end here, completions begin
-        logps = torch.zeros(len(input_ids), logits_to_keep, device=input_ids.device)
-        for rows, prompt_width, completion_width in self._logprob_batches:
-            columns = slice(max(0, middle - prompt_width), middle + completion_width)
-            part, _, _ = compute(
-                model, input_ids[rows, columns], attention_mask[rows, columns], completion_width, **kwargs
-            )
-            logps[rows, :completion_width] = part.float()
-        return logps, None, None
-
-    def _complete_logprobs(self, rows: Completions, layout: Layout, held: np.ndarray):
-        """Log-probabilities of rows under the policy that has just sampled them, for rows that have none yet."""
-        pad_id = self._tokenizer.pad_token_id
+        trainer, rank = self._trainer, self._trainer.accelerator.process_index
+        pad_id, device = trainer._tokenizer.pad_token_id, trainer.accelerator.device
         found: dict[int, list[float]] = {}
         for batch in layout.micro_steps:
             if batch is None:
                 continue
-            places = np.searchsorted(held, batch.rows[self.accelerator.process_index])
-            prompts = [torch.tensor(rows.prompt_ids[place]) for place in places]
-            completions = [torch.tensor(rows.completion_ids[place]) for place in places]
+            places = np.searchsorted(layout.rows_of(rank), batch.rows[rank])
             ids, mask = [], []
-            for texts, side in ((prompts, "left"), (completions, "right")):
+            for tokens, side in ((rows.prompt_ids, "left"), (rows.completion_ids, "right")):
+                texts = [torch.tensor(tokens[place]) for place in places]
                 ids.append(pad(texts, padding_value=pad_id, padding_side=side))
                 mask.append(pad([torch.ones_like(text) for text in texts], padding_value=0, padding_side=side))
-            ids, mask = (torch.cat(halves, dim=1).to(self.accelerator.device) for halves in (ids, mask))
+            width = ids[1].size(1)
+            ids, mask = (torch.cat(halves, dim=1).to(device) for halves in (ids, mask))
             with torch.no_grad():
-                logps, _, _ = self._get_per_token_logps_and_entropies(
-                    self.model, ids, mask, max(len(text) for text in completions)
-                )
-            for place, row, text in zip(places, logps.float().cpu(), completions, strict=True):
-                found[int(place)] = row[: len(text)].tolist()
+                logps, _, _ = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, width)
+            for place, row in zip(places, logps.float().cpu(), strict=True):
+                found[int(place)] = row[: len(rows.completion_ids[place])].tolist()
         known = rows.logprobs or [[None]] * len(rows.prompt_ids)
         rows.logprobs = [
             found[place] if row[0] is None or math.isnan(row[0]) else row for place, row in enumerate(known)
         ]
 
-    def _logprob_passes(self, with_surplus: bool) -> int:
-        """Forward passes that TRL makes for old and reference log-probabilities of each row of a batch."""
-        aligned = self.args.gradient_accumulation_steps % (self.args.steps_per_generation * self.num_iterations) == 0
-        old = not aligned or with_surplus or self._corrects_sampling
-        return int(old) + int(self.beta != 0.0)
+    # ---- Update ----
 
-    @property
-    def _corrects_sampling(self) -> bool:
-        """Whether TRL weighs rows by how far the policy is from the one that sampled them."""
-        return self.use_vllm and self.vllm_importance_sampling_correction
+    def train_mode(self, model: torch.nn.Module):
+        """Switch model and optimizer to training, before a generation batch is made."""
+        model.train()
+        if callable(train_mode := getattr(self._trainer.optimizer, "train", None)):
+            train_mode()  # a schedule-free optimizer then has the weights to train in the model
+
+    @contextmanager
+    def step_timed(self) -> Iterator[None]:
+        """Count the time of what follows as that of the optimizer step."""
+        begin = time.perf_counter()
+        yield
+        self._trainer._current_train_step_time += time.perf_counter() - begin
+
+    def idle_step(self) -> torch.Tensor:
+        """What TRL's `training_step` does besides forward and backward."""
+        trainer = self._trainer
+        trainer._step += 1
+        if trainer._step % trainer.current_gradient_accumulation_steps == 0:
+            self.metrics["step_time"].append(trainer._current_train_step_time)
+            trainer._current_train_step_time = 0.0
+        return torch.zeros((), device=trainer.args.device)
+
+    def update_was_skipped(self):
+        """After an optimizer step that moves no weight: those that vLLM has loaded are those of the next step as well."""
+        trainer = self._trainer
+        if trainer.use_vllm and trainer._last_loaded_step == trainer.state.global_step:
+            trainer._last_loaded_step += 1
+
+    def weighted_loss(self, compute: Callable[[Any], torch.Tensor], inputs: dict[str, Any], window: Window):
+        """
+        TRL's loss of a micro-batch, times what it, its rows and their entropies weigh in the optimizer step.
+
+        Args:
+            compute (`Callable`): Computes TRL's loss of the inputs with the trainer that it is given.
+            inputs (`dict`): The micro-batch, see [`~lze_trl.pack.batch.GenerationBatch.micro_batch`].
+            window ([`Window`]): Keeps the metrics of packed micro-batches for the end of the optimizer step.
+        """
+        trainer = self._trainer
+        scale, row_share, tokens = (inputs.pop(f"lze_{name}") for name in ("scale", "row_share", "tokens"))
+        weights, of_entropy = (inputs.pop(f"lze_{name}", None) for name in ("weights", "entropy_weights"))
+        logged, entropies = defaultdict(list), []
+        changes: dict[str, Any] = {"_metrics": trainer._metrics | {"train": logged}}
+        if weights is not None:
+            changes["beta"] = RowFactor(trainer.beta, weights)
+        if trainer.aux_loss_enabled and scale > 0.0:
+            # The auxiliary loss of a mixture of experts is a mean over the micro-batch in every loss type
+            changes["router_aux_loss_coef"] = trainer.router_aux_loss_coef * row_share / scale
+        # With adaptive entropy the last step may have turned the bonus off
+        high = trainer.use_adaptive_entropy and trainer._last_world_entropy > trainer.args.entropy_target
+        bonus = 0.0 if high or of_entropy is None or trainer.top_entropy_quantile != 1.0 else trainer.entropy_coef
+        if bonus != 0.0:
+
+            def logprobs(*args, **kwargs):
+                found = trainer._get_per_token_logps_and_entropies(*args, **kwargs)
+                entropies.append(found[1])
+                return found
+
+            changes["_get_per_token_logps_and_entropies"] = logprobs
+        with altered(trainer, **changes) as view:
+            loss = compute(view)
+        accumulation = trainer.current_gradient_accumulation_steps
+        if trainer.args.packing or tokens == 0:
+            window.add(logged, tokens, {"policy_loss": scale / accumulation, "aux_loss": row_share / accumulation})
+        for name, values in logged.items():
+            self.metrics[name] += values
+        loss = loss if scale == 1.0 else loss * scale
+        if bonus != 0.0:
+            # As in every loss type, TRL has subtracted a mean over the tokens of the micro-batch
+            mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
+            excess = scale / mask.sum().clamp(min=1.0) - of_entropy
+            loss = loss + bonus * (entropies[0] * mask * excess).sum() / accumulation
+        return loss
+
+    def log_all_names(self):
+        """
+        Complete the metrics with those that TRL logs of every update, if none had rows: nothing was lost and nothing
+        clipped. What only a forward pass tells is NaN, which TRL logs as `None`.
+        """
+        trainer, names = self._trainer, {"entropy": math.nan}
+        if trainer.beta != 0.0:
+            names["kl"] = math.nan
+        if trainer.aux_loss_enabled:
+            names["aux_loss"] = math.nan
+        if trainer._entropy_bonus_enabled:
+            names |= {"policy_loss": 0.0, "entropy_coef": trainer.entropy_coef}
+        if trainer.loss_type in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo"):
+            ratios = ("low_mean", "low_min", "high_mean", "high_max", "region_mean")
+            names |= {f"clip_ratio/{ratio}": 0.0 for ratio in ratios}
+        elif trainer.loss_type == "cispo":
+            names["cispo_clip_ratio"] = 0.0
+        elif trainer.loss_type == "vespo":
+            names["vespo/phi_seq_mean"] = math.nan
+        for name, value in names.items():
+            if not self.metrics[name]:
+                self.metrics[name].append(value)
+
+    # ---- Servers and checkpoints ----
+
+    def connect(self, generation: Any):
+        """Generate by vLLM servers over HTTP."""
+        trainer = self._trainer
+        trainer.use_vllm, trainer.vllm_generation, trainer._last_loaded_step = True, generation, -1
+
+    def continue_from(self, micro_step: int):
+        """Forget what an interrupted `train()` had begun, and count micro-steps from here."""
+        trainer = self._trainer
+        trainer._step, trainer._last_loaded_step = micro_step, -1
+        trainer._entropy_window_stats = None
+
+    def end_training(self):
+        """Let `train()` take no step more."""
+        self._trainer.control.should_training_stop = True
 
 
-def _insert_logprobs(logps: torch.Tensor, rows: Completions, surplus: np.ndarray):
-    """Let surplus rows keep the log-probabilities they were sampled with; `logps` has shape `(n_local, C)`."""
-    for row in np.flatnonzero(surplus):
+def _table(size: int) -> dict[str, Any]:
+    """TRL's table of completions, with as many rows as the batch: its own keeps `generation_batch_size` of them."""
+    table = {name: deque(maxlen=size) for name in ("images", "prompt", "completion", "advantages")}
+    return table | {name: defaultdict(lambda: deque(maxlen=size)) for name in ("rewards", "extra")}
+
+
+def _filled(table: dict[str, Any], scored: Scored) -> dict[str, Any]:
+    """The table with the texts of all completions drawn, where TRL has entered the chosen ones."""
+    for name, values in (("prompt", [row["prompt"] for row in scored.inputs]), ("completion", scored.texts)):
+        table[name].clear()
+        table[name].extend(scored.gathered(values))
+    for name in sorted(set(gather_object(list(scored.extra)))):
+        table["extra"][name].extend(scored.gathered(scored.extra.get(name, [None] * len(scored.inputs))))
+    return table
+
+
+def _insert_logprobs(logps: torch.Tensor, rows: TokenRows, older: np.ndarray):
+    """Let rows of an earlier policy keep the log-probabilities they were sampled with; `logps` has shape `(n_local, C)`."""
+    for row in np.flatnonzero(older):
         sampled = torch.tensor(
             [math.nan if value is None else value for value in rows.logprobs[row]],
             dtype=logps.dtype,

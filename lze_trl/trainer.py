@@ -1,12 +1,11 @@
 """The trainer: TRL's GRPO, trained on the groups that are worth a gradient."""
 
+import copy
 import inspect
 import logging
 import math
 import os
 import textwrap
-import time
-from collections import defaultdict
 from dataclasses import replace
 from functools import cached_property
 from itertools import islice
@@ -20,15 +19,16 @@ from accelerate.utils import DistributedType
 from datasets import Dataset, IterableDataset
 from torch.utils.data import Sampler
 from transformers.trainer import TRAINER_STATE_NAME
+from trl import GRPOTrainer
 from trl.trainer.utils import RepeatSampler, get_config_model_id
 
 from . import checkpoint as store
-from . import resume
-from .app.console import RunSummary, add_summary
-from .arrays import Groups
+from . import compatibility
+from .app.console import RunSummary, accuracy_metric, replace_printers
 from .checks import (
     checked,
     outcome_rule,
+    refuse_idle_planner,
     refuse_unequal_groups,
     refuse_unfit_rewards,
     refuse_unfit_tokenizers,
@@ -38,85 +38,41 @@ from .checks import (
     with_prompt_ids,
 )
 from .config import LZEGRPOConfig
-from .memory.buffer import Pool
+from .engine import Engine, altered, without_vllm
 from .memory.identity import ID_COLUMN
 from .memory.state import PromptState, StateSettings
-from .pack.batch import GenerationBatch
 from .pack.layout import Geometry, micro_step_cost
-from .plan.planner import Plan, Planner
-from .plan.pruning import GresoPruner, PromptStream, Pruner
-from .record.ledger import (
-    Ledger,
-    TokenCost,
-    saving_metrics,
-    token_cost,
-)
-from .record.recorder import DeadMonitor, Recorder, RepeatMonitor
+from .plan.passes import Passes
+from .plan.planners import Planner, SolvedPlanner
+from .record.ledger import Ledger, TokenCost, saving_metrics, token_cost
+from .record.recorder import Recorder
 from .rollout.controllers import RolloutController, is_plain
-from .rollout.gather import Scored
-from .select.selectors import Selector, make_selector, quota
-from .step import GenerationPipeline
+from .rollout.rounds import Rounds
+from .select.selectors import Selector, quota
+from .step import GenerationStep
 
 
 logger = logging.getLogger(__name__)
 
 
-def http_generation(trainer: "LZEGRPOTrainer"):
-    """vLLM servers over HTTP, by the trainer's settings."""
-    from .rollout.servers import HTTPGeneration
-
-    args = trainer.args
-    return HTTPGeneration(
-        model=trainer.model,
-        accelerator=trainer.accelerator,
-        processing_class=trainer.processing_class,
-        urls=args.vllm_server_urls,
-        sync_dir=args.vllm_sync_dir,
-        tolerance=args.vllm_sync_tolerance,
-        max_concurrent_requests=args.vllm_max_concurrent_requests,
-        server_timeout=args.vllm_server_timeout,
-        request_timeout=args.vllm_request_timeout,
-        recovery_timeout=args.vllm_recovery_timeout,
-        temperature=args.temperature,
-        top_p=args.top_p,
-        top_k=args.top_k,
-        min_p=args.min_p,
-        repetition_penalty=args.repetition_penalty,
-        max_completion_length=args.max_completion_length,
-        structured_outputs_regex=args.vllm_structured_outputs_regex,
-        generation_kwargs=args.generation_kwargs,
-        seed=args.seed,
+def geometry(args: LZEGRPOConfig, accelerator: Accelerator) -> Geometry:
+    """Shape of the update. What a micro-step costs follows from how weights are sharded, unless it is a setting."""
+    shape = Geometry(
+        num_processes=accelerator.num_processes,
+        steps_per_generation=args.steps_per_generation,
+        chunk_steps=math.gcd(args.steps_per_generation, args.gradient_accumulation_steps),
+        micro_batch_rows=args.per_device_train_batch_size,
+        max_tokens=args.max_tokens_per_micro_batch,
     )
-
-
-def derived_cost(accelerator: Accelerator) -> int:
-    """What a micro-step costs, by how weights are sharded; the same on every process."""
+    if args.micro_step_cost is not None:
+        return replace(shape, micro_step_cost=args.micro_step_cost, further_micro_steps=math.inf)
     deepspeed, processes = accelerator.state.deepspeed_plugin, accelerator.num_processes
     sharded = accelerator.distributed_type == DistributedType.FSDP
     if deepspeed is not None:
         sharded = deepspeed.zero_stage == 3
     of_this_node = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
-    return micro_step_cost(sharded and processes > 1, several_nodes=processes > of_this_node)
-
-
-class RowFactor(float):
-    """
-    A factor of one of TRL's loss terms that differs by row.
-
-    Args:
-        value (`float`): What the factor is to everyone who does not multiply by it.
-        weights (`torch.Tensor` of shape `(R, 1)`): What it is multiplied by in each row.
-    """
-
-    weights: torch.Tensor
-
-    def __new__(cls, value: float, weights: torch.Tensor):
-        factor = super().__new__(cls, value)
-        factor.weights = weights
-        return factor
-
-    def __mul__(self, term: torch.Tensor) -> torch.Tensor:
-        return float(self) * self.weights * term
+    cost = micro_step_cost(sharded and processes > 1, several_nodes=processes > of_this_node)
+    return replace(shape, micro_step_cost=cost)
 
 
 class EpochRepeatSampler(RepeatSampler):
@@ -130,7 +86,7 @@ class EpochRepeatSampler(RepeatSampler):
                 torch.randperm(self.num_samples, generator=self.generator)
 
 
-class LZEGRPOTrainer(GenerationPipeline):
+class LZEGRPOTrainer(GRPOTrainer):
     """
     [`~trl.GRPOTrainer`] that trains on the groups with the highest Learning-Zone Energy (arXiv 2605.17003) and skips
     the rollouts of prompts that stay solved.
@@ -163,9 +119,11 @@ class LZEGRPOTrainer(GenerationPipeline):
         train_dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
             Training set with a `prompt` column. Prompts of an iterable dataset are neither pruned nor deduplicated.
         selector ([`~lze_trl.select.selectors.Selector`], *optional*):
-            Your own strategy; replaces `args.selector`.
-        controller ([`~lze_trl.rollout.gather.controllers.RolloutController`], *optional*):
-            Your own strategy; replaces `args.controller`.
+            Your own choice of groups; replaces `args.selector`.
+        controller ([`~lze_trl.rollout.controllers.RolloutController`], *optional*):
+            Your own sampling of completions; replaces `args.controller`.
+        planner ([`~lze_trl.plan.planners.Planner`], *optional*):
+            Your own ranking of prompts; replaces `args.pruning_policy`.
         kwargs:
             Further arguments of [`~trl.GRPOTrainer`].
     """
@@ -184,20 +142,6 @@ class LZEGRPOTrainer(GenerationPipeline):
             }"""),
     }
 
-    # Set on the class, so that an object made without `__init__` works as TRL's does
-    is_in_train = False
-    _generation = 0  # generation batches so far
-    _weights_moved = True  # since they were last given to vLLM
-    _batch: GenerationBatch | None = None
-    _batch_step = -1  # micro-step at which it was made; -1 if that was before a resume
-    _answers: tuple | None = None  # what TRL's calls to generate and score are answered with
-    _logprob_batches: list[tuple[torch.Tensor, int, int]] | None = None  # of the rows TRL builds tensors for
-    _window_steps = 0  # micro-steps of this optimizer step that had rows
-    _sync_filler: dict[str, Any] | None = None
-    _recorder: Recorder | None = None
-    _surplus: Pool | None = None  # live groups that wait for the next update
-    _with_surplus = False  # whether the batch trains on some of them
-
     def __init__(
         self,
         model: Any,
@@ -207,53 +151,37 @@ class LZEGRPOTrainer(GenerationPipeline):
         *positional: Any,
         selector: Selector | None = None,
         controller: RolloutController | None = None,
+        planner: Planner | None = None,
         **kwargs: Any,
     ):
         if args is None:
             name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = LZEGRPOConfig(f"{name.split('/')[-1]}-LZE")
-        own = inspect.signature(GenerationPipeline.__init__)
+        own = inspect.signature(GRPOTrainer.__init__)
         given = own.bind_partial(self, model, reward_funcs, args, train_dataset, *positional, **kwargs).arguments
         refuse_unsupported(args, train_dataset, given)
         refuse_unfit_rewards(args, given)
         refuse_unwritable(args)
         resolve_defaults(args, train_dataset)
-        self.controller = controller or args.rollout_controller()
+        self.controller = controller or args.make_controller()
+        self.selector = selector or args.make_selector()
+        if planner is not None:
+            refuse_idle_planner(args, train_dataset, planner)
+        self.planner = planner or args.make_planner()
         if not is_plain(self.controller, args.num_generations):
             refuse_unequal_groups(args, train_dataset, self.controller)
         train_dataset = with_prompt_ids(train_dataset, args)
         funcs = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
         reward_funcs = None if reward_funcs is None else [checked(func) for func in funcs]
         over_http = args.use_vllm and args.vllm_mode == "http"
-        args.use_vllm = args.use_vllm and not over_http  # TRL's constructor would look for its own engine
-        try:
+        with without_vllm(args, hidden=over_http):
             super().__init__(model, reward_funcs, args, train_dataset, *positional, **kwargs)
-        finally:
-            args.use_vllm |= over_http
         refuse_unfit_tokenizers(self)
         if over_http:
-            self.use_vllm = True
-            self.vllm_generation = http_generation(self)
-            self._last_loaded_step = -1
-        self.outcome_rule = outcome_rule(args, self.reward_funcs, self.reward_func_names, self.controller)
-        self.selector = selector or make_selector(args.selector, args.gumbel_scale)
-        self.ledger = Ledger(iterations=self.num_iterations, logprob_passes=self._logprob_passes(with_surplus=False))
-        self.geometry = Geometry(
-            num_processes=self.accelerator.num_processes,
-            steps_per_generation=args.steps_per_generation,
-            chunk_steps=math.gcd(args.steps_per_generation, args.gradient_accumulation_steps),
-            micro_batch_rows=args.per_device_train_batch_size,
-            max_tokens=args.max_tokens_per_micro_batch,
-        )
-        if args.micro_step_cost is None:
-            self.geometry = replace(self.geometry, micro_step_cost=derived_cost(self.accelerator))
-        else:
-            self.geometry = replace(self.geometry, micro_step_cost=args.micro_step_cost, further_micro_steps=math.inf)
-        self._build_memory()
-        self._window_metrics: dict[str, list[tuple[float, int]]] = defaultdict(list)  # each with its tokens
-        self._window_totals: dict[str, float] = defaultdict(float)  # losses
-        self._repeats = RepeatMonitor()
-        self._dead = DeadMonitor()
+            from .rollout.servers import HTTPGeneration
+
+            Engine(self).connect(HTTPGeneration(self.model, self.accelerator, self.processing_class, args))
+        self._build_parts()
         if args.telemetry and {"wandb", "trackio"} & set(args.report_to):
             from .record.tracking import EnergyTrackingCallback
 
@@ -262,11 +190,16 @@ class LZEGRPOTrainer(GenerationPipeline):
             from .record.tracking import TrackioRunCallback
 
             self.add_callback(TrackioRunCallback())
-        self.summary: RunSummary | None = add_summary(self) if args.summary else None
+        self.summary: RunSummary | None = None
+        if args.summary:
+            metric = accuracy_metric(args, self.reward_func_names)
+            self.summary = RunSummary(self.savings, self.flush_telemetry, metric)
+            replace_printers(self.callback_handler, self.summary, progress_bar=not args.disable_tqdm)
 
-    def _build_memory(self):
-        """State of the prompts, and what plans with it."""
-        args, dataset = self.args, self.train_dataset
+    def _build_parts(self):
+        """Give every part of a generation batch what it needs."""
+        args, accelerator = self.args, self.accelerator
+        sized = isinstance(self.train_dataset, Dataset)
         num_groups = args.generation_batch_size // args.num_generations
         if args.selection_ratio < 1.0 and quota(args.selection_ratio, num_groups) == num_groups:
             logger.warning(
@@ -274,48 +207,63 @@ class LZEGRPOTrainer(GenerationPipeline):
                 "dropped. Raise `generation_batch_size` (%d), so that there is something to choose from.",
                 *(num_groups, args.selection_ratio, args.generation_batch_size),
             )
-        sized = isinstance(dataset, Dataset)
+        rule = outcome_rule(args, self.reward_funcs, self.reward_func_names, self.controller)
         self.prompt_state = PromptState(
             StateSettings(
                 difficulty_floor=args.difficulty_floor,
                 momentum_weight=args.momentum_weight,
                 ema_decay=args.ema_decay,
                 pruning_streak=args.pruning_streak,
-                prune=args.pruning != "none" and args.pruning_policy == "solved",
-                named_outcome=self.outcome_rule.named,
+                prune=args.pruning != "none" and isinstance(self.planner, SolvedPlanner),
+                named_outcome=rule.named,
             ),
-            expected=len(dataset) if sized else 0,
-            bounds=self.outcome_rule.bounds,
+            expected=len(self.train_dataset) if sized else 0,
+            bounds=rule.bounds,
         )
-        ids = np.asarray(dataset.with_format("numpy")[ID_COLUMN][:], dtype=np.int64) if sized else None
-        if args.pruning_policy == "greso":
-            exploration = args.greso_exploration, args.greso_target, args.greso_step
-            pruner = GresoPruner(self.prompt_state, args.seed, *exploration, prompt_ids=ids)
-        else:
-            pruner = Pruner(self.prompt_state, args.replay_ratio, args.seed, ids)
+        self.passes = passes = self._make_passes(num_groups)
+        self.ledger = Ledger(iterations=self.num_iterations, logprob_passes=Engine(self).logprob_passes())
+        described = {
+            "selector": type(self.selector).__name__,
+            "num_processes": accelerator.num_processes,
+            "model": self.model.config._name_or_path,
+        }
+        self.generation_step = GenerationStep(
+            args,
+            passes,
+            Rounds(args, self.controller, passes, self.prompt_state, rule, accelerator),
+            self.controller,
+            self.prompt_state,
+            self.selector,
+            geometry(args, accelerator),
+            self.ledger,
+            Recorder(args, described, self.reward_func_names, self.savings, accelerator),
+            accelerator,
+        )
+
+    def _make_passes(self, num_groups: int) -> Passes:
+        """Plans of generation batches, over the training set with prompt ids."""
+        args, accelerator, dataset = self.args, self.accelerator, self.train_dataset
         # A controller that draws prompts takes them from the stream, also where nothing is pruned
         mode = "refill" if self.controller.draws_prompts else args.pruning
-        stream = None
-        if sized:
+        if isinstance(dataset, Dataset):
             dataset = self._remove_unused_columns(dataset, description="training")
-        if mode == "refill":
-            first = np.arange(len(ids))
-            if self.shuffle_dataset:  # the first permutation of TRL's sampler
-                generator = torch.Generator().manual_seed(args.seed)
-                first = torch.randperm(len(ids), generator=generator).numpy()
-            stream = PromptStream(ids, pruner, first, self.shuffle_dataset)
-            # The stream hands out rows of its own; those that the loader gives to `training_step` are the user's
-            self.train_dataset = self.train_dataset.remove_columns(ID_COLUMN)
-        self.planner = Planner(
+
+        def gather(ids: list[int]) -> np.ndarray:
+            return accelerator.gather(torch.tensor(ids, device=accelerator.device)).cpu().numpy()
+
+        return Passes(
             mode=mode,
-            dataset=dataset if sized else None,
-            pruner=pruner,
-            stream=stream,
+            dataset=dataset if isinstance(dataset, Dataset) else None,
+            planner=self.planner,
+            state=self.prompt_state,
+            seed=args.seed,
+            shuffle=self.shuffle_dataset,
             group_size=args.num_generations,
             num_groups=num_groups,
-            batches_per_pass=len(dataset) // num_groups if sized else None,
             by_prompt=not is_plain(self.controller, args.num_generations),
-            accelerator=self.accelerator,
+            process_index=accelerator.process_index,
+            num_processes=accelerator.num_processes,
+            gather=gather,
         )
 
     # ---- Data ----
@@ -324,11 +272,13 @@ class LZEGRPOTrainer(GenerationPipeline):
         # Differs from TRL: the prompt id survives `remove_unused_columns`
         super()._set_signature_columns_if_needed()
         if ID_COLUMN not in self._signature_columns:
-            self._signature_columns = [*self._signature_columns, ID_COLUMN]
+            self._signature_columns.append(ID_COLUMN)
 
     def _get_train_sampler(self, dataset: Dataset | None = None) -> Sampler:
         # Differs from TRL: a resumed run continues with the permutation of its epoch
         sampler = super()._get_train_sampler(dataset)
+        if self.generation_step.passes.mode == "refill":
+            return [0] * len(sampler)  # our stream picks the prompts: the loader only counts micro-steps
         return EpochRepeatSampler(
             data_source=sampler.data_source,
             mini_repeat_count=sampler.mini_repeat_count,
@@ -338,141 +288,42 @@ class LZEGRPOTrainer(GenerationPipeline):
             seed=sampler.seed,
         )
 
+    def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
+        # Differs from TRL: in training, micro-batches come from the packed generation batch
+        if not self.model.training:
+            return super()._prepare_inputs(generation_batch)
+        engine = Engine(self)
+        self.generation_step.prepare(generation_batch, engine)
+        return self.generation_step.micro_batch(engine, self.pad_to_multiple_of)
+
     # ---- The update ----
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         # Differs from TRL: a micro-step without rows does nothing, unless earlier ones of its window have gradients
         # to synchronise
-        begin = time.perf_counter()
-        model.train()
-        if callable(train_mode := getattr(self.optimizer, "train", None)):
-            train_mode()  # a schedule-free optimizer then has the weights to train in the model
-        self._ensure_batch(inputs)
-        prepared = time.perf_counter()
-        self._current_train_step_time += prepared - begin
-        empty = self._batch.is_empty(self._step % self.args.steps_per_generation)
+        engine, step = Engine(self), self.generation_step
+        engine.train_mode(model)
+        with engine.step_timed():
+            step.prepare(inputs, engine)
         synchronises = self.accelerator.sync_gradients
-        if empty and not (synchronises and self._window_steps):
-            loss = self._idle_step()
-        else:
-            loss = super().training_step(model, inputs, num_items_in_batch)
-            self._window_steps += 1
-        if synchronises:
-            skipped = self._window_steps == 0
-            self._weights_moved |= not skipped
-            self.ledger.skipped_updates += skipped
-            self._metrics["train"]["lze/skipped_update"].append(float(skipped))
-            self._window_steps = 0
-            self._log_window()
-        self.ledger.update_seconds += time.perf_counter() - prepared
+        with self.ledger.timed("update"):
+            if step.has_rows(engine) or (synchronises and step.window.real_steps):
+                loss = super().training_step(model, inputs, num_items_in_batch)
+                step.window.real_steps += 1
+            else:
+                loss = engine.idle_step()
+            if synchronises:
+                step.end_window(engine)
         return loss
-
-    def forget_unfinished_step(self):
-        """Forget what an interrupted `train()` of this trainer had begun, so that it can go on from a checkpoint."""
-        self._batch_step, self._window_steps, self._sync_filler = -1, 0, None
-        self._window_metrics.clear()
-        self._window_totals.clear()
-        self._entropy_window_stats = None
-
-    def _idle_step(self) -> torch.Tensor:
-        """What TRL's `training_step` does besides forward and backward."""
-        self._step += 1
-        if self._step % self.current_gradient_accumulation_steps == 0:
-            self._metrics["train"]["step_time"].append(self._current_train_step_time)
-            self._current_train_step_time = 0.0
-        return torch.zeros((), device=self.args.device)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        # Differs from TRL: multiplied by what the micro-batch weighs in its optimizer step, and its rows and their
-        # entropies by what they weigh in it
+        # Differs from TRL: rows and their entropies weigh what they weigh in the optimizer step, however they are packed
         if "lze_scale" not in inputs:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        scale, row_share, tokens = (inputs.pop(f"lze_{name}") for name in ("scale", "row_share", "tokens"))
-        weights, of_entropy = (inputs.pop(f"lze_{name}", None) for name in ("weights", "entropy_weights"))
-        kept, bonus = (self.beta, self.router_aux_loss_coef), self._entropy_coefficient
-        if weights is not None:
-            self.beta = RowFactor(self.beta, weights)
-        if self.aux_loss_enabled and scale > 0.0:
-            # The auxiliary loss of a mixture of experts is a mean over the micro-batch in every loss type
-            self.router_aux_loss_coef *= row_share / scale
-        before = {name: len(values) for name, values in self._metrics["train"].items()}
-        try:
-            loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        finally:
-            self.beta, self.router_aux_loss_coef = kept
-            entropies, self._entropies = self._entropies, None
-        if self.args.packing or tokens == 0:
-            self._keep_for_the_window(before, tokens, {"policy_loss": scale, "aux_loss": row_share})
-        loss = loss if scale == 1.0 else loss * scale
-        if bonus != 0.0 and of_entropy is not None and self.top_entropy_quantile == 1.0:
-            # As in every loss type, TRL has subtracted a mean over the tokens of the micro-batch
-            mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
-            excess = scale / mask.sum().clamp(min=1.0) - of_entropy
-            loss = loss + bonus * (entropies * mask * excess).sum() / self.current_gradient_accumulation_steps
-        return loss
-
-    @property
-    def _entropy_coefficient(self) -> float:
-        """Coefficient of TRL's entropy bonus in this optimizer step; with adaptive entropy the last one may turn it off."""
-        high = self.use_adaptive_entropy and self._last_world_entropy > self.args.entropy_target
-        return 0.0 if high else self.entropy_coef
-
-    def _keep_for_the_window(self, before: dict[str, int], tokens: int, shares: dict[str, float]):
-        """
-        Take back what a micro-batch has logged, for `_log_window`.
-
-        Args:
-            before (`dict[str, int]`): Number of values of each metric before.
-            tokens (`int`): Tokens of the micro-batch.
-            shares (`dict[str, float]`): What it weighs in losses, by the name of their metrics.
-        """
-        for name, values in self._metrics["train"].items():
-            new = values[before.get(name, 0) :]
-            if not new or name == "entropy_coef":
-                continue  # the latter is that of the optimizer step
-            if name in shares:
-                self._window_totals[name] += shares[name] * sum(new) / self.current_gradient_accumulation_steps
-            else:
-                self._window_metrics[name] += [(value, tokens) for value in new]
-            del values[before.get(name, 0) :]
-
-    def _log_window(self):
-        """
-        Enter entropy, KL and clip ratios of an optimizer step, as means over its tokens, and its losses.
-
-        Packed micro-batches differ in size, so that TRL's mean over micro-batches would depend on the packing.
-        """
-        for name, parts in self._window_metrics.items():
-            values, tokens = np.array(parts).T
-            # Ignore filler rows and fully masked rows
-            counted = (tokens > 0) & ~np.isnan(values)
-            if counted.any():
-                self._metrics["train"][name].append(float(np.average(values[counted], weights=tokens[counted])))
-        for name, total in self._window_totals.items():
-            self._metrics["train"][name].append(total)
-        self._window_metrics.clear()
-        self._window_totals.clear()
-
-    def _metrics_without_rows(self) -> dict[str, float]:
-        """
-        What TRL logs of every update, for one that no group was worth: nothing is lost and nothing clipped. What only a
-        forward pass tells is NaN, which TRL logs as `None`.
-        """
-        names = {"entropy": math.nan}
-        if self.beta != 0.0:
-            names["kl"] = math.nan
-        if self.aux_loss_enabled:
-            names["aux_loss"] = math.nan
-        if self._entropy_bonus_enabled:
-            names |= {"policy_loss": 0.0, "entropy_coef": self.entropy_coef}
-        if self.loss_type in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo"):
-            ratios = ("low_mean", "low_min", "high_mean", "high_max", "region_mean")
-            names |= {f"clip_ratio/{ratio}": 0.0 for ratio in ratios}
-        elif self.loss_type == "cispo":
-            names["cispo_clip_ratio"] = 0.0
-        elif self.loss_type == "vespo":
-            names["vespo/phi_seq_mean"] = math.nan
-        return names
+        arguments = model, inputs, return_outputs, num_items_in_batch
+        return Engine(self).weighted_loss(
+            lambda view: super().compute_loss(*arguments), inputs, self.generation_step.window
+        )
 
     # ---- Accounts and records ----
 
@@ -484,47 +335,24 @@ class LZEGRPOTrainer(GenerationPipeline):
     def _token_cost(self) -> TokenCost:
         return token_cost(self.accelerator.unwrap_model(self.model), self.args.gradient_checkpointing)
 
-    def _record(self, plan: Plan, scored: Scored, groups: Groups, chosen_groups: np.ndarray):
-        if self.args.telemetry:
-            self._begin_recording()
-            self._recorder.record(plan, scored, groups, chosen_groups)
-
-    def _record_empty(self, plan: Plan):
-        if self.args.telemetry:
-            self._begin_recording()
-            self._recorder.record_empty(plan)
-
-    def _begin_recording(self):
-        if self._recorder is None:
-            self._recorder = Recorder(self)
-
-    def _end_recording(self):
-        if self._recorder is not None:
-            self._recorder.close()
-            self._recorder = None
-
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         # Differs from TRL: the savings so far are among the metrics, none of TRL's is missing where no update had rows,
         # and all of them also go to the telemetry
-        metrics = self._metrics["train"]
-        if self.model.training and metrics.get("lze/skipped_update"):
-            for name, value in self._metrics_without_rows().items():
-                if not metrics[name]:
-                    metrics[name].append(value)
-        if self._generation and not any(name.startswith("eval_") for name in logs):
+        engine, step = Engine(self), self.generation_step
+        if self.model.training and engine.metrics.get("lze/skipped_update"):
+            engine.log_all_names()
+        if step.generation and not any(name.startswith("eval_") for name in logs):
             logs.update({f"lze/{name}": value for name, value in saving_metrics(self.savings()).items()})
         super().log(logs, start_time)
         # A trainer that has not trained is not the run whose telemetry `output_dir` may hold
-        if (self.is_in_train or self._generation) and self.args.telemetry:
-            self._begin_recording()
-            self._recorder.record_step(logs)
+        if self.is_in_train or step.generation:
+            step.recorder.record_step(self.state.global_step, step.generation, logs)
             if not self.is_in_train:
-                self._end_recording()
+                step.recorder.close()
 
     def flush_telemetry(self):
         """Write what was recorded and is not on disk yet."""
-        if self._recorder is not None:
-            self._recorder.flush()
+        self.generation_step.recorder.flush()
 
     def evaluation_loop(self, *args: Any, **kwargs: Any):
         # Differs from TRL: trackio's run, which TRL's timings need, is open outside of the training as well
@@ -582,32 +410,31 @@ class LZEGRPOTrainer(GenerationPipeline):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any):
         # Differs from TRL: `True` means the last *complete* checkpoint, and the prompt state is saved at the end
+        run_dir = self.args.output_dir
         if resume_from_checkpoint is True:
-            resume_from_checkpoint = store.last_complete_checkpoint(self.args.output_dir)
+            resume_from_checkpoint = store.last_complete_checkpoint(run_dir)
             if resume_from_checkpoint is None:
                 raise store.CheckpointError(
-                    f"`{self.args.output_dir}` holds no complete checkpoint to resume from. Start without "
+                    f"`{run_dir}` holds no complete checkpoint to resume from. Start without "
                     "`resume_from_checkpoint`, or name a checkpoint."
                 )
         if resume_from_checkpoint:
-            resume.refuse_unfit(self, resume_from_checkpoint)
-        elif self.args.state_from is not None and not self._generation:
-            resume.load_prompt_state(self.prompt_state, self.args.state_from)
-        if resume_from_checkpoint and store.has_ended(resume_from_checkpoint, self.args):
-            logger.warning(
-                "`%s` is the end of its run: it is loaded, and no step is taken. For more, set a larger `max_steps` or "
-                "`num_train_epochs`, or start a new run from its model.",
-                resume_from_checkpoint,
-            )
+            model = self.accelerator.unwrap_model(self.model)
+            compatibility.refuse_unfit(resume_from_checkpoint, model, self._described, self.controller)
+            store.warn_if_ended(resume_from_checkpoint, self.args)
+        elif self.args.state_from is not None and not self.generation_step.generation:
+            from .job.hub import resolve_state
+
+            store.load_prompt_state(self.prompt_state, resolve_state(self.args.state_from))
         try:
             result = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
         except KeyboardInterrupt as stop:
-            stop.add_note(store.how_to_resume(self.args.output_dir, "`trainer.train(resume_from_checkpoint=True)`"))
+            stop.add_note(store.how_to_resume(run_dir, "`trainer.train(resume_from_checkpoint=True)`"))
             raise
         finally:
-            self._end_recording()
+            self.generation_step.recorder.close()
         if self.args.should_save:
-            resume.save_state(self, self.args.output_dir)
+            self._save_parts(run_dir)
         return result
 
     def _run_epoch(self, *args: Any, **kwargs: Any):
@@ -615,29 +442,27 @@ class LZEGRPOTrainer(GenerationPipeline):
         if self.state.global_step < self.state.max_steps:
             super()._run_epoch(*args, **kwargs)
         else:
-            self.control.should_training_stop = True
+            Engine(self).end_training()
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None):
         # Differs from TRL: the token of the Hub does not go into `training_args.bin`, which is uploaded with the model
-        token, self.args.hub_token = self.args.hub_token, None
-        try:
-            super()._save(output_dir, state_dict)
-        finally:
-            self.args.hub_token = token
+        args = copy.copy(self.args)
+        args.hub_token = None
+        with altered(self, args=args) as view:
+            super(LZEGRPOTrainer, view)._save(output_dir, state_dict)
 
     def _save_checkpoint(self, model, trial):
-        # Differs from TRL: adds the prompt state, and rollouts still in use. Written before the rest: the trainer's
-        # state, TRL's last file, vouches for a checkpoint, after which older ones are deleted
+        # Differs from TRL: adds the memory of our parts. Written before the rest: the trainer's state, TRL's last file,
+        # vouches for a checkpoint, after which older ones are deleted
         directory = f"{self._get_output_dir(trial=trial)}/checkpoint-{self.state.global_step}"
         with store.told_if_disk_is_full(Path(directory)):
             if self.args.should_save:  # one that is there already is incomplete from here on
                 Path(directory, TRAINER_STATE_NAME).unlink(missing_ok=True)
             self.accelerator.wait_for_everyone()
-            resume.save_rollouts(self, directory)
-            # What a resumed run does not record again has to be on disk
-            self.flush_telemetry()
+            store.save_parts(directory, self._rows_name(), self.generation_step.local_parts(), {})
+            self.flush_telemetry()  # a resumed run does not record it again
             if self.args.should_save:
-                resume.save_state(self, directory)
+                self._save_parts(directory)
             self.accelerator.wait_for_everyone()
             super()._save_checkpoint(model, trial)
 
@@ -647,9 +472,49 @@ class LZEGRPOTrainer(GenerationPipeline):
         self.accelerator.wait_for_everyone()
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None):
-        # Differs from TRL: restores the prompt state as well, and, where no step follows that would, the random state
+        # Differs from TRL: our parts continue as well, and, where no step follows that would, the random state
         super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None:
-            resume.restore(self, checkpoint)
-            if self.state.global_step >= self.state.max_steps:
-                self._load_rng_state(checkpoint)
+        if checkpoint is None:
+            return
+        meta = store.load_parts(checkpoint, store.STATE_NAME, self._parts)
+        if self.is_world_process_zero():
+            compatibility.warn_of_changes(meta["settings"], self._described["settings"])
+        same = meta["num_processes"] == self.accelerator.num_processes
+        store.load_parts(checkpoint, self._rows_name(None if same else 0), self.generation_step.local_parts())
+        # Micro-steps are counted from the beginning of a generation batch, however many this run makes of one
+        Engine(self).continue_from(meta["micro_step"] if meta["mid_batch"] else 0)
+        if self.state.global_step >= self.state.max_steps:
+            self._load_rng_state(checkpoint)
+
+    @property
+    def _parts(self) -> dict[str, Any]:
+        """Parts with a memory that is the same on every process."""
+        servers = {"servers": self.vllm_generation} if self.use_vllm and self.args.vllm_mode == "http" else {}
+        return self.generation_step.parts() | servers
+
+    def _rows_name(self, rank: int | None = None) -> str:
+        """File of the rows that a process holds, by default this one."""
+        return f"{store.ROWS_NAME}_{self.accelerator.process_index if rank is None else rank}"
+
+    def _save_parts(self, directory: str):
+        engine = Engine(self)
+        place = {
+            "global_step": self.state.global_step,
+            "micro_step": engine.micro_step,
+            "mid_batch": engine.mid_batch,
+        }
+        store.save_parts(directory, store.STATE_NAME, self._parts, self._described | place)
+
+    @property
+    def _described(self) -> dict[str, Any]:
+        """What a checkpoint says of this run."""
+        args, used = self.args, {"reward_funcs": self.reward_func_names}
+        for name, own, built_in in (
+            ("selector", self.selector, args.make_selector()),
+            ("controller", self.controller, args.make_controller()),
+            ("planner", self.planner, args.make_planner()),
+        ):
+            if type(own) is not type(built_in):  # an object that was passed to the trainer
+                used[name] = type(own).__name__
+        draws_prompts = self.controller.draws_prompts
+        return compatibility.described(args, self.accelerator.num_processes, draws_prompts, used)

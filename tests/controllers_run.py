@@ -62,7 +62,8 @@ class WatchedTrainer(LZEGRPOTrainer):
         super().__init__(*args, **kwargs)
         self.rounds, self.batches, self.micro_batches, self.forwards = [], [], [], []
         self.model.register_forward_hook(self._note_forward)
-        dataset = self.planner.dataset
+        self._choose, self.generation_step._select = self.generation_step._select, self._select
+        dataset = self.passes.dataset
         self.prompts = dict(zip(dataset[ID_COLUMN], dataset["prompt"], strict=True))
 
     def _note_forward(self, model, args, output):
@@ -71,12 +72,12 @@ class WatchedTrainer(LZEGRPOTrainer):
 
     def _generate(self, prompts):
         output = super()._generate(prompts)
-        if self._answers is None and self.model.training:
+        if self.model.training:
             weights = sum(float(parameter.detach().double().sum()) for parameter in self.model.parameters())
             completions = gather_object(output[1])
             self.rounds.append(
                 {
-                    "generation": self._generation,
+                    "generation": self.generation_step.generation,
                     "step": self.state.global_step,
                     "weights": weights,
                     "rows": list(zip(gather_object(list(prompts)), completions, strict=True)),
@@ -85,12 +86,14 @@ class WatchedTrainer(LZEGRPOTrainer):
         return output
 
     def _select(self, pool, num_prompts):
-        chosen = super()._select(pool, num_prompts)
-        fresh = len({prompt for entry in self.rounds_of(self._generation) for prompt, _ in entry["rows"]})
+        chosen = self._choose(pool, num_prompts)
+        fresh = len(
+            {prompt for entry in self.rounds_of(self.generation_step.generation) for prompt, _ in entry["rows"]}
+        )
         surplus = len(pool) - fresh  # they come first
         self.batches.append(
             {
-                "generation": self._generation,
+                "generation": self.generation_step.generation,
                 "prompts": num_prompts,
                 "groups": fresh,
                 "chosen": [
@@ -112,7 +115,7 @@ class WatchedTrainer(LZEGRPOTrainer):
             if completion:  # else it only keeps the processes in step
                 advantage = float(inputs["advantages"][row])
                 rows.append([self._tokenizer.decode(prompt), completion, advantage])
-        self.micro_batches.append({"generation": self._generation - 1, "rows": rows})
+        self.micro_batches.append({"generation": self.generation_step.generation - 1, "rows": rows})
         return super().compute_loss(model, inputs, *args, **kwargs)
 
     def rounds_of(self, generation: int) -> list[dict]:
@@ -139,13 +142,13 @@ class FixedTrainer(WatchedTrainer):
 
     def complete(self, prompt: tuple[int, ...], place: int) -> list[int]:
         """The completion of a prompt at a place in its group."""
-        digest = hashlib.sha256(f"{prompt}|{place}|{self._generation}".encode()).digest()
+        digest = hashlib.sha256(f"{prompt}|{place}|{self.generation_step.generation}".encode()).digest()
         completion = [4 + byte % (len(self._tokenizer) - 4) for byte in digest[1 : 2 + digest[0] % 5]]
         return completion if digest[6] % 2 else [*completion[:4], self._tokenizer.eos_token_id]
 
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
-        if self._places[0] != self._generation:
-            self._places = (self._generation, Counter())
+        if self._places[0] != self.generation_step.generation:
+            self._places = (self.generation_step.generation, Counter())
         _, places = self._places
         completions = []
         for prompt in gather_object([tuple(ids) for ids in prompt_ids]):

@@ -24,7 +24,7 @@ def main(directory: Path):
     )
     trainer.train(resume_from_checkpoint=last_complete_checkpoint(directory / "run"))
     torch.save(trainer.model.state_dict(), directory / "weights.pt")
-    np.savez(directory / "state.npz", **trainer.prompt_state.tensors())
+    np.savez(directory / "state.npz", **trainer.prompt_state.state_dict())
     (directory / "ledger.json").write_text(json.dumps(trainer.savings()))
 
 

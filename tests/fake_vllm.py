@@ -6,7 +6,11 @@ import socket
 import threading
 import time
 from collections import Counter
+from dataclasses import fields
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+
+from lze_trl import LZEGRPOConfig
 
 
 DAMAGED = "cut off"  # faults besides a status code: an answer that ends in the middle of its JSON,
@@ -19,6 +23,13 @@ OTHER = "other"  # an answer of another form,
 SILENT_503 = "silent"  # status 503 without a body, as vLLM's health check has it when its engine has died
 # vLLM's words for that
 DEAD_ENGINE = "EngineCore encountered an issue. See stack trace (above) for the root cause."
+
+
+def http_settings(urls, **changes) -> SimpleNamespace:
+    """Settings for generation over HTTP: the defaults of the config, without a config's effects on the process."""
+    defaults = {field.name: field.default for field in fields(LZEGRPOConfig)}
+    assert changes.keys() <= defaults.keys()
+    return SimpleNamespace(**(defaults | {"vllm_server_urls": urls} | changes))
 
 
 class FakeVLLM:

@@ -79,14 +79,17 @@ def commit(root: Path) -> str:
 
 
 @contextmanager
-def serve(repositories: dict[str, Path]) -> Iterator[str]:
-    """Serve folders under their repository ids; gives the endpoint."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+def serve(
+    repositories: dict[str, Path], handler: type[BaseHTTPRequestHandler] = Handler
+) -> Iterator[ThreadingHTTPServer]:
+    """Serve folders under their repository ids; gives the server, with its `endpoint`."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.repositories = repositories
+    server.endpoint = f"http://127.0.0.1:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:
-        yield f"http://127.0.0.1:{server.server_port}"
+        yield server
     finally:
         server.shutdown()
         server.server_close()

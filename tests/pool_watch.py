@@ -4,7 +4,7 @@ import asyncio
 from types import SimpleNamespace
 
 from lze_trl.rollout.servers import ServerError
-from lze_trl.rollout.servers import servers as servers_module
+from lze_trl.rollout.servers import pool as pool_module
 
 
 class PoolWatch:
@@ -19,7 +19,7 @@ class PoolWatch:
         self.in_progress = self.intervals = self.pauses = 0
         for server in pool.servers:
             monkeypatch.setattr(server, "complete", self._watched(server))
-        monkeypatch.setattr(servers_module, "asyncio", SimpleNamespace(**vars(asyncio) | {"sleep": self._sleep}))
+        monkeypatch.setattr(pool_module, "asyncio", SimpleNamespace(**vars(asyncio) | {"sleep": self._sleep}))
 
     def _watched(self, server):
         complete = server.complete

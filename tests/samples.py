@@ -1,9 +1,10 @@
-"""Generation batches for the tests of the pure rooms. Imports neither trl nor transformers."""
+"""Generation batches, and records of them, for the tests of the pure rooms. Imports neither trl nor transformers."""
 
 import numpy as np
 from hypothesis import strategies as st
 
 from lze_trl.arrays import Groups, Rollouts
+from lze_trl.record import GenerationRecord
 from lze_trl.select.energy import score_groups
 
 
@@ -46,6 +47,25 @@ def scored(outcomes: list[list[float]], **memory: list[float]) -> Groups:
     }
     arrays = {name: np.array(values) for name, values in (fresh | memory).items()}
     return score_groups(rollouts(dict(enumerate(outcomes))), **arrays)
+
+
+def record_of(rollouts: Rollouts, groups: Groups, generation: int = 0, **changes) -> GenerationRecord:
+    """A generation batch of which the live groups are trained on, without completions."""
+    fields = {
+        "step": generation,
+        "generation": generation,
+        "pass_index": 0,
+        "groups": groups,
+        "selected": groups.alive,
+        "pruned": np.zeros(len(groups), dtype=bool),
+        "skipped": 0,
+        "rewards": rollouts.rewards[:, np.newaxis],
+        "reward_names": ["reward"],
+        "rollouts": rollouts,
+        "loss_tokens": rollouts.completion_tokens,
+        "prompts": [f"prompt {id}" for id in rollouts.prompt_ids],
+    }
+    return GenerationRecord(**(fields | changes))
 
 
 def outcome_groups(values=(0.0, 1.0, NAN), max_groups: int = 7) -> st.SearchStrategy[list[list[float]]]:

@@ -16,7 +16,8 @@ from packaging.requirements import Requirement
 
 from benchmarks.synthetic import SyntheticTraining, record_synthetic_run
 from lze_trl.app import build, views
-from lze_trl.app.charts import Series, heat_map, line_chart, number
+from lze_trl.app.charts import Series, heat_map, line_chart
+from lze_trl.app.numbers import number
 from lze_trl.app.runs import RunBook, seed_groups
 from lze_trl.record import MissingTelemetryError, Run, TelemetryWriter, open_run
 from lze_trl.record.curves import curve, energy_heat_map, reward_curves

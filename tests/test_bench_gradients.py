@@ -22,7 +22,7 @@ from benchmarks.tasks import TaskData
 from lze_trl import LZEGRPOTrainer
 from lze_trl.job import demo
 from lze_trl.memory.state import PromptState
-from lze_trl.rewards.functions import exact_match_reward
+from lze_trl.rewards import exact_match_reward
 from samples import rollouts
 
 
@@ -297,8 +297,8 @@ def test_scores_by_hand():
     #   prompt 2: 3/4, then 1/4: D = 1/4, u = 3/4, m = 1:   E = 0.25 · 0.75 · 1.3   = 0.24375
     #   prompt 3: 4/4, then 4/4: D = 1/20, u = 0,  m = 0:   E = 0
     state = PromptState()
-    state.visit(rollouts({1: [1, 0, 0, 0], 2: [1, 1, 1, 0], 3: [1, 1, 1, 1]}), step=0)
-    groups = state.visit(rollouts({1: [1, 0, 1, 0], 2: [0, 1, 0, 0], 3: [1, 1, 1, 1]}), step=5)
+    state.visit(rollouts({1: [1, 0, 0, 0], 2: [1, 1, 1, 0], 3: [1, 1, 1, 1]}))
+    groups = state.visit(rollouts({1: [1, 0, 1, 0], 2: [0, 1, 0, 0], 3: [1, 1, 1, 1]}))
     columns = vars(groups) | {"random": np.array([0.3, 0.1, 0.2]), "expected_pass_rates": np.array([0.4, 0.5, 0.9])}
     expected = {
         "energy": [0.8625, 0.24375, 0.0],

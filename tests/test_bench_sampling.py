@@ -54,7 +54,7 @@ def test_every_strategy_rolls_out_32_prompts_for_one_optimizer_step(strategy, tm
         "allocation, 4 on average": Allocation(128, 32, maximum=16, young=8),
         "dynamic, G = 4": DynamicSampling(4, max_rounds=4, num_prompts=32),
     }
-    assert args.rollout_controller() == expected[strategy]
+    assert args.make_controller() == expected[strategy]
 
 
 def test_result_files_are_those_of_their_settings(monkeypatch):

@@ -11,15 +11,15 @@ from transformers import TrainingArguments
 from lze_trl.checkpoint import (
     SCHEMA_VERSION,
     STATE_NAME,
-    add_prefix,
     checkpoints,
     find_state,
     has_ended,
     is_complete,
     last_complete_checkpoint,
     load,
+    load_parts,
     save,
-    strip_prefix,
+    save_parts,
 )
 
 
@@ -181,10 +181,26 @@ def test_what_cannot_be_trusted_is_refused(tmp_path, damage, message):
         load(tmp_path, "pair")
 
 
-def test_prefixes():
-    tensors = add_prefix({"ids": ARRAYS["ids"]}, "state") | add_prefix({"ids": ARRAYS["pruned"]}, "stateful")
-    assert list(tensors) == ["state.ids", "stateful.ids"]
-    assert strip_prefix(tensors, "state") == {"ids": ARRAYS["ids"]}
+class Part:
+    def __init__(self, **memory):
+        self.memory = memory
+
+    def state_dict(self):
+        return self.memory
+
+    def load_state_dict(self, state):
+        self.memory = state
+
+
+def test_parts_continue_with_what_they_have_saved(tmp_path):
+    parts = {"state": Part(**ARRAYS, step=3), "stateful": Part(ids=ARRAYS["pruned"]), "empty": Part()}
+    save_parts(tmp_path, "pair", parts, {"global_step": 2})
+    loaded = {name: Part() for name in parts}
+    assert load_parts(tmp_path, "pair", loaded)["global_step"] == 2
+    assert loaded["state"].memory.pop("step") == 3
+    assert same(loaded["state"].memory, ARRAYS)
+    assert same(loaded["stateful"].memory, {"ids": ARRAYS["pruned"]})
+    assert loaded["empty"].memory == {}
 
 
 # ---- The checkpoints of a run ----

@@ -31,39 +31,6 @@ def test_train_hands_everything_else_to_the_job():
     assert environment == {}
 
 
-@pytest.mark.parametrize(
-    ("given", "devices", "processes"), [((), 0, 1), ((), 1, 1), ((), 4, 4), (("--num_processes", "2"), 4, 2)]
-)
-def test_train_says_what_accelerate_would_choose(monkeypatch, tmp_path, given, devices, processes):
-    from accelerate.commands.config import config_args
-    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-
-    # Another number of devices than this machine's is the one thing that cannot be real here
-    monkeypatch.setattr("torch.accelerator.device_count", lambda: devices)
-    monkeypatch.setattr(config_args, "default_config_file", str(tmp_path / "none.yaml"))
-    command, _ = command_of("train", "r.yaml", *given)
-    args = launch_command_parser().parse_args(command[3:])
-    assert (args.num_processes, args.num_machines, args.multi_gpu) == (processes, 1, devices > 1)
-    warnings = []
-    monkeypatch.setattr("accelerate.commands.launch.default_config_file", str(tmp_path / "none.yaml"))
-    monkeypatch.setattr("accelerate.commands.launch.logger.warning", warnings.append)
-    _validate_launch_command(args)
-    assert warnings == []
-    (tmp_path / "none.yaml").touch()
-    assert "--num_machines" not in command_of("train", "r.yaml", *given)[0]
-
-
-def test_processes_on_a_cpu_share_its_cores_without_a_word_of_accelerate(monkeypatch):
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr("psutil.cpu_count", lambda logical: 12)
-    flag = "--num_cpu_threads_per_process"
-    for more, threads in ((), "6"), (("--num_processes", "5"), "2"), (("--num_processes", "16"), "1"):
-        command, _ = command_of("train", "r.yaml", "--accelerate_config", "ddp_cpu", *more)
-        assert command[command.index(flag) + 1] == threads
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert flag not in command_of("train", "r.yaml", "--accelerate_config", "ddp_cpu")[0]
-
-
 def test_train_finds_accelerate_configs_by_name_and_path(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     command, environment = command_of("train", "r.yaml", "--accelerate_config", "zero3", "--num_processes", "4")
@@ -207,10 +174,19 @@ def test_report_of_no_run_is_an_error(tmp_path):
         cli.main(["report", str(tmp_path)])
 
 
-def test_missing_extra_is_named():
-    message = r"needs `no_such_module`.*pip install 'lze-trl\[app\]'"
-    with pytest.raises(cli.CommandError, match=message), cli._extra("app"):
-        import no_such_module  # noqa: F401
+def test_missing_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "lze_trl.app.report", None)
+    with pytest.raises(SystemExit, match=r"needs `lze_trl.app.report`.*pip install 'lze-trl\[app\]'"):
+        cli.main(["report", "run"])
+
+
+def test_a_defect_keeps_its_traceback(monkeypatch):
+    def fail(references, **settings):
+        raise KeyError("a defect")
+
+    monkeypatch.setattr("lze_trl.data.audit.audit", fail)
+    with pytest.raises(KeyError, match="a defect"):
+        cli.main(["data", "x.jsonl"])
 
 
 def test_commands_that_take_no_flags_refuse_them(capsys):

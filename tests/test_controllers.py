@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 
 import tiny
 from lze_trl.arrays import Prompts, Rollouts
-from lze_trl.plan.pruning import keyed_rng
+from lze_trl.config import CONTROLLERS
 from lze_trl.rollout.allocation import expected_energy, largest_remainders, softmax_shares
 from lze_trl.rollout.controllers import (
-    CONTROLLERS,
     Allocation,
     DynamicSampling,
     Probing,
@@ -27,6 +26,7 @@ from lze_trl.rollout.controllers import (
     ask_more,
     stratified,
 )
+from lze_trl.seeding import keyed_rng
 from lze_trl.select.advantages import group_advantages
 from samples import NAN, rollouts
 
@@ -43,6 +43,8 @@ def fresh(count: int, **known: list) -> Prompts:
         "pass_rates": np.full(count, 0.5),
         "strength": np.zeros(count),
         "difficulty": np.ones(count),
+        "streak": np.zeros(count, dtype=np.int64),
+        "pruned": np.zeros(count, dtype=bool),
     }
     return Prompts(**arrays | {name: np.array(values) for name, values in known.items()})
 
@@ -511,7 +513,7 @@ def test_the_order_of_the_prompts_does_not_matter_but_for_ties(case, random):
 def described(name, num_prompts=5, **given):
     """The controller of a configuration with P = 5, G = 4 and n = 4."""
     usual = {"num_generations": 4, "per_device_train_batch_size": 4 * num_prompts, "kept_completions": 4}
-    return tiny.config("unused", controller=name, **(usual | given)).rollout_controller()
+    return tiny.config("unused", controller=name, **(usual | given)).make_controller()
 
 
 @pytest.mark.parametrize(

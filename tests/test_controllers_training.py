@@ -673,8 +673,7 @@ def test_greso_skips_prompts_without_a_signal(tmp_path, pruning):
         assert trainer.ledger.groups_rolled_out + trainer.ledger.visits_skipped == 12 * 6
     assert np.mean([visits[prompt] for prompt in dead]) < np.mean([visits[p] for p in HALF_DEAD if p not in dead]) - 1
     # None is solved, so that solved ones are looked for more and more; of hopeless ones there are too many
-    pruner = trainer.planner.pruner
-    assert pruner.p_easy == 0.95 > pruner.p_hard
+    assert trainer.planner.p_easy == 0.95 > trainer.planner.p_hard
 
 
 @pytest.mark.parametrize("pruning", ["refill", "skip"])
@@ -689,7 +688,7 @@ def test_resumed_with_greso_is_uninterrupted_bit_for_bit(tmp_path, controller, p
     resumed.train(resume_from_checkpoint=True)
     assert distance(whole, resumed) == 0.0
     assert whole.ledger.visits_skipped == resumed.ledger.visits_skipped > 0
-    first, second = (trainer.planner.pruner.tensors() for trainer in (whole, resumed))
+    first, second = (trainer.passes.state_dict() for trainer in (whole, resumed))
     assert all((first[name] == second[name]).all() for name in first)
 
 

@@ -343,12 +343,12 @@ def test_audit_counts(write):
     rows += [{"question": "Which?", "answer": "#### }"}, {"question": "What?", "answer": "no mark"}]
     entries = audit([write("a/one.jsonl", rows), write("b/two.jsonl", GSM8K[:1])])
     first, second = entries
-    assert (first.rows, first.duplicates, first.conflicts, first.shared) == (7, 1, 1, 0)
-    assert (first.expressions, first.texts, first.missing, first.unreadable) == (5, 0, 1, 1)
-    assert first.unreadable_examples == ("}",)
-    assert first.prompt_characters == (5, 15, 15, 15)
+    counts = {"rows": 7, "repeated": 1, "conflicts": 1, "shared": 0, "value": 5, "text": 0, "none": 1, "unread": 1}
+    assert first.counts == {**counts, "unequal": 0}
+    assert first.examples["unread"] == ["}"]
+    assert first.prompt_characters == [5, 15, 15, 15]
     assert not first.is_sound
-    assert (second.rows, second.shared, second.is_sound) == (1, 1, True)
+    assert (second.counts["rows"], second.counts["shared"], second.is_sound) == (1, 1, True)
     text = render(entries)
     assert "a/one.jsonl: unreadable: '}'" in text
     assert "b/two.jsonl" in text
@@ -359,7 +359,8 @@ def test_audit_counts(write):
 def test_words_are_no_mathematical_values(write):
     golds = ["Harry", "9 (apples)", "12", r"\frac{1}{2}", "x+y", r"5\text{ cents}", r"\sqrt{2}", "[1, 2)"]
     (entry,) = audit([write("data.jsonl", [{"question": f"{gold}?", "answer": gold} for gold in golds])])
-    assert (entry.texts, entry.expressions, entry.text_examples) == (2, 6, ("Harry", "9 (apples)"))
+    assert (entry.counts["text"], entry.counts["value"]) == (2, 6)
+    assert entry.examples["text"] == ["Harry", "9 (apples)"]
     assert "data.jsonl: text: 'Harry'" in render([entry])
 
 
@@ -428,8 +429,8 @@ HUB_OUTPUT = [
 
 @pytest.mark.slow
 def test_hub_then_its_cache_without_network(repositories, tmp_path):
-    with serve(repositories) as endpoint:
-        online, errors = run(HUB_CODE, tmp_path, HF_ENDPOINT=endpoint)
+    with serve(repositories) as server:
+        online, errors = run(HUB_CODE, tmp_path, HF_ENDPOINT=server.endpoint)
     assert online.splitlines()[:6] == HUB_OUTPUT, errors
     assert "has no split 'validation'" in online.splitlines()[6]
     offline, errors = run(HUB_CODE, tmp_path, HF_HUB_OFFLINE="1")
@@ -441,8 +442,8 @@ def test_a_downloaded_snapshot_is_read_without_network(repositories, tmp_path):
     download = "from huggingface_hub import snapshot_download\n" + "\n".join(
         f"snapshot_download({name!r}, repo_type='dataset')" for name in repositories
     )
-    with serve(repositories) as endpoint:
-        _, errors = run(download, tmp_path, HF_ENDPOINT=endpoint)
+    with serve(repositories) as server:
+        _, errors = run(download, tmp_path, HF_ENDPOINT=server.endpoint)
     offline, errors = run(HUB_CODE, tmp_path, HF_HUB_OFFLINE="1")
     assert offline.splitlines()[:6] == HUB_OUTPUT, errors
 
@@ -453,8 +454,8 @@ def test_what_the_hub_does_not_have(repositories, tmp_path):
         f"try:\n    load_prompts({reference!r})\nexcept ValueError as error:\n    print(error)"
         for reference in ("openai/none", "openai/gsm8k?revision=v9")
     )
-    with serve(repositories) as endpoint:
-        output, errors = run(code, tmp_path, HF_ENDPOINT=endpoint)
+    with serve(repositories) as server:
+        output, errors = run(code, tmp_path, HF_ENDPOINT=server.endpoint)
     missing, revision = output.splitlines()
     assert missing.startswith("There is no dataset 'openai/none' on the Hub"), errors
     assert revision == "'openai/gsm8k' has no revision 'v9' on the Hub."

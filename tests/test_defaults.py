@@ -9,6 +9,7 @@ import tiny
 from lze_trl import LZEGRPOTrainer
 from lze_trl.checkpoint import STATE_NAME, load
 from lze_trl.job.recipe import parse_recipe
+from lze_trl.plan.planners import SolvedPlanner
 
 
 def make(directory, dataset, reward=tiny.even_length_reward, **kwargs):
@@ -78,6 +79,30 @@ def test_training_steps_get_the_rows_of_the_user(tmp_path):
 
 def test_repeats_are_kept_by_name(tmp_path):
     assert len(make(tmp_path, repeated(0, 1, 2, 3, 3, 0), deduplicate=False).train_dataset) == 6
+
+
+@pytest.mark.parametrize(
+    ("streamed", "settings", "message"),
+    [
+        (
+            False,
+            {"pruning": "none"},
+            "`pruning='none'` rolls out every prompt, and `SolvedPlanner` was passed to rank",
+        ),
+        (True, {}, "`SolvedPlanner` ranks the prompts of a dataset whose rows can be read again"),
+    ],
+)
+def test_a_planner_that_would_not_be_asked(tmp_path, streamed, settings, message):
+    dataset = tiny.prompts(11).to_iterable_dataset() if streamed else tiny.prompts(11)
+    with pytest.raises(ValueError, match=message):
+        LZEGRPOTrainer(
+            model=tiny.model(),
+            reward_funcs=tiny.even_length_reward,
+            args=tiny.config(tmp_path, **settings),
+            train_dataset=dataset,
+            processing_class=tiny.tokenizer(),
+            planner=SolvedPlanner(),
+        )
 
 
 @pytest.mark.parametrize("nothing", [None, []])

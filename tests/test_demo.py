@@ -61,11 +61,6 @@ def test_tokenizer_round_trip():
     assert tokenizer.decode(ids) == "47+38="
 
 
-def test_key_names_the_settings():
-    assert SMALL.key == WarmStart(steps=2, batch_size=8, hidden_size=16, intermediate_size=32, num_layers=1).key
-    assert SMALL.key != WarmStart().key
-
-
 def test_warm_start_is_cached_and_rebuilt_when_settings_change(tmp_path):
     directory = tmp_path / "demo" / "warm-start"
     assert warm_start(directory, SMALL)

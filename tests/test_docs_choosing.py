@@ -12,9 +12,8 @@ import yaml
 import tiny
 from lze_trl import LZEGRPOConfig, LZEGRPOTrainer
 from lze_trl.arrays import Prompts
-from lze_trl.config import SELECTORS
+from lze_trl.config import CONTROLLERS, SELECTORS
 from lze_trl.memory.posterior import beta_parameters, dead_probability
-from lze_trl.rollout.controllers import CONTROLLERS
 from lze_trl.strategies import DEFAULT, STRATEGIES, settings_of
 from samples import rollouts, scored
 
@@ -63,6 +62,21 @@ def test_the_example_runs_as_it_is_printed(tmp_path):
     assert trainer.ledger.groups_trained <= trainer.ledger.groups_rolled_out - trainer.ledger.groups_dead
 
 
+def test_curriculum_by_hand(classes):
+    prompts = Prompts(
+        prompt_ids=np.arange(4),
+        visits=np.array([1, 4, 5, 3]),
+        rollouts=np.array([4, 16, 20, 12]),
+        pass_rates=np.array([0.5, 17 / 18, 1 / 18, 0.4]),
+        strength=np.array([4.0, 16.0, 16.0, 12.0]),
+        difficulty=np.ones(4),
+        streak=np.array([0, 3, -4, -2]),
+        pruned=np.zeros(4, dtype=bool),
+    )
+    for pass_index, ranks in [(3, [0.5, -np.inf, -np.inf, 0.4]), (4, [0.5, 17 / 18, 1 / 18, 0.4])]:
+        assert classes["Curriculum"]().rank(pass_index, prompts, RNG).tolist() == ranks
+
+
 def test_energy_per_token_by_hand(classes):
     groups = replace(
         scored([[1.0, 0.0], [1.0, 1.0, 0.0], [0.0, 0.0], [1.0, 0.0, 0.0, 1.0]]),
@@ -91,6 +105,8 @@ def test_second_chance_by_hand(classes):
         pass_rates=np.array([0.5, 17 / 18, 0.5]),
         strength=np.array([0.0, 16.0, 8.0]),
         difficulty=np.ones(3),
+        streak=np.array([0, 4, 0]),
+        pruned=np.array([False, True, False]),
     )
     nothing = rollouts({0: [], 1: [], 2: []})
     assert controller.draw(0, prompts, nothing, RNG).tolist() == [4, 2, 4]
@@ -141,7 +157,7 @@ def test_every_strategy_is_settings_that_go_together(name, tmp_path):
         train_dataset=tiny.prompts(7),
         processing_class=tiny.tokenizer(),
     )
-    assert trainer.controller == args.rollout_controller()
+    assert trainer.controller == args.make_controller()
     assert {key: vars(args)[key] for key in settings_of(name)} == settings_of(name)
 
 

@@ -28,7 +28,7 @@ from lze_trl.job import cli
 from lze_trl.job.hub import resolve_run
 from lze_trl.job.train import main as job
 from lze_trl.record import TelemetryError, open_run
-from lze_trl.rewards.functions import accuracy_reward
+from lze_trl.rewards import accuracy_reward
 
 
 ROOT = Path(__file__).resolve().parents[1]

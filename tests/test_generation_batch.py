@@ -6,7 +6,8 @@ import torch
 
 from lze_trl.checkpoint import load, save
 from lze_trl.pack.batch import GenerationBatch, filler_inputs
-from lze_trl.pack.layout import BATCH_TOKEN_LOSSES, Geometry, Layout, MicroBatch, Reference
+from lze_trl.pack.layout import Geometry, Layout, MicroBatch
+from lze_trl.pack.weights import BATCH_TOKEN_LOSSES, Reference
 
 
 GEOMETRY = Geometry(num_processes=2, steps_per_generation=3, chunk_steps=3, micro_batch_rows=2)

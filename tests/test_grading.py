@@ -7,7 +7,7 @@ import pytest
 
 from lze_trl.data import load_prompts
 from lze_trl.data.audit import audit_prompts
-from lze_trl.rewards.functions import accuracy_reward
+from lze_trl.rewards import accuracy_reward
 from lze_trl.rewards.grading import read_answer, read_gold
 from lze_trl.rewards.notation import normalise
 
@@ -341,7 +341,7 @@ def test_the_audit_reads_what_it_calls_sound(tmp_path):
     path = tmp_path / "physics.jsonl"
     path.write_text('{"problem": "How heavy?", "answer": "4.5e33"}\n')
     dataset = load_prompts(str(path))
-    assert audit_prompts(dataset, str(path)).is_sound
+    assert audit_prompts(dataset).is_sound
     (expression,) = read_gold(dataset["solution"][0]).expressions
     assert float(expression) == pytest.approx(4.5e33)
 

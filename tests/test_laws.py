@@ -251,7 +251,7 @@ def test_resumed_is_uninterrupted_bit_for_bit(tmp_path, moment, pruning):
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == whole.state.global_step == 14
     assert distance(whole, resumed) == 0.0
-    first, second = whole.prompt_state.tensors(), resumed.prompt_state.tensors()
+    first, second = whole.prompt_state.state_dict(), resumed.prompt_state.state_dict()
     assert all((first[name] == second[name]).all() for name in first)
     counts = [name for name in vars(whole.ledger) if not name.endswith("seconds")]
     assert {n: getattr(whole.ledger, n) for n in counts} == {n: getattr(resumed.ledger, n) for n in counts}
@@ -265,7 +265,7 @@ def resumed_from_the_middle(directory, **settings):
     resumed = make(LZEGRPOTrainer, directory / "run", **settings)
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == whole.state.global_step == 8
-    first, second = whole.prompt_state.tensors(), resumed.prompt_state.tensors()
+    first, second = whole.prompt_state.state_dict(), resumed.prompt_state.state_dict()
     assert all((first[name] == second[name]).all() for name in first)
     return whole, resumed
 
@@ -303,7 +303,7 @@ def test_a_run_that_is_resumed_at_its_end_stays_as_it_is(tmp_path, caplog, lengt
     assert "is the end of its run: it is loaded, and no step is taken" in caplog.text
     assert resumed.state.global_step == whole.state.global_step == (3 if length == {"max_steps": 3} else 5)
     assert distance(whole, resumed) == 0.0 and moved(whole) > 1e-3
-    first, second = whole.prompt_state.tensors(), resumed.prompt_state.tensors()
+    first, second = whole.prompt_state.state_dict(), resumed.prompt_state.state_dict()
     assert all((first[name] == second[name]).all() for name in first)
     assert vars(resumed.ledger) == vars(whole.ledger)
 
@@ -344,8 +344,8 @@ def test_resumed_on_a_stream_is_uninterrupted(tmp_path, moment):
 def test_a_resume_remembers_what_was_foreseen(tmp_path):
     # Passes of three batches: the second one, in which the prompts are known, has begun before the checkpoint
     trainers = resumed_from_the_middle(tmp_path, dataset=tiny.prompts(9), **RESUMED["between batches"])
-    whole, resumed = (trainer._dead.calibration.tensors() for trainer in trainers)
-    assert len(trainers[0]._dead.calibration) > 9
+    whole, resumed = (trainer.generation_step.dead.calibration.state_dict() for trainer in trainers)
+    assert len(trainers[0].generation_step.dead.calibration) > 9
     assert all((whole[name] == resumed[name]).all() for name in whole)
 
 
@@ -417,5 +417,5 @@ def test_the_same_trainer_goes_on_from_a_checkpoint(tmp_path):
         trainer.train()
     stop.step = None
     trainer.train(resume_from_checkpoint=str(tmp_path / "stopped" / "checkpoint-1"))
-    assert trainer._generation == whole._generation
+    assert trainer.generation_step.generation == whole.generation_step.generation
     assert distance(trainer, whole) == 0.0

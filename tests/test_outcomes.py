@@ -114,5 +114,5 @@ def test_a_range_given_is_kept_and_a_range_seen_only_grows(batches, given_bounds
 def test_a_range_survives_a_checkpoint():
     scores, again = RewardRange(), RewardRange()
     scores.observe(np.array([0.1, -5.0]))
-    again.load(scores.tensors())
+    again.load_state_dict(scores.state_dict())
     assert again.bounds == scores.bounds

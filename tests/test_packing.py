@@ -9,25 +9,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lze_trl.pack.layout import (
-    BATCH_TOKEN_LOSSES,
-    MICRO_BATCH_TOKEN_LOSSES,
-    ROW_MEAN_LOSSES,
     Geometry,
     Layout,
     MicroBatch,
+    micro_step_cost,
+    pack,
+    padding_efficiency,
+    trl_layout,
+    unpacked,
+)
+from lze_trl.pack.weights import (
+    BATCH_TOKEN_LOSSES,
+    MICRO_BATCH_TOKEN_LOSSES,
+    ROW_MEAN_LOSSES,
     Reference,
     entropy_weights,
     even_reference,
     full_reference,
     loss_scale,
-    micro_step_cost,
-    pack,
-    padding_efficiency,
-    trl_layout,
     trl_reference,
-    unpacked,
 )
-from lze_trl.plan.pruning import keyed_rng
+from lze_trl.seeding import keyed_rng
 
 
 def rows_of(layout: Layout) -> list[list[list[int]] | None]:

@@ -167,15 +167,15 @@ def batch(predictions: list[tuple[float, bool]]) -> tuple[np.ndarray, np.ndarray
 def test_calibration_is_continued_from_a_checkpoint(first, second):
     whole, saved = Calibration(), Calibration()
     saved.update(*batch(first))
-    tensors = saved.tensors()
+    tensors = saved.state_dict()
     resumed = Calibration()
-    resumed.load(tensors)
+    resumed.load_state_dict(tensors)
     for calibration in (saved, resumed):
         calibration.update(*batch(second))
     whole.update(*batch(first + second))
-    for name, values in resumed.tensors().items():
-        np.testing.assert_array_equal(values, saved.tensors()[name])  # bit for bit
-        np.testing.assert_allclose(values, whole.tensors()[name], rtol=1e-12)
+    for name, values in resumed.state_dict().items():
+        np.testing.assert_array_equal(values, saved.state_dict()[name])  # bit for bit
+        np.testing.assert_allclose(values, whole.state_dict()[name], rtol=1e-12)
     assert tensors["count"].sum() == len(first)  # neither side writes into what was saved
     assert sum(row["count"] for row in whole.table()) == len(whole) == len(first) + len(second)
     for row in whole.table():

@@ -1,4 +1,4 @@
-"""Forward pruning with replay: who is rolled out in a pass, in both modes."""
+"""Planners and passes: who is rolled out in a pass, and in which order."""
 
 import logging
 
@@ -9,24 +9,27 @@ from hypothesis import strategies as st
 
 from lze_trl.arrays import Groups
 from lze_trl.memory.state import PromptState, StateSettings
-from lze_trl.plan.pruning import (
-    GresoPruner,
-    PromptStream,
-    Pruner,
-    draw_replays,
-    keyed_rng,
-    skip_plan,
-    skip_probability,
-)
+from lze_trl.plan.admission import Admission
+from lze_trl.plan.passes import skip_plan
+from lze_trl.plan.planners import GresoPlanner, Planner, SolvedPlanner, ask_rank, skip_probability
+from lze_trl.plan.stream import PromptStream
+from lze_trl.seeding import keyed_rng
 from samples import NAN, rollouts
 
 
-def pruner(*solved: int, replay_ratio: float = 0.1, seed: int = 7) -> Pruner:
-    """A pruner whose state has pruned some prompts."""
+def admission(*solved: int, prompts: int = 25, replay_ratio: float = 0.1, planner: Planner | None = None) -> Admission:
+    """That of the prompts 0, 1, 2, …, of which some are pruned."""
     state = PromptState(StateSettings(pruning_streak=1))
     if solved:
-        state.visit(rollouts({prompt: [1.0, 1.0] for prompt in solved}), 0)
-    return Pruner(state, replay_ratio, seed)
+        state.visit(rollouts({prompt: [1.0, 1.0] for prompt in solved}))
+    return Admission(planner or SolvedPlanner(replay_ratio), state, np.arange(prompts), seed=7)
+
+
+def replays(ids: np.ndarray, ratio: float, pass_index: int) -> np.ndarray:
+    """Which of pruned prompts a pass re-checks."""
+    prompts = admission(*ids.tolist()).state.prompts(ids)
+    ranks = ask_rank(SolvedPlanner(ratio), pass_index, prompts, keyed_rng(7, pass_index, "replay"))
+    return ids[ranks == 0]
 
 
 # ---- Random numbers ----
@@ -75,16 +78,13 @@ def test_purposes_that_share_their_end_differ():
 )
 def test_number_of_replays(pruned, ratio, count):
     ids = np.arange(100, 100 + pruned)
-    replays = draw_replays(ids, ratio, seed=7, pass_index=2)
-    assert len(replays) == len(set(replays.tolist())) == count
-    assert set(replays.tolist()) <= set(ids.tolist())
-    assert replays.tolist() == sorted(replays.tolist())
-    np.testing.assert_array_equal(replays, draw_replays(ids, ratio, seed=7, pass_index=2))
+    drawn = ids[np.sort(keyed_rng(7, 2, "replay").permutation(pruned)[:count])]
+    assert replays(ids, ratio, pass_index=2).tolist() == drawn.tolist()
 
 
 def test_every_pruned_prompt_is_replayed_in_time():
     ids = np.arange(20)
-    drawn = [draw_replays(ids, 0.1, seed=7, pass_index=index) for index in range(200)]
+    drawn = [replays(ids, 0.1, pass_index=index) for index in range(200)]
     counts = np.bincount(np.concatenate(drawn), minlength=20)
     # Binomial(200, 2/20): 20 with a deviation of 4.2
     assert (counts > 3).all()
@@ -92,44 +92,35 @@ def test_every_pruned_prompt_is_replayed_in_time():
 
 
 def test_a_pass_leaves_out_the_pruned_but_for_its_replays():
-    some = pruner(*range(20))
+    some = admission(*range(20))
     assert some.keeps(np.arange(25)).all()  # no pass has begun
-    some.begin_pass(3)
+    some.begin(3)
     kept = some.keeps(np.arange(25))
     assert kept[20:].all()
-    assert np.flatnonzero(kept[:20]).tolist() == draw_replays(np.arange(20), 0.1, seed=7, pass_index=3).tolist()
+    assert np.flatnonzero(kept[:20]).tolist() == replays(np.arange(20), 0.1, pass_index=3).tolist()
     assert some.left_out.tolist() == sorted(set(range(20)) - set(np.flatnonzero(kept).tolist()))
 
 
 def test_the_pass_and_not_the_moment_drives_pruning():
-    some = pruner()
-    some.begin_pass(0)
-    some.state.visit(rollouts({4: [1.0], 5: [1.0]}), 1)  # solved in the middle of the pass
+    some = admission()
+    some.begin(0)
+    some.state.visit(rollouts({4: [1.0], 5: [1.0]}))  # solved in the middle of the pass
     assert some.keeps(np.array([4, 5])).all()
-    some.begin_pass(1)
+    some.begin(1)
     assert some.keeps(np.array([4, 5])).sum() == 1  # one of the two is replayed
     replayed = [4, 5][int(np.argmax(some.keeps(np.array([4, 5]))))]
-    some.state.visit(rollouts({replayed: [0.0]}), 2)  # forgotten
-    some.begin_pass(2)
+    some.state.visit(rollouts({replayed: [0.0]}))  # forgotten
+    some.begin(2)
     assert some.keeps(np.array([4, 5])).all()  # active again, and the other one is the replay
 
 
 def test_a_pass_is_continued_after_a_resume():
-    some = pruner(*range(20))
-    some.begin_pass(3)
-    again = pruner()
-    again.load(some.tensors())
+    some = admission(*range(20))
+    some.begin(3)
+    again = admission()
+    again.load_state_dict(some.state_dict())
     assert again.pass_index == 3
     np.testing.assert_array_equal(again.keeps(np.arange(25)), some.keeps(np.arange(25)))
-
-
-def test_forward_pruning_learns_nothing_from_a_batch():
-    some = pruner(*range(20))
-    some.begin_pass(3)
-    before = some.tensors()
-    some.observe(groups_of([[1.0], [0.0], [NAN]]))
-    for name, values in some.tensors().items():
-        np.testing.assert_array_equal(values, before[name])
 
 
 # ---- GRESO ----
@@ -138,10 +129,10 @@ def test_forward_pruning_learns_nothing_from_a_batch():
 def with_streaks(streaks: dict[int, int], prune: bool = False) -> PromptState:
     """State of prompts, visited in the order given, with these streaks."""
     state = PromptState(StateSettings(prune=prune, pruning_streak=1))
-    state.visit(rollouts({prompt: [1.0, 1.0] for prompt in streaks}), 0)
-    tensors = state.tensors()
+    state.visit(rollouts({prompt: [1.0, 1.0] for prompt in streaks}))
+    tensors = state.state_dict()
     tensors["streak"][:] = list(streaks.values())
-    state.load(tensors)
+    state.load_state_dict(tensors)
     return state
 
 
@@ -169,9 +160,11 @@ def test_skip_probability(streak, p_easy, p_hard, probability):
 def test_dead_prompts_are_skipped_as_often_as_they_should():
     # 2000 prompts of each streak and one pass: binomial with a deviation of at most √(2000 / 4) < 23
     lengths = [0, 1, 2, 4, -1, -2, -4]
-    some = GresoPruner(with_streaks({2000 * i + j: z for i, z in enumerate(lengths) for j in range(2000)}), seed=7)
-    some.p_easy, some.p_hard = 0.6, 0.8
-    some.begin_pass(2)
+    planner = GresoPlanner()
+    planner.p_easy, planner.p_hard = 0.6, 0.8
+    state = with_streaks({2000 * i + j: z for i, z in enumerate(lengths) for j in range(2000)})
+    some = Admission(planner, state, np.arange(14_000), seed=7)
+    some.begin(2)
     skipped = np.bincount(some.left_out // 2000, minlength=len(lengths))
     # 2000 · (1 − p^z)
     expected = [0, 800, 2000 * 0.64, 2000 * 0.8704, 400, 2000 * 0.36, 2000 * 0.5904]
@@ -182,10 +175,10 @@ def test_dead_prompts_are_skipped_as_often_as_they_should():
 
 
 def test_each_pass_draws_anew_and_nobody_is_lost():
-    some = GresoPruner(with_streaks(dict.fromkeys(range(50), -9)), seed=7)
+    some = Admission(GresoPlanner(), with_streaks(dict.fromkeys(range(50), -9)), np.arange(50), seed=7)
     kept = []
     for index in range(1000):
-        some.begin_pass(index)
+        some.begin(index)
         kept.append(some.keeps(np.arange(50)))
     # Each prompt is in 1 of 100 passes: binomial(1000, 0.01), 10 with a deviation of 3.1
     counts = np.sum(kept, axis=0)
@@ -201,10 +194,12 @@ STREAKS = st.dictionaries(st.integers(-(2**63), 2**63 - 1), st.integers(-5, 5), 
 def test_every_process_skips_the_same(streaks, pass_index, seed, exploration, random):
     shuffled = list(streaks.items())
     random.shuffle(shuffled)
-    one = GresoPruner(with_streaks(streaks), seed, exploration)
-    other = GresoPruner(with_streaks(dict(shuffled)), seed, exploration)
+    one, other = (
+        Admission(GresoPlanner(exploration), with_streaks(dict(order)), np.array([*dict(order)], dtype=np.int64), seed)
+        for order in (streaks, shuffled)
+    )
     for some in (one, other):
-        some.begin_pass(pass_index)
+        some.begin(pass_index)
     np.testing.assert_array_equal(one.left_out, other.left_out)
     assert one.left_out.tolist() == sorted(set(one.left_out.tolist()))
     assert all(streaks[prompt] != 0 for prompt in one.left_out.tolist())
@@ -214,9 +209,9 @@ def test_every_process_skips_the_same(streaks, pass_index, seed, exploration, ra
 
 def test_the_marks_of_forward_pruning_play_no_part():
     state = with_streaks({1: 0, 2: 3, 3: -3}, prune=True)
-    assert state.pruned_ids().tolist() == [1, 2, 3]
-    some = GresoPruner(state, seed=7, exploration=1.0)
-    some.begin_pass(1)
+    assert state["pruned"].all()
+    some = Admission(GresoPlanner(exploration=1.0), state, np.arange(5), seed=7)
+    some.begin(1)
     assert some.keeps(np.array([1, 2, 3])).all()
 
 
@@ -225,7 +220,13 @@ SOLVED, HALF, HOPELESS, UNSCORED = [1.0, 1.0], [1.0, 0.0], [0.0, 0.0], [NAN, NAN
 
 def groups_of(outcomes: list[list[float]]) -> Groups:
     """Groups of prompts 0, 1, 2, …, with their outcomes."""
-    return PromptState().visit(rollouts(dict(enumerate(outcomes))), 0)
+    return PromptState().visit(rollouts(dict(enumerate(outcomes))))
+
+
+def begun(planner: GresoPlanner, pass_index: int) -> GresoPlanner:
+    """The planner after the beginning of a pass in which no prompt is known."""
+    planner.rank(pass_index, PromptState().prompts(np.empty(0, dtype=np.int64)), keyed_rng(7, pass_index, "greso"))
+    return planner
 
 
 @pytest.mark.parametrize(
@@ -246,15 +247,13 @@ def groups_of(outcomes: list[list[float]]) -> Groups:
     ],
 )
 def test_exploration_follows_the_share_of_dead_groups(outcomes, p_easy, p_hard):
-    some = GresoPruner(PromptState(), seed=7, exploration=0.5, target=0.75, step=0.04)
-    some.begin_pass(1)
+    some = begun(GresoPlanner(exploration=0.5, target=0.75, step=0.04), 1)
     some.observe(groups_of(outcomes))
     assert (some.p_easy, some.p_hard) == (pytest.approx(p_easy), pytest.approx(p_hard))
 
 
 def test_exploration_has_bounds():
-    some = GresoPruner(PromptState(), seed=7, exploration=0.5, target=0.25, step=0.1)
-    some.begin_pass(1)
+    some = begun(GresoPlanner(exploration=0.5, target=0.25, step=0.1), 1)
     for _ in range(10):
         some.observe(groups_of([SOLVED, HALF]))
     assert (some.p_easy, some.p_hard) == (0.05, 0.95)
@@ -264,34 +263,32 @@ def test_exploration_has_bounds():
 
 
 def test_the_first_pass_adjusts_nothing():
-    some = GresoPruner(PromptState(), seed=7)
+    some = GresoPlanner()
     for _ in range(2):
         some.observe(groups_of([HOPELESS, HOPELESS]))
-        some.begin_pass(0)
+        begun(some, 0)
     assert (some.p_easy, some.p_hard) == (0.5, 0.5)
-    some.begin_pass(1)
+    begun(some, 1)
     some.observe(groups_of([HOPELESS, HOPELESS]))
     assert (some.p_easy, some.p_hard) == (pytest.approx(0.51), pytest.approx(0.49))
 
 
 def test_greso_is_continued_after_a_resume():
     state = with_streaks({prompt: prompt % 5 - 2 for prompt in range(60)})
-    whole = GresoPruner(state, seed=7)
-    whole.begin_pass(1)
+    whole, resumed = (Admission(GresoPlanner(), state, np.arange(60), seed=7) for _ in range(2))
+    whole.begin(1)
     for _ in range(3):
-        whole.observe(groups_of([HOPELESS, HALF]))
-    tensors = whole.tensors()
-    resumed = GresoPruner(state, seed=7)
-    resumed.load(tensors)
+        whole.planner.observe(groups_of([HOPELESS, HALF]))
+    saved = whole.state_dict()
+    resumed.load_state_dict(saved)
     assert resumed.pass_index == 1
     np.testing.assert_array_equal(resumed.left_out, whole.left_out)
     for some in (whole, resumed):
-        some.observe(groups_of([SOLVED, HALF]))
-        some.begin_pass(2)
+        some.planner.observe(groups_of([SOLVED, HALF]))
+        some.begin(2)
     np.testing.assert_array_equal(resumed.left_out, whole.left_out)
-    assert (resumed.p_easy, resumed.p_hard) == (whole.p_easy, whole.p_hard)
-    assert whole.p_easy != whole.p_hard
-    assert tensors["p_hard"][0] == pytest.approx(0.47)
+    assert (resumed.planner.p_easy, resumed.planner.p_hard) == (whole.planner.p_easy, whole.planner.p_hard)
+    assert saved["planner.exploration"].tolist() == pytest.approx([0.53, 0.47])
 
 
 # ---- The mode "skip" ----
@@ -337,32 +334,32 @@ def test_skip_plan_gives_every_process_the_same_number_of_rows(group_size, proce
 def test_stream_without_pruning():
     # Rows 0–4 in the order of TRL's sampler, then in their own; P = 2. Batch 3 straddles the passes: row 2 ends the
     # first, and 0 is the first row of the second; the rest of the second pass follows
-    stream = PromptStream(np.arange(10, 15), pruner(), np.array([3, 0, 4, 1, 2]), shuffle=False)
+    stream = PromptStream(admission(prompts=5), np.array([3, 0, 4, 1, 2]), shuffle=False)
     batches = [stream.take(2).tolist() for _ in range(5)]
     assert batches == [[3, 0], [4, 1], [2, 0], [1, 3], [4, 2]]
 
 
 def test_a_straddling_batch_holds_no_prompt_twice():
     # P = 3: row 4 ends the first pass; rows 0 and 1 begin the second. Then 2, 3 and 4, which closes the second pass
-    stream = PromptStream(np.arange(5), pruner(), np.array([0, 1, 2, 3, 4]), shuffle=False)
+    stream = PromptStream(admission(prompts=5), np.array([0, 1, 2, 3, 4]), shuffle=False)
     assert [stream.take(3).tolist() for _ in range(3)] == [[0, 1, 2], [3, 4, 0], [1, 2, 3]]
     # Row 4 ends the second pass. In the third, 0 and 1 complete the batch
     assert stream.take(3).tolist() == [4, 0, 1]
     # P = 4 of 5: the second batch holds 4, then 0, 1 and 2 of the second pass, in which 4 itself comes last
-    stream = PromptStream(np.arange(5), pruner(), np.array([0, 1, 2, 3, 4]), shuffle=False)
+    stream = PromptStream(admission(prompts=5), np.array([0, 1, 2, 3, 4]), shuffle=False)
     assert [stream.take(4).tolist() for _ in range(3)] == [[0, 1, 2, 3], [4, 0, 1, 2], [3, 4, 0, 1]]
     # The second pass begins with 0 and 1, which the batch already holds: they are put off to its end
-    stream = PromptStream(np.arange(5), pruner(), np.array([4, 3, 2, 1, 0]), shuffle=False)
+    stream = PromptStream(admission(prompts=5), np.array([4, 3, 2, 1, 0]), shuffle=False)
     assert [stream.take(3).tolist() for _ in range(3)] == [[4, 3, 2], [1, 0, 2], [3, 4, 0]]
 
 
 def test_slots_of_pruned_prompts_are_refilled():
-    some = pruner()
-    stream = PromptStream(np.arange(100, 108), some, np.arange(8), shuffle=False)
+    some = Admission(SolvedPlanner(), PromptState(StateSettings(pruning_streak=1)), np.arange(100, 108), seed=7)
+    stream = PromptStream(some, np.arange(8), shuffle=False)
     assert [stream.take(4).tolist() for _ in range(2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    some.state.visit(rollouts({prompt: [1.0] for prompt in (101, 102, 104, 107)}), 0)
+    some.state.visit(rollouts({prompt: [1.0] for prompt in (101, 102, 104, 107)}))
     # Half are pruned, and one of them, 10 % but at least one, is replayed: 5 prompts make the second pass
-    replay = int(draw_replays(np.array([101, 102, 104, 107]), 0.1, seed=7, pass_index=1)[0]) - 100
+    replay = int(replays(np.array([101, 102, 104, 107]), 0.1, pass_index=1)[0]) - 100
     order = sorted([0, 3, 5, 6, replay])
     assert stream.take(4).tolist() == order[:4]
     assert some.pass_index == 1
@@ -370,17 +367,17 @@ def test_slots_of_pruned_prompts_are_refilled():
     assert some.pass_index == 2
 
 
-class Watched(Pruner):
-    """A pruner that writes down what each pass was to roll out."""
+class Watched(Admission):
+    """Writes down what each pass was to roll out."""
 
     def __init__(self, state: PromptState, num_prompts: int):
-        super().__init__(state, 0.1, 7)
-        self.num_prompts = num_prompts
+        super().__init__(SolvedPlanner(), state, np.arange(num_prompts), seed=7)
         self.passes = []
 
-    def begin_pass(self, pass_index: int):
-        super().begin_pass(pass_index)
-        self.passes.append(np.flatnonzero(self.keeps(np.arange(self.num_prompts))).tolist())
+    def begin(self, pass_index: int):
+        ranks = super().begin(pass_index)
+        self.passes.append(np.flatnonzero(self.keeps(self.prompt_ids)).tolist())
+        return ranks
 
 
 @settings(max_examples=60)
@@ -391,13 +388,13 @@ def test_every_active_prompt_comes_once_a_pass(num_prompts, data):
     shuffle = data.draw(st.booleans(), label="shuffle")
     state = PromptState(StateSettings(pruning_streak=2))
     watched = Watched(state, num_prompts)
-    stream = PromptStream(np.arange(num_prompts), watched, keyed_rng(1, 0, "test").permutation(num_prompts), shuffle)
+    stream = PromptStream(watched, keyed_rng(1, 0, "test").permutation(num_prompts), shuffle)
     taken = []
-    for step in range(4 * num_prompts // count):
+    for _ in range(4 * num_prompts // count):
         batch = stream.take(count).tolist()
         assert len(set(batch)) == len(batch) == count
         taken += batch
-        state.visit(rollouts({row: [0.0 if row in never else 1.0] for row in batch}), step)
+        state.visit(rollouts({row: [0.0 if row in never else 1.0] for row in batch}))
     # At least P prompts are never solved, so that no batch had to be filled: the rows are one pass after another
     for rows in watched.passes:
         part, taken = taken[: len(rows)], taken[len(rows) :]
@@ -406,48 +403,86 @@ def test_every_active_prompt_comes_once_a_pass(num_prompts, data):
     assert not taken
 
 
+class ByDifficulty(Planner):
+    """The hardest first; prompts that were solved at first are left out."""
+
+    def rank(self, pass_index, prompts, rng):
+        return np.where(prompts.difficulty > 0.05, prompts.difficulty, -np.inf)
+
+
+def test_a_pass_begins_with_the_highest_rank():
+    # D of prompt 1 is 1/2, that of prompt 3 is 3/4, prompt 4 is solved; 0, 2 and 5 are unknown, with rank 0
+    some = admission(prompts=6, planner=ByDifficulty())
+    some.state.visit(rollouts({1: [1, 0], 3: [1, 0, 0, 0], 4: [1, 1], 9: [0, 1]}))
+    stream = PromptStream(some, np.array([5, 4, 3, 2, 1, 0]), shuffle=False)
+    assert stream.take(5).tolist() == [3, 1, 5, 2, 0]
+    assert some.left_out.tolist() == [4]
+
+
+class Answers(Planner):
+    def __init__(self, answer):
+        self.answer = answer
+
+    def rank(self, pass_index, prompts, rng):
+        return self.answer
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ([1.0], r"`Answers.rank` must return an array of 2 numbers, .* got shape \(1,\) and dtype float64"),
+        (["a", "b"], "`Answers.rank` must return an array of 2 numbers"),
+        ([0.0, NAN], "`Answers.rank` must return numbers, got NaN for prompt 3. Return -inf to leave"),
+    ],
+)
+def test_ranks_are_checked(answer, message):
+    some = admission(1, 3, planner=Answers(answer))
+    with pytest.raises(ValueError, match=message):
+        some.begin(0)
+
+
 # ---- Further prompts of a batch ----
 
 
 def test_further_prompts_of_a_batch():
-    stream = PromptStream(np.arange(6), pruner(), np.arange(6), shuffle=False)
+    stream = PromptStream(admission(prompts=6), np.arange(6), shuffle=False)
     assert stream.take(2, np.array([], dtype=np.int64)).tolist() == [0, 1]
     assert stream.take(3, np.array([0, 1])).tolist() == [2, 3, 4]
     # Row 5 ends the first pass, and the second has only 0 and 1 that the batch does not hold: one row is missing
     assert stream.take(4, np.array([2, 3, 4])).tolist() == [5, 0, 1]
-    assert stream.pruner.pass_index == 1
+    assert stream.admission.pass_index == 1
     # All prompts are in the batch: no further pass is begun
     assert stream.take(4, np.array([2, 3, 4, 5, 0, 1])).tolist() == []
-    assert stream.pruner.pass_index == 1
+    assert stream.admission.pass_index == 1
     # The next batch has the rest of the second pass, and then the third
     assert stream.take(4).tolist() == [2, 3, 4, 5]
     assert stream.take(2).tolist() == [0, 1]
-    assert stream.pruner.pass_index == 2
+    assert stream.admission.pass_index == 2
 
 
 def test_a_batch_of_a_whole_pass():
     # The batch has ended the pass, and whether there is more is only known once the next one has begun
-    stream = PromptStream(np.arange(3), pruner(), np.array([2, 0, 1]), shuffle=False)
+    stream = PromptStream(admission(prompts=3), np.array([2, 0, 1]), shuffle=False)
     assert stream.take(3).tolist() == [2, 0, 1]
     for _ in range(4):
         assert stream.take(2, np.array([2, 0, 1])).tolist() == []
-        assert stream.pruner.pass_index == 1
+        assert stream.admission.pass_index == 1
     assert sorted(stream.take(3).tolist()) == [0, 1, 2]
-    assert stream.pruner.pass_index == 1
+    assert stream.admission.pass_index == 1
 
 
 def test_further_prompts_are_never_pruned_ones(caplog):
-    some = pruner(*range(4, 20))
-    stream = PromptStream(np.arange(20), some, np.arange(20), shuffle=False)
-    with caplog.at_level(logging.WARNING, logger="lze_trl.plan.pruning"):
+    some = admission(*range(4, 20), prompts=20)
+    stream = PromptStream(some, np.arange(20), shuffle=False)
+    with caplog.at_level(logging.WARNING, logger="lze_trl.plan.stream"):
         first = stream.take(2)
         further = stream.take(18, first)
-    replays = draw_replays(np.arange(4, 20), 0.1, seed=7, pass_index=0)  # 1.6, so two
+    drawn = replays(np.arange(4, 20), 0.1, pass_index=0)  # 1.6, so two
     assert first.tolist() == [0, 1]
     assert further.tolist()[:2] == [2, 3]
     # The first pass has two replays, and the second brings those that the first has not
-    again = draw_replays(np.arange(4, 20), 0.1, seed=7, pass_index=1)
-    assert further.tolist()[2:] == [*replays, *np.setdiff1d(again, replays)]
+    again = replays(np.arange(4, 20), 0.1, pass_index=1)
+    assert further.tolist()[2:] == [*drawn, *np.setdiff1d(again, drawn)]
     assert some.pass_index == 1
     assert not caplog.records
 
@@ -459,9 +494,9 @@ def test_a_batch_of_several_takes_holds_no_prompt_twice(num_prompts, shuffle, da
     never = data.draw(st.sets(st.integers(0, num_prompts - 1), min_size=count), label="never solved")
     state = PromptState(StateSettings(pruning_streak=2))
     watched = Watched(state, num_prompts)
-    stream = PromptStream(np.arange(num_prompts), watched, keyed_rng(1, 0, "test").permutation(num_prompts), shuffle)
+    stream = PromptStream(watched, keyed_rng(1, 0, "test").permutation(num_prompts), shuffle)
     handed_out = []
-    for step in range(8):
+    for _ in range(8):
         batch = stream.take(count)
         for wanted in data.draw(st.lists(st.integers(0, num_prompts), max_size=4), label="further"):
             begun = len(watched.passes)
@@ -473,7 +508,7 @@ def test_a_batch_of_several_takes_holds_no_prompt_twice(num_prompts, shuffle, da
             if len(further) < wanted:  # all that the pass rolls out is in the batch
                 assert set(watched.passes[-1]) <= set(batch.tolist())
         handed_out += batch.tolist()
-        state.visit(rollouts({row: [0.0 if row in never else 1.0] for row in batch.tolist()}), step)
+        state.visit(rollouts({row: [0.0 if row in never else 1.0] for row in batch.tolist()}))
     # What is handed out is one pass after another, each active prompt once
     for rows in watched.passes:
         part, handed_out = handed_out[: len(rows)], handed_out[len(rows) :]
@@ -489,7 +524,7 @@ def test_a_batch_is_filled_when_too_few_prompts_are_left(num_prompts, data):
     active = data.draw(st.sets(st.integers(0, num_prompts - 1), max_size=count - 1), label="active")
     assume(len(active) + 1 < count)
     solved = sorted(set(range(num_prompts)) - active)
-    stream = PromptStream(np.arange(num_prompts), pruner(*solved), np.arange(num_prompts), shuffle=True)
+    stream = PromptStream(admission(*solved, prompts=num_prompts), np.arange(num_prompts), shuffle=True)
     for _ in range(4):
         batch = stream.take(count).tolist()
         assert len(set(batch)) == len(batch) == count
@@ -497,8 +532,8 @@ def test_a_batch_is_filled_when_too_few_prompts_are_left(num_prompts, data):
 
 
 def test_filling_is_told_once(caplog):
-    stream = PromptStream(np.arange(5), pruner(*range(5)), np.arange(5), shuffle=True)
-    with caplog.at_level(logging.WARNING, logger="lze_trl.plan.pruning"):
+    stream = PromptStream(admission(*range(5), prompts=5), np.arange(5), shuffle=True)
+    with caplog.at_level(logging.WARNING, logger="lze_trl.plan.stream"):
         for _ in range(3):
             assert len(stream.take(4)) == 4
     assert [record.levelname for record in caplog.records] == ["WARNING"]
@@ -515,8 +550,8 @@ def test_a_resumed_stream_hands_out_the_rest(num_prompts, before, shuffle, greso
 
     def build() -> PromptStream:
         state = PromptState(StateSettings(pruning_streak=1, prune=not greso))
-        some = GresoPruner(state, 7) if greso else Pruner(state, 0.1, 7)
-        return PromptStream(np.arange(num_prompts), some, first_order, shuffle)
+        planner = GresoPlanner() if greso else SolvedPlanner()
+        return PromptStream(Admission(planner, state, np.arange(num_prompts), seed=7), first_order, shuffle)
 
     def run(stream: PromptStream, batches: int) -> list[list[int]]:
         taken = []
@@ -525,28 +560,29 @@ def test_a_resumed_stream_hands_out_the_rest(num_prompts, before, shuffle, greso
             batch = np.concatenate([batch, stream.take(more, batch)]).tolist()
             taken.append(batch)
             outcomes = {row: [0.0 if row in never or (row + step) % 5 == 0 else 1.0] for row in batch}
-            stream.pruner.observe(stream.pruner.state.visit(rollouts(outcomes), step))
+            stream.admission.planner.observe(stream.admission.state.visit(rollouts(outcomes)))
         return taken
 
     whole = build()
     run(whole, before)
     resumed = build()
-    resumed.pruner.state.load(whole.pruner.state.tensors())
-    resumed.pruner.load(whole.pruner.tensors())
-    resumed.load(whole.tensors())
+    resumed.admission.state.load_state_dict(whole.admission.state.state_dict())
+    resumed.admission.load_state_dict(whole.admission.state_dict())
+    resumed.load_state_dict(whole.state_dict())
     assert run(resumed, 8) == run(whole, 8)
 
 
 @pytest.mark.parametrize("prompt", [5, -1])
 def test_a_stream_of_another_dataset(prompt):
-    stream = PromptStream(np.arange(5), pruner(), np.arange(5))
+    stream = PromptStream(admission(prompts=5), np.arange(5))
     with pytest.raises(ValueError, match=f"1 of 2 prompts are not in the training set, the first with id {prompt}"):
-        stream.load({"queue": np.array([2, prompt])})
+        stream.load_state_dict({"queue": np.array([2, prompt])})
 
 
 def test_a_stream_of_a_reordered_dataset():
-    stream = PromptStream(np.array([50, 10, 30]), pruner(), np.arange(3))
-    stream.load({"queue": np.array([10, 50])})
+    some = Admission(SolvedPlanner(), PromptState(), np.array([50, 10, 30]), seed=7)
+    stream = PromptStream(some, np.arange(3))
+    stream.load_state_dict({"queue": np.array([10, 50])})
     assert stream.take(2).tolist() == [1, 0]
 
 
@@ -555,8 +591,8 @@ def test_prompts_of_other_data_are_no_part_of_a_pass(greso):
     known, own = dict.fromkeys(range(60), 9), np.arange(50, 80)
     state = with_streaks(known)
     state["pruned"][:] = True
-    some = GresoPruner(state, 7, prompt_ids=own) if greso else Pruner(state, 0.1, 7, own)
-    some.begin_pass(1)
+    some = Admission(GresoPlanner() if greso else SolvedPlanner(), state, own, seed=7)
+    some.begin(1)
     assert np.isin(some.left_out, np.arange(50, 60)).all()
     assert len(some.left_out) >= 8
     if not greso:  # a tenth of the ten that are pruned here

@@ -10,7 +10,7 @@ from datasets import Dataset
 
 from lze_trl.data import load_mixture, load_prompts
 from lze_trl.data.audit import audit
-from lze_trl.rewards.functions import accuracy_reward
+from lze_trl.rewards import accuracy_reward
 
 
 DATA = Path(os.environ.get("LZE_SHARED", Path(__file__).resolve().parents[1].parent / "shared")) / "data"
@@ -34,6 +34,9 @@ FILES = {
     "serl_seeds/seeds_500.jsonl": (500, 0, 0, 0),
 }
 
+# SymPy takes some 10 ms to compare two answers: of the pairs that must differ, only so many are compared
+EVERY = 5
+
 pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason=f"the data folder {DATA} is not there")
 
 
@@ -53,11 +56,11 @@ def file(request):
 @pytest.mark.slow
 def test_every_gold_answer_is_read_and_equals_itself(file):
     (entry,) = audit([str(DATA / file)])
-    rows, duplicates, conflicts, words = FILES[file]
-    assert (entry.rows, entry.duplicates, entry.conflicts) == (rows, duplicates, conflicts)
-    assert (entry.expressions + entry.texts, entry.missing, entry.unreadable) == (rows, 0, 0)
-    assert entry.texts <= words
-    assert (entry.unverified, entry.unverified_examples) == (0, ())
+    rows, repeated, conflicts, words = FILES[file]
+    sound = {"rows": rows, "repeated": repeated, "conflicts": conflicts, "none": 0, "unread": 0, "unequal": 0}
+    assert entry.counts | sound == entry.counts
+    assert entry.counts["value"] + entry.counts["text"] == rows
+    assert entry.counts["text"] <= words
 
 
 def test_every_prompt_holds_the_whole_problem(file):
@@ -104,29 +107,24 @@ def value(gold):
 
 
 @pytest.mark.slow
-def test_every_gold_answer_of_every_file_equals_itself(golds):
-    assert len(golds) > 4000
-    assert wrongly_scored(golds, golds, 1.0) == []
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("step", [1, 997])
 def test_golds_of_other_problems_do_not_match(golds, step):
     # Neighbours in the alphabet are alike, and those further away are not
-    others = golds[step:] + golds[:step]
-    assert [pair for pair in wrongly_scored(golds, others, 0.0) if value(pair[0]) != value(pair[1])] == []
+    assert len(golds) > 4000
+    others = (golds[step:] + golds[:step])[::EVERY]
+    assert [pair for pair in wrongly_scored(golds[::EVERY], others, 0.0) if value(pair[0]) != value(pair[1])] == []
 
 
 @pytest.mark.slow
 def test_golds_with_a_digit_changed_do_not_match(golds):
     originals, changed = [], []
-    for gold in golds:
+    for gold in golds[::EVERY]:
         # The 2 of square inches is not a digit of the answer
         places = [match.start() for match in re.finditer(r"\d", gold.partition(r"\mbox")[0])]
         for place in {*places[:1], *places[-1:]}:
             originals.append(gold)
             changed.append(gold[:place] + str((int(gold[place]) + 3) % 10) + gold[place + 1 :])
-    assert len(changed) > 7000
+    assert len(changed) > 7000 / EVERY
     assert wrongly_scored(originals, changed, 0.0) == []
 
 

@@ -12,10 +12,9 @@ import tiny
 from launches import by_torchrun, run_to_end
 from lze_trl import LZEGRPOTrainer
 from lze_trl.arrays import Rollouts
-from lze_trl.pack.exchange import Completions
+from lze_trl.pack.rows import Scored, TokenRows
 from lze_trl.record import open_run
 from lze_trl.record.recorder import recorded_rows
-from lze_trl.rollout.gather import Scored
 
 
 def rollouts_of(*sizes):
@@ -65,7 +64,7 @@ def main():
     texts = {int(POSITION[row]): f"text {row}" for row in np.flatnonzero(rank == OWNER)}
     asked = []
     rollouts = rollouts_of(3, 4)
-    nothing = Completions([], [], None, None)
+    nothing = TokenRows([], [], None, None)
     scored = Scored(nothing, [], [], torch.empty(0), rollouts, np.zeros(7), OWNER, POSITION)
 
     def text(position):
@@ -90,7 +89,7 @@ def test_text_travels_to_the_main_process_alone():
 
 def test_one_process_needs_no_other():
     scored = Scored(
-        Completions([], [], None, None), [], [], torch.empty(0), rollouts_of(3), np.zeros(3), np.zeros(3), np.arange(3)
+        TokenRows([], [], None, None), [], [], torch.empty(0), rollouts_of(3), np.zeros(3), np.zeros(3), np.arange(3)
     )
     alone = SimpleNamespace(process_index=0, num_processes=1, is_main_process=True)
     assert scored.gathered_on_main(np.array([2, 0]), lambda place: -place, alone) == {2: -2, 0: 0}

@@ -77,7 +77,7 @@ def test_report_escapes_names_and_prompts(tmp_path):
     solved, failed = make_record(0, outcomes[0], prompts=texts), make_record(1, outcomes[1], replayed=(11,))
     record_run(run / "telemetry", [solved, failed])
     html = write_report(run, out=tmp_path / "out").read_text(encoding="utf-8")
-    assert "<td>&lt;i&gt;prompt</td>" in html  # among the forgotten prompts
+    assert ">&lt;i&gt;prompt</th>" in html  # among the forgotten prompts
     assert "Report of &lt;b&gt;run" in html
     assert "<i>" not in html
     assert "<b>run" not in html
@@ -90,7 +90,7 @@ def test_prompts_that_were_never_scored_have_a_row_of_their_own(tmp_path):
 
     def learned(name):
         html = write_report(tmp_path / name).read_text(encoding="utf-8")
-        rows = re.findall(r"<th scope='row'>(\w+) at the first visit</th>(.*?)</tr>", html)
+        rows = re.findall(r"<th scope=.row.>(\w+) at the first visit</th>(.*?)</tr>", html)
         return {first: re.findall(r"<td>(\d+)</td>", cells) for first, cells in rows}
 
     # Now frontier, solved, hopeless or unscored, as far as there are any

@@ -10,8 +10,8 @@ from math_verify.errors import TimeoutException
 from trl.rewards import get_soft_overlong_punishment
 
 import tiny
-from lze_trl import LZEGRPOTrainer, grading, rewards
-from lze_trl.rewards.functions import accuracy_reward, exact_match_reward, format_reward, get_reward
+from lze_trl import LZEGRPOTrainer, rewards
+from lze_trl.rewards import accuracy_reward, exact_match_reward, format_reward, functions, get_reward, grading
 from lze_trl.rewards.grading import equal, gold_text, last_boxed, marked_answer, read_answer, read_gold
 
 
@@ -27,8 +27,8 @@ def score(gold, completion):
 def counters(monkeypatch):
     """Counters that start at zero."""
     for name in ("unreadable_golds", "grading_timeouts"):
-        monkeypatch.setattr(rewards, name, rewards.CountedWarning(vars(rewards)[name].message))
-    return rewards
+        monkeypatch.setattr(functions, name, functions.CountedWarning(vars(functions)[name].message))
+    return functions
 
 
 # Known mistakes of graders that cut numbers out of gold answers, and of reading bare gold answers as prose
@@ -336,7 +336,7 @@ def test_formats(completion, think, boxed, both):
 
 def test_rewards_are_found_by_name_and_by_import_path():
     assert get_reward("accuracy") is accuracy_reward
-    assert get_reward("lze_trl.rewards.functions.exact_match_reward") is exact_match_reward
+    assert get_reward("lze_trl.rewards.exact_match_reward") is exact_match_reward
     assert {reward.__name__ for reward in rewards.REWARDS.values()} == {f"{name}_reward" for name in rewards.REWARDS}
 
 
@@ -390,9 +390,9 @@ def test_soft_overlong_with_settings_that_make_no_sense(limit, cache, message):
         ("soft_overlongg", r"Did you mean 'soft_overlong'\?"),
         ("acuracy", r"Unknown reward function 'acuracy'. Did you mean 'accuracy'\?"),
         ("zzz", r"Known are \['accuracy', "),
-        ("lze_trl.rewards.functions.exact_mach_reward", r"Did you mean 'exact_match_reward'\?"),
+        ("lze_trl.rewards.exact_mach_reward", r"Did you mean 'exact_match_reward'\?"),
         ("no_such_package.my_reward", r"cannot be imported: No module named 'no_such_package'.*PYTHONPATH"),
-        ("lze_trl.rewards.functions.REWARDS", "must be a function, got dict"),
+        ("lze_trl.rewards.REWARDS", "must be a function, got dict"),
     ],
 )
 def test_unknown_rewards(name, message):

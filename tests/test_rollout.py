@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lze_trl.arrays import Rollouts
-from lze_trl.pack.exchange import Completions
-from lze_trl.rollout.gather import Scored, by_group, joined, local_loss_tokens, without_empty_groups
+from lze_trl.pack.rows import Scored, TokenRows, by_group, joined, without_empty_groups
+from lze_trl.rollout.gather import local_loss_tokens
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ from lze_trl.rollout.gather import Scored, by_group, joined, local_loss_tokens, 
     ],
 )
 def test_loss_tokens(masks, mask_truncated, expected):
-    local = Completions([[5]] * 3, [[7, 8, 1], [7, 8], [0]], None, masks)
+    local = TokenRows([[5]] * 3, [[7, 8, 1], [7, 8], [0]], None, masks)
     assert local_loss_tokens(local, end_tokens=[1, 0], mask_truncated=mask_truncated) == expected
 
 
@@ -33,7 +33,7 @@ def test_slots():
     # W = 2 processes with 6 rows each, S = 3 micro-steps of 2: `order` is the place after TRL's shuffle
     order = np.array([5, 0, 1, 3, 2, 4, 0, 1, 2, 3, 4, 5])
     none = np.empty(0)
-    scored = Scored(Completions([], [], None, None), [], [], torch.empty(0), None, none, none, none, order)
+    scored = Scored(TokenRows([], [], None, None), [], [], torch.empty(0), None, none, none, none, order)
     assert scored.slots(num_processes=2, steps_per_generation=3).tolist() == [2, 0, 0, 1, 1, 2, 0, 0, 1, 1, 2, 2]
 
 
@@ -95,7 +95,7 @@ def part_of(groups: list[int], num_groups: int, rank: int = 0, world: int = 1, f
     owner, position = np.divmod(np.arange(len(groups)), share)
     mine = marks[owner == rank].tolist()
     return Scored(
-        local=Completions([[mark] for mark in mine], [[mark, mark] for mark in mine], None, None),
+        local=TokenRows([[mark] for mark in mine], [[mark, mark] for mark in mine], None, None),
         inputs=[{"prompt": f"p{mark}"} for mark in mine],
         texts=[f"t{mark}" for mark in mine],
         rewards_per_func=torch.tensor(marks).unsqueeze(1),
@@ -211,9 +211,7 @@ def test_values_of_all_processes_come_in_the_order_of_the_rows(batch):
     ]
     with pytest.MonkeyPatch.context() as patch:
         processes = Processes(world)
-        patch.setattr(
-            "lze_trl.rollout.gather.gather_object", lambda values: list(itertools.chain(*processes.tell(values)))
-        )
+        patch.setattr("lze_trl.pack.rows.gather_object", lambda values: list(itertools.chain(*processes.tell(values))))
         texts = processes.run(lambda rank, _: views[rank].gathered(views[rank].texts))
         patch.setattr("torch.distributed.gather_object", processes.tell_main)
         first_rows = np.unique(views[0].rollouts.group, return_index=True)[1]

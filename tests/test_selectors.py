@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lze_trl.plan.pruning import keyed_rng
+from lze_trl.seeding import keyed_rng
 from lze_trl.select.selectors import EnergySelector, choose, make_selector, quota, ramped_ratio, top_k
 from samples import NAN, outcome_groups, scored
 

@@ -13,6 +13,7 @@ from trl import GRPOTrainer
 import tiny
 from lze_trl import LZEGRPOTrainer
 from lze_trl.arrays import differ
+from lze_trl.engine import altered
 from samples import NAN
 
 
@@ -139,12 +140,10 @@ def trainers(tmp_path_factory) -> dict[str, LZEGRPOTrainer]:
 def advantages_of_trl(trainer: LZEGRPOTrainer, rewards: torch.Tensor) -> np.ndarray:
     """What TRL's own code makes of rewards of shape `(B, F)`."""
     rows = [[5, 6]] * len(rewards)
-    trainer._answers = ((rows, rows, None, [None] * len(rows), None, {}, None, []), rewards)
+    generated = rows, rows, None, [None] * len(rows), None, {}, None, []
     trainer._logs["advantages"].clear()
-    try:
-        GRPOTrainer._generate_and_score_completions(trainer, [{"prompt": "1+1="}] * len(rows))
-    finally:
-        trainer._answers = None
+    with altered(trainer, _generate=lambda prompts: generated, _calculate_rewards=lambda *args: rewards) as view:
+        GRPOTrainer._generate_and_score_completions(view, [{"prompt": "1+1="}] * len(rows))
     return np.array(list(trainer._logs["advantages"]))
 
 
@@ -161,7 +160,7 @@ def test_no_group_with_an_advantage_is_dead(trainers, scale, rewards, weights):
     trainer, rewards = trainers[scale], torch.tensor(rewards)
     trainer.reward_weights = torch.tensor(weights)
     group = np.repeat(np.arange(3), 4)
-    alive = differ(trainer._judge(rewards)["signals"], group, 3)
+    alive = differ(trainer.generation_step.rounds.judge(rewards, trainer.reward_weights, 4)["signals"], group, 3)
     advantages = advantages_of_trl(trainer, rewards)
     assert not (differ(advantages, group, 3) & ~alive & known(rewards, group)).any()
     # The mean of equal rewards may miss them by their last bit, which TRL divides by 1e-4
@@ -240,7 +239,7 @@ def test_a_top_that_rises_takes_solved_prompts_back(tmp_path, caplog):
     before = trainer.prompt_state.num_pruned
     assert before > 3
     trainer.state.global_step = 6
-    trainer._judge(torch.tensor([[2.0], [1.0]]).repeat(6, 1))
+    trainer.generation_step.rounds.judge(torch.tensor([[2.0], [1.0]]).repeat(6, 1), trainer.reward_weights, 4)
     assert trainer.prompt_state.num_pruned == 0
     assert f"so {len(trainer.prompt_state)} prompts that counted as solved do not any more" in caplog.text
 
@@ -322,7 +321,7 @@ def test_a_reward_of_0_and_1_is_a_pass_bit_for_bit(tmp_path, controller, policy)
     passes.train()
     assert distance(graded, passes) == 0.0
     assert moved(graded) > 1e-3
-    memory, other = graded.prompt_state.tensors(), passes.prompt_state.tensors()
+    memory, other = graded.prompt_state.state_dict(), passes.prompt_state.state_dict()
     for name in memory:
         np.testing.assert_array_equal(memory[name], other[name], err_msg=name)
     assert memory["range"].tolist() == [0.0, 1.0]

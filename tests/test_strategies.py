@@ -11,7 +11,7 @@ from trl import GRPOConfig, GRPOTrainer, TrlParser
 import tiny
 from lze_trl import LZEGRPOConfig, LZEGRPOTrainer
 from lze_trl.job.recipe import RecipeError, parse_recipe
-from lze_trl.replay.rules import rules_of
+from lze_trl.replay.history import rules_of
 from lze_trl.strategies import STRATEGIES, settings_of
 from test_laws import distance, moved, train
 
@@ -105,7 +105,7 @@ def test_an_unknown_one_is_refused_with_the_nearest(tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("strategy: recomended\n")
     with pytest.raises(
-        RecipeError, match=r"must be one of \['lze', .*got 'recomended'\. Did you mean `recommended`\?"
+        RecipeError, match=r"cannot be 'recomended': .* invalid choice: .*'lze'.* Did you mean `recommended`\?"
     ):
         parse_recipe(["--config", str(recipe)])
     recipe.write_text("seed: 1\n")

@@ -1,6 +1,7 @@
 """Live groups that wait for the next update: nothing of them is lost, and their old log-probabilities are the right ones."""
 
 import copy
+import json
 import shutil
 from dataclasses import fields
 
@@ -14,9 +15,8 @@ import tiny
 from controllers_run import FixedTrainer, WatchedTrainer
 from lze_trl.arrays import Groups
 from lze_trl.memory.buffer import Pool, spread
-from lze_trl.pack.exchange import Completions
 from lze_trl.pack.layout import Geometry
-from lze_trl.rollout.gather import Scored
+from lze_trl.pack.rows import Scored, TokenRows
 from samples import NAN, rollouts, scored
 from test_controllers_training import make
 from test_laws import distance
@@ -34,7 +34,7 @@ def pool_of(outcomes: dict[int, list[float]], born: list[int], first_token: int 
     drawn = rollouts(outcomes)
     count = drawn.num_rows
     marks = [first_token + row for row in range(count)]
-    local = Completions(
+    local = TokenRows(
         prompt_ids=[[mark] * (10 + row) for row, mark in enumerate(marks)],
         completion_ids=[[mark] * (2 + row) for row, mark in enumerate(marks)],
         logprobs=[[-float(mark), *[None] * (1 + row)] for row, mark in enumerate(marks)] if logprobs else None,
@@ -226,13 +226,12 @@ class SnapshotTrainer(WatchedTrainer):
 
     def _generate(self, prompts):
         output = super()._generate(prompts)
-        if self._answers is None:
-            self.sampled[self._generation] = copy.deepcopy(self.model.state_dict())
+        self.sampled[self.generation_step.generation] = copy.deepcopy(self.model.state_dict())
         return output
 
     def compute_loss(self, model, inputs, *args, **kwargs):
         tensors = {name: value.clone() for name, value in inputs.items() if isinstance(value, torch.Tensor)}
-        self.seen.append((self._generation - 1, tensors, copy.deepcopy(self.model.state_dict())))
+        self.seen.append((self.generation_step.generation - 1, tensors, copy.deepcopy(self.model.state_dict())))
         return super().compute_loss(model, inputs, *args, **kwargs)
 
     def born(self) -> dict[tuple, int]:
@@ -357,17 +356,18 @@ def test_resumed_with_surplus_is_uninterrupted_bit_for_bit(tmp_path, per_generat
     for step in (4, 6, 7):
         shutil.rmtree(tmp_path / "run" / f"checkpoint-{step}", ignore_errors=True)
     (checkpoint,) = (tmp_path / "run").glob("checkpoint-*")
-    assert (checkpoint / "lze_surplus_0.safetensors").exists()
-    assert (checkpoint / "lze_rollouts_0.safetensors").exists() == (per_generation == 4)
+    parts = json.loads((checkpoint / "lze_rows_0.json").read_text())["parts"]
+    assert parts["buffer"]["waiting"] > 0
+    assert parts["batches"]["in_use"] == (per_generation == 4)
     resumed = resumable(tmp_path, selector=selector, **shape)
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == whole.state.global_step == 7
     assert distance(whole, resumed) == 0.0
-    first, second = whole.prompt_state.tensors(), resumed.prompt_state.tensors()
+    first, second = whole.prompt_state.state_dict(), resumed.prompt_state.state_dict()
     assert all((first[name] == second[name]).all() for name in first)
     counts = [name for name in vars(whole.ledger) if not name.endswith("seconds")]
     assert {n: getattr(whole.ledger, n) for n in counts} == {n: getattr(resumed.ledger, n) for n in counts}
-    first, second = whole._surplus.arrays(), resumed._surplus.arrays()
+    first, second = (trainer.generation_step.buffer.state_dict() for trainer in (whole, resumed))
     assert first.keys() == second.keys()
     for name in first:
         np.testing.assert_array_equal(first[name], second[name])

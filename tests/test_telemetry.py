@@ -14,20 +14,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+import samples
 from benchmarks import stress
 from benchmarks.synthetic import SyntheticTraining
-from lze_trl.arrays import Rollouts
 from lze_trl.record import (
-    GenerationRecord,
     MissingTelemetryError,
-    NewerSchemaError,
+    OtherSchemaError,
     TelemetryError,
     TelemetryWriter,
     open_run,
 )
 from lze_trl.record import parts as telemetry_parts
 from lze_trl.record import writer as telemetry_writer
-from lze_trl.record.parts import list_parts, part_name
+from lze_trl.record.parts import list_parts, write_part
 from lze_trl.record.reader import parse_columns
 from lze_trl.record.schema import SCHEMA_VERSION, SCHEMAS, Meta
 from lze_trl.select.energy import score_groups
@@ -38,37 +37,23 @@ def make_record(
 ):
     """One generation batch of P=3 groups, G=4."""
     outcomes = np.array(outcomes, dtype=np.float64)
-    num_groups, size = outcomes.shape
-    ids = np.array(ids, dtype=np.int64)
-    rollouts = Rollouts(
-        prompt_ids=ids,
-        group=np.repeat(np.arange(num_groups), size),
-        outcomes=outcomes.ravel(),
-        rewards=outcomes.ravel() * 2,
-        prompt_tokens=np.full(num_groups * size, 5),
-        completion_tokens=np.arange(num_groups * size),
-    )
-    unknown = np.full(num_groups, np.nan)
-    visits = np.full(num_groups, generation)
-    groups = score_groups(rollouts, unknown, unknown, visits, np.isin(ids, replayed))
+    made = samples.rollouts(dict(zip(ids, outcomes.tolist(), strict=True)))
+    tokens = {"prompt_tokens": np.full(outcomes.size, 5), "completion_tokens": np.arange(outcomes.size)}
+    rollouts = replace(made, rewards=2 * made.outcomes, **tokens)
+    unknown = np.full(len(outcomes), np.nan)
+    groups = score_groups(rollouts, unknown, unknown, np.full(len(outcomes), generation), np.isin(ids, replayed))
     fields = {
         "step": generation * 2,
-        "generation": generation,
         "pass_index": 1,
-        "groups": groups,
-        "selected": groups.alive,
-        "pruned": np.zeros(num_groups, dtype=bool),
         "skipped": 7,
         "rewards": np.stack([outcomes.ravel(), np.full(outcomes.size, np.nan)], axis=1),
         "reward_names": ["accuracy_reward", "format_reward"],
-        "rollouts": rollouts,
         "loss_tokens": np.full(outcomes.size, 2),
-        "prompts": [f"prompt {id}" for id in ids],
         "completions": {i: f"{generation}:{i}" for i in range(outcomes.size)},
-        "columns": {"level": [3] * num_groups},
+        "columns": {"level": [3] * len(outcomes)},
         "ledger": {"update_flops": 10.0 * (generation + 1), "plain_update_flops": 40.0 * (generation + 1)},
     }
-    return GenerationRecord(**{**fields, **changes})
+    return samples.record_of(rollouts, groups, generation, **(fields | changes))
 
 
 def record_run(directory, records, **options):
@@ -129,7 +114,7 @@ def test_states_of_prompts(tmp_path):
     states = run.prompts().set_index("prompt_id").state.to_dict()
     assert states == {11: "forgotten", -22: "pruned", 33: "solved", 44: "hopeless"}
     assert run.prompt_counts()["forgotten"] == 1
-    assert run.summary()["forgotten"] == 2
+    assert run.generations().forgotten.tolist() == [0, 2, 0]
     assert run.generations().pruned_change.tolist() == [3, -2, 0]
 
 
@@ -215,7 +200,7 @@ def test_run_that_is_deleted_and_recorded_anew_is_noticed(tmp_path):
 
 
 def test_a_reader_that_follows_knows_what_one_that_comes_later_knows(tmp_path, monkeypatch):
-    monkeypatch.setattr(telemetry_parts, "PART_BYTES", 5_000)
+    monkeypatch.setattr(telemetry_parts, "MERGED_PARTS", 7)
     training = SyntheticTraining(num_prompts=50, groups_per_batch=7, group_size=3)
     writer = TelemetryWriter(tmp_path, completions="all", settings=training.settings)
     following = None
@@ -231,8 +216,8 @@ def test_a_reader_that_follows_knows_what_one_that_comes_later_knows(tmp_path, m
         following.prompt_counts()
     assert len(following.groups().generation.unique()) == 55
     parts = list_parts(tmp_path / "telemetry" / "groups")
-    assert [part.attempt for part in parts] == sorted(part.attempt for part in parts)
-    assert 6 < len(parts) < 30
+    # 30 flushes, merged by 7 and at the end, and 30 of which two are not merged yet
+    assert [part.attempt for part in parts] == [1] * 5 + [2] * (4 + 2)
     groups = following.groups()
     states = "SELECT * FROM prompt_states ORDER BY prompt_id"
     pd.testing.assert_frame_equal(following.sql(states), open_run(tmp_path).sql(states))
@@ -246,9 +231,9 @@ def test_a_reader_that_follows_knows_what_one_that_comes_later_knows(tmp_path, m
     assert found.energy.tolist() == last.energy.tolist()
 
 
-def test_a_long_run_has_few_files(tmp_path, monkeypatch):
-    monkeypatch.setattr(telemetry_parts, "PART_BYTES", 3_000)
-    monkeypatch.setattr(telemetry_parts, "GRACE_SECONDS", 0.0)
+@pytest.mark.parametrize(("name", "limit"), [("MERGED_PARTS", 10), ("MERGED_BYTES", 6_000)])
+def test_a_long_run_has_few_files(tmp_path, monkeypatch, name, limit):
+    monkeypatch.setattr(telemetry_parts, name, limit)
     writer = TelemetryWriter(tmp_path, completions="all")
     most = 0
     for generation in range(100):
@@ -258,8 +243,8 @@ def test_a_long_run_has_few_files(tmp_path, monkeypatch):
     writer.close()
     sizes = [pq.read_metadata(part.path).num_rows for part in list_parts(tmp_path / "telemetry" / "groups")]
     assert sum(sizes) == 300
-    assert all(size >= 10 for size in sizes[:-1])
-    assert most <= len(sizes) + 1
+    assert all(size >= 20 for size in sizes[:-1])
+    assert most < 40
     for table in SCHEMAS:
         folder = tmp_path / "telemetry" / table
         assert len(list(folder.glob("*"))) == len(list_parts(folder))
@@ -314,8 +299,8 @@ def act_at_listing(monkeypatch, folder, act, before):
 
 
 @pytest.mark.parametrize("table", list(SCHEMAS))
-def test_parts_that_are_replaced_after_they_were_listed_are_not_missed(tmp_path, monkeypatch, table):
-    monkeypatch.setattr(telemetry_parts, "GRACE_SECONDS", 0.0)
+def test_parts_that_are_merged_after_they_were_listed_are_not_missed(tmp_path, monkeypatch, table):
+    monkeypatch.setattr(telemetry_parts, "MERGED_PARTS", 3)
     writer = TelemetryWriter(tmp_path / "telemetry")
     ids = iter(range(100, 200))
 
@@ -364,10 +349,16 @@ def test_crash_leaves_everything_that_was_flushed(tmp_path):
     for generation in range(2):
         writer.record(make_record(generation))
         writer.flush()
-    # An older version of the part, and what a write that was killed leaves
     groups = tmp_path / "telemetry" / "groups"
-    assert {path.name for path in groups.iterdir()} == {part_name(1, 1, 1), part_name(1, 1, 2)}
-    (groups / ".a0001-00000001-00000003.parquet.1.tmp").write_bytes(b"PAR1")
+    singles = list_parts(groups)
+    assert [(part.first, part.last) for part in singles] == [(1, 1), (2, 2)]
+    # What a write that was killed leaves
+    (groups / ".a0001-00000003-00000003.parquet.1.tmp").write_bytes(b"PAR1")
+    assert len(open_run(tmp_path).groups()) == 6
+    # Killed after merging, before the single parts were removed; an earlier version left the same
+    tables = [pq.ParquetFile(part.path).read() for part in singles]
+    write_part(replace(singles[0], last=2), pa.concat_tables(tables))
+    assert len(list(groups.glob("a*.parquet"))) == 3
     assert len(open_run(tmp_path).groups()) == 6
     writer.close()
 
@@ -375,23 +366,24 @@ def test_crash_leaves_everything_that_was_flushed(tmp_path):
 def test_cut_off_part_is_left_out(tmp_path, caplog):
     record_run(tmp_path / "telemetry", [make_record(0)])
     part = next((tmp_path / "telemetry" / "groups").iterdir())
-    (part.parent / part_name(1, 5, 5)).write_bytes(part.read_bytes()[:100])
+    (part.parent / "a0001-00000005-00000005.parquet").write_bytes(part.read_bytes()[:100])
     run = open_run(tmp_path)
     assert len(run.groups()) == 3
     assert run.damaged == ["groups/a0001-00000005-00000005.parquet"]
     assert "is cut off" in caplog.text
 
 
-def test_cut_off_part_does_not_hide_the_version_before(tmp_path):
+def test_cut_off_part_does_not_hide_those_that_it_was_made_of(tmp_path):
     writer = TelemetryWriter(tmp_path / "telemetry")
     for generation in range(2):
         writer.record(make_record(generation))
         writer.flush()
-    newest = tmp_path / "telemetry" / "groups" / part_name(1, 1, 2)
-    newest.write_bytes(newest.read_bytes()[:50])
+    first, _ = list_parts(tmp_path / "telemetry" / "groups")
+    merged = replace(first, last=2).path
+    merged.write_bytes(first.path.read_bytes()[:50])
     run = open_run(tmp_path)
-    assert run.groups(11).generation.tolist() == [0]
-    assert run.damaged == [f"groups/{newest.name}"]
+    assert run.groups(11).generation.tolist() == [0, 1]
+    assert run.damaged == [f"groups/{merged.name}"]
     writer.close()
 
 
@@ -441,31 +433,12 @@ def make_text(part, column, value):
 def test_columns_of_other_types_are_refused(tmp_path, table, column):
     record_run(tmp_path / "telemetry", [make_record(0)])
     part = next((tmp_path / "telemetry" / table).iterdir())
-    (part.parent / part_name(1, 5, 5)).write_bytes(part.read_bytes())
-    make_text(part.parent / part_name(1, 5, 5), column, "<b>")
+    (part.parent / "a0001-00000005-00000005.parquet").write_bytes(part.read_bytes())
+    make_text(part.parent / "a0001-00000005-00000005.parquet", column, "<b>")
     for _ in range(2):  # in a later part, and in the first one as well
         with pytest.raises(TelemetryError, match=r"cannot be read: .*<b>"):
             open_run(tmp_path).sql(f"SELECT * FROM {table}")
         make_text(part, column, "<b>")
-
-
-def test_a_run_of_schema_1_is_read_and_gone_on_with(tmp_path):
-    directory = tmp_path / "telemetry"
-    record_run(directory, [make_record(i) for i in range(4)], settings={"seed": 3})
-    # It had 32 bits, a column that is gone, and none of these
-    for part in (directory / "groups").iterdir():
-        table = pq.ParquetFile(part).read().drop_columns(["loss_tokens", "position"])
-        fields = [pa.field(f.name, pa.float32() if f.type == pa.float64() else f.type) for f in table.schema]
-        table = table.cast(pa.schema(fields)).append_column("pass_index", pa.array([1] * len(table)))
-        pq.write_table(table, part)
-    meta = {**json.loads((directory / "meta.json").read_text()), "schema_version": 1}
-    (directory / "meta.json").write_text(json.dumps(meta))
-    assert open_run(tmp_path).groups().energy.tolist() == [0.0, 0.5, 0.0] * 4
-    record_run(directory, [make_record(i) for i in range(2, 5)], resumed_generation=2)
-    run = open_run(tmp_path)
-    assert run.meta.schema_version == SCHEMA_VERSION == 2
-    assert run.groups(11).loss_tokens.isna().tolist() == [True, True, False, False, False]
-    assert run.groups().columns.tolist() == SCHEMAS["groups"].names
 
 
 def test_states_of_a_directory_are_worded(tmp_path):
@@ -479,9 +452,13 @@ def test_states_of_a_directory_are_worded(tmp_path):
     directory = tmp_path / "telemetry"
     record_run(directory, [make_record(0)])
     meta = json.loads((directory / "meta.json").read_text())
-    (directory / "meta.json").write_text(json.dumps({**meta, "schema_version": SCHEMA_VERSION + 1, "new": 1}))
-    with pytest.raises(NewerSchemaError, match=f"reads up to {SCHEMA_VERSION}. Upgrade lze_trl"):
-        open_run(tmp_path)
+    for version, advice in (
+        (SCHEMA_VERSION + 1, "Upgrade lze_trl"),
+        (1, "Use the version of lze_trl that recorded it"),
+    ):
+        (directory / "meta.json").write_text(json.dumps({**meta, "schema_version": version, "new": 1}))
+        with pytest.raises(OtherSchemaError, match=f"reads schema {SCHEMA_VERSION}. {advice}"):
+            open_run(tmp_path)
     (directory / "meta.json").write_text(json.dumps(meta)[:40])
     with pytest.raises(TelemetryError, match="cannot be read"):
         open_run(tmp_path)
@@ -588,12 +565,13 @@ def test_damaged_settings_file_is_set_aside(tmp_path, caplog):
     assert len(run.sql("SELECT * FROM prompts")) == 4
 
 
-def test_settings_file_of_a_newer_version_is_left_alone(tmp_path):
+@pytest.mark.parametrize("version", [1, SCHEMA_VERSION + 1])
+def test_settings_file_of_another_version_is_left_alone(tmp_path, version):
     directory = tmp_path / "telemetry"
     record_run(directory, [make_record(0)])
-    meta = {**json.loads((directory / "meta.json").read_text()), "schema_version": SCHEMA_VERSION + 1}
+    meta = {**json.loads((directory / "meta.json").read_text()), "schema_version": version}
     (directory / "meta.json").write_text(json.dumps(meta))
-    with pytest.raises(NewerSchemaError):
+    with pytest.raises(OtherSchemaError):
         TelemetryWriter(tmp_path)
     assert json.loads((directory / "meta.json").read_text()) == meta
 

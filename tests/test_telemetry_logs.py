@@ -42,7 +42,7 @@ def test_what_selection_would_have_kept(tmp_path):
         write_log(tmp_path, step, groups)
     analysis = analyze(tmp_path)
     assert (analysis.steps, analysis.prompts, analysis.groups, analysis.rows) == (3, 5, 15, 60)
-    assert (analysis.dead, analysis.selected, analysis.selected_rows) == (9, 6, 24)
+    assert (analysis.dead, analysis.selected) == (9, 6)
     assert analysis.selected_text == pytest.approx(80 / 320)
     # Two prompts are pruned after two solved visits: their third is skipped, re-checks apart
     assert analysis.prunable == round(2 * 0.9)

@@ -43,7 +43,7 @@ trainer = LZEGRPOTrainer(
     processing_class=tiny.tokenizer(),
 )
 if not any(isinstance(callback, EnergyTrackingCallback) for callback in trainer.callback_handler.callbacks):
-    trainer.add_callback(EnergyTrackingCallback(trainer.prompt_state, lambda: trainer._recorder.writer.flush()))
+    trainer.add_callback(EnergyTrackingCallback(trainer.prompt_state, trainer.flush_telemetry))
 trainer.train()
 """
 

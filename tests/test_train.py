@@ -163,7 +163,7 @@ def test_a_run_that_was_stopped_after_its_last_step_is_finished(job, tmp_path, m
     assert all((first[name] == second[name]).all() for name in first)
     with caplog.at_level("INFO", logger="lze_trl"):
         assert run(*parse_recipe(command)) == {}
-    assert "has ended: there is nothing left to do. To go on with it, raise `max_steps`" in caplog.text
+    assert "has ended: there is nothing left to do. To continue it, raise `max_steps`" in caplog.text
     assert uploads.count("End of training") == 2
 
 
@@ -172,7 +172,7 @@ def test_a_run_that_replaces_another_says_so(job, caplog):
         run(*parse_recipe(["--config", job(max_steps=2, eval_datasets=[])]))
         assert "an earlier run" not in caplog.text
         run(*parse_recipe(["--config", job(max_steps=2, eval_datasets=[])]))
-    assert "holds an earlier run, which this one replaces. To go on with that one" in caplog.text
+    assert "holds an earlier run, which this one replaces. To continue that one" in caplog.text
 
 
 def test_a_resume_with_other_settings_names_old_and_new_values(job, caplog):
@@ -350,9 +350,9 @@ def test_the_script_takes_the_recipe_as_its_first_argument_and_tells_where_it_is
     run(*parse_recipe([job(max_steps=2, eval_datasets=[])]))
     command = [job(max_steps=3, eval_datasets=[]), "--resume_from_checkpoint", "auto"]
     shown = run_module("lze_trl.job.train", *command).stderr
-    assert re.search(r"INFO lze_trl\.train: Resuming from `.*checkpoint-2`", shown)
+    assert re.search(r"INFO lze_trl\.job\.train: Resuming from `.*checkpoint-2`", shown)
     shown = run_module("lze_trl.job.train", *command).stderr
-    assert re.search(r"INFO lze_trl\.train: The run in `.*` has ended", shown)
+    assert re.search(r"INFO lze_trl\.job\.train: The run in `.*` has ended", shown)
     assert "Resuming" not in shown
 
 

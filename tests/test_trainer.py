@@ -75,7 +75,7 @@ def test_an_iterable_dataset_is_selected_from(tmp_path):
 def test_what_a_stream_repeats_within_a_batch_is_another_prompt(tmp_path, caplog):
     # Batches of the prompts 0 0 0, 1 2 1 and 3 4 5; then the same again
     rows = tiny.prompts(6).select([0, 0, 0, 1, 2, 1, 3, 4, 5])
-    with caplog.at_level("WARNING", logger="lze_trl.plan.planner"):
+    with caplog.at_level("WARNING", logger="lze_trl.plan.passes"):
         trainer = run(
             tmp_path,
             dataset=rows.to_iterable_dataset(),
@@ -263,7 +263,7 @@ def test_a_run_without_pruning_forgets_what_was_pruned(tmp_path):
         tmp_path / "second", state_from=str(tmp_path / "first"), pruning="none", controller="dynamic", max_rounds=2
     )
     second.train()
-    assert second.prompt_state.num_pruned == len(second.prompt_state.pruned_ids()) == 0
+    assert second.prompt_state.num_pruned == second.prompt_state["pruned"].sum() == 0
     assert second.ledger.visits_skipped == 0
 
 
@@ -277,7 +277,7 @@ def test_prompts_that_fill_a_batch_are_no_visits_skipped(tmp_path):
         max_steps=8,
     )
     assert trainer.ledger.groups_rolled_out == 8 * 3
-    passes = trainer.planner.pruner.pass_index
+    passes = trainer.passes.admission.pass_index
     assert 0 < trainer.ledger.visits_skipped <= 2 * passes  # of 5 prompts, a batch takes 3
 
 

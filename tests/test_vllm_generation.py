@@ -8,9 +8,9 @@ from safetensors import SafetensorError
 from trl.generation.vllm_generation import VLLMGeneration
 
 import tiny
-from fake_vllm import FakeVLLM
+from fake_vllm import FakeVLLM, http_settings
 from lze_trl import LZEGRPOTrainer
-from lze_trl.rollout.servers import HTTPGeneration, RequestRefusedError, ServerMismatchError
+from lze_trl.rollout.servers import HTTPGeneration, RequestRefusedError, ServerMismatchError, sync, weights
 
 
 @pytest.fixture(scope="module")
@@ -28,10 +28,10 @@ def fake():
 
 @pytest.fixture
 def connect(fake, accelerator, tmp_path):
-    def make(**settings):
-        settings = {"max_completion_length": 5, "server_timeout": 5.0, "tolerance": 100.0} | settings
-        settings.setdefault("sync_dir", str(tmp_path / "sync"))
-        return HTTPGeneration(tiny.model(), accelerator, tiny.tokenizer(), [fake.url], **settings)
+    def make(model=None, **settings):
+        defaults = {"vllm_server_timeout": 5.0, "vllm_sync_tolerance": 100.0, "vllm_sync_dir": str(tmp_path / "sync")}
+        settings = http_settings([fake.url], **(defaults | {"max_completion_length": 5} | settings))
+        return HTTPGeneration(model or tiny.model(), accelerator, tiny.tokenizer(), settings)
 
     return make
 
@@ -55,7 +55,7 @@ def test_settings_reach_the_server(connect, fake):
         top_k=11,
         min_p=0.1,
         repetition_penalty=1.2,
-        structured_outputs_regex="[0-9]+",
+        vllm_structured_outputs_regex="[0-9]+",
         generation_kwargs={"stop": ["="], "top_k": 12},
     )
     generation.sync_weights()
@@ -74,6 +74,7 @@ def test_settings_reach_the_server(connect, fake):
         "stop": ["="],
         "logprobs": 0,
         "return_token_ids": True,
+        "seed": fake.bodies[-1]["seed"],
     }
 
 
@@ -89,7 +90,7 @@ def test_every_group_has_a_seed_of_its_own(connect, fake):
     assert len({seed for batch in first for seed in batch.values()}) == 6
     assert seeds(connect(seed=3)) == first
     resumed = connect(seed=3)
-    resumed.batches = 1
+    resumed.load_state_dict({"batches": 1})
     assert seeds(resumed)[0] == first[1]
     assert all(0 <= seed < 2**63 for batch in first for seed in batch.values())
 
@@ -115,15 +116,12 @@ def test_images_are_refused(connect):
 
 def test_the_default_tolerance_is_checked(connect):
     with pytest.raises(ServerMismatchError, match=r"`vllm_sync_tolerance` is 0\.001"):
-        connect(tolerance=None).sync_weights()
+        connect(vllm_sync_tolerance=None).sync_weights()
 
 
-def test_a_type_without_a_default_tolerance_is_told(fake, accelerator, tmp_path):
-    model = tiny.model().double()
-    settings = {"max_completion_length": 5, "server_timeout": 5.0, "sync_dir": str(tmp_path / "sync")}
-    generation = HTTPGeneration(model, accelerator, tiny.tokenizer(), [fake.url], **settings)
+def test_a_type_without_a_default_tolerance_is_told(connect):
     with pytest.raises(ValueError, match=r"`vllm_sync_tolerance` has no default for \['float64'\]"):
-        generation.sync_weights()
+        connect(tiny.model().double(), vllm_sync_tolerance=None).sync_weights()
 
 
 def test_the_servers_words_reach_the_user(connect, fake):
@@ -134,17 +132,13 @@ def test_the_servers_words_reach_the_user(connect, fake):
         generation.generate([[5]], None, num_generations=1)
 
 
-def test_a_server_elsewhere_needs_a_shared_directory(accelerator, fake, monkeypatch):
-    from lze_trl.rollout.servers import sync
-
+def test_a_server_elsewhere_needs_a_shared_directory(connect, monkeypatch):
     monkeypatch.setattr(sync, "_is_this_host", lambda host: False)
     with pytest.raises(ValueError, match=r"`vllm_sync_dir` is required.*not on this host"):
-        HTTPGeneration(tiny.model(), accelerator, tiny.tokenizer(), [fake.url], max_completion_length=5)
+        connect(vllm_sync_dir=None)
 
 
 def test_a_full_disk_stops_the_sync(connect, monkeypatch):
-    from lze_trl.rollout.servers import weights
-
     def full(*args, **kwargs):
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 

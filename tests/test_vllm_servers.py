@@ -10,7 +10,7 @@ import pytest
 import fake_vllm
 from fake_vllm import FakeVLLM
 from lze_trl.rollout.servers import RequestRefusedError, ServerError, ServerMismatchError
-from lze_trl.rollout.servers import servers as servers_module
+from lze_trl.rollout.servers import pool as pool_module
 from lze_trl.rollout.servers.client import Identity, Snapshot
 from lze_trl.rollout.servers.pool import Group, ServerPool
 from pool_watch import PoolWatch
@@ -21,7 +21,7 @@ SAMPLED = {"temperature": 1.0, "max_tokens": 5}
 
 @pytest.fixture(autouse=True)
 def quick_retries(monkeypatch):
-    monkeypatch.setattr(servers_module, "_RETRY_SECONDS", 0.05)
+    monkeypatch.setattr(pool_module, "_RETRY_SECONDS", 0.05)
 
 
 @pytest.fixture
@@ -312,7 +312,7 @@ def test_a_dead_engine_at_the_start(caplog):
 
 
 def test_a_long_wait_is_not_silent(fakes, caplog, monkeypatch):
-    monkeypatch.setattr(servers_module, "_REMIND_SECONDS", 0.4)
+    monkeypatch.setattr(pool_module, "_REMIND_SECONDS", 0.4)
     pool = make_pool(fakes, recovery_timeout=30.0)
     for fake in fakes:
         lose_engine(fake)

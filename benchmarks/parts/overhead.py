@@ -5,7 +5,6 @@ import json
 import tempfile
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,13 +16,14 @@ from lze_trl.arrays import Groups
 from lze_trl.config import LZEGRPOConfig
 from lze_trl.memory.identity import ID_COLUMN
 from lze_trl.memory.state import PromptState
-from lze_trl.pack.exchange import Completions, exchange
-from lze_trl.pack.layout import Geometry, Layout, even_reference, pack
-from lze_trl.plan.planner import Plan
-from lze_trl.plan.pruning import keyed_rng
+from lze_trl.pack.exchange import exchange
+from lze_trl.pack.layout import Geometry, Layout, pack
+from lze_trl.pack.rows import Scored, TokenRows
+from lze_trl.pack.weights import even_reference
 from lze_trl.record.ledger import Ledger, TokenCost
 from lze_trl.record.recorder import Recorder, batch_metrics
-from lze_trl.rollout.gather import Scored, gather_rollouts
+from lze_trl.rollout.gather import gather_rollouts
+from lze_trl.seeding import keyed_rng
 from lze_trl.select.selectors import EnergySelector, choose, quota
 
 from ..comparison import Spread
@@ -77,23 +77,12 @@ class Worker:
 
         lengths = own.integers(tokens // 2, tokens + tokens // 2, size=rows, endpoint=True)
         logprobs = [(-own.random(length)).tolist() for length in lengths]
-        self.local = Completions(token_ids(np.full(rows, _PROMPT_TOKENS)), token_ids(lengths), logprobs, None)
+        self.local = TokenRows(token_ids(np.full(rows, _PROMPT_TOKENS)), token_ids(lengths), logprobs, None)
         self.texts = ["x" * (_CHARACTERS * tokens)] * rows
         steps = rows // 8
         self.geometry = Geometry(self.world, steps, steps, micro_batch_rows=8)
-        self.trainer = SimpleNamespace(
-            args=args,
-            accelerator=self.accelerator,
-            model=SimpleNamespace(config=SimpleNamespace(_name_or_path="")),
-            selector=EnergySelector(),
-            prompt_state=self.prompt_state,
-            state=SimpleNamespace(global_step=0),
-            reward_func_names=["reward"],
-            savings=lambda: Ledger().summary(TokenCost(1.0, 3.0)),
-            num_generations=group_size,
-            _generation=0,
-        )
-        self.recorder = Recorder(self.trainer)
+        self.selector, self.generation = EnergySelector(), 0
+        self.recorder = Recorder(args, {}, ["reward"], lambda: Ledger().summary(TokenCost(1.0, 3.0)), self.accelerator)
 
     def draw(self):
         """Prompts and outcomes of the next batch; not measured."""
@@ -125,20 +114,20 @@ class Worker:
 
     def state(self):
         """Pass rates and energies."""
-        self.groups: Groups = self.prompt_state.visit(self.scored.rollouts, self.trainer._generation)
+        self.groups: Groups = self.prompt_state.visit(self.scored.rollouts)
 
     def selection(self):
         """The groups to train on."""
         k = quota(SHARE, len(self.groups))
-        rng = keyed_rng(0, self.trainer._generation, "selection")
-        self.chosen_groups = choose(self.trainer.selector, self.groups, k, rng)
+        rng = keyed_rng(0, self.generation, "selection")
+        self.chosen_groups = choose(self.selector, self.groups, k, rng)
         self.chosen = np.flatnonzero(self.chosen_groups[self.group])
 
     def packing(self):
         """Where each chosen row is computed."""
         rollouts = self.scored.rollouts
         self.lengths = rollouts.prompt_tokens[self.chosen], rollouts.completion_tokens[self.chosen]
-        rng = keyed_rng(0, self.trainer._generation, "steps")
+        rng = keyed_rng(0, self.generation, "steps")
         self.reference = even_reference(
             self.scored.loss_tokens[self.chosen], np.ones(len(self.chosen)), self.geometry, rng
         )
@@ -159,8 +148,9 @@ class Worker:
     def telemetry(self):
         """Metrics for the log, and a record for the background thread."""
         batch_metrics(self.groups, self.chosen_groups, self.prompt_state, 0)
-        plan = Plan(num_prompts=len(self.groups), pass_index=0)
-        self.recorder.record(plan, self.scored, self.groups, self.chosen_groups)
+        pruned = self.prompt_state.prompts(self.groups.prompt_ids).pruned
+        facts = {"step": 0, "pass_index": 0, "skipped": 0, "pruned": pruned}
+        self.recorder.record(self.scored, self.groups, self.chosen_groups, self.generation, **facts)
 
     def step(self) -> dict[str, float]:
         """Seconds of each part, of the slowest process, and of the background thread's work."""
@@ -174,7 +164,7 @@ class Worker:
         begin = time.perf_counter()
         self.recorder.flush()
         seconds["background"] = time.perf_counter() - begin
-        self.trainer._generation += 1
+        self.generation += 1
         slowest = self.accelerator.gather(torch.tensor([list(seconds.values())], dtype=torch.float64)).amax(dim=0)
         return dict(zip(seconds, slowest.tolist(), strict=True))
 

@@ -46,22 +46,22 @@ def _size(count: int, repetitions: int, directory: Path) -> dict[str, Any]:
     ids = distinct_ids(count, rng)
     state = PromptState(expected=count)
     for start in range(0, count, _FILL):
-        state.visit(rollouts(ids[start : start + _FILL], 2, rng), step=0)
+        state.visit(rollouts(ids[start : start + _FILL], 2, rng))
     milliseconds = []
-    for step in range(repetitions):
+    for _ in range(repetitions):
         batch = rollouts(rng.choice(ids, BATCH, replace=False), GROUP_SIZE, rng)
         begin = time.perf_counter()
-        state.visit(batch, step)
+        state.visit(batch)
         milliseconds.append(1e3 * (time.perf_counter() - begin))
     save_seconds, load_seconds = [], []
     for _ in range(_CHECKPOINTS):
         begin = time.perf_counter()
-        store.save(directory, store.STATE_NAME, store.add_prefix(state.tensors(), "state"), {})
+        store.save_parts(directory, store.STATE_NAME, {"prompts": state}, {})
         save_seconds.append(time.perf_counter() - begin)
         loaded = PromptState(expected=count)
         begin = time.perf_counter()
         tensors, _ = store.load(directory, store.STATE_NAME)
-        loaded.load(store.strip_prefix(tensors, "state"))
+        store.load_parts(directory, store.STATE_NAME, {"prompts": loaded})
         load_seconds.append(time.perf_counter() - begin)
     return {
         "prompts": count,

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 
 
 if TYPE_CHECKING:
-    from .page import build, launch, main
+    from .page import build, launch
 
-__all__ = ["build", "launch", "main"]
+__all__ = ["build", "launch"]
 
 
 def __getattr__(name: str):

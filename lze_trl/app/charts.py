@@ -1,4 +1,5 @@
-"""Charts as HTML: an SVG plot that stretches, and text that does not, so that they are readable on a phone as well.
+"""
+Charts as HTML: an SVG plot that stretches, and text that does not, so that they are readable on a phone as well.
 
 Colours are CSS variables, so that the page decides on light and dark. The series colours are those of Okabe and Ito,
 which the colour-blind can tell apart; lines differ in their dashes too.
@@ -10,14 +11,15 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from html import escape
 
 import numpy as np
+from markupsafe import Markup
 from PIL import Image
 
+from .markup import HTML
+from .numbers import number, percent
 
-_DASHES = ("", "7 3", "2 3", "9 3 2 3", "4 4", "12 4")
-_NUM_COLOURS = 6
+
 _TICKS = 5
 
 # Anchors of the cividis colour map, dark to bright
@@ -57,27 +59,10 @@ class Series:
     high: np.ndarray | None = None
     points: bool = False
 
-
-def number(value: float | None) -> str:
-    """A number short enough for a label: `1234567` becomes `1.23M`."""
-    if value is None or not math.isfinite(value):
-        return "–"
-    if value == int(value) and abs(value) < 1e4:
-        return str(int(value))
-    rounded = float(f"{value:.3g}")  # 999,950 is 1M
-    for limit, suffix in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if abs(rounded) >= limit:
-            return f"{rounded / (1e3 if suffix == 'k' else limit):.3g}{suffix}"
-    return f"{value:.0f}" if abs(rounded) >= 1e3 else f"{value:.3g}"
-
-
-def percent(value: float | None) -> str:
-    """A share as a percentage."""
-    return "–" if value is None or not math.isfinite(value) else f"{100 * value:.1f} %"
-
-
-def _tick_percent(value: float) -> str:
-    return f"{number(round(100 * value, 1))} %"
+    @property
+    def latest(self) -> float:
+        """The last value that is finite."""
+        return float(self.y[np.isfinite(self.y)][-1])
 
 
 def line_chart(
@@ -87,7 +72,7 @@ def line_chart(
     y_range: tuple[float, float] | None = None,
     as_percent: bool = False,
     height: int = 220,
-) -> str:
+) -> Markup:
     """
     Chart with one line per series.
 
@@ -99,12 +84,12 @@ def line_chart(
         as_percent (`bool`, *optional*, defaults to `False`): Whether values are shares.
         height (`int`, *optional*, defaults to `220`): Height of the plot in pixels.
     """
-    drawn = [s for s in series if np.isfinite(s.y).any()]
+    drawn = [line for line in series if np.isfinite(line.y).any()]
     if not drawn:
-        return _figure(title, "", _empty("No values yet."), height)
+        return HTML.empty_chart(title, height)
     show = _tick_percent if as_percent else number
-    x_low, x_high = _span(np.concatenate([s.x for s in drawn]))
-    bounds = [values for s in drawn for values in (s.y, s.low, s.high) if values is not None]
+    x_low, x_high = x_span = _span(np.concatenate([line.x for line in drawn]))
+    bounds = [values for line in drawn for values in (line.y, line.low, line.high) if values is not None]
     y_low, y_high = y_range or _rounded(*_span(np.concatenate(bounds)))
 
     def place(x: np.ndarray, y: np.ndarray) -> np.ndarray:
@@ -113,22 +98,32 @@ def line_chart(
         top = (y_high - np.clip(y, y_low, y_high)) / (y_high - y_low) * 1000
         return np.stack([left, top], axis=1)
 
-    shapes = [_grid_lines()]
-    for index, line in enumerate(series):
-        if line.low is not None and line.high is not None:
-            shapes.append(_band(index, place(line.x, line.low), place(line.x, line.high)))
-        shapes.append(_path(index, place(line.x, line.y)))
-    marks = [_marks(index, place(line.x, line.y)) for index, line in enumerate(series) if line.points]
-    plot = (
-        f'<svg viewBox="0 0 1000 1000" preserveAspectRatio="none" aria-hidden="true">{"".join(shapes)}</svg>'
-        f"{''.join(marks)}"
+    def shapes(line: Series) -> dict:
+        places = place(line.x, line.y)
+        banded = line.low is not None and line.high is not None
+        band = (
+            np.concatenate([place(line.x, line.high), place(line.x, line.low)[::-1]]) if banded else np.empty((0, 2))
+        )
+        return {
+            "name": line.name,
+            "path": _path(places),
+            "band": " ".join(f"{left:.1f},{top:.1f}" for left, top in band[np.isfinite(band[:, 1])]),
+            "marks": (places[np.isfinite(places[:, 1])] / 10).tolist() if line.points else [],
+        }
+
+    return HTML.line_chart(
+        title,
+        f"{title}. Latest: {'; '.join(f'{line.name} {show(line.latest)}' for line in drawn)}.",
+        height,
+        lines=[shapes(line) for line in series],
+        hover=_hover_data(series, x_span, as_percent),
+        x_label=x_label,
+        x_ticks=_x_ticks(x_span),
+        y_ticks=_ticks((y_low, y_high), show),
     )
-    hover = _hover_data(series, x_low, x_high, as_percent)
-    body = _axes(plot, (x_low, x_high), (y_low, y_high), show, x_label, hover)
-    return _figure(title, _legend([s.name for s in series]), body, height, _description(title, drawn, show))
 
 
-def heat_map(title: str, x: np.ndarray, shares: np.ndarray, y_max: float, x_label: str, height: int = 240) -> str:
+def heat_map(title: str, x: np.ndarray, shares: np.ndarray, y_max: float, x_label: str, height: int = 240) -> Markup:
     """
     Distribution of the energy over time, the dead groups in a row of their own at the bottom.
 
@@ -141,21 +136,26 @@ def heat_map(title: str, x: np.ndarray, shares: np.ndarray, y_max: float, x_labe
         height (`int`, *optional*, defaults to `240`): Height of the plot in pixels.
     """
     if not len(x):
-        return _figure(title, "", _empty("No values yet."), height)
+        return HTML.empty_chart(title, height)
     live = shares[:, 1:]
-    # A few extreme cells at the start of a run would make all others dark
-    top = float(np.quantile(live[live > 0], 0.99)) if (live > 0).any() else 1.0
-    # Square root: a few groups at high energy are what one looks for
-    picture = f'<img class="lze-heat" alt="" src="{_image(np.sqrt(live / top))}">'
-    dead = f'<img class="lze-heat-dead" alt="" src="{_image(shares[:, :1])}">'
-    plot = f'{picture}<div class="lze-dead">{dead}<span>dead (energy 0)</span></div>'
-    body = _axes(plot, _span(x), (0.0, y_max), number, x_label, extra="lze-with-dead")
-    scale = (
-        f'<span class="lze-key"><i class="lze-ramp"></i>0 – {percent(top)}+ of the groups; bottom row 0 – 100 %</span>'
+    top = brightest(live)
+    dead_now, live_now = percent(shares[-1, 0]), percent(live[-1].sum())
+    return HTML.heat_map(
+        title,
+        f"{title}: {dead_now} of the latest groups are dead, {live_now} have energy.",
+        height,
+        live=_image(np.sqrt(live / top)),  # the root, because a few groups at high energy are what one looks for
+        dead=_image(shares[:, :1]),
+        top=percent(top),
+        x_label=x_label,
+        x_ticks=_x_ticks(_span(x)),
+        y_ticks=_ticks((0.0, y_max), number),
     )
-    dead_now, energies = shares[-1, 0], live.sum(axis=1)
-    label = f"{title}: {percent(dead_now)} of the latest groups are dead, {percent(energies[-1])} have energy."
-    return _figure(title, scale, body, height, label)
+
+
+def brightest(shares: np.ndarray) -> float:
+    """The share that has the brightest colour. A few extreme cells at the start of a run would make all others dark."""
+    return float(np.quantile(shares[shares > 0], 0.99)) if (shares > 0).any() else 1.0
 
 
 def _image(shares: np.ndarray) -> str:
@@ -168,88 +168,15 @@ def _image(shares: np.ndarray) -> str:
     return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
-def _figure(title: str, legend: str, body: str, height: int, label: str | None = None) -> str:
-    return (
-        f'<figure class="lze-figure" role="group" aria-label="{escape(label or title, quote=True)}">'
-        f'<figcaption><strong>{escape(title)}</strong><span class="lze-legend">{legend}</span></figcaption>'
-        f'<div class="lze-body" style="--lze-height:{height}px">{body}</div></figure>'
-    )
+def _path(places: np.ndarray) -> str:
+    """Commands of an SVG path through the places, with gaps where there is no value."""
+    drawn = np.isfinite(places[:, 1])
+    begins = drawn & ~np.concatenate([[False], drawn[:-1]])
+    points = zip(begins[drawn], places[drawn], strict=True)
+    return "".join(f"{'M' if begin else 'L'}{left:.1f} {top:.1f}" for begin, (left, top) in points)
 
 
-def _axes(
-    plot: str,
-    x_span: tuple[float, float],
-    y_span: tuple[float, float],
-    show_y: Callable[[float], str],
-    x_label: str,
-    hover: str = "",
-    extra: str = "",
-) -> str:
-    shares = np.linspace(0.0, 1.0, _TICKS)
-    rows = "".join(
-        f'<span style="top:{100 * (1 - share):.0f}%">{show_y(y_span[0] + share * (y_span[1] - y_span[0]))}</span>'
-        for share in shares
-    )
-    x_low, x_high = x_span
-    ticks = [x_low + share * (x_high - x_low) for share in shares]
-    if x_high - x_low >= 2 * _TICKS:
-        ticks = [round(tick) for tick in ticks]
-    columns = "".join(
-        f'<span style="left:{100 * share:.0f}%">{number(tick)}</span>'
-        for share, tick in zip(shares, ticks, strict=True)
-    )
-    return (
-        f'<div class="lze-y {extra}">{rows}</div><div class="lze-plot {extra}"{hover}>{plot}</div>'
-        f'<div class="lze-x">{columns}</div><div class="lze-x-label">{escape(x_label)}</div>'
-    )
-
-
-def _empty(text: str) -> str:
-    return f'<p class="lze-empty">{escape(text)}</p>'
-
-
-def _legend(names: list[str]) -> str:
-    keys = (
-        f'<span class="lze-key"><svg width="24" height="8" aria-hidden="true"><line x1="0" x2="24" y1="4" y2="4" '
-        f'class="lze-line lze-c{i % _NUM_COLOURS}" stroke-dasharray="{_DASHES[i % len(_DASHES)]}"/></svg>'
-        f"{escape(name)}</span>"
-        for i, name in enumerate(names)
-    )
-    return "".join(keys)
-
-
-def _grid_lines() -> str:
-    return "".join(f'<line class="lze-grid" x1="0" x2="1000" y1="{y}" y2="{y}"/>' for y in (0, 250, 500, 750, 1000))
-
-
-def _path(index: int, places: np.ndarray) -> str:
-    commands, pen_down = [], False
-    for left, top in places:
-        if not math.isfinite(top):
-            pen_down = False
-            continue
-        commands.append(f"{'L' if pen_down else 'M'}{left:.1f} {top:.1f}")
-        pen_down = True
-    dashes = _DASHES[index % len(_DASHES)]
-    return f'<path class="lze-line lze-c{index % _NUM_COLOURS}" d="{"".join(commands)}" stroke-dasharray="{dashes}"/>'
-
-
-def _marks(index: int, places: np.ndarray) -> str:
-    return "".join(
-        f'<i class="lze-mark lze-c{index % _NUM_COLOURS}" style="left:{left / 10:.2f}%;top:{top / 10:.2f}%"></i>'
-        for left, top in places
-        if math.isfinite(top)
-    )
-
-
-def _band(index: int, low: np.ndarray, high: np.ndarray) -> str:
-    outline = np.concatenate([high, low[::-1]])
-    outline = outline[np.isfinite(outline).all(axis=1)]
-    points = " ".join(f"{left:.1f},{top:.1f}" for left, top in outline)
-    return f'<polygon class="lze-band lze-c{index % _NUM_COLOURS}" points="{points}"/>'
-
-
-def _hover_data(series: list[Series], x_low: float, x_high: float, as_percent: bool) -> str:
+def _hover_data(series: list[Series], x_span: tuple[float, float], as_percent: bool) -> str:
     """What the page's script shows under the pointer."""
     lines = [
         {
@@ -259,13 +186,21 @@ def _hover_data(series: list[Series], x_low: float, x_high: float, as_percent: b
         }
         for line in series
     ]
-    data = {"low": float(x_low), "high": float(x_high), "percent": as_percent, "lines": lines}
-    return f' data-lze="{escape(json.dumps(data, separators=(",", ":")), quote=True)}"'
+    data = {"low": x_span[0], "high": x_span[1], "percent": as_percent, "lines": lines}
+    return json.dumps(data, separators=(",", ":"))
 
 
-def _description(title: str, series: list[Series], show: Callable[[float], str]) -> str:
-    latest = "; ".join(f"{line.name} {show(float(line.y[np.isfinite(line.y)][-1]))}" for line in series)
-    return f"{title}. Latest: {latest}."
+def _tick_percent(value: float) -> str:
+    return f"{number(round(100 * value, 1))} %"
+
+
+def _ticks(span: tuple[float, float], show: Callable[[float], str]) -> list[str]:
+    return [show(value) for value in np.linspace(*span, _TICKS).tolist()]
+
+
+def _x_ticks(span: tuple[float, float]) -> list[str]:
+    whole = span[1] - span[0] >= 2 * _TICKS
+    return _ticks(span, lambda value: number(round(value) if whole else value))
 
 
 def _span(values: np.ndarray) -> tuple[float, float]:

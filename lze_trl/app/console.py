@@ -3,9 +3,8 @@
 import logging
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.box import SIMPLE
 from rich.console import Console
@@ -19,12 +18,10 @@ from transformers import (
     TrainerState,
     TrainingArguments,
 )
+from transformers.trainer_callback import CallbackHandler
 
 from ..record.ledger import PLAIN, SKIPPED, against_plain
-
-
-if TYPE_CHECKING:
-    from ..trainer import LZEGRPOTrainer
+from .numbers import count
 
 
 logger = logging.getLogger(__name__)
@@ -65,23 +62,15 @@ class RunSummary(TrainerCallback):
     All metrics still go to the trackers of `report_to`. Only the main process prints.
 
     Args:
-        savings (`Callable`):
-            Gives the totals of the run, see [`~lze_trl.record.ledger.Ledger.summary`].
-        accuracy (`Callable`):
-            Gives the held-out accuracy that was logged after a number of steps, see [`sampled_accuracy`].
-        flush (`Callable`):
-            Called before the report is made from the run's telemetry, to have all of it written.
+        savings (`Callable`): Returns the totals of the run, see [`~lze_trl.record.ledger.Ledger.summary`].
+        flush (`Callable`): Called before the report is made from the run's telemetry, to have all of it written.
+        accuracy_metric (`str`): Metric of the held-out accuracy, see [`accuracy_metric`].
     """
 
-    def __init__(
-        self,
-        savings: Callable[[], dict[str, float]],
-        accuracy: Callable[[int], float | None],
-        flush: Callable[[], None],
-    ):
+    def __init__(self, savings: Callable[[], dict[str, float]], flush: Callable[[], None], accuracy_metric: str):
         self.savings = savings
-        self.accuracy = accuracy
         self.flush = flush
+        self.accuracy_metric = accuracy_metric
         self.ends_with_training = True
         """Whether the run ends with the training: a recipe's does not, it goes on to evaluate and save the model."""
 
@@ -100,46 +89,72 @@ class RunSummary(TrainerCallback):
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
         if self.ends_with_training and state.is_world_process_zero:
-            self.show(state.global_step, self.report(args))
+            self.show(state, self.report(args))
 
     def report(self, args: TrainingArguments) -> dict[str, Path]:
         """Write the report of the run so far, if it has telemetry; label and path of each file."""
         self.flush()
         return write_reports(Path(args.output_dir), args.telemetry)
 
-    def show(self, step: int, files: dict[str, Path | str]):
-        """Print the summary of a run of so many steps."""
-        show_summary(self.savings(), {"before": self.accuracy(0), "after": self.accuracy(step)}, files)
+    def show(self, state: TrainerState, files: dict[str, Path | str]):
+        """Print the tables of the run, and where its files are."""
+        steps = {"before": 0, "after": state.global_step}
+        accuracy = {
+            when: sampled_accuracy(state.log_history, self.accuracy_metric, step) for when, step in steps.items()
+        }
+        console = Console(highlight=False)
+        for heading, table in summary_tables(self.savings(), accuracy).items():
+            console.print(heading, style="bold")
+            console.print(table)
+        for label, path in files.items():
+            console.print(f"{label + ':':<11}{path}", soft_wrap=True, markup=False)
 
 
-def add_summary(trainer: "LZEGRPOTrainer") -> RunSummary:
-    """Let a trainer show readable lines and a summary instead of what transformers prints."""
-    for printed in (PrinterCallback, ProgressCallback):
-        trainer.remove_callback(printed)
-    if sys.stdout.isatty() and not trainer.args.disable_tqdm:
-        trainer.add_callback(ProgressBar())
-    summary = RunSummary(trainer.savings, partial(sampled_accuracy, trainer), trainer.flush_telemetry)
-    trainer.add_callback(summary)
-    return summary
-
-
-def sampled_accuracy(trainer: "LZEGRPOTrainer", step: int) -> float | None:
+def replace_printers(callbacks: CallbackHandler, summary: RunSummary, progress_bar: bool):
     """
-    Mean of `pass_reward`, by default of `accuracy_reward` if it is among the reward functions and else of the total
-    reward, over `num_generations_eval` completions of each held-out prompt, sampled as in training.
+    Show readable lines and a summary instead of what transformers prints.
 
     Args:
-        trainer ([`LZEGRPOTrainer`]): The trainer, or one that goes on from its checkpoint.
+        callbacks ([`~transformers.trainer_callback.CallbackHandler`]): The callbacks of a trainer.
+        summary ([`RunSummary`]): What is shown.
+        progress_bar (`bool`): Whether to show a progress bar on a terminal.
+    """
+    for printer in (PrinterCallback, ProgressCallback):
+        callbacks.remove_callback(printer)
+    if progress_bar and sys.stdout.isatty():
+        callbacks.add_callback(ProgressBar())
+    callbacks.add_callback(summary)
+
+
+def accuracy_metric(args: TrainingArguments, reward_func_names: list[str]) -> str:
+    """
+    Name of the metric with the held-out accuracy: the mean of one reward over `num_generations_eval` completions of each
+    held-out prompt, sampled as in training. The reward is `pass_reward`, which defaults to `accuracy_reward` if that is
+    among the reward functions, and else to the total.
+
+    Args:
+        args ([`LZEGRPOConfig`]): Settings of the run.
+        reward_func_names (`list[str]`): Names of its reward functions.
+    """
+    name = args.pass_reward
+    if name is None and "accuracy_reward" in reward_func_names:
+        name = "accuracy_reward"
+    return "eval_reward" if name in (None, "total") else f"eval_rewards/{name}/mean"
+
+
+def sampled_accuracy(log_history: list[dict[str, Any]], metric: str, step: int) -> float | None:
+    """
+    Held-out accuracy after some optimizer steps.
+
+    Args:
+        log_history (`list[dict]`): What the run has logged, `state.log_history`, before and after a resume.
+        metric (`str`): Name of its metric, see [`accuracy_metric`].
         step (`int`): After how many optimizer steps; an evaluation must have been logged there.
 
     Returns:
         `float | None`: `None` if there was no evaluation, or if no completion could be scored.
     """
-    name = trainer.args.pass_reward
-    if name is None and "accuracy_reward" in trainer.reward_func_names:
-        name = "accuracy_reward"
-    metric = "eval_reward" if name in (None, "total") else f"eval_rewards/{name}/mean"
-    logged = [logs[metric] for logs in trainer.state.log_history if metric in logs and logs["step"] == step]
+    logged = [logs[metric] for logs in log_history if metric in logs and logs["step"] == step]
     return logged[-1] if logged else None
 
 
@@ -159,19 +174,6 @@ def write_reports(run_dir: Path, telemetry: bool) -> dict[str, Path]:
         logger.exception("No report was written. Try again with `lze-trl report %s`.", run_dir)
         return files
     return {**files, "report": report, "picture": report.with_name("summary.png")}
-
-
-def count(number: float) -> str:
-    """A count with a thousands unit: 1234 → `1.23 k`."""
-    for limit, unit in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if number >= limit:
-            divisor = 1e3 if unit == "k" else limit
-            return f"{number / divisor:.3g} {unit}"
-    return f"{number:,.0f}"
-
-
-def _share(part: float, whole: float) -> str:
-    return f"{part / whole:.1%}" if whole else "–"
 
 
 def summary_tables(savings: dict[str, float], accuracy: dict[str, float | None]) -> dict[str, Table]:
@@ -206,8 +208,8 @@ def _rollout_table(savings: dict[str, float]) -> Table:
     table = _table("", "groups", "completions")
     for label, name in (("rolled out", "rolled_out"), ("trained on", "trained")):
         table.add_row(label, f"{savings[f'groups_{name}']:,.0f}", f"{savings[f'rows_{name}']:,.0f}")
-    shares = (_share(savings[f"{unit}_trained"], savings[f"{unit}_rolled_out"]) for unit in ("groups", "rows"))
-    table.add_row("trained on / rolled out", *shares)
+    pairs = ((savings[f"{unit}_trained"], savings[f"{unit}_rolled_out"]) for unit in ("groups", "rows"))
+    table.add_row("trained on / rolled out", *(f"{part / whole:.1%}" if whole else "–" for part, whole in pairs))
     table.add_row(SKIPPED, f"{savings['visits_skipped']:,.0f}", "")
     return table
 
@@ -226,13 +228,3 @@ def _cost_table(savings: dict[str, float]) -> Table:
             style="bold" if is_total else None,
         )
     return table
-
-
-def show_summary(savings: dict[str, float], accuracy: dict[str, float | None], files: dict[str, Path | str]):
-    """Print the tables of a run, and where its files are."""
-    console = Console(highlight=False)
-    for heading, table in summary_tables(savings, accuracy).items():
-        console.print(heading, style="bold")
-        console.print(table)
-    for label, path in files.items():
-        console.print(f"{label + ':':<11}{path}", soft_wrap=True, markup=False)

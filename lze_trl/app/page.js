@@ -1,10 +1,10 @@
 // Keeps the address in step with the controls, and shows values under the pointer.
 (() => {
-  const { names, defaults, shown } = ADDRESS;
+  const { defaults, shown } = ADDRESS;
 
   window.lzeWriteAddress = (values) => {
     const address = new URL(window.location);
-    names.forEach((name, i) => {
+    Object.keys(defaults).forEach((name, i) => {
       const value = Array.isArray(values[i]) ? values[i].join(",") : values[i];
       if (!shown[values[0]].includes(name) || value === null || value === undefined || value === defaults[name]) address.searchParams.delete(name);
       else address.searchParams.set(name, value);

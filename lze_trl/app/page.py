@@ -1,27 +1,22 @@
 """The app: one page with three views, its state in the address, following the runs while they train."""
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
 
 import gradio as gr
+from markupsafe import Markup
 
-from ..job.hub import resolve_run
 from ..record import TelemetryError
-from ..record.reader import SORT_COLUMNS
 from . import views
-from .runs import RunBook
+from .markup import STATES
+from .runs import RunBook, resolve_run
 
 
 VIEWS = ("Overview", "Prompts", "Compare")
 REFRESH_SECONDS = 1.0
 """How often the page asks for what is new."""
 
-_STATES = [
-    ("all", "all"),
-    *((label, name) for name, (_, label, _) in views.STATE_LABELS.items() if name != "unscored"),
-]
 _SORTS = [
     ("energy, highest first", "-energy"),
     ("energy, lowest first", "energy"),
@@ -31,19 +26,27 @@ _SORTS = [
     ("most often trained on", "-times_selected"),
     ("latest visit", "-last_step"),
 ]
-# Parameters of the address, in the order of the controls; `view` and `page` are taken by Gradio
-_PARAMETERS = ("tab", "run", "state", "q", "sort", "at", "prompt", "runs", "axis", "metric")
+# Parameters of the address, in the order of the controls, and their defaults, which the address leaves out. The defaults
+# of the runs depend on which were given. `view` and `page` are taken by Gradio
 _DEFAULTS: dict[str, Any] = {
     "tab": VIEWS[0],
+    "run": None,
     "state": "all",
     "q": "",
     "sort": "-energy",
     "at": 1,
     "prompt": "",
+    "runs": (),
     "axis": "step",
     "metric": "pass_rate",
 }
-
+_CHOICES = {
+    "tab": VIEWS,
+    "state": ("all", *(name for name in STATES if name != "unscored")),
+    "sort": [value for _, value in _SORTS],
+    "axis": list(views.AXES),
+    "metric": list(views.METRICS),
+}
 _SHOWN_PARAMETERS = {
     "Overview": ("tab", "run"),
     "Prompts": ("tab", "run", "state", "q", "sort", "at", "prompt"),
@@ -88,6 +91,7 @@ def launch(
     """
     for run in runs:
         resolve_run(run)  # a wrong name is an error here, not a page that waits for ever
+    address = json.dumps({"defaults": _DEFAULTS, "shown": _SHOWN_PARAMETERS})
     app = build(runs)
     app.launch(
         server_name=host,
@@ -100,7 +104,8 @@ def launch(
             font_mono=["ui-monospace", "monospace"],
         ),
         # Not as `css`, which Gradio rewrites, so that the rules for light and dark would not apply
-        head=f"<style>{_asset('style.css')}{_asset('page.css')}</style><script>{_script()}</script>",
+        head=f"<style>{_asset('style.css')}{_asset('page.css')}</style>"
+        f"<script>{_asset('page.js').replace('ADDRESS', address, 1)}</script>",
         allowed_paths=[],
         show_error=False,
         footer_links=[],
@@ -110,23 +115,8 @@ def launch(
     return app
 
 
-def _script() -> str:
-    address = {"names": _PARAMETERS, "defaults": _DEFAULTS, "shown": _SHOWN_PARAMETERS}
-    return _asset("page.js").replace("ADDRESS", json.dumps(address), 1)
-
-
 def _asset(name: str) -> str:
     return (Path(__file__).parent / name).read_text(encoding="utf-8")
-
-
-def main(argv: list[str] | None = None):
-    """Command line of the app."""
-    parser = argparse.ArgumentParser(prog="lze-trl app", description="Look at runs in the browser.")
-    parser.add_argument("runs", metavar="RUN", nargs="*", help="output folder of a run, or Hub id of its telemetry")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; the app has no login")
-    parser.add_argument("--port", type=int, help="port to listen on")
-    arguments = parser.parse_args(argv)
-    launch(arguments.runs, arguments.host, arguments.port)
 
 
 class _Page:
@@ -142,7 +132,7 @@ class _Page:
         self._connect()
 
     def _add_controls(self):
-        ids = self.book.ids
+        ids, choices = self.book.ids, _CHOICES
         with gr.Row(elem_classes="lze-controls"):
             self.view = gr.Radio(
                 VIEWS, value=VIEWS[0], show_label=False, container=False, elem_id="lze-view", scale=2, min_width=300
@@ -153,7 +143,9 @@ class _Page:
                 label="Search", placeholder="text, column or id", elem_id="lze-search", min_width=220
             )
             self.sort = gr.Dropdown(_SORTS, value="-energy", label="Sort by", elem_id="lze-sort", min_width=230)
-            self.state = gr.Radio(_STATES, value="all", label="State", elem_id="lze-state", scale=3, min_width=300)
+            self.state = gr.Radio(
+                choices["state"], value="all", label="State", elem_id="lze-state", scale=3, min_width=300
+            )
         with gr.Row(visible=False, elem_classes="lze-controls") as self.compare_controls:
             self.runs = gr.CheckboxGroup(ids, value=ids, label="Runs", elem_id="lze-runs", scale=2, min_width=300)
             axes = [(label, name) for name, label in views.AXES.items()]
@@ -177,51 +169,28 @@ class _Page:
         self.seen = gr.State(None)
 
     def _connect(self):
-        self.controls = [
-            self.view,
-            self.run,
-            self.state,
-            self.search,
-            self.sort,
-            self.page,
-            self.prompt,
-            self.runs,
-            self.axis,
-            self.metric,
-        ]
-        shown = [
-            self.main,
-            self.detail,
-            self.side,
-            self.prompt_controls,
-            self.compare_controls,
-            self.pager,
-            self.page,
-            self.run,
-            self.seen,
-        ]
+        search = (self.state, self.search, self.sort)
+        controls = [self.view, self.run, *search, self.page, self.prompt, self.runs, self.axis, self.metric]
+        pages = (self.side, self.prompt_controls, self.compare_controls, self.pager)
+        shown = [self.main, self.detail, *pages, self.page, self.run, self.seen]
         quiet = {"show_progress": "hidden", "api_visibility": "private"}
-        load = gr.on(None, self._restore, None, self.controls, **quiet)
-        load.then(self._show, self.controls, shown, **quiet)
+        show = {"fn": self._show, "inputs": controls, "outputs": shown, **quiet}
+        show_and_write = show | {"js": "(...values) => window.lzeWriteAddress(values)"}
+
+        gr.on(None, self._restore, None, controls, **quiet).then(**show)
         # A change shows the first page again, except that of the page or the prompt
-        for control in (self.state, self.search, self.sort, self.run):
-            control.input(self._first_page, None, [self.page, self.prompt], trigger_mode="always_last", **quiet).then(
-                self._show, self.controls, shown, js=_WRITE_ADDRESS, **quiet
+        for control in (self.run, *search):
+            control.input(lambda: (1, ""), None, [self.page, self.prompt], trigger_mode="always_last", **quiet).then(
+                **show_and_write
             )
         for control in (self.view, self.runs, self.axis, self.metric, self.page):
-            control.input(self._show, self.controls, shown, js=_WRITE_ADDRESS, trigger_mode="always_last", **quiet)
-        self.main.click(self._open, None, self.prompt, **quiet).then(
-            self._show, self.controls, shown, js=_WRITE_ADDRESS, **quiet
-        )
+            control.input(trigger_mode="always_last", **show_and_write)
+        self.main.click(self._open, None, self.prompt, **quiet).then(**show_and_write)
         for button, change in ((self.previous, -1), (self.next, 1)):
             button.click(
                 lambda page, change=change: max(1, int(page or 1) + change), self.page, self.page, **quiet
-            ).then(self._show, self.controls, shown, js=_WRITE_ADDRESS, **quiet)
-        timer = gr.Timer(REFRESH_SECONDS)
-        timer.tick(self._follow, [self.seen, *self.controls], shown, **quiet)
-
-    def _first_page(self) -> tuple[int, str]:
-        return 1, ""
+            ).then(**show_and_write)
+        gr.Timer(REFRESH_SECONDS).tick(self._follow, [self.seen, *controls], shown, **quiet)
 
     def _open(self, event: gr.EventData) -> str:
         prompt_id = views.parse_prompt_id(str(event._data.get("prompt", "")))
@@ -229,79 +198,76 @@ class _Page:
 
     def _restore(self, request: gr.Request) -> list[Any]:
         """Values of the controls from the address, each checked against what it may be."""
-        given = dict(request.query_params)
         ids = self.book.ids
-        allowed = {
-            "tab": VIEWS,
-            "run": ids,
-            "state": [value for _, value in _STATES],
-            "sort": [value for _, value in _SORTS],
-            "axis": list(views.AXES),
-            "metric": list(views.METRICS),
-        }
-        values = {**_DEFAULTS, "run": ids[0] if ids else None, "runs": ids}
-        for name, choices in allowed.items():
+        given = dict(request.query_params)
+        values = _DEFAULTS | {"run": ids[0] if ids else None, "runs": ids}
+        for name, choices in (_CHOICES | {"run": ids}).items():
             if given.get(name) in choices:
                 values[name] = given[name]
-        values["q"] = given.get("q", "")
-        values["at"] = int(given["at"]) if given.get("at", "").isdecimal() else 1
-        values["prompt"] = given.get("prompt", "")
+        values |= {name: given[name] for name in ("q", "prompt") if name in given}
+        if given.get("at", "").isdecimal():
+            values["at"] = int(given["at"])
         if "runs" in given:
             values["runs"] = [id for id in given["runs"].split(",") if id in ids]
-        return [values[name] for name in _PARAMETERS]
+        return list(values.values())
 
-    def _version(self, view: str, run: str, runs: list[str]) -> Any:
+    def _version(self, given: dict[str, Any]) -> list[Any]:
         """Changes when one of the runs on the page has recorded something."""
         versions = []
-        for id in runs if view == "Compare" else [run]:
+        for id in given["runs"] if given["tab"] == "Compare" else [given["run"]]:
             try:
                 versions.append(hash(self.book.open(id).version))
             except TelemetryError as error:
                 versions.append(str(error))
         return versions
 
-    def _follow(self, seen: Any, *values: Any) -> Any:
-        given = dict(zip(_PARAMETERS, values, strict=True))
-        if seen is not None and self._version(given["tab"], given["run"], given["runs"]) == seen:
-            return [gr.skip()] * 9
-        return self._show(*values)
+    def _follow(self, seen: list[Any] | None, *values: Any) -> Any:
+        unchanged = seen is not None and self._version(_checked(values)) == seen
+        return gr.skip() if unchanged else self._show(*values)
 
-    def _show(self, *values: Any) -> list[Any]:
-        given = dict(zip(_PARAMETERS, values, strict=True))
-        view = given["tab"] if given["tab"] in VIEWS else VIEWS[0]
-        version = self._version(view, given["run"], given["runs"])
-        main, detail, pages = "", "", 1
+    def _show(self, *values: Any) -> dict[Any, Any]:
+        """What changes on the page, by component."""
+        given = _checked(values)
+        view, version = given["tab"], self._version(given)
+        detail, pages = "", 1
         try:
             if view == "Compare":
-                axis = given["axis"] if given["axis"] in views.AXES else "step"
-                metric = given["metric"] if given["metric"] in views.METRICS else "pass_rate"
-                main = views.compare(self.book, [id for id in self.book.ids if id in given["runs"]], axis, metric)
+                ids = [id for id in self.book.ids if id in given["runs"]]
+                main = views.compare(self.book, ids, given["axis"], given["metric"])
             elif view == "Prompts":
                 main, detail, pages = self._prompts(given)
             else:
                 main = views.overview(self.book.open(given["run"]))
         except TelemetryError as error:
             main = views.problem(error)
-        return [
-            main,
-            detail,
-            gr.update(visible=view == "Prompts"),
-            gr.update(visible=view == "Prompts"),
-            gr.update(visible=view == "Compare"),
-            gr.update(visible=view == "Prompts" and pages > 1),
-            pages if view == "Prompts" and (given["at"] or 1) > pages else gr.skip(),
-            gr.update(visible=view != "Compare"),
-            version,
-        ]
+        prompts = view == "Prompts"
+        visible = {
+            self.side: prompts,
+            self.prompt_controls: prompts,
+            self.compare_controls: view == "Compare",
+            self.pager: prompts and pages > 1,
+            self.run: view != "Compare",
+        }
+        changes = {component: gr.update(visible=value) for component, value in visible.items()}
+        if prompts and given["at"] > pages:
+            changes[self.page] = pages
+        return {self.main: main, self.detail: detail, self.seen: version, **changes}
 
-    def _prompts(self, given: dict[str, Any]) -> tuple[str, str, int]:
+    def _prompts(self, given: dict[str, Any]) -> tuple[Markup, Markup, int]:
         run = self.book.open(given["run"])
-        state = given["state"] if given["state"] in views.STATE_LABELS else "all"
-        sort = given["sort"] if str(given["sort"]).lstrip("-") in SORT_COLUMNS else "-energy"
-        chosen = str(given["prompt"] or "")
-        page = int(given["at"] or 1) - 1
-        table, pages = views.prompt_table(run, state, str(given["q"] or ""), sort, page, chosen)
-        return table, views.prompt_detail(run, chosen), pages
+        table, pages = views.prompt_table(
+            run, given["state"], given["q"], given["sort"], given["at"] - 1, given["prompt"]
+        )
+        return table, views.prompt_detail(run, given["prompt"]), pages
+
+
+def _checked(values: tuple[Any, ...]) -> dict[str, Any]:
+    """Values of the controls by name, each replaced by its default where the page cannot have sent it."""
+    given = dict(zip(_DEFAULTS, values, strict=True))
+    for name, default in _DEFAULTS.items():
+        if given[name] is None or (name in _CHOICES and given[name] not in _CHOICES[name]):
+            given[name] = default
+    return given | {"at": int(given["at"] or 1), "q": str(given["q"]), "prompt": str(given["prompt"])}
 
 
 # A row of the table is a button with the prompt's id, which does not fit into a JavaScript number
@@ -313,5 +279,3 @@ element.addEventListener("click", (event) => {
   if (window.innerWidth < 1000) document.getElementById("lze-detail").scrollIntoView({ behavior: "smooth" });
 });
 """
-
-_WRITE_ADDRESS = "(...values) => window.lzeWriteAddress(values)"

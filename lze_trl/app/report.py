@@ -2,12 +2,14 @@
 
 import io
 import json
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from datetime import UTC, datetime
-from html import escape
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -17,7 +19,10 @@ from ..files import write_atomically
 from ..record import MissingTelemetryError, Run, open_run
 from ..record.curves import curve, energy_heat_map
 from ..record.ledger import against_plain, skipped_visits
-from . import views
+from .charts import brightest
+from .markup import HTML, STATES
+from .numbers import percent
+from .views import overview
 
 
 REPORT = "report"
@@ -25,14 +30,6 @@ REPORT = "report"
 
 _BLUE, _ORANGE, _GREEN, _GREY = "#0072b2", "#d55e00", "#009e73", "#8a96a3"
 _FORGOTTEN_SHOWN = 50
-_STYLE = Path(__file__).parent / "style.css"
-_PAGE_STYLE = """
-body { margin: 0 auto; padding: 24px 16px; max-width: 1180px; background: var(--lze-wash); font-family: system-ui, sans-serif; }
-h1 { font-size: 26px; margin: 0 0 2px; } h2 { font-size: 18px; margin: 26px 0 8px; }
-footer { color: var(--lze-soft); font-size: 12px; margin-top: 24px; }
-"""
-# The reader's preference stands in for the switch of the app
-_DARK = "<script>if (matchMedia('(prefers-color-scheme: dark)').matches) document.body.classList.add('dark');</script>"
 
 
 def write_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
@@ -51,18 +48,12 @@ def write_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
     Raises:
         TelemetryError: If the run has no telemetry that can be read.
     """
-    run_dir = Path(run_dir)
-    folder = Path(out) if out is not None else run_dir / REPORT
-    run = open_run(run_dir)
-    try:
-        _check_not_empty(run)
-        folder.mkdir(parents=True, exist_ok=True)
+    folder = Path(out) if out is not None else Path(run_dir) / REPORT
+    with _opened(run_dir) as run:
         _save(_summary_figure(run), folder / "summary.png")
         _save(_energy_figure(run), folder / "energy.png")
         path = folder / "report.html"
         write_atomically(path, report_html(run).encode())
-    finally:
-        run.close()
     return path
 
 
@@ -77,96 +68,58 @@ def write_summary_picture(run_dir: str | Path, path: str | Path) -> Path:
     Returns:
         `Path`: The PNG.
     """
-    run = open_run(run_dir)
-    try:
-        _check_not_empty(run)
+    with _opened(run_dir) as run:
         _save(_summary_figure(run), Path(path))
-    finally:
-        run.close()
     return Path(path)
 
 
-def _check_not_empty(run: Run):
-    if curve(run, bins=1).empty:
-        raise MissingTelemetryError("The run has started, and its first batch is not scored yet. Try again later.")
+@contextmanager
+def _opened(run_dir: str | Path) -> Iterator[Run]:
+    with closing(open_run(run_dir)) as run:
+        if curve(run, bins=1).empty:
+            raise MissingTelemetryError("The run has started, and its first batch is not scored yet. Try again later.")
+        yield run
 
 
 def report_html(run: Run) -> str:
     """The report as one HTML document."""
-    title = escape(f"Report of {run.name}")
     when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    return f"""<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title><style>{_STYLE.read_text(encoding="utf-8")}{_PAGE_STYLE}</style></head>
-<body>{_DARK}<main class="lze"><h1>{title}</h1><p>{_sentence(run)}</p>
-{views.overview(run)}
-<h2>What was learned</h2>{_learned(run)}
-<h2>Forgotten prompts</h2>{_forgotten(run)}
-<h2>Settings</h2>{_settings(run.meta.settings)}
-<footer>Written {when} by lze_trl {escape(__version__)}; recorded by lze_trl {escape(run.meta.package_version)}.</footer>
-</main></body></html>
-"""
-
-
-def _sentence(run: Run) -> str:
-    summary = run.summary()
-    return (
-        f"{summary['generations']:,} generation batches, {summary['rows']:,} completions; {summary['selected']:,} of "
-        f"{summary['groups']:,} groups trained on, {summary['dead']:,} dead."
+    return HTML.report(
+        run.name,
+        Markup((Path(__file__).parent / "style.css").read_text(encoding="utf-8")),
+        run.summary(),
+        overview(run),
+        _learned(run),
+        _forgotten(run),
+        [(name, json.dumps(value, default=str)) for name, value in sorted(run.meta.settings.items())],
+        f"Written {when} by lze_trl {__version__}; recorded by lze_trl {run.meta.package_version}.",
     )
 
 
-def _learned(run: Run) -> str:
-    """Prompts by their state at the first visit that could be scored, and now."""
-    rows = run.arrow("""SELECT
+def _learned(run: Run) -> tuple[list[str], list[list[str]]]:
+    """Table of the prompts by their state at the first visit that could be scored, and now."""
+    frame = run.sql("""SELECT
         CASE WHEN first_pass_rate IS NULL THEN 'unscored' WHEN first_pass_rate = 1 THEN 'solved'
             WHEN first_pass_rate = 0 THEN 'hopeless' ELSE 'frontier' END AS first,
-        state, count(*) AS prompts FROM prompt_states GROUP BY ALL""").to_pylist()
-    counts = {(row["first"], row["state"]): row["prompts"] for row in rows}
-    present = [state for state in views.STATE_LABELS if any((first, state) in counts for first, _ in counts)]
-    head = "".join(f"<th>now {views.STATE_LABELS[state][1]}</th>" for state in present)
-    body = "".join(
-        f"<tr><th scope='row'>{first} at the first visit</th>"
-        + "".join(f"<td>{counts.get((first, state), 0):,}</td>" for state in present)
-        + "</tr>"
-        for first in ("hopeless", "frontier", "solved", "unscored")
-        if first != "unscored" or any((first, state) in counts for state in present)
-    )
+        state, count(*) AS prompts FROM prompt_states GROUP BY ALL""")
+    counts = frame.pivot_table("prompts", "first", "state", fill_value=0)
+    now = [state for state in STATES if state in counts.columns]
+    begun = ["hopeless", "frontier", "solved", *({"unscored"} & set(counts.index))]
+    rows = counts.reindex(index=begun, columns=now, fill_value=0).astype(int)
     return (
-        f"<figure class='lze-figure'><div class='lze-scroll'><table class='lze-table'><thead><tr><th>prompts</th>{head}</tr>"
-        f"</thead><tbody>{body}</tbody></table></div></figure>"
+        ["prompts", *(f"now {state}" for state in now)],
+        [[f"{first} at the first visit", *(f"{count:,}" for count in row)] for first, *row in rows.itertuples()],
     )
 
 
-def _forgotten(run: Run) -> str:
-    """Prompts that were solved and failed their re-check."""
-    total = run.prompt_counts()["forgotten"]
-    if not total:
-        return "<p class='lze-note'>None: every pruned prompt that was re-checked is still, or again, solved.</p>"
+def _forgotten(run: Run) -> dict[str, Any]:
+    """Prompts that were solved and failed their re-check, and how many there are."""
     frame = run.prompts(state="forgotten", sort="pass_rate", descending=False, limit=_FORGOTTEN_SHOWN)
-    rows = "".join(
-        f"<tr><td>{escape(str(row['text'])[:200])}</td><td>{views.percent(row['pass_rate'])}</td>"
-        + "".join(f"<td>{escape(str(row[name]))}</td>" for name in ("visits", "rechecks", "last_step"))
-        + "</tr>"
+    rows = [
+        (str(row["text"])[:200], percent(row["pass_rate"]), row["visits"], row["rechecks"], row["last_step"])
         for row in frame.to_dict("records")
-    )
-    note = f"<p class='lze-note'>{len(frame)} of {total:,}.</p>" if total > len(frame) else ""
-    return (
-        "<figure class='lze-figure'><div class='lze-scroll'><table class='lze-table lze-prompts'><thead><tr><th>prompt</th>"
-        f"<th>pass rate</th><th>visits</th><th>re-checks</th><th>last step</th></tr></thead><tbody>{rows}</tbody></table>"
-        f"</div>{note}</figure>"
-    )
-
-
-def _settings(settings: dict[str, Any]) -> str:
-    rows = "".join(
-        f"<tr><th scope='row'>{escape(name)}</th><td>{escape(json.dumps(value, default=str))}</td></tr>"
-        for name, value in sorted(settings.items())
-    )
-    return (
-        "<details class='lze-figure'><summary>All settings of the run</summary><div class='lze-scroll'>"
-        f"<table class='lze-table'><tbody>{rows}</tbody></table></div></details>"
-    )
+    ]
+    return {"rows": rows, "total": run.prompt_counts()["forgotten"]}
 
 
 def _figure(width: float, height: float, ratios: list[float]) -> tuple[Figure, list[Axes]]:
@@ -213,10 +166,11 @@ def _energy_figure(run: Run) -> Figure:
 def _draw_energy(run: Run, figure: Figure, axis: Axes):
     steps, shares = energy_heat_map(run)
     live = shares[:, 1:]
-    top = np.quantile(live[live > 0], 0.99) if (live > 0).any() else 1.0
     edges = np.concatenate([[steps[0] - 1], steps]) if (np.diff(steps) > 0).all() else np.arange(len(steps) + 1)
     levels = np.linspace(0.0, run.meta.energy_max, live.shape[1] + 1)
-    mesh = axis.pcolormesh(edges, levels, 100 * live.T, cmap="cividis", vmin=0, vmax=100 * top, rasterized=True)
+    mesh = axis.pcolormesh(
+        edges, levels, 100 * live.T, cmap="cividis", vmin=0, vmax=100 * brightest(live), rasterized=True
+    )
     axis.set(title="Energy of the groups", xlabel="step", ylabel="energy")
     figure.colorbar(mesh, ax=axis, label="groups (%)", extend="max")
 

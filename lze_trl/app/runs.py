@@ -3,7 +3,6 @@
 import re
 import threading
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..job.hub import resolve_run
@@ -22,100 +21,83 @@ _SEED_SETTINGS = {
 _SEED_PREFIXES = ("hub_", "log_", "logging_", "save_", "telemetry", "trackio_", "vllm_server_")
 
 
-@dataclass
-class Entry:
-    """
-    One run that the app was given.
-
-    Attributes:
-        id (`str`): What stands for it in addresses and requests.
-        source (`str`): Directory or Hub id that it was given as.
-    """
-
-    id: str
-    source: str
-    _run: Run | None = None
-    _directory: Path | None = None
-    _problem: MissingTelemetryError | None = None
-    _next_question: float = 0.0
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def open(self) -> Run:
-        """
-        The run with what was recorded until now.
-
-        Raises:
-            TelemetryError: With a worded message if there is nothing to show.
-        """
-        with self._lock:
-            if self._directory is None:
-                self._directory = self._resolve()
-            if self._run is None:
-                self._run = open_run(self._directory)
-            else:
-                self._run.refresh()
-            return self._run
-
-    def _resolve(self) -> Path:
-        # The page asks every second; the Hub is not to be asked as often for a run that is not there
-        if self._problem is not None and time.monotonic() < self._next_question and not Path(self.source).exists():
-            raise self._problem
-        try:
-            return resolve_run(self.source)
-        except MissingTelemetryError as problem:
-            self._problem, self._next_question = problem, time.monotonic() + _HUB_PAUSE_SECONDS
-            raise
-
-
 class RunBook:
     """
-    The runs that the app was given.
+    The runs that the app was given. Each has an id, which stands for it in addresses and requests.
 
     Args:
         sources (`list[str]`): Directories of runs, or Hub ids of dataset repos with their telemetry.
     """
 
     def __init__(self, sources: list[str]):
-        self.entries: dict[str, Entry] = {}
+        self._entries: dict[str, _Entry] = {}
         for source in sources:
             base = re.sub(r"[^\w.-]+", "-", Path(source).resolve().name).strip("-")
             name, count = base or "run", 2
-            while name in self.entries:
+            while name in self._entries:
                 name, count = f"{base}-{count}", count + 1
-            self.entries[name] = Entry(name, str(source))
+            self._entries[name] = _Entry(str(source))
 
     @property
     def ids(self) -> list[str]:
         """Ids in the order the runs were given."""
-        return list(self.entries)
+        return list(self._entries)
 
     def open(self, id: str | None) -> Run:
         """
-        Open a run by its id.
+        The run of an id, with what was recorded until now.
 
         Raises:
             TelemetryError: With a worded message if there is no such run or nothing to show.
         """
-        if not self.entries:
+        if not self._entries:
             raise MissingTelemetryError(
                 "The app was started without a run. Give it the `output_dir` of a training, as in `lze-trl app runs/demo`."
             )
-        if id not in self.entries:
+        if id not in self._entries:
             raise MissingTelemetryError("The app was not given a run of this name. Choose one from the list.")
-        return self.entries[id].open()
+        return self._entries[id].open()
 
 
-def seed_groups(runs: dict[str, Run]) -> dict[str, list[Run]]:
-    """Runs whose settings differ in the seed alone, under the name of the first of them."""
-    groups: dict[str, tuple[str, list[Run]]] = {}
+class _Entry:
+    """One run that the app was given, as a directory or a Hub id."""
+
+    def __init__(self, source: str):
+        self.source = source
+        self._directory: Path | None = None
+        self._run: Run | None = None
+        self._problem: MissingTelemetryError | None = None
+        self._next_attempt = 0.0
+        self._lock = threading.Lock()
+
+    def open(self) -> Run:
+        with self._lock:
+            self._directory = self._directory or self._resolved()
+            if self._run is None:
+                self._run = open_run(self._directory)
+            else:
+                self._run.refresh()
+            return self._run
+
+    def _resolved(self) -> Path:
+        # The page asks every second; the Hub is not to be asked as often for a run that is not there
+        if self._problem is not None and time.monotonic() < self._next_attempt and not Path(self.source).exists():
+            raise self._problem
+        try:
+            return resolve_run(self.source)
+        except MissingTelemetryError as problem:
+            self._problem, self._next_attempt = problem, time.monotonic() + _HUB_PAUSE_SECONDS
+            raise
+
+
+def seed_groups(runs: dict[str, Run]) -> dict[str, list[str]]:
+    """Ids of runs whose settings differ in the seed alone, under the name of the first of them."""
+    groups: dict[str, list[str]] = {}
     for id, run in runs.items():
         settings = {
             name: value
             for name, value in run.meta.settings.items()
             if name not in _SEED_SETTINGS and not name.startswith(_SEED_PREFIXES)
         }
-        key = repr(sorted(settings.items(), key=lambda item: item[0])) if settings else id
-        groups.setdefault(key, (id, []))[1].append(run)
-    return {
-        name if len(members) == 1 else f"{name} ({len(members)} seeds)": members for name, members in groups.values()
-    }
+        groups.setdefault(repr(sorted(settings.items())) if settings else id, []).append(id)
+    return {ids[0] if len(ids) == 1 else f"{ids[0]} ({len(ids)} seeds)": ids for ids in groups.values()}

@@ -98,7 +98,7 @@ def load_prompts(
 
 def load_mixture(references: list[str], **kwargs) -> Dataset | IterableDataset:
     """
-    Load several sets, one after the other; the column `source` tells which row is from which.
+    Load several sets, one after the other; the column `source` says where each row is from.
 
     A column that only some of them have is null in the others; one that has different types becomes text.
 

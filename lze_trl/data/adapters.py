@@ -22,12 +22,7 @@ from typing import Any
 from datasets import Dataset, Features, IterableDataset, List, Value
 
 from ..memory.identity import prompt_id
-from .columns import (
-    Columns,
-    ColumnSettings,
-    nested,
-    recognise,
-)
+from .columns import Columns, ColumnSettings, at, recognise
 from .problems import write_problem
 from .references import DataError
 
@@ -37,14 +32,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PromptStyle:
-    """
-    How prompts are written.
-
-    Attributes:
-        conversational (`bool`): Whether prompts are lists of messages; otherwise, plain text.
-        system_prompt (`str`, *optional*): System prompt of every conversation, in place of the dataset's own.
-        prompt_suffix (`str`, *optional*): Text put after every problem, just as it is.
-    """
+    """How prompts are written, as in [`load_prompts`]."""
 
     conversational: bool = True
     system_prompt: str | None = None
@@ -83,71 +71,49 @@ def adapt(
     limit: int | None = None,
 ) -> Dataset | IterableDataset:
     """
-    Bring a dataset of a known schema into the columns that training reads.
+    Bring a dataset of a known schema into the columns that [`load_prompts`] returns.
 
-    Args:
-        table (`Dataset` or `IterableDataset`):
-            The dataset as loaded.
-        source (`str`):
-            What to write into the column `source`.
-        style ([`PromptStyle`]):
-            How prompts are written.
-        settings ([`ColumnSettings`]):
-            Columns that are named; the others are recognised.
-        limit (`int`, *optional*):
-            Number of rows of a `Dataset` to convert. Defaults to all.
-
-    Returns:
-        `Dataset` or `IterableDataset`: With columns `prompt`, `solution` (gold answer, text or null), `prompt_id`,
-        `source`, `reference_solution` (worked solution, where there is one), and the dataset's other columns. What was
-        read from which column stands in `info.description`.
-
-    Raises:
-        DataError: The dataset is empty, or its columns are not recognised.
+    What was read from which column is written into `info.description`. Of a `Dataset`, at most `limit` rows are converted.
+    Raises [`DataError`] if the dataset is empty, or its columns are not recognised.
     """
     features = table.features
-    if features is None:  # a stream whose columns only its first row tells
+    if features is None:  # of a stream, known from its first row only
         features = Dataset.from_list(list(table.take(1))).features
     columns = recognise(table, features, source, settings)
     if limit is not None and isinstance(table, Dataset):
         table = table.select(range(min(limit, len(table))))
 
-    def convert(batch: dict[str, list]) -> dict[str, list]:
-        rows = [index for index, problem in enumerate(nested(batch, columns.prompt)) if _has_problem(problem)]
-        batch = {name: [values[index] for index in rows] for name, values in batch.items()}
-        options = columns.listed_options(batch)
-        prompts = []
-        for problem, *rest in zip(nested(batch, columns.prompt), columns.contexts(batch), options, strict=True):
-            messages = [{"role": "user", "content": problem}] if isinstance(problem, str) else problem
-            last = {**messages[-1], "content": write_problem(messages[-1]["content"], *rest)}
-            prompts.append(style.write([*messages[:-1], last], source))
-        texts = columns.gold_texts(batch)
-        finals = [columns.final(text) for text in texts]
-        golds = [columns.letter_of(*row) for row in zip(finals, options, strict=True)]
-        if columns.worked is not None:
-            worked = batch[columns.worked]
-        else:
-            worked = [text if text != final else None for text, final in zip(texts, finals, strict=True)]
-        converted = {
-            "prompt": prompts,
-            "solution": golds,
-            "reference_solution": worked,
-            "prompt_id": [prompt_id(prompt, gold) for prompt, gold in zip(prompts, golds, strict=True)],
-            "source": [source] * len(prompts),
+    def convert(row: dict[str, Any]) -> dict[str, Any]:
+        problem, options = at(row, columns.prompt), columns.listed_options(row)
+        *before, last = [{"role": "user", "content": problem}] if isinstance(problem, str) else problem
+        last = {**last, "content": write_problem(last["content"], columns.contexts(row), options)}
+        prompt = style.write([*before, last], source)
+        text = columns.gold_text(row)
+        final = columns.final(text)
+        gold = columns.letter_of(final, options)
+        worked = text if text != final else None
+        kept = {new: row[old] for old, new in columns.kept.items()}
+        if kept.get("level") is not None:  # 2 in MATH-500 and "Level 2" in MATH: one type, so that sets can be mixed
+            kept["level"] = str(kept["level"])
+        own = {
+            "prompt": prompt,
+            "solution": gold,
+            "reference_solution": worked if columns.worked is None else row[columns.worked],
+            "prompt_id": prompt_id(prompt, gold),
+            "source": source,
         }
-        return converted | {new: _texts(batch[old], new) for old, new in columns.kept.items()}
+        return own | kept
+
+    result = _result_features(features, columns, style.conversational)
+
+    def convert_batch(batch: dict[str, list]) -> dict[str, list]:
+        rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
+        rows = [convert(row) for row in rows if _has_problem(at(row, columns.prompt))]
+        return {name: [row[name] for row in rows] for name in result}
 
     # Never from the cache: its key does not change when this module does
-    options = (
-        {} if isinstance(table, IterableDataset) else {"load_from_cache_file": False, "desc": f"Reading {source}"}
-    )
-    adapted = table.map(
-        convert,
-        batched=True,
-        remove_columns=list(features),
-        features=_result_features(features, columns, style.conversational),
-        **options,
-    )
+    options = {"load_from_cache_file": False, "desc": f"Reading {source}"} if isinstance(table, Dataset) else {}
+    adapted = table.map(convert_batch, batched=True, remove_columns=list(features), features=result, **options)
     adapted.info.description = columns.describe()
     if isinstance(table, Dataset) and len(adapted) < len(table):
         adapted.info.description += f"; {_report_dropped(len(table), len(adapted), source)}"
@@ -169,13 +135,6 @@ def _report_dropped(before: int, after: int, source: str) -> str:
     report = f"dropped {before - after} of {before} rows, which have no problem text"
     logger.warning("%r: %s.", source, report)
     return report
-
-
-def _texts(values: list[Any], name: str) -> list[Any]:
-    # MATH writes "Level 2" and MATH-500 writes 2: one type, so that sets can be mixed
-    if name != "level":
-        return values
-    return [None if value is None else str(value) for value in values]
 
 
 def _result_features(features: Features, columns: Columns, conversational: bool) -> Features:

@@ -1,6 +1,8 @@
 """Tells which columns of a dataset hold the problem, its context, its options and the gold answer."""
 
 import re
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from string import ascii_uppercase
 from typing import Any
@@ -8,18 +10,12 @@ from typing import Any
 from datasets import Audio, ClassLabel, Dataset, Features, Image, IterableDataset, List, Value, Video
 
 from ..rewards.grading import gold_text, last_boxed, marked_answer
-from .problems import (
-    READINGS,
-    Option,
-    choose_reading,
-    context_text,
-    read_options,
-)
+from .problems import READINGS, Option, choose_reading, context_text, read_options
 from .references import DataError
 
 
 PROMPT_COLUMNS = ("prompt", "problem", "question")
-ANSWER_COLUMNS = ("answer", "ground_truth", "reward_model.ground_truth", "expected_answer", "final_answer", "solution")
+ANSWER_COLUMNS = ("answer", "ground_truth", "reward_model.ground_truth", "expected_answer", "final_answer")
 # Where there are options, these name the right one; elsewhere, they say other things
 CHOICE_COLUMNS = ("answerKey", "correct_answer", "correct_option", "correct", "label", "cop")
 # In the order in which they are written
@@ -35,7 +31,7 @@ CONTEXT_COLUMNS = (
     "body",
 )
 OPTION_COLUMNS = ("options", "choices", "answer_choices")
-WORKED_COLUMN = "solution"
+WORKED_COLUMN = "solution"  # the gold answer, where no other column holds one
 PICTURE_COLUMNS = ("image", "images")
 
 _RENAMED = {"type": "subject", "source": "original_source"}
@@ -49,15 +45,7 @@ _SHOWN_CHARACTERS = 200
 
 @dataclass(frozen=True)
 class ColumnSettings:
-    """
-    Columns that the user names; what is unset is recognised. `outer.inner` reaches into a nested column.
-
-    Attributes:
-        prompt_column (`str`, *optional*): Problem, as text or messages.
-        answer_column (`str`, *optional*): Gold answer, or a solution that boxes or marks it.
-        context_columns (`list[str]`, *optional*): What the problem refers to, in the order to write it; `[]` for none.
-        option_columns (`list[str]`, *optional*): One column that lists the options, or one for each; `[]` for none.
-    """
+    """Columns that the user names, as in [`load_prompts`]; what is unset is recognised."""
 
     prompt_column: str | None = None
     answer_column: str | None = None
@@ -76,12 +64,12 @@ class Columns:
         answer (`str`): Gold answer, or a worked solution.
         context (`tuple[str, ...]`): What the problem refers to, in the order to write it.
         options (`dict[str, str | None]`): One column that lists the options, or one for each with its label.
-        is_worked (`bool`): Whether the answers are worked solutions, which box or mark the gold answer.
-        reading (`str`): How gold answers name an option, a key of `READINGS`.
         class_names (`ClassLabel`, *optional*): Names of the answers, where they are kept as numbers.
         worked (`str`, *optional*): Column with a worked solution beside the answer.
         kept (`dict[str, str]`): Other columns and their names in the result.
         found (`list[str]`): All columns of the dataset, for messages.
+        is_worked (`bool`): Whether the answers are worked solutions, which box or mark the gold answer.
+        reading (`str`): How gold answers name an option, a key of `READINGS`.
     """
 
     source: str
@@ -89,12 +77,12 @@ class Columns:
     answer: str
     context: tuple[str, ...]
     options: dict[str, str | None]
-    is_worked: bool
-    reading: str
     class_names: ClassLabel | None
     worked: str | None
     kept: dict[str, str]
     found: list[str]
+    is_worked: bool = False
+    reading: str = "labels"
 
     def describe(self) -> str:
         """What is read from which column, in one line."""
@@ -105,49 +93,38 @@ class Columns:
             gold += f" ({self.reading} of options, read as the letter)"
         return ", ".join([*parts, gold])
 
-    def contexts(self, batch: dict[str, list]) -> list[list[tuple[str, str]]]:
-        """For each row, names and texts of what the problem refers to."""
+    def contexts(self, row: dict[str, Any]) -> list[tuple[str, str]]:
+        """Names and texts of what the problem of a row refers to."""
         texts = []
         for path in self.context:
-            try:
-                texts.append([(path, context_text(value)) for value in nested(batch, path)])
-            except TypeError as error:
-                raise DataError(
-                    f"{self.source!r}, column {path!r}: {_shorten(error)} {_name_other('context_columns', self.found)}, "
-                    "or give `[]` to read the problems without it."
-                ) from error
-        return [list(row) for row in zip(*texts, strict=True)] if texts else [[] for _ in _rows(batch)]
+            with self._advice([path], "context_columns", ", or give `[]` to read the problems without it"):
+                texts.append((path, context_text(at(row, path))))
+        return texts
 
-    def listed_options(self, batch: dict[str, list]) -> list[list[Option]]:
-        """For each row, the options of its problem."""
+    def listed_options(self, row: dict[str, Any]) -> list[Option]:
+        """The options of the problem of a row."""
         if not self.options:
-            return [[] for _ in _rows(batch)]
-        columns = [nested(batch, path) for path in self.options]
-        rows = columns[0]
-        if len(columns) > 1:
-            labels = self.options.values()
-            rows = [
-                [{"label": label, "text": text} for label, text in zip(labels, texts, strict=True)]
-                for texts in zip(*columns, strict=True)
-            ]
-        try:
-            return [read_options(row) for row in rows]
-        except TypeError as error:
-            raise DataError(
-                f"{self.source!r}, {_listed('column', self.options)}: {_shorten(error)} "
-                f"{_name_other('option_columns', self.found)}, or give `[]` to read the problems without them."
-            ) from error
+            return []
+        value = [{"label": label, "text": at(row, path)} for path, label in self.options.items()]
+        with self._advice(self.options, "option_columns", ", or give `[]` to read the problems without them"):
+            return read_options(value if len(value) > 1 else value[0]["text"])
 
-    def gold_texts(self, batch: dict[str, list]) -> list[str | None]:
-        """Texts of the answer column."""
-        values = nested(batch, self.answer)
+    def gold_text(self, row: dict[str, Any]) -> str | None:
+        """Text of the answer column of a row."""
+        value = at(row, self.answer)
         if self.class_names is not None:
-            values = [None if value is None or value < 0 else self.class_names.int2str(value) for value in values]
+            value = None if value is None or value < 0 else self.class_names.int2str(value)
+        with self._advice([self.answer], "answer_column"):
+            return gold_text(value)
+
+    @contextmanager
+    def _advice(self, columns: Collection[str], setting: str, otherwise: str = "") -> Iterator[None]:
+        """Name the columns that cannot be read, and the setting that names others."""
         try:
-            return [gold_text(value) for value in values]
+            yield
         except TypeError as error:
             raise DataError(
-                f"{self.source!r}, column {self.answer!r}: {_shorten(error)} {_name_other('answer_column', self.found)}."
+                f"{self.source!r}, {_listed(columns)}: {_shorten(error)} {_name_other(setting, self.found)}{otherwise}."
             ) from error
 
     def final(self, text: str | None) -> str | None:
@@ -167,17 +144,13 @@ class Columns:
         return None if index is None else ascii_uppercase[index]
 
 
-def _rows(batch: dict[str, list]) -> list:
-    return next(iter(batch.values()))
-
-
 def _name_other(setting: str, found: list[str]) -> str:
     """Advice to name other columns by a setting, in the words of the library and of recipes."""
     return f"Name another of {found} with `{setting}` (in a recipe, `dataset_{setting}`)"
 
 
-def _listed(what: str, names: Any) -> str:
-    return f"{what}{'s' if len(names) > 1 else ''} {', '.join(repr(name) for name in names)}"
+def _listed(names: Collection[str]) -> str:
+    return f"column{'s' if len(names) > 1 else ''} {', '.join(repr(name) for name in names)}"
 
 
 def _shorten(what: Any) -> str:
@@ -186,27 +159,18 @@ def _shorten(what: Any) -> str:
 
 
 def recognise(table: Dataset | IterableDataset, features: Features, source: str, settings: ColumnSettings) -> Columns:
-    """
-    Tell which columns hold what, from their names, their types and the first rows.
-
-    Raises:
-        DataError: A column that is needed is not there or of another type; the message names those that are there.
-    """
+    """Which columns hold what, from their names, their types and the first rows; raises [`DataError`] if one is missing."""
     prompt = _find_one(features, "prompt_column", settings.prompt_column, PROMPT_COLUMNS, source)
     options = _find_options(features, settings.option_columns, source)
     options.pop(prompt, None)
-    wanted = ANSWER_COLUMNS
-    if options:
-        wanted = (*ANSWER_COLUMNS[:-1], *CHOICE_COLUMNS, *ANSWER_COLUMNS[-1:])
-    taken = {prompt, *options}
-    answer = _find_one(features, "answer_column", settings.answer_column, wanted, source, taken)
-    taken |= {answer}
+    candidates = (*ANSWER_COLUMNS, *CHOICE_COLUMNS, WORKED_COLUMN) if options else (*ANSWER_COLUMNS, WORKED_COLUMN)
+    answer = _find_one(features, "answer_column", settings.answer_column, candidates, source, {prompt, *options})
     if settings.context_columns is None:
         _check_pictures(features, source)
-        found = [find(features, name) for name in CONTEXT_COLUMNS]
-        context = tuple(name for name in found if name is not None and name not in taken)
+        context = [find(features, name) for name in CONTEXT_COLUMNS]
+        context = [name for name in context if name not in (None, prompt, answer, *options)]
     else:
-        context = tuple(_named(features, "context_columns", name, source) for name in settings.context_columns)
+        context = [_named(features, "context_columns", name, source) for name in settings.context_columns]
 
     worked = find(features, WORKED_COLUMN)
     if worked in (answer, prompt) or not _is_scalar(features.get(worked)):
@@ -216,17 +180,16 @@ def recognise(table: Dataset | IterableDataset, features: Features, source: str,
     # A table that already has one of the columns written here gives way to it
     kept = {old: new for old, new in kept.items() if new not in _OWN and (old == new or new not in features)}
 
-    feature = feature_at(features, answer)
+    feature = at(features, answer)
     class_names = feature if isinstance(feature, ClassLabel) else None
-    columns = Columns(
-        source, prompt, answer, context, options, False, "labels", class_names, worked, kept, _paths(features)
-    )
+    found = _paths(features)
+    columns = Columns(source, prompt, answer, tuple(context), options, class_names, worked, kept, found)
     return _with_readings(columns, table)
 
 
 def _with_readings(columns: Columns, table: Dataset | IterableDataset) -> Columns:
     """
-    How the gold answers are written. The first rows tell, and the same ones whatever part of the table is read.
+    How the gold answers are written, judged by the first rows, whatever part of the table is read.
 
     Answers are worked solutions if most box or mark an answer; then one without a box or a mark holds none.
     """
@@ -236,20 +199,20 @@ def _with_readings(columns: Columns, table: Dataset | IterableDataset) -> Column
         table = table.select(range(min(len(table), _SAMPLE)))
     texts, options = [], []
     wanted = list(dict.fromkeys(path.partition(".")[0] for path in (columns.answer, *columns.options)))
-    for batch in table.select_columns(wanted).iter(batch_size=1000):
-        texts += columns.gold_texts(batch)
-        options += columns.listed_options(batch)
+    for row in table.select_columns(wanted):
+        texts.append(columns.gold_text(row))
+        options.append(columns.listed_options(row))
     if not texts:
         raise DataError(f"{columns.source!r} has no rows. Check its split, and that the file is complete.")
-    is_worked = 2 * sum(text is not None and boxed_or_marked(text) is not None for text in texts) >= len(texts)
+    is_worked = 2 * sum(boxed_or_marked(text or "") is not None for text in texts) >= len(texts)
     columns = replace(columns, is_worked=is_worked)
     golds = [columns.final(text) for text in texts]
     rows = [(gold, listed) for gold, listed in zip(golds, options, strict=True) if gold is not None and listed]
-    reading, explained, unread = choose_reading(rows)
-    if 2 * explained < len(rows):
+    reading, unread = choose_reading(rows)
+    if 2 * len(unread) > len(rows):
         gold, listed = unread[0]
         raise DataError(
-            f"{columns.source!r} lists options in {_listed('column', columns.options)}, and {len(unread)} of {len(rows)} "
+            f"{columns.source!r} lists options in {_listed(columns.options)}, and {len(unread)} of {len(rows)} "
             f"gold answers in {columns.answer!r} name none of them, such as {gold!r} for "
             f"{[option.text for option in listed]}. {_name_other('answer_column', columns.found)}, which holds the label, "
             "the text or the number of the right option; or give `option_columns` (in a recipe, "
@@ -278,20 +241,12 @@ def find(features: Features, candidate: str) -> str | None:
     return f"{name}.{inner}" if isinstance(features[name], dict) and inner in features[name] else None
 
 
-def feature_at(features: Features, path: str) -> Any:
-    """Type of a column, given by its path."""
-    if path in features:
-        return features[path]
+def at(columns: Mapping[str, Any], path: str) -> Any:
+    """What is at a path, in a row or in the features of a dataset."""
+    if path in columns:
+        return columns[path]
     outer, _, inner = path.partition(".")
-    return features[outer][inner]
-
-
-def nested(batch: dict[str, list], path: str) -> list:
-    """Values of a column, given by its path."""
-    if path in batch:
-        return batch[path]
-    outer, _, inner = path.partition(".")
-    return [None if value is None else value[inner] for value in batch[outer]]
+    return None if columns[outer] is None else columns[outer][inner]
 
 
 def _find_one(
@@ -300,32 +255,30 @@ def _find_one(
     if given is not None:
         paths = [_named(features, setting, given, source)]
     else:
-        paths = [find(features, candidate) for candidate in candidates]
-        paths = [path for path in paths if path is not None and path not in taken]
-    fitting = [path for path in paths if setting != "prompt_column" or _is_problem(feature_at(features, path))]
+        paths = [path for path in (find(features, name) for name in candidates) if path not in (None, *taken)]
+    fitting = [path for path in paths if setting != "prompt_column" or _is_problem(at(features, path))]
     if fitting:
         return fitting[0]
     if paths:
         raise DataError(
             f"{source!r}, column {paths[0]!r}: a problem must be text, or a list of messages with `role` and `content`, got "
-            f"{_shorten(feature_at(features, paths[0]))}. {_name_other(setting, _paths(features))}."
+            f"{_shorten(at(features, paths[0]))}. {_name_other(setting, _paths(features))}."
         )
-    what = "problem" if setting == "prompt_column" else "gold answer"
-    raise _no_column(source, what, f"one of {', '.join(f'`{name}`' for name in candidates)}", features, setting)
+    raise _no_column(source, setting, f"one of {', '.join(f'`{name}`' for name in candidates)}", features)
 
 
 def _named(features: Features, setting: str, name: str, source: str) -> str:
     path = find(features, name)
     if path is None:
-        what = {"prompt_column": "problem", "answer_column": "gold answer", "context_columns": "context"}
-        raise _no_column(source, what.get(setting, "options"), f"`{name}`", features, setting)
+        raise _no_column(source, setting, f"`{name}`", features)
     return path
 
 
-def _no_column(source: str, what: str, wanted: str, features: Features, setting: str) -> DataError:
+def _no_column(source: str, setting: str, wanted: str, features: Features) -> DataError:
+    what = {"prompt_column": "problem", "answer_column": "gold answer", "context_columns": "context"}
     return DataError(
-        f"{source!r} has no column for the {what}: wanted {wanted}, found {_paths(features)}. Name it with `{setting}` (in "
-        f"a recipe, `dataset_{setting}`)."
+        f"{source!r} has no column for the {what.get(setting, 'options')}: wanted {wanted}, found {_paths(features)}. Name "
+        f"it with `{setting}` (in a recipe, `dataset_{setting}`)."
     )
 
 
@@ -366,7 +319,7 @@ def _check_pictures(features: Features, source: str):
     ]
     if found:
         raise DataError(
-            f"{source!r} has pictures or sounds in {_listed('column', found)}, which prompts of text cannot hold. Use a set "
+            f"{source!r} has pictures or sounds in {_listed(found)}, which prompts of text cannot hold. Use a set "
             "of text problems, or give `context_columns` (in a recipe, `dataset_context_columns`) as `[]` to read the "
             "problems without them."
         )

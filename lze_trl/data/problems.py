@@ -25,14 +25,7 @@ class Option(NamedTuple):
 
 
 def write_problem(question: str, contexts: Iterable[tuple[str, str]], options: list[Option]) -> str:
-    """
-    The whole problem.
-
-    Args:
-        question (`str`): The question, or all of the problem.
-        contexts (`Iterable[tuple[str, str]]`): Names and texts of what it refers to, in their order.
-        options (`list[Option]`): Options to choose from; empty where there are none.
-    """
+    """The whole problem: a question, names and texts of what it refers to, and the options to choose from, if any."""
     problem, words = question, _words(question)
     for name, context in reversed(list(contexts)):
         if not context or _words(context) in words:
@@ -63,25 +56,13 @@ def _lists(problem: str, options: list[Option]) -> bool:
 
 
 def context_text(value: Any) -> str:
-    """
-    A context as text.
-
-    Args:
-        value (`Any`):
-            Text, a number, a list of paragraphs, a table as a list of rows or as `header` and `rows`, or `None`.
-
-    Raises:
-        TypeError: The value is none of these.
-    """
+    """Text of a context: text, a number, a list of paragraphs, a table as a list of rows or as `header` and `rows`, or `None`."""
     if isinstance(value, dict) and {"header", "rows"} <= set(value):
         value = [value["header"], *value["rows"]]
     if isinstance(value, list):
-        return "\n".join(_cells(row) for row in value if row is not None).strip()
+        rows = [row if isinstance(row, list) else [row] for row in value if row is not None]
+        return "\n".join(" | ".join(_cell(cell) for cell in row) for row in rows).strip()
     return _cell(value)
-
-
-def _cells(row: Any) -> str:
-    return " | ".join(_cell(cell) for cell in row) if isinstance(row, list) else _cell(row)
 
 
 def _cell(value: Any) -> str:
@@ -99,14 +80,9 @@ def read_options(value: Any) -> list[Option]:
     """
     Options of one problem; empty where it has none.
 
-    Args:
-        value (`Any`):
-            A list of texts or numbers, or of mappings with `text` and perhaps `label`; a mapping of labels to texts, or
-            with the lists `text` and perhaps `label`; one of these as text, as CSV files have it; text such as
-            `a) 3, b) 4`; or `None`.
-
-    Raises:
-        TypeError: The value is none of these, or has more than 26 options.
+    They may be a list of texts or numbers, or of mappings with `text` and perhaps `label`; a mapping of labels to texts, or
+    with the lists `text` and perhaps `label`; one of these as text, as CSV files have it; text such as `a) 3, b) 4`; or
+    `None`. Anything else, and more than 26 options, is a `TypeError`.
     """
     if isinstance(value, str):
         value = _parse(value)
@@ -202,8 +178,7 @@ def _only(matches: Iterable[bool]) -> int | None:
     return found[0] if len(found) == 1 else None
 
 
-Reading = Callable[[str, list[Option]], int | None]
-READINGS: dict[str, Reading] = {
+READINGS: dict[str, Callable[[str, list[Option]], int | None]] = {
     "labels": _by_label,
     "texts": _by_text,
     "numbers from 0": _by_index,
@@ -211,17 +186,8 @@ READINGS: dict[str, Reading] = {
 }
 
 
-def choose_reading(rows: Iterable[tuple[str, list[Option]]]) -> tuple[str, int, list[tuple[str, list[Option]]]]:
-    """
-    How the gold answers of a dataset name the right option: the first way by which most of them do.
-
-    Args:
-        rows (`Iterable[tuple[str, list[Option]]]`): Gold answers and the options of their problems.
-
-    Returns:
-        `tuple[str, int, list]`: Name of the reading, number of rows that it explains, and the rows that it does not.
-    """
-    rows = list(rows)
+def choose_reading(rows: list[tuple[str, list[Option]]]) -> tuple[str, list[tuple[str, list[Option]]]]:
+    """How gold answers name the right one of their options: the first way by which most do, and the rows that do not."""
     unread = {name: [row for row in rows if reading(*row) is None] for name, reading in READINGS.items()}
     name = min(unread, key=lambda name: len(unread[name]))
-    return name, len(rows) - len(unread[name]), unread[name]
+    return name, unread[name]

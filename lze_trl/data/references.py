@@ -51,19 +51,10 @@ class Reference:
 
 def parse_reference(text: str, config: str | None = None, split: str | None = None) -> Reference:
     """
-    Read a reference. What it says itself wins over `config` and `split`.
+    Read a reference, which wins over `config` and `split`.
 
-    Args:
-        text (`str`):
-            Hub id, Hub URL (of the dataset, its files, or a page of its viewer), `hf://` URL, or local path. Each may end
-            in `?config=…&split=…&revision=…`.
-        config (`str`, *optional*):
-            Configuration, unless the reference names one.
-        split (`str`, *optional*):
-            Split, unless the reference names one.
-
-    Raises:
-        DataError: The reference is of no known form, or it names a local file that does not exist.
+    It is a Hub id, Hub URL (of the dataset, its files, or a page of its viewer), `hf://` URL, or local path, and may end in
+    `?config=…&split=…&revision=…`. Other forms, and local files that do not exist, are a [`DataError`].
     """
     text = text.strip()
     scheme = text.partition("://")[0].lower() if "://" in text else ""
@@ -77,8 +68,6 @@ def parse_reference(text: str, config: str | None = None, split: str | None = No
         reference = Reference(str(Path(text).expanduser()), is_local=True)
     else:
         reference = _parse_plain(text)
-    if not reference.is_local:
-        _check_hub_id(reference.path, text)
     return replace(reference, config=reference.config or config, split=reference.split or split)
 
 
@@ -112,7 +101,7 @@ def _parse_url(text: str) -> Reference:
         settings = {"revision": "/".join(rest[1:size])} | settings
         if page != "tree" and rest[size:]:
             settings["data_file"] = "/".join(rest[size:])
-    return _hub_reference(path, settings)
+    return _hub_reference(path, settings, text)
 
 
 def _parse_hf(text: str) -> Reference:
@@ -128,10 +117,16 @@ def _parse_hf(text: str) -> Reference:
         settings = {"revision": revision} | settings
     if parts[2:]:
         settings["data_file"] = "/".join(parts[2:])
-    return _hub_reference(name, settings)
+    return _hub_reference(name, settings, text)
 
 
-def _hub_reference(path: str, settings: dict[str, str]) -> Reference:
+def _hub_reference(path: str, settings: dict[str, str], text: str) -> Reference:
+    try:
+        huggingface_hub.utils.validate_repo_id(path)
+    except HFValidationError as error:
+        raise DataError(
+            f"Dataset reference {text!r} names neither a local file nor a Hub dataset. {_FORMS}"
+        ) from error
     if settings.get("revision") == "main":
         settings = {key: value for key, value in settings.items() if key != "revision"}
     return Reference(path, is_local=False, **settings)
@@ -149,13 +144,4 @@ def _parse_plain(text: str) -> Reference:
         near = difflib.get_close_matches(local.name, siblings, n=1)
         hint = f" Did you mean {str(local.parent / near[0])!r}?" if near else ""
         raise DataError(f"There is no file or folder {path!r}.{hint} {_FORMS}")
-    return _hub_reference(path, settings)
-
-
-def _check_hub_id(path: str, text: str):
-    try:
-        huggingface_hub.utils.validate_repo_id(path)
-    except HFValidationError as error:
-        raise DataError(
-            f"Dataset reference {text!r} names neither a local file nor a Hub dataset. {_FORMS}"
-        ) from error
+    return _hub_reference(path, settings, text)

@@ -6,7 +6,7 @@ Datasets are data files only: nothing that a dataset holds is executed.
 import difflib
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import datasets
@@ -32,22 +32,10 @@ _SPLIT_NAMES = ("train", "test", "validation", "dev")
 
 def load_tables(reference: Reference, streaming: bool = False) -> list[Dataset | IterableDataset]:
     """
-    Load the dataset behind a reference.
+    Load the dataset behind a reference: one table for each configuration, as [`load_prompts`] says.
 
-    A Hub dataset is read from the cache when the Hub is offline or cannot be reached.
-
-    Args:
-        reference ([`Reference`]):
-            What to load. Without a configuration, that is the one called `default` or `main`, or else all of them;
-            without a split, `train`, or else the only one.
-        streaming (`bool`, *optional*, defaults to `False`):
-            Whether to read rows when they are asked for.
-
-    Returns:
-        `list[Dataset]` or `list[IterableDataset]`: One table for each configuration.
-
-    Raises:
-        DataError: The dataset cannot be found, reached or read.
+    A Hub dataset is read from the cache when the Hub is offline or cannot be reached. Raises [`DataError`] if the dataset
+    cannot be found, reached or read.
     """
     with reading(reference):
         if reference.is_local:
@@ -90,11 +78,8 @@ def _load_local(path: Path, reference: Reference, streaming: bool) -> list[Datas
         )
     if path.stat().st_size == 0:
         raise DataError(f"{reference.label!r} is empty. Check that it was written or downloaded completely.")
-    return [
-        _load_config(
-            FILE_FORMATS[path.suffix.lower()], reference, streaming, data_files={_split_name(path): str(path)}
-        )
-    ]
+    files = {_split_name(path): str(path)}
+    return [_load_config(FILE_FORMATS[path.suffix.lower()], reference, streaming, data_files=files)]
 
 
 def _split_name(path: Path) -> str:
@@ -163,13 +148,13 @@ def _why_unreachable(reference: Reference) -> str | None:
 
 def _cached_snapshot(reference: Reference) -> Path | None:
     """Folder that `hf download` left, if any."""
-    try:
-        folder = huggingface_hub.snapshot_download(
-            reference.path, repo_type="dataset", revision=reference.revision, local_files_only=True
+    with suppress(LocalEntryNotFoundError):
+        return Path(
+            huggingface_hub.snapshot_download(
+                reference.path, repo_type="dataset", revision=reference.revision, local_files_only=True
+            )
         )
-    except LocalEntryNotFoundError:
-        return None
-    return Path(folder)
+    return None
 
 
 def _cached_configs(path: str) -> list[str]:

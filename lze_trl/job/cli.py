@@ -3,19 +3,18 @@
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from .. import __version__
+from . import CHECKOUT
 
 
-CHECKOUT = Path(__file__).resolve().parents[2]
-# Flags of `accelerate launch` that `lze-trl train` hands to it; all others are the recipe's
 LAUNCH_FLAGS = ("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port")
+"""Flags of `accelerate launch` that `lze-trl train` passes to it; all others are the recipe's."""
 
 DATA_COLUMNS = {
     "prompt_column": "problem, where it is not recognised",
@@ -26,7 +25,7 @@ DATA_COLUMNS = {
 
 
 class CommandError(Exception):
-    """Something that the caller can mend; shown without a traceback."""
+    """Something that the caller can fix; shown without a traceback."""
 
 
 def main(arguments: Sequence[str] | None = None):
@@ -35,15 +34,25 @@ def main(arguments: Sequence[str] | None = None):
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments and Path(arguments[0]).suffix in (".yaml", ".yml"):
         parser.error(f"`{arguments[0]}` is a recipe, not a command. Train by it with `lze-trl train {arguments[0]}`.")
-    namespace, rest = parser.parse_known_args(arguments)
-    if rest and not namespace.passes_flags:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    namespace, flags = parser.parse_known_args(arguments)
+    if flags and namespace.command not in (_train, _demo):
+        parser.error(f"unrecognized arguments: {' '.join(flags)}")
     try:
-        namespace.command(namespace, rest)
-    except CommandError as error:
-        sys.exit(f"error: {error}")
+        namespace.command(namespace, flags)
     except KeyboardInterrupt:
         sys.exit(130)
+    except ModuleNotFoundError as error:
+        if namespace.command in (_train, _demo, _data):
+            raise
+        sys.exit(
+            f"error: This command needs `{error.name}`, which is not installed. Run `pip install 'lze-trl[app]'`."
+        )
+    except Exception as error:
+        # The message of an error of this package says what to do; any other needs its traceback
+        is_ours = isinstance(error, (CommandError, OSError)) or type(error).__module__.startswith("lze_trl.")
+        if not is_ours:
+            raise
+        sys.exit(f"error: {error}")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -56,61 +65,63 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"lze-trl {__version__}")
     subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
-    def add(name: str, command: Callable, text: str, usage: str | None = None) -> argparse.ArgumentParser:
+    def add(command: Callable, usage: str | None = None) -> argparse.ArgumentParser:
+        name, text = command.__name__.removeprefix("_"), command.__doc__
         subparser = subparsers.add_parser(name, help=text, description=text, usage=usage, allow_abbrev=False)
-        subparser.set_defaults(command=command, passes_flags=usage is not None)
+        subparser.set_defaults(command=command)
         return subparser
 
-    train = add(
-        "train",
-        _train,
-        "Train by a recipe; further flags override its keys.",
-        usage="lze-trl train RECIPE [--accelerate_config NAME] [--any_key_of_a_recipe VALUE ...]",
-    )
+    train = add(_train, "lze-trl train RECIPE [--accelerate_config NAME] [--any_key_of_a_recipe VALUE ...]")
     train.add_argument("recipe", metavar="RECIPE", help="a file under recipes/")
     train.add_argument(
-        "--accelerate_config",
-        "--accelerate-config",
+        *("--accelerate_config", "--accelerate-config"),
         metavar="NAME",
         help="a file under accelerate_configs/, by name (zero3) or path; default: accelerate's own",
     )
     for flag in LAUNCH_FLAGS:
-        train.add_argument(f"--{flag}", metavar="VALUE", help="handed to `accelerate launch`")
-    add(
-        "demo",
-        _demo,
-        "Train a small model on this machine's CPU, from nothing, in minutes.",
-        usage="lze-trl demo [--any_key_of_a_recipe VALUE ...]",
-    )
-    data = add("data", _data, "Read data sets as training would, and count duplicates and unreadable answers.")
+        train.add_argument(f"--{flag}", metavar="VALUE", help="passed to `accelerate launch`")
+
+    add(_demo, "lze-trl demo [--any_key_of_a_recipe VALUE ...]")
+
+    data = add(_data)
     data.add_argument("references", metavar="DATASET", nargs="+", help="Hub id, Hub URL or local file")
     data.add_argument("--split", help="default: train, or the only one")
     data.add_argument("--config", help="configuration on the Hub")
-    data.add_argument(
-        "--limit", type=_number(int, "at least 1", lambda limit: limit >= 1), help="number of rows to read"
-    )
+    limit = _number(int, "at least 1", lambda limit: limit >= 1)
+    data.add_argument("--limit", type=limit, help="number of rows to read")
     # Named as in the library and as in recipes, so that the advice of either can be followed
     for name, text in DATA_COLUMNS.items():
         several = {"nargs": "*"} if name.endswith("s") else {}
         data.add_argument(f"--{name}", f"--dataset_{name}", dest=name, metavar="COLUMN", help=text, **several)
-    app = add("app", _app, "Look at runs in the browser.")
+
+    app = add(_app)
     app.add_argument("runs", metavar="RUN", nargs="*", help="output folder of a run, or Hub id of its telemetry")
     app.add_argument("--host", default="127.0.0.1", help="address to listen on; the app has no login")
     port = _number(int, "between 1 and 65535", lambda port: 1 <= port <= 65_535)
     app.add_argument("--port", type=port, help="port to listen on; default: the first free one from 7860 on")
-    analyze = add("analyze", _analyze, "Tell from the logs of any TRL GRPO run what selection would have saved.")
+
+    analyze = add(_analyze)
     analyze.add_argument("run", metavar="RUN", help="output folder of the run")
     ratio = _number(float, "in (0, 1]", lambda ratio: 0 < ratio <= 1)
     analyze.add_argument("--selection_ratio", type=ratio, default=0.4, help="share of the groups to train on")
     analyze.add_argument("--reward", help="reward that ranks the groups; default: the sum of all")
-    _add_replay(add("replay", _replay, "Tell what other selectors would have chosen from the rollouts of a run."))
-    report = add("report", _report, "Write the report of a run.")
+
+    replay = add(_replay)
+    replay.add_argument("run", metavar="RUN", help="output folder of the run, finished or not")
+    selectors = "names as in a recipe, or module:object of your own"
+    replay.add_argument("--selector", metavar="NAME", nargs="+", required=True, help=selectors)
+    replay.add_argument("--selection_ratio", type=float, help="share of the groups to choose; default: the run's")
+    replay.add_argument("--gumbel_scale", type=float, help="scale of the noise of `energy`; default: the run's")
+    replay.add_argument("--seed", type=int, help="seed of the selection; default: the run's")
+    replay.add_argument("--json", metavar="PATH", help="file to write the numbers to")
+
+    report = add(_report)
     report.add_argument("run", metavar="RUN", help="output folder of the run")
     return parser
 
 
 def _number(kind: type, allowed: str, is_allowed: Callable[[Any], bool]) -> Callable[[str], Any]:
-    """How to read an argument that must be a number of a kind and a range."""
+    """A `type` of argparse: a number within a range."""
 
     def read(text: str) -> Any:
         value = kind(text)
@@ -120,21 +131,6 @@ def _number(kind: type, allowed: str, is_allowed: Callable[[Any], bool]) -> Call
 
     read.__name__ = kind.__name__  # in the error for a text that is no number
     return read
-
-
-def _add_replay(replay: argparse.ArgumentParser):
-    replay.add_argument("run", metavar="RUN", help="output folder of the run, finished or not")
-    replay.add_argument(
-        "--selector",
-        metavar="NAME",
-        nargs="+",
-        required=True,
-        help="names as in a recipe, or module:object of your own",
-    )
-    replay.add_argument("--selection_ratio", type=float, help="share of the groups to choose; default: the run's")
-    replay.add_argument("--gumbel_scale", type=float, help="scale of the noise of `energy`; default: the run's")
-    replay.add_argument("--seed", type=int, help="seed of the selection; default: the run's")
-    replay.add_argument("--json", metavar="PATH", help="file to write the numbers to")
 
 
 # ---- train ----
@@ -151,18 +147,15 @@ def launch_command(namespace: argparse.Namespace, flags: Sequence[str]) -> tuple
     # --quiet: the job reports an error once, and not again by the launcher
     command = [sys.executable, "-m", "lze_trl.job.launcher", "--quiet"]
     environment = {}
-    given = {flag: vars(namespace)[flag] for flag in LAUNCH_FLAGS if vars(namespace)[flag] is not None}
     if namespace.accelerate_config is not None:
         path = find_accelerate_config(namespace.accelerate_config)
         command += ["--config_file", str(path)]
         config = read_accelerate_config(path)
         if config["distributed_type"] == "DEEPSPEED" and config.get("use_cpu"):
             environment["DS_ACCELERATOR"] = "cpu"
-        if config.get("use_cpu") and "OMP_NUM_THREADS" not in os.environ:
-            command += ["--num_cpu_threads_per_process", str(_cpu_threads({**config, **given}))]
-    else:
-        command += _defaults_of_accelerate(given)
-    command += [part for flag, value in given.items() for part in (f"--{flag}", value)]
+    for flag in LAUNCH_FLAGS:
+        if vars(namespace)[flag] is not None:
+            command += [f"--{flag}", vars(namespace)[flag]]
     return [*command, "-m", "lze_trl.job.train", "--config", namespace.recipe, *flags], environment
 
 
@@ -173,12 +166,10 @@ def find_accelerate_config(name: str) -> Path:
     Raises:
         CommandError: There is none.
     """
-    if Path(name).is_file():
-        return Path(name)
     folders = [Path("accelerate_configs"), CHECKOUT / "accelerate_configs"]
-    for folder in folders:
-        if (folder / f"{name}.yaml").is_file():
-            return folder / f"{name}.yaml"
+    for path in (Path(name), *(folder / f"{name}.yaml" for folder in folders)):
+        if path.is_file():
+            return path
     known = sorted({path.stem for folder in folders for path in folder.glob("*.yaml")})
     raise CommandError(
         f"There is no accelerate configuration `{name}`. Use one of {known}, or the path of a file that "
@@ -202,64 +193,36 @@ def read_accelerate_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _cpu_threads(config: dict[str, Any]) -> int:
-    """Threads of each process on a CPU, as accelerate would share them out itself."""
-    import psutil
-
-    local = max(1, int(config["num_processes"]) // int(config.get("num_machines", 1)))
-    return max(1, (psutil.cpu_count(logical=False) or 1) // local)
-
-
-def _defaults_of_accelerate(given: dict[str, str]) -> list[str]:
-    """Flags for what accelerate would choose itself, where nothing configures it, and name in a warning at each launch."""
-    import torch
-    from accelerate.commands.config.config_args import default_config_file
-
-    if Path(default_config_file).is_file():
-        return []
-    flags = ["--mixed_precision", "no", "--dynamo_backend", "no"]
-    if "num_machines" not in given:
-        flags += ["--num_machines", "1"]
-    devices = torch.accelerator.device_count()
-    if "num_processes" not in given:
-        flags += ["--num_processes", str(max(1, devices))]
-    if devices > 1 and given.get("num_processes") != "1":
-        flags += ["--multi_gpu"]
-    return flags
-
-
 def _train(namespace: argparse.Namespace, flags: list[str]):
+    """Train by a recipe; further flags override its keys."""
     command, environment = launch_command(namespace, flags)
-    from .recipe import RecipeError, check_recipe
+    from .recipe import check_recipe
 
     # Before any process is started, so that a typing error is reported once and at once
-    with _told(RecipeError):
-        check_recipe(["--config", namespace.recipe, *flags])
-    os.execve(command[0], command, {**os.environ, **environment})
+    check_recipe(["--config", namespace.recipe, *flags])
+    os.execve(command[0], command, os.environ | environment)
 
 
 # ---- The others ----
 
 
 def _demo(namespace: argparse.Namespace, flags: list[str]):
+    """Train a small model on this machine's CPU, from nothing, in minutes."""
     # The libraries read these when they are imported. Everything is on this machine; and one thread, because on
     # matrices this small, threads that wait for each other cost more than they save
     os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from .demo import run_demo
-    from .recipe import RecipeError
 
-    with _told(RecipeError):
-        run_demo(flags)
+    run_demo(flags)
 
 
 def _data(namespace: argparse.Namespace, flags: list[str]):
-    from ..data import DataError
+    """Read data sets as training would, and count duplicates and unreadable answers."""
     from ..data.audit import Failure, audit, render
 
     settings = {name: vars(namespace)[name] for name in ("split", "config", "limit", *DATA_COLUMNS)}
-    with _told(DataError):
-        entries = audit(namespace.references, **settings)
+    entries = audit(namespace.references, **settings)
     failures = [entry for entry in entries if isinstance(entry, Failure)]
     if len(entries) == len(failures) == 1:
         raise CommandError(failures[0].message)
@@ -269,61 +232,37 @@ def _data(namespace: argparse.Namespace, flags: list[str]):
 
 
 def _app(namespace: argparse.Namespace, flags: list[str]):
-    with _extra("app"):
-        from ..app import launch
-        from ..record import TelemetryError
-    with _told(TelemetryError, OSError):
-        launch(namespace.runs, namespace.host, namespace.port)
+    """Look at runs in the browser."""
+    from ..app import launch
+
+    launch(namespace.runs, namespace.host, namespace.port)
 
 
 def _analyze(namespace: argparse.Namespace, flags: list[str]):
-    with _extra("app"):
-        from ..record import TelemetryError
-        from ..record.trl_logs import analyze
-    with _told(TelemetryError, OSError):
-        analysis = analyze(namespace.run, selection_ratio=namespace.selection_ratio, reward=namespace.reward)
+    """Estimate from the logs of any TRL GRPO run what selection would have saved."""
+    from ..record.trl_logs import analyze
+
+    analysis = analyze(namespace.run, selection_ratio=namespace.selection_ratio, reward=namespace.reward)
     sys.stdout.write(f"{analysis}\n")
 
 
 def _replay(namespace: argparse.Namespace, flags: list[str]):
-    with _extra("app"):
-        from ..record import TelemetryError
-        from ..replay import ReplayError, replay, show_replay
-    with _told(ReplayError, TelemetryError, OSError):
-        result = replay(
-            namespace.run, namespace.selector, namespace.selection_ratio, namespace.gumbel_scale, namespace.seed
-        )
-        if namespace.json is not None:
-            result.write_json(namespace.json)
+    """Show what other selectors would have chosen from the rollouts of a run."""
+    from ..replay import replay, show_replay
+
+    result = replay(
+        namespace.run, namespace.selector, namespace.selection_ratio, namespace.gumbel_scale, namespace.seed
+    )
+    if namespace.json is not None:
+        result.write_json(namespace.json)
     show_replay(result)
 
 
 def _report(namespace: argparse.Namespace, flags: list[str]):
-    with _extra("app"):
-        from ..app.report import write_report
-        from ..record import TelemetryError
-    with _told(TelemetryError, OSError):
-        sys.stdout.write(f"{write_report(namespace.run)}\n")
+    """Write the report of a run."""
+    from ..app.report import write_report
 
-
-@contextmanager
-def _told(*kinds: type[Exception]) -> Iterator[None]:
-    """Show these exceptions without a traceback: their message says what to do."""
-    try:
-        yield
-    except kinds as error:
-        raise CommandError(str(error)) from error
-
-
-@contextmanager
-def _extra(name: str) -> Iterator[None]:
-    """Tell which extra to install when an import fails."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        raise CommandError(
-            f"This command needs `{error.name}`, which is not installed. Run `pip install 'lze-trl[{name}]'`."
-        ) from error
+    sys.stdout.write(f"{write_report(namespace.run)}\n")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,8 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM,
 from trl import SFTConfig, SFTTrainer
 
 from ..files import made_aside
-from .recipe import CHECKOUT, RecipeError, check_recipe
+from . import CHECKOUT
+from .recipe import RecipeError, check_recipe
 from .train import main as train_main
 from .train import setup_logging
 
@@ -30,6 +31,7 @@ RECIPE = CHECKOUT / "recipes" / "demo" / "lze.yaml"
 WARM_START_DIR = CHECKOUT / "runs" / "demo" / "warm-start"
 TRAIN_FILE, HELD_OUT_FILE, MODEL_DIR, SETTINGS_FILE = "train.jsonl", "held_out.jsonl", "model", "settings.json"
 CHARACTERS = "0123456789+="
+LEVELS = ("no carry", "carry out of the ones", "carry out of the tens", "two carries")
 
 
 @dataclass(frozen=True)
@@ -136,41 +138,30 @@ def build_model(tokenizer: PreTrainedTokenizerFast, settings: WarmStart) -> Qwen
 
 
 def warm_start(directory: Path, settings: WarmStart) -> bool:
-    """
-    Make model, tokenizer and data under `directory`, unless they were made with these settings before.
-
-    Returns:
-        `bool`: Whether anything was made.
-    """
+    """Make model, tokenizer and data under `directory`, unless they were made with these settings; whether it made them."""
     settings_file = directory / SETTINGS_FILE
     if settings_file.is_file() and json.loads(settings_file.read_text())["key"] == settings.key:
         logger.info("The warm start in `%s` is reused.", directory)
         return False
     with made_aside(directory) as unfinished:
         train, held_out = problems(settings)
-        _write_problems(unfinished / TRAIN_FILE, train)
-        _write_problems(unfinished / HELD_OUT_FILE, held_out)
-        _make_model(unfinished / MODEL_DIR, train, settings)
+        for name, pairs in ((TRAIN_FILE, train), (HELD_OUT_FILE, held_out)):
+            rows = [
+                {"prompt": f"{a}+{b}=", "solution": str(a + b), "level": LEVELS[difficulty_class(a, b)]}
+                for a, b in pairs
+            ]
+            (unfinished / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        set_seed(settings.seed)
+        tokenizer = build_tokenizer()
+        model = build_model(tokenizer, settings)
+        logger.info(
+            "Warm start: %d supervised steps of a model with %.1f M parameters, on sums that are often wrong.",
+            settings.steps,
+            model.num_parameters() / 1e6,
+        )
+        train_supervised(model, tokenizer, noisy_examples(train, settings), unfinished / MODEL_DIR, settings)
         (unfinished / SETTINGS_FILE).write_text(json.dumps({"key": settings.key, **asdict(settings)}, indent=2))
     return True
-
-
-def _write_problems(path: Path, pairs: Sequence[tuple[int, int]]):
-    names = ("no carry", "carry out of the ones", "carry out of the tens", "two carries")
-    rows = ({"prompt": f"{a}+{b}=", "solution": str(a + b), "level": names[difficulty_class(a, b)]} for a, b in pairs)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def _make_model(directory: Path, pairs: Sequence[tuple[int, int]], settings: WarmStart):
-    set_seed(settings.seed)
-    tokenizer = build_tokenizer()
-    model = build_model(tokenizer, settings)
-    logger.info(
-        "Warm start: %d supervised steps of a model with %.1f M parameters, on sums that are often wrong.",
-        settings.steps,
-        model.num_parameters() / 1e6,
-    )
-    train_supervised(model, tokenizer, noisy_examples(pairs, settings), directory, settings)
 
 
 def train_supervised(
@@ -180,16 +171,7 @@ def train_supervised(
     directory: Path,
     settings: WarmStart,
 ):
-    """
-    Train a model on prompts and completions, in their order, and save it.
-
-    Args:
-        model (`Qwen2ForCausalLM`): The model.
-        tokenizer (`PreTrainedTokenizerFast`): Its tokenizer, saved beside it.
-        examples (`list[dict]`): One `prompt` and `completion` for each place in each batch.
-        directory (`Path`): Where to save both.
-        settings ([`WarmStart`]): Gives `steps`, `batch_size`, `learning_rate` and `seed`.
-    """
+    """Train a model on prompts and completions, in their order, and save it with its tokenizer."""
     trainer = SFTTrainer(
         model=model,
         args=SFTConfig(
@@ -219,12 +201,7 @@ def train_supervised(
 
 
 def run_demo(flags: Sequence[str] = ()):
-    """
-    Make the warm start if needed and train by `recipes/demo/lze.yaml`.
-
-    Args:
-        flags (`Sequence[str]`, *optional*): Flags that override the recipe.
-    """
+    """Make the warm start if needed and train by `recipes/demo/lze.yaml`; flags override the recipe."""
     if not RECIPE.is_file():
         raise RecipeError(f"The demo's recipe `{RECIPE}` is missing. Run the demo from a clone of the repository.")
     check_recipe(["--config", str(RECIPE), *flags])

@@ -2,22 +2,17 @@
 
 import logging
 import re
+import shutil
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi, constants, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-from huggingface_hub.utils import filter_repo_objects
 
-from ..files import write_atomically
+from ..files import made_aside, write_atomically
 from ..record import MissingTelemetryError, TelemetryError, open_run
-from ..record.ledger import (
-    PLAIN,
-    against_plain,
-    headline,
-    skipped_visits,
-)
+from ..record.ledger import PLAIN, against_plain, headline, skipped_visits
 from ..record.schema import DIRECTORY
 
 
@@ -56,15 +51,9 @@ _PACKAGES = ("lze-trl", "trl", "transformers", "accelerate", "datasets", "torch"
 
 def resolve_run(source: str | Path) -> Path:
     """
-    Directory of a run that is given as a directory or as the Hub id of a dataset repo.
+    Directory of a run that is given as a directory or as the Hub id of a dataset repo, such as `"me/my-run"`.
 
-    Of a repo, only the telemetry is downloaded.
-
-    Args:
-        source (`str` or `Path`): Directory, or id such as `"me/my-run"`.
-
-    Raises:
-        MissingTelemetryError: If it is neither.
+    Of a repo, only the telemetry is downloaded. Neither of the two raises [`MissingTelemetryError`].
     """
     if Path(source).exists():
         return Path(source)
@@ -76,15 +65,10 @@ def resolve_run(source: str | Path) -> Path:
 
 def resolve_state(source: str | Path) -> Path:
     """
-    Directory with the prompt state of an earlier run, given as a directory or as a Hub id.
+    Directory with the prompt state of an earlier run, given as the directory of a run or checkpoint, or as a Hub id.
 
-    Of two repos of the same name, the dataset comes first, unless it holds no prompt state.
-
-    Args:
-        source (`str` or `Path`): Directory of a run or of a checkpoint, or the id of a dataset or model repo.
-
-    Raises:
-        FileNotFoundError: If it is neither, or neither repo holds a prompt state.
+    Of two repos of the same name, the dataset comes first, unless it holds no prompt state. `FileNotFoundError` is raised
+    if neither holds one.
     """
     from ..checkpoint import find_state
 
@@ -103,28 +87,17 @@ def _download(repo_id: str, repo_type: str, patterns: list[str]) -> Path:
     if not _HUB_ID.fullmatch(repo_id):
         raise FileNotFoundError(f"{neither}. Give the `output_dir` of a training, or an id such as `me/my-run`.")
     try:
-        # Into a folder of its own: the files of the shared cache are links, which readers of a run do not follow
-        folder = Path(constants.HF_HOME) / "lze_trl" / f"{repo_type}--{repo_id.replace('/', '--')}"
-        snapshot_download(repo_id, repo_type=repo_type, allow_patterns=patterns, local_dir=folder)
+        snapshot = snapshot_download(repo_id, repo_type=repo_type, allow_patterns=patterns)
     except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError) as error:
         reason = str(error).splitlines()[0]
         raise FileNotFoundError(
             f"{neither}: {reason} Check the name, and `hf auth login` if it is private."
         ) from error
-    _remove_unlisted(folder, repo_id, repo_type, patterns)
+    # The files of the shared cache are links, which readers of a run do not follow
+    folder = Path(constants.HF_HOME) / "lze_trl" / f"{repo_type}--{repo_id.replace('/', '--')}"
+    with made_aside(folder) as unfinished:
+        shutil.copytree(snapshot, unfinished, dirs_exist_ok=True)
     return folder
-
-
-def _remove_unlisted(folder: Path, repo_id: str, repo_type: str, patterns: list[str]):
-    """Remove what was downloaded earlier and the repo no longer has: it may be of another run."""
-    try:
-        listed = set(HfApi().list_repo_files(repo_id, repo_type=repo_type))
-    except Exception as error:  # whatever the HTTP library raises for no network, a proxy or a broken server
-        logger.info("`%s` is opened as it was downloaded: %s", repo_id, error)
-        return
-    files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-    for name in filter_repo_objects(files - listed, allow_patterns=patterns):
-        (folder / name).unlink()
 
 
 def push_run(run_dir: str | Path, repo_id: str, private: bool | None = None, token: str | None = None) -> str:
@@ -165,11 +138,7 @@ def keep_private(run_dir: str | Path):
     """
     Keep telemetry and report, which hold prompts and completions, out of the model repo.
 
-    The trainer of transformers uploads the whole output directory. The Hub leaves out what the `.gitignore` among the files
-    names; lines that are there already stay.
-
-    Args:
-        run_dir (`str` or `Path`): Output directory of a training.
+    The trainer of transformers uploads the whole output directory, except what its `.gitignore` names.
     """
     path = Path(run_dir) / ".gitignore"
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
@@ -188,7 +157,7 @@ def correct_model_card(
     grpo_citation: str,
 ):
     """
-    Put right what TRL's model card says of every model: where it is, what it comes from, what to ask it, and whom to cite.
+    Correct what TRL's model card says of every model: where it is, its base model, an example prompt, and whom to cite.
 
     Args:
         path (`str` or `Path`): The card that TRL has written.
@@ -220,9 +189,6 @@ def extend_model_card(run_dir: str | Path):
     Add how the model was trained to the `README.md` that TRL has written, and the picture beside it.
 
     A section from an earlier call is replaced. A run without telemetry gets no section.
-
-    Args:
-        run_dir (`str` or `Path`): Output directory of a training.
     """
     from ..app.report import write_summary_picture
 
@@ -231,7 +197,7 @@ def extend_model_card(run_dir: str | Path):
     try:
         section = model_card_section(run_dir)
     except MissingTelemetryError:
-        logger.info("`%s` has no telemetry, so the model card does not tell about the run.", run_dir)
+        logger.info("`%s` has no telemetry, so the model card says nothing about the run.", run_dir)
         return
     write_summary_picture(run_dir, run_dir / PICTURE)
     text = card.read_text(encoding="utf-8") if card.exists() else ""
@@ -241,21 +207,15 @@ def extend_model_card(run_dir: str | Path):
 
 
 def model_card_section(run_dir: str | Path) -> str:
-    """
-    Markdown about the run: settings, savings, picture and versions.
-
-    Args:
-        run_dir (`str` or `Path`): Output directory of a training.
-
-    Raises:
-        TelemetryError: If the run cannot be read.
-    """
+    """Markdown about the run: settings, savings, picture and versions."""
     run = open_run(run_dir)
     summary, settings = run.summary(), run.meta.settings
     run.close()
     if not summary["generations"]:
         raise MissingTelemetryError("The run has not recorded anything yet.")
     prompts = summary["prompts"]
+    shown = [f"| `{name}` | `{settings[name]}` |" for name in _SHOWN_SETTINGS if settings.get(name) is not None]
+    newline = "\n"
     return f"""{_SECTION_START}
 ## Trained where it learns
 
@@ -273,11 +233,13 @@ prompts, {prompts["pruned"]:,} were pruned as solved at the end, and {prompts["f
 
 ### Settings
 
-{_settings_table(settings)}
+| setting | value |
+|---|---|
+{newline.join(shown)}
 
 ### Versions
 
-{_versions()}
+{newline.join(f"- {name} {version(name)}" for name in _PACKAGES)}
 {_SECTION_END}"""
 
 
@@ -288,15 +250,6 @@ def savings_table(totals: dict[str, float]) -> str:
     ]
     table = "\n".join([f"| FLOPs | this run | {PLAIN} | ratio |", "|---|---|---|---|", *rows])
     return "\n\n".join([headline(totals), table, skipped_visits(totals)] if rows else [headline(totals)])
-
-
-def _settings_table(settings: dict[str, Any]) -> str:
-    rows = [f"| `{name}` | `{settings[name]}` |" for name in _SHOWN_SETTINGS if settings.get(name) is not None]
-    return "\n".join(["| setting | value |", "|---|---|", *rows])
-
-
-def _versions() -> str:
-    return "\n".join(f"- {name} {version(name)}" for name in _PACKAGES)
 
 
 def _dataset_card(run_dir: Path, repo_id: str) -> str:

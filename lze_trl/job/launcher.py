@@ -1,14 +1,11 @@
-"""`accelerate launch`, on a Ctrl-C of which the job has the last word: it stops, and says how to go on."""
+"""`accelerate launch` without its list of defaults, and letting the job finish after a Ctrl-C, to say how to resume."""
 
+import logging
 import signal
 import sys
 
 from accelerate.commands.launch import main as launch
 from torch.distributed.elastic.multiprocessing.api import SignalException
-
-
-INTERRUPTED = 130
-"""Exit status after a Ctrl-C, as shells have it."""
 
 
 def main():
@@ -22,13 +19,16 @@ def main():
         signal.signal(number, signal.SIG_DFL)
 
     signal.signal(signal.SIGINT, stop)
+    # Without a configuration, accelerate warns at each launch about the flags whose defaults it uses
+    logger = logging.getLogger("accelerate.commands.launch")
+    logger.addFilter(lambda record: "not passed to `accelerate launch`" not in record.getMessage())
     try:
         launch()
-    except SignalException as received:  # of torchrun, which hands signals on by itself
+    except SignalException as received:  # by torchrun, which forwards signals itself
         sys.exit(128 + received.sigval)
     except SystemExit:
         if stopped:
-            sys.exit(INTERRUPTED)
+            sys.exit(128 + signal.SIGINT)
         raise
 
 

@@ -1,21 +1,22 @@
 """Recipes: a YAML file and command-line flags, read strictly into the dataclasses of a run."""
+# ruff: noqa: RUF009 - HfArg returns a field
 
+import argparse
 import difflib
+import inspect
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
-from types import UnionType
-from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, NoReturn, Union, get_args, get_origin, get_type_hints
 
 import yaml
+from transformers.hf_argparser import HfArg
 from trl import ModelConfig, TrlParser
 
 from ..config import LZEGRPOConfig
-from ..rewards.functions import SOFT_OVERLONG
-
-
-CHECKOUT = Path(__file__).resolve().parents[2]
-_CONSTRUCTION_ERRORS = (ValueError, TypeError, ImportError, OSError)
+from ..rewards import SOFT_OVERLONG
+from . import CHECKOUT
 
 
 class RecipeError(ValueError):
@@ -24,112 +25,64 @@ class RecipeError(ValueError):
 
 @dataclass
 class LZEScriptArguments:
-    r"""
-    What a run trains and evaluates on, and what rewards it.
+    """What a run trains and evaluates on, and which rewards it uses. Each field documents itself in `help`."""
 
-    Parameters:
-        datasets (`list[str]`, *optional*):
-            Training sets: Hub ids, Hub URLs, `hf://org/name?config=…&split=…` or local .jsonl, .json, .parquet or .csv
-            files. Several are mixed.
-        dataset_split (`str`, *optional*):
-            Split of the training sets. Defaults to `train` where there is one.
-        dataset_config (`str`, *optional*):
-            Configuration of the training sets on the Hub.
-        max_train_samples (`int`, *optional*):
-            Number of prompts to read from each training set. Defaults to all.
-        eval_datasets (`list[str]`, *optional*):
-            Evaluation sets, held out from training. Without one, accuracy is not measured.
-        eval_dataset_split (`str`, *optional*):
-            Split of the evaluation sets.
-        eval_dataset_config (`str`, *optional*):
-            Configuration of the evaluation sets on the Hub.
-        max_eval_samples (`int`, *optional*):
-            Number of prompts to read from each evaluation set. Defaults to all.
-        dataset_prompt_column (`str`, *optional*):
-            Column with the problem, where it is not recognised.
-        dataset_answer_column (`str`, *optional*):
-            Column with the gold answer, where it is not recognised.
-        dataset_context_columns (`list[str]`, *optional*):
-            Columns with what the problem refers to, written before it. Defaults to those called `body`, `context`,
-            `passage`, `table` and the like; `[]` for none.
-        dataset_option_columns (`list[str]`, *optional*):
-            Column that lists the options to choose from, or one column for each, written after the problem with letters
-            that are then the gold answers. Defaults to `options`, `choices` or `A`, `B`, `C` and the like; `[]` for none.
-        conversational (`bool`, *optional*, defaults to `True`):
-            Whether prompts are lists of messages, for the model's chat template. `False` gives plain text.
-        system_prompt (`str`, *optional*):
-            System prompt of every conversation.
-        prompt_suffix (`str`, *optional*):
-            Text added to every question.
-        reward_funcs (`list[str]`, *optional*, defaults to `["accuracy"]`):
-            Reward functions by name or dotted import path; their weights are `reward_weights`.
-        soft_overlong_cache (`int`, *optional*):
-            Tokens before `max_completion_length` over which the reward `soft_overlong` falls from 0 to −1. Defaults to a
-            fifth of that length.
-    """
-
-    datasets: list[str] = field(
+    datasets: list[str] = HfArg(
         default_factory=list,
-        metadata={"help": "Training sets: Hub ids, Hub URLs, hf://org/name?config=…&split=… or local files."},
+        help="Training sets: Hub ids, Hub URLs, `hf://org/name?config=…&split=…` or local .jsonl, .json, .parquet or .csv "
+        "files. Several are mixed.",
     )
-    dataset_split: str | None = field(
-        default=None, metadata={"help": "Split of the training sets. Default: 'train' where there is one."}
+    dataset_split: str | None = HfArg(
+        default=None, help="Split of the training sets. Default: 'train' where there is one."
     )
-    dataset_config: str | None = field(
-        default=None, metadata={"help": "Configuration of the training sets on the Hub."}
+    dataset_config: str | None = HfArg(default=None, help="Configuration of the training sets on the Hub.")
+    max_train_samples: int | None = HfArg(
+        default=None, help="Number of prompts to read from each training set. Default: all."
     )
-    max_train_samples: int | None = field(
-        default=None, metadata={"help": "Number of prompts to read from each training set. Default: all."}
+    eval_datasets: list[str] = HfArg(
+        default_factory=list,
+        help="Evaluation sets, held out from training. Without one, accuracy is not measured.",
     )
-    eval_datasets: list[str] = field(
-        default_factory=list, metadata={"help": "Evaluation sets, held out from training."}
+    eval_dataset_split: str | None = HfArg(default=None, help="Split of the evaluation sets.")
+    eval_dataset_config: str | None = HfArg(default=None, help="Configuration of the evaluation sets on the Hub.")
+    max_eval_samples: int | None = HfArg(
+        default=None, help="Number of prompts to read from each evaluation set. Default: all."
     )
-    eval_dataset_split: str | None = field(default=None, metadata={"help": "Split of the evaluation sets."})
-    eval_dataset_config: str | None = field(
-        default=None, metadata={"help": "Configuration of the evaluation sets on the Hub."}
+    dataset_prompt_column: str | None = HfArg(
+        default=None, help="Column with the problem, where it is not recognised."
     )
-    max_eval_samples: int | None = field(
-        default=None, metadata={"help": "Number of prompts to read from each evaluation set. Default: all."}
+    dataset_answer_column: str | None = HfArg(
+        default=None, help="Column with the gold answer, where it is not recognised."
     )
-    dataset_prompt_column: str | None = field(
-        default=None, metadata={"help": "Column with the problem, where it is not recognised."}
-    )
-    dataset_answer_column: str | None = field(
-        default=None, metadata={"help": "Column with the gold answer, where it is not recognised."}
-    )
-    dataset_context_columns: list[str] | None = field(
+    dataset_context_columns: list[str] | None = HfArg(
         default=None,
-        metadata={
-            "help": "Columns with what the problem refers to, written before it. Default: those called body, context, "
-            "passage, table and the like."
-        },
+        help="Columns with what the problem refers to, written before it. Default: those called `body`, `context`, "
+        "`passage`, `table` and the like; `[]` for none.",
     )
-    dataset_option_columns: list[str] | None = field(
+    dataset_option_columns: list[str] | None = HfArg(
         default=None,
-        metadata={
-            "help": "Column that lists the options, or one for each; the gold answer becomes a letter. Default: options, "
-            "choices or A, B, C and the like."
-        },
+        help="Column that lists the options to choose from, or one column for each, written after the problem with letters "
+        "that are then the gold answers. Default: `options`, `choices` or `A`, `B`, `C` and the like; `[]` for none.",
     )
-    conversational: bool = field(
-        default=True, metadata={"help": "Whether prompts are lists of messages, for the model's chat template."}
+    conversational: bool = HfArg(
+        default=True,
+        help="Whether prompts are lists of messages, for the model's chat template. `false` gives plain text.",
     )
-    system_prompt: str | None = field(default=None, metadata={"help": "System prompt of every conversation."})
-    prompt_suffix: str | None = field(default=None, metadata={"help": "Text added to every question."})
-    reward_funcs: list[str] = field(
+    system_prompt: str | None = HfArg(default=None, help="System prompt of every conversation.")
+    prompt_suffix: str | None = HfArg(default=None, help="Text added to every question.")
+    reward_funcs: list[str] = HfArg(
         default_factory=lambda: ["accuracy"],
-        metadata={"help": "Reward functions by name or dotted import path."},
+        help="Reward functions by name or dotted import path; their weights are `reward_weights`.",
     )
-    soft_overlong_cache: int | None = field(
+    soft_overlong_cache: int | None = HfArg(
         default=None,
-        metadata={
-            "help": "Tokens before the limit over which 'soft_overlong' falls from 0 to -1. Default: a fifth of it."
-        },
+        help="Tokens before `max_completion_length` over which the reward 'soft_overlong' falls from 0 to -1. Default: a "
+        "fifth of that length.",
     )
 
     def __post_init__(self):
         for name in ("max_train_samples", "max_eval_samples"):
-            value = getattr(self, name)
+            value = vars(self)[name]
             if value is not None and value < 1:
                 raise ValueError(f"`{name}` must be at least 1, got {value}. Leave it unset to read all prompts.")
         if self.system_prompt is not None and not self.conversational:
@@ -145,6 +98,8 @@ class LZEScriptArguments:
 
 
 RECIPE_CLASSES = (LZEScriptArguments, LZEGRPOConfig, ModelConfig)
+KEYS = {field.name for recipe_class in RECIPE_CLASSES for field in fields(recipe_class) if field.init}
+"""Every known key of a recipe."""
 
 
 class RecipeParser(TrlParser):
@@ -157,11 +112,6 @@ class RecipeParser(TrlParser):
         """Raise instead of printing the usage of some 250 flags."""
         raise RecipeError(f"{message[:1].upper()}{message[1:]}.")
 
-    @property
-    def names(self) -> set[str]:
-        """Every known key of a recipe."""
-        return {field.name for dataclass_type in RECIPE_CLASSES for field in fields(dataclass_type) if field.init}
-
 
 def parse_recipe(arguments: Sequence[str]) -> tuple[LZEScriptArguments, LZEGRPOConfig, ModelConfig]:
     """
@@ -173,32 +123,47 @@ def parse_recipe(arguments: Sequence[str]) -> tuple[LZEScriptArguments, LZEGRPOC
     Raises:
         RecipeError: The recipe cannot be found or read, or a key, a flag or a value is not allowed.
     """
-    parser = RecipeParser()
-    arguments = check_recipe(arguments, parser)
+    arguments = check_recipe(arguments)
     try:
-        return parser.parse_args_and_config(arguments)
-    except RecipeError:
-        raise
-    except _CONSTRUCTION_ERRORS as error:
+        return RecipeParser().parse_args_and_config(arguments)
+    except (ValueError, TypeError, ImportError, OSError) as error:
         raise RecipeError(str(error)) from error
 
 
-def check_recipe(arguments: Sequence[str], parser: RecipeParser | None = None) -> list[str]:
+def check_recipe(arguments: Sequence[str]) -> list[str]:
     """
-    Check keys and flags without building the configuration, which would take hold of the accelerator.
+    Check keys and flags without building the configuration, which would occupy the accelerator.
 
     Returns:
         `list[str]`: The command line with the recipe's flag normalised to `--config PATH`.
     """
-    parser = RecipeParser() if parser is None else parser
+    parser = RecipeParser()
     path, flags = _split_config(arguments)
     if path is not None:
-        _check_keys(read_recipe(path), path, parser)
-    # Required fields do not exist, so that flags alone parse
+        _check_values(read_recipe(path), path, parser)
     _, unknown = parser.parse_known_args(flags)
     if unknown:
-        raise RecipeError(_unknown_flag(unknown[0], parser.names))
-    return flags if path is None else ["--config", str(path), *flags]
+        flag = unknown[0].partition("=")[0]
+        if not flag.startswith("-"):
+            raise RecipeError(f"Unexpected argument `{unknown[0]}`. Flags are written `--name value`.")
+        raise RecipeError(f"Unknown flag `{flag}`.{_near(flag.lstrip('-').replace('-', '_'), KEYS, '--')}")
+    return flags if path is None else ["--config", path, *flags]
+
+
+def _split_config(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
+    """Path after `--config`, or the first argument if it is no flag, and all other arguments."""
+    if arguments and not arguments[0].startswith("-"):
+        arguments = ["--config", *arguments]
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--config", action="append")
+    try:
+        namespace, flags = parser.parse_known_args(arguments)
+    except argparse.ArgumentError as error:
+        raise RecipeError("`--config` needs the path of a recipe.") from error
+    paths = namespace.config or [None]
+    if len(paths) > 1:
+        raise RecipeError("`--config` was given twice. Give one recipe, and flags that override it.")
+    return paths[0], flags
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -249,101 +214,42 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
 
 def known_recipes() -> list[str]:
     """Recipes under `recipes/` of the working directory and of the checkout."""
-    found = {}
-    for root in (CHECKOUT, Path.cwd()):
-        for recipe in sorted((root / "recipes").rglob("*.yaml")):
-            shown = recipe.relative_to(Path.cwd()) if recipe.is_relative_to(Path.cwd()) else recipe
-            found[recipe] = str(shown)
-    return list(found.values())
+    here = Path.cwd()
+    recipes = {recipe for root in (here, CHECKOUT) for recipe in (root / "recipes").rglob("*.yaml")}
+    return [str(path.relative_to(here) if path.is_relative_to(here) else path) for path in sorted(recipes)]
 
 
-def nearest(name: str, known: Iterable[str]) -> list[str]:
-    """The names that `name` was probably meant to be, best first."""
-    return difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
+def _near(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """The question whether one of the known names was meant, if some are near."""
+    matches = difflib.get_close_matches(name, list(known))
+    return " Did you mean " + " or ".join(f"`{prefix}{match}`" for match in matches) + "?" if matches else ""
 
 
-def _near(name: str, known: Iterable[str]) -> str:
-    matches = nearest(name, known)
-    if not matches:
-        return ""
-    return " Did you mean " + " or ".join(f"`{match}`" for match in matches) + "?"
+_NO_FLAGS = (NoneType, list, dict)
 
 
-def _split_config(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Path after `--config`, or the first argument if it is no flag, and all other arguments."""
-    path, rest = None, []
-    remaining = iter(arguments)
-    for index, argument in enumerate(remaining):
-        if index == 0 and not argument.startswith("-"):
-            path = argument
-            continue
-        if argument != "--config" and not argument.startswith("--config="):
-            rest.append(argument)
-            continue
-        if path is not None:
-            raise RecipeError("`--config` was given twice. Give one recipe, and flags that override it.")
-        path = argument.partition("=")[2] or next(remaining, None)
-        if path is None:
-            raise RecipeError("`--config` needs the path of a recipe.")
-    return path, rest
-
-
-def _check_keys(recipe: dict[str, Any], path: str, parser: RecipeParser):
-    hints: dict[str, Any] = {}
-    for dataclass_type in RECIPE_CLASSES:
-        hints |= get_type_hints(dataclass_type)
+def _check_values(recipe: dict[str, Any], path: str, parser: RecipeParser):
+    """Refuse unknown keys, and values that the parser would refuse as flags."""
+    hints = {key: hint for recipe_class in RECIPE_CLASSES for key, hint in get_type_hints(recipe_class).items()}
     for key, value in recipe.items():
         if key == "env":
             if not isinstance(value, dict):
                 raise RecipeError(f"`env` in `{path}` must be a mapping of variables to values, got {value!r}.")
-        elif key not in parser.names:
-            raise RecipeError(f"Unknown key `{key}` in `{path}`.{_near(str(key), parser.names)}")
-        elif not _fits(value, hints[key]):
-            choices = [choice for choice in get_args(hints[key]) if isinstance(choice, str)]
-            raise RecipeError(
-                f"`{key}` in `{path}` must be {_describe(hints[key])}, got {value!r}.{_near(str(value), choices)}"
-            )
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    """Whether a YAML value can become a field of this type. Strings are converted, as on the command line."""
-    origin = get_origin(hint)
-    if hint is Any:
-        return True
-    if origin in (Union, UnionType):
-        return any(_fits(value, option) for option in get_args(hint))
-    if origin is Literal:
-        return value in get_args(hint)
-    if origin in (list, tuple):
-        return isinstance(value, list) and all(_fits(item, (get_args(hint) or (Any,))[0]) for item in value)
-    if hint in (int, float) and isinstance(value, str):  # YAML reads 1e-6 as text
+            continue
+        if key not in KEYS:
+            raise RecipeError(f"Unknown key `{key}` in `{path}`.{_near(str(key), KEYS)}")
+        # Flags cannot express null, lists or mappings, so their kind is compared with the type of the field
+        hint = hints[key]
+        options = get_args(hint) if get_origin(hint) in (Union, UnionType) else [hint]
+        kinds = {get_origin(option) or option for option in options}
+        if None in get_args(hint):  # a Literal
+            kinds.add(NoneType)
+        kind = type(value) if isinstance(value, _NO_FLAGS) else None
+        items = (value if kind is list else []) if kind else [value]
         try:
-            hint(value)
-        except ValueError:
-            return False
-        return True
-    if hint is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
-    if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    if hint is str:  # fields such as `scale_rewards` or `logging_steps` also take plain scalars
-        return isinstance(value, (str, bool, int, float))
-    if isinstance(origin or hint, type):
-        # An enumeration is named by its value; TRL and transformers check it
-        return isinstance(value, (origin or hint, str))
-    return True
-
-
-def _describe(hint: Any) -> str:
-    if get_origin(hint) is Literal:
-        return f"one of {[choice for choice in get_args(hint) if choice is not None]}"
-    return hint.__name__ if isinstance(hint, type) and get_origin(hint) is None else str(hint).replace("typing.", "")
-
-
-def _unknown_flag(flag: str, names: Iterable[str]) -> str:
-    if not flag.startswith("-"):
-        return f"Unexpected argument `{flag}`. Flags are written `--name value`."
-    name = flag.lstrip("-").partition("=")[0].replace("-", "_")
-    matches = nearest(name, names)
-    hint = " Did you mean " + " or ".join(f"`--{match}`" for match in matches) + "?" if matches else ""
-    return f"Unknown flag `{flag.partition('=')[0]}`.{hint}"
+            if not (kind in kinds if kind else kinds - {*_NO_FLAGS}) or any(isinstance(v, _NO_FLAGS) for v in items):
+                raise RecipeError(f"it takes {inspect.formatannotation(hint)}.")
+            parser.parse_args([f"--{key}={item}" for item in items])
+        except RecipeError as error:
+            near = _near(str(value), [choice for choice in get_args(hint) if isinstance(choice, str)])
+            raise RecipeError(f"`{key}` in `{path}` cannot be {value!r}: {error}{near}") from error

@@ -19,6 +19,7 @@ import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import datasets
 import huggingface_hub
@@ -27,7 +28,7 @@ from datasets import Dataset
 from transformers.trainer import TRAINER_STATE_NAME
 from trl import ModelConfig, get_peft_config, get_quantization_config
 
-from ..app.console import sampled_accuracy
+from ..app.console import accuracy_metric, sampled_accuracy
 from ..checkpoint import (
     CheckpointError,
     has_ended,
@@ -36,9 +37,8 @@ from ..checkpoint import (
     refuse_non_checkpoint,
 )
 from ..config import LZEGRPOConfig
-from ..data import load_mixture
-from ..data.references import parse_reference
-from ..rewards.functions import get_reward
+from ..data import load_mixture, parse_reference
+from ..rewards import get_reward
 from ..trainer import LZEGRPOTrainer
 from .recipe import LZEScriptArguments, RecipeError, parse_recipe
 
@@ -47,61 +47,44 @@ logger = logging.getLogger("lze_trl.job.train")  # by name: as a script, this mo
 
 
 @contextmanager
-def user_errors() -> Iterator[None]:
-    """Raise what is wrong with settings or data as [`RecipeError`], which `main` shows without a traceback."""
+def user_errors(*kinds: type[Exception]) -> Iterator[None]:
+    """Raise errors of these kinds as [`RecipeError`], which `main` shows without a traceback."""
     try:
         yield
-    except RecipeError:
-        raise
-    except (ValueError, TypeError, ImportError, OSError) as error:
+    except kinds as error:
         logger.debug("Cause:", exc_info=True)
         raise RecipeError(str(error)) from error
-
-
-@contextmanager
-def told_how_to_go_on(args: LZEGRPOConfig) -> Iterator[None]:
-    """Train; a Ctrl-C is answered with the way to go on, and what is wrong with a checkpoint as in [`user_errors`]."""
-    try:
-        yield
-    except CheckpointError as error:
-        raise RecipeError(str(error)) from error
-    except KeyboardInterrupt:
-        if args.process_index == 0:
-            logger.warning(how_to_resume(args.output_dir, "the same command with `--resume_from_checkpoint auto`"))
-        raise
 
 
 def load_data(script_args: LZEScriptArguments, training_args: LZEGRPOConfig) -> tuple[Dataset, Dataset | None]:
     """Training set, and evaluation set if the recipe names one."""
     if not script_args.datasets:
         raise RecipeError("`datasets` names no training set. Give a Hub id or a local file.")
-    form = {
-        "system_prompt": script_args.system_prompt,
-        "prompt_suffix": script_args.prompt_suffix,
-        "conversational": script_args.conversational,
-        "prompt_column": script_args.dataset_prompt_column,
-        "answer_column": script_args.dataset_answer_column,
-        "context_columns": script_args.dataset_context_columns,
-        "option_columns": script_args.dataset_option_columns,
-    }
+    load = partial(
+        load_mixture,
+        system_prompt=script_args.system_prompt,
+        prompt_suffix=script_args.prompt_suffix,
+        conversational=script_args.conversational,
+        prompt_column=script_args.dataset_prompt_column,
+        answer_column=script_args.dataset_answer_column,
+        context_columns=script_args.dataset_context_columns,
+        option_columns=script_args.dataset_option_columns,
+    )
     with training_args.main_process_first(desc="datasets"):
-        train = load_mixture(
+        train = load(
             script_args.datasets,
             split=script_args.dataset_split,
             config=script_args.dataset_config,
             limit=script_args.max_train_samples,
-            **form,
         )
         if not script_args.eval_datasets:
             return train, None
-        held_out = load_mixture(
+        return train, load(
             script_args.eval_datasets,
             split=script_args.eval_dataset_split,
             config=script_args.eval_dataset_config,
             limit=script_args.max_eval_samples,
-            **form,
         )
-    return train, held_out
 
 
 def build_trainer(
@@ -115,8 +98,13 @@ def build_trainer(
         for name in script_args.reward_funcs
     ]
     train_dataset, eval_dataset = load_data(script_args, training_args)
-    if eval_dataset is not None:
-        _check_evaluation(training_args)
+    generations = training_args.num_generations_eval or training_args.num_generations
+    rows = training_args.per_device_eval_batch_size * training_args.world_size
+    if eval_dataset is not None and rows % generations:
+        raise RecipeError(
+            f"The evaluation batch of {rows} completions (`per_device_eval_batch_size` times {training_args.world_size} "
+            f"processes) must be divisible by `num_generations_eval={generations}`. Use a multiple of {generations}."
+        )
     training_args.model_init_kwargs = {
         "revision": model_args.model_revision,
         "trust_remote_code": training_args.trust_remote_code,
@@ -135,21 +123,8 @@ def build_trainer(
     )
 
 
-def _check_evaluation(args: LZEGRPOConfig):
-    generations = args.num_generations_eval or args.num_generations
-    rows = args.per_device_eval_batch_size * args.world_size
-    if rows % generations:
-        raise RecipeError(
-            f"The evaluation batch of {rows} completions (`per_device_eval_batch_size` times {args.world_size} "
-            f"processes) must be divisible by `num_generations_eval={generations}`. Use a multiple of {generations}."
-        )
-
-
 def resume_point(args: LZEGRPOConfig) -> str | None:
-    """
-    Checkpoint to continue from: none, the one that is named, or, for `auto` and `true`, the last complete one of
-    `output_dir` if it holds any.
-    """
+    """Checkpoint to resume: none, the one named, or for `auto` and `true` the last complete one of `output_dir`, if any."""
     wanted = str(args.resume_from_checkpoint or "false")
     if wanted.lower() in ("false", "no", "none"):
         return None
@@ -166,18 +141,13 @@ def resume_point(args: LZEGRPOConfig) -> str | None:
     return checkpoint
 
 
-def is_finished(args: LZEGRPOConfig) -> bool:
-    """Whether nothing is left to do in `output_dir`: the state of the trainer is the last thing that a run leaves there."""
-    return Path(args.output_dir, TRAINER_STATE_NAME).is_file() and has_ended(args.output_dir, args)
-
-
 def run(
     script_args: LZEScriptArguments, training_args: LZEGRPOConfig, model_args: ModelConfig
 ) -> dict[str, float | None]:
     """
     Train by a recipe.
 
-    A run that was stopped goes on where it was. If all its steps were taken, it is evaluated, saved, reported and uploaded.
+    A run that was stopped is resumed. If it has taken all its steps, it is still evaluated, saved, reported and uploaded.
 
     Returns:
         `dict[str, float | None]`: The totals of [`~lze_trl.record.ledger.Ledger.summary`], and `accuracy_before` and
@@ -187,55 +157,66 @@ def run(
         datasets.disable_progress_bars()
         huggingface_hub.utils.disable_progress_bars()
         transformers.utils.logging.disable_progress_bar()
-    with user_errors():
+    output_dir = Path(training_args.output_dir)
+    with user_errors(ValueError, TypeError, ImportError, OSError):
         checkpoint = resume_point(training_args)
         if checkpoint is not None:
             refuse_non_checkpoint(checkpoint)
-        if checkpoint is not None and has_ended(checkpoint, training_args) and is_finished(training_args):
+        # The state of the trainer is the last thing that a run writes into its output folder
+        if checkpoint is not None and all(has_ended(folder, training_args) for folder in (checkpoint, output_dir)):
             logger.info(
-                "The run in `%s` has ended: there is nothing left to do. To go on with it, raise `max_steps` or "
-                "`num_train_epochs`. To train anew, set another `output_dir`, or `resume_from_checkpoint: false`, which "
+                "The run in `%s` has ended: there is nothing left to do. To continue it, raise `max_steps` or "
+                "`num_train_epochs`. To start again, set another `output_dir`, or `resume_from_checkpoint: false`, which "
                 "replaces it.",
-                training_args.output_dir,
+                output_dir,
             )
             return {}
         if checkpoint is not None:
             logger.info("Resuming from `%s`.", checkpoint)
-        elif last_complete_checkpoint(training_args.output_dir) is not None:
+        elif last_complete_checkpoint(output_dir) is not None:
             logger.info(
-                "`%s` holds an earlier run, which this one replaces. To go on with that one instead, set "
+                "`%s` holds an earlier run, which this one replaces. To continue that one instead, set "
                 "`resume_from_checkpoint: auto`, and a larger `max_steps` if it has ended.",
-                training_args.output_dir,
+                output_dir,
             )
-        # A resumed run has the first evaluation in its log already. The trainer makes it, because DeepSpeed takes a
-        # model that was evaluated before training for one that will never be trained
+        # By the trainer, because DeepSpeed cannot train a model that was evaluated before; a resumed run has it in its log
         training_args.eval_on_start = bool(script_args.eval_datasets) and checkpoint is None
         trainer = build_trainer(script_args, training_args, model_args)
-    output_dir = Path(training_args.output_dir)
     if trainer.is_world_process_zero():  # that of an earlier run
         (output_dir / TRAINER_STATE_NAME).unlink(missing_ok=True)
     if trainer.summary is not None:
         trainer.summary.ends_with_training = False
-    with told_how_to_go_on(training_args):
-        trainer.train(resume_from_checkpoint=checkpoint)
-    if trainer.eval_dataset is not None and sampled_accuracy(trainer, trainer.state.global_step) is None:
-        trainer.evaluate()
-    before, after = (sampled_accuracy(trainer, step) for step in (0, trainer.state.global_step))
+    try:
+        with user_errors(CheckpointError):
+            trainer.train(resume_from_checkpoint=checkpoint)
+    except KeyboardInterrupt:
+        if trainer.is_world_process_zero():
+            logger.warning(how_to_resume(output_dir, "the same command with `--resume_from_checkpoint auto`"))
+        raise
+    on_the_hub = [data.path for data in map(parse_reference, script_args.datasets) if not data.is_local]
+    return finish(trainer, on_the_hub)
 
-    trainer.save_model(training_args.output_dir)
+
+def finish(trainer: LZEGRPOTrainer, on_the_hub: list[str]) -> dict[str, float | None]:
+    """Evaluate, save, report and upload what was trained, on these datasets of the Hub; returns what [`run`] returns."""
+    state, metric = trainer.state, accuracy_metric(trainer.args, trainer.reward_func_names)
+    if trainer.eval_dataset is not None and sampled_accuracy(state.log_history, metric, state.global_step) is None:
+        trainer.evaluate()
+    before, after = (sampled_accuracy(state.log_history, metric, step) for step in (0, state.global_step))
+
+    trainer.save_model(trainer.args.output_dir)
     savings = trainer.savings()
-    files = {"model": output_dir}
+    files = {"model": Path(trainer.args.output_dir)}
     shows = trainer.summary is not None and trainer.is_world_process_zero()
     if shows:
-        files |= trainer.summary.report(training_args)
-    on_the_hub = [data.path for data in map(parse_reference, script_args.datasets) if not data.is_local]
-    if training_args.push_to_hub:
+        files |= trainer.summary.report(trainer.args)
+    if trainer.args.push_to_hub:
         trainer.push_to_hub(dataset_name=on_the_hub)
         files["model"] = f"https://huggingface.co/{trainer.hub_model_id}"
     else:
         trainer.create_model_card(dataset_name=on_the_hub)
     if shows:
-        trainer.summary.show(trainer.state.global_step, files)
+        trainer.summary.show(trainer.state, files)
     trainer.save_state()
     trainer.end()
     return {**savings, "accuracy_before": before, "accuracy_after": after}

@@ -1,88 +1,162 @@
 """Live groups that an update had no room for: kept for the next one, with their log-probabilities."""
 
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 
 from ..arrays import Groups, Rollouts
-from ..pack.exchange import Completions, exchange
+from ..pack.exchange import exchange
 from ..pack.layout import Geometry, Layout, pack
-from ..rollout.gather import ROW_ARRAYS, Scored, joined
+from ..pack.rows import ROW_ARRAYS, Scored, TokenRows, joined
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
 class Pool:
     """
-    Groups that were rolled out, but not trained on yet: those of this batch, and surplus ones of earlier batches.
+    Groups that can be trained on: those of earlier batches that still wait, then those of this batch.
 
     Attributes:
-        scored ([`Scored`]): Their rows. Surplus ones have the log-probabilities that they were sampled with.
+        scored ([`Scored`]): Their rows. Those of earlier batches have the log-probabilities that they were sampled with.
         groups ([`Groups`]): Their scores, as of their visit.
-        born (`np.ndarray` of shape `(P,)`): Generation batch in which each group was rolled out.
+        generation (`np.ndarray` of shape `(P,)`): Generation batch in which each group was rolled out.
     """
 
     scored: Scored
     groups: Groups
-    born: np.ndarray
+    generation: np.ndarray
 
     def __len__(self) -> int:
         return len(self.groups)
 
-    def __add__(self, other: "Pool") -> "Pool":
-        """Both pools, the groups of this one first."""
+    @property
+    def row_generation(self) -> np.ndarray:
+        """Generation batch in which each row was rolled out, shape `(B,)`."""
+        return self.generation[self.scored.rollouts.group]
+
+
+class LiveBuffer:
+    """
+    Memory of live groups that were rolled out, but not trained on yet.
+
+    Args:
+        geometry ([`Geometry`]): Processes, and rows or tokens of a micro-batch.
+        max_age (`int`): Generation batches after which a group is dropped.
+        accelerator (`Accelerator`): The processes.
+    """
+
+    def __init__(self, geometry: Geometry, max_age: int, accelerator: Accelerator):
+        self.geometry = geometry
+        self.max_age = max_age
+        self.accelerator = accelerator
+        self.dropped = 0
+        self._waiting: Pool | None = None
+
+    def __len__(self) -> int:
+        """Groups that wait."""
+        return 0 if self._waiting is None else len(self._waiting)
+
+    def pool(self, scored: Scored, groups: Groups, generation: int) -> Pool:
+        """The groups that wait, and behind them those of a new batch."""
+        fresh = Pool(scored, groups, np.full(len(groups), generation))
+        if self._waiting is None:
+            return fresh
+        old = self._waiting
         return Pool(
-            joined([self.scored, other.scored]), self.groups + other.groups, np.concatenate([self.born, other.born])
+            joined([old.scored, scored]), old.groups + groups, np.concatenate([old.generation, fresh.generation])
         )
 
-    @property
-    def row_born(self) -> np.ndarray:
-        """Generation batch in which each row was rolled out, shape `(B,)`."""
-        return self.born[self.scored.rollouts.group]
+    def keep(self, pool: Pool, waiting: np.ndarray, generation: int, complete_logprobs: Callable | None) -> int:
+        """
+        Keep the groups that wait, unless they would be too old for the next batch.
 
-    def arrays(self) -> dict[str, np.ndarray]:
-        """What a checkpoint has to hold of the rows of this process, and of all groups."""
-        scored, local = self.scored, self.scored.local
-        arrays = {f"groups.{field.name}": getattr(self.groups, field.name) for field in fields(Groups)}
-        arrays |= {f"rows.{name}": getattr(scored.rollouts, name) for name in ROW_ARRAYS}
-        arrays |= {f"rows.{name}": getattr(scored, name) for name in ("loss_tokens", "owner", "position")}
-        arrays |= {"born": self.born, "rewards_per_func": scored.rewards_per_func.cpu().numpy()}
-        for name, dtype in _LOCAL.items():
-            rows = getattr(local, name)
+        Args:
+            pool ([`Pool`]): Groups of this batch and earlier ones.
+            waiting (`np.ndarray` of shape `(P,)`): Live groups that were not chosen.
+            generation (`int`): This batch.
+            complete_logprobs (`Callable`, *optional*):
+                Computes log-probabilities of rows, see [`~lze_trl.engine.Engine.complete_logprobs`]; `None` if all of this
+                batch have some.
+
+        Returns:
+            `int`: Tokens of the rows whose log-probabilities were computed.
+        """
+        kept = waiting & (generation + 1 - pool.generation <= self.max_age)
+        self.dropped += int((waiting & ~kept).sum())
+        self._waiting = None
+        if not kept.any():
+            return 0
+        scored, layout = spread(pool.scored, kept, self.geometry, self.accelerator)
+        self._waiting = Pool(scored, pool.groups.take(np.flatnonzero(kept)), pool.generation[kept])
+        if complete_logprobs is None or not (pool.generation[kept] == generation).any():
+            return 0
+        complete_logprobs(scored.local, layout)
+        return int((scored.rollouts.prompt_tokens + scored.rollouts.completion_tokens).sum())
+
+    def metrics(self) -> dict[str, float]:
+        """For the log: groups that wait, and groups dropped so far."""
+        return {"surplus": len(self), "surplus_dropped": self.dropped}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The groups that wait, with the rows of this process."""
+        state: dict[str, Any] = {"dropped": self.dropped, "num_processes": self.accelerator.num_processes}
+        if self._waiting is None:
+            return state | {"waiting": 0}
+        pool, scored = self._waiting, self._waiting.scored
+        state |= {"waiting": len(pool), "generation": pool.generation}
+        state |= {f"groups.{field.name}": getattr(pool.groups, field.name) for field in fields(Groups)}
+        state |= {f"rows.{name}": getattr(scored.rollouts, name) for name in ROW_ARRAYS}
+        state |= {f"rows.{name}": getattr(scored, name) for name in _SCORED_ARRAYS}
+        state["rewards_per_func"] = scored.rewards_per_func.cpu().numpy()
+        for name, dtype in _TOKENS.items():
+            rows = getattr(scored.local, name)
             if rows is not None:
-                lengths = [len(row) for row in rows]
                 values = [np.nan if value is None else value for row in rows for value in row]
-                arrays[f"local.{name}"] = np.array(values, dtype=dtype)
-                arrays[f"lengths.{name}"] = np.array(lengths, dtype=np.int64)
-        return arrays
+                state[f"tokens.{name}"] = np.array(values, dtype=dtype)
+                state[f"lengths.{name}"] = np.array([len(row) for row in rows], dtype=np.int64)
+        return state
 
-    @classmethod
-    def from_arrays(cls, arrays: dict[str, np.ndarray], device: torch.device) -> "Pool":
-        """Rebuild the groups of a checkpoint."""
-        groups = Groups(**{field.name: arrays[f"groups.{field.name}"] for field in fields(Groups)})
-        local = {}
-        for name in _LOCAL:
-            if f"local.{name}" in arrays:
-                ends = np.cumsum(arrays[f"lengths.{name}"])[:-1]
-                local[name] = [part.tolist() for part in np.split(arrays[f"local.{name}"], ends)]
+    def load_state_dict(self, state: dict[str, Any]):
+        """Continue from a checkpoint. Groups whose rows lie with another number of processes are dropped."""
+        self.dropped, self._waiting = state["dropped"], None
+        if not state["waiting"]:
+            return
+        if state["num_processes"] != self.accelerator.num_processes:
+            self.dropped += state["waiting"]
+            logger.warning(
+                "%d surplus groups of the checkpoint are dropped: they lie with %d processes, and this run has %d.",
+                *(state["waiting"], state["num_processes"], self.accelerator.num_processes),
+            )
+            return
+        groups = Groups(**{field.name: state[f"groups.{field.name}"] for field in fields(Groups)})
+        tokens = {}
+        for name in _TOKENS:
+            if f"tokens.{name}" in state:
+                ends = np.cumsum(state[f"lengths.{name}"])[:-1]
+                tokens[name] = [part.tolist() for part in np.split(state[f"tokens.{name}"], ends)]
         scored = Scored(
-            local=Completions(**({"logprobs": None, "loss_mask": None} | local)),
+            local=TokenRows(**({"logprobs": None, "loss_mask": None} | tokens)),
             inputs=[],
             texts=[],
-            rewards_per_func=torch.from_numpy(arrays["rewards_per_func"]).to(device),
-            rollouts=Rollouts(prompt_ids=groups.prompt_ids, **{name: arrays[f"rows.{name}"] for name in ROW_ARRAYS}),
-            **{name: arrays[f"rows.{name}"] for name in ("loss_tokens", "owner", "position")},
+            rewards_per_func=torch.from_numpy(state["rewards_per_func"]).to(self.accelerator.device),
+            rollouts=Rollouts(prompt_ids=groups.prompt_ids, **{name: state[f"rows.{name}"] for name in ROW_ARRAYS}),
+            **{name: state[f"rows.{name}"] for name in _SCORED_ARRAYS},
         )
-        return cls(scored, groups, arrays["born"])
+        self._waiting = Pool(scored, groups, state["generation"])
 
 
-_LOCAL = {"prompt_ids": np.int64, "completion_ids": np.int64, "logprobs": np.float32, "loss_mask": np.int64}
+_TOKENS = {"prompt_ids": np.int64, "completion_ids": np.int64, "logprobs": np.float32, "loss_mask": np.int64}
+_SCORED_ARRAYS = ("loss_tokens", "owner", "position")
 
 
-def spread(
-    pool: Scored, keep: np.ndarray, geometry: Geometry, accelerator: Accelerator
-) -> tuple[Scored, Layout, np.ndarray]:
+def spread(pool: Scored, keep: np.ndarray, geometry: Geometry, accelerator: Accelerator) -> tuple[Scored, Layout]:
     """
     Take some groups out of a batch, their rows shared out evenly over the processes.
 
@@ -93,10 +167,10 @@ def spread(
         accelerator (`Accelerator`): The processes.
 
     Returns:
-        `tuple[Scored, Layout, np.ndarray]`: The groups, the micro-batches in which each process can compute its rows, and
-        the rows that this process holds, ascending, with copies that keep all processes at the same number of rows.
+        `tuple[Scored, Layout]`: The groups, and the micro-batches in which each process can compute its rows, with copies
+        that keep all processes at the same number of rows.
     """
-    rollouts, rank = pool.rollouts, accelerator.process_index
+    rollouts = pool.rollouts
     rows = np.flatnonzero(keep[rollouts.group])
     prompt_tokens, completion_tokens = rollouts.prompt_tokens[rows], rollouts.completion_tokens[rows]
     steps = max(1, len(rows))  # as many micro-steps as it takes
@@ -124,4 +198,4 @@ def spread(
         owner=owner,
         position=position,
     )
-    return scored, layout, layout.rows_of(rank)
+    return scored, layout

@@ -91,10 +91,10 @@ class RewardRange:
             return np.where(np.isnan(scores), np.nan, 0.0)
         return (scores - low) / (high - low)
 
-    def tensors(self) -> dict[str, np.ndarray]:
+    def state_dict(self) -> dict[str, np.ndarray]:
         """What a checkpoint has to hold."""
         return {"range": np.array([self._low, self._high], dtype=np.float64)}
 
-    def load(self, tensors: dict[str, np.ndarray]):
+    def load_state_dict(self, state: dict[str, np.ndarray]):
         """Continue from a checkpoint."""
-        self._low, self._high = tensors["range"].tolist()
+        self._low, self._high = state["range"].tolist()

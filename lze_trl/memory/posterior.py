@@ -163,7 +163,7 @@ class Calibration:
             for index in np.flatnonzero(self._count).tolist()
         ]
 
-    def tensors(self) -> dict[str, np.ndarray]:
+    def state_dict(self) -> dict[str, np.ndarray]:
         """What a checkpoint has to hold."""
         return {
             "predicted": self._predicted.copy(),
@@ -172,8 +172,8 @@ class Calibration:
             "squared_error": np.array([self._squared_error], dtype=np.float64),
         }
 
-    def load(self, tensors: dict[str, np.ndarray]):
+    def load_state_dict(self, state: dict[str, np.ndarray]):
         """Continue from a checkpoint."""
-        self._predicted, self._dead = tensors["predicted"].copy(), tensors["dead"].copy()
-        self._count = tensors["count"].copy()
-        self._squared_error = float(tensors["squared_error"][0])
+        self._predicted, self._dead = state["predicted"].copy(), state["dead"].copy()
+        self._count = state["count"].copy()
+        self._squared_error = float(state["squared_error"][0])

@@ -1,4 +1,4 @@
-"""The memory of every prompt that was visited: arrays with one row a prompt, found by a hash index."""
+"""The memory of every prompt that was visited: a table with one row a prompt."""
 
 from dataclasses import dataclass
 
@@ -6,25 +6,25 @@ import numpy as np
 
 from ..arrays import Groups, Prompts, Rollouts
 from ..select.energy import anchor, group_mean, score_groups
+from .index import RowIndex
 from .outcomes import RewardRange
 from .posterior import posterior_mean, posterior_strength, remembered_mean
 
 
-_DTYPES = {
-    "prompt_ids": np.int64,
-    "first_pass_rate": np.float32,
-    "ema": np.float32,
-    "pass_rate": np.float32,
-    "energy": np.float32,
-    "expected": np.float32,
-    "visits": np.int32,
-    "last_step": np.int32,
-    "streak": np.int16,
-    "rollouts": np.uint16,
-    "pruned": np.bool_,
-}
-_MAX_LOAD = 0.75
-_GROWTH = 32  # a full array grows by 1/32: with more room to spare, a prompt would take more than 48 bytes
+_RECORD = np.dtype(
+    [
+        ("prompt_ids", np.int64),
+        ("first_pass_rate", np.float32),
+        ("ema", np.float32),
+        ("energy", np.float32),
+        ("expected", np.float32),
+        ("visits", np.int32),
+        ("streak", np.int16),
+        ("rollouts", np.uint16),
+        ("pruned", np.bool_),
+    ]
+)
+_GROWTH = 32  # a full table grows by 1/32: with more room to spare, a prompt would take more than 48 bytes
 MAX_STREAK = np.iinfo(np.int16).max
 _MAX_ROLLOUTS = np.iinfo(np.uint16).max
 
@@ -52,10 +52,9 @@ class PromptState:
     """
     State of every visited prompt.
 
-    Holds, per prompt: first pass rate, moving average, last pass rate, last energy, mean outcome over the bounded memory
-    of the posterior, visits, step of the last visit, streak, completions ever scored (up to 65535), and whether it is
-    pruned (41 bytes), and an open-addressing index of row numbers (4 bytes a slot, at most 3/4 full). An update costs
-    O(batch).
+    Holds, per prompt: first pass rate, moving average, last energy, mean outcome over the bounded memory of the posterior,
+    visits, streak, completions ever scored (up to 65535), and whether it is pruned (33 bytes), and an index of the ids (12
+    bytes). An update costs O(batch).
 
     All means are those of the raw scores, and are scaled to [0, 1] when they are read, by the range of scores that the run
     has seen by then: for passes and fails they are the pass rates themselves.
@@ -80,48 +79,29 @@ class PromptState:
     ):
         self.settings = settings or StateSettings()
         self.range = RewardRange(bounds)
-        self.size = 0
         self.num_pruned = 0
-        capacity = max(expected, 16)
-        self._arrays = {name: np.zeros(capacity, dtype=dtype) for name, dtype in _DTYPES.items()}
-        self._slots = np.full(_slots_for(capacity), -1, dtype=np.int32)
+        self._table = np.zeros(max(expected, 16), dtype=_RECORD)
+        self._index = RowIndex()
 
     def __len__(self) -> int:
-        return self.size
+        return len(self._index)
 
     def __getitem__(self, name: str) -> np.ndarray:
-        """View of one array over the visited prompts, shape `(len(self),)`."""
-        return self._arrays[name][: self.size]
+        """View of one column over the visited prompts, shape `(len(self),)`."""
+        return self._table[name][: len(self)]
 
     @property
     def nbytes(self) -> int:
-        """Memory of the arrays and the index, in bytes."""
-        return sum(array.nbytes for array in self._arrays.values()) + self._slots.nbytes
+        """Memory of the table and the index, in bytes."""
+        return self._table.nbytes + self._index.nbytes
 
     def find(self, prompt_ids: np.ndarray) -> np.ndarray:
-        """
-        Rows of prompts.
-
-        Args:
-            prompt_ids (`np.ndarray` of shape `(n,)`, int64): Prompts to look up.
-
-        Returns:
-            `np.ndarray` of shape `(n,)`: Row of each prompt, −1 for one that was never visited.
-        """
-        rows = np.full(len(prompt_ids), -1, dtype=np.int64)
-        pending = np.arange(len(prompt_ids))
-        slots = _home(prompt_ids, len(self._slots))
-        while pending.size:
-            found = self._slots[slots]
-            hit = (found >= 0) & (self._arrays["prompt_ids"][found] == prompt_ids[pending])
-            rows[pending[hit]] = found[hit]
-            onward = (found >= 0) & ~hit
-            pending, slots = pending[onward], (slots[onward] + 1) % len(self._slots)
-        return rows
+        """Row of each prompt, shape `(n,)`; −1 for one that was never visited."""
+        return self._index.find(prompt_ids)
 
     def observe(self, scores: np.ndarray) -> int:
         """
-        Widen the range of scores. Where its top rises, what counted as solved below it does no longer.
+        Widen the range of scores. Where its top rises, what counted as solved below it no longer does.
 
         Args:
             scores (`np.ndarray` of shape `(B,)`): Scores of new completions, NaN where there is none.
@@ -137,11 +117,7 @@ class PromptState:
         self.num_pruned = int(self["pruned"].sum())
         return int(solved.sum())
 
-    def _scaled(self, means: np.ndarray) -> np.ndarray:
-        """Remembered means of scores as outcomes, float64. They have 32 bits, and may miss the range by the last one."""
-        return np.clip(self.range.outcomes(means.astype(np.float64)), 0.0, 1.0)
-
-    def visit(self, rollouts: Rollouts, step: int) -> Groups:
+    def visit(self, rollouts: Rollouts) -> Groups:
         """
         Score the groups of a generation batch, then remember them.
 
@@ -150,7 +126,6 @@ class PromptState:
 
         Args:
             rollouts ([`Rollouts`]): Scored completions; no prompt may occur twice.
-            step (`int`): Optimizer step.
 
         Returns:
             [`Groups`]: The scored groups.
@@ -164,171 +139,137 @@ class PromptState:
                 "A prompt has more than one group in the generation batch, so its state would be ambiguous. Give each "
                 "row its own `prompt_id`, or remove the duplicates from the dataset."
             )
-        rows = self.find(ids)
-        known = rows >= 0
-        first, ema = np.full(len(ids), np.nan), np.full(len(ids), np.nan)
-        visits, replayed = np.zeros(len(ids), dtype=np.int64), np.zeros(len(ids), dtype=bool)
-        first[known] = self._scaled(self["first_pass_rate"][rows[known]])
-        ema[known] = self._scaled(self["ema"][rows[known]])
-        visits[known] = self["visits"][rows[known]]
-        replayed[known] = self["pruned"][rows[known]] & self.settings.prune
+        known, before = self._recall(ids)
         settings = self.settings
-        constants = settings.difficulty_floor, settings.momentum_weight, settings.named_outcome
-        groups = score_groups(rollouts, first, ema, visits, replayed, *constants)
+        groups = score_groups(
+            rollouts,
+            np.where(known, self._scaled(before["first_pass_rate"]), np.nan),
+            np.where(known, self._scaled(before["ema"]), np.nan),
+            before["visits"].astype(np.int64),
+            before["pruned"] & settings.prune,
+            settings.difficulty_floor,
+            settings.momentum_weight,
+            settings.named_outcome,
+        )
         counts = np.bincount(rollouts.group[~np.isnan(rollouts.scores)], minlength=len(ids))
-        self._remember(groups, group_mean(rollouts.scores, rollouts.group, len(ids)), counts, step)
+        self._remember(groups, group_mean(rollouts.scores, rollouts.group, len(ids)), counts)
         return groups
 
     def prompts(self, prompt_ids: np.ndarray) -> Prompts:
         """
-        What is known of prompts that are about to be rolled out.
+        What is known of prompts.
 
         Args:
             prompt_ids (`np.ndarray` of shape `(P,)`, int64): The prompts.
-
-        Returns:
-            [`Prompts`]: Their visits, difficulty, and posterior of the pass rate.
         """
-        rows = self.find(prompt_ids)
-        known = rows >= 0
-        visits, rollouts = np.zeros((2, len(rows)), dtype=np.int64)
-        expected, difficulty = np.zeros(len(rows)), np.ones(len(rows))
-        visits[known] = self["visits"][rows[known]]
-        rollouts[known] = self["rollouts"][rows[known]]
-        expected[known] = self._scaled(self["expected"][rows[known]])
-        difficulty[known] = anchor(self._scaled(self["first_pass_rate"][rows[known]]), self.settings.difficulty_floor)
+        known, record = self._recall(prompt_ids)
+        rollouts, expected = record["rollouts"].astype(np.int64), self._scaled(record["expected"])
+        difficulty = anchor(self._scaled(record["first_pass_rate"]), self.settings.difficulty_floor)
         memory = self.settings.posterior_memory
         return Prompts(
             prompt_ids=prompt_ids,
-            visits=visits,
+            visits=record["visits"].astype(np.int64),
             rollouts=rollouts,
             pass_rates=posterior_mean(expected, rollouts, memory),
             strength=posterior_strength(rollouts, memory),
-            difficulty=difficulty,
+            difficulty=np.where(known, difficulty, 1.0),
+            streak=record["streak"].astype(np.int64),
+            pruned=record["pruned"],
         )
 
-    def _remember(self, groups: Groups, means: np.ndarray, counts: np.ndarray, step: int):
+    def _recall(self, prompt_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Whether each prompt was visited, and a copy of its record: zeros if it was not. Both of shape `(n,)`."""
+        rows = self.find(prompt_ids)
+        known = rows >= 0
+        records = np.zeros(len(rows), dtype=_RECORD)
+        records[known] = self._table[rows[known]]
+        return known, records
+
+    def _scaled(self, means: np.ndarray) -> np.ndarray:
+        """Remembered means of scores as outcomes, float64. They have 32 bits, and may miss the range by the last one."""
+        return np.clip(self.range.outcomes(means.astype(np.float64)), 0.0, 1.0)
+
+    def _remember(self, groups: Groups, means: np.ndarray, counts: np.ndarray):
         """Enter the scored groups, with the mean and the number of their scores, both of shape `(P,)`."""
-        scored = counts > 0
-        rows = self._insert(groups.prompt_ids[scored])
-        means, counts = means[scored], counts[scored]
-        decay = self.settings.ema_decay
-        fresh = groups.visits[scored] == 1
-        state = self._arrays
-        state["first_pass_rate"][rows[fresh]] = means[fresh]
+        scored = np.flatnonzero(counts > 0)
+        groups, means, counts = groups.take(scored), means[scored], counts[scored]
+        rows = self._insert(groups.prompt_ids)
+        records = self._table[rows]
+        fresh = groups.visits == 1
+        records["first_pass_rate"][fresh] = means[fresh]
         # μ starts at p⁽⁰⁾, for which λ·μ + (1 − λ)·p is p⁽⁰⁾ again
-        average = np.where(fresh, means, state["ema"][rows].astype(np.float64))
-        state["ema"][rows] = decay * average + (1.0 - decay) * means
-        state["pass_rate"][rows] = means
-        state["energy"][rows] = groups.energies[scored]
-        state["visits"][rows] = groups.visits[scored]
-        state["last_step"][rows] = step
-        expected, seen = state["expected"][rows], state["rollouts"][rows].astype(np.int64)
-        state["expected"][rows] = remembered_mean(expected, seen, means, counts, self.settings.posterior_memory)
-        state["rollouts"][rows] = np.minimum(seen + counts, _MAX_ROLLOUTS)
-        visit = np.where(groups.solved, 1, np.where(groups.alive, 0, -1))[scored]
-        streak = _next_streak(state["streak"][rows].astype(np.int64), visit)
-        state["streak"][rows] = streak
+        average = np.where(fresh, means, records["ema"].astype(np.float64))
+        decay = self.settings.ema_decay
+        records["ema"] = decay * average + (1.0 - decay) * means
+        records["energy"] = groups.energies
+        records["visits"] = groups.visits
+        seen = records["rollouts"].astype(np.int64)
+        memory = self.settings.posterior_memory
+        records["expected"] = remembered_mean(records["expected"], seen, means, counts, memory)
+        records["rollouts"] = np.minimum(seen + counts, _MAX_ROLLOUTS)
+        visit = np.where(groups.solved, 1, np.where(groups.alive, 0, -1))
+        streak = _next_streak(records["streak"].astype(np.int64), visit)
+        records["streak"] = streak
         if self.settings.prune:
             # A pruned prompt that fails its re-check has no positive streak and is active again
-            before = state["pruned"][rows]
-            after = (streak > 0) & (before | (streak >= self.settings.pruning_streak))
-            state["pruned"][rows] = after
-            self.num_pruned += int(after.sum()) - int(before.sum())
-
-    def is_pruned(self, prompt_ids: np.ndarray) -> np.ndarray:
-        """Whether each prompt is pruned, shape `(n,)`; False for one that was never visited."""
-        rows = self.find(prompt_ids)
-        return np.where(rows >= 0, self._arrays["pruned"][rows], False)
-
-    def pruned_ids(self) -> np.ndarray:
-        """Ids of the pruned prompts in ascending order: the same on every process and after a resume."""
-        return np.sort(self["prompt_ids"][self["pruned"]])
-
-    def tensors(self) -> dict[str, np.ndarray]:
-        """Copies of the arrays over the visited prompts and the range of scores, to be saved."""
-        return {name: self[name].copy() for name in _DTYPES} | self.range.tensors()
-
-    def load(self, tensors: dict[str, np.ndarray]):
-        """
-        Replace the state by saved arrays.
-
-        Raises:
-            ValueError: If an array is missing, unknown, of another type or length, or an id occurs twice.
-        """
-        if set(tensors) != {*_DTYPES, "range"}:
-            raise ValueError(
-                f"The prompt state must have the arrays {sorted([*_DTYPES, 'range'])}, got {sorted(tensors)}. It was not "
-                "written by this version of lze_trl."
-            )
-        tensors = dict(tensors)
-        score_range = tensors.pop("range")
-        sizes = {len(array) for array in tensors.values()}
-        if len(sizes) != 1:
-            raise ValueError(f"The arrays of the prompt state must have one length, got {sorted(sizes)}.")
-        for name, array in tensors.items():
-            if array.dtype != _DTYPES[name] or array.ndim != 1:
-                raise ValueError(
-                    f"`{name}` of the prompt state must be one-dimensional {np.dtype(_DTYPES[name])}, got {array.dtype} "
-                    f"of shape {array.shape}."
-                )
-        ids = tensors["prompt_ids"]
-        if _has_duplicates(ids):
-            raise ValueError("The prompt state holds a prompt twice. The file is damaged; use another checkpoint.")
-        self.range.load({"range": score_range})
-        capacity = max(len(ids), len(self._arrays["prompt_ids"]))
-        self.size = len(ids)
-        for name, array in tensors.items():
-            self._arrays[name] = np.concatenate([array, np.zeros(capacity - len(ids), dtype=array.dtype)])
-        if not self.settings.prune:  # the run that wrote it may have pruned
-            self._arrays["pruned"][:] = False
-        self.num_pruned = int(self["pruned"].sum())
-        self._rebuild(_slots_for(capacity))
+            after = (streak > 0) & (records["pruned"] | (streak >= self.settings.pruning_streak))
+            self.num_pruned += int(after.sum()) - int(records["pruned"].sum())
+            records["pruned"] = after
+        self._table[rows] = records
 
     def _insert(self, prompt_ids: np.ndarray) -> np.ndarray:
         """Rows of distinct prompts, new ones appended in the order given."""
         rows = self.find(prompt_ids)
-        new = np.flatnonzero(rows < 0)
-        if new.size == 0:
-            return rows
-        self._reserve(self.size + new.size)
-        rows[new] = np.arange(self.size, self.size + new.size)
-        self._arrays["prompt_ids"][rows[new]] = prompt_ids[new]
-        self.size += new.size
-        self._index(rows[new])
+        new = rows < 0
+        if new.any():
+            rows[new] = self._index.add(prompt_ids[new])
+            if len(self) > len(self._table):
+                room = max(len(self), len(self._table) + len(self._table) // _GROWTH) - len(self._table)
+                self._table = np.concatenate([self._table, np.zeros(room, dtype=_RECORD)])
+            self._table["prompt_ids"][rows[new]] = prompt_ids[new]
         return rows
 
-    def _index(self, rows: np.ndarray):
-        """Enter rows into the hash index: linear probing, all rows at once, the lowest row winning a slot."""
-        slots = _home(self._arrays["prompt_ids"][rows], len(self._slots))
-        while rows.size:
-            free = self._slots[slots] < 0
-            self._slots[slots[free][::-1]] = rows[free][::-1]
-            lost = self._slots[slots] != rows
-            rows, slots = rows[lost], (slots[lost] + 1) % len(self._slots)
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """Copies of the columns over the visited prompts, and the range of scores."""
+        return {name: self[name].copy() for name in _RECORD.names} | self.range.state_dict()
 
-    def _rebuild(self, num_slots: int):
+    def load_state_dict(self, state: dict[str, np.ndarray]):
         """
-        Index all rows anew. In the order of their first slots, linear probing puts row i into the first slot at or
-        after its own that rows before it have left: i + max over j ≤ i of (home_j − j).
-        """
-        self._slots = np.full(num_slots, -1, dtype=np.int32)
-        home = _home(self["prompt_ids"], num_slots)
-        rows = np.argsort(home)
-        count = np.arange(self.size)
-        slots = count + np.maximum.accumulate(home[rows] - count)
-        fits = slots < num_slots
-        self._slots[slots[fits]] = rows[fits]
-        self._index(rows[~fits])  # those that wrap around
+        Replace the state by a saved one.
 
-    def _reserve(self, size: int):
-        capacity = len(self._arrays["prompt_ids"])
-        if size > capacity:
-            capacity = max(size, capacity + capacity // _GROWTH)
-            for name, array in self._arrays.items():
-                self._arrays[name] = np.concatenate([array, np.zeros(capacity - len(array), dtype=array.dtype)])
-        if size > _MAX_LOAD * len(self._slots):
-            self._rebuild(_slots_for(capacity))
+        Raises:
+            ValueError: If an array is missing, unknown, of another type or length, or an id occurs twice.
+        """
+        if set(state) != {*_RECORD.names, "range"}:
+            raise ValueError(
+                f"The prompt state must have the arrays {sorted([*_RECORD.names, 'range'])}, got {sorted(state)}. It was "
+                "not written by this version of lze_trl."
+            )
+        columns = {name: state[name] for name in _RECORD.names}
+        sizes = {len(array) for array in columns.values()}
+        if len(sizes) != 1:
+            raise ValueError(f"The arrays of the prompt state must have one length, got {sorted(sizes)}.")
+        for name, array in columns.items():
+            if array.dtype != _RECORD[name] or array.ndim != 1:
+                raise ValueError(
+                    f"`{name}` of the prompt state must be one-dimensional {_RECORD[name]}, got {array.dtype} of shape "
+                    f"{array.shape}."
+                )
+        ids = columns["prompt_ids"]
+        if _has_duplicates(ids):
+            raise ValueError("The prompt state holds a prompt twice. The file is damaged; use another checkpoint.")
+        self.range.load_state_dict({"range": state["range"]})
+        self._index = RowIndex(ids)
+        self._table = np.zeros(max(len(ids), len(self._table)), dtype=_RECORD)
+        for name, array in columns.items():
+            self[name][:] = array
+        if not self.settings.prune:  # the run that wrote it may have pruned
+            self["pruned"][:] = False
+        self.num_pruned = int(self["pruned"].sum())
+
+    def metrics(self) -> dict[str, float]:
+        """What is logged of the state."""
+        return {"pruned_prompts": float(self.num_pruned), "seen_prompts": float(len(self))}
 
 
 def _next_streak(streak: np.ndarray, visit: np.ndarray) -> np.ndarray:
@@ -340,13 +281,3 @@ def _next_streak(streak: np.ndarray, visit: np.ndarray) -> np.ndarray:
 def _has_duplicates(prompt_ids: np.ndarray) -> bool:
     ordered = np.sort(prompt_ids)
     return bool((ordered[1:] == ordered[:-1]).any())
-
-
-def _slots_for(capacity: int) -> int:
-    return int(capacity / _MAX_LOAD) + 1
-
-
-def _home(prompt_ids: np.ndarray, num_slots: int) -> np.ndarray:
-    """First slot of each prompt. User ids need not be uniform, so they are mixed first (Fibonacci hashing)."""
-    mixed = prompt_ids.view(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    return ((mixed ^ (mixed >> np.uint64(32))) % np.uint64(num_slots)).astype(np.int64)

@@ -7,14 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from .layout import (
-    Geometry,
-    Layout,
-    MicroBatch,
-    Reference,
-    entropy_weights,
-    loss_scale,
-)
+from .layout import Geometry, Layout, MicroBatch
+from .weights import Reference, entropy_weights, loss_scale
 
 
 _LEFT_PADDED = ("prompt_ids", "prompt_mask")

@@ -1,63 +1,15 @@
 """Moving completions between processes: only the chosen ones, as flat tensors, in one gather a kind."""
 
-from dataclasses import dataclass
-from typing import Any
-
 import numpy as np
 import torch
 from accelerate import Accelerator
 
 from .layout import Layout
-
-
-@dataclass
-class Completions:
-    """
-    Tokens of some rows of a generation batch.
-
-    Attributes:
-        prompt_ids (`list[list[int]]`): Prompt tokens of each row.
-        completion_ids (`list[list[int]]`): Completion tokens of each row.
-        logprobs (`list[list[float | None]]`, *optional*): Log-probability of each completion token when it was sampled.
-        loss_mask (`list[list[int]]`, *optional*): 1 for tokens that the model generated, 0 for those it was given.
-    """
-
-    prompt_ids: list[list[int]]
-    completion_ids: list[list[int]]
-    logprobs: list[list[float | None]] | None
-    loss_mask: list[list[int]] | None
-
-    def take(self, positions: np.ndarray) -> "Completions":
-        """Rows at some positions."""
-
-        def pick(rows):
-            return None if rows is None else [rows[i] for i in positions]
-
-        return Completions(pick(self.prompt_ids), pick(self.completion_ids), pick(self.logprobs), pick(self.loss_mask))
-
-
-def concatenated(parts: list[Completions]) -> Completions:
-    """Rows of several parts. Where only some have log-probabilities or masks, the others get NaN and 1."""
-
-    def chain(name: str, missing: Any) -> list | None:
-        if all(getattr(part, name) is None for part in parts):
-            return None
-        rows = []
-        for part in parts:
-            values = getattr(part, name)
-            rows += [[missing] * len(ids) for ids in part.completion_ids] if values is None else values
-        return rows
-
-    return Completions(
-        [ids for part in parts for ids in part.prompt_ids],
-        [ids for part in parts for ids in part.completion_ids],
-        chain("logprobs", None),
-        chain("loss_mask", 1),
-    )
+from .rows import TokenRows
 
 
 def exchange(
-    local: Completions,
+    local: TokenRows,
     chosen: np.ndarray,
     owner: np.ndarray,
     position: np.ndarray,
@@ -65,12 +17,12 @@ def exchange(
     completion_tokens: np.ndarray,
     layout: Layout,
     accelerator: Accelerator,
-) -> Completions:
+) -> TokenRows:
     """
     Give every process the rows that it trains on.
 
     Args:
-        local ([`Completions`]):
+        local ([`TokenRows`]):
             The rows that this process holds.
         chosen (`np.ndarray` of shape `(n,)`):
             Rows of the generation batch, in `[0, B)`, that are trained on.
@@ -88,7 +40,7 @@ def exchange(
             The processes.
 
     Returns:
-        [`Completions`]: The rows `layout.rows_of(process_index)`, in that order.
+        [`TokenRows`]: The rows `layout.rows_of(process_index)`, in that order.
     """
     rank, world = accelerator.process_index, accelerator.num_processes
     owner, position = owner[chosen], position[chosen]
@@ -125,7 +77,7 @@ def exchange(
             for row in wanted
         ]
 
-    return Completions(
+    return TokenRows(
         prompt_ids=collect(local.prompt_ids, prompt_tokens, np.int32, outgoing.prompt_ids),
         completion_ids=collect(local.completion_ids, completion_tokens, np.int32, outgoing.completion_ids),
         logprobs=collect(local.logprobs, completion_tokens, np.float32, outgoing.logprobs),

@@ -1,4 +1,4 @@
-"""Packing: chosen rows → optimizer steps → micro-batches → processes.
+"""Layout: chosen rows → optimizer steps → micro-batches → processes.
 
 One generation batch is used for `steps_per_generation` (S) micro-steps on each process, again in every iteration.
 Windows of `gradient_accumulation_steps` (A) micro-steps make one optimizer step. The boundaries of both are multiples
@@ -10,25 +10,16 @@ optimizer steps, whatever the iteration.
     without selection     rows    rows     rows    rows
     packed                  -     rows       -     rows      <- empty ones first: the synchronising one is real
 
-What a row *weighs* is fixed first, by the reference layout: that of the full batch in TRL, or the chosen rows spread
-evenly over the chunks. Packing then only decides *where* it is computed.
+What a row *weighs* is fixed before, see `weights.py`. The layout only decides *where* it is computed.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
-from .splits import Capacity, cut, fewest_runs
+from .splits import Capacity, fewest_runs, split
 
-
-ROW_MEAN_LOSSES = ("grpo", "sapo", "luspo", "dr_grpo")
-"""Loss types that TRL averages over the rows of a micro-batch."""
-
-MICRO_BATCH_TOKEN_LOSSES = ("bnpo",)
-"""Loss types that TRL averages over the tokens of a micro-batch."""
-
-BATCH_TOKEN_LOSSES = ("dapo", "cispo", "vespo")
-"""Loss types that TRL averages over the tokens of the generation batch."""
 
 REPLICATED_COST, NODE_COST, NETWORK_COST = 256, 1_024, 8_192
 
@@ -83,124 +74,6 @@ class Geometry:
 
 
 @dataclass(frozen=True)
-class Reference:
-    """
-    What every row weighs, whatever the packing. Row arrays have shape `(n,)` for the n chosen rows.
-
-    Attributes:
-        chunk (int64): Chunk of each row.
-        norm_rows (float64): Rows that the row's chunk is averaged over.
-        norm_tokens (float64): Loss tokens that the row is averaged over in a `"bnpo"` loss, scaled to the chunk.
-        num_items (`float`): Loss tokens that the generation batch is averaged over.
-        weight (float64): How many rows each of them stands for.
-    """
-
-    chunk: np.ndarray
-    norm_rows: np.ndarray
-    norm_tokens: np.ndarray
-    num_items: float
-    weight: np.ndarray
-
-    def stretched(self, factor: float) -> "Reference":
-        """The same for a batch so many times as large, whose further rows have no gradient."""
-        return replace(
-            self,
-            norm_rows=self.norm_rows * factor,
-            norm_tokens=self.norm_tokens * factor,
-            num_items=self.num_items * factor,
-        )
-
-
-def even_reference(
-    loss_tokens: np.ndarray, weights: np.ndarray, geometry: Geometry, rng: np.random.Generator
-) -> Reference:
-    """
-    Reference of a batch that is normalised by its chosen rows: spread evenly, and at random, over the chunks.
-
-    Args:
-        loss_tokens (`np.ndarray` of shape `(n,)`): Loss tokens of each chosen row.
-        weights (`np.ndarray` of shape `(n,)`): How many rows each of them stands for.
-        geometry ([`Geometry`]): Shape of the update.
-        rng (`np.random.Generator`): The same on every process.
-    """
-    chunk = _spread(len(loss_tokens), geometry, rng)
-    rows = np.bincount(chunk, weights=weights, minlength=geometry.num_chunks)
-    tokens = np.bincount(chunk, weights=weights * loss_tokens, minlength=geometry.num_chunks)
-    return Reference(
-        chunk=chunk,
-        norm_rows=rows[chunk],
-        norm_tokens=np.maximum(tokens, 1.0)[chunk],
-        num_items=float((weights * loss_tokens).sum()),
-        weight=weights,
-    )
-
-
-def full_reference(
-    weights: np.ndarray, full_rows: int, mean_loss_tokens: float, geometry: Geometry, rng: np.random.Generator
-) -> Reference:
-    """
-    Reference of a batch that is normalised as a full one, of which only a part was rolled out.
-
-    Args:
-        weights (`np.ndarray` of shape `(n,)`):
-            How many rows each chosen row stands for. They are spread evenly, and at random, over the chunks.
-        full_rows (`int`): Rows of the full batch.
-        mean_loss_tokens (`float`): Mean loss tokens of its rows.
-        geometry ([`Geometry`]): Shape of the update.
-        rng (`np.random.Generator`): The same on every process.
-    """
-    count, chunk_rows = len(weights), full_rows / geometry.num_chunks
-    return Reference(
-        chunk=_spread(count, geometry, rng),
-        norm_rows=np.full(count, chunk_rows),
-        norm_tokens=np.full(count, max(1.0, chunk_rows * mean_loss_tokens)),
-        num_items=full_rows * mean_loss_tokens,
-        weight=weights,
-    )
-
-
-def _spread(count: int, geometry: Geometry, rng: np.random.Generator) -> np.ndarray:
-    """Chunk of each row, evenly and at random."""
-    chunk = np.empty(count, dtype=np.int64)
-    chunk[rng.permutation(count)] = np.arange(count) * geometry.num_chunks // max(count, 1)
-    return chunk
-
-
-def trl_reference(
-    slot: np.ndarray,
-    process: np.ndarray,
-    loss_tokens: np.ndarray,
-    chosen: np.ndarray,
-    weights: np.ndarray,
-    geometry: Geometry,
-) -> Reference:
-    """
-    Reference of a batch that is normalised as TRL normalises the full batch.
-
-    Args:
-        slot (`np.ndarray` of shape `(B,)`): Micro-step in which TRL would have used each row.
-        process (`np.ndarray` of shape `(B,)`): Process that would have used it.
-        loss_tokens (`np.ndarray` of shape `(B,)`): Loss tokens of each row.
-        chosen (`np.ndarray` of shape `(n,)`): Indices of the chosen rows.
-        weights (`np.ndarray` of shape `(n,)`): How many rows each of them stands for.
-        geometry ([`Geometry`]): Shape of the update.
-    """
-    chunk = slot // geometry.chunk_steps
-    rows = np.bincount(chunk, minlength=geometry.num_chunks)
-    micro_batch = process * geometry.steps_per_generation + slot
-    tokens = np.bincount(micro_batch, weights=loss_tokens)
-    # A "bnpo" micro-batch is one of g·W in its chunk
-    micro_batches = geometry.chunk_steps * geometry.num_processes
-    return Reference(
-        chunk=chunk[chosen],
-        norm_rows=rows[chunk[chosen]].astype(np.float64),
-        norm_tokens=micro_batches * np.maximum(tokens, 1.0)[micro_batch[chosen]],
-        num_items=float(loss_tokens.sum()),
-        weight=weights,
-    )
-
-
-@dataclass(frozen=True)
 class MicroBatch:
     """
     Rows that all processes compute in one micro-step.
@@ -247,8 +120,8 @@ def pack(
     """
     Lay the chosen rows out in few micro-steps, with little padding.
 
-    In each chunk the rows are sorted by length and cut into runs, one for each micro-step; those of a run are dealt to
-    the processes, so that all of them compute the same number of rows of about the same length at the same time.
+    In each chunk the rows are sorted by length and split into runs, one for each micro-step. The rows of a run are shared
+    out, so that all processes compute equally many of about the same length at the same time.
 
     Without a token budget, a micro-batch may hold what `micro_batch_rows` of the longest chosen rows would take: more of
     the short rows, and never more tokens than in TRL's own micro-batches. A limit is exceeded only where all micro-steps
@@ -265,74 +138,20 @@ def pack(
     Returns:
         [`Layout`]: The same on every process.
     """
-    micro_steps = []
     capacity = _capacity(prompt_tokens, completion_tokens, geometry)
-    turn = np.arange(len(chunk)) if owner is None else _place(owner, geometry.num_processes)
-    for index in range(geometry.num_chunks):
-        rows = np.flatnonzero(chunk == index)
+    turn = np.arange(len(chunk)) if owner is None else _turns(owner, geometry.num_processes)
+
+    def micro_batches(rows: np.ndarray) -> list[MicroBatch]:
         # Long rows first; completions decide among equals, and the rest come from all processes in turn
         tokens = prompt_tokens[rows] + completion_tokens[rows]
         rows = rows[np.lexsort((turn[rows], -completion_tokens[rows], -tokens))]
-        parts = []
-        if len(rows):
-            starts = np.arange(0, len(rows), geometry.num_processes)
-            lengths = [np.maximum.reduceat(of_rows[rows], starts) for of_rows in (prompt_tokens, completion_tokens)]
-            cuts = cut(*lengths, capacity, geometry.micro_step_cost, _most_steps(*lengths, capacity, geometry))
-            parts = np.split(rows, np.array(cuts[1:-1], dtype=np.int64) * geometry.num_processes)
-        batches = [_deal(part, geometry.num_processes, owner) for part in parts]
-        micro_steps += [None] * (geometry.chunk_steps - len(batches)) + batches
-    return Layout(micro_steps)
+        starts = np.arange(0, len(rows), geometry.num_processes)
+        lengths = [np.maximum.reduceat(of_rows[rows], starts) for of_rows in (prompt_tokens, completion_tokens)]
+        splits = split(*lengths, capacity, geometry.micro_step_cost, _most_steps(*lengths, capacity, geometry))
+        parts = np.split(rows, np.array(splits[1:-1], dtype=np.int64) * geometry.num_processes)
+        return [_rank_rows(part, geometry.num_processes, owner) for part in parts]
 
-
-def _capacity(prompt_tokens: np.ndarray, completion_tokens: np.ndarray, geometry: Geometry) -> Capacity:
-    """The token budget, or what TRL's micro-batch would take with the longest chosen prompt and completion."""
-    if geometry.max_tokens is not None:
-        return Capacity(geometry.max_tokens, geometry.max_tokens)
-    longest = completion_tokens.max(initial=0)
-    rows = geometry.micro_batch_rows
-    return Capacity(rows * (prompt_tokens.max(initial=0) + longest), rows * longest)
-
-
-def _most_steps(prompts: np.ndarray, completions: np.ndarray, capacity: Capacity, geometry: Geometry) -> int:
-    """Most micro-steps that the rank rows of a chunk may be computed in."""
-    if geometry.max_tokens is None:
-        fewest = -(-len(prompts) // geometry.micro_batch_rows)
-    else:
-        fewest = fewest_runs(prompts, completions, capacity)
-    return int(min(geometry.chunk_steps, geometry.further_micro_steps * fewest))
-
-
-def _deal(rows: np.ndarray, num_processes: int, owner: np.ndarray | None = None) -> MicroBatch:
-    """
-    Deal sorted rows to the processes, like cards, or so that few of them move. Who gets one less has a filler, a copy of
-    the shortest row of another process.
-    """
-    per_process = -(-len(rows) // num_processes)
-    missing = per_process * num_processes - len(rows)
-    if owner is None:
-        process = np.arange(len(rows)) % num_processes
-        short = np.arange(num_processes - missing, num_processes)
-    else:
-        process = owner[rows]
-        own = np.bincount(process, minlength=num_processes)
-        short = np.argsort(own, kind="stable")[:missing]
-        hand = np.full(num_processes, per_process)
-        hand[short] -= 1
-        too_many = _place(process, num_processes) >= hand[process]
-        process[too_many] = np.repeat(np.arange(num_processes), np.maximum(hand - own, 0))
-    padded = np.concatenate([rows, [rows[process != rank][-1] for rank in short]]).astype(np.int64)
-    order = np.argsort(np.concatenate([process, short]), kind="stable")
-    hands = (num_processes, per_process)
-    return MicroBatch(padded[order].reshape(hands), (order >= len(rows)).reshape(hands))
-
-
-def _place(owner: np.ndarray, num_processes: int) -> np.ndarray:
-    """Place of each row among those of its owner, shape `(n,)`."""
-    rows = np.bincount(owner, minlength=num_processes)
-    by_owner = np.argsort(owner, kind="stable")
-    place = np.empty(len(owner), dtype=np.int64)
-    place[by_owner] = np.arange(len(owner)) - (np.cumsum(rows) - rows)[owner[by_owner]]
-    return place
+    return _lay_out(chunk, geometry, micro_batches)
 
 
 def unpacked(chunk: np.ndarray, geometry: Geometry) -> Layout:
@@ -343,13 +162,12 @@ def unpacked(chunk: np.ndarray, geometry: Geometry) -> Layout:
         chunk (`np.ndarray` of shape `(n,)`): Chunk of each chosen row.
         geometry ([`Geometry`]): Shape of the update.
     """
-    micro_steps = []
-    for index in range(geometry.num_chunks):
-        rows = np.flatnonzero(chunk == index)
-        parts = [part for part in np.array_split(rows, geometry.chunk_steps) if len(part)]
-        batches = [_deal(part, geometry.num_processes) for part in parts]
-        micro_steps += [None] * (geometry.chunk_steps - len(batches)) + batches
-    return Layout(micro_steps)
+
+    def micro_batches(rows: np.ndarray) -> list[MicroBatch]:
+        parts = np.array_split(rows, min(len(rows), geometry.chunk_steps))
+        return [_rank_rows(part, geometry.num_processes) for part in parts]
+
+    return _lay_out(chunk, geometry, micro_batches)
 
 
 def trl_layout(slot: np.ndarray, process: np.ndarray, order: np.ndarray, geometry: Geometry) -> Layout:
@@ -362,80 +180,74 @@ def trl_layout(slot: np.ndarray, process: np.ndarray, order: np.ndarray, geometr
         order (`np.ndarray` of shape `(B,)`): Position of each row after TRL's shuffle, on its process.
         geometry ([`Geometry`]): Shape of the update.
     """
-    micro_steps = []
+
+    def micro_batches(rows: np.ndarray) -> list[MicroBatch]:
+        rows = rows[np.lexsort((order[rows], process[rows], slot[rows]))]
+        _, starts = np.unique(slot[rows], return_index=True)
+        parts = [part.reshape(geometry.num_processes, -1) for part in np.split(rows, starts[1:])]
+        return [MicroBatch(part, np.zeros_like(part, dtype=bool)) for part in parts]
+
+    return _lay_out(slot // geometry.chunk_steps, geometry, micro_batches)
+
+
+def _lay_out(chunk: np.ndarray, geometry: Geometry, micro_batches: Callable[[np.ndarray], list[MicroBatch]]) -> Layout:
+    """The micro-batches of the rows of each chunk, after its empty micro-steps."""
+    micro_steps: list[MicroBatch | None] = []
     for index in range(geometry.num_chunks):
-        batches = []
-        for step in range(index * geometry.chunk_steps, (index + 1) * geometry.chunk_steps):
-            hands = []
-            for rank in range(geometry.num_processes):
-                rows = np.flatnonzero((slot == step) & (process == rank))
-                hands.append(rows[np.argsort(order[rows])])
-            rows = np.stack(hands)
-            if rows.size:
-                batches.append(MicroBatch(rows, np.zeros_like(rows, dtype=bool)))
+        rows = np.flatnonzero(chunk == index)
+        batches = micro_batches(rows) if len(rows) else []
         micro_steps += [None] * (geometry.chunk_steps - len(batches)) + batches
     return Layout(micro_steps)
 
 
-def loss_scale(
-    loss_type: str,
-    batch: MicroBatch,
-    process: int,
-    loss_tokens: np.ndarray,
-    reference: Reference,
-    geometry: Geometry,
-) -> tuple[float, np.ndarray | None]:
-    """
-    Factor that turns TRL's loss of a micro-batch into the row's share of the reference.
+def _capacity(prompt_tokens: np.ndarray, completion_tokens: np.ndarray, geometry: Geometry) -> Capacity:
+    """The token budget, or what TRL's micro-batch would take with the longest chosen prompt and completion."""
+    if geometry.max_tokens is not None:
+        return Capacity(geometry.max_tokens, geometry.max_tokens)
+    longest, rows = completion_tokens.max(initial=0), geometry.micro_batch_rows
+    return Capacity(rows * (prompt_tokens.max(initial=0) + longest), rows * longest)
 
-    TRL averages the loss of a micro-batch over its rows or tokens, divides by the micro-steps of the window, and the
-    processes average their gradients. With R rows, N = `norm_rows` and g, W as in [`Geometry`], a row of a row-mean
-    loss has weight 1/(R·A·W) there and g/(A·N) in the reference: the factor is R·W·g / N.
 
-    Args:
-        loss_type (`str`): TRL's loss type.
-        batch ([`MicroBatch`]): The micro-batch.
-        process (`int`): This process.
-        loss_tokens (`np.ndarray` of shape `(n,)`): Loss tokens of each chosen row.
-        reference ([`Reference`]): What the rows weigh.
-        geometry ([`Geometry`]): Shape of the update.
-
-    Returns:
-        `tuple[float, np.ndarray | None]`: The factor, and weights of shape `(R,)` of the rows' own losses, where they
-        differ from 1.
-    """
-    rows, filler = batch.rows[process], batch.filler[process]
-    share, weights = geometry.num_processes * geometry.chunk_steps, reference.weight[rows]
-    if filler.all():
-        return 0.0, None
-    if loss_type in BATCH_TOKEN_LOSSES:
-        scale = 1.0
-    elif loss_type in ROW_MEAN_LOSSES:
-        scale = float(len(rows) * share / reference.norm_rows[rows[0]])
-    elif loss_type in MICRO_BATCH_TOKEN_LOSSES:
-        norms = reference.norm_tokens[rows]
-        weights = weights * (norms.max() / norms)
-        scale = float(share * max(loss_tokens[rows[~filler]].sum(), 1) / norms.max())
+def _most_steps(prompts: np.ndarray, completions: np.ndarray, capacity: Capacity, geometry: Geometry) -> int:
+    """Most micro-steps that the rank rows of a chunk may be computed in."""
+    if geometry.max_tokens is None:
+        fewest = -(-len(prompts) // geometry.micro_batch_rows)
     else:
-        raise ValueError(f"`loss_type` must be one known to lze_trl, got {loss_type!r}.")
-    return scale, None if (weights == 1.0).all() else weights
+        fewest = fewest_runs(prompts, completions, capacity)
+    return int(min(geometry.chunk_steps, geometry.further_micro_steps * fewest))
 
 
-def entropy_weights(
-    batch: MicroBatch, process: int, scale: float, loss_tokens: np.ndarray, reference: Reference, geometry: Geometry
-) -> np.ndarray | None:
+def _rank_rows(rows: np.ndarray, num_processes: int, owner: np.ndarray | None = None) -> MicroBatch:
     """
-    What the entropy of a token of each row weighs in TRL's entropy bonus, times A, shape `(R,)`.
-
-    TRL averages the bonus over the tokens of a micro-batch, whatever the loss type: it weighs as a `"bnpo"` loss does.
-
-    Args:
-        scale (`float`): Factor of the micro-batch's loss. `None` is returned where it makes the bonus right already.
+    Deal sorted rows round-robin, or keep them local as far as all ranks get equally many. Short ranks are padded with a
+    row of zero weight, a copy of the shortest row of another rank.
     """
-    rows, filler = batch.rows[process], batch.filler[process]
-    weights = reference.weight[rows] * geometry.num_processes * geometry.chunk_steps / reference.norm_tokens[rows]
-    scaled = scale / max(loss_tokens[rows[~filler]].sum(), 1)
-    return None if (weights == scaled).all() else weights
+    per_rank = -(-len(rows) // num_processes)
+    missing = per_rank * num_processes - len(rows)
+    if owner is None:
+        rank = np.arange(len(rows)) % num_processes
+        short = np.arange(num_processes - missing, num_processes)
+    else:
+        rank = owner[rows]
+        held = np.bincount(rank, minlength=num_processes)
+        short = np.argsort(held, kind="stable")[:missing]
+        share = np.full(num_processes, per_rank)
+        share[short] -= 1
+        moves = _turns(rank, num_processes) >= share[rank]
+        rank[moves] = np.repeat(np.arange(num_processes), np.maximum(share - held, 0))
+    padded = np.concatenate([rows, [rows[rank != other][-1] for other in short]]).astype(np.int64)
+    order = np.argsort(np.concatenate([rank, short]), kind="stable")
+    shape = num_processes, per_rank
+    return MicroBatch(padded[order].reshape(shape), (order >= len(rows)).reshape(shape))
+
+
+def _turns(owner: np.ndarray, num_processes: int) -> np.ndarray:
+    """Position of each row among those of its owner, shape `(n,)`."""
+    rows = np.bincount(owner, minlength=num_processes)
+    by_owner = np.argsort(owner, kind="stable")
+    turns = np.empty(len(owner), dtype=np.int64)
+    turns[by_owner] = np.arange(len(owner)) - (np.cumsum(rows) - rows)[owner[by_owner]]
+    return turns
 
 
 def padding_efficiency(

@@ -1,4 +1,4 @@
-"""Cuts: rows sorted by length → runs that are computed together, in few micro-steps and with little padding."""
+"""Splits: rows sorted by length → runs that are computed together, in few micro-steps and with little padding."""
 
 import math
 from collections.abc import Callable
@@ -27,10 +27,10 @@ class Capacity:
         return Capacity(self.tokens * factor, self.completion_tokens * factor)
 
 
-def cut(prompts: np.ndarray, completions: np.ndarray, capacity: Capacity, cost: float, most: int) -> list[int]:
+def split(prompts: np.ndarray, completions: np.ndarray, capacity: Capacity, cost: float, most: int) -> list[int]:
     """
-    Cut sorted rank rows into runs, each computed in one micro-step: the cuts with the fewest tokens, where a run costs
-    some further ones.
+    Split sorted rank rows into runs, each computed in one micro-step: those with the fewest tokens in all, where a run
+    costs some further ones.
 
     A *rank row* is one row for each process. If at most `most` runs cannot hold the rows, the capacity grows; if more of
     them would be cheapest, a run costs as much more as it takes to stay within `most`.
@@ -48,16 +48,16 @@ def cut(prompts: np.ndarray, completions: np.ndarray, capacity: Capacity, cost: 
     if fewest_runs(prompts, completions, capacity) > most:
         capacity *= _least_factor(lambda factor: fewest_runs(prompts, completions, capacity * factor) <= most)
     tokens = _tokens(prompts, completions, capacity)
-    cuts = _cheapest(tokens, cost)
-    if len(cuts) - 1 > most:
+    splits = _cheapest(tokens, cost)
+    if len(splits) - 1 > most:
         cost = max(cost, 1.0)
         cost *= _least_factor(lambda factor: len(_cheapest(tokens, cost * factor)) - 1 <= most)
-        cuts = _cheapest(tokens, cost)
-    return cuts
+        splits = _cheapest(tokens, cost)
+    return splits
 
 
 def fewest_runs(prompts: np.ndarray, completions: np.ndarray, capacity: Capacity) -> int:
-    """The fewest runs that hold the rank rows: every run takes as many as fit. See [`cut`] for the arguments."""
+    """The fewest runs that hold the rank rows: every run takes as many as fit. See [`split`] for the arguments."""
     runs = count = prompt = completion = 0
     for next_prompt, next_completion in zip(prompts.tolist(), completions.tolist(), strict=True):
         count, prompt, completion = count + 1, max(prompt, next_prompt), max(completion, next_completion)
@@ -87,10 +87,10 @@ def _cheapest(tokens: list[np.ndarray], cost: float) -> list[int]:
         sums = tokens[start] + total[start + 1 : start + 1 + len(tokens[start])]
         best = int(sums.argmin())
         total[start], stops[start] = sums[best] + cost, start + 1 + best
-    cuts = [0]
-    while cuts[-1] < len(tokens):
-        cuts.append(stops[cuts[-1]])
-    return cuts
+    splits = [0]
+    while splits[-1] < len(tokens):
+        splits.append(stops[splits[-1]])
+    return splits
 
 
 def _least_factor(enough: Callable[[float], bool]) -> float:

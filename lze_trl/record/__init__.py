@@ -1,15 +1,15 @@
 """Telemetry: every group of every generation batch on disk, and the reading of it."""
 
+from .generation import GenerationRecord
 from .reader import Run, open_run
-from .rows import GenerationRecord
-from .schema import MissingTelemetryError, NewerSchemaError, TelemetryError
+from .schema import MissingTelemetryError, OtherSchemaError, TelemetryError
 from .writer import TelemetryWriter
 
 
 __all__ = [
     "GenerationRecord",
     "MissingTelemetryError",
-    "NewerSchemaError",
+    "OtherSchemaError",
     "Run",
     "TelemetryError",
     "TelemetryWriter",

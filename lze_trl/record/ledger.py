@@ -1,10 +1,13 @@
 """
 What a run has cost, and what plain GRPO would have cost for the same number of optimizer steps.
 
-Console, report, app, model card and trackers all tell savings by [`against_plain`] and in its words.
+Console, report, app, model card and trackers all report savings by [`against_plain`] and in its words.
 """
 
 import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING
 
@@ -109,17 +112,33 @@ class Ledger:
     update_seconds: float = 0.0
     selection_seconds: float = 0.0
 
-    def load(self, values: dict[str, float]):
-        """Continue the totals of a checkpoint."""
-        known = {field.name for field in fields(self)}
-        if set(values) != known:
+    def state_dict(self) -> dict[str, float]:
+        """The totals, for a checkpoint."""
+        return asdict(self)
+
+    def load_state_dict(self, state: dict[str, float]):
+        """
+        Continue the totals of a checkpoint.
+
+        Raises:
+            ValueError: If another version of the package wrote them.
+        """
+        known = set(vars(self))
+        if set(state) != known:
             raise ValueError(
-                f"The ledger of the checkpoint lacks {sorted(known - set(values))} and has the unknown entries "
-                f"{sorted(set(values) - known)}: another version of lze_trl wrote it. Resume with that version, or "
+                f"The ledger of the checkpoint lacks {sorted(known - set(state))} and has the unknown entries "
+                f"{sorted(set(state) - known)}: another version of lze_trl wrote it. Resume with that version, or "
                 "start a new run with `state_from`."
             )
-        for name, value in values.items():
-            setattr(self, name, value)
+        vars(self).update(state)
+
+    @contextmanager
+    def timed(self, kind: str) -> Iterator[None]:
+        """Count the time of what follows as that of a kind of work: `"rollout"`, `"logprob"`, `"update"`, `"selection"`."""
+        begin = time.perf_counter()
+        yield
+        name = f"{kind}_seconds"
+        setattr(self, name, getattr(self, name) + time.perf_counter() - begin)
 
     def add_plain(self, rows: int, row_tokens: float | None):
         """
@@ -198,16 +217,14 @@ def against_plain(totals: dict[str, float]) -> list[Work]:
     works = [
         Work(
             name,
-            totals.get(f"{kind}_tokens", 0.0),
-            totals.get(f"{kind}_seconds", 0.0),
-            totals.get(f"{kind}_flops", 0.0),
+            *(totals.get(f"{kind}_{unit}", 0.0) for unit in ("tokens", "seconds", "flops")),
             totals[f"plain_{kind}_flops"],
         )
         for kind, name in KINDS.items()
         if f"plain_{kind}_flops" in totals
     ]
     works = [work for work in works if work.flops or work.plain_flops]
-    sums = [sum(getattr(work, field.name) for work in works) for field in fields(Work)[1:]]
+    sums = (sum(getattr(work, field.name) for work in works) for field in fields(Work)[1:])
     return [*works, Work("total", *sums)] if works else []
 
 
@@ -224,39 +241,13 @@ def headline(totals: dict[str, float]) -> str:
     """
     works = against_plain(totals)
     if not works:
-        return "The recording does not tell what plain GRPO would have cost."
+        return "The recording does not say what plain GRPO would have cost."
     return f"FLOPs, of {PLAIN}: {', '.join(f'{work.name} {work.times}' for work in works)}."
 
 
 def skipped_visits(totals: dict[str, float]) -> str:
     """What pruning kept out of the passes, in one sentence."""
     return f"{SKIPPED.capitalize()}: {totals.get('visits_skipped', 0):,.0f} prompts that pruning left out of a pass."
-
-
-def with_plain(totals: dict[str, float], generations: int, batch_rows: int | None) -> dict[str, float]:
-    """
-    Totals of a recording, with the costs of plain GRPO where it is too old to hold them.
-
-    Such a recording has the costs of the same passes without pruning, and plain GRPO's completions are taken to be as long
-    as those of the run.
-
-    Args:
-        totals (`dict[str, float]`): Totals that were recorded.
-        generations (`int`): Generation batches until then.
-        batch_rows (`int`, *optional*): `generation_batch_size`; without it, nothing is added.
-    """
-    if "plain_rows" in totals or not totals.get("rows_rolled_out") or batch_rows is None:
-        return totals
-    plain_rows = generations * batch_rows
-    plain_tokens = totals["rollout_tokens"] * plain_rows / totals["rows_rolled_out"]
-    share = plain_tokens / totals["full_rollout_tokens"]
-    return {
-        **totals,
-        "visits_skipped": totals["groups_pruned"],
-        "plain_rows": plain_rows,
-        "plain_tokens": plain_tokens,
-        **{f"plain_{kind}_flops": share * totals[f"full_{kind}_flops"] for kind in KINDS},
-    }
 
 
 def account(
@@ -267,7 +258,6 @@ def account(
     chosen: np.ndarray,
     batch_rows: int,
     logprob_passes: int,
-    iterations: int,
 ):
     """
     Enter a generation batch.
@@ -283,7 +273,6 @@ def account(
         chosen (`np.ndarray` of shape `(n,)`): Rows of the pool that are trained on.
         batch_rows (`int`): Completions of the batch in plain GRPO, `generation_batch_size`.
         logprob_passes (`int`): Forward passes per row for old and reference log-probabilities.
-        iterations (`int`): Iterations over the batch.
     """
     chosen_tokens = int((pool.prompt_tokens + pool.completion_tokens)[chosen].sum())
     drawn_tokens = drawn.prompt_tokens + drawn.completion_tokens
@@ -294,5 +283,5 @@ def account(
     ledger.rows_rolled_out += drawn.num_rows
     ledger.rows_trained += len(chosen)
     ledger.rollout_tokens += int(drawn_tokens.sum())
-    ledger.update_tokens += chosen_tokens * iterations
+    ledger.update_tokens += chosen_tokens * ledger.iterations
     ledger.logprob_tokens += chosen_tokens * logprob_passes

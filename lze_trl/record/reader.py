@@ -1,4 +1,4 @@
-"""Reading a run, also one that is still being written."""
+"""Reading a run, also one that is still being written: which rows count, and what is known of each prompt."""
 
 import json
 import logging
@@ -12,18 +12,8 @@ import duckdb
 import pandas as pd
 import pyarrow as pa
 
-from . import sql
-from .ledger import with_plain
 from .parts import Part, list_parts
-from .schema import (
-    DIRECTORY,
-    META_FILE,
-    SCHEMAS,
-    WRITING_ORDER,
-    Meta,
-    MissingTelemetryError,
-    TelemetryError,
-)
+from .schema import DIRECTORY, META_FILE, SQL_TYPES, Meta, MissingTelemetryError, TelemetryError
 
 
 logger = logging.getLogger(__name__)
@@ -35,8 +25,40 @@ _UNREADABLE = (duckdb.IOException, duckdb.InvalidInputException, duckdb.Conversi
 SORT_COLUMNS = ("energy", "pass_rate", "first_pass_rate", "visits", "times_selected", "last_step", "ema")
 """Columns that [`Run.prompts`] sorts by."""
 
+STATES = ("frontier", "solved", "hopeless", "pruned", "forgotten", "unscored")
+"""
+States of a prompt. A hopeless one had equal rewards at its last visit, not the highest ones. A forgotten one was solved and pruned,
+failed its re-check, and has not been fully correct since.
+"""
 
-def telemetry_directory(path: str | Path) -> Path:
+_STATE = """CASE
+    WHEN pruned THEN 'pruned'
+    WHEN last_failed_recheck > coalesce(last_solved, -1) THEN 'forgotten'
+    WHEN pass_rate IS NULL THEN 'unscored'
+    WHEN pass_rate = 1 THEN 'solved'
+    WHEN dead THEN 'hopeless'
+    ELSE 'frontier'
+END"""
+
+_LATEST = (
+    """visits, pass_rate, energy, difficulty, uncertainty, momentum, ema, first_pass_rate, reward_mean, pruned, dead"""
+)
+
+# Rows of `groups` as what is known of a prompt after one visit, so that visits and states merge by the same query
+_VISITS = f"""SELECT prompt_id, generation AS last_generation, step AS last_step, selected::BIGINT AS times_selected,
+    replayed::BIGINT AS rechecks, CASE WHEN pass_rate = 1 THEN generation END AS last_solved,
+    CASE WHEN replayed AND pass_rate < 1 THEN generation END AS last_failed_recheck, {_LATEST} FROM"""
+
+# One row per visited prompt: its latest visit and sums over all visits
+_MERGED_VISITS = f"""WITH visits AS NOT MATERIALIZED ({{visits}}), sums AS (
+    SELECT prompt_id, max(last_generation) AS last_generation, max(last_step) AS last_step,
+        sum(times_selected)::BIGINT AS times_selected, sum(rechecks)::BIGINT AS rechecks,
+        max(last_solved) AS last_solved, max(last_failed_recheck) AS last_failed_recheck
+    FROM visits GROUP BY prompt_id)
+SELECT sums.*, {_LATEST} FROM sums JOIN visits USING (prompt_id, last_generation)"""
+
+
+def _telemetry_directory(path: str | Path) -> Path:
     """The telemetry folder of a run directory; the folder itself is taken as well."""
     path = Path(path)
     if not path.exists():
@@ -49,27 +71,22 @@ def telemetry_directory(path: str | Path) -> Path:
     return path / DIRECTORY if (path / DIRECTORY).is_dir() or not (path / META_FILE).exists() else path
 
 
-def open_run(path: str | Path, threads: int = 2, memory_limit: str = "1GB") -> "Run":
+def open_run(path: str | Path) -> "Run":
     """
     Open the telemetry of a run, finished or not.
 
     Args:
-        path (`str` or `Path`):
-            Output directory of a training, or its `telemetry` folder.
-        threads (`int`, *optional*, defaults to `2`):
-            Threads of the query engine.
-        memory_limit (`str`, *optional*, defaults to `"1GB"`):
-            Memory of the query engine.
+        path (`str` or `Path`): Output directory of a training, or its `telemetry` folder.
 
     Returns:
         [`Run`]: The run. Call [`Run.refresh`] to see what was recorded since.
 
     Raises:
         MissingTelemetryError: If there is no run, or it has not recorded anything yet.
-        NewerSchemaError: If it was recorded by a newer version of the package.
+        OtherSchemaError: If it was recorded by a version of the package whose files this one does not read.
         TelemetryError: If its settings file is damaged.
     """
-    return Run(telemetry_directory(path), threads=threads, memory_limit=memory_limit)
+    return Run(_telemetry_directory(path))
 
 
 class Run:
@@ -95,19 +112,16 @@ class Run:
         self.meta = Meta.read(self.directory)
         self.damaged: list[str] = []
         self._lock = threading.RLock()
-        self._whole: set[Path] = set()
-        self._group_parts: list[Part] = []
-        self._summed: set[Part] = set()
-        self._summed_of: object = None
-        self._states_of: object = None
+        self._whole: set[Part] = set()
+        self._parts: dict[str, list[Part]] = {}
         self._version: tuple | None = None
+        self._summed: set[Part] = set()  # parts of `groups` that the states of the prompts are made of
+        self._summed_of: tuple = ()
         self._database = duckdb.connect(":memory:", config={"threads": threads, "memory_limit": memory_limit})
         folder = str(self.directory).replace("'", "''")
-        self._database.execute("SET parquet_metadata_cache = true")
-        self._database.execute("SET enable_progress_bar = false")
-        self._database.execute(f"SET allowed_directories = ['{folder}{os.sep}']")
-        self._database.execute("SET enable_external_access = false")
-        self._database.execute("SET lock_configuration = true")
+        self._database.execute(f"""SET parquet_metadata_cache = true; SET enable_progress_bar = false;
+            SET allowed_directories = ['{folder}{os.sep}']; SET enable_external_access = false;
+            SET lock_configuration = true""")
         self.refresh()
 
     @property
@@ -141,15 +155,13 @@ class Run:
             self.meta = Meta.read(self.directory)
             # Newer where a run was deleted and recorded anew, whose parts have the same names
             written = (self.directory / META_FILE).stat().st_mtime_ns
-            parts = {table: self._whole_parts(table) for table in reversed(WRITING_ORDER)}
-            names = [tuple(part.path.name for part in parts[table]) for table in SCHEMAS]
-            version = (written, tuple(self.meta.attempts), *names)
+            parts = self._whole_parts()
+            version = (written, tuple(self.meta.attempts), *map(tuple, parts.values()))
             if version == self._version:
                 return False
-            for table in SCHEMAS:
-                query = sql.rows_of_table(table, parts[table], self.meta.attempts)
-                self._database.execute(f"CREATE OR REPLACE VIEW {table} AS {query}")
-            self._group_parts, self._version = parts["groups"], version
+            for table in SQL_TYPES:
+                self._database.execute(f"CREATE OR REPLACE VIEW {table} AS {self._rows(table, parts[table])}")
+            self._parts, self._version = parts, version
             return True
 
     def _retry(self, read: Callable[[], _T]) -> _T:
@@ -158,29 +170,51 @@ class Run:
             try:
                 return read()
             except (FileNotFoundError, *_UNREADABLE) as error:
-                # The part that was about to be read was replaced by a larger one, or is damaged
+                # The part that was about to be read was merged with others, or is damaged
                 if attempt == _ATTEMPTS_TO_READ:
                     raise TelemetryError(f"The telemetry of `{self.name}` cannot be read: {error}") from error
                 logger.debug("Reading `%s` again: %s", self.name, error)
                 attempt += 1
                 self._version = None
 
-    def _whole_parts(self, table: str) -> list[Part]:
+    def _whole_parts(self) -> dict[str, list[Part]]:
+        """Parts to read of each table, without those that are cut off."""
         damaged = []
 
         def is_whole(part: Part) -> bool:
-            if part.path in self._whole or part.is_whole:
-                self._whole.add(part.path)
+            if part in self._whole or part.is_whole:
+                self._whole.add(part)
                 return True
-            damaged.append(f"{table}/{part.path.name}")
+            damaged.append(f"{part.folder.name}/{part.path.name}")
             return False
 
-        parts = list_parts(self.directory / table, is_whole)
-        known = [name for name in self.damaged if name.startswith(f"{table}/")]
-        self.damaged = [name for name in self.damaged if name not in known] + damaged
-        for name in set(damaged) - set(known):
+        found = {table: list_parts(self.directory / table, is_whole) for table in reversed(SQL_TYPES)}
+        for name in set(damaged) - set(self.damaged):
             logger.warning("`%s` of the run is cut off, its rows are left out.", name)
-        return [part for part in parts if part.attempt <= len(self.meta.attempts)]
+        self.damaged = damaged
+        attempts = len(self.meta.attempts)
+        return {table: [part for part in parts if part.attempt <= attempts] for table, parts in found.items()}
+
+    def _rows(self, table: str, parts: list[Part]) -> str:
+        """
+        Query of the rows of a table that count, with its columns. Values of another type, which this package has not written,
+        are converted, or refused when they are read.
+        """
+        types = SQL_TYPES[table]
+        nothing = ", ".join(f'NULL::{kind} AS "{name}"' for name, kind in types.items())
+        queries = [f"SELECT {nothing} WHERE false"]
+        for attempt in sorted({part.attempt for part in parts}):
+            later = self.meta.attempts[attempt:]  # each recorded anew from its first generation on
+            where = f"WHERE generation < {min(later)}" if later else ""
+            files = ", ".join("'" + str(p.path).replace("'", "''") + "'" for p in parts if p.attempt == attempt)
+            # No folder above them that is named `key=value` adds a column
+            queries.append(f"FROM read_parquet([{files}], hive_partitioning = false) {where}")
+        columns = ", ".join(f'CAST("{name}" AS {kind}) AS "{name}"' for name, kind in types.items())
+        rows = f"SELECT {columns} FROM ({' UNION ALL BY NAME '.join(queries)})"
+        if table == "steps" and len(queries) > 2:
+            # Steps that share a generation batch: those behind the checkpoint are logged again by the resumed run
+            rows += " QUALIFY time = max(time) OVER (PARTITION BY step, name)"
+        return rows
 
     def arrow(self, query: str, parameters: list[Any] | None = None) -> pa.Table:
         """
@@ -211,25 +245,17 @@ class Run:
         return self.arrow(query, parameters).to_pandas()
 
     def _update_states(self):
-        if self._states_of == self._version:
+        """Add the parts that are new to what is known of each prompt, so that a live run is not read as a whole each time."""
+        parts, basis = self._parts["groups"], self._version[:2]
+        if basis != self._summed_of or not self._summed.issubset(parts):
+            visits, new = [f"{_VISITS} ({self._rows('groups', parts)})"], parts
+        elif new := [part for part in parts if part not in self._summed]:
+            visits = ["SELECT * EXCLUDE state FROM prompt_states", f"{_VISITS} ({self._rows('groups', new)})"]
+        else:
             return
-        attempts = self.meta.attempts
-        # All parts but the last one are closed: what they say is kept, so that a live run is not read as a whole each time
-        closed, last = self._group_parts[:-1], self._group_parts[-1:]
-        basis = self._version[:2]
-        if basis != self._summed_of or not self._summed.issubset(closed):
-            self._make_table("closed_states", sql.prompt_states(sql.visits([], attempts)))
-            self._summed_of, self._summed = basis, set()
-        new = [part for part in closed if part not in self._summed]
-        if new:
-            self._make_table("closed_states", sql.prompt_states(_more("closed_states", sql.visits(new, attempts))))
-            self._summed.update(new)
-        states = sql.prompt_states(_more("closed_states", sql.visits(last, attempts)))
-        self._make_table("prompt_states", f"SELECT *, {sql.STATE_OF_PROMPT} AS state FROM ({states})")
-        self._states_of = self._version
-
-    def _make_table(self, name: str, query: str):
-        self._database.execute(f"CREATE OR REPLACE TABLE {name} AS {query}")
+        states = _MERGED_VISITS.format(visits=" UNION ALL BY NAME ".join(visits))
+        self._database.execute(f"CREATE OR REPLACE TABLE prompt_states AS SELECT *, {_STATE} AS state FROM ({states})")
+        self._summed, self._summed_of = set(parts), basis
 
     def groups(self, prompt_id: int | None = None) -> pd.DataFrame:
         """
@@ -284,74 +310,50 @@ class Run:
         """
         if sort not in SORT_COLUMNS:
             raise ValueError(f"`sort` must be one of {list(SORT_COLUMNS)}, got {sort!r}.")
-        if state is not None and state not in sql.STATES:
-            raise ValueError(f"`state` must be one of {list(sql.STATES)} or `None`, got {state!r}.")
-        found, parameters = _found(search)
-        conditions = [found]
-        if state is not None:
-            conditions.append("state = ?")
-            parameters.append(state)
-        if prompt_id is not None:
-            conditions.append("prompt_id = ?")
-            parameters.append(prompt_id)
-        order = "DESC" if descending else "ASC"
+        if state is not None and state not in STATES:
+            raise ValueError(f"`state` must be one of {list(STATES)} or `None`, got {state!r}.")
+        condition, parameters = _found(search)
+        order = f"{sort} {'DESC' if descending else 'ASC'} NULLS LAST, prompt_id"
         # The page is cut before the texts are fetched: only its few rows are read in full
-        page = f"""SELECT * FROM prompt_states WHERE {" AND ".join(conditions)}
-            ORDER BY {sort} {order} NULLS LAST, prompt_id"""
-        if limit is not None:
-            page += " LIMIT ?"
-            parameters.append(limit)
-        page += " OFFSET ?"
-        parameters.append(offset)
-        query = f"""WITH page AS ({page}), texts AS (
+        query = f"""WITH page AS (
+                SELECT * FROM prompt_states
+                WHERE {condition} AND state = coalesce(?, state) AND prompt_id = coalesce(?, prompt_id)
+                ORDER BY {order} LIMIT ? OFFSET ?
+            ), texts AS (
                 SELECT prompt_id, any_value(text) AS text, any_value(columns) AS columns FROM prompts
-                WHERE prompt_id IN (SELECT prompt_id FROM page) GROUP BY prompt_id)
-            SELECT * FROM page LEFT JOIN texts USING (prompt_id) ORDER BY {sort} {order} NULLS LAST, prompt_id"""
-        return self.sql(query, parameters)
+                WHERE prompt_id IN (SELECT prompt_id FROM page) GROUP BY prompt_id
+            ) SELECT * FROM page LEFT JOIN texts USING (prompt_id) ORDER BY {order}"""
+        return self.sql(query, [*parameters, state, prompt_id, limit, offset])
 
     def prompt_counts(self, search: str | None = None) -> dict[str, int]:
         """Number of visited prompts in each state, those whose text contains `search` if it is given."""
-        found, parameters = _found(search)
-        query = f"SELECT state, count(*) AS prompts FROM prompt_states WHERE {found} GROUP BY state"
+        condition, parameters = _found(search)
+        query = f"SELECT state, count(*) AS prompts FROM prompt_states WHERE {condition} GROUP BY state"
         counts = {row["state"]: row["prompts"] for row in self.arrow(query, parameters).to_pylist()}
-        return {state: counts.get(state, 0) for state in sql.STATES}
+        return {state: counts.get(state, 0) for state in STATES}
 
-    def completions(self, prompt_id: int, generations: int = 1) -> pd.DataFrame:
-        """
-        Latest recorded completions of a prompt.
-
-        Args:
-            prompt_id (`int`): The prompt.
-            generations (`int`, *optional*, defaults to `1`): Number of its latest recorded visits.
-        """
-        query = """SELECT * FROM completions WHERE prompt_id = ?
-            QUALIFY dense_rank() OVER (ORDER BY generation DESC) <= ? ORDER BY generation DESC, index"""
-        return self.sql(query, [prompt_id, generations])
+    def completions(self, prompt_id: int) -> pd.DataFrame:
+        """Latest recorded completions of a prompt."""
+        query = (
+            "SELECT * FROM completions WHERE prompt_id = ? QUALIFY generation = max(generation) OVER () ORDER BY index"
+        )
+        return self.sql(query, [prompt_id])
 
     def summary(self) -> dict[str, Any]:
         """
         The run in a few numbers.
 
         Returns:
-            `dict`: Generation batches, steps, groups and their shares, prompts by state, the first and the latest mean
-            pass rate, and the ledger, which [`~lze_trl.record.ledger.against_plain`] holds against plain GRPO.
+            `dict`: Number of generation batches, steps, passes, groups, those selected and dead, and completions (`rows`);
+            prompts by state; and the ledger, which [`~lze_trl.record.ledger.against_plain`] compares with plain GRPO.
         """
-        row = self.arrow("""SELECT
-            count(*) AS generations, coalesce(max(step), 0) AS steps, coalesce(max(pass_index), 0) AS pass_index,
-            coalesce(sum(groups), 0)::BIGINT AS groups, coalesce(sum(rows), 0)::BIGINT AS rows,
-            coalesce(sum(selected), 0)::BIGINT AS selected, coalesce(sum(dead), 0)::BIGINT AS dead,
-            coalesce(sum(replayed), 0)::BIGINT AS replayed, coalesce(sum(skipped), 0)::BIGINT AS skipped,
-            coalesce(sum(forgotten), 0)::BIGINT AS forgotten, coalesce(max(generation), -1) + 1 AS begun,
-            arg_max(ledger, generation) AS ledger
+        sums = ", ".join(
+            f"coalesce(sum({name}), 0)::BIGINT AS {name}" for name in ("groups", "rows", "selected", "dead")
+        )
+        row = self.arrow(f"""SELECT count(*) AS generations, coalesce(max(step), 0) AS steps,
+            coalesce(max(pass_index), 0) AS pass_index, {sums}, arg_max(ledger, generation) AS ledger
             FROM generations""").to_pylist()[0]
-        batch_rows = self.meta.settings.get("generation_batch_size")
-        row["ledger"] = with_plain(dict(row["ledger"] or []), row.pop("begun"), batch_rows)
-        row["prompts"] = self.prompt_counts()
-        return row
-
-
-def _more(table: str, query: str) -> str:
-    return f"SELECT * FROM {table} UNION ALL BY NAME {query}"
+        return row | {"ledger": dict(row["ledger"] or []), "prompts": self.prompt_counts()}
 
 
 def _found(search: str | None) -> tuple[str, list[Any]]:

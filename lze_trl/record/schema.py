@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,93 +24,47 @@ META_FILE = "meta.json"
 NUM_ENERGY_BINS = 26
 """Bins of the energy histogram: equal widths over (0, 1 + α], dead groups are counted apart."""
 
-_F32, _F64, _I32, _I64 = pa.float32(), pa.float64(), pa.int32(), pa.int64()
-
-SCHEMAS = {
-    # One row per group of every generation batch. Floats have 64 bits: replay ranks by what the run has ranked by
-    "groups": pa.schema(
-        [
-            ("generation", _I32),
-            ("step", _I32),
-            ("position", _I32),
-            ("prompt_id", _I64),
-            ("visits", _I32),
-            ("size", _I32),
-            ("scored", _I32),
-            ("pass_rate", _F64),
-            ("difficulty", _F64),
-            ("uncertainty", _F64),
-            ("momentum", _F64),
-            ("energy", _F64),
-            ("ema", _F64),
-            ("first_pass_rate", _F64),
-            ("reward_mean", _F64),
-            ("reward_std", _F64),
-            ("rewards", pa.list_(_F32)),
-            ("prompt_tokens", _I32),
-            ("completion_tokens", _I32),
-            ("loss_tokens", _I32),
-            ("selected", pa.bool_()),
-            ("pruned", pa.bool_()),
-            ("replayed", pa.bool_()),
-            ("dead", pa.bool_()),
-        ]
-    ),
-    # One row per generation batch: what an overview needs without reading the groups
-    "generations": pa.schema(
-        [
-            ("generation", _I32),
-            ("step", _I32),
-            ("pass_index", _I32),
-            ("time", _F64),
-            ("groups", _I32),
-            ("rows", _I32),
-            ("selected", _I32),
-            ("dead", _I32),
-            ("replayed", _I32),
-            ("forgotten", _I32),
-            ("skipped", _I32),
-            ("new_prompts", _I32),
-            ("pruned_change", _I32),
-            ("pass_rate", _F32),
-            ("selected_pass_rate", _F32),
-            ("reward_mean", _F32),
-            ("rewards", pa.list_(_F32)),
-            ("energy_mean", _F32),
-            ("energy_histogram", pa.list_(_I32)),
-            ("ledger", pa.map_(pa.string(), _F64)),
-        ]
-    ),
-    # One row per prompt, at its first visit
-    "prompts": pa.schema([("prompt_id", _I64), ("generation", _I32), ("text", pa.string()), ("columns", pa.string())]),
-    # One row per recorded completion
-    "completions": pa.schema(
-        [
-            ("generation", _I32),
-            ("step", _I32),
-            ("prompt_id", _I64),
-            ("index", _I32),
-            ("completion", pa.string()),
-            ("outcome", _F32),
-            ("reward", _F32),
-            ("rewards", pa.list_(_F32)),
-            ("tokens", _I32),
-        ]
-    ),
-    # One row per logged metric
-    "steps": pa.schema(
-        [
-            ("step", _I32),
-            ("generation", _I32),
-            ("time", _F64),
-            ("name", pa.string()),
-            ("value", _F64),
-        ]
-    ),
+# Columns with their SQL types. `prompts` has a row per prompt, at its first visit; `steps` a row per logged metric
+_TABLES = {
+    "prompts": "prompt_id BIGINT, generation INTEGER, text VARCHAR, columns VARCHAR",
+    "completions": """generation INTEGER, step INTEGER, prompt_id BIGINT, index INTEGER, completion VARCHAR, outcome FLOAT,
+        reward FLOAT, rewards FLOAT[], tokens INTEGER""",
+    # Floats have 64 bits: replay ranks by what the run ranked by
+    "groups": """generation INTEGER, step INTEGER, position INTEGER, prompt_id BIGINT, visits INTEGER, size INTEGER,
+        scored INTEGER, pass_rate DOUBLE, difficulty DOUBLE, uncertainty DOUBLE, momentum DOUBLE, energy DOUBLE, ema DOUBLE,
+        first_pass_rate DOUBLE, reward_mean DOUBLE, reward_std DOUBLE, rewards FLOAT[], prompt_tokens INTEGER,
+        completion_tokens INTEGER, loss_tokens INTEGER, selected BOOLEAN, pruned BOOLEAN, replayed BOOLEAN, dead BOOLEAN""",
+    # What an overview needs without reading the groups
+    "generations": """generation INTEGER, step INTEGER, pass_index INTEGER, time DOUBLE, groups INTEGER, rows INTEGER,
+        selected INTEGER, dead INTEGER, replayed INTEGER, forgotten INTEGER, skipped INTEGER, new_prompts INTEGER,
+        pruned_change INTEGER, pass_rate FLOAT, selected_pass_rate FLOAT, reward_mean FLOAT, rewards FLOAT[],
+        energy_mean FLOAT, energy_histogram INTEGER[], ledger MAP(VARCHAR,DOUBLE)""",
+    "steps": "step INTEGER, generation INTEGER, time DOUBLE, name VARCHAR, value DOUBLE",
+}
+_ARROW_TYPES = {
+    "INTEGER": pa.int32(),
+    "BIGINT": pa.int64(),
+    "FLOAT": pa.float32(),
+    "DOUBLE": pa.float64(),
+    "BOOLEAN": pa.bool_(),
+    "VARCHAR": pa.string(),
+    "FLOAT[]": pa.list_(pa.float32()),
+    "INTEGER[]": pa.list_(pa.int32()),
+    "MAP(VARCHAR,DOUBLE)": pa.map_(pa.string(), pa.float64()),
 }
 
-WRITING_ORDER = ("prompts", "completions", "groups", "generations", "steps")
-"""Tables in the order they are written. Read in the reverse order, a generation is never without its groups and prompts."""
+SQL_TYPES = {
+    table: dict(column.split() for column in re.split(r",\s+", columns)) for table, columns in _TABLES.items()
+}
+"""
+Type of every column of every table. The tables are in the order they are written: read in the reverse order, a generation is
+never without its groups and prompts.
+"""
+
+SCHEMAS = {
+    table: pa.schema([(name, _ARROW_TYPES[kind]) for name, kind in columns.items()])
+    for table, columns in SQL_TYPES.items()
+}
 
 
 class TelemetryError(RuntimeError):
@@ -120,34 +75,25 @@ class MissingTelemetryError(TelemetryError):
     """There is no run, or it has not recorded anything yet."""
 
 
-class NewerSchemaError(TelemetryError):
-    """The run was recorded by a newer version of the package."""
+class OtherSchemaError(TelemetryError):
+    """The run was recorded by a version of the package whose files this one does not read."""
 
 
 @dataclass
 class Meta:
-    """
-    Content of `meta.json`.
+    """Content of `meta.json`."""
 
-    Attributes:
-        settings (`dict`): Settings of the run, as the trainer gave them.
-        completions (`str`): Which completions are recorded.
-        reward_names (`list[str]`): Reward functions, in the order of the `rewards` columns.
-        attempts (`list[int]`):
-            Generation from which each attempt of the run recorded, the first one's being 0. Rows of an earlier
-            attempt from that generation on were lost with a crash and are hidden by the readers.
-        energy_max (`float`): Upper end of the energy histogram, 1 + α.
-        schema_version (`int`): Version of the files.
-        package_version (`str`): Version of the package that wrote them.
-    """
-
-    settings: dict[str, Any] = field(default_factory=dict)
-    completions: str = "none"
-    reward_names: list[str] = field(default_factory=list)
+    settings: dict[str, Any] = field(default_factory=dict)  # of the run, as the trainer gave them
+    completions: str = "none"  # which ones are recorded
+    reward_names: list[str] = field(default_factory=list)  # in the order of the `rewards` columns
     attempts: list[int] = field(default_factory=list)
-    energy_max: float = 1.3
+    """
+    Generation from which each attempt of the run recorded, the first one's being 0. Rows of an earlier attempt from that
+    generation on were lost with a crash and are hidden by the readers.
+    """
+    energy_max: float = 1.3  # upper end of the energy histogram, 1 + α
     schema_version: int = SCHEMA_VERSION
-    package_version: str = ""
+    package_version: str = ""  # of the package that wrote the files
 
     @property
     def reward_labels(self) -> list[str]:
@@ -173,7 +119,7 @@ class Meta:
 
         Raises:
             MissingTelemetryError: If there is none.
-            NewerSchemaError: If it was written by a newer version.
+            OtherSchemaError: If it has another schema version.
             TelemetryError: If it is damaged or of something else.
         """
         try:
@@ -190,10 +136,11 @@ class Meta:
         version = content.get("schema_version")
         if not isinstance(version, int) or version < 1:
             raise TelemetryError(f"`{META_FILE}` has no valid `schema_version`, got {version!r}.")
-        if version > SCHEMA_VERSION:
-            raise NewerSchemaError(
-                f"The run was recorded with telemetry schema {version}, and this version of lze_trl reads up to "
-                f"{SCHEMA_VERSION}. Upgrade lze_trl to open it."
+        if version != SCHEMA_VERSION:
+            advice = "Upgrade lze_trl" if version > SCHEMA_VERSION else "Use the version of lze_trl that recorded it"
+            raise OtherSchemaError(
+                f"The run was recorded with telemetry schema {version}, and this version of lze_trl reads schema "
+                f"{SCHEMA_VERSION}. {advice} to open it; a new training needs another `output_dir`."
             )
         try:
             meta = cls(**content)

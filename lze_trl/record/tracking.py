@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable
 from importlib import import_module
-from types import ModuleType
 from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -21,7 +20,7 @@ TRACKERS = ("wandb", "trackio")
 
 HISTOGRAM, TABLE = "lze/energy_histogram", "lze/prompts"
 _COLUMNS = ("prompt", "state", "energy", "pass_rate", "first_pass_rate", "visits", "times_selected")
-_TEXT_SHOWN = 500
+_TABLE_SIZE, _TEXT_SHOWN = 200, 500
 
 
 class EnergyTrackingCallback(TrainerCallback):
@@ -32,16 +31,12 @@ class EnergyTrackingCallback(TrainerCallback):
     Args:
         state ([`PromptState`]):
             Prompt state of the trainer.
-        flush (`Callable`, *optional*):
+        flush (`Callable`):
             Called before the table is made from the run's telemetry, to have all of it written.
-        table_size (`int`, *optional*, defaults to `200`):
-            Number of prompts in the table.
     """
 
-    def __init__(self, state: PromptState, flush: Callable[[], None] | None = None, table_size: int = 200):
-        self.prompt_state = state
-        self.flush = flush
-        self.table_size = table_size
+    def __init__(self, state: PromptState, flush: Callable[[], None]):
+        self.prompt_state, self.flush = state, flush
 
     def on_log(
         self,
@@ -53,7 +48,7 @@ class EnergyTrackingCallback(TrainerCallback):
     ):
         if not state.is_world_process_zero or not len(self.prompt_state):
             return
-        trackers = _active(args)
+        trackers = [(name, import_module(name)) for name in TRACKERS if name in args.report_to]
         # The log of the run time is the last one before the trackers' own callbacks close their runs
         table = self._table(args.output_dir) if trackers and "train_runtime" in (logs or {}) else None
         for name, tracker in trackers:
@@ -67,22 +62,16 @@ class EnergyTrackingCallback(TrainerCallback):
                 tracker.log(values, step=state.global_step)
 
     def _table(self, output_dir: str) -> list[list[Any]] | None:
-        if self.flush is not None:
-            self.flush()
+        self.flush()
         try:
             run = open_run(output_dir)
-            rows = run.prompts(limit=self.table_size)
+            rows = run.prompts(limit=_TABLE_SIZE)
             run.close()
         except TelemetryError as error:
             logger.warning("The table of prompts is not logged: %s", error)
             return None
         rows = rows.assign(prompt=rows["text"].str.slice(0, _TEXT_SHOWN))[list(_COLUMNS)].astype(object)
         return rows.where(rows.notna(), None).to_numpy().tolist()
-
-
-def _active(args: TrainingArguments) -> list[tuple[str, ModuleType]]:
-    """Trackers that the run reports to."""
-    return [(name, import_module(name)) for name in TRACKERS if name in args.report_to]
 
 
 class TrackioRunCallback(TrainerCallback):

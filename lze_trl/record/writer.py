@@ -10,34 +10,24 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import pyarrow as pa
 
 from .. import __version__
-from .parts import OpenPart, list_parts
+from .generation import GenerationRecord, generation_tables, log_tables
+from .parts import PartWriter, list_parts
 from .reader import Run
-from .rows import (
-    GenerationRecord,
-    Log,
-    completions_table,
-    generations_table,
-    groups_table,
-    prompts_table,
-    steps_table,
-)
 from .schema import (
     DIRECTORY,
     META_FILE,
-    SCHEMA_VERSION,
     SCHEMAS,
-    WRITING_ORDER,
     Meta,
     MissingTelemetryError,
-    NewerSchemaError,
+    OtherSchemaError,
     TelemetryError,
 )
 
@@ -47,6 +37,9 @@ logger = logging.getLogger(__name__)
 _PAUSE = 10
 _MAX_WAITING = 1_000
 _ATTEMPTS_AT_THE_END = 4
+
+# Rows of each table, given the prompts whose text is recorded already
+_ToTables = Callable[[set[int]], dict[str, pa.Table]]
 
 
 class TelemetryWriter:
@@ -69,6 +62,9 @@ class TelemetryWriter:
             recorded from there on are hidden.
         flush_seconds (`float`, *optional*, defaults to `0.75`):
             Longest time that a record waits, unless writing is slow.
+
+    Raises:
+        OtherSchemaError: If the folder holds the telemetry of a version of the package whose files this one does not read.
     """
 
     def __init__(
@@ -83,18 +79,26 @@ class TelemetryWriter:
             raise ValueError(f"`completions` must be one of ['none', 'sampled', 'all'], got {completions!r}.")
         directory = Path(directory)
         self.directory = directory if directory.name == DIRECTORY else directory / DIRECTORY
-        self._completions = completions
-        self._flush_seconds = flush_seconds
-        self._meta = self._start_attempt(settings or {}, resumed_generation)
+        self._flush_seconds = self._pause = flush_seconds
+        settings = settings or {}
+        self._meta = Meta(
+            settings=settings,
+            completions=completions,
+            attempts=[*self._earlier_attempts(resumed_generation), resumed_generation or 0],
+            energy_max=1.0 + float(settings.get("momentum_weight", 0.3)),
+            package_version=__version__,
+        )
         self._meta_is_written = False
-        self._write_meta_if_possible()
-        self._attempt = len(self._meta.attempts)
+        try:
+            self._write_meta()
+        except OSError as error:
+            logger.warning("`%s` cannot be written yet, it is tried again: %s.", self.directory / META_FILE, error)
         self._known = self._recorded_prompts()
         self._last_generation = max((resumed_generation or 0) - 1, 0)  # of what is logged before the first batch
-        self._flushes = 0
-        self._pause = flush_seconds
-        self._parts = {name: OpenPart(self.directory / name, self._attempt) for name in SCHEMAS}
-        self._waiting: list[tuple[float, GenerationRecord | Log]] = []
+        attempt = len(self._meta.attempts)
+        self._parts = {table: PartWriter(self.directory / table, attempt) for table in SCHEMAS}
+        self._flushes, self._first = 0, 1  # flushes so far, and the first one whose rows are not written
+        self._waiting: list[tuple[str, _ToTables]] = []  # what is recorded, by its name
         self._lost = 0
         self._condition = threading.Condition()
         self._closing = False
@@ -106,18 +110,25 @@ class TelemetryWriter:
         """Queue one generation batch. Its arrays must not be changed afterwards."""
         with self._condition:
             self._last_generation = record.generation
-            self._queue(record)
+            if self._meta.reward_names != record.reward_names:
+                self._meta.reward_names, self._meta_is_written = list(record.reward_names), False
+            now, energy_max = time.time(), self._meta.energy_max
+            self._queue(
+                f"Generation batch {record.generation}",
+                lambda known: generation_tables(record, now, energy_max, known),
+            )
 
     def record_step(self, step: int, metrics: dict[str, float]):
         """Queue the metrics of one log."""
         numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}
         with self._condition:
-            self._queue(Log(step, self._last_generation, numbers))
+            generation, now = self._last_generation, time.time()
+            self._queue(f"A log of step {step}", lambda known: log_tables(step, generation, now, numbers))
 
-    def _queue(self, item: GenerationRecord | Log):
+    def _queue(self, name: str, to_tables: _ToTables):
         # The disk may be full for hours: the queue must not take the training's memory meanwhile
         if len(self._waiting) < _MAX_WAITING:
-            self._waiting.append((time.time(), item))
+            self._waiting.append((name, to_tables))
         else:
             self._lost += 1
         self._condition.notify_all()
@@ -136,46 +147,37 @@ class TelemetryWriter:
             self._condition.notify_all()
         self._thread.join()
 
-    def _start_attempt(self, settings: dict[str, Any], resumed_generation: int | None) -> Meta:
-        meta = self._earlier_meta()
-        if meta.attempts and resumed_generation is None:
+    def _earlier_attempts(self, resumed_generation: int | None) -> list[int]:
+        """Where the attempts of the run in the folder began, so that this one does not take their files for its own."""
+        try:
+            attempts = Meta.read(self.directory).attempts
+        except OtherSchemaError:
+            raise
+        except TelemetryError as error:
+            if not isinstance(error, MissingTelemetryError):
+                damaged = self.directory / f"{META_FILE}.damaged"
+                logger.warning("%s It is kept as `%s`, and the run goes on with a new one.", error, damaged)
+                with suppress(OSError):
+                    os.replace(self.directory / META_FILE, damaged)
+            # Nothing says where the attempts that wrote the files began: the last one is taken to have recorded everything
+            parts = [part for table in SCHEMAS for part in list_parts(self.directory / table)]
+            attempts = [0] * max((part.attempt for part in parts), default=0)
+        if attempts and resumed_generation is None:
             logger.warning(
                 "`%s` holds the telemetry of an earlier run. This run replaces it: the earlier rows are hidden, not "
                 "deleted. Use another `output_dir` to keep both.",
                 self.directory,
             )
-        meta.attempts.append(resumed_generation or 0)
-        meta.settings, meta.completions = settings, self._completions
-        meta.schema_version, meta.package_version = SCHEMA_VERSION, __version__
-        meta.energy_max = 1.0 + float(settings.get("momentum_weight", 0.3))
-        return meta
-
-    def _earlier_meta(self) -> Meta:
-        try:
-            return Meta.read(self.directory)
-        except NewerSchemaError:
-            raise
-        except MissingTelemetryError:
-            pass
-        except TelemetryError as error:
-            damaged = self.directory / f"{META_FILE}.damaged"
-            logger.warning("%s It is kept as `%s`, and the run goes on with a new one.", error, damaged)
-            with suppress(OSError):
-                os.replace(self.directory / META_FILE, damaged)
-        # Parts without it do not tell where their attempt began: the last one is taken to have recorded everything
-        parts = [part for table in SCHEMAS for part in list_parts(self.directory / table)]
-        return Meta(attempts=[0] * max((part.attempt for part in parts), default=0))
-
-    def _write_meta_if_possible(self):
-        try:
-            self._write_meta()
-        except OSError as error:
-            logger.warning("`%s` cannot be written yet, it is tried again: %s.", self.directory / META_FILE, error)
+        return attempts
 
     def _write_meta(self):
         self.directory.mkdir(parents=True, exist_ok=True)
-        self._meta.write(self.directory)
         self._meta_is_written = True
+        try:
+            self._meta.write(self.directory)
+        except OSError:
+            self._meta_is_written = False
+            raise
 
     def _recorded_prompts(self) -> set[int]:
         if not self._meta.attempts[-1]:
@@ -198,7 +200,7 @@ class TelemetryWriter:
                 closing, self._flush_now = self._closing, False
             begin = time.thread_time()
             try:
-                self._write_waiting(closing)
+                self._write_waiting()
                 failures, left = 0, 0 if closing else left
             except Exception:  # nothing that goes wrong here may stop a training of days
                 failures += 1
@@ -207,11 +209,15 @@ class TelemetryWriter:
                 if closing:
                     left -= 1
                     time.sleep(self._flush_seconds if left else 0.0)
+            with suppress(OSError):  # what is not merged is read as well
+                merged = [part for parts in self._parts.values() for part in parts.merge(closing and not left)]
+                for part in merged:
+                    part.path.unlink(missing_ok=True)
             self._pause = max(self._flush_seconds, _PAUSE * (time.thread_time() - begin))
         if lost := self._lost + len(self._waiting):
             logger.error("%d generation batches and logs are lost to the telemetry, which could not be written.", lost)
 
-    def _write_waiting(self, closing: bool):
+    def _write_waiting(self):
         with self._condition:
             waiting = self._waiting[:]
         if waiting:
@@ -219,47 +225,30 @@ class TelemetryWriter:
         with self._condition:
             del self._waiting[: len(waiting)]
             self._condition.notify_all()
-        if closing:
-            for part in self._parts.values():
-                part.remove_older()
 
-    def _write(self, waiting: list[tuple[float, GenerationRecord | Log]]):
-        tables = self._tables(waiting)
-        names = next((item.reward_names for _, item in reversed(waiting) if isinstance(item, GenerationRecord)), None)
-        if names is not None and self._meta.reward_names != names:
-            self._meta.reward_names = list(names)
-            self._meta_is_written = False
-        if not self._meta_is_written:
-            self._write_meta()
-        self._flushes += 1  # also after a failure, so that no name is ever that of another file
-        written = {name: self._parts[name].write(rows, self._flushes) for name, rows in tables.items()}
-        for name, rows in written.items():
-            self._parts[name].keep(rows, self._flushes)
-        self._known.update(id for rows in tables.get("prompts", []) for id in rows["prompt_id"].to_pylist())
-
-    def _tables(self, waiting: list[tuple[float, GenerationRecord | Log]]) -> dict[str, list[pa.Table]]:
-        """New rows of each table that has any, in the order of writing."""
-        tables: dict[str, list[pa.Table]] = {name: [] for name in WRITING_ORDER}
-        seen: set[int] = set()
-        for now, item in waiting:
+    def _write(self, waiting: list[tuple[str, _ToTables]]):
+        tables: dict[str, list[pa.Table]] = {table: [] for table in SCHEMAS}
+        new: set[int] = set()
+        for name, to_tables in waiting:
             try:
-                new_rows = self._rows_of(item, now, seen)
+                found = to_tables(self._known)
             except Exception:  # what cannot be expressed as rows now cannot be later either
-                logger.exception("%s could not be recorded and is left out.", item)
+                logger.exception("%s could not be recorded and is left out.", name)
                 continue
-            for name, rows in new_rows.items():
-                tables[name].append(rows)
-        return {name: rows for name, rows in tables.items() if rows}
-
-    def _rows_of(self, item: GenerationRecord | Log, now: float, seen: set[int]) -> dict[str, pa.Table]:
-        if isinstance(item, Log):
-            return {"steps": steps_table(item, now)}
-        ids = item.groups.prompt_ids.tolist()
-        new = np.array([id not in self._known and id not in seen for id in ids], dtype=bool)
-        rows = {"groups": groups_table(item), "generations": generations_table(item, now, new, self._meta.energy_max)}
-        if new.any():
-            rows["prompts"] = prompts_table(item, new)
-        if item.completions:
-            rows["completions"] = completions_table(item)
-        seen.update(ids)
-        return rows
+            for table, rows in found.items():
+                tables[table].append(rows)
+            if "prompts" in found:
+                ids = found["prompts"]["prompt_id"].to_pylist()
+                new.update(ids)
+                self._known.update(ids)
+        try:
+            if not self._meta_is_written:
+                self._write_meta()
+            self._flushes += 1  # also after a failure, so that no name is ever that of another file
+            for table, rows in tables.items():
+                if rows:
+                    self._parts[table].add(pa.concat_tables(rows).combine_chunks(), self._first, self._flushes)
+        except Exception:
+            self._known -= new
+            raise
+        self._first = self._flushes + 1

@@ -14,7 +14,6 @@ from ..memory.posterior import (
     posterior_strength,
     remembered_mean,
 )
-from .strategies import ratio_of
 
 
 SKIP_THRESHOLD = 0.9
@@ -23,38 +22,24 @@ SKIP_THRESHOLD = 0.9
 
 @dataclass(frozen=True)
 class Foresight:
-    """
-    How well the posterior of a prompt's pass rate foresees that its next group will be dead.
+    """How well the posterior of a prompt's pass rate foresees that its next group will be dead."""
 
-    Attributes:
-        groups (`int`): Visits that were predicted: all but the first one of each prompt.
-        rollouts (`int`): Their completions.
-        live (`int`): Those of them with a learning signal.
-        brier (`float`): Brier score of the predictions.
-        base_brier (`float`): Brier score of always predicting the share of dead groups.
-        expected_error (`float`): Expected calibration error.
-        bins (`list[dict]`):
-            Reliability table, see [`~lze_trl.memory.posterior.Calibration.table`], and what it would have meant to skip every
-            visit from the bin's lower bound on: `skipped_rollouts` saved, and `skipped_live` groups lost.
-        threshold (`float`): Foreseen probability from which on a visit would have been skipped.
-        reachable (`float`): Highest probability that the posterior can give to a group of the smallest size there was.
-        skipped_groups (`int`): Visits at or above the threshold.
-        skipped_rollouts (`int`): Their completions.
-        skipped_live (`int`): Those of them that were alive.
-    """
-
-    groups: int
-    rollouts: int
-    live: int
-    brier: float
-    base_brier: float
-    expected_error: float
+    groups: int  # visits that were predicted: all except the first one of each prompt
+    rollouts: int  # their completions
+    live: int  # those of them with a learning signal
+    brier: float  # Brier score of the predictions
+    base_brier: float  # Brier score of always predicting the share of dead groups
+    expected_error: float  # expected calibration error
     bins: list[dict[str, float]]
-    threshold: float
-    reachable: float
-    skipped_groups: int
-    skipped_rollouts: int
-    skipped_live: int
+    """
+    Reliability table, see [`~lze_trl.memory.posterior.Calibration.table`], and what it would have meant to skip every visit from
+    the bin's lower bound on: `skipped_rollouts` saved, and `skipped_live` groups lost.
+    """
+    threshold: float  # foreseen probability from which on a visit would have been skipped
+    reachable: float  # highest probability that the posterior can give to a group of the smallest size there was
+    skipped_groups: int  # visits at or above the threshold
+    skipped_rollouts: int  # their completions
+    skipped_live: int  # those of them that were alive
 
 
 class Foreseer:
@@ -73,7 +58,7 @@ class Foreseer:
         self._expected = np.zeros(len(prompt_ids), dtype=np.float32)
         self._rollouts = np.zeros(len(prompt_ids), dtype=np.int64)
         self._bins = np.zeros((NUM_BINS, 3), dtype=np.int64)  # groups, completions and live groups of each bin
-        self._smallest = 0
+        self._smallest = np.iinfo(np.int64).max
 
     def see(self, groups: Groups, scored: np.ndarray):
         """
@@ -86,20 +71,17 @@ class Foreseer:
         groups, scored = groups.take(np.flatnonzero(scored)), scored[scored > 0]
         rows = np.searchsorted(self._ids, groups.prompt_ids)
         expected, before = self._expected[rows], self._rollouts[rows]
-        known = before > 0
-        if known.any():
+        if (known := before > 0).any():
             mean = posterior_mean(expected[known], before[known], self.memory)
             strength = posterior_strength(before[known], self.memory)
-            sizes = groups.sizes[known]
-            self._count(dead_probability(*beta_parameters(mean, strength), sizes), sizes, groups.alive[known])
+            sizes, alive = groups.sizes[known], groups.alive[known]
+            foreseen = dead_probability(*beta_parameters(mean, strength), sizes)
+            self.calibration.update(foreseen, ~alive)
+            bins = np.minimum((foreseen * NUM_BINS).astype(np.int64), NUM_BINS - 1)
+            np.add.at(self._bins, bins, np.stack([np.ones_like(sizes), sizes, alive], axis=1))
+            self._smallest = min(self._smallest, int(sizes.min()))
         self._expected[rows] = remembered_mean(expected, before, groups.pass_rates, scored, self.memory)
         self._rollouts[rows] = before + scored
-
-    def _count(self, foreseen: np.ndarray, sizes: np.ndarray, alive: np.ndarray):
-        self.calibration.update(foreseen, ~alive)
-        bins = np.minimum((foreseen * NUM_BINS).astype(np.int64), NUM_BINS - 1)
-        np.add.at(self._bins, bins, np.stack([np.ones_like(sizes), sizes, alive], axis=1))
-        self._smallest = min(self._smallest or sizes.min(), sizes.min())
 
     def foresight(self) -> Foresight:
         """What has come of the predictions so far."""
@@ -110,7 +92,7 @@ class Foreseer:
         for row in self.calibration.table():
             _, saved, lost = from_bin_on[round(row["lower"] * NUM_BINS)]
             bins.append(row | {"skipped_rollouts": saved, "skipped_live": lost})
-        alive = ratio_of(live, groups)
+        alive = live / groups if groups else np.nan
         # After nothing but passes
         surest = beta_parameters(np.array([(1.0 + self.memory) / (2.0 + self.memory)]), np.array([self.memory]))
         return Foresight(
@@ -122,7 +104,7 @@ class Foreseer:
             expected_error=self.calibration.expected_error,
             bins=bins,
             threshold=SKIP_THRESHOLD,
-            reachable=float(dead_probability(*surest, int(self._smallest))[0]),
+            reachable=float(dead_probability(*surest, self._smallest if groups else 0)[0]),
             skipped_groups=skipped_groups,
             skipped_rollouts=skipped_rollouts,
             skipped_live=skipped_live,

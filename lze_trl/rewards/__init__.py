@@ -1,0 +1,28 @@
+"""Reward functions, and how they read and compare answers."""
+
+from .functions import (
+    REWARDS,
+    SOFT_OVERLONG,
+    RewardFunction,
+    accuracy_reward,
+    boxed_format_reward,
+    exact_match_reward,
+    format_reward,
+    get_reward,
+    soft_overlong,
+    think_format_reward,
+)
+
+
+__all__ = [
+    "REWARDS",
+    "SOFT_OVERLONG",
+    "RewardFunction",
+    "accuracy_reward",
+    "boxed_format_reward",
+    "exact_match_reward",
+    "format_reward",
+    "get_reward",
+    "soft_overlong",
+    "think_format_reward",
+]

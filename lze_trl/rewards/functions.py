@@ -1,23 +1,21 @@
-"""Reward functions: they take completions and gold answers, and return a score each, or `None` where there is none."""
+"""
+Reward functions: a score for each completion, or `None` where there is none.
+
+All of them take `completions`, plain (`list[str]`) or conversational (`list[list[dict]]`), and the columns of the dataset as
+keywords, of which those that compare answers use `solution`.
+"""
 
 import difflib
 import importlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from trl.rewards import get_soft_overlong_punishment
 from trl.rewards import think_format_reward as trl_think_format_reward
 
-from .grading import (
-    GradingTimeout,
-    equal,
-    gold_text,
-    last_boxed,
-    read_answer,
-    read_gold,
-)
+from .grading import GradingTimeout, equal, gold_text, last_boxed, read_answer, read_gold
 
 
 logger = logging.getLogger(__name__)
@@ -28,19 +26,13 @@ RewardFunction = Callable[..., list[float | None]]
 
 @dataclass
 class CountedWarning:
-    """
-    A warning that counts how often it applies, and is logged the first time and then at each power of ten.
-
-    Attributes:
-        message (`str`): What is logged, with `%d` for the count so far and `%s` for the latest example.
-        count (`int`): How often it applied in this process.
-    """
+    """A warning with a count and the latest example, logged the first time and then at each power of ten."""
 
     message: str
     count: int = 0
 
     def add(self, example: Any):
-        """Count one more case."""
+        """Count a case."""
         self.count += 1
         if str(self.count).strip("0") == "1":
             logger.warning(self.message, self.count, repr(example)[:120])
@@ -100,7 +92,7 @@ def accuracy_reward(
 
     Example:
     ```python
-    >>> from lze_trl.rewards.functions.functions import accuracy_reward
+    >>> from lze_trl.rewards import accuracy_reward
 
     >>> accuracy_reward([r"So it is \boxed{0.5}.", "The answer is 3"], solution=[r"\frac12", "1,234"])
     [1.0, 0.0]
@@ -141,20 +133,11 @@ def exact_match_reward(
     completions: list[Completion], solution: list[str | float | None], **kwargs
 ) -> list[float | None]:
     """
-    Reward function that checks whether a completion is the gold answer, character by character.
-
-    For tasks whose completions are nothing but the answer. White space around it does not count.
-
-    Args:
-        completions (`list[str]` or `list[list[dict]]`):
-            Completions, plain or conversational.
-        solution (`list`):
-            Gold answers: text or numbers.
-        **kwargs:
-            Other columns of the dataset; not used.
+    Reward function for tasks whose completions are nothing but the answer, compared character by character.
 
     Returns:
-        `list[float | None]`: 1.0 for the gold answer, 0.0 for anything else, `None` where there is no gold answer.
+        `list[float | None]`: 1.0 for the gold answer, with any white space around it, 0.0 for anything else, and `None`
+        where there is no gold answer.
     """
     golds = [gold_text(gold) for gold in solution]
     texts = [completion_text(completion).strip() for completion in completions]
@@ -162,47 +145,17 @@ def exact_match_reward(
 
 
 def think_format_reward(completions: list[Completion], **kwargs) -> list[float]:
-    """
-    [`~trl.rewards.think_format_reward`] for plain completions as well: 1.0 for `<think>…</think>` and then an answer.
-
-    Args:
-        completions (`list[str]` or `list[list[dict]]`):
-            Completions, plain or conversational.
-        **kwargs:
-            Columns of the dataset; not used.
-    """
+    """[`~trl.rewards.think_format_reward`] for plain completions too: 1.0 for `<think>…</think>` and then an answer."""
     return trl_think_format_reward([[{"content": completion_text(completion)}] for completion in completions])
 
 
 def boxed_format_reward(completions: list[Completion], **kwargs) -> list[float]:
-    r"""
-    Reward function that checks whether a completion boxes an answer.
-
-    Args:
-        completions (`list[str]` or `list[list[dict]]`):
-            Completions, plain or conversational.
-        **kwargs:
-            Columns of the dataset; not used.
-
-    Returns:
-        `list[float]`: 1.0 if there is a closed `\boxed{}` that is not empty, otherwise 0.0.
-    """
+    r"""Reward function that gives 1.0 for a closed `\boxed{}` that is not empty, and 0.0 otherwise."""
     return [float(last_boxed(completion_text(completion)) is not None) for completion in completions]
 
 
 def format_reward(completions: list[Completion], **kwargs) -> list[float]:
-    r"""
-    Reward function that checks for `<think>…</think>` and then a `\boxed{}` answer.
-
-    Args:
-        completions (`list[str]` or `list[list[dict]]`):
-            Completions, plain or conversational.
-        **kwargs:
-            Columns of the dataset; not used.
-
-    Returns:
-        `list[float]`: 1.0 if the completion is of this form, otherwise 0.0.
-    """
+    r"""Reward function that gives 1.0 for `<think>…</think>` and then a `\boxed{}` answer, and 0.0 otherwise."""
     thought = think_format_reward(completions)
     boxed = boxed_format_reward([completion_text(completion).rpartition("</think>")[2] for completion in completions])
     return [min(pair) for pair in zip(thought, boxed, strict=True)]
@@ -249,7 +202,7 @@ def get_reward(
     name: str, max_completion_length: int | None = None, soft_overlong_cache: int | None = None
 ) -> RewardFunction:
     """
-    Reward function by name, or by the dotted import path of one's own.
+    Reward function by name, or by the dotted import path of your own.
 
     Args:
         name (`str`):
@@ -269,23 +222,26 @@ def get_reward(
     module_name, _, attribute = name.rpartition(".")
     if not module_name:
         known = sorted([*REWARDS, SOFT_OVERLONG])
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f" Did you mean '{near[0]}'?" if near else ""
         raise ValueError(
-            f"Unknown reward function {name!r}.{hint} Known are {known}; for one of your own, give its import path, "
+            f"Unknown reward function {name!r}.{_near(name, known)} Known are {known}; for one of your own, give its import path, "
             "such as 'my_package.my_module.my_reward'."
         )
     try:
-        reward = vars(importlib.import_module(module_name))[attribute]
+        module = importlib.import_module(module_name)
+        reward = vars(module)[attribute]
     except ModuleNotFoundError as error:
         raise ValueError(
             f"Reward function {name!r} cannot be imported: {error}. Install its package, or put the folder that holds "
             "it on PYTHONPATH."
         ) from error
     except KeyError as error:
-        near = difflib.get_close_matches(attribute, vars(importlib.import_module(module_name)), n=1)
-        hint = f" Did you mean '{near[0]}'?" if near else ""
+        hint = _near(attribute, vars(module))
         raise ValueError(f"Module {module_name!r} has no reward function {attribute!r}.{hint}") from error
     if not callable(reward):
         raise ValueError(f"{name!r} must be a function, got {type(reward).__name__}. Name a reward function.")
     return reward
+
+
+def _near(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f" Did you mean '{near[0]}'?" if near else ""

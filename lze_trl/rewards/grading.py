@@ -1,8 +1,8 @@
-"""Reading and comparing answers with math-verify: what the gold answer is, what a completion answered, are they equal.
+"""Reading and comparing answers with math-verify.
 
 Gold answers and completions go through the same parser. A bare answer is read as the contents of a `\\boxed{}`, never as
 prose: math-verify's search in prose takes "2^{10}" for 2, "6+9i" for 6 and "1,2" for 1.2. It also takes any number near
-the word "answer", so where an answer is announced is found here, and math-verify reads only numbers between words.
+the word "answer", so announcements are found here, and math-verify reads only numbers between words.
 """
 
 import logging
@@ -31,8 +31,8 @@ logger = logging.getLogger(__name__)
 TIMEOUT_SECONDS = 5
 """Most that reading one answer, or comparing two, may take, to half a second: math-verify's timeouts are whole ones."""
 
-GSM8K_MARK = "####"
 _BOXES = ("\\boxed", "\\fbox")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace is a character of the answer
 _BARE_ANSWER_CHARACTERS = 100
 _DECIMAL = re.compile(r"-?\d*\.\d+")
 _WORD = re.compile(r"(?<![\\\w])[^\W\d_]{2,}")  # not the name of a LaTeX command
@@ -90,18 +90,13 @@ class GradingTimeout(Exception):  # noqa: N818 - not an error of the caller, lik
 
 @dataclass(frozen=True)
 class Answer:
-    """
-    An answer as math-verify reads it.
-
-    Attributes:
-        values (`tuple`):
-            What the answer is compared by: a SymPy expression and its text, or the text alone.
-        bases (`tuple[str, ...]`):
-            Bases that its numbers are marked with, as in `52_8`; math-verify drops them.
-    """
+    """An answer as math-verify reads it."""
 
     values: tuple[Any, ...]
+    """What the answer is compared by: a SymPy expression and its text, or the text alone."""
+
     bases: tuple[str, ...] = ()
+    """Bases that its numbers are marked with, as in `52_8`; math-verify drops them."""
 
     @property
     def text(self) -> str:
@@ -120,19 +115,7 @@ class Answer:
 
 
 def gold_text(value: Any) -> str | None:
-    """
-    Text of a gold answer as files hold it.
-
-    Args:
-        value (`Any`):
-            Text, a number (27.0 gives "27"), or a list with one of them.
-
-    Returns:
-        `str`, *optional*: The text, or `None` where there is no answer.
-
-    Raises:
-        TypeError: The value is none of these.
-    """
+    """Text of a gold answer that a file holds as text, a number (27.0 gives "27"), a list of one of them, or not at all."""
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
     if value is None:
@@ -152,13 +135,10 @@ def gold_text(value: Any) -> str | None:
 
 def last_boxed(text: str) -> str | None:
     r"""
-    Contents of the last `\boxed{…}` or `\fbox{…}`.
+    Contents of the last `\boxed{…}` or `\fbox{…}`, if there is one and it is closed.
 
     math-verify joins neighbouring boxes, which is wrong for worked solutions: they box a value and then the same value in
     another form, or an intermediate result.
-
-    Returns:
-        `str`, *optional*: The contents, or `None` if there is no box, or it is not closed.
     """
     start, command = max((text.rfind(command), command) for command in _BOXES)
     if start < 0:
@@ -166,37 +146,25 @@ def last_boxed(text: str) -> str | None:
     rest = text[start + len(command) :].lstrip()
     if not rest.startswith("{"):
         return rest.partition("$")[0].strip() or None  # \boxed 5$
-    depth = position = 0
-    while position < len(rest):
-        if rest[position] == "\\":
-            position += 2  # an escaped brace is a character of the answer
-            continue
-        depth += (rest[position] == "{") - (rest[position] == "}")
+    depth = 0
+    for brace in _BRACE.finditer(rest):
+        depth += {"{": 1, "}": -1}.get(brace[0], 0)
         if depth == 0:
-            return rest[1:position].strip() or None
-        position += 1
+            return rest[1 : brace.start()].strip() or None
     return None
 
 
 def marked_answer(text: str) -> str | None:
     """What follows the last `####` in its line, as in GSM8K; `None` if there is no mark."""
-    _, mark, rest = text.rpartition(GSM8K_MARK)
+    _, mark, rest = text.rpartition("####")
     return (rest.strip().partition("\n")[0].strip() or None) if mark else None
 
 
 def read_gold(gold: str) -> Answer | None:
     r"""
-    Read a gold answer: a bare one, or a worked solution that boxes it, marks it with `####` or announces it.
+    Read a gold answer, in LaTeX or plain: a bare one, or a worked solution that boxes, marks (`####`) or announces it.
 
-    Args:
-        gold (`str`):
-            The answer, in LaTeX or plain, or the solution.
-
-    Returns:
-        `Answer`, *optional*: The answer, or `None` if it cannot be read.
-
-    Raises:
-        GradingTimeout: It could not be read in time.
+    Returns `None` if it cannot be read, and raises [`GradingTimeout`] if it cannot be read in time.
     """
     answer = _read_gold(gold)
     if isinstance(answer, GradingTimeout):
@@ -220,19 +188,11 @@ def read_answer(completion: str) -> Answer | None:
     Read the answer that a completion gives.
 
     Only what follows the thinking (`</think>`) is read, and of that only what stands between `<answer>` and `</answer>`, if
-    there is such a part. Taken are, in this order: the last `\boxed{}`, what follows the last `####`, an announced answer
-    ("the answer is …", "Answer: …"), and a text that is nothing but an answer. An announced answer comes before words after
-    `####`, which Markdown makes a heading. A number somewhere in the text is not an answer.
+    there is such a part. The answer is, in this order: the last `\boxed{}`, what follows the last `####`, an announced
+    answer ("the answer is …", "Answer: …"), or all of a short text. An announced answer comes before words after `####`,
+    which Markdown makes a heading. A number somewhere in the text is not an answer.
 
-    Args:
-        completion (`str`):
-            The completion.
-
-    Returns:
-        `Answer`, *optional*: The answer, or `None` if the completion gives none.
-
-    Raises:
-        GradingTimeout: It could not be read in time.
+    Returns `None` if there is no answer, and raises [`GradingTimeout`] if it cannot be read in time.
     """
     deadline = _deadline()
     text = _final_part(completion)
@@ -246,12 +206,7 @@ def read_answer(completion: str) -> Answer | None:
 
 
 def equal(gold: Answer, answer: Answer) -> bool | None:
-    """
-    Whether two answers are equal, as far as math-verify can tell.
-
-    Returns:
-        `bool`, *optional*: `None` if no comparison succeeds and one of them did not finish in time.
-    """
+    """Whether two answers are equal, as far as math-verify can tell; `None` if it does not finish in time."""
     if gold.bases and answer.bases and gold.bases != answer.bases:
         return False
     if gold.text == answer.text:
@@ -352,7 +307,8 @@ def _read_bare(text: str, deadline: float) -> Answer | None:
     text = text.strip().rstrip(" .")
     math = _MATH.fullmatch(text)
     text = normalise(_math_text(math) if math is not None else text)
-    if len(text) > _LONGEST or _depth(text) > _DEEPEST or _COMPUTED_BY_PARSER.search(text):
+    depths = accumulate((char in "([{") - (char in ")]}") for char in text)
+    if len(text) > _LONGEST or max(depths, default=0) > _DEEPEST or _COMPUTED_BY_PARSER.search(text):
         return Answer((text,))
     answer = _read(f"\\boxed{{{text}}}", _LATEX, deadline)
     return None if answer is None else replace(answer, bases=bases(text))
@@ -374,11 +330,6 @@ def _parsed(text: str, extraction: tuple, seconds: int | None) -> Answer | None:
     values = parse(text, extraction_config=extraction, parsing_timeout=seconds, raise_on_error=True)
     # A number too large to compute equals only the same text
     return Answer(tuple(value for value in values if is_computable(value))) if values else None
-
-
-def _depth(text: str) -> int:
-    depths = accumulate((char in "([{") - (char in ")]}") for char in text)
-    return max(depths, default=0)
 
 
 def _deadline() -> float:

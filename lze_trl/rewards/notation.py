@@ -31,21 +31,39 @@ _CHARACTERS = str.maketrans(
 )
 
 _SPACE = r"(?:,?\\!\s*|\\[,;:> ]|\\thinspace\s*|\{\s*,\s*\}|[ ~\u00a0\u2009\u202f])"
-_THOUSANDS = re.compile(rf"(?<![\d.,}}])\d{{1,3}}(?:{_SPACE}\d{{3}})+(?!\d|\s*/\s*\d)")  # "3 125/1000" is mixed
-_DECIMALS = re.compile(rf"\.\d{{3}}(?:{_SPACE}\d{{3}})*{_SPACE}\d{{1,3}}(?!\d)")
-_SCIENTIFIC = re.compile(r"(?<![\w.])(\d+(?:\.\d*)?|\.\d+)[eE]([+-]?\d+)(?!\w|\.\d)")
-_CROSS = re.compile(r"(?<=\d)\s*[xX*]\s*(?=10\s*\^)")
-_DOUBLE_FACTORIAL = re.compile(r"(?<![\w.^})])(\d{1,3})!!(?!!)")  # math-verify reads (10!)!
 _DEGREE = re.compile(
     r"\^\s*\{\s*(?:[°º˚∘]|\\degree)\s*\}|\^?\s*(?:[°º˚]|\\degree(?![a-zA-Z])|\\textdegree(?![a-zA-Z]))|\^\s*∘"
 )
-_TEMPERATURE = re.compile(r"(\^\s*(?:\\circ|\{\s*\\circ\s*\}))\s*[CF]$")
-_FONT = r"\\(?:mathbf|mathit|boldsymbol|bm|pmb|textbf|textit|vec|hat|overrightarrow)"
-_BOLD = re.compile(rf"(?P<command>\\[a-zA-Z]+)?{_FONT}\s*(?:\{{\s*(\\?[a-zA-Z]|\\[ij]math)\s*\}}|\\([ij])math)")
-_UPRIGHT = re.compile(r"\\(?:mathrm|text|textrm)\s*\{\s*([eijk])\s*\}")
-_IMAGINARY = re.compile(r"(?<=\d)i(?![a-zA-Z])")
 _ABOUT = re.compile(r"(?:\\approx|\\simeq|\\thickapprox|\\sim(?![a-zA-Z])|=|~=?|(?:about|approximately|roughly)\s)\s*")
 _ABOUT_EQUAL = re.compile(r"([a-zA-Z])\s*(?:\\approx|\\simeq)")
+_FONT = r"\\(?:mathbf|mathit|boldsymbol|bm|pmb|textbf|textit|vec|hat|overrightarrow)"
+_BOLD = rf"(?P<command>\\[a-zA-Z]+)?{_FONT}\s*(?:\{{\s*(\\?[a-zA-Z]|\\[ij]math)\s*\}}|\\([ij])math)"
+
+
+def _joined(match: re.Match) -> str:
+    return re.sub(_SPACE, "", match[0])
+
+
+def _plain_letter(match: re.Match) -> str:
+    letter = match[2] or match[3]
+    letter = letter[1] if letter.endswith("math") else letter
+    return f"{match['command']} {letter}" if match["command"] else letter
+
+
+_REWRITES = (
+    (rf"(?<![\d.,}}])\d{{1,3}}(?:{_SPACE}\d{{3}})+(?!\d|\s*/\s*\d)", _joined),  # thousands; "3 125/1000" is mixed
+    (rf"\.\d{{3}}(?:{_SPACE}\d{{3}})*{_SPACE}\d{{1,3}}(?!\d)", _joined),  # decimals
+    (r"(?<![\w.])(\d+(?:\.\d*)?|\.\d+)[eE]([+-]?\d+)(?!\w|\.\d)", r"\1 \\times 10^{\2}"),
+    (r"(?<=\d)\s*[xX*]\s*(?=10\s*\^)", r" \\times "),
+    (r"(?<![\w.^})])(\d{1,3})!!(?!!)", lambda match: str(factorial2(int(match[1])))),  # math-verify reads (10!)!
+    (_BOLD, _plain_letter),
+    (_BOLD, _plain_letter),  # \hat{\mathbf{i}}
+    (r"\\(?:mathrm|text|textrm)\s*\{\s*([eijk])\s*\}", r" \1 "),
+    (r"(?<=\d)i(?![a-zA-Z])", " i"),
+    (r"(\^\s*(?:\\circ|\{\s*\\circ\s*\}))\s*[CF]$", r"\1"),  # temperatures
+)
+"""Patterns and their replacements, one after the other."""
+
 _SET = re.compile(
     r"(?:\\left\s*)?\\\{\s*([a-zA-Z])\s*(?:\\in\s*\\(?:mathbb|mathbf)\s*\{?\s*R\s*\}?\s*)?"
     r"(?:\\m?id(?:dle)?\s*\|?|\\?\||:|\\vert|\\colon)(?P<condition>.*?)(?:\\right\s*)?\\\}"
@@ -69,25 +87,16 @@ _BASE = re.compile(r"(?<=[\dA-F)}])_(?:\{\s*(?:\\text\{)?\s*(\d+)\s*\}?\s*\}|(\d
 
 def normalise(text: str) -> str:
     r"""
-    Rewrite an answer.
+    Rewrite an answer, LaTeX or plain text, as a box or a line holds it.
 
-    Args:
-        text (`str`):
-            What a box or a line holds: LaTeX or plain text.
-
-    Returns:
-        `str`: The same answer. Thousands are joined, `4.5e33` is `4.5 \times 10^{33}`, bold letters are plain, a set of the
-        numbers in a range is the inequality, and units behind a value are gone.
+    Thousands are joined, `4.5e33` becomes `4.5 \times 10^{33}`, bold letters become plain, a set of the numbers in a range
+    becomes the inequality, and units behind a value go.
     """
     text = _DEGREE.sub(r"^\\circ ", text).translate(_CHARACTERS).strip()
     text = _ABOUT_EQUAL.sub(r"\1 =", _ABOUT.sub("", text, count=1) if _ABOUT.match(text) else text)
-    text = _DECIMALS.sub(_joined, _THOUSANDS.sub(_joined, text))
-    text = _CROSS.sub(r" \\times ", _SCIENTIFIC.sub(r"\1 \\times 10^{\2}", text))
-    text = _DOUBLE_FACTORIAL.sub(lambda match: str(factorial2(int(match[1]))), text)
-    for _ in range(2):  # \hat{\mathbf{i}}
-        text = _BOLD.sub(_plain_letter, text)
-    text = _IMAGINARY.sub(" i", _UPRIGHT.sub(r" \1 ", text))
-    text = _without_units(_TEMPERATURE.sub(r"\1", text))
+    for pattern, replacement in _REWRITES:
+        text = re.sub(pattern, replacement, text)
+    text = _without_units(text)
     match = _SET.fullmatch(text)
     return match["condition"].strip() if match and _INEQUALITY.search(match["condition"]) else text
 
@@ -101,16 +110,6 @@ def number_before_letter(text: str) -> str | None:
 def bases(text: str) -> tuple[str, ...]:
     """Bases that numbers are marked with, as in `52_8`, in the order of the text."""
     return tuple(match[1] or match[2] for match in _BASE.finditer(text))
-
-
-def _joined(match: re.Match) -> str:
-    return re.sub(_SPACE, "", match[0])
-
-
-def _plain_letter(match: re.Match) -> str:
-    letter = match[2] or match[3]
-    letter = letter[1] if letter.endswith("math") else letter
-    return f"{match['command']} {letter}" if match["command"] else letter
 
 
 def _without_units(text: str) -> str:

@@ -15,10 +15,8 @@ Controllers hold settings only: what they answer depends on their arguments alon
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -33,7 +31,7 @@ from .allocation import (
 
 class RolloutController(ABC):
     """
-    A strategy that shares out the rollouts of a generation batch.
+    A strategy that draws the completions of a generation batch.
 
     Derive your own, define `draw`, and pass it to `LZEGRPOTrainer(controller=...)`. It must depend on its arguments
     alone: every process calls it with the same values and has to get the same answer.
@@ -369,55 +367,6 @@ def _first(rows: np.ndarray, group: np.ndarray, counts: np.ndarray) -> np.ndarra
 def _check_at_least(name: str, value: int, lowest: int, advice: str):
     if not value >= lowest:
         raise ValueError(f"`{name}` must be at least {lowest}, got {value}. {advice}.")
-
-
-def _reinforce_ada(exit: str, args: Any) -> ReinforceAda:
-    kept = args.num_generations if args.kept_completions is None else args.kept_completions
-    return ReinforceAda(exit, args.round_size, args.max_rounds, kept)
-
-
-def _num_prompts(args: Any) -> int:
-    return args.generation_batch_size // args.num_generations
-
-
-_BUILT_IN: dict[str, Callable[[Any], RolloutController]] = {
-    "uniform": lambda args: UniformController(args.num_generations, kept=args.kept_completions),
-    "reinforce_ada_positive": partial(_reinforce_ada, "positive"),
-    "reinforce_ada_balanced": partial(_reinforce_ada, "balanced"),
-    "dynamic": lambda args: DynamicSampling(
-        args.num_generations, args.max_rounds, _num_prompts(args), kept=args.kept_completions
-    ),
-    "allocation": lambda args: Allocation(
-        args.generation_batch_size if args.rollout_budget is None else args.rollout_budget,
-        _num_prompts(args),
-        args.allocation_temperature,
-        args.min_rollouts,
-        4 * args.num_generations if args.max_rollouts is None else args.max_rollouts,
-        args.young_rollouts,
-        kept=args.kept_completions,
-    ),
-    "probing": lambda args: Probing(args.num_generations, kept=args.kept_completions),
-}
-CONTROLLERS = tuple(_BUILT_IN)
-"""Values of the `controller` field."""
-
-
-def from_config(args: Any) -> RolloutController:
-    """
-    Controller that a configuration's `controller` field names; only the settings that it uses are checked.
-
-    Args:
-        args ([`LZEGRPOConfig`]): Settings.
-
-    Raises:
-        ValueError: If the name is unknown, or a setting of the controller is out of its range.
-    """
-    if args.controller not in _BUILT_IN:
-        raise ValueError(
-            f"`controller` must be one of {list(CONTROLLERS)}, got {args.controller!r}. To use your own strategy, pass a "
-            "`RolloutController` to the trainer."
-        )
-    return _BUILT_IN[args.controller](args)
 
 
 def ask(

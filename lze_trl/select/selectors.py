@@ -1,23 +1,24 @@
 """Selectors: which groups of a generation batch are worth a gradient."""
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
 from ..arrays import Groups
 
 
-class Selector(Protocol):
+class Selector(ABC):
     """
     A strategy that chooses the groups to train on.
 
-    Pass your own to `LZEGRPOTrainer(selector=...)`. It must depend on its arguments alone: every process calls it with
-    the same values and has to get the same answer.
+    Derive your own, define `select`, and pass it to `LZEGRPOTrainer(selector=...)`. It must depend on its arguments alone:
+    every process calls it with the same values and has to get the same answer.
     """
 
+    @abstractmethod
     def select(self, groups: Groups, k: int, rng: np.random.Generator) -> np.ndarray:
         """
         Args:
@@ -28,7 +29,6 @@ class Selector(Protocol):
         Returns:
             `np.ndarray` of shape `(≤ P,)`: Distinct indices of the chosen groups.
         """
-        ...
 
 
 def quota(ratio: float, num_groups: int) -> int:
@@ -68,7 +68,7 @@ def top_k(scores: np.ndarray, eligible: np.ndarray, k: int) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class EnergySelector:
+class EnergySelector(Selector):
     """Highest Learning-Zone Energy with Gumbel noise of scale `gumbel_scale`·max(max E − min E, 0.01), live groups."""
 
     gumbel_scale: float = 0.05
@@ -85,7 +85,7 @@ class EnergySelector:
 
 
 @dataclass(frozen=True)
-class ScoreSelector:
+class ScoreSelector(Selector):
     """Highest `score(groups)` among the live groups, ties broken at random."""
 
     score: Callable[[Groups], np.ndarray]
@@ -97,21 +97,21 @@ class ScoreSelector:
         return np.sort(order[chosen])
 
 
-class RandomSelector:
+class RandomSelector(Selector):
     """A random share of all groups, dead ones included: the control for every other selector."""
 
     def select(self, groups: Groups, k: int, rng: np.random.Generator) -> np.ndarray:
         return np.sort(rng.permutation(len(groups))[:k])
 
 
-class AllSelector:
+class AllSelector(Selector):
     """Every group: plain GRPO."""
 
     def select(self, groups: Groups, k: int, rng: np.random.Generator) -> np.ndarray:
         return np.arange(len(groups))
 
 
-class ZeroVarianceFilter:
+class ZeroVarianceFilter(Selector):
     """Every live group: those that have advantages, whatever counts as a pass."""
 
     def select(self, groups: Groups, k: int, rng: np.random.Generator) -> np.ndarray:

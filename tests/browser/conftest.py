@@ -60,8 +60,7 @@ def page(browser):
 @contextmanager
 def serve(*runs):
     """The app in a process of its own, as a user starts it; yields its address."""
-    code = "import sys; from lze_trl.app import main; main(sys.argv[1:])"
-    with started([sys.executable, "-c", code, *map(str, runs), "--port", "{port}"]) as address:
+    with started([sys.executable, "-m", "lze_trl.job.cli", "app", *map(str, runs), "--port", "{port}"]) as address:
         yield address
 
 

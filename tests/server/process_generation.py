@@ -15,6 +15,10 @@ from accelerate import Accelerator, PartialState
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from fake_vllm import http_settings
 from lze_trl.rollout.servers import HTTPGeneration
 from lze_trl.rollout.servers.sync import logprobs
 
@@ -59,7 +63,8 @@ def main(directory: Path):
     else:
         wrapped, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
     sharding = type(wrapped).__name__
-    generation = HTTPGeneration(model, accelerator, tokenizer, settings["urls"], max_completion_length=10, seed=1)
+    args = http_settings(settings["urls"], max_completion_length=10, seed=1)
+    generation = HTTPGeneration(model, accelerator, tokenizer, args)
     prompts = [tokenizer(text)["input_ids"] for text in ("1+1=", "22+3=", "7*8=")]
     rows = [prompt for prompt in prompts for _ in range(GENERATIONS)]
     share = len(rows) // world  # 6 of 12 rows on two processes: the second group straddles them

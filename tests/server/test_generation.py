@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 import tiny
+from fake_vllm import http_settings
 from lze_trl.rollout.servers import HTTPGeneration, ServerMismatchError, export_weights
 from lze_trl.rollout.servers.client import Snapshot
 from lze_trl.rollout.servers.sync import logprobs
@@ -37,9 +38,9 @@ def connect(accelerator, tokenizer):
     made = []
 
     def make(model, *servers, **settings):
-        settings = {"max_completion_length": 12, "server_timeout": 30.0, "recovery_timeout": 300.0} | settings
-        urls = [server.url for server in servers]
-        made.append(HTTPGeneration(model, accelerator, tokenizer, urls, **settings))
+        defaults = {"max_completion_length": 12, "vllm_server_timeout": 30.0, "vllm_recovery_timeout": 300.0}
+        settings = http_settings([server.url for server in servers], **(defaults | settings))
+        made.append(HTTPGeneration(model, accelerator, tokenizer, settings))
         return made[-1]
 
     yield make
@@ -176,7 +177,7 @@ def test_a_prompt_that_is_too_long(servers, connect):
 
 
 def test_weights_are_removed(servers, connect, tmp_path):
-    generation = connect(small_model(), servers["first"], sync_dir=str(tmp_path))
+    generation = connect(small_model(), servers["first"], vllm_sync_dir=str(tmp_path))
     for _ in range(3):
         generation.sync_weights()
     (directory,) = tmp_path.iterdir()
@@ -216,7 +217,7 @@ def test_one_of_two_servers_is_killed(servers, connect, caplog, monkeypatch):
         servers["first"],
         servers["second"],
         max_completion_length=48,
-        max_concurrent_requests=8,
+        vllm_max_concurrent_requests=8,
         generation_kwargs={"ignore_eos": True},
     )
     generation.sync_weights()
@@ -242,7 +243,7 @@ def test_the_only_server_is_killed_and_returns(servers, connect, caplog):
         model,
         server,
         max_completion_length=48,
-        max_concurrent_requests=8,
+        vllm_max_concurrent_requests=8,
         generation_kwargs={"ignore_eos": True},
     )
     generation.sync_weights()
@@ -263,11 +264,11 @@ def test_the_only_server_is_killed_and_returns(servers, connect, caplog):
 def test_servers_that_are_down(servers, connect):
     servers["second"].kill()
     with pytest.raises(ConnectionError, match=rf"{servers['second'].url}: .*Not up after 2 s.*vllm_server_timeout"):
-        connect(small_model(), servers["second"], server_timeout=2.0)
+        connect(small_model(), servers["second"], vllm_server_timeout=2.0)
 
 
 def test_none_returns(servers, connect):
-    generation = connect(small_model(), servers["second"], recovery_timeout=3.0)
+    generation = connect(small_model(), servers["second"], vllm_recovery_timeout=3.0)
     generation.sync_weights()
     servers["second"].kill()
     with pytest.raises(ConnectionError, match=r"No vLLM server is left.*vllm_recovery_timeout"):

@@ -9,6 +9,7 @@ from real_vllm import ENVIRONMENT, RealServer, small_model
 from transformers import AutoTokenizer
 
 import tiny
+from fake_vllm import http_settings
 from lze_trl.rollout.servers import HTTPGeneration
 from lze_trl.rollout.servers.sync import logprobs
 
@@ -55,17 +56,19 @@ def connect(model, server, **settings) -> HTTPGeneration:
         model,
         Accelerator(cpu=True),
         AutoTokenizer.from_pretrained(server.model),  # as the server loads it
-        [server.url],
-        max_completion_length=COMPLETION,
-        generation_kwargs={"ignore_eos": True},
-        seed=3,
-        **settings,
+        http_settings(
+            [server.url],
+            max_completion_length=COMPLETION,
+            generation_kwargs={"ignore_eos": True},
+            seed=3,
+            **settings,
+        ),
     )
 
 
 def test_hundreds_of_long_seeded_prompts(start, model):
     server = start()
-    generation = connect(model, server, recovery_timeout=30.0)
+    generation = connect(model, server, vllm_recovery_timeout=30.0)
     generation.sync_weights()
     prompts = long_prompts(256)
     groups = generation.generate_groups(prompts, [GROUP] * len(prompts))
@@ -74,7 +77,7 @@ def test_hundreds_of_long_seeded_prompts(start, model):
         for completion in group:
             expected = logprobs(model, prompt + completion.token_ids, torch.device("cpu"))[len(prompt) - 1 :]
             torch.testing.assert_close(completion.logprobs, expected, rtol=0, atol=1e-3)
-    generation.batches = 0  # the same seeds again
+    generation.load_state_dict({"batches": 0})  # the same seeds again
     again = generation.generate_groups(prompts, [GROUP] * len(prompts))
     assert [[c.token_ids for c in group] for group in again] == [[c.token_ids for c in group] for group in groups]
     generation.close()
@@ -83,7 +86,7 @@ def test_hundreds_of_long_seeded_prompts(start, model):
 
 def test_a_server_that_prefills_in_chunks_dies_and_is_given_up_with_its_words(start, model, caplog):
     server = start("--enable-chunked-prefill")
-    generation = connect(model, server, recovery_timeout=5.0)
+    generation = connect(model, server, vllm_recovery_timeout=5.0)
     generation.sync_weights()
     prompts = long_prompts(256)
     with pytest.raises(ConnectionError) as failure:

@@ -166,8 +166,8 @@ def test_servers_and_transformers_complete_alike(servers, models, tmp_path):
     http, process = (trainer.model.lm_head.weight.detach() for trainer in (over_http, in_process))
     assert float((http - process).abs().max()) < 1e-3 and float((http - start).abs().max()) > 1e-2
     assert over_http.ledger.groups_trained == in_process.ledger.groups_trained > 0
-    for name, array in over_http.prompt_state.tensors().items():
-        assert (array == in_process.prompt_state.tensors()[name]).all(), name
+    for name, array in over_http.prompt_state.state_dict().items():
+        assert (array == in_process.prompt_state.state_dict()[name]).all(), name
 
 
 class Saboteur(TrainerCallback):

@@ -11,19 +11,12 @@ from torch import nn
 from torch.func import functional_call
 
 
-def base_parameters(model: PeftModel) -> Iterator[tuple[str, nn.Parameter, lora.LoraLayer | None]]:
+def merged_parameters(model: PeftModel) -> Iterator[tuple[str, nn.Parameter, lora.LoraLayer | None]]:
     """
-    The parameters that the adapted model would have if its adapters were merged.
+    The parameters that the adapted model would have if its adapters were merged: name in the base model, parameter, and
+    the layer whose adapters are to be merged into it, if any.
 
-    Args:
-        model ([`~peft.PeftModel`]): Model with LoRA adapters.
-
-    Yields:
-        `tuple[str, nn.Parameter, LoraLayer | None]`: Name in the base model, parameter, and the layer whose adapters
-        are to be merged into it, if any.
-
-    Raises:
-        `ValueError`: If the adapters are not plain LoRA.
+    Raises `ValueError` if the adapters are not plain LoRA.
     """
     if not isinstance(model.base_model, LoraModel):
         raise ValueError(f"{_unsupported(type(model.base_model).__name__)} Use `LoraConfig`.")
@@ -37,14 +30,13 @@ def base_parameters(model: PeftModel) -> Iterator[tuple[str, nn.Parameter, lora.
                 adapted[f"{name}.base_layer.weight"] = module
         elif isinstance(module, AuxiliaryTrainingWrapper):
             raise ValueError(f"{_unsupported(type(module).__name__)} Use `modules_to_save` for {name!r}.")
-    saved = {f".modules_to_save.{adapter}." for adapter in model.active_adapters} | {".original_module."}
+    wrappers = [".base_layer.", ".original_module.", *(f".modules_to_save.{name}." for name in model.active_adapters)]
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if name in skipped:
-            continue
-        base_name = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
-        for part in saved:
-            base_name = base_name.replace(part, ".")
-        yield base_name, parameter, adapted.get(name)
+        if name not in skipped:
+            base_name = name.removeprefix("base_model.model.")
+            for wrapper in wrappers:
+                base_name = base_name.replace(wrapper, ".")
+            yield base_name, parameter, adapted.get(name)
 
 
 def adapter_parameters(layer: lora.LoraLayer) -> dict[str, nn.Parameter]:
@@ -54,15 +46,12 @@ def adapter_parameters(layer: lora.LoraLayer) -> dict[str, nn.Parameter]:
 
 def merge(layer: lora.LoraLayer, weight: torch.Tensor, parameters: dict[str, torch.Tensor]) -> torch.Tensor:
     """
-    The weight of a layer with its active adapters merged, as a new tensor.
+    The weight of a layer with its active adapters merged, as a new tensor of its shape and type.
 
     Args:
         layer ([`~peft.tuners.lora.LoraLayer`]): Layer, whose own parameters may be sharded.
         weight (`torch.Tensor`): Full weight of its base layer.
         parameters (`dict[str, torch.Tensor]`): Full tensors of [`adapter_parameters`].
-
-    Returns:
-        `torch.Tensor` of the shape and type of `weight`.
     """
     tensors = {f"layer.{name}": tensor for name, tensor in parameters.items()}
     held = layer.lora_A.keys() | layer.lora_embedding_A.keys()

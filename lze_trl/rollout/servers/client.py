@@ -1,11 +1,12 @@
 """One vLLM server, spoken to over plain HTTP."""
 
 import asyncio
+import json
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from operator import itemgetter
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 import httpx2
@@ -20,6 +21,8 @@ _MISREADINGS = (AttributeError, IndexError, KeyError, TypeError, ValueError)
 # What vLLM answers to every request once its engine has died. /health then answers 503, without a body
 _ENGINE_DEAD = ("EngineDeadError", "EngineCore encountered an issue")
 _WANTED = "as vLLM's OpenAI API server, version 0.32 or later"
+
+Result = TypeVar("Result")
 
 
 class ServerError(RuntimeError):
@@ -40,41 +43,25 @@ class ServerMismatchError(ValueError):
 
 @dataclass(frozen=True)
 class Completion:
-    """
-    One completion.
+    """One completion of C tokens."""
 
-    Attributes:
-        token_ids (`list[int]` of length C): Sampled tokens, the end token included.
-        logprobs (`list[float]` of length C): Log-probability of each sampled token, in nats, as sampled.
-    """
-
-    token_ids: list[int]
-    logprobs: list[float]
+    token_ids: list[int]  # of length C, the end token included
+    logprobs: list[float]  # of each token, in nats, as it was sampled
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """
-    Weights that every server must hold, and how to tell that it does.
+    """Weights that every server must hold, and how to tell that it does."""
 
-    Attributes:
-        version (`str`): Name of the weights, different for every sync of every run. A restarted server does not know it.
-        directory (`str`): Absolute path of the checkpoint, readable by the servers.
-        probe (`list[int]` of length N): Tokens to compare log-probs on.
-        reference (`list[float]` of length N - 1): The trainer's log-probs of `probe[1:]`.
-        tolerance (`float`): Largest mean absolute difference of the log-probs.
-    """
-
-    version: str
-    directory: str
-    probe: list[int]
-    reference: list[float]
-    tolerance: float
+    version: str  # different for every sync of every run, so that a restarted server does not know it
+    directory: str  # absolute path of the checkpoint, readable by the servers
+    probe: list[int]  # N tokens to compare log-probs on
+    reference: list[float]  # the trainer's log-probs of `probe[1:]`
+    tolerance: float  # largest mean absolute difference of the log-probs
 
 
-@dataclass(frozen=True)
-class Difference:
-    """Mean and maximum of the absolute differences between a server's and the trainer's log-probs, in nats."""
+class Difference(NamedTuple):
+    """Absolute differences between a server's and the trainer's log-probs, in nats."""
 
     mean: float
     max: float
@@ -82,25 +69,18 @@ class Difference:
 
 @dataclass(frozen=True)
 class Identity:
-    """
-    What the trainer needs a server to be.
+    """What the trainer needs a server to be."""
 
-    Attributes:
-        text (`str`): A text to compare the tokenizers on.
-        token_ids (`list[int]`): Its tokens, without special tokens.
-        last_token_id (`int`): Largest token id that the model or the tokenizer knows.
-        context_length (`int`): Tokens that a prompt and its completion take at least.
-    """
-
-    text: str
-    token_ids: list[int]
-    last_token_id: int
-    context_length: int
+    text: str  # to compare the tokenizers on
+    token_ids: list[int]  # of the text, without special tokens
+    last_token_id: int  # largest that the model or the tokenizer knows
+    context_length: int  # tokens that a prompt and its completion take at least
 
 
 class VLLMServer:
     """
-    One vLLM server. Every method but the constructor runs inside an `httpx2.AsyncClient` given to it.
+    One vLLM server, asked through an `httpx2.AsyncClient`. Any request raises [`ServerError`] if the server fails, and
+    [`RequestRefusedError`] if it refuses.
 
     Args:
         url (`str`): Base URL, such as `"http://127.0.0.1:8000"`.
@@ -125,61 +105,60 @@ class VLLMServer:
 
     # ---- Requests ----
 
-    async def _request(self, http: httpx2.AsyncClient, method: str, path: str, **kwargs: Any) -> Any:
+    async def _request(
+        self,
+        http: httpx2.AsyncClient,
+        path: str,
+        body: dict | None = None,
+        read: Callable[[Any], Result] = lambda it: it,
+    ) -> Result:
+        """
+        What `read` makes of the answer's JSON; a failure to read it is one of the server. A request with a body is a POST.
+        """
+        method = "GET" if body is None else "POST"
         where = f"{method} {self.url}{path}"
         try:
             # The timeout of the HTTP library is one between bytes, and a server may trickle them
             async with asyncio.timeout(self.request_timeout):
-                response = await http.request(method, self.url + path, **kwargs)
+                response = await http.request(method, self.url + path, json=body)
         except TimeoutError as error:
             raise ServerError(f"{where}: no complete answer within {self.request_timeout:g} s") from error
         except httpx2.RequestError as error:
             raise ServerError(f"{where}: {type(error).__name__}: {error}") from error
+        if response.status_code >= 400:
+            raise self._failure(path, response, f"{where} answered {response.status_code}: {_words(response)}")
+        try:
+            return read(response.json() if response.content else {})
+        except json.JSONDecodeError as error:
+            raise ServerError(f"{where} answered something that is not JSON: {_words(response)}") from error
+        except _MISREADINGS as error:
+            raise ServerError(f"{where} sent a damaged answer: {error!r}") from error
+
+    def _failure(self, path: str, response: httpx2.Response, problem: str) -> Exception:
         if response.status_code in (408, 429) or response.status_code >= 500:
-            problem = f"{where} answered {response.status_code}: {_text(response)}"
             if any(sign in response.text for sign in _ENGINE_DEAD) or (path == "/health" and not response.content):
-                raise EngineDeadError(
+                return EngineDeadError(
                     f"{problem.rstrip('.')}. Its engine has died, and its log says why. Restart it; if it runs on a CPU, "
                     "with `--no-enable-chunked-prefill`"
                 )
-            raise ServerError(problem)
+            return ServerError(problem)
         if response.status_code == 404 and path != "/v1/completions":
-            raise ServerMismatchError(
-                f"{where} answered 404: {_text(response)}. Start the server {_WANTED}, with the variable "
-                "VLLM_SERVER_DEV_MODE=1, which makes it serve weight reloading."
+            return ServerMismatchError(
+                f"{problem}. Start the server {_WANTED}, with the variable VLLM_SERVER_DEV_MODE=1, which makes it serve "
+                "weight reloading."
             )
-        if response.status_code >= 400:
-            raise RequestRefusedError(f"{where} answered {response.status_code}: {_text(response)}")
-        if not response.content:
-            return {}
-        try:
-            return response.json()
-        except ValueError as error:
-            raise ServerError(f"{where} answered something that is not JSON: {_text(response)}") from error
-
-    @contextmanager
-    def _reading(self, path: str) -> Iterator[None]:
-        """Make a failure to read an answer one of the server."""
-        try:
-            yield
-        except _MISREADINGS as error:
-            raise ServerError(f"{self.url}{path} sent a damaged answer: {error!r}") from error
+        return RequestRefusedError(problem)
 
     async def identify(self, http: httpx2.AsyncClient, identity: Identity):
-        """
-        Learn what the server serves, and check that it is what the trainer needs.
+        """Learn what the server serves, and raise [`ServerMismatchError`] unless that is what the trainer needs."""
+        await self._request(http, "/health")
 
-        Raises:
-            [`ServerError`]: If the server is not up.
-            [`ServerMismatchError`]: If model, tokenizer or context length are not those of the trainer, or its version does
-                not tell.
-        """
-        await self._request(http, "GET", "/health")
-        models = await self._request(http, "GET", "/v1/models")
-        with self._reading("/v1/models"):
+        def own_card(models: dict) -> tuple[str, int]:
             card, *_ = (card for card in models["data"] if card.get("parent") is None)  # the others are adapters
-            self.model, self.max_model_len = card["id"], card["max_model_len"]
-        info = await self._request(http, "GET", "/server_info", params={"config_format": "json"})
+            return card["id"], card["max_model_len"]
+
+        self.model, self.max_model_len = await self._request(http, "/v1/models", read=own_card)
+        info = await self._request(http, "/server_info?config_format=json")
         try:
             config = info["vllm_config"]["model_config"]
             self.dtype, self.logprobs_mode = config["dtype"].removeprefix("torch."), config["logprobs_mode"]
@@ -196,9 +175,7 @@ class VLLMServer:
                 "`max_completion_length`."
             )
         body = {"model": self.model, "prompt": identity.text, "add_special_tokens": False}
-        answer = await self._request(http, "POST", "/tokenize", json=body)
-        with self._reading("/tokenize"):
-            tokens = answer["tokens"]
+        tokens = await self._request(http, "/tokenize", body, read=itemgetter("tokens"))
         if tokens != identity.token_ids:
             raise ServerMismatchError(
                 f"{serves} has another tokenizer: {identity.text!r} is {_short(tokens)} there and "
@@ -212,50 +189,35 @@ class VLLMServer:
                 )
 
     async def _knows(self, http: httpx2.AsyncClient, token: int) -> bool:
-        body = {"model": self.model, "prompt": [token], "max_tokens": 1}
         try:
-            await self._request(http, "POST", "/v1/completions", json=body)
+            await self._request(http, "/v1/completions", {"model": self.model, "prompt": [token], "max_tokens": 1})
         except RequestRefusedError:
             return False
         return True
 
     async def complete(self, http: httpx2.AsyncClient, prompt: list[int], count: int, body: dict) -> list[Completion]:
-        """
-        Complete a prompt.
+        """`count` completions of a prompt, with sampling settings in the server's names."""
+        # vLLM refuses `n > 1` when decoding is greedy
+        wanted = {"prompt": [prompt] * count} if body["temperature"] == 0 else {"prompt": prompt, "n": count}
+        body = body | wanted | {"model": self.model, "logprobs": 0, "return_token_ids": True}
 
-        Args:
-            http (`httpx2.AsyncClient`): Client.
-            prompt (`list[int]`): Tokens of the prompt.
-            count (`int`): G, the number of completions.
-            body (`dict`): Sampling settings, in the server's names.
+        def completions(answer: dict) -> list[Completion]:
+            choices = sorted(answer["choices"], key=itemgetter("index"))
+            if len(choices) != count:
+                raise ValueError(f"{len(choices)} completions instead of {count}")
+            return [_completion(choice) for choice in choices]
 
-        Returns:
-            `list[Completion]` of length G: The completions.
-
-        Raises:
-            [`ServerError`]: If the server failed or its answer is incomplete.
-            [`RequestRefusedError`]: If the server refused the request.
-        """
-        body = body | {"model": self.model, "logprobs": 0, "return_token_ids": True}
-        if body["temperature"] == 0:
-            body |= {"prompt": [prompt] * count}  # vLLM refuses `n > 1` when decoding is greedy
-        else:
-            body |= {"prompt": prompt, "n": count}
-        answer = await self._request(http, "POST", "/v1/completions", json=body)
-        with self._reading("/v1/completions"):
-            choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-            completions = [_completion(choice) for choice in choices]
-        if len(completions) != count:
-            raise ServerError(f"{self.url}/v1/completions sent {len(completions)} completions instead of {count}")
-        return completions
+        return await self._request(http, "/v1/completions", body, read=completions)
 
     async def prompt_logprobs(self, http: httpx2.AsyncClient, tokens: list[int]) -> list[float]:
         """Log-probs of `tokens[1:]`, in nats."""
-        body = {"model": self.model, "prompt": tokens, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
-        answer = await self._request(http, "POST", "/v1/completions", json=body)
-        with self._reading("/v1/completions"):
+
+        def logprobs(answer: dict) -> list[float]:
             entries = answer["choices"][0]["prompt_logprobs"][1:]
             return [float(entry[str(token)]["logprob"]) for entry, token in zip(entries, tokens[1:], strict=True)]
+
+        body = {"model": self.model, "prompt": tokens, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
+        return await self._request(http, "/v1/completions", body, read=logprobs)
 
     # ---- Weights ----
 
@@ -263,27 +225,23 @@ class VLLMServer:
         """
         Make sure that the server holds the weights of a snapshot: load and check them unless it has them already.
 
-        Raises:
-            [`ServerError`]: If the server is not up or failed.
-            [`ServerMismatchError`]: If it cannot load the weights, or computes other log-probs than the trainer with them.
+        Raises [`ServerMismatchError`] if it cannot load them, or computes other log-probs than the trainer with them.
         """
-        info = await self._request(http, "GET", "/weight_info")
-        with self._reading("/weight_info"):
-            if info["weight_version"] == snapshot.version:
-                return
+        if await self._request(http, "/weight_info", read=itemgetter("weight_version")) == snapshot.version:
+            return
         await self._reload(http, snapshot.directory)
-        self.difference = await self._compare(http, snapshot)
+        await self._check(http, snapshot)
         # Last, so that a server which was interrupted anywhere above does not pass for one that holds the weights
-        await self._request(http, "POST", "/update_weight_version", json={"new_version": snapshot.version})
+        await self._request(http, "/update_weight_version", {"new_version": snapshot.version})
 
     async def _reload(self, http: httpx2.AsyncClient, directory: str):
         body = {"method": "reload_weights", "kwargs": {"weights_path": directory}}
         try:
-            await self._request(http, "POST", "/collective_rpc", json=body)
+            await self._request(http, "/collective_rpc", body)
         except EngineDeadError:
             raise
         except ServerError as error:
-            await self._request(http, "GET", "/health")  # a server that has died answers no better
+            await self._request(http, "/health")  # a server that has died answers no better
             raise ServerMismatchError(
                 f"The vLLM server {self.url} could not load the weights in {directory}: {error}. Make sure that it was "
                 "started with the model that is trained, and that it can read the directory: `vllm_sync_dir` must be on "
@@ -291,27 +249,25 @@ class VLLMServer:
             ) from error
         for _ in range(_CACHE_RESET_ATTEMPTS):
             # Fails as long as a request that nobody waits for any more is running
-            answer = await self._request(http, "POST", "/reset_prefix_cache")
-            with self._reading("/reset_prefix_cache"):
-                if answer["success"]:
-                    return
+            if await self._request(http, "/reset_prefix_cache", {}, read=itemgetter("success")):
+                return
             await asyncio.sleep(_CACHE_RESET_INTERVAL)
         raise ServerError(f"{self.url}: the prefix cache, which belongs to older weights, could not be reset")
 
-    async def _compare(self, http: httpx2.AsyncClient, snapshot: Snapshot) -> Difference:
+    async def _check(self, http: httpx2.AsyncClient, snapshot: Snapshot):
         logprobs = await self.prompt_logprobs(http, snapshot.probe)
         gaps = [abs(theirs - ours) for theirs, ours in zip(logprobs, snapshot.reference, strict=True)]
-        difference = Difference(mean=sum(gaps) / len(gaps), max=max(gaps))
-        if not difference.mean <= snapshot.tolerance:  # also when it is not a number
+        self.difference = Difference(sum(gaps) / len(gaps), max(gaps))
+        if not self.difference.mean <= snapshot.tolerance:  # also when it is not a number
             raise ServerMismatchError(
                 f"After a weight sync, the log-probs of the vLLM server {self.url} differ from the trainer's by "
-                f"{difference.mean:.2e} nats on average (at most {difference.max:.2e}) over {len(gaps)} probe tokens, and "
-                f"`vllm_sync_tolerance` is {snapshot.tolerance:g}. Look at: whether it serves the model that is trained "
-                f"(it serves {self.model!r} in {self.dtype}), without quantization or adapters of its own; whether every "
-                f"weight is in {snapshot.directory}, `lm_head.weight` included, also for tied embeddings; whether it says "
-                "in its log that weights were not loaded. If only the precision differs, raise the tolerance."
+                f"{self.difference.mean:.2e} nats on average (at most {self.difference.max:.2e}) over {len(gaps)} probe "
+                f"tokens, and `vllm_sync_tolerance` is {snapshot.tolerance:g}. Look at: whether it serves the model that "
+                f"is trained (it serves {self.model!r} in {self.dtype}), without quantization or adapters of its own; "
+                f"whether every weight is in {snapshot.directory}, `lm_head.weight` included, also for tied embeddings; "
+                "whether it says in its log that weights were not loaded. If only the precision differs, raise the "
+                "tolerance."
             )
-        return difference
 
 
 def _completion(choice: dict) -> Completion:
@@ -325,7 +281,7 @@ def _completion(choice: dict) -> Completion:
     return Completion(token_ids, logprobs)
 
 
-def _text(response: httpx2.Response) -> str:
+def _words(response: httpx2.Response) -> str:
     """The server's own words, as far as they help."""
     try:
         return response.json()["error"]["message"]

@@ -4,22 +4,16 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any, TypeVar
 
 import httpx2
 from anyio.from_thread import start_blocking_portal
 
-from .client import (
-    Completion,
-    EngineDeadError,
-    Identity,
-    ServerError,
-    Snapshot,
-    VLLMServer,
-    open_client,
-)
+from .client import Completion, EngineDeadError, Identity, ServerError, Snapshot, VLLMServer, open_client
 
 
 logger = logging.getLogger(__name__)
@@ -34,18 +28,11 @@ Result = TypeVar("Result")
 
 @dataclass(eq=False)
 class Group:
-    """
-    One prompt to complete.
-
-    Attributes:
-        prompt (`list[int]`): Tokens of the prompt.
-        count (`int`): G, the number of completions.
-        body (`dict`): Sampling settings, in vLLM's names.
-    """
+    """One prompt to complete."""
 
     prompt: list[int]
-    count: int
-    body: dict[str, Any]
+    count: int  # G, the number of completions
+    body: dict[str, Any]  # sampling settings, in vLLM's names
     failures: int = 0
     failed_on: "Member | None" = None
 
@@ -71,6 +58,24 @@ class Member:
         return worth_it
 
 
+def _with_client(method: Callable[..., Coroutine[Any, Any, Result]]) -> Callable[..., Result]:
+    """
+    Run a method with an HTTP client to its end, in an event loop of its own, on a thread of its own: the caller, a
+    notebook say, may have a loop running.
+    """
+
+    @wraps(method)
+    def run(pool: "ServerPool", *args: Any, **kwargs: Any) -> Result:
+        async def with_client() -> Result:
+            async with open_client() as http:
+                return await method(pool, http, *args, **kwargs)
+
+        with start_blocking_portal() as portal:
+            return portal.call(with_client)
+
+    return run
+
+
 class ServerPool:
     """
     Several vLLM servers that hold the same weights.
@@ -88,20 +93,17 @@ class ServerPool:
 
     def __init__(self, urls: list[str], max_concurrent_requests: int, request_timeout: float, recovery_timeout: float):
         self.members = [Member(VLLMServer(url, request_timeout)) for url in urls]
+        self.servers = [member.server for member in self.members]
         if not urls or len({server.url for server in self.servers}) != len(urls):
             raise ValueError(f"`vllm_server_urls` must name at least one server, and each once, got {urls}.")
         self.max_concurrent_requests = max_concurrent_requests
         self.recovery_timeout = recovery_timeout
         self.snapshot: Snapshot | None = None
 
-    @property
-    def servers(self) -> list[VLLMServer]:
-        """The servers, in the order of their URLs."""
-        return [member.server for member in self.members]
+    # ---- Start and sync ----
 
-    # ---- From the outside ----
-
-    def connect(self, identity: Identity, timeout: float):
+    @_with_client
+    async def connect(self, http: httpx2.AsyncClient, identity: Identity, timeout: float):
         """
         Wait until every server is up, and check that it is what the trainer needs.
 
@@ -109,9 +111,33 @@ class ServerPool:
             `ConnectionError`: If a server is not up in time.
             [`ServerMismatchError`]: If a server has another model, tokenizer or context length.
         """
-        _run(self._connect, identity, timeout)
 
-    def load(self, snapshot: Snapshot) -> list[VLLMServer]:
+        async def wait_for(member: Member):
+            reminded = time.monotonic()
+            while True:
+                try:
+                    await member.server.identify(http, identity)
+                    member.problem = None
+                    return
+                except ServerError as error:
+                    if member.note(error) or time.monotonic() - reminded > _REMIND_SECONDS:
+                        reminded = time.monotonic()
+                        logger.warning("Waiting for the vLLM server %s (%s)", member.server.url, member.problem)
+                await asyncio.sleep(_RETRY_SECONDS)
+
+        async with _tasks(wait_for(member) for member in self.members) as tasks:
+            done, missing = await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_EXCEPTION)
+            for task in done:
+                task.result()
+            if missing:
+                late = [member for task, member in zip(tasks, self.members, strict=True) if task in missing]
+                raise ConnectionError(
+                    f"{_problems(late)} Not up after {timeout:g} s. Start it, or raise `vllm_server_timeout` if it needs "
+                    "longer to start."
+                )
+
+    @_with_client
+    async def load(self, http: httpx2.AsyncClient, snapshot: Snapshot) -> list[VLLMServer]:
         """
         Load weights into every server that is up, and check them.
 
@@ -123,79 +149,34 @@ class ServerPool:
             [`ServerMismatchError`]: If a server does not compute the trainer's log-probs with them.
         """
         self.snapshot = snapshot
-        _run(self._load)
-        return [member.server for member in self.members if member.ready]
-
-    def complete(self, groups: list[Group]) -> list[list[Completion]]:
-        """
-        Complete every group, each with exactly its number of completions of the current weights.
-
-        Raises:
-            `ConnectionError`: If no server is left and none returns within the recovery timeout.
-            [`ServerError`]: If one request fails again and again.
-            [`RequestRefusedError`]: If a server refuses a request.
-        """
-        if self.snapshot is None:
-            raise RuntimeError("No weights were synced yet: call `load` before `complete`.")
-        return _run(self._complete, groups)
-
-    # ---- Start and sync ----
-
-    async def _connect(self, http: httpx2.AsyncClient, identity: Identity, timeout: float):
-        async def wait_for(member: Member):
-            reminded = time.monotonic()
-
-            def report(error: ServerError):
-                nonlocal reminded
-                if member.note(error) or time.monotonic() - reminded > _REMIND_SECONDS:
-                    reminded = time.monotonic()
-                    logger.warning("Waiting for the vLLM server %s (%s)", member.server.url, member.problem)
-
-            await self._retry(lambda: member.server.identify(http, identity), report)
-            member.problem = None
-
-        tasks = {asyncio.create_task(wait_for(member)): member for member in self.members}
-        try:
-            done, missing = await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_EXCEPTION)
-            for task in done:
-                task.result()
-            if missing:
-                late = [tasks[task] for task in missing]
-                raise ConnectionError(
-                    f"{_problems(late)} Not up after {timeout:g} s. Start it, or raise `vllm_server_timeout` if it needs "
-                    "longer to start."
-                )
-        finally:
-            await _cancel(tasks)
-
-    async def _load(self, http: httpx2.AsyncClient):
         for member in self.members:
             member.ready = False
-        tasks = [asyncio.create_task(self._hold_once(http, member)) for member in self.members]
-        try:
+        async with _tasks(self._hold(http, member) for member in self.members) as tasks:
             for task in tasks:
                 await task
-        finally:
-            await _cancel(tasks)
         if not any(member.ready for member in self.members):
-            await self._recover(http)
+            async with _tasks(self._admit(http, member) for member in self.members) as tasks:
+                for task in await self._first(tasks):
+                    task.result()
+        return [member.server for member in self.members if member.ready]
 
-    async def _hold_once(self, http: httpx2.AsyncClient, member: Member):
+    async def _hold(self, http: httpx2.AsyncClient, member: Member):
+        """Make sure that a server holds the current weights, if it is up."""
         try:
             await member.server.hold(http, self.snapshot)
         except ServerError as error:
             self._fail(member, error)
-        else:
-            self._welcome(member)
+            return
+        if member.problem is not None:
+            logger.warning("The vLLM server %s is back, with the current weights.", member.server.url)
+        member.ready, member.problem = True, None
 
-    async def _recover(self, http: httpx2.AsyncClient):
-        """Wait until one server has returned and holds the weights."""
-        tasks = [asyncio.create_task(self._admit(http, member)) for member in self.members]
-        try:
-            for task in await self._first(tasks):
-                task.result()
-        finally:
-            await _cancel(tasks)
+    async def _admit(self, http: httpx2.AsyncClient, member: Member):
+        """Wait until a server is up, and make sure that it holds the current weights."""
+        await self._hold(http, member)
+        while not member.ready:
+            await asyncio.sleep(_RETRY_SECONDS)
+            await self._hold(http, member)
 
     async def _first(self, admissions: Iterable[asyncio.Task]) -> set[asyncio.Task]:
         """The admissions that end first, while there is no server to work with."""
@@ -209,25 +190,14 @@ class ServerPool:
             now = time.monotonic()
             left = alone_since + patience - now
             if left <= 0:
-                raise self._all_gone()
+                raise ConnectionError(
+                    f"No vLLM server is left, and none returned within {self.recovery_timeout:g} s "
+                    f"(`vllm_recovery_timeout`). {_problems(self.members)} Restart a server and resume from the last "
+                    "checkpoint, with `resume_from_checkpoint`."
+                )
             if now - reminded >= _REMIND_SECONDS:
                 reminded = now
                 logger.warning("Still waiting for a vLLM server to return, for up to %.0f s more.", left)
-
-    async def _admit(self, http: httpx2.AsyncClient, member: Member):
-        await self._retry(
-            lambda: member.server.hold(http, self.snapshot), report=lambda error: self._fail(member, error)
-        )
-        self._welcome(member)
-
-    async def _retry(self, attempt: Callable[[], Awaitable[None]], report: Callable[[ServerError], None]):
-        """Try until the server is up."""
-        while True:
-            try:
-                return await attempt()
-            except ServerError as error:
-                report(error)
-            await asyncio.sleep(_RETRY_SECONDS)
 
     def _fail(self, member: Member, error: ServerError):
         member.ready = False
@@ -242,60 +212,52 @@ class ServerPool:
             )
         logger.warning(
             "The vLLM server %s failed (%s). %s; it takes part again once it answers and holds the current weights.",
-            member.server.url,
-            error,
-            what_now,
-        )
-
-    def _welcome(self, member: Member):
-        if member.problem is not None:
-            logger.warning("The vLLM server %s is back, with the current weights.", member.server.url)
-        member.ready, member.problem = True, None
-
-    def _all_gone(self) -> ConnectionError:
-        return ConnectionError(
-            f"No vLLM server is left, and none returned within {self.recovery_timeout:g} s (`vllm_recovery_timeout`). "
-            f"{_problems(self.members)} Restart a server and resume from the last checkpoint, with "
-            "`resume_from_checkpoint`."
+            *(member.server.url, error, what_now),
         )
 
     # ---- Generation ----
 
-    async def _complete(self, http: httpx2.AsyncClient, groups: list[Group]) -> list[list[Completion]]:
+    @_with_client
+    async def complete(self, http: httpx2.AsyncClient, groups: list[Group]) -> list[list[Completion]]:
+        """
+        Complete every group, each with exactly its number of completions of the current weights.
+
+        Raises:
+            `ConnectionError`: If no server is left and none returns within the recovery timeout.
+            [`ServerError`]: If one request fails again and again.
+            [`RequestRefusedError`]: If a server refuses a request.
+        """
+        if self.snapshot is None:
+            raise RuntimeError("No weights were synced yet: call `load` before `complete`.")
         waiting, results = deque(groups), {}
-        requests: dict[asyncio.Task, tuple[Member, Group]] = {}
-        admissions: dict[asyncio.Task, Member] = {}
         for member in self.members:
             member.ready, member.running = False, 0
-        try:
-            while waiting or requests:
-                self._start(http, waiting, requests, admissions)
-                if requests:
-                    done, _ = await asyncio.wait([*requests, *admissions], return_when=asyncio.FIRST_COMPLETED)
+        async with _tasks() as tasks:
+            while len(results) < len(groups):
+                self._start(http, waiting, tasks)
+                if any(member.running for member in self.members):
+                    done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 else:
-                    done = await self._first(admissions)
+                    done = await self._first(tasks)
                 for task in done:
-                    if task in admissions:
-                        del admissions[task]
+                    member, group = tasks.pop(task)
+                    if group is None:
                         task.result()
                     else:
-                        self._finish(task, *requests.pop(task), waiting, results)
-        finally:
-            await _cancel([*requests, *admissions])
+                        self._finish(task, member, group, waiting, results)
         return [results[group] for group in groups]
 
-    def _start(self, http: httpx2.AsyncClient, waiting: deque[Group], requests: dict, admissions: dict):
-        """Hand waiting groups to the least loaded of the ready servers, and see to those that are not ready."""
+    def _start(self, http: httpx2.AsyncClient, waiting: deque[Group], tasks: dict):
+        """Send waiting groups to the least loaded of the ready servers, and admit those that are not ready."""
         while waiting and (member := self._least_loaded(waiting[0])) is not None:
             group = waiting.popleft()
             request = member.server.complete(http, group.prompt, group.count, group.body)
-            requests[asyncio.create_task(request)] = (member, group)
+            tasks[asyncio.create_task(request)] = (member, group)
             member.running += 1
-        if waiting:
-            being_admitted = list(admissions.values())
-            for member in self.members:
-                if not member.ready and member not in being_admitted:
-                    admissions[asyncio.create_task(self._admit(http, member))] = member
+        being_admitted = [member for member, group in tasks.values() if group is None]
+        for member in self.members:
+            if waiting and not member.ready and member not in being_admitted:
+                tasks[asyncio.create_task(self._admit(http, member))] = (member, None)
 
     def _least_loaded(self, group: Group) -> Member | None:
         free = [member for member in self.members if member.ready and member.running < self.max_concurrent_requests]
@@ -321,18 +283,13 @@ def _problems(members: list[Member]) -> str:
     return " ".join(f"The vLLM server {member.server.url}: {member.problem or 'no answer'}." for member in members)
 
 
-async def _cancel(tasks: Any):
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _run(function: Callable[..., Awaitable[Result]], *args: Any) -> Result:
-    """Run in an event loop of its own, on a thread of its own: the caller, a notebook say, may have one running."""
-
-    async def with_client() -> Result:
-        async with open_client() as http:
-            return await function(http, *args)
-
-    with start_blocking_portal() as portal:
-        return portal.call(with_client)
+@asynccontextmanager
+async def _tasks(coroutines: Iterable[Coroutine] = ()) -> AsyncIterator[dict[asyncio.Task, Any]]:
+    """Tasks that run until the end of the block, and no longer; the block may add others."""
+    tasks: dict[asyncio.Task, Any] = {asyncio.create_task(coroutine): None for coroutine in coroutines}
+    try:
+        yield tasks
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,20 +1,19 @@
-"""Weight syncing through a file system: write, load into every server, check."""
+"""What a weight sync needs besides the weights: a shared directory, and tokens to compare the log-probs on."""
 
+import atexit
 import shutil
 import socket
 import tempfile
-import uuid
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import is_peft_model
 from torch import nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl.trainer.utils import add_fused_lm_head
 
-from .client import Difference, Identity, VLLMServer
+from .client import Identity, VLLMServer
+from .weights import base_model
 
 
 _TEXT = "Natalia sold 48 clips, then half as many: 48+48/2=72. \\boxed{72} costs $1.50 ≠ x²?"
@@ -25,27 +24,7 @@ _MAX_PROBE_TOKENS = 96
 _TOLERANCES = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 5e-2}
 
 
-@dataclass(frozen=True)
-class SyncReport:
-    """
-    What one sync did, known to the main process.
-
-    Attributes:
-        version (`str`): Name of the weights.
-        bytes (`int`): Size of the checkpoint.
-        export_seconds (`float`): Seconds to gather and write it.
-        load_seconds (`float`): Seconds until the servers had loaded it and were checked.
-        differences (`dict[str, Difference]`): Difference of log-probs by server, of those that are up.
-    """
-
-    version: str
-    bytes: int
-    export_seconds: float
-    load_seconds: float
-    differences: dict[str, Difference]
-
-
-def identity_of(model: nn.Module, tokenizer: PreTrainedTokenizerBase, context_length: int) -> Identity:
+def identity_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, context_length: int) -> Identity:
     """What a server must be to serve the model that is trained."""
     token_ids = tokenizer(_TEXT, add_special_tokens=False)["input_ids"]
     vocab_size = model.config.get_text_config().vocab_size
@@ -54,18 +33,8 @@ def identity_of(model: nn.Module, tokenizer: PreTrainedTokenizerBase, context_le
     return Identity(_TEXT, token_ids, last_token_id, context_length)
 
 
-def probe_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase, context_length: int) -> list[int]:
-    """
-    Tokens to compare log-probs on: a text, and tokens from all over the vocabulary, for a part of it may be wrong.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]): Model that is trained.
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): Its tokenizer.
-        context_length (`int`): Shortest context of the servers.
-
-    Returns:
-        `list[int]`: At least two tokens.
-    """
+def probe_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, context_length: int) -> list[int]:
+    """At least two tokens to compare log-probs on: a text, and tokens from all over the vocabulary."""
     size = min(model.config.get_text_config().vocab_size, len(tokenizer))
     count = min(_SPREAD_TOKENS, size, context_length // 2)
     spread = [round(i * (size - 1) / max(count - 1, 1)) for i in range(count)]
@@ -82,7 +51,7 @@ def logprobs(model: nn.Module, token_ids: list[int], device: torch.device) -> li
     """
     # Through TRL's own path, at temperature 1: under ZeRO-3, a forward pass that takes another way through the modules
     # than training does would upset what DeepSpeed has recorded of it
-    base = model.get_base_model() if is_peft_model(model) else model
+    base = base_model(model)
     forward, training = vars(base).get("forward"), model.training
     add_fused_lm_head(base, temperature=1.0)
     model.eval()
@@ -99,16 +68,10 @@ def logprobs(model: nn.Module, token_ids: list[int], device: torch.device) -> li
 
 
 def tolerance_for(model: nn.Module, accelerator: Accelerator, servers: list[VLLMServer]) -> float:
-    """
-    The tolerance for the least precise of the types that trainer and servers compute in.
-
-    Raises:
-        `ValueError`: If there is none for one of the types.
-    """
+    """The tolerance for the least precise of the types that trainer and servers compute in."""
     mixed = {"bf16": "bfloat16", "fp16": "float16"}.get(accelerator.mixed_precision)
-    dtypes = [mixed or str(model.dtype).removeprefix("torch."), *(server.dtype for server in servers)]
-    unknown = sorted(set(dtypes) - set(_TOLERANCES))
-    if unknown:
+    dtypes = {mixed or str(model.dtype).removeprefix("torch."), *(server.dtype for server in servers)}
+    if unknown := sorted(dtypes - set(_TOLERANCES)):
         raise ValueError(
             f"`vllm_sync_tolerance` has no default for {unknown}, only for {sorted(_TOLERANCES)}. Set it to the largest "
             "mean difference of log-probs that rounding may make, in nats."
@@ -116,47 +79,28 @@ def tolerance_for(model: nn.Module, accelerator: Accelerator, servers: list[VLLM
     return max(_TOLERANCES[dtype] for dtype in dtypes)
 
 
-class SyncDirectory:
+def shared_directory(root: str | None, servers: list[VLLMServer]) -> Path:
     """
-    The place where the current weights lie, and only those.
-
-    The current ones stay, because a server that restarts needs them; older ones go before newer ones are written, so
-    that the place never holds two.
+    A new directory that trainer and servers share. It is removed when the program ends.
 
     Args:
-        root (`str`, *optional*):
-            Directory that trainer and servers share. Defaults to one in shared memory, where every server runs on this
-            host.
-        servers (`list[VLLMServer]`):
-            The servers.
+        root (`str`, *optional*): Where to make it. Defaults to shared memory if every server runs on this host.
+        servers (`list[VLLMServer]`): The servers.
     """
-
-    def __init__(self, root: str | None, servers: list[VLLMServer]):
-        if root is None:
-            elsewhere = [server.url for server in servers if not _is_this_host(server.host)]
-            if elsewhere:
-                raise ValueError(
-                    f"`vllm_sync_dir` is required, because these vLLM servers are not on this host: {elsewhere}. Give a "
-                    "directory on a file system that the trainer and the servers share, at the same path."
-                )
-            root = "/dev/shm" if Path("/dev/shm").is_dir() else tempfile.gettempdir()
-        Path(root).mkdir(parents=True, exist_ok=True)
-        self.path = Path(tempfile.mkdtemp(prefix="lze-trl-weights-", dir=root)).resolve()
-        if root != "/dev/shm":
-            self.path.chmod(0o755)  # a server on another host may run as another user
-        self._run = uuid.uuid4().hex[:8]
-        self._count = 0
-
-    def next(self) -> tuple[str, Path]:
-        """Remove the old weights; return the name of the next ones and where to write them."""
-        for old in self.path.iterdir():
-            shutil.rmtree(old)
-        self._count += 1
-        return f"{self._run}-{self._count}", self.path / f"weights-{self._count}"
-
-    def remove(self):
-        """Remove the directory with the weights."""
-        shutil.rmtree(self.path, ignore_errors=True)
+    if root is None:
+        elsewhere = [server.url for server in servers if not _is_this_host(server.host)]
+        if elsewhere:
+            raise ValueError(
+                f"`vllm_sync_dir` is required, because these vLLM servers are not on this host: {elsewhere}. Give a "
+                "directory on a file system that the trainer and the servers share, at the same path."
+            )
+        root = "/dev/shm" if Path("/dev/shm").is_dir() else tempfile.gettempdir()
+    Path(root).mkdir(parents=True, exist_ok=True)
+    directory = Path(tempfile.mkdtemp(prefix="lze-trl-weights-", dir=root)).resolve()
+    if root != "/dev/shm":
+        directory.chmod(0o755)  # a server on another host may run as another user
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    return directory
 
 
 def _is_this_host(host: str) -> bool:

@@ -16,57 +16,11 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from trl.distributed import DistributedBackend
 
-from .adapters import adapter_parameters, base_parameters, merge
+from .adapters import adapter_parameters, merge, merged_parameters
 
 
 # What wrappers put into the names of the parameters they wrap
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
-
-
-class ShardWriter:
-    """
-    Writes tensors as a sharded checkpoint and holds no more than one shard in memory.
-
-    Args:
-        directory (`Path`): Existing directory to write to.
-        max_shard_bytes (`int`): Bytes after which a shard is written. A larger tensor has a shard of its own.
-    """
-
-    def __init__(self, directory: Path, max_shard_bytes: int):
-        self.directory = directory
-        self.max_shard_bytes = max_shard_bytes
-        self.total_bytes = 0
-        self._tensors: dict[str, torch.Tensor] = {}
-        self._pending_bytes = 0
-        self._places: dict[str, str] = {}
-        self._shards = 0
-
-    def add(self, name: str, tensor: torch.Tensor):
-        """Take a tensor on the CPU, which the caller does not change afterwards."""
-        size = tensor.numel() * tensor.element_size()
-        if self._tensors and self._pending_bytes + size > self.max_shard_bytes:
-            self._flush()
-        self._tensors[name] = tensor
-        self._pending_bytes += size
-        self.total_bytes += size
-
-    def close(self):
-        """Write what is left, and the index."""
-        self._flush()
-        index = {"metadata": {"total_size": self.total_bytes}, "weight_map": self._places}
-        (self.directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-
-    def _flush(self):
-        if not self._tensors:
-            return
-        self._shards += 1
-        name = f"model-{self._shards:05d}.safetensors"
-        try:
-            save_file(self._tensors, self.directory / name, metadata={"format": "pt"})
-        except SafetensorError as error:  # what safetensors makes of a full disk
-            raise OSError(f"`{self.directory / name}` cannot be written: {error}") from error
-        self._places |= dict.fromkeys(self._tensors, name)
-        self._tensors, self._pending_bytes = {}, 0
 
 
 def export_weights(
@@ -85,16 +39,12 @@ def export_weights(
     embeddings as it was, and says nothing, when `lm_head.weight` is not in the checkpoint it reloads.
 
     Args:
-        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            Model, plain or sharded by DeepSpeed ZeRO or FSDP2.
-        accelerator ([`~accelerate.Accelerator`]):
-            The processes.
-        directory (`Path`):
-            Directory to make. Its parent must exist on the main process.
-        dtype (`torch.dtype`, *optional*):
-            What floating-point weights are written as. Defaults to what they are.
+        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]): Plain, or sharded by DeepSpeed ZeRO or FSDP2.
+        accelerator ([`~accelerate.Accelerator`]): The processes.
+        directory (`Path`): Directory to make. Its parent must exist on the main process.
+        dtype (`torch.dtype`, *optional*): What floating-point weights are written as. Defaults to what they are.
         max_shard_bytes (`int`, *optional*, defaults to `536870912`):
-            Size of a file, and about half of the memory that writing takes.
+            Size of a file, and about half of the memory that writing takes. A larger tensor has a file of its own.
 
     Returns:
         `int`: Bytes written on the main process, 0 on the others.
@@ -103,63 +53,98 @@ def export_weights(
         `OSError`: On the main process, if the checkpoint cannot be written.
         `ValueError`: If the model is sharded or adapted in a way that cannot be exported.
     """
-    base = model.get_base_model() if is_peft_model(model) else model
-    tensors = _full_tensors(model, DistributedBackend(accelerator))
+    base = base_model(model)
+    weights = _full_tensors(model, DistributedBackend(accelerator))
     if not accelerator.is_main_process:
-        for _ in tensors:  # take part in the gathers
-            pass
+        _take_part(weights)
         return 0
     partial = directory.with_name(f".{directory.name}.partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
-        writer = ShardWriter(partial, max_shard_bytes)
-        for name, tensor in tensors:
-            tensor = tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None, copy=True)
-            for published, part in revert_weight_conversion(base, {name: tensor}).items():
-                # A part may be a view, and of a view safetensors would write the whole
-                writer.add(published, part.clone() if part.numel() < tensor.numel() else part.contiguous())
-        writer.close()
-        _save_config(base, partial)
+        size = _write(_published(weights, base, dtype), partial, max_shard_bytes)
+        base.config.save_pretrained(partial)
+        if base.can_generate():
+            base.generation_config.save_pretrained(partial)
         partial.rename(directory)
     except Exception:
-        for _ in tensors:  # the other processes wait in the gathers that are left
-            pass
+        _take_part(weights)
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    return writer.total_bytes
+    return size
 
 
-def _save_config(base: PreTrainedModel, directory: Path):
-    base.config.save_pretrained(directory)
-    if base.can_generate():
-        base.generation_config.save_pretrained(directory)
+def base_model(model: nn.Module) -> PreTrainedModel:
+    """The model without what PEFT wraps it in."""
+    return model.get_base_model() if is_peft_model(model) else model
+
+
+def _take_part(weights: Iterator):
+    """Take part in the gathers that are left, in which the other processes wait."""
+    for _ in weights:
+        pass
+
+
+def _write(tensors: Iterator[tuple[str, torch.Tensor]], directory: Path, max_shard_bytes: int) -> int:
+    """Write tensors as a sharded checkpoint, no more than one shard in memory; return its size."""
+    files: dict[str, str] = {}
+    total = 0
+    for number, shard in enumerate(_shards(tensors, max_shard_bytes), start=1):
+        path = directory / f"model-{number:05d}.safetensors"
+        try:
+            save_file(shard, path, metadata={"format": "pt"})
+        except SafetensorError as error:  # what safetensors makes of a full disk
+            raise OSError(f"`{path}` cannot be written: {error}") from error
+        files |= dict.fromkeys(shard, path.name)
+        total += sum(tensor.nbytes for tensor in shard.values())
+        shard.clear()  # before the next one is gathered
+    index = {"metadata": {"total_size": total}, "weight_map": files}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    return total
+
+
+def _shards(tensors: Iterator[tuple[str, torch.Tensor]], max_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
+    shard, size = {}, 0
+    for name, tensor in tensors:
+        if shard and size + tensor.nbytes > max_bytes:
+            yield shard
+            shard, size = {}, 0
+        shard[name] = tensor
+        size += tensor.nbytes
+    yield shard
+
+
+def _published(
+    weights: Iterator[tuple[str, torch.Tensor]], base: PreTrainedModel, dtype: torch.dtype | None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights on the CPU, by the names and in the parts that a published checkpoint has."""
+    for name, tensor in weights:
+        tensor = tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None, copy=True)
+        for published, part in revert_weight_conversion(base, {name: tensor}).items():
+            # A part may be a view, and of a view safetensors would write the whole
+            yield published, part.clone() if part.numel() < tensor.numel() else part.contiguous()
 
 
 def _full_tensors(model: nn.Module, backend: DistributedBackend) -> Iterator[tuple[str, torch.Tensor]]:
     """Name and full tensor of every weight. The tensor is only there until the next one is asked for."""
     if backend.fsdp_version == 1:
         raise ValueError("FSDP1 cannot be synced with vLLM over HTTP. Set `fsdp_version: 2` in the accelerate config.")
-    for name, parameter, layer in _parameters(model):
+    if is_peft_model(model):
+        parameters = merged_parameters(model)
+    else:
+        parameters = ((name, parameter, None) for name, parameter in model.named_parameters(remove_duplicate=False))
+    for name, parameter, layer in parameters:
         adapter = {} if layer is None else adapter_parameters(layer)
         with backend.gather_params([parameter, *adapter.values()]):
             tensor = _whole(parameter)
             if layer is not None:
                 tensor = merge(layer, tensor, {key: _whole(value) for key, value in adapter.items()})
             yield _without_wrappers(name), tensor
-    base = model.get_base_model() if is_peft_model(model) else model
+    base = base_model(model)
     persistent = base.state_dict().keys()
     for name, buffer in base.named_buffers():
         if name in persistent:
             yield _without_wrappers(name), _whole(buffer)
-
-
-def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, nn.Module | None]]:
-    if is_peft_model(model):
-        yield from base_parameters(model)
-    else:
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            yield name, parameter, None
 
 
 def _without_wrappers(name: str) -> str:

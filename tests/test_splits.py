@@ -1,4 +1,4 @@
-"""Cuts: which rows are computed together."""
+"""Splits: which rows are computed together."""
 
 import itertools
 import math
@@ -8,17 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lze_trl.pack.splits import Capacity, cut, fewest_runs
+from lze_trl.pack.splits import Capacity, fewest_runs, split
 
 
 NO_LIMIT = Capacity(math.inf, math.inf)
 
 
-def cuts(
+def splits(
     lengths: list[int], most: int, cost: float = 256, capacity: Capacity = NO_LIMIT, prompt: int = 10
 ) -> list[int]:
-    """Cuts of rows of some completion lengths, all with the same prompt."""
-    return cut(np.full(len(lengths), prompt), np.array(lengths), capacity, cost, most)
+    """Splits of rows of some completion lengths, all with the same prompt."""
+    return split(np.full(len(lengths), prompt), np.array(lengths), capacity, cost, most)
 
 
 # ---- Goldens ----
@@ -26,41 +26,41 @@ def cuts(
 
 def test_rows_that_would_waste_more_than_a_micro_step_costs_are_computed_apart():
     # Beside 290 + 10 tokens, a row of 34 + 10 wastes 256 tokens of padding, as much as a micro-step costs; of 33, more
-    assert cuts([290, 35], most=2) == [0, 2]
-    assert cuts([290, 33], most=2) == [0, 1, 2]
-    assert cuts([290, 33], most=2, cost=300) == [0, 2]
-    assert cuts([290, 289], most=2, cost=0) == [0, 1, 2]
+    assert splits([290, 35], most=2) == [0, 2]
+    assert splits([290, 33], most=2) == [0, 1, 2]
+    assert splits([290, 33], most=2, cost=300) == [0, 2]
+    assert splits([290, 289], most=2, cost=0) == [0, 1, 2]
 
 
 def test_too_few_micro_steps():
     # 1000 beside 600 wastes 400, 600 beside 100 wastes 500, all three waste 1300
-    assert cuts([1000, 600, 100], most=3) == [0, 1, 2, 3]
-    assert cuts([1000, 600, 100], most=2) == [0, 2, 3]
-    assert cuts([1000, 600, 100], most=1) == [0, 3]
-    assert cuts([1000, 600, 100], most=2, cost=0) == [0, 2, 3]
+    assert splits([1000, 600, 100], most=3) == [0, 1, 2, 3]
+    assert splits([1000, 600, 100], most=2) == [0, 2, 3]
+    assert splits([1000, 600, 100], most=1) == [0, 3]
+    assert splits([1000, 600, 100], most=2, cost=0) == [0, 2, 3]
 
 
 def test_boundaries_lie_where_the_fewest_tokens_are_computed():
-    assert cuts([1000, 1000, 600, 600, 600, 0], most=2, prompt=0) == [0, 2, 6]
+    assert splits([1000, 1000, 600, 600, 600, 0], most=2, prompt=0) == [0, 2, 6]
 
 
 def test_capacity_for_tokens_and_for_completion_tokens():
     rows = [50, 50, 50, 50]
-    assert cuts(rows, most=4, capacity=Capacity(240, 200)) == [0, 4]
+    assert splits(rows, most=4, capacity=Capacity(240, 200)) == [0, 4]
     for capacity, runs in ((Capacity(180, 200), [1, 3]), (Capacity(240, 149), [2, 2])):
-        found = cuts(rows, most=4, capacity=capacity)
+        found = splits(rows, most=4, capacity=capacity)
         assert sorted(np.diff(found).tolist()) == runs
 
 
 @pytest.mark.parametrize("capacity", [Capacity(1, 1), Capacity(59, 1000), Capacity(1000, 49)])
 def test_a_row_that_is_too_long_is_computed_alone(capacity):
-    assert cuts([50, 50, 50], most=3, capacity=capacity) == [0, 1, 2, 3]
+    assert splits([50, 50, 50], most=3, capacity=capacity) == [0, 1, 2, 3]
 
 
 def test_capacity_grows_where_there_are_too_few_micro_steps():
     # Two micro-steps: 3 rows of 60 tokens and 2 of them need a capacity of 180
-    assert sorted(np.diff(cuts([50] * 5, most=2, capacity=Capacity(70, 70))).tolist()) == [2, 3]
-    assert cuts([50] * 5, most=1, capacity=Capacity(70, 70)) == [0, 5]
+    assert sorted(np.diff(splits([50] * 5, most=2, capacity=Capacity(70, 70))).tolist()) == [2, 3]
+    assert splits([50] * 5, most=1, capacity=Capacity(70, 70)) == [0, 5]
 
 
 # ---- Properties ----
@@ -95,7 +95,7 @@ def tokens(prompts: np.ndarray, completions: np.ndarray, boundaries: list[int], 
 def test_no_cuts_are_cheaper(batch):
     prompts, completions, capacity, cost, most = batch
     count = len(prompts)
-    found = cut(prompts, completions, capacity, cost, most)
+    found = split(prompts, completions, capacity, cost, most)
     assert (found[0], found[-1]) == (0, count)
     assert all(a < b for a, b in itertools.pairwise(found))
     assert len(found) - 1 <= most

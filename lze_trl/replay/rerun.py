@@ -5,26 +5,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from ..record import MissingTelemetryError, Run, open_run
-from ..record.ledger import with_plain
 from ..select.selectors import Selector
+from .choosing import Choice, Strategy, load_selector, ratio_of
 from .foresight import Foreseer, Foresight
-from .records import has_recorded, read_batches
-from .rules import (
-    ReplayError,
-    Rules,
-    load_selector,
-    rules_of,
-)
-from .strategies import (
-    Choice,
-    Strategy,
-    Tally,
-    ratio_of,
-    trained_tokens,
-)
+from .history import ReplayError, Rules, read_batches, rules_of
 
 
 THE_RUN = "the run"
@@ -60,8 +46,8 @@ class Replay:
 
     def write_json(self, path: str | Path):
         """Write all numbers to a file; NaN becomes `null`."""
-        content = json.dumps(_without_nan(asdict(self)), indent=2, ensure_ascii=False, allow_nan=False)
-        Path(path).write_text(content + "\n", encoding="utf-8")
+        content = json.loads(json.dumps(asdict(self)), parse_constant=lambda name: None)
+        Path(path).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def replay(
@@ -100,44 +86,30 @@ def replay(
     """
     run = open_run(run_dir)
     try:
-        return _replay(run, selectors, selection_ratio, gumbel_scale, seed)
+        settings = run.meta.settings
+        rules = rules_of(settings, selection_ratio, seed)
+        scale = settings.get("gumbel_scale", 0.05) if gumbel_scale is None else gumbel_scale
+        return _replay(run, rules, _strategies(selectors, rules, scale))
     finally:
         run.close()
 
 
-def _replay(
-    run: Run,
-    selectors: Sequence[str | Selector],
-    selection_ratio: float | None,
-    gumbel_scale: float | None,
-    seed: int | None,
-) -> Replay:
-    settings = run.meta.settings
-    rules = rules_of(settings, selection_ratio, seed)
-    strategies = _strategies(
-        selectors, rules, settings.get("gumbel_scale", 0.05) if gumbel_scale is None else gumbel_scale
-    )
+def _replay(run: Run, rules: Rules, strategies: dict[str, Strategy]) -> Replay:
     last, ledger = _end(run)
-    prompt_ids = run.arrow("SELECT DISTINCT prompt_id FROM groups WHERE generation <= ? ORDER BY prompt_id", [last])[
-        "prompt_id"
-    ].to_numpy()
-    foreseer, own = Foreseer(prompt_ids, rules.memory), Tally(rules)
+    ids = run.arrow("SELECT DISTINCT prompt_id FROM groups WHERE generation <= ? ORDER BY prompt_id", [last])
+    foreseer, own = Foreseer(ids["prompt_id"].to_numpy(), rules.memory), Strategy(rules)
     generations = groups = live = 0
-    plain_tokens = 0.0
     for batch in read_batches(run, rules, last):
         generations += 1
         groups += len(batch.groups)
         live += int(batch.groups.alive.sum())
-        plain_tokens += float(trained_tokens(batch.groups).sum()) * rules.iterations
-        own.add(batch.groups, batch.selected, batch)
-        for strategy in strategies.values():
+        for strategy in (own, *strategies.values()):
             strategy.see(batch)
         foreseer.see(batch.groups, batch.scored)
-    own.tokens = ledger.get("update_tokens", own.tokens)
-    if "plain_tokens" in ledger:  # else what was rolled out is all that is known
-        plain_tokens = ledger["plain_tokens"] * rules.iterations
+    run_tokens = own.sums["tokens"] = ledger.get("update_tokens", own.sums["tokens"])
+    plain_tokens = ledger.get("plain_tokens", math.nan) * rules.iterations
     per_token = ratio_of(ledger.get("plain_update_flops", math.nan), plain_tokens)
-    tallies = {THE_RUN: own} | {name: strategy.tally for name, strategy in strategies.items()}
+    strategies = {THE_RUN: own} | strategies
     return Replay(
         run=run.name,
         generations=generations,
@@ -145,9 +117,9 @@ def _replay(
         live_share=ratio_of(live, groups),
         selection_ratio=rules.ratio,
         seed=rules.seed,
-        choices=[tally.choice(name, own.tokens, plain_tokens, per_token) for name, tally in tallies.items()],
+        choices=[s.choice(name, run_tokens, plain_tokens, per_token) for name, s in strategies.items()],
         foresight=foreseer.foresight(),
-        notes=_notes(run, rules, last),
+        notes=_notes(run, rules),
     )
 
 
@@ -160,34 +132,24 @@ def _strategies(selectors: Sequence[str | Selector], rules: Rules, gumbel_scale:
         loaded = load_selector(selector, gumbel_scale) if isinstance(selector, str) else selector
         if name == THE_RUN or name in strategies:
             raise ReplayError(f"Every strategy needs a name of its own, got {name!r} twice. Leave one of them out.")
-        strategies[name] = Strategy(loaded, rules)
+        strategies[name] = Strategy(rules, loaded)
     return strategies
 
 
 def _end(run: Run) -> tuple[int, dict[str, float]]:
     """Last generation batch of which everything is recorded, and the ledger then."""
     # A running run writes its tables one after the other
-    row = run.arrow("""SELECT generation, ledger FROM generations
+    rows = run.arrow("""SELECT generation, ledger FROM generations
         WHERE groups = 0 OR generation <= (SELECT max(generation) FROM groups) ORDER BY generation DESC LIMIT 1""").to_pylist()
-    if not row:
+    if not rows:
         raise MissingTelemetryError(
             f"The run `{run.name}` has not recorded a generation batch yet. Wait until its first one is scored."
         )
-    last = row[0]["generation"]
-    return last, with_plain(dict(row[0]["ledger"] or []), last + 1, run.meta.settings.get("generation_batch_size"))
+    return rows[0]["generation"], dict(rows[0]["ledger"])
 
 
-def _notes(run: Run, rules: Rules, last: int) -> list[str]:
+def _notes(run: Run, rules: Rules) -> list[str]:
     notes = []
-    if not has_recorded("position", run, last):
-        notes.append(
-            "The places of the groups in their batch are not recorded. Noise and ties fall on other groups than in the "
-            "run, so that even its own selector does not choose all that it chose."
-        )
-    if not has_recorded("loss_tokens", run, last):
-        notes.append(
-            "Numbers are recorded in 32 bits, by an earlier version. Groups whose ranks differ by less may change places."
-        )
     if rules.kept is not None:
         notes.append(
             f"At most {rules.kept} completions of a group are trained on. Which ones is not recorded: the tokens of the "
@@ -201,11 +163,3 @@ def _notes(run: Run, rules: Rules, last: int) -> list[str]:
     if run.damaged:
         notes.append(f"Left out, because they are cut off: {', '.join(run.damaged)}.")
     return notes
-
-
-def _without_nan(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_nan(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_without_nan(item) for item in value]
-    return None if isinstance(value, float) and math.isnan(value) else value

@@ -1,0 +1,200 @@
+"""Weights: what every chosen row counts in the update, wherever it is computed.
+
+The *reference* is fixed before anything is packed: the full batch as TRL normalises it, or the chosen rows spread evenly
+over the chunks. From it and a micro-batch follow the factors of TRL's loss and of its entropy bonus.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from .layout import Geometry, MicroBatch
+
+
+ROW_MEAN_LOSSES = ("grpo", "sapo", "luspo", "dr_grpo")
+"""Loss types that TRL averages over the rows of a micro-batch."""
+
+MICRO_BATCH_TOKEN_LOSSES = ("bnpo",)
+"""Loss types that TRL averages over the tokens of a micro-batch."""
+
+BATCH_TOKEN_LOSSES = ("dapo", "cispo", "vespo")
+"""Loss types that TRL averages over the tokens of the generation batch."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """
+    What every row weighs, whatever the packing. Row arrays have shape `(n,)` for the n chosen rows.
+
+    Attributes:
+        chunk (int64): Chunk of each row.
+        norm_rows (float64): Rows that the row's chunk is averaged over.
+        norm_tokens (float64): Loss tokens that the row is averaged over in a `"bnpo"` loss, scaled to the chunk.
+        num_items (`float`): Loss tokens that the generation batch is averaged over.
+        weight (float64): How many rows each of them stands for.
+    """
+
+    chunk: np.ndarray
+    norm_rows: np.ndarray
+    norm_tokens: np.ndarray
+    num_items: float
+    weight: np.ndarray
+
+    def stretched(self, factor: float) -> "Reference":
+        """The same for a batch so many times as large, whose further rows have no gradient."""
+        return replace(
+            self,
+            norm_rows=self.norm_rows * factor,
+            norm_tokens=self.norm_tokens * factor,
+            num_items=self.num_items * factor,
+        )
+
+
+def even_reference(
+    loss_tokens: np.ndarray, weights: np.ndarray, geometry: Geometry, rng: np.random.Generator
+) -> Reference:
+    """
+    Reference of a batch that is normalised by its chosen rows: spread evenly, and at random, over the chunks.
+
+    Args:
+        loss_tokens (`np.ndarray` of shape `(n,)`): Loss tokens of each chosen row.
+        weights (`np.ndarray` of shape `(n,)`): How many rows each of them stands for.
+        geometry ([`Geometry`]): Shape of the update.
+        rng (`np.random.Generator`): The same on every process.
+    """
+    chunk = _random_chunks(len(loss_tokens), geometry, rng)
+    rows = np.bincount(chunk, weights=weights, minlength=geometry.num_chunks)
+    tokens = np.bincount(chunk, weights=weights * loss_tokens, minlength=geometry.num_chunks)
+    return Reference(
+        chunk=chunk,
+        norm_rows=rows[chunk],
+        norm_tokens=np.maximum(tokens, 1.0)[chunk],
+        num_items=float((weights * loss_tokens).sum()),
+        weight=weights,
+    )
+
+
+def full_reference(
+    weights: np.ndarray, full_rows: int, mean_loss_tokens: float, geometry: Geometry, rng: np.random.Generator
+) -> Reference:
+    """
+    Reference of a batch that is normalised as a full one, of which only a part was rolled out.
+
+    Args:
+        weights (`np.ndarray` of shape `(n,)`):
+            How many rows each chosen row stands for. They are spread evenly, and at random, over the chunks.
+        full_rows (`int`): Rows of the full batch.
+        mean_loss_tokens (`float`): Mean loss tokens of its rows.
+        geometry ([`Geometry`]): Shape of the update.
+        rng (`np.random.Generator`): The same on every process.
+    """
+    count, chunk_rows = len(weights), full_rows / geometry.num_chunks
+    return Reference(
+        chunk=_random_chunks(count, geometry, rng),
+        norm_rows=np.full(count, chunk_rows),
+        norm_tokens=np.full(count, max(1.0, chunk_rows * mean_loss_tokens)),
+        num_items=full_rows * mean_loss_tokens,
+        weight=weights,
+    )
+
+
+def _random_chunks(count: int, geometry: Geometry, rng: np.random.Generator) -> np.ndarray:
+    """Chunk of each row, evenly and at random."""
+    chunk = np.empty(count, dtype=np.int64)
+    chunk[rng.permutation(count)] = np.arange(count) * geometry.num_chunks // max(count, 1)
+    return chunk
+
+
+def trl_reference(
+    slot: np.ndarray,
+    process: np.ndarray,
+    loss_tokens: np.ndarray,
+    chosen: np.ndarray,
+    weights: np.ndarray,
+    geometry: Geometry,
+) -> Reference:
+    """
+    Reference of a batch that is normalised as TRL normalises the full batch.
+
+    Args:
+        slot (`np.ndarray` of shape `(B,)`): Micro-step in which TRL would have used each row.
+        process (`np.ndarray` of shape `(B,)`): Process that would have used it.
+        loss_tokens (`np.ndarray` of shape `(B,)`): Loss tokens of each row.
+        chosen (`np.ndarray` of shape `(n,)`): Indices of the chosen rows.
+        weights (`np.ndarray` of shape `(n,)`): How many rows each of them stands for.
+        geometry ([`Geometry`]): Shape of the update.
+    """
+    chunk = slot // geometry.chunk_steps
+    rows = np.bincount(chunk, minlength=geometry.num_chunks)
+    micro_batch = process * geometry.steps_per_generation + slot
+    tokens = np.bincount(micro_batch, weights=loss_tokens)
+    # A "bnpo" micro-batch is one of g·W in its chunk
+    micro_batches = geometry.chunk_steps * geometry.num_processes
+    return Reference(
+        chunk=chunk[chosen],
+        norm_rows=rows[chunk[chosen]].astype(np.float64),
+        norm_tokens=micro_batches * np.maximum(tokens, 1.0)[micro_batch[chosen]],
+        num_items=float(loss_tokens.sum()),
+        weight=weights,
+    )
+
+
+def loss_scale(
+    loss_type: str,
+    batch: MicroBatch,
+    process: int,
+    loss_tokens: np.ndarray,
+    reference: Reference,
+    geometry: Geometry,
+) -> tuple[float, np.ndarray | None]:
+    """
+    Factor that turns TRL's loss of a micro-batch into the row's share of the reference.
+
+    TRL averages the loss of a micro-batch over its rows or tokens, divides by the micro-steps of the window, and the
+    processes average their gradients. With R rows, N = `norm_rows` and g, W as in [`Geometry`], a row of a row-mean
+    loss has weight 1/(R·A·W) there and g/(A·N) in the reference: the factor is R·W·g / N.
+
+    Args:
+        loss_type (`str`): TRL's loss type.
+        batch ([`MicroBatch`]): The micro-batch.
+        process (`int`): This process.
+        loss_tokens (`np.ndarray` of shape `(n,)`): Loss tokens of each chosen row.
+        reference ([`Reference`]): What the rows weigh.
+        geometry ([`Geometry`]): Shape of the update.
+
+    Returns:
+        `tuple[float, np.ndarray | None]`: The factor, and weights of shape `(R,)` of the rows' own losses, where they
+        differ from 1.
+    """
+    rows, filler = batch.rows[process], batch.filler[process]
+    share, weights = geometry.num_processes * geometry.chunk_steps, reference.weight[rows]
+    if filler.all():
+        return 0.0, None
+    if loss_type in BATCH_TOKEN_LOSSES:
+        scale = 1.0
+    elif loss_type in ROW_MEAN_LOSSES:
+        scale = float(len(rows) * share / reference.norm_rows[rows[0]])
+    elif loss_type in MICRO_BATCH_TOKEN_LOSSES:
+        norms = reference.norm_tokens[rows]
+        weights = weights * (norms.max() / norms)
+        scale = float(share * max(loss_tokens[rows[~filler]].sum(), 1) / norms.max())
+    else:
+        raise ValueError(f"`loss_type` must be one known to lze_trl, got {loss_type!r}.")
+    return scale, None if (weights == 1.0).all() else weights
+
+
+def entropy_weights(
+    batch: MicroBatch, process: int, scale: float, loss_tokens: np.ndarray, reference: Reference, geometry: Geometry
+) -> np.ndarray | None:
+    """
+    What the entropy of a token of each row weighs in TRL's entropy bonus, times A, shape `(R,)`.
+
+    TRL averages the bonus over the tokens of a micro-batch, whatever the loss type: it weighs as a `"bnpo"` loss does.
+
+    Args:
+        scale (`float`): Factor of the micro-batch's loss. `None` is returned where it makes the bonus right already.
+    """
+    rows, filler = batch.rows[process], batch.filler[process]
+    weights = reference.weight[rows] * geometry.num_processes * geometry.chunk_steps / reference.norm_tokens[rows]
+    scaled = scale / max(loss_tokens[rows[~filler]].sum(), 1)
+    return None if (weights == scaled).all() else weights

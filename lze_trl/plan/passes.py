@@ -1,0 +1,220 @@
+"""Passes over the training set: which prompts each generation batch rolls out."""
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset
+
+from ..memory.identity import ID_COLUMN, told_apart
+from ..memory.state import PromptState
+from .admission import Admission
+from .planners import Planner
+from .stream import PromptStream
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Plan:
+    """
+    Prompts of a generation batch.
+
+    Attributes:
+        num_prompts (`int`): P. 0 if nothing is rolled out.
+        pass_index (`int`): Pass over the data, from 0.
+        inputs (`list[dict]`, *optional*): Dataset rows of this process, one per completion, each prompt G times.
+        rows (`np.ndarray` of shape `(P,)`, *optional*): Numbers of the dataset rows, where groups may differ in size.
+        skipped (`np.ndarray`): Ids of the prompts that the planner has left out since the last batch.
+    """
+
+    num_prompts: int
+    pass_index: int
+    inputs: list[dict[str, Any]] | None = None
+    rows: np.ndarray | None = None
+    skipped: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+
+
+@dataclass(kw_only=True)
+class Passes:
+    """
+    Plans generation batches, one pass over the data after another.
+
+    Args:
+        mode (`str`):
+            What happens to the slots of prompts that the planner leaves out: `"refill"` (other prompts get them, in the
+            order of the planner's ranks), `"skip"` (the batch is smaller), or `"none"` (nobody is left out).
+        dataset (`Dataset`, *optional*): Training set with prompt ids, each once; `None` for a stream, in the mode `"none"`.
+        planner ([`Planner`]): Ranks the prompts of a pass.
+        state ([`PromptState`]): Memory of the prompts.
+        seed (`int`): Seed of the run.
+        shuffle (`bool`): Whether the data is shuffled.
+        group_size (`int`): G.
+        num_groups (`int`): P.
+        by_prompt (`bool`): Whether plans name prompts, for groups that may differ in size, instead of completions.
+        process_index (`int`): This process.
+        num_processes (`int`): W.
+        gather (`Callable`): Collects the ids of all processes from a list of those of this one.
+    """
+
+    mode: str
+    dataset: Dataset | None
+    planner: Planner
+    state: PromptState
+    seed: int
+    shuffle: bool
+    group_size: int
+    num_groups: int
+    by_prompt: bool
+    process_index: int
+    num_processes: int
+    gather: Callable[[list[int]], np.ndarray]
+
+    def __post_init__(self):
+        ids = np.empty(0, dtype=np.int64)
+        if self.dataset is not None:
+            ids = np.asarray(self.dataset.with_format("numpy")[ID_COLUMN][:], dtype=np.int64)
+        first = np.arange(len(ids))
+        if self.shuffle and self.mode == "refill":  # the first permutation of TRL's sampler
+            first = torch.randperm(len(ids), generator=torch.Generator().manual_seed(self.seed)).numpy()
+        self.admission = Admission(self.planner, self.state, ids, self.seed)
+        self.stream = PromptStream(self.admission, first, self.shuffle)
+        self._warned = False
+
+    def plan(self, inputs: list[dict[str, Any]], generation: int) -> Plan:
+        """
+        Plan a generation batch.
+
+        Args:
+            inputs (`list[dict]`): Rows that TRL's sampler handed to this process, each prompt G times.
+            generation (`int`): Index of the generation batch.
+
+        Returns:
+            [`Plan`]: What this process rolls out.
+        """
+        if self.mode == "refill":
+            return self._from_stream(self.num_groups)
+        if self.dataset is None:
+            return Plan(self.num_groups, 0, self._without_repeats(inputs))
+        pass_index = generation // (len(self.dataset) // self.num_groups)
+        if self.mode == "none" and not self.by_prompt:
+            return Plan(self.num_groups, pass_index, inputs)
+        prompt_ids = self._gathered_ids(inputs)
+        active = np.arange(len(prompt_ids))
+        if self.mode == "skip":
+            if pass_index != self.admission.pass_index:
+                self.admission.begin(pass_index)
+            active = skip_plan(self.admission.keeps(prompt_ids), self.group_size, self.num_processes)
+        skipped = np.delete(prompt_ids, active)
+        if len(skipped) == 0 and not self.by_prompt:
+            return Plan(self.num_groups, pass_index, inputs)
+        return self._of_rows(self.admission.rows_of(prompt_ids[active]), pass_index, skipped)
+
+    def further(self, count: int, taken: np.ndarray) -> Plan:
+        """
+        Plan further prompts for a generation batch (mode `"refill"`).
+
+        Args:
+            count (`int`): Prompts wanted.
+            taken (`np.ndarray`): Dataset rows that the batch has already.
+
+        Returns:
+            [`Plan`]: At most `count` further prompts, fewer where the data has no more.
+        """
+        return self._from_stream(count, taken)
+
+    def ids_of(self, rows: np.ndarray) -> np.ndarray:
+        """Prompt ids of dataset rows."""
+        return self.admission.prompt_ids[rows]
+
+    def local(self, rows: np.ndarray) -> list[dict[str, Any]]:
+        """This process's share of the completions: every process has the dataset, so only row numbers are shared."""
+        share = len(rows) // self.num_processes
+        start = share * self.process_index
+        distinct, place = np.unique(rows[start : start + share], return_inverse=True)
+        columns = self.dataset[distinct.tolist()]
+        loaded = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+        return [dict(loaded[i]) for i in place]
+
+    def _from_stream(self, count: int, taken: np.ndarray | None = None) -> Plan:
+        """The next rows of the stream, and the prompts that a pass which they begin leaves out."""
+        before, skipped = self.admission.pass_index, np.empty(0, dtype=np.int64)
+        rows = self.stream.take(count, taken)
+        if self.admission.pass_index != before:
+            # Where the pass has too few prompts for a batch, some of those it leaves out fill it
+            skipped = np.setdiff1d(self.admission.left_out, self.ids_of(rows), assume_unique=True)
+        return self._of_rows(rows, self.admission.pass_index, skipped)
+
+    def _of_rows(self, rows: np.ndarray, pass_index: int, skipped: np.ndarray) -> Plan:
+        if self.by_prompt:
+            return Plan(len(rows), pass_index, rows=rows, skipped=skipped)
+        inputs = self.local(np.repeat(rows, self.group_size)) if len(rows) else []
+        return Plan(len(rows), pass_index, inputs, skipped=skipped)
+
+    def _without_repeats(self, inputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Rows of a stream, in which a prompt that the batch repeats is another prompt: state belongs to one group."""
+        prompt_ids = self._gathered_ids(inputs)
+        apart = told_apart(prompt_ids)
+        repeats = int((apart != prompt_ids).sum())
+        if repeats == 0:
+            return inputs
+        if not self._warned:
+            logger.warning(
+                "The stream repeats %d of %d prompts within a generation batch. Each repeat is trained on, and remembered "
+                "as another prompt. Remove the duplicates from the dataset to give each prompt one group.",
+                repeats,
+                len(prompt_ids),
+            )
+            self._warned = True
+        first = self.process_index * len(inputs)
+        groups = np.arange(first, first + len(inputs)) // self.group_size
+        return [{**row, ID_COLUMN: int(apart[group])} for row, group in zip(inputs, groups, strict=True)]
+
+    def _gathered_ids(self, inputs: list[dict[str, Any]]) -> np.ndarray:
+        """Prompt of each group of the whole batch, shape `(P,)`."""
+        return self.gather([row[ID_COLUMN] for row in inputs])[:: self.group_size]
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """The pass that has begun, the rest of it, and the planner's own state."""
+        return self.admission.state_dict() | self.stream.state_dict()
+
+    def load_state_dict(self, state: dict[str, np.ndarray]):
+        """
+        Continue the pass of a checkpoint.
+
+        Raises:
+            ValueError: If the training set lacks a prompt of the pass.
+        """
+        self.admission.load_state_dict(state)
+        self.stream.load_state_dict(state)
+
+    def metrics(self) -> dict[str, float]:
+        """What is logged of the planner."""
+        return self.planner.metrics()
+
+
+def skip_plan(keeps: np.ndarray, group_size: int, num_processes: int) -> np.ndarray:
+    """
+    Which prompts of a generation batch are rolled out in the mode `"skip"`.
+
+    Every process must roll out the same number of completions. Where the active prompts do not divide evenly, a few
+    of those left out, the first ones, are rolled out as well: an early re-check instead of a wasted filler.
+
+    Args:
+        keeps (`np.ndarray` of shape `(P,)`): Whether the pass rolls out each prompt.
+        group_size (`int`): G.
+        num_processes (`int`): W; it divides P·G.
+
+    Returns:
+        `np.ndarray` of shape `(≤ P,)`: Positions of the prompts to roll out, in ascending order.
+    """
+    unit = num_processes // math.gcd(num_processes, group_size)  # groups that divide evenly over the processes
+    missing = -int(keeps.sum()) % unit
+    chosen = keeps.copy()
+    chosen[np.flatnonzero(~keeps)[:missing]] = True
+    return np.flatnonzero(chosen)

@@ -1,0 +1,98 @@
+"""The order in which prompts are rolled out in the mode `"refill"`: pass after pass, without those that are left out."""
+
+import logging
+
+import numpy as np
+
+from ..seeding import keyed_rng
+from .admission import Admission
+
+
+logger = logging.getLogger(__name__)
+
+
+class PromptStream:
+    """
+    Hands out the prompts of one pass after another, only those that the pass rolls out, the highest rank first.
+
+    The first pass has the order of TRL's sampler. A batch may straddle two passes; it never holds a prompt twice.
+
+    Args:
+        admission ([`Admission`]): Decides who stays out of a pass.
+        first_order (`np.ndarray` of shape `(N,)`): Rows of the training set in the order of the first pass.
+        shuffle (`bool`): Whether later passes are shuffled.
+    """
+
+    def __init__(self, admission: Admission, first_order: np.ndarray, shuffle: bool = True):
+        self.admission = admission
+        self.first_order = first_order
+        self.shuffle = shuffle
+        self._queue = np.empty(0, dtype=np.int64)
+        self._warned = False
+
+    def take(self, count: int, taken: np.ndarray | None = None) -> np.ndarray:
+        """
+        Next rows of the training set.
+
+        Args:
+            count (`int`): Rows wanted, at most the number of rows.
+            taken (`np.ndarray` of shape `(n,)`, *optional*): Rows that the generation batch holds already. They are not
+                handed out again, and the answer is shorter where the data has no further active prompt: a batch that
+                already holds a whole pass is not topped up.
+
+        Returns:
+            `np.ndarray` of shape `(count,)`, or shorter with `taken`: Distinct row numbers.
+        """
+        held = np.empty(0, dtype=np.int64) if taken is None else taken
+        batch = self._next(count, held)
+        # Rows still in the queue are held: the pass began in this batch, which has taken all else of it
+        if len(batch) < count and len(self._queue) == 0:
+            self._begin_pass()
+            batch = np.concatenate([batch, self._next(count - len(batch), np.concatenate([held, batch]))])
+        return batch if len(batch) == count or taken is not None else self._fill(batch, count)
+
+    def _next(self, count: int, held: np.ndarray) -> np.ndarray:
+        """At most `count` rows of the pass that a batch does not hold. Those that it holds are put off to the end."""
+        if len(held) == 0:
+            batch, self._queue = self._queue[:count], self._queue[count:]
+            return batch
+        again = np.isin(self._queue, held)
+        fresh = self._queue[~again]
+        self._queue = np.concatenate([fresh[count:], self._queue[again]])
+        return fresh[:count]
+
+    def _begin_pass(self):
+        index = self.admission.pass_index + 1
+        ranks = self.admission.begin(index)
+        rows = self.first_order
+        if index > 0:
+            rng = keyed_rng(self.admission.seed, index, "order")
+            rows = rng.permutation(len(ranks)) if self.shuffle else np.arange(len(ranks))
+        rows = rows[ranks[rows] > -np.inf]
+        self._queue = rows[np.argsort(-ranks[rows], kind="stable")]
+
+    def _fill(self, batch: np.ndarray, count: int) -> np.ndarray:
+        """Fill a batch that a whole pass cannot with prompts that it leaves out: more re-checks than asked for."""
+        if not self._warned:
+            logger.warning(
+                "Fewer prompts are left to learn from than a generation batch holds (%d); its other slots re-check "
+                "pruned prompts. Stop here, add data, or use a smaller generation batch.",
+                count,
+            )
+            self._warned = True
+        others = np.setdiff1d(np.arange(len(self.admission.prompt_ids)), batch)
+        extra = keyed_rng(self.admission.seed, self.admission.pass_index, "fill").permutation(others)
+        return np.concatenate([batch, extra[: count - len(batch)]])
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """The prompts of the rest of the pass."""
+        return {"queue": self.admission.prompt_ids[self._queue]}
+
+    def load_state_dict(self, state: dict[str, np.ndarray]):
+        """
+        Continue the pass of a checkpoint. The rows of the training set may have changed their order.
+
+        Raises:
+            ValueError: If the training set lacks a prompt of the pass.
+        """
+        self._queue = self.admission.rows_of(state["queue"])

@@ -1,0 +1,190 @@
+"""From a generation batch to the rows of every table, and from the rows of `groups` back to the groups."""
+
+import json
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+
+from ..arrays import Groups, Rollouts
+from ..select.energy import group_mean
+from .schema import NUM_ENERGY_BINS, SCHEMAS
+
+
+@dataclass
+class GenerationRecord:
+    """
+    What is known of one generation batch once it is scored and selected from.
+
+    Attributes:
+        step (`int`): Optimizer step.
+        generation (`int`): Counter of generation batches.
+        pass_index (`int`): Pass over the data.
+        groups ([`Groups`]): The scored groups.
+        selected (`np.ndarray` of shape `(P,)`, bool): Groups that are trained on.
+        pruned (`np.ndarray` of shape `(P,)`, bool): Prompts that are pruned after this visit.
+        skipped (`int`): Prompts of the batch that pruning left without rollouts.
+        rewards (`np.ndarray` of shape `(B, F)`): Every completion's reward from every function, NaN where it has none.
+        reward_names (`list[str]`): Names of the F reward functions.
+        rollouts ([`Rollouts`]): The completions.
+        loss_tokens (`np.ndarray` of shape `(B,)`): Tokens of each completion that the loss covers.
+        prompts (`list[str]` of length P): Text of each group's prompt.
+        completions (`dict[int, str]`, *optional*): Text of the completions to record, by their row.
+        columns (`dict[str, list]`, *optional*): Further facts about each prompt, P values a column.
+        ledger (`dict[str, float]`, *optional*): Cumulative work, see `docs/telemetry.md`.
+    """
+
+    step: int
+    generation: int
+    pass_index: int
+    groups: Groups
+    selected: np.ndarray
+    pruned: np.ndarray
+    skipped: int
+    rewards: np.ndarray
+    reward_names: list[str]
+    rollouts: Rollouts
+    loss_tokens: np.ndarray
+    prompts: list[str]
+    completions: dict[int, str] | None = None
+    columns: dict[str, list] | None = None
+    ledger: dict[str, float] | None = None
+
+
+_RENAMED = {
+    "prompt_ids": "prompt_id",
+    "sizes": "size",
+    "pass_rates": "pass_rate",
+    "first_pass_rates": "first_pass_rate",
+    "energies": "energy",
+}
+# Arrays of `Groups` that are recorded, and their columns; the two that are left out follow from `dead`
+_COLUMNS = {
+    field.name: _RENAMED.get(field.name, field.name)
+    for field in fields(Groups)
+    if field.name not in ("alive", "solved")
+}
+
+
+def generation_tables(record: GenerationRecord, now: float, energy_max: float, known: set[int]) -> dict[str, pa.Table]:
+    """Rows of a generation batch, by table. `known` are the prompts whose text is recorded already."""
+    new = np.array([id not in known for id in record.groups.prompt_ids.tolist()], dtype=bool)
+    tables = {"groups": groups_table(record), "generations": _generations_table(record, now, new, energy_max)}
+    if new.any():
+        tables["prompts"] = _prompts_table(record, new)
+    if record.completions:
+        tables["completions"] = _completions_table(record)
+    return tables
+
+
+def groups_table(record: GenerationRecord) -> pa.Table:
+    """Rows of `groups`, P of them."""
+    groups, rollouts = record.groups, record.rollouts
+    group, count = rollouts.group, len(groups)
+    rewards = np.stack([group_mean(column, group, count) for column in record.rewards.T], axis=1)  # (P, F)
+    return _table(
+        "groups",
+        {column: getattr(groups, name) for name, column in _COLUMNS.items()}
+        | {
+            "generation": np.full(count, record.generation),
+            "step": np.full(count, record.step),
+            "position": np.arange(count),  # selectors see the groups in this order
+            "scored": np.bincount(group[~np.isnan(rollouts.outcomes)], minlength=count),
+            "rewards": rewards.tolist(),
+            "loss_tokens": np.bincount(group, record.loss_tokens, minlength=count).astype(np.int64),
+            "selected": record.selected,
+            "pruned": record.pruned,
+            "dead": ~groups.alive,
+        },
+    )
+
+
+def groups_of(columns: dict[str, np.ndarray], named_outcome: bool) -> Groups:
+    """What the selector of the run saw, from columns of `groups`; `named_outcome` if the user named a reward."""
+    alive = ~columns["dead"]
+    solved = (columns["pass_rate"] == 1.0) & (named_outcome | ~alive)
+    return Groups(**{name: columns[column] for name, column in _COLUMNS.items()}, alive=alive, solved=solved)
+
+
+def _generations_table(record: GenerationRecord, now: float, new: np.ndarray, energy_max: float) -> pa.Table:
+    """The row of `generations`. `new` of shape `(P,)` says which prompts the run has not seen before."""
+    groups, rollouts = record.groups, record.rollouts
+    edges = np.linspace(0.0, energy_max, NUM_ENERGY_BINS + 1)
+    histogram, _ = np.histogram(np.clip(groups.energies[groups.alive], 0.0, energy_max), bins=edges)
+    known_before = groups.replayed & ~new
+    row = {
+        "generation": record.generation,
+        "step": record.step,
+        "pass_index": record.pass_index,
+        "time": now,
+        "groups": len(groups),
+        "rows": rollouts.num_rows,
+        "selected": record.selected.sum(),
+        "dead": (~groups.alive).sum(),
+        "replayed": groups.replayed.sum(),
+        "forgotten": groups.forgotten.sum(),
+        "skipped": record.skipped,
+        "new_prompts": new.sum(),
+        "pruned_change": (record.pruned & ~known_before).sum() - (known_before & ~record.pruned).sum(),
+        "pass_rate": _mean(groups.pass_rates),
+        "selected_pass_rate": _mean(groups.pass_rates[record.selected]),
+        "reward_mean": _mean(rollouts.rewards),
+        "rewards": [_mean(column) for column in record.rewards.T],
+        "energy_mean": _mean(groups.energies),
+        "energy_histogram": histogram,
+        "ledger": [(name, float(value)) for name, value in (record.ledger or {}).items()],
+    }
+    return _table("generations", {name: [value] for name, value in row.items()})
+
+
+def _prompts_table(record: GenerationRecord, new: np.ndarray) -> pa.Table:
+    rows, columns = np.flatnonzero(new), record.columns or {}
+    facts = ({name: values[row] for name, values in columns.items()} for row in rows)
+    return _table(
+        "prompts",
+        {
+            "prompt_id": record.groups.prompt_ids[rows],
+            "generation": np.full(len(rows), record.generation),
+            "text": [record.prompts[row] for row in rows],
+            "columns": [json.dumps(row, default=str, ensure_ascii=False) for row in facts],
+        },
+    )
+
+
+def _completions_table(record: GenerationRecord) -> pa.Table:
+    rollouts, rows = record.rollouts, np.array(list(record.completions), dtype=np.int64)
+    return _table(
+        "completions",
+        {
+            "generation": np.full(len(rows), record.generation),
+            "step": np.full(len(rows), record.step),
+            "prompt_id": rollouts.prompt_ids[rollouts.group[rows]],
+            "index": pd.Series(rollouts.group).groupby(rollouts.group).cumcount().to_numpy()[rows],
+            "completion": list(record.completions.values()),
+            "outcome": rollouts.outcomes[rows],
+            "reward": rollouts.rewards[rows],
+            "rewards": record.rewards[rows].tolist(),
+            "tokens": rollouts.completion_tokens[rows],
+        },
+    )
+
+
+def log_tables(step: int, generation: int, now: float, metrics: dict[str, float]) -> dict[str, pa.Table]:
+    """Rows of `steps`, one per metric that the trainer has logged at a step, after a generation batch."""
+    when = {name: np.full(len(metrics), value) for name, value in (("step", step), ("generation", generation))}
+    columns = {"time": np.full(len(metrics), now), "name": list(metrics), "value": list(metrics.values())}
+    return {"steps": _table("steps", when | columns)}
+
+
+def _table(name: str, columns: dict[str, Any]) -> pa.Table:
+    # NaN stands for "not scored" in the arrays and becomes null in the files
+    arrays = [pa.array(columns[field.name], type=field.type, from_pandas=True) for field in SCHEMAS[name]]
+    return pa.Table.from_arrays(arrays, schema=SCHEMAS[name])
+
+
+def _mean(values: np.ndarray) -> float:
+    """Mean of the values that are not NaN, NaN if there are none."""
+    values = values[~np.isnan(values)]
+    return float(values.mean()) if values.size else np.nan

@@ -1,0 +1,171 @@
+"""Choosing again: what a selector would have taken from recorded generation batches, and its overlap with the run."""
+
+import difflib
+import importlib
+import math
+from collections import Counter
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from ..arrays import Groups
+from ..seeding import keyed_rng
+from ..select.selectors import Selector, choose_groups, make_selector, quota, ramped_ratio
+from .history import Batch, ReplayError, Rules
+
+
+@dataclass(frozen=True)
+class Choice:
+    """
+    What one strategy chose. Shares and means are NaN where there is nothing to divide by.
+
+    Attributes:
+        name (`str`): The strategy; `"the run"` for what was trained on.
+        groups (`int`): Groups chosen.
+        live_share (`float`): Share of them with a learning signal.
+        energy (`float`): Their mean energy.
+        pass_rate (`float`): Their mean pass rate.
+        jaccard (`float`): Overlap with the run's choice: groups that both chose / groups that either chose.
+        random_jaccard (`float`): The same, expected of a random choice of as many groups in each generation batch.
+        shared (`float`): Share of the run's choice that it also chose.
+        random_shared (`float`): The same, expected of the random choice.
+        update_tokens (`float`): Tokens trained on, once for every iteration over a generation batch.
+        update_flops (`float`): FLOPs of training on them.
+        of_run (`float`): Its tokens / the run's.
+        of_plain (`float`): Its tokens / those of plain GRPO for the same number of optimizer steps.
+    """
+
+    name: str
+    groups: int
+    live_share: float
+    energy: float
+    pass_rate: float
+    jaccard: float
+    random_jaccard: float
+    shared: float
+    random_shared: float
+    update_tokens: float
+    update_flops: float
+    of_run: float
+    of_plain: float
+
+
+class Strategy:
+    """
+    One selector on its way through a run.
+
+    Where the run kept live groups that an update had no room for, so does the strategy, with those that it leaves.
+
+    Args:
+        rules ([`Rules`]): The rules of the run.
+        selector ([`~lze_trl.select.selectors.Selector`], *optional*): The selector; without one, what the run chose.
+    """
+
+    def __init__(self, rules: Rules, selector: Selector | None = None):
+        self.rules, self.selector = rules, selector
+        self.sums: Counter[str] = Counter()
+        # Live groups that the next update may take, their loss tokens, and the generation batches that they are from
+        self._waiting: tuple[Groups, np.ndarray, np.ndarray] | None = None
+
+    def see(self, batch: Batch):
+        """Choose from a generation batch as the trainer does."""
+        if self.selector is None:
+            self._add(batch.groups, batch.selected, batch)
+            return
+        rules, generation = self.rules, batch.generation
+        pool, loss_tokens, made = batch.groups, batch.loss_tokens, np.full(len(batch.groups), generation)
+        if self._waiting is not None:
+            groups, tokens, before = self._waiting
+            pool, loss_tokens, made = groups + pool, np.append(tokens, loss_tokens), np.append(before, made)
+        draws_prompts = rules.num_prompts is not None
+        ratio = ramped_ratio(rules.ratio, generation, rules.warmup, rules.ramp)
+        k = quota(ratio, rules.num_prompts if draws_prompts else len(pool))
+        make_rng = partial(keyed_rng, rules.seed, generation, "selection")
+        chosen = choose_groups(self.selector, pool, loss_tokens, k, draws_prompts, make_rng)
+        if draws_prompts:
+            kept = np.flatnonzero(pool.alive & ~chosen & (generation + 1 - made <= rules.max_age))
+            self._waiting = (pool.take(kept), loss_tokens[kept], made[kept]) if len(kept) else None
+        self._add(pool, chosen, batch)
+
+    def _add(self, pool: Groups, chosen: np.ndarray, batch: Batch):
+        """Enter what was chosen out of a pool, whose last groups are those of the batch."""
+        pass_rates = pool.pass_rates[chosen]
+        scored = pass_rates[~np.isnan(pass_rates)]
+        # The run's choice is recorded only among the groups of the batch itself
+        fresh = chosen[len(pool) - len(batch.groups) :]
+        candidates = len(batch.groups) if self.rules.num_prompts is None else int(batch.groups.alive.sum())
+        count, run = int(fresh.sum()), int(batch.selected.sum())
+        self.sums.update(
+            groups=len(pass_rates),
+            live=int((pool.alive & chosen).sum()),
+            scored=len(scored),
+            energy=float(pool.energies[chosen].sum()),
+            pass_rate=float(scored.sum()),
+            tokens=float(trained_tokens(pool, self.rules.kept)[chosen].sum()) * self.rules.iterations,
+            either=count + run,
+            run=run,
+            common=int((fresh & batch.selected).sum()),
+            random_common=count * run / max(candidates, 1),
+        )
+
+    def choice(self, name: str, run_tokens: float, plain_tokens: float, flops_per_token: float) -> Choice:
+        """What was chosen so far, compared with the tokens of the run and of plain GRPO."""
+        sums = self.sums
+        return Choice(
+            name=name,
+            groups=sums["groups"],
+            live_share=ratio_of(sums["live"], sums["groups"]),
+            energy=ratio_of(sums["energy"], sums["groups"]),
+            pass_rate=ratio_of(sums["pass_rate"], sums["scored"]),
+            jaccard=ratio_of(sums["common"], sums["either"] - sums["common"]),
+            random_jaccard=ratio_of(sums["random_common"], sums["either"] - sums["random_common"]),
+            shared=ratio_of(sums["common"], sums["run"]),
+            random_shared=ratio_of(sums["random_common"], sums["run"]),
+            update_tokens=sums["tokens"],
+            update_flops=sums["tokens"] * flops_per_token,
+            of_run=ratio_of(sums["tokens"], run_tokens),
+            of_plain=ratio_of(sums["tokens"], plain_tokens),
+        )
+
+
+def ratio_of(part: float, whole: float) -> float:
+    """Their quotient, NaN where there is nothing to divide by."""
+    return part / whole if whole else math.nan
+
+
+def trained_tokens(groups: Groups, kept: int | None = None) -> np.ndarray:
+    """
+    Tokens of prompts and completions that training on each group takes, shape `(P,)`, float64. Of a group, at most `kept`
+    completions are trained on, which are taken to be of mean length.
+    """
+    rows = groups.sizes if kept is None else np.minimum(groups.sizes, kept)
+    return rows * groups.prompt_tokens + groups.completion_tokens * (rows / groups.sizes)
+
+
+def load_selector(name: str, gumbel_scale: float) -> Selector:
+    """Selector of a name of `LZEGRPOConfig.selector`, or of an import path `module:object`; a class is called."""
+    module_name, colon, attribute = name.partition(":")
+    if not colon:
+        try:
+            return make_selector(name, gumbel_scale)
+        except ValueError as error:
+            hint = "For one of your own, give its import path, such as 'my_module:MySelector'."
+            raise ReplayError(f"{error} {hint}") from error
+    if not all(module_name.split(".")):
+        raise ReplayError(f"{name!r} names no module. Give an import path, such as 'my_module:MySelector'.")
+    try:
+        known = vars(importlib.import_module(module_name))
+    except ModuleNotFoundError as error:
+        raise ReplayError(
+            f"Selector {name!r} cannot be imported: {error}. Install its package, or put the folder that holds it on "
+            "PYTHONPATH."
+        ) from error
+    if attribute not in known:
+        near = difflib.get_close_matches(attribute, known, n=1)
+        hint = f"Did you mean '{near[0]}'?" if near else "Name a class or an object in it."
+        raise ReplayError(f"Module {module_name!r} has no {attribute!r}. {hint}")
+    selector = known[attribute]() if isinstance(known[attribute], type) else known[attribute]
+    if not hasattr(selector, "select"):
+        raise ReplayError(f"{name!r} must have a method `select(groups, k, rng)`, got {type(selector).__name__}.")
+    return selector
