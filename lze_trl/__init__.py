@@ -3,13 +3,14 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from .version import __version__
+
 
 if TYPE_CHECKING:
     from .config import LZEGRPOConfig
     from .trainer import LZEGRPOTrainer
 
-__version__ = "0.1.0"
-__all__ = ["LZEGRPOConfig", "LZEGRPOTrainer"]
+__all__ = ["LZEGRPOConfig", "LZEGRPOTrainer", "__version__"]
 
 _MODULES = {"LZEGRPOConfig": "config", "LZEGRPOTrainer": "trainer"}
 

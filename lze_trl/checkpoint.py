@@ -91,10 +91,15 @@ def load(directory: str | Path, name: str) -> tuple[dict[str, np.ndarray], dict[
         raise CheckpointError(
             f"`{directory / name}.json` was not written by lze_trl. Use a checkpoint of `LZEGRPOTrainer`."
         )
-    if meta.get("schema_version") != SCHEMA_VERSION:
+    found = meta.get("schema_version")
+    if found != SCHEMA_VERSION:
+        older = isinstance(found, int) and found < SCHEMA_VERSION
+        advice = (
+            "Go on with the version that wrote it, or start a new run from its model" if older else "Upgrade lze_trl"
+        )
         raise CheckpointError(
-            f"`{directory / name}.json` has schema version {meta.get('schema_version')}, and this lze_trl reads version "
-            f"{SCHEMA_VERSION}. Go on with the lze_trl that wrote it, or start a new run from its model."
+            f"`{directory / name}.json` has schema version {found}, and this lze_trl reads version {SCHEMA_VERSION}. "
+            f"{advice}."
         )
     data = (directory / f"{name}.safetensors").read_bytes()
     try:

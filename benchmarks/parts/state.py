@@ -60,7 +60,6 @@ def _size(count: int, repetitions: int, directory: Path) -> dict[str, Any]:
         save_seconds.append(time.perf_counter() - begin)
         loaded = PromptState(expected=count)
         begin = time.perf_counter()
-        tensors, _ = store.load(directory, store.STATE_NAME)
         store.load_parts(directory, store.STATE_NAME, {"prompts": loaded})
         load_seconds.append(time.perf_counter() - begin)
     return {

@@ -14,11 +14,11 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from .. import __version__
 from ..files import write_atomically
 from ..record import MissingTelemetryError, Run, open_run
 from ..record.curves import curve, energy_heat_map
 from ..record.ledger import against_plain, skipped_visits
+from ..version import __version__
 from .charts import brightest
 from .markup import HTML, STATES
 from .numbers import percent

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from .. import __version__
+from ..version import __version__
 from . import CHECKOUT
 
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import pyarrow as pa
 
-from .. import __version__
+from ..version import __version__
 from .generation import GenerationRecord, generation_tables, log_tables
 from .parts import PartWriter, list_parts
 from .reader import Run

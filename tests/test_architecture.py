@@ -1,0 +1,172 @@
+"""The house: rooms know only those before them, the trainer is one class, and TRL's state is the engine's business."""
+
+import ast
+import graphlib
+import inspect
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+from transformers import Trainer
+from trl import GRPOTrainer
+
+import lze_trl
+from lze_trl import LZEGRPOTrainer
+
+
+PACKAGE = Path(lze_trl.__file__).parent
+
+# Which room, or module beside the rooms, may import which
+ROOMS = {
+    "version": "",
+    "seeding": "",
+    "files": "",
+    "strategies": "",
+    "arrays": "",
+    "select": "arrays",
+    "pack": "arrays",
+    "memory": "arrays pack select",
+    "plan": "arrays memory seeding select",
+    "rollout": "arrays memory pack plan seeding",
+    "record": "arrays files memory pack select version",
+    "replay": "arrays memory record seeding select",
+    "rewards": "",
+    "data": "memory rewards",
+    "app": "files record version",
+    "config": "memory plan rollout select strategies",
+    "checks": "config memory plan rollout",
+    "checkpoint": "files",
+    "compatibility": "checkpoint",
+    "hub": "app checkpoint files record version",
+    "engine": "checks memory pack rollout select",
+    "step": "arrays engine memory pack plan record rollout seeding select",
+    "trainer": "app checkpoint checks compatibility config engine hub memory pack plan record rollout select step",
+    "job": "app checkpoint config data files hub record replay rewards trainer version",
+}
+PURE = (
+    *(
+        "arrays",
+        "seeding",
+        "select.energy",
+        "select.selectors",
+        "select.advantages",
+        "memory.state",
+        "memory.posterior",
+    ),
+    *("plan.planners", "plan.stream", "pack.layout", "pack.weights", "rollout.controllers", "rollout.allocation"),
+)
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the package by its name, without the package's own."""
+    found = {}
+    for path in PACKAGE.rglob("*.py"):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+@pytest.fixture(scope="module")
+def imports() -> dict[str, set[str]]:
+    """The modules of the package that each of them imports: at its top, in functions, and for types."""
+    known, graph = modules(), defaultdict(set)
+    for name, path in known.items():
+        package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                base = ["", *package][: len(package) + 2 - node.level][1:]
+                source = ".".join([*base, *(node.module or "").split(".")]).strip(".")
+                for alias in node.names:
+                    below = f"{source}.{alias.name}".strip(".")
+                    graph[name].add(below if below in known else source)
+        graph[name].discard(name)
+    return {name: targets for name, targets in graph.items() if name}  # the package's own may name what is public
+
+
+def test_no_module_imports_in_a_circle(imports):
+    graphlib.TopologicalSorter(imports).prepare()
+
+
+def test_rooms_import_only_what_they_may(imports):
+    wrong = []
+    for name, targets in imports.items():
+        room = name.partition(".")[0]
+        allowed = {room, *ROOMS[room].split()}
+        wrong += [
+            f"{name} imports {target or 'lze_trl'}" for target in targets if target.partition(".")[0] not in allowed
+        ]
+    assert not wrong
+
+
+def test_every_room_is_described():
+    assert {name.partition(".")[0] for name in modules() if name} == set(ROOMS)
+    graphlib.TopologicalSorter({room: set(others.split()) for room, others in ROOMS.items()}).prepare()
+
+
+def test_pure_rooms_import_neither_trl_nor_transformers():
+    program = "import importlib, sys\n" + "".join(
+        f"importlib.import_module('lze_trl.{module}')\n"
+        "found = sorted({name.partition('.')[0] for name in sys.modules} & {'trl', 'transformers'})\n"
+        f"if found: sys.exit(f'lze_trl.{module} imports {{found}}: move what needs them to another module')\n"
+        for module in PURE
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+
+
+def test_the_trainer_derives_from_trl_directly():
+    assert [cls for cls in LZEGRPOTrainer.__mro__ if cls.__module__.startswith("lze_trl")] == [LZEGRPOTrainer]
+    assert LZEGRPOTrainer.__bases__ == (GRPOTrainer,)
+
+
+def assigned(tree: ast.AST) -> set[tuple[str, str]]:
+    """Attributes that are assigned or deleted, each with the source of its owner."""
+    return {
+        (ast.unparse(node.value), node.attr)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, (ast.Store, ast.Del))
+    }
+
+
+def attributes_of_trl() -> set[str]:
+    """What TRL and transformers assign to a trainer."""
+    sources = [Path(inspect.getfile(cls)) for cls in GRPOTrainer.__mro__ if issubclass(cls, Trainer)]
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in sources]
+    return {name for tree in trees for owner, name in assigned(tree) if owner == "self"}
+
+
+def test_only_the_engine_assigns_attributes_of_trl():
+    theirs = attributes_of_trl()
+    assert {"_step", "use_vllm", "num_generations", "_signature_columns"} <= theirs
+    wrong = []
+    for name, path in modules().items():
+        if name == "engine":
+            continue
+        for owner, attribute in assigned(ast.parse(path.read_text(encoding="utf-8"))):
+            if attribute in theirs and (owner == "trainer" or (owner == "self" and name == "trainer")):
+                wrong.append(f"{name}: {owner}.{attribute}")
+    assert not wrong
+
+
+def test_only_the_engine_and_the_trainer_read_privates_of_trl():
+    wrong = []
+    for name, path in modules().items():
+        if name in ("engine", "trainer"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "trainer" and node.attr.startswith("_"):
+                wrong.append(f"{name}: trainer.{node.attr}")
+    assert not wrong
+
+
+def test_no_two_modules_of_a_room_differ_only_in_an_ending():
+    names = [name.rpartition(".") for name in modules() if name]
+    pairs = {
+        f"{room}.{first} and {room}.{second}"
+        for room, _, first in names
+        for other, _, second in names
+        if room == other and first != second and second.startswith(first)
+    }
+    assert not pairs
