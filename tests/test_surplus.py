@@ -4,6 +4,7 @@ import copy
 import json
 import shutil
 from dataclasses import fields
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 import tiny
 from controllers_run import FixedTrainer, WatchedTrainer
 from lze_trl.arrays import Groups
-from lze_trl.memory.buffer import Pool, spread
+from lze_trl.memory.buffer import LiveBuffer, Pool, spread
 from lze_trl.pack.layout import Geometry
 from lze_trl.pack.rows import Scored, TokenRows
 from samples import NAN, rollouts, scored
@@ -26,7 +27,9 @@ from test_rollout import Processes
 # ---- Pools ----
 
 
-def pool_of(outcomes: dict[int, list[float]], born: list[int], first_token: int = 0, logprobs: bool = True) -> Pool:
+def pool_of(
+    outcomes: dict[int, list[float]], generation: list[int], first_token: int = 0, logprobs: bool = True
+) -> Pool:
     """
     Groups of one process. Row b has 10 + b prompt tokens and 2 + b completion tokens, all of them `first_token + b`, and
     only the first log-probability of it is known.
@@ -54,20 +57,37 @@ def pool_of(outcomes: dict[int, list[float]], born: list[int], first_token: int 
     groups = Groups(
         **{field.name: getattr(groups, field.name) for field in fields(Groups)} | {"prompt_ids": drawn.prompt_ids}
     )
-    return Pool(batch, groups, np.array(born))
+    return Pool(batch, groups, np.array(generation))
 
 
-def test_a_pool_of_two_batches():
-    surplus = pool_of({7: [1, 0], 8: [0, 1, 1]}, born=[4, 5], first_token=10)
-    fresh = pool_of({7: [0], 9: [1, 0]}, born=[6, 6], first_token=50, logprobs=False)
-    pool = surplus + fresh
-    assert len(pool) == 4
+GEOMETRY = Geometry(1, steps_per_generation=2, chunk_steps=2, micro_batch_rows=2)
+ONE_PROCESS = SimpleNamespace(process_index=0, num_processes=1, device=torch.device("cpu"))
+
+
+def buffer_with(pool: Pool, generation: int) -> LiveBuffer:
+    """A buffer in which all groups of a pool wait, with row numbers as log-probabilities where there were none."""
+
+    def complete(rows, layout):
+        rows.logprobs = [[-float(ids[0])] * len(ids) for ids in rows.completion_ids]
+
+    buffer = LiveBuffer(GEOMETRY, max_age=2, accelerator=ONE_PROCESS)
+    buffer.keep(
+        pool, np.ones(len(pool), dtype=bool), generation, complete if pool.scored.local.logprobs is None else None
+    )
+    return buffer
+
+
+def test_groups_that_wait_come_before_those_of_the_next_batch():
+    buffer = buffer_with(pool_of({7: [1, 0], 8: [0, 1, 1]}, generation=[4, 5], first_token=10), generation=5)
+    fresh = pool_of({7: [0], 9: [1, 0]}, generation=[6, 6], first_token=50, logprobs=False)
+    pool = buffer.pool(fresh.scored, fresh.groups, 6)
+    assert len(pool) == 4 and len(buffer) == 2
     # The same prompt in two batches is two groups
     assert pool.groups.prompt_ids.tolist() == pool.scored.rollouts.prompt_ids.tolist() == [7, 8, 7, 9]
     assert pool.scored.rollouts.group.tolist() == [0, 0, 1, 1, 1, 2, 3, 3]
     assert pool.scored.rollouts.outcomes.tolist() == [1, 0, 0, 1, 1, 0, 1, 0]
-    assert pool.born.tolist() == [4, 5, 6, 6]
-    assert pool.row_born.tolist() == [4, 4, 5, 5, 5, 6, 6, 6]
+    assert pool.generation.tolist() == [4, 5, 6, 6]
+    assert pool.row_generation.tolist() == [4, 4, 5, 5, 5, 6, 6, 6]
     assert pool.scored.rewards_per_func[:, 0].tolist() == [10, 11, 12, 13, 14, 50, 51, 52]
     # Rows lie where `position` says
     held = pool.scored.local.take(pool.scored.position)
@@ -76,21 +96,21 @@ def test_a_pool_of_two_batches():
     assert [len(row) for row in held.logprobs] == [2, 3, 4, 5, 6, 2, 3, 4]
 
 
-def test_a_pool_comes_back_from_a_checkpoint():
-    pool = pool_of({7: [1, NAN, 0], 8: [1]}, born=[2, 3], first_token=4)
+def test_a_buffer_comes_back_from_a_checkpoint(caplog):
+    pool = pool_of({7: [1, NAN, 0], 8: [1]}, generation=[2, 3], first_token=4)
     pool.scored.local.loss_mask = [[1, 0], [1, 1, 0], [0, 1, 1, 1], [1, 1, 1, 1, 0]]
-    again = Pool.from_arrays(pool.arrays(), torch.device("cpu"))
-    assert again.arrays().keys() == pool.arrays().keys()
-    for name, array in pool.arrays().items():
-        assert again.arrays()[name].dtype == array.dtype
-        np.testing.assert_array_equal(again.arrays()[name], array)
-    assert again.scored.local.prompt_ids == pool.scored.local.prompt_ids
-    assert again.scored.local.completion_ids == pool.scored.local.completion_ids
-    assert again.scored.local.loss_mask == pool.scored.local.loss_mask
-    assert [row[0] for row in again.scored.local.logprobs] == [-4.0, -5.0, -6.0, -7.0]
-    assert all(np.isnan(row[1]) for row in again.scored.local.logprobs)
-    bare = pool_of({7: [1, 0]}, born=[0], logprobs=False)
-    assert Pool.from_arrays(bare.arrays(), torch.device("cpu")).scored.local.logprobs is None
+    for waiting in (pool, pool_of({7: [1, 0]}, generation=[3], logprobs=False)):
+        state = buffer_with(waiting, generation=3).state_dict()
+        again = LiveBuffer(GEOMETRY, max_age=2, accelerator=ONE_PROCESS)
+        again.load_state_dict(state)
+        assert again.state_dict().keys() == state.keys()
+        for name, value in state.items():
+            np.testing.assert_array_equal(again.state_dict()[name], value)
+            assert not isinstance(value, np.ndarray) or again.state_dict()[name].dtype == value.dtype
+    other = LiveBuffer(GEOMETRY, max_age=2, accelerator=SimpleNamespace(process_index=1, num_processes=2))
+    other.load_state_dict(state)
+    assert len(other) == 0 and other.dropped == 1
+    assert "they lie with 1 processes, and this run has 2" in caplog.text
 
 
 @st.composite
@@ -106,7 +126,9 @@ def batches(draw):
 @given(batches())
 def test_groups_are_taken_out_of_a_batch(batch):
     sizes, keep, count, owner = batch
-    whole = pool_of({i: [float(j % 2) for j in range(size)] for i, size in enumerate(sizes)}, born=[0] * len(sizes))
+    whole = pool_of(
+        {i: [float(j % 2) for j in range(size)] for i, size in enumerate(sizes)}, generation=[0] * len(sizes)
+    )
     position = np.empty(len(owner), dtype=np.int64)
     for rank in range(count):
         rows = np.flatnonzero(owner == rank)
@@ -134,14 +156,14 @@ def test_groups_are_taken_out_of_a_batch(batch):
 
     results = Processes(count).run(take)
     marks = np.flatnonzero(keep[whole.scored.rollouts.group])  # row numbers are the tokens
-    assert len({len(taken.local.completion_ids) for taken, _, _ in results}) == 1  # all compute as many rows
-    for taken, _, held in results:
+    assert len({len(taken.local.completion_ids) for taken, _ in results}) == 1  # all compute as many rows
+    for rank, (taken, layout) in enumerate(results):
         drawn = taken.rollouts
         assert drawn.prompt_ids.tolist() == np.flatnonzero(keep).tolist()
         assert drawn.sizes.tolist() == np.array(sizes)[keep].tolist()
         assert taken.rewards_per_func[:, 0].tolist() == marks.tolist()
         assert drawn.outcomes.tolist() == whole.scored.rollouts.outcomes[marks].tolist()
-        assert len(held) == len(taken.local.completion_ids)
+        assert len(layout.rows_of(rank)) == len(taken.local.completion_ids)
         np.testing.assert_array_equal(taken.owner, results[0][0].owner)
     for row, mark in enumerate(marks):
         holder = results[taken.owner[row]][0]
