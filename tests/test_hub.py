@@ -346,6 +346,13 @@ def test_directories_need_no_hub(run_dir):
         hub.resolve_state("/no/such/folder")
 
 
+def test_a_repo_without_any_of_the_files_is_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(hub, "snapshot_download", lambda *args, **kwargs: str(tmp_path / "nothing"))
+    monkeypatch.setattr(hub.constants, "HF_HOME", str(tmp_path))
+    (tmp_path / "lze_trl/dataset--me--empty/telemetry").mkdir(parents=True)  # of an earlier download
+    assert list(hub.resolve_run("me/empty").iterdir()) == []
+
+
 def test_a_dataset_without_a_state_does_not_hide_a_model_with_one(run_dir, tmp_path, monkeypatch):
     (tmp_path / "telemetry-only").mkdir()
     folders = {"dataset": tmp_path / "telemetry-only", "model": run_dir}

@@ -96,7 +96,8 @@ def _download(repo_id: str, repo_type: str, patterns: list[str]) -> Path:
     # The files of the shared cache are links, which readers of a run do not follow
     folder = Path(constants.HF_HOME) / "lze_trl" / f"{repo_type}--{repo_id.replace('/', '--')}"
     with made_aside(folder) as unfinished:
-        shutil.copytree(snapshot, unfinished, dirs_exist_ok=True)
+        if Path(snapshot).is_dir():  # not where the repo holds none of these files
+            shutil.copytree(snapshot, unfinished, dirs_exist_ok=True)
     return folder
 
 
