@@ -39,6 +39,7 @@ from .checks import (
 )
 from .config import LZEGRPOConfig
 from .engine import Engine, altered, without_vllm
+from .hub import correct_model_card, extend_model_card, keep_private, push_run
 from .memory.identity import ID_COLUMN
 from .memory.state import PromptState, StateSettings
 from .pack.layout import Geometry, micro_step_cost
@@ -46,6 +47,7 @@ from .plan.passes import Passes
 from .plan.planners import Planner, SolvedPlanner
 from .record.ledger import Ledger, TokenCost, saving_metrics, token_cost
 from .record.recorder import Recorder
+from .remote import resolve_state
 from .rollout.controllers import RolloutController, is_plain
 from .rollout.rounds import Rounds
 from .select.selectors import Selector, quota
@@ -373,8 +375,6 @@ class LZEGRPOTrainer(GRPOTrainer):
         super().create_model_card(model_name or Path(model_id).name, dataset_name or None, tags)
         if not self.is_world_process_zero():
             return
-        from .job.hub import correct_model_card, extend_model_card
-
         datasets = dataset_name if isinstance(dataset_name, list) else []
         base_model = get_config_model_id(self.model.config)
         card = Path(self.args.output_dir, "README.md")
@@ -393,16 +393,12 @@ class LZEGRPOTrainer(GRPOTrainer):
         # Differs from TRL: what was recorded of prompts and completions stays out of the model repo
         super().init_hf_repo(*args, **kwargs)
         if self.is_world_process_zero():
-            from .job.hub import keep_private
-
             keep_private(self.args.output_dir)
 
     def push_to_hub(self, *args: Any, **kwargs: Any):
         # Differs from TRL: telemetry and prompt state go along on request
         result = super().push_to_hub(*args, **kwargs)
         if self.args.hub_telemetry_id is not None and self.is_world_process_zero():
-            from .job.hub import push_run
-
             push_run(self.args.output_dir, self.args.hub_telemetry_id, self.args.hub_private_repo, self.args.hub_token)
         return result
 
@@ -423,8 +419,6 @@ class LZEGRPOTrainer(GRPOTrainer):
             compatibility.refuse_unfit(resume_from_checkpoint, model, self._described, self.controller)
             store.warn_if_ended(resume_from_checkpoint, self.args)
         elif self.args.state_from is not None and not self.generation_step.generation:
-            from .job.hub import resolve_state
-
             store.load_prompt_state(self.prompt_state, resolve_state(self.args.state_from))
         try:
             result = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
