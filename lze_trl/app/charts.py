@@ -25,15 +25,8 @@ _TICKS = 5
 # Anchors of the cividis colour map, dark to bright
 _CIVIDIS = np.array(
     [
-        [0, 34, 78],
-        [24, 55, 109],
-        [61, 79, 109],
-        [90, 101, 112],
-        [123, 123, 120],
-        [156, 148, 119],
-        [191, 174, 107],
-        [228, 203, 82],
-        [254, 232, 56],
+        list(bytes.fromhex(colour))
+        for colour in ["00224e", "18376d", "3d4f6d", "5a6570", "7b7b78", "9c9477", "bfae6b", "e4cb52", "fee838"]
     ]
 )
 

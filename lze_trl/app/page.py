@@ -197,19 +197,12 @@ class _Page:
         return "" if prompt_id is None else str(prompt_id)
 
     def _restore(self, request: gr.Request) -> list[Any]:
-        """Values of the controls from the address, each checked against what it may be."""
+        """Values of the controls from the address."""
         ids = self.book.ids
-        given = dict(request.query_params)
-        values = _DEFAULTS | {"run": ids[0] if ids else None, "runs": ids}
-        for name, choices in (_CHOICES | {"run": ids}).items():
-            if given.get(name) in choices:
-                values[name] = given[name]
-        values |= {name: given[name] for name in ("q", "prompt") if name in given}
-        if given.get("at", "").isdecimal():
-            values["at"] = int(given["at"])
-        if "runs" in given:
-            values["runs"] = [id for id in given["runs"].split(",") if id in ids]
-        return list(values.values())
+        given = {name: request.query_params.get(name) for name in _DEFAULTS}
+        run = given["run"] if given["run"] in ids else next(iter(ids), None)
+        runs = ids if given["runs"] is None else [id for id in given["runs"].split(",") if id in ids]
+        return list((_checked(given) | {"run": run, "runs": runs}).values())
 
     def _version(self, given: dict[str, Any]) -> list[Any]:
         """Changes when one of the runs on the page has recorded something."""
@@ -222,12 +215,12 @@ class _Page:
         return versions
 
     def _follow(self, seen: list[Any] | None, *values: Any) -> Any:
-        unchanged = seen is not None and self._version(_checked(values)) == seen
-        return gr.skip() if unchanged else self._show(*values)
+        given = _checked(dict(zip(_DEFAULTS, values, strict=True)))
+        return gr.skip() if self._version(given) == seen else self._show(*values)
 
     def _show(self, *values: Any) -> dict[Any, Any]:
         """What changes on the page, by component."""
-        given = _checked(values)
+        given = _checked(dict(zip(_DEFAULTS, values, strict=True)))
         view, version = given["tab"], self._version(given)
         detail, pages = "", 1
         try:
@@ -261,13 +254,14 @@ class _Page:
         return table, views.prompt_detail(run, given["prompt"]), pages
 
 
-def _checked(values: tuple[Any, ...]) -> dict[str, Any]:
-    """Values of the controls by name, each replaced by its default where the page cannot have sent it."""
-    given = dict(zip(_DEFAULTS, values, strict=True))
-    for name, default in _DEFAULTS.items():
-        if given[name] is None or (name in _CHOICES and given[name] not in _CHOICES[name]):
-            given[name] = default
-    return given | {"at": int(given["at"] or 1), "q": str(given["q"]), "prompt": str(given["prompt"])}
+def _checked(given: dict[str, Any]) -> dict[str, Any]:
+    """Values of the controls, the default instead of any that they cannot have."""
+    values = {
+        name: default if value is None or value not in _CHOICES.get(name, [value]) else value
+        for (name, default), value in zip(_DEFAULTS.items(), given.values(), strict=True)
+    }
+    at = str(values["at"])
+    return values | {"at": max(1, int(at)) if at.isdecimal() else 1}
 
 
 # A row of the table is a button with the prompt's id, which does not fit into a JavaScript number
