@@ -51,7 +51,7 @@ def _as_text(value: Any) -> str:
     raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
 
 
-def told_apart(prompt_ids: np.ndarray) -> np.ndarray:
+def distinct_ids(prompt_ids: np.ndarray) -> np.ndarray:
     """
     Ids in which none occurs twice, shape `(P,)`: each further occurrence of an id gets another one, always the same.
     """
@@ -145,7 +145,7 @@ def add_prompt_ids(
     duplicates = len(values) - len(first)
     if duplicates and not deduplicate:
         # State belongs to one row
-        made = Dataset.from_dict({ID_COLUMN: told_apart(values)}, features=made.features)
+        made = Dataset.from_dict({ID_COLUMN: distinct_ids(values)}, features=made.features)
     dataset = concatenate_datasets([dataset.select_columns(others), made], axis=1)
     if duplicates and deduplicate:
         dataset = dataset.select(np.sort(first))

@@ -29,7 +29,7 @@ class GenerationBatch:
         loss_tokens (`np.ndarray` of shape `(n,)`): Tokens of each chosen row that the loss covers.
         layout ([`Layout`]): Micro-batches.
         reference ([`Reference`]): What each row weighs.
-        trim (`bool`): Whether a micro-batch is cut to its own longest row.
+        trim (`bool`): Whether a micro-batch is trimmed to its own longest row.
     """
 
     tensors: dict[str, torch.Tensor]

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from datasets import Dataset
 
-from ..memory.identity import ID_COLUMN, told_apart
+from ..memory.identity import ID_COLUMN, distinct_ids
 from ..memory.state import PromptState
 from .admission import Admission
 from .planners import Planner
@@ -144,7 +144,7 @@ class Passes:
     def _without_repeats(self, inputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Rows of a stream, in which a prompt that the batch repeats is another prompt: state belongs to one group."""
         prompt_ids = self._gathered_ids(inputs)
-        apart = told_apart(prompt_ids)
+        apart = distinct_ids(prompt_ids)
         repeats = int((apart != prompt_ids).sum())
         if repeats == 0:
             return inputs
