@@ -19,7 +19,8 @@ from benchmarks.gradients_plot import SCORES, correlations, markdown, of_seeds, 
 from benchmarks.group_gradients import Sample, draw, expected_gradient, policy_gradient
 from benchmarks.settings import BenchError
 from benchmarks.tasks import TaskData
-from lze_trl import LZEGRPOTrainer, demo
+from lze_trl import LZEGRPOTrainer
+from lze_trl.job import demo
 from lze_trl.memory.state import PromptState
 from lze_trl.rewards import exact_match_reward
 from samples import rollouts

@@ -10,7 +10,8 @@ import tiny
 from benchmarks import addition, sampling
 from benchmarks.sampling import STRATEGIES, SamplingRun, TokenBudget, markdown, run_all, spread
 from benchmarks.settings import BenchError
-from lze_trl import LZEGRPOConfig, demo
+from lze_trl import LZEGRPOConfig
+from lze_trl.job import demo
 from lze_trl.record.ledger import Ledger
 from lze_trl.rollout.controllers import Allocation, DynamicSampling, ReinforceAda, UniformController
 

@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 import tiny
 from lze_trl import LZEGRPOTrainer
 from lze_trl.record import open_run
-from lze_trl.record.recorder import RepeatMonitor
+from lze_trl.record.monitors import RepeatMonitor
 
 
 def test_documented_metrics_are_those_that_are_logged(tmp_path):

@@ -4,7 +4,6 @@ import copy
 import json
 import shutil
 from dataclasses import fields
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -28,7 +27,7 @@ from test_rollout import Processes
 
 
 def pool_of(
-    outcomes: dict[int, list[float]], generation: list[int], first_token: int = 0, logprobs: bool = True
+    outcomes: dict[int, list[float]], generations: list[int], first_token: int = 0, logprobs: bool = True
 ) -> Pool:
     """
     Groups of one process. Row b has 10 + b prompt tokens and 2 + b completion tokens, all of them `first_token + b`, and
@@ -57,31 +56,34 @@ def pool_of(
     groups = Groups(
         **{field.name: getattr(groups, field.name) for field in fields(Groups)} | {"prompt_ids": drawn.prompt_ids}
     )
-    return Pool(batch, groups, np.array(generation))
+    return Pool(batch, groups, np.array(generations))
 
 
 GEOMETRY = Geometry(1, steps_per_generation=2, chunk_steps=2, micro_batch_rows=2)
-ONE_PROCESS = SimpleNamespace(process_index=0, num_processes=1, device=torch.device("cpu"))
 
 
-def buffer_with(pool: Pool, generation: int) -> LiveBuffer:
-    """A buffer in which all groups of a pool wait, with row numbers as log-probabilities where there were none."""
+def kept(pool: Pool) -> LiveBuffer:
+    """A buffer of one process that keeps all groups of a pool."""
 
-    def complete(rows, layout):
-        rows.logprobs = [[-float(ids[0])] * len(ids) for ids in rows.completion_ids]
+    def keep(rank, accelerator):
+        buffer = LiveBuffer(GEOMETRY, max_age=9, accelerator=accelerator)
+        buffer.keep(pool, np.ones(len(pool), dtype=bool), int(pool.generation.max()), complete_logprobs=None)
+        return buffer
 
-    buffer = LiveBuffer(GEOMETRY, max_age=2, accelerator=ONE_PROCESS)
-    buffer.keep(
-        pool, np.ones(len(pool), dtype=bool), generation, complete if pool.scored.local.logprobs is None else None
-    )
+    (buffer,) = Processes(1).run(keep)
     return buffer
 
 
-def test_groups_that_wait_come_before_those_of_the_next_batch():
-    buffer = buffer_with(pool_of({7: [1, 0], 8: [0, 1, 1]}, generation=[4, 5], first_token=10), generation=5)
-    fresh = pool_of({7: [0], 9: [1, 0]}, generation=[6, 6], first_token=50, logprobs=False)
-    pool = buffer.pool(fresh.scored, fresh.groups, 6)
-    assert len(pool) == 4 and len(buffer) == 2
+def tokens(pool: Pool) -> TokenRows:
+    """The rows of a pool in their order: they lie where `position` says."""
+    return pool.scored.local.take(pool.scored.position)
+
+
+def test_a_pool_of_two_batches():
+    surplus = pool_of({7: [1, 0], 8: [0, 1, 1]}, generations=[4, 5], first_token=10)
+    fresh = pool_of({7: [0], 9: [1, 0]}, generations=[6, 6], first_token=50, logprobs=False)
+    pool = kept(surplus).pool(fresh.scored, fresh.groups, 6)
+    assert len(pool) == 4
     # The same prompt in two batches is two groups
     assert pool.groups.prompt_ids.tolist() == pool.scored.rollouts.prompt_ids.tolist() == [7, 8, 7, 9]
     assert pool.scored.rollouts.group.tolist() == [0, 0, 1, 1, 1, 2, 3, 3]
@@ -89,28 +91,28 @@ def test_groups_that_wait_come_before_those_of_the_next_batch():
     assert pool.generation.tolist() == [4, 5, 6, 6]
     assert pool.row_generation.tolist() == [4, 4, 5, 5, 5, 6, 6, 6]
     assert pool.scored.rewards_per_func[:, 0].tolist() == [10, 11, 12, 13, 14, 50, 51, 52]
-    # Rows lie where `position` says
-    held = pool.scored.local.take(pool.scored.position)
-    assert [ids[0] for ids in held.completion_ids] == [10, 11, 12, 13, 14, 50, 51, 52]
-    assert [row[0] for row in held.logprobs] == [-10, -11, -12, -13, -14, None, None, None]
-    assert [len(row) for row in held.logprobs] == [2, 3, 4, 5, 6, 2, 3, 4]
+    rows = tokens(pool)
+    assert [ids[0] for ids in rows.completion_ids] == [10, 11, 12, 13, 14, 50, 51, 52]
+    assert [row[0] for row in rows.logprobs] == [-10, -11, -12, -13, -14, None, None, None]
+    assert [len(row) for row in rows.logprobs] == [2, 3, 4, 5, 6, 2, 3, 4]
 
 
-def test_a_buffer_comes_back_from_a_checkpoint(caplog):
-    pool = pool_of({7: [1, NAN, 0], 8: [1]}, generation=[2, 3], first_token=4)
+def test_a_buffer_comes_back_from_a_checkpoint():
+    pool = pool_of({7: [1, NAN, 0], 8: [1]}, generations=[2, 3], first_token=4)
     pool.scored.local.loss_mask = [[1, 0], [1, 1, 0], [0, 1, 1, 1], [1, 1, 1, 1, 0]]
-    for waiting in (pool, pool_of({7: [1, 0]}, generation=[3], logprobs=False)):
-        state = buffer_with(waiting, generation=3).state_dict()
-        again = LiveBuffer(GEOMETRY, max_age=2, accelerator=ONE_PROCESS)
-        again.load_state_dict(state)
-        assert again.state_dict().keys() == state.keys()
-        for name, value in state.items():
-            np.testing.assert_array_equal(again.state_dict()[name], value)
-            assert not isinstance(value, np.ndarray) or again.state_dict()[name].dtype == value.dtype
-    other = LiveBuffer(GEOMETRY, max_age=2, accelerator=SimpleNamespace(process_index=1, num_processes=2))
-    other.load_state_dict(state)
-    assert len(other) == 0 and other.dropped == 1
-    assert "they lie with 1 processes, and this run has 2" in caplog.text
+    buffer, again = kept(pool), kept(pool_of({9: [0, 1]}, generations=[0], logprobs=False))
+    assert "tokens.logprobs" not in again.state_dict()
+    state = buffer.state_dict()
+    again.load_state_dict(state)
+    for name, value in again.state_dict().items():
+        np.testing.assert_array_equal(value, state[name], err_msg=name)
+    fresh = pool_of({5: [1, 0]}, generations=[4])
+    first, second = (tokens(one.pool(fresh.scored, fresh.groups, 4)) for one in (buffer, again))
+    assert first.prompt_ids == second.prompt_ids
+    assert first.completion_ids == second.completion_ids
+    assert first.loss_mask == second.loss_mask
+    assert [row[0] for row in second.logprobs] == [-4.0, -5.0, -6.0, -7.0, 0.0, -1.0]
+    assert all(np.isnan(row[1]) for row in second.logprobs[:4])
 
 
 @st.composite
@@ -126,9 +128,7 @@ def batches(draw):
 @given(batches())
 def test_groups_are_taken_out_of_a_batch(batch):
     sizes, keep, count, owner = batch
-    whole = pool_of(
-        {i: [float(j % 2) for j in range(size)] for i, size in enumerate(sizes)}, generation=[0] * len(sizes)
-    )
+    whole = pool_of({i: [float(j % 2) for j in range(size)] for i, size in enumerate(sizes)}, [0] * len(sizes))
     position = np.empty(len(owner), dtype=np.int64)
     for rank in range(count):
         rows = np.flatnonzero(owner == rank)
