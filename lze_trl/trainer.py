@@ -165,13 +165,11 @@ class LZEGRPOTrainer(GRPOTrainer):
         refuse_unfit_rewards(args, given)
         refuse_unwritable(args)
         resolve_defaults(args, train_dataset)
-        self.controller = controller or args.make_controller()
-        self.selector = selector or args.make_selector()
         if planner is not None:
             refuse_idle_planner(args, train_dataset, planner)
-        self.planner = planner or args.make_planner()
-        if not is_plain(self.controller, args.num_generations):
-            refuse_unequal_groups(args, train_dataset, self.controller)
+        controller = controller or args.make_controller()
+        if not is_plain(controller, args.num_generations):
+            refuse_unequal_groups(args, train_dataset, controller)
         train_dataset = with_prompt_ids(train_dataset, args)
         funcs = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
         reward_funcs = None if reward_funcs is None else [checked(func) for func in funcs]
@@ -183,7 +181,7 @@ class LZEGRPOTrainer(GRPOTrainer):
             from .rollout.servers import HTTPGeneration
 
             Engine(self).connect(HTTPGeneration(self.model, self.accelerator, self.processing_class, args))
-        self._build_parts()
+        self._build_parts(planner or args.make_planner(), controller, selector or args.make_selector())
         if args.telemetry and {"wandb", "trackio"} & set(args.report_to):
             from .record.tracking import EnergyTrackingCallback
 
@@ -198,7 +196,7 @@ class LZEGRPOTrainer(GRPOTrainer):
             self.summary = RunSummary(self.savings, self.flush_telemetry, metric)
             replace_printers(self.callback_handler, self.summary, progress_bar=not args.disable_tqdm)
 
-    def _build_parts(self):
+    def _build_parts(self, planner: Planner, controller: RolloutController, selector: Selector):
         """Give every part of a generation batch what it needs."""
         args, accelerator = self.args, self.accelerator
         sized = isinstance(self.train_dataset, Dataset)
@@ -209,44 +207,44 @@ class LZEGRPOTrainer(GRPOTrainer):
                 "dropped. Raise `generation_batch_size` (%d), so that there is something to choose from.",
                 *(num_groups, args.selection_ratio, args.generation_batch_size),
             )
-        rule = outcome_rule(args, self.reward_funcs, self.reward_func_names, self.controller)
+        rule = outcome_rule(args, self.reward_funcs, self.reward_func_names, controller)
         self.prompt_state = PromptState(
             StateSettings(
                 difficulty_floor=args.difficulty_floor,
                 momentum_weight=args.momentum_weight,
                 ema_decay=args.ema_decay,
                 pruning_streak=args.pruning_streak,
-                prune=args.pruning != "none" and isinstance(self.planner, SolvedPlanner),
+                prune=args.pruning != "none" and isinstance(planner, SolvedPlanner),
                 named_outcome=rule.named,
             ),
             expected=len(self.train_dataset) if sized else 0,
             bounds=rule.bounds,
         )
-        self.passes = passes = self._make_passes(num_groups)
+        self.passes = passes = self._make_passes(planner, controller, num_groups)
         self.ledger = Ledger(iterations=self.num_iterations, logprob_passes=Engine(self).logprob_passes())
         described = {
-            "selector": type(self.selector).__name__,
+            "selector": type(selector).__name__,
             "num_processes": accelerator.num_processes,
             "model": self.model.config._name_or_path,
         }
         self.generation_step = GenerationStep(
             args,
             passes,
-            Rounds(args, self.controller, passes, self.prompt_state, rule, accelerator),
-            self.controller,
+            Rounds(args, controller, passes, self.prompt_state, rule, accelerator),
+            controller,
             self.prompt_state,
-            self.selector,
+            selector,
             geometry(args, accelerator),
             self.ledger,
             Recorder(args, described, self.reward_func_names, self.savings, accelerator),
             accelerator,
         )
 
-    def _make_passes(self, num_groups: int) -> Passes:
+    def _make_passes(self, planner: Planner, controller: RolloutController, num_groups: int) -> Passes:
         """Plans of generation batches, over the training set with prompt ids."""
         args, accelerator, dataset = self.args, self.accelerator, self.train_dataset
         # A controller that draws prompts takes them from the stream, also where nothing is pruned
-        mode = "refill" if self.controller.draws_prompts else args.pruning
+        mode = "refill" if controller.draws_prompts else args.pruning
         if isinstance(dataset, Dataset):
             dataset = self._remove_unused_columns(dataset, description="training")
 
@@ -256,17 +254,32 @@ class LZEGRPOTrainer(GRPOTrainer):
         return Passes(
             mode=mode,
             dataset=dataset if isinstance(dataset, Dataset) else None,
-            planner=self.planner,
+            planner=planner,
             state=self.prompt_state,
             seed=args.seed,
             shuffle=self.shuffle_dataset,
             group_size=args.num_generations,
             num_groups=num_groups,
-            by_prompt=not is_plain(self.controller, args.num_generations),
+            by_prompt=not is_plain(controller, args.num_generations),
             process_index=accelerator.process_index,
             num_processes=accelerator.num_processes,
             gather=gather,
         )
+
+    @property
+    def planner(self) -> Planner:
+        """Ranks the prompts of a pass."""
+        return self.passes.planner
+
+    @property
+    def controller(self) -> RolloutController:
+        """Says how many completions each prompt gets."""
+        return self.generation_step.controller
+
+    @property
+    def selector(self) -> Selector:
+        """Chooses the groups to train on."""
+        return self.generation_step.selector
 
     # ---- Data ----
 
@@ -494,6 +507,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         engine = Engine(self)
         place = {
             "global_step": self.state.global_step,
+            "generation": self.generation_step.generation,
             "micro_step": engine.micro_step,
             "mid_batch": engine.mid_batch,
         }
