@@ -55,8 +55,8 @@ def run(directory: Path, name: str, settings: dict):
         args=args,
         train_dataset=dataset,
         rollout_func=tiny.fixed_rollouts,
+        selector=RecordingSelector(args.make_selector()),
     )
-    trainer.generation_step.selector = RecordingSelector(trainer.selector)
     trainer.train(resume_from_checkpoint=resume and str(directory / f"{resume[0]}-{world}" / resume[1]))
     state = trainer.accelerator.get_state_dict(trainer.model_wrapped)  # on the main process
     (directory / f"{name}.way").write_text(type(trainer.model_wrapped).__name__)
