@@ -7,6 +7,7 @@ import math
 import reprlib
 import tempfile
 from collections.abc import Iterable, Mapping, Set
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -58,14 +59,7 @@ def resolve_defaults(args: LZEGRPOConfig, train_dataset: Any):
 
 
 def refuse_unsupported(args: LZEGRPOConfig, train_dataset: Any, given: dict[str, Any]):
-    """
-    Refuse, before anything is loaded, what selection cannot do.
-
-    Args:
-        args ([`LZEGRPOConfig`]): Settings.
-        train_dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]): Training set.
-        given (`dict`): Arguments of the trainer by name, those that were given.
-    """
+    """Refuse, before anything is loaded, what selection cannot do; `given` are the arguments of the trainer by name."""
     for name in ("tools", "environment_factory"):
         if given.get(name):
             raise ValueError(
@@ -123,13 +117,7 @@ def refuse_unwritable(args: LZEGRPOConfig):
 
 
 def refuse_unfit_rewards(args: LZEGRPOConfig, given: dict[str, Any]):
-    """
-    Refuse, before anything is loaded, reward functions that cannot be called with what the datasets hold.
-
-    Args:
-        args ([`LZEGRPOConfig`]): Settings.
-        given (`dict`): Arguments of the trainer by name, those that were given.
-    """
+    """Refuse, before anything is loaded, reward functions that cannot be called with what the datasets hold."""
     funcs = given.get("reward_funcs")
     for func in funcs if isinstance(funcs, list) else [funcs]:
         if isinstance(func, (str, nn.Module)) or not callable(func):
@@ -145,11 +133,11 @@ def refuse_unfit_rewards(args: LZEGRPOConfig, given: dict[str, Any]):
 def _datasets(given: dict[str, Any]) -> list[tuple[str, Dataset | IterableDataset]]:
     """The training set and the evaluation sets, each with words for it; TRL says what is wrong with other kinds of data."""
     held_out = given.get("eval_dataset")
-    places = {"The training set": given.get("train_dataset")}
     if isinstance(held_out, dict):
-        places |= {f"The evaluation set '{name}'": dataset for name, dataset in held_out.items()}
+        places = {f"The evaluation set '{name}'": dataset for name, dataset in held_out.items()}
     else:
-        places["The evaluation set"] = held_out
+        places = {"The evaluation set": held_out}
+    places = {"The training set": given.get("train_dataset")} | places
     return [(place, data) for place, data in places.items() if isinstance(data, (Dataset, IterableDataset))]
 
 
@@ -169,14 +157,8 @@ def _refuse_unfit_call(
 ):
     kept = [] if args.remove_unused_columns else [column for column in columns if column not in _NEVER_PASSED]
     passed = [*_ALWAYS_PASSED, *kept]
-    named = [
-        parameter
-        for parameter in parameters
-        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-    ]
-    missing = [
-        parameter.name for parameter in named if parameter.default is parameter.empty and parameter.name not in passed
-    ]
+    named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    missing = [name for name, p in named.items() if p.default is p.empty and name not in passed]
     if missing and not given.get("rollout_func"):  # which can return further columns
         column = missing[0]
         if column in columns and column not in _NEVER_PASSED:
@@ -189,8 +171,8 @@ def _refuse_unfit_call(
             f"it: it has {sorted(columns)}. Rename the column that holds it to `{column}` (`dataset.rename_column`), or "
             "give the parameter a default value."
         )
-    unknown = [known for known in passed if known not in {parameter.name for parameter in named}]
-    if unknown and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+    unknown = [known for known in passed if known not in named]
+    if unknown and not any(p.kind is p.VAR_KEYWORD for p in parameters):
         raise ValueError(
             f"The reward function '{name}' has no parameter for {unknown}, and it is called with these. Add `**kwargs` to "
             "its parameters."
@@ -258,15 +240,7 @@ def refuse_unequal_groups(args: LZEGRPOConfig, train_dataset: Any, controller: R
 def outcome_rule(
     args: LZEGRPOConfig, reward_funcs: list[Any], names: list[str], controller: RolloutController
 ) -> OutcomeRule:
-    """
-    What outcomes are made of, by the settings.
-
-    Args:
-        args ([`LZEGRPOConfig`]): Settings.
-        reward_funcs (`list`): Reward functions, F of them.
-        names (`list[str]`): Their names.
-        controller ([`~lze_trl.rollout.controllers.RolloutController`]): Reinforce-Ada counts passes.
-    """
+    """What outcomes are made of, by the settings and the reward functions. Reinforce-Ada counts passes."""
     if args.pass_reward not in (None, "total", *names):
         raise ValueError(
             f"`pass_reward={args.pass_reward!r}` is none of the reward functions {names}. Name one of them, or leave it "
@@ -324,38 +298,35 @@ def with_prompt_ids(dataset: Any, args: LZEGRPOConfig) -> Dataset | IterableData
 
 def checked(reward_func: Any) -> Any:
     """
-    Wrap a reward function so that it returns one number or None for each completion, and an exception names it.
+    Wrap a reward function so that it returns one number or None for each completion, and an exception names it. A reward
+    model is left as it is.
 
     NaN is refused as well: TRL turns it into "not applicable", so a bug in a reward would silently remove completions.
-
-    Args:
-        reward_func (`Callable`, `str` or `nn.Module`): Reward function, or a reward model, which is left as it is.
-
-    Returns:
-        The same kind of object.
     """
     if isinstance(reward_func, (str, nn.Module)) or not callable(reward_func):
         return reward_func
     name = get_callable_name(reward_func)
     note = f"Raised by the reward function '{name}'."
 
+    @contextmanager
+    def noted():
+        try:
+            yield
+        except Exception as error:
+            error.add_note(note)
+            raise
+
     if is_async_callable(reward_func):
 
         async def guarded(*args, **kwargs):
-            try:
+            with noted():
                 return _scores(await reward_func(*args, **_counted(kwargs, name)), name, kwargs)
-            except Exception as error:
-                error.add_note(note)
-                raise
 
     else:
 
         def guarded(*args, **kwargs):
-            try:
+            with noted():
                 return _scores(reward_func(*args, **_counted(kwargs, name)), name, kwargs)
-            except Exception as error:
-                error.add_note(note)
-                raise
 
     functools.update_wrapper(guarded, reward_func)
     guarded.__name__ = name
@@ -365,11 +336,8 @@ def checked(reward_func: Any) -> Any:
 def _scores(returned: Any, name: str, given: dict[str, Any]) -> list[float | None]:
     """What a reward function has returned, as numbers and None."""
     advice = "Return a list with one number for each completion, or None in it where the reward does not apply."
-    if (
-        not isinstance(returned, Iterable)
-        or isinstance(returned, (str, bytes, Mapping, Set))
-        or _has_no_axis(returned)
-    ):
+    a_list = isinstance(returned, Iterable) and not isinstance(returned, (str, bytes, Mapping, Set))
+    if not a_list or (isinstance(returned, (np.ndarray, torch.Tensor)) and returned.ndim == 0):
         raise TypeError(f"The reward function '{name}' returned {_shown(returned)} instead of a list. {advice}")
     rewards = list(returned)
     if len(rewards) != len(given.get("completions", rewards)):
@@ -389,10 +357,6 @@ def _scores(returned: Any, name: str, given: dict[str, Any]) -> list[float | Non
                 f"The reward function '{name}' returned {_shown(reward)} for completion {index} of {len(rewards)}. {advice}"
             )
     return rewards
-
-
-def _has_no_axis(value: Any) -> bool:
-    return isinstance(value, (np.ndarray, torch.Tensor)) and value.ndim == 0
 
 
 def _shown(value: Any) -> str:

@@ -4,8 +4,7 @@ import logging
 import math
 import numbers
 from dataclasses import dataclass, field, fields
-from types import UnionType
-from typing import Literal, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from trl import GRPOConfig
 
@@ -34,6 +33,34 @@ _KINDS = {
     int: ((numbers.Integral,), "a whole number"),
     float: ((numbers.Real,), "a number"),
 }
+# What is allowed of a number, in words, and what to do; NaN fails every comparison
+_RANGES = {
+    "selection_ratio": (lambda x: 0 < x <= 1, "in (0, 1]", "Use 1.0 to train on every group"),
+    "selection_warmup": (lambda x: x >= 0, "at least 0", "Use 0 for no warm-up"),
+    "selection_ramp": (lambda x: x >= 0, "at least 0", "Use 0 for no ramp"),
+    "difficulty_floor": (lambda x: 0 <= x <= 1, "in [0, 1]", "The paper uses 0.05"),
+    "momentum_weight": (lambda x: 0 <= x < math.inf, "at least 0", "Use 0 for no momentum"),
+    "ema_decay": (lambda x: 0 <= x < 1, "in [0, 1)", "The paper uses 0.9"),
+    "gumbel_scale": (lambda x: 0 <= x < math.inf, "at least 0", "Use 0 to rank without noise"),
+    "pass_threshold": (math.isfinite, "finite", "Use 0.5 for rewards of 0 and 1"),
+    "pruning_streak": (lambda x: 1 <= x <= MAX_STREAK, f"between 1 and {MAX_STREAK}", "Or set `pruning='none'`"),
+    "replay_ratio": (lambda x: 0 <= x <= 1, "in [0, 1]", "Use 0 to re-check one prompt a pass"),
+    "greso_exploration": (lambda x: 0.05 <= x <= 0.95, "in [0.05, 0.95]", "The paper uses 0.5"),
+    "greso_target": (lambda x: 0 < x < 1, "in (0, 1)", "The paper uses 0.25"),
+    "greso_step": (lambda x: 0 < x < 1, "in (0, 1)", "The paper uses 0.01"),
+    "young_rollouts": (lambda x: x >= 0, "at least 0", "Use 0 to go by the energy from the start"),
+    "surplus_max_age": (lambda x: x >= 0, "at least 0", "Use 0 to drop surplus groups"),
+    "max_tokens_per_micro_batch": (lambda x: x >= 1, "at least 1", "Leave it unset to bound micro-batches by rows"),
+    "micro_step_cost": (lambda x: x >= 0, "at least 0", "Leave it unset for a default by how weights are sharded"),
+    "vllm_sync_tolerance": (lambda x: x > 0, "greater than 0", "Leave it unset for a default by the dtypes"),
+    "vllm_max_concurrent_requests": (lambda x: x >= 1, "at least 1", "64 is the default"),
+    "vllm_request_timeout": (lambda x: x > 0, "greater than 0", "1800 is the default"),
+    "vllm_recovery_timeout": (lambda x: x >= 0, "at least 0", "Use 0 to not wait"),
+}
+
+
+def _setting(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
 
 
 @dataclass
@@ -211,336 +238,167 @@ class LZEGRPOConfig(GRPOConfig):
             telemetry. `False` leaves what transformers prints. Trackers get all metrics either way.
     """
 
-    strategy: Literal[tuple(STRATEGIES)] = field(
-        default=DEFAULT,
-        metadata={"help": "Name of a combination of settings, such as 'lze' or 'grpo'. Any field given besides wins."},
+    strategy: Literal[tuple(STRATEGIES)] = _setting(
+        DEFAULT, "Name of a combination of settings, such as 'lze' or 'grpo'. Any field given besides wins."
     )
-    selector: Literal[(*SELECTORS, None)] = field(
-        default=None,
-        metadata={
-            "help": "How groups are ranked: 'energy', 'variance', 'midpoint', 'random', 'all' or 'zero_variance'. "
-            "Default: by the strategy, 'energy'.",
-        },
+    selector: Literal[(*SELECTORS, None)] = _setting(
+        None,
+        "How groups are ranked: 'energy', 'variance', 'midpoint', 'random', 'all' or 'zero_variance'. "
+        "Default: by the strategy, 'energy'.",
     )
-    selection_ratio: float | None = field(
-        default=None,
-        metadata={
-            "help": "Share of the groups of a generation batch to train on, in (0, 1]. Default: by the strategy, 0.4."
-        },
+    selection_ratio: float | None = _setting(
+        None, "Share of the groups of a generation batch to train on, in (0, 1]. Default: by the strategy, 0.4."
     )
-    selection_warmup: int = field(
-        default=0,
-        metadata={"help": "Number of generation batches at the start in which all groups are eligible."},
+    selection_warmup: int = _setting(0, "Number of generation batches at the start in which all groups are eligible.")
+    selection_ramp: int = _setting(
+        0, "Number of generation batches, after the warm-up, over which the ratio falls linearly."
     )
-    selection_ramp: int = field(
-        default=0,
-        metadata={"help": "Number of generation batches, after the warm-up, over which the ratio falls linearly."},
+    difficulty_floor: float = _setting(0.05, "Lower bound of the initial-difficulty anchor, in [0, 1].")
+    momentum_weight: float = _setting(0.3, "Weight of the pass-rate momentum in the energy, at least 0.")
+    ema_decay: float = _setting(0.9, "Decay of the moving average of a prompt's pass rate, in [0, 1).")
+    gumbel_scale: float = _setting(
+        0.05, "Scale of the Gumbel noise, relative to the range of the live energies. 0: no noise."
     )
-    difficulty_floor: float = field(
-        default=0.05,
-        metadata={"help": "Lower bound of the initial-difficulty anchor, in [0, 1]."},
+    loss_normalizer: Literal["selected", "all", None] = _setting(
+        None,
+        "What the loss is averaged over: the 'selected' completions, or 'all' of the full batch. Default: by "
+        "the strategy, 'selected'.",
     )
-    momentum_weight: float = field(
-        default=0.3,
-        metadata={"help": "Weight of the pass-rate momentum in the energy, at least 0."},
+    scale_rewards: str | None = _setting(None, "TRL's: 'group', 'batch' or 'none'. Default: by the strategy, 'group'.")
+    pass_reward: str | None = _setting(
+        None, "Name of the reward function that ranks and prunes. Default: 'total', the weighted sum."
     )
-    ema_decay: float = field(
-        default=0.9,
-        metadata={"help": "Decay of the moving average of a prompt's pass rate, in [0, 1)."},
+    pass_threshold: float | None = _setting(
+        None, "A completion passes when its reward is greater than this. Default: outcomes are graded."
     )
-    gumbel_scale: float = field(
-        default=0.05,
-        metadata={"help": "Scale of the Gumbel noise, relative to the range of the live energies. 0: no noise."},
+    reward_range: list[float] | None = _setting(  # noqa: RUF009
+        None, "Lowest and highest reward that outcomes are scaled from. Default: the range seen."
     )
-    loss_normalizer: Literal["selected", "all", None] = field(
-        default=None,
-        metadata={
-            "help": "What the loss is averaged over: the 'selected' completions, or 'all' of the full batch. "
-            "Default: by the strategy, 'selected'."
-        },
+    pruning: Literal["none", "skip", "refill", None] = _setting(
+        None,
+        "What happens to prompts that stay solved: 'refill', 'skip' or 'none'. Default: 'refill', and 'none' "
+        "for a streamed dataset.",
     )
-    scale_rewards: str | None = field(
-        default=None,
-        metadata={"help": "TRL's: 'group', 'batch' or 'none'. Default: by the strategy, 'group'."},
+    pruning_streak: int = _setting(2, "Number of fully correct visits in a row after which a prompt is pruned.")
+    replay_ratio: float = _setting(
+        0.1, "Share of the pruned prompts that each pass over the data rolls out again, in [0, 1]."
     )
-    pass_reward: str | None = field(
-        default=None,
-        metadata={"help": "Name of the reward function that ranks and prunes. Default: 'total', the weighted sum."},
+    pruning_policy: Literal["solved", "greso", None] = _setting(
+        None,
+        "Who is pruned: 'solved' prompts, or by 'greso' those whose last visits had no signal. Default: by "
+        "the strategy, 'solved'.",
     )
-    pass_threshold: float | None = field(
-        default=None,
-        metadata={"help": "A completion passes when its reward is greater than this. Default: outcomes are graded."},
+    greso_exploration: float = _setting(
+        0.5, "Probability to roll a prompt out after one visit without signal, at the start, in [0.05, 0.95]."
     )
-    reward_range: list[float] | None = field(
-        default=None,
-        metadata={"help": "Lowest and highest reward that outcomes are scaled from. Default: the range seen."},
+    greso_target: float = _setting(0.25, "Share of groups without signal that 'greso' steers to, in (0, 1).")
+    greso_step: float = _setting(
+        0.01, "By how much 'greso' moves its exploration after each generation batch, in (0, 1)."
     )
-    pruning: Literal["none", "skip", "refill", None] = field(
-        default=None,
-        metadata={
-            "help": "What happens to prompts that stay solved: 'refill', 'skip' or 'none'. Default: 'refill', and 'none' "
-            "for a streamed dataset."
-        },
+    controller: Literal[(*CONTROLLERS, None)] = _setting(
+        None,
+        "How many completions a prompt gets: 'uniform', 'reinforce_ada_positive', 'reinforce_ada_balanced', "
+        "'dynamic', 'allocation' or 'probing'. Default: by the strategy, 'uniform'.",
     )
-    pruning_streak: int = field(
-        default=2,
-        metadata={"help": "Number of fully correct visits in a row after which a prompt is pruned."},
+    round_size: int | None = _setting(
+        None, "Completions of each active prompt in a round of Reinforce-Ada. Default: by the strategy, 8."
     )
-    replay_ratio: float = field(
-        default=0.1,
-        metadata={"help": "Share of the pruned prompts that each pass over the data rolls out again, in [0, 1]."},
+    max_rounds: int | None = _setting(
+        None, "Largest number of rounds of Reinforce-Ada and of dynamic sampling. Default: by the strategy, 4."
     )
-    pruning_policy: Literal["solved", "greso", None] = field(
-        default=None,
-        metadata={
-            "help": "Who is pruned: 'solved' prompts, or by 'greso' those whose last visits had no signal. "
-            "Default: by the strategy, 'solved'."
-        },
+    kept_completions: int | None = _setting(
+        None,
+        "Most completions of a prompt that are trained on. Default: all, and `num_generations` with Reinforce-Ada.",
     )
-    greso_exploration: float = field(
-        default=0.5,
-        metadata={
-            "help": "Probability to roll a prompt out after one visit without signal, at the start, in [0.05, 0.95]."
-        },
+    rollout_budget: int | None = _setting(
+        None, "Completions that 'allocation' shares out. Default: `generation_batch_size`."
     )
-    greso_target: float = field(
-        default=0.25,
-        metadata={"help": "Share of groups without signal that 'greso' steers to, in (0, 1)."},
+    allocation_temperature: float = _setting(0.2, "Temperature of the softmax over expected energies, greater than 0.")
+    min_rollouts: int = _setting(2, "Fewest completions of a prompt under 'allocation', at least 2.")
+    max_rollouts: int | None = _setting(
+        None, "Most completions of a prompt under 'allocation'. Default: `4 * num_generations`."
     )
-    greso_step: float = field(
-        default=0.01,
-        metadata={"help": "By how much 'greso' moves its exploration after each generation batch, in (0, 1)."},
+    young_rollouts: int = _setting(50, "Completions of a prompt to see before 'allocation' goes by its energy.")
+    surplus_max_age: int | None = _setting(
+        None,
+        "Generation batches that a surplus live group waits for the next update. 0 drops it. Default: by the "
+        "strategy, 1.",
     )
-    controller: Literal[(*CONTROLLERS, None)] = field(
-        default=None,
-        metadata={
-            "help": "How many completions a prompt gets: 'uniform', 'reinforce_ada_positive', 'reinforce_ada_balanced', "
-            "'dynamic', 'allocation' or 'probing'. Default: by the strategy, 'uniform'.",
-        },
+    answer_column: str | None = _setting(
+        None, "Dataset column with the gold answer. Default: 'solution', 'answer' or 'ground_truth'."
     )
-    round_size: int | None = field(
-        default=None,
-        metadata={
-            "help": "Completions of each active prompt in a round of Reinforce-Ada. Default: by the strategy, 8."
-        },
+    deduplicate: bool | None = _setting(
+        None,
+        "Whether to drop rows of the training set that repeat a prompt and its gold answer. Default: where "
+        "the dataset is not streamed and enough prompts remain.",
     )
-    max_rounds: int | None = field(
-        default=None,
-        metadata={
-            "help": "Largest number of rounds of Reinforce-Ada and of dynamic sampling. Default: by the strategy, 4."
-        },
+    state_from: str | None = _setting(
+        None, "Directory or Hub id of an earlier run whose prompt state this run starts from."
     )
-    kept_completions: int | None = field(
-        default=None,
-        metadata={
-            "help": "Most completions of a prompt that are trained on. Default: all, and `num_generations` with "
-            "Reinforce-Ada."
-        },
+    packing: bool | None = _setting(
+        None, "Whether to pack the chosen completions into few micro-batches. Default: where it is exact."
     )
-    rollout_budget: int | None = field(
-        default=None,
-        metadata={"help": "Completions that 'allocation' shares out. Default: `generation_batch_size`."},
+    max_tokens_per_micro_batch: int | None = _setting(
+        None, "Token budget of a micro-batch (rows times padded length) on each process."
     )
-    allocation_temperature: float = field(
-        default=0.2,
-        metadata={"help": "Temperature of the softmax over expected energies, greater than 0."},
+    micro_step_cost: int | None = _setting(
+        None, "What a micro-step costs besides its tokens, in tokens. Default: by how weights are sharded."
     )
-    min_rollouts: int = field(
-        default=2,
-        metadata={"help": "Fewest completions of a prompt under 'allocation', at least 2."},
+    vllm_mode: Literal["colocate", "server", "http"] = _setting(
+        "colocate", "'colocate' and 'server' are TRL's; 'http' takes completions from servers over plain HTTP."
     )
-    max_rollouts: int | None = field(
-        default=None,
-        metadata={"help": "Most completions of a prompt under 'allocation'. Default: `4 * num_generations`."},
+    vllm_server_urls: list[str] | None = _setting(  # noqa: RUF009
+        None, "Base URLs of the vLLM servers when `vllm_mode='http'`."
     )
-    young_rollouts: int = field(
-        default=50,
-        metadata={"help": "Completions of a prompt to see before 'allocation' goes by its energy."},
+    vllm_sync_dir: str | None = _setting(
+        None, "Directory for the weights that trainer and vLLM servers share. Default: shared memory."
     )
-    surplus_max_age: int | None = field(
-        default=None,
-        metadata={
-            "help": "Generation batches that a surplus live group waits for the next update. 0 drops it. "
-            "Default: by the strategy, 1."
-        },
+    vllm_sync_tolerance: float | None = _setting(
+        None, "Largest mean difference of log-probs after a sync, in nats. Default: by the dtypes."
     )
-    answer_column: str | None = field(
-        default=None,
-        metadata={"help": "Dataset column with the gold answer. Default: 'solution', 'answer' or 'ground_truth'."},
+    vllm_max_concurrent_requests: int = _setting(64, "Number of prompts that one vLLM server completes at a time.")
+    vllm_request_timeout: float = _setting(
+        1800.0, "Seconds after which a request to a vLLM server is given up and sent again."
     )
-    deduplicate: bool | None = field(
-        default=None,
-        metadata={
-            "help": "Whether to drop rows of the training set that repeat a prompt and its gold answer. Default: where "
-            "the dataset is not streamed and enough prompts remain."
-        },
+    vllm_recovery_timeout: float = _setting(600.0, "Seconds to wait for a vLLM server to return when none is left.")
+    telemetry: bool = _setting(True, "Whether to record every group of every generation batch.")
+    telemetry_completions: Literal["none", "sampled", "all"] = _setting(
+        "sampled", "Which completions are recorded: 'none', 'sampled' or 'all'."
     )
-    state_from: str | None = field(
-        default=None,
-        metadata={"help": "Directory or Hub id of an earlier run whose prompt state this run starts from."},
+    hub_telemetry_id: str | None = _setting(
+        None, "Hub dataset to which `push_to_hub` also uploads telemetry, report and prompt state."
     )
-    packing: bool | None = field(
-        default=None,
-        metadata={
-            "help": "Whether to pack the chosen completions into few micro-batches. Default: where it is exact."
-        },
-    )
-    max_tokens_per_micro_batch: int | None = field(
-        default=None,
-        metadata={"help": "Token budget of a micro-batch (rows times padded length) on each process."},
-    )
-    micro_step_cost: int | None = field(
-        default=None,
-        metadata={
-            "help": "What a micro-step costs besides its tokens, in tokens. Default: by how weights are sharded."
-        },
-    )
-    vllm_mode: Literal["colocate", "server", "http"] = field(
-        default="colocate",
-        metadata={"help": "'colocate' and 'server' are TRL's; 'http' takes completions from servers over plain HTTP."},
-    )
-    vllm_server_urls: list[str] | None = field(
-        default=None,
-        metadata={"help": "Base URLs of the vLLM servers when `vllm_mode='http'`."},
-    )
-    vllm_sync_dir: str | None = field(
-        default=None,
-        metadata={"help": "Directory for the weights that trainer and vLLM servers share. Default: shared memory."},
-    )
-    vllm_sync_tolerance: float | None = field(
-        default=None,
-        metadata={"help": "Largest mean difference of log-probs after a sync, in nats. Default: by the dtypes."},
-    )
-    vllm_max_concurrent_requests: int = field(
-        default=64,
-        metadata={"help": "Number of prompts that one vLLM server completes at a time."},
-    )
-    vllm_request_timeout: float = field(
-        default=1800.0,
-        metadata={"help": "Seconds after which a request to a vLLM server is given up and sent again."},
-    )
-    vllm_recovery_timeout: float = field(
-        default=600.0,
-        metadata={"help": "Seconds to wait for a vLLM server to return when none is left."},
-    )
-    telemetry: bool = field(
-        default=True,
-        metadata={"help": "Whether to record every group of every generation batch."},
-    )
-    telemetry_completions: Literal["none", "sampled", "all"] = field(
-        default="sampled",
-        metadata={"help": "Which completions are recorded: 'none', 'sampled' or 'all'."},
-    )
-    hub_telemetry_id: str | None = field(
-        default=None,
-        metadata={"help": "Hub dataset to which `push_to_hub` also uploads telemetry, report and prompt state."},
-    )
-    summary: bool = field(
-        default=True,
-        metadata={"help": "Whether to show readable lines and, at the end, a summary and a report."},
-    )
+    summary: bool = _setting(True, "Whether to show readable lines and, at the end, a summary and a report.")
 
     def __post_init__(self):
         for name, value in settings_of(self.strategy).items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
         super().__post_init__()
-        self._check_types()
-        self._check_choices()
-        self._check_ranges()
-        self._check_combinations()
-
-    def _check_types(self):
         hints = get_type_hints(type(self))
-        for name in [own.name for own in fields(self) if own.name not in _TRL_FIELDS]:
-            value = getattr(self, name)
-            options = get_args(hints[name]) if isinstance(hints[name], UnionType) else (hints[name],)
-            kind = next((kind for kind in _KINDS if kind in options), None)
-            if kind is None or (value is None and type(None) in options):
-                continue
-            accepted, words = _KINDS[kind]
-            if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
-                raise ValueError(f"`{name}` must be {words}, got {value!r}.")
-
-    def _check_choices(self):
-        if self.selector not in SELECTORS:
-            raise ValueError(
-                f"`selector` must be one of {list(SELECTORS)}, got {self.selector!r}. To use your own strategy, pass "
-                "an object with a `select` method to the trainer."
-            )
-        hints = get_type_hints(type(self))
-        for name in (
-            "loss_normalizer",
-            "pruning",
-            "pruning_policy",
-            "telemetry_completions",
-            "vllm_mode",
-        ):
-            allowed = get_args(hints[name])
-            if getattr(self, name) not in allowed:
-                named = [choice for choice in allowed if choice is not None]
-                raise ValueError(f"`{name}` must be one of {named}, got {getattr(self, name)!r}.")
-
-    def _check_ranges(self):
-        # (field, whether its value is allowed, what is allowed, what to do); NaN fails every comparison
-        checks = [
-            ("selection_ratio", 0 < self.selection_ratio <= 1, "in (0, 1]", "Use 1.0 to train on every group"),
-            ("selection_warmup", self.selection_warmup >= 0, "at least 0", "Use 0 for no warm-up"),
-            ("selection_ramp", self.selection_ramp >= 0, "at least 0", "Use 0 for no ramp"),
-            ("difficulty_floor", 0 <= self.difficulty_floor <= 1, "in [0, 1]", "The paper uses 0.05"),
-            ("momentum_weight", 0 <= self.momentum_weight < math.inf, "at least 0", "Use 0 for no momentum"),
-            ("ema_decay", 0 <= self.ema_decay < 1, "in [0, 1)", "The paper uses 0.9"),
-            ("gumbel_scale", 0 <= self.gumbel_scale < math.inf, "at least 0", "Use 0 to rank without noise"),
-            (
-                "pass_threshold",
-                self.pass_threshold is None or math.isfinite(self.pass_threshold),
-                "finite",
-                "Use 0.5 for rewards of 0 and 1",
-            ),
-            (
-                "pruning_streak",
-                1 <= self.pruning_streak <= MAX_STREAK,
-                f"between 1 and {MAX_STREAK}",
-                "Use `pruning='none'` to never prune",
-            ),
-            ("replay_ratio", 0 <= self.replay_ratio <= 1, "in [0, 1]", "Use 0 to re-check one prompt a pass"),
-            ("greso_exploration", 0.05 <= self.greso_exploration <= 0.95, "in [0.05, 0.95]", "The paper uses 0.5"),
-            ("greso_target", 0 < self.greso_target < 1, "in (0, 1)", "The paper uses 0.25"),
-            ("greso_step", 0 < self.greso_step < 1, "in (0, 1)", "The paper uses 0.01"),
-            ("young_rollouts", self.young_rollouts >= 0, "at least 0", "Use 0 to go by the energy from the start"),
-            ("surplus_max_age", self.surplus_max_age >= 0, "at least 0", "Use 0 to drop surplus groups"),
-            (
-                "max_tokens_per_micro_batch",
-                self.max_tokens_per_micro_batch is None or self.max_tokens_per_micro_batch >= 1,
-                "at least 1",
-                "Leave it unset to bound micro-batches by `per_device_train_batch_size`",
-            ),
-            (
-                "micro_step_cost",
-                self.micro_step_cost is None or self.micro_step_cost >= 0,
-                "at least 0",
-                "Leave it unset for a default by how weights are sharded",
-            ),
-            (
-                "vllm_sync_tolerance",
-                self.vllm_sync_tolerance is None or self.vllm_sync_tolerance > 0,
-                "greater than 0",
-                "Leave it unset for a default by the dtypes",
-            ),
-            (
-                "vllm_max_concurrent_requests",
-                self.vllm_max_concurrent_requests >= 1,
-                "at least 1",
-                "64 is the default",
-            ),
-            ("vllm_request_timeout", self.vllm_request_timeout > 0, "greater than 0", "1800 is the default"),
-            ("vllm_recovery_timeout", self.vllm_recovery_timeout >= 0, "at least 0", "Use 0 to not wait"),
-        ]
-        for name, allowed, what, advice in checks:
-            if not allowed:
-                raise ValueError(f"`{name}` must be {what}, got {getattr(self, name)}. {advice}.")
+        for name in [own.name for own in fields(self) if own.name not in _TRL_FIELDS or own.name == "vllm_mode"]:
+            self._check_value(name, getattr(self, name), hints[name])
         if self.reward_range is not None:
             self._check_reward_range()
+        self._check_combinations()
+        self._resolve_packing()
+
+    def _check_value(self, name: str, value: Any, hint: Any):
+        options = get_args(hint) or (hint,)
+        if get_origin(hint) is Literal and value not in options:
+            own = " To use your own strategy, pass it to the trainer." if name in ("selector", "controller") else ""
+            named = [choice for choice in options if choice is not None]
+            raise ValueError(f"`{name}` must be one of {named}, got {value!r}.{own}")
+        kind = next((kind for kind in _KINDS if kind in options), None)
+        if kind is None or (value is None and type(None) in options):
+            return
+        accepted, words = _KINDS[kind]
+        if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
+            raise ValueError(f"`{name}` must be {words}, got {value!r}.")
+        if name in _RANGES:
+            allowed, words, advice = _RANGES[name]
+            if not allowed(value):
+                raise ValueError(f"`{name}` must be {words}, got {value}. {advice}.")
 
     def _check_reward_range(self):
         bounds = self.reward_range
@@ -567,13 +425,11 @@ class LZEGRPOConfig(GRPOConfig):
         The controller that the settings describe; only the settings that it uses are checked.
 
         Raises:
-            ValueError: If the name is unknown, or a setting of the controller is out of its range.
+            ValueError: If a setting of the controller is out of its range.
         """
         size, kept = self.num_generations, self.kept_completions
         num_prompts = self.generation_batch_size // size
         match self.controller:
-            case "uniform":
-                return UniformController(size, kept=kept)
             case "reinforce_ada_positive" | "reinforce_ada_balanced":
                 exit = self.controller.removeprefix("reinforce_ada_")
                 return ReinforceAda(exit, self.round_size, self.max_rounds, size if kept is None else kept)
@@ -591,10 +447,7 @@ class LZEGRPOConfig(GRPOConfig):
                 )
             case "probing":
                 return Probing(size, kept=kept)
-        raise ValueError(
-            f"`controller` must be one of {list(CONTROLLERS)}, got {self.controller!r}. To use your own strategy, pass a "
-            "`RolloutController` to the trainer."
-        )
+        return UniformController(size, kept=kept)
 
     def make_selector(self) -> Selector:
         """The selector that the settings describe."""
@@ -634,7 +487,6 @@ class LZEGRPOConfig(GRPOConfig):
                 raise ValueError(
                     f"`loss_type='vespo'` needs `vllm_importance_sampling_mode` to be one of {list(allowed)}, got {mode!r}."
                 )
-        self._resolve_packing()
 
     def _resolve_packing(self):
         quantile = self.top_entropy_quantile

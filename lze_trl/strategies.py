@@ -93,7 +93,7 @@ def settings_of(name: str) -> dict[str, Any]:
     All settings of a strategy, those of the default included.
 
     Raises:
-        ValueError: If there is none of this name.
+        ValueError: If there is no strategy of this name.
     """
     if name not in STRATEGIES:
         near = difflib.get_close_matches(str(name), STRATEGIES, n=1)

@@ -39,6 +39,7 @@ from .checks import (
 )
 from .config import LZEGRPOConfig
 from .engine import Engine, altered, without_vllm
+from .hub import correct_model_card, extend_model_card, keep_private, push_run
 from .memory.identity import ID_COLUMN
 from .memory.state import PromptState, StateSettings
 from .pack.layout import Geometry, micro_step_cost
@@ -46,6 +47,7 @@ from .plan.passes import Passes
 from .plan.planners import Planner, SolvedPlanner
 from .record.ledger import Ledger, TokenCost, saving_metrics, token_cost
 from .record.recorder import Recorder
+from .remote import resolve_state
 from .rollout.controllers import RolloutController, is_plain
 from .rollout.rounds import Rounds
 from .select.selectors import Selector, quota
@@ -163,13 +165,11 @@ class LZEGRPOTrainer(GRPOTrainer):
         refuse_unfit_rewards(args, given)
         refuse_unwritable(args)
         resolve_defaults(args, train_dataset)
-        self.controller = controller or args.make_controller()
-        self.selector = selector or args.make_selector()
         if planner is not None:
             refuse_idle_planner(args, train_dataset, planner)
-        self.planner = planner or args.make_planner()
-        if not is_plain(self.controller, args.num_generations):
-            refuse_unequal_groups(args, train_dataset, self.controller)
+        controller = controller or args.make_controller()
+        if not is_plain(controller, args.num_generations):
+            refuse_unequal_groups(args, train_dataset, controller)
         train_dataset = with_prompt_ids(train_dataset, args)
         funcs = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
         reward_funcs = None if reward_funcs is None else [checked(func) for func in funcs]
@@ -181,7 +181,7 @@ class LZEGRPOTrainer(GRPOTrainer):
             from .rollout.servers import HTTPGeneration
 
             Engine(self).connect(HTTPGeneration(self.model, self.accelerator, self.processing_class, args))
-        self._build_parts()
+        self._build_parts(planner or args.make_planner(), controller, selector or args.make_selector())
         if args.telemetry and {"wandb", "trackio"} & set(args.report_to):
             from .record.tracking import EnergyTrackingCallback
 
@@ -196,7 +196,7 @@ class LZEGRPOTrainer(GRPOTrainer):
             self.summary = RunSummary(self.savings, self.flush_telemetry, metric)
             replace_printers(self.callback_handler, self.summary, progress_bar=not args.disable_tqdm)
 
-    def _build_parts(self):
+    def _build_parts(self, planner: Planner, controller: RolloutController, selector: Selector):
         """Give every part of a generation batch what it needs."""
         args, accelerator = self.args, self.accelerator
         sized = isinstance(self.train_dataset, Dataset)
@@ -207,44 +207,44 @@ class LZEGRPOTrainer(GRPOTrainer):
                 "dropped. Raise `generation_batch_size` (%d), so that there is something to choose from.",
                 *(num_groups, args.selection_ratio, args.generation_batch_size),
             )
-        rule = outcome_rule(args, self.reward_funcs, self.reward_func_names, self.controller)
+        rule = outcome_rule(args, self.reward_funcs, self.reward_func_names, controller)
         self.prompt_state = PromptState(
             StateSettings(
                 difficulty_floor=args.difficulty_floor,
                 momentum_weight=args.momentum_weight,
                 ema_decay=args.ema_decay,
                 pruning_streak=args.pruning_streak,
-                prune=args.pruning != "none" and isinstance(self.planner, SolvedPlanner),
+                prune=args.pruning != "none" and isinstance(planner, SolvedPlanner),
                 named_outcome=rule.named,
             ),
             expected=len(self.train_dataset) if sized else 0,
             bounds=rule.bounds,
         )
-        self.passes = passes = self._make_passes(num_groups)
+        self.passes = passes = self._make_passes(planner, controller, num_groups)
         self.ledger = Ledger(iterations=self.num_iterations, logprob_passes=Engine(self).logprob_passes())
         described = {
-            "selector": type(self.selector).__name__,
+            "selector": type(selector).__name__,
             "num_processes": accelerator.num_processes,
             "model": self.model.config._name_or_path,
         }
         self.generation_step = GenerationStep(
             args,
             passes,
-            Rounds(args, self.controller, passes, self.prompt_state, rule, accelerator),
-            self.controller,
+            Rounds(args, controller, passes, self.prompt_state, rule, accelerator),
+            controller,
             self.prompt_state,
-            self.selector,
+            selector,
             geometry(args, accelerator),
             self.ledger,
             Recorder(args, described, self.reward_func_names, self.savings, accelerator),
             accelerator,
         )
 
-    def _make_passes(self, num_groups: int) -> Passes:
+    def _make_passes(self, planner: Planner, controller: RolloutController, num_groups: int) -> Passes:
         """Plans of generation batches, over the training set with prompt ids."""
         args, accelerator, dataset = self.args, self.accelerator, self.train_dataset
         # A controller that draws prompts takes them from the stream, also where nothing is pruned
-        mode = "refill" if self.controller.draws_prompts else args.pruning
+        mode = "refill" if controller.draws_prompts else args.pruning
         if isinstance(dataset, Dataset):
             dataset = self._remove_unused_columns(dataset, description="training")
 
@@ -254,17 +254,32 @@ class LZEGRPOTrainer(GRPOTrainer):
         return Passes(
             mode=mode,
             dataset=dataset if isinstance(dataset, Dataset) else None,
-            planner=self.planner,
+            planner=planner,
             state=self.prompt_state,
             seed=args.seed,
             shuffle=self.shuffle_dataset,
             group_size=args.num_generations,
             num_groups=num_groups,
-            by_prompt=not is_plain(self.controller, args.num_generations),
+            by_prompt=not is_plain(controller, args.num_generations),
             process_index=accelerator.process_index,
             num_processes=accelerator.num_processes,
             gather=gather,
         )
+
+    @property
+    def planner(self) -> Planner:
+        """Ranks the prompts of a pass."""
+        return self.passes.planner
+
+    @property
+    def controller(self) -> RolloutController:
+        """Says how many completions each prompt gets."""
+        return self.generation_step.controller
+
+    @property
+    def selector(self) -> Selector:
+        """Chooses the groups to train on."""
+        return self.generation_step.selector
 
     # ---- Data ----
 
@@ -373,8 +388,6 @@ class LZEGRPOTrainer(GRPOTrainer):
         super().create_model_card(model_name or Path(model_id).name, dataset_name or None, tags)
         if not self.is_world_process_zero():
             return
-        from .job.hub import correct_model_card, extend_model_card
-
         datasets = dataset_name if isinstance(dataset_name, list) else []
         base_model = get_config_model_id(self.model.config)
         card = Path(self.args.output_dir, "README.md")
@@ -393,16 +406,12 @@ class LZEGRPOTrainer(GRPOTrainer):
         # Differs from TRL: what was recorded of prompts and completions stays out of the model repo
         super().init_hf_repo(*args, **kwargs)
         if self.is_world_process_zero():
-            from .job.hub import keep_private
-
             keep_private(self.args.output_dir)
 
     def push_to_hub(self, *args: Any, **kwargs: Any):
         # Differs from TRL: telemetry and prompt state go along on request
         result = super().push_to_hub(*args, **kwargs)
         if self.args.hub_telemetry_id is not None and self.is_world_process_zero():
-            from .job.hub import push_run
-
             push_run(self.args.output_dir, self.args.hub_telemetry_id, self.args.hub_private_repo, self.args.hub_token)
         return result
 
@@ -423,8 +432,6 @@ class LZEGRPOTrainer(GRPOTrainer):
             compatibility.refuse_unfit(resume_from_checkpoint, model, self._described, self.controller)
             store.warn_if_ended(resume_from_checkpoint, self.args)
         elif self.args.state_from is not None and not self.generation_step.generation:
-            from .job.hub import resolve_state
-
             store.load_prompt_state(self.prompt_state, resolve_state(self.args.state_from))
         try:
             result = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
@@ -500,6 +507,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         engine = Engine(self)
         place = {
             "global_step": self.state.global_step,
+            "generation": self.generation_step.generation,
             "micro_step": engine.micro_step,
             "mid_batch": engine.mid_batch,
         }

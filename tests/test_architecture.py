@@ -32,18 +32,19 @@ ROOMS = {
     "rollout": "arrays memory pack plan seeding",
     "record": "arrays files memory pack select version",
     "replay": "arrays memory record seeding select",
+    "remote": "checkpoint files record",
     "rewards": "",
     "data": "memory rewards",
-    "app": "files record version",
+    "app": "files record remote version",
     "config": "memory plan rollout select strategies",
     "checks": "config memory plan rollout",
     "checkpoint": "files",
     "compatibility": "checkpoint",
-    "hub": "app checkpoint files record version",
+    "hub": "app files record",
     "engine": "checks memory pack rollout select",
     "step": "arrays engine memory pack plan record rollout seeding select",
-    "trainer": "app checkpoint checks compatibility config engine hub memory pack plan record rollout select step",
-    "job": "app checkpoint config data files hub record replay rewards trainer version",
+    "trainer": "app checkpoint checks compatibility config engine hub memory pack plan record remote rollout select step",
+    "job": "app checkpoint config data files record remote replay rewards trainer version",
 }
 PURE = (
     *(

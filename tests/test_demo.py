@@ -99,7 +99,7 @@ def test_demo_reaches_its_promise(tmp_path, monkeypatch):
     run = tmp_path / "runs" / "demo" / "lze"
     log = json.loads((run / "trainer_state.json").read_text())["log_history"]
     before, after = [logs["eval_reward"] for logs in log if "eval_reward" in logs]
-    ledger = json.loads((run / "lze_state.json").read_text())["ledger"]
+    ledger = json.loads((run / "lze_state.json").read_text())["parts"]["ledger"]
     assert after - before >= 0.25
     assert ledger["rows_trained"] <= 0.45 * ledger["rows_rolled_out"]
     assert (run / "report" / "summary.png").is_file()

@@ -25,9 +25,9 @@ from launches import fork, on_two_cpus
 from lze_trl import LZEGRPOTrainer
 from lze_trl.checkpoint import CheckpointError, is_complete, told_if_disk_is_full
 from lze_trl.job import cli
-from lze_trl.job.hub import resolve_run
 from lze_trl.job.train import main as job
 from lze_trl.record import TelemetryError, open_run
+from lze_trl.remote import resolve_run
 from lze_trl.rewards import accuracy_reward
 
 

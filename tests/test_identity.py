@@ -9,7 +9,7 @@ from datasets import Dataset, IterableDataset, concatenate_datasets
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lze_trl.memory.identity import ID_COLUMN, add_prompt_ids, prompt_id, told_apart
+from lze_trl.memory.identity import ID_COLUMN, add_prompt_ids, distinct_ids, prompt_id
 
 
 def ids(dataset: Dataset | IterableDataset) -> list[int]:
@@ -145,18 +145,18 @@ def test_a_stream_cannot_be_deduplicated():
         add_prompt_ids(IterableDataset.from_generator(unread))
 
 
-def test_repeats_are_told_apart():
-    apart = told_apart(np.array([5, -7, 5, 5, 9, -7]))
+def test_repeats_get_ids_of_their_own():
+    apart = distinct_ids(np.array([5, -7, 5, 5, 9, -7]))
     assert apart[[0, 1, 4]].tolist() == [5, -7, 9]
     assert len(set(apart.tolist())) == 6
     # The first repeat is the same prompt in every batch
-    assert told_apart(np.array([3, 5, 5])).tolist() == [3, 5, apart[2]]
+    assert distinct_ids(np.array([3, 5, 5])).tolist() == [3, 5, apart[2]]
 
 
 @given(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=8).flatmap(lambda ids: st.permutations(ids + ids[:3])))
-def test_ids_told_apart_are_distinct_and_those_given(given_ids):
+def test_distinct_ids_are_those_given_where_they_come_first(given_ids):
     given_ids = np.array(given_ids, dtype=np.int64)
-    apart = told_apart(given_ids)
+    apart = distinct_ids(given_ids)
     assert len(np.unique(apart)) == len(given_ids)
     _, first = np.unique(given_ids, return_index=True)
     assert (apart[first] == given_ids[first]).all()

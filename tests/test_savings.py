@@ -14,7 +14,7 @@ from lze_trl.app import views
 from lze_trl.app.console import summary_tables
 from lze_trl.app.report import write_report
 from lze_trl.app.runs import RunBook
-from lze_trl.job.hub import model_card_section
+from lze_trl.hub import model_card_section
 from lze_trl.record import open_run
 from lze_trl.record.ledger import PLAIN, against_plain, headline, skipped_visits
 from lze_trl.replay import replay
@@ -180,7 +180,8 @@ def test_a_checkpoint_with_an_older_ledger_is_refused_with_a_way_out(tmp_path):
     train(tmp_path / "run", max_steps=2, **settings)
     path = tmp_path / "run" / "checkpoint-2" / "lze_state.json"
     meta = json.loads(path.read_text())
-    meta["ledger"]["groups_pruned"] = meta["ledger"].pop("visits_skipped")
+    ledger = meta["parts"]["ledger"]
+    ledger["groups_pruned"] = ledger.pop("visits_skipped")
     path.write_text(json.dumps(meta))
     with pytest.raises(ValueError, match="another version of lze_trl wrote it"):
         train(tmp_path / "run", max_steps=3, resume="checkpoint-2", **settings)

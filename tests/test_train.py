@@ -385,7 +385,7 @@ def test_the_command_trains_on_two_processes(job, name):
     run_dir = Path(parse_recipe(["--config", job()])[1].output_dir)
     log = json.loads((run_dir / "trainer_state.json").read_text())["log_history"]
     assert [logs["step"] for logs in log if "eval_rewards/even_length_reward/mean" in logs] == [0, 2]
-    ledger = json.loads((run_dir / "lze_state.json").read_text())["ledger"]
+    ledger = json.loads((run_dir / "lze_state.json").read_text())["parts"]["ledger"]
     assert ledger["rows_rolled_out"] == 2 * 12  # of both processes
     assert 0 < ledger["rows_trained"] < 2 * 12
     before, after = (load_file(folder / "model.safetensors") for folder in (run_dir.parent / "model", run_dir))

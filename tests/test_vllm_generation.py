@@ -92,6 +92,7 @@ def test_every_group_has_a_seed_of_its_own(connect, fake):
     resumed = connect(seed=3)
     resumed.load_state_dict({"batches": 1})
     assert seeds(resumed)[0] == first[1]
+    assert resumed.state_dict() == {"batches": 3}
     assert all(0 <= seed < 2**63 for batch in first for seed in batch.values())
 
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
 import tiny
 from benchmarks.sync_memory import measure
-from lze_trl.rollout.servers import export_weights
+from lze_trl.rollout.servers import export_weights, weights
 
 
 @pytest.fixture(scope="module")
@@ -43,32 +43,23 @@ def assert_equal(left, right):
         torch.testing.assert_close(tensor, right[name], rtol=0, atol=0, msg=name)
 
 
+SMALL = {
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+
+
 def small_llama():
-    config = LlamaConfig(
-        vocab_size=40,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-    )
-    return AutoModelForCausalLM.from_config(config)
+    return AutoModelForCausalLM.from_config(LlamaConfig(**SMALL))
 
 
 def small_moe():
-    config = Qwen3MoeConfig(
-        vocab_size=40,
-        hidden_size=16,
-        intermediate_size=24,
-        moe_intermediate_size=8,
-        num_experts=4,
-        num_experts_per_tok=2,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-    )
-    return AutoModelForCausalLM.from_config(config)
+    experts = {"moe_intermediate_size": 8, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
+    return AutoModelForCausalLM.from_config(Qwen3MoeConfig(**SMALL, **experts))
 
 
 @pytest.mark.parametrize("make", [tiny.model, small_llama, small_moe])
@@ -180,8 +171,6 @@ def test_other_adapters_are_refused(settings, message, accelerator, tmp_path):
     [(SafetensorError("I/O error: No space left on device"), OSError), (MemoryError("no memory"), MemoryError)],
 )
 def test_a_failed_export_ends_the_gathers_and_leaves_nothing(raised, error, accelerator, tmp_path, monkeypatch):
-    from lze_trl.rollout.servers import weights
-
     def fail(*args, **kwargs):
         raise raised
 

@@ -25,15 +25,8 @@ _TICKS = 5
 # Anchors of the cividis colour map, dark to bright
 _CIVIDIS = np.array(
     [
-        [0, 34, 78],
-        [24, 55, 109],
-        [61, 79, 109],
-        [90, 101, 112],
-        [123, 123, 120],
-        [156, 148, 119],
-        [191, 174, 107],
-        [228, 203, 82],
-        [254, 232, 56],
+        list(bytes.fromhex(colour))
+        for colour in ["00224e", "18376d", "3d4f6d", "5a6570", "7b7b78", "9c9477", "bfae6b", "e4cb52", "fee838"]
     ]
 )
 
@@ -47,16 +40,14 @@ class Series:
         name (`str`): Shown in the legend, as text.
         x (`np.ndarray` of shape `(n,)`): Increasing positions.
         y (`np.ndarray` of shape `(n,)`): Values, NaN where there is none.
-        low (`np.ndarray`, *optional*): Lower end of the band around it.
-        high (`np.ndarray`, *optional*): Upper end of the band around it.
+        band (`tuple` of two `np.ndarray`, *optional*): Lower and upper end of the band around it.
         points (`bool`): Whether to mark every value.
     """
 
     name: str
     x: np.ndarray
     y: np.ndarray
-    low: np.ndarray | None = None
-    high: np.ndarray | None = None
+    band: tuple[np.ndarray, np.ndarray] | None = None
     points: bool = False
 
     @property
@@ -68,7 +59,7 @@ class Series:
 def line_chart(
     title: str,
     series: list[Series],
-    x_label: str,
+    x_label: str = "step",
     y_range: tuple[float, float] | None = None,
     as_percent: bool = False,
     height: int = 220,
@@ -79,7 +70,7 @@ def line_chart(
     Args:
         title (`str`): Heading.
         series (`list[Series]`): What to draw.
-        x_label (`str`): Name of the horizontal axis.
+        x_label (`str`, *optional*, defaults to `"step"`): Name of the horizontal axis.
         y_range (`tuple[float, float]`, *optional*): Ends of the vertical axis. By default those of the data.
         as_percent (`bool`, *optional*, defaults to `False`): Whether values are shares.
         height (`int`, *optional*, defaults to `220`): Height of the plot in pixels.
@@ -89,7 +80,7 @@ def line_chart(
         return HTML.empty_chart(title, height)
     show = _tick_percent if as_percent else number
     x_low, x_high = x_span = _span(np.concatenate([line.x for line in drawn]))
-    bounds = [values for line in drawn for values in (line.y, line.low, line.high) if values is not None]
+    bounds = [values for line in drawn for values in (line.y, *(line.band or ()))]
     y_low, y_high = y_range or _rounded(*_span(np.concatenate(bounds)))
 
     def place(x: np.ndarray, y: np.ndarray) -> np.ndarray:
@@ -100,15 +91,12 @@ def line_chart(
 
     def shapes(line: Series) -> dict:
         places = place(line.x, line.y)
-        banded = line.low is not None and line.high is not None
-        band = (
-            np.concatenate([place(line.x, line.high), place(line.x, line.low)[::-1]]) if banded else np.empty((0, 2))
-        )
+        low, high = (place(line.x, end) for end in line.band) if line.band else (places[:0], places[:0])
         return {
             "name": line.name,
             "path": _path(places),
-            "band": " ".join(f"{left:.1f},{top:.1f}" for left, top in band[np.isfinite(band[:, 1])]),
-            "marks": (places[np.isfinite(places[:, 1])] / 10).tolist() if line.points else [],
+            "band": " ".join(f"{left:.1f},{top:.1f}" for left, top in _finite(np.concatenate([high, low[::-1]]))),
+            "marks": (_finite(places) / 10).tolist() if line.points else [],
         }
 
     return HTML.line_chart(
@@ -166,6 +154,10 @@ def _image(shares: np.ndarray) -> str:
     buffer = io.BytesIO()
     Image.fromarray(colours.astype(np.uint8)).save(buffer, "PNG")
     return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+
+
+def _finite(places: np.ndarray) -> np.ndarray:
+    return places[np.isfinite(places).all(axis=1)]
 
 
 def _path(places: np.ndarray) -> str:

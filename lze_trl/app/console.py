@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.box import SIMPLE
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from tqdm.auto import tqdm
 from transformers import (
     PrinterCallback,
@@ -92,9 +92,23 @@ class RunSummary(TrainerCallback):
             self.show(state, self.report(args))
 
     def report(self, args: TrainingArguments) -> dict[str, Path]:
-        """Write the report of the run so far, if it has telemetry; label and path of each file."""
+        """Write report and picture of the run so far, if it has telemetry; label and path of each file."""
+        if not args.telemetry:
+            return {}
         self.flush()
-        return write_reports(Path(args.output_dir), args.telemetry)
+        run_dir = Path(args.output_dir)
+        files = {"telemetry": run_dir / "telemetry"}
+        try:
+            from .report import write_report
+
+            report = write_report(run_dir)
+        except ImportError as error:
+            logger.info("No report was written (%s). Install it with `pip install 'lze-trl[app]'`.", error)
+        except Exception:  # nothing that goes wrong here may cost what comes next
+            logger.exception("No report was written. Try again with `lze-trl report %s`.", run_dir)
+        else:
+            files |= {"report": report, "picture": report.with_name("summary.png")}
+        return files
 
     def show(self, state: TrainerState, files: dict[str, Path | str]):
         """Print the tables of the run, and where its files are."""
@@ -158,24 +172,6 @@ def sampled_accuracy(log_history: list[dict[str, Any]], metric: str, step: int) 
     return logged[-1] if logged else None
 
 
-def write_reports(run_dir: Path, telemetry: bool) -> dict[str, Path]:
-    """Write report and picture of a run from its telemetry, if it has any; label and path of each."""
-    if not telemetry:
-        return {}
-    files = {"telemetry": run_dir / "telemetry"}
-    try:
-        from .report import write_report
-    except ImportError as error:
-        logger.info("No report was written (%s). Install it with `pip install 'lze-trl[app]'`.", error)
-        return files
-    try:
-        report = write_report(run_dir)
-    except Exception:  # nothing that goes wrong here may cost what comes next
-        logger.exception("No report was written. Try again with `lze-trl report %s`.", run_dir)
-        return files
-    return {**files, "report": report, "picture": report.with_name("summary.png")}
-
-
 def summary_tables(savings: dict[str, float], accuracy: dict[str, float | None]) -> dict[str, Table]:
     """
     Tables of what a run did and cost, by their headings.
@@ -184,47 +180,31 @@ def summary_tables(savings: dict[str, float], accuracy: dict[str, float | None])
         savings (`dict[str, float]`): Totals of the run, see [`~lze_trl.record.ledger.Ledger.summary`].
         accuracy (`dict[str, float | None]`): Held-out accuracy `before` and `after`; `None` where not measured.
     """
-    tables = {
-        "Rollouts": _rollout_table(savings),
-        f"Cost, against {PLAIN}": _cost_table(savings),
-    }
+    rollouts = _table("", "groups", "completions")
+    for label, name in (("rolled out", "rolled_out"), ("trained on", "trained")):
+        rollouts.add_row(label, *(f"{savings[f'{unit}_{name}']:,.0f}" for unit in ("groups", "rows")))
+    pairs = ((savings[f"{unit}_trained"], savings[f"{unit}_rolled_out"]) for unit in ("groups", "rows"))
+    rollouts.add_row("trained on / rolled out", *(f"{part / whole:.1%}" if whole else "–" for part, whole in pairs))
+    rollouts.add_row(SKIPPED, f"{savings['visits_skipped']:,.0f}", "")
+
+    cost = _table("", "tokens", "seconds", "FLOPs", "plain GRPO", "ratio")
+    for work in against_plain(savings):
+        is_total = work.name == "total"
+        flops = (count(work.flops), count(work.plain_flops), work.times)
+        tokens = "" if is_total else count(work.tokens)
+        cost.add_row(work.name, tokens, f"{work.seconds:.1f}", *flops, style="bold" if is_total else None)
+
+    tables = {"Rollouts": rollouts, f"Cost, against {PLAIN}": cost}
     before, after = accuracy["before"], accuracy["after"]
     if before is not None or after is not None:
-        table = _table("before", "after", "gain", first_justify="right")
         shown = [f"{value:.3f}" if value is not None else "–" for value in (before, after)]
-        table.add_row(*shown, f"{after - before:+.3f}" if before is not None and after is not None else "–")
-        tables["Sampled accuracy on held-out prompts"] = table
+        gain = f"{after - before:+.3f}" if before is not None and after is not None else "–"
+        tables["Sampled accuracy on held-out prompts"] = table = _table("before", "after", "gain")
+        table.add_row(*shown, gain)
     return tables
 
 
-def _table(*columns: str, first_justify: str = "left") -> Table:
-    table = Table(box=SIMPLE, pad_edge=False)
-    for i, column in enumerate(columns):
-        table.add_column(column, justify=first_justify if i == 0 else "right")
-    return table
-
-
-def _rollout_table(savings: dict[str, float]) -> Table:
-    table = _table("", "groups", "completions")
-    for label, name in (("rolled out", "rolled_out"), ("trained on", "trained")):
-        table.add_row(label, f"{savings[f'groups_{name}']:,.0f}", f"{savings[f'rows_{name}']:,.0f}")
-    pairs = ((savings[f"{unit}_trained"], savings[f"{unit}_rolled_out"]) for unit in ("groups", "rows"))
-    table.add_row("trained on / rolled out", *(f"{part / whole:.1%}" if whole else "–" for part, whole in pairs))
-    table.add_row(SKIPPED, f"{savings['visits_skipped']:,.0f}", "")
-    return table
-
-
-def _cost_table(savings: dict[str, float]) -> Table:
-    table = _table("", "tokens", "seconds", "FLOPs", "plain GRPO", "ratio")
-    for work in against_plain(savings):
-        is_total = work.name == "total"
-        table.add_row(
-            work.name,
-            "" if is_total else count(work.tokens),
-            f"{work.seconds:.1f}",
-            count(work.flops),
-            count(work.plain_flops),
-            work.times,
-            style="bold" if is_total else None,
-        )
-    return table
+def _table(*columns: str) -> Table:
+    """A table of numbers, with labels in the first column if it has no heading."""
+    headers = (Column(name, justify="right" if name else "left") for name in columns)
+    return Table(*headers, box=SIMPLE, pad_edge=False)

@@ -1,6 +1,7 @@
 """The app: one page with three views, its state in the address, following the runs while they train."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -70,11 +71,9 @@ def build(runs: list[str]) -> gr.Blocks:
     return app
 
 
-def launch(
-    runs: list[str], host: str = "127.0.0.1", port: int | None = None, prevent_thread_lock: bool = False
-) -> gr.Blocks:
+def launch(runs: list[str], host: str = "127.0.0.1", port: int | None = None) -> gr.Blocks:
     """
-    Start the app.
+    Start the app, and serve it until interrupted.
 
     Args:
         runs (`list[str]`):
@@ -83,8 +82,6 @@ def launch(
             Address to listen on. The app has no login: give another one only where everyone may see the runs.
         port (`int`, *optional*):
             Port to listen on, by default the first free one from 7860 on.
-        prevent_thread_lock (`bool`, *optional*, defaults to `False`):
-            Whether to return at once instead of serving until interrupted.
 
     Raises:
         MissingTelemetryError: If a run is neither a folder nor a repo on the Hub.
@@ -96,7 +93,6 @@ def launch(
     app.launch(
         server_name=host,
         server_port=port,
-        prevent_thread_lock=prevent_thread_lock,
         theme=gr.themes.Base(
             primary_hue="sky",
             neutral_hue="slate",
@@ -110,7 +106,6 @@ def launch(
         show_error=False,
         footer_links=[],
         ssr_mode=False,
-        quiet=prevent_thread_lock,
     )
     return app
 
@@ -132,7 +127,7 @@ class _Page:
         self._connect()
 
     def _add_controls(self):
-        ids, choices = self.book.ids, _CHOICES
+        ids = self.book.ids
         with gr.Row(elem_classes="lze-controls"):
             self.view = gr.Radio(
                 VIEWS, value=VIEWS[0], show_label=False, container=False, elem_id="lze-view", scale=2, min_width=300
@@ -143,9 +138,8 @@ class _Page:
                 label="Search", placeholder="text, column or id", elem_id="lze-search", min_width=220
             )
             self.sort = gr.Dropdown(_SORTS, value="-energy", label="Sort by", elem_id="lze-sort", min_width=230)
-            self.state = gr.Radio(
-                choices["state"], value="all", label="State", elem_id="lze-state", scale=3, min_width=300
-            )
+            states = _CHOICES["state"]
+            self.state = gr.Radio(states, value="all", label="State", elem_id="lze-state", scale=3, min_width=300)
         with gr.Row(visible=False, elem_classes="lze-controls") as self.compare_controls:
             self.runs = gr.CheckboxGroup(ids, value=ids, label="Runs", elem_id="lze-runs", scale=2, min_width=300)
             axes = [(label, name) for name, label in views.AXES.items()]
@@ -197,19 +191,13 @@ class _Page:
         return "" if prompt_id is None else str(prompt_id)
 
     def _restore(self, request: gr.Request) -> list[Any]:
-        """Values of the controls from the address, each checked against what it may be."""
+        """Values of the controls from the address."""
         ids = self.book.ids
-        given = dict(request.query_params)
-        values = _DEFAULTS | {"run": ids[0] if ids else None, "runs": ids}
-        for name, choices in (_CHOICES | {"run": ids}).items():
-            if given.get(name) in choices:
-                values[name] = given[name]
-        values |= {name: given[name] for name in ("q", "prompt") if name in given}
-        if given.get("at", "").isdecimal():
-            values["at"] = int(given["at"])
-        if "runs" in given:
-            values["runs"] = [id for id in given["runs"].split(",") if id in ids]
-        return list(values.values())
+        given = {name: request.query_params.get(name) for name in _DEFAULTS}
+        values = _checked(given.values())
+        run = given["run"] if given["run"] in ids else next(iter(ids), None)
+        runs = ids if given["runs"] is None else [id for id in given["runs"].split(",") if id in ids]
+        return list((values | {"run": run, "runs": runs}).values())
 
     def _version(self, given: dict[str, Any]) -> list[Any]:
         """Changes when one of the runs on the page has recorded something."""
@@ -222,8 +210,7 @@ class _Page:
         return versions
 
     def _follow(self, seen: list[Any] | None, *values: Any) -> Any:
-        unchanged = seen is not None and self._version(_checked(values)) == seen
-        return gr.skip() if unchanged else self._show(*values)
+        return gr.skip() if self._version(_checked(values)) == seen else self._show(*values)
 
     def _show(self, *values: Any) -> dict[Any, Any]:
         """What changes on the page, by component."""
@@ -261,13 +248,14 @@ class _Page:
         return table, views.prompt_detail(run, given["prompt"]), pages
 
 
-def _checked(values: tuple[Any, ...]) -> dict[str, Any]:
-    """Values of the controls by name, each replaced by its default where the page cannot have sent it."""
-    given = dict(zip(_DEFAULTS, values, strict=True))
-    for name, default in _DEFAULTS.items():
-        if given[name] is None or (name in _CHOICES and given[name] not in _CHOICES[name]):
-            given[name] = default
-    return given | {"at": int(given["at"] or 1), "q": str(given["q"]), "prompt": str(given["prompt"])}
+def _checked(values: Iterable[Any]) -> dict[str, Any]:
+    """Values of the controls by name, with the default instead of any that a control cannot have."""
+    given = {
+        name: default if value is None or value not in _CHOICES.get(name, [value]) else value
+        for (name, default), value in zip(_DEFAULTS.items(), values, strict=True)
+    }
+    at = str(given["at"])
+    return given | {"at": max(1, int(at)) if at.isdecimal() else 1}
 
 
 # A row of the table is a button with the prompt's id, which does not fit into a JavaScript number

@@ -37,10 +37,8 @@ def write_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
     Write the report of a run, finished or not.
 
     Args:
-        run_dir (`str` or `Path`):
-            Output directory of a training.
-        out (`str` or `Path`, *optional*):
-            Folder to write to, `<run_dir>/report` by default.
+        run_dir (`str` or `Path`): Output directory of a training.
+        out (`str` or `Path`, *optional*): Folder to write to, `<run_dir>/report` by default.
 
     Returns:
         `Path`: The HTML file; `summary.png` and `energy.png` lie beside it.
@@ -50,11 +48,12 @@ def write_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
     """
     folder = Path(out) if out is not None else Path(run_dir) / REPORT
     with _opened(run_dir) as run:
-        _save(_summary_figure(run), folder / "summary.png")
-        _save(_energy_figure(run), folder / "energy.png")
-        path = folder / "report.html"
-        write_atomically(path, report_html(run).encode())
-    return path
+        _draw_summary(run, folder / "summary.png")
+        figure, (axis,) = _figure(8.0, 4.0, [1.0])
+        _draw_energy(run, figure, axis)
+        _save(figure, folder / "energy.png")
+        write_atomically(folder / "report.html", _document(run).encode())
+    return folder / "report.html"
 
 
 def write_summary_picture(run_dir: str | Path, path: str | Path) -> Path:
@@ -69,7 +68,7 @@ def write_summary_picture(run_dir: str | Path, path: str | Path) -> Path:
         `Path`: The PNG.
     """
     with _opened(run_dir) as run:
-        _save(_summary_figure(run), Path(path))
+        _draw_summary(run, Path(path))
     return Path(path)
 
 
@@ -81,7 +80,7 @@ def _opened(run_dir: str | Path) -> Iterator[Run]:
         yield run
 
 
-def report_html(run: Run) -> str:
+def _document(run: Run) -> str:
     """The report as one HTML document."""
     when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     return HTML.report(
@@ -139,7 +138,7 @@ def _save(figure: Figure, path: Path):
     write_atomically(path, buffer.getvalue())
 
 
-def _summary_figure(run: Run) -> Figure:
+def _draw_summary(run: Run, path: Path):
     figure, (accuracy, energy, savings) = _figure(13.0, 3.6, [1.0, 1.15, 0.7])
     points = curve(run)
     for name, label, colour, dashes in (
@@ -154,13 +153,7 @@ def _summary_figure(run: Run) -> Figure:
     accuracy.legend(frameon=False, fontsize=8)
     _draw_energy(run, figure, energy)
     _draw_savings(savings, run.summary()["ledger"])
-    return figure
-
-
-def _energy_figure(run: Run) -> Figure:
-    figure, (axis,) = _figure(8.0, 4.0, [1.0])
-    _draw_energy(run, figure, axis)
-    return figure
+    _save(figure, path)
 
 
 def _draw_energy(run: Run, figure: Figure, axis: Axes):

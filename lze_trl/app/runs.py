@@ -5,8 +5,8 @@ import threading
 import time
 from pathlib import Path
 
-from ..job.hub import resolve_run
 from ..record import MissingTelemetryError, Run, open_run
+from ..remote import resolve_run
 
 
 _HUB_PAUSE_SECONDS = 30.0

@@ -47,15 +47,12 @@ def overview(run: Run) -> Markup:
         reward_lines += [Series(name, steps, rewards[name].to_numpy(dtype=float)) for name in rewards]
     shares = {"y_range": (0.0, 1.0), "as_percent": True}
     charts = [
-        line_chart(
-            "Accuracy", _lines(points, pass_rate="all rollouts", selected_pass_rate="trained on"), "step", **shares
-        ),
-        line_chart("Reward", reward_lines, "step"),
+        line_chart("Accuracy", _lines(points, pass_rate="all rollouts", selected_pass_rate="trained on"), **shares),
+        line_chart("Reward", reward_lines),
         heat_map("Energy of the groups", *energy_heat_map(run), run.meta.energy_max, "step"),
         line_chart(
             "Shares",
             _lines(points, selected="selected", dead="dead", replayed="replayed", pruned="pruned prompts"),
-            "step",
             **shares,
         ),
     ]
@@ -73,8 +70,7 @@ def _lines(points: pd.DataFrame, **names: str) -> list[Series]:
 
 def _tiles(points: pd.DataFrame, summary: dict[str, Any]) -> list[tuple[str, str, str]]:
     """Name, value and note of the numbers at the top."""
-    prompts = summary["prompts"]
-    times = _times(summary)
+    prompts, times = summary["prompts"], _times(summary)
     # There is none for a batch of which pruning left nothing
     pass_rates = points["pass_rate"].dropna()
     first, last = (pass_rates.iloc[0], pass_rates.iloc[-1]) if len(pass_rates) else (None, None)
@@ -154,7 +150,7 @@ def prompt_detail(run: Run, chosen: str) -> Markup:
         row["state"],
         row["text"] if isinstance(row["text"], str) else "The text of this prompt is not recorded.",
         facts,
-        line_chart("History", lines, "step", y_range=y_range, height=180),
+        line_chart("History", lines, y_range=y_range, height=180),
         [_completion(row, run.meta.reward_labels) for row in completions.to_dict("records")],
         completions["step"].max(),
         run.meta.completions,
@@ -206,7 +202,7 @@ def _seed_series(name: str, curves: list[pd.DataFrame], axis: str, metric: str) 
     # Only where every seed has values: a mean over fewer seeds would jump at the end of each
     grid = np.linspace(max(starts), max(min(ends), max(starts)), 200)
     values = np.stack([np.interp(grid, points[axis], points[metric]) for points in curves])  # (seeds, 200)
-    return Series(name, grid, values.mean(axis=0), values.min(axis=0), values.max(axis=0))
+    return Series(name, grid, values.mean(axis=0), (values.min(axis=0), values.max(axis=0)))
 
 
 def _compared(id: str, run: Run, points: pd.DataFrame) -> list[Any]:

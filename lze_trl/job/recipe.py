@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, NoReturn, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 import yaml
 from transformers.hf_argparser import HfArg
@@ -226,6 +226,7 @@ def _near(name: str, known: Iterable[str], prefix: str = "") -> str:
 
 
 _NO_FLAGS = (NoneType, list, dict)
+"""What a flag cannot express."""
 
 
 def _check_values(recipe: dict[str, Any], path: str, parser: RecipeParser):
@@ -238,18 +239,21 @@ def _check_values(recipe: dict[str, Any], path: str, parser: RecipeParser):
             continue
         if key not in KEYS:
             raise RecipeError(f"Unknown key `{key}` in `{path}`.{_near(str(key), KEYS)}")
-        # Flags cannot express null, lists or mappings, so their kind is compared with the type of the field
-        hint = hints[key]
-        options = get_args(hint) if get_origin(hint) in (Union, UnionType) else [hint]
-        kinds = {get_origin(option) or option for option in options}
-        if None in get_args(hint):  # a Literal
-            kinds.add(NoneType)
-        kind = type(value) if isinstance(value, _NO_FLAGS) else None
-        items = (value if kind is list else []) if kind else [value]
+        hint, is_list = hints[key], isinstance(value, list)
+        items = value if is_list else [value]
+        flags = [f"--{key}={item}" for item in items if not isinstance(item, _NO_FLAGS)]
+        is_nested = is_list and len(flags) < len(items)
         try:
-            if not (kind in kinds if kind else kinds - {*_NO_FLAGS}) or any(isinstance(v, _NO_FLAGS) for v in items):
+            if is_nested or not _takes(hint, value):
                 raise RecipeError(f"it takes {inspect.formatannotation(hint)}.")
-            parser.parse_args([f"--{key}={item}" for item in items])
+            parser.parse_args(flags)
         except RecipeError as error:
             near = _near(str(value), [choice for choice in get_args(hint) if isinstance(choice, str)])
             raise RecipeError(f"`{key}` in `{path}` cannot be {value!r}: {error}{near}") from error
+
+
+def _takes(hint: Any, value: Any) -> bool:
+    """Whether a field takes null, a list or a mapping, if the value is one; or else, anything that a flag can express."""
+    options = get_args(hint) if get_origin(hint) in (Union, UnionType, Literal) else [hint]
+    kinds = {NoneType if option is None else get_origin(option) or option for option in options}
+    return type(value) in kinds if isinstance(value, _NO_FLAGS) else bool(kinds - {*_NO_FLAGS})

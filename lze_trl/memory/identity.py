@@ -21,19 +21,10 @@ _AS_TEXT = (bytes, date, time, timedelta, Decimal)  # what a table holds, JSON c
 
 def prompt_id(prompt: Any, answer: Any = None) -> int:
     """
-    Content hash of a prompt and its gold answer.
-
-    Args:
-        prompt (`str` or `list[dict]`):
-            Prompt text or messages.
-        answer (`Any`, *optional*):
-            Gold answer, anything that JSON can express, also bytes, dates, times and decimals.
-
-    Returns:
-        `int`: Signed 64-bit hash (xxh64 of the canonical JSON).
+    Content hash of a prompt, text or messages, and its gold answer: the signed xxh64 of their canonical JSON.
 
     Raises:
-        TypeError: If JSON cannot express one of them.
+        TypeError: If JSON cannot express one of them, apart from bytes, dates, times and decimals.
     """
     try:
         text = json.dumps(
@@ -60,16 +51,9 @@ def _as_text(value: Any) -> str:
     raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
 
 
-def told_apart(prompt_ids: np.ndarray) -> np.ndarray:
+def distinct_ids(prompt_ids: np.ndarray) -> np.ndarray:
     """
-    Ids in which none occurs twice: each further occurrence of an id gets another one, always the same.
-
-    Args:
-        prompt_ids (`np.ndarray` of shape `(P,)`, int64):
-            Prompts of a generation batch or of a training set.
-
-    Returns:
-        `np.ndarray` of shape `(P,)`: The ids, equal to those given where they occur for the first time.
+    Ids in which none occurs twice, shape `(P,)`: each further occurrence of an id gets another one, always the same.
     """
     apart, seen = prompt_ids.copy(), Counter()
     for i, value in enumerate(prompt_ids.tolist()):
@@ -161,7 +145,7 @@ def add_prompt_ids(
     duplicates = len(values) - len(first)
     if duplicates and not deduplicate:
         # State belongs to one row
-        made = Dataset.from_dict({ID_COLUMN: told_apart(values)}, features=made.features)
+        made = Dataset.from_dict({ID_COLUMN: distinct_ids(values)}, features=made.features)
     dataset = concatenate_datasets([dataset.select_columns(others), made], axis=1)
     if duplicates and deduplicate:
         dataset = dataset.select(np.sort(first))

@@ -27,9 +27,6 @@ def remembered_mean(
         pass_rates (`np.ndarray` of shape `(P,)`): Mean outcome p of the visit.
         scored (`np.ndarray` of shape `(P,)`): Scored completions k of the visit, at least 1.
         memory (`float`): Completions that the past counts for at most.
-
-    Returns:
-        `np.ndarray` of shape `(P,)`: The new mean, in `[0, 1]`, float64.
     """
     strength = posterior_strength(rollouts, memory)
     return (expected.astype(np.float64) * strength + pass_rates * scored) / (strength + scored)
@@ -38,14 +35,7 @@ def remembered_mean(
 def posterior_mean(expected: np.ndarray, rollouts: np.ndarray, memory: float) -> np.ndarray:
     """
     Posterior mean a / (a + b) of the pass rate under a uniform prior, a = 1 + e·n and b = 1 + (1 − e)·n.
-
-    Args:
-        expected (`np.ndarray` of shape `(P,)`): Mean outcome e over the bounded memory.
-        rollouts (`np.ndarray` of shape `(P,)`): Completions scored so far.
-        memory (`float`): Completions that they count for at most, so that n = min(rollouts, memory).
-
-    Returns:
-        `np.ndarray` of shape `(P,)`: Values strictly between 0 and 1, float64; 0.5 where nothing was scored yet.
+    n = min(rollouts, memory). Shape `(P,)`, float64; 0.5 where nothing was scored yet.
     """
     strength = posterior_strength(rollouts, memory)
     return (1.0 + expected.astype(np.float64) * strength) / (2.0 + strength)
@@ -53,14 +43,8 @@ def posterior_mean(expected: np.ndarray, rollouts: np.ndarray, memory: float) ->
 
 def beta_parameters(pass_rates: np.ndarray, strength: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """
-    Parameters of the Beta posterior from its mean and its strength, the form in which [`Prompts`] holds it.
-
-    Args:
-        pass_rates (`np.ndarray` of shape `(P,)`): Posterior mean of the pass rate.
-        strength (`np.ndarray` of shape `(P,)`): Completions n that the posterior rests on.
-
-    Returns:
-        `tuple[np.ndarray, np.ndarray]`: a and b, each of shape `(P,)`, with a + b = n + 2.
+    Parameters a and b of the Beta posterior, a + b = n + 2, from its mean and its strength n: the form in which [`Prompts`]
+    holds it. All of shape `(P,)`.
     """
     total = strength + 2.0
     return pass_rates * total, (1.0 - pass_rates) * total
@@ -72,14 +56,7 @@ def dead_probability(a: np.ndarray, b: np.ndarray, size: int | np.ndarray) -> np
 
     Under the Beta posterior the number of passes is beta-binomial, so that P(all pass) is the product of
     (a + i) / (a + b + i) over i < `size`, and P(all fail) the same with b for a.
-
-    Args:
-        a (`np.ndarray` of shape `(P,)`): First parameter of the posterior, above 0.
-        b (`np.ndarray` of shape `(P,)`): Second parameter of the posterior, above 0.
-        size (`int` or `np.ndarray` of shape `(P,)`): Completions of each group.
-
-    Returns:
-        `np.ndarray` of shape `(P,)`: Probabilities; 1 for a group of fewer than two completions.
+    A group of fewer than two completions is dead. All of shape `(P,)`.
     """
     sizes = np.broadcast_to(size, a.shape)
     drawn = np.arange(sizes.max(initial=0))  # (S,)

@@ -181,8 +181,8 @@ class PromptState:
         """Whether each prompt was visited, and a copy of its record: zeros if it was not. Both of shape `(n,)`."""
         rows = self.find(prompt_ids)
         known = rows >= 0
-        records = np.zeros(len(rows), dtype=_RECORD)
-        records[known] = self._table[rows[known]]
+        records = self._table.take(np.maximum(rows, 0))
+        records[~known] = np.zeros((), dtype=_RECORD)
         return known, records
 
     def _scaled(self, means: np.ndarray) -> np.ndarray:
@@ -194,7 +194,7 @@ class PromptState:
         scored = np.flatnonzero(counts > 0)
         groups, means, counts = groups.take(scored), means[scored], counts[scored]
         rows = self._insert(groups.prompt_ids)
-        records = self._table[rows]
+        records = self._table.take(rows)
         fresh = groups.visits == 1
         records["first_pass_rate"][fresh] = means[fresh]
         # μ starts at p⁽⁰⁾, for which λ·μ + (1 − λ)·p is p⁽⁰⁾ again

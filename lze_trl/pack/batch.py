@@ -1,7 +1,6 @@
 """One generation batch, ready for the update: TRL's tensors of the chosen rows, and who computes which when."""
 
-import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from .weights import Reference, entropy_weights, loss_scale
 
 
 _LEFT_PADDED = ("prompt_ids", "prompt_mask")
-_UNTRIMMED = ("advantages",)
+_ROW_ARRAYS = ("local_rows", "prompt_tokens", "completion_tokens", "loss_tokens")
 
 
 @dataclass
@@ -24,13 +23,13 @@ class GenerationBatch:
 
     Attributes:
         tensors (`dict[str, torch.Tensor]`): TRL's tensors of shape `(n_local, …)`.
-        local_rows (`np.ndarray` of shape `(n_local,)`): Chosen row of each tensor row, ascending; a filler repeats one.
+        local_rows (`np.ndarray` of shape `(n_local,)`): Chosen row of each tensor row, ascending, with copies for fillers.
         prompt_tokens (`np.ndarray` of shape `(n,)`): Prompt length of each chosen row.
         completion_tokens (`np.ndarray` of shape `(n,)`): Completion length of each chosen row.
         loss_tokens (`np.ndarray` of shape `(n,)`): Tokens of each chosen row that the loss covers.
         layout ([`Layout`]): Micro-batches.
         reference ([`Reference`]): What each row weighs.
-        trim (`bool`): Whether a micro-batch is cut to its own longest row.
+        trim (`bool`): Whether a micro-batch is trimmed to its own longest row.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -40,7 +39,7 @@ class GenerationBatch:
     loss_tokens: np.ndarray
     layout: Layout
     reference: Reference
-    trim: bool = field(default=True)
+    trim: bool = True
 
     def is_empty(self, slot: int) -> bool:
         """Whether a micro-step has no rows."""
@@ -60,50 +59,50 @@ class GenerationBatch:
             pad_to_multiple_of (`int`, *optional*): Widths are multiples of this.
 
         Returns:
-            `dict[str, Any]`: TRL's inputs, and `lze_scale`, the factor that its loss has to be multiplied by,
-            `lze_row_share`, the same for terms that TRL averages over micro-batches, `lze_weights`, those of the rows of
-            shape `(R, 1)` if any differs from 1 (the advantages are multiplied by them already), `lze_entropy_weights`, those
-            of the rows in the entropy bonus of shape `(R, 1)` if `lze_scale` is not enough, and `lze_tokens`, the tokens of all
-            processes that the loss covers.
+            `dict[str, Any]`: TRL's inputs, and
+
+            - `lze_scale`: the factor of TRL's loss,
+            - `lze_row_share`: the factor of terms that TRL averages over micro-batches,
+            - `lze_weights` of shape `(R, 1)`: weights of the rows, if any differs from 1; the advantages are multiplied by
+              them already,
+            - `lze_entropy_weights` of shape `(R, 1)`: those of the entropy bonus, if `lze_scale` is not enough,
+            - `lze_tokens`: tokens of all processes that the loss covers.
         """
-        batch = self.layout.micro_steps[slot]
-        rows = batch.rows[process]
+        batch, reference = self.layout.micro_steps[slot], self.reference
+        rows, filler = batch.rows[process], batch.filler[process]
         positions = torch.as_tensor(np.searchsorted(self.local_rows, rows))
         width = None
         if self.trim:
             width = widths(self.prompt_tokens[rows], self.completion_tokens[rows], pad_to_multiple_of)
-        inputs = {name: _cut(name, tensor[positions], width) for name, tensor in self.tensors.items()}
-        scale, weights = loss_scale(loss_type, batch, process, self.loss_tokens, self.reference, geometry)
-        of_entropy = entropy_weights(batch, process, scale, self.loss_tokens, self.reference, geometry)
+        inputs = {name: _trimmed(name, tensor[positions], width) for name, tensor in self.tensors.items()}
         device = inputs["advantages"].device
-        num_items = self.reference.num_items  # whole, as TRL's is, unless rows stand for others
-        inputs["num_items_in_batch"] = torch.tensor(
-            int(num_items) if num_items.is_integer() else num_items, device=device
-        )
-        _silence_fillers(inputs, batch, process)
+        if filler.any():  # indexing has copied the rows: the originals keep their masks
+            inputs["completion_mask"][torch.as_tensor(filler, device=device)] = 0
+            inputs["advantages"][torch.as_tensor(filler, device=device)] = 0.0
+        scale, weights = loss_scale(loss_type, batch, process, self.loss_tokens, reference, geometry)
+        of_entropy = entropy_weights(batch, process, scale, self.loss_tokens, reference, geometry)
         for name, values in (("lze_weights", weights), ("lze_entropy_weights", of_entropy)):
             if values is not None:
                 inputs[name] = torch.as_tensor(values, dtype=torch.float32, device=device).unsqueeze(1)
         if weights is not None:
             inputs["advantages"] = inputs["advantages"] * inputs["lze_weights"].squeeze(1)
+        num_items = reference.num_items  # whole, as TRL's is, unless rows stand for others
+        num_items = int(num_items) if num_items.is_integer() else num_items
+        inputs["num_items_in_batch"] = torch.tensor(num_items, device=device)
         inputs["lze_scale"] = scale
         inputs["lze_tokens"] = int(self.loss_tokens[batch.rows[~batch.filler]].sum())
         inputs["lze_row_share"] = (
-            len(rows) * geometry.num_processes * geometry.chunk_steps / self.reference.norm_rows[rows[0]]
+            len(rows) * geometry.num_processes * geometry.chunk_steps / reference.norm_rows[rows[0]]
         )
         return inputs
 
     def arrays(self) -> dict[str, np.ndarray]:
         """What a checkpoint in the middle of a generation batch has to hold."""
-        arrays = {}
+        arrays = {name: getattr(self, name) for name in _ROW_ARRAYS}
         for name, tensor in self.tensors.items():
             tensor = tensor.float() if tensor.dtype == torch.bfloat16 else tensor  # which NumPy lacks
             arrays[f"tensor.{name}"] = tensor.cpu().numpy()
-        for name in ("local_rows", "prompt_tokens", "completion_tokens", "loss_tokens"):
-            arrays[name] = getattr(self, name)
-        for name in ("chunk", "norm_rows", "norm_tokens", "weight"):
-            arrays[f"reference.{name}"] = getattr(self.reference, name)
-        arrays["reference.num_items"] = np.array([self.reference.num_items])
+        arrays |= {f"reference.{name}": np.array(value) for name, value in vars(self.reference).items()}
         for slot, batch in enumerate(self.layout.micro_steps):
             if batch is not None:
                 arrays[f"slot.{slot}.rows"], arrays[f"slot.{slot}.filler"] = batch.rows, batch.filler
@@ -114,37 +113,30 @@ class GenerationBatch:
         cls, arrays: dict[str, np.ndarray], steps_per_generation: int, trim: bool, device: torch.device
     ) -> "GenerationBatch":
         """Rebuild the batch of a checkpoint."""
-        slots = [
+        micro_steps = [
             MicroBatch(arrays[f"slot.{slot}.rows"], arrays[f"slot.{slot}.filler"])
             if f"slot.{slot}.rows" in arrays
             else None
             for slot in range(steps_per_generation)
         ]
         prefix = "tensor."
-        return cls(
-            tensors={
-                name[len(prefix) :]: torch.from_numpy(array).to(device)
-                for name, array in arrays.items()
-                if name.startswith(prefix)
-            },
-            **{name: arrays[name] for name in ("local_rows", "prompt_tokens", "completion_tokens", "loss_tokens")},
-            layout=Layout(slots),
-            reference=Reference(
-                arrays["reference.chunk"],
-                arrays["reference.norm_rows"],
-                arrays["reference.norm_tokens"],
-                float(arrays["reference.num_items"][0]),
-                arrays["reference.weight"],
-            ),
-            trim=trim,
-        )
+        tensors = {
+            name.removeprefix(prefix): torch.from_numpy(array).to(device)
+            for name, array in arrays.items()
+            if name.startswith(prefix)
+        }
+        reference = {field.name: arrays[f"reference.{field.name}"] for field in fields(Reference)}
+        reference["num_items"] = reference["num_items"].item()
+        rows = {name: arrays[name] for name in _ROW_ARRAYS}
+        return cls(tensors, **rows, layout=Layout(micro_steps), reference=Reference(**reference), trim=trim)
 
 
 def widths(
     prompt_tokens: np.ndarray, completion_tokens: np.ndarray, pad_to_multiple_of: int | None
 ) -> tuple[int, int]:
     """Padded width of the prompts and of the completions of some rows."""
-    return _round_up(prompt_tokens.max(), pad_to_multiple_of), _round_up(completion_tokens.max(), pad_to_multiple_of)
+    multiple = pad_to_multiple_of or 1
+    return tuple(-(-int(tokens.max()) // multiple) * multiple for tokens in (prompt_tokens, completion_tokens))
 
 
 def filler_inputs(inputs: dict[str, Any]) -> dict[str, Any]:
@@ -159,29 +151,13 @@ def filler_inputs(inputs: dict[str, Any]) -> dict[str, Any]:
     }
     row["completion_mask"].zero_()
     row["advantages"].zero_()
-    row["lze_scale"] = 0.0
-    row["lze_tokens"] = 0
-    row["lze_row_share"] = 0.0
-    return row
+    return row | {"lze_scale": 0.0, "lze_tokens": 0, "lze_row_share": 0.0}
 
 
-def _silence_fillers(inputs: dict[str, Any], batch: MicroBatch, process: int):
-    filler = batch.filler[process]
-    if filler.any():
-        # Indexing has copied the rows: the originals keep their masks
-        rows = torch.as_tensor(filler, device=inputs["advantages"].device)
-        inputs["completion_mask"][rows] = 0
-        inputs["advantages"][rows] = 0.0
-
-
-def _cut(name: str, tensor: torch.Tensor, width: tuple[int, int] | None) -> torch.Tensor:
+def _trimmed(name: str, tensor: torch.Tensor, width: tuple[int, int] | None) -> torch.Tensor:
     """Drop padding columns beyond the widths of prompts (left-padded) and completions (right-padded)."""
-    if width is None or name in _UNTRIMMED or tensor.ndim < 2:
+    if width is None or tensor.ndim < 2:
         return tensor
     if name in _LEFT_PADDED:
         return tensor[:, max(0, tensor.size(1) - width[0]) :]
     return tensor[:, : width[1]]
-
-
-def _round_up(length: int, multiple: int | None) -> int:
-    return int(length) if multiple is None else math.ceil(int(length) / multiple) * multiple

@@ -22,22 +22,14 @@ def exchange(
     Give every process the rows that it trains on.
 
     Args:
-        local ([`TokenRows`]):
-            The rows that this process holds.
-        chosen (`np.ndarray` of shape `(n,)`):
-            Rows of the generation batch, in `[0, B)`, that are trained on.
-        owner (`np.ndarray` of shape `(B,)`):
-            Process that holds each row.
-        position (`np.ndarray` of shape `(B,)`):
-            Place of each row among those of its process.
-        prompt_tokens (`np.ndarray` of shape `(n,)`):
-            Prompt length of each chosen row.
-        completion_tokens (`np.ndarray` of shape `(n,)`):
-            Completion length of each chosen row.
-        layout ([`Layout`]):
-            Who computes which chosen row.
-        accelerator (`Accelerator`):
-            The processes.
+        local ([`TokenRows`]): The rows that this process holds.
+        chosen (`np.ndarray` of shape `(n,)`): Rows of the generation batch, in `[0, B)`, that are trained on.
+        owner (`np.ndarray` of shape `(B,)`): Process that holds each row.
+        position (`np.ndarray` of shape `(B,)`): Position of each row among those of its process.
+        prompt_tokens (`np.ndarray` of shape `(n,)`): Prompt length of each chosen row.
+        completion_tokens (`np.ndarray` of shape `(n,)`): Completion length of each chosen row.
+        layout ([`Layout`]): Who computes which chosen row.
+        accelerator (`Accelerator`): The processes.
 
     Returns:
         [`TokenRows`]: The rows `layout.rows_of(process_index)`, in that order.
@@ -54,13 +46,11 @@ def exchange(
         rows = layout.rows_of(other)
         moving[rows[owner[rows] != other]] = True
     sent = [np.flatnonzero(moving & (owner == other)) for other in range(world)]
-    outgoing = local.take(position[sent[rank]])
 
-    def collect(
-        own: list[list] | None, lengths: np.ndarray, dtype: type, rows: list[list] | None
-    ) -> list[list] | None:
-        if rows is None:
+    def collect(own: list[list] | None, lengths: np.ndarray, dtype: type) -> list[list] | None:
+        if own is None:
             return None
+        rows = [own[place] for place in position[sent[rank]]]
         start = np.zeros(len(chosen), dtype=np.int64)  # of each row among what its process sends
         for rows_of in sent:
             start[rows_of] = np.cumsum(lengths[rows_of]) - lengths[rows_of]
@@ -78,8 +68,8 @@ def exchange(
         ]
 
     return TokenRows(
-        prompt_ids=collect(local.prompt_ids, prompt_tokens, np.int32, outgoing.prompt_ids),
-        completion_ids=collect(local.completion_ids, completion_tokens, np.int32, outgoing.completion_ids),
-        logprobs=collect(local.logprobs, completion_tokens, np.float32, outgoing.logprobs),
-        loss_mask=collect(local.loss_mask, completion_tokens, np.int32, outgoing.loss_mask),
+        prompt_ids=collect(local.prompt_ids, prompt_tokens, np.int32),
+        completion_ids=collect(local.completion_ids, completion_tokens, np.int32),
+        logprobs=collect(local.logprobs, completion_tokens, np.float32),
+        loss_mask=collect(local.loss_mask, completion_tokens, np.int32),
     )

@@ -33,10 +33,6 @@ def micro_step_cost(sharded: bool, several_nodes: bool) -> int:
     computes FLOPs while it moves a byte, for a small model and a large one. At 400 TFLOP/s these are about 200 where weights
     come from the GPU's own memory (2 TB/s; some more for kernel launches), 1,000 where ZeRO-3 or FSDP gathers them from
     the GPUs of one node (400 GB/s), and 8,000 where it does so over a network (50 GB/s).
-
-    Args:
-        sharded (`bool`): Whether every micro-step gathers the weights from all processes.
-        several_nodes (`bool`): Whether these are on several machines.
     """
     if not sharded:
         return REPLICATED_COST
@@ -79,10 +75,8 @@ class MicroBatch:
     Rows that all processes compute in one micro-step.
 
     Attributes:
-        rows (`np.ndarray` of shape `(W, R)`, int64):
-            Indices into the chosen rows, by process.
-        filler (`np.ndarray` of shape `(W, R)`, bool):
-            Rows that only keep the processes in step: they are computed, with weight 0.
+        rows (`np.ndarray` of shape `(W, R)`, int64): Indices into the chosen rows, by process.
+        filler (`np.ndarray` of shape `(W, R)`, bool): Rows that only keep the processes in step, with weight 0.
     """
 
     rows: np.ndarray
@@ -91,13 +85,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Layout:
-    """
-    Micro-batches of a generation batch.
-
-    Attributes:
-        micro_steps (`list` of S [`MicroBatch`] or `None`):
-            The micro-batch of each micro-step; `None` for an empty one.
-    """
+    """The micro-batch of each of the S micro-steps; `None` for an empty one."""
 
     micro_steps: list[MicroBatch | None]
 
@@ -155,13 +143,7 @@ def pack(
 
 
 def unpacked(chunk: np.ndarray, geometry: Geometry) -> Layout:
-    """
-    Lay rows that were not chosen evenly out in *all* micro-steps of their chunk, unsorted.
-
-    Args:
-        chunk (`np.ndarray` of shape `(n,)`): Chunk of each chosen row.
-        geometry ([`Geometry`]): Shape of the update.
-    """
+    """Lay the chosen rows out in *all* micro-steps of their chunk, unsorted; `chunk` has shape `(n,)`."""
 
     def micro_batches(rows: np.ndarray) -> list[MicroBatch]:
         parts = np.array_split(rows, min(len(rows), geometry.chunk_steps))
@@ -178,7 +160,6 @@ def trl_layout(slot: np.ndarray, process: np.ndarray, order: np.ndarray, geometr
         slot (`np.ndarray` of shape `(B,)`): Micro-step of each row.
         process (`np.ndarray` of shape `(B,)`): Process of each row.
         order (`np.ndarray` of shape `(B,)`): Position of each row after TRL's shuffle, on its process.
-        geometry ([`Geometry`]): Shape of the update.
     """
 
     def micro_batches(rows: np.ndarray) -> list[MicroBatch]:

@@ -54,13 +54,8 @@ def even_reference(
     loss_tokens: np.ndarray, weights: np.ndarray, geometry: Geometry, rng: np.random.Generator
 ) -> Reference:
     """
-    Reference of a batch that is normalised by its chosen rows: spread evenly, and at random, over the chunks.
-
-    Args:
-        loss_tokens (`np.ndarray` of shape `(n,)`): Loss tokens of each chosen row.
-        weights (`np.ndarray` of shape `(n,)`): How many rows each of them stands for.
-        geometry ([`Geometry`]): Shape of the update.
-        rng (`np.random.Generator`): The same on every process.
+    Reference of a batch that is normalised by its chosen rows: spread evenly, and at random, over the chunks. `loss_tokens`
+    and `weights` have shape `(n,)`.
     """
     chunk = _random_chunks(len(loss_tokens), geometry, rng)
     rows = np.bincount(chunk, weights=weights, minlength=geometry.num_chunks)
@@ -78,15 +73,8 @@ def full_reference(
     weights: np.ndarray, full_rows: int, mean_loss_tokens: float, geometry: Geometry, rng: np.random.Generator
 ) -> Reference:
     """
-    Reference of a batch that is normalised as a full one, of which only a part was rolled out.
-
-    Args:
-        weights (`np.ndarray` of shape `(n,)`):
-            How many rows each chosen row stands for. They are spread evenly, and at random, over the chunks.
-        full_rows (`int`): Rows of the full batch.
-        mean_loss_tokens (`float`): Mean loss tokens of its rows.
-        geometry ([`Geometry`]): Shape of the update.
-        rng (`np.random.Generator`): The same on every process.
+    Reference of a batch that is normalised as a full one of `full_rows` rows with `mean_loss_tokens` each, of which only a
+    part was rolled out. The chosen rows, with `weights` of shape `(n,)`, are spread evenly, and at random, over the chunks.
     """
     count, chunk_rows = len(weights), full_rows / geometry.num_chunks
     return Reference(
@@ -159,8 +147,6 @@ def loss_scale(
         batch ([`MicroBatch`]): The micro-batch.
         process (`int`): This process.
         loss_tokens (`np.ndarray` of shape `(n,)`): Loss tokens of each chosen row.
-        reference ([`Reference`]): What the rows weigh.
-        geometry ([`Geometry`]): Shape of the update.
 
     Returns:
         `tuple[float, np.ndarray | None]`: The factor, and weights of shape `(R,)` of the rows' own losses, where they
@@ -187,12 +173,10 @@ def entropy_weights(
     batch: MicroBatch, process: int, scale: float, loss_tokens: np.ndarray, reference: Reference, geometry: Geometry
 ) -> np.ndarray | None:
     """
-    What the entropy of a token of each row weighs in TRL's entropy bonus, times A, shape `(R,)`.
+    What the entropy of a token of each row weighs in TRL's entropy bonus, times A, shape `(R,)`. `None` where `scale`, the
+    factor of the micro-batch's loss, makes the bonus right already.
 
     TRL averages the bonus over the tokens of a micro-batch, whatever the loss type: it weighs as a `"bnpo"` loss does.
-
-    Args:
-        scale (`float`): Factor of the micro-batch's loss. `None` is returned where it makes the bonus right already.
     """
     rows, filler = batch.rows[process], batch.filler[process]
     weights = reference.weight[rows] * geometry.num_processes * geometry.chunk_steps / reference.norm_tokens[rows]

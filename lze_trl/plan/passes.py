@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from datasets import Dataset
 
-from ..memory.identity import ID_COLUMN, told_apart
+from ..memory.identity import ID_COLUMN, distinct_ids
 from ..memory.state import PromptState
 from .admission import Admission
 from .planners import Planner
@@ -87,16 +87,7 @@ class Passes:
         self._warned = False
 
     def plan(self, inputs: list[dict[str, Any]], generation: int) -> Plan:
-        """
-        Plan a generation batch.
-
-        Args:
-            inputs (`list[dict]`): Rows that TRL's sampler handed to this process, each prompt G times.
-            generation (`int`): Index of the generation batch.
-
-        Returns:
-            [`Plan`]: What this process rolls out.
-        """
+        """Plan a generation batch; `inputs` are the rows of TRL's sampler for this process, each prompt G times."""
         if self.mode == "refill":
             return self._from_stream(self.num_groups)
         if self.dataset is None:
@@ -117,14 +108,8 @@ class Passes:
 
     def further(self, count: int, taken: np.ndarray) -> Plan:
         """
-        Plan further prompts for a generation batch (mode `"refill"`).
-
-        Args:
-            count (`int`): Prompts wanted.
-            taken (`np.ndarray`): Dataset rows that the batch has already.
-
-        Returns:
-            [`Plan`]: At most `count` further prompts, fewer where the data has no more.
+        Plan at most `count` further prompts for a batch that has the dataset rows `taken` (mode `"refill"`); fewer where the
+        data has no more.
         """
         return self._from_stream(count, taken)
 
@@ -159,7 +144,7 @@ class Passes:
     def _without_repeats(self, inputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Rows of a stream, in which a prompt that the batch repeats is another prompt: state belongs to one group."""
         prompt_ids = self._gathered_ids(inputs)
-        apart = told_apart(prompt_ids)
+        apart = distinct_ids(prompt_ids)
         repeats = int((apart != prompt_ids).sum())
         if repeats == 0:
             return inputs
@@ -211,7 +196,7 @@ def skip_plan(keeps: np.ndarray, group_size: int, num_processes: int) -> np.ndar
         num_processes (`int`): W; it divides P·G.
 
     Returns:
-        `np.ndarray` of shape `(≤ P,)`: Positions of the prompts to roll out, in ascending order.
+        `np.ndarray` of shape `(≤ P,)`: Positions of the prompts, in ascending order.
     """
     unit = num_processes // math.gcd(num_processes, group_size)  # groups that divide evenly over the processes
     missing = -int(keeps.sum()) % unit

@@ -201,7 +201,6 @@ class TelemetryWriter:
             begin = time.thread_time()
             try:
                 self._write_waiting()
-                failures, left = 0, 0 if closing else left
             except Exception:  # nothing that goes wrong here may stop a training of days
                 failures += 1
                 if failures.bit_count() == 1:  # the 1st, 2nd, 4th, 8th … in a row: the disk may be full for hours
@@ -209,13 +208,19 @@ class TelemetryWriter:
                 if closing:
                     left -= 1
                     time.sleep(self._flush_seconds if left else 0.0)
-            with suppress(OSError):  # what is not merged is read as well
-                merged = [part for parts in self._parts.values() for part in parts.merge(closing and not left)]
-                for part in merged:
-                    part.path.unlink(missing_ok=True)
+            else:
+                failures, left = 0, 0 if closing else left
+                with suppress(OSError):  # what is not merged is read as well
+                    self._merge(closing)
             self._pause = max(self._flush_seconds, _PAUSE * (time.thread_time() - begin))
         if lost := self._lost + len(self._waiting):
             logger.error("%d generation batches and logs are lost to the telemetry, which could not be written.", lost)
+
+    def _merge(self, closing: bool):
+        # All tables first: a reader that finds a part gone, and looks again, finds no other one about to go
+        merged = [part for parts in self._parts.values() for part in parts.merge(closing)]
+        for part in merged:
+            part.path.unlink(missing_ok=True)
 
     def _write_waiting(self):
         with self._condition:

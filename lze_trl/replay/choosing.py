@@ -12,7 +12,7 @@ import numpy as np
 from ..arrays import Groups
 from ..seeding import keyed_rng
 from ..select.selectors import Selector, choose_groups, make_selector, quota, ramped_ratio
-from .history import Batch, ReplayError, Rules
+from .history import RecordedBatch, ReplayError, Rules
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Choice:
     of_plain: float
 
 
-class Strategy:
+class Chooser:
     """
     One selector on its way through a run.
 
@@ -68,7 +68,7 @@ class Strategy:
         # Live groups that the next update may take, their loss tokens, and the generation batches that they are from
         self._waiting: tuple[Groups, np.ndarray, np.ndarray] | None = None
 
-    def see(self, batch: Batch):
+    def see(self, batch: RecordedBatch):
         """Choose from a generation batch as the trainer does."""
         if self.selector is None:
             self._add(batch.groups, batch.selected, batch)
@@ -88,7 +88,7 @@ class Strategy:
             self._waiting = (pool.take(kept), loss_tokens[kept], made[kept]) if len(kept) else None
         self._add(pool, chosen, batch)
 
-    def _add(self, pool: Groups, chosen: np.ndarray, batch: Batch):
+    def _add(self, pool: Groups, chosen: np.ndarray, batch: RecordedBatch):
         """Enter what was chosen out of a pool, whose last groups are those of the batch."""
         pass_rates = pool.pass_rates[chosen]
         scored = pass_rates[~np.isnan(pass_rates)]

@@ -65,7 +65,7 @@ def rules_of(settings: dict[str, Any], selection_ratio: float | None, seed: int 
 
 
 @dataclass(frozen=True)
-class Batch:
+class RecordedBatch:
     """A recorded generation batch of P groups, in the order in which the selector of the run saw them."""
 
     generation: int
@@ -75,7 +75,7 @@ class Batch:
     loss_tokens: np.ndarray  # (P,), tokens of each group that the loss covers
 
 
-def read_batches(run: Run, rules: Rules, last: int) -> Iterator[Batch]:
+def read_batches(run: Run, rules: Rules, last: int) -> Iterator[RecordedBatch]:
     """Generation batches of a run in their order, the last one to read being `last`; they are read piece by piece."""
     counts = run.sql(
         "SELECT generation, count(*) AS groups FROM groups WHERE generation <= ? GROUP BY generation ORDER BY generation",
@@ -91,4 +91,4 @@ def read_batches(run: Run, rules: Rules, last: int) -> Iterator[Batch]:
         ends = piece.groups.cumsum()
         for generation, begin, end in zip(piece.generation, ends - piece.groups, ends, strict=True):
             further = (columns[name][begin:end] for name in ("selected", "scored", "loss_tokens"))
-            yield Batch(int(generation), groups.take(np.arange(begin, end)), *further)
+            yield RecordedBatch(int(generation), groups.take(np.arange(begin, end)), *further)

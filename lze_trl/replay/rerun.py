@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..record import MissingTelemetryError, Run, open_run
 from ..select.selectors import Selector
-from .choosing import Choice, Strategy, load_selector, ratio_of
+from .choosing import Choice, Chooser, load_selector, ratio_of
 from .foresight import Foreseer, Foresight
 from .history import ReplayError, Rules, read_batches, rules_of
 
@@ -89,27 +89,27 @@ def replay(
         settings = run.meta.settings
         rules = rules_of(settings, selection_ratio, seed)
         scale = settings.get("gumbel_scale", 0.05) if gumbel_scale is None else gumbel_scale
-        return _replay(run, rules, _strategies(selectors, rules, scale))
+        return _replay(run, rules, _choosers(selectors, rules, scale))
     finally:
         run.close()
 
 
-def _replay(run: Run, rules: Rules, strategies: dict[str, Strategy]) -> Replay:
+def _replay(run: Run, rules: Rules, choosers: dict[str, Chooser]) -> Replay:
     last, ledger = _end(run)
     ids = run.arrow("SELECT DISTINCT prompt_id FROM groups WHERE generation <= ? ORDER BY prompt_id", [last])
-    foreseer, own = Foreseer(ids["prompt_id"].to_numpy(), rules.memory), Strategy(rules)
+    foreseer, own = Foreseer(ids["prompt_id"].to_numpy(), rules.memory), Chooser(rules)
     generations = groups = live = 0
     for batch in read_batches(run, rules, last):
         generations += 1
         groups += len(batch.groups)
         live += int(batch.groups.alive.sum())
-        for strategy in (own, *strategies.values()):
-            strategy.see(batch)
+        for chooser in (own, *choosers.values()):
+            chooser.see(batch)
         foreseer.see(batch.groups, batch.scored)
     run_tokens = own.sums["tokens"] = ledger.get("update_tokens", own.sums["tokens"])
     plain_tokens = ledger.get("plain_tokens", math.nan) * rules.iterations
     per_token = ratio_of(ledger.get("plain_update_flops", math.nan), plain_tokens)
-    strategies = {THE_RUN: own} | strategies
+    choosers = {THE_RUN: own} | choosers
     return Replay(
         run=run.name,
         generations=generations,
@@ -117,23 +117,23 @@ def _replay(run: Run, rules: Rules, strategies: dict[str, Strategy]) -> Replay:
         live_share=ratio_of(live, groups),
         selection_ratio=rules.ratio,
         seed=rules.seed,
-        choices=[s.choice(name, run_tokens, plain_tokens, per_token) for name, s in strategies.items()],
+        choices=[s.choice(name, run_tokens, plain_tokens, per_token) for name, s in choosers.items()],
         foresight=foreseer.foresight(),
         notes=_notes(run, rules),
     )
 
 
-def _strategies(selectors: Sequence[str | Selector], rules: Rules, gumbel_scale: float) -> dict[str, Strategy]:
+def _choosers(selectors: Sequence[str | Selector], rules: Rules, gumbel_scale: float) -> dict[str, Chooser]:
     if not 0 <= gumbel_scale < math.inf:
         raise ReplayError(f"`gumbel_scale` must be at least 0, got {gumbel_scale}. Use 0 to rank without noise.")
-    strategies = {}
+    choosers = {}
     for selector in selectors:
         name = selector if isinstance(selector, str) else type(selector).__name__
         loaded = load_selector(selector, gumbel_scale) if isinstance(selector, str) else selector
-        if name == THE_RUN or name in strategies:
+        if name == THE_RUN or name in choosers:
             raise ReplayError(f"Every strategy needs a name of its own, got {name!r} twice. Leave one of them out.")
-        strategies[name] = Strategy(rules, loaded)
-    return strategies
+        choosers[name] = Chooser(rules, loaded)
+    return choosers
 
 
 def _end(run: Run) -> tuple[int, dict[str, float]]:

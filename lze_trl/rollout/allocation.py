@@ -24,16 +24,7 @@ def softmax_shares(scores: np.ndarray, temperature: float, total: float, minimum
     Shares of `total` in proportion to softmax(score / τ), within bounds.
 
     Shares that would pass a bound are set to it, and the rest is shared out anew among the others (water-filling).
-
-    Args:
-        scores (`np.ndarray` of shape `(n,)`): One score per prompt.
-        temperature (`float`): τ.
-        total (`float`): Sum of the shares, in [n·minimum, n·maximum].
-        minimum (`float`): Lowest share.
-        maximum (`float`): Highest share.
-
-    Returns:
-        `np.ndarray` of shape `(n,)`: The shares, float64.
+    Scores and shares have shape `(n,)`; `total`, the sum of the shares, is in [n·minimum, n·maximum].
     """
     shares, free = np.zeros(len(scores)), np.ones(len(scores), dtype=bool)
     while free.any():
@@ -55,13 +46,6 @@ def largest_remainders(shares: np.ndarray, total: int) -> np.ndarray:
     Integers that sum up to `total`, each a share rounded down or up: those with the largest remainders are rounded up.
 
     Ties go to the lower index. Remainders are compared to nine decimals: equal shares differ in their last bit.
-
-    Args:
-        shares (`np.ndarray` of shape `(n,)`): Shares that sum up to `total`, up to rounding errors.
-        total (`int`): Sum of the result.
-
-    Returns:
-        `np.ndarray` of shape `(n,)`: Counts, int64.
     """
     counts = np.floor(shares).astype(np.int64)
     order = np.argsort(-np.round(shares - counts, 9), kind="stable")

@@ -21,12 +21,7 @@ from typing import Literal
 import numpy as np
 
 from ..arrays import Prompts, Rollouts
-from .allocation import (
-    even_parts,
-    expected_energy,
-    largest_remainders,
-    softmax_shares,
-)
+from .allocation import even_parts, expected_energy, largest_remainders, softmax_shares
 
 
 class RolloutController(ABC):
@@ -167,18 +162,12 @@ class ReinforceAda(RolloutController):
             )
 
     def draw(self, round: int, prompts: Prompts, drawn: Rollouts, rng: np.random.Generator) -> np.ndarray:
-        positives, negatives = _kinds(drawn)
-        active = ~self._met(
-            np.bincount(drawn.group[positives], minlength=len(prompts)),
-            np.bincount(drawn.group[negatives], minlength=len(prompts)),
-        )
-        return np.where(active & (round < self.max_rounds), self.round_size, 0)
-
-    def _met(self, positives: np.ndarray, negatives: np.ndarray) -> np.ndarray:
-        """Whether each prompt has met its exit condition, from its numbers of completions of either kind."""
+        positives, negatives = (_counts(kind, drawn) for kind in _kinds(drawn))
         if self.exit == "positive":
-            return positives >= 1
-        return (positives >= self.kept // 2) & (negatives >= self.kept - self.kept // 2)
+            done = positives >= 1
+        else:
+            done = (positives >= self.kept // 2) & (negatives >= self.kept - self.kept // 2)
+        return np.where(~done & (round < self.max_rounds), self.round_size, 0)
 
     def keep(self, drawn: Rollouts, rng: np.random.Generator) -> np.ndarray:
         return _of_both_kinds(drawn, self.kept)
@@ -189,9 +178,8 @@ class DynamicSampling(SubsamplingController):
     """
     Dynamic sampling with refill (DAPO, arXiv 2503.14476).
 
-    Each round draws G completions of every prompt that has none, and further prompts are asked for until K live groups
-    are there: as many as are expected to give the missing ones at the share of live groups seen so far in the batch,
-    at most as many as the first round had.
+    Each round draws G completions of every prompt that has none. Further prompts are asked for until K groups are alive:
+    as many as the share of live groups in the batch so far makes necessary, at most as many as the first round had.
 
     Args:
         group_size (`int`): G.
@@ -228,8 +216,8 @@ class Probing(SubsamplingController):
     """
     Half of each group first, the other half only where the first has a signal.
 
-    A prompt whose first completions all have the same reward is left at that: it costs half. What is lost are groups that
-    only their second half would have brought to life, those whose pass rate is close to 0 or 1.
+    A prompt whose first completions all have the same reward costs half. Groups are lost that only their second half would
+    have brought to life, those whose pass rate is close to 0 or 1.
 
     Args:
         group_size (`int`): G, at least 4.
@@ -299,12 +287,9 @@ class Allocation(SubsamplingController):
         young = prompts.rollouts < self.young
         uniform = budget * int(young.sum()) // len(prompts)
         counts[young] = even_parts(uniform, int(young.sum()))
-        counts[~young] = largest_remainders(
-            softmax_shares(
-                expected_energy(prompts)[~young], self.temperature, budget - uniform, self.minimum, self.maximum
-            ),
-            budget - uniform,
-        )
+        scores, rest = expected_energy(prompts)[~young], budget - uniform
+        shares = softmax_shares(scores, self.temperature, rest, self.minimum, self.maximum)
+        counts[~young] = largest_remainders(shares, rest)
         return counts
 
 
@@ -314,11 +299,15 @@ def _kinds(drawn: Rollouts) -> tuple[np.ndarray, np.ndarray]:
     return positives, ~np.isnan(drawn.rewards) & ~positives
 
 
+def _counts(rows: np.ndarray, drawn: Rollouts) -> np.ndarray:
+    """How many of the given rows each group has, shape `(P,)`."""
+    return np.bincount(drawn.group[rows], minlength=drawn.num_groups)
+
+
 def _of_both_kinds(drawn: Rollouts, kept: int) -> np.ndarray:
     """The first kept // 2 positives of each group and the rest negatives, a shortfall filled from the other kind."""
     positives, negatives = _kinds(drawn)
-    num_positives = np.bincount(drawn.group[positives], minlength=drawn.num_groups)
-    num_negatives = np.bincount(drawn.group[negatives], minlength=drawn.num_groups)
+    num_positives, num_negatives = _counts(positives, drawn), _counts(negatives, drawn)
     kept_positives = np.minimum(kept // 2, num_positives)
     kept_negatives = np.minimum(kept - kept_positives, num_negatives)
     kept_positives = np.minimum(kept - kept_negatives, num_positives)  # where negatives fall short
@@ -346,10 +335,9 @@ def stratified(drawn: Rollouts, kept: int) -> np.ndarray:
     chosen = _of_both_kinds(drawn, kept)
     weights = np.zeros(drawn.num_rows)
     for kind in _kinds(drawn):
-        of_kind = np.bincount(drawn.group[kind], minlength=drawn.num_groups)
-        kept_of_kind = np.bincount(drawn.group[kind & chosen], minlength=drawn.num_groups)
-        group = drawn.group[kind & chosen]
-        weights[kind & chosen] = of_kind[group] / kept_of_kind[group]
+        kept_rows = kind & chosen
+        group = drawn.group[kept_rows]
+        weights[kept_rows] = _counts(kind, drawn)[group] / _counts(kept_rows, drawn)[group]
     return weights
 
 
@@ -372,17 +360,8 @@ def _check_at_least(name: str, value: int, lowest: int, advice: str):
 def ask(
     controller: RolloutController, round: int, prompts: Prompts, drawn: Rollouts, rng: np.random.Generator
 ) -> np.ndarray:
-    """
-    Ask a controller how many further completions each prompt gets, and check its answer.
-
-    Returns:
-        `np.ndarray` of shape `(P,)`: Numbers of completions, int64.
-
-    Raises:
-        ValueError: If the answer is not one integer of at least 0 per prompt.
-    """
-    counts = np.asarray(controller.draw(round, prompts, drawn, rng))
-    name = type(controller).__name__
+    """`controller.draw`, checked: int64. Raises a `ValueError` unless it is one integer of at least 0 per prompt."""
+    counts, name = np.asarray(controller.draw(round, prompts, drawn, rng)), type(controller).__name__
     if counts.shape != (len(prompts),) or not np.issubdtype(counts.dtype, np.integer):
         raise ValueError(
             f"`{name}.draw` must return an integer array of shape ({len(prompts)},), the further completions of each "
@@ -397,14 +376,8 @@ def ask(
 
 
 def ask_more(controller: RolloutController, round: int, prompts: Prompts, drawn: Rollouts, live: int, k: int) -> int:
-    """
-    Ask a controller how many further prompts it wants, and check its answer.
-
-    Raises:
-        ValueError: If the answer is not an integer of at least 0, or not 0 from a controller that draws no prompts.
-    """
-    count = controller.more(round, prompts, drawn, live, k)
-    name = type(controller).__name__
+    """`controller.more`, checked. Raises a `ValueError` unless it is an integer of at least 0 that the controller may ask."""
+    count, name = controller.more(round, prompts, drawn, live, k), type(controller).__name__
     if isinstance(count, bool) or not isinstance(count, (int, np.integer)) or count < 0:
         raise ValueError(f"`{name}.more` must return an integer of at least 0, a number of prompts, got {count!r}.")
     if count and not controller.draws_prompts:
@@ -416,17 +389,8 @@ def ask_more(controller: RolloutController, round: int, prompts: Prompts, drawn:
 
 
 def ask_keep(controller: RolloutController, drawn: Rollouts, rng: np.random.Generator) -> np.ndarray:
-    """
-    Ask a controller how many rows each one stands for in the update, and check its answer.
-
-    Returns:
-        `np.ndarray` of shape `(B,)`: Weights, float64; 0 for a row that is left out.
-
-    Raises:
-        ValueError: If the answer is not one bool, or one finite number of at least 0, per row.
-    """
-    weights = np.asarray(controller.keep(drawn, rng))
-    name = type(controller).__name__
+    """`controller.keep`, checked: float64. Raises a `ValueError` unless it is a bool or a finite weight per row."""
+    weights, name = np.asarray(controller.keep(drawn, rng)), type(controller).__name__
     if weights.shape != (drawn.num_rows,) or weights.dtype.kind not in "bf":
         raise ValueError(
             f"`{name}.keep` must return an array of shape ({drawn.num_rows},) of bool or float, whether or how much each "

@@ -6,17 +6,7 @@ from ..arrays import Groups, Rollouts, differ
 
 
 def group_mean(values: np.ndarray, group: np.ndarray, num_groups: int) -> np.ndarray:
-    """
-    Mean of the values that are not NaN in each group.
-
-    Args:
-        values (`np.ndarray` of shape `(B,)`): One value per completion.
-        group (`np.ndarray` of shape `(B,)`): Group of each completion.
-        num_groups (`int`): P.
-
-    Returns:
-        `np.ndarray` of shape `(P,)`: Means; NaN for a group without values.
-    """
+    """Mean of the values of each group that are not NaN, shape `(P,)`; NaN for a group without values."""
     scored = ~np.isnan(values)
     counts = np.bincount(group[scored], minlength=num_groups)
     sums = np.bincount(group[scored], weights=values[scored], minlength=num_groups)
@@ -33,15 +23,7 @@ def outcome_uncertainty(outcomes: np.ndarray, group: np.ndarray, num_groups: int
     Outcome uncertainty u, four times the variance of the outcomes in each group.
 
     For passes and fails this is 4·p·(1 − p); for graded outcomes in [0, 1] it is their spread on the same scale. A
-    group whose scored outcomes are all equal has exactly 0.
-
-    Args:
-        outcomes (`np.ndarray` of shape `(B,)`): Outcomes in [0, 1], NaN where not scored.
-        group (`np.ndarray` of shape `(B,)`): Group of each completion.
-        num_groups (`int`): P.
-
-    Returns:
-        `np.ndarray` of shape `(P,)`: Values in [0, 1]; 0 for a group without scored outcomes.
+    group without scored outcomes, or whose scored outcomes are all equal, has exactly 0. Shape `(P,)`.
     """
     mean = group_mean(outcomes, group, num_groups)
     uncertainty = 4.0 * group_mean((outcomes - mean[group]) ** 2, group, num_groups)
@@ -74,16 +56,11 @@ def score_groups(
     Score every group of a generation batch.
 
     Args:
-        rollouts ([`Rollouts`]):
-            Scored completions.
-        first_pass_rates (`np.ndarray` of shape `(P,)`):
-            Pass rate at each prompt's first visit, NaN where this visit is the first.
-        ema (`np.ndarray` of shape `(P,)`):
-            Moving average before this visit, NaN where this visit is the first.
-        visits (`np.ndarray` of shape `(P,)`):
-            Visits before this one.
-        replayed (`np.ndarray` of shape `(P,)`):
-            Whether the visit is a re-check of a pruned prompt.
+        rollouts ([`Rollouts`]): Scored completions.
+        first_pass_rates (`np.ndarray` of shape `(P,)`): Pass rate at the first visit, NaN where this visit is the first.
+        ema (`np.ndarray` of shape `(P,)`): Moving average before this visit, NaN where this visit is the first.
+        visits (`np.ndarray` of shape `(P,)`): Visits before this one.
+        replayed (`np.ndarray` of shape `(P,)`): Whether the visit is a re-check of a pruned prompt.
         difficulty_floor (`float`): d_min.
         momentum_weight (`float`): α.
         named_outcome (`bool`): Whether outcomes are those of a reward that the user named, which then says what is solved.
@@ -103,6 +80,7 @@ def score_groups(
     alive = rollouts.alive
     prompt_tokens = np.zeros(num_groups, dtype=np.int64)
     np.maximum.at(prompt_tokens, group, rollouts.prompt_tokens)
+    completion_tokens = np.bincount(group, weights=rollouts.completion_tokens, minlength=num_groups)
     return Groups(
         prompt_ids=rollouts.prompt_ids,
         sizes=rollouts.sizes,
@@ -118,11 +96,9 @@ def score_groups(
         visits=visits + 1,
         reward_mean=reward_mean,
         reward_std=np.sqrt(
-            np.where(differ(rollouts.rewards, group, num_groups), reward_variance, 0.0 * reward_variance)
+            np.where(differ(rollouts.rewards, group, num_groups), reward_variance, 0 * reward_variance)
         ),
         prompt_tokens=prompt_tokens,
-        completion_tokens=np.bincount(group, weights=rollouts.completion_tokens, minlength=num_groups).astype(
-            np.int64
-        ),
+        completion_tokens=completion_tokens.astype(np.int64),
         replayed=replayed,
     )

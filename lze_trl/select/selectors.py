@@ -39,16 +39,8 @@ def quota(ratio: float, num_groups: int) -> int:
 
 def ramped_ratio(ratio: float, batch: int, warmup: int = 0, ramp: int = 0) -> float:
     """
-    Selection ratio of a generation batch: 1 during the warm-up, then falling linearly to `ratio`.
-
-    Args:
-        ratio (`float`): ρ after the ramp.
-        batch (`int`): Index of the generation batch, from 0.
-        warmup (`int`): Number of batches with ratio 1.
-        ramp (`int`): Number of batches over which the ratio falls; the last of them has `ratio`.
-
-    Returns:
-        `float`: The ratio, in `[ratio, 1]`.
+    Selection ratio of a generation batch: 1 during the first `warmup` batches, then falling linearly over `ramp` batches,
+    the last of which has `ratio`. Batches count from 0.
     """
     if batch < warmup:
         return 1.0
@@ -135,13 +127,8 @@ def make_selector(name: str, gumbel_scale: float = 0.05) -> Selector:
 
 def choose(selector: Selector, groups: Groups, k: int, rng: np.random.Generator) -> np.ndarray:
     """
-    Ask a selector and check its answer.
-
-    Returns:
-        `np.ndarray` of shape `(P,)`: Whether each group is chosen, bool.
-
-    Raises:
-        ValueError: If the answer is not a list of distinct group indices.
+    `selector.select`, checked: whether each group is chosen, shape `(P,)`, bool. Raises a `ValueError` unless the answer is
+    a list of distinct group indices.
     """
     indices = np.asarray(selector.select(groups, k, rng))
     name = type(selector).__name__
@@ -178,32 +165,24 @@ def choose_groups(
         loss_tokens (`np.ndarray` of shape `(P,)`): Tokens of each group that the loss covers.
         k (`int`): Number of groups that the selection ratio asks for.
         draws_prompts (`bool`):
-            Whether prompts were drawn until `k` groups were alive. Dead ones are out then, and what is more than `k` waits.
+            Whether prompts were drawn until `k` groups were alive. Then no dead group is chosen, and at most `k` are.
         make_rng (`Callable`): Makes the source of randomness, with the same numbers each time.
 
     Returns:
         `np.ndarray` of shape `(P,)`: Whether each group is chosen, bool.
     """
+
+    def among(candidates: np.ndarray, at_most: int | None = None) -> np.ndarray:
+        chosen = np.zeros(len(groups), dtype=bool)
+        if len(candidates):
+            picked = np.flatnonzero(choose(selector, groups.take(candidates), k, make_rng()))
+            chosen[candidates[picked[:at_most]]] = True
+        return chosen
+
     if draws_prompts:
-        candidates = np.flatnonzero(groups.alive & (loss_tokens > 0))
-        return _choose_among(selector, groups, candidates, k, make_rng(), at_most=k)
-    chosen = _choose_among(selector, groups, np.arange(len(groups)), k, make_rng())
+        return among(np.flatnonzero(groups.alive & (loss_tokens > 0)), at_most=k)
+    chosen = among(np.arange(len(groups)))
     if chosen.sum() == k and not loss_tokens[chosen].all() and not isinstance(selector, AllSelector):
-        # All completions of a group are truncated and masked: such a group takes no place of another. Plain GRPO counts it
-        chosen = _choose_among(selector, groups, np.flatnonzero(loss_tokens), k, make_rng())
-    return chosen
-
-
-def _choose_among(
-    selector: Selector,
-    groups: Groups,
-    candidates: np.ndarray,
-    k: int,
-    rng: np.random.Generator,
-    at_most: int | None = None,
-) -> np.ndarray:
-    chosen = np.zeros(len(groups), dtype=bool)
-    if len(candidates):
-        picked = np.flatnonzero(choose(selector, groups.take(candidates), k, rng))
-        chosen[candidates[picked[:at_most]]] = True
+        # A group whose completions are all truncated and masked takes no place of another. Plain GRPO counts it
+        chosen = among(np.flatnonzero(loss_tokens))
     return chosen

@@ -456,7 +456,7 @@ def test_no_file_outside_the_runs_is_served(address, runs):
     files = {
         "/etc/passwd": Path("/etc/passwd"),
         str(runs / "lze-a" / "telemetry" / "meta.json"): runs / "lze-a" / "telemetry" / "meta.json",
-        "lze_trl/job/hub.py": root / "lze_trl" / "job" / "hub.py",
+        "lze_trl/hub.py": root / "lze_trl" / "hub.py",
         "setup.cfg": root / "setup.cfg",
     }
     for target, file in files.items():

@@ -152,7 +152,7 @@ def test_servers_and_transformers_complete_alike(servers, models, tmp_path):
             return [float(i % 4 < 2 or (i // 4) % 3 == 0) for i in range(len(completions))]
 
         trainer = make_trainer(directory, models["untied"], urls, rewards=by_place, selection_ratio=0.7, **DECAY)
-        trainer.selector = RecordingSelector(trainer.selector)
+        trainer.generation_step.selector = RecordingSelector(trainer.selector)
         trainer.train()
         return seen, trainer
 

@@ -83,7 +83,7 @@ def run(directory: Path, name: str, settings: dict):
         callbacks=[recorder] if urls else None,
     )
     recorder.trainer = trainer
-    trainer.selector = RecordingSelector(trainer.selector)
+    trainer.generation_step.selector = RecordingSelector(trainer.selector)
     trainer.train()
     trainer.save_model(str(directory / name / "model"))
     history = trainer.state.log_history

@@ -113,7 +113,8 @@ class VLLMServer:
         read: Callable[[Any], Result] = lambda it: it,
     ) -> Result:
         """
-        What `read` makes of the answer's JSON; a failure to read it is one of the server. A request with a body is a POST.
+        Send a request, as a POST if it has a body, and return what `read` finds in the JSON of the answer. An answer that it
+        cannot read is a failure of the server.
         """
         method = "GET" if body is None else "POST"
         where = f"{method} {self.url}{path}"

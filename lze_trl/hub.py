@@ -1,19 +1,17 @@
-"""Runs on the Hugging Face Hub: the model's card, telemetry and state as a dataset repo, and opening such a repo."""
+"""Runs that are published on the Hugging Face Hub: the model's card; telemetry and state as a dataset repo."""
 
 import logging
 import re
-import shutil
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi, constants, snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub import HfApi
 
-from ..files import made_aside, write_atomically
-from ..record import MissingTelemetryError, TelemetryError, open_run
-from ..record.ledger import PLAIN, against_plain, headline, skipped_visits
-from ..record.schema import DIRECTORY
+from .files import write_atomically
+from .record import MissingTelemetryError, TelemetryError, open_run
+from .record.ledger import PLAIN, against_plain, headline, skipped_visits
+from .record.schema import DIRECTORY
 
 
 logger = logging.getLogger(__name__)
@@ -21,10 +19,8 @@ logger = logging.getLogger(__name__)
 PICTURE = "lze_summary.png"
 """Picture of the run, beside the model card."""
 
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _RUN_FILES = [f"{DIRECTORY}/**", "report/**", "lze_state.*"]
 _PRIVATE = (f"/{DIRECTORY}/", "/report/")
-_STATE_FILES = ["lze_state.*", "checkpoint-*/lze_state.*", "checkpoint-*/trainer_state.json"]
 _SECTION_START, _SECTION_END = "<!-- lze:start -->", "<!-- lze:end -->"
 _SHOWN_SETTINGS = (
     "selector",
@@ -49,57 +45,6 @@ _SHOWN_SETTINGS = (
 _PACKAGES = ("lze-trl", "trl", "transformers", "accelerate", "datasets", "torch")
 
 
-def resolve_run(source: str | Path) -> Path:
-    """
-    Directory of a run that is given as a directory or as the Hub id of a dataset repo, such as `"me/my-run"`.
-
-    Of a repo, only the telemetry is downloaded. Neither of the two raises [`MissingTelemetryError`].
-    """
-    if Path(source).exists():
-        return Path(source)
-    try:
-        return _download(str(source), "dataset", [f"{DIRECTORY}/**"])
-    except FileNotFoundError as error:
-        raise MissingTelemetryError(str(error)) from error
-
-
-def resolve_state(source: str | Path) -> Path:
-    """
-    Directory with the prompt state of an earlier run, given as the directory of a run or checkpoint, or as a Hub id.
-
-    Of two repos of the same name, the dataset comes first, unless it holds no prompt state. `FileNotFoundError` is raised
-    if neither holds one.
-    """
-    from ..checkpoint import find_state
-
-    if Path(source).exists():
-        return Path(source)
-    try:
-        folder = _download(str(source), "dataset", _STATE_FILES)
-        find_state(folder)
-    except FileNotFoundError:
-        folder = _download(str(source), "model", _STATE_FILES)
-    return folder
-
-
-def _download(repo_id: str, repo_type: str, patterns: list[str]) -> Path:
-    neither = f"`{repo_id}` is neither a directory nor a {repo_type} repo on the Hub that can be read"
-    if not _HUB_ID.fullmatch(repo_id):
-        raise FileNotFoundError(f"{neither}. Give the `output_dir` of a training, or an id such as `me/my-run`.")
-    try:
-        snapshot = snapshot_download(repo_id, repo_type=repo_type, allow_patterns=patterns)
-    except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError) as error:
-        reason = str(error).splitlines()[0]
-        raise FileNotFoundError(
-            f"{neither}: {reason} Check the name, and `hf auth login` if it is private."
-        ) from error
-    # The files of the shared cache are links, which readers of a run do not follow
-    folder = Path(constants.HF_HOME) / "lze_trl" / f"{repo_type}--{repo_id.replace('/', '--')}"
-    with made_aside(folder) as unfinished:
-        shutil.copytree(snapshot, unfinished, dirs_exist_ok=True)
-    return folder
-
-
 def push_run(run_dir: str | Path, repo_id: str, private: bool | None = None, token: str | None = None) -> str:
     """
     Upload telemetry, prompt state, report and a card as a dataset repo.
@@ -115,7 +60,7 @@ def push_run(run_dir: str | Path, repo_id: str, private: bool | None = None, tok
     Returns:
         `str`: Address of the repo.
     """
-    from ..app.report import write_report
+    from .app.report import write_report
 
     run_dir = Path(run_dir)
     write_report(run_dir)
@@ -190,7 +135,7 @@ def extend_model_card(run_dir: str | Path):
 
     A section from an earlier call is replaced. A run without telemetry gets no section.
     """
-    from ..app.report import write_summary_picture
+    from .app.report import write_summary_picture
 
     run_dir = Path(run_dir)
     card = run_dir / "README.md"
