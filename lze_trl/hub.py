@@ -1,4 +1,4 @@
-"""Runs that are published on the Hugging Face Hub: the model's card; telemetry and state as a dataset repo."""
+"""Runs on the Hugging Face Hub: the model's card; telemetry and state as a dataset repo, and starting from it."""
 
 import logging
 import re
@@ -8,10 +8,12 @@ from typing import Any
 
 from huggingface_hub import HfApi
 
+from .checkpoint import find_state
 from .files import write_atomically
 from .record import MissingTelemetryError, TelemetryError, open_run
 from .record.ledger import PLAIN, against_plain, headline, skipped_visits
 from .record.schema import DIRECTORY
+from .remote import download
 
 
 logger = logging.getLogger(__name__)
@@ -19,6 +21,7 @@ logger = logging.getLogger(__name__)
 PICTURE = "lze_summary.png"
 """Picture of the run, beside the model card."""
 
+_STATE_FILES = ["lze_state.*", "checkpoint-*/lze_state.*", "checkpoint-*/trainer_state.json"]
 _RUN_FILES = [f"{DIRECTORY}/**", "report/**", "lze_state.*"]
 _PRIVATE = (f"/{DIRECTORY}/", "/report/")
 _SECTION_START, _SECTION_END = "<!-- lze:start -->", "<!-- lze:end -->"
@@ -43,6 +46,23 @@ _SHOWN_SETTINGS = (
     "seed",
 )
 _PACKAGES = ("lze-trl", "trl", "transformers", "accelerate", "datasets", "torch")
+
+
+def resolve_state(source: str | Path) -> Path:
+    """
+    Directory with the prompt state of an earlier run, given as the directory of a run or checkpoint, or as a Hub id.
+
+    Of two repos of the same name, the dataset comes first, unless it holds no prompt state. `FileNotFoundError` is raised
+    if neither holds one.
+    """
+    if Path(source).exists():
+        return Path(source)
+    try:
+        folder = download(str(source), "dataset", _STATE_FILES)
+        find_state(folder)
+    except FileNotFoundError:
+        folder = download(str(source), "model", _STATE_FILES)
+    return folder
 
 
 def push_run(run_dir: str | Path, repo_id: str, private: bool | None = None, token: str | None = None) -> str:

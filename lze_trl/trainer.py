@@ -39,7 +39,7 @@ from .checks import (
 )
 from .config import LZEGRPOConfig
 from .engine import Engine, altered, without_vllm
-from .hub import correct_model_card, extend_model_card, keep_private, push_run
+from .hub import correct_model_card, extend_model_card, keep_private, push_run, resolve_state
 from .memory.identity import ID_COLUMN
 from .memory.state import PromptState, StateSettings
 from .pack.layout import Geometry, micro_step_cost
@@ -47,7 +47,6 @@ from .plan.passes import Passes
 from .plan.planners import Planner, SolvedPlanner
 from .record.ledger import Ledger, TokenCost, saving_metrics, token_cost
 from .record.recorder import Recorder
-from .remote import resolve_state
 from .rollout.controllers import RolloutController, is_plain
 from .rollout.rounds import Rounds
 from .select.selectors import Selector, quota
@@ -143,6 +142,8 @@ class LZEGRPOTrainer(GRPOTrainer):
                 eprint       = {arXiv:2605.17003},
             }"""),
     }
+
+    generation_step: GenerationStep | None = None  # an object made without `__init__` works as TRL's does
 
     def __init__(
         self,
@@ -292,7 +293,7 @@ class LZEGRPOTrainer(GRPOTrainer):
     def _get_train_sampler(self, dataset: Dataset | None = None) -> Sampler:
         # Differs from TRL: a resumed run continues with the permutation of its epoch
         sampler = super()._get_train_sampler(dataset)
-        if self.generation_step.passes.mode == "refill":
+        if self.generation_step is not None and self.passes.mode == "refill":
             return [0] * len(sampler)  # our stream picks the prompts: the loader only counts micro-steps
         return EpochRepeatSampler(
             data_source=sampler.data_source,
@@ -305,7 +306,7 @@ class LZEGRPOTrainer(GRPOTrainer):
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
         # Differs from TRL: in training, micro-batches come from the packed generation batch
-        if not self.model.training:
+        if not self.model.training or self.generation_step is None:
             return super()._prepare_inputs(generation_batch)
         engine = Engine(self)
         self.generation_step.prepare(generation_batch, engine)
@@ -354,6 +355,8 @@ class LZEGRPOTrainer(GRPOTrainer):
         # Differs from TRL: the savings so far are among the metrics, none of TRL's is missing where no update had rows,
         # and all of them also go to the telemetry
         engine, step = Engine(self), self.generation_step
+        if step is None:
+            return super().log(logs, start_time)
         if self.model.training and engine.metrics.get("lze/skipped_update"):
             engine.log_all_names()
         if step.generation and not any(name.startswith("eval_") for name in logs):

@@ -32,7 +32,7 @@ ROOMS = {
     "rollout": "arrays memory pack plan seeding",
     "record": "arrays files memory pack select version",
     "replay": "arrays memory record seeding select",
-    "remote": "checkpoint files record",
+    "remote": "files record",
     "rewards": "",
     "data": "memory rewards",
     "app": "files record remote version",
@@ -40,10 +40,10 @@ ROOMS = {
     "checks": "config memory plan rollout",
     "checkpoint": "files",
     "compatibility": "checkpoint",
-    "hub": "app files record",
+    "hub": "app checkpoint files record remote",
     "engine": "checks memory pack rollout select",
     "step": "arrays engine memory pack plan record rollout seeding select",
-    "trainer": "app checkpoint checks compatibility config engine hub memory pack plan record remote rollout select step",
+    "trainer": "app checkpoint checks compatibility config engine hub memory pack plan record rollout select step",
     "job": "app checkpoint config data files record remote replay rewards trainer version",
 }
 PURE = (

@@ -63,20 +63,6 @@ def test_repeats_are_kept_where_too_few_prompts_would_remain(tmp_path, caplog):
         make(tmp_path, repeated(0, 0, 1, 1), deduplicate=True)
 
 
-def test_training_steps_get_the_rows_of_the_user(tmp_path):
-    class Watched(LZEGRPOTrainer):
-        def training_step(self, model, inputs, *args, **kwargs):
-            seen.append(inputs)
-            return super().training_step(model, inputs, *args, **kwargs)
-
-    seen = []
-    args = tiny.config(tmp_path, shuffle_dataset=False)
-    model, tokenizer = tiny.model(), tiny.tokenizer()
-    Watched(model, tiny.even_length_reward, args, tiny.prompts(11), processing_class=tokenizer).train()
-    rows = tiny.prompts(11).to_list()
-    assert seen == [[row for row in rows[start : start + 3] for _ in range(4)] for start in (0, 3, 6)]
-
-
 def test_repeats_are_kept_by_name(tmp_path):
     assert len(make(tmp_path, repeated(0, 1, 2, 3, 3, 0), deduplicate=False).train_dataset) == 6
 

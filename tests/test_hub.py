@@ -134,7 +134,7 @@ def test_pushed_run_is_opened_by_its_name(run_dir, tmp_path):
         assert "hf_secret" not in card
 
         opened = python("""
-from lze_trl.remote import resolve_run, resolve_state
+from lze_trl.hub import resolve_state; from lze_trl.remote import resolve_run
 from lze_trl.record import open_run
 print(open_run(resolve_run("me/my-run")).summary()["groups"])
 # As the app opens it, and what its first page shows
@@ -166,7 +166,7 @@ import shutil
 import sys
 from pathlib import Path
 from lze_trl.checkpoint import find_state, save
-from lze_trl.hub import push_run; from lze_trl.remote import resolve_run, resolve_state
+from lze_trl.hub import push_run; from lze_trl.hub import resolve_state; from lze_trl.remote import resolve_run
 from lze_trl.record import TelemetryWriter, open_run
 from test_telemetry import make_record
 
@@ -213,7 +213,9 @@ def test_a_run_pushed_again_replaces_the_one_before(tmp_path):
 
 @pytest.mark.slow
 def test_a_state_that_the_repo_has_no_more_is_not_found(tmp_path):
-    finding = "from lze_trl.remote import *; from lze_trl.checkpoint import *; print(find_state(resolve_state('me/run')).name)"
+    finding = (
+        "from lze_trl.hub import *; from lze_trl.checkpoint import *; print(find_state(resolve_state('me/run')).name)"
+    )
     repo, older = tmp_path / "server/me/run", tmp_path / "server/me/run/checkpoint-20"
     save(repo, STATE_NAME, {}, {"global_step": 10})
     save(older, STATE_NAME, {}, {"global_step": 20})
@@ -339,11 +341,11 @@ def test_rules_of_the_user_stay(tmp_path):
 
 def test_directories_need_no_hub(run_dir):
     assert remote.resolve_run(run_dir) == run_dir
-    assert remote.resolve_state(str(run_dir)) == run_dir
+    assert hub.resolve_state(str(run_dir)) == run_dir
     with pytest.raises(MissingTelemetryError, match="neither a directory nor a dataset repo"):
         remote.resolve_run("no/such/folder")
     with pytest.raises(FileNotFoundError, match="neither a directory nor a model repo"):
-        remote.resolve_state("/no/such/folder")
+        hub.resolve_state("/no/such/folder")
 
 
 def test_a_repo_without_any_of_the_files_is_an_empty_folder(tmp_path, monkeypatch):
@@ -356,10 +358,10 @@ def test_a_repo_without_any_of_the_files_is_an_empty_folder(tmp_path, monkeypatc
 def test_a_dataset_without_a_state_does_not_hide_a_model_with_one(run_dir, tmp_path, monkeypatch):
     (tmp_path / "telemetry-only").mkdir()
     folders = {"dataset": tmp_path / "telemetry-only", "model": run_dir}
-    monkeypatch.setattr(remote, "_download", lambda repo_id, repo_type, patterns: folders[repo_type])
-    assert remote.resolve_state("me/model") == run_dir
+    monkeypatch.setattr(hub, "download", lambda repo_id, repo_type, patterns: folders[repo_type])
+    assert hub.resolve_state("me/model") == run_dir
     folders["dataset"], folders["model"] = folders["model"], folders["dataset"]
-    assert remote.resolve_state("me/model") == run_dir
+    assert hub.resolve_state("me/model") == run_dir
 
 
 def test_a_model_card_is_written_whole_or_not_at_all(run_dir, monkeypatch):

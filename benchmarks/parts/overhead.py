@@ -21,7 +21,8 @@ from lze_trl.pack.layout import Geometry, Layout, pack
 from lze_trl.pack.rows import Scored, TokenRows
 from lze_trl.pack.weights import even_reference
 from lze_trl.record.ledger import Ledger, TokenCost
-from lze_trl.record.recorder import Recorder, batch_metrics
+from lze_trl.record.monitors import batch_metrics
+from lze_trl.record.recorder import Recorder
 from lze_trl.rollout.gather import gather_rollouts
 from lze_trl.seeding import keyed_rng
 from lze_trl.select.selectors import EnergySelector, choose, quota
