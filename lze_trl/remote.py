@@ -4,7 +4,7 @@ import re
 import shutil
 from pathlib import Path
 
-from huggingface_hub import constants
+from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from .files import made_aside
@@ -35,7 +35,7 @@ def download(repo_id: str, repo_type: str, patterns: list[str]) -> Path:
     if not _HUB_ID.fullmatch(repo_id):
         raise FileNotFoundError(f"{neither}. Give the `output_dir` of a training, or an id such as `me/my-run`.")
     try:
-        snapshot = snapshotdownload(repo_id, repo_type=repo_type, allow_patterns=patterns)
+        snapshot = snapshot_download(repo_id, repo_type=repo_type, allow_patterns=patterns)
     except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError) as error:
         reason = str(error).splitlines()[0]
         raise FileNotFoundError(

@@ -356,7 +356,8 @@ class LZEGRPOTrainer(GRPOTrainer):
         # and all of them also go to the telemetry
         engine, step = Engine(self), self.generation_step
         if step is None:
-            return super().log(logs, start_time)
+            super().log(logs, start_time)
+            return
         if self.model.training and engine.metrics.get("lze/skipped_update"):
             engine.log_all_names()
         if step.generation and not any(name.startswith("eval_") for name in logs):
