@@ -341,14 +341,6 @@ def test_resumed_on_a_stream_is_uninterrupted(tmp_path, moment):
     assert distance(whole, resumed) == 0.0
 
 
-def test_a_resume_remembers_what_was_foreseen(tmp_path):
-    # Passes of three batches: the second one, in which the prompts are known, has begun before the checkpoint
-    trainers = resumed_from_the_middle(tmp_path, dataset=tiny.prompts(9), **RESUMED["between batches"])
-    whole, resumed = (trainer.generation_step.dead.calibration.state_dict() for trainer in trainers)
-    assert len(trainers[0].generation_step.dead.calibration) > 9
-    assert all((whole[name] == resumed[name]).all() for name in whole)
-
-
 @pytest.mark.parametrize("pruning", ["skip", "refill"])
 def test_a_resume_repeats_no_anchor(tmp_path, pruning):
     settings = {"save_strategy": "steps", "save_steps": 4, "max_steps": 8, "pruning": pruning}

@@ -408,8 +408,6 @@ def test_the_runs_own_selector_chooses_what_the_run_chose(tmp_path, settings):
         assert (again.update_tokens, again.groups) == (savings["update_tokens"], savings["groups_trained"])
         assert again.update_flops == pytest.approx(savings["update_flops"])
         assert again.of_plain == pytest.approx(savings["update_flops"] / savings["plain_update_flops"])
-    calibration = trainer.generation_step.dead.calibration
-    assert (result.foresight.groups, result.foresight.brier) == (len(calibration), calibration.brier)
     assert result.foresight.groups > 0
 
 

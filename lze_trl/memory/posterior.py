@@ -139,18 +139,3 @@ class Calibration:
             }
             for index in np.flatnonzero(self._count).tolist()
         ]
-
-    def state_dict(self) -> dict[str, np.ndarray]:
-        """What a checkpoint has to hold."""
-        return {
-            "predicted": self._predicted.copy(),
-            "dead": self._dead.copy(),
-            "count": self._count.copy(),
-            "squared_error": np.array([self._squared_error], dtype=np.float64),
-        }
-
-    def load_state_dict(self, state: dict[str, np.ndarray]):
-        """Continue from a checkpoint."""
-        self._predicted, self._dead = state["predicted"].copy(), state["dead"].copy()
-        self._count = state["count"].copy()
-        self._squared_error = float(state["squared_error"][0])

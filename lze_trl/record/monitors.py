@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import Groups, Prompts, Rollouts, differ
-from ..memory.posterior import Calibration, beta_parameters, dead_probability
+from ..memory.posterior import beta_parameters, dead_probability
 from ..memory.state import PromptState
 
 
@@ -60,7 +60,6 @@ class DeadMonitor:
 
     def __init__(self, patience: int = 10):
         self.patience = patience
-        self.calibration = Calibration()
         self._silent = 0
         self._warned = self._warned_unscored = False
 
@@ -103,25 +102,19 @@ class DeadMonitor:
             return {}
         foreseen = dead_probability(*beta_parameters(prompts.pass_rates, prompts.strength), groups.sizes)[known]
         dead = ~groups.alive[known]
-        self.calibration.update(foreseen, dead)
         return {
             "dead_foreseen_share": float(foreseen.mean()),
             "dead_foreseen_brier": float(((foreseen - dead) ** 2).mean()),
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """What was foreseen so far, and what has been warned of."""
-        told = {"silent": self._silent, "warned": self._warned, "warned_unscored": self._warned_unscored}
-        return told | {f"calibration.{name}": array for name, array in self.calibration.state_dict().items()}
+        """What has been warned of."""
+        return {"silent": self._silent, "warned": self._warned, "warned_unscored": self._warned_unscored}
 
     def load_state_dict(self, state: dict[str, Any]):
         """Continue from a checkpoint."""
         self._silent, self._warned = state["silent"], state["warned"]
         self._warned_unscored = state["warned_unscored"]
-        prefix = "calibration."
-        self.calibration.load_state_dict(
-            {name[len(prefix) :]: array for name, array in state.items() if name.startswith(prefix)}
-        )
 
 
 def _cause(rollouts: Rollouts, rewards_per_func: np.ndarray, silent: int, patience: int) -> str | None:
