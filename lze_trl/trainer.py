@@ -336,10 +336,11 @@ class LZEGRPOTrainer(GRPOTrainer):
         # Differs from TRL: rows and their entropies weigh what they weigh in the optimizer step, however they are packed
         if "lze_scale" not in inputs:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        arguments = model, inputs, return_outputs, num_items_in_batch
-        return Engine(self).weighted_loss(
-            lambda view: super().compute_loss(*arguments), inputs, self.generation_step.window
-        )
+
+        def compute(view: Any) -> torch.Tensor:  # whose `super()` is that of the view
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+        return Engine(self).weighted_loss(compute, inputs, self.generation_step.window)
 
     # ---- Accounts and records ----
 
