@@ -147,7 +147,8 @@ def load_parts(directory: str | Path, name: str, parts: dict[str, Any]) -> dict[
     """
     arrays, meta = load(directory, name)
     for part, owner in parts.items():
-        owner.load_state_dict(part_state(arrays, meta, part))
+        if part in meta["parts"]:  # not the servers of a run that had none
+            owner.load_state_dict(part_state(arrays, meta, part))
     return meta
 
 

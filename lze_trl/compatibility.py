@@ -73,7 +73,7 @@ def described(args: Any, num_processes: int, draws_prompts: bool, used: dict[str
     settings = {name: vars(args)[name] for name in names} | used
     return {
         "num_processes": num_processes,
-        **{name: vars(args)[name] for name in (*_OF_ROWS, *_OF_PASSES)},
+        **{name: (vars(args) | used)[name] for name in (*_OF_ROWS, *_OF_PASSES)},
         "draws_prompts": draws_prompts,
         "settings": json.loads(json.dumps(settings, default=str)),
     }

@@ -10,7 +10,7 @@ import math
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +21,6 @@ from trl import GRPOTrainer
 from trl.trainer.utils import pad
 
 from .checks import IMAGE_COLUMNS, NO_IMAGE, images_error
-from .memory.identity import ID_COLUMN
 from .pack.batch import widths
 from .pack.layout import Layout
 from .pack.rows import Scored, TokenRows
@@ -36,10 +35,12 @@ def altered(trainer: GRPOTrainer, **changes: Any) -> Iterator[Any]:
     view = copy.copy(trainer)
     vars(view).update(changes)
     before = dict(vars(view))
-    yield view
-    for name, value in vars(view).items():
-        if name not in changes and (name not in before or before[name] is not value):
-            setattr(trainer, name, value)
+    try:
+        yield view
+    finally:
+        for name, value in vars(view).items():
+            if name not in changes and (name not in before or before[name] is not value):
+                setattr(trainer, name, value)
 
 
 @contextmanager
@@ -152,21 +153,15 @@ class Engine:
         if any(row.get(name) not in NO_IMAGE for row in inputs for name in IMAGE_COLUMNS):
             raise images_error("Rows of the training set hold images")  # of a stream, which is not read before
         prompts = [row["prompt"] for row in inputs]
-        with altered(trainer, num_generations=group_size) as view:
+        same = group_size == trainer.num_generations
+        with nullcontext(trainer) if same else altered(trainer, num_generations=group_size) as view:
             prompt_ids, completion_ids, loss_mask, texts, logprobs, fields, images, _ = view._generate(prompts)
         if images is not None:
             raise images_error("Prompts of the training set hold images")
         for name, values in fields.items():
             for i, row in enumerate(inputs):
                 row[name] = values[i] if isinstance(values, list) else values
-        seen = [{name: value for name, value in row.items() if name != ID_COLUMN} for row in inputs]
-        rewards = trainer._calculate_rewards(seen, prompts, texts, completion_ids)
-        if torch.isinf(rewards).any():
-            column = int(torch.isinf(rewards).any(dim=0).nonzero()[0])
-            raise ValueError(
-                f"The reward function '{trainer.reward_func_names[column]}' returned an infinite reward. Return a finite "
-                "number, or None where it does not apply."
-            )
+        rewards = trainer._calculate_rewards(inputs, prompts, texts, completion_ids)
         # Where two reward functions log the same column, the last one wins, as in TRL's table
         extra = {name: values[-len(inputs) :] for name, values in trainer._pending_extra_logs.items()}
         trainer._pending_extra_logs.clear()
@@ -224,7 +219,7 @@ class Engine:
             # TRL then computes old log-probabilities, as for batches that are used more than once
             changes["num_iterations"] = trainer.args.gradient_accumulation_steps + 1
         with altered(trainer, **changes) as view:
-            output = view._generate_and_score_completions([{"prompt": row} for row in range(count)])
+            output = GRPOTrainer._generate_and_score_completions(view, [{"prompt": row} for row in range(count)])
         if even:  # TRL has computed the advantages of the whole batch, and keeps them for its table
             advantages = np.array(table["advantages"], dtype=np.float32)
         else:

@@ -91,12 +91,12 @@ class GenerationStep:
         """Whether this micro-step has rows."""
         return not self.batch.is_empty(engine.micro_step % self.args.steps_per_generation)
 
-    def micro_batch(self, engine: Engine, pad_to_multiple_of: int | None) -> dict[str, Any]:
+    def micro_batch(self, engine: Engine) -> dict[str, Any]:
         """Inputs of this micro-step; without rows, those of another one with weight 0."""
         if not self.has_rows(engine):
             return dict(self.window.filler)
         slot, rank = engine.micro_step % self.args.steps_per_generation, self.accelerator.process_index
-        inputs = self.batch.micro_batch(slot, rank, self.args.loss_type, self.geometry, pad_to_multiple_of)
+        inputs = self.batch.micro_batch(slot, rank, self.args.loss_type, self.geometry, self.args.pad_to_multiple_of)
         self.window.filler = filler_inputs(inputs)
         return inputs
 
@@ -279,6 +279,7 @@ class GenerationStep:
     def parts(self) -> dict[str, Any]:
         """Parts with a memory that is the same on every process, by the name that they have in a checkpoint."""
         return {
+            "batches": self,
             "prompts": self.state,
             "passes": self.passes,
             "dead": self.dead,
@@ -286,20 +287,44 @@ class GenerationStep:
             "ledger": self.ledger,
         }
 
-    def local_parts(self) -> dict[str, Any]:
-        """Parts with rows of this process."""
-        return {"batches": self, "buffer": self.buffer}
-
     def state_dict(self) -> dict[str, Any]:
-        """The counter of generation batches, and the rows of this process if the last one is still in use."""
-        return {"generation": self.generation, "in_use": self._in_use} | (self.batch.arrays() if self._in_use else {})
+        """Counters, and whether rows are saved apart, see [`row_parts`]."""
+        return {
+            "generation": self.generation,
+            "in_use": self._in_use,
+            "waiting": len(self.buffer),
+            "dropped": self.buffer.dropped,
+        }
 
     def load_state_dict(self, state: dict[str, Any]):
-        """Continue from a checkpoint: forget what an interrupted training had begun."""
-        args = self.args
+        """Continue from a checkpoint, without the rows: forget what an interrupted training had begun."""
         self.generation, self._in_use = state["generation"], state["in_use"]
         self.batch, self._made_at = None, -1
-        if self._in_use:
-            device = self.accelerator.device
-            self.batch = GenerationBatch.from_arrays(state, args.steps_per_generation, args.packing, device)
+        self.buffer.clear(state["dropped"])
         self.window.reset()
+
+    def row_parts(self, waiting: int) -> dict[str, Any]:
+        """
+        Parts with rows of this process that are still in use, none after most batches.
+
+        Args:
+            waiting (`int`): Live groups that wait for an update.
+        """
+        rows = {"rows": BatchRows(self)} if self._in_use else {}
+        return rows | ({"buffer": self.buffer} if waiting else {})
+
+
+class BatchRows:
+    """The rows of a generation batch in the middle of which a checkpoint falls, as a part of the checkpoint."""
+
+    def __init__(self, step: GenerationStep):
+        self.step = step
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """The batch as arrays."""
+        return self.step.batch.arrays()
+
+    def load_state_dict(self, state: dict[str, np.ndarray]):
+        """Continue with the batch."""
+        args, device = self.step.args, self.step.accelerator.device
+        self.step.batch = GenerationBatch.from_arrays(state, args.steps_per_generation, args.packing, device)

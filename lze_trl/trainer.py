@@ -310,7 +310,19 @@ class LZEGRPOTrainer(GRPOTrainer):
             return super()._prepare_inputs(generation_batch)
         engine = Engine(self)
         self.generation_step.prepare(generation_batch, engine)
-        return self.generation_step.micro_batch(engine, self.pad_to_multiple_of)
+        return self.generation_step.micro_batch(engine)
+
+    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+        # Differs from TRL: reward functions do not see the prompt id, and no reward is infinite
+        seen = [{name: value for name, value in row.items() if name != ID_COLUMN} for row in inputs]
+        rewards = super()._calculate_rewards(seen, prompts, completions, completion_ids_list)
+        if torch.isinf(rewards).any():
+            column = int(torch.isinf(rewards).any(dim=0).nonzero()[0])
+            raise ValueError(
+                f"The reward function '{self.reward_func_names[column]}' returned an infinite reward. Return a finite "
+                "number, or None where it does not apply."
+            )
+        return rewards
 
     # ---- The update ----
 
@@ -336,11 +348,10 @@ class LZEGRPOTrainer(GRPOTrainer):
         # Differs from TRL: rows and their entropies weigh what they weigh in the optimizer step, however they are packed
         if "lze_scale" not in inputs:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-
-        def compute(view: Any) -> torch.Tensor:  # whose `super()` is that of the view
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-
-        return Engine(self).weighted_loss(compute, inputs, self.generation_step.window)
+        arguments = model, inputs, return_outputs, num_items_in_batch
+        return Engine(self).weighted_loss(
+            lambda view: GRPOTrainer.compute_loss(view, *arguments), inputs, self.generation_step.window
+        )
 
     # ---- Accounts and records ----
 
@@ -471,7 +482,8 @@ class LZEGRPOTrainer(GRPOTrainer):
             if self.args.should_save:  # one that is there already is incomplete from here on
                 Path(directory, TRAINER_STATE_NAME).unlink(missing_ok=True)
             self.accelerator.wait_for_everyone()
-            store.save_parts(directory, self._rows_name(), self.generation_step.local_parts(), {})
+            if parts := self.generation_step.row_parts(len(self.generation_step.buffer)):
+                store.save_parts(directory, f"{store.ROWS_NAME}_{self.accelerator.process_index}", parts, {})
             self.flush_telemetry()  # a resumed run does not record it again
             if self.args.should_save:
                 self._save_parts(directory)
@@ -491,12 +503,23 @@ class LZEGRPOTrainer(GRPOTrainer):
         meta = store.load_parts(checkpoint, store.STATE_NAME, self._parts)
         if self.is_world_process_zero():
             compatibility.warn_of_changes(meta["settings"], self._described["settings"])
-        same = meta["num_processes"] == self.accelerator.num_processes
-        store.load_parts(checkpoint, self._rows_name(None if same else 0), self.generation_step.local_parts())
+        self._load_rows(checkpoint, meta["parts"]["batches"]["waiting"], meta["num_processes"])
         # Micro-steps are counted from the beginning of a generation batch, however many this run makes of one
         Engine(self).continue_from(meta["micro_step"] if meta["mid_batch"] else 0)
         if self.state.global_step >= self.state.max_steps:
             self._load_rng_state(checkpoint)
+
+    def _load_rows(self, checkpoint: str, waiting: int, num_processes: int):
+        """Continue with the rows of a checkpoint; groups that wait are dropped if they lie with other processes."""
+        if waiting and num_processes != self.accelerator.num_processes:
+            self.generation_step.buffer.clear(self.generation_step.buffer.dropped + waiting)
+            logger.warning(
+                "%d surplus groups of the checkpoint are dropped: they lie with %d processes, and this run has %d.",
+                *(waiting, num_processes, self.accelerator.num_processes),
+            )
+            waiting = 0
+        if parts := self.generation_step.row_parts(waiting):
+            store.load_parts(checkpoint, f"{store.ROWS_NAME}_{self.accelerator.process_index}", parts)
 
     @property
     def _parts(self) -> dict[str, Any]:
@@ -504,15 +527,10 @@ class LZEGRPOTrainer(GRPOTrainer):
         servers = {"servers": self.vllm_generation} if self.use_vllm and self.args.vllm_mode == "http" else {}
         return self.generation_step.parts() | servers
 
-    def _rows_name(self, rank: int | None = None) -> str:
-        """File of the rows that a process holds, by default this one."""
-        return f"{store.ROWS_NAME}_{self.accelerator.process_index if rank is None else rank}"
-
     def _save_parts(self, directory: str):
         engine = Engine(self)
         place = {
             "global_step": self.state.global_step,
-            "generation": self.generation_step.generation,
             "micro_step": engine.micro_step,
             "mid_batch": engine.mid_batch,
         }
@@ -525,7 +543,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         for name, own, built_in in (
             ("selector", self.selector, args.make_selector()),
             ("controller", self.controller, args.make_controller()),
-            ("planner", self.planner, args.make_planner()),
+            ("pruning_policy", self.planner, args.make_planner()),
         ):
             if type(own) is not type(built_in):  # an object that was passed to the trainer
                 used[name] = type(own).__name__

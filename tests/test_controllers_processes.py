@@ -171,14 +171,13 @@ def test_one_process_goes_on_without_the_surplus_of_two(runs, tmp_path, caplog):
     settings = {name: value for name, value in SAVED.items() if name != "rows"}
     trainer = make(tmp_path, model=str(runs / "model"), per_device_train_batch_size=12, **settings)
     checkpoint = runs / "whole-2" / "checkpoint-2"
-    _, meta = load(checkpoint, "lze_rows_0")
-    buffer = meta["parts"]["buffer"]
+    batches = load(checkpoint, "lze_state")[1]["parts"]["batches"]
     trainer.train(resume_from_checkpoint=str(checkpoint))
     assert trainer.state.global_step == 5
     assert (
-        f"{buffer['waiting']} surplus groups of the checkpoint are dropped: they lie with 2 processes" in caplog.text
+        f"{batches['waiting']} surplus groups of the checkpoint are dropped: they lie with 2 processes" in caplog.text
     )
     assert trainer.rounds[0]["generation"] == 2
     log = [entry for entry in trainer.state.log_history if "lze/surplus_dropped" in entry]
-    assert log[2]["lze/surplus_dropped"] >= buffer["dropped"] + buffer["waiting"] > 0
+    assert log[2]["lze/surplus_dropped"] >= batches["dropped"] + batches["waiting"] > 0
     assert log[2]["lze/surplus_trained"] == 0

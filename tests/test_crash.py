@@ -128,7 +128,7 @@ def what_a_kill_leaves(run_dir: Path):
     generations = run.generations()
     assert generations.generation.tolist() == list(range(len(generations)))
     meta = json.loads((Path(checkpoint) / "lze_state.json").read_text())
-    assert len(generations) >= meta["generation"] > 0
+    assert len(generations) >= meta["parts"]["batches"]["generation"] > 0
     counted = run.sql("SELECT generation, count(*) AS groups FROM groups GROUP BY generation ORDER BY generation")
     # Groups are written before their batch: those of the last one may be there without it
     assert counted.groups.tolist()[: len(generations)] == generations.groups.tolist()

@@ -86,7 +86,7 @@ def test_a_run_with_live_groups_ends_well(train_on_gsm8k, tmp_path, capsys):
 
 def check_files(run_dir: Path, trained: int):
     """What the run has written agrees with its result."""
-    assert json.loads((run_dir / "lze_state.json").read_text())["generation"] == 3
+    assert json.loads((run_dir / "lze_state.json").read_text())["parts"]["batches"]["generation"] == 3
     log = json.loads((run_dir / "trainer_state.json").read_text())["log_history"]
     assert [logs["step"] for logs in log if "eval_reward" in logs] == [0, 3]
     assert {logs["rewards/accuracy_reward/mean"] for logs in log if "rewards/accuracy_reward/mean" in logs} == {0.0}

@@ -379,8 +379,7 @@ def test_resumed_with_surplus_is_uninterrupted_bit_for_bit(tmp_path, per_generat
         shutil.rmtree(tmp_path / "run" / f"checkpoint-{step}", ignore_errors=True)
     (checkpoint,) = (tmp_path / "run").glob("checkpoint-*")
     parts = json.loads((checkpoint / "lze_rows_0.json").read_text())["parts"]
-    assert parts["buffer"]["waiting"] > 0
-    assert parts["batches"]["in_use"] == (per_generation == 4)
+    assert set(parts) == {"buffer"} | ({"rows"} if per_generation == 4 else set())
     resumed = resumable(tmp_path, selector=selector, **shape)
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == whole.state.global_step == 7

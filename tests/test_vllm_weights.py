@@ -115,8 +115,9 @@ def test_casts_to_the_type_of_the_server(accelerator, tmp_path):
 
 def adapted(seed=0, tied=False, **kwargs):
     config = LoraConfig(r=3, lora_alpha=7, init_lora_weights=False, **kwargs)
+    model = tiny.model(tied=tied)
     torch.manual_seed(seed)
-    return get_peft_model(tiny.model(tied=tied), config)
+    return get_peft_model(model, config)
 
 
 @pytest.mark.parametrize(

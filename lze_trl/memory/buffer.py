@@ -1,9 +1,7 @@
 """Live groups that an update had no room for: kept for the next one, with their log-probabilities."""
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -13,9 +11,6 @@ from ..arrays import Groups, Rollouts
 from ..pack.exchange import exchange
 from ..pack.layout import Geometry, Layout, pack
 from ..pack.rows import ROW_ARRAYS, Scored, TokenRows, joined
-
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -104,13 +99,14 @@ class LiveBuffer:
         """For the log: groups that wait, and groups dropped so far."""
         return {"surplus": len(self), "surplus_dropped": self.dropped}
 
-    def state_dict(self) -> dict[str, Any]:
-        """The groups that wait, with the rows of this process."""
-        state: dict[str, Any] = {"dropped": self.dropped, "num_processes": self.accelerator.num_processes}
-        if self._waiting is None:
-            return state | {"waiting": 0}
+    def clear(self, dropped: int):
+        """Forget all groups; so many have been dropped so far."""
+        self.dropped, self._waiting = dropped, None
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """The groups that wait, of which there are some, with the rows of this process."""
         pool, scored = self._waiting, self._waiting.scored
-        state |= {"waiting": len(pool), "generation": pool.generation}
+        state = {"generation": pool.generation}
         state |= {f"groups.{field.name}": getattr(pool.groups, field.name) for field in fields(Groups)}
         state |= {f"rows.{name}": getattr(scored.rollouts, name) for name in ROW_ARRAYS}
         state |= {f"rows.{name}": getattr(scored, name) for name in _SCORED_ARRAYS}
@@ -123,18 +119,8 @@ class LiveBuffer:
                 state[f"lengths.{name}"] = np.array([len(row) for row in rows], dtype=np.int64)
         return state
 
-    def load_state_dict(self, state: dict[str, Any]):
-        """Continue from a checkpoint. Groups whose rows lie with another number of processes are dropped."""
-        self.dropped, self._waiting = state["dropped"], None
-        if not state["waiting"]:
-            return
-        if state["num_processes"] != self.accelerator.num_processes:
-            self.dropped += state["waiting"]
-            logger.warning(
-                "%d surplus groups of the checkpoint are dropped: they lie with %d processes, and this run has %d.",
-                *(state["waiting"], state["num_processes"], self.accelerator.num_processes),
-            )
-            return
+    def load_state_dict(self, state: dict[str, np.ndarray]):
+        """Continue with the groups of a checkpoint."""
         groups = Groups(**{field.name: state[f"groups.{field.name}"] for field in fields(Groups)})
         tokens = {}
         for name in _TOKENS:

@@ -71,7 +71,7 @@ class Scored:
     Attributes:
         local ([`TokenRows`]): Tokens of the rows that this process holds.
         inputs (`list[dict]`): Dataset rows of this process, one per completion that it holds.
-        texts (`list`): TokenRows of this process as text or messages.
+        texts (`list`): Completions of this process as text or messages.
         rewards_per_func (`torch.Tensor` of shape `(B, F)`): Rewards of all rows, NaN where not applicable.
         rollouts ([`Rollouts`]): The whole batch as arrays.
         loss_tokens (`np.ndarray` of shape `(B,)`): Tokens of each row that the loss covers.

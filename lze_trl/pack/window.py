@@ -57,7 +57,5 @@ class Window:
             if counted.any():
                 metrics[name] = float(np.average(values[counted], weights=tokens[counted]))
         metrics |= self._totals
-        filler = self.filler
         self.reset()
-        self.filler = filler
         return metrics

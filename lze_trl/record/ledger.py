@@ -130,7 +130,8 @@ class Ledger:
                 f"{sorted(set(state) - known)}: another version of lze_trl wrote it. Resume with that version, or "
                 "start a new run with `state_from`."
             )
-        vars(self).update(state)
+        # Settings of this run, which may be others than those of the checkpoint
+        vars(self).update(state | {"iterations": self.iterations, "logprob_passes": self.logprob_passes})
 
     @contextmanager
     def timed(self, kind: str) -> Iterator[None]:

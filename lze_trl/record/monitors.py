@@ -36,8 +36,7 @@ def batch_metrics(groups: Groups, chosen: np.ndarray, state: PromptState, pass_i
         "hopeless_share": float(groups.hopeless.mean()),
         "replayed_share": float(groups.replayed.mean()),
         "forgotten": float(groups.forgotten.sum()),
-        "pruned_prompts": float(state.num_pruned),
-        "seen_prompts": float(len(state)),
+        **state.metrics(),
         "pass": float(pass_index),
     }
     if chosen.any():

@@ -10,6 +10,8 @@ from ..arrays import Groups, Rollouts
 from ..memory.identity import ID_COLUMN
 from ..memory.state import PromptState
 from ..pack.rows import Scored
+from .generation import GenerationRecord
+from .writer import TelemetryWriter
 
 
 def _text(prompt: str | list[dict[str, Any]]) -> str:
@@ -79,8 +81,6 @@ class Recorder:
     def _open(self, generation: int) -> Any:
         """The writer of the main process; `None` on the others, and without telemetry."""
         if self._writer is None and self.args.telemetry and self.accelerator.is_main_process:
-            from . import TelemetryWriter
-
             simple = {
                 name: value
                 for name, value in self.args.to_sanitized_dict().items()
@@ -112,8 +112,6 @@ class Recorder:
         batch = _nothing(len(self.reward_names)) if scored is None else self._batch(scored, groups, chosen, generation)
         writer = self._open(generation)
         if writer is not None:
-            from . import GenerationRecord
-
             facts |= {"reward_names": self.reward_names, "ledger": self.totals()}
             writer.record(GenerationRecord(generation=generation, **facts, **batch))
 
