@@ -12,7 +12,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 TORCH := $(shell grep '^torch==' constraints.txt)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 PYTEST := $(BIN)/python -m pytest
-PYTEST_ON_ALL_CORES := OMP_NUM_THREADS=1 $(PYTEST) -n auto --dist loadfile
+PYTEST_ON_ALL_CORES := OMP_NUM_THREADS=1 $(PYTEST) -n auto --dist loadfile --no-loadscope-reorder
 DEMO_MODEL := runs/demo/warm-start/model
 MODEL ?= $(DEMO_MODEL)
 NOT_HERE := not server and not browser and not gpu

@@ -25,6 +25,14 @@ importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)
 datasets.disable_progress_bars()
 
 
+# Files that take longest, to be started first: none of them is left to one core at the end
+LONGEST = ("test_processes", "test_train", "test_controllers_processes", "test_laws", "test_errors", "test_crash")
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
+
+
 @pytest.fixture(scope="module", autouse=True)
 def frozen():
     """Every training begins with a full garbage collection: it need not search what is already here."""

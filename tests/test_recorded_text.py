@@ -79,6 +79,7 @@ def main():
         sys.stdout.write(json.dumps(told) + "\n")
 
 
+@pytest.mark.slow
 def test_text_travels_to_the_main_process_alone():
     shown = run_to_end([*by_torchrun(3), __file__]).stdout
     told = json.loads(shown[shown.index("[[") :].splitlines()[0])

@@ -325,7 +325,11 @@ def reward(completions, **kwargs):
     "name", ["single_process", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ddp_cpu", "zero3_cpu"))]
 )
 @pytest.mark.parametrize(
-    "script", [("-m", "lze_trl.job.train"), (str(ROOT / "lze_trl" / "job" / "train.py"),)], ids=["-m", "file"]
+    "script",
+    [
+        pytest.param(("-m", "lze_trl.job.train"), id="-m", marks=pytest.mark.slow),
+        pytest.param((str(ROOT / "lze_trl" / "job" / "train.py"),), id="file"),
+    ],
 )
 def test_accelerate_launch_runs_the_job(job_as_a_library_user, tmp_path, name, script):
     rows = 12 if name == "single_process" else 6
@@ -346,6 +350,7 @@ def test_accelerate_launch_runs_the_job(job_as_a_library_user, tmp_path, name, s
     assert "held-out reward" in done.stdout
 
 
+@pytest.mark.slow
 def test_the_script_takes_the_recipe_as_its_first_argument_and_tells_where_it_is(job):
     run(*parse_recipe([job(max_steps=2, eval_datasets=[])]))
     command = [job(max_steps=3, eval_datasets=[]), "--resume_from_checkpoint", "auto"]
@@ -356,6 +361,7 @@ def test_the_script_takes_the_recipe_as_its_first_argument_and_tells_where_it_is
     assert "Resuming" not in shown
 
 
+@pytest.mark.slow
 def test_the_command_launches_without_noise(job, tmp_path):
     done = run_module(
         *("lze_trl.job.cli", "train", job(eval_datasets=[]), "--max_steps", "1"),
