@@ -207,7 +207,7 @@ def refuse_non_checkpoint(directory: str | Path):
 
 
 @contextmanager
-def told_if_disk_is_full(directory: Path) -> Iterator[None]:
+def explain_full_disk(directory: Path) -> Iterator[None]:
     """
     Write a checkpoint, and, where the disk is too full for it, remove what was written and say how much is missing.
 
@@ -254,7 +254,7 @@ def has_ended(checkpoint: str | Path, args: TrainingArguments) -> bool:
     Whether a checkpoint is the end of its run.
 
     Args:
-        checkpoint (`str` or `Path`): A complete checkpoint; one that is not there is none.
+        checkpoint (`str` or `Path`): A complete checkpoint; a missing one returns False.
         args ([`~transformers.TrainingArguments`]):
             Of the resumed run: its `max_steps` count if they are given; else it goes on if it has more epochs.
     """

@@ -90,7 +90,7 @@ def refuse_unfit(directory: str, model: PreTrainedModel, run: dict[str, Any], co
         controller ([`~lze_trl.rollout.controllers.RolloutController`]): Its controller.
 
     Raises:
-        CheckpointError: If it is none, is damaged, or was written with another model or other settings.
+        CheckpointError: If it is not a checkpoint, is damaged, or was written with another model or other settings.
     """
     store.refuse_non_checkpoint(directory)
     _refuse_other_model(model, Path(directory))

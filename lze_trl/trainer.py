@@ -478,7 +478,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         # Differs from TRL: adds the memory of our parts. Written before the rest: the trainer's state, TRL's last file,
         # vouches for a checkpoint, after which older ones are deleted
         directory = f"{self._get_output_dir(trial=trial)}/checkpoint-{self.state.global_step}"
-        with store.told_if_disk_is_full(Path(directory)):
+        with store.explain_full_disk(Path(directory)):
             if self.args.should_save:  # one that is there already is incomplete from here on
                 Path(directory, TRAINER_STATE_NAME).unlink(missing_ok=True)
             self.accelerator.wait_for_everyone()

@@ -23,7 +23,7 @@ from trl.rewards import accuracy_reward as accuracy_of_trl
 import tiny
 from launches import fork, on_two_cpus
 from lze_trl import LZEGRPOTrainer
-from lze_trl.checkpoint import CheckpointError, is_complete, told_if_disk_is_full
+from lze_trl.checkpoint import CheckpointError, is_complete, explain_full_disk
 from lze_trl.job import cli
 from lze_trl.job.train import main as job
 from lze_trl.record import TelemetryError, open_run
@@ -368,7 +368,7 @@ def test_a_full_disk_costs_the_checkpoint_and_nothing_before(small_disk, left):
 def test_the_first_checkpoint_may_be_too_large(tmp_path):
     with (
         pytest.raises(CheckpointError, match=r"needs more than 3 bytes, and [\d,]+ are free\. There is no earlier"),
-        told_if_disk_is_full(tmp_path / "checkpoint-1"),
+        explain_full_disk(tmp_path / "checkpoint-1"),
     ):
         (tmp_path / "checkpoint-1").mkdir()
         (tmp_path / "checkpoint-1" / "part").write_text("abc")
@@ -378,7 +378,7 @@ def test_the_first_checkpoint_may_be_too_large(tmp_path):
 
 
 def test_errors_of_another_kind_stay_what_they_are(tmp_path):
-    with pytest.raises(RuntimeError, match="the network is away"), told_if_disk_is_full(tmp_path / "checkpoint-1"):
+    with pytest.raises(RuntimeError, match="the network is away"), explain_full_disk(tmp_path / "checkpoint-1"):
         (tmp_path / "checkpoint-1").mkdir()
         raise RuntimeError("the network is away")
     assert (tmp_path / "checkpoint-1").exists()
