@@ -23,7 +23,7 @@ from trl.rewards import accuracy_reward as accuracy_of_trl
 import tiny
 from launches import fork, on_two_cpus
 from lze_trl import LZEGRPOTrainer
-from lze_trl.checkpoint import CheckpointError, is_complete, explain_full_disk
+from lze_trl.checkpoint import CheckpointError, explain_full_disk, is_complete
 from lze_trl.job import cli
 from lze_trl.job.train import main as job
 from lze_trl.record import TelemetryError, open_run
