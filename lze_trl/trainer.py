@@ -3,19 +3,13 @@
 import copy
 import inspect
 import logging
-import math
-import os
 import textwrap
-from dataclasses import replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
-from accelerate import Accelerator
-from accelerate.utils import DistributedType
 from datasets import Dataset, IterableDataset
 from torch.utils.data import Sampler
 from transformers.trainer import TRAINER_STATE_NAME
@@ -25,6 +19,7 @@ from trl.trainer.utils import RepeatSampler, get_config_model_id
 from . import checkpoint as store
 from . import compatibility
 from .app.console import RunSummary, accuracy_metric, replace_printers
+from .build import make_geometry, make_passes, make_state
 from .checks import (
     checked,
     outcome_rule,
@@ -41,39 +36,16 @@ from .config import LZEGRPOConfig
 from .engine import Engine, altered, without_vllm
 from .hub import correct_model_card, extend_model_card, keep_private, push_run, resolve_state
 from .memory.identity import ID_COLUMN
-from .memory.state import PromptState, StateSettings
-from .pack.layout import Geometry, micro_step_cost
-from .plan.passes import Passes
-from .plan.planners import Planner, SolvedPlanner
+from .plan.planners import Planner
 from .record.ledger import Ledger, TokenCost, saving_metrics, token_cost
 from .record.recorder import Recorder
 from .rollout.controllers import RolloutController, is_plain
 from .rollout.rounds import Rounds
-from .select.selectors import Selector, quota
+from .select.selectors import Selector
 from .step import GenerationStep
 
 
 logger = logging.getLogger(__name__)
-
-
-def geometry(args: LZEGRPOConfig, accelerator: Accelerator) -> Geometry:
-    """Shape of the update. What a micro-step costs follows from how weights are sharded, unless it is a setting."""
-    shape = Geometry(
-        num_processes=accelerator.num_processes,
-        steps_per_generation=args.steps_per_generation,
-        chunk_steps=math.gcd(args.steps_per_generation, args.gradient_accumulation_steps),
-        micro_batch_rows=args.per_device_train_batch_size,
-        max_tokens=args.max_tokens_per_micro_batch,
-    )
-    if args.micro_step_cost is not None:
-        return replace(shape, micro_step_cost=args.micro_step_cost, further_micro_steps=math.inf)
-    deepspeed, processes = accelerator.state.deepspeed_plugin, accelerator.num_processes
-    sharded = accelerator.distributed_type == DistributedType.FSDP
-    if deepspeed is not None:
-        sharded = deepspeed.zero_stage == 3
-    of_this_node = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
-    cost = micro_step_cost(sharded and processes > 1, several_nodes=processes > of_this_node)
-    return replace(shape, micro_step_cost=cost)
 
 
 class EpochRepeatSampler(RepeatSampler):
@@ -199,72 +171,29 @@ class LZEGRPOTrainer(GRPOTrainer):
 
     def _build_parts(self, planner: Planner, controller: RolloutController, selector: Selector):
         """Give every part of a generation batch what it needs."""
-        args, accelerator = self.args, self.accelerator
-        sized = isinstance(self.train_dataset, Dataset)
-        num_groups = args.generation_batch_size // args.num_generations
-        if args.selection_ratio < 1.0 and quota(args.selection_ratio, num_groups) == num_groups:
-            logger.warning(
-                "A generation batch holds %d group(s), of which `selection_ratio=%s` is all of them: only dead groups are "
-                "dropped. Raise `generation_batch_size` (%d), so that there is something to choose from.",
-                *(num_groups, args.selection_ratio, args.generation_batch_size),
-            )
+        args, dataset, model = self.args, self.train_dataset, self.model.config._name_or_path
+        if isinstance(dataset, Dataset):
+            dataset = self._remove_unused_columns(dataset, description="training")
         rule = outcome_rule(args, self.reward_funcs, self.reward_func_names, controller)
-        self.prompt_state = PromptState(
-            StateSettings(
-                difficulty_floor=args.difficulty_floor,
-                momentum_weight=args.momentum_weight,
-                ema_decay=args.ema_decay,
-                pruning_streak=args.pruning_streak,
-                prune=args.pruning != "none" and isinstance(planner, SolvedPlanner),
-                named_outcome=rule.named,
-            ),
-            expected=len(self.train_dataset) if sized else 0,
-            bounds=rule.bounds,
-        )
-        self.passes = passes = self._make_passes(planner, controller, num_groups)
+        self.prompt_state = make_state(args, dataset, rule, planner)
+        self.passes = make_passes(args, self.accelerator, dataset, self.prompt_state, planner, controller)
         self.ledger = Ledger(iterations=self.num_iterations, logprob_passes=Engine(self).logprob_passes())
         described = {
             "selector": type(selector).__name__,
-            "num_processes": accelerator.num_processes,
-            "model": self.model.config._name_or_path,
+            "num_processes": self.accelerator.num_processes,
+            "model": model,
         }
         self.generation_step = GenerationStep(
             args,
-            passes,
-            Rounds(args, controller, passes, self.prompt_state, rule, accelerator),
+            self.passes,
+            Rounds(args, controller, self.passes, self.prompt_state, rule, self.accelerator),
             controller,
             self.prompt_state,
             selector,
-            geometry(args, accelerator),
+            make_geometry(args, self.accelerator),
             self.ledger,
-            Recorder(args, described, self.reward_func_names, self.savings, accelerator),
-            accelerator,
-        )
-
-    def _make_passes(self, planner: Planner, controller: RolloutController, num_groups: int) -> Passes:
-        """Plans of generation batches, over the training set with prompt ids."""
-        args, accelerator, dataset = self.args, self.accelerator, self.train_dataset
-        # A controller that draws prompts takes them from the stream, also where nothing is pruned
-        mode = "refill" if controller.draws_prompts else args.pruning
-        if isinstance(dataset, Dataset):
-            dataset = self._remove_unused_columns(dataset, description="training")
-
-        def gather(ids: list[int]) -> np.ndarray:
-            return accelerator.gather(torch.tensor(ids, device=accelerator.device)).cpu().numpy()
-
-        return Passes(
-            mode=mode,
-            dataset=dataset if isinstance(dataset, Dataset) else None,
-            planner=planner,
-            state=self.prompt_state,
-            seed=args.seed,
-            shuffle=self.shuffle_dataset,
-            group_size=args.num_generations,
-            num_groups=num_groups,
-            by_prompt=not is_plain(controller, args.num_generations),
-            process_index=accelerator.process_index,
-            num_processes=accelerator.num_processes,
-            gather=gather,
+            Recorder(args, described, self.reward_func_names, self.savings, self.accelerator),
+            self.accelerator,
         )
 
     @property

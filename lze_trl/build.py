@@ -1,0 +1,96 @@
+"""From settings to the parts of a generation batch."""
+
+import logging
+import math
+import os
+from dataclasses import replace
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from datasets import Dataset, IterableDataset
+
+from .config import LZEGRPOConfig
+from .memory.outcomes import OutcomeRule
+from .memory.state import PromptState, StateSettings
+from .pack.layout import Geometry, micro_step_cost
+from .plan.passes import Passes
+from .plan.planners import Planner, SolvedPlanner
+from .rollout.controllers import RolloutController, is_plain
+from .select.selectors import quota
+
+
+logger = logging.getLogger(__name__)
+
+
+def make_geometry(args: LZEGRPOConfig, accelerator: Accelerator) -> Geometry:
+    """Shape of the update. What a micro-step costs follows from how weights are sharded, unless it is a setting."""
+    shape = Geometry(
+        num_processes=accelerator.num_processes,
+        steps_per_generation=args.steps_per_generation,
+        chunk_steps=math.gcd(args.steps_per_generation, args.gradient_accumulation_steps),
+        micro_batch_rows=args.per_device_train_batch_size,
+        max_tokens=args.max_tokens_per_micro_batch,
+    )
+    if args.micro_step_cost is not None:
+        return replace(shape, micro_step_cost=args.micro_step_cost, further_micro_steps=math.inf)
+    deepspeed, processes = accelerator.state.deepspeed_plugin, accelerator.num_processes
+    sharded = accelerator.distributed_type == DistributedType.FSDP
+    if deepspeed is not None:
+        sharded = deepspeed.zero_stage == 3
+    of_this_node = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
+    cost = micro_step_cost(sharded and processes > 1, several_nodes=processes > of_this_node)
+    return replace(shape, micro_step_cost=cost)
+
+
+def make_state(
+    args: LZEGRPOConfig, dataset: Dataset | IterableDataset, rule: OutcomeRule, planner: Planner
+) -> PromptState:
+    """The memory of the prompts of a dataset."""
+    settings = StateSettings(
+        difficulty_floor=args.difficulty_floor,
+        momentum_weight=args.momentum_weight,
+        ema_decay=args.ema_decay,
+        pruning_streak=args.pruning_streak,
+        prune=args.pruning != "none" and isinstance(planner, SolvedPlanner),
+        named_outcome=rule.named,
+    )
+    return PromptState(settings, expected=len(dataset) if isinstance(dataset, Dataset) else 0, bounds=rule.bounds)
+
+
+def make_passes(
+    args: LZEGRPOConfig,
+    accelerator: Accelerator,
+    dataset: Dataset | IterableDataset,
+    state: PromptState,
+    planner: Planner,
+    controller: RolloutController,
+) -> Passes:
+    """The plans of generation batches, over a training set with prompt ids."""
+    num_groups = args.generation_batch_size // args.num_generations
+    if args.selection_ratio < 1.0 and quota(args.selection_ratio, num_groups) == num_groups:
+        logger.warning(
+            "A generation batch holds %d group(s), of which `selection_ratio=%s` is all of them: only dead groups are "
+            "dropped. Raise `generation_batch_size` (%d), so that there is something to choose from.",
+            *(num_groups, args.selection_ratio, args.generation_batch_size),
+        )
+
+    def gather(ids: list[int]) -> np.ndarray:
+        return accelerator.gather(torch.tensor(ids, device=accelerator.device)).cpu().numpy()
+
+    return Passes(
+        # A controller that draws prompts takes them from the stream, also where nothing is pruned
+        mode="refill" if controller.draws_prompts else args.pruning,
+        dataset=dataset if isinstance(dataset, Dataset) else None,
+        planner=planner,
+        state=state,
+        seed=args.seed,
+        shuffle=args.shuffle_dataset,
+        group_size=args.num_generations,
+        num_groups=num_groups,
+        by_prompt=not is_plain(controller, args.num_generations),
+        process_index=accelerator.process_index,
+        num_processes=accelerator.num_processes,
+        gather=gather,
+    )
