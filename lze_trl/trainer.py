@@ -21,7 +21,6 @@ from . import compatibility
 from .app.console import RunSummary, accuracy_metric, replace_printers
 from .build import make_geometry, make_passes, make_state
 from .checks import (
-    checked,
     outcome_rule,
     refuse_idle_planner,
     refuse_unequal_groups,
@@ -39,6 +38,7 @@ from .memory.identity import ID_COLUMN
 from .plan.planners import Planner
 from .record.ledger import Ledger, TokenCost, saving_metrics, token_cost
 from .record.recorder import Recorder
+from .rewards.guard import checked
 from .rollout.controllers import RolloutController, is_plain
 from .rollout.rounds import Rounds
 from .select.selectors import Selector
