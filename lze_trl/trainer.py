@@ -38,8 +38,8 @@ from .memory.identity import ID_COLUMN
 from .plan.planners import Planner
 from .record.ledger import Ledger, TokenCost, saving_metrics, token_cost
 from .record.recorder import Recorder
-from .rewards.guard import checked
 from .rollout.controllers import RolloutController, is_plain
+from .rollout.guard import checked
 from .rollout.rounds import Rounds
 from .select.selectors import Selector
 from .step import GenerationStep

@@ -44,7 +44,7 @@ ROOMS = {
     "engine": "checks memory pack rollout select",
     "build": "config memory pack plan rollout select",
     "step": "arrays engine memory pack plan record rollout seeding select",
-    "trainer": "app build checkpoint checks compatibility config engine hub memory plan record rewards rollout select step",
+    "trainer": "app build checkpoint checks compatibility config engine hub memory plan record rollout select step",
     "job": "app checkpoint config data files record remote replay rewards trainer version",
 }
 PURE = (
