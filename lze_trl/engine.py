@@ -246,9 +246,8 @@ class Engine:
     def _packed_logprobs(self, rows: TokenRows, layout: Layout) -> Callable:
         """TRL's computation of log-probabilities, in the micro-batches of the update: without the padding of all rows."""
         trainer, rank = self._trainer, self._trainer.accelerator.process_index
-        compute, held = trainer._get_per_token_logps_and_entropies, layout.rows_of(rank)
+        compute, places = trainer._get_per_token_logps_and_entropies, _places(layout, rank)
         lengths = [np.array([len(ids) for ids in tokens]) for tokens in (rows.prompt_ids, rows.completion_ids)]
-        places = [np.searchsorted(held, batch.rows[rank]) for batch in layout.micro_steps if batch is not None]
 
         def logprobs(model, input_ids, attention_mask, logits_to_keep, batch_size=None, **kwargs):
             middle = input_ids.size(1) - logits_to_keep  # prompts end here, completions begin
@@ -275,10 +274,7 @@ class Engine:
         trainer, rank = self._trainer, self._trainer.accelerator.process_index
         pad_id, device = trainer._tokenizer.pad_token_id, trainer.accelerator.device
         found: dict[int, list[float]] = {}
-        for batch in layout.micro_steps:
-            if batch is None:
-                continue
-            places = np.searchsorted(layout.rows_of(rank), batch.rows[rank])
+        for places in _places(layout, rank):
             ids, mask = [], []
             for tokens, side in ((rows.prompt_ids, "left"), (rows.completion_ids, "right")):
                 texts = [torch.tensor(tokens[place]) for place in places]
@@ -409,6 +405,12 @@ class Engine:
     def end_training(self):
         """Let `train()` take no step more."""
         self._trainer.control.should_training_stop = True
+
+
+def _places(layout: Layout, rank: int) -> list[np.ndarray]:
+    """Where the rows of each micro-batch of a process stand among all that it holds."""
+    held = layout.rows_of(rank)
+    return [np.searchsorted(held, batch.rows[rank]) for batch in layout.micro_steps if batch is not None]
 
 
 def _table(size: int) -> dict[str, Any]:

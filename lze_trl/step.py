@@ -226,8 +226,9 @@ class GenerationStep:
         if self.controller.draws_prompts:
             complete = engine.complete_logprobs if drawn.local.logprobs is None else None
             waiting = pool.groups.alive & ~chosen
-            self.ledger.logprob_tokens += self.buffer.keep(pool, waiting, self.generation, complete)
-            self.ledger.surplus_dropped = self.buffer.dropped
+            tokens, dropped = self.buffer.keep(pool, waiting, self.generation, complete)
+            self.ledger.logprob_tokens += tokens
+            self.ledger.surplus_dropped += dropped
 
     def _nothing(self, plan: Plan, engine: Engine) -> GenerationBatch:
         """A batch of which pruning, or the controller, has left nothing."""
@@ -256,7 +257,10 @@ class GenerationStep:
         if computed:
             metrics["padding_efficiency"] = real / computed
         if self.controller.draws_prompts:
-            metrics |= self.buffer.metrics() | {"surplus_trained": int(chosen.sum()) - int(fresh.sum())}
+            metrics |= self.buffer.metrics() | {
+                "surplus_trained": int(chosen.sum()) - int(fresh.sum()),
+                "surplus_dropped": self.ledger.surplus_dropped,
+            }
         for name, value in metrics.items():
             engine.metrics[f"lze/{name}"].append(float(value))
 
@@ -268,6 +272,8 @@ class GenerationStep:
         groups: Groups | None = None,
         chosen: np.ndarray | None = None,
     ):
+        if not self.args.telemetry:
+            return
         facts: dict[str, Any] = {"step": engine.optimizer_step, "pass_index": plan.pass_index}
         facts["skipped"] = len(plan.skipped)
         if groups is not None:
@@ -289,18 +295,13 @@ class GenerationStep:
 
     def state_dict(self) -> dict[str, Any]:
         """Counters, and whether rows are saved apart, see [`row_parts`]."""
-        return {
-            "generation": self.generation,
-            "in_use": self._in_use,
-            "waiting": len(self.buffer),
-            "dropped": self.buffer.dropped,
-        }
+        return {"generation": self.generation, "in_use": self._in_use, "waiting": len(self.buffer)}
 
     def load_state_dict(self, state: dict[str, Any]):
         """Continue from a checkpoint, without the rows: forget what an interrupted training had begun."""
         self.generation, self._in_use = state["generation"], state["in_use"]
         self.batch, self._made_at = None, -1
-        self.buffer.clear(state["dropped"])
+        self.buffer.clear()
         self.window.reset()
 
     def row_parts(self, waiting: int) -> dict[str, Any]:

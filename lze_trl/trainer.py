@@ -219,7 +219,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         if ID_COLUMN not in self._signature_columns:
             self._signature_columns.append(ID_COLUMN)
 
-    def _get_train_sampler(self, dataset: Dataset | None = None) -> Sampler:
+    def _get_train_sampler(self, dataset: Dataset | None = None) -> Sampler | list[int]:
         # Differs from TRL: a resumed run continues with the permutation of its epoch
         sampler = super()._get_train_sampler(dataset)
         if self.generation_step is not None and self.passes.mode == "refill":
@@ -441,7 +441,7 @@ class LZEGRPOTrainer(GRPOTrainer):
     def _load_rows(self, checkpoint: str, waiting: int, num_processes: int):
         """Continue with the rows of a checkpoint; groups that wait are dropped if they lie with other processes."""
         if waiting and num_processes != self.accelerator.num_processes:
-            self.generation_step.buffer.clear(self.generation_step.buffer.dropped + waiting)
+            self.ledger.surplus_dropped += waiting
             logger.warning(
                 "%d surplus groups of the checkpoint are dropped: they lie with %d processes, and this run has %d.",
                 *(waiting, num_processes, self.accelerator.num_processes),

@@ -171,7 +171,8 @@ def test_one_process_goes_on_without_the_surplus_of_two(runs, tmp_path, caplog):
     settings = {name: value for name, value in SAVED.items() if name != "rows"}
     trainer = make(tmp_path, model=str(runs / "model"), per_device_train_batch_size=12, **settings)
     checkpoint = runs / "whole-2" / "checkpoint-2"
-    batches = load(checkpoint, "lze_state")[1]["parts"]["batches"]
+    parts = load(checkpoint, "lze_state")[1]["parts"]
+    batches, ledger = parts["batches"], parts["ledger"]
     trainer.train(resume_from_checkpoint=str(checkpoint))
     assert trainer.state.global_step == 5
     assert (
@@ -179,5 +180,5 @@ def test_one_process_goes_on_without_the_surplus_of_two(runs, tmp_path, caplog):
     )
     assert trainer.rounds[0]["generation"] == 2
     log = [entry for entry in trainer.state.log_history if "lze/surplus_dropped" in entry]
-    assert log[2]["lze/surplus_dropped"] >= batches["dropped"] + batches["waiting"] > 0
+    assert log[2]["lze/surplus_dropped"] >= ledger["surplus_dropped"] + batches["waiting"] > 0
     assert log[2]["lze/surplus_trained"] == 0

@@ -51,7 +51,6 @@ class LiveBuffer:
         self.geometry = geometry
         self.max_age = max_age
         self.accelerator = accelerator
-        self.dropped = 0
         self._waiting: Pool | None = None
 
     def __len__(self) -> int:
@@ -68,7 +67,9 @@ class LiveBuffer:
             joined([old.scored, scored]), old.groups + groups, np.concatenate([old.generation, fresh.generation])
         )
 
-    def keep(self, pool: Pool, waiting: np.ndarray, generation: int, complete_logprobs: Callable | None) -> int:
+    def keep(
+        self, pool: Pool, waiting: np.ndarray, generation: int, complete_logprobs: Callable | None
+    ) -> tuple[int, int]:
         """
         Keep the groups that wait, unless they would be too old for the next batch.
 
@@ -81,27 +82,27 @@ class LiveBuffer:
                 batch have some.
 
         Returns:
-            `int`: Tokens of the rows whose log-probabilities were computed.
+            `tuple[int, int]`: Tokens of the rows whose log-probabilities were computed, and groups that were dropped.
         """
         kept = waiting & (generation + 1 - pool.generation <= self.max_age)
-        self.dropped += int((waiting & ~kept).sum())
+        dropped = int((waiting & ~kept).sum())
         self._waiting = None
         if not kept.any():
-            return 0
+            return 0, dropped
         scored, layout = spread(pool.scored, kept, self.geometry, self.accelerator)
         self._waiting = Pool(scored, pool.groups.take(np.flatnonzero(kept)), pool.generation[kept])
         if complete_logprobs is None or not (pool.generation[kept] == generation).any():
-            return 0
+            return 0, dropped
         complete_logprobs(scored.local, layout)
-        return int((scored.rollouts.prompt_tokens + scored.rollouts.completion_tokens).sum())
+        return int((scored.rollouts.prompt_tokens + scored.rollouts.completion_tokens).sum()), dropped
 
     def metrics(self) -> dict[str, float]:
-        """For the log: groups that wait, and groups dropped so far."""
-        return {"surplus": len(self), "surplus_dropped": self.dropped}
+        """For the log: groups that wait."""
+        return {"surplus": len(self)}
 
-    def clear(self, dropped: int):
-        """Forget all groups; so many have been dropped so far."""
-        self.dropped, self._waiting = dropped, None
+    def clear(self):
+        """Forget all groups."""
+        self._waiting = None
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """The groups that wait, of which there are some, with the rows of this process."""

@@ -98,7 +98,7 @@ class Recorder:
         self, scored: Scored | None, groups: Groups | None, chosen: np.ndarray | None, generation: int, **facts: Any
     ):
         """
-        Record a generation batch.
+        Record a generation batch, in a run with telemetry.
 
         Args:
             scored ([`Scored`], *optional*): The completions drawn; `None` if pruning has left nothing.
@@ -107,8 +107,6 @@ class Recorder:
             generation (`int`): The generation batch.
             facts: `step`, `pass_index`, `skipped` and `pruned`, see [`~lze_trl.record.GenerationRecord`].
         """
-        if not self.args.telemetry:
-            return
         batch = _nothing(len(self.reward_names)) if scored is None else self._batch(scored, groups, chosen, generation)
         writer = self._open(generation)
         if writer is not None:
