@@ -16,7 +16,15 @@ import numpy as np
 WINDOW = 3
 """Evaluations that a smoothed accuracy is the mean of."""
 COSTS = ("flops", "tokens", "seconds")
-"""What a cost to target is counted in."""
+"""What this machine has spent: a cost to target is counted in one of these, in `rollouts`, in `updates`, or in a price."""
+GENERATION_SHARES = (0.7, 0.25, 0.5, 0.9)
+"""Shares of generation in a step of the baseline at which a price is given; the first one leads."""
+PRICES = {f"price_{100 * share:.0f}": {"rollouts": share, "updates": 1.0 - share} for share in GENERATION_SHARES}
+"""
+Weights of what a price is made of: cost × = g · rollouts × + (1 − g) · updates ×, where rollouts take the share g of the
+baseline's time. `rollouts` are FLOPs of generation, `updates` those of log-probs, forward and backward; each is relative to the
+baseline's own.
+"""
 PHASES = ("rollout", "logprob", "update")
 ROUNDING = 1e-5
 """Accuracy that a run may lack of a target: runs that are alike but for the order of their sums differ by less."""
@@ -33,7 +41,8 @@ class Curve:
         strategy (`str`): Name of the strategy.
         seed (`int`): Seed.
         accuracy (`np.ndarray` of shape `(N,)`): Smoothed accuracy.
-        costs (`dict[str, np.ndarray]`): Totals so far: `steps`, `flops`, `tokens`, `update_tokens`, `seconds`.
+        costs (`dict[str, np.ndarray]`): Totals so far: `steps`, `flops`, `rollouts` and `updates` (FLOPs of each), `tokens`,
+            `update_tokens`, `completions` rolled out, `live_groups` among them (NaN where not counted), `seconds`.
         shares (`dict[str, dict[str, float]]`): Share of rollout, log-probs and update in the `flops` and `seconds` of the run.
     """
 
@@ -47,6 +56,11 @@ class Curve:
     def final(self) -> float:
         """Smoothed accuracy at the end."""
         return float(self.accuracy[-1])
+
+    @property
+    def completions_per_live_group(self) -> float:
+        """Completions rolled out for each group with different rewards; NaN where live groups were not counted."""
+        return float(self.costs["completions"][-1] / self.costs["live_groups"][-1])
 
 
 def smooth(values: Sequence[float], window: int = WINDOW) -> np.ndarray:
@@ -66,6 +80,10 @@ def read_curve(result: dict[str, Any], accuracy: str) -> Curve:
     costs = {
         "steps": [point["step"] for point in points],
         "flops": [point["flops"]["total"] for point in points],
+        "rollouts": [point["flops"]["rollout"] for point in points],
+        "updates": [point["flops"]["logprob"] + point["flops"]["update"] for point in points],
+        "completions": [point["rows_rolled_out"] for point in points],
+        "live_groups": [point.get("live_groups", math.nan) for point in points],
         "tokens": [sum(point[f"{phase}_tokens"] for phase in PHASES) for point in points],
         "update_tokens": [point["update_tokens"] for point in points],
         "seconds": [point["seconds"]["total"] for point in points],
@@ -202,21 +220,32 @@ def cost_to_target(runs: Pairs, cost: str, whole: bool = False) -> Spread | None
 
     Args:
         runs (`Pairs`): Runs of a strategy.
-        cost (`str`): One of `COSTS`.
+        cost (`str`): One of `COSTS` or `PRICES`, `"rollouts"` or `"updates"`.
         whole (`bool`, *optional*, defaults to `False`):
             Relative to the cost of the whole baseline run, instead of its cost at its own first crossing.
 
     Returns:
         `Spread | None`: `None` if a baseline was at its final accuracy from the start: there is nothing to compare with.
     """
-    ratios = []
-    for run, base in runs:
-        own = first_crossing(run.costs[cost], run.accuracy, base.final)
-        reference = base.costs[cost][-1] if whole else first_crossing(base.costs[cost], base.accuracy, base.final)
-        if reaches(base.accuracy, base.final)[0]:
-            return None
-        ratios.append(math.inf if own is None else own / reference)
-    return Spread(tuple(ratios))
+    if any(reaches(base.accuracy, base.final)[0] for _, base in runs):
+        return None
+    return Spread(
+        tuple(
+            sum(weight * _ratio(run, base, part, whole) for part, weight in _weights(cost).items())
+            for run, base in runs
+        )
+    )
+
+
+def _weights(cost: str) -> dict[str, float]:
+    """What a cost is made of, with weights."""
+    return PRICES.get(cost, {cost: 1.0})
+
+
+def _ratio(run: Curve, base: Curve, cost: str, whole: bool) -> float:
+    own = first_crossing(run.costs[cost], run.accuracy, base.final)
+    reference = base.costs[cost][-1] if whole else first_crossing(base.costs[cost], base.accuracy, base.final)
+    return math.inf if own is None else own / reference
 
 
 def stacked(curves: Sequence[Curve], cost: str) -> np.ndarray:
@@ -230,13 +259,18 @@ def stacked(curves: Sequence[Curve], cost: str) -> np.ndarray:
     return np.stack([[values[:length] for values in (curve.costs[cost], curve.accuracy)] for curve in curves], axis=1)
 
 
-def _mean_ratio(run: np.ndarray, base: np.ndarray, crossing: Crossing) -> float | None:
-    """[`mean_cost_to_target`] of stacked runs."""
-    (own_costs, own_accuracy), (costs, accuracy) = run.mean(axis=1), base.mean(axis=1)
-    if reaches(accuracy, accuracy[-1])[0]:
-        return None
-    own = crossing(own_costs, own_accuracy, accuracy[-1])
-    return math.inf if own is None else own / crossing(costs, accuracy, accuracy[-1])
+def _mean_ratio(runs: Pairs, cost: str, seeds: np.ndarray, crossing: Crossing) -> list[float] | None:
+    """[`mean_cost_to_target`] of draws of the runs, `seeds` being their indices, `(draws, S)`; `None` as there."""
+    ratios = np.zeros(len(seeds))
+    for part, weight in _weights(cost).items():
+        run, base = (stacked(curves, part) for curves in zip(*runs, strict=True))
+        for draw, chosen in enumerate(seeds):
+            (own_costs, own_accuracy), (costs, accuracy) = run[:, chosen].mean(axis=1), base[:, chosen].mean(axis=1)
+            if reaches(accuracy, accuracy[-1])[0]:
+                return None
+            own = crossing(own_costs, own_accuracy, accuracy[-1])
+            ratios[draw] += math.inf if own is None else weight * own / crossing(costs, accuracy, accuracy[-1])
+    return ratios.tolist()
 
 
 def mean_cost_to_target(runs: Pairs, cost: str, crossing: Crossing = first_crossing) -> float | None:
@@ -247,14 +281,14 @@ def mean_cost_to_target(runs: Pairs, cost: str, crossing: Crossing = first_cross
 
     Args:
         runs (`Pairs`): Runs of a strategy.
-        cost (`str`): One of `COSTS`.
+        cost (`str`): As in [`cost_to_target`].
         crossing (`Crossing`, *optional*): What counts as reaching it, for both. Defaults to the first crossing.
 
     Returns:
         `float | None`: Infinite if it is not reached. `None` if the averaged baseline was at its final accuracy from the start.
     """
-    run, base = (stacked(curves, cost) for curves in zip(*runs, strict=True))
-    return _mean_ratio(run, base, crossing)
+    ratios = _mean_ratio(runs, cost, np.arange(len(runs))[None], crossing)
+    return None if ratios is None else ratios[0]
 
 
 def bootstrap_interval(runs: Pairs, cost: str) -> tuple[float, float] | None:
@@ -265,7 +299,7 @@ def bootstrap_interval(runs: Pairs, cost: str) -> tuple[float, float] | None:
 
     Args:
         runs (`Pairs`): Runs of a strategy.
-        cost (`str`): One of `COSTS`.
+        cost (`str`): As in [`cost_to_target`].
 
     Returns:
         `tuple[float, float] | None`: Its ends. `None` with fewer than 3 seeds, or if the averaged baseline of a draw was at its
@@ -273,10 +307,10 @@ def bootstrap_interval(runs: Pairs, cost: str) -> tuple[float, float] | None:
     """
     if len(runs) < 3:
         return None
-    run, base = (stacked(curves, cost) for curves in zip(*runs, strict=True))
-    draws = np.random.default_rng(0).integers(len(runs), size=(DRAWS, len(runs)))
-    found = [_mean_ratio(run[:, seeds], base[:, seeds], first_crossing) for seeds in draws]
-    if None in found:
+    found = _mean_ratio(
+        runs, cost, np.random.default_rng(0).integers(len(runs), size=(DRAWS, len(runs))), first_crossing
+    )
+    if found is None:
         return None
     # Entries of the sorted draws, since nothing can be interpolated between infinite ones
     ordered, outside = sorted(found), DRAWS // 20
@@ -303,11 +337,11 @@ class Matched:
 
 def matched(runs: Pairs, control: str) -> Matched:
     """
-    Compare at an equal number of optimizer steps or of update tokens.
+    Compare at an equal number of optimizer steps, of update tokens or of completions rolled out.
 
     Args:
         runs (`Pairs`): Runs of a strategy.
-        control (`str`): `"steps"` or `"update_tokens"`.
+        control (`str`): `"steps"`, `"update_tokens"` or `"completions"`.
     """
     amounts, accuracies, gains, flops = [], [], [], []
     for run, base in runs:

@@ -65,6 +65,7 @@ class Meter:
         clock ([`Clock`]): Seconds of each phase.
         rows_rolled_out (`int`): Completions generated.
         rows_trained (`int`): Completions in forward and backward passes.
+        live_groups (`int`): Groups rolled out whose completions have different total rewards.
         tokens (`dict[str, int]`): Tokens of prompts and completions, padding left out, of each computing phase.
         computed_tokens (`dict[str, int]`): Positions that the model computed, padding included.
     """
@@ -72,8 +73,22 @@ class Meter:
     clock: Clock = field(default_factory=Clock)
     rows_rolled_out: int = 0
     rows_trained: int = 0
+    live_groups: int = 0
     tokens: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COMPUTING, 0))
     computed_tokens: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COMPUTING, 0))
+
+    _rewards: dict[str, set[float]] = field(default_factory=dict)  # of the prompts of this step
+
+    def score(self, prompts: list[Any], rewards: torch.Tensor):
+        """Take note of total rewards, `(B,)`, of the completions of these prompts; a group may come in several rounds."""
+        for prompt, reward in zip(prompts, rewards.tolist(), strict=True):
+            self._rewards.setdefault(str(prompt), set()).add(reward)
+
+    def end_step(self):
+        """An optimizer step is over, and with it the generation batch that it was made from."""
+        self.live_groups += sum(len(rewards) > 1 for rewards in self._rewards.values())
+        self._rewards.clear()
+        self.clock.switch("other")
 
     def watch(self, model: nn.Module):
         """Count the positions of every forward pass of a model."""
@@ -98,6 +113,7 @@ class Meter:
         return {
             "rows_rolled_out": self.rows_rolled_out,
             "rows_trained": self.rows_trained,
+            "live_groups": self.live_groups,
             **{f"{phase}_tokens": count for phase, count in self.tokens.items()},
             "computed_tokens": dict(self.computed_tokens),
             "flops": self.flops(cost),
@@ -113,7 +129,7 @@ class _Metered:
         super().__init__(*args, **kwargs)
         for model in filter(None, (self.model, self.ref_model)):
             self.meter.watch(model)
-        self.add_callback(_StepEnd(self.meter.clock))
+        self.add_callback(_StepEnd(self.meter))
 
     def training_step(self, *args: Any, **kwargs: Any):
         clock = self.meter.clock
@@ -135,9 +151,12 @@ class _Metered:
         with self.meter.clock.within("rollout"):
             return super()._generate(*args, **kwargs)
 
-    def _calculate_rewards(self, *args: Any, **kwargs: Any):
+    def _calculate_rewards(self, inputs: list[dict[str, Any]], *args: Any, **kwargs: Any):
         with self.meter.clock.within("rollout"):
-            return super()._calculate_rewards(*args, **kwargs)
+            rewards = super()._calculate_rewards(inputs, *args, **kwargs)
+        totals = (rewards * self.reward_weights.to(rewards.device)).nansum(dim=1)
+        self.meter.score([row["prompt"] for row in inputs], totals)
+        return rewards
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any):
         result = super()._generate_single_turn(prompt_ids, *args, **kwargs)
@@ -158,17 +177,17 @@ class _Metered:
 
 
 class _StepEnd(TrainerCallback):
-    def __init__(self, clock: Clock):
-        self.clock = clock
+    def __init__(self, meter: Meter):
+        self.meter = meter
 
     def on_train_begin(self, *args: Any, **kwargs: Any):
-        self.clock.switch("other")
+        self.meter.clock.switch("other")
 
     def on_step_end(self, *args: Any, **kwargs: Any):
-        self.clock.switch("other")
+        self.meter.end_step()
 
     def on_train_end(self, *args: Any, **kwargs: Any):
-        self.clock.switch(_PAUSED)
+        self.meter.clock.switch(_PAUSED)
 
 
 def metered(trainer_class: type) -> type:

@@ -1,6 +1,7 @@
 """Pictures of the benchmark: accuracy over what it has cost."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,11 +9,17 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from .comparison import Curve, stacked
+from .comparison import GENERATION_SHARES, PRICES, Curve, stacked
 from .strategies import BASELINE, STRATEGIES
 
 
-_PANELS = {"flops": "FLOPs", "seconds": "seconds", "steps": "optimizer steps", "update_tokens": "update tokens"}
+_LEADING = next(iter(PRICES))
+_PANELS = {
+    _LEADING: f"price at {GENERATION_SHARES[0]:.0%} generation, baseline's run = 1",
+    "completions": "completions rolled out",
+    "steps": "optimizer steps",
+    "flops": "FLOPs",
+}
 _GREY = "#4d5760"
 _COLOURS = (
     "#0072b2",
@@ -37,13 +44,14 @@ def colour(strategy: str) -> str:
 
 def write_picture(path: Path, title: str, curves: Sequence[Curve]):
     """
-    Draw accuracy over FLOPs, seconds, steps and update tokens: the mean over the seeds, and their range as a band.
+    Draw accuracy over price, completions, steps and FLOPs: the mean over the seeds, and their range as a band.
 
     Args:
         path (`Path`): PNG to write.
         title (`str`): Title.
         curves (`Sequence[Curve]`): All runs.
     """
+    curves = _priced(curves)
     # Without pyplot: no state is left behind in the process
     figure = Figure(figsize=(13.0, 8.2), dpi=110, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
@@ -62,10 +70,23 @@ def write_picture(path: Path, title: str, curves: Sequence[Curve]):
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
     figure.suptitle(title)
-    handles, labels = axes["flops"].get_legend_handles_labels()
+    handles, labels = axes["steps"].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, format="png")
+
+
+def _priced(curves: Sequence[Curve]) -> list[Curve]:
+    """Curves with what they cost by the leading price, relative to the mean run of the baseline."""
+    bases = [curve for curve in curves if curve.strategy == BASELINE]
+
+    def price(curve: Curve) -> np.ndarray:
+        return sum(
+            weight * curve.costs[part] / np.mean([base.costs[part][-1] for base in bases])
+            for part, weight in PRICES[_LEADING].items()
+        )
+
+    return [replace(curve, costs=curve.costs | {_LEADING: price(curve)}) for curve in curves]
 
 
 def _draw(axis: Axes, runs: Sequence[Curve], cost: str, label: str, emphasised: bool):

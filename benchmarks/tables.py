@@ -7,6 +7,7 @@ from typing import Any
 from .comparison import (
     COSTS,
     PHASES,
+    PRICES,
     WINDOW,
     Curve,
     Pairs,
@@ -95,30 +96,49 @@ def _outcome(runs: Pairs, curves: Sequence[Curve]) -> list[str]:
     return [_seeds(runs, curves), f"{steps.median:.0f}", accuracy(finals)]
 
 
-def _costs(runs: Pairs) -> list[str]:
-    """Cells of `_COSTS`."""
-    return [ratio(cost_to_target(runs, cost)) for cost in COSTS]
+def _costs(runs: Pairs, costs: Sequence[str] = COSTS) -> list[str]:
+    """Cells of `_COSTS`, or of `_PRICES`."""
+    return [ratio(cost_to_target(runs, cost)) for cost in costs]
 
 
 _OUTCOME = ["seeds", "steps", "final accuracy"]
 _COSTS = ["FLOPs ×", "tokens ×", "seconds ×"]
+_LEADING, *_FURTHER = PRICES
+_PRICED = [_LEADING, "rollouts", "updates", *_FURTHER]
+_PRICES = [f"price at {name.removeprefix('price_')} %" if name in PRICES else f"{name} ×" for name in _PRICED]
+
+
+def price_table(curves: Sequence[Curve]) -> str:
+    """What each strategy costs to reach the baseline's final accuracy, by the share of generation in the baseline's time."""
+
+    def cells(runs: Pairs) -> list[str]:
+        live = Spread(tuple(run.completions_per_live_group for run, _ in runs))
+        per_group = "–" if math.isnan(live.mean) else f"{live.median:.1f}"
+        return [*_outcome(runs, curves), *_costs(runs, _PRICED), per_group]
+
+    rows = _rows(curves, cells)
+    noise = exchanged(curves, BASELINE)
+    if noise:
+        title = f"{STRATEGIES[BASELINE].title}, target of another seed"
+        rows.insert(1, [title, f"{len(noise)} pairs", "", "", *_costs(noise, _PRICED), ""])
+    return table(["strategy", *_OUTCOME, *_PRICES, "completions per live group"], rows)
 
 
 def target_table(curves: Sequence[Curve]) -> str:
-    """Final accuracy, and what each strategy costs to reach the baseline's."""
+    """What this machine has spent until each strategy reached the baseline's final accuracy."""
 
     def cells(runs: Pairs) -> list[str]:
         whole = ratio(cost_to_target(runs, "flops", whole=True))
-        return [*_outcome(runs, curves), *_costs(runs), whole, shares(runs, "flops"), shares(runs, "seconds")]
+        return [_seeds(runs, curves), *_costs(runs), whole, shares(runs, "flops"), shares(runs, "seconds")]
 
-    header = ["strategy", *_OUTCOME, *_COSTS]
+    header = ["strategy", "seeds", *_COSTS]
     header += ["FLOPs × of the whole baseline", "FLOPs: rollout / log-probs / update, %", "seconds: the same, %"]
     rows = _rows(curves, cells)
     noise = exchanged(curves, BASELINE)
     if noise:
         whole = ratio(cost_to_target(noise, "flops", whole=True))
         title = f"{STRATEGIES[BASELINE].title}, target of another seed"
-        rows.insert(1, [title, f"{len(noise)} pairs", "", "", *_costs(noise), whole, "", ""])
+        rows.insert(1, [title, f"{len(noise)} pairs", *_costs(noise), whole, "", ""])
     return table(header, rows)
 
 
@@ -129,34 +149,39 @@ def averaged_table(curves: Sequence[Curve]) -> str:
         first = {cost: mean_cost_to_target(runs, cost) for cost in COSTS}
         return [
             _seeds(runs, curves),
+            mean_ratio(mean_cost_to_target(runs, _LEADING), bootstrap_interval(runs, _LEADING)),
+            mean_ratio(mean_cost_to_target(runs, _LEADING, lasting_crossing)),
             mean_ratio(first["flops"], bootstrap_interval(runs, "flops")),
             mean_ratio(mean_cost_to_target(runs, "flops", lasting_crossing)),
             mean_ratio(first["tokens"]),
             mean_ratio(first["seconds"]),
         ]
 
-    header = ["strategy", "seeds", "FLOPs × (90 % interval)", "FLOPs ×, lasting", "tokens ×", "seconds ×"]
+    price = _PRICES[0]
+    header = ["strategy", "seeds", f"{price} (90 % interval)", f"{price}, lasting"]
+    header += ["FLOPs × (90 % interval)", "FLOPs ×, lasting", "tokens ×", "seconds ×"]
     return table(header, _rows(curves, cells))
 
 
 def matched_table(curves: Sequence[Curve], control: str) -> str:
-    """Accuracy at an equal number of optimizer steps or of update tokens."""
+    """Accuracy at an equal number of optimizer steps, of completions rolled out or of update tokens."""
 
     def cells(runs: Pairs) -> list[str]:
         result = matched(runs, control)
         return [f"{result.amount.median:,.0f}", accuracy(result.accuracy), gain(result.gain), ratio(result.flops)]
 
-    amount = {"steps": "steps", "update_tokens": "update tokens"}[control]
+    amount = {"steps": "steps", "completions": "completions", "update_tokens": "update tokens"}[control]
     header = ["strategy", amount, "accuracy", "against the baseline, points", "FLOPs ×"]
     return table(header, _rows(curves, cells))
 
 
 def short_table(curves: Sequence[Curve]) -> str:
-    """Final accuracy, and the cost to reach the baseline's, in few columns."""
+    """The leading price and what it is made of, in few columns."""
 
-    return table(
-        ["strategy", *_OUTCOME, *_COSTS], _rows(curves, lambda runs: [*_outcome(runs, curves), *_costs(runs)])
-    )
+    def cells(runs: Pairs) -> list[str]:
+        return [_seeds(runs, curves), _outcome(runs, curves)[-1], *_costs(runs, _PRICED[:3])]
+
+    return table(["strategy", "seeds", "final accuracy", *_PRICES[:3]], _rows(curves, cells))
 
 
 def tuned_table(section: Section) -> str:
@@ -178,9 +203,9 @@ def tuned_table(section: Section) -> str:
         return f"{rates[strategy]:.1e}{' (edge of the grid)' if edge else ''}"
 
     def cells(runs: Pairs) -> list[str]:
-        return [rate(runs[0][0].strategy), *_outcome(runs, curves), *_costs(runs)]
+        return [rate(runs[0][0].strategy), *_outcome(runs, curves), *_costs(runs, _PRICED)]
 
-    return table(["strategy", "learning rate", *_OUTCOME, *_COSTS], _rows(curves, cells))
+    return table(["strategy", "learning rate", *_OUTCOME, *_PRICES], _rows(curves, cells))
 
 
 def section_text(section: Section, pictures: Sequence[str]) -> str:
@@ -188,12 +213,18 @@ def section_text(section: Section, pictures: Sequence[str]) -> str:
     curves = section.curves()
     parts = [f"## {section.title}", _conditions(section), *(f"![{section.title}]({name})" for name in pictures)]
     parts += [
-        "### Cost to reach the baseline's final accuracy",
+        "### Price of the baseline's final accuracy",
+        "*Rollouts ×* is what generation cost until a run first reached the baseline's final accuracy, *updates ×* what "
+        "log-probs, forward and backward passes cost, each relative to the baseline's own up to its first crossing. Where "
+        "generation takes the share g of the baseline's time, the price is g · rollouts × + (1 − g) · updates ×. Median over "
+        "the seeds, with the range. A dash stands where the baseline was at its final accuracy from the start, or where live "
+        "groups were not counted. Where each baseline has the target of another seed, what differs from 1 is noise: a ratio "
+        "within that range means nothing.",
+        price_table(curves),
+        "### What it cost on this machine",
         "Relative to what the baseline itself has used when it first reaches its final accuracy (in the column that says so, "
-        "to all that it has used). Median over the seeds, with the range. *Tokens* are those of rollouts, log-prob passes "
-        "and update together. Shares are those of whole runs. "
-        "A dash stands where the baseline was at its final accuracy from the start. Where each baseline has the target of "
-        "another seed, what differs from 1 is noise: a ratio within that range means nothing.",
+        "to all that it has used). *Tokens* are those of rollouts, log-prob passes and update together. Shares are those of "
+        "whole runs.",
         target_table(curves),
         "### Curves averaged over the seeds",
         "Accuracy and costs are averaged over the seeds at each evaluation, the target is the final accuracy of the averaged "
@@ -203,12 +234,15 @@ def section_text(section: Section, pictures: Sequence[str]) -> str:
         "### Equal number of optimizer steps",
         "At the number of steps that both runs have made; FLOPs are those up to there.",
         matched_table(curves, "steps"),
+        "### Equal number of rollouts",
+        "At the lesser of the completions that both runs have rolled out in all.",
+        matched_table(curves, "completions"),
         "### Equal number of update tokens",
         "At the lesser of the update tokens that both runs have used in all: for a strategy that trains on few rows, early in "
         "the baseline's run.",
         matched_table(curves, "update_tokens"),
         "### The same on prompts that are trained on",
-        short_table(section.curves("train")),
+        price_table(section.curves("train")),
     ]
     if section.tuned:
         seeds = sorted({result["settings"]["seed"] for result in section.tuning})

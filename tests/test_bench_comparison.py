@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from bench_samples import result
 from benchmarks.comparison import (
+    PRICES,
     Spread,
     best_rates,
     bootstrap_interval,
@@ -117,6 +118,9 @@ def test_curve_of_a_result():
     np.testing.assert_allclose(curve.accuracy, [0.1, 0.2, 0.3, 0.4])
     np.testing.assert_allclose(curve.costs["steps"], [0, 10, 20, 30])
     np.testing.assert_allclose(curve.costs["flops"], [0, 80, 160, 240])
+    np.testing.assert_allclose(curve.costs["rollouts"], [0, 20, 40, 60])
+    np.testing.assert_allclose(curve.costs["updates"], [0, 60, 120, 180])
+    np.testing.assert_allclose(curve.costs["completions"], [0, 80, 160, 240])
     np.testing.assert_allclose(curve.costs["tokens"], [0, 1000, 2000, 3000])
     np.testing.assert_allclose(curve.costs["seconds"], [0, 5, 10, 15])
     assert curve.shares == {
@@ -137,6 +141,57 @@ def test_cost_to_the_final_accuracy_of_the_baseline():
     assert cost_to_target(found, "flops", whole=True).values == (pytest.approx(75 / 400),)
     assert cost_to_target(found, "tokens").values == (pytest.approx(1500 / 3000),)
     assert cost_to_target(found, "seconds").values == (pytest.approx(7.5 / 15),)
+
+
+def test_completions_per_live_group():
+    counted = result([0.1, 0.3, 0.5])
+    for point in counted["curve"]:
+        point["live_groups"] = 2 * point["step"]
+    (curve,) = curves(counted)
+    assert curve.completions_per_live_group == 160 / 40
+    (curve,) = curves(result([0.1, 0.3, 0.5]))  # recorded before live groups were counted
+    assert math.isnan(curve.completions_per_live_group)
+
+
+def costs_of(curve, rollouts, updates):
+    """A curve that has spent this much on rollouts and on updates at each evaluation."""
+    costs = {"rollouts": np.array(rollouts), "updates": np.array(updates)}
+    return replace(curve, costs=curve.costs | costs | {"flops": costs["rollouts"] + costs["updates"]})
+
+
+def test_a_price_weighs_rollouts_and_updates():
+    """The target of 0.3 is reached after 300 and 100, half-way from 0.2 to 0.4."""
+    base, run = curves(result([0.1, 0.2, 0.3, 0.4]), result([0.1, 0.3, 0.8], "lze"))
+    base = costs_of(base, [0.0, 10.0, 20.0, 30.0], [0.0, 1.0, 2.0, 3.0])
+    run = costs_of(run, [0.0, 10.0, 20.0], [0.0, 0.2, 0.4])
+    found = [(run, base)]
+    rollouts, updates = (cost_to_target(found, cost).median for cost in ("rollouts", "updates"))
+    assert (rollouts, updates) == (pytest.approx(15 / 30), pytest.approx(0.3 / 3))
+    prices = {name: cost_to_target(found, name).median for name in PRICES}
+    assert prices == {
+        "price_70": pytest.approx(0.7 * 0.5 + 0.3 * 0.1),
+        "price_25": pytest.approx(0.25 * 0.5 + 0.75 * 0.1),
+        "price_50": pytest.approx(0.5 * 0.5 + 0.5 * 0.1),
+        "price_90": pytest.approx(0.9 * 0.5 + 0.1 * 0.1),
+    }
+    assert mean_cost_to_target(found, "price_70") == pytest.approx(prices["price_70"])
+
+
+@given(st.lists(st.floats(0.1, 9.0), min_size=3, max_size=3), st.lists(st.floats(0.1, 9.0), min_size=3, max_size=3))
+def test_a_price_at_the_share_of_the_baseline_is_the_cost_in_flops(rollouts, updates):
+    """Prices are a change of weights alone: with the baseline's own share of FLOPs they count FLOPs."""
+    base, run = curves(result([0.1, 0.2, 0.3, 0.4]), result([0.1, 0.3, 0.8, 0.8], "lze"))
+    base = costs_of(base, [0.0, 10.0, 20.0, 30.0], [0.0, 1.0, 2.0, 3.0])
+    run = costs_of(run, np.cumsum([0.0, *rollouts]), np.cumsum([0.0, *updates]))
+    parts = {cost: cost_to_target([(run, base)], cost).median for cost in ("rollouts", "updates", "flops")}
+    share = 10 / 11
+    assert share * parts["rollouts"] + (1 - share) * parts["updates"] == pytest.approx(parts["flops"])
+
+
+def test_a_target_that_is_not_reached_has_an_infinite_price():
+    base, run = curves(result([0.1, 0.2, 0.3, 0.4]), result([0.1, 0.1, 0.1], "lze"))
+    assert {cost_to_target([(run, base)], name).median for name in PRICES} == {math.inf}
+    assert mean_cost_to_target([(run, base)], "price_70") == math.inf
 
 
 def test_the_baseline_costs_one_of_itself():

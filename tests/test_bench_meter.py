@@ -16,6 +16,7 @@ from benchmarks.meter import Clock, Meter
 from benchmarks.strategies import BASELINE, STRATEGIES
 from benchmarks.tasks import TaskFiles
 from lze_trl import LZEGRPOConfig, LZEGRPOTrainer
+from lze_trl.record import open_run
 from lze_trl.record.ledger import TokenCost
 
 
@@ -158,6 +159,8 @@ def test_meter_and_ledger_agree(files, tmp_path, strategy, changes):
     assert ledger.rows_trained > 0
     assert meter.rows_rolled_out == ledger.rows_rolled_out
     assert meter.rows_trained == ledger.rows_trained
+    generations = open_run(tmp_path / "trainer").generations()
+    assert meter.live_groups == (generations.groups - generations.dead).sum() > 0
     assert meter.tokens == {
         "rollout": ledger.rollout_tokens,
         "logprob": ledger.logprob_tokens,

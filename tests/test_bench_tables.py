@@ -15,6 +15,7 @@ from benchmarks.tables import (
     averaged_table,
     gain,
     mean_ratio,
+    price_table,
     ratio,
     section_text,
     short_table,
@@ -76,27 +77,31 @@ def compared():
     ]
 
 
-def test_target_table():
+def test_tables_of_costs():
     (section,), _ = sort_results(compared())
+    one = "1.00 (1.00–1.00)"
+    lines = price_table(section.curves()).splitlines()
+    assert lines[0] == (
+        "| strategy | seeds | steps | final accuracy | price at 70 % | rollouts × | updates × | price at 25 % "
+        "| price at 50 % | price at 90 % | completions per live group |"
+    )
+    assert lines[2:] == [
+        f"| GRPO (TRL) | 2 | 30 | 0.300 ± 0.000 | {' | '.join([one] * 6)} | – |",
+        f"| GRPO (TRL), target of another seed | 2 pairs |  |  | {' | '.join([one] * 6)} |  |",
+        f"| LZE, 40 % | 2 | 30 | 0.433 ± 0.000 | {' | '.join(['0.33 (0.33–0.33)'] * 6)} | – |",
+    ]
     lines = target_table(section.curves()).splitlines()
-    assert len(lines) == 5
-    assert lines[2] == (
-        "| GRPO (TRL) | 2 | 30 | 0.300 ± 0.000 | 1.00 (1.00–1.00) | 1.00 (1.00–1.00) | 1.00 (1.00–1.00) "
-        "| 1.00 (1.00–1.00) | 25 / 0 / 75 | 20 / 0 / 60 |"
-    )
-    assert lines[3] == (
-        "| GRPO (TRL), target of another seed | 2 pairs |  |  | 1.00 (1.00–1.00) | 1.00 (1.00–1.00) | 1.00 (1.00–1.00) "
-        "| 1.00 (1.00–1.00) |  |  |"
-    )
-    assert lines[4] == (
-        "| LZE, 40 % | 2 | 30 | 0.433 ± 0.000 | 0.33 (0.33–0.33) | 0.67 (0.67–0.67) | 0.67 (0.67–0.67) "
-        "| 0.33 (0.33–0.33) | 25 / 0 / 75 | 20 / 0 / 60 |"
-    )
+    assert lines[2:] == [
+        f"| GRPO (TRL) | 2 | {' | '.join([one] * 4)} | 25 / 0 / 75 | 20 / 0 / 60 |",
+        f"| GRPO (TRL), target of another seed | 2 pairs | {' | '.join([one] * 4)} |  |  |",
+        "| LZE, 40 % | 2 | 0.33 (0.33–0.33) | 0.67 (0.67–0.67) | 0.67 (0.67–0.67) | 0.33 (0.33–0.33) "
+        "| 25 / 0 / 75 | 20 / 0 / 60 |",
+    ]
     short = short_table(section.curves()).splitlines()
-    assert short[3].startswith("| LZE, 40 % | 2 | 30 | 0.433 ± 0.000 | 0.33 (0.33–0.33) |")
+    assert short[3] == "| LZE, 40 % | 2 | 0.433 ± 0.000 | 0.33 (0.33–0.33) | 0.33 (0.33–0.33) | 0.33 (0.33–0.33) |"
     assert averaged_table(section.curves()).splitlines()[2:] == [
-        "| GRPO (TRL) | 2 | 1.00 | 1.00 | 1.00 | 1.00 |",
-        "| LZE, 40 % | 2 | 0.33 | 0.33 | 0.67 | 0.67 |",
+        "| GRPO (TRL) | 2 | 1.00 | 1.00 | 1.00 | 1.00 | 1.00 | 1.00 |",
+        "| LZE, 40 % | 2 | 0.33 | 0.33 | 0.33 | 0.33 | 0.67 | 0.67 |",
     ]
 
 
@@ -110,9 +115,10 @@ def test_missing_and_unequal_runs_are_told():
     further = result([0.1, 0.3, 0.5, 0.5, 0.5, 0.5], "lze", 2, flops=50.0)
     (section,), _ = sort_results([*compared()[:3], result([0.1, 0.2, 0.3, 0.4], seed=2), further])
     curves = section.curves()
-    for tabulated in (target_table, short_table):
-        assert "| GRPO (TRL) | 3 | 30 | 0.300 ± 0.000 |" in tabulated(curves)
-        assert "| LZE, 40 % | 2 of 3 | 40 | 0.467 ± 0.047 |" in tabulated(curves)  # the median of 30 and 50 steps
+    assert "| GRPO (TRL) | 3 | 30 | 0.300 ± 0.000 |" in price_table(curves)
+    assert "| LZE, 40 % | 2 of 3 | 40 | 0.467 ± 0.047 |" in price_table(curves)  # the median of 30 and 50 steps
+    assert "| GRPO (TRL) | 3 | 0.300 ± 0.000 |" in short_table(curves)
+    assert "| LZE, 40 % | 2 of 3 | 0.467 ± 0.047 |" in short_table(curves)
     assert "| LZE, 40 % | 2 of 3 | 0.33 | 0.33 |" in averaged_table(curves)
     assert "| GRPO (TRL) | 3 | 1.00 (1.00–1.00) | 1.00 |" in averaged_table(curves)
 
@@ -124,7 +130,7 @@ def test_section_text_tells_how_it_was_measured():
     assert "32 prompts × 8 completions a step, learning rate 2.0e-04; the baseline makes 40 steps" in text
     assert "Abacus 5, 3 cores, 1 thread(s) a run. 2026-01-02. python 3.11.9, trl 1.16.0. Source 5a5a." in text
     assert "over 4 evaluations, sampled accuracy differs from it by +1.00 ± 1.00 points" in text
-    assert text.count("\n| GRPO (TRL) |") == 5
+    assert text.count("\n| GRPO (TRL) |") == 7
     assert "tuned" not in text
     for one, at_once in zip(section.main, (2, 2, 2, 1), strict=True):
         one["machine"]["at_once"] = at_once
