@@ -20,6 +20,7 @@ _PANELS = {
     "steps": "optimizer steps",
     "flops": "FLOPs",
 }
+_SHOWN = 2.0  # of what the baseline spends: some strategies spend far more
 _GREY = "#4d5760"
 _COLOURS = (
     "#0072b2",
@@ -67,6 +68,9 @@ def write_picture(path: Path, title: str, curves: Sequence[Curve]):
     for cost, axis in axes.items():
         axis.axhline(float(np.mean(finals)), color=_GREY, lw=0.8, ls=":")
         axis.set(xlabel=_PANELS[cost], ylabel="accuracy", xlim=(0, None))
+        if cost != "steps":
+            limit = _SHOWN * np.mean([curve.costs[cost][-1] for curve in curves if curve.strategy == BASELINE])
+            axis.set_xlim(0, min(axis.get_xlim()[1], limit))
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
     figure.suptitle(title)
