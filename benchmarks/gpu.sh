@@ -1,16 +1,21 @@
 #!/usr/bin/env bash
-# The update phase against TRL's own on one GPU: a Qwen2 model of 0.3 G weights made on the spot, bfloat16, completions
-# up to 4,096 tokens. Stops after 8 minutes, needs no network, and is meant for a GPU with 40 GB or more.
+# Measurements on one GPU, each within ten minutes and without a network.
 #
-#   benchmarks/gpu.sh [DIR]        PYTHON=… chooses the interpreter; default: .venv/bin/python if it exists, else python
+#   benchmarks/gpu.sh [DIR]                            the update phase against TRL's own: a Qwen2 model of 0.3 G weights made
+#                                                      on the spot, bfloat16, completions up to 4,096 tokens; 40 GB or more
+#   benchmarks/gpu.sh DIR word_problems [FLAG ...]     GRPO of SmolLM2-135M on word problems by baseline, LZE and the
+#                                                      recommended strategy; flags are those of `python -m benchmarks`.
+#                                                      Runs that are not finished in time begin again: call it once more
 #
-# Writes DIR/DEVICE/update.json and update.md (DIR: runs/gpu by default), DEVICE being the name of the GPU. Without a GPU
-# something tiny runs instead, to see that the script works: its numbers mean nothing.
+# PYTHON=… chooses the interpreter; default: .venv/bin/python if it exists, else python. The update phase is written to
+# DIR/DEVICE/update.json and update.md, the other to DIR/DEVICE/word_problems (DIR: runs/gpu by default), DEVICE being the name
+# of the GPU. Without a GPU something tiny runs instead, to see that the script works: its numbers mean nothing.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 python=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python)}
 output=${1:-runs/gpu}
+task=${2:-update}
 export HF_HUB_OFFLINE=1 TRL_EXPERIMENTAL_SILENCE=1 CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES-0}
 
 device=$("$python" -c 'import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else "")')
@@ -20,4 +25,17 @@ if [ -z "$device" ]; then
 	device=CPU
 	flags=(--quick)
 fi
-timeout 480 "$python" -m benchmarks.parts update "${flags[@]}" --output "$output/${device// /-}"
+output=$output/${device// /-}
+case $task in
+update)
+	timeout 480 "$python" -m benchmarks.parts update "${flags[@]}" --output "$output"
+	;;
+word_problems)
+	timeout 590 "$python" -m benchmarks --task word_problems "${flags[@]}" --strategies lze recommended --seeds 0 \
+		--output "$output/word_problems" "${@:3}"
+	;;
+*)
+	echo "error: the second argument must be 'update' or 'word_problems', got '$task'." >&2
+	exit 2
+	;;
+esac

@@ -19,8 +19,6 @@ from .tasks import TASKS, TaskFiles
 
 JOB_FILE, RESULT_FILE, PROGRESS_FILE, LOG_FILE = "job.json", "result.json", "progress.json", "log.txt"
 RUNS_DIR = "runs"
-THREADS = 1
-"""Threads of a run: on matrices this small, threads that wait for each other cost more than they save."""
 TUNING_SEEDS = (100, 101)
 """Seeds of the tuning, apart from those of the comparison."""
 
@@ -214,6 +212,13 @@ def plan_tuned(options: Options, files: dict[str, TaskFiles], sections: Sequence
     ]
 
 
+def has_gpu() -> bool:
+    """Whether there is a GPU to compute on."""
+    import torch  # reporting goes without
+
+    return torch.cuda.is_available()
+
+
 def _job(
     options: Options,
     task: str,
@@ -234,9 +239,9 @@ def _job(
         stretch=1.0 if strategy == BASELINE or held_out == "validation" else options.stretch,
         eval_every=min(definition.eval_every, steps),
         learning_rate=learning_rate,
-        threads=THREADS,
+        threads=definition.threads,
         held_out=held_out,
-        training=definition.training,
+        training=definition.training | (definition.on_gpu if has_gpu() else {}),
         overrides=STRATEGIES[strategy].overrides,
         model_hash=files.model_hash,
         data_hash=files.data_hash,

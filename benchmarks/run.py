@@ -19,10 +19,10 @@ from trl import GRPOConfig, GRPOTrainer
 import lze_trl
 from lze_trl.config import LZEGRPOConfig
 from lze_trl.record.ledger import TokenCost, token_cost
-from lze_trl.rewards import exact_match_reward
+from lze_trl.rewards import accuracy_reward, exact_match_reward
 from lze_trl.trainer import LZEGRPOTrainer
 
-from .evaluation import Evaluation
+from .evaluation import Evaluation, GreedyEvaluation, as_chat
 from .jobs import PROGRESS_FILE, RESULT_FILE
 from .meter import Meter, metered
 from .settings import RunSettings, content_hash, write_json
@@ -70,12 +70,16 @@ class Recorder(TrainerCallback):
     Args:
         trainer (metered [`~trl.GRPOTrainer`]): The trainer.
         settings ([`RunSettings`]): The run.
-        evaluations (`dict[str, Evaluation]`): Evaluation sets by name.
+        evaluations (`dict`): Evaluation sets by name.
         progress_file (`Path`): Told how far the run is.
     """
 
     def __init__(
-        self, trainer: GRPOTrainer, settings: RunSettings, evaluations: dict[str, Evaluation], progress_file: Path
+        self,
+        trainer: GRPOTrainer,
+        settings: RunSettings,
+        evaluations: dict[str, Evaluation | GreedyEvaluation],
+        progress_file: Path,
     ):
         self.trainer = trainer
         self.settings = settings
@@ -106,8 +110,9 @@ class Recorder(TrainerCallback):
         with meter.clock.paused():
             model.eval()
             accuracy = {name: evaluation.accuracy(model) for name, evaluation in self.evaluations.items()}
-            if check:
-                sampled = self.evaluations["held_out"].sampled(model, _SAMPLES, seed=int(self.settings.key, 16) + step)
+            held_out = self.evaluations["held_out"]
+            if check and isinstance(held_out, Evaluation):
+                sampled = held_out.sampled(model, _SAMPLES, seed=int(self.settings.key, 16) + step)
                 self.checks.append({"step": step, "expected": accuracy["held_out"]["mean"], **sampled})
             model.train()
             self.curve.append({"step": step, **meter.snapshot(self.cost), "accuracy": accuracy})
@@ -126,12 +131,12 @@ def build_trainer(settings: RunSettings, files: TaskFiles, rows: list[dict[str, 
         "report_to": "none",
         "disable_tqdm": True,
     }
-    plain = settings.strategy == BASELINE
+    plain, chat = settings.strategy == BASELINE, TASKS[settings.task].chat
     return metered(GRPOTrainer if plain else LZEGRPOTrainer)(
         model=str(files.model),
-        reward_funcs=exact_match_reward,
+        reward_funcs=accuracy_reward if chat else exact_match_reward,
         args=GRPOConfig(**shared) if plain else LZEGRPOConfig(**shared, **settings.overrides, summary=False),
-        train_dataset=Dataset.from_list(rows),
+        train_dataset=Dataset.from_list([as_chat(row) for row in rows] if chat else rows),
     )
 
 
@@ -155,10 +160,13 @@ def run(settings: RunSettings, files: TaskFiles, folder: Path, at_once: int = 1)
     """
     begin, own_source = time.monotonic(), source()
     torch.set_num_threads(settings.threads)
-    data = load(TASKS[settings.task], files, settings.held_out)
+    task = TASKS[settings.task]
+    data = load(task, files, settings.held_out)
     trainer = build_trainer(settings, files, data.train, folder)
     evaluations = {
-        name: Evaluation(rows, trainer.processing_class, settings.training["max_completion_length"])
+        name: (GreedyEvaluation if task.chat else Evaluation)(
+            rows, trainer.processing_class, settings.training["max_completion_length"]
+        )
         for name, rows in data.evaluation.items()
     }
     recorder = Recorder(trainer, settings, evaluations, folder / PROGRESS_FILE)

@@ -211,8 +211,14 @@ def _outcome(job: Job) -> str:
     last = json.loads((job.folder / RESULT_FILE).read_text())["curve"][-1]
     return (
         f"{job.name}: accuracy {last['accuracy']['held_out']['mean']:.3f} after {last['step']} steps, "
-        f"{last['flops']['total']:.2e} FLOPs, {duration(last['seconds']['total'])}"
+        f"{last['flops']['total']:.2e} FLOPs, {duration(last['seconds']['total'])}, "
+        f"rollouts : update = {_share(last, 'rollout')} : {_share(last, 'logprob', 'update')}"
     )
+
+
+def _share(point: dict[str, Any], *phases: str) -> str:
+    """Share of the time that phases took."""
+    return f"{sum(point['seconds'][phase] for phase in phases) / point['seconds']['total']:.0%}"
 
 
 def _log_end(job: Job) -> str:

@@ -110,7 +110,9 @@ def test_the_addition_task_trains_on_some_of_its_prompts(files):
 def test_an_update_follows_each_generation_batch(task):
     training = TASKS[task].training
     rows = training["per_device_train_batch_size"] * training["gradient_accumulation_steps"]
-    assert rows == training["generation_batch_size"] == {"addition": 32 * 8, "calculator": 64 * 8}[task]
+    assert rows == training["generation_batch_size"] == {"calculator": 64 * 8}.get(task, 32 * 8)
+    on_gpu = training | TASKS[task].on_gpu
+    assert on_gpu["per_device_train_batch_size"] * on_gpu["gradient_accumulation_steps"] == rows
 
 
 def test_missing_calculator_says_how_to_make_it(monkeypatch, tmp_path):
@@ -118,6 +120,20 @@ def test_missing_calculator_says_how_to_make_it(monkeypatch, tmp_path):
     monkeypatch.setattr(tasks, "_READY_MADE", tmp_path / "none")
     with pytest.raises(BenchError, match=r"python -m benchmarks\.calculator.*--model DIR --data DIR"):
         locate("calculator")
+
+
+def test_missing_word_problems_say_how_to_make_them(monkeypatch, tmp_path):
+    monkeypatch.setattr(tasks, "_WORD_PROBLEMS", tmp_path / "none")
+    with pytest.raises(BenchError, match=r"python -m recipes\.word_problems.*--model DIR --data DIR"):
+        locate("word_problems")
+
+
+def test_word_problems_are_evaluated_on_some_of_their_prompts(files):
+    write_rows(files.held_out, [(f"{i}*7=", str(7 * i)) for i in range(800)])
+    write_rows(files.train, [(f"{i}+3=", str(i + 3)) for i in range(600)])
+    data = load(TASKS["word_problems"], files, "test")
+    assert len(data.train) == 600
+    assert {name: len(rows) for name, rows in data.evaluation.items()} == {"held_out": 500, "train": 100}
 
 
 # ---- Plans ----

@@ -2,6 +2,7 @@
 
 import json
 import math
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from trl import GRPOConfig, GRPOTrainer
 import tiny
 from bench_samples import settings
 from benchmarks import run as bench_run
-from benchmarks.evaluation import Evaluation
+from benchmarks.evaluation import Evaluation, GreedyEvaluation
 from benchmarks.meter import Clock, Meter
 from benchmarks.strategies import BASELINE, STRATEGIES
 from benchmarks.tasks import TaskFiles
@@ -109,6 +110,49 @@ def test_instruments_and_evaluations_change_no_weight(files, tmp_path, strategy,
     after, expected = trainer.model.state_dict(), plain.model.state_dict()
     assert any(not torch.equal(after[name], before[name]) for name in after)
     assert all(torch.equal(after[name], expected[name]) for name in expected)
+
+
+def test_a_run_on_chat_prompts(files, tmp_path):
+    """Messages are trained and evaluated on, and completions are scored by what they work out."""
+    own = small("lze", task="word_problems", training=TRAINING | {"generation_batch_size": 12})
+    result = bench_run.run(own, files, tmp_path)
+    assert [point["step"] for point in result["curve"]] == [0, 1, 2]
+    assert result["checks"] == []
+    assert all(0.0 <= point["accuracy"]["held_out"]["mean"] <= 1.0 for point in result["curve"])
+    trainer = bench_run.build_trainer(own, files, [{"prompt": "1+1=", "solution": "2"}] * 3, tmp_path / "again")
+    assert trainer.train_dataset[0]["prompt"] == [{"role": "user", "content": "1+1="}]
+    assert trainer.reward_func_names == ["accuracy_reward"]
+
+
+@pytest.mark.parametrize("answers", [("7", "8"), ("8", "8")])
+def test_greedy_accuracy(monkeypatch, answers):
+    """The share of the prompts whose greedy completion gives the gold answer, however they are batched."""
+    model, tokenizer = tiny.model(), tiny.tokenizer()
+    rows = [{"prompt": "2+5=", "solution": "7"}, {"prompt": "what is 4+4 ?", "solution": "8"}]
+    completions = iter([tokenizer(text).input_ids for text in answers])
+
+    def generate(input_ids, do_sample, **kwargs):
+        assert not do_sample
+        return torch.cat([input_ids, torch.tensor([next(completions) for _ in input_ids])], dim=1)
+
+    monkeypatch.setattr(model, "generate", generate)
+    found = GreedyEvaluation(rows, tokenizer, 5).accuracy(model)
+    assert found["mean"] == sum(a == row["solution"] for a, row in zip(answers, rows, strict=True)) / 2
+
+
+def test_greedy_accuracy_does_not_depend_on_the_batches(monkeypatch):
+    model, tokenizer = tiny.model(), tiny.tokenizer()
+    model.generation_config.eos_token_id = None
+    rows = [{"prompt": f"{i}+{i * i}=", "solution": ""} for i in range(9)]
+    seen = []
+    monkeypatch.setattr(
+        "benchmarks.evaluation.accuracy_reward", lambda texts, golds: seen.append(texts) or [0.0] * len(texts)
+    )
+    for batch in (1, 4, 9):
+        monkeypatch.setattr("benchmarks.evaluation._BATCH", batch)
+        GreedyEvaluation(rows, tokenizer, 5).accuracy(model)
+    one, four, nine = (list(chain.from_iterable(part)) for part in (seen[:9], seen[9:12], seen[12:]))
+    assert one == four == nine
 
 
 def test_plain_trl_by_hand(files, tmp_path):

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import tiny
 from benchmarks.comparison import Spread
 from benchmarks.parts import __main__ as parts
 from benchmarks.parts import overhead, padding, sharded, state, update
@@ -316,6 +317,26 @@ def test_quick_measurement(part, tmp_path):
         assert max(methods["default"]["computed_tokens"]) < min(methods["trl"]["computed_tokens"])
     if part == "state":
         assert [case["prompts"] for case in content["rows"]] == [10**4, 10**5]
+
+
+@pytest.mark.slow
+def test_gpu_script_on_word_problems(tmp_path):
+    tiny.save(tmp_path / "model")
+    rows = "".join(json.dumps({"question": f"{i}+1=", "answer": str(i + 1)}) + "\n" for i in range(40))
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.jsonl").write_text(rows if name == "train" else rows.replace("+1", "+2"))
+    flags = ["--strategies", "lze", "--steps", "1", "--model", str(tmp_path / "model"), "--data", str(tmp_path)]
+    result = subprocess.run(
+        [ROOT / "benchmarks" / "gpu.sh", str(tmp_path / "out"), "word_problems", *flags],
+        env=os.environ | {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "rollouts : update =" in result.stdout
+    assert "| LZE, 40 % | 1 |" in (tmp_path / "out" / "CPU" / "word_problems" / "tables.md").read_text()
 
 
 @pytest.mark.slow

@@ -140,6 +140,17 @@ def test_section_text_tells_how_it_was_measured():
     assert "**The runs were made by 2 versions of this package: 5a5a, b6b6.**" in section_text(section, [])
 
 
+def test_greedy_accuracy_is_told():
+    (section,), _ = sort_results(
+        [result([0.1, 0.2, 0.3, 0.4], task="word_problems", learning_rate=1e-5) | {"checks": []}]
+    )
+    text = section_text(section, [])
+    assert (
+        "Accuracy is that of greedy completions, read from them by the reward of the training, on 192 held-out" in text
+    )
+    assert "Checked by sampling" not in text
+
+
 def test_tuned_strategies_are_compared_at_their_own_rates():
     tuning = [
         result([0.1, final, final, final], strategy, seed, learning_rate=rate, held_out="validation")
