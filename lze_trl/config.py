@@ -67,8 +67,8 @@ def _with_help(config: type) -> type:
     """Let command lines show what the docstring says of each field."""
     for name, text in _ENTRY.findall(config.__doc__ or ""):  # absent under `python -OO`
         help = " ".join(text.split())
-        if name in STRATEGIES[DEFAULT].settings:
-            help += f" Default: by the strategy, {STRATEGIES[DEFAULT].settings[name]!r}."
+        if name in STRATEGIES[DEFAULT]:
+            help += f" Default: by the strategy, {STRATEGIES[DEFAULT][name]!r}."
         config.__dataclass_fields__[name].metadata = {"help": help}
     return config
 

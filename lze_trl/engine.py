@@ -232,24 +232,19 @@ class Engine:
         Enter the log-probabilities of rows under the policy that has just sampled them, where there are none yet. The rows
         are `layout.rows_of(process_index)`, in that order, and computed in the micro-batches of the layout.
         """
-        trainer, rank = self._trainer, self._trainer.accelerator.process_index
-        pad_id, device = trainer._tokenizer.pad_token_id, trainer.accelerator.device
-        found: dict[int, list[float]] = {}
-        for places in _places(layout, rank):
-            ids, mask = [], []
-            for tokens, side in ((rows.prompt_ids, "left"), (rows.completion_ids, "right")):
-                texts = [torch.tensor(tokens[place]) for place in places]
-                ids.append(pad(texts, padding_value=pad_id, padding_side=side))
-                mask.append(pad([torch.ones_like(text) for text in texts], padding_value=0, padding_side=side))
-            width = ids[1].size(1)
-            ids, mask = (torch.cat(halves, dim=1).to(device) for halves in (ids, mask))
-            with torch.no_grad():
-                logps, _, _ = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, width)
-            for place, row in zip(places, logps.float().cpu(), strict=True):
-                found[int(place)] = row[: len(rows.completion_ids[place])].tolist()
-        known = rows.logprobs or [[None]] * len(rows.prompt_ids)
+        trainer, ids, mask = self._trainer, [], []
+        for tokens, side in ((rows.prompt_ids, "left"), (rows.completion_ids, "right")):
+            texts = [torch.tensor(row) for row in tokens]
+            ids.append(pad(texts, trainer._tokenizer.pad_token_id, side, trainer.pad_to_multiple_of))
+            mask.append(pad([torch.ones_like(text) for text in texts], 0, side, trainer.pad_to_multiple_of))
+        width, device = ids[1].size(1), trainer.accelerator.device
+        ids, mask = (torch.cat(halves, dim=1).to(device) for halves in (ids, mask))
+        with torch.no_grad():
+            logps, _, _ = self._packed_logprobs(rows, layout)(trainer.model, ids, mask, width)
+        found = [row[: len(tokens)] for row, tokens in zip(logps.tolist(), rows.completion_ids, strict=True)]
+        known = rows.logprobs or [[None]] * len(found)
         rows.logprobs = [
-            found[place] if row[0] is None or math.isnan(row[0]) else row for place, row in enumerate(known)
+            new if old[0] is None or math.isnan(old[0]) else old for new, old in zip(found, known, strict=True)
         ]
 
     # ---- Update ----
