@@ -4,13 +4,27 @@ Dimensions used everywhere: P prompts (groups), G generations of a prompt, B = s
 C completion tokens, W processes. Arrays are NumPy and hold the *global* batch: they are the same on every process.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 
 
+class _PromptTable:
+    """Arrays of shape `(P,)`, one of which are the `prompt_ids`."""
+
+    def __post_init__(self):
+        for name, value in vars(self).items():
+            if value.shape != self.prompt_ids.shape or value.ndim != 1:
+                raise ValueError(
+                    f"`{name}` must have shape {self.prompt_ids.shape}, one entry per prompt, got {value.shape}."
+                )
+
+    def __len__(self) -> int:
+        return len(self.prompt_ids)
+
+
 @dataclass(frozen=True)
-class Prompts:
+class Prompts(_PromptTable):
     """
     What is known of prompts before they are rolled out, every array of shape `(P,)`.
 
@@ -35,41 +49,23 @@ class Prompts:
     streak: np.ndarray
     pruned: np.ndarray
 
-    def __post_init__(self):
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value.shape != self.prompt_ids.shape or value.ndim != 1:
-                raise ValueError(
-                    f"`{field.name}` must have shape {self.prompt_ids.shape}, one entry per prompt, got {value.shape}."
-                )
-
-    def __len__(self) -> int:
-        return len(self.prompt_ids)
-
 
 @dataclass(frozen=True)
 class Rollouts:
     """
-    The scored completions of one generation batch, in rollout order.
+    The scored completions of one generation batch, in rollout order: B rows in P groups.
 
     Attributes:
-        prompt_ids (`np.ndarray` of shape `(P,)`, int64):
-            Content hash of each group's prompt.
-        group (`np.ndarray` of shape `(B,)`, int64):
-            Group of each completion, in `[0, P)`. Groups may differ in size.
-        outcomes (`np.ndarray` of shape `(B,)`, float64):
-            Outcome of each completion in `[0, 1]`: 1 for a pass and 0 for a fail, or the reward scaled from the range
-            that the run has seen. NaN where the completion has none.
-        rewards (`np.ndarray` of shape `(B,)`, float64):
-            Weighted total reward. NaN where no reward function scored the completion.
-        prompt_tokens (`np.ndarray` of shape `(B,)`, int64):
-            Prompt length of each row in tokens.
-        completion_tokens (`np.ndarray` of shape `(B,)`, int64):
-            Completion length of each row in tokens.
-        scores (`np.ndarray` of shape `(B,)`, float64, *optional*):
-            What the outcomes are scaled from. Defaults to the outcomes.
-        signals (`np.ndarray` of shape `(B,)`, float64, *optional*):
-            What TRL's advantages compare within a group, see [`~lze_trl.rollout.signals.signals`]. Defaults to the rewards.
+        prompt_ids (int64, `(P,)`): Content hash of each group's prompt.
+        group (int64, `(B,)`): Group of each completion, in `[0, P)`. Groups may differ in size.
+        outcomes (float64, `(B,)`): Outcome of each completion in `[0, 1]`: 1 for a pass and 0 for a fail, or the reward
+            scaled from the range that the run has seen. NaN where the completion has none.
+        rewards (float64, `(B,)`): Weighted total reward. NaN where no reward function scored the completion.
+        prompt_tokens (int64, `(B,)`): Prompt length of each row in tokens.
+        completion_tokens (int64, `(B,)`): Completion length of each row in tokens.
+        scores (float64, `(B,)`, *optional*): What the outcomes are scaled from. Defaults to the outcomes.
+        signals (float64, `(B,)`, *optional*): What TRL's advantages compare within a group, see
+            [`~lze_trl.rollout.signals.signals`]. Defaults to the rewards.
     """
 
     prompt_ids: np.ndarray
@@ -84,11 +80,10 @@ class Rollouts:
     def __post_init__(self):
         object.__setattr__(self, "scores", self.outcomes if self.scores is None else self.scores)
         object.__setattr__(self, "signals", self.rewards if self.signals is None else self.signals)
-        for field in fields(self):
-            value = getattr(self, field.name)
+        for name, value in vars(self).items():
             if value.ndim != 1:
-                raise ValueError(f"`{field.name}` must have one dimension, got shape {value.shape}.")
-        rows = {field.name: len(getattr(self, field.name)) for field in fields(self) if field.name != "prompt_ids"}
+                raise ValueError(f"`{name}` must have one dimension, got shape {value.shape}.")
+        rows = {name: len(value) for name, value in vars(self).items() if name != "prompt_ids"}
         if len(set(rows.values())) != 1:
             raise ValueError(f"Every row array must have the same length, got {rows}.")
 
@@ -127,7 +122,7 @@ def differ(values: np.ndarray, group: np.ndarray, num_groups: int) -> np.ndarray
 
 
 @dataclass(frozen=True)
-class Groups:
+class Groups(_PromptTable):
     """
     What a selector sees: one entry per group of the generation batch, every array of shape `(P,)`.
 
@@ -170,25 +165,13 @@ class Groups:
     completion_tokens: np.ndarray
     replayed: np.ndarray
 
-    def __post_init__(self):
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value.shape != self.prompt_ids.shape or value.ndim != 1:
-                raise ValueError(
-                    f"`{field.name}` must have shape {self.prompt_ids.shape}, one entry per group, got {value.shape}."
-                )
-
-    def __len__(self) -> int:
-        return len(self.prompt_ids)
-
     def __add__(self, other: "Groups") -> "Groups":
         """The groups of both."""
-        pairs = {field.name: (getattr(self, field.name), getattr(other, field.name)) for field in fields(self)}
-        return Groups(**{name: np.concatenate(pair) for name, pair in pairs.items()})
+        return Groups(**{name: np.concatenate([values, vars(other)[name]]) for name, values in vars(self).items()})
 
     def take(self, indices: np.ndarray) -> "Groups":
         """Some of the groups, in the order of the indices."""
-        return Groups(**{field.name: getattr(self, field.name)[indices] for field in fields(self)})
+        return Groups(**{name: values[indices] for name, values in vars(self).items()})
 
     @property
     def hopeless(self) -> np.ndarray:

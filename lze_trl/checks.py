@@ -16,7 +16,7 @@ from .config import LZEGRPOConfig
 from .memory.identity import add_prompt_ids
 from .memory.outcomes import OutcomeRule
 from .plan.planners import Planner
-from .rollout.controllers import ReinforceAda, RolloutController
+from .rollout.controllers import ReinforceAda, RolloutController, is_plain
 
 
 logger = logging.getLogger(__name__)
@@ -70,27 +70,43 @@ def refuse_unsupported(args: LZEGRPOConfig, train_dataset: Any, given: dict[str,
             batches = train_dataset.select_columns(name).with_format("arrow").iter(1000)
             if any(value not in NO_IMAGE for batch in batches for value in batch[name].to_pylist()):
                 raise images_error(f"The training set has images in the column {name!r}")
-    for name, allowed in (("pruning", (None, "none")), ("pruning_policy", ("solved",))):
-        value = getattr(args, name)
-        if isinstance(train_dataset, IterableDataset) and value not in allowed:
-            raise ValueError(
-                f"`{name}={value!r}` needs a dataset whose rows can be read again, and `train_dataset` is an "
-                f"`IterableDataset`. Set `{name}={allowed[-1]!r}` (selection works), or load the dataset without streaming."
-            )
 
 
-def refuse_idle_planner(args: LZEGRPOConfig, train_dataset: Any, planner: Planner):
-    """Refuse a planner of the user's that would not be asked."""
-    name = type(planner).__name__
+def refuse_unfit_strategies(
+    args: LZEGRPOConfig, train_dataset: Any, planner: Planner | None, controller: RolloutController
+):
+    """Refuse strategies that the training set, or another setting, does not allow; `planner` is one of the user's."""
+    ranks, draws, uniform = (
+        type(planner).__name__,
+        type(controller).__name__,
+        is_plain(controller, args.num_generations),
+    )
     if isinstance(train_dataset, IterableDataset):
+        for unfit, what, instead in (
+            (args.pruning not in (None, "none"), f"`pruning={args.pruning!r}` needs", "Set `pruning='none'`"),
+            (args.pruning_policy != "solved", "`pruning_policy='greso'` needs", "Set `pruning_policy='solved'`"),
+            (planner is not None, f"`{ranks}` ranks the prompts of", "Pass no `planner`"),
+            (not uniform, f"`{draws}` needs", "Use `controller='uniform'`"),
+        ):
+            if unfit:
+                raise ValueError(
+                    f"{what} a dataset whose rows can be read again, and `train_dataset` is an `IterableDataset`. {instead} "
+                    "(selection works), or load the dataset without streaming."
+                )
+    if planner is not None and args.pruning == "none":
         raise ValueError(
-            f"`{name}` ranks the prompts of a dataset whose rows can be read again, and `train_dataset` is an "
-            "`IterableDataset`. Pass no `planner`, or load the dataset without streaming."
-        )
-    if args.pruning == "none":
-        raise ValueError(
-            f"`pruning='none'` rolls out every prompt, and `{name}` was passed to rank them. Set `pruning='refill'` or "
+            f"`pruning='none'` rolls out every prompt, and `{ranks}` was passed to rank them. Set `pruning='refill'` or "
             "'skip', or pass no `planner`."
+        )
+    if not uniform and args.multi_objective_aggregation != "sum_then_normalize":
+        raise ValueError(
+            f"`multi_objective_aggregation={args.multi_objective_aggregation!r}` needs groups of one size, and `{draws}` "
+            "draws others. Use 'sum_then_normalize'."
+        )
+    if controller.draws_prompts and args.pruning == "skip":
+        raise ValueError(
+            f"`pruning='skip'` makes batches smaller, and `{draws}` draws further prompts to fill them. Use "
+            "`pruning='refill'` or 'none'."
         )
 
 
@@ -116,37 +132,28 @@ def refuse_unfit_rewards(args: LZEGRPOConfig, given: dict[str, Any]):
         if isinstance(func, (str, nn.Module)) or not callable(func):
             continue
         try:
-            parameters = inspect.signature(func).parameters.values()
+            parameters = inspect.signature(func).parameters
         except ValueError:  # some builtins have no signature to read
             continue
         for place, dataset in _datasets(given):
-            _refuse_unfit_call(get_callable_name(func), list(parameters), place, _columns(dataset), args, given)
+            # A stream may not know its columns before its first row
+            columns = dataset.column_names or list(next(iter(dataset), {}))
+            _refuse_unfit_call(get_callable_name(func), list(parameters.values()), place, columns, args, given)
 
 
 def _datasets(given: dict[str, Any]) -> list[tuple[str, Dataset | IterableDataset]]:
     """The training set and the evaluation sets, each with words for it; TRL says what is wrong with other kinds of data."""
     held_out = given.get("eval_dataset")
+    places = [("The training set", given.get("train_dataset"))]
     if isinstance(held_out, dict):
-        places = {f"The evaluation set '{name}'": dataset for name, dataset in held_out.items()}
+        places += [(f"The evaluation set '{name}'", dataset) for name, dataset in held_out.items()]
     else:
-        places = {"The evaluation set": held_out}
-    places = {"The training set": given.get("train_dataset")} | places
-    return [(place, data) for place, data in places.items() if isinstance(data, (Dataset, IterableDataset))]
-
-
-def _columns(dataset: Dataset | IterableDataset) -> list[str]:
-    if dataset.column_names is not None:
-        return list(dataset.column_names)
-    return list(next(iter(dataset), {}))  # a stream whose columns are not known before its first row
+        places.append(("The evaluation set", held_out))
+    return [(place, data) for place, data in places if isinstance(data, (Dataset, IterableDataset))]
 
 
 def _refuse_unfit_call(
-    name: str,
-    parameters: list[inspect.Parameter],
-    place: str,
-    columns: list[str],
-    args: LZEGRPOConfig,
-    given: dict[str, Any],
+    name: str, parameters: list[inspect.Parameter], place: str, columns: list[str], args: Any, given: dict[str, Any]
 ):
     kept = [] if args.remove_unused_columns else [column for column in columns if column not in _NEVER_PASSED]
     passed = [*_ALWAYS_PASSED, *kept]
@@ -208,26 +215,6 @@ def images_error(seen: str) -> ValueError:
         f"{seen}: images are not supported, because their tensors are not one row per completion. Remove them, or use "
         "`trl.GRPOTrainer`."
     )
-
-
-def refuse_unequal_groups(args: LZEGRPOConfig, train_dataset: Any, controller: RolloutController):
-    """Refuse what needs groups of `num_generations` completions, where the controller draws other groups."""
-    name = type(controller).__name__
-    if isinstance(train_dataset, IterableDataset):
-        raise ValueError(
-            f"`{name}` needs a dataset whose rows can be read again, and `train_dataset` is an `IterableDataset`. Use "
-            "`controller='uniform'`, or load the dataset without streaming."
-        )
-    if args.multi_objective_aggregation != "sum_then_normalize":
-        raise ValueError(
-            f"`multi_objective_aggregation={args.multi_objective_aggregation!r}` needs groups of one size, and `{name}` "
-            "draws others. Use 'sum_then_normalize'."
-        )
-    if controller.draws_prompts and args.pruning == "skip":
-        raise ValueError(
-            f"`pruning='skip'` makes batches smaller, and `{name}` draws further prompts to fill them. Use "
-            "`pruning='refill'` or 'none'."
-        )
 
 
 def outcome_rule(

@@ -10,8 +10,7 @@ from accelerate.utils import is_peft_model
 from transformers import PreTrainedModel, TrainingArguments
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME
 
-from . import checkpoint as store
-from .checkpoint import CheckpointError
+from .checkpoint import CheckpointError, refuse_non_checkpoint
 
 
 logger = logging.getLogger(__name__)
@@ -27,45 +26,26 @@ _OF_OPTIMIZER = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "a
 _OF_ROWS = ("steps_per_generation", "gradient_accumulation_steps", "num_iterations")
 _OF_PASSES = ("pruning", "pruning_policy")
 _OF_TRAINING = ("lr_scheduler_type", "optim", "max_grad_norm", "seed", *_OF_OPTIMIZER)
-# Settings of TRL and of data selection by which a run trains no differently: where and how things are computed, shown and
-# recorded
+# Beginnings of settings of TRL and of data selection by which a run trains no differently: where and how things are
+# computed, shown and recorded. A strategy is only a name: what it sets is compared
 _HARMLESS = (
+    *("vllm_", "use_vllm", "use_transformers_", "transformers_", "telemetry", "log_", "hub_", "ds3_", "summary"),
+    *("num_completions_to", "strategy", "packing", "micro_step_cost", "max_tokens_per", "pad_to"),
     *(
-        "vllm_",
-        "use_vllm",
-        "use_transformers_",
-        "transformers_",
-        "telemetry",
-        "log_",
-        "hub_",
-        "ds3_",
-        "num_completions_to",
-    ),
-    *(
-        "strategy",  # only a name: what it sets is compared
-        "summary",
-        "packing",
-        "micro_step_cost",
-        "max_tokens_per",
-        "pad_to",
         "cache_implementation",
         "model_init",
         "trust_remote",
         "state_from",
+        "steps_per_generation",
+        "num_generations_eval",
     ),
-    *("steps_per_generation", "num_generations_eval"),
 )
 
 
 def described(args: Any, num_processes: int, draws_prompts: bool, used: dict[str, Any]) -> dict[str, Any]:
     """
-    What a checkpoint says of the run that wrote it.
-
-    Args:
-        args ([`~lze_trl.LZEGRPOConfig`]): Settings.
-        num_processes (`int`): W.
-        draws_prompts (`bool`): Whether the controller draws further prompts.
-        used (`dict`): What stands in for settings: names of the reward functions, of the user's own selector, …
+    What a checkpoint says of the run that wrote it. `used` stands in for settings: names of the reward functions, of the
+    user's own selector, …
     """
     general = {field.name for field in fields(TrainingArguments)}
     special = [field.name for field in fields(args) if field.name not in general]
@@ -81,20 +61,11 @@ def described(args: Any, num_processes: int, draws_prompts: bool, used: dict[str
 
 def refuse_unfit(directory: str, model: PreTrainedModel, run: dict[str, Any], controller: Any):
     """
-    Refuse, before anything is loaded, a checkpoint that this run cannot go on from.
-
-    Args:
-        directory (`str`): The checkpoint.
-        model ([`~transformers.PreTrainedModel`]): Model of the run.
-        run (`dict`): What [`described`] says of it.
-        controller ([`~lze_trl.rollout.controllers.RolloutController`]): Its controller.
-
-    Raises:
-        CheckpointError: If it is not a checkpoint, is damaged, or was written with another model or other settings.
+    Refuse, before anything is loaded, a checkpoint that a run cannot go on from: it is none, is damaged, or was written
+    with another model or other settings. `run` is what [`described`] says of the run.
     """
-    store.refuse_non_checkpoint(directory)
+    meta = refuse_non_checkpoint(directory)
     _refuse_other_model(model, Path(directory))
-    _, meta = store.load(directory, store.STATE_NAME)
     for name in _OF_PASSES:
         if meta[name] != run[name]:
             raise CheckpointError(
@@ -147,12 +118,11 @@ def _refuse_other_model(model: PreTrainedModel, directory: Path):
 def warn_of_changes(before: dict[str, Any], now: dict[str, Any]):
     """Warn of settings that the run had otherwise before."""
     changed = [name for name in now if name in before and before[name] != now[name]]
-    if not changed:
-        return
-    kept = [f"`{name}`" for name in changed if name in _OF_OPTIMIZER]
-    logger.warning(
-        "The run goes on with other settings than it had: %s. What was trained before is kept.%s To compare runs, start a "
-        "new one in another `output_dir`.",
-        ", ".join(f"`{name}` was {before[name]!r} and is {now[name]!r}" for name in changed),
-        f" The optimizer keeps the {', '.join(kept)} of the checkpoint." if kept else "",
-    )
+    kept = ", ".join(f"`{name}`" for name in changed if name in _OF_OPTIMIZER)
+    if changed:
+        logger.warning(
+            "The run goes on with other settings than it had: %s. What was trained before is kept.%s To compare runs, start "
+            "a new one in another `output_dir`.",
+            ", ".join(f"`{name}` was {before[name]!r} and is {now[name]!r}" for name in changed),
+            f" The optimizer keeps the {kept} of the checkpoint." if kept else "",
+        )

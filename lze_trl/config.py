@@ -3,7 +3,8 @@
 import logging
 import math
 import numbers
-from dataclasses import dataclass, field, fields
+import re
+from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from trl import GRPOConfig
@@ -59,10 +60,20 @@ _RANGES = {
 }
 
 
-def _setting(default: Any, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
+_ENTRY = re.compile(r"^ {8}(\w+) \(`.*\):\n((?: {12}.+\n)+)", re.M)
 
 
+def _with_help(config: type) -> type:
+    """Let command lines show what the docstring says of each field."""
+    for name, text in _ENTRY.findall(config.__doc__ or ""):  # absent under `python -OO`
+        help = " ".join(text.split())
+        if name in STRATEGIES[DEFAULT]:
+            help += f" Default: by the strategy, {STRATEGIES[DEFAULT][name]!r}."
+        config.__dataclass_fields__[name].metadata = {"help": help}
+    return config
+
+
+@_with_help
 @dataclass
 class LZEGRPOConfig(GRPOConfig):
     r"""
@@ -73,7 +84,7 @@ class LZEGRPOConfig(GRPOConfig):
 
     Parameters:
         strategy (`str`, *optional*, defaults to `"lze"`):
-            Name of a combination of settings, see [`~lze_trl.strategies.STRATEGIES`]: `"lze"`, `"grpo"` (plain TRL),
+            Name of a combination of settings, see `lze_trl.strategies.STRATEGIES`: `"lze"`, `"grpo"` (plain TRL),
             `"zero_variance"`, `"random"`, `"variance"`, `"dapo"`, `"reinforce_ada"`, `"reinforce_ada_positive"`,
             `"greso"`, `"recommended"`, `"lze_reinforce_ada"`, `"lze_dynamic"` or `"lze_allocation"`. Any field that is
             given besides wins. The defaults below are those of `"lze"`. A configuration that was made holds the values
@@ -238,137 +249,54 @@ class LZEGRPOConfig(GRPOConfig):
             telemetry. `False` leaves what transformers prints. Trackers get all metrics either way.
     """
 
-    strategy: Literal[tuple(STRATEGIES)] = _setting(
-        DEFAULT, "Name of a combination of settings, such as 'lze' or 'grpo'. Any field given besides wins."
-    )
-    selector: Literal[(*SELECTORS, None)] = _setting(
-        None,
-        "How groups are ranked: 'energy', 'variance', 'midpoint', 'random', 'all' or 'zero_variance'. "
-        "Default: by the strategy, 'energy'.",
-    )
-    selection_ratio: float | None = _setting(
-        None, "Share of the groups of a generation batch to train on, in (0, 1]. Default: by the strategy, 0.4."
-    )
-    selection_warmup: int = _setting(0, "Number of generation batches at the start in which all groups are eligible.")
-    selection_ramp: int = _setting(
-        0, "Number of generation batches, after the warm-up, over which the ratio falls linearly."
-    )
-    difficulty_floor: float = _setting(0.05, "Lower bound of the initial-difficulty anchor, in [0, 1].")
-    momentum_weight: float = _setting(0.3, "Weight of the pass-rate momentum in the energy, at least 0.")
-    ema_decay: float = _setting(0.9, "Decay of the moving average of a prompt's pass rate, in [0, 1).")
-    gumbel_scale: float = _setting(
-        0.05, "Scale of the Gumbel noise, relative to the range of the live energies. 0: no noise."
-    )
-    loss_normalizer: Literal["selected", "all", None] = _setting(
-        None,
-        "What the loss is averaged over: the 'selected' completions, or 'all' of the full batch. Default: by "
-        "the strategy, 'selected'.",
-    )
-    scale_rewards: str | None = _setting(None, "TRL's: 'group', 'batch' or 'none'. Default: by the strategy, 'group'.")
-    pass_reward: str | None = _setting(
-        None, "Name of the reward function that ranks and prunes. Default: 'total', the weighted sum."
-    )
-    pass_threshold: float | None = _setting(
-        None, "A completion passes when its reward is greater than this. Default: outcomes are graded."
-    )
-    reward_range: list[float] | None = _setting(  # noqa: RUF009
-        None, "Lowest and highest reward that outcomes are scaled from. Default: the range seen."
-    )
-    pruning: Literal["none", "skip", "refill", None] = _setting(
-        None,
-        "What happens to prompts that stay solved: 'refill', 'skip' or 'none'. Default: 'refill', and 'none' "
-        "for a streamed dataset.",
-    )
-    pruning_streak: int = _setting(2, "Number of fully correct visits in a row after which a prompt is pruned.")
-    replay_ratio: float = _setting(
-        0.1, "Share of the pruned prompts that each pass over the data rolls out again, in [0, 1]."
-    )
-    pruning_policy: Literal["solved", "greso", None] = _setting(
-        None,
-        "Who is pruned: 'solved' prompts, or by 'greso' those whose last visits had no signal. Default: by "
-        "the strategy, 'solved'.",
-    )
-    greso_exploration: float = _setting(
-        0.5, "Probability to roll a prompt out after one visit without signal, at the start, in [0.05, 0.95]."
-    )
-    greso_target: float = _setting(0.25, "Share of groups without signal that 'greso' steers to, in (0, 1).")
-    greso_step: float = _setting(
-        0.01, "By how much 'greso' moves its exploration after each generation batch, in (0, 1)."
-    )
-    controller: Literal[(*CONTROLLERS, None)] = _setting(
-        None,
-        "How many completions a prompt gets: 'uniform', 'reinforce_ada_positive', 'reinforce_ada_balanced', "
-        "'dynamic', 'allocation' or 'probing'. Default: by the strategy, 'uniform'.",
-    )
-    round_size: int | None = _setting(
-        None, "Completions of each active prompt in a round of Reinforce-Ada. Default: by the strategy, 8."
-    )
-    max_rounds: int | None = _setting(
-        None, "Largest number of rounds of Reinforce-Ada and of dynamic sampling. Default: by the strategy, 4."
-    )
-    kept_completions: int | None = _setting(
-        None,
-        "Most completions of a prompt that are trained on. Default: all, and `num_generations` with Reinforce-Ada.",
-    )
-    rollout_budget: int | None = _setting(
-        None, "Completions that 'allocation' shares out. Default: `generation_batch_size`."
-    )
-    allocation_temperature: float = _setting(0.2, "Temperature of the softmax over expected energies, greater than 0.")
-    min_rollouts: int = _setting(2, "Fewest completions of a prompt under 'allocation', at least 2.")
-    max_rollouts: int | None = _setting(
-        None, "Most completions of a prompt under 'allocation'. Default: `4 * num_generations`."
-    )
-    young_rollouts: int = _setting(50, "Completions of a prompt to see before 'allocation' goes by its energy.")
-    surplus_max_age: int | None = _setting(
-        None,
-        "Generation batches that a surplus live group waits for the next update. 0 drops it. Default: by the "
-        "strategy, 1.",
-    )
-    answer_column: str | None = _setting(
-        None, "Dataset column with the gold answer. Default: 'solution', 'answer' or 'ground_truth'."
-    )
-    deduplicate: bool | None = _setting(
-        None,
-        "Whether to drop rows of the training set that repeat a prompt and its gold answer. Default: where "
-        "the dataset is not streamed and enough prompts remain.",
-    )
-    state_from: str | None = _setting(
-        None, "Directory or Hub id of an earlier run whose prompt state this run starts from."
-    )
-    packing: bool | None = _setting(
-        None, "Whether to pack the chosen completions into few micro-batches. Default: where it is exact."
-    )
-    max_tokens_per_micro_batch: int | None = _setting(
-        None, "Token budget of a micro-batch (rows times padded length) on each process."
-    )
-    micro_step_cost: int | None = _setting(
-        None, "What a micro-step costs besides its tokens, in tokens. Default: by how weights are sharded."
-    )
-    vllm_mode: Literal["colocate", "server", "http"] = _setting(
-        "colocate", "'colocate' and 'server' are TRL's; 'http' takes completions from servers over plain HTTP."
-    )
-    vllm_server_urls: list[str] | None = _setting(  # noqa: RUF009
-        None, "Base URLs of the vLLM servers when `vllm_mode='http'`."
-    )
-    vllm_sync_dir: str | None = _setting(
-        None, "Directory for the weights that trainer and vLLM servers share. Default: shared memory."
-    )
-    vllm_sync_tolerance: float | None = _setting(
-        None, "Largest mean difference of log-probs after a sync, in nats. Default: by the dtypes."
-    )
-    vllm_max_concurrent_requests: int = _setting(64, "Number of prompts that one vLLM server completes at a time.")
-    vllm_request_timeout: float = _setting(
-        1800.0, "Seconds after which a request to a vLLM server is given up and sent again."
-    )
-    vllm_recovery_timeout: float = _setting(600.0, "Seconds to wait for a vLLM server to return when none is left.")
-    telemetry: bool = _setting(True, "Whether to record every group of every generation batch.")
-    telemetry_completions: Literal["none", "sampled", "all"] = _setting(
-        "sampled", "Which completions are recorded: 'none', 'sampled' or 'all'."
-    )
-    hub_telemetry_id: str | None = _setting(
-        None, "Hub dataset to which `push_to_hub` also uploads telemetry, report and prompt state."
-    )
-    summary: bool = _setting(True, "Whether to show readable lines and, at the end, a summary and a report.")
+    strategy: Literal[tuple(STRATEGIES)] = DEFAULT
+    selector: Literal[*SELECTORS, None] = None
+    selection_ratio: float | None = None
+    selection_warmup: int = 0
+    selection_ramp: int = 0
+    difficulty_floor: float = 0.05
+    momentum_weight: float = 0.3
+    ema_decay: float = 0.9
+    gumbel_scale: float = 0.05
+    loss_normalizer: Literal["selected", "all", None] = None
+    scale_rewards: str | None = None
+    pass_reward: str | None = None
+    pass_threshold: float | None = None
+    reward_range: list[float] | None = None
+    pruning: Literal["none", "skip", "refill", None] = None
+    pruning_streak: int = 2
+    replay_ratio: float = 0.1
+    pruning_policy: Literal["solved", "greso", None] = None
+    greso_exploration: float = 0.5
+    greso_target: float = 0.25
+    greso_step: float = 0.01
+    controller: Literal[*CONTROLLERS, None] = None
+    round_size: int | None = None
+    max_rounds: int | None = None
+    kept_completions: int | None = None
+    rollout_budget: int | None = None
+    allocation_temperature: float = 0.2
+    min_rollouts: int = 2
+    max_rollouts: int | None = None
+    young_rollouts: int = 50
+    surplus_max_age: int | None = None
+    answer_column: str | None = None
+    deduplicate: bool | None = None
+    state_from: str | None = None
+    packing: bool | None = None
+    max_tokens_per_micro_batch: int | None = None
+    micro_step_cost: int | None = None
+    vllm_mode: Literal["colocate", "server", "http"] = "colocate"
+    vllm_server_urls: list[str] | None = None
+    vllm_sync_dir: str | None = None
+    vllm_sync_tolerance: float | None = None
+    vllm_max_concurrent_requests: int = 64
+    vllm_request_timeout: float = 1800.0
+    vllm_recovery_timeout: float = 600.0
+    telemetry: bool = True
+    telemetry_completions: Literal["none", "sampled", "all"] = "sampled"
+    hub_telemetry_id: str | None = None
+    summary: bool = True
 
     def __post_init__(self):
         for name, value in settings_of(self.strategy).items():
@@ -378,8 +306,7 @@ class LZEGRPOConfig(GRPOConfig):
         hints = get_type_hints(type(self))
         for name in [own.name for own in fields(self) if own.name not in _TRL_FIELDS or own.name == "vllm_mode"]:
             self._check_value(name, getattr(self, name), hints[name])
-        if self.reward_range is not None:
-            self._check_reward_range()
+        self._check_reward_range()
         self._check_combinations()
         self._resolve_packing()
 
@@ -395,13 +322,14 @@ class LZEGRPOConfig(GRPOConfig):
         accepted, words = _KINDS[kind]
         if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
             raise ValueError(f"`{name}` must be {words}, got {value!r}.")
-        if name in _RANGES:
-            allowed, words, advice = _RANGES[name]
-            if not allowed(value):
-                raise ValueError(f"`{name}` must be {words}, got {value}. {advice}.")
+        allowed, words, advice = _RANGES.get(name, (lambda value: True, "", ""))
+        if not allowed(value):
+            raise ValueError(f"`{name}` must be {words}, got {value}. {advice}.")
 
     def _check_reward_range(self):
         bounds = self.reward_range
+        if bounds is None:
+            return
         ends = [end for end in bounds if isinstance(end, numbers.Real) and math.isfinite(end)]
         if len(bounds) != 2 or len(ends) != 2 or not ends[0] < ends[1]:
             raise ValueError(
@@ -412,6 +340,11 @@ class LZEGRPOConfig(GRPOConfig):
             raise ValueError(
                 f"`reward_range={bounds}` grades outcomes, and `pass_threshold={self.pass_threshold}` makes them passes "
                 "and fails. Set one of them."
+            )
+        if self.controller.startswith("reinforce_ada"):
+            raise ValueError(
+                f"`controller={self.controller!r}` counts passes, and `reward_range={bounds}` grades outcomes. Leave it "
+                "unset, and set a `pass_threshold`."
             )
 
     def make_planner(self) -> Planner:

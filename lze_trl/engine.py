@@ -11,7 +11,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -46,8 +46,7 @@ def altered(trainer: GRPOTrainer, **changes: Any) -> Iterator[Any]:
 @contextmanager
 def without_vllm(args: Any, hidden: bool) -> Iterator[None]:
     """While TRL's constructor runs: hide that vLLM generates, if it is not TRL's own engine that does."""
-    used = args.use_vllm
-    args.use_vllm = used and not hidden
+    used, args.use_vllm = args.use_vllm, args.use_vllm and not hidden
     try:
         yield
     finally:
@@ -55,13 +54,7 @@ def without_vllm(args: Any, hidden: bool) -> Iterator[None]:
 
 
 class RowFactor(float):
-    """
-    A factor of one of TRL's loss terms that differs by row.
-
-    Args:
-        value (`float`): What the factor is to everyone who does not multiply by it.
-        weights (`torch.Tensor` of shape `(R, 1)`): What it is multiplied by in each row.
-    """
+    """A factor of one of TRL's loss terms that is multiplied by `weights`, of shape `(R, 1)`, in each row."""
 
     weights: torch.Tensor
 
@@ -76,24 +69,14 @@ class RowFactor(float):
 
 @dataclass
 class RolledOut:
-    """
-    Completions of this process, and the rewards of all of them.
-
-    Attributes:
-        local ([`TokenRows`]): Their tokens.
-        texts (`list`): Completions as text or messages.
-        rewards_per_func (`torch.Tensor` of shape `(B, F)`): Rewards of the rows of all processes, NaN where not applicable.
-        reward_weights (`torch.Tensor` of shape `(F,)`): Weight of each reward function.
-        loss_tokens (`list[int]`): Tokens of each row of this process that the loss covers.
-        extra (`dict[str, list]`): Columns that reward functions log, with a value for each row of this process.
-    """
+    """Completions of this process, and the rewards of all of them."""
 
     local: TokenRows
-    texts: list[Any]
-    rewards_per_func: torch.Tensor
-    reward_weights: torch.Tensor
-    loss_tokens: list[int]
-    extra: dict[str, list]
+    texts: list[Any]  # of this process, as text or messages
+    rewards_per_func: torch.Tensor  # (B, F) of all processes, NaN where not applicable
+    reward_weights: torch.Tensor  # (F,)
+    loss_tokens: list[int]  # tokens of each row of this process that the loss covers
+    extra: dict[str, list]  # columns that reward functions log, for the rows of this process
 
 
 class Engine:
@@ -130,10 +113,8 @@ class Engine:
 
     def logprob_passes(self, older_rows: bool = False) -> int:
         """
-        Forward passes that TRL makes for old and reference log-probabilities of each row of a batch.
-
-        Args:
-            older_rows (`bool`): Whether the batch holds rows of an earlier policy.
+        Forward passes that TRL makes for old and reference log-probabilities of each row of a batch, which may hold rows of
+        an earlier policy.
         """
         trainer, args = self._trainer, self._trainer.args
         aligned = args.gradient_accumulation_steps % (args.steps_per_generation * trainer.num_iterations) == 0
@@ -143,11 +124,8 @@ class Engine:
 
     def roll_out(self, inputs: list[dict[str, Any]], group_size: int) -> RolledOut:
         """
-        Generate and score completions.
-
-        Args:
-            inputs (`list[dict]`): Dataset rows of this process, one per completion. They get what a `rollout_func` returns.
-            group_size (`int`): How many times in a row each prompt is repeated: an engine may complete it that often at once.
+        Generate and score completions of dataset rows of this process, which get what a `rollout_func` returns. Each prompt
+        comes `group_size` times in a row: an engine may complete it that often at once.
         """
         trainer = self._trainer
         if any(row.get(name) not in NO_IMAGE for row in inputs for name in IMAGE_COLUMNS):
@@ -182,29 +160,15 @@ class Engine:
         layout: Layout | None = None,
     ) -> dict[str, torch.Tensor]:
         """
-        TRL's tensors of some rows: padded tokens, masks, old and reference log-probabilities, advantages.
+        TRL's tensors of `rows`, those of this process: padded tokens, masks, old and reference log-probabilities, advantages.
 
-        Args:
-            rows ([`TokenRows`]): The rows of this process.
-            fresh ([`Scored`]): The completions drawn for this batch, for TRL's log.
-            pool ([`Scored`]): What was chosen from.
-            indices (`np.ndarray` of shape `(n_local,)`): Index of each row in the pool.
-            older (`np.ndarray` of shape `(n_local,)`, *optional*):
-                Whether an earlier policy sampled each row; `None` if that is so of no row of any process.
-            layout ([`Layout`], *optional*): Micro-batches to compute log-probabilities in, for packed rows.
+        They stand at `indices`, of shape `(n_local,)`, of the pool that was chosen from; `fresh` are the completions drawn
+        for this batch, for TRL's log. `older`, of shape `(n_local,)`, says which rows an earlier policy sampled; `None` if
+        that is so of no row of any process. Packed rows get log-probabilities in the micro-batches of `layout`.
         """
         trainer, count, even = self._trainer, len(indices), pool.order is not None
-        known = rows if fresh.local.logprobs is not None else replace(rows, logprobs=None)
-        generated = (
-            known.prompt_ids,
-            known.completion_ids,
-            known.loss_mask,
-            [None] * count,
-            known.logprobs,
-            {},
-            None,
-            [],
-        )
+        logprobs = rows.logprobs if fresh.local.logprobs is not None else None
+        generated = rows.prompt_ids, rows.completion_ids, rows.loss_mask, [None] * count, logprobs, {}, None, []
         table = _table(fresh.rollouts.num_rows)
         changes = {
             "_generate": lambda prompts: generated,
@@ -265,43 +229,32 @@ class Engine:
 
     def complete_logprobs(self, rows: TokenRows, layout: Layout):
         """
-        Enter the log-probabilities of rows under the policy that has just sampled them, where there are none yet.
-
-        Args:
-            rows ([`TokenRows`]): The rows `layout.rows_of(process_index)`, in that order.
-            layout ([`Layout`]): Micro-batches to compute them in.
+        Enter the log-probabilities of rows under the policy that has just sampled them, where there are none yet. The rows
+        are `layout.rows_of(process_index)`, in that order, and computed in the micro-batches of the layout.
         """
-        trainer, rank = self._trainer, self._trainer.accelerator.process_index
-        pad_id, device = trainer._tokenizer.pad_token_id, trainer.accelerator.device
-        found: dict[int, list[float]] = {}
-        for places in _places(layout, rank):
-            ids, mask = [], []
-            for tokens, side in ((rows.prompt_ids, "left"), (rows.completion_ids, "right")):
-                texts = [torch.tensor(tokens[place]) for place in places]
-                ids.append(pad(texts, padding_value=pad_id, padding_side=side))
-                mask.append(pad([torch.ones_like(text) for text in texts], padding_value=0, padding_side=side))
-            width = ids[1].size(1)
-            ids, mask = (torch.cat(halves, dim=1).to(device) for halves in (ids, mask))
-            with torch.no_grad():
-                logps, _, _ = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, width)
-            for place, row in zip(places, logps.float().cpu(), strict=True):
-                found[int(place)] = row[: len(rows.completion_ids[place])].tolist()
-        known = rows.logprobs or [[None]] * len(rows.prompt_ids)
+        trainer, ids, mask = self._trainer, [], []
+        for tokens, side in ((rows.prompt_ids, "left"), (rows.completion_ids, "right")):
+            texts = [torch.tensor(row) for row in tokens]
+            ids.append(pad(texts, trainer._tokenizer.pad_token_id, side, trainer.pad_to_multiple_of))
+            mask.append(pad([torch.ones_like(text) for text in texts], 0, side, trainer.pad_to_multiple_of))
+        width, device = ids[1].size(1), trainer.accelerator.device
+        ids, mask = (torch.cat(halves, dim=1).to(device) for halves in (ids, mask))
+        with torch.no_grad():
+            logps, _, _ = self._packed_logprobs(rows, layout)(trainer.model, ids, mask, width)
+        found = [row[: len(tokens)] for row, tokens in zip(logps.tolist(), rows.completion_ids, strict=True)]
+        known = rows.logprobs or [[None]] * len(found)
         rows.logprobs = [
-            found[place] if row[0] is None or math.isnan(row[0]) else row for place, row in enumerate(known)
+            new if old[0] is None or math.isnan(old[0]) else old for new, old in zip(found, known, strict=True)
         ]
 
     # ---- Update ----
 
-    def train_mode(self, model: torch.nn.Module):
-        """Switch model and optimizer to training, before a generation batch is made."""
+    @contextmanager
+    def preparing(self, model: torch.nn.Module) -> Iterator[None]:
+        """While a generation batch is made: model and optimizer are to train, and the step's time counts."""
         model.train()
         if callable(train_mode := getattr(self._trainer.optimizer, "train", None)):
             train_mode()  # a schedule-free optimizer then has the weights to train in the model
-
-    @contextmanager
-    def step_timed(self) -> Iterator[None]:
-        """Count the time of what follows as that of the optimizer step."""
         begin = time.perf_counter()
         yield
         self._trainer._current_train_step_time += time.perf_counter() - begin
@@ -323,12 +276,8 @@ class Engine:
 
     def weighted_loss(self, compute: Callable[[Any], torch.Tensor], inputs: dict[str, Any], window: Window):
         """
-        TRL's loss of a micro-batch, times what it, its rows and their entropies weigh in the optimizer step.
-
-        Args:
-            compute (`Callable`): Computes TRL's loss of the inputs with the trainer that it is given.
-            inputs (`dict`): The micro-batch, see [`~lze_trl.pack.batch.GenerationBatch.micro_batch`].
-            window ([`Window`]): Keeps the metrics of packed micro-batches for the end of the optimizer step.
+        TRL's loss of a micro-batch, times what it, its rows and their entropies weigh in the optimizer step. `compute` is
+        TRL's, with the trainer that it is given. The window keeps the metrics of packed micro-batches for its end.
         """
         trainer = self._trainer
         scale, row_share, tokens = (inputs.pop(f"lze_{name}") for name in ("scale", "row_share", "tokens"))
@@ -402,10 +351,6 @@ class Engine:
         trainer._step, trainer._last_loaded_step = micro_step, -1
         trainer._entropy_window_stats = None
 
-    def end_training(self):
-        """Let `train()` take no step more."""
-        self._trainer.control.should_training_stop = True
-
 
 def _places(layout: Layout, rank: int) -> list[np.ndarray]:
     """Where the rows of each micro-batch of a process stand among all that it holds."""
@@ -432,10 +377,7 @@ def _filled(table: dict[str, Any], scored: Scored) -> dict[str, Any]:
 def _insert_logprobs(logps: torch.Tensor, rows: TokenRows, older: np.ndarray):
     """Let rows of an earlier policy keep the log-probabilities they were sampled with; `logps` has shape `(n_local, C)`."""
     for row in np.flatnonzero(older):
-        sampled = torch.tensor(
-            [math.nan if value is None else value for value in rows.logprobs[row]],
-            dtype=logps.dtype,
-            device=logps.device,
-        )
+        values = [math.nan if value is None else value for value in rows.logprobs[row]]
+        sampled = torch.tensor(values, dtype=logps.dtype, device=logps.device)
         known = ~sampled.isnan()
         logps[row, : len(sampled)][known] = sampled[known]

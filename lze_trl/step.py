@@ -1,5 +1,6 @@
 """The way of one generation batch: plan → roll out → score → remember → select → pack."""
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -26,56 +27,26 @@ from .seeding import keyed_rng
 from .select.selectors import Selector, choose_groups, quota, ramped_ratio
 
 
+@dataclass(eq=False)
 class GenerationStep:
-    """
-    Makes generation batches and hands out their micro-batches.
+    """Makes generation batches and hands out their micro-batches."""
 
-    Args:
-        args ([`~lze_trl.LZEGRPOConfig`]): Settings.
-        passes ([`~lze_trl.plan.passes.Passes`]): Plans which prompts get rollouts.
-        rounds ([`~lze_trl.rollout.rounds.Rounds`]): Draws and scores their completions.
-        controller ([`~lze_trl.rollout.controllers.RolloutController`]): Says how many, and which may be trained on.
-        state ([`~lze_trl.memory.state.PromptState`]): Remembers every prompt.
-        selector ([`~lze_trl.select.selectors.Selector`]): Chooses the groups to train on.
-        geometry ([`~lze_trl.pack.layout.Geometry`]): Shape of the update.
-        ledger ([`~lze_trl.record.ledger.Ledger`]): Counts what is done.
-        recorder ([`~lze_trl.record.recorder.Recorder`]): Writes the telemetry.
-        accelerator (`Accelerator`): The processes.
+    args: Any  # `LZEGRPOConfig`
+    passes: Passes  # plan which prompts get rollouts
+    rounds: Rounds  # draw and score their completions
+    controller: RolloutController  # says how many, and which may be trained on
+    state: PromptState  # remembers every prompt
+    selector: Selector  # chooses the groups to train on
+    geometry: Geometry
+    ledger: Ledger
+    recorder: Recorder
+    accelerator: Accelerator
 
-    Attributes:
-        generation (`int`): Generation batches so far.
-        batch ([`~lze_trl.pack.batch.GenerationBatch`], *optional*): The last one.
-        buffer ([`~lze_trl.memory.buffer.LiveBuffer`]): Live groups that wait for the next update.
-        window ([`~lze_trl.pack.window.Window`]): The optimizer step under way.
-    """
-
-    def __init__(
-        self,
-        args: Any,
-        passes: Passes,
-        rounds: Rounds,
-        controller: RolloutController,
-        state: PromptState,
-        selector: Selector,
-        geometry: Geometry,
-        ledger: Ledger,
-        recorder: Recorder,
-        accelerator: Accelerator,
-    ):
-        self.args = args
-        self.passes = passes
-        self.rounds = rounds
-        self.controller = controller
-        self.state = state
-        self.selector = selector
-        self.geometry = geometry
-        self.ledger = ledger
-        self.recorder = recorder
-        self.accelerator = accelerator
-        self.generation = 0
-        self.batch: GenerationBatch | None = None
-        self.buffer = LiveBuffer(geometry, args.surplus_max_age, accelerator)
-        self.window = Window()
+    def __post_init__(self):
+        self.generation = 0  # generation batches so far
+        self.batch: GenerationBatch | None = None  # the last one
+        self.buffer = LiveBuffer(self.geometry, self.args.surplus_max_age, self.accelerator)
+        self.window = Window()  # the optimizer step under way
         self.dead, self.repeats = DeadMonitor(), RepeatMonitor()
         self._made_at = -1  # micro-step at which the batch was made; -1 if that was before a resume
         self._in_use = False  # whether the next optimizer step goes on with the batch
@@ -114,8 +85,11 @@ class GenerationStep:
         timed = self.ledger.timed
         with timed("selection"):
             plan = self.passes.plan(inputs, self.generation)
+        drawn = None
         with timed("rollout"):
-            drawn = self._roll_out(plan, engine)
+            if plan.num_prompts:
+                k = self._quota(plan.num_prompts)
+                drawn = self.rounds.draw(plan, engine, self.generation, k, waiting=len(self.buffer))
         self.ledger.visits_skipped += len(plan.skipped)
         if drawn is None:
             return self._nothing(plan, engine)
@@ -144,12 +118,6 @@ class GenerationStep:
         ratio = ramped_ratio(args.selection_ratio, self.generation, args.selection_warmup, args.selection_ramp)
         return quota(ratio, num_prompts)
 
-    def _roll_out(self, plan: Plan, engine: Engine) -> Scored | None:
-        if not plan.num_prompts:
-            return None
-        wanted = self._quota(plan.num_prompts)
-        return self.rounds.draw(plan, engine, self.generation, wanted, waiting=len(self.buffer))
-
     def _remember(self, drawn: Scored) -> tuple[Groups, dict[str, float]]:
         """Score the groups and remember their prompts; also, how well the dead ones were foreseen."""
         prompts = self.state.prompts(drawn.rollouts.prompt_ids)
@@ -172,54 +140,48 @@ class GenerationStep:
         self, fresh: Scored, pool: Pool, rows: np.ndarray, weights: np.ndarray, engine: Engine
     ) -> tuple[GenerationBatch, int]:
         """
-        Decide where each chosen row is computed, bring it there, and let TRL build its tensors.
-
-        Returns:
-            `tuple[GenerationBatch, int]`: The batch, and the forward passes that each row took for log-probabilities.
+        Decide where each chosen row is computed, bring it there, and let TRL build its tensors. Also returns the forward
+        passes that each row took for log-probabilities.
         """
-        scored, packed, rank = pool.scored, self.args.packing, self.accelerator.process_index
+        scored, rank = pool.scored, self.accelerator.process_index
         lengths = scored.rollouts.prompt_tokens[rows], scored.rollouts.completion_tokens[rows]
-        reference = self._reference(fresh, scored, rows, weights[rows])
-        layout = self._layout(scored, rows, reference, lengths)
+        reference, layout = self._arrange(fresh, scored, rows, weights[rows], lengths)
         local_rows, tensors, older = layout.rows_of(rank), {}, None
         if len(rows):
             mine = exchange(scored.local, rows, scored.owner, scored.position, *lengths, layout, self.accelerator)
             is_older = pool.row_generation[rows] < self.generation
             if is_older.any():  # all processes make the same forward passes, whoever has these rows
                 older = is_older[local_rows]
-            tensors = engine.tensors(mine, fresh, scored, rows[local_rows], older, layout if packed else None)
+            micro_batches = layout if self.args.packing else None
+            tensors = engine.tensors(mine, fresh, scored, rows[local_rows], older, micro_batches)
         else:  # TRL still logs the rewards of the batch, for which it wants one row
             one = np.zeros(1, dtype=np.int64)
             engine.tensors(fresh.local.take(one), fresh, scored, one)
-        batch = GenerationBatch(tensors, local_rows, *lengths, scored.loss_tokens[rows], layout, reference, packed)
+        loss_tokens = scored.loss_tokens[rows]
+        batch = GenerationBatch(tensors, local_rows, *lengths, loss_tokens, layout, reference, self.args.packing)
         return batch, engine.logprob_passes(older is not None)
 
-    def _reference(self, fresh: Scored, scored: Scored, rows: np.ndarray, weights: np.ndarray) -> Reference:
-        """What each chosen row weighs in the update."""
+    def _arrange(
+        self, fresh: Scored, scored: Scored, rows: np.ndarray, weights: np.ndarray, lengths: tuple[np.ndarray, ...]
+    ) -> tuple[Reference, Layout]:
+        """What each chosen row weighs in the update, and in which micro-batch it is computed."""
         geometry, args = self.geometry, self.args
         over_all, whole = args.loss_normalizer == "all", len(rows) == scored.rollouts.num_rows
-        if scored.order is not None and (over_all or whole):
-            slot = scored.slots(geometry.num_processes, geometry.steps_per_generation)
+        slot = None if scored.order is None else scored.slots(geometry.num_processes, geometry.steps_per_generation)
+        if slot is not None and (over_all or whole):
             reference = trl_reference(slot, scored.owner, scored.loss_tokens, rows, weights, geometry)
-            # Prompts that were skipped count as dead groups
-            return (
-                reference.stretched(args.generation_batch_size / scored.rollouts.num_rows) if over_all else reference
-            )
-        if over_all:
+            if over_all:  # prompts that were skipped count as dead groups
+                reference = reference.stretched(args.generation_batch_size / scored.rollouts.num_rows)
+        elif over_all:
             mean_tokens = float(fresh.loss_tokens.mean())
-            return full_reference(weights, args.generation_batch_size, mean_tokens, geometry, self._rng("steps"))
-        return even_reference(scored.loss_tokens[rows], weights, geometry, self._rng("steps"))
-
-    def _layout(
-        self, scored: Scored, rows: np.ndarray, reference: Reference, lengths: tuple[np.ndarray, np.ndarray]
-    ) -> Layout:
-        geometry = self.geometry
-        if self.args.packing:
-            return pack(*lengths, reference.chunk, geometry, scored.owner[rows])
-        if scored.order is not None and len(rows) == scored.rollouts.num_rows:
-            slot = scored.slots(geometry.num_processes, geometry.steps_per_generation)
-            return trl_layout(slot, scored.owner, scored.order, geometry)
-        return unpacked(reference.chunk, geometry)
+            reference = full_reference(weights, args.generation_batch_size, mean_tokens, geometry, self._rng("steps"))
+        else:
+            reference = even_reference(scored.loss_tokens[rows], weights, geometry, self._rng("steps"))
+        if args.packing:
+            return reference, pack(*lengths, reference.chunk, geometry, scored.owner[rows])
+        if slot is not None and whole:
+            return reference, trl_layout(slot, scored.owner, scored.order, geometry)
+        return reference, unpacked(reference.chunk, geometry)
 
     def _wait(self, pool: Pool, chosen: np.ndarray, drawn: Scored, engine: Engine):
         """Let live groups that were not chosen wait for the next update, if prompts were drawn until there were enough."""
@@ -272,13 +234,11 @@ class GenerationStep:
         groups: Groups | None = None,
         chosen: np.ndarray | None = None,
     ):
-        if not self.args.telemetry:
-            return
-        facts: dict[str, Any] = {"step": engine.optimizer_step, "pass_index": plan.pass_index}
-        facts["skipped"] = len(plan.skipped)
-        if groups is not None:
-            facts["pruned"] = self.state.prompts(groups.prompt_ids).pruned
-        self.recorder.record(drawn, groups, chosen, self.generation, **facts)
+        if self.args.telemetry:
+            facts = {"step": engine.optimizer_step, "pass_index": plan.pass_index, "skipped": len(plan.skipped)}
+            if groups is not None:
+                facts["pruned"] = self.state.prompts(groups.prompt_ids).pruned
+            self.recorder.record(drawn, groups, chosen, self.generation, **facts)
 
     # ---- Checkpoints ----
 
@@ -305,21 +265,16 @@ class GenerationStep:
         self.window.reset()
 
     def row_parts(self, waiting: int) -> dict[str, Any]:
-        """
-        Parts with rows of this process that are still in use, none after most batches.
-
-        Args:
-            waiting (`int`): Live groups that wait for an update.
-        """
+        """Parts with rows of this process that are in use, none after most batches; `waiting` groups are in the buffer."""
         rows = {"rows": BatchRows(self)} if self._in_use else {}
         return rows | ({"buffer": self.buffer} if waiting else {})
 
 
+@dataclass
 class BatchRows:
     """The rows of a generation batch in the middle of which a checkpoint falls, as a part of the checkpoint."""
 
-    def __init__(self, step: GenerationStep):
-        self.step = step
+    step: GenerationStep
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """The batch as arrays."""

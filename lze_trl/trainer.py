@@ -17,20 +17,9 @@ from trl import GRPOTrainer
 from trl.trainer.utils import RepeatSampler, get_config_model_id
 
 from . import checkpoint as store
-from . import compatibility
+from . import checks, compatibility
 from .app.console import RunSummary, accuracy_metric, replace_printers
 from .build import make_geometry, make_passes, make_state
-from .checks import (
-    outcome_rule,
-    refuse_idle_planner,
-    refuse_unequal_groups,
-    refuse_unfit_rewards,
-    refuse_unfit_tokenizers,
-    refuse_unsupported,
-    refuse_unwritable,
-    resolve_defaults,
-    with_prompt_ids,
-)
 from .config import LZEGRPOConfig
 from .engine import Engine, altered, without_vllm
 from .hub import correct_model_card, extend_model_card, keep_private, push_run, resolve_state
@@ -38,7 +27,7 @@ from .memory.identity import ID_COLUMN
 from .plan.planners import Planner
 from .record.ledger import Ledger, TokenCost, saving_metrics, token_cost
 from .record.recorder import Recorder
-from .rollout.controllers import RolloutController, is_plain
+from .rollout.controllers import RolloutController
 from .rollout.guard import checked
 from .rollout.rounds import Rounds
 from .select.selectors import Selector
@@ -134,22 +123,19 @@ class LZEGRPOTrainer(GRPOTrainer):
             args = LZEGRPOConfig(f"{name.split('/')[-1]}-LZE")
         own = inspect.signature(GRPOTrainer.__init__)
         given = own.bind_partial(self, model, reward_funcs, args, train_dataset, *positional, **kwargs).arguments
-        refuse_unsupported(args, train_dataset, given)
-        refuse_unfit_rewards(args, given)
-        refuse_unwritable(args)
-        resolve_defaults(args, train_dataset)
-        if planner is not None:
-            refuse_idle_planner(args, train_dataset, planner)
+        checks.refuse_unsupported(args, train_dataset, given)
+        checks.refuse_unfit_rewards(args, given)
+        checks.refuse_unwritable(args)
         controller = controller or args.make_controller()
-        if not is_plain(controller, args.num_generations):
-            refuse_unequal_groups(args, train_dataset, controller)
-        train_dataset = with_prompt_ids(train_dataset, args)
+        checks.refuse_unfit_strategies(args, train_dataset, planner, controller)
+        checks.resolve_defaults(args, train_dataset)
+        train_dataset = checks.with_prompt_ids(train_dataset, args)
         funcs = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
         reward_funcs = None if reward_funcs is None else [checked(func) for func in funcs]
         over_http = args.use_vllm and args.vllm_mode == "http"
         with without_vllm(args, hidden=over_http):
             super().__init__(model, reward_funcs, args, train_dataset, *positional, **kwargs)
-        refuse_unfit_tokenizers(self)
+        checks.refuse_unfit_tokenizers(self)
         if over_http:
             from .rollout.servers import HTTPGeneration
 
@@ -171,17 +157,17 @@ class LZEGRPOTrainer(GRPOTrainer):
 
     def _build_parts(self, planner: Planner, controller: RolloutController, selector: Selector):
         """Give every part of a generation batch what it needs."""
-        args, dataset, model = self.args, self.train_dataset, self.model.config._name_or_path
+        args, dataset = self.args, self.train_dataset
         if isinstance(dataset, Dataset):
             dataset = self._remove_unused_columns(dataset, description="training")
-        rule = outcome_rule(args, self.reward_funcs, self.reward_func_names, controller)
+        rule = checks.outcome_rule(args, self.reward_funcs, self.reward_func_names, controller)
         self.prompt_state = make_state(args, dataset, rule, planner)
         self.passes = make_passes(args, self.accelerator, dataset, self.prompt_state, planner, controller)
         self.ledger = Ledger(iterations=self.num_iterations, logprob_passes=Engine(self).logprob_passes())
         described = {
             "selector": type(selector).__name__,
             "num_processes": self.accelerator.num_processes,
-            "model": model,
+            "model": self.model.config._name_or_path,
         }
         self.generation_step = GenerationStep(
             args,
@@ -224,14 +210,8 @@ class LZEGRPOTrainer(GRPOTrainer):
         sampler = super()._get_train_sampler(dataset)
         if self.generation_step is not None and self.passes.mode == "refill":
             return [0] * len(sampler)  # our stream picks the prompts: the loader only counts micro-steps
-        return EpochRepeatSampler(
-            data_source=sampler.data_source,
-            mini_repeat_count=sampler.mini_repeat_count,
-            batch_size=sampler.batch_size,
-            repeat_count=sampler.repeat_count,
-            shuffle=sampler.shuffle,
-            seed=sampler.seed,
-        )
+        repeats = sampler.mini_repeat_count, sampler.batch_size, sampler.repeat_count
+        return EpochRepeatSampler(sampler.data_source, *repeats, shuffle=sampler.shuffle, seed=sampler.seed)
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
         # Differs from TRL: in training, micro-batches come from the packed generation batch
@@ -259,8 +239,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         # Differs from TRL: a micro-step without rows does nothing, unless earlier ones of its window have gradients
         # to synchronise
         engine, step = Engine(self), self.generation_step
-        engine.train_mode(model)
-        with engine.step_timed():
+        with engine.preparing(model):
             step.prepare(inputs, engine)
         synchronises = self.accelerator.sync_gradients
         with self.ledger.timed("update"):
@@ -333,11 +312,13 @@ class LZEGRPOTrainer(GRPOTrainer):
         super().create_model_card(model_name or Path(model_id).name, dataset_name or None, tags)
         if not self.is_world_process_zero():
             return
-        datasets = dataset_name if isinstance(dataset_name, list) else []
-        base_model = get_config_model_id(self.model.config)
-        card = Path(self.args.output_dir, "README.md")
         correct_model_card(
-            card, model_id, base_model, self._example_prompt, datasets, grpo_citation=super()._paper["citation"]
+            Path(self.args.output_dir, "README.md"),
+            model_id,
+            get_config_model_id(self.model.config),
+            self._example_prompt,
+            datasets=dataset_name if isinstance(dataset_name, list) else [],
+            grpo_citation=super()._paper["citation"],
         )
         if self.args.telemetry and not self.is_in_train:
             extend_model_card(self.args.output_dir)
@@ -375,9 +356,16 @@ class LZEGRPOTrainer(GRPOTrainer):
         if resume_from_checkpoint:
             model = self.accelerator.unwrap_model(self.model)
             compatibility.refuse_unfit(resume_from_checkpoint, model, self._described, self.controller)
-            store.warn_if_ended(resume_from_checkpoint, self.args)
+            if store.has_ended(resume_from_checkpoint, self.args):
+                logger.warning(
+                    "`%s` is the end of its run: it is loaded, and no step is taken. For more, set a larger `max_steps` or "
+                    "`num_train_epochs`, or start a new run from its model.",
+                    resume_from_checkpoint,
+                )
         elif self.args.state_from is not None and not self.generation_step.generation:
-            store.load_prompt_state(self.prompt_state, resolve_state(self.args.state_from))
+            source = resolve_state(self.args.state_from)
+            store.load_parts(store.find_state(source), store.STATE_NAME, {"prompts": self.prompt_state})
+            logger.info("Starting from the state of %d prompts of `%s`.", len(self.prompt_state), source)
         try:
             result = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
         except KeyboardInterrupt as stop:
@@ -394,7 +382,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         if self.state.global_step < self.state.max_steps:
             super()._run_epoch(*args, **kwargs)
         else:
-            Engine(self).end_training()
+            self.control.should_training_stop = True
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None):
         # Differs from TRL: the token of the Hub does not go into `training_args.bin`, which is uploaded with the model
@@ -457,12 +445,8 @@ class LZEGRPOTrainer(GRPOTrainer):
         return self.generation_step.parts() | servers
 
     def _save_parts(self, directory: str):
-        engine = Engine(self)
-        place = {
-            "global_step": self.state.global_step,
-            "micro_step": engine.micro_step,
-            "mid_batch": engine.mid_batch,
-        }
+        engine, place = Engine(self), {"global_step": self.state.global_step}
+        place |= {"micro_step": engine.micro_step, "mid_batch": engine.mid_batch}
         store.save_parts(directory, store.STATE_NAME, self._parts, self._described | place)
 
     @property
@@ -476,5 +460,4 @@ class LZEGRPOTrainer(GRPOTrainer):
         ):
             if type(own) is not type(built_in):  # an object that was passed to the trainer
                 used[name] = type(own).__name__
-        draws_prompts = self.controller.draws_prompts
-        return compatibility.described(args, self.accelerator.num_processes, draws_prompts, used)
+        return compatibility.described(args, self.accelerator.num_processes, self.controller.draws_prompts, used)
