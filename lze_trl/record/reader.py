@@ -99,15 +99,13 @@ class Run:
 
     Args:
         directory (`Path`): Telemetry folder.
-        threads (`int`): Threads of the query engine.
-        memory_limit (`str`): Memory of the query engine.
 
     Attributes:
         meta ([`Meta`]): Settings of the run and of the recording.
         damaged (`list[str]`): Files that are left out because they are cut off.
     """
 
-    def __init__(self, directory: Path, threads: int = 2, memory_limit: str = "1GB"):
+    def __init__(self, directory: Path):
         self.directory = directory.absolute()
         self.meta = Meta.read(self.directory)
         self.damaged: list[str] = []
@@ -117,7 +115,7 @@ class Run:
         self._version: tuple | None = None
         self._summed: set[Part] = set()  # parts of `groups` that the states of the prompts are made of
         self._summed_of: tuple = ()
-        self._database = duckdb.connect(":memory:", config={"threads": threads, "memory_limit": memory_limit})
+        self._database = duckdb.connect(":memory:", config={"threads": 2, "memory_limit": "1GB"})
         folder = str(self.directory).replace("'", "''")
         self._database.execute(f"""SET parquet_metadata_cache = true; SET enable_progress_bar = false;
             SET allowed_directories = ['{folder}{os.sep}']; SET enable_external_access = false;
