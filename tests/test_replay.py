@@ -17,7 +17,7 @@ from lze_trl.job import cli
 from lze_trl.memory.state import PromptState, StateSettings
 from lze_trl.record import MissingTelemetryError, TelemetryWriter
 from lze_trl.record.generation import groups_of, groups_table
-from lze_trl.replay import ReplayError, history, replay, show_replay
+from lze_trl.replay import ReplayError, replay, rerun, show_replay
 from lze_trl.replay.foresight import Foreseer
 from lze_trl.seeding import keyed_rng
 from lze_trl.select.selectors import RandomSelector
@@ -147,7 +147,7 @@ def test_reading_in_pieces_changes_nothing(tmp_path, monkeypatch):
     record_run(tmp_path, batches, [{50}, set(), {7}, {40, 30}], ledger)
     whole = replay(tmp_path, ["energy", "random"], gumbel_scale=0.3)
     for rows in (1, 4, 7):
-        monkeypatch.setattr(history, "_ROWS", rows)
+        monkeypatch.setattr(rerun, "_ROWS", rows)
         assert replay(tmp_path, ["energy", "random"], gumbel_scale=0.3) == whole
 
 

@@ -39,7 +39,8 @@ _STATE = """CASE
     ELSE 'frontier'
 END"""
 
-_LATEST = "visits, pass_rate, energy, difficulty, uncertainty, momentum, ema, first_pass_rate, reward_mean, pruned, dead"
+_LATEST = """visits, pass_rate, energy, difficulty, uncertainty, momentum, ema, first_pass_rate, reward_mean, pruned,
+    dead"""
 
 # Rows of `groups` as what is known of a prompt after one visit, so that visits and states merge by the same query
 _VISITS = f"""SELECT prompt_id, generation AS last_generation, step AS last_step, selected::BIGINT AS times_selected,
