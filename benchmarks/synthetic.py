@@ -122,10 +122,13 @@ class SyntheticTraining:
             completions={row: _completion_text(prompts[g], passed[row]) for row, g in enumerate(group)}
             if self.completions
             else None,
-            columns={
-                "subject": [_SUBJECTS[index % len(_SUBJECTS)] for index in prompts],
-                "level": [int(np.clip(self._difficulty[index] + 3, 1, 5)) for index in prompts],
-            },
+            columns=[
+                {
+                    "subject": _SUBJECTS[index % len(_SUBJECTS)],
+                    "level": int(np.clip(self._difficulty[index] + 3, 1, 5)),
+                }
+                for index in prompts
+            ],
             ledger=self._ledger.summary(_TOKEN_COST),
         )
 

@@ -17,7 +17,7 @@ from lze_trl.job import cli
 from lze_trl.memory.state import PromptState, StateSettings
 from lze_trl.record import MissingTelemetryError, TelemetryWriter
 from lze_trl.record.generation import groups_of, groups_table
-from lze_trl.replay import ReplayError, history, replay, show_replay
+from lze_trl.replay import ReplayError, replay, rerun, show_replay
 from lze_trl.replay.foresight import Foreseer
 from lze_trl.seeding import keyed_rng
 from lze_trl.select.selectors import RandomSelector
@@ -147,7 +147,7 @@ def test_reading_in_pieces_changes_nothing(tmp_path, monkeypatch):
     record_run(tmp_path, batches, [{50}, set(), {7}, {40, 30}], ledger)
     whole = replay(tmp_path, ["energy", "random"], gumbel_scale=0.3)
     for rows in (1, 4, 7):
-        monkeypatch.setattr(history, "_ROWS", rows)
+        monkeypatch.setattr(rerun, "_ROWS", rows)
         assert replay(tmp_path, ["energy", "random"], gumbel_scale=0.3) == whole
 
 
@@ -219,6 +219,7 @@ def test_foresight_golden(tmp_path):
     assert (foresight.groups, foresight.rollouts, foresight.live) == (2, 8, 1)
     assert foresight.brier == pytest.approx(((1 - 71 / 126) ** 2 + (5 / 21) ** 2) / 2)
     assert foresight.base_brier == 0.25
+    assert foresight.expected_error == pytest.approx((5 / 21 + (1 - 71 / 126)) / 2)
     low, high = foresight.bins
     assert (low["lower"], low["count"], low["dead"], low["predicted"]) == (0.2, 1, 0.0, pytest.approx(5 / 21))
     assert (high["lower"], high["count"], high["dead"], high["predicted"]) == (0.5, 1, 1.0, pytest.approx(71 / 126))
@@ -244,6 +245,21 @@ def test_what_a_threshold_saves_and_loses():
     sure, unsure = 101 / 103 + 2 / (102 * 103), 3 / 5
     assert foresight.brier == pytest.approx(((1 - sure) ** 2 + (1 - unsure) ** 2 + sure**2) / 3)
     assert foresight.base_brier == pytest.approx(2 / 9)
+
+
+def test_predictions_of_a_bin_are_added_up():
+    # Single completions are dead for certain, which is the last bin's; after a pass and a fail, a pair with 3/5
+    foreseer = Foreseer(np.array([1, 2, 3]), memory=16.0)
+    state = PromptState()
+    for outcomes in ({1: [1, 0], 2: [1, 0], 3: [1, 0]}, {1: [1], 2: [1, 0], 3: [0, 0]}):
+        rollouts = rollouts_of(outcomes)
+        foreseer.see(state.visit(rollouts), rollouts.sizes)
+    foresight = foreseer.foresight()
+    pairs, single = foresight.bins
+    assert (pairs["lower"], pairs["count"], pairs["dead"], pairs["predicted"]) == (0.6, 2, 0.5, pytest.approx(0.6))
+    assert (single["upper"], single["count"], single["dead"], single["predicted"]) == (1.0, 1, 1.0, 1.0)
+    assert foresight.expected_error == pytest.approx((2 * 0.1 + 0) / 3)
+    assert foresight.brier == pytest.approx((0.6**2 + 0.4**2) / 3)
 
 
 # ---- Selectors, settings, the command ----

@@ -11,7 +11,7 @@ from trl import GRPOConfig, GRPOTrainer, TrlParser
 import tiny
 from lze_trl import LZEGRPOConfig, LZEGRPOTrainer
 from lze_trl.job.recipe import RecipeError, parse_recipe
-from lze_trl.replay.history import rules_of
+from lze_trl.replay.choosing import rules_of
 from lze_trl.strategies import STRATEGIES, settings_of
 from test_laws import distance, moved, train
 

@@ -50,7 +50,7 @@ def make_record(
         "reward_names": ["accuracy_reward", "format_reward"],
         "loss_tokens": np.full(outcomes.size, 2),
         "completions": {i: f"{generation}:{i}" for i in range(outcomes.size)},
-        "columns": {"level": [3] * len(outcomes)},
+        "columns": [{"level": 3}] * len(outcomes),
         "ledger": {"update_flops": 10.0 * (generation + 1), "plain_update_flops": 40.0 * (generation + 1)},
     }
     return samples.record_of(rollouts, groups, generation, **(fields | changes))
@@ -149,11 +149,11 @@ def test_prompts_are_found_filtered_and_sorted(tmp_path):
 
 @pytest.mark.parametrize("search", ["GÉOMÉTRIE", "几何", r"\frac{1}{2}", 'say "', "1\n2", '"level": 3'])
 def test_columns_are_searched_as_they_read(tmp_path, search):
-    facts = {
-        "level": [1, 2, 3],
-        "subject": ["géométrie", "几何", "algebra"],
-        "solution": [r"\frac{1}{2}", 'say "yes"', "1\n2"],
-    }
+    facts = [
+        {"level": 1, "subject": "géométrie", "solution": r"\frac{1}{2}"},
+        {"level": 2, "subject": "几何", "solution": 'say "yes"'},
+        {"level": 3, "subject": "algebra", "solution": "1\n2"},
+    ]
     record_run(tmp_path / "telemetry", [make_record(0, columns=facts)])
     assert len(open_run(tmp_path).prompts(search=search)) == 1
 

@@ -41,11 +41,12 @@ def test_what_selection_would_have_kept(tmp_path):
     for step in (1, 2, 3):
         write_log(tmp_path, step, groups)
     analysis = analyze(tmp_path)
-    assert (analysis.steps, analysis.prompts, analysis.groups, analysis.rows) == (3, 5, 15, 60)
-    assert (analysis.dead, analysis.selected) == (9, 6)
-    assert analysis.selected_text == pytest.approx(80 / 320)
+    ledger = analysis.ledger
+    assert (analysis.steps, analysis.prompts, ledger.groups_rolled_out, ledger.rows_rolled_out) == (3, 5, 15, 60)
+    assert (ledger.groups_dead, ledger.groups_trained) == (9, 6)
+    assert ledger.update_tokens / ledger.rollout_tokens == pytest.approx(80 / 320)
     # Two prompts are pruned after two solved visits: their third is skipped, re-checks apart
-    assert analysis.prunable == round(2 * 0.9)
+    assert ledger.visits_skipped == round(2 * 0.9)
     assert analysis.reward == "total"
     # D·u: 0.75·0.75 > 0.5·1
     assert analysis.frontier == ("rare", "half")
@@ -61,7 +62,7 @@ def test_completions_that_several_updates_use_are_counted_once(tmp_path):
     for step in (1, 2, 3, 4):
         write_log(tmp_path, step, [("a", (1.0, 0.0, 0.0), 5 + (step - 1) // 2)], batch=(step - 1) // 2)
     analysis = analyze(tmp_path)
-    assert (analysis.steps, analysis.groups, analysis.rows) == (2, 2, 6)
+    assert (analysis.steps, analysis.ledger.groups_rolled_out, analysis.ledger.rows_rolled_out) == (2, 2, 6)
 
 
 def test_logs_of_an_evaluation_are_left_out(tmp_path, caplog):
@@ -90,8 +91,8 @@ def test_messages_other_rewards_and_missing_scores(tmp_path):
         [("a", (1.0, None, 0.0), 5), ("b", (None, None, None), 5)],
         prompt=lambda name: [{"role": "user", "content": name}],
     )
-    assert analyze(tmp_path / "completions").selected == 1
-    assert analyze(tmp_path, reward="format").dead == 1  # whatever ranks the groups, advantages say which are dead
+    assert analyze(tmp_path / "completions").ledger.groups_trained == 1
+    assert analyze(tmp_path, reward="format").ledger.groups_dead == 1  # advantages say it, whatever ranks the groups
     with pytest.raises(TelemetryError, match="rewards \\['accuracy', 'format'\\], got 'advantage'"):
         analyze(tmp_path, reward="advantage")
 
@@ -136,4 +137,6 @@ def test_logs_of_the_real_trainer(tmp_path):
         processing_class=tiny.tokenizer(),
     ).train()
     analysis = analyze(tmp_path)
-    assert (analysis.steps, analysis.groups, analysis.rows, analysis.reward) == (2, 4, 12, "total")
+    ledger = analysis.ledger
+    assert (analysis.steps, ledger.groups_rolled_out, ledger.rows_rolled_out) == (2, 4, 12)
+    assert analysis.reward == "total"

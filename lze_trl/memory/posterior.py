@@ -1,9 +1,6 @@
-"""What is expected of a prompt before it is rolled out: a Beta posterior of its pass rate, and how well it predicts."""
+"""What is expected of a prompt before it is rolled out: a Beta posterior of its pass rate."""
 
 import numpy as np
-
-
-NUM_BINS = 10
 
 
 def posterior_strength(rollouts: np.ndarray, memory: float) -> np.ndarray:
@@ -65,77 +62,3 @@ def dead_probability(a: np.ndarray, b: np.ndarray, size: int | np.ndarray) -> np
     all_pass = np.prod((a[:, np.newaxis] + drawn) / total, axis=1, where=counts)
     all_fail = np.prod((b[:, np.newaxis] + drawn) / total, axis=1, where=counts)
     return np.where(sizes < 2, 1.0, all_pass + all_fail)
-
-
-class Calibration:
-    """
-    Compares predicted probabilities of dead groups with what became of them, in 10 bins of the prediction.
-
-    A prediction is calibrated if, of the groups said to be dead with probability q, a share q is dead.
-    """
-
-    def __init__(self):
-        self._predicted = np.zeros(NUM_BINS, dtype=np.float64)  # sum of the predictions of each bin
-        self._dead = np.zeros(NUM_BINS, dtype=np.int64)
-        self._count = np.zeros(NUM_BINS, dtype=np.int64)
-        self._squared_error = 0.0
-
-    def __len__(self) -> int:
-        """Groups seen."""
-        return int(self._count.sum())
-
-    def update(self, predicted: np.ndarray, dead: np.ndarray):
-        """
-        Add the groups of a generation batch. Groups that could not be scored say nothing: leave them out.
-
-        Args:
-            predicted (`np.ndarray` of shape `(P,)`): Probability of being dead, from before the rollout.
-            dead (`np.ndarray` of shape `(P,)`): Whether the group turned out dead, bool.
-
-        Raises:
-            ValueError: If the shapes differ, or a prediction is not a probability.
-        """
-        if predicted.ndim != 1 or predicted.shape != dead.shape:
-            raise ValueError(
-                f"`predicted` and `dead` must be one-dimensional and of one length, got shapes {predicted.shape} and "
-                f"{dead.shape}. Give one entry per group."
-            )
-        valid = (predicted >= 0.0) & (predicted <= 1.0)
-        if not valid.all():
-            raise ValueError(
-                f"`predicted` must hold probabilities, in [0, 1], got {predicted[~valid][0]}. Use `dead_probability`."
-            )
-        bins = np.minimum((predicted * NUM_BINS).astype(np.int64), NUM_BINS - 1)
-        self._predicted += np.bincount(bins, weights=predicted, minlength=NUM_BINS)
-        self._dead += np.bincount(bins[dead], minlength=NUM_BINS)
-        self._count += np.bincount(bins, minlength=NUM_BINS)
-        self._squared_error += float(((predicted - dead) ** 2).sum())
-
-    @property
-    def brier(self) -> float:
-        """Brier score, the mean of (prediction − outcome)²: 0 is perfect, 0.25 is a coin. NaN without groups."""
-        return self._squared_error / len(self) if len(self) else float("nan")
-
-    @property
-    def expected_error(self) -> float:
-        """Expected calibration error: |mean prediction − dead share| of each bin, weighted by its groups; NaN without."""
-        return float(np.abs(self._predicted - self._dead).sum() / len(self)) if len(self) else float("nan")
-
-    def table(self) -> list[dict[str, float]]:
-        """
-        The bins that hold groups, in ascending order.
-
-        Returns:
-            `list[dict[str, float]]`: Of each bin, its bounds `lower` and `upper`, its groups `count`, their mean
-            prediction `predicted`, and the share of them that was dead, `dead`.
-        """
-        return [
-            {
-                "lower": index / NUM_BINS,
-                "upper": (index + 1) / NUM_BINS,
-                "count": int(self._count[index]),
-                "predicted": float(self._predicted[index] / self._count[index]),
-                "dead": float(self._dead[index] / self._count[index]),
-            }
-            for index in np.flatnonzero(self._count).tolist()
-        ]

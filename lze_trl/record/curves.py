@@ -10,16 +10,11 @@ from .schema import NUM_ENERGY_BINS
 
 def curve(run: Run, bins: int = 200) -> pd.DataFrame:
     """
-    Means and shares over neighbouring generation batches.
+    Means and shares over neighbouring generation batches, in at most `bins` rows.
 
-    Args:
-        run ([`Run`]): The run.
-        bins (`int`, *optional*, defaults to `200`): Largest number of points.
-
-    Returns:
-        `pd.DataFrame`: One row per point: `generation` and `step` at its end; `pass_rate`, `selected_pass_rate`,
-        `reward_mean`, `energy_mean`; shares of the groups that were `selected`, `dead`, `replayed`; the share of the
-        visited prompts that is `pruned`; and the work done so far in `tokens`, `flops` and `seconds`.
+    Columns are `generation` and `step` at the end; `pass_rate`, `selected_pass_rate`, `reward_mean`, `energy_mean`; shares
+    of the groups that were `selected`, `dead`, `replayed`; the share of the visited prompts that is `pruned`; and the work
+    done so far in `tokens`, `flops` and `seconds`.
     """
     columns = {"generation": "max(generation)", "step": "max(step)"}
     columns |= {name: f"avg({name})" for name in ("pass_rate", "selected_pass_rate", "reward_mean", "energy_mean")}
@@ -42,22 +37,15 @@ def reward_curves(run: Run, bins: int = 200) -> pd.DataFrame:
 
 def energy_heat_map(run: Run, bins: int = 120) -> tuple[np.ndarray, np.ndarray]:
     """
-    Distribution of the energy over the steps.
-
-    Args:
-        run ([`Run`]): The run.
-        bins (`int`, *optional*, defaults to `120`): Largest number of columns T.
-
-    Returns:
-        `tuple[np.ndarray, np.ndarray]`: Steps at the end of each column, shape `(T,)`, and shares of the groups, shape
-        `(T, 1 + NUM_ENERGY_BINS)`: first the dead groups, then the live ones in energy bins of equal width up to
-        `run.meta.energy_max`.
+    Distribution of the energy over the steps: steps at the end of each of at most `bins` columns, shape `(T,)`, and shares of
+    the groups, shape `(T, 1 + NUM_ENERGY_BINS)`: first the dead groups, then the live ones in energy bins of equal width up
+    to `run.meta.energy_max`.
     """
     levels = {f"level{index}": f"sum(energy_histogram[{index + 1}])::DOUBLE" for index in range(NUM_ENERGY_BINS)}
     columns = {"step": "max(step)", "groups": "sum(groups)::DOUBLE", "dead": "sum(dead)::DOUBLE"}
     frame = _binned(run, columns | levels, bins)
-    # Pruning may have left nothing of a generation batch
-    return frame["step"].to_numpy(), (frame[["dead", *levels]].to_numpy() / frame[["groups"]].clip(lower=1).to_numpy())
+    groups = frame["groups"].clip(lower=1)  # pruning may have left nothing of a generation batch
+    return frame["step"].to_numpy(), frame[["dead", *levels]].div(groups, axis=0).to_numpy()
 
 
 def _binned(run: Run, columns: dict[str, str], bins: int) -> pd.DataFrame:

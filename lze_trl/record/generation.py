@@ -15,42 +15,23 @@ from .schema import NUM_ENERGY_BINS, SCHEMAS
 
 @dataclass
 class GenerationRecord:
-    """
-    What is known of one generation batch once it is scored and selected from.
+    """What is known of a generation batch of P groups and B completions once it is scored and selected from."""
 
-    Attributes:
-        step (`int`): Optimizer step.
-        generation (`int`): Counter of generation batches.
-        pass_index (`int`): Pass over the data.
-        groups ([`Groups`]): The scored groups.
-        selected (`np.ndarray` of shape `(P,)`, bool): Groups that are trained on.
-        pruned (`np.ndarray` of shape `(P,)`, bool): Prompts that are pruned after this visit.
-        skipped (`int`): Prompts of the batch that pruning left without rollouts.
-        rewards (`np.ndarray` of shape `(B, F)`): Every completion's reward from every function, NaN where it has none.
-        reward_names (`list[str]`): Names of the F reward functions.
-        rollouts ([`Rollouts`]): The completions.
-        loss_tokens (`np.ndarray` of shape `(B,)`): Tokens of each completion that the loss covers.
-        prompts (`list[str]` of length P): Text of each group's prompt.
-        completions (`dict[int, str]`, *optional*): Text of the completions to record, by their row.
-        columns (`dict[str, list]`, *optional*): Further facts about each prompt, P values a column.
-        ledger (`dict[str, float]`, *optional*): Cumulative work, see `docs/telemetry.md`.
-    """
-
-    step: int
+    step: int  # optimizer step
     generation: int
-    pass_index: int
+    pass_index: int  # pass over the data
     groups: Groups
-    selected: np.ndarray
-    pruned: np.ndarray
-    skipped: int
-    rewards: np.ndarray
-    reward_names: list[str]
+    selected: np.ndarray  # (P,), groups that are trained on
+    pruned: np.ndarray  # (P,), prompts that are pruned after this visit
+    skipped: int  # prompts of the batch that pruning left without rollouts
+    rewards: np.ndarray  # (B, F), every completion's reward from every function, NaN where it has none
+    reward_names: list[str]  # of the F reward functions
     rollouts: Rollouts
-    loss_tokens: np.ndarray
-    prompts: list[str]
-    completions: dict[int, str] | None = None
-    columns: dict[str, list] | None = None
-    ledger: dict[str, float] | None = None
+    loss_tokens: np.ndarray  # (B,), tokens of each completion that the loss covers
+    prompts: list[str]  # text of each of the P prompts
+    completions: dict[int, str] | None = None  # text of the completions to record, by their row
+    columns: list[dict[str, Any]] | None = None  # further facts about each of the P prompts
+    ledger: dict[str, float] | None = None  # cumulative work, see [`Ledger.summary`]
 
 
 _RENAMED = {
@@ -88,8 +69,8 @@ def groups_table(record: GenerationRecord) -> pa.Table:
         "groups",
         {column: getattr(groups, name) for name, column in _COLUMNS.items()}
         | {
-            "generation": np.full(count, record.generation),
-            "step": np.full(count, record.step),
+            "generation": record.generation,
+            "step": record.step,
             "position": np.arange(count),  # selectors see the groups in this order
             "scored": np.bincount(group[~np.isnan(rollouts.outcomes)], minlength=count),
             "rewards": rewards.tolist(),
@@ -140,15 +121,14 @@ def _generations_table(record: GenerationRecord, now: float, new: np.ndarray, en
 
 
 def _prompts_table(record: GenerationRecord, new: np.ndarray) -> pa.Table:
-    rows, columns = np.flatnonzero(new), record.columns or {}
-    facts = ({name: values[row] for name, values in columns.items()} for row in rows)
+    rows, facts = np.flatnonzero(new), record.columns or [{}] * len(new)
     return _table(
         "prompts",
         {
             "prompt_id": record.groups.prompt_ids[rows],
-            "generation": np.full(len(rows), record.generation),
+            "generation": record.generation,
             "text": [record.prompts[row] for row in rows],
-            "columns": [json.dumps(row, default=str, ensure_ascii=False) for row in facts],
+            "columns": [json.dumps(facts[row], default=str, ensure_ascii=False) for row in rows],
         },
     )
 
@@ -158,8 +138,8 @@ def _completions_table(record: GenerationRecord) -> pa.Table:
     return _table(
         "completions",
         {
-            "generation": np.full(len(rows), record.generation),
-            "step": np.full(len(rows), record.step),
+            "generation": record.generation,
+            "step": record.step,
             "prompt_id": rollouts.prompt_ids[rollouts.group[rows]],
             "index": pd.Series(rollouts.group).groupby(rollouts.group).cumcount().to_numpy()[rows],
             "completion": list(record.completions.values()),
@@ -173,15 +153,14 @@ def _completions_table(record: GenerationRecord) -> pa.Table:
 
 def log_tables(step: int, generation: int, now: float, metrics: dict[str, float]) -> dict[str, pa.Table]:
     """Rows of `steps`, one per metric that the trainer has logged at a step, after a generation batch."""
-    when = {name: np.full(len(metrics), value) for name, value in (("step", step), ("generation", generation))}
-    columns = {"time": np.full(len(metrics), now), "name": list(metrics), "value": list(metrics.values())}
-    return {"steps": _table("steps", when | columns)}
+    when = {"step": step, "generation": generation, "time": now}
+    return {"steps": _table("steps", when | {"name": list(metrics), "value": list(metrics.values())})}
 
 
 def _table(name: str, columns: dict[str, Any]) -> pa.Table:
-    # NaN stands for "not scored" in the arrays and becomes null in the files
-    arrays = [pa.array(columns[field.name], type=field.type, from_pandas=True) for field in SCHEMAS[name]]
-    return pa.Table.from_arrays(arrays, schema=SCHEMAS[name])
+    """A table of a name, from columns or what all of its rows share. NaN, which stands for "not scored", becomes null."""
+    table = pa.Table.from_pandas(pd.DataFrame(columns), SCHEMAS[name], preserve_index=False)
+    return table.replace_schema_metadata()
 
 
 def _mean(values: np.ndarray) -> float:

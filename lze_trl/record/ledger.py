@@ -34,18 +34,10 @@ UNITS = ("tokens", "flops", "seconds")
 
 @dataclass(frozen=True)
 class TokenCost:
-    """
-    FLOPs per token of one model, by the usual count of two for each weight of a matrix product.
+    """FLOPs per token of one model, by the usual count of two for each weight of a matrix product."""
 
-    Attributes:
-        forward (`float`): Forward pass: 2·N, with N the weights used per token, input embedding left out.
-        train (`float`):
-            Forward and backward pass: 4·N for activations and their gradients, 2 for each trainable weight, and 2·N
-            more when gradient checkpointing computes the activations twice.
-    """
-
-    forward: float
-    train: float
+    forward: float  # 2·N, with N the weights used per token, input embedding left out
+    train: float  # 4·N for activations and their gradients, 2 a trainable weight, 2·N with gradient checkpointing
 
 
 def token_cost(model: "nn.Module", gradient_checkpointing: bool) -> TokenCost:
@@ -67,62 +59,34 @@ def token_cost(model: "nn.Module", gradient_checkpointing: bool) -> TokenCost:
 
 @dataclass
 class Ledger:
-    """
-    Running totals of a run. Rows are completions; tokens count prompt and completion.
-
-    Attributes:
-        groups_rolled_out (`int`): Groups that got rollouts.
-        groups_trained (`int`): Groups that were trained on.
-        visits_skipped (`int`): Prompts that pruning left out of a pass, counted once a pass.
-        groups_dead (`int`): Groups whose scored outcomes were all equal.
-        rows_rolled_out (`int`): Completions generated.
-        rows_trained (`int`): Completions trained on.
-        rollout_tokens (`int`): Tokens of the completions generated, and of their prompts.
-        update_tokens (`int`): Tokens of the completions trained on, once for every iteration over the batch.
-        logprob_passes (`int`): Forward passes that plain GRPO takes for old and reference log-probabilities of a row.
-        logprob_tokens (`int`): Tokens of the passes that were made.
-        iterations (`int`): Iterations over a generation batch.
-        plain_rows (`int`): Completions that plain GRPO rolls out and trains on: `generation_batch_size` a batch.
-        plain_tokens (`float`): Their tokens, as [`account`] estimates them.
-        surplus_dropped (`int`): Live groups that were never trained on, since they had waited too long.
-        skipped_updates (`int`): Optimizer steps in which nothing was worth a gradient.
-        rollout_seconds (`float`): Time in generation and reward functions.
-        logprob_seconds (`float`): Time in building the batch, old and reference log-probabilities included.
-        update_seconds (`float`): Time in forward and backward passes.
-        selection_seconds (`float`): Time in planning, scoring, selection, packing and recording.
-    """
+    """Running totals of a run. Rows are completions; tokens count prompt and completion."""
 
     groups_rolled_out: int = 0
     groups_trained: int = 0
-    visits_skipped: int = 0
+    visits_skipped: int = 0  # prompts that pruning left out of a pass, counted once a pass
     groups_dead: int = 0
     rows_rolled_out: int = 0
     rows_trained: int = 0
     rollout_tokens: int = 0
-    update_tokens: int = 0
-    logprob_passes: int = 0
-    logprob_tokens: int = 0
-    iterations: int = 1
-    plain_rows: int = 0
-    plain_tokens: float = 0.0
-    surplus_dropped: int = 0
-    skipped_updates: int = 0
-    rollout_seconds: float = 0.0
-    logprob_seconds: float = 0.0
-    update_seconds: float = 0.0
-    selection_seconds: float = 0.0
+    update_tokens: int = 0  # once for every iteration over the batch
+    logprob_passes: int = 0  # forward passes of plain GRPO for old and reference log-probabilities
+    logprob_tokens: int = 0  # of the passes that were made
+    iterations: int = 1  # over a generation batch
+    plain_rows: int = 0  # `generation_batch_size` a batch
+    plain_tokens: float = 0.0  # as `account` estimates them
+    surplus_dropped: int = 0  # live groups that were never trained on, since they had waited too long
+    skipped_updates: int = 0  # optimizer steps in which nothing was worth a gradient
+    rollout_seconds: float = 0.0  # generation and reward functions
+    logprob_seconds: float = 0.0  # building the batch, old and reference log-probabilities included
+    update_seconds: float = 0.0  # forward and backward passes
+    selection_seconds: float = 0.0  # planning, scoring, selection, packing and recording
 
     def state_dict(self) -> dict[str, float]:
         """The totals, for a checkpoint."""
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, float]):
-        """
-        Continue the totals of a checkpoint.
-
-        Raises:
-            ValueError: If another version of the package wrote them.
-        """
+        """Continue the totals of a checkpoint."""
         known = set(vars(self))
         if set(state) != known:
             raise ValueError(
@@ -142,13 +106,7 @@ class Ledger:
         setattr(self, name, getattr(self, name) + time.perf_counter() - begin)
 
     def add_plain(self, rows: int, row_tokens: float | None):
-        """
-        Enter the completions of plain GRPO for a generation batch.
-
-        Args:
-            rows (`int`): Completions, `generation_batch_size`.
-            row_tokens (`float`, *optional*): Mean tokens of one, `None` for the mean of the run so far.
-        """
+        """Enter the completions of plain GRPO for a batch; without their mean tokens, the mean of the run so far counts."""
         if row_tokens is None:
             row_tokens = self.plain_tokens / max(self.plain_rows, 1)
         self.plain_rows += rows
@@ -169,19 +127,10 @@ class Ledger:
 
 @dataclass(frozen=True)
 class Work:
-    """
-    Work of a run, and that of plain GRPO for the same number of optimizer steps.
-
-    Attributes:
-        name (`str`): One of the values of [`KINDS`], or `"total"`.
-        tokens (`float`): Tokens computed; those of a total say nothing, since their costs differ.
-        seconds (`float`): Time taken.
-        flops (`float`): FLOPs.
-        plain_flops (`float`): FLOPs of plain GRPO.
-    """
+    """Work of a run, of one of [`KINDS`] or in total, and that of plain GRPO for the same number of optimizer steps."""
 
     name: str
-    tokens: float
+    tokens: float  # those of a total say nothing, since their costs differ
     seconds: float
     flops: float
     plain_flops: float
@@ -209,11 +158,11 @@ def against_plain(totals: dict[str, float]) -> list[Work]:
     Visits that pruning left out of a pass do not enter: plain GRPO would have taken further steps for them.
 
     Args:
-        totals (`dict[str, float]`): Totals of a run, see [`Ledger.summary`].
+        totals (`dict[str, float]`): Totals of a run: `trainer.savings()`, or the `ledger` of [`Run.summary`].
 
     Returns:
-        `list[Work]`: In the order of [`KINDS`], those that take part in the run, and the total. Empty where the costs of
-        plain GRPO are not known.
+        `list[Work]`: The kinds of work that take part in the run, and the total. Empty where the costs of plain GRPO are
+        not known.
     """
     works = [
         Work(
@@ -236,10 +185,7 @@ def saving_metrics(totals: dict[str, float]) -> dict[str, float]:
 
 
 def headline(totals: dict[str, float]) -> str:
-    """
-    The saving in one sentence, such as `FLOPs of plain GRPO for the same number of optimizer steps: rollouts 1.00 ×,
-    updates 0.39 ×, total 0.54 ×.`
-    """
+    """The saving in one sentence."""
     works = against_plain(totals)
     if not works:
         return "The recording does not say what plain GRPO would have cost."
@@ -261,19 +207,10 @@ def account(
     logprob_passes: int,
 ):
     """
-    Enter a generation batch.
+    Enter a generation batch: what was `drawn`, its scored groups, and the `chosen` rows of the `pool`, which are trained on.
 
-    Plain GRPO draws as many completions of one prompt as of another. So its completions are taken to be as long as the mean
-    over the groups of their mean length, however many completions of each were drawn here.
-
-    Args:
-        ledger ([`Ledger`]): Totals to add to.
-        drawn ([`Rollouts`]): The completions drawn for the batch.
-        groups ([`Groups`]): Their scored groups.
-        pool ([`Rollouts`]): The completions that could be trained on: those drawn, and surplus ones.
-        chosen (`np.ndarray` of shape `(n,)`): Rows of the pool that are trained on.
-        batch_rows (`int`): Completions of the batch in plain GRPO, `generation_batch_size`.
-        logprob_passes (`int`): Forward passes per row for old and reference log-probabilities.
+    Plain GRPO draws as many completions of one prompt as of another. So its `batch_rows` completions are taken to be as long
+    as the mean over the groups of their mean length, however many completions of each were drawn here.
     """
     chosen_tokens = int((pool.prompt_tokens + pool.completion_tokens)[chosen].sum())
     drawn_tokens = drawn.prompt_tokens + drawn.completion_tokens

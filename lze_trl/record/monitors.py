@@ -13,79 +13,69 @@ from ..memory.state import PromptState
 
 logger = logging.getLogger(__name__)
 
+_PATIENCE = 10  # generation batches without a live group, in a row, that may be chance
+
 
 def batch_metrics(groups: Groups, chosen: np.ndarray, state: PromptState, pass_index: int) -> dict[str, float]:
-    """
-    Metrics of a generation batch, logged under `lze/`.
-
-    Args:
-        groups ([`Groups`]): The scored groups.
-        chosen (`np.ndarray` of shape `(P,)`): Whether each group is trained on.
-        state ([`PromptState`]): State after the visit.
-        pass_index (`int`): Pass over the data.
-    """
-    dead = ~groups.alive
+    """Metrics of a generation batch, logged under `lze/`: its groups, those chosen, and the state after the visit."""
+    unscored = np.isnan(groups.pass_rates)
     metrics = {
-        "pass_rate": float(np.nanmean(groups.pass_rates)) if (~np.isnan(groups.pass_rates)).any() else float("nan"),
-        "energy": float(groups.energies.mean()),
+        "pass_rate": np.nan if unscored.all() else np.nanmean(groups.pass_rates),
+        "energy": groups.energies.mean(),
         "groups": len(groups),
-        "group_size": float(groups.sizes.mean()),
-        "selected_share": float(chosen.mean()),
-        "dead_share": float(dead.mean()),
-        "solved_share": float(groups.solved.mean()),
-        "hopeless_share": float(groups.hopeless.mean()),
-        "replayed_share": float(groups.replayed.mean()),
-        "forgotten": float(groups.forgotten.sum()),
+        "group_size": groups.sizes.mean(),
+        "selected_share": chosen.mean(),
+        "dead_share": (~groups.alive).mean(),
+        "solved_share": groups.solved.mean(),
+        "hopeless_share": groups.hopeless.mean(),
+        "replayed_share": groups.replayed.mean(),
+        "forgotten": groups.forgotten.sum(),
         **state.metrics(),
-        "pass": float(pass_index),
+        "pass": pass_index,
     }
     if chosen.any():
-        metrics["selected_energy"] = float(groups.energies[chosen].mean())
-        scored = groups.pass_rates[chosen & ~np.isnan(groups.pass_rates)]
-        metrics["selected_pass_rate"] = float(scored.mean()) if scored.size else float("nan")
-    return metrics
+        metrics["selected_energy"] = groups.energies[chosen].mean()
+        scored = groups.pass_rates[chosen & ~unscored]
+        metrics["selected_pass_rate"] = scored.mean() if scored.size else np.nan
+    return {name: float(value) for name, value in metrics.items()}
 
 
 class DeadMonitor:
-    """
-    Watches the groups without a signal: how well they were foreseen, and whether there is nothing else.
+    """Watches the groups without a signal: how well they were foreseen, and whether there is nothing else."""
 
-    Before a visit, the posterior of a prompt's pass rate gives the probability that its group will be dead. It is that of
-    passes and fails: for graded outcomes nothing is foreseen.
-
-    Args:
-        patience (`int`): Generation batches without a live group, in a row, after which it says so, once.
-    """
-
-    def __init__(self, patience: int = 10):
-        self.patience = patience
-        self._silent = 0
+    def __init__(self):
+        self._silent = 0  # generation batches without a live group, in a row
         self._warned = self._warned_unscored = False
 
     def update(
         self, prompts: Prompts, groups: Groups, rollouts: Rollouts, rewards_per_func: np.ndarray
     ) -> dict[str, float]:
         """
-        Enter a generation batch.
+        Enter a generation batch: what was known of its prompts, what came of them, and the rewards of its completions,
+        shape `(B, F)`, NaN where a function does not apply.
 
-        Args:
-            prompts ([`Prompts`]): What was known of the prompts before the visit.
-            groups ([`Groups`]): What came of it.
-            rollouts ([`Rollouts`]): Its completions.
-            rewards_per_func (`np.ndarray` of shape `(B, F)`): Their rewards, NaN where a function does not apply.
-
-        Returns:
-            `dict[str, float]`: Metrics of the prompts that were visited before; none if there are none.
+        Metrics of the prompts that were visited before; none if there are none, or if outcomes are graded: the posterior of
+        a prompt's pass rate foresees passes and fails.
         """
-        alive = groups.alive.any()
-        self._silent = 0 if alive else self._silent + 1
-        if (
-            not alive
-            and not self._warned
-            and (cause := _cause(rollouts, rewards_per_func, self._silent, self.patience))
-        ):
+        self._warn_of_silence(groups, rollouts, rewards_per_func)
+        self._warn_of_unscored(groups)
+        known = (prompts.visits > 0) & ~np.isnan(groups.pass_rates)
+        if not known.any() or not np.isin(rollouts.outcomes[~np.isnan(rollouts.outcomes)], (0.0, 1.0)).all():
+            return {}
+        foreseen = dead_probability(*beta_parameters(prompts.pass_rates, prompts.strength), groups.sizes)[known]
+        dead = ~groups.alive[known]
+        return {
+            "dead_foreseen_share": float(foreseen.mean()),
+            "dead_foreseen_brier": float(((foreseen - dead) ** 2).mean()),
+        }
+
+    def _warn_of_silence(self, groups: Groups, rollouts: Rollouts, rewards_per_func: np.ndarray):
+        self._silent = 0 if groups.alive.any() else self._silent + 1
+        if self._silent and not self._warned and (cause := _cause(rollouts, rewards_per_func, self._silent)):
             self._warned = True
             logger.warning("%s Training goes on, but this batch teaches nothing.", cause)
+
+    def _warn_of_unscored(self, groups: Groups):
         unscored = np.isnan(groups.pass_rates) & groups.alive
         if unscored.any() and not self._warned_unscored:
             self._warned_unscored = True
@@ -96,15 +86,6 @@ class DeadMonitor:
                 unscored.sum(),
                 len(groups),
             )
-        known = (prompts.visits > 0) & ~np.isnan(groups.pass_rates)
-        if not known.any() or not np.isin(rollouts.outcomes[~np.isnan(rollouts.outcomes)], (0.0, 1.0)).all():
-            return {}
-        foreseen = dead_probability(*beta_parameters(prompts.pass_rates, prompts.strength), groups.sizes)[known]
-        dead = ~groups.alive[known]
-        return {
-            "dead_foreseen_share": float(foreseen.mean()),
-            "dead_foreseen_brier": float(((foreseen - dead) ** 2).mean()),
-        }
 
     def state_dict(self) -> dict[str, Any]:
         """What has been warned of."""
@@ -116,19 +97,14 @@ class DeadMonitor:
         self._warned_unscored = state["warned_unscored"]
 
 
-def _cause(rollouts: Rollouts, rewards_per_func: np.ndarray, silent: int, patience: int) -> str | None:
-    """
-    Why no group of a generation batch is alive, and which setting helps. `None` if it may be chance: rewards that are all
-    equal are normal until `patience` batches in a row, of which this is the `silent`-th.
-    """
-    scored = ~np.isnan(rewards_per_func)
-    if not scored.any():
+def _cause(rollouts: Rollouts, rewards_per_func: np.ndarray, silent: int) -> str | None:
+    """Why no group is alive, and which setting helps; `None` if it may be chance, as all rewards are equal."""
+    if np.isnan(rewards_per_func).all():
         return (
             "Every reward function returned None for every completion, so no group has a gradient. Return a number where "
             "a reward applies, and check that the functions read the dataset columns that they need."
         )
-    group, num_groups = rollouts.group, rollouts.num_groups
-    if any(differ(column, group, num_groups).any() for column in rewards_per_func.T):
+    if any(differ(column, rollouts.group, rollouts.num_groups).any() for column in rewards_per_func.T):
         return (
             "Rewards differ within groups, but their weighted totals do not, so no group has a gradient. Check "
             "`reward_weights`: they are 0 for what differs, or cancel it."
@@ -138,9 +114,9 @@ def _cause(rollouts: Rollouts, rewards_per_func: np.ndarray, silent: int, patien
             "Rewards differ between prompts, but not between the completions of any prompt, so no group has a gradient. "
             "Raise `temperature` or `num_generations`, or use a reward that depends on the completion."
         )
-    if silent == patience:
+    if silent == _PATIENCE:
         return (
-            f"No group of the last {patience} generation batches had rewards that differ. Use prompts or a reward that "
+            f"No group of the last {silent} generation batches had rewards that differ. Use prompts or a reward that "
             "the model sometimes meets, a higher `temperature`, or a larger `num_generations`."
         )
     return None
@@ -148,9 +124,8 @@ def _cause(rollouts: Rollouts, rewards_per_func: np.ndarray, silent: int, patien
 
 class RepeatMonitor:
     """
-    Share of the groups chosen in the last `window` generation batches whose prompt was chosen before in the window.
-
-    A selector that keeps training on the same few prompts shows here first.
+    Share of the groups chosen in the last `window` generation batches whose prompt was chosen before in the window: where a
+    selector keeps training on the same few prompts, it shows here first.
     """
 
     def __init__(self, window: int = 16):

@@ -29,7 +29,7 @@ class Part:
     """One file of a table."""
 
     attempt: int  # of the run, counted from 1
-    first: int  # flush of the attempt, the first whose rows it holds
+    first: int  # of the flushes whose rows it holds, counted from 1 in each attempt
     last: int
     folder: Path
 
@@ -52,10 +52,7 @@ class Part:
 
 
 def list_parts(folder: Path, is_usable: Callable[[Part], bool] = lambda part: True) -> list[Part]:
-    """
-    Parts of a table in the order they were written, without those whose rows are all in another one. A part that is not
-    usable replaces no other.
-    """
+    """Parts of a table as they were written, without those whose rows are all in another one that is usable."""
     names = os.listdir(folder) if folder.is_dir() else []
     found = [Part(*map(int, match.groups()), folder) for name in names if (match := _PATTERN.fullmatch(name))]
     kept: list[Part] = []
@@ -79,25 +76,32 @@ class PartWriter:
 
     def __init__(self, folder: Path, attempt: int):
         self.folder, self.attempt = folder, attempt
-        self._single: dict[int, tuple[Part, pa.Table]] = {}  # what is not merged yet, by its first flush
+        self._flushes = 0
+        self._unwritten: list[pa.Table] = []
+        self._unmerged: list[tuple[Part, pa.Table]] = []
 
-    def add(self, rows: pa.Table, first: int, last: int):
-        """
-        Write rows in flush `last`. `first` is the flush that first tried to: if it failed at another table, what it wrote
-        here is replaced.
-        """
-        part = Part(self.attempt, first, last, self.folder)
-        write_part(part, rows)
-        self._single[first] = part, rows
+    def add(self, rows: pa.Table):
+        """Keep rows for the next flush."""
+        self._unwritten.append(rows)
+
+    def flush(self):
+        """Write the rows that were added as a part of their own. If that fails, they are kept."""
+        if self._unwritten:
+            rows, number = pa.concat_tables(self._unwritten).combine_chunks(), self._flushes + 1
+            part = Part(self.attempt, number, number, self.folder)
+            write_part(part, rows)
+            self._flushes = number
+            self._unwritten.clear()
+            self._unmerged.append((part, rows))
 
     def merge(self, closing: bool) -> list[Part]:
         """Merge the parts of single flushes, if there are enough of them or the run ends, and return them to be removed."""
-        parts, tables = [part for part, _ in self._single.values()], [rows for _, rows in self._single.values()]
+        parts, tables = [part for part, _ in self._unmerged], [rows for _, rows in self._unmerged]
         is_due = len(parts) >= MERGED_PARTS or sum(rows.nbytes for rows in tables) >= MERGED_BYTES
         if not (is_due or closing):
             return []
         if len(parts) > 1:
             merged = Part(self.attempt, parts[0].first, parts[-1].last, self.folder)
             write_part(merged, pa.concat_tables(tables).combine_chunks())
-        self._single.clear()
+        self._unmerged.clear()
         return parts if len(parts) > 1 else []

@@ -20,7 +20,6 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
-_ATTEMPTS_TO_READ = 4
 _UNREADABLE = (duckdb.IOException, duckdb.InvalidInputException, duckdb.ConversionException)
 SORT_COLUMNS = ("energy", "pass_rate", "first_pass_rate", "visits", "times_selected", "last_step", "ema")
 """Columns that [`Run.prompts`] sorts by."""
@@ -40,9 +39,8 @@ _STATE = """CASE
     ELSE 'frontier'
 END"""
 
-_LATEST = (
-    """visits, pass_rate, energy, difficulty, uncertainty, momentum, ema, first_pass_rate, reward_mean, pruned, dead"""
-)
+_LATEST = """visits, pass_rate, energy, difficulty, uncertainty, momentum, ema, first_pass_rate, reward_mean, pruned,
+    dead"""
 
 # Rows of `groups` as what is known of a prompt after one visit, so that visits and states merge by the same query
 _VISITS = f"""SELECT prompt_id, generation AS last_generation, step AS last_step, selected::BIGINT AS times_selected,
@@ -56,19 +54,6 @@ _MERGED_VISITS = f"""WITH visits AS NOT MATERIALIZED ({{visits}}), sums AS (
         max(last_solved) AS last_solved, max(last_failed_recheck) AS last_failed_recheck
     FROM visits GROUP BY prompt_id)
 SELECT sums.*, {_LATEST} FROM sums JOIN visits USING (prompt_id, last_generation)"""
-
-
-def _telemetry_directory(path: str | Path) -> Path:
-    """The telemetry folder of a run directory; the folder itself is taken as well."""
-    path = Path(path)
-    if not path.exists():
-        raise MissingTelemetryError(f"There is no run at `{path}`. Give the `output_dir` of a training.")
-    if not path.is_dir():
-        raise TelemetryError(f"`{path}` is a file. Give the `output_dir` of a training.")
-    if path.name == DIRECTORY:
-        return path
-    # A `meta.json` of something else may lie beside the folder
-    return path / DIRECTORY if (path / DIRECTORY).is_dir() or not (path / META_FILE).exists() else path
 
 
 def open_run(path: str | Path) -> "Run":
@@ -86,7 +71,19 @@ def open_run(path: str | Path) -> "Run":
         OtherSchemaError: If it was recorded by a version of the package whose files this one does not read.
         TelemetryError: If its settings file is damaged.
     """
-    return Run(_telemetry_directory(path))
+    return Run(_telemetry_directory(Path(path)))
+
+
+def _telemetry_directory(path: Path) -> Path:
+    """The telemetry folder of a run directory; the folder itself is taken as well."""
+    if not path.exists():
+        raise MissingTelemetryError(f"There is no run at `{path}`. Give the `output_dir` of a training.")
+    if not path.is_dir():
+        raise TelemetryError(f"`{path}` is a file. Give the `output_dir` of a training.")
+    if path.name == DIRECTORY:
+        return path
+    # A `meta.json` of something else may lie beside the folder
+    return path / DIRECTORY if (path / DIRECTORY).is_dir() or not (path / META_FILE).exists() else path
 
 
 class Run:
@@ -99,25 +96,24 @@ class Run:
 
     Args:
         directory (`Path`): Telemetry folder.
-        threads (`int`): Threads of the query engine.
-        memory_limit (`str`): Memory of the query engine.
 
     Attributes:
         meta ([`Meta`]): Settings of the run and of the recording.
         damaged (`list[str]`): Files that are left out because they are cut off.
+        version (`tuple`): Changes when [`Run.refresh`] finds something new.
     """
 
-    def __init__(self, directory: Path, threads: int = 2, memory_limit: str = "1GB"):
+    def __init__(self, directory: Path):
         self.directory = directory.absolute()
         self.meta = Meta.read(self.directory)
         self.damaged: list[str] = []
         self._lock = threading.RLock()
         self._whole: set[Part] = set()
         self._parts: dict[str, list[Part]] = {}
-        self._version: tuple | None = None
+        self.version: tuple | None = None
         self._summed: set[Part] = set()  # parts of `groups` that the states of the prompts are made of
         self._summed_of: tuple = ()
-        self._database = duckdb.connect(":memory:", config={"threads": threads, "memory_limit": memory_limit})
+        self._database = duckdb.connect(":memory:", config={"threads": 2, "memory_limit": "1GB"})
         folder = str(self.directory).replace("'", "''")
         self._database.execute(f"""SET parquet_metadata_cache = true; SET enable_progress_bar = false;
             SET allowed_directories = ['{folder}{os.sep}']; SET enable_external_access = false;
@@ -129,25 +125,12 @@ class Run:
         """Name of the run's directory."""
         return self.directory.parent.name if self.directory.name == DIRECTORY else self.directory.name
 
-    @property
-    def version(self) -> object:
-        """Changes when [`refresh`] finds something new."""
-        return self._version
-
     def close(self):
         """Release the query engine's memory."""
         self._database.close()
 
     def refresh(self) -> bool:
-        """
-        Look for rows that were recorded since.
-
-        Returns:
-            `bool`: Whether there are any.
-
-        Raises:
-            TelemetryError: If the run has disappeared, or its settings file cannot be read any more.
-        """
+        """Look for rows that were recorded since, and return whether there are any."""
         return self._retry(self._refresh_once)
 
     def _refresh_once(self) -> bool:
@@ -157,25 +140,22 @@ class Run:
             written = (self.directory / META_FILE).stat().st_mtime_ns
             parts = self._whole_parts()
             version = (written, tuple(self.meta.attempts), *map(tuple, parts.values()))
-            if version == self._version:
+            if version == self.version:
                 return False
             for table in SQL_TYPES:
                 self._database.execute(f"CREATE OR REPLACE VIEW {table} AS {self._rows(table, parts[table])}")
-            self._parts, self._version = parts, version
+            self._parts, self.version = parts, version
             return True
 
-    def _retry(self, read: Callable[[], _T]) -> _T:
-        attempt = 1
-        while True:
-            try:
-                return read()
-            except (FileNotFoundError, *_UNREADABLE) as error:
-                # The part that was about to be read was merged with others, or is damaged
-                if attempt == _ATTEMPTS_TO_READ:
-                    raise TelemetryError(f"The telemetry of `{self.name}` cannot be read: {error}") from error
-                logger.debug("Reading `%s` again: %s", self.name, error)
-                attempt += 1
-                self._version = None
+    def _retry(self, read: Callable[[], _T], attempts: int = 4) -> _T:
+        try:
+            return read()
+        except (FileNotFoundError, *_UNREADABLE) as error:
+            # The part that was about to be read was merged with others, or is damaged
+            if attempts == 1:
+                raise TelemetryError(f"The telemetry of `{self.name}` cannot be read: {error}") from error
+        self.version = None
+        return self._retry(read, attempts - 1)
 
     def _whole_parts(self) -> dict[str, list[Part]]:
         """Parts to read of each table, without those that are cut off."""
@@ -196,10 +176,7 @@ class Run:
         return {table: [part for part in parts if part.attempt <= attempts] for table, parts in found.items()}
 
     def _rows(self, table: str, parts: list[Part]) -> str:
-        """
-        Query of the rows of a table that count, with its columns. Values of another type, which this package has not written,
-        are converted, or refused when they are read.
-        """
+        """Query of the rows of a table that count. Values of another type are converted, or refused when they are read."""
         types = SQL_TYPES[table]
         nothing = ", ".join(f'NULL::{kind} AS "{name}"' for name, kind in types.items())
         queries = [f"SELECT {nothing} WHERE false"]
@@ -230,7 +207,7 @@ class Run:
 
         def read() -> pa.Table:
             with self._lock:
-                if self._version is None:
+                if self.version is None:
                     self._refresh_once()
                 if "prompt_states" in query:
                     self._update_states()
@@ -246,7 +223,7 @@ class Run:
 
     def _update_states(self):
         """Add the parts that are new to what is known of each prompt, so that a live run is not read as a whole each time."""
-        parts, basis = self._parts["groups"], self._version[:2]
+        parts, basis = self._parts["groups"], self.version[:2]
         if basis != self._summed_of or not self._summed.issubset(parts):
             visits, new = [f"{_VISITS} ({self._rows('groups', parts)})"], parts
         elif new := [part for part in parts if part not in self._summed]:
@@ -334,9 +311,8 @@ class Run:
 
     def completions(self, prompt_id: int) -> pd.DataFrame:
         """Latest recorded completions of a prompt."""
-        query = (
-            "SELECT * FROM completions WHERE prompt_id = ? QUALIFY generation = max(generation) OVER () ORDER BY index"
-        )
+        query = """SELECT * FROM completions WHERE prompt_id = ?
+            QUALIFY generation = max(generation) OVER () ORDER BY index"""
         return self.sql(query, [prompt_id])
 
     def summary(self) -> dict[str, Any]:
@@ -347,9 +323,8 @@ class Run:
             `dict`: Number of generation batches, steps, passes, groups, those selected and dead, and completions (`rows`);
             prompts by state; and the ledger, which [`~lze_trl.record.ledger.against_plain`] compares with plain GRPO.
         """
-        sums = ", ".join(
-            f"coalesce(sum({name}), 0)::BIGINT AS {name}" for name in ("groups", "rows", "selected", "dead")
-        )
+        names = ("groups", "rows", "selected", "dead")
+        sums = ", ".join(f"coalesce(sum({name}), 0)::BIGINT AS {name}" for name in names)
         row = self.arrow(f"""SELECT count(*) AS generations, coalesce(max(step), 0) AS steps,
             coalesce(max(pass_index), 0) AS pass_index, {sums}, arg_max(ledger, generation) AS ledger
             FROM generations""").to_pylist()[0]
@@ -367,12 +342,7 @@ def _found(search: str | None) -> tuple[str, list[Any]]:
 
 
 def parse_columns(columns: str | None) -> dict[str, Any]:
-    """
-    Columns of a prompt, as recorded in `prompts`.
-
-    Raises:
-        TelemetryError: It is no JSON object.
-    """
+    """Columns of a prompt, as recorded in `prompts`; a `TelemetryError` if they are no JSON object."""
     try:
         found = json.loads(columns) if isinstance(columns, str) else {}
     except ValueError:

@@ -114,14 +114,7 @@ class Meta:
 
     @classmethod
     def read(cls, directory: Path) -> "Meta":
-        """
-        Read and check the file.
-
-        Raises:
-            MissingTelemetryError: If there is none.
-            OtherSchemaError: If it has another schema version.
-            TelemetryError: If it is damaged or of something else.
-        """
+        """Read and check the file; a `TelemetryError` says what is wrong with it."""
         try:
             content = json.loads((directory / META_FILE).read_text(encoding="utf-8"))
         except FileNotFoundError:

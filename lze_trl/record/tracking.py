@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from contextlib import closing
 from importlib import import_module
 from typing import Any
 
@@ -26,13 +27,7 @@ _TABLE_SIZE, _TEXT_SHOWN = 200, 500
 class EnergyTrackingCallback(TrainerCallback):
     """
     Logs what scalars cannot show: at every log, the histogram of the energies of all visited prompts; at the end of
-    training, a table of the prompts with the highest energy.
-
-    Args:
-        state ([`PromptState`]):
-            Prompt state of the trainer.
-        flush (`Callable`):
-            Called before the table is made from the run's telemetry, to have all of it written.
+    training, a table of the prompts with the highest energy. `flush` has all of the run's telemetry written before.
     """
 
     def __init__(self, state: PromptState, flush: Callable[[], None]):
@@ -64,9 +59,8 @@ class EnergyTrackingCallback(TrainerCallback):
     def _table(self, output_dir: str) -> list[list[Any]] | None:
         self.flush()
         try:
-            run = open_run(output_dir)
-            rows = run.prompts(limit=_TABLE_SIZE)
-            run.close()
+            with closing(open_run(output_dir)) as run:
+                rows = run.prompts(limit=_TABLE_SIZE)
         except TelemetryError as error:
             logger.warning("The table of prompts is not logged: %s", error)
             return None
@@ -76,24 +70,19 @@ class EnergyTrackingCallback(TrainerCallback):
 
 class TrackioRunCallback(TrainerCallback):
     """
-    Keeps the name that trackio gives to a run without one, so that an evaluation after the training goes on in that run.
-
-    It has to come after the callback of transformers, which opens the run.
+    Keeps the name that trackio gives to a run without one, so that an evaluation after the training goes on in that run. It
+    has to come after the callback of transformers, which opens the run.
     """
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
         if state.is_world_process_zero and args.run_name is None:
             args.run_name = import_module("trackio").context_vars.current_run.get().name
 
 
 def open_trackio(trainer: Trainer):
     """
-    Open the run of trackio, unless it is open.
-
-    TRL logs the time of every rollout to an open run, also in an evaluation outside of the training, when the callback of
-    transformers has none.
+    Open the run of trackio, unless it is open: TRL logs the time of every rollout to an open run, also in an evaluation
+    outside of the training, when the callback of transformers has none.
     """
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, TrackioCallback):

@@ -3,75 +3,49 @@
 import json
 import logging
 import re
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
+import pandas as pd
 
 from ..arrays import Rollouts
 from ..memory.identity import prompt_id
 from ..memory.state import PromptState, StateSettings
 from ..select.selectors import EnergySelector, choose, quota
-from .ledger import Ledger, TokenCost, headline, skipped_visits
+from .ledger import Ledger, TokenCost, account, headline, skipped_visits
 from .schema import MissingTelemetryError, TelemetryError
 
 
 logger = logging.getLogger(__name__)
 
 _LOG_NAME = re.compile(r"completions_(\d+)\.parquet")
-_OWN_COLUMNS = ("step", "prompt", "completion", "advantage")
 _REPLAY_RATIO = 0.1
 _SHOWN, _WIDTH = 5, 100
 
 
 @dataclass(frozen=True)
 class Analysis:
-    """
-    What selection and pruning would have done to a run.
+    """What selection and pruning would have done to a run."""
 
-    Attributes:
-        steps (`int`): Logged steps with new completions of the training.
-        prompts (`int`): Different prompts.
-        groups (`int`): Groups that were rolled out and trained on.
-        rows (`int`): Completions.
-        dead (`int`): Groups without a learning signal: the advantages of all their completions were equal.
-        selected (`int`): Groups that would have been trained on.
-        selected_text (`float`): Their share of the text of all completions, in characters.
-        prunable (`int`): Visits to prompts that had stayed solved, re-checks not counted.
-        reward (`str`): Reward that ranked the groups; "total" for the sum of all.
-        selection_ratio (`float`): ρ.
-        frontier (`tuple[str, ...]`): Prompts with the highest energy at their last visit.
-    """
-
-    steps: int
-    prompts: int
-    groups: int
-    rows: int
-    dead: int
-    selected: int
-    selected_text: float
-    prunable: int
-    reward: str
+    steps: int  # logged steps with new completions of the training
+    prompts: int  # different ones
+    ledger: Ledger  # groups, completions and their text in characters; dead are those whose advantages are all equal
+    reward: str  # that ranked the groups; "total" for the sum of all
     selection_ratio: float
-    frontier: tuple[str, ...]
+    frontier: tuple[str, ...]  # prompts with the highest energy at their last visit
 
     def __str__(self) -> str:
-        # In units of the text of all completions. The slots of pruned prompts go to others, so that all rollouts are made.
-        # A token costs three times as much in the update of all weights as in a forward pass
-        ledger = Ledger(
-            rollout_tokens=1, update_tokens=self.selected_text, plain_tokens=1, visits_skipped=self.prunable
-        )
+        ledger = self.ledger
+        # An update of all weights costs as much as three forward passes
         totals = ledger.summary(TokenCost(forward=1.0, train=3.0))
-        share = {name: 100 * getattr(self, name) / self.groups for name in ("dead", "selected")}
         lines = [
-            f"{self.steps:,} logged steps, {self.prompts:,} prompts, {self.groups:,} groups, {self.rows:,} completions",
+            f"{self.steps:,} logged steps, {self.prompts:,} prompts, {ledger.groups_rolled_out:,} groups, "
+            f"{ledger.rows_rolled_out:,} completions",
             f"a completion passes by `{self.reward}`",
-            f"dead groups (no gradient):      {self.dead:>9,}  {share['dead']:5.1f} %",
-            f"LZE at ρ = {self.selection_ratio:g} trains on:      {self.selected:>9,}  {share['selected']:5.1f} %",
+            f"dead groups (no gradient):      {self._share(ledger.groups_dead)}",
+            f"LZE at ρ = {self.selection_ratio:g} trains on:      {self._share(ledger.groups_trained)}",
             headline(totals),
             skipped_visits(totals),
         ]
@@ -79,12 +53,11 @@ class Analysis:
             lines += ["prompts with the highest energy at the end:", *(f"  {text}" for text in self.frontier)]
         return "\n".join(lines)
 
+    def _share(self, groups: int) -> str:
+        return f"{groups:>9,}  {100 * groups / self.ledger.groups_rolled_out:5.1f} %"
 
-def analyze(
-    run_dir: str | Path,
-    selection_ratio: float = 0.4,
-    reward: str | None = None,
-) -> Analysis:
+
+def analyze(run_dir: str | Path, selection_ratio: float = 0.4, reward: str | None = None) -> Analysis:
     """
     Replay the logs of a TRL GRPO run that had `log_completions=True`.
 
@@ -102,56 +75,42 @@ def analyze(
             ρ, the share of the groups of a step to train on.
         reward (`str`, *optional*):
             Name of the reward that ranks the groups. Defaults to the sum of all; the logs do not hold their weights.
-
-    Returns:
-        [`Analysis`]: What would have been kept, and its cost.
-
-    Raises:
-        ValueError: If `selection_ratio` is not in (0, 1].
-        MissingTelemetryError: If there are no logs.
-        TelemetryError: If they cannot be read as TRL's.
     """
     if not 0 < selection_ratio <= 1:
         raise ValueError(
             f"`selection_ratio` must be in (0, 1], got {selection_ratio}. Use 1.0 to train on every live group."
         )
     state = PromptState(StateSettings(named_outcome=reward is not None))
-    selector, sums, texts = EnergySelector(), Counter(), {}
-    for step, table in enumerate(_batches(Path(run_dir))):
-        if not len(table):
+    ledger, texts, steps, pruned = Ledger(), {}, 0, 0
+    for number, log in enumerate(_logs(Path(run_dir))):
+        if log.empty:
             continue
-        rollouts, prompts = _rollouts(table, _reward_names(table, reward), state)
+        rollouts, prompts = _rollouts(log, _reward_names(log, reward), state)
         texts.update(zip(rollouts.prompt_ids.tolist(), prompts, strict=True))
-        pruned = state.prompts(rollouts.prompt_ids).pruned
+        pruned += int(state.prompts(rollouts.prompt_ids).pruned.sum())
         groups = state.visit(rollouts)
-        chosen = choose(selector, groups, quota(selection_ratio, len(groups)), np.random.default_rng(step))
-        sums.update(
-            steps=1,
-            groups=len(groups),
-            rows=rollouts.num_rows,
-            dead=int((~groups.alive).sum()),
-            selected=int(chosen.sum()),
-            prunable=int(pruned.sum()),
-            text=int(groups.completion_tokens.sum()),
-            selected_text=int(groups.completion_tokens[chosen].sum()),
-        )
-    if not sums["groups"]:
+        k, rng = quota(selection_ratio, len(groups)), np.random.default_rng(number)
+        rows = np.flatnonzero(choose(EnergySelector(), groups, k, rng)[rollouts.group])
+        account(ledger, rollouts, groups, rollouts, rows, rollouts.num_rows, logprob_passes=0)
+        steps += 1
+    if not steps:
         raise MissingTelemetryError(f"The logs under `{run_dir}` hold no completion.")
+    ledger.visits_skipped = round(pruned * (1 - _REPLAY_RATIO))
+    ledger.plain_tokens = ledger.rollout_tokens  # other prompts take the slots of the pruned ones
     order = np.argsort(-state["energy"], kind="stable")[:_SHOWN]
     frontier = [" ".join(texts[int(state["prompt_ids"][row])].split()) for row in order if state["energy"][row] > 0]
     return Analysis(
+        steps=steps,
         prompts=len(state),
-        **{name: sums[name] for name in ("steps", "groups", "rows", "dead", "selected")},
-        selected_text=sums["selected_text"] / max(sums["text"], 1),
-        prunable=round(sums["prunable"] * (1 - _REPLAY_RATIO)),
+        ledger=ledger,
         reward="total" if reward is None else reward,
         selection_ratio=selection_ratio,
         frontier=tuple(line if len(line) <= _WIDTH else line[: _WIDTH - 1] + "…" for line in frontier),
     )
 
 
-def _batches(run_dir: Path) -> Iterator[pa.Table]:
-    """Logs of the training in the order of their steps, without repetitions."""
+def _logs(run_dir: Path) -> Iterator[pd.DataFrame]:
+    """Logs of the training in the order of their steps, without repetitions; prompts and completions as text."""
     if run_dir.name != "completions" and (run_dir / "completions").is_dir():
         run_dir = run_dir / "completions"
     files = {int(match[1]): path for path in run_dir.glob("*") if (match := _LOG_NAME.fullmatch(path.name))}
@@ -162,13 +121,13 @@ def _batches(run_dir: Path) -> Iterator[pa.Table]:
         )
     evaluated, left_out, previous = _evaluated_steps(run_dir), [], None
     for step, path in sorted(files.items()):
-        table = _read(path)
-        texts = table.select(["prompt", "completion"])
+        log = _read(path)
+        texts = log[["prompt", "completion"]]
         repeats, previous = texts.equals(previous), texts
         if step in evaluated:
             left_out.append(step)
         elif not repeats:
-            yield table
+            yield log
     if left_out:
         logger.warning(
             "%d logs are left out, because an evaluation at their step has replaced the completions of the training: "
@@ -190,23 +149,25 @@ def _evaluated_steps(folder: Path) -> set[int]:
     return steps
 
 
-def _read(path: Path) -> pa.Table:
+def _read(path: Path) -> pd.DataFrame:
     try:
-        table = pq.ParquetFile(path).read()
-    except (OSError, pa.ArrowInvalid) as error:
+        log = pd.read_parquet(path, partitioning=None)
+    except (OSError, ValueError) as error:
         raise TelemetryError(f"`{path}` cannot be read: {error}. Remove the file to leave its step out.") from error
-    missing = [name for name in ("prompt", "completion") if name not in table.column_names]
+    missing = [name for name in ("prompt", "completion") if name not in log]
     if missing:
         raise TelemetryError(f"`{path}` lacks the columns {missing}, so it is no completions log of TRL's GRPO.")
-    return table
+    return log.assign(prompt=log["prompt"].map(_text), completion=log["completion"].map(_text))
 
 
-def _reward_names(table: pa.Table, given: str | None) -> list[str]:
-    numeric = [
-        field.name
-        for field in table.schema
-        if field.name not in _OWN_COLUMNS and (pa.types.is_floating(field.type) or pa.types.is_integer(field.type))
-    ]
+def _text(value: str | list[dict]) -> str:
+    if isinstance(value, str):
+        return value
+    return "\n".join(str(message.get("content", "")) for message in value)
+
+
+def _reward_names(log: pd.DataFrame, given: str | None) -> list[str]:
+    numeric = log.drop(columns=["step", "advantage"], errors="ignore").select_dtypes("number").columns.tolist()
     if given is None and numeric:
         return numeric
     if given not in numeric:
@@ -214,18 +175,11 @@ def _reward_names(table: pa.Table, given: str | None) -> list[str]:
     return [given]
 
 
-def _rollouts(table: pa.Table, names: list[str], state: PromptState) -> tuple[Rollouts, list[str]]:
+def _rollouts(log: pd.DataFrame, reward_names: list[str], state: PromptState) -> tuple[Rollouts, list[str]]:
     """Completions of one step, their lengths in characters, and the text of each of the P prompts."""
-    prompts, completions = ([_text(value) for value in table[name].to_pylist()] for name in ("prompt", "completion"))
-    ids = np.array([prompt_id(text) for text in prompts], dtype=np.int64)
+    ids = np.array([prompt_id(text) for text in log["prompt"]], dtype=np.int64)
     unique, first, group = np.unique(ids, return_index=True, return_inverse=True)
-    columns = {
-        name: table[name].to_pandas().to_numpy(dtype=np.float64)
-        for name in table.column_names
-        if name in names or name == "advantage"
-    }
-    per_func = np.stack([columns[name] for name in names], axis=1)  # (B, F)
-    rewards = np.where(np.isnan(per_func).all(axis=1), np.nan, np.nansum(per_func, axis=1))
+    rewards = log[reward_names].sum(axis=1, min_count=1).to_numpy(dtype=np.float64)  # NaN where there is none
     state.observe(rewards)
     rollouts = Rollouts(
         prompt_ids=unique,
@@ -233,14 +187,8 @@ def _rollouts(table: pa.Table, names: list[str], state: PromptState) -> tuple[Ro
         outcomes=state.range.outcomes(rewards),
         rewards=rewards,
         scores=rewards,
-        signals=columns.get("advantage"),  # they show what weights the run gave its rewards
+        signals=log["advantage"].to_numpy(dtype=np.float64) if "advantage" in log else None,  # with the run's weights
         prompt_tokens=np.zeros(len(group), dtype=np.int64),
-        completion_tokens=np.array([len(text) for text in completions], dtype=np.int64),
+        completion_tokens=log["completion"].str.len().to_numpy(),
     )
-    return rollouts, [prompts[row] for row in first]
-
-
-def _text(value: str | list[dict]) -> str:
-    if isinstance(value, str):
-        return value
-    return "\n".join(str(message.get("content", "")) for message in value) if value else json.dumps(value)
+    return rollouts, log["prompt"].iloc[first].tolist()

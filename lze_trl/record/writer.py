@@ -11,7 +11,8 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -53,8 +54,7 @@ class TelemetryWriter:
         directory (`str` or `Path`):
             Output directory of the run, or the folder `telemetry` in it.
         completions (`str`, *optional*, defaults to `"sampled"`):
-            Which completions the records have, for those who read them: `"none"`, `"sampled"` (one group of each
-            generation batch) or `"all"`.
+            Which completions the records have, for those who read them.
         settings (`dict`, *optional*):
             Settings of the run, anything that JSON can express.
         resumed_generation (`int`, *optional*):
@@ -62,9 +62,6 @@ class TelemetryWriter:
             recorded from there on are hidden.
         flush_seconds (`float`, *optional*, defaults to `0.75`):
             Longest time that a record waits, unless writing is slow.
-
-    Raises:
-        OtherSchemaError: If the folder holds the telemetry of a version of the package whose files this one does not read.
     """
 
     def __init__(
@@ -75,8 +72,6 @@ class TelemetryWriter:
         resumed_generation: int | None = None,
         flush_seconds: float = 0.75,
     ):
-        if completions not in ("none", "sampled", "all"):
-            raise ValueError(f"`completions` must be one of ['none', 'sampled', 'all'], got {completions!r}.")
         directory = Path(directory)
         self.directory = directory if directory.name == DIRECTORY else directory / DIRECTORY
         self._flush_seconds = self._pause = flush_seconds
@@ -88,7 +83,7 @@ class TelemetryWriter:
             energy_max=1.0 + float(settings.get("momentum_weight", 0.3)),
             package_version=__version__,
         )
-        self._meta_is_written = False
+        self._written_meta: Meta | None = None
         try:
             self._write_meta()
         except OSError as error:
@@ -97,8 +92,8 @@ class TelemetryWriter:
         self._last_generation = max((resumed_generation or 0) - 1, 0)  # of what is logged before the first batch
         attempt = len(self._meta.attempts)
         self._parts = {table: PartWriter(self.directory / table, attempt) for table in SCHEMAS}
-        self._flushes, self._first = 0, 1  # flushes so far, and the first one whose rows are not written
-        self._waiting: list[tuple[str, _ToTables]] = []  # what is recorded, by its name
+        self._waiting: list[tuple[str, _ToTables]] = []  # what is recorded and not written, by its name
+        self._tabled = 0  # how many of these, from the first on, are rows already
         self._lost = 0
         self._condition = threading.Condition()
         self._closing = False
@@ -108,18 +103,17 @@ class TelemetryWriter:
 
     def record(self, record: GenerationRecord):
         """Queue one generation batch. Its arrays must not be changed afterwards."""
+        now, energy_max = time.time(), self._meta.energy_max
         with self._condition:
             self._last_generation = record.generation
-            if self._meta.reward_names != record.reward_names:
-                self._meta.reward_names, self._meta_is_written = list(record.reward_names), False
-            now, energy_max = time.time(), self._meta.energy_max
+            self._meta.reward_names = record.reward_names
             self._queue(
                 f"Generation batch {record.generation}",
                 lambda known: generation_tables(record, now, energy_max, known),
             )
 
-    def record_step(self, step: int, metrics: dict[str, float]):
-        """Queue the metrics of one log."""
+    def record_step(self, step: int, metrics: dict[str, Any]):
+        """Queue the metrics of one log, those of them that are numbers."""
         numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}
         with self._condition:
             generation, now = self._last_generation, time.time()
@@ -171,25 +165,22 @@ class TelemetryWriter:
         return attempts
 
     def _write_meta(self):
-        self.directory.mkdir(parents=True, exist_ok=True)
-        self._meta_is_written = True
-        try:
-            self._meta.write(self.directory)
-        except OSError:
-            self._meta_is_written = False
-            raise
+        """Write the settings file, unless it is as it should be."""
+        meta = replace(self._meta)
+        if meta != self._written_meta:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            meta.write(self.directory)
+            self._written_meta = meta
 
     def _recorded_prompts(self) -> set[int]:
         if not self._meta.attempts[-1]:
             return set()
         try:
-            run = Run(self.directory, threads=1, memory_limit="256MB")
-            known = run.arrow("SELECT prompt_id FROM prompts")["prompt_id"].to_pylist()
-            run.close()
+            with closing(Run(self.directory)) as run:
+                return set(run.arrow("SELECT prompt_id FROM prompts")["prompt_id"].to_pylist())
         except TelemetryError as error:
             logger.warning("%s The texts of its prompts are recorded again.", error)
             return set()
-        return set(known)
 
     def _run(self):
         failures, left = 0, _ATTEMPTS_AT_THE_END
@@ -197,63 +188,51 @@ class TelemetryWriter:
             with self._condition:
                 self._condition.wait_for(lambda: self._closing or self._waiting)
                 self._condition.wait_for(lambda: self._closing or self._flush_now, timeout=self._pause)
-                closing, self._flush_now = self._closing, False
+                ends, self._flush_now = self._closing, False
             begin = time.thread_time()
             try:
-                self._write_waiting()
+                self._write()
             except Exception:  # nothing that goes wrong here may stop a training of days
                 failures += 1
                 if failures.bit_count() == 1:  # the 1st, 2nd, 4th, 8th … in a row: the disk may be full for hours
                     logger.exception("Writing telemetry to `%s` failed, it is tried again.", self.directory)
-                if closing:
+                if ends:
                     left -= 1
                     time.sleep(self._flush_seconds if left else 0.0)
             else:
-                failures, left = 0, 0 if closing else left
+                failures, left = 0, 0 if ends else left
                 with suppress(OSError):  # what is not merged is read as well
-                    self._merge(closing)
+                    self._merge(ends)
             self._pause = max(self._flush_seconds, _PAUSE * (time.thread_time() - begin))
         if lost := self._lost + len(self._waiting):
             logger.error("%d generation batches and logs are lost to the telemetry, which could not be written.", lost)
 
-    def _merge(self, closing: bool):
-        # All tables first: a reader that finds a part gone, and looks again, finds no other one about to go
-        merged = [part for parts in self._parts.values() for part in parts.merge(closing)]
-        for part in merged:
-            part.path.unlink(missing_ok=True)
-
-    def _write_waiting(self):
+    def _write(self):
+        """Write what waits. What a failure leaves unwritten is written the next time, and nothing twice."""
         with self._condition:
             waiting = self._waiting[:]
-        if waiting:
-            self._write(waiting)
-        with self._condition:
-            del self._waiting[: len(waiting)]
-            self._condition.notify_all()
-
-    def _write(self, waiting: list[tuple[str, _ToTables]]):
-        tables: dict[str, list[pa.Table]] = {table: [] for table in SCHEMAS}
-        new: set[int] = set()
-        for name, to_tables in waiting:
+        for name, to_tables in waiting[self._tabled :]:
+            self._tabled += 1
             try:
-                found = to_tables(self._known)
+                tables = to_tables(self._known)
             except Exception:  # what cannot be expressed as rows now cannot be later either
                 logger.exception("%s could not be recorded and is left out.", name)
                 continue
-            for table, rows in found.items():
-                tables[table].append(rows)
-            if "prompts" in found:
-                ids = found["prompts"]["prompt_id"].to_pylist()
-                new.update(ids)
-                self._known.update(ids)
-        try:
-            if not self._meta_is_written:
-                self._write_meta()
-            self._flushes += 1  # also after a failure, so that no name is ever that of another file
             for table, rows in tables.items():
-                if rows:
-                    self._parts[table].add(pa.concat_tables(rows).combine_chunks(), self._first, self._flushes)
-        except Exception:
-            self._known -= new
-            raise
-        self._first = self._flushes + 1
+                self._parts[table].add(rows)
+            if "prompts" in tables:
+                self._known.update(tables["prompts"]["prompt_id"].to_pylist())
+        if waiting:
+            self._write_meta()
+        for parts in self._parts.values():
+            parts.flush()
+        with self._condition:
+            del self._waiting[: len(waiting)]
+            self._tabled = 0
+            self._condition.notify_all()
+
+    def _merge(self, ends: bool):
+        # All tables first: a reader that finds a part gone, and looks again, finds no other one about to go
+        merged = [part for parts in self._parts.values() for part in parts.merge(ends)]
+        for part in merged:
+            part.path.unlink(missing_ok=True)

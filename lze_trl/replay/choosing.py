@@ -1,65 +1,105 @@
 """Choosing again: what a selector would have taken from recorded generation batches, and its overlap with the run."""
 
 import difflib
-import importlib
 import math
+import pkgutil
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 
 from ..arrays import Groups
+from ..memory.state import StateSettings
 from ..seeding import keyed_rng
 from ..select.selectors import Selector, choose_groups, make_selector, quota, ramped_ratio
-from .history import RecordedBatch, ReplayError, Rules
+
+
+class ReplayError(ValueError):
+    """Something that the caller can mend; its message says how."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How a run chose, apart from its selector; see [`LZEGRPOConfig`] for the settings."""
+
+    seed: int
+    ratio: float
+    warmup: int
+    ramp: int
+    iterations: int
+    memory: float  # completions for which a prompt's past counts at most
+    named_outcome: bool  # whether a reward that the user named says what is solved
+    kept: int | None  # completions of a group that are trained on at most
+    num_prompts: int | None  # P where the run drew further prompts until enough groups were alive
+    max_age: int  # generation batches that a live group waits there when an update has no room for it
+
+
+def rules_of(settings: dict[str, Any], selection_ratio: float | None, seed: int | None) -> Rules:
+    """Rules of a run, from its settings as in `meta.json`; a ratio or seed that is given replaces the run's."""
+    ratio = settings.get("selection_ratio") if selection_ratio is None else selection_ratio
+    seed = settings.get("seed") if seed is None else seed
+    for name, value in (("selection_ratio", ratio), ("seed", seed)):
+        if value is None:
+            raise ReplayError(f"The run has not recorded its `{name}`. Give `--{name}`.")
+    if not 0 < ratio <= 1:
+        raise ReplayError(f"`selection_ratio` must be in (0, 1], got {ratio}. Use 1.0 to choose every live group.")
+    controller, num_prompts = settings.get("controller", "uniform"), None
+    kept = settings.get("kept_completions")  # "None" where it was not set
+    if not isinstance(kept, int):
+        kept = settings["num_generations"] if controller.startswith("reinforce_ada") else None
+    if controller == "dynamic":
+        num_prompts = settings["generation_batch_size"] // settings["num_generations"]
+    return Rules(
+        seed=seed,
+        ratio=ratio,
+        warmup=settings.get("selection_warmup", 0),
+        ramp=settings.get("selection_ramp", 0),
+        iterations=settings.get("num_iterations", 1),
+        memory=settings.get("posterior_memory", StateSettings.posterior_memory),
+        named_outcome=any(settings.get(name) not in (None, "None") for name in ("pass_reward", "pass_threshold")),
+        kept=kept,
+        num_prompts=num_prompts,
+        max_age=settings.get("surplus_max_age", 0),
+    )
+
+
+@dataclass(frozen=True)
+class RecordedBatch:
+    """A recorded generation batch of P groups, in the order in which the selector of the run saw them."""
+
+    generation: int
+    groups: Groups
+    selected: np.ndarray  # (P,), whether the run trained on each group
+    scored: np.ndarray  # (P,), completions of each group that could be scored
+    loss_tokens: np.ndarray  # (P,), tokens of each group that the loss covers
 
 
 @dataclass(frozen=True)
 class Choice:
-    """
-    What one strategy chose. Shares and means are NaN where there is nothing to divide by.
+    """What one strategy chose. Shares and means are NaN where there is nothing to divide by."""
 
-    Attributes:
-        name (`str`): The strategy; `"the run"` for what was trained on.
-        groups (`int`): Groups chosen.
-        live_share (`float`): Share of them with a learning signal.
-        energy (`float`): Their mean energy.
-        pass_rate (`float`): Their mean pass rate.
-        jaccard (`float`): Overlap with the run's choice: groups that both chose / groups that either chose.
-        random_jaccard (`float`): The same, expected of a random choice of as many groups in each generation batch.
-        shared (`float`): Share of the run's choice that it also chose.
-        random_shared (`float`): The same, expected of the random choice.
-        update_tokens (`float`): Tokens trained on, once for every iteration over a generation batch.
-        update_flops (`float`): FLOPs of training on them.
-        of_run (`float`): Its tokens / the run's.
-        of_plain (`float`): Its tokens / those of plain GRPO for the same number of optimizer steps.
-    """
-
-    name: str
+    name: str  # the strategy; `"the run"` for what was trained on
     groups: int
     live_share: float
     energy: float
     pass_rate: float
-    jaccard: float
-    random_jaccard: float
-    shared: float
+    jaccard: float  # groups that both it and the run chose / groups that either chose
+    random_jaccard: float  # the same, expected of a random choice of as many groups in each generation batch
+    shared: float  # share of the run's choice that it also chose
     random_shared: float
-    update_tokens: float
+    update_tokens: float  # trained on, once for every iteration over a generation batch
     update_flops: float
-    of_run: float
-    of_plain: float
+    of_run: float  # its tokens / the run's
+    of_plain: float  # its tokens / those of plain GRPO for the same number of optimizer steps
 
 
 class Chooser:
     """
-    One selector on its way through a run.
+    One selector on its way through a run; without one, what the run chose.
 
     Where the run kept live groups that an update had no room for, so does the strategy, with those that it leaves.
-
-    Args:
-        rules ([`Rules`]): The rules of the run.
-        selector ([`~lze_trl.select.selectors.Selector`], *optional*): The selector; without one, what the run chose.
     """
 
     def __init__(self, rules: Rules, selector: Selector | None = None):
@@ -102,7 +142,7 @@ class Chooser:
             scored=len(scored),
             energy=float(pool.energies[chosen].sum()),
             pass_rate=float(scored.sum()),
-            tokens=float(trained_tokens(pool, self.rules.kept)[chosen].sum()) * self.rules.iterations,
+            tokens=float(_trained_tokens(pool, self.rules.kept)[chosen].sum()) * self.rules.iterations,
             either=count + run,
             run=run,
             common=int((fresh & batch.selected).sum()),
@@ -134,38 +174,30 @@ def ratio_of(part: float, whole: float) -> float:
     return part / whole if whole else math.nan
 
 
-def trained_tokens(groups: Groups, kept: int | None = None) -> np.ndarray:
-    """
-    Tokens of prompts and completions that training on each group takes, shape `(P,)`, float64. Of a group, at most `kept`
-    completions are trained on, which are taken to be of mean length.
-    """
+def _trained_tokens(groups: Groups, kept: int | None) -> np.ndarray:
+    """Tokens that training on each group takes, shape `(P,)`, float64; the `kept` completions are taken to be of mean length."""
     rows = groups.sizes if kept is None else np.minimum(groups.sizes, kept)
     return rows * groups.prompt_tokens + groups.completion_tokens * (rows / groups.sizes)
 
 
 def load_selector(name: str, gumbel_scale: float) -> Selector:
     """Selector of a name of `LZEGRPOConfig.selector`, or of an import path `module:object`; a class is called."""
-    module_name, colon, attribute = name.partition(":")
-    if not colon:
-        try:
-            return make_selector(name, gumbel_scale)
-        except ValueError as error:
-            hint = "For one of your own, give its import path, such as 'my_module:MySelector'."
-            raise ReplayError(f"{error} {hint}") from error
-    if not all(module_name.split(".")):
-        raise ReplayError(f"{name!r} names no module. Give an import path, such as 'my_module:MySelector'.")
+    module, colon, _ = name.partition(":")
     try:
-        known = vars(importlib.import_module(module_name))
+        found = pkgutil.resolve_name(name) if colon else make_selector(name, gumbel_scale)
     except ModuleNotFoundError as error:
         raise ReplayError(
             f"Selector {name!r} cannot be imported: {error}. Install its package, or put the folder that holds it on "
             "PYTHONPATH."
         ) from error
-    if attribute not in known:
-        near = difflib.get_close_matches(attribute, known, n=1)
+    except AttributeError as error:
+        near = difflib.get_close_matches(error.name, dir(error.obj), n=1)
         hint = f"Did you mean '{near[0]}'?" if near else "Name a class or an object in it."
-        raise ReplayError(f"Module {module_name!r} has no {attribute!r}. {hint}")
-    selector = known[attribute]() if isinstance(known[attribute], type) else known[attribute]
+        raise ReplayError(f"Module {module!r} has no {error.name!r}. {hint}") from error
+    except ValueError as error:
+        problem = f"{name!r} names no module." if colon else error
+        raise ReplayError(f"{problem} Give an import path of your own, such as 'my_module:MySelector'.") from error
+    selector = found() if isinstance(found, type) else found
     if not hasattr(selector, "select"):
         raise ReplayError(f"{name!r} must have a method `select(groups, k, rng)`, got {type(selector).__name__}.")
     return selector

@@ -2,47 +2,39 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy as np
+
 from ..record import MissingTelemetryError, Run, open_run
+from ..record.generation import groups_of
 from ..select.selectors import Selector
-from .choosing import Choice, Chooser, load_selector, ratio_of
+from .choosing import Choice, Chooser, RecordedBatch, ReplayError, Rules, load_selector, ratio_of, rules_of
 from .foresight import Foreseer, Foresight
-from .history import ReplayError, Rules, read_batches, rules_of
 
 
 THE_RUN = "the run"
 """Name of the run's own choice among the strategies."""
 
+_ROWS = 100_000  # groups that are read at a time
+
 
 @dataclass(frozen=True)
 class Replay:
-    """
-    Result of a replay.
+    """Result of a replay."""
 
-    Attributes:
-        run (`str`): Name of the run.
-        generations (`int`): Generation batches replayed.
-        groups (`int`): Groups in them.
-        live_share (`float`): Share of them with a learning signal.
-        selection_ratio (`float`): ρ of the replayed strategies, after warm-up and ramp.
-        seed (`int`): Seed of their random numbers.
-        choices (`list[Choice]`): The run's own choice, then each strategy's.
-        foresight ([`Foresight`]): How well dead groups were foreseen.
-        notes (`list[str]`): What the records lack for an exact replay.
-    """
-
-    run: str
-    generations: int
-    groups: int
-    live_share: float
-    selection_ratio: float
-    seed: int
-    choices: list[Choice]
-    foresight: Foresight
-    notes: list[str]
+    run: str  # its name
+    generations: int  # batches replayed
+    groups: int  # in them
+    live_share: float  # share of the groups with a learning signal
+    selection_ratio: float  # ρ of the replayed strategies, after warm-up and ramp
+    seed: int  # of their random numbers
+    choices: list[Choice]  # the run's own, then each strategy's
+    foresight: Foresight  # how well dead groups were foreseen
+    notes: list[str]  # what the records lack for an exact replay
 
     def write_json(self, path: str | Path):
         """Write all numbers to a file; NaN becomes `null`."""
@@ -76,40 +68,46 @@ def replay(
         seed (`int`, *optional*):
             Seed. Defaults to the run's.
 
-    Returns:
-        [`Replay`]: What each would have chosen, and at which cost.
-
     Raises:
-        MissingTelemetryError: If nothing has been recorded.
-        TelemetryError: If the records cannot be read.
+        TelemetryError: If nothing has been recorded, or it cannot be read.
         ReplayError: If a selector or a number is not allowed.
     """
-    run = open_run(run_dir)
-    try:
+    with closing(open_run(run_dir)) as run:
         settings = run.meta.settings
         rules = rules_of(settings, selection_ratio, seed)
         scale = settings.get("gumbel_scale", 0.05) if gumbel_scale is None else gumbel_scale
         return _replay(run, rules, _choosers(selectors, rules, scale))
-    finally:
-        run.close()
+
+
+def _choosers(selectors: Sequence[str | Selector], rules: Rules, gumbel_scale: float) -> dict[str, Chooser]:
+    if not 0 <= gumbel_scale < math.inf:
+        raise ReplayError(f"`gumbel_scale` must be at least 0, got {gumbel_scale}. Use 0 to rank without noise.")
+    choosers = {THE_RUN: Chooser(rules)}
+    for selector in selectors:
+        is_name = isinstance(selector, str)
+        name = selector if is_name else type(selector).__name__
+        loaded = load_selector(selector, gumbel_scale) if is_name else selector
+        if name in choosers:
+            raise ReplayError(f"Every strategy needs a name of its own, got {name!r} twice. Leave one of them out.")
+        choosers[name] = Chooser(rules, loaded)
+    return choosers
 
 
 def _replay(run: Run, rules: Rules, choosers: dict[str, Chooser]) -> Replay:
     last, ledger = _end(run)
     ids = run.arrow("SELECT DISTINCT prompt_id FROM groups WHERE generation <= ? ORDER BY prompt_id", [last])
-    foreseer, own = Foreseer(ids["prompt_id"].to_numpy(), rules.memory), Chooser(rules)
+    foreseer, own = Foreseer(ids["prompt_id"].to_numpy(), rules.memory), choosers[THE_RUN]
     generations = groups = live = 0
-    for batch in read_batches(run, rules, last):
+    for batch in _read_batches(run, rules, last):
         generations += 1
         groups += len(batch.groups)
         live += int(batch.groups.alive.sum())
-        for chooser in (own, *choosers.values()):
+        for chooser in choosers.values():
             chooser.see(batch)
         foreseer.see(batch.groups, batch.scored)
     run_tokens = own.sums["tokens"] = ledger.get("update_tokens", own.sums["tokens"])
     plain_tokens = ledger.get("plain_tokens", math.nan) * rules.iterations
     per_token = ratio_of(ledger.get("plain_update_flops", math.nan), plain_tokens)
-    choosers = {THE_RUN: own} | choosers
     return Replay(
         run=run.name,
         generations=generations,
@@ -123,19 +121,6 @@ def _replay(run: Run, rules: Rules, choosers: dict[str, Chooser]) -> Replay:
     )
 
 
-def _choosers(selectors: Sequence[str | Selector], rules: Rules, gumbel_scale: float) -> dict[str, Chooser]:
-    if not 0 <= gumbel_scale < math.inf:
-        raise ReplayError(f"`gumbel_scale` must be at least 0, got {gumbel_scale}. Use 0 to rank without noise.")
-    choosers = {}
-    for selector in selectors:
-        name = selector if isinstance(selector, str) else type(selector).__name__
-        loaded = load_selector(selector, gumbel_scale) if isinstance(selector, str) else selector
-        if name == THE_RUN or name in choosers:
-            raise ReplayError(f"Every strategy needs a name of its own, got {name!r} twice. Leave one of them out.")
-        choosers[name] = Chooser(rules, loaded)
-    return choosers
-
-
 def _end(run: Run) -> tuple[int, dict[str, float]]:
     """Last generation batch of which everything is recorded, and the ledger then."""
     # A running run writes its tables one after the other
@@ -146,6 +131,25 @@ def _end(run: Run) -> tuple[int, dict[str, float]]:
             f"The run `{run.name}` has not recorded a generation batch yet. Wait until its first one is scored."
         )
     return rows[0]["generation"], dict(rows[0]["ledger"])
+
+
+def _read_batches(run: Run, rules: Rules, last: int) -> Iterator[RecordedBatch]:
+    """Generation batches of a run in their order, the last one to read being `last`; they are read piece by piece."""
+    counts = run.sql(
+        "SELECT generation, count(*) AS groups FROM groups WHERE generation <= ? GROUP BY generation ORDER BY generation",
+        [last],
+    )
+    query = """SELECT * EXCLUDE rewards FROM groups WHERE generation BETWEEN ? AND ?
+        ORDER BY generation, groups.position"""
+    for _, piece in counts.groupby(counts.groups.cumsum() // _ROWS):
+        table = run.arrow(query, [int(piece.generation.min()), int(piece.generation.max())])
+        columns = {name: table[name].to_numpy() for name in table.column_names}
+        columns = {name: v.astype(np.int64) if v.dtype.kind == "i" else v for name, v in columns.items()}
+        groups = groups_of(columns, rules.named_outcome)
+        ends = piece.groups.cumsum()
+        for generation, begin, end in zip(piece.generation, ends - piece.groups, ends, strict=True):
+            further = (columns[name][begin:end] for name in ("selected", "scored", "loss_tokens"))
+            yield RecordedBatch(int(generation), groups.take(np.arange(begin, end)), *further)
 
 
 def _notes(run: Run, rules: Rules) -> list[str]:

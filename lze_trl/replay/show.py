@@ -20,13 +20,7 @@ run, plain: update tokens / those of the run, / those of {PLAIN}"""
 
 
 def show_replay(result: Replay, console: Console | None = None):
-    """
-    Print a replay.
-
-    Args:
-        result ([`Replay`]): The replay.
-        console (`Console`, *optional*): Where to. Defaults to the terminal.
-    """
+    """Print a replay, by default on the terminal."""
     console = console or Console(highlight=False)
     console.width = max(console.width, _WIDTH)  # folded, the table could not be read
     console.print(
@@ -36,9 +30,8 @@ def show_replay(result: Replay, console: Console | None = None):
         markup=False,
         soft_wrap=True,
     )
-    choices = _table(
-        "", "groups", "live", "energy", "pass rate", "overlap", "shared", "tokens", "FLOPs", "run", "plain"
-    )
+    names = ("groups", "live", "energy", "pass rate", "overlap", "shared", "tokens", "FLOPs", "run", "plain")
+    choices = _table("", *names)
     for choice in result.choices:
         choices.add_row(
             choice.name,

@@ -399,7 +399,7 @@ def test_text_of_a_run_is_shown_never_interpreted(page, tmp_path):
     record = next(training.generations(1))
     record.prompts = [NASTY] * len(record.prompts)
     record.completions = dict.fromkeys(range(record.rollouts.num_rows), NASTY)
-    record.columns = {NASTY: [NASTY] * len(record.prompts)}
+    record.columns = [{NASTY: NASTY}] * len(record.prompts)
     record.reward_names = [NASTY, "b"]
     writer = TelemetryWriter(tmp_path / "nasty", completions="all", settings={NASTY: NASTY})
     writer.record(record)
