@@ -197,10 +197,10 @@ def long_batch(generation, count, repeats=4):
 
 def when_busy(generation, server, action):
     """Act from another thread as soon as the server has requests in progress."""
-    member = next(member for member in generation.pool.members if member.server.url == server.url)
+    known = next(known for known in generation.pool.servers if known.url == server.url)
 
     def wait():
-        while member.running < 4:
+        while known.running < 4:
             time.sleep(0.005)
         action()
 
