@@ -13,12 +13,9 @@ from ..pack.rows import Scored, TokenRows
 
 def local_loss_tokens(local: TokenRows, end_tokens: list[int], mask_truncated: bool) -> list[int]:
     """Tokens of each row that the loss covers: none for a truncated completion if those are masked."""
-    masks = local.loss_mask or [None] * len(local.completion_ids)
-    counts = []
-    for ids, mask in zip(local.completion_ids, masks, strict=True):
-        truncated = mask_truncated and ids[-1] not in end_tokens
-        counts.append(0 if truncated else len(ids) if mask is None else sum(mask))
-    return counts
+    masks = local.loss_mask or [[1] * len(ids) for ids in local.completion_ids]
+    rows = zip(local.completion_ids, masks, strict=True)
+    return [0 if mask_truncated and ids[-1] not in end_tokens else sum(mask) for ids, mask in rows]
 
 
 def gather_rollouts(
@@ -34,7 +31,7 @@ def gather_rollouts(
     Args:
         rolled ([`~lze_trl.engine.RolledOut`]): Completions of this process, and the rewards of all.
         inputs (`list[dict]`): Dataset rows of this process.
-        judged (`dict[str, np.ndarray]`): `outcomes`, `scores`, `rewards` and `signals` of all rows, each of shape `(B,)`.
+        judged (`dict[str, np.ndarray]`): What rewards say of all rows, see [`~lze_trl.rollout.rounds.Rounds.judge`].
         group (`np.ndarray` of shape `(B,)`): Group of each row, in ascending order.
         accelerator (`Accelerator`): The processes.
     """

@@ -40,17 +40,9 @@ class Rounds:
 
     def draw(self, plan: Plan, engine: Any, generation: int, wanted: int, waiting: int) -> Scored | None:
         """
-        Roll out a plan.
+        Roll out a plan, to which prompts are added if the controller asks for them. `None` if it asks for no completions.
 
-        Args:
-            plan ([`Plan`]): The prompts; further ones that the controller asks for are added.
-            engine ([`~lze_trl.engine.Engine`]): Generates and scores.
-            generation (`int`): The generation batch.
-            wanted (`int`): K, the number of groups that the update of the batch wants.
-            waiting (`int`): Live groups of earlier batches.
-
-        Returns:
-            `Scored | None`: The completions, `None` if the controller asks for none.
+        The update wants K = `wanted` groups; `waiting` live ones of earlier batches are at hand.
         """
         group_size = self.args.num_generations
         if not self.passes.by_prompt:
@@ -97,9 +89,8 @@ class Rounds:
 
     def _divisible(self, counts: np.ndarray) -> np.ndarray:
         """
-        Counts whose sum all processes can share evenly: where it cannot be, the first active prompts get more.
-
-        What is added comes in the unit of the other counts, since an engine may complete each prompt that many times.
+        Counts whose sum all processes can share evenly: the first active prompts get more, in the unit of all counts, since
+        an engine may complete each prompt that many times.
         """
         unit = np.gcd.reduce(counts)
         turns = cycle(np.flatnonzero(counts))
@@ -109,12 +100,8 @@ class Rounds:
 
     def _roll_out(self, inputs: list[dict[str, Any]], group: np.ndarray, unit: int, engine: Any) -> Scored:
         """
-        Generate and score.
-
-        Args:
-            inputs (`list[dict]`): Dataset rows of this process, one per completion.
-            group (`np.ndarray` of shape `(B,)`): Group of each completion of all processes, in ascending order.
-            unit (`int`): How many times in a row each prompt is repeated.
+        Generate and score a completion for each of the `inputs` of this process, in which each prompt is repeated `unit`
+        times in a row; `group`, of shape `(B,)`, are the groups of all processes' completions, in ascending order.
         """
         rolled = engine.roll_out(inputs, unit)
         judged = self.judge(rolled.rewards_per_func, rolled.reward_weights, unit)
@@ -122,12 +109,8 @@ class Rounds:
 
     def judge(self, rewards_per_func: torch.Tensor, weights: torch.Tensor, group_size: int) -> dict[str, np.ndarray]:
         """
-        What rewards say of completions: `rewards` (totals), `signals`, `scores` and `outcomes`, each of shape `(B,)`.
-
-        Args:
-            rewards_per_func (`torch.Tensor` of shape `(B, F)`): Rewards, NaN where a function does not apply.
-            weights (`torch.Tensor` of shape `(F,)`): Weight of each reward function.
-            group_size (`int`): Completions of a group, for rewards that are normalised within it.
+        What rewards of shape `(B, F)` say of completions: `rewards` (totals), `signals`, `scores` and `outcomes`, each of
+        shape `(B,)`. Each group has `group_size` completions where rewards are normalised within it.
         """
         weights = weights.to(rewards_per_func.device)
         totals = total_rewards(rewards_per_func, weights)

@@ -6,7 +6,6 @@ import shutil
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +30,8 @@ _RESERVED = (
     *("model", "prompt", "n", "logprobs", "prompt_logprobs"),
     *("return_token_ids", "stream", "echo", "use_beam_search"),
 )
-# Settings under which log-probs are the same whether they are processed or not
+# Sampling settings, with the values under which log-probs are the same whether they are processed or not
 _UNPROCESSED = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-
-
-@dataclass(frozen=True)
-class SyncReport:
-    """What one sync did, known to every process."""
-
-    version: str  # name of the weights
-    differences: dict[str, Difference]  # of the log-probs, by the URL of each server that is up
 
 
 class HTTPGeneration:
@@ -64,20 +55,15 @@ class HTTPGeneration:
         self.processing_class = processing_class
         self.args = args
         self.batches = 0  # generated so far; part of the seeds
-        self.last_sync: SyncReport | None = None
+        self.version = ""  # name of the weights that the servers hold
+        self.differences: dict[str, Difference] = {}  # of their log-probs, by the URL of each server that is up
         self._syncs = 0
         further = args.generation_kwargs or {}
         reserved = [name for name in _RESERVED if name in further]
         if reserved:
             raise ValueError(f"`generation_kwargs` must not hold {reserved}, which the trainer sets. Leave them out.")
-        self._body = {
-            "temperature": args.temperature,
-            "top_p": args.top_p,
-            "top_k": args.top_k,
-            "min_p": args.min_p or 0.0,
-            "repetition_penalty": args.repetition_penalty,
-            "max_tokens": args.max_completion_length,
-        }
+        self._body = {name: getattr(args, name) for name in _UNPROCESSED}
+        self._body |= {"min_p": args.min_p or 0.0, "max_tokens": args.max_completion_length}
         if args.vllm_structured_outputs_regex is not None:
             self._body["structured_outputs"] = {"regex": args.vllm_structured_outputs_regex}
         self._body |= further
@@ -133,7 +119,7 @@ class HTTPGeneration:
             failure = error
         reference = logprobs(self.model, self._probe, self.accelerator.device)
 
-        def load() -> SyncReport:
+        def load() -> tuple[str, dict[str, Difference]]:
             if failure is not None:
                 raise failure
             tolerance = self.args.vllm_sync_tolerance
@@ -141,12 +127,12 @@ class HTTPGeneration:
                 tolerance = tolerance_for(self.model, self.accelerator, self.pool.servers)
             version = f"{directory.parent.name}-{self._syncs}"
             held = self.pool.load(Snapshot(version, str(directory), self._probe, reference, tolerance))
-            return SyncReport(version, {server.url: server.difference for server in held})
+            return version, {server.url: server.difference for server in held}
 
-        self.last_sync = self._on_main_process(load)
+        self.version, self.differences = self._on_main_process(load)
         if failure is not None:  # on this process alone
             raise failure
-        logger.debug("Synced the vLLM servers: %s", self.last_sync)
+        logger.debug("Synced the vLLM servers: %s %s", self.version, self.differences)
 
     def _next_directory(self) -> Path:
         """
