@@ -14,11 +14,12 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from lze_trl.arrays import Groups
 from lze_trl.config import LZEGRPOConfig
+from lze_trl.engine import RolledOut
 from lze_trl.memory.identity import ID_COLUMN
 from lze_trl.memory.state import PromptState
 from lze_trl.pack.exchange import exchange
 from lze_trl.pack.layout import Geometry, Layout, pack
-from lze_trl.pack.rows import Scored, TokenRows
+from lze_trl.pack.rows import TokenRows
 from lze_trl.pack.weights import even_reference
 from lze_trl.record.ledger import Ledger, TokenCost
 from lze_trl.record.monitors import batch_metrics
@@ -95,23 +96,11 @@ class Worker:
 
     def gather(self):
         """One gather of lengths and ids."""
-        rows = len(self.inputs)
-        order = torch.randperm(rows)
-        rollouts, loss_tokens, order = gather_rollouts(
-            self.local,
-            self.inputs,
-            [len(ids) for ids in self.local.completion_ids],
-            order,
-            {"outcomes": self.outcomes, "rewards": self.outcomes},
-            self.group,
-            int(self.group[-1]) + 1,
-            self.accelerator,
-        )
-        owner, position = np.divmod(np.arange(self.size), rows)
+        local_tokens = [len(ids) for ids in self.local.completion_ids]
         rewards = torch.from_numpy(self.outcomes).unsqueeze(1)
-        self.scored = Scored(
-            self.local, self.inputs, self.texts, rewards, rollouts, loss_tokens, owner, position, order
-        )
+        rolled = RolledOut(self.local, self.texts, rewards, torch.ones(1), local_tokens, {})
+        judged = {"outcomes": self.outcomes, "rewards": self.outcomes}
+        self.scored = gather_rollouts(rolled, self.inputs, judged, self.group, self.accelerator)
 
     def state(self):
         """Pass rates and energies."""

@@ -19,9 +19,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+import pandas as pd
 
 from ..arrays import Prompts, Rollouts
-from .allocation import even_parts, expected_energy, largest_remainders, softmax_shares
+from .allocation import expected_energy, largest_remainders, softmax_shares
 
 
 class RolloutController(ABC):
@@ -163,10 +164,7 @@ class ReinforceAda(RolloutController):
 
     def draw(self, round: int, prompts: Prompts, drawn: Rollouts, rng: np.random.Generator) -> np.ndarray:
         positives, negatives = (_counts(kind, drawn) for kind in _kinds(drawn))
-        if self.exit == "positive":
-            done = positives >= 1
-        else:
-            done = (positives >= self.kept // 2) & (negatives >= self.kept - self.kept // 2)
+        done = positives >= 1 if self.exit == "positive" else np.minimum(positives, negatives) >= self.kept // 2
         return np.where(~done & (round < self.max_rounds), self.round_size, 0)
 
     def keep(self, drawn: Rollouts, rng: np.random.Generator) -> np.ndarray:
@@ -286,7 +284,7 @@ class Allocation(SubsamplingController):
         budget = self.budget * len(prompts) // self.num_prompts
         young = prompts.rollouts < self.young
         uniform = budget * int(young.sum()) // len(prompts)
-        counts[young] = even_parts(uniform, int(young.sum()))
+        counts[young] = largest_remainders(np.full(int(young.sum()), budget / len(prompts)), uniform)
         scores, rest = expected_energy(prompts)[~young], budget - uniform
         shares = softmax_shares(scores, self.temperature, rest, self.minimum, self.maximum)
         counts[~young] = largest_remainders(shares, rest)
@@ -308,29 +306,23 @@ def _of_both_kinds(drawn: Rollouts, kept: int) -> np.ndarray:
     """The first kept // 2 positives of each group and the rest negatives, a shortfall filled from the other kind."""
     positives, negatives = _kinds(drawn)
     num_positives, num_negatives = _counts(positives, drawn), _counts(negatives, drawn)
-    kept_positives = np.minimum(kept // 2, num_positives)
-    kept_negatives = np.minimum(kept - kept_positives, num_negatives)
-    kept_positives = np.minimum(kept - kept_negatives, num_positives)  # where negatives fall short
-    return _first(positives, drawn.group, kept_positives) | _first(negatives, drawn.group, kept_negatives)
+    kept_positives = np.minimum(np.maximum(kept // 2, kept - num_negatives), num_positives)
+    return _first(positives, drawn.group, kept_positives) | _first(negatives, drawn.group, kept - kept_positives)
+
+
+def _first(rows: np.ndarray, group: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """The first `counts[g]` of the given rows of each group g, shape `(B,)`, bool."""
+    nth = pd.Series(rows).groupby(group).cumsum().to_numpy()  # 1, 2, … of the given rows of a group
+    return rows & (nth <= counts[group])
 
 
 def stratified(drawn: Rollouts, kept: int) -> np.ndarray:
     """
-    Leave out completions of larger groups, so that those kept stand for them.
+    Weights of the rows of which `kept` per group stand for all, float64 of shape `(B,)`; 0 for rows that are left out.
 
-    Of each group, n // 2 positives and the rest negatives are kept, the shortfall filled from the other kind; the first
-    ones drawn, since completions of a kind are exchangeable. A kept row stands for
-
-        (scored completions of its kind) / (kept completions of its kind)
-
-    rows, so that the weighted sum over the kept rows is, in expectation, the sum over the group.
-
-    Args:
-        drawn ([`Rollouts`]): The completions.
-        kept (`int`): n, at least 2.
-
-    Returns:
-        `np.ndarray` of shape `(B,)`: Weights, float64; 0 for rows that are left out or could not be scored.
+    Kept are n // 2 positives and the rest negatives, the shortfall filled from the other kind; the first ones drawn,
+    since completions of a kind are exchangeable. A kept row stands for (scored completions of its kind) / (kept
+    completions of its kind) rows, so that in expectation the weighted sum over the kept rows is the sum over the group.
     """
     chosen = _of_both_kinds(drawn, kept)
     weights = np.zeros(drawn.num_rows)
@@ -339,17 +331,6 @@ def stratified(drawn: Rollouts, kept: int) -> np.ndarray:
         group = drawn.group[kept_rows]
         weights[kept_rows] = _counts(kind, drawn)[group] / _counts(kept_rows, drawn)[group]
     return weights
-
-
-def _first(rows: np.ndarray, group: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """The first `counts[g]` of the given rows of each group g, shape `(B,)`, bool."""
-    candidates = np.flatnonzero(rows)
-    candidates = candidates[np.argsort(group[candidates], kind="stable")]
-    sizes = np.bincount(group[candidates], minlength=len(counts))
-    rank = np.arange(len(candidates)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-    chosen = np.zeros(len(rows), dtype=bool)
-    chosen[candidates[rank < counts[group[candidates]]]] = True
-    return chosen
 
 
 def _check_at_least(name: str, value: int, lowest: int, advice: str):

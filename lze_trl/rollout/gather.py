@@ -8,65 +8,65 @@ from accelerate import Accelerator
 
 from ..arrays import Rollouts
 from ..memory.identity import ID_COLUMN
-from ..pack.rows import TokenRows
+from ..pack.rows import Scored, TokenRows
 
 
 def local_loss_tokens(local: TokenRows, end_tokens: list[int], mask_truncated: bool) -> list[int]:
     """Tokens of each row that the loss covers: none for a truncated completion if those are masked."""
-    masks = local.loss_mask or [None] * len(local.completion_ids)
-    counts = []
-    for ids, mask in zip(local.completion_ids, masks, strict=True):
-        truncated = mask_truncated and ids[-1] not in end_tokens
-        counts.append(0 if truncated else len(ids) if mask is None else sum(mask))
-    return counts
+    masks = local.loss_mask or [[1] * len(ids) for ids in local.completion_ids]
+    rows = zip(local.completion_ids, masks, strict=True)
+    return [0 if mask_truncated and ids[-1] not in end_tokens else sum(mask) for ids, mask in rows]
 
 
 def gather_rollouts(
-    local: TokenRows,
+    rolled: Any,
     inputs: list[dict[str, Any]],
-    loss_tokens: list[int],
-    order: torch.Tensor,
-    rewards: dict[str, np.ndarray],
+    judged: dict[str, np.ndarray],
     group: np.ndarray,
-    num_groups: int,
     accelerator: Accelerator,
-) -> tuple[Rollouts, np.ndarray, np.ndarray]:
+) -> Scored:
     """
-    Tell every process what all of them rolled out, in one gather.
+    Tell every process what all of them rolled out, in one gather. A group without rows gets the prompt id 0.
 
     Args:
-        local ([`TokenRows`]): Rows of this process.
+        rolled ([`~lze_trl.engine.RolledOut`]): Completions of this process, and the rewards of all.
         inputs (`list[dict]`): Dataset rows of this process.
-        loss_tokens (`list[int]`): Loss tokens of each row of this process.
-        order (`torch.Tensor` of shape `(B / W,)`): Position of each row after TRL's shuffle.
-        rewards (`dict[str, np.ndarray]`): `outcomes`, `scores`, `rewards` and `signals` of the whole batch, see
-            [`Rollouts`].
-        group (`np.ndarray` of shape `(B,)`): Group of each row of the whole batch.
-        num_groups (`int`): P; a group without rows gets the prompt id 0.
+        judged (`dict[str, np.ndarray]`): What rewards say of all rows, see [`~lze_trl.rollout.rounds.Rounds.judge`].
+        group (`np.ndarray` of shape `(B,)`): Group of each row, in ascending order.
         accelerator (`Accelerator`): The processes.
-
-    Returns:
-        `tuple[Rollouts, np.ndarray, np.ndarray]`: The batch, and loss tokens and order of each row, of shape `(B,)`.
     """
+    local = rolled.local
+    order = torch.argsort(torch.randperm(len(inputs)))  # of the rows after the shuffle that TRL would do here
     table = torch.tensor(
         [
             [row[ID_COLUMN] for row in inputs],
             [len(ids) for ids in local.prompt_ids],
             [len(ids) for ids in local.completion_ids],
-            loss_tokens,
+            rolled.loss_tokens,
             order.tolist(),
         ],
         device=accelerator.device,
     )  # (5, B / W)
     columns = accelerator.gather(table.T.contiguous()).cpu().numpy().T  # (5, B)
     ids_of_rows, prompt_tokens, completion_tokens, loss_tokens, order = columns
-    prompt_ids = np.zeros(num_groups, dtype=np.int64)
+    prompt_ids = np.zeros(group[-1] + 1, dtype=np.int64)
     prompt_ids[group] = ids_of_rows
-    rollouts = Rollouts(
-        prompt_ids=prompt_ids,
-        group=group,
-        prompt_tokens=prompt_tokens,
-        completion_tokens=completion_tokens,
-        **rewards,
+    owner, position = np.divmod(np.arange(len(group)), len(inputs))
+    return Scored(
+        local=local,
+        inputs=inputs,
+        texts=rolled.texts,
+        rewards_per_func=rolled.rewards_per_func,
+        rollouts=Rollouts(
+            prompt_ids=prompt_ids,
+            group=group,
+            prompt_tokens=prompt_tokens,
+            completion_tokens=completion_tokens,
+            **judged,
+        ),
+        loss_tokens=loss_tokens,
+        owner=owner,
+        position=position,
+        order=order,
+        extra=rolled.extra,
     )
-    return rollouts, loss_tokens, order

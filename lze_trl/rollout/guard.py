@@ -23,31 +23,26 @@ def checked(reward_func: Any) -> Any:
     if isinstance(reward_func, (str, nn.Module)) or not callable(reward_func):
         return reward_func
     name = get_callable_name(reward_func)
-    note = f"Raised by the reward function '{name}'."
 
     @contextmanager
     def noted():
         try:
             yield
         except Exception as error:
-            error.add_note(note)
+            error.add_note(f"Raised by the reward function '{name}'.")
             raise
 
-    if is_async_callable(reward_func):
+    def guarded(*args, **kwargs):
+        with noted():
+            return _scores(reward_func(*args, **_counted(kwargs, name)), name, kwargs)
 
-        async def guarded(*args, **kwargs):
-            with noted():
-                return _scores(await reward_func(*args, **_counted(kwargs, name)), name, kwargs)
+    async def guarded_later(*args, **kwargs):
+        with noted():
+            return _scores(await reward_func(*args, **_counted(kwargs, name)), name, kwargs)
 
-    else:
-
-        def guarded(*args, **kwargs):
-            with noted():
-                return _scores(reward_func(*args, **_counted(kwargs, name)), name, kwargs)
-
-    functools.update_wrapper(guarded, reward_func)
-    guarded.__name__ = name
-    return guarded
+    wrapper = functools.update_wrapper(guarded_later if is_async_callable(reward_func) else guarded, reward_func)
+    wrapper.__name__ = name
+    return wrapper
 
 
 def _scores(returned: Any, name: str, given: dict[str, Any]) -> list[float | None]:

@@ -78,7 +78,7 @@ def main(directory: Path):
         record["groups"].append([[completion.token_ids for completion in group] for group in groups])
         record["gaps"].append(largest_gap(model, prompts, groups))
         train_step(accelerator, wrapped, optimizer, tokenizer)
-    record["differences"] = {url: value.max for url, value in generation.last_sync.differences.items()}
+    record["differences"] = {url: value.max for url, value in generation.differences.items()}
     (directory / f"{rank}.json").write_text(json.dumps(record))
     accelerator.wait_for_everyone()
     generation.close()

@@ -80,7 +80,7 @@ def test_log_probs_agree_after_every_sync(name, servers, connect):
     prompts = prompts_of(3)
     for _ in range(4):
         generation.sync_weights()
-        difference = generation.last_sync.differences[servers[name].url]
+        difference = generation.differences[servers[name].url]
         assert difference.mean <= difference.max < 1e-3
         assert_current(model, prompts, generation.generate_groups(prompts, [4, 1, 3]), [4, 1, 3])
         change(model)
@@ -197,10 +197,10 @@ def long_batch(generation, count, repeats=4):
 
 def when_busy(generation, server, action):
     """Act from another thread as soon as the server has requests in progress."""
-    member = next(member for member in generation.pool.members if member.server.url == server.url)
+    known = next(known for known in generation.pool.servers if known.url == server.url)
 
     def wait():
-        while member.running < 4:
+        while known.running < 4:
             time.sleep(0.005)
         action()
 
@@ -230,7 +230,7 @@ def test_one_of_two_servers_is_killed(servers, connect, caplog, monkeypatch):
     assert_current(model, prompts, groups, sizes)
     change(model)
     generation.sync_weights()  # goes on with the other
-    assert list(generation.last_sync.differences) == [servers["first"].url]
+    assert list(generation.differences) == [servers["first"].url]
     assert f"The vLLM server {servers['second'].url} failed" in caplog.text
 
 

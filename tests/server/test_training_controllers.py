@@ -53,7 +53,7 @@ def test_every_selector_with_every_controller(server, models, tmp_path, controll
     assert_laws([trainer.record()], controller, settings)
     # In every round exactly the active prompts were sent, each with its number
     assert sent == [Counter(prompt for prompt, _ in entry["rows"]) for entry in trainer.rounds]
-    assert max(difference.mean for difference in trainer.vllm_generation.last_sync.differences.values()) < 1e-3
+    assert max(difference.mean for difference in trainer.vllm_generation.differences.values()) < 1e-3
 
 
 def test_two_processes(server, models, tmp_path):

@@ -66,8 +66,8 @@ class SyncRecorder(TrainerCallback):
         self.trainer, self.differences = None, []
 
     def on_step_end(self, args, state, control, **kwargs):
-        report = self.trainer.vllm_generation.last_sync
-        self.differences.append([report.version, *([d.mean, d.max] for d in report.differences.values())])
+        generation = self.trainer.vllm_generation
+        self.differences.append([generation.version, *([d.mean, d.max] for d in generation.differences.values())])
 
 
 def run(directory: Path, name: str, settings: dict):

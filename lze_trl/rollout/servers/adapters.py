@@ -14,9 +14,7 @@ from torch.func import functional_call
 def merged_parameters(model: PeftModel) -> Iterator[tuple[str, nn.Parameter, lora.LoraLayer | None]]:
     """
     The parameters that the adapted model would have if its adapters were merged: name in the base model, parameter, and
-    the layer whose adapters are to be merged into it, if any.
-
-    Raises `ValueError` if the adapters are not plain LoRA.
+    the layer whose adapters are to be merged into it, if any. Raises a `ValueError` unless they are plain LoRA.
     """
     if not isinstance(model.base_model, LoraModel):
         raise ValueError(f"{_unsupported(type(model.base_model).__name__)} Use `LoraConfig`.")
@@ -46,12 +44,8 @@ def adapter_parameters(layer: lora.LoraLayer) -> dict[str, nn.Parameter]:
 
 def merge(layer: lora.LoraLayer, weight: torch.Tensor, parameters: dict[str, torch.Tensor]) -> torch.Tensor:
     """
-    The weight of a layer with its active adapters merged, as a new tensor of its shape and type.
-
-    Args:
-        layer ([`~peft.tuners.lora.LoraLayer`]): Layer, whose own parameters may be sharded.
-        weight (`torch.Tensor`): Full weight of its base layer.
-        parameters (`dict[str, torch.Tensor]`): Full tensors of [`adapter_parameters`].
+    The full `weight` of a layer with its active adapters merged, as a new tensor. The layer's own parameters may be
+    sharded: `parameters` are the full tensors of [`adapter_parameters`].
     """
     tensors = {f"layer.{name}": tensor for name, tensor in parameters.items()}
     held = layer.lora_A.keys() | layer.lora_embedding_A.keys()

@@ -6,14 +6,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import httpx2
 
 
-# Seconds to open a connection; a server that is up answers at once, however busy it is
-_CONNECT_TIMEOUT = 10.0
+_CONNECT_TIMEOUT = 10.0  # a server that is up answers at once, however busy it is
 _CACHE_RESET_ATTEMPTS = 25
 _CACHE_RESET_INTERVAL = 0.2
 # What reading an answer of another form raises
@@ -21,8 +20,6 @@ _MISREADINGS = (AttributeError, IndexError, KeyError, TypeError, ValueError)
 # What vLLM answers to every request once its engine has died. /health then answers 503, without a body
 _ENGINE_DEAD = ("EngineDeadError", "EngineCore encountered an issue")
 _WANTED = "as vLLM's OpenAI API server, version 0.32 or later"
-
-Result = TypeVar("Result")
 
 
 class ServerError(RuntimeError):
@@ -79,12 +76,8 @@ class Identity:
 
 class VLLMServer:
     """
-    One vLLM server, asked through an `httpx2.AsyncClient`. Any request raises [`ServerError`] if the server fails, and
-    [`RequestRefusedError`] if it refuses.
-
-    Args:
-        url (`str`): Base URL, such as `"http://127.0.0.1:8000"`.
-        request_timeout (`float`): Seconds that a request may take, generation included.
+    One vLLM server, asked through an `httpx2.AsyncClient`, and what is known of it. A request may take `request_timeout`
+    seconds, generation included. It raises [`ServerError`] if the server fails, [`RequestRefusedError`] if it refuses.
     """
 
     def __init__(self, url: str, request_timeout: float):
@@ -97,21 +90,29 @@ class VLLMServer:
         self.url = url.rstrip("/")
         self.host = parts.hostname
         self.request_timeout = request_timeout
-        self.model = ""
+        self.model = self.dtype = self.logprobs_mode = ""
         self.max_model_len = 0
-        self.dtype = ""
-        self.logprobs_mode = ""
         self.difference: Difference | None = None  # of the last checked load
+        self.ready = False  # known to hold the current weights
+        self.running = 0  # requests in progress
+        self.problem: ServerError | None = None  # of the outage that it is in
+
+    def note(self, error: ServerError) -> bool:
+        """
+        Note what is wrong, and return whether that is worth a report: when an outage begins, and when the server says that
+        its engine has died, which explains the outage. What it says while it restarts does not.
+        """
+        if isinstance(self.problem, EngineDeadError):
+            return False
+        worth_it = self.problem is None or isinstance(error, EngineDeadError)
+        self.problem = error
+        return worth_it
 
     # ---- Requests ----
 
     async def _request(
-        self,
-        http: httpx2.AsyncClient,
-        path: str,
-        body: dict | None = None,
-        read: Callable[[Any], Result] = lambda it: it,
-    ) -> Result:
+        self, http: httpx2.AsyncClient, path: str, body: dict | None = None, read: Callable = lambda answer: answer
+    ) -> Any:
         """
         Send a request, as a POST if it has a body, and return what `read` finds in the JSON of the answer. An answer that it
         cannot read is a failure of the server.
@@ -224,9 +225,8 @@ class VLLMServer:
 
     async def hold(self, http: httpx2.AsyncClient, snapshot: Snapshot):
         """
-        Make sure that the server holds the weights of a snapshot: load and check them unless it has them already.
-
-        Raises [`ServerMismatchError`] if it cannot load them, or computes other log-probs than the trainer with them.
+        Load and check the weights of a snapshot, unless the server has them already. Raises [`ServerMismatchError`] if it
+        cannot load them, or computes other log-probs than the trainer with them.
         """
         if await self._request(http, "/weight_info", read=itemgetter("weight_version")) == snapshot.version:
             return
@@ -290,9 +290,9 @@ def _words(response: httpx2.Response) -> str:
         return _short(response.text) or "(empty)"
 
 
-def _short(value: Any, limit: int = 500) -> str:
+def _short(value: Any) -> str:
     text = str(value)
-    return text if len(text) <= limit else f"{text[:limit]}…"
+    return text if len(text) <= 500 else f"{text[:500]}…"
 
 
 def open_client() -> httpx2.AsyncClient:

@@ -6,9 +6,8 @@ import shutil
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -31,18 +30,8 @@ _RESERVED = (
     *("model", "prompt", "n", "logprobs", "prompt_logprobs"),
     *("return_token_ids", "stream", "echo", "use_beam_search"),
 )
-# Settings under which log-probs are the same whether they are processed or not
+# Sampling settings, with the values under which log-probs are the same whether they are processed or not
 _UNPROCESSED = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-
-Result = TypeVar("Result")
-
-
-@dataclass(frozen=True)
-class SyncReport:
-    """What one sync did, known to every process."""
-
-    version: str  # name of the weights
-    differences: dict[str, Difference]  # of the log-probs, by the URL of each server that is up
 
 
 class HTTPGeneration:
@@ -51,17 +40,7 @@ class HTTPGeneration:
 
     Does for `vllm_mode="http"` what [`~trl.generation.vllm_generation.VLLMGeneration`] does for TRL's modes, and has
     its methods. Everything goes over HTTP, the weights through a file system, so that neither vLLM nor CUDA is needed
-    where the trainer runs. Only the main process talks to the servers.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]): Model in training.
-        accelerator ([`~accelerate.Accelerator`]): The processes.
-        processing_class ([`~transformers.PreTrainedTokenizerBase`]): Tokenizer of the model.
-        args ([`~lze_trl.LZEGRPOConfig`]): Settings of the servers, of the sampling, and the seed.
-
-    Raises:
-        `ConnectionError`: If a server is not up in time.
-        [`ServerMismatchError`]: If a server has another model, tokenizer or context length.
+    where the trainer runs. Only the main process talks to the servers; every method is called by all of them.
     """
 
     def __init__(
@@ -76,22 +55,17 @@ class HTTPGeneration:
         self.processing_class = processing_class
         self.args = args
         self.batches = 0  # generated so far; part of the seeds
-        self.last_sync: SyncReport | None = None
+        self.version = ""  # name of the weights that the servers hold
+        self.differences: dict[str, Difference] = {}  # of their log-probs, by the URL of each server that is up
         self._syncs = 0
-        self._body = {
-            "temperature": args.temperature,
-            "top_p": args.top_p,
-            "top_k": args.top_k,
-            "min_p": args.min_p or 0.0,
-            "repetition_penalty": args.repetition_penalty,
-            "max_tokens": args.max_completion_length,
-        }
-        if args.vllm_structured_outputs_regex is not None:
-            self._body["structured_outputs"] = {"regex": args.vllm_structured_outputs_regex}
         further = args.generation_kwargs or {}
         reserved = [name for name in _RESERVED if name in further]
         if reserved:
             raise ValueError(f"`generation_kwargs` must not hold {reserved}, which the trainer sets. Leave them out.")
+        self._body = {name: getattr(args, name) for name in _UNPROCESSED}
+        self._body |= {"min_p": args.min_p or 0.0, "max_tokens": args.max_completion_length}
+        if args.vllm_structured_outputs_regex is not None:
+            self._body["structured_outputs"] = {"regex": args.vllm_structured_outputs_regex}
         self._body |= further
         self.pool = ServerPool(
             args.vllm_server_urls,
@@ -134,14 +108,8 @@ class HTTPGeneration:
 
     def sync_weights(self):
         """
-        Give every server the weights of the model as they are now, and check that it computes with them.
-
-        Collective: every process must call it. A server that is down gets the weights when it returns.
-
-        Raises:
-            [`ServerMismatchError`]: If a server does not compute the trainer's log-probs.
-            `ConnectionError`: If no server is left and none returns in time.
-            `OSError`: If the weights cannot be written.
+        Give every server the weights of the model as they are now, and check that it computes with them. A server that is
+        down gets the weights when it returns.
         """
         directory = self._on_main_process(self._next_directory)
         failure = None
@@ -151,7 +119,7 @@ class HTTPGeneration:
             failure = error
         reference = logprobs(self.model, self._probe, self.accelerator.device)
 
-        def load() -> SyncReport:
+        def load() -> tuple[str, dict[str, Difference]]:
             if failure is not None:
                 raise failure
             tolerance = self.args.vllm_sync_tolerance
@@ -159,12 +127,12 @@ class HTTPGeneration:
                 tolerance = tolerance_for(self.model, self.accelerator, self.pool.servers)
             version = f"{directory.parent.name}-{self._syncs}"
             held = self.pool.load(Snapshot(version, str(directory), self._probe, reference, tolerance))
-            return SyncReport(version, {server.url: server.difference for server in held})
+            return version, {server.url: server.difference for server in held}
 
-        self.last_sync = self._on_main_process(load)
+        self.version, self.differences = self._on_main_process(load)
         if failure is not None:  # on this process alone
             raise failure
-        logger.debug("Synced the vLLM servers: %s", self.last_sync)
+        logger.debug("Synced the vLLM servers: %s %s", self.version, self.differences)
 
     def _next_directory(self) -> Path:
         """
@@ -184,19 +152,11 @@ class HTTPGeneration:
         profiler: ProfilingContext | None = None,
     ) -> tuple[list[list[int]], list[list[int]], list[list[list[float]]], list[list[list[int]]]]:
         """
-        Complete prompts. Collective: every process calls it with its own rows.
+        Complete the prompts of this process's rows. Over all processes, each prompt is there `num_generations` times in a
+        row; a group may begin on one process and end on another.
 
-        Args:
-            prompts (`list[list[int]]`):
-                Token ids of the rows of this process. Over all processes, each prompt is there `num_generations` times
-                in a row; a group may begin on one process and end on another.
-            images (`list`, *optional*): Must hold no image.
-            num_generations (`int`): G, completions of each prompt.
-            profiler ([`~trl.extras.profiling.ProfilingContext`], *optional*): Context to generate in.
-
-        Returns:
-            `tuple`: For the rows of this process, prompt ids, completion ids, log-probs and the tokens these are of. The
-            latter two have a last dimension of 1, as TRL's have.
+        Returns, for the rows of this process, prompt ids, completion ids, log-probs and the tokens these are of. The latter
+        two have a last dimension of 1, as TRL's have.
         """
         if images is not None and any(image is not None for image in images):
             raise ValueError("Images are not supported with `vllm_mode='http'`. Use `vllm_mode='server'` for them.")
@@ -217,19 +177,10 @@ class HTTPGeneration:
 
     def generate_groups(self, prompts: list[list[int]], counts: list[int]) -> list[list[Completion]]:
         """
-        Complete each prompt as often as asked. Collective: every process calls it with the same arguments.
-
-        Args:
-            prompts (`list[list[int]]` of length P): Token ids of the prompts.
-            counts (`list[int]` of length P): Completions of each prompt, at least 1.
-
-        Returns:
-            `list[list[Completion]]` of length P: The groups, the same on every process, each of exactly its size.
+        Complete each prompt as often as asked, at least once. Every process gives the same arguments, and gets all groups.
         """
-        groups = [
-            Group(prompt, count, self._seeded(index))
-            for index, (prompt, count) in enumerate(zip(prompts, counts, strict=True))
-        ]
+        pairs = zip(prompts, counts, strict=True)
+        groups = [Group(prompt, count, self._seeded(index)) for index, (prompt, count) in enumerate(pairs)]
         self.batches += 1
         return self._on_main_process(lambda: self._complete(groups))
 
@@ -240,17 +191,16 @@ class HTTPGeneration:
 
     def _complete(self, groups: list[Group]) -> list[list[Completion]]:
         longest = max((len(group.prompt) for group in groups), default=0)
-        if longest >= self._context_length:
+        context, wanted = self._context_length, self.args.max_completion_length
+        if longest >= context:
             raise ValueError(
-                f"A prompt has {longest} tokens, and the context of the vLLM servers is {self._context_length}. Start them "
-                "with a larger `--max-model-len`, or leave such prompts out of the dataset."
+                f"A prompt has {longest} tokens, and the context of the vLLM servers is {context}. Start them with a larger "
+                "`--max-model-len`, or leave such prompts out of the dataset."
             )
-        wanted = self.args.max_completion_length
-        if longest + wanted > self._context_length:
+        if longest + wanted > context:
             warnings.warn(
-                f"The context of the vLLM servers ({self._context_length} tokens) cuts completions of the longest prompts "
-                f"short of `max_completion_length={wanted}`. Start them with a larger "
-                "`--max-model-len`.",
+                f"The context of the vLLM servers ({context} tokens) cuts completions of the longest prompts short of "
+                f"`max_completion_length={wanted}`. Start them with a larger `--max-model-len`.",
                 stacklevel=2,
             )
         return self.pool.complete(groups)
@@ -260,7 +210,7 @@ class HTTPGeneration:
         digest = hashlib.sha256(f"{self.args.seed}/{self.batches}/{index}".encode()).digest()
         return {"seed": int.from_bytes(digest[:8], "big") >> 1} | self._body  # vLLM takes signed 64-bit seeds
 
-    def _on_main_process(self, function: Callable[[], Result]) -> Result:
+    def _on_main_process(self, function: Callable[[], Any]) -> Any:
         """Run a function on the main process. Every process gets its result, or fails with it instead of waiting."""
         result, failure = None, None
         if self.accelerator.is_main_process:
@@ -281,7 +231,7 @@ def _first_of_each_group(rows: list[list[int]], num_generations: int) -> list[li
     """One prompt of each group; all of a group must be the same, for the server completes one prompt G times."""
     groups = [rows[begin : begin + num_generations] for begin in range(0, len(rows), num_generations)]
     for index, group in enumerate(groups):
-        if len(group) != num_generations or any(prompt != group[0] for prompt in group):
+        if group != [group[0]] * num_generations:
             raise ValueError(
                 f"Every prompt must be there `num_generations={num_generations}` times in a row over all processes; group "
                 f"{index} is not. Use a sampler that repeats prompts, such as `trl.trainer.utils.RepeatSampler`."

@@ -44,11 +44,7 @@ def probe_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, con
 
 
 def logprobs(model: nn.Module, token_ids: list[int], device: torch.device) -> list[float]:
-    """
-    The model's log-probs of `token_ids[1:]`, in nats.
-
-    Collective: every process must call it, for a sharded model computes only together.
-    """
+    """The model's log-probs of `token_ids[1:]`, in nats. Every process must call it: a sharded model computes together."""
     # Through TRL's own path, at temperature 1: under ZeRO-3, a forward pass that takes another way through the modules
     # than training does would upset what DeepSpeed has recorded of it
     base = base_model(model)
@@ -81,11 +77,8 @@ def tolerance_for(model: nn.Module, accelerator: Accelerator, servers: list[VLLM
 
 def shared_directory(root: str | None, servers: list[VLLMServer]) -> Path:
     """
-    A new directory that trainer and servers share. It is removed when the program ends.
-
-    Args:
-        root (`str`, *optional*): Where to make it. Defaults to shared memory if every server runs on this host.
-        servers (`list[VLLMServer]`): The servers.
+    A new directory in `root` that trainer and servers share, removed when the program ends. The default is shared memory,
+    if every server runs on this host.
     """
     if root is None:
         elsewhere = [server.url for server in servers if not _is_this_host(server.host)]

@@ -1,7 +1,9 @@
 """The weights of a model in training, as a checkpoint that vLLM loads: gathered and written piece by piece."""
 
 import json
+import re
 import shutil
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,7 +22,7 @@ from .adapters import adapter_parameters, merge, merged_parameters
 
 
 # What wrappers put into the names of the parameters they wrap
-_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+_WRAPPERS = re.compile(r"(_checkpoint_wrapped_module|_orig_mod)\.")
 
 
 def export_weights(
@@ -48,15 +50,11 @@ def export_weights(
 
     Returns:
         `int`: Bytes written on the main process, 0 on the others.
-
-    Raises:
-        `OSError`: On the main process, if the checkpoint cannot be written.
-        `ValueError`: If the model is sharded or adapted in a way that cannot be exported.
     """
     base = base_model(model)
     weights = _full_tensors(model, DistributedBackend(accelerator))
     if not accelerator.is_main_process:
-        _take_part(weights)
+        deque(weights, maxlen=0)  # take part in every gather
         return 0
     partial = directory.with_name(f".{directory.name}.partial")
     try:
@@ -68,7 +66,7 @@ def export_weights(
             base.generation_config.save_pretrained(partial)
         partial.rename(directory)
     except Exception:
-        _take_part(weights)
+        deque(weights, maxlen=0)  # the other processes wait in the gathers that are left
         shutil.rmtree(partial, ignore_errors=True)
         raise
     return size
@@ -77,12 +75,6 @@ def export_weights(
 def base_model(model: nn.Module) -> PreTrainedModel:
     """The model without what PEFT wraps it in."""
     return model.get_base_model() if is_peft_model(model) else model
-
-
-def _take_part(weights: Iterator):
-    """Take part in the gathers that are left, in which the other processes wait."""
-    for _ in weights:
-        pass
 
 
 def _write(tensors: Iterator[tuple[str, torch.Tensor]], directory: Path, max_shard_bytes: int) -> int:
@@ -139,18 +131,12 @@ def _full_tensors(model: nn.Module, backend: DistributedBackend) -> Iterator[tup
             tensor = _whole(parameter)
             if layer is not None:
                 tensor = merge(layer, tensor, {key: _whole(value) for key, value in adapter.items()})
-            yield _without_wrappers(name), tensor
+            yield _WRAPPERS.sub("", name), tensor
     base = base_model(model)
     persistent = base.state_dict().keys()
     for name, buffer in base.named_buffers():
         if name in persistent:
-            yield _without_wrappers(name), _whole(buffer)
-
-
-def _without_wrappers(name: str) -> str:
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
+            yield _WRAPPERS.sub("", name), _whole(buffer)
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
