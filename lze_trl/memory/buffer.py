@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from ..arrays import Groups, Rollouts
 from ..pack.exchange import exchange
 from ..pack.layout import Geometry, Layout, pack
-from ..pack.rows import ROW_ARRAYS, Scored, TokenRows, joined
+from ..pack.rows import ROW_ARRAYS, Scored, TokenRows, joined, without_empty_groups
 
 
 @dataclass
@@ -145,44 +145,22 @@ _SCORED_ARRAYS = ("loss_tokens", "owner", "position")
 
 def spread(pool: Scored, keep: np.ndarray, geometry: Geometry, accelerator: Accelerator) -> tuple[Scored, Layout]:
     """
-    Take some groups out of a batch, their rows shared out evenly over the processes.
+    Take some groups out of a batch, their rows shared out evenly over the processes; `keep` has shape `(P,)`, bool.
 
-    Args:
-        pool ([`Scored`]): The batch.
-        keep (`np.ndarray` of shape `(P,)`): Whether each group is taken.
-        geometry ([`Geometry`]): Processes, and rows or tokens of a micro-batch.
-        accelerator (`Accelerator`): The processes.
-
-    Returns:
-        `tuple[Scored, Layout]`: The groups, and the micro-batches in which each process can compute its rows, with copies
-        that keep all processes at the same number of rows.
+    Returns the groups, and the micro-batches in which each process can compute its rows, with copies that keep all processes
+    at the same number of rows.
     """
-    rollouts = pool.rollouts
-    rows = np.flatnonzero(keep[rollouts.group])
-    prompt_tokens, completion_tokens = rollouts.prompt_tokens[rows], rollouts.completion_tokens[rows]
+    rows = np.flatnonzero(keep[pool.rollouts.group])
+    taken = pool.take(rows)
     steps = max(1, len(rows))  # as many micro-steps as it takes
     geometry = replace(geometry, steps_per_generation=steps, chunk_steps=steps)
-    layout = pack(prompt_tokens, completion_tokens, np.zeros(len(rows), dtype=np.int64), geometry)
-    local = exchange(
-        pool.local, rows, pool.owner, pool.position, prompt_tokens, completion_tokens, layout, accelerator
-    )
+    one_chunk = np.zeros(len(rows), dtype=np.int64)
+    layout = pack(taken.rollouts.prompt_tokens, taken.rollouts.completion_tokens, one_chunk, geometry)
+    local = exchange(pool, rows, layout, accelerator)
     owner, position = np.empty(len(rows), dtype=np.int64), np.empty(len(rows), dtype=np.int64)
     for process in range(accelerator.num_processes):
-        held = layout.rows_of(process)
-        for batch in layout.micro_steps:
-            if batch is not None:
-                real = batch.rows[process][~batch.filler[process]]
-                owner[real], position[real] = process, np.searchsorted(held, real)
-    kept, group = np.unique(rollouts.group[rows], return_inverse=True)
-    columns = {name: getattr(rollouts, name)[rows] for name in ROW_ARRAYS} | {"group": group}
-    scored = Scored(
-        local=local,
-        inputs=[],
-        texts=[],
-        rewards_per_func=pool.rewards_per_func[torch.as_tensor(rows, device=pool.rewards_per_func.device)],
-        rollouts=Rollouts(prompt_ids=rollouts.prompt_ids[kept], **columns),
-        loss_tokens=pool.loss_tokens[rows],
-        owner=owner,
-        position=position,
-    )
-    return scored, layout
+        real = [batch.rows[process][~batch.filler[process]] for batch in layout.micro_batches]
+        held = np.concatenate(real)
+        owner[held], position[held] = process, np.searchsorted(layout.rows_of(process), held)
+    taken = replace(taken, local=local, inputs=[], texts=[], extra={}, owner=owner, position=position)
+    return without_empty_groups(taken), layout
