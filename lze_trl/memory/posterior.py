@@ -19,14 +19,8 @@ def remembered_mean(
 
     Until the memory is full this is the plain mean of all outcomes. From then on a visit multiplies the weight of
     everything before it by memory / (memory + k): exponential forgetting, because the policy moves and old outcomes were
-    another policy's.
-
-    Args:
-        expected (`np.ndarray` of shape `(P,)`): Mean e before the visit; any finite number where nothing was scored yet.
-        rollouts (`np.ndarray` of shape `(P,)`): Completions scored before the visit.
-        pass_rates (`np.ndarray` of shape `(P,)`): Mean outcome p of the visit.
-        scored (`np.ndarray` of shape `(P,)`): Scored completions k of the visit, at least 1.
-        memory (`float`): Completions that the past counts for at most.
+    another policy's. e is the mean before the visit, any finite number where nothing was scored yet; p the mean and k ≥ 1 the
+    number (`scored`) of the visit's outcomes. All of shape `(P,)`.
     """
     strength = posterior_strength(rollouts, memory)
     return (expected.astype(np.float64) * strength + pass_rates * scored) / (strength + scored)
@@ -75,9 +69,8 @@ class Calibration:
     """
 
     def __init__(self):
-        self._predicted = np.zeros(NUM_BINS, dtype=np.float64)  # sum of the predictions of each bin
-        self._dead = np.zeros(NUM_BINS, dtype=np.int64)
-        self._count = np.zeros(NUM_BINS, dtype=np.int64)
+        self._predicted = np.zeros(NUM_BINS)  # sum of the predictions of each bin
+        self._dead, self._count = np.zeros(NUM_BINS, dtype=np.int64), np.zeros(NUM_BINS, dtype=np.int64)
         self._squared_error = 0.0
 
     def __len__(self) -> int:
@@ -86,14 +79,8 @@ class Calibration:
 
     def update(self, predicted: np.ndarray, dead: np.ndarray):
         """
-        Add the groups of a generation batch. Groups that could not be scored say nothing: leave them out.
-
-        Args:
-            predicted (`np.ndarray` of shape `(P,)`): Probability of being dead, from before the rollout.
-            dead (`np.ndarray` of shape `(P,)`): Whether the group turned out dead, bool.
-
-        Raises:
-            ValueError: If the shapes differ, or a prediction is not a probability.
+        Add the groups of a generation batch: the probability of being dead from before the rollout, and whether each turned
+        out dead, both of shape `(P,)`. Groups that could not be scored say nothing: leave them out.
         """
         if predicted.ndim != 1 or predicted.shape != dead.shape:
             raise ValueError(
@@ -123,11 +110,8 @@ class Calibration:
 
     def table(self) -> list[dict[str, float]]:
         """
-        The bins that hold groups, in ascending order.
-
-        Returns:
-            `list[dict[str, float]]`: Of each bin, its bounds `lower` and `upper`, its groups `count`, their mean
-            prediction `predicted`, and the share of them that was dead, `dead`.
+        The bins that hold groups, ascending: bounds `lower` and `upper`, number of groups `count`, their mean prediction
+        `predicted`, and the share of them that was dead, `dead`.
         """
         return [
             {

@@ -23,8 +23,8 @@ class TokenRows:
 
     prompt_ids: list[list[int]]
     completion_ids: list[list[int]]
-    logprobs: list[list[float | None]] | None  # of each completion token when it was sampled
-    loss_mask: list[list[int]] | None  # 1 for tokens that the model generated, 0 for those it was given
+    logprobs: list[list[float | None]] | None = None  # of each completion token when it was sampled
+    loss_mask: list[list[int]] | None = None  # 1 for tokens that the model generated, 0 for those it was given
 
     def take(self, positions: np.ndarray) -> "TokenRows":
         """Rows at some positions."""
