@@ -182,3 +182,9 @@ class Groups(_PromptTable):
     def forgotten(self) -> np.ndarray:
         """Pruned prompts whose re-check was not solved, shape `(P,)`, bool."""
         return self.replayed & ~self.solved & ~np.isnan(self.pass_rates)
+
+
+def section(arrays: dict[str, np.ndarray], name: str) -> dict[str, np.ndarray]:
+    """Those of a checkpoint's arrays whose names begin with `name.`, without it."""
+    prefix = f"{name}."
+    return {key.removeprefix(prefix): array for key, array in arrays.items() if key.startswith(prefix)}

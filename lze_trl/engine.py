@@ -355,7 +355,7 @@ class Engine:
 def _places(layout: Layout, rank: int) -> list[np.ndarray]:
     """Where the rows of each micro-batch of a process stand among all that it holds."""
     held = layout.rows_of(rank)
-    return [np.searchsorted(held, batch.rows[rank]) for batch in layout.micro_steps if batch is not None]
+    return [np.searchsorted(held, batch.rows[rank]) for batch in layout.micro_batches]
 
 
 def _table(size: int) -> dict[str, Any]:

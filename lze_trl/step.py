@@ -148,7 +148,7 @@ class GenerationStep:
         reference, layout = self._arrange(fresh, scored, rows, weights[rows], lengths)
         local_rows, tensors, older = layout.rows_of(rank), {}, None
         if len(rows):
-            mine = exchange(scored.local, rows, scored.owner, scored.position, *lengths, layout, self.accelerator)
+            mine = exchange(scored, rows, layout, self.accelerator)
             is_older = pool.row_generation[rows] < self.generation
             if is_older.any():  # all processes make the same forward passes, whoever has these rows
                 older = is_older[local_rows]

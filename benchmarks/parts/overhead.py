@@ -125,15 +125,7 @@ class Worker:
 
     def redistribution(self):
         """Chosen rows to the processes that compute them."""
-        exchange(
-            self.local,
-            self.chosen,
-            self.scored.owner,
-            self.scored.position,
-            *self.lengths,
-            self.layout,
-            self.accelerator,
-        )
+        exchange(self.scored, self.chosen, self.layout, self.accelerator)
 
     def telemetry(self):
         """Metrics for the log, and a record for the background thread."""

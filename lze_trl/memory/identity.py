@@ -14,18 +14,11 @@ from datasets import Dataset, IterableDataset, concatenate_datasets
 ID_COLUMN = "lze_prompt_id"
 """Column that the trainer adds; reward functions do not see it."""
 
-_USER_COLUMN = "prompt_id"
 _ANSWER_COLUMNS = ("solution", "answer", "ground_truth")
-_AS_TEXT = (bytes, date, time, timedelta, Decimal)  # what a table holds, JSON cannot express, and has one text
 
 
 def prompt_id(prompt: Any, answer: Any = None) -> int:
-    """
-    Content hash of a prompt, text or messages, and its gold answer: the signed xxh64 of their canonical JSON.
-
-    Raises:
-        TypeError: If JSON cannot express one of them, apart from bytes, dates, times and decimals.
-    """
+    """Content hash of a prompt, text or messages, and its gold answer: the signed xxh64 of their canonical JSON."""
     try:
         text = json.dumps(
             [_content(prompt), answer], ensure_ascii=False, sort_keys=True, separators=(",", ":"), default=_as_text
@@ -46,9 +39,13 @@ def _content(value: Any) -> Any:
 
 
 def _as_text(value: Any) -> str:
-    if isinstance(value, _AS_TEXT):
+    if isinstance(value, bytes | date | time | timedelta | Decimal):  # a table holds these, and they have one text
         return str(value)
     raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(xxhash.xxh64(text.encode()).digest(), "big", signed=True)
 
 
 def distinct_ids(prompt_ids: np.ndarray) -> np.ndarray:
@@ -63,51 +60,16 @@ def distinct_ids(prompt_ids: np.ndarray) -> np.ndarray:
     return apart
 
 
-def _hash(text: str) -> int:
-    return int.from_bytes(xxhash.xxh64(text.encode()).digest(), "big", signed=True)
-
-
-def _from_user(value: Any) -> int:
-    # Integers are taken as they are, so that the user finds them again in the telemetry
-    if isinstance(value, int) and -(2**63) <= value < 2**63:
-        return value
-    return _hash(str(value))
-
-
-def _answer_column(columns: list[str], answer_column: str | None) -> str | None:
-    if answer_column is None:
-        return next((name for name in _ANSWER_COLUMNS if name in columns), None)
-    if answer_column not in columns:
-        raise ValueError(
-            f"`answer_column={answer_column!r}` is not a column of the training set, which has {sorted(columns)}. Name "
-            "the column that holds the gold answer, or leave `answer_column` unset."
-        )
-    return answer_column
-
-
 def add_prompt_ids(
     dataset: Dataset | IterableDataset, answer_column: str | None = None, deduplicate: bool = True
 ) -> Dataset | IterableDataset:
     """
-    Add the column `lze_prompt_id` and drop rows that repeat a prompt.
+    Add the column `lze_prompt_id`, and keep only the first row of each prompt.
 
-    A user's own `prompt_id` column wins over the content hash in the rows where it has a value. An iterable dataset keeps
-    its duplicates: which ones it holds cannot be known without reading it, so `deduplicate` must be off.
-
-    Args:
-        dataset (`Dataset` or `IterableDataset`):
-            Training set with a `prompt` column.
-        answer_column (`str`, *optional*):
-            Column with the gold answer. Defaults to `solution`, `answer` or `ground_truth`, if there is one.
-        deduplicate (`bool`, *optional*, defaults to `True`):
-            Whether to keep only the first row of each prompt. `False` gives each further row of a prompt an id of its
-            own, in an iterable dataset the same id.
-
-    Returns:
-        `Dataset` or `IterableDataset`: The training set with ids.
-
-    Raises:
-        ValueError: If the dataset is empty, a column is missing, or an iterable dataset is to be deduplicated.
+    A prompt is its text and the answer in `answer_column`, by default `solution`, `answer` or `ground_truth`, if there is
+    one. A user's own `prompt_id` column wins in the rows where it has a value. Without `deduplicate`, each further row of a
+    prompt gets an id of its own. An iterable dataset is not read before: it keeps its duplicates, with the same id, and
+    `deduplicate` must be off.
     """
     if isinstance(dataset, IterableDataset) and deduplicate:
         raise ValueError(
@@ -115,9 +77,8 @@ def add_prompt_ids(
             "`deduplicate=False` (a prompt that a generation batch repeats is then remembered as another prompt), or load "
             "the dataset without streaming."
         )
-    columns = dataset.column_names
-    if columns is None:  # a stream whose columns are not known before its first row
-        columns = list(next(iter(dataset)).keys())
+    # The columns of a stream may not be known before its first row
+    columns = dataset.column_names if dataset.column_names is not None else list(next(iter(dataset)))
     if isinstance(dataset, Dataset) and len(dataset) == 0:
         raise ValueError("The training set is empty. Check the split, the filters and `limit` it was loaded with.")
     if "prompt" not in columns:
@@ -125,11 +86,16 @@ def add_prompt_ids(
             f"The training set has no `prompt` column, only {sorted(columns)}. Rename the column with the prompts to "
             "`prompt`, or load it with `lze_trl.data.load_prompts`."
         )
-    answer = _answer_column(columns, answer_column)
+    answer = answer_column or next((name for name in _ANSWER_COLUMNS if name in columns), None)
+    if answer_column is not None and answer_column not in columns:
+        raise ValueError(
+            f"`answer_column={answer_column!r}` is not a column of the training set, which has {sorted(columns)}. Name "
+            "the column that holds the gold answer, or leave `answer_column` unset."
+        )
 
     def ids(batch):
         nothing = [None] * len(batch["prompt"])
-        rows = zip(batch.get(_USER_COLUMN, nothing), batch["prompt"], batch.get(answer, nothing), strict=True)
+        rows = zip(batch.get("prompt_id", nothing), batch["prompt"], batch.get(answer, nothing), strict=True)
         return {ID_COLUMN: [prompt_id(p, a) if own is None else _from_user(own) for own, p, a in rows]}
 
     if isinstance(dataset, IterableDataset):
@@ -140,13 +106,15 @@ def add_prompt_ids(
         ids, batched=True, remove_columns=columns, desc="Prompt ids", load_from_cache_file=False
     )
     values = np.asarray(made.with_format("numpy")[ID_COLUMN][:], dtype=np.int64)
-    others = [name for name in columns if name != ID_COLUMN]
     _, first = np.unique(values, return_index=True)
-    duplicates = len(values) - len(first)
-    if duplicates and not deduplicate:
-        # State belongs to one row
+    repeats = len(first) < len(values)
+    if repeats and not deduplicate:  # state belongs to one row
         made = Dataset.from_dict({ID_COLUMN: distinct_ids(values)}, features=made.features)
-    dataset = concatenate_datasets([dataset.select_columns(others), made], axis=1)
-    if duplicates and deduplicate:
-        dataset = dataset.select(np.sort(first))
-    return dataset
+    others = dataset.select_columns([name for name in columns if name != ID_COLUMN])
+    dataset = concatenate_datasets([others, made], axis=1)
+    return dataset.select(np.sort(first)) if repeats and deduplicate else dataset
+
+
+def _from_user(value: Any) -> int:
+    # Integers are taken as they are, so that the user finds them again in the telemetry
+    return value if isinstance(value, int) and -(2**63) <= value < 2**63 else _hash(str(value))

@@ -3,7 +3,6 @@
 import numpy as np
 
 
-_GROWTH = 32
 _NOTHING = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int32)
 
 
@@ -13,15 +12,10 @@ class RowIndex:
 
     The ids are kept in two sorted runs: nearly all of them, and the latest. The second run is merged into the first one
     once it has 1/32 of its size, so that adding a batch costs the batch, not all that is known.
-
-    Args:
-        ids (`np.ndarray` of shape `(N,)`, int64, *optional*): The first ids.
     """
 
-    def __init__(self, ids: np.ndarray | None = None):
-        self._runs = [_NOTHING, _NOTHING]
-        if ids is not None:
-            self._runs[0] = _merged(_NOTHING, ids, np.arange(len(ids)))
+    def __init__(self, ids: np.ndarray = _NOTHING[0]):
+        self._runs = [_merged(_NOTHING, ids, np.arange(len(ids))), _NOTHING]
 
     def __len__(self) -> int:
         return sum(len(ids) for ids, _ in self._runs)
@@ -43,10 +37,10 @@ class RowIndex:
     def add(self, ids: np.ndarray) -> np.ndarray:
         """Add ids that are not known yet. Returns their rows, shape `(n,)`."""
         rows = np.arange(len(self), len(self) + len(ids))
-        all_but_latest, latest = self._runs[0], _merged(self._runs[1], ids, rows)
-        if len(latest[0]) > max(1000, len(all_but_latest[0]) // _GROWTH):
-            all_but_latest, latest = _merged(all_but_latest, *latest), _NOTHING
-        self._runs = [all_but_latest, latest]
+        most, latest = self._runs[0], _merged(self._runs[1], ids, rows)
+        if len(latest[0]) > max(1000, len(most[0]) // 32):
+            most, latest = _merged(most, *latest), _NOTHING
+        self._runs = [most, latest]
         return rows
 
 

@@ -10,20 +10,12 @@ import numpy as np
 
 @dataclass(frozen=True)
 class OutcomeRule:
-    """
-    What an outcome is made of.
+    """What an outcome is made of."""
 
-    Attributes:
-        column (`int`, *optional*): The reward function that was named; `None` for the weighted total.
-        threshold (`float`, *optional*): A reward above it is a pass (1), any other a fail (0). `None` for graded outcomes.
-        bounds (`tuple[float, float]`, *optional*): Range that graded outcomes are scaled from. `None` for the range seen.
-        binary (`bool`): Whether rewards other than 0 and 1 are an error, since the threshold was not the user's.
-    """
-
-    column: int | None = None
-    threshold: float | None = None
-    bounds: tuple[float, float] | None = None
-    binary: bool = False
+    column: int | None = None  # the reward function that was named; None for the weighted total
+    threshold: float | None = None  # a reward above it is a pass (1), any other a fail (0); None for graded outcomes
+    bounds: tuple[float, float] | None = None  # range that graded outcomes are scaled from; None for the range seen
+    binary: bool = False  # whether rewards other than 0 and 1 are an error, since the threshold was not the user's
 
     @property
     def named(self) -> bool:
@@ -32,17 +24,8 @@ class OutcomeRule:
 
     def scores(self, rewards_per_func: np.ndarray, totals: np.ndarray) -> np.ndarray:
         """
-        What outcomes are scaled from: 1 for a pass and 0 for a fail, or the reward.
-
-        Args:
-            rewards_per_func (`np.ndarray` of shape `(B, F)`): Rewards, NaN where a function does not apply.
-            totals (`np.ndarray` of shape `(B,)`): Weighted totals.
-
-        Returns:
-            `np.ndarray` of shape `(B,)`: Scores, float64, NaN where the reward is.
-
-        Raises:
-            ValueError: If a reward is neither 0 nor 1 where it should be.
+        What outcomes are scaled from: 1 for a pass and 0 for a fail, or the reward. Float64 of shape `(B,)`, as the weighted
+        totals; NaN where the reward is, as in `rewards_per_func` of shape `(B, F)`.
         """
         rewards = totals if self.column is None else rewards_per_func[:, self.column]
         others = rewards[~np.isnan(rewards) & ~np.isin(rewards, (0.0, 1.0))]
@@ -61,10 +44,7 @@ class RewardRange:
     The lowest and highest score that a run has seen, from which scores are scaled to outcomes in [0, 1].
 
     As long as every score was 0 or 1 the range is [0, 1], also when only one of them was seen. A range of one other value
-    has no top: all outcomes are 0.
-
-    Args:
-        bounds (`tuple[float, float]`, *optional*): A range known from the start.
+    has no top: all outcomes are 0. `bounds` is a range known from the start.
     """
 
     def __init__(self, bounds: tuple[float, float] | None = None):

@@ -16,14 +16,8 @@ def remembered_mean(
 
     Until the memory is full this is the plain mean of all outcomes. From then on a visit multiplies the weight of
     everything before it by memory / (memory + k): exponential forgetting, because the policy moves and old outcomes were
-    another policy's.
-
-    Args:
-        expected (`np.ndarray` of shape `(P,)`): Mean e before the visit; any finite number where nothing was scored yet.
-        rollouts (`np.ndarray` of shape `(P,)`): Completions scored before the visit.
-        pass_rates (`np.ndarray` of shape `(P,)`): Mean outcome p of the visit.
-        scored (`np.ndarray` of shape `(P,)`): Scored completions k of the visit, at least 1.
-        memory (`float`): Completions that the past counts for at most.
+    another policy's. e is the mean before the visit, any finite number where nothing was scored yet; p the mean and k ≥ 1 the
+    number (`scored`) of the visit's outcomes. All of shape `(P,)`.
     """
     strength = posterior_strength(rollouts, memory)
     return (expected.astype(np.float64) * strength + pass_rates * scored) / (strength + scored)

@@ -24,51 +24,33 @@ _RECORD = np.dtype(
         ("pruned", np.bool_),
     ]
 )
-_GROWTH = 32  # a full table grows by 1/32: with more room to spare, a prompt would take more than 48 bytes
 MAX_STREAK = np.iinfo(np.int16).max
 _MAX_ROLLOUTS = np.iinfo(np.uint16).max
 
 
 @dataclass(frozen=True)
 class StateSettings:
-    """
-    Constants of the energy and of pruning, see [`LZEGRPOConfig`] for their meaning, and of the posterior.
-
-    `posterior_memory` is the number of completions for which a prompt's past counts at most in the estimate of its pass
-    rate: exponential forgetting, because the policy moves. `named_outcome` says that outcomes are those of a reward that
-    the user named, so that a prompt is solved when all its completions pass it, whatever their total rewards.
-    """
+    """Constants of the energy and of pruning, see [`LZEGRPOConfig`] for their meaning, and of the posterior."""
 
     difficulty_floor: float = 0.05
     momentum_weight: float = 0.3
     ema_decay: float = 0.9
     pruning_streak: int = 2
     prune: bool = True
-    posterior_memory: float = 16.0
-    named_outcome: bool = False
+    posterior_memory: float = 16.0  # completions for which a prompt's past counts at most: the policy moves
+    named_outcome: bool = False  # whether the user named a reward: a prompt is solved when all its completions pass it
 
 
 class PromptState:
     """
-    State of every visited prompt.
-
-    Holds, per prompt: first pass rate, moving average, last energy, mean outcome over the bounded memory of the posterior,
-    visits, streak, completions ever scored (up to 65535), and whether it is pruned (33 bytes), and an index of the ids (12
-    bytes). An update costs O(batch).
+    State of every visited prompt: a record of 33 bytes, and an index of the ids, 12 bytes. An update costs O(batch).
 
     All means are those of the raw scores, and are scaled to [0, 1] when they are read, by the range of scores that the run
-    has seen by then: for passes and fails they are the pass rates themselves.
+    has seen by then: for passes and fails they are the pass rates themselves. `expected` is the mean outcome over the bounded
+    memory of the posterior, `rollouts` counts scored completions up to 65535. `streak` is s after s solved visits in a row,
+    −s after s visits in a row with equal rewards that are not solved, and 0 after a visit that had a gradient.
 
-    The streak is s after s solved visits in a row, −s after s visits in a row with equal rewards that are not solved, and
-    0 after a visit that had a gradient.
-
-    Args:
-        settings ([`StateSettings`], *optional*):
-            Constants of the method.
-        expected (`int`, *optional*, defaults to `0`):
-            Number of prompts to make room for.
-        bounds (`tuple[float, float]`, *optional*):
-            Lowest and highest score, where they are known from the start.
+    Made with room for `expected` prompts, and with the `bounds` of the scores where they are known from the start.
     """
 
     def __init__(
@@ -101,13 +83,8 @@ class PromptState:
 
     def observe(self, scores: np.ndarray) -> int:
         """
-        Widen the range of scores. Where its top rises, what counted as solved below it no longer does.
-
-        Args:
-            scores (`np.ndarray` of shape `(B,)`): Scores of new completions, NaN where there is none.
-
-        Returns:
-            `int`: Prompts that were solved, and are not any more.
+        Widen the range by the scores of new completions, shape `(B,)`, NaN where there is none. Where its top rises, what
+        counted as solved below it no longer does: returns how many prompts that are.
         """
         if not self.range.observe(scores):
             return 0
@@ -123,24 +100,14 @@ class PromptState:
 
         The range of scores must have been widened by the batch before, see [`observe`]. The energies use the moving
         averages from *before* the batch. Groups without any scored completion leave no trace.
-
-        Args:
-            rollouts ([`Rollouts`]): Scored completions; no prompt may occur twice.
-
-        Returns:
-            [`Groups`]: The scored groups.
-
-        Raises:
-            ValueError: If a prompt has two groups in the batch.
         """
-        ids = rollouts.prompt_ids
-        if _has_duplicates(ids):
+        ids, settings = rollouts.prompt_ids, self.settings
+        if len(np.unique(ids)) < len(ids):
             raise ValueError(
                 "A prompt has more than one group in the generation batch, so its state would be ambiguous. Give each "
                 "row its own `prompt_id`, or remove the duplicates from the dataset."
             )
         known, before = self._recall(ids)
-        settings = self.settings
         groups = score_groups(
             rollouts,
             np.where(known, self._scaled(before["first_pass_rate"]), np.nan),
@@ -156,12 +123,7 @@ class PromptState:
         return groups
 
     def prompts(self, prompt_ids: np.ndarray) -> Prompts:
-        """
-        What is known of prompts.
-
-        Args:
-            prompt_ids (`np.ndarray` of shape `(P,)`, int64): The prompts.
-        """
+        """What is known of prompts, whose ids have shape `(P,)`."""
         known, record = self._recall(prompt_ids)
         rollouts, expected = record["rollouts"].astype(np.int64), self._scaled(record["expected"])
         difficulty = anchor(self._scaled(record["first_pass_rate"]), self.settings.difficulty_floor)
@@ -194,25 +156,19 @@ class PromptState:
         scored = np.flatnonzero(counts > 0)
         groups, means, counts = groups.take(scored), means[scored], counts[scored]
         rows = self._insert(groups.prompt_ids)
-        records = self._table.take(rows)
-        fresh = groups.visits == 1
+        records, settings = self._table.take(rows), self.settings
+        fresh, seen = groups.visits == 1, records["rollouts"].astype(np.int64)
         records["first_pass_rate"][fresh] = means[fresh]
         # μ starts at p⁽⁰⁾, for which λ·μ + (1 − λ)·p is p⁽⁰⁾ again
         average = np.where(fresh, means, records["ema"].astype(np.float64))
-        decay = self.settings.ema_decay
-        records["ema"] = decay * average + (1.0 - decay) * means
-        records["energy"] = groups.energies
-        records["visits"] = groups.visits
-        seen = records["rollouts"].astype(np.int64)
-        memory = self.settings.posterior_memory
-        records["expected"] = remembered_mean(records["expected"], seen, means, counts, memory)
+        records["ema"] = settings.ema_decay * average + (1.0 - settings.ema_decay) * means
+        records["energy"], records["visits"] = groups.energies, groups.visits
+        records["expected"] = remembered_mean(records["expected"], seen, means, counts, settings.posterior_memory)
         records["rollouts"] = np.minimum(seen + counts, _MAX_ROLLOUTS)
-        visit = np.where(groups.solved, 1, np.where(groups.alive, 0, -1))
-        streak = _next_streak(records["streak"].astype(np.int64), visit)
-        records["streak"] = streak
-        if self.settings.prune:
+        records["streak"] = streak = _next_streak(records["streak"].astype(np.int64), groups)
+        if settings.prune:
             # A pruned prompt that fails its re-check has no positive streak and is active again
-            after = (streak > 0) & (records["pruned"] | (streak >= self.settings.pruning_streak))
+            after = (streak > 0) & (records["pruned"] | (streak >= settings.pruning_streak))
             self.num_pruned += int(after.sum()) - int(records["pruned"].sum())
             records["pruned"] = after
         self._table[rows] = records
@@ -220,11 +176,11 @@ class PromptState:
     def _insert(self, prompt_ids: np.ndarray) -> np.ndarray:
         """Rows of distinct prompts, new ones appended in the order given."""
         rows = self.find(prompt_ids)
-        new = rows < 0
+        new, capacity = rows < 0, len(self._table)
         if new.any():
             rows[new] = self._index.add(prompt_ids[new])
-            if len(self) > len(self._table):
-                room = max(len(self), len(self._table) + len(self._table) // _GROWTH) - len(self._table)
+            if len(self) > capacity:  # with more room to spare than 1/32, a prompt would take more than 48 bytes
+                room = max(len(self) - capacity, capacity // 32)
                 self._table = np.concatenate([self._table, np.zeros(room, dtype=_RECORD)])
             self._table["prompt_ids"][rows[new]] = prompt_ids[new]
         return rows
@@ -234,19 +190,14 @@ class PromptState:
         return {name: self[name].copy() for name in _RECORD.names} | self.range.state_dict()
 
     def load_state_dict(self, state: dict[str, np.ndarray]):
-        """
-        Replace the state by a saved one.
-
-        Raises:
-            ValueError: If an array is missing, unknown, of another type or length, or an id occurs twice.
-        """
+        """Replace the state by a saved one, which must have all arrays, of the right types, and each id once."""
         if set(state) != {*_RECORD.names, "range"}:
             raise ValueError(
                 f"The prompt state must have the arrays {sorted([*_RECORD.names, 'range'])}, got {sorted(state)}. It was "
                 "not written by this version of lze_trl."
             )
         columns = {name: state[name] for name in _RECORD.names}
-        sizes = {len(array) for array in columns.values()}
+        ids, sizes = columns["prompt_ids"], {len(array) for array in columns.values()}
         if len(sizes) != 1:
             raise ValueError(f"The arrays of the prompt state must have one length, got {sorted(sizes)}.")
         for name, array in columns.items():
@@ -255,8 +206,7 @@ class PromptState:
                     f"`{name}` of the prompt state must be one-dimensional {_RECORD[name]}, got {array.dtype} of shape "
                     f"{array.shape}."
                 )
-        ids = columns["prompt_ids"]
-        if _has_duplicates(ids):
+        if len(np.unique(ids)) < len(ids):
             raise ValueError("The prompt state holds a prompt twice. The file is damaged; use another checkpoint.")
         self.range.load_state_dict({"range": state["range"]})
         self._index = RowIndex(ids)
@@ -272,12 +222,8 @@ class PromptState:
         return {"pruned_prompts": float(self.num_pruned), "seen_prompts": float(len(self))}
 
 
-def _next_streak(streak: np.ndarray, visit: np.ndarray) -> np.ndarray:
-    """Streak after a visit of sign 1, −1 or 0: one further from 0 if it is of the same sign, else begun anew."""
-    longer = np.clip(streak + np.sign(streak), -MAX_STREAK, MAX_STREAK)
+def _next_streak(streak: np.ndarray, groups: Groups) -> np.ndarray:
+    """Streak after a visit: one further from 0 if it came out as the visits before, else begun anew."""
+    visit = np.where(groups.solved, 1, np.where(groups.alive, 0, -1))
+    longer = np.clip(streak + visit, -MAX_STREAK, MAX_STREAK)
     return np.where(np.sign(streak) == visit, longer, visit)
-
-
-def _has_duplicates(prompt_ids: np.ndarray) -> bool:
-    ordered = np.sort(prompt_ids)
-    return bool((ordered[1:] == ordered[:-1]).any())

@@ -1,13 +1,14 @@
 """One generation batch, ready for the update: TRL's tensors of the chosen rows, and who computes which when."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
+from ..arrays import section
 from .layout import Geometry, Layout, MicroBatch
-from .weights import Reference, entropy_weights, loss_scale
+from .weights import Reference, entropy_weights, loss_scale, row_share
 
 
 _LEFT_PADDED = ("prompt_ids", "prompt_mask")
@@ -20,26 +21,16 @@ class GenerationBatch:
     The chosen rows of a generation batch on this process, and the layout of their update.
 
     Row arrays have one entry per chosen row of the *global* batch, in `[0, n)`; tensors hold this process's rows.
-
-    Attributes:
-        tensors (`dict[str, torch.Tensor]`): TRL's tensors of shape `(n_local, …)`.
-        local_rows (`np.ndarray` of shape `(n_local,)`): Chosen row of each tensor row, ascending, with copies for fillers.
-        prompt_tokens (`np.ndarray` of shape `(n,)`): Prompt length of each chosen row.
-        completion_tokens (`np.ndarray` of shape `(n,)`): Completion length of each chosen row.
-        loss_tokens (`np.ndarray` of shape `(n,)`): Tokens of each chosen row that the loss covers.
-        layout ([`Layout`]): Micro-batches.
-        reference ([`Reference`]): What each row weighs.
-        trim (`bool`): Whether a micro-batch is trimmed to its own longest row.
     """
 
-    tensors: dict[str, torch.Tensor]
-    local_rows: np.ndarray
-    prompt_tokens: np.ndarray
-    completion_tokens: np.ndarray
-    loss_tokens: np.ndarray
+    tensors: dict[str, torch.Tensor]  # TRL's, of shape (n_local, …)
+    local_rows: np.ndarray  # (n_local,): chosen row of each tensor row, ascending, with copies for fillers
+    prompt_tokens: np.ndarray  # (n,)
+    completion_tokens: np.ndarray  # (n,)
+    loss_tokens: np.ndarray  # (n,): tokens that the loss covers
     layout: Layout
     reference: Reference
-    trim: bool = True
+    trim: bool = True  # whether a micro-batch is trimmed to its own longest row
 
     def is_empty(self, slot: int) -> bool:
         """Whether a micro-step has no rows."""
@@ -49,24 +40,14 @@ class GenerationBatch:
         self, slot: int, process: int, loss_type: str, geometry: Geometry, pad_to_multiple_of: int | None
     ) -> dict[str, Any]:
         """
-        Inputs of a micro-step for TRL's loss.
+        Inputs of a micro-step with rows for TRL's loss, and
 
-        Args:
-            slot (`int`): Micro-step, in `[0, S)`; it must not be empty.
-            process (`int`): This process.
-            loss_type (`str`): TRL's loss type.
-            geometry ([`Geometry`]): Shape of the update.
-            pad_to_multiple_of (`int`, *optional*): Widths are multiples of this.
-
-        Returns:
-            `dict[str, Any]`: TRL's inputs, and
-
-            - `lze_scale`: the factor of TRL's loss,
-            - `lze_row_share`: the factor of terms that TRL averages over micro-batches,
-            - `lze_weights` of shape `(R, 1)`: weights of the rows, if any differs from 1; the advantages are multiplied by
-              them already,
-            - `lze_entropy_weights` of shape `(R, 1)`: those of the entropy bonus, if `lze_scale` is not enough,
-            - `lze_tokens`: tokens of all processes that the loss covers.
+        - `lze_scale`: the factor of TRL's loss,
+        - `lze_row_share`: the factor of terms that TRL averages over micro-batches,
+        - `lze_weights` of shape `(R, 1)`: weights of the rows, if any differs from 1; the advantages are multiplied by
+          them already,
+        - `lze_entropy_weights` of shape `(R, 1)`: those of the entropy bonus, if `lze_scale` is not enough,
+        - `lze_tokens`: tokens of all processes that the loss covers.
         """
         batch, reference = self.layout.micro_steps[slot], self.reference
         rows, filler = batch.rows[process], batch.filler[process]
@@ -91,9 +72,7 @@ class GenerationBatch:
         inputs["num_items_in_batch"] = torch.tensor(num_items, device=device)
         inputs["lze_scale"] = scale
         inputs["lze_tokens"] = int(self.loss_tokens[batch.rows[~batch.filler]].sum())
-        inputs["lze_row_share"] = (
-            len(rows) * geometry.num_processes * geometry.chunk_steps / reference.norm_rows[rows[0]]
-        )
+        inputs["lze_row_share"] = row_share(rows, reference, geometry)
         return inputs
 
     def arrays(self) -> dict[str, np.ndarray]:
@@ -113,22 +92,13 @@ class GenerationBatch:
         cls, arrays: dict[str, np.ndarray], steps_per_generation: int, trim: bool, device: torch.device
     ) -> "GenerationBatch":
         """Rebuild the batch of a checkpoint."""
-        micro_steps = [
-            MicroBatch(arrays[f"slot.{slot}.rows"], arrays[f"slot.{slot}.filler"])
-            if f"slot.{slot}.rows" in arrays
-            else None
-            for slot in range(steps_per_generation)
-        ]
-        prefix = "tensor."
-        tensors = {
-            name.removeprefix(prefix): torch.from_numpy(array).to(device)
-            for name, array in arrays.items()
-            if name.startswith(prefix)
-        }
-        reference = {field.name: arrays[f"reference.{field.name}"] for field in fields(Reference)}
+        slots = [section(arrays, f"slot.{slot}") for slot in range(steps_per_generation)]
+        layout = Layout([MicroBatch(**slot) if slot else None for slot in slots])
+        tensors = {name: torch.from_numpy(array).to(device) for name, array in section(arrays, "tensor").items()}
+        reference = section(arrays, "reference")
         reference["num_items"] = reference["num_items"].item()
         rows = {name: arrays[name] for name in _ROW_ARRAYS}
-        return cls(tensors, **rows, layout=Layout(micro_steps), reference=Reference(**reference), trim=trim)
+        return cls(tensors, **rows, layout=layout, reference=Reference(**reference), trim=trim)
 
 
 def widths(

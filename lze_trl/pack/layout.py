@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+import pandas as pd
 
 from .splits import Capacity, fewest_runs, split
 
@@ -28,11 +29,10 @@ def micro_step_cost(sharded: bool, several_nodes: bool) -> int:
     """
     What a micro-step costs besides its tokens, in tokens of each process.
 
-    Every micro-step moves every weight, whatever its rows: forward, backward, and once more for the gradients. That is 6
-    bytes a weight in bfloat16, and a token takes 6 FLOPs a weight, so that a micro-step costs as many tokens as a GPU
-    computes FLOPs while it moves a byte, for a small model and a large one. At 400 TFLOP/s these are about 200 where weights
-    come from the GPU's own memory (2 TB/s; some more for kernel launches), 1,000 where ZeRO-3 or FSDP gathers them from
-    the GPUs of one node (400 GB/s), and 8,000 where it does so over a network (50 GB/s).
+    Forward, backward and gradients move every weight once: 6 bytes a weight in bfloat16. A token takes 6 FLOPs a weight. So
+    a micro-step costs as many tokens as a GPU computes FLOPs while it moves a byte, whatever the model. At 400 TFLOP/s that
+    is about 200 from the GPU's own memory (2 TB/s; some more for kernel launches), 1,000 where ZeRO-3 or FSDP gathers the
+    weights from the GPUs of one node (400 GB/s), and 8,000 over a network (50 GB/s).
     """
     if not sharded:
         return REPLICATED_COST
@@ -41,27 +41,15 @@ def micro_step_cost(sharded: bool, several_nodes: bool) -> int:
 
 @dataclass(frozen=True)
 class Geometry:
-    """
-    Shape of the update.
+    """Shape of the update."""
 
-    Attributes:
-        num_processes (`int`): W.
-        steps_per_generation (`int`): S.
-        chunk_steps (`int`): g, micro-steps of a chunk.
-        micro_batch_rows (`int`): Rows of a micro-batch on one process, if they are as long as the longest.
-        max_tokens (`int`, *optional*): Token budget of a micro-batch on one process; replaces the rows.
-        micro_step_cost (`float`): What a micro-step costs besides its tokens, in tokens of each process: a further one has
-            to save more padding.
-        further_micro_steps (`float`): How many micro-steps there may be at most, over the fewest that hold the rows.
-    """
-
-    num_processes: int
-    steps_per_generation: int
-    chunk_steps: int
-    micro_batch_rows: int
-    max_tokens: int | None = None
-    micro_step_cost: float = REPLICATED_COST
-    further_micro_steps: float = 1.1
+    num_processes: int  # W
+    steps_per_generation: int  # S
+    chunk_steps: int  # g, micro-steps of a chunk
+    micro_batch_rows: int  # of a micro-batch on one process, if they are as long as the longest
+    max_tokens: int | None = None  # budget of a micro-batch on one process; replaces the rows
+    micro_step_cost: float = REPLICATED_COST  # in tokens of each process: a further one has to save more padding
+    further_micro_steps: float = 1.1  # how many micro-steps there may be at most, over the fewest that hold the rows
 
     @property
     def num_chunks(self) -> int:
@@ -71,16 +59,10 @@ class Geometry:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """
-    Rows that all processes compute in one micro-step.
+    """Rows that all processes compute in one micro-step."""
 
-    Attributes:
-        rows (`np.ndarray` of shape `(W, R)`, int64): Indices into the chosen rows, by process.
-        filler (`np.ndarray` of shape `(W, R)`, bool): Rows that only keep the processes in step, with weight 0.
-    """
-
-    rows: np.ndarray
-    filler: np.ndarray
+    rows: np.ndarray  # (W, R), int64: indices into the chosen rows, by process
+    filler: np.ndarray  # (W, R), bool: rows that only keep the processes in step, with weight 0
 
 
 @dataclass(frozen=True)
@@ -89,12 +71,17 @@ class Layout:
 
     micro_steps: list[MicroBatch | None]
 
+    @property
+    def micro_batches(self) -> list[MicroBatch]:
+        """Those of the micro-steps that have rows."""
+        return [batch for batch in self.micro_steps if batch is not None]
+
     def rows_of(self, process: int) -> np.ndarray:
         """
-        Chosen rows that a process computes, in ascending order, fillers included: every process has as many, so that
-        all of them also make the same number of forward passes for log-probabilities.
+        Chosen rows that a process computes, ascending, fillers included: every process has as many, so that all of them also
+        make the same number of forward passes for log-probabilities.
         """
-        rows = [batch.rows[process] for batch in self.micro_steps if batch is not None]
+        rows = [batch.rows[process] for batch in self.micro_batches]
         return np.sort(np.concatenate(rows)) if rows else np.empty(0, dtype=np.int64)
 
 
@@ -115,19 +102,11 @@ def pack(
     the short rows, and never more tokens than in TRL's own micro-batches. A limit is exceeded only where all micro-steps
     of a chunk together do not hold its rows, or one row is longer than the budget.
 
-    Args:
-        prompt_tokens (`np.ndarray` of shape `(n,)`): Prompt length of each chosen row.
-        completion_tokens (`np.ndarray` of shape `(n,)`): Completion length of each chosen row.
-        chunk (`np.ndarray` of shape `(n,)`): Chunk of each chosen row.
-        geometry ([`Geometry`]): Shape of the update.
-        owner (`np.ndarray` of shape `(n,)`, *optional*):
-            Process that holds each chosen row; as many as possible stay where they are.
-
-    Returns:
-        [`Layout`]: The same on every process.
+    Arrays have shape `(n,)`, one entry per chosen row. `owner` is the process that holds each of them: as many as possible
+    stay where they are.
     """
     capacity = _capacity(prompt_tokens, completion_tokens, geometry)
-    turn = np.arange(len(chunk)) if owner is None else _turns(owner, geometry.num_processes)
+    turn = np.arange(len(chunk)) if owner is None else _turns(owner)
 
     def micro_batches(rows: np.ndarray) -> list[MicroBatch]:
         # Long rows first; completions decide among equals, and the rest come from all processes in turn
@@ -154,12 +133,8 @@ def unpacked(chunk: np.ndarray, geometry: Geometry) -> Layout:
 
 def trl_layout(slot: np.ndarray, process: np.ndarray, order: np.ndarray, geometry: Geometry) -> Layout:
     """
-    TRL's own micro-batches, for a batch of which nothing was dropped.
-
-    Args:
-        slot (`np.ndarray` of shape `(B,)`): Micro-step of each row.
-        process (`np.ndarray` of shape `(B,)`): Process of each row.
-        order (`np.ndarray` of shape `(B,)`): Position of each row after TRL's shuffle, on its process.
+    TRL's own micro-batches, for a batch of which nothing was dropped: micro-step, process, and position after TRL's shuffle
+    of each row on its process, all of shape `(B,)`.
     """
 
     def micro_batches(rows: np.ndarray) -> list[MicroBatch]:
@@ -205,30 +180,22 @@ def _rank_rows(rows: np.ndarray, num_processes: int, owner: np.ndarray | None = 
     """
     per_rank = -(-len(rows) // num_processes)
     missing = per_rank * num_processes - len(rows)
-    if owner is None:
-        rank = np.arange(len(rows)) % num_processes
-        short = np.arange(num_processes - missing, num_processes)
-    else:
-        rank = owner[rows]
-        held = np.bincount(rank, minlength=num_processes)
-        short = np.argsort(held, kind="stable")[:missing]
-        share = np.full(num_processes, per_rank)
-        share[short] -= 1
-        moves = _turns(rank, num_processes) >= share[rank]
-        rank[moves] = np.repeat(np.arange(num_processes), np.maximum(share - held, 0))
+    rank = np.arange(len(rows)) % num_processes if owner is None else owner[rows]
+    held = np.bincount(rank, minlength=num_processes)
+    short = np.argsort(held, kind="stable")[:missing]
+    share = np.full(num_processes, per_rank)
+    share[short] -= 1
+    moves = _turns(rank) >= share[rank]
+    rank[moves] = np.repeat(np.arange(num_processes), np.maximum(share - held, 0))
     padded = np.concatenate([rows, [rows[rank != other][-1] for other in short]]).astype(np.int64)
     order = np.argsort(np.concatenate([rank, short]), kind="stable")
     shape = num_processes, per_rank
     return MicroBatch(padded[order].reshape(shape), (order >= len(rows)).reshape(shape))
 
 
-def _turns(owner: np.ndarray, num_processes: int) -> np.ndarray:
+def _turns(owner: np.ndarray) -> np.ndarray:
     """Position of each row among those of its owner, shape `(n,)`."""
-    rows = np.bincount(owner, minlength=num_processes)
-    by_owner = np.argsort(owner, kind="stable")
-    turns = np.empty(len(owner), dtype=np.int64)
-    turns[by_owner] = np.arange(len(owner)) - (np.cumsum(rows) - rows)[owner[by_owner]]
-    return turns
+    return pd.Series(owner).groupby(owner).cumcount().to_numpy()
 
 
 def padding_efficiency(
@@ -236,9 +203,7 @@ def padding_efficiency(
 ) -> tuple[int, int]:
     """Real and computed tokens of a process's micro-batches: `(real, computed)`."""
     real = computed = 0
-    for batch in layout.micro_steps:
-        if batch is None:
-            continue
+    for batch in layout.micro_batches:
         rows, filler = batch.rows[process], batch.filler[process]
         lengths = prompt_tokens[rows] + completion_tokens[rows]
         real += int(lengths[~filler].sum())

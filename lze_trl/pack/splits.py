@@ -12,16 +12,10 @@ _STRIDE, _PRECISION = 4.0, 1.02
 
 @dataclass(frozen=True)
 class Capacity:
-    """
-    What a micro-batch may hold on one process.
+    """What a micro-batch may hold on one process."""
 
-    Attributes:
-        tokens (`float`): Padded tokens: rows × (longest prompt + longest completion).
-        completion_tokens (`float`): Padded completion tokens, each of which takes the memory of a row of logits.
-    """
-
-    tokens: float
-    completion_tokens: float
+    tokens: float  # padded: rows × (longest prompt + longest completion)
+    completion_tokens: float  # padded; each of them takes the memory of a row of logits
 
     def __mul__(self, factor: float) -> "Capacity":
         return Capacity(self.tokens * factor, self.completion_tokens * factor)
@@ -30,20 +24,11 @@ class Capacity:
 def split(prompts: np.ndarray, completions: np.ndarray, capacity: Capacity, cost: float, most: int) -> list[int]:
     """
     Split sorted rank rows into runs, each computed in one micro-step: those with the fewest tokens in all, where a run
-    costs some further ones.
+    costs `cost` further ones. Returns the boundaries, the first 0 and the last H.
 
-    A *rank row* is one row for each process. If at most `most` runs cannot hold the rows, the capacity grows; if more of
-    them would be cheapest, a run costs as much more as it takes to stay within `most`.
-
-    Args:
-        prompts (`np.ndarray` of shape `(H,)`): Longest prompt of each rank row, H > 0.
-        completions (`np.ndarray` of shape `(H,)`): Longest completion of each rank row.
-        capacity ([`Capacity`]): What a run may hold, if it has more than one rank row.
-        cost (`float`): What a run costs besides its tokens, in tokens of each process.
-        most (`int`): Largest number of runs, at least 1.
-
-    Returns:
-        `list[int]`: Boundaries, the first 0 and the last H.
+    A *rank row* is one row for each process; `prompts` and `completions` are its longest, shape `(H,)`, H > 0. If at most
+    `most` runs cannot hold the rank rows, the capacity grows. If more runs would be cheapest, a run costs as much more as it
+    takes to stay within `most`.
     """
     if fewest_runs(prompts, completions, capacity) > most:
         capacity *= _least_factor(lambda factor: fewest_runs(prompts, completions, capacity * factor) <= most)
@@ -57,7 +42,7 @@ def split(prompts: np.ndarray, completions: np.ndarray, capacity: Capacity, cost
 
 
 def fewest_runs(prompts: np.ndarray, completions: np.ndarray, capacity: Capacity) -> int:
-    """The fewest runs that hold the rank rows: every run takes as many as fit. See [`split`] for the arguments."""
+    """The fewest runs that hold the rank rows: every run takes as many as fit."""
     runs = count = prompt = completion = 0
     for next_prompt, next_completion in zip(prompts.tolist(), completions.tolist(), strict=True):
         count, prompt, completion = count + 1, max(prompt, next_prompt), max(completion, next_completion)

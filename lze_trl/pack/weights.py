@@ -11,62 +11,37 @@ import numpy as np
 from .layout import Geometry, MicroBatch
 
 
+# TRL averages these loss types over the rows or the tokens of a micro-batch, or over the tokens of the generation batch
 ROW_MEAN_LOSSES = ("grpo", "sapo", "luspo", "dr_grpo")
-"""Loss types that TRL averages over the rows of a micro-batch."""
-
 MICRO_BATCH_TOKEN_LOSSES = ("bnpo",)
-"""Loss types that TRL averages over the tokens of a micro-batch."""
-
 BATCH_TOKEN_LOSSES = ("dapo", "cispo", "vespo")
-"""Loss types that TRL averages over the tokens of the generation batch."""
 
 
 @dataclass(frozen=True)
 class Reference:
-    """
-    What every row weighs, whatever the packing. Row arrays have shape `(n,)` for the n chosen rows.
+    """What every row weighs, whatever the packing. Row arrays have shape `(n,)` for the n chosen rows."""
 
-    Attributes:
-        chunk (int64): Chunk of each row.
-        norm_rows (float64): Rows that the row's chunk is averaged over.
-        norm_tokens (float64): Loss tokens that the row is averaged over in a `"bnpo"` loss, scaled to the chunk.
-        num_items (`float`): Loss tokens that the generation batch is averaged over.
-        weight (float64): How many rows each of them stands for.
-    """
-
-    chunk: np.ndarray
-    norm_rows: np.ndarray
-    norm_tokens: np.ndarray
-    num_items: float
-    weight: np.ndarray
+    chunk: np.ndarray  # int64: chunk of each row
+    norm_rows: np.ndarray  # float64: rows that the row's chunk is averaged over
+    norm_tokens: np.ndarray  # float64: loss tokens that the row is averaged over in a "bnpo" loss, scaled to the chunk
+    num_items: float  # loss tokens that the generation batch is averaged over
+    weight: np.ndarray  # float64: how many rows each of them stands for
 
     def stretched(self, factor: float) -> "Reference":
         """The same for a batch so many times as large, whose further rows have no gradient."""
-        return replace(
-            self,
-            norm_rows=self.norm_rows * factor,
-            norm_tokens=self.norm_tokens * factor,
-            num_items=self.num_items * factor,
-        )
+        norms = {name: getattr(self, name) * factor for name in ("norm_rows", "norm_tokens", "num_items")}
+        return replace(self, **norms)
 
 
 def even_reference(
     loss_tokens: np.ndarray, weights: np.ndarray, geometry: Geometry, rng: np.random.Generator
 ) -> Reference:
-    """
-    Reference of a batch that is normalised by its chosen rows: spread evenly, and at random, over the chunks. `loss_tokens`
-    and `weights` have shape `(n,)`.
-    """
+    """Reference of a batch that is normalised by its chosen rows, spread evenly, and at random, over the chunks."""
     chunk = _random_chunks(len(loss_tokens), geometry, rng)
     rows = np.bincount(chunk, weights=weights, minlength=geometry.num_chunks)
     tokens = np.bincount(chunk, weights=weights * loss_tokens, minlength=geometry.num_chunks)
-    return Reference(
-        chunk=chunk,
-        norm_rows=rows[chunk],
-        norm_tokens=np.maximum(tokens, 1.0)[chunk],
-        num_items=float((weights * loss_tokens).sum()),
-        weight=weights,
-    )
+    num_items = float((weights * loss_tokens).sum())
+    return Reference(chunk, rows[chunk], np.maximum(tokens, 1.0)[chunk], num_items, weights)
 
 
 def full_reference(
@@ -74,7 +49,7 @@ def full_reference(
 ) -> Reference:
     """
     Reference of a batch that is normalised as a full one of `full_rows` rows with `mean_loss_tokens` each, of which only a
-    part was rolled out. The chosen rows, with `weights` of shape `(n,)`, are spread evenly, and at random, over the chunks.
+    part was rolled out. The chosen rows are spread evenly, and at random, over the chunks.
     """
     count, chunk_rows = len(weights), full_rows / geometry.num_chunks
     return Reference(
@@ -87,7 +62,6 @@ def full_reference(
 
 
 def _random_chunks(count: int, geometry: Geometry, rng: np.random.Generator) -> np.ndarray:
-    """Chunk of each row, evenly and at random."""
     chunk = np.empty(count, dtype=np.int64)
     chunk[rng.permutation(count)] = np.arange(count) * geometry.num_chunks // max(count, 1)
     return chunk
@@ -104,13 +78,8 @@ def trl_reference(
     """
     Reference of a batch that is normalised as TRL normalises the full batch.
 
-    Args:
-        slot (`np.ndarray` of shape `(B,)`): Micro-step in which TRL would have used each row.
-        process (`np.ndarray` of shape `(B,)`): Process that would have used it.
-        loss_tokens (`np.ndarray` of shape `(B,)`): Loss tokens of each row.
-        chosen (`np.ndarray` of shape `(n,)`): Indices of the chosen rows.
-        weights (`np.ndarray` of shape `(n,)`): How many rows each of them stands for.
-        geometry ([`Geometry`]): Shape of the update.
+    Micro-step, process and loss tokens are those of all rows in TRL's own layout, shape `(B,)`; `chosen` are the indices of
+    the chosen rows and `weights` what they stand for, shape `(n,)`.
     """
     chunk = slot // geometry.chunk_steps
     rows = np.bincount(chunk, minlength=geometry.num_chunks)
@@ -127,6 +96,16 @@ def trl_reference(
     )
 
 
+def row_share(rows: np.ndarray, reference: Reference, geometry: Geometry) -> float:
+    """
+    Factor of terms that TRL averages over the R rows of a micro-batch.
+
+    TRL then divides by the A micro-steps of the window, and the processes average their gradients. With N = `norm_rows`
+    and g, W as in [`Geometry`], a row weighs 1/(R·A·W) there and g/(A·N) in the reference: the factor is R·W·g / N.
+    """
+    return float(len(rows) * geometry.num_processes * geometry.chunk_steps / reference.norm_rows[rows[0]])
+
+
 def loss_scale(
     loss_type: str,
     batch: MicroBatch,
@@ -136,32 +115,19 @@ def loss_scale(
     geometry: Geometry,
 ) -> tuple[float, np.ndarray | None]:
     """
-    Factor that turns TRL's loss of a micro-batch into the row's share of the reference.
-
-    TRL averages the loss of a micro-batch over its rows or tokens, divides by the micro-steps of the window, and the
-    processes average their gradients. With R rows, N = `norm_rows` and g, W as in [`Geometry`], a row of a row-mean
-    loss has weight 1/(R·A·W) there and g/(A·N) in the reference: the factor is R·W·g / N.
-
-    Args:
-        loss_type (`str`): TRL's loss type.
-        batch ([`MicroBatch`]): The micro-batch.
-        process (`int`): This process.
-        loss_tokens (`np.ndarray` of shape `(n,)`): Loss tokens of each chosen row.
-
-    Returns:
-        `tuple[float, np.ndarray | None]`: The factor, and weights of shape `(R,)` of the rows' own losses, where they
-        differ from 1.
+    Factor that turns TRL's loss of a micro-batch into the rows' share of the reference, see [`row_share`]; and weights of
+    shape `(R,)` of the rows' own losses, where they differ from 1. `loss_tokens` has shape `(n,)`.
     """
     rows, filler = batch.rows[process], batch.filler[process]
-    share, weights = geometry.num_processes * geometry.chunk_steps, reference.weight[rows]
     if filler.all():
         return 0.0, None
+    weights = reference.weight[rows]
     if loss_type in BATCH_TOKEN_LOSSES:
         scale = 1.0
     elif loss_type in ROW_MEAN_LOSSES:
-        scale = float(len(rows) * share / reference.norm_rows[rows[0]])
+        scale = row_share(rows, reference, geometry)
     elif loss_type in MICRO_BATCH_TOKEN_LOSSES:
-        norms = reference.norm_tokens[rows]
+        norms, share = reference.norm_tokens[rows], geometry.num_processes * geometry.chunk_steps
         weights = weights * (norms.max() / norms)
         scale = float(share * max(loss_tokens[rows[~filler]].sum(), 1) / norms.max())
     else:

@@ -1,9 +1,8 @@
 """Who is admitted to a pass over the data: the planner's ranks of the prompts of the training set."""
 
-from functools import cached_property
-
 import numpy as np
 
+from ..arrays import section
 from ..memory.index import RowIndex
 from ..memory.state import PromptState
 from ..seeding import keyed_rng
@@ -12,13 +11,8 @@ from .planners import Planner, ask_rank
 
 class Admission:
     """
-    Asks the planner, once a pass, and remembers whom the pass leaves out.
-
-    Args:
-        planner ([`Planner`]): Ranks the prompts.
-        state ([`PromptState`]): Memory of the prompts. Those that it knows from a run on other data are no part of a pass.
-        prompt_ids (`np.ndarray` of shape `(N,)`): Prompt of each row of the training set, each once.
-        seed (`int`): Seed of the run.
+    Asks the planner, once a pass, and remembers whom the pass leaves out. `prompt_ids`, shape `(N,)`, are those of the rows
+    of the training set, each once: prompts that the state knows from a run on other data are no part of a pass.
     """
 
     def __init__(self, planner: Planner, state: PromptState, prompt_ids: np.ndarray, seed: int):
@@ -28,6 +22,7 @@ class Admission:
         self.seed = seed
         self.pass_index = -1
         self.left_out = np.empty(0, dtype=np.int64)  # ids of the prompts that this pass does not roll out, ascending
+        self._index = RowIndex(prompt_ids)
 
     def begin(self, pass_index: int) -> np.ndarray:
         """Begin a pass. Returns the rank of each row of the training set, shape `(N,)`; −inf for one that is left out."""
@@ -44,12 +39,7 @@ class Admission:
         return ~np.isin(prompt_ids, self.left_out)
 
     def rows_of(self, prompt_ids: np.ndarray) -> np.ndarray:
-        """
-        Rows of prompts in the training set, shape `(n,)`.
-
-        Raises:
-            ValueError: If the training set lacks one of them.
-        """
+        """Rows of prompts in the training set, which must have all of them, shape `(n,)`."""
         rows = self._index.find(prompt_ids)
         missing = rows < 0
         if missing.any():
@@ -60,10 +50,6 @@ class Admission:
             )
         return rows
 
-    @cached_property
-    def _index(self) -> RowIndex:
-        return RowIndex(self.prompt_ids)
-
     def state_dict(self) -> dict[str, np.ndarray]:
         """The pass that has begun, and the planner's own state."""
         own = {"pass_index": np.array([self.pass_index], dtype=np.int64), "left_out": self.left_out.copy()}
@@ -72,6 +58,4 @@ class Admission:
     def load_state_dict(self, state: dict[str, np.ndarray]):
         """Continue the pass of a checkpoint."""
         self.pass_index, self.left_out = int(state["pass_index"][0]), state["left_out"]
-        prefix = "planner."
-        of_planner = {name.removeprefix(prefix): array for name, array in state.items() if name.startswith(prefix)}
-        self.planner.load_state_dict(of_planner)
+        self.planner.load_state_dict(section(state, "planner"))

@@ -22,21 +22,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Plan:
-    """
-    Prompts of a generation batch.
+    """Prompts of a generation batch."""
 
-    Attributes:
-        num_prompts (`int`): P. 0 if nothing is rolled out.
-        pass_index (`int`): Pass over the data, from 0.
-        inputs (`list[dict]`, *optional*): Dataset rows of this process, one per completion, each prompt G times.
-        rows (`np.ndarray` of shape `(P,)`, *optional*): Numbers of the dataset rows, where groups may differ in size.
-        skipped (`np.ndarray`): Ids of the prompts that the planner has left out since the last batch.
-    """
-
-    num_prompts: int
+    num_prompts: int  # P; 0 if nothing is rolled out
     pass_index: int
-    inputs: list[dict[str, Any]] | None = None
-    rows: np.ndarray | None = None
+    inputs: list[dict[str, Any]] | None = None  # dataset rows of this process, one per completion, each prompt G times
+    rows: np.ndarray | None = None  # (P,): numbers of the dataset rows, where groups may differ in size
+    # ids of the prompts that the planner has left out since the last batch
     skipped: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
 
 
@@ -45,35 +37,22 @@ class Passes:
     """
     Plans generation batches, one pass over the data after another.
 
-    Args:
-        mode (`str`):
-            What happens to the slots of prompts that the planner leaves out: `"refill"` (other prompts get them, in the
-            order of the planner's ranks), `"skip"` (the batch is smaller), or `"none"` (nobody is left out).
-        dataset (`Dataset`, *optional*): Training set with prompt ids, each once; `None` for a stream, in the mode `"none"`.
-        planner ([`Planner`]): Ranks the prompts of a pass.
-        state ([`PromptState`]): Memory of the prompts.
-        seed (`int`): Seed of the run.
-        shuffle (`bool`): Whether the data is shuffled.
-        group_size (`int`): G.
-        num_groups (`int`): P.
-        by_prompt (`bool`): Whether plans name prompts, for groups that may differ in size, instead of completions.
-        process_index (`int`): This process.
-        num_processes (`int`): W.
-        gather (`Callable`): Collects the ids of all processes from a list of those of this one.
+    The mode says what happens to the slots of prompts that the planner leaves out: `"refill"` (other prompts get them, in the
+    order of the planner's ranks), `"skip"` (the batch is smaller), or `"none"` (nobody is left out).
     """
 
     mode: str
-    dataset: Dataset | None
+    dataset: Dataset | None  # with prompt ids, each once; None for a stream, in the mode "none"
     planner: Planner
     state: PromptState
     seed: int
     shuffle: bool
-    group_size: int
-    num_groups: int
-    by_prompt: bool
+    group_size: int  # G
+    num_groups: int  # P
+    by_prompt: bool  # whether plans name prompts, for groups that may differ in size, instead of completions
     process_index: int
-    num_processes: int
-    gather: Callable[[list[int]], np.ndarray]
+    num_processes: int  # W
+    gather: Callable[[list[int]], np.ndarray]  # the ids of all processes, from those of this one
 
     def __post_init__(self):
         ids = np.empty(0, dtype=np.int64)
@@ -89,7 +68,7 @@ class Passes:
     def plan(self, inputs: list[dict[str, Any]], generation: int) -> Plan:
         """Plan a generation batch; `inputs` are the rows of TRL's sampler for this process, each prompt G times."""
         if self.mode == "refill":
-            return self._from_stream(self.num_groups)
+            return self.further(self.num_groups)
         if self.dataset is None:
             return Plan(self.num_groups, 0, self._without_repeats(inputs))
         pass_index = generation // (len(self.dataset) // self.num_groups)
@@ -106,12 +85,17 @@ class Passes:
             return Plan(self.num_groups, pass_index, inputs)
         return self._of_rows(self.admission.rows_of(prompt_ids[active]), pass_index, skipped)
 
-    def further(self, count: int, taken: np.ndarray) -> Plan:
+    def further(self, count: int, taken: np.ndarray | None = None) -> Plan:
         """
-        Plan at most `count` further prompts for a batch that has the dataset rows `taken` (mode `"refill"`); fewer where the
-        data has no more.
+        Plan the next `count` prompts of the stream (mode `"refill"`). For a batch that has the dataset rows `taken`, these
+        are further ones, fewer where the data has no more. A pass that they begin leaves some prompts out.
         """
-        return self._from_stream(count, taken)
+        before, skipped = self.admission.pass_index, np.empty(0, dtype=np.int64)
+        rows = self.stream.take(count, taken)
+        if self.admission.pass_index != before:
+            # Where the pass has too few prompts for a batch, some of those it leaves out fill it
+            skipped = np.setdiff1d(self.admission.left_out, self.ids_of(rows), assume_unique=True)
+        return self._of_rows(rows, self.admission.pass_index, skipped)
 
     def ids_of(self, rows: np.ndarray) -> np.ndarray:
         """Prompt ids of dataset rows."""
@@ -122,18 +106,8 @@ class Passes:
         share = len(rows) // self.num_processes
         start = share * self.process_index
         distinct, place = np.unique(rows[start : start + share], return_inverse=True)
-        columns = self.dataset[distinct.tolist()]
-        loaded = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+        loaded = self.dataset.__getitems__(distinct.tolist())
         return [dict(loaded[i]) for i in place]
-
-    def _from_stream(self, count: int, taken: np.ndarray | None = None) -> Plan:
-        """The next rows of the stream, and the prompts that a pass which they begin leaves out."""
-        before, skipped = self.admission.pass_index, np.empty(0, dtype=np.int64)
-        rows = self.stream.take(count, taken)
-        if self.admission.pass_index != before:
-            # Where the pass has too few prompts for a batch, some of those it leaves out fill it
-            skipped = np.setdiff1d(self.admission.left_out, self.ids_of(rows), assume_unique=True)
-        return self._of_rows(rows, self.admission.pass_index, skipped)
 
     def _of_rows(self, rows: np.ndarray, pass_index: int, skipped: np.ndarray) -> Plan:
         if self.by_prompt:
@@ -169,12 +143,7 @@ class Passes:
         return self.admission.state_dict() | self.stream.state_dict()
 
     def load_state_dict(self, state: dict[str, np.ndarray]):
-        """
-        Continue the pass of a checkpoint.
-
-        Raises:
-            ValueError: If the training set lacks a prompt of the pass.
-        """
+        """Continue the pass of a checkpoint, of which the training set must have all prompts."""
         self.admission.load_state_dict(state)
         self.stream.load_state_dict(state)
 
@@ -188,15 +157,8 @@ def skip_plan(keeps: np.ndarray, group_size: int, num_processes: int) -> np.ndar
     Which prompts of a generation batch are rolled out in the mode `"skip"`.
 
     Every process must roll out the same number of completions. Where the active prompts do not divide evenly, a few
-    of those left out, the first ones, are rolled out as well: an early re-check instead of a wasted filler.
-
-    Args:
-        keeps (`np.ndarray` of shape `(P,)`): Whether the pass rolls out each prompt.
-        group_size (`int`): G.
-        num_processes (`int`): W; it divides P·G.
-
-    Returns:
-        `np.ndarray` of shape `(≤ P,)`: Positions of the prompts, in ascending order.
+    of those left out, the first ones, are rolled out as well: an early re-check instead of a wasted filler. `keeps` says
+    whether the pass rolls out each prompt, shape `(P,)`; returns their positions, ascending.
     """
     unit = num_processes // math.gcd(num_processes, group_size)  # groups that divide evenly over the processes
     missing = -int(keeps.sum()) % unit

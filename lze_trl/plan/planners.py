@@ -79,18 +79,10 @@ _MIN_KEPT = 0.01  # of p_e^z, in the same
 
 def skip_probability(streaks: np.ndarray, p_easy: float, p_hard: float) -> np.ndarray:
     """
-    Probability that a pass leaves out a prompt, 1 − max(p_e^z, 0.01) (GRESO, arXiv 2506.02177).
+    Probability that a pass leaves out a prompt, 1 − max(p_e^z, 0.01) (GRESO, arXiv 2506.02177), shape `(n,)`.
 
-    z is the number of visits in a row that were all alike, and p_e the exploration of their kind. As in the published
-    code, p_e^z is bounded below, so that no prompt is lost for good.
-
-    Args:
-        streaks (`np.ndarray` of shape `(n,)`): z of fully correct visits, −z of visits without a pass, else 0.
-        p_easy (`float`): Exploration of solved prompts, in `(0, 1]`.
-        p_hard (`float`): Exploration of hopeless prompts, in `(0, 1]`.
-
-    Returns:
-        `np.ndarray` of shape `(n,)`: Probabilities, 0 where the streak is 0.
+    The streak is z after z solved visits in a row, −z after z visits without a pass, else 0, and p_e the exploration of their
+    kind. As in the published code, p_e^z is bounded below, so that no prompt is lost for good.
     """
     exploration = np.where(streaks > 0, p_easy, p_hard)
     return 1.0 - np.maximum(exploration ** np.abs(streaks.astype(np.float64)), _MIN_KEPT)
@@ -127,10 +119,8 @@ class GresoPlanner(Planner):
 
     def observe(self, groups: Groups):
         """
-        Adjust the exploration by a step: down where at least the wanted share of the groups is solved (dead without being
-        solved), else up. Groups that could not be scored do not count.
-
-        The first pass, which knows no prompt yet, adjusts nothing.
+        Adjust the exploration by a step: down where at least the wanted share of the scored groups is solved (hopeless), else
+        up. The first pass, which knows no prompt yet, adjusts nothing.
         """
         scored = groups.take(np.flatnonzero(~np.isnan(groups.pass_rates)))
         if self._first_pass or len(scored) == 0:
@@ -151,15 +141,7 @@ class GresoPlanner(Planner):
 
 
 def ask_rank(planner: Planner, pass_index: int, prompts: Prompts, rng: np.random.Generator) -> np.ndarray:
-    """
-    Ask a planner to rank prompts, and check its answer.
-
-    Returns:
-        `np.ndarray` of shape `(P,)`: The ranks, float64.
-
-    Raises:
-        ValueError: If the answer is not one number per prompt.
-    """
+    """`planner.rank`, checked: a finite number or an infinite one per prompt, float64 of shape `(P,)`."""
     ranks = np.asarray(planner.rank(pass_index, prompts, rng))
     name = type(planner).__name__
     if ranks.shape != (len(prompts),) or ranks.dtype.kind not in "fiu":

@@ -15,12 +15,8 @@ class PromptStream:
     """
     Hands out the prompts of one pass after another, only those that the pass rolls out, the highest rank first.
 
-    The first pass has the order of TRL's sampler. A batch may straddle two passes; it never holds a prompt twice.
-
-    Args:
-        admission ([`Admission`]): Decides who stays out of a pass.
-        first_order (`np.ndarray` of shape `(N,)`): Rows of the training set in the order of the first pass.
-        shuffle (`bool`): Whether later passes are shuffled.
+    The first pass has the order of TRL's sampler, `first_order`, shape `(N,)`. A batch may straddle two passes; it never
+    holds a prompt twice.
     """
 
     def __init__(self, admission: Admission, first_order: np.ndarray, shuffle: bool = True):
@@ -32,16 +28,10 @@ class PromptStream:
 
     def take(self, count: int, taken: np.ndarray | None = None) -> np.ndarray:
         """
-        Next rows of the training set.
+        The next `count` rows of the training set, which has at least as many, all distinct.
 
-        Args:
-            count (`int`): Rows wanted, at most the number of rows.
-            taken (`np.ndarray` of shape `(n,)`, *optional*): Rows that the generation batch holds already. They are not
-                handed out again, and the answer is shorter where the data has no further active prompt: a batch that
-                already holds a whole pass is not topped up.
-
-        Returns:
-            `np.ndarray` of shape `(count,)`, or shorter with `taken`: Distinct row numbers.
+        With `taken`, the rows that the generation batch holds already, these are not handed out again, and the answer is
+        shorter where the data has no further active prompt: a batch that already holds a whole pass is not topped up.
         """
         held = np.empty(0, dtype=np.int64) if taken is None else taken
         batch = self._next(count, held)
@@ -89,10 +79,5 @@ class PromptStream:
         return {"queue": self.admission.prompt_ids[self._queue]}
 
     def load_state_dict(self, state: dict[str, np.ndarray]):
-        """
-        Continue the pass of a checkpoint. The rows of the training set may have changed their order.
-
-        Raises:
-            ValueError: If the training set lacks a prompt of the pass.
-        """
+        """Continue the pass of a checkpoint. The rows of the training set may have changed their order."""
         self._queue = self.admission.rows_of(state["queue"])

@@ -18,18 +18,9 @@ def group_advantages(rewards: np.ndarray, group: np.ndarray, num_groups: int, sc
     Give all completions drawn, whichever of them are trained on: the statistics are those of the whole group. For
     groups of equal size these are TRL's advantages with `multi_objective_aggregation="sum_then_normalize"`.
 
-    Args:
-        rewards (`np.ndarray` of shape `(B,)`): Total rewards; NaN where no reward function scored the completion.
-        group (`np.ndarray` of shape `(B,)`): Group of each completion.
-        num_groups (`int`): P.
-        scale (`str`): TRL's `scale_rewards`: the σ of the `"group"`, of the `"batch"`, or `"none"`.
-
-    Returns:
-        `np.ndarray` of shape `(B,)`: Advantages, float64. Exactly 0 for a completion without a reward, and where the
-        known rewards of the group are all equal.
-
-    Raises:
-        ValueError: If `scale` is unknown.
+    `rewards` are totals, NaN where no reward function scored the completion; σ is that of the `"group"` or the `"batch"`, as
+    in TRL's `scale_rewards`. Returns float64 of shape `(B,)`: exactly 0 for a completion without a reward, and where the
+    known rewards of the group are all equal.
     """
     _check_scale(scale)
     # Equal rewards are found by comparison: their mean may differ from them in its last bit
@@ -42,11 +33,8 @@ def group_advantages(rewards: np.ndarray, group: np.ndarray, num_groups: int, sc
 
 def zero_std_share(rewards: np.ndarray, group: np.ndarray, num_groups: int, scale: Scale) -> float:
     """
-    Share of the completions whose σ is zero: TRL's metric `frac_reward_zero_std`, for the arguments of
-    [`group_advantages`].
-
-    As in TRL, σ is that of the group unless `scale` is `"batch"`, and where fewer than two rewards are known it is not
-    defined and does not count as zero.
+    Share of the completions whose σ is zero: TRL's metric `frac_reward_zero_std`. As in TRL, σ is that of the group unless
+    `scale` is `"batch"`, and where fewer than two rewards are known it is not defined and does not count as zero.
     """
     _check_scale(scale)
     return float(np.isclose(_deviations(rewards, group, num_groups, scale), 0.0).mean())

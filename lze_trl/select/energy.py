@@ -53,20 +53,11 @@ def score_groups(
     named_outcome: bool = False,
 ) -> Groups:
     """
-    Score every group of a generation batch.
+    Score every group of a generation batch. A group without any scored completion has pass rate NaN and energy 0.
 
-    Args:
-        rollouts ([`Rollouts`]): Scored completions.
-        first_pass_rates (`np.ndarray` of shape `(P,)`): Pass rate at the first visit, NaN where this visit is the first.
-        ema (`np.ndarray` of shape `(P,)`): Moving average before this visit, NaN where this visit is the first.
-        visits (`np.ndarray` of shape `(P,)`): Visits before this one.
-        replayed (`np.ndarray` of shape `(P,)`): Whether the visit is a re-check of a pruned prompt.
-        difficulty_floor (`float`): d_min.
-        momentum_weight (`float`): α.
-        named_outcome (`bool`): Whether outcomes are those of a reward that the user named, which then says what is solved.
-
-    Returns:
-        [`Groups`]: The scored groups. A group without any scored completion has pass rate NaN and energy 0.
+    What is known from before has shape `(P,)`: pass rate at the first visit and moving average, NaN where this visit is the
+    first, number of visits, and whether this one is a re-check of a pruned prompt. `named_outcome` says that outcomes are
+    those of a reward that the user named, which then says what is solved.
     """
     num_groups, group = rollouts.num_groups, rollouts.group
     pass_rates = group_mean(rollouts.outcomes, group, num_groups)
@@ -95,9 +86,7 @@ def score_groups(
         ema=average,
         visits=visits + 1,
         reward_mean=reward_mean,
-        reward_std=np.sqrt(
-            np.where(differ(rollouts.rewards, group, num_groups), reward_variance, 0 * reward_variance)
-        ),
+        reward_std=np.sqrt(reward_variance * differ(rollouts.rewards, group, num_groups)),
         prompt_tokens=prompt_tokens,
         completion_tokens=completion_tokens.astype(np.int64),
         replayed=replayed,

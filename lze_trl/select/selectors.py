@@ -126,10 +126,7 @@ def make_selector(name: str, gumbel_scale: float = 0.05) -> Selector:
 
 
 def choose(selector: Selector, groups: Groups, k: int, rng: np.random.Generator) -> np.ndarray:
-    """
-    `selector.select`, checked: whether each group is chosen, shape `(P,)`, bool. Raises a `ValueError` unless the answer is
-    a list of distinct group indices.
-    """
+    """`selector.select`, checked: whether each group is chosen, shape `(P,)`, bool."""
     indices = np.asarray(selector.select(groups, k, rng))
     name = type(selector).__name__
     if indices.ndim != 1 or (indices.size and not np.issubdtype(indices.dtype, np.integer)):
@@ -137,15 +134,12 @@ def choose(selector: Selector, groups: Groups, k: int, rng: np.random.Generator)
             f"`{name}.select` must return a one-dimensional array of group indices, got shape {indices.shape} and "
             f"dtype {indices.dtype}."
         )
-    chosen = np.zeros(len(groups), dtype=bool)
-    if indices.size == 0:
-        return chosen
-    if indices.min() < 0 or indices.max() >= len(groups) or len(np.unique(indices)) != len(indices):
+    inside = (indices >= 0) & (indices < len(groups))
+    if not inside.all() or len(np.unique(indices)) != len(indices):
         raise ValueError(
             f"`{name}.select` must return distinct indices in [0, {len(groups)}), got {indices.tolist()}."
         )
-    chosen[indices] = True
-    return chosen
+    return np.isin(np.arange(len(groups)), indices)
 
 
 def choose_groups(
@@ -157,32 +151,23 @@ def choose_groups(
     make_rng: Callable[[], np.random.Generator],
 ) -> np.ndarray:
     """
-    Choose the groups of a generation batch to train on.
+    Choose the groups of a generation batch to train on, shape `(P,)`, bool. Those that have waited come first.
 
-    Args:
-        selector ([`Selector`]): The strategy.
-        groups ([`Groups`]): The scored groups, those that have waited for this update first.
-        loss_tokens (`np.ndarray` of shape `(P,)`): Tokens of each group that the loss covers.
-        k (`int`): Number of groups that the selection ratio asks for.
-        draws_prompts (`bool`):
-            Whether prompts were drawn until `k` groups were alive. Then no dead group is chosen, and at most `k` are.
-        make_rng (`Callable`): Makes the source of randomness, with the same numbers each time.
-
-    Returns:
-        `np.ndarray` of shape `(P,)`: Whether each group is chosen, bool.
+    `loss_tokens` counts the tokens of each group that the loss covers. `draws_prompts` says that prompts were drawn until `k`
+    groups were alive: then no dead group is chosen, and at most `k` are. Each generator of `make_rng` has the same numbers.
     """
 
     def among(candidates: np.ndarray, at_most: int | None = None) -> np.ndarray:
-        chosen = np.zeros(len(groups), dtype=bool)
-        if len(candidates):
-            picked = np.flatnonzero(choose(selector, groups.take(candidates), k, make_rng()))
-            chosen[candidates[picked[:at_most]]] = True
+        chosen, places = np.zeros(len(groups), dtype=bool), np.flatnonzero(candidates)
+        if len(places):
+            picked = np.flatnonzero(choose(selector, groups.take(places), k, make_rng()))
+            chosen[places[picked[:at_most]]] = True
         return chosen
 
     if draws_prompts:
-        return among(np.flatnonzero(groups.alive & (loss_tokens > 0)), at_most=k)
-    chosen = among(np.arange(len(groups)))
+        return among(groups.alive & (loss_tokens > 0), at_most=k)
+    chosen = among(np.ones(len(groups), dtype=bool))
     if chosen.sum() == k and not loss_tokens[chosen].all() and not isinstance(selector, AllSelector):
         # A group whose completions are all truncated and masked takes no place of another. Plain GRPO counts it
-        chosen = among(np.flatnonzero(loss_tokens))
+        chosen = among(loss_tokens > 0)
     return chosen
