@@ -33,27 +33,18 @@ _CIVIDIS = np.array(
 
 @dataclass
 class Series:
-    """
-    One line of a chart.
-
-    Attributes:
-        name (`str`): Shown in the legend, as text.
-        x (`np.ndarray` of shape `(n,)`): Increasing positions.
-        y (`np.ndarray` of shape `(n,)`): Values, NaN where there is none.
-        band (`tuple` of two `np.ndarray`, *optional*): Lower and upper end of the band around it.
-        points (`bool`): Whether to mark every value.
-    """
+    """One line of a chart: increasing positions and their values, NaN where there is none, each of shape `(n,)`."""
 
     name: str
     x: np.ndarray
     y: np.ndarray
     band: tuple[np.ndarray, np.ndarray] | None = None
+    """Lower and upper end of the band around it."""
     points: bool = False
+    """Whether to mark every value."""
 
-    @property
-    def latest(self) -> float:
-        """The last value that is finite."""
-        return float(self.y[np.isfinite(self.y)][-1])
+    def __post_init__(self):
+        self.x, self.y = np.asarray(self.x, dtype=float), np.asarray(self.y, dtype=float)
 
 
 def line_chart(
@@ -64,17 +55,7 @@ def line_chart(
     as_percent: bool = False,
     height: int = 220,
 ) -> Markup:
-    """
-    Chart with one line per series.
-
-    Args:
-        title (`str`): Heading.
-        series (`list[Series]`): What to draw.
-        x_label (`str`, *optional*, defaults to `"step"`): Name of the horizontal axis.
-        y_range (`tuple[float, float]`, *optional*): Ends of the vertical axis. By default those of the data.
-        as_percent (`bool`, *optional*, defaults to `False`): Whether values are shares.
-        height (`int`, *optional*, defaults to `220`): Height of the plot in pixels.
-    """
+    """Chart of this height in pixels with one line per series. By default, the vertical axis is that of the values."""
     drawn = [line for line in series if np.isfinite(line.y).any()]
     if not drawn:
         return HTML.empty_chart(title, height)
@@ -99,9 +80,10 @@ def line_chart(
             "marks": (_finite(places) / 10).tolist() if line.points else [],
         }
 
+    latest = "; ".join(f"{line.name} {show(float(line.y[np.isfinite(line.y)][-1]))}" for line in drawn)
     return HTML.line_chart(
         title,
-        f"{title}. Latest: {'; '.join(f'{line.name} {show(line.latest)}' for line in drawn)}.",
+        f"{title}. Latest: {latest}.",
         height,
         lines=[shapes(line) for line in series],
         hover=_hover_data(series, x_span, as_percent),
@@ -113,15 +95,8 @@ def line_chart(
 
 def heat_map(title: str, x: np.ndarray, shares: np.ndarray, y_max: float, x_label: str, height: int = 240) -> Markup:
     """
-    Distribution of the energy over time, the dead groups in a row of their own at the bottom.
-
-    Args:
-        title (`str`): Heading.
-        x (`np.ndarray` of shape `(T,)`): Positions of the columns.
-        shares (`np.ndarray` of shape `(T, 1 + bins)`): Shares of the groups, first those of dead ones.
-        y_max (`float`): Upper end of the energy axis.
-        x_label (`str`): Name of the horizontal axis.
-        height (`int`, *optional*, defaults to `240`): Height of the plot in pixels.
+    Distribution of the energy, up to `y_max`, at the positions `x` of shape `(T,)`. The shares of the groups have the
+    shape `(T, 1 + bins)`: first those of dead ones, which have a row of their own at the bottom.
     """
     if not len(x):
         return HTML.empty_chart(title, height)
