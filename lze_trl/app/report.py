@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from ..files import write_atomically
@@ -24,9 +23,6 @@ from .markup import HTML, STATES
 from .numbers import percent
 from .views import overview
 
-
-REPORT = "report"
-"""Folder of the report inside a run's output directory."""
 
 _BLUE, _ORANGE, _GREEN, _GREY = "#0072b2", "#d55e00", "#009e73", "#8a96a3"
 _FORGOTTEN_SHOWN = 50
@@ -46,7 +42,7 @@ def write_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
     Raises:
         TelemetryError: If the run has no telemetry that can be read.
     """
-    folder = Path(out) if out is not None else Path(run_dir) / REPORT
+    folder = Path(run_dir) / "report" if out is None else Path(out)
     with _opened(run_dir) as run:
         _draw_summary(run, folder / "summary.png")
         figure, (axis,) = _figure(8.0, 4.0, [1.0])
@@ -57,16 +53,7 @@ def write_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
 
 
 def write_summary_picture(run_dir: str | Path, path: str | Path) -> Path:
-    """
-    Write the picture of a run: accuracy and reward, energy, and savings over the steps.
-
-    Args:
-        run_dir (`str` or `Path`): Output directory of a training.
-        path (`str` or `Path`): PNG to write.
-
-    Returns:
-        `Path`: The PNG.
-    """
+    """Write the picture of a run: accuracy and reward, energy, and savings over the steps."""
     with _opened(run_dir) as run:
         _draw_summary(run, Path(path))
     return Path(path)
@@ -115,8 +102,8 @@ def _forgotten(run: Run) -> dict[str, Any]:
     """Prompts that were solved and failed their re-check, and how many there are."""
     frame = run.prompts(state="forgotten", sort="pass_rate", descending=False, limit=_FORGOTTEN_SHOWN)
     rows = [
-        (str(row["text"])[:200], percent(row["pass_rate"]), row["visits"], row["rechecks"], row["last_step"])
-        for row in frame.to_dict("records")
+        (str(row.text)[:200], percent(row.pass_rate), row.visits, row.rechecks, row.last_step)
+        for row in frame.itertuples()
     ]
     return {"rows": rows, "total": run.prompt_counts()["forgotten"]}
 
@@ -124,7 +111,6 @@ def _forgotten(run: Run) -> dict[str, Any]:
 def _figure(width: float, height: float, ratios: list[float]) -> tuple[Figure, list[Axes]]:
     # Without pyplot: a training may have chosen a backend of its own, and its figures would never be freed
     figure = Figure(figsize=(width, height), dpi=110, layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
     axes = figure.subplots(1, len(ratios), squeeze=False, width_ratios=ratios)[0].tolist()
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
