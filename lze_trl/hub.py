@@ -141,23 +141,20 @@ def extend_model_card(run_dir: str | Path):
     run_dir = Path(run_dir)
     card = run_dir / "README.md"
     try:
-        section = model_card_section(run_dir)
+        write_summary_picture(run_dir, run_dir / PICTURE)
     except MissingTelemetryError:
         logger.info("`%s` has no telemetry, so the model card says nothing about the run.", run_dir)
         return
-    write_summary_picture(run_dir, run_dir / PICTURE)
     text = card.read_text(encoding="utf-8") if card.exists() else ""
     before, _, rest = text.partition(_SECTION_START)
     after = rest.partition(_SECTION_END)[2]
-    write_atomically(card, f"{before.rstrip()}\n\n{section}\n{after.lstrip()}".encode())
+    write_atomically(card, f"{before.rstrip()}\n\n{model_card_section(run_dir)}\n{after.lstrip()}".encode())
 
 
 def model_card_section(run_dir: str | Path) -> str:
     """Markdown about the run: settings, savings, picture and versions."""
     with closing(open_run(run_dir)) as run:
         summary, settings = run.summary(), run.meta.settings
-    if not summary["generations"]:
-        raise MissingTelemetryError("The run has not recorded anything yet.")
     prompts = summary["prompts"]
     shown = [f"| `{name}` | `{settings[name]}` |" for name in _SHOWN_SETTINGS if settings.get(name) is not None]
     newline = "\n"

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from markupsafe import Markup
-from PIL import Image
+from PIL import Image, ImageOps
 
 from .markup import HTML
 from .numbers import number, percent
@@ -22,13 +22,8 @@ from .numbers import number, percent
 
 _TICKS = 5
 
-# Anchors of the cividis colour map, dark to bright
-_CIVIDIS = np.array(
-    [
-        list(bytes.fromhex(colour))
-        for colour in ["00224e", "18376d", "3d4f6d", "5a6570", "7b7b78", "9c9477", "bfae6b", "e4cb52", "fee838"]
-    ]
-)
+_DARK, _MIDDLE, _BRIGHT = "#00224e", "#7b7b78", "#fee838"
+"""Of the colour map cividis."""
 
 
 @dataclass
@@ -59,7 +54,7 @@ def line_chart(
     drawn = [line for line in series if np.isfinite(line.y).any()]
     if not drawn:
         return HTML.empty_chart(title, height)
-    show = _tick_percent if as_percent else number
+    show = (lambda value: f"{number(round(100 * value, 1))} %") if as_percent else number
     x_low, x_high = x_span = _span(np.concatenate([line.x for line in drawn]))
     bounds = [values for line in drawn for values in (line.y, *(line.band or ()))]
     y_low, y_high = y_range or _rounded(*_span(np.concatenate(bounds)))
@@ -123,11 +118,10 @@ def brightest(shares: np.ndarray) -> float:
 
 def _image(shares: np.ndarray) -> str:
     """PNG of shape `(bins, T)` as a data address."""
-    values = np.clip(shares.T[::-1], 0.0, 1.0)  # (bins, T), largest energy on top
-    positions = np.linspace(0.0, 1.0, len(_CIVIDIS))
-    colours = np.stack([np.interp(values, positions, channel) for channel in _CIVIDIS.T], axis=-1)
+    grey = 255 * np.clip(shares.T[::-1], 0.0, 1.0)  # (bins, T), largest energy on top
+    coloured = ImageOps.colorize(Image.fromarray(grey.astype(np.uint8)), _DARK, _BRIGHT, mid=_MIDDLE)
     buffer = io.BytesIO()
-    Image.fromarray(colours.astype(np.uint8)).save(buffer, "PNG")
+    coloured.save(buffer, "PNG")
     return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
@@ -155,10 +149,6 @@ def _hover_data(series: list[Series], x_span: tuple[float, float], as_percent: b
     ]
     data = {"low": x_span[0], "high": x_span[1], "percent": as_percent, "lines": lines}
     return json.dumps(data, separators=(",", ":"))
-
-
-def _tick_percent(value: float) -> str:
-    return f"{number(round(100 * value, 1))} %"
 
 
 def _ticks(span: tuple[float, float], show: Callable[[float], str]) -> list[str]:

@@ -94,10 +94,7 @@ class RunSummary(TrainerCallback):
 
     def show(self, state: TrainerState, files: dict[str, Path | str]):
         """Print the tables of the run, and where its files are."""
-        accuracy = {
-            when: sampled_accuracy(state.log_history, self.accuracy_metric, step)
-            for when, step in (("before", 0), ("after", state.global_step))
-        }
+        accuracy = held_out_accuracy(state, self.accuracy_metric)
         console = Console(highlight=False)
         for heading, table in summary_tables(self.savings(), accuracy).items():
             console.print(heading, style="bold")
@@ -127,17 +124,14 @@ def accuracy_metric(args: TrainingArguments, reward_func_names: list[str]) -> st
     return "eval_reward" if name in (None, "total") else f"eval_rewards/{name}/mean"
 
 
-def sampled_accuracy(log_history: list[dict[str, Any]], metric: str, step: int) -> float | None:
-    """Held-out accuracy after some optimizer steps; `None` if it was not evaluated there, or nothing could be scored."""
-    logged = [logs[metric] for logs in log_history if metric in logs and logs["step"] == step]
-    return logged[-1] if logged else None
+def held_out_accuracy(state: TrainerState, metric: str) -> dict[str, float | None]:
+    """Held-out accuracy `before` and `after` the training so far; `None` if not evaluated, or nothing could be scored."""
+    logged = {logs["step"]: logs[metric] for logs in state.log_history if metric in logs}
+    return {"before": logged.get(0), "after": logged.get(state.global_step)}
 
 
 def summary_tables(savings: dict[str, float], accuracy: dict[str, float | None]) -> dict[str, Table]:
-    """
-    Tables of what a run did and cost, by their headings, from its totals, see [`~lze_trl.record.ledger.Ledger.summary`],
-    and its held-out accuracy `before` and `after`, `None` where not measured.
-    """
+    """Tables of what a run did and cost, by their headings, from the totals and accuracies of a run."""
     rollouts = _table("", "groups", "completions")
     for label, name in (("rolled out", "rolled_out"), ("trained on", "trained")):
         rollouts.add_row(label, *(f"{savings[f'{unit}_{name}']:,.0f}" for unit in ("groups", "rows")))

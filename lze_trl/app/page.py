@@ -1,7 +1,6 @@
 """The app: one page with three views, its state in the address, following the runs while they train."""
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -196,11 +195,12 @@ class _Page:
         return versions
 
     def _follow(self, seen: list[Any] | None, *values: Any) -> Any:
-        return gr.skip() if self._version(_named(values)) == seen else self._show(*values)
+        given = dict(zip(_DEFAULTS, values, strict=True))
+        return gr.skip() if self._version(given) == seen else self._show(*values)
 
     def _show(self, *values: Any) -> dict[Any, Any]:
         """What changes on the page, by component."""
-        given = _named(values)
+        given = dict(zip(_DEFAULTS, values, strict=True))
         view, version = given["tab"], self._version(given)
         detail, pages = "", 1
         try:
@@ -226,11 +226,6 @@ class _Page:
         if view == "Prompts" and given["at"] and given["at"] > pages:
             changes[self.page] = pages
         return {self.main: main, self.detail: detail, self.seen: version, **changes}
-
-
-def _named(values: Sequence[Any]) -> dict[str, Any]:
-    """Values of the controls by the parameter of the address."""
-    return dict(zip(_DEFAULTS, values, strict=True))
 
 
 # A row of the table is a button with the prompt's id, which does not fit into a JavaScript number

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -72,7 +71,6 @@ def _document(run: Run) -> str:
     when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     return HTML.report(
         run.name,
-        Markup((Path(__file__).parent / "style.css").read_text(encoding="utf-8")),
         run.summary(),
         overview(run),
         _learned(run),

@@ -27,7 +27,7 @@ from datasets import Dataset
 from transformers.trainer import TRAINER_STATE_NAME
 from trl import ModelConfig, get_peft_config, get_quantization_config
 
-from ..app.console import accuracy_metric, sampled_accuracy
+from ..app.console import accuracy_metric, held_out_accuracy
 from ..checkpoint import CheckpointError, has_ended, how_to_resume, last_complete_checkpoint, refuse_non_checkpoint
 from ..config import LZEGRPOConfig
 from ..data import load_mixture, parse_reference
@@ -174,10 +174,10 @@ def run(
 
 def finish(trainer: LZEGRPOTrainer, on_the_hub: list[str]) -> dict[str, float | None]:
     """Evaluate, save, report and upload what was trained, on these datasets of the Hub; returns what [`run`] returns."""
-    state, metric = trainer.state, accuracy_metric(trainer.args, trainer.reward_func_names)
-    if trainer.eval_dataset is not None and sampled_accuracy(state.log_history, metric, state.global_step) is None:
+    metric = accuracy_metric(trainer.args, trainer.reward_func_names)
+    if trainer.eval_dataset is not None and held_out_accuracy(trainer.state, metric)["after"] is None:
         trainer.evaluate()
-    before, after = (sampled_accuracy(state.log_history, metric, step) for step in (0, state.global_step))
+    accuracy = held_out_accuracy(trainer.state, metric)
 
     trainer.save_model(trainer.args.output_dir)
     savings = trainer.savings()
@@ -194,7 +194,7 @@ def finish(trainer: LZEGRPOTrainer, on_the_hub: list[str]) -> dict[str, float | 
         trainer.summary.show(trainer.state, files)
     trainer.save_state()
     trainer.end()
-    return {**savings, "accuracy_before": before, "accuracy_after": after}
+    return savings | {f"accuracy_{when}": share for when, share in accuracy.items()}
 
 
 def setup_logging(is_main: bool):
