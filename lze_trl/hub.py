@@ -38,10 +38,8 @@ _PACKAGES = ("lze-trl", "trl", "transformers", "accelerate", "datasets", "torch"
 
 def resolve_state(source: str | Path) -> Path:
     """
-    Directory with the prompt state of an earlier run, given as the directory of a run or checkpoint, or as a Hub id.
-
-    Of two repos of the same name, the dataset comes first, unless it holds no prompt state. `FileNotFoundError` is raised
-    if neither holds one.
+    Directory with the prompt state of an earlier run, given as the directory of a run or checkpoint, or as a Hub id. Of
+    two repos of the same name, the dataset comes first, unless it holds no prompt state.
     """
     if Path(source).exists():
         return Path(source)
@@ -89,9 +87,8 @@ def push_run(run_dir: str | Path, repo_id: str, private: bool | None = None, tok
 
 def keep_private(run_dir: str | Path):
     """
-    Keep telemetry and report, which hold prompts and completions, out of the model repo.
-
-    The trainer of transformers uploads the whole output directory, except what its `.gitignore` names.
+    Keep telemetry and report, which hold prompts and completions, out of the model repo: the trainer of transformers
+    uploads the whole output directory, except what its `.gitignore` names.
     """
     path = Path(run_dir) / ".gitignore"
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
@@ -132,9 +129,8 @@ def correct_model_card(
 
 def extend_model_card(run_dir: str | Path):
     """
-    Add how the model was trained to the `README.md` that TRL has written, and the picture beside it.
-
-    A section from an earlier call is replaced. A run without telemetry gets no section.
+    Add how the model was trained to the `README.md` that TRL has written, or replace what an earlier call has added, with
+    the picture beside it. A run without telemetry gets no section.
     """
     from .app.report import write_summary_picture
 

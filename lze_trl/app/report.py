@@ -29,17 +29,10 @@ _FORGOTTEN_SHOWN = 50
 
 def write_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
     """
-    Write the report of a run, finished or not.
+    Write the report of a run, finished or not, into a folder, by default `<run_dir>/report`.
 
-    Args:
-        run_dir (`str` or `Path`): Output directory of a training.
-        out (`str` or `Path`, *optional*): Folder to write to, `<run_dir>/report` by default.
-
-    Returns:
-        `Path`: The HTML file; `summary.png` and `energy.png` lie beside it.
-
-    Raises:
-        TelemetryError: If the run has no telemetry that can be read.
+    Returns the HTML file; `summary.png` and `energy.png` lie beside it. A run that cannot be read raises a
+    [`TelemetryError`].
     """
     folder = Path(run_dir) / "report" if out is None else Path(out)
     with _opened(run_dir) as run:

@@ -151,10 +151,9 @@ def _completion(row: dict[str, Any], labels: list[str]) -> dict[str, Any]:
 def parse_prompt_id(text: str) -> int | None:
     """A prompt id from an address, `None` if it is none."""
     try:
-        value = int(text)
-    except ValueError:
+        return int(np.int64(text))
+    except (ValueError, OverflowError):
         return None
-    return value if -(2**63) <= value < 2**63 else None
 
 
 def compare(book: RunBook, ids: list[str], axis: str, metric: str) -> Markup:

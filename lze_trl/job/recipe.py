@@ -106,13 +106,8 @@ class RecipeParser(TrlParser):
 
 def parse_recipe(arguments: Sequence[str]) -> tuple[LZEScriptArguments, LZEGRPOConfig, ModelConfig]:
     """
-    Read `--config RECIPE.yaml`, or `RECIPE.yaml` as the first argument, and flags that override it.
-
-    Args:
-        arguments (`Sequence[str]`): Command line, without the program.
-
-    Raises:
-        RecipeError: The recipe cannot be found or read, or a key, a flag or a value is not allowed.
+    Read `--config RECIPE.yaml`, or `RECIPE.yaml` as the first argument, and flags that override it. [`RecipeError`] is
+    raised if the recipe cannot be read, or a key, a flag or a value is not allowed.
     """
     arguments = check_recipe(arguments)
     try:

@@ -40,11 +40,11 @@ logger = logging.getLogger("lze_trl.job.train")  # by name: as a script, this mo
 
 
 @contextmanager
-def user_errors(*kinds: type[Exception]) -> Iterator[None]:
-    """Raise errors of these kinds as [`RecipeError`], which `main` shows without a traceback."""
+def user_errors() -> Iterator[None]:
+    """Raise what a recipe may cause as [`RecipeError`], which `main` shows without a traceback."""
     try:
         yield
-    except kinds as error:
+    except (ValueError, TypeError, ImportError, OSError) as error:
         logger.debug("Cause:", exc_info=True)
         raise RecipeError(str(error)) from error
 
@@ -134,7 +134,7 @@ def run(
         huggingface_hub.utils.disable_progress_bars()
         transformers.utils.logging.disable_progress_bar()
     output_dir = Path(training_args.output_dir)
-    with user_errors(ValueError, TypeError, ImportError, OSError):
+    with user_errors():
         checkpoint = resume_point(training_args)
         if checkpoint is not None:
             refuse_non_checkpoint(checkpoint)
@@ -162,8 +162,7 @@ def run(
     if trainer.summary is not None:
         trainer.summary.ends_with_training = False
     try:
-        with user_errors(CheckpointError):
-            trainer.train(resume_from_checkpoint=checkpoint)
+        trainer.train(resume_from_checkpoint=checkpoint)
     except KeyboardInterrupt:
         if trainer.is_world_process_zero():
             logger.warning(how_to_resume(output_dir, "the same command with `--resume_from_checkpoint auto`"))
@@ -210,7 +209,7 @@ def main(arguments: Sequence[str] | None = None):
     setup_logging(is_main=os.environ.get("RANK", "0") == "0")
     try:
         run(*parse_recipe(sys.argv[1:] if arguments is None else arguments))
-    except RecipeError as error:
+    except (RecipeError, CheckpointError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit(130)
