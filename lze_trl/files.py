@@ -8,13 +8,7 @@ from pathlib import Path
 
 
 def write_atomically(path: Path, content: bytes):
-    """
-    Write a file so that neither a reader nor a crash ever sees a part of it: under a temporary name, to the disk, then renamed.
-
-    Args:
-        path (`Path`): Where to write; its folder exists.
-        content (`bytes`): The whole file.
-    """
+    """Write a whole file into a folder that exists; neither a reader nor a crash ever sees a part of it."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:
@@ -28,15 +22,7 @@ def write_atomically(path: Path, content: bytes):
 
 @contextmanager
 def made_aside(folder: Path) -> Iterator[Path]:
-    """
-    Make a folder aside; at the end of the block it takes the place of the old one, unless the block fails.
-
-    Args:
-        folder (`Path`): Where it appears; the folders above it are made.
-
-    Yields:
-        `Path`: The empty folder to fill.
-    """
+    """Make an empty folder to fill; at the end of the block it takes the place of the old one, unless the block fails."""
     unfinished = folder.with_name(f"{folder.name}.unfinished-{os.getpid()}")
     try:
         unfinished.mkdir(parents=True)

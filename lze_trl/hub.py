@@ -2,6 +2,7 @@
 
 import logging
 import re
+from contextlib import closing
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from huggingface_hub import HfApi
 
 from .checkpoint import find_state
 from .files import write_atomically
-from .record import MissingTelemetryError, TelemetryError, open_run
+from .record import MissingTelemetryError, open_run
 from .record.ledger import PLAIN, against_plain, headline, skipped_visits
 from .record.schema import DIRECTORY
 from .remote import download
@@ -26,34 +27,19 @@ _RUN_FILES = [f"{DIRECTORY}/**", "report/**", "lze_state.*"]
 _PRIVATE = (f"/{DIRECTORY}/", "/report/")
 _SECTION_START, _SECTION_END = "<!-- lze:start -->", "<!-- lze:end -->"
 _SHOWN_SETTINGS = (
-    "selector",
-    "selection_ratio",
-    "pruning",
-    "pruning_streak",
-    "replay_ratio",
-    "difficulty_floor",
-    "momentum_weight",
-    "ema_decay",
-    "loss_normalizer",
-    "num_generations",
-    "generation_batch_size",
-    "learning_rate",
-    "loss_type",
-    "scale_rewards",
-    "beta",
-    "max_completion_length",
-    "temperature",
-    "seed",
+    *("selector", "selection_ratio"),
+    *("pruning", "pruning_streak", "replay_ratio"),
+    *("difficulty_floor", "momentum_weight", "ema_decay"),
+    *("loss_normalizer", "num_generations", "generation_batch_size", "learning_rate"),
+    *("loss_type", "scale_rewards", "beta", "max_completion_length", "temperature", "seed"),
 )
 _PACKAGES = ("lze-trl", "trl", "transformers", "accelerate", "datasets", "torch")
 
 
 def resolve_state(source: str | Path) -> Path:
     """
-    Directory with the prompt state of an earlier run, given as the directory of a run or checkpoint, or as a Hub id.
-
-    Of two repos of the same name, the dataset comes first, unless it holds no prompt state. `FileNotFoundError` is raised
-    if neither holds one.
+    Directory with the prompt state of an earlier run, given as the directory of a run or checkpoint, or as a Hub id. Of
+    two repos of the same name, the dataset comes first, unless it holds no prompt state.
     """
     if Path(source).exists():
         return Path(source)
@@ -101,9 +87,8 @@ def push_run(run_dir: str | Path, repo_id: str, private: bool | None = None, tok
 
 def keep_private(run_dir: str | Path):
     """
-    Keep telemetry and report, which hold prompts and completions, out of the model repo.
-
-    The trainer of transformers uploads the whole output directory, except what its `.gitignore` names.
+    Keep telemetry and report, which hold prompts and completions, out of the model repo: the trainer of transformers
+    uploads the whole output directory, except what its `.gitignore` names.
     """
     path = Path(run_dir) / ".gitignore"
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
@@ -122,15 +107,8 @@ def correct_model_card(
     grpo_citation: str,
 ):
     """
-    Correct what TRL's model card says of every model: where it is, its base model, an example prompt, and whom to cite.
-
-    Args:
-        path (`str` or `Path`): The card that TRL has written.
-        model_id (`str`): Hub id or folder of the model.
-        base_model (`str`, *optional*): Hub id or folder of the model that was trained.
-        prompt (`str` or `list[dict]`): Example of a prompt, as text or messages.
-        datasets (`list[str]`): Hub ids of the training sets, if there are several.
-        grpo_citation (`str`): BibTeX of the method that LZE selects data for.
+    Correct what TRL's model card says of every model: where it is, its base model, an example prompt as text or messages,
+    the training sets if there are several, and whom to cite (BibTeX of the method that LZE selects data for).
     """
     name = Path(base_model).name if base_model else "a model without a name"
     if not isinstance(prompt, str):
@@ -151,33 +129,28 @@ def correct_model_card(
 
 def extend_model_card(run_dir: str | Path):
     """
-    Add how the model was trained to the `README.md` that TRL has written, and the picture beside it.
-
-    A section from an earlier call is replaced. A run without telemetry gets no section.
+    Add how the model was trained to the `README.md` that TRL has written, or replace what an earlier call has added, with
+    the picture beside it. A run without telemetry gets no section.
     """
     from .app.report import write_summary_picture
 
     run_dir = Path(run_dir)
     card = run_dir / "README.md"
     try:
-        section = model_card_section(run_dir)
+        write_summary_picture(run_dir, run_dir / PICTURE)
     except MissingTelemetryError:
         logger.info("`%s` has no telemetry, so the model card says nothing about the run.", run_dir)
         return
-    write_summary_picture(run_dir, run_dir / PICTURE)
     text = card.read_text(encoding="utf-8") if card.exists() else ""
     before, _, rest = text.partition(_SECTION_START)
-    after = rest.partition(_SECTION_END)[2] if rest else ""
-    write_atomically(card, f"{before.rstrip()}\n\n{section}\n{after.lstrip()}".encode())
+    after = rest.partition(_SECTION_END)[2]
+    write_atomically(card, f"{before.rstrip()}\n\n{model_card_section(run_dir)}\n{after.lstrip()}".encode())
 
 
 def model_card_section(run_dir: str | Path) -> str:
     """Markdown about the run: settings, savings, picture and versions."""
-    run = open_run(run_dir)
-    summary, settings = run.summary(), run.meta.settings
-    run.close()
-    if not summary["generations"]:
-        raise MissingTelemetryError("The run has not recorded anything yet.")
+    with closing(open_run(run_dir)) as run:
+        summary, settings = run.summary(), run.meta.settings
     prompts = summary["prompts"]
     shown = [f"| `{name}` | `{settings[name]}` |" for name in _SHOWN_SETTINGS if settings.get(name) is not None]
     newline = "\n"
@@ -194,7 +167,7 @@ prompts, {prompts["pruned"]:,} were pruned as solved at the end, and {prompts["f
 
 ### Savings
 
-{savings_table(summary["ledger"])}
+{_savings(summary["ledger"])}
 
 ### Settings
 
@@ -208,21 +181,18 @@ prompts, {prompts["pruned"]:,} were pruned as solved at the end, and {prompts["f
 {_SECTION_END}"""
 
 
-def savings_table(totals: dict[str, float]) -> str:
+def _savings(totals: dict[str, float]) -> str:
     """Markdown about the cost, against plain GRPO: a sentence, a table, and the visits that pruning skipped."""
-    rows = [
-        f"| {work.name} | {work.flops:.3g} | {work.plain_flops:.3g} | {work.times} |" for work in against_plain(totals)
-    ]
+    works = against_plain(totals)
+    if not works:
+        return headline(totals)
+    rows = [f"| {work.name} | {work.flops:.3g} | {work.plain_flops:.3g} | {work.times} |" for work in works]
     table = "\n".join([f"| FLOPs | this run | {PLAIN} | ratio |", "|---|---|---|---|", *rows])
-    return "\n\n".join([headline(totals), table, skipped_visits(totals)] if rows else [headline(totals)])
+    return "\n\n".join([headline(totals), table, skipped_visits(totals)])
 
 
 def _dataset_card(run_dir: Path, repo_id: str) -> str:
-    try:
-        section = model_card_section(run_dir)
-    except TelemetryError as error:
-        raise TelemetryError(f"`{run_dir}` cannot be uploaded: {error}") from error
-    savings = section.partition("### Savings")[2].partition("### Versions")[0]
+    savings = model_card_section(run_dir).partition("### Savings")[2].partition("### Versions")[0]
     return f"""---
 tags:
 - lze

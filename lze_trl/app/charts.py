@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from markupsafe import Markup
-from PIL import Image
+from PIL import Image, ImageOps
 
 from .markup import HTML
 from .numbers import number, percent
@@ -22,38 +22,24 @@ from .numbers import number, percent
 
 _TICKS = 5
 
-# Anchors of the cividis colour map, dark to bright
-_CIVIDIS = np.array(
-    [
-        list(bytes.fromhex(colour))
-        for colour in ["00224e", "18376d", "3d4f6d", "5a6570", "7b7b78", "9c9477", "bfae6b", "e4cb52", "fee838"]
-    ]
-)
+_DARK, _MIDDLE, _BRIGHT = "#00224e", "#7b7b78", "#fee838"
+"""Of the colour map cividis."""
 
 
 @dataclass
 class Series:
-    """
-    One line of a chart.
-
-    Attributes:
-        name (`str`): Shown in the legend, as text.
-        x (`np.ndarray` of shape `(n,)`): Increasing positions.
-        y (`np.ndarray` of shape `(n,)`): Values, NaN where there is none.
-        band (`tuple` of two `np.ndarray`, *optional*): Lower and upper end of the band around it.
-        points (`bool`): Whether to mark every value.
-    """
+    """One line of a chart: increasing positions and their values, NaN where there is none, each of shape `(n,)`."""
 
     name: str
     x: np.ndarray
     y: np.ndarray
     band: tuple[np.ndarray, np.ndarray] | None = None
+    """Lower and upper end of the band around it."""
     points: bool = False
+    """Whether to mark every value."""
 
-    @property
-    def latest(self) -> float:
-        """The last value that is finite."""
-        return float(self.y[np.isfinite(self.y)][-1])
+    def __post_init__(self):
+        self.x, self.y = np.asarray(self.x, dtype=float), np.asarray(self.y, dtype=float)
 
 
 def line_chart(
@@ -64,21 +50,11 @@ def line_chart(
     as_percent: bool = False,
     height: int = 220,
 ) -> Markup:
-    """
-    Chart with one line per series.
-
-    Args:
-        title (`str`): Heading.
-        series (`list[Series]`): What to draw.
-        x_label (`str`, *optional*, defaults to `"step"`): Name of the horizontal axis.
-        y_range (`tuple[float, float]`, *optional*): Ends of the vertical axis. By default those of the data.
-        as_percent (`bool`, *optional*, defaults to `False`): Whether values are shares.
-        height (`int`, *optional*, defaults to `220`): Height of the plot in pixels.
-    """
+    """Chart of this height in pixels with one line per series. By default, the vertical axis is that of the values."""
     drawn = [line for line in series if np.isfinite(line.y).any()]
     if not drawn:
         return HTML.empty_chart(title, height)
-    show = _tick_percent if as_percent else number
+    show = (lambda value: f"{number(round(100 * value, 1))} %") if as_percent else number
     x_low, x_high = x_span = _span(np.concatenate([line.x for line in drawn]))
     bounds = [values for line in drawn for values in (line.y, *(line.band or ()))]
     y_low, y_high = y_range or _rounded(*_span(np.concatenate(bounds)))
@@ -99,9 +75,10 @@ def line_chart(
             "marks": (_finite(places) / 10).tolist() if line.points else [],
         }
 
+    latest = "; ".join(f"{line.name} {show(float(line.y[np.isfinite(line.y)][-1]))}" for line in drawn)
     return HTML.line_chart(
         title,
-        f"{title}. Latest: {'; '.join(f'{line.name} {show(line.latest)}' for line in drawn)}.",
+        f"{title}. Latest: {latest}.",
         height,
         lines=[shapes(line) for line in series],
         hover=_hover_data(series, x_span, as_percent),
@@ -113,15 +90,8 @@ def line_chart(
 
 def heat_map(title: str, x: np.ndarray, shares: np.ndarray, y_max: float, x_label: str, height: int = 240) -> Markup:
     """
-    Distribution of the energy over time, the dead groups in a row of their own at the bottom.
-
-    Args:
-        title (`str`): Heading.
-        x (`np.ndarray` of shape `(T,)`): Positions of the columns.
-        shares (`np.ndarray` of shape `(T, 1 + bins)`): Shares of the groups, first those of dead ones.
-        y_max (`float`): Upper end of the energy axis.
-        x_label (`str`): Name of the horizontal axis.
-        height (`int`, *optional*, defaults to `240`): Height of the plot in pixels.
+    Distribution of the energy, up to `y_max`, at the positions `x` of shape `(T,)`. The shares of the groups have the
+    shape `(T, 1 + bins)`: first those of dead ones, which have a row of their own at the bottom.
     """
     if not len(x):
         return HTML.empty_chart(title, height)
@@ -148,11 +118,10 @@ def brightest(shares: np.ndarray) -> float:
 
 def _image(shares: np.ndarray) -> str:
     """PNG of shape `(bins, T)` as a data address."""
-    values = np.clip(shares.T[::-1], 0.0, 1.0)  # (bins, T), largest energy on top
-    positions = np.linspace(0.0, 1.0, len(_CIVIDIS))
-    colours = np.stack([np.interp(values, positions, channel) for channel in _CIVIDIS.T], axis=-1)
+    grey = 255 * np.clip(shares.T[::-1], 0.0, 1.0)  # (bins, T), largest energy on top
+    coloured = ImageOps.colorize(Image.fromarray(grey.astype(np.uint8)), _DARK, _BRIGHT, mid=_MIDDLE)
     buffer = io.BytesIO()
-    Image.fromarray(colours.astype(np.uint8)).save(buffer, "PNG")
+    coloured.save(buffer, "PNG")
     return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
@@ -180,10 +149,6 @@ def _hover_data(series: list[Series], x_span: tuple[float, float], as_percent: b
     ]
     data = {"low": x_span[0], "high": x_span[1], "percent": as_percent, "lines": lines}
     return json.dumps(data, separators=(",", ":"))
-
-
-def _tick_percent(value: float) -> str:
-    return f"{number(round(100 * value, 1))} %"
 
 
 def _ticks(span: tuple[float, float], show: Callable[[float], str]) -> list[str]:

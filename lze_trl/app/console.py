@@ -10,14 +10,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Column, Table
 from tqdm.auto import tqdm
-from transformers import (
-    PrinterCallback,
-    ProgressCallback,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-)
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
 
 from ..record.ledger import PLAIN, SKIPPED, against_plain
@@ -50,7 +43,7 @@ def log_line(step: int, logs: dict[str, Any]) -> str:
 class ProgressBar(ProgressCallback):
     """The progress bar of transformers, without the dictionary of some 50 metrics at each log."""
 
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
+    def on_log(self, *args: Any, **kwargs: Any):
         # Differs from transformers: the lines are those of `RunSummary`
         pass
 
@@ -59,12 +52,8 @@ class RunSummary(TrainerCallback):
     """
     Shows one readable line at each log and, at the end of the training, a summary and where the report is.
 
-    All metrics still go to the trackers of `report_to`. Only the main process prints.
-
-    Args:
-        savings (`Callable`): Returns the totals of the run, see [`~lze_trl.record.ledger.Ledger.summary`].
-        flush (`Callable`): Called before the report is made from the run's telemetry, to have all of it written.
-        accuracy_metric (`str`): Metric of the held-out accuracy, see [`accuracy_metric`].
+    All metrics still go to the trackers of `report_to`. Only the main process prints. `savings` returns the totals of the
+    run, and `flush` writes what is missing in its telemetry.
     """
 
     def __init__(self, savings: Callable[[], dict[str, float]], flush: Callable[[], None], accuracy_metric: str):
@@ -74,20 +63,13 @@ class RunSummary(TrainerCallback):
         self.ends_with_training = True
         """Whether the run ends with the training: a recipe's does not, it goes on to evaluate and save the model."""
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ):
+    def on_log(self, args, state, control, logs: dict[str, Any] | None = None, **kwargs: Any):
         line = log_line(state.global_step, logs or {})
         if line and state.is_world_process_zero:
             tqdm.write(line)  # above the progress bar, if there is one
             sys.stdout.flush()  # a log file is read while it grows
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
+    def on_train_end(self, args, state, control, **kwargs: Any):
         if self.ends_with_training and state.is_world_process_zero:
             self.show(state, self.report(args))
 
@@ -112,10 +94,7 @@ class RunSummary(TrainerCallback):
 
     def show(self, state: TrainerState, files: dict[str, Path | str]):
         """Print the tables of the run, and where its files are."""
-        steps = {"before": 0, "after": state.global_step}
-        accuracy = {
-            when: sampled_accuracy(state.log_history, self.accuracy_metric, step) for when, step in steps.items()
-        }
+        accuracy = held_out_accuracy(state, self.accuracy_metric)
         console = Console(highlight=False)
         for heading, table in summary_tables(self.savings(), accuracy).items():
             console.print(heading, style="bold")
@@ -125,14 +104,7 @@ class RunSummary(TrainerCallback):
 
 
 def replace_printers(callbacks: CallbackHandler, summary: RunSummary, progress_bar: bool):
-    """
-    Show readable lines and a summary instead of what transformers prints.
-
-    Args:
-        callbacks ([`~transformers.trainer_callback.CallbackHandler`]): The callbacks of a trainer.
-        summary ([`RunSummary`]): What is shown.
-        progress_bar (`bool`): Whether to show a progress bar on a terminal.
-    """
+    """Show readable lines and a summary instead of what transformers prints, and a progress bar on a terminal."""
     for printer in (PrinterCallback, ProgressCallback):
         callbacks.remove_callback(printer)
     if progress_bar and sys.stdout.isatty():
@@ -145,10 +117,6 @@ def accuracy_metric(args: TrainingArguments, reward_func_names: list[str]) -> st
     Name of the metric with the held-out accuracy: the mean of one reward over `num_generations_eval` completions of each
     held-out prompt, sampled as in training. The reward is `pass_reward`, which defaults to `accuracy_reward` if that is
     among the reward functions, and else to the total.
-
-    Args:
-        args ([`LZEGRPOConfig`]): Settings of the run.
-        reward_func_names (`list[str]`): Names of its reward functions.
     """
     name = args.pass_reward
     if name is None and "accuracy_reward" in reward_func_names:
@@ -156,30 +124,14 @@ def accuracy_metric(args: TrainingArguments, reward_func_names: list[str]) -> st
     return "eval_reward" if name in (None, "total") else f"eval_rewards/{name}/mean"
 
 
-def sampled_accuracy(log_history: list[dict[str, Any]], metric: str, step: int) -> float | None:
-    """
-    Held-out accuracy after some optimizer steps.
-
-    Args:
-        log_history (`list[dict]`): What the run has logged, `state.log_history`, before and after a resume.
-        metric (`str`): Name of its metric, see [`accuracy_metric`].
-        step (`int`): After how many optimizer steps; an evaluation must have been logged there.
-
-    Returns:
-        `float | None`: `None` if there was no evaluation, or if no completion could be scored.
-    """
-    logged = [logs[metric] for logs in log_history if metric in logs and logs["step"] == step]
-    return logged[-1] if logged else None
+def held_out_accuracy(state: TrainerState, metric: str) -> dict[str, float | None]:
+    """Held-out accuracy `before` and `after` the training so far; `None` if not evaluated, or nothing could be scored."""
+    logged = {logs["step"]: logs[metric] for logs in state.log_history if metric in logs}
+    return {"before": logged.get(0), "after": logged.get(state.global_step)}
 
 
 def summary_tables(savings: dict[str, float], accuracy: dict[str, float | None]) -> dict[str, Table]:
-    """
-    Tables of what a run did and cost, by their headings.
-
-    Args:
-        savings (`dict[str, float]`): Totals of the run, see [`~lze_trl.record.ledger.Ledger.summary`].
-        accuracy (`dict[str, float | None]`): Held-out accuracy `before` and `after`; `None` where not measured.
-    """
+    """Tables of what a run did and cost, by their headings, from the totals and accuracies of a run."""
     rollouts = _table("", "groups", "completions")
     for label, name in (("rolled out", "rolled_out"), ("trained on", "trained")):
         rollouts.add_row(label, *(f"{savings[f'{unit}_{name}']:,.0f}" for unit in ("groups", "rows")))
@@ -198,7 +150,7 @@ def summary_tables(savings: dict[str, float], accuracy: dict[str, float | None])
     before, after = accuracy["before"], accuracy["after"]
     if before is not None or after is not None:
         shown = [f"{value:.3f}" if value is not None else "–" for value in (before, after)]
-        gain = f"{after - before:+.3f}" if before is not None and after is not None else "–"
+        gain = f"{after - before:+.3f}" if None not in (before, after) else "–"
         tables["Sampled accuracy on held-out prompts"] = table = _table("before", "after", "gain")
         table.add_row(*shown, gain)
     return tables

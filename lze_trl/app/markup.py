@@ -32,13 +32,8 @@ _environment = Environment(
     undefined=StrictUndefined,
 )
 _environment.filters |= {"number": number, "percent": percent, "width": _width}
-_environment.globals |= {
-    "states": STATES,
-    "plain": PLAIN,
-    "against_plain": against_plain,
-    "headline": headline,
-    "skipped_visits": skipped_visits,
-}
+_environment.globals |= {"states": STATES, "plain": PLAIN}
+_environment.globals |= {function.__name__: function for function in (against_plain, headline, skipped_visits)}
 
 HTML = _environment.get_template("pages.html").module
 """The macros, as functions that return `Markup`."""

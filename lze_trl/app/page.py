@@ -1,16 +1,14 @@
 """The app: one page with three views, its state in the address, following the runs while they train."""
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import gradio as gr
-from markupsafe import Markup
 
 from ..record import TelemetryError
 from . import views
-from .markup import STATES
+from .markup import HTML, STATES
 from .runs import RunBook, resolve_run
 
 
@@ -27,6 +25,7 @@ _SORTS = [
     ("most often trained on", "-times_selected"),
     ("latest visit", "-last_step"),
 ]
+_STATES = ("all", *(name for name in STATES if name != "unscored"))
 # Parameters of the address, in the order of the controls, and their defaults, which the address leaves out. The defaults
 # of the runs depend on which were given. `view` and `page` are taken by Gradio
 _DEFAULTS: dict[str, Any] = {
@@ -41,13 +40,7 @@ _DEFAULTS: dict[str, Any] = {
     "axis": "step",
     "metric": "pass_rate",
 }
-_CHOICES = {
-    "tab": VIEWS,
-    "state": ("all", *(name for name in STATES if name != "unscored")),
-    "sort": [value for _, value in _SORTS],
-    "axis": list(views.AXES),
-    "metric": list(views.METRICS),
-}
+_CHOICES = {"tab": VIEWS, "state": _STATES, "sort": dict(_SORTS).values(), "axis": views.AXES, "metric": views.METRICS}
 _SHOWN_PARAMETERS = {
     "Overview": ("tab", "run"),
     "Prompts": ("tab", "run", "state", "q", "sort", "at", "prompt"),
@@ -56,18 +49,9 @@ _SHOWN_PARAMETERS = {
 
 
 def build(runs: list[str]) -> gr.Blocks:
-    """
-    The app over a list of runs.
-
-    Args:
-        runs (`list[str]`): Output directories of trainings, or Hub ids of dataset repos with telemetry.
-
-    Returns:
-        `gr.Blocks`: The app, not started.
-    """
-    book = RunBook(runs)
+    """The app over runs, given as for [`launch`], not started."""
     with gr.Blocks(title="Learning-Zone Energy", analytics_enabled=False, fill_width=True) as app:
-        _Page(book)
+        _Page(RunBook(runs))
     return app
 
 
@@ -102,8 +86,6 @@ def launch(runs: list[str], host: str = "127.0.0.1", port: int | None = None) ->
         # Not as `css`, which Gradio rewrites, so that the rules for light and dark would not apply
         head=f"<style>{_asset('style.css')}{_asset('page.css')}</style>"
         f"<script>{_asset('page.js').replace('ADDRESS', address, 1)}</script>",
-        allowed_paths=[],
-        show_error=False,
         footer_links=[],
         ssr_mode=False,
     )
@@ -138,8 +120,7 @@ class _Page:
                 label="Search", placeholder="text, column or id", elem_id="lze-search", min_width=220
             )
             self.sort = gr.Dropdown(_SORTS, value="-energy", label="Sort by", elem_id="lze-sort", min_width=230)
-            states = _CHOICES["state"]
-            self.state = gr.Radio(states, value="all", label="State", elem_id="lze-state", scale=3, min_width=300)
+            self.state = gr.Radio(_STATES, value="all", label="State", elem_id="lze-state", scale=3, min_width=300)
         with gr.Row(visible=False, elem_classes="lze-controls") as self.compare_controls:
             self.runs = gr.CheckboxGroup(ids, value=ids, label="Runs", elem_id="lze-runs", scale=2, min_width=300)
             axes = [(label, name) for name, label in views.AXES.items()]
@@ -174,30 +155,34 @@ class _Page:
         gr.on(None, self._restore, None, controls, **quiet).then(**show)
         # A change shows the first page again, except that of the page or the prompt
         for control in (self.run, *search):
-            control.input(lambda: (1, ""), None, [self.page, self.prompt], trigger_mode="always_last", **quiet).then(
-                **show_and_write
+            first_page = control.input(
+                lambda: (1, ""), None, [self.page, self.prompt], trigger_mode="always_last", **quiet
             )
+            first_page.then(**show_and_write)
         for control in (self.view, self.runs, self.axis, self.metric, self.page):
             control.input(trigger_mode="always_last", **show_and_write)
         self.main.click(self._open, None, self.prompt, **quiet).then(**show_and_write)
         for button, change in ((self.previous, -1), (self.next, 1)):
-            button.click(
-                lambda page, change=change: max(1, int(page or 1) + change), self.page, self.page, **quiet
-            ).then(**show_and_write)
+            turned = button.click(
+                lambda page, change=change: max(1, (page or 1) + change), self.page, self.page, **quiet
+            )
+            turned.then(**show_and_write)
         gr.Timer(REFRESH_SECONDS).tick(self._follow, [self.seen, *controls], shown, **quiet)
 
     def _open(self, event: gr.EventData) -> str:
-        prompt_id = views.parse_prompt_id(str(event._data.get("prompt", "")))
-        return "" if prompt_id is None else str(prompt_id)
+        return str(event._data["prompt"])
 
     def _restore(self, request: gr.Request) -> list[Any]:
-        """Values of the controls from the address."""
-        ids = self.book.ids
-        given = {name: request.query_params.get(name) for name in _DEFAULTS}
-        values = _checked(given.values())
-        run = given["run"] if given["run"] in ids else next(iter(ids), None)
-        runs = ids if given["runs"] is None else [id for id in given["runs"].split(",") if id in ids]
-        return list((values | {"run": run, "runs": runs}).values())
+        """Values of the controls from the address, with the default instead of any that a control cannot have."""
+        ids, given = self.book.ids, request.query_params
+        values = {}
+        for name, default in _DEFAULTS.items():
+            value = given.get(name, default)
+            values[name] = value if value in _CHOICES.get(name, [value]) else default
+        values["at"] = max(1, int(given["at"])) if given.get("at", "").isdecimal() else 1
+        values["run"] = given.get("run") if given.get("run") in ids else next(iter(ids), None)
+        values["runs"] = [id for id in ids if "runs" not in given or id in given["runs"].split(",")]
+        return list(values.values())
 
     def _version(self, given: dict[str, Any]) -> list[Any]:
         """Changes when one of the runs on the page has recorded something."""
@@ -210,11 +195,12 @@ class _Page:
         return versions
 
     def _follow(self, seen: list[Any] | None, *values: Any) -> Any:
-        return gr.skip() if self._version(_checked(values)) == seen else self._show(*values)
+        given = dict(zip(_DEFAULTS, values, strict=True))
+        return gr.skip() if self._version(given) == seen else self._show(*values)
 
     def _show(self, *values: Any) -> dict[Any, Any]:
         """What changes on the page, by component."""
-        given = _checked(values)
+        given = dict(zip(_DEFAULTS, values, strict=True))
         view, version = given["tab"], self._version(given)
         detail, pages = "", 1
         try:
@@ -222,40 +208,24 @@ class _Page:
                 ids = [id for id in self.book.ids if id in given["runs"]]
                 main = views.compare(self.book, ids, given["axis"], given["metric"])
             elif view == "Prompts":
-                main, detail, pages = self._prompts(given)
+                run, chosen, page = self.book.open(given["run"]), given["prompt"], given["at"] or 1
+                main, pages = views.prompt_table(run, given["state"], given["q"], given["sort"], page - 1, chosen)
+                detail = views.prompt_detail(run, chosen)
             else:
                 main = views.overview(self.book.open(given["run"]))
         except TelemetryError as error:
-            main = views.problem(error)
-        prompts = view == "Prompts"
+            main = HTML.problem(error)
         visible = {
-            self.side: prompts,
-            self.prompt_controls: prompts,
+            self.side: view == "Prompts",
+            self.prompt_controls: view == "Prompts",
             self.compare_controls: view == "Compare",
-            self.pager: prompts and pages > 1,
+            self.pager: pages > 1,
             self.run: view != "Compare",
         }
         changes = {component: gr.update(visible=value) for component, value in visible.items()}
-        if prompts and given["at"] > pages:
+        if view == "Prompts" and given["at"] and given["at"] > pages:
             changes[self.page] = pages
         return {self.main: main, self.detail: detail, self.seen: version, **changes}
-
-    def _prompts(self, given: dict[str, Any]) -> tuple[Markup, Markup, int]:
-        run = self.book.open(given["run"])
-        table, pages = views.prompt_table(
-            run, given["state"], given["q"], given["sort"], given["at"] - 1, given["prompt"]
-        )
-        return table, views.prompt_detail(run, given["prompt"]), pages
-
-
-def _checked(values: Iterable[Any]) -> dict[str, Any]:
-    """Values of the controls by name, with the default instead of any that a control cannot have."""
-    given = {
-        name: default if value is None or value not in _CHOICES.get(name, [value]) else value
-        for (name, default), value in zip(_DEFAULTS.items(), values, strict=True)
-    }
-    at = str(given["at"])
-    return given | {"at": max(1, int(at)) if at.isdecimal() else 1}
 
 
 # A row of the table is a button with the prompt's id, which does not fit into a JavaScript number

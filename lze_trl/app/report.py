@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from markupsafe import Markup
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from ..files import write_atomically
@@ -25,28 +23,18 @@ from .numbers import percent
 from .views import overview
 
 
-REPORT = "report"
-"""Folder of the report inside a run's output directory."""
-
 _BLUE, _ORANGE, _GREEN, _GREY = "#0072b2", "#d55e00", "#009e73", "#8a96a3"
 _FORGOTTEN_SHOWN = 50
 
 
 def write_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
     """
-    Write the report of a run, finished or not.
+    Write the report of a run, finished or not, into a folder, by default `<run_dir>/report`.
 
-    Args:
-        run_dir (`str` or `Path`): Output directory of a training.
-        out (`str` or `Path`, *optional*): Folder to write to, `<run_dir>/report` by default.
-
-    Returns:
-        `Path`: The HTML file; `summary.png` and `energy.png` lie beside it.
-
-    Raises:
-        TelemetryError: If the run has no telemetry that can be read.
+    Returns the HTML file; `summary.png` and `energy.png` lie beside it. A run that cannot be read raises a
+    [`TelemetryError`].
     """
-    folder = Path(out) if out is not None else Path(run_dir) / REPORT
+    folder = Path(run_dir) / "report" if out is None else Path(out)
     with _opened(run_dir) as run:
         _draw_summary(run, folder / "summary.png")
         figure, (axis,) = _figure(8.0, 4.0, [1.0])
@@ -57,16 +45,7 @@ def write_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
 
 
 def write_summary_picture(run_dir: str | Path, path: str | Path) -> Path:
-    """
-    Write the picture of a run: accuracy and reward, energy, and savings over the steps.
-
-    Args:
-        run_dir (`str` or `Path`): Output directory of a training.
-        path (`str` or `Path`): PNG to write.
-
-    Returns:
-        `Path`: The PNG.
-    """
+    """Write the picture of a run: accuracy and reward, energy, and savings over the steps."""
     with _opened(run_dir) as run:
         _draw_summary(run, Path(path))
     return Path(path)
@@ -85,7 +64,6 @@ def _document(run: Run) -> str:
     when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     return HTML.report(
         run.name,
-        Markup((Path(__file__).parent / "style.css").read_text(encoding="utf-8")),
         run.summary(),
         overview(run),
         _learned(run),
@@ -115,8 +93,8 @@ def _forgotten(run: Run) -> dict[str, Any]:
     """Prompts that were solved and failed their re-check, and how many there are."""
     frame = run.prompts(state="forgotten", sort="pass_rate", descending=False, limit=_FORGOTTEN_SHOWN)
     rows = [
-        (str(row["text"])[:200], percent(row["pass_rate"]), row["visits"], row["rechecks"], row["last_step"])
-        for row in frame.to_dict("records")
+        (str(row.text)[:200], percent(row.pass_rate), row.visits, row.rechecks, row.last_step)
+        for row in frame.itertuples()
     ]
     return {"rows": rows, "total": run.prompt_counts()["forgotten"]}
 
@@ -124,7 +102,6 @@ def _forgotten(run: Run) -> dict[str, Any]:
 def _figure(width: float, height: float, ratios: list[float]) -> tuple[Figure, list[Axes]]:
     # Without pyplot: a training may have chosen a backend of its own, and its figures would never be freed
     figure = Figure(figsize=(width, height), dpi=110, layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
     axes = figure.subplots(1, len(ratios), squeeze=False, width_ratios=ratios)[0].tolist()
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)

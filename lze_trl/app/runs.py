@@ -2,14 +2,12 @@
 
 import re
 import threading
-import time
 from pathlib import Path
 
 from ..record import MissingTelemetryError, Run, open_run
 from ..remote import resolve_run
 
 
-_HUB_PAUSE_SECONDS = 30.0
 # Settings that seeds of one experiment may differ in: besides the seed, where a run writes and what it logs, where its
 # servers are, and what a resume changes
 _SEED_SETTINGS = {
@@ -22,12 +20,7 @@ _SEED_PREFIXES = ("hub_", "log_", "logging_", "save_", "telemetry", "trackio_", 
 
 
 class RunBook:
-    """
-    The runs that the app was given. Each has an id, which stands for it in addresses and requests.
-
-    Args:
-        sources (`list[str]`): Directories of runs, or Hub ids of dataset repos with their telemetry.
-    """
+    """The runs that the app was given, as for [`~lze_trl.app.launch`], by ids that stand for them in addresses."""
 
     def __init__(self, sources: list[str]):
         self._entries: dict[str, _Entry] = {}
@@ -44,12 +37,7 @@ class RunBook:
         return list(self._entries)
 
     def open(self, id: str | None) -> Run:
-        """
-        The run of an id, with what was recorded until now.
-
-        Raises:
-            TelemetryError: With a worded message if there is no such run or nothing to show.
-        """
+        """The run of an id, with what was recorded until now. If it cannot be shown, a [`TelemetryError`] says why."""
         if not self._entries:
             raise MissingTelemetryError(
                 "The app was started without a run. Give it the `output_dir` of a training, as in `lze-trl app runs/demo`."
@@ -60,34 +48,22 @@ class RunBook:
 
 
 class _Entry:
-    """One run that the app was given, as a directory or a Hub id."""
+    """One run, opened when it is asked for, by one request at a time."""
 
     def __init__(self, source: str):
         self.source = source
-        self._directory: Path | None = None
-        self._run: Run | None = None
-        self._problem: MissingTelemetryError | None = None
-        self._next_attempt = 0.0
-        self._lock = threading.Lock()
+        self.directory: Path | None = None
+        self.run: Run | None = None
+        self.lock = threading.Lock()
 
     def open(self) -> Run:
-        with self._lock:
-            self._directory = self._directory or self._resolved()
-            if self._run is None:
-                self._run = open_run(self._directory)
+        with self.lock:
+            self.directory = self.directory or resolve_run(self.source)
+            if self.run is None:
+                self.run = open_run(self.directory)
             else:
-                self._run.refresh()
-            return self._run
-
-    def _resolved(self) -> Path:
-        # The page asks every second; the Hub is not to be asked as often for a run that is not there
-        if self._problem is not None and time.monotonic() < self._next_attempt and not Path(self.source).exists():
-            raise self._problem
-        try:
-            return resolve_run(self.source)
-        except MissingTelemetryError as problem:
-            self._problem, self._next_attempt = problem, time.monotonic() + _HUB_PAUSE_SECONDS
-            raise
+                self.run.refresh()
+            return self.run
 
 
 def seed_groups(runs: dict[str, Run]) -> dict[str, list[str]]:

@@ -30,21 +30,15 @@ _SHARES = {"pass_rate", "dead", "pruned"}
 _HISTORY_POINTS = 400
 
 
-def problem(error: TelemetryError) -> Markup:
-    """What is shown where there is nothing else to show."""
-    return HTML.problem(error)
-
-
 def overview(run: Run) -> Markup:
     """Where the run stands: numbers, curves, the energy distribution, and what was saved."""
     points, summary = curve(run), run.summary()
     if points.empty:
-        return problem(TelemetryError("The run has started, and its first batch is not scored yet."))
+        return HTML.problem("The run has started, and its first batch is not scored yet.")
     rewards = reward_curves(run)
-    reward_lines = [Series("total", *_columns(points, "step", "reward_mean"))]
+    reward_lines = _lines(points, reward_mean="total")
     if len(rewards.columns) > 1:  # a single reward is the total
-        steps = points["step"].to_numpy()
-        reward_lines += [Series(name, steps, rewards[name].to_numpy(dtype=float)) for name in rewards]
+        reward_lines += [Series(name, points["step"], values) for name, values in rewards.items()]
     shares = {"y_range": (0.0, 1.0), "as_percent": True}
     charts = [
         line_chart("Accuracy", _lines(points, pass_rate="all rollouts", selected_pass_rate="trained on"), **shares),
@@ -59,13 +53,9 @@ def overview(run: Run) -> Markup:
     return HTML.overview(_tiles(points, summary), run.damaged, charts, summary["ledger"])
 
 
-def _columns(points: pd.DataFrame, *names: str) -> list[np.ndarray]:
-    return [points[name].to_numpy(dtype=float) for name in names]
-
-
 def _lines(points: pd.DataFrame, **names: str) -> list[Series]:
     """Columns over the steps, by the names they are shown under."""
-    return [Series(name, *_columns(points, "step", column)) for column, name in names.items()]
+    return [Series(name, points["step"], points[column]) for column, name in names.items()]
 
 
 def _tiles(points: pd.DataFrame, summary: dict[str, Any]) -> list[tuple[str, str, str]]:
@@ -96,29 +86,21 @@ def _trained_on(summary: dict[str, Any]) -> str:
 
 def prompt_table(run: Run, state: str, search: str, sort: str, page: int, chosen: str) -> tuple[Markup, int]:
     """
-    One page of the prompts and the number of pages.
-
-    Args:
-        run ([`Run`]): The run.
-        state (`str`): State to show, `"all"` for every one.
-        search (`str`): Text to look for.
-        sort (`str`): Column to sort by, with a leading minus for the largest first.
-        page (`int`): Page, counted from 0.
-        chosen (`str`): Id of the prompt that is open.
+    One page of the prompts, counted from 0, and the number of pages. A minus before the column sorts the largest first;
+    `chosen` is the id of the open prompt.
     """
     counts = run.prompt_counts(search)
     found = sum(counts.values()) if state == "all" else counts[state]
     pages = max(1, -(-found // PAGE_SIZE))
     page = min(max(page, 0), pages - 1)
-    frame = run.prompts(
+    rows = run.prompts(
         state=None if state == "all" else state,
         search=search,
         sort=sort.lstrip("-"),
         descending=sort.startswith("-"),
         limit=PAGE_SIZE,
         offset=page * PAGE_SIZE,
-    )
-    rows = frame.to_dict("records")
+    ).to_dict("records")
     return HTML.prompts(rows, counts, chosen, run.meta.energy_max, found, page + 1, pages), pages
 
 
@@ -169,10 +151,9 @@ def _completion(row: dict[str, Any], labels: list[str]) -> dict[str, Any]:
 def parse_prompt_id(text: str) -> int | None:
     """A prompt id from an address, `None` if it is none."""
     try:
-        value = int(text)
-    except ValueError:
+        return int(np.int64(text))
+    except (ValueError, OverflowError):
         return None
-    return value if -(2**63) <= value < 2**63 else None
 
 
 def compare(book: RunBook, ids: list[str], axis: str, metric: str) -> Markup:
@@ -196,7 +177,7 @@ def compare(book: RunBook, ids: list[str], axis: str, metric: str) -> Markup:
 
 def _seed_series(name: str, curves: list[pd.DataFrame], axis: str, metric: str) -> Series:
     if len(curves) == 1:
-        return Series(name, *_columns(curves[0], axis, metric))
+        return Series(name, curves[0][axis], curves[0][metric])
     starts = [points[axis].iloc[0] for points in curves]
     ends = [points[axis].iloc[-1] for points in curves]
     # Only where every seed has values: a mean over fewer seeds would jump at the end of each

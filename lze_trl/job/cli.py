@@ -41,13 +41,11 @@ def main(arguments: Sequence[str] | None = None):
         namespace.command(namespace, flags)
     except KeyboardInterrupt:
         sys.exit(130)
-    except ModuleNotFoundError as error:
-        if namespace.command in (_train, _demo, _data):
-            raise
-        sys.exit(
-            f"error: This command needs `{error.name}`, which is not installed. Run `pip install 'lze-trl[app]'`."
-        )
     except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and namespace.command not in (_train, _demo, _data):
+            sys.exit(
+                f"error: This command needs `{error.name}`, which is not installed. Run `pip install 'lze-trl[app]'`."
+            )
         # The message of an error of this package says what to do; any other needs its traceback
         is_ours = isinstance(error, (CommandError, OSError)) or type(error).__module__.startswith("lze_trl.")
         if not is_ours:
@@ -57,66 +55,59 @@ def main(arguments: Sequence[str] | None = None):
 
 def build_parser() -> argparse.ArgumentParser:
     """Parser of all subcommands."""
-    parser = argparse.ArgumentParser(
-        prog="lze-trl",
-        description="Learning-Zone Energy: data selection for GRPO, native to TRL.",
-        allow_abbrev=False,
-    )
+    description = "Learning-Zone Energy: data selection for GRPO, native to TRL."
+    parser = argparse.ArgumentParser(prog="lze-trl", description=description, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"lze-trl {__version__}")
     subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
-    def add(command: Callable, usage: str | None = None) -> argparse.ArgumentParser:
+    def add(command: Callable, usage: str | None = None) -> Callable:
+        """Add a subcommand; returns the function that adds its arguments."""
         name, text = command.__name__.removeprefix("_"), command.__doc__
         subparser = subparsers.add_parser(name, help=text, description=text, usage=usage, allow_abbrev=False)
         subparser.set_defaults(command=command)
-        return subparser
+        return subparser.add_argument
 
     train = add(_train, "lze-trl train RECIPE [--accelerate_config NAME] [--any_key_of_a_recipe VALUE ...]")
-    train.add_argument("recipe", metavar="RECIPE", help="a file under recipes/")
-    train.add_argument(
-        *("--accelerate_config", "--accelerate-config"),
-        metavar="NAME",
-        help="a file under accelerate_configs/, by name (zero3) or path; default: accelerate's own",
-    )
+    train("recipe", metavar="RECIPE", help="a file under recipes/")
+    known = "a file under accelerate_configs/, by name (zero3) or path; default: accelerate's own"
+    train("--accelerate_config", "--accelerate-config", metavar="NAME", help=known)
     for flag in LAUNCH_FLAGS:
-        train.add_argument(f"--{flag}", metavar="VALUE", help="passed to `accelerate launch`")
+        train(f"--{flag}", metavar="VALUE", help="passed to `accelerate launch`")
 
     add(_demo, "lze-trl demo [--any_key_of_a_recipe VALUE ...]")
 
     data = add(_data)
-    data.add_argument("references", metavar="DATASET", nargs="+", help="Hub id, Hub URL or local file")
-    data.add_argument("--split", help="default: train, or the only one")
-    data.add_argument("--config", help="configuration on the Hub")
-    limit = _number(int, "at least 1", lambda limit: limit >= 1)
-    data.add_argument("--limit", type=limit, help="number of rows to read")
+    data("references", metavar="DATASET", nargs="+", help="Hub id, Hub URL or local file")
+    data("--split", help="default: train, or the only one")
+    data("--config", help="configuration on the Hub")
+    data("--limit", type=_number(int, "at least 1", lambda limit: limit >= 1), help="number of rows to read")
     # Named as in the library and as in recipes, so that the advice of either can be followed
     for name, text in DATA_COLUMNS.items():
         several = {"nargs": "*"} if name.endswith("s") else {}
-        data.add_argument(f"--{name}", f"--dataset_{name}", dest=name, metavar="COLUMN", help=text, **several)
+        data(f"--{name}", f"--dataset_{name}", dest=name, metavar="COLUMN", help=text, **several)
 
     app = add(_app)
-    app.add_argument("runs", metavar="RUN", nargs="*", help="output folder of a run, or Hub id of its telemetry")
-    app.add_argument("--host", default="127.0.0.1", help="address to listen on; the app has no login")
+    app("runs", metavar="RUN", nargs="*", help="output folder of a run, or Hub id of its telemetry")
+    app("--host", default="127.0.0.1", help="address to listen on; the app has no login")
     port = _number(int, "between 1 and 65535", lambda port: 1 <= port <= 65_535)
-    app.add_argument("--port", type=port, help="port to listen on; default: the first free one from 7860 on")
+    app("--port", type=port, help="port to listen on; default: the first free one from 7860 on")
 
     analyze = add(_analyze)
-    analyze.add_argument("run", metavar="RUN", help="output folder of the run")
+    analyze("run", metavar="RUN", help="output folder of the run")
     ratio = _number(float, "in (0, 1]", lambda ratio: 0 < ratio <= 1)
-    analyze.add_argument("--selection_ratio", type=ratio, default=0.4, help="share of the groups to train on")
-    analyze.add_argument("--reward", help="reward that ranks the groups; default: the sum of all")
+    analyze("--selection_ratio", type=ratio, default=0.4, help="share of the groups to train on")
+    analyze("--reward", help="reward that ranks the groups; default: the sum of all")
 
     replay = add(_replay)
-    replay.add_argument("run", metavar="RUN", help="output folder of the run, finished or not")
+    replay("run", metavar="RUN", help="output folder of the run, finished or not")
     selectors = "names as in a recipe, or module:object of your own"
-    replay.add_argument("--selector", metavar="NAME", nargs="+", required=True, help=selectors)
-    replay.add_argument("--selection_ratio", type=float, help="share of the groups to choose; default: the run's")
-    replay.add_argument("--gumbel_scale", type=float, help="scale of the noise of `energy`; default: the run's")
-    replay.add_argument("--seed", type=int, help="seed of the selection; default: the run's")
-    replay.add_argument("--json", metavar="PATH", help="file to write the numbers to")
+    replay("--selector", metavar="NAME", nargs="+", required=True, help=selectors)
+    replay("--selection_ratio", type=float, help="share of the groups to choose; default: the run's")
+    replay("--gumbel_scale", type=float, help="scale of the noise of `energy`; default: the run's")
+    replay("--seed", type=int, help="seed of the selection; default: the run's")
+    replay("--json", metavar="PATH", help="file to write the numbers to")
 
-    report = add(_report)
-    report.add_argument("run", metavar="RUN", help="output folder of the run")
+    add(_report)("run", metavar="RUN", help="output folder of the run")
     return parser
 
 
@@ -137,20 +128,19 @@ def _number(kind: type, allowed: str, is_allowed: Callable[[Any], bool]) -> Call
 
 
 def launch_command(namespace: argparse.Namespace, flags: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """
-    Command line of `accelerate launch` for a recipe, and the variables it needs.
-
-    Args:
-        namespace (`argparse.Namespace`): Parsed arguments of `lze-trl train`.
-        flags (`Sequence[str]`): Flags that override the recipe.
-    """
+    """Command line of `accelerate launch` for the arguments of `lze-trl train`, and the variables it needs."""
     # --quiet: the job reports an error once, and not again by the launcher
     command = [sys.executable, "-m", "lze_trl.job.launcher", "--quiet"]
     environment = {}
     if namespace.accelerate_config is not None:
         path = find_accelerate_config(namespace.accelerate_config)
         command += ["--config_file", str(path)]
-        config = read_accelerate_config(path)
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+        if not isinstance(config, dict) or "distributed_type" not in config:
+            raise CommandError(
+                f"`{path}` is no configuration of accelerate: it has no `distributed_type`. A recipe goes first: `lze-trl "
+                "train RECIPE --accelerate_config NAME`."
+            )
         if config["distributed_type"] == "DEEPSPEED" and config.get("use_cpu"):
             environment["DS_ACCELERATOR"] = "cpu"
     for flag in LAUNCH_FLAGS:
@@ -160,12 +150,7 @@ def launch_command(namespace: argparse.Namespace, flags: Sequence[str]) -> tuple
 
 
 def find_accelerate_config(name: str) -> Path:
-    """
-    File of an accelerate configuration, given by its path or by its name under `accelerate_configs/`.
-
-    Raises:
-        CommandError: There is none.
-    """
+    """File of an accelerate configuration, given by its path or by its name under `accelerate_configs/`."""
     folders = [Path("accelerate_configs"), CHECKOUT / "accelerate_configs"]
     for path in (Path(name), *(folder / f"{name}.yaml" for folder in folders)):
         if path.is_file():
@@ -175,22 +160,6 @@ def find_accelerate_config(name: str) -> Path:
         f"There is no accelerate configuration `{name}`. Use one of {known}, or the path of a file that "
         "`accelerate config` has written."
     )
-
-
-def read_accelerate_config(path: Path) -> dict[str, Any]:
-    """
-    Read an accelerate configuration.
-
-    Raises:
-        CommandError: The file is something else.
-    """
-    config = yaml.safe_load(path.read_text(encoding="utf-8"))
-    if not isinstance(config, dict) or "distributed_type" not in config:
-        raise CommandError(
-            f"`{path}` is no configuration of accelerate: it has no `distributed_type`. A recipe goes first: `lze-trl train "
-            "RECIPE --accelerate_config NAME`."
-        )
-    return config
 
 
 def _train(namespace: argparse.Namespace, flags: list[str]):
@@ -242,17 +211,15 @@ def _analyze(namespace: argparse.Namespace, flags: list[str]):
     """Estimate from the logs of any TRL GRPO run what selection would have saved."""
     from ..record.trl_logs import analyze
 
-    analysis = analyze(namespace.run, selection_ratio=namespace.selection_ratio, reward=namespace.reward)
-    sys.stdout.write(f"{analysis}\n")
+    sys.stdout.write(f"{analyze(namespace.run, namespace.selection_ratio, namespace.reward)}\n")
 
 
 def _replay(namespace: argparse.Namespace, flags: list[str]):
     """Show what other selectors would have chosen from the rollouts of a run."""
     from ..replay import replay, show_replay
 
-    result = replay(
-        namespace.run, namespace.selector, namespace.selection_ratio, namespace.gumbel_scale, namespace.seed
-    )
+    settings = namespace.selection_ratio, namespace.gumbel_scale, namespace.seed
+    result = replay(namespace.run, namespace.selector, *settings)
     if namespace.json is not None:
         result.write_json(namespace.json)
     show_replay(result)

@@ -4,7 +4,6 @@ The model and its tokenizer are made here, since no download is needed that way.
 are often wrong gives what selection needs: prompts whose pass rates differ.
 """
 
-import hashlib
 import json
 import logging
 import os
@@ -36,28 +35,17 @@ LEVELS = ("no carry", "carry out of the ones", "carry out of the tens", "two car
 
 @dataclass(frozen=True)
 class WarmStart:
-    """
-    Settings of the warm start; its cache is rebuilt when one of them changes.
-
-    Attributes:
-        seed (`int`): Seed of the split, of the noise, of the weights and of the training order.
-        num_held_out (`int`): Problems that no training ever shows.
-        error_rates (`tuple[float, ...]`): Chance that a training answer is wrong, by difficulty class.
-        clean_share (`float`): Share of the steps, at the beginning, that show right answers only. Without them, the
-            model would have to find the rule among answers most of which are wrong.
-        max_error (`int`): A wrong answer is off by at most this much.
-        steps (`int`): Optimizer steps of the supervised training.
-        batch_size (`int`): Problems in each.
-        learning_rate (`float`): Its peak learning rate.
-        hidden_size (`int`), intermediate_size (`int`), num_layers (`int`), num_heads (`int`), num_kv_heads (`int`):
-            Shape of the Qwen2 model.
-    """
+    """Settings of the warm start; its cache is rebuilt when one of them changes."""
 
     seed: int = 0
+    """Seed of the split, of the noise, of the weights and of the training order."""
     num_held_out: int = 256
+    """Problems that no training ever shows."""
     error_rates: tuple[float, ...] = (0.05, 0.40, 0.75, 0.92)
-    clean_share: float = 0.7
+    """Chance that a training answer is wrong, by difficulty class; it is off by at most `max_error`."""
     max_error: int = 5
+    clean_share: float = 0.7
+    """Share of the steps, at the beginning, that show right answers only, so that the model can find the rule."""
     steps: int = 600
     batch_size: int = 192
     learning_rate: float = 2e-3
@@ -66,11 +54,6 @@ class WarmStart:
     num_layers: int = 4
     num_heads: int = 4
     num_kv_heads: int = 2
-
-    @property
-    def key(self) -> str:
-        """Hash of the settings."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
 
 
 def difficulty_class(a: int, b: int) -> int:
@@ -139,17 +122,18 @@ def build_model(tokenizer: PreTrainedTokenizerFast, settings: WarmStart) -> Qwen
 
 def warm_start(directory: Path, settings: WarmStart) -> bool:
     """Make model, tokenizer and data under `directory`, unless they were made with these settings; whether it made them."""
+    description = json.dumps(asdict(settings), indent=2)
     settings_file = directory / SETTINGS_FILE
-    if settings_file.is_file() and json.loads(settings_file.read_text())["key"] == settings.key:
+    if settings_file.is_file() and settings_file.read_text() == description:
         logger.info("The warm start in `%s` is reused.", directory)
         return False
     with made_aside(directory) as unfinished:
         train, held_out = problems(settings)
         for name, pairs in ((TRAIN_FILE, train), (HELD_OUT_FILE, held_out)):
-            rows = [
+            rows = (
                 {"prompt": f"{a}+{b}=", "solution": str(a + b), "level": LEVELS[difficulty_class(a, b)]}
                 for a, b in pairs
-            ]
+            )
             (unfinished / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
         set_seed(settings.seed)
         tokenizer = build_tokenizer()
@@ -160,7 +144,7 @@ def warm_start(directory: Path, settings: WarmStart) -> bool:
             model.num_parameters() / 1e6,
         )
         train_supervised(model, tokenizer, noisy_examples(train, settings), unfinished / MODEL_DIR, settings)
-        (unfinished / SETTINGS_FILE).write_text(json.dumps({"key": settings.key, **asdict(settings)}, indent=2))
+        (unfinished / SETTINGS_FILE).write_text(description)
     return True
 
 

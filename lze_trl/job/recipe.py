@@ -6,6 +6,7 @@ import difflib
 import inspect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
@@ -23,6 +24,9 @@ class RecipeError(ValueError):
     """A recipe or a flag that cannot be used; the message says what to do."""
 
 
+_optional = partial(HfArg, default=None)
+
+
 @dataclass
 class LZEScriptArguments:
     """What a run trains and evaluates on, and which rewards it uses. Each field documents itself in `help`."""
@@ -32,35 +36,23 @@ class LZEScriptArguments:
         help="Training sets: Hub ids, Hub URLs, `hf://org/name?config=…&split=…` or local .jsonl, .json, .parquet or .csv "
         "files. Several are mixed.",
     )
-    dataset_split: str | None = HfArg(
-        default=None, help="Split of the training sets. Default: 'train' where there is one."
-    )
-    dataset_config: str | None = HfArg(default=None, help="Configuration of the training sets on the Hub.")
-    max_train_samples: int | None = HfArg(
-        default=None, help="Number of prompts to read from each training set. Default: all."
-    )
+    dataset_split: str | None = _optional(help="Split of the training sets. Default: 'train' where there is one.")
+    dataset_config: str | None = _optional(help="Configuration of the training sets on the Hub.")
+    max_train_samples: int | None = _optional(help="Number of prompts to read from each training set. Default: all.")
     eval_datasets: list[str] = HfArg(
         default_factory=list,
         help="Evaluation sets, held out from training. Without one, accuracy is not measured.",
     )
-    eval_dataset_split: str | None = HfArg(default=None, help="Split of the evaluation sets.")
-    eval_dataset_config: str | None = HfArg(default=None, help="Configuration of the evaluation sets on the Hub.")
-    max_eval_samples: int | None = HfArg(
-        default=None, help="Number of prompts to read from each evaluation set. Default: all."
-    )
-    dataset_prompt_column: str | None = HfArg(
-        default=None, help="Column with the problem, where it is not recognised."
-    )
-    dataset_answer_column: str | None = HfArg(
-        default=None, help="Column with the gold answer, where it is not recognised."
-    )
-    dataset_context_columns: list[str] | None = HfArg(
-        default=None,
+    eval_dataset_split: str | None = _optional(help="Split of the evaluation sets.")
+    eval_dataset_config: str | None = _optional(help="Configuration of the evaluation sets on the Hub.")
+    max_eval_samples: int | None = _optional(help="Number of prompts to read from each evaluation set. Default: all.")
+    dataset_prompt_column: str | None = _optional(help="Column with the problem, where it is not recognised.")
+    dataset_answer_column: str | None = _optional(help="Column with the gold answer, where it is not recognised.")
+    dataset_context_columns: list[str] | None = _optional(
         help="Columns with what the problem refers to, written before it. Default: those called `body`, `context`, "
         "`passage`, `table` and the like; `[]` for none.",
     )
-    dataset_option_columns: list[str] | None = HfArg(
-        default=None,
+    dataset_option_columns: list[str] | None = _optional(
         help="Column that lists the options to choose from, or one column for each, written after the problem with letters "
         "that are then the gold answers. Default: `options`, `choices` or `A`, `B`, `C` and the like; `[]` for none.",
     )
@@ -68,14 +60,13 @@ class LZEScriptArguments:
         default=True,
         help="Whether prompts are lists of messages, for the model's chat template. `false` gives plain text.",
     )
-    system_prompt: str | None = HfArg(default=None, help="System prompt of every conversation.")
-    prompt_suffix: str | None = HfArg(default=None, help="Text added to every question.")
+    system_prompt: str | None = _optional(help="System prompt of every conversation.")
+    prompt_suffix: str | None = _optional(help="Text added to every question.")
     reward_funcs: list[str] = HfArg(
         default_factory=lambda: ["accuracy"],
         help="Reward functions by name or dotted import path; their weights are `reward_weights`.",
     )
-    soft_overlong_cache: int | None = HfArg(
-        default=None,
+    soft_overlong_cache: int | None = _optional(
         help="Tokens before `max_completion_length` over which the reward 'soft_overlong' falls from 0 to -1. Default: a "
         "fifth of that length.",
     )
@@ -115,13 +106,8 @@ class RecipeParser(TrlParser):
 
 def parse_recipe(arguments: Sequence[str]) -> tuple[LZEScriptArguments, LZEGRPOConfig, ModelConfig]:
     """
-    Read `--config RECIPE.yaml`, or `RECIPE.yaml` as the first argument, and flags that override it.
-
-    Args:
-        arguments (`Sequence[str]`): Command line, without the program.
-
-    Raises:
-        RecipeError: The recipe cannot be found or read, or a key, a flag or a value is not allowed.
+    Read `--config RECIPE.yaml`, or `RECIPE.yaml` as the first argument, and flags that override it. [`RecipeError`] is
+    raised if the recipe cannot be read, or a key, a flag or a value is not allowed.
     """
     arguments = check_recipe(arguments)
     try:
@@ -132,10 +118,8 @@ def parse_recipe(arguments: Sequence[str]) -> tuple[LZEScriptArguments, LZEGRPOC
 
 def check_recipe(arguments: Sequence[str]) -> list[str]:
     """
-    Check keys and flags without building the configuration, which would occupy the accelerator.
-
-    Returns:
-        `list[str]`: The command line with the recipe's flag normalised to `--config PATH`.
+    Check keys and flags without building the configuration, which would occupy the accelerator. Returns the command line
+    with the recipe's flag normalised to `--config PATH`.
     """
     parser = RecipeParser()
     path, flags = _split_config(arguments)
@@ -155,15 +139,14 @@ def _split_config(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
     if arguments and not arguments[0].startswith("-"):
         arguments = ["--config", *arguments]
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--config", action="append")
+    parser.add_argument("--config", action="append", default=[])
     try:
         namespace, flags = parser.parse_known_args(arguments)
     except argparse.ArgumentError as error:
         raise RecipeError("`--config` needs the path of a recipe.") from error
-    paths = namespace.config or [None]
-    if len(paths) > 1:
+    if len(namespace.config) > 1:
         raise RecipeError("`--config` was given twice. Give one recipe, and flags that override it.")
-    return paths[0], flags
+    return next(iter(namespace.config), None), flags
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -180,12 +163,7 @@ class _StrictLoader(yaml.SafeLoader):
 
 
 def read_recipe(path: str | Path) -> dict[str, Any]:
-    """
-    Read the YAML mapping of a recipe.
-
-    Raises:
-        RecipeError: It cannot be found or read, is no mapping, or gives a key twice.
-    """
+    """The YAML mapping of a recipe. [`RecipeError`] is raised if it cannot be read, is no mapping, or gives a key twice."""
     path = Path(path)
     if path.suffix == ".py":
         raise RecipeError(
@@ -195,7 +173,7 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), _StrictLoader)
     except FileNotFoundError:
-        raise RecipeError(f"There is no recipe `{path}`.{_near(str(path), known_recipes())}") from None
+        raise RecipeError(f"There is no recipe `{path}`.{_near(str(path), _known_recipes())}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"The recipe `{path}` cannot be read: {error}.") from error
     except yaml.YAMLError as error:
@@ -212,7 +190,7 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
     return content
 
 
-def known_recipes() -> list[str]:
+def _known_recipes() -> list[str]:
     """Recipes under `recipes/` of the working directory and of the checkout."""
     here = Path.cwd()
     recipes = {recipe for root in (here, CHECKOUT) for recipe in (root / "recipes").rglob("*.yaml")}

@@ -19,7 +19,6 @@ import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 
 import datasets
 import huggingface_hub
@@ -28,14 +27,8 @@ from datasets import Dataset
 from transformers.trainer import TRAINER_STATE_NAME
 from trl import ModelConfig, get_peft_config, get_quantization_config
 
-from ..app.console import accuracy_metric, sampled_accuracy
-from ..checkpoint import (
-    CheckpointError,
-    has_ended,
-    how_to_resume,
-    last_complete_checkpoint,
-    refuse_non_checkpoint,
-)
+from ..app.console import accuracy_metric, held_out_accuracy
+from ..checkpoint import CheckpointError, has_ended, how_to_resume, last_complete_checkpoint, refuse_non_checkpoint
 from ..config import LZEGRPOConfig
 from ..data import load_mixture, parse_reference
 from ..rewards import get_reward
@@ -47,44 +40,30 @@ logger = logging.getLogger("lze_trl.job.train")  # by name: as a script, this mo
 
 
 @contextmanager
-def user_errors(*kinds: type[Exception]) -> Iterator[None]:
-    """Raise errors of these kinds as [`RecipeError`], which `main` shows without a traceback."""
+def user_errors() -> Iterator[None]:
+    """Raise what a recipe may cause as [`RecipeError`], which `main` shows without a traceback."""
     try:
         yield
-    except kinds as error:
+    except (ValueError, TypeError, ImportError, OSError) as error:
         logger.debug("Cause:", exc_info=True)
         raise RecipeError(str(error)) from error
 
 
-def load_data(script_args: LZEScriptArguments, training_args: LZEGRPOConfig) -> tuple[Dataset, Dataset | None]:
+def load_data(args: LZEScriptArguments, training_args: LZEGRPOConfig) -> tuple[Dataset, Dataset | None]:
     """Training set, and evaluation set if the recipe names one."""
-    if not script_args.datasets:
+    if not args.datasets:
         raise RecipeError("`datasets` names no training set. Give a Hub id or a local file.")
-    load = partial(
-        load_mixture,
-        system_prompt=script_args.system_prompt,
-        prompt_suffix=script_args.prompt_suffix,
-        conversational=script_args.conversational,
-        prompt_column=script_args.dataset_prompt_column,
-        answer_column=script_args.dataset_answer_column,
-        context_columns=script_args.dataset_context_columns,
-        option_columns=script_args.dataset_option_columns,
-    )
+    shared = {name: vars(args)[name] for name in ("system_prompt", "prompt_suffix", "conversational")}
+    for name in ("prompt_column", "answer_column", "context_columns", "option_columns"):
+        shared[name] = vars(args)[f"dataset_{name}"]
     with training_args.main_process_first(desc="datasets"):
-        train = load(
-            script_args.datasets,
-            split=script_args.dataset_split,
-            config=script_args.dataset_config,
-            limit=script_args.max_train_samples,
+        train = load_mixture(
+            args.datasets, split=args.dataset_split, config=args.dataset_config, limit=args.max_train_samples, **shared
         )
-        if not script_args.eval_datasets:
+        if not args.eval_datasets:
             return train, None
-        return train, load(
-            script_args.eval_datasets,
-            split=script_args.eval_dataset_split,
-            config=script_args.eval_dataset_config,
-            limit=script_args.max_eval_samples,
-        )
+        split, config, limit = args.eval_dataset_split, args.eval_dataset_config, args.max_eval_samples
+        return train, load_mixture(args.eval_datasets, split=split, config=config, limit=limit, **shared)
 
 
 def build_trainer(
@@ -145,33 +124,29 @@ def run(
     script_args: LZEScriptArguments, training_args: LZEGRPOConfig, model_args: ModelConfig
 ) -> dict[str, float | None]:
     """
-    Train by a recipe.
+    Train by a recipe. A run that was stopped after its last step is still evaluated, saved, reported and uploaded.
 
-    A run that was stopped is resumed. If it has taken all its steps, it is still evaluated, saved, reported and uploaded.
-
-    Returns:
-        `dict[str, float | None]`: The totals of [`~lze_trl.record.ledger.Ledger.summary`], and `accuracy_before` and
-        `accuracy_after`, `None` where not measured. Empty if the run was finished before.
+    Returns the totals of [`~lze_trl.record.ledger.Ledger.summary`], and `accuracy_before` and `accuracy_after`, `None`
+    where not measured; nothing if the run was finished before.
     """
     if training_args.disable_tqdm or not sys.stdout.isatty():
         datasets.disable_progress_bars()
         huggingface_hub.utils.disable_progress_bars()
         transformers.utils.logging.disable_progress_bar()
     output_dir = Path(training_args.output_dir)
-    with user_errors(ValueError, TypeError, ImportError, OSError):
+    with user_errors():
         checkpoint = resume_point(training_args)
         if checkpoint is not None:
             refuse_non_checkpoint(checkpoint)
-        # The state of the trainer is the last thing that a run writes into its output folder
-        if checkpoint is not None and all(has_ended(folder, training_args) for folder in (checkpoint, output_dir)):
-            logger.info(
-                "The run in `%s` has ended: there is nothing left to do. To continue it, raise `max_steps` or "
-                "`num_train_epochs`. To start again, set another `output_dir`, or `resume_from_checkpoint: false`, which "
-                "replaces it.",
-                output_dir,
-            )
-            return {}
-        if checkpoint is not None:
+            # The state of the trainer is the last thing that a run writes into its output folder
+            if has_ended(checkpoint, training_args) and has_ended(output_dir, training_args):
+                logger.info(
+                    "The run in `%s` has ended: there is nothing left to do. To continue it, raise `max_steps` or "
+                    "`num_train_epochs`. To start again, set another `output_dir`, or `resume_from_checkpoint: false`, "
+                    "which replaces it.",
+                    output_dir,
+                )
+                return {}
             logger.info("Resuming from `%s`.", checkpoint)
         elif last_complete_checkpoint(output_dir) is not None:
             logger.info(
@@ -187,8 +162,7 @@ def run(
     if trainer.summary is not None:
         trainer.summary.ends_with_training = False
     try:
-        with user_errors(CheckpointError):
-            trainer.train(resume_from_checkpoint=checkpoint)
+        trainer.train(resume_from_checkpoint=checkpoint)
     except KeyboardInterrupt:
         if trainer.is_world_process_zero():
             logger.warning(how_to_resume(output_dir, "the same command with `--resume_from_checkpoint auto`"))
@@ -199,10 +173,10 @@ def run(
 
 def finish(trainer: LZEGRPOTrainer, on_the_hub: list[str]) -> dict[str, float | None]:
     """Evaluate, save, report and upload what was trained, on these datasets of the Hub; returns what [`run`] returns."""
-    state, metric = trainer.state, accuracy_metric(trainer.args, trainer.reward_func_names)
-    if trainer.eval_dataset is not None and sampled_accuracy(state.log_history, metric, state.global_step) is None:
+    metric = accuracy_metric(trainer.args, trainer.reward_func_names)
+    if trainer.eval_dataset is not None and held_out_accuracy(trainer.state, metric)["after"] is None:
         trainer.evaluate()
-    before, after = (sampled_accuracy(state.log_history, metric, step) for step in (0, state.global_step))
+    accuracy = held_out_accuracy(trainer.state, metric)
 
     trainer.save_model(trainer.args.output_dir)
     savings = trainer.savings()
@@ -219,7 +193,7 @@ def finish(trainer: LZEGRPOTrainer, on_the_hub: list[str]) -> dict[str, float | 
         trainer.summary.show(trainer.state, files)
     trainer.save_state()
     trainer.end()
-    return {**savings, "accuracy_before": before, "accuracy_after": after}
+    return savings | {f"accuracy_{when}": share for when, share in accuracy.items()}
 
 
 def setup_logging(is_main: bool):
@@ -235,7 +209,7 @@ def main(arguments: Sequence[str] | None = None):
     setup_logging(is_main=os.environ.get("RANK", "0") == "0")
     try:
         run(*parse_recipe(sys.argv[1:] if arguments is None else arguments))
-    except RecipeError as error:
+    except (RecipeError, CheckpointError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit(130)
