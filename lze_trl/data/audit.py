@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from datasets import Dataset
+from math_verify.errors import TimeoutException
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from ..memory.identity import prompt_id
-from ..rewards.grading import Answer, GradingTimeout, equal, read_answer, read_gold
+from ..rewards.grading import Answer, equal, read_answer, read_gold
 from . import load_prompts
 from .references import DataError
 
@@ -130,10 +131,10 @@ def _verdicts(gold: str) -> list[str]:
         answer = read_gold(gold)
         if answer is None:
             return ["unread"]
-        kind = "value" if answer.is_expression and not _is_wordy(gold, answer) else "text"
+        kind = "value" if answer.expressions and not _is_wordy(gold, answer) else "text"
         boxed = read_answer(f"The result is $\\boxed{{{gold}}}$.")
-        return [kind] if boxed is not None and equal(answer, boxed) is True else [kind, "unequal"]
-    except GradingTimeout:
+        return [kind] if boxed is not None and equal(answer, boxed) else [kind, "unequal"]
+    except TimeoutException:
         return ["unread"]
 
 
