@@ -36,7 +36,9 @@ def write_problem(question: str, contexts: list[tuple[str, str]], options: list[
         else:
             problem = f"{context}\n\n{problem}"
     lettered = list(zip(ascii_uppercase, options, strict=False))
-    if not all(re.search(rf"\b{letter}\W{{1,6}}{re.escape(_words(option.text))}", words) for letter, option in lettered):
+    if not all(
+        re.search(rf"\b{letter}\W{{1,6}}{re.escape(_words(option.text))}", words) for letter, option in lettered
+    ):
         problem = "\n".join([problem.rstrip(), *(f"{letter}. {option.text}" for letter, option in lettered)])
     return problem
 
