@@ -347,8 +347,8 @@ def test_audit_counts(write):
     assert first.counts == {**counts, "unequal": 0}
     assert first.examples["unread"] == ["}"]
     assert first.prompt_characters == [5, 15, 15, 15]
-    assert not first.is_sound
-    assert (second.counts["rows"], second.counts["shared"], second.is_sound) == (1, 1, True)
+    assert (second.counts["rows"], second.counts["shared"], second.counts["value"]) == (1, 1, 1)
+    assert [second.counts[name] for name in ("none", "unread", "unequal")] == [0, 0, 0]
     text = render(entries)
     assert "a/one.jsonl: unreadable: '}'" in text
     assert "b/two.jsonl" in text

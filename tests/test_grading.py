@@ -341,7 +341,8 @@ def test_the_audit_reads_what_it_calls_sound(tmp_path):
     path = tmp_path / "physics.jsonl"
     path.write_text('{"problem": "How heavy?", "answer": "4.5e33"}\n')
     dataset = load_prompts(str(path))
-    assert audit_prompts(dataset).is_sound
+    counts = audit_prompts(dataset).counts
+    assert [counts[name] for name in ("rows", "value", "none", "unread", "unequal")] == [1, 1, 0, 0, 0]
     (expression,) = read_gold(dataset["solution"][0]).expressions
     assert float(expression) == pytest.approx(4.5e33)
 

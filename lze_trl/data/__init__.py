@@ -7,7 +7,6 @@ the policy sees: state does not carry over between runs that word their prompts 
 from datasets import Dataset, Features, IterableDataset, Value, concatenate_datasets
 
 from .adapters import PromptStyle, adapt
-from .columns import ColumnSettings
 from .references import DataError, Reference, parse_reference
 from .sources import load_tables, reading
 
@@ -83,7 +82,12 @@ def load_prompts(
         raise ValueError(f"`limit` must be at least 1, got {limit}. Leave it unset to read all rows.")
     style = PromptStyle(conversational, system_prompt, prompt_suffix)
     parsed = parse_reference(reference, config=config, split=split)
-    settings = ColumnSettings(prompt_column, answer_column, context_columns, option_columns)
+    settings = {
+        "prompt_column": prompt_column,
+        "answer_column": answer_column,
+        "context_columns": context_columns,
+        "option_columns": option_columns,
+    }
     tables, remaining = [], limit
     for table in load_tables(parsed, streaming):
         with reading(parsed):

@@ -16,18 +16,21 @@ Schemas are recognised by their columns, so that copies and re-uploads work like
 """
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from datasets import Dataset, Features, IterableDataset, List, Value
 
 from ..memory.identity import prompt_id
-from .columns import Columns, ColumnSettings, at, recognise
+from .columns import Columns, at
 from .problems import write_problem
 from .references import DataError
 
 
 logger = logging.getLogger(__name__)
+
+_MESSAGES = List({"role": Value("string"), "content": Value("string")})
 
 
 @dataclass(frozen=True)
@@ -67,84 +70,78 @@ def adapt(
     table: Dataset | IterableDataset,
     source: str,
     style: PromptStyle,
-    settings: ColumnSettings,
+    settings: Mapping[str, Any],
     limit: int | None = None,
 ) -> Dataset | IterableDataset:
     """
     Bring a dataset of a known schema into the columns that [`load_prompts`] returns.
 
-    What was read from which column is written into `info.description`. Of a `Dataset`, at most `limit` rows are converted.
-    Raises [`DataError`] if the dataset is empty, or its columns are not recognised.
+    `settings` are the columns that the user names. What was read from which column is written into `info.description`. Of
+    a `Dataset`, at most `limit` rows are converted. Raises [`DataError`] if the dataset is empty, or not recognised.
     """
     features = table.features
     if features is None:  # of a stream, known from its first row only
         features = Dataset.from_list(list(table.take(1))).features
-    columns = recognise(table, features, source, settings)
-    if limit is not None and isinstance(table, Dataset):
-        table = table.select(range(min(limit, len(table))))
-
-    def convert(row: dict[str, Any]) -> dict[str, Any]:
-        problem, options = at(row, columns.prompt), columns.listed_options(row)
-        *before, last = [{"role": "user", "content": problem}] if isinstance(problem, str) else problem
-        last = {**last, "content": write_problem(last["content"], columns.contexts(row), options)}
-        prompt = style.write([*before, last], source)
-        text = columns.gold_text(row)
-        final = columns.final(text)
-        gold = columns.letter_of(final, options)
-        worked = text if text != final else None
-        kept = {new: row[old] for old, new in columns.kept.items()}
-        if kept.get("level") is not None:  # 2 in MATH-500 and "Level 2" in MATH: one type, so that sets can be mixed
-            kept["level"] = str(kept["level"])
-        own = {
-            "prompt": prompt,
-            "solution": gold,
-            "reference_solution": worked if columns.worked is None else row[columns.worked],
-            "prompt_id": prompt_id(prompt, gold),
-            "source": source,
-        }
-        return own | kept
-
-    result = _result_features(features, columns, style.conversational)
+    columns = Columns(table, features, source, settings)
+    result = {
+        "prompt": _MESSAGES if style.conversational else Value("string"),
+        "solution": Value("string"),
+        "reference_solution": Value("string"),
+        "prompt_id": Value("int64"),
+        "source": Value("string"),
+    }
+    result |= {new: Value("string") if new == "level" else features[old] for old, new in columns.kept.items()}
 
     def convert_batch(batch: dict[str, list]) -> dict[str, list]:
         rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
-        rows = [convert(row) for row in rows if _has_problem(at(row, columns.prompt))]
+        rows = [_convert(row, columns, style) for row in rows if _has_problem(at(row, columns.prompt))]
         return {name: [row[name] for row in rows] for name in result}
 
+    options = {"batched": True, "remove_columns": list(features), "features": Features(result)}
+    if isinstance(table, IterableDataset):
+        adapted = table.map(convert_batch, **options)
+        adapted.info.description = columns.describe()
+        return adapted
+    if limit is not None:
+        table = table.select(range(min(limit, len(table))))
     # Never from the cache: its key does not change when this module does
-    options = {"load_from_cache_file": False, "desc": f"Reading {source}"} if isinstance(table, Dataset) else {}
-    adapted = table.map(convert_batch, batched=True, remove_columns=list(features), features=result, **options)
+    adapted = table.map(convert_batch, load_from_cache_file=False, desc=f"Reading {source}", **options)
     adapted.info.description = columns.describe()
-    if isinstance(table, Dataset) and len(adapted) < len(table):
-        adapted.info.description += f"; {_report_dropped(len(table), len(adapted), source)}"
+    if len(adapted) == 0:
+        raise DataError(
+            f"{source!r} has {len(table)} rows, and none has a problem text. Name the column of the problem with "
+            "`prompt_column` (in a recipe, `dataset_prompt_column`)."
+        )
+    if len(adapted) < len(table):
+        dropped = f"dropped {len(table) - len(adapted)} of {len(table)} rows, which have no problem text"
+        logger.warning("%r: %s.", source, dropped)
+        adapted.info.description += f"; {dropped}"
     return adapted
+
+
+def _convert(row: dict[str, Any], columns: Columns, style: PromptStyle) -> dict[str, Any]:
+    problem, options = at(row, columns.prompt), columns.listed_options(row)
+    *before, last = [{"role": "user", "content": problem}] if isinstance(problem, str) else problem
+    last = {**last, "content": write_problem(last["content"], columns.contexts(row), options)}
+    prompt = style.write([*before, last], columns.source)
+    text = columns.answer_text(row)
+    final = columns.final(text)
+    gold = columns.letter_of(final, options)
+    worked = text if text != final else None
+    kept = {new: row[old] for old, new in columns.kept.items()}
+    if kept.get("level") is not None:  # 2 in MATH-500 and "Level 2" in MATH: one type, so that sets can be mixed
+        kept["level"] = str(kept["level"])
+    return {
+        "prompt": prompt,
+        "solution": gold,
+        "reference_solution": worked if columns.worked is None else row[columns.worked],
+        "prompt_id": prompt_id(prompt, gold),
+        "source": columns.source,
+        **kept,
+    }
 
 
 def _has_problem(problem: str | list | None) -> bool:
     if isinstance(problem, list) and problem:
         problem = problem[-1]["content"]
     return bool(problem and problem.strip())
-
-
-def _report_dropped(before: int, after: int, source: str) -> str:
-    if after == 0:
-        raise DataError(
-            f"{source!r} has {before} rows, and none has a problem text. Name the column of the problem with "
-            "`prompt_column` (in a recipe, `dataset_prompt_column`)."
-        )
-    report = f"dropped {before - after} of {before} rows, which have no problem text"
-    logger.warning("%r: %s.", source, report)
-    return report
-
-
-def _result_features(features: Features, columns: Columns, conversational: bool) -> Features:
-    message = {"role": Value("string"), "content": Value("string")}
-    own = {
-        "prompt": List(message) if conversational else Value("string"),
-        "solution": Value("string"),
-        "reference_solution": Value("string"),
-        "prompt_id": Value("int64"),
-        "source": Value("string"),
-    }
-    kept = {new: Value("string") if new == "level" else features[old] for old, new in columns.kept.items()}
-    return Features(own | kept)

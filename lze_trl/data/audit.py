@@ -2,17 +2,18 @@
 
 import io
 import re
-from collections import Counter
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
+from dataclasses import dataclass
 
 import numpy as np
 from datasets import Dataset
+from math_verify.errors import TimeoutException
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from ..memory.identity import prompt_id
-from ..rewards.grading import Answer, GradingTimeout, equal, read_answer, read_gold
+from ..rewards.grading import Answer, equal, read_answer, read_gold
 from . import load_prompts
 from .references import DataError
 
@@ -39,27 +40,17 @@ _LATEX = re.compile(r"\\[A-Za-z]+\s*(\{[^{}]*\})?")
 
 @dataclass(frozen=True)
 class Audit:
-    """
-    What one dataset holds.
-
-    Attributes:
-        source (`str`): Its short name.
-        description (`str`): What was read from which column.
-        counts (`dict[str, int]`): Numbers of rows, by the keys of `COUNTS`.
-        examples (`dict[str, list[str]]`): A few gold answers of each of these kinds.
-        prompt_characters (`list[int]`): Shortest, median, 95th percentile and longest prompt.
-    """
+    """What one dataset holds."""
 
     source: str
     description: str
+    """What was read from which column."""
     counts: dict[str, int]
-    examples: dict[str, list[str]] = field(default_factory=dict)
-    prompt_characters: list[int] = field(default_factory=list)
-
-    @property
-    def is_sound(self) -> bool:
-        """Whether every row has a gold answer that can be scored."""
-        return not any(self.counts[name] for name in ("none", "unread", "unequal"))
+    """Numbers of rows, by the keys of `COUNTS`."""
+    examples: dict[str, list[str]]
+    """A few gold answers of each of the kinds in `_EXAMPLES`."""
+    prompt_characters: list[int]
+    """Shortest, median, 95th percentile and longest prompt."""
 
 
 @dataclass(frozen=True)
@@ -71,15 +62,7 @@ class Failure:
 
 
 def audit(references: list[str], **kwargs) -> list[Audit | Failure]:
-    """
-    Read datasets as a training run would, and count. One that cannot be read does not hide the others.
-
-    Args:
-        references (`list[str]`):
-            References, as [`load_prompts`] takes them.
-        **kwargs:
-            Arguments of [`load_prompts`], for each of them.
-    """
+    """Read datasets by [`load_prompts`], as a training run would, and count. One that cannot be read does not hide the others."""
     if not references:
         raise DataError("No dataset is given. Name at least one, such as 'openai/gsm8k'.")
     entries, seen = [], set()
@@ -96,31 +79,27 @@ def audit(references: list[str], **kwargs) -> list[Audit | Failure]:
 
 def audit_prompts(dataset: Dataset, seen: set[int] = frozenset()) -> Audit:
     """Count what a dataset made by [`load_prompts`] holds; `seen` are the ids of the prompts of other datasets."""
-    ids, lengths, texts = [], [], set()
-    for batch in dataset.iter(batch_size=1000):
-        ids.extend(batch["prompt_id"])
-        lengths.extend(_characters(prompt) for prompt in batch["prompt"])
-        texts.update(prompt_id(prompt) for prompt in batch["prompt"])
-    distinct = len(set(ids))
+    ids, prompts = list(dataset["prompt_id"]), list(dataset["prompt"])
+    texts = [prompt if isinstance(prompt, str) else "".join(turn["content"] for turn in prompt) for prompt in prompts]
     golds = Counter(dataset["solution"])
     counts = Counter(
         rows=len(ids),
-        repeated=len(ids) - distinct,
-        conflicts=distinct - len(texts),
+        repeated=len(ids) - len(set(ids)),
+        conflicts=len(set(ids)) - len(set(map(prompt_id, prompts))),
         shared=sum(value in seen for value in ids),
         none=golds.pop(None, 0),
     )
-    examples = {name: [] for name in _EXAMPLES}
+    examples = defaultdict(list)
     for gold, number in golds.items():
         for verdict in _verdicts(gold):
             counts[verdict] += number
-            examples.setdefault(verdict, []).append(gold)
+            examples[verdict].append(gold)
     return Audit(
         source=dataset["source"][0],
         description=dataset.info.description,
         counts={name: counts[name] for name in COUNTS},
-        examples={name: found[:_MOST_EXAMPLES] for name, found in examples.items()},
-        prompt_characters=np.percentile(lengths, [0, 50, 95, 100], method="nearest").astype(int).tolist(),
+        examples={name: examples[name][:_MOST_EXAMPLES] for name in _EXAMPLES},
+        prompt_characters=np.percentile([*map(len, texts)], [0, 50, 95, 100], method="nearest").tolist(),
     )
 
 
@@ -130,10 +109,10 @@ def _verdicts(gold: str) -> list[str]:
         answer = read_gold(gold)
         if answer is None:
             return ["unread"]
-        kind = "value" if answer.is_expression and not _is_wordy(gold, answer) else "text"
+        kind = "value" if answer.expressions and not _is_wordy(gold, answer) else "text"
         boxed = read_answer(f"The result is $\\boxed{{{gold}}}$.")
-        return [kind] if boxed is not None and equal(answer, boxed) is True else [kind, "unequal"]
-    except GradingTimeout:
+        return [kind] if boxed is not None and equal(answer, boxed) else [kind, "unequal"]
+    except TimeoutException:
         return ["unread"]
 
 
@@ -142,20 +121,8 @@ def _is_wordy(gold: str, answer: Answer) -> bool:
     return bool(answer.values[0].free_symbols) and _WORD.search(_LATEX.sub(" ", gold)) is not None
 
 
-def _characters(prompt: str | list[dict[str, str]]) -> int:
-    return len(prompt) if isinstance(prompt, str) else sum(len(message["content"]) for message in prompt)
-
-
-def render(entries: list[Audit | Failure], width: int = 118) -> str:
-    """
-    A plain-text table, what was read from which column, gold answers that cannot be scored, and errors.
-
-    Args:
-        entries (`list[Audit | Failure]`):
-            What to show.
-        width (`int`, *optional*, defaults to `118`):
-            Width in characters.
-    """
+def render(entries: list[Audit | Failure]) -> str:
+    """A plain-text table, what was read from which column, gold answers that cannot be scored, and errors."""
     legend = [f"{name:<9}  {meaning}" for name, meaning in COUNTS.items() if meaning]
     legend.append("prompt     characters of the shortest, the median, the 95th percentile and the longest prompt")
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), caption_justify="left")
@@ -169,12 +136,12 @@ def render(entries: list[Audit | Failure], width: int = 118) -> str:
             table.add_row(entry.reference, "error")
             notes.append(f"{entry.reference}: error: {entry.message}")
             continue
-        lengths = "/".join(str(value) for value in entry.prompt_characters)
+        lengths = "/".join(map(str, entry.prompt_characters))
         table.add_row(entry.source, *(f"{count:,}" for count in entry.counts.values()), lengths)
         notes.append(f"{entry.source}: {entry.description}")
         for name, what in _EXAMPLES.items():
             notes += [f"{entry.source}: {what}: {gold[:_EXAMPLE_CHARACTERS]!r}" for gold in entry.examples[name]]
-    console = Console(file=io.StringIO(), width=width, color_system=None)
+    console = Console(file=io.StringIO(), width=118, color_system=None)
     console.print(table)
     for note in notes:
         console.print(note, markup=False, soft_wrap=True)

@@ -11,6 +11,7 @@ calls them, and the gold answer becomes the letter of the right one:
 import ast
 import re
 from collections.abc import Callable, Iterable
+from functools import partial
 from string import ascii_uppercase
 from typing import Any, NamedTuple
 
@@ -24,35 +25,26 @@ class Option(NamedTuple):
     text: str
 
 
-def write_problem(question: str, contexts: Iterable[tuple[str, str]], options: list[Option]) -> str:
+def write_problem(question: str, contexts: list[tuple[str, str]], options: list[Option]) -> str:
     """The whole problem: a question, names and texts of what it refers to, and the options to choose from, if any."""
     problem, words = question, _words(question)
-    for name, context in reversed(list(contexts)):
+    for name, context in reversed(contexts):
         if not context or _words(context) in words:
             continue
         if name.lower() == "body":  # the first sentences of the paragraph that the question ends
             problem = f"{context}{'.' if context[-1].isalnum() else ''} {problem.lstrip()}"
         else:
             problem = f"{context}\n\n{problem}"
-    if options and not _lists(words, options):
-        lines = [f"{letter}. {option.text}" for letter, option in zip(ascii_uppercase, options, strict=False)]
-        problem = "\n".join([problem.rstrip(), *lines])
+    lettered = list(zip(ascii_uppercase, options, strict=False))
+    if not all(
+        re.search(rf"\b{letter}\W{{1,6}}{re.escape(_words(option.text))}", words) for letter, option in lettered
+    ):
+        problem = "\n".join([problem.rstrip(), *(f"{letter}. {option.text}" for letter, option in lettered)])
     return problem
 
 
 def _words(text: str) -> str:
     return " ".join(text.split())
-
-
-def _lists(problem: str, options: list[Option]) -> bool:
-    """Whether a problem already lists its options by their letters."""
-    return all(
-        re.search(rf"\b{letter}\W{{1,6}}{re.escape(_words(option.text))}", problem)
-        for letter, option in zip(ascii_uppercase, options, strict=False)
-    )
-
-
-# ---- Contexts ----
 
 
 def context_text(value: Any) -> str:
@@ -61,14 +53,12 @@ def context_text(value: Any) -> str:
         value = [value["header"], *value["rows"]]
     if isinstance(value, list):
         rows = [row if isinstance(row, list) else [row] for row in value if row is not None]
-        return "\n".join(" | ".join(_cell(cell) for cell in row) for row in rows).strip()
+        return "\n".join(" | ".join(map(_cell, row)) for row in rows).strip()
     return _cell(value)
 
 
 def _cell(value: Any) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, (str, int, float)):
+    if isinstance(value, (str, int, float, type(None))):
         return gold_text(value) or ""
     raise TypeError(f"A context must be text, a list of paragraphs or a table, got {type(value).__name__}: {value!r}.")
 
@@ -85,26 +75,25 @@ def read_options(value: Any) -> list[Option]:
     `None`. Anything else, and more than 26 options, is a `TypeError`.
     """
     if isinstance(value, str):
-        value = _parse(value)
+        value = _parse_options(value)
     if isinstance(value, dict):
         texts = value.get("text")
         if isinstance(texts, list):
-            labels = value.get("label") or [None] * len(texts)
-            value = [{"label": label, "text": text} for label, text in zip(labels, texts, strict=True)]
+            pairs = zip(value.get("label") or [None] * len(texts), texts, strict=True)
         else:
-            value = [{"label": label, "text": text} for label, text in value.items()]
+            pairs = value.items()
+        value = [{"label": label, "text": text} for label, text in pairs]
     if value is None:
         return []
     if not isinstance(value, list):
         raise _not_options(value)
-    options = [_option(item) for item in value]
-    options = [option for option in options if option.text]
+    options = [option for option in map(_option, value) if option.text]
     if len(options) > len(ascii_uppercase):
         raise TypeError(f"There are letters for {len(ascii_uppercase)} options, got {len(options)}.")
     return _without_letters(options) if len(options) > 1 else []
 
 
-def _parse(text: str) -> Any:
+def _parse_options(text: str) -> Any:
     if not text.strip():
         return None
     try:
@@ -165,24 +154,20 @@ def _by_text(gold: str, options: list[Option]) -> int | None:
     return _only(_words(option.text).casefold() == _words(gold).casefold() for option in options)
 
 
-def _by_index(gold: str, options: list[Option]) -> int | None:
-    return int(gold) if gold.isdecimal() and int(gold) < len(options) else None
-
-
-def _by_number(gold: str, options: list[Option]) -> int | None:
-    return int(gold) - 1 if gold.isdecimal() and 1 <= int(gold) <= len(options) else None
-
-
 def _only(matches: Iterable[bool]) -> int | None:
     found = [index for index, matched in enumerate(matches) if matched]
     return found[0] if len(found) == 1 else None
 
 
+def _by_number(gold: str, options: list[Option], first: int) -> int | None:
+    return int(gold) - first if gold.isdecimal() and 0 <= int(gold) - first < len(options) else None
+
+
 READINGS: dict[str, Callable[[str, list[Option]], int | None]] = {
     "labels": _by_label,
     "texts": _by_text,
-    "numbers from 0": _by_index,
-    "numbers from 1": _by_number,
+    "numbers from 0": partial(_by_number, first=0),
+    "numbers from 1": partial(_by_number, first=1),
 }
 
 

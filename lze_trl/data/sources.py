@@ -5,8 +5,9 @@ Datasets are data files only: nothing that a dataset holds is executed.
 
 import difflib
 import logging
+import re
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import datasets
@@ -46,30 +47,34 @@ def load_tables(reference: Reference, streaming: bool = False) -> list[Dataset |
 @contextmanager
 def reading(reference: Reference) -> Iterator[None]:
     """Raise what goes wrong while the dataset behind a reference is read as [`DataError`]."""
+    name, formats = repr(reference.label), ", ".join(FILE_FORMATS)
     try:
         yield
     except DataError:
         raise
     except FileNotFoundError as error:
-        raise DataError(
-            f"{reference.label!r} holds no data that can be read ({', '.join(FILE_FORMATS)}): {error}"
-        ) from error
+        raise DataError(f"{name} holds no data that can be read ({formats}): {error}") from error
     # A library of its own for each format, with errors that have no more in common
     except (DatasetGenerationError, OSError, ValueError, RuntimeError) as error:
-        raise _unreadable(reference, error.__cause__ or error) from error
-
-
-def _unreadable(reference: Reference, error: BaseException) -> DataError:
-    return DataError(
-        f"{reference.label!r} cannot be read: {type(error).__name__}: {' '.join(str(error).split())}. Check that its files "
-        f"are complete, have the same columns, and are what their names say ({', '.join(FILE_FORMATS)})."
-    )
+        text = str(error)
+        if "corresponds to no data" in text:
+            raise DataError(f"{name} has no rows. Check its split, and that the file is complete.") from error
+        is_split = isinstance(error, ValueError) and re.search("(?i)split|unrecognized instruction", text)
+        if reference.split is not None and is_split:
+            raise DataError(
+                f"{name} has no split {reference.split!r}: {text} Name one of its splits, or none."
+            ) from error
+        cause = error.__cause__ or error
+        raise DataError(
+            f"{name} cannot be read: {type(cause).__name__}: {' '.join(str(cause).split())}. Check that its files are "
+            f"complete, have the same columns, and are what their names say ({formats})."
+        ) from error
 
 
 def _load_local(path: Path, reference: Reference, streaming: bool) -> list[Dataset | IterableDataset]:
     if path.is_dir():
         if (path / "dataset_info.json").is_file() and (path / "state.json").is_file():
-            table = _split_of(Dataset.load_from_disk(str(path)), path, reference)
+            table = _split_of(Dataset.load_from_disk(str(path)), path, reference.split)
             return [table.to_iterable_dataset() if streaming else table]
         return _load(str(path.resolve()), reference, streaming)
     if path.suffix.lower() not in FILE_FORMATS:
@@ -86,20 +91,13 @@ def _split_name(path: Path) -> str:
     return path.stem if path.stem in _SPLIT_NAMES else "train"
 
 
-def _split_of(saved: Dataset, path: Path, reference: Reference) -> Dataset:
+def _split_of(saved: Dataset, path: Path, split: str | None) -> Dataset:
     """Rows of a dataset that `save_to_disk` wrote: it has one split, which it may name."""
-    if reference.split is None:
+    if split is None:
         return saved
     name = _split_name(path) if saved.split is None else str(saved.split).partition("[")[0]
-    try:
-        parts = datasets.ReadInstruction.from_spec(reference.split).to_absolute({name: len(saved)})
-    except ValueError as error:
-        raise _no_split(reference, error) from error
+    parts = datasets.ReadInstruction.from_spec(split).to_absolute({name: len(saved)})
     return concatenate_datasets([saved.select(range(part.from_, part.to)) for part in parts])
-
-
-def _no_split(reference: Reference, error: ValueError) -> DataError:
-    return DataError(f"{reference.label!r} has no split {reference.split!r}: {error} Name one of its splits, or none.")
 
 
 def _load_hub(reference: Reference, streaming: bool) -> list[Dataset | IterableDataset]:
@@ -148,13 +146,11 @@ def _why_unreachable(reference: Reference) -> str | None:
 
 def _cached_snapshot(reference: Reference) -> Path | None:
     """Folder that `hf download` left, if any."""
-    with suppress(LocalEntryNotFoundError):
-        return Path(
-            huggingface_hub.snapshot_download(
-                reference.path, repo_type="dataset", revision=reference.revision, local_files_only=True
-            )
-        )
-    return None
+    where = {"repo_type": "dataset", "revision": reference.revision, "local_files_only": True}
+    try:
+        return Path(huggingface_hub.snapshot_download(reference.path, **where))
+    except LocalEntryNotFoundError:
+        return None
 
 
 def _cached_configs(path: str) -> list[str]:
@@ -188,16 +184,7 @@ def _load_configs(
 
 
 def _load_config(path: str, reference: Reference, streaming: bool, **kwargs) -> Dataset | IterableDataset:
-    try:
-        loaded = datasets.load_dataset(path, split=reference.split, streaming=streaming, **kwargs)
-    except ValueError as error:
-        if "corresponds to no data" in str(error):
-            raise DataError(
-                f"{reference.label!r} has no rows. Check its split, and that the file is complete."
-            ) from error
-        if reference.split is None or "split" not in str(error).lower():
-            raise _unreadable(reference, error) from error
-        raise _no_split(reference, error) from error
+    loaded = datasets.load_dataset(path, split=reference.split, streaming=streaming, **kwargs)
     if reference.split is not None:
         return loaded
     if "train" in loaded:

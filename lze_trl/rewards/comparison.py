@@ -46,8 +46,7 @@ def is_really_equal(gold: Any, answer: Any) -> bool:
     """
     Whether two values are equal that math-verify calls equal.
 
-    It compares equations by their solutions, so that all that have none are equal, and numbers after rounding, so that all
-    small ones are.
+    It compares equations by their solutions, so all without one are equal, and rounds numbers, so all small ones are.
     """
     if type(gold) is type(answer) and gold == answer:
         return True

@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from math_verify.errors import TimeoutException
 from trl.rewards import get_soft_overlong_punishment
 from trl.rewards import think_format_reward as trl_think_format_reward
 
-from .grading import GradingTimeout, equal, gold_text, last_boxed, read_answer, read_gold
+from .grading import equal, gold_text, last_boxed, read_answer, read_gold
 
 
 logger = logging.getLogger(__name__)
@@ -111,6 +112,8 @@ def accuracy_reward(
 
 
 def _accuracy(completion: str, gold: Any) -> tuple[float | None, str]:
+    """Score of a completion, and the answer that was read."""
+    answer = None
     try:
         text = gold_text(gold)
         gold_answer = read_gold(text) if text is not None else None
@@ -118,15 +121,11 @@ def _accuracy(completion: str, gold: Any) -> tuple[float | None, str]:
             unreadable_golds.add(gold)
             return None, ""
         answer = read_answer(completion)
-        if answer is None:
-            return 0.0, ""
-        is_equal = equal(gold_answer, answer)
-    except GradingTimeout:
-        is_equal, answer = None, None
-    if is_equal is None:
+        score = 0.0 if answer is None else float(equal(gold_answer, answer))
+    except TimeoutException:
         grading_timeouts.add(gold)
-        return None, answer.text if answer is not None else ""
-    return float(is_equal), answer.text
+        score = None
+    return score, "" if answer is None else answer.text
 
 
 def exact_match_reward(

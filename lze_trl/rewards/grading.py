@@ -23,7 +23,7 @@ from math_verify.utils import timeout
 from sympy import Basic, MatrixBase, Number
 
 from .comparison import is_computable, is_really_equal
-from .notation import bases, normalise, number_before_letter
+from .notation import NUMBER_AND_LETTER, bases, normalise
 
 
 logger = logging.getLogger(__name__)
@@ -41,14 +41,12 @@ _LONGEST = 400
 _DEEPEST = 12
 """Characters and nested brackets of an answer beyond which math-verify's parser takes seconds."""
 
-# Units are removed before: math-verify removes everything from the first `\text{` on
+# Without units, which are removed before: math-verify removes everything from the first `\text{` on
 _LATEX = (
     LatexExtractionConfig(
         boxed_match_priority=0,
         try_extract_without_anchor=False,
-        normalization_config=NormalizationConfig(
-            basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="all"
-        ),
+        normalization_config=NormalizationConfig(malformed_operators=True, nits=True),
     ),
 )
 _NUMBER_IN_PROSE = (ExprExtractionConfig(try_extract_without_anchor=False),)
@@ -84,10 +82,6 @@ _VALUE = re.compile(r"\d|\b[A-Z]\b")  # "5, since $x = 3$"
 _BETWEEN_MATH = re.compile(r"\s*(?:,|,?\s*(?:and|or))\s*")
 
 
-class GradingTimeout(Exception):  # noqa: N818 - not an error of the caller, like `queue.Empty`
-    """math-verify did not finish in time, so nothing is known about the answer."""
-
-
 @dataclass(frozen=True)
 class Answer:
     """An answer as math-verify reads it."""
@@ -105,29 +99,20 @@ class Answer:
 
     @property
     def expressions(self) -> tuple[Basic | MatrixBase, ...]:
-        """The values that SymPy can compare."""
+        """The values that SymPy can compare; without one, an answer equals only the same text."""
         return tuple(value for value in self.values if isinstance(value, (Basic, MatrixBase)))
-
-    @property
-    def is_expression(self) -> bool:
-        """Whether the answer has a mathematical value; otherwise, it equals only the same text."""
-        return bool(self.expressions)
 
 
 def gold_text(value: Any) -> str | None:
     """Text of a gold answer that a file holds as text, a number (27.0 gives "27"), a list of one of them, or not at all."""
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
-    if value is None:
+    if value is None or (isinstance(value, float) and not math.isfinite(value)):
         return None
-    if isinstance(value, str):
-        return value.strip() or None
-    if isinstance(value, int):
-        return str(value)
     if isinstance(value, float):
-        if not math.isfinite(value):
-            return None
         return str(int(value)) if value.is_integer() else f"{Decimal(repr(value)):f}"
+    if isinstance(value, (str, int)):
+        return str(value).strip() or None
     raise TypeError(
         f"A gold answer must be text, a number or a list with one of them, got {type(value).__name__}: {value!r}."
     )
@@ -137,8 +122,7 @@ def last_boxed(text: str) -> str | None:
     r"""
     Contents of the last `\boxed{…}` or `\fbox{…}`, if there is one and it is closed.
 
-    math-verify joins neighbouring boxes, which is wrong for worked solutions: they box a value and then the same value in
-    another form, or an intermediate result.
+    math-verify joins neighbouring boxes, but worked solutions box a value and then its other form, or an intermediate result.
     """
     start, command = max((text.rfind(command), command) for command in _BOXES)
     if start < 0:
@@ -164,22 +148,22 @@ def read_gold(gold: str) -> Answer | None:
     r"""
     Read a gold answer, in LaTeX or plain: a bare one, or a worked solution that boxes, marks (`####`) or announces it.
 
-    Returns `None` if it cannot be read, and raises [`GradingTimeout`] if it cannot be read in time.
+    Returns `None` if it cannot be read, and raises math-verify's `TimeoutException` if it cannot be read in time.
     """
     answer = _read_gold(gold)
-    if isinstance(answer, GradingTimeout):
-        raise GradingTimeout(*answer.args)
+    if isinstance(answer, TimeoutException):
+        raise TimeoutException(*answer.args)
     return answer
 
 
 @lru_cache(maxsize=8192)
-def _read_gold(gold: str) -> Answer | GradingTimeout | None:
+def _read_gold(gold: str) -> Answer | TimeoutException | None:
     """Every completion of a group has the same gold answer: a timeout is remembered, too."""
-    deadline = _deadline()
+    deadline = monotonic() + TIMEOUT_SECONDS
     try:
         text = _final_part(gold)
         return _read_shown(text, deadline) or _read_announced(text, deadline) or _read_bare(text, deadline)
-    except GradingTimeout as error:
+    except TimeoutException as error:
         return error.with_traceback(None)
 
 
@@ -192,9 +176,9 @@ def read_answer(completion: str) -> Answer | None:
     answer ("the answer is …", "Answer: …"), or all of a short text. An announced answer comes before words after `####`,
     which Markdown makes a heading. A number somewhere in the text is not an answer.
 
-    Returns `None` if there is no answer, and raises [`GradingTimeout`] if it cannot be read in time.
+    Returns `None` if there is no answer, and raises math-verify's `TimeoutException` if it cannot be read in time.
     """
-    deadline = _deadline()
+    deadline = monotonic() + TIMEOUT_SECONDS
     text = _final_part(completion)
     answer = _read_shown(text, deadline)
     if answer is not None:
@@ -205,30 +189,23 @@ def read_answer(completion: str) -> Answer | None:
     return _read_announced(text, deadline) or (_read_bare(text, deadline) if is_bare else None)
 
 
-def equal(gold: Answer, answer: Answer) -> bool | None:
-    """Whether two answers are equal, as far as math-verify can tell; `None` if it does not finish in time."""
+def equal(gold: Answer, answer: Answer) -> bool:
+    """Whether two answers are equal, as far as math-verify can tell; raises its `TimeoutException` if it takes too long."""
     if gold.bases and answer.bases and gold.bases != answer.bases:
         return False
     if gold.text == answer.text:
         return True
-    if _DECIMAL.fullmatch(gold.text) and _DECIMAL.fullmatch(answer.text) and not _round_alike(gold.text, answer.text):
-        return False
-    deadline = _deadline()
-    try:
-        if number_before_letter(answer.text) is not None and isinstance(gold.values[0], Number):
-            answer = _read_bare(number_before_letter(answer.text), deadline) or answer
-        return any(
-            _equal_values(gold_value, value, deadline)
-            for gold_value, value in product(gold.expressions, answer.expressions)
-        )
-    except (TimeoutException, GradingTimeout):
-        return None
-
-
-def _round_alike(a: str, b: str) -> bool:
-    """Whether two decimals agree as far as the shorter one goes; math-verify compares six decimals, however many there are."""
-    coarser = max(Decimal(text).as_tuple().exponent for text in (a, b))
-    return abs(Decimal(a) - Decimal(b)) < Decimal(1).scaleb(coarser)
+    if _DECIMAL.fullmatch(gold.text) and _DECIMAL.fullmatch(answer.text):
+        # As far as the shorter one goes; math-verify compares six decimals, however many there are
+        coarser = max(Decimal(text).as_tuple().exponent for text in (gold.text, answer.text))
+        if abs(Decimal(gold.text) - Decimal(answer.text)) >= Decimal(1).scaleb(coarser):
+            return False
+    deadline = monotonic() + TIMEOUT_SECONDS
+    match = NUMBER_AND_LETTER.fullmatch(answer.text)
+    if match is not None and isinstance(gold.values[0], Number):
+        answer = _read_bare(match[1], deadline) or answer
+    pairs = product(gold.expressions, answer.expressions)
+    return any(_equal_values(gold_value, value, deadline) for gold_value, value in pairs)
 
 
 def _equal_values(gold: Any, value: Any, deadline: float) -> bool:
@@ -244,8 +221,8 @@ def _equal_values(gold: Any, value: Any, deadline: float) -> bool:
 
 def _final_part(text: str) -> str:
     text = text.rpartition("</think>")[2].partition("<think>")[0]
-    answers = [part for part in text.split("<answer>")[1:] if part.partition("</answer>")[0].strip()]
-    return (answers[-1].partition("</answer>")[0] if answers else text).strip()
+    parts = [part.partition("</answer>")[0].strip() for part in text.split("<answer>")[1:]]
+    return next((part for part in reversed(parts) if part), text.strip())
 
 
 def _read_shown(text: str, deadline: float) -> Answer | None:
@@ -259,7 +236,7 @@ def _read_shown(text: str, deadline: float) -> Answer | None:
 
 
 def _read_announced(text: str, deadline: float) -> Answer | None:
-    for match in list(_ANNOUNCEMENT.finditer(text))[: -_MOST_ANNOUNCEMENTS - 1 : -1]:
+    for match in reversed(list(_ANNOUNCEMENT.finditer(text))[-_MOST_ANNOUNCEMENTS:]):
         clause = _CLAUSE_END.split(text[max(0, match.start() - _BARE_ANSWER_CHARACTERS) : match.start()])[-1]
         if _DENIED.search(clause) or _NEGATED.search(match[0]) or _HEDGE.match(text, match.end()):
             continue
@@ -276,16 +253,17 @@ def _read_announcement(rest: str, deadline: float) -> Answer | None:
     sentence = rest[: end.start() if end else None].replace("*", "").strip()
     is_math = math is not None and math.start() <= len(sentence) and not _VALUE.search(rest[: math.start()])
     if is_math and not _WORD.search(_TEXT_IN_MATH.sub("", math[0])):
-        parts = [_math_text(math)]
+        parts = [math[math.lastindex]]
         while (link := _BETWEEN_MATH.match(rest, math.end())) and (math := _MATH.match(rest, link.end())):
-            parts.append(_math_text(math))
-        return _read_bare(",".join(parts), deadline)
+            parts.append(math[math.lastindex])
+        return _read_bare(",".join(part.strip() for part in parts), deadline)
     option = _OPTION.match(sentence)
     if option is not None:
         letter, rest = _read_bare(option[1], deadline), sentence[option.end() :]
         value = _read_announcement(rest, deadline) if rest else None
-        # "(B) 27" says both
-        return letter if letter is None or value is None else Answer((*letter.expressions, *value.values), value.bases)
+        if letter is None or value is None:
+            return letter
+        return Answer((*letter.expressions, *value.values), value.bases)  # "(B) 27" says both
     words = _WORD.finditer(_TEXT_IN_MATH.sub(lambda match: " " * len(match[0]), sentence))
     first = next((word.start() for word in words if word[0] not in ("and", "or")), None)
     if first is not None and not _OR.search(sentence):
@@ -298,15 +276,11 @@ def _read_announcement(rest: str, deadline: float) -> Answer | None:
     return _read_bare(sentence, deadline) if sentence and len(sentence) <= _BARE_ANSWER_CHARACTERS else None
 
 
-def _math_text(match: re.Match) -> str:
-    return next(group for group in match.groups() if group is not None).strip()
-
-
 def _read_bare(text: str, deadline: float) -> Answer | None:
     # The full stop of a sentence would make "27." plain text
     text = text.strip().rstrip(" .")
     math = _MATH.fullmatch(text)
-    text = normalise(_math_text(math) if math is not None else text)
+    text = normalise(text if math is None else math[math.lastindex].strip())
     depths = accumulate((char in "([{") - (char in ")]}") for char in text)
     if len(text) > _LONGEST or max(depths, default=0) > _DEEPEST or _COMPUTED_BY_PARSER.search(text):
         return Answer((text,))
@@ -317,8 +291,6 @@ def _read_bare(text: str, deadline: float) -> Answer | None:
 def _read(text: str, extraction: tuple, deadline: float) -> Answer | None:
     try:
         return _parsed(text, extraction, _seconds_left(deadline))
-    except TimeoutException as error:
-        raise GradingTimeout(f"math-verify took more than {TIMEOUT_SECONDS} s to read {text[:80]!r}.") from error
     except Exception:  # ANTLR and SymPy raise anything on what a model can write
         logger.debug("math-verify could not read an answer.", exc_info=True)
         return None
@@ -330,10 +302,6 @@ def _parsed(text: str, extraction: tuple, seconds: int | None) -> Answer | None:
     values = parse(text, extraction_config=extraction, parsing_timeout=seconds, raise_on_error=True)
     # A number too large to compute equals only the same text
     return Answer(tuple(value for value in values if is_computable(value))) if values else None
-
-
-def _deadline() -> float:
-    return monotonic() + TIMEOUT_SECONDS
 
 
 def _seconds_left(deadline: float) -> int | None:

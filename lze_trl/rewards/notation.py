@@ -80,7 +80,9 @@ _PLAIN_UNITS = re.compile(
     rf"(?P<value>.*[\d}})$])(?:\s*(?:{'|'.join(_CLOSE_UNITS)})(?:s|es)?|\s+(?:{'|'.join(_UNITS)})(?:s|es)?)"
     rf"(?:(?:\s*/\s*|\s+)(?:{'|'.join(_UNITS)})(?:s|es)?)*(?:\^\{{?\d\}}?)?\.?\s*$"
 )
-_LETTER_UNIT = re.compile(rf"(-?[\d.,]+)({'|'.join(unit for unit in _UNITS if len(unit) == 1)})")
+NUMBER_AND_LETTER = re.compile(rf"(-?[\d.,]+)({'|'.join(unit for unit in _UNITS if len(unit) == 1)})")
+"""`5m`, which is 5 metres or a product with a variable m."""
+
 _COMMAND = re.compile(r"\\[a-zA-Z]+")
 _BASE = re.compile(r"(?<=[\dA-F)}])_(?:\{\s*(?:\\text\{)?\s*(\d+)\s*\}?\s*\}|(\d+))")
 
@@ -99,12 +101,6 @@ def normalise(text: str) -> str:
     text = _without_units(text)
     match = _SET.fullmatch(text)
     return match["condition"].strip() if match and _INEQUALITY.search(match["condition"]) else text
-
-
-def number_before_letter(text: str) -> str | None:
-    """The number in `5m`, which is 5 metres or a product with a variable m; `None` for anything else."""
-    match = _LETTER_UNIT.fullmatch(text)
-    return match[1] if match else None
 
 
 def bases(text: str) -> tuple[str, ...]:
