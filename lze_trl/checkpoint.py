@@ -86,11 +86,11 @@ def load(directory: str | Path, name: str) -> tuple[dict[str, np.ndarray], dict[
     return tensors, meta
 
 
-def _parsed(file: Path, data: bytes, parse: Callable, advice: str = "Use another checkpoint.") -> Any:
+def _parsed(file: Path, data: bytes, parse: Callable) -> Any:
     try:
         return parse(data)
     except (ValueError, SafetensorError) as error:
-        raise CheckpointError(f"`{file}` is damaged ({error}). {advice}") from error
+        raise CheckpointError(f"`{file}` is damaged ({error}). Use another checkpoint.") from error
 
 
 def save_parts(directory: str | Path, name: str, parts: dict[str, Any], meta: dict[str, Any]):
@@ -144,24 +144,24 @@ def refuse_non_checkpoint(directory: str | Path) -> dict[str, Any]:
     Refuse a folder that no run can go on from, with a [`CheckpointError`]: missing, no checkpoint of `LZEGRPOTrainer`, or
     not written to its end. Returns the description of another.
     """
-    directory = Path(directory)
-    last = last_complete_checkpoint(directory) or last_complete_checkpoint(directory.parent)
-    advice = "Name a `checkpoint-…` folder of a run" + ("." if last is None else f", such as `{last}`.")
+    directory, problem = Path(directory), None
+    needed = (TRAINER_STATE_NAME, f"{STATE_NAME}.json", f"{STATE_NAME}.safetensors")
+    missing = [name for name in needed if not (directory / name).is_file()]
     if not directory.is_dir():
-        raise CheckpointError(f"`{directory}` is no folder, so it is no checkpoint to resume from. {advice}")
-    for name in (TRAINER_STATE_NAME, f"{STATE_NAME}.json", f"{STATE_NAME}.safetensors"):
-        if not (directory / name).is_file():
-            raise CheckpointError(
-                f"`{directory}` is no complete checkpoint of `LZEGRPOTrainer`: it has no `{name}`. {advice}"
-            )
-    if not any(directory.glob("rng_state*.pth")):
-        raise CheckpointError(
+        problem = f"`{directory}` is no folder, so it is no checkpoint to resume from."
+    elif missing:
+        problem = f"`{directory}` is no complete checkpoint of `LZEGRPOTrainer`: it has no `{missing[0]}`."
+    elif not any(directory.glob("rng_state*.pth")):
+        problem = (
             f"`{directory}` holds a trained model without its optimizer, as the folder of a run does, and checkpoints with "
-            f"`save_only_model=True`. {advice}"
+            "`save_only_model=True`."
         )
-    state = directory / TRAINER_STATE_NAME
-    _parsed(state, state.read_bytes(), json.loads, advice)
-    return load(directory, STATE_NAME)[1]
+    if problem is None:
+        _parsed(directory / TRAINER_STATE_NAME, (directory / TRAINER_STATE_NAME).read_bytes(), json.loads)
+        return load(directory, STATE_NAME)[1]
+    last = last_complete_checkpoint(directory) or last_complete_checkpoint(directory.parent)
+    example = "" if last is None else f", such as `{last}`"
+    raise CheckpointError(f"{problem} Name a `checkpoint-…` folder of a run{example}.")
 
 
 @contextmanager

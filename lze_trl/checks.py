@@ -63,8 +63,6 @@ def refuse_unsupported(args: LZEGRPOConfig, train_dataset: Any, given: dict[str,
         raise TypeError(
             f"`args` must be an `LZEGRPOConfig`, got `{type(args).__name__}`. It takes every field of `GRPOConfig`."
         )
-    if train_dataset is None:
-        raise ValueError("`train_dataset` is required: selection needs prompts that it can recognise.")
     for name in IMAGE_COLUMNS:
         if isinstance(train_dataset, Dataset) and name in train_dataset.column_names:
             batches = train_dataset.select_columns(name).with_format("arrow").iter(1000)
@@ -183,9 +181,8 @@ def refuse_unfit_tokenizers(trainer: GRPOTrainer):
     """Refuse, before anything is generated, tokenizers without the tokens and the template that the data needs."""
     # A rollout function writes its conversations itself
     encoders = [("The tokenizer of the model", trainer.processing_class, trainer.rollout_func is None)]
-    for name, func, encoder in zip(
-        trainer.reward_func_names, trainer.reward_funcs, trainer.reward_processing_classes, strict=True
-    ):
+    rewards = zip(trainer.reward_func_names, trainer.reward_funcs, trainer.reward_processing_classes, strict=True)
+    for name, func, encoder in rewards:
         if isinstance(func, PreTrainedModel):
             encoders.append((f"The tokenizer of the reward model '{name}'", encoder, True))
     for place, encoder, _ in encoders:
@@ -227,8 +224,7 @@ def outcome_rule(
             "unset for their weighted sum."
         )
     column = names.index(args.pass_reward) if args.pass_reward in names else None
-    threshold, bounds = args.pass_threshold, args.reward_range
-    binary = False
+    threshold, bounds, binary = args.pass_threshold, args.reward_range, False
     if threshold is None and isinstance(controller, ReinforceAda):
         counted = range(len(names)) if column is None else [column]
         weights = args.reward_weights or [1.0] * len(names)
@@ -243,15 +239,15 @@ def outcome_rule(
         logger.info("Reinforce-Ada counts rewards above %s, the published threshold, as passes.", threshold)
     elif threshold is None and args.pass_reward is not None and bounds is None:
         threshold = 0.5
-    return OutcomeRule(column, threshold, None if bounds is None else (bounds[0], bounds[1]), binary)
+    return OutcomeRule(column, threshold, None if bounds is None else tuple(bounds), binary)
 
 
 def with_prompt_ids(dataset: Any, args: LZEGRPOConfig) -> Dataset | IterableDataset:
     """Training set with prompt ids, once it is known to fill a generation batch."""
     if not isinstance(dataset, (Dataset, IterableDataset)):
         return dataset  # TRL says what is wrong with it
-    num_groups = args.generation_batch_size // args.num_generations
-    open_choice, rows = args.deduplicate is None, dataset
+    num_groups, rows = args.generation_batch_size // args.num_generations, dataset
+    open_choice = args.deduplicate is None
     args.deduplicate = open_choice or args.deduplicate
     with args.main_process_first(desc="prompt ids"):
         dataset = add_prompt_ids(rows, args.answer_column, args.deduplicate)
@@ -263,11 +259,11 @@ def with_prompt_ids(dataset: Any, args: LZEGRPOConfig) -> Dataset | IterableData
                 *(len(rows), len(dataset), num_groups),
             )
             dataset = add_prompt_ids(rows, args.answer_column, deduplicate=False)
-    if isinstance(dataset, Dataset) and len(dataset) < len(rows):
-        logger.warning(
-            "Dropped %d of %d rows that repeat a prompt and its answer.", len(rows) - len(dataset), len(rows)
-        )
-    if isinstance(dataset, Dataset) and len(dataset) < num_groups:
+    if isinstance(dataset, IterableDataset):
+        return dataset
+    if dropped := len(rows) - len(dataset):
+        logger.warning("Dropped %d of %d rows that repeat a prompt and its answer.", dropped, len(rows))
+    if len(dataset) < num_groups:
         raise ValueError(
             f"The training set has {len(dataset)} different prompts, and a generation batch takes {num_groups} "
             f"(`generation_batch_size={args.generation_batch_size}` / `num_generations={args.num_generations}`). Use a "

@@ -30,15 +30,8 @@ _OF_TRAINING = ("lr_scheduler_type", "optim", "max_grad_norm", "seed", *_OF_OPTI
 # computed, shown and recorded. A strategy is only a name: what it sets is compared
 _HARMLESS = (
     *("vllm_", "use_vllm", "use_transformers_", "transformers_", "telemetry", "log_", "hub_", "ds3_", "summary"),
-    *("num_completions_to", "strategy", "packing", "micro_step_cost", "max_tokens_per", "pad_to"),
-    *(
-        "cache_implementation",
-        "model_init",
-        "trust_remote",
-        "state_from",
-        "steps_per_generation",
-        "num_generations_eval",
-    ),
+    *("num_completions_to", "strategy", "packing", "micro_step_cost", "max_tokens_per", "pad_to", "trust_remote"),
+    *("cache_implementation", "model_init", "state_from", "steps_per_generation", "num_generations_eval"),
 )
 
 
@@ -105,9 +98,7 @@ def _refuse_other_model(model: PreTrainedModel, directory: Path):
     else:
         return
     for name in names:
-        theirs, own = (
-            sorted(value) if isinstance(value, (list, set)) else value for value in (saved.get(name), ours.get(name))
-        )
+        theirs, own = (sorted(x) if isinstance(x, (list, set)) else x for x in (saved.get(name), ours.get(name)))
         if theirs != own:
             raise CheckpointError(
                 f"`{directory}` is a checkpoint of another model: it has `{name}={theirs}`, and this run {own}. Resume with "

@@ -420,23 +420,20 @@ class LZEGRPOTrainer(GRPOTrainer):
         meta = store.load_parts(checkpoint, store.STATE_NAME, self._parts)
         if self.is_world_process_zero():
             compatibility.warn_of_changes(meta["settings"], self._described["settings"])
-        self._load_rows(checkpoint, meta["parts"]["batches"]["waiting"], meta["num_processes"])
+        waiting, processes = meta["parts"]["batches"]["waiting"], self.accelerator.num_processes
+        if waiting and meta["num_processes"] != processes:
+            self.ledger.surplus_dropped += waiting
+            logger.warning(
+                "%d surplus groups of the checkpoint are dropped: they lie with %d processes, and this run has %d.",
+                *(waiting, meta["num_processes"], processes),
+            )
+            waiting = 0
+        if rows := self.generation_step.row_parts(waiting):
+            store.load_parts(checkpoint, f"{store.ROWS_NAME}_{self.accelerator.process_index}", rows)
         # Micro-steps are counted from the beginning of a generation batch, however many this run makes of one
         Engine(self).continue_from(meta["micro_step"] if meta["mid_batch"] else 0)
         if self.state.global_step >= self.state.max_steps:
             self._load_rng_state(checkpoint)
-
-    def _load_rows(self, checkpoint: str, waiting: int, num_processes: int):
-        """Continue with the rows of a checkpoint; groups that wait are dropped if they lie with other processes."""
-        if waiting and num_processes != self.accelerator.num_processes:
-            self.ledger.surplus_dropped += waiting
-            logger.warning(
-                "%d surplus groups of the checkpoint are dropped: they lie with %d processes, and this run has %d.",
-                *(waiting, num_processes, self.accelerator.num_processes),
-            )
-            waiting = 0
-        if parts := self.generation_step.row_parts(waiting):
-            store.load_parts(checkpoint, f"{store.ROWS_NAME}_{self.accelerator.process_index}", parts)
 
     @property
     def _parts(self) -> dict[str, Any]:
