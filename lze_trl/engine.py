@@ -274,10 +274,10 @@ class Engine:
         if trainer.use_vllm and trainer._last_loaded_step == trainer.state.global_step:
             trainer._last_loaded_step += 1
 
-    def weighted_loss(self, compute: Callable[[Any], torch.Tensor], inputs: dict[str, Any], window: Window):
+    def weighted_loss(self, window: Window, model: torch.nn.Module, inputs: dict[str, Any], *arguments: Any):
         """
-        TRL's loss of a micro-batch, times what it, its rows and their entropies weigh in the optimizer step. `compute` is
-        TRL's, with the trainer that it is given. The window keeps the metrics of packed micro-batches for its end.
+        TRL's loss of a micro-batch, times what it, its rows and their entropies weigh in the optimizer step. The window
+        keeps the metrics of packed micro-batches for its end.
         """
         trainer = self._trainer
         scale, row_share, tokens = (inputs.pop(f"lze_{name}") for name in ("scale", "row_share", "tokens"))
@@ -301,7 +301,7 @@ class Engine:
 
             changes["_get_per_token_logps_and_entropies"] = logprobs
         with altered(trainer, **changes) as view:
-            loss = compute(view)
+            loss = GRPOTrainer.compute_loss(view, model, inputs, *arguments)
         accumulation = trainer.current_gradient_accumulation_steps
         if trainer.args.packing or tokens == 0:
             window.add(logged, tokens, {"policy_loss": scale / accumulation, "aux_loss": row_share / accumulation})

@@ -257,9 +257,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         if "lze_scale" not in inputs:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         arguments = model, inputs, return_outputs, num_items_in_batch
-        return Engine(self).weighted_loss(
-            lambda view: GRPOTrainer.compute_loss(view, *arguments), inputs, self.generation_step.window
-        )
+        return Engine(self).weighted_loss(self.generation_step.window, *arguments)
 
     # ---- Accounts and records ----
 
