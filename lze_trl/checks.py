@@ -74,11 +74,8 @@ def refuse_unfit_strategies(
     args: LZEGRPOConfig, train_dataset: Any, planner: Planner | None, controller: RolloutController
 ):
     """Refuse strategies that the training set, or another setting, does not allow; `planner` is one of the user's."""
-    ranks, draws, uniform = (
-        type(planner).__name__,
-        type(controller).__name__,
-        is_plain(controller, args.num_generations),
-    )
+    ranks, draws = type(planner).__name__, type(controller).__name__
+    uniform = is_plain(controller, args.num_generations)
     if isinstance(train_dataset, IterableDataset):
         for unfit, what, instead in (
             (args.pruning not in (None, "none"), f"`pruning={args.pruning!r}` needs", "Set `pruning='none'`"),

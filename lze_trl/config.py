@@ -58,8 +58,7 @@ _RANGES = {
     "vllm_request_timeout": (lambda x: x > 0, "greater than 0", "1800 is the default"),
     "vllm_recovery_timeout": (lambda x: x >= 0, "at least 0", "Use 0 to not wait"),
 }
-
-
+# Name and description of a field in the docstring
 _ENTRY = re.compile(r"^ {8}(\w+) \(`.*\):\n((?: {12}.+\n)+)", re.M)
 
 
