@@ -386,12 +386,7 @@ class LZEGRPOConfig(GRPOConfig):
         return make_selector(self.selector, self.gumbel_scale)
 
     def _check_combinations(self):
-        controller = self.make_controller()
-        if isinstance(controller, ReinforceAda) and self.reward_range is not None:
-            raise ValueError(
-                f"`controller={self.controller!r}` counts passes, and `reward_range={self.reward_range}` grades outcomes. "
-                "Leave it unset, and set a `pass_threshold`."
-            )
+        self.make_controller()  # refuses settings that it cannot use
         if self.pruning_policy == "greso" and self.pruning == "none":
             raise ValueError(
                 "`pruning_policy='greso'` needs pruning, and `pruning='none'`. Set `pruning='refill'` or 'skip'."
@@ -406,19 +401,18 @@ class LZEGRPOConfig(GRPOConfig):
                 "`fp16=True` is not supported: its gradient scaler fails on a step in which no group was worth a "
                 "gradient. Use `bf16=True`, or neither."
             )
-        if self.use_vllm and self.vllm_mode == "http" and not self.vllm_server_urls:
+        http, mode = self.use_vllm and self.vllm_mode == "http", self.vllm_importance_sampling_mode
+        if http and not self.vllm_server_urls:
             raise ValueError(
                 "`vllm_mode='http'` needs `vllm_server_urls`, the base URLs of the vLLM servers, for example "
                 "['http://127.0.0.1:8000']."
             )
-        if self.use_vllm and self.vllm_mode == "http" and self.loss_type == "vespo":
-            # TRL's own check, which only sees its own engine
-            allowed = ("token_truncate", "token_mask")
-            mode = self.vllm_importance_sampling_mode
-            if self.vllm_importance_sampling_correction and mode not in allowed:
-                raise ValueError(
-                    f"`loss_type='vespo'` needs `vllm_importance_sampling_mode` to be one of {list(allowed)}, got {mode!r}."
-                )
+        allowed = ("token_truncate", "token_mask")  # TRL's own check only sees its own engine
+        corrects = self.loss_type == "vespo" and self.vllm_importance_sampling_correction
+        if http and corrects and mode not in allowed:
+            raise ValueError(
+                f"`loss_type='vespo'` needs `vllm_importance_sampling_mode` to be one of {list(allowed)}, got {mode!r}."
+            )
 
     def _resolve_packing(self):
         quantile = self.top_entropy_quantile
