@@ -133,8 +133,8 @@ def test_a_run_records_the_settings_and_goes_on_under_another_name(tmp_path, cap
     spelled = train(LZEGRPOTrainer, tmp_path / "other", max_steps=2, **run, **settings_of("recommended"))
     named, other = recorded(tmp_path), recorded(tmp_path / "other")
     assert {name for name in named if named[name] != other[name]} == {"strategy", "output_dir", "model"}
-    assert rules_of(named, None, None) == rules_of(other, None, None)
-    assert rules_of(named, None, None).ratio == 0.8
+    assert rules_of(named) == rules_of(other)
+    assert rules_of(named).selection_ratio == 0.8
 
     def resumed(**settings):
         caplog.clear()

@@ -153,16 +153,10 @@ def times(ratio: float) -> str:
 
 def against_plain(totals: dict[str, float]) -> list[Work]:
     """
-    The one comparison with plain GRPO, for the same number of optimizer steps.
+    The one comparison with plain GRPO, for the same number of optimizer steps: from the totals of a run, each kind of work
+    that takes part in it, and the total. Empty where the costs of plain GRPO are not known.
 
     Visits that pruning left out of a pass do not enter: plain GRPO would have taken further steps for them.
-
-    Args:
-        totals (`dict[str, float]`): Totals of a run: `trainer.savings()`, or the `ledger` of [`Run.summary`].
-
-    Returns:
-        `list[Work]`: The kinds of work that take part in the run, and the total. Empty where the costs of plain GRPO are
-        not known.
     """
     works = [
         Work(

@@ -8,7 +8,7 @@ import io
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -21,7 +21,6 @@ MERGED_BYTES, MERGED_PARTS = 8 * 2**20, 100
 """Size in memory, and number, from which the parts of single flushes are merged."""
 
 _PATTERN = re.compile(r"a(\d{4})-(\d{8})-(\d{8})\.parquet")
-_MAGIC = b"PAR1"
 
 
 @dataclass(frozen=True, order=True)
@@ -40,15 +39,12 @@ class Part:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the file, which must be there, ends as a Parquet file does: one cut off while it was copied does not."""
+        """Whether the file, which must be there, has its end: one cut off while it was copied has not."""
         try:
-            with open(self.path, "rb") as file:
-                file.seek(-4, os.SEEK_END)
-                return file.read(4) == _MAGIC
-        except FileNotFoundError:
-            raise
-        except OSError:
+            pq.read_metadata(self.path)
+        except pa.ArrowInvalid:
             return False
+        return True
 
 
 def list_parts(folder: Path, is_usable: Callable[[Part], bool] = lambda part: True) -> list[Part]:
@@ -101,7 +97,6 @@ class PartWriter:
         if not (is_due or closing):
             return []
         if len(parts) > 1:
-            merged = Part(self.attempt, parts[0].first, parts[-1].last, self.folder)
-            write_part(merged, pa.concat_tables(tables).combine_chunks())
+            write_part(replace(parts[0], last=parts[-1].last), pa.concat_tables(tables).combine_chunks())
         self._unmerged.clear()
         return parts if len(parts) > 1 else []

@@ -1,6 +1,7 @@
 """From the trainer's batches to the telemetry of a run."""
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -25,29 +26,19 @@ def recorded_rows(mode: str, generation: int, rollouts: Rollouts) -> np.ndarray:
     return np.flatnonzero(rollouts.group == sampled)
 
 
+@dataclass
 class Recorder:
     """
     Writes the telemetry of a run, from its first batch or log line on. Only the main process writes; all of them take part
     in gathering text.
-
-    `described` is what else a reader of the telemetry wants to know of the run: its selector, its model, …; `totals` gives
-    the totals of the run, see [`~lze_trl.record.ledger.Ledger.summary`].
     """
 
-    def __init__(
-        self,
-        args: Any,
-        described: dict[str, Any],
-        reward_names: list[str],
-        totals: Callable[[], dict[str, float]],
-        accelerator: Accelerator,
-    ):
-        self.args = args
-        self.described = described
-        self.reward_names = reward_names
-        self.totals = totals
-        self.accelerator = accelerator
-        self._writer: TelemetryWriter | None = None
+    args: Any
+    described: dict[str, Any]  # what else a reader wants to know of the run: its selector, its model, …
+    reward_names: list[str]
+    totals: Callable[[], dict[str, float]]  # of the run, see [`~lze_trl.record.ledger.Ledger.summary`]
+    accelerator: Accelerator
+    _writer: TelemetryWriter | None = field(default=None, init=False)
 
     def record(
         self, scored: Scored | None, groups: Groups | None, chosen: np.ndarray | None, generation: int, **facts: Any
@@ -116,16 +107,9 @@ class Recorder:
 def _nothing(num_functions: int) -> dict[str, Any]:
     """A batch of which pruning has left nothing."""
     none, unscored = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float64)
-    rollouts = Rollouts(none, none, unscored, unscored, none, none)
-    return {
-        "groups": PromptState().visit(rollouts),
-        "selected": none.astype(bool),
-        "rewards": np.empty((0, num_functions)),
-        "rollouts": rollouts,
-        "loss_tokens": none,
-        "prompts": [],
-        "pruned": none.astype(bool),
-    }
+    rollouts, rewards = Rollouts(none, none, unscored, unscored, none, none), np.empty((0, num_functions))
+    batch = {"groups": PromptState().visit(rollouts), "rollouts": rollouts, "rewards": rewards, "loss_tokens": none}
+    return batch | {"selected": none.astype(bool), "pruned": none.astype(bool), "prompts": []}
 
 
 def _text(prompt: str | list[dict[str, Any]]) -> str:

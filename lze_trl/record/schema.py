@@ -83,7 +83,7 @@ class OtherSchemaError(TelemetryError):
 class Meta:
     """Content of `meta.json`."""
 
-    settings: dict[str, Any] = field(default_factory=dict)  # of the run, as the trainer gave them
+    settings: dict[str, Any] = field(default_factory=dict)
     completions: str = "none"  # which ones are recorded
     reward_names: list[str] = field(default_factory=list)  # in the order of the `rewards` columns
     attempts: list[int] = field(default_factory=list)

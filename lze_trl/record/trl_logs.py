@@ -59,22 +59,15 @@ class Analysis:
 
 def analyze(run_dir: str | Path, selection_ratio: float = 0.4, reward: str | None = None) -> Analysis:
     """
-    Replay the logs of a TRL GRPO run that had `log_completions=True`.
+    Replay the logs of a TRL GRPO run that had `log_completions=True`, from its output directory or its `completions` folder.
 
-    The selection is that of the run as it went: what other updates would have changed in later rollouts is unknown.
-    Text is counted in characters, because the logs hold no tokens.
+    The selection is that of the run as it went: what other updates would have changed in later rollouts is unknown. Groups
+    are ranked by the named reward, or the sum of all, whose weights the logs do not hold. Text is counted in characters,
+    because they hold no tokens either.
 
     TRL logs the latest completions at every log: those that several updates use are counted once. An evaluation replaces
     the log of its step. Such logs are left out if a `trainer_state.json` of the run mentions the evaluation; the logs
     alone do not show it.
-
-    Args:
-        run_dir (`str` or `Path`):
-            Output directory of the run, or its `completions` folder.
-        selection_ratio (`float`, *optional*, defaults to `0.4`):
-            ρ, the share of the groups of a step to train on.
-        reward (`str`, *optional*):
-            Name of the reward that ranks the groups. Defaults to the sum of all; the logs do not hold their weights.
     """
     if not 0 < selection_ratio <= 1:
         raise ValueError(

@@ -1,10 +1,4 @@
-"""
-Recording a run from the training's main process, at a cost that the training does not notice.
-
-A background thread writes what is queued at most `flush_seconds` later, or ten times the CPU time of its last write, so that it
-takes at most a tenth of a core; and at once when the trainer asks for it, before a checkpoint. `parts` says how rows become
-files.
-"""
+"""Recording a run from the training's main process, at a cost that the training does not notice."""
 
 import logging
 import os
@@ -45,23 +39,14 @@ _ToTables = Callable[[set[int]], dict[str, pa.Table]]
 
 class TelemetryWriter:
     """
-    Writes the telemetry of a run.
+    Writes the telemetry of a run, whose output directory is `directory`, or the folder `telemetry` in it.
 
-    Records are put in a queue that a background thread writes. A crash loses what was still in the queue. Failing writes
-    are logged and tried again, at the end a few times, and never stop the training.
+    A background thread writes what is queued at most `flush_seconds` later, or ten times the CPU time of its last write, so
+    that it takes at most a tenth of a core; and at once when the trainer asks for it, before a checkpoint. A crash loses what
+    was still in the queue. Failing writes are logged and tried again, at the end a few times, and never stop the training.
 
-    Args:
-        directory (`str` or `Path`):
-            Output directory of the run, or the folder `telemetry` in it.
-        completions (`str`, *optional*, defaults to `"sampled"`):
-            Which completions the records have, for those who read them.
-        settings (`dict`, *optional*):
-            Settings of the run, anything that JSON can express.
-        resumed_generation (`int`, *optional*):
-            First generation batch that this attempt records, when it resumes a run. Rows that an earlier attempt
-            recorded from there on are hidden.
-        flush_seconds (`float`, *optional*, defaults to `0.75`):
-            Longest time that a record waits, unless writing is slow.
+    `resumed_generation` is the first generation batch that this attempt records, when it resumes a run. Rows that an earlier
+    attempt recorded from there on are hidden.
     """
 
     def __init__(

@@ -4,14 +4,13 @@ import difflib
 import math
 import pkgutil
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from ..arrays import Groups
-from ..memory.state import StateSettings
 from ..seeding import keyed_rng
 from ..select.selectors import Selector, choose_groups, make_selector, quota, ramped_ratio
 
@@ -22,46 +21,41 @@ class ReplayError(ValueError):
 
 @dataclass(frozen=True)
 class Rules:
-    """How a run chose, apart from its selector; see [`LZEGRPOConfig`] for the settings."""
+    """How a run chose, apart from its selector: settings of [`LZEGRPOConfig`], and what follows from them."""
 
     seed: int
-    ratio: float
-    warmup: int
-    ramp: int
-    iterations: int
-    memory: float  # completions for which a prompt's past counts at most
-    named_outcome: bool  # whether a reward that the user named says what is solved
-    kept: int | None  # completions of a group that are trained on at most
-    num_prompts: int | None  # P where the run drew further prompts until enough groups were alive
-    max_age: int  # generation batches that a live group waits there when an update has no room for it
+    selection_ratio: float
+    selection_warmup: int = 0
+    selection_ramp: int = 0
+    num_iterations: int = 1
+    gumbel_scale: float = 0.05
+    surplus_max_age: int = 0
+    named_outcome: bool = False  # whether a reward that the user named says what is solved
+    kept: int | None = None  # completions of a group that are trained on at most
+    num_prompts: int | None = None  # P where the run drew further prompts until enough groups were alive
 
 
-def rules_of(settings: dict[str, Any], selection_ratio: float | None, seed: int | None) -> Rules:
-    """Rules of a run, from its settings as in `meta.json`; a ratio or seed that is given replaces the run's."""
-    ratio = settings.get("selection_ratio") if selection_ratio is None else selection_ratio
-    seed = settings.get("seed") if seed is None else seed
-    for name, value in (("selection_ratio", ratio), ("seed", seed)):
-        if value is None:
+def rules_of(settings: dict[str, Any], **given: Any) -> Rules:
+    """Rules of a run, from its settings as in `meta.json`; those that are given replace the run's, unless they are `None`."""
+    settings = settings | {name: value for name, value in given.items() if value is not None}
+    for name in ("selection_ratio", "seed"):
+        if settings.get(name) is None:
             raise ReplayError(f"The run has not recorded its `{name}`. Give `--{name}`.")
+    ratio, scale = settings["selection_ratio"], settings.get("gumbel_scale", Rules.gumbel_scale)
     if not 0 < ratio <= 1:
         raise ReplayError(f"`selection_ratio` must be in (0, 1], got {ratio}. Use 1.0 to choose every live group.")
-    controller, num_prompts = settings.get("controller", "uniform"), None
+    if not 0 <= scale < math.inf:
+        raise ReplayError(f"`gumbel_scale` must be at least 0, got {scale}. Use 0 to rank without noise.")
+    controller = settings.get("controller", "uniform")
     kept = settings.get("kept_completions")  # "None" where it was not set
     if not isinstance(kept, int):
         kept = settings["num_generations"] if controller.startswith("reinforce_ada") else None
-    if controller == "dynamic":
-        num_prompts = settings["generation_batch_size"] // settings["num_generations"]
+    draws_prompts = controller == "dynamic"
     return Rules(
-        seed=seed,
-        ratio=ratio,
-        warmup=settings.get("selection_warmup", 0),
-        ramp=settings.get("selection_ramp", 0),
-        iterations=settings.get("num_iterations", 1),
-        memory=settings.get("posterior_memory", StateSettings.posterior_memory),
+        **{field.name: settings[field.name] for field in fields(Rules) if field.name in settings},
         named_outcome=any(settings.get(name) not in (None, "None") for name in ("pass_reward", "pass_threshold")),
         kept=kept,
-        num_prompts=num_prompts,
-        max_age=settings.get("surplus_max_age", 0),
+        num_prompts=settings["generation_batch_size"] // settings["num_generations"] if draws_prompts else None,
     )
 
 
@@ -119,12 +113,12 @@ class Chooser:
             groups, tokens, before = self._waiting
             pool, loss_tokens, made = groups + pool, np.append(tokens, loss_tokens), np.append(before, made)
         draws_prompts = rules.num_prompts is not None
-        ratio = ramped_ratio(rules.ratio, generation, rules.warmup, rules.ramp)
+        ratio = ramped_ratio(rules.selection_ratio, generation, rules.selection_warmup, rules.selection_ramp)
         k = quota(ratio, rules.num_prompts if draws_prompts else len(pool))
         make_rng = partial(keyed_rng, rules.seed, generation, "selection")
         chosen = choose_groups(self.selector, pool, loss_tokens, k, draws_prompts, make_rng)
         if draws_prompts:
-            kept = np.flatnonzero(pool.alive & ~chosen & (generation + 1 - made <= rules.max_age))
+            kept = np.flatnonzero(pool.alive & ~chosen & (generation + 1 - made <= rules.surplus_max_age))
             self._waiting = (pool.take(kept), loss_tokens[kept], made[kept]) if len(kept) else None
         self._add(pool, chosen, batch)
 
@@ -142,7 +136,7 @@ class Chooser:
             scored=len(scored),
             energy=float(pool.energies[chosen].sum()),
             pass_rate=float(scored.sum()),
-            tokens=float(_trained_tokens(pool, self.rules.kept)[chosen].sum()) * self.rules.iterations,
+            tokens=float(_trained_tokens(pool, self.rules.kept)[chosen].sum()) * self.rules.num_iterations,
             either=count + run,
             run=run,
             common=int((fresh & batch.selected).sum()),

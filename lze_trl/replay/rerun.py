@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ..memory.state import StateSettings
 from ..record import MissingTelemetryError, Run, open_run
 from ..record.generation import groups_of
 from ..select.selectors import Selector
@@ -73,20 +74,16 @@ def replay(
         ReplayError: If a selector or a number is not allowed.
     """
     with closing(open_run(run_dir)) as run:
-        settings = run.meta.settings
-        rules = rules_of(settings, selection_ratio, seed)
-        scale = settings.get("gumbel_scale", 0.05) if gumbel_scale is None else gumbel_scale
-        return _replay(run, rules, _choosers(selectors, rules, scale))
+        rules = rules_of(run.meta.settings, selection_ratio=selection_ratio, gumbel_scale=gumbel_scale, seed=seed)
+        return _replay(run, rules, _choosers(selectors, rules))
 
 
-def _choosers(selectors: Sequence[str | Selector], rules: Rules, gumbel_scale: float) -> dict[str, Chooser]:
-    if not 0 <= gumbel_scale < math.inf:
-        raise ReplayError(f"`gumbel_scale` must be at least 0, got {gumbel_scale}. Use 0 to rank without noise.")
+def _choosers(selectors: Sequence[str | Selector], rules: Rules) -> dict[str, Chooser]:
     choosers = {THE_RUN: Chooser(rules)}
     for selector in selectors:
         is_name = isinstance(selector, str)
         name = selector if is_name else type(selector).__name__
-        loaded = load_selector(selector, gumbel_scale) if is_name else selector
+        loaded = load_selector(selector, rules.gumbel_scale) if is_name else selector
         if name in choosers:
             raise ReplayError(f"Every strategy needs a name of its own, got {name!r} twice. Leave one of them out.")
         choosers[name] = Chooser(rules, loaded)
@@ -96,7 +93,7 @@ def _choosers(selectors: Sequence[str | Selector], rules: Rules, gumbel_scale: f
 def _replay(run: Run, rules: Rules, choosers: dict[str, Chooser]) -> Replay:
     last, ledger = _end(run)
     ids = run.arrow("SELECT DISTINCT prompt_id FROM groups WHERE generation <= ? ORDER BY prompt_id", [last])
-    foreseer, own = Foreseer(ids["prompt_id"].to_numpy(), rules.memory), choosers[THE_RUN]
+    foreseer, own = Foreseer(ids["prompt_id"].to_numpy(), StateSettings.posterior_memory), choosers[THE_RUN]
     generations = groups = live = 0
     for batch in _read_batches(run, rules, last):
         generations += 1
@@ -106,14 +103,14 @@ def _replay(run: Run, rules: Rules, choosers: dict[str, Chooser]) -> Replay:
             chooser.see(batch)
         foreseer.see(batch.groups, batch.scored)
     run_tokens = own.sums["tokens"] = ledger.get("update_tokens", own.sums["tokens"])
-    plain_tokens = ledger.get("plain_tokens", math.nan) * rules.iterations
+    plain_tokens = ledger.get("plain_tokens", math.nan) * rules.num_iterations
     per_token = ratio_of(ledger.get("plain_update_flops", math.nan), plain_tokens)
     return Replay(
         run=run.name,
         generations=generations,
         groups=groups,
         live_share=ratio_of(live, groups),
-        selection_ratio=rules.ratio,
+        selection_ratio=rules.selection_ratio,
         seed=rules.seed,
         choices=[s.choice(name, run_tokens, plain_tokens, per_token) for name, s in choosers.items()],
         foresight=foreseer.foresight(),
