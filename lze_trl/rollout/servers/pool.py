@@ -52,17 +52,12 @@ def _with_client(method: Callable[..., Coroutine]) -> Callable:
 
 class ServerPool:
     """
-    Several vLLM servers that hold the same weights.
+    Several vLLM servers that hold the same weights. Each completes at most `max_concurrent_requests` prompts at a time; when
+    none is left, one has `recovery_timeout` seconds to return.
 
     A server takes requests only while it is known to hold the current weights. It is asked for their version before the
     first request and whenever it was idle or failed; with a request running, it cannot have restarted unnoticed. So a
     server that comes back with old weights is loaded and checked before it takes part again.
-
-    Args:
-        urls (`list[str]`): Base URLs of the servers.
-        max_concurrent_requests (`int`): Prompts that one server completes at a time.
-        request_timeout (`float`): Seconds that one request may take.
-        recovery_timeout (`float`): Seconds to wait for a server to return when none is left.
     """
 
     def __init__(self, urls: list[str], max_concurrent_requests: int, request_timeout: float, recovery_timeout: float):
@@ -198,8 +193,6 @@ class ServerPool:
         Raises a `ConnectionError` if no server is left and none returns within the recovery timeout, [`ServerError`] if
         one request fails again and again, [`RequestRefusedError`] if a server refuses one.
         """
-        if self.snapshot is None:
-            raise RuntimeError("No weights were synced yet: call `load` before `complete`.")
         waiting, results = deque(groups), {}
         self._forget()
         async with _tasks() as tasks:
