@@ -171,13 +171,10 @@ class ServerPool:
         server.ready = False
         if not server.note(error):
             return
-        if any(other.problem is None for other in self.servers):
-            what_now = "Its requests go to other servers"
-        else:
-            what_now = (
-                f"No other server is left: waiting up to {self.recovery_timeout:g} s (`vllm_recovery_timeout`) for one to "
-                "return"
-            )
+        what_now = "Its requests go to other servers"
+        if all(other.problem is not None for other in self.servers):
+            wait = f"{self.recovery_timeout:g} s (`vllm_recovery_timeout`)"
+            what_now = f"No other server is left: waiting up to {wait} for one to return"
         logger.warning(
             "The vLLM server %s failed (%s). %s; it takes part again once it answers and holds the current weights.",
             *(server.url, error, what_now),
