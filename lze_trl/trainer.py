@@ -137,7 +137,7 @@ class LZEGRPOTrainer(GRPOTrainer):
             super().__init__(model, reward_funcs, args, train_dataset, *positional, **kwargs)
         checks.refuse_unfit_tokenizers(self)
         if over_http:
-            from .rollout.servers import HTTPGeneration
+            from .rollout.servers.generation import HTTPGeneration
 
             Engine(self).connect(HTTPGeneration(self.model, self.accelerator, self.processing_class, args))
         self._build_parts(planner or args.make_planner(), controller, selector or args.make_selector())

@@ -3,8 +3,8 @@
 import asyncio
 from types import SimpleNamespace
 
-from lze_trl.rollout.servers import ServerError
 from lze_trl.rollout.servers import pool as pool_module
+from lze_trl.rollout.servers.client import ServerError
 
 
 class PoolWatch:

@@ -10,7 +10,9 @@ from trl.generation.vllm_generation import VLLMGeneration
 import tiny
 from fake_vllm import FakeVLLM, http_settings
 from lze_trl import LZEGRPOTrainer
-from lze_trl.rollout.servers import HTTPGeneration, RequestRefusedError, ServerMismatchError, sync, weights
+from lze_trl.rollout.servers import sync, weights
+from lze_trl.rollout.servers.client import RequestRefusedError, ServerMismatchError
+from lze_trl.rollout.servers.generation import HTTPGeneration
 
 
 @pytest.fixture(scope="module")

@@ -10,9 +10,8 @@ import pytest
 
 import fake_vllm
 from fake_vllm import FakeVLLM
-from lze_trl.rollout.servers import RequestRefusedError, ServerError, ServerMismatchError
 from lze_trl.rollout.servers import pool as pool_module
-from lze_trl.rollout.servers.client import Identity, Snapshot
+from lze_trl.rollout.servers.client import Identity, RequestRefusedError, ServerError, ServerMismatchError, Snapshot
 from lze_trl.rollout.servers.pool import Group, ServerPool
 from pool_watch import PoolWatch
 

@@ -79,11 +79,10 @@ class Rounds:
         """Give the batch further prompts if the controller wants them."""
         prompts = self.state.prompts(drawn.prompt_ids)
         further = ask_more(self.controller, index, prompts, drawn, int(drawn.alive.sum()) + waiting, wanted)
-        processes = self.accelerator.num_processes
-        # So many groups divide evenly over the processes
-        unit = processes // math.gcd(processes, self.args.num_generations)
         if further > 0:
-            more = self.passes.further(math.ceil(further / unit) * unit, plan.rows)
+            processes = self.accelerator.num_processes
+            unit = processes // math.gcd(processes, self.args.num_generations)  # groups that divide evenly over them
+            more = self.passes.further(further + -further % unit, plan.rows)
             plan.rows = np.concatenate([plan.rows, more.rows])
             plan.skipped = np.concatenate([plan.skipped, more.skipped])
 

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from fake_vllm import http_settings
-from lze_trl.rollout.servers import HTTPGeneration
+from lze_trl.rollout.servers.generation import HTTPGeneration
 from lze_trl.rollout.servers.sync import logprobs
 
 

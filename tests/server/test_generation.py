@@ -17,9 +17,10 @@ from transformers import AutoTokenizer
 
 import tiny
 from fake_vllm import http_settings
-from lze_trl.rollout.servers import HTTPGeneration, ServerMismatchError, export_weights
-from lze_trl.rollout.servers.client import Snapshot
+from lze_trl.rollout.servers.client import ServerMismatchError, Snapshot, open_client
+from lze_trl.rollout.servers.generation import HTTPGeneration
 from lze_trl.rollout.servers.sync import logprobs
+from lze_trl.rollout.servers.weights import export_weights
 from pool_watch import PoolWatch
 
 
@@ -296,8 +297,6 @@ def test_the_exported_directory_serves(servers, connect, accelerator, models, tm
     generation.pool.snapshot = Snapshot("none", "/nowhere", [], [], 0.0)
 
     async def served():
-        from lze_trl.rollout.servers.client import open_client
-
         async with open_client() as http:
             return await generation.pool.servers[0].prompt_logprobs(http, generation._probe)
 

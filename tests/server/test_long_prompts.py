@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 import tiny
 from fake_vllm import http_settings
-from lze_trl.rollout.servers import HTTPGeneration
+from lze_trl.rollout.servers.generation import HTTPGeneration
 from lze_trl.rollout.servers.sync import logprobs
 
 

@@ -8,6 +8,7 @@ from peft.tuners import lora
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
 
@@ -42,17 +43,21 @@ def adapter_parameters(layer: lora.LoraLayer) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in layer.named_parameters() if not name.startswith("base_layer.")}
 
 
-def merge(layer: lora.LoraLayer, weight: torch.Tensor, parameters: dict[str, torch.Tensor]) -> torch.Tensor:
-    """
-    The full `weight` of a layer with its active adapters merged, as a new tensor. The layer's own parameters may be
-    sharded: `parameters` are the full tensors of [`adapter_parameters`].
-    """
-    tensors = {f"layer.{name}": tensor for name, tensor in parameters.items()}
+def merge(layer: lora.LoraLayer, weight: nn.Parameter, parameters: dict[str, nn.Parameter]) -> torch.Tensor:
+    """The whole weight of a layer with its active adapters merged; `parameters` are its [`adapter_parameters`]."""
+    weight = whole(weight)
+    tensors = {f"layer.{name}": whole(parameter) for name, parameter in parameters.items()}
     held = layer.lora_A.keys() | layer.lora_embedding_A.keys()
     for adapter in layer.active_adapters:
         if adapter in held and adapter not in layer.merged_adapters:
             weight = weight + functional_call(_Delta(layer), tensors, (adapter,)).to(weight.dtype)
     return weight
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, put together if FSDP2 has sharded it."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 class _Delta(nn.Module):

@@ -15,7 +15,6 @@ from accelerate.utils import broadcast_object_list, gather_object
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 from trl import GRPOConfig
-from trl.extras.profiling import ProfilingContext
 
 from .client import Completion, Difference, Snapshot
 from .pool import Group, ServerPool
@@ -144,13 +143,7 @@ class HTTPGeneration:
         self._syncs += 1
         return self._directory / f"weights-{self._syncs}"
 
-    def generate(
-        self,
-        prompts: list[list[int]],
-        images: list[list | None] | None,
-        num_generations: int,
-        profiler: ProfilingContext | None = None,
-    ) -> tuple[list[list[int]], list[list[int]], list[list[list[float]]], list[list[list[int]]]]:
+    def generate(self, prompts: list[list[int]], images: list | None, num_generations: int, profiler=None) -> tuple:
         """
         Complete the prompts of this process's rows. Over all processes, each prompt is there `num_generations` times in a
         row; a group may begin on one process and end on another.
@@ -229,11 +222,11 @@ class HTTPGeneration:
 
 def _first_of_each_group(rows: list[list[int]], num_generations: int) -> list[list[int]]:
     """One prompt of each group; all of a group must be the same, for the server completes one prompt G times."""
-    groups = [rows[begin : begin + num_generations] for begin in range(0, len(rows), num_generations)]
-    for index, group in enumerate(groups):
-        if group != [group[0]] * num_generations:
+    unique = rows[::num_generations]
+    for index, prompt in enumerate(unique):
+        if rows[index * num_generations : (index + 1) * num_generations] != [prompt] * num_generations:
             raise ValueError(
                 f"Every prompt must be there `num_generations={num_generations}` times in a row over all processes; group "
                 f"{index} is not. Use a sampler that repeats prompts, such as `trl.trainer.utils.RepeatSampler`."
             )
-    return [group[0] for group in groups]
+    return unique

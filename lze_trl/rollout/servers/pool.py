@@ -52,17 +52,12 @@ def _with_client(method: Callable[..., Coroutine]) -> Callable:
 
 class ServerPool:
     """
-    Several vLLM servers that hold the same weights.
+    Several vLLM servers that hold the same weights. Each completes at most `max_concurrent_requests` prompts at a time; when
+    none is left, one has `recovery_timeout` seconds to return.
 
     A server takes requests only while it is known to hold the current weights. It is asked for their version before the
     first request and whenever it was idle or failed; with a request running, it cannot have restarted unnoticed. So a
     server that comes back with old weights is loaded and checked before it takes part again.
-
-    Args:
-        urls (`list[str]`): Base URLs of the servers.
-        max_concurrent_requests (`int`): Prompts that one server completes at a time.
-        request_timeout (`float`): Seconds that one request may take.
-        recovery_timeout (`float`): Seconds to wait for a server to return when none is left.
     """
 
     def __init__(self, urls: list[str], max_concurrent_requests: int, request_timeout: float, recovery_timeout: float):
@@ -176,13 +171,10 @@ class ServerPool:
         server.ready = False
         if not server.note(error):
             return
-        if any(other.problem is None for other in self.servers):
-            what_now = "Its requests go to other servers"
-        else:
-            what_now = (
-                f"No other server is left: waiting up to {self.recovery_timeout:g} s (`vllm_recovery_timeout`) for one to "
-                "return"
-            )
+        what_now = "Its requests go to other servers"
+        if all(other.problem is not None for other in self.servers):
+            wait = f"{self.recovery_timeout:g} s (`vllm_recovery_timeout`)"
+            what_now = f"No other server is left: waiting up to {wait} for one to return"
         logger.warning(
             "The vLLM server %s failed (%s). %s; it takes part again once it answers and holds the current weights.",
             *(server.url, error, what_now),
@@ -198,8 +190,6 @@ class ServerPool:
         Raises a `ConnectionError` if no server is left and none returns within the recovery timeout, [`ServerError`] if
         one request fails again and again, [`RequestRefusedError`] if a server refuses one.
         """
-        if self.snapshot is None:
-            raise RuntimeError("No weights were synced yet: call `load` before `complete`.")
         waiting, results = deque(groups), {}
         self._forget()
         async with _tasks() as tasks:

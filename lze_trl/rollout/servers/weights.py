@@ -13,12 +13,11 @@ from accelerate.utils import is_peft_model
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from trl.distributed import DistributedBackend
 
-from .adapters import adapter_parameters, merge, merged_parameters
+from .adapters import adapter_parameters, merge, merged_parameters, whole
 
 
 # What wrappers put into the names of the parameters they wrap
@@ -33,23 +32,14 @@ def export_weights(
     max_shard_bytes: int = 512 * 2**20,
 ) -> int:
     """
-    Write the weights of a model in training as a checkpoint, atomically.
+    Write the weights of a model in training as a checkpoint, atomically, and return its bytes: 0 on all processes but the
+    main one, which writes. The model is plain, or sharded by DeepSpeed ZeRO or FSDP2; every process must call it.
 
-    Collective: every process must call it. Tensors are gathered one at a time and written by the main process under the
-    names that a published checkpoint has. LoRA adapters are merged into what is written; the model itself is not
-    touched. Tied weights are written under each of their names: vLLM leaves the output layer of a model with tied
-    embeddings as it was, and says nothing, when `lm_head.weight` is not in the checkpoint it reloads.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]): Plain, or sharded by DeepSpeed ZeRO or FSDP2.
-        accelerator ([`~accelerate.Accelerator`]): The processes.
-        directory (`Path`): Directory to make. Its parent must exist on the main process.
-        dtype (`torch.dtype`, *optional*): What floating-point weights are written as. Defaults to what they are.
-        max_shard_bytes (`int`, *optional*, defaults to `536870912`):
-            Size of a file, and about half of the memory that writing takes. A larger tensor has a file of its own.
-
-    Returns:
-        `int`: Bytes written on the main process, 0 on the others.
+    Tensors are gathered one at a time and written under the names of a published checkpoint, floating-point ones as
+    `dtype`, in files of `max_shard_bytes`, which is about half of the memory that writing takes (a larger tensor has a file
+    of its own). LoRA adapters are merged into what is written; the model itself is not touched. Tied weights are written
+    under each of their names: vLLM leaves the output layer of a model with tied embeddings as it was, and says nothing,
+    when `lm_head.weight` is not in the checkpoint it reloads.
     """
     base = base_model(model)
     weights = _full_tensors(model, DistributedBackend(accelerator))
@@ -128,17 +118,10 @@ def _full_tensors(model: nn.Module, backend: DistributedBackend) -> Iterator[tup
     for name, parameter, layer in parameters:
         adapter = {} if layer is None else adapter_parameters(layer)
         with backend.gather_params([parameter, *adapter.values()]):
-            tensor = _whole(parameter)
-            if layer is not None:
-                tensor = merge(layer, tensor, {key: _whole(value) for key, value in adapter.items()})
+            tensor = whole(parameter) if layer is None else merge(layer, parameter, adapter)
             yield _WRAPPERS.sub("", name), tensor
     base = base_model(model)
     persistent = base.state_dict().keys()
     for name, buffer in base.named_buffers():
         if name in persistent:
-            yield _WRAPPERS.sub("", name), _whole(buffer)
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            yield _WRAPPERS.sub("", name), whole(buffer)
