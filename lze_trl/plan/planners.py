@@ -141,7 +141,7 @@ class GresoPlanner(Planner):
 
 
 def ask_rank(planner: Planner, pass_index: int, prompts: Prompts, rng: np.random.Generator) -> np.ndarray:
-    """`planner.rank`, checked: a finite number or an infinite one per prompt, float64 of shape `(P,)`."""
+    """`planner.rank`, checked: a number per prompt, float64 of shape `(P,)`."""
     ranks = np.asarray(planner.rank(pass_index, prompts, rng))
     name = type(planner).__name__
     if ranks.shape != (len(prompts),) or ranks.dtype.kind not in "fiu":
