@@ -5,8 +5,6 @@ import math
 import os
 from dataclasses import replace
 
-import numpy as np
-import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from datasets import Dataset, IterableDataset
@@ -76,21 +74,13 @@ def make_passes(
             *(num_groups, args.selection_ratio, args.generation_batch_size),
         )
 
-    def gather(ids: list[int]) -> np.ndarray:
-        return accelerator.gather(torch.tensor(ids, device=accelerator.device)).cpu().numpy()
-
     return Passes(
         # A controller that draws prompts takes them from the stream, also where nothing is pruned
         mode="refill" if controller.draws_prompts else args.pruning,
+        by_prompt=not is_plain(controller, args.num_generations),
         dataset=dataset if isinstance(dataset, Dataset) else None,
         planner=planner,
         state=state,
-        seed=args.seed,
-        shuffle=args.shuffle_dataset,
-        group_size=args.num_generations,
-        num_groups=num_groups,
-        by_prompt=not is_plain(controller, args.num_generations),
-        process_index=accelerator.process_index,
-        num_processes=accelerator.num_processes,
-        gather=gather,
+        args=args,
+        accelerator=accelerator,
     )

@@ -60,7 +60,7 @@ class GenerationStep:
 
     def has_rows(self, engine: Engine) -> bool:
         """Whether this micro-step has rows."""
-        return not self.batch.is_empty(engine.micro_step % self.args.steps_per_generation)
+        return self.batch.layout.micro_steps[engine.micro_step % self.args.steps_per_generation] is not None
 
     def micro_batch(self, engine: Engine) -> dict[str, Any]:
         """Inputs of this micro-step; without rows, those of another one with weight 0."""

@@ -60,7 +60,7 @@ def micro_batch(batch: GenerationBatch, slot: int, process: int = 0, loss_type: 
 
 def test_a_micro_batch_is_trimmed_to_its_own_rows():
     batch = build()
-    assert [batch.is_empty(slot) for slot in range(3)] == [True, False, False]
+    assert [step is None for step in batch.layout.micro_steps] == [True, False, False]
     inputs = micro_batch(batch, 1)
     assert inputs["prompt_ids"].tolist() == [[0, 0, 1, 2], [11, 12, 13, 14]]
     assert inputs["completion_ids"].tolist() == [[1, 2, 3, 4, 5], [11, 12, 13, 0, 0]]
@@ -176,4 +176,4 @@ def test_a_checkpoint_keeps_the_batch(tmp_path):
             first, second = micro_batch(batch, slot, 0, loss_type), micro_batch(again, slot, 0, loss_type)
             assert first.keys() == second.keys()
             assert all(torch.equal(torch.as_tensor(first[name]), torch.as_tensor(second[name])) for name in first)
-    assert again.is_empty(0)
+    assert again.layout.micro_steps[0] is None

@@ -45,10 +45,11 @@ class LiveBuffer:
 
     def pool(self, scored: Scored, groups: Groups, generation: int) -> Pool:
         """The groups that wait, and behind them those of a new batch."""
-        born, old = np.full(len(groups), generation), self._waiting
+        generations, old = np.full(len(groups), generation), self._waiting
         if old is None:
-            return Pool(scored, groups, born)
-        return Pool(joined([old.scored, scored]), old.groups + groups, np.concatenate([old.generation, born]))
+            return Pool(scored, groups, generations)
+        generations = np.concatenate([old.generation, generations])
+        return Pool(joined([old.scored, scored]), old.groups + groups, generations)
 
     def keep(
         self, pool: Pool, waiting: np.ndarray, generation: int, complete_logprobs: Callable | None

@@ -1,12 +1,12 @@
 """Prompt identity: a content hash, so that state survives filtering, merging and reordering of the data."""
 
 import json
-from collections import Counter
 from datetime import date, time, timedelta
 from decimal import Decimal
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import xxhash
 from datasets import Dataset, IterableDataset, concatenate_datasets
 
@@ -52,11 +52,9 @@ def distinct_ids(prompt_ids: np.ndarray) -> np.ndarray:
     """
     Ids in which none occurs twice, shape `(P,)`: each further occurrence of an id gets another one, always the same.
     """
-    apart, seen = prompt_ids.copy(), Counter()
-    for i, value in enumerate(prompt_ids.tolist()):
-        if seen[value]:
-            apart[i] = _hash(f"{value} again {seen[value]}")
-        seen[value] += 1
+    apart, earlier = prompt_ids.copy(), pd.Series(prompt_ids).groupby(prompt_ids).cumcount()
+    for i in np.flatnonzero(earlier):
+        apart[i] = _hash(f"{prompt_ids[i]} again {earlier[i]}")
     return apart
 
 

@@ -12,12 +12,11 @@ def remembered_mean(
     expected: np.ndarray, rollouts: np.ndarray, pass_rates: np.ndarray, scored: np.ndarray, memory: float
 ) -> np.ndarray:
     """
-    Mean outcome over the bounded memory after a visit: (e·n + p·k) / (n + k) with n = min(rollouts, memory).
+    Mean outcome over the bounded memory after a visit: (e·n + p·k) / (n + k) with n = min(rollouts, memory), shape `(P,)`.
 
-    Until the memory is full this is the plain mean of all outcomes. From then on a visit multiplies the weight of
-    everything before it by memory / (memory + k): exponential forgetting, because the policy moves and old outcomes were
-    another policy's. e is the mean before the visit, any finite number where nothing was scored yet; p the mean and k ≥ 1 the
-    number (`scored`) of the visit's outcomes. All of shape `(P,)`.
+    Until the memory is full this is the plain mean of all outcomes. From then on a visit multiplies the weight of everything
+    before it by memory / (memory + k): exponential forgetting, because the policy moves. e is the mean before the visit, any
+    finite number where nothing was scored yet; p is the pass rate of the visit's k ≥ 1 scored completions.
     """
     strength = posterior_strength(rollouts, memory)
     return (expected.astype(np.float64) * strength + pass_rates * scored) / (strength + scored)

@@ -32,10 +32,6 @@ class GenerationBatch:
     reference: Reference
     trim: bool = True  # whether a micro-batch is trimmed to its own longest row
 
-    def is_empty(self, slot: int) -> bool:
-        """Whether a micro-step has no rows."""
-        return self.layout.micro_steps[slot] is None
-
     def micro_batch(
         self, slot: int, process: int, loss_type: str, geometry: Geometry, pad_to_multiple_of: int | None
     ) -> dict[str, Any]:
@@ -58,8 +54,8 @@ class GenerationBatch:
         inputs = {name: _trimmed(name, tensor[positions], width) for name, tensor in self.tensors.items()}
         device = inputs["advantages"].device
         if filler.any():  # indexing has copied the rows: the originals keep their masks
-            inputs["completion_mask"][torch.as_tensor(filler, device=device)] = 0
-            inputs["advantages"][torch.as_tensor(filler, device=device)] = 0.0
+            silent = torch.as_tensor(filler, device=device)
+            inputs["completion_mask"][silent], inputs["advantages"][silent] = 0, 0.0
         scale, weights = loss_scale(loss_type, batch, process, self.loss_tokens, reference, geometry)
         of_entropy = entropy_weights(batch, process, scale, self.loss_tokens, reference, geometry)
         for name, values in (("lze_weights", weights), ("lze_entropy_weights", of_entropy)):

@@ -29,10 +29,9 @@ def micro_step_cost(sharded: bool, several_nodes: bool) -> int:
     """
     What a micro-step costs besides its tokens, in tokens of each process.
 
-    Forward, backward and gradients move every weight once: 6 bytes a weight in bfloat16. A token takes 6 FLOPs a weight. So
-    a micro-step costs as many tokens as a GPU computes FLOPs while it moves a byte, whatever the model. At 400 TFLOP/s that
-    is about 200 from the GPU's own memory (2 TB/s; some more for kernel launches), 1,000 where ZeRO-3 or FSDP gathers the
-    weights from the GPUs of one node (400 GB/s), and 8,000 over a network (50 GB/s).
+    It moves 6 bytes a weight in bfloat16 (forward, backward, gradients), and a token takes 6 FLOPs a weight: it costs as many
+    tokens as a GPU computes FLOPs while it moves a byte. At 400 TFLOP/s that is about 200 from the GPU's own memory (2 TB/s;
+    some more for kernel launches), 1,000 where ZeRO-3 or FSDP gathers within a node (400 GB/s), 8,000 over a network (50 GB/s).
     """
     if not sharded:
         return REPLICATED_COST
@@ -96,14 +95,12 @@ def pack(
     Lay the chosen rows out in few micro-steps, with little padding.
 
     In each chunk the rows are sorted by length and split into runs, one for each micro-step. The rows of a run are shared
-    out, so that all processes compute equally many of about the same length at the same time.
+    out, so that all processes compute equally many of about the same length at the same time. Of the rows that each process
+    (`owner`) holds, as many as possible stay where they are. Arrays have shape `(n,)`, one entry per chosen row.
 
     Without a token budget, a micro-batch may hold what `micro_batch_rows` of the longest chosen rows would take: more of
     the short rows, and never more tokens than in TRL's own micro-batches. A limit is exceeded only where all micro-steps
     of a chunk together do not hold its rows, or one row is longer than the budget.
-
-    Arrays have shape `(n,)`, one entry per chosen row. `owner` is the process that holds each of them: as many as possible
-    stay where they are.
     """
     capacity = _capacity(prompt_tokens, completion_tokens, geometry)
     turn = np.arange(len(chunk)) if owner is None else _turns(owner)
@@ -114,7 +111,11 @@ def pack(
         rows = rows[np.lexsort((turn[rows], -completion_tokens[rows], -tokens))]
         starts = np.arange(0, len(rows), geometry.num_processes)
         lengths = [np.maximum.reduceat(of_rows[rows], starts) for of_rows in (prompt_tokens, completion_tokens)]
-        splits = split(*lengths, capacity, geometry.micro_step_cost, _most_steps(*lengths, capacity, geometry))
+        fewest = -(-len(starts) // geometry.micro_batch_rows)
+        if geometry.max_tokens is not None:
+            fewest = fewest_runs(*lengths, capacity)
+        most = int(min(geometry.chunk_steps, geometry.further_micro_steps * fewest))
+        splits = split(*lengths, capacity, geometry.micro_step_cost, most)
         parts = np.split(rows, np.array(splits[1:-1], dtype=np.int64) * geometry.num_processes)
         return [_rank_rows(part, geometry.num_processes, owner) for part in parts]
 
@@ -162,15 +163,6 @@ def _capacity(prompt_tokens: np.ndarray, completion_tokens: np.ndarray, geometry
         return Capacity(geometry.max_tokens, geometry.max_tokens)
     longest, rows = completion_tokens.max(initial=0), geometry.micro_batch_rows
     return Capacity(rows * (prompt_tokens.max(initial=0) + longest), rows * longest)
-
-
-def _most_steps(prompts: np.ndarray, completions: np.ndarray, capacity: Capacity, geometry: Geometry) -> int:
-    """Most micro-steps that the rank rows of a chunk may be computed in."""
-    if geometry.max_tokens is None:
-        fewest = -(-len(prompts) // geometry.micro_batch_rows)
-    else:
-        fewest = fewest_runs(prompts, completions, capacity)
-    return int(min(geometry.chunk_steps, geometry.further_micro_steps * fewest))
 
 
 def _rank_rows(rows: np.ndarray, num_processes: int, owner: np.ndarray | None = None) -> MicroBatch:

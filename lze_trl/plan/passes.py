@@ -2,12 +2,12 @@
 
 import logging
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 from datasets import Dataset
 
 from ..memory.identity import ID_COLUMN, distinct_ids
@@ -42,27 +42,24 @@ class Passes:
     """
 
     mode: str
+    by_prompt: bool  # whether plans name prompts, for groups that may differ in size, instead of completions
     dataset: Dataset | None  # with prompt ids, each once; None for a stream, in the mode "none"
     planner: Planner
     state: PromptState
-    seed: int
-    shuffle: bool
-    group_size: int  # G
-    num_groups: int  # P
-    by_prompt: bool  # whether plans name prompts, for groups that may differ in size, instead of completions
-    process_index: int
-    num_processes: int  # W
-    gather: Callable[[list[int]], np.ndarray]  # the ids of all processes, from those of this one
+    args: Any  # settings
+    accelerator: Accelerator
 
     def __post_init__(self):
         ids = np.empty(0, dtype=np.int64)
         if self.dataset is not None:
             ids = np.asarray(self.dataset.with_format("numpy")[ID_COLUMN][:], dtype=np.int64)
-        first = np.arange(len(ids))
-        if self.shuffle and self.mode == "refill":  # the first permutation of TRL's sampler
-            first = torch.randperm(len(ids), generator=torch.Generator().manual_seed(self.seed)).numpy()
-        self.admission = Admission(self.planner, self.state, ids, self.seed)
-        self.stream = PromptStream(self.admission, first, self.shuffle)
+        args, first = self.args, np.arange(len(ids))
+        if args.shuffle_dataset and self.mode == "refill":  # the first permutation of TRL's sampler
+            first = torch.randperm(len(ids), generator=torch.Generator().manual_seed(args.seed)).numpy()
+        self.admission = Admission(self.planner, self.state, ids, args.seed)
+        self.stream = PromptStream(self.admission, first, args.shuffle_dataset)
+        self.group_size = args.num_generations
+        self.num_groups = args.generation_batch_size // args.num_generations
         self._warned = False
 
     def plan(self, inputs: list[dict[str, Any]], generation: int) -> Plan:
@@ -79,7 +76,7 @@ class Passes:
         if self.mode == "skip":
             if pass_index != self.admission.pass_index:
                 self.admission.begin(pass_index)
-            active = skip_plan(self.admission.keeps(prompt_ids), self.group_size, self.num_processes)
+            active = skip_plan(self.admission.keeps(prompt_ids), self.group_size, self.accelerator.num_processes)
         skipped = np.delete(prompt_ids, active)
         if len(skipped) == 0 and not self.by_prompt:
             return Plan(self.num_groups, pass_index, inputs)
@@ -103,8 +100,8 @@ class Passes:
 
     def local(self, rows: np.ndarray) -> list[dict[str, Any]]:
         """This process's share of the completions: every process has the dataset, so only row numbers are shared."""
-        share = len(rows) // self.num_processes
-        start = share * self.process_index
+        share = len(rows) // self.accelerator.num_processes
+        start = share * self.accelerator.process_index
         distinct, place = np.unique(rows[start : start + share], return_inverse=True)
         loaded = self.dataset.__getitems__(distinct.tolist())
         return [dict(loaded[i]) for i in place]
@@ -130,13 +127,14 @@ class Passes:
                 len(prompt_ids),
             )
             self._warned = True
-        first = self.process_index * len(inputs)
+        first = self.accelerator.process_index * len(inputs)
         groups = np.arange(first, first + len(inputs)) // self.group_size
         return [{**row, ID_COLUMN: int(apart[group])} for row, group in zip(inputs, groups, strict=True)]
 
     def _gathered_ids(self, inputs: list[dict[str, Any]]) -> np.ndarray:
         """Prompt of each group of the whole batch, shape `(P,)`."""
-        return self.gather([row[ID_COLUMN] for row in inputs])[:: self.group_size]
+        ids = torch.tensor([row[ID_COLUMN] for row in inputs], device=self.accelerator.device)
+        return self.accelerator.gather(ids).cpu().numpy()[:: self.group_size]
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """The pass that has begun, the rest of it, and the planner's own state."""

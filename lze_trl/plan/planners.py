@@ -73,10 +73,6 @@ class SolvedPlanner(Planner):
         return ranks
 
 
-_EXPLORATION_BOUNDS = (0.05, 0.95)  # of p_e, in GRESO's published code
-_MIN_KEPT = 0.01  # of p_e^z, in the same
-
-
 def skip_probability(streaks: np.ndarray, p_easy: float, p_hard: float) -> np.ndarray:
     """
     Probability that a pass leaves out a prompt, 1 − max(p_e^z, 0.01) (GRESO, arXiv 2506.02177), shape `(n,)`.
@@ -85,7 +81,7 @@ def skip_probability(streaks: np.ndarray, p_easy: float, p_hard: float) -> np.nd
     kind. As in the published code, p_e^z is bounded below, so that no prompt is lost for good.
     """
     exploration = np.where(streaks > 0, p_easy, p_hard)
-    return 1.0 - np.maximum(exploration ** np.abs(streaks.astype(np.float64)), _MIN_KEPT)
+    return 1.0 - np.maximum(exploration ** np.abs(streaks.astype(np.float64)), 0.01)
 
 
 class GresoPlanner(Planner):
@@ -129,8 +125,8 @@ class GresoPlanner(Planner):
         self.p_hard = self._adjusted(self.p_hard, float(scored.hopeless.mean()), self.target * 2 / 3)
 
     def _adjusted(self, exploration: float, share: float, wanted: float) -> float:
-        lowest, highest = _EXPLORATION_BOUNDS
-        return min(max(exploration + (-self.step if share >= wanted else self.step), lowest), highest)
+        changed = exploration - self.step if share >= wanted else exploration + self.step
+        return min(max(changed, 0.05), 0.95)  # the bounds of GRESO's published code
 
     def state_dict(self) -> dict[str, np.ndarray]:
         return {"exploration": np.array([self.p_easy, self.p_hard]), "first_pass": np.array([self._first_pass])}
@@ -141,7 +137,7 @@ class GresoPlanner(Planner):
 
 
 def ask_rank(planner: Planner, pass_index: int, prompts: Prompts, rng: np.random.Generator) -> np.ndarray:
-    """`planner.rank`, checked: a finite number or an infinite one per prompt, float64 of shape `(P,)`."""
+    """`planner.rank`, checked: a number per prompt, float64 of shape `(P,)`."""
     ranks = np.asarray(planner.rank(pass_index, prompts, rng))
     name = type(planner).__name__
     if ranks.shape != (len(prompts),) or ranks.dtype.kind not in "fiu":

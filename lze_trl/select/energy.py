@@ -20,10 +20,8 @@ def anchor(first_pass_rates: np.ndarray, difficulty_floor: float = 0.05) -> np.n
 
 def outcome_uncertainty(outcomes: np.ndarray, group: np.ndarray, num_groups: int) -> np.ndarray:
     """
-    Outcome uncertainty u, four times the variance of the outcomes in each group.
-
-    For passes and fails this is 4·p·(1 − p); for graded outcomes in [0, 1] it is their spread on the same scale. A
-    group without scored outcomes, or whose scored outcomes are all equal, has exactly 0. Shape `(P,)`.
+    Outcome uncertainty u, four times the variance of the outcomes in each group, shape `(P,)`: 4·p·(1 − p) for passes and
+    fails. Exactly 0 for a group without scored outcomes, or whose scored outcomes are all equal.
     """
     mean = group_mean(outcomes, group, num_groups)
     uncertainty = 4.0 * group_mean((outcomes - mean[group]) ** 2, group, num_groups)

@@ -49,11 +49,7 @@ def ramped_ratio(ratio: float, batch: int, warmup: int = 0, ramp: int = 0) -> fl
 
 
 def top_k(scores: np.ndarray, eligible: np.ndarray, k: int) -> np.ndarray:
-    """
-    Indices of the `k` highest scores among the eligible groups, in ascending order of index.
-
-    Ties go to the lower index. Fewer than `k` eligible groups are all taken.
-    """
+    """Ascending indices of the `k` eligible groups, or fewer, with the highest scores. Ties go to the lower index."""
     candidates = np.flatnonzero(eligible)
     order = np.argsort(-scores[candidates], kind="stable")
     return np.sort(candidates[order[:k]])
