@@ -42,24 +42,14 @@ class DataError(ValueError):
 
 @dataclass(frozen=True)
 class Reference:
-    """
-    A dataset, as its reference names it.
-
-    Attributes:
-        path (`str`): Hub id, or path of a local file or folder.
-        is_local (`bool`): Whether `path` is local.
-        config (`str`, *optional*): Configuration (subset) of the dataset.
-        split (`str`, *optional*): Split, or a slice such as `train[:100]`.
-        revision (`str`, *optional*): Branch, tag or commit on the Hub.
-        data_file (`str`, *optional*): File within the Hub dataset.
-    """
+    """A dataset, as its reference names it: by its Hub id, or by the path of a local file or folder."""
 
     path: str
     is_local: bool
     config: str | None = None
-    split: str | None = None
-    revision: str | None = None
-    data_file: str | None = None
+    split: str | None = None  # or a slice such as `train[:100]`
+    revision: str | None = None  # branch, tag or commit on the Hub
+    data_file: str | None = None  # within the Hub dataset
 
     @property
     def label(self) -> str:

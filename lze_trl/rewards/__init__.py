@@ -9,7 +9,6 @@ from .functions import (
     exact_match_reward,
     format_reward,
     get_reward,
-    soft_overlong,
     think_format_reward,
 )
 
@@ -23,6 +22,5 @@ __all__ = [
     "exact_match_reward",
     "format_reward",
     "get_reward",
-    "soft_overlong",
     "think_format_reward",
 ]

@@ -1,30 +1,9 @@
 """What math-verify would compute without end, and what it calls equal though it is not."""
 
 import math
-from itertools import zip_longest
 from typing import Any
 
-from sympy import (
-    And,
-    Basic,
-    Eq,
-    Expr,
-    MatrixBase,
-    Number,
-    Pow,
-    Product,
-    Rational,
-    Set,
-    Sum,
-    Symbol,
-    Tuple,
-    UnevaluatedExpr,
-    exp,
-    factorial,
-    gamma,
-    simplify,
-    solve,
-)
+import sympy
 from sympy.core.relational import Relational
 from sympy.functions.elementary.hyperbolic import HyperbolicFunction
 
@@ -50,90 +29,87 @@ def is_really_equal(gold: Any, answer: Any) -> bool:
     """
     if type(gold) is type(answer) and gold == answer:
         return True
-    if not (gold.has(UnevaluatedExpr) or answer.has(UnevaluatedExpr)):  # a percentage equals its number, too
+    if not (
+        gold.has(sympy.UnevaluatedExpr) or answer.has(sympy.UnevaluatedExpr)
+    ):  # a percentage equals its number, too
         small, others = _small_numbers(gold), _small_numbers(answer)
         if not (_are_among(small, others) and _are_among(others, small)):
             return False
-    are_relations = [isinstance(value, (Relational, And)) for value in (gold, answer)]
-    if all(are_relations):
+    if all(isinstance(value, (Relational, sympy.And)) for value in (gold, answer)):
         return _is_multiple(gold, answer) or _is_solvable(gold)
     # "1 > 0" holds for all numbers and so does an interval of all of them; of "24 + 3 = 27", the right side was compared
     return not any(
-        isinstance(value, Relational) and not isinstance(value, Eq) and not value.free_symbols
+        isinstance(value, Relational) and not isinstance(value, sympy.Eq) and not value.free_symbols
         for value in (gold, answer)
     )
 
 
-def _is_solvable(relation: Basic) -> bool:
+def _is_solvable(relation: sympy.Basic) -> bool:
     if not relation.free_symbols:
         return False
     equations = [relation] if isinstance(relation, Relational) else list(relation.args)
-    if not all(isinstance(part, Eq) for part in equations):
+    if not all(isinstance(part, sympy.Eq) for part in equations):
         return True
     try:
-        return bool(solve(equations, dict=True))
+        return bool(sympy.solve(equations, dict=True))
     except NotImplementedError:  # math-verify could not solve it either, and found another way
         return True
 
 
-def _is_multiple(a: Basic, b: Basic) -> bool:
+def _is_multiple(a: sympy.Basic, b: sympy.Basic) -> bool:
     """Whether a relation is the other one times a number, as x² + 1 = 0 and 2x² + 2 = 0."""
-    if isinstance(a, And) and isinstance(b, And):
-        return all(x is not None and y is not None and _is_multiple(x, y) for x, y in zip_longest(a.args, b.args))
+    if isinstance(a, sympy.And) and isinstance(b, sympy.And):
+        return len(a.args) == len(b.args) and all(map(_is_multiple, a.args, b.args))
     if not (isinstance(a, Relational) and isinstance(b, Relational) and a.free_symbols):
         return False
-    ratio = simplify((a.lhs - a.rhs) / (b.lhs - b.rhs))
+    ratio = sympy.simplify((a.lhs - a.rhs) / (b.lhs - b.rhs))
     return bool(ratio.is_number and ratio.is_finite and ratio.is_nonzero)
 
 
-def _small_numbers(value: Any) -> list[Expr]:
+def _small_numbers(value: Any) -> list[sympy.Expr]:
     """Numbers near zero within a value; of a formula, its value at one point."""
-    if isinstance(value, Eq):
-        return _small_numbers(value.rhs) if isinstance(value.lhs, Symbol) else []
-    if isinstance(value, (Set, Tuple, MatrixBase)):
-        parts = value.flat() if isinstance(value, MatrixBase) else value.args
+    if isinstance(value, sympy.Eq):
+        return _small_numbers(value.rhs) if isinstance(value.lhs, sympy.Symbol) else []
+    if isinstance(value, (sympy.Set, sympy.Tuple, sympy.MatrixBase)):
+        parts = value.flat() if isinstance(value, sympy.MatrixBase) else value.args
         return [number for part in parts for number in _small_numbers(part)]
-    if not isinstance(value, Expr):
+    if not isinstance(value, sympy.Expr):
         return []
     symbols = sorted(value.free_symbols, key=str)
-    number = value.subs({symbol: Rational(10 + index, 9) for index, symbol in enumerate(symbols)})
+    number = value.subs({symbol: sympy.Rational(10 + index, 9) for index, symbol in enumerate(symbols)})
     size = abs(number.evalf())
-    is_small = isinstance(size, Number) and bool(0 < size < _SMALL)
-    return [number] if is_small and simplify(number) != 0 else []
+    is_small = isinstance(size, sympy.Number) and bool(0 < size < _SMALL)
+    return [number] if is_small and sympy.simplify(number) != 0 else []
 
 
-def _are_among(numbers: list[Expr], others: list[Expr]) -> bool:
+def _are_among(numbers: list[sympy.Expr], others: list[sympy.Expr]) -> bool:
     return all(
         any(abs(a - b).evalf() <= _TOLERANCE * max(abs(a).evalf(), abs(b).evalf()) for b in others) for a in numbers
     )
 
 
 def _digits(value: Any) -> float:
-    """No number that computing a value takes has more digits."""
-    if isinstance(value, MatrixBase):
+    """Upper bound of the digits of every number that computing a value takes."""
+    if isinstance(value, sympy.MatrixBase):
         return sum(map(_digits, value.flat()))
-    if not isinstance(value, Basic) or not value.args:
-        return _own_digits(value) if isinstance(value, Number) else 1
+    if isinstance(value, sympy.Number) and value.is_finite:
+        parts = (value.p, value.q) if isinstance(value, sympy.Rational) else (value,)
+        return max([math.log10(2), *(abs(math.log10(abs(part))) for part in parts if part)])
+    if not isinstance(value, sympy.Basic) or not value.args:
+        return 1
     digits = [_digits(argument) for argument in value.args]
-    if isinstance(value, Pow) and not value.exp.free_symbols:
+    if isinstance(value, sympy.Pow) and not value.exp.free_symbols:
         return digits[0] * max(1, _size(value.exp, digits[1]))
-    if isinstance(value, (factorial, gamma, exp, HyperbolicFunction)) and not value.free_symbols:
+    if isinstance(value, (sympy.factorial, sympy.gamma, sympy.exp, HyperbolicFunction)) and not value.free_symbols:
         return digits[0] * max(1, _size(value.args[0], digits[0]))
-    if isinstance(value, (Sum, Product)):
+    if isinstance(value, (sympy.Sum, sympy.Product)):
         terms = [_size(end, _digits(end)) for limits in value.limits for end in limits[1:]]
         return digits[0] * max([1, *terms])
     return sum(digits)
 
 
-def _own_digits(number: Number) -> float:
-    if not number.is_finite:
-        return 1
-    parts = (number.p, number.q) if isinstance(number, Rational) else (number, 1)
-    return max(math.log10(2), *(abs(math.log10(abs(part))) for part in parts if part))
-
-
-def _size(value: Expr, digits: float) -> float:
-    """At most so large is a number of so many digits."""
-    if isinstance(value, Number) and value.is_finite and digits < 300:
+def _size(value: sympy.Expr, digits: float) -> float:
+    """Upper bound of the size of a value that has at most so many digits."""
+    if isinstance(value, sympy.Number) and value.is_finite and digits < 300:
         return abs(float(value))
     return 10 ** min(digits, 300)

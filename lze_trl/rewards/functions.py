@@ -99,13 +99,11 @@ def accuracy_reward(
     [1.0, 0.0]
     ```
     """
-    rewards, answers = [], []
-    for completion, gold in zip(completions, solution, strict=True):
-        reward, answer = _accuracy(completion_text(completion), gold)
-        rewards.append(reward)
-        answers.append(answer)
+    pairs = zip(completions, solution, strict=True)
+    scored = [_accuracy(completion_text(completion), gold) for completion, gold in pairs]
+    rewards = [reward for reward, _ in scored]
     if log_extra is not None:
-        log_extra("answer", answers)
+        log_extra("answer", [answer for _, answer in scored])
     if log_metric is not None and rewards:
         log_metric("accuracy/unscorable", rewards.count(None) / len(rewards))
     return rewards
@@ -160,33 +158,8 @@ def format_reward(completions: list[Completion], **kwargs) -> list[float]:
     return [min(pair) for pair in zip(thought, boxed, strict=True)]
 
 
-def soft_overlong(max_completion_length: int | None, cache: int | None = None) -> RewardFunction:
-    """
-    DAPO's soft penalty for length, [`~trl.rewards.get_soft_overlong_punishment`]: 0 for completions that stay `cache` tokens
-    below the limit, then falling linearly to −1 at it (arXiv 2503.14476, Eq. 13).
-
-    Args:
-        max_completion_length (`int`): L_max, TRL's `max_completion_length`.
-        cache (`int`, *optional*): L_cache. Defaults to a fifth of the limit, as published (4,096 of 20,480 tokens).
-
-    Raises:
-        ValueError: If there is no limit, or `cache` is not within it.
-    """
-    if max_completion_length is None:
-        raise ValueError(
-            "The reward 'soft_overlong' needs a limit, and `max_completion_length` is None. Set `max_completion_length`."
-        )
-    cache = max(1, max_completion_length // 5) if cache is None else cache
-    if not 1 <= cache <= max_completion_length:
-        raise ValueError(
-            f"`soft_overlong_cache` must be between 1 and `max_completion_length` = {max_completion_length}, got {cache}. "
-            "Leave it unset for a fifth of the limit."
-        )
-    return get_soft_overlong_punishment(max_completion_length, cache)
-
-
 SOFT_OVERLONG = "soft_overlong"
-"""Name of [`soft_overlong`], which is made by settings of the run."""
+"""Name of the reward that is made by settings of the run."""
 
 REWARDS: dict[str, RewardFunction] = {
     "accuracy": accuracy_reward,
@@ -207,15 +180,15 @@ def get_reward(
         name (`str`):
             A key of `REWARDS`, `"soft_overlong"`, or `package.module.function`.
         max_completion_length (`int`, *optional*):
-            Most tokens of a completion; needed for `"soft_overlong"`.
+            L_max of `"soft_overlong"`, most tokens of a completion.
         soft_overlong_cache (`int`, *optional*):
-            `cache` of [`soft_overlong`].
+            L_cache of `"soft_overlong"`. Defaults to a fifth of the limit, as published (4,096 of 20,480 tokens).
 
     Raises:
         ValueError: There is no such reward function, or a setting of it is out of its range.
     """
     if name == SOFT_OVERLONG:
-        return soft_overlong(max_completion_length, soft_overlong_cache)
+        return _soft_overlong(max_completion_length, soft_overlong_cache)
     if name in REWARDS:
         return REWARDS[name]
     module_name, _, attribute = name.rpartition(".")
@@ -226,19 +199,37 @@ def get_reward(
             "such as 'my_package.my_module.my_reward'."
         )
     try:
-        module = importlib.import_module(module_name)
-        reward = vars(module)[attribute]
+        found = vars(importlib.import_module(module_name))
     except ModuleNotFoundError as error:
         raise ValueError(
             f"Reward function {name!r} cannot be imported: {error}. Install its package, or put the folder that holds "
             "it on PYTHONPATH."
         ) from error
-    except KeyError as error:
-        hint = _near(attribute, vars(module))
-        raise ValueError(f"Module {module_name!r} has no reward function {attribute!r}.{hint}") from error
-    if not callable(reward):
-        raise ValueError(f"{name!r} must be a function, got {type(reward).__name__}. Name a reward function.")
-    return reward
+    if attribute not in found:
+        raise ValueError(f"Module {module_name!r} has no reward function {attribute!r}.{_near(attribute, found)}")
+    if not callable(found[attribute]):
+        raise ValueError(
+            f"{name!r} must be a function, got {type(found[attribute]).__name__}. Name a reward function."
+        )
+    return found[attribute]
+
+
+def _soft_overlong(limit: int | None, cache: int | None) -> RewardFunction:
+    """
+    DAPO's soft penalty for length, by TRL: 0 for completions that stay `cache` tokens below the limit, then falling linearly to
+    −1 at it (arXiv 2503.14476, Eq. 13).
+    """
+    if limit is None:
+        raise ValueError(
+            "The reward 'soft_overlong' needs a limit, and `max_completion_length` is None. Set `max_completion_length`."
+        )
+    cache = max(1, limit // 5) if cache is None else cache
+    if not 1 <= cache <= limit:
+        raise ValueError(
+            f"`soft_overlong_cache` must be between 1 and `max_completion_length` = {limit}, got {cache}. "
+            "Leave it unset for a fifth of the limit."
+        )
+    return get_soft_overlong_punishment(limit, cache)
 
 
 def _near(name: str, known: Iterable[str]) -> str:
