@@ -8,6 +8,7 @@ the one that `make smollm2` has made, if it has, and otherwise the Hub's. Furthe
 """
 
 import argparse
+import json
 import logging
 import os
 import sys
@@ -16,13 +17,14 @@ from pathlib import Path
 
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.scripts.sft import main as supervised_training
 from trl.scripts.sft import make_parser
 
 from lze_trl.files import made_aside
 
-from .smollm2 import base_model
+from .smollm2 import HUB_ID, base_model
 from .word_problems import DATA_DIR, WARM_START
 
 
@@ -39,11 +41,28 @@ def train_adapter(model: str, flags: Sequence[str] = ()) -> Path:
     arguments = ["--config", str(CONFIG), "--model_name_or_path", model, *flags]
     script, training, model_config, mixture = make_parser().parse_args_and_config(arguments)
     supervised_training(script, training, model_config, mixture)
+    make_compact(Path(training.output_dir))
     return Path(training.output_dir)
 
 
+def make_compact(adapter: Path):
+    """Halve the file of an adapter, by bfloat16, and have it name the Hub's model, wherever its copy was."""
+    weights = adapter / "adapter_model.safetensors"
+    save_file({name: weight.to(torch.bfloat16) for name, weight in load_file(weights).items()}, weights)
+    config = adapter / "adapter_config.json"
+    settings = json.loads(config.read_text(encoding="utf-8")) | {"base_model_name_or_path": HUB_ID}
+    config.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
 def merge(model: str, adapter: Path, folder: Path = MODEL_DIR):
-    """Write a model with an adapter merged into it, in float32, with its tokenizer."""
+    """
+    Write a model with an adapter merged into it, in float32, with its tokenizer.
+
+    Args:
+        model (`str`): Hub id or folder of the model.
+        adapter (`Path`): Folder of the adapter.
+        folder (`Path`): Where the merged model appears when it is complete.
+    """
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     merged = PeftModel.from_pretrained(base, str(adapter)).merge_and_unload()
     with made_aside(folder) as unfinished:
