@@ -111,8 +111,7 @@ def test_two_steps_of_a_language_model(model, server, tmp_path):
     assert all(entry["completions/clipped_ratio"] < 0.5 for entry in log if "completions/clipped_ratio" in entry)
 
     # Weights: every sync was checked, the last one for the evaluation after the second step
-    last = trainer.vllm_generation.last_sync
-    (difference,) = last.differences.values()
+    (difference,) = trainer.vllm_generation.differences.values()
     assert difference.mean <= difference.max < 1e-3
     assert moved(trainer.model, model) > 1e-6
     # The server computes with the trained weights, and no longer with those that it was started with
