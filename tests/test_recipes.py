@@ -7,6 +7,7 @@ import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from trl import GRPOConfig
+from trl.scripts.sft import make_parser
 
 from lze_trl.config import LZEGRPOConfig
 from lze_trl.job.recipe import RecipeError, check_recipe, parse_recipe, read_recipe
@@ -14,7 +15,9 @@ from lze_trl.rollout.controllers import DynamicSampling, ReinforceAda
 
 
 ROOT = Path(__file__).resolve().parents[1]
-RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
+WARM_START = ROOT / "recipes" / "SmolLM2-135M-Instruct" / "warm_start.yaml"  # for TRL's supervised training
+RECIPES = sorted(path for path in (ROOT / "recipes").rglob("*.yaml") if path != WARM_START)
+FOR_GPUS = [path for path in RECIPES if path.parts[-3].startswith("Qwen")]
 LZE_FIELDS = set(LZEGRPOConfig.__dataclass_fields__) - set(GRPOConfig.__dataclass_fields__)
 # The development machine has no accelerator: what a recipe says about it is overridden, and nothing else
 ON_CPU = ["--bf16", "false", "--use_cpu", "true"]
@@ -45,7 +48,19 @@ def test_recipe_is_parsed_by_its_classes(path, monkeypatch):
     assert not training_args.trust_remote_code
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=shown)
+def test_the_warm_start_is_parsed_by_trl(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    script, training, model, _ = make_parser().parse_args_and_config(
+        ["--config", str(WARM_START)], fail_with_unknown_args=True
+    )
+    assert model.model_name_or_path == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert (script.dataset_name, training.output_dir) == (
+        "runs/SmolLM2-135M-Instruct/data/warm_start",
+        "runs/SmolLM2-135M-Instruct/adapter",
+    )
+
+
+@pytest.mark.parametrize("path", [*RECIPES, WARM_START], ids=shown)
 def test_recipe_says_hardware_command_and_expected_result(path):
     header = [line for line in path.read_text().split("\n\n")[0].splitlines() if line.startswith("#")]
     text = "\n".join(header)
@@ -69,14 +84,46 @@ def test_twins_differ_in_lze_fields_only(path):
     assert (baseline["strategy"], lze["strategy"], lze["pruning"]) == ("grpo", "lze", "refill")
 
 
-@pytest.mark.parametrize("path", [path for path in RECIPES if "demo" not in path.parts], ids=shown)
+def test_recommended_differs_from_its_twins_in_lze_fields_only():
+    recommended = read_recipe(WARM_START.with_name("recommended.yaml"))
+    baseline = read_recipe(WARM_START.with_name("baseline.yaml"))
+    different = {key for key in baseline.keys() | recommended.keys() if baseline.get(key) != recommended.get(key)}
+    assert different == {"output_dir", "strategy"}
+    assert recommended["strategy"] == "recommended"
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=shown)
 def test_optimizer_step_has_the_size_that_the_header_names(path):
     recipe = read_recipe(path)
     prompts = int(re.search(r"# Update: \d+ steps? of (\d+) prompts", path.read_text())[1])
-    gpus = 1 if path.name == "lora.yaml" else 8
-    rows = gpus * recipe["per_device_train_batch_size"] * recipe["gradient_accumulation_steps"]
+    training = 4 if path in FOR_GPUS and path.name != "lora.yaml" else 1
+    rows = training * recipe["per_device_train_batch_size"] * recipe["gradient_accumulation_steps"]
     assert rows == prompts * recipe["num_generations"]
     assert recipe["generation_batch_size"] % rows == 0
+
+
+@pytest.mark.parametrize("path", FOR_GPUS, ids=shown)
+def test_servers_and_trainer_divide_the_gpus_as_the_header_says(path):
+    recipe, text = read_recipe(path), path.read_text()
+    generate, train = map(int, re.search(r"(\d) generates?, (\d) trains?\.", text).groups())
+    assert (recipe["use_vllm"], recipe["vllm_mode"]) == (True, "http")
+    assert recipe["vllm_server_urls"] == [f"http://127.0.0.1:{8000 + i}" for i in range(generate)]
+    # The header's commands: a server on each of the first GPUs, the trainer on the others
+    gpus, model, context = re.search(r"vllm_gpus\.sh (\S+) (\S+) --max-model-len (\d+)", text).groups()
+    visible = re.search(r"CUDA_VISIBLE_DEVICES=(\S+) lze-trl", text)[1]
+    assert (len(gpus.split(",")), len(visible.split(","))) == (generate, train)
+    assert [int(gpu) for gpu in f"{gpus},{visible}".split(",")] == list(range(generate + train))
+    assert (model, int(context)) == (recipe["model_name_or_path"], recipe["vllm_max_model_length"])
+    named = re.search(r"--num_processes (\d+)", text)
+    assert int(named[1] if named else 1) == train
+
+
+@pytest.mark.parametrize("path", FOR_GPUS, ids=shown)
+def test_one_flag_generates_inside_the_training_processes(path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    args = parse_recipe(["--config", str(path), "--vllm_mode", "colocate", *ON_CPU])[1]
+    assert (args.use_vllm, args.vllm_mode, args.vllm_enable_sleep_mode) == (True, "colocate", True)
+    assert args.vllm_max_model_length > args.max_completion_length
 
 
 MATH = ROOT / "recipes" / "Qwen2.5-Math-1.5B" / "math"

@@ -4,6 +4,7 @@ import os
 import re
 import shlex
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from lze_trl.job.recipe import parse_recipe, read_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 SLURM = ROOT / "scripts" / "slurm"
-RECIPES = sorted(path for path in (ROOT / "recipes").rglob("*.yaml") if "demo" not in path.parts)
+RECIPES = sorted((ROOT / "recipes").glob("Qwen*/*/*.yaml"))
 # The development machine has no accelerator
 ON_CPU = ["--bf16", "false", "--use_cpu", "true"]
 # Each records its arguments, one a line. `accelerate` waits for the servers, as the trainer does, and `srun` runs its
@@ -63,7 +64,7 @@ def start(tmp_path):
     for name, body in COMMANDS.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
-    for name in ("recipes", "accelerate_configs"):
+    for name in ("recipes", "accelerate_configs", "scripts"):
         (tmp_path / name).symlink_to(ROOT / name)
 
     def run(script: str, nodes: int, **variables):
@@ -121,7 +122,7 @@ def test_a_documented_command_starts(command, start, monkeypatch, tmp_path):
             assert arguments[arguments.index("--machine_rank") + 1] == str(rank)
             assert arguments[arguments.index("--num_machines") + 1] == str(len(launches))
         assert (ROOT / arguments[arguments.index("--config_file") + 1]).exists()
-        assert_fits(arguments, ROOT / variables["RECIPE"], 8, monkeypatch)
+        assert_fits(arguments, ROOT / variables["RECIPE"], 4, monkeypatch)
 
 
 def by_geometry() -> list[Path]:
@@ -134,9 +135,9 @@ def by_geometry() -> list[Path]:
 @pytest.mark.parametrize("script", ["one_node.sbatch", "multi_node.sbatch"])
 @pytest.mark.parametrize("recipe", by_geometry(), ids=lambda path: str(path.relative_to(ROOT / "recipes")))
 def test_the_defaults_fit_every_recipe(recipe, script, start, monkeypatch):
-    gpus = 1 if recipe.name == "lora.yaml" else 8
+    gpus = 1 if recipe.name == "lora.yaml" else 4
     variables = {"MODEL": "m", "RECIPE": str(recipe), "SYNC_DIR": "/shared", "RECIPE_GPUS": str(gpus)}
-    if gpus == 8:
+    if gpus == 4:
         del variables["RECIPE_GPUS"]
     done, launches = start(script, default_nodes(script), **variables)
     assert done.returncode == 0, done.stderr
@@ -148,7 +149,7 @@ def test_every_k_fits_or_is_refused(servers, start, monkeypatch, tmp_path):
     recipe = ROOT / "recipes/Qwen2.5-Math-1.5B/math/lze.yaml"
     done, launches = start("one_node.sbatch", 1, MODEL="m", RECIPE=str(recipe), SERVER_GPUS=str(servers))
     if servers in (4, 6, 7):
-        assert_fits(launches[0], recipe, 8, monkeypatch)
+        assert_fits(launches[0], recipe, 4, monkeypatch)
     else:
         assert done.returncode == 1 and not launches and not list(tmp_path.glob("vllm.*.started"))
         assert f"SERVER_GPUS={servers} leaves {8 - servers} GPUs" in done.stderr and "4, 6 or 7" in done.stderr
@@ -169,3 +170,61 @@ def test_nodes_that_do_not_divide_are_refused(start, tmp_path):
         done, launches = start("multi_node.sbatch", nodes, MODEL="m", RECIPE=str(recipe), SYNC_DIR="/shared")
         assert done.returncode == 1 and not launches and not list(tmp_path.glob("vllm.*.started"))
         assert f"leaves {gpus} GPUs for training" in done.stderr
+
+
+def serve(tmp_path, *arguments, **variables):
+    """`scripts/vllm_gpus.sh`, where `vllm` records its arguments and its GPU and waits to be ended."""
+    (tmp_path / "vllm").write_text(
+        '#!/bin/bash\nprintf "%s\\n" "$CUDA_VISIBLE_DEVICES" "$VLLM_SERVER_DEV_MODE" "$@" >"seen.$BASHPID.part"\n'
+        'mv "seen.$BASHPID.part" "seen.$BASHPID"\nexec sleep 60\n'
+    )
+    (tmp_path / "vllm").chmod(0o755)
+    return subprocess.Popen(
+        ["bash", ROOT / "scripts" / "vllm_gpus.sh", *arguments],
+        cwd=tmp_path,
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}", **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_servers_on_gpus_start_together_and_end_together(tmp_path):
+    process = serve(tmp_path, "1,3", "some/model", "--max-model-len", "99")
+    deadline = time.monotonic() + 30
+    while len(seen := sorted(tmp_path.glob("seen.*[0-9]"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    calls = sorted(path.read_text().splitlines() for path in seen)
+    common = ["--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1", "--max-model-len", "99"]
+    assert calls == [
+        [gpu, "1", "serve", "some/model", "--host", "127.0.0.1", "--port", port, *common]
+        for gpu, port in (("1", "8000"), ("3", "8001"))
+    ]
+    process.terminate()
+    out, _ = process.communicate(timeout=30)
+    assert out.splitlines() == [
+        "http://127.0.0.1:8000: GPU 1, log in vllm-127.0.0.1-8000.log",
+        "http://127.0.0.1:8001: GPU 3, log in vllm-127.0.0.1-8001.log",
+    ]
+    servers = [int(path.suffix[1:]) for path in seen]
+    while any(is_alive(pid) for pid in servers) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not any(is_alive(pid) for pid in servers)
+
+
+def is_alive(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/stat")
+    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+@pytest.mark.parametrize("arguments", [(), ("0,1",), ("some/model", "0"), ("0,", "some/model")])
+def test_servers_on_gpus_need_gpus_and_a_model(tmp_path, arguments):
+    process = serve(tmp_path, *arguments)
+    assert "give GPUs and a model" in process.communicate(timeout=30)[1]
+    assert process.returncode == 1
+
+
+def test_servers_on_gpus_without_vllm_say_so(tmp_path):
+    process = serve(tmp_path, "0", "some/model", VLLM="/nowhere/vllm")
+    assert "there is no command `/nowhere/vllm`" in process.communicate(timeout=30)[1]
+    assert process.returncode == 1

@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# Start vLLM servers on GPUs of this machine, one a GPU, with what weight syncing needs; their ports are 8000, 8001, …
+#
+#     scripts/vllm_gpus.sh 0,1,2,3 Qwen/Qwen3-4B [any option of `vllm serve`]
+#
+# They are reachable from this machine only, unless HOST names another address. VLLM is the `vllm` command, of an
+# environment of its own if need be. Each writes a log, vllm-HOST-PORT.log. To stop them all: Ctrl-C.
+set -euo pipefail
+
+if [[ $# -lt 2 || ! $1 =~ ^[0-9]+(,[0-9]+)*$ ]]; then
+    echo "scripts/vllm_gpus.sh: give GPUs and a model, such as: scripts/vllm_gpus.sh 0,1,2,3 Qwen/Qwen3-4B" >&2
+    exit 1
+fi
+host=${HOST:-127.0.0.1}
+vllm=${VLLM:-vllm}
+if ! command -v "$vllm" >/dev/null; then
+    echo "scripts/vllm_gpus.sh: there is no command \`$vllm\`. Install vLLM, or name its command: VLLM=/path/to/vllm" >&2
+    exit 1
+fi
+
+trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
+port=8000
+for gpu in ${1//,/ }; do
+    log=vllm-$host-$port.log
+    # Weight reloading is one of vLLM's development endpoints; they load from any path, for anyone who reaches them
+    CUDA_VISIBLE_DEVICES=$gpu VLLM_SERVER_DEV_MODE=1 "$vllm" serve "$2" --host "$host" --port "$port" \
+        --logprobs-mode processed_logprobs --max-logprobs -1 "${@:3}" >"$log" 2>&1 &
+    echo "http://$host:$port: GPU $gpu, log in $log"
+    port=$((port + 1))
+done
+wait
