@@ -190,6 +190,7 @@ def main(arguments: Sequence[str] | None = None):
         parser.add_argument(f"--{name}", metavar="DATASET", help="local file, folder or Hub id")
     namespace, flags = parser.parse_known_args(arguments)
     os.chdir(ROOT)  # the recipe names its files from here
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the server ends with this process
     setup_logging(is_main=True)
     try:
         run_demo({name: value for name, value in vars(namespace).items() if value is not None}, flags)
