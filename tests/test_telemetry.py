@@ -102,6 +102,16 @@ def test_the_name_of_the_folder_changes_nothing(tmp_path, name):
     assert run.prompt_counts()["frontier"] == 1
 
 
+def test_a_batch_of_which_pruning_left_nothing_is_recorded(tmp_path):
+    empty = make_record(1, outcomes=np.empty((0, 4)), ids=(), step=3)
+    record_run(tmp_path / "telemetry", [make_record(0), empty, make_record(2)])
+    generations = open_run(tmp_path).generations()
+    assert generations.generation.tolist() == [0, 1, 2]
+    assert generations.groups.tolist() == [3, 0, 3]
+    assert dict(generations.ledger[1]) == {"update_flops": 20.0, "plain_update_flops": 80.0}
+    assert np.isnan(generations.pass_rate[1])
+
+
 def test_states_of_prompts(tmp_path):
     solved, half, failed = (1, 1, 1, 1), (1, 0, 0, 0), (0, 0, 0, 0)
     records = [

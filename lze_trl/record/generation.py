@@ -159,8 +159,10 @@ def log_tables(step: int, generation: int, now: float, metrics: dict[str, float]
 
 def _table(name: str, columns: dict[str, Any]) -> pa.Table:
     """A table of a name, from columns or what all of its rows share. NaN, which stands for "not scored", becomes null."""
-    table = pa.Table.from_pandas(pd.DataFrame(columns), SCHEMAS[name], preserve_index=False)
-    return table.replace_schema_metadata()
+    frame = pd.DataFrame(columns)
+    if frame.empty:  # pandas guesses the types of columns without values
+        return SCHEMAS[name].empty_table()
+    return pa.Table.from_pandas(frame, SCHEMAS[name], preserve_index=False).replace_schema_metadata()
 
 
 def _mean(values: np.ndarray) -> float:
