@@ -35,6 +35,7 @@ ROOMS = {
     "remote": "files record",
     "rewards": "",
     "data": "memory rewards",
+    "evaluation": "data files rewards rollout",
     "app": "files record remote version",
     "config": "memory plan rollout select strategies",
     "checks": "config memory plan rollout",
@@ -45,7 +46,7 @@ ROOMS = {
     "build": "config memory pack plan rollout select",
     "step": "arrays engine memory pack plan record rollout seeding select",
     "trainer": "app build checkpoint checks compatibility config engine hub memory plan record rollout select step",
-    "job": "app checkpoint config data files record remote replay rewards trainer version",
+    "job": "app checkpoint config data evaluation files record remote replay rewards trainer version",
 }
 PURE = (
     *(

@@ -1,0 +1,225 @@
+"""Evaluates an engine on tasks: asks what is not answered yet, scores it as training does, and counts."""
+
+import json
+import logging
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from tqdm.auto import tqdm
+
+from ..files import write_atomically
+from ..rewards import RewardFunction, accuracy_reward
+from ..rewards.grading import GradingTimeout, equal, read_answer
+from .engines import Engine, Request
+from .results import write_results
+from .samples import Sample, SampleFile
+from .settings import Decoding, EvaluationError
+from .statistics import PASS, estimate, majority, mean_over_tasks, pass_at_k
+from .tasks import Problem
+
+
+logger = logging.getLogger(__name__)
+
+_SETTINGS = "settings.json"
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Values of the problems of a task, by the metric and the id of the problem, and what else was counted."""
+
+    metrics: dict[str, dict[str, float]]
+    ties: float | None
+    unscored: int
+    truncated: float
+    mean_tokens: float
+
+
+def evaluate(
+    engine: Engine,
+    tasks: Mapping[str, tuple[list[Problem], int]],
+    decoding: Decoding,
+    folder: Path,
+    samples: int = 1,
+    reward: RewardFunction = accuracy_reward,
+    weights: str = "",
+    progress: bool = True,
+) -> dict[str, Any]:
+    """
+    Evaluate an engine, or go on where a killed evaluation of the same folder was.
+
+    Args:
+        engine ([`Engine`]): What completes the problems.
+        tasks (`Mapping`): By name, problems and the number of rows that repeated one, as [`load_problems`] returns them.
+        decoding ([`Decoding`]): How completions are decoded.
+        folder (`Path`): Where samples and results are kept.
+        samples (`int`, *optional*, defaults to `1`): Samples of each problem.
+        reward (`Callable`, *optional*): Training reward that scores. Defaults to [`~lze_trl.rewards.accuracy_reward`].
+        weights (`str`, *optional*): What tells the weights from others of the same name.
+        progress (`bool`, *optional*, defaults to `True`): Whether to show a progress bar.
+
+    Returns:
+        `dict`: The results, as they are in the folder.
+
+    Raises:
+        EvaluationError: The folder holds an evaluation with other settings.
+    """
+    if samples < 1:
+        raise EvaluationError(f"`samples` must be at least 1, got {samples}.")
+    settings = {"model": engine.name, "weights": weights, "reward": reward.__name__, "decoding": decoding.as_dict()}
+    check_settings(folder, settings)
+    for name, (problems, _) in tasks.items():
+        ask(engine, name, problems, decoding, folder, samples, reward, progress)
+    results = {**settings, "samples": samples, "tasks": {}, "mean": None}
+    scores = {
+        name: scores_of(folder, name, [problem.id for problem in problems], samples)
+        for name, (problems, _) in tasks.items()
+    }
+    for name, (problems, repeated) in tasks.items():
+        results["tasks"][name] = {"problems": len(problems), "repeated": repeated} | summary_of(scores[name])
+    if len(tasks) > 1:
+        names = list(scores[next(iter(tasks))].metrics)
+        results["mean"] = {
+            name: mean_over_tasks([list(found.metrics[name].values()) for found in scores.values()]) for name in names
+        }
+    write_results(folder, results)
+    return json.loads(json.dumps(results))  # as it is read from the file
+
+
+def check_settings(folder: Path, settings: dict[str, Any]):
+    """Note the settings of a new folder, or raise [`EvaluationError`] if an older one has others."""
+    path = folder / _SETTINGS
+    if not path.is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, json.dumps(settings, indent=1).encode())
+        return
+    before = json.loads(path.read_text(encoding="utf-8"))
+    changed = [
+        f"{name}: {old.get(name)!r} there, {new.get(name)!r} now"
+        for old, new in ((before, settings), (before["decoding"], settings["decoding"]))
+        for name in new
+        if name != "decoding" and old.get(name) != new.get(name)
+    ]
+    if changed:
+        raise EvaluationError(
+            f"`{folder}` holds an evaluation with other settings ({'; '.join(changed)}). Give another folder with `--output`, "
+            "or remove that one."
+        )
+
+
+def ask(
+    engine: Engine,
+    task: str,
+    problems: Iterable[Problem],
+    decoding: Decoding,
+    folder: Path,
+    samples: int,
+    reward: RewardFunction,
+    progress: bool,
+):
+    """Complete and score every sample that the folder lacks."""
+    wanted = [Request(problem, sample) for problem in problems for sample in range(samples)]
+    file = SampleFile(folder / f"{task}.jsonl")
+    answered = file.read()
+    missing = [request for request in wanted if (request.problem.id, request.sample) not in answered]
+    if not missing:
+        return
+    with file, tqdm(total=len(wanted), initial=len(wanted) - len(missing), desc=task, disable=not progress) as bar:
+        for request, output in engine.generate(missing, decoding):
+            file.write(Sample.of(request, output, *score(reward, request.problem, output.text)))
+            bar.update()
+
+
+def score(reward: RewardFunction, problem: Problem, text: str) -> tuple[float | None, str]:
+    """What the training reward says of a completion, and the answer that it has."""
+    answers: list[str] = []
+    completion = text if isinstance(problem.prompt, str) else [{"role": "assistant", "content": text}]
+    (value,) = reward(
+        prompts=[problem.prompt],
+        completions=[completion],
+        solution=[problem.gold],
+        log_extra=lambda name, column: answers.extend(column if name == "answer" else ()),
+    )
+    return value, answers[0] if answers else text.strip()
+
+
+def scores_of(folder: Path, task: str, ids: Iterable[str], samples: int) -> Scores:
+    """
+    Values of problems, from the samples of a folder. Samples without a score are left out, and so are problems that have none.
+
+    Raises:
+        EvaluationError: A sample is missing.
+    """
+    found, groups = SampleFile(folder / f"{task}.jsonl").read(), defaultdict(list)
+    for name in ids:
+        group = [found.get((name, number)) for number in range(samples)]
+        if None in group:
+            raise EvaluationError(f"`{folder}` lacks samples of {task!r}. Run the evaluation to its end.")
+        groups[name] = group
+    every = [sample for group in groups.values() for sample in group]
+    scored = {name: [sample for sample in group if sample.reward is not None] for name, group in groups.items()}
+    scored = {name: group for name, group in scored.items() if group}
+    if not scored:
+        raise EvaluationError(
+            f"No sample of {task!r} has a score: its gold answers cannot be read. See `lze-trl data`."
+        )
+    metrics = {f"avg@{samples}": {name: sum(s.reward for s in group) / len(group) for name, group in scored.items()}}
+    ties = None
+    if samples > 1:
+        metrics |= _passes(scored, samples)
+        votes = {name: _vote(group) for name, group in scored.items()}
+        metrics[f"maj@{samples}"] = {name: vote.value for name, vote in votes.items()}
+        ties = sum(vote.is_tie for vote in votes.values()) / len(votes)
+    return Scores(
+        metrics,
+        ties,
+        unscored=sum(sample.reward is None for sample in every),
+        truncated=sum(sample.truncated for sample in every) / len(every),
+        mean_tokens=sum(sample.tokens for sample in every) / len(every),
+    )
+
+
+def _passes(scored: dict[str, list[Sample]], samples: int) -> dict[str, dict[str, float]]:
+    """pass@k for the powers of two up to the number of samples, and for that; pass@1 is avg@k."""
+    metrics = {}
+    for k in sorted({*(2**power for power in range(1, samples.bit_length())), samples}):
+        enough = {name: group for name, group in scored.items() if len(group) >= k}
+        if enough:
+            metrics[f"pass@{k}"] = {
+                name: pass_at_k(len(group), sum(sample.reward > PASS for sample in group), k)
+                for name, group in enough.items()
+            }
+    return metrics
+
+
+def _vote(group: list[Sample]):
+    texts = {sample.answer: sample.completion for sample in reversed(group)}
+    return majority(
+        [sample.reward for sample in group],
+        [sample.answer for sample in group],
+        lambda one, other: _same(texts[one], texts[other]),
+    )
+
+
+@lru_cache(maxsize=65_536)
+def _same(one: str, other: str) -> bool:
+    """Whether two completions give equal answers, as the reward compares them."""
+    try:
+        answers = read_answer(one), read_answer(other)
+        return None not in answers and equal(*answers) is True
+    except GradingTimeout:
+        return False
+
+
+def summary_of(scores: Scores) -> dict[str, Any]:
+    """Means with intervals, and the counts."""
+    return {
+        "metrics": {name: estimate(list(values.values())) for name, values in scores.metrics.items()},
+        "ties": scores.ties,
+        "unscored": scores.unscored,
+        "truncated": scores.truncated,
+        "mean_tokens": scores.mean_tokens,
+    }
