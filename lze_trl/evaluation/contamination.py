@@ -7,7 +7,7 @@ same, and near if their ROUGE-L F1, 2·LCS / (m + n), is at least a threshold (0
 
 import re
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from rapidfuzz import process
@@ -32,14 +32,7 @@ class Overlap(NamedTuple):
 
 
 def overlaps(problems: list[Problem], training: list[str], near: float = NEAR) -> list[Overlap]:
-    """
-    Problems that the training set holds, exactly or nearly, the most similar first.
-
-    Args:
-        problems (`list[Problem]`): Problems of a task, without instructions around them.
-        training (`list[str]`): Texts of the training set.
-        near (`float`, *optional*, defaults to `0.7`): Least similarity.
-    """
+    """Problems, without instructions around them, that the training texts hold, exactly or nearly; the most similar first."""
     if not 0 < near <= 1:
         raise EvaluationError(f"`near` must be in (0, 1], got {near}.")
     ids: dict[str, int] = {}
@@ -65,7 +58,7 @@ def _coded(texts: Iterable[str], ids: dict[str, int]) -> list[list[int]]:
     return [[ids.setdefault(token, len(ids)) for token in _TOKEN.findall(text.lower())] for text in texts]
 
 
-def training_texts(references: list[str], **kwargs: Any) -> list[str]:
+def training_texts(references: list[str]) -> list[str]:
     """Problems of training sets, given as [`~lze_trl.data.load_prompts`] takes them, each once."""
-    tables = [load_prompts(reference, conversational=False, **kwargs) for reference in references]
+    tables = [load_prompts(reference, conversational=False) for reference in references]
     return list(dict.fromkeys(text for table in tables for text in table["prompt"]))

@@ -2,13 +2,13 @@
 
 import logging
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, broadcast_object_list, gather_object
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from trl import GRPOTrainer
 from trl.distributed import DistributedBackend
 from trl.models import unwrap_model_for_generation
@@ -24,87 +24,45 @@ from .tasks import Problem
 
 logger = logging.getLogger(__name__)
 
-_STEP = "step-{:06d}"
-
-
-class SharedEngine:
-    """
-    Generates on every process of a training what the main process asks for.
-
-    Args:
-        engine ([`TransformersEngine`]): The engine of this process.
-        accelerator ([`~accelerate.Accelerator`]): The processes.
-        decoding ([`Decoding`]): How completions are decoded.
-    """
-
-    def __init__(self, engine: TransformersEngine, accelerator: Accelerator, decoding: Decoding):
-        self.engine, self.accelerator, self.decoding = engine, accelerator, decoding
-        self.name = engine.name
-
-    def generate(self, requests: Iterable[Request], decoding: Decoding) -> Iterator[tuple[Request, Output]]:
-        """Complete requests, on the main process."""
-        requests, size = list(requests), self.engine.batch_size * self.accelerator.num_processes
-        for begin in range(0, len(requests), size):
-            yield from self._take_part(requests[begin : begin + size])
-
-    def serve(self):
-        """Take part until the main process ends, on the others."""
-        while self._take_part(None):
-            pass
-
-    def end(self):
-        """Let the other processes go on, on the main one."""
-        broadcast_object_list([None])
-
-    def _take_part(self, requests: list[Request] | None) -> list[tuple[Request, Output]]:
-        shared = [requests]
-        broadcast_object_list(shared)
-        if shared[0] is None:
-            return []
-        count, rank = self.accelerator.num_processes, self.accelerator.process_index
-        filled = shared[0] + shared[0][-1:] * (-len(shared[0]) % count)  # every process takes as many steps
-        found = gather_object(list(self.engine.generate(filled[rank::count], self.decoding)))
-        return list({(request.problem.id, request.sample): (request, output) for request, output in found}.values())
+OpenEngine = Callable[[], AbstractContextManager[Engine | None]]
 
 
 class TaskEvaluation(TrainerCallback):
     """
     Evaluates before the first step, every so many steps, and after the last.
 
-    Training goes on as without it: no random number is drawn from a generator that training uses.
+    Training goes on as without it: nothing is drawn from a random generator that training uses.
 
     Args:
-        tasks (`dict`): Problems by task, as [`evaluate`] takes them.
+        trainer ([`~trl.GRPOTrainer`]): The trainer that it is added to; used now, and not kept.
+        tasks (`Mapping`): Problems by task, as [`evaluate`] takes them.
         decoding ([`Decoding`]): How completions are decoded.
         samples (`int`): Samples of each problem.
         every (`int`): Steps between evaluations.
         reward (`Callable`): Training reward that scores.
-        accelerator ([`~accelerate.Accelerator`]): The processes.
-        engine (`Callable`): Opens the engine with the weights of now, on every process.
-        log (`Callable`): Logs metrics.
     """
 
     def __init__(
         self,
-        tasks: dict[str, tuple[list[Problem], int]],
+        trainer: GRPOTrainer,
+        tasks: Mapping[str, tuple[list[Problem], int]],
         decoding: Decoding,
         samples: int,
         every: int,
         reward: RewardFunction,
-        accelerator: Accelerator,
-        engine: Callable[[], AbstractContextManager[Engine]],
-        log: Callable[[dict[str, float]], None],
     ):
-        self.tasks, self.decoding, self.samples, self.every, self.reward = tasks, decoding, samples, every, reward
-        self.accelerator, self.engine, self.log = accelerator, engine, log
-        self._last = -1
+        self.every = every
+        self._evaluated = -1
+        self._engine = engine_of(trainer)
+        self._of_task = (tasks, decoding)
+        self._scoring = (samples, reward)
+        # TRL's would also log what the step has gathered so far
+        self._log = lambda metrics: Trainer.log(trainer, metrics)
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object):
-        if self.accelerator.is_main_process:
-            for folder in Path(args.output_dir).glob(
-                f"{FOLDER}/step-*"
-            ):  # of an earlier run, or beyond the checkpoint
-                if int(folder.name.rpartition("-")[2]) > state.global_step or state.global_step == 0:
+        if state.is_world_process_zero:
+            for folder in Path(args.output_dir).glob(f"{FOLDER}/step-*"):  # of an earlier run, or after the checkpoint
+                if state.global_step == 0 or int(folder.name.rpartition("-")[2]) > state.global_step:
                     shutil.rmtree(folder)
         if state.global_step == 0:
             self._evaluate(args, state)
@@ -114,63 +72,90 @@ class TaskEvaluation(TrainerCallback):
             self._evaluate(args, state)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object):
-        if self._last != state.global_step:
+        if self._evaluated != state.global_step:
             self._evaluate(args, state)
 
     def _evaluate(self, args: TrainingArguments, state: TrainerState):
-        self._last = state.global_step
-        with self.engine() as engine:
-            if not self.accelerator.is_main_process:
-                if isinstance(engine, SharedEngine):
-                    engine.serve()
+        self._evaluated = step = state.global_step
+        folder = Path(args.output_dir) / FOLDER / f"step-{step:06d}"
+        with self._engine() as engine:
+            if engine is None:  # of a process that took part
                 return
-            folder = Path(args.output_dir) / FOLDER / _STEP.format(state.global_step)
-            try:
-                results = evaluate(
-                    *(engine, self.tasks, self.decoding, folder, self.samples, self.reward),
-                    weights=f"step {state.global_step}",
-                    progress=not args.disable_tqdm,
-                )
-            finally:
-                if isinstance(engine, SharedEngine):
-                    engine.end()
+            results = evaluate(engine, *self._of_task, folder, *self._scoring, f"step {step}", not args.disable_tqdm)
         for task, found in results["tasks"].items():
-            shown = {name: interval_text(estimate) for name, estimate in found["metrics"].items()}
-            logger.info(
-                "step %d  %s  %s", state.global_step, task, "  ".join(f"{name} {text}" for name, text in shown.items())
-            )
-            self.log({f"tasks/{task}/{name}": estimate[0] for name, estimate in found["metrics"].items()})
+            shown = "  ".join(f"{name} {interval_text(estimate)}" for name, estimate in found["metrics"].items())
+            logger.info("step %d  %s  %s", step, task, shown)
+            self._log({f"tasks/{task}/{name}": estimate[0] for name, estimate in found["metrics"].items()})
 
 
-def engine_of(trainer: GRPOTrainer, decoding: Decoding) -> Callable[[], AbstractContextManager[Engine]]:
+def engine_of(trainer: GRPOTrainer) -> OpenEngine:
     """
-    Opens an engine with a trainer's weights of the moment: its own vLLM servers if it generates with these over HTTP, and else
-    the model in its processes, which all must open it.
+    Opens an engine with a trainer's weights of the moment: its own vLLM servers if it generates with these over HTTP, else the
+    model in its processes. All processes must open it; the main one gets it, the others take part and get `None`.
     """
+    args, accelerator = trainer.args, trainer.accelerator
 
     @contextmanager
-    def over_http() -> Iterator[Engine]:
+    def over_http() -> Iterator[Engine | None]:
         trainer.vllm_generation.sync_weights()
-        yield ServerEngine(trainer.args.vllm_server_urls, trainer.args.vllm_max_concurrent_requests)
+        is_main = accelerator.is_main_process
+        yield ServerEngine(args.vllm_server_urls, args.vllm_max_concurrent_requests) if is_main else None
 
     @contextmanager
-    def in_processes() -> Iterator[Engine]:
-        model, accelerator, args = trainer.model_wrapped, trainer.accelerator, trainer.args
-        checkpointing = args.gradient_checkpointing_kwargs
-        was_training = trainer.model.training
+    def in_processes() -> Iterator[Engine | None]:
+        model, was_training = trainer.model_wrapped, trainer.model.training
+        settings = {"gradient_checkpointing_kwargs": args.gradient_checkpointing_kwargs}
         with (
-            unwrap_model_for_generation(model, accelerator, gradient_checkpointing_kwargs=checkpointing) as unwrapped,
+            unwrap_model_for_generation(model, accelerator, **settings) as unwrapped,
             DistributedBackend(accelerator).summon_full_params(model, recurse=False),
         ):
-            unwrapped.eval()
+            engine = TransformersEngine(
+                unwrapped.eval(), trainer.processing_class, args.per_device_eval_batch_size, args.output_dir
+            )
+            engine.synced = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
             try:
-                engine = TransformersEngine(
-                    unwrapped, trainer.processing_class, args.per_device_eval_batch_size, str(args.output_dir)
-                )
-                engine.synced = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
-                yield SharedEngine(engine, accelerator, decoding)
+                with SharedEngine(engine, accelerator) as shared:
+                    yield shared if accelerator.is_main_process else None
             finally:
                 unwrapped.train(was_training)
 
-    is_over_http = trainer.args.use_vllm and trainer.args.vllm_mode == "http"
-    return over_http if is_over_http else in_processes
+    return over_http if args.use_vllm and args.vllm_mode == "http" else in_processes
+
+
+class SharedEngine:
+    """
+    Generates on every process what the main one asks for, within a block that all of them enter.
+
+    Args:
+        engine ([`TransformersEngine`]): The engine of this process.
+        accelerator ([`~accelerate.Accelerator`]): The processes.
+    """
+
+    def __init__(self, engine: TransformersEngine, accelerator: Accelerator):
+        self.engine, self.name = engine, engine.name
+        self.count, self.rank = accelerator.num_processes, accelerator.process_index
+
+    def __enter__(self) -> "SharedEngine":
+        while self.rank > 0 and self._take_part():
+            pass
+        return self
+
+    def __exit__(self, *error: object):
+        if self.rank == 0:
+            broadcast_object_list([None])
+
+    def generate(self, requests: Iterable[Request], decoding: Decoding) -> Iterator[tuple[Request, Output]]:
+        """Complete requests, on the main process."""
+        requests, size = list(requests), self.engine.batch_size * self.count
+        for begin in range(0, len(requests), size):
+            yield from self._take_part((requests[begin : begin + size], decoding))
+
+    def _take_part(self, asked: tuple[list[Request], Decoding] | None = None) -> list[tuple[Request, Output]]:
+        shared = [asked]
+        broadcast_object_list(shared)
+        if shared[0] is None:
+            return []
+        requests, decoding = shared[0]
+        filled = requests + requests[-1:] * (-len(requests) % self.count)  # every process takes as many steps
+        found = gather_object(list(self.engine.generate(filled[self.rank :: self.count], decoding)))
+        return list({(request.problem.id, request.sample): (request, output) for request, output in found}.values())

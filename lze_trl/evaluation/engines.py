@@ -21,6 +21,7 @@ from transformers import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
+from trl.trainer.utils import pad
 
 from ..rollout.servers.weights import base_model
 from .settings import Decoding, EvaluationError
@@ -58,15 +59,7 @@ class Engine(Protocol):
 
 
 class TransformersEngine:
-    """
-    Generates with a model in this process.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]): The model.
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): Its tokenizer.
-        batch_size (`int`): Completions generated at a time.
-        name (`str`): What the model is called in results.
-    """
+    """Generates with a model in this process, `batch_size` completions at a time; `name` is what results call the model."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch_size: int, name: str):
         if batch_size < 1:
@@ -75,8 +68,7 @@ class TransformersEngine:
         self.synced = False  # whether all processes must take the same number of forward passes
         ends = model.generation_config.eos_token_id
         self.ends = sorted({tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None})
-        pad = tokenizer.pad_token_id
-        self.pad = pad if pad is not None else (self.ends or [0])[0]
+        self.pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (self.ends or [0])[0]
 
     @classmethod
     def load(cls, model: str, batch_size: int, dtype: str | None = None) -> "TransformersEngine":
@@ -116,31 +108,27 @@ class TransformersEngine:
         ]
 
     def _complete(self, prompts: list[list[int]], seeds: list[int], decoding: Decoding) -> list[Output]:
-        batch = _left_padded(prompts, self.pad)
+        ids = [torch.tensor(prompt, device=self.model.device) for prompt in prompts]
         processors = LogitsProcessorList()
         if decoding.temperature > 0:
-            processors += [
-                TemperatureLogitsWarper(decoding.temperature),
-                TopKLogitsWarper(decoding.top_k or len(self.tokenizer)),
-            ]
+            processors += [TemperatureLogitsWarper(decoding.temperature), TopKLogitsWarper(decoding.top_k or 2**31)]
             processors += [TopPLogitsWarper(decoding.top_p), KeyedSampling(seeds)]
-        with _plain_settings(self.model, self._settings(decoding)), torch.inference_mode():
-            ids = self.model.generate(
-                **{name: tensor.to(self.model.device) for name, tensor in batch.items()},
-                logits_processor=processors,
-                tokenizer=self.tokenizer,
-                synced_gpus=self.synced,
-            )
-        return [self._read(row, decoding) for row in ids[:, batch["input_ids"].shape[1] :].tolist()]
-
-    def _settings(self, decoding: Decoding) -> GenerationConfig:
-        return GenerationConfig(
+        settings = GenerationConfig(
             do_sample=False,  # with seeds, the likeliest token is the sampled one
             max_new_tokens=decoding.max_tokens,
             eos_token_id=self.ends or None,
             pad_token_id=self.pad,
             stop_strings=list(decoding.stop) or None,
         )
+        with _only(settings, self.model), torch.inference_mode():
+            rows = self.model.generate(
+                input_ids=pad(ids, padding_value=self.pad, padding_side="left"),  # (B, longest)
+                attention_mask=pad([torch.ones_like(row) for row in ids], padding_value=0, padding_side="left"),
+                logits_processor=processors,
+                tokenizer=self.tokenizer,
+                synced_gpus=self.synced,
+            )
+        return [self._read(row, decoding) for row in rows[:, max(map(len, prompts)) :].tolist()]
 
     def _read(self, row: list[int], decoding: Decoding) -> Output:
         end = next((place for place, token in enumerate(row) if token in self.ends or token == self.pad), None)
@@ -163,19 +151,12 @@ class KeyedSampling(LogitsProcessor):
         return torch.full_like(scores, -torch.inf).scatter(1, token, 0.0)
 
 
-def _left_padded(prompts: list[list[int]], pad: int) -> dict[str, torch.Tensor]:
-    width = max(len(ids) for ids in prompts)
-    return {
-        "input_ids": torch.tensor([[pad] * (width - len(ids)) + ids for ids in prompts]),  # (B, width)
-        "attention_mask": torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts]),
-    }
-
-
 @contextmanager
-def _plain_settings(model: PreTrainedModel, settings: GenerationConfig) -> Iterator[None]:
+def _only(settings: GenerationConfig, model: PreTrainedModel) -> Iterator[None]:
     """Generate with these settings alone: the model's own, such as a repetition penalty, would fill in what they leave out."""
-    owners = {model, base_model(model)}  # an adapter hands its settings on
-    own = [(owner, owner.generation_config) for owner in owners]
+    own = [
+        (owner, owner.generation_config) for owner in {model, base_model(model)}
+    ]  # an adapter hands its settings on
     model.generation_config = settings
     try:
         yield

@@ -9,33 +9,28 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ..files import write_atomically
-
 
 FOLDER = "evaluations"
 """Folder of evaluations within a run's folder, with one folder each."""
 
 FILE = "results.json"
-
-
-def write_results(folder: Path, results: dict[str, Any]):
-    """Write the results of an evaluation into its folder."""
-    write_atomically(folder / FILE, json.dumps(results, indent=1).encode())
+RESULT_FILES = f"{FOLDER}/*/{FILE}"
 
 
 def read_results(run_dir: str | Path) -> dict[str, dict[str, Any]]:
     """Results of all evaluations of a run that have ended, by name; those of steps come in their order."""
-    files = sorted(Path(run_dir).glob(f"{FOLDER}/*/{FILE}"))
+    files = sorted(Path(run_dir).glob(RESULT_FILES))
     return {path.parent.name: json.loads(path.read_text(encoding="utf-8")) for path in files}
 
 
-def rows_of(evaluations: dict[str, dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """
-    Heading and rows of a table of evaluations, one row for each task and metric, shares in percent.
+def first_and_last(evaluations: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Of those during a training, only the first and the last."""
+    steps = [name for name in evaluations if name.startswith("step-")]
+    return {name: results for name, results in evaluations.items() if name not in steps[1:-1]}
 
-    Args:
-        evaluations (`dict`): Results, by the names of the evaluations.
-    """
+
+def rows_of(evaluations: dict[str, dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Heading and rows of a table of evaluations, one row for each task and metric, shares in percent."""
     rows = []
     for name, results in evaluations.items():
         for task, found in results["tasks"].items():
@@ -64,9 +59,7 @@ def markdown(evaluations: dict[str, dict[str, Any]]) -> str:
 
 def text_table(heading: list[str], rows: list[list[str]], width: int = 160) -> str:
     """A plain-text table."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for title in heading:
-        table.add_column(title, overflow="fold")
+    table = Table(*heading, box=box.SIMPLE_HEAD, pad_edge=False)
     for row in rows:
         table.add_row(*row)
     console = Console(file=io.StringIO(), width=width, color_system=None)

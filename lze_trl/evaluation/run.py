@@ -1,41 +1,31 @@
 """Evaluates an engine on tasks: asks what is not answered yet, scores it as training does, and counts."""
 
 import json
-import logging
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tqdm.auto import tqdm
 
 from ..files import write_atomically
 from ..rewards import RewardFunction, accuracy_reward
-from ..rewards.grading import GradingTimeout, equal, read_answer
 from .engines import Engine, Request
-from .results import write_results
+from .results import FILE
 from .samples import Sample, SampleFile
 from .settings import Decoding, EvaluationError
-from .statistics import PASS, estimate, majority, mean_over_tasks, pass_at_k
+from .statistics import PASS, Vote, estimate, majority, mean_over_tasks, pass_at_k
 from .tasks import Problem
 
-
-logger = logging.getLogger(__name__)
 
 _SETTINGS = "settings.json"
 
 
-@dataclass(frozen=True)
-class Scores:
-    """Values of the problems of a task, by the metric and the id of the problem, and what else was counted."""
+class Scores(NamedTuple):
+    """Values of the problems of a task, by the metric and the id of the problem, and what else is told of its samples."""
 
     metrics: dict[str, dict[str, float]]
-    ties: float | None
-    unscored: int
-    truncated: float
-    mean_tokens: float
+    counts: dict[str, float | None]
 
 
 def evaluate(
@@ -73,20 +63,22 @@ def evaluate(
     check_settings(folder, settings)
     for name, (problems, _) in tasks.items():
         ask(engine, name, problems, decoding, folder, samples, reward, progress)
-    results = {**settings, "samples": samples, "tasks": {}, "mean": None}
     scores = {
-        name: scores_of(folder, name, [problem.id for problem in problems], samples)
+        name: scores_of(folder, name, [problem.id for problem in problems], samples, reward)
         for name, (problems, _) in tasks.items()
     }
+    results = {**settings, "samples": samples, "tasks": {}, "mean": None}
     for name, (problems, repeated) in tasks.items():
-        results["tasks"][name] = {"problems": len(problems), "repeated": repeated} | summary_of(scores[name])
+        metrics = {metric: estimate(list(values.values())) for metric, values in scores[name].metrics.items()}
+        counts = {"problems": len(problems), "repeated": repeated, **scores[name].counts}
+        results["tasks"][name] = {"metrics": metrics, **counts}
     if len(tasks) > 1:
-        names = list(scores[next(iter(tasks))].metrics)
-        results["mean"] = {
-            name: mean_over_tasks([list(found.metrics[name].values()) for found in scores.values()]) for name in names
-        }
-    write_results(folder, results)
-    return json.loads(json.dumps(results))  # as it is read from the file
+        shared = [metric for metric in metrics if all(metric in found.metrics for found in scores.values())]
+        values = {metric: [list(found.metrics[metric].values()) for found in scores.values()] for metric in shared}
+        results["mean"] = {metric: mean_over_tasks(tables) for metric, tables in values.items()}
+    text = json.dumps(results, indent=1)
+    write_atomically(folder / FILE, text.encode())
+    return json.loads(text)
 
 
 def check_settings(folder: Path, settings: dict[str, Any]):
@@ -146,7 +138,7 @@ def score(reward: RewardFunction, problem: Problem, text: str) -> tuple[float | 
     return value, answers[0] if answers else text.strip()
 
 
-def scores_of(folder: Path, task: str, ids: Iterable[str], samples: int) -> Scores:
+def scores_of(folder: Path, task: str, ids: Iterable[str], samples: int, reward: RewardFunction) -> Scores:
     """
     Values of problems, from the samples of a folder. Samples without a score are left out, and so are problems that have none.
 
@@ -169,17 +161,16 @@ def scores_of(folder: Path, task: str, ids: Iterable[str], samples: int) -> Scor
     metrics = {f"avg@{samples}": {name: sum(s.reward for s in group) / len(group) for name, group in scored.items()}}
     ties = None
     if samples > 1:
-        metrics |= _passes(scored, samples)
-        votes = {name: _vote(group) for name, group in scored.items()}
-        metrics[f"maj@{samples}"] = {name: vote.value for name, vote in votes.items()}
+        votes = {name: _vote(group, reward) for name, group in scored.items()}
+        metrics |= _passes(scored, samples) | {f"maj@{samples}": {name: vote.value for name, vote in votes.items()}}
         ties = sum(vote.is_tie for vote in votes.values()) / len(votes)
-    return Scores(
-        metrics,
-        ties,
-        unscored=sum(sample.reward is None for sample in every),
-        truncated=sum(sample.truncated for sample in every) / len(every),
-        mean_tokens=sum(sample.tokens for sample in every) / len(every),
-    )
+    counts = {
+        "ties": ties,
+        "unscored": sum(sample.reward is None for sample in every),
+        "truncated": sum(sample.truncated for sample in every) / len(every),
+        "mean_tokens": sum(sample.tokens for sample in every) / len(every),
+    }
+    return Scores(metrics, counts)
 
 
 def _passes(scored: dict[str, list[Sample]], samples: int) -> dict[str, dict[str, float]]:
@@ -195,31 +186,12 @@ def _passes(scored: dict[str, list[Sample]], samples: int) -> dict[str, dict[str
     return metrics
 
 
-def _vote(group: list[Sample]):
+def _vote(group: list[Sample], reward: RewardFunction) -> Vote:
+    """The majority of a problem's samples: two answers are the same if the reward takes one for the gold answer of the other."""
     texts = {sample.answer: sample.completion for sample in reversed(group)}
-    return majority(
-        [sample.reward for sample in group],
-        [sample.answer for sample in group],
-        lambda one, other: _same(texts[one], texts[other]),
-    )
 
+    def same(one: str, other: str) -> bool:
+        value, _ = score(reward, Problem(group[0].id, group[0].prompt, one), texts[other])
+        return value is not None and value > PASS
 
-@lru_cache(maxsize=65_536)
-def _same(one: str, other: str) -> bool:
-    """Whether two completions give equal answers, as the reward compares them."""
-    try:
-        answers = read_answer(one), read_answer(other)
-        return None not in answers and equal(*answers) is True
-    except GradingTimeout:
-        return False
-
-
-def summary_of(scores: Scores) -> dict[str, Any]:
-    """Means with intervals, and the counts."""
-    return {
-        "metrics": {name: estimate(list(values.values())) for name, values in scores.metrics.items()},
-        "ties": scores.ties,
-        "unscored": scores.unscored,
-        "truncated": scores.truncated,
-        "mean_tokens": scores.mean_tokens,
-    }
+    return majority([sample.reward for sample in group], [sample.answer for sample in group], same)

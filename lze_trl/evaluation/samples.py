@@ -10,27 +10,14 @@ from .engines import Output, Request
 
 @dataclass(frozen=True)
 class Sample:
-    """
-    A scored completion.
+    """A scored completion."""
 
-    Attributes:
-        id (`str`): Id of the problem.
-        sample (`int`): Which of the problem's samples it is, from 0.
-        reward (`float`, *optional*): What the training reward says; none where it cannot say.
-        answer (`str`): The answer that was read; empty if there is none.
-        tokens (`int`): Length, the end token included.
-        truncated (`bool`): Whether the limit cut it off.
-        completion (`str`): Its text.
-        gold (`str`, *optional*): Gold answer.
-        prompt (`str` or `list[dict]`): The prompt.
-    """
-
-    id: str
-    sample: int
-    reward: float | None
-    answer: str
-    tokens: int
-    truncated: bool
+    id: str  # of the problem
+    sample: int  # which of the problem's samples, from 0
+    reward: float | None  # what the training reward says; None where it cannot say
+    answer: str  # that was read; empty if there is none
+    tokens: int  # the end token included
+    truncated: bool  # whether the limit cut it off
     completion: str
     gold: str | None
     prompt: str | list[dict[str, str]]
@@ -44,12 +31,7 @@ class Sample:
 
 
 class SampleFile:
-    """
-    Samples of one task on the disk.
-
-    Args:
-        path (`Path`): The file; it need not exist.
-    """
+    """Samples of one task on the disk; the file need not exist."""
 
     def __init__(self, path: Path):
         self.path = path

@@ -1,5 +1,6 @@
-"""How completions of an evaluation are decoded, and the settings that papers published."""
+"""How completions of an evaluation are decoded, what papers published, and the flags. Imports nothing heavy."""
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -10,20 +11,7 @@ class EvaluationError(ValueError):
 
 @dataclass(frozen=True)
 class Decoding:
-    """
-    What decides the text of a completion, besides the model and the problem.
-
-    Attributes:
-        temperature (`float`): 0 for the likeliest token each time.
-        top_p (`float`): Share of the probability that tokens are sampled from.
-        top_k (`int`): Number of tokens that are sampled from; 0 for all.
-        max_tokens (`int`): Most tokens of a completion.
-        stop (`tuple[str, ...]`): Texts that end a completion, and are left out of it.
-        seed (`int`): Seed; each sample of each problem has one of its own that is made from it.
-        chat (`bool`): Whether prompts are messages in the model's chat template; otherwise, plain text.
-        system_prompt (`str`, *optional*): System prompt.
-        prompt_suffix (`str`, *optional*): Text after each problem. Defaults to the task's own.
-    """
+    """What decides the text of a completion, besides the model and the problem. Flags of the same names explain themselves."""
 
     temperature: float = 0.0
     top_p: float = 1.0
@@ -31,9 +19,9 @@ class Decoding:
     max_tokens: int = 1024
     stop: tuple[str, ...] = ()
     seed: int = 0
-    chat: bool = True
+    chat: bool = True  # whether prompts are messages in the model's chat template; otherwise, plain text
     system_prompt: str | None = None
-    prompt_suffix: str | None = None
+    prompt_suffix: str | None = None  # None for the task's own
 
     def __post_init__(self):
         for name, allowed, is_allowed in (
@@ -56,9 +44,9 @@ class Decoding:
 
 @dataclass(frozen=True)
 class Preset:
-    """Published settings: the tasks, samples of each problem, how they are decoded, and where that is written."""
+    """Published settings."""
 
-    source: str
+    source: str  # where they are written
     tasks: tuple[str, ...]
     samples: int = 1
     decoding: dict[str, Any] = field(default_factory=dict)  # what differs from the defaults of `Decoding`
@@ -97,3 +85,43 @@ PRESETS = {
         },
     ),
 }
+
+_DECODING = {
+    "temperature": (float, "0 for the likeliest token each time; default: 0, or 1 with several samples"),
+    "top_p": (float, "share of the probability that tokens are sampled from"),
+    "top_k": (int, "number of tokens that are sampled from; 0 for all"),
+    "max_tokens": (int, "most tokens of a completion; default: 1024"),
+    "seed": (int, "seed of all samples"),
+    "system_prompt": (str, "system prompt"),
+    "prompt_suffix": (str, "text after each problem; default: the task's own"),
+}
+
+
+def add_arguments(add: Callable):
+    """Add the flags, by the `add_argument` of a parser."""
+    add("model", metavar="MODEL", nargs="?", help="checkpoint, adapter or Hub id; of a server, whose run it is")
+    add("--tasks", metavar="TASK", nargs="+", help="names (see docs/evaluate.md), or .jsonl files of your own")
+    add("--preset", choices=PRESETS, help="tasks and decoding as published; other flags win over it")
+    add("--data", metavar="DIR", help="folder with the tasks' files; default: the Hub")
+    add("--limit", type=int, help="number of problems of each task; default: all")
+    add("--samples", type=int, help="samples of each problem; default: 1")
+    for name, (kind, text) in _DECODING.items():
+        add(f"--{name}", type=kind, help=text)
+    add("--stop", nargs="+", help="texts that end a completion, with \\n for a line break")
+    add("--no_chat", action="store_true", help="plain prompts, without a chat template")
+    add("--reward", default="accuracy", help="training reward that scores; default: accuracy")
+    add("--server", metavar="URL", nargs="+", help="running vLLM servers of one model, which share the load")
+    add("--concurrent", type=int, default=64, help="requests that one server works on at a time")
+    add("--batch_size", type=int, default=32, help="completions at a time, without a server")
+    add("--dtype", help="type to compute in, without a server; default: float32 on a CPU, else the model's")
+    add("--output", metavar="DIR", help="folder of the evaluation; default: evaluations/ of the run")
+    add("--compare", metavar="OTHER", help="a model, or the folder of an evaluation, that is compared with")
+    add("--contamination", metavar="DATASET", nargs="+", help="training sets to look for the problems in")
+    add("--near", type=float, default=0.7, help="least similarity of a near duplicate; default: 0.7")
+
+
+def decoding_flags(flags: Any) -> dict[str, Any]:
+    """The fields of [`Decoding`] that flags set."""
+    given = {name: vars(flags)[name] for name in _DECODING if vars(flags)[name] is not None}
+    given |= {"chat": False} if flags.no_chat else {}
+    return given | ({"stop": tuple(text.replace("\\n", "\n") for text in flags.stop)} if flags.stop else {})

@@ -50,11 +50,6 @@ def majority(rewards: Sequence[float], answers: Sequence[str], same: Callable[[s
     """
     The most frequent answer, by equivalence. Texts form classes, the most frequent first: each joins the first class all of
     whose members it equals, since equality is not transitive. A sample without an answer (`""`) has no vote.
-
-    Args:
-        rewards (`Sequence[float]`): Of each sample.
-        answers (`Sequence[str]`): Text of each sample's answer.
-        same (`Callable`): Whether two texts are the same answer.
     """
     texts = sorted(set(answers) - {""}, key=lambda text: (-answers.count(text), text))
     classes: list[list[str]] = []
@@ -115,13 +110,7 @@ class Comparison(NamedTuple):
 
 
 def compare(first: Sequence[float], second: Sequence[float]) -> Comparison:
-    """
-    Paired comparison of two models.
-
-    Args:
-        first (`Sequence[float]`): A value for each problem, which is solved above `PASS`.
-        second (`Sequence[float]`): The other model's, of the same problems in the same order.
-    """
+    """Paired comparison of two models by a value for each problem, the same in the same order, which is solved above `PASS`."""
     one, two = np.asarray(first, dtype=float), np.asarray(second, dtype=float)
     differences = one - two
     only_first, only_second = int(((one > PASS) & (two <= PASS)).sum()), int(((two > PASS) & (one <= PASS)).sum())

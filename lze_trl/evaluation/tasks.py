@@ -21,22 +21,13 @@ SUFFIXES = {
 
 @dataclass(frozen=True)
 class Task:
-    """
-    A set of problems with gold answers.
-
-    Attributes:
-        name (`str`): Name on the command line and in results.
-        hub (`str`): Reference on the Hub, or path of a file of the user's.
-        file (`str`): Path under the folder of `--data`.
-        kind (`str`): `"math"`, `"choice"` (of options, by letter) or `"mixed"`: a key of `SUFFIXES`.
-        answer_column (`str`, *optional*): Column with the gold answer, where it is not recognised.
-    """
+    """A set of problems with gold answers."""
 
     name: str
-    hub: str
-    file: str
-    kind: Literal["math", "choice", "mixed"] = "math"
-    answer_column: str | None = None
+    hub: str  # reference on the Hub, or path of a file of the user's
+    file: str  # path under the folder of `--data`
+    kind: Literal["math", "choice", "mixed"] = "math"  # a key of `SUFFIXES`
+    answer_column: str | None = None  # where it is not recognised
 
 
 def _task(name: str, hub: str, **further: Any) -> Task:
@@ -79,16 +70,7 @@ class Problem:
 
 
 def find_tasks(names: Iterable[str], data: str | Path | None = None) -> list[Task]:
-    """
-    Tasks by name, or by the path of a data file of the user's.
-
-    Args:
-        names (`Iterable[str]`): Keys of `TASKS`, or paths of .jsonl, .json, .parquet or .csv files.
-        data (`str` or `Path`, *optional*): Folder with the files of the tasks. Defaults to the Hub.
-
-    Raises:
-        EvaluationError: A name is unknown or given twice, or a file is missing.
-    """
+    """Tasks by name, from a folder of files or else from the Hub, or by the path of a data file of the user's."""
     tasks = [_of_file(name) if Path(name).suffix in FILE_FORMATS else _of_name(name, data) for name in names]
     known = [task.name for task in tasks]
     if repeated := sorted({name for name in known if known.count(name) > 1}):
@@ -126,12 +108,7 @@ def _of_name(name: str, data: str | Path | None) -> Task:
 
 
 def load_problems(task: Task, decoding: Decoding, limit: int | None = None) -> tuple[list[Problem], int]:
-    """
-    The problems of a task, each once, and how many rows repeated one.
-
-    Raises:
-        EvaluationError: The data cannot be read.
-    """
+    """The problems of a task, each once, and how many rows repeated one."""
     suffix = SUFFIXES[task.kind] if decoding.prompt_suffix is None else decoding.prompt_suffix
     try:
         table = load_prompts(

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from ..evaluation.command import add_arguments
+from ..evaluation.settings import add_arguments
 from ..version import __version__
 from . import CHECKOUT
 
@@ -230,8 +230,11 @@ def _replay(namespace: argparse.Namespace, flags: list[str]):
 def _eval(namespace: argparse.Namespace, flags: list[str]):
     """Evaluate a model on tasks, with intervals; compare two, or look for the tasks in a training set."""
     from ..evaluation.command import run
+    from ..hub import add_evaluations
 
-    run(namespace)
+    folder = run(namespace)
+    if folder is not None:
+        add_evaluations(folder.resolve().parents[1])
 
 
 def _report(namespace: argparse.Namespace, flags: list[str]):

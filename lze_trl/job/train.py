@@ -31,7 +31,7 @@ from ..app.console import accuracy_metric, held_out_accuracy
 from ..checkpoint import CheckpointError, has_ended, how_to_resume, last_complete_checkpoint, refuse_non_checkpoint
 from ..config import LZEGRPOConfig
 from ..data import load_mixture, parse_reference
-from ..evaluation.during import TaskEvaluation, engine_of
+from ..evaluation.during import TaskEvaluation
 from ..evaluation.settings import Decoding
 from ..evaluation.tasks import find_tasks, load_problems
 from ..rewards import get_reward
@@ -111,11 +111,9 @@ def build_trainer(
 def task_evaluation(trainer: LZEGRPOTrainer, script_args: LZEScriptArguments) -> TaskEvaluation:
     """The evaluation on `eval_tasks`, with the prompts, the reward and the decoding of the training."""
     args, samples = trainer.args, script_args.eval_tasks_samples
-    is_greedy = samples == 1
+    sampling = {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k} if samples > 1 else {}
     decoding = Decoding(
-        temperature=0.0 if is_greedy else args.temperature,
-        top_p=1.0 if is_greedy else args.top_p,
-        top_k=0 if is_greedy else args.top_k,
+        **sampling,
         max_tokens=args.max_completion_length,
         seed=args.seed,
         chat=script_args.conversational,
@@ -125,16 +123,9 @@ def task_evaluation(trainer: LZEGRPOTrainer, script_args: LZEScriptArguments) ->
     tasks = find_tasks(script_args.eval_tasks, script_args.eval_tasks_data)
     with args.main_process_first(desc="tasks"):
         problems = {task.name: load_problems(task, decoding, script_args.eval_tasks_limit) for task in tasks}
-    return TaskEvaluation(
-        problems,
-        decoding,
-        samples,
-        script_args.eval_tasks_steps,
-        get_reward("accuracy"),
-        trainer.accelerator,
-        engine_of(trainer, decoding),
-        partial(transformers.Trainer.log, trainer),  # TRL's would also log what the step has gathered so far
-    )
+    name = "accuracy" if "accuracy" in script_args.reward_funcs else script_args.reward_funcs[0]
+    reward = get_reward(name, args.max_completion_length, script_args.soft_overlong_cache)
+    return TaskEvaluation(trainer, problems, decoding, samples, script_args.eval_tasks_steps, reward)
 
 
 def resume_point(args: LZEGRPOConfig) -> str | None:

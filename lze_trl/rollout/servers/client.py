@@ -236,7 +236,9 @@ class VLLMServer:
             text = choice["text"] if is_text else choice["message"]["content"] or ""
             return Answer(text, answer["usage"]["completion_tokens"], choice["finish_reason"] == "length")
 
-        return await self._request(http, path, body | {"model": self.model, "prompt" if is_text else "messages": prompt}, read)
+        return await self._request(
+            http, path, body | {"model": self.model, "prompt" if is_text else "messages": prompt}, read
+        )
 
     async def prompt_logprobs(self, http: httpx2.AsyncClient, tokens: list[int]) -> list[float]:
         """Log-probs of `tokens[1:]`, in nats."""
