@@ -254,7 +254,7 @@ def test_other_settings_in_the_same_folder_are_refused(tmp_path):
     run(Answering(lambda request: "0"), tmp_path)
     with pytest.raises(EvaluationError, match=r"temperature: 0.0 there, 1.0 now.*--output"):
         run(Answering(lambda request: "0"), tmp_path, temperature=1.0)
-    with pytest.raises(EvaluationError, match="weights: '' there, 'new' now"):
+    with pytest.raises(EvaluationError, match="weights: 'answering' there, 'new' now"):
         run(Answering(lambda request: "0"), tmp_path, weights="new")
 
 

@@ -47,7 +47,7 @@ def run(flags: argparse.Namespace) -> Path | None:
 
     def evaluated(model: str | None, output: str | None) -> Path:
         if flags.server:
-            engine, weights = ServerEngine(flags.server, flags.concurrent), ""  # a server does not tell which it has
+            engine, weights = ServerEngine(flags.server, flags.concurrent), None  # a server does not tell
         else:
             engine, weights = TransformersEngine.load(model, flags.batch_size, flags.dtype), weights_of(model)
         folder = Path(output or folder_of(model or engine.name, flags.preset))

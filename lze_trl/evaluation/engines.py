@@ -28,6 +28,9 @@ from .settings import Decoding, EvaluationError
 from .tasks import Problem
 
 
+_PART = 2**20  # bytes of a file of weights, at each of its ends, that are looked at
+
+
 @dataclass(frozen=True)
 class Request:
     """One sample of one problem."""
@@ -167,6 +170,10 @@ def _only(settings: GenerationConfig, model: PreTrainedModel) -> Iterator[None]:
 
 def weights_of(model: str) -> str:
     """What tells the weights of a local folder from others that are saved there later; the name itself for a Hub id."""
-    files = sorted(Path(model).glob("*.safetensors"))
-    stats = [f"{path.name} {path.stat().st_size} {path.stat().st_mtime:.0f}" for path in files]
-    return sha256("\n".join(stats).encode()).hexdigest()[:16] if stats else model
+    digest, files = sha256(), sorted(Path(model).glob("*.safetensors"))
+    for path in files:
+        with path.open("rb") as file:
+            digest.update(file.read(_PART))
+            file.seek(max(0, path.stat().st_size - _PART))
+            digest.update(file.read())
+    return digest.hexdigest()[:16] if files else model

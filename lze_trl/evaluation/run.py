@@ -35,7 +35,7 @@ def evaluate(
     folder: Path,
     samples: int = 1,
     reward: RewardFunction = accuracy_reward,
-    weights: str = "",
+    weights: str | None = None,
     progress: bool = True,
 ) -> dict[str, Any]:
     """
@@ -48,7 +48,7 @@ def evaluate(
         folder (`Path`): Where samples and results are kept.
         samples (`int`, *optional*, defaults to `1`): Samples of each problem.
         reward (`Callable`, *optional*): Training reward that scores. Defaults to [`~lze_trl.rewards.accuracy_reward`].
-        weights (`str`, *optional*): What tells the weights from others of the same name.
+        weights (`str`, *optional*): What tells the weights from others. Defaults to the name of the engine.
         progress (`bool`, *optional*, defaults to `True`): Whether to show a progress bar.
 
     Returns:
@@ -59,23 +59,20 @@ def evaluate(
     """
     if samples < 1:
         raise EvaluationError(f"`samples` must be at least 1, got {samples}.")
-    settings = {"model": engine.name, "weights": weights, "reward": reward.__name__, "decoding": decoding.as_dict()}
+    settings = {"model": engine.name, "weights": weights or engine.name, "reward": reward.__name__}
+    settings["decoding"] = decoding.as_dict()
     check_settings(folder, settings)
     for name, (problems, _) in tasks.items():
         ask(engine, name, problems, decoding, folder, samples, reward, progress)
-    scores = {
-        name: scores_of(folder, name, [problem.id for problem in problems], samples, reward)
-        for name, (problems, _) in tasks.items()
-    }
-    results = {**settings, "samples": samples, "tasks": {}, "mean": None}
+    results, values = {**settings, "samples": samples, "tasks": {}, "mean": None}, defaultdict(list)
     for name, (problems, repeated) in tasks.items():
-        metrics = {metric: estimate(list(values.values())) for metric, values in scores[name].metrics.items()}
-        counts = {"problems": len(problems), "repeated": repeated, **scores[name].counts}
-        results["tasks"][name] = {"metrics": metrics, **counts}
+        found = scores_of(folder, name, [problem.id for problem in problems], samples, reward)
+        for metric, of_problems in found.metrics.items():
+            values[metric].append(list(of_problems.values()))
+        metrics = {metric: estimate(values[metric][-1]) for metric in found.metrics}
+        results["tasks"][name] = {"metrics": metrics, "problems": len(problems), "repeated": repeated, **found.counts}
     if len(tasks) > 1:
-        shared = [metric for metric in metrics if all(metric in found.metrics for found in scores.values())]
-        values = {metric: [list(found.metrics[metric].values()) for found in scores.values()] for metric in shared}
-        results["mean"] = {metric: mean_over_tasks(tables) for metric, tables in values.items()}
+        results["mean"] = {name: mean_over_tasks(found) for name, found in values.items() if len(found) == len(tasks)}
     text = json.dumps(results, indent=1)
     write_atomically(folder / FILE, text.encode())
     return json.loads(text)
@@ -93,7 +90,7 @@ def check_settings(folder: Path, settings: dict[str, Any]):
         f"{name}: {old.get(name)!r} there, {new.get(name)!r} now"
         for old, new in ((before, settings), (before["decoding"], settings["decoding"]))
         for name in new
-        if name != "decoding" and old.get(name) != new.get(name)
+        if name not in ("decoding", "model") and old.get(name) != new.get(name)
     ]
     if changed:
         raise EvaluationError(
