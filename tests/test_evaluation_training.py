@@ -8,6 +8,7 @@ Evaluation on tasks during a training. Locked here:
 """
 
 import json
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -17,11 +18,13 @@ from safetensors.torch import load_file
 
 import tiny
 from launches import by_accelerate, on_two_cpus, run_to_end
+from lze_trl.app.views import overview
 from lze_trl.evaluation.results import read_results
 from lze_trl.evaluation.samples import SampleFile
 from lze_trl.job.cli import main
 from lze_trl.job.recipe import RecipeError, parse_recipe
 from lze_trl.job.train import run
+from lze_trl.record import open_run
 
 
 @pytest.fixture
@@ -106,6 +109,23 @@ def test_training_goes_on_as_without_and_finds_what_the_command_finds(job, tmp_p
     assert samples(tmp_path / "run" / "evaluations" / "checkpoint-2") == samples(
         tmp_path / "run" / "evaluations" / "step-000002"
     )
+
+
+def test_the_app_and_the_model_card_show_first_and_last(job, tmp_path):
+    train(job())
+    card = tmp_path / "run" / "README.md"
+    with closing(open_run(tmp_path / "run")) as recorded:
+        shown = overview(recorded)
+    for text in (card.read_text(), shown):
+        assert "step-000000" in text
+        assert "step-000002" not in text
+        assert "step-000004" in text
+        assert "avg@3" in text
+    flags = ["--tasks", str(tmp_path / "sums.jsonl"), "--no_chat", "--max_tokens", "5", "--limit", "2"]
+    for _ in range(2):
+        main(["eval", str(tmp_path / "run"), *flags])
+    assert card.read_text().count("| final | sums | 2 | avg@1 |") == 1
+    assert card.read_text().count("## Evaluations") == 1
 
 
 def test_a_resumed_run_keeps_its_evaluations_and_a_new_one_does_not(job, tmp_path):

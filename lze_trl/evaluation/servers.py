@@ -104,15 +104,24 @@ class ServerEngine:
         while True:
             request, failures = await jobs.get()
             try:
-                answer = await server.answer(http, request.problem.prompt, _body(request, decoding))
-                outputs.put((request, Output(answer.text, answer.tokens, answer.truncated)))
+                if server not in self._down:
+                    answer = await server.answer(http, request.problem.prompt, _body(request, decoding))
+                    outputs.put((request, Output(answer.text, answer.tokens, answer.truncated)))
+                    continue
+                jobs.put_nowait((request, failures))
             except ServerError as error:
                 if failures + 1 == _MOST_FAILURES:
                     raise ServerError(f"A request failed {_MOST_FAILURES} times. The last time: {error}") from error
+                self._note(server, error)
                 jobs.put_nowait((request, failures + 1))
-                await self._until_up(http, server)
             finally:
                 jobs.task_done()  # after the request was put back
+            await self._until_up(http, server)
+
+    def _note(self, server: VLLMServer, error: ServerError):
+        if server not in self._down:
+            logger.warning("%s. Waiting up to %g s for the server.", error, self.recovery_timeout)
+        self._down.add(server)
 
     async def _until_up(self, http: httpx2.AsyncClient, server: VLLMServer):
         deadline = time.monotonic() + self.recovery_timeout
@@ -122,9 +131,7 @@ class ServerEngine:
                 self._down.discard(server)
                 return
             except ServerError as error:
-                if server not in self._down:
-                    logger.warning("%s. Waiting up to %g s for the server.", error, self.recovery_timeout)
-                self._down.add(server)
+                self._note(server, error)
                 if time.monotonic() > deadline:
                     raise ConnectionError(
                         f"The vLLM server {server.url} did not come up within {self.recovery_timeout:g} s: {error}. Start it, "

@@ -20,7 +20,7 @@ PASS = 0.5
 
 
 class Estimate(NamedTuple):
-    """A mean over problems with its interval; the latter is not known for a single problem that is neither 0 nor 1."""
+    """A mean over problems with its interval; the latter is not known where all problems have one value that is neither 0 nor 1."""
 
     value: float
     low: float | None
@@ -86,7 +86,9 @@ def mean_over_tasks(tasks: Sequence[Sequence[float]]) -> Estimate:
 
 
 def _bootstrapped(tasks: list[np.ndarray]) -> tuple[float | None, float | None]:
-    if min(len(values) for values in tasks) < 2:
+    if all(
+        (values == values[0]).all() for values in tasks
+    ):  # drawn again, they are what they were, which says nothing
         return None, None
     result = bootstrap(
         tasks,
