@@ -26,7 +26,7 @@ import tiny
 from lze_trl.evaluation.contamination import overlaps
 from lze_trl.evaluation.engines import Output, Request, TransformersEngine
 from lze_trl.evaluation.results import markdown, read_results
-from lze_trl.evaluation.run import evaluate
+from lze_trl.evaluation.run import Evaluation
 from lze_trl.evaluation.samples import SampleFile
 from lze_trl.evaluation.settings import PRESETS, Decoding, EvaluationError
 from lze_trl.evaluation.statistics import compare, estimate, majority, mean_over_tasks, pass_at_k
@@ -58,11 +58,11 @@ class Answering:
             yield request, Output(self.text(request), 7, request.sample == 1)
 
 
-def run(engine, folder, tasks=None, samples=1, temperature=None, **kwargs):
+def run(engine, folder, tasks=None, samples=1, temperature=None, weights=None, **kwargs):
     temperature = float(samples > 1) if temperature is None else temperature
     tasks = {"sums": (problems(), 0)} if tasks is None else tasks
-    decoding = Decoding(temperature=temperature, max_tokens=8, chat=False)
-    return evaluate(engine, tasks, decoding, folder, samples, progress=False, **kwargs)
+    evaluation = Evaluation(tasks, Decoding(temperature=temperature, max_tokens=8, chat=False), samples, **kwargs)
+    return evaluation.run(engine, folder, weights, progress=False)
 
 
 # ---- Statistics ----
@@ -479,7 +479,7 @@ def test_the_command_looks_for_the_tasks_in_a_training_set(tmp_path, sums, capsy
     [
         (["m"], "No task is given"),
         (["--tasks", "gsm8k"], "Nothing to evaluate"),
-        (["m", "--tasks", "gsm8k", "--samples", "2", "--temperature", "0"], "all the same"),
+        (["m", "--tasks", "SUMS", "--samples", "2", "--temperature", "0"], "all the same"),
         (["m", "--tasks", "gsm8k", "--top_p", "2"], r"`top_p` must be in \(0, 1\], got 2.0"),
         (["m", "--tasks", "gsm8k", "--no_chat", "--system_prompt", "x"], "needs a chat"),
         (["/none", "--tasks", "SUMS"], "cannot be loaded"),

@@ -3,7 +3,6 @@
 import argparse
 import json
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from ..rewards import get_reward
 from .contamination import overlaps, training_texts
 from .engines import TransformersEngine, weights_of
 from .results import FOLDER, interval_text, rows_of, text_table
-from .run import evaluate, scores_of
+from .run import Evaluation
 from .servers import ServerEngine
 from .settings import PRESETS, Decoding, EvaluationError, Preset, decoding_flags
 from .statistics import compare
@@ -30,7 +29,8 @@ def run(flags: argparse.Namespace) -> Path | None:
     if flags.model is None and flags.server is None and flags.contamination is None:
         raise EvaluationError("Nothing to evaluate. Give a model, or a running server with `--server URL`.")
     samples = preset.samples if flags.samples is None else flags.samples
-    decoding = _decoding(flags, preset, samples)
+    sampling = {"temperature": 1.0} if samples > 1 else {}
+    decoding = replace(Decoding(), **sampling | preset.decoding | decoding_flags(flags))
     datasets.disable_progress_bars()
     disable_progress_bar()
     tasks = find_tasks(flags.tasks or preset.tasks, flags.data)
@@ -40,10 +40,8 @@ def run(flags: argparse.Namespace) -> Path | None:
         return None
     if preset.source:
         sys.stdout.write(f"{flags.preset}: {preset.source}\n")
-    problems, reward = (
-        {task.name: load_problems(task, decoding, flags.limit) for task in tasks},
-        get_reward(flags.reward),
-    )
+    problems = {task.name: load_problems(task, decoding, flags.limit) for task in tasks}
+    evaluation = Evaluation(problems, decoding, samples, get_reward(flags.reward))
 
     def evaluated(model: str | None, output: str | None) -> Path:
         if flags.server:
@@ -51,7 +49,7 @@ def run(flags: argparse.Namespace) -> Path | None:
         else:
             engine, weights = TransformersEngine.load(model, flags.batch_size, flags.dtype), weights_of(model)
         folder = Path(output or folder_of(model or engine.name, flags.preset))
-        _show(folder, evaluate(engine, problems, decoding, folder, samples, reward, weights))
+        _show(folder, evaluation.run(engine, folder, weights))
         return folder
 
     folder = evaluated(flags.model, flags.output)
@@ -62,20 +60,8 @@ def run(flags: argparse.Namespace) -> Path | None:
                 f"With `--server`, `--compare` takes the folder of an evaluation, and {flags.compare!r} is none. Evaluate "
                 "that model by a server of its own first."
             )
-        _compare(
-            folder, Path(flags.compare) if is_folder else evaluated(flags.compare, None), problems, samples, reward
-        )
+        _compare(folder, Path(flags.compare) if is_folder else evaluated(flags.compare, None), evaluation)
     return folder
-
-
-def _decoding(flags: argparse.Namespace, preset: Preset, samples: int) -> Decoding:
-    sampling = {"temperature": 1.0} if samples > 1 else {}
-    decoding = replace(Decoding(), **sampling | preset.decoding | decoding_flags(flags))
-    if samples > 1 and decoding.temperature == 0:
-        raise EvaluationError(
-            f"{samples} samples at temperature 0 are all the same. Set `--temperature`, or `--samples 1`."
-        )
-    return decoding
 
 
 def folder_of(model: str, preset: str | None) -> Path:
@@ -97,11 +83,10 @@ def _show(folder: Path, results: dict[str, Any]):
     sys.stdout.write(f"Samples and results: {folder}\n")
 
 
-def _compare(folder: Path, other: Path, problems: dict[str, Any], samples: int, reward: Callable):
+def _compare(folder: Path, other: Path, evaluation: Evaluation):
     rows = []
-    for task, (asked, _) in problems.items():
-        ids = [problem.id for problem in asked]
-        ours, theirs = (scores_of(place, task, ids, samples, reward).metrics for place in (folder, other))
+    for task in evaluation.tasks:
+        ours, theirs = (evaluation.scores(place, task).metrics for place in (folder, other))
         for metric in ours:
             both = [name for name in ours[metric] if name in theirs[metric]]
             found = compare([ours[metric][name] for name in both], [theirs[metric][name] for name in both])

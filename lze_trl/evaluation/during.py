@@ -2,7 +2,7 @@
 
 import logging
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
@@ -13,13 +13,11 @@ from trl import GRPOTrainer
 from trl.distributed import DistributedBackend
 from trl.models import unwrap_model_for_generation
 
-from ..rewards import RewardFunction
 from .engines import Engine, Output, Request, TransformersEngine
 from .results import FOLDER, interval_text
-from .run import evaluate
+from .run import Evaluation
 from .servers import ServerEngine
 from .settings import Decoding
-from .tasks import Problem
 
 
 logger = logging.getLogger(__name__)
@@ -34,28 +32,15 @@ class TaskEvaluation(TrainerCallback):
     Training goes on as without it: nothing is drawn from a random generator that training uses.
 
     Args:
-        trainer ([`~trl.GRPOTrainer`]): The trainer that it is added to; used now, and not kept.
-        tasks (`Mapping`): Problems by task, as [`evaluate`] takes them.
-        decoding ([`Decoding`]): How completions are decoded.
-        samples (`int`): Samples of each problem.
+        trainer ([`~trl.GRPOTrainer`]): The trainer that it is added to.
+        evaluation ([`Evaluation`]): What is asked, how it is decoded, and how it is scored.
         every (`int`): Steps between evaluations.
-        reward (`Callable`): Training reward that scores.
     """
 
-    def __init__(
-        self,
-        trainer: GRPOTrainer,
-        tasks: Mapping[str, tuple[list[Problem], int]],
-        decoding: Decoding,
-        samples: int,
-        every: int,
-        reward: RewardFunction,
-    ):
-        self.every = every
+    def __init__(self, trainer: GRPOTrainer, evaluation: Evaluation, every: int):
+        self.evaluation, self.every = evaluation, every
         self._evaluated = -1
         self._engine = engine_of(trainer)
-        self._of_task = (tasks, decoding)
-        self._scoring = (samples, reward)
         # TRL's would also log what the step has gathered so far
         self._log = lambda metrics: Trainer.log(trainer, metrics)
 
@@ -81,7 +66,7 @@ class TaskEvaluation(TrainerCallback):
         with self._engine() as engine:
             if engine is None:  # of a process that took part
                 return
-            results = evaluate(engine, *self._of_task, folder, *self._scoring, f"step {step}", not args.disable_tqdm)
+            results = self.evaluation.run(engine, folder, f"step {step}", progress=not args.disable_tqdm)
         for task, found in results["tasks"].items():
             shown = "  ".join(f"{name} {interval_text(estimate)}" for name, estimate in found["metrics"].items())
             logger.info("step %d  %s  %s", step, task, shown)

@@ -2,7 +2,8 @@
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,57 +29,114 @@ class Scores(NamedTuple):
     counts: dict[str, float | None]
 
 
-def evaluate(
-    engine: Engine,
-    tasks: Mapping[str, tuple[list[Problem], int]],
-    decoding: Decoding,
-    folder: Path,
-    samples: int = 1,
-    reward: RewardFunction = accuracy_reward,
-    weights: str | None = None,
-    progress: bool = True,
-) -> dict[str, Any]:
-    """
-    Evaluate an engine, or go on where a killed evaluation of the same folder was.
+@dataclass(frozen=True)
+class Evaluation:
+    """What is asked, how it is decoded, and how it is scored."""
 
-    Args:
-        engine ([`Engine`]): What completes the problems.
-        tasks (`Mapping`): By name, problems and the number of rows that repeated one, as [`load_problems`] returns them.
-        decoding ([`Decoding`]): How completions are decoded.
-        folder (`Path`): Where samples and results are kept.
-        samples (`int`, *optional*, defaults to `1`): Samples of each problem.
-        reward (`Callable`, *optional*): Training reward that scores. Defaults to [`~lze_trl.rewards.accuracy_reward`].
-        weights (`str`, *optional*): What tells the weights from others. Defaults to the name of the engine.
-        progress (`bool`, *optional*, defaults to `True`): Whether to show a progress bar.
+    tasks: Mapping[str, tuple[list[Problem], int]]  # by name, as [`load_problems`] returns them
+    decoding: Decoding
+    samples: int = 1  # of each problem
+    reward: RewardFunction = accuracy_reward
 
-    Returns:
-        `dict`: The results, as they are in the folder.
+    def __post_init__(self):
+        if self.samples < 1:
+            raise EvaluationError(f"`samples` must be at least 1, got {self.samples}.")
+        if self.samples > 1 and self.decoding.temperature == 0:
+            raise EvaluationError(
+                f"{self.samples} samples at temperature 0 are all the same. Set `--temperature`, or `--samples 1`."
+            )
 
-    Raises:
-        EvaluationError: The folder holds an evaluation with other settings.
-    """
-    if samples < 1:
-        raise EvaluationError(f"`samples` must be at least 1, got {samples}.")
-    settings = {"model": engine.name, "weights": weights or engine.name, "reward": reward.__name__}
-    settings["decoding"] = decoding.as_dict()
-    check_settings(folder, settings)
-    for name, (problems, _) in tasks.items():
-        ask(engine, name, problems, decoding, folder, samples, reward, progress)
-    results, values = {**settings, "samples": samples, "tasks": {}, "mean": None}, defaultdict(list)
-    for name, (problems, repeated) in tasks.items():
-        found = scores_of(folder, name, [problem.id for problem in problems], samples, reward)
-        for metric, of_problems in found.metrics.items():
-            values[metric].append(list(of_problems.values()))
-        metrics = {metric: estimate(values[metric][-1]) for metric in found.metrics}
-        results["tasks"][name] = {"metrics": metrics, "problems": len(problems), "repeated": repeated, **found.counts}
-    if len(tasks) > 1:
-        results["mean"] = {name: mean_over_tasks(found) for name, found in values.items() if len(found) == len(tasks)}
-    text = json.dumps(results, indent=1)
-    write_atomically(folder / FILE, text.encode())
-    return json.loads(text)
+    def run(self, engine: Engine, folder: Path, weights: str | None = None, progress: bool = True) -> dict[str, Any]:
+        """
+        Evaluate an engine, or go on where a killed evaluation of the same folder was.
+
+        Args:
+            engine ([`Engine`]): What completes the problems.
+            folder (`Path`): Where samples and results are kept; one with other settings or weights is refused.
+            weights (`str`, *optional*): What tells the weights from others. Defaults to the name of the engine.
+            progress (`bool`, *optional*, defaults to `True`): Whether to show a progress bar.
+
+        Returns:
+            `dict`: The results, as they are in the folder.
+        """
+        settings = {"model": engine.name, "weights": weights or engine.name, "reward": self.reward.__name__}
+        settings["decoding"] = self.decoding.as_dict()
+        _check_settings(folder, settings)
+        for task in self.tasks:
+            self._ask(engine, task, folder, progress)
+        results, values = {**settings, "samples": self.samples, "tasks": {}, "mean": None}, defaultdict(list)
+        for task, (problems, repeated) in self.tasks.items():
+            found = self.scores(folder, task)
+            for metric, of_problems in found.metrics.items():
+                values[metric].append(list(of_problems.values()))
+            metrics = {metric: estimate(values[metric][-1]) for metric in found.metrics}
+            counts = {"problems": len(problems), "repeated": repeated, **found.counts}
+            results["tasks"][task] = {"metrics": metrics, **counts}
+        if len(self.tasks) > 1:
+            shared = {metric: found for metric, found in values.items() if len(found) == len(self.tasks)}
+            results["mean"] = {metric: mean_over_tasks(found) for metric, found in shared.items()}
+        text = json.dumps(results, indent=1)
+        write_atomically(folder / FILE, text.encode())
+        return json.loads(text)
+
+    def _ask(self, engine: Engine, task: str, folder: Path, progress: bool):
+        """Complete and score every sample that the folder lacks."""
+        file = SampleFile(folder / f"{task}.jsonl")
+        answered, (problems, _) = file.read(), self.tasks[task]
+        wanted = [Request(problem, sample) for problem in problems for sample in range(self.samples)]
+        missing = [request for request in wanted if (request.problem.id, request.sample) not in answered]
+        if not missing:
+            return
+        done = len(wanted) - len(missing)
+        with file, tqdm(total=len(wanted), initial=done, desc=task, disable=not progress) as bar:
+            for request, output in engine.generate(missing, self.decoding):
+                file.write(Sample.of(request, output, *score(self.reward, request.problem, output.text)))
+                bar.update()
+
+    def scores(self, folder: Path, task: str) -> Scores:
+        """Values of the problems of a task, from the samples of a folder; neither samples without a score nor problems of such."""
+        found = SampleFile(folder / f"{task}.jsonl").read()
+        wanted = [(problem.id, sample) for problem in self.tasks[task][0] for sample in range(self.samples)]
+        if missing := sum(key not in found for key in wanted):
+            raise EvaluationError(f"`{folder}` lacks {missing} samples of {task!r}. Run the evaluation to its end.")
+        every, scored = [found[key] for key in wanted], defaultdict(list)
+        for sample in every:
+            if sample.reward is not None:
+                scored[sample.id].append(sample)
+        if not scored:
+            raise EvaluationError(
+                f"No sample of {task!r} has a score: its gold answers cannot be read. See `lze-trl data`."
+            )
+        means = {name: sum(sample.reward for sample in group) / len(group) for name, group in scored.items()}
+        metrics, ties = {f"avg@{self.samples}": means}, None
+        if self.samples > 1:
+            votes = {name: _vote(group, self.reward) for name, group in scored.items()}
+            metrics |= _passes(scored, self.samples)
+            metrics[f"maj@{self.samples}"] = {name: vote.value for name, vote in votes.items()}
+            ties = sum(vote.is_tie for vote in votes.values()) / len(votes)
+        counts = {
+            "ties": ties,
+            "unscored": sum(sample.reward is None for sample in every),
+            "truncated": sum(sample.truncated for sample in every) / len(every),
+            "mean_tokens": sum(sample.tokens for sample in every) / len(every),
+        }
+        return Scores(metrics, counts)
 
 
-def check_settings(folder: Path, settings: dict[str, Any]):
+def score(reward: RewardFunction, problem: Problem, text: str) -> tuple[float | None, str]:
+    """What the training reward says of a completion, and the answer that it has."""
+    answers: list[str] = []
+    completion = text if isinstance(problem.prompt, str) else [{"role": "assistant", "content": text}]
+    (value,) = reward(
+        prompts=[problem.prompt],
+        completions=[completion],
+        solution=[problem.gold],
+        log_extra=lambda name, column: answers.extend(column if name == "answer" else ()),
+    )
+    return value, answers[0] if answers else text.strip()
+
+
+def _check_settings(folder: Path, settings: dict[str, Any]):
     """Note the settings of a new folder, or raise [`EvaluationError`] if an older one has others."""
     path = folder / _SETTINGS
     if not path.is_file():
@@ -97,77 +155,6 @@ def check_settings(folder: Path, settings: dict[str, Any]):
             f"`{folder}` holds an evaluation with other settings ({'; '.join(changed)}). Give another folder with `--output`, "
             "or remove that one."
         )
-
-
-def ask(
-    engine: Engine,
-    task: str,
-    problems: Iterable[Problem],
-    decoding: Decoding,
-    folder: Path,
-    samples: int,
-    reward: RewardFunction,
-    progress: bool,
-):
-    """Complete and score every sample that the folder lacks."""
-    wanted = [Request(problem, sample) for problem in problems for sample in range(samples)]
-    file = SampleFile(folder / f"{task}.jsonl")
-    answered = file.read()
-    missing = [request for request in wanted if (request.problem.id, request.sample) not in answered]
-    if not missing:
-        return
-    with file, tqdm(total=len(wanted), initial=len(wanted) - len(missing), desc=task, disable=not progress) as bar:
-        for request, output in engine.generate(missing, decoding):
-            file.write(Sample.of(request, output, *score(reward, request.problem, output.text)))
-            bar.update()
-
-
-def score(reward: RewardFunction, problem: Problem, text: str) -> tuple[float | None, str]:
-    """What the training reward says of a completion, and the answer that it has."""
-    answers: list[str] = []
-    completion = text if isinstance(problem.prompt, str) else [{"role": "assistant", "content": text}]
-    (value,) = reward(
-        prompts=[problem.prompt],
-        completions=[completion],
-        solution=[problem.gold],
-        log_extra=lambda name, column: answers.extend(column if name == "answer" else ()),
-    )
-    return value, answers[0] if answers else text.strip()
-
-
-def scores_of(folder: Path, task: str, ids: Iterable[str], samples: int, reward: RewardFunction) -> Scores:
-    """
-    Values of problems, from the samples of a folder. Samples without a score are left out, and so are problems that have none.
-
-    Raises:
-        EvaluationError: A sample is missing.
-    """
-    found, groups = SampleFile(folder / f"{task}.jsonl").read(), defaultdict(list)
-    for name in ids:
-        group = [found.get((name, number)) for number in range(samples)]
-        if None in group:
-            raise EvaluationError(f"`{folder}` lacks samples of {task!r}. Run the evaluation to its end.")
-        groups[name] = group
-    every = [sample for group in groups.values() for sample in group]
-    scored = {name: [sample for sample in group if sample.reward is not None] for name, group in groups.items()}
-    scored = {name: group for name, group in scored.items() if group}
-    if not scored:
-        raise EvaluationError(
-            f"No sample of {task!r} has a score: its gold answers cannot be read. See `lze-trl data`."
-        )
-    metrics = {f"avg@{samples}": {name: sum(s.reward for s in group) / len(group) for name, group in scored.items()}}
-    ties = None
-    if samples > 1:
-        votes = {name: _vote(group, reward) for name, group in scored.items()}
-        metrics |= _passes(scored, samples) | {f"maj@{samples}": {name: vote.value for name, vote in votes.items()}}
-        ties = sum(vote.is_tie for vote in votes.values()) / len(votes)
-    counts = {
-        "ties": ties,
-        "unscored": sum(sample.reward is None for sample in every),
-        "truncated": sum(sample.truncated for sample in every) / len(every),
-        "mean_tokens": sum(sample.tokens for sample in every) / len(every),
-    }
-    return Scores(metrics, counts)
 
 
 def _passes(scored: dict[str, list[Sample]], samples: int) -> dict[str, dict[str, float]]:

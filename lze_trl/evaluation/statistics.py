@@ -86,9 +86,8 @@ def mean_over_tasks(tasks: Sequence[Sequence[float]]) -> Estimate:
 
 
 def _bootstrapped(tasks: list[np.ndarray]) -> tuple[float | None, float | None]:
-    if all(
-        (values == values[0]).all() for values in tasks
-    ):  # drawn again, they are what they were, which says nothing
+    # Values that are all the same are so in every draw, which says nothing
+    if min(map(len, tasks)) < 2 or all((values == values[0]).all() for values in tasks):
         return None, None
     result = bootstrap(
         tasks,

@@ -32,6 +32,7 @@ from ..checkpoint import CheckpointError, has_ended, how_to_resume, last_complet
 from ..config import LZEGRPOConfig
 from ..data import load_mixture, parse_reference
 from ..evaluation.during import TaskEvaluation
+from ..evaluation.run import Evaluation
 from ..evaluation.settings import Decoding
 from ..evaluation.tasks import find_tasks, load_problems
 from ..rewards import get_reward
@@ -125,7 +126,7 @@ def task_evaluation(trainer: LZEGRPOTrainer, script_args: LZEScriptArguments) ->
         problems = {task.name: load_problems(task, decoding, script_args.eval_tasks_limit) for task in tasks}
     name = "accuracy" if "accuracy" in script_args.reward_funcs else script_args.reward_funcs[0]
     reward = get_reward(name, args.max_completion_length, script_args.soft_overlong_cache)
-    return TaskEvaluation(trainer, problems, decoding, samples, script_args.eval_tasks_steps, reward)
+    return TaskEvaluation(trainer, Evaluation(problems, decoding, samples, reward), script_args.eval_tasks_steps)
 
 
 def resume_point(args: LZEGRPOConfig) -> str | None:
