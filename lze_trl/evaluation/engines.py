@@ -123,7 +123,7 @@ class TransformersEngine:
             pad_token_id=self.pad,
             stop_strings=list(decoding.stop) or None,
         )
-        with _only(settings, self.model), torch.inference_mode():
+        with _only(settings, self.model), torch.no_grad():
             rows = self.model.generate(
                 input_ids=pad(ids, padding_value=self.pad, padding_side="left"),  # (B, longest)
                 attention_mask=pad([torch.ones_like(row) for row in ids], padding_value=0, padding_side="left"),
