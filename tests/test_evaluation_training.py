@@ -27,6 +27,9 @@ from lze_trl.job.train import run
 from lze_trl.record import open_run
 
 
+TESTS = Path(__file__).resolve().parent
+
+
 @pytest.fixture
 def job(tmp_path):
     """Write a recipe for a tiny model and return its path; keywords override its keys."""
@@ -153,7 +156,7 @@ def test_two_processes_find_what_one_finds(job, tmp_path, way):
     common = {"max_steps": 1, "learning_rate": 0.0, "per_device_train_batch_size": 6}
     run_to_end(
         [*by_accelerate(tmp_path, on_two_cpus(way)), "-m", "lze_trl.job.train", "--config", job("two", **common)],
-        env={"DS_ACCELERATOR": "cpu"},
+        env={"DS_ACCELERATOR": "cpu", "PYTHONPATH": f"{TESTS}:{TESTS.parent}"},  # for the reward
     )
     train(job("one", **common | {"per_device_train_batch_size": 12}))
     for name in ("step-000000", "step-000001"):
