@@ -10,6 +10,8 @@ from typing import Any
 from huggingface_hub import HfApi
 
 from .checkpoint import find_state
+from .evaluation.results import FOLDER as EVALUATIONS
+from .evaluation.results import RESULT_FILES, first_and_last, markdown, read_results
 from .files import write_atomically
 from .record import MissingTelemetryError, open_run
 from .record.ledger import PLAIN, against_plain, headline, skipped_visits
@@ -23,8 +25,8 @@ PICTURE = "lze_summary.png"
 """Picture of the run, beside the model card."""
 
 _STATE_FILES = ["lze_state.*", "checkpoint-*/lze_state.*", "checkpoint-*/trainer_state.json"]
-_RUN_FILES = [f"{DIRECTORY}/**", "report/**", "lze_state.*"]
-_PRIVATE = (f"/{DIRECTORY}/", "/report/")
+_RUN_FILES = [f"{DIRECTORY}/**", "report/**", "lze_state.*", RESULT_FILES]
+_PRIVATE = (f"/{DIRECTORY}/", "/report/", f"/{EVALUATIONS}/")
 _SECTION_START, _SECTION_END = "<!-- lze:start -->", "<!-- lze:end -->"
 _SHOWN_SETTINGS = (
     *("selector", "selection_ratio"),
@@ -141,10 +143,22 @@ def extend_model_card(run_dir: str | Path):
     except MissingTelemetryError:
         logger.info("`%s` has no telemetry, so the model card says nothing about the run.", run_dir)
         return
+    _put(card, model_card_section(run_dir), _SECTION_START, _SECTION_END)
+
+
+def add_evaluations(run_dir: str | Path):
+    """Write the evaluations of a run into its model card, in place of earlier ones; without a card, nothing happens."""
+    card, evaluations = Path(run_dir) / "README.md", read_results(run_dir)
+    if card.is_file() and evaluations:
+        start, end = "<!-- lze:evaluations -->", "<!-- lze:evaluations:end -->"
+        _put(card, f"{start}\n## Evaluations\n\n{markdown(first_and_last(evaluations))}\n{end}", start, end)
+
+
+def _put(card: Path, section: str, start: str, end: str):
+    """Put a section into a card, at its end or in place of what is there between the same two marks."""
     text = card.read_text(encoding="utf-8") if card.exists() else ""
-    before, _, rest = text.partition(_SECTION_START)
-    after = rest.partition(_SECTION_END)[2]
-    write_atomically(card, f"{before.rstrip()}\n\n{model_card_section(run_dir)}\n{after.lstrip()}".encode())
+    before, _, rest = text.partition(start)
+    write_atomically(card, f"{before.rstrip()}\n\n{section}\n{rest.partition(end)[2].lstrip()}".encode())
 
 
 def model_card_section(run_dir: str | Path) -> str:

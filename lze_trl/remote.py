@@ -7,6 +7,7 @@ from pathlib import Path
 from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+from .evaluation.results import RESULT_FILES
 from .files import made_aside
 from .record import MissingTelemetryError
 from .record.schema import DIRECTORY
@@ -19,12 +20,12 @@ def resolve_run(source: str | Path) -> Path:
     """
     Directory of a run that is given as a directory or as the Hub id of a dataset repo, such as `"me/my-run"`.
 
-    Of a repo, only the telemetry is downloaded. Neither of the two raises [`MissingTelemetryError`].
+    Of a repo, only telemetry and evaluations are downloaded. Neither of the two raises [`MissingTelemetryError`].
     """
     if Path(source).exists():
         return Path(source)
     try:
-        return download(str(source), "dataset", [f"{DIRECTORY}/**"])
+        return download(str(source), "dataset", [f"{DIRECTORY}/**", RESULT_FILES])
     except FileNotFoundError as error:
         raise MissingTelemetryError(str(error)) from error
 

@@ -22,7 +22,7 @@ from .app.console import RunSummary, accuracy_metric, replace_printers
 from .build import make_geometry, make_passes, make_state
 from .config import LZEGRPOConfig
 from .engine import Engine, altered, without_vllm
-from .hub import correct_model_card, extend_model_card, keep_private, push_run, resolve_state
+from .hub import add_evaluations, correct_model_card, extend_model_card, keep_private, push_run, resolve_state
 from .memory.identity import ID_COLUMN
 from .plan.planners import Planner
 from .record.ledger import Ledger, TokenCost, saving_metrics, token_cost
@@ -320,6 +320,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         )
         if self.args.telemetry and not self.is_in_train:
             extend_model_card(self.args.output_dir)
+        add_evaluations(self.args.output_dir)
 
     @cached_property
     def _example_prompt(self) -> str | list[dict[str, Any]]:

@@ -6,6 +6,7 @@ import numpy as np
 import pandas as pd
 from markupsafe import Markup
 
+from ..evaluation.results import first_and_last, read_results, rows_of
 from ..record import Run, TelemetryError
 from ..record.curves import curve, energy_heat_map, reward_curves
 from ..record.ledger import against_plain
@@ -50,7 +51,8 @@ def overview(run: Run) -> Markup:
             **shares,
         ),
     ]
-    return HTML.overview(_tiles(points, summary), run.damaged, charts, summary["ledger"])
+    evaluations = rows_of(first_and_last(read_results(run.directory.parent)))
+    return HTML.overview(_tiles(points, summary), run.damaged, charts, summary["ledger"], evaluations)
 
 
 def _lines(points: pd.DataFrame, **names: str) -> list[Series]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from ..evaluation.settings import add_arguments
 from ..version import __version__
 from . import CHECKOUT
 
@@ -42,7 +43,7 @@ def main(arguments: Sequence[str] | None = None):
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:
-        if isinstance(error, ModuleNotFoundError) and namespace.command not in (_train, _demo, _data):
+        if isinstance(error, ModuleNotFoundError) and namespace.command not in (_train, _demo, _data, _eval):
             sys.exit(
                 f"error: This command needs `{error.name}`, which is not installed. Run `pip install 'lze-trl[app]'`."
             )
@@ -107,6 +108,7 @@ def build_parser() -> argparse.ArgumentParser:
     replay("--seed", type=int, help="seed of the selection; default: the run's")
     replay("--json", metavar="PATH", help="file to write the numbers to")
 
+    add_arguments(add(_eval))
     add(_report)("run", metavar="RUN", help="output folder of the run")
     return parser
 
@@ -223,6 +225,16 @@ def _replay(namespace: argparse.Namespace, flags: list[str]):
     if namespace.json is not None:
         result.write_json(namespace.json)
     show_replay(result)
+
+
+def _eval(namespace: argparse.Namespace, flags: list[str]):
+    """Evaluate a model on tasks, with intervals; compare two, or look for the tasks in a training set."""
+    from ..evaluation.command import run
+    from ..hub import add_evaluations
+
+    folder = run(namespace)
+    if folder is not None:
+        add_evaluations(folder.resolve().parents[1])
 
 
 def _report(namespace: argparse.Namespace, flags: list[str]):

@@ -46,6 +46,17 @@ class LZEScriptArguments:
     eval_dataset_split: str | None = _optional(help="Split of the evaluation sets.")
     eval_dataset_config: str | None = _optional(help="Configuration of the evaluation sets on the Hub.")
     max_eval_samples: int | None = _optional(help="Number of prompts to read from each evaluation set. Default: all.")
+    eval_tasks: list[str] = HfArg(
+        default_factory=list,
+        help="Tasks that `lze-trl eval` knows, or .jsonl files, on which the model is evaluated before the first step, every "
+        "`eval_tasks_steps` and after the last, with the recipe's prompts.",
+    )
+    eval_tasks_steps: int = HfArg(default=100, help="Steps between evaluations on `eval_tasks`.")
+    eval_tasks_samples: int = HfArg(
+        default=1, help="Samples of each problem: 1 is greedy, several are sampled at the training's temperature."
+    )
+    eval_tasks_limit: int | None = _optional(help="Number of problems of each task. Default: all.")
+    eval_tasks_data: str | None = _optional(help="Folder with the tasks' files. Default: the Hub.")
     dataset_prompt_column: str | None = _optional(help="Column with the problem, where it is not recognised.")
     dataset_answer_column: str | None = _optional(help="Column with the gold answer, where it is not recognised.")
     dataset_context_columns: list[str] | None = _optional(
@@ -72,10 +83,13 @@ class LZEScriptArguments:
     )
 
     def __post_init__(self):
-        for name in ("max_train_samples", "max_eval_samples"):
+        for name in ("max_train_samples", "max_eval_samples", "eval_tasks_limit"):
             value = vars(self)[name]
             if value is not None and value < 1:
                 raise ValueError(f"`{name}` must be at least 1, got {value}. Leave it unset to read all prompts.")
+        for name in ("eval_tasks_steps", "eval_tasks_samples"):
+            if vars(self)[name] < 1:
+                raise ValueError(f"`{name}` must be at least 1, got {vars(self)[name]}.")
         if self.system_prompt is not None and not self.conversational:
             raise ValueError(
                 "`system_prompt` needs `conversational: true`: plain-text prompts have no roles. Remove it, or write "

@@ -31,6 +31,10 @@ from ..app.console import accuracy_metric, held_out_accuracy
 from ..checkpoint import CheckpointError, has_ended, how_to_resume, last_complete_checkpoint, refuse_non_checkpoint
 from ..config import LZEGRPOConfig
 from ..data import load_mixture, parse_reference
+from ..evaluation.during import TaskEvaluation
+from ..evaluation.run import Evaluation
+from ..evaluation.settings import Decoding
+from ..evaluation.tasks import find_tasks, load_problems
 from ..rewards import get_reward
 from ..trainer import LZEGRPOTrainer
 from .recipe import LZEScriptArguments, RecipeError, parse_recipe
@@ -91,7 +95,7 @@ def build_trainer(
         "dtype": model_args.dtype,
         **(training_args.model_init_kwargs or {}),
     }
-    return LZEGRPOTrainer(
+    trainer = LZEGRPOTrainer(
         model=model_args.model_name_or_path,
         reward_funcs=reward_funcs,
         args=training_args,
@@ -100,6 +104,29 @@ def build_trainer(
         quantization_config=get_quantization_config(model_args),
         peft_config=get_peft_config(model_args),
     )
+    if script_args.eval_tasks:
+        trainer.add_callback(task_evaluation(trainer, script_args))
+    return trainer
+
+
+def task_evaluation(trainer: LZEGRPOTrainer, script_args: LZEScriptArguments) -> TaskEvaluation:
+    """The evaluation on `eval_tasks`, with the prompts, the reward and the decoding of the training."""
+    args, samples = trainer.args, script_args.eval_tasks_samples
+    sampling = {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k} if samples > 1 else {}
+    decoding = Decoding(
+        **sampling,
+        max_tokens=args.max_completion_length,
+        seed=args.seed,
+        chat=script_args.conversational,
+        system_prompt=script_args.system_prompt,
+        prompt_suffix=script_args.prompt_suffix,
+    )
+    tasks = find_tasks(script_args.eval_tasks, script_args.eval_tasks_data)
+    with args.main_process_first(desc="tasks"):
+        problems = {task.name: load_problems(task, decoding, script_args.eval_tasks_limit) for task in tasks}
+    name = "accuracy" if "accuracy" in script_args.reward_funcs else script_args.reward_funcs[0]
+    reward = get_reward(name, args.max_completion_length, script_args.soft_overlong_cache)
+    return TaskEvaluation(trainer, Evaluation(problems, decoding, samples, reward), script_args.eval_tasks_steps)
 
 
 def resume_point(args: LZEGRPOConfig) -> str | None:

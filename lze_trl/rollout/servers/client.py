@@ -47,6 +47,15 @@ class Completion:
 
 
 @dataclass(frozen=True)
+class Answer:
+    """One completion as text."""
+
+    text: str
+    tokens: int  # its length, the end token included
+    truncated: bool  # whether the limit of tokens cut it off
+
+
+@dataclass(frozen=True)
 class Snapshot:
     """Weights that every server must hold, and how to tell that it does."""
 
@@ -151,8 +160,8 @@ class VLLMServer:
             )
         return RequestRefusedError(problem)
 
-    async def identify(self, http: httpx2.AsyncClient, identity: Identity):
-        """Learn what the server serves, and raise [`ServerMismatchError`] unless that is what the trainer needs."""
+    async def learn_model(self, http: httpx2.AsyncClient):
+        """Learn which model the server serves, and how long its context is."""
         await self._request(http, "/health")
 
         def own_card(models: dict) -> tuple[str, int]:
@@ -160,6 +169,10 @@ class VLLMServer:
             return card["id"], card["max_model_len"]
 
         self.model, self.max_model_len = await self._request(http, "/v1/models", read=own_card)
+
+    async def identify(self, http: httpx2.AsyncClient, identity: Identity):
+        """Learn what the server serves, and raise [`ServerMismatchError`] unless that is what the trainer needs."""
+        await self.learn_model(http)
         info = await self._request(http, "/server_info?config_format=json")
         try:
             config = info["vllm_config"]["model_config"]
@@ -210,6 +223,22 @@ class VLLMServer:
             return [_completion(choice) for choice in choices]
 
         return await self._request(http, "/v1/completions", body, read=completions)
+
+    async def answer(self, http: httpx2.AsyncClient, prompt: str | list[dict[str, str]], body: dict) -> Answer:
+        """One completion of a text or of a conversation, with sampling settings in the server's names."""
+        is_text = isinstance(prompt, str)
+        path = "/v1/completions" if is_text else "/v1/chat/completions"
+
+        def read(answer: dict) -> Answer:
+            (choice,) = answer["choices"]
+            if choice["finish_reason"] not in ("stop", "length"):
+                raise ValueError(f"generation ended by {choice['finish_reason']!r}")
+            text = choice["text"] if is_text else choice["message"]["content"] or ""
+            return Answer(text, answer["usage"]["completion_tokens"], choice["finish_reason"] == "length")
+
+        return await self._request(
+            http, path, body | {"model": self.model, "prompt" if is_text else "messages": prompt}, read
+        )
 
     async def prompt_logprobs(self, http: httpx2.AsyncClient, tokens: list[int]) -> list[float]:
         """Log-probs of `tokens[1:]`, in nats."""

@@ -1,0 +1,123 @@
+"""What `lze-trl eval` does with its flags."""
+
+import argparse
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import datasets
+from transformers.utils.logging import disable_progress_bar
+
+from ..rewards import get_reward
+from .contamination import overlaps, training_texts
+from .engines import TransformersEngine, weights_of
+from .results import FOLDER, interval_text, rows_of, text_table
+from .run import Evaluation
+from .servers import ServerEngine
+from .settings import PRESETS, Decoding, EvaluationError, Preset, decoding_flags
+from .statistics import compare
+from .tasks import Task, find_tasks, load_problems
+
+
+def run(flags: argparse.Namespace) -> Path | None:
+    """Do what the flags say, print tables, and return the folder of the evaluation, if there was one."""
+    preset = PRESETS[flags.preset] if flags.preset else Preset("", ())
+    if not (flags.tasks or preset.tasks):
+        raise EvaluationError("No task is given. Name some with `--tasks`, or a `--preset`.")
+    if flags.model is None and flags.server is None and flags.contamination is None:
+        raise EvaluationError("Nothing to evaluate. Give a model, or a running server with `--server URL`.")
+    samples = preset.samples if flags.samples is None else flags.samples
+    sampling = {"temperature": 1.0} if samples > 1 else {}
+    decoding = replace(Decoding(), **sampling | preset.decoding | decoding_flags(flags))
+    datasets.disable_progress_bars()
+    disable_progress_bar()
+    tasks = find_tasks(flags.tasks or preset.tasks, flags.data)
+    if flags.contamination is not None:
+        _check_contamination(flags, tasks, decoding)
+    if flags.model is None and flags.server is None:
+        return None
+    if preset.source:
+        sys.stdout.write(f"{flags.preset}: {preset.source}\n")
+    problems = {task.name: load_problems(task, decoding, flags.limit) for task in tasks}
+    evaluation = Evaluation(problems, decoding, samples, get_reward(flags.reward))
+
+    def evaluated(model: str | None, output: str | None) -> Path:
+        if flags.server:
+            engine, weights = ServerEngine(flags.server, flags.concurrent), None  # a server does not tell
+        else:
+            engine, weights = TransformersEngine.load(model, flags.batch_size, flags.dtype), weights_of(model)
+        folder = Path(output or folder_of(model or engine.name, flags.preset))
+        _show(folder, evaluation.run(engine, folder, weights))
+        return folder
+
+    folder = evaluated(flags.model, flags.output)
+    if flags.compare is not None:
+        is_folder = (Path(flags.compare) / "settings.json").is_file()
+        if flags.server and not is_folder:
+            raise EvaluationError(
+                f"With `--server`, `--compare` takes the folder of an evaluation, and {flags.compare!r} is none. Evaluate "
+                "that model by a server of its own first."
+            )
+        _compare(folder, Path(flags.compare) if is_folder else evaluated(flags.compare, None), evaluation)
+    return folder
+
+
+def folder_of(model: str, preset: str | None) -> Path:
+    """Where an evaluation of a model goes: `evaluations/` in the folder of its run, or in `runs/` for a model of the Hub."""
+    path, ending = Path(model).resolve(), f"-{preset}" if preset else ""
+    if not path.is_dir():
+        return Path("runs") / FOLDER / f"{model.strip('/').replace('/', '--')}{ending}"
+    if path.name.startswith("checkpoint-"):
+        return path.parent / FOLDER / f"{path.name}{ending}"
+    return path / FOLDER / f"final{ending}"
+
+
+def _show(folder: Path, results: dict[str, Any]):
+    sys.stdout.write(text_table(*rows_of({folder.name: results})))
+    for task, found in results["tasks"].items():
+        if found["repeated"] or found["unscored"]:
+            counts = f"{found['repeated']} repeated problems left out, {found['unscored']} samples without a score"
+            sys.stdout.write(f"{task}: {counts}\n")
+    sys.stdout.write(f"Samples and results: {folder}\n")
+
+
+def _compare(folder: Path, other: Path, evaluation: Evaluation):
+    rows = []
+    for task in evaluation.tasks:
+        ours, theirs = (evaluation.scores(place, task).metrics for place in (folder, other))
+        for metric in ours:
+            both = [name for name in ours[metric] if name in theirs[metric]]
+            found = compare([ours[metric][name] for name in both], [theirs[metric][name] for name in both])
+            only = (str(found.only_first), str(found.only_second), f"{found.p_value:.3g}")
+            rows.append([task, metric, f"{len(both):,}", interval_text(found.difference), *only])
+    heading = [
+        "task",
+        "metric",
+        "problems",
+        "difference, % [95 % interval]",
+        "only the first",
+        "only the second",
+        "McNemar p",
+    ]
+    sys.stdout.write(f"{folder} less {other}, paired by problem, which is solved above half of its value\n")
+    sys.stdout.write(text_table(heading, rows))
+
+
+def _check_contamination(flags: argparse.Namespace, tasks: list[Task], decoding: Decoding):
+    training = training_texts(flags.contamination)
+    bare = replace(decoding, chat=False, system_prompt=None, prompt_suffix="")
+    rows, lines = [], []
+    for task in tasks:
+        problems, _ = load_problems(task, bare, flags.limit)
+        found = overlaps(problems, training, flags.near)
+        equal = sum(overlap.similarity == 1.0 for overlap in found)
+        rows.append([task.name, f"{len(problems):,}", f"{equal:,}", f"{len(found) - equal:,}"])
+        lines += [json.dumps({"task": task.name} | overlap._asdict(), ensure_ascii=False) + "\n" for overlap in found]
+    path = Path(flags.output or ".") / "contamination.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(lines), encoding="utf-8")
+    sys.stdout.write(f"In {len(training):,} training problems; near is a similarity of at least {flags.near}\n")
+    sys.stdout.write(text_table(["task", "problems", "equal", "near"], rows))
+    sys.stdout.write(f"Listed in {path}\n")

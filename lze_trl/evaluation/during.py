@@ -1,0 +1,146 @@
+"""Evaluation on tasks during a training, by the same code and into the run's folder."""
+
+import logging
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, broadcast_object_list, gather_object
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from trl import GRPOTrainer
+from trl.distributed import DistributedBackend
+from trl.models import unwrap_model_for_generation
+
+from .engines import Engine, Output, Request, TransformersEngine
+from .results import FOLDER, interval_text
+from .run import Evaluation
+from .servers import ServerEngine
+from .settings import Decoding
+
+
+logger = logging.getLogger(__name__)
+
+OpenEngine = Callable[[], AbstractContextManager[Engine | None]]
+
+
+class TaskEvaluation(TrainerCallback):
+    """
+    Evaluates before the first step, every so many steps, and after the last.
+
+    Training goes on as without it: nothing is drawn from a random generator that training uses.
+
+    Args:
+        trainer ([`~trl.GRPOTrainer`]): The trainer that it is added to.
+        evaluation ([`Evaluation`]): What is asked, how it is decoded, and how it is scored.
+        every (`int`): Steps between evaluations.
+    """
+
+    def __init__(self, trainer: GRPOTrainer, evaluation: Evaluation, every: int):
+        self.evaluation, self.every = evaluation, every
+        self._evaluated = -1
+        self._engine = engine_of(trainer)
+        # TRL's would also log what the step has gathered so far
+        self._log = lambda metrics: Trainer.log(trainer, metrics)
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object):
+        if state.is_world_process_zero:
+            for folder in Path(args.output_dir).glob(f"{FOLDER}/step-*"):  # of an earlier run, or after the checkpoint
+                if state.global_step == 0 or int(folder.name.rpartition("-")[2]) > state.global_step:
+                    shutil.rmtree(folder)
+        if state.global_step == 0:
+            self._evaluate(args, state)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object):
+        if state.global_step % self.every == 0:
+            self._evaluate(args, state)
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object):
+        if self._evaluated != state.global_step:
+            self._evaluate(args, state)
+
+    def _evaluate(self, args: TrainingArguments, state: TrainerState):
+        self._evaluated = step = state.global_step
+        folder = Path(args.output_dir) / FOLDER / f"step-{step:06d}"
+        with self._engine() as engine:
+            if engine is None:  # of a process that took part
+                return
+            results = self.evaluation.run(engine, folder, f"step {step}", progress=not args.disable_tqdm)
+        for task, found in results["tasks"].items():
+            shown = "  ".join(f"{name} {interval_text(estimate)}" for name, estimate in found["metrics"].items())
+            logger.info("step %d  %s  %s", step, task, shown)
+            self._log({f"tasks/{task}/{name}": estimate[0] for name, estimate in found["metrics"].items()})
+
+
+def engine_of(trainer: GRPOTrainer) -> OpenEngine:
+    """
+    Opens an engine with a trainer's weights of the moment: its own vLLM servers if it generates with these over HTTP, else the
+    model in its processes. All processes must open it; the main one gets it, the others take part and get `None`.
+    """
+    args, accelerator = trainer.args, trainer.accelerator
+
+    @contextmanager
+    def over_http() -> Iterator[Engine | None]:
+        trainer.vllm_generation.sync_weights()
+        is_main = accelerator.is_main_process
+        yield ServerEngine(args.vllm_server_urls, args.vllm_max_concurrent_requests) if is_main else None
+
+    @contextmanager
+    def in_processes() -> Iterator[Engine | None]:
+        model, was_training = trainer.model_wrapped, trainer.model.training
+        settings = {"gradient_checkpointing_kwargs": args.gradient_checkpointing_kwargs}
+        with (
+            unwrap_model_for_generation(model, accelerator, **settings) as unwrapped,
+            DistributedBackend(accelerator).summon_full_params(model, recurse=False),
+        ):
+            engine = TransformersEngine(
+                unwrapped.eval(), trainer.processing_class, args.per_device_eval_batch_size, args.output_dir
+            )
+            engine.synced = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+            try:
+                with SharedEngine(engine, accelerator) as shared:
+                    yield shared if accelerator.is_main_process else None
+            finally:
+                unwrapped.train(was_training)
+
+    return over_http if args.use_vllm and args.vllm_mode == "http" else in_processes
+
+
+class SharedEngine:
+    """
+    Generates on every process what the main one asks for, within a block that all of them enter.
+
+    Args:
+        engine ([`TransformersEngine`]): The engine of this process.
+        accelerator ([`~accelerate.Accelerator`]): The processes.
+    """
+
+    def __init__(self, engine: TransformersEngine, accelerator: Accelerator):
+        self.engine, self.name = engine, engine.name
+        self.count, self.rank = accelerator.num_processes, accelerator.process_index
+
+    def __enter__(self) -> "SharedEngine":
+        while self.rank > 0 and self._take_part():
+            pass
+        return self
+
+    def __exit__(self, *error: object):
+        if self.rank == 0:
+            broadcast_object_list([None])
+
+    def generate(self, requests: Iterable[Request], decoding: Decoding) -> Iterator[tuple[Request, Output]]:
+        """Complete requests, on the main process."""
+        requests, size = list(requests), self.engine.batch_size * self.count
+        for begin in range(0, len(requests), size):
+            yield from self._take_part((requests[begin : begin + size], decoding))
+
+    def _take_part(self, asked: tuple[list[Request], Decoding] | None = None) -> list[tuple[Request, Output]]:
+        shared = [asked]
+        broadcast_object_list(shared)
+        if shared[0] is None:
+            return []
+        requests, decoding = shared[0]
+        filled = requests + requests[-1:] * (-len(requests) % self.count)  # every process takes as many steps
+        found = gather_object(list(self.engine.generate(filled[self.rank :: self.count], decoding)))
+        return list({(request.problem.id, request.sample): (request, output) for request, output in found}.values())

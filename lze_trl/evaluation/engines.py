@@ -1,0 +1,179 @@
+"""Completions of problems: what an engine is, and the one that generates with transformers."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+from trl.trainer.utils import pad
+
+from ..rollout.servers.weights import base_model
+from .settings import Decoding, EvaluationError
+from .tasks import Problem
+
+
+_PART = 2**20  # bytes of a file of weights, at each of its ends, that are looked at
+
+
+@dataclass(frozen=True)
+class Request:
+    """One sample of one problem."""
+
+    problem: Problem
+    sample: int
+
+    def seed(self, decoding: Decoding) -> int:
+        """A seed of its own, of 63 bits, so that the sample depends neither on the others nor on their order."""
+        digest = sha256(f"{decoding.seed}/{self.problem.id}/{self.sample}".encode()).digest()
+        return int.from_bytes(digest[:8], "big") >> 1
+
+
+@dataclass(frozen=True)
+class Output:
+    """A completion: its text, its tokens with the end token, and whether the limit cut it off."""
+
+    text: str
+    tokens: int
+    truncated: bool
+
+
+class Engine(Protocol):
+    """Completes requests, and yields each with its output as soon as it is there."""
+
+    name: str
+
+    def generate(self, requests: Iterable[Request], decoding: Decoding) -> Iterator[tuple[Request, Output]]: ...
+
+
+class TransformersEngine:
+    """Generates with a model in this process, `batch_size` completions at a time; `name` is what results call the model."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch_size: int, name: str):
+        if batch_size < 1:
+            raise EvaluationError(f"`batch_size` must be at least 1, got {batch_size}.")
+        self.model, self.tokenizer, self.batch_size, self.name = model, tokenizer, batch_size, name
+        self.synced = False  # whether all processes must take the same number of forward passes
+        ends = model.generation_config.eos_token_id
+        self.ends = sorted({tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None})
+        self.pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (self.ends or [0])[0]
+
+    @classmethod
+    def load(cls, model: str, batch_size: int, dtype: str | None = None) -> "TransformersEngine":
+        """Load a checkpoint, an adapter or a Hub id. The type defaults to float32 on a CPU, and else to the checkpoint's."""
+        on_gpu = torch.cuda.is_available()
+        try:
+            loaded = AutoModelForCausalLM.from_pretrained(
+                model, dtype=dtype or ("auto" if on_gpu else "float32"), device_map="auto" if on_gpu else None
+            )
+            tokenizer = AutoTokenizer.from_pretrained(model)
+        except (OSError, ValueError) as error:
+            raise EvaluationError(
+                f"The model {model!r} cannot be loaded: {error} Give the folder of a checkpoint with its tokenizer, or a Hub id."
+            ) from error
+        return cls(loaded.eval(), tokenizer, batch_size, model)
+
+    def generate(self, requests: Iterable[Request], decoding: Decoding) -> Iterator[tuple[Request, Output]]:
+        """Complete requests in batches of similar prompt length, the longest first."""
+        prompts = sorted(
+            ((request, self._tokens(request.problem)) for request in requests), key=lambda pair: -len(pair[1])
+        )
+        for begin in range(0, len(prompts), self.batch_size):
+            batch = prompts[begin : begin + self.batch_size]
+            seeds = [request.seed(decoding) for request, _ in batch]
+            outputs = self._complete([ids for _, ids in batch], seeds, decoding)
+            yield from zip((request for request, _ in batch), outputs, strict=True)
+
+    def _tokens(self, problem: Problem) -> list[int]:
+        if isinstance(problem.prompt, str):
+            return self.tokenizer(problem.prompt)["input_ids"]
+        if self.tokenizer.chat_template is None:
+            raise EvaluationError(
+                f"The tokenizer of {self.name!r} has no chat template. Use `--no_chat` for plain prompts."
+            )
+        return self.tokenizer.apply_chat_template(problem.prompt, add_generation_prompt=True, return_dict=True)[
+            "input_ids"
+        ]
+
+    def _complete(self, prompts: list[list[int]], seeds: list[int], decoding: Decoding) -> list[Output]:
+        ids = [torch.tensor(prompt, device=self.model.device) for prompt in prompts]
+        processors = LogitsProcessorList()
+        if decoding.temperature > 0:
+            processors += [TemperatureLogitsWarper(decoding.temperature), TopKLogitsWarper(decoding.top_k or 2**31)]
+            processors += [TopPLogitsWarper(decoding.top_p), KeyedSampling(seeds)]
+        settings = GenerationConfig(
+            do_sample=False,  # with seeds, the likeliest token is the sampled one
+            max_new_tokens=decoding.max_tokens,
+            eos_token_id=self.ends or None,
+            pad_token_id=self.pad,
+            stop_strings=list(decoding.stop) or None,
+        )
+        with _only(settings, self.model), torch.no_grad():
+            rows = self.model.generate(
+                input_ids=pad(ids, padding_value=self.pad, padding_side="left"),  # (B, longest)
+                attention_mask=pad([torch.ones_like(row) for row in ids], padding_value=0, padding_side="left"),
+                logits_processor=processors,
+                tokenizer=self.tokenizer,
+                synced_gpus=self.synced,
+            )
+        return [self._read(row, decoding) for row in rows[:, max(map(len, prompts)) :].tolist()]
+
+    def _read(self, row: list[int], decoding: Decoding) -> Output:
+        end = next((place for place, token in enumerate(row) if token in self.ends or token == self.pad), None)
+        tokens = len(row) if end is None else end + (row[end] in self.ends)
+        text = self.tokenizer.decode(row[:tokens], skip_special_tokens=True)
+        cuts = [text.find(stop) for stop in decoding.stop if stop in text]
+        return Output(text[: min(cuts)] if cuts else text, tokens, end is None and not cuts)
+
+
+class KeyedSampling(LogitsProcessor):
+    """Leaves each row one token, sampled with a generator of the row's own: the sample does not depend on the batch."""
+
+    def __init__(self, seeds: list[int]):
+        self.generators = [np.random.default_rng(seed) for seed in seeds]
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        cumulated = scores.double().softmax(-1).cumsum(-1)  # (B, V)
+        drawn = torch.tensor([1.0 - generator.random() for generator in self.generators]).to(cumulated)  # in (0, 1]
+        token = (cumulated < drawn[:, None] * cumulated[:, -1:]).sum(-1, keepdim=True)  # (B, 1)
+        return torch.full_like(scores, -torch.inf).scatter(1, token, 0.0)
+
+
+@contextmanager
+def _only(settings: GenerationConfig, model: PreTrainedModel) -> Iterator[None]:
+    """Generate with these settings alone: the model's own, such as a repetition penalty, would fill in what they leave out."""
+    own = [
+        (owner, owner.generation_config) for owner in {model, base_model(model)}
+    ]  # an adapter hands its settings on
+    model.generation_config = settings
+    try:
+        yield
+    finally:
+        for owner, before in own:
+            owner.generation_config = before
+
+
+def weights_of(model: str) -> str:
+    """What tells the weights of a local folder from others that are saved there later; the name itself for a Hub id."""
+    digest, files = sha256(), sorted(Path(model).glob("*.safetensors"))
+    for path in files:
+        with path.open("rb") as file:
+            digest.update(file.read(_PART))
+            file.seek(max(0, path.stat().st_size - _PART))
+            digest.update(file.read())
+    return digest.hexdigest()[:16] if files else model

@@ -1,0 +1,67 @@
+"""What an evaluation found: its file in the run's folder, and the tables of it. Needs neither torch nor scipy."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+
+FOLDER = "evaluations"
+"""Folder of evaluations within a run's folder, with one folder each."""
+
+FILE = "results.json"
+RESULT_FILES = f"{FOLDER}/*/{FILE}"
+
+
+def read_results(run_dir: str | Path) -> dict[str, dict[str, Any]]:
+    """Results of all evaluations of a run that have ended, by name; those of steps come in their order."""
+    files = sorted(Path(run_dir).glob(RESULT_FILES))
+    return {path.parent.name: json.loads(path.read_text(encoding="utf-8")) for path in files}
+
+
+def first_and_last(evaluations: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Of those during a training, only the first and the last."""
+    steps = [name for name in evaluations if name.startswith("step-")]
+    return {name: results for name, results in evaluations.items() if name not in steps[1:-1]}
+
+
+def rows_of(evaluations: dict[str, dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Heading and rows of a table of evaluations, one row for each task and metric, shares in percent."""
+    rows = []
+    for name, results in evaluations.items():
+        for task, found in results["tasks"].items():
+            further = {key: found[key] for key in ("ties", "truncated") if found[key] is not None}
+            shown = {metric: interval_text(estimate) for metric, estimate in found["metrics"].items()}
+            shown |= {metric: interval_text([share, None, None]) for metric, share in further.items()}
+            shown["mean tokens"] = f"{found['mean_tokens']:.1f}"
+            rows += [[name, task, f"{found['problems']:,}", metric, text] for metric, text in shown.items()]
+        for metric, estimate in (results["mean"] or {}).items():
+            rows.append([name, "mean over tasks", "", metric, interval_text(estimate)])
+    return ["evaluation", "task", "problems", "metric", "% [95 % interval]"], rows
+
+
+def interval_text(estimate: list[float | None]) -> str:
+    """A share and its interval in percent, such as "12.5 [9.1, 16.0]"."""
+    value, low, high = estimate
+    return f"{100 * value:.1f}" + ("" if low is None else f" [{100 * low:.1f}, {100 * high:.1f}]")
+
+
+def markdown(evaluations: dict[str, dict[str, Any]]) -> str:
+    """The table as Markdown, for a model card."""
+    heading, rows = rows_of(evaluations)
+    lines = [heading, ["---"] * len(heading), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def text_table(heading: list[str], rows: list[list[str]], width: int = 160) -> str:
+    """A plain-text table."""
+    table = Table(*heading, box=box.SIMPLE_HEAD, pad_edge=False)
+    for row in rows:
+        table.add_row(*row)
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    console.print(table)
+    return console.file.getvalue()

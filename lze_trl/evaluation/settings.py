@@ -1,0 +1,127 @@
+"""How completions of an evaluation are decoded, what papers published, and the flags. Imports nothing heavy."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+class EvaluationError(ValueError):
+    """An evaluation that cannot be run or continued; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """What decides the text of a completion, besides the model and the problem. Flags of the same names explain themselves."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_tokens: int = 1024
+    stop: tuple[str, ...] = ()
+    seed: int = 0
+    chat: bool = True  # whether prompts are messages in the model's chat template; otherwise, plain text
+    system_prompt: str | None = None
+    prompt_suffix: str | None = None  # None for the task's own
+
+    def __post_init__(self):
+        for name, allowed, is_allowed in (
+            ("temperature", "at least 0", self.temperature >= 0),
+            ("top_p", "in (0, 1]", 0 < self.top_p <= 1),
+            ("top_k", "at least 0, which is all tokens", self.top_k >= 0),
+            ("max_tokens", "at least 1", self.max_tokens >= 1),
+        ):
+            if not is_allowed:
+                raise EvaluationError(f"`{name}` must be {allowed}, got {vars(self)[name]}.")
+        if self.system_prompt is not None and not self.chat:
+            raise EvaluationError(
+                "`system_prompt` needs a chat: plain-text prompts have no roles. Leave one of them out."
+            )
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON gives it back."""
+        return asdict(self) | {"stop": list(self.stop)}
+
+
+@dataclass(frozen=True)
+class Preset:
+    """Published settings."""
+
+    source: str  # where they are written
+    tasks: tuple[str, ...]
+    samples: int = 1
+    decoding: dict[str, Any] = field(default_factory=dict)  # what differs from the defaults of `Decoding`
+
+
+_SERL_TASKS = ("math_500", "math_hard", "asdiv", "college_math", "tabmwp")
+_SERL = {"chat": False, "prompt_suffix": "\n", "stop": ("\n\n\n",)}
+
+PRESETS = {
+    "lze": Preset(
+        "arXiv 2605.17003, code Stellaris167/LZE: verl's validation, greedy, with the response length of Qwen2.5-Math",
+        ("gsm8k", "math_500", "amc23", "aime25"),
+        decoding={
+            "max_tokens": 4096,
+            "prompt_suffix": " Reason step by step and put your final answer in \\boxed{}.",
+        },
+    ),
+    "serl": Preset(
+        "arXiv 2505.20347, code wantbook-book/SeRL: greedy, without a chat template", _SERL_TASKS, decoding=_SERL
+    ),
+    "serl_maj": Preset(
+        "arXiv 2505.20347, code wantbook-book/SeRL: majority of 16",
+        _SERL_TASKS,
+        samples=16,
+        decoding=_SERL | {"temperature": 1.0, "top_p": 0.95},
+    ),
+    "reinforce_ada": Preset(
+        "arXiv 2510.04996, code RLHFlow/Reinforce-Ada: average of 32",
+        ("math_500", "minerva", "olympiadbench", "aime24", "aime25", "amc23"),
+        samples=32,
+        decoding={
+            "temperature": 1.0,
+            "max_tokens": 4096,
+            "system_prompt": "Please reason step by step, and put your final answer within \\boxed{}.",
+            "prompt_suffix": " Let's think step by step and output the final answer within \\boxed{}.",
+        },
+    ),
+}
+
+_DECODING = {
+    "temperature": (float, "0 for the likeliest token each time; default: 0, or 1 with several samples"),
+    "top_p": (float, "share of the probability that tokens are sampled from"),
+    "top_k": (int, "number of tokens that are sampled from; 0 for all"),
+    "max_tokens": (int, "most tokens of a completion; default: 1024"),
+    "seed": (int, "seed of all samples"),
+    "system_prompt": (str, "system prompt"),
+    "prompt_suffix": (str, "text after each problem; default: the task's own"),
+}
+
+
+def add_arguments(add: Callable):
+    """Add the flags, by the `add_argument` of a parser."""
+    add("model", metavar="MODEL", nargs="?", help="checkpoint, adapter or Hub id; of a server, whose run it is")
+    add("--tasks", metavar="TASK", nargs="+", help="names (see docs/evaluate.md), or .jsonl files of your own")
+    add("--preset", choices=PRESETS, help="tasks and decoding as published; other flags win over it")
+    add("--data", metavar="DIR", help="folder with the tasks' files; default: the Hub")
+    add("--limit", type=int, help="number of problems of each task; default: all")
+    add("--samples", type=int, help="samples of each problem; default: 1")
+    for name, (kind, text) in _DECODING.items():
+        add(f"--{name}", type=kind, help=text)
+    add("--stop", nargs="+", help="texts that end a completion, with \\n for a line break")
+    add("--no_chat", action="store_true", help="plain prompts, without a chat template")
+    add("--reward", default="accuracy", help="training reward that scores; default: accuracy")
+    add("--server", metavar="URL", nargs="+", help="running vLLM servers of one model, which share the load")
+    add("--concurrent", type=int, default=64, help="requests that one server works on at a time")
+    add("--batch_size", type=int, default=32, help="completions at a time, without a server")
+    add("--dtype", help="type to compute in, without a server; default: float32 on a CPU, else the model's")
+    add("--output", metavar="DIR", help="folder of the evaluation; default: evaluations/ of the run")
+    add("--compare", metavar="OTHER", help="a model, or the folder of an evaluation, that is compared with")
+    add("--contamination", metavar="DATASET", nargs="+", help="training sets to look for the problems in")
+    add("--near", type=float, default=0.7, help="least similarity of a near duplicate; default: 0.7")
+
+
+def decoding_flags(flags: Any) -> dict[str, Any]:
+    """The fields of [`Decoding`] that flags set."""
+    given = {name: vars(flags)[name] for name in _DECODING if vars(flags)[name] is not None}
+    given |= {"chat": False} if flags.no_chat else {}
+    return given | ({"stop": tuple(text.replace("\\n", "\n") for text in flags.stop)} if flags.stop else {})

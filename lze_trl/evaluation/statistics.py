@@ -1,0 +1,122 @@
+"""
+Accuracy, pass@k and majority vote over problems, and their 95 % intervals.
+
+Problems are what varies: a sample more of the same problem makes its own mean sharper, not the task's.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from scipy.stats import binomtest, bootstrap
+
+
+CONFIDENCE = 0.95
+_RESAMPLES = 9_999
+_MOST_DRAWN = 2_000_000  # numbers that are drawn at a time
+PASS = 0.5
+"""A reward above this is a pass."""
+
+
+class Estimate(NamedTuple):
+    """A mean over problems with its interval; the latter is not known where all problems have one value that is neither 0 nor 1."""
+
+    value: float
+    low: float | None
+    high: float | None
+
+
+class Vote(NamedTuple):
+    """What a majority vote over the samples of a problem gets: the mean over the classes that win, and whether several do."""
+
+    value: float
+    is_tie: bool
+
+
+def pass_at_k(samples: int, passes: int, k: int) -> float:
+    """
+    Probability that at least one of k samples passes, drawn from those there are without putting them back: the unbiased
+    estimator of arXiv 2107.03374.
+    """
+    if not 1 <= k <= samples or not 0 <= passes <= samples:
+        raise ValueError(
+            f"`k` must be between 1 and the {samples} samples, of which 0 to all pass; got k={k}, {passes} passes."
+        )
+    return 1.0 - math.comb(samples - passes, k) / math.comb(samples, k)
+
+
+def majority(rewards: Sequence[float], answers: Sequence[str], same: Callable[[str, str], bool]) -> Vote:
+    """
+    The most frequent answer, by equivalence. Texts form classes, the most frequent first: each joins the first class all of
+    whose members it equals, since equality is not transitive. A sample without an answer (`""`) has no vote.
+    """
+    texts = sorted(set(answers) - {""}, key=lambda text: (-answers.count(text), text))
+    classes: list[list[str]] = []
+    for text in texts:
+        for members in classes:
+            if all(same(member, text) for member in members):
+                members.append(text)
+                break
+        else:
+            classes.append([text])
+    if not classes:
+        return Vote(0.0, False)
+    votes = [sum(answers.count(text) for text in members) for members in classes]
+    winners = [members[0] for members, count in zip(classes, votes, strict=True) if count == max(votes)]
+    return Vote(float(np.mean([rewards[answers.index(text)] for text in winners])), len(winners) > 1)
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    """
+    Mean of one value a problem, with Wilson's interval if all are 0 or 1, and else the bootstrap's over problems (percentiles).
+    """
+    values = np.asarray(values, dtype=float)
+    mean = float(values.mean())
+    if np.isin(values, (0.0, 1.0)).all():
+        found = binomtest(int(values.sum()), len(values)).proportion_ci(CONFIDENCE, method="wilson")
+        return Estimate(mean, float(found.low), float(found.high))
+    return Estimate(mean, *_bootstrapped([values]))
+
+
+def mean_over_tasks(tasks: Sequence[Sequence[float]]) -> Estimate:
+    """Mean of the means of several tasks, each drawn anew for the interval."""
+    means = [float(np.mean(values)) for values in tasks]
+    return Estimate(float(np.mean(means)), *_bootstrapped([np.asarray(values, dtype=float) for values in tasks]))
+
+
+def _bootstrapped(tasks: list[np.ndarray]) -> tuple[float | None, float | None]:
+    # Values that are all the same are so in every draw, which says nothing
+    if min(map(len, tasks)) < 2 or all((values == values[0]).all() for values in tasks):
+        return None, None
+    result = bootstrap(
+        tasks,
+        lambda *drawn, axis: sum(values.mean(axis=axis) for values in drawn) / len(drawn),
+        confidence_level=CONFIDENCE,
+        n_resamples=_RESAMPLES,
+        batch=max(1, _MOST_DRAWN // sum(len(values) for values in tasks)),
+        method="percentile",
+        rng=np.random.default_rng(0),
+    )
+    return float(result.confidence_interval.low), float(result.confidence_interval.high)
+
+
+class Comparison(NamedTuple):
+    """One model less another on the same problems, and McNemar's exact test of the problems that only one of them solves."""
+
+    difference: Estimate
+    only_first: int
+    only_second: int
+    p_value: float
+
+
+def compare(first: Sequence[float], second: Sequence[float]) -> Comparison:
+    """Paired comparison of two models by a value for each problem, the same in the same order, which is solved above `PASS`."""
+    one, two = np.asarray(first, dtype=float), np.asarray(second, dtype=float)
+    differences = one - two
+    only_first, only_second = int(((one > PASS) & (two <= PASS)).sum()), int(((two > PASS) & (one <= PASS)).sum())
+    apart = only_first + only_second
+    p_value = float(binomtest(only_first, apart).pvalue) if apart else 1.0
+    return Comparison(
+        Estimate(float(differences.mean()), *_bootstrapped([differences])), only_first, only_second, p_value
+    )

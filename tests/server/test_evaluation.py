@@ -1,0 +1,163 @@
+"""
+Evaluation by real vLLM servers. Locked here:
+
+- at temperature 0, a server and transformers give the same completion for at least 95 of 100 problems, chat or not;
+- sampled with seeds, one server and two give the same completions, to the same share;
+- servers share the requests, and a server that dies leaves its own to the others;
+- a training that generates over HTTP evaluates the weights of each step.
+"""
+
+import httpx2
+import pytest
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import tiny
+from lze_trl.evaluation.engines import Request, TransformersEngine
+from lze_trl.evaluation.samples import SampleFile
+from lze_trl.evaluation.servers import ServerEngine
+from lze_trl.evaluation.settings import Decoding, EvaluationError
+from lze_trl.evaluation.tasks import Problem
+from lze_trl.job.cli import main
+from lze_trl.job.recipe import parse_recipe
+from lze_trl.job.train import run
+
+
+AGREEING = 0.95
+
+
+def requests(count=100, samples=1, chat=False):
+    texts = [f"{number}*{number % 7}+{number % 11}=" for number in range(count)]
+    prompts = [[{"role": "user", "content": text}] if chat else text for text in texts]
+    return [
+        Request(Problem(f"{number:016x}", prompt, "1"), sample)
+        for number, prompt in enumerate(prompts)
+        for sample in range(samples)
+    ]
+
+
+def outputs(engine, asked, decoding):
+    return {(request.problem.id, request.sample): output for request, output in engine.generate(asked, decoding)}
+
+
+def agreement(one, other):
+    assert one.keys() == other.keys()
+    return sum(one[key] == other[key] for key in one) / len(one)
+
+
+def in_process(directory):
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype="float32").eval()
+    return TransformersEngine(model, AutoTokenizer.from_pretrained(directory), 16, "model")
+
+
+def answered(server) -> float:
+    lines = httpx2.get(f"{server.url}/metrics", trust_env=False).text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:request_success_total"))
+
+
+@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize("stop", [(), ("4",)])
+def test_server_and_transformers_agree(servers, models, chat, stop):
+    decoding = Decoding(max_tokens=20, chat=chat, stop=stop)
+    asked = requests(chat=chat)
+    ours = outputs(in_process(models["untied"]), asked, decoding)
+    theirs = outputs(ServerEngine([servers["first"].url]), asked, decoding)
+    assert len({output.text for output in ours.values()}) > 20
+    assert {output.truncated for output in ours.values()} == {True, False}
+    texts = [{key: (output.text, output.truncated) for key, output in found.items()} for found in (ours, theirs)]
+    assert agreement(*texts) >= AGREEING
+    if not stop:  # where a text ends the completion, vLLM counts the tokens it has already begun
+        assert agreement(ours, theirs) >= AGREEING
+
+
+def test_one_server_and_two_give_the_same_samples(servers):
+    decoding = Decoding(temperature=1.0, top_p=0.9, max_tokens=12, chat=False)
+    asked, urls = requests(40, samples=3), [servers[name].url for name in ("first", "second")]
+    alone = outputs(ServerEngine(urls[:1]), asked, decoding)
+    before = [answered(servers[name]) for name in ("first", "second")]
+    together = outputs(ServerEngine(urls, max_concurrent_requests=8), asked[::-1], decoding)
+    shares = [answered(servers[name]) - count for name, count in zip(("first", "second"), before, strict=True)]
+    assert agreement(alone, together) >= AGREEING
+    assert sum(shares) == len(asked)
+    assert min(shares) > len(asked) / 5
+    assert len({output.text for output in alone.values()}) > 60  # the samples of a problem differ
+
+
+def test_a_server_that_dies_leaves_its_requests_to_the_other(servers):
+    engine = ServerEngine([servers[name].url for name in ("first", "second")], max_concurrent_requests=4)
+    asked, decoding = requests(60), Decoding(max_tokens=24, chat=False)
+    found = {}
+    for request, output in engine.generate(asked, decoding):
+        found[request.problem.id] = output
+        if len(found) == 5:
+            servers["second"].kill()
+    assert len(found) == 60
+
+
+def test_no_server_left_is_told(servers):
+    engine = ServerEngine([servers["second"].url], recovery_timeout=2.0)
+    servers["second"].kill()
+    with pytest.raises(ConnectionError, match="run the same command again: what is answered is kept"):
+        list(engine.generate(requests(3), Decoding(max_tokens=4, chat=False)))
+
+
+def test_what_does_not_fit_is_refused(servers, models):
+    engine = ServerEngine([servers["first"].url])
+    with pytest.raises(EvaluationError, match="leaves no room for a prompt"):
+        list(engine.generate(requests(1), Decoding(max_tokens=4096)))
+    with pytest.raises(EvaluationError, match="different models"):
+        ServerEngine([servers["first"].url, servers["tied"].url])
+
+
+def test_the_command_evaluates_a_server_and_goes_on(servers, tmp_path, capsys):
+    path, folder = tmp_path / "sums.jsonl", tmp_path / "evaluation"
+    path.write_text("".join(f'{{"question": "{i}+{i}=", "answer": "{2 * i}"}}\n' for i in range(8)))
+    flags = ["--tasks", str(path), "--no_chat", "--max_tokens", "6", "--output", str(folder), "--prompt_suffix", ""]
+    main(["eval", "--server", servers["first"].url, servers["second"].url, *flags])
+    before, count = SampleFile(folder / "sums.jsonl").read(), answered(servers["first"])
+    assert len(before) == 8
+    main(["eval", "--server", servers["first"].url, servers["second"].url, *flags])
+    assert SampleFile(folder / "sums.jsonl").read() == before
+    assert answered(servers["first"]) == count
+    assert "sums" in capsys.readouterr().out
+
+
+def test_a_training_over_http_evaluates_the_weights_of_each_step(servers, models, tmp_path):
+    for name, rows in (("train", tiny.prompts(12)), ("sums", tiny.prompts(40))):
+        rows.to_json(tmp_path / f"{name}.jsonl")
+    recipe = {
+        "model_name_or_path": str(models["untied"]),
+        "output_dir": str(tmp_path / "run"),
+        "datasets": [str(tmp_path / "train.jsonl")],
+        "conversational": False,
+        "reward_funcs": ["tiny.even_length_reward"],
+        "use_cpu": True,
+        "bf16": False,
+        "report_to": "none",
+        "num_generations": 4,
+        "per_device_train_batch_size": 12,
+        "max_completion_length": 12,
+        "max_steps": 2,
+        "learning_rate": 1e-2,
+        "use_vllm": True,
+        "vllm_mode": "http",
+        "vllm_server_urls": [servers["first"].url],
+        "eval_tasks": [str(tmp_path / "sums.jsonl")],
+        "eval_tasks_steps": 2,
+        "prompt_suffix": "",
+    }
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    run(*parse_recipe(["--config", str(tmp_path / "recipe.yaml")]))
+    found = [
+        SampleFile(tmp_path / "run" / "evaluations" / name / "sums.jsonl").read()
+        for name in ("step-000000", "step-000002")
+    ]
+    for directory, samples in zip((models["untied"], tmp_path / "run"), found, strict=True):
+        asked = [Request(Problem(sample.id, sample.prompt, sample.gold), 0) for sample in samples.values()]
+        ours = outputs(in_process(directory), asked, Decoding(max_tokens=12, chat=False))
+        assert (
+            agreement({key: out.text for key, out in ours.items()}, {key: s.completion for key, s in samples.items()})
+            >= AGREEING
+        )
+    assert {s.completion for s in found[0].values()} != {s.completion for s in found[1].values()}
+    servers["first"].kill()  # it holds the weights of this training

@@ -1,0 +1,501 @@
+"""
+Evaluation on tasks. Locked here:
+
+- pass@k is the share of subsets of k samples with a pass, by counting all of them;
+- a perfect model gets 1 and a constant one what the golds say, on every metric;
+- neither the order of the problems nor the size of the batch changes a sample, at any temperature;
+- an evaluation that is killed anywhere and run again equals one that was not, and asks nothing twice;
+- the score is the training reward's;
+- a training with evaluations trains as one without.
+"""
+
+import itertools
+import json
+import math
+import re
+import shlex
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import binomtest
+
+import tiny
+from lze_trl.evaluation.contamination import overlaps
+from lze_trl.evaluation.engines import Output, Request, TransformersEngine
+from lze_trl.evaluation.results import markdown, read_results
+from lze_trl.evaluation.run import Evaluation
+from lze_trl.evaluation.samples import SampleFile
+from lze_trl.evaluation.settings import PRESETS, Decoding, EvaluationError
+from lze_trl.evaluation.statistics import compare, estimate, majority, mean_over_tasks, pass_at_k
+from lze_trl.evaluation.tasks import TASKS, Problem, find_tasks, load_problems
+from lze_trl.job.cli import build_parser, main
+
+
+SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
+needs_data = pytest.mark.skipif(not SHARED.is_dir(), reason="the shared data is not there")
+
+
+def problems(count: int = 6) -> list[Problem]:
+    return [Problem(f"{number:016x}", f"{number}+{number}=", str(2 * number)) for number in range(count)]
+
+
+class Answering:
+    """A model that gives each sample a text, and notes what it was asked."""
+
+    name = "answering"
+
+    def __init__(self, text, stop_after: float = math.inf):
+        self.text, self.stop_after, self.asked = text, stop_after, []
+
+    def generate(self, requests, decoding):
+        for request in requests:
+            if len(self.asked) >= self.stop_after:
+                raise KeyboardInterrupt
+            self.asked.append((request.problem.id, request.sample))
+            yield request, Output(self.text(request), 7, request.sample == 1)
+
+
+def run(engine, folder, tasks=None, samples=1, temperature=None, weights=None, **kwargs):
+    temperature = float(samples > 1) if temperature is None else temperature
+    tasks = {"sums": (problems(), 0)} if tasks is None else tasks
+    evaluation = Evaluation(tasks, Decoding(temperature=temperature, max_tokens=8, chat=False), samples, **kwargs)
+    return evaluation.run(engine, folder, weights, progress=False)
+
+
+# ---- Statistics ----
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=8), st.data())
+def test_pass_at_k_counts_the_subsets_with_a_pass(passed, data):
+    k = data.draw(st.integers(1, len(passed)))
+    subsets = list(itertools.combinations(passed, k))
+    assert pass_at_k(len(passed), sum(passed), k) == pytest.approx(sum(map(any, subsets)) / len(subsets), abs=1e-12)
+
+
+def test_pass_at_k_refuses_more_than_there_are():
+    with pytest.raises(ValueError, match="between 1 and the 3 samples"):
+        pass_at_k(3, 1, 4)
+
+
+def same_number(one, other):
+    return float(one) == float(other)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "answers", "value", "is_tie"),
+    [
+        ([1, 0, 1], ["5", "6", "5.0"], 1.0, False),  # two texts of one answer outvote the other
+        ([0, 0, 1], ["6", "6", "5"], 0.0, False),
+        ([1, 0], ["5", "6"], 0.5, True),  # a tie is worth the mean over those that win
+        ([1, 0, 0], ["5", "6", "7"], 1 / 3, True),
+        ([0, 0, 1], ["", "", "5"], 1.0, False),  # no answer, no vote
+        ([0, 0], ["", ""], 0.0, False),
+    ],
+)
+def test_majority_by_equivalence(rewards, answers, value, is_tie):
+    assert majority(rewards, answers, same_number) == (pytest.approx(value), is_tie)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["", "0", "1.0"])), min_size=1, max_size=9), st.randoms())
+def test_majority_does_not_depend_on_the_order(samples, random):
+    # The first sample of a class speaks for it, so equal answers have equal rewards
+    samples = [(float(number == 2), f"{number}{zeros}" if zeros != "0" else str(number)) for number, zeros in samples]
+    shuffled = random.sample(samples, len(samples))
+    assert majority(*zip(*samples, strict=True), same_number) == majority(*zip(*shuffled, strict=True), same_number)
+
+
+def test_classes_are_cliques():
+    chain = {("a", "b"), ("b", "a"), ("b", "c"), ("c", "b")}  # a ~ b ~ c, but not a ~ c
+    vote = majority(
+        [1, 1, 0, 0, 0], ["b", "b", "a", "c", "c"], lambda one, other: one == other or (one, other) in chain
+    )
+    # b leads with two votes and c has two; a or c may join b, not both, and c comes first
+    assert vote == (1.0, False)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.integers(0, 4), min_size=2, max_size=30))
+def test_intervals_hold_the_mean(quarters):
+    found = estimate([quarter / 4 for quarter in quarters])
+    if found.low is None:
+        assert len(set(quarters)) == 1
+        return
+    assert found.low - 1e-12 <= found.value <= found.high + 1e-12
+    assert found.low >= 0
+    assert found.high <= 1
+
+
+def test_the_interval_of_passes_and_fails_is_wilsons():
+    n, passes = 40, 10
+    z, p = 1.959963984540054, passes / n
+    centre = (p + z * z / (2 * n)) / (1 + z * z / n)
+    half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / (1 + z * z / n)
+    found = estimate([1.0] * passes + [0.0] * (n - passes))
+    assert found == pytest.approx((p, centre - half, centre + half))
+    assert estimate([1.0] * 8).low < 0.7  # eight of eight is not certainty
+
+
+def test_the_bootstrap_covers_the_truth():
+    rng = np.random.default_rng(5)
+    rates = rng.beta(2, 3, 400)  # true mean 0.4
+    covered = 0
+    for _ in range(40):
+        means = rng.binomial(4, rng.choice(rates, 50)) / 4
+        found = estimate(means.tolist())
+        covered += found.low <= rates.mean() <= found.high
+    assert covered >= 34  # 95 % of 40 is 38; fewer than 34 has a chance of 2 %
+
+
+def test_comparison_is_paired():
+    first, second = [1, 1, 1, 0, 1, 1, 1, 1], [0, 1, 0, 1, 0, 0, 0, 0]
+    found = compare(first, second)
+    assert found.difference.value == pytest.approx(5 / 8)
+    assert (found.only_first, found.only_second) == (6, 1)
+    assert found.p_value == pytest.approx(2 * (7 + 1) / 2**7)  # at most one of seven coins, twice
+    assert found.difference.low < 5 / 8 < found.difference.high
+    assert compare(first, first)[0] == (0.0, None, None)
+    assert compare(first, first).p_value == 1.0
+    noisy = np.linspace(0.2, 0.8, 30)
+    assert compare(noisy + 0.01, noisy).difference.low > 0  # the problems differ by far more than the models do
+
+
+def test_the_mean_over_tasks_weighs_tasks_alike():
+    found = mean_over_tasks([[1.0] * 90 + [0.0] * 10, [0.0, 1.0]])
+    assert found.value == pytest.approx(0.7)
+    assert found.low < 0.5
+
+
+# ---- Known models ----
+
+
+def test_a_perfect_model_gets_one_on_every_metric(tmp_path):
+    engine = Answering(lambda request: f"It is \\boxed{{{request.problem.gold}}}.")
+    found = run(engine, tmp_path, samples=4)["tasks"]["sums"]
+    assert {name: value for name, (value, _, _) in found["metrics"].items()} == {
+        "avg@4": 1.0,
+        "pass@2": 1.0,
+        "pass@4": 1.0,
+        "maj@4": 1.0,
+    }
+    assert (found["ties"], found["unscored"], found["truncated"], found["mean_tokens"]) == (0.0, 0, 0.25, 7.0)
+
+
+def test_a_constant_model_gets_the_share_of_its_answer(tmp_path):
+    golds = ["4", "4.0", "5", "\\frac{8}{2}", "7"]
+    tasks = {"mixed": ([Problem(f"{i:x}", f"{i}", gold) for i, gold in enumerate(golds)], 2)}
+    found = run(Answering(lambda request: "#### 4"), tmp_path, tasks)
+    wilson = binomtest(3, 5).proportion_ci(method="wilson")
+    assert found["tasks"]["mixed"]["metrics"] == {"avg@1": pytest.approx([0.6, wilson.low, wilson.high])}
+    assert found["tasks"]["mixed"]["repeated"] == 2
+
+
+def test_votes_compare_answers_as_the_reward_does(tmp_path):
+    texts = ["\\boxed{\\frac12}", "\\boxed{0.5}", "\\boxed{3}", "\\boxed{3}", "\\boxed{50\\%}"]
+    tasks = {"half": ([Problem("0", "?", "1/2"), Problem("1", "!", "3")], 0)}
+    found = run(Answering(lambda request: texts[request.sample]), tmp_path, tasks, samples=5)["tasks"]["half"]
+    assert found["metrics"]["maj@5"][0] == 0.5  # 1/2 in three forms wins in both problems, and is right in one
+    assert found["metrics"]["avg@5"][0] == pytest.approx((3 / 5 + 2 / 5) / 2)
+
+
+def test_a_gold_that_cannot_be_read_is_neither_right_nor_wrong(tmp_path):
+    tasks = {"odd": ([Problem("0", "?", "4"), Problem("1", "!", None)], 0)}
+    found = run(Answering(lambda request: "#### 4"), tmp_path, tasks, samples=2)["tasks"]["odd"]
+    assert found["metrics"]["avg@2"][0] == 1.0
+    assert found["unscored"] == 2
+    with pytest.raises(EvaluationError, match="No sample of 'odd' has a score"):
+        run(Answering(lambda request: "4"), tmp_path / "none", {"odd": ([Problem("1", "!", None)], 0)})
+
+
+def test_the_score_is_the_training_reward(tmp_path):
+    def odd_length_reward(prompts, completions, solution, **kwargs):
+        return [float(len(completions[0][-1]["content"]) % 2)]
+
+    chat = [Problem("0", [{"role": "user", "content": "?"}], "4")]
+    for text, value in (("xy", 0.0), ("xyz", 1.0)):
+        engine = Answering(lambda request, text=text: text)
+        found = run(engine, tmp_path / text, {"chat": (chat, 0)}, reward=odd_length_reward)
+        assert found["tasks"]["chat"]["metrics"]["avg@1"][0] == value
+
+
+# ---- Resuming ----
+
+
+@pytest.mark.parametrize("killed_after", [0, 1, 5, 11, 12])
+def test_a_killed_evaluation_goes_on_where_it_was(tmp_path, killed_after):
+    def text(request):
+        return f"{int(request.problem.gold) + request.sample % 2}"
+
+    whole = run(Answering(text), tmp_path / "whole", samples=2)
+    first, second = Answering(text, stop_after=killed_after), Answering(text)
+    if killed_after < 12:
+        with pytest.raises(KeyboardInterrupt):
+            run(first, tmp_path / "killed", samples=2)
+    else:
+        run(first, tmp_path / "killed", samples=2)
+    path = tmp_path / "killed" / "sums.jsonl"
+    if killed_after > 0:  # the last line, half written
+        path.write_bytes(path.read_bytes()[:-20])
+        first.asked.pop()
+    assert run(second, tmp_path / "killed", samples=2) == whole
+    assert sorted(first.asked + second.asked) == sorted(set(first.asked + second.asked))
+    assert len(first.asked + second.asked) == 12
+    files = [tmp_path / name / "sums.jsonl" for name in ("whole", "killed")]
+    assert SampleFile(files[0]).read() == SampleFile(files[1]).read()
+    assert len(files[1].read_text().splitlines()) == 12
+
+
+def test_more_samples_and_more_problems_ask_only_for_what_is_new(tmp_path):
+    decoding = {"temperature": 1.0}
+    run(Answering(lambda request: "0"), tmp_path, samples=2)
+    engine = Answering(lambda request: "0")
+    run(engine, tmp_path, {"sums": (problems(7), 0)}, samples=3, **decoding)
+    assert len(engine.asked) == 7 * 3 - 6 * 2
+
+
+def test_other_settings_in_the_same_folder_are_refused(tmp_path):
+    run(Answering(lambda request: "0"), tmp_path)
+    with pytest.raises(EvaluationError, match=r"temperature: 0.0 there, 1.0 now.*--output"):
+        run(Answering(lambda request: "0"), tmp_path, temperature=1.0)
+    with pytest.raises(EvaluationError, match="weights: 'answering' there, 'new' now"):
+        run(Answering(lambda request: "0"), tmp_path, weights="new")
+
+
+# ---- Transformers ----
+
+
+def decided_model():
+    """A model that does not say the same to everything."""
+    model = tiny.model(seed=2).eval()
+    for parameter in model.parameters():
+        parameter.data *= 3
+    return model
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return lambda batch_size: TransformersEngine(decided_model(), tiny.tokenizer(), batch_size, "tiny")
+
+
+def texts(engine, requests, decoding):
+    return {(request.problem.id, request.sample): output for request, output in engine.generate(requests, decoding)}
+
+
+@pytest.mark.parametrize(
+    "decoding",
+    [
+        Decoding(max_tokens=9),
+        Decoding(temperature=1.0, max_tokens=9),
+        Decoding(temperature=0.7, top_p=0.8, top_k=20, max_tokens=9, stop=("7",)),
+    ],
+)
+def test_order_and_batch_size_change_nothing(engine, decoding):
+    requests = [
+        Request(Problem(f"{number}", str(number) * (1 + number % 4) + "+1=", "?"), sample)
+        for number in range(5)
+        for sample in range(3)
+    ]
+    expected = texts(engine(1), requests, decoding)
+    assert len({output.text for output in expected.values()}) > 3
+    for batch_size, order in ((4, 1), (15, 1), (2, -1), (15, -1)):
+        assert texts(engine(batch_size), requests[::order], decoding) == expected
+    if decoding.temperature > 0:
+        assert any(expected[str(number), 0] != expected[str(number), 1] for number in range(5))
+        other = Decoding(**vars(decoding) | {"seed": 1})
+        assert texts(engine(15), requests, other) != expected
+
+
+def test_greedy_decoding_is_what_generate_does(engine):
+    model, tokenizer, decoding = decided_model(), tiny.tokenizer(), Decoding(max_tokens=9)
+    (output,) = texts(engine(4), [Request(Problem("0", "12+3=", "?"), 0)], decoding).values()
+    ids = tokenizer("12+3=", return_tensors="pt")["input_ids"]
+    row = model.generate(input_ids=ids, do_sample=False, max_new_tokens=9)[0, ids.shape[1] :]
+    assert output == Output(
+        tokenizer.decode(row, skip_special_tokens=True), len(row), len(row) == 9 and row[-1] != tokenizer.eos_token_id
+    )
+
+
+def test_samples_follow_the_model(engine):
+    problem, decoding, count = Problem("0", "1+1=", "?"), Decoding(temperature=1.0, max_tokens=1), 3000
+    drawn = texts(engine(500), [Request(problem, number) for number in range(count)], decoding)
+    tokenizer, model = tiny.tokenizer(), decided_model()
+    logits = model(**tokenizer("1+1=", return_tensors="pt")).logits[0, -1].detach()
+    likely = logits.softmax(-1)
+    texts_of = [token for token in likely.topk(5).indices.tolist() if token not in tokenizer.all_special_ids]
+    assert len(texts_of) > 2
+    for token in texts_of:
+        share = np.mean([output.text == tokenizer.decode([token]) for output in drawn.values()])
+        assert abs(share - likely[token].item()) < 4 * math.sqrt(likely[token].item() / count)
+
+
+def test_stop_texts_end_completions_and_are_left_out(engine):
+    requests = [Request(problem, 0) for problem in problems()]
+    free = texts(engine(6), requests, Decoding(max_tokens=9))
+    stop = next(output.text[3] for output in free.values() if len(output.text) > 4)
+    for key, output in texts(engine(6), requests, Decoding(max_tokens=9, stop=(stop,))).items():
+        assert output.text == free[key].text.partition(stop)[0]
+        assert output.truncated == (free[key].truncated and stop not in free[key].text)
+
+
+def test_settings_of_the_model_do_not_decide(engine):
+    plain, strange = engine(4), engine(4)
+    strange.model.generation_config.repetition_penalty = 5.0
+    strange.model.generation_config.do_sample = True
+    requests = [Request(problem, 0) for problem in problems()]
+    assert texts(plain, requests, Decoding(max_tokens=9)) == texts(strange, requests, Decoding(max_tokens=9))
+    assert strange.model.generation_config.repetition_penalty == 5.0
+
+
+# ---- Tasks ----
+
+
+@pytest.mark.parametrize("name", sorted(TASKS))
+@needs_data
+def test_local_copies_of_the_tasks_are_read(name):
+    path = SHARED / TASKS[name].file
+    if not path.is_file():
+        pytest.skip(f"{path} is not there")
+    (task,) = find_tasks([name], SHARED)
+    found, repeated = load_problems(task, Decoding())
+    assert len(found) + repeated == len(path.read_text().splitlines())
+    assert all(problem.gold for problem in found)
+    assert found[0].prompt[-1]["content"].endswith("put your final answer within \\boxed{}.")
+
+
+def test_options_and_tables_become_part_of_the_problem(tmp_path):
+    rows = {
+        "mmlu_pro": [
+            {"question": "2+2?", "options": ["3", "4"], "answer": "B", "answer_index": 1, "category": "math"}
+        ],
+        "tabmwp": [
+            {"question": "Sum?", "table": "x | 1\ny | 2", "table_title": "T", "choices": None, "answer": "3"},
+            {"question": "Is it 3?", "table": "x | 1", "table_title": "U", "choices": ["yes", "no"], "answer": "no"},
+        ],
+    }
+    for name, lines in rows.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / TASKS[name].file).write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    choice, mixed = (load_problems(task, Decoding(chat=False))[0] for task in find_tasks(rows, tmp_path))
+    assert choice[0].gold == "B"
+    assert choice[0].prompt.startswith("2+2?\nA. 3\nB. 4\nPlease")
+    assert "letter" in choice[0].prompt
+    assert [problem.gold for problem in mixed] == ["3", "B"]
+    assert mixed[0].prompt.startswith("T\n\nx | 1\ny | 2\n\nSum?\nPlease")
+    assert "A. yes\nB. no" in mixed[1].prompt
+
+
+def test_unknown_tasks_and_missing_files_say_what_to_do(tmp_path):
+    with pytest.raises(EvaluationError, match=r"Unknown task 'gsm8'. Did you mean 'gsm8k'"):
+        find_tasks(["gsm8"])
+    with pytest.raises(EvaluationError, match=r"has no file.*leave out `--data`"):
+        find_tasks(["gsm8k"], tmp_path)
+    with pytest.raises(EvaluationError, match="given twice"):
+        find_tasks(["gsm8k", "gsm8k"])
+    with pytest.raises(EvaluationError, match=r"Task 'lost'.*There is no file"):
+        load_problems(find_tasks([str(tmp_path / "lost.jsonl")])[0], Decoding())
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_presets_name_tasks_and_can_be_decoded(name):
+    preset = PRESETS[name]
+    assert find_tasks(preset.tasks)
+    decoding = Decoding(**preset.decoding)
+    assert (preset.samples > 1) == (decoding.temperature > 0)
+    assert "arXiv" in preset.source
+
+
+# ---- Contamination ----
+
+
+def test_equal_and_near_duplicates_are_told_apart():
+    tasks = ["Tom has 3 apples and buys 4. How many has he?", "What is $\\frac{1}{2}+x$?", "Name a prime."]
+    training = ["tom has 3 APPLES, and buys 4.  How many has he?", "What is $ \\frac{1}{2} + x $?", "Draw a cat."]
+    found = overlaps([Problem(str(i), text, None) for i, text in enumerate(tasks)], training)
+    # One comma more: 13 of 13 and of 14 tokens are common
+    assert [(overlap.problem, overlap.similarity) for overlap in found] == [
+        (tasks[1], 1.0),
+        (tasks[0], pytest.approx(26 / 27)),
+    ]
+    assert len(overlaps([Problem("0", tasks[0], None)], training, near=0.97)) == 0
+
+
+@needs_data
+def test_math_hard_holds_134_problems_of_math_500():
+    ours, theirs = (
+        load_problems(find_tasks([name], SHARED)[0], Decoding(chat=False, prompt_suffix=""))[0]
+        for name in ("math_500", "math_hard")
+    )
+    found = overlaps(ours, [problem.text for problem in theirs])
+    assert sum(overlap.similarity == 1.0 for overlap in found) == 134
+
+
+# ---- The command ----
+
+
+@pytest.fixture
+def sums(tmp_path) -> Path:
+    path = tmp_path / "sums.jsonl"
+    path.write_text("".join(f'{{"question": "{i}+{i}=", "answer": "{2 * i}"}}\n' for i in range(8)))
+    return path
+
+
+def test_the_command_evaluates_compares_and_goes_on(tmp_path, sums, capsys):
+    for seed in (0, 1):
+        tiny.save(tmp_path / f"run-{seed}" / "checkpoint-2", seed=seed)
+    one, other = (str(tmp_path / f"run-{seed}" / "checkpoint-2") for seed in (0, 1))
+    flags = ["--tasks", str(sums), "--max_tokens", "5", "--no_chat", "--samples", "2"]
+    main(["eval", one, *flags, "--compare", other])
+    shown = capsys.readouterr().out
+    assert "McNemar" in shown
+    folders = [tmp_path / f"run-{seed}" / "evaluations" / "checkpoint-2" for seed in (0, 1)]
+    assert all(len((folder / "sums.jsonl").read_text().splitlines()) == 16 for folder in folders)
+    before = [(folder / "sums.jsonl").stat().st_mtime_ns for folder in folders]
+    main(["eval", one, *flags, "--compare", str(folders[1])])
+    assert [(folder / "sums.jsonl").stat().st_mtime_ns for folder in folders] == before
+    (name, results), *rest = read_results(tmp_path / "run-0").items()
+    assert not rest
+    assert name == "checkpoint-2"
+    assert (
+        f"| checkpoint-2 | sums | 8 | avg@2 | {100 * results['tasks']['sums']['metrics']['avg@2'][0]:.1f}"
+        in markdown({name: results})
+    )
+
+
+def test_the_command_looks_for_the_tasks_in_a_training_set(tmp_path, sums, capsys):
+    training = tmp_path / "train.jsonl"
+    training.write_text('{"question": "3+3=", "answer": "6"}\n{"question": "3+4=", "answer": "7"}\n')
+    output = tmp_path / "found"
+    main(["eval", "--tasks", str(sums), "--contamination", str(training), "--output", str(output), "--near", "0.9"])
+    (row,) = [line.split() for line in capsys.readouterr().out.splitlines() if line.strip().startswith("sums")]
+    assert row == ["sums", "8", "1", "0"]
+    lines = [json.loads(line) for line in (output / "contamination.jsonl").read_text().splitlines()]
+    assert lines == [{"task": "sums", "problem": "3+3=", "training": "3+3=", "similarity": 1.0}]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["m"], "No task is given"),
+        (["--tasks", "gsm8k"], "Nothing to evaluate"),
+        (["m", "--tasks", "SUMS", "--samples", "2", "--temperature", "0"], "all the same"),
+        (["m", "--tasks", "gsm8k", "--top_p", "2"], r"`top_p` must be in \(0, 1\], got 2.0"),
+        (["m", "--tasks", "gsm8k", "--no_chat", "--system_prompt", "x"], "needs a chat"),
+        (["/none", "--tasks", "SUMS"], "cannot be loaded"),
+    ],
+)
+def test_wrong_flags_say_what_to_do(flags, message, sums):
+    with pytest.raises(SystemExit, match=message):
+        main(["eval", *(str(sums) if flag == "SUMS" else flag for flag in flags)])
+
+
+def test_the_commands_of_the_docs_can_be_parsed():
+    page = (Path(__file__).resolve().parents[1] / "docs" / "evaluate.md").read_text()
+    commands = re.findall(r"^lze-trl (eval .*?)(?:  +#.*)?$", page, re.M)
+    assert len(commands) == 6
+    for command in commands:
+        flags = build_parser().parse_args(shlex.split(command))
+        assert flags.tasks or flags.preset
+    tables = set(re.findall(r"`([a-z0-9_]+)`", page))
+    assert {*TASKS, *PRESETS} <= tables

@@ -1,0 +1,164 @@
+"""
+Evaluation on tasks during a training. Locked here:
+
+- a training with evaluations trains as one without, to the last bit;
+- its samples are those of `lze-trl eval` on the checkpoint of the same step;
+- a run that is resumed keeps what was evaluated, and one that begins anew does not;
+- two processes find what one finds.
+"""
+
+import json
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+import tiny
+from launches import by_accelerate, on_two_cpus, run_to_end
+from lze_trl.app.views import overview
+from lze_trl.evaluation.results import read_results
+from lze_trl.evaluation.samples import SampleFile
+from lze_trl.job.cli import main
+from lze_trl.job.recipe import RecipeError, parse_recipe
+from lze_trl.job.train import run
+from lze_trl.record import open_run
+
+
+TESTS = Path(__file__).resolve().parent
+
+
+@pytest.fixture
+def job(tmp_path):
+    """Write a recipe for a tiny model and return its path; keywords override its keys."""
+    tiny.save(tmp_path / "model")
+    for name, rows in (("train", tiny.prompts(12)), ("sums", tiny.prompts(19).select(range(12, 19)))):
+        rows.to_json(tmp_path / f"{name}.jsonl")
+    recipe = {
+        "model_name_or_path": str(tmp_path / "model"),
+        "datasets": [str(tmp_path / "train.jsonl")],
+        "conversational": False,
+        "reward_funcs": ["tiny.even_length_reward"],
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "report_to": "none",
+        "num_generations": 4,
+        "per_device_train_batch_size": 12,
+        "per_device_eval_batch_size": 4,
+        "max_completion_length": 5,
+        "max_steps": 4,
+        "learning_rate": 1e-2,
+        "save_steps": 2,
+        "eval_tasks": [str(tmp_path / "sums.jsonl")],
+        "eval_tasks_steps": 2,
+        "eval_tasks_samples": 3,
+        "prompt_suffix": "",
+        "seed": 7,
+    }
+
+    def write(name="run", **keys):
+        path = tmp_path / "recipe.yaml"
+        path.write_text(yaml.safe_dump({**recipe, "output_dir": str(tmp_path / name), **keys}))
+        return str(path)
+
+    return write
+
+
+def train(path):
+    return run(*parse_recipe(["--config", path]))
+
+
+def samples(folder: Path):
+    return SampleFile(folder / "sums.jsonl").read()
+
+
+def test_training_goes_on_as_without_and_finds_what_the_command_finds(job, tmp_path):
+    train(job())
+    train(job("without", eval_tasks=[]))
+    trained, plain = (load_file(tmp_path / name / "model.safetensors") for name in ("run", "without"))
+    assert all(torch.equal(trained[name], plain[name]) for name in plain)
+    found = read_results(tmp_path / "run")
+    assert list(found) == ["step-000000", "step-000002", "step-000004"]
+    assert all(len(samples(tmp_path / "run" / "evaluations" / name)) == 7 * 3 for name in found)
+    log = json.loads((tmp_path / "run" / "trainer_state.json").read_text())["log_history"]
+    logged = {logs["step"]: logs["tasks/sums/avg@3"] for logs in log if "tasks/sums/avg@3" in logs}
+    assert logged == {int(name[-6:]): found[name]["tasks"]["sums"]["metrics"]["avg@3"][0] for name in found}
+    assert len(set(logged.values())) > 1  # of shares of even lengths, so the policy has moved
+    flags = [
+        "--tasks",
+        str(tmp_path / "sums.jsonl"),
+        "--no_chat",
+        "--prompt_suffix",
+        "",
+        "--max_tokens",
+        "5",
+        "--seed",
+        "7",
+    ]
+    main(
+        [
+            "eval",
+            str(tmp_path / "run" / "checkpoint-2"),
+            *flags,
+            "--samples",
+            "3",
+            "--reward",
+            "tiny.even_length_reward",
+        ]
+    )
+    assert samples(tmp_path / "run" / "evaluations" / "checkpoint-2") == samples(
+        tmp_path / "run" / "evaluations" / "step-000002"
+    )
+
+
+def test_the_app_and_the_model_card_show_first_and_last(job, tmp_path):
+    train(job())
+    card = tmp_path / "run" / "README.md"
+    with closing(open_run(tmp_path / "run")) as recorded:
+        shown = overview(recorded)
+    for text in (card.read_text(), shown):
+        assert "step-000000" in text
+        assert "step-000002" not in text
+        assert "step-000004" in text
+        assert "avg@3" in text
+    flags = ["--tasks", str(tmp_path / "sums.jsonl"), "--no_chat", "--max_tokens", "5", "--limit", "2"]
+    for _ in range(2):
+        main(["eval", str(tmp_path / "run"), *flags])
+    assert card.read_text().count("| final | sums | 2 | avg@1 |") == 1
+    assert card.read_text().count("## Evaluations") == 1
+
+
+def test_a_resumed_run_keeps_its_evaluations_and_a_new_one_does_not(job, tmp_path):
+    train(job(max_steps=2))
+    folder = tmp_path / "run" / "evaluations"
+    first = (folder / "step-000002" / "sums.jsonl").stat().st_mtime_ns
+    (folder / "step-000003").mkdir()  # of steps that the checkpoint does not have
+    train(job(resume_from_checkpoint="auto"))
+    assert sorted(path.name for path in folder.iterdir()) == ["step-000000", "step-000002", "step-000004"]
+    assert (folder / "step-000002" / "sums.jsonl").stat().st_mtime_ns == first
+    train(job(max_steps=1, resume_from_checkpoint="false", eval_tasks_steps=5))
+    assert sorted(path.name for path in folder.iterdir()) == ["step-000000", "step-000001"]
+
+
+def test_wrong_settings_are_refused_before_training(job):
+    with pytest.raises(RecipeError, match="`eval_tasks_steps` must be at least 1, got 0"):
+        parse_recipe(["--config", job(eval_tasks_steps=0)])
+    with pytest.raises(RecipeError, match="Unknown task 'gsm8'"):
+        train(job(eval_tasks=["gsm8"]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["ddp", "zero3", "fsdp2"])
+def test_two_processes_find_what_one_finds(job, tmp_path, way):
+    common = {"max_steps": 1, "learning_rate": 0.0, "per_device_train_batch_size": 6}
+    run_to_end(
+        [*by_accelerate(tmp_path, on_two_cpus(way)), "-m", "lze_trl.job.train", "--config", job("two", **common)],
+        env={"DS_ACCELERATOR": "cpu", "PYTHONPATH": f"{TESTS}:{TESTS.parent}"},  # for the reward
+    )
+    train(job("one", **common | {"per_device_train_batch_size": 12}))
+    for name in ("step-000000", "step-000001"):
+        one, two = (samples(tmp_path / run / "evaluations" / name) for run in ("one", "two"))
+        assert one == two
