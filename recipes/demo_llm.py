@@ -12,7 +12,6 @@ import logging
 import os
 import signal
 import socket
-import statistics
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import httpx2
+from scipy.stats import binomtest
 
 from lze_trl.data import DataError
 from lze_trl.files import made_aside
@@ -169,10 +169,8 @@ def with_interval(accuracy: float | None, count: int) -> str:
     """An accuracy over this many problems with Wilson's 95 % interval; with several samples of each, it is too wide."""
     if accuracy is None:
         return "not measured"
-    z = statistics.NormalDist().inv_cdf(0.975)
-    center = (accuracy + z**2 / (2 * count)) / (1 + z**2 / count)
-    half = z / (1 + z**2 / count) * (accuracy * (1 - accuracy) / count + z**2 / (4 * count**2)) ** 0.5
-    return f"{accuracy:.3f} ({center - half:.3f}–{center + half:.3f})"
+    found = binomtest(round(accuracy * count), count).proportion_ci(0.95, method="wilson")
+    return f"{accuracy:.3f} ({found.low:.3f}–{found.high:.3f})"
 
 
 def count_lines(path: Path) -> int:
