@@ -73,6 +73,7 @@ def run_demo(references: dict[str, str], flags: Sequence[str] = ()):
         }
         ours = [part for key, value in settings.items() for part in (f"--{key}", str(value))]
         script_args, training_args, model_args = parse_recipe(["--config", str(RECIPE), *ours, *flags])
+        logger.info("The server is up. The run begins and ends with an evaluation, which takes some minutes.")
         totals = run(script_args, training_args, model_args)
     count = min(script_args.max_eval_samples or sys.maxsize, count_lines(problems.evaluation))
     sys.stdout.write(f"\nSampled accuracy on {count} problems of {problems.name}, with its 95 % interval:\n")
