@@ -13,10 +13,11 @@ class _PromptTable:
     """Arrays of shape `(P,)`, one of which are the `prompt_ids`."""
 
     def __post_init__(self):
+        entry = type(self).__name__.lower().removesuffix("s")
         for name, value in vars(self).items():
             if value.shape != self.prompt_ids.shape or value.ndim != 1:
                 raise ValueError(
-                    f"`{name}` must have shape {self.prompt_ids.shape}, one entry per prompt, got {value.shape}."
+                    f"`{name}` must have shape {self.prompt_ids.shape}, one entry per {entry}, got {value.shape}."
                 )
 
     def __len__(self) -> int:
