@@ -17,7 +17,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import pandas as pd
 
 from .splits import Capacity, fewest_runs, split
 
@@ -187,7 +186,11 @@ def _rank_rows(rows: np.ndarray, num_processes: int, owner: np.ndarray | None = 
 
 def _turns(owner: np.ndarray) -> np.ndarray:
     """Position of each row among those of its owner, shape `(n,)`."""
-    return pd.Series(owner).groupby(owner).cumcount().to_numpy()
+    by_owner = np.argsort(owner, kind="stable")
+    first = np.concatenate([[0], np.cumsum(np.bincount(owner))])
+    turns = np.empty(len(owner), dtype=np.int64)
+    turns[by_owner] = np.arange(len(owner)) - first[owner[by_owner]]
+    return turns
 
 
 def padding_efficiency(

@@ -8,7 +8,6 @@ import numpy as np
 
 
 _STRIDE, _PRECISION = 4.0, 1.02
-_PROHIBITIVE = 1e12
 
 
 @dataclass(frozen=True)
@@ -43,8 +42,14 @@ def split(prompts: np.ndarray, completions: np.ndarray, capacity: Capacity, cost
 
 
 def fewest_runs(prompts: np.ndarray, completions: np.ndarray, capacity: Capacity) -> int:
-    """The fewest runs that hold the rank rows: the cheapest ones if a run costs more than all tokens."""
-    return len(_cheapest(_tokens(prompts, completions, capacity), _PROHIBITIVE)) - 1
+    """The fewest runs that hold the rank rows: every run takes as many as fit. See [`split`] for the arguments."""
+    runs = count = prompt = completion = 0
+    for next_prompt, next_completion in zip(prompts.tolist(), completions.tolist(), strict=True):
+        count, prompt, completion = count + 1, max(prompt, next_prompt), max(completion, next_completion)
+        full = count * (prompt + completion) > capacity.tokens or count * completion > capacity.completion_tokens
+        if runs == 0 or (full and count > 1):
+            runs, count, prompt, completion = runs + 1, 1, next_prompt, next_completion
+    return runs
 
 
 def _tokens(prompts: np.ndarray, completions: np.ndarray, capacity: Capacity) -> list[np.ndarray]:

@@ -43,6 +43,9 @@ class PromptStream:
 
     def _next(self, count: int, held: np.ndarray) -> np.ndarray:
         """At most `count` rows of the pass that a batch does not hold. Those that it holds are put off to the end."""
+        if len(held) == 0:  # the usual case, whose cost does not grow with the dataset
+            batch, self._queue = self._queue[:count], self._queue[count:]
+            return batch
         again = np.isin(self._queue, held)
         fresh = self._queue[~again]
         self._queue = np.concatenate([fresh[count:], self._queue[again]])
