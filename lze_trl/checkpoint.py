@@ -157,8 +157,12 @@ def refuse_non_checkpoint(directory: str | Path) -> dict[str, Any]:
             "`save_only_model=True`."
         )
     if problem is None:
-        _parsed(directory / TRAINER_STATE_NAME, (directory / TRAINER_STATE_NAME).read_bytes(), json.loads)
-        return load(directory, STATE_NAME)[1]
+        try:
+            json.loads((directory / TRAINER_STATE_NAME).read_bytes())
+        except ValueError as error:
+            problem = f"`{directory / TRAINER_STATE_NAME}` is damaged ({error})."
+        else:
+            return load(directory, STATE_NAME)[1]
     last = last_complete_checkpoint(directory) or last_complete_checkpoint(directory.parent)
     example = "" if last is None else f", such as `{last}`"
     raise CheckpointError(f"{problem} Name a `checkpoint-…` folder of a run{example}.")

@@ -63,6 +63,8 @@ def refuse_unsupported(args: LZEGRPOConfig, train_dataset: Any, given: dict[str,
         raise TypeError(
             f"`args` must be an `LZEGRPOConfig`, got `{type(args).__name__}`. It takes every field of `GRPOConfig`."
         )
+    if train_dataset is None:
+        raise ValueError("`train_dataset` is required: selection needs prompts that it can recognise.")
     for name in IMAGE_COLUMNS:
         if isinstance(train_dataset, Dataset) and name in train_dataset.column_names:
             batches = train_dataset.select_columns(name).with_format("arrow").iter(1000)

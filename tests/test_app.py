@@ -47,6 +47,21 @@ def test_runs_have_names_that_tell_nothing_of_their_place(runs, tmp_path):
         RunBook([]).open(None)
 
 
+def test_the_hub_is_not_asked_every_second_for_a_run_that_is_not_there(monkeypatch):
+    asked = []
+
+    def resolve(source):
+        asked.append(source)
+        raise MissingTelemetryError("There is no such run.")
+
+    monkeypatch.setattr("lze_trl.app.runs.resolve_run", resolve)
+    book = RunBook(["me/my-run"])
+    for _ in range(3):
+        with pytest.raises(MissingTelemetryError, match="no such run"):
+            book.open("my-run")
+    assert asked == ["me/my-run"]
+
+
 def test_app_is_built_without_any_run():
     assert build([]).title == "Learning-Zone Energy"
     assert build(["no/such-run"]).title == "Learning-Zone Energy"

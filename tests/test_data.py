@@ -89,6 +89,7 @@ def hub(path, **settings):
         ("openai/gsm8k?config=main&split=test", hub("openai/gsm8k", config="main", split="test")),
         ("hf://openai/gsm8k?config=main&split=train", hub("openai/gsm8k", config="main", split="train")),
         ("hf://datasets/openai/gsm8k", hub("openai/gsm8k")),
+        ("hf://openai//gsm8k/", hub("openai/gsm8k")),
         ("hf://datasets/a/b@v2/data/x.jsonl", hub("a/b", revision="v2", data_file="data/x.jsonl")),
         ("https://huggingface.co/datasets/openai/gsm8k", hub("openai/gsm8k")),
         ("https://huggingface.co/datasets/gsm8k/tree/main", hub("gsm8k")),

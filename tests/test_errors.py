@@ -656,3 +656,8 @@ def test_an_object_made_without_init_works_as_that_of_trl(tmp_path):
     assert ours == results(trainer)
     assert ours[1] != [[0.0]] * 12
     assert ours[-1]["eval_reward"] is not None
+
+
+def test_a_missing_training_set_is_refused_before_the_model_is_loaded(tmp_path):
+    with pytest.raises(ValueError, match="`train_dataset` is required"):
+        LZEGRPOTrainer("me/does-not-exist", tiny.even_length_reward, tiny.config(tmp_path))

@@ -316,6 +316,17 @@ def test_bad_arguments_are_refused(tmp_path, arguments, message):
         replay(tmp_path, **arguments)
 
 
+@pytest.mark.parametrize(
+    ("line", "error"), [("raise AttributeError('own')", AttributeError), ("int('own')", ValueError)]
+)
+def test_errors_of_a_module_are_its_own(tmp_path, monkeypatch, line, error):
+    record_run(tmp_path, [BATCH], [{50}])
+    (tmp_path / "failing_selectors.py").write_text(f"{line}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(error, match="own"):
+        replay(tmp_path, ["failing_selectors:Mine"])
+
+
 def test_settings_that_were_not_recorded_have_to_be_given(tmp_path):
     TelemetryWriter(tmp_path, settings={"selection_ratio": 0.4}).close()
     with pytest.raises(ReplayError, match=r"has not recorded its `seed`\. Give `--seed`"):

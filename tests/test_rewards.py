@@ -12,7 +12,7 @@ from trl.rewards import get_soft_overlong_punishment
 import tiny
 from lze_trl import LZEGRPOTrainer, rewards
 from lze_trl.rewards import accuracy_reward, exact_match_reward, format_reward, functions, get_reward, grading
-from lze_trl.rewards.grading import equal, gold_text, last_boxed, marked_answer, read_answer, read_gold
+from lze_trl.rewards.grading import GradingTimeout, equal, gold_text, last_boxed, marked_answer, read_answer, read_gold
 
 
 def conversation(text):
@@ -203,7 +203,7 @@ def test_all_comparisons_of_two_answers_have_one_deadline(hanging, monkeypatch):
     gold, answer = read_gold("3/4"), read_answer(r"\boxed{5/7}")
     assert len(gold.values) == len(answer.values) == 2
     monkeypatch.setattr(grading, "verify", hang)
-    with pytest.raises(TimeoutException):
+    with pytest.raises(GradingTimeout):
         equal(gold, answer)
     assert clock == {"seconds": grading.TIMEOUT_SECONDS, "calls": 1}
 

@@ -383,6 +383,16 @@ def test_cut_off_part_is_left_out(tmp_path, caplog):
     assert "is cut off" in caplog.text
 
 
+def test_a_part_with_a_damaged_end_is_left_out(tmp_path):
+    record_run(tmp_path / "telemetry", [make_record(0)])
+    part = next((tmp_path / "telemetry" / "groups").iterdir())
+    garbage = part.read_bytes()[:100] + b"\xff" * 30 + (30).to_bytes(4, "little") + b"PAR1"
+    (part.parent / "a0001-00000005-00000005.parquet").write_bytes(garbage)
+    run = open_run(tmp_path)
+    assert len(run.groups()) == 3
+    assert run.damaged == ["groups/a0001-00000005-00000005.parquet"]
+
+
 def test_cut_off_part_does_not_hide_those_that_it_was_made_of(tmp_path):
     writer = TelemetryWriter(tmp_path / "telemetry")
     for generation in range(2):

@@ -97,6 +97,15 @@ def test_messages_other_rewards_and_missing_scores(tmp_path):
         analyze(tmp_path, reward="advantage")
 
 
+def test_a_completion_that_is_missing_has_no_text(tmp_path):
+    write_log(tmp_path, 1, [("a", (1.0, 0.0), 5)])
+    path = tmp_path / "completions" / "completions_00001.parquet"
+    log = pd.read_parquet(path)
+    log.loc[0, "completion"] = None
+    log.to_parquet(path)
+    assert analyze(tmp_path).ledger.groups_trained == 1
+
+
 @pytest.mark.parametrize("ratio", [-1.0, 0.0, 2.0, float("nan")])
 def test_a_ratio_out_of_range_is_refused(ratio, tmp_path):
     with pytest.raises(ValueError, match=r"`selection_ratio` must be in \(0, 1\], got"):

@@ -100,6 +100,11 @@ def test_groups_of_different_sizes(fakes):
     assert pool.complete([]) == []
 
 
+def test_completions_before_the_first_sync_are_refused_at_once(fakes):
+    with pytest.raises(RuntimeError, match="No weights were synced yet"):
+        make_pool(fakes).complete([Group([1], 1, SAMPLED)])
+
+
 def test_greedy_decoding_repeats_the_prompt_instead_of_asking_for_n(fakes):
     pool = make_pool(fakes[:1])
     pool.load(make_snapshot())

@@ -2,6 +2,7 @@
 
 import re
 import threading
+import time
 from pathlib import Path
 
 from ..record import MissingTelemetryError, Run, open_run
@@ -10,6 +11,7 @@ from ..remote import resolve_run
 
 # Settings that seeds of one experiment may differ in: besides the seed, where a run writes and what it logs, where its
 # servers are, and what a resume changes
+_HUB_PAUSE_SECONDS = 30.0
 _SEED_SETTINGS = {
     *("seed", "data_seed", "full_determinism"),
     *("output_dir", "run_name", "project", "report_to", "push_to_hub", "disable_tqdm", "num_completions_to_print"),
@@ -54,11 +56,23 @@ class _Entry:
         self.source = source
         self.directory: Path | None = None
         self.run: Run | None = None
+        self.problem: MissingTelemetryError | None = None
+        self.again = 0.0
         self.lock = threading.Lock()
+
+    def _resolve(self) -> Path:
+        """The run's folder. The page asks every second, and the Hub not as often for a run that is not there."""
+        if self.problem is not None and time.monotonic() < self.again and not Path(self.source).exists():
+            raise self.problem
+        try:
+            return resolve_run(self.source)
+        except MissingTelemetryError as problem:
+            self.problem, self.again = problem, time.monotonic() + _HUB_PAUSE_SECONDS
+            raise
 
     def open(self) -> Run:
         with self.lock:
-            self.directory = self.directory or resolve_run(self.source)
+            self.directory = self.directory or self._resolve()
             if self.run is None:
                 self.run = open_run(self.directory)
             else:

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 from datasets import Dataset
-from math_verify.errors import TimeoutException
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from ..memory.identity import prompt_id
-from ..rewards.grading import Answer, equal, read_answer, read_gold
+from ..rewards.grading import Answer, GradingTimeout, equal, read_answer, read_gold
 from . import load_prompts
 from .references import DataError
 
@@ -110,10 +109,13 @@ def _verdicts(gold: str) -> list[str]:
         if answer is None:
             return ["unread"]
         kind = "value" if answer.expressions and not _is_wordy(gold, answer) else "text"
+    except GradingTimeout:
+        return ["unread"]
+    try:
         boxed = read_answer(f"The result is $\\boxed{{{gold}}}$.")
         return [kind] if boxed is not None and equal(answer, boxed) else [kind, "unequal"]
-    except TimeoutException:
-        return ["unread"]
+    except GradingTimeout:
+        return [kind, "unequal"]
 
 
 def _is_wordy(gold: str, answer: Answer) -> bool:

@@ -78,11 +78,11 @@ def parse_reference(text: str, config: str | None = None, split: str | None = No
 def _parse_url(text: str, scheme: str) -> Reference:
     if scheme == "hf":
         body, _, query = text.partition("://")[2].partition("?")
-        match, settings = _HF_PATH.fullmatch(body.strip("/")), _settings(query, text)
+        match, settings = _HF_PATH.fullmatch(_path(body)), _settings(query, text)
         problem = "does not name a dataset"
     elif scheme in ("http", "https"):
         url = urlsplit(text)
-        match = _URL_PATH.fullmatch(url.path.strip("/")) if url.hostname in _HOSTS else None
+        match = _URL_PATH.fullmatch(_path(url.path)) if url.hostname in _HOSTS else None
         # The Hub's pages have further settings, such as the row in view
         settings = {key: value[-1] for key, value in parse_qs(url.query).items() if key in _SETTINGS}
         problem = "is not the URL of a dataset on the Hugging Face Hub"
@@ -94,6 +94,11 @@ def _parse_url(text: str, scheme: str) -> Reference:
     if found.pop("page", None) == "tree":
         found.pop("data_file", None)
     return _hub_reference(found | settings, text)
+
+
+def _path(text: str) -> str:
+    """A path without empty parts."""
+    return "/".join(part for part in text.split("/") if part)
 
 
 def _settings(query: str, text: str) -> dict[str, str]:

@@ -42,7 +42,9 @@ class Part:
         """Whether the file, which must be there, has its end: one cut off while it was copied has not."""
         try:
             pq.read_metadata(self.path)
-        except pa.ArrowInvalid:
+        except FileNotFoundError:
+            raise
+        except (pa.ArrowException, OSError):
             return False
         return True
 
@@ -83,10 +85,12 @@ class PartWriter:
     def flush(self):
         """Write the rows that were added as a part of their own. If that fails, they are kept."""
         if self._unwritten:
-            rows, number = pa.concat_tables(self._unwritten).combine_chunks(), self._flushes + 1
-            part = Part(self.attempt, number, number, self.folder)
+            self._flushes += 1  # also if it fails, so that no name is ever that of another file
+            rows, part = (
+                pa.concat_tables(self._unwritten).combine_chunks(),
+                Part(self.attempt, self._flushes, self._flushes, self.folder),
+            )
             write_part(part, rows)
-            self._flushes = number
             self._unwritten.clear()
             self._unmerged.append((part, rows))
 

@@ -153,9 +153,11 @@ def _read(path: Path) -> pd.DataFrame:
     return log.assign(prompt=log["prompt"].map(_text), completion=log["completion"].map(_text))
 
 
-def _text(value: str | list[dict]) -> str:
+def _text(value: str | list[dict] | None) -> str:
     if isinstance(value, str):
         return value
+    if not isinstance(value, (list, np.ndarray)):  # nothing, which pandas may give as NaN
+        return ""
     return "\n".join(str(message.get("content", "")) for message in value)
 
 

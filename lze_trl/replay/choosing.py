@@ -1,8 +1,8 @@
 """Choosing again: what a selector would have taken from recorded generation batches, and its overlap with the run."""
 
 import difflib
+import importlib
 import math
-import pkgutil
 from collections import Counter
 from dataclasses import dataclass, fields
 from functools import partial
@@ -176,22 +176,27 @@ def _trained_tokens(groups: Groups, kept: int | None) -> np.ndarray:
 
 def load_selector(name: str, gumbel_scale: float) -> Selector:
     """Selector of a name of `LZEGRPOConfig.selector`, or of an import path `module:object`; a class is called."""
-    module, colon, _ = name.partition(":")
+    module, colon, attribute = name.partition(":")
+    if colon and not all(module.split(".")):
+        raise ReplayError(f"{name!r} names no module. Give an import path, such as 'my_module:MySelector'.")
+    if not colon:
+        try:
+            return make_selector(name, gumbel_scale)
+        except ValueError as error:
+            hint = "For one of your own, give its import path, such as 'my_module:MySelector'."
+            raise ReplayError(f"{error} {hint}") from error
     try:
-        found = pkgutil.resolve_name(name) if colon else make_selector(name, gumbel_scale)
+        known = vars(importlib.import_module(module))
     except ModuleNotFoundError as error:
         raise ReplayError(
             f"Selector {name!r} cannot be imported: {error}. Install its package, or put the folder that holds it on "
             "PYTHONPATH."
         ) from error
-    except AttributeError as error:
-        near = difflib.get_close_matches(error.name, dir(error.obj), n=1)
+    if attribute not in known:
+        near = difflib.get_close_matches(attribute, known, n=1)
         hint = f"Did you mean '{near[0]}'?" if near else "Name a class or an object in it."
-        raise ReplayError(f"Module {module!r} has no {error.name!r}. {hint}") from error
-    except ValueError as error:
-        problem = f"{name!r} names no module." if colon else error
-        raise ReplayError(f"{problem} Give an import path of your own, such as 'my_module:MySelector'.") from error
-    selector = found() if isinstance(found, type) else found
+        raise ReplayError(f"Module {module!r} has no {attribute!r}. {hint}")
+    selector = known[attribute]() if isinstance(known[attribute], type) else known[attribute]
     if not hasattr(selector, "select"):
         raise ReplayError(f"{name!r} must have a method `select(groups, k, rng)`, got {type(selector).__name__}.")
     return selector

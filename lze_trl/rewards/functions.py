@@ -12,11 +12,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from math_verify.errors import TimeoutException
 from trl.rewards import get_soft_overlong_punishment
 from trl.rewards import think_format_reward as trl_think_format_reward
 
-from .grading import equal, gold_text, last_boxed, read_answer, read_gold
+from .grading import GradingTimeout, equal, gold_text, last_boxed, read_answer, read_gold
 
 
 logger = logging.getLogger(__name__)
@@ -120,7 +119,7 @@ def _accuracy(completion: str, gold: Any) -> tuple[float | None, str]:
             return None, ""
         answer = read_answer(completion)
         score = 0.0 if answer is None else float(equal(gold_answer, answer))
-    except TimeoutException:
+    except GradingTimeout:
         grading_timeouts.add(gold)
         score = None
     return score, "" if answer is None else answer.text

@@ -9,9 +9,10 @@ import logging
 import math
 import re
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from decimal import Decimal
-from functools import cache, lru_cache
+from functools import cache, lru_cache, wraps
 from itertools import accumulate, product
 from time import monotonic
 from typing import Any
@@ -144,15 +145,30 @@ def marked_answer(text: str) -> str | None:
     return (rest.strip().partition("\n")[0].strip() or None) if mark else None
 
 
+class GradingTimeout(Exception):  # noqa: N818
+    """An answer that cannot be read or compared in time. What math-verify raises is no `Exception`."""
+
+
+def _in_time(function: Callable) -> Callable:
+    @wraps(function)
+    def call(*args: Any) -> Any:
+        try:
+            return function(*args)
+        except TimeoutException as error:
+            raise GradingTimeout(*error.args) from error
+
+    return call
+
+
 def read_gold(gold: str) -> Answer | None:
     r"""
     Read a gold answer, in LaTeX or plain: a bare one, or a worked solution that boxes, marks (`####`) or announces it.
 
-    Returns `None` if it cannot be read, and raises math-verify's `TimeoutException` if it cannot be read in time.
+    Returns `None` if it cannot be read, and raises [`GradingTimeout`] if it cannot be read in time.
     """
     answer = _read_gold(gold)
     if isinstance(answer, TimeoutException):
-        raise TimeoutException(*answer.args)
+        raise GradingTimeout(*answer.args)
     return answer
 
 
@@ -167,6 +183,7 @@ def _read_gold(gold: str) -> Answer | TimeoutException | None:
         return error.with_traceback(None)
 
 
+@_in_time
 def read_answer(completion: str) -> Answer | None:
     r"""
     Read the answer that a completion gives.
@@ -176,7 +193,7 @@ def read_answer(completion: str) -> Answer | None:
     answer ("the answer is …", "Answer: …"), or all of a short text. An announced answer comes before words after `####`,
     which Markdown makes a heading. A number somewhere in the text is not an answer.
 
-    Returns `None` if there is no answer, and raises math-verify's `TimeoutException` if it cannot be read in time.
+    Returns `None` if there is no answer, and raises [`GradingTimeout`] if it cannot be read in time.
     """
     deadline = monotonic() + TIMEOUT_SECONDS
     text = _final_part(completion)
@@ -189,8 +206,9 @@ def read_answer(completion: str) -> Answer | None:
     return _read_announced(text, deadline) or (_read_bare(text, deadline) if is_bare else None)
 
 
+@_in_time
 def equal(gold: Answer, answer: Answer) -> bool:
-    """Whether two answers are equal, as far as math-verify can tell; raises its `TimeoutException` if it takes too long."""
+    """Whether two answers are equal, as far as math-verify can tell; raises [`GradingTimeout`] if it takes too long."""
     if gold.bases and answer.bases and gold.bases != answer.bases:
         return False
     if gold.text == answer.text:

@@ -13,9 +13,9 @@ from ..pack.rows import Scored, TokenRows
 
 def local_loss_tokens(local: TokenRows, end_tokens: list[int], mask_truncated: bool) -> list[int]:
     """Tokens of each row that the loss covers: none for a truncated completion if those are masked."""
-    masks = local.loss_mask or [[1] * len(ids) for ids in local.completion_ids]
-    rows = zip(local.completion_ids, masks, strict=True)
-    return [0 if mask_truncated and ids[-1] not in end_tokens else sum(mask) for ids, mask in rows]
+    counts = map(len, local.completion_ids) if local.loss_mask is None else map(sum, local.loss_mask)
+    rows = zip(local.completion_ids, counts, strict=True)
+    return [0 if mask_truncated and ids[-1] not in end_tokens else count for ids, count in rows]
 
 
 def gather_rollouts(

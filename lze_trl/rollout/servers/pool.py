@@ -190,6 +190,8 @@ class ServerPool:
         Raises a `ConnectionError` if no server is left and none returns within the recovery timeout, [`ServerError`] if
         one request fails again and again, [`RequestRefusedError`] if a server refuses one.
         """
+        if self.snapshot is None:
+            raise RuntimeError("No weights were synced yet: call `load` before `complete`.")
         waiting, results = deque(groups), {}
         self._forget()
         async with _tasks() as tasks:
