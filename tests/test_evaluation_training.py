@@ -55,7 +55,6 @@ def job(tmp_path):
         "eval_tasks": [str(tmp_path / "sums.jsonl")],
         "eval_tasks_steps": 2,
         "eval_tasks_samples": 3,
-        "prompt_suffix": "",
         "seed": 7,
     }
 

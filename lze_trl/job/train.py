@@ -119,7 +119,7 @@ def task_evaluation(trainer: LZEGRPOTrainer, script_args: LZEScriptArguments) ->
         seed=args.seed,
         chat=script_args.conversational,
         system_prompt=script_args.system_prompt,
-        prompt_suffix=script_args.prompt_suffix,
+        prompt_suffix=script_args.prompt_suffix or "",  # the recipe's prompts, not the task's own
     )
     tasks = find_tasks(script_args.eval_tasks, script_args.eval_tasks_data)
     with args.main_process_first(desc="tasks"):
