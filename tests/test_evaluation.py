@@ -463,6 +463,18 @@ def test_the_command_evaluates_compares_and_goes_on(tmp_path, sums, capsys):
     )
 
 
+def test_only_the_model_card_of_a_run_is_written_into(tmp_path, sums, monkeypatch):
+    tiny.save(tmp_path / "model")
+    for folder in (tmp_path, tmp_path / "model"):
+        (folder / "README.md").write_text("# Mine\n")
+    monkeypatch.chdir(tmp_path)
+    flags = ["--tasks", str(sums), "--max_tokens", "5", "--no_chat"]
+    main(["eval", "model", *flags, "--output", "evaluations/x"])
+    assert (tmp_path / "README.md").read_text() == "# Mine\n"
+    main(["eval", "model", *flags])
+    assert "## Evaluations" in (tmp_path / "model" / "README.md").read_text()
+
+
 def test_the_command_looks_for_the_tasks_in_a_training_set(tmp_path, sums, capsys):
     training = tmp_path / "train.jsonl"
     training.write_text('{"question": "3+3=", "answer": "6"}\n{"question": "3+4=", "answer": "7"}\n')
