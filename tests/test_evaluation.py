@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import binomtest
@@ -337,6 +338,14 @@ def test_stop_texts_end_completions_and_are_left_out(engine):
     for key, output in texts(engine(6), requests, Decoding(max_tokens=9, stop=(stop,))).items():
         assert output.text == free[key].text.partition(stop)[0]
         assert output.truncated == (free[key].truncated and stop not in free[key].text)
+
+
+def test_no_pickle_is_read(tmp_path):
+    tiny.save(tmp_path)
+    torch.save(tiny.model().state_dict(), tmp_path / "pytorch_model.bin")
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(EvaluationError, match="safetensors"):
+        TransformersEngine.load(str(tmp_path), 1)
 
 
 def test_settings_of_the_model_do_not_decide(engine):

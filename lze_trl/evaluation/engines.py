@@ -79,9 +79,13 @@ class TransformersEngine:
         on_gpu = torch.cuda.is_available()
         try:
             loaded = AutoModelForCausalLM.from_pretrained(
-                model, dtype=dtype or ("auto" if on_gpu else "float32"), device_map="auto" if on_gpu else None
+                model,
+                dtype=dtype or ("auto" if on_gpu else "float32"),
+                device_map="auto" if on_gpu else None,
+                trust_remote_code=False,
+                use_safetensors=True,  # no pickle
             )
-            tokenizer = AutoTokenizer.from_pretrained(model)
+            tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
         except (OSError, ValueError) as error:
             raise EvaluationError(
                 f"The model {model!r} cannot be loaded: {error} Give the folder of a checkpoint with its tokenizer, or a Hub id."
