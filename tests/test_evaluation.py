@@ -484,6 +484,15 @@ def test_only_the_model_card_of_a_run_is_written_into(tmp_path, sums, monkeypatc
     assert "## Evaluations" in (tmp_path / "model" / "README.md").read_text()
 
 
+def test_names_do_not_break_the_table_of_the_model_card(tmp_path):
+    task = "a|b\n<script>"
+    found = run(Answering(lambda request: "0"), tmp_path)
+    found["tasks"] = {task: found["tasks"]["sums"]}
+    lines = markdown({"x<!-- y": found}).splitlines()
+    assert len(lines) == 5
+    assert lines[2].startswith("| x&lt;!-- y | a\\|b &lt;script&gt; | 6 | avg@1 |")
+
+
 def test_the_command_looks_for_the_tasks_in_a_training_set(tmp_path, sums, capsys):
     training = tmp_path / "train.jsonl"
     training.write_text('{"question": "3+3=", "answer": "6"}\n{"question": "3+4=", "answer": "7"}\n')

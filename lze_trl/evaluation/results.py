@@ -1,5 +1,6 @@
 """What an evaluation found: its file in the run's folder, and the tables of it. Needs neither torch nor scipy."""
 
+import html
 import io
 import json
 from pathlib import Path
@@ -54,7 +55,12 @@ def markdown(evaluations: dict[str, dict[str, Any]]) -> str:
     """The table as Markdown, for a model card."""
     heading, rows = rows_of(evaluations)
     lines = [heading, ["---"] * len(heading), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines)
+
+
+def _cell(text: str) -> str:
+    """Text of a cell as it is, whatever a file or a model is called."""
+    return " ".join(html.escape(text, quote=False).splitlines()).replace("\\", "\\\\").replace("|", "\\|")
 
 
 def text_table(heading: list[str], rows: list[list[str]], width: int = 160) -> str:
