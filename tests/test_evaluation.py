@@ -94,6 +94,7 @@ def same_number(one, other):
         ([1, 0, 0], ["5", "6", "7"], 1 / 3, True),
         ([0, 0, 1], ["", "", "5"], 1.0, False),  # no answer, no vote
         ([0, 0], ["", ""], 0.0, False),
+        ([0, 1, 1, 1], ["5", "5.0", "5", "6"], 2 / 3, False),  # a class is worth the mean over its samples
     ],
 )
 def test_majority_by_equivalence(rewards, answers, value, is_tie):
@@ -102,7 +103,6 @@ def test_majority_by_equivalence(rewards, answers, value, is_tie):
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["", "0", "1.0"])), min_size=1, max_size=9), st.randoms())
 def test_majority_does_not_depend_on_the_order(samples, random):
-    # The first sample of a class speaks for it, so equal answers have equal rewards
     samples = [(float(number == 2), f"{number}{zeros}" if zeros != "0" else str(number)) for number, zeros in samples]
     shuffled = random.sample(samples, len(samples))
     assert majority(*zip(*samples, strict=True), same_number) == majority(*zip(*shuffled, strict=True), same_number)
@@ -199,6 +199,19 @@ def test_votes_compare_answers_as_the_reward_does(tmp_path):
     found = run(Answering(lambda request: texts[request.sample]), tmp_path, tasks, samples=5)["tasks"]["half"]
     assert found["metrics"]["maj@5"][0] == 0.5  # 1/2 in three forms wins in both problems, and is right in one
     assert found["metrics"]["avg@5"][0] == pytest.approx((3 / 5 + 2 / 5) / 2)
+
+
+def test_votes_need_the_reward_in_one_direction_only(tmp_path):
+    def holds_gold_reward(prompts, completions, solution, **kwargs):
+        return [float(solution[0] in completions[0])]  # "4 apples" holds "4", not the other way round
+
+    texts = ["4 apples", "4", "5"]
+    tasks = {"apples": ([Problem("0", "?", "4")], 0)}
+    for order in (1, -1):
+        engine = Answering(lambda request, order=order: texts[::order][request.sample])
+        found = run(engine, tmp_path / str(order), tasks, samples=3, reward=holds_gold_reward)
+        assert found["tasks"]["apples"]["metrics"]["maj@3"][0] == 1.0
+        assert found["tasks"]["apples"]["ties"] == 0.0
 
 
 def test_a_gold_that_cannot_be_read_is_neither_right_nor_wrong(tmp_path):

@@ -171,11 +171,14 @@ def _passes(scored: dict[str, list[Sample]], samples: int) -> dict[str, dict[str
 
 
 def _vote(group: list[Sample], reward: RewardFunction) -> Vote:
-    """The majority of a problem's samples: two answers are the same if the reward takes one for the gold answer of the other."""
+    """The majority of a problem's samples: two answers are the same if the reward takes either for the gold of the other."""
     texts = {sample.answer: sample.completion for sample in reversed(group)}
 
-    def same(one: str, other: str) -> bool:
-        value, _ = score(reward, Problem(group[0].id, group[0].prompt, one), texts[other])
+    def passes(gold: str, answer: str) -> bool:
+        value, _ = score(reward, Problem(group[0].id, group[0].prompt, gold), texts[answer])
         return value is not None and value > PASS
+
+    def same(one: str, other: str) -> bool:
+        return passes(one, other) or passes(other, one)
 
     return majority([sample.reward for sample in group], [sample.answer for sample in group], same)

@@ -28,7 +28,10 @@ class Estimate(NamedTuple):
 
 
 class Vote(NamedTuple):
-    """What a majority vote over the samples of a problem gets: the mean over the classes that win, and whether several do."""
+    """
+    What a majority vote over the samples of a problem gets: the mean over the classes that win, each worth the mean
+    reward of its samples, and whether several do.
+    """
 
     value: float
     is_tie: bool
@@ -63,8 +66,12 @@ def majority(rewards: Sequence[float], answers: Sequence[str], same: Callable[[s
     if not classes:
         return Vote(0.0, False)
     votes = [sum(answers.count(text) for text in members) for members in classes]
-    winners = [members[0] for members, count in zip(classes, votes, strict=True) if count == max(votes)]
-    return Vote(float(np.mean([rewards[answers.index(text)] for text in winners])), len(winners) > 1)
+    winners = [members for members, count in zip(classes, votes, strict=True) if count == max(votes)]
+    values = [
+        np.mean([reward for reward, answer in zip(rewards, answers, strict=True) if answer in members])
+        for members in winners
+    ]
+    return Vote(float(np.mean(values)), len(winners) > 1)
 
 
 def estimate(values: Sequence[float]) -> Estimate:
