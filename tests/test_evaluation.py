@@ -269,6 +269,22 @@ def test_more_samples_and_more_problems_ask_only_for_what_is_new(tmp_path):
     assert len(engine.asked) == 7 * 3 - 6 * 2
 
 
+def test_another_command_in_the_same_folder_keeps_what_is_there(tmp_path):
+    def engine():
+        return Answering(lambda request: "0")
+
+    both = run(engine(), tmp_path, {"one": (problems(4), 0), "two": (problems(5), 0)})
+    third = run(engine(), tmp_path, {"three": (problems(3), 0)}, limit=3)
+    assert list(third["tasks"]) == ["one", "two", "three"]
+    assert third["tasks"].items() >= both["tasks"].items()
+    assert (third["mean"], third["mean_over"]) == (both["mean"], ["one", "two"])
+    assert "| mean over one, two |" in markdown({"x": third})
+    assert [found["limit"] for found in third["tasks"].values()] == [None, None, 3]
+    again = run(engine(), tmp_path, {"one": (problems(6), 0)})
+    assert [found["problems"] for found in again["tasks"].values()] == [6, 5, 3]
+    assert again["mean"] is None  # it was over fewer problems of that task
+
+
 def test_other_settings_in_the_same_folder_are_refused(tmp_path):
     run(Answering(lambda request: "0"), tmp_path)
     with pytest.raises(EvaluationError, match=r"temperature: 0.0 there, 1.0 now.*--output"):

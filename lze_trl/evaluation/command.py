@@ -41,7 +41,7 @@ def run(flags: argparse.Namespace) -> Path | None:
     if preset.source:
         sys.stdout.write(f"{flags.preset}: {preset.source}\n")
     problems = {task.name: load_problems(task, decoding, flags.limit) for task in tasks}
-    evaluation = Evaluation(problems, decoding, samples, get_reward(flags.reward))
+    evaluation = Evaluation(problems, decoding, samples, get_reward(flags.reward), flags.limit)
 
     def evaluated(model: str | None, output: str | None) -> Path:
         if flags.server:

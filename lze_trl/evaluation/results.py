@@ -41,7 +41,9 @@ def rows_of(evaluations: dict[str, dict[str, Any]]) -> tuple[list[str], list[lis
             shown["mean tokens"] = f"{found['mean_tokens']:.1f}"
             rows += [[name, task, f"{found['problems']:,}", metric, text] for metric, text in shown.items()]
         for metric, estimate in (results["mean"] or {}).items():
-            rows.append([name, "mean over tasks", "", metric, interval_text(estimate)])
+            is_of_all = len(results.get("mean_over", results["tasks"])) == len(results["tasks"])
+            over = "tasks" if is_of_all else ", ".join(results["mean_over"])
+            rows.append([name, f"mean over {over}", "", metric, interval_text(estimate)])
     return ["evaluation", "task", "problems", "metric", "% [95 % interval]"], rows
 
 

@@ -37,6 +37,7 @@ class Evaluation:
     decoding: Decoding
     samples: int = 1  # of each problem
     reward: RewardFunction = accuracy_reward
+    limit: int | None = None  # that the problems were loaded with
 
     def __post_init__(self):
         if self.samples < 1:
@@ -64,17 +65,20 @@ class Evaluation:
         _check_settings(folder, settings)
         for task in self.tasks:
             self._ask(engine, task, folder, progress)
-        results, values = {**settings, "samples": self.samples, "tasks": {}, "mean": None}, defaultdict(list)
+        results, values = _earlier(folder) | settings | {"samples": self.samples}, defaultdict(list)
         for task, (problems, repeated) in self.tasks.items():
             found = self.scores(folder, task)
             for metric, of_problems in found.metrics.items():
                 values[metric].append(list(of_problems.values()))
             metrics = {metric: estimate(values[metric][-1]) for metric in found.metrics}
-            counts = {"problems": len(problems), "repeated": repeated, **found.counts}
+            counts = {"problems": len(problems), "repeated": repeated, "limit": self.limit, **found.counts}
             results["tasks"][task] = {"metrics": metrics, **counts}
+        if not self.tasks.keys().isdisjoint(results["mean_over"]):  # an earlier mean, over samples of theirs
+            results |= {"mean": None, "mean_over": []}
         if len(self.tasks) > 1:
             shared = {metric: found for metric, found in values.items() if len(found) == len(self.tasks)}
             results["mean"] = {metric: mean_over_tasks(found) for metric, found in shared.items()}
+            results["mean_over"] = list(self.tasks)
         text = json.dumps(results, indent=1)
         write_atomically(folder / FILE, text.encode())
         return json.loads(text)
@@ -155,6 +159,13 @@ def _check_settings(folder: Path, settings: dict[str, Any]):
             f"`{folder}` holds an evaluation with other settings ({'; '.join(changed)}). Give another folder with `--output`, "
             "or remove that one."
         )
+
+
+def _earlier(folder: Path) -> dict[str, Any]:
+    """What earlier commands found in the same folder, on other tasks perhaps."""
+    path = folder / FILE
+    found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return {name: found.get(name, empty) for name, empty in (("tasks", {}), ("mean", None), ("mean_over", []))}
 
 
 def _passes(scored: dict[str, list[Sample]], samples: int) -> dict[str, dict[str, float]]:

@@ -126,7 +126,8 @@ def task_evaluation(trainer: LZEGRPOTrainer, script_args: LZEScriptArguments) ->
         problems = {task.name: load_problems(task, decoding, script_args.eval_tasks_limit) for task in tasks}
     name = "accuracy" if "accuracy" in script_args.reward_funcs else script_args.reward_funcs[0]
     reward = get_reward(name, args.max_completion_length, script_args.soft_overlong_cache)
-    return TaskEvaluation(trainer, Evaluation(problems, decoding, samples, reward), script_args.eval_tasks_steps)
+    evaluation = Evaluation(problems, decoding, samples, reward, script_args.eval_tasks_limit)
+    return TaskEvaluation(trainer, evaluation, script_args.eval_tasks_steps)
 
 
 def resume_point(args: LZEGRPOConfig) -> str | None:
