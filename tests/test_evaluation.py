@@ -501,6 +501,19 @@ def test_the_command_evaluates_compares_and_goes_on(tmp_path, sums, capsys):
     )
 
 
+def test_what_was_decoded_or_scored_in_another_way_is_not_compared(tmp_path, sums):
+    for name in ("one", "other"):
+        tiny.save(tmp_path / name)
+    one, other = (str(tmp_path / name) for name in ("one", "other"))
+    main(["eval", other, "--tasks", str(sums), "--max_tokens", "6", "--no_chat", "--reward", "exact_match"])
+    there = str(tmp_path / "other" / "evaluations" / "final")
+    flags = [one, "--tasks", str(sums), "--max_tokens", "5", "--no_chat", "--compare", there]
+    with pytest.raises(SystemExit, match=r"reward: 'exact_match_reward' there, .*; max_tokens: 6 there, 5 now"):
+        main(["eval", *flags])
+    assert not (tmp_path / "one" / "evaluations").exists()  # nothing was generated for it
+    main(["eval", *flags, "--max_tokens", "6", "--reward", "exact_match", "--seed", "5"])
+
+
 def test_only_the_model_card_of_a_run_is_written_into(tmp_path, sums, monkeypatch):
     tiny.save(tmp_path / "model")
     for folder in (tmp_path, tmp_path / "model"):

@@ -14,7 +14,7 @@ from ..rewards import get_reward
 from .contamination import overlaps, training_texts
 from .engines import TransformersEngine, weights_of
 from .results import FOLDER, interval_text, rows_of, text_table
-from .run import Evaluation
+from .run import SETTINGS, Evaluation, check_comparable
 from .servers import ServerEngine
 from .settings import PRESETS, Decoding, EvaluationError, Preset, decoding_flags
 from .statistics import compare
@@ -43,6 +43,15 @@ def run(flags: argparse.Namespace) -> Path | None:
     problems = {task.name: load_problems(task, decoding, flags.limit) for task in tasks}
     evaluation = Evaluation(problems, decoding, samples, get_reward(flags.reward), flags.limit)
 
+    is_folder = flags.compare is not None and (Path(flags.compare) / SETTINGS).is_file()
+    if flags.compare is not None and flags.server and not is_folder:
+        raise EvaluationError(
+            f"With `--server`, `--compare` takes the folder of an evaluation, and {flags.compare!r} is none. Evaluate "
+            "that model by a server of its own first."
+        )
+    if is_folder:
+        check_comparable(Path(flags.compare), evaluation)
+
     def evaluated(model: str | None, output: str | None) -> Path:
         if flags.server:
             engine, weights = ServerEngine(flags.server, flags.concurrent), None  # a server does not tell
@@ -54,12 +63,6 @@ def run(flags: argparse.Namespace) -> Path | None:
 
     folder = evaluated(flags.model, flags.output)
     if flags.compare is not None:
-        is_folder = (Path(flags.compare) / "settings.json").is_file()
-        if flags.server and not is_folder:
-            raise EvaluationError(
-                f"With `--server`, `--compare` takes the folder of an evaluation, and {flags.compare!r} is none. Evaluate "
-                "that model by a server of its own first."
-            )
         _compare(folder, Path(flags.compare) if is_folder else evaluated(flags.compare, None), evaluation)
     return folder
 

@@ -19,7 +19,7 @@ from .statistics import PASS, Vote, estimate, majority, mean_over_tasks, pass_at
 from .tasks import Problem
 
 
-_SETTINGS = "settings.json"
+SETTINGS = "settings.json"
 
 
 class Scores(NamedTuple):
@@ -47,6 +47,11 @@ class Evaluation:
                 f"{self.samples} samples at temperature 0 are all the same. Set `--temperature`, or `--samples 1`."
             )
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """How samples are decoded and scored, as JSON gives it back."""
+        return {"reward": self.reward.__name__, "decoding": self.decoding.as_dict()}
+
     def run(self, engine: Engine, folder: Path, weights: str | None = None, progress: bool = True) -> dict[str, Any]:
         """
         Evaluate an engine, or go on where a killed evaluation of the same folder was.
@@ -60,8 +65,7 @@ class Evaluation:
         Returns:
             `dict`: The results, as they are in the folder.
         """
-        settings = {"model": engine.name, "weights": weights or engine.name, "reward": self.reward.__name__}
-        settings["decoding"] = self.decoding.as_dict()
+        settings = {"model": engine.name, "weights": weights or engine.name, **self.settings}
         _check_settings(folder, settings)
         for task in self.tasks:
             self._ask(engine, task, folder, progress)
@@ -142,23 +146,36 @@ def score(reward: RewardFunction, problem: Problem, text: str) -> tuple[float | 
 
 def _check_settings(folder: Path, settings: dict[str, Any]):
     """Note the settings of a new folder, or raise [`EvaluationError`] if an older one has others."""
-    path = folder / _SETTINGS
+    path = folder / SETTINGS
     if not path.is_file():
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(path, json.dumps(settings, indent=1).encode())
         return
-    before = json.loads(path.read_text(encoding="utf-8"))
-    changed = [
-        f"{name}: {old.get(name)!r} there, {new.get(name)!r} now"
-        for old, new in ((before, settings), (before["decoding"], settings["decoding"]))
-        for name in new
-        if name not in ("decoding", "model") and old.get(name) != new.get(name)
-    ]
-    if changed:
+    if changed := _differing(path, settings):
         raise EvaluationError(
             f"`{folder}` holds an evaluation with other settings ({'; '.join(changed)}). Give another folder with `--output`, "
             "or remove that one."
         )
+
+
+def check_comparable(folder: Path, evaluation: Evaluation):
+    """Raise [`EvaluationError`] if a folder has samples that were decoded or scored in another way; seeds may differ."""
+    if changed := _differing(folder / SETTINGS, evaluation.settings, but=("seed",)):
+        raise EvaluationError(
+            f"`{folder}` cannot be compared with: its samples were decoded or scored in another way ({'; '.join(changed)}). "
+            "Give the same flags, or evaluate that model anew."
+        )
+
+
+def _differing(path: Path, settings: dict[str, Any], but: tuple[str, ...] = ()) -> list[str]:
+    """What differs between these settings and those of a file, where both have it."""
+    before = json.loads(path.read_text(encoding="utf-8"))
+    return [
+        f"{name}: {old.get(name)!r} there, {new.get(name)!r} now"
+        for old, new in ((before, settings), (before["decoding"], settings["decoding"]))
+        for name in new
+        if name not in ("decoding", "model", *but) and old.get(name) != new.get(name)
+    ]
 
 
 def _earlier(folder: Path) -> dict[str, Any]:
