@@ -25,7 +25,7 @@ from scipy.stats import binomtest
 
 import tiny
 from lze_trl.evaluation.contamination import overlaps
-from lze_trl.evaluation.engines import Output, Request, TransformersEngine
+from lze_trl.evaluation.engines import Output, Request, TransformersEngine, weights_of
 from lze_trl.evaluation.results import markdown, read_results
 from lze_trl.evaluation.run import Evaluation
 from lze_trl.evaluation.samples import SampleFile
@@ -291,6 +291,27 @@ def test_other_settings_in_the_same_folder_are_refused(tmp_path):
         run(Answering(lambda request: "0"), tmp_path, temperature=1.0)
     with pytest.raises(EvaluationError, match="weights: 'answering' there, 'new' now"):
         run(Answering(lambda request: "0"), tmp_path, weights="new")
+
+
+def test_whatever_decides_the_completions_tells_a_checkpoint(tmp_path):
+    tiny.save(tmp_path)
+    before = [weights_of(str(tmp_path))]
+    (tmp_path / "trainer_state.json").write_text("{}")
+    assert weights_of(str(tmp_path)) == before[0]
+    weights = tmp_path / "model.safetensors"
+    (tmp_path / "large.safetensors").write_bytes(bytes(3 * 2**20))
+    before.append(weights_of(str(tmp_path)))
+    with (tmp_path / "large.safetensors").open("r+b") as file:
+        file.seek(3 * 2**19)
+        file.write(b"1")
+    before.append(weights_of(str(tmp_path)))
+    for name in (weights.name, "config.json", "tokenizer.json", "chat_template.jinja", "adapter_config.json"):
+        with (tmp_path / name).open("a") as file:
+            file.write(" ")
+        before.append(weights_of(str(tmp_path)))
+    assert len(set(before)) == 8
+    assert weights_of("org/name", "abc") == "org/name@abc"
+    assert weights_of("org/name") == "org/name"
 
 
 # ---- Transformers ----

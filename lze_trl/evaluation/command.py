@@ -56,7 +56,8 @@ def run(flags: argparse.Namespace) -> Path | None:
         if flags.server:
             engine, weights = ServerEngine(flags.server, flags.concurrent), None  # a server does not tell
         else:
-            engine, weights = TransformersEngine.load(model, flags.batch_size, flags.dtype), weights_of(model)
+            engine = TransformersEngine.load(model, flags.batch_size, flags.dtype)
+            weights = weights_of(model, getattr(engine.model.config, "_commit_hash", None))
         folder = Path(output or folder_of(model or engine.name, flags.preset))
         _show(folder, evaluation.run(engine, folder, weights))
         return folder
