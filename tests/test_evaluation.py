@@ -113,8 +113,8 @@ def test_classes_are_cliques():
     vote = majority(
         [1, 1, 0, 0, 0], ["b", "b", "a", "c", "c"], lambda one, other: one == other or (one, other) in chain
     )
-    # b leads with two votes and c has two; a or c may join b, not both, and c comes first
-    assert vote == (1.0, False)
+    # b leads with two votes and c has two; a or c may join b, not both, and c comes first: two of the four have 1
+    assert vote == (0.5, False)
 
 
 @settings(max_examples=20, deadline=None)
@@ -203,10 +203,10 @@ def test_votes_compare_answers_as_the_reward_does(tmp_path):
 
 def test_votes_need_the_reward_in_one_direction_only(tmp_path):
     def holds_gold_reward(prompts, completions, solution, **kwargs):
-        return [float(solution[0] in completions[0])]  # "4 apples" holds "4", not the other way round
+        return [float(completions[0] in solution[0])]  # "4 apples" holds "4", not the other way round
 
     texts = ["4 apples", "4", "5"]
-    tasks = {"apples": ([Problem("0", "?", "4")], 0)}
+    tasks = {"apples": ([Problem("0", "?", "4 apples")], 0)}
     for order in (1, -1):
         engine = Answering(lambda request, order=order: texts[::order][request.sample])
         found = run(engine, tmp_path / str(order), tasks, samples=3, reward=holds_gold_reward)
