@@ -15,6 +15,7 @@ from .contamination import overlaps, training_texts
 from .engines import TransformersEngine, weights_of
 from .results import FOLDER, interval_text, rows_of, text_table
 from .run import SETTINGS, Evaluation, check_comparable
+from .samples import SampleFile
 from .servers import ServerEngine
 from .settings import PRESETS, Decoding, EvaluationError, Preset, decoding_flags
 from .statistics import compare
@@ -54,11 +55,14 @@ def run(flags: argparse.Namespace) -> Path | None:
 
     def evaluated(model: str | None, output: str | None) -> Path:
         if flags.server:
-            engine, weights = ServerEngine(flags.server, flags.concurrent), None  # a server does not tell
+            engine = ServerEngine(flags.server, flags.concurrent)
+            weights = engine.weights
         else:
             engine = TransformersEngine.load(model, flags.batch_size, flags.dtype)
             weights = weights_of(model, getattr(engine.model.config, "_commit_hash", None))
         folder = Path(output or folder_of(model or engine.name, flags.preset))
+        if weights is None:
+            _tell_answered(folder, evaluation)
         _show(folder, evaluation.run(engine, folder, weights))
         return folder
 
@@ -76,6 +80,15 @@ def folder_of(model: str, preset: str | None) -> Path:
     if path.name.startswith("checkpoint-"):
         return path.parent / FOLDER / f"{path.name}{ending}"
     return path / FOLDER / f"final{ending}"
+
+
+def _tell_answered(folder: Path, evaluation: Evaluation):
+    """Say what is not asked again, where nothing tells whether it is of the same weights."""
+    if count := sum(len(SampleFile(folder / f"{task}.jsonl").read()) for task in evaluation.tasks):
+        sys.stdout.write(
+            f"{folder} holds {count:,} samples already. The server does not tell whether they are of its weights; if they "
+            "are not, give another `--output`.\n"
+        )
 
 
 def _show(folder: Path, results: dict[str, Any]):

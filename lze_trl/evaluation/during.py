@@ -84,7 +84,7 @@ def engine_of(trainer: GRPOTrainer) -> OpenEngine:
     def over_http() -> Iterator[Engine | None]:
         trainer.vllm_generation.sync_weights()
         is_main = accelerator.is_main_process
-        yield ServerEngine(args.vllm_server_urls, args.vllm_max_concurrent_requests) if is_main else None
+        yield _of_servers(trainer) if is_main else None
 
     @contextmanager
     def in_processes() -> Iterator[Engine | None]:
@@ -105,6 +105,13 @@ def engine_of(trainer: GRPOTrainer) -> OpenEngine:
                 unwrapped.train(was_training)
 
     return over_http if args.use_vllm and args.vllm_mode == "http" else in_processes
+
+
+def _of_servers(trainer: GRPOTrainer) -> ServerEngine:
+    """The trainer's servers, all of which hold the weights of its last sync, also those that return later."""
+    args, snapshot = trainer.args, trainer.vllm_generation.pool.snapshot
+    limits = args.vllm_max_concurrent_requests, args.vllm_recovery_timeout, args.vllm_request_timeout
+    return ServerEngine(args.vllm_server_urls, *limits, snapshot)
 
 
 class SharedEngine:

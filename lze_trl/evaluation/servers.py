@@ -9,7 +9,7 @@ from queue import SimpleQueue
 import httpx2
 from anyio.from_thread import start_blocking_portal
 
-from ..rollout.servers.client import ServerError, VLLMServer, open_client
+from ..rollout.servers.client import ServerError, Snapshot, VLLMServer, open_client
 from .engines import Output, Request
 from .settings import Decoding, EvaluationError
 
@@ -29,6 +29,9 @@ class ServerEngine:
         max_concurrent_requests (`int`): Requests that one server works on at a time.
         recovery_timeout (`float`): Seconds to wait for a server to come up or to return.
         request_timeout (`float`): Seconds that one request may take.
+        snapshot ([`Snapshot`], *optional*): Weights of a training that every server must hold, also one that returns.
+
+    `weights` tells the weights by their version, if the servers have one.
     """
 
     def __init__(
@@ -37,20 +40,29 @@ class ServerEngine:
         max_concurrent_requests: int = 64,
         recovery_timeout: float = 60.0,
         request_timeout: float = 1800.0,
+        snapshot: Snapshot | None = None,
     ):
         self.servers = [VLLMServer(url, request_timeout) for url in dict.fromkeys(urls)]
         self.max_concurrent_requests, self.recovery_timeout = max_concurrent_requests, recovery_timeout
-        self._down: set[VLLMServer] = set()
+        self.snapshot, self._down = snapshot, set()
+        self._version: str | None = None  # of the weights
         with start_blocking_portal() as portal:
             portal.call(self._connect)
         models = {server.url: server.model for server in self.servers}
         self.name, *others = set(models.values())
         if others:
             raise EvaluationError(f"The servers serve different models: {models}. Give those of one model.")
+        self.weights = None if self._version is None else f"{self.name}@{self._version}"
 
     async def _connect(self):
         async with open_client() as http:
             await asyncio.gather(*(self._until_up(http, server) for server in self.servers))
+            versions = {server.url: await server.weight_version(http) for server in self.servers}
+        self._version, *others = set(versions.values())
+        if others:
+            raise EvaluationError(
+                f"The servers hold different versions of the weights: {versions}. Give those that hold the same."
+            )
 
     def generate(self, requests: Iterable[Request], decoding: Decoding) -> Iterator[tuple[Request, Output]]:
         """Complete requests, in whatever order the servers finish."""
@@ -128,6 +140,7 @@ class ServerEngine:
         while True:
             try:
                 await server.learn_model(http)
+                await self._check_weights(http, server)
                 self._down.discard(server)
                 return
             except ServerError as error:
@@ -138,6 +151,16 @@ class ServerEngine:
                         "and run the same command again: what is answered is kept."
                     ) from error
             await asyncio.sleep(_RETRY_SECONDS)
+
+    async def _check_weights(self, http: httpx2.AsyncClient, server: VLLMServer):
+        """Make sure that a server holds the weights that are evaluated, as far as that can be known."""
+        if self.snapshot is not None:
+            await server.hold(http, self.snapshot)
+        elif self._version is not None and (found := await server.weight_version(http)) != self._version:
+            raise EvaluationError(
+                f"The vLLM server {server.url} came back with version {found!r} of the weights, and {self._version!r} is "
+                "evaluated. Load that version, and run the same command again: what is answered is kept."
+            )
 
 
 def _body(request: Request, decoding: Decoding) -> dict:
