@@ -87,6 +87,16 @@ def test_the_command_refuses_the_samples_of_another_version_or_counts_them(fakes
         main([*flags, "--output", str(tmp_path / "named")])
 
 
+def test_a_server_that_is_down_at_the_start_leaves_its_requests_to_the_others(fakes):
+    fakes[0].stop()
+    engine = ServerEngine([fake.url for fake in fakes], recovery_timeout=0.2)
+    assert len(answers(engine)) == 6
+    assert fakes[1].requests["/v1/completions"] == 6
+    fakes[1].stop()
+    with pytest.raises(ConnectionError, match=r"did not come up within 0.2 s"):
+        ServerEngine([fake.url for fake in fakes], recovery_timeout=0.2)
+
+
 def test_the_servers_of_a_training_hold_its_weights(fakes):
     snapshot = Snapshot("run-1", "/weights", probe=[3, 1, 4], reference=[-1.0] * 2, tolerance=1e-3)
     args = SimpleNamespace(

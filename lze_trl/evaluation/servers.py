@@ -55,8 +55,11 @@ class ServerEngine:
         self.weights = None if self._version is None else f"{self.name}@{self._version}"
 
     async def _connect(self):
+        """Wait for all servers, and go on with those that are up."""
         async with open_client() as http:
-            await asyncio.gather(*(self._until_up(http, server) for server in self.servers))
+            waits = (self._until_up(http, server) for server in self.servers)
+            found = await asyncio.gather(*waits, return_exceptions=True)
+            self.servers = _up(self.servers, found)
             versions = {server.url: await server.weight_version(http) for server in self.servers}
         self._version, *others = set(versions.values())
         if others:
@@ -161,6 +164,17 @@ class ServerEngine:
                 f"The vLLM server {server.url} came back with version {found!r} of the weights, and {self._version!r} is "
                 "evaluated. Load that version, and run the same command again: what is answered is kept."
             )
+
+
+def _up(servers: list[VLLMServer], found: list[BaseException | None]) -> list[VLLMServer]:
+    """The servers that are up, at least one, by what waiting for each has raised."""
+    errors = [error for error in found if error is not None]
+    wrong = [error for error in errors if not isinstance(error, ConnectionError)]
+    if wrong or len(errors) == len(servers):
+        raise (wrong or errors)[0]
+    for error in errors:
+        logger.warning("%s The other servers take its requests.", error)
+    return [server for server, error in zip(servers, found, strict=True) if error is None]
 
 
 def _body(request: Request, decoding: Decoding) -> dict:
