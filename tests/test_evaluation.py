@@ -445,6 +445,17 @@ def test_options_and_tables_become_part_of_the_problem(tmp_path):
     assert "A. yes\nB. no" in mixed[1].prompt
 
 
+def test_the_answer_column_of_a_task_is_kept_where_a_file_has_it(tmp_path):
+    (tmp_path / "mawps").mkdir()
+    for row, gold in (
+        ({"question": "2+2?", "answer": "wrong", "result": "4"}, "4"),
+        ({"question": "2+2?", "answer": "5"}, "5"),
+    ):
+        (tmp_path / TASKS["mawps"].file).write_text(f"{json.dumps(row)}\n")
+        ((problem,), _) = load_problems(find_tasks(["mawps"], tmp_path)[0], Decoding())
+        assert problem.gold == gold
+
+
 def test_unknown_tasks_and_missing_files_say_what_to_do(tmp_path):
     with pytest.raises(EvaluationError, match=r"Unknown task 'gsm8'. Did you mean 'gsm8k'"):
         find_tasks(["gsm8"])
@@ -576,6 +587,14 @@ def test_the_command_looks_for_the_tasks_in_a_training_set(tmp_path, sums, capsy
         (["m", "--tasks", "gsm8k", "--top_p", "2"], r"`top_p` must be in \(0, 1\], got 2.0"),
         (["m", "--tasks", "gsm8k", "--no_chat", "--system_prompt", "x"], "needs a chat"),
         (["/none", "--tasks", "SUMS"], "cannot be loaded"),
+        (
+            ["--server", "http://127.0.0.1:9", "--tasks", "SUMS", "--concurrent", "0"],
+            "`concurrent` must be at least 1",
+        ),
+        (["m", "--tasks", "SUMS", "--limit", "0"], "`limit` must be at least 1, got 0"),
+        (["m", "--tasks", "SUMS", "--limit", "-1"], "`limit` must be at least 1, got -1"),
+        (["--server", "localhost:8000", "--tasks", "SUMS"], "'http://localhost:8000'; got 'localhost:8000'"),
+        (["m", "--tasks", "SUMS", "--reward", "acuracy"], "Unknown reward function 'acuracy'.*'accuracy'"),
     ],
 )
 def test_wrong_flags_say_what_to_do(flags, message, sums):

@@ -13,12 +13,12 @@ import pytest
 from fake_vllm import FakeVLLM
 from lze_trl.evaluation import servers as servers_module
 from lze_trl.evaluation.during import engine_of
-from lze_trl.evaluation.engines import Request
+from lze_trl.evaluation.engines import Output, Request
 from lze_trl.evaluation.servers import ServerEngine
 from lze_trl.evaluation.settings import Decoding, EvaluationError
 from lze_trl.evaluation.tasks import Problem
 from lze_trl.job.cli import main
-from lze_trl.rollout.servers.client import Snapshot
+from lze_trl.rollout.servers.client import RequestRefusedError, Snapshot
 
 
 class TextServer(FakeVLLM):
@@ -95,6 +95,18 @@ def test_a_server_that_is_down_at_the_start_leaves_its_requests_to_the_others(fa
     fakes[1].stop()
     with pytest.raises(ConnectionError, match=r"did not come up within 0.2 s"):
         ServerEngine([fake.url for fake in fakes], recovery_timeout=0.2)
+
+
+def test_a_prompt_that_is_too_long_counts_as_truncated(fakes):
+    engine = ServerEngine([fakes[0].url])
+    problems = [Problem("short", "1+1=", "2"), Problem("long", "1+" * 20, "2")]
+    asked = [Request(problem, 0) for problem in problems]
+    found = {request.problem.id: output for request, output in engine.generate(asked, Decoding(max_tokens=None))}
+    assert found == {"short": Output("#### 0", 3, False), "long": Output("", 0, True)}
+    assert all(body["max_tokens"] is None for body in fakes[0].bodies)  # what the context leaves
+    fakes[0].faults["/v1/completions"] = [400]
+    with pytest.raises(RequestRefusedError, match="fault 400"):
+        answers(engine)
 
 
 def test_the_servers_of_a_training_hold_its_weights(fakes):

@@ -10,7 +10,7 @@ from typing import Any
 import datasets
 from transformers.utils.logging import disable_progress_bar
 
-from ..rewards import get_reward
+from ..rewards import RewardFunction, get_reward
 from .contamination import overlaps, training_texts
 from .engines import TransformersEngine, weights_of
 from .results import FOLDER, interval_text, rows_of, text_table
@@ -31,7 +31,11 @@ def run(flags: argparse.Namespace) -> Path | None:
         raise EvaluationError("Nothing to evaluate. Give a model, or a running server with `--server URL`.")
     samples = preset.samples if flags.samples is None else flags.samples
     sampling = {"temperature": 1.0} if samples > 1 else {}
-    decoding = replace(Decoding(), **sampling | preset.decoding | decoding_flags(flags))
+    length = {"max_tokens": None} if flags.server else {}
+    decoding = replace(Decoding(), **length | sampling | preset.decoding | decoding_flags(flags))
+    if flags.limit is not None and flags.limit < 1:
+        raise EvaluationError(f"`limit` must be at least 1, got {flags.limit}. Leave it out for all problems.")
+    reward = _reward(flags.reward)
     datasets.disable_progress_bars()
     disable_progress_bar()
     tasks = find_tasks(flags.tasks or preset.tasks, flags.data)
@@ -42,7 +46,7 @@ def run(flags: argparse.Namespace) -> Path | None:
     if preset.source:
         sys.stdout.write(f"{flags.preset}: {preset.source}\n")
     problems = {task.name: load_problems(task, decoding, flags.limit) for task in tasks}
-    evaluation = Evaluation(problems, decoding, samples, get_reward(flags.reward), flags.limit)
+    evaluation = Evaluation(problems, decoding, samples, reward, flags.limit)
 
     is_folder = flags.compare is not None and (Path(flags.compare) / SETTINGS).is_file()
     if flags.compare is not None and flags.server and not is_folder:
@@ -80,6 +84,13 @@ def folder_of(model: str, preset: str | None) -> Path:
     if path.name.startswith("checkpoint-"):
         return path.parent / FOLDER / f"{path.name}{ending}"
     return path / FOLDER / f"final{ending}"
+
+
+def _reward(name: str) -> RewardFunction:
+    try:
+        return get_reward(name)
+    except ValueError as error:
+        raise EvaluationError(str(error)) from error
 
 
 def _tell_answered(folder: Path, evaluation: Evaluation):

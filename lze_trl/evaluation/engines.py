@@ -98,6 +98,8 @@ class TransformersEngine:
 
     def generate(self, requests: Iterable[Request], decoding: Decoding) -> Iterator[tuple[Request, Output]]:
         """Complete requests in batches of similar prompt length, the longest first."""
+        if decoding.max_tokens is None:
+            raise EvaluationError("`max_tokens` must be set to generate in this process.")
         prompts = sorted(
             ((request, self._tokens(request.problem)) for request in requests), key=lambda pair: -len(pair[1])
         )

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import Iterable, Iterator
 from queue import SimpleQueue
@@ -9,7 +10,7 @@ from queue import SimpleQueue
 import httpx2
 from anyio.from_thread import start_blocking_portal
 
-from ..rollout.servers.client import ServerError, Snapshot, VLLMServer, open_client
+from ..rollout.servers.client import RequestRefusedError, ServerError, Snapshot, VLLMServer, open_client
 from .engines import Output, Request
 from .settings import Decoding, EvaluationError
 
@@ -18,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 _RETRY_SECONDS = 1.0
 _MOST_FAILURES = 5  # of one request
+_TOO_LONG = re.compile(r"maximum context\s+length|maximum model length")  # in vLLM's words
 
 
 class ServerEngine:
@@ -42,6 +44,11 @@ class ServerEngine:
         request_timeout: float = 1800.0,
         snapshot: Snapshot | None = None,
     ):
+        if max_concurrent_requests < 1:
+            raise EvaluationError(f"`concurrent` must be at least 1, got {max_concurrent_requests}.")
+        for url in urls:
+            if not url.startswith(("http://", "https://")):
+                raise EvaluationError(f"A server is given by its base URL, such as 'http://{url}'; got {url!r}.")
         self.servers = [VLLMServer(url, request_timeout) for url in dict.fromkeys(urls)]
         self.max_concurrent_requests, self.recovery_timeout = max_concurrent_requests, recovery_timeout
         self.snapshot, self._down = snapshot, set()
@@ -70,7 +77,7 @@ class ServerEngine:
     def generate(self, requests: Iterable[Request], decoding: Decoding) -> Iterator[tuple[Request, Output]]:
         """Complete requests, in whatever order the servers finish."""
         shortest = min(server.max_model_len for server in self.servers)
-        if decoding.max_tokens >= shortest:
+        if decoding.max_tokens is not None and decoding.max_tokens >= shortest:
             raise EvaluationError(
                 f"`max_tokens={decoding.max_tokens}` leaves no room for a prompt in the servers' context of {shortest} "
                 "tokens. Lower it, or start the servers with a larger `--max-model-len`."
@@ -120,8 +127,7 @@ class ServerEngine:
             request, failures = await jobs.get()
             try:
                 if server not in self._down:
-                    answer = await server.answer(http, request.problem.prompt, _body(request, decoding))
-                    outputs.put((request, Output(answer.text, answer.tokens, answer.truncated)))
+                    outputs.put((request, await _answer(http, server, request, decoding)))
                     continue
                 jobs.put_nowait((request, failures))
             except ServerError as error:
@@ -175,6 +181,18 @@ def _up(servers: list[VLLMServer], found: list[BaseException | None]) -> list[VL
     for error in errors:
         logger.warning("%s The other servers take its requests.", error)
     return [server for server, error in zip(servers, found, strict=True) if error is None]
+
+
+async def _answer(http: httpx2.AsyncClient, server: VLLMServer, request: Request, decoding: Decoding) -> Output:
+    """What a server answers; to a prompt that is too long for it, nothing, cut off by the limit."""
+    try:
+        answer = await server.answer(http, request.problem.prompt, _body(request, decoding))
+    except RequestRefusedError as error:
+        if _TOO_LONG.search(str(error)) is None:
+            raise
+        logger.warning("Problem %s is too long for the server, and counts as truncated.", request.problem.id)
+        return Output("", 0, True)
+    return Output(answer.text, answer.tokens, answer.truncated)
 
 
 def _body(request: Request, decoding: Decoding) -> dict:
