@@ -31,7 +31,7 @@ def run(flags: argparse.Namespace) -> Path | None:
         raise EvaluationError("Nothing to evaluate. Give a model, or a running server with `--server URL`.")
     samples = preset.samples if flags.samples is None else flags.samples
     sampling = {"temperature": 1.0} if samples > 1 else {}
-    length = {"max_tokens": None} if flags.server else {}
+    length = {"max_tokens": None} if flags.server and not flags.preset else {}  # presets have what was published
     decoding = replace(Decoding(), **length | sampling | preset.decoding | decoding_flags(flags))
     if flags.limit is not None and flags.limit < 1:
         raise EvaluationError(f"`limit` must be at least 1, got {flags.limit}. Leave it out for all problems.")
