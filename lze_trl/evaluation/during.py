@@ -15,7 +15,7 @@ from trl.models import unwrap_model_for_generation
 
 from .engines import Engine, Output, Request, TransformersEngine
 from .results import FOLDER, interval_text
-from .run import Evaluation
+from .run import SETTINGS, Evaluation
 from .servers import ServerEngine
 from .settings import Decoding
 
@@ -46,9 +46,7 @@ class TaskEvaluation(TrainerCallback):
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object):
         if state.is_world_process_zero:
-            for folder in Path(args.output_dir).glob(f"{FOLDER}/step-*"):  # of an earlier run, or after the checkpoint
-                if state.global_step == 0 or int(folder.name.rpartition("-")[2]) > state.global_step:
-                    shutil.rmtree(folder)
+            remove_steps(args.output_dir, after=state.global_step or -1)  # of an earlier run, or after the checkpoint
         if state.global_step == 0:
             self._evaluate(args, state)
 
@@ -71,6 +69,21 @@ class TaskEvaluation(TrainerCallback):
             shown = "  ".join(f"{name} {interval_text(estimate)}" for name, estimate in found["metrics"].items())
             logger.info("step %d  %s  %s", step, task, shown)
             self._log({f"tasks/{task}/{name}": estimate[0] for name, estimate in found["metrics"].items()})
+
+
+def remove_evaluations(run_dir: str | Path):
+    """Remove all evaluations of an earlier run, also those by `lze-trl eval`, which are of weights that are replaced."""
+    remove_steps(run_dir, after=-1)
+    for settings in Path(run_dir).glob(f"{FOLDER}/*/{SETTINGS}"):
+        shutil.rmtree(settings.parent)
+
+
+def remove_steps(run_dir: str | Path, after: int):
+    """Remove the evaluations during a training that were after a step."""
+    for folder in Path(run_dir).glob(f"{FOLDER}/step-*"):
+        step = folder.name.removeprefix("step-")
+        if folder.is_dir() and step.isdecimal() and int(step) > after:
+            shutil.rmtree(folder)
 
 
 def engine_of(trainer: GRPOTrainer) -> OpenEngine:

@@ -31,7 +31,7 @@ from ..app.console import accuracy_metric, held_out_accuracy
 from ..checkpoint import CheckpointError, has_ended, how_to_resume, last_complete_checkpoint, refuse_non_checkpoint
 from ..config import LZEGRPOConfig
 from ..data import load_mixture, parse_reference
-from ..evaluation.during import TaskEvaluation
+from ..evaluation.during import TaskEvaluation, remove_evaluations
 from ..evaluation.run import Evaluation
 from ..evaluation.settings import Decoding
 from ..evaluation.tasks import find_tasks, load_problems
@@ -187,6 +187,8 @@ def run(
         trainer = build_trainer(script_args, training_args, model_args)
     if trainer.is_world_process_zero():  # that of an earlier run
         (output_dir / TRAINER_STATE_NAME).unlink(missing_ok=True)
+        if checkpoint is None:
+            remove_evaluations(output_dir)
     if trainer.summary is not None:
         trainer.summary.ends_with_training = False
     try:
