@@ -157,10 +157,35 @@ def test_comparison_is_paired():
     assert (found.only_first, found.only_second) == (6, 1)
     assert found.p_value == pytest.approx(2 * (7 + 1) / 2**7)  # at most one of seven coins, twice
     assert found.difference.low < 5 / 8 < found.difference.high
-    assert compare(first, first)[0] == (0.0, None, None)
-    assert compare(first, first).p_value == 1.0
+    same = compare(first, first)
+    assert same.p_value == 1.0
+    assert same.difference.low < 0 < same.difference.high
     noisy = np.linspace(0.2, 0.8, 30)
-    assert compare(noisy + 0.01, noisy).difference.low > 0  # the problems differ by far more than the models do
+    better = noisy + np.where(np.arange(30) % 2, 0.01, 0.02)
+    assert compare(better, noisy).difference.low > 0  # the problems differ by far more than the models do
+    assert compare(better, noisy)[1:] == (None, None, None)  # no problem is solved or not
+
+
+@pytest.mark.parametrize(
+    ("table", "low", "high"),
+    # Newcombe 1998, Table II, method 10: both, only the first, only the second, neither
+    [((1, 1, 7, 12), -0.5190, -0.0190), ((2, 0, 43, 0), None, None), ((36, 12, 2, 0), 0.0569, 0.3404)],
+)
+def test_the_interval_of_paired_passes_is_newcombes(table, low, high):
+    pairs = [(1, 1), (1, 0), (0, 1), (0, 0)]
+    rows = [pair for pair, count in zip(pairs, table, strict=True) for _ in range(count)]
+    found = compare(*zip(*rows, strict=True)).difference
+    assert found.low < found.value < found.high
+    if low is not None:
+        assert (found.low, found.high) == pytest.approx((low, high), abs=5e-5)
+
+
+def test_models_that_differ_by_the_same_everywhere_have_an_interval():
+    for n in (1, 5, 100):
+        found = compare([0.75] * n, [0.5] * n).difference
+        share = 1 - binomtest(0, n).proportion_ci(0.95, method="exact").high
+        assert found == pytest.approx((0.25, 0.25 * share - (1 - share), 0.25 * share + (1 - share)))
+        assert -1 <= found.low < 0.25 < found.high <= 1
 
 
 def test_the_mean_over_tasks_weighs_tasks_alike():

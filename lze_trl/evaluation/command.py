@@ -118,7 +118,9 @@ def _compare(folder: Path, other: Path, evaluation: Evaluation):
         for metric in ours:
             both = [name for name in ours[metric] if name in theirs[metric]]
             found = compare([ours[metric][name] for name in both], [theirs[metric][name] for name in both])
-            only = (str(found.only_first), str(found.only_second), f"{found.p_value:.3g}")
+            only = ["", "", ""]  # McNemar's test is one of problems that are solved or not
+            if found.p_value is not None:
+                only = [str(found.only_first), str(found.only_second), f"{found.p_value:.3g}"]
             rows.append([task, metric, f"{len(both):,}", interval_text(found.difference), *only])
     heading = [
         "task",
