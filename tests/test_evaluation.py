@@ -166,18 +166,19 @@ def test_comparison_is_paired():
     assert compare(better, noisy)[1:] == (None, None, None)  # no problem is solved or not
 
 
-@pytest.mark.parametrize(
-    ("table", "low", "high"),
-    # Newcombe 1998, Table II, method 10: both, only the first, only the second, neither
-    [((1, 1, 7, 12), -0.5190, -0.0190), ((2, 0, 43, 0), None, None), ((36, 12, 2, 0), 0.0569, 0.3404)],
-)
-def test_the_interval_of_paired_passes_is_newcombes(table, low, high):
-    pairs = [(1, 1), (1, 0), (0, 1), (0, 0)]
-    rows = [pair for pair, count in zip(pairs, table, strict=True) for _ in range(count)]
-    found = compare(*zip(*rows, strict=True)).difference
-    assert found.low < found.value < found.high
-    if low is not None:
-        assert (found.low, found.high) == pytest.approx((low, high), abs=5e-5)
+def paired(both, only_first, only_second, neither):
+    pairs = [(1, 1)] * both + [(1, 0)] * only_first + [(0, 1)] * only_second + [(0, 0)] * neither
+    return compare(*zip(*pairs, strict=True)).difference
+
+
+def test_the_interval_of_paired_passes_is_newcombes():
+    assert paired(36, 12, 2, 0)[1:] == pytest.approx((0.0569, 0.3404), abs=5e-5)  # Newcombe 1998, method 10
+    one, two = (binomtest(k, 21).proportion_ci(method="wilson") for k in (2, 8))  # too few to call them correlated
+    low = -6 / 21 - math.hypot(2 / 21 - one.low, two.high - 8 / 21)
+    high = -6 / 21 + math.hypot(one.high - 2 / 21, 8 / 21 - two.low)
+    assert paired(1, 1, 7, 12) == pytest.approx((-6 / 21, low, high))
+    assert paired(2, 0, 43, 0).high < 0
+    assert paired(9, 0, 0, 0).low < 0 < paired(9, 0, 0, 0).high
 
 
 def test_models_that_differ_by_the_same_everywhere_have_an_interval():
