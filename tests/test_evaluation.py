@@ -18,13 +18,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import binomtest
 
 import tiny
 from lze_trl.evaluation.contamination import overlaps
-from lze_trl.evaluation.engines import Output, Request, TransformersEngine
+from lze_trl.evaluation.engines import Output, Request, TransformersEngine, weights_of
 from lze_trl.evaluation.results import markdown, read_results
 from lze_trl.evaluation.run import Evaluation
 from lze_trl.evaluation.samples import SampleFile
@@ -93,6 +94,7 @@ def same_number(one, other):
         ([1, 0, 0], ["5", "6", "7"], 1 / 3, True),
         ([0, 0, 1], ["", "", "5"], 1.0, False),  # no answer, no vote
         ([0, 0], ["", ""], 0.0, False),
+        ([0, 1, 1, 1], ["5", "5.0", "5", "6"], 2 / 3, False),  # a class is worth the mean over its samples
     ],
 )
 def test_majority_by_equivalence(rewards, answers, value, is_tie):
@@ -101,7 +103,6 @@ def test_majority_by_equivalence(rewards, answers, value, is_tie):
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["", "0", "1.0"])), min_size=1, max_size=9), st.randoms())
 def test_majority_does_not_depend_on_the_order(samples, random):
-    # The first sample of a class speaks for it, so equal answers have equal rewards
     samples = [(float(number == 2), f"{number}{zeros}" if zeros != "0" else str(number)) for number, zeros in samples]
     shuffled = random.sample(samples, len(samples))
     assert majority(*zip(*samples, strict=True), same_number) == majority(*zip(*shuffled, strict=True), same_number)
@@ -112,8 +113,8 @@ def test_classes_are_cliques():
     vote = majority(
         [1, 1, 0, 0, 0], ["b", "b", "a", "c", "c"], lambda one, other: one == other or (one, other) in chain
     )
-    # b leads with two votes and c has two; a or c may join b, not both, and c comes first
-    assert vote == (1.0, False)
+    # b leads with two votes and c has two; a or c may join b, not both, and c comes first: two of the four have 1
+    assert vote == (0.5, False)
 
 
 @settings(max_examples=20, deadline=None)
@@ -156,10 +157,36 @@ def test_comparison_is_paired():
     assert (found.only_first, found.only_second) == (6, 1)
     assert found.p_value == pytest.approx(2 * (7 + 1) / 2**7)  # at most one of seven coins, twice
     assert found.difference.low < 5 / 8 < found.difference.high
-    assert compare(first, first)[0] == (0.0, None, None)
-    assert compare(first, first).p_value == 1.0
+    same = compare(first, first)
+    assert same.p_value == 1.0
+    assert same.difference.low < 0 < same.difference.high
     noisy = np.linspace(0.2, 0.8, 30)
-    assert compare(noisy + 0.01, noisy).difference.low > 0  # the problems differ by far more than the models do
+    better = noisy + np.where(np.arange(30) % 2, 0.01, 0.02)
+    assert compare(better, noisy).difference.low > 0  # the problems differ by far more than the models do
+    assert compare(better, noisy)[1:] == (None, None, None)  # no problem is solved or not
+
+
+def paired(both, only_first, only_second, neither):
+    pairs = [(1, 1)] * both + [(1, 0)] * only_first + [(0, 1)] * only_second + [(0, 0)] * neither
+    return compare(*zip(*pairs, strict=True)).difference
+
+
+def test_the_interval_of_paired_passes_is_newcombes():
+    assert paired(36, 12, 2, 0)[1:] == pytest.approx((0.0569, 0.3404), abs=5e-5)  # Newcombe 1998, method 10
+    one, two = (binomtest(k, 21).proportion_ci(method="wilson") for k in (2, 8))  # too few to call them correlated
+    low = -6 / 21 - math.hypot(2 / 21 - one.low, two.high - 8 / 21)
+    high = -6 / 21 + math.hypot(one.high - 2 / 21, 8 / 21 - two.low)
+    assert paired(1, 1, 7, 12) == pytest.approx((-6 / 21, low, high))
+    assert paired(2, 0, 43, 0).high < 0
+    assert paired(9, 0, 0, 0).low < 0 < paired(9, 0, 0, 0).high
+
+
+def test_models_that_differ_by_the_same_everywhere_have_an_interval():
+    for n in (1, 5, 100):
+        found = compare([0.75] * n, [0.5] * n).difference
+        share = 1 - binomtest(0, n).proportion_ci(0.95, method="exact").high
+        assert found == pytest.approx((0.25, 0.25 * share - (1 - share), 0.25 * share + (1 - share)))
+        assert -1 <= found.low < 0.25 < found.high <= 1
 
 
 def test_the_mean_over_tasks_weighs_tasks_alike():
@@ -198,6 +225,19 @@ def test_votes_compare_answers_as_the_reward_does(tmp_path):
     found = run(Answering(lambda request: texts[request.sample]), tmp_path, tasks, samples=5)["tasks"]["half"]
     assert found["metrics"]["maj@5"][0] == 0.5  # 1/2 in three forms wins in both problems, and is right in one
     assert found["metrics"]["avg@5"][0] == pytest.approx((3 / 5 + 2 / 5) / 2)
+
+
+def test_votes_need_the_reward_in_one_direction_only(tmp_path):
+    def holds_gold_reward(prompts, completions, solution, **kwargs):
+        return [float(completions[0] in solution[0])]  # "4 apples" holds "4", not the other way round
+
+    texts = ["4 apples", "4", "5"]
+    tasks = {"apples": ([Problem("0", "?", "4 apples")], 0)}
+    for order in (1, -1):
+        engine = Answering(lambda request, order=order: texts[::order][request.sample])
+        found = run(engine, tmp_path / str(order), tasks, samples=3, reward=holds_gold_reward)
+        assert found["tasks"]["apples"]["metrics"]["maj@3"][0] == 1.0
+        assert found["tasks"]["apples"]["ties"] == 0.0
 
 
 def test_a_gold_that_cannot_be_read_is_neither_right_nor_wrong(tmp_path):
@@ -255,12 +295,49 @@ def test_more_samples_and_more_problems_ask_only_for_what_is_new(tmp_path):
     assert len(engine.asked) == 7 * 3 - 6 * 2
 
 
+def test_another_command_in_the_same_folder_keeps_what_is_there(tmp_path):
+    def engine():
+        return Answering(lambda request: "0")
+
+    both = run(engine(), tmp_path, {"one": (problems(4), 0), "two": (problems(5), 0)})
+    third = run(engine(), tmp_path, {"three": (problems(3), 0)}, limit=3)
+    assert list(third["tasks"]) == ["one", "two", "three"]
+    assert third["tasks"].items() >= both["tasks"].items()
+    assert (third["mean"], third["mean_over"]) == (both["mean"], ["one", "two"])
+    assert "| mean over one, two |" in markdown({"x": third})
+    assert [found["limit"] for found in third["tasks"].values()] == [None, None, 3]
+    again = run(engine(), tmp_path, {"one": (problems(6), 0)})
+    assert [found["problems"] for found in again["tasks"].values()] == [6, 5, 3]
+    assert again["mean"] is None  # it was over fewer problems of that task
+
+
 def test_other_settings_in_the_same_folder_are_refused(tmp_path):
     run(Answering(lambda request: "0"), tmp_path)
     with pytest.raises(EvaluationError, match=r"temperature: 0.0 there, 1.0 now.*--output"):
         run(Answering(lambda request: "0"), tmp_path, temperature=1.0)
     with pytest.raises(EvaluationError, match="weights: 'answering' there, 'new' now"):
         run(Answering(lambda request: "0"), tmp_path, weights="new")
+
+
+def test_whatever_decides_the_completions_tells_a_checkpoint(tmp_path):
+    tiny.save(tmp_path)
+    before = [weights_of(str(tmp_path))]
+    (tmp_path / "trainer_state.json").write_text("{}")
+    assert weights_of(str(tmp_path)) == before[0]
+    weights = tmp_path / "model.safetensors"
+    (tmp_path / "large.safetensors").write_bytes(bytes(3 * 2**20))
+    before.append(weights_of(str(tmp_path)))
+    with (tmp_path / "large.safetensors").open("r+b") as file:
+        file.seek(3 * 2**19)
+        file.write(b"1")
+    before.append(weights_of(str(tmp_path)))
+    for name in (weights.name, "config.json", "tokenizer.json", "chat_template.jinja", "adapter_config.json"):
+        with (tmp_path / name).open("a") as file:
+            file.write(" ")
+        before.append(weights_of(str(tmp_path)))
+    assert len(set(before)) == 8
+    assert weights_of("org/name", "abc") == "org/name@abc"
+    assert weights_of("org/name") == "org/name"
 
 
 # ---- Transformers ----
@@ -339,6 +416,14 @@ def test_stop_texts_end_completions_and_are_left_out(engine):
         assert output.truncated == (free[key].truncated and stop not in free[key].text)
 
 
+def test_no_pickle_is_read(tmp_path):
+    tiny.save(tmp_path)
+    torch.save(tiny.model().state_dict(), tmp_path / "pytorch_model.bin")
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(EvaluationError, match="safetensors"):
+        TransformersEngine.load(str(tmp_path), 1)
+
+
 def test_settings_of_the_model_do_not_decide(engine):
     plain, strange = engine(4), engine(4)
     strange.model.generation_config.repetition_penalty = 5.0
@@ -384,6 +469,17 @@ def test_options_and_tables_become_part_of_the_problem(tmp_path):
     assert [problem.gold for problem in mixed] == ["3", "B"]
     assert mixed[0].prompt.startswith("T\n\nx | 1\ny | 2\n\nSum?\nPlease")
     assert "A. yes\nB. no" in mixed[1].prompt
+
+
+def test_the_answer_column_of_a_task_is_kept_where_a_file_has_it(tmp_path):
+    (tmp_path / "mawps").mkdir()
+    for row, gold in (
+        ({"question": "2+2?", "answer": "wrong", "result": "4"}, "4"),
+        ({"question": "2+2?", "answer": "5"}, "5"),
+    ):
+        (tmp_path / TASKS["mawps"].file).write_text(f"{json.dumps(row)}\n")
+        ((problem,), _) = load_problems(find_tasks(["mawps"], tmp_path)[0], Decoding())
+        assert problem.gold == gold
 
 
 def test_unknown_tasks_and_missing_files_say_what_to_do(tmp_path):
@@ -463,6 +559,40 @@ def test_the_command_evaluates_compares_and_goes_on(tmp_path, sums, capsys):
     )
 
 
+def test_what_was_decoded_or_scored_in_another_way_is_not_compared(tmp_path, sums):
+    for name in ("one", "other"):
+        tiny.save(tmp_path / name)
+    one, other = (str(tmp_path / name) for name in ("one", "other"))
+    main(["eval", other, "--tasks", str(sums), "--max_tokens", "6", "--no_chat", "--reward", "exact_match"])
+    there = str(tmp_path / "other" / "evaluations" / "final")
+    flags = [one, "--tasks", str(sums), "--max_tokens", "5", "--no_chat", "--compare", there]
+    with pytest.raises(SystemExit, match=r"reward: 'exact_match_reward' there, .*; max_tokens: 6 there, 5 now"):
+        main(["eval", *flags])
+    assert not (tmp_path / "one" / "evaluations").exists()  # nothing was generated for it
+    main(["eval", *flags, "--max_tokens", "6", "--reward", "exact_match", "--seed", "5"])
+
+
+def test_only_the_model_card_of_a_run_is_written_into(tmp_path, sums, monkeypatch):
+    tiny.save(tmp_path / "model")
+    for folder in (tmp_path, tmp_path / "model"):
+        (folder / "README.md").write_text("# Mine\n")
+    monkeypatch.chdir(tmp_path)
+    flags = ["--tasks", str(sums), "--max_tokens", "5", "--no_chat"]
+    main(["eval", "model", *flags, "--output", "evaluations/x"])
+    assert (tmp_path / "README.md").read_text() == "# Mine\n"
+    main(["eval", "model", *flags])
+    assert "## Evaluations" in (tmp_path / "model" / "README.md").read_text()
+
+
+def test_names_do_not_break_the_table_of_the_model_card(tmp_path):
+    task = "a|b\n<script>"
+    found = run(Answering(lambda request: "0"), tmp_path)
+    found["tasks"] = {task: found["tasks"]["sums"]}
+    lines = markdown({"x<!-- y": found}).splitlines()
+    assert len(lines) == 5
+    assert lines[2].startswith("| x&lt;!-- y | a\\|b &lt;script&gt; | 6 | avg@1 |")
+
+
 def test_the_command_looks_for_the_tasks_in_a_training_set(tmp_path, sums, capsys):
     training = tmp_path / "train.jsonl"
     training.write_text('{"question": "3+3=", "answer": "6"}\n{"question": "3+4=", "answer": "7"}\n')
@@ -483,6 +613,14 @@ def test_the_command_looks_for_the_tasks_in_a_training_set(tmp_path, sums, capsy
         (["m", "--tasks", "gsm8k", "--top_p", "2"], r"`top_p` must be in \(0, 1\], got 2.0"),
         (["m", "--tasks", "gsm8k", "--no_chat", "--system_prompt", "x"], "needs a chat"),
         (["/none", "--tasks", "SUMS"], "cannot be loaded"),
+        (
+            ["--server", "http://127.0.0.1:9", "--tasks", "SUMS", "--concurrent", "0"],
+            "`concurrent` must be at least 1",
+        ),
+        (["m", "--tasks", "SUMS", "--limit", "0"], "`limit` must be at least 1, got 0"),
+        (["m", "--tasks", "SUMS", "--limit", "-1"], "`limit` must be at least 1, got -1"),
+        (["--server", "localhost:8000", "--tasks", "SUMS"], "'http://localhost:8000'; got 'localhost:8000'"),
+        (["m", "--tasks", "SUMS", "--reward", "acuracy"], "Unknown reward function 'acuracy'.*'accuracy'"),
     ],
 )
 def test_wrong_flags_say_what_to_do(flags, message, sums):

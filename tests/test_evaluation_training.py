@@ -55,7 +55,6 @@ def job(tmp_path):
         "eval_tasks": [str(tmp_path / "sums.jsonl")],
         "eval_tasks_steps": 2,
         "eval_tasks_samples": 3,
-        "prompt_suffix": "",
         "seed": 7,
     }
 
@@ -139,8 +138,15 @@ def test_a_resumed_run_keeps_its_evaluations_and_a_new_one_does_not(job, tmp_pat
     train(job(resume_from_checkpoint="auto"))
     assert sorted(path.name for path in folder.iterdir()) == ["step-000000", "step-000002", "step-000004"]
     assert (folder / "step-000002" / "sums.jsonl").stat().st_mtime_ns == first
+    (folder / "step-foo").mkdir()  # not ours
     train(job(max_steps=1, resume_from_checkpoint="false", eval_tasks_steps=5))
-    assert sorted(path.name for path in folder.iterdir()) == ["step-000000", "step-000001"]
+    assert sorted(path.name for path in folder.iterdir()) == ["step-000000", "step-000001", "step-foo"]
+    main(["eval", str(tmp_path / "run"), "--tasks", str(tmp_path / "sums.jsonl"), "--no_chat", "--max_tokens", "5"])
+    card = tmp_path / "run" / "README.md"
+    assert "| final | sums |" in card.read_text()
+    train(job(max_steps=1, resume_from_checkpoint="false", eval_tasks=[]))
+    assert [path.name for path in folder.iterdir()] == ["step-foo"]
+    assert "## Evaluations" not in card.read_text()
 
 
 def test_wrong_settings_are_refused_before_training(job):

@@ -10,11 +10,12 @@ from typing import Any
 import datasets
 from transformers.utils.logging import disable_progress_bar
 
-from ..rewards import get_reward
+from ..rewards import RewardFunction, get_reward
 from .contamination import overlaps, training_texts
 from .engines import TransformersEngine, weights_of
 from .results import FOLDER, interval_text, rows_of, text_table
-from .run import Evaluation
+from .run import SETTINGS, Evaluation, check_comparable
+from .samples import SampleFile
 from .servers import ServerEngine
 from .settings import PRESETS, Decoding, EvaluationError, Preset, decoding_flags
 from .statistics import compare
@@ -30,7 +31,11 @@ def run(flags: argparse.Namespace) -> Path | None:
         raise EvaluationError("Nothing to evaluate. Give a model, or a running server with `--server URL`.")
     samples = preset.samples if flags.samples is None else flags.samples
     sampling = {"temperature": 1.0} if samples > 1 else {}
-    decoding = replace(Decoding(), **sampling | preset.decoding | decoding_flags(flags))
+    length = {"max_tokens": None} if flags.server and not flags.preset else {}  # presets have what was published
+    decoding = replace(Decoding(), **length | sampling | preset.decoding | decoding_flags(flags))
+    if flags.limit is not None and flags.limit < 1:
+        raise EvaluationError(f"`limit` must be at least 1, got {flags.limit}. Leave it out for all problems.")
+    reward = _reward(flags.reward)
     datasets.disable_progress_bars()
     disable_progress_bar()
     tasks = find_tasks(flags.tasks or preset.tasks, flags.data)
@@ -41,25 +46,32 @@ def run(flags: argparse.Namespace) -> Path | None:
     if preset.source:
         sys.stdout.write(f"{flags.preset}: {preset.source}\n")
     problems = {task.name: load_problems(task, decoding, flags.limit) for task in tasks}
-    evaluation = Evaluation(problems, decoding, samples, get_reward(flags.reward))
+    evaluation = Evaluation(problems, decoding, samples, reward, flags.limit)
+
+    is_folder = flags.compare is not None and (Path(flags.compare) / SETTINGS).is_file()
+    if flags.compare is not None and flags.server and not is_folder:
+        raise EvaluationError(
+            f"With `--server`, `--compare` takes the folder of an evaluation, and {flags.compare!r} is none. Evaluate "
+            "that model by a server of its own first."
+        )
+    if is_folder:
+        check_comparable(Path(flags.compare), evaluation)
 
     def evaluated(model: str | None, output: str | None) -> Path:
         if flags.server:
-            engine, weights = ServerEngine(flags.server, flags.concurrent), None  # a server does not tell
+            engine = ServerEngine(flags.server, flags.concurrent)
+            weights = engine.weights
         else:
-            engine, weights = TransformersEngine.load(model, flags.batch_size, flags.dtype), weights_of(model)
+            engine = TransformersEngine.load(model, flags.batch_size, flags.dtype)
+            weights = weights_of(model, getattr(engine.model.config, "_commit_hash", None))
         folder = Path(output or folder_of(model or engine.name, flags.preset))
+        if weights is None:
+            _tell_answered(folder, evaluation)
         _show(folder, evaluation.run(engine, folder, weights))
         return folder
 
     folder = evaluated(flags.model, flags.output)
     if flags.compare is not None:
-        is_folder = (Path(flags.compare) / "settings.json").is_file()
-        if flags.server and not is_folder:
-            raise EvaluationError(
-                f"With `--server`, `--compare` takes the folder of an evaluation, and {flags.compare!r} is none. Evaluate "
-                "that model by a server of its own first."
-            )
         _compare(folder, Path(flags.compare) if is_folder else evaluated(flags.compare, None), evaluation)
     return folder
 
@@ -72,6 +84,22 @@ def folder_of(model: str, preset: str | None) -> Path:
     if path.name.startswith("checkpoint-"):
         return path.parent / FOLDER / f"{path.name}{ending}"
     return path / FOLDER / f"final{ending}"
+
+
+def _reward(name: str) -> RewardFunction:
+    try:
+        return get_reward(name)
+    except ValueError as error:
+        raise EvaluationError(str(error)) from error
+
+
+def _tell_answered(folder: Path, evaluation: Evaluation):
+    """Say what is not asked again, where nothing tells whether it is of the same weights."""
+    if count := sum(len(SampleFile(folder / f"{task}.jsonl").read()) for task in evaluation.tasks):
+        sys.stdout.write(
+            f"{folder} holds {count:,} samples already. The server does not tell whether they are of its weights; if they "
+            "are not, give another `--output`.\n"
+        )
 
 
 def _show(folder: Path, results: dict[str, Any]):
@@ -90,7 +118,9 @@ def _compare(folder: Path, other: Path, evaluation: Evaluation):
         for metric in ours:
             both = [name for name in ours[metric] if name in theirs[metric]]
             found = compare([ours[metric][name] for name in both], [theirs[metric][name] for name in both])
-            only = (str(found.only_first), str(found.only_second), f"{found.p_value:.3g}")
+            only = ["", "", ""]  # McNemar's test is one of problems that are solved or not
+            if found.p_value is not None:
+                only = [str(found.only_first), str(found.only_second), f"{found.p_value:.3g}"]
             rows.append([task, metric, f"{len(both):,}", interval_text(found.difference), *only])
     heading = [
         "task",

@@ -15,7 +15,7 @@ from trl.models import unwrap_model_for_generation
 
 from .engines import Engine, Output, Request, TransformersEngine
 from .results import FOLDER, interval_text
-from .run import Evaluation
+from .run import SETTINGS, Evaluation
 from .servers import ServerEngine
 from .settings import Decoding
 
@@ -46,9 +46,7 @@ class TaskEvaluation(TrainerCallback):
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object):
         if state.is_world_process_zero:
-            for folder in Path(args.output_dir).glob(f"{FOLDER}/step-*"):  # of an earlier run, or after the checkpoint
-                if state.global_step == 0 or int(folder.name.rpartition("-")[2]) > state.global_step:
-                    shutil.rmtree(folder)
+            remove_steps(args.output_dir, after=state.global_step or -1)  # of an earlier run, or after the checkpoint
         if state.global_step == 0:
             self._evaluate(args, state)
 
@@ -73,6 +71,21 @@ class TaskEvaluation(TrainerCallback):
             self._log({f"tasks/{task}/{name}": estimate[0] for name, estimate in found["metrics"].items()})
 
 
+def remove_evaluations(run_dir: str | Path):
+    """Remove all evaluations of an earlier run, also those by `lze-trl eval`, which are of weights that are replaced."""
+    remove_steps(run_dir, after=-1)
+    for settings in Path(run_dir).glob(f"{FOLDER}/*/{SETTINGS}"):
+        shutil.rmtree(settings.parent)
+
+
+def remove_steps(run_dir: str | Path, after: int):
+    """Remove the evaluations during a training that were after a step."""
+    for folder in Path(run_dir).glob(f"{FOLDER}/step-*"):
+        step = folder.name.removeprefix("step-")
+        if folder.is_dir() and step.isdecimal() and int(step) > after:
+            shutil.rmtree(folder)
+
+
 def engine_of(trainer: GRPOTrainer) -> OpenEngine:
     """
     Opens an engine with a trainer's weights of the moment: its own vLLM servers if it generates with these over HTTP, else the
@@ -84,7 +97,7 @@ def engine_of(trainer: GRPOTrainer) -> OpenEngine:
     def over_http() -> Iterator[Engine | None]:
         trainer.vllm_generation.sync_weights()
         is_main = accelerator.is_main_process
-        yield ServerEngine(args.vllm_server_urls, args.vllm_max_concurrent_requests) if is_main else None
+        yield _of_servers(trainer) if is_main else None
 
     @contextmanager
     def in_processes() -> Iterator[Engine | None]:
@@ -105,6 +118,13 @@ def engine_of(trainer: GRPOTrainer) -> OpenEngine:
                 unwrapped.train(was_training)
 
     return over_http if args.use_vllm and args.vllm_mode == "http" else in_processes
+
+
+def _of_servers(trainer: GRPOTrainer) -> ServerEngine:
+    """The trainer's servers, all of which hold the weights of its last sync, also those that return later."""
+    args, snapshot = trainer.args, trainer.vllm_generation.pool.snapshot
+    limits = args.vllm_max_concurrent_requests, args.vllm_recovery_timeout, args.vllm_request_timeout
+    return ServerEngine(args.vllm_server_urls, *limits, snapshot)
 
 
 class SharedEngine:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from hashlib import sha256
+from hashlib import file_digest, sha256
 from pathlib import Path
 from typing import Protocol
 
@@ -28,7 +28,11 @@ from .settings import Decoding, EvaluationError
 from .tasks import Problem
 
 
-_PART = 2**20  # bytes of a file of weights, at each of its ends, that are looked at
+# Files of a checkpoint that decide what it writes, unlike the state of its training
+_DECIDING = (
+    *("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "adapter_config.json"),
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*"),
+)
 
 
 @dataclass(frozen=True)
@@ -79,9 +83,13 @@ class TransformersEngine:
         on_gpu = torch.cuda.is_available()
         try:
             loaded = AutoModelForCausalLM.from_pretrained(
-                model, dtype=dtype or ("auto" if on_gpu else "float32"), device_map="auto" if on_gpu else None
+                model,
+                dtype=dtype or ("auto" if on_gpu else "float32"),
+                device_map="auto" if on_gpu else None,
+                trust_remote_code=False,
+                use_safetensors=True,  # no pickle
             )
-            tokenizer = AutoTokenizer.from_pretrained(model)
+            tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
         except (OSError, ValueError) as error:
             raise EvaluationError(
                 f"The model {model!r} cannot be loaded: {error} Give the folder of a checkpoint with its tokenizer, or a Hub id."
@@ -90,6 +98,8 @@ class TransformersEngine:
 
     def generate(self, requests: Iterable[Request], decoding: Decoding) -> Iterator[tuple[Request, Output]]:
         """Complete requests in batches of similar prompt length, the longest first."""
+        if decoding.max_tokens is None:
+            raise EvaluationError("`max_tokens` must be set to generate in this process.")
         prompts = sorted(
             ((request, self._tokens(request.problem)) for request in requests), key=lambda pair: -len(pair[1])
         )
@@ -168,12 +178,16 @@ def _only(settings: GenerationConfig, model: PreTrainedModel) -> Iterator[None]:
             owner.generation_config = before
 
 
-def weights_of(model: str) -> str:
-    """What tells the weights of a local folder from others that are saved there later; the name itself for a Hub id."""
-    digest, files = sha256(), sorted(Path(model).glob("*.safetensors"))
+def weights_of(model: str, commit: str | None = None) -> str:
+    """
+    What tells the model of a local folder from one that is saved there later: a hash of all its files that decide what it
+    writes. Of a Hub id, the name with the commit, if that is known.
+    """
+    digest, folder = sha256(), Path(model)
+    files = sorted({path for pattern in _DECIDING for path in folder.glob(pattern)}) if folder.is_dir() else []
     for path in files:
         with path.open("rb") as file:
-            digest.update(file.read(_PART))
-            file.seek(max(0, path.stat().st_size - _PART))
-            digest.update(file.read())
-    return digest.hexdigest()[:16] if files else model
+            digest.update(f"{path.name}\n{file_digest(file, 'sha256').hexdigest()}\n".encode())
+    if files:
+        return digest.hexdigest()[:16]
+    return model if commit is None else f"{model}@{commit}"

@@ -1,5 +1,6 @@
 """What an evaluation found: its file in the run's folder, and the tables of it. Needs neither torch nor scipy."""
 
+import html
 import io
 import json
 from pathlib import Path
@@ -40,7 +41,9 @@ def rows_of(evaluations: dict[str, dict[str, Any]]) -> tuple[list[str], list[lis
             shown["mean tokens"] = f"{found['mean_tokens']:.1f}"
             rows += [[name, task, f"{found['problems']:,}", metric, text] for metric, text in shown.items()]
         for metric, estimate in (results["mean"] or {}).items():
-            rows.append([name, "mean over tasks", "", metric, interval_text(estimate)])
+            is_of_all = len(results.get("mean_over", results["tasks"])) == len(results["tasks"])
+            over = "tasks" if is_of_all else ", ".join(results["mean_over"])
+            rows.append([name, f"mean over {over}", "", metric, interval_text(estimate)])
     return ["evaluation", "task", "problems", "metric", "% [95 % interval]"], rows
 
 
@@ -54,7 +57,12 @@ def markdown(evaluations: dict[str, dict[str, Any]]) -> str:
     """The table as Markdown, for a model card."""
     heading, rows = rows_of(evaluations)
     lines = [heading, ["---"] * len(heading), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines)
+
+
+def _cell(text: str) -> str:
+    """Text of a cell as it is, whatever a file or a model is called."""
+    return " ".join(html.escape(text, quote=False).splitlines()).replace("\\", "\\\\").replace("|", "\\|")
 
 
 def text_table(heading: list[str], rows: list[list[str]], width: int = 160) -> str:

@@ -19,7 +19,7 @@ from .statistics import PASS, Vote, estimate, majority, mean_over_tasks, pass_at
 from .tasks import Problem
 
 
-_SETTINGS = "settings.json"
+SETTINGS = "settings.json"
 
 
 class Scores(NamedTuple):
@@ -37,6 +37,7 @@ class Evaluation:
     decoding: Decoding
     samples: int = 1  # of each problem
     reward: RewardFunction = accuracy_reward
+    limit: int | None = None  # that the problems were loaded with
 
     def __post_init__(self):
         if self.samples < 1:
@@ -45,6 +46,11 @@ class Evaluation:
             raise EvaluationError(
                 f"{self.samples} samples at temperature 0 are all the same. Set `--temperature`, or `--samples 1`."
             )
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """How samples are decoded and scored, as JSON gives it back."""
+        return {"reward": self.reward.__name__, "decoding": self.decoding.as_dict()}
 
     def run(self, engine: Engine, folder: Path, weights: str | None = None, progress: bool = True) -> dict[str, Any]:
         """
@@ -59,22 +65,24 @@ class Evaluation:
         Returns:
             `dict`: The results, as they are in the folder.
         """
-        settings = {"model": engine.name, "weights": weights or engine.name, "reward": self.reward.__name__}
-        settings["decoding"] = self.decoding.as_dict()
+        settings = {"model": engine.name, "weights": weights or engine.name, **self.settings}
         _check_settings(folder, settings)
         for task in self.tasks:
             self._ask(engine, task, folder, progress)
-        results, values = {**settings, "samples": self.samples, "tasks": {}, "mean": None}, defaultdict(list)
+        results, values = _earlier(folder) | settings | {"samples": self.samples}, defaultdict(list)
         for task, (problems, repeated) in self.tasks.items():
             found = self.scores(folder, task)
             for metric, of_problems in found.metrics.items():
                 values[metric].append(list(of_problems.values()))
             metrics = {metric: estimate(values[metric][-1]) for metric in found.metrics}
-            counts = {"problems": len(problems), "repeated": repeated, **found.counts}
+            counts = {"problems": len(problems), "repeated": repeated, "limit": self.limit, **found.counts}
             results["tasks"][task] = {"metrics": metrics, **counts}
+        if not self.tasks.keys().isdisjoint(results["mean_over"]):  # an earlier mean, over samples of theirs
+            results |= {"mean": None, "mean_over": []}
         if len(self.tasks) > 1:
             shared = {metric: found for metric, found in values.items() if len(found) == len(self.tasks)}
             results["mean"] = {metric: mean_over_tasks(found) for metric, found in shared.items()}
+            results["mean_over"] = list(self.tasks)
         text = json.dumps(results, indent=1)
         write_atomically(folder / FILE, text.encode())
         return json.loads(text)
@@ -138,23 +146,43 @@ def score(reward: RewardFunction, problem: Problem, text: str) -> tuple[float | 
 
 def _check_settings(folder: Path, settings: dict[str, Any]):
     """Note the settings of a new folder, or raise [`EvaluationError`] if an older one has others."""
-    path = folder / _SETTINGS
+    path = folder / SETTINGS
     if not path.is_file():
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(path, json.dumps(settings, indent=1).encode())
         return
-    before = json.loads(path.read_text(encoding="utf-8"))
-    changed = [
-        f"{name}: {old.get(name)!r} there, {new.get(name)!r} now"
-        for old, new in ((before, settings), (before["decoding"], settings["decoding"]))
-        for name in new
-        if name not in ("decoding", "model") and old.get(name) != new.get(name)
-    ]
-    if changed:
+    if changed := _differing(path, settings):
         raise EvaluationError(
             f"`{folder}` holds an evaluation with other settings ({'; '.join(changed)}). Give another folder with `--output`, "
             "or remove that one."
         )
+
+
+def check_comparable(folder: Path, evaluation: Evaluation):
+    """Raise [`EvaluationError`] if a folder has samples that were decoded or scored in another way; seeds may differ."""
+    if changed := _differing(folder / SETTINGS, evaluation.settings, but=("seed",)):
+        raise EvaluationError(
+            f"`{folder}` cannot be compared with: its samples were decoded or scored in another way ({'; '.join(changed)}). "
+            "Give the same flags, or evaluate that model anew."
+        )
+
+
+def _differing(path: Path, settings: dict[str, Any], but: tuple[str, ...] = ()) -> list[str]:
+    """What differs between these settings and those of a file, where both have it."""
+    before = json.loads(path.read_text(encoding="utf-8"))
+    return [
+        f"{name}: {old.get(name)!r} there, {new.get(name)!r} now"
+        for old, new in ((before, settings), (before["decoding"], settings["decoding"]))
+        for name in new
+        if name not in ("decoding", "model", *but) and old.get(name) != new.get(name)
+    ]
+
+
+def _earlier(folder: Path) -> dict[str, Any]:
+    """What earlier commands found in the same folder, on other tasks perhaps."""
+    path = folder / FILE
+    found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return {name: found.get(name, empty) for name, empty in (("tasks", {}), ("mean", None), ("mean_over", []))}
 
 
 def _passes(scored: dict[str, list[Sample]], samples: int) -> dict[str, dict[str, float]]:
@@ -171,11 +199,14 @@ def _passes(scored: dict[str, list[Sample]], samples: int) -> dict[str, dict[str
 
 
 def _vote(group: list[Sample], reward: RewardFunction) -> Vote:
-    """The majority of a problem's samples: two answers are the same if the reward takes one for the gold answer of the other."""
+    """The majority of a problem's samples: two answers are the same if the reward takes either for the gold of the other."""
     texts = {sample.answer: sample.completion for sample in reversed(group)}
 
-    def same(one: str, other: str) -> bool:
-        value, _ = score(reward, Problem(group[0].id, group[0].prompt, one), texts[other])
+    def passes(gold: str, answer: str) -> bool:
+        value, _ = score(reward, Problem(group[0].id, group[0].prompt, gold), texts[answer])
         return value is not None and value > PASS
+
+    def same(one: str, other: str) -> bool:
+        return passes(one, other) or passes(other, one)
 
     return majority([sample.reward for sample in group], [sample.answer for sample in group], same)

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import Iterable, Iterator
 from queue import SimpleQueue
@@ -9,7 +10,7 @@ from queue import SimpleQueue
 import httpx2
 from anyio.from_thread import start_blocking_portal
 
-from ..rollout.servers.client import ServerError, VLLMServer, open_client
+from ..rollout.servers.client import RequestRefusedError, ServerError, Snapshot, VLLMServer, open_client
 from .engines import Output, Request
 from .settings import Decoding, EvaluationError
 
@@ -18,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 _RETRY_SECONDS = 1.0
 _MOST_FAILURES = 5  # of one request
+_TOO_LONG = re.compile(r"maximum context\s+length|maximum model length")  # in vLLM's words
 
 
 class ServerEngine:
@@ -29,6 +31,9 @@ class ServerEngine:
         max_concurrent_requests (`int`): Requests that one server works on at a time.
         recovery_timeout (`float`): Seconds to wait for a server to come up or to return.
         request_timeout (`float`): Seconds that one request may take.
+        snapshot ([`Snapshot`], *optional*): Weights of a training that every server must hold, also one that returns.
+
+    `weights` tells the weights by their version, if the servers have one.
     """
 
     def __init__(
@@ -37,25 +42,42 @@ class ServerEngine:
         max_concurrent_requests: int = 64,
         recovery_timeout: float = 60.0,
         request_timeout: float = 1800.0,
+        snapshot: Snapshot | None = None,
     ):
+        if max_concurrent_requests < 1:
+            raise EvaluationError(f"`concurrent` must be at least 1, got {max_concurrent_requests}.")
+        for url in urls:
+            if not url.startswith(("http://", "https://")):
+                raise EvaluationError(f"A server is given by its base URL, such as 'http://{url}'; got {url!r}.")
         self.servers = [VLLMServer(url, request_timeout) for url in dict.fromkeys(urls)]
         self.max_concurrent_requests, self.recovery_timeout = max_concurrent_requests, recovery_timeout
-        self._down: set[VLLMServer] = set()
+        self.snapshot, self._down = snapshot, set()
+        self._version: str | None = None  # of the weights
         with start_blocking_portal() as portal:
             portal.call(self._connect)
         models = {server.url: server.model for server in self.servers}
         self.name, *others = set(models.values())
         if others:
             raise EvaluationError(f"The servers serve different models: {models}. Give those of one model.")
+        self.weights = None if self._version is None else f"{self.name}@{self._version}"
 
     async def _connect(self):
+        """Wait for all servers, and go on with those that are up."""
         async with open_client() as http:
-            await asyncio.gather(*(self._until_up(http, server) for server in self.servers))
+            waits = (self._until_up(http, server) for server in self.servers)
+            found = await asyncio.gather(*waits, return_exceptions=True)
+            self.servers = _up(self.servers, found)
+            versions = {server.url: await server.weight_version(http) for server in self.servers}
+        self._version, *others = set(versions.values())
+        if others:
+            raise EvaluationError(
+                f"The servers hold different versions of the weights: {versions}. Give those that hold the same."
+            )
 
     def generate(self, requests: Iterable[Request], decoding: Decoding) -> Iterator[tuple[Request, Output]]:
         """Complete requests, in whatever order the servers finish."""
         shortest = min(server.max_model_len for server in self.servers)
-        if decoding.max_tokens >= shortest:
+        if decoding.max_tokens is not None and decoding.max_tokens >= shortest:
             raise EvaluationError(
                 f"`max_tokens={decoding.max_tokens}` leaves no room for a prompt in the servers' context of {shortest} "
                 "tokens. Lower it, or start the servers with a larger `--max-model-len`."
@@ -105,8 +127,7 @@ class ServerEngine:
             request, failures = await jobs.get()
             try:
                 if server not in self._down:
-                    answer = await server.answer(http, request.problem.prompt, _body(request, decoding))
-                    outputs.put((request, Output(answer.text, answer.tokens, answer.truncated)))
+                    outputs.put((request, await _answer(http, server, request, decoding)))
                     continue
                 jobs.put_nowait((request, failures))
             except ServerError as error:
@@ -128,6 +149,7 @@ class ServerEngine:
         while True:
             try:
                 await server.learn_model(http)
+                await self._check_weights(http, server)
                 self._down.discard(server)
                 return
             except ServerError as error:
@@ -138,6 +160,39 @@ class ServerEngine:
                         "and run the same command again: what is answered is kept."
                     ) from error
             await asyncio.sleep(_RETRY_SECONDS)
+
+    async def _check_weights(self, http: httpx2.AsyncClient, server: VLLMServer):
+        """Make sure that a server holds the weights that are evaluated, as far as that can be known."""
+        if self.snapshot is not None:
+            await server.hold(http, self.snapshot)
+        elif self._version is not None and (found := await server.weight_version(http)) != self._version:
+            raise EvaluationError(
+                f"The vLLM server {server.url} came back with version {found!r} of the weights, and {self._version!r} is "
+                "evaluated. Load that version, and run the same command again: what is answered is kept."
+            )
+
+
+def _up(servers: list[VLLMServer], found: list[BaseException | None]) -> list[VLLMServer]:
+    """The servers that are up, at least one, by what waiting for each has raised."""
+    errors = [error for error in found if error is not None]
+    wrong = [error for error in errors if not isinstance(error, ConnectionError)]
+    if wrong or len(errors) == len(servers):
+        raise (wrong or errors)[0]
+    for error in errors:
+        logger.warning("%s The other servers take its requests.", error)
+    return [server for server, error in zip(servers, found, strict=True) if error is None]
+
+
+async def _answer(http: httpx2.AsyncClient, server: VLLMServer, request: Request, decoding: Decoding) -> Output:
+    """What a server answers; to a prompt that is too long for it, nothing, cut off by the limit."""
+    try:
+        answer = await server.answer(http, request.problem.prompt, _body(request, decoding))
+    except RequestRefusedError as error:
+        if _TOO_LONG.search(str(error)) is None:
+            raise
+        logger.warning("Problem %s is too long for the server, and counts as truncated.", request.problem.id)
+        return Output("", 0, True)
+    return Output(answer.text, answer.tokens, answer.truncated)
 
 
 def _body(request: Request, decoding: Decoding) -> dict:

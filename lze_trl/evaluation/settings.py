@@ -16,7 +16,7 @@ class Decoding:
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
-    max_tokens: int = 1024
+    max_tokens: int | None = 1024  # None for what the context leaves, by servers alone
     stop: tuple[str, ...] = ()
     seed: int = 0
     chat: bool = True  # whether prompts are messages in the model's chat template; otherwise, plain text
@@ -28,7 +28,7 @@ class Decoding:
             ("temperature", "at least 0", self.temperature >= 0),
             ("top_p", "in (0, 1]", 0 < self.top_p <= 1),
             ("top_k", "at least 0, which is all tokens", self.top_k >= 0),
-            ("max_tokens", "at least 1", self.max_tokens >= 1),
+            ("max_tokens", "at least 1", self.max_tokens is None or self.max_tokens >= 1),
         ):
             if not is_allowed:
                 raise EvaluationError(f"`{name}` must be {allowed}, got {vars(self)[name]}.")
@@ -90,7 +90,7 @@ _DECODING = {
     "temperature": (float, "0 for the likeliest token each time; default: 0, or 1 with several samples"),
     "top_p": (float, "share of the probability that tokens are sampled from"),
     "top_k": (int, "number of tokens that are sampled from; 0 for all"),
-    "max_tokens": (int, "most tokens of a completion; default: 1024"),
+    "max_tokens": (int, "most tokens of a completion; default: 1024, or with a server what its context leaves"),
     "seed": (int, "seed of all samples"),
     "system_prompt": (str, "system prompt"),
     "prompt_suffix": (str, "text after each problem; default: the task's own"),

@@ -28,7 +28,10 @@ class Estimate(NamedTuple):
 
 
 class Vote(NamedTuple):
-    """What a majority vote over the samples of a problem gets: the mean over the classes that win, and whether several do."""
+    """
+    What a majority vote over the samples of a problem gets: the mean over the classes that win, each worth the mean
+    reward of its samples, and whether several do.
+    """
 
     value: float
     is_tie: bool
@@ -63,8 +66,12 @@ def majority(rewards: Sequence[float], answers: Sequence[str], same: Callable[[s
     if not classes:
         return Vote(0.0, False)
     votes = [sum(answers.count(text) for text in members) for members in classes]
-    winners = [members[0] for members, count in zip(classes, votes, strict=True) if count == max(votes)]
-    return Vote(float(np.mean([rewards[answers.index(text)] for text in winners])), len(winners) > 1)
+    winners = [members for members, count in zip(classes, votes, strict=True) if count == max(votes)]
+    values = [
+        np.mean([reward for reward, answer in zip(rewards, answers, strict=True) if answer in members])
+        for members in winners
+    ]
+    return Vote(float(np.mean(values)), len(winners) > 1)
 
 
 def estimate(values: Sequence[float]) -> Estimate:
@@ -102,21 +109,56 @@ def _bootstrapped(tasks: list[np.ndarray]) -> tuple[float | None, float | None]:
 
 
 class Comparison(NamedTuple):
-    """One model less another on the same problems, and McNemar's exact test of the problems that only one of them solves."""
+    """
+    One model less another on the same problems. If all values are 0 or 1, also McNemar's exact test of the problems that only
+    one of them solves.
+    """
 
     difference: Estimate
-    only_first: int
-    only_second: int
-    p_value: float
+    only_first: int | None
+    only_second: int | None
+    p_value: float | None
 
 
 def compare(first: Sequence[float], second: Sequence[float]) -> Comparison:
-    """Paired comparison of two models by a value for each problem, the same in the same order, which is solved above `PASS`."""
+    """
+    Paired comparison of two models by a value for each problem, the same in the same order. The interval is Newcombe's for
+    values of 0 and 1, else the bootstrap's, or a bound where all problems differ by the same.
+    """
     one, two = np.asarray(first, dtype=float), np.asarray(second, dtype=float)
-    differences = one - two
-    only_first, only_second = int(((one > PASS) & (two <= PASS)).sum()), int(((two > PASS) & (one <= PASS)).sum())
+    mean = float((one - two).mean())
+    if not np.isin([one, two], (0.0, 1.0)).all():
+        low, high = _bootstrapped([one - two])
+        return Comparison(Estimate(mean, *(_bound(one, two) if low is None else (low, high))), None, None, None)
+    only_first, only_second = int((one > two).sum()), int((two > one).sum())
     apart = only_first + only_second
     p_value = float(binomtest(only_first, apart).pvalue) if apart else 1.0
-    return Comparison(
-        Estimate(float(differences.mean()), *_bootstrapped([differences])), only_first, only_second, p_value
-    )
+    return Comparison(Estimate(mean, *_newcombe(one, two)), only_first, only_second, p_value)
+
+
+def _newcombe(one: np.ndarray, two: np.ndarray) -> tuple[float, float]:
+    """Interval of the difference of paired proportions, from Wilson's of both and their correlation (Newcombe 1998, method 10)."""
+    (p, *ends), (q, *others) = estimate(one), estimate(two)
+    n, both = len(one), (one * two).sum()
+    neither = n - one.sum() - two.sum() + both
+    excess = both * neither - (one.sum() - both) * (two.sum() - both)
+    excess = max(excess - n / 2, 0.0) if excess > 0 else excess
+    spread = math.sqrt(one.sum() * (n - one.sum()) * two.sum() * (n - two.sum()))
+    correlation = excess / spread if spread else 0.0
+
+    def reach(a: float, b: float) -> float:
+        return math.sqrt(max(a * a - 2 * correlation * a * b + b * b, 0.0))
+
+    return p - q - reach(p - ends[0], others[1] - q), p - q + reach(ends[1] - p, q - others[0])
+
+
+def _bound(one: np.ndarray, two: np.ndarray) -> tuple[float, float]:
+    """
+    Conservative interval where n problems all differ by d: the share of problems that differ by something else is at most
+    the upper end of Clopper and Pearson's interval of 0 of n, and they differ by the whole range of the values at most.
+    """
+    difference = float((one - two)[0])
+    values = np.concatenate([one, two])
+    widest = max(values.max(), 1.0) - min(values.min(), 0.0)
+    share = 1.0 - ((1.0 - CONFIDENCE) / 2) ** (1 / len(one))
+    return float(difference - share * (widest + difference)), float(difference + share * (widest - difference))

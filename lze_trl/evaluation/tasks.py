@@ -1,8 +1,9 @@
 """The tasks as data, and their problems as training would read them."""
 
 import difflib
+import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -104,11 +105,24 @@ def _of_name(name: str, data: str | Path | None) -> Task:
         raise EvaluationError(
             f"Task {name!r} has no file `{path}`. Put it there, or leave out `--data` to read {task.hub!r}."
         )
-    return Task(name, str(path), task.file, task.kind)
+    return replace(task, hub=str(path))
+
+
+def _has_column(reference: str, column: str | None) -> bool:
+    """Whether a column is there, as far as the first line of a file of JSON lines tells; the Hub's sets have theirs."""
+    path = Path(reference)
+    if column is None or path.suffix != ".jsonl" or not path.is_file():
+        return column is not None
+    with path.open(encoding="utf-8") as file:
+        try:
+            return column in json.loads(file.readline())
+        except ValueError:  # told when the file is read
+            return False
 
 
 def load_problems(task: Task, decoding: Decoding, limit: int | None = None) -> tuple[list[Problem], int]:
     """The problems of a task, each once, and how many rows repeated one."""
+    answer_column = task.answer_column if _has_column(task.hub, task.answer_column) else None
     suffix = SUFFIXES[task.kind] if decoding.prompt_suffix is None else decoding.prompt_suffix
     try:
         table = load_prompts(
@@ -116,7 +130,7 @@ def load_problems(task: Task, decoding: Decoding, limit: int | None = None) -> t
             system_prompt=decoding.system_prompt,
             prompt_suffix=suffix,
             conversational=decoding.chat,
-            answer_column=task.answer_column,
+            answer_column=answer_column,
         )
     except DataError as error:
         raise EvaluationError(f"Task {task.name!r}: {error} Or give a folder of files with `--data`.") from error

@@ -230,11 +230,16 @@ def _replay(namespace: argparse.Namespace, flags: list[str]):
 def _eval(namespace: argparse.Namespace, flags: list[str]):
     """Evaluate a model on tasks, with intervals; compare two, or look for the tasks in a training set."""
     from ..evaluation.command import run
+    from ..evaluation.results import FOLDER
     from ..hub import add_evaluations
 
     folder = run(namespace)
-    if folder is not None:
-        add_evaluations(folder.resolve().parents[1])
+    if folder is None:
+        return
+    place = folder.resolve().parent
+    is_of_run = any((place.parent / name).is_file() for name in ("config.json", "adapter_config.json"))
+    if place.name == FOLDER and is_of_run:  # any other README.md is not ours to write into
+        add_evaluations(place.parent)
 
 
 def _report(namespace: argparse.Namespace, flags: list[str]):

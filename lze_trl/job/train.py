@@ -31,7 +31,7 @@ from ..app.console import accuracy_metric, held_out_accuracy
 from ..checkpoint import CheckpointError, has_ended, how_to_resume, last_complete_checkpoint, refuse_non_checkpoint
 from ..config import LZEGRPOConfig
 from ..data import load_mixture, parse_reference
-from ..evaluation.during import TaskEvaluation
+from ..evaluation.during import TaskEvaluation, remove_evaluations
 from ..evaluation.run import Evaluation
 from ..evaluation.settings import Decoding
 from ..evaluation.tasks import find_tasks, load_problems
@@ -119,14 +119,15 @@ def task_evaluation(trainer: LZEGRPOTrainer, script_args: LZEScriptArguments) ->
         seed=args.seed,
         chat=script_args.conversational,
         system_prompt=script_args.system_prompt,
-        prompt_suffix=script_args.prompt_suffix,
+        prompt_suffix=script_args.prompt_suffix or "",  # the recipe's prompts, not the task's own
     )
     tasks = find_tasks(script_args.eval_tasks, script_args.eval_tasks_data)
     with args.main_process_first(desc="tasks"):
         problems = {task.name: load_problems(task, decoding, script_args.eval_tasks_limit) for task in tasks}
     name = "accuracy" if "accuracy" in script_args.reward_funcs else script_args.reward_funcs[0]
     reward = get_reward(name, args.max_completion_length, script_args.soft_overlong_cache)
-    return TaskEvaluation(trainer, Evaluation(problems, decoding, samples, reward), script_args.eval_tasks_steps)
+    evaluation = Evaluation(problems, decoding, samples, reward, script_args.eval_tasks_limit)
+    return TaskEvaluation(trainer, evaluation, script_args.eval_tasks_steps)
 
 
 def resume_point(args: LZEGRPOConfig) -> str | None:
@@ -186,6 +187,8 @@ def run(
         trainer = build_trainer(script_args, training_args, model_args)
     if trainer.is_world_process_zero():  # that of an earlier run
         (output_dir / TRAINER_STATE_NAME).unlink(missing_ok=True)
+        if checkpoint is None:
+            remove_evaluations(output_dir)
     if trainer.summary is not None:
         trainer.summary.ends_with_training = False
     try:

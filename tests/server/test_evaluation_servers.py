@@ -144,7 +144,6 @@ def test_a_training_over_http_evaluates_the_weights_of_each_step(servers, models
         "vllm_server_urls": [servers["first"].url],
         "eval_tasks": [str(tmp_path / "sums.jsonl")],
         "eval_tasks_steps": 2,
-        "prompt_suffix": "",
     }
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     run(*parse_recipe(["--config", str(tmp_path / "recipe.yaml")]))

@@ -19,6 +19,7 @@ _CACHE_RESET_INTERVAL = 0.2
 _MISREADINGS = (AttributeError, IndexError, KeyError, TypeError, ValueError)
 # What vLLM answers to every request once its engine has died. /health then answers 503, without a body
 _ENGINE_DEAD = ("EngineDeadError", "EngineCore encountered an issue")
+_UNNAMED = "default"  # the version of weights that a server was started with
 _WANTED = "as vLLM's OpenAI API server, version 0.32 or later"
 
 
@@ -251,6 +252,14 @@ class VLLMServer:
         return await self._request(http, "/v1/completions", body, read=logprobs)
 
     # ---- Weights ----
+
+    async def weight_version(self, http: httpx2.AsyncClient) -> str | None:
+        """What the weights were called by whoever loaded them into the running server; `None` if nobody did or it cannot tell."""
+        try:
+            version = await self._request(http, "/weight_info", read=itemgetter("weight_version"))
+        except (RequestRefusedError, ServerMismatchError):  # not in development mode
+            return None
+        return None if version == _UNNAMED else version
 
     async def hold(self, http: httpx2.AsyncClient, snapshot: Snapshot):
         """
