@@ -21,6 +21,7 @@ def base(tmp_path, monkeypatch):
         {
             "prompt": [{"role": "user", "content": f"{i} and 2?"}],
             "completion": [{"role": "assistant", "content": f"{i}+2={i + 2}"}],
+            "answer": str(i + 2),
         }
         for i in range(8)
     ]

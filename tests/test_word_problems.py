@@ -88,8 +88,10 @@ def test_the_files_that_are_written(tmp_path):
         {
             "prompt": [{"role": "user", "content": FIRST[0]}],
             "completion": [{"role": "assistant", "content": "3+4=7\n#### 7"}],
+            "answer": "7",
         }
     ]
+    assert load_prompts(str(tmp_path / "data" / WARM_START))["solution"] == ["7"]  # for `lze-trl eval --contamination`
     assert read(tmp_path / "data" / TRAIN) == [
         {"question": SECOND[0], "answer": "7", "from": "asdiv"},
         {"question": "Two and two?", "answer": "4.0", "from": "mawps"},
