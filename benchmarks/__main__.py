@@ -19,7 +19,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description=__doc__.splitlines()[1], allow_abbrev=False
     )
-    parser.add_argument("--task", metavar="TASK", help="addition, calculator or all; default: all")
+    parser.add_argument(
+        "--task", metavar="TASK", help="addition, calculator, word_problems, or all for the first two; default: all"
+    )
     parser.add_argument("--strategies", metavar="NAME", nargs="+", help="default: all of them")
     parser.add_argument("--seeds", metavar="SEED", nargs="+", type=int, help="default: 0 1 2")
     parser.add_argument("--steps", type=int, help="optimizer steps of the baseline; default: the task's own")

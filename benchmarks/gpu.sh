@@ -31,8 +31,13 @@ update)
 	timeout 480 "$python" -m benchmarks.parts update "${flags[@]}" --output "$output"
 	;;
 word_problems)
+	status=0
 	timeout 590 "$python" -m benchmarks --task word_problems "${flags[@]}" --strategies lze recommended --seeds 0 \
-		--output "$output/word_problems" "${@:3}"
+		--output "$output/word_problems" "${@:3}" || status=$?
+	if ((status == 124)); then
+		echo "not finished: call it once more" >&2
+	fi
+	exit $status
 	;;
 *)
 	echo "error: the second argument must be 'update' or 'word_problems', got '$task'." >&2

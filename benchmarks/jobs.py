@@ -29,7 +29,7 @@ class Options:
     What is to be run.
 
     Attributes:
-        task (`str`): Name of a task, or `"all"`.
+        task (`str`): Name of a task, or `"all"` for the small ones.
         strategies (`Sequence[str]`): Names; the baseline is always among them.
         seeds (`Sequence[int]`): Seeds; a run is compared with the baseline of its seed.
         steps (`int`, *optional*): Optimizer steps of the baseline. Defaults to the task's own.

@@ -80,7 +80,12 @@ class Meter:
     _rewards: dict[str, set[float]] = field(default_factory=dict)  # of the prompts of this step
 
     def score(self, prompts: list[Any], rewards: torch.Tensor):
-        """Take note of total rewards, `(B,)`, of the completions of these prompts; a group may come in several rounds."""
+        """
+        Take note of total rewards, `(B,)`, of the completions of these prompts; a group may come in several rounds.
+
+        Groups are told apart by their prompts: several of one prompt in a step count as one. The tasks here have each
+        prompt once, so that is rare: it takes a step that reaches from one pass over the data into the next.
+        """
         for prompt, reward in zip(prompts, rewards.tolist(), strict=True):
             self._rewards.setdefault(str(prompt), set()).add(reward)
 

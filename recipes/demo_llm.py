@@ -95,7 +95,7 @@ def find_model() -> str:
 
 
 def find_problems(references: dict[str, str]) -> Problems:
-    """ASDiv, MAWPS and SVAMP, given, made before, or from the Hub; where they cannot be had, generated problems."""
+    """ASDiv, MAWPS and SVAMP, given, made before, or from the Hub; where the Hub cannot be reached, generated problems."""
     folder = word_problems.DATA_DIR
     real = Problems(folder / word_problems.TRAIN, folder / word_problems.EVALUATION, "SVAMP")
     if not references and real.train.is_file() and real.evaluation.is_file():
@@ -104,11 +104,16 @@ def find_problems(references: dict[str, str]) -> Problems:
     try:
         word_problems.write_data(folder, references)
     except DataError as error:
-        if references:
+        if references or not is_unreachable(error):
             raise
-        logger.info("ASDiv, MAWPS and SVAMP cannot be had, so problems are generated from templates: %s", error)
+        logger.warning("The Hub cannot be reached: NOT ASDiv, MAWPS and SVAMP, but problems generated from templates.")
         return write_generated(folder.with_name("generated"))
     return real
+
+
+def is_unreachable(error: DataError) -> bool:
+    """Whether the Hub does not answer, rather than that what it answers is not as expected."""
+    return "Hub cannot be reached" in str(error) or isinstance(error.__cause__, ConnectionError | TimeoutError)
 
 
 def write_generated(folder: Path) -> Problems:
@@ -188,11 +193,13 @@ def main(arguments: Sequence[str] | None = None):
     for name in word_problems.SOURCES:
         parser.add_argument(f"--{name}", metavar="DATASET", help="local file, folder or Hub id")
     namespace, flags = parser.parse_known_args(arguments)
+    given = {name: value for name, value in vars(namespace).items() if value is not None}
+    references = {name: word_problems.absolute(value) for name, value in given.items()}
     os.chdir(ROOT)  # the recipe names its files from here
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the server ends with this process
     setup_logging(is_main=True)
     try:
-        run_demo({name: value for name, value in vars(namespace).items() if value is not None}, flags)
+        run_demo(references, flags)
     except (DataError, RecipeError, ServerStartError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:

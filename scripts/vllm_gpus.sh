@@ -3,15 +3,16 @@
 #
 #     scripts/vllm_gpus.sh 0,1,2,3 Qwen/Qwen3-4B [any option of `vllm serve`]
 #
-# They are reachable from this machine only, unless HOST names another address. VLLM is the `vllm` command, of an
-# environment of its own if need be. Each writes a log, vllm-HOST-PORT.log. To stop them all: Ctrl-C.
+# They are reachable from this machine only, unless LZE_VLLM_HOST names another address. VLLM is the `vllm` command, of
+# an environment of its own if need be. Each writes a log, vllm-HOST-PORT.log. If one ends, its log's end is shown, and the
+# others stay, for the trainer goes on with them. To stop them all: Ctrl-C.
 set -euo pipefail
 
 if [[ $# -lt 2 || ! $1 =~ ^[0-9]+(,[0-9]+)*$ ]]; then
     echo "scripts/vllm_gpus.sh: give GPUs and a model, such as: scripts/vllm_gpus.sh 0,1,2,3 Qwen/Qwen3-4B" >&2
     exit 1
 fi
-host=${HOST:-127.0.0.1}
+host=${LZE_VLLM_HOST:-127.0.0.1}  # not HOST, which some shells and environments set to the machine's own name
 vllm=${VLLM:-vllm}
 if ! command -v "$vllm" >/dev/null; then
     echo "scripts/vllm_gpus.sh: there is no command \`$vllm\`. Install vLLM, or name its command: VLLM=/path/to/vllm" >&2
@@ -20,12 +21,29 @@ fi
 
 trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
 port=8000
+logs=()  # by process id
 for gpu in ${1//,/ }; do
     log=vllm-$host-$port.log
     # Weight reloading is one of vLLM's development endpoints; they load from any path, for anyone who reaches them
     CUDA_VISIBLE_DEVICES=$gpu VLLM_SERVER_DEV_MODE=1 "$vllm" serve "$2" --host "$host" --port "$port" \
         --logprobs-mode processed_logprobs --max-logprobs -1 "${@:3}" >"$log" 2>&1 &
+    logs[$!]=$log
     echo "http://$host:$port: GPU $gpu, log in $log"
     port=$((port + 1))
 done
-wait
+
+# A server ends by itself only if something is wrong
+while ((${#logs[@]})); do
+    wait -n || true
+    for pid in "${!logs[@]}"; do
+        if ! kill -0 "$pid" 2>/dev/null; then
+            status=0
+            wait "$pid" || status=$?
+            echo "scripts/vllm_gpus.sh: a server has ended with $status. Its log ${logs[$pid]} ends with:" >&2
+            tail -n 20 "${logs[$pid]}" >&2
+            unset "logs[$pid]"
+        fi
+    done
+done
+echo "scripts/vllm_gpus.sh: no server is left." >&2
+exit 1

@@ -83,6 +83,11 @@ def test_quick_changes_defaults_only():
     assert (full.task, full.strategies, full.seeds, full.jobs) == ("all", tuple(STRATEGIES), (0, 1, 2), 2)
 
 
+def test_all_means_the_small_tasks():
+    assert tasks.chosen_tasks("all") == ["addition", "calculator"]
+    assert tasks.chosen_tasks("word_problems") == ["word_problems"]
+
+
 # ---- Data ----
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -337,6 +338,23 @@ def test_gpu_script_on_word_problems(tmp_path):
     assert result.returncode == 0, result.stdout + result.stderr
     assert "rollouts : update =" in result.stdout
     assert "| LZE, 40 % | 1 |" in (tmp_path / "out" / "CPU" / "word_problems" / "tables.md").read_text()
+
+
+def test_gpu_script_says_that_it_is_not_finished(tmp_path):
+    (tmp_path / "timeout").write_text(f'#!/bin/bash\nexec {shutil.which("timeout")} 0.2 "${{@:2}}"\n')  # not 590 s
+    (tmp_path / "python").write_text("#!/bin/bash\n[[ $1 == -c ]] || exec sleep 60\n")  # no GPU, and long runs
+    for name in ("timeout", "python"):
+        (tmp_path / name).chmod(0o755)
+    result = subprocess.run(
+        [ROOT / "benchmarks" / "gpu.sh", str(tmp_path / "out"), "word_problems"],
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": str(tmp_path / "python")},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert result.returncode == 124
+    assert result.stderr.endswith("not finished: call it once more\n")
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import os
 import re
 import shlex
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -172,11 +173,11 @@ def test_nodes_that_do_not_divide_are_refused(start, tmp_path):
         assert f"leaves {gpus} GPUs for training" in done.stderr
 
 
-def serve(tmp_path, *arguments, **variables):
-    """`scripts/vllm_gpus.sh`, where `vllm` records its arguments and its GPU and waits to be ended."""
+def serve(tmp_path, *arguments, then="exec sleep 60", **variables):
+    """`scripts/vllm_gpus.sh`, where `vllm` records its arguments and its GPU and waits to be ended, or does what `then` says."""
     (tmp_path / "vllm").write_text(
         '#!/bin/bash\nprintf "%s\\n" "$CUDA_VISIBLE_DEVICES" "$VLLM_SERVER_DEV_MODE" "$@" >"seen.$BASHPID.part"\n'
-        'mv "seen.$BASHPID.part" "seen.$BASHPID"\nexec sleep 60\n'
+        f'mv "seen.$BASHPID.part" "seen.$BASHPID"\n{then}\n'
     )
     (tmp_path / "vllm").chmod(0o755)
     return subprocess.Popen(
@@ -190,10 +191,9 @@ def serve(tmp_path, *arguments, **variables):
 
 
 def test_servers_on_gpus_start_together_and_end_together(tmp_path):
-    process = serve(tmp_path, "1,3", "some/model", "--max-model-len", "99")
+    process = serve(tmp_path, "1,3", "some/model", "--max-model-len", "99", HOST="192.0.2.1")  # HOST opens nothing
     deadline = time.monotonic() + 30
-    while len(seen := sorted(tmp_path.glob("seen.*[0-9]"))) < 2 and time.monotonic() < deadline:
-        time.sleep(0.02)
+    seen = wait_for_servers(tmp_path, 2)
     calls = sorted(path.read_text().splitlines() for path in seen)
     common = ["--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1", "--max-model-len", "99"]
     assert calls == [
@@ -210,6 +210,37 @@ def test_servers_on_gpus_start_together_and_end_together(tmp_path):
     while any(is_alive(pid) for pid in servers) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not any(is_alive(pid) for pid in servers)
+
+
+def wait_for_servers(tmp_path, count: int) -> list[Path]:
+    deadline = time.monotonic() + 30
+    while len(seen := sorted(tmp_path.glob("seen.*[0-9]"))) < count and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return seen
+
+
+def test_servers_on_gpus_listen_where_they_are_told(tmp_path):
+    process = serve(tmp_path, "0", "some/model", LZE_VLLM_HOST="node7")
+    (seen,) = wait_for_servers(tmp_path, 1)
+    process.terminate()
+    assert process.communicate(timeout=30)[0] == "http://node7:8000: GPU 0, log in vllm-node7-8000.log\n"
+    assert "--host\nnode7\n--port\n8000\n" in seen.read_text()
+
+
+def test_a_server_that_ends_is_reported_and_the_others_stay(tmp_path):
+    dies = '[[ $CUDA_VISIBLE_DEVICES == 1 ]] && { echo "out of memory"; exit 7; }; exec sleep 60'
+    process = serve(tmp_path, "0,1", "some/model", then=dies)
+    first = [process.stderr.readline() for _ in range(2)]
+    assert first == [
+        "scripts/vllm_gpus.sh: a server has ended with 7. Its log vllm-127.0.0.1-8001.log ends with:\n",
+        "out of memory\n",
+    ]
+    (other,) = (path for path in wait_for_servers(tmp_path, 2) if path.read_text().startswith("0\n"))
+    assert process.poll() is None and is_alive(int(other.suffix[1:]))
+    os.kill(int(other.suffix[1:]), signal.SIGTERM)
+    _, rest = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert "has ended with 143. Its log vllm-127.0.0.1-8000.log" in rest and rest.endswith("no server is left.\n")
 
 
 def is_alive(pid: int) -> bool:

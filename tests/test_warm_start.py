@@ -21,6 +21,7 @@ def base(tmp_path, monkeypatch):
         {
             "prompt": [{"role": "user", "content": f"{i} and 2?"}],
             "completion": [{"role": "assistant", "content": f"{i}+2={i + 2}"}],
+            "answer": str(i + 2),
         }
         for i in range(8)
     ]
@@ -42,7 +43,7 @@ def logits(model):
         return model(torch.arange(4, 20)[None]).logits
 
 
-def test_the_adapter_is_trained_and_merged(base, tmp_path):
+def test_the_adapter_is_trained_and_merged(base, tmp_path, monkeypatch):
     train(base, tmp_path, "--learning_rate", "0.1")
     start, merged = (
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in (base, tmp_path / "model")
@@ -60,7 +61,8 @@ def test_the_adapter_is_trained_and_merged(base, tmp_path):
     assert str(tmp_path) not in json.dumps(config)
 
     # The adapter alone makes the same model
-    warm_start.main(["--model", base, "--adapter", str(tmp_path / "adapter"), "--model_dir", str(tmp_path / "again")])
+    monkeypatch.chdir(tmp_path)
+    warm_start.main(["--model", "base", "--adapter", "adapter", "--model_dir", "again"])  # from where it is started
     again = load_file(tmp_path / "again" / "model.safetensors")
     for name, weight in load_file(tmp_path / "model" / "model.safetensors").items():
         assert torch.equal(again[name], weight), name

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lze_trl.data import load_prompts
+from lze_trl.data import DataError, load_prompts
 from recipes import word_problems
 from recipes.word_problems import EVALUATION, TRAIN, WARM_START, Problem, divide, is_calculation, is_first_half
 
@@ -88,8 +88,10 @@ def test_the_files_that_are_written(tmp_path):
         {
             "prompt": [{"role": "user", "content": FIRST[0]}],
             "completion": [{"role": "assistant", "content": "3+4=7\n#### 7"}],
+            "answer": "7",
         }
     ]
+    assert load_prompts(str(tmp_path / "data" / WARM_START))["solution"] == ["7"]  # for `lze-trl eval --contamination`
     assert read(tmp_path / "data" / TRAIN) == [
         {"question": SECOND[0], "answer": "7", "from": "asdiv"},
         {"question": "Two and two?", "answer": "4.0", "from": "mawps"},
@@ -101,6 +103,14 @@ def test_the_files_that_are_written(tmp_path):
 def test_a_data_set_that_is_missing_is_named(tmp_path):
     with pytest.raises(SystemExit, match=r"no file or folder '.*nowhere\.jsonl'"):
         word_problems.main(["--asdiv", str(tmp_path / "nowhere.jsonl"), "--output_dir", str(tmp_path / "data")])
+    assert not (tmp_path / "data").exists()
+
+
+def test_asdiv_without_formulas_is_refused(tmp_path):
+    rows = [{"question": question, "answer": "7"} for question in FIRST]
+    references = {name: write(tmp_path / f"{name}.jsonl", rows) for name in word_problems.SOURCES}
+    with pytest.raises(DataError, match=r"No problem of '.*asdiv\.jsonl' has a calculation .* column `formula`"):
+        word_problems.write_data(tmp_path / "data", references)
     assert not (tmp_path / "data").exists()
 
 
