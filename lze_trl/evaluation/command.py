@@ -131,7 +131,7 @@ def _compare(folder: Path, other: Path, evaluation: Evaluation):
         "only the second",
         "McNemar p",
     ]
-    sys.stdout.write(f"{folder} less {other}, paired by problem, which is solved above half of its value\n")
+    sys.stdout.write(f"{folder} less {other}, paired by problem; a problem counts as solved above 0.5\n")
     sys.stdout.write(text_table(heading, rows))
 
 
