@@ -79,7 +79,7 @@ def test_one_server_and_two_give_the_same_samples(servers):
     shares = [answered(servers[name]) - count for name, count in zip(("first", "second"), before, strict=True)]
     assert agreement(alone, together) >= AGREEING
     assert sum(shares) == len(asked)
-    assert min(shares) > len(asked) / 5
+    assert min(shares) >= 8  # what each works on at a time; how many more is a matter of its speed
     assert len({output.text for output in alone.values()}) > 60  # the samples of a problem differ
 
 
