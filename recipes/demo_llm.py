@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import httpx2
-from scipy.stats import binomtest
 
 from lze_trl.data import DataError
 from lze_trl.files import made_aside
@@ -45,11 +44,10 @@ class ServerStartError(RuntimeError):
 
 
 class Problems(NamedTuple):
-    """Files to train on and to evaluate on, and what the latter is called."""
+    """Files to train on and to evaluate on."""
 
     train: Path
     evaluation: Path
-    name: str
 
 
 def run_demo(references: dict[str, str], flags: Sequence[str] = ()):
@@ -68,17 +66,13 @@ def run_demo(references: dict[str, str], flags: Sequence[str] = ()):
         settings = {
             "model_name_or_path": model,
             "datasets": problems.train,
-            "eval_datasets": problems.evaluation,
+            "eval_tasks": problems.evaluation,
             "vllm_server_urls": url,
         }
         ours = [part for key, value in settings.items() for part in (f"--{key}", str(value))]
         script_args, training_args, model_args = parse_recipe(["--config", str(RECIPE), *ours, *flags])
-        logger.info("The server is up. The run begins and ends with an evaluation, which takes some minutes.")
-        totals = run(script_args, training_args, model_args)
-    count = min(script_args.max_eval_samples or sys.maxsize, count_lines(problems.evaluation))
-    sys.stdout.write(f"\nSampled accuracy on {count} problems of {problems.name}, with its 95 % interval:\n")
-    for when in ("before", "after"):
-        sys.stdout.write(f"  {when:<8}{with_interval(totals[f'accuracy_{when}'], count)}\n")
+        logger.info("The server is up. The run begins and ends with an evaluation, of about a minute each.")
+        run(script_args, training_args, model_args)
 
 
 # ---- What the run needs ----
@@ -97,7 +91,7 @@ def find_model() -> str:
 def find_problems(references: dict[str, str]) -> Problems:
     """ASDiv, MAWPS and SVAMP, given, made before, or from the Hub; where the Hub cannot be reached, generated problems."""
     folder = word_problems.DATA_DIR
-    real = Problems(folder / word_problems.TRAIN, folder / word_problems.EVALUATION, "SVAMP")
+    real = Problems(folder / word_problems.TRAIN, folder / word_problems.EVALUATION)
     if not references and real.train.is_file() and real.evaluation.is_file():
         logger.info("The data in `%s` is reused.", folder)
         return real
@@ -117,13 +111,16 @@ def is_unreachable(error: DataError) -> bool:
 
 
 def write_generated(folder: Path) -> Problems:
-    """Write problems from templates; those for evaluation are from other templates."""
-    parts = {"train.jsonl": (generated_problems.TRAIN, 600), "held_out.jsonl": (generated_problems.HELD_OUT, 500)}
+    """Write problems from templates; those for evaluation are from templates that the training does not show."""
+    parts = {
+        "train.jsonl": (generated_problems.TRAIN, 600),
+        "other_templates.jsonl": (generated_problems.HELD_OUT, 500),
+    }
     with made_aside(folder) as unfinished:
         for name, (templates, count) in parts.items():
             rows = generated_problems.generate(templates, count, seed=len(templates))
             (unfinished / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return Problems(*(folder / name for name in parts), "templates that the training does not show")
+    return Problems(*(folder / name for name in parts))
 
 
 # ---- Server ----
@@ -166,23 +163,6 @@ def wait_for(process: subprocess.Popen, url: str, log: Path):
     state = "takes too long to start" if process.poll() is None else f"has ended with {process.returncode}"
     last = log.read_text(errors="replace")[-1000:]
     raise ServerStartError(f"The vLLM server {state}. Its log `{log}` ends with:\n{last}")
-
-
-# ---- Accuracy ----
-
-
-def with_interval(accuracy: float | None, count: int) -> str:
-    """An accuracy over this many problems with Wilson's 95 % interval; with several samples of each, it is too wide."""
-    if accuracy is None:
-        return "not measured"
-    found = binomtest(round(accuracy * count), count).proportion_ci(0.95, method="wilson")
-    return f"{accuracy:.3f} ({found.low:.3f}–{found.high:.3f})"
-
-
-def count_lines(path: Path) -> int:
-    """Number of problems in a file."""
-    with path.open(encoding="utf-8") as file:
-        return sum(1 for _ in file)
 
 
 def main(arguments: Sequence[str] | None = None):

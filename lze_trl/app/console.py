@@ -13,6 +13,7 @@ from tqdm.auto import tqdm
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
 
+from ..evaluation.results import first_and_last, read_results, rows_of, text_table
 from ..record.ledger import PLAIN, SKIPPED, against_plain
 from .numbers import count
 
@@ -71,7 +72,7 @@ class RunSummary(TrainerCallback):
 
     def on_train_end(self, args, state, control, **kwargs: Any):
         if self.ends_with_training and state.is_world_process_zero:
-            self.show(state, self.report(args))
+            self.show(args, state, self.report(args))
 
     def report(self, args: TrainingArguments) -> dict[str, Path]:
         """Write report and picture of the run so far, if it has telemetry; label and path of each file."""
@@ -92,13 +93,16 @@ class RunSummary(TrainerCallback):
             files |= {"report": report, "picture": report.with_name("summary.png")}
         return files
 
-    def show(self, state: TrainerState, files: dict[str, Path | str]):
+    def show(self, args: TrainingArguments, state: TrainerState, files: dict[str, Path | str]):
         """Print the tables of the run, and where its files are."""
         accuracy = held_out_accuracy(state, self.accuracy_metric)
         console = Console(highlight=False)
         for heading, table in summary_tables(self.savings(), accuracy).items():
             console.print(heading, style="bold")
             console.print(table)
+        if evaluations := first_and_last(read_results(args.output_dir)):
+            console.print("Evaluations", style="bold")
+            console.print(text_table(*rows_of(evaluations)), markup=False, soft_wrap=True)
         for label, path in files.items():
             console.print(f"{label + ':':<11}{path}", soft_wrap=True, markup=False)
 

@@ -18,7 +18,6 @@ from .run import SETTINGS, Evaluation, check_comparable
 from .samples import SampleFile
 from .servers import ServerEngine
 from .settings import PRESETS, Decoding, EvaluationError, Preset, decoding_flags
-from .statistics import compare
 from .tasks import Task, find_tasks, load_problems
 
 
@@ -114,14 +113,11 @@ def _show(folder: Path, results: dict[str, Any]):
 def _compare(folder: Path, other: Path, evaluation: Evaluation):
     rows = []
     for task in evaluation.tasks:
-        ours, theirs = (evaluation.scores(place, task).metrics for place in (folder, other))
-        for metric in ours:
-            both = [name for name in ours[metric] if name in theirs[metric]]
-            found = compare([ours[metric][name] for name in both], [theirs[metric][name] for name in both])
+        for metric, (problems, found) in evaluation.compare(folder, other, task).items():
             only = ["", "", ""]  # McNemar's test is one of problems that are solved or not
             if found.p_value is not None:
                 only = [str(found.only_first), str(found.only_second), f"{found.p_value:.3g}"]
-            rows.append([task, metric, f"{len(both):,}", interval_text(found.difference), *only])
+            rows.append([task, metric, f"{problems:,}", interval_text(found.difference), *only])
     heading = [
         "task",
         "metric",

@@ -14,7 +14,7 @@ from trl.distributed import DistributedBackend
 from trl.models import unwrap_model_for_generation
 
 from .engines import Engine, Output, Request, TransformersEngine
-from .results import FOLDER, interval_text
+from .results import FILE, FOLDER, interval_text
 from .run import SETTINGS, Evaluation
 from .servers import ServerEngine
 from .settings import Decoding
@@ -60,11 +60,12 @@ class TaskEvaluation(TrainerCallback):
 
     def _evaluate(self, args: TrainingArguments, state: TrainerState):
         self._evaluated = step = state.global_step
-        folder = Path(args.output_dir) / FOLDER / f"step-{step:06d}"
+        folder, first = (Path(args.output_dir) / FOLDER / f"step-{number:06d}" for number in (step, 0))
         with self._engine() as engine:
             if engine is None:  # of a process that took part
                 return
-            results = self.evaluation.run(engine, folder, f"step {step}", progress=not args.disable_tqdm)
+            against = first if step and (first / FILE).is_file() else None
+            results = self.evaluation.run(engine, folder, f"step {step}", not args.disable_tqdm, against)
         for task, found in results["tasks"].items():
             shown = "  ".join(f"{name} {interval_text(estimate)}" for name, estimate in found["metrics"].items())
             logger.info("step %d  %s  %s", step, task, shown)

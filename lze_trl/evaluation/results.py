@@ -38,6 +38,8 @@ def rows_of(evaluations: dict[str, dict[str, Any]]) -> tuple[list[str], list[lis
             further = {key: found[key] for key in ("ties", "truncated") if found[key] is not None}
             shown = {metric: interval_text(estimate) for metric, estimate in found["metrics"].items()}
             shown |= {metric: interval_text([share, None, None]) for metric, share in further.items()}
+            for metric, change in found.get("change", {}).items():
+                shown[f"{metric}, change since the first"] = interval_text(change, "+")
             shown["mean tokens"] = f"{found['mean_tokens']:.1f}"
             rows += [[name, task, f"{found['problems']:,}", metric, text] for metric, text in shown.items()]
         for metric, estimate in (results["mean"] or {}).items():
@@ -47,10 +49,10 @@ def rows_of(evaluations: dict[str, dict[str, Any]]) -> tuple[list[str], list[lis
     return ["evaluation", "task", "problems", "metric", "% [95 % interval]"], rows
 
 
-def interval_text(estimate: list[float | None]) -> str:
-    """A share and its interval in percent, such as "12.5 [9.1, 16.0]"."""
-    value, low, high = estimate
-    return f"{100 * value:.1f}" + ("" if low is None else f" [{100 * low:.1f}, {100 * high:.1f}]")
+def interval_text(estimate: list[float | None], sign: str = "") -> str:
+    """A share and its interval in percent, such as "12.5 [9.1, 16.0]"; the sign `"+"` is for differences."""
+    value, low, high = (None if number is None else f"{100 * number:{sign}.1f}" for number in estimate)
+    return value if low is None else f"{value} [{low}, {high}]"
 
 
 def markdown(evaluations: dict[str, dict[str, Any]]) -> str:

@@ -3,6 +3,7 @@
 import json
 from collections import defaultdict
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from .engines import Engine, Request
 from .results import FILE
 from .samples import Sample, SampleFile
 from .settings import Decoding, EvaluationError
-from .statistics import PASS, Vote, estimate, majority, mean_over_tasks, pass_at_k
+from .statistics import PASS, Comparison, Vote, compare, estimate, majority, mean_over_tasks, pass_at_k
 from .tasks import Problem
 
 
@@ -52,7 +53,14 @@ class Evaluation:
         """How samples are decoded and scored, as JSON gives it back."""
         return {"reward": self.reward.__name__, "decoding": self.decoding.as_dict()}
 
-    def run(self, engine: Engine, folder: Path, weights: str | None = None, progress: bool = True) -> dict[str, Any]:
+    def run(
+        self,
+        engine: Engine,
+        folder: Path,
+        weights: str | None = None,
+        progress: bool = True,
+        against: Path | None = None,
+    ) -> dict[str, Any]:
         """
         Evaluate an engine, or go on where a killed evaluation of the same folder was.
 
@@ -61,6 +69,7 @@ class Evaluation:
             folder (`Path`): Where samples and results are kept; one with other settings or weights is refused.
             weights (`str`, *optional*): What tells the weights from others. Defaults to the name of the engine.
             progress (`bool`, *optional*, defaults to `True`): Whether to show a progress bar.
+            against (`Path`, *optional*): Folder of an earlier evaluation, of which the results say the change.
 
         Returns:
             `dict`: The results, as they are in the folder.
@@ -77,6 +86,13 @@ class Evaluation:
             metrics = {metric: estimate(values[metric][-1]) for metric in found.metrics}
             counts = {"problems": len(problems), "repeated": repeated, "limit": self.limit, **found.counts}
             results["tasks"][task] = {"metrics": metrics, **counts}
+            if against is not None:
+                with suppress(EvaluationError):  # that one was asked or decoded in another way
+                    check_comparable(against, self)
+                    compared = self.compare(folder, against, task)
+                    results["tasks"][task]["change"] = {
+                        name: change.difference for name, (_, change) in compared.items()
+                    }
         if not self.tasks.keys().isdisjoint(results["mean_over"]):  # an earlier mean, over samples of theirs
             results |= {"mean": None, "mean_over": []}
         if len(self.tasks) > 1:
@@ -100,6 +116,16 @@ class Evaluation:
             for request, output in engine.generate(missing, self.decoding):
                 file.write(Sample.of(request, output, *score(self.reward, request.problem, output.text)))
                 bar.update()
+
+    def compare(self, folder: Path, other: Path, task: str) -> dict[str, tuple[int, Comparison]]:
+        """By metric: the number of problems that both folders have scored, and the first less the other, by problem."""
+        ours, theirs = (self.scores(place, task).metrics for place in (folder, other))
+        found = {}
+        for metric in ours:
+            both = [name for name in ours[metric] if name in theirs[metric]]
+            values = ([metrics[metric][name] for name in both] for metrics in (ours, theirs))
+            found[metric] = len(both), compare(*values)
+        return found
 
     def scores(self, folder: Path, task: str) -> Scores:
         """Values of the problems of a task, from the samples of a folder; neither samples without a score nor problems of such."""

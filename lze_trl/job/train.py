@@ -220,7 +220,7 @@ def finish(trainer: LZEGRPOTrainer, on_the_hub: list[str]) -> dict[str, float | 
     else:
         trainer.create_model_card(dataset_name=on_the_hub)
     if shows:
-        trainer.summary.show(trainer.state, files)
+        trainer.summary.show(trainer.args, trainer.state, files)
     trainer.save_state()
     trainer.end()
     return savings | {f"accuracy_{when}": share for when, share in accuracy.items()}
