@@ -86,6 +86,12 @@ def test_training_goes_on_as_without_and_finds_what_the_command_finds(job, tmp_p
     logged = {logs["step"]: logs["tasks/sums/avg@3"] for logs in log if "tasks/sums/avg@3" in logs}
     assert logged == {int(name[-6:]): found[name]["tasks"]["sums"]["metrics"]["avg@3"][0] for name in found}
     assert len(set(logged.values())) > 1  # of shares of even lengths, so the policy has moved
+    first, *later = (found[name]["tasks"]["sums"] for name in found)
+    assert "change" not in first
+    for results in later:
+        change, low, high = results["change"]["avg@3"]
+        assert low <= change <= high
+        assert change == pytest.approx(results["metrics"]["avg@3"][0] - first["metrics"]["avg@3"][0])
     flags = [
         "--tasks",
         str(tmp_path / "sums.jsonl"),

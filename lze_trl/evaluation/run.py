@@ -68,7 +68,7 @@ class Evaluation:
             engine ([`Engine`]): What completes the problems.
             folder (`Path`): Where samples and results are kept; one with other settings or weights is refused.
             weights (`str`, *optional*): What tells the weights from others. Defaults to the name of the engine.
-            progress (`bool`, *optional*, defaults to `True`): Whether to show a progress bar.
+            progress (`bool`, *optional*, defaults to `True`): Whether to show a progress bar, on a terminal.
             against (`Path`, *optional*): Folder of an earlier evaluation, of which the results say the change.
 
         Returns:
@@ -112,7 +112,7 @@ class Evaluation:
         if not missing:
             return
         done = len(wanted) - len(missing)
-        with file, tqdm(total=len(wanted), initial=done, desc=task, disable=not progress) as bar:
+        with file, tqdm(total=len(wanted), initial=done, desc=task, disable=None if progress else True) as bar:
             for request, output in engine.generate(missing, self.decoding):
                 file.write(Sample.of(request, output, *score(self.reward, request.problem, output.text)))
                 bar.update()

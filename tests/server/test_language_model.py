@@ -12,6 +12,7 @@ import torch
 from real_vllm import ENVIRONMENT, REPOSITORY, RealServer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from lze_trl.evaluation.results import read_results
 from lze_trl.job.recipe import parse_recipe
 from lze_trl.job.train import build_trainer
 from lze_trl.rollout.servers import sync
@@ -79,16 +80,11 @@ def flags(model: Path, server: RealServer, directory: Path) -> list[str]:
         "model_name_or_path": model,
         "output_dir": directory / "run",
         "datasets": write(directory / "train.jsonl", TRAIN),
-        "eval_datasets": write(directory / "held_out.jsonl", HELD_OUT),
+        "eval_tasks": write(directory / "held_out.jsonl", HELD_OUT),
         "vllm_server_urls": server.url,
         "max_steps": 2,
         "generation_batch_size": 64,  # 8 prompts × 8
         "gradient_accumulation_steps": 4,
-        "num_generations_eval": 2,
-        "per_device_eval_batch_size": 16,
-        "eval_strategy": "steps",
-        "eval_steps": 2,
-        "eval_on_start": True,
         "save_strategy": "no",
     }
     return [part for name, value in settings.items() for part in (f"--{name}", str(value))]
@@ -125,9 +121,13 @@ def test_two_steps_of_a_language_model(model, server, tmp_path):
     assert float((served - trained).abs().max()) < 1e-3 < float((served - start).abs().max())
 
     # The evaluation on eight problems, before and after
-    accuracies = {e["step"]: e["eval_rewards/accuracy_reward/mean"] for e in log if "eval_reward" in e}
-    assert set(accuracies) == {0, 2}
-    assert all(0 < accuracy <= 1 and accuracy * 16 == int(accuracy * 16) for accuracy in accuracies.values())
+    evaluations = read_results(trainer.args.output_dir)
+    assert list(evaluations) == ["step-000000", "step-000002"]
+    before, after = (results["tasks"]["held_out"] for results in evaluations.values())
+    assert before["problems"] == after["problems"] == 8
+    accuracies = [found["metrics"]["avg@1"][0] for found in (before, after)]
+    assert all(0 < accuracy <= 1 and accuracy * 8 == int(accuracy * 8) for accuracy in accuracies)
+    assert after["change"]["avg@1"][0] == pytest.approx(accuracies[1] - accuracies[0])
 
 
 def served_logprobs(server: RealServer, tokens: list[int]) -> list[float]:
@@ -156,12 +156,11 @@ def test_the_demo_goes_all_the_way(model, tmp_path, monkeypatch, capsys):
     settings = {
         "output_dir": tmp_path / "run",
         "max_steps": 1,
-        "max_eval_samples": 16,
-        "per_device_eval_batch_size": 16,
+        "eval_tasks_limit": 16,
     }
     demo_llm.run_demo({}, [part for name, value in settings.items() for part in (f"--{name}", str(value))])
     shown = capsys.readouterr().out
-    assert "Sampled accuracy on 16 problems of templates that the training does not show" in shown
-    assert re.search(r"  before  [01]\.\d{3} \(.*\)\n  after   [01]\.\d{3} \(.*\)\n$", shown)
+    assert re.search(r"step-000000 +other_templates +16 +avg@1 +\d+\.\d \[.*\]", shown)
+    assert re.search(r"step-000001 +other_templates +16 +avg@1, change since the first +[+-]\d+\.\d \[.*\]", shown)
     assert (tmp_path / "run" / "report" / "summary.png").is_file()
     assert (tmp_path / "run" / "model.safetensors").is_file()
