@@ -1,4 +1,4 @@
-"""The demo with a language model: its problems, its intervals, and a server that does not start."""
+"""The demo with a language model: its problems, and a server that does not start."""
 
 import json
 import re
@@ -8,7 +8,7 @@ import pytest
 
 from lze_trl.data import DataError, load_prompts
 from recipes import demo_llm, generated_problems, word_problems
-from recipes.demo_llm import ServerStartError, find_problems, serving, with_interval, write_generated
+from recipes.demo_llm import ServerStartError, find_problems, serving, write_generated
 
 
 OPERATIONS = {"_plus": "+", "_minus": "-", "_times": "*", "_divided": "/"}
@@ -44,14 +44,13 @@ def test_evaluation_shows_other_templates(tmp_path):
         for path in (problems.train, problems.evaluation)
     )
     assert train and held_out and not train & held_out
-    assert demo_llm.count_lines(problems.evaluation) == 500
+    assert len(load_prompts(str(problems.evaluation))) == 500
 
 
 def test_without_the_hub_problems_are_generated(caplog):
     with caplog.at_level("INFO", logger="lze_trl"):
         problems = find_problems({})
-    assert problems.name == "templates that the training does not show"
-    assert problems.train.is_file()
+    assert problems.train.is_file() and problems.evaluation.stem == "other_templates"
     (warning,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
     assert warning == "The Hub cannot be reached: NOT ASDiv, MAWPS and SVAMP, but problems generated from templates."
 
@@ -92,21 +91,8 @@ def test_data_that_was_made_is_reused(tmp_path):
         references[name] = str(tmp_path / f"{name}.jsonl")
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
     made = find_problems(references)
-    assert made.name == "SVAMP" and demo_llm.count_lines(made.evaluation) == 2
+    assert made.evaluation.stem == "svamp" and len(load_prompts(str(made.evaluation))) == 2
     assert find_problems({}) == made
-
-
-@pytest.mark.parametrize(
-    ("accuracy", "count", "expected"),
-    [
-        (0.5, 100, "0.500 (0.404–0.596)"),  # center 0.5, half 1.96/1.0384·√(0.0025 + 0.000096)
-        (0.0, 10, "0.000 (0.000–0.278)"),  # z²/(n + z²) = 3.84/13.84
-        (1.0, 10, "1.000 (0.722–1.000)"),
-        (None, 10, "not measured"),
-    ],
-)
-def test_interval_by_wilson(accuracy, count, expected):
-    assert with_interval(accuracy, count) == expected
 
 
 def test_a_server_that_does_not_start_shows_its_last_words(tmp_path, monkeypatch):
