@@ -171,7 +171,7 @@ class TaskData:
 
 def chosen_tasks(name: str) -> list[str]:
     """
-    Names of the tasks that `--task` means; `all` leaves out the word problems, which take days on a CPU.
+    Names of the tasks that `--task` means; `all` leaves out the word problems, which take far longer on a CPU.
 
     Raises:
         BenchError: There is no such task.

@@ -36,7 +36,8 @@ class CheckpointError(ValueError):
 
 def save(directory: str | Path, name: str, tensors: dict[str, np.ndarray], meta: dict[str, Any]):
     """
-    Write arrays and their description, of values that JSON can express, as `name.arrays`, in the format safetensors, and `name.json`.
+    Write arrays and their description, of values that JSON can express, as `name.arrays` (the format is safetensors) and
+    `name.json`.
 
     Each file appears whole or not at all, and the description, which vouches for the arrays, appears last.
     """

@@ -23,6 +23,7 @@ from typing import NamedTuple
 import httpx2
 
 from lze_trl.data import DataError
+from lze_trl.data.references import HubUnreachableError
 from lze_trl.files import made_aside
 from lze_trl.job.recipe import RecipeError, check_recipe, parse_recipe
 from lze_trl.job.train import run, setup_logging
@@ -112,7 +113,7 @@ def find_problems(references: dict[str, str]) -> Problems:
 
 def is_unreachable(error: DataError) -> bool:
     """Whether the Hub does not answer, rather than that what it answers is not as expected."""
-    return "Hub cannot be reached" in str(error) or isinstance(error.__cause__, ConnectionError | TimeoutError)
+    return isinstance(error, HubUnreachableError) or isinstance(error.__cause__, ConnectionError | TimeoutError)
 
 
 def write_generated(folder: Path) -> Problems:

@@ -9,9 +9,9 @@ from ..record import MissingTelemetryError, Run, open_run
 from ..remote import resolve_run
 
 
+_HUB_PAUSE_SECONDS = 30.0
 # Settings that seeds of one experiment may differ in: besides the seed, where a run writes and what it logs, where its
 # servers are, and what a resume changes
-_HUB_PAUSE_SECONDS = 30.0
 _SEED_SETTINGS = {
     *("seed", "data_seed", "full_determinism"),
     *("output_dir", "run_name", "project", "report_to", "push_to_hub", "disable_tqdm", "num_completions_to_print"),

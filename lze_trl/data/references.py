@@ -40,6 +40,10 @@ class DataError(ValueError):
     """A dataset that cannot be found, read or understood; the message says what to do."""
 
 
+class HubUnreachableError(DataError):
+    """The Hub does not answer, and the dataset is not in the cache."""
+
+
 @dataclass(frozen=True)
 class Reference:
     """A dataset, as its reference names it: by its Hub id, or by the path of a local file or folder."""

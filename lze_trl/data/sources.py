@@ -22,7 +22,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from .references import FILE_FORMATS, DataError, Reference
+from .references import FILE_FORMATS, DataError, HubUnreachableError, Reference
 
 
 logger = logging.getLogger(__name__)
@@ -115,7 +115,7 @@ def _load_hub(reference: Reference, streaming: bool) -> list[Dataset | IterableD
             return _load_configs(reference.path, configs, reference, streaming=False)
     if snapshot is not None:
         return _load(str(snapshot), reference, streaming)
-    raise DataError(
+    raise HubUnreachableError(
         f"The Hugging Face Hub cannot be reached ({problem}) and {reference.path!r} is not in the cache "
         f"({datasets.config.HF_DATASETS_CACHE}). Connect once and run `hf download --repo-type dataset {reference.path}`, "
         "unset HF_HUB_OFFLINE if it is set, or give the path of a local copy."

@@ -14,7 +14,7 @@ from ..rewards import RewardFunction, get_reward
 from .contamination import overlaps, training_texts
 from .engines import TransformersEngine, weights_of
 from .results import FOLDER, interval_text, rows_of, text_table
-from .run import SETTINGS, Evaluation, check_comparable
+from .run import SETTINGS, Evaluation, check_comparable, compare_scores
 from .samples import SampleFile
 from .servers import ServerEngine
 from .settings import PRESETS, Decoding, EvaluationError, Preset, decoding_flags
@@ -113,7 +113,8 @@ def _show(folder: Path, results: dict[str, Any]):
 def _compare(folder: Path, other: Path, evaluation: Evaluation):
     rows = []
     for task in evaluation.tasks:
-        for metric, (problems, found) in evaluation.compare(folder, other, task).items():
+        ours, theirs = (evaluation.scores(place, task) for place in (folder, other))
+        for metric, (problems, found) in compare_scores(ours, theirs).items():
             only = ["", "", ""]  # McNemar's test is one of problems that are solved or not
             if found.p_value is not None:
                 only = [str(found.only_first), str(found.only_second), f"{found.p_value:.3g}"]

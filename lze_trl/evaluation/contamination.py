@@ -72,7 +72,7 @@ def without_frame(texts: list[str]) -> list[str]:
         return texts
     words = [re.findall(r"\S+", text) for text in texts]
     begin = _alike(words)
-    end = _alike([row[: begin - 1 if begin else None : -1] for row in words])
+    end = _alike([row[begin:][::-1] for row in words])
     return [" ".join(row[begin : len(row) - end]) for row in words]
 
 

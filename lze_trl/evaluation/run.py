@@ -69,7 +69,8 @@ class Evaluation:
             folder (`Path`): Where samples and results are kept; one with other settings or weights is refused.
             weights (`str`, *optional*): What tells the weights from others. Defaults to the name of the engine.
             progress (`bool`, *optional*, defaults to `True`): Whether to show a progress bar, on a terminal.
-            against (`Path`, *optional*): Folder of an earlier evaluation, of which the results say the change.
+            against (`Path`, *optional*): Folder of an earlier evaluation, since which the results say the change; none if that
+                one was decoded or scored in another way.
 
         Returns:
             `dict`: The results, as they are in the folder.
@@ -79,6 +80,8 @@ class Evaluation:
         for task in self.tasks:
             self._ask(engine, task, folder, progress)
         results, values = _earlier(folder) | settings | {"samples": self.samples}, defaultdict(list)
+        if against is not None and _differing(against / SETTINGS, self.settings, but=("seed",)):
+            against = None
         for task, (problems, repeated) in self.tasks.items():
             found = self.scores(folder, task)
             for metric, of_problems in found.metrics.items():
@@ -87,11 +90,10 @@ class Evaluation:
             counts = {"problems": len(problems), "repeated": repeated, "limit": self.limit, **found.counts}
             results["tasks"][task] = {"metrics": metrics, **counts}
             if against is not None:
-                with suppress(EvaluationError):  # that one was asked or decoded in another way
-                    check_comparable(against, self)
-                    compared = self.compare(folder, against, task)
+                with suppress(EvaluationError):  # that one was asked other problems
+                    changes = compare_scores(found, self.scores(against, task))
                     results["tasks"][task]["change"] = {
-                        name: change.difference for name, (_, change) in compared.items()
+                        name: change.difference for name, (_, change) in changes.items()
                     }
         if not self.tasks.keys().isdisjoint(results["mean_over"]):  # an earlier mean, over samples of theirs
             results |= {"mean": None, "mean_over": []}
@@ -116,16 +118,6 @@ class Evaluation:
             for request, output in engine.generate(missing, self.decoding):
                 file.write(Sample.of(request, output, *score(self.reward, request.problem, output.text)))
                 bar.update()
-
-    def compare(self, folder: Path, other: Path, task: str) -> dict[str, tuple[int, Comparison]]:
-        """By metric: the number of problems that both folders have scored, and the first less the other, by problem."""
-        ours, theirs = (self.scores(place, task).metrics for place in (folder, other))
-        found = {}
-        for metric in ours:
-            both = [name for name in ours[metric] if name in theirs[metric]]
-            values = ([metrics[metric][name] for name in both] for metrics in (ours, theirs))
-            found[metric] = len(both), compare(*values)
-        return found
 
     def scores(self, folder: Path, task: str) -> Scores:
         """Values of the problems of a task, from the samples of a folder; neither samples without a score nor problems of such."""
@@ -155,6 +147,16 @@ class Evaluation:
             "mean_tokens": sum(sample.tokens for sample in every) / len(every),
         }
         return Scores(metrics, counts)
+
+
+def compare_scores(ours: Scores, theirs: Scores) -> dict[str, tuple[int, Comparison]]:
+    """By metric: the number of problems that both have, and the first less the other, by problem."""
+    found = {}
+    for metric in ours.metrics:
+        one, other = ours.metrics[metric], theirs.metrics[metric]
+        both = [name for name in one if name in other]
+        found[metric] = len(both), compare([one[name] for name in both], [other[name] for name in both])
+    return found
 
 
 def score(reward: RewardFunction, problem: Problem, text: str) -> tuple[float | None, str]:

@@ -86,10 +86,8 @@ class PartWriter:
         """Write the rows that were added as a part of their own. If that fails, they are kept."""
         if self._unwritten:
             self._flushes += 1  # also if it fails, so that no name is ever that of another file
-            rows, part = (
-                pa.concat_tables(self._unwritten).combine_chunks(),
-                Part(self.attempt, self._flushes, self._flushes, self.folder),
-            )
+            rows = pa.concat_tables(self._unwritten).combine_chunks()
+            part = Part(self.attempt, self._flushes, self._flushes, self.folder)
             write_part(part, rows)
             self._unwritten.clear()
             self._unmerged.append((part, rows))
