@@ -125,6 +125,16 @@ def _accuracy(completion: str, gold: Any) -> tuple[float | None, str]:
     return score, "" if answer is None else answer.text
 
 
+def score_answer(completion: str, gold: Any) -> tuple[bool, float | None]:
+    """Whether there is a gold answer that can be read, and the accuracy of a completion against it."""
+    try:
+        text = gold_text(gold)
+        readable = text is not None and read_gold(text) is not None
+    except GradingTimeout:
+        readable = False
+    return (True, _accuracy(completion, gold)[0]) if readable else (False, None)
+
+
 def exact_match_reward(
     completions: list[Completion], solution: list[str | float | None], **kwargs
 ) -> list[float | None]:
