@@ -1,6 +1,7 @@
 """Reward functions, and how they read and compare answers."""
 
 from .functions import (
+    MAJORITY,
     REWARDS,
     SOFT_OVERLONG,
     RewardFunction,
@@ -11,11 +12,14 @@ from .functions import (
     get_reward,
     think_format_reward,
 )
+from .majority import MajorityReward
 
 
 __all__ = [
+    "MAJORITY",
     "REWARDS",
     "SOFT_OVERLONG",
+    "MajorityReward",
     "RewardFunction",
     "accuracy_reward",
     "boxed_format_reward",

@@ -62,6 +62,7 @@ def accuracy_reward(
     solution: list[str | float | None],
     log_extra: Callable[[str, list], None] | None = None,
     log_metric: Callable[[str, float], None] | None = None,
+    labelled: list[bool] | None = None,
     **kwargs,
 ) -> list[float | None]:
     r"""
@@ -83,6 +84,9 @@ def accuracy_reward(
             TRL's callable for columns of the completions table. Receives `answer`, the answers that were read.
         log_metric (`Callable`, *optional*):
             TRL's callable for metrics. Receives `accuracy/unscorable`, the share of completions without a score.
+        labelled (`list[bool]`, *optional*):
+            Column of a set that was read as `unlabelled`: rows that are known to have no gold answer get `None` without a
+            warning, and are not among the unscorable.
         **kwargs:
             Other columns of the dataset; not used.
 
@@ -98,13 +102,14 @@ def accuracy_reward(
     [1.0, 0.0]
     ```
     """
-    pairs = zip(completions, solution, strict=True)
-    scored = [_accuracy(completion_text(completion), gold) for completion, gold in pairs]
+    known = [True] * len(completions) if labelled is None else [label is not False for label in labelled]
+    rows = zip(completions, solution, known, strict=True)
+    scored = [_accuracy(completion_text(text), gold) if label else (None, "") for text, gold, label in rows]
     rewards = [reward for reward, _ in scored]
     if log_extra is not None:
         log_extra("answer", [answer for _, answer in scored])
-    if log_metric is not None and rewards:
-        log_metric("accuracy/unscorable", rewards.count(None) / len(rewards))
+    if log_metric is not None and any(known):
+        log_metric("accuracy/unscorable", (rewards.count(None) - known.count(False)) / known.count(True))
     return rewards
 
 
@@ -168,7 +173,8 @@ def format_reward(completions: list[Completion], **kwargs) -> list[float]:
 
 
 SOFT_OVERLONG = "soft_overlong"
-"""Name of the reward that is made by settings of the run."""
+MAJORITY = "majority"
+"""Names of the rewards that are made by settings of the run."""
 
 REWARDS: dict[str, RewardFunction] = {
     "accuracy": accuracy_reward,
@@ -180,29 +186,38 @@ REWARDS: dict[str, RewardFunction] = {
 
 
 def get_reward(
-    name: str, max_completion_length: int | None = None, soft_overlong_cache: int | None = None
+    name: str,
+    max_completion_length: int | None = None,
+    soft_overlong_cache: int | None = None,
+    majority: dict[str, Any] | None = None,
 ) -> RewardFunction:
     """
     Reward function by name, or by the dotted import path of your own.
 
     Args:
         name (`str`):
-            A key of `REWARDS`, `"soft_overlong"`, or `package.module.function`.
+            A key of `REWARDS`, `"soft_overlong"`, `"majority"`, or `package.module.function`.
         max_completion_length (`int`, *optional*):
             L_max of `"soft_overlong"`, most tokens of a completion.
         soft_overlong_cache (`int`, *optional*):
             L_cache of `"soft_overlong"`. Defaults to a fifth of the limit, as published (4,096 of 20,480 tokens).
+        majority (`dict`, *optional*):
+            Arguments of [`MajorityReward`].
 
     Raises:
         ValueError: There is no such reward function, or a setting of it is out of its range.
     """
     if name == SOFT_OVERLONG:
         return _soft_overlong(max_completion_length, soft_overlong_cache)
+    if name == MAJORITY:
+        from .majority import MajorityReward
+
+        return MajorityReward(**(majority or {}))
     if name in REWARDS:
         return REWARDS[name]
     module_name, _, attribute = name.rpartition(".")
     if not module_name:
-        known = sorted([*REWARDS, SOFT_OVERLONG])
+        known = sorted([*REWARDS, SOFT_OVERLONG, MAJORITY])
         raise ValueError(
             f"Unknown reward function {name!r}.{_near(name, known)} Known are {known}; for one of your own, give its import path, "
             "such as 'my_package.my_module.my_reward'."

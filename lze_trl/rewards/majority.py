@@ -5,6 +5,7 @@ It depends on all completions of a prompt, which may lie on several processes an
 `read` makes a ballot of each completion where it is, and `settle` judges the ballots of one whole group.
 """
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from numbers import Integral, Real
@@ -17,6 +18,8 @@ from .functions import Completion, completion_text, score_answer
 from .grading import same_answer
 from .votes import answer_classes, consensus, read_vote
 
+
+logger = logging.getLogger(__name__)
 
 Labelled = Literal["gold", "none"]
 
@@ -92,6 +95,7 @@ class MajorityReward:
         self.__name__ = "majority_reward"  # by which TRL logs it
         self.bounds, self.margin, self.min_valid, self.labelled = _checked_bounds(bounds), margin, min_valid, labelled
         self.num_generations, self.end_token_ids = num_generations, end_token_ids
+        self._warned = False
         if not isinstance(margin, Integral) or isinstance(margin, bool) or margin < 1:
             raise ValueError(
                 f"`majority_margin` must be a whole number of at least 1, got {margin!r}. 1 lets every winner count that is "
@@ -134,6 +138,12 @@ class MajorityReward:
         if solution is None or self.labelled == "none":
             return [Ballot(vote) for vote in votes]
         scored = [score_answer(text, gold) for text, gold in zip(texts, solution, strict=True)]
+        if not self._warned and scored and all(labelled for labelled, _ in scored):
+            self._warned = True
+            logger.warning(
+                "Every prompt of these completions has a gold answer, which decides, so nothing is voted on. Set "
+                "`majority_labelled='none'` (in a script, `MajorityReward(labelled='none')`) to reward the majority all the same."
+            )
         return [Ballot(vote, *score) for vote, score in zip(votes, scored, strict=True)]
 
     def settle(self, ballots: Sequence[Ballot], final: bool = True) -> Verdict:
