@@ -1,13 +1,18 @@
 """The majority reward: what it says of a group, and that groups are settled as one over processes, rounds and evaluations."""
 
 import copy
+import inspect
 import json
 import logging
+import re
 from collections import Counter, defaultdict
+from dataclasses import fields
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from trl import GRPOTrainer
@@ -16,13 +21,16 @@ import tiny
 import votes_run
 from launches import on_processes
 from lze_trl import LZEGRPOTrainer
+from lze_trl.data import DataError, load_mixture, load_prompts
 from lze_trl.evaluation.command import _reward as reward_of_evaluation
 from lze_trl.evaluation.settings import EvaluationError
+from lze_trl.job.recipe import LZEScriptArguments
 from lze_trl.rewards import MajorityReward, accuracy_reward, get_reward
 from votes_run import VotingTrainer, answer, boxed_rollouts, parity_reward
 
 
 PLAIN = {"num_generations": 4, "end_token_ids": [0]}
+EVERY = {"selector": "all", "selection_ratio": 1.0, "pruning": "none"}
 
 
 def votes(*answers):
@@ -234,6 +242,67 @@ def test_by_name(tmp_path):
     assert trainer.group_rewards[0].bounds == (0.2, 0.8)
 
 
+PAGE = (Path(__file__).parents[1] / "docs" / "rewards.md").read_text(encoding="utf-8")
+
+
+def test_settings_have_the_defaults_of_the_page():
+    rows = re.findall(r"^\| `majority_(\w+)` \| `(\w+)` \| `(.+?)` \|", PAGE, re.M)
+    parameters = inspect.signature(MajorityReward).parameters
+    documented = {name: yaml.safe_load(default) for _, name, default in rows}
+    assert [setting for setting, *_ in rows] == [name for _, name, _ in rows]
+    defaults = {name: parameters[name].default for name in documented}
+    assert {**documented, "bounds": tuple(documented["bounds"])} == defaults
+    flags = {f"majority_{name}" for name in documented}
+    assert flags == {field.name for field in fields(LZEScriptArguments) if field.name.startswith("majority_")}
+
+
+def test_the_group_reward_of_the_page_trains(tmp_path):
+    (example,) = [block for block in re.findall(r"```python\n(.+?)```", PAGE, re.S) if "class Shortest" in block]
+    names = {}
+    exec(example, names)
+    trainer = make(tmp_path, majority=names["Shortest"](), **EVERY)
+    trainer.train()
+    logged = [entry for entry in trainer.state.log_history if "rewards/Shortest/mean" in entry]
+    assert len(logged) == 3
+    assert all(entry["rewards/Shortest/mean"] >= 1 / 4 and entry["Shortest/shortest"] > 0 for entry in logged)
+
+
+# ---- Recipes ----
+
+
+def test_the_settings_of_a_recipe(tmp_path):
+    given = {"bounds": [0.1, 0.9], "margin": 3, "min_valid": 0.25, "labelled": "none"}
+    args = LZEScriptArguments(reward_funcs=["majority"], **{f"majority_{name}": v for name, v in given.items()})
+    assert args.majority == given
+    assert LZEScriptArguments().majority == {}
+    with pytest.raises(
+        ValueError, match=r"`majority_margin=3` is a setting of the reward 'majority', and `reward_funcs` is"
+    ):
+        LZEScriptArguments(majority_margin=3)
+    with pytest.raises(ValueError, match="`majority_margin` must be a whole number of at least 1, got 0"):
+        LZEScriptArguments(reward_funcs=["majority"], majority_margin=0)
+
+
+def test_sets_without_answers(tmp_path, caplog):
+    path = tmp_path / "problems.jsonl"
+    path.write_text('{"problem": "1 + 1?"}\n{"problem": "2 + 2?"}\n')
+    with pytest.raises(DataError, match="no column for the gold answer"):
+        load_prompts(str(path))
+    read = load_prompts(str(path), unlabelled=True, conversational=False)
+    assert read["prompt"] == ["1 + 1?", "2 + 2?"]
+    assert (read["solution"], read["labelled"]) == ([None, None], [False, False])
+    assert len(set(read["prompt_id"])) == 2
+    labelled = tmp_path / "labelled.jsonl"
+    labelled.write_text('{"problem": "3 + 3?", "answer": "6"}\n{"problem": "4 + 4?", "answer": null}\n')
+    mixture = load_mixture([str(path), str(labelled)], unlabelled=True)
+    assert mixture["labelled"] == [False, False, True, False]
+    with caplog.at_level(logging.WARNING):
+        scored = accuracy_reward(votes("1", "1", "6", "1"), mixture["solution"], labelled=mixture["labelled"])
+    assert scored == [None, None, 1.0, None]
+    assert "gold answer" not in caplog.text
+    assert "labelled" not in load_prompts(str(labelled)).column_names
+
+
 # ---- Training ----
 
 
@@ -252,7 +321,6 @@ def expected_rewards(prompt: str, turn: int, size: int) -> list[float | None]:
 
 ROWS = {"rows": 30, "num_generations": 6, "max_steps": 3, "optim": "sgd", "learning_rate": 0.5}
 """P = 5 and G = 6: groups straddle two processes, which have 15 rows each, and three, which have 10."""
-EVERY = {"selector": "all", "selection_ratio": 1.0, "pruning": "none"}
 CASES = {
     "one round": ROWS | EVERY,
     "by energy": ROWS | {"selection_ratio": 0.4},
