@@ -27,11 +27,11 @@ from .pack.layout import Layout
 from .pack.rows import Scored, TokenRows
 from .pack.window import Window
 from .rollout.gather import local_loss_tokens
-from .rollout.settling import settle, with_columns
+from .rollout.settling import read, settle, with_columns
 from .select.advantages import estimate_advantages, zero_std_share
 
 
-_OF_GROUP_REWARDS = ("prompt", "completion", "completion_ids", ID_COLUMN)
+_HIDDEN_FROM_GROUPS = ("prompt", "completion", "completion_ids", ID_COLUMN)
 """Columns that rewards of whole groups are not given: votes depend on completions alone."""
 
 
@@ -171,14 +171,13 @@ class Engine:
     ) -> dict[int, list]:
         """What the group rewards read of completions of this process, by their columns."""
         trainer = self._trainer
+        if not trainer.group_rewards:
+            return {}
         ends = [*trainer.eos_token_ids, trainer._tokenizer.pad_token_id]
         truncated = [not ids or ids[-1] not in ends for ids in completion_ids]
-        columns = {name: [row[name] for row in inputs] for name in inputs[0] if name not in _OF_GROUP_REWARDS}
-        columns["log_extra"] = trainer._log_completion_extra
-        return {
-            column: reward.read(completions=completions, truncated=truncated, **columns)
-            for column, reward in trainer.group_rewards.items()
-        }
+        columns = {name: [row[name] for row in inputs] for name in inputs[0] if name not in _HIDDEN_FROM_GROUPS}
+        columns |= {"completions": completions, "truncated": truncated, "log_extra": trainer._log_completion_extra}
+        return {column: read(reward, columns) for column, reward in trainer.group_rewards.items()}
 
     def settle_evaluation(
         self,
@@ -194,7 +193,7 @@ class Engine:
                 f"A batch of the evaluation has {len(rewards)} completions, which are no whole groups of "
                 f"`num_generations_eval={size}`. Use a multiple of it as `per_device_eval_batch_size`."
             )
-        ballots = {c: gather_object(read) for c, read in self.ballots(inputs, completions, completion_ids).items()}
+        ballots = {c: gather_object(own) for c, own in self.ballots(inputs, completions, completion_ids).items()}
         group = np.arange(len(rewards)) // size
         settled, metrics = settle(trainer.group_rewards, ballots, group, trainer.accelerator)
         for name, value in metrics.items():

@@ -32,7 +32,7 @@ from .record.recorder import Recorder
 from .rollout.controllers import RolloutController
 from .rollout.guard import checked
 from .rollout.rounds import Rounds
-from .rollout.settling import GroupReward, placeholder
+from .rollout.settling import GroupReward, instances, placeholder
 from .select.selectors import Selector
 from .step import GenerationStep
 
@@ -126,6 +126,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         if args is None:
             name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = LZEGRPOConfig(f"{name.split('/')[-1]}-LZE")
+        reward_funcs = instances(reward_funcs)
         own = inspect.signature(GRPOTrainer.__init__)
         given = own.bind_partial(self, model, reward_funcs, args, train_dataset, *positional, **kwargs).arguments
         checks.refuse_unsupported(args, train_dataset, given)
@@ -136,7 +137,6 @@ class LZEGRPOTrainer(GRPOTrainer):
         checks.resolve_defaults(args, train_dataset)
         train_dataset = checks.with_prompt_ids(train_dataset, args)
         funcs = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
-        funcs = [func() if isinstance(func, type) and isinstance(func, GroupReward) else func for func in funcs]
         self.group_rewards = {i: func for i, func in enumerate(funcs) if isinstance(func, GroupReward)}
         checks.refuse_unfit_group_rewards(args, self.group_rewards, controller)
         stand_ins = [placeholder(func) if i in self.group_rewards else func for i, func in enumerate(funcs)]

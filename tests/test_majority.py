@@ -230,6 +230,33 @@ def test_an_evaluation_of_incomplete_groups_is_refused(tmp_path):
         trainer._calculate_rewards([{"prompt": "?"}] * 6, ["?"] * 6, votes(*"111222"), ids)
 
 
+class Broken(MajorityReward):
+    """Answers with what it is told to."""
+
+    def __init__(self, ballots=None, rewards=None):
+        super().__init__()
+        self.given = ballots, rewards
+
+    def read(self, completions, truncated, **columns):
+        return super().read(completions, truncated) if self.given[0] is None else self.given[0]
+
+    def settle(self, ballots, final=True):
+        return super().settle(ballots, final)._replace(rewards=self.given[1])
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        (Broken(ballots=[]), r"`majority_reward\.read` returned 0 ballots for 12 completions"),
+        (Broken(rewards=[1.0]), r"`majority_reward\.settle` returned 1 rewards for a group of 4 completions"),
+        (Broken(rewards=[1.0, None, float("nan"), 0.0]), r"settle` returned the reward nan\. Return finite numbers"),
+    ],
+)
+def test_answers_of_a_group_reward_are_checked(tmp_path, reward, message):
+    with pytest.raises(ValueError, match=message):
+        make(tmp_path, majority=reward).train()
+
+
 def test_by_name(tmp_path):
     reward = get_reward("majority", majority={"margin": 3, "labelled": "none"})
     assert (type(reward), reward.margin, reward.labelled) == (MajorityReward, 3, "none")

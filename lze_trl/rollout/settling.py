@@ -6,6 +6,7 @@ rounds; so TRL gets a placeholder, ballots are gathered, and one process judges 
 make two disagree.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -39,6 +40,14 @@ class GroupReward(Protocol):
         """Judge one whole group; unless it is `final`, completions may still be added."""
 
 
+def instances(reward_funcs: Any) -> Any:
+    """Reward functions as they were given, with a group reward made of each class of one."""
+    if isinstance(reward_funcs, list):
+        return [instances(func) for func in reward_funcs]
+    is_class = isinstance(reward_funcs, type) and isinstance(reward_funcs, GroupReward)
+    return reward_funcs() if is_class else reward_funcs
+
+
 def placeholder(reward: GroupReward) -> Callable:
     """A reward function for TRL to call in place of a group reward, whose column is overwritten."""
 
@@ -47,6 +56,17 @@ def placeholder(reward: GroupReward) -> Callable:
 
     unsettled.__name__ = get_callable_name(reward)
     return unsettled
+
+
+def read(reward: GroupReward, columns: dict[str, Any]) -> list[Any]:
+    """`reward.read`, checked: one ballot for each completion."""
+    ballots, count = list(reward.read(**columns)), len(columns["completions"])
+    if len(ballots) != count:
+        raise ValueError(
+            f"`{get_callable_name(reward)}.read` returned {len(ballots)} ballots for {count} completions. Return a list with "
+            "one for each."
+        )
+    return ballots
 
 
 def settle(
@@ -66,15 +86,28 @@ def settle(
     for column, reward in rewards.items():
         rows = pd.Series(np.arange(len(group))).groupby(group).indices
         mine = [g for g in rows if g % accelerator.num_processes == accelerator.process_index]
-        verdicts = dict(
-            gather_object([(g, reward.settle([ballots[column][i] for i in rows[g]], final=final)) for g in mine])
-        )
+        own = [(g, _ask(reward, [ballots[column][i] for i in rows[g]], final)) for g in mine]
+        verdicts = dict(gather_object(own))
         columns[column] = np.full(len(group), np.nan)
         for g, verdict in verdicts.items():
             columns[column][rows[g]] = np.array(verdict.rewards, dtype=np.float64)  # `None` becomes NaN
         means = pd.DataFrame([verdicts[g].metrics for g in sorted(verdicts)]).mean()
         metrics |= {f"{get_callable_name(reward).removesuffix('_reward')}/{name}": v for name, v in means.items()}
     return columns, metrics
+
+
+def _ask(reward: GroupReward, ballots: list[Any], final: bool) -> Judged:
+    """`reward.settle`, checked: a finite number or `None` for each ballot."""
+    verdict, name = reward.settle(ballots, final=final), get_callable_name(reward)
+    if len(verdict.rewards) != len(ballots):
+        raise ValueError(
+            f"`{name}.settle` returned {len(verdict.rewards)} rewards for a group of {len(ballots)} completions. Return one for "
+            "each, or None in its place where the reward does not apply."
+        )
+    wrong = [value for value in verdict.rewards if value is not None and not math.isfinite(value)]
+    if wrong:
+        raise ValueError(f"`{name}.settle` returned the reward {wrong[0]}. Return finite numbers, or None.")
+    return verdict
 
 
 def unsettled(rewards_per_func: torch.Tensor, weights: torch.Tensor, columns: Sequence[int]) -> torch.Tensor:
