@@ -77,14 +77,15 @@ def boxed_rollouts(prompts, trainer):
     return {"prompt_ids": ids, "completion_ids": completions, "logprobs": [[-1.0] * len(c) for c in completions]}
 
 
-class TwoRounds(RolloutController):
-    """All completions of a prompt, in two rounds."""
+class InRounds(RolloutController):
+    """Completions in rounds, of each of which `sizes` says what every other prompt gets, and the prompts between."""
 
     def __init__(self, sizes):
         self.sizes = sizes
 
     def draw(self, round, prompts, drawn, rng):
-        return np.full(len(prompts), self.sizes[round] if round < len(self.sizes) else 0, dtype=np.int64)
+        given = self.sizes[round] if round < len(self.sizes) else [0, 0]
+        return np.resize(np.array(given, dtype=np.int64), len(prompts))
 
 
 class VotingTrainer(FixedTrainer):
@@ -129,7 +130,7 @@ def train(directory: Path, name: str, settings: dict) -> VotingTrainer:
     """Train by the majority reward, with another one beside it that does not count."""
     world, settings = int(os.environ.get("WORLD_SIZE", "1")), dict(settings)
     rows, sizes = settings.pop("rows") // world, settings.pop("sizes", None)
-    own = {"controller": TwoRounds(sizes)} if sizes else {}
+    own = {"controller": InRounds(sizes)} if sizes else {}
     trainer = VotingTrainer(
         model=str(directory / "model"),
         reward_funcs=[MajorityReward(**settings.pop("majority", {})), parity_reward],
