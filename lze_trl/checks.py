@@ -3,6 +3,7 @@
 import inspect
 import logging
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,23 @@ def refuse_unfit_strategies(
         raise ValueError(
             f"`pruning='skip'` makes batches smaller, and `{draws}` draws further prompts to fill them. Use "
             "`pruning='refill'` or 'none'."
+        )
+
+
+def refuse_unfit_group_rewards(args: LZEGRPOConfig, rewards: Mapping[int, Any], controller: RolloutController):
+    """Refuse settings that rewards of whole groups, given by their columns, do not go with."""
+    if not rewards:
+        return
+    name = get_callable_name(next(iter(rewards.values())))
+    if isinstance(controller, ReinforceAda) and controller.exit == "positive":
+        raise ValueError(
+            f"`controller='reinforce_ada_positive'` draws until a completion passes, and by '{name}' one of every group does: "
+            "the winner of a vote. Use 'reinforce_ada_balanced', or 'uniform'."
+        )
+    if args.multi_objective_aggregation != "sum_then_normalize":
+        raise ValueError(
+            f"`multi_objective_aggregation={args.multi_objective_aggregation!r}` normalises each reward over the batch, which "
+            f"would give a gradient to groups for which '{name}' abstains. Use 'sum_then_normalize'."
         )
 
 

@@ -118,6 +118,11 @@ class LZEGRPOConfig(GRPOConfig):
         scale_rewards (`str`, *optional*, defaults to `"group"`):
             TRL's: what advantages are divided by, the standard deviation within a `"group"`, over the `"batch"`, or
             `"none"`. Reinforce-Ada was published with `"none"`.
+        advantage_estimator (`str`, *optional*, defaults to `"grpo"`):
+            How advantages follow from the rewards of all completions drawn: `"grpo"` (reward minus the mean of the group,
+            scaled by `scale_rewards`), `"rloo"` (minus the mean of the others of the group), `"reinforce_plus_plus"`
+            (normalised over all tokens of the generation batch) or `"reinforce_plus_plus_baseline"` (minus the mean of the
+            group, then so normalised). All but the first need `scale_rewards="none"`, which they set.
 
         > Parameters that define a pass
 
@@ -259,6 +264,7 @@ class LZEGRPOConfig(GRPOConfig):
     gumbel_scale: float = 0.05
     loss_normalizer: Literal["selected", "all", None] = None
     scale_rewards: str | None = None
+    advantage_estimator: Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"] = "grpo"
     pass_reward: str | None = None
     pass_threshold: float | None = None
     reward_range: list[float] | None = None
@@ -298,6 +304,8 @@ class LZEGRPOConfig(GRPOConfig):
     summary: bool = True
 
     def __post_init__(self):
+        if self.advantage_estimator != "grpo" and self.scale_rewards is None:
+            self.scale_rewards = "none"
         for name, value in settings_of(self.strategy).items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
@@ -307,6 +315,7 @@ class LZEGRPOConfig(GRPOConfig):
             self._check_value(name, getattr(self, name), hints[name])
         self._check_reward_range()
         self._check_combinations()
+        self._check_estimator()
         self._resolve_packing()
 
     def _check_value(self, name: str, value: Any, hint: Any):
@@ -344,6 +353,27 @@ class LZEGRPOConfig(GRPOConfig):
             raise ValueError(
                 f"`controller={self.controller!r}` counts passes, and `reward_range={bounds}` grades outcomes. Leave it "
                 "unset, and set a `pass_threshold`."
+            )
+
+    def _check_estimator(self):
+        name = self.advantage_estimator
+        if name == "grpo":
+            return
+        if self.scale_rewards != "none":
+            raise ValueError(
+                f"`scale_rewards={self.scale_rewards!r}` is a setting of GRPO's advantages, and `advantage_estimator={name!r}` "
+                "says itself what they are divided by. Leave `scale_rewards` unset."
+            )
+        if self.multi_objective_aggregation != "sum_then_normalize":
+            raise ValueError(
+                f"`advantage_estimator={name!r}` takes total rewards, and `multi_objective_aggregation="
+                f"{self.multi_objective_aggregation!r}` makes none. Use 'sum_then_normalize'."
+            )
+        if name.startswith("reinforce") and self.loss_normalizer == "all":
+            raise ValueError(
+                "`loss_normalizer='all'` counts groups that are dropped as groups without a gradient, and by "
+                f"`advantage_estimator={name!r}` those with equal rewards have one. Use `loss_normalizer='selected'`, or the "
+                "estimator 'grpo' or 'rloo'."
             )
 
     def make_planner(self) -> Planner:

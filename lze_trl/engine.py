@@ -9,7 +9,7 @@ import copy
 import math
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -21,12 +21,18 @@ from trl import GRPOTrainer
 from trl.trainer.utils import pad
 
 from .checks import IMAGE_COLUMNS, NO_IMAGE, images_error
+from .memory.identity import ID_COLUMN
 from .pack.batch import widths
 from .pack.layout import Layout
 from .pack.rows import Scored, TokenRows
 from .pack.window import Window
 from .rollout.gather import local_loss_tokens
-from .select.advantages import group_advantages, zero_std_share
+from .rollout.settling import read, settle, with_columns
+from .select.advantages import estimate_advantages, zero_std_share
+
+
+_HIDDEN_FROM_GROUPS = ("prompt", "completion", "completion_ids", ID_COLUMN)
+"""Columns that rewards of whole groups are not given: votes depend on completions alone."""
 
 
 @contextmanager
@@ -77,6 +83,7 @@ class RolledOut:
     reward_weights: torch.Tensor  # (F,)
     loss_tokens: list[int]  # tokens of each row of this process that the loss covers
     extra: dict[str, list]  # columns that reward functions log, for the rows of this process
+    ballots: dict[int, list]  # of the rows of this process, by the column of a group reward
 
 
 class Engine:
@@ -105,6 +112,16 @@ class Engine:
         """Whether the next micro-step goes on with the generation batch of the last one."""
         trainer = self._trainer
         return trainer._step % (trainer.args.steps_per_generation * trainer.num_iterations) != 0
+
+    @property
+    def group_rewards(self) -> Mapping[int, Any]:
+        """Rewards of whole groups, by their column among all reward functions."""
+        return self._trainer.group_rewards
+
+    @property
+    def reward_weights(self) -> torch.Tensor:
+        """Weight of each reward function, shape `(F,)`."""
+        return self._trainer.reward_weights
 
     @property
     def corrects_sampling(self) -> bool:
@@ -140,13 +157,48 @@ class Engine:
             for i, row in enumerate(inputs):
                 row[name] = values[i] if isinstance(values, list) else values
         rewards = trainer._calculate_rewards(inputs, prompts, texts, completion_ids)
+        ballots = self.ballots(inputs, texts, completion_ids)
         # Where two reward functions log the same column, the last one wins, as in TRL's table
         extra = {name: values[-len(inputs) :] for name, values in trainer._pending_extra_logs.items()}
         trainer._pending_extra_logs.clear()
         local = TokenRows(prompt_ids, completion_ids, logprobs, loss_mask)
         end_tokens = [*trainer.eos_token_ids, trainer._tokenizer.pad_token_id]
         loss_tokens = local_loss_tokens(local, end_tokens, trainer.mask_truncated_completions)
-        return RolledOut(local, texts, rewards, trainer.reward_weights, loss_tokens, extra)
+        return RolledOut(local, texts, rewards, trainer.reward_weights, loss_tokens, extra, ballots)
+
+    def ballots(
+        self, inputs: list[dict[str, Any]], completions: list[Any], completion_ids: list[list[int]]
+    ) -> dict[int, list]:
+        """What the group rewards read of completions of this process, by their columns."""
+        trainer = self._trainer
+        if not trainer.group_rewards:
+            return {}
+        ends = [*trainer.eos_token_ids, trainer._tokenizer.pad_token_id]
+        truncated = [not ids or ids[-1] not in ends for ids in completion_ids]
+        columns = {name: [row[name] for row in inputs] for name in inputs[0] if name not in _HIDDEN_FROM_GROUPS}
+        columns |= {"completions": completions, "truncated": truncated, "log_extra": trainer._log_completion_extra}
+        return {column: read(reward, columns) for column, reward in trainer.group_rewards.items()}
+
+    def settle_evaluation(
+        self,
+        rewards: torch.Tensor,
+        inputs: list[dict[str, Any]],
+        completions: list[Any],
+        completion_ids: list[list[int]],
+    ) -> torch.Tensor:
+        """The rewards of a batch of an evaluation, shape `(B, F)`, with those of whole groups in their columns."""
+        trainer, size = self._trainer, self._trainer.num_generations_eval
+        if len(rewards) % size:
+            raise ValueError(
+                f"A batch of the evaluation has {len(rewards)} completions, which are no whole groups of "
+                f"`num_generations_eval={size}`. Use a multiple of it as `per_device_eval_batch_size`."
+            )
+        ballots = {c: gather_object(own) for c, own in self.ballots(inputs, completions, completion_ids).items()}
+        group = np.arange(len(rewards)) // size
+        settled, metrics = settle(trainer.group_rewards, ballots, group, trainer.accelerator)
+        for name, value in metrics.items():
+            trainer._metrics["eval"][name].append(value)
+        return with_columns(rewards, settled)
 
     # ---- Tensors ----
 
@@ -166,7 +218,11 @@ class Engine:
         for this batch, for TRL's log. `older`, of shape `(n_local,)`, says which rows an earlier policy sampled; `None` if
         that is so of no row of any process. Packed rows get log-probabilities in the micro-batches of `layout`.
         """
-        trainer, count, even = self._trainer, len(indices), pool.order is not None
+        trainer, count = self._trainer, len(indices)
+        # TRL's own advantages: of groups of one size, by its one estimator, from totals that it takes for 0 where a reward
+        # of whole groups abstains
+        by_trl = trainer.args.advantage_estimator == "grpo" and not trainer.group_rewards
+        even = pool.order is not None and by_trl
         logprobs = rows.logprobs if fresh.local.logprobs is not None else None
         generated = rows.prompt_ids, rows.completion_ids, rows.loss_mask, [None] * count, logprobs, {}, None, []
         table = _table(fresh.rollouts.num_rows)
@@ -204,8 +260,15 @@ class Engine:
 
     def _advantages(self, scored: Scored) -> np.ndarray:
         """Advantages by the statistics of all completions drawn, shape `(B,)`."""
-        rollouts = scored.rollouts
-        return group_advantages(rollouts.rewards, rollouts.group, rollouts.num_groups, self._trainer.scale_rewards)
+        rollouts, estimator = scored.rollouts, self._trainer.args.advantage_estimator
+        return estimate_advantages(
+            estimator,
+            rollouts.rewards,
+            rollouts.group,
+            rollouts.num_groups,
+            scored.loss_tokens,
+            self._trainer.scale_rewards,
+        )
 
     def _packed_logprobs(self, rows: TokenRows, layout: Layout) -> Callable:
         """TRL's computation of log-probabilities, in the micro-batches of the update: without the padding of all rows."""

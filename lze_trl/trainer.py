@@ -4,9 +4,11 @@ import copy
 import inspect
 import logging
 import textwrap
+from collections.abc import Mapping
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -30,6 +32,7 @@ from .record.recorder import Recorder
 from .rollout.controllers import RolloutController
 from .rollout.guard import checked
 from .rollout.rounds import Rounds
+from .rollout.settling import GroupReward, instances, placeholder
 from .select.selectors import Selector
 from .step import GenerationStep
 
@@ -104,7 +107,9 @@ class LZEGRPOTrainer(GRPOTrainer):
             }"""),
     }
 
-    generation_step: GenerationStep | None = None  # an object made without `__init__` works as TRL's does
+    # An object made without `__init__` works as TRL's does
+    generation_step: GenerationStep | None = None
+    group_rewards: Mapping[int, GroupReward] = MappingProxyType({})
 
     def __init__(
         self,
@@ -121,6 +126,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         if args is None:
             name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = LZEGRPOConfig(f"{name.split('/')[-1]}-LZE")
+        reward_funcs = instances(reward_funcs)
         own = inspect.signature(GRPOTrainer.__init__)
         given = own.bind_partial(self, model, reward_funcs, args, train_dataset, *positional, **kwargs).arguments
         checks.refuse_unsupported(args, train_dataset, given)
@@ -131,7 +137,10 @@ class LZEGRPOTrainer(GRPOTrainer):
         checks.resolve_defaults(args, train_dataset)
         train_dataset = checks.with_prompt_ids(train_dataset, args)
         funcs = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
-        reward_funcs = None if reward_funcs is None else [checked(func) for func in funcs]
+        self.group_rewards = {i: func for i, func in enumerate(funcs) if isinstance(func, GroupReward)}
+        checks.refuse_unfit_group_rewards(args, self.group_rewards, controller)
+        stand_ins = [placeholder(func) if i in self.group_rewards else func for i, func in enumerate(funcs)]
+        reward_funcs = None if reward_funcs is None else [checked(func) for func in stand_ins]
         over_http = args.use_vllm and args.vllm_mode == "http"
         with without_vllm(args, hidden=over_http):
             super().__init__(model, reward_funcs, args, train_dataset, *positional, **kwargs)
@@ -222,7 +231,8 @@ class LZEGRPOTrainer(GRPOTrainer):
         return self.generation_step.micro_batch(engine)
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
-        # Differs from TRL: reward functions do not see the prompt id, and no reward is infinite
+        # Differs from TRL: reward functions do not see the prompt id, no reward is infinite, and in an evaluation those of
+        # whole groups are settled; in training that follows when all rounds are there
         seen = [{name: value for name, value in row.items() if name != ID_COLUMN} for row in inputs]
         rewards = super()._calculate_rewards(seen, prompts, completions, completion_ids_list)
         if torch.isinf(rewards).any():
@@ -231,6 +241,8 @@ class LZEGRPOTrainer(GRPOTrainer):
                 f"The reward function '{self.reward_func_names[column]}' returned an infinite reward. Return a finite "
                 "number, or None where it does not apply."
             )
+        if self.group_rewards and not self.model.training:
+            return Engine(self).settle_evaluation(rewards, inputs, completions, completion_ids_list)
         return rewards
 
     # ---- The update ----

@@ -1,5 +1,7 @@
 """Advantages from all completions drawn: goldens by hand, TRL's formulas, and what holds for any rewards."""
 
+from typing import get_args
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trl.trainer.utils import nanstd
 
-from lze_trl.select.advantages import group_advantages, zero_std_share
+import tiny
+from lze_trl import LZEGRPOTrainer
+from lze_trl.config import LZEGRPOConfig
+from lze_trl.select.advantages import Estimator, estimate_advantages, group_advantages, zero_std_share
 from samples import NAN, outcome_groups, rollouts
 
 
@@ -141,3 +146,168 @@ def test_the_order_of_the_rows_does_not_matter(outcomes, scale, random):
     order = np.array(random.sample(range(drawn.num_rows), drawn.num_rows))
     shuffled = group_advantages(drawn.rewards[order], drawn.group[order], drawn.num_groups, scale)
     np.testing.assert_allclose(shuffled, advantages_of(outcomes, scale)[order], rtol=1e-12, atol=1e-12)
+
+
+# ---- Estimators ----
+
+ESTIMATORS = get_args(Estimator)
+OVER_TOKENS = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
+
+
+def by_force(estimator: str, outcomes: list[list[float]], tokens: list[int]) -> list[float]:
+    """Advantages by what the estimators are defined as: over the others of a group, and over tokens one by one."""
+    values, lengths = [], iter(tokens)
+    for rewards in outcomes:
+        for i, reward in enumerate(rewards):
+            known = [r for r in rewards if not np.isnan(r)]
+            others = [r for j, r in enumerate(rewards) if j != i and not np.isnan(r)]
+            if estimator == "rloo":
+                value = reward - np.mean(others) if others else 0.0
+            else:
+                value = reward - np.mean(known) if estimator.endswith("baseline") and known else reward
+            values.append((0.0 if np.isnan(reward) and estimator == "rloo" else value, next(lengths)))
+    if estimator == "rloo":
+        return [value for value, _ in values]
+    every = np.array([value for value, length in values for _ in range(length) if not np.isnan(value)])
+    mean, deviation = every.mean(), max(every.std(), 1e-4)
+    return [0.0 if np.isnan(value) else (value - mean) / deviation for value, _ in values]
+
+
+@given(outcome_groups((0.0, 1.0, 0.3, -2.5, NAN)), st.randoms())
+def test_estimators_by_force(outcomes, random):
+    drawn = rollouts(dict(enumerate(outcomes)))
+    tokens = [random.randint(1, 9) for _ in range(drawn.num_rows)]
+    known = drawn.rewards[~np.isnan(drawn.rewards)]
+    for estimator in ("rloo", *OVER_TOKENS):
+        found = estimate_advantages(estimator, drawn.rewards, drawn.group, drawn.num_groups, np.array(tokens))
+        assert found.dtype == np.float64 and found.shape == (drawn.num_rows,)
+        assert (found[np.isnan(drawn.rewards)] == 0.0).all()
+        if len(known):
+            np.testing.assert_allclose(found, by_force(estimator, outcomes, tokens), atol=1e-9)
+    for scale in SCALES:
+        same = group_advantages(drawn.rewards, drawn.group, drawn.num_groups, scale)
+        found = estimate_advantages("grpo", drawn.rewards, drawn.group, drawn.num_groups, np.array(tokens), scale)
+        assert found.tobytes() == same.tobytes()
+
+
+def test_leave_one_out_is_exact_in_groups_of_unequal_size():
+    # 1 0 0: 1 − 0, 0 − 1/2, 0 − 1/2, which is 3/2 · (r − 1/3). 1 0: 1, −1. One known reward: nothing to compare with
+    outcomes = {0: [1.0, 0.0, 0.0], 1: [1.0, NAN, 0.0], 2: [1.0, NAN], 3: [NAN], 4: [1.0, 1.0]}
+    drawn = rollouts(outcomes)
+    found = estimate_advantages("rloo", drawn.rewards, drawn.group, drawn.num_groups, drawn.completion_tokens)
+    np.testing.assert_allclose(found, [1, -0.5, -0.5, 1, 0, -1, 0, 0, 0, 0, 0], rtol=1e-14)
+
+
+def test_reinforce_plus_plus_weighs_tokens():
+    # Rewards 1 and 0, of 3 tokens and of 1: μ = 3/4, σ² = 3/16. A dead group of another reward has an advantage, too
+    drawn = rollouts({0: [1.0, 0.0]})
+    found = estimate_advantages("reinforce_plus_plus", drawn.rewards, drawn.group, 1, np.array([3, 1]))
+    np.testing.assert_allclose(found, [(1 / 4) / (3 / 16) ** 0.5, (-3 / 4) / (3 / 16) ** 0.5], rtol=1e-14)
+    drawn, tokens = rollouts({0: [1.0, 1.0], 1: [0.0, 0.0], 2: [1.0, 0.0]}), np.array([1, 1, 1, 1, 3, 1])
+    plain = estimate_advantages("reinforce_plus_plus", drawn.rewards, drawn.group, 3, tokens)
+    assert plain[0] == plain[1] > 0 > plain[2] == plain[3]
+    # With the baseline, x = 0 0 0 0 ½ −½ and μ = 1/8 over 8 tokens: −μ/σ for the dead ones
+    with_baseline = estimate_advantages("reinforce_plus_plus_baseline", drawn.rewards, drawn.group, 3, tokens)
+    assert (with_baseline[:4] == with_baseline[0]).all() and with_baseline[0] < 0
+    np.testing.assert_allclose(with_baseline[0], -(1 / 8) / (1 / 8 - 1 / 64) ** 0.5, rtol=1e-14)
+
+
+@pytest.mark.parametrize("estimator", OVER_TOKENS)
+def test_rewards_that_do_not_differ_have_no_advantage(estimator):
+    drawn = rollouts({0: [0.1] * 3, 1: [0.1] * 4})
+    tokens = np.array([7, 3, 5, 1, 9, 2, 4])
+    assert not estimate_advantages(estimator, drawn.rewards, drawn.group, 2, tokens).any()
+    drawn = rollouts({0: [0.1, 0.2], 1: [NAN, NAN]})
+    nothing = np.zeros(4, dtype=np.int64)  # no token that the loss covers
+    assert not estimate_advantages(estimator, drawn.rewards, drawn.group, 2, nothing).any()
+
+
+def test_an_unknown_estimator_is_refused():
+    drawn = rollouts({0: [0.1, 0.2]})
+    with pytest.raises(ValueError, match=r"must be one of \['grpo', 'rloo', 'reinforce_plus_plus', .*got 'ppo'"):
+        estimate_advantages("ppo", drawn.rewards, drawn.group, 1, drawn.completion_tokens)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"advantage_estimator": "ppo"}, r"`advantage_estimator` must be one of \['grpo', 'rloo'"),
+        ({"advantage_estimator": "rloo", "scale_rewards": "group"}, "Leave `scale_rewards` unset"),
+        (
+            {"advantage_estimator": "reinforce_plus_plus", "scale_rewards": "batch"},
+            "says itself what they are divided by",
+        ),
+        (
+            {"advantage_estimator": "rloo", "multi_objective_aggregation": "normalize_then_sum"},
+            "takes total rewards.*'sum_then_normalize'",
+        ),
+        (
+            {"advantage_estimator": "reinforce_plus_plus", "loss_normalizer": "all"},
+            "those with equal rewards have one",
+        ),
+        ({"advantage_estimator": "reinforce_plus_plus_baseline", "strategy": "recommended"}, "'grpo' or 'rloo'"),
+    ],
+)
+def test_what_does_not_go_with_an_estimator_is_refused(tmp_path, settings, message):
+    with pytest.raises(ValueError, match=message):
+        tiny.config(tmp_path, **settings)
+
+
+def test_estimators_set_what_they_need(tmp_path):
+    for estimator in ESTIMATORS:
+        args = tiny.config(tmp_path, advantage_estimator=estimator)
+        assert args.scale_rewards == ("group" if estimator == "grpo" else "none")
+        again = LZEGRPOConfig(**{name: value for name, value in vars(args).items() if name in tiny_fields(args)})
+        assert (again.advantage_estimator, again.scale_rewards) == (estimator, args.scale_rewards)
+    assert tiny.config(tmp_path, advantage_estimator="rloo", loss_normalizer="all").loss_normalizer == "all"
+
+
+def tiny_fields(args) -> tuple[str, ...]:
+    return ("output_dir", "use_cpu", "bf16", "num_generations", "advantage_estimator", "scale_rewards")
+
+
+class NotingTrainer(LZEGRPOTrainer):
+    """Notes all rewards drawn, and the advantages of what is trained on."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.drawn, self.trained, step = [], [], self.generation_step
+        remember = step._remember
+        step._remember = lambda drawn: (self.drawn.append(drawn), remember(drawn))[1]
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        for mask, ids, prompt, advantage in zip(
+            *(inputs[name] for name in ("completion_mask", "completion_ids", "prompt_ids", "advantages")), strict=True
+        ):
+            if mask.any():
+                prompt = tuple(token for token in prompt.tolist() if token != self._tokenizer.pad_token_id)
+                self.trained.append((len(self.drawn), prompt, tuple(ids[mask.bool()].tolist()), float(advantage)))
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+@pytest.mark.parametrize("selection", [{"selection_ratio": 0.34}, {"selector": "all", "selection_ratio": 1.0}])
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_advantages_are_of_all_rows_drawn_whatever_is_selected(tmp_path, estimator, selection):
+    trainer = NotingTrainer(
+        model=tiny.save(tmp_path / "model"),
+        reward_funcs=tiny.even_length_reward,
+        args=tiny.config(tmp_path, advantage_estimator=estimator, pruning="none", **selection),
+        train_dataset=tiny.prompts(11),
+        rollout_func=tiny.fixed_rollouts,
+    )
+    trainer.train()
+    expected = {}
+    for turn, drawn in enumerate(trainer.drawn):
+        rows = drawn.rollouts
+        outcomes = [rows.rewards[rows.group == g].tolist() for g in range(rows.num_groups)]
+        tokens = drawn.loss_tokens.tolist()
+        if estimator == "grpo":
+            advantages = group_advantages(rows.rewards, rows.group, rows.num_groups, "group")
+        else:
+            advantages = by_force(estimator, outcomes, tokens)
+        for prompt, ids, advantage in zip(drawn.local.prompt_ids, drawn.local.completion_ids, advantages, strict=True):
+            expected[turn + 1, tuple(prompt), tuple(ids)] = advantage
+    assert len(trainer.trained) == (3 * 12 if "selector" in selection else 3 * 4)
+    for turn, prompt, ids, advantage in trainer.trained:
+        assert advantage == pytest.approx(expected[turn, prompt, ids], abs=1e-5)
+    assert len({round(advantage, 4) for *_, advantage in trainer.trained}) > 2

@@ -28,6 +28,7 @@ def load_prompts(
     answer_column: str | None = None,
     context_columns: list[str] | None = None,
     option_columns: list[str] | None = None,
+    unlabelled: bool = False,
 ) -> Dataset | IterableDataset:
     """
     Load prompts with gold answers.
@@ -62,6 +63,9 @@ def load_prompts(
             `B`, `C` and the like; `[]` for none. Options are written after the problem as "A. …", each in its line, and the
             gold answer becomes the letter of the right one, which the dataset may give as its label, its text or its
             number. Ask for the letter in `prompt_suffix`.
+        unlabelled (`bool`, *optional*, defaults to `False`):
+            Whether the dataset may lack gold answers, for rewards that need none. Adds the column `labelled`, whether a row has
+            one.
 
     Returns:
         `Dataset` or `IterableDataset`: With columns `prompt`, `solution` (gold answer, text or null), `prompt_id`,
@@ -87,6 +91,7 @@ def load_prompts(
         "answer_column": answer_column,
         "context_columns": context_columns,
         "option_columns": option_columns,
+        "unlabelled": unlabelled,
     }
     tables, remaining = [], limit
     for table in load_tables(parsed, streaming):

@@ -13,6 +13,8 @@ Schemas are recognised by their columns, so that copies and re-uploads work like
 | `passage`, `article` or `context`, and `question` | `answer` | BoolQ, RACE |
 | `question` and `choices` or `options` | `answer`, `answerKey` or `correct`; read as the option's letter | MMLU, ARC, AQuA |
 | `question`, `A`, `B`, `C` and `D` | `answer`; read as the option's letter | C-Eval |
+
+With `unlabelled`, a dataset may lack the gold answer.
 """
 
 import logging
@@ -92,9 +94,14 @@ def adapt(
     }
     result |= {new: Value("string") if new == "level" else features[old] for old, new in columns.kept.items()}
 
+    if settings["unlabelled"]:
+        result["labelled"] = Value("bool")
+
     def convert_batch(batch: dict[str, list]) -> dict[str, list]:
         rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
         rows = [_convert(row, columns, style) for row in rows if _has_problem(at(row, columns.prompt))]
+        if settings["unlabelled"]:
+            rows = [row | {"labelled": row["solution"] is not None} for row in rows]
         return {name: [row[name] for row in rows] for name in result}
 
     options = {"batched": True, "remove_columns": list(features), "features": Features(result)}

@@ -50,13 +50,16 @@ class Columns:
         self.options = self._find_options()
         self.options.pop(self.prompt, None)
         candidates = (*_ANSWER, *_CHOICE, _WORKED) if self.options else (*_ANSWER, _WORKED)
-        self.answer = self._find_one("answer_column", candidates, taken={self.prompt, *self.options})
+        taken = {self.prompt, *self.options}
+        self.answer = (
+            self._find_one("answer_column", candidates, taken) if self._is_labelled(candidates, taken) else None
+        )
         self.context = self._find_context()
         self.worked = self._find(_WORKED)  # beside the answer
         if self.worked in (self.answer, self.prompt) or not _has_type(features.get(self.worked), _SCALAR):
             self.worked = None
         # Other columns and their names in the result. One that has the name of a column written here gives way to it
-        used = {self.prompt.partition(".")[0], self.answer.partition(".")[0], self.worked}
+        used = {self.prompt.partition(".")[0], (self.answer or "").partition(".")[0], self.worked}
         kept = {
             name: _RENAMED.get(name, name)
             for name in features
@@ -68,6 +71,8 @@ class Columns:
     def describe(self) -> str:
         """What is read from which column, in one line."""
         description = f"problem from {' + '.join((*self.context, self.prompt))}"
+        if self.answer is None:
+            return f"{description}, no gold answer"
         if not self.options:
             return f"{description}, gold answer from {self.answer}"
         reading = f"{self._reading} of options, read as the letter"
@@ -90,7 +95,9 @@ class Columns:
             return read_options(value[0]["text"] if len(value) == 1 else value)
 
     def answer_text(self, row: dict[str, Any]) -> str | None:
-        """Text of the answer column of a row."""
+        """Text of the answer column of a row; `None` if there is no such column."""
+        if self.answer is None:
+            return None
         value, feature = at(row, self.answer), at(self.features, self.answer)
         if isinstance(feature, ClassLabel):
             value = None if value is None or value < 0 else feature.int2str(value)
@@ -128,6 +135,9 @@ class Columns:
 
         Answers are worked solutions if most box or mark an answer; then one without a box or a mark holds none.
         """
+        if self.answer is None:
+            self._is_worked = False
+            return
         wanted = dict.fromkeys(path.partition(".")[0] for path in (self.answer, *self.options))
         sample = _STREAM_SAMPLE if isinstance(table, IterableDataset) else _SAMPLE
         texts, options = [], []
@@ -178,6 +188,12 @@ class Columns:
                 f"`content`, got {_shorten(at(self.features, paths[0]))}. {self._name_other(setting)}."
             )
         raise self._no_column(setting, f"one of {', '.join(f'`{name}`' for name in candidates)}")
+
+    def _is_labelled(self, candidates: tuple[str, ...], taken: Collection[str]) -> bool:
+        """Whether a column has gold answers, or has to: a set read as `unlabelled` may have none."""
+        named = self._settings["answer_column"] is not None
+        found = any(path not in (None, *taken) for path in map(self._find, candidates))
+        return named or found or not self._settings["unlabelled"]
 
     def _find_context(self) -> list[str]:
         given = self._settings["context_columns"]

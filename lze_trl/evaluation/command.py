@@ -10,7 +10,7 @@ from typing import Any
 import datasets
 from transformers.utils.logging import disable_progress_bar
 
-from ..rewards import RewardFunction, get_reward
+from ..rewards import MAJORITY, RewardFunction, get_reward
 from .contamination import overlaps, training_texts
 from .engines import TransformersEngine, weights_of
 from .results import FOLDER, interval_text, rows_of, text_table
@@ -86,6 +86,11 @@ def folder_of(model: str, preset: str | None) -> Path:
 
 
 def _reward(name: str) -> RewardFunction:
+    if name == MAJORITY:
+        raise EvaluationError(
+            f"The reward '{MAJORITY}' judges groups, not completions. Use 'accuracy': with `--samples` above 1, the majority is "
+            "among the results, as maj@k."
+        )
     try:
         return get_reward(name)
     except ValueError as error:

@@ -11,6 +11,8 @@ from typing import NamedTuple
 import numpy as np
 from scipy.stats import binomtest, bootstrap
 
+from ..rewards.votes import answer_classes
+
 
 CONFIDENCE = 0.95
 _RESAMPLES = 9_999
@@ -51,26 +53,15 @@ def pass_at_k(samples: int, passes: int, k: int) -> float:
 
 def majority(rewards: Sequence[float], answers: Sequence[str], same: Callable[[str, str], bool]) -> Vote:
     """
-    The most frequent answer, by equivalence. Texts form classes, the most frequent first: each joins the first class all of
-    whose members it equals, since equality is not transitive. A sample without an answer (`""`) has no vote.
+    The most frequent answer, by equivalence: texts form the classes of [`~lze_trl.rewards.votes.answer_classes`]. A sample
+    without an answer (`""`) has no vote.
     """
-    texts = sorted(set(answers) - {""}, key=lambda text: (-answers.count(text), text))
-    classes: list[list[str]] = []
-    for text in texts:
-        for members in classes:
-            if all(same(member, text) for member in members):
-                members.append(text)
-                break
-        else:
-            classes.append([text])
-    if not classes:
+    classes = answer_classes([answer or None for answer in answers], same)
+    votes = np.bincount(classes[classes >= 0])
+    if not len(votes):
         return Vote(0.0, False)
-    votes = [sum(answers.count(text) for text in members) for members in classes]
-    winners = [members for members, count in zip(classes, votes, strict=True) if count == max(votes)]
-    values = [
-        np.mean([reward for reward, answer in zip(rewards, answers, strict=True) if answer in members])
-        for members in winners
-    ]
+    winners = np.flatnonzero(votes == votes.max())
+    values = [np.mean(np.asarray(rewards)[classes == winner]) for winner in winners]
     return Vote(float(np.mean(values)), len(winners) > 1)
 
 

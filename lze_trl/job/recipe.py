@@ -16,7 +16,7 @@ from transformers.hf_argparser import HfArg
 from trl import ModelConfig, TrlParser
 
 from ..config import LZEGRPOConfig
-from ..rewards import SOFT_OVERLONG
+from ..rewards import MAJORITY, SOFT_OVERLONG, MajorityReward
 from . import CHECKOUT
 
 
@@ -81,6 +81,23 @@ class LZEScriptArguments:
         help="Tokens before `max_completion_length` over which the reward 'soft_overlong' falls from 0 to -1. Default: a "
         "fifth of that length.",
     )
+    majority_bounds: list[float] | None = _optional(
+        help="Lowest and highest share of the winner's votes; the reward 'majority' abstains outside. Default: [0.2, 0.8]."
+    )
+    majority_margin: int | None = _optional(
+        help="Votes by which the winner of 'majority' must be ahead, at least 1. Default: 2."
+    )
+    majority_min_valid: float | None = _optional(
+        help="Share of the completions that must have an answer for 'majority' to count them. Default: 0.5."
+    )
+    majority_labelled: Literal["gold", "none", None] = _optional(
+        help="What decides by 'majority' for prompts with a gold answer: 'gold', or 'none', the vote all the same. Default: "
+        "'gold'."
+    )
+    unlabelled: bool = HfArg(
+        default=False,
+        help="Whether training sets may lack gold answers, for rewards that need none, such as 'majority'.",
+    )
 
     def __post_init__(self):
         for name in ("max_train_samples", "max_eval_samples", "eval_tasks_limit"):
@@ -100,6 +117,19 @@ class LZEScriptArguments:
                 f"`soft_overlong_cache={self.soft_overlong_cache}` is a setting of the reward '{SOFT_OVERLONG}', and "
                 f"`reward_funcs` is {self.reward_funcs}. Add the reward, or leave it unset."
             )
+        if self.majority and MAJORITY not in self.reward_funcs:
+            name = f"majority_{next(iter(self.majority))}"
+            raise ValueError(
+                f"`{name}={vars(self)[name]}` is a setting of the reward '{MAJORITY}', and `reward_funcs` is "
+                f"{self.reward_funcs}. Add the reward, or leave it unset."
+            )
+        MajorityReward(**self.majority)  # refuses values out of range
+
+    @property
+    def majority(self) -> dict[str, Any]:
+        """Settings of the reward 'majority', those that are given."""
+        given = {name.removeprefix("majority_"): v for name, v in vars(self).items() if name.startswith("majority_")}
+        return {name: value for name, value in given.items() if value is not None}
 
 
 RECIPE_CLASSES = (LZEScriptArguments, LZEGRPOConfig, ModelConfig)

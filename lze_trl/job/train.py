@@ -35,7 +35,7 @@ from ..evaluation.during import TaskEvaluation, remove_evaluations
 from ..evaluation.run import Evaluation
 from ..evaluation.settings import Decoding
 from ..evaluation.tasks import find_tasks, load_problems
-from ..rewards import get_reward
+from ..rewards import MAJORITY, get_reward
 from ..trainer import LZEGRPOTrainer
 from .recipe import LZEScriptArguments, RecipeError, parse_recipe
 
@@ -62,7 +62,12 @@ def load_data(args: LZEScriptArguments, training_args: LZEGRPOConfig) -> tuple[D
         shared[name] = vars(args)[f"dataset_{name}"]
     with training_args.main_process_first(desc="datasets"):
         train = load_mixture(
-            args.datasets, split=args.dataset_split, config=args.dataset_config, limit=args.max_train_samples, **shared
+            args.datasets,
+            split=args.dataset_split,
+            config=args.dataset_config,
+            limit=args.max_train_samples,
+            unlabelled=args.unlabelled,
+            **shared,
         )
         if not args.eval_datasets:
             return train, None
@@ -76,10 +81,8 @@ def build_trainer(
     """The trainer of a recipe."""
     if model_args.model_name_or_path is None:
         raise RecipeError("`model_name_or_path` is not set. Give a Hub id or a local folder.")
-    reward_funcs = [
-        get_reward(name, training_args.max_completion_length, script_args.soft_overlong_cache)
-        for name in script_args.reward_funcs
-    ]
+    settings = training_args.max_completion_length, script_args.soft_overlong_cache, script_args.majority
+    reward_funcs = [get_reward(name, *settings) for name in script_args.reward_funcs]
     train_dataset, eval_dataset = load_data(script_args, training_args)
     generations = training_args.num_generations_eval or training_args.num_generations
     rows = training_args.per_device_eval_batch_size * training_args.world_size
@@ -124,7 +127,8 @@ def task_evaluation(trainer: LZEGRPOTrainer, script_args: LZEScriptArguments) ->
     tasks = find_tasks(script_args.eval_tasks, script_args.eval_tasks_data)
     with args.main_process_first(desc="tasks"):
         problems = {task.name: load_problems(task, decoding, script_args.eval_tasks_limit) for task in tasks}
-    name = "accuracy" if "accuracy" in script_args.reward_funcs else script_args.reward_funcs[0]
+    # A vote says nothing of a completion alone
+    name = "accuracy" if {"accuracy", MAJORITY} & set(script_args.reward_funcs) else script_args.reward_funcs[0]
     reward = get_reward(name, args.max_completion_length, script_args.soft_overlong_cache)
     evaluation = Evaluation(problems, decoding, samples, reward, script_args.eval_tasks_limit)
     return TaskEvaluation(trainer, evaluation, script_args.eval_tasks_steps)

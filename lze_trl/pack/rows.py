@@ -49,6 +49,7 @@ class Scored:
     # sizes, or drawn in several rounds
     order: np.ndarray | None = None
     extra: dict[str, list] = field(default_factory=dict)  # columns that reward functions log, by row of this process
+    ballots: dict[int, list] = field(default_factory=dict)  # of all rows, by column, until group rewards are settled
 
     def slots(self, num_processes: int, steps_per_generation: int) -> np.ndarray:
         """Micro-step of each row in TRL's own layout, shape `(B,)`."""
@@ -66,6 +67,7 @@ class Scored:
             owner=self.owner[rows],
             position=self.position[rows],
             order=None,
+            ballots={column: [ballots[row] for row in rows] for column, ballots in self.ballots.items()},
         )
 
     def gathered(self, values: list[Any]) -> list[Any]:
@@ -132,6 +134,9 @@ def joined(parts: list[Scored], prompt_ids: np.ndarray | None = None) -> Scored:
             owner=np.concatenate([part.owner for part in parts]),
             position=position,
             extra={name: _joined_column(parts, name) for part in parts for name in part.extra},
+            ballots={
+                column: [ballot for part in parts for ballot in part.ballots[column]] for column in parts[0].ballots
+            },
         )
     )
 

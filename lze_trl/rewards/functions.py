@@ -5,14 +5,11 @@ All of them take `completions`, plain (`list[str]`) or conversational (`list[lis
 keywords, of which those that compare answers use `solution`.
 """
 
-import difflib
-import importlib
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from trl.rewards import get_soft_overlong_punishment
 from trl.rewards import think_format_reward as trl_think_format_reward
 
 from .grading import GradingTimeout, equal, gold_text, last_boxed, read_answer, read_gold
@@ -62,6 +59,7 @@ def accuracy_reward(
     solution: list[str | float | None],
     log_extra: Callable[[str, list], None] | None = None,
     log_metric: Callable[[str, float], None] | None = None,
+    labelled: list[bool] | None = None,
     **kwargs,
 ) -> list[float | None]:
     r"""
@@ -83,6 +81,9 @@ def accuracy_reward(
             TRL's callable for columns of the completions table. Receives `answer`, the answers that were read.
         log_metric (`Callable`, *optional*):
             TRL's callable for metrics. Receives `accuracy/unscorable`, the share of completions without a score.
+        labelled (`list[bool]`, *optional*):
+            Column of a set that was read as `unlabelled`: rows that are known to have no gold answer get `None` without a
+            warning, and are not among the unscorable.
         **kwargs:
             Other columns of the dataset; not used.
 
@@ -98,13 +99,14 @@ def accuracy_reward(
     [1.0, 0.0]
     ```
     """
-    pairs = zip(completions, solution, strict=True)
-    scored = [_accuracy(completion_text(completion), gold) for completion, gold in pairs]
+    known = [True] * len(completions) if labelled is None else [label is not False for label in labelled]
+    rows = zip(completions, solution, known, strict=True)
+    scored = [_accuracy(completion_text(text), gold) if label else (None, "") for text, gold, label in rows]
     rewards = [reward for reward, _ in scored]
     if log_extra is not None:
         log_extra("answer", [answer for _, answer in scored])
-    if log_metric is not None and rewards:
-        log_metric("accuracy/unscorable", rewards.count(None) / len(rewards))
+    if log_metric is not None and any(known):
+        log_metric("accuracy/unscorable", (rewards.count(None) - known.count(False)) / known.count(True))
     return rewards
 
 
@@ -123,6 +125,16 @@ def _accuracy(completion: str, gold: Any) -> tuple[float | None, str]:
         grading_timeouts.add(gold)
         score = None
     return score, "" if answer is None else answer.text
+
+
+def score_answer(completion: str, gold: Any) -> tuple[bool, float | None]:
+    """Whether there is a gold answer that can be read, and the accuracy of a completion against it."""
+    try:
+        text = gold_text(gold)
+        readable = text is not None and read_gold(text) is not None
+    except GradingTimeout:
+        readable = False
+    return (True, _accuracy(completion, gold)[0]) if readable else (False, None)
 
 
 def exact_match_reward(
@@ -155,82 +167,3 @@ def format_reward(completions: list[Completion], **kwargs) -> list[float]:
     thought = think_format_reward(completions)
     boxed = boxed_format_reward([completion_text(completion).rpartition("</think>")[2] for completion in completions])
     return [min(pair) for pair in zip(thought, boxed, strict=True)]
-
-
-SOFT_OVERLONG = "soft_overlong"
-"""Name of the reward that is made by settings of the run."""
-
-REWARDS: dict[str, RewardFunction] = {
-    "accuracy": accuracy_reward,
-    "exact_match": exact_match_reward,
-    "format": format_reward,
-    "think_format": think_format_reward,
-    "boxed_format": boxed_format_reward,
-}
-
-
-def get_reward(
-    name: str, max_completion_length: int | None = None, soft_overlong_cache: int | None = None
-) -> RewardFunction:
-    """
-    Reward function by name, or by the dotted import path of your own.
-
-    Args:
-        name (`str`):
-            A key of `REWARDS`, `"soft_overlong"`, or `package.module.function`.
-        max_completion_length (`int`, *optional*):
-            L_max of `"soft_overlong"`, most tokens of a completion.
-        soft_overlong_cache (`int`, *optional*):
-            L_cache of `"soft_overlong"`. Defaults to a fifth of the limit, as published (4,096 of 20,480 tokens).
-
-    Raises:
-        ValueError: There is no such reward function, or a setting of it is out of its range.
-    """
-    if name == SOFT_OVERLONG:
-        return _soft_overlong(max_completion_length, soft_overlong_cache)
-    if name in REWARDS:
-        return REWARDS[name]
-    module_name, _, attribute = name.rpartition(".")
-    if not module_name:
-        known = sorted([*REWARDS, SOFT_OVERLONG])
-        raise ValueError(
-            f"Unknown reward function {name!r}.{_near(name, known)} Known are {known}; for one of your own, give its import path, "
-            "such as 'my_package.my_module.my_reward'."
-        )
-    try:
-        found = vars(importlib.import_module(module_name))
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            f"Reward function {name!r} cannot be imported: {error}. Install its package, or put the folder that holds "
-            "it on PYTHONPATH."
-        ) from error
-    if attribute not in found:
-        raise ValueError(f"Module {module_name!r} has no reward function {attribute!r}.{_near(attribute, found)}")
-    if not callable(found[attribute]):
-        raise ValueError(
-            f"{name!r} must be a function, got {type(found[attribute]).__name__}. Name a reward function."
-        )
-    return found[attribute]
-
-
-def _soft_overlong(limit: int | None, cache: int | None) -> RewardFunction:
-    """
-    DAPO's soft penalty for length, by TRL: 0 for completions that stay `cache` tokens below the limit, then falling linearly to
-    −1 at it (arXiv 2503.14476, Eq. 13).
-    """
-    if limit is None:
-        raise ValueError(
-            "The reward 'soft_overlong' needs a limit, and `max_completion_length` is None. Set `max_completion_length`."
-        )
-    cache = max(1, limit // 5) if cache is None else cache
-    if not 1 <= cache <= limit:
-        raise ValueError(
-            f"`soft_overlong_cache` must be between 1 and `max_completion_length` = {limit}, got {cache}. "
-            "Leave it unset for a fifth of the limit."
-        )
-    return get_soft_overlong_punishment(limit, cache)
-
-
-def _near(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    return f" Did you mean '{near[0]}'?" if near else ""

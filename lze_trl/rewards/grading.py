@@ -125,17 +125,33 @@ def last_boxed(text: str) -> str | None:
 
     math-verify joins neighbouring boxes, but worked solutions box a value and then its other form, or an intermediate result.
     """
+    rest = _after_last_box(text)
+    if rest is None or rest.startswith("{"):
+        return None if rest is None else _braced(rest)
+    return rest.partition("$")[0].strip() or None  # \boxed 5$
+
+
+def closed_box(text: str) -> str | None:
+    r"""
+    What the last `\boxed{…}` of a completion's final part holds, see [`read_answer`]; `None` if that is empty, or if the box
+    has no braces or is not closed.
+    """
+    rest = _after_last_box(_final_part(text))
+    return _braced(rest) if rest is not None and rest.startswith("{") else None
+
+
+def _after_last_box(text: str) -> str | None:
     start, command = max((text.rfind(command), command) for command in _BOXES)
-    if start < 0:
-        return None
-    rest = text[start + len(command) :].lstrip()
-    if not rest.startswith("{"):
-        return rest.partition("$")[0].strip() or None  # \boxed 5$
+    return None if start < 0 else text[start + len(command) :].lstrip()
+
+
+def _braced(text: str) -> str | None:
+    """What stands in the braces that a text begins with, if they are closed and not empty."""
     depth = 0
-    for brace in _BRACE.finditer(rest):
+    for brace in _BRACE.finditer(text):
         depth += {"{": 1, "}": -1}.get(brace[0], 0)
         if depth == 0:
-            return rest[1 : brace.start()].strip() or None
+            return text[1 : brace.start()].strip() or None
     return None
 
 
@@ -204,6 +220,23 @@ def read_answer(completion: str) -> Answer | None:
         return None  # cut off within the box
     is_bare = len(text) <= _BARE_ANSWER_CHARACTERS and "\n" not in text
     return _read_announced(text, deadline) or (_read_bare(text, deadline) if is_bare else None)
+
+
+@lru_cache(maxsize=65536)
+def same_answer(one: str, other: str) -> bool:
+    """
+    Whether two answers, each the contents of a box, are equal in either direction. One that cannot be read, or compared in
+    time, equals only the same text. Answers of a group are compared again in every round: what was found is remembered.
+    """
+    if one == other:
+        return True
+    try:
+        answers = [read_gold(f"\\boxed{{{text}}}") for text in (one, other)]
+        if None in answers:
+            return False
+        return equal(*answers) or equal(*reversed(answers))
+    except GradingTimeout:
+        return False
 
 
 @_in_time

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 
 from ..arrays import Rollouts
 from ..memory.identity import ID_COLUMN
@@ -69,4 +70,5 @@ def gather_rollouts(
         position=position,
         order=order,
         extra=rolled.extra,
+        ballots={column: gather_object(ballots) for column, ballots in rolled.ballots.items()},
     )

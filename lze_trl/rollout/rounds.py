@@ -1,7 +1,9 @@
 """Rolling out a plan: as many completions for each prompt as the controller asks for, in one round or several."""
 
+import copy
 import logging
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle
 from typing import Any
@@ -18,6 +20,7 @@ from ..plan.passes import Passes, Plan
 from ..seeding import keyed_rng
 from .controllers import RolloutController, ask, ask_more
 from .gather import gather_rollouts
+from .settling import settle, unsettled, with_columns
 from .signals import signals, total_rewards
 
 
@@ -46,11 +49,13 @@ class Rounds:
         """
         group_size = self.args.num_generations
         if not self.passes.by_prompt:
-            return self._roll_out(plan.inputs, np.repeat(np.arange(plan.num_prompts), group_size), group_size, engine)
+            group = np.repeat(np.arange(plan.num_prompts), group_size)
+            return self._settled(self._roll_out(plan.inputs, group, group_size, engine), engine)
         rng = keyed_rng(self.args.seed, generation, "rollouts")
         parts: list[Scored] = []
         for index in range(MAX_ROUNDS + 1):
-            drawn = self._joined(parts, plan).rollouts if parts else _nothing(self.passes.ids_of(plan.rows))
+            so_far = self._joined(parts, plan, engine, final=False).rollouts if parts else None
+            drawn = so_far or _nothing(self.passes.ids_of(plan.rows))
             if index and self.controller.draws_prompts:
                 self._extend(plan, drawn, index, wanted, waiting)
                 drawn = replace(drawn, prompt_ids=self.passes.ids_of(plan.rows))
@@ -67,13 +72,38 @@ class Rounds:
         if not parts:
             return None
         merge_rounds(engine.metrics, [part.rollouts.num_rows for part in parts])
-        return without_empty_groups(self._joined(parts, plan))
+        return without_empty_groups(self._joined(parts, plan, engine, final=True))
 
-    def _joined(self, parts: list[Scored], plan: Plan) -> Scored:
+    def _joined(self, parts: list[Scored], plan: Plan, engine: Any, final: bool) -> Scored:
         """The rounds of a batch as one. A later round may have widened the range that outcomes are scaled from."""
         scored = joined(parts, self.passes.ids_of(plan.rows))
+        if scored.ballots:
+            return self._settled(scored, engine, final)
         outcomes = self.state.range.outcomes(scored.rollouts.scores)
         return replace(scored, rollouts=replace(scored.rollouts, outcomes=outcomes))
+
+    def _settled(self, scored: Scored, engine: Any, final: bool = True) -> Scored:
+        """
+        A batch with the rewards of its whole groups, if there are such rewards. Unless it is `final`, the range of scores stays as
+        it was; and a controller that may still add completions to a group sees as signals what the votes would be worth if
+        they were enough.
+        """
+        if not scored.ballots:
+            return scored
+        rewards, group, weights = engine.group_rewards, scored.rollouts.group, engine.reward_weights
+        columns, metrics = settle(rewards, scored.ballots, group, self.accelerator)
+        per_func, size = with_columns(scored.rewards_per_func, columns), self.args.num_generations
+        judged = self.judge(per_func, weights, size, list(rewards), observe=final)
+        rollouts = replace(scored.rollouts, **judged)
+        if final:
+            for name, value in metrics.items():
+                engine.metrics[name].append(value)
+            return replace(scored, rewards_per_func=per_func, rollouts=rollouts, ballots={})
+        if not self.controller.draws_prompts:
+            columns, _ = settle(rewards, scored.ballots, group, self.accelerator, final=False)
+            compared = total_rewards(with_columns(per_func, columns), weights.to(per_func.device))
+            rollouts = replace(rollouts, signals=compared.double().cpu().numpy())
+        return replace(scored, rewards_per_func=per_func, rollouts=rollouts)
 
     def _extend(self, plan: Plan, drawn: Rollouts, index: int, wanted: int, waiting: int):
         """Give the batch further prompts if the controller wants them."""
@@ -103,19 +133,37 @@ class Rounds:
         times in a row; `group`, of shape `(B,)`, are the groups of all processes' completions, in ascending order.
         """
         rolled = engine.roll_out(inputs, unit)
-        judged = self.judge(rolled.rewards_per_func, rolled.reward_weights, unit)
+        if rolled.ballots:  # nothing is known before groups are settled
+            judged = dict.fromkeys(("outcomes", "scores", "rewards", "signals"), np.full(len(group), np.nan))
+        else:
+            judged = self.judge(rolled.rewards_per_func, rolled.reward_weights, unit)
         return gather_rollouts(rolled, inputs, judged, group, self.accelerator)
 
-    def judge(self, rewards_per_func: torch.Tensor, weights: torch.Tensor, group_size: int) -> dict[str, np.ndarray]:
+    def judge(
+        self,
+        rewards_per_func: torch.Tensor,
+        weights: torch.Tensor,
+        group_size: int,
+        of_groups: Sequence[int] = (),
+        observe: bool = True,
+    ) -> dict[str, np.ndarray]:
         """
         What rewards of shape `(B, F)` say of completions: `rewards` (totals), `signals`, `scores` and `outcomes`, each of
-        shape `(B,)`. Each group has `group_size` completions where rewards are normalised within it.
+        shape `(B,)`. Each group has `group_size` completions where rewards are normalised within it. `of_groups` are the
+        columns of group rewards; `observe` says that the range of scores is widened.
         """
         weights = weights.to(rewards_per_func.device)
         totals = total_rewards(rewards_per_func, weights)
         compared = signals(rewards_per_func, weights, self.args.multi_objective_aggregation, group_size)
+        if of_groups:
+            absent = unsettled(rewards_per_func, weights, of_groups)
+            totals[absent] = compared[absent] = torch.nan
         totals, compared, per_func = (x.double().cpu().numpy() for x in (totals, compared, rewards_per_func))
         scores = self.rule.scores(per_func, totals)
+        if not observe:
+            seen = copy.copy(self.state.range)
+            seen.observe(scores)
+            return {"outcomes": seen.outcomes(scores), "scores": scores, "rewards": totals, "signals": compared}
         if no_longer_solved := self.state.observe(scores):
             logger.warning(
                 "A total reward of %s is higher than any before it, so %d prompts that counted as solved do not any more. "

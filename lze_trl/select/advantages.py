@@ -1,6 +1,9 @@
-"""Advantages of groups of unequal size, from the statistics of all completions drawn (arXiv 2510.04996)."""
+"""
+Advantages by the statistics of all completions drawn, of groups of unequal size, whichever completions are trained on: those of
+GRPO (arXiv 2402.03300, 2510.04996), RLOO (2402.14740), and REINFORCE++ with and without a baseline (2501.03262).
+"""
 
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -9,6 +12,63 @@ from .energy import group_mean
 
 
 Scale = Literal["none", "group", "batch"]
+Estimator = Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
+
+_SMALLEST_DEVIATION = 1e-4  # that REINFORCE++ divides by: σ² is at least 1e-8
+
+
+def estimate_advantages(
+    estimator: Estimator,
+    rewards: np.ndarray,
+    group: np.ndarray,
+    num_groups: int,
+    tokens: np.ndarray,
+    scale: Scale = "group",
+) -> np.ndarray:
+    """
+    Advantage of every completion by an estimator, float64 of shape `(B,)`; exactly 0 for a completion without a reward (NaN).
+
+    `tokens` of shape `(B,)` are those of each completion that the loss covers. `scale` is that of GRPO; the others say
+    themselves what they divide by.
+    """
+    match estimator:
+        case "grpo":
+            return group_advantages(rewards, group, num_groups, scale)
+        case "rloo":
+            return leave_one_out_advantages(rewards, group, num_groups)
+        case "reinforce_plus_plus":
+            return normalised_over_tokens(rewards, tokens)
+        case "reinforce_plus_plus_baseline":
+            centred = group_advantages(rewards, group, num_groups, "none")
+            return normalised_over_tokens(np.where(np.isnan(rewards), np.nan, centred), tokens)
+    raise ValueError(f"`estimator` must be one of {list(get_args(Estimator))}, got {estimator!r}.")
+
+
+def leave_one_out_advantages(rewards: np.ndarray, group: np.ndarray, num_groups: int) -> np.ndarray:
+    """
+    Reward of every completion minus the mean of the others of its group: RLOO, float64 of shape `(B,)`.
+
+    With n known rewards in the group that is n/(n − 1)·(r − mean). 0 where no other reward is known.
+    """
+    counts = np.bincount(group[~np.isnan(rewards)], minlength=num_groups)
+    factor = np.divide(counts, counts - 1, out=np.zeros(num_groups), where=counts > 1)
+    return factor[group] * group_advantages(rewards, group, num_groups, "none")
+
+
+def normalised_over_tokens(values: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """
+    (x − μ)/max(σ, 1e-4) of every completion, with μ and σ those of all tokens of all completions, each token having the value
+    of its completion: float64 of shape `(B,)`.
+
+    μ = Σ L·x/Σ L and σ² = Σ L·(x − μ)²/Σ L, over completions with a value, of L tokens. 0 for the others (NaN), and for all where
+    values do not differ. A completion without tokens gets an advantage, and counts in neither mean.
+    """
+    counted = ~np.isnan(values) & (tokens > 0)
+    if not counted.any() or np.ptp(values[counted]) == 0.0:  # by comparison: their mean may differ in its last bit
+        return np.zeros(len(values))
+    mean = np.average(values[counted], weights=tokens[counted])
+    variance = np.average((values[counted] - mean) ** 2, weights=tokens[counted])
+    return np.nan_to_num((values - mean) / max(np.sqrt(variance), _SMALLEST_DEVIATION), nan=0.0)
 
 
 def group_advantages(rewards: np.ndarray, group: np.ndarray, num_groups: int, scale: Scale) -> np.ndarray:

@@ -1,0 +1,105 @@
+"""Reward functions by name."""
+
+import difflib
+import importlib
+from collections.abc import Iterable
+from typing import Any
+
+from trl.rewards import get_soft_overlong_punishment
+
+from .functions import (
+    RewardFunction,
+    accuracy_reward,
+    boxed_format_reward,
+    exact_match_reward,
+    format_reward,
+    think_format_reward,
+)
+from .majority import MajorityReward
+
+
+SOFT_OVERLONG = "soft_overlong"
+MAJORITY = "majority"
+"""Names of the rewards that are made by settings of the run."""
+
+REWARDS: dict[str, RewardFunction] = {
+    "accuracy": accuracy_reward,
+    "exact_match": exact_match_reward,
+    "format": format_reward,
+    "think_format": think_format_reward,
+    "boxed_format": boxed_format_reward,
+}
+
+
+def get_reward(
+    name: str,
+    max_completion_length: int | None = None,
+    soft_overlong_cache: int | None = None,
+    majority: dict[str, Any] | None = None,
+) -> RewardFunction:
+    """
+    Reward function by name, or by the dotted import path of your own.
+
+    Args:
+        name (`str`):
+            A key of `REWARDS`, `"soft_overlong"`, `"majority"`, or `package.module.function`.
+        max_completion_length (`int`, *optional*):
+            L_max of `"soft_overlong"`, most tokens of a completion.
+        soft_overlong_cache (`int`, *optional*):
+            L_cache of `"soft_overlong"`. Defaults to a fifth of the limit, as published (4,096 of 20,480 tokens).
+        majority (`dict`, *optional*):
+            Arguments of [`MajorityReward`].
+
+    Raises:
+        ValueError: There is no such reward function, or a setting of it is out of its range.
+    """
+    if name == SOFT_OVERLONG:
+        return _soft_overlong(max_completion_length, soft_overlong_cache)
+    if name == MAJORITY:
+        return MajorityReward(**(majority or {}))
+    if name in REWARDS:
+        return REWARDS[name]
+    module_name, _, attribute = name.rpartition(".")
+    if not module_name:
+        known = sorted([*REWARDS, SOFT_OVERLONG, MAJORITY])
+        raise ValueError(
+            f"Unknown reward function {name!r}.{_near(name, known)} Known are {known}; for one of your own, give its import path, "
+            "such as 'my_package.my_module.my_reward'."
+        )
+    try:
+        found = vars(importlib.import_module(module_name))
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"Reward function {name!r} cannot be imported: {error}. Install its package, or put the folder that holds "
+            "it on PYTHONPATH."
+        ) from error
+    if attribute not in found:
+        raise ValueError(f"Module {module_name!r} has no reward function {attribute!r}.{_near(attribute, found)}")
+    if not callable(found[attribute]):
+        raise ValueError(
+            f"{name!r} must be a function, got {type(found[attribute]).__name__}. Name a reward function."
+        )
+    return found[attribute]
+
+
+def _soft_overlong(limit: int | None, cache: int | None) -> RewardFunction:
+    """
+    DAPO's soft penalty for length, by TRL: 0 for completions that stay `cache` tokens below the limit, then falling linearly to
+    −1 at it (arXiv 2503.14476, Eq. 13).
+    """
+    if limit is None:
+        raise ValueError(
+            "The reward 'soft_overlong' needs a limit, and `max_completion_length` is None. Set `max_completion_length`."
+        )
+    cache = max(1, limit // 5) if cache is None else cache
+    if not 1 <= cache <= limit:
+        raise ValueError(
+            f"`soft_overlong_cache` must be between 1 and `max_completion_length` = {limit}, got {cache}. "
+            "Leave it unset for a fifth of the limit."
+        )
+    return get_soft_overlong_punishment(limit, cache)
+
+
+def _near(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f" Did you mean '{near[0]}'?" if near else ""

@@ -1,0 +1,128 @@
+"""
+Rewards of whole groups: read where the completions are, and settled once all of a group are known.
+
+TRL calls a reward function with the rows of one process. Groups straddle processes, and a controller adds rows to them in later
+rounds; so TRL gets a placeholder, ballots are gathered, and one process judges each group: what takes too long for one does not
+make two disagree.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import pandas as pd
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from trl.trainer.utils import get_callable_name
+
+
+class Judged(Protocol):
+    """What a group reward says of a group: the rewards of its completions, and what is logged."""
+
+    rewards: list[float | None]
+    metrics: dict[str, float]
+
+
+@runtime_checkable
+class GroupReward(Protocol):
+    """
+    A reward function that depends on all completions of a prompt. [`~lze_trl.rewards.MajorityReward`] is one.
+
+    Define both methods, and pass the object among the `reward_funcs` of [`LZEGRPOTrainer`].
+    """
+
+    def read(self, completions: list[Any], truncated: list[bool], **columns: Any) -> list[Any]:
+        """Ballots of completions of this process, whichever groups they belong to: small objects that can be pickled."""
+
+    def settle(self, ballots: Sequence[Any], final: bool = True) -> Judged:
+        """Judge one whole group; unless it is `final`, completions may still be added."""
+
+
+def instances(reward_funcs: Any) -> Any:
+    """Reward functions as they were given, with a group reward made of each class of one."""
+    if isinstance(reward_funcs, list):
+        return [instances(func) for func in reward_funcs]
+    is_class = isinstance(reward_funcs, type) and isinstance(reward_funcs, GroupReward)
+    return reward_funcs() if is_class else reward_funcs
+
+
+def placeholder(reward: GroupReward) -> Callable:
+    """A reward function for TRL to call in place of a group reward, whose column is overwritten."""
+
+    def unsettled(completions: list[Any], **kwargs: Any) -> list[float]:
+        return [0.0] * len(completions)
+
+    unsettled.__name__ = get_callable_name(reward)
+    return unsettled
+
+
+def read(reward: GroupReward, columns: dict[str, Any]) -> list[Any]:
+    """`reward.read`, checked: one ballot for each completion."""
+    ballots, count = list(reward.read(**columns)), len(columns["completions"])
+    if len(ballots) != count:
+        raise ValueError(
+            f"`{get_callable_name(reward)}.read` returned {len(ballots)} ballots for {count} completions. Return a list with "
+            "one for each."
+        )
+    return ballots
+
+
+def settle(
+    rewards: Mapping[int, GroupReward],
+    ballots: Mapping[int, list[Any]],
+    group: np.ndarray,
+    accelerator: Accelerator,
+    final: bool = True,
+) -> tuple[dict[int, np.ndarray], dict[str, float]]:
+    """
+    Judge groups; process g mod W judges group g. Every process gets the same answer.
+
+    `rewards` and `ballots`, those of all B rows of all processes, go by the column of the reward function; `group` has shape
+    `(B,)`. Returns the rewards of each column, of shape `(B,)` and NaN for `None`, and metrics as means over the groups.
+    """
+    columns, metrics = {}, {}
+    for column, reward in rewards.items():
+        rows = pd.Series(np.arange(len(group))).groupby(group).indices
+        mine = [g for g in rows if g % accelerator.num_processes == accelerator.process_index]
+        own = [(g, _ask(reward, [ballots[column][i] for i in rows[g]], final)) for g in mine]
+        verdicts = dict(gather_object(own))
+        columns[column] = np.full(len(group), np.nan)
+        for g, verdict in verdicts.items():
+            columns[column][rows[g]] = np.array(verdict.rewards, dtype=np.float64)  # `None` becomes NaN
+        means = pd.DataFrame([verdicts[g].metrics for g in sorted(verdicts)]).mean()
+        metrics |= {f"{get_callable_name(reward).removesuffix('_reward')}/{name}": v for name, v in means.items()}
+    return columns, metrics
+
+
+def _ask(reward: GroupReward, ballots: list[Any], final: bool) -> Judged:
+    """`reward.settle`, checked: a finite number or `None` for each ballot."""
+    verdict, name = reward.settle(ballots, final=final), get_callable_name(reward)
+    if len(verdict.rewards) != len(ballots):
+        raise ValueError(
+            f"`{name}.settle` returned {len(verdict.rewards)} rewards for a group of {len(ballots)} completions. Return one for "
+            "each, or None in its place where the reward does not apply."
+        )
+    wrong = [value for value in verdict.rewards if value is not None and not math.isfinite(value)]
+    if wrong:
+        raise ValueError(f"`{name}.settle` returned the reward {wrong[0]}. Return finite numbers, or None.")
+    return verdict
+
+
+def unsettled(rewards_per_func: torch.Tensor, weights: torch.Tensor, columns: Sequence[int]) -> torch.Tensor:
+    """
+    Completions for which a group reward abstains and no other reward counts, shape `(B,)`, bool: TRL's total of theirs would be 0
+    if a reward of weight 0 applies, as one that only monitors does.
+    """
+    known = ~torch.isnan(rewards_per_func)
+    abstained = ~known[:, list(columns)].all(dim=1)
+    return abstained & ~(known & (weights.to(known.device) != 0)).any(dim=1)
+
+
+def with_columns(rewards_per_func: torch.Tensor, columns: Mapping[int, np.ndarray]) -> torch.Tensor:
+    """A copy of rewards, shape `(B, F)`, in which some columns are replaced."""
+    rewards = rewards_per_func.clone()
+    for column, values in columns.items():
+        rewards[:, column] = torch.as_tensor(values, dtype=rewards.dtype, device=rewards.device)
+    return rewards

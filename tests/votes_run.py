@@ -1,0 +1,166 @@
+r"""
+Training runs whose completions box a digit, for the tests of the majority reward; also under a launcher.
+
+    torchrun --nproc-per-node 2 tests/votes_run.py CASES.json
+
+`CASES.json` maps a name to the settings of a run; next to it, each run leaves `NAME.W.RANK.json` and `NAME.W.pt`, for W processes.
+Completions are a function of prompt, generation batch and place in the group, over all rounds and processes.
+"""
+
+import gc
+import hashlib
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from accelerate import PartialState
+
+import tiny
+from controllers_run import FixedTrainer
+from lze_trl.rewards import MajorityReward
+from lze_trl.rollout.controllers import RolloutController
+
+
+BOX, CLOSE = r"\boxed{", "}"
+
+
+def tokenizer():
+    """That of the tiny model, with one token for each part of a box."""
+    own = tiny.tokenizer()
+    own.add_tokens([BOX, CLOSE])
+    return own
+
+
+def save(directory) -> str:
+    """Save a tiny model that can box, and return where."""
+    shutil.rmtree(directory, ignore_errors=True)
+    model = tiny.model()
+    torch.manual_seed(0)
+    model.resize_token_embeddings(len(tokenizer()))
+    model.save_pretrained(directory)
+    tokenizer().save_pretrained(directory)
+    return str(directory)
+
+
+def answer(prompt: tuple[int, ...], place: int, turn: int) -> tuple[str, str]:
+    """
+    What a completion boxes, a digit, and how it ends: `""`, or `"open"` and `"cut"` for one without a vote. Prompts differ in how
+    much their completions agree.
+    """
+    agreed = hashlib.sha256(f"{prompt}|{turn}".encode()).digest()
+    own = hashlib.sha256(f"{prompt}|{place}|{turn}".encode()).digest()
+    digit = agreed[0] % 10 if own[0] < 60 + 40 * (agreed[1] % 5) else own[1] % 10
+    return str(digit), ("open", "cut", "", "", "", "", "", "", "", "")[own[2] % 10]
+
+
+def completion(encode, prompt: tuple[int, ...], place: int, turn: int) -> list[int]:
+    """The tokens of a completion: `\\boxed{7}` and an end, a box that is not closed, or no end."""
+    digit, ending = answer(prompt, place, turn)
+    box, close, end = (encode.convert_tokens_to_ids(token) for token in (BOX, CLOSE, encode.eos_token))
+    number = encode.convert_tokens_to_ids(digit)
+    return {"open": [box, number, end], "cut": [box, number, close]}.get(ending, [box, number, close, end])
+
+
+def boxed_rollouts(prompts, trainer):
+    """A `rollout_func` for groups of one size."""
+    encode, first = trainer.processing_class, trainer.accelerator.process_index * len(prompts)
+    ids = encode(prompts)["input_ids"]
+    places = [(first + i) % trainer.num_generations for i in range(len(prompts))]
+    completions = [
+        completion(encode, tuple(row), place, trainer.state.global_step)
+        for row, place in zip(ids, places, strict=True)
+    ]
+    return {"prompt_ids": ids, "completion_ids": completions, "logprobs": [[-1.0] * len(c) for c in completions]}
+
+
+class InRounds(RolloutController):
+    """Completions in rounds, of each of which `sizes` says what every other prompt gets, and the prompts between."""
+
+    def __init__(self, sizes):
+        self.sizes = sizes
+
+    def draw(self, round, prompts, drawn, rng):
+        given = self.sizes[round] if round < len(self.sizes) else [0, 0]
+        return np.resize(np.array(given, dtype=np.int64), len(prompts))
+
+
+class VotingTrainer(FixedTrainer):
+    """Notes the rewards of every group, and what is remembered of its prompt."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.groups = []
+        self._remember, self.generation_step._remember = self.generation_step._remember, self._note_groups
+
+    def complete(self, prompt, place):
+        return completion(self._tokenizer, prompt, place, self.generation_step.generation)
+
+    def _note_groups(self, drawn):
+        result = self._remember(drawn)
+        rollouts, state = drawn.rollouts, self.generation_step.state
+        for g, prompt_id in enumerate(rollouts.prompt_ids.tolist()):
+            rows = np.flatnonzero(rollouts.group == g)
+            rewards = [None if np.isnan(value) else value for value in drawn.rewards_per_func[rows, 0].tolist()]
+            visits = int(state.prompts(rollouts.prompt_ids[[g]]).visits[0])
+            self.groups.append(
+                {
+                    "generation": self.generation_step.generation,
+                    "prompt": self.prompts[prompt_id],
+                    "rewards": rewards,
+                    "visits": visits,
+                    "alive": bool(rollouts.alive[g]),
+                }
+            )
+        return result
+
+    def record(self) -> dict:
+        return super().record() | {"groups": self.groups}
+
+
+def parity_reward(completions, **kwargs):
+    """Passes odd digits: a reward to monitor."""
+    return [float(text.strip(BOX + CLOSE)[-1] in "13579") for text in completions]
+
+
+def train(directory: Path, name: str, settings: dict) -> VotingTrainer:
+    """Train by the majority reward, with another one beside it that does not count."""
+    world, settings = int(os.environ.get("WORLD_SIZE", "1")), dict(settings)
+    rows, sizes = settings.pop("rows") // world, settings.pop("sizes", None)
+    own = {"controller": InRounds(sizes)} if sizes else {}
+    trainer = VotingTrainer(
+        model=str(directory / "model"),
+        reward_funcs=[MajorityReward(**settings.pop("majority", {})), parity_reward],
+        args=tiny.config(
+            directory / f"{name}-{world}", per_device_train_batch_size=rows, reward_weights=[1.0, 0.0], **settings
+        ),
+        train_dataset=tiny.prompts(11).remove_columns("solution"),
+        **own,
+    )
+    trainer.train()
+    return trainer
+
+
+def run(directory: Path, name: str, settings: dict):
+    trainer = train(directory, name, settings)
+    state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    rank, world = trainer.accelerator.process_index, trainer.accelerator.num_processes
+    (directory / f"{name}.{world}.{rank}.json").write_text(json.dumps(trainer.record()))
+    if rank == 0:
+        torch.save({key: tensor.float().cpu() for key, tensor in state.items()}, directory / f"{name}.{world}.pt")
+    trainer.accelerator.wait_for_everyone()
+
+
+def main(cases: Path):
+    gc.freeze()  # every training begins with a collection of all garbage
+    for name, settings in json.loads(cases.read_text()).items():
+        run(cases.parent, name, settings)
+    if PartialState().num_processes > 1:
+        PartialState().destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
