@@ -123,13 +123,8 @@ class LZEGRPOTrainer(GRPOTrainer):
             args = LZEGRPOConfig(f"{name.split('/')[-1]}-LZE")
         own = inspect.signature(GRPOTrainer.__init__)
         given = own.bind_partial(self, model, reward_funcs, args, train_dataset, *positional, **kwargs).arguments
-        checks.refuse_unsupported(args, train_dataset, given)
-        checks.refuse_unfit_rewards(args, given)
+        train_dataset, controller = checks.prepare(args, train_dataset, given, planner, controller)
         checks.refuse_unwritable(args)
-        controller = controller or args.make_controller()
-        checks.refuse_unfit_strategies(args, train_dataset, planner, controller)
-        checks.resolve_defaults(args, train_dataset)
-        train_dataset = checks.with_prompt_ids(train_dataset, args)
         funcs = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
         reward_funcs = None if reward_funcs is None else [checked(func) for func in funcs]
         over_http = args.use_vllm and args.vllm_mode == "http"

@@ -1,0 +1,154 @@
+"""`lze-trl train --dry_run`: what a run would do, from its recipe and its data sets, without starting it."""
+
+import math
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import asdict
+from typing import Any
+
+import datasets
+from rich.box import SIMPLE
+from rich.table import Table
+from transformers.trainer import TRAINER_STATE_NAME
+from trl import ModelConfig
+from trl.trainer.utils import get_callable_name
+
+from ..build import make_state
+from ..checks import outcome_rule, prepare
+from ..config import LZEGRPOConfig
+from ..evaluation.results import FOLDER as EVALUATIONS
+from ..memory.identity import ID_COLUMN
+from ..memory.index import RowIndex
+from ..rollout.controllers import is_plain
+from .keys import console, default_of, topics
+from .recipe import LZEScriptArguments, parse_recipe
+from .train import disable_progress_bars, make_evaluation, setup_logging, starting_point, trainer_arguments, user_errors
+
+
+def dry_run(arguments: Sequence[str], num_processes: int):
+    """
+    Print settings, sizes and files of the run of a recipe on this number of processes. Errors are those of the run, as far as
+    they show before a model is loaded, a server is asked, or a file is written.
+    """
+    setup_logging(is_main=True)
+    disable_progress_bars()
+    datasets.disable_caching()
+    # One process that counts as several: nothing waits for the others
+    config = type(
+        "LZEGRPOConfig",
+        (LZEGRPOConfig,),
+        {"world_size": num_processes, "main_process_first": lambda self, *args, **kwargs: nullcontext()},
+    )
+    script_args, args, model_args = parse_recipe(arguments, (LZEScriptArguments, config, ModelConfig))
+    with user_errors():
+        checkpoint, ended = starting_point(args)
+        sizes = {} if ended else sizes_of(script_args, args, model_args)
+        settings = asdict(script_args) | args.to_dict() | asdict(model_args)
+        _show_settings(settings, defaults_for(args))
+    if ended:
+        return
+    if checkpoint is not None:
+        sizes = {"continues from": checkpoint} | sizes
+    _show("Run", sizes)
+    _show("Files", files_of(script_args, args, model_args))
+
+
+def sizes_of(script_args: LZEScriptArguments, args: LZEGRPOConfig, model_args: ModelConfig) -> dict[str, str]:
+    """How large a run is, in words; checks what the run checks, and resolves the defaults in `args`."""
+    given = trainer_arguments(script_args, args, model_args)
+    rows, funcs, held_out = given["train_dataset"], given["reward_funcs"], given["eval_dataset"]
+    dataset, controller = prepare(args, rows, given)
+    rule = outcome_rule(args, funcs, [get_callable_name(func) for func in funcs], controller)
+    memory = make_state(args, dataset, rule, args.make_planner()).nbytes
+    memory += RowIndex(dataset.with_format("numpy")[ID_COLUMN][:]).nbytes
+    steps, batches = steps_and_batches(args, len(dataset))
+    completions = f"{args.generation_batch_size:,}"
+    if not is_plain(controller, args.num_generations):
+        completions += f" if each prompt gets {args.num_generations}; `{type(controller).__name__}` draws other numbers"
+    sizes = {
+        "processes": f"{args.world_size:,}",
+        "prompts": f"{len(dataset):,} of {len(rows):,} rows are different",
+        "prompts a generation batch": f"{args.generation_batch_size // args.num_generations:,}",
+        "completions a generation batch": completions,
+        "optimizer steps": f"{steps:,}",
+        "generation batches": f"{batches:,}",
+        "memory of the prompt state": f"{memory:,} bytes, once every prompt was visited",
+    }
+    if held_out is not None:
+        sizes["held-out prompts"] = f"{len(held_out):,}"
+    if script_args.eval_tasks:
+        problems = make_evaluation(script_args, args).problems
+        sizes["evaluation tasks"] = ", ".join(f"{name} ({len(of_it):,} problems)" for name, of_it in problems.items())
+    return sizes
+
+
+def steps_and_batches(args: LZEGRPOConfig, num_prompts: int) -> tuple[int, int]:
+    """Optimizer steps and generation batches of a run, as transformers and TRL count them."""
+    batches_a_pass = num_prompts // (args.generation_batch_size // args.num_generations)
+    micro_steps = args.steps_per_generation * args.num_iterations  # of a generation batch
+    steps_a_pass = math.ceil(batches_a_pass * micro_steps / args.gradient_accumulation_steps)
+    steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * steps_a_pass)
+    passes, rest = divmod(steps, steps_a_pass)
+    return steps, passes * batches_a_pass + math.ceil(rest * args.gradient_accumulation_steps / micro_steps)
+
+
+def files_of(script_args: LZEScriptArguments, args: LZEGRPOConfig, model_args: ModelConfig) -> dict[str, str]:
+    """What a run writes, by its place."""
+    out = args.output_dir.rstrip("/")
+    model = "adapter" if model_args.use_peft else "model"
+    files = {f"{out}/": f"{model}, tokenizer, prompt state (lze_state), model card (README.md), {TRAINER_STATE_NAME}"}
+    if args.save_strategy != "no":
+        when = f"every {args.save_steps:g} steps" if args.save_strategy == "steps" else f"every {args.save_strategy.value}"
+        kept = f"; the last {args.save_total_limit} are kept" if args.save_total_limit else ""
+        files[f"{out}/checkpoint-N/"] = f"{when}, and after the last{kept}"
+    if args.telemetry:
+        files[f"{out}/telemetry/"] = "every group, with completions: " + args.telemetry_completions
+    if args.telemetry and args.summary:
+        files[f"{out}/report/"] = "report.html, summary.png, energy.png"
+    if script_args.eval_tasks:
+        files[f"{out}/{EVALUATIONS}/"] = f"results on {', '.join(script_args.eval_tasks)}"
+    if args.push_to_hub:
+        files["Hub"] = args.hub_model_id or f"a model called {out.rpartition('/')[2]}"
+    if args.push_to_hub and args.hub_telemetry_id:
+        files["Hub data set"] = args.hub_telemetry_id
+    return files
+
+
+def defaults_for(args: LZEGRPOConfig) -> dict[str, Any]:
+    """All settings of a run whose recipe says nothing, except what the hardware decides."""
+    fields = {name: field for cls in (LZEScriptArguments, ModelConfig, LZEGRPOConfig) for name, field in cls.__dataclass_fields__.items()}
+    plain = type(args)(use_cpu=args.use_cpu, bf16=args.bf16).to_dict()
+    plain |= {"use_cpu": fields["use_cpu"].default, "bf16": fields["bf16"].default}
+    return {name: default_of(field) for name, field in fields.items()} | plain
+
+
+def _show_settings(settings: dict[str, Any], defaults: dict[str, Any]):
+    """Print those that differ from their defaults, then the others, both by topic."""
+    page = console()
+    page.print("Settings that differ from the defaults", style="bold")
+    table = Table("", "this run", "default", box=SIMPLE, pad_edge=False)
+    others = {}
+    for topic, keys in topics().items():
+        own = [key for key in keys if settings[key] != defaults[key]]
+        others[topic] = [key for key in keys if key not in own]
+        for i, key in enumerate(own):
+            if i == 0:
+                table.add_row(topic, style="dim")
+            table.add_row(f"  {key}", _text(settings[key]), _text(defaults[key]))
+    page.print(table)
+    page.print("Settings at their defaults", style="bold")
+    for topic, keys in others.items():
+        page.print(f"{topic}:", style="dim")
+        page.print("  " + ", ".join(f"{key}={_text(settings[key])}" for key in keys))
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) and value else repr(value)
+
+
+def _show(heading: str, facts: dict[str, str]):
+    page, table = console(), Table.grid(padding=(0, 2))
+    for name, value in facts.items():
+        table.add_row(name, value)
+    page.print(f"\n{heading}", style="bold")
+    page.print(table)

@@ -1,0 +1,117 @@
+"""What every key of a recipe is: read from the dataclasses of a run, their help and their docstrings."""
+
+import inspect
+import re
+from collections import defaultdict
+from dataclasses import MISSING, Field
+from enum import Enum
+from functools import cache
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from trl import ModelConfig
+
+from ..config import RANGES, LZEGRPOConfig
+from ..strategies import DEFAULT, STRATEGIES, settings_of
+from .recipe import KEYS, LZEScriptArguments, RecipeError, near
+
+
+# In a docstring: the heading of a section, or a parameter with its description
+_SECTION_OR_KEY = re.compile(r"^ {4}> (.+)|^ {4}(\w+) ?\(`.*\n((?: {8}.*\n?|\n(?= {8}))*)", re.M)
+_SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[A-Z`\"])")
+_NOT_A_TOPIC = re.compile(r"^(Parameters that (control|define) (the )?|Configuration class for )")
+
+
+def console() -> Console:
+    """A console that prints text as it is, in lines of a size to read where the output is no terminal."""
+    plain = Console(markup=False, emoji=False, highlight=False)
+    return plain if plain.is_terminal else Console(markup=False, emoji=False, highlight=False, width=120)
+
+
+@cache
+def topics() -> dict[str, dict[str, str]]:
+    """Descriptions of all keys, by topic: the section that has them in a docstring, or else what their class is for."""
+    topic_of, purpose_of, text_of, by_topic = {}, {}, {}, defaultdict(dict)
+    for recipe_class in (LZEScriptArguments, ModelConfig, *LZEGRPOConfig.__mro__[:-1]):
+        doc, topic = f"{inspect.cleandoc(recipe_class.__doc__ or recipe_class.__name__)}\n", None
+        for heading, key, text in _SECTION_OR_KEY.findall(doc):
+            topic = heading or topic
+            if key:
+                text_of.setdefault(key, inspect.cleandoc(text))
+            if key and topic:
+                topic_of.setdefault(key, topic)
+        for key in inspect.get_annotations(recipe_class):
+            purpose_of.setdefault(key, doc.partition("\n")[0].rstrip("."))
+            text_of.setdefault(key, recipe_class.__dataclass_fields__[key].metadata.get("help", ""))
+    for key in [key for key in text_of if key in KEYS]:
+        topic = _NOT_A_TOPIC.sub("", topic_of.get(key, purpose_of[key]))
+        by_topic[f"{topic[:1].upper()}{topic[1:]}"][key] = text_of[key]
+    return dict(by_topic)
+
+
+def show_keys():
+    """Print one line for each key, by topic."""
+    page = console()
+    page.print("\nKeys of a recipe, each also a flag: --key VALUE. `lze-trl config KEY` explains one.", soft_wrap=True)
+    for topic, keys in topics().items():
+        table = Table.grid(padding=(0, 2))
+        table.add_column(no_wrap=True, min_width=30)
+        table.add_column(no_wrap=True, overflow="ellipsis")
+        for key, text in keys.items():
+            table.add_row(key, _SENTENCE.split(" ".join(text.split()))[0])
+        page.print(f"\n{topic}", style="bold")
+        page.print(Padding(table, (0, 0, 0, 2)))
+
+
+def show_key(key: str):
+    """Print type, default, allowed values and description of a key, and what each strategy sets it to."""
+    key = key.lstrip("-").replace("-", "_")
+    if key not in KEYS:
+        known = "" if near(key, KEYS) else " `lze-trl train --help` lists all."
+        raise RecipeError(f"Unknown key `{key}`.{near(key, KEYS)}{known}")
+    owner = next(cls for cls in (LZEScriptArguments, LZEGRPOConfig, ModelConfig) if key in cls.__dataclass_fields__)
+    field, hint = owner.__dataclass_fields__[key], get_type_hints(owner)[key]
+    page, facts = console(), Table.grid(padding=(0, 2))
+    for name, value in {
+        "type": inspect.formatannotation(hint),
+        "default": _default(field),
+        "allowed": _allowed(key, hint, field),
+    }.items():
+        if value:
+            facts.add_row(name, value)
+    page.print(key, style="bold")
+    page.print(facts)
+    page.print(f"\n{next(keys[key] for keys in topics().values() if key in keys)}")
+    if any(key in settings for settings in STRATEGIES.values()):
+        table = Table.grid(padding=(0, 2))
+        for strategy in STRATEGIES:
+            table.add_row(strategy, repr(settings_of(strategy).get(key)))
+        page.print("\nSet by `strategy`:")
+        page.print(table)
+
+
+def default_of(field: Field) -> Any:
+    """Default of a key: that of its field, or else that of the default strategy."""
+    default = field.default if field.default_factory is MISSING else field.default_factory()
+    return STRATEGIES[DEFAULT].get(field.name) if default is None else default
+
+
+def _default(field: Field) -> str:
+    default = default_of(field)
+    by_strategy = f" (by the strategy, {DEFAULT!r})" if field.name in STRATEGIES[DEFAULT] else ""
+    return f"{default.value if isinstance(default, Enum) else default!r}{by_strategy}"
+
+
+def _allowed(key: str, hint: Any, field: Field) -> str:
+    """The values that a key takes, in words; nothing if its type says it all."""
+    if key in RANGES:
+        return RANGES[key][1]
+    options = field.metadata.get("choices") or []
+    for kind in get_args(hint) or (hint,):
+        if get_origin(hint) is Literal:
+            options = [*options, *([] if kind is None else [kind])]
+        elif inspect.isclass(kind) and issubclass(kind, Enum):
+            options = [*options, *(member.value for member in kind)]
+    return ", ".join(map(repr, options))
