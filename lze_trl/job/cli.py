@@ -64,7 +64,9 @@ def build_parser() -> argparse.ArgumentParser:
     def add(command: Callable, usage: str | None = None, **settings: Any) -> Callable:
         """Add a subcommand; returns the function that adds its arguments."""
         name, text = command.__name__.removeprefix("_"), command.__doc__
-        subparser = subparsers.add_parser(name, help=text, description=text, usage=usage, allow_abbrev=False, **settings)
+        subparser = subparsers.add_parser(
+            name, help=text, description=text, usage=usage, allow_abbrev=False, **settings
+        )
         subparser.set_defaults(command=command)
         return subparser.add_argument
 

@@ -6,9 +6,7 @@ from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any
 
-import datasets
-from rich.box import SIMPLE
-from rich.table import Table
+from rich.markup import escape
 from transformers.trainer import TRAINER_STATE_NAME
 from trl import ModelConfig
 from trl.trainer.utils import get_callable_name
@@ -22,7 +20,21 @@ from ..memory.index import RowIndex
 from ..rollout.controllers import is_plain
 from .keys import console, default_of, topics
 from .recipe import LZEScriptArguments, parse_recipe
-from .train import disable_progress_bars, make_evaluation, setup_logging, starting_point, trainer_arguments, user_errors
+from .train import (
+    disable_progress_bars,
+    make_evaluation,
+    setup_logging,
+    starting_point,
+    trainer_arguments,
+    user_errors,
+)
+
+
+_WHEN_SAVED = {
+    "steps": "every {:g} steps, and after the last",
+    "epoch": "after every pass",
+    "best": "whenever `metric_for_best_model` is the best so far",
+}
 
 
 def dry_run(arguments: Sequence[str], num_processes: int):
@@ -32,7 +44,6 @@ def dry_run(arguments: Sequence[str], num_processes: int):
     """
     setup_logging(is_main=True)
     disable_progress_bars()
-    datasets.disable_caching()
     # One process that counts as several: nothing waits for the others
     config = type(
         "LZEGRPOConfig",
@@ -41,7 +52,7 @@ def dry_run(arguments: Sequence[str], num_processes: int):
     )
     script_args, args, model_args = parse_recipe(arguments, (LZEScriptArguments, config, ModelConfig))
     with user_errors():
-        checkpoint, ended = starting_point(args)
+        checkpoint, ended = starting_point(script_args, args)
         sizes = {} if ended else sizes_of(script_args, args, model_args)
         settings = asdict(script_args) | args.to_dict() | asdict(model_args)
         _show_settings(settings, defaults_for(args))
@@ -64,7 +75,9 @@ def sizes_of(script_args: LZEScriptArguments, args: LZEGRPOConfig, model_args: M
     steps, batches = steps_and_batches(args, len(dataset))
     completions = f"{args.generation_batch_size:,}"
     if not is_plain(controller, args.num_generations):
-        completions += f" if each prompt gets {args.num_generations}; `{type(controller).__name__}` draws other numbers"
+        completions += (
+            f" if each prompt gets {args.num_generations}; `{type(controller).__name__}` draws other numbers"
+        )
     sizes = {
         "processes": f"{args.world_size:,}",
         "prompts": f"{len(dataset):,} of {len(rows):,} rows are different",
@@ -77,8 +90,10 @@ def sizes_of(script_args: LZEScriptArguments, args: LZEGRPOConfig, model_args: M
     if held_out is not None:
         sizes["held-out prompts"] = f"{len(held_out):,}"
     if script_args.eval_tasks:
-        problems = make_evaluation(script_args, args).problems
-        sizes["evaluation tasks"] = ", ".join(f"{name} ({len(of_it):,} problems)" for name, of_it in problems.items())
+        tasks = make_evaluation(script_args, args).tasks
+        sizes["evaluation tasks"] = ", ".join(
+            f"{name} ({len(of_it):,} problems)" for name, (of_it, _) in tasks.items()
+        )
     return sizes
 
 
@@ -98,15 +113,16 @@ def files_of(script_args: LZEScriptArguments, args: LZEGRPOConfig, model_args: M
     model = "adapter" if model_args.use_peft else "model"
     files = {f"{out}/": f"{model}, tokenizer, prompt state (lze_state), model card (README.md), {TRAINER_STATE_NAME}"}
     if args.save_strategy != "no":
-        when = f"every {args.save_steps:g} steps" if args.save_strategy == "steps" else f"every {args.save_strategy.value}"
         kept = f"; the last {args.save_total_limit} are kept" if args.save_total_limit else ""
-        files[f"{out}/checkpoint-N/"] = f"{when}, and after the last{kept}"
+        files[f"{out}/checkpoint-N/"] = _WHEN_SAVED[args.save_strategy].format(args.save_steps) + kept
     if args.telemetry:
         files[f"{out}/telemetry/"] = "every group, with completions: " + args.telemetry_completions
     if args.telemetry and args.summary:
         files[f"{out}/report/"] = "report.html, summary.png, energy.png"
     if script_args.eval_tasks:
         files[f"{out}/{EVALUATIONS}/"] = f"results on {', '.join(script_args.eval_tasks)}"
+    if args.report_to:
+        files["trackers"] = ", ".join(args.report_to)
     if args.push_to_hub:
         files["Hub"] = args.hub_model_id or f"a model called {out.rpartition('/')[2]}"
     if args.push_to_hub and args.hub_telemetry_id:
@@ -116,7 +132,11 @@ def files_of(script_args: LZEScriptArguments, args: LZEGRPOConfig, model_args: M
 
 def defaults_for(args: LZEGRPOConfig) -> dict[str, Any]:
     """All settings of a run whose recipe says nothing, except what the hardware decides."""
-    fields = {name: field for cls in (LZEScriptArguments, ModelConfig, LZEGRPOConfig) for name, field in cls.__dataclass_fields__.items()}
+    fields = {
+        name: field
+        for cls in (LZEScriptArguments, ModelConfig, LZEGRPOConfig)
+        for name, field in cls.__dataclass_fields__.items()
+    }
     plain = type(args)(use_cpu=args.use_cpu, bf16=args.bf16).to_dict()
     plain |= {"use_cpu": fields["use_cpu"].default, "bf16": fields["bf16"].default}
     return {name: default_of(field) for name, field in fields.items()} | plain
@@ -125,21 +145,18 @@ def defaults_for(args: LZEGRPOConfig) -> dict[str, Any]:
 def _show_settings(settings: dict[str, Any], defaults: dict[str, Any]):
     """Print those that differ from their defaults, then the others, both by topic."""
     page = console()
-    page.print("Settings that differ from the defaults", style="bold")
-    table = Table("", "this run", "default", box=SIMPLE, pad_edge=False)
-    others = {}
+    page.print("Settings that differ from their defaults", style="bold")
+    differing = {key for key in settings if settings[key] != defaults[key]}
     for topic, keys in topics().items():
-        own = [key for key in keys if settings[key] != defaults[key]]
-        others[topic] = [key for key in keys if key not in own]
-        for i, key in enumerate(own):
-            if i == 0:
-                table.add_row(topic, style="dim")
-            table.add_row(f"  {key}", _text(settings[key]), _text(defaults[key]))
-    page.print(table)
-    page.print("Settings at their defaults", style="bold")
-    for topic, keys in others.items():
-        page.print(f"{topic}:", style="dim")
-        page.print("  " + ", ".join(f"{key}={_text(settings[key])}" for key in keys))
+        own = [key for key in keys if key in differing]
+        if own:
+            page.print(topic, style="dim")
+        for key in own:
+            page.print(f"  {key:<30}  {_text(settings[key])}  (default: {_text(defaults[key])})", soft_wrap=True)
+    page.print("\nSettings at their defaults", style="bold")
+    for topic, keys in topics().items():
+        if others := [f"{key}={_text(settings[key])}" for key in keys if key not in differing]:
+            page.print(f"[dim]{escape(topic)}:[/dim] {escape(', '.join(others))}", markup=True)
 
 
 def _text(value: Any) -> str:
@@ -147,8 +164,7 @@ def _text(value: Any) -> str:
 
 
 def _show(heading: str, facts: dict[str, str]):
-    page, table = console(), Table.grid(padding=(0, 2))
-    for name, value in facts.items():
-        table.add_row(name, value)
+    page = console()
     page.print(f"\n{heading}", style="bold")
-    page.print(table)
+    for name, value in facts.items():
+        page.print(f"{name:<30}  {value}", soft_wrap=True)

@@ -9,19 +9,19 @@ from functools import cache
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from rich.console import Console
-from rich.padding import Padding
-from rich.table import Table
 from trl import ModelConfig
 
 from ..config import RANGES, LZEGRPOConfig
 from ..strategies import DEFAULT, STRATEGIES, settings_of
-from .recipe import KEYS, LZEScriptArguments, RecipeError, near
+from .recipe import KEYS, RECIPE_CLASSES, LZEScriptArguments, RecipeError, near
 
 
 # In a docstring: the heading of a section, or a parameter with its description
 _SECTION_OR_KEY = re.compile(r"^ {4}> (.+)|^ {4}(\w+) ?\(`.*\n((?: {8}.*\n?|\n(?= {8}))*)", re.M)
 _SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[A-Z`\"])")
-_NOT_A_TOPIC = re.compile(r"^(Parameters that (control|define) (the )?|Configuration class for )")
+_NOT_IN_A_TOPIC = re.compile(
+    r"^(Parameters that (control|define) (the )?|Configuration class for )|\.$|\[(?=`)|(?<=`)\]"
+)
 
 
 def console() -> Console:
@@ -43,12 +43,17 @@ def topics() -> dict[str, dict[str, str]]:
             if key and topic:
                 topic_of.setdefault(key, topic)
         for key in inspect.get_annotations(recipe_class):
-            purpose_of.setdefault(key, doc.partition("\n")[0].rstrip("."))
+            purpose_of.setdefault(key, first_sentence(doc))
             text_of.setdefault(key, recipe_class.__dataclass_fields__[key].metadata.get("help", ""))
     for key in [key for key in text_of if key in KEYS]:
-        topic = _NOT_A_TOPIC.sub("", topic_of.get(key, purpose_of[key]))
+        topic = _NOT_IN_A_TOPIC.sub("", topic_of.get(key, purpose_of[key]))
         by_topic[f"{topic[:1].upper()}{topic[1:]}"][key] = text_of[key]
     return dict(by_topic)
+
+
+def first_sentence(text: str) -> str:
+    """The first sentence of a description, in one line."""
+    return _SENTENCE.split(" ".join(text.split()))[0]
 
 
 def show_keys():
@@ -56,40 +61,29 @@ def show_keys():
     page = console()
     page.print("\nKeys of a recipe, each also a flag: --key VALUE. `lze-trl config KEY` explains one.", soft_wrap=True)
     for topic, keys in topics().items():
-        table = Table.grid(padding=(0, 2))
-        table.add_column(no_wrap=True, min_width=30)
-        table.add_column(no_wrap=True, overflow="ellipsis")
-        for key, text in keys.items():
-            table.add_row(key, _SENTENCE.split(" ".join(text.split()))[0])
         page.print(f"\n{topic}", style="bold")
-        page.print(Padding(table, (0, 0, 0, 2)))
+        for key, text in keys.items():
+            page.print(f"  {key:<30}  {first_sentence(text)}", no_wrap=True, overflow="ellipsis")
 
 
 def show_key(key: str):
     """Print type, default, allowed values and description of a key, and what each strategy sets it to."""
-    key = key.lstrip("-").replace("-", "_")
+    key = key.replace("-", "_")
     if key not in KEYS:
-        known = "" if near(key, KEYS) else " `lze-trl train --help` lists all."
-        raise RecipeError(f"Unknown key `{key}`.{near(key, KEYS)}{known}")
-    owner = next(cls for cls in (LZEScriptArguments, LZEGRPOConfig, ModelConfig) if key in cls.__dataclass_fields__)
-    field, hint = owner.__dataclass_fields__[key], get_type_hints(owner)[key]
-    page, facts = console(), Table.grid(padding=(0, 2))
-    for name, value in {
-        "type": inspect.formatannotation(hint),
-        "default": _default(field),
-        "allowed": _allowed(key, hint, field),
-    }.items():
-        if value:
-            facts.add_row(name, value)
+        meant = near(key, KEYS) or " `lze-trl train --help` lists all."
+        raise RecipeError(f"Unknown key `{key}`.{meant}")
+    owner = next(cls for cls in RECIPE_CLASSES if key in cls.__dataclass_fields__)
+    field, hint, page = owner.__dataclass_fields__[key], get_type_hints(owner)[key], console()
+    kind = re.sub(r"Literal\[.*?\]", "str", inspect.formatannotation(hint))
     page.print(key, style="bold")
-    page.print(facts)
-    page.print(f"\n{next(keys[key] for keys in topics().values() if key in keys)}")
+    for name, value in {"type": kind, "default": _default(field), "allowed": _allowed(key, hint, field)}.items():
+        if value:
+            page.print(f"{name:<9}{value}", soft_wrap=True)
+    page.print(f"\n{next(keys[key] for keys in topics().values() if key in keys)}", soft_wrap=True)
     if any(key in settings for settings in STRATEGIES.values()):
-        table = Table.grid(padding=(0, 2))
-        for strategy in STRATEGIES:
-            table.add_row(strategy, repr(settings_of(strategy).get(key)))
         page.print("\nSet by `strategy`:")
-        page.print(table)
+        for strategy in STRATEGIES:
+            page.print(f"  {strategy:<24}{settings_of(strategy).get(key)!r}")
 
 
 def default_of(field: Field) -> Any:

@@ -18,7 +18,9 @@ _logger.addFilter(lambda record: "not passed to `accelerate launch`" not in reco
 def num_processes(arguments: Sequence[str]) -> int:
     """Number of processes that `accelerate launch` would start on all machines."""
     launch, *_ = _validate_launch_command(launch_command_parser().parse_args(arguments))
-    is_distributed = launch.multi_gpu or launch.use_deepspeed or launch.use_fsdp or launch.use_megatron_lm or launch.tpu
+    is_distributed = (
+        launch.multi_gpu or launch.use_deepspeed or launch.use_fsdp or launch.use_megatron_lm or launch.tpu
+    )
     return int(launch.num_processes) if is_distributed else 1
 
 

@@ -156,9 +156,14 @@ def resume_point(args: LZEGRPOConfig) -> str | None:
     return checkpoint
 
 
-def starting_point(args: LZEGRPOConfig) -> tuple[str | None, bool]:
-    """Checkpoint to resume, if any, and whether the run has ended with it. The log says what becomes of an earlier run."""
+def starting_point(script_args: LZEScriptArguments, args: LZEGRPOConfig) -> tuple[str | None, bool]:
+    """
+    Checkpoint to resume, if any, and whether the run has ended with it. The log says what becomes of an earlier run; a new
+    one begins with an evaluation.
+    """
     output_dir, checkpoint = Path(args.output_dir), resume_point(args)
+    # By the trainer, because DeepSpeed cannot train a model that was evaluated before; a resumed run has it in its log
+    args.eval_on_start = bool(script_args.eval_datasets) and checkpoint is None
     if checkpoint is not None:
         refuse_non_checkpoint(checkpoint)
         # The state of the trainer is the last thing that a run writes into its output folder
@@ -200,11 +205,9 @@ def run(
         disable_progress_bars()
     output_dir = Path(training_args.output_dir)
     with user_errors():
-        checkpoint, ended = starting_point(training_args)
+        checkpoint, ended = starting_point(script_args, training_args)
         if ended:
             return {}
-        # By the trainer, because DeepSpeed cannot train a model that was evaluated before; a resumed run has it in its log
-        training_args.eval_on_start = bool(script_args.eval_datasets) and checkpoint is None
         trainer = build_trainer(script_args, training_args, model_args)
     if trainer.is_world_process_zero():  # that of an earlier run
         (output_dir / TRAINER_STATE_NAME).unlink(missing_ok=True)
