@@ -516,7 +516,7 @@ def test_a_dry_run_counts_prompts_after_deduplication(job, capsys, tmp_path):
     differing, _, others = text.partition("Settings at their defaults")
     assert re.search(r"selection_ratio +0\.8  \(default: 0\.4\)\n", differing)
     assert re.search(r"max_steps +4  \(default: -1\)\n", differing) and "max_steps" not in others
-    assert "temperature=1.0" in others
+    assert "temperature=1.0" in others and "pruning=none" not in others and "deduplicate=True" in others
 
 
 def test_a_dry_run_loads_no_model_and_asks_no_server(job, capsys):

@@ -51,11 +51,12 @@ def dry_run(arguments: Sequence[str], num_processes: int):
         {"world_size": num_processes, "main_process_first": lambda self, *args, **kwargs: nullcontext()},
     )
     script_args, args, model_args = parse_recipe(arguments, (LZEScriptArguments, config, ModelConfig))
+    asked = asdict(script_args) | args.to_dict() | asdict(model_args)
     with user_errors():
         checkpoint, ended = starting_point(script_args, args)
         sizes = {} if ended else sizes_of(script_args, args, model_args)
-        settings = asdict(script_args) | args.to_dict() | asdict(model_args)
-        _show_settings(settings, defaults_for(args))
+        resolved, defaults = asked | args.to_dict(), defaults_for(args)
+    _show_settings(resolved, {key: defaults[key] for key in asked if asked[key] != defaults[key]})
     if ended:
         return
     if checkpoint is not None:
@@ -143,19 +144,18 @@ def defaults_for(args: LZEGRPOConfig) -> dict[str, Any]:
 
 
 def _show_settings(settings: dict[str, Any], defaults: dict[str, Any]):
-    """Print those that differ from their defaults, then the others, both by topic."""
+    """Print settings by topic: first those that differ from their `defaults`, which hold no others."""
     page = console()
     page.print("Settings that differ from their defaults", style="bold")
-    differing = {key for key in settings if settings[key] != defaults[key]}
     for topic, keys in topics().items():
-        own = [key for key in keys if key in differing]
+        own = [key for key in keys if key in defaults]
         if own:
             page.print(topic, style="dim")
         for key in own:
             page.print(f"  {key:<30}  {_text(settings[key])}  (default: {_text(defaults[key])})", soft_wrap=True)
     page.print("\nSettings at their defaults", style="bold")
     for topic, keys in topics().items():
-        if others := [f"{key}={_text(settings[key])}" for key in keys if key not in differing]:
+        if others := [f"{key}={_text(settings[key])}" for key in keys if key not in defaults]:
             page.print(f"[dim]{escape(topic)}:[/dim] {escape(', '.join(others))}", markup=True)
 
 

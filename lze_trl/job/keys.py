@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import sys
 from collections import defaultdict
 from dataclasses import MISSING, Field
 from enum import Enum
@@ -26,8 +27,7 @@ _NOT_IN_A_TOPIC = re.compile(
 
 def console() -> Console:
     """A console that prints text as it is, in lines of a size to read where the output is no terminal."""
-    plain = Console(markup=False, emoji=False, highlight=False)
-    return plain if plain.is_terminal else Console(markup=False, emoji=False, highlight=False, width=120)
+    return Console(markup=False, emoji=False, highlight=False, width=None if sys.stdout.isatty() else 120)
 
 
 @cache
@@ -60,6 +60,7 @@ def show_keys():
     """Print one line for each key, by topic."""
     page = console()
     page.print("\nKeys of a recipe, each also a flag: --key VALUE. `lze-trl config KEY` explains one.", soft_wrap=True)
+    page.print("A recipe may also have `env`, a mapping of environment variables to their values.", soft_wrap=True)
     for topic, keys in topics().items():
         page.print(f"\n{topic}", style="bold")
         for key, text in keys.items():
@@ -82,8 +83,8 @@ def show_key(key: str):
     page.print(f"\n{next(keys[key] for keys in topics().values() if key in keys)}", soft_wrap=True)
     if any(key in settings for settings in STRATEGIES.values()):
         page.print("\nSet by `strategy`:")
-        for strategy in STRATEGIES:
-            page.print(f"  {strategy:<24}{settings_of(strategy).get(key)!r}")
+        for strategy in [strategy for strategy in STRATEGIES if key in settings_of(strategy)]:
+            page.print(f"  {strategy:<24}{settings_of(strategy)[key]!r}")
 
 
 def default_of(field: Field) -> Any:
