@@ -127,7 +127,7 @@ class _HelpWithKeys(argparse.Action):
     def __init__(self, option_strings: Sequence[str], dest: str, help: str):
         super().__init__(option_strings, dest=argparse.SUPPRESS, default=argparse.SUPPRESS, nargs=0, help=help)
 
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any):
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option_string: str | None = None):
         from .keys import show_keys
 
         parser.print_help()

@@ -18,7 +18,7 @@ from ..evaluation.results import FOLDER as EVALUATIONS
 from ..memory.identity import ID_COLUMN
 from ..memory.index import RowIndex
 from ..rollout.controllers import is_plain
-from .keys import console, default_of, topics
+from .keys import FIELDS, console, default_of, topics
 from .recipe import LZEScriptArguments, parse_recipe
 from .train import (
     disable_progress_bars,
@@ -133,14 +133,9 @@ def files_of(script_args: LZEScriptArguments, args: LZEGRPOConfig, model_args: M
 
 def defaults_for(args: LZEGRPOConfig) -> dict[str, Any]:
     """All settings of a run whose recipe says nothing, except what the hardware decides."""
-    fields = {
-        name: field
-        for cls in (LZEScriptArguments, ModelConfig, LZEGRPOConfig)
-        for name, field in cls.__dataclass_fields__.items()
-    }
     plain = type(args)(use_cpu=args.use_cpu, bf16=args.bf16).to_dict()
-    plain |= {"use_cpu": fields["use_cpu"].default, "bf16": fields["bf16"].default}
-    return {name: default_of(field) for name, field in fields.items()} | plain
+    plain |= {"use_cpu": FIELDS["use_cpu"].default, "bf16": FIELDS["bf16"].default}
+    return {name: default_of(field) for name, field in FIELDS.items()} | plain
 
 
 def _show_settings(settings: dict[str, Any], defaults: dict[str, Any]):

@@ -4,7 +4,7 @@ import inspect
 import re
 import sys
 from collections import defaultdict
-from dataclasses import MISSING, Field
+from dataclasses import MISSING, Field, fields
 from enum import Enum
 from functools import cache
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -16,6 +16,8 @@ from ..config import RANGES, LZEGRPOConfig
 from ..strategies import DEFAULT, STRATEGIES, settings_of
 from .recipe import KEYS, RECIPE_CLASSES, LZEScriptArguments, RecipeError, near
 
+
+FIELDS = {field.name: field for recipe_class in RECIPE_CLASSES for field in fields(recipe_class)}
 
 # In a docstring: the heading of a section, or a parameter with its description
 _SECTION_OR_KEY = re.compile(r"^ {4}> (.+)|^ {4}(\w+) ?\(`.*\n((?: {8}.*\n?|\n(?= {8}))*)", re.M)
@@ -33,9 +35,11 @@ def console() -> Console:
 @cache
 def topics() -> dict[str, dict[str, str]]:
     """Descriptions of all keys, by topic: the section that has them in a docstring, or else what their class is for."""
-    topic_of, purpose_of, text_of, by_topic = {}, {}, {}, defaultdict(dict)
+    topic_of: dict[str, str] = {}
+    text_of: dict[str, str] = {}
+    purpose_of: dict[str, str] = {}
     for recipe_class in (LZEScriptArguments, ModelConfig, *LZEGRPOConfig.__mro__[:-1]):
-        doc, topic = f"{inspect.cleandoc(recipe_class.__doc__ or recipe_class.__name__)}\n", None
+        doc, topic = f"{inspect.cleandoc(recipe_class.__doc__ or recipe_class.__name__)}\n", ""
         for heading, key, text in _SECTION_OR_KEY.findall(doc):
             topic = heading or topic
             if key:
@@ -44,10 +48,11 @@ def topics() -> dict[str, dict[str, str]]:
                 topic_of.setdefault(key, topic)
         for key in inspect.get_annotations(recipe_class):
             purpose_of.setdefault(key, first_sentence(doc))
-            text_of.setdefault(key, recipe_class.__dataclass_fields__[key].metadata.get("help", ""))
-    for key in [key for key in text_of if key in KEYS]:
+    by_topic: dict[str, dict[str, str]] = defaultdict(dict)
+    for key in [key for key in purpose_of if key in KEYS]:
         topic = _NOT_IN_A_TOPIC.sub("", topic_of.get(key, purpose_of[key]))
-        by_topic[f"{topic[:1].upper()}{topic[1:]}"][key] = text_of[key]
+        text = text_of.get(key) or FIELDS[key].metadata.get("help", "")
+        by_topic[f"{topic[:1].upper()}{topic[1:]}"][key] = text
     return dict(by_topic)
 
 
@@ -73,8 +78,8 @@ def show_key(key: str):
     if key not in KEYS:
         meant = near(key, KEYS) or " `lze-trl train --help` lists all."
         raise RecipeError(f"Unknown key `{key}`.{meant}")
-    owner = next(cls for cls in RECIPE_CLASSES if key in cls.__dataclass_fields__)
-    field, hint, page = owner.__dataclass_fields__[key], get_type_hints(owner)[key], console()
+    hints = {name: hint for recipe_class in RECIPE_CLASSES for name, hint in get_type_hints(recipe_class).items()}
+    field, hint, page = FIELDS[key], hints[key], console()
     kind = re.sub(r"Literal\[.*?\]", "str", inspect.formatannotation(hint))
     page.print(key, style="bold")
     for name, value in {"type": kind, "default": _default(field), "allowed": _allowed(key, hint, field)}.items():
@@ -103,7 +108,7 @@ def _allowed(key: str, hint: Any, field: Field) -> str:
     """The values that a key takes, in words; nothing if its type says it all."""
     if key in RANGES:
         return RANGES[key][1]
-    options = field.metadata.get("choices") or []
+    options: list[Any] = field.metadata.get("choices") or []
     for kind in get_args(hint) or (hint,):
         if get_origin(hint) is Literal:
             options = [*options, *([] if kind is None else [kind])]
