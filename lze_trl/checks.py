@@ -36,6 +36,25 @@ NO_IMAGE = (None, [])
 """What such a column holds in a row without images."""
 
 
+def prepare(
+    args: LZEGRPOConfig,
+    train_dataset: Any,
+    given: dict[str, Any],
+    planner: Planner | None = None,
+    controller: RolloutController | None = None,
+) -> tuple[Dataset | IterableDataset, RolloutController]:
+    """
+    Refuse what cannot be trained, and resolve the defaults in `args`; `given` are the arguments of the trainer by name.
+    Returns the training set with prompt ids, and the controller.
+    """
+    refuse_unsupported(args, train_dataset, given)
+    refuse_unfit_rewards(args, given)
+    controller = controller or args.make_controller()
+    refuse_unfit_strategies(args, train_dataset, planner, controller)
+    resolve_defaults(args, train_dataset)
+    return with_prompt_ids(train_dataset, args), controller
+
+
 def resolve_defaults(args: LZEGRPOConfig, train_dataset: Any):
     """Give the settings that the user left open the value that this training set allows."""
     if not isinstance(train_dataset, IterableDataset):

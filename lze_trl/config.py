@@ -34,8 +34,7 @@ _KINDS = {
     int: ((numbers.Integral,), "a whole number"),
     float: ((numbers.Real,), "a number"),
 }
-# What is allowed of a number, in words, and what to do; NaN fails every comparison
-_RANGES = {
+RANGES = {
     "selection_ratio": (lambda x: 0 < x <= 1, "in (0, 1]", "Use 1.0 to train on every group"),
     "selection_warmup": (lambda x: x >= 0, "at least 0", "Use 0 for no warm-up"),
     "selection_ramp": (lambda x: x >= 0, "at least 0", "Use 0 for no ramp"),
@@ -58,6 +57,8 @@ _RANGES = {
     "vllm_request_timeout": (lambda x: x > 0, "greater than 0", "1800 is the default"),
     "vllm_recovery_timeout": (lambda x: x >= 0, "at least 0", "Use 0 to not wait"),
 }
+"""What is allowed of a number, in words, and what to do; NaN fails every comparison."""
+
 # Name and description of a field in the docstring
 _ENTRY = re.compile(r"^ {8}(\w+) \(`.*\):\n((?: {12}.+\n)+)", re.M)
 
@@ -330,7 +331,7 @@ class LZEGRPOConfig(GRPOConfig):
         accepted, words = _KINDS[kind]
         if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
             raise ValueError(f"`{name}` must be {words}, got {value!r}.")
-        allowed, words, advice = _RANGES.get(name, (lambda value: True, "", ""))
+        allowed, words, advice = RANGES.get(name, (lambda value: True, "", ""))
         if not allowed(value):
             raise ValueError(f"`{name}` must be {words}, got {value}. {advice}.")
 

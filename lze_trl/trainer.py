@@ -129,13 +129,8 @@ class LZEGRPOTrainer(GRPOTrainer):
         reward_funcs = instances(reward_funcs)
         own = inspect.signature(GRPOTrainer.__init__)
         given = own.bind_partial(self, model, reward_funcs, args, train_dataset, *positional, **kwargs).arguments
-        checks.refuse_unsupported(args, train_dataset, given)
-        checks.refuse_unfit_rewards(args, given)
+        train_dataset, controller = checks.prepare(args, train_dataset, given, planner, controller)
         checks.refuse_unwritable(args)
-        controller = controller or args.make_controller()
-        checks.refuse_unfit_strategies(args, train_dataset, planner, controller)
-        checks.resolve_defaults(args, train_dataset)
-        train_dataset = checks.with_prompt_ids(train_dataset, args)
         funcs = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
         self.group_rewards = {i: func for i, func in enumerate(funcs) if isinstance(func, GroupReward)}
         checks.refuse_unfit_group_rewards(args, self.group_rewards, controller)

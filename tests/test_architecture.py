@@ -46,7 +46,8 @@ ROOMS = {
     "build": "config memory pack plan rollout select",
     "step": "arrays engine memory pack plan record rollout seeding select",
     "trainer": "app build checkpoint checks compatibility config engine hub memory plan record rollout select step",
-    "job": "app checkpoint config data evaluation files hub record remote replay rewards trainer version",
+    "job": "app build checkpoint checks config data evaluation files hub memory record remote replay rewards rollout strategies "
+    "trainer version",
 }
 PURE = (
     *(

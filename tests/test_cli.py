@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,8 @@ import pytest
 from benchmarks.synthetic import SyntheticTraining, record_synthetic_run
 from lze_trl import __version__
 from lze_trl.job import cli
+from lze_trl.job.recipe import KEYS
+from lze_trl.strategies import STRATEGIES, settings_of
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -215,3 +218,64 @@ def test_version_and_help_are_fast_and_complete():
         [sys.executable, "-m", "lze_trl.job.cli", "--version"], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert shown.stdout.strip() == f"lze-trl {__version__}"
+
+
+def test_help_of_train_has_a_line_for_each_key(capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(["train", "--help"])
+    assert not end.value.code
+    usage, _, keys = capsys.readouterr().out.partition("\nKeys of a recipe")
+    assert "--dry_run" in usage and "--accelerate_config NAME" in usage
+    lines = [line.split(maxsplit=1) for line in keys.splitlines() if line.startswith("  ")]
+    assert all(len(text) > 5 for _, text in lines)
+    assert sorted(name for name, _ in lines) == sorted(KEYS)
+    topics = {line for line in keys.splitlines() if line and line[0] != " "}
+    assert {"Which groups are trained on", "Identity and state", "Optimizer"} <= topics
+
+
+@pytest.mark.parametrize(
+    ("key", "parts"),
+    [
+        (
+            "selection_ratio",
+            ["float | None", "0.4 (by the strategy, 'lze')", "in (0, 1]", "ρ, the share of the groups"],
+        ),
+        (
+            "telemetry-completions",
+            ["str\n", "'sampled'", "'none', 'sampled', 'all'", "Which completions are recorded"],
+        ),
+        ("lr_scheduler_type", ["'linear'", "'cosine'", "learning rate scheduler"]),
+        ("eval_tasks", ["list[str]", "[]", "Tasks that `lze-trl eval` knows"]),
+        ("dtype", ["'float32'", "'auto', 'bfloat16', 'float16', 'float32'"]),
+    ],
+)
+def test_config_explains_a_key(key, parts, capsys):
+    cli.main(["config", key])
+    shown = capsys.readouterr().out
+    assert shown.startswith(key.replace("-", "_") + "\n")
+    assert all(part in shown for part in parts)
+
+
+def test_config_says_what_every_strategy_sets(capsys):
+    cli.main(["config", "controller"])
+    table = capsys.readouterr().out.partition("Set by `strategy`:\n")[2]
+    shown = dict(line.split() for line in table.splitlines() if line)
+    assert shown == {name: repr(settings_of(name)["controller"]) for name in STRATEGIES}
+
+
+def test_config_explains_every_key(capsys):
+    for key in KEYS:
+        cli.main(["config", key])
+        assert re.search(rf"^{key}\ntype .+\ndefault .+\n(allowed .+\n)?\n.+", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("selection_ration", "Unknown key `selection_ration`. Did you mean `selection_ratio`"),
+        ("qq", ".* --help` lists"),
+    ],
+)
+def test_config_suggests_the_key_that_was_meant(key, message):
+    with pytest.raises(SystemExit, match=f"^error: {message}"):
+        cli.main(["config", key])

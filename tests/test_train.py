@@ -19,8 +19,9 @@ import tiny
 from launches import run_to_end
 from lze_trl import LZEGRPOTrainer
 from lze_trl.app.console import count, log_line, summary_tables
+from lze_trl.job import cli
 from lze_trl.job.recipe import RecipeError, parse_recipe
-from lze_trl.job.train import build_trainer, main, resume_point, run
+from lze_trl.job.train import build_trainer, finish, main, resume_point, run
 from lze_trl.record.ledger import PLAIN, Ledger, TokenCost
 
 
@@ -453,3 +454,105 @@ def test_summary_tells_tokens_and_flops_of_plain_grpo():
     }
     names, groups, _ = (list(column.cells) for column in tables["Rollouts"].columns)
     assert (names[-1], groups[-1]) == ("visits skipped", "1,234")
+
+
+def dry_run(capsys, *arguments):
+    """What `--dry_run` shows: the whole text, and the lines of sizes and files by their labels."""
+    cli.main(["train", *arguments, "--dry_run"])
+    text = capsys.readouterr().out
+    lines = text.partition("\nRun\n")[2].splitlines()
+    return text, dict(re.split(r"\s{2,}", line.rstrip(), maxsplit=1) for line in lines if "  " in line.rstrip())
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"max_steps": 5, "generation_batch_size": 24, "num_iterations": 2},
+        {"num_train_epochs": 1.5, "max_steps": -1, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2},
+        {"num_train_epochs": 2, "max_steps": -1, "per_device_train_batch_size": 4, "steps_per_generation": 5},
+        {
+            "max_steps": 3,
+            "per_device_train_batch_size": 4,
+            "gradient_accumulation_steps": 4,
+            "steps_per_generation": 2,
+        },
+        {"num_train_epochs": 2, "max_steps": -1, "strategy": "lze", "selection_ratio": 0.4, "save_strategy": "epoch"},
+    ],
+)
+def test_a_dry_run_says_what_the_run_then_does(job, capsys, tmp_path, keys):
+    recipe = job(**{"strategy": "grpo", "selection_ratio": 1.0} | keys)
+    before = set(tmp_path.rglob("*"))
+    _, shown = dry_run(capsys, recipe)
+    assert set(tmp_path.rglob("*")) == before
+
+    trainer = build_trainer(*parse_recipe([recipe]))
+    trainer.train()
+    finish(trainer, [])
+    args = trainer.args
+    assert shown["optimizer steps"] == str(trainer.state.global_step)
+    assert shown["generation batches"] == str(trainer.generation_step.generation)
+    assert shown["completions a generation batch"] == str(args.generation_batch_size)
+    assert shown["prompts a generation batch"] == str(args.generation_batch_size // 4)
+    assert shown["held-out prompts"] == "4"
+    if len(trainer.prompt_state) == len(trainer.train_dataset):
+        assert shown["memory of the prompt state"].startswith(f"{trainer.prompt_state.nbytes} bytes")
+    folders = {str(path) for path in (tmp_path / "run").iterdir() if path.is_dir()}
+    foretold = {re.sub("/checkpoint-N$", "/checkpoint-", label.rstrip("/")) for label in shown if "/run/" in label}
+    assert {re.sub(r"/checkpoint-\d+$", "/checkpoint-", folder) for folder in folders} == foretold - {
+        f"{tmp_path}/run"
+    }
+
+
+def test_a_dry_run_counts_prompts_after_deduplication(job, capsys, tmp_path):
+    recipe = job(eval_tasks=[str(tmp_path / "held_out.jsonl")], save_total_limit=1)
+    rows = (tmp_path / "train.jsonl").read_text()
+    (tmp_path / "train.jsonl").write_text(rows + "".join(rows.splitlines(keepends=True)[:5]))
+    text, shown = dry_run(capsys, recipe, "--strategy", "recommended", "--hub_token", "secret")
+    assert shown["prompts"] == "12 of 17 rows are different"
+    assert "`Probing` draws other numbers" in shown["completions a generation batch"]
+    assert shown["evaluation tasks"] == "held_out (4 problems)"
+    assert shown[f"{tmp_path}/run/checkpoint-N/"] == "every 2 steps, and after the last; the last 1 are kept"
+    assert "secret" not in text
+    differing, _, others = text.partition("Settings at their defaults")
+    assert re.search(r"selection_ratio +0\.8  \(default: 0\.4\)\n", differing)
+    assert re.search(r"max_steps +4  \(default: -1\)\n", differing) and "max_steps" not in others
+    assert "temperature=1.0" in others and "pruning=none" not in others and "deduplicate=True" in others
+
+
+def test_a_dry_run_loads_no_model_and_asks_no_server(job, capsys):
+    keys = {"use_vllm": True, "vllm_mode": "http", "vllm_server_urls": ["http://127.0.0.1:9"]}
+    _, shown = dry_run(capsys, job(model_name_or_path="nowhere/nothing", **keys))
+    assert shown["optimizer steps"] == "4"
+
+
+@pytest.mark.parametrize(
+    ("flags", "processes"),
+    [(["--accelerate_config", "ddp_cpu"], 2), (["--accelerate_config", "zero3", "--num_processes", "4"], 4)],
+)
+def test_a_dry_run_plans_for_all_processes(job, capsys, monkeypatch, flags, processes):
+    monkeypatch.chdir(ROOT)
+    _, shown = dry_run(capsys, job(per_device_train_batch_size=4), *flags)
+    assert (shown["processes"], shown["completions a generation batch"]) == (str(processes), str(4 * processes))
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"reward_funcs": ["acuracy"]},
+        {"datasets": ["none.jsonl"]},
+        {"generation_batch_size": 96, "deduplicate": True},
+        {"pass_reward": "length"},
+        {"eval_tasks": ["gsm9k"]},
+        {"selection_ratio": 1.4},
+        {"num_generations_eval": 5},
+        {"resume_from_checkpoint": "nowhere"},
+    ],
+    ids=lambda keys: next(iter(keys)),
+)
+def test_a_dry_run_has_the_errors_of_the_run(job, keys):
+    recipe = job(**keys)
+    with pytest.raises(SystemExit, match="error: ") as wrong:
+        main(["--config", recipe])
+    with pytest.raises(SystemExit) as error:
+        cli.main(["train", recipe, "--dry_run"])
+    assert error.value.code == wrong.value.code

@@ -61,19 +61,27 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"lze-trl {__version__}")
     subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
-    def add(command: Callable, usage: str | None = None) -> Callable:
+    def add(command: Callable, usage: str | None = None, **settings: Any) -> Callable:
         """Add a subcommand; returns the function that adds its arguments."""
         name, text = command.__name__.removeprefix("_"), command.__doc__
-        subparser = subparsers.add_parser(name, help=text, description=text, usage=usage, allow_abbrev=False)
+        subparser = subparsers.add_parser(
+            name, help=text, description=text, usage=usage, allow_abbrev=False, **settings
+        )
         subparser.set_defaults(command=command)
         return subparser.add_argument
 
-    train = add(_train, "lze-trl train RECIPE [--accelerate_config NAME] [--any_key_of_a_recipe VALUE ...]")
+    usage = "lze-trl train RECIPE [--dry_run] [--accelerate_config NAME] [--any_key_of_a_recipe VALUE ...]"
+    train = add(_train, usage, conflict_handler="resolve")
+    train("-h", "--help", action=_HelpWithKeys, help="show this, and all keys of a recipe")
     train("recipe", metavar="RECIPE", help="a file under recipes/")
+    checked = "show settings, sizes and files of the run, and start nothing"
+    train("--dry_run", "--dry-run", action="store_true", help=checked)
     known = "a file under accelerate_configs/, by name (zero3) or path; default: accelerate's own"
     train("--accelerate_config", "--accelerate-config", metavar="NAME", help=known)
     for flag in LAUNCH_FLAGS:
         train(f"--{flag}", metavar="VALUE", help="passed to `accelerate launch`")
+
+    add(_config)("key", metavar="KEY", help="such as selection_ratio")
 
     add(_demo, "lze-trl demo [--any_key_of_a_recipe VALUE ...]")
 
@@ -111,6 +119,21 @@ def build_parser() -> argparse.ArgumentParser:
     add_arguments(add(_eval))
     add(_report)("run", metavar="RUN", help="output folder of the run")
     return parser
+
+
+class _HelpWithKeys(argparse.Action):
+    """Prints the help, and below it the keys of a recipe, which take long to import."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str):
+        super().__init__(option_strings, dest=argparse.SUPPRESS, default=argparse.SUPPRESS, nargs=0, help=help)
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option_string: str | None = None):
+        from .keys import show_keys
+
+        parser.print_help()
+        sys.stdout.flush()
+        show_keys()
+        parser.exit()
 
 
 def _number(kind: type, allowed: str, is_allowed: Callable[[Any], bool]) -> Callable[[str], Any]:
@@ -170,11 +193,24 @@ def _train(namespace: argparse.Namespace, flags: list[str]):
     from .recipe import check_recipe
 
     # Before any process is started, so that a typing error is reported once and at once
-    check_recipe(["--config", namespace.recipe, *flags])
+    arguments = check_recipe(["--config", namespace.recipe, *flags])
+    if namespace.dry_run:
+        from .dry_run import dry_run
+        from .launcher import num_processes
+
+        dry_run(arguments, num_processes(command[3:]))
+        return
     os.execve(command[0], command, os.environ | environment)
 
 
 # ---- The others ----
+
+
+def _config(namespace: argparse.Namespace, flags: list[str]):
+    """Explain one key of a recipe."""
+    from .keys import show_key
+
+    show_key(namespace.key)
 
 
 def _demo(namespace: argparse.Namespace, flags: list[str]):

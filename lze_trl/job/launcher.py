@@ -3,9 +3,25 @@
 import logging
 import signal
 import sys
+from collections.abc import Sequence
 
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.commands.launch import main as launch
 from torch.distributed.elastic.multiprocessing.api import SignalException
+
+
+_logger = logging.getLogger("accelerate.commands.launch")
+# Without a configuration, accelerate warns at each launch about the flags whose defaults it uses
+_logger.addFilter(lambda record: "not passed to `accelerate launch`" not in record.getMessage())
+
+
+def num_processes(arguments: Sequence[str]) -> int:
+    """Number of processes that `accelerate launch` would start on all machines."""
+    launch, *_ = _validate_launch_command(launch_command_parser().parse_args(arguments))
+    is_distributed = (
+        launch.multi_gpu or launch.use_deepspeed or launch.use_fsdp or launch.use_megatron_lm or launch.tpu
+    )
+    return int(launch.num_processes) if is_distributed else 1
 
 
 def main():
@@ -19,9 +35,6 @@ def main():
         signal.signal(number, signal.SIG_DFL)
 
     signal.signal(signal.SIGINT, stop)
-    # Without a configuration, accelerate warns at each launch about the flags whose defaults it uses
-    logger = logging.getLogger("accelerate.commands.launch")
-    logger.addFilter(lambda record: "not passed to `accelerate launch`" not in record.getMessage())
     try:
         launch()
     except SignalException as received:  # by torchrun, which forwards signals itself

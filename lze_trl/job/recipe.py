@@ -140,22 +140,24 @@ KEYS = {field.name for recipe_class in RECIPE_CLASSES for field in fields(recipe
 class RecipeParser(TrlParser):
     """[`~trl.TrlParser`] of a run's dataclasses that raises [`RecipeError`] and takes no abbreviated flags."""
 
-    def __init__(self):
-        super().__init__(RECIPE_CLASSES, allow_abbrev=False, prog="lze-trl train")
+    def __init__(self, recipe_classes: Sequence[type] = RECIPE_CLASSES):
+        super().__init__(recipe_classes, allow_abbrev=False, prog="lze-trl train")
 
     def error(self, message: str) -> NoReturn:
         """Raise instead of printing the usage of some 250 flags."""
         raise RecipeError(f"{message[:1].upper()}{message[1:]}.")
 
 
-def parse_recipe(arguments: Sequence[str]) -> tuple[LZEScriptArguments, LZEGRPOConfig, ModelConfig]:
+def parse_recipe(
+    arguments: Sequence[str], recipe_classes: Sequence[type] = RECIPE_CLASSES
+) -> tuple[LZEScriptArguments, LZEGRPOConfig, ModelConfig]:
     """
     Read `--config RECIPE.yaml`, or `RECIPE.yaml` as the first argument, and flags that override it. [`RecipeError`] is
     raised if the recipe cannot be read, or a key, a flag or a value is not allowed.
     """
     arguments = check_recipe(arguments)
     try:
-        return RecipeParser().parse_args_and_config(arguments)
+        return RecipeParser(recipe_classes).parse_args_and_config(arguments)
     except (ValueError, TypeError, ImportError, OSError) as error:
         raise RecipeError(str(error)) from error
 
@@ -174,7 +176,7 @@ def check_recipe(arguments: Sequence[str]) -> list[str]:
         flag = unknown[0].partition("=")[0]
         if not flag.startswith("-"):
             raise RecipeError(f"Unexpected argument `{unknown[0]}`. Flags are written `--name value`.")
-        raise RecipeError(f"Unknown flag `{flag}`.{_near(flag.lstrip('-').replace('-', '_'), KEYS, '--')}")
+        raise RecipeError(f"Unknown flag `{flag}`.{near(flag.lstrip('-').replace('-', '_'), KEYS, '--')}")
     return flags if path is None else ["--config", path, *flags]
 
 
@@ -217,7 +219,7 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), _StrictLoader)
     except FileNotFoundError:
-        raise RecipeError(f"There is no recipe `{path}`.{_near(str(path), _known_recipes())}") from None
+        raise RecipeError(f"There is no recipe `{path}`.{near(str(path), _known_recipes())}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"The recipe `{path}` cannot be read: {error}.") from error
     except yaml.YAMLError as error:
@@ -241,7 +243,7 @@ def _known_recipes() -> list[str]:
     return [str(path.relative_to(here) if path.is_relative_to(here) else path) for path in sorted(recipes)]
 
 
-def _near(name: str, known: Iterable[str], prefix: str = "") -> str:
+def near(name: str, known: Iterable[str], prefix: str = "") -> str:
     """The question whether one of the known names was meant, if some are near."""
     matches = difflib.get_close_matches(name, list(known))
     return " Did you mean " + " or ".join(f"`{prefix}{match}`" for match in matches) + "?" if matches else ""
@@ -260,7 +262,7 @@ def _check_values(recipe: dict[str, Any], path: str, parser: RecipeParser):
                 raise RecipeError(f"`env` in `{path}` must be a mapping of variables to values, got {value!r}.")
             continue
         if key not in KEYS:
-            raise RecipeError(f"Unknown key `{key}` in `{path}`.{_near(str(key), KEYS)}")
+            raise RecipeError(f"Unknown key `{key}` in `{path}`.{near(str(key), KEYS)}")
         hint, is_list = hints[key], isinstance(value, list)
         items = value if is_list else [value]
         flags = [f"--{key}={item}" for item in items if not isinstance(item, _NO_FLAGS)]
@@ -270,8 +272,8 @@ def _check_values(recipe: dict[str, Any], path: str, parser: RecipeParser):
                 raise RecipeError(f"it takes {inspect.formatannotation(hint)}.")
             parser.parse_args(flags)
         except RecipeError as error:
-            near = _near(str(value), [choice for choice in get_args(hint) if isinstance(choice, str)])
-            raise RecipeError(f"`{key}` in `{path}` cannot be {value!r}: {error}{near}") from error
+            meant = near(str(value), [choice for choice in get_args(hint) if isinstance(choice, str)])
+            raise RecipeError(f"`{key}` in `{path}` cannot be {value!r}: {error}{meant}") from error
 
 
 def _takes(hint: Any, value: Any) -> bool:

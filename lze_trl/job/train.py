@@ -19,6 +19,7 @@ import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import datasets
 import huggingface_hub
@@ -79,6 +80,17 @@ def build_trainer(
     script_args: LZEScriptArguments, training_args: LZEGRPOConfig, model_args: ModelConfig
 ) -> LZEGRPOTrainer:
     """The trainer of a recipe."""
+    trainer = LZEGRPOTrainer(**trainer_arguments(script_args, training_args, model_args))
+    if script_args.eval_tasks:
+        evaluation = make_evaluation(script_args, training_args)
+        trainer.add_callback(TaskEvaluation(trainer, evaluation, script_args.eval_tasks_steps))
+    return trainer
+
+
+def trainer_arguments(
+    script_args: LZEScriptArguments, training_args: LZEGRPOConfig, model_args: ModelConfig
+) -> dict[str, Any]:
+    """Arguments of the trainer of a recipe, by name; the model is not loaded."""
     if model_args.model_name_or_path is None:
         raise RecipeError("`model_name_or_path` is not set. Give a Hub id or a local folder.")
     settings = training_args.max_completion_length, script_args.soft_overlong_cache, script_args.majority
@@ -98,23 +110,20 @@ def build_trainer(
         "dtype": model_args.dtype,
         **(training_args.model_init_kwargs or {}),
     }
-    trainer = LZEGRPOTrainer(
-        model=model_args.model_name_or_path,
-        reward_funcs=reward_funcs,
-        args=training_args,
-        train_dataset=train_dataset,
-        eval_dataset=eval_dataset,
-        quantization_config=get_quantization_config(model_args),
-        peft_config=get_peft_config(model_args),
-    )
-    if script_args.eval_tasks:
-        trainer.add_callback(task_evaluation(trainer, script_args))
-    return trainer
+    return {
+        "model": model_args.model_name_or_path,
+        "reward_funcs": reward_funcs,
+        "args": training_args,
+        "train_dataset": train_dataset,
+        "eval_dataset": eval_dataset,
+        "quantization_config": get_quantization_config(model_args),
+        "peft_config": get_peft_config(model_args),
+    }
 
 
-def task_evaluation(trainer: LZEGRPOTrainer, script_args: LZEScriptArguments) -> TaskEvaluation:
+def make_evaluation(script_args: LZEScriptArguments, args: LZEGRPOConfig) -> Evaluation:
     """The evaluation on `eval_tasks`, with the prompts, the reward and the decoding of the training."""
-    args, samples = trainer.args, script_args.eval_tasks_samples
+    samples = script_args.eval_tasks_samples
     sampling = {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k} if samples > 1 else {}
     decoding = Decoding(
         **sampling,
@@ -130,8 +139,7 @@ def task_evaluation(trainer: LZEGRPOTrainer, script_args: LZEScriptArguments) ->
     # A vote says nothing of a completion alone
     name = "accuracy" if {"accuracy", MAJORITY} & set(script_args.reward_funcs) else script_args.reward_funcs[0]
     reward = get_reward(name, args.max_completion_length, script_args.soft_overlong_cache)
-    evaluation = Evaluation(problems, decoding, samples, reward, script_args.eval_tasks_limit)
-    return TaskEvaluation(trainer, evaluation, script_args.eval_tasks_steps)
+    return Evaluation(problems, decoding, samples, reward, script_args.eval_tasks_limit)
 
 
 def resume_point(args: LZEGRPOConfig) -> str | None:
@@ -152,6 +160,42 @@ def resume_point(args: LZEGRPOConfig) -> str | None:
     return checkpoint
 
 
+def starting_point(script_args: LZEScriptArguments, args: LZEGRPOConfig) -> tuple[str | None, bool]:
+    """
+    Checkpoint to resume, if any, and whether the run has ended with it. The log says what becomes of an earlier run; a new
+    one begins with an evaluation.
+    """
+    output_dir, checkpoint = Path(args.output_dir), resume_point(args)
+    # By the trainer, because DeepSpeed cannot train a model that was evaluated before; a resumed run has it in its log
+    args.eval_on_start = bool(script_args.eval_datasets) and checkpoint is None
+    if checkpoint is not None:
+        refuse_non_checkpoint(checkpoint)
+        # The state of the trainer is the last thing that a run writes into its output folder
+        if has_ended(checkpoint, args) and has_ended(output_dir, args):
+            logger.info(
+                "The run in `%s` has ended: there is nothing left to do. To continue it, raise `max_steps` or "
+                "`num_train_epochs`. To start again, set another `output_dir`, or `resume_from_checkpoint: false`, "
+                "which replaces it.",
+                output_dir,
+            )
+            return checkpoint, True
+        logger.info("Resuming from `%s`.", checkpoint)
+    elif last_complete_checkpoint(output_dir) is not None:
+        logger.info(
+            "`%s` holds an earlier run, which this one replaces. To continue that one instead, set "
+            "`resume_from_checkpoint: auto`, and a larger `max_steps` if it has ended.",
+            output_dir,
+        )
+    return checkpoint, False
+
+
+def disable_progress_bars():
+    """Those of the libraries."""
+    datasets.disable_progress_bars()
+    huggingface_hub.utils.disable_progress_bars()
+    transformers.utils.logging.disable_progress_bar()
+
+
 def run(
     script_args: LZEScriptArguments, training_args: LZEGRPOConfig, model_args: ModelConfig
 ) -> dict[str, float | None]:
@@ -162,32 +206,12 @@ def run(
     where not measured; nothing if the run was finished before.
     """
     if training_args.disable_tqdm or not sys.stdout.isatty():
-        datasets.disable_progress_bars()
-        huggingface_hub.utils.disable_progress_bars()
-        transformers.utils.logging.disable_progress_bar()
+        disable_progress_bars()
     output_dir = Path(training_args.output_dir)
     with user_errors():
-        checkpoint = resume_point(training_args)
-        if checkpoint is not None:
-            refuse_non_checkpoint(checkpoint)
-            # The state of the trainer is the last thing that a run writes into its output folder
-            if has_ended(checkpoint, training_args) and has_ended(output_dir, training_args):
-                logger.info(
-                    "The run in `%s` has ended: there is nothing left to do. To continue it, raise `max_steps` or "
-                    "`num_train_epochs`. To start again, set another `output_dir`, or `resume_from_checkpoint: false`, "
-                    "which replaces it.",
-                    output_dir,
-                )
-                return {}
-            logger.info("Resuming from `%s`.", checkpoint)
-        elif last_complete_checkpoint(output_dir) is not None:
-            logger.info(
-                "`%s` holds an earlier run, which this one replaces. To continue that one instead, set "
-                "`resume_from_checkpoint: auto`, and a larger `max_steps` if it has ended.",
-                output_dir,
-            )
-        # By the trainer, because DeepSpeed cannot train a model that was evaluated before; a resumed run has it in its log
-        training_args.eval_on_start = bool(script_args.eval_datasets) and checkpoint is None
+        checkpoint, ended = starting_point(script_args, training_args)
+        if ended:
+            return {}
         trainer = build_trainer(script_args, training_args, model_args)
     if trainer.is_world_process_zero():  # that of an earlier run
         (output_dir / TRAINER_STATE_NAME).unlink(missing_ok=True)

@@ -1,0 +1,165 @@
+"""`lze-trl train --dry_run`: what a run would do, from its recipe and its data sets, without starting it."""
+
+import math
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import asdict
+from typing import Any
+
+from rich.markup import escape
+from transformers.trainer import TRAINER_STATE_NAME
+from trl import ModelConfig
+from trl.trainer.utils import get_callable_name
+
+from ..build import make_state
+from ..checks import outcome_rule, prepare
+from ..config import LZEGRPOConfig
+from ..evaluation.results import FOLDER as EVALUATIONS
+from ..memory.identity import ID_COLUMN
+from ..memory.index import RowIndex
+from ..rollout.controllers import is_plain
+from .keys import FIELDS, console, default_of, topics
+from .recipe import LZEScriptArguments, parse_recipe
+from .train import (
+    disable_progress_bars,
+    make_evaluation,
+    setup_logging,
+    starting_point,
+    trainer_arguments,
+    user_errors,
+)
+
+
+_WHEN_SAVED = {
+    "steps": "every {:g} steps, and after the last",
+    "epoch": "after every pass",
+    "best": "whenever `metric_for_best_model` is the best so far",
+}
+
+
+def dry_run(arguments: Sequence[str], num_processes: int):
+    """
+    Print settings, sizes and files of the run of a recipe on this number of processes. Errors are those of the run, as far as
+    they show before a model is loaded, a server is asked, or a file is written.
+    """
+    setup_logging(is_main=True)
+    disable_progress_bars()
+    # One process that counts as several: nothing waits for the others
+    config = type(
+        "LZEGRPOConfig",
+        (LZEGRPOConfig,),
+        {"world_size": num_processes, "main_process_first": lambda self, *args, **kwargs: nullcontext()},
+    )
+    script_args, args, model_args = parse_recipe(arguments, (LZEScriptArguments, config, ModelConfig))
+    asked = asdict(script_args) | args.to_dict() | asdict(model_args)
+    with user_errors():
+        checkpoint, ended = starting_point(script_args, args)
+        sizes = {} if ended else sizes_of(script_args, args, model_args)
+        resolved, defaults = asked | args.to_dict(), defaults_for(args)
+    _show_settings(resolved, {key: defaults[key] for key in asked if asked[key] != defaults[key]})
+    if ended:
+        return
+    if checkpoint is not None:
+        sizes = {"continues from": checkpoint} | sizes
+    _show("Run", sizes)
+    _show("Files", files_of(script_args, args, model_args))
+
+
+def sizes_of(script_args: LZEScriptArguments, args: LZEGRPOConfig, model_args: ModelConfig) -> dict[str, str]:
+    """How large a run is, in words; checks what the run checks, and resolves the defaults in `args`."""
+    given = trainer_arguments(script_args, args, model_args)
+    rows, funcs, held_out = given["train_dataset"], given["reward_funcs"], given["eval_dataset"]
+    dataset, controller = prepare(args, rows, given)
+    rule = outcome_rule(args, funcs, [get_callable_name(func) for func in funcs], controller)
+    memory = make_state(args, dataset, rule, args.make_planner()).nbytes
+    memory += RowIndex(dataset.with_format("numpy")[ID_COLUMN][:]).nbytes
+    steps, batches = steps_and_batches(args, len(dataset))
+    completions = f"{args.generation_batch_size:,}"
+    if not is_plain(controller, args.num_generations):
+        completions += (
+            f" if each prompt gets {args.num_generations}; `{type(controller).__name__}` draws other numbers"
+        )
+    sizes = {
+        "processes": f"{args.world_size:,}",
+        "prompts": f"{len(dataset):,} of {len(rows):,} rows are different",
+        "prompts a generation batch": f"{args.generation_batch_size // args.num_generations:,}",
+        "completions a generation batch": completions,
+        "optimizer steps": f"{steps:,}",
+        "generation batches": f"{batches:,}",
+        "memory of the prompt state": f"{memory:,} bytes, once every prompt was visited",
+    }
+    if held_out is not None:
+        sizes["held-out prompts"] = f"{len(held_out):,}"
+    if script_args.eval_tasks:
+        tasks = make_evaluation(script_args, args).tasks
+        sizes["evaluation tasks"] = ", ".join(
+            f"{name} ({len(of_it):,} problems)" for name, (of_it, _) in tasks.items()
+        )
+    return sizes
+
+
+def steps_and_batches(args: LZEGRPOConfig, num_prompts: int) -> tuple[int, int]:
+    """Optimizer steps and generation batches of a run, as transformers and TRL count them."""
+    batches_a_pass = num_prompts // (args.generation_batch_size // args.num_generations)
+    micro_steps = args.steps_per_generation * args.num_iterations  # of a generation batch
+    steps_a_pass = math.ceil(batches_a_pass * micro_steps / args.gradient_accumulation_steps)
+    steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * steps_a_pass)
+    passes, rest = divmod(steps, steps_a_pass)
+    return steps, passes * batches_a_pass + math.ceil(rest * args.gradient_accumulation_steps / micro_steps)
+
+
+def files_of(script_args: LZEScriptArguments, args: LZEGRPOConfig, model_args: ModelConfig) -> dict[str, str]:
+    """What a run writes, by its place."""
+    out = args.output_dir.rstrip("/")
+    model = "adapter" if model_args.use_peft else "model"
+    files = {f"{out}/": f"{model}, tokenizer, prompt state (lze_state), model card (README.md), {TRAINER_STATE_NAME}"}
+    if args.save_strategy != "no":
+        kept = f"; the last {args.save_total_limit} are kept" if args.save_total_limit else ""
+        files[f"{out}/checkpoint-N/"] = _WHEN_SAVED[args.save_strategy].format(args.save_steps) + kept
+    if args.telemetry:
+        files[f"{out}/telemetry/"] = "every group, with completions: " + args.telemetry_completions
+    if args.telemetry and args.summary:
+        files[f"{out}/report/"] = "report.html, summary.png, energy.png"
+    if script_args.eval_tasks:
+        files[f"{out}/{EVALUATIONS}/"] = f"results on {', '.join(script_args.eval_tasks)}"
+    if args.report_to:
+        files["trackers"] = ", ".join(args.report_to)
+    if args.push_to_hub:
+        files["Hub"] = args.hub_model_id or f"a model called {out.rpartition('/')[2]}"
+    if args.push_to_hub and args.hub_telemetry_id:
+        files["Hub data set"] = args.hub_telemetry_id
+    return files
+
+
+def defaults_for(args: LZEGRPOConfig) -> dict[str, Any]:
+    """All settings of a run whose recipe says nothing, except what the hardware decides."""
+    plain = type(args)(use_cpu=args.use_cpu, bf16=args.bf16).to_dict()
+    plain |= {"use_cpu": FIELDS["use_cpu"].default, "bf16": FIELDS["bf16"].default}
+    return {name: default_of(field) for name, field in FIELDS.items()} | plain
+
+
+def _show_settings(settings: dict[str, Any], defaults: dict[str, Any]):
+    """Print settings by topic: first those that differ from their `defaults`, which hold no others."""
+    page = console()
+    page.print("Settings that differ from their defaults", style="bold")
+    for topic, keys in topics().items():
+        own = [key for key in keys if key in defaults]
+        if own:
+            page.print(topic, style="dim")
+        for key in own:
+            page.print(f"  {key:<30}  {_text(settings[key])}  (default: {_text(defaults[key])})", soft_wrap=True)
+    page.print("\nSettings at their defaults", style="bold")
+    for topic, keys in topics().items():
+        if others := [f"{key}={_text(settings[key])}" for key in keys if key not in defaults]:
+            page.print(f"[dim]{escape(topic)}:[/dim] {escape(', '.join(others))}", markup=True)
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) and value else repr(value)
+
+
+def _show(heading: str, facts: dict[str, str]):
+    page = console()
+    page.print(f"\n{heading}", style="bold")
+    for name, value in facts.items():
+        page.print(f"{name:<30}  {value}", soft_wrap=True)
