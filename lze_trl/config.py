@@ -4,8 +4,8 @@ import logging
 import math
 import numbers
 import re
-from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
 from trl import GRPOConfig
 
@@ -248,8 +248,17 @@ class LZEGRPOConfig(GRPOConfig):
             telemetry. `False` leaves what transformers prints. Trackers get all metrics either way.
     """
 
-    strategy: Literal[tuple(STRATEGIES)] = DEFAULT
-    selector: Literal[*SELECTORS, None] = None
+    if TYPE_CHECKING:  # unset in TRL's declarations, and set when `__post_init__` has run
+        output_dir: str = ""
+        num_generations: int = 8
+        generation_batch_size: int = 8
+        steps_per_generation: int = 1
+        report_to: list[str] = field(default_factory=list)
+        disable_tqdm: bool = False
+        gradient_checkpointing: bool = True
+
+    strategy: Literal[tuple(STRATEGIES)] = DEFAULT  # type: ignore[valid-type]  # the names are those of the table
+    selector: Literal[*SELECTORS, None] = None  # type: ignore[valid-type]
     selection_ratio: float | None = None
     selection_warmup: int = 0
     selection_ramp: int = 0
@@ -258,7 +267,7 @@ class LZEGRPOConfig(GRPOConfig):
     ema_decay: float = 0.9
     gumbel_scale: float = 0.05
     loss_normalizer: Literal["selected", "all", None] = None
-    scale_rewards: str | None = None
+    scale_rewards: str | None = None  # type: ignore[assignment]  # `None` until `__post_init__`: by the strategy
     pass_reward: str | None = None
     pass_threshold: float | None = None
     reward_range: list[float] | None = None
@@ -269,7 +278,7 @@ class LZEGRPOConfig(GRPOConfig):
     greso_exploration: float = 0.5
     greso_target: float = 0.25
     greso_step: float = 0.01
-    controller: Literal[*CONTROLLERS, None] = None
+    controller: Literal[*CONTROLLERS, None] = None  # type: ignore[valid-type]
     round_size: int | None = None
     max_rounds: int | None = None
     kept_completions: int | None = None

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 from datasets import Dataset, IterableDataset
 from torch.utils.data import Sampler
+from transformers import PreTrainedModel
 from transformers.trainer import TRAINER_STATE_NAME
 from trl import GRPOTrainer
 from trl.trainer.utils import RepeatSampler, get_config_model_id
@@ -90,9 +91,13 @@ class LZEGRPOTrainer(GRPOTrainer):
             Further arguments of [`~trl.GRPOTrainer`].
     """
 
-    _tag_names: ClassVar[list[str]] = ["trl", "grpo", "lze"]
+    args: LZEGRPOConfig
+    model: PreTrainedModel
+
+    # TRL declares both as if they were of the instance
+    _tag_names: ClassVar[list[str]] = ["trl", "grpo", "lze"]  # type: ignore[misc]
     _name = "LZE"
-    _paper: ClassVar[dict[str, str]] = {
+    _paper: ClassVar[dict[str, str]] = {  # type: ignore[misc]
         "title": "Learning-Zone Energy: Online Data Selection for Efficient RL Post-Training",
         "id": "2605.17003",
         "citation": textwrap.dedent("""\
@@ -183,6 +188,15 @@ class LZEGRPOTrainer(GRPOTrainer):
         )
 
     @property
+    def _own_step(self) -> GenerationStep:
+        """The generation step of a trainer that was made by `__init__`."""
+        if self.generation_step is None:
+            raise RuntimeError(
+                "This trainer was made without `__init__`, so it has no generation step. Make it by its constructor."
+            )
+        return self.generation_step
+
+    @property
     def planner(self) -> Planner:
         """Ranks the prompts of a pass."""
         return self.passes.planner
@@ -190,12 +204,12 @@ class LZEGRPOTrainer(GRPOTrainer):
     @property
     def controller(self) -> RolloutController:
         """Says how many completions each prompt gets."""
-        return self.generation_step.controller
+        return self._own_step.controller
 
     @property
     def selector(self) -> Selector:
         """Chooses the groups to train on."""
-        return self.generation_step.selector
+        return self._own_step.selector
 
     # ---- Data ----
 
@@ -218,8 +232,8 @@ class LZEGRPOTrainer(GRPOTrainer):
         if not self.model.training or self.generation_step is None:
             return super()._prepare_inputs(generation_batch)
         engine = Engine(self)
-        self.generation_step.prepare(generation_batch, engine)
-        return self.generation_step.micro_batch(engine)
+        self._own_step.prepare(generation_batch, engine)
+        return self._own_step.micro_batch(engine)
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         # Differs from TRL: reward functions do not see the prompt id, and no reward is infinite
@@ -238,7 +252,7 @@ class LZEGRPOTrainer(GRPOTrainer):
     def training_step(self, model, inputs, num_items_in_batch=None):
         # Differs from TRL: a micro-step without rows does nothing, unless earlier ones of its window have gradients
         # to synchronise
-        engine, step = Engine(self), self.generation_step
+        engine, step = Engine(self), self._own_step
         with engine.preparing(model):
             step.prepare(inputs, engine)
         synchronises = self.accelerator.sync_gradients
@@ -257,7 +271,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         if "lze_scale" not in inputs:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         arguments = model, inputs, return_outputs, num_items_in_batch
-        return Engine(self).weighted_loss(self.generation_step.window, *arguments)
+        return Engine(self).weighted_loss(self._own_step.window, *arguments)
 
     # ---- Accounts and records ----
 
@@ -289,7 +303,7 @@ class LZEGRPOTrainer(GRPOTrainer):
 
     def flush_telemetry(self):
         """Write what was recorded and is not on disk yet."""
-        self.generation_step.recorder.flush()
+        self._own_step.recorder.flush()
 
     def evaluation_loop(self, *args: Any, **kwargs: Any):
         # Differs from TRL: trackio's run, which TRL's timings need, is open outside of the training as well
@@ -361,7 +375,7 @@ class LZEGRPOTrainer(GRPOTrainer):
                     "`num_train_epochs`, or start a new run from its model.",
                     resume_from_checkpoint,
                 )
-        elif self.args.state_from is not None and not self.generation_step.generation:
+        elif self.args.state_from is not None and not self._own_step.generation:
             source = resolve_state(self.args.state_from)
             store.load_parts(store.find_state(source), store.STATE_NAME, {"prompts": self.prompt_state})
             logger.info("Starting from the state of %d prompts of `%s`.", len(self.prompt_state), source)
@@ -371,7 +385,7 @@ class LZEGRPOTrainer(GRPOTrainer):
             stop.add_note(store.how_to_resume(run_dir, "`trainer.train(resume_from_checkpoint=True)`"))
             raise
         finally:
-            self.generation_step.recorder.close()
+            self._own_step.recorder.close()
         if self.args.should_save:
             self._save_parts(run_dir)
         return result
@@ -398,7 +412,7 @@ class LZEGRPOTrainer(GRPOTrainer):
             if self.args.should_save:  # one that is there already is incomplete from here on
                 Path(directory, TRAINER_STATE_NAME).unlink(missing_ok=True)
             self.accelerator.wait_for_everyone()
-            if parts := self.generation_step.row_parts(len(self.generation_step.buffer)):
+            if parts := self._own_step.row_parts(len(self._own_step.buffer)):
                 store.save_parts(directory, f"{store.ROWS_NAME}_{self.accelerator.process_index}", parts, {})
             self.flush_telemetry()  # a resumed run does not record it again
             if self.args.should_save:
@@ -427,7 +441,7 @@ class LZEGRPOTrainer(GRPOTrainer):
                 *(waiting, meta["num_processes"], processes),
             )
             waiting = 0
-        if rows := self.generation_step.row_parts(waiting):
+        if rows := self._own_step.row_parts(waiting):
             store.load_parts(checkpoint, f"{store.ROWS_NAME}_{self.accelerator.process_index}", rows)
         # Micro-steps are counted from the beginning of a generation batch, however many this run makes of one
         Engine(self).continue_from(meta["micro_step"] if meta["mid_batch"] else 0)
@@ -438,7 +452,7 @@ class LZEGRPOTrainer(GRPOTrainer):
     def _parts(self) -> dict[str, Any]:
         """Parts with a memory that is the same on every process."""
         servers = {"servers": self.vllm_generation} if self.use_vllm and self.args.vllm_mode == "http" else {}
-        return self.generation_step.parts() | servers
+        return self._own_step.parts() | servers
 
     def _save_parts(self, directory: str):
         engine, place = Engine(self), {"global_step": self.state.global_step}
