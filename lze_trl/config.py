@@ -68,7 +68,7 @@ def _with_help(config: type) -> type:
         help = " ".join(text.split())
         if name in STRATEGIES[DEFAULT]:
             help += f" Default: by the strategy, {STRATEGIES[DEFAULT][name]!r}."
-        config.__dataclass_fields__[name].metadata = {"help": help}
+        vars(config)["__dataclass_fields__"][name].metadata = {"help": help}
     return config
 
 
@@ -373,9 +373,9 @@ class LZEGRPOConfig(GRPOConfig):
         match self.controller:
             case "reinforce_ada_positive" | "reinforce_ada_balanced":
                 exit = self.controller.removeprefix("reinforce_ada_")
-                return ReinforceAda(exit, self.round_size, self.max_rounds, size if kept is None else kept)
+                return ReinforceAda(exit, self.round_size, self.max_rounds, size if kept is None else kept)  # type: ignore[arg-type]  # refused there if unset
             case "dynamic":
-                return DynamicSampling(size, self.max_rounds, num_prompts, kept=kept)
+                return DynamicSampling(size, self.max_rounds, num_prompts, kept=kept)  # type: ignore[arg-type]  # likewise
             case "allocation":
                 return Allocation(
                     budget=self.generation_batch_size if self.rollout_budget is None else self.rollout_budget,

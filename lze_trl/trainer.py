@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 
 import torch
 from datasets import Dataset, IterableDataset
-from torch.utils.data import Sampler
 from transformers import PreTrainedModel
 from transformers.trainer import TRAINER_STATE_NAME
 from trl import GRPOTrainer
@@ -40,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 class EpochRepeatSampler(RepeatSampler):
     """TRL's sampler that can begin at any epoch: a resumed run sees the order of the uninterrupted one."""
+
+    seed: int
 
     def set_epoch(self, epoch: int):
         """Continue with the permutation of an epoch, the n-th one drawn from the seed."""
@@ -144,7 +145,8 @@ class LZEGRPOTrainer(GRPOTrainer):
         if over_http:
             from .rollout.servers.generation import HTTPGeneration
 
-            Engine(self).connect(HTTPGeneration(self.model, self.accelerator, self.processing_class, args))
+            tokenizer: Any = self.processing_class
+            Engine(self).connect(HTTPGeneration(self.model, self.accelerator, tokenizer, args))
         self._build_parts(planner or args.make_planner(), controller, selector or args.make_selector())
         if args.telemetry and {"wandb", "trackio"} & set(args.report_to):
             from .record.tracking import EnergyTrackingCallback
@@ -216,12 +218,13 @@ class LZEGRPOTrainer(GRPOTrainer):
     def _set_signature_columns_if_needed(self):
         # Differs from TRL: the prompt id survives `remove_unused_columns`
         super()._set_signature_columns_if_needed()
-        if ID_COLUMN not in self._signature_columns:
-            self._signature_columns.append(ID_COLUMN)
+        columns = self._signature_columns
+        if columns is not None and ID_COLUMN not in columns:
+            columns.append(ID_COLUMN)
 
-    def _get_train_sampler(self, dataset: Dataset | None = None) -> Sampler | list[int]:
+    def _get_train_sampler(self, dataset: Dataset | None = None) -> Any:
         # Differs from TRL: a resumed run continues with the permutation of its epoch
-        sampler = super()._get_train_sampler(dataset)
+        sampler: Any = super()._get_train_sampler(dataset)  # TRL's `RepeatSampler`
         if self.generation_step is not None and self.passes.mode == "refill":
             return [0] * len(sampler)  # our stream picks the prompts: the loader only counts micro-steps
         repeats = sampler.mini_repeat_count, sampler.batch_size, sampler.repeat_count
@@ -313,7 +316,7 @@ class LZEGRPOTrainer(GRPOTrainer):
             open_trackio(self)
         return super().evaluation_loop(*args, **kwargs)
 
-    def create_model_card(
+    def create_model_card(  # type: ignore[override]  # TRL's signature, not that of transformers
         self,
         model_name: str | None = None,
         dataset_name: str | list[str] | None = None,
@@ -321,7 +324,7 @@ class LZEGRPOTrainer(GRPOTrainer):
     ):
         # Differs from TRL: says where the model is and what to ask it; that of a finished run, what it has saved
         model_id = self.hub_model_id or self.args.hub_model_id or self.args.output_dir
-        super().create_model_card(model_name or Path(model_id).name, dataset_name or None, tags)
+        super().create_model_card(model_name or Path(model_id).name, dataset_name or None, tags)  # type: ignore[arg-type]  # it takes lists as well
         if not self.is_world_process_zero():
             return
         correct_model_card(
@@ -339,7 +342,8 @@ class LZEGRPOTrainer(GRPOTrainer):
     @cached_property
     def _example_prompt(self) -> str | list[dict[str, Any]]:
         """A short prompt of the training set."""
-        return min((row["prompt"] for row in islice(self.train_dataset, 16)), key=lambda prompt: len(str(prompt)))
+        dataset: Any = self.train_dataset
+        return min((row["prompt"] for row in islice(dataset, 16)), key=lambda prompt: len(str(prompt)))
 
     def init_hf_repo(self, *args: Any, **kwargs: Any):
         # Differs from TRL: what was recorded of prompts and completions stays out of the model repo
@@ -356,7 +360,7 @@ class LZEGRPOTrainer(GRPOTrainer):
 
     # ---- Checkpoints ----
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any):
+    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any):  # type: ignore[override]  # the others are passed on
         # Differs from TRL: `True` means the last *complete* checkpoint, and the prompt state is saved at the end
         run_dir = self.args.output_dir
         if resume_from_checkpoint is True:
@@ -462,7 +466,8 @@ class LZEGRPOTrainer(GRPOTrainer):
     @property
     def _described(self) -> dict[str, Any]:
         """What a checkpoint says of this run."""
-        args, used = self.args, {"reward_funcs": self.reward_func_names}
+        args = self.args
+        used: dict[str, Any] = {"reward_funcs": self.reward_func_names}
         for name, own, built_in in (
             ("selector", self.selector, args.make_selector()),
             ("controller", self.controller, args.make_controller()),

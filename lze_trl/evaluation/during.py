@@ -104,15 +104,15 @@ def engine_of(trainer: GRPOTrainer) -> OpenEngine:
 
     @contextmanager
     def in_processes() -> Iterator[Engine | None]:
-        model, was_training = trainer.model_wrapped, trainer.model.training
+        own: Any = trainer.model
+        model, was_training = trainer.model_wrapped, own.training
+        tokenizer: Any = trainer.processing_class
         settings: dict[str, Any] = {"gradient_checkpointing_kwargs": args.gradient_checkpointing_kwargs}
         with (
             unwrap_model_for_generation(model, accelerator, **settings) as unwrapped,
             DistributedBackend(accelerator).summon_full_params(model, recurse=False),
         ):
-            engine = TransformersEngine(
-                unwrapped.eval(), trainer.processing_class, args.per_device_eval_batch_size, args.output_dir
-            )
+            engine = TransformersEngine(unwrapped.eval(), tokenizer, args.per_device_eval_batch_size, args.output_dir)
             engine.synced = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
             try:
                 with SharedEngine(engine, accelerator) as shared:

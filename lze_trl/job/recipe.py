@@ -107,7 +107,7 @@ class LZEScriptArguments:
             )
 
 
-RECIPE_CLASSES = (LZEScriptArguments, LZEGRPOConfig, ModelConfig)
+RECIPE_CLASSES: Any = (LZEScriptArguments, LZEGRPOConfig, ModelConfig)
 KEYS = {field.name for recipe_class in RECIPE_CLASSES for field in fields(recipe_class) if field.init}
 """Every known key of a recipe."""
 
@@ -130,7 +130,7 @@ def parse_recipe(arguments: Sequence[str]) -> tuple[LZEScriptArguments, LZEGRPOC
     """
     arguments = check_recipe(arguments)
     try:
-        return RecipeParser().parse_args_and_config(arguments)
+        return RecipeParser().parse_args_and_config(arguments)  # type: ignore[return-value]  # one of each class, in their order
     except (ValueError, TypeError, ImportError, OSError) as error:
         raise RecipeError(str(error)) from error
 

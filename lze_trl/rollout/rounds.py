@@ -114,8 +114,8 @@ class Rounds:
         weights = weights.to(rewards_per_func.device)
         totals = total_rewards(rewards_per_func, weights)
         compared = signals(rewards_per_func, weights, self.args.multi_objective_aggregation, group_size)
-        totals, compared, per_func = (x.double().cpu().numpy() for x in (totals, compared, rewards_per_func))
-        scores = self.rule.scores(per_func, totals)
+        total, signal, per_func = (x.double().cpu().numpy() for x in (totals, compared, rewards_per_func))
+        scores = self.rule.scores(per_func, total)
         if no_longer_solved := self.state.observe(scores):
             logger.warning(
                 "A total reward of %s is higher than any before it, so %d prompts that counted as solved do not any more. "
@@ -124,7 +124,7 @@ class Rounds:
                 no_longer_solved,
             )
         outcomes = self.state.range.outcomes(scores)
-        return {"outcomes": outcomes, "scores": scores, "rewards": totals, "signals": compared}
+        return {"outcomes": outcomes, "scores": scores, "rewards": total, "signals": signal}
 
 
 def _nothing(prompt_ids: np.ndarray) -> Rollouts:
