@@ -112,7 +112,7 @@ def prompt_detail(run: Run, chosen: str) -> Markup:
         return HTML.no_prompt("Choose a prompt to see its history.")
     prompt_id = parse_prompt_id(chosen)
     frame = run.prompts(prompt_id=prompt_id) if prompt_id is not None else pd.DataFrame()
-    if frame.empty:
+    if prompt_id is None or frame.empty:
         return HTML.no_prompt("This run has no such prompt.")
     row = frame.iloc[0]
     history = run.groups(prompt_id).tail(_HISTORY_POINTS)

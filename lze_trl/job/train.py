@@ -89,12 +89,13 @@ def build_trainer(
             f"The evaluation batch of {rows} completions (`per_device_eval_batch_size` times {training_args.world_size} "
             f"processes) must be divisible by `num_generations_eval={generations}`. Use a multiple of {generations}."
         )
+    given: Any = training_args.model_init_kwargs or {}
     training_args.model_init_kwargs = {
         "revision": model_args.model_revision,
         "trust_remote_code": training_args.trust_remote_code,
         "attn_implementation": model_args.attn_implementation,
         "dtype": model_args.dtype,
-        **dict(training_args.model_init_kwargs or {}),
+        **given,
     }
     trainer = LZEGRPOTrainer(
         model=model_args.model_name_or_path,

@@ -21,11 +21,11 @@ def merged_parameters(model: PeftModel) -> Iterator[tuple[str, nn.Parameter, lor
     if not isinstance(model.base_model, LoraModel):
         raise ValueError(f"{_unsupported(type(model.base_model).__name__)} Use `LoraConfig`.")
     adapted, skipped = {}, set()
-    module: Any  # PEFT's layers are modules by a second base class
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, (BaseTunerLayer, ModulesToSaveWrapper)):
-            names = [key for key, _ in module.named_parameters(remove_duplicate=False)]
-            kept = f"{_kept_module(name, module)}."
+            layer: Any = module  # PEFT's layers are modules by a second base class
+            names = [key for key, _ in layer.named_parameters(remove_duplicate=False)]
+            kept = f"{_kept_module(name, layer)}."
             skipped |= {f"{name}.{key}" for key in names if not key.startswith(kept)}
             if isinstance(module, lora.LoraLayer):
                 adapted[f"{name}.base_layer.weight"] = module
