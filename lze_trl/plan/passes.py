@@ -26,13 +26,10 @@ class Plan:
 
     num_prompts: int  # P; 0 if nothing is rolled out
     pass_index: int
-    inputs: list[dict[str, Any]] = field(
-        default_factory=list
-    )  # dataset rows of this process, one per completion, each prompt G times
-    # empty where plans name completions
-    rows: np.ndarray = field(
-        default_factory=lambda: np.empty(0, dtype=np.int64)
-    )  # (P,): numbers of the dataset rows, where groups may differ in size
+    # dataset rows of this process, one per completion, each prompt G times; empty where groups may differ in size
+    inputs: list[dict[str, Any]] = field(default_factory=list)
+    # (P,): numbers of the dataset rows, where groups may differ in size; else empty
+    rows: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     # ids of the prompts that the planner has left out since the last batch
     skipped: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
 

@@ -183,9 +183,8 @@ def _rollouts(log: pd.DataFrame, reward_names: list[str], state: PromptState) ->
         outcomes=state.range.outcomes(rewards),
         rewards=rewards,
         scores=rewards,
-        signals=log["advantage"].to_numpy(dtype=np.float64)
-        if "advantage" in log
-        else rewards,  # with the run's weights
+        # Advantages are by the run's weights
+        signals=log["advantage"].to_numpy(dtype=np.float64) if "advantage" in log else rewards,
         prompt_tokens=np.zeros(len(group), dtype=np.int64),
         completion_tokens=log["completion"].str.len().to_numpy(),
     )
