@@ -17,7 +17,7 @@ DEMO_MODEL := runs/demo/warm-start/model
 MODEL ?= $(DEMO_MODEL)
 NOT_HERE := not server and not browser and not gpu
 
-.PHONY: help demo demo-llm smollm2 bench test test-slow test-server test-sharded test-integration test-browser quality format \
+.PHONY: help demo demo-llm smollm2 bench test test-slow test-server test-sharded test-integration test-browser quality types format \
 	vllm-env vllm-serve install clean
 
 help:  ## Show what can be made
@@ -52,9 +52,13 @@ test-integration: test-server test-sharded  ## Run the tests against other real 
 test-browser: $(VENV)/.installed-browser  ## Run the tests that drive Chromium
 	@$(PYTEST) -q -m browser
 
-quality: $(VENV)/.installed-quality  ## Check lint and format
+quality: $(VENV)/.installed-quality  ## Check lint, format and types
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+	@$(MAKE) --no-print-directory types
+
+types: $(VENV)/.installed  ## Check the types of the package; part of quality
+	@$(BIN)/python -m mypy
 
 format: $(VENV)/.installed-quality  ## Mend lint and format
 	@$(BIN)/ruff check --fix .
@@ -70,7 +74,7 @@ vllm-serve: vllm-env  ## Start a CPU vLLM server on 127.0.0.1:8000 with the demo
 install: $(VENV)/.installed  ## Install the package for development in .venv
 
 clean:  ## Remove environments, caches and builds, but not runs
-	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # ---- Environments: each stamp is the record of a finished installation ----

@@ -12,6 +12,8 @@ import numpy as np
 class _PromptTable:
     """Arrays of shape `(P,)`, one of which are the `prompt_ids`."""
 
+    prompt_ids: np.ndarray
+
     def __post_init__(self):
         entry = type(self).__name__.lower().removesuffix("s")
         for name, value in vars(self).items():
@@ -75,8 +77,8 @@ class Rollouts:
     rewards: np.ndarray
     prompt_tokens: np.ndarray
     completion_tokens: np.ndarray
-    scores: np.ndarray | None = None
-    signals: np.ndarray | None = None
+    scores: np.ndarray = None  # type: ignore[assignment]  # set in `__post_init__`
+    signals: np.ndarray = None  # type: ignore[assignment]  # set in `__post_init__`
 
     def __post_init__(self):
         object.__setattr__(self, "scores", self.outcomes if self.scores is None else self.scores)

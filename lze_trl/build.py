@@ -67,7 +67,10 @@ def make_passes(
 ) -> Passes:
     """The plans of generation batches, over a training set with prompt ids."""
     num_groups = args.generation_batch_size // args.num_generations
-    if args.selection_ratio < 1.0 and quota(args.selection_ratio, num_groups) == num_groups:
+    ratio, mode = args.selection_ratio, args.pruning
+    if ratio is None or mode is None:
+        raise RuntimeError("Settings by the strategy are unset: make the configuration by its constructor.")
+    if ratio < 1.0 and quota(ratio, num_groups) == num_groups:
         logger.warning(
             "A generation batch holds %d group(s), of which `selection_ratio=%s` is all of them: only dead groups are "
             "dropped. Raise `generation_batch_size` (%d), so that there is something to choose from.",
@@ -76,7 +79,7 @@ def make_passes(
 
     return Passes(
         # A controller that draws prompts takes them from the stream, also where nothing is pruned
-        mode="refill" if controller.draws_prompts else args.pruning,
+        mode="refill" if controller.draws_prompts else mode,
         by_prompt=not is_plain(controller, args.num_generations),
         dataset=dataset if isinstance(dataset, Dataset) else None,
         planner=planner,

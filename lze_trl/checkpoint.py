@@ -103,7 +103,8 @@ def _parsed(file: Path, data: bytes, parse: Callable) -> Any:
 
 def save_parts(directory: str | Path, name: str, parts: dict[str, Any], meta: dict[str, Any]):
     """Write what `state_dict()` of each part returns: arrays, and values that JSON can express."""
-    arrays, values = {}, {part: {} for part in parts}
+    arrays: dict[str, Any] = {}
+    values: dict[str, dict[str, Any]] = {part: {} for part in parts}
     for part, owner in parts.items():
         for key, value in owner.state_dict().items():
             if isinstance(value, np.ndarray):

@@ -32,7 +32,7 @@ _NEVER_PASSED = ("prompt", "completion", "completion_ids")
 
 IMAGE_COLUMNS = ("image", "images")
 """Columns from which TRL takes images."""
-NO_IMAGE = (None, [])
+NO_IMAGE: tuple[None, list] = (None, [])
 """What such a column holds in a row without images."""
 
 
@@ -216,7 +216,9 @@ def _refuse_unfit_call(
 def refuse_unfit_tokenizers(trainer: GRPOTrainer):
     """Refuse, before anything is generated, tokenizers without the tokens and the template that the data needs."""
     # A rollout function writes its conversations itself
-    encoders = [("The tokenizer of the model", trainer.processing_class, trainer.rollout_func is None)]
+    encoders: list[tuple[str, Any, bool]] = [
+        ("The tokenizer of the model", trainer.processing_class, trainer.rollout_func is None)
+    ]
     rewards = zip(trainer.reward_func_names, trainer.reward_funcs, trainer.reward_processing_classes, strict=True)
     for name, func, encoder in rewards:
         if isinstance(func, PreTrainedModel):
@@ -275,7 +277,7 @@ def outcome_rule(
         logger.info("Reinforce-Ada counts rewards above %s, the published threshold, as passes.", threshold)
     elif threshold is None and args.pass_reward is not None and bounds is None:
         threshold = 0.5
-    return OutcomeRule(column, threshold, None if bounds is None else tuple(bounds), binary)
+    return OutcomeRule(column, threshold, None if bounds is None else (bounds[0], bounds[1]), binary)
 
 
 def with_prompt_ids(dataset: Any, args: LZEGRPOConfig) -> Dataset | IterableDataset:
@@ -284,7 +286,7 @@ def with_prompt_ids(dataset: Any, args: LZEGRPOConfig) -> Dataset | IterableData
         return dataset  # TRL says what is wrong with it
     num_groups, rows = args.generation_batch_size // args.num_generations, dataset
     open_choice = args.deduplicate is None
-    args.deduplicate = open_choice or args.deduplicate
+    args.deduplicate = args.deduplicate is None or args.deduplicate
     with args.main_process_first(desc="prompt ids"):
         dataset = add_prompt_ids(rows, args.answer_column, args.deduplicate)
         if open_choice and len(dataset) < num_groups <= len(rows):  # plain TRL can train on these rows

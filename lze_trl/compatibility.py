@@ -89,7 +89,9 @@ def _refuse_other_model(model: PreTrainedModel, directory: Path):
             f"`{directory}` is a checkpoint of {of}, and this run trains {has}. Resume with the same `peft_config`."
         )
     if adapter.is_file() and "default" in model.peft_config:
-        saved, ours, names = json.loads(adapter.read_text()), model.peft_config["default"].to_dict(), _ADAPTER
+        config_of_adapter: Any = model.peft_config["default"]
+        saved, ours = json.loads(adapter.read_text()), config_of_adapter.to_dict()
+        names: tuple[str, ...] = _ADAPTER
     elif config.is_file():
         ours, names = model.config.get_text_config().to_dict(), _ARCHITECTURE
         saved = {"model_type": json.loads(config.read_text()).get("model_type")}

@@ -4,8 +4,8 @@ import logging
 import math
 import numbers
 import re
-from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
 from trl import GRPOConfig
 
@@ -69,7 +69,7 @@ def _with_help(config: type) -> type:
         help = " ".join(text.split())
         if name in STRATEGIES[DEFAULT]:
             help += f" Default: by the strategy, {STRATEGIES[DEFAULT][name]!r}."
-        config.__dataclass_fields__[name].metadata = {"help": help}
+        vars(config)["__dataclass_fields__"][name].metadata = {"help": help}
     return config
 
 
@@ -254,8 +254,17 @@ class LZEGRPOConfig(GRPOConfig):
             telemetry. `False` leaves what transformers prints. Trackers get all metrics either way.
     """
 
-    strategy: Literal[tuple(STRATEGIES)] = DEFAULT
-    selector: Literal[*SELECTORS, None] = None
+    if TYPE_CHECKING:  # unset in TRL's declarations, and set when `__post_init__` has run
+        output_dir: str = ""
+        num_generations: int = 8
+        generation_batch_size: int = 8
+        steps_per_generation: int = 1
+        report_to: list[str] = field(default_factory=list)
+        disable_tqdm: bool = False
+        gradient_checkpointing: bool = True
+
+    strategy: Literal[tuple(STRATEGIES)] = DEFAULT  # type: ignore[valid-type]  # the names are those of the table
+    selector: Literal[*SELECTORS, None] = None  # type: ignore[valid-type]
     selection_ratio: float | None = None
     selection_warmup: int = 0
     selection_ramp: int = 0
@@ -264,7 +273,7 @@ class LZEGRPOConfig(GRPOConfig):
     ema_decay: float = 0.9
     gumbel_scale: float = 0.05
     loss_normalizer: Literal["selected", "all", None] = None
-    scale_rewards: str | None = None
+    scale_rewards: str | None = None  # type: ignore[assignment]  # `None` until `__post_init__`: by the strategy
     advantage_estimator: Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"] = "grpo"
     pass_reward: str | None = None
     pass_threshold: float | None = None
@@ -276,7 +285,7 @@ class LZEGRPOConfig(GRPOConfig):
     greso_exploration: float = 0.5
     greso_target: float = 0.25
     greso_step: float = 0.01
-    controller: Literal[*CONTROLLERS, None] = None
+    controller: Literal[*CONTROLLERS, None] = None  # type: ignore[valid-type]
     round_size: int | None = None
     max_rounds: int | None = None
     kept_completions: int | None = None
@@ -395,9 +404,9 @@ class LZEGRPOConfig(GRPOConfig):
         match self.controller:
             case "reinforce_ada_positive" | "reinforce_ada_balanced":
                 exit = self.controller.removeprefix("reinforce_ada_")
-                return ReinforceAda(exit, self.round_size, self.max_rounds, size if kept is None else kept)
+                return ReinforceAda(exit, self.round_size, self.max_rounds, size if kept is None else kept)  # type: ignore[arg-type]  # refused there if unset
             case "dynamic":
-                return DynamicSampling(size, self.max_rounds, num_prompts, kept=kept)
+                return DynamicSampling(size, self.max_rounds, num_prompts, kept=kept)  # type: ignore[arg-type]  # likewise
             case "allocation":
                 return Allocation(
                     budget=self.generation_batch_size if self.rollout_budget is None else self.rollout_budget,

@@ -69,7 +69,7 @@ class RowFactor(float):
         factor.weights = weights
         return factor
 
-    def __mul__(self, term: torch.Tensor) -> torch.Tensor:
+    def __mul__(self, term: Any) -> Any:
         return float(self) * self.weights * term
 
 
@@ -90,7 +90,8 @@ class Engine:
     """TRL's generation, rewards, tensors and loss, for the length of one call. It has no memory of its own."""
 
     def __init__(self, trainer: GRPOTrainer):
-        self._trainer = trainer
+        # TRL's private state and our settings: the contract test says what they are
+        self._trainer: Any = trainer
 
     @property
     def metrics(self) -> dict[str, list[float]]:
@@ -224,7 +225,16 @@ class Engine:
         by_trl = trainer.args.advantage_estimator == "grpo" and not trainer.group_rewards
         even = pool.order is not None and by_trl
         logprobs = rows.logprobs if fresh.local.logprobs is not None else None
-        generated = rows.prompt_ids, rows.completion_ids, rows.loss_mask, [None] * count, logprobs, {}, None, []
+        generated: tuple[Any, ...] = (
+            rows.prompt_ids,
+            rows.completion_ids,
+            rows.loss_mask,
+            [None] * count,
+            logprobs,
+            {},
+            None,
+            [],
+        )
         table = _table(fresh.rollouts.num_rows)
         changes = {
             "_generate": lambda prompts: generated,
@@ -280,7 +290,7 @@ class Engine:
             middle = input_ids.size(1) - logits_to_keep  # prompts end here, completions begin
             logps = torch.zeros(len(input_ids), logits_to_keep, device=input_ids.device)
             for place in places:
-                prompt, completion = widths(*(tokens[place] for tokens in lengths), trainer.pad_to_multiple_of)
+                prompt, completion = widths(lengths[0][place], lengths[1][place], trainer.pad_to_multiple_of)
                 columns, part = slice(max(0, middle - prompt), middle + completion), torch.as_tensor(place)
                 found, _, _ = compute(
                     model, input_ids[part, columns], attention_mask[part, columns], completion, **kwargs
@@ -301,9 +311,9 @@ class Engine:
             ids.append(pad(texts, trainer._tokenizer.pad_token_id, side, trainer.pad_to_multiple_of))
             mask.append(pad([torch.ones_like(text) for text in texts], 0, side, trainer.pad_to_multiple_of))
         width, device = ids[1].size(1), trainer.accelerator.device
-        ids, mask = (torch.cat(halves, dim=1).to(device) for halves in (ids, mask))
+        whole_ids, whole_mask = (torch.cat(halves, dim=1).to(device) for halves in (ids, mask))
         with torch.no_grad():
-            logps, _, _ = self._packed_logprobs(rows, layout)(trainer.model, ids, mask, width)
+            logps, _, _ = self._packed_logprobs(rows, layout)(trainer.model, whole_ids, whole_mask, width)
         found = [row[: len(tokens)] for row, tokens in zip(logps.tolist(), rows.completion_ids, strict=True)]
         known = rows.logprobs or [[None]] * len(found)
         rows.logprobs = [
@@ -345,7 +355,8 @@ class Engine:
         trainer = self._trainer
         scale, row_share, tokens = (inputs.pop(f"lze_{name}") for name in ("scale", "row_share", "tokens"))
         weights, of_entropy = (inputs.pop(f"lze_{name}", None) for name in ("weights", "entropy_weights"))
-        logged, entropies = defaultdict(list), []
+        logged: dict[str, list] = defaultdict(list)
+        entropies: list[torch.Tensor] = []
         changes: dict[str, Any] = {"_metrics": trainer._metrics | {"train": logged}}
         if weights is not None:
             changes["beta"] = RowFactor(trainer.beta, weights)
@@ -423,7 +434,7 @@ def _places(layout: Layout, rank: int) -> list[np.ndarray]:
 
 def _table(size: int) -> dict[str, Any]:
     """TRL's table of completions, with as many rows as the batch: its own keeps `generation_batch_size` of them."""
-    table = {name: deque(maxlen=size) for name in ("images", "prompt", "completion", "advantages")}
+    table: dict[str, Any] = {name: deque(maxlen=size) for name in ("images", "prompt", "completion", "advantages")}
     return table | {name: defaultdict(lambda: deque(maxlen=size)) for name in ("rewards", "extra")}
 
 
@@ -439,8 +450,9 @@ def _filled(table: dict[str, Any], scored: Scored) -> dict[str, Any]:
 
 def _insert_logprobs(logps: torch.Tensor, rows: TokenRows, older: np.ndarray):
     """Let rows of an earlier policy keep the log-probabilities they were sampled with; `logps` has shape `(n_local, C)`."""
+    known_logprobs = rows.logprobs or []  # given, where rows of an earlier policy are
     for row in np.flatnonzero(older):
-        values = [math.nan if value is None else value for value in rows.logprobs[row]]
+        values = [math.nan if value is None else value for value in known_logprobs[row]]
         sampled = torch.tensor(values, dtype=logps.dtype, device=logps.device)
         known = ~sampled.isnan()
         logps[row, : len(sampled)][known] = sampled[known]

@@ -58,16 +58,22 @@ class GenerationStep:
             self._made_at = engine.micro_step
             self.generation += 1
 
+    @property
+    def _made(self) -> GenerationBatch:
+        if self.batch is None:
+            raise RuntimeError("No generation batch has been made yet: call `prepare` first.")
+        return self.batch
+
     def has_rows(self, engine: Engine) -> bool:
         """Whether this micro-step has rows."""
-        return self.batch.layout.micro_steps[engine.micro_step % self.args.steps_per_generation] is not None
+        return self._made.layout.micro_steps[engine.micro_step % self.args.steps_per_generation] is not None
 
     def micro_batch(self, engine: Engine) -> dict[str, Any]:
         """Inputs of this micro-step; without rows, those of another one with weight 0."""
         if not self.has_rows(engine):
             return dict(self.window.filler)
         slot, rank = engine.micro_step % self.args.steps_per_generation, self.accelerator.process_index
-        inputs = self.batch.micro_batch(slot, rank, self.args.loss_type, self.geometry, self.args.pad_to_multiple_of)
+        inputs = self._made.micro_batch(slot, rank, self.args.loss_type, self.geometry, self.args.pad_to_multiple_of)
         self.window.filler = filler_inputs(inputs)
         return inputs
 
@@ -162,7 +168,12 @@ class GenerationStep:
         return batch, engine.logprob_passes(older is not None)
 
     def _arrange(
-        self, fresh: Scored, scored: Scored, rows: np.ndarray, weights: np.ndarray, lengths: tuple[np.ndarray, ...]
+        self,
+        fresh: Scored,
+        scored: Scored,
+        rows: np.ndarray,
+        weights: np.ndarray,
+        lengths: tuple[np.ndarray, np.ndarray],
     ) -> tuple[Reference, Layout]:
         """What each chosen row weighs in the update, and in which micro-batch it is computed."""
         geometry, args = self.geometry, self.args
@@ -178,8 +189,8 @@ class GenerationStep:
         else:
             reference = even_reference(scored.loss_tokens[rows], weights, geometry, self._rng("steps"))
         if args.packing:
-            return reference, pack(*lengths, reference.chunk, geometry, scored.owner[rows])
-        if slot is not None and whole:
+            return reference, pack(lengths[0], lengths[1], reference.chunk, geometry, scored.owner[rows])
+        if slot is not None and scored.order is not None and whole:
             return reference, trl_layout(slot, scored.owner, scored.order, geometry)
         return reference, unpacked(reference.chunk, geometry)
 
@@ -235,7 +246,11 @@ class GenerationStep:
         chosen: np.ndarray | None = None,
     ):
         if self.args.telemetry:
-            facts = {"step": engine.optimizer_step, "pass_index": plan.pass_index, "skipped": len(plan.skipped)}
+            facts: dict[str, Any] = {
+                "step": engine.optimizer_step,
+                "pass_index": plan.pass_index,
+                "skipped": len(plan.skipped),
+            }
             if groups is not None:
                 facts["pruned"] = self.state.prompts(groups.prompt_ids).pruned
             self.recorder.record(drawn, groups, chosen, self.generation, **facts)
@@ -278,7 +293,7 @@ class BatchRows:
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """The batch as arrays."""
-        return self.step.batch.arrays()
+        return self.step._made.arrays()
 
     def load_state_dict(self, state: dict[str, np.ndarray]):
         """Continue with the batch."""

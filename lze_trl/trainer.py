@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 from datasets import Dataset, IterableDataset
-from torch.utils.data import Sampler
+from transformers import PreTrainedModel
 from transformers.trainer import TRAINER_STATE_NAME
 from trl import GRPOTrainer
 from trl.trainer.utils import RepeatSampler, get_config_model_id
@@ -42,6 +42,8 @@ logger = logging.getLogger(__name__)
 
 class EpochRepeatSampler(RepeatSampler):
     """TRL's sampler that can begin at any epoch: a resumed run sees the order of the uninterrupted one."""
+
+    seed: int
 
     def set_epoch(self, epoch: int):
         """Continue with the permutation of an epoch, the n-th one drawn from the seed."""
@@ -93,9 +95,13 @@ class LZEGRPOTrainer(GRPOTrainer):
             Further arguments of [`~trl.GRPOTrainer`].
     """
 
-    _tag_names: ClassVar[list[str]] = ["trl", "grpo", "lze"]
+    args: LZEGRPOConfig
+    model: PreTrainedModel
+
+    # TRL declares both as if they were of the instance
+    _tag_names: ClassVar[list[str]] = ["trl", "grpo", "lze"]  # type: ignore[misc]
     _name = "LZE"
-    _paper: ClassVar[dict[str, str]] = {
+    _paper: ClassVar[dict[str, str]] = {  # type: ignore[misc]
         "title": "Learning-Zone Energy: Online Data Selection for Efficient RL Post-Training",
         "id": "2605.17003",
         "citation": textwrap.dedent("""\
@@ -143,7 +149,8 @@ class LZEGRPOTrainer(GRPOTrainer):
         if over_http:
             from .rollout.servers.generation import HTTPGeneration
 
-            Engine(self).connect(HTTPGeneration(self.model, self.accelerator, self.processing_class, args))
+            tokenizer: Any = self.processing_class
+            Engine(self).connect(HTTPGeneration(self.model, self.accelerator, tokenizer, args))
         self._build_parts(planner or args.make_planner(), controller, selector or args.make_selector())
         if args.telemetry and {"wandb", "trackio"} & set(args.report_to):
             from .record.tracking import EnergyTrackingCallback
@@ -187,6 +194,15 @@ class LZEGRPOTrainer(GRPOTrainer):
         )
 
     @property
+    def _own_step(self) -> GenerationStep:
+        """The generation step of a trainer that was made by `__init__`."""
+        if self.generation_step is None:
+            raise RuntimeError(
+                "This trainer was made without `__init__`, so it has no generation step. Make it by its constructor."
+            )
+        return self.generation_step
+
+    @property
     def planner(self) -> Planner:
         """Ranks the prompts of a pass."""
         return self.passes.planner
@@ -194,24 +210,25 @@ class LZEGRPOTrainer(GRPOTrainer):
     @property
     def controller(self) -> RolloutController:
         """Says how many completions each prompt gets."""
-        return self.generation_step.controller
+        return self._own_step.controller
 
     @property
     def selector(self) -> Selector:
         """Chooses the groups to train on."""
-        return self.generation_step.selector
+        return self._own_step.selector
 
     # ---- Data ----
 
     def _set_signature_columns_if_needed(self):
         # Differs from TRL: the prompt id survives `remove_unused_columns`
         super()._set_signature_columns_if_needed()
-        if ID_COLUMN not in self._signature_columns:
-            self._signature_columns.append(ID_COLUMN)
+        columns = self._signature_columns
+        if columns is not None and ID_COLUMN not in columns:
+            columns.append(ID_COLUMN)
 
-    def _get_train_sampler(self, dataset: Dataset | None = None) -> Sampler | list[int]:
+    def _get_train_sampler(self, dataset: Dataset | None = None) -> Any:
         # Differs from TRL: a resumed run continues with the permutation of its epoch
-        sampler = super()._get_train_sampler(dataset)
+        sampler: Any = super()._get_train_sampler(dataset)  # TRL's `RepeatSampler`
         if self.generation_step is not None and self.passes.mode == "refill":
             return [0] * len(sampler)  # our stream picks the prompts: the loader only counts micro-steps
         repeats = sampler.mini_repeat_count, sampler.batch_size, sampler.repeat_count
@@ -222,8 +239,8 @@ class LZEGRPOTrainer(GRPOTrainer):
         if not self.model.training or self.generation_step is None:
             return super()._prepare_inputs(generation_batch)
         engine = Engine(self)
-        self.generation_step.prepare(generation_batch, engine)
-        return self.generation_step.micro_batch(engine)
+        self._own_step.prepare(generation_batch, engine)
+        return self._own_step.micro_batch(engine)
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         # Differs from TRL: reward functions do not see the prompt id, no reward is infinite, and in an evaluation those of
@@ -245,7 +262,7 @@ class LZEGRPOTrainer(GRPOTrainer):
     def training_step(self, model, inputs, num_items_in_batch=None):
         # Differs from TRL: a micro-step without rows does nothing, unless earlier ones of its window have gradients
         # to synchronise
-        engine, step = Engine(self), self.generation_step
+        engine, step = Engine(self), self._own_step
         with engine.preparing(model):
             step.prepare(inputs, engine)
         synchronises = self.accelerator.sync_gradients
@@ -264,7 +281,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         if "lze_scale" not in inputs:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         arguments = model, inputs, return_outputs, num_items_in_batch
-        return Engine(self).weighted_loss(self.generation_step.window, *arguments)
+        return Engine(self).weighted_loss(self._own_step.window, *arguments)
 
     # ---- Accounts and records ----
 
@@ -296,7 +313,7 @@ class LZEGRPOTrainer(GRPOTrainer):
 
     def flush_telemetry(self):
         """Write what was recorded and is not on disk yet."""
-        self.generation_step.recorder.flush()
+        self._own_step.recorder.flush()
 
     def evaluation_loop(self, *args: Any, **kwargs: Any):
         # Differs from TRL: trackio's run, which TRL's timings need, is open outside of the training as well
@@ -306,7 +323,7 @@ class LZEGRPOTrainer(GRPOTrainer):
             open_trackio(self)
         return super().evaluation_loop(*args, **kwargs)
 
-    def create_model_card(
+    def create_model_card(  # type: ignore[override]  # TRL's signature, not that of transformers
         self,
         model_name: str | None = None,
         dataset_name: str | list[str] | None = None,
@@ -314,7 +331,7 @@ class LZEGRPOTrainer(GRPOTrainer):
     ):
         # Differs from TRL: says where the model is and what to ask it; that of a finished run, what it has saved
         model_id = self.hub_model_id or self.args.hub_model_id or self.args.output_dir
-        super().create_model_card(model_name or Path(model_id).name, dataset_name or None, tags)
+        super().create_model_card(model_name or Path(model_id).name, dataset_name or None, tags)  # type: ignore[arg-type]  # it takes lists as well
         if not self.is_world_process_zero():
             return
         correct_model_card(
@@ -332,7 +349,8 @@ class LZEGRPOTrainer(GRPOTrainer):
     @cached_property
     def _example_prompt(self) -> str | list[dict[str, Any]]:
         """A short prompt of the training set."""
-        return min((row["prompt"] for row in islice(self.train_dataset, 16)), key=lambda prompt: len(str(prompt)))
+        dataset: Any = self.train_dataset
+        return min((row["prompt"] for row in islice(dataset, 16)), key=lambda prompt: len(str(prompt)))
 
     def init_hf_repo(self, *args: Any, **kwargs: Any):
         # Differs from TRL: what was recorded of prompts and completions stays out of the model repo
@@ -349,7 +367,7 @@ class LZEGRPOTrainer(GRPOTrainer):
 
     # ---- Checkpoints ----
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any):
+    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any):  # type: ignore[override]  # the others are passed on
         # Differs from TRL: `True` means the last *complete* checkpoint, and the prompt state is saved at the end
         run_dir = self.args.output_dir
         if resume_from_checkpoint is True:
@@ -368,7 +386,7 @@ class LZEGRPOTrainer(GRPOTrainer):
                     "`num_train_epochs`, or start a new run from its model.",
                     resume_from_checkpoint,
                 )
-        elif self.args.state_from is not None and not self.generation_step.generation:
+        elif self.args.state_from is not None and not self._own_step.generation:
             source = resolve_state(self.args.state_from)
             store.load_parts(store.find_state(source), store.STATE_NAME, {"prompts": self.prompt_state})
             logger.info("Starting from the state of %d prompts of `%s`.", len(self.prompt_state), source)
@@ -378,7 +396,7 @@ class LZEGRPOTrainer(GRPOTrainer):
             stop.add_note(store.how_to_resume(run_dir, "`trainer.train(resume_from_checkpoint=True)`"))
             raise
         finally:
-            self.generation_step.recorder.close()
+            self._own_step.recorder.close()
         if self.args.should_save:
             self._save_parts(run_dir)
         return result
@@ -405,7 +423,7 @@ class LZEGRPOTrainer(GRPOTrainer):
             if self.args.should_save:  # one that is there already is incomplete from here on
                 Path(directory, TRAINER_STATE_NAME).unlink(missing_ok=True)
             self.accelerator.wait_for_everyone()
-            if parts := self.generation_step.row_parts(len(self.generation_step.buffer)):
+            if parts := self._own_step.row_parts(len(self._own_step.buffer)):
                 store.save_parts(directory, f"{store.ROWS_NAME}_{self.accelerator.process_index}", parts, {})
             self.flush_telemetry()  # a resumed run does not record it again
             if self.args.should_save:
@@ -434,7 +452,7 @@ class LZEGRPOTrainer(GRPOTrainer):
                 *(waiting, meta["num_processes"], processes),
             )
             waiting = 0
-        if rows := self.generation_step.row_parts(waiting):
+        if rows := self._own_step.row_parts(waiting):
             store.load_parts(checkpoint, f"{store.ROWS_NAME}_{self.accelerator.process_index}", rows)
         # Micro-steps are counted from the beginning of a generation batch, however many this run makes of one
         Engine(self).continue_from(meta["micro_step"] if meta["mid_batch"] else 0)
@@ -445,7 +463,7 @@ class LZEGRPOTrainer(GRPOTrainer):
     def _parts(self) -> dict[str, Any]:
         """Parts with a memory that is the same on every process."""
         servers = {"servers": self.vllm_generation} if self.use_vllm and self.args.vllm_mode == "http" else {}
-        return self.generation_step.parts() | servers
+        return self._own_step.parts() | servers
 
     def _save_parts(self, directory: str):
         engine, place = Engine(self), {"global_step": self.state.global_step}
@@ -455,7 +473,8 @@ class LZEGRPOTrainer(GRPOTrainer):
     @property
     def _described(self) -> dict[str, Any]:
         """What a checkpoint says of this run."""
-        args, used = self.args, {"reward_funcs": self.reward_func_names}
+        args = self.args
+        used: dict[str, Any] = {"reward_funcs": self.reward_func_names}
         for name, own, built_in in (
             ("selector", self.selector, args.make_selector()),
             ("controller", self.controller, args.make_controller()),

@@ -34,7 +34,7 @@ def test_the_wheel_holds_the_package_alone(wheel):
 
 
 def test_the_wheel_holds_the_whole_package(wheel):
-    files = [path for kind in ("py", "css", "html", "js") for path in (ROOT / "lze_trl").rglob(f"*.{kind}")]
+    files = [path for kind in ("py", "css", "html", "js", "typed") for path in (ROOT / "lze_trl").rglob(f"*.{kind}")]
     assert {path.relative_to(ROOT).as_posix() for path in files} <= set(wheel)
 
 

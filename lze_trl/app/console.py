@@ -10,7 +10,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Column, Table
 from tqdm.auto import tqdm
-from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainerState, TrainingArguments
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainerState
 from transformers.trainer_callback import CallbackHandler
 
 from ..evaluation.results import first_and_last, read_results, rows_of, text_table
@@ -74,13 +74,13 @@ class RunSummary(TrainerCallback):
         if self.ends_with_training and state.is_world_process_zero:
             self.show(args, state, self.report(args))
 
-    def report(self, args: TrainingArguments) -> dict[str, Path]:
+    def report(self, args: Any) -> dict[str, Path | str]:
         """Write report and picture of the run so far, if it has telemetry; label and path of each file."""
         if not args.telemetry:
             return {}
         self.flush()
         run_dir = Path(args.output_dir)
-        files = {"telemetry": run_dir / "telemetry"}
+        files: dict[str, Path | str] = {"telemetry": run_dir / "telemetry"}
         try:
             from .report import write_report
 
@@ -93,7 +93,7 @@ class RunSummary(TrainerCallback):
             files |= {"report": report, "picture": report.with_name("summary.png")}
         return files
 
-    def show(self, args: TrainingArguments, state: TrainerState, files: dict[str, Path | str]):
+    def show(self, args: Any, state: TrainerState, files: dict[str, Path | str]):
         """Print the tables of the run, and where its files are."""
         accuracy = held_out_accuracy(state, self.accuracy_metric)
         console = Console(highlight=False)
@@ -116,7 +116,7 @@ def replace_printers(callbacks: CallbackHandler, summary: RunSummary, progress_b
     callbacks.add_callback(summary)
 
 
-def accuracy_metric(args: TrainingArguments, reward_func_names: list[str]) -> str:
+def accuracy_metric(args: Any, reward_func_names: list[str]) -> str:
     """
     Name of the metric with the held-out accuracy: the mean of one reward over `num_generations_eval` completions of each
     held-out prompt, sampled as in training. The reward is `pass_reward`, which defaults to `accuracy_reward` if that is
@@ -154,7 +154,7 @@ def summary_tables(savings: dict[str, float], accuracy: dict[str, float | None])
     before, after = accuracy["before"], accuracy["after"]
     if before is not None or after is not None:
         shown = [f"{value:.3f}" if value is not None else "–" for value in (before, after)]
-        gain = f"{after - before:+.3f}" if None not in (before, after) else "–"
+        gain = f"{after - before:+.3f}" if before is not None and after is not None else "–"
         tables["Sampled accuracy on held-out prompts"] = table = _table("before", "after", "gain")
         table.add_row(*shown, gain)
     return tables

@@ -1,6 +1,7 @@
 """The HTML of the app and the report, from the macros of `pages.html`, which show every value as text."""
 
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -35,5 +36,5 @@ _environment.filters |= {"number": number, "percent": percent, "width": _width}
 _environment.globals |= {"states": STATES, "plain": PLAIN}
 _environment.globals |= {function.__name__: function for function in (against_plain, headline, skipped_visits)}
 
-HTML = _environment.get_template("pages.html").module
+HTML: Any = _environment.get_template("pages.html").module
 """The macros, as functions that return `Markup`."""

@@ -148,8 +148,8 @@ class _Page:
         controls = [self.view, self.run, *search, self.page, self.prompt, self.runs, self.axis, self.metric]
         pages = (self.side, self.prompt_controls, self.compare_controls, self.pager)
         shown = [self.main, self.detail, *pages, self.page, self.run, self.seen]
-        quiet = {"show_progress": "hidden", "api_visibility": "private"}
-        show = {"fn": self._show, "inputs": controls, "outputs": shown, **quiet}
+        quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
+        show: dict[str, Any] = {"fn": self._show, "inputs": controls, "outputs": shown, **quiet}
         show_and_write = show | {"js": "(...values) => window.lzeWriteAddress(values)"}
 
         gr.on(None, self._restore, None, controls, **quiet).then(**show)
@@ -159,8 +159,8 @@ class _Page:
                 lambda: (1, ""), None, [self.page, self.prompt], trigger_mode="always_last", **quiet
             )
             first_page.then(**show_and_write)
-        for control in (self.view, self.runs, self.axis, self.metric, self.page):
-            control.input(trigger_mode="always_last", **show_and_write)
+        for shown_by in (self.view, self.runs, self.axis, self.metric, self.page):
+            shown_by.input(trigger_mode="always_last", **show_and_write)
         self.main.click(self._open, None, self.prompt, **quiet).then(**show_and_write)
         for button, change in ((self.previous, -1), (self.next, 1)):
             turned = button.click(
@@ -186,7 +186,7 @@ class _Page:
 
     def _version(self, given: dict[str, Any]) -> list[Any]:
         """Changes when one of the runs on the page has recorded something."""
-        versions = []
+        versions: list[int | str] = []
         for id in given["runs"] if given["tab"] == "Compare" else [given["run"]]:
             try:
                 versions.append(hash(self.book.open(id).version))
@@ -222,7 +222,7 @@ class _Page:
             self.pager: pages > 1,
             self.run: view != "Compare",
         }
-        changes = {component: gr.update(visible=value) for component, value in visible.items()}
+        changes: dict[Any, Any] = {component: gr.update(visible=value) for component, value in visible.items()}
         if view == "Prompts" and given["at"] and given["at"] > pages:
             changes[self.page] = pages
         return {self.main: main, self.detail: detail, self.seen: version, **changes}

@@ -40,7 +40,7 @@ def overview(run: Run) -> Markup:
     reward_lines = _lines(points, reward_mean="total")
     if len(rewards.columns) > 1:  # a single reward is the total
         reward_lines += [Series(name, points["step"], values) for name, values in rewards.items()]
-    shares = {"y_range": (0.0, 1.0), "as_percent": True}
+    shares: dict[str, Any] = {"y_range": (0.0, 1.0), "as_percent": True}
     charts = [
         line_chart("Accuracy", _lines(points, pass_rate="all rollouts", selected_pass_rate="trained on"), **shares),
         line_chart("Reward", reward_lines),
@@ -112,7 +112,7 @@ def prompt_detail(run: Run, chosen: str) -> Markup:
         return HTML.no_prompt("Choose a prompt to see its history.")
     prompt_id = parse_prompt_id(chosen)
     frame = run.prompts(prompt_id=prompt_id) if prompt_id is not None else pd.DataFrame()
-    if frame.empty:
+    if prompt_id is None or frame.empty:
         return HTML.no_prompt("This run has no such prompt.")
     row = frame.iloc[0]
     history = run.groups(prompt_id).tail(_HISTORY_POINTS)

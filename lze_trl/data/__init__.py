@@ -4,6 +4,8 @@
 the policy sees: state does not carry over between runs that word their prompts differently.
 """
 
+from typing import Any
+
 from datasets import Dataset, Features, IterableDataset, Value, concatenate_datasets
 
 from .adapters import PromptStyle, adapt
@@ -128,7 +130,7 @@ def load_mixture(references: list[str], **kwargs) -> Dataset | IterableDataset:
 def _concatenate(tables: list[Dataset | IterableDataset]) -> Dataset | IterableDataset:
     if len(tables) == 1:
         return tables[0]
-    features = {}
+    features: dict[str, Any] = {}
     for table in tables:
         for name, feature in table.features.items():
             features[name] = feature if features.get(name, feature) == feature else Value("string")

@@ -151,4 +151,4 @@ def _convert(row: dict[str, Any], columns: Columns, style: PromptStyle) -> dict[
 def _has_problem(problem: str | list | None) -> bool:
     if isinstance(problem, list) and problem:
         problem = problem[-1]["content"]
-    return bool(problem and problem.strip())
+    return isinstance(problem, str) and bool(problem.strip())

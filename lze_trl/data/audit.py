@@ -3,6 +3,7 @@
 import io
 import re
 from collections import Counter, defaultdict
+from collections.abc import Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -64,7 +65,8 @@ def audit(references: list[str], **kwargs) -> list[Audit | Failure]:
     """Read datasets by [`load_prompts`], as a training run would, and count. One that cannot be read does not hide the others."""
     if not references:
         raise DataError("No dataset is given. Name at least one, such as 'openai/gsm8k'.")
-    entries, seen = [], set()
+    entries: list[Audit | Failure] = []
+    seen: set[int] = set()
     for reference in references:
         try:
             dataset = load_prompts(reference, **kwargs)
@@ -76,7 +78,7 @@ def audit(references: list[str], **kwargs) -> list[Audit | Failure]:
     return entries
 
 
-def audit_prompts(dataset: Dataset, seen: set[int] = frozenset()) -> Audit:
+def audit_prompts(dataset: Dataset, seen: Set[int] = frozenset()) -> Audit:
     """Count what a dataset made by [`load_prompts`] holds; `seen` are the ids of the prompts of other datasets."""
     ids, prompts = list(dataset["prompt_id"]), list(dataset["prompt"])
     texts = [prompt if isinstance(prompt, str) else "".join(turn["content"] for turn in prompt) for prompt in prompts]
@@ -143,8 +145,9 @@ def render(entries: list[Audit | Failure]) -> str:
         notes.append(f"{entry.source}: {entry.description}")
         for name, what in _EXAMPLES.items():
             notes += [f"{entry.source}: {what}: {gold[:_EXAMPLE_CHARACTERS]!r}" for gold in entry.examples[name]]
-    console = Console(file=io.StringIO(), width=118, color_system=None)
+    file = io.StringIO()
+    console = Console(file=file, width=118, color_system=None)
     console.print(table)
     for note in notes:
         console.print(note, markup=False, soft_wrap=True)
-    return console.file.getvalue()
+    return file.getvalue()

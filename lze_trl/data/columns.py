@@ -178,7 +178,7 @@ class Columns:
         if given is not None:
             paths = [self._named(setting, given)]
         else:
-            paths = [path for path in map(self._find, candidates) if path not in (None, *taken)]
+            paths = [path for path in map(self._find, candidates) if path is not None and path not in taken]
         for path in paths:
             if setting != "prompt_column" or _is_problem(at(self.features, path)):
                 return path
@@ -201,7 +201,9 @@ class Columns:
             return [self._named("context_columns", name) for name in given]
         self._check_pictures()
         return [
-            path for path in map(self._find, _CONTEXT) if path not in (None, self.prompt, self.answer, *self.options)
+            path
+            for path in map(self._find, _CONTEXT)
+            if path is not None and path not in (self.prompt, self.answer, *self.options)
         ]
 
     def _find_options(self) -> dict[str, str | None]:

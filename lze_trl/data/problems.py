@@ -79,7 +79,7 @@ def read_options(value: Any) -> list[Option]:
     if isinstance(value, dict):
         texts = value.get("text")
         if isinstance(texts, list):
-            pairs = zip(value.get("label") or [None] * len(texts), texts, strict=True)
+            pairs: Iterable[tuple[Any, Any]] = zip(value.get("label") or [None] * len(texts), texts, strict=True)
         else:
             pairs = value.items()
         value = [{"label": label, "text": text} for label, text in pairs]
@@ -130,9 +130,10 @@ def _without_letters(options: list[Option]) -> list[Option]:
         re.fullmatch(rf"\(?{letter}\s*[).:]\s*(.+)", option.text, re.IGNORECASE | re.DOTALL)
         for letter, option in zip(ascii_uppercase, options, strict=False)
     ]
-    if not all(matches):
+    found = [match[1] for match in matches if match]
+    if len(found) != len(matches):
         return options
-    return [Option(option.label, match[1]) for option, match in zip(options, matches, strict=True)]
+    return [Option(option.label, text) for option, text in zip(options, found, strict=True)]
 
 
 def _not_options(value: Any) -> TypeError:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import datasets
 import huggingface_hub
@@ -146,9 +147,9 @@ def _why_unreachable(reference: Reference) -> str | None:
 
 def _cached_snapshot(reference: Reference) -> Path | None:
     """Folder that `hf download` left, if any."""
-    where = {"repo_type": "dataset", "revision": reference.revision, "local_files_only": True}
+    where: dict[str, Any] = {"repo_type": "dataset", "revision": reference.revision, "local_files_only": True}
     try:
-        return Path(huggingface_hub.snapshot_download(reference.path, **where))
+        return Path(str(huggingface_hub.snapshot_download(reference.path, **where)))
     except LocalEntryNotFoundError:
         return None
 
@@ -176,8 +177,8 @@ def _load_configs(
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise DataError(f"{reference.label!r} has no configuration {reference.config!r}, only {configs}.{hint}")
     default = next((name for name in _DEFAULT_CONFIGS if name in configs), None)
-    if reference.config is not None or default is not None:
-        configs = [reference.config or default]
+    if named := reference.config or default:
+        configs = [named]
     elif len(configs) > 1:
         logger.info("%r: all %d configurations are read: %s.", reference.label, len(configs), ", ".join(configs))
     return [_load_config(path, reference, streaming, name=name, revision=reference.revision) for name in configs]

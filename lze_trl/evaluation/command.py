@@ -58,11 +58,12 @@ def run(flags: argparse.Namespace) -> Path | None:
 
     def evaluated(model: str | None, output: str | None) -> Path:
         if flags.server:
-            engine = ServerEngine(flags.server, flags.concurrent)
-            weights = engine.weights
+            servers = ServerEngine(flags.server, flags.concurrent)
+            engine: ServerEngine | TransformersEngine = servers
+            weights = servers.weights
         else:
-            engine = TransformersEngine.load(model, flags.batch_size, flags.dtype)
-            weights = weights_of(model, getattr(engine.model.config, "_commit_hash", None))
+            engine = local = TransformersEngine.load(str(model), flags.batch_size, flags.dtype)
+            weights = weights_of(str(model), getattr(local.model.config, "_commit_hash", None))
         folder = Path(output or folder_of(model or engine.name, flags.preset))
         if weights is None:
             _tell_answered(folder, evaluation)

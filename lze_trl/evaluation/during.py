@@ -5,10 +5,11 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, broadcast_object_list, gather_object
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 from trl import GRPOTrainer
 from trl.distributed import DistributedBackend
 from trl.models import unwrap_model_for_generation
@@ -44,21 +45,21 @@ class TaskEvaluation(TrainerCallback):
         # TRL's would also log what the step has gathered so far
         self._log = lambda metrics: Trainer.log(trainer, metrics)
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object):
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: object):
         if state.is_world_process_zero:
             remove_steps(args.output_dir, after=state.global_step or -1)  # of an earlier run, or after the checkpoint
         if state.global_step == 0:
             self._evaluate(args, state)
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object):
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: object):
         if state.global_step % self.every == 0:
             self._evaluate(args, state)
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object):
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: object):
         if self._evaluated != state.global_step:
             self._evaluate(args, state)
 
-    def _evaluate(self, args: TrainingArguments, state: TrainerState):
+    def _evaluate(self, args: Any, state: TrainerState):
         self._evaluated = step = state.global_step
         folder, first = (Path(args.output_dir) / FOLDER / f"step-{number:06d}" for number in (step, 0))
         with self._engine() as engine:
@@ -92,7 +93,8 @@ def engine_of(trainer: GRPOTrainer) -> OpenEngine:
     Opens an engine with a trainer's weights of the moment: its own vLLM servers if it generates with these over HTTP, else the
     model in its processes. All processes must open it; the main one gets it, the others take part and get `None`.
     """
-    args, accelerator = trainer.args, trainer.accelerator
+    args: Any = trainer.args  # perhaps `LZEGRPOConfig`, which this room does not know
+    accelerator = trainer.accelerator
 
     @contextmanager
     def over_http() -> Iterator[Engine | None]:
@@ -102,15 +104,15 @@ def engine_of(trainer: GRPOTrainer) -> OpenEngine:
 
     @contextmanager
     def in_processes() -> Iterator[Engine | None]:
-        model, was_training = trainer.model_wrapped, trainer.model.training
-        settings = {"gradient_checkpointing_kwargs": args.gradient_checkpointing_kwargs}
+        own: Any = trainer.model
+        model, was_training = trainer.model_wrapped, own.training
+        tokenizer: Any = trainer.processing_class
+        settings: dict[str, Any] = {"gradient_checkpointing_kwargs": args.gradient_checkpointing_kwargs}
         with (
             unwrap_model_for_generation(model, accelerator, **settings) as unwrapped,
             DistributedBackend(accelerator).summon_full_params(model, recurse=False),
         ):
-            engine = TransformersEngine(
-                unwrapped.eval(), trainer.processing_class, args.per_device_eval_batch_size, args.output_dir
-            )
+            engine = TransformersEngine(unwrapped.eval(), tokenizer, args.per_device_eval_batch_size, args.output_dir)
             engine.synced = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
             try:
                 with SharedEngine(engine, accelerator) as shared:
@@ -123,9 +125,10 @@ def engine_of(trainer: GRPOTrainer) -> OpenEngine:
 
 def _of_servers(trainer: GRPOTrainer) -> ServerEngine:
     """The trainer's servers, all of which hold the weights of its last sync, also those that return later."""
-    args, snapshot = trainer.args, trainer.vllm_generation.pool.snapshot
+    args: Any = trainer.args
+    generation: Any = trainer.vllm_generation
     limits = args.vllm_max_concurrent_requests, args.vllm_recovery_timeout, args.vllm_request_timeout
-    return ServerEngine(args.vllm_server_urls, *limits, snapshot)
+    return ServerEngine(args.vllm_server_urls, *limits, generation.pool.snapshot)
 
 
 class SharedEngine:

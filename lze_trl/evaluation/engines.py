@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import file_digest, sha256
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -116,9 +116,8 @@ class TransformersEngine:
             raise EvaluationError(
                 f"The tokenizer of {self.name!r} has no chat template. Use `--no_chat` for plain prompts."
             )
-        return self.tokenizer.apply_chat_template(problem.prompt, add_generation_prompt=True, return_dict=True)[
-            "input_ids"
-        ]
+        encoded: Any = self.tokenizer.apply_chat_template(problem.prompt, add_generation_prompt=True, return_dict=True)
+        return encoded["input_ids"]
 
     def _complete(self, prompts: list[list[int]], seeds: list[int], decoding: Decoding) -> list[Output]:
         ids = [torch.tensor(prompt, device=self.model.device) for prompt in prompts]
@@ -134,7 +133,8 @@ class TransformersEngine:
             stop_strings=list(decoding.stop) or None,
         )
         with _only(settings, self.model), torch.no_grad():
-            rows = self.model.generate(
+            generate: Any = self.model.generate
+            rows = generate(
                 input_ids=pad(ids, padding_value=self.pad, padding_side="left"),  # (B, longest)
                 attention_mask=pad([torch.ones_like(row) for row in ids], padding_value=0, padding_side="left"),
                 logits_processor=processors,
@@ -146,7 +146,7 @@ class TransformersEngine:
     def _read(self, row: list[int], decoding: Decoding) -> Output:
         end = next((place for place, token in enumerate(row) if token in self.ends or token == self.pad), None)
         tokens = len(row) if end is None else end + (row[end] in self.ends)
-        text = self.tokenizer.decode(row[:tokens], skip_special_tokens=True)
+        text = str(self.tokenizer.decode(row[:tokens], skip_special_tokens=True))
         cuts = [text.find(stop) for stop in decoding.stop if stop in text]
         return Output(text[: min(cuts)] if cuts else text, tokens, end is None and not cuts)
 
@@ -157,7 +157,7 @@ class KeyedSampling(LogitsProcessor):
     def __init__(self, seeds: list[int]):
         self.generators = [np.random.default_rng(seed) for seed in seeds]
 
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> Any:
         cumulated = scores.double().softmax(-1).cumsum(-1)  # (B, V)
         drawn = torch.tensor([1.0 - generator.random() for generator in self.generators]).to(cumulated)  # in (0, 1]
         token = (cumulated < drawn[:, None] * cumulated[:, -1:]).sum(-1, keepdim=True)  # (B, 1)

@@ -3,6 +3,7 @@
 import html
 import io
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +50,10 @@ def rows_of(evaluations: dict[str, dict[str, Any]]) -> tuple[list[str], list[lis
     return ["evaluation", "task", "problems", "metric", "% [95 % interval]"], rows
 
 
-def interval_text(estimate: list[float | None], sign: str = "") -> str:
+def interval_text(estimate: Iterable[float | None], sign: str = "") -> str:
     """A share and its interval in percent, such as "12.5 [9.1, 16.0]"; the sign `"+"` is for differences."""
     value, low, high = (None if number is None else f"{100 * number:{sign}.1f}" for number in estimate)
-    return value if low is None else f"{value} [{low}, {high}]"
+    return value if low is None else f"{value} [{low}, {high}]"  # type: ignore[return-value]  # a share is never `None`
 
 
 def markdown(evaluations: dict[str, dict[str, Any]]) -> str:
@@ -72,6 +73,7 @@ def text_table(heading: list[str], rows: list[list[str]], width: int = 160) -> s
     table = Table(*heading, box=box.SIMPLE_HEAD, pad_edge=False)
     for row in rows:
         table.add_row(*row)
-    console = Console(file=io.StringIO(), width=width, color_system=None)
+    file = io.StringIO()
+    console = Console(file=file, width=width, color_system=None)
     console.print(table)
-    return console.file.getvalue()
+    return file.getvalue()

@@ -125,7 +125,8 @@ class Evaluation:
         wanted = [(problem.id, sample) for problem in self.tasks[task][0] for sample in range(self.samples)]
         if missing := sum(key not in found for key in wanted):
             raise EvaluationError(f"`{folder}` lacks {missing} samples of {task!r}. Run the evaluation to its end.")
-        every, scored = [found[key] for key in wanted], defaultdict(list)
+        every: list[Any] = [found[key] for key in wanted]
+        scored: dict[str, list[Any]] = defaultdict(list)  # whose samples have a reward
         for sample in every:
             if sample.reward is not None:
                 scored[sample.id].append(sample)
@@ -213,7 +214,7 @@ def _earlier(folder: Path) -> dict[str, Any]:
     return {name: found.get(name, empty) for name, empty in (("tasks", {}), ("mean", None), ("mean_over", []))}
 
 
-def _passes(scored: dict[str, list[Sample]], samples: int) -> dict[str, dict[str, float]]:
+def _passes(scored: dict[str, list[Any]], samples: int) -> dict[str, dict[str, float]]:
     """pass@k for the powers of two up to the number of samples, and for that; pass@1 is avg@k."""
     metrics = {}
     for k in sorted({*(2**power for power in range(1, samples.bit_length())), samples}):
@@ -226,7 +227,7 @@ def _passes(scored: dict[str, list[Sample]], samples: int) -> dict[str, dict[str
     return metrics
 
 
-def _vote(group: list[Sample], reward: RewardFunction) -> Vote:
+def _vote(group: list[Any], reward: RewardFunction) -> Vote:
     """The majority of a problem's samples: two answers are the same if the reward takes either for the gold of the other."""
     texts = {sample.answer: sample.completion for sample in reversed(group)}
 

@@ -51,7 +51,8 @@ class ServerEngine:
                 raise EvaluationError(f"A server is given by its base URL, such as 'http://{url}'; got {url!r}.")
         self.servers = [VLLMServer(url, request_timeout) for url in dict.fromkeys(urls)]
         self.max_concurrent_requests, self.recovery_timeout = max_concurrent_requests, recovery_timeout
-        self.snapshot, self._down = snapshot, set()
+        self.snapshot = snapshot
+        self._down: set[VLLMServer] = set()
         self._version: str | None = None  # of the weights
         with start_blocking_portal() as portal:
             portal.call(self._connect)
@@ -82,7 +83,7 @@ class ServerEngine:
                 f"`max_tokens={decoding.max_tokens}` leaves no room for a prompt in the servers' context of {shortest} "
                 "tokens. Lower it, or start the servers with a larger `--max-model-len`."
             )
-        outputs = SimpleQueue()
+        outputs: SimpleQueue = SimpleQueue()
         with start_blocking_portal() as portal:
             serving = portal.start_task_soon(self._serve, list(requests), decoding, outputs)
             try:
@@ -93,7 +94,7 @@ class ServerEngine:
 
     async def _serve(self, requests: list[Request], decoding: Decoding, outputs: SimpleQueue):
         """Put every request with its output into a queue, and `None` at the end."""
-        jobs = asyncio.Queue()
+        jobs: asyncio.Queue = asyncio.Queue()
         for request in requests:
             jobs.put_nowait((request, 0))
         async with open_client() as http:

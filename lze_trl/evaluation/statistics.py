@@ -6,7 +6,7 @@ Problems are what varies: a sample more of the same problem makes its own mean s
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.stats import binomtest, bootstrap
@@ -65,16 +65,16 @@ def majority(rewards: Sequence[float], answers: Sequence[str], same: Callable[[s
     return Vote(float(np.mean(values)), len(winners) > 1)
 
 
-def estimate(values: Sequence[float]) -> Estimate:
+def estimate(values: Sequence[float] | np.ndarray) -> Estimate:
     """
     Mean of one value a problem, with Wilson's interval if all are 0 or 1, and else the bootstrap's over problems (percentiles).
     """
-    values = np.asarray(values, dtype=float)
-    mean = float(values.mean())
-    if np.isin(values, (0.0, 1.0)).all():
-        found = binomtest(int(values.sum()), len(values)).proportion_ci(CONFIDENCE, method="wilson")
+    array = np.asarray(values, dtype=float)
+    mean = float(array.mean())
+    if np.isin(array, (0.0, 1.0)).all():
+        found = binomtest(int(array.sum()), len(array)).proportion_ci(CONFIDENCE, method="wilson")
         return Estimate(mean, float(found.low), float(found.high))
-    return Estimate(mean, *_bootstrapped([values]))
+    return Estimate(mean, *_bootstrapped([array]))
 
 
 def mean_over_tasks(tasks: Sequence[Sequence[float]]) -> Estimate:
@@ -129,6 +129,8 @@ def compare(first: Sequence[float], second: Sequence[float]) -> Comparison:
 
 def _newcombe(one: np.ndarray, two: np.ndarray) -> tuple[float, float]:
     """Interval of the difference of paired proportions, from Wilson's of both and their correlation (Newcombe 1998, method 10)."""
+    ends: Sequence[Any]
+    others: Sequence[Any]  # known, because the values are 0 or 1
     (p, *ends), (q, *others) = estimate(one), estimate(two)
     n, both = len(one), (one * two).sum()
     neither = n - one.sum() - two.sum() + both

@@ -134,7 +134,7 @@ def load_problems(task: Task, decoding: Decoding, limit: int | None = None) -> t
         )
     except DataError as error:
         raise EvaluationError(f"Task {task.name!r}: {error} Or give a folder of files with `--data`.") from error
-    problems = {}
+    problems: dict[str, Problem] = {}
     columns = (table["prompt_id"], table["prompt"], table["solution"])
     for number, prompt, gold in zip(*columns, strict=True):
         name = f"{number % 2**64:016x}"

@@ -24,14 +24,19 @@ class RecipeError(ValueError):
     """A recipe or a flag that cannot be used; the message says what to do."""
 
 
-_optional = partial(HfArg, default=None)
+def _flag(**settings: Any) -> Any:
+    """A field with its help. Type checkers see its value, as they do with `dataclasses.field`."""
+    return HfArg(**settings)
+
+
+_optional = partial(_flag, default=None)
 
 
 @dataclass
 class LZEScriptArguments:
     """What a run trains and evaluates on, and which rewards it uses. Each field documents itself in `help`."""
 
-    datasets: list[str] = HfArg(
+    datasets: list[str] = _flag(
         default_factory=list,
         help="Training sets: Hub ids, Hub URLs, `hf://org/name?config=…&split=…` or local .jsonl, .json, .parquet or .csv "
         "files. Several are mixed.",
@@ -39,20 +44,20 @@ class LZEScriptArguments:
     dataset_split: str | None = _optional(help="Split of the training sets. Default: 'train' where there is one.")
     dataset_config: str | None = _optional(help="Configuration of the training sets on the Hub.")
     max_train_samples: int | None = _optional(help="Number of prompts to read from each training set. Default: all.")
-    eval_datasets: list[str] = HfArg(
+    eval_datasets: list[str] = _flag(
         default_factory=list,
         help="Evaluation sets, held out from training. Without one, accuracy is not measured.",
     )
     eval_dataset_split: str | None = _optional(help="Split of the evaluation sets.")
     eval_dataset_config: str | None = _optional(help="Configuration of the evaluation sets on the Hub.")
     max_eval_samples: int | None = _optional(help="Number of prompts to read from each evaluation set. Default: all.")
-    eval_tasks: list[str] = HfArg(
+    eval_tasks: list[str] = _flag(
         default_factory=list,
         help="Tasks that `lze-trl eval` knows, or .jsonl files, on which the model is evaluated before the first step, every "
         "`eval_tasks_steps` and after the last, with the recipe's prompts.",
     )
-    eval_tasks_steps: int = HfArg(default=100, help="Steps between evaluations on `eval_tasks`.")
-    eval_tasks_samples: int = HfArg(
+    eval_tasks_steps: int = _flag(default=100, help="Steps between evaluations on `eval_tasks`.")
+    eval_tasks_samples: int = _flag(
         default=1, help="Samples of each problem: 1 is greedy, several are sampled at the training's temperature."
     )
     eval_tasks_limit: int | None = _optional(help="Number of problems of each task. Default: all.")
@@ -67,13 +72,13 @@ class LZEScriptArguments:
         help="Column that lists the options to choose from, or one column for each, written after the problem with letters "
         "that are then the gold answers. Default: `options`, `choices` or `A`, `B`, `C` and the like; `[]` for none.",
     )
-    conversational: bool = HfArg(
+    conversational: bool = _flag(
         default=True,
         help="Whether prompts are lists of messages, for the model's chat template. `false` gives plain text.",
     )
     system_prompt: str | None = _optional(help="System prompt of every conversation.")
     prompt_suffix: str | None = _optional(help="Text added to every question.")
-    reward_funcs: list[str] = HfArg(
+    reward_funcs: list[str] = _flag(
         default_factory=lambda: ["accuracy"],
         help="Reward functions by name or dotted import path; their weights are `reward_weights`.",
     )
@@ -94,7 +99,7 @@ class LZEScriptArguments:
         help="What decides by 'majority' for prompts with a gold answer: 'gold', or 'none', the vote all the same. Default: "
         "'gold'."
     )
-    unlabelled: bool = HfArg(
+    unlabelled: bool = _flag(
         default=False,
         help="Whether training sets may lack gold answers, for rewards that need none, such as 'majority'.",
     )
@@ -132,7 +137,7 @@ class LZEScriptArguments:
         return {name: value for name, value in given.items() if value is not None}
 
 
-RECIPE_CLASSES = (LZEScriptArguments, LZEGRPOConfig, ModelConfig)
+RECIPE_CLASSES: Any = (LZEScriptArguments, LZEGRPOConfig, ModelConfig)
 KEYS = {field.name for recipe_class in RECIPE_CLASSES for field in fields(recipe_class) if field.init}
 """Every known key of a recipe."""
 
@@ -157,7 +162,8 @@ def parse_recipe(
     """
     arguments = check_recipe(arguments)
     try:
-        return RecipeParser(recipe_classes).parse_args_and_config(arguments)
+        # One of each class, in their order
+        return RecipeParser(recipe_classes).parse_args_and_config(arguments)  # type: ignore[return-value]
     except (ValueError, TypeError, ImportError, OSError) as error:
         raise RecipeError(str(error)) from error
 

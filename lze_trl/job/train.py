@@ -7,6 +7,7 @@ The same as `-m lze_trl.job.train`, and as `lze-trl train recipes/….yaml`.
 
 import sys
 from pathlib import Path
+from typing import Any
 
 
 if not __package__:
@@ -19,7 +20,6 @@ import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import datasets
 import huggingface_hub
@@ -103,12 +103,13 @@ def trainer_arguments(
             f"The evaluation batch of {rows} completions (`per_device_eval_batch_size` times {training_args.world_size} "
             f"processes) must be divisible by `num_generations_eval={generations}`. Use a multiple of {generations}."
         )
+    given: Any = training_args.model_init_kwargs or {}
     training_args.model_init_kwargs = {
         "revision": model_args.model_revision,
         "trust_remote_code": training_args.trust_remote_code,
         "attn_implementation": model_args.attn_implementation,
         "dtype": model_args.dtype,
-        **(training_args.model_init_kwargs or {}),
+        **given,
     }
     return {
         "model": model_args.model_name_or_path,
@@ -124,7 +125,9 @@ def trainer_arguments(
 def make_evaluation(script_args: LZEScriptArguments, args: LZEGRPOConfig) -> Evaluation:
     """The evaluation on `eval_tasks`, with the prompts, the reward and the decoding of the training."""
     samples = script_args.eval_tasks_samples
-    sampling = {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k} if samples > 1 else {}
+    sampling: dict[str, Any] = (
+        {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k} if samples > 1 else {}
+    )
     decoding = Decoding(
         **sampling,
         max_tokens=args.max_completion_length,
@@ -238,17 +241,17 @@ def finish(trainer: LZEGRPOTrainer, on_the_hub: list[str]) -> dict[str, float | 
 
     trainer.save_model(trainer.args.output_dir)
     savings = trainer.savings()
-    files = {"model": Path(trainer.args.output_dir)}
-    shows = trainer.summary is not None and trainer.is_world_process_zero()
-    if shows:
-        files |= trainer.summary.report(trainer.args)
+    files: dict[str, Path | str] = {"model": Path(trainer.args.output_dir)}
+    summary = trainer.summary if trainer.is_world_process_zero() else None
+    if summary is not None:
+        files |= summary.report(trainer.args)
     if trainer.args.push_to_hub:
         trainer.push_to_hub(dataset_name=on_the_hub)
         files["model"] = f"https://huggingface.co/{trainer.hub_model_id}"
     else:
         trainer.create_model_card(dataset_name=on_the_hub)
-    if shows:
-        trainer.summary.show(trainer.args, trainer.state, files)
+    if summary is not None:
+        summary.show(trainer.args, trainer.state, files)
     trainer.save_state()
     trainer.end()
     return savings | {f"accuracy_{when}": share for when, share in accuracy.items()}

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -82,7 +83,10 @@ class LiveBuffer:
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """The groups that wait, of which there are some, with the rows of this process."""
-        pool, scored = self._waiting, self._waiting.scored
+        pool = self._waiting
+        if pool is None:
+            raise RuntimeError("No group waits: there is nothing to save.")
+        scored = pool.scored
         state = {"generation": pool.generation, "rewards_per_func": scored.rewards_per_func.cpu().numpy()}
         state |= {f"groups.{name}": values for name, values in vars(pool.groups).items()}
         state |= {f"rows.{name}": getattr(scored.rollouts, name) for name in ROW_ARRAYS}
@@ -101,7 +105,7 @@ class LiveBuffer:
             name: [part.tolist() for part in np.split(values, np.cumsum(lengths[name])[:-1])]
             for name, values in section(state, "tokens").items()
         }
-        of_scored = {name: rows.pop(name) for name in _SCORED_ARRAYS}
+        of_scored: dict[str, Any] = {name: rows.pop(name) for name in _SCORED_ARRAYS}
         scored = Scored(
             local=TokenRows(**tokens),
             inputs=[],

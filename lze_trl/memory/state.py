@@ -24,6 +24,7 @@ _RECORD = np.dtype(
         ("pruned", np.bool_),
     ]
 )
+_COLUMNS = _RECORD.names or ()
 MAX_STREAK = np.iinfo(np.int16).max
 _MAX_ROLLOUTS = np.iinfo(np.uint16).max
 
@@ -187,16 +188,16 @@ class PromptState:
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Copies of the columns over the visited prompts, and the range of scores."""
-        return {name: self[name].copy() for name in _RECORD.names} | self.range.state_dict()
+        return {name: self[name].copy() for name in _COLUMNS} | self.range.state_dict()
 
     def load_state_dict(self, state: dict[str, np.ndarray]):
         """Replace the state by a saved one, which must have all arrays, of the right types, and each id once."""
-        if set(state) != {*_RECORD.names, "range"}:
+        if set(state) != {*_COLUMNS, "range"}:
             raise ValueError(
-                f"The prompt state must have the arrays {sorted([*_RECORD.names, 'range'])}, got {sorted(state)}. It was "
+                f"The prompt state must have the arrays {sorted([*_COLUMNS, 'range'])}, got {sorted(state)}. It was "
                 "not written by this version of lze_trl."
             )
-        columns = {name: state[name] for name in _RECORD.names}
+        columns = {name: state[name] for name in _COLUMNS}
         ids, sizes = columns["prompt_ids"], {len(array) for array in columns.values()}
         if len(sizes) != 1:
             raise ValueError(f"The arrays of the prompt state must have one length, got {sorted(sizes)}.")

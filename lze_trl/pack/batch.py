@@ -46,12 +46,16 @@ class GenerationBatch:
         - `lze_tokens`: tokens of all processes that the loss covers.
         """
         batch, reference = self.layout.micro_steps[slot], self.reference
+        if batch is None:
+            raise RuntimeError(f"Micro-step {slot} has no rows.")
         rows, filler = batch.rows[process], batch.filler[process]
         positions = torch.as_tensor(np.searchsorted(self.local_rows, rows))
         width = None
         if self.trim:
             width = widths(self.prompt_tokens[rows], self.completion_tokens[rows], pad_to_multiple_of)
-        inputs = {name: _trimmed(name, tensor[positions], width) for name, tensor in self.tensors.items()}
+        inputs: dict[str, Any] = {
+            name: _trimmed(name, tensor[positions], width) for name, tensor in self.tensors.items()
+        }
         device = inputs["advantages"].device
         if filler.any():  # indexing has copied the rows: the originals keep their masks
             silent = torch.as_tensor(filler, device=device)
@@ -91,7 +95,7 @@ class GenerationBatch:
         slots = [section(arrays, f"slot.{slot}") for slot in range(steps_per_generation)]
         layout = Layout([MicroBatch(**slot) if slot else None for slot in slots])
         tensors = {name: torch.from_numpy(array).to(device) for name, array in section(arrays, "tensor").items()}
-        reference = section(arrays, "reference")
+        reference: dict[str, Any] = section(arrays, "reference")
         reference["num_items"] = reference["num_items"].item()
         rows = {name: arrays[name] for name in _ROW_ARRAYS}
         return cls(tensors, **rows, layout=layout, reference=Reference(**reference), trim=trim)
@@ -102,7 +106,10 @@ def widths(
 ) -> tuple[int, int]:
     """Padded width of the prompts and of the completions of some rows."""
     multiple = pad_to_multiple_of or 1
-    return tuple(-(-int(tokens.max()) // multiple) * multiple for tokens in (prompt_tokens, completion_tokens))
+    prompt, completion = (
+        -(-int(tokens.max()) // multiple) * multiple for tokens in (prompt_tokens, completion_tokens)
+    )
+    return prompt, completion
 
 
 def filler_inputs(inputs: dict[str, Any]) -> dict[str, Any]:

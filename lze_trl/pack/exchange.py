@@ -1,5 +1,7 @@
 """Moving completions between processes: only the chosen ones, as flat tensors, in one gather a kind."""
 
+from typing import Any
+
 import numpy as np
 import torch
 from accelerate import Accelerator
@@ -26,13 +28,13 @@ def exchange(scored: Scored, chosen: np.ndarray, layout: Layout, accelerator: Ac
         moving[rows[owner[rows] != other]] = True
     sent = [np.flatnonzero(moving & (owner == other)) for other in range(world)]
 
-    def collect(own: list[list] | None, lengths: np.ndarray, dtype: type) -> list[list] | None:
+    def collect(own: list[list] | None, lengths: np.ndarray, dtype: type) -> Any:
         if own is None:
             return None
         start = np.zeros(len(chosen), dtype=np.int64)  # of each row among what its process sends
         for rows in sent:
             start[rows] = np.cumsum(lengths[rows]) - lengths[rows]
-        flat = np.zeros(max(int(lengths[rows].sum()) for rows in sent), dtype=dtype)
+        flat: np.ndarray = np.zeros(max(int(lengths[rows].sum()) for rows in sent), dtype=dtype)
         for row in sent[rank]:
             flat[start[row] : start[row] + lengths[row]] = own[position[row]]  # a missing number becomes NaN
         if len(flat):

@@ -109,12 +109,14 @@ def pack(
         tokens = prompt_tokens[rows] + completion_tokens[rows]
         rows = rows[np.lexsort((turn[rows], -completion_tokens[rows], -tokens))]
         starts = np.arange(0, len(rows), geometry.num_processes)
-        lengths = [np.maximum.reduceat(of_rows[rows], starts) for of_rows in (prompt_tokens, completion_tokens)]
+        prompts, completions = (
+            np.maximum.reduceat(of_rows[rows], starts) for of_rows in (prompt_tokens, completion_tokens)
+        )
         fewest = -(-len(starts) // geometry.micro_batch_rows)
         if geometry.max_tokens is not None:
-            fewest = fewest_runs(*lengths, capacity)
+            fewest = fewest_runs(prompts, completions, capacity)
         most = int(min(geometry.chunk_steps, geometry.further_micro_steps * fewest))
-        splits = split(*lengths, capacity, geometry.micro_step_cost, most)
+        splits = split(prompts, completions, capacity, geometry.micro_step_cost, most)
         parts = np.split(rows, np.array(splits[1:-1], dtype=np.int64) * geometry.num_processes)
         return [_rank_rows(part, geometry.num_processes, owner) for part in parts]
 
@@ -152,7 +154,8 @@ def _lay_out(chunk: np.ndarray, geometry: Geometry, micro_batches: Callable[[np.
     for index in range(geometry.num_chunks):
         rows = np.flatnonzero(chunk == index)
         batches = micro_batches(rows) if len(rows) else []
-        micro_steps += [None] * (geometry.chunk_steps - len(batches)) + batches
+        micro_steps += [None] * (geometry.chunk_steps - len(batches))
+        micro_steps += batches
     return Layout(micro_steps)
 
 

@@ -28,9 +28,10 @@ class TokenRows:
 
     def take(self, positions: np.ndarray) -> "TokenRows":
         """Rows at some positions."""
-        return TokenRows(
-            **{name: None if rows is None else [rows[i] for i in positions] for name, rows in vars(self).items()}
-        )
+        taken: dict[str, Any] = {
+            name: None if rows is None else [rows[i] for i in positions] for name, rows in vars(self).items()
+        }
+        return TokenRows(**taken)
 
 
 @dataclass
@@ -53,6 +54,8 @@ class Scored:
 
     def slots(self, num_processes: int, steps_per_generation: int) -> np.ndarray:
         """Micro-step of each row in TRL's own layout, shape `(B,)`."""
+        if self.order is None:
+            raise RuntimeError("TRL has no layout for a batch without its shuffle.")
         per_process = len(self.order) // num_processes
         return self.order * steps_per_generation // per_process
 
@@ -144,10 +147,10 @@ def joined(parts: list[Scored], prompt_ids: np.ndarray | None = None) -> Scored:
 def _joined_tokens(parts: list[TokenRows]) -> TokenRows:
     """Rows of several parts. Where only some have log-probabilities or masks, the others get `None` and 1."""
 
-    def chained(name: str, missing: Any = None) -> list | None:
+    def chained(name: str, missing: Any = None) -> Any:
         if all(getattr(part, name) is None for part in parts):
             return None
-        rows = []
+        rows: list[Any] = []
         for part in parts:
             values = getattr(part, name)
             rows += [[missing] * len(ids) for ids in part.completion_ids] if values is None else values

@@ -15,7 +15,7 @@ class Window:
     def reset(self):
         """Begin anew."""
         self.real_steps = 0  # micro-steps so far that had rows
-        self.filler: dict[str, Any] | None = None  # inputs without weight, for one that only synchronises gradients
+        self.filler: Any = None  # inputs without weight, for one that only synchronises gradients
         self._means: dict[str, list[tuple[float, int]]] = defaultdict(list)  # value and tokens of each micro-batch
         self._totals: dict[str, float] = defaultdict(float)  # losses
 

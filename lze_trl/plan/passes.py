@@ -26,8 +26,10 @@ class Plan:
 
     num_prompts: int  # P; 0 if nothing is rolled out
     pass_index: int
-    inputs: list[dict[str, Any]] | None = None  # dataset rows of this process, one per completion, each prompt G times
-    rows: np.ndarray | None = None  # (P,): numbers of the dataset rows, where groups may differ in size
+    # dataset rows of this process, one per completion, each prompt G times; empty where groups may differ in size
+    inputs: list[dict[str, Any]] = field(default_factory=list)
+    # (P,): numbers of the dataset rows, where groups may differ in size; else empty
+    rows: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     # ids of the prompts that the planner has left out since the last batch
     skipped: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
 
@@ -103,6 +105,8 @@ class Passes:
         share = len(rows) // self.accelerator.num_processes
         start = share * self.accelerator.process_index
         distinct, place = np.unique(rows[start : start + share], return_inverse=True)
+        if self.dataset is None:
+            raise RuntimeError("The rows of a stream cannot be read by number.")
         loaded = self.dataset.__getitems__(distinct.tolist())
         return [dict(loaded[i]) for i in place]
 

@@ -134,7 +134,8 @@ def _prompts_table(record: GenerationRecord, new: np.ndarray) -> pa.Table:
 
 
 def _completions_table(record: GenerationRecord) -> pa.Table:
-    rollouts, rows = record.rollouts, np.array(list(record.completions), dtype=np.int64)
+    texts = record.completions or {}
+    rollouts, rows = record.rollouts, np.array(list(texts), dtype=np.int64)
     return _table(
         "completions",
         {
@@ -142,7 +143,7 @@ def _completions_table(record: GenerationRecord) -> pa.Table:
             "step": record.step,
             "prompt_id": rollouts.prompt_ids[rollouts.group[rows]],
             "index": pd.Series(rollouts.group).groupby(rollouts.group).cumcount().to_numpy()[rows],
-            "completion": list(record.completions.values()),
+            "completion": list(texts.values()),
             "outcome": rollouts.outcomes[rows],
             "reward": rollouts.rewards[rows],
             "rewards": record.rewards[rows].tolist(),

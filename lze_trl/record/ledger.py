@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -43,11 +43,12 @@ class TokenCost:
 def token_cost(model: "nn.Module", gradient_checkpointing: bool) -> TokenCost:
     """FLOPs per token of a model, attention scores not counted."""
 
-    def size(parameter: "nn.Parameter") -> int:
+    def size(parameter: Any) -> int:
         # Under ZeRO-3 a parameter is empty on each process, and its full size lies beside it
         return parameter.ds_numel if hasattr(parameter, "ds_numel") else parameter.numel()
 
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    of_transformers: Any = model
+    embedding, head = of_transformers.get_input_embeddings(), of_transformers.get_output_embeddings()
     tied = head is not None and head.weight is embedding.weight
     looked_up = set() if tied else {id(parameter) for parameter in embedding.parameters()}
     weights = [parameter for parameter in model.parameters() if id(parameter) not in looked_up]
@@ -161,7 +162,9 @@ def against_plain(totals: dict[str, float]) -> list[Work]:
     works = [
         Work(
             name,
-            *(totals.get(f"{kind}_{unit}", 0.0) for unit in ("tokens", "seconds", "flops")),
+            totals.get(f"{kind}_tokens", 0.0),
+            totals.get(f"{kind}_seconds", 0.0),
+            totals.get(f"{kind}_flops", 0.0),
             totals[f"plain_{kind}_flops"],
         )
         for kind, name in KINDS.items()

@@ -52,7 +52,11 @@ class Part:
 def list_parts(folder: Path, is_usable: Callable[[Part], bool] = lambda part: True) -> list[Part]:
     """Parts of a table as they were written, without those whose rows are all in another one that is usable."""
     names = os.listdir(folder) if folder.is_dir() else []
-    found = [Part(*map(int, match.groups()), folder) for name in names if (match := _PATTERN.fullmatch(name))]
+    found = [
+        Part(int(match[1]), int(match[2]), int(match[3]), folder)
+        for name in names
+        if (match := _PATTERN.fullmatch(name))
+    ]
     kept: list[Part] = []
     for part in sorted(found, key=lambda part: (part.attempt, part.first, -part.last)):
         is_in_another = kept and kept[-1].attempt == part.attempt and part.last <= kept[-1].last

@@ -223,7 +223,7 @@ class Run:
 
     def _update_states(self):
         """Add the parts that are new to what is known of each prompt, so that a live run is not read as a whole each time."""
-        parts, basis = self._parts["groups"], self.version[:2]
+        parts, basis = self._parts["groups"], (self.version or ())[:2]
         if basis != self._summed_of or not self._summed.issubset(parts):
             visits, new = [f"{_VISITS} ({self._rows('groups', parts)})"], parts
         elif new := [part for part in parts if part not in self._summed]:
@@ -348,5 +348,7 @@ def parse_columns(columns: str | None) -> dict[str, Any]:
     except ValueError:
         found = None
     if not isinstance(found, dict):
-        raise TelemetryError(f"The columns of a prompt are damaged: they must be a JSON object, got {columns[:80]!r}.")
+        raise TelemetryError(
+            f"The columns of a prompt are damaged: they must be a JSON object, got {str(columns)[:80]!r}."
+        )
     return found

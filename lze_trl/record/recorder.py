@@ -47,7 +47,11 @@ class Recorder:
         Record a generation batch, in a run with telemetry: the completions drawn, their scored groups, and whether each is
         trained on; `None` if pruning has left nothing. `facts` are further fields of [`~lze_trl.record.GenerationRecord`].
         """
-        batch = _nothing(len(self.reward_names)) if scored is None else self._batch(scored, groups, chosen, generation)
+        batch = (
+            _nothing(len(self.reward_names))
+            if scored is None or groups is None or chosen is None
+            else self._batch(scored, groups, chosen, generation)
+        )
         if writer := self._open(generation):
             facts |= {"reward_names": self.reward_names, "ledger": self.totals()}
             writer.record(GenerationRecord(generation=generation, **facts, **batch))

@@ -43,9 +43,9 @@ class EnergyTrackingCallback(TrainerCallback):
     ):
         if not state.is_world_process_zero or not len(self.prompt_state):
             return
-        trackers = [(name, import_module(name)) for name in TRACKERS if name in args.report_to]
+        trackers = [(name, import_module(name)) for name in TRACKERS if name in (args.report_to or ())]
         # The log of the run time is the last one before the trackers' own callbacks close their runs
-        table = self._table(args.output_dir) if trackers and "train_runtime" in (logs or {}) else None
+        table = self._table(str(args.output_dir)) if trackers and "train_runtime" in (logs or {}) else None
         for name, tracker in trackers:
             values = {HISTOGRAM: tracker.Histogram(self.prompt_state["energy"].tolist())}
             if table is not None:

@@ -74,7 +74,8 @@ def analyze(run_dir: str | Path, selection_ratio: float = 0.4, reward: str | Non
             f"`selection_ratio` must be in (0, 1], got {selection_ratio}. Use 1.0 to train on every live group."
         )
     state = PromptState(StateSettings(named_outcome=reward is not None))
-    ledger, texts, steps, pruned = Ledger(), {}, 0, 0
+    texts: dict[int, str] = {}
+    ledger, steps, pruned = Ledger(), 0, 0
     for number, log in enumerate(_logs(Path(run_dir))):
         if log.empty:
             continue
@@ -165,7 +166,7 @@ def _reward_names(log: pd.DataFrame, given: str | None) -> list[str]:
     numeric = log.drop(columns=["step", "advantage"], errors="ignore").select_dtypes("number").columns.tolist()
     if given is None and numeric:
         return numeric
-    if given not in numeric:
+    if given is None or given not in numeric:
         raise TelemetryError(f"The logs have the rewards {numeric}, got {given!r}. Name one of them.")
     return [given]
 
@@ -182,7 +183,8 @@ def _rollouts(log: pd.DataFrame, reward_names: list[str], state: PromptState) ->
         outcomes=state.range.outcomes(rewards),
         rewards=rewards,
         scores=rewards,
-        signals=log["advantage"].to_numpy(dtype=np.float64) if "advantage" in log else None,  # with the run's weights
+        # Advantages are by the run's weights
+        signals=log["advantage"].to_numpy(dtype=np.float64) if "advantage" in log else rewards,
         prompt_tokens=np.zeros(len(group), dtype=np.int64),
         completion_tokens=log["completion"].str.len().to_numpy(),
     )

@@ -98,7 +98,7 @@ class Chooser:
 
     def __init__(self, rules: Rules, selector: Selector | None = None):
         self.rules, self.selector = rules, selector
-        self.sums: Counter[str] = Counter()
+        self.sums: Any = Counter()  # of whole numbers and of others
         # Live groups that the next update may take, their loss tokens, and the generation batches that they are from
         self._waiting: tuple[Groups, np.ndarray, np.ndarray] | None = None
 
@@ -112,12 +112,11 @@ class Chooser:
         if self._waiting is not None:
             groups, tokens, before = self._waiting
             pool, loss_tokens, made = groups + pool, np.append(tokens, loss_tokens), np.append(before, made)
-        draws_prompts = rules.num_prompts is not None
         ratio = ramped_ratio(rules.selection_ratio, generation, rules.selection_warmup, rules.selection_ramp)
-        k = quota(ratio, rules.num_prompts if draws_prompts else len(pool))
+        k = quota(ratio, len(pool) if rules.num_prompts is None else rules.num_prompts)
         make_rng = partial(keyed_rng, rules.seed, generation, "selection")
-        chosen = choose_groups(self.selector, pool, loss_tokens, k, draws_prompts, make_rng)
-        if draws_prompts:
+        chosen = choose_groups(self.selector, pool, loss_tokens, k, rules.num_prompts is not None, make_rng)
+        if rules.num_prompts is not None:
             kept = np.flatnonzero(pool.alive & ~chosen & (generation + 1 - made <= rules.surplus_max_age))
             self._waiting = (pool.take(kept), loss_tokens[kept], made[kept]) if len(kept) else None
         self._add(pool, chosen, batch)

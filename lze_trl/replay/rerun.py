@@ -81,9 +81,10 @@ def replay(
 def _choosers(selectors: Sequence[str | Selector], rules: Rules) -> dict[str, Chooser]:
     choosers = {THE_RUN: Chooser(rules)}
     for selector in selectors:
-        is_name = isinstance(selector, str)
-        name = selector if is_name else type(selector).__name__
-        loaded = load_selector(selector, rules.gumbel_scale) if is_name else selector
+        if isinstance(selector, str):
+            name, loaded = selector, load_selector(selector, rules.gumbel_scale)
+        else:
+            name, loaded = type(selector).__name__, selector
         if name in choosers:
             raise ReplayError(f"Every strategy needs a name of its own, got {name!r} twice. Leave one of them out.")
         choosers[name] = Chooser(rules, loaded)

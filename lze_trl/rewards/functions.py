@@ -6,7 +6,7 @@ keywords, of which those that compare answers use `solution`.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from .grading import GradingTimeout, equal, gold_text, last_boxed, read_answer, 
 logger = logging.getLogger(__name__)
 
 Completion = str | list[dict[str, Any]]
-RewardFunction = Callable[..., list[float | None]]
+RewardFunction = Callable[..., Sequence[float | None]]
 
 
 @dataclass

@@ -248,7 +248,7 @@ def equal(gold: Answer, answer: Answer) -> bool:
         return True
     if _DECIMAL.fullmatch(gold.text) and _DECIMAL.fullmatch(answer.text):
         # As far as the shorter one goes; math-verify compares six decimals, however many there are
-        coarser = max(Decimal(text).as_tuple().exponent for text in (gold.text, answer.text))
+        coarser = max(int(Decimal(text).as_tuple().exponent) for text in (gold.text, answer.text))
         if abs(Decimal(gold.text) - Decimal(answer.text)) >= Decimal(1).scaleb(coarser):
             return False
     deadline = monotonic() + TIMEOUT_SECONDS
@@ -303,10 +303,10 @@ def _read_announcement(rest: str, deadline: float) -> Answer | None:
     end = _SENTENCE_END.search(rest)
     sentence = rest[: end.start() if end else None].replace("*", "").strip()
     is_math = math is not None and math.start() <= len(sentence) and not _VALUE.search(rest[: math.start()])
-    if is_math and not _WORD.search(_TEXT_IN_MATH.sub("", math[0])):
-        parts = [math[math.lastindex]]
+    if math is not None and is_math and not _WORD.search(_TEXT_IN_MATH.sub("", math[0])):
+        parts = [math[math.lastindex or 0]]
         while (link := _BETWEEN_MATH.match(rest, math.end())) and (math := _MATH.match(rest, link.end())):
-            parts.append(math[math.lastindex])
+            parts.append(math[math.lastindex or 0])
         return _read_bare(",".join(part.strip() for part in parts), deadline)
     option = _OPTION.match(sentence)
     if option is not None:
@@ -318,9 +318,9 @@ def _read_announcement(rest: str, deadline: float) -> Answer | None:
     words = _WORD.finditer(_TEXT_IN_MATH.sub(lambda match: " " * len(match[0]), sentence))
     first = next((word.start() for word in words if word[0] not in ("and", "or")), None)
     if first is not None and not _OR.search(sentence):
-        value = sentence[:first].strip(" ,;:(")
-        if value not in ("", "a"):  # an article
-            return _read_bare(value, deadline)
+        before = sentence[:first].strip(" ,;:(")
+        if before not in ("", "a"):  # an article
+            return _read_bare(before, deadline)
         number = _read(f"answer: {sentence}", _NUMBER_IN_PROSE, deadline)
         if number is not None:
             return number
@@ -331,7 +331,7 @@ def _read_bare(text: str, deadline: float) -> Answer | None:
     # The full stop of a sentence would make "27." plain text
     text = text.strip().rstrip(" .")
     math = _MATH.fullmatch(text)
-    text = normalise(text if math is None else math[math.lastindex].strip())
+    text = normalise(text if math is None else math[math.lastindex or 0].strip())
     depths = accumulate((char in "([{") - (char in ")]}") for char in text)
     if len(text) > _LONGEST or max(depths, default=0) > _DEEPEST or _COMPUTED_BY_PARSER.search(text):
         return Answer((text,))

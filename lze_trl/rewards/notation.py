@@ -113,5 +113,6 @@ def _without_units(text: str) -> str:
     if value.strip() and value != text:
         return value
     match = _PLAIN_UNITS.fullmatch(text)
-    is_number = match and not re.search(r"[a-zA-Z]", _COMMAND.sub("", match["value"].rpartition("=")[2]))
-    return match["value"] if is_number else text
+    if match and not re.search(r"[a-zA-Z]", _COMMAND.sub("", match["value"].rpartition("=")[2])):
+        return match["value"]
+    return text

@@ -158,12 +158,12 @@ class Rounds:
         if of_groups:
             absent = unsettled(rewards_per_func, weights, of_groups)
             totals[absent] = compared[absent] = torch.nan
-        totals, compared, per_func = (x.double().cpu().numpy() for x in (totals, compared, rewards_per_func))
-        scores = self.rule.scores(per_func, totals)
+        total, signal, per_func = (x.double().cpu().numpy() for x in (totals, compared, rewards_per_func))
+        scores = self.rule.scores(per_func, total)
         if not observe:
             seen = copy.copy(self.state.range)
             seen.observe(scores)
-            return {"outcomes": seen.outcomes(scores), "scores": scores, "rewards": totals, "signals": compared}
+            return {"outcomes": seen.outcomes(scores), "scores": scores, "rewards": total, "signals": signal}
         if no_longer_solved := self.state.observe(scores):
             logger.warning(
                 "A total reward of %s is higher than any before it, so %d prompts that counted as solved do not any more. "
@@ -172,7 +172,7 @@ class Rounds:
                 no_longer_solved,
             )
         outcomes = self.state.range.outcomes(scores)
-        return {"outcomes": outcomes, "scores": scores, "rewards": totals, "signals": compared}
+        return {"outcomes": outcomes, "scores": scores, "rewards": total, "signals": signal}
 
 
 def _nothing(prompt_ids: np.ndarray) -> Rollouts:

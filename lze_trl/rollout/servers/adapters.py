@@ -1,6 +1,7 @@
 """LoRA adapters, merged into the weights that are written, never into those that are trained."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from peft import LoraModel, PeftModel
@@ -22,8 +23,9 @@ def merged_parameters(model: PeftModel) -> Iterator[tuple[str, nn.Parameter, lor
     adapted, skipped = {}, set()
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, (BaseTunerLayer, ModulesToSaveWrapper)):
-            names = [key for key, _ in module.named_parameters(remove_duplicate=False)]
-            kept = f"{_kept_module(name, module)}."
+            layer: Any = module  # PEFT's layers are modules by a second base class
+            names = [key for key, _ in layer.named_parameters(remove_duplicate=False)]
+            kept = f"{_kept_module(name, layer)}."
             skipped |= {f"{name}.{key}" for key in names if not key.startswith(kept)}
             if isinstance(module, lora.LoraLayer):
                 adapted[f"{name}.base_layer.weight"] = module
@@ -38,12 +40,12 @@ def merged_parameters(model: PeftModel) -> Iterator[tuple[str, nn.Parameter, lor
             yield base_name, parameter, adapted.get(name)
 
 
-def adapter_parameters(layer: lora.LoraLayer) -> dict[str, nn.Parameter]:
+def adapter_parameters(layer: Any) -> dict[str, nn.Parameter]:
     """The parameters of the layer that [`merge`] needs besides the weight, by their names in the layer."""
     return {name: parameter for name, parameter in layer.named_parameters() if not name.startswith("base_layer.")}
 
 
-def merge(layer: lora.LoraLayer, weight: nn.Parameter, parameters: dict[str, nn.Parameter]) -> torch.Tensor:
+def merge(layer: Any, weight: torch.Tensor, parameters: dict[str, nn.Parameter]) -> torch.Tensor:
     """The whole weight of a layer with its active adapters merged; `parameters` are its [`adapter_parameters`]."""
     weight = whole(weight)
     tensors = {f"layer.{name}": whole(parameter) for name, parameter in parameters.items()}
@@ -63,7 +65,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 class _Delta(nn.Module):
     """What an adapter adds to its layer, as a `forward` that `functional_call` can run on other tensors."""
 
-    def __init__(self, layer: lora.LoraLayer):
+    def __init__(self, layer: Any):
         super().__init__()
         self.layer = layer
 

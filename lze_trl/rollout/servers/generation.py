@@ -14,7 +14,6 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import nn
 from transformers import PreTrainedTokenizerBase
-from trl import GRPOConfig
 
 from .client import Completion, Difference, Snapshot
 from .pool import Group, ServerPool
@@ -47,7 +46,7 @@ class HTTPGeneration:
         model: nn.Module,
         accelerator: Accelerator,
         processing_class: PreTrainedTokenizerBase,
-        args: GRPOConfig,
+        args: Any,
     ):
         self.model = model
         self.accelerator = accelerator
@@ -65,7 +64,7 @@ class HTTPGeneration:
         self._body |= {"min_p": args.min_p or 0.0, "max_tokens": args.max_completion_length}
         if args.vllm_structured_outputs_regex is not None:
             self._body["structured_outputs"] = {"regex": args.vllm_structured_outputs_regex}
-        self._body |= further
+        self._body |= dict(further)
         self.pool = ServerPool(
             args.vllm_server_urls,
             args.vllm_max_concurrent_requests,

@@ -128,6 +128,8 @@ class ServerPool:
 
     async def _hold(self, http: httpx2.AsyncClient, server: VLLMServer):
         """Make sure that a server holds the current weights, if it is up."""
+        if self.snapshot is None:
+            raise RuntimeError("No weights were synced yet: call `load` first.")
         try:
             await server.hold(http, self.snapshot)
         except ServerError as error:
@@ -192,7 +194,8 @@ class ServerPool:
         """
         if self.snapshot is None:
             raise RuntimeError("No weights were synced yet: call `load` before `complete`.")
-        waiting, results = deque(groups), {}
+        waiting = deque(groups)
+        results: dict[Any, Any] = {}
         self._forget()
         async with _tasks() as tasks:
             while len(results) < len(groups):

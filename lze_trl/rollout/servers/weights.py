@@ -6,6 +6,7 @@ import shutil
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -64,7 +65,8 @@ def export_weights(
 
 def base_model(model: nn.Module) -> PreTrainedModel:
     """The model without what PEFT wraps it in."""
-    return model.get_base_model() if is_peft_model(model) else model
+    wrapped: Any = model
+    return wrapped.get_base_model() if is_peft_model(model) else wrapped
 
 
 def _write(tensors: Iterator[tuple[str, torch.Tensor]], directory: Path, max_shard_bytes: int) -> int:
@@ -86,7 +88,8 @@ def _write(tensors: Iterator[tuple[str, torch.Tensor]], directory: Path, max_sha
 
 
 def _shards(tensors: Iterator[tuple[str, torch.Tensor]], max_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
-    shard, size = {}, 0
+    shard: dict[str, torch.Tensor] = {}
+    size = 0
     for name, tensor in tensors:
         if shard and size + tensor.nbytes > max_bytes:
             yield shard
@@ -111,8 +114,10 @@ def _full_tensors(model: nn.Module, backend: DistributedBackend) -> Iterator[tup
     """Name and full tensor of every weight. The tensor is only there until the next one is asked for."""
     if backend.fsdp_version == 1:
         raise ValueError("FSDP1 cannot be synced with vLLM over HTTP. Set `fsdp_version: 2` in the accelerate config.")
+    parameters: Any
     if is_peft_model(model):
-        parameters = merged_parameters(model)
+        wrapped: Any = model
+        parameters = merged_parameters(wrapped)
     else:
         parameters = ((name, parameter, None) for name, parameter in model.named_parameters(remove_duplicate=False))
     for name, parameter, layer in parameters:
