@@ -40,6 +40,8 @@ class Prompts(_PromptTable):
         difficulty (float64): Initial-difficulty anchor D; 1 for a prompt that was never visited.
         streak (int64): s after s solved visits in a row, −s after s visits in a row with equal rewards that are not
             solved, 0 after a visit that had a gradient, and for a prompt that was never visited.
+        alive (float64): Probability that the next group of the prompt, of `num_generations` completions, is alive; that of
+            the population for a prompt that was never visited.
         pruned (bool): The prompt has had `pruning_streak` solved visits in a row, and was solved ever since.
     """
 
@@ -50,6 +52,7 @@ class Prompts(_PromptTable):
     strength: np.ndarray
     difficulty: np.ndarray
     streak: np.ndarray
+    alive: np.ndarray
     pruned: np.ndarray
 
 
@@ -69,6 +72,8 @@ class Rollouts:
         scores (float64, `(B,)`, *optional*): What the outcomes are scaled from. Defaults to the outcomes.
         signals (float64, `(B,)`, *optional*): What TRL's advantages compare within a group, see
             [`~lze_trl.rollout.signals.signals`]. Defaults to the rewards.
+        logprobs (float64, `(B,)`, *optional*): Log-probability of each completion when it was sampled, the sum over the
+            tokens that the model sampled. Defaults to NaN: none was reported.
     """
 
     prompt_ids: np.ndarray
@@ -79,10 +84,13 @@ class Rollouts:
     completion_tokens: np.ndarray
     scores: np.ndarray = None  # type: ignore[assignment]  # set in `__post_init__`
     signals: np.ndarray = None  # type: ignore[assignment]  # set in `__post_init__`
+    logprobs: np.ndarray = None  # type: ignore[assignment]  # set in `__post_init__`
 
     def __post_init__(self):
         object.__setattr__(self, "scores", self.outcomes if self.scores is None else self.scores)
         object.__setattr__(self, "signals", self.rewards if self.signals is None else self.signals)
+        unknown = np.full(len(self.group), np.nan) if self.logprobs is None else self.logprobs
+        object.__setattr__(self, "logprobs", unknown)
         for name, value in vars(self).items():
             if value.ndim != 1:
                 raise ValueError(f"`{name}` must have one dimension, got shape {value.shape}.")

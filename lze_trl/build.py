@@ -52,6 +52,7 @@ def make_state(
         ema_decay=args.ema_decay,
         pruning_streak=args.pruning_streak,
         prune=args.pruning != "none" and isinstance(planner, SolvedPlanner),
+        group_size=args.num_generations,
         named_outcome=rule.named,
     )
     return PromptState(settings, expected=len(dataset) if isinstance(dataset, Dataset) else 0, bounds=rule.bounds)

@@ -44,6 +44,7 @@ def fresh(count: int, **known: list) -> Prompts:
         "strength": np.zeros(count),
         "difficulty": np.ones(count),
         "streak": np.zeros(count, dtype=np.int64),
+        "alive": np.full(count, 0.5),
         "pruned": np.zeros(count, dtype=bool),
     }
     return Prompts(**arrays | {name: np.array(values) for name, values in known.items()})

@@ -71,6 +71,7 @@ def test_curriculum_by_hand(classes):
         strength=np.array([4.0, 16.0, 16.0, 12.0]),
         difficulty=np.ones(4),
         streak=np.array([0, 3, -4, -2]),
+        alive=np.full(4, 0.5),
         pruned=np.zeros(4, dtype=bool),
     )
     for pass_index, ranks in [(3, [0.5, -np.inf, -np.inf, 0.4]), (4, [0.5, 17 / 18, 1 / 18, 0.4])]:
@@ -106,6 +107,7 @@ def test_second_chance_by_hand(classes):
         strength=np.array([0.0, 16.0, 8.0]),
         difficulty=np.ones(3),
         streak=np.array([0, 4, 0]),
+        alive=np.full(3, 0.5),
         pruned=np.array([False, True, False]),
     )
     nothing = rollouts({0: [], 1: [], 2: []})

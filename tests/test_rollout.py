@@ -12,7 +12,10 @@ from hypothesis import strategies as st
 
 from lze_trl.arrays import Rollouts
 from lze_trl.pack.rows import Scored, TokenRows, by_group, joined, without_empty_groups
-from lze_trl.rollout.gather import local_loss_tokens
+from lze_trl.rollout.gather import gather_rollouts, local_loss_tokens, sequence_logprobs
+
+
+NAN = float("nan")
 
 
 @pytest.mark.parametrize(
@@ -27,6 +30,30 @@ from lze_trl.rollout.gather import local_loss_tokens
 def test_loss_tokens(masks, mask_truncated, expected):
     local = TokenRows([[5]] * 3, [[7, 8, 1], [7, 8], [0]], None, masks)
     assert local_loss_tokens(local, end_tokens=[1, 0], mask_truncated=mask_truncated) == expected
+
+
+@pytest.mark.parametrize(
+    ("masks", "expected"), [(None, [-3.5, NAN, 0.0]), ([[1, 0, 1], [1, 0], [1]], [-1.5, -0.5, 0.0])]
+)
+def test_sequence_logprobs(masks, expected):
+    local = TokenRows([[5]] * 3, [[7, 8, 1], [7, 8], [0]], [[-1.0, -2.0, -0.5], [-0.5, None], [0.0]], masks)
+    np.testing.assert_array_equal(sequence_logprobs(local), expected)
+    local.logprobs = None
+    assert np.isnan(sequence_logprobs(local)).all()
+
+
+def test_every_process_knows_the_log_probs():
+    local = TokenRows([[5], [5, 6]], [[7, 1], [8]], [[-0.1, -0.2], [None]])
+    rolled = SimpleNamespace(local=local, texts=["a", "b"], rewards_per_func=None, loss_tokens=[2, 1], extra={})
+    values = np.array([1.0, 0.0])
+    accelerator = SimpleNamespace(device="cpu", gather=lambda table: table)
+    judged = {"outcomes": values, "rewards": values}
+    scored = gather_rollouts(
+        rolled, [{"lze_prompt_id": -4}, {"lze_prompt_id": 9}], judged, np.array([0, 1]), accelerator
+    )
+    np.testing.assert_array_equal(scored.rollouts.logprobs, [-0.1 + -0.2, NAN])
+    assert scored.rollouts.prompt_ids.tolist() == [-4, 9]
+    assert scored.rollouts.completion_tokens.tolist() == [2, 1]
 
 
 def test_slots():
@@ -106,6 +133,7 @@ def part_of(groups: list[int], num_groups: int, rank: int = 0, world: int = 1, f
             rewards=marks.astype(np.float64),
             prompt_tokens=marks,
             completion_tokens=marks,
+            logprobs=-marks.astype(np.float64),
         ),
         loss_tokens=marks,
         owner=owner,
@@ -120,6 +148,7 @@ def assert_rows(batch: Scored, marks: list[int]):
     for values in (rollouts.outcomes, rollouts.rewards, rollouts.prompt_tokens, rollouts.completion_tokens):
         assert values.tolist() == marks
     assert batch.loss_tokens.tolist() == batch.rewards_per_func[:, 0].tolist() == marks
+    assert (-rollouts.logprobs).tolist() == marks
 
 
 def test_rows_are_sorted_by_group():

@@ -167,6 +167,7 @@ def test_nothing_is_known_of_unseen_prompts():
     assert prompts.visits.tolist() == prompts.rollouts.tolist() == prompts.strength.tolist() == [0, 0, 0]
     assert prompts.pass_rates.tolist() == [0.5, 0.5, 0.5]
     assert prompts.difficulty.tolist() == [1.0, 1.0, 1.0]
+    np.testing.assert_allclose(prompts.alive, [7 / 9] * 3)  # of 8 completions, by the uniform prior
     assert len(PromptState().prompts(np.empty(0, dtype=np.int64))) == 0
 
 

@@ -8,7 +8,7 @@ from ..arrays import Groups, Prompts, Rollouts
 from ..select.energy import anchor, group_mean, score_groups
 from .index import RowIndex
 from .outcomes import RewardRange
-from .posterior import posterior_mean, posterior_strength, remembered_mean
+from .posterior import beta_parameters, dead_probability, posterior_mean, posterior_strength, remembered_mean
 
 
 _RECORD = np.dtype(
@@ -39,6 +39,7 @@ class StateSettings:
     pruning_streak: int = 2
     prune: bool = True
     posterior_memory: float = 16.0  # completions for which a prompt's past counts at most: the policy moves
+    group_size: int = 8  # completions of a group whose chances are foreseen
     named_outcome: bool = False  # whether the user named a reward: a prompt is solved when all its completions pass it
 
 
@@ -129,14 +130,16 @@ class PromptState:
         rollouts, expected = record["rollouts"].astype(np.int64), self._scaled(record["expected"])
         difficulty = anchor(self._scaled(record["first_pass_rate"]), self.settings.difficulty_floor)
         memory = self.settings.posterior_memory
+        pass_rates, strength = posterior_mean(expected, rollouts, memory), posterior_strength(rollouts, memory)
         return Prompts(
             prompt_ids=prompt_ids,
             visits=record["visits"].astype(np.int64),
             rollouts=rollouts,
-            pass_rates=posterior_mean(expected, rollouts, memory),
-            strength=posterior_strength(rollouts, memory),
+            pass_rates=pass_rates,
+            strength=strength,
             difficulty=np.where(known, difficulty, 1.0),
             streak=record["streak"].astype(np.int64),
+            alive=1.0 - dead_probability(*beta_parameters(pass_rates, strength), self.settings.group_size),
             pruned=record["pruned"],
         )
 

@@ -13,7 +13,10 @@ from accelerate.utils import gather_object
 from ..arrays import Rollouts
 
 
-ROW_ARRAYS = ("group", "outcomes", "scores", "rewards", "signals", "prompt_tokens", "completion_tokens")
+ROW_ARRAYS = (
+    *("group", "outcomes", "scores", "rewards", "signals", "logprobs"),
+    *("prompt_tokens", "completion_tokens"),
+)
 """Arrays of [`Rollouts`] with one entry per row."""
 
 

@@ -1,5 +1,6 @@
 """One gather after which every process knows what all of them rolled out."""
 
+import math
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,23 @@ def local_loss_tokens(local: TokenRows, end_tokens: list[int], mask_truncated: b
     counts = map(len, local.completion_ids) if local.loss_mask is None else map(sum, local.loss_mask)
     rows = zip(local.completion_ids, counts, strict=True)
     return [0 if mask_truncated and ids[-1] not in end_tokens else count for ids, count in rows]
+
+
+def sequence_logprobs(local: TokenRows) -> np.ndarray:
+    """
+    Log-probability of each completion when it was sampled, shape `(n_local,)`, float64: the sum over the tokens that the model
+    generated. NaN where one of them has none.
+    """
+    if local.logprobs is None:
+        return np.full(len(local.completion_ids), np.nan)
+    masks = local.loss_mask or [[1] * len(row) for row in local.logprobs]
+    rows = zip(local.logprobs, masks, strict=True)
+    return np.array([sum(_known(row, mask)) for row, mask in rows], dtype=np.float64)
+
+
+def _known(logprobs: list[float | None], mask: list[int]) -> list[float]:
+    sampled = [value for value, own in zip(logprobs, mask, strict=True) if own]
+    return [math.nan if value is None else value for value in sampled]
 
 
 def gather_rollouts(
@@ -45,11 +63,12 @@ def gather_rollouts(
             [len(ids) for ids in local.completion_ids],
             rolled.loss_tokens,
             order.tolist(),
+            sequence_logprobs(local).view(np.int64).tolist(),  # bit by bit
         ],
         device=accelerator.device,
-    )  # (5, B / W)
-    columns = accelerator.gather(table.T.contiguous()).cpu().numpy().T  # (5, B)
-    ids_of_rows, prompt_tokens, completion_tokens, loss_tokens, order = columns
+    )  # (6, B / W)
+    columns = accelerator.gather(table.T.contiguous()).cpu().numpy().T  # (6, B)
+    ids_of_rows, prompt_tokens, completion_tokens, loss_tokens, order, logprobs = columns
     prompt_ids = np.zeros(group[-1] + 1, dtype=np.int64)
     prompt_ids[group] = ids_of_rows
     owner, position = np.divmod(np.arange(len(group)), len(inputs))
@@ -63,6 +82,7 @@ def gather_rollouts(
             group=group,
             prompt_tokens=prompt_tokens,
             completion_tokens=completion_tokens,
+            logprobs=logprobs.copy().view(np.float64),
             **judged,
         ),
         loss_tokens=loss_tokens,
