@@ -123,11 +123,17 @@ def differ(values: np.ndarray, group: np.ndarray, num_groups: int) -> np.ndarray
 
     Equal values are found by comparison: a variance that is a sum of rounding errors is not zero.
     """
-    scored = ~np.isnan(values)
-    lowest, highest = np.full(num_groups, np.inf), np.full(num_groups, -np.inf)
-    np.minimum.at(lowest, group[scored], values[scored])
-    np.maximum.at(highest, group[scored], values[scored])
+    lowest, highest = extremes(values, group, num_groups)
     return highest > lowest
+
+
+def extremes(values: np.ndarray, group: np.ndarray, num_groups: int) -> tuple[np.ndarray, np.ndarray]:
+    """Lowest and highest of the values of each group that are not NaN, shape `(P,)`; ∞ and −∞ for a group without values."""
+    known = ~np.isnan(values)
+    lowest, highest = np.full(num_groups, np.inf), np.full(num_groups, -np.inf)
+    np.minimum.at(lowest, group[known], values[known])
+    np.maximum.at(highest, group[known], values[known])
+    return lowest, highest
 
 
 @dataclass(frozen=True)
@@ -153,6 +159,10 @@ class Groups(_PromptTable):
         reward_std (float64): Population standard deviation of the total reward; exactly 0 if all are equal.
         prompt_tokens (int64): Prompt length in tokens.
         completion_tokens (int64): Tokens of all completions of the group together.
+        logprob_mean (float64): Mean log-probability of the completions when they were sampled, each the sum over its tokens;
+            NaN if the engine reported none.
+        logprob_min (float64): The lowest of them.
+        logprob_max (float64): The highest of them.
         replayed (bool): The prompt is pruned and this visit is a re-check.
     """
 
@@ -172,6 +182,9 @@ class Groups(_PromptTable):
     reward_std: np.ndarray
     prompt_tokens: np.ndarray
     completion_tokens: np.ndarray
+    logprob_mean: np.ndarray
+    logprob_min: np.ndarray
+    logprob_max: np.ndarray
     replayed: np.ndarray
 
     def __add__(self, other: "Groups") -> "Groups":
