@@ -21,7 +21,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from .files import write_atomically
 
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 STATE_NAME = "lze_state"
 ROWS_NAME = "lze_rows"
 _FORMAT = "lze_trl"

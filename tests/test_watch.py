@@ -21,7 +21,12 @@ def generate(model, seed: int = 3, **settings) -> list[list[int]]:
     encode.padding_side = "left"
     inputs = encode(PROMPTS, padding=True, return_tensors="pt")
     config = GenerationConfig(
-        do_sample=True, max_new_tokens=6, pad_token_id=0, eos_token_id=END, disable_compile=True, **{"top_k": 0} | settings
+        do_sample=True,
+        max_new_tokens=6,
+        pad_token_id=0,
+        eos_token_id=END,
+        disable_compile=True,
+        **{"top_k": 0} | settings,
     )
     torch.manual_seed(seed)
     with torch.no_grad():

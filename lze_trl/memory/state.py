@@ -3,12 +3,14 @@
 from dataclasses import dataclass
 
 import numpy as np
+import pandas as pd
 
-from ..arrays import Groups, Prompts, Rollouts
+from ..arrays import Groups, Prompts, Rollouts, differ
 from ..select.energy import anchor, group_mean, score_groups
+from .foresight import Foresight, History
 from .index import RowIndex
 from .outcomes import RewardRange
-from .posterior import beta_parameters, dead_probability, posterior_mean, posterior_strength, remembered_mean
+from .posterior import posterior_mean, posterior_strength, remembered_mean
 
 
 _RECORD = np.dtype(
@@ -22,10 +24,18 @@ _RECORD = np.dtype(
         ("streak", np.int16),
         ("rollouts", np.uint16),
         ("pruned", np.bool_),
+        # Of the last visit: mean score, generation batch, log-probabilities of its completions
+        ("last", np.float32),
+        ("last_batch", np.int32),
+        ("logprob_mean", np.float16),
+        ("logprob_min", np.float16),
+        ("logprob_max", np.float16),
     ]
 )
 MAX_STREAK = np.iinfo(np.int16).max
 _MAX_ROLLOUTS = np.iinfo(np.uint16).max
+_MAX_FLOAT16 = float(np.finfo(np.float16).max)
+_LOGPROBS = ("logprob_mean", "logprob_min", "logprob_max")
 
 
 @dataclass(frozen=True)
@@ -44,7 +54,7 @@ class StateSettings:
 
 class PromptState:
     """
-    State of every visited prompt: a record of 33 bytes, and an index of the ids, 12 bytes. An update costs O(batch).
+    State of every visited prompt: a record of 47 bytes, and an index of the ids, 12 bytes. An update costs O(batch).
 
     All means are those of the raw scores, and are scaled to [0, 1] when they are read, by the range of scores that the run
     has seen by then: for passes and fails they are the pass rates themselves. `expected` is the mean outcome over the bounded
@@ -62,7 +72,9 @@ class PromptState:
     ):
         self.settings = settings or StateSettings()
         self.range = RewardRange(bounds)
+        self.foresight = Foresight()
         self.num_pruned = 0
+        self.batches = 0  # visited so far
         self._table = np.zeros(max(expected, 16), dtype=_RECORD)
         self._index = RowIndex()
 
@@ -119,26 +131,42 @@ class PromptState:
             settings.momentum_weight,
             settings.named_outcome,
         )
+        scored, (size, alive) = ~np.isnan(groups.pass_rates), first_completions(rollouts)
+        self.foresight.see(self.history(ids[scored]), size, alive[scored], learn=size > 1)
         counts = np.bincount(rollouts.group[~np.isnan(rollouts.scores)], minlength=len(ids))
-        self._remember(groups, group_mean(rollouts.scores, rollouts.group, len(ids)), counts)
+        self.remember(groups, group_mean(rollouts.scores, rollouts.group, len(ids)), counts)
         return groups
+
+    def history(self, prompt_ids: np.ndarray) -> History:
+        """What forecasts are made from, of prompts whose ids have shape `(P,)`."""
+        return self._history(self._recall(prompt_ids)[1])
+
+    def _history(self, record: np.ndarray) -> History:
+        rollouts, memory = record["rollouts"].astype(np.int64), self.settings.posterior_memory
+        return History(
+            visits=record["visits"].astype(np.float64),
+            pass_rates=posterior_mean(self._scaled(record["expected"]), rollouts, memory),
+            strength=posterior_strength(rollouts, memory),
+            last=self._scaled(record["last"]),
+            streak=record["streak"].astype(np.float64),
+            age=(self.batches - record["last_batch"]).astype(np.float64),
+            **{name: record[name].astype(np.float64) for name in _LOGPROBS},
+        )
 
     def prompts(self, prompt_ids: np.ndarray) -> Prompts:
         """What is known of prompts, whose ids have shape `(P,)`."""
         known, record = self._recall(prompt_ids)
-        rollouts, expected = record["rollouts"].astype(np.int64), self._scaled(record["expected"])
+        history = self._history(record)
         difficulty = anchor(self._scaled(record["first_pass_rate"]), self.settings.difficulty_floor)
-        memory = self.settings.posterior_memory
-        pass_rates, strength = posterior_mean(expected, rollouts, memory), posterior_strength(rollouts, memory)
         return Prompts(
             prompt_ids=prompt_ids,
             visits=record["visits"].astype(np.int64),
-            rollouts=rollouts,
-            pass_rates=pass_rates,
-            strength=strength,
+            rollouts=record["rollouts"].astype(np.int64),
+            pass_rates=history.pass_rates,
+            strength=history.strength,
             difficulty=np.where(known, difficulty, 1.0),
             streak=record["streak"].astype(np.int64),
-            alive=1.0 - dead_probability(*beta_parameters(pass_rates, strength), self.settings.group_size),
+            alive=self.foresight.alive(history, self.settings.group_size),
             pruned=record["pruned"],
         )
 
@@ -154,8 +182,10 @@ class PromptState:
         """Remembered means of scores as outcomes, float64. They have 32 bits, and may miss the range by the last one."""
         return np.clip(self.range.outcomes(means.astype(np.float64)), 0.0, 1.0)
 
-    def _remember(self, groups: Groups, means: np.ndarray, counts: np.ndarray):
-        """Enter the scored groups, with the mean and the number of their scores, both of shape `(P,)`."""
+    def remember(self, groups: Groups, means: np.ndarray, counts: np.ndarray):
+        """
+        Enter the scored groups of a generation batch, with the mean and the number of their scores, both of shape `(P,)`.
+        """
         scored = np.flatnonzero(counts > 0)
         groups, means, counts = groups.take(scored), means[scored], counts[scored]
         rows = self._insert(groups.prompt_ids)
@@ -168,6 +198,10 @@ class PromptState:
         records["energy"], records["visits"] = groups.energies, groups.visits
         records["expected"] = remembered_mean(records["expected"], seen, means, counts, settings.posterior_memory)
         records["rollouts"] = np.minimum(seen + counts, _MAX_ROLLOUTS)
+        records["last"], records["last_batch"] = means, self.batches
+        for name in _LOGPROBS:
+            records[name] = np.clip(getattr(groups, name), -_MAX_FLOAT16, 0.0)
+        self.batches += 1
         records["streak"] = streak = _next_streak(records["streak"].astype(np.int64), groups)
         if settings.prune:
             # A pruned prompt that fails its re-check has no positive streak and is active again
@@ -182,22 +216,24 @@ class PromptState:
         new, capacity = rows < 0, len(self._table)
         if new.any():
             rows[new] = self._index.add(prompt_ids[new])
-            if len(self) > capacity:  # with more room to spare than 1/32, a prompt would take more than 48 bytes
+            if len(self) > capacity:  # with more room to spare than 1/32, a prompt would take more than 64 bytes
                 room = max(len(self) - capacity, capacity // 32)
                 self._table = np.concatenate([self._table, np.zeros(room, dtype=_RECORD)])
             self._table["prompt_ids"][rows[new]] = prompt_ids[new]
         return rows
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Copies of the columns over the visited prompts, and the range of scores."""
-        return {name: self[name].copy() for name in _RECORD.names} | self.range.state_dict()
+        """Copies of the columns over the visited prompts, the range of scores, and the number of batches."""
+        columns = {name: self[name].copy() for name in _RECORD.names}
+        return columns | self.range.state_dict() | {"batches": np.array([self.batches])}
 
     def load_state_dict(self, state: dict[str, np.ndarray]):
         """Replace the state by a saved one, which must have all arrays, of the right types, and each id once."""
-        if set(state) != {*_RECORD.names, "range"}:
+        expected = {*_RECORD.names, "range", "batches"}
+        if set(state) != expected:
             raise ValueError(
-                f"The prompt state must have the arrays {sorted([*_RECORD.names, 'range'])}, got {sorted(state)}. It was "
-                "not written by this version of lze_trl."
+                f"The prompt state must have the arrays {sorted(expected)}, got {sorted(state)}. It was not written by this "
+                "version of lze_trl."
             )
         columns = {name: state[name] for name in _RECORD.names}
         ids, sizes = columns["prompt_ids"], {len(array) for array in columns.values()}
@@ -212,6 +248,7 @@ class PromptState:
         if len(np.unique(ids)) < len(ids):
             raise ValueError("The prompt state holds a prompt twice. The file is damaged; use another checkpoint.")
         self.range.load_state_dict({"range": state["range"]})
+        self.batches = int(state["batches"][0])
         self._index = RowIndex(ids)
         self._table = np.zeros(max(len(ids), len(self._table)), dtype=_RECORD)
         for name, array in columns.items():
@@ -223,6 +260,22 @@ class PromptState:
     def metrics(self) -> dict[str, float]:
         """What is logged of the state."""
         return {"pruned_prompts": float(self.num_pruned), "seen_prompts": float(len(self))}
+
+
+def first_completions(rollouts: Rollouts) -> tuple[int, np.ndarray]:
+    """
+    The size of the smallest group, and whether that many completions of each group, the first ones, have a gradient; bool of
+    shape `(P,)`.
+
+    Controllers draw on until a group is alive, or give up a dead one: a group's own size says what came of it, and would
+    teach foresight nothing else. The first completions of all groups were drawn before any of that was known.
+    """
+    size = int(rollouts.sizes.min(initial=rollouts.num_rows))
+    if (rollouts.sizes == size).all():
+        return size, rollouts.alive
+    place = pd.Series(rollouts.group).groupby(rollouts.group).cumcount().to_numpy()
+    first = place < size
+    return size, differ(rollouts.signals[first], rollouts.group[first], rollouts.num_groups)
 
 
 def _next_streak(streak: np.ndarray, groups: Groups) -> np.ndarray:

@@ -1,32 +1,33 @@
-"""Foreseeing dead groups: the posterior of the pass rate as a predictor, on the visits of a run."""
+"""Foreseeing dead groups: the foresight of the training, learned anew from the visits of a run."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ..arrays import Groups
-from ..memory.posterior import (
-    beta_parameters,
-    dead_probability,
-    posterior_mean,
-    posterior_strength,
-    remembered_mean,
-)
+from ..memory.foresight import NUM_BINS, auc
+from ..memory.state import PromptState, StateSettings
 from .choosing import ratio_of
 
 
-NUM_BINS = 10
 _SKIP_THRESHOLD = 0.9  # a bound of a bin
+_KEPT = (0.7, 0.9, 0.95)
 
 
 @dataclass(frozen=True)
 class Foresight:
-    """How well the posterior of a prompt's pass rate foresees that its next group will be dead."""
+    """How well it is foreseen, from what is remembered of a prompt, that its next group will be dead."""
 
     groups: int  # visits that were predicted: all except the first one of each prompt
     rollouts: int  # their completions
     live: int  # those of them with a learning signal
+    with_logprobs: bool  # whether the run has recorded log-probabilities; without them, pass rates alone foresee
+    auc: float  # probability that a dead group was foreseen dead with a higher probability than a live one
+    rollouts_to_keep: dict[str, float]
+    """Share of the rollouts that keep 70, 90 and 95 % of the live groups, the visits that are likeliest alive coming first."""
     brier: float  # mean of (prediction − outcome)²
+    posterior_brier: float  # the same of the posterior of the pass rate alone
     base_brier: float  # the same of always predicting the share of dead groups
     expected_error: float  # |mean prediction − dead share| of each bin, weighted by its groups
     bins: list[dict[str, float]]
@@ -36,7 +37,6 @@ class Foresight:
     and `skipped_live` groups lost.
     """
     threshold: float  # foreseen probability from which on a visit would have been skipped
-    reachable: float  # highest probability that the posterior can give to a group of the smallest size there was
     skipped_groups: int  # visits at or above the threshold
     skipped_rollouts: int  # their completions
     skipped_live: int  # those of them that were alive
@@ -44,74 +44,82 @@ class Foresight:
 
 class Foreseer:
     """
-    Predicts, before each visit of a prompt after its first, whether its group will be dead, as the trainer does.
+    Predicts, before each visit of a prompt after its first, whether its group will be dead, as the trainer does: a forecast,
+    then the visit, then what is learned from it.
 
-    `prompt_ids` are all prompts, ascending; `memory` the completions for which a prompt's past counts at most.
+    Only batches whose groups have one size are learned from: which completions of the others came first is not recorded.
+    Without `logprobs` those that are recorded are ignored.
     """
 
-    def __init__(self, prompt_ids: np.ndarray, memory: float):
-        self.memory = memory
-        self._ids = prompt_ids
-        self._expected = np.zeros(len(prompt_ids), dtype=np.float32)
-        self._rollouts = np.zeros(len(prompt_ids), dtype=np.int64)
-        self._bins = np.zeros((NUM_BINS, 3), dtype=np.int64)  # groups, completions and live groups of each bin
-        self._foreseen = np.zeros(NUM_BINS, dtype=np.float64)  # sum of the predictions of each bin
-        self._squared_error = 0.0
-        self._smallest = np.iinfo(np.int64).max
+    def __init__(self, settings: StateSettings | None = None, logprobs: bool = True):
+        self._state = PromptState(settings, bounds=(0.0, 1.0))
+        self._logprobs, self._reported = logprobs, False
+        self._visits: list[np.ndarray] = []  # (4, n) of each batch: prediction, posterior's, alive, completions
 
     def see(self, groups: Groups, scored: np.ndarray):
         """Enter a generation batch: its groups, and how many completions of each could be scored."""
         groups, scored = groups.take(np.flatnonzero(scored)), scored[scored > 0]
-        rows = np.searchsorted(self._ids, groups.prompt_ids)
-        expected, before = self._expected[rows], self._rollouts[rows]
-        if (known := before > 0).any():
-            mean = posterior_mean(expected[known], before[known], self.memory)
-            strength = posterior_strength(before[known], self.memory)
-            self._compare(mean, strength, groups.sizes[known], groups.alive[known])
-        self._expected[rows] = remembered_mean(expected, before, groups.pass_rates, scored, self.memory)
-        self._rollouts[rows] = before + scored
-
-    def _compare(self, mean: np.ndarray, strength: np.ndarray, sizes: np.ndarray, alive: np.ndarray):
-        """Compare predictions with what became of them."""
-        foreseen = dead_probability(*beta_parameters(mean, strength), sizes)
-        bins = np.minimum((foreseen * NUM_BINS).astype(np.int64), NUM_BINS - 1)
-        np.add.at(self._bins, bins, np.stack([np.ones_like(sizes), sizes, alive], axis=1))
-        self._foreseen += np.bincount(bins, weights=foreseen, minlength=NUM_BINS)
-        self._squared_error += float(((foreseen - ~alive) ** 2).sum())
-        self._smallest = min(self._smallest, int(sizes.min()))
+        if not self._logprobs:
+            unknown = np.full(len(groups), np.nan)
+            groups = replace(groups, logprob_mean=unknown, logprob_min=unknown, logprob_max=unknown)
+        self._reported |= not np.isnan(groups.logprob_mean).all()
+        state, history = self._state, self._state.history(groups.prompt_ids)
+        same = len(groups) > 0 and groups.sizes.min() == groups.sizes.max() > 1
+        _, posterior = state.foresight.forecasts(history, groups.sizes)
+        expected = state.foresight.see(history, groups.sizes, groups.alive, learn=same)
+        visits = np.stack([1.0 - expected, 1.0 - posterior, groups.alive, groups.sizes])
+        self._visits.append(visits[:, history.visits > 0])
+        state.remember(groups, groups.pass_rates, scored)
 
     def foresight(self) -> Foresight:
         """What has come of the predictions so far."""
-        from_bin_on = np.cumsum(self._bins[::-1], axis=0)[::-1].tolist()
-        groups, rollouts, live = from_bin_on[0]
-        skipped_groups, skipped_rollouts, skipped_live = from_bin_on[round(_SKIP_THRESHOLD * NUM_BINS)]
-        dead = self._bins[:, 0] - self._bins[:, 2]
-        alive = ratio_of(live, groups)
-        # After nothing but passes
-        surest = beta_parameters(np.array([(1.0 + self.memory) / (2.0 + self.memory)]), np.array([self.memory]))
+        foreseen, posterior, alive, sizes = np.concatenate([np.empty((4, 0)), *self._visits], axis=1)
+        alive, sizes = alive.astype(bool), sizes.astype(np.int64)
+        groups, rollouts, live = len(alive), int(sizes.sum()), int(alive.sum())
+        at = np.minimum((foreseen * NUM_BINS).astype(np.int64), NUM_BINS - 1)
+        skipped = foreseen >= _SKIP_THRESHOLD
+        share = ratio_of(live, groups)
         return Foresight(
             groups=groups,
             rollouts=rollouts,
             live=live,
-            brier=ratio_of(self._squared_error, groups),
-            base_brier=alive * (1.0 - alive),
-            expected_error=ratio_of(float(np.abs(self._foreseen - dead).sum()), groups),
-            bins=[
-                {
-                    "lower": index / NUM_BINS,
-                    "upper": (index + 1) / NUM_BINS,
-                    "count": count,
-                    "predicted": float(self._foreseen[index] / count),
-                    "dead": float(dead[index] / count),
-                    "skipped_rollouts": from_bin_on[index][1],
-                    "skipped_live": from_bin_on[index][2],
-                }
-                for index, count in enumerate(self._bins[:, 0].tolist())
-                if count
-            ],
+            with_logprobs=self._reported,
+            auc=auc(-foreseen, alive) if 0 < live < groups else math.nan,
+            rollouts_to_keep={f"{kept:g}": rollouts_to_keep(foreseen, alive, sizes, kept) for kept in _KEPT},
+            brier=ratio_of(float(((foreseen - ~alive) ** 2).sum()), groups),
+            posterior_brier=ratio_of(float(((posterior - ~alive) ** 2).sum()), groups),
+            base_brier=share * (1.0 - share),
+            expected_error=ratio_of(
+                sum(abs(float((foreseen - ~alive)[at == i].sum())) for i in range(NUM_BINS)), groups
+            ),
+            bins=[_bin(i, foreseen, alive, sizes, at) for i in range(NUM_BINS) if (at == i).any()],
             threshold=_SKIP_THRESHOLD,
-            reachable=float(dead_probability(*surest, self._smallest if groups else 0)[0]),
-            skipped_groups=skipped_groups,
-            skipped_rollouts=skipped_rollouts,
-            skipped_live=skipped_live,
+            skipped_groups=int(skipped.sum()),
+            skipped_rollouts=int(sizes[skipped].sum()),
+            skipped_live=int(alive[skipped].sum()),
         )
+
+
+def rollouts_to_keep(foreseen: np.ndarray, alive: np.ndarray, sizes: np.ndarray, kept: float) -> float:
+    """
+    Share of the rollouts after which a share of the live groups is found, if the visits come in the order of their forecast,
+    those that are least likely dead first. All of shape `(n,)`; NaN if no group is alive.
+    """
+    if not alive.any():
+        return math.nan
+    order = np.argsort(foreseen, kind="stable")
+    found = np.searchsorted(np.cumsum(alive[order]), math.ceil(round(kept * int(alive.sum()), 9)))
+    return float(sizes[order][: found + 1].sum() / sizes.sum())
+
+
+def _bin(index: int, foreseen: np.ndarray, alive: np.ndarray, sizes: np.ndarray, at: np.ndarray) -> dict[str, float]:
+    here, behind = at == index, at >= index
+    return {
+        "lower": index / NUM_BINS,
+        "upper": (index + 1) / NUM_BINS,
+        "count": int(here.sum()),
+        "predicted": float(foreseen[here].mean()),
+        "dead": float((~alive[here]).mean()),
+        "skipped_rollouts": int(sizes[behind].sum()),
+        "skipped_live": int(alive[behind].sum()),
+    }

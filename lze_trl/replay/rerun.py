@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 
-from ..memory.state import StateSettings
 from ..record import MissingTelemetryError, Run, open_run
 from ..record.generation import groups_of
 from ..select.selectors import Selector
@@ -92,8 +91,7 @@ def _choosers(selectors: Sequence[str | Selector], rules: Rules) -> dict[str, Ch
 
 def _replay(run: Run, rules: Rules, choosers: dict[str, Chooser]) -> Replay:
     last, ledger = _end(run)
-    ids = run.arrow("SELECT DISTINCT prompt_id FROM groups WHERE generation <= ? ORDER BY prompt_id", [last])
-    foreseer, own = Foreseer(ids["prompt_id"].to_numpy(), StateSettings.posterior_memory), choosers[THE_RUN]
+    foreseer, own = Foreseer(), choosers[THE_RUN]
     generations = groups = live = 0
     for batch in _read_batches(run, rules, last):
         generations += 1

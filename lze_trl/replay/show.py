@@ -72,14 +72,18 @@ def _show_foresight(foresight: Foresight, console: Console):
         console.print("No prompt was visited twice, so nothing could be foreseen.")
         return
     lines = [
-        f"Brier score {foresight.brier:.4f}; of always saying the share of dead groups, {foresight.base_brier:.4f}. "
+        f"AUC {_number(foresight.auc, '.3f')}. Brier score {foresight.brier:.4f}; of the posterior alone, "
+        f"{foresight.posterior_brier:.4f}; of always saying the share of dead groups, {foresight.base_brier:.4f}. "
         f"Calibration error {foresight.expected_error:.3f}.",
+        "With the likeliest live groups first, "
+        + ", ".join(f"{float(k):.0%} of them take {_number(x, '.0%')}" for k, x in foresight.rollouts_to_keep.items())
+        + " of the rollouts.",
+        "" if foresight.with_logprobs else "The run has recorded no log-probabilities: pass rates alone foresee.",
         f"Skipping the visits foreseen dead with {foresight.threshold:g} or more would have saved "
         f"{foresight.skipped_rollouts:,} of {foresight.rollouts:,} rollouts in {foresight.skipped_groups:,} groups, and "
         f"lost {foresight.skipped_live:,} of {foresight.live:,} live groups.",
-        f"The posterior forgets, so that it is never surer than {foresight.reachable:.3f} of the smallest groups here.",
     ]
-    for line in lines if foresight.reachable < foresight.threshold else lines[:2]:
+    for line in filter(None, lines):
         console.print(line, soft_wrap=True)
 
 

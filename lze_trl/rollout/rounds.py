@@ -2,7 +2,7 @@
 
 import logging
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import cycle
 from typing import Any
 
@@ -37,6 +37,7 @@ class Rounds:
     state: PromptState
     rule: OutcomeRule
     accelerator: Accelerator
+    _told: bool = field(default=False, init=False)  # that there are no log-probabilities
 
     def draw(self, plan: Plan, engine: Any, generation: int, wanted: int, waiting: int) -> Scored | None:
         """
@@ -104,7 +105,14 @@ class Rounds:
         """
         rolled = engine.roll_out(inputs, unit)
         judged = self.judge(rolled.rewards_per_func, rolled.reward_weights, unit)
-        return gather_rollouts(rolled, inputs, judged, group, self.accelerator)
+        scored = gather_rollouts(rolled, inputs, judged, group, self.accelerator)
+        if not self._told and np.isnan(scored.rollouts.logprobs).all():
+            self._told = True
+            logger.info(
+                "Log-probabilities of the completions are neither reported nor can they be watched: foresight works with "
+                "pass rates alone."
+            )
+        return scored
 
     def judge(self, rewards_per_func: torch.Tensor, weights: torch.Tensor, group_size: int) -> dict[str, np.ndarray]:
         """

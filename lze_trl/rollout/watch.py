@@ -17,7 +17,9 @@ class SamplingWatch(LogitsProcessor):
 
     def __init__(self):
         self._scores: torch.Tensor | None = None  # (n, V), of the last call
-        self._sampled: list[tuple[torch.Tensor, torch.Tensor]] = []  # tokens of each call but the last, and theirs, (n,)
+        self._sampled: list[
+            tuple[torch.Tensor, torch.Tensor]
+        ] = []  # tokens of each call but the last, and theirs, (n,)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if self._scores is not None:

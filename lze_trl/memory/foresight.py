@@ -1,0 +1,195 @@
+"""Foresight: how likely the next group of a prompt is alive, learned during the run from what came of earlier visits."""
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+import pandas as pd
+
+from .posterior import beta_parameters, dead_probability
+
+
+FEATURES = (
+    *("never_visited", "visited", "posterior", "posterior_spread"),
+    *("spread", "was_alive", "solved_streak", "hopeless_streak", "age", "age_if_alive"),
+    *("no_logprobs", "logprob_mean", "logprob_min", "logprob_max"),
+)
+"""What the model adds to the posterior's own forecast; all are 0 for a prompt that was never visited, except the first."""
+
+NUM_BINS = 10
+_PRIOR_PRECISION = 4.0  # of each weight, whose prior mean is 0: then the forecast is the posterior's
+_FORGETTING = 0.99  # what the past counts after each generation batch: the policy moves
+_NEWTON_STEPS = 4
+_SCORE_MEMORY = 0.95  # the same of the scores that say whether the model is used
+_MAX_LOGIT = 8.0
+_CHUNK = 65_536  # prompts that are forecast at a time
+
+
+@dataclass(frozen=True)
+class History:
+    """What is remembered of prompts, every array float64 of shape `(P,)`."""
+
+    visits: np.ndarray
+    pass_rates: np.ndarray  # posterior mean
+    strength: np.ndarray  # completions that it rests on
+    last: np.ndarray  # mean outcome at the last visit; any number if there was none
+    streak: np.ndarray  # see [`Prompts`]
+    logprob_mean: np.ndarray  # of the completions of the last visit; NaN if none were reported
+    logprob_min: np.ndarray
+    logprob_max: np.ndarray
+    age: np.ndarray  # generation batches since the last visit
+
+    def __len__(self) -> int:
+        return len(self.visits)
+
+    def take(self, indices: np.ndarray | slice) -> "History":
+        """Some of the prompts."""
+        return History(**{field.name: getattr(self, field.name)[indices] for field in fields(self)})
+
+
+def features(history: History, posterior: np.ndarray) -> np.ndarray:
+    """Features of prompts, shape `(P, F)`, all between about −1 and 2; `posterior` are the logits of its forecast."""
+    streak, rate = history.streak, history.last
+    length = np.log1p(np.abs(streak)) / 2.0
+    alive = (streak == 0).astype(np.float64)
+    age = np.log1p(history.age) / 4.0
+    missing = np.isnan(history.logprob_mean)
+
+    def bounded(logprobs: np.ndarray) -> np.ndarray:
+        """From 1.7 for a completion that was certain, by 0 where the log-probability is −1, to −1 and below."""
+        return np.where(missing, 0.0, -np.log(1e-3 - np.minimum(logprobs, 0.0)) / 4.0)
+
+    columns = [
+        *(np.ones_like(age), posterior / 4.0, 4.0 * history.pass_rates * (1.0 - history.pass_rates)),
+        *(4.0 * rate * (1.0 - rate), alive, length * (streak > 0), length * (streak < 0), age, age * alive),
+        *(missing.astype(np.float64), bounded(history.logprob_mean)),
+        *(bounded(history.logprob_min), bounded(history.logprob_max)),
+    ]
+    visited = (history.visits > 0).astype(np.float64)
+    return np.stack([1.0 - visited, *(column * visited for column in columns)], axis=1)
+
+
+class Foresight:
+    """
+    Logistic regression of "the next group is alive", with the log-odds of the posterior as its starting point: a Gaussian
+    posterior of the weights, moved by a few Newton steps for each generation batch, which forgets.
+
+    Each batch is forecast before it is learned from. The model is used while its Brier score over the latest batches is
+    lower than that of always saying the share of live groups, and no higher than that of the posterior; else the posterior's
+    forecast is. Everything depends on gathered numbers alone, so that it is the same on every process.
+    """
+
+    def __init__(self):
+        self.weights = np.zeros(len(FEATURES))
+        self.precision = _PRIOR_PRECISION * np.eye(len(FEATURES))
+        self._scores = np.zeros(5)  # decayed: groups, those alive, squared errors of model and posterior, batches
+        self._bins = np.zeros((NUM_BINS, 3))  # decayed: groups, sum of the forecasts, those alive
+        self._metrics: dict[str, float] = {}
+
+    @property
+    def used(self) -> bool:
+        """Whether the model says what is expected, and not the posterior."""
+        groups, alive, model, posterior, _ = self._scores
+        return groups == 0.0 or (model <= posterior and model * groups < alive * (groups - alive))
+
+    def alive(self, history: History, size: int | np.ndarray) -> np.ndarray:
+        """Probability that a group of `size` completions of each prompt is alive, shape `(P,)`, float64."""
+        model, posterior = self.forecasts(history, size)
+        return model if self.used else posterior
+
+    def forecasts(self, history: History, size: int | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The same by the model and by the posterior."""
+        sizes = np.broadcast_to(size, len(history))
+        model, posterior = np.empty(len(history)), np.empty(len(history))
+        for start in range(0, len(history), _CHUNK):
+            part = slice(start, start + _CHUNK)
+            log_odds = posterior_log_odds(history.take(part), sizes[part])
+            found = log_odds + features(history.take(part), log_odds) @ self.weights
+            model[part], posterior[part] = _probability(found), _probability(log_odds)
+        single = sizes < 2
+        return np.where(single, 0.0, model), np.where(single, 0.0, posterior)
+
+    def see(self, history: History, size: int | np.ndarray, alive: np.ndarray, learn: bool = True) -> np.ndarray:
+        """
+        Enter a generation batch: what was remembered of its prompts before, the completions that `alive`, bool of shape
+        `(P,)`, is said of, and whether to learn from it. Returns what was expected, shape `(P,)`.
+        """
+        model, posterior = self.forecasts(history, size)
+        expected = model if self.used else posterior
+        self._score(model, posterior, expected, alive, history.visits > 0)
+        if learn:
+            self._learn(history, np.broadcast_to(size, len(history)), alive)
+        return expected
+
+    def _score(
+        self, model: np.ndarray, posterior: np.ndarray, expected: np.ndarray, alive: np.ndarray, visited: np.ndarray
+    ):
+        """Compare forecasts of visited prompts with what came of them."""
+        used, self._metrics = self.used, {}
+        if not visited.any():
+            return
+        model, posterior, expected, alive = (x[visited] for x in (model, posterior, expected, alive))
+        errors = [float(((forecast - alive) ** 2).sum()) for forecast in (model, posterior)]
+        self._scores = _SCORE_MEMORY * self._scores + np.array([len(alive), alive.sum(), *errors, 1.0])
+        bins = np.minimum((expected * NUM_BINS).astype(np.int64), NUM_BINS - 1)
+        self._bins *= _SCORE_MEMORY
+        np.add.at(self._bins, bins, np.stack([np.ones_like(expected), expected, alive], axis=1))
+        self._metrics = {
+            "foresight_alive": float(expected.mean()),
+            "foresight_brier": float(((expected - alive) ** 2).mean()),
+            "foresight_error": calibration_error(self._bins),
+            "foresight_used": float(used),
+        }
+        if 0 < alive.sum() < len(alive):
+            self._metrics["foresight_auc"] = auc(expected, alive)
+
+    def _learn(self, history: History, sizes: np.ndarray, alive: np.ndarray):
+        """Move the weights to the maximum of their posterior, and their precision to its curvature there."""
+        log_odds = posterior_log_odds(history, sizes)
+        x, prior = features(history, log_odds), _PRIOR_PRECISION * np.eye(len(FEATURES))
+        before = _FORGETTING * self.precision + (1.0 - _FORGETTING) * prior
+        center = np.linalg.solve(before, _FORGETTING * self.precision @ self.weights)
+        weights, precision = center, before
+        for _ in range(_NEWTON_STEPS):
+            p = _probability(log_odds + x @ weights)
+            precision = before + (x * (p * (1.0 - p))[:, np.newaxis]).T @ x
+            weights = weights - np.linalg.solve(precision, before @ (weights - center) + x.T @ (p - alive))
+        self.weights, self.precision = weights, precision
+
+    def metrics(self) -> dict[str, float]:
+        """Of the last generation batch, over the prompts that were visited before; none if there were none."""
+        return self._metrics
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """Weights and scores."""
+        return {"weights": self.weights, "precision": self.precision, "scores": self._scores, "bins": self._bins}
+
+    def load_state_dict(self, state: dict[str, np.ndarray]):
+        """Continue from a checkpoint."""
+        self.weights, self.precision = state["weights"].copy(), state["precision"].copy()
+        self._scores, self._bins, self._metrics = state["scores"].copy(), state["bins"].copy(), {}
+
+
+def posterior_log_odds(history: History, sizes: np.ndarray) -> np.ndarray:
+    """Log-odds of "alive" by the posterior of the pass rate, shape `(P,)`; bounded."""
+    dead = dead_probability(*beta_parameters(history.pass_rates, history.strength), sizes)
+    with np.errstate(divide="ignore"):
+        return np.clip(np.log1p(-dead) - np.log(dead), -_MAX_LOGIT, _MAX_LOGIT)
+
+
+def _probability(log_odds: np.ndarray) -> np.ndarray:
+    return 1.0 / (1.0 + np.exp(-np.clip(log_odds, -_MAX_LOGIT, _MAX_LOGIT)))
+
+
+def auc(expected: np.ndarray, alive: np.ndarray) -> float:
+    """
+    Probability that a live group was expected to be alive with a higher probability than a dead one; ties count half. There
+    must be groups of both kinds.
+    """
+    live = int(alive.sum())
+    ranks = pd.Series(expected).rank().to_numpy()[alive]
+    return float((ranks.sum() - live * (live + 1) / 2) / (live * (len(alive) - live)))
+
+
+def calibration_error(bins: np.ndarray) -> float:
+    """|mean forecast − share alive| of each bin, weighted by its groups; of groups, sums of forecasts and live groups."""
+    return float(np.abs(bins[:, 1] - bins[:, 2]).sum() / bins[:, 0].sum())
