@@ -83,8 +83,9 @@ def test_features():
     assert (columns["never_visited"][~new] == 0.0).all()
     assert (columns["visited"][~new] == 1.0).all()
     assert (columns["no_logprobs"] == np.isnan(known.logprob_mean) * ~new).all()
-    for name in ("logprob_mean", "logprob_min", "logprob_max"):
+    for name in FEATURES[FEATURES.index("logprob_mean") :]:
         assert (columns[name][np.isnan(known.logprob_mean)] == 0.0).all()
+        assert columns[name].any()
     sure = features(replace(known, logprob_mean=np.zeros(200), logprob_min=np.full(200, -1e5)), np.zeros(200))
     assert sure.max() < 2.5
     assert sure.min() > -4.0
@@ -97,8 +98,8 @@ def test_one_batch_by_hand():
     foresight.see(known, SIZE, alive)
     p, posterior = foresight.forecasts(known, SIZE)
     x = features(known, np.log(posterior / (1.0 - posterior)))
-    np.testing.assert_allclose(4.0 * foresight.weights + x.T @ (p - alive), 0.0, atol=1e-6)
-    expected = 4.0 * np.eye(len(FEATURES)) + (x.T * (p * (1.0 - p))) @ x
+    np.testing.assert_allclose(0.5 * foresight.weights + x.T @ (p - alive), 0.0, atol=1e-6)
+    expected = 0.5 * np.eye(len(FEATURES)) + (x.T * (p * (1.0 - p))) @ x
     np.testing.assert_allclose(foresight.precision, expected, rtol=1e-5, atol=1e-6)
 
 

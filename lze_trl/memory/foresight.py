@@ -1,5 +1,6 @@
 """Foresight: how likely the next group of a prompt is alive, learned during the run from what came of earlier visits."""
 
+import math
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -10,13 +11,15 @@ from .posterior import beta_parameters, dead_probability
 
 FEATURES = (
     *("never_visited", "visited", "posterior", "posterior_spread"),
-    *("spread", "was_alive", "solved_streak", "hopeless_streak", "age", "age_if_alive"),
+    *("spread", "was_alive", "solved_streak", "hopeless_streak", "age"),
     *("no_logprobs", "logprob_mean", "logprob_min", "logprob_max"),
+    *("chance_mean_if_solved", "chance_min_if_solved", "chance_max_if_solved"),
+    *("chance_mean_if_hopeless", "chance_min_if_hopeless", "chance_max_if_hopeless"),
 )
 """What the model adds to the posterior's own forecast; all are 0 for a prompt that was never visited, except the first."""
 
 NUM_BINS = 10
-_PRIOR_PRECISION = 4.0  # of each weight, whose prior mean is 0: then the forecast is the posterior's
+_PRIOR_PRECISION = 0.5  # of each weight, whose prior mean is 0: then the forecast is the posterior's
 _FORGETTING = 0.99  # what the past counts after each generation batch: the policy moves
 _NEWTON_STEPS = 4
 _SCORE_MEMORY = 0.95  # the same of the scores that say whether the model is used
@@ -49,20 +52,20 @@ class History:
 def features(history: History, posterior: np.ndarray) -> np.ndarray:
     """Features of prompts, shape `(P, F)`, all between about −1 and 2; `posterior` are the logits of its forecast."""
     streak, rate = history.streak, history.last
+    solved, hopeless = (streak > 0).astype(np.float64), (streak < 0).astype(np.float64)
     length = np.log1p(np.abs(streak)) / 2.0
     alive = (streak == 0).astype(np.float64)
     age = np.log1p(history.age) / 4.0
     missing = np.isnan(history.logprob_mean)
-
-    def bounded(logprobs: np.ndarray) -> np.ndarray:
-        """From 1.7 for a completion that was certain, by 0 where the log-probability is −1, to −1 and below."""
-        return np.where(missing, 0.0, -np.log(1e-3 - np.minimum(logprobs, 0.0)) / 4.0)
-
+    logprobs = [np.where(missing, -1.0, x) for x in (history.logprob_mean, history.logprob_min, history.logprob_max)]
+    bounded = [-np.log(1e-3 - values) / 4.0 for values in logprobs]  # 1.7 if it was certain, 0 at −1, and slowly below
+    chances = [np.exp(values) * ~missing for values in logprobs]
     columns = [
         *(np.ones_like(age), posterior / 4.0, 4.0 * history.pass_rates * (1.0 - history.pass_rates)),
-        *(4.0 * rate * (1.0 - rate), alive, length * (streak > 0), length * (streak < 0), age, age * alive),
-        *(missing.astype(np.float64), bounded(history.logprob_mean)),
-        *(bounded(history.logprob_min), bounded(history.logprob_max)),
+        *(4.0 * rate * (1.0 - rate), alive, length * solved, length * hopeless, age),
+        *(missing.astype(np.float64), *(values * ~missing for values in bounded)),
+        *(chance * solved for chance in chances),
+        *(chance * hopeless for chance in chances),
     ]
     visited = (history.visits > 0).astype(np.float64)
     return np.stack([1.0 - visited, *(column * visited for column in columns)], axis=1)
@@ -73,23 +76,22 @@ class Foresight:
     Logistic regression of "the next group is alive", with the log-odds of the posterior as its starting point: a Gaussian
     posterior of the weights, moved by a few Newton steps for each generation batch, which forgets.
 
-    Each batch is forecast before it is learned from. The model is used while its Brier score over the latest batches is
-    lower than that of always saying the share of live groups, and no higher than that of the posterior; else the posterior's
-    forecast is. Everything depends on gathered numbers alone, so that it is the same on every process.
+    Each batch is forecast before it is learned from. The model is used while its Brier score over the latest batches is no
+    higher than that of the posterior; else the posterior's forecast is. Everything depends on gathered numbers alone, so that it is the same on every process.
     """
 
     def __init__(self):
         self.weights = np.zeros(len(FEATURES))
         self.precision = _PRIOR_PRECISION * np.eye(len(FEATURES))
-        self._scores = np.zeros(5)  # decayed: groups, those alive, squared errors of model and posterior, batches
+        self._scores = np.zeros(2)  # decayed: squared errors of model and posterior
         self._bins = np.zeros((NUM_BINS, 3))  # decayed: groups, sum of the forecasts, those alive
         self._metrics: dict[str, float] = {}
 
     @property
     def used(self) -> bool:
         """Whether the model says what is expected, and not the posterior."""
-        groups, alive, model, posterior, _ = self._scores
-        return groups == 0.0 or (model <= posterior and model * groups < alive * (groups - alive))
+        model, posterior = self._scores
+        return bool(model <= posterior)
 
     def alive(self, history: History, size: int | np.ndarray) -> np.ndarray:
         """Probability that a group of `size` completions of each prompt is alive, shape `(P,)`, float64."""
@@ -129,7 +131,7 @@ class Foresight:
             return
         model, posterior, expected, alive = (x[visited] for x in (model, posterior, expected, alive))
         errors = [float(((forecast - alive) ** 2).sum()) for forecast in (model, posterior)]
-        self._scores = _SCORE_MEMORY * self._scores + np.array([len(alive), alive.sum(), *errors, 1.0])
+        self._scores = _SCORE_MEMORY * self._scores + np.array(errors)
         bins = np.minimum((expected * NUM_BINS).astype(np.int64), NUM_BINS - 1)
         self._bins *= _SCORE_MEMORY
         np.add.at(self._bins, bins, np.stack([np.ones_like(expected), expected, alive], axis=1))
@@ -191,5 +193,9 @@ def auc(expected: np.ndarray, alive: np.ndarray) -> float:
 
 
 def calibration_error(bins: np.ndarray) -> float:
-    """|mean forecast − share alive| of each bin, weighted by its groups; of groups, sums of forecasts and live groups."""
-    return float(np.abs(bins[:, 1] - bins[:, 2]).sum() / bins[:, 0].sum())
+    """
+    |mean forecast − share alive| of each bin, weighted by its groups; NaN without any. Each row of `bins` counts groups, their
+    forecasts and those alive.
+    """
+    groups = float(bins[:, 0].sum())
+    return float(np.abs(bins[:, 1] - bins[:, 2]).sum() / groups) if groups else math.nan

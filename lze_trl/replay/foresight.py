@@ -6,13 +6,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..arrays import Groups
-from ..memory.foresight import NUM_BINS, auc
+from ..memory.foresight import NUM_BINS, calibration_error
 from ..memory.state import PromptState, StateSettings
 from .choosing import ratio_of
 
 
+KEPT = (0.7, 0.9, 0.95)
 _SKIP_THRESHOLD = 0.9  # a bound of a bin
-_KEPT = (0.7, 0.9, 0.95)
+_FINE = 1_000  # fine bins in each bin
 
 
 @dataclass(frozen=True)
@@ -22,10 +23,11 @@ class Foresight:
     groups: int  # visits that were predicted: all except the first one of each prompt
     rollouts: int  # their completions
     live: int  # those of them with a learning signal
-    with_logprobs: bool  # whether the run has recorded log-probabilities; without them, pass rates alone foresee
+    with_logprobs: bool  # whether log-probabilities were recorded, and not ignored
     auc: float  # probability that a dead group was foreseen dead with a higher probability than a live one
-    rollouts_to_keep: dict[str, float]
-    """Share of the rollouts that keep 70, 90 and 95 % of the live groups, the visits that are likeliest alive coming first."""
+    rollouts_to_keep: dict[
+        str, float
+    ]  # share of the rollouts that keeps these shares of the live groups, likeliest first
     brier: float  # mean of (prediction − outcome)²
     posterior_brier: float  # the same of the posterior of the pass rate alone
     base_brier: float  # the same of always predicting the share of dead groups
@@ -54,7 +56,10 @@ class Foreseer:
     def __init__(self, settings: StateSettings | None = None, logprobs: bool = True):
         self._state = PromptState(settings, bounds=(0.0, 1.0))
         self._logprobs, self._reported = logprobs, False
-        self._visits: list[np.ndarray] = []  # (4, n) of each batch: prediction, posterior's, alive, completions
+        # Groups, completions and live groups by their prediction
+        self._counts = np.zeros((NUM_BINS * _FINE, 3), dtype=np.int64)
+        self._foreseen = np.zeros(NUM_BINS, dtype=np.float64)  # sum of the predictions of each bin
+        self._squared_errors = np.zeros(2)  # of the predictions, and of the posterior's
 
     def see(self, groups: Groups, scored: np.ndarray):
         """Enter a generation batch: its groups, and how many completions of each could be scored."""
@@ -67,59 +72,64 @@ class Foreseer:
         same = len(groups) > 0 and groups.sizes.min() == groups.sizes.max() > 1
         _, posterior = state.foresight.forecasts(history, groups.sizes)
         expected = state.foresight.see(history, groups.sizes, groups.alive, learn=same)
-        visits = np.stack([1.0 - expected, 1.0 - posterior, groups.alive, groups.sizes])
-        self._visits.append(visits[:, history.visits > 0])
+        known = history.visits > 0
+        self._compare(1.0 - expected[known], 1.0 - posterior[known], groups.take(np.flatnonzero(known)))
         state.remember(groups, groups.pass_rates, scored)
+
+    def _compare(self, foreseen: np.ndarray, posterior: np.ndarray, groups: Groups):
+        """Compare predictions with what became of them."""
+        fine = np.minimum((foreseen * NUM_BINS * _FINE).astype(np.int64), NUM_BINS * _FINE - 1)
+        np.add.at(self._counts, fine, np.stack([np.ones_like(groups.sizes), groups.sizes, groups.alive], axis=1))
+        self._foreseen += np.bincount(fine // _FINE, weights=foreseen, minlength=NUM_BINS)
+        self._squared_errors += [((by - ~groups.alive) ** 2).sum() for by in (foreseen, posterior)]
 
     def foresight(self) -> Foresight:
         """What has come of the predictions so far."""
-        foreseen, posterior, alive, sizes = np.concatenate([np.empty((4, 0)), *self._visits], axis=1)
-        alive, sizes = alive.astype(bool), sizes.astype(np.int64)
-        groups, rollouts, live = len(alive), int(sizes.sum()), int(alive.sum())
-        at = np.minimum((foreseen * NUM_BINS).astype(np.int64), NUM_BINS - 1)
-        skipped = foreseen >= _SKIP_THRESHOLD
-        share = ratio_of(live, groups)
+        counts = self._counts.reshape(NUM_BINS, _FINE, 3).sum(axis=1)
+        dead = counts[:, 0] - counts[:, 2]
+        from_bin_on = np.cumsum(counts[::-1], axis=0)[::-1].tolist()
+        groups, rollouts, live = from_bin_on[0]
+        skipped_groups, skipped_rollouts, skipped_live = from_bin_on[round(_SKIP_THRESHOLD * NUM_BINS)]
+        alive, (brier, posterior_brier) = ratio_of(live, groups), self._squared_errors.tolist()
         return Foresight(
             groups=groups,
             rollouts=rollouts,
             live=live,
             with_logprobs=self._reported,
-            auc=auc(-foreseen, alive) if 0 < live < groups else math.nan,
-            rollouts_to_keep={f"{kept:g}": rollouts_to_keep(foreseen, alive, sizes, kept) for kept in _KEPT},
-            brier=ratio_of(float(((foreseen - ~alive) ** 2).sum()), groups),
-            posterior_brier=ratio_of(float(((posterior - ~alive) ** 2).sum()), groups),
-            base_brier=share * (1.0 - share),
-            expected_error=ratio_of(
-                sum(abs(float((foreseen - ~alive)[at == i].sum())) for i in range(NUM_BINS)), groups
-            ),
-            bins=[_bin(i, foreseen, alive, sizes, at) for i in range(NUM_BINS) if (at == i).any()],
+            auc=self._auc(live, groups - live),
+            rollouts_to_keep={f"{kept:g}": self._rollouts_to_keep(kept) for kept in KEPT},
+            brier=ratio_of(brier, groups),
+            posterior_brier=ratio_of(posterior_brier, groups),
+            base_brier=alive * (1.0 - alive),
+            expected_error=calibration_error(np.stack([counts[:, 0], self._foreseen, dead], axis=1)),
+            bins=[
+                {
+                    "lower": index / NUM_BINS,
+                    "upper": (index + 1) / NUM_BINS,
+                    "count": count,
+                    "predicted": float(self._foreseen[index] / count),
+                    "dead": float(dead[index] / count),
+                    "skipped_rollouts": from_bin_on[index][1],
+                    "skipped_live": from_bin_on[index][2],
+                }
+                for index, count in enumerate(counts[:, 0].tolist())
+                if count
+            ],
             threshold=_SKIP_THRESHOLD,
-            skipped_groups=int(skipped.sum()),
-            skipped_rollouts=int(sizes[skipped].sum()),
-            skipped_live=int(alive[skipped].sum()),
+            skipped_groups=skipped_groups,
+            skipped_rollouts=skipped_rollouts,
+            skipped_live=skipped_live,
         )
 
+    def _auc(self, live: int, dead: int) -> float:
+        """Predictions of one fine bin count as equal."""
+        dead_here, live_here = self._counts[:, 0] - self._counts[:, 2], self._counts[:, 2]
+        live_below = np.cumsum(live_here) - live_here
+        return ratio_of(float((dead_here * (live_below + live_here / 2)).sum()), live * dead)
 
-def rollouts_to_keep(foreseen: np.ndarray, alive: np.ndarray, sizes: np.ndarray, kept: float) -> float:
-    """
-    Share of the rollouts after which a share of the live groups is found, if the visits come in the order of their forecast,
-    those that are least likely dead first. All of shape `(n,)`; NaN if no group is alive.
-    """
-    if not alive.any():
-        return math.nan
-    order = np.argsort(foreseen, kind="stable")
-    found = np.searchsorted(np.cumsum(alive[order]), math.ceil(round(kept * int(alive.sum()), 9)))
-    return float(sizes[order][: found + 1].sum() / sizes.sum())
-
-
-def _bin(index: int, foreseen: np.ndarray, alive: np.ndarray, sizes: np.ndarray, at: np.ndarray) -> dict[str, float]:
-    here, behind = at == index, at >= index
-    return {
-        "lower": index / NUM_BINS,
-        "upper": (index + 1) / NUM_BINS,
-        "count": int(here.sum()),
-        "predicted": float(foreseen[here].mean()),
-        "dead": float((~alive[here]).mean()),
-        "skipped_rollouts": int(sizes[behind].sum()),
-        "skipped_live": int(alive[behind].sum()),
-    }
+    def _rollouts_to_keep(self, kept: float) -> float:
+        """Share of the rollouts after which a share of the live groups is found, those least likely dead coming first."""
+        _, rollouts, live = np.cumsum(self._counts, axis=0).T
+        if not live[-1]:
+            return math.nan
+        return float(rollouts[np.searchsorted(live, math.ceil(round(kept * int(live[-1]), 9)))] / rollouts[-1])

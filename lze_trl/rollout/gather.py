@@ -29,7 +29,14 @@ def sequence_logprobs(logprobs: list[list[float | None]] | None, local: TokenRow
         return np.full(len(local.completion_ids), np.nan)
     if local.loss_mask is not None:
         logprobs = [list(compress(row, mask)) for row, mask in zip(logprobs, local.loss_mask, strict=True)]
-    return np.array([math.nan if None in row else sum(row) for row in logprobs], dtype=np.float64)
+    return np.array([_sum(row) for row in logprobs], dtype=np.float64)
+
+
+def _sum(logprobs: list[float | None]) -> float:
+    try:
+        return sum(logprobs)
+    except TypeError:  # vLLM says `None` for NaN
+        return math.nan
 
 
 def gather_rollouts(
