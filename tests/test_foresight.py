@@ -271,3 +271,26 @@ def test_adaptive_sizes_do_not_poison_it():
     truth = (2.0 * probing.rates * (1.0 - probing.rates)).mean()
     assert found[0] == pytest.approx(truth, abs=0.06)
     assert found[1] == pytest.approx(truth, abs=0.06)
+
+
+def test_what_the_posterior_is_wrong_of_and_sure_of_is_learned():
+    # Of 64 completions it takes nearly every group for alive, so that the likelihood is flat where learning begins
+    rng, foresight = np.random.default_rng(6), Foresight()
+    known = history(500, rng, visits=np.ones(500), pass_rates=np.full(500, 0.5), strength=np.full(500, 16.0))
+    for _ in range(3):
+        foresight.see(known, 64, rng.random(500) < 0.1)
+    model, posterior = foresight.forecasts(known, 64)
+    assert posterior.min() > 0.99
+    assert model.mean() == pytest.approx(0.1, abs=0.03)
+    assert foresight.used
+    assert np.abs(foresight.weights).max() < 10.0
+
+
+@pytest.mark.parametrize("alive", [False, True])
+def test_batches_of_one_kind_are_learned(alive):
+    rng, foresight = np.random.default_rng(7), Foresight()
+    for _ in range(30):
+        foresight.see(history(2000, rng), SIZE, np.full(2000, alive))
+    model, _ = foresight.forecasts(history(2000, rng), SIZE)
+    assert np.isfinite(foresight.weights).all()
+    assert np.abs(model - alive).mean() < 0.01

@@ -21,7 +21,8 @@ FEATURES = (
 NUM_BINS = 10
 _PRIOR_PRECISION = 0.5  # of each weight, whose prior mean is 0: then the forecast is the posterior's
 _FORGETTING = 0.99  # what the past counts after each generation batch: the policy moves
-_NEWTON_STEPS = 4
+_NEWTON_STEPS = 6
+_HALVINGS = 20
 _SCORE_MEMORY = 0.95  # the same of the scores that say whether the model is used
 _MAX_LOGIT = 8.0
 _CHUNK = 65_536  # prompts that are forecast at a time
@@ -74,10 +75,11 @@ def features(history: History, posterior: np.ndarray) -> np.ndarray:
 class Foresight:
     """
     Logistic regression of "the next group is alive", with the log-odds of the posterior as its starting point: a Gaussian
-    posterior of the weights, moved by a few Newton steps for each generation batch, which forgets.
+    posterior of the weights, moved by some Newton steps for each generation batch, which forgets.
 
     Each batch is forecast before it is learned from. The model is used while its Brier score over the latest batches is no
-    higher than that of the posterior; else the posterior's forecast is. Everything depends on gathered numbers alone, so that it is the same on every process.
+    higher than that of the posterior; else the posterior's forecast is. Everything depends on gathered numbers alone, so that it
+    is the same on every process.
     """
 
     def __init__(self):
@@ -106,7 +108,8 @@ class Foresight:
             part = slice(start, start + _CHUNK)
             log_odds = posterior_log_odds(history.take(part), sizes[part])
             found = log_odds + features(history.take(part), log_odds) @ self.weights
-            model[part], posterior[part] = _probability(found), _probability(log_odds)
+            model[part] = _probability(np.clip(found, -_MAX_LOGIT, _MAX_LOGIT))
+            posterior[part] = _probability(log_odds)
         single = sizes < 2
         return np.where(single, 0.0, model), np.where(single, 0.0, posterior)
 
@@ -150,12 +153,21 @@ class Foresight:
         x, prior = features(history, log_odds), _PRIOR_PRECISION * np.eye(len(FEATURES))
         before = _FORGETTING * self.precision + (1.0 - _FORGETTING) * prior
         center = np.linalg.solve(before, _FORGETTING * self.precision @ self.weights)
-        weights, precision = center, before
+
+        def loss(weights: np.ndarray) -> float:
+            z, moved = log_odds + x @ weights, weights - center
+            return float(np.logaddexp(0.0, z).sum() - z[alive].sum() + moved @ before @ moved / 2.0)
+
+        self.weights = center
         for _ in range(_NEWTON_STEPS):
-            p = _probability(log_odds + x @ weights)
-            precision = before + (x * (p * (1.0 - p))[:, np.newaxis]).T @ x
-            weights = weights - np.linalg.solve(precision, before @ (weights - center) + x.T @ (p - alive))
-        self.weights, self.precision = weights, precision
+            p = _probability(log_odds + x @ self.weights)
+            self.precision = before + (x * (p * (1.0 - p))[:, np.newaxis]).T @ x
+            step = np.linalg.solve(self.precision, before @ (self.weights - center) + x.T @ (p - alive))
+            now, halvings = loss(self.weights), 0
+            while loss(self.weights - step) > now and halvings < _HALVINGS:  # where it is flat, a whole step goes too far
+                step, halvings = step / 2.0, halvings + 1
+            if halvings < _HALVINGS:
+                self.weights = self.weights - step
 
     def metrics(self) -> dict[str, float]:
         """Of the last generation batch, over the prompts that were visited before; none if there were none."""
@@ -179,7 +191,7 @@ def posterior_log_odds(history: History, sizes: np.ndarray) -> np.ndarray:
 
 
 def _probability(log_odds: np.ndarray) -> np.ndarray:
-    return 1.0 / (1.0 + np.exp(-np.clip(log_odds, -_MAX_LOGIT, _MAX_LOGIT)))
+    return 1.0 / (1.0 + np.exp(-np.clip(log_odds, -30.0, 30.0)))
 
 
 def auc(expected: np.ndarray, alive: np.ndarray) -> float:
