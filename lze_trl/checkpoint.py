@@ -24,6 +24,8 @@ from .files import write_atomically
 SCHEMA_VERSION = 5
 STATE_NAME = "lze_state"
 ROWS_NAME = "lze_rows"
+ARRAYS = "arrays"
+"""Suffix of our files in the format safetensors: vLLM takes every `*.safetensors` of a folder for weights of the model."""
 _FORMAT = "lze_trl"
 _DISK_FULL = tuple(os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT))
 
@@ -34,7 +36,7 @@ class CheckpointError(ValueError):
 
 def save(directory: str | Path, name: str, tensors: dict[str, np.ndarray], meta: dict[str, Any]):
     """
-    Write arrays and their description, of values that JSON can express, as `name.safetensors` and `name.json`.
+    Write arrays and their description, of values that JSON can express, as `name.arrays`, in the format safetensors, and `name.json`.
 
     Each file appears whole or not at all, and the description, which vouches for the arrays, appears last.
     """
@@ -50,7 +52,7 @@ def save(directory: str | Path, name: str, tensors: dict[str, np.ndarray], meta:
     text = json.dumps(description, indent=2).encode()
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    write_atomically(directory / f"{name}.safetensors", data)
+    write_atomically(directory / f"{name}.{ARRAYS}", data)
     write_atomically(directory / f"{name}.json", text)
 
 
@@ -62,11 +64,9 @@ def load(directory: str | Path, name: str) -> tuple[dict[str, np.ndarray], dict[
         FileNotFoundError: If one of the files does not exist.
         CheckpointError: If a file is damaged, was written by something else, or by another version.
     """
-    description, arrays = (Path(directory, f"{name}.{suffix}") for suffix in ("json", "safetensors"))
-    for file in (description, arrays):
-        if not file.is_file():
-            raise FileNotFoundError(f"`{directory}` has no `{file.name}`, so it holds no state of lze_trl.")
-    meta, data = _parsed(description, description.read_bytes(), json.loads), arrays.read_bytes()
+    description, arrays = (Path(directory, f"{name}.{suffix}") for suffix in ("json", ARRAYS))
+    _require(description)
+    meta = _parsed(description, description.read_bytes(), json.loads)
     if not isinstance(meta, dict) or meta.get("format") != _FORMAT:
         raise CheckpointError(f"`{description}` was not written by lze_trl. Use a checkpoint of `LZEGRPOTrainer`.")
     found = meta.get("schema_version")
@@ -77,6 +77,8 @@ def load(directory: str | Path, name: str) -> tuple[dict[str, np.ndarray], dict[
         raise CheckpointError(
             f"`{description}` has schema version {found}, and this lze_trl reads version {SCHEMA_VERSION}. {advice}."
         )
+    _require(arrays)
+    data = arrays.read_bytes()
     tensors = _parsed(arrays, data, safetensors.numpy.load)
     if xxhash.xxh64(data).hexdigest() != meta.get("checksum"):
         raise CheckpointError(
@@ -84,6 +86,11 @@ def load(directory: str | Path, name: str) -> tuple[dict[str, np.ndarray], dict[
             "Use another checkpoint."
         )
     return tensors, meta
+
+
+def _require(file: Path):
+    if not file.is_file():
+        raise FileNotFoundError(f"`{file.parent}` has no `{file.name}`, so it holds no state of lze_trl.")
 
 
 def _parsed(file: Path, data: bytes, parse: Callable) -> Any:
@@ -145,7 +152,7 @@ def refuse_non_checkpoint(directory: str | Path) -> dict[str, Any]:
     not written to its end. Returns the description of another.
     """
     directory, problem = Path(directory), None
-    needed = (TRAINER_STATE_NAME, f"{STATE_NAME}.json", f"{STATE_NAME}.safetensors")
+    needed = (TRAINER_STATE_NAME, f"{STATE_NAME}.json", f"{STATE_NAME}.{ARRAYS}")
     missing = [name for name in needed if not (directory / name).is_file()]
     if not directory.is_dir():
         problem = f"`{directory}` is no folder, so it is no checkpoint to resume from."

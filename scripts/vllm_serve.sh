@@ -26,7 +26,10 @@ export VLLM_CPU_OMP_THREADS_BIND=${VLLM_CPU_OMP_THREADS_BIND:-nobind}
 export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1} VLLM_NO_USAGE_STATS=1
 # A prompt is prefilled whole: on a CPU, a request with a seed of its own whose prompt is prefilled in chunks ends the
 # engine ("CPU Generator does not use offset"). The batch of a prefill is then at least as long as the context by itself.
+# With the usual blocks of 128 tokens, the completions of a group would each prefill their prompt again, unless it is longer.
+# And with a worker process of its own, the engine spins on a core while it waits for it: on two cores, half of them.
+export VLLM_ENABLE_V1_MULTIPROCESSING=${VLLM_ENABLE_V1_MULTIPROCESSING:-0}
 # The `vllm` command looks for a distribution of that name, which the CPU build is not
 exec "$venv/bin/python" -m vllm.entrypoints.openai.api_server --host 127.0.0.1 --port 8000 \
     --dtype float32 --enforce-eager --logprobs-mode processed_logprobs --max-logprobs -1 \
-    --no-enable-chunked-prefill "$@"
+    --no-enable-chunked-prefill --block-size 32 --distributed-executor-backend uni "$@"

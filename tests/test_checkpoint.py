@@ -51,7 +51,7 @@ def test_what_was_saved_is_loaded(tmp_path):
     tensors, meta = load(tmp_path / "new" / "folder", "pair")
     assert same(tensors, ARRAYS)
     assert (meta["step"], meta["ledger"], meta["schema_version"]) == (3, {"rows": 0.5}, SCHEMA_VERSION)
-    assert files(tmp_path / "new" / "folder") == ["pair.json", "pair.safetensors"]
+    assert files(tmp_path / "new" / "folder") == ["pair.arrays", "pair.json"]
 
 
 def test_the_layout_in_memory_does_not_matter(tmp_path):
@@ -67,7 +67,7 @@ def test_saving_again_replaces(tmp_path):
     tensors, meta = load(tmp_path, "pair")
     assert same(tensors, {"other": np.arange(2)})
     assert meta["step"] == 2
-    assert files(tmp_path) == ["pair.json", "pair.safetensors"]
+    assert files(tmp_path) == ["pair.arrays", "pair.json"]
 
 
 def fail_after(monkeypatch, replaced: int):
@@ -91,7 +91,7 @@ def test_a_writer_that_fails_leaves_the_old_files(tmp_path, monkeypatch):
     tensors, meta = load(tmp_path, "pair")
     assert same(tensors, ARRAYS)
     assert meta["step"] == 1
-    assert files(tmp_path) == ["pair.json", "pair.safetensors"]
+    assert files(tmp_path) == ["pair.arrays", "pair.json"]
 
 
 def test_a_writer_that_fails_between_the_files_leaves_nothing_to_trust(tmp_path, monkeypatch):
@@ -101,7 +101,7 @@ def test_a_writer_that_fails_between_the_files_leaves_nothing_to_trust(tmp_path,
         save(tmp_path, "pair", {"other": np.arange(2)}, {"step": 2})
     with pytest.raises(ValueError, match="the files belong to different checkpoints"):
         load(tmp_path, "pair")
-    assert files(tmp_path) == ["pair.json", "pair.safetensors"]
+    assert files(tmp_path) == ["pair.arrays", "pair.json"]
 
 
 def test_a_description_that_json_cannot_express_leaves_the_old_files(tmp_path):
@@ -110,15 +110,15 @@ def test_a_description_that_json_cannot_express_leaves_the_old_files(tmp_path):
         save(tmp_path, "pair", {"other": np.arange(2)}, {"step": object()})
     tensors, _ = load(tmp_path, "pair")
     assert same(tensors, ARRAYS)
-    assert files(tmp_path) == ["pair.json", "pair.safetensors"]
+    assert files(tmp_path) == ["pair.arrays", "pair.json"]
 
 
 def test_a_missing_file(tmp_path):
     save(tmp_path, "pair", ARRAYS, {})
     with pytest.raises(FileNotFoundError, match=r"has no `other\.json`, so it holds no state of lze_trl"):
         load(tmp_path, "other")
-    (tmp_path / "pair.safetensors").unlink()
-    with pytest.raises(FileNotFoundError, match=r"has no `pair\.safetensors`"):
+    (tmp_path / "pair.arrays").unlink()
+    with pytest.raises(FileNotFoundError, match=r"has no `pair\.arrays`"):
         load(tmp_path, "pair")
 
 
@@ -133,7 +133,7 @@ def cut(path: Path):
 def swap_arrays(directory: Path, tensors: dict[str, np.ndarray]):
     """Put the arrays of another pair beside a description."""
     save(directory / "other", "pair", tensors, {})
-    (directory / "other" / "pair.safetensors").replace(directory / "pair.safetensors")
+    (directory / "other" / "pair.arrays").replace(directory / "pair.arrays")
 
 
 @pytest.mark.parametrize(
@@ -150,9 +150,9 @@ def swap_arrays(directory: Path, tensors: dict[str, np.ndarray]):
             f"has schema version {SCHEMA_VERSION + 1}, and this lze_trl reads version {SCHEMA_VERSION}. Upgrade lze_trl",
         ),
         (lambda d: rewrite(d / "pair.json", schema_version=None), "has schema version None, and this lze_trl reads"),
-        (lambda d: cut(d / "pair.safetensors"), r"pair.safetensors` is damaged \(.*\). Use another checkpoint"),
-        (lambda d: (d / "pair.safetensors").write_bytes(b""), "pair.safetensors` is damaged .* Use another checkpoint"),
-        (lambda d: (d / "pair.safetensors").write_bytes(b"x" * 99), "pair.safetensors` is damaged .* Use another"),
+        (lambda d: cut(d / "pair.arrays"), r"pair.arrays` is damaged \(.*\). Use another checkpoint"),
+        (lambda d: (d / "pair.arrays").write_bytes(b""), "pair.arrays` is damaged .* Use another checkpoint"),
+        (lambda d: (d / "pair.arrays").write_bytes(b"x" * 99), "pair.arrays` is damaged .* Use another"),
         (lambda d: swap_arrays(d, {"ids": ARRAYS["ids"]}), "does not fit its description .* different checkpoints"),
         (
             lambda d: swap_arrays(d, ARRAYS | {"ids": ARRAYS["ids"][:2]}),
@@ -232,8 +232,8 @@ def test_checkpoints_by_number_not_by_name(tmp_path):
         lambda c: rewrite(c / "trainer_state.json", global_step=19),  # copied from another checkpoint
         lambda c: (c / f"{STATE_NAME}.json").unlink(),
         lambda c: cut(c / f"{STATE_NAME}.json"),
-        lambda c: (c / f"{STATE_NAME}.safetensors").unlink(),
-        lambda c: cut(c / f"{STATE_NAME}.safetensors"),
+        lambda c: (c / f"{STATE_NAME}.arrays").unlink(),
+        lambda c: cut(c / f"{STATE_NAME}.arrays"),
     ],
     ids=[
         "no trainer state", "trainer state cut", "trainer state of nobody", "other step", "no description",

@@ -156,7 +156,7 @@ def test_the_table_and_the_telemetry_of_two_processes(runs):
 
 def test_two_processes_resumed_with_surplus(runs):
     for rank in range(2):
-        assert (runs / "whole-2" / "checkpoint-2" / f"lze_rows_{rank}.safetensors").exists()
+        assert (runs / "whole-2" / "checkpoint-2" / f"lze_rows_{rank}.arrays").exists()
         whole, resumed = (records(runs, name, 2)[rank] for name in ("whole", "resumed"))
         assert 0 < len(resumed["batches"]) < len(whole["batches"])
         assert any(surplus for _, surplus in resumed["batches"][0]["chosen"])

@@ -149,7 +149,7 @@ def finished(tmp_path_factory):
     return directory
 
 
-@pytest.mark.parametrize("torn", ["trainer_state.json", "lze_state.json", "lze_state.safetensors"])
+@pytest.mark.parametrize("torn", ["trainer_state.json", "lze_state.json", "lze_state.arrays"])
 @pytest.mark.parametrize("how", ["missing", "cut", "empty"])
 def test_a_torn_checkpoint_is_passed_over(tmp_path, finished, torn, how):
     shutil.copytree(finished, tmp_path / "run")

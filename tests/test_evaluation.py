@@ -604,6 +604,22 @@ def test_the_command_looks_for_the_tasks_in_a_training_set(tmp_path, sums, capsy
     assert lines == [{"task": "sums", "problem": "3+3=", "training": "3+3=", "similarity": 1.0}]
 
 
+def test_two_evaluations_do_not_write_one_folder(tmp_path):
+    with SampleFile(tmp_path / "sums.jsonl"), pytest.raises(EvaluationError, match="Another evaluation is writing"):
+        run(Answering(lambda request: "0"), tmp_path)
+    assert run(Answering(lambda request: "0"), tmp_path)["tasks"]  # once the other has ended
+
+
+def test_instructions_that_all_training_problems_share_hide_no_problem(tmp_path, sums, capsys):
+    training = tmp_path / "train.jsonl"
+    frame = "Solve the following problem step by step. The last line is the answer.\n\n{}\n\nRemember to box it."
+    rows = [{"question": frame.format(f"{i}+{i}="), "answer": str(2 * i)} for i in range(20)]
+    training.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    main(["eval", "--tasks", str(sums), "--contamination", str(training), "--output", str(tmp_path / "found")])
+    lines = [json.loads(line) for line in (tmp_path / "found" / "contamination.jsonl").read_text().splitlines()]
+    assert ("3+3=", "3+3=", 1.0) in [(line["problem"], line["training"], line["similarity"]) for line in lines]
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

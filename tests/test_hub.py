@@ -127,7 +127,7 @@ def test_pushed_run_is_opened_by_its_name(run_dir, tmp_path):
             for file in (server.folder / "me/my-run").rglob("*")
             if file.is_file()
         }
-        assert {"README.md", "telemetry/meta.json", "report/report.html", "lze_state.safetensors"} <= files
+        assert {"README.md", "telemetry/meta.json", "report/report.html", "lze_state.arrays"} <= files
         assert "optimizer.pt" not in files
         card = (server.folder / "me/my-run/README.md").read_text()
         assert "lze-trl app me/my-run" in card
@@ -325,7 +325,7 @@ def test_a_trainer_pushes_model_card_and_telemetry(tmp_path):
     # Prompts and completions are where they were asked for, and nowhere else
     assert not (model / "telemetry").exists() and not (model / "report").exists()
     assert (run / "telemetry/meta.json").is_file()
-    assert (run / "lze_state.safetensors").is_file()
+    assert (run / "lze_state.arrays").is_file()
     for file in (tmp_path / "server").rglob("*"):
         assert not file.is_file() or b"hf_secret" not in file.read_bytes(), file
 

@@ -7,6 +7,7 @@ same, and near if their ROUGE-L F1, 2·LCS / (m + n), is at least a threshold (0
 
 import re
 from collections.abc import Iterable
+from itertools import takewhile
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +21,7 @@ from .tasks import Problem
 
 NEAR = 0.7
 _TOKEN = re.compile(r"\\[a-z]+|[^\W\d_]+|\d+(?:\.\d+)?|[^\w\s]")
+_ENOUGH = 10  # problems that do not begin alike by chance
 _CELLS = 20_000_000  # similarities that are held at a time
 
 
@@ -61,4 +63,19 @@ def _coded(texts: Iterable[str], ids: dict[str, int]) -> list[list[int]]:
 def training_texts(references: list[str]) -> list[str]:
     """Problems of training sets, given as [`~lze_trl.data.load_prompts`] takes them, each once."""
     tables = [load_prompts(reference, conversational=False) for reference in references]
-    return list(dict.fromkeys(text for table in tables for text in table["prompt"]))
+    return list(dict.fromkeys(text for table in tables for text in without_frame(table["prompt"])))
+
+
+def without_frame(texts: list[str]) -> list[str]:
+    """Texts without the words that all of them begin or end with; as they are where chance may make them alike."""
+    if len(set(texts)) < _ENOUGH:
+        return texts
+    words = [re.findall(r"\S+", text) for text in texts]
+    begin = _alike(words)
+    end = _alike([row[: begin - 1 if begin else None : -1] for row in words])
+    return [" ".join(row[begin : len(row) - end]) for row in words]
+
+
+def _alike(rows: list[list[str]]) -> int:
+    """How many words all rows begin with."""
+    return sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, zip(*rows, strict=False)))

@@ -1,11 +1,13 @@
 """The samples of a task: a file with one JSON line each, which a killed evaluation leaves whole."""
 
+import fcntl
 import json
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from .engines import Output, Request
+from .settings import EvaluationError
 
 
 @dataclass(frozen=True)
@@ -44,10 +46,17 @@ class SampleFile:
 
     def __enter__(self) -> "SampleFile":
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        content = self.path.read_bytes() if self.path.is_file() else b""
+        self._file = self.path.open("a", encoding="utf-8")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed, or the process ends
+        except BlockingIOError:
+            self._file.close()
+            raise EvaluationError(
+                f"Another evaluation is writing `{self.path}`. Wait for it, or give this one another `--output`."
+            ) from None
+        content = self.path.read_bytes()
         if content and not content.endswith(b"\n"):  # the last line was cut off with its writer
             os.truncate(self.path, content.rfind(b"\n") + 1)
-        self._file = self.path.open("a", encoding="utf-8")
         return self
 
     def __exit__(self, *error: object):

@@ -116,7 +116,7 @@ def _has_column(reference: str, column: str | None) -> bool:
     with path.open(encoding="utf-8") as file:
         try:
             return column in json.loads(file.readline())
-        except ValueError:  # told when the file is read
+        except (ValueError, TypeError):  # told when the file is read
             return False
 
 

@@ -163,4 +163,6 @@ def test_the_demo_goes_all_the_way(model, tmp_path, monkeypatch, capsys):
     assert re.search(r"step-000000 +other_templates +16 +avg@1 +\d+\.\d \[.*\]", shown)
     assert re.search(r"step-000001 +other_templates +16 +avg@1, change since the first +[+-]\d+\.\d \[.*\]", shown)
     assert (tmp_path / "run" / "report" / "summary.png").is_file()
-    assert (tmp_path / "run" / "model.safetensors").is_file()
+    trained = RealServer(tmp_path / "run", tmp_path / "trained.log", ("--max-model-len", "512"))
+    trained.ensure()  # the folder of a run is a model to serve
+    trained.kill()
