@@ -41,6 +41,8 @@ class Prompts(_PromptTable):
         alive (float64): Probability that the next group of the prompt, of `num_generations` completions, is alive; that of
             the population for a prompt that was never visited.
         pruned (bool): The prompt has had `pruning_streak` solved visits in a row, and was solved ever since.
+        alive_given_first (float64, *optional*): Probability that the group under way is alive in the end, given its first
+            completion; 1 if it is alive already. Defaults to NaN: no completion was drawn yet.
     """
 
     prompt_ids: np.ndarray
@@ -52,6 +54,12 @@ class Prompts(_PromptTable):
     streak: np.ndarray
     alive: np.ndarray
     pruned: np.ndarray
+    alive_given_first: np.ndarray | None = None
+
+    def __post_init__(self):
+        if self.alive_given_first is None:
+            object.__setattr__(self, "alive_given_first", np.full(len(self), np.nan))
+        super().__post_init__()
 
 
 @dataclass(frozen=True)

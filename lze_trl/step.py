@@ -120,7 +120,7 @@ class GenerationStep:
 
     def _remember(self, drawn: Scored) -> Groups:
         """Score the groups and remember their prompts."""
-        groups = self.state.visit(drawn.rollouts)
+        groups = self.state.visit(drawn.rollouts, drawn.chances)
         self.passes.planner.observe(groups)
         self.dead.update(groups, drawn.rollouts, drawn.rewards_per_func.cpu().numpy())
         return groups
@@ -212,7 +212,7 @@ class GenerationStep:
     ):
         fresh = chosen[len(pool) - len(groups) :]
         metrics = batch_metrics(groups, fresh, self.state, plan.pass_index) | self.passes.metrics()
-        metrics |= self.state.foresight.metrics()
+        metrics |= self.state.foresight.metrics() | self.state.gate.metrics()
         metrics["repeated_share"] = self.repeats.update(pool.groups.prompt_ids[chosen])
         lengths = batch.prompt_tokens, batch.completion_tokens
         real, computed = padding_efficiency(batch.layout, *lengths, self.accelerator.process_index)
@@ -248,6 +248,7 @@ class GenerationStep:
             "batches": self,
             "prompts": self.state,
             "foresight": self.state.foresight,
+            "gate": self.state.gate,
             "passes": self.passes,
             "dead": self.dead,
             "repeats": self.repeats,

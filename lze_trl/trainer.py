@@ -363,7 +363,8 @@ class LZEGRPOTrainer(GRPOTrainer):
                 )
         elif self.args.state_from is not None and not self.generation_step.generation:
             source = resolve_state(self.args.state_from)
-            known = {"prompts": self.prompt_state, "foresight": self.prompt_state.foresight}
+            state = self.prompt_state
+            known = {"prompts": state, "foresight": state.foresight, "gate": state.gate}
             store.load_parts(store.find_state(source), store.STATE_NAME, known)
             logger.info("Starting from the state of %d prompts of `%s`.", len(self.prompt_state), source)
         try:

@@ -26,6 +26,7 @@ def history(count: int, rng: np.random.Generator, **known) -> History:
         "strength": rng.integers(0, 17, count),
         "last": rng.integers(0, SIZE + 1, count) / SIZE,
         "streak": rng.integers(-3, 4, count),
+        "stopped": np.zeros(count),
         "logprob_mean": -rng.exponential(3.0, count),
         "logprob_min": -rng.exponential(6.0, count),
         "logprob_max": -rng.exponential(1.0, count),
@@ -100,7 +101,7 @@ def test_one_batch_by_hand():
     x = features(known, np.log(posterior / (1.0 - posterior)))
     np.testing.assert_allclose(0.5 * foresight.weights + x.T @ (p - alive), 0.0, atol=1e-6)
     expected = 0.5 * np.eye(len(FEATURES)) + (x.T * (p * (1.0 - p))) @ x
-    np.testing.assert_allclose(foresight.precision, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(foresight.model.precision, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_what_is_learned_is_calibrated_and_better_than_the_posterior():

@@ -7,11 +7,12 @@ import numpy as np
 import pandas as pd
 
 from .posterior import beta_parameters, dead_probability
+from .regression import MAX_LOGIT, OnlineRegression, bounded_logprob, probability
 
 
 FEATURES = (
     *("never_visited", "visited", "posterior", "posterior_spread"),
-    *("spread", "was_alive", "solved_streak", "hopeless_streak", "age"),
+    *("spread", "was_alive", "stopped", "solved_streak", "hopeless_streak", "age"),
     *("no_logprobs", "logprob_mean", "logprob_min", "logprob_max"),
     *("chance_mean_if_solved", "chance_min_if_solved", "chance_max_if_solved"),
     *("chance_mean_if_hopeless", "chance_min_if_hopeless", "chance_max_if_hopeless"),
@@ -19,12 +20,7 @@ FEATURES = (
 """What the model adds to the posterior's own forecast; all are 0 for a prompt that was never visited, except the first."""
 
 NUM_BINS = 10
-_PRIOR_PRECISION = 0.5  # of each weight, whose prior mean is 0: then the forecast is the posterior's
-_FORGETTING = 0.99  # what the past counts after each generation batch: the policy moves
-_NEWTON_STEPS = 6
-_HALVINGS = 20
 _SCORE_MEMORY = 0.95  # the same of the scores that say whether the model is used
-_MAX_LOGIT = 8.0
 _CHUNK = 65_536  # prompts that are forecast at a time
 
 
@@ -37,6 +33,7 @@ class History:
     strength: np.ndarray  # completions that it rests on
     last: np.ndarray  # mean outcome at the last visit; any number if there was none
     streak: np.ndarray  # see [`Prompts`]
+    stopped: np.ndarray  # 1 if the last visit ended after one completion, whatever the streak of those before
     logprob_mean: np.ndarray  # of the completions of the last visit; NaN if none were reported
     logprob_min: np.ndarray
     logprob_max: np.ndarray
@@ -54,19 +51,19 @@ def features(history: History, posterior: np.ndarray) -> np.ndarray:
     """Features of prompts, shape `(P, F)`, all between about −1 and 2; `posterior` are the logits of its forecast."""
     streak, rate = history.streak, history.last
     solved, hopeless = (streak > 0).astype(np.float64), (streak < 0).astype(np.float64)
-    length = np.log1p(np.abs(streak)) / 2.0
-    alive = (streak == 0).astype(np.float64)
+    length, stopped = np.log1p(np.abs(streak)) / 2.0, history.stopped > 0
+    alive = ((streak == 0) & ~stopped).astype(np.float64)
+    passed, failed = np.where(stopped, rate > 0.5, solved), np.where(stopped, rate <= 0.5, hopeless)
     age = np.log1p(history.age) / 4.0
     missing = np.isnan(history.logprob_mean)
     logprobs = [np.where(missing, -1.0, x) for x in (history.logprob_mean, history.logprob_min, history.logprob_max)]
-    bounded = [-np.log(1e-3 - values) / 4.0 for values in logprobs]  # 1.7 if it was certain, 0 at −1, and slowly below
     chances = [np.exp(values) * ~missing for values in logprobs]
     columns = [
         *(np.ones_like(age), posterior / 4.0, 4.0 * history.pass_rates * (1.0 - history.pass_rates)),
-        *(4.0 * rate * (1.0 - rate), alive, length * solved, length * hopeless, age),
-        *(missing.astype(np.float64), *(values * ~missing for values in bounded)),
-        *(chance * solved for chance in chances),
-        *(chance * hopeless for chance in chances),
+        *(4.0 * rate * (1.0 - rate), alive, stopped.astype(np.float64), length * solved, length * hopeless, age),
+        *(missing.astype(np.float64), *(bounded_logprob(values) * ~missing for values in logprobs)),
+        *(chance * passed for chance in chances),
+        *(chance * failed for chance in chances),
     ]
     visited = (history.visits > 0).astype(np.float64)
     return np.stack([1.0 - visited, *(column * visited for column in columns)], axis=1)
@@ -74,8 +71,8 @@ def features(history: History, posterior: np.ndarray) -> np.ndarray:
 
 class Foresight:
     """
-    Logistic regression of "the next group is alive", with the log-odds of the posterior as its starting point: a Gaussian
-    posterior of the weights, moved by some Newton steps for each generation batch, which forgets.
+    Logistic regression of "the next group is alive", with the log-odds of the posterior as its starting point, see
+    [`OnlineRegression`].
 
     Each batch is forecast before it is learned from. The model is used while its Brier score over the latest batches is no
     higher than that of the posterior; else the posterior's forecast is. Everything depends on gathered numbers alone, so that it
@@ -83,11 +80,15 @@ class Foresight:
     """
 
     def __init__(self):
-        self.weights = np.zeros(len(FEATURES))
-        self.precision = _PRIOR_PRECISION * np.eye(len(FEATURES))
+        self.model = OnlineRegression(len(FEATURES))
         self._scores = np.zeros(2)  # decayed: squared errors of model and posterior
         self._bins = np.zeros((NUM_BINS, 3))  # decayed: groups, sum of the forecasts, those alive
         self._metrics: dict[str, float] = {}
+
+    @property
+    def weights(self) -> np.ndarray:
+        """What each of the [`FEATURES`] adds to the log-odds."""
+        return self.model.weights
 
     @property
     def used(self) -> bool:
@@ -107,67 +108,55 @@ class Foresight:
         for start in range(0, len(history), _CHUNK):
             part = slice(start, start + _CHUNK)
             log_odds = posterior_log_odds(history.take(part), sizes[part])
-            found = log_odds + features(history.take(part), log_odds) @ self.weights
-            model[part] = _probability(np.clip(found, -_MAX_LOGIT, _MAX_LOGIT))
-            posterior[part] = _probability(log_odds)
+            model[part] = self.model.probability(log_odds, features(history.take(part), log_odds))
+            posterior[part] = probability(log_odds)
         single = sizes < 2
         return np.where(single, 0.0, model), np.where(single, 0.0, posterior)
 
-    def see(self, history: History, size: int | np.ndarray, alive: np.ndarray, learn: bool = True) -> np.ndarray:
+    def see(
+        self,
+        history: History,
+        size: int | np.ndarray,
+        alive: np.ndarray,
+        learn: bool = True,
+        counts: np.ndarray | None = None,
+    ) -> np.ndarray:
         """
         Enter a generation batch: what was remembered of its prompts before, the completions that `alive`, bool of shape
-        `(P,)`, is said of, and whether to learn from it. Returns what was expected, shape `(P,)`.
+        `(P,)`, is said of, and whether to learn from it. Where some prompts are left out by chance, the others stand for
+        `counts` prompts each. Returns what was expected, shape `(P,)`.
         """
         model, posterior = self.forecasts(history, size)
-        expected = model if self.used else posterior
-        self._score(model, posterior, expected, alive, history.visits > 0)
+        expected, counts = model if self.used else posterior, np.ones(len(history)) if counts is None else counts
+        self._score(model, posterior, expected, alive, np.where(history.visits > 0, counts, 0.0))
         if learn:
-            self._learn(history, np.broadcast_to(size, len(history)), alive)
+            log_odds = posterior_log_odds(history, np.broadcast_to(size, len(history)))
+            self.model.learn(log_odds, features(history, log_odds), alive, counts)
         return expected
 
     def _score(
-        self, model: np.ndarray, posterior: np.ndarray, expected: np.ndarray, alive: np.ndarray, visited: np.ndarray
+        self, model: np.ndarray, posterior: np.ndarray, expected: np.ndarray, alive: np.ndarray, counts: np.ndarray
     ):
-        """Compare forecasts of visited prompts with what came of them."""
-        used, self._metrics = self.used, {}
-        if not visited.any():
+        """Compare forecasts with what came of them, of the prompts that count."""
+        used, self._metrics, seen = self.used, {}, counts > 0
+        if not seen.any():
             return
-        model, posterior, expected, alive = (x[visited] for x in (model, posterior, expected, alive))
-        errors = [float(((forecast - alive) ** 2).sum()) for forecast in (model, posterior)]
+        model, posterior, expected, alive, counts = (x[seen] for x in (model, posterior, expected, alive, counts))
+        errors = [float((counts * (forecast - alive) ** 2).sum()) for forecast in (model, posterior)]
         self._scores = _SCORE_MEMORY * self._scores + np.array(errors)
         bins = np.minimum((expected * NUM_BINS).astype(np.int64), NUM_BINS - 1)
         self._bins *= _SCORE_MEMORY
-        np.add.at(self._bins, bins, np.stack([np.ones_like(expected), expected, alive], axis=1))
+        np.add.at(
+            self._bins, bins, counts[:, np.newaxis] * np.stack([np.ones_like(expected), expected, alive], axis=1)
+        )
         self._metrics = {
-            "foresight_alive": float(expected.mean()),
-            "foresight_brier": float(((expected - alive) ** 2).mean()),
+            "foresight_alive": float(np.average(expected, weights=counts)),
+            "foresight_brier": float(np.average((expected - alive) ** 2, weights=counts)),
             "foresight_error": calibration_error(self._bins),
             "foresight_used": float(used),
         }
         if 0 < alive.sum() < len(alive):
             self._metrics["foresight_auc"] = auc(expected, alive)
-
-    def _learn(self, history: History, sizes: np.ndarray, alive: np.ndarray):
-        """Move the weights to the maximum of their posterior, and their precision to its curvature there."""
-        log_odds = posterior_log_odds(history, sizes)
-        x, prior = features(history, log_odds), _PRIOR_PRECISION * np.eye(len(FEATURES))
-        before = _FORGETTING * self.precision + (1.0 - _FORGETTING) * prior
-        center = np.linalg.solve(before, _FORGETTING * self.precision @ self.weights)
-
-        def loss(weights: np.ndarray) -> float:
-            z, moved = log_odds + x @ weights, weights - center
-            return float(np.logaddexp(0.0, z).sum() - z[alive].sum() + moved @ before @ moved / 2.0)
-
-        self.weights = center
-        for _ in range(_NEWTON_STEPS):
-            p = _probability(log_odds + x @ self.weights)
-            self.precision = before + (x * (p * (1.0 - p))[:, np.newaxis]).T @ x
-            step = np.linalg.solve(self.precision, before @ (self.weights - center) + x.T @ (p - alive))
-            now, halvings = loss(self.weights), 0
-            while loss(self.weights - step) > now and halvings < _HALVINGS:  # where it is flat, a whole step goes too far
-                step, halvings = step / 2.0, halvings + 1
-            if halvings < _HALVINGS:
-                self.weights = self.weights - step
 
     def metrics(self) -> dict[str, float]:
         """Of the last generation batch, over the prompts that were visited before; none if there were none."""
@@ -175,11 +164,11 @@ class Foresight:
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Weights and scores."""
-        return {"weights": self.weights, "precision": self.precision, "scores": self._scores, "bins": self._bins}
+        return self.model.state_dict() | {"scores": self._scores, "bins": self._bins}
 
     def load_state_dict(self, state: dict[str, np.ndarray]):
         """Continue from a checkpoint."""
-        self.weights, self.precision = state["weights"].copy(), state["precision"].copy()
+        self.model.load_state_dict(state)
         self._scores, self._bins, self._metrics = state["scores"].copy(), state["bins"].copy(), {}
 
 
@@ -187,11 +176,7 @@ def posterior_log_odds(history: History, sizes: np.ndarray) -> np.ndarray:
     """Log-odds of "alive" by the posterior of the pass rate, shape `(P,)`; bounded."""
     dead = dead_probability(*beta_parameters(history.pass_rates, history.strength), sizes)
     with np.errstate(divide="ignore"):
-        return np.clip(np.log1p(-dead) - np.log(dead), -_MAX_LOGIT, _MAX_LOGIT)
-
-
-def _probability(log_odds: np.ndarray) -> np.ndarray:
-    return 1.0 / (1.0 + np.exp(-np.clip(log_odds, -30.0, 30.0)))
+        return np.clip(np.log1p(-dead) - np.log(dead), -MAX_LOGIT, MAX_LOGIT)
 
 
 def auc(expected: np.ndarray, alive: np.ndarray) -> float:

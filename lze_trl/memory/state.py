@@ -1,6 +1,6 @@
 """The memory of every prompt that was visited: a table with one row a prompt."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pandas as pd
@@ -8,6 +8,7 @@ import pandas as pd
 from ..arrays import Groups, Prompts, Rollouts, differ
 from ..select.energy import anchor, group_mean, score_groups
 from .foresight import Foresight, History
+from .gate import Gate
 from .index import RowIndex
 from .outcomes import RewardRange
 from .posterior import posterior_mean, posterior_strength, remembered_mean
@@ -24,9 +25,10 @@ _RECORD = np.dtype(
         ("streak", np.int16),
         ("rollouts", np.uint16),
         ("pruned", np.bool_),
-        # Of the last visit: mean score, generation batch, log-probabilities of its completions
+        # Of the last visit: mean score, generation batch, whether it ended after one completion, their log-probabilities
         ("last", np.float32),
         ("last_batch", np.int32),
+        ("stopped", np.bool_),
         ("logprob_mean", np.float16),
         ("logprob_min", np.float16),
         ("logprob_max", np.float16),
@@ -54,12 +56,13 @@ class StateSettings:
 
 class PromptState:
     """
-    State of every visited prompt: a record of 47 bytes, and an index of the ids, 12 bytes. An update costs O(batch).
+    State of every visited prompt: a record of 48 bytes, and an index of the ids, 12 bytes. An update costs O(batch).
 
     All means are those of the raw scores, and are scaled to [0, 1] when they are read, by the range of scores that the run
     has seen by then: for passes and fails they are the pass rates themselves. `expected` is the mean outcome over the bounded
     memory of the posterior, `rollouts` counts scored completions up to 65535. `streak` is s after s solved visits in a row,
-    −s after s visits in a row with equal rewards that are not solved, and 0 after a visit that had a gradient.
+    −s after s visits in a row with equal rewards that are not solved, and 0 after a visit that had a gradient. A visit of one
+    completion counts for the pass rates, but neither for the streak nor as the prompt's first, of which D is said.
 
     Made with room for `expected` prompts, and with the `bounds` of the scores where they are known from the start.
     """
@@ -73,6 +76,7 @@ class PromptState:
         self.settings = settings or StateSettings()
         self.range = RewardRange(bounds)
         self.foresight = Foresight()
+        self.gate = Gate()
         self.num_pruned = 0
         self.batches = 0  # visited so far
         self._table = np.zeros(max(expected, 16), dtype=_RECORD)
@@ -107,9 +111,12 @@ class PromptState:
         self.num_pruned = int(self["pruned"].sum())
         return int(solved.sum())
 
-    def visit(self, rollouts: Rollouts) -> Groups:
+    def visit(self, rollouts: Rollouts, chances: np.ndarray | None = None) -> Groups:
         """
         Score the groups of a generation batch, then remember them.
+
+        `chances`, shape `(P,)`, are for groups of which some were stopped after their first completion: the probability with
+        which each one was drawn to its end, and 0 where it was not.
 
         The range of scores must have been widened by the batch before, see [`observe`]. The energies use the moving
         averages from *before* the batch. Groups without any scored completion leave no trace.
@@ -123,7 +130,7 @@ class PromptState:
         known, before = self._recall(ids)
         groups = score_groups(
             rollouts,
-            np.where(known, self._scaled(before["first_pass_rate"]), np.nan),
+            np.where(_begun(before), self._scaled(before["first_pass_rate"]), np.nan),
             np.where(known, self._scaled(before["ema"]), np.nan),
             before["visits"].astype(np.int64),
             before["pruned"] & settings.prune,
@@ -131,11 +138,22 @@ class PromptState:
             settings.momentum_weight,
             settings.named_outcome,
         )
-        scored, (size, alive) = ~np.isnan(groups.pass_rates), first_completions(rollouts)
-        self.foresight.see(self.history(ids[scored]), size, alive[scored], learn=size > 1)
+        scored = ~np.isnan(groups.pass_rates)
+        if chances is None:
+            size, alive = first_completions(rollouts)
+            self.foresight.see(self.history(ids[scored]), size, alive[scored], learn=size > 1)
+        else:
+            self._see_gated(rollouts, scored & (chances > 0), chances)
         counts = np.bincount(rollouts.group[~np.isnan(rollouts.scores)], minlength=len(ids))
         self.remember(groups, group_mean(rollouts.scores, rollouts.group, len(ids)), counts)
         return groups
+
+    def _see_gated(self, rollouts: Rollouts, complete: np.ndarray, chances: np.ndarray):
+        """Let the models learn from the groups that were drawn to their end, each of which stands for 1 / chance groups."""
+        counts = np.divide(1.0, chances, out=np.zeros(len(chances)), where=complete)
+        self.gate.see(self.prompts(rollouts.prompt_ids), rollouts, counts)
+        history, sizes = self.history(rollouts.prompt_ids[complete]), rollouts.sizes[complete]
+        self.foresight.see(history, sizes, rollouts.alive[complete], counts=counts[complete])
 
     def history(self, prompt_ids: np.ndarray) -> History:
         """What forecasts are made from, of prompts whose ids have shape `(P,)`."""
@@ -149,13 +167,20 @@ class PromptState:
             strength=posterior_strength(rollouts, memory),
             last=self._scaled(record["last"]),
             streak=record["streak"].astype(np.float64),
+            stopped=record["stopped"].astype(np.float64),
             age=(self.batches - record["last_batch"]).astype(np.float64),
             **{name: record[name].astype(np.float64) for name in _LOGPROBS},
         )
 
-    def prompts(self, prompt_ids: np.ndarray) -> Prompts:
-        """What is known of prompts, whose ids have shape `(P,)`."""
-        known, record = self._recall(prompt_ids)
+    def prompts(self, prompt_ids: np.ndarray, drawn: Rollouts | None = None) -> Prompts:
+        """What is known of prompts, whose ids have shape `(P,)`, before a batch, or while completions of them are `drawn`."""
+        prompts = self._prompts(prompt_ids)
+        if drawn is None or drawn.num_rows == 0:
+            return prompts
+        return replace(prompts, alive_given_first=self.gate.alive(prompts, drawn))
+
+    def _prompts(self, prompt_ids: np.ndarray) -> Prompts:
+        _, record = self._recall(prompt_ids)
         history = self._history(record)
         difficulty = anchor(self._scaled(record["first_pass_rate"]), self.settings.difficulty_floor)
         return Prompts(
@@ -164,7 +189,7 @@ class PromptState:
             rollouts=record["rollouts"].astype(np.int64),
             pass_rates=history.pass_rates,
             strength=history.strength,
-            difficulty=np.where(known, difficulty, 1.0),
+            difficulty=np.where(_begun(record), difficulty, 1.0),
             streak=record["streak"].astype(np.int64),
             alive=self.foresight.alive(history, self.settings.group_size),
             pruned=record["pruned"],
@@ -191,14 +216,14 @@ class PromptState:
         rows = self._insert(groups.prompt_ids)
         records, settings = self._table.take(rows), self.settings
         fresh, seen = groups.visits == 1, records["rollouts"].astype(np.int64)
-        records["first_pass_rate"][fresh] = means[fresh]
+        records["first_pass_rate"] = np.where(_begun(records), records["first_pass_rate"], means)
         # μ starts at p⁽⁰⁾, for which λ·μ + (1 − λ)·p is p⁽⁰⁾ again
         average = np.where(fresh, means, records["ema"].astype(np.float64))
         records["ema"] = settings.ema_decay * average + (1.0 - settings.ema_decay) * means
         records["energy"], records["visits"] = groups.energies, groups.visits
         records["expected"] = remembered_mean(records["expected"], seen, means, counts, settings.posterior_memory)
         records["rollouts"] = np.minimum(seen + counts, _MAX_ROLLOUTS)
-        records["last"], records["last_batch"] = means, self.batches
+        records["last"], records["last_batch"], records["stopped"] = means, self.batches, groups.sizes == 1
         for name in _LOGPROBS:
             records[name] = np.clip(getattr(groups, name), -_MAX_FLOAT16, 0.0)
         self.batches += 1
@@ -278,8 +303,16 @@ def first_completions(rollouts: Rollouts) -> tuple[int, np.ndarray]:
     return size, differ(rollouts.signals[first], rollouts.group[first], rollouts.num_groups)
 
 
+def _begun(records: np.ndarray) -> np.ndarray:
+    """Prompts with a visit of more than one completion, shape `(n,)`, bool."""
+    return records["rollouts"] > np.minimum(records["visits"], _MAX_ROLLOUTS - 1)
+
+
 def _next_streak(streak: np.ndarray, groups: Groups) -> np.ndarray:
-    """Streak after a visit: one further from 0 if it came out as the visits before, else begun anew."""
+    """
+    Streak after a visit: one further from 0 if it came out as the visits before, else begun anew. One completion says
+    neither.
+    """
     visit = np.where(groups.solved, 1, np.where(groups.alive, 0, -1))
     longer = np.clip(streak + visit, -MAX_STREAK, MAX_STREAK)
-    return np.where(np.sign(streak) == visit, longer, visit)
+    return np.where(groups.sizes == 1, streak, np.where(np.sign(streak) == visit, longer, visit))

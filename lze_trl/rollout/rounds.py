@@ -50,12 +50,16 @@ class Rounds:
             return self._roll_out(plan.inputs, np.repeat(np.arange(plan.num_prompts), group_size), group_size, engine)
         rng = keyed_rng(self.args.seed, generation, "rollouts")
         parts: list[Scored] = []
+        chances = None
         for index in range(MAX_ROUNDS + 1):
             drawn = self._joined(parts, plan).rollouts if parts else _nothing(self.passes.ids_of(plan.rows))
             if index and self.controller.draws_prompts:
                 self._extend(plan, drawn, index, wanted, waiting)
                 drawn = replace(drawn, prompt_ids=self.passes.ids_of(plan.rows))
-            counts = ask(self.controller, index, self.state.prompts(drawn.prompt_ids), drawn, rng)
+            prompts = self.state.prompts(drawn.prompt_ids, drawn)
+            decided = self.controller.chances(index, prompts, drawn)
+            counts = ask(self.controller, index, prompts, drawn, rng)
+            chances = chances if decided is None else np.where(counts > 0, decided, 0.0)
             if not counts.any():
                 break
             counts = self._divisible(counts)
@@ -68,7 +72,8 @@ class Rounds:
         if not parts:
             return None
         merge_rounds(engine.metrics, [part.rollouts.num_rows for part in parts])
-        return without_empty_groups(self._joined(parts, plan))
+        scored = self._joined(parts, plan)
+        return without_empty_groups(replace(scored, chances=chances))
 
     def _joined(self, parts: list[Scored], plan: Plan) -> Scored:
         """The rounds of a batch as one. A later round may have widened the range that outcomes are scaled from."""
