@@ -62,7 +62,7 @@ class PromptState:
     has seen by then: for passes and fails they are the pass rates themselves. `expected` is the mean outcome over the bounded
     memory of the posterior, `rollouts` counts scored completions up to 65535. `streak` is s after s solved visits in a row,
     −s after s visits in a row with equal rewards that are not solved, and 0 after a visit that had a gradient. A visit of one
-    completion counts for the pass rates, but neither for the streak nor as the prompt's first, of which D is said.
+    completion counts for the pass rates; it may end a streak, makes none longer, and is not the first, of which D is said.
 
     Made with room for `expected` prompts, and with the `bounds` of the scores where they are known from the start.
     """
@@ -310,9 +310,10 @@ def _begun(records: np.ndarray) -> np.ndarray:
 
 def _next_streak(streak: np.ndarray, groups: Groups) -> np.ndarray:
     """
-    Streak after a visit: one further from 0 if it came out as the visits before, else begun anew. One completion says
-    neither.
+    Streak after a visit: one further from 0 if it came out as the visits before, else begun anew. One completion may end a
+    streak, but neither begins one nor makes it longer.
     """
     visit = np.where(groups.solved, 1, np.where(groups.alive, 0, -1))
     longer = np.clip(streak + visit, -MAX_STREAK, MAX_STREAK)
-    return np.where(groups.sizes == 1, streak, np.where(np.sign(streak) == visit, longer, visit))
+    same = np.sign(streak) == visit
+    return np.where(groups.sizes == 1, streak * same, np.where(same, longer, visit))
