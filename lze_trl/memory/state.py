@@ -61,8 +61,9 @@ class PromptState:
     All means are those of the raw scores, and are scaled to [0, 1] when they are read, by the range of scores that the run
     has seen by then: for passes and fails they are the pass rates themselves. `expected` is the mean outcome over the bounded
     memory of the posterior, `rollouts` counts scored completions up to 65535. `streak` is s after s solved visits in a row,
-    −s after s visits in a row with equal rewards that are not solved, and 0 after a visit that had a gradient. A visit of one
-    completion counts for the pass rates; it may end a streak, makes none longer, and is not the first, of which D is said.
+    −s after s visits in a row with equal rewards that are not solved, and 0 after a visit that had a gradient. A visit that was
+    stopped after one completion counts for the pass rates; it may end a streak, makes none longer, and D is not said of it:
+    until another one, `first_pass_rate` is NaN.
 
     Made with room for `expected` prompts, and with the `bounds` of the scores where they are known from the start.
     """
@@ -145,7 +146,8 @@ class PromptState:
         else:
             self._see_gated(rollouts, scored & (chances > 0), chances)
         counts = np.bincount(rollouts.group[~np.isnan(rollouts.scores)], minlength=len(ids))
-        self.remember(groups, group_mean(rollouts.scores, rollouts.group, len(ids)), counts)
+        stopped = None if chances is None else chances == 0
+        self.remember(groups, group_mean(rollouts.scores, rollouts.group, len(ids)), counts, stopped)
         return groups
 
     def _see_gated(self, rollouts: Rollouts, complete: np.ndarray, chances: np.ndarray):
@@ -207,27 +209,30 @@ class PromptState:
         """Remembered means of scores as outcomes, float64. They have 32 bits, and may miss the range by the last one."""
         return np.clip(self.range.outcomes(means.astype(np.float64)), 0.0, 1.0)
 
-    def remember(self, groups: Groups, means: np.ndarray, counts: np.ndarray):
+    def remember(self, groups: Groups, means: np.ndarray, counts: np.ndarray, stopped: np.ndarray | None = None):
         """
-        Enter the scored groups of a generation batch, with the mean and the number of their scores, both of shape `(P,)`.
+        Enter the scored groups of a generation batch, with the mean and the number of their scores, and which of them were
+        stopped after their first completion, by default none; all of shape `(P,)`.
         """
         scored = np.flatnonzero(counts > 0)
+        stopped = np.zeros(len(scored), dtype=bool) if stopped is None else stopped[scored]
         groups, means, counts = groups.take(scored), means[scored], counts[scored]
         rows = self._insert(groups.prompt_ids)
         records, settings = self._table.take(rows), self.settings
         fresh, seen = groups.visits == 1, records["rollouts"].astype(np.int64)
-        records["first_pass_rate"] = np.where(_begun(records), records["first_pass_rate"], means)
+        first = np.where(stopped, np.nan, means)
+        records["first_pass_rate"] = np.where(_begun(records), records["first_pass_rate"], first)
         # μ starts at p⁽⁰⁾, for which λ·μ + (1 − λ)·p is p⁽⁰⁾ again
         average = np.where(fresh, means, records["ema"].astype(np.float64))
         records["ema"] = settings.ema_decay * average + (1.0 - settings.ema_decay) * means
         records["energy"], records["visits"] = groups.energies, groups.visits
         records["expected"] = remembered_mean(records["expected"], seen, means, counts, settings.posterior_memory)
         records["rollouts"] = np.minimum(seen + counts, _MAX_ROLLOUTS)
-        records["last"], records["last_batch"], records["stopped"] = means, self.batches, groups.sizes == 1
+        records["last"], records["last_batch"], records["stopped"] = means, self.batches, stopped
         for name in _LOGPROBS:
             records[name] = np.clip(getattr(groups, name), -_MAX_FLOAT16, 0.0)
         self.batches += 1
-        records["streak"] = streak = _next_streak(records["streak"].astype(np.int64), groups)
+        records["streak"] = streak = _next_streak(records["streak"].astype(np.int64), groups, stopped)
         if settings.prune:
             # A pruned prompt that fails its re-check has no positive streak and is active again
             after = (streak > 0) & (records["pruned"] | (streak >= settings.pruning_streak))
@@ -304,16 +309,16 @@ def first_completions(rollouts: Rollouts) -> tuple[int, np.ndarray]:
 
 
 def _begun(records: np.ndarray) -> np.ndarray:
-    """Prompts with a visit of more than one completion, shape `(n,)`, bool."""
-    return records["rollouts"] > np.minimum(records["visits"], _MAX_ROLLOUTS - 1)
+    """Prompts with a visit that was not stopped after one completion, shape `(n,)`, bool."""
+    return (records["visits"] > 0) & ~np.isnan(records["first_pass_rate"])
 
 
-def _next_streak(streak: np.ndarray, groups: Groups) -> np.ndarray:
+def _next_streak(streak: np.ndarray, groups: Groups, stopped: np.ndarray) -> np.ndarray:
     """
-    Streak after a visit: one further from 0 if it came out as the visits before, else begun anew. One completion may end a
-    streak, but neither begins one nor makes it longer.
+    Streak after a visit: one further from 0 if it came out as the visits before, else begun anew. A visit that was stopped
+    may end a streak, but neither begins one nor makes it longer.
     """
     visit = np.where(groups.solved, 1, np.where(groups.alive, 0, -1))
     longer = np.clip(streak + visit, -MAX_STREAK, MAX_STREAK)
     same = np.sign(streak) == visit
-    return np.where(groups.sizes == 1, streak * same, np.where(same, longer, visit))
+    return np.where(stopped, streak * same, np.where(same, longer, visit))
