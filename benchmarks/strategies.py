@@ -69,6 +69,8 @@ STRATEGIES: dict[str, Strategy] = {
         "recommended: LZE, 80 % + probing, loss over all rows",
         _selecting("energy", selection_ratio=0.8, controller="probing", loss_normalizer="all"),
     ),
+    # One completion of each prompt, the others where the group is likely to be alive
+    "gate": Strategy("one-completion gate, live groups", _selecting("zero_variance", controller="gate")),
 }
 QUICK = (BASELINE, "lze", "lze_pruned", "recommended")
 """The strategies of `--quick`."""

@@ -43,6 +43,8 @@ class Prompts(_PromptTable):
         alive (float64): Probability that the next group of the prompt, of `num_generations` completions, is alive; that of
             the population for a prompt that was never visited.
         pruned (bool): The prompt has had `pruning_streak` solved visits in a row, and was solved ever since.
+        alive_given_first (float64, *optional*): Probability that the group under way is alive in the end, given its first
+            completion; 1 if it is alive already. Defaults to NaN: no completion was drawn yet.
     """
 
     prompt_ids: np.ndarray
@@ -54,6 +56,12 @@ class Prompts(_PromptTable):
     streak: np.ndarray
     alive: np.ndarray
     pruned: np.ndarray
+    alive_given_first: np.ndarray | None = None
+
+    def __post_init__(self):
+        if self.alive_given_first is None:
+            object.__setattr__(self, "alive_given_first", np.full(len(self), np.nan))
+        super().__post_init__()
 
 
 @dataclass(frozen=True)
@@ -125,11 +133,17 @@ def differ(values: np.ndarray, group: np.ndarray, num_groups: int) -> np.ndarray
 
     Equal values are found by comparison: a variance that is a sum of rounding errors is not zero.
     """
-    scored = ~np.isnan(values)
-    lowest, highest = np.full(num_groups, np.inf), np.full(num_groups, -np.inf)
-    np.minimum.at(lowest, group[scored], values[scored])
-    np.maximum.at(highest, group[scored], values[scored])
+    lowest, highest = extremes(values, group, num_groups)
     return highest > lowest
+
+
+def extremes(values: np.ndarray, group: np.ndarray, num_groups: int) -> tuple[np.ndarray, np.ndarray]:
+    """Lowest and highest of the values of each group that are not NaN, shape `(P,)`; ∞ and −∞ for a group without values."""
+    known = ~np.isnan(values)
+    lowest, highest = np.full(num_groups, np.inf), np.full(num_groups, -np.inf)
+    np.minimum.at(lowest, group[known], values[known])
+    np.maximum.at(highest, group[known], values[known])
+    return lowest, highest
 
 
 @dataclass(frozen=True)
@@ -155,6 +169,10 @@ class Groups(_PromptTable):
         reward_std (float64): Population standard deviation of the total reward; exactly 0 if all are equal.
         prompt_tokens (int64): Prompt length in tokens.
         completion_tokens (int64): Tokens of all completions of the group together.
+        logprob_mean (float64): Mean log-probability of the completions when they were sampled, each the sum over its tokens;
+            NaN if the engine reported none.
+        logprob_min (float64): The lowest of them.
+        logprob_max (float64): The highest of them.
         replayed (bool): The prompt is pruned and this visit is a re-check.
     """
 
@@ -174,6 +192,9 @@ class Groups(_PromptTable):
     reward_std: np.ndarray
     prompt_tokens: np.ndarray
     completion_tokens: np.ndarray
+    logprob_mean: np.ndarray
+    logprob_min: np.ndarray
+    logprob_max: np.ndarray
     replayed: np.ndarray
 
     def __add__(self, other: "Groups") -> "Groups":

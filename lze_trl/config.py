@@ -14,6 +14,7 @@ from .plan.planners import GresoPlanner, Planner, SolvedPlanner
 from .rollout.controllers import (
     Allocation,
     DynamicSampling,
+    Gate,
     Probing,
     ReinforceAda,
     RolloutController,
@@ -26,7 +27,15 @@ from .strategies import DEFAULT, STRATEGIES, settings_of
 logger = logging.getLogger(__name__)
 
 SELECTORS = ("energy", "variance", "midpoint", "random", "all", "zero_variance")
-CONTROLLERS = ("uniform", "reinforce_ada_positive", "reinforce_ada_balanced", "dynamic", "allocation", "probing")
+CONTROLLERS = (
+    "uniform",
+    "reinforce_ada_positive",
+    "reinforce_ada_balanced",
+    "dynamic",
+    "allocation",
+    "probing",
+    "gate",
+)
 
 _TRL_FIELDS = {theirs.name for theirs in fields(GRPOConfig)}
 _KINDS = {
@@ -48,6 +57,8 @@ RANGES = {
     "greso_exploration": (lambda x: 0.05 <= x <= 0.95, "in [0.05, 0.95]", "The paper uses 0.5"),
     "greso_target": (lambda x: 0 < x < 1, "in (0, 1)", "The paper uses 0.25"),
     "greso_step": (lambda x: 0 < x < 1, "in (0, 1)", "The paper uses 0.01"),
+    "gate_keep": (lambda x: 0 < x <= 1, "in (0, 1]", "Use 0.9 to keep nine of ten live groups"),
+    "gate_explore": (lambda x: 0 < x <= 1, "in (0, 1]", "Use 0.05, or the forecast never sees what it drops"),
     "young_rollouts": (lambda x: x >= 0, "at least 0", "Use 0 to go by the energy from the start"),
     "surplus_max_age": (lambda x: x >= 0, "at least 0", "Use 0 to drop surplus groups"),
     "max_tokens_per_micro_batch": (lambda x: x >= 1, "at least 1", "Leave it unset to bound micro-batches by rows"),
@@ -86,8 +97,8 @@ class LZEGRPOConfig(GRPOConfig):
         strategy (`str`, *optional*, defaults to `"lze"`):
             Name of a combination of settings, see `lze_trl.strategies.STRATEGIES`: `"lze"`, `"grpo"` (plain TRL),
             `"zero_variance"`, `"random"`, `"variance"`, `"dapo"`, `"reinforce_ada"`, `"reinforce_ada_positive"`,
-            `"greso"`, `"recommended"`, `"lze_reinforce_ada"`, `"lze_dynamic"` or `"lze_allocation"`. Any field that is
-            given besides wins. The defaults below are those of `"lze"`. A configuration that was made holds the values
+            `"greso"`, `"recommended"`, `"gate"`, `"lze_reinforce_ada"`, `"lze_dynamic"` or `"lze_allocation"`. Any
+            field that is given besides wins. The defaults below are those of `"lze"`. A configuration that was made holds the values
             themselves: to change its strategy, make another.
 
         > Parameters that control which groups are trained on
@@ -166,8 +177,8 @@ class LZEGRPOConfig(GRPOConfig):
             Who gets how many completions: `"uniform"` (`num_generations` each), `"reinforce_ada_positive"` or
             `"reinforce_ada_balanced"` (in rounds, until a prompt has a positive, or enough of either kind), `"dynamic"`
             (DAPO: further prompts, until enough groups are alive), `"allocation"` (a fixed budget, shared out by expected
-            energy), or `"probing"` (half of each group, the other half only where the first has a signal). A
-            `RolloutController` passed to the trainer wins.
+            energy), `"probing"` (half of each group, the other half only where the first has a signal), or `"gate"` (one
+            completion, the others where the group is likely to be alive). A `RolloutController` passed to the trainer wins.
         round_size (`int`, *optional*, defaults to `8`):
             M, completions of each active prompt in a round of Reinforce-Ada.
         max_rounds (`int`, *optional*, defaults to `4`):
@@ -187,6 +198,11 @@ class LZEGRPOConfig(GRPOConfig):
         young_rollouts (`int`, *optional*, defaults to `50`):
             Completions of a prompt that have to be seen before `"allocation"` goes by its energy; until then it gets the
             uniform share.
+        gate_keep (`float`, *optional*, defaults to `0.9`):
+            Share of the live groups that `"gate"` expects to keep, in (0, 1].
+        gate_explore (`float`, *optional*, defaults to `0.05`):
+            Probability with which `"gate"` draws a group that it would stop to its end all the same, to learn from it, in
+            (0, 1].
         surplus_max_age (`int`, *optional*, defaults to `1`):
             Number of generation batches that a live group for which a `"dynamic"` update had no room waits for the
             next one. 0 drops it.
@@ -294,6 +310,8 @@ class LZEGRPOConfig(GRPOConfig):
     min_rollouts: int = 2
     max_rollouts: int | None = None
     young_rollouts: int = 50
+    gate_keep: float = 0.9
+    gate_explore: float = 0.05
     surplus_max_age: int | None = None
     answer_column: str | None = None
     deduplicate: bool | None = None
@@ -419,6 +437,8 @@ class LZEGRPOConfig(GRPOConfig):
                 )
             case "probing":
                 return Probing(size, kept=kept)
+            case "gate":
+                return Gate(size, self.gate_keep, self.gate_explore, kept=kept)
         return UniformController(size, kept=kept)
 
     def make_selector(self) -> Selector:

@@ -28,6 +28,7 @@ from .pack.rows import Scored, TokenRows
 from .pack.window import Window
 from .rollout.gather import local_loss_tokens
 from .rollout.settling import read, settle, with_columns
+from .rollout.watch import watched
 from .select.advantages import estimate_advantages, zero_std_share
 
 
@@ -84,6 +85,9 @@ class RolledOut:
     loss_tokens: list[int]  # tokens of each row of this process that the loss covers
     extra: dict[str, list]  # columns that reward functions log, for the rows of this process
     ballots: dict[int, list]  # of the rows of this process, by the column of a group reward
+    # of each completion token when it was sampled, of this process; `None` if neither the engine reports them nor can they be
+    # watched. Unlike those of `local`, TRL does not see them
+    logprobs: list[list[float | None]] | None = None
 
 
 class Engine:
@@ -150,7 +154,8 @@ class Engine:
             raise images_error("Rows of the training set hold images")  # of a stream, which is not read before
         prompts = [row["prompt"] for row in inputs]
         same = group_size == trainer.num_generations
-        with nullcontext(trainer) if same else altered(trainer, num_generations=group_size) as view:
+        watching = nullcontext() if trainer.use_vllm else watched(trainer.model)
+        with watching as watch, nullcontext(trainer) if same else altered(trainer, num_generations=group_size) as view:
             prompt_ids, completion_ids, loss_mask, texts, logprobs, fields, images, _ = view._generate(prompts)
         if images is not None:
             raise images_error("Prompts of the training set hold images")
@@ -165,7 +170,9 @@ class Engine:
         local = TokenRows(prompt_ids, completion_ids, logprobs, loss_mask)
         end_tokens = [*trainer.eos_token_ids, trainer._tokenizer.pad_token_id]
         loss_tokens = local_loss_tokens(local, end_tokens, trainer.mask_truncated_completions)
-        return RolledOut(local, texts, rewards, trainer.reward_weights, loss_tokens, extra, ballots)
+        if logprobs is None and watch is not None:
+            logprobs = watch.token_logprobs(completion_ids)
+        return RolledOut(local, texts, rewards, trainer.reward_weights, loss_tokens, extra, ballots, logprobs)
 
     def ballots(
         self, inputs: list[dict[str, Any]], completions: list[Any], completion_ids: list[list[int]]

@@ -100,7 +100,7 @@ class GenerationStep:
         if drawn is None:
             return self._nothing(plan, engine)
         with timed("selection"):
-            groups, foreseen = self._remember(drawn)
+            groups = self._remember(drawn)
             pool = self.buffer.pool(drawn, groups, self.generation)
             chosen = self._select(pool, plan.num_prompts)
             weights = ask_keep(self.controller, pool.scored.rollouts, self._rng("keep"))
@@ -111,7 +111,7 @@ class GenerationStep:
         with timed("selection"):
             batch_rows, candidates = self.args.generation_batch_size, pool.scored.rollouts
             account(self.ledger, drawn.rollouts, groups, candidates, rows, batch_rows, passes)
-            self._log(plan, groups, pool, chosen, batch, foreseen, engine)
+            self._log(plan, groups, pool, chosen, batch, engine)
             self._record(plan, engine, drawn, groups, chosen[len(pool) - len(groups) :])
         return batch
 
@@ -124,12 +124,12 @@ class GenerationStep:
         ratio = ramped_ratio(args.selection_ratio, self.generation, args.selection_warmup, args.selection_ramp)
         return quota(ratio, num_prompts)
 
-    def _remember(self, drawn: Scored) -> tuple[Groups, dict[str, float]]:
-        """Score the groups and remember their prompts; also, how well the dead ones were foreseen."""
-        prompts = self.state.prompts(drawn.rollouts.prompt_ids)
-        groups = self.state.visit(drawn.rollouts)
+    def _remember(self, drawn: Scored) -> Groups:
+        """Score the groups and remember their prompts."""
+        groups = self.state.visit(drawn.rollouts, drawn.chances)
         self.passes.planner.observe(groups)
-        return groups, self.dead.update(prompts, groups, drawn.rollouts, drawn.rewards_per_func.cpu().numpy())
+        self.dead.update(groups, drawn.rollouts, drawn.rewards_per_func.cpu().numpy())
+        return groups
 
     def _select(self, pool: Pool, num_prompts: int) -> np.ndarray:
         """Whether each group is trained on, shape `(P,)`."""
@@ -219,11 +219,11 @@ class GenerationStep:
         pool: Pool,
         chosen: np.ndarray,
         batch: GenerationBatch,
-        foreseen: dict[str, float],
         engine: Engine,
     ):
         fresh = chosen[len(pool) - len(groups) :]
-        metrics = batch_metrics(groups, fresh, self.state, plan.pass_index) | foreseen | self.passes.metrics()
+        metrics = batch_metrics(groups, fresh, self.state, plan.pass_index) | self.passes.metrics()
+        metrics |= self.state.foresight.metrics() | self.state.gate.metrics()
         metrics["repeated_share"] = self.repeats.update(pool.groups.prompt_ids[chosen])
         lengths = batch.prompt_tokens, batch.completion_tokens
         real, computed = padding_efficiency(batch.layout, *lengths, self.accelerator.process_index)
@@ -262,6 +262,8 @@ class GenerationStep:
         return {
             "batches": self,
             "prompts": self.state,
+            "foresight": self.state.foresight,
+            "gate": self.state.gate,
             "passes": self.passes,
             "dead": self.dead,
             "repeats": self.repeats,

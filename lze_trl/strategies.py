@@ -47,6 +47,8 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "greso": _LIVE_GROUPS | {"pruning_policy": "greso", "controller": "dynamic"},
     # half of each group first; 80 % of the groups by energy, each step as large as the signal in it
     "recommended": {"selection_ratio": 0.8, "loss_normalizer": "all", "pruning": "none", "controller": "probing"},
+    # one completion of each prompt; the others where the group is likely to be alive
+    "gate": _LIVE_GROUPS | {"pruning": "none", "controller": "gate"},
     # the rollouts of `reinforce_ada`, the groups of `lze`
     "lze_reinforce_ada": _BALANCED,
     # further prompts until 40 % of the groups are alive

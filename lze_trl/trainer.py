@@ -388,7 +388,9 @@ class LZEGRPOTrainer(GRPOTrainer):
                 )
         elif self.args.state_from is not None and not self._own_step.generation:
             source = resolve_state(self.args.state_from)
-            store.load_parts(store.find_state(source), store.STATE_NAME, {"prompts": self.prompt_state})
+            state = self.prompt_state
+            known = {"prompts": state, "foresight": state.foresight, "gate": state.gate}
+            store.load_parts(store.find_state(source), store.STATE_NAME, known)
             logger.info("Starting from the state of %d prompts of `%s`.", len(self.prompt_state), source)
         try:
             result = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)

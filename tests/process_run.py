@@ -65,6 +65,8 @@ def run(directory: Path, name: str, settings: dict):
         "rows_trained": trainer.ledger.rows_trained,
         "visits_skipped": trainer.ledger.visits_skipped,
         "skipped_updates": trainer.ledger.skipped_updates,
+        "foresight": trainer.prompt_state.foresight.weights.tolist(),
+        "alive": trainer.prompt_state.prompts(trainer.prompt_state["prompt_ids"]).alive.tolist(),
     }
     rank = trainer.accelerator.process_index
     (directory / f"{name}.{world}.{rank}.json").write_text(json.dumps(result))

@@ -20,7 +20,7 @@ from lze_trl.app.charts import Series, heat_map, line_chart
 from lze_trl.app.numbers import number
 from lze_trl.app.runs import RunBook, seed_groups
 from lze_trl.record import MissingTelemetryError, Run, TelemetryWriter, open_run
-from lze_trl.record.curves import curve, energy_heat_map, reward_curves
+from lze_trl.record.curves import curve, energy_heat_map, foresight_curves, reward_curves
 from lze_trl.record.ledger import KINDS
 
 
@@ -240,3 +240,26 @@ def test_requirements_of_the_space_are_those_of_the_package():
             assert needed[own.name].specifier == own.specifier, own.name
     for name, requirement in needed.items():
         assert requirement.specifier.contains(version(name)), name
+
+
+def test_foresight_is_shown_once_prompts_were_visited_again(tmp_path):
+    training = SyntheticTraining(num_prompts=4, groups_per_batch=3, group_size=5)
+    writer = TelemetryWriter(tmp_path)
+    for step, record in enumerate(training.generations(4)):
+        writer.record(record)
+        writer.record_step(step, {"lze/pass_rate": 0.5})
+    writer.flush()
+    run = open_run(tmp_path)
+    assert foresight_curves(run).empty
+    assert "Foresight of live groups" not in views.overview(run)
+    for step in range(4, 10):
+        writer.record_step(step, {"lze/foresight_brier": 0.1 * (step - 3), "lze/foresight_error": 0.02})
+    writer.close()
+    run = open_run(tmp_path)
+    curves = foresight_curves(run, bins=3)
+    assert curves.index.tolist() == [5, 7, 9]
+    assert curves["Brier score"].tolist() == pytest.approx([0.15, 0.35, 0.55])
+    assert curves["AUC"].isna().all()  # not of batches whose groups are all dead
+    shown = views.overview(run)
+    assert "Foresight of live groups" in shown
+    assert "Latest: Brier score 0.6; calibration error 0.02." in shown

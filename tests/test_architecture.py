@@ -58,6 +58,7 @@ PURE = (
         "select.advantages",
         "memory.state",
         "memory.posterior",
+        "memory.foresight",
     ),
     *("plan.planners", "plan.stream", "pack.layout", "pack.weights", "rollout.controllers", "rollout.allocation"),
 )

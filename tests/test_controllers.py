@@ -17,6 +17,7 @@ from lze_trl.rollout.allocation import expected_energy, largest_remainders, soft
 from lze_trl.rollout.controllers import (
     Allocation,
     DynamicSampling,
+    Gate,
     Probing,
     ReinforceAda,
     RolloutController,
@@ -526,10 +527,12 @@ def described(name, num_prompts=5, **given):
         ("dynamic", DynamicSampling(4, 5, 7, kept=6)),
         ("allocation", Allocation(40, 7, 0.3, 3, 9, 60, kept=6)),
         ("probing", Probing(4, kept=6)),
+        ("gate", Gate(4, 0.7, 0.1, kept=6)),
     ],
 )
 def test_settings_reach_the_controller(name, controller):
     given = {"num_prompts": 7, "round_size": 3, "max_rounds": 5, "kept_completions": 6, "rollout_budget": 40}
+    given |= {"gate_keep": 0.7, "gate_explore": 0.1}
     given |= {"allocation_temperature": 0.3, "min_rollouts": 3, "max_rollouts": 9, "young_rollouts": 60}
     assert described(name, **given) == controller
 
@@ -563,7 +566,7 @@ def test_settings_that_a_controller_does_not_use_are_not_checked():
         ("reinforce_ada_positive", {"kept_completions": 1}, "at least 2, got 1. A group of one has no"),
         *(
             (name, {"kept_completions": 1}, "must be at least 2, got 1")
-            for name in ("uniform", "dynamic", "allocation", "probing")
+            for name in ("uniform", "dynamic", "allocation", "probing", "gate")
         ),
         ("reinforce_ada_positive", {"round_size": 0}, "`round_size` must be at least 1, got 0"),
         ("reinforce_ada_balanced", {"max_rounds": 0}, "`max_rounds` must be at least 1, got 0"),

@@ -121,6 +121,10 @@ def assert_rounds(rounds: list[dict], batch: dict, controller: str, settings: di
         elif controller == "probing":
             mixed = {prompt for prompt, known in outcomes.items() if len(set(known)) == 2} or given
             assert_counts(given, dict.fromkeys(mixed, settings.get("num_generations", 4) // 2), processes)
+        elif controller == "gate":
+            assert set(given) <= set(outcomes or given)
+            further = settings["num_generations"] - 1
+            assert_counts(given, dict.fromkeys(given, further if outcomes else 1), processes)
         elif controller != "allocation":
             assert not set(given) & set(outcomes)
             assert_counts(given, dict.fromkeys(given, settings.get("num_generations", 4)), processes)
@@ -134,7 +138,7 @@ def assert_rounds(rounds: list[dict], batch: dict, controller: str, settings: di
     done = all(met(known, controller) for known in outcomes.values())
     if controller.startswith("reinforce_ada") and not done:
         assert len(rounds) == settings["max_rounds"]
-    assert len(rounds) <= settings.get("max_rounds", 2 if controller == "probing" else 1)
+    assert len(rounds) <= settings.get("max_rounds", 2 if controller in ("probing", "gate") else 1)
     assert len(outcomes) == batch["groups"] == batch["prompts"] or controller == "dynamic"
 
 
@@ -692,6 +696,27 @@ def test_resumed_with_greso_is_uninterrupted_bit_for_bit(tmp_path, controller, p
     assert all((first[name] == second[name]).all() for name in first)
 
 
+def test_resumed_with_a_gate_is_uninterrupted_bit_for_bit(tmp_path):
+    settings = {
+        "controller": "gate",
+        "selector": "zero_variance",
+        "learning_rate": 5e-2,
+        "max_steps": 9,
+        "pruning": "none",
+    }
+    settings |= {"save_strategy": "steps", "save_steps": 4} | CONTROLLERS["gate"]
+    whole = run(tmp_path, cls=WatchedTrainer, **settings)
+    for step in (8, 9):
+        shutil.rmtree(tmp_path / f"checkpoint-{step}")
+    resumed = make(tmp_path, cls=WatchedTrainer, **settings)
+    resumed.train(resume_from_checkpoint=True)
+    assert distance(whole, resumed) == 0.0
+    first, second = (trainer.prompt_state.gate.state_dict() for trainer in (whole, resumed))
+    assert all((first[name] == second[name]).all() for name in first)
+    assert first["weights"].any()
+    assert whole.ledger.rows_rolled_out == resumed.ledger.rows_rolled_out < 9 * 24
+
+
 @pytest.mark.parametrize(
     ("written", "resumed", "message"),
     [
@@ -811,7 +836,7 @@ def test_conversations_and_evaluation(tmp_path, controller):
     )
     trainer.train()
     assert len(history(trainer, "eval_reward")) == 2  # after step 2 and at the end
-    assert trainer.num_generations == 4
+    assert trainer.num_generations == CONTROLLERS[controller].get("num_generations", 4)
     assert trainer.ledger.rows_trained > 0
     table = pd.read_parquet(tmp_path / "completions" / "completions_00001.parquet")
     texts = [completion[0]["content"] for completion in table["completion"]]
@@ -857,6 +882,8 @@ BAD_CONFIGS = [
     (GRESO | {"greso_exploration": 0.01}, r"`greso_exploration` must be in \[0.05, 0.95\], got 0.01"),
     (GRESO | {"greso_exploration": float("nan")}, r"`greso_exploration` must be in \[0.05, 0.95\], got nan"),
     (GRESO | {"greso_target": 1.0}, r"`greso_target` must be in \(0, 1\), got 1.0"),
+    ({"controller": "gate", "gate_keep": 0.0}, r"`gate_keep` must be in \(0, 1\], got 0.0. Use 0.9"),
+    ({"controller": "gate", "gate_explore": 0}, r"`gate_explore` must be in \(0, 1\], got 0. .* what it drops"),
     (GRESO | {"greso_step": 0.0}, r"`greso_step` must be in \(0, 1\), got 0.0"),
     (POSITIVE | {"reward_range": [0, 2]}, "`controller='reinforce_ada_positive'` counts passes.*`reward_range"),
     (BALANCED | {"reward_range": [0, 2]}, "`controller='reinforce_ada_balanced'` counts passes.*`reward_range"),

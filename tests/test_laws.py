@@ -5,6 +5,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig
@@ -79,6 +80,15 @@ def weights(trainer) -> dict[str, torch.Tensor]:
 def distance(a, b) -> float:
     first, second = weights(a), weights(b)
     return max(float((first[name] - second[name]).abs().max()) for name in first)
+
+
+def assert_same_memory(a, b):
+    for first, second in zip(
+        *([t.prompt_state.state_dict(), t.prompt_state.foresight.state_dict()] for t in (a, b)), strict=True
+    ):
+        for name, values in first.items():
+            np.testing.assert_array_equal(values, second[name])
+    assert a.prompt_state.foresight.weights.any()
 
 
 def moved(trainer) -> float:
@@ -251,8 +261,7 @@ def test_resumed_is_uninterrupted_bit_for_bit(tmp_path, moment, pruning):
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == whole.state.global_step == 14
     assert distance(whole, resumed) == 0.0
-    first, second = whole.prompt_state.state_dict(), resumed.prompt_state.state_dict()
-    assert all((first[name] == second[name]).all() for name in first)
+    assert_same_memory(whole, resumed)
     counts = [name for name in vars(whole.ledger) if not name.endswith("seconds")]
     assert {n: getattr(whole.ledger, n) for n in counts} == {n: getattr(resumed.ledger, n) for n in counts}
 
@@ -265,8 +274,7 @@ def resumed_from_the_middle(directory, **settings):
     resumed = make(LZEGRPOTrainer, directory / "run", **settings)
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == whole.state.global_step == 8
-    first, second = whole.prompt_state.state_dict(), resumed.prompt_state.state_dict()
-    assert all((first[name] == second[name]).all() for name in first)
+    assert_same_memory(whole, resumed)
     return whole, resumed
 
 
@@ -303,8 +311,7 @@ def test_a_run_that_is_resumed_at_its_end_stays_as_it_is(tmp_path, caplog, lengt
     assert "is the end of its run: it is loaded, and no step is taken" in caplog.text
     assert resumed.state.global_step == whole.state.global_step == (3 if length == {"max_steps": 3} else 5)
     assert distance(whole, resumed) == 0.0 and moved(whole) > 1e-3
-    first, second = whole.prompt_state.state_dict(), resumed.prompt_state.state_dict()
-    assert all((first[name] == second[name]).all() for name in first)
+    assert_same_memory(whole, resumed)
     assert vars(resumed.ledger) == vars(whole.ledger)
 
 

@@ -85,6 +85,7 @@ def test_several_processes_are_one(runs, case, processes):
     for rank in range(processes):
         assert json.loads((runs / f"{case}.{processes}.{rank}.json").read_text()) == one
     assert one["rows_trained"] > 0
+    assert any(one["foresight"])
     first, second = (torch.load(runs / f"{case}.{world}.pt") for world in (1, processes))
     assert max(float((first[name] - second[name]).abs().max()) for name in first) < 1e-5
 

@@ -226,13 +226,15 @@ def test_foresight_golden(tmp_path):
     assert (low["skipped_rollouts"], low["skipped_live"]) == (8, 1)
     assert (high["skipped_rollouts"], high["skipped_live"]) == (4, 0)
     assert (foresight.threshold, foresight.skipped_groups) == (0.9, 0)
-    # A memory of 16 passes: all pass 17/21, and almost nothing for all fail
-    assert foresight.reachable == pytest.approx(17 / 21 + 24 / (18 * 19 * 20 * 21))
+    assert not foresight.with_logprobs
+    assert foresight.posterior_brier == foresight.brier  # nothing had been learned of prompts that were visited
+    assert foresight.auc == 1.0
+    assert foresight.rollouts_to_keep == {"0.7": 0.5, "0.9": 0.5, "0.95": 0.5}
 
 
 def test_what_a_threshold_saves_and_loses():
     # A long memory: after 100 passes, a pair is dead with 101/103 + 2/(102·103) > 0.9; after one pass and one fail, 3/5
-    state, foreseer = PromptState(StateSettings(posterior_memory=1e6)), Foreseer(np.array([1, 2, 3]), memory=1e6)
+    state, foreseer = PromptState(StateSettings(posterior_memory=1e6)), Foreseer(StateSettings(posterior_memory=1e6))
     for outcomes in (
         {3: [1] * 100, 1: [1] * 100, 2: [1, 0]},
         {1: [1, 1], 2: [1, 1], 3: [1, 0]},
@@ -249,7 +251,7 @@ def test_what_a_threshold_saves_and_loses():
 
 def test_predictions_of_a_bin_are_added_up():
     # Single completions are dead for certain, which is the last bin's; after a pass and a fail, a pair with 3/5
-    foreseer = Foreseer(np.array([1, 2, 3]), memory=16.0)
+    foreseer = Foreseer()
     state = PromptState()
     for outcomes in ({1: [1, 0], 2: [1, 0], 3: [1, 0]}, {1: [1], 2: [1, 0], 3: [0, 0]}):
         rollouts = rollouts_of(outcomes)
@@ -344,7 +346,7 @@ def test_the_command_prints_and_writes(tmp_path, capsys):
     ]
     assert "ρ = 0.4, seed 3" in shown
     assert "Brier score" in shown
-    assert "never surer than 0.810" in shown
+    assert "pass rates alone" in shown and "with log-probs" not in shown
     content = json.loads(path.read_text())
     assert content["choices"][1]["shared"] == 0.5
     assert content["choices"][1]["update_flops"] is None

@@ -36,15 +36,21 @@ def test_loss_tokens(masks, mask_truncated, expected):
     ("masks", "expected"), [(None, [-3.5, NAN, 0.0]), ([[1, 0, 1], [1, 0], [1]], [-1.5, -0.5, 0.0])]
 )
 def test_sequence_logprobs(masks, expected):
-    local = TokenRows([[5]] * 3, [[7, 8, 1], [7, 8], [0]], [[-1.0, -2.0, -0.5], [-0.5, None], [0.0]], masks)
-    np.testing.assert_array_equal(sequence_logprobs(local), expected)
-    local.logprobs = None
-    assert np.isnan(sequence_logprobs(local)).all()
+    local = TokenRows([[5]] * 3, [[7, 8, 1], [7, 8], [0]], None, masks)
+    logprobs = [[-1.0, -2.0, -0.5], [-0.5, None], [0.0]]
+    np.testing.assert_array_equal(sequence_logprobs(logprobs, local), expected)
+    assert np.isnan(sequence_logprobs(None, local)).all()
 
 
 def test_every_process_knows_the_log_probs():
-    local = TokenRows([[5], [5, 6]], [[7, 1], [8]], [[-0.1, -0.2], [None]])
-    rolled = SimpleNamespace(local=local, texts=["a", "b"], rewards_per_func=None, loss_tokens=[2, 1], extra={})
+    rolled = SimpleNamespace(
+        local=TokenRows([[5], [5, 6]], [[7, 1], [8]]),
+        logprobs=[[-0.1, -0.2], [None]],
+        texts=["a", "b"],
+        rewards_per_func=None,
+        loss_tokens=[2, 1],
+        extra={},
+    )
     values = np.array([1.0, 0.0])
     accelerator = SimpleNamespace(device="cpu", gather=lambda table: table)
     judged = {"outcomes": values, "rewards": values}

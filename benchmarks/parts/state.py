@@ -17,7 +17,7 @@ from .shared import circumstances, measured_on, shown, verdict
 
 
 BATCH, GROUP_SIZE = 1_024, 8
-MEGABYTES, MILLISECONDS, SECONDS = 480.0, 10.0, 5.0
+MEGABYTES, MILLISECONDS, SECONDS = 640.0, 10.0, 5.0
 _FILL, _CHECKPOINTS = 65_536, 3
 
 

@@ -8,7 +8,7 @@ from markupsafe import Markup
 
 from ..evaluation.results import first_and_last, read_results, rows_of
 from ..record import Run, TelemetryError
-from ..record.curves import curve, energy_heat_map, reward_curves
+from ..record.curves import curve, energy_heat_map, foresight_curves, reward_curves
 from ..record.ledger import against_plain
 from ..record.reader import parse_columns
 from .charts import Series, heat_map, line_chart
@@ -51,6 +51,10 @@ def overview(run: Run) -> Markup:
             **shares,
         ),
     ]
+    foresight = foresight_curves(run)
+    if foresight.notna().any(axis=None):  # no prompt was visited twice before
+        lines = [Series(name, foresight.index, values) for name, values in foresight.items()]
+        charts.append(line_chart("Foresight of live groups", lines, y_range=(0.0, 1.0)))
     evaluations = rows_of(first_and_last(read_results(run.directory.parent)))
     return HTML.overview(_tiles(points, summary), run.damaged, charts, summary["ledger"], evaluations)
 

@@ -1,14 +1,17 @@
 """The memory of every prompt that was visited: a table with one row a prompt."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+import pandas as pd
 
-from ..arrays import Groups, Prompts, Rollouts
+from ..arrays import Groups, Prompts, Rollouts, differ
 from ..select.energy import anchor, group_mean, score_groups
+from .foresight import Foresight, History
+from .gate import Gate
 from .index import RowIndex
 from .outcomes import RewardRange
-from .posterior import beta_parameters, dead_probability, posterior_mean, posterior_strength, remembered_mean
+from .posterior import posterior_mean, posterior_strength, remembered_mean
 
 
 _RECORD = np.dtype(
@@ -22,11 +25,20 @@ _RECORD = np.dtype(
         ("streak", np.int16),
         ("rollouts", np.uint16),
         ("pruned", np.bool_),
+        # Of the last visit: mean score, generation batch, whether it ended after one completion, their log-probabilities
+        ("last", np.float32),
+        ("last_batch", np.int32),
+        ("stopped", np.bool_),
+        ("logprob_mean", np.float16),
+        ("logprob_min", np.float16),
+        ("logprob_max", np.float16),
     ]
 )
 _COLUMNS = _RECORD.names or ()
 MAX_STREAK = np.iinfo(np.int16).max
 _MAX_ROLLOUTS = np.iinfo(np.uint16).max
+_MAX_FLOAT16 = float(np.finfo(np.float16).max)
+_LOGPROBS = ("logprob_mean", "logprob_min", "logprob_max")
 
 
 @dataclass(frozen=True)
@@ -45,12 +57,14 @@ class StateSettings:
 
 class PromptState:
     """
-    State of every visited prompt: a record of 33 bytes, and an index of the ids, 12 bytes. An update costs O(batch).
+    State of every visited prompt: a record of 48 bytes, and an index of the ids, 12 bytes. An update costs O(batch).
 
     All means are those of the raw scores, and are scaled to [0, 1] when they are read, by the range of scores that the run
     has seen by then: for passes and fails they are the pass rates themselves. `expected` is the mean outcome over the bounded
     memory of the posterior, `rollouts` counts scored completions up to 65535. `streak` is s after s solved visits in a row,
-    −s after s visits in a row with equal rewards that are not solved, and 0 after a visit that had a gradient.
+    −s after s visits in a row with equal rewards that are not solved, and 0 after a visit that had a gradient. A visit that was
+    stopped after one completion counts for the pass rates; it may end a streak, makes none longer, and D is not said of it:
+    until another one, `first_pass_rate` is NaN.
 
     Made with room for `expected` prompts, and with the `bounds` of the scores where they are known from the start.
     """
@@ -63,7 +77,10 @@ class PromptState:
     ):
         self.settings = settings or StateSettings()
         self.range = RewardRange(bounds)
+        self.foresight = Foresight()
+        self.gate = Gate()
         self.num_pruned = 0
+        self.batches = 0  # visited so far
         self._table = np.zeros(max(expected, 16), dtype=_RECORD)
         self._index = RowIndex()
 
@@ -96,9 +113,12 @@ class PromptState:
         self.num_pruned = int(self["pruned"].sum())
         return int(solved.sum())
 
-    def visit(self, rollouts: Rollouts) -> Groups:
+    def visit(self, rollouts: Rollouts, chances: np.ndarray | None = None) -> Groups:
         """
         Score the groups of a generation batch, then remember them.
+
+        `chances`, shape `(P,)`, are for groups of which some were stopped after their first completion: the probability with
+        which each one was drawn to its end, and 0 where it was not.
 
         The range of scores must have been widened by the batch before, see [`observe`]. The energies use the moving
         averages from *before* the batch. Groups without any scored completion leave no trace.
@@ -112,7 +132,7 @@ class PromptState:
         known, before = self._recall(ids)
         groups = score_groups(
             rollouts,
-            np.where(known, self._scaled(before["first_pass_rate"]), np.nan),
+            np.where(_begun(before), self._scaled(before["first_pass_rate"]), np.nan),
             np.where(known, self._scaled(before["ema"]), np.nan),
             before["visits"].astype(np.int64),
             before["pruned"] & settings.prune,
@@ -120,26 +140,61 @@ class PromptState:
             settings.momentum_weight,
             settings.named_outcome,
         )
+        scored = ~np.isnan(groups.pass_rates)
+        if chances is None:
+            size, alive = first_completions(rollouts)
+            self.foresight.see(self.history(ids[scored]), size, alive[scored], learn=size > 1)
+        else:
+            self._see_gated(rollouts, scored & (chances > 0), chances)
         counts = np.bincount(rollouts.group[~np.isnan(rollouts.scores)], minlength=len(ids))
-        self._remember(groups, group_mean(rollouts.scores, rollouts.group, len(ids)), counts)
+        stopped = None if chances is None else chances == 0
+        self.remember(groups, group_mean(rollouts.scores, rollouts.group, len(ids)), counts, stopped)
         return groups
 
-    def prompts(self, prompt_ids: np.ndarray) -> Prompts:
-        """What is known of prompts, whose ids have shape `(P,)`."""
-        known, record = self._recall(prompt_ids)
-        rollouts, expected = record["rollouts"].astype(np.int64), self._scaled(record["expected"])
+    def _see_gated(self, rollouts: Rollouts, complete: np.ndarray, chances: np.ndarray):
+        """Let the models learn from the groups that were drawn to their end, each of which stands for 1 / chance groups."""
+        counts = np.divide(1.0, chances, out=np.zeros(len(chances)), where=complete)
+        self.gate.see(self.prompts(rollouts.prompt_ids), rollouts, counts)
+        history, sizes = self.history(rollouts.prompt_ids[complete]), rollouts.sizes[complete]
+        self.foresight.see(history, sizes, rollouts.alive[complete], counts=counts[complete])
+
+    def history(self, prompt_ids: np.ndarray) -> History:
+        """What forecasts are made from, of prompts whose ids have shape `(P,)`."""
+        return self._history(self._recall(prompt_ids)[1])
+
+    def _history(self, record: np.ndarray) -> History:
+        rollouts, memory = record["rollouts"].astype(np.int64), self.settings.posterior_memory
+        return History(
+            visits=record["visits"].astype(np.float64),
+            pass_rates=posterior_mean(self._scaled(record["expected"]), rollouts, memory),
+            strength=posterior_strength(rollouts, memory),
+            last=self._scaled(record["last"]),
+            streak=record["streak"].astype(np.float64),
+            stopped=record["stopped"].astype(np.float64),
+            age=(self.batches - record["last_batch"]).astype(np.float64),
+            **{name: record[name].astype(np.float64) for name in _LOGPROBS},
+        )
+
+    def prompts(self, prompt_ids: np.ndarray, drawn: Rollouts | None = None) -> Prompts:
+        """What is known of prompts, whose ids have shape `(P,)`, before a batch, or while completions of them are `drawn`."""
+        prompts = self._prompts(prompt_ids)
+        if drawn is None or drawn.num_rows == 0:
+            return prompts
+        return replace(prompts, alive_given_first=self.gate.alive(prompts, drawn))
+
+    def _prompts(self, prompt_ids: np.ndarray) -> Prompts:
+        _, record = self._recall(prompt_ids)
+        history = self._history(record)
         difficulty = anchor(self._scaled(record["first_pass_rate"]), self.settings.difficulty_floor)
-        memory = self.settings.posterior_memory
-        pass_rates, strength = posterior_mean(expected, rollouts, memory), posterior_strength(rollouts, memory)
         return Prompts(
             prompt_ids=prompt_ids,
             visits=record["visits"].astype(np.int64),
-            rollouts=rollouts,
-            pass_rates=pass_rates,
-            strength=strength,
-            difficulty=np.where(known, difficulty, 1.0),
+            rollouts=record["rollouts"].astype(np.int64),
+            pass_rates=history.pass_rates,
+            strength=history.strength,
+            difficulty=np.where(_begun(record), difficulty, 1.0),
             streak=record["streak"].astype(np.int64),
-            alive=1.0 - dead_probability(*beta_parameters(pass_rates, strength), self.settings.group_size),
+            alive=self.foresight.alive(history, self.settings.group_size),
             pruned=record["pruned"],
         )
 
@@ -155,21 +210,30 @@ class PromptState:
         """Remembered means of scores as outcomes, float64. They have 32 bits, and may miss the range by the last one."""
         return np.clip(self.range.outcomes(means.astype(np.float64)), 0.0, 1.0)
 
-    def _remember(self, groups: Groups, means: np.ndarray, counts: np.ndarray):
-        """Enter the scored groups, with the mean and the number of their scores, both of shape `(P,)`."""
+    def remember(self, groups: Groups, means: np.ndarray, counts: np.ndarray, stopped: np.ndarray | None = None):
+        """
+        Enter the scored groups of a generation batch, with the mean and the number of their scores, and which of them were
+        stopped after their first completion, by default none; all of shape `(P,)`.
+        """
         scored = np.flatnonzero(counts > 0)
+        stopped = np.zeros(len(scored), dtype=bool) if stopped is None else stopped[scored]
         groups, means, counts = groups.take(scored), means[scored], counts[scored]
         rows = self._insert(groups.prompt_ids)
         records, settings = self._table.take(rows), self.settings
         fresh, seen = groups.visits == 1, records["rollouts"].astype(np.int64)
-        records["first_pass_rate"][fresh] = means[fresh]
+        first = np.where(stopped, np.nan, means)
+        records["first_pass_rate"] = np.where(_begun(records), records["first_pass_rate"], first)
         # μ starts at p⁽⁰⁾, for which λ·μ + (1 − λ)·p is p⁽⁰⁾ again
         average = np.where(fresh, means, records["ema"].astype(np.float64))
         records["ema"] = settings.ema_decay * average + (1.0 - settings.ema_decay) * means
         records["energy"], records["visits"] = groups.energies, groups.visits
         records["expected"] = remembered_mean(records["expected"], seen, means, counts, settings.posterior_memory)
         records["rollouts"] = np.minimum(seen + counts, _MAX_ROLLOUTS)
-        records["streak"] = streak = _next_streak(records["streak"].astype(np.int64), groups)
+        records["last"], records["last_batch"], records["stopped"] = means, self.batches, stopped
+        for name in _LOGPROBS:
+            records[name] = np.clip(getattr(groups, name), -_MAX_FLOAT16, 0.0)
+        self.batches += 1
+        records["streak"] = streak = _next_streak(records["streak"].astype(np.int64), groups, stopped)
         if settings.prune:
             # A pruned prompt that fails its re-check has no positive streak and is active again
             after = (streak > 0) & (records["pruned"] | (streak >= settings.pruning_streak))
@@ -183,22 +247,24 @@ class PromptState:
         new, capacity = rows < 0, len(self._table)
         if new.any():
             rows[new] = self._index.add(prompt_ids[new])
-            if len(self) > capacity:  # with more room to spare than 1/32, a prompt would take more than 48 bytes
+            if len(self) > capacity:  # with more room to spare than 1/32, a prompt would take more than 64 bytes
                 room = max(len(self) - capacity, capacity // 32)
                 self._table = np.concatenate([self._table, np.zeros(room, dtype=_RECORD)])
             self._table["prompt_ids"][rows[new]] = prompt_ids[new]
         return rows
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Copies of the columns over the visited prompts, and the range of scores."""
-        return {name: self[name].copy() for name in _COLUMNS} | self.range.state_dict()
+        """Copies of the columns over the visited prompts, the range of scores, and the number of batches."""
+        columns = {name: self[name].copy() for name in _COLUMNS}
+        return columns | self.range.state_dict() | {"batches": np.array([self.batches])}
 
     def load_state_dict(self, state: dict[str, np.ndarray]):
         """Replace the state by a saved one, which must have all arrays, of the right types, and each id once."""
-        if set(state) != {*_COLUMNS, "range"}:
+        expected = {*_COLUMNS, "range", "batches"}
+        if set(state) != expected:
             raise ValueError(
-                f"The prompt state must have the arrays {sorted([*_COLUMNS, 'range'])}, got {sorted(state)}. It was "
-                "not written by this version of lze_trl."
+                f"The prompt state must have the arrays {sorted(expected)}, got {sorted(state)}. It was not written by this "
+                "version of lze_trl."
             )
         columns = {name: state[name] for name in _COLUMNS}
         ids, sizes = columns["prompt_ids"], {len(array) for array in columns.values()}
@@ -213,6 +279,7 @@ class PromptState:
         if len(np.unique(ids)) < len(ids):
             raise ValueError("The prompt state holds a prompt twice. The file is damaged; use another checkpoint.")
         self.range.load_state_dict({"range": state["range"]})
+        self.batches = int(state["batches"][0])
         self._index = RowIndex(ids)
         self._table = np.zeros(max(len(ids), len(self._table)), dtype=_RECORD)
         for name, array in columns.items():
@@ -226,8 +293,33 @@ class PromptState:
         return {"pruned_prompts": float(self.num_pruned), "seen_prompts": float(len(self))}
 
 
-def _next_streak(streak: np.ndarray, groups: Groups) -> np.ndarray:
-    """Streak after a visit: one further from 0 if it came out as the visits before, else begun anew."""
+def first_completions(rollouts: Rollouts) -> tuple[int, np.ndarray]:
+    """
+    The size of the smallest group, and whether that many completions of each group, the first ones, have a gradient; bool of
+    shape `(P,)`.
+
+    Controllers draw on until a group is alive, or give up a dead one: a group's own size says what came of it, and would
+    teach foresight nothing else. The first completions of all groups were drawn before any of that was known.
+    """
+    size = int(rollouts.sizes.min(initial=rollouts.num_rows))
+    if (rollouts.sizes == size).all():
+        return size, rollouts.alive
+    place = pd.Series(rollouts.group).groupby(rollouts.group).cumcount().to_numpy()
+    first = place < size
+    return size, differ(rollouts.signals[first], rollouts.group[first], rollouts.num_groups)
+
+
+def _begun(records: np.ndarray) -> np.ndarray:
+    """Prompts with a visit that was not stopped after one completion, shape `(n,)`, bool."""
+    return (records["visits"] > 0) & ~np.isnan(records["first_pass_rate"])
+
+
+def _next_streak(streak: np.ndarray, groups: Groups, stopped: np.ndarray) -> np.ndarray:
+    """
+    Streak after a visit: one further from 0 if it came out as the visits before, else begun anew. A visit that was stopped
+    may end a streak, but neither begins one nor makes it longer.
+    """
     visit = np.where(groups.solved, 1, np.where(groups.alive, 0, -1))
     longer = np.clip(streak + visit, -MAX_STREAK, MAX_STREAK)
-    return np.where(np.sign(streak) == visit, longer, visit)
+    same = np.sign(streak) == visit
+    return np.where(stopped, streak * same, np.where(same, longer, visit))

@@ -52,6 +52,7 @@ class Scored:
     # (B,): position of each row after TRL's shuffle, on its process. None where TRL has no such batch: groups of different
     # sizes, or drawn in several rounds
     order: np.ndarray | None = None
+    chances: np.ndarray | None = None  # (P,): see [`~lze_trl.memory.state.PromptState.visit`]
     extra: dict[str, list] = field(default_factory=dict)  # columns that reward functions log, by row of this process
     ballots: dict[int, list] = field(default_factory=dict)  # of all rows, by column, until group rewards are settled
 
@@ -111,7 +112,8 @@ def without_empty_groups(scored: Scored) -> Scored:
     """The same batch without the groups that have no rows."""
     drawn, group = np.unique(scored.rollouts.group, return_inverse=True)
     rollouts = replace(scored.rollouts, prompt_ids=scored.rollouts.prompt_ids[drawn], group=group)
-    return replace(scored, rollouts=rollouts)
+    chances = None if scored.chances is None else scored.chances[drawn]
+    return replace(scored, rollouts=rollouts, chances=chances)
 
 
 def joined(parts: list[Scored], prompt_ids: np.ndarray | None = None) -> Scored:

@@ -116,9 +116,9 @@ class GresoPlanner(Planner):
     def observe(self, groups: Groups):
         """
         Adjust the exploration by a step: down where at least the wanted share of the scored groups is solved (hopeless), else
-        up. The first pass, which knows no prompt yet, adjusts nothing.
+        up. Groups of one completion do not count. The first pass, which knows no prompt yet, adjusts nothing.
         """
-        scored = groups.take(np.flatnonzero(~np.isnan(groups.pass_rates)))
+        scored = groups.take(np.flatnonzero(~np.isnan(groups.pass_rates) & (groups.sizes > 1)))
         if self._first_pass or len(scored) == 0:
             return
         self.p_easy = self._adjusted(self.p_easy, float(scored.solved.mean()), self.target / 3)

@@ -35,6 +35,20 @@ def reward_curves(run: Run, bins: int = 200) -> pd.DataFrame:
     return frame.set_index("").rename_axis("step")
 
 
+FORESIGHT = {
+    "AUC": "lze/foresight_auc",
+    "Brier score": "lze/foresight_brier",
+    "calibration error": "lze/foresight_error",
+}
+
+
+def foresight_curves(run: Run, bins: int = 200) -> pd.DataFrame:
+    """How well live groups were foreseen: AUC, Brier score and calibration error, in at most `bins` rows, indexed by step."""
+    logged = run.steps(list(FORESIGHT.values())).reindex(columns=FORESIGHT.values()).set_axis(list(FORESIGHT), axis=1)
+    part = np.arange(len(logged)) * bins // max(len(logged), bins)
+    return logged.reset_index().groupby(part).agg({"step": "max"} | dict.fromkeys(FORESIGHT, "mean")).set_index("step")
+
+
 def energy_heat_map(run: Run, bins: int = 120) -> tuple[np.ndarray, np.ndarray]:
     """
     Distribution of the energy over the steps: steps at the end of each of at most `bins` columns, shape `(T,)`, and shares of

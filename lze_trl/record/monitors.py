@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Groups, Prompts, Rollouts, differ
-from ..memory.posterior import beta_parameters, dead_probability
+from ..arrays import Groups, Rollouts, differ
 from ..memory.state import PromptState
 
 
@@ -41,33 +40,19 @@ def batch_metrics(groups: Groups, chosen: np.ndarray, state: PromptState, pass_i
 
 
 class DeadMonitor:
-    """Watches the groups without a signal: how well they were foreseen, and whether there is nothing else."""
+    """Watches whether there is nothing but groups without a signal."""
 
     def __init__(self):
         self._silent = 0  # generation batches without a live group, in a row
         self._warned = self._warned_unscored = False
 
-    def update(
-        self, prompts: Prompts, groups: Groups, rollouts: Rollouts, rewards_per_func: np.ndarray
-    ) -> dict[str, float]:
+    def update(self, groups: Groups, rollouts: Rollouts, rewards_per_func: np.ndarray):
         """
-        Enter a generation batch: what was known of its prompts, what came of them, and the rewards of its completions,
-        shape `(B, F)`, NaN where a function does not apply.
-
-        Metrics of the prompts that were visited before; none if there are none, or if outcomes are graded: the posterior of
-        a prompt's pass rate foresees passes and fails.
+        Enter a generation batch: its groups, and the rewards of its completions, shape `(B, F)`, NaN where a function does
+        not apply.
         """
         self._warn_of_silence(groups, rollouts, rewards_per_func)
         self._warn_of_unscored(groups)
-        known = (prompts.visits > 0) & ~np.isnan(groups.pass_rates)
-        if not known.any() or not np.isin(rollouts.outcomes[~np.isnan(rollouts.outcomes)], (0.0, 1.0)).all():
-            return {}
-        foreseen = dead_probability(*beta_parameters(prompts.pass_rates, prompts.strength), groups.sizes)[known]
-        dead = ~groups.alive[known]
-        return {
-            "dead_foreseen_share": float(foreseen.mean()),
-            "dead_foreseen_brier": float(((foreseen - dead) ** 2).mean()),
-        }
 
     def _warn_of_silence(self, groups: Groups, rollouts: Rollouts, rewards_per_func: np.ndarray):
         self._silent = 0 if groups.alive.any() else self._silent + 1

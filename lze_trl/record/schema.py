@@ -33,7 +33,8 @@ _TABLES = {
     "groups": """generation INTEGER, step INTEGER, position INTEGER, prompt_id BIGINT, visits INTEGER, size INTEGER,
         scored INTEGER, pass_rate DOUBLE, difficulty DOUBLE, uncertainty DOUBLE, momentum DOUBLE, energy DOUBLE, ema DOUBLE,
         first_pass_rate DOUBLE, reward_mean DOUBLE, reward_std DOUBLE, rewards FLOAT[], prompt_tokens INTEGER,
-        completion_tokens INTEGER, loss_tokens INTEGER, selected BOOLEAN, pruned BOOLEAN, replayed BOOLEAN, dead BOOLEAN""",
+        completion_tokens INTEGER, logprob_mean FLOAT, logprob_min FLOAT, logprob_max FLOAT, loss_tokens INTEGER,
+        selected BOOLEAN, pruned BOOLEAN, replayed BOOLEAN, dead BOOLEAN""",
     # What an overview needs without reading the groups
     "generations": """generation INTEGER, step INTEGER, pass_index INTEGER, time DOUBLE, groups INTEGER, rows INTEGER,
         selected INTEGER, dead INTEGER, replayed INTEGER, forgotten INTEGER, skipped INTEGER, new_prompts INTEGER,

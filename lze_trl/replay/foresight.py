@@ -1,32 +1,35 @@
-"""Foreseeing dead groups: the posterior of the pass rate as a predictor, on the visits of a run."""
+"""Foreseeing dead groups: the foresight of the training, learned anew from the visits of a run."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ..arrays import Groups
-from ..memory.posterior import (
-    beta_parameters,
-    dead_probability,
-    posterior_mean,
-    posterior_strength,
-    remembered_mean,
-)
+from ..memory.foresight import NUM_BINS, calibration_error
+from ..memory.state import PromptState, StateSettings
 from .choosing import ratio_of
 
 
-NUM_BINS = 10
+KEPT = (0.7, 0.9, 0.95)
 _SKIP_THRESHOLD = 0.9  # a bound of a bin
+_FINE = 1_000  # fine bins in each bin
 
 
 @dataclass(frozen=True)
 class Foresight:
-    """How well the posterior of a prompt's pass rate foresees that its next group will be dead."""
+    """How well it is foreseen, from what is remembered of a prompt, that its next group will be dead."""
 
     groups: int  # visits that were predicted: all except the first one of each prompt
     rollouts: int  # their completions
     live: int  # those of them with a learning signal
+    with_logprobs: bool  # whether log-probabilities were recorded, and not ignored
+    auc: float  # probability that a dead group was foreseen dead with a higher probability than a live one
+    rollouts_to_keep: dict[
+        str, float
+    ]  # share of the rollouts that keeps these shares of the live groups, likeliest first
     brier: float  # mean of (prediction − outcome)²
+    posterior_brier: float  # the same of the posterior of the pass rate alone
     base_brier: float  # the same of always predicting the share of dead groups
     expected_error: float  # |mean prediction − dead share| of each bin, weighted by its groups
     bins: list[dict[str, float]]
@@ -36,7 +39,6 @@ class Foresight:
     and `skipped_live` groups lost.
     """
     threshold: float  # foreseen probability from which on a visit would have been skipped
-    reachable: float  # highest probability that the posterior can give to a group of the smallest size there was
     skipped_groups: int  # visits at or above the threshold
     skipped_rollouts: int  # their completions
     skipped_live: int  # those of them that were alive
@@ -44,58 +46,62 @@ class Foresight:
 
 class Foreseer:
     """
-    Predicts, before each visit of a prompt after its first, whether its group will be dead, as the trainer does.
+    Predicts, before each visit of a prompt after its first, whether its group will be dead, as the trainer does: a forecast,
+    then the visit, then what is learned from it.
 
-    `prompt_ids` are all prompts, ascending; `memory` the completions for which a prompt's past counts at most.
+    Only batches whose groups have one size are learned from: which completions of the others came first is not recorded.
+    Without `logprobs` those that are recorded are ignored.
     """
 
-    def __init__(self, prompt_ids: np.ndarray, memory: float):
-        self.memory = memory
-        self._ids = prompt_ids
-        self._expected = np.zeros(len(prompt_ids), dtype=np.float32)
-        self._rollouts = np.zeros(len(prompt_ids), dtype=np.int64)
-        self._bins = np.zeros((NUM_BINS, 3), dtype=np.int64)  # groups, completions and live groups of each bin
+    def __init__(self, settings: StateSettings | None = None, logprobs: bool = True):
+        self._state = PromptState(settings, bounds=(0.0, 1.0))
+        self._logprobs, self._reported = logprobs, False
+        # Groups, completions and live groups by their prediction
+        self._counts = np.zeros((NUM_BINS * _FINE, 3), dtype=np.int64)
         self._foreseen = np.zeros(NUM_BINS, dtype=np.float64)  # sum of the predictions of each bin
-        self._squared_error = 0.0
-        self._smallest = np.iinfo(np.int64).max
+        self._squared_errors = np.zeros(2)  # of the predictions, and of the posterior's
 
     def see(self, groups: Groups, scored: np.ndarray):
         """Enter a generation batch: its groups, and how many completions of each could be scored."""
         groups, scored = groups.take(np.flatnonzero(scored)), scored[scored > 0]
-        rows = np.searchsorted(self._ids, groups.prompt_ids)
-        expected, before = self._expected[rows], self._rollouts[rows]
-        if (known := before > 0).any():
-            mean = posterior_mean(expected[known], before[known], self.memory)
-            strength = posterior_strength(before[known], self.memory)
-            self._compare(mean, strength, groups.sizes[known], groups.alive[known])
-        self._expected[rows] = remembered_mean(expected, before, groups.pass_rates, scored, self.memory)
-        self._rollouts[rows] = before + scored
+        if not self._logprobs:
+            unknown = np.full(len(groups), np.nan)
+            groups = replace(groups, logprob_mean=unknown, logprob_min=unknown, logprob_max=unknown)
+        self._reported |= not np.isnan(groups.logprob_mean).all()
+        state, history = self._state, self._state.history(groups.prompt_ids)
+        same = len(groups) > 0 and groups.sizes.min() == groups.sizes.max() > 1
+        _, posterior = state.foresight.forecasts(history, groups.sizes)
+        expected = state.foresight.see(history, groups.sizes, groups.alive, learn=same)
+        known = history.visits > 0
+        self._compare(1.0 - expected[known], 1.0 - posterior[known], groups.take(np.flatnonzero(known)))
+        state.remember(groups, groups.pass_rates, scored)
 
-    def _compare(self, mean: np.ndarray, strength: np.ndarray, sizes: np.ndarray, alive: np.ndarray):
+    def _compare(self, foreseen: np.ndarray, posterior: np.ndarray, groups: Groups):
         """Compare predictions with what became of them."""
-        foreseen = dead_probability(*beta_parameters(mean, strength), sizes)
-        bins = np.minimum((foreseen * NUM_BINS).astype(np.int64), NUM_BINS - 1)
-        np.add.at(self._bins, bins, np.stack([np.ones_like(sizes), sizes, alive], axis=1))
-        self._foreseen += np.bincount(bins, weights=foreseen, minlength=NUM_BINS)
-        self._squared_error += float(((foreseen - ~alive) ** 2).sum())
-        self._smallest = min(self._smallest, int(sizes.min()))
+        fine = np.minimum((foreseen * NUM_BINS * _FINE).astype(np.int64), NUM_BINS * _FINE - 1)
+        np.add.at(self._counts, fine, np.stack([np.ones_like(groups.sizes), groups.sizes, groups.alive], axis=1))
+        self._foreseen += np.bincount(fine // _FINE, weights=foreseen, minlength=NUM_BINS)
+        self._squared_errors += [((by - ~groups.alive) ** 2).sum() for by in (foreseen, posterior)]
 
     def foresight(self) -> Foresight:
         """What has come of the predictions so far."""
-        from_bin_on = np.cumsum(self._bins[::-1], axis=0)[::-1].tolist()
+        counts = self._counts.reshape(NUM_BINS, _FINE, 3).sum(axis=1)
+        dead = counts[:, 0] - counts[:, 2]
+        from_bin_on = np.cumsum(counts[::-1], axis=0)[::-1].tolist()
         groups, rollouts, live = from_bin_on[0]
         skipped_groups, skipped_rollouts, skipped_live = from_bin_on[round(_SKIP_THRESHOLD * NUM_BINS)]
-        dead = self._bins[:, 0] - self._bins[:, 2]
-        alive = ratio_of(live, groups)
-        # After nothing but passes
-        surest = beta_parameters(np.array([(1.0 + self.memory) / (2.0 + self.memory)]), np.array([self.memory]))
+        alive, (brier, posterior_brier) = ratio_of(live, groups), self._squared_errors.tolist()
         return Foresight(
             groups=groups,
             rollouts=rollouts,
             live=live,
-            brier=ratio_of(self._squared_error, groups),
+            with_logprobs=self._reported,
+            auc=self._auc(live, groups - live),
+            rollouts_to_keep={f"{kept:g}": self._rollouts_to_keep(kept) for kept in KEPT},
+            brier=ratio_of(brier, groups),
+            posterior_brier=ratio_of(posterior_brier, groups),
             base_brier=alive * (1.0 - alive),
-            expected_error=ratio_of(float(np.abs(self._foreseen - dead).sum()), groups),
+            expected_error=calibration_error(np.stack([counts[:, 0], self._foreseen, dead], axis=1)),
             bins=[
                 {
                     "lower": index / NUM_BINS,
@@ -106,12 +112,24 @@ class Foreseer:
                     "skipped_rollouts": from_bin_on[index][1],
                     "skipped_live": from_bin_on[index][2],
                 }
-                for index, count in enumerate(self._bins[:, 0].tolist())
+                for index, count in enumerate(counts[:, 0].tolist())
                 if count
             ],
             threshold=_SKIP_THRESHOLD,
-            reachable=float(dead_probability(*surest, self._smallest if groups else 0)[0]),
             skipped_groups=skipped_groups,
             skipped_rollouts=skipped_rollouts,
             skipped_live=skipped_live,
         )
+
+    def _auc(self, live: int, dead: int) -> float:
+        """Predictions of one fine bin count as equal."""
+        dead_here, live_here = self._counts[:, 0] - self._counts[:, 2], self._counts[:, 2]
+        live_below = np.cumsum(live_here) - live_here
+        return ratio_of(float((dead_here * (live_below + live_here / 2)).sum()), live * dead)
+
+    def _rollouts_to_keep(self, kept: float) -> float:
+        """Share of the rollouts after which a share of the live groups is found, those least likely dead coming first."""
+        _, rollouts, live = np.cumsum(self._counts, axis=0).T
+        if not live[-1]:
+            return math.nan
+        return float(rollouts[np.searchsorted(live, math.ceil(round(kept * int(live[-1]), 9)))] / rollouts[-1])

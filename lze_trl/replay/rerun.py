@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 
-from ..memory.state import StateSettings
 from ..record import MissingTelemetryError, Run, open_run
 from ..record.generation import groups_of
 from ..select.selectors import Selector
@@ -35,6 +34,7 @@ class Replay:
     seed: int  # of their random numbers
     choices: list[Choice]  # the run's own, then each strategy's
     foresight: Foresight  # how well dead groups were foreseen
+    by_pass_rates: Foresight  # the same without log-probabilities
     notes: list[str]  # what the records lack for an exact replay
 
     def write_json(self, path: str | Path):
@@ -93,8 +93,7 @@ def _choosers(selectors: Sequence[str | Selector], rules: Rules) -> dict[str, Ch
 
 def _replay(run: Run, rules: Rules, choosers: dict[str, Chooser]) -> Replay:
     last, ledger = _end(run)
-    ids = run.arrow("SELECT DISTINCT prompt_id FROM groups WHERE generation <= ? ORDER BY prompt_id", [last])
-    foreseer, own = Foreseer(ids["prompt_id"].to_numpy(), StateSettings.posterior_memory), choosers[THE_RUN]
+    foreseers, own = (Foreseer(), Foreseer(logprobs=False)), choosers[THE_RUN]
     generations = groups = live = 0
     for batch in _read_batches(run, rules, last):
         generations += 1
@@ -102,7 +101,8 @@ def _replay(run: Run, rules: Rules, choosers: dict[str, Chooser]) -> Replay:
         live += int(batch.groups.alive.sum())
         for chooser in choosers.values():
             chooser.see(batch)
-        foreseer.see(batch.groups, batch.scored)
+        for foreseer in foreseers:
+            foreseer.see(batch.groups, batch.scored)
     run_tokens = own.sums["tokens"] = ledger.get("update_tokens", own.sums["tokens"])
     plain_tokens = ledger.get("plain_tokens", math.nan) * rules.num_iterations
     per_token = ratio_of(ledger.get("plain_update_flops", math.nan), plain_tokens)
@@ -114,7 +114,8 @@ def _replay(run: Run, rules: Rules, choosers: dict[str, Chooser]) -> Replay:
         selection_ratio=rules.selection_ratio,
         seed=rules.seed,
         choices=[s.choice(name, run_tokens, plain_tokens, per_token) for name, s in choosers.items()],
-        foresight=foreseer.foresight(),
+        foresight=foreseers[0].foresight(),
+        by_pass_rates=foreseers[1].foresight(),
         notes=_notes(run, rules),
     )
 

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from ..record.ledger import PLAIN, times
 from .choosing import ratio_of
-from .foresight import Foresight
+from .foresight import KEPT, Foresight
 from .rerun import Replay
 
 
@@ -51,10 +51,10 @@ def show_replay(result: Replay, console: Console | None = None):
     for note in result.notes:
         console.print(f"note: {note}", markup=False, soft_wrap=True)
     console.print("\nDead groups, foreseen from the earlier visits of their prompt", style="bold")
-    _show_foresight(result.foresight, console)
+    _show_foresight(result.foresight, result.by_pass_rates, console)
 
 
-def _show_foresight(foresight: Foresight, console: Console):
+def _show_foresight(foresight: Foresight, by_pass_rates: Foresight, console: Console):
     """What was foreseen, what became of it, and what skipping the visits from there on would have meant."""
     table = _table("foreseen", "groups", "mean foreseen", "dead", "skipped: rollouts saved", "live groups lost")
     table.columns[0].justify = "right"
@@ -71,15 +71,21 @@ def _show_foresight(foresight: Foresight, console: Console):
     if foresight.groups == 0:
         console.print("No prompt was visited twice, so nothing could be foreseen.")
         return
+    scores = _table("", "AUC", "Brier score", "calibration error", *(f"keep {kept:.0%}" for kept in KEPT))
+    for name, one in (("with log-probs", foresight), ("pass rates alone", by_pass_rates)):
+        if one is by_pass_rates or one.with_logprobs:
+            kept = [_number(share, ".0%") for share in one.rollouts_to_keep.values()]
+            scores.add_row(name, _number(one.auc, ".3f"), f"{one.brier:.4f}", f"{one.expected_error:.3f}", *kept)
+    console.print(scores)
     lines = [
-        f"Brier score {foresight.brier:.4f}; of always saying the share of dead groups, {foresight.base_brier:.4f}. "
-        f"Calibration error {foresight.expected_error:.3f}.",
+        "keep: share of the rollouts that keeps so many of the live groups, the likeliest ones coming first",
+        f"Brier score of the posterior {foresight.posterior_brier:.4f}; of always saying the share of dead groups, "
+        f"{foresight.base_brier:.4f}.",
         f"Skipping the visits foreseen dead with {foresight.threshold:g} or more would have saved "
         f"{foresight.skipped_rollouts:,} of {foresight.rollouts:,} rollouts in {foresight.skipped_groups:,} groups, and "
         f"lost {foresight.skipped_live:,} of {foresight.live:,} live groups.",
-        f"The posterior forgets, so that it is never surer than {foresight.reachable:.3f} of the smallest groups here.",
     ]
-    for line in lines if foresight.reachable < foresight.threshold else lines[:2]:
+    for line in lines:
         console.print(line, soft_wrap=True)
 
 

@@ -67,6 +67,19 @@ class RolloutController(ABC):
         """
         return 0
 
+    def chances(self, round: int, prompts: Prompts, drawn: Rollouts) -> np.ndarray | None:
+        """
+        Probability with which each group is drawn to its end, asked before `draw` of every round.
+
+        A controller that stops groups after one completion says here what it decides by chance, and uses the same
+        probabilities in `draw`: then forecasts are learned from the groups for which this round draws completions, each
+        weighted by 1 / probability.
+
+        Returns:
+            `np.ndarray` of shape `(P,)`: Probabilities, or `None` where this round decides nothing. The last ones count.
+        """
+        return None
+
     def keep(self, drawn: Rollouts, rng: np.random.Generator) -> np.ndarray:
         """
         How many rows each one stands for, where its group is trained on: one, unless a controller draws more than it
@@ -232,6 +245,44 @@ class Probing(SubsamplingController):
         if round == 0:
             return np.full(len(prompts), half, dtype=np.int64)
         return np.where(drawn.alive & (drawn.sizes < self.group_size) & (round == 1), self.group_size - half, 0)
+
+
+@dataclass(frozen=True)
+class Gate(SubsamplingController):
+    """
+    One completion of each prompt first, the others only where the group is likely to be alive.
+
+    Groups go on in the order of that probability, given their first completion (`Prompts.alive_given_first`), until theirs
+    add up to `share` of the sum over all groups: as many of the live groups are kept, if the probabilities are right. Of the
+    others a few go on all the same, at random, so that the forecast learns what it would miss.
+
+    Args:
+        group_size (`int`): G.
+        share (`float`, *optional*, defaults to `0.9`): Share of the expected live groups to keep, in (0, 1].
+        explore (`float`, *optional*, defaults to `0.05`): Probability with which each of the others goes on, in (0, 1].
+    """
+
+    group_size: int
+    share: float = 0.9
+    explore: float = 0.05
+
+    def chances(self, round: int, prompts: Prompts, drawn: Rollouts) -> np.ndarray | None:
+        if round != 1:
+            return None
+        alive = prompts.alive_given_first
+        order = np.argsort(-alive, kind="stable")
+        before = np.cumsum(alive[order]) - alive[order]  # expected live groups ahead of each
+        chances = np.full(len(prompts), self.explore)
+        chances[order[before < self.share * alive.sum()]] = 1.0
+        return chances
+
+    def draw(self, round: int, prompts: Prompts, drawn: Rollouts, rng: np.random.Generator) -> np.ndarray:
+        if round == 0:
+            return np.ones(len(prompts), dtype=np.int64)
+        if round > 1:
+            return np.zeros(len(prompts), dtype=np.int64)
+        goes_on = rng.random(len(prompts)) < self.chances(round, prompts, drawn)
+        return np.where(goes_on, self.group_size - 1, 0)
 
 
 @dataclass(frozen=True)

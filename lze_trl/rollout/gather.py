@@ -1,6 +1,7 @@
 """One gather after which every process knows what all of them rolled out."""
 
 import math
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -20,21 +21,23 @@ def local_loss_tokens(local: TokenRows, end_tokens: list[int], mask_truncated: b
     return [0 if mask_truncated and ids[-1] not in end_tokens else count for ids, count in rows]
 
 
-def sequence_logprobs(local: TokenRows) -> np.ndarray:
+def sequence_logprobs(logprobs: list[list[float | None]] | None, local: TokenRows) -> np.ndarray:
     """
     Log-probability of each completion when it was sampled, shape `(n_local,)`, float64: the sum over the tokens that the model
-    generated. NaN where one of them has none.
+    generated, given those of each token. NaN where one of them has none.
     """
-    if local.logprobs is None:
+    if logprobs is None:
         return np.full(len(local.completion_ids), np.nan)
-    masks = local.loss_mask or [[1] * len(row) for row in local.logprobs]
-    rows = zip(local.logprobs, masks, strict=True)
-    return np.array([sum(_known(row, mask)) for row, mask in rows], dtype=np.float64)
+    if local.loss_mask is not None:
+        logprobs = [list(compress(row, mask)) for row, mask in zip(logprobs, local.loss_mask, strict=True)]
+    return np.array([_sum(row) for row in logprobs], dtype=np.float64)
 
 
-def _known(logprobs: list[float | None], mask: list[int]) -> list[float]:
-    sampled = [value for value, own in zip(logprobs, mask, strict=True) if own]
-    return [math.nan if value is None else value for value in sampled]
+def _sum(logprobs: list[float | None]) -> float:
+    try:
+        return sum(logprobs)
+    except TypeError:  # vLLM says `None` for NaN
+        return math.nan
 
 
 def gather_rollouts(
@@ -63,7 +66,7 @@ def gather_rollouts(
             [len(ids) for ids in local.completion_ids],
             rolled.loss_tokens,
             order.tolist(),
-            sequence_logprobs(local).view(np.int64).tolist(),  # bit by bit
+            sequence_logprobs(rolled.logprobs, local).view(np.int64).tolist(),  # bit by bit
         ],
         device=accelerator.device,
     )  # (6, B / W)

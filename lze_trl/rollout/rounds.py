@@ -4,7 +4,7 @@ import copy
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import cycle
 from typing import Any
 
@@ -40,6 +40,7 @@ class Rounds:
     state: PromptState
     rule: OutcomeRule
     accelerator: Accelerator
+    _told: bool = field(default=False, init=False)  # that there are no log-probabilities
 
     def draw(self, plan: Plan, engine: Any, generation: int, wanted: int, waiting: int) -> Scored | None:
         """
@@ -53,13 +54,17 @@ class Rounds:
             return self._settled(self._roll_out(plan.inputs, group, group_size, engine), engine)
         rng = keyed_rng(self.args.seed, generation, "rollouts")
         parts: list[Scored] = []
+        chances = None
         for index in range(MAX_ROUNDS + 1):
             so_far = self._joined(parts, plan, engine, final=False).rollouts if parts else None
             drawn = so_far or _nothing(self.passes.ids_of(plan.rows))
             if index and self.controller.draws_prompts:
                 self._extend(plan, drawn, index, wanted, waiting)
                 drawn = replace(drawn, prompt_ids=self.passes.ids_of(plan.rows))
-            counts = ask(self.controller, index, self.state.prompts(drawn.prompt_ids), drawn, rng)
+            prompts = self.state.prompts(drawn.prompt_ids, drawn)
+            decided = self.controller.chances(index, prompts, drawn)
+            counts = ask(self.controller, index, prompts, drawn, rng)
+            chances = chances if decided is None else np.where(counts > 0, decided, 0.0)
             if not counts.any():
                 break
             counts = self._divisible(counts)
@@ -72,7 +77,8 @@ class Rounds:
         if not parts:
             return None
         merge_rounds(engine.metrics, [part.rollouts.num_rows for part in parts])
-        return without_empty_groups(self._joined(parts, plan, engine, final=True))
+        scored = self._joined(parts, plan, engine, final=True)
+        return without_empty_groups(replace(scored, chances=chances))
 
     def _joined(self, parts: list[Scored], plan: Plan, engine: Any, final: bool) -> Scored:
         """The rounds of a batch as one. A later round may have widened the range that outcomes are scaled from."""
@@ -137,7 +143,14 @@ class Rounds:
             judged = dict.fromkeys(("outcomes", "scores", "rewards", "signals"), np.full(len(group), np.nan))
         else:
             judged = self.judge(rolled.rewards_per_func, rolled.reward_weights, unit)
-        return gather_rollouts(rolled, inputs, judged, group, self.accelerator)
+        scored = gather_rollouts(rolled, inputs, judged, group, self.accelerator)
+        if not self._told and np.isnan(scored.rollouts.logprobs).all():
+            self._told = True
+            logger.info(
+                "Log-probabilities of the completions are neither reported nor can they be watched: foresight works with "
+                "pass rates alone."
+            )
+        return scored
 
     def judge(
         self,

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ..arrays import Groups, Rollouts, differ
+from ..arrays import Groups, Rollouts, differ, extremes
 
 
 def group_mean(values: np.ndarray, group: np.ndarray, num_groups: int) -> np.ndarray:
@@ -70,6 +70,8 @@ def score_groups(
     prompt_tokens = np.zeros(num_groups, dtype=np.int64)
     np.maximum.at(prompt_tokens, group, rollouts.prompt_tokens)
     completion_tokens = np.bincount(group, weights=rollouts.completion_tokens, minlength=num_groups)
+    logprob_mean = group_mean(rollouts.logprobs, group, num_groups)
+    logprob_min, logprob_max = extremes(rollouts.logprobs, group, num_groups)
     return Groups(
         prompt_ids=rollouts.prompt_ids,
         sizes=rollouts.sizes,
@@ -87,5 +89,8 @@ def score_groups(
         reward_std=np.sqrt(reward_variance * differ(rollouts.rewards, group, num_groups)),
         prompt_tokens=prompt_tokens,
         completion_tokens=completion_tokens.astype(np.int64),
+        logprob_mean=logprob_mean,
+        logprob_min=np.where(np.isnan(logprob_mean), np.nan, logprob_min),
+        logprob_max=np.where(np.isnan(logprob_mean), np.nan, logprob_max),
         replayed=replayed,
     )

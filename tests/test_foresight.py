@@ -1,0 +1,297 @@
+"""Foresight: forecasts of live groups, learned online."""
+
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lze_trl.arrays import Rollouts
+from lze_trl.memory.foresight import FEATURES, Foresight, History, auc, calibration_error, features
+from lze_trl.memory.posterior import beta_parameters, dead_probability
+from lze_trl.memory.state import PromptState, StateSettings, first_completions
+from samples import rollouts
+
+
+NAN = float("nan")
+SIZE = 4
+
+
+def history(count: int, rng: np.random.Generator, **known) -> History:
+    """Prompts as they may be remembered."""
+    arrays = {
+        "visits": rng.integers(0, 4, count),
+        "pass_rates": rng.uniform(0.05, 0.95, count),
+        "strength": rng.integers(0, 17, count),
+        "last": rng.integers(0, SIZE + 1, count) / SIZE,
+        "streak": rng.integers(-3, 4, count),
+        "stopped": np.zeros(count),
+        "logprob_mean": -rng.exponential(3.0, count),
+        "logprob_min": -rng.exponential(6.0, count),
+        "logprob_max": -rng.exponential(1.0, count),
+        "age": rng.integers(1, 50, count),
+    }
+    return History(**{name: np.asarray(values, dtype=np.float64) for name, values in (arrays | known).items()})
+
+
+def by_posterior(known: History, size) -> np.ndarray:
+    return 1.0 - dead_probability(*beta_parameters(known.pass_rates, known.strength), size)
+
+
+class World:
+    """Prompts with true pass rates, visited again and again; a policy sure of its answer has log-probs near 0."""
+
+    def __init__(self, prompts: int = 600, seed: int = 0, group_size: int = SIZE):
+        self.rng = np.random.default_rng(seed)
+        self.rates = self.rng.beta(0.25, 0.25, prompts)
+        self.state = PromptState(StateSettings(group_size=group_size))
+
+    def visit(self, count: int = 120, size: int = SIZE, logprobs: bool = True):
+        """Roll out a batch: which prompts were visited, forecasts by the model and the posterior, and what is alive."""
+        rng, ids = self.rng, self.rng.permutation(len(self.rates))[:count]
+        group = np.repeat(np.arange(count), size)
+        outcomes = (rng.random(len(group)) < self.rates[ids][group]).astype(np.float64)
+        entropy = 1e-3 + 4.0 * self.rates[ids] * (1.0 - self.rates[ids])
+        tokens = np.ones(len(group), dtype=np.int64)
+        sampled = -entropy[group] * rng.exponential(2.0, len(group)) if logprobs else None
+        known = self.state.history(ids)
+        batch = Rollouts(ids, group, outcomes, outcomes, tokens, tokens, logprobs=sampled)
+        expected = self.state.foresight.forecasts(known, size)
+        groups = self.state.visit(batch)
+        return known.visits > 0, *expected, groups.alive
+
+
+def test_at_first_the_posterior_forecasts():
+    known = history(50, np.random.default_rng(0))
+    model, posterior = Foresight().forecasts(known, SIZE)
+    np.testing.assert_allclose(model, by_posterior(known, SIZE), atol=1e-12)
+    np.testing.assert_array_equal(model, posterior)
+    np.testing.assert_array_equal(Foresight().alive(known, SIZE), model)
+    # Sizes that differ, and groups that cannot be alive
+    sizes = np.arange(50) % 5
+    np.testing.assert_allclose(Foresight().alive(known, sizes), by_posterior(known, sizes) * (sizes > 1), atol=1e-12)
+
+
+def test_features():
+    rng = np.random.default_rng(1)
+    known = history(200, rng, logprob_mean=np.where(np.arange(200) % 3, -rng.exponential(3.0, 200), NAN))
+    x = features(known, np.zeros(200))
+    assert x.shape == (200, len(FEATURES))
+    assert np.isfinite(x).all()
+    new, columns = known.visits == 0, dict(zip(FEATURES, x.T, strict=True))
+    assert (x[new] == np.eye(len(FEATURES))[0]).all()
+    assert (columns["never_visited"][~new] == 0.0).all()
+    assert (columns["visited"][~new] == 1.0).all()
+    assert (columns["no_logprobs"] == np.isnan(known.logprob_mean) * ~new).all()
+    for name in FEATURES[FEATURES.index("logprob_mean") :]:
+        assert (columns[name][np.isnan(known.logprob_mean)] == 0.0).all()
+        assert columns[name].any()
+    sure = features(replace(known, logprob_mean=np.zeros(200), logprob_min=np.full(200, -1e5)), np.zeros(200))
+    assert sure.max() < 2.5
+    assert sure.min() > -4.0
+
+
+def test_one_batch_by_hand():
+    # The weights are the maximum of their posterior: there its gradient vanishes, and the precision is its curvature
+    rng, foresight = np.random.default_rng(2), Foresight()
+    known, alive = history(300, rng), rng.random(300) < 0.3
+    foresight.see(known, SIZE, alive)
+    p, posterior = foresight.forecasts(known, SIZE)
+    x = features(known, np.log(posterior / (1.0 - posterior)))
+    np.testing.assert_allclose(0.5 * foresight.weights + x.T @ (p - alive), 0.0, atol=1e-6)
+    expected = 0.5 * np.eye(len(FEATURES)) + (x.T * (p * (1.0 - p))) @ x
+    np.testing.assert_allclose(foresight.model.precision, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_what_is_learned_is_calibrated_and_better_than_the_posterior():
+    world, found = World(), []
+    for _ in range(60):
+        found.append(world.visit())
+    visited, model, posterior, alive = (np.concatenate(x) for x in zip(*found[20:], strict=True))
+    model, posterior, alive = model[visited], posterior[visited], alive[visited]
+    assert ((model - alive) ** 2).mean() < ((posterior - alive) ** 2).mean() - 0.005
+    assert auc(model, alive) > auc(posterior, alive) + 0.01
+    bins = np.minimum((model * 10).astype(int), 9)
+    table = np.stack([np.bincount(bins, weights, 10) for weights in (np.ones_like(model), model, alive)], axis=1)
+    assert calibration_error(table) < 0.03
+    assert world.state.foresight.used
+
+
+def test_without_log_probs_it_works_with_pass_rates_alone():
+    blind, seeing = World(), World()
+    errors = {}
+    for name, world in (("blind", blind), ("seeing", seeing)):
+        found = [world.visit(logprobs=name == "seeing") for _ in range(60)][20:]
+        visited, model, posterior, alive = (np.concatenate(x) for x in zip(*found, strict=True))
+        errors[name] = ((model - alive)[visited] ** 2).mean()
+        assert errors[name] < ((posterior - alive)[visited] ** 2).mean()
+    assert errors["seeing"] < errors["blind"]
+
+
+def test_a_model_that_is_not_calibrated_is_not_used():
+    foresight = Foresight()
+    foresight.weights[1] = 3.0  # of every prompt that was visited
+    rng = np.random.default_rng(0)
+    known = history(400, rng, visits=np.ones(400))
+    foresight.see(known, SIZE, rng.random(400) < by_posterior(known, SIZE), learn=False)
+    assert not foresight.used
+    np.testing.assert_allclose(foresight.alive(known, SIZE), by_posterior(known, SIZE), atol=1e-12)
+    for _ in range(60):  # until it has learned better
+        foresight.see(known, SIZE, rng.random(400) < by_posterior(known, SIZE) ** 2)
+    assert foresight.used
+    assert foresight.metrics()["foresight_used"] == 1.0
+
+
+def test_a_batch_is_forecast_before_it_is_learned_from():
+    rng = np.random.default_rng(3)
+    known, alive = history(100, rng, visits=np.ones(100)), rng.random(100) < 0.5
+    foresight = Foresight()
+    foresight.see(known, SIZE, alive)
+    expected = by_posterior(known, SIZE)
+    assert foresight.metrics()["foresight_brier"] == pytest.approx(((expected - alive) ** 2).mean())
+    assert foresight.metrics()["foresight_alive"] == pytest.approx(expected.mean())
+    assert foresight.metrics()["foresight_auc"] == pytest.approx(auc(expected, alive))
+    before = foresight.state_dict()["weights"].copy()
+    foresight.see(known, SIZE, alive, learn=False)
+    np.testing.assert_array_equal(foresight.weights, before)
+
+
+def test_only_visited_prompts_are_scored():
+    rng, foresight = np.random.default_rng(4), Foresight()
+    known = history(40, rng, visits=np.zeros(40))
+    foresight.see(known, SIZE, np.arange(40) < 10)
+    assert foresight.metrics() == {}
+    assert foresight.weights[0] < 0  # but learned from: a quarter is alive, the uniform prior says 3/5
+    assert (foresight.weights[1:] == 0).all()
+    assert foresight.used
+    first = foresight.alive(known, SIZE)
+    assert np.ptp(first) == pytest.approx(np.ptp(by_posterior(known, SIZE)), abs=1.0)
+    foresight.see(history(0, rng), SIZE, np.empty(0, dtype=bool))
+    assert foresight.metrics() == {}
+
+
+@given(st.lists(st.tuples(st.sampled_from([0.0, 0.25, 0.5, 1.0]), st.booleans()), min_size=2, max_size=20))
+def test_auc_by_brute_force(pairs):
+    expected, alive = np.array([p for p, _ in pairs]), np.array([a for _, a in pairs])
+    if not 0 < alive.sum() < len(alive):
+        return
+    wins = [1.0 if a > b else 0.5 if a == b else 0.0 for a in expected[alive] for b in expected[~alive]]
+    assert auc(expected, alive) == pytest.approx(np.mean(wins))
+
+
+def test_calibration_error_by_hand():
+    assert calibration_error(np.array([[4.0, 1.0, 2.0], [0.0, 0.0, 0.0], [6.0, 5.5, 5.0]])) == pytest.approx(0.15)
+
+
+def test_it_goes_on_from_a_checkpoint_bit_for_bit():
+    whole, part = World(), World()
+    for _ in range(10):
+        whole.visit()
+        part.visit()
+    again = PromptState(StateSettings(group_size=SIZE))
+    again.load_state_dict(part.state.state_dict())
+    again.foresight.load_state_dict(part.state.foresight.state_dict())
+    part.state = again
+    for _ in range(10):
+        whole.visit()
+        part.visit()
+    for name, values in whole.state.foresight.state_dict().items():
+        np.testing.assert_array_equal(values, part.state.foresight.state_dict()[name])
+    assert whole.state.foresight.metrics() == part.state.foresight.metrics()
+    ids = np.arange(700)
+    for name in (field.name for field in fields(whole.state.prompts(ids))):
+        np.testing.assert_array_equal(getattr(whole.state.prompts(ids), name), getattr(part.state.prompts(ids), name))
+
+
+# ---- What the state remembers of the last visit ----
+
+
+def test_the_last_visit_is_remembered():
+    state = PromptState()
+    batch = rollouts({7: [1, 0, 1, 1], 8: [0, 0, 0, 0]})
+    sampled = np.array([-1.0, -2.0, NAN, -0.5, NAN, NAN, NAN, NAN])
+    state.visit(replace(batch, logprobs=sampled))
+    known = state.history(np.array([8, 7, 99]))
+    assert known.visits.tolist() == [1, 1, 0]
+    assert known.last.tolist() == [0.0, 0.75, 0.0]
+    np.testing.assert_allclose(known.logprob_mean[:2], [NAN, -3.5 / 3], rtol=1e-3)
+    np.testing.assert_array_equal(known.logprob_min[:2], [NAN, -2.0])
+    np.testing.assert_array_equal(known.logprob_max[:2], [NAN, -0.5])
+    assert known.age[:2].tolist() == [1, 1]
+    state.visit(rollouts({8: [1, 1, 0, 0]}))
+    assert state.history(np.array([7, 8])).age.tolist() == [2, 1]
+    assert state.history(np.array([7, 8])).last.tolist() == [0.75, 0.5]
+
+
+def test_graded_rewards_are_scaled_when_they_are_read():
+    state = PromptState()
+    for outcomes in ({1: [0.0, 4.0], 2: [2.0, 2.0]}, {3: [-4.0, 0.0]}):
+        batch = rollouts(outcomes)
+        state.observe(batch.scores)
+        state.visit(batch)
+    assert state.history(np.array([1, 2, 3])).last.tolist() == [0.75, 0.75, 0.25]
+
+
+def test_long_completions_fit_in_half_precision():
+    state = PromptState()
+    state.visit(replace(rollouts({1: [1, 0]}), logprobs=np.array([-1e6, 0.1])))
+    known = state.history(np.array([1]))
+    assert known.logprob_min[0] == -65504.0
+    assert known.logprob_max[0] == 0.0
+    assert np.isfinite(state.prompts(np.array([1])).alive).all()
+
+
+# ---- Groups of other sizes ----
+
+
+def test_only_completions_that_no_outcome_has_called_for_are_learned_from():
+    # Probing: two each, then two more where the first two differ. Adaptive sizes alone would give the answer away
+    group = np.array([0, 0, 0, 0, 1, 1, 2, 2, 2])
+    values = np.array([1.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 0.0])
+    size, alive = first_completions(Rollouts(np.arange(3), group, values, values, group, group))
+    assert size == 2
+    assert alive.tolist() == [True, False, False]  # the last one was dead then
+    one = Rollouts(np.arange(2), np.array([0, 1, 1]), values[:3], values[:3], group[:3], group[:3])
+    assert first_completions(one)[0] == 1  # too few to learn from
+
+
+def test_adaptive_sizes_do_not_poison_it():
+    probing, plain = World(seed=5), World(seed=5)
+    for _ in range(40):
+        plain.visit(size=2)
+        rng, ids = probing.rng, probing.rng.permutation(len(probing.rates))[:120]
+        drawn = (rng.random((120, 2)) < probing.rates[ids][:, np.newaxis]).astype(np.float64)
+        rng.exponential(2.0, 240)
+        outcomes = {id: [*row, *([1.0] * 2 if row[0] != row[1] else [])] for id, row in zip(ids, drawn, strict=True)}
+        probing.state.visit(rollouts(outcomes))
+    found = []
+    for world in (probing, plain):
+        known = world.state.history(np.arange(600))
+        found.append(world.state.foresight.forecasts(known, 2)[0].mean())
+    truth = (2.0 * probing.rates * (1.0 - probing.rates)).mean()
+    assert found[0] == pytest.approx(truth, abs=0.06)
+    assert found[1] == pytest.approx(truth, abs=0.06)
+
+
+def test_what_the_posterior_is_wrong_of_and_sure_of_is_learned():
+    # Of 64 completions it takes nearly every group for alive, so that the likelihood is flat where learning begins
+    rng, foresight = np.random.default_rng(6), Foresight()
+    known = history(500, rng, visits=np.ones(500), pass_rates=np.full(500, 0.5), strength=np.full(500, 16.0))
+    for _ in range(3):
+        foresight.see(known, 64, rng.random(500) < 0.1)
+    model, posterior = foresight.forecasts(known, 64)
+    assert posterior.min() > 0.99
+    assert model.mean() == pytest.approx(0.1, abs=0.03)
+    assert foresight.used
+    assert np.abs(foresight.weights).max() < 10.0
+
+
+@pytest.mark.parametrize("alive", [False, True])
+def test_batches_of_one_kind_are_learned(alive):
+    rng, foresight = np.random.default_rng(7), Foresight()
+    for _ in range(30):
+        foresight.see(history(2000, rng), SIZE, np.full(2000, alive))
+    model, _ = foresight.forecasts(history(2000, rng), SIZE)
+    assert np.isfinite(foresight.weights).all()
+    assert np.abs(model - alive).mean() < 0.01

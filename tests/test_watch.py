@@ -1,0 +1,121 @@
+"""Log-probabilities that are watched while transformers generates."""
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import GenerationConfig
+
+import tiny
+from lze_trl import LZEGRPOTrainer
+from lze_trl.rollout.watch import SamplingWatch, watched
+
+
+PROMPTS = ["1+1=", "20+400=", "3*3="]
+END = [1, *range(4, 20)]
+
+
+def generate(model, seed: int = 3, **settings) -> list[list[int]]:
+    """Completions of left-padded prompts, without what follows their end token."""
+    encode = tiny.tokenizer()
+    encode.padding_side = "left"
+    inputs = encode(PROMPTS, padding=True, return_tensors="pt")
+    config = GenerationConfig(
+        do_sample=True,
+        max_new_tokens=6,
+        pad_token_id=0,
+        eos_token_id=END,
+        disable_compile=True,
+        **{"top_k": 0} | settings,
+    )
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        found = model.generate(**inputs, generation_config=config)[:, inputs["input_ids"].size(1) :].tolist()
+    ends = [min([i for i, token in enumerate(row) if token in END], default=len(row) - 1) for row in found]
+    return [row[: end + 1] for row, end in zip(found, ends, strict=True)]
+
+
+def expected(model, completions: list[list[int]], temperature: float) -> list[list[float]]:
+    """The same log-probabilities by a forward pass of each whole text."""
+    found = []
+    for prompt, completion in zip(PROMPTS, completions, strict=True):
+        ids = [*tiny.tokenizer()(prompt)["input_ids"], *completion]
+        with torch.no_grad():
+            logits = model(torch.tensor([ids])).logits[0, -len(completion) - 1 : -1].float() / temperature
+        found.append(logits.log_softmax(dim=1)[range(len(completion)), completion].tolist())
+    return found
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 1.3])
+@pytest.mark.parametrize("adapter", [False, True])
+def test_log_probs_are_those_of_a_forward_pass(temperature, adapter):
+    model = tiny.model()
+    if adapter:
+        model = get_peft_model(model, LoraConfig(target_modules=["q_proj"], r=2))
+    model.eval()
+    plain = generate(model, temperature=temperature)
+    state = torch.get_rng_state()
+    with watched(model) as watch:
+        completions = generate(model, temperature=temperature)
+    assert completions == plain
+    assert torch.equal(torch.get_rng_state(), state)
+    assert len({len(row) for row in completions}) > 1  # some end before others
+    logprobs = watch.token_logprobs(completions)
+    assert [len(row) for row in logprobs] == [len(row) for row in completions]
+    for ours, theirs in zip(logprobs, expected(model, completions, temperature), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-4)
+
+
+def test_log_probs_are_those_of_the_distribution_that_was_sampled_from():
+    model = tiny.model().eval()
+    with watched(model) as watch:
+        completions = generate(model, top_k=1)
+    assert watch.token_logprobs(completions) == [[0.0] * len(row) for row in completions]
+
+
+def test_the_model_is_left_as_it_was():
+    model = tiny.model()
+    before = dict(vars(model))
+    with pytest.raises(RuntimeError), watched(model):
+        assert "_get_logits_processor" in vars(model)
+        raise RuntimeError
+    assert vars(model) == before
+
+
+def test_what_was_not_watched_has_no_log_probs():
+    model = tiny.model().eval()
+    with watched(model) as watch:
+        assert watch.token_logprobs([[5], [6]]) is None  # nothing was generated
+        completions = generate(model)
+        assert watch.token_logprobs(completions[::-1]) is None
+        assert watch.token_logprobs(completions[:2]) is None
+        assert watch.token_logprobs([[*row, 5] for row in completions]) is None
+        assert watch.token_logprobs(completions) is not None
+        again = generate(model, seed=5)  # the last generation counts
+        assert watch.token_logprobs(again) is not None
+    with watched(torch.nn.Linear(2, 2)) as watch:
+        pass
+    assert watch.token_logprobs([[5]]) is None
+
+
+def test_a_training_is_the_same_whether_it_is_watched(tmp_path, monkeypatch):
+    def train(name):
+        trainer = LZEGRPOTrainer(
+            model=tiny.model(),
+            reward_funcs=tiny.even_length_reward,
+            args=tiny.config(tmp_path / name, temperature=0.8),
+            train_dataset=tiny.prompts(6),
+            processing_class=tiny.tokenizer(),
+        )
+        seen, visit = [], trainer.prompt_state.visit
+        monkeypatch.setattr(trainer.prompt_state, "visit", lambda rollouts: seen.append(rollouts) or visit(rollouts))
+        trainer.train()
+        return trainer, seen
+
+    one, watching = train("watched")
+    monkeypatch.setattr(SamplingWatch, "token_logprobs", lambda self, completion_ids: None)
+    other, blind = train("blind")
+    for name, weights in one.model.state_dict().items():
+        assert torch.equal(weights, other.model.state_dict()[name])
+    assert all((rollouts.logprobs < 0).all() for rollouts in watching)
+    assert all(np.isnan(rollouts.logprobs).all() for rollouts in blind)
