@@ -47,7 +47,7 @@ def build_trainer(
         args=LZEGRPOConfig(
             output_dir=directory,
             learning_rate=TASK.learning_rate,
-            **TASK.training | settings,
+            **{"strategy": "lze"} | TASK.training | settings,
             telemetry=False,
             disable_tqdm=True,
             summary=False,

@@ -132,10 +132,13 @@ def build_trainer(settings: RunSettings, files: TaskFiles, rows: list[dict[str, 
         "disable_tqdm": True,
     }
     plain, chat = settings.strategy == BASELINE, TASKS[settings.task].chat
+    ours = (
+        {"strategy": "lze", "summary": False} | shared | settings.overrides
+    )  # what is not overridden is that method's
     return metered(GRPOTrainer if plain else LZEGRPOTrainer)(
         model=str(files.model),
         reward_funcs=accuracy_reward if chat else exact_match_reward,
-        args=GRPOConfig(**shared) if plain else LZEGRPOConfig(**shared, **settings.overrides, summary=False),
+        args=GRPOConfig(**shared) if plain else LZEGRPOConfig(**ours),
         train_dataset=Dataset.from_list([as_chat(row) for row in rows] if chat else rows),
     )
 

@@ -79,7 +79,7 @@ class SamplingRun:
     @property
     def settings(self) -> dict[str, Any]:
         """Fields of [`LZEGRPOConfig`]."""
-        own = {"selector": "all"} | STRATEGIES[self.strategy]
+        own = {"strategy": "lze", "selector": "all"} | STRATEGIES[self.strategy]
         rows = NUM_PROMPTS * own["num_generations"]
         per_device = min(TASK.training["per_device_train_batch_size"], rows)
         geometry = {

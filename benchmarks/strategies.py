@@ -33,6 +33,8 @@ def _selecting(selector: str, **overrides: Any) -> dict[str, Any]:
 STRATEGIES: dict[str, Strategy] = {
     BASELINE: Strategy("GRPO (TRL)"),
     "all": Strategy("all groups", _selecting("all", selection_ratio=1.0)),
+    # The default of the package
+    "exact": Strategy("exact: live groups, loss over all rows", _selecting("zero_variance", loss_normalizer="all")),
     "random": Strategy("random 40 %", _selecting("random", selection_ratio=0.4)),
     "zero_variance": Strategy("zero-variance filter", _selecting("zero_variance")),
     "variance": Strategy("variance, 40 %", _selecting("variance", selection_ratio=0.4)),
@@ -43,7 +45,7 @@ STRATEGIES: dict[str, Strategy] = {
     ),
     # As published: a prompt that was solved twice in a row sits out, its slot with it; one in ten is re-checked in each pass
     "lze_pruned": Strategy("LZE + pruning", _selecting("energy", selection_ratio=0.4, pruning="skip")),
-    # The default of the package: their slots go to other prompts
+    # Their slots go to other prompts
     "lze_refilled": Strategy("LZE + pruning, refilled", _selecting("energy", selection_ratio=0.4, pruning="refill")),
     # As published: 8 completions a round, at most 4 rounds, 4 kept of each prompt, all prompts trained on
     "reinforce_ada": Strategy(
@@ -70,7 +72,13 @@ STRATEGIES: dict[str, Strategy] = {
         _selecting("energy", selection_ratio=0.8, controller="probing", loss_normalizer="all"),
     ),
     # One completion of each prompt, the others where the group is likely to be alive
-    "gate": Strategy("one-completion gate, live groups", _selecting("zero_variance", controller="gate")),
+    "gate": Strategy(
+        "one-completion gate, loss over all rows",
+        _selecting("zero_variance", controller="gate", loss_normalizer="all"),
+    ),
+    "gate_selected": Strategy(
+        "one-completion gate, loss over live rows", _selecting("zero_variance", controller="gate")
+    ),
 }
 QUICK = (BASELINE, "lze", "lze_pruned", "recommended")
 """The strategies of `--quick`."""

@@ -51,14 +51,15 @@ def prepare(
     refuse_unfit_rewards(args, given)
     controller = controller or args.make_controller()
     refuse_unfit_strategies(args, train_dataset, planner, controller)
-    resolve_defaults(args, train_dataset)
+    resolve_defaults(args, train_dataset, planner)
     return with_prompt_ids(train_dataset, args), controller
 
 
-def resolve_defaults(args: LZEGRPOConfig, train_dataset: Any):
-    """Give the settings that the user left open the value that this training set allows."""
+def resolve_defaults(args: LZEGRPOConfig, train_dataset: Any, planner: Planner | None = None):
+    """Give the settings that the user left open the value that this training set, and what else is given, allows."""
     if not isinstance(train_dataset, IterableDataset):
-        args.pruning = args.pruning or "refill"
+        ranked = planner is not None or args.pruning_policy != "solved"
+        args.pruning = args.pruning or ("refill" if ranked or args.loss_normalizer == "selected" else "none")
         return  # whether repeats can be dropped is known once they are counted
     off = [f"`{name}`" for name in ("pruning", "deduplicate") if getattr(args, name) is None]
     if off:

@@ -76,10 +76,11 @@ _ENTRY = re.compile(r"^ {8}(\w+) \(`.*\):\n((?: {12}.+\n)+)", re.M)
 
 def _with_help(config: type) -> type:
     """Let command lines show what the docstring says of each field."""
+    defaults = settings_of(DEFAULT)
     for name, text in _ENTRY.findall(config.__doc__ or ""):  # absent under `python -OO`
         help = " ".join(text.split())
-        if name in STRATEGIES[DEFAULT]:
-            help += f" Default: by the strategy, {STRATEGIES[DEFAULT][name]!r}."
+        if name in defaults:
+            help += f" Default: by the strategy, {defaults[name]!r}."
         vars(config)["__dataclass_fields__"][name].metadata = {"help": help}
     return config
 
@@ -94,19 +95,22 @@ class LZEGRPOConfig(GRPOConfig):
     meaning: they describe the *rollout* batch, P = `generation_batch_size / num_generations` prompts.
 
     Parameters:
-        strategy (`str`, *optional*, defaults to `"lze"`):
-            Name of a combination of settings, see `lze_trl.strategies.STRATEGIES`: `"lze"`, `"grpo"` (plain TRL),
+        strategy (`str`, *optional*, defaults to `"exact"`):
+            Name of a combination of settings, see `lze_trl.strategies.STRATEGIES`: `"exact"` (the updates of plain GRPO
+            without computing groups that have no gradient), `"lze"` (the published method), `"grpo"` (plain TRL),
             `"zero_variance"`, `"random"`, `"variance"`, `"dapo"`, `"reinforce_ada"`, `"reinforce_ada_positive"`,
-            `"greso"`, `"recommended"`, `"gate"`, `"lze_reinforce_ada"`, `"lze_dynamic"` or `"lze_allocation"`. Any
-            field that is given besides wins. The defaults below are those of `"lze"`. A configuration that was made holds the values
+            `"greso"`, `"recommended"`, `"gate"`, `"lze_reinforce_ada"`, `"lze_dynamic"` or `"lze_allocation"`. Any field
+            that is given besides wins. The defaults below are those of `"exact"`, which adapts to what is given besides: a
+            `selection_ratio` alone chooses by energy, and where groups with equal rewards have a gradient, as with
+            `advantage_estimator="reinforce_plus_plus"`, all are trained on. A configuration that was made holds the values
             themselves: to change its strategy, make another.
 
         > Parameters that control which groups are trained on
 
-        selector (`str`, *optional*, defaults to `"energy"`):
-            How groups are ranked: `"energy"` (Learning-Zone Energy with Gumbel noise), `"variance"` (outcome
-            uncertainty alone), `"midpoint"` (−|p − 0.5|), `"random"`, `"all"`, or `"zero_variance"` (every group whose
-            total rewards differ). A selector object passed to the trainer wins.
+        selector (`str`, *optional*, defaults to `"zero_variance"`):
+            Which groups are trained on: `"zero_variance"` (every group whose total rewards differ), `"all"`, or a share of
+            them, ranked by `"energy"` (Learning-Zone Energy with Gumbel noise), `"variance"` (outcome uncertainty alone),
+            `"midpoint"` (−|p − 0.5|) or `"random"`. A selector object passed to the trainer wins.
         selection_ratio (`float`, *optional*, defaults to `0.4`):
             ρ, the share of the groups of a generation batch to train on, in (0, 1]. Dead groups never fill the quota.
             Ignored by the selectors `"all"` and `"zero_variance"`, unless a controller draws prompts until K groups live.
@@ -123,7 +127,7 @@ class LZEGRPOConfig(GRPOConfig):
         gumbel_scale (`float`, *optional*, defaults to `0.05`):
             Scale of the Gumbel noise on the energies, relative to their range over the live groups. 0 ranks without
             noise.
-        loss_normalizer (`str`, *optional*, defaults to `"selected"`):
+        loss_normalizer (`str`, *optional*, defaults to `"all"`):
             What the loss is averaged over: `"selected"` (the chosen completions, as DAPO does) or `"all"` (a full batch,
             whatever of it was rolled out: the gradient is that of the full batch minus the groups that were dropped,
             skipped or not drawn in full).
@@ -155,7 +159,8 @@ class LZEGRPOConfig(GRPOConfig):
         pruning (`str`, *optional*):
             What happens to prompts that stay solved: `"refill"` (their slots go to other prompts, so a pass over the
             data takes fewer steps), `"skip"` (they get no rollouts and the batch is smaller, as in the paper), or
-            `"none"`. Defaults to `"refill"`, and to `"none"` for a streamed dataset, whose rows cannot be read again.
+            `"none"`. Defaults to `"none"` with `loss_normalizer="all"`, unless a policy or a planner is given, and for a
+            streamed dataset, whose rows cannot be read again; else to `"refill"`.
         pruning_streak (`int`, *optional*, defaults to `2`):
             k, the number of fully correct visits in a row after which a prompt is pruned, at least 1.
         replay_ratio (`float`, *optional*, defaults to `0.1`):
@@ -334,7 +339,7 @@ class LZEGRPOConfig(GRPOConfig):
     def __post_init__(self):
         if self.advantage_estimator != "grpo" and self.scale_rewards is None:
             self.scale_rewards = "none"
-        for name, value in settings_of(self.strategy).items():
+        for name, value in (settings_of(self.strategy) | self._adapted()).items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
         super().__post_init__()
@@ -345,6 +350,14 @@ class LZEGRPOConfig(GRPOConfig):
         self._check_combinations()
         self._check_estimator()
         self._resolve_packing()
+
+    def _adapted(self) -> dict[str, Any]:
+        """What the default strategy changes for settings that it would otherwise ignore or refuse."""
+        if self.strategy != DEFAULT:
+            return {}
+        if self.advantage_estimator.startswith("reinforce"):  # groups with equal rewards have a gradient
+            return {"selector": "all", "loss_normalizer": "selected"}
+        return {} if self.selection_ratio is None else {"selector": "energy"}
 
     def _check_value(self, name: str, value: Any, hint: Any):
         options = get_args(hint) or (hint,)

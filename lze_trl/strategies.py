@@ -4,7 +4,9 @@ import difflib
 from typing import Any
 
 
-DEFAULT = "lze"
+DEFAULT = "exact"
+"""What a configuration that names no strategy has."""
+
 _EVERY_GROUP = {"selector": "all", "selection_ratio": 1.0, "pruning": "none"}
 _LIVE_GROUPS = {"selector": "zero_variance", "selection_ratio": 1.0}
 _BALANCED = {
@@ -16,19 +18,24 @@ _BALANCED = {
     "scale_rewards": "none",
 }
 
+BASE: dict[str, Any] = {
+    "selector": "energy",
+    "selection_ratio": 0.4,
+    "loss_normalizer": "selected",
+    "pruning_policy": "solved",
+    "controller": "uniform",
+    "round_size": 8,
+    "max_rounds": 4,
+    "surplus_max_age": 1,
+    "scale_rewards": "group",
+}
+"""What a strategy has unless it says otherwise: the published method."""
+
 STRATEGIES: dict[str, dict[str, Any]] = {
+    # plain GRPO's own updates, without computing the groups that have no gradient
+    DEFAULT: {"selector": "zero_variance", "loss_normalizer": "all"},
     # the 40 % of the groups with the highest energy; the slots of solved prompts go to others
-    DEFAULT: {
-        "selector": "energy",
-        "selection_ratio": 0.4,
-        "loss_normalizer": "selected",
-        "pruning_policy": "solved",
-        "controller": "uniform",
-        "round_size": 8,
-        "max_rounds": 4,
-        "surplus_max_age": 1,
-        "scale_rewards": "group",
-    },
+    "lze": {},
     # every group, in TRL's micro-batches: plain TRL
     "grpo": _EVERY_GROUP | {"packing": False},
     # every group whose total rewards differ
@@ -48,7 +55,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     # half of each group first; 80 % of the groups by energy, each step as large as the signal in it
     "recommended": {"selection_ratio": 0.8, "loss_normalizer": "all", "pruning": "none", "controller": "probing"},
     # one completion of each prompt; the others where the group is likely to be alive
-    "gate": _LIVE_GROUPS | {"pruning": "none", "controller": "gate"},
+    "gate": {"selector": "zero_variance", "loss_normalizer": "all", "pruning": "none", "controller": "gate"},
     # the rollouts of `reinforce_ada`, the groups of `lze`
     "lze_reinforce_ada": _BALANCED,
     # further prompts until 40 % of the groups are alive
@@ -56,13 +63,13 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     # `lze`, with more rollouts where more energy is expected
     "lze_allocation": {"controller": "allocation"},
 }
-"""Fields of [`LZEGRPOConfig`] by the name of a strategy; the others are those of the default."""
+"""Fields of [`LZEGRPOConfig`] by the name of a strategy; the others are those of `BASE`."""
 
 
 def settings_of(name: str) -> dict[str, Any]:
-    """All settings of a strategy, those of the default included; a `ValueError` says what names there are."""
+    """All settings of a strategy, those of `BASE` included; a `ValueError` says what names there are."""
     if name not in STRATEGIES:
         near = difflib.get_close_matches(str(name), STRATEGIES, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"`strategy` must be one of {list(STRATEGIES)}, got {name!r}.{hint}")
-    return STRATEGIES[DEFAULT] | STRATEGIES[name]
+    return BASE | STRATEGIES[name]

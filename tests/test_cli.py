@@ -238,7 +238,7 @@ def test_help_of_train_has_a_line_for_each_key(capsys):
     [
         (
             "selection_ratio",
-            ["float | None", "0.4 (by the strategy, 'lze')", "in (0, 1]", "ρ, the share of the groups"],
+            ["float | None", "0.4 (by the strategy, 'exact')", "in (0, 1]", "ρ, the share of the groups"],
         ),
         (
             "telemetry-completions",

@@ -195,8 +195,8 @@ def test_everything_selected_is_trl_on_a_stream_with_duplicates(tmp_path):
 
 
 @pytest.mark.parametrize(("loss_type", "shape_name", "packing"), pairwise([False, True]))
-def test_dropping_dead_groups_is_the_full_batch(tmp_path, loss_type, shape_name, packing):
-    selection = {"strategy": "zero_variance", "loss_normalizer": "all", "packing": packing}
+def test_the_default_strategy_is_the_full_batch(tmp_path, loss_type, shape_name, packing):
+    selection = {"strategy": "exact", "packing": packing}
     ours = train(LZEGRPOTrainer, tmp_path, loss_type=loss_type, **selection, **shape(shape_name))
     assert 0 < ours.ledger.rows_trained < ours.ledger.rows_rolled_out
     assert distance(ours, plain(loss_type, shape_name)) < 1e-5

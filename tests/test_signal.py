@@ -111,7 +111,7 @@ def test_dropping_dead_groups_is_the_full_batch(tmp_path, name, scale):
     ours, theirs = (
         make(trainer_class, tmp_path / trainer_class.__name__, REWARDS[name], **aggregation, **further)
         for trainer_class, further in (
-            (LZEGRPOTrainer, {"selector": "zero_variance", "pruning": "none", "loss_normalizer": "all"}),
+            (LZEGRPOTrainer, {"strategy": "exact"}),
             (GRPOTrainer, {}),
         )
     )

@@ -11,8 +11,9 @@ from trl import GRPOConfig, GRPOTrainer, TrlParser
 import tiny
 from lze_trl import LZEGRPOConfig, LZEGRPOTrainer
 from lze_trl.job.recipe import RecipeError, parse_recipe
+from lze_trl.plan.planners import SolvedPlanner
 from lze_trl.replay.choosing import rules_of
-from lze_trl.strategies import STRATEGIES, settings_of
+from lze_trl.strategies import DEFAULT, STRATEGIES, settings_of
 from test_laws import distance, moved, train
 
 
@@ -66,10 +67,51 @@ def test_what_is_given_besides_wins(tmp_path, name):
         args = tiny.config(tmp_path, strategy=name, **{field: value})
         assert vars(args)[field] == value
         changed = {key for key, before in values(usual).items() if values(args)[key] != before}
-        assert changed <= {field}
+        # The quota is that of a ranking
+        assert changed <= ({field, "selector"} if (name, field) == (DEFAULT, "selection_ratio") else {field})
     # Also where what is given is what the default strategy has
-    for field, value in settings_of("lze").items():
+    for field, value in settings_of(DEFAULT).items():
         assert vars(tiny.config(tmp_path, strategy=name, **{field: value}))[field] == value
+
+
+def test_the_default_adapts_to_what_it_would_ignore_or_refuse(tmp_path):
+    def chosen(**settings) -> tuple:
+        args = tiny.config(tmp_path, **{"strategy": DEFAULT} | settings)
+        return args.selector, args.selection_ratio, args.loss_normalizer
+
+    assert chosen() == ("zero_variance", 0.4, "all")
+    assert chosen(selection_ratio=0.3) == ("energy", 0.3, "all")
+    assert chosen(selector="zero_variance", selection_ratio=0.3) == ("zero_variance", 0.3, "all")
+    # By these estimators groups with equal rewards have a gradient
+    for name in ("reinforce_plus_plus", "reinforce_plus_plus_baseline"):
+        assert chosen(advantage_estimator=name) == ("all", 0.4, "selected")
+        assert chosen(advantage_estimator=name, selector="energy") == ("energy", 0.4, "selected")
+    assert chosen(advantage_estimator="rloo") == ("zero_variance", 0.4, "all")
+
+
+@pytest.mark.parametrize(
+    ("settings", "pruning"),
+    [
+        ({}, "none"),
+        ({"strategy": "lze"}, "refill"),
+        ({"loss_normalizer": "selected"}, "refill"),
+        ({"pruning_policy": "greso"}, "refill"),
+        ({"planner": SolvedPlanner(0.2)}, "refill"),
+        ({"pruning": "skip"}, "skip"),
+    ],
+    ids=lambda value: str(value),
+)
+def test_prompts_are_pruned_by_default_where_steps_need_not_be_those_of_grpo(tmp_path, settings, pruning):
+    settings, planner = {k: v for k, v in settings.items() if k != "planner"}, settings.get("planner")
+    trainer = LZEGRPOTrainer(
+        model=tiny.model(),
+        reward_funcs=tiny.even_length_reward,
+        args=tiny.config(tmp_path, **{"strategy": DEFAULT} | settings),
+        train_dataset=tiny.prompts(7),
+        processing_class=tiny.tokenizer(),
+        planner=planner,
+    )
+    assert trainer.args.pruning == pruning
 
 
 def test_every_way_to_give_it_is_the_same(tmp_path):
@@ -100,7 +142,9 @@ def test_every_way_to_give_it_is_the_same(tmp_path):
 
 
 def test_an_unknown_one_is_refused_with_the_nearest(tmp_path):
-    with pytest.raises(ValueError, match=r"`strategy` must be one of \['lze', .*got 'dappo'\. Did you mean 'dapo'\?"):
+    with pytest.raises(
+        ValueError, match=r"`strategy` must be one of \['exact', 'lze', .*got 'dappo'\. Did you mean 'dapo'\?"
+    ):
         tiny.config(tmp_path, strategy="dappo")
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("strategy: recomended\n")

@@ -57,6 +57,7 @@ def saved(tmp_path_factory) -> str:
 def trainer_of(directory, model, reward_funcs=None, dataset=None, trainer=None, **settings) -> LZEGRPOTrainer:
     """Three prompts of four completions a batch, two steps; all else is a default."""
     common = {
+        "strategy": "lze",
         "use_cpu": True,
         "report_to": "none",
         "learning_rate": 0.1,

@@ -115,8 +115,9 @@ def even_length_reward(completions, **kwargs):
 
 
 def config(output_dir, **kwargs) -> LZEGRPOConfig:
-    """P = 3 prompts, G = 4 generations, up to C = 5 completion tokens."""
+    """P = 3 prompts, G = 4 generations, up to C = 5 completion tokens, by the published method."""
     defaults = {
+        "strategy": "lze",
         "use_cpu": True,
         "bf16": False,
         "gradient_checkpointing": False,

@@ -253,7 +253,7 @@ def build(
     }
     args = GRPOConfig(**shared)
     if share is not None:
-        own = {"selection_ratio": share, "pruning": "none", "micro_step_cost": micro_step_cost}
+        own = {"strategy": "lze", "selection_ratio": share, "pruning": "none", "micro_step_cost": micro_step_cost}
         args = LZEGRPOConfig(**shared, **own, telemetry=False, summary=False)
     trainer = (TimedGRPO if share is None else TimedLZE)(
         model=model,

@@ -13,7 +13,7 @@ from rich.console import Console
 from trl import ModelConfig
 
 from ..config import RANGES, LZEGRPOConfig
-from ..strategies import DEFAULT, STRATEGIES, settings_of
+from ..strategies import BASE, DEFAULT, STRATEGIES, settings_of
 from .recipe import KEYS, RECIPE_CLASSES, LZEScriptArguments, RecipeError, near
 
 
@@ -86,7 +86,7 @@ def show_key(key: str):
         if value:
             page.print(f"{name:<9}{value}", soft_wrap=True)
     page.print(f"\n{next(keys[key] for keys in topics().values() if key in keys)}", soft_wrap=True)
-    if any(key in settings for settings in STRATEGIES.values()):
+    if any(key in settings for settings in (BASE, *STRATEGIES.values())):
         page.print("\nSet by `strategy`:")
         for strategy in [strategy for strategy in STRATEGIES if key in settings_of(strategy)]:
             page.print(f"  {strategy:<24}{settings_of(strategy)[key]!r}")
@@ -95,12 +95,12 @@ def show_key(key: str):
 def default_of(field: Field) -> Any:
     """Default of a key: that of its field, or else that of the default strategy."""
     default = field.default if field.default_factory is MISSING else field.default_factory()
-    return STRATEGIES[DEFAULT].get(field.name) if default is None else default
+    return settings_of(DEFAULT).get(field.name) if default is None else default
 
 
 def _default(field: Field) -> str:
     default = default_of(field)
-    by_strategy = f" (by the strategy, {DEFAULT!r})" if field.name in STRATEGIES[DEFAULT] else ""
+    by_strategy = f" (by the strategy, {DEFAULT!r})" if field.name in settings_of(DEFAULT) else ""
     return f"{default.value if isinstance(default, Enum) else default!r}{by_strategy}"
 
 
