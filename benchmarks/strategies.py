@@ -35,6 +35,13 @@ STRATEGIES: dict[str, Strategy] = {
     "all": Strategy("all groups", _selecting("all", selection_ratio=1.0)),
     # The default of the package
     "exact": Strategy("exact: live groups, loss over all rows", _selecting("zero_variance", loss_normalizer="all")),
+    # The same completions, of twice as many prompts
+    "exact_g4": Strategy(
+        "exact, G = 4", _selecting("zero_variance", loss_normalizer="all", num_generations=4)
+    ),
+    "gate_g4": Strategy(
+        "gate, G = 4", _selecting("zero_variance", loss_normalizer="all", num_generations=4, controller="gate")
+    ),
     "random": Strategy("random 40 %", _selecting("random", selection_ratio=0.4)),
     "zero_variance": Strategy("zero-variance filter", _selecting("zero_variance")),
     "variance": Strategy("variance, 40 %", _selecting("variance", selection_ratio=0.4)),
