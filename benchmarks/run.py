@@ -25,6 +25,7 @@ from lze_trl.trainer import LZEGRPOTrainer
 from .evaluation import Evaluation, GreedyEvaluation, as_chat
 from .jobs import PROGRESS_FILE, RESULT_FILE
 from .meter import Meter, metered
+from .oracle import Oracle
 from .settings import RunSettings, content_hash, write_json
 from .strategies import BASELINE
 from .tasks import TASKS, TaskFiles, load
@@ -132,15 +133,20 @@ def build_trainer(settings: RunSettings, files: TaskFiles, rows: list[dict[str, 
         "disable_tqdm": True,
     }
     plain, chat = settings.strategy == BASELINE, TASKS[settings.task].chat
-    ours = (
-        {"strategy": "lze", "summary": False} | shared | settings.overrides
-    )  # what is not overridden is that method's
-    return metered(GRPOTrainer if plain else LZEGRPOTrainer)(
+    # What is not overridden is as published
+    ours = {"strategy": "lze", "summary": False} | shared | settings.overrides
+    share = ours.pop("oracle", None)
+    oracle = share and Oracle(shared["num_generations"], share, rows, shared["max_completion_length"])
+    trainer = metered(GRPOTrainer if plain else LZEGRPOTrainer)(
         model=str(files.model),
         reward_funcs=accuracy_reward if chat else exact_match_reward,
         args=GRPOConfig(**shared) if plain else LZEGRPOConfig(**ours),
         train_dataset=Dataset.from_list([as_chat(row) for row in rows] if chat else rows),
+        **({"controller": oracle} if oracle else {}),
     )
+    if oracle:
+        oracle.watch(trainer.model, trainer.processing_class)
+    return trainer
 
 
 def source() -> str:

@@ -18,7 +18,8 @@ class Strategy:
 
     Attributes:
         title (`str`): What tables and plots call it.
-        overrides (`dict`): Fields of [`LZEGRPOConfig`]; plain TRL, which the baseline is, has none.
+        overrides (`dict`):
+            Fields of [`LZEGRPOConfig`], and `oracle`, see [`Oracle`]; plain TRL, which the baseline is, has none.
     """
 
     title: str
@@ -36,9 +37,7 @@ STRATEGIES: dict[str, Strategy] = {
     # The default of the package
     "exact": Strategy("exact: live groups, loss over all rows", _selecting("zero_variance", loss_normalizer="all")),
     # The same completions, of twice as many prompts
-    "exact_g4": Strategy(
-        "exact, G = 4", _selecting("zero_variance", loss_normalizer="all", num_generations=4)
-    ),
+    "exact_g4": Strategy("exact, G = 4", _selecting("zero_variance", loss_normalizer="all", num_generations=4)),
     "gate_g4": Strategy(
         "gate, G = 4", _selecting("zero_variance", loss_normalizer="all", num_generations=4, controller="gate")
     ),
@@ -79,6 +78,8 @@ STRATEGIES: dict[str, Strategy] = {
         _selecting("energy", selection_ratio=0.8, controller="probing", loss_normalizer="all"),
     ),
     # One completion of each prompt, the others where the group is likely to be alive
+    # Knows the true pass rates: what foresight could save at best
+    "oracle": Strategy("oracle, loss over all rows", _selecting("zero_variance", loss_normalizer="all", oracle=0.9)),
     "gate": Strategy(
         "one-completion gate, loss over all rows",
         _selecting("zero_variance", controller="gate", loss_normalizer="all"),
