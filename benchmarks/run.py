@@ -132,7 +132,8 @@ def build_trainer(settings: RunSettings, files: TaskFiles, rows: list[dict[str, 
         "disable_tqdm": True,
     }
     plain, chat = settings.strategy == BASELINE, TASKS[settings.task].chat
-    ours = {"strategy": "lze", "summary": False} | shared | settings.overrides  # what is not overridden is that method's
+    # What is not overridden is as published
+    ours = {"strategy": "lze", "summary": False} | shared | settings.overrides
     return metered(GRPOTrainer if plain else LZEGRPOTrainer)(
         model=str(files.model),
         reward_funcs=accuracy_reward if chat else exact_match_reward,

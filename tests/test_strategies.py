@@ -142,7 +142,9 @@ def test_every_way_to_give_it_is_the_same(tmp_path):
 
 
 def test_an_unknown_one_is_refused_with_the_nearest(tmp_path):
-    with pytest.raises(ValueError, match=r"`strategy` must be one of \['exact', 'lze', .*got 'dappo'\. Did you mean 'dapo'\?"):
+    with pytest.raises(
+        ValueError, match=r"`strategy` must be one of \['exact', 'lze', .*got 'dappo'\. Did you mean 'dapo'\?"
+    ):
         tiny.config(tmp_path, strategy="dappo")
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("strategy: recomended\n")
