@@ -15,6 +15,7 @@ from lze_trl.record.ledger import (
     against_plain,
     headline,
     skipped_visits,
+    time_of_plain,
     token_cost,
 )
 
@@ -166,6 +167,29 @@ def test_visits_that_a_pass_left_out_are_no_saving():
     assert ratios(totals) == pytest.approx({"rollouts": 1.0, "updates": 0.28, "total": 0.46})
     assert "updates 0.28 ×" in headline(totals)
     assert skipped_visits(totals) == "Visits skipped: 156,800 prompts that pruning left out of a pass."
+
+
+def test_time_at_the_share_of_the_run_itself():
+    # Half the rollouts in 10 s and a quarter of the updates in 5 s: plain GRPO takes 20 s for either
+    drawn = ledger_of([([[5, 5], [5, 5], [5] * 4], [4, 5, 6, 7])], batch_rows=16)
+    drawn.rollout_seconds, drawn.update_seconds = 10.0, 5.0
+    totals = drawn.summary(COST)
+    generation, seconds = time_of_plain(totals)
+    assert (generation, seconds) == pytest.approx((20.0, 40.0))
+    works, share = ratios(totals), generation / seconds
+    assert 15.0 / seconds == pytest.approx(share * works["rollouts"] + (1 - share) * works["updates"])
+    assert headline(totals).endswith(
+        "Time, at the speeds of this run: 0.38 ×, with 50% of plain GRPO's for generation."
+    )
+
+
+@pytest.mark.parametrize("untimed", ["rollout_seconds", "update_seconds"])
+def test_no_time_is_claimed_that_was_not_measured(untimed):
+    ledger = Ledger(**SEVEN_HUNDRED, rollout_seconds=10.0, update_seconds=5.0, plain_rows=1, plain_tokens=100.0)
+    assert time_of_plain(ledger.summary(COST)) is not None
+    setattr(ledger, untimed, 0.0)
+    assert time_of_plain(ledger.summary(COST)) is None
+    assert "Time" not in headline(ledger.summary(COST))
 
 
 def test_a_run_that_has_not_begun():

@@ -10,9 +10,22 @@ from lze_trl import LZEGRPOTrainer
 README = Path(__file__).parents[1] / "README.md"
 
 
+BLOCKS = re.findall(r"```python\n(.+?)```", README.read_text(), re.S)
+
+
+def test_the_script_of_the_readme_trains_and_ends_with_a_report(tmp_path, monkeypatch, capsys):
+    (script,) = [block for block in BLOCKS if "trainer.train()" in block]
+    assert "HuggingFaceTB/SmolLM2-135M-Instruct" in script
+    monkeypatch.chdir(tmp_path)
+    tiny.save("model")
+    exec(script.replace("HuggingFaceTB/SmolLM2-135M-Instruct", "model").replace("max_steps=10", "max_steps=2"), {})
+    shown = capsys.readouterr().out
+    assert "rollouts" in shown
+    assert (tmp_path / "runs/sums/report/report.html").is_file()
+
+
 def test_the_own_selector_of_the_readme(tmp_path):
-    blocks = re.findall(r"```python\n(.+?)```", README.read_text(), re.S)
-    (example,) = [block for block in blocks if "class Frontier" in block]
+    (example,) = [block for block in BLOCKS if "class Frontier" in block]
     names = {}
     exec(example.partition("\n\n\nLZEGRPOTrainer")[0], names)
     trainer = LZEGRPOTrainer(

@@ -14,7 +14,7 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback, Tra
 from transformers.trainer_callback import CallbackHandler
 
 from ..evaluation.results import first_and_last, read_results, rows_of, text_table
-from ..record.ledger import PLAIN, SKIPPED, against_plain
+from ..record.ledger import PLAIN, SKIPPED, against_plain, time_of_plain, times
 from .numbers import count
 
 
@@ -149,6 +149,8 @@ def summary_tables(savings: dict[str, float], accuracy: dict[str, float | None])
         flops = (count(work.flops), count(work.plain_flops), work.times)
         tokens = "" if is_total else count(work.tokens)
         cost.add_row(work.name, tokens, f"{work.seconds:.1f}", *flops, style="bold" if is_total else None)
+        if is_total and (plain := time_of_plain(savings)) is not None:
+            cost.add_row("time", "", f"{work.seconds:.1f}", "", f"{plain[1]:.1f} s", times(work.seconds / plain[1]))
 
     tables = {"Rollouts": rollouts, f"Cost, against {PLAIN}": cost}
     before, after = accuracy["before"], accuracy["after"]
