@@ -148,6 +148,25 @@ def test_the_script_trains_as_trl_does(tmp_path):
     assert distance(ours, theirs) < 1e-5
 
 
+def test_trl_decays_weights_without_a_gradient_and_the_default_does_not(tmp_path):
+    def trained(trainer_class) -> GRPOTrainer:
+        args = tiny.config(tmp_path, strategy="exact", optim="adamw_torch", weight_decay=0.1)
+        trainer = trainer_class(
+            model=tiny.model(),
+            reward_funcs=lambda completions, **kwargs: [1.0] * len(completions),
+            args=args,
+            train_dataset=tiny.prompts(17),
+            processing_class=tiny.tokenizer(),
+        )
+        trainer.train()
+        return trainer
+
+    assert moved(trained(GRPOTrainer)) > 1e-4
+    ours = trained(LZEGRPOTrainer)
+    assert moved(ours) == 0.0
+    assert ours.ledger.skipped_updates == 3
+
+
 def test_the_default_is_the_one_described():
     assert DEFAULT == "exact"
     assert settings_of(DEFAULT)["loss_normalizer"] == "all"
