@@ -16,7 +16,7 @@ from lze_trl import LZEGRPOConfig, LZEGRPOTrainer
 from lze_trl.config import CONTROLLERS, SELECTORS
 from lze_trl.evaluation.settings import PRESETS
 from lze_trl.job.recipe import KEYS
-from lze_trl.rewards.named import REWARDS
+from lze_trl.rewards.named import MAJORITY, REWARDS, SOFT_OVERLONG
 from lze_trl.strategies import DEFAULT, STRATEGIES, settings_of
 from test_docs_choosing import code
 from test_laws import distance, moved
@@ -87,7 +87,9 @@ def test_settings_of_the_tables_exist(page):
         "normalize_then_sum",
     }
     values |= (
-        {"token_truncate", "token_mask", "group", "None", "True", "False", *REWARDS, *PRESETS} | COLUMNS | METRICS
+        {"token_truncate", "token_mask", "group", "None", "True", "False", *REWARDS, SOFT_OVERLONG, MAJORITY, *PRESETS}
+        | COLUMNS
+        | METRICS
     )
     found = 0
     for cell in (re.sub(r"“[^”]*”", "", cell) for row in rows(page) for cell in row):
