@@ -24,7 +24,9 @@ from lze_trl.record import MissingTelemetryError, Run, TelemetryWriter, open_run
 from lze_trl.record.curves import (
     curve,
     energy_heat_map,
+    logged_curves,
     outcome_name,
+    phase_seconds,
     reward_curves,
 )
 from lze_trl.record.ledger import KINDS
@@ -211,6 +213,35 @@ def test_what_is_called_accuracy_is_held_out(runs, tmp_path):
 def test_selectors_have_the_words_of_their_names(tmp_path, recorded, shown):
     TelemetryWriter(tmp_path, settings={"selector": recorded}).close()
     assert views.shown_settings(open_run(tmp_path)) == {"selector": shown}
+
+
+def test_training_shows_what_the_trainer_logged(tmp_path):
+    writer = TelemetryWriter(tmp_path, settings={"pass_reward": "accuracy_reward"})
+    records = SyntheticTraining(num_prompts=20, groups_per_batch=8).generations(30)
+    writer.record_step(0, {"eval_rewards/accuracy_reward/mean": 0.25})
+    for record in records:
+        writer.record(record)
+        writer.record_step(record.step + 1, {"loss": 0.5 * record.step, "grad_norm": float("nan"), "entropy": 1.0})
+    writer.record_step(30, {"eval_rewards/accuracy_reward/mean": 0.5})
+    writer.close()
+    for step, share in ((0, 0.125), (30, 0.375)):
+        folder = tmp_path / "evaluations" / f"step-{step:06d}"
+        folder.mkdir(parents=True)
+        task = {"metrics": {"avg@1": [share, None, None], "<b>": [share, share / 2, 2 * share]}}
+        (folder / "results.json").write_text(json.dumps({"tasks": {"svamp": task}}))
+    run = open_run(tmp_path)
+    logged = logged_curves(run, ["loss", "grad_norm", "kl"])
+    assert logged["loss"].to_dict() == {step: 0.5 * (step - 1) for step in range(1, 31)}
+    assert set(logged) <= {"loss", "grad_norm"}
+    assert logged_curves(run, ["loss"], bins=2)["loss"].index.tolist() == [15, 30]
+    seconds, ledger = phase_seconds(run, bins=4), dict(run.generations().ledger.iloc[-1])
+    assert seconds.index.tolist() == [8, 15, 23, 30]
+    assert (seconds["update"] * [8, 7, 8, 7]).sum() == pytest.approx(ledger["update_seconds"])
+    html = views.training(run)
+    assert "Held-out accuracy. Latest: held-out prompts 50 %; svamp avg@1 37.5 %; svamp &lt;b&gt; 37.5 %." in html
+    assert "Loss. Latest: loss 14.5." in html
+    assert "<b>" not in html.replace("<b></b>", "")
+    assert html.count("No values yet") == 9  # Reward, gradient norm, KL, …
 
 
 def test_ticks_are_round_numbers():

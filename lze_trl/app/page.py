@@ -1,4 +1,4 @@
-"""The app: one page with three views, its state in the address, following the runs while they train."""
+"""The app: one page with four views, its state in the address, following the runs while they train."""
 
 import json
 from pathlib import Path
@@ -6,13 +6,14 @@ from typing import Any
 
 import gradio as gr
 
+from ..evaluation.results import RESULT_FILES
 from ..record import TelemetryError
 from . import views
 from .markup import HTML, STATES
 from .runs import RunBook, resolve_run
 
 
-VIEWS = ("Overview", "Prompts", "Compare")
+VIEWS = ("Overview", "Training", "Prompts", "Compare")
 REFRESH_SECONDS = 1.0
 """How often the page asks for what is new."""
 
@@ -43,6 +44,7 @@ _DEFAULTS: dict[str, Any] = {
 _CHOICES = {"tab": VIEWS, "state": _STATES, "sort": dict(_SORTS).values(), "axis": views.AXES, "metric": views.METRICS}
 _SHOWN_PARAMETERS = {
     "Overview": ("tab", "run"),
+    "Training": ("tab", "run"),
     "Prompts": ("tab", "run", "state", "q", "sort", "at", "prompt"),
     "Compare": ("tab", "runs", "axis", "metric"),
 }
@@ -196,11 +198,12 @@ class _Page:
         return list(values.values())
 
     def _version(self, given: dict[str, Any]) -> list[Any]:
-        """Changes with the controls, and when one of the runs on the page has recorded something."""
+        """Changes with the controls, and when one of the runs on the page has recorded or evaluated something."""
         versions: list[Any] = [given]
         for id in given["runs"] if given["tab"] == "Compare" else [given["run"]]:
             try:
-                versions.append(hash(self.book.open(id).version))
+                run = self.book.open(id)
+                versions.append([hash(run.version), *sorted(run.directory.parent.glob(RESULT_FILES))])
             except TelemetryError as error:
                 versions.append(str(error))
         return versions
@@ -226,6 +229,8 @@ class _Page:
                 main, pages, ids = table
                 held = asked, ids
                 detail = views.prompt_detail(run, chosen)
+            elif view == "Training":
+                main = views.training(self.book.open(given["run"]))
             else:
                 main = views.overview(self.book.open(given["run"]))
         except TelemetryError as error:

@@ -11,7 +11,7 @@ from markupsafe import Markup
 
 from ..evaluation.results import first_and_last, read_results, rows_of
 from ..record import Run, TelemetryError
-from ..record.curves import curve, energy_heat_map, outcome_name, reward_curves
+from ..record.curves import curve, energy_heat_map, logged_curves, outcome_name, phase_seconds, reward_curves
 from ..record.ledger import against_plain
 from ..record.reader import parse_columns
 from .charts import Series, heat_map, line_chart
@@ -32,6 +32,37 @@ METRICS = {
 }
 _SHARES = {"pass_rate", "dead", "pruned"}
 _HISTORY_POINTS = 400
+# Charts of what the trainer logs: title, whether the values are shares, and labels of the metrics
+_LOGGED: list[tuple[str, bool, dict[str, str]]] = [
+    ("Reward", False, {"reward": "training batch", "eval_reward": "held-out prompts"}),
+    ("Loss", False, {"loss": "loss", "policy_loss": "policy", "aux_loss": "auxiliary"}),
+    ("Gradient norm", False, {"grad_norm": "norm"}),
+    ("KL divergence from the reference", False, {"kl": "KL"}),
+    ("Entropy of the tokens", False, {"entropy": "entropy"}),
+    (
+        "Clipped tokens",
+        True,
+        {"clip_ratio/low_mean": "low", "clip_ratio/high_mean": "high", "clip_ratio/region_mean": "both"},
+    ),
+    ("Learning rate", False, {"learning_rate": "learning rate"}),
+    (
+        "Tokens of a completion",
+        False,
+        {"completions/mean_length": "mean", "completions/min_length": "shortest", "completions/max_length": "longest"},
+    ),
+    ("Truncated completions", True, {"completions/clipped_ratio": "truncated"}),
+    (
+        "FLOPs so far, × plain GRPO",
+        False,
+        {"lze/rollouts_vs_plain": "rollouts", "lze/updates_vs_plain": "updates", "lze/total_vs_plain": "total"},
+    ),
+    (
+        "Foresight of dead groups: squared error",
+        False,
+        {"lze/dead_foreseen_brier": "mean of (foreseen − came true)²"},
+    ),
+]
+_PHASES = {"rollout": "rollouts", "logprob": "log-probabilities", "update": "updates", "selection": "selection"}
 
 
 def overview(run: Run) -> Markup:
@@ -85,6 +116,45 @@ def _tiles(points: pd.DataFrame, summary: dict[str, Any], outcome: str) -> list[
         ("groups trained on", _trained_on(summary), f"of {summary['groups']:,}"),
         ("FLOPs of plain GRPO", times["total"], f"rollouts {times['rollouts']}, updates {times['updates']}"),
     ]
+
+
+def training(run: Run) -> Markup:
+    """What the trainer has logged, evaluations, and where the time goes."""
+    names = run.meta.reward_names
+    graded_by = run.meta.settings.get("pass_reward") or ("accuracy_reward" if "accuracy_reward" in names else None)
+    held_out = f"eval_rewards/{graded_by}/mean"
+    logged = logged_curves(run, [held_out, *(name for _, _, lines in _LOGGED for name in lines)])
+
+    def lines(**shown: str) -> list[Series]:
+        """One line a metric, by the names they are shown under."""
+        return [Series(label, logged[name].index, logged[name]) for name, label in shown.items() if name in logged]
+
+    accuracy = [*lines(**{held_out: "held-out prompts"}), *_task_lines(read_results(run.directory.parent))]
+    for line in accuracy:
+        line.points = len(line.x) <= 40
+    seconds = phase_seconds(run)
+    phases = [Series(_PHASES[kind], seconds.index, seconds[kind]) for kind in _PHASES]
+    charts = [
+        line_chart("Held-out accuracy", accuracy, as_percent=True),
+        *(line_chart(heading, lines(**metrics), as_percent=shares) for heading, shares, metrics in _LOGGED),
+        line_chart("Seconds of a generation batch", phases),
+    ]
+    return HTML.training(charts)
+
+
+def _task_lines(evaluations: dict[str, dict[str, Any]]) -> list[Series]:
+    """Results of the tasks evaluated during the training, with their intervals: a line for each task and metric."""
+    found: dict[str, dict[int, list[float | None]]] = {}
+    for name, results in evaluations.items():
+        if match := re.fullmatch(r"step-(\d+)", name):
+            for task, result in results["tasks"].items():
+                for metric, estimate in result["metrics"].items():
+                    found.setdefault(f"{task} {metric}", {})[int(match[1])] = estimate
+    lines = []
+    for name, estimates in found.items():
+        values, low, high = np.array(list(estimates.values()), dtype=float).T  # (steps, 3); NaN for an unknown end
+        lines.append(Series(name, np.array(list(estimates)), values, (low, high)))
+    return lines
 
 
 def shown_settings(run: Run) -> dict[str, Any]:

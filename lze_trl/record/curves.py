@@ -52,6 +52,28 @@ def energy_heat_map(run: Run, bins: int = 120) -> tuple[np.ndarray, np.ndarray]:
     return frame["step"].to_numpy(), frame[["dead", *levels]].div(groups, axis=0).to_numpy()
 
 
+def logged_curves(run: Run, names: list[str], bins: int = 200) -> dict[str, pd.Series]:
+    """What the trainer has logged: the means of these metrics over neighbouring steps, indexed by step; none that is missing."""
+    frame = run.sql(
+        """WITH logged AS (
+            SELECT step, name, arg_max(value, time) AS value FROM steps WHERE list_contains(?, name) GROUP BY step, name
+        ), whole AS (SELECT max(step) + 1 AS steps FROM logged)
+        SELECT name, max(step) AS step, avg(value) AS value FROM logged, whole
+        GROUP BY name, CASE WHEN steps <= ? THEN step ELSE step * ?::BIGINT // steps END ORDER BY name, step""",
+        [names, bins, bins],
+    )
+    return {name: rows.set_index("step")["value"] for name, rows in frame.groupby("name")}
+
+
+def phase_seconds(run: Run, bins: int = 200) -> pd.DataFrame:
+    """Mean seconds of a generation batch by kind of work, indexed by step."""
+    columns = {"generation": "max(generation) + 1", "step": "max(step) + 1"}
+    columns |= {kind: f"arg_max(ledger['{kind}_seconds'], generation)" for kind in (*KINDS, "selection")}
+    totals = _binned(run, columns, bins).set_index("step")
+    changes = totals.diff().fillna(totals)
+    return changes.drop(columns="generation").div(changes["generation"], axis=0)
+
+
 def outcome_name(run: Run) -> str:
     """What the mean outcome of a group is called: a pass rate, unless the latest groups show that outcomes are graded."""
     graded = run.sql("""SELECT bool_or(abs(pass_rate * scored - round(pass_rate * scored)) > 1e-6) AS graded

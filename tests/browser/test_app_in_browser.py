@@ -393,6 +393,36 @@ def pause(page):
     wait_for(lambda: page.evaluate(VISITS) != paused)
 
 
+def test_training_tab_of_a_live_run_and_its_tooltips(page, tmp_path):
+    logged = {
+        "loss": lambda step: 1.0 / (1 + step),
+        "entropy": lambda step: 0.5,
+        "lze/updates_vs_plain": lambda step: 0.4,
+    }
+    with live_run(tmp_path / "live", **logged) as address:
+        open_page(page, address)
+        page.get_by_role("radio", name="Training").check()
+        loss = page.get_by_role("group", name="Loss. Latest: loss")
+        loss.wait_for()
+        assert "tab=Training" in address_bar(page)
+        titles = page.locator("#lze-main figcaption strong").all_inner_texts()
+        assert titles[:4] == ["Held-out accuracy", "Reward", "Loss", "Gradient norm"]
+        assert "Seconds of a generation batch" in titles
+        plot = loss.locator("[data-lze]")
+        plot.hover()
+        tip = page.locator(".lze-tip")
+        before, label = tip.inner_text(), loss.get_attribute("aria-label")
+        assert re.fullmatch(r"\d+\nloss  [\d.e-]+", before)
+        for _ in range(3):
+            wait_for(lambda label=label: loss.get_attribute("aria-label") != label)
+            label = loss.get_attribute("aria-label")
+            assert tip.count() == 1
+        # The middle of the axis is a later step by now
+        wait_for(lambda: int(tip.inner_text().split()[0]) > int(before.split()[0]))
+        page.mouse.move(2, 2)
+        assert tip.count() == 0
+
+
 def test_search_filter_sort_and_open_a_prompt(page, address, runs):
     open_page(page, address)
     page.get_by_role("radio", name="Prompts").check()
@@ -577,7 +607,7 @@ def test_space_shows_a_run(page, runs, tmp_path):
 def test_readable_on_a_phone_and_in_the_dark(browser, address):
     context = browser.new_context(viewport={"width": 390, "height": 844}, color_scheme="dark")
     page = context.new_page()
-    for view in ("Overview", "Prompts", "Compare"):
+    for view in ("Overview", "Training", "Prompts", "Compare"):
         open_page(page, address, tab=view, __theme="dark")
         page.wait_for_timeout(500)
         assert page.evaluate("document.documentElement.scrollWidth") <= 390
