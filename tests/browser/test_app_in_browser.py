@@ -371,7 +371,7 @@ def test_click_in_a_live_run_opens_the_row_under_the_pointer(page, tmp_path):
 def the_reader_asks(page, order):
     """The order of now comes when asked for, and the open prompt stays open and visible."""
     pill = page.locator("[data-update]")
-    wait_for(lambda: int(pill.inner_text().split()[0]) > 5)
+    wait_for(lambda: int(pill.text_content().split()[0]) > 5)
     chosen = page.locator(".lze-prompts thead [data-prompt]").get_attribute("data-prompt")
     pill.click()
     wait_for(lambda: page.evaluate(ORDER) != order)
