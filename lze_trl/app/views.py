@@ -203,7 +203,7 @@ def prompt_table(
     pinned = parse_prompt_id(chosen)
     others = [id for id in {*shown, pinned} if id is not None and id not in ordered]
     frames = [frame, *([run.prompts(prompt_id=others)] if others else [])]
-    rows = {row["prompt_id"]: row for found in frames for row in found.to_dict("records")}
+    rows = {row["prompt_id"]: row for part in frames for row in part.to_dict("records")}
     shown = [id for id in shown if id in rows]  # the run may have been recorded anew
     changed = sum(before != now for before, now in zip_longest(shown, ordered))
     table = HTML.prompts(

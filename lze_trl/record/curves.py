@@ -62,7 +62,7 @@ def logged_curves(run: Run, names: list[str], bins: int = 200) -> dict[str, pd.S
         GROUP BY name, CASE WHEN steps <= ? THEN step ELSE step * ?::BIGINT // steps END ORDER BY name, step""",
         [names, bins, bins],
     )
-    return {name: rows.set_index("step")["value"] for name, rows in frame.groupby("name")}
+    return {str(name): rows.set_index("step")["value"] for name, rows in frame.groupby("name")}
 
 
 def phase_seconds(run: Run, bins: int = 200) -> pd.DataFrame:
