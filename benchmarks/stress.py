@@ -84,7 +84,7 @@ def measure(directory: str | Path) -> dict[str, float]:
     timed("open: overview", lambda: opened(book, views.overview))
     opened(book, lambda run: run.close())
     book = RunBook([str(directory)])
-    _, pages = timed("open: prompts", lambda: opened(book, prompts()))
+    _, pages, _ = timed("open: prompts", lambda: opened(book, prompts()))
     for state in ("frontier", "solved", "hopeless", "pruned", "forgotten"):
         timed(f"filter: {state}", lambda state=state: opened(book, prompts(state)))
     timed("filter: text", lambda: opened(book, prompts(search="problem 77")))

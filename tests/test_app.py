@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from importlib.metadata import version
+from itertools import zip_longest
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,14 @@ from lze_trl.app.charts import Series, heat_map, line_chart
 from lze_trl.app.numbers import number
 from lze_trl.app.runs import RunBook, seed_groups
 from lze_trl.record import MissingTelemetryError, Run, TelemetryWriter, open_run
-from lze_trl.record.curves import curve, energy_heat_map, foresight_curves, reward_curves
+from lze_trl.record.curves import (
+    curve,
+    energy_heat_map,
+    logged_curves,
+    outcome_name,
+    phase_seconds,
+    reward_curves,
+)
 from lze_trl.record.ledger import KINDS
 
 
@@ -98,7 +106,7 @@ def test_settings_that_seeds_may_differ_in(tmp_path, name, value, shared):
 def test_curves_are_means_of_the_generations(runs):
     run = open_run(runs / "a")
     generations, points = run.generations(), curve(run)
-    assert points.step.tolist() == generations.step.tolist()
+    assert points.step.tolist() == (generations.step + 1).tolist()
     assert points.pass_rate.tolist() == pytest.approx(generations.pass_rate.tolist(), abs=1e-6)
     assert points.tokens.iloc[-1] == sum(dict(generations.ledger.iloc[-1])[f"{k}_tokens"] for k in KINDS)
     halves = curve(run, bins=2)
@@ -111,7 +119,7 @@ def test_curves_are_means_of_the_generations(runs):
 def test_heat_map_shares_add_up(runs):
     steps, shares = energy_heat_map(open_run(runs / "a"), bins=6)
     assert shares.shape == (6, 27)
-    assert steps[-1] == 19
+    assert steps[-1] == 20
     assert shares.sum(axis=1) == pytest.approx(1.0)
 
 
@@ -134,12 +142,120 @@ def test_pages_of_prompts_cover_all_of_them(runs):
     run = open_run(runs / "a")
     seen = []
     for page in range(2):
-        html, pages = views.prompt_table(run, "all", "", "-energy", page, "")
-        seen += [part.partition('"')[0] for part in html.split('data-prompt="')[1:]]
+        html, pages, shown = views.prompt_table(run, "all", "", "-energy", page, "")
+        assert shown == [int(part.partition('"')[0]) for part in html.split('data-prompt="')[1:]]
+        seen += shown
         assert pages == 2
-    assert sorted(map(int, seen)) == sorted(run.prompts().prompt_id)
+    assert sorted(seen) == sorted(run.prompts().prompt_id)
     # A page beyond the last one shows the last one
     assert views.prompt_table(run, "all", "", "-energy", 99, "")[0] == html
+
+
+def test_prompts_keep_their_places_until_the_reader_asks(tmp_path):
+    writer = TelemetryWriter(tmp_path)
+    records = SyntheticTraining(num_prompts=60, groups_per_batch=16).generations(40)
+    for _ in range(12):
+        writer.record(next(records))
+    writer.flush()
+    run = open_run(tmp_path)
+    first, _, held = views.prompt_table(run, "frontier", "", "-energy", 0, "")
+    assert "disabled>0 rows changed" in first
+    chosen = str(held[3])
+    for record in records:
+        writer.record(record)
+    writer.close()
+    run.refresh()
+    later, _, still = views.prompt_table(run, "frontier", "", "-energy", 0, chosen, held)
+    assert still[: len(held)] == held
+    assert shown_prompts(later) == [held[3], *still]  # the open one above the others too
+    states = dict(run.prompts()[["prompt_id", "state"]].to_numpy())
+    assert {states[id] for id in held} > {"frontier"}
+    asked, _, ordered = views.prompt_table(run, "frontier", "", "-energy", 0, chosen)
+    assert shown_prompts(asked) == [held[3], *ordered]
+    changed = sum(now != before for now, before in zip_longest(still, ordered))
+    assert f"data-update>{changed} rows changed" in later
+    assert changed > 10
+    assert "disabled>0 rows changed" in asked
+    # Those of another run are no rows
+    assert views.prompt_table(run, "frontier", "", "-energy", 0, "12", [12, *held[:9]])[2][:9] == held[:9]
+
+
+def shown_prompts(html):
+    return [int(part.partition('"')[0]) for part in html.split('data-prompt="')[1:]]
+
+
+def test_what_is_called_accuracy_is_held_out(runs, tmp_path):
+    for run in (open_run(runs / "a"), open_run(runs / "b")):
+        assert outcome_name(run) == "pass rate"
+        html = views.overview(run)
+        assert "accuracy" not in html.lower().replace("accuracy_reward", "")
+        assert 'data-tile="pass rate"' in html
+    # One completion of five is half right
+    record = next(SyntheticTraining(num_prompts=4, groups_per_batch=3, group_size=5).generations(1))
+    record.groups.pass_rates[:] = [0.1, 0.5, 1.0]
+    writer = TelemetryWriter(tmp_path / "graded")
+    writer.record(record)
+    writer.close()
+    graded = open_run(tmp_path / "graded")
+    assert "<th>mean outcome</th>" in views.prompt_table(graded, "all", "", "-energy", 0, "")[0]
+    assert 'data-tile="mean outcome"' in views.overview(graded)
+
+
+@pytest.mark.parametrize(
+    ("recorded", "shown"),
+    [
+        ("EnergySelector", "energy"),
+        ("ZeroVarianceFilter", "zero variance filter"),
+        ("energy", "energy"),
+        ("my_own", "my_own"),
+    ],
+)
+def test_selectors_have_the_words_of_their_names(tmp_path, recorded, shown):
+    TelemetryWriter(tmp_path, settings={"selector": recorded}).close()
+    assert views.shown_settings(open_run(tmp_path)) == {"selector": shown}
+
+
+def test_training_shows_what_the_trainer_logged(tmp_path):
+    writer = TelemetryWriter(tmp_path, settings={"pass_reward": "accuracy_reward"})
+    records = SyntheticTraining(num_prompts=20, groups_per_batch=8).generations(30)
+    writer.record_step(0, {"eval_rewards/accuracy_reward/mean": 0.25})
+    for record in records:
+        writer.record(record)
+        writer.record_step(record.step + 1, {"loss": 0.5 * record.step, "grad_norm": float("nan"), "entropy": 1.0})
+    writer.record_step(30, {"eval_rewards/accuracy_reward/mean": 0.5})
+    writer.close()
+    for step, share in ((0, 0.125), (30, 0.375)):
+        folder = tmp_path / "evaluations" / f"step-{step:06d}"
+        folder.mkdir(parents=True)
+        task = {"metrics": {"avg@1": [share, None, None], "<b>": [share, share / 2, 2 * share]}}
+        (folder / "results.json").write_text(json.dumps({"tasks": {"svamp": task}}))
+    run = open_run(tmp_path)
+    logged = logged_curves(run, ["loss", "grad_norm", "kl"])
+    assert logged["loss"].to_dict() == {step: 0.5 * (step - 1) for step in range(1, 31)}
+    assert set(logged) <= {"loss", "grad_norm"}
+    assert logged_curves(run, ["loss"], bins=2)["loss"].index.tolist() == [15, 30]
+    seconds, ledger = phase_seconds(run, bins=4), dict(run.generations().ledger.iloc[-1])
+    assert seconds.index.tolist() == [8, 15, 23, 30]
+    assert (seconds["update"] * [8, 7, 8, 7]).sum() == pytest.approx(ledger["update_seconds"])
+    html = views.training(run)
+    assert "Held-out accuracy. Latest: held-out prompts 50 %; svamp avg@1 37.5 %; svamp &lt;b&gt; 37.5 %." in html
+    assert "Loss. Latest: loss 14.5." in html
+    assert "<b>" not in html.replace("<b></b>", "")
+    assert html.count("No values yet") == 9  # Reward, gradient norm, KL, …
+
+
+def test_ticks_are_round_numbers():
+    steps = np.arange(1.0, 200.0)
+    html = line_chart("t", [Series("s", steps, 0.37 + steps / 1234)])
+    assert re.findall(r'(?:left|top):[\d.]+%">([^<]+)</span>', html) == [
+        *("0.35", "0.4", "0.45", "0.5", "0.55"),
+        *("50", "100", "150"),
+    ]
+    few = line_chart("t", [Series("s", np.array([1.0, 2.0, 3.0]), np.array([0.0, 1.0, 0.5]))], as_percent=True)
+    assert re.findall(r'style="(?:left|top):([\d.]+)%">([^<]+)</span>', few) == [
+        *(("100.00", "0 %"), ("80.00", "20 %"), ("60.00", "40 %"), ("40.00", "60 %"), ("20.00", "80 %")),
+        *(("0.00", "100 %"), ("0.00", "1"), ("50.00", "2"), ("100.00", "3")),
+    ]
 
 
 def test_opening_a_prompt_reads_no_other(tmp_path, monkeypatch):
@@ -207,7 +323,7 @@ def test_energy_is_drawn_over_its_largest_value(runs, tmp_path):
     meta = tmp_path / "a" / "telemetry" / "meta.json"
     meta.write_text(json.dumps({**json.loads(meta.read_text()), "energy_max": 2.0}))
     run = open_run(tmp_path / "a")
-    html, _ = views.prompt_table(run, "all", "", "-energy", 0, "")
+    html, *_ = views.prompt_table(run, "all", "", "-energy", 0, "")
     shares = [100 * energy / 2.0 for energy in run.prompts(limit=views.PAGE_SIZE).energy]
     assert [float(width) for width in re.findall(r"width:([\d.]+)%", html)] == pytest.approx(shares, abs=0.051)
 
@@ -247,19 +363,7 @@ def test_foresight_is_shown_once_prompts_were_visited_again(tmp_path):
     writer = TelemetryWriter(tmp_path)
     for step, record in enumerate(training.generations(4)):
         writer.record(record)
-        writer.record_step(step, {"lze/pass_rate": 0.5})
-    writer.flush()
-    run = open_run(tmp_path)
-    assert foresight_curves(run).empty
-    assert "Foresight of live groups" not in views.overview(run)
-    for step in range(4, 10):
-        writer.record_step(step, {"lze/foresight_brier": 0.1 * (step - 3), "lze/foresight_error": 0.02})
+        writer.record_step(step, {"lze/foresight_brier": 0.1 * step, "lze/foresight_error": 0.02})
     writer.close()
-    run = open_run(tmp_path)
-    curves = foresight_curves(run, bins=3)
-    assert curves.index.tolist() == [5, 7, 9]
-    assert curves["Brier score"].tolist() == pytest.approx([0.15, 0.35, 0.55])
-    assert curves["AUC"].isna().all()  # not of batches whose groups are all dead
-    shown = views.overview(run)
-    assert "Foresight of live groups" in shown
-    assert "Latest: Brier score 0.6; calibration error 0.02." in shown
+    shown = views.training(open_run(tmp_path))
+    assert "Foresight of live groups. Latest: Brier score 0.3; calibration error 0.02." in shown

@@ -20,7 +20,8 @@ from .markup import HTML
 from .numbers import number, percent
 
 
-_TICKS = 5
+_TICKS = 6
+"""Intervals of an axis, at most."""
 
 _DARK, _MIDDLE, _BRIGHT = "#00224e", "#7b7b78", "#fee838"
 """Of the colour map cividis."""
@@ -83,7 +84,7 @@ def line_chart(
         lines=[shapes(line) for line in series],
         hover=_hover_data(series, x_span, as_percent),
         x_label=x_label,
-        x_ticks=_x_ticks(x_span),
+        x_ticks=_ticks(x_span, number, whole=all((line.x % 1 == 0).all() for line in drawn)),
         y_ticks=_ticks((y_low, y_high), show),
     )
 
@@ -96,7 +97,7 @@ def heat_map(title: str, x: np.ndarray, shares: np.ndarray, y_max: float, x_labe
     if not len(x):
         return HTML.empty_chart(title, height)
     live = shares[:, 1:]
-    top = brightest(live)
+    top = math.ceil(100 * brightest(live) - 1e-9) / 100
     dead_now, live_now = percent(shares[-1, 0]), percent(live[-1].sum())
     return HTML.heat_map(
         title,
@@ -104,9 +105,9 @@ def heat_map(title: str, x: np.ndarray, shares: np.ndarray, y_max: float, x_labe
         height,
         live=_image(np.sqrt(live / top)),  # the root, because a few groups at high energy are what one looks for
         dead=_image(shares[:, :1]),
-        top=percent(top),
+        top=f"{100 * top:.0f} %",
         x_label=x_label,
-        x_ticks=_x_ticks(_span(x)),
+        x_ticks=_ticks(_span(x), number, whole=True),
         y_ticks=_ticks((0.0, y_max), number),
     )
 
@@ -151,13 +152,19 @@ def _hover_data(series: list[Series], x_span: tuple[float, float], as_percent: b
     return json.dumps(data, separators=(",", ":"))
 
 
-def _ticks(span: tuple[float, float], show: Callable[[float], str]) -> list[str]:
-    return [show(value) for value in np.linspace(*span, _TICKS).tolist()]
+def _ticks(span: tuple[float, float], show: Callable[[float], str], whole: bool = False) -> list[tuple[float, str]]:
+    """Round numbers, or whole ones, within the span: their places in percent of it, and what is shown there."""
+    low, high = span
+    step = max(_round_step(high - low), 1.0) if whole else _round_step(high - low)
+    numbers = range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)
+    return [(100 * (number * step - low) / (high - low), show(number * step)) for number in numbers]
 
 
-def _x_ticks(span: tuple[float, float]) -> list[str]:
-    whole = span[1] - span[0] >= 2 * _TICKS
-    return _ticks(span, lambda value: number(round(value) if whole else value))
+def _round_step(length: float) -> float:
+    """Distance of the ticks of an axis of this length, a round number."""
+    least = length / _TICKS * (1 - 1e-9)
+    magnitude = 10.0 ** math.floor(math.log10(least))
+    return next(factor * magnitude for factor in (1, 2, 5, 10) if factor * magnitude >= least)
 
 
 def _span(values: np.ndarray) -> tuple[float, float]:
@@ -168,12 +175,6 @@ def _span(values: np.ndarray) -> tuple[float, float]:
 
 
 def _rounded(low: float, high: float) -> tuple[float, float]:
-    """Ends of an axis whose ticks are round numbers."""
-    least = (high - low) / (_TICKS - 1)
-    magnitude = 10.0 ** math.floor(math.log10(least))
-    for factor in (1, 2, 2.5, 5, 10, 20):
-        step = factor * magnitude
-        start = math.floor(low / step + 1e-9) * step
-        if start + (_TICKS - 1) * step >= high - 1e-9 * step:
-            return start, start + (_TICKS - 1) * step
-    return low, high
+    """The span with its ends moved out to the next ticks."""
+    step = _round_step(high - low)
+    return math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step

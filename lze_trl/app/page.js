@@ -21,13 +21,15 @@
 
   const clear = (plot) => plot.querySelectorAll(".lze-tip, .lze-rule").forEach((node) => node.remove());
 
-  document.addEventListener("pointermove", (event) => {
-    const plot = event.target.closest ? event.target.closest("[data-lze]") : null;
+  let pointer = null;
+  const show = () => {
+    const under = document.elementFromPoint(...pointer);
+    const plot = under ? under.closest("[data-lze]") : null;
     document.querySelectorAll("[data-lze]").forEach((other) => other !== plot && clear(other));
     if (!plot) return;
     const data = JSON.parse(plot.dataset.lze);
     const box = plot.getBoundingClientRect();
-    const share = Math.min(Math.max((event.clientX - box.left) / box.width, 0), 1);
+    const share = Math.min(Math.max((pointer[0] - box.left) / box.width, 0), 1);
     const at = data.low + share * (data.high - data.low);
     let where = null;
     const lines = data.lines.filter((line) => line.x.length).map((line) => {
@@ -46,5 +48,10 @@
     tip.textContent = [short(where, false), ...lines].join("\n");
     if (left > 50) tip.style.right = 100 - left + 1 + "%"; else tip.style.left = left + 1 + "%";
     plot.append(rule, tip);
-  });
+  };
+
+  document.addEventListener("pointermove", (event) => { pointer = [event.clientX, event.clientY]; show(); });
+  // A refresh takes away what the page does not know: it is shown again, with the values of now
+  const refreshed = new MutationObserver(() => { if (pointer) show(); refreshed.takeRecords(); });
+  refreshed.observe(document, { childList: true, subtree: true });
 })();

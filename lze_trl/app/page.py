@@ -1,4 +1,4 @@
-"""The app: one page with three views, its state in the address, following the runs while they train."""
+"""The app: one page with four views, its state in the address, following the runs while they train."""
 
 import json
 from pathlib import Path
@@ -6,13 +6,14 @@ from typing import Any
 
 import gradio as gr
 
+from ..evaluation.results import RESULT_FILES
 from ..record import TelemetryError
 from . import views
 from .markup import HTML, STATES
 from .runs import RunBook, resolve_run
 
 
-VIEWS = ("Overview", "Prompts", "Compare")
+VIEWS = ("Overview", "Training", "Prompts", "Compare")
 REFRESH_SECONDS = 1.0
 """How often the page asks for what is new."""
 
@@ -43,9 +44,13 @@ _DEFAULTS: dict[str, Any] = {
 _CHOICES = {"tab": VIEWS, "state": _STATES, "sort": dict(_SORTS).values(), "axis": views.AXES, "metric": views.METRICS}
 _SHOWN_PARAMETERS = {
     "Overview": ("tab", "run"),
+    "Training": ("tab", "run"),
     "Prompts": ("tab", "run", "state", "q", "sort", "at", "prompt"),
     "Compare": ("tab", "runs", "axis", "metric"),
 }
+
+_Held = tuple[list[Any], list[int]]
+"""What the prompts on the page were asked for with, and their ids."""
 
 
 def build(runs: list[str]) -> gr.Blocks:
@@ -115,6 +120,7 @@ class _Page:
                 VIEWS, value=VIEWS[0], show_label=False, container=False, elem_id="lze-view", scale=2, min_width=300
             )
             self.run = gr.Dropdown(ids, value=ids[0] if ids else None, label="Run", elem_id="lze-run", scale=1)
+            self.pause = gr.Button("Pause", elem_id="lze-pause", min_width=90, scale=0)
         with gr.Row(visible=False, elem_classes="lze-controls") as self.prompt_controls:
             self.search = gr.Textbox(
                 label="Search", placeholder="text, column or id", elem_id="lze-search", min_width=220
@@ -142,35 +148,42 @@ class _Page:
                 self.detail = gr.HTML(elem_classes="lze", apply_default_css=False, elem_id="lze-detail")
         self.prompt = gr.Textbox(visible="hidden", elem_id="lze-prompt")
         self.seen = gr.State(None)
+        self.held = gr.State(None)  # the prompts that keep their places, of [`_Held`]
 
     def _connect(self):
         search = (self.state, self.search, self.sort)
         controls = [self.view, self.run, *search, self.page, self.prompt, self.runs, self.axis, self.metric]
         pages = (self.side, self.prompt_controls, self.compare_controls, self.pager)
-        shown = [self.main, self.detail, *pages, self.page, self.run, self.seen]
-        quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
-        show: dict[str, Any] = {"fn": self._show, "inputs": controls, "outputs": shown, **quiet}
-        show_and_write = show | {"js": "(...values) => window.lzeWriteAddress(values)"}
+        shown = [self.main, self.detail, *pages, self.page, self.run, self.seen, self.held]
+        # One after the other: the answer to an earlier question never replaces that to a later one
+        quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private", "concurrency_id": "page"}
+        show: dict[str, Any] = {"fn": self._show, "inputs": [self.held, *controls], "outputs": shown, **quiet}
+        show_and_write = show | {"js": "(held, ...values) => [held, ...window.lzeWriteAddress(values)]"}
 
         gr.on(None, self._restore, None, controls, **quiet).then(**show)
         # A change shows the first page again, except that of the page or the prompt
         for control in (self.run, *search):
-            first_page = control.input(
-                lambda: (1, ""), None, [self.page, self.prompt], trigger_mode="always_last", **quiet
-            )
-            first_page.then(**show_and_write)
+            control.input(lambda: 1, None, self.page, trigger_mode="always_last", **quiet).then(**show_and_write)
         for shown_by in (self.view, self.runs, self.axis, self.metric, self.page):
             shown_by.input(trigger_mode="always_last", **show_and_write)
         self.main.click(self._open, None, self.prompt, **quiet).then(**show_and_write)
+        self.main.submit(lambda: None, None, self.held, **quiet).then(**show)
         for button, change in ((self.previous, -1), (self.next, 1)):
             turned = button.click(
                 lambda page, change=change: max(1, (page or 1) + change), self.page, self.page, **quiet
             )
             turned.then(**show_and_write)
-        gr.Timer(REFRESH_SECONDS).tick(self._follow, [self.seen, *controls], shown, **quiet)
+        timer = gr.Timer(REFRESH_SECONDS)
+        timer.tick(self._follow, [self.seen, self.held, *controls], shown, **quiet)
+        self.pause.click(self._pause, self.pause, [timer, self.pause], **quiet)
 
     def _open(self, event: gr.EventData) -> str:
         return str(event._data["prompt"])
+
+    def _pause(self, label: str) -> tuple[gr.Timer, str]:
+        """Stop or restart the refreshes. What the reader asks for is shown all the same."""
+        resumed = label == "Resume"
+        return gr.Timer(active=resumed), "Pause" if resumed else "Resume"
 
     def _restore(self, request: gr.Request) -> list[Any]:
         """Values of the controls from the address, with the default instead of any that a control cannot have."""
@@ -185,20 +198,21 @@ class _Page:
         return list(values.values())
 
     def _version(self, given: dict[str, Any]) -> list[Any]:
-        """Changes when one of the runs on the page has recorded something."""
-        versions: list[int | str] = []
+        """Changes with the controls, and when one of the runs on the page has recorded or evaluated something."""
+        versions: list[Any] = [given]
         for id in given["runs"] if given["tab"] == "Compare" else [given["run"]]:
             try:
-                versions.append(hash(self.book.open(id).version))
+                run = self.book.open(id)
+                versions.append([hash(run.version), *sorted(run.directory.parent.glob(RESULT_FILES))])
             except TelemetryError as error:
                 versions.append(str(error))
         return versions
 
-    def _follow(self, seen: list[Any] | None, *values: Any) -> Any:
+    def _follow(self, seen: list[Any] | None, held: _Held | None, *values: Any) -> Any:
         given = dict(zip(_DEFAULTS, values, strict=True))
-        return gr.skip() if self._version(given) == seen else self._show(*values)
+        return gr.skip() if self._version(given) == seen else self._show(held, *values)
 
-    def _show(self, *values: Any) -> dict[Any, Any]:
+    def _show(self, held: _Held | None, *values: Any) -> dict[Any, Any]:
         """What changes on the page, by component."""
         given = dict(zip(_DEFAULTS, values, strict=True))
         view, version = given["tab"], self._version(given)
@@ -209,8 +223,14 @@ class _Page:
                 main = views.compare(self.book, ids, given["axis"], given["metric"])
             elif view == "Prompts":
                 run, chosen, page = self.book.open(given["run"]), given["prompt"], given["at"] or 1
-                main, pages = views.prompt_table(run, given["state"], given["q"], given["sort"], page - 1, chosen)
+                asked = [given[name] for name in ("run", "state", "q", "sort", "at")]
+                ids = held[1] if held and held[0] == asked else []
+                table = views.prompt_table(run, given["state"], given["q"], given["sort"], page - 1, chosen, ids)
+                main, pages, ids = table
+                held = asked, ids
                 detail = views.prompt_detail(run, chosen)
+            elif view == "Training":
+                main = views.training(self.book.open(given["run"]))
             else:
                 main = views.overview(self.book.open(given["run"]))
         except TelemetryError as error:
@@ -225,12 +245,14 @@ class _Page:
         changes: dict[Any, Any] = {component: gr.update(visible=value) for component, value in visible.items()}
         if view == "Prompts" and given["at"] and given["at"] > pages:
             changes[self.page] = pages
-        return {self.main: main, self.detail: detail, self.seen: version, **changes}
+        return {self.main: main, self.detail: detail, self.seen: version, self.held: held, **changes}
 
 
-# A row of the table is a button with the prompt's id, which does not fit into a JavaScript number
+# A row of the table is a button with the prompt's id, which does not fit into a JavaScript number. One more button asks
+# for the order of now
 _OPEN_PROMPT = """
 element.addEventListener("click", (event) => {
+  if (event.target.closest("[data-update]")) trigger("submit");
   const button = event.target.closest("[data-prompt]");
   if (!button) return;
   trigger("click", { prompt: button.dataset.prompt });

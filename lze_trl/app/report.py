@@ -14,13 +14,13 @@ from matplotlib.figure import Figure
 
 from ..files import write_atomically
 from ..record import MissingTelemetryError, Run, open_run
-from ..record.curves import curve, energy_heat_map
+from ..record.curves import curve, energy_heat_map, outcome_name
 from ..record.ledger import against_plain, skipped_visits
 from ..version import __version__
 from .charts import brightest
 from .markup import HTML, STATES
 from .numbers import percent
-from .views import overview
+from .views import overview, shown_settings, title
 
 
 _BLUE, _ORANGE, _GREEN, _GREY = "#0072b2", "#d55e00", "#009e73", "#8a96a3"
@@ -45,7 +45,7 @@ def write_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
 
 
 def write_summary_picture(run_dir: str | Path, path: str | Path) -> Path:
-    """Write the picture of a run: accuracy and reward, energy, and savings over the steps."""
+    """Write the picture of a run: pass rate and reward, energy, and savings over the steps."""
     with _opened(run_dir) as run:
         _draw_summary(run, Path(path))
     return Path(path)
@@ -68,7 +68,7 @@ def _document(run: Run) -> str:
         overview(run),
         _learned(run),
         _forgotten(run),
-        [(name, json.dumps(value, default=str)) for name, value in sorted(run.meta.settings.items())],
+        [(name, json.dumps(value, default=str)) for name, value in sorted(shown_settings(run).items())],
         f"Written {when} by lze_trl {__version__}; recorded by lze_trl {run.meta.package_version}.",
     )
 
@@ -93,7 +93,7 @@ def _forgotten(run: Run) -> dict[str, Any]:
     """Prompts that were solved and failed their re-check, and how many there are."""
     frame = run.prompts(state="forgotten", sort="pass_rate", descending=False, limit=_FORGOTTEN_SHOWN)
     rows = [
-        (str(row.text)[:200], percent(row.pass_rate), row.visits, row.rechecks, row.last_step)
+        (str(row.text)[:200], percent(row.pass_rate), row.visits, row.rechecks, row.last_step + 1)
         for row in frame.itertuples()
     ]
     return {"rows": rows, "total": run.prompt_counts()["forgotten"]}
@@ -116,18 +116,20 @@ def _save(figure: Figure, path: Path):
 
 
 def _draw_summary(run: Run, path: Path):
-    figure, (accuracy, energy, savings) = _figure(13.0, 3.6, [1.0, 1.15, 0.7])
-    points = curve(run)
+    figure, (outcomes, energy, savings) = _figure(13.0, 3.6, [1.0, 1.15, 0.7])
+    points, outcome = curve(run), outcome_name(run)
     for name, label, colour, dashes in (
-        ("pass_rate", "pass rate, all rollouts", _BLUE, "-"),
-        ("selected_pass_rate", "pass rate, trained on", _ORANGE, "--"),
+        ("pass_rate", f"{outcome}, all rollouts", _BLUE, "-"),
+        ("selected_pass_rate", f"{outcome}, trained on", _ORANGE, "--"),
         ("reward_mean", "reward", _GREEN, ":"),
         ("dead", "share of dead groups", _GREY, "-."),
     ):
-        accuracy.plot(points["step"], points[name], color=colour, ls=dashes, lw=1.6, label=label)
-    accuracy.set(title="Accuracy and reward", xlabel="step", ylim=(min(0.0, points["reward_mean"].min()), None))
-    accuracy.grid(alpha=0.3)
-    accuracy.legend(frameon=False, fontsize=8)
+        outcomes.plot(points["step"], points[name], color=colour, ls=dashes, lw=1.6, label=label)
+    outcomes.set(
+        title=f"{title(outcome)} and reward", xlabel="step", ylim=(min(0.0, points["reward_mean"].min()), None)
+    )
+    outcomes.grid(alpha=0.3)
+    outcomes.legend(frameon=False, fontsize=8)
     _draw_energy(run, figure, energy)
     _draw_savings(savings, run.summary()["ledger"])
     _save(figure, path)

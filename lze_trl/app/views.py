@@ -1,5 +1,8 @@
 """The views of a run, and what the app and the report show of it."""
 
+import re
+from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -8,7 +11,7 @@ from markupsafe import Markup
 
 from ..evaluation.results import first_and_last, read_results, rows_of
 from ..record import Run, TelemetryError
-from ..record.curves import curve, energy_heat_map, foresight_curves, reward_curves
+from ..record.curves import curve, energy_heat_map, logged_curves, outcome_name, phase_seconds, reward_curves
 from ..record.ledger import against_plain
 from ..record.reader import parse_columns
 from .charts import Series, heat_map, line_chart
@@ -21,7 +24,7 @@ PAGE_SIZE = 25
 
 AXES = {"step": "steps", "tokens": "tokens", "flops": "FLOPs", "seconds": "time (s)"}
 METRICS = {
-    "pass_rate": "pass rate of all rollouts",
+    "pass_rate": "pass rate (mean outcome)",
     "reward_mean": "reward",
     "energy_mean": "mean energy",
     "dead": "share of dead groups",
@@ -29,6 +32,37 @@ METRICS = {
 }
 _SHARES = {"pass_rate", "dead", "pruned"}
 _HISTORY_POINTS = 400
+# Charts of what the trainer logs: title, whether the values are shares, and labels of the metrics
+_LOGGED: list[tuple[str, bool, dict[str, str]]] = [
+    ("Reward", False, {"reward": "training batch", "eval_reward": "held-out prompts"}),
+    ("Loss", False, {"loss": "loss", "policy_loss": "policy", "aux_loss": "auxiliary"}),
+    ("Gradient norm", False, {"grad_norm": "norm"}),
+    ("KL divergence from the reference", False, {"kl": "KL"}),
+    ("Entropy of the tokens", False, {"entropy": "entropy"}),
+    (
+        "Clipped tokens",
+        True,
+        {"clip_ratio/low_mean": "low", "clip_ratio/high_mean": "high", "clip_ratio/region_mean": "both"},
+    ),
+    ("Learning rate", False, {"learning_rate": "learning rate"}),
+    (
+        "Tokens of a completion",
+        False,
+        {"completions/mean_length": "mean", "completions/min_length": "shortest", "completions/max_length": "longest"},
+    ),
+    ("Truncated completions", True, {"completions/clipped_ratio": "truncated"}),
+    (
+        "FLOPs so far, × plain GRPO",
+        False,
+        {"lze/rollouts_vs_plain": "rollouts", "lze/updates_vs_plain": "updates", "lze/total_vs_plain": "total"},
+    ),
+    (
+        "Foresight of live groups",
+        False,
+        {"lze/foresight_auc": "AUC", "lze/foresight_brier": "Brier score", "lze/foresight_error": "calibration error"},
+    ),
+]
+_PHASES = {"rollout": "rollouts", "logprob": "log-probabilities", "update": "updates", "selection": "selection"}
 
 
 def overview(run: Run) -> Markup:
@@ -41,8 +75,11 @@ def overview(run: Run) -> Markup:
     if len(rewards.columns) > 1:  # a single reward is the total
         reward_lines += [Series(name, points["step"], values) for name, values in rewards.items()]
     shares: dict[str, Any] = {"y_range": (0.0, 1.0), "as_percent": True}
+    outcome = outcome_name(run)
     charts = [
-        line_chart("Accuracy", _lines(points, pass_rate="all rollouts", selected_pass_rate="trained on"), **shares),
+        line_chart(
+            title(outcome), _lines(points, pass_rate="all rollouts", selected_pass_rate="trained on"), **shares
+        ),
         line_chart("Reward", reward_lines),
         heat_map("Energy of the groups", *energy_heat_map(run), run.meta.energy_max, "step"),
         line_chart(
@@ -51,12 +88,13 @@ def overview(run: Run) -> Markup:
             **shares,
         ),
     ]
-    foresight = foresight_curves(run)
-    if foresight.notna().any(axis=None):  # no prompt was visited twice before
-        lines = [Series(name, foresight.index, values) for name, values in foresight.items()]
-        charts.append(line_chart("Foresight of live groups", lines, y_range=(0.0, 1.0)))
     evaluations = rows_of(first_and_last(read_results(run.directory.parent)))
-    return HTML.overview(_tiles(points, summary), run.damaged, charts, summary["ledger"], evaluations)
+    return HTML.overview(_tiles(points, summary, outcome), run.damaged, charts, summary["ledger"], evaluations)
+
+
+def title(name: str) -> str:
+    """A name with a capital letter."""
+    return name[0].upper() + name[1:]
 
 
 def _lines(points: pd.DataFrame, **names: str) -> list[Series]:
@@ -64,20 +102,68 @@ def _lines(points: pd.DataFrame, **names: str) -> list[Series]:
     return [Series(name, points["step"], points[column]) for column, name in names.items()]
 
 
-def _tiles(points: pd.DataFrame, summary: dict[str, Any]) -> list[tuple[str, str, str]]:
+def _tiles(points: pd.DataFrame, summary: dict[str, Any], outcome: str) -> list[tuple[str, str, str]]:
     """Name, value and note of the numbers at the top."""
     prompts, times = summary["prompts"], _times(summary)
     # There is none for a batch of which pruning left nothing
     pass_rates = points["pass_rate"].dropna()
     first, last = (pass_rates.iloc[0], pass_rates.iloc[-1]) if len(pass_rates) else (None, None)
     return [
-        ("step", f"{summary['steps']:,}", f"pass {summary['pass_index']} over the data"),
-        ("accuracy", percent(last), f"{percent(first)} at the start"),
+        ("step", f"{summary['steps']:,}", f"pass {summary['pass_index'] + 1} over the data"),
+        (outcome, percent(last), f"{percent(first)} at the start"),
         ("prompts seen", f"{sum(prompts.values()):,}", f"{prompts['frontier']:,} on the frontier"),
         ("solved or pruned", f"{prompts['solved'] + prompts['pruned']:,}", f"{prompts['forgotten']:,} forgotten"),
         ("groups trained on", _trained_on(summary), f"of {summary['groups']:,}"),
         ("FLOPs of plain GRPO", times["total"], f"rollouts {times['rollouts']}, updates {times['updates']}"),
     ]
+
+
+def training(run: Run) -> Markup:
+    """What the trainer has logged, evaluations, and where the time goes."""
+    names = run.meta.reward_names
+    graded_by = run.meta.settings.get("pass_reward") or ("accuracy_reward" if "accuracy_reward" in names else None)
+    held_out = f"eval_rewards/{graded_by}/mean"
+    logged = logged_curves(run, [held_out, *(name for _, _, lines in _LOGGED for name in lines)])
+
+    def lines(**shown: str) -> list[Series]:
+        """One line a metric, by the names they are shown under."""
+        return [Series(label, logged[name].index, logged[name]) for name, label in shown.items() if name in logged]
+
+    accuracy = [*lines(**{held_out: "held-out prompts"}), *_task_lines(read_results(run.directory.parent))]
+    for line in accuracy:
+        line.points = len(line.x) <= 40
+    seconds = phase_seconds(run)
+    phases = [Series(_PHASES[kind], seconds.index, seconds[kind]) for kind in _PHASES]
+    charts = [
+        line_chart("Held-out accuracy", accuracy, as_percent=True),
+        *(line_chart(heading, lines(**metrics), as_percent=shares) for heading, shares, metrics in _LOGGED),
+        line_chart("Seconds of a generation batch", phases),
+    ]
+    return HTML.training(charts)
+
+
+def _task_lines(evaluations: dict[str, dict[str, Any]]) -> list[Series]:
+    """Results of the tasks evaluated during the training, with their intervals: a line for each task and metric."""
+    found: dict[str, dict[int, list[float | None]]] = {}
+    for name, results in evaluations.items():
+        if match := re.fullmatch(r"step-(\d+)", name):
+            for task, result in results["tasks"].items():
+                for metric, estimate in result["metrics"].items():
+                    found.setdefault(f"{task} {metric}", {})[int(match[1])] = estimate
+    lines = []
+    for name, estimates in found.items():
+        values, low, high = np.array(list(estimates.values()), dtype=float).T  # (steps, 3); NaN for an unknown end
+        lines.append(Series(name, np.array(list(estimates)), values, (low, high)))
+    return lines
+
+
+def shown_settings(run: Run) -> dict[str, Any]:
+    """Settings of the run. The selector, recorded by its class, has the words of its name: `EnergySelector` is "energy"."""
+    settings = dict(run.meta.settings)
+    if "selector" in settings:
+        words = re.findall("[A-Z]?[^A-Z]+|[A-Z]", str(settings["selector"]).removesuffix("Selector"))
+        settings["selector"] = " ".join(words).lower()
+    return settings
 
 
 def _times(summary: dict[str, Any]) -> dict[str, str]:
@@ -90,24 +176,47 @@ def _trained_on(summary: dict[str, Any]) -> str:
     return percent(summary["selected"] / max(summary["groups"], 1))
 
 
-def prompt_table(run: Run, state: str, search: str, sort: str, page: int, chosen: str) -> tuple[Markup, int]:
+def prompt_table(
+    run: Run, state: str, search: str, sort: str, page: int, chosen: str, held: Sequence[int] = ()
+) -> tuple[Markup, int, list[int]]:
     """
-    One page of the prompts, counted from 0, and the number of pages. A minus before the column sorts the largest first;
-    `chosen` is the id of the open prompt.
+    One page of the prompts, counted from 0, the number of pages, and the ids of the prompts shown.
+
+    A minus before the column `sort` puts the largest first; `chosen` is the id of the open prompt, which is shown above the
+    others. The prompts `held` keep their places, whatever their values are now: others only fill up the page, and the
+    reader is told how many rows an update would change.
     """
     counts = run.prompt_counts(search)
     found = sum(counts.values()) if state == "all" else counts[state]
-    pages = max(1, -(-found // PAGE_SIZE))
+    pages = max(1, -(-found // PAGE_SIZE), page + 1 if held else 0)
     page = min(max(page, 0), pages - 1)
-    rows = run.prompts(
+    frame = run.prompts(
         state=None if state == "all" else state,
         search=search,
         sort=sort.lstrip("-"),
         descending=sort.startswith("-"),
         limit=PAGE_SIZE,
         offset=page * PAGE_SIZE,
-    ).to_dict("records")
-    return HTML.prompts(rows, counts, chosen, run.meta.energy_max, found, page + 1, pages), pages
+    )
+    ordered = frame["prompt_id"].tolist()
+    shown = [*held, *(id for id in ordered if id not in held)][:PAGE_SIZE]
+    pinned = parse_prompt_id(chosen)
+    others = [id for id in {*shown, pinned} if id is not None and id not in ordered]
+    frames = [frame, *([run.prompts(prompt_id=others)] if others else [])]
+    rows = {row["prompt_id"]: row for part in frames for row in part.to_dict("records")}
+    shown = [id for id in shown if id in rows]  # the run may have been recorded anew
+    changed = sum(before != now for before, now in zip_longest(shown, ordered))
+    table = HTML.prompts(
+        [rows[id] for id in shown],
+        rows.get(pinned),
+        counts,
+        chosen,
+        changed,
+        outcome_name(run),
+        run.meta.energy_max,
+        f"{found:,} prompts, page {page + 1:,} of {pages:,}",
+    )
+    return table, pages, shown
 
 
 def prompt_detail(run: Run, chosen: str) -> Markup:
@@ -120,7 +229,8 @@ def prompt_detail(run: Run, chosen: str) -> Markup:
         return HTML.no_prompt("This run has no such prompt.")
     row = frame.iloc[0]
     history = run.groups(prompt_id).tail(_HISTORY_POINTS)
-    lines = _lines(history, pass_rate="pass rate", ema="average before", energy="energy")
+    history["step"] += 1
+    lines = _lines(history, pass_rate=outcome_name(run), ema="moving average of earlier visits", energy="energy")
     lines[0].points = lines[2].points = len(history) <= 40
     y_range = (0.0, 0.4 * np.ceil(max(1.0, run.meta.energy_max) / 0.4))
     facts = {
@@ -140,7 +250,7 @@ def prompt_detail(run: Run, chosen: str) -> Markup:
         facts,
         line_chart("History", lines, y_range=y_range, height=180),
         [_completion(row, run.meta.reward_labels) for row in completions.to_dict("records")],
-        completions["step"].max(),
+        completions["step"].max() + 1,
         run.meta.completions,
     )
 
@@ -176,9 +286,10 @@ def compare(book: RunBook, ids: list[str], axis: str, metric: str) -> Markup:
         begun = [curves[id] for id in members if not curves[id].empty]
         if begun:
             series.append(_seed_series(name, begun, axis, metric))
-    title = METRICS[metric][0].upper() + METRICS[metric][1:]
-    chart = line_chart(title, series, AXES[axis], as_percent=metric in _SHARES, height=320)
-    return HTML.compare(problems, chart, [_compared(id, run, curves[id]) for id, run in runs.items()])
+    chart = line_chart(title(METRICS[metric]), series, AXES[axis], as_percent=metric in _SHARES, height=320)
+    rows = [_compared(id, run, curves[id]) for id, run in runs.items()]
+    outcomes = sorted({outcome_name(run) for run in runs.values()})
+    return HTML.compare(problems, chart, rows, " or ".join(outcomes))
 
 
 def _seed_series(name: str, curves: list[pd.DataFrame], axis: str, metric: str) -> Series:
@@ -197,7 +308,7 @@ def _compared(id: str, run: Run, points: pd.DataFrame) -> list[Any]:
     summary = run.summary()
     return [
         id,
-        *(run.meta.settings.get(name, "–") for name in ("selector", "selection_ratio", "seed")),
+        *(shown_settings(run).get(name, "–") for name in ("selector", "selection_ratio", "seed")),
         f"{summary['steps']:,}",
         percent(points["pass_rate"].iloc[-1]) if len(points) else "–",
         _trained_on(summary),

@@ -1,4 +1,8 @@
-"""Curves over a run, reduced to a few hundred points however long it is."""
+"""
+Curves over a run, reduced to a few hundred points however long it is.
+
+Steps count from 1: that of a generation batch is the optimizer step that it is rolled out for.
+"""
 
 import numpy as np
 import pandas as pd
@@ -16,7 +20,7 @@ def curve(run: Run, bins: int = 200) -> pd.DataFrame:
     of the groups that were `selected`, `dead`, `replayed`; the share of the visited prompts that is `pruned`; and the work
     done so far in `tokens`, `flops` and `seconds`.
     """
-    columns = {"generation": "max(generation)", "step": "max(step)"}
+    columns = {"generation": "max(generation)", "step": "max(step) + 1"}
     columns |= {name: f"avg({name})" for name in ("pass_rate", "selected_pass_rate", "reward_mean", "energy_mean")}
     columns |= {name: f"sum({name}) / sum(groups)" for name in ("selected", "dead", "replayed")}
     columns |= {name: f"sum({name})::BIGINT" for name in ("new_prompts", "pruned_change")}
@@ -31,22 +35,8 @@ def curve(run: Run, bins: int = 200) -> pd.DataFrame:
 def reward_curves(run: Run, bins: int = 200) -> pd.DataFrame:
     """Mean of every reward function, columns named by `reward_labels`, indexed by step."""
     means = {name: f"avg(rewards[{index}])" for index, name in enumerate(run.meta.reward_labels, start=1)}
-    frame = _binned(run, {"": "max(step)"} | means, bins)  # a reward function may be named `step`
+    frame = _binned(run, {"": "max(step) + 1"} | means, bins)  # a reward function may be named `step`
     return frame.set_index("").rename_axis("step")
-
-
-FORESIGHT = {
-    "AUC": "lze/foresight_auc",
-    "Brier score": "lze/foresight_brier",
-    "calibration error": "lze/foresight_error",
-}
-
-
-def foresight_curves(run: Run, bins: int = 200) -> pd.DataFrame:
-    """How well live groups were foreseen: AUC, Brier score and calibration error, in at most `bins` rows, indexed by step."""
-    logged = run.steps(list(FORESIGHT.values())).reindex(columns=FORESIGHT.values()).set_axis(list(FORESIGHT), axis=1)
-    part = np.arange(len(logged)) * bins // max(len(logged), bins)
-    return logged.reset_index().groupby(part).agg({"step": "max"} | dict.fromkeys(FORESIGHT, "mean")).set_index("step")
 
 
 def energy_heat_map(run: Run, bins: int = 120) -> tuple[np.ndarray, np.ndarray]:
@@ -56,10 +46,39 @@ def energy_heat_map(run: Run, bins: int = 120) -> tuple[np.ndarray, np.ndarray]:
     to `run.meta.energy_max`.
     """
     levels = {f"level{index}": f"sum(energy_histogram[{index + 1}])::DOUBLE" for index in range(NUM_ENERGY_BINS)}
-    columns = {"step": "max(step)", "groups": "sum(groups)::DOUBLE", "dead": "sum(dead)::DOUBLE"}
+    columns = {"step": "max(step) + 1", "groups": "sum(groups)::DOUBLE", "dead": "sum(dead)::DOUBLE"}
     frame = _binned(run, columns | levels, bins)
     groups = frame["groups"].clip(lower=1)  # pruning may have left nothing of a generation batch
     return frame["step"].to_numpy(), frame[["dead", *levels]].div(groups, axis=0).to_numpy()
+
+
+def logged_curves(run: Run, names: list[str], bins: int = 200) -> dict[str, pd.Series]:
+    """What the trainer has logged: the means of these metrics over neighbouring steps, indexed by step; none that is missing."""
+    frame = run.sql(
+        """WITH logged AS (
+            SELECT step, name, arg_max(value, time) AS value FROM steps WHERE list_contains(?, name) GROUP BY step, name
+        ), whole AS (SELECT max(step) + 1 AS steps FROM logged)
+        SELECT name, max(step) AS step, avg(value) AS value FROM logged, whole
+        GROUP BY name, CASE WHEN steps <= ? THEN step ELSE step * ?::BIGINT // steps END ORDER BY name, step""",
+        [names, bins, bins],
+    )
+    return {str(name): rows.set_index("step")["value"] for name, rows in frame.groupby("name")}
+
+
+def phase_seconds(run: Run, bins: int = 200) -> pd.DataFrame:
+    """Mean seconds of a generation batch by kind of work, indexed by step."""
+    columns = {"generation": "max(generation) + 1", "step": "max(step) + 1"}
+    columns |= {kind: f"arg_max(ledger['{kind}_seconds'], generation)" for kind in (*KINDS, "selection")}
+    totals = _binned(run, columns, bins).set_index("step")
+    changes = totals.diff().fillna(totals)
+    return changes.drop(columns="generation").div(changes["generation"], axis=0)
+
+
+def outcome_name(run: Run) -> str:
+    """What the mean outcome of a group is called: a pass rate, unless the latest groups show that outcomes are graded."""
+    graded = run.sql("""SELECT bool_or(abs(pass_rate * scored - round(pass_rate * scored)) > 1e-6) AS graded
+        FROM groups WHERE generation > (SELECT max(generation) - 8 FROM generations)""")
+    return "mean outcome" if graded["graded"].eq(True).any() else "pass rate"
 
 
 def _binned(run: Run, columns: dict[str, str], bins: int) -> pd.DataFrame:

@@ -268,7 +268,7 @@ class Run:
         descending: bool = True,
         limit: int | None = None,
         offset: int = 0,
-        prompt_id: int | None = None,
+        prompt_id: int | list[int] | None = None,
     ) -> pd.DataFrame:
         """
         What is known of each visited prompt.
@@ -280,7 +280,7 @@ class Run:
             descending (`bool`, *optional*, defaults to `True`): Whether the largest value comes first.
             limit (`int`, *optional*): Number of rows.
             offset (`int`, *optional*, defaults to `0`): Rows to skip.
-            prompt_id (`int`, *optional*): Only this prompt.
+            prompt_id (`int` or `list[int]`, *optional*): Only this prompt, or only these.
 
         Returns:
             `pd.DataFrame`: Columns of `prompt_states`, `text` and `columns`.
@@ -294,13 +294,14 @@ class Run:
         # The page is cut before the texts are fetched: only its few rows are read in full
         query = f"""WITH page AS (
                 SELECT * FROM prompt_states
-                WHERE {condition} AND state = coalesce(?, state) AND prompt_id = coalesce(?, prompt_id)
+                WHERE {condition} AND state = coalesce(?, state) AND (?::BIGINT[] IS NULL OR list_contains(?::BIGINT[], prompt_id))
                 ORDER BY {order} LIMIT ? OFFSET ?
             ), texts AS (
                 SELECT prompt_id, any_value(text) AS text, any_value(columns) AS columns FROM prompts
                 WHERE prompt_id IN (SELECT prompt_id FROM page) GROUP BY prompt_id
             ) SELECT * FROM page LEFT JOIN texts USING (prompt_id) ORDER BY {order}"""
-        return self.sql(query, [*parameters, state, prompt_id, limit, offset])
+        ids = prompt_id if prompt_id is None or isinstance(prompt_id, list) else [prompt_id]
+        return self.sql(query, [*parameters, state, ids, ids, limit, offset])
 
     def prompt_counts(self, search: str | None = None) -> dict[str, int]:
         """Number of visited prompts in each state, those whose text contains `search` if it is given."""
@@ -320,12 +321,12 @@ class Run:
         The run in a few numbers.
 
         Returns:
-            `dict`: Number of generation batches, steps, passes, groups, those selected and dead, and completions (`rows`);
+            `dict`: Number of generation batches, optimizer steps begun, passes, groups, those selected and dead, and completions (`rows`);
             prompts by state; and the ledger, which [`~lze_trl.record.ledger.against_plain`] compares with plain GRPO.
         """
         names = ("groups", "rows", "selected", "dead")
         sums = ", ".join(f"coalesce(sum({name}), 0)::BIGINT AS {name}" for name in names)
-        row = self.arrow(f"""SELECT count(*) AS generations, coalesce(max(step), 0) AS steps,
+        row = self.arrow(f"""SELECT count(*) AS generations, coalesce(max(step) + 1, 0) AS steps,
             coalesce(max(pass_index), 0) AS pass_index, {sums}, arg_max(ledger, generation) AS ledger
             FROM generations""").to_pylist()[0]
         return row | {"ledger": dict(row["ledger"] or []), "prompts": self.prompt_counts()}

@@ -96,7 +96,7 @@ def test_overview_agrees_with_the_files(page, address, runs):
     tile = page.locator('[data-tile="FLOPs of plain GRPO"]')
     assert total in tile.inner_text()
     assert f"rollouts {rollouts}, updates {updates}" in tile.inner_text()
-    for title in ("Accuracy", "Reward", "Energy of the groups", "Shares", f"Cost, against {PLAIN}"):
+    for title in ("Pass rate", "Reward", "Energy of the groups", "Shares", f"Cost, against {PLAIN}"):
         assert page.get_by_text(title, exact=True).count() == 1
 
 
@@ -126,9 +126,10 @@ def test_page_follows_a_run_within_two_seconds(page, tmp_path):
         recorded = {}
         for _ in range(6):
             record = next(records)
-            recorded[str(record.step)] = time.time()
+            step = str(record.step + 1)
+            recorded[step] = time.time()
             writer.record(record)
-            wait_for(lambda step=str(record.step): page.evaluate(f"window.shown[{step}]"), seconds=60)
+            wait_for(lambda step=step: page.evaluate(f"window.shown[{step}]"), seconds=60)
         shown = page.evaluate("window.shown")
         written = {str(row.step): row.time for row in parts_of_steps(tmp_path / "live")}
         writer.close()
@@ -147,7 +148,7 @@ def parts_of_steps(directory):
     """Step and time of writing of every generation batch. The writer has not merged so few parts."""
     parts = [part.path for part in list_parts(directory / "telemetry" / "generations")]
     return [
-        SimpleNamespace(step=step, time=path.stat().st_mtime)
+        SimpleNamespace(step=step + 1, time=path.stat().st_mtime)
         for path in parts
         for step in pq.read_table(path, columns=["step"])["step"].to_pylist()
     ]
@@ -209,7 +210,7 @@ def agrees_with_the_files(tiles, run):
     generations = run.generations()
     then = generations[generations.groups.cumsum() <= shown]
     assert then.groups.sum() == shown
-    assert tiles["step"][0] == f"{then.step.max():,}"
+    assert tiles["step"][0] == f"{then.step.max() + 1:,}"
     assert tiles["groups trained on"][0] == f"{100 * then.selected.sum() / shown:.1f} %"
     seen = run.sql(
         "SELECT count(DISTINCT prompt_id) AS seen FROM groups WHERE generation <= ?", [int(then.generation.max())]
@@ -288,17 +289,20 @@ def comparison_with_a_live_run(page):
     assert legend.inner_text().split("\n") == ["run", "full"]
     before = steps()
     wait_for(lambda: steps()["run"] > before["run"], seconds=60)
-    assert steps()["full"] == before["full"] == 59
+    assert steps()["full"] == before["full"] == 60
 
 
-def test_refresh_moves_nothing(page, tmp_path):
+@contextmanager
+def live_run(directory, **logged):
+    """A run that records ten generation batches a second for as long as it is looked at."""
     stop = threading.Event()
 
     def train():
         training = SyntheticTraining(num_prompts=60, groups_per_batch=16)
-        writer = TelemetryWriter(tmp_path / "live", completions="all", settings=training.settings)
+        writer = TelemetryWriter(directory, completions="all", settings=training.settings)
         for record in training.generations(10_000):
             writer.record(record)
+            writer.record_step(record.step + 1, {name: value(record.step) for name, value in logged.items()})
             if stop.wait(0.1):
                 break
         writer.close()
@@ -306,23 +310,117 @@ def test_refresh_moves_nothing(page, tmp_path):
     thread = threading.Thread(target=train)
     thread.start()
     try:
-        wait_for(lambda: (tmp_path / "live" / "telemetry" / "generations").exists())
-        with serve(tmp_path / "live") as address:
-            open_page(page, address)
-            page.wait_for_timeout(1500)
-            page.evaluate("""() => {
-                window.shift = 0;
-                new PerformanceObserver((list) => {
-                    for (const entry of list.getEntries()) window.shift += entry.value;
-                }).observe({ type: "layout-shift" });
-            }""")
-            first = page.locator('[data-tile="step"] strong').inner_text()
-            wait_for(lambda: page.locator('[data-tile="step"] strong').inner_text() != first)
-            page.wait_for_timeout(3000)
-            assert page.evaluate("window.shift") < 0.02
+        wait_for(lambda: (directory / "telemetry" / "generations").exists())
+        with serve(directory) as address:
+            yield address
     finally:
         stop.set()
         thread.join()
+
+
+def test_refresh_moves_nothing(page, tmp_path):
+    with live_run(tmp_path / "live") as address:
+        open_page(page, address)
+        page.wait_for_timeout(1500)
+        page.evaluate("""() => {
+            window.shift = 0;
+            new PerformanceObserver((list) => {
+                for (const entry of list.getEntries()) window.shift += entry.value;
+            }).observe({ type: "layout-shift" });
+        }""")
+        first = page.locator('[data-tile="step"] strong').inner_text()
+        wait_for(lambda: page.locator('[data-tile="step"] strong').inner_text() != first)
+        page.wait_for_timeout(3000)
+        assert page.evaluate("window.shift") < 0.02
+
+
+ORDER = """() => [...document.querySelectorAll(".lze-prompts tbody [data-prompt]")].map((row) => row.dataset.prompt)"""
+VISITS = (
+    """() => [...document.querySelectorAll(".lze-prompts tbody tr")].map((row) => +row.lastElementChild.innerText)"""
+)
+PLACE = """(row) => row.getBoundingClientRect().toJSON()"""
+
+
+def test_click_in_a_live_run_opens_the_row_under_the_pointer(page, tmp_path):
+    with live_run(tmp_path / "live") as address:
+        open_page(page, address, tab="Prompts")
+        wait_for(lambda: rows(page) == 25)
+        order = page.evaluate(ORDER)
+        for number in (3, 17, 9, 21, 0, 12):
+            row = page.locator(".lze-prompts tbody tr").nth(number)
+            row.scroll_into_view_if_needed()
+            place = row.evaluate(PLACE)
+            page.mouse.move(place["x"] + 40, place["y"] + place["height"] / 2)
+            visits_before = page.evaluate(VISITS)
+            wait_for(lambda before=visits_before: page.evaluate(VISITS) != before)  # a refresh comes before the click
+            assert row.evaluate(PLACE) == place
+            page.mouse.down()
+            page.wait_for_timeout(120)
+            page.mouse.up()
+            wait_for(
+                lambda number=number: order[number] in page.locator("#lze-detail .lze-facts").all_inner_texts()[0]
+            )
+            assert f"prompt={order[number]}" in address_bar(page)
+            assert page.locator(".lze-prompts thead [data-prompt]").get_attribute("data-prompt") == order[number]
+            assert row.evaluate(PLACE)["y"] == place["y"]
+        assert page.evaluate(ORDER) == order
+        the_reader_asks(page, order)
+        pause(page)
+
+
+def the_reader_asks(page, order):
+    """The order of now comes when asked for, and the open prompt stays open and visible."""
+    pill = page.locator("[data-update]")
+    wait_for(lambda: int(pill.text_content().split()[0]) > 5)
+    chosen = page.locator(".lze-prompts thead [data-prompt]").get_attribute("data-prompt")
+    pill.click()
+    wait_for(lambda: page.evaluate(ORDER) != order)
+    now = page.evaluate(ORDER)
+    page.get_by_role("button", name="Next →").click()
+    wait_for(lambda: "page 2 of" in page.locator("#lze-main").inner_text())
+    assert page.locator(".lze-prompts thead [data-prompt]").get_attribute("data-prompt") == chosen
+    assert chosen in page.locator("#lze-detail .lze-facts").inner_text()
+    assert page.evaluate(ORDER) != now
+
+
+def pause(page):
+    page.get_by_role("button", name="Pause").click()
+    page.wait_for_timeout(2500)
+    paused = page.evaluate(VISITS)
+    page.wait_for_timeout(2500)
+    assert page.evaluate(VISITS) == paused
+    page.get_by_role("button", name="Resume").click()
+    wait_for(lambda: page.evaluate(VISITS) != paused)
+
+
+def test_training_tab_of_a_live_run_and_its_tooltips(page, tmp_path):
+    logged = {
+        "loss": lambda step: 1.0 / (1 + step),
+        "entropy": lambda step: 0.5,
+        "lze/updates_vs_plain": lambda step: 0.4,
+    }
+    with live_run(tmp_path / "live", **logged) as address:
+        open_page(page, address)
+        page.get_by_role("radio", name="Training").check()
+        loss = page.get_by_role("group", name="Loss. Latest: loss")
+        loss.wait_for()
+        assert "tab=Training" in address_bar(page)
+        titles = page.locator("#lze-main figcaption strong").all_inner_texts()
+        assert titles[:4] == ["Held-out accuracy", "Reward", "Loss", "Gradient norm"]
+        assert "Seconds of a generation batch" in titles
+        plot = loss.locator("[data-lze]")
+        plot.hover()
+        tip = page.locator(".lze-tip")
+        before, label = tip.inner_text(), loss.get_attribute("aria-label")
+        assert re.fullmatch(r"\d+\nloss  [\d.e-]+", before)
+        for _ in range(3):
+            wait_for(lambda label=label: loss.get_attribute("aria-label") != label)
+            label = loss.get_attribute("aria-label")
+            assert tip.count() == 1
+        # The middle of the axis is a later step by now
+        wait_for(lambda: int(tip.inner_text().split()[0]) > int(before.split()[0]))
+        page.mouse.move(2, 2)
+        assert tip.count() == 0
 
 
 def test_search_filter_sort_and_open_a_prompt(page, address, runs):
@@ -509,7 +607,7 @@ def test_space_shows_a_run(page, runs, tmp_path):
 def test_readable_on_a_phone_and_in_the_dark(browser, address):
     context = browser.new_context(viewport={"width": 390, "height": 844}, color_scheme="dark")
     page = context.new_page()
-    for view in ("Overview", "Prompts", "Compare"):
+    for view in ("Overview", "Training", "Prompts", "Compare"):
         open_page(page, address, tab=view, __theme="dark")
         page.wait_for_timeout(500)
         assert page.evaluate("document.documentElement.scrollWidth") <= 390
