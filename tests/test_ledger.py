@@ -178,7 +178,9 @@ def test_time_at_the_share_of_the_run_itself():
     assert (generation, seconds) == pytest.approx((20.0, 40.0))
     works, share = ratios(totals), generation / seconds
     assert 15.0 / seconds == pytest.approx(share * works["rollouts"] + (1 - share) * works["updates"])
-    assert headline(totals).endswith("Time, at the speeds of this run: 0.38 ×, with 50% of plain GRPO's for generation.")
+    assert headline(totals).endswith(
+        "Time, at the speeds of this run: 0.38 ×, with 50% of plain GRPO's for generation."
+    )
 
 
 @pytest.mark.parametrize("untimed", ["rollout_seconds", "update_seconds"])
