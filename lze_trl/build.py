@@ -71,7 +71,8 @@ def make_passes(
     ratio, mode = args.selection_ratio, args.pruning
     if ratio is None or mode is None:
         raise RuntimeError("Settings by the strategy are unset: make the configuration by its constructor.")
-    if ratio < 1.0 and quota(ratio, num_groups) == num_groups:
+    ranks = args.selector not in ("all", "zero_variance")
+    if ranks and ratio < 1.0 and quota(ratio, num_groups) == num_groups:
         logger.warning(
             "A generation batch holds %d group(s), of which `selection_ratio=%s` is all of them: only dead groups are "
             "dropped. Raise `generation_batch_size` (%d), so that there is something to choose from.",

@@ -99,7 +99,7 @@ def test_the_default_adapts_to_what_it_would_ignore_or_refuse(tmp_path):
         ({"planner": SolvedPlanner(0.2)}, "refill"),
         ({"pruning": "skip"}, "skip"),
     ],
-    ids=lambda value: str(value),
+    ids=["exact", "lze", "selected", "greso", "planner", "skip"],
 )
 def test_prompts_are_pruned_by_default_where_steps_need_not_be_those_of_grpo(tmp_path, settings, pruning):
     settings, planner = {k: v for k, v in settings.items() if k != "planner"}, settings.get("planner")

@@ -224,10 +224,10 @@ class _Page:
             elif view == "Prompts":
                 run, chosen, page = self.book.open(given["run"]), given["prompt"], given["at"] or 1
                 asked = [given[name] for name in ("run", "state", "q", "sort", "at")]
-                ids = held[1] if held and held[0] == asked else []
-                table = views.prompt_table(run, given["state"], given["q"], given["sort"], page - 1, chosen, ids)
-                main, pages, ids = table
-                held = asked, ids
+                places = held[1] if held and held[0] == asked else []
+                table = views.prompt_table(run, given["state"], given["q"], given["sort"], page - 1, chosen, places)
+                main, pages, places = table
+                held = asked, places
                 detail = views.prompt_detail(run, chosen)
             elif view == "Training":
                 main = views.training(self.book.open(given["run"]))

@@ -145,7 +145,7 @@ KEYS = {field.name for recipe_class in RECIPE_CLASSES for field in fields(recipe
 class RecipeParser(TrlParser):
     """[`~trl.TrlParser`] of a run's dataclasses that raises [`RecipeError`] and takes no abbreviated flags."""
 
-    def __init__(self, recipe_classes: Sequence[type] = RECIPE_CLASSES):
+    def __init__(self, recipe_classes: Any = RECIPE_CLASSES):
         super().__init__(recipe_classes, allow_abbrev=False, prog="lze-trl train")
 
     def error(self, message: str) -> NoReturn:

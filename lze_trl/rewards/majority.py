@@ -220,4 +220,4 @@ def _checked_bounds(bounds: Sequence[float]) -> tuple[float, float]:
             f"`majority_bounds` must be two increasing numbers in [0, 1], got {bounds!r}. [0.2, 0.8] was published; use "
             "[0, 1] to abstain at no share."
         )
-    return tuple(ends)
+    return float(ends[0]), float(ends[1])

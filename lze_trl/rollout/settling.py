@@ -54,8 +54,13 @@ def placeholder(reward: GroupReward) -> Callable:
     def unsettled(completions: list[Any], **kwargs: Any) -> list[float]:
         return [0.0] * len(completions)
 
-    unsettled.__name__ = get_callable_name(reward)
+    unsettled.__name__ = _name(reward)
     return unsettled
+
+
+def _name(reward: Any) -> str:
+    """By which TRL logs a reward function."""
+    return get_callable_name(reward)
 
 
 def read(reward: GroupReward, columns: dict[str, Any]) -> list[Any]:
@@ -63,7 +68,7 @@ def read(reward: GroupReward, columns: dict[str, Any]) -> list[Any]:
     ballots, count = list(reward.read(**columns)), len(columns["completions"])
     if len(ballots) != count:
         raise ValueError(
-            f"`{get_callable_name(reward)}.read` returned {len(ballots)} ballots for {count} completions. Return a list with "
+            f"`{_name(reward)}.read` returned {len(ballots)} ballots for {count} completions. Return a list with "
             "one for each."
         )
     return ballots
@@ -82,7 +87,8 @@ def settle(
     `rewards` and `ballots`, those of all B rows of all processes, go by the column of the reward function; `group` has shape
     `(B,)`. Returns the rewards of each column, of shape `(B,)` and NaN for `None`, and metrics as means over the groups.
     """
-    columns, metrics = {}, {}
+    columns: dict[int, np.ndarray] = {}
+    metrics: dict[str, float] = {}
     for column, reward in rewards.items():
         rows = pd.Series(np.arange(len(group))).groupby(group).indices
         mine = [g for g in rows if g % accelerator.num_processes == accelerator.process_index]
@@ -92,13 +98,13 @@ def settle(
         for g, verdict in verdicts.items():
             columns[column][rows[g]] = np.array(verdict.rewards, dtype=np.float64)  # `None` becomes NaN
         means = pd.DataFrame([verdicts[g].metrics for g in sorted(verdicts)]).mean()
-        metrics |= {f"{get_callable_name(reward).removesuffix('_reward')}/{name}": v for name, v in means.items()}
+        metrics |= {f"{_name(reward).removesuffix('_reward')}/{name}": v for name, v in means.items()}
     return columns, metrics
 
 
 def _ask(reward: GroupReward, ballots: list[Any], final: bool) -> Judged:
     """`reward.settle`, checked: a finite number or `None` for each ballot."""
-    verdict, name = reward.settle(ballots, final=final), get_callable_name(reward)
+    verdict, name = reward.settle(ballots, final=final), _name(reward)
     if len(verdict.rewards) != len(ballots):
         raise ValueError(
             f"`{name}.settle` returned {len(verdict.rewards)} rewards for a group of {len(ballots)} completions. Return one for "
