@@ -84,9 +84,6 @@ STRATEGIES: dict[str, Strategy] = {
         "one-completion gate, loss over all rows",
         _selecting("zero_variance", controller="gate", loss_normalizer="all"),
     ),
-    "gate_selected": Strategy(
-        "one-completion gate, loss over live rows", _selecting("zero_variance", controller="gate")
-    ),
 }
 QUICK = (BASELINE, "lze", "lze_pruned", "recommended")
 """The strategies of `--quick`."""

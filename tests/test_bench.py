@@ -49,7 +49,7 @@ def write_rows(path, pairs, answer="answer"):
             lambda: chosen_strategies(["lze", "lze_prunned"]),
             "Unknown strategy `lze_prunned`. Did you mean `lze_pruned`?",
         ),
-        (lambda: chosen_strategies(["xyz"]), r"Unknown strategy `xyz`\. Known are grpo, all, random"),
+        (lambda: chosen_strategies(["xyz"]), r"Unknown strategy `xyz`\. Known are grpo, all, exact"),
         (lambda: chosen_strategies([]), "No strategy is given"),
         (lambda: tasks.chosen_tasks("adition"), "Unknown task `adition`. Did you mean `addition`?"),
         (lambda: Options(jobs=0), "`--jobs` must be at least 1, got 0"),
@@ -138,7 +138,7 @@ def test_word_problems_are_evaluated_on_some_of_their_prompts(files):
     write_rows(files.train, [(f"{i}+3=", str(i + 3)) for i in range(600)])
     data = load(TASKS["word_problems"], files, "test")
     assert len(data.train) == 600
-    assert {name: len(rows) for name, rows in data.evaluation.items()} == {"held_out": 250, "train": 50}
+    assert {name: len(rows) for name, rows in data.evaluation.items()} == {"held_out": 150, "train": 30}
 
 
 # ---- Plans ----

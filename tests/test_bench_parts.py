@@ -180,7 +180,7 @@ def test_state_table_takes_the_slower_of_save_and_load():
         "load_seconds": [6.0],
     }
     text = state.markdown(CIRCUMSTANCES | {"rows": [case]})
-    assert "| 10,000,000 | 480.0 | 2 (1–3) | 1 (1–1) | 6 (6–6) | ≤ 480 ✓; ≤ 10 ✓; ≤ 5 ✗ |" in text
+    assert "| 10,000,000 | 480.0 | 2 (1–3) | 1 (1–1) | 6 (6–6) | ≤ 640 ✓; ≤ 10 ✓; ≤ 5 ✗ |" in text
 
 
 # ---- Overhead ----

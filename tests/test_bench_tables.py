@@ -207,9 +207,9 @@ def test_picture_has_every_strategy(tmp_path):
     (section,), _ = sort_results(compared())
     write_picture(tmp_path / "both.png", "Title", section.curves())
     write_picture(tmp_path / "one.png", "Title", [c for c in section.curves() if c.strategy == "grpo"])
-    orange = (230, 159, 0)  # of LZE
+    lze = tuple(bytes.fromhex(colour("lze").removeprefix("#")))
     for name, drawn in (("both", True), ("one", False)):
         with Image.open(tmp_path / f"{name}.png") as picture:
             assert picture.width > 800
             colours = {colour for _, colour in picture.convert("RGB").getcolors(2**24)}
-            assert (orange in colours) is drawn
+            assert (lze in colours) is drawn

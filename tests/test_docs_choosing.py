@@ -14,7 +14,7 @@ from lze_trl import LZEGRPOConfig, LZEGRPOTrainer
 from lze_trl.arrays import Prompts
 from lze_trl.config import CONTROLLERS, SELECTORS
 from lze_trl.memory.posterior import beta_parameters, dead_probability
-from lze_trl.strategies import DEFAULT, STRATEGIES, settings_of
+from lze_trl.strategies import BASE, DEFAULT, STRATEGIES, settings_of
 from samples import rollouts, scored
 
 
@@ -142,7 +142,7 @@ def test_strategies_are_those_of_the_page():
     assert [code(row[0])[0] for row in rows] == list(STRATEGIES)
     for name, _, settings, source in rows:
         values = {key: yaml.safe_load(value) for key, value in (entry.split(": ") for entry in code(settings))}
-        assert settings_of(DEFAULT) | values == settings_of(code(name)[0])
+        assert BASE | values == settings_of(code(name)[0])
         assert source == "ours" or re.fullmatch(r"\[arXiv ([\d.]+)\]\(https://arxiv\.org/abs/\1\)", source)
 
 

@@ -15,7 +15,11 @@ from lze_trl.record.monitors import RepeatMonitor
 
 def test_documented_metrics_are_those_that_are_logged(tmp_path):
     logged = set()
-    for controller in ({}, {"controller": "dynamic", "selector": "zero_variance", "selection_ratio": 1.0}):
+    for controller in (
+        {},
+        {"controller": "dynamic", "selector": "zero_variance", "selection_ratio": 1.0},
+        {"strategy": "gate", "gate_explore": 0.5},
+    ):
         trainer = LZEGRPOTrainer(
             model=tiny.model(),
             reward_funcs=tiny.even_length_reward,

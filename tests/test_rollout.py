@@ -50,6 +50,7 @@ def test_every_process_knows_the_log_probs():
         rewards_per_func=None,
         loss_tokens=[2, 1],
         extra={},
+        ballots={},
     )
     values = np.array([1.0, 0.0])
     accelerator = SimpleNamespace(device="cpu", gather=lambda table: table)

@@ -179,7 +179,7 @@ def test_a_run_that_replaces_another_says_so(job, caplog):
 
 
 def test_a_resume_with_other_settings_names_old_and_new_values(job, caplog):
-    first = {"max_steps": 2, "eval_datasets": []}
+    first = {"strategy": "lze", "max_steps": 2, "eval_datasets": []}
     run(*parse_recipe(["--config", job(**first)]))
     # Where and how it is computed, recorded and shown, and for how long, changes nothing of what is trained
     harmless = {"packing": False, "telemetry": False, "summary": False, "max_steps": 3, "logging_steps": 1}

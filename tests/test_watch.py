@@ -108,7 +108,9 @@ def test_a_training_is_the_same_whether_it_is_watched(tmp_path, monkeypatch):
             processing_class=tiny.tokenizer(),
         )
         seen, visit = [], trainer.prompt_state.visit
-        monkeypatch.setattr(trainer.prompt_state, "visit", lambda rollouts: seen.append(rollouts) or visit(rollouts))
+        monkeypatch.setattr(
+            trainer.prompt_state, "visit", lambda rollouts, *rest: seen.append(rollouts) or visit(rollouts, *rest)
+        )
         trainer.train()
         return trainer, seen
 

@@ -98,7 +98,7 @@ class Worker:
         """One gather of lengths and ids."""
         local_tokens = [len(ids) for ids in self.local.completion_ids]
         rewards = torch.from_numpy(self.outcomes).unsqueeze(1)
-        rolled = RolledOut(self.local, self.texts, rewards, torch.ones(1), local_tokens, {}, self.local.logprobs)
+        rolled = RolledOut(self.local, self.texts, rewards, torch.ones(1), local_tokens, {}, {}, self.local.logprobs)
         judged = {"outcomes": self.outcomes, "rewards": self.outcomes}
         self.scored = gather_rollouts(rolled, self.inputs, judged, self.group, self.accelerator)
 
