@@ -17,7 +17,7 @@ class OnlineRegression:
     """
 
     def __init__(self, num_features: int):
-        self.weights = np.zeros(num_features)
+        self.weights: np.ndarray = np.zeros(num_features)
         self.precision = _PRIOR_PRECISION * np.eye(num_features)
 
     def probability(self, offset: np.ndarray, x: np.ndarray) -> np.ndarray:
@@ -45,9 +45,8 @@ class OnlineRegression:
             self.precision = before + (x * (counts * p * (1.0 - p))[:, np.newaxis]).T @ x
             step = np.linalg.solve(self.precision, before @ (self.weights - center) + x.T @ (counts * (p - true)))
             now, halvings = loss(self.weights), 0
-            while (
-                loss(self.weights - step) > now and halvings < _HALVINGS
-            ):  # where it is flat, a whole step goes too far
+            # Where it is flat, a whole step goes too far
+            while loss(self.weights - step) > now and halvings < _HALVINGS:
                 step, halvings = step / 2.0, halvings + 1
             if halvings < _HALVINGS:
                 self.weights = self.weights - step

@@ -267,12 +267,15 @@ class Gate(SubsamplingController):
     explore: float = 0.05
 
     def chances(self, round: int, prompts: Prompts, drawn: Rollouts) -> np.ndarray | None:
-        if round != 1:
-            return None
-        alive = prompts.alive_given_first
+        return self._chances(prompts.alive_given_first) if round == 1 else None
+
+    def _chances(self, alive: np.ndarray | None) -> np.ndarray:
+        """With which probability each group goes on, given the probability that it is alive in the end."""
+        if alive is None:
+            raise RuntimeError("The gate needs `Prompts.alive_given_first`, which the state gives from round 1 on.")
         order = np.argsort(-alive, kind="stable")
         before = np.cumsum(alive[order]) - alive[order]  # expected live groups ahead of each
-        chances = np.full(len(prompts), self.explore)
+        chances = np.full(len(alive), self.explore)
         chances[order[before < self.share * alive.sum()]] = 1.0
         return chances
 
@@ -281,7 +284,7 @@ class Gate(SubsamplingController):
             return np.ones(len(prompts), dtype=np.int64)
         if round > 1:
             return np.zeros(len(prompts), dtype=np.int64)
-        goes_on = rng.random(len(prompts)) < self.chances(round, prompts, drawn)
+        goes_on = rng.random(len(prompts)) < self._chances(prompts.alive_given_first)
         return np.where(goes_on, self.group_size - 1, 0)
 
 

@@ -34,10 +34,8 @@ def sequence_logprobs(logprobs: list[list[float | None]] | None, local: TokenRow
 
 
 def _sum(logprobs: list[float | None]) -> float:
-    try:
-        return sum(logprobs)
-    except TypeError:  # vLLM says `None` for NaN
-        return math.nan
+    known = [value for value in logprobs if value is not None]  # vLLM says `None` for NaN
+    return sum(known) if len(known) == len(logprobs) else math.nan
 
 
 def gather_rollouts(

@@ -23,7 +23,7 @@ class SamplingWatch(LogitsProcessor):
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if self._scores is not None:
-            self._sampled.append(self._of(input_ids[:, -1]))
+            self._sampled.append(self._of(self._scores, input_ids[:, -1]))
         self._scores = scores
         return scores
 
@@ -40,7 +40,7 @@ class SamplingWatch(LogitsProcessor):
         if self._scores is None or len(self._scores) != count or not longest:
             return None
         last = [row[-1] if len(row) == longest else 0 for row in completion_ids]
-        sampled = [*self._sampled, self._of(torch.tensor(last, device=self._scores.device))]
+        sampled = [*self._sampled, self._of(self._scores, torch.tensor(last, device=self._scores.device))]
         if longest > len(sampled):
             return None
         tokens, logprobs = (torch.stack(values, dim=1).tolist() for values in zip(*sampled, strict=True))
@@ -49,9 +49,9 @@ class SamplingWatch(LogitsProcessor):
             return None
         return [values[: len(ids)] for ids, _, values in rows]
 
-    def _of(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens sampled at the last call, shape `(n,)`, and their log-probabilities."""
-        scores = self._scores.float()
+    def _of(self, scores: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens that were sampled by these scores, shape `(n,)`, and their log-probabilities."""
+        scores = scores.float()
         return tokens, scores.gather(1, tokens.unsqueeze(1)).squeeze(1) - scores.logsumexp(dim=1)
 
 
@@ -59,7 +59,7 @@ class SamplingWatch(LogitsProcessor):
 def watched(model: Any) -> Iterator[SamplingWatch]:
     """Watch what a model samples, inside of whatever wraps it. One without transformers' generation is never seen to."""
     watch = SamplingWatch()
-    inner = next((module for module in model.modules() if isinstance(module, GenerationMixin)), None)
+    inner: Any = next((module for module in model.modules() if isinstance(module, GenerationMixin)), None)
     if inner is None:
         yield watch
         return
