@@ -358,7 +358,9 @@ def test_click_in_a_live_run_opens_the_row_under_the_pointer(page, tmp_path):
             page.wait_for_timeout(120)
             page.mouse.up()
             wait_for(
-                lambda number=number: order[number] in page.locator("#lze-detail .lze-facts").all_inner_texts()[0]
+                lambda number=number: any(
+                    order[number] in facts for facts in page.locator("#lze-detail .lze-facts").all_inner_texts()
+                )
             )
             assert f"prompt={order[number]}" in address_bar(page)
             assert page.locator(".lze-prompts thead [data-prompt]").get_attribute("data-prompt") == order[number]
