@@ -91,8 +91,8 @@ def train(tmp_path, tracker, program=TRAINING, arguments=("run",)):
 
 
 def documented_metrics():
-    """Names of the table in the documentation."""
-    names = re.findall(r"^\| `(lze/[\w/]+)` \|", DOCUMENTED.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    """Names of the table in the documentation, except those of the gate, which is not at work here."""
+    names = re.findall(r"^\| `(lze/(?!gate_)[\w/]+)` \|", DOCUMENTED.read_text(encoding="utf-8"), flags=re.MULTILINE)
     assert names
     return set(names)
 
