@@ -184,7 +184,7 @@ def test_metrics_of_a_controller_that_draws_prompts_are_documented(tmp_path):
 
 
 def test_every_path_of_the_page_exists():
-    paths = [DOCS / path for path in re.findall(r"\]\(((?!http)[^)]+)\)", PAGE)]
+    paths = [DOCS / path for path in re.findall(r"\]\(((?!http)[^)#]*)", PAGE)]
     paths += [DOCS.parent / path for path in re.findall(r"`((?:tests|lze_trl|docs)/[\w./-]+)`", PAGE)]
     recipes = DOCS.parent / "recipes" / "Qwen2.5-Math-1.5B"
     paths += [recipes / path for path in re.findall(r"`([\w/]+\.yaml)`", PAGE)]
