@@ -244,6 +244,13 @@ def test_training_shows_what_the_trainer_logged(tmp_path):
     assert html.count("No values yet") == 9  # Reward, gradient norm, KL, …
 
 
+def test_constant_shares_have_an_axis_of_shares():
+    html = line_chart("t", [Series("s", np.arange(1.0, 9.0), np.zeros(8))], as_percent=True)
+    assert re.findall(r">(-?[\d.]+ %)</span>", html) == ["0 %", "20 %", "40 %", "60 %", "80 %", "100 %"]
+    small = line_chart("t", [Series("s", np.arange(1.0, 9.0), np.linspace(0, 0.002, 8))], as_percent=True)
+    assert re.findall(r">(-?[\d.]+ %)</span>", small) == ["0 %", "0.05 %", "0.1 %", "0.15 %", "0.2 %"]
+
+
 def test_ticks_are_round_numbers():
     steps = np.arange(1.0, 200.0)
     html = line_chart("t", [Series("s", steps, 0.37 + steps / 1234)])

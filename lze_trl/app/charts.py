@@ -55,10 +55,12 @@ def line_chart(
     drawn = [line for line in series if np.isfinite(line.y).any()]
     if not drawn:
         return HTML.empty_chart(title, height)
-    show = (lambda value: f"{number(round(100 * value, 1))} %") if as_percent else number
+    show = (lambda value: f"{number(round(100 * value, 3))} %") if as_percent else number
     x_low, x_high = x_span = _span(np.concatenate([line.x for line in drawn]))
-    bounds = [values for line in drawn for values in (line.y, *(line.band or ()))]
-    y_low, y_high = y_range or _rounded(*_span(np.concatenate(bounds)))
+    bounds = np.concatenate([values for line in drawn for values in (line.y, *(line.band or ()))])
+    if as_percent and np.nanmin(bounds) == np.nanmax(bounds):
+        y_range = y_range or (0.0, 1.0)  # what surrounds a constant would not be shares
+    y_low, y_high = y_range or _rounded(*_span(bounds))
 
     def place(x: np.ndarray, y: np.ndarray) -> np.ndarray:
         """Positions in per mille of the plot, shape `(n, 2)`."""
