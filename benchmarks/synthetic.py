@@ -72,7 +72,7 @@ class SyntheticTraining:
         chosen: list[int] = []
         while len(chosen) < min(self.groups_per_batch, self.num_prompts):
             if not self._queue:
-                pruned = self._state.prompts(self._ids).pruned
+                pruned = self._state.pruned(self._ids)
                 replays = np.flatnonzero(pruned)
                 replays = self._rng.permutation(replays)[: max(1, len(replays) // 10)]
                 active = np.concatenate([np.flatnonzero(~pruned), replays])
@@ -112,7 +112,7 @@ class SyntheticTraining:
             pass_index=self._pass,
             groups=groups,
             selected=selected,
-            pruned=self._state.prompts(rollouts.prompt_ids).pruned,
+            pruned=self._state.pruned(rollouts.prompt_ids),
             skipped=0,
             rewards=rewards,
             reward_names=["accuracy_reward", "format_reward"],

@@ -5,6 +5,7 @@ C completion tokens, W processes. Arrays are NumPy and hold the *global* batch: 
 """
 
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 
@@ -24,6 +25,10 @@ class _PromptTable:
 
     def __len__(self) -> int:
         return len(self.prompt_ids)
+
+    def take(self, indices: np.ndarray) -> Self:
+        """Some of the entries, in the order of the indices, or those where a mask holds."""
+        return type(self)(**{name: values[indices] for name, values in vars(self).items()})
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,7 @@ class Prompts(_PromptTable):
     streak: np.ndarray
     alive: np.ndarray
     pruned: np.ndarray
-    alive_given_first: np.ndarray | None = None
+    alive_given_first: np.ndarray = None  # type: ignore[assignment]  # set in `__post_init__`
 
     def __post_init__(self):
         if self.alive_given_first is None:
@@ -200,10 +205,6 @@ class Groups(_PromptTable):
     def __add__(self, other: "Groups") -> "Groups":
         """The groups of both."""
         return Groups(**{name: np.concatenate([values, vars(other)[name]]) for name, values in vars(self).items()})
-
-    def take(self, indices: np.ndarray) -> "Groups":
-        """Some of the groups, in the order of the indices."""
-        return Groups(**{name: values[indices] for name, values in vars(self).items()})
 
     @property
     def hopeless(self) -> np.ndarray:

@@ -252,7 +252,7 @@ class GenerationStep:
                 "skipped": len(plan.skipped),
             }
             if groups is not None:
-                facts["pruned"] = self.state.prompts(groups.prompt_ids).pruned
+                facts["pruned"] = self.state.pruned(groups.prompt_ids)
             self.recorder.record(drawn, groups, chosen, self.generation, **facts)
 
     # ---- Checkpoints ----

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lze_trl.arrays import Rollouts
-from lze_trl.memory.foresight import FEATURES, Foresight, History, auc, calibration_error, features
+from lze_trl.memory.foresight import FEATURES, Foresight, History, calibration_error, features
 from lze_trl.memory.posterior import beta_parameters, dead_probability
+from lze_trl.memory.regression import auc
 from lze_trl.memory.state import PromptState, StateSettings, first_completions
 from samples import rollouts
 

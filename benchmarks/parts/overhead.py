@@ -130,7 +130,7 @@ class Worker:
     def telemetry(self):
         """Metrics for the log, and a record for the background thread."""
         batch_metrics(self.groups, self.chosen_groups, self.prompt_state, 0)
-        pruned = self.prompt_state.prompts(self.groups.prompt_ids).pruned
+        pruned = self.prompt_state.pruned(self.groups.prompt_ids)
         facts = {"step": 0, "pass_index": 0, "skipped": 0, "pruned": pruned}
         self.recorder.record(self.scored, self.groups, self.chosen_groups, self.generation, **facts)
 

@@ -1,13 +1,12 @@
 """Foresight: how likely the next group of a prompt is alive, learned during the run from what came of earlier visits."""
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
-import pandas as pd
 
 from .posterior import beta_parameters, dead_probability
-from .regression import MAX_LOGIT, OnlineRegression, bounded_logprob, probability
+from .regression import MAX_LOGIT, SCORE_MEMORY, OnlineRegression, bounded_logprob
 
 
 FEATURES = (
@@ -20,7 +19,6 @@ FEATURES = (
 """What the model adds to the posterior's own forecast; all are 0 for a prompt that was never visited, except the first."""
 
 NUM_BINS = 10
-_SCORE_MEMORY = 0.95  # the same of the scores that say whether the model is used
 _CHUNK = 65_536  # prompts that are forecast at a time
 
 
@@ -44,7 +42,7 @@ class History:
 
     def take(self, indices: np.ndarray | slice) -> "History":
         """Some of the prompts."""
-        return History(**{field.name: getattr(self, field.name)[indices] for field in fields(self)})
+        return History(**{name: values[indices] for name, values in vars(self).items()})
 
 
 def features(history: History, posterior: np.ndarray) -> np.ndarray:
@@ -72,16 +70,11 @@ def features(history: History, posterior: np.ndarray) -> np.ndarray:
 class Foresight:
     """
     Logistic regression of "the next group is alive", with the log-odds of the posterior as its starting point, see
-    [`OnlineRegression`].
-
-    Each batch is forecast before it is learned from. The model is used while its Brier score over the latest batches is no
-    higher than that of the posterior; else the posterior's forecast is. Everything depends on gathered numbers alone, so that it
-    is the same on every process.
+    [`OnlineRegression`]. Everything depends on gathered numbers alone, so that it is the same on every process.
     """
 
     def __init__(self):
         self.model = OnlineRegression(len(FEATURES))
-        self._scores = np.zeros(2)  # decayed: squared errors of model and posterior
         self._bins = np.zeros((NUM_BINS, 3))  # decayed: groups, sum of the forecasts, those alive
         self._metrics: dict[str, float] = {}
 
@@ -93,8 +86,7 @@ class Foresight:
     @property
     def used(self) -> bool:
         """Whether the model says what is expected, and not the posterior."""
-        model, posterior = self._scores
-        return bool(model <= posterior)
+        return self.model.used
 
     def alive(self, history: History, size: int | np.ndarray) -> np.ndarray:
         """Probability that a group of `size` completions of each prompt is alive, shape `(P,)`, float64."""
@@ -107,11 +99,13 @@ class Foresight:
         model, posterior = np.empty(len(history)), np.empty(len(history))
         for start in range(0, len(history), _CHUNK):
             part = slice(start, start + _CHUNK)
-            log_odds = posterior_log_odds(history.take(part), sizes[part])
-            model[part] = self.model.probability(log_odds, features(history.take(part), log_odds))
-            posterior[part] = probability(log_odds)
-        single = sizes < 2
-        return np.where(single, 0.0, model), np.where(single, 0.0, posterior)
+            examples = _examples(history.take(part), sizes[part])
+            model[part], posterior[part] = self._forecasts(examples, sizes[part])
+        return model, posterior
+
+    def _forecasts(self, examples: tuple[np.ndarray, np.ndarray], sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        model, posterior = self.model.forecasts(*examples)
+        return np.where(sizes < 2, 0.0, model), np.where(sizes < 2, 0.0, posterior)
 
     def see(
         self,
@@ -120,43 +114,36 @@ class Foresight:
         alive: np.ndarray,
         learn: bool = True,
         counts: np.ndarray | None = None,
-    ) -> np.ndarray:
+    ) -> tuple[np.ndarray, np.ndarray]:
         """
         Enter a generation batch: what was remembered of its prompts before, the completions that `alive`, bool of shape
         `(P,)`, is said of, and whether to learn from it. Where some prompts are left out by chance, the others stand for
-        `counts` prompts each. Returns what was expected, shape `(P,)`.
+        `counts` prompts each. Returns what was expected, shape `(P,)`, and what the posterior expected.
         """
-        model, posterior = self.forecasts(history, size)
-        expected, counts = model if self.used else posterior, np.ones(len(history)) if counts is None else counts
-        self._score(model, posterior, expected, alive, np.where(history.visits > 0, counts, 0.0))
+        sizes, counts = np.broadcast_to(size, len(history)), np.ones(len(history)) if counts is None else counts
+        examples = _examples(history, sizes)
+        model, posterior = self._forecasts(examples, sizes)
+        expected, seen = model if self.used else posterior, (history.visits > 0) & (counts > 0)
+        self._metrics = {"foresight_used": float(self.used)} if seen.any() else {}
+        if seen.any():
+            self._count(expected[seen], alive[seen], counts[seen])
+            quality = self.model.score(model[seen], posterior[seen], alive[seen], counts[seen])
+            self._metrics |= {f"foresight_{name}": value for name, value in quality.items()}
         if learn:
-            log_odds = posterior_log_odds(history, np.broadcast_to(size, len(history)))
-            self.model.learn(log_odds, features(history, log_odds), alive, counts)
-        return expected
+            self.model.learn(*examples, alive, counts)
+        return expected, posterior
 
-    def _score(
-        self, model: np.ndarray, posterior: np.ndarray, expected: np.ndarray, alive: np.ndarray, counts: np.ndarray
-    ):
-        """Compare forecasts with what came of them, of the prompts that count."""
-        used, self._metrics, seen = self.used, {}, counts > 0
-        if not seen.any():
-            return
-        model, posterior, expected, alive, counts = (x[seen] for x in (model, posterior, expected, alive, counts))
-        errors = [float((counts * (forecast - alive) ** 2).sum()) for forecast in (model, posterior)]
-        self._scores = _SCORE_MEMORY * self._scores + np.array(errors)
+    def _count(self, expected: np.ndarray, alive: np.ndarray, counts: np.ndarray):
+        """How well the forecasts are calibrated."""
         bins = np.minimum((expected * NUM_BINS).astype(np.int64), NUM_BINS - 1)
-        self._bins *= _SCORE_MEMORY
+        self._bins *= SCORE_MEMORY
         np.add.at(
             self._bins, bins, counts[:, np.newaxis] * np.stack([np.ones_like(expected), expected, alive], axis=1)
         )
-        self._metrics = {
+        self._metrics |= {
             "foresight_alive": float(np.average(expected, weights=counts)),
-            "foresight_brier": float(np.average((expected - alive) ** 2, weights=counts)),
             "foresight_error": calibration_error(self._bins),
-            "foresight_used": float(used),
         }
-        if 0 < alive.sum() < len(alive):
-            self._metrics["foresight_auc"] = auc(expected, alive)
 
     def metrics(self) -> dict[str, float]:
         """Of the last generation batch, over the prompts that were visited before; none if there were none."""
@@ -164,12 +151,18 @@ class Foresight:
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Weights and scores."""
-        return self.model.state_dict() | {"scores": self._scores, "bins": self._bins}
+        return self.model.state_dict() | {"bins": self._bins}
 
     def load_state_dict(self, state: dict[str, np.ndarray]):
         """Continue from a checkpoint."""
         self.model.load_state_dict(state)
-        self._scores, self._bins, self._metrics = state["scores"].copy(), state["bins"].copy(), {}
+        self._bins, self._metrics = state["bins"].copy(), {}
+
+
+def _examples(history: History, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """What [`OnlineRegression`] is given of prompts: the log-odds of the posterior, and the features."""
+    log_odds = posterior_log_odds(history, sizes)
+    return log_odds, features(history, log_odds)
 
 
 def posterior_log_odds(history: History, sizes: np.ndarray) -> np.ndarray:
@@ -177,16 +170,6 @@ def posterior_log_odds(history: History, sizes: np.ndarray) -> np.ndarray:
     dead = dead_probability(*beta_parameters(history.pass_rates, history.strength), sizes)
     with np.errstate(divide="ignore"):
         return np.clip(np.log1p(-dead) - np.log(dead), -MAX_LOGIT, MAX_LOGIT)
-
-
-def auc(expected: np.ndarray, alive: np.ndarray) -> float:
-    """
-    Probability that a live group was expected to be alive with a higher probability than a dead one; ties count half. There
-    must be groups of both kinds.
-    """
-    live = int(alive.sum())
-    ranks = pd.Series(expected).rank().to_numpy()[alive]
-    return float((ranks.sum() - live * (live + 1) / 2) / (live * (len(alive) - live)))
 
 
 def calibration_error(bins: np.ndarray) -> float:

@@ -21,6 +21,12 @@ class RowIndex:
         return sum(len(ids) for ids, _ in self._runs)
 
     @property
+    def distinct(self) -> bool:
+        """Whether the ids that it was made of are distinct."""
+        ids, _ = self._runs[0]
+        return bool((ids[1:] != ids[:-1]).all())
+
+    @property
     def nbytes(self) -> int:
         """Memory of the index, in bytes."""
         return sum(ids.nbytes + rows.nbytes for ids, rows in self._runs)

@@ -21,19 +21,19 @@ _RECORD = np.dtype(
         ("ema", np.float32),
         ("energy", np.float32),
         ("expected", np.float32),
+        # Of the last visit: mean score, generation batch, the log-probabilities of its completions, whether it ended after one
+        ("last", np.float32),
+        ("last_batch", np.int32),
         ("visits", np.int32),
         ("streak", np.int16),
         ("rollouts", np.uint16),
-        ("pruned", np.bool_),
-        # Of the last visit: mean score, generation batch, whether it ended after one completion, their log-probabilities
-        ("last", np.float32),
-        ("last_batch", np.int32),
-        ("stopped", np.bool_),
         ("logprob_mean", np.float16),
         ("logprob_min", np.float16),
         ("logprob_max", np.float16),
+        ("stopped", np.bool_),
+        ("pruned", np.bool_),
     ]
-)
+)  # largest first, so that every field is aligned
 _COLUMNS = _RECORD.names or ()
 MAX_STREAK = np.iinfo(np.int16).max
 _MAX_ROLLOUTS = np.iinfo(np.uint16).max
@@ -129,7 +129,8 @@ class PromptState:
                 "A prompt has more than one group in the generation batch, so its state would be ambiguous. Give each "
                 "row its own `prompt_id`, or remove the duplicates from the dataset."
             )
-        known, before = self._recall(ids)
+        rows = self.find(ids)
+        known, before = rows >= 0, self._records(rows)
         groups = score_groups(
             rollouts,
             np.where(_begun(before), self._scaled(before["first_pass_rate"]), np.nan),
@@ -143,24 +144,28 @@ class PromptState:
         scored = ~np.isnan(groups.pass_rates)
         if chances is None:
             size, alive = first_completions(rollouts)
-            self.foresight.see(self.history(ids[scored]), size, alive[scored], learn=size > 1)
+            self.foresight.see(self._history(before[scored]), size, alive[scored], learn=size > 1)
         else:
-            self._see_gated(rollouts, scored & (chances > 0), chances)
+            self._see_gated(rollouts, before, scored & (chances > 0), chances)
         counts = np.bincount(rollouts.group[~np.isnan(rollouts.scores)], minlength=len(ids))
         stopped = None if chances is None else chances == 0
-        self.remember(groups, group_mean(rollouts.scores, rollouts.group, len(ids)), counts, stopped)
+        self._remember(rows, groups, group_mean(rollouts.scores, rollouts.group, len(ids)), counts, stopped)
         return groups
 
-    def _see_gated(self, rollouts: Rollouts, complete: np.ndarray, chances: np.ndarray):
+    def _see_gated(self, rollouts: Rollouts, before: np.ndarray, complete: np.ndarray, chances: np.ndarray):
         """Let the models learn from the groups that were drawn to their end, each of which stands for 1 / chance groups."""
         counts = np.divide(1.0, chances, out=np.zeros(len(chances)), where=complete)
-        self.gate.see(self.prompts(rollouts.prompt_ids), rollouts, counts)
-        history, sizes = self.history(rollouts.prompt_ids[complete]), rollouts.sizes[complete]
+        self.gate.see(self._prompts(rollouts.prompt_ids, before), rollouts, counts)
+        history, sizes = self._history(before[complete]), rollouts.sizes[complete]
         self.foresight.see(history, sizes, rollouts.alive[complete], counts=counts[complete])
+
+    def pruned(self, prompt_ids: np.ndarray) -> np.ndarray:
+        """Whether prompts are pruned, whose ids have shape `(P,)`."""
+        return self._records(self.find(prompt_ids))["pruned"]
 
     def history(self, prompt_ids: np.ndarray) -> History:
         """What forecasts are made from, of prompts whose ids have shape `(P,)`."""
-        return self._history(self._recall(prompt_ids)[1])
+        return self._history(self._records(self.find(prompt_ids)))
 
     def _history(self, record: np.ndarray) -> History:
         rollouts, memory = record["rollouts"].astype(np.int64), self.settings.posterior_memory
@@ -177,13 +182,12 @@ class PromptState:
 
     def prompts(self, prompt_ids: np.ndarray, drawn: Rollouts | None = None) -> Prompts:
         """What is known of prompts, whose ids have shape `(P,)`, before a batch, or while completions of them are `drawn`."""
-        prompts = self._prompts(prompt_ids)
+        prompts = self._prompts(prompt_ids, self._records(self.find(prompt_ids)))
         if drawn is None or drawn.num_rows == 0:
             return prompts
         return replace(prompts, alive_given_first=self.gate.alive(prompts, drawn))
 
-    def _prompts(self, prompt_ids: np.ndarray) -> Prompts:
-        _, record = self._recall(prompt_ids)
+    def _prompts(self, prompt_ids: np.ndarray, record: np.ndarray) -> Prompts:
         history = self._history(record)
         difficulty = anchor(self._scaled(record["first_pass_rate"]), self.settings.difficulty_floor)
         return Prompts(
@@ -198,13 +202,11 @@ class PromptState:
             pruned=record["pruned"],
         )
 
-    def _recall(self, prompt_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Whether each prompt was visited, and a copy of its record: zeros if it was not. Both of shape `(n,)`."""
-        rows = self.find(prompt_ids)
-        known = rows >= 0
+    def _records(self, rows: np.ndarray) -> np.ndarray:
+        """Copies of records, shape `(n,)`; zeros for prompts that were never visited, whose row is −1."""
         records = self._table.take(np.maximum(rows, 0))
-        records[~known] = np.zeros((), dtype=_RECORD)
-        return known, records
+        records[rows < 0] = np.zeros((), dtype=_RECORD)
+        return records
 
     def _scaled(self, means: np.ndarray) -> np.ndarray:
         """Remembered means of scores as outcomes, float64. They have 32 bits, and may miss the range by the last one."""
@@ -215,10 +217,15 @@ class PromptState:
         Enter the scored groups of a generation batch, with the mean and the number of their scores, and which of them were
         stopped after their first completion, by default none; all of shape `(P,)`.
         """
+        self._remember(self.find(groups.prompt_ids), groups, means, counts, stopped)
+
+    def _remember(
+        self, rows: np.ndarray, groups: Groups, means: np.ndarray, counts: np.ndarray, stopped: np.ndarray | None
+    ):
         scored = np.flatnonzero(counts > 0)
         stopped = np.zeros(len(scored), dtype=bool) if stopped is None else stopped[scored]
         groups, means, counts = groups.take(scored), means[scored], counts[scored]
-        rows = self._insert(groups.prompt_ids)
+        rows = self._insert(groups.prompt_ids, rows[scored])
         records, settings = self._table.take(rows), self.settings
         fresh, seen = groups.visits == 1, records["rollouts"].astype(np.int64)
         first = np.where(stopped, np.nan, means)
@@ -241,9 +248,8 @@ class PromptState:
             records["pruned"] = after
         self._table[rows] = records
 
-    def _insert(self, prompt_ids: np.ndarray) -> np.ndarray:
-        """Rows of distinct prompts, new ones appended in the order given."""
-        rows = self.find(prompt_ids)
+    def _insert(self, prompt_ids: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """Rows of distinct prompts; those whose row is −1 are new, and appended in the order given."""
         new, capacity = rows < 0, len(self._table)
         if new.any():
             rows[new] = self._index.add(prompt_ids[new])
@@ -276,11 +282,12 @@ class PromptState:
                     f"`{name}` of the prompt state must be one-dimensional {_RECORD[name]}, got {array.dtype} of shape "
                     f"{array.shape}."
                 )
-        if len(np.unique(ids)) < len(ids):
+        index = RowIndex(ids)
+        if not index.distinct:
             raise ValueError("The prompt state holds a prompt twice. The file is damaged; use another checkpoint.")
         self.range.load_state_dict({"range": state["range"]})
         self.batches = int(state["batches"][0])
-        self._index = RowIndex(ids)
+        self._index = index
         self._table = np.zeros(max(len(ids), len(self._table)), dtype=_RECORD)
         for name, array in columns.items():
             self[name][:] = array

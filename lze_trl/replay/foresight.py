@@ -70,8 +70,7 @@ class Foreseer:
         self._reported |= not np.isnan(groups.logprob_mean).all()
         state, history = self._state, self._state.history(groups.prompt_ids)
         same = len(groups) > 0 and groups.sizes.min() == groups.sizes.max() > 1
-        _, posterior = state.foresight.forecasts(history, groups.sizes)
-        expected = state.foresight.see(history, groups.sizes, groups.alive, learn=same)
+        expected, posterior = state.foresight.see(history, groups.sizes, groups.alive, learn=same)
         known = history.visits > 0
         self._compare(1.0 - expected[known], 1.0 - posterior[known], groups.take(np.flatnonzero(known)))
         state.remember(groups, groups.pass_rates, scored)
