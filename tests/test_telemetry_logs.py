@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pandas as pd
 import pytest
 from trl import GRPOConfig, GRPOTrainer
@@ -55,6 +56,18 @@ def test_what_selection_would_have_kept(tmp_path):
         "FLOPs, of plain GRPO for the same number of optimizer steps: rollouts 1.00 ×, updates 0.25 ×, total 0.44 ×.\n"
         "Visits skipped: 2 prompts that pruning left out of a pass." in str(analysis)
     )
+
+
+def test_prices_by_the_share_of_generation(tmp_path):
+    # Three live groups of five, of which LZE trains on two; all completions have one length
+    rewards = {"a": (1.0, 0.0), "b": (0.0, 1.0), "c": (0.5, 1.0), "d": (1.0, 1.0), "e": (0.0, 0.0)}
+    write_log(tmp_path, 1, [(name, values, 10) for name, values in rewards.items()])
+    lines = str(analyze(tmp_path)).splitlines()
+    at = next(number for number, line in enumerate(lines) if line.startswith("time, if generation takes"))
+    assert lines[at].split()[4:] == ["25%", "50%", "70%", "90%"]
+    for line, update in zip(lines[at + 1 : at + 3], (3 / 5, 2 / 5), strict=True):
+        expected = [share + (1.0 - share) * update for share in (0.25, 0.5, 0.7, 0.9)]
+        np.testing.assert_allclose([float(price) for price in line.split()[-4:]], expected, atol=0.0051)
 
 
 def test_completions_that_several_updates_use_are_counted_once(tmp_path):

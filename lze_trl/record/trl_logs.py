@@ -14,7 +14,7 @@ from ..arrays import Rollouts
 from ..memory.identity import prompt_id
 from ..memory.state import PromptState, StateSettings
 from ..select.selectors import EnergySelector, choose, quota
-from .ledger import Ledger, TokenCost, account, headline, skipped_visits
+from .ledger import Ledger, TokenCost, account, against_plain, headline, skipped_visits
 from .schema import MissingTelemetryError, TelemetryError
 
 
@@ -22,7 +22,12 @@ logger = logging.getLogger(__name__)
 
 _LOG_NAME = re.compile(r"completions_(\d+)\.parquet")
 _REPLAY_RATIO = 0.1
+_GENERATION = (0.25, 0.5, 0.7, 0.9)  # shares of plain GRPO's time: the logs do not say what it was
 _SHOWN, _WIDTH = 5, 100
+
+
+# An update of all weights costs as much as three forward passes
+_COST = TokenCost(forward=1.0, train=3.0)
 
 
 @dataclass(frozen=True)
@@ -32,14 +37,14 @@ class Analysis:
     steps: int  # logged steps with new completions of the training
     prompts: int  # different ones
     ledger: Ledger  # groups, completions and their text in characters; dead are those whose advantages are all equal
+    exact: Ledger  # the same, had every group with a gradient been trained on
     reward: str  # that ranked the groups; "total" for the sum of all
     selection_ratio: float
     frontier: tuple[str, ...]  # prompts with the highest energy at their last visit
 
     def __str__(self) -> str:
         ledger = self.ledger
-        # An update of all weights costs as much as three forward passes
-        totals = ledger.summary(TokenCost(forward=1.0, train=3.0))
+        totals = ledger.summary(_COST)
         lines = [
             f"{self.steps:,} logged steps, {self.prompts:,} prompts, {ledger.groups_rolled_out:,} groups, "
             f"{ledger.rows_rolled_out:,} completions",
@@ -48,6 +53,9 @@ class Analysis:
             f"LZE at ρ = {self.selection_ratio:g} trains on:      {self._share(ledger.groups_trained)}",
             headline(totals),
             skipped_visits(totals),
+            "time, if generation takes" + "".join(f"{share:>7.0%}" for share in _GENERATION),
+            f"  {'every live group (`exact`)':<23}{_prices(self.exact)}",
+            f"  {f'LZE at ρ = {self.selection_ratio:g}':<23}{_prices(ledger)}",
         ]
         if self.frontier:
             lines += ["prompts with the highest energy at the end:", *(f"  {text}" for text in self.frontier)]
@@ -55,6 +63,13 @@ class Analysis:
 
     def _share(self, groups: int) -> str:
         return f"{groups:>9,}  {100 * groups / self.ledger.groups_rolled_out:5.1f} %"
+
+
+def _prices(ledger: Ledger) -> str:
+    """Time over that of plain GRPO, by the share that generation has in the latter."""
+    ratio = {work.name: work.ratio for work in against_plain(ledger.summary(_COST))}
+    prices = (share * ratio["rollouts"] + (1.0 - share) * ratio["updates"] for share in _GENERATION)
+    return "".join(f"{price:7.2f}" for price in prices)
 
 
 def analyze(run_dir: str | Path, selection_ratio: float = 0.4, reward: str | None = None) -> Analysis:
@@ -75,28 +90,32 @@ def analyze(run_dir: str | Path, selection_ratio: float = 0.4, reward: str | Non
         )
     state = PromptState(StateSettings(named_outcome=reward is not None))
     texts: dict[int, str] = {}
-    ledger, steps, pruned = Ledger(), 0, 0
+    ledger, exact, steps, pruned = Ledger(), Ledger(), 0, 0
     for number, log in enumerate(_logs(Path(run_dir))):
         if log.empty:
             continue
         rollouts, prompts = _rollouts(log, _reward_names(log, reward), state)
         texts.update(zip(rollouts.prompt_ids.tolist(), prompts, strict=True))
-        pruned += int(state.prompts(rollouts.prompt_ids).pruned.sum())
+        pruned += int(state.pruned(rollouts.prompt_ids).sum())
         groups = state.visit(rollouts)
         k, rng = quota(selection_ratio, len(groups)), np.random.default_rng(number)
         rows = np.flatnonzero(choose(EnergySelector(), groups, k, rng)[rollouts.group])
-        account(ledger, rollouts, groups, rollouts, rows, rollouts.num_rows, logprob_passes=0)
+        live = np.flatnonzero(groups.alive[rollouts.group])
+        for total, trained in ((ledger, rows), (exact, live)):
+            account(total, rollouts, groups, rollouts, trained, rollouts.num_rows, logprob_passes=0)
         steps += 1
     if not steps:
         raise MissingTelemetryError(f"The logs under `{run_dir}` hold no completion.")
     ledger.visits_skipped = round(pruned * (1 - _REPLAY_RATIO))
-    ledger.plain_tokens = ledger.rollout_tokens  # other prompts take the slots of the pruned ones
+    for total in (ledger, exact):
+        total.plain_tokens = total.rollout_tokens  # other prompts take the slots of the pruned ones
     order = np.argsort(-state["energy"], kind="stable")[:_SHOWN]
     frontier = [" ".join(texts[int(state["prompt_ids"][row])].split()) for row in order if state["energy"][row] > 0]
     return Analysis(
         steps=steps,
         prompts=len(state),
         ledger=ledger,
+        exact=exact,
         reward="total" if reward is None else reward,
         selection_ratio=selection_ratio,
         frontier=tuple(line if len(line) <= _WIDTH else line[: _WIDTH - 1] + "…" for line in frontier),
