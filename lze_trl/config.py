@@ -99,7 +99,7 @@ class LZEGRPOConfig(GRPOConfig):
             Name of a combination of settings, see `lze_trl.strategies.STRATEGIES`: `"exact"` (the updates of plain GRPO
             without computing groups that have no gradient), `"lze"` (the published method), `"grpo"` (plain TRL),
             `"zero_variance"`, `"random"`, `"variance"`, `"dapo"`, `"reinforce_ada"`, `"reinforce_ada_positive"`,
-            `"greso"`, `"recommended"`, `"gate"`, `"lze_reinforce_ada"`, `"lze_dynamic"` or `"lze_allocation"`. Any field
+            `"greso"`, `"probing"`, `"gate"`, `"lze_reinforce_ada"`, `"lze_dynamic"` or `"lze_allocation"`. Any field
             that is given besides wins. The defaults below are those of `"exact"`, which adapts to what is given besides: a
             `selection_ratio` alone chooses by energy, and where groups with equal rewards have a gradient, as with
             `advantage_estimator="reinforce_plus_plus"`, all are trained on. A configuration that was made holds the values

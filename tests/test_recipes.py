@@ -85,12 +85,12 @@ def test_twins_differ_in_lze_fields_only(path):
     assert (baseline["strategy"], lze["strategy"], lze["pruning"]) == ("grpo", "lze", "refill")
 
 
-def test_recommended_differs_from_its_twins_in_lze_fields_only():
-    recommended = read_recipe(WARM_START.with_name("recommended.yaml"))
+def test_gate_differs_from_its_twins_in_lze_fields_only():
+    gate = read_recipe(WARM_START.with_name("gate.yaml"))
     baseline = read_recipe(WARM_START.with_name("baseline.yaml"))
-    different = {key for key in baseline.keys() | recommended.keys() if baseline.get(key) != recommended.get(key)}
+    different = {key for key in baseline.keys() | gate.keys() if baseline.get(key) != gate.get(key)}
     assert different == {"output_dir", "strategy"}
-    assert recommended["strategy"] == "recommended"
+    assert gate["strategy"] == "gate"
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=shown)

@@ -43,7 +43,7 @@ def documented() -> list[tuple[str, str]]:
     found = []
     for path in [ROOT / "docs" / "scaling.md", *sorted(SLURM.glob("*.sbatch"))]:
         text = re.sub(r"\\\n *", "", path.read_text())
-        found += [(path.name, line) for line in re.findall(r"^(?:#? {4,})(sbatch .*)$", text, re.MULTILINE)]
+        found += [(path.name, line) for line in re.findall(r"^(?:# {4,})?(sbatch .*)$", text, re.MULTILINE)]
     return found
 
 

@@ -147,9 +147,9 @@ def test_an_unknown_one_is_refused_with_the_nearest(tmp_path):
     ):
         tiny.config(tmp_path, strategy="dappo")
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("strategy: recomended\n")
+    recipe.write_text("strategy: probin\n")
     with pytest.raises(
-        RecipeError, match=r"cannot be 'recomended': .* invalid choice: .*'lze'.* Did you mean `recommended`\?"
+        RecipeError, match=r"cannot be 'probin': .* invalid choice: .*'lze'.* Did you mean `probing`\?"
     ):
         parse_recipe(["--config", str(recipe)])
     recipe.write_text("seed: 1\n")
@@ -173,8 +173,8 @@ def recorded(directory) -> dict:
 
 def test_a_run_records_the_settings_and_goes_on_under_another_name(tmp_path, caplog):
     run = {"save_strategy": "steps", "save_steps": 2, "telemetry": True}
-    train(LZEGRPOTrainer, tmp_path, strategy="recommended", max_steps=2, **run)
-    spelled = train(LZEGRPOTrainer, tmp_path / "other", max_steps=2, **run, **settings_of("recommended"))
+    train(LZEGRPOTrainer, tmp_path, strategy="probing", max_steps=2, **run)
+    spelled = train(LZEGRPOTrainer, tmp_path / "other", max_steps=2, **run, **settings_of("probing"))
     named, other = recorded(tmp_path), recorded(tmp_path / "other")
     assert {name for name in named if named[name] != other[name]} == {"strategy", "output_dir", "model"}
     assert rules_of(named) == rules_of(other)
@@ -193,7 +193,7 @@ def test_a_run_records_the_settings_and_goes_on_under_another_name(tmp_path, cap
             trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
         return [record.getMessage() for record in caplog.records if "other settings" in record.getMessage()]
 
-    assert resumed(**settings_of("recommended")) == []
+    assert resumed(**settings_of("probing")) == []
     (changes,) = resumed(strategy="random")
     assert "`selector` was 'energy' and is 'random'" in changes
     assert "strategy" not in changes

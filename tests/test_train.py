@@ -507,7 +507,7 @@ def test_a_dry_run_counts_prompts_after_deduplication(job, capsys, tmp_path):
     recipe = job(eval_tasks=[str(tmp_path / "held_out.jsonl")], save_total_limit=1)
     rows = (tmp_path / "train.jsonl").read_text()
     (tmp_path / "train.jsonl").write_text(rows + "".join(rows.splitlines(keepends=True)[:5]))
-    text, shown = dry_run(capsys, recipe, "--strategy", "recommended", "--hub_token", "secret")
+    text, shown = dry_run(capsys, recipe, "--strategy", "probing", "--hub_token", "secret")
     assert shown["prompts"] == "12 of 17 rows are different"
     assert "`Probing` draws other numbers" in shown["completions a generation batch"]
     assert shown["evaluation tasks"] == "held_out (4 problems)"
