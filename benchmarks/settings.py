@@ -1,6 +1,5 @@
 """What one run of the benchmark is: everything that its result depends on, and the key that this gives it."""
 
-import difflib
 import hashlib
 import json
 from collections.abc import Iterable
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lze_trl.files import write_atomically
+from lze_trl.names import near
 
 
 class BenchError(ValueError):
@@ -115,9 +115,7 @@ def content_hash(*paths: Path) -> str:
 def unknown_name(what: str, name: str, known: Iterable[str]) -> BenchError:
     """Error for a name that does not exist, with the nearest one that does."""
     known = list(known)
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f" Did you mean `{near[0]}`?" if near else ""
-    return BenchError(f"Unknown {what} `{name}`.{hint} Known are {', '.join(known)}.")
+    return BenchError(f"Unknown {what} `{name}`.{near(name, known, '`{}`'.format)} Known are {', '.join(known)}.")
 
 
 def write_json(path: Path, content: Any):

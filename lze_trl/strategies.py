@@ -1,7 +1,8 @@
 """Strategies: what one name sets in the configuration. `docs/choosing.md` says where each was published."""
 
-import difflib
 from typing import Any
+
+from .names import near
 
 
 DEFAULT = "exact"
@@ -69,7 +70,5 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 def settings_of(name: str) -> dict[str, Any]:
     """All settings of a strategy, those of `BASE` included; a `ValueError` says what names there are."""
     if name not in STRATEGIES:
-        near = difflib.get_close_matches(str(name), STRATEGIES, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"`strategy` must be one of {list(STRATEGIES)}, got {name!r}.{hint}")
+        raise ValueError(f"`strategy` must be one of {list(STRATEGIES)}, got {name!r}.{near(str(name), STRATEGIES)}")
     return BASE | STRATEGIES[name]

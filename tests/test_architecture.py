@@ -23,7 +23,8 @@ ROOMS = {
     "version": "",
     "seeding": "",
     "files": "",
-    "strategies": "",
+    "names": "",
+    "strategies": "names",
     "arrays": "",
     "select": "arrays",
     "pack": "arrays",
@@ -31,11 +32,11 @@ ROOMS = {
     "plan": "arrays memory seeding select",
     "rollout": "arrays memory pack plan seeding",
     "record": "arrays files memory pack select version",
-    "replay": "arrays memory record seeding select",
+    "replay": "arrays memory names record seeding select",
     "remote": "evaluation files record",
-    "rewards": "",
-    "data": "memory rewards",
-    "evaluation": "data files rewards rollout",
+    "rewards": "names",
+    "data": "memory names rewards",
+    "evaluation": "data files names rewards rollout",
     "app": "evaluation files record remote version",
     "config": "memory plan rollout select strategies",
     "checks": "config memory plan rollout",
@@ -46,7 +47,7 @@ ROOMS = {
     "build": "config memory pack plan rollout select",
     "step": "arrays engine memory pack plan record rollout seeding select",
     "trainer": "app build checkpoint checks compatibility config engine hub memory plan record rollout select step",
-    "job": "app build checkpoint checks config data evaluation files hub memory record remote replay rewards rollout strategies "
+    "job": "app build checkpoint checks config data evaluation files hub memory names record remote replay rewards rollout strategies "
     "trainer version",
 }
 PURE = (

@@ -1,6 +1,5 @@
 """References to datasets, in the forms that people paste."""
 
-import difflib
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,6 +8,8 @@ from urllib.parse import parse_qs, unquote, urlsplit
 from huggingface_hub.constants import ENDPOINT
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
+
+from ..names import near
 
 
 FILE_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
@@ -134,7 +135,6 @@ def _parse_plain(text: str) -> Reference:
         return Reference(str(local), is_local=True, **settings)
     if local.suffix.lower() in FILE_FORMATS or path.startswith(("/", "./", "../", "~")) or path.count("/") > 1:
         siblings = sorted(entry.name for entry in local.parent.iterdir()) if local.parent.is_dir() else []
-        near = difflib.get_close_matches(local.name, siblings, n=1)
-        hint = f" Did you mean {str(local.parent / near[0])!r}?" if near else ""
+        hint = near(local.name, siblings, lambda sibling: repr(str(local.parent / sibling)))
         raise DataError(f"There is no file or folder {path!r}.{hint} {_FORMS}")
     return _hub_reference({"path": path} | settings, text)

@@ -3,7 +3,6 @@
 Datasets are data files only: nothing that a dataset holds is executed.
 """
 
-import difflib
 import logging
 import re
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
+from ..names import near
 from .references import FILE_FORMATS, DataError, HubUnreachableError, Reference
 
 
@@ -173,8 +173,7 @@ def _load_configs(
     path: str, configs: list[str], reference: Reference, streaming: bool
 ) -> list[Dataset | IterableDataset]:
     if reference.config is not None and reference.config not in configs:
-        near = difflib.get_close_matches(reference.config, configs, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
+        hint = near(reference.config, configs)
         raise DataError(f"{reference.label!r} has no configuration {reference.config!r}, only {configs}.{hint}")
     default = next((name for name in _DEFAULT_CONFIGS if name in configs), None)
     if named := reference.config or default:

@@ -1,6 +1,5 @@
 """The tasks as data, and their problems as training would read them."""
 
-import difflib
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -9,6 +8,7 @@ from typing import Any, Literal
 
 from ..data import DataError, load_prompts
 from ..data.references import FILE_FORMATS
+from ..names import near
 from .settings import Decoding, EvaluationError
 
 
@@ -92,10 +92,8 @@ def _of_file(path: str) -> Task:
 
 def _of_name(name: str, data: str | Path | None) -> Task:
     if name not in TASKS:
-        near = difflib.get_close_matches(name, TASKS, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
         raise EvaluationError(
-            f"Unknown task {name!r}.{hint} Known are {sorted(TASKS)}, or give the path of a .jsonl file."
+            f"Unknown task {name!r}.{near(name, TASKS)} Known are {sorted(TASKS)}, or give the path of a .jsonl file."
         )
     task = TASKS[name]
     if data is None:

@@ -14,7 +14,7 @@ from trl import ModelConfig
 
 from ..config import RANGES, LZEGRPOConfig
 from ..strategies import BASE, DEFAULT, STRATEGIES, settings_of
-from .recipe import KEYS, RECIPE_CLASSES, LZEScriptArguments, RecipeError, near
+from .recipe import KEYS, RECIPE_CLASSES, LZEScriptArguments, RecipeError, near_keys
 
 
 FIELDS = {field.name: field for recipe_class in RECIPE_CLASSES for field in fields(recipe_class)}
@@ -76,7 +76,7 @@ def show_key(key: str):
     """Print type, default, allowed values and description of a key, and what each strategy sets it to."""
     key = key.replace("-", "_")
     if key not in KEYS:
-        meant = near(key, KEYS) or " `lze-trl train --help` lists all."
+        meant = near_keys(key, KEYS) or " `lze-trl train --help` lists all."
         raise RecipeError(f"Unknown key `{key}`.{meant}")
     hints = {name: hint for recipe_class in RECIPE_CLASSES for name, hint in get_type_hints(recipe_class).items()}
     field, hint, page = FIELDS[key], hints[key], console()

@@ -2,9 +2,8 @@
 # ruff: noqa: RUF009 - HfArg returns a field
 
 import argparse
-import difflib
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -16,6 +15,7 @@ from transformers.hf_argparser import HfArg
 from trl import ModelConfig, TrlParser
 
 from ..config import LZEGRPOConfig
+from ..names import near
 from ..rewards import MAJORITY, SOFT_OVERLONG, MajorityReward
 from . import CHECKOUT
 
@@ -30,6 +30,8 @@ def _flag(**settings: Any) -> Any:
 
 
 _optional = partial(_flag, default=None)
+near_keys = partial(near, form="`{}`".format, most=3)
+near_flags = partial(near, form="`--{}`".format, most=3)
 
 
 @dataclass
@@ -182,7 +184,7 @@ def check_recipe(arguments: Sequence[str]) -> list[str]:
         flag = unknown[0].partition("=")[0]
         if not flag.startswith("-"):
             raise RecipeError(f"Unexpected argument `{unknown[0]}`. Flags are written `--name value`.")
-        raise RecipeError(f"Unknown flag `{flag}`.{near(flag.lstrip('-').replace('-', '_'), KEYS, '--')}")
+        raise RecipeError(f"Unknown flag `{flag}`.{near_flags(flag.lstrip('-').replace('-', '_'), KEYS)}")
     return flags if path is None else ["--config", path, *flags]
 
 
@@ -225,7 +227,7 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), _StrictLoader)
     except FileNotFoundError:
-        raise RecipeError(f"There is no recipe `{path}`.{near(str(path), _known_recipes())}") from None
+        raise RecipeError(f"There is no recipe `{path}`.{near_keys(str(path), _known_recipes())}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"The recipe `{path}` cannot be read: {error}.") from error
     except yaml.YAMLError as error:
@@ -249,12 +251,6 @@ def _known_recipes() -> list[str]:
     return [str(path.relative_to(here) if path.is_relative_to(here) else path) for path in sorted(recipes)]
 
 
-def near(name: str, known: Iterable[str], prefix: str = "") -> str:
-    """The question whether one of the known names was meant, if some are near."""
-    matches = difflib.get_close_matches(name, list(known))
-    return " Did you mean " + " or ".join(f"`{prefix}{match}`" for match in matches) + "?" if matches else ""
-
-
 _NO_FLAGS = (NoneType, list, dict)
 """What a flag cannot express."""
 
@@ -268,7 +264,7 @@ def _check_values(recipe: dict[str, Any], path: str, parser: RecipeParser):
                 raise RecipeError(f"`env` in `{path}` must be a mapping of variables to values, got {value!r}.")
             continue
         if key not in KEYS:
-            raise RecipeError(f"Unknown key `{key}` in `{path}`.{near(str(key), KEYS)}")
+            raise RecipeError(f"Unknown key `{key}` in `{path}`.{near_keys(str(key), KEYS)}")
         hint, is_list = hints[key], isinstance(value, list)
         items = value if is_list else [value]
         flags = [f"--{key}={item}" for item in items if not isinstance(item, _NO_FLAGS)]
@@ -278,8 +274,10 @@ def _check_values(recipe: dict[str, Any], path: str, parser: RecipeParser):
                 raise RecipeError(f"it takes {inspect.formatannotation(hint)}.")
             parser.parse_args(flags)
         except RecipeError as error:
-            meant = near(str(value), [choice for choice in get_args(hint) if isinstance(choice, str)])
-            raise RecipeError(f"`{key}` in `{path}` cannot be {value!r}: {error}{meant}") from error
+            choices = [choice for choice in get_args(hint) if isinstance(choice, str)]
+            raise RecipeError(
+                f"`{key}` in `{path}` cannot be {value!r}: {error}{near_keys(str(value), choices)}"
+            ) from error
 
 
 def _takes(hint: Any, value: Any) -> bool:

@@ -1,7 +1,5 @@
 """Choosing again: what a selector would have taken from recorded generation batches, and its overlap with the run."""
 
-import difflib
-import importlib
 import math
 from collections import Counter
 from dataclasses import dataclass, fields
@@ -11,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import Groups
+from ..names import members_of, near
 from ..seeding import keyed_rng
 from ..select.selectors import Selector, choose_groups, make_selector, quota, ramped_ratio
 
@@ -184,17 +183,10 @@ def load_selector(name: str, gumbel_scale: float) -> Selector:
         except ValueError as error:
             hint = "For one of your own, give its import path, such as 'my_module:MySelector'."
             raise ReplayError(f"{error} {hint}") from error
-    try:
-        known = vars(importlib.import_module(module))
-    except ModuleNotFoundError as error:
-        raise ReplayError(
-            f"Selector {name!r} cannot be imported: {error}. Install its package, or put the folder that holds it on "
-            "PYTHONPATH."
-        ) from error
+    known = members_of(module, f"Selector {name!r}", ReplayError)
     if attribute not in known:
-        near = difflib.get_close_matches(attribute, known, n=1)
-        hint = f"Did you mean '{near[0]}'?" if near else "Name a class or an object in it."
-        raise ReplayError(f"Module {module!r} has no {attribute!r}. {hint}")
+        hint = near(attribute, known) or " Name a class or an object in it."
+        raise ReplayError(f"Module {module!r} has no {attribute!r}.{hint}")
     selector = known[attribute]() if isinstance(known[attribute], type) else known[attribute]
     if not hasattr(selector, "select"):
         raise ReplayError(f"{name!r} must have a method `select(groups, k, rng)`, got {type(selector).__name__}.")

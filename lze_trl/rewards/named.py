@@ -1,12 +1,10 @@
 """Reward functions by name."""
 
-import difflib
-import importlib
-from collections.abc import Iterable
 from typing import Any
 
 from trl.rewards import get_soft_overlong_punishment
 
+from ..names import members_of, near
 from .functions import (
     RewardFunction,
     accuracy_reward,
@@ -63,18 +61,12 @@ def get_reward(
     if not module_name:
         known = sorted([*REWARDS, SOFT_OVERLONG, MAJORITY])
         raise ValueError(
-            f"Unknown reward function {name!r}.{_near(name, known)} Known are {known}; for one of your own, give its import path, "
+            f"Unknown reward function {name!r}.{near(name, known)} Known are {known}; for one of your own, give its import path, "
             "such as 'my_package.my_module.my_reward'."
         )
-    try:
-        found = vars(importlib.import_module(module_name))
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            f"Reward function {name!r} cannot be imported: {error}. Install its package, or put the folder that holds "
-            "it on PYTHONPATH."
-        ) from error
+    found = members_of(module_name, f"Reward function {name!r}")
     if attribute not in found:
-        raise ValueError(f"Module {module_name!r} has no reward function {attribute!r}.{_near(attribute, found)}")
+        raise ValueError(f"Module {module_name!r} has no reward function {attribute!r}.{near(attribute, found)}")
     if not callable(found[attribute]):
         raise ValueError(
             f"{name!r} must be a function, got {type(found[attribute]).__name__}. Name a reward function."
@@ -98,8 +90,3 @@ def _soft_overlong(limit: int | None, cache: int | None) -> RewardFunction:
             "Leave it unset for a fifth of the limit."
         )
     return get_soft_overlong_punishment(limit, cache)
-
-
-def _near(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    return f" Did you mean '{near[0]}'?" if near else ""
