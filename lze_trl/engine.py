@@ -129,6 +129,11 @@ class Engine:
         return self._trainer.reward_weights
 
     @property
+    def end_tokens(self) -> list[int]:
+        """Tokens of which one ends a completion that is not truncated."""
+        return [*self._trainer.eos_token_ids, self._trainer._tokenizer.pad_token_id]
+
+    @property
     def corrects_sampling(self) -> bool:
         """Whether TRL weighs rows by how far the policy is from the one that sampled them."""
         return self._trainer.use_vllm and self._trainer.vllm_importance_sampling_correction
@@ -168,8 +173,7 @@ class Engine:
         extra = {name: values[-len(inputs) :] for name, values in trainer._pending_extra_logs.items()}
         trainer._pending_extra_logs.clear()
         local = TokenRows(prompt_ids, completion_ids, logprobs, loss_mask)
-        end_tokens = [*trainer.eos_token_ids, trainer._tokenizer.pad_token_id]
-        loss_tokens = local_loss_tokens(local, end_tokens, trainer.mask_truncated_completions)
+        loss_tokens = local_loss_tokens(local, self.end_tokens, trainer.mask_truncated_completions)
         if logprobs is None and watch is not None:
             logprobs = watch.token_logprobs(completion_ids)
         return RolledOut(local, texts, rewards, trainer.reward_weights, loss_tokens, extra, ballots, logprobs)
@@ -181,7 +185,7 @@ class Engine:
         trainer = self._trainer
         if not trainer.group_rewards:
             return {}
-        ends = [*trainer.eos_token_ids, trainer._tokenizer.pad_token_id]
+        ends = self.end_tokens
         truncated = [not ids or ids[-1] not in ends for ids in completion_ids]
         columns = {name: [row[name] for row in inputs] for name in inputs[0] if name not in _HIDDEN_FROM_GROUPS}
         columns |= {"completions": completions, "truncated": truncated, "log_extra": trainer._log_completion_extra}
