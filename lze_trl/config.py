@@ -20,6 +20,7 @@ from .rollout.controllers import (
     RolloutController,
     UniformController,
 )
+from .select.advantages import Estimator
 from .select.selectors import Selector, make_selector
 from .strategies import DEFAULT, STRATEGIES, settings_of
 
@@ -295,7 +296,7 @@ class LZEGRPOConfig(GRPOConfig):
     gumbel_scale: float = 0.05
     loss_normalizer: Literal["selected", "all", None] = None
     scale_rewards: str | None = None  # type: ignore[assignment]  # `None` until `__post_init__`: by the strategy
-    advantage_estimator: Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"] = "grpo"
+    advantage_estimator: Estimator = "grpo"
     pass_reward: str | None = None
     pass_threshold: float | None = None
     reward_range: list[float] | None = None
