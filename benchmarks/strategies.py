@@ -77,9 +77,9 @@ STRATEGIES: dict[str, Strategy] = {
         "recommended: LZE, 80 % + probing, loss over all rows",
         _selecting("energy", selection_ratio=0.8, controller="probing", loss_normalizer="all"),
     ),
-    # One completion of each prompt, the others where the group is likely to be alive
     # Knows the true pass rates: what foresight could save at best
     "oracle": Strategy("oracle, loss over all rows", _selecting("zero_variance", loss_normalizer="all", oracle=0.9)),
+    # One completion of each prompt, the others where the group is likely to be alive
     "gate": Strategy(
         "one-completion gate, loss over all rows",
         _selecting("zero_variance", controller="gate", loss_normalizer="all"),
