@@ -7,6 +7,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lze_trl.arrays import Prompts, Rollouts
 from lze_trl.memory.identity import prompt_id
+from lze_trl.rollout.allocation import likeliest
 from lze_trl.rollout.controllers import RolloutController
 
 from .evaluation import Evaluation
@@ -34,15 +35,11 @@ class Oracle(RolloutController):
         self._policy = model, tokenizer
 
     def draw(self, round: int, prompts: Prompts, drawn: Rollouts, rng: np.random.Generator) -> np.ndarray:
-        counts = np.zeros(len(prompts), dtype=np.int64)
         if round or self._policy is None:
-            return counts
+            return np.zeros(len(prompts), dtype=np.int64)
         model, tokenizer = self._policy
         rates = Evaluation([self._rows[i] for i in prompts.prompt_ids.tolist()], tokenizer, self.length).pass_rates(
             model
         )
         alive = 1.0 - rates**self.group_size - (1.0 - rates) ** self.group_size
-        order = np.argsort(-alive, kind="stable")
-        before = np.cumsum(alive[order]) - alive[order]
-        counts[order[before < self.share * alive.sum()]] = self.group_size
-        return counts
+        return np.where(likeliest(alive, self.share), self.group_size, 0)

@@ -1,4 +1,4 @@
-"""Sharing out a budget of rollouts: expected energies, shares within bounds, and whole numbers."""
+"""Sharing out rollouts: expected energies, shares within bounds, whole numbers, and the groups that are likeliest alive."""
 
 import numpy as np
 
@@ -48,3 +48,15 @@ def largest_remainders(shares: np.ndarray, total: int) -> np.ndarray:
     order = np.argsort(-np.round(shares - counts, 9), kind="stable")
     counts[order[: total - counts.sum()]] += 1
     return counts
+
+
+def likeliest(alive: np.ndarray, share: float) -> np.ndarray:
+    """
+    The groups with the highest probabilities to be `alive`, until theirs add up to `share` of the sum over all: bool, shape
+    `(P,)`. Ties go to the lower index.
+    """
+    order = np.argsort(-alive, kind="stable")
+    before = np.cumsum(alive[order]) - alive[order]  # expected live groups ahead of each
+    chosen = np.zeros(len(alive), dtype=bool)
+    chosen[order[before < share * alive.sum()]] = True
+    return chosen

@@ -22,7 +22,7 @@ import numpy as np
 import pandas as pd
 
 from ..arrays import Prompts, Rollouts
-from .allocation import expected_energy, largest_remainders, softmax_shares
+from .allocation import expected_energy, largest_remainders, likeliest, softmax_shares
 
 
 class RolloutController(ABC):
@@ -273,11 +273,7 @@ class Gate(SubsamplingController):
         """With which probability each group goes on, given the probability that it is alive in the end."""
         if alive is None:
             raise RuntimeError("The gate needs `Prompts.alive_given_first`, which the state gives from round 1 on.")
-        order = np.argsort(-alive, kind="stable")
-        before = np.cumsum(alive[order]) - alive[order]  # expected live groups ahead of each
-        chances = np.full(len(alive), self.explore)
-        chances[order[before < self.share * alive.sum()]] = 1.0
-        return chances
+        return np.where(likeliest(alive, self.share), 1.0, self.explore)
 
     def draw(self, round: int, prompts: Prompts, drawn: Rollouts, rng: np.random.Generator) -> np.ndarray:
         if round == 0:
