@@ -111,9 +111,8 @@ def policy_gradient(model: nn.Module, sample: Sample) -> torch.Tensor:
         `torch.Tensor` of shape `(N,)`: The gradient, flat.
     """
     width = sample.completion_mask.size(1)
-    logits = model(input_ids=sample.input_ids, attention_mask=sample.attention_mask, logits_to_keep=width + 1).logits[
-        :, :-1
-    ]  # (B, C, V)
+    output = model(input_ids=sample.input_ids, attention_mask=sample.attention_mask, logits_to_keep=width + 1)
+    logits = output.logits[:, :-1]  # (B, C, V)
     tokens = sample.input_ids[:, -width:].unsqueeze(-1)
     logps = logits.float().log_softmax(dim=-1).gather(-1, tokens).squeeze(-1)  # (B, C)
     weighted = sample.advantages().unsqueeze(1) * logps * sample.completion_mask

@@ -167,9 +167,8 @@ class KeyedSampling(LogitsProcessor):
 @contextmanager
 def _only(settings: GenerationConfig, model: PreTrainedModel) -> Iterator[None]:
     """Generate with these settings alone: the model's own, such as a repetition penalty, would fill in what they leave out."""
-    own = [
-        (owner, owner.generation_config) for owner in {model, base_model(model)}
-    ]  # an adapter hands its settings on
+    # An adapter hands its settings on
+    own = [(owner, owner.generation_config) for owner in {model, base_model(model)}]
     model.generation_config = settings
     try:
         yield

@@ -25,9 +25,8 @@ class Foresight:
     live: int  # those of them with a learning signal
     with_logprobs: bool  # whether log-probabilities were recorded, and not ignored
     auc: float  # probability that a dead group was foreseen dead with a higher probability than a live one
-    rollouts_to_keep: dict[
-        str, float
-    ]  # share of the rollouts that keeps these shares of the live groups, likeliest first
+    rollouts_to_keep: dict[str, float]
+    """Share of the rollouts that keeps each share of the live groups, those least likely dead coming first."""
     brier: float  # mean of (prediction − outcome)²
     posterior_brier: float  # the same of the posterior of the pass rate alone
     base_brier: float  # the same of always predicting the share of dead groups

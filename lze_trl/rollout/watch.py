@@ -17,9 +17,8 @@ class SamplingWatch(LogitsProcessor):
 
     def __init__(self):
         self._scores: torch.Tensor | None = None  # (n, V), of the last call
-        self._sampled: list[
-            tuple[torch.Tensor, torch.Tensor]
-        ] = []  # tokens of each call but the last, and theirs, (n,)
+        # Tokens of each call but the last, and their log-probabilities, (n,) each
+        self._sampled: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if self._scores is not None:
