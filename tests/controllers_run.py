@@ -2,25 +2,21 @@
 
     torchrun --nproc-per-node 2 tests/controllers_run.py CASES.json
 
-`CASES.json` maps a name to the settings of a run; next to it, each run leaves `NAME.W.RANK.json` and `NAME.W.pt`, for
-W processes. Without `urls` of vLLM servers, completions are a function of prompt, generation batch and place in the
-group, over all rounds: what is left to differ between numbers of processes is what the trainer decides.
+The cases are those of `case_runs.py`. Without `urls` of vLLM servers, completions are a function of prompt, generation batch
+and place in the group, over all rounds: what is left to differ between numbers of processes is what the trainer decides.
 """
 
-import gc
 import hashlib
-import json
 import os
 import sys
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
-import torch
-from accelerate import PartialState
 from accelerate.utils import gather_object
 
 import tiny
+from case_runs import leave, run_all
 from lze_trl import LZEGRPOTrainer
 from lze_trl.memory.identity import ID_COLUMN
 
@@ -174,21 +170,8 @@ def run(directory: Path, name: str, settings: dict):
         train_dataset=tiny.prompts(PROMPTS),
     )
     trainer.train(resume_from_checkpoint=resume and str(directory / f"{resume[0]}-{world}" / resume[1]))
-    state = trainer.accelerator.get_state_dict(trainer.model_wrapped)  # on the main process
-    rank = trainer.accelerator.process_index
-    (directory / f"{name}.{world}.{rank}.json").write_text(json.dumps(trainer.record()))
-    if rank == 0:
-        torch.save({key: tensor.float().cpu() for key, tensor in state.items()}, directory / f"{name}.{world}.pt")
-    trainer.accelerator.wait_for_everyone()
-
-
-def main(cases: Path):
-    gc.freeze()  # every training begins with a collection of all garbage
-    for name, settings in json.loads(cases.read_text()).items():
-        run(cases.parent, name, settings)
-    if PartialState().num_processes > 1:
-        PartialState().destroy_process_group()
+    leave(directory, name, trainer, trainer.record())
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    run_all(run, Path(sys.argv[1]))

@@ -2,22 +2,19 @@
 
     torchrun --nproc-per-node 2 tests/process_run.py CASES.json
 
-`CASES.json` maps a name to the settings of a run; next to it, each run leaves `NAME.W.RANK.json` and `NAME.W.pt`, for
-W processes. Completions are a function of prompt, place in the group and step, not of a process's random numbers: what
-is left to differ is what the trainer decides.
+The cases are those of `case_runs.py`. Completions are a function of prompt, place in the group and step, not of a process's
+random numbers: what is left to differ is what the trainer decides.
 """
 
-import gc
-import json
 import os
 import sys
 from pathlib import Path
 
-import torch
 from accelerate import PartialState
 from accelerate.utils import DistributedType
 
 import tiny
+from case_runs import leave, run_all
 from lze_trl import LZEGRPOTrainer
 
 
@@ -58,7 +55,6 @@ def run(directory: Path, name: str, settings: dict):
         selector=RecordingSelector(args.make_selector()),
     )
     trainer.train(resume_from_checkpoint=resume and str(directory / f"{resume[0]}-{world}" / resume[1]))
-    state = trainer.accelerator.get_state_dict(trainer.model_wrapped)  # on the main process
     (directory / f"{name}.way").write_text(type(trainer.model_wrapped).__name__)
     result = {
         "choices": trainer.selector.choices,
@@ -68,11 +64,7 @@ def run(directory: Path, name: str, settings: dict):
         "foresight": trainer.prompt_state.foresight.weights.tolist(),
         "alive": trainer.prompt_state.prompts(trainer.prompt_state["prompt_ids"]).alive.tolist(),
     }
-    rank = trainer.accelerator.process_index
-    (directory / f"{name}.{world}.{rank}.json").write_text(json.dumps(result))
-    if rank == 0:
-        torch.save({key: tensor.float().cpu() for key, tensor in state.items()}, directory / f"{name}.{world}.pt")
-    trainer.accelerator.wait_for_everyone()
+    leave(directory, name, trainer, result)
 
 
 def on_cpu_like_gpu():
@@ -83,13 +75,5 @@ def on_cpu_like_gpu():
     PartialState().distributed_type = DistributedType.MULTI_GPU
 
 
-def main(cases: Path):
-    gc.freeze()  # every training begins with a collection of all garbage
-    for name, settings in json.loads(cases.read_text()).items():
-        run(cases.parent, name, settings)
-    if PartialState().num_processes > 1:
-        PartialState().destroy_process_group()
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    run_all(run, Path(sys.argv[1]))

@@ -8,10 +8,10 @@ import pandas as pd
 import pytest
 import torch
 
-import controllers_run
 import tiny
+from case_runs import run_all
 from controllers_run import CONTROLLERS, passes
-from controllers_run import run as run_here
+from controllers_run import run as run_case
 from launches import on_processes
 from lze_trl.checkpoint import load
 from lze_trl.config import SELECTORS
@@ -29,7 +29,7 @@ def launch(directory: Path, processes: int, cases: dict[str, dict]):
         tiny.save(directory / "model")
     path = directory / "cases.json"
     path.write_text(json.dumps(cases))
-    on_processes(processes, directory / "log.txt", controllers_run.main, path)
+    on_processes(processes, directory / "log.txt", run_all, run_case, path)
 
 
 def records(directory: Path, name: str, processes: int) -> list[dict]:
@@ -86,7 +86,7 @@ def runs(tmp_path_factory):
     directory = tmp_path_factory.mktemp("controllers")
     tiny.save(directory / "model")
     for name, settings in cases().items():
-        run_here(directory, name, settings)
+        run_case(directory, name, settings)
     further = {f"uneven-{name}": SETTINGS | settings | {"controller": name} for name, settings in UNEVEN.items()}
     further |= {"table": TABLE, "whole": SAVED, "resumed": SAVED | {"resume": ["whole", "checkpoint-2"]}}
     further["dead"] = SETTINGS | {"controller": "dynamic", "dead": True, "beta": 0.05}

@@ -20,6 +20,7 @@ from trl import GRPOTrainer
 
 import tiny
 import votes_run
+from case_runs import run_all
 from launches import on_processes
 from lze_trl import LZEGRPOTrainer
 from lze_trl.data import DataError, load_mixture, load_prompts
@@ -364,9 +365,9 @@ def runs(tmp_path_factory):
     directory = tmp_path_factory.mktemp("votes")
     votes_run.save(directory / "model")
     (directory / "cases.json").write_text(json.dumps(CASES))
-    votes_run.main(directory / "cases.json")
+    run_all(votes_run.run, directory / "cases.json")
     for processes in (2, 3):
-        on_processes(processes, directory / f"log{processes}.txt", votes_run.main, directory / "cases.json")
+        on_processes(processes, directory / f"log{processes}.txt", run_all, votes_run.run, directory / "cases.json")
     return directory
 
 

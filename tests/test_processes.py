@@ -8,6 +8,7 @@ import torch
 
 import process_run
 import tiny
+from case_runs import run_all
 from launches import on_processes
 
 
@@ -73,7 +74,7 @@ def runs(tmp_path_factory):
     tiny.save(directory / "model")
     for processes, found in {1: cases() | streams() | thirds(), 2: cases() | streams(), 3: thirds()}.items():
         (directory / "cases.json").write_text(json.dumps(found))
-        on_processes(processes, directory / "log.txt", process_run.main, directory / "cases.json")
+        on_processes(processes, directory / "log.txt", run_all, process_run.run, directory / "cases.json")
     return directory
 
 

@@ -3,13 +3,11 @@ Training runs whose completions box a digit, for the tests of the majority rewar
 
     torchrun --nproc-per-node 2 tests/votes_run.py CASES.json
 
-`CASES.json` maps a name to the settings of a run; next to it, each run leaves `NAME.W.RANK.json` and `NAME.W.pt`, for W processes.
-Completions are a function of prompt, generation batch and place in the group, over all rounds and processes.
+The cases are those of `case_runs.py`. Completions are a function of prompt, generation batch and place in the group, over all
+rounds and processes.
 """
 
-import gc
 import hashlib
-import json
 import os
 import shutil
 import sys
@@ -17,9 +15,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from accelerate import PartialState
 
 import tiny
+from case_runs import leave, run_all
 from controllers_run import FixedTrainer
 from lze_trl.rewards import MajorityReward
 from lze_trl.rollout.controllers import RolloutController
@@ -146,21 +144,8 @@ def train(directory: Path, name: str, settings: dict) -> VotingTrainer:
 
 def run(directory: Path, name: str, settings: dict):
     trainer = train(directory, name, settings)
-    state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
-    rank, world = trainer.accelerator.process_index, trainer.accelerator.num_processes
-    (directory / f"{name}.{world}.{rank}.json").write_text(json.dumps(trainer.record()))
-    if rank == 0:
-        torch.save({key: tensor.float().cpu() for key, tensor in state.items()}, directory / f"{name}.{world}.pt")
-    trainer.accelerator.wait_for_everyone()
-
-
-def main(cases: Path):
-    gc.freeze()  # every training begins with a collection of all garbage
-    for name, settings in json.loads(cases.read_text()).items():
-        run(cases.parent, name, settings)
-    if PartialState().num_processes > 1:
-        PartialState().destroy_process_group()
+    leave(directory, name, trainer, trainer.record())
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    run_all(run, Path(sys.argv[1]))
