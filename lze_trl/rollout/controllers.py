@@ -267,20 +267,18 @@ class Gate(SubsamplingController):
     explore: float = 0.05
 
     def chances(self, round: int, prompts: Prompts, drawn: Rollouts) -> np.ndarray | None:
-        return self._chances(prompts.alive_given_first) if round == 1 else None
+        return self._chances(prompts) if round == 1 else None
 
-    def _chances(self, alive: np.ndarray | None) -> np.ndarray:
-        """With which probability each group goes on, given the probability that it is alive in the end."""
-        if alive is None:
-            raise RuntimeError("The gate needs `Prompts.alive_given_first`, which the state gives from round 1 on.")
-        return np.where(likeliest(alive, self.share), 1.0, self.explore)
+    def _chances(self, prompts: Prompts) -> np.ndarray:
+        """With which probability each group goes on."""
+        return np.where(likeliest(prompts.alive_given_first, self.share), 1.0, self.explore)
 
     def draw(self, round: int, prompts: Prompts, drawn: Rollouts, rng: np.random.Generator) -> np.ndarray:
         if round == 0:
             return np.ones(len(prompts), dtype=np.int64)
         if round > 1:
             return np.zeros(len(prompts), dtype=np.int64)
-        goes_on = rng.random(len(prompts)) < self._chances(prompts.alive_given_first)
+        goes_on = rng.random(len(prompts)) < self._chances(prompts)
         return np.where(goes_on, self.group_size - 1, 0)
 
 
