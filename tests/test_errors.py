@@ -542,25 +542,17 @@ def stopping_job(directory: Path, processes: int):
     (directory / "stopping.py").write_text(STOPPING.format(signal=SIGNALS[processes]))
     tiny.save(directory / "model")
     tiny.prompts(12).to_json(directory / "train.jsonl")
-    recipe = {
-        "output_dir": "run",
-        "model_name_or_path": "model",
-        "datasets": ["train.jsonl"],
-        "conversational": False,
-        "reward_funcs": ["stopping.impatient"],
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "report_to": "none",
-        "num_generations": 4,
-        "per_device_train_batch_size": 12 // processes,
-        "max_completion_length": 5,
-        "max_steps": 4,
-        "save_steps": 1,
-        "telemetry": True,
-        "dataloader_num_workers": 0,
-    }
-    (directory / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    tiny.recipe(
+        directory,
+        output_dir="run",
+        model_name_or_path="model",
+        datasets=["train.jsonl"],
+        reward_funcs=["stopping.impatient"],
+        per_device_train_batch_size=12 // processes,
+        save_steps=1,
+        telemetry=True,
+        dataloader_num_workers=0,
+    )
 
 
 def assert_stopped(directory: Path, said: str):

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
 
 import tiny
@@ -36,34 +35,16 @@ def job(tmp_path):
     tiny.save(tmp_path / "model")
     for name, rows in (("train", tiny.prompts(12)), ("sums", tiny.prompts(19).select(range(12, 19)))):
         rows.to_json(tmp_path / f"{name}.jsonl")
-    recipe = {
+    own = {
         "model_name_or_path": str(tmp_path / "model"),
         "datasets": [str(tmp_path / "train.jsonl")],
-        "conversational": False,
-        "reward_funcs": ["tiny.even_length_reward"],
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "report_to": "none",
-        "num_generations": 4,
-        "per_device_train_batch_size": 12,
         "per_device_eval_batch_size": 4,
-        "max_completion_length": 5,
-        "max_steps": 4,
         "learning_rate": 1e-2,
-        "save_steps": 2,
         "eval_tasks": [str(tmp_path / "sums.jsonl")],
         "eval_tasks_steps": 2,
         "eval_tasks_samples": 3,
-        "seed": 7,
     }
-
-    def write(name="run", **keys):
-        path = tmp_path / "recipe.yaml"
-        path.write_text(yaml.safe_dump({**recipe, "output_dir": str(tmp_path / name), **keys}))
-        return str(path)
-
-    return write
+    return lambda name="run", **keys: tiny.recipe(tmp_path, **own | {"output_dir": str(tmp_path / name)} | keys)
 
 
 def train(path):

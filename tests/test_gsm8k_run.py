@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
 
 import tiny
@@ -30,30 +29,25 @@ def train_on_gsm8k(tmp_path):
         model.config.max_position_embeddings = 2048
         model.save_pretrained(tmp_path / "model")
         tiny.tokenizer().save_pretrained(tmp_path / "model")
-        recipe = {
-            "output_dir": str(tmp_path / "run"),
-            "model_name_or_path": str(tmp_path / "model"),
-            "datasets": [str(GSM8K / "train.jsonl")],
-            "eval_datasets": [str(GSM8K / "test.jsonl")],
-            "max_eval_samples": 4,
-            "prompt_suffix": "\n",
-            "reward_funcs": reward_funcs,
-            "use_cpu": True,
-            "bf16": False,
-            "gradient_checkpointing": False,
-            "report_to": "none",
-            "num_generations": 4,
-            "per_device_train_batch_size": 8,
-            "per_device_eval_batch_size": 8,
-            "max_completion_length": 16,
-            "max_steps": 3,
-            "learning_rate": 1e-2,
-            "logging_steps": 1,
-            "selector": "zero_variance",
-            "seed": 7,
-        }
-        (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-        result = run(*parse_recipe(["--config", str(tmp_path / "recipe.yaml")]))
+        recipe = tiny.recipe(
+            tmp_path,
+            output_dir=str(tmp_path / "run"),
+            model_name_or_path=str(tmp_path / "model"),
+            datasets=[str(GSM8K / "train.jsonl")],
+            eval_datasets=[str(GSM8K / "test.jsonl")],
+            max_eval_samples=4,
+            conversational=True,
+            prompt_suffix="\n",
+            reward_funcs=reward_funcs,
+            per_device_train_batch_size=8,
+            per_device_eval_batch_size=8,
+            max_completion_length=16,
+            max_steps=3,
+            learning_rate=1e-2,
+            logging_steps=1,
+            selector="zero_variance",
+        )
+        result = run(*parse_recipe(["--config", recipe]))
         return result, *(load_file(tmp_path / name / "model.safetensors") for name in ("model", "run"))
 
     return train

@@ -34,34 +34,17 @@ def job(tmp_path):
     tiny.save(tmp_path / "model")
     for name, rows in (("train", tiny.prompts(12)), ("held_out", tiny.prompts(16).select(range(12, 16)))):
         rows.to_json(tmp_path / f"{name}.jsonl")
-    recipe = {
+    own = {
         "output_dir": str(tmp_path / "run"),
         "model_name_or_path": str(tmp_path / "model"),
         "datasets": [str(tmp_path / "train.jsonl")],
         "eval_datasets": [str(tmp_path / "held_out.jsonl")],
-        "conversational": False,
         "reward_funcs": ["tiny.even_length_reward", "accuracy"],
         "reward_weights": [1.0, 0.5],
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "report_to": "none",
-        "num_generations": 4,
-        "per_device_train_batch_size": 12,
         "per_device_eval_batch_size": 8,
-        "max_completion_length": 5,
-        "max_steps": 4,
         "learning_rate": 1e-3,
-        "save_steps": 2,
-        "seed": 7,
     }
-
-    def write(**keys):
-        path = tmp_path / "recipe.yaml"
-        path.write_text(yaml.safe_dump({**recipe, **keys}))
-        return str(path)
-
-    return write
+    return lambda **keys: tiny.recipe(tmp_path, **own | keys)
 
 
 def test_recipe_to_summary(job, capsys):

@@ -7,8 +7,10 @@ import shutil
 import socket
 import string
 import tempfile
+from pathlib import Path
 
 import torch
+import yaml
 from datasets import Dataset
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
@@ -135,6 +137,27 @@ def config(output_dir, **kwargs) -> LZEGRPOConfig:
         "seed": 7,
     }
     return LZEGRPOConfig(output_dir=str(output_dir), **(defaults | kwargs))
+
+
+def recipe(directory: Path, **keys) -> str:
+    """Write a recipe for 4 steps of P = 3 prompts, G = 4 on a CPU, and return its path; further keys win."""
+    common = {
+        "conversational": False,
+        "reward_funcs": ["tiny.even_length_reward"],
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "report_to": "none",
+        "num_generations": 4,
+        "per_device_train_batch_size": 12,
+        "max_completion_length": 5,
+        "max_steps": 4,
+        "save_steps": 2,
+        "seed": 7,
+    }
+    path = directory / "recipe.yaml"
+    path.write_text(yaml.safe_dump(common | keys))
+    return str(path)
 
 
 def free_port() -> int:
