@@ -27,7 +27,7 @@ def test_the_script_of_the_readme_trains_and_ends_with_a_report(tmp_path, monkey
 def test_the_own_selector_of_the_readme(tmp_path):
     (example,) = [block for block in BLOCKS if "class Frontier" in block]
     names = {}
-    exec(example.partition("\n\n\nLZEGRPOTrainer")[0], names)
+    exec(example, names)
     trainer = LZEGRPOTrainer(
         model=tiny.model(),
         reward_funcs=tiny.even_length_reward,

@@ -1,0 +1,342 @@
+"""Every code block of the documentation is executed: Python runs, YAML is read as a recipe, commands by what they start."""
+
+import argparse
+import contextlib
+import importlib.util
+import os
+import re
+import shlex
+import subprocess
+import sys
+from configparser import ConfigParser
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from accelerate.commands.launch import launch_command_parser
+from huggingface_hub.cli.hf import app as hub_commands
+
+import tiny
+from benchmarks.strategies import STRATEGIES as BENCHMARKED
+from lze_trl import LZEGRPOTrainer
+from lze_trl.config import SELECTORS
+from lze_trl.evaluation.tasks import TASKS
+from lze_trl.job import cli
+from lze_trl.job.recipe import KEYS, parse_recipe
+
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = (".", "app", "benchmarks", "docs", "recipes/**")
+PAGES = {path.relative_to(ROOT).as_posix(): path for folder in FOLDERS for path in ROOT.glob(f"{folder}/*.md")}
+FENCE = re.compile(r"^(?:<!-- not run: (\w+) -->\n)?```(\w*)\n(.*?)^```$", re.M | re.S)
+ON_CPU = ["--bf16", "false", "--use_cpu", "true"]
+
+# Blocks that a comment marks as not run, which no reader sees, and why
+NOT_RUN = {"hub": "uploads to the Hub; tests/test_hub.py runs it against a stand-in"}
+# Pages whose Python has a test of its own, that knows what must come of it
+OWN_TESTS = {
+    "README.md": "test_readme.py",
+    "docs/choosing.md": "test_docs_choosing.py",
+    "docs/migrate.md": "test_docs_pages.py",
+}
+
+
+@dataclass(frozen=True)
+class Block:
+    """A code block."""
+
+    page: str
+    number: int
+    mark: str | None
+    language: str
+    text: str
+
+
+def blocks_of(page: str) -> list[Block]:
+    found = FENCE.findall(PAGES[page].read_text(encoding="utf-8"))
+    return [Block(page, i, mark or None, language, text) for i, (mark, language, text) in enumerate(found)]
+
+
+BLOCKS = [block for page in PAGES for block in blocks_of(page)]
+
+
+def written_in(language: str) -> list:
+    """The blocks of a language, as parameters of a test."""
+    return [pytest.param(block, id=f"{block.page}-{block.number}") for block in BLOCKS if block.language == language]
+
+
+def test_every_block_says_what_it_is():
+    assert len(BLOCKS) > 50
+    assert {block.language for block in BLOCKS} == {"bash", "mermaid", "python", "text", "yaml"}
+    for page, path in PAGES.items():
+        text = path.read_text(encoding="utf-8")
+        assert text.count("```") == 2 * len(blocks_of(page)), page
+        outside = FENCE.sub("", text)
+        assert not re.search(r"^ {4}(python|lze-trl|make|sbatch|accelerate|pip) ", outside, re.M), page
+    assert {block.mark for block in BLOCKS} - {None} == set(NOT_RUN)
+    assert all(block.language == "python" for block in BLOCKS if block.mark)
+
+
+# ---- Python: the blocks of a page one after the other, in a folder with a recorded run ----
+
+
+@pytest.fixture(scope="module")
+def names(tmp_path_factory) -> dict:
+    """What pages take for granted: a model, data, a reward, settings; and the run `runs/demo/lze` in this folder."""
+    folder = tmp_path_factory.mktemp("docs")
+    levels = ["easy", "hard"]
+    dataset = tiny.prompts(17).map(lambda row, i: {"level": levels[i % 2]}, with_indices=True)
+    args = tiny.config(folder / "runs/demo/lze", telemetry=True, telemetry_completions="all")
+    given = {"model": tiny.save(folder / "model"), "reward": tiny.even_length_reward, "dataset": dataset}
+    trainer = LZEGRPOTrainer(model=given["model"], reward_funcs=given["reward"], args=args, train_dataset=dataset)
+    trainer.train()
+    settings = {"output_dir": "runs/page", "use_cpu": True, "bf16": False, "report_to": "none", "num_generations": 4}
+    return given | {"args": args, "settings": settings | {"per_device_train_batch_size": 12}, "folder": folder}
+
+
+CAME_OF_IT = {
+    "docs/replay.md": lambda names: 0 < names["result"].choices[1].shared <= 1,
+    "docs/rewards.md": lambda names: names["trainer"].args.reward_weights == [1.0, 0.0],
+    "docs/telemetry.md": lambda names: names["totals"]["groups_rolled_out"] == 9,
+}
+PYTHON = sorted({block.page for block in BLOCKS if block.language == "python"} - set(OWN_TESTS))
+
+
+@pytest.mark.parametrize("page", PYTHON)
+def test_python_runs(page, names, monkeypatch, capsys):
+    monkeypatch.chdir(names["folder"])
+    page_names = dict(names)
+    for block in blocks_of(page):
+        if block.language == "python" and block.mark is None:
+            exec(block.text, page_names)
+    assert CAME_OF_IT[page](page_names)
+
+
+@pytest.mark.parametrize("page", OWN_TESTS)
+def test_pages_with_tests_of_their_own(page):
+    assert Path(page).name in (ROOT / "tests" / OWN_TESTS[page]).read_text(encoding="utf-8")
+    assert any(block.language == "python" for block in blocks_of(page))
+
+
+# ---- YAML: keys of a recipe ----
+
+
+@pytest.mark.parametrize("block", written_in("yaml"))
+def test_yaml_is_a_recipe(block, tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(block.text)
+    parse_recipe([str(recipe), *ON_CPU])
+
+
+# ---- Commands ----
+
+
+class Parsed(Exception):  # noqa: N818 - no error
+    """Raised where a program has read its command line."""
+
+
+@contextlib.contextmanager
+def stopping_after_parsing():
+    """Programs end with `Parsed` when they have read their command line, and with an error if they do not know it."""
+    parse, depth = argparse.ArgumentParser.parse_known_args, 0
+
+    def parse_known_args(self, args=None, namespace=None):
+        nonlocal depth
+        depth += 1
+        try:
+            known, unknown = parse(self, args, namespace)
+        finally:
+            depth -= 1
+        if depth:  # the parser of a subcommand
+            return known, unknown
+        assert unknown == []
+        raise Parsed(known)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(argparse.ArgumentParser, "parse_known_args", parse_known_args)
+        with pytest.raises(Parsed) as parsed:
+            yield (found := {})
+        found |= vars(parsed.value.args[0])
+
+
+def check_python(words: list[str]):
+    assert words[1] == "-m"
+    check_module(words[2], words[3:])
+
+
+def check_module(module: str, arguments: list[str]):
+    """A module of `benchmarks` or `recipes` knows these arguments."""
+    assert module.partition(".")[0] in ("benchmarks", "recipes")
+    is_package = (ROOT / module.replace(".", "/")).is_dir()
+    with pytest.MonkeyPatch.context() as patch, stopping_after_parsing() as found:
+        patch.setattr(sys, "argv", [module, *arguments])
+        importlib.import_module(f"{module}.__main__" if is_package else module).main()
+    assert set(found.get("strategies") or []) <= set(BENCHMARKED)
+
+
+def check_recipe(arguments: list[str]):
+    parse_recipe([*arguments, *ON_CPU])
+
+
+PLACEHOLDERS = {"RECIPE": "recipes/demo/lze.yaml", "KEY": "strategy"}
+
+
+def check_lze_trl(words: list[str]):
+    words = [PLACEHOLDERS.get(word, word) for word in words[1:]]
+    if words[-1] == "--help":
+        with pytest.raises(SystemExit) as ended:
+            cli.build_parser().parse_args(words)
+        assert not ended.value.code
+        return
+    namespace, flags = cli.build_parser().parse_known_args(words)
+    if namespace.command is cli._train:
+        cli.launch_command(namespace, flags)
+        check_recipe(["--config", namespace.recipe, *flags])
+    elif namespace.command is cli._demo:
+        check_recipe(["--config", "recipes/demo/lze.yaml", *flags])
+    else:
+        assert flags == []
+    given = vars(namespace)
+    assert given.get("key", "strategy") in KEYS
+    assert all(task in TASKS or Path(task).suffix == ".jsonl" for task in given.get("tasks") or [])
+    assert set(given.get("selector") or []) <= set(SELECTORS)
+
+
+def check_make(words: list[str]):
+    makefile = (ROOT / "Makefile").read_text()
+    targets = [word for word in words[1:] if "=" not in word]
+    assert targets
+    assert all(re.search(rf"^{target}:", makefile, re.M) for target in targets)
+
+
+def check_pip(words: list[str]):
+    assert words[1] == "install"
+    setup = ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    for extra in re.findall(r"^\.\[(.+)\]", "\n".join(words), re.M):
+        assert set(extra.split(",")) <= set(setup["options.extras_require"])
+
+
+def check_accelerate(words: list[str]):
+    assert words[1] == "launch"
+    launch = launch_command_parser().parse_args(words[2:])
+    assert Path(launch.config_file).is_file()
+    if launch.module:
+        check_module(launch.training_script, launch.training_script_args)
+    else:
+        assert launch.training_script == "lze_trl/job/train.py" and Path(launch.training_script).is_file()
+        check_recipe(launch.training_script_args)
+
+
+def check_hf(words: list[str]):
+    """The Hub's own command line knows the command and its options."""
+    command, rest = hub_commands, words[1:]
+    while hasattr(command, "resolve_command"):
+        name, command, rest = command.resolve_command(command.make_context("hf", [], resilient_parsing=True), rest)
+        assert command is not None, name
+    command.make_context(name, rest)
+
+
+def check_vllm(words: list[str]):
+    """A server by hand has every option that the script sets."""
+    script = (ROOT / "scripts/vllm_gpus.sh").read_text()
+    (options,) = re.findall(r'"\$vllm" serve (.+?) "\$\{@:3\}"', script.replace("\\\n", ""))
+    assert words[1] == "serve"
+    assert set(re.findall(r"--[\w-]+", options)) <= set(words)
+
+
+def check_vllm_gpus(words: list[str], tmp_path: Path):
+    """The script takes the arguments, and starts a server of this name on each GPU; here, one that ends at once."""
+    done = run_script(words, tmp_path, VLLM="true")
+    assert done.stderr.endswith("no server is left.\n"), done.stderr
+    assert len(done.stdout.splitlines()) == len(words[1].split(","))
+
+
+def check_vllm_serve(words: list[str], tmp_path: Path):
+    """The script takes the arguments; here, Python only shows what it is asked to do."""
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir(exist_ok=True)
+    python.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    python.chmod(0o755)
+    done = run_script(words, tmp_path, VLLM_VENV=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-len(words[1:]) :] == words[1:]
+
+
+def run_script(words: list[str], folder: Path, **environment: str) -> subprocess.CompletedProcess:
+    script = ROOT / words[0]
+    command, environment = [script, *words[1:]], os.environ | environment
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=30)
+
+
+def check_sbatch(words: list[str]):
+    """tests/test_slurm.py runs it."""
+    given = dict(pair.split("=", 1) for pair in words[1:-1][-1].removeprefix("--export=").split(",") if "=" in pair)
+    assert (ROOT / words[-1]).is_file() and (ROOT / given["RECIPE"]).is_file()
+
+
+def check_cd(words: list[str]):
+    assert words[1].startswith("runs/")  # what a command has made
+
+
+CHECKS = {
+    "accelerate": check_accelerate,
+    "cd": check_cd,
+    "export": lambda words: None,  # variables
+    "hf": check_hf,
+    "lze-trl": check_lze_trl,
+    "make": check_make,
+    "pip": check_pip,
+    "python": check_python,
+    "sbatch": check_sbatch,
+    "vllm": check_vllm,
+}
+SCRIPTS = {"scripts/vllm_gpus.sh": check_vllm_gpus, "scripts/vllm_serve.sh": check_vllm_serve}
+
+
+def check(command: str, tmp_path: Path):
+    """A command line is one that what it starts understands."""
+    words = shlex.split(command, comments=True)
+    while words and (re.match(r"\w+=", words[0]) or words[0] in ("/usr/bin/time", "-v")):
+        words = words[1:]
+    if not words:
+        return
+    if words[0] in SCRIPTS:
+        SCRIPTS[words[0]](words, tmp_path)
+    else:
+        CHECKS[words[0]](words)
+
+
+@pytest.mark.parametrize("block", written_in("bash"))
+def test_commands_are_understood(block, monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(ROOT)
+    for command in block.text.replace("\\\n", " ").splitlines():
+        check(command, tmp_path)
+
+
+COMMAND = re.compile(r"`((?:python -m (?:benchmarks|recipes)\b|lze-trl(?= )|make(?= ))[^`…]*)`")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_in_sentences_and_tables_are_understood(page, monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(ROOT)
+    text = re.sub(r"\s*\n\s*", " ", FENCE.sub("", PAGES[page].read_text(encoding="utf-8")))
+    for command in COMMAND.findall(text):
+        match command.split():
+            case ["lze-trl", _]:  # named, not called
+                check(f"{command} --help", tmp_path)
+            case ["python", "-m", module]:
+                assert importlib.util.find_spec(module)
+            case _:
+                check(command, tmp_path)
+
+
+# ---- Text: the trees name what there is ----
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/architecture.md"])
+def test_trees_name_what_there_is(page):
+    (tree,) = [block.text for block in blocks_of(page) if "trainer.py" in block.text]
+    named = [name for line in tree.splitlines() for name in re.findall(r"[\w./]+(?:\.py|/)(?= |$)", line[:45])]
+    assert len(named) > 15
+    assert [name for name in named if not ((ROOT / name).exists() or (ROOT / "lze_trl" / name).exists())] == []
