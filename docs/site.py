@@ -1,0 +1,29 @@
+"""Hooks of `make docs`: every page keeps its place in the repository, so that links work here as they do there."""
+
+import re
+from pathlib import Path
+
+from mkdocs.structure.files import File, Files
+from pymdownx.slugs import slugify
+from pymdownx.superfences import fence_code_format
+
+
+FOLDERS = (".", "app", "benchmarks/**", "docs", "recipes/**")
+LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)")
+
+
+def on_config(config):
+    """Anchors as on GitHub, and diagrams."""
+    config.mdx_configs["toc"]["slugify"] = slugify(case="lower")
+    mermaid = {"name": "mermaid", "class": "mermaid", "format": fence_code_format}
+    config.mdx_configs["pymdownx.superfences"] = {"custom_fences": [mermaid]}
+
+
+def on_files(files, config):
+    """All pages, and the files that they link to, in place of those of one folder."""
+    root = Path(config.config_file_path).parent
+    pages = {page for folder in FOLDERS for page in root.glob(f"{folder}/*.md")}
+    linked = {(page.parent / link).resolve() for page in pages for link in LINK.findall(page.read_text("utf-8"))}
+    found = {path.relative_to(root) for path in pages | linked if path.is_file()}
+    theme = [file for file in files if file.src_dir != config.docs_dir]
+    return Files([*theme, *(File.generated(config, str(path), abs_src_path=root / path) for path in sorted(found))])
