@@ -1,7 +1,6 @@
 """The demo: its task, its cache, and what it must reach."""
 
 import json
-import shutil
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -89,10 +88,7 @@ def test_killed_warm_start_leaves_no_cache(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_demo_reaches_its_promise(tmp_path, monkeypatch):
-    # A checkout of its own, so that no earlier warm start is found
-    shutil.copytree(demo.CHECKOUT / "recipes" / "demo", tmp_path / "recipes" / "demo")
-    monkeypatch.setattr(demo, "CHECKOUT", tmp_path)
-    monkeypatch.setattr(demo, "RECIPE", tmp_path / "recipes" / "demo" / "lze.yaml")
+    monkeypatch.setattr(demo, "HOME", tmp_path)  # so that no earlier warm start is found
     monkeypatch.setattr(demo, "WARM_START_DIR", tmp_path / "runs" / "demo" / "warm-start")
     monkeypatch.chdir(tmp_path)
     run_demo()

@@ -1,10 +1,15 @@
-"""What users install: the package and nothing else, and a package that needs nothing else."""
+"""What users install: the package and nothing else, which needs nothing but what it names, and runs the demo."""
 
 import ast
+import email
+import os
+import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import zipfile
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -14,18 +19,24 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    """Names of the files in the wheel of this checkout."""
+def wheel_file(tmp_path_factory) -> Path:
+    """The wheel of this checkout."""
     source = tmp_path_factory.mktemp("source")
     for file in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / file, source)
-    for folder in ("lze_trl", "benchmarks", "tests", "app"):
+    for folder in ("lze_trl", "benchmarks", "tests", "app", "recipes"):
         shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
     build = "from setuptools.build_meta import build_wheel; build_wheel('dist')"
     done = subprocess.run([sys.executable, "-c", build], cwd=source, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     (path,) = (source / "dist").glob("*.whl")
-    return zipfile.ZipFile(path).namelist()
+    return path
+
+
+@pytest.fixture(scope="module")
+def wheel(wheel_file) -> list[str]:
+    """Names of its files."""
+    return zipfile.ZipFile(wheel_file).namelist()
 
 
 def test_the_wheel_holds_the_package_alone(wheel):
@@ -34,7 +45,9 @@ def test_the_wheel_holds_the_package_alone(wheel):
 
 
 def test_the_wheel_holds_the_whole_package(wheel):
-    files = [path for kind in ("py", "css", "html", "js", "typed") for path in (ROOT / "lze_trl").rglob(f"*.{kind}")]
+    files = [
+        path for kind in ("py", "css", "html", "js", "typed", "yaml") for path in (ROOT / "lze_trl").rglob(f"*.{kind}")
+    ]
     assert {path.relative_to(ROOT).as_posix() for path in files} <= set(wheel)
 
 
@@ -53,3 +66,54 @@ def test_the_package_imports_neither_benchmarks_nor_tests():
     outside = {"benchmarks", "tests", *(path.stem for path in (ROOT / "tests").glob("*.py"))}
     found = {path.relative_to(ROOT).as_posix(): imported(path) & outside for path in (ROOT / "lze_trl").rglob("*.py")}
     assert {path: names for path, names in found.items() if names} == {}
+
+
+def test_the_wheel_names_what_the_package_imports(wheel_file):
+    with zipfile.ZipFile(wheel_file) as file:
+        (path,) = [name for name in file.namelist() if name.endswith("/METADATA")]
+        metadata = email.message_from_bytes(file.read(path))
+    named = {re.match(r"[\w.-]+", line)[0].lower() for line in metadata.get_all("Requires-Dist")}
+    modules = set().union(*(imported(path) for path in (ROOT / "lze_trl").rglob("*.py")))
+    distributions = packages_distributions()
+    modules -= {*sys.stdlib_module_names, "lze_trl"}
+    unnamed = [name for name in modules if not named & {known.lower() for known in distributions.get(name, [name])}]
+    assert sorted(unnamed) == []
+
+
+SMALL_WARM_START = """
+import json
+from dataclasses import asdict
+from lze_trl.job import demo
+small = demo.WarmStart(steps=2, batch_size=8, hidden_size=16, intermediate_size=32, num_layers=1)
+demo.warm_start(demo.WARM_START_DIR, small)
+(demo.WARM_START_DIR / demo.SETTINGS_FILE).write_text(json.dumps(asdict(demo.WarmStart()), indent=2))
+print(demo.__file__)
+"""
+
+
+@pytest.mark.slow
+def test_the_installed_wheel_runs_the_demo(wheel_file, tmp_path):
+    """
+    In an environment with the wheel and without the clone, and with a shorter warm start. Dependencies are those of this
+    environment: that pip finds them is not shown here.
+    """
+    environment = tmp_path / "environment"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True, timeout=60)
+    python = environment / "bin" / "python"
+    install = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-index", "--no-deps"]
+    subprocess.run([*install, wheel_file], check=True, timeout=120)
+    (site,) = environment.glob("lib/python*/site-packages")
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    home = tmp_path / "home"
+    home.mkdir()
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+    def run(*command):
+        done = subprocess.run(command, cwd=home, env=clean, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert Path(run(python, "-c", SMALL_WARM_START).split()[-1]).is_relative_to(environment)
+    shown = run(environment / "bin" / "lze-trl", "demo", "--max_steps", "2")
+    assert "plain GRPO for the same number of optimizer steps" in shown
+    assert (home / "runs/demo/lze/report/report.html").is_file()

@@ -19,15 +19,18 @@ from trl import SFTConfig, SFTTrainer
 
 from ..files import made_aside
 from . import CHECKOUT
-from .recipe import RecipeError, check_recipe
+from .recipe import check_recipe
 from .train import main as train_main
 from .train import setup_logging
 
 
 logger = logging.getLogger(__name__)
 
-RECIPE = CHECKOUT / "recipes" / "demo" / "lze.yaml"
-WARM_START_DIR = CHECKOUT / "runs" / "demo" / "warm-start"
+RECIPE = Path(__file__).with_name("demo.yaml")
+"""`recipes/demo/lze.yaml`: in a clone a link to it, in the wheel a copy."""
+HOME = CHECKOUT if (CHECKOUT / "recipes").is_dir() else Path.cwd()
+"""Where `runs/` is: in the clone, or without one in the working directory."""
+WARM_START_DIR = HOME / "runs" / "demo" / "warm-start"
 TRAIN_FILE, HELD_OUT_FILE, MODEL_DIR, SETTINGS_FILE = "train.jsonl", "held_out.jsonl", "model", "settings.json"
 CHARACTERS = "0123456789+="
 LEVELS = ("no carry", "carry out of the ones", "carry out of the tens", "two carries")
@@ -186,11 +189,8 @@ def train_supervised(
 
 def run_demo(flags: Sequence[str] = ()):
     """Make the warm start if needed and train by `recipes/demo/lze.yaml`; flags override the recipe."""
-    if not RECIPE.is_file():
-        raise RecipeError(f"The demo's recipe `{RECIPE}` is missing. Run the demo from a clone of the repository.")
     check_recipe(["--config", str(RECIPE), *flags])
-    # The recipe names its files from the root of the checkout
-    os.chdir(CHECKOUT)
+    os.chdir(HOME)  # the recipe names its files from here
     setup_logging(is_main=True)
     warm_start(WARM_START_DIR, WarmStart())
     train_main(["--config", str(RECIPE), *flags])
