@@ -177,6 +177,7 @@ def record_synthetic_run(
         directory, completions="all" if training.completions else "none", settings=training.settings
     )
     for record in training.generations(generations):
+        record.max_steps = generations
         writer.record(record)
         reward = float(record.rollouts.rewards.mean())
         writer.record_step(record.step, {"reward": reward, "loss": 1.0 / (1 + record.step)})

@@ -113,6 +113,11 @@ class Engine:
         return self._trainer.state.global_step
 
     @property
+    def max_steps(self) -> int:
+        """Optimizer steps that the training is to have."""
+        return self._trainer.state.max_steps
+
+    @property
     def mid_batch(self) -> bool:
         """Whether the next micro-step goes on with the generation batch of the last one."""
         trainer = self._trainer

@@ -248,6 +248,7 @@ class GenerationStep:
         if self.args.telemetry:
             facts: dict[str, Any] = {
                 "step": engine.optimizer_step,
+                "max_steps": engine.max_steps,
                 "pass_index": plan.pass_index,
                 "skipped": len(plan.skipped),
             }

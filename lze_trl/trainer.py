@@ -392,13 +392,16 @@ class LZEGRPOTrainer(GRPOTrainer):
             known = {"prompts": state, "foresight": state.foresight, "gate": state.gate}
             store.load_parts(store.find_state(source), store.STATE_NAME, known)
             logger.info("Starting from the state of %d prompts of `%s`.", len(self.prompt_state), source)
+        ended = "crashed"
         try:
             result = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+            ended = "finished"
         except KeyboardInterrupt as stop:
+            ended = "stopped"
             stop.add_note(store.how_to_resume(run_dir, "`trainer.train(resume_from_checkpoint=True)`"))
             raise
         finally:
-            self._own_step.recorder.close()
+            self._own_step.recorder.close(ended)
         if self.args.should_save:
             self._save_parts(run_dir)
         return result

@@ -17,10 +17,12 @@ from packaging.requirements import Requirement
 
 from benchmarks.synthetic import SyntheticTraining, record_synthetic_run
 from lze_trl.app import build, views
-from lze_trl.app.charts import Series, heat_map, line_chart
+from lze_trl.app.alerts import alerts
+from lze_trl.app.charts import Look, Series, heat_map, line_chart
 from lze_trl.app.numbers import number
 from lze_trl.app.runs import RunBook, seed_groups
-from lze_trl.record import MissingTelemetryError, Run, TelemetryWriter, open_run
+from lze_trl.app.views import standing
+from lze_trl.record import GenerationRecord, MissingTelemetryError, Run, TelemetryWriter, open_run
 from lze_trl.record.curves import (
     curve,
     energy_heat_map,
@@ -30,6 +32,7 @@ from lze_trl.record.curves import (
     reward_curves,
 )
 from lze_trl.record.ledger import KINDS
+from lze_trl.record.recorder import _nothing
 
 
 SPACE = Path(__file__).parents[1] / "app"
@@ -53,6 +56,113 @@ def test_runs_have_names_that_tell_nothing_of_their_place(runs, tmp_path):
             book.open(id)
     with pytest.raises(MissingTelemetryError, match="started without a run"):
         RunBook([]).open(None)
+
+
+def test_a_folder_stands_for_the_runs_below_it(runs, tmp_path):
+    for place in ("sweep/a", "sweep/deep/b 2"):
+        shutil.copytree(runs / "a", tmp_path / place)
+    shutil.copytree(runs / "b", tmp_path / "sweep/a/checkpoint-5/c")  # no run lies in another
+    shutil.copytree(runs / "b", tmp_path / "sweep/.hidden/d")
+    (tmp_path / "sweep" / "link").symlink_to(runs / "b")
+    book = RunBook([str(tmp_path / "sweep"), str(runs / "b")])
+    assert book.ids == ["a", "deep/b-2", "b"]
+    opened = book.open("a")
+    shutil.copytree(runs / "b", tmp_path / "sweep" / "late")
+    assert "late" not in book.ids
+    book.look()
+    assert book.ids == ["a", "deep/b-2", "late", "b"]
+    assert book.open("a") is opened
+    assert book.open("late").summary() == book.open("b").summary()
+
+
+def test_settings_that_differ_are_those_of_the_experiment(tmp_path):
+    common = {"learning_rate": 1e-6, "beta": 0.0}
+    for name, changes in (("a", {"seed": 1}), ("b", {"seed": 2, "beta": 0.1, "epsilon": 0.3}), ("c", {"seed": 1})):
+        TelemetryWriter(
+            tmp_path / name, settings={**common, **changes, "output_dir": name, "save_steps": name}
+        ).close()
+    differences = views.compare(RunBook([str(tmp_path)]), ["a", "b", "c"], "step", "loss")
+    table = differences.partition("Settings that differ")[2]
+    rows = re.findall(r'<th scope="row">(.+?)</th>((?:<td>.*?</td>)+)', table)
+    shown = {name: re.findall("<td>(.*?)</td>", cells) for name, cells in rows}
+    assert shown == {"beta": ["0.0", "0.1", "0.0"], "epsilon": ["–", "0.3", "–"], "seed": ["1", "2", "1"]}
+    assert "epsilon" in views.settings(open_run(tmp_path / "b"))
+
+
+def record_with(folder, change, settings=None, count=8, logs=()):
+    """A run whose records are changed before they are written."""
+    writer = TelemetryWriter(folder, settings=settings)
+    for record in SyntheticTraining(num_prompts=60, groups_per_batch=16).generations(count):
+        change(record)
+        writer.record(record)
+    for step, metrics in enumerate(logs):
+        writer.record_step(step, metrics)
+    writer.close()
+    return open_run(folder)
+
+
+def test_alerts_say_what_is_wrong(tmp_path):
+    def dead(record):
+        record.groups.alive[:] = False
+
+    def rechecks(record):
+        record.groups.replayed[:12] = True
+
+    assert alerts(record_with(tmp_path / "well", lambda record: None)) == []
+    assert alerts(record_with(tmp_path / "young", dead, count=7)) == []
+    [sentence] = alerts(record_with(tmp_path / "dead", dead))
+    assert sentence.startswith("All groups of the latest 8 generation batches are dead")
+    run = record_with(tmp_path / "rechecks", rechecks)
+    assert run.sql("SELECT min(replayed) AS least FROM generations").least.item() >= 12
+    [sentence] = alerts(run)
+    assert re.match(r"\d\d\.\d % of the latest groups are re-checks", sentence)
+    assert sentence in standing(run)
+
+
+def test_alert_when_nothing_is_left_of_the_pool(tmp_path):
+    writer = TelemetryWriter(tmp_path)
+    empty = _nothing(2)
+    for generation in range(8):
+        facts = {"step": generation, "generation": generation, "pass_index": 3, "skipped": 16}
+        writer.record(GenerationRecord(**facts, reward_names=["a", "b"], **empty))
+    writer.close()
+    [sentence] = alerts(open_run(tmp_path))
+    assert "The pool of prompts is exhausted" in sentence
+
+
+@pytest.mark.parametrize(
+    ("settings", "raised"),
+    [
+        ({"reward_range": "[0.0, 1.2]"}, False),
+        ({"reward_range": "[0, 0.6]"}, True),
+        ({"reward_range": "[0.5, 1.2]"}, True),
+        ({"reward_range": "[0.0, 1.0]", "pass_reward": "accuracy_reward"}, False),
+        ({"reward_range": "[0.0, 0.6]", "pass_reward": "accuracy_reward"}, True),
+        ({"reward_range": None}, False),
+        ({"reward_range": "damaged"}, False),
+        ({}, False),
+    ],
+)
+def test_alert_of_rewards_outside_of_their_range(tmp_path, settings, raised):
+    found = alerts(record_with(tmp_path, lambda record: None, settings))
+    assert [sentence.partition(" are ")[0] for sentence in found] == ["Mean rewards of groups"] * raised
+
+
+@pytest.mark.parametrize(
+    ("precision", "raised"),
+    [
+        ([0.8, 0.82, 0.81, 0.79], False),
+        ([0.7, 0.9, 0.9, 0.9], False),
+        ([0.9, 0.9, 0.9, 0.7, 0.6, 0.5], True),
+        ([], False),
+    ],
+)
+def test_alert_of_labels_that_get_worse(tmp_path, precision, raised):
+    logs = [{"lze/label_precision": value} for value in precision]
+    found = alerts(record_with(tmp_path, lambda record: None, logs=logs))
+    assert ["precision of the labels has fallen from 90.0 % to 60.0 %" in sentence for sentence in found] == [
+        True
+    ] * raised
 
 
 def test_the_hub_is_not_asked_every_second_for_a_run_that_is_not_there(monkeypatch):
@@ -263,6 +373,62 @@ def test_ticks_are_round_numbers():
         *(("100.00", "0 %"), ("80.00", "20 %"), ("60.00", "40 %"), ("40.00", "60 %"), ("20.00", "80 %")),
         *(("0.00", "100 %"), ("0.00", "1"), ("50.00", "2"), ("100.00", "3")),
     ]
+
+
+def test_a_logarithmic_axis_has_round_numbers(tmp_path):
+    def ticks(values, **options):
+        html = line_chart("t", [Series("s", np.arange(len(values)), values)], look=Look(logarithmic=True), **options)
+        return re.findall(r'<span style="top:([\d.]+)%">([^<]+)</span>', html)
+
+    assert ticks([0.001, 10.0]) == [
+        ("100.00", "0.001"),
+        ("75.00", "0.01"),
+        ("50.00", "0.1"),
+        ("25.00", "1"),
+        ("0.00", "10"),
+    ]
+    assert [label for _, label in ticks([3.0, 11.0])] == ["2", "5", "10", "20"]
+    assert [label for _, label in ticks([0.0, -1.0, 0.02, 0.3], as_percent=True)] == [
+        "2 %",
+        "5 %",
+        "10 %",
+        "20 %",
+        "50 %",
+    ]
+    assert [label for _, label in ticks([1e-6, 1e-6])] == ["1e-06", "2e-06"]
+    assert "No values yet" in line_chart("t", [Series("s", [1, 2], [0.0, -1.0])], look=Look(logarithmic=True))
+
+
+def hovered(html):
+    return json.loads(re.search('data-lze="(.+?)"', html)[1].replace("&#34;", '"'))
+
+
+def test_lines_are_smoothed_and_cut():
+    x, y = np.arange(1.0, 6.0), np.array([0.0, 1.0, np.nan, 1.0, 0.0])
+    html = line_chart("t", [Series("s", x, y)], look=Look(smoothing=0.5, span=(2.0, 4.5)))
+    data = hovered(html)
+    assert (data["low"], data["high"]) == (2.0, 4.5)
+    # Means with weights 1, 1/2, 1/4, …; a gap stays one
+    assert data["lines"] == [{"name": "s", "x": [2, 3, 4], "y": [0.6667, None, 0.8571]}]
+    assert html.count("lze-shadow") == 1
+    assert "lze-shadow" not in line_chart("t", [Series("s", x, y)])
+
+
+def test_what_is_zoomed_into_has_points_of_its_own(tmp_path):
+    writer = TelemetryWriter(tmp_path)
+    for record in SyntheticTraining(num_prompts=8, groups_per_batch=2, group_size=2).generations(1000):
+        writer.record(record)
+        writer.record_step(record.step + 1, {"loss": float(record.step)})
+        if record.step % 400 == 399:
+            writer.flush()  # before the queue is full
+    writer.close()
+    loss = views.training(open_run(tmp_path), Look(span=(501.0, 600.0))).partition("Loss. Latest")[2]
+    assert hovered(loss)["lines"][0]["x"] == list(range(501, 601))
+    book = RunBook([str(tmp_path)])
+    for metric in ("pass_rate", "loss"):
+        shown = hovered(views.compare(book, book.ids, "step", metric, Look(span=(501.0, 600.0))))["lines"][0]
+        assert shown["x"] == list(range(501, 601))
+    assert shown["y"] == list(range(500, 600))
 
 
 def test_opening_a_prompt_reads_no_other(tmp_path, monkeypatch):

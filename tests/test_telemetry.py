@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from lze_trl.record import writer as telemetry_writer
 from lze_trl.record.parts import list_parts, write_part
 from lze_trl.record.reader import parse_columns
 from lze_trl.record.schema import SCHEMA_VERSION, SCHEMAS, Meta
+from lze_trl.record.status import STATUS_FILE, Status
 from lze_trl.select.energy import score_groups
 
 
@@ -187,6 +189,48 @@ def test_resumed_run_hides_what_the_crash_lost(tmp_path):
     assert run.prompts().set_index("prompt_id").text.to_dict()[-22] == "prompt -22"
     assert len(run.sql("SELECT * FROM prompts")) == 5
     assert run.steps()["loss"].tolist() == [i / 10 for i in range(9)]
+
+
+def test_status_of_a_run(tmp_path, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(time, "time", lambda: clock[0])
+    monkeypatch.setattr(telemetry_writer, "RENEWED_SECONDS", 0.05)
+    writer = TelemetryWriter(tmp_path, flush_seconds=0.01)
+    for generation in range(3):
+        clock[0] = 1000.0 + 30 * generation
+        writer.record(make_record(generation, max_steps=10))
+        writer.flush()
+    wait_for(lambda: Status.read(tmp_path / "telemetry").time == 1060.0)
+    monkeypatch.setattr(telemetry_writer, "RENEWED_SECONDS", 1000.0)
+    clock[0] = 1065.0
+    run = open_run(tmp_path)
+    # 15 s a step; of ten, the fifth has begun at 1060 s
+    known = {"steps": 5, "max_steps": 10, "updated": 1060.0}
+    assert run.status() == known | {"state": "running", "seconds_left": 15.0 * 6 - 5.0}
+    clock[0] = 1125.0  # a minute without a sign of life
+    assert run.status() == known | {"state": "crashed", "seconds_left": None}
+    writer.close()
+    assert run.status() == known | {"state": "finished", "seconds_left": None}
+    (tmp_path / "telemetry" / STATUS_FILE).write_text('{"state": "running"}')
+    assert run.status() == known | {"max_steps": None, "state": "unknown", "seconds_left": None}
+
+
+def test_a_run_that_records_nothing_for_long_is_alive(tmp_path, monkeypatch):
+    monkeypatch.setattr(telemetry_writer, "RENEWED_SECONDS", 0.05)
+    writer = TelemetryWriter(tmp_path, flush_seconds=0.01)
+    writer.record(make_record(0))
+    writer.flush()
+    first = json.loads((tmp_path / "telemetry" / STATUS_FILE).read_text())["time"]
+    wait_for(lambda: Status.read(tmp_path / "telemetry").time > first + 0.5)
+    writer.close("stopped")
+    assert Status.read(tmp_path / "telemetry").state == "stopped"
+
+
+def wait_for(condition, seconds=20.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def test_run_that_starts_again_replaces_the_earlier_one(tmp_path, caplog):

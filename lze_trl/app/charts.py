@@ -10,9 +10,10 @@ import io
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+import pandas as pd
 from markupsafe import Markup
 from PIL import Image, ImageOps
 
@@ -43,6 +44,40 @@ class Series:
         self.x, self.y = np.asarray(self.x, dtype=float), np.asarray(self.y, dtype=float)
 
 
+@dataclass(frozen=True)
+class Look:
+    """How the reader wants to see lines."""
+
+    smoothing: float = 0.0  # weight of what came before in a moving average
+    logarithmic: bool = False  # vertical axis
+    span: tuple[float, float] | None = None  # part of the horizontal axis
+    compared: bool = False  # whether the pointer shows the distance of each line from the first
+
+    def bins(self, length: float, bins: int = 200) -> int:
+        """How many rows to reduce a run of this length to, so that what is seen of it has `bins` of them."""
+        return (
+            bins if self.span is None else int(min(bins * max(1.0, length / (self.span[1] - self.span[0])), 100_000))
+        )
+
+    def of(self, line: Series) -> Series:
+        """What is seen of a line."""
+        low, high = self.span or (-np.inf, np.inf)
+        seen = (line.x >= low) & (line.x <= high)
+        y, *ends = (self._values(values)[seen] for values in (line.y, *(line.band or ())))
+        return replace(line, x=line.x[seen], y=y, band=tuple(ends) or None)
+
+    def _values(self, values: np.ndarray) -> np.ndarray:
+        values = self._smooth(values) if self.smoothing else values
+        return np.where(values > 0, values, np.nan) if self.logarithmic else values
+
+    def _smooth(self, values: np.ndarray) -> np.ndarray:
+        averages = pd.Series(values).ewm(alpha=1 - self.smoothing, ignore_na=True).mean()
+        return averages.where(np.isfinite(values)).to_numpy()
+
+
+PLAIN_LOOK = Look()
+
+
 def line_chart(
     title: str,
     series: list[Series],
@@ -50,22 +85,30 @@ def line_chart(
     y_range: tuple[float, float] | None = None,
     as_percent: bool = False,
     height: int = 220,
+    look: Look = PLAIN_LOOK,
 ) -> Markup:
     """Chart of this height in pixels with one line per series. By default, the vertical axis is that of the values."""
+    raw = replace(look, smoothing=0.0)
+    shadows = [raw.of(line) for line in series if look.smoothing]
+    series = [look.of(line) for line in series]
     drawn = [line for line in series if np.isfinite(line.y).any()]
     if not drawn:
         return HTML.empty_chart(title, height)
     show = (lambda value: f"{number(round(100 * value, 3))} %") if as_percent else number
-    x_low, x_high = x_span = _span(np.concatenate([line.x for line in drawn]))
-    bounds = np.concatenate([values for line in drawn for values in (line.y, *(line.band or ()))])
+    x_low, x_high = x_span = look.span or _span(np.concatenate([line.x for line in drawn]))
+    bounds = np.concatenate([values for line in (*drawn, *shadows) for values in (line.y, *(line.band or ()))])
     if as_percent and np.nanmin(bounds) == np.nanmax(bounds):
         y_range = y_range or (0.0, 1.0)  # what surrounds a constant would not be shares
-    y_low, y_high = y_range or _rounded(*_span(bounds))
+    if look.logarithmic:
+        scale, ((y_low, y_high), y_ticks) = np.log10, _logarithmic_axis(np.nanmin(bounds), np.nanmax(bounds), show)
+    else:
+        scale, (y_low, y_high) = np.asarray, y_range or _rounded(*_span(bounds))
+        y_ticks = _ticks((y_low, y_high), show)
 
     def place(x: np.ndarray, y: np.ndarray) -> np.ndarray:
         """Positions in per mille of the plot, shape `(n, 2)`."""
         left = (x - x_low) / (x_high - x_low) * 1000
-        top = (y_high - np.clip(y, y_low, y_high)) / (y_high - y_low) * 1000
+        top = (y_high - np.clip(scale(y), y_low, y_high)) / (y_high - y_low) * 1000
         return np.stack([left, top], axis=1)
 
     def shapes(line: Series) -> dict:
@@ -84,10 +127,11 @@ def line_chart(
         f"{title}. Latest: {latest}.",
         height,
         lines=[shapes(line) for line in series],
-        hover=_hover_data(series, x_span, as_percent),
+        shadows=[_path(place(line.x, line.y)) for line in shadows],
+        hover=_hover_data(series, x_span, as_percent, look.compared),
         x_label=x_label,
         x_ticks=_ticks(x_span, number, whole=all((line.x % 1 == 0).all() for line in drawn)),
-        y_ticks=_ticks((y_low, y_high), show),
+        y_ticks=y_ticks,
     )
 
 
@@ -140,8 +184,8 @@ def _path(places: np.ndarray) -> str:
     return "".join(f"{'M' if begin else 'L'}{left:.1f} {top:.1f}" for begin, (left, top) in points)
 
 
-def _hover_data(series: list[Series], x_span: tuple[float, float], as_percent: bool) -> str:
-    """What the page's script shows under the pointer."""
+def _hover_data(series: list[Series], x_span: tuple[float, float], as_percent: bool, compared: bool) -> str:
+    """What the page's script shows under the pointer, and writes as CSV."""
     lines = [
         {
             "name": line.name,
@@ -150,7 +194,7 @@ def _hover_data(series: list[Series], x_span: tuple[float, float], as_percent: b
         }
         for line in series
     ]
-    data = {"low": x_span[0], "high": x_span[1], "percent": as_percent, "lines": lines}
+    data = {"low": x_span[0], "high": x_span[1], "percent": as_percent, "compared": compared, "lines": lines}
     return json.dumps(data, separators=(",", ":"))
 
 
@@ -160,6 +204,21 @@ def _ticks(span: tuple[float, float], show: Callable[[float], str], whole: bool 
     step = max(_round_step(high - low), 1.0) if whole else _round_step(high - low)
     numbers = range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)
     return [(100 * (number * step - low) / (high - low), show(number * step)) for number in numbers]
+
+
+def _logarithmic_axis(
+    low: float, high: float, show: Callable[[float], str]
+) -> tuple[tuple[float, float], list[tuple[float, str]]]:
+    """Logarithms of the ends of an axis that holds these values, and its ticks as of [`_ticks`]."""
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 2)
+    factors = (1, 2, 5) if high < 100 * low else (1,)
+    numbers = [factor * 10.0**decade for decade in decades for factor in factors]
+    bottom = max(number for number in numbers if number <= low * (1 + 1e-9))
+    top = min(number for number in numbers if number >= high * (1 - 1e-9) and number > bottom)
+    kept = [number for number in numbers if bottom <= number <= top]
+    ends = math.log10(bottom), math.log10(top)
+    shown = kept[:: math.ceil(len(kept) / (_TICKS + 1))]
+    return ends, [(100 * (math.log10(n) - ends[0]) / (ends[1] - ends[0]), show(n)) for n in shown]
 
 
 def _round_step(length: float) -> float:

@@ -24,6 +24,14 @@ def count(value: float) -> str:
     return f"{value:,.0f}" if value < 1e4 else number(value, space=" ")
 
 
+def duration(seconds: float) -> str:
+    """A time as `45 s`, `12 min` or `3 h 20 min`."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min"
+
+
 def percent(value: float | None) -> str:
     """A share as a percentage."""
     return "–" if value is None or not math.isfinite(value) else f"{100 * value:.1f} %"

@@ -1,19 +1,25 @@
 """The app: one page with four views, its state in the address, following the runs while they train."""
 
 import json
+import re
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import gradio as gr
+import numpy as np
 
 from ..evaluation.results import RESULT_FILES
 from ..record import TelemetryError
+from ..record.status import Status
 from . import views
+from .charts import Look
 from .markup import HTML, STATES
 from .runs import RunBook, resolve_run
 
 
-VIEWS = ("Overview", "Training", "Prompts", "Compare")
+VIEWS = ("Runs", "Overview", "Training", "Prompts", "Compare", "Settings")
 REFRESH_SECONDS = 1.0
 """How often the page asks for what is new."""
 
@@ -30,7 +36,7 @@ _STATES = ("all", *(name for name in STATES if name != "unscored"))
 # Parameters of the address, in the order of the controls, and their defaults, which the address leaves out. The defaults
 # of the runs depend on which were given. `view` and `page` are taken by Gradio
 _DEFAULTS: dict[str, Any] = {
-    "tab": VIEWS[0],
+    "tab": "Overview",
     "run": None,
     "state": "all",
     "q": "",
@@ -40,14 +46,22 @@ _DEFAULTS: dict[str, Any] = {
     "runs": (),
     "axis": "step",
     "metric": "pass_rate",
+    "smooth": 0.0,
+    "log": False,
+    "zoom": "",
 }
 _CHOICES = {"tab": VIEWS, "state": _STATES, "sort": dict(_SORTS).values(), "axis": views.AXES, "metric": views.METRICS}
+_LOOK = ("smooth", "log", "zoom")
 _SHOWN_PARAMETERS = {
+    "Runs": ("tab",),
     "Overview": ("tab", "run"),
-    "Training": ("tab", "run"),
+    "Training": ("tab", "run", *_LOOK),
     "Prompts": ("tab", "run", "state", "q", "sort", "at", "prompt"),
-    "Compare": ("tab", "runs", "axis", "metric"),
+    "Compare": ("tab", "runs", "axis", "metric", *_LOOK),
+    "Settings": ("tab", "run"),
 }
+_COMPARED = 8
+"""Runs that are compared unless the reader chooses others, at most."""
 
 _Held = tuple[list[Any], list[int]]
 """What the prompts on the page were asked for with, and their ids."""
@@ -66,7 +80,7 @@ def launch(runs: list[str], host: str = "127.0.0.1", port: int | None = None) ->
 
     Args:
         runs (`list[str]`):
-            Output directories of trainings, or Hub ids of dataset repos with telemetry.
+            Output directories of trainings, folders of such, or Hub ids of dataset repos with telemetry.
         host (`str`, *optional*, defaults to `"127.0.0.1"`):
             Address to listen on. The app has no login: give another one only where everyone may see the runs.
         port (`int`, *optional*):
@@ -93,7 +107,14 @@ def launch(runs: list[str], host: str = "127.0.0.1", port: int | None = None) ->
         f"<script>{_asset('page.js').replace('ADDRESS', address, 1)}</script>",
         footer_links=[],
         ssr_mode=False,
+        share=False,
+        quiet=True,  # what it prints advertises sharing
+        prevent_thread_lock=True,
     )
+    sys.stdout.write(f"The app is at {app.local_url}\n")
+    sys.stdout.flush()
+    if not hasattr(sys, "ps1"):  # in a notebook, the next cell can run
+        app.block_thread()
     return app
 
 
@@ -117,7 +138,13 @@ class _Page:
         ids = self.book.ids
         with gr.Row(elem_classes="lze-controls"):
             self.view = gr.Radio(
-                VIEWS, value=VIEWS[0], show_label=False, container=False, elem_id="lze-view", scale=2, min_width=300
+                VIEWS,
+                value=_DEFAULTS["tab"],
+                show_label=False,
+                container=False,
+                elem_id="lze-view",
+                scale=2,
+                min_width=300,
             )
             self.run = gr.Dropdown(ids, value=ids[0] if ids else None, label="Run", elem_id="lze-run", scale=1)
             self.pause = gr.Button("Pause", elem_id="lze-pause", min_width=90, scale=0)
@@ -128,17 +155,22 @@ class _Page:
             self.sort = gr.Dropdown(_SORTS, value="-energy", label="Sort by", elem_id="lze-sort", min_width=230)
             self.state = gr.Radio(_STATES, value="all", label="State", elem_id="lze-state", scale=3, min_width=300)
         with gr.Row(visible=False, elem_classes="lze-controls") as self.compare_controls:
-            self.runs = gr.CheckboxGroup(ids, value=ids, label="Runs", elem_id="lze-runs", scale=2, min_width=300)
+            self.runs = gr.CheckboxGroup(
+                ids, value=ids[:_COMPARED], label="Runs", elem_id="lze-runs", scale=2, min_width=300
+            )
             axes = [(label, name) for name, label in views.AXES.items()]
             self.axis = gr.Radio(axes, value="step", label="Over", elem_id="lze-axis", scale=2, min_width=300)
             metrics = [(label, name) for name, label in views.METRICS.items()]
             self.metric = gr.Dropdown(metrics, value="pass_rate", label="Show", elem_id="lze-metric", min_width=240)
+        with gr.Row(visible=False, elem_classes="lze-controls") as self.look_controls:
+            self.smooth = gr.Slider(0.0, 0.99, 0.0, step=0.01, label="Smoothing", elem_id="lze-smooth", min_width=240)
+            self.log = gr.Checkbox(label="Logarithmic", container=False, elem_id="lze-log", min_width=120)
 
     def _add_results(self):
         with gr.Row(elem_classes="lze-results"):
             with gr.Column(scale=3, elem_classes="lze-column"):
                 self.main = gr.HTML(
-                    elem_classes="lze", apply_default_css=False, elem_id="lze-main", js_on_load=_OPEN_PROMPT
+                    elem_classes="lze", apply_default_css=False, elem_id="lze-main", js_on_load=_SET_PARAMETERS
                 )
                 with gr.Row(visible=False, elem_classes="lze-pager") as self.pager:
                     self.previous = gr.Button("← Previous", size="sm", elem_id="lze-previous")
@@ -147,13 +179,15 @@ class _Page:
             with gr.Column(scale=2, elem_classes="lze-column", visible=False) as self.side:
                 self.detail = gr.HTML(elem_classes="lze", apply_default_css=False, elem_id="lze-detail")
         self.prompt = gr.Textbox(visible="hidden", elem_id="lze-prompt")
+        self.zoom = gr.Textbox(visible="hidden", elem_id="lze-zoom")
         self.seen = gr.State(None)
         self.held = gr.State(None)  # the prompts that keep their places, of [`_Held`]
 
     def _connect(self):
         search = (self.state, self.search, self.sort)
         controls = [self.view, self.run, *search, self.page, self.prompt, self.runs, self.axis, self.metric]
-        pages = (self.side, self.prompt_controls, self.compare_controls, self.pager)
+        controls += [self.smooth, self.log, self.zoom]
+        pages = (self.side, self.prompt_controls, self.compare_controls, self.look_controls, self.pager)
         shown = [self.main, self.detail, *pages, self.page, self.run, self.seen, self.held]
         # One after the other: the answer to an earlier question never replaces that to a later one
         quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private", "concurrency_id": "page"}
@@ -164,9 +198,11 @@ class _Page:
         # A change shows the first page again, except that of the page or the prompt
         for control in (self.run, *search):
             control.input(lambda: 1, None, self.page, trigger_mode="always_last", **quiet).then(**show_and_write)
-        for shown_by in (self.view, self.runs, self.axis, self.metric, self.page):
+        for shown_by in (self.view, self.runs, self.metric, self.page, self.smooth, self.log):
             shown_by.input(trigger_mode="always_last", **show_and_write)
-        self.main.click(self._open, None, self.prompt, **quiet).then(**show_and_write)
+        # What was chosen of one axis is nothing of another
+        self.axis.input(lambda: "", None, self.zoom, trigger_mode="always_last", **quiet).then(**show_and_write)
+        self.main.click(self._set, None, controls, **quiet).then(**show_and_write)
         self.main.submit(lambda: None, None, self.held, **quiet).then(**show)
         for button, change in ((self.previous, -1), (self.next, 1)):
             turned = button.click(
@@ -177,8 +213,10 @@ class _Page:
         timer.tick(self._follow, [self.seen, self.held, *controls], shown, **quiet)
         self.pause.click(self._pause, self.pause, [timer, self.pause], **quiet)
 
-    def _open(self, event: gr.EventData) -> str:
-        return str(event._data["prompt"])
+    def _set(self, event: gr.EventData) -> list[Any]:
+        """Values of the controls for a button of the page, which names those that it sets."""
+        values = self._values({name: str(value) for name, value in event._data.items()})
+        return [values[name] if name in event._data else gr.skip() for name in _DEFAULTS]
 
     def _pause(self, label: str) -> tuple[gr.Timer, str]:
         """Stop or restart the refreshes. What the reader asks for is shown all the same."""
@@ -186,24 +224,34 @@ class _Page:
         return gr.Timer(active=resumed), "Pause" if resumed else "Resume"
 
     def _restore(self, request: gr.Request) -> list[Any]:
-        """Values of the controls from the address, with the default instead of any that a control cannot have."""
-        ids, given = self.book.ids, request.query_params
-        values = {}
+        """Values of the controls from the address, after a look for runs that have begun."""
+        self.book.look()
+        values = self._values(request.query_params)
+        for name in ("run", "runs"):
+            values[name] = gr.update(choices=self.book.ids, value=values[name])
+        return list(values.values())
+
+    def _values(self, given: Mapping[str, str]) -> dict[str, Any]:
+        """Values of the controls as they are given, with the default instead of any that a control cannot have."""
+        ids, values = self.book.ids, {}
         for name, default in _DEFAULTS.items():
             value = given.get(name, default)
             values[name] = value if value in _CHOICES.get(name, [value]) else default
         values["at"] = max(1, int(given["at"])) if given.get("at", "").isdecimal() else 1
         values["run"] = given.get("run") if given.get("run") in ids else next(iter(ids), None)
-        values["runs"] = [id for id in ids if "runs" not in given or id in given["runs"].split(",")]
-        return list(values.values())
+        values["runs"] = [id for id in ids if id in given["runs"].split(",")] if "runs" in given else ids[:_COMPARED]
+        values["smooth"] = float(given["smooth"]) if re.fullmatch(r"0\.\d{1,2}", given.get("smooth", "")) else 0.0
+        values["log"] = given.get("log") == "true"
+        return values
 
     def _version(self, given: dict[str, Any]) -> list[Any]:
-        """Changes with the controls, and when one of the runs on the page has recorded or evaluated something."""
+        """Changes with the controls, and when one of the runs on the page has recorded or evaluated something, or ended."""
         versions: list[Any] = [given]
-        for id in given["runs"] if given["tab"] == "Compare" else [given["run"]]:
+        for id in {"Compare": given["runs"], "Runs": self.book.ids}.get(given["tab"], [given["run"]]):
             try:
                 run = self.book.open(id)
-                versions.append([hash(run.version), *sorted(run.directory.parent.glob(RESULT_FILES))])
+                state = Status.read(run.directory).state
+                versions.append([hash(run.version), state, *sorted(run.directory.parent.glob(RESULT_FILES))])
             except TelemetryError as error:
                 versions.append(str(error))
         return versions
@@ -218,9 +266,11 @@ class _Page:
         view, version = given["tab"], self._version(given)
         detail, pages = "", 1
         try:
-            if view == "Compare":
+            if view == "Runs":
+                main = views.all_runs(self.book)
+            elif view == "Compare":
                 ids = [id for id in self.book.ids if id in given["runs"]]
-                main = views.compare(self.book, ids, given["axis"], given["metric"])
+                main = views.compare(self.book, ids, given["axis"], given["metric"], _look(given))
             elif view == "Prompts":
                 run, chosen, page = self.book.open(given["run"]), given["prompt"], given["at"] or 1
                 asked = [given[name] for name in ("run", "state", "q", "sort", "at")]
@@ -229,18 +279,21 @@ class _Page:
                 main, pages, places = table
                 held = asked, places
                 detail = views.prompt_detail(run, chosen)
-            elif view == "Training":
-                main = views.training(self.book.open(given["run"]))
+            elif view == "Settings":
+                main = views.settings(self.book.open(given["run"]))
             else:
-                main = views.overview(self.book.open(given["run"]))
+                run = self.book.open(given["run"])
+                shown = views.training(run, _look(given)) if view == "Training" else views.overview(run)
+                main = views.standing(run) + shown
         except TelemetryError as error:
             main = HTML.problem(error)
         visible = {
             self.side: view == "Prompts",
             self.prompt_controls: view == "Prompts",
             self.compare_controls: view == "Compare",
+            self.look_controls: view in ("Training", "Compare"),
             self.pager: pages > 1,
-            self.run: view != "Compare",
+            self.run: view not in ("Runs", "Compare"),
         }
         changes: dict[Any, Any] = {component: gr.update(visible=value) for component, value in visible.items()}
         if view == "Prompts" and given["at"] and given["at"] > pages:
@@ -248,14 +301,25 @@ class _Page:
         return {self.main: main, self.detail: detail, self.seen: version, self.held: held, **changes}
 
 
-# A row of the table is a button with the prompt's id, which does not fit into a JavaScript number. One more button asks
-# for the order of now
-_OPEN_PROMPT = """
+def _look(given: dict[str, Any]) -> Look:
+    """How lines are shown."""
+    try:
+        low, high = map(float, given["zoom"].split(","))
+        span = (low, high) if np.isfinite([low, high]).all() and low < high else None
+    except ValueError:
+        span = None
+    return Look(float(given["smooth"] or 0.0), bool(given["log"]), span)
+
+
+# The buttons of the page name parameters of the address and their new values, as text: the id of a prompt does not fit into
+# a JavaScript number. One more button asks for the order of now
+_SET_PARAMETERS = """
 element.addEventListener("click", (event) => {
-  if (event.target.closest("[data-update]")) trigger("submit");
-  const button = event.target.closest("[data-prompt]");
-  if (!button) return;
-  trigger("click", { prompt: button.dataset.prompt });
-  if (window.innerWidth < 1000) document.getElementById("lze-detail").scrollIntoView({ behavior: "smooth" });
+  const button = event.target.closest("button");
+  if (!button || "csv" in button.dataset) return;
+  if ("update" in button.dataset) { trigger("submit"); return; }
+  trigger("click", { ...button.dataset });
+  if ("prompt" in button.dataset && window.innerWidth < 1000) document.getElementById("lze-detail").scrollIntoView({ behavior: "smooth" });
 });
+element.addEventListener("lze-set", (event) => trigger("click", event.detail));
 """

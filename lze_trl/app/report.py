@@ -1,7 +1,6 @@
 """The report of a run: one HTML file that needs nothing else, and pictures."""
 
 import io
-import json
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from datetime import UTC, datetime
@@ -20,7 +19,7 @@ from ..version import __version__
 from .charts import brightest
 from .markup import HTML, STATES
 from .numbers import percent
-from .views import overview, shown_settings, title
+from .views import overview, settings_table, title
 
 
 _BLUE, _ORANGE, _GREEN, _GREY = "#0072b2", "#d55e00", "#009e73", "#8a96a3"
@@ -68,7 +67,7 @@ def _document(run: Run) -> str:
         overview(run),
         _learned(run),
         _forgotten(run),
-        [(name, json.dumps(value, default=str)) for name, value in sorted(shown_settings(run).items())],
+        settings_table(run),
         f"Written {when} by lze_trl {__version__}; recorded by lze_trl {run.meta.package_version}.",
     )
 

@@ -1,37 +1,47 @@
-"""The runs that the app was given, by name. Nothing else can be opened."""
+"""The runs that the app was given, or that lie below a folder it was given, by name. Nothing else can be opened."""
 
+import os
 import re
 import threading
 import time
 from pathlib import Path
 
 from ..record import MissingTelemetryError, Run, open_run
+from ..record.schema import DIRECTORY, META_FILE
 from ..remote import resolve_run
 
 
 _HUB_PAUSE_SECONDS = 30.0
-# Settings that seeds of one experiment may differ in: besides the seed, where a run writes and what it logs, where its
-# servers are, and what a resume changes
-_SEED_SETTINGS = {
-    *("seed", "data_seed", "full_determinism"),
+_SEEDS = {"seed", "data_seed", "full_determinism"}
+# Settings that say nothing of the experiment: where a run writes and what it logs, where its servers are, and what a
+# resume changes
+_INCIDENTAL = {
     *("output_dir", "run_name", "project", "report_to", "push_to_hub", "disable_tqdm", "num_completions_to_print"),
     *("summary", "vllm_group_port", "vllm_sync_dir", "local_rank"),
     *("resume_from_checkpoint", "eval_on_start", "ignore_data_skip"),
 }
-_SEED_PREFIXES = ("hub_", "log_", "logging_", "save_", "telemetry", "trackio_", "vllm_server_")
+_INCIDENTAL_PREFIXES = ("hub_", "log_", "logging_", "save_", "telemetry", "trackio_", "vllm_server_")
 
 
 class RunBook:
     """The runs that the app was given, as for [`~lze_trl.app.launch`], by ids that stand for them in addresses."""
 
     def __init__(self, sources: list[str]):
+        self._sources = [str(source) for source in sources]
         self._entries: dict[str, _Entry] = {}
-        for source in sources:
-            base = re.sub(r"[^\w.-]+", "-", Path(source).resolve().name).strip("-")
-            name, count = base or "run", 2
-            while name in self._entries:
-                name, count = f"{base}-{count}", count + 1
-            self._entries[name] = _Entry(str(source))
+        self.look()
+
+    def look(self):
+        """Look for runs again; those that are open stay open."""
+        known = {entry.source: entry for entry in self._entries.values()}
+        entries: dict[str, _Entry] = {}
+        for folder, name in (found for source in self._sources for found in _runs_below(source)):
+            base = re.sub(r"[^\w./-]+", "-", name).strip("-") or "run"
+            id, count = base, 2
+            while id in entries:
+                id, count = f"{base}-{count}", count + 1
+            entries[id] = known.get(folder) or _Entry(folder)
+        self._entries = entries
 
     @property
     def ids(self) -> list[str]:
@@ -80,14 +90,29 @@ class _Entry:
             return self.run
 
 
+def _runs_below(source: str) -> list[tuple[str, str]]:
+    """Folders and names of the runs in a folder, or what was given itself: a run, or nothing yet, or an id on the Hub."""
+    found: list[tuple[str, str]] = []
+    for folder, folders, files in os.walk(source):
+        if Path(folder, DIRECTORY, META_FILE).exists() or (folder == source and META_FILE in files):
+            found.append((folder, os.path.relpath(folder, source)))
+            folders.clear()  # no run lies in another
+        folders[:] = sorted(name for name in folders if not name.startswith((".", "checkpoint-")))
+    own = (source, Path(source).resolve().name)
+    return [own if name == "." else (folder, name) for folder, name in found] or [own]
+
+
+def is_of_experiment(name: str) -> bool:
+    """Whether a setting belongs to the experiment, and not to the place or the logs of a run."""
+    return name not in _INCIDENTAL and not name.startswith(_INCIDENTAL_PREFIXES)
+
+
 def seed_groups(runs: dict[str, Run]) -> dict[str, list[str]]:
     """Ids of runs whose settings differ in the seed alone, under the name of the first of them."""
     groups: dict[str, list[str]] = {}
     for id, run in runs.items():
         settings = {
-            name: value
-            for name, value in run.meta.settings.items()
-            if name not in _SEED_SETTINGS and not name.startswith(_SEED_PREFIXES)
+            name: value for name, value in run.meta.settings.items() if name not in _SEEDS and is_of_experiment(name)
         }
         groups.setdefault(repr(sorted(settings.items())) if settings else id, []).append(id)
     return {ids[0] if len(ids) == 1 else f"{ids[0]} ({len(ids)} seeds)": ids for ids in groups.values()}

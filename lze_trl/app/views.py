@@ -1,8 +1,11 @@
 """The views of a run, and what the app and the report show of it."""
 
+import json
 import re
 from collections.abc import Sequence
-from itertools import zip_longest
+from dataclasses import replace
+from datetime import datetime
+from itertools import chain, zip_longest
 from typing import Any
 
 import numpy as np
@@ -14,23 +17,16 @@ from ..record import Run, TelemetryError
 from ..record.curves import curve, energy_heat_map, logged_curves, outcome_name, phase_seconds, reward_curves
 from ..record.ledger import against_plain
 from ..record.reader import parse_columns
-from .charts import Series, heat_map, line_chart
+from .alerts import alerts
+from .charts import PLAIN_LOOK, Look, Series, heat_map, line_chart
 from .markup import HTML
-from .numbers import number, percent
-from .runs import RunBook, seed_groups
+from .numbers import duration, number, percent
+from .runs import RunBook, is_of_experiment, seed_groups
 
 
 PAGE_SIZE = 25
 
 AXES = {"step": "steps", "tokens": "tokens", "flops": "FLOPs", "seconds": "time (s)"}
-METRICS = {
-    "pass_rate": "pass rate (mean outcome)",
-    "reward_mean": "reward",
-    "energy_mean": "mean energy",
-    "dead": "share of dead groups",
-    "pruned": "share of pruned prompts",
-}
-_SHARES = {"pass_rate", "dead", "pruned"}
 _HISTORY_POINTS = 400
 # Charts of what the trainer logs: title, whether the values are shares, and labels of the metrics
 _LOGGED: list[tuple[str, bool, dict[str, str]]] = [
@@ -62,7 +58,72 @@ _LOGGED: list[tuple[str, bool, dict[str, str]]] = [
         {"lze/foresight_auc": "AUC", "lze/foresight_brier": "Brier score", "lze/foresight_error": "calibration error"},
     ),
 ]
+_HELD_OUT, _PRECISION = "held_out", "lze/label_precision"
+METRICS = {
+    "pass_rate": "pass rate (mean outcome)",
+    "reward_mean": "reward",
+    "energy_mean": "mean energy",
+    "dead": "share of dead groups",
+    "pruned": "share of pruned prompts",
+    _HELD_OUT: "held-out accuracy",
+    _PRECISION: "precision of the labels",
+    **{name: f"{heading}: {label}" for heading, _, lines in _LOGGED for name, label in lines.items()},
+}
+"""What [`compare`] can show. Those that are no columns of [`curve`] were logged by the trainer."""
+
+_SHARES = {
+    "pass_rate",
+    "dead",
+    "pruned",
+    _HELD_OUT,
+    _PRECISION,
+    *(name for _, share, lines in _LOGGED if share for name in lines),
+}
 _PHASES = {"rollout": "rollouts", "logprob": "log-probabilities", "update": "updates", "selection": "selection"}
+
+
+def all_runs(book: RunBook) -> Markup:
+    """Every run in a line, the latest first."""
+    lines, problems = [], {}
+    for id in book.ids:
+        try:
+            run = book.open(id)
+            lines.append((id, _standing(run), len(alerts(run))))
+        except TelemetryError as error:
+            problems[id] = error
+    lines.sort(key=lambda line: line[1]["updated"] or "", reverse=True)
+    return HTML.runs(lines, problems)
+
+
+def _standing(run: Run) -> dict[str, str]:
+    """State of a run, its steps, when it was heard of and how long it still takes, as text."""
+    status = run.status()
+    updated, left = status["updated"], status["seconds_left"]
+    return {
+        "state": status["state"],
+        "steps": f"{status['steps']:,}" + (f" of {status['max_steps']:,}" if status["max_steps"] else ""),
+        "updated": f"{datetime.fromtimestamp(updated):%Y-%m-%d %H:%M:%S}" if updated else "",
+        "left": "" if left is None else duration(left),
+    }
+
+
+def standing(run: Run) -> Markup:
+    """Whether the run is training, and what should be looked at."""
+    return HTML.standing(_standing(run), alerts(run))
+
+
+def settings(run: Run) -> Markup:
+    """All settings of the run."""
+    return HTML.settings(settings_table(run), run.meta.package_version)
+
+
+def settings_table(run: Run) -> list[tuple[str, str]]:
+    """Names and values of the settings."""
+    return [(name, _json(value)) for name, value in sorted(shown_settings(run).items())]
+
+
+def _json(value: Any) -> str:
+    return "–" if value is None else json.dumps(value, default=str, ensure_ascii=False)
 
 
 def overview(run: Run) -> Markup:
@@ -118,12 +179,10 @@ def _tiles(points: pd.DataFrame, summary: dict[str, Any], outcome: str) -> list[
     ]
 
 
-def training(run: Run) -> Markup:
+def training(run: Run, look: Look = PLAIN_LOOK) -> Markup:
     """What the trainer has logged, evaluations, and where the time goes."""
-    names = run.meta.reward_names
-    graded_by = run.meta.settings.get("pass_reward") or ("accuracy_reward" if "accuracy_reward" in names else None)
-    held_out = f"eval_rewards/{graded_by}/mean"
-    logged = logged_curves(run, [held_out, *(name for _, _, lines in _LOGGED for name in lines)])
+    held_out, bins = _held_out(run), look.bins(run.summary()["steps"])
+    logged = logged_curves(run, [held_out, _PRECISION, *(name for _, _, lines in _LOGGED for name in lines)], bins)
 
     def lines(**shown: str) -> list[Series]:
         """One line a metric, by the names they are shown under."""
@@ -132,14 +191,24 @@ def training(run: Run) -> Markup:
     accuracy = [*lines(**{held_out: "held-out prompts"}), *_task_lines(read_results(run.directory.parent))]
     for line in accuracy:
         line.points = len(line.x) <= 40
-    seconds = phase_seconds(run)
+    seconds = phase_seconds(run, bins)
     phases = [Series(_PHASES[kind], seconds.index, seconds[kind]) for kind in _PHASES]
     charts = [
-        line_chart("Held-out accuracy", accuracy, as_percent=True),
-        *(line_chart(heading, lines(**metrics), as_percent=shares) for heading, shares, metrics in _LOGGED),
-        line_chart("Seconds of a generation batch", phases),
+        ("Held-out accuracy", accuracy, True),
+        *((heading, lines(**metrics), shares) for heading, shares, metrics in _LOGGED),
+        # Of runs that make labels for themselves
+        *([("Precision of the labels", lines(**{_PRECISION: "precision"}), True)] if _PRECISION in logged else []),
+        ("Seconds of a generation batch", phases, False),
     ]
-    return HTML.training(charts)
+    shown = [line_chart(heading, lines, as_percent=shares, look=look) for heading, lines, shares in charts]
+    return HTML.training(shown, look.span)
+
+
+def _held_out(run: Run) -> str:
+    """Name of the logged metric with the held-out accuracy."""
+    names = run.meta.reward_names
+    graded_by = run.meta.settings.get("pass_reward") or ("accuracy_reward" if "accuracy_reward" in names else None)
+    return f"eval_rewards/{graded_by}/mean"
 
 
 def _task_lines(evaluations: dict[str, dict[str, Any]]) -> list[Series]:
@@ -272,8 +341,8 @@ def parse_prompt_id(text: str) -> int | None:
         return None
 
 
-def compare(book: RunBook, ids: list[str], axis: str, metric: str) -> Markup:
-    """Runs side by side; those that differ in the seed alone as one line with a band."""
+def compare(book: RunBook, ids: list[str], axis: str, metric: str, look: Look = PLAIN_LOOK) -> Markup:
+    """Runs side by side; those that differ in the seed alone as one line with a band. Below, the settings that differ."""
     runs, problems = {}, {}
     for id in ids:
         try:
@@ -283,20 +352,45 @@ def compare(book: RunBook, ids: list[str], axis: str, metric: str) -> Markup:
     curves = {id: curve(run) for id, run in runs.items()}
     series = []
     for name, members in seed_groups(runs).items():
-        begun = [curves[id] for id in members if not curves[id].empty]
+        begun = [points for id in members if not (points := _points(runs[id], curves[id], axis, metric, look)).empty]
         if begun:
-            series.append(_seed_series(name, begun, axis, metric))
-    chart = line_chart(title(METRICS[metric]), series, AXES[axis], as_percent=metric in _SHARES, height=320)
+            series.append(_seed_series(name, begun, axis, metric, look.span))
+    heading, shares = title(METRICS[metric]), metric in _SHARES
+    chart = line_chart(heading, series, AXES[axis], as_percent=shares, height=320, look=replace(look, compared=True))
     rows = [_compared(id, run, curves[id]) for id, run in runs.items()]
     outcomes = sorted({outcome_name(run) for run in runs.values()})
-    return HTML.compare(problems, chart, rows, " or ".join(outcomes))
+    return HTML.compare(problems, chart, look.span, rows, " or ".join(outcomes), list(runs), _differences(runs))
 
 
-def _seed_series(name: str, curves: list[pd.DataFrame], axis: str, metric: str) -> Series:
+def _points(run: Run, points: pd.DataFrame, axis: str, metric: str, look: Look) -> pd.DataFrame:
+    """A metric of a run over an axis, given its [`curve`]."""
+    if points.empty:
+        return points
+    bins = look.bins(points[axis].iloc[-1])
+    if look.span:
+        points = curve(run, bins)
+    if metric not in points:
+        logged = logged_curves(run, [name := _held_out(run) if metric == _HELD_OUT else metric], bins)
+        values = logged.get(name, pd.Series(dtype=float))
+        points = pd.DataFrame({axis: np.interp(values.index, points["step"], points[axis]), metric: values.to_numpy()})
+    return points
+
+
+def _differences(runs: dict[str, Run]) -> list[list[str]]:
+    """A row for each setting of the experiment that is not the same in all runs: its name, and its values."""
+    found = [shown_settings(run) for run in runs.values()]
+    rows = [[name, *(_json(settings.get(name)) for settings in found)] for name in sorted({*chain(*found)})]
+    return [row for row in rows if is_of_experiment(row[0]) and len(set(row[1:])) > 1]
+
+
+def _seed_series(
+    name: str, curves: list[pd.DataFrame], axis: str, metric: str, span: tuple[float, float] | None
+) -> Series:
     if len(curves) == 1:
         return Series(name, curves[0][axis], curves[0][metric])
-    starts = [points[axis].iloc[0] for points in curves]
-    ends = [points[axis].iloc[-1] for points in curves]
+    low, high = span or (-np.inf, np.inf)
+    starts = [low, *(points[axis].iloc[0] for points in curves)]
+    ends = [high, *(points[axis].iloc[-1] for points in curves)]
     # Only where every seed has values: a mean over fewer seeds would jump at the end of each
     grid = np.linspace(max(starts), max(min(ends), max(starts)), 200)
     values = np.stack([np.interp(grid, points[axis], points[metric]) for points in curves])  # (seeds, 200)

@@ -96,7 +96,7 @@ def build_parser() -> argparse.ArgumentParser:
         data(f"--{name}", f"--dataset_{name}", dest=name, metavar="COLUMN", help=text, **several)
 
     app = add(_app)
-    app("runs", metavar="RUN", nargs="*", help="output folder of a run, or Hub id of its telemetry")
+    app("runs", metavar="RUN", nargs="*", help="output folder of a run, a folder of runs, or Hub id of telemetry")
     app("--host", default="127.0.0.1", help="address to listen on; the app has no login")
     port = _number(int, "between 1 and 65535", lambda port: 1 <= port <= 65_535)
     app("--port", type=port, help="port to listen on; default: the first free one from 7860 on")

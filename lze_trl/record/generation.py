@@ -32,6 +32,7 @@ class GenerationRecord:
     completions: dict[int, str] | None = None  # text of the completions to record, by their row
     columns: list[dict[str, Any]] | None = None  # further facts about each of the P prompts
     ledger: dict[str, float] | None = None  # cumulative work, see [`Ledger.summary`]
+    max_steps: int = 0  # optimizer steps that the run is to have, 0 if that is not known
 
 
 _RENAMED = {

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,6 +15,7 @@ import pyarrow as pa
 
 from .parts import Part, list_parts
 from .schema import DIRECTORY, META_FILE, SQL_TYPES, Meta, MissingTelemetryError, TelemetryError
+from .status import Status
 
 
 logger = logging.getLogger(__name__)
@@ -315,6 +317,30 @@ class Run:
         query = """SELECT * FROM completions WHERE prompt_id = ?
             QUALIFY generation = max(generation) OVER () ORDER BY index"""
         return self.sql(query, [prompt_id])
+
+    def status(self) -> dict[str, Any]:
+        """
+        Whether the run is training.
+
+        Returns:
+            `dict`: `state` (`"running"`, `"finished"`, `"stopped"`, `"crashed"` or `"unknown"`), `steps` begun and `max_steps`,
+            Unix seconds of the last generation batch (`updated`), and `seconds_left` at the pace of the latest 20 batches;
+            `None` for what is not known.
+        """
+        status = Status.read(self.directory)
+        latest = self.sql("SELECT step + 1 AS steps, time FROM generations ORDER BY generation DESC LIMIT 20")
+        steps, updated = latest.iloc[0] if len(latest) else (0, None)
+        left = None
+        if status.state == "running" and status.max_steps and latest["steps"].nunique() > 1:
+            pace = (updated - latest["time"].iloc[-1]) / (steps - latest["steps"].iloc[-1])
+            left = max(0.0, updated + (status.max_steps - steps + 1) * pace - time.time())
+        return {
+            "state": status.state,
+            "steps": int(steps),
+            "max_steps": status.max_steps or None,
+            "updated": updated,
+            "seconds_left": left,
+        }
 
     def summary(self) -> dict[str, Any]:
         """

@@ -66,10 +66,10 @@ class Recorder:
         if self._writer is not None:
             self._writer.flush()
 
-    def close(self):
-        """Write what is left."""
+    def close(self, state: str = "finished"):
+        """Write what is left, and how the run has ended, see [`~lze_trl.record.status.Status`]."""
         if self._writer is not None:
-            self._writer.close()
+            self._writer.close(state)
             self._writer = None
 
     def _open(self, generation: int) -> TelemetryWriter | None:

@@ -1,6 +1,7 @@
 """Recording a run from the training's main process, at a cost that the training does not notice."""
 
 import logging
+import math
 import os
 import threading
 import time
@@ -25,6 +26,7 @@ from .schema import (
     OtherSchemaError,
     TelemetryError,
 )
+from .status import RENEWED_SECONDS, Status
 
 
 logger = logging.getLogger(__name__)
@@ -83,6 +85,7 @@ class TelemetryWriter:
         self._condition = threading.Condition()
         self._closing = False
         self._flush_now = False
+        self._status, self._renewed = Status("running"), -math.inf
         self._thread = threading.Thread(target=self._run, name="lze-telemetry", daemon=True)
         self._thread.start()
 
@@ -92,6 +95,7 @@ class TelemetryWriter:
         with self._condition:
             self._last_generation = record.generation
             self._meta.reward_names = record.reward_names
+            self._status.max_steps = record.max_steps
             self._queue(
                 f"Generation batch {record.generation}",
                 lambda known: generation_tables(record, now, energy_max, known),
@@ -119,9 +123,11 @@ class TelemetryWriter:
             self._condition.notify_all()
             self._condition.wait_for(lambda: self._closing or not self._waiting, timeout)
 
-    def close(self):
-        """Write what is queued, and stop the background thread. May be called twice."""
+    def close(self, state: str = "finished"):
+        """Write what is queued, and that the run has ended like this; stop the background thread. May be called twice."""
         with self._condition:
+            if not self._closing:
+                self._status.state = state
             self._closing = True
             self._condition.notify_all()
         self._thread.join()
@@ -157,6 +163,11 @@ class TelemetryWriter:
             meta.write(self.directory)
             self._written_meta = meta
 
+    def _write_status(self):
+        with suppress(OSError):
+            self._status.write(self.directory)
+            self._renewed = time.monotonic()
+
     def _recorded_prompts(self) -> set[int]:
         if not self._meta.attempts[-1]:
             return set()
@@ -171,10 +182,12 @@ class TelemetryWriter:
         failures, left = 0, _ATTEMPTS_AT_THE_END
         while left:
             with self._condition:
-                self._condition.wait_for(lambda: self._closing or self._waiting)
-                self._condition.wait_for(lambda: self._closing or self._flush_now, timeout=self._pause)
+                if self._condition.wait_for(lambda: self._closing or self._waiting, timeout=RENEWED_SECONDS):
+                    self._condition.wait_for(lambda: self._closing or self._flush_now, timeout=self._pause)
                 ends, self._flush_now = self._closing, False
             begin = time.thread_time()
+            if not ends and time.monotonic() - self._renewed >= RENEWED_SECONDS:
+                self._write_status()
             try:
                 self._write()
             except Exception:  # nothing that goes wrong here may stop a training of days
@@ -188,6 +201,8 @@ class TelemetryWriter:
                 failures, left = 0, 0 if ends else left
                 with suppress(OSError):  # what is not merged is read as well
                     self._merge(ends)
+                if ends:
+                    self._write_status()
             self._pause = max(self._flush_seconds, _PAUSE * (time.thread_time() - begin))
         if lost := self._lost + len(self._waiting):
             logger.error("%d generation batches and logs are lost to the telemetry, which could not be written.", lost)

@@ -18,16 +18,19 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 
 import lze_trl
+import tiny
 from benchmarks.synthetic import SyntheticTraining, record_synthetic_run
-from lze_trl.app.page import REFRESH_SECONDS
+from lze_trl.app.page import REFRESH_SECONDS, VIEWS
 from lze_trl.record import TelemetryWriter, open_run
 from lze_trl.record.ledger import PLAIN, against_plain
 from lze_trl.record.parts import list_parts
 from lze_trl.record.schema import SCHEMA_VERSION
+from lze_trl.record.status import STATUS_FILE
 
 from .conftest import serve, started
 
@@ -52,7 +55,7 @@ def address(runs):
 
 def open_page(page, address, **parameters):
     page.goto(f"{address}?{urllib.parse.urlencode(parameters)}")
-    page.wait_for_selector("#lze-main .lze-figure, #lze-main .lze-prompts, #lze-main .lze-problem", timeout=30_000)
+    page.wait_for_selector("#lze-main .lze-figure, #lze-main .lze-table, #lze-main .lze-problem", timeout=30_000)
 
 
 def rows(page):
@@ -293,7 +296,7 @@ def comparison_with_a_live_run(page):
 
 
 @contextmanager
-def live_run(directory, **logged):
+def live_run(directory, max_steps=0, **logged):
     """A run that records ten generation batches a second for as long as it is looked at."""
     stop = threading.Event()
 
@@ -301,6 +304,7 @@ def live_run(directory, **logged):
         training = SyntheticTraining(num_prompts=60, groups_per_batch=16)
         writer = TelemetryWriter(directory, completions="all", settings=training.settings)
         for record in training.generations(10_000):
+            record.max_steps = max_steps
             writer.record(record)
             writer.record_step(record.step + 1, {name: value(record.step) for name, value in logged.items()})
             if stop.wait(0.1):
@@ -423,6 +427,136 @@ def test_training_tab_of_a_live_run_and_its_tooltips(page, tmp_path):
         wait_for(lambda: int(tip.inner_text().split()[0]) > int(before.split()[0]))
         page.mouse.move(2, 2)
         assert tip.count() == 0
+
+
+def cells(page):
+    """Cells of the rows of a table, by the first."""
+    texts = page.evaluate("""() => [...document.querySelectorAll("#lze-main .lze-table tbody tr")].map(
+        (row) => [...row.children].map((cell) => cell.innerText.trim()))""")
+    return {first: others for first, *others in texts}
+
+
+def test_runs_of_a_folder_and_their_status(page, runs, tmp_path):
+    for name in ("lze-a", "sweep/full"):
+        shutil.copytree(runs / Path(name).name, tmp_path / name)
+    status = tmp_path / "sweep" / "full" / "telemetry" / STATUS_FILE
+    status.write_text(json.dumps({"state": "running", "time": time.time() - 3600, "max_steps": 80}))
+    with live_run(tmp_path / "live", max_steps=10_000), serve(tmp_path) as address:
+        open_page(page, address, tab="Runs")
+        page.wait_for_selector(".lze-runs")
+        shown = cells(page)
+        assert list(shown) == ["live", "lze-a", "sweep/full"] or list(shown) == ["live", "sweep/full", "lze-a"]
+        assert shown["lze-a"][:3] == ["finished", "60 of 60", "–"]
+        assert shown["sweep/full"][:3] == ["crashed", "60 of 80", "–"]
+        assert shown["live"][0] == "running"
+        wait_for(lambda: re.fullmatch(r"\d+ min|\d+ h \d+ min", cells(page)["live"][2]))
+        # A run that begins is found by a look
+        shutil.copytree(runs / "lze-b", tmp_path / "late")
+        page.reload()
+        page.wait_for_selector(".lze-runs")
+        assert "late" in cells(page)
+        page.get_by_role("button", name="late").click()
+        page.wait_for_selector(".lze-tiles")
+        assert "run=late" in address_bar(page)
+        assert page.locator("#lze-run input").input_value() == "late"
+        assert "finished step 60 of 60" in page.locator(".lze-standing").inner_text()
+        # One that dies without a word is noticed, although nothing is recorded
+        status = tmp_path / "late" / "telemetry" / STATUS_FILE
+        status.write_text(json.dumps({"state": "running", "time": time.time() - 57, "max_steps": 80}))
+        for state in ("running", "crashed"):
+            wait_for(lambda state=state: f"{state} step 60 of 80" in page.locator(".lze-standing").inner_text())
+
+
+def test_settings_and_their_differences(page, address, runs):
+    open_page(page, address, tab="Settings", run="full")
+    shown = cells(page)
+    assert shown["pruning"] == ['"none"']
+    assert set(shown) == set(open_run(runs / "full").meta.settings)
+    open_page(page, address, tab="Compare", runs="lze-b,full")
+    differences = page.locator("#lze-main .lze-table").last
+    assert differences.locator("thead").inner_text().split() == ["setting", "lze-b", "full"]
+    names = differences.locator("tbody th").all_inner_texts()
+    assert names == ["pruning", "seed", "selection_ratio", "selector"]
+
+
+def test_charts_are_zoomed_smoothed_and_saved(page, address, tmp_path):
+    open_page(page, address, tab="Training", run="lze-a")
+    loss = page.get_by_role("group", name="Loss. Latest: loss")
+    plot = loss.locator("[data-lze]")
+    plot.scroll_into_view_if_needed()
+    box = plot.bounding_box()
+    page.mouse.move(box["x"] + 0.25 * box["width"], box["y"] + 50)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 0.6 * box["width"], box["y"] + 60, steps=4)
+    assert page.locator(".lze-rule").count() == 2
+    page.mouse.move(box["x"] + 0.5 * box["width"], box["y"] + 60)
+    page.mouse.up()
+    wait_for(lambda: "zoom=" in address_bar(page))
+    low, high = (float(end) for end in re.search(r"zoom=([\d.]+)%2C([\d.]+)", address_bar(page)).groups())
+    assert (low, high) == (pytest.approx(0.25 * 59, abs=0.6), pytest.approx(0.5 * 59, abs=0.6))
+    wait_for(lambda: json.loads(plot.get_attribute("data-lze"))["low"] == low)
+    with page.expect_download() as download:
+        loss.get_by_role("button", name="CSV").click()
+    table = pd.read_csv(download.value.path())
+    assert list(table) == ["line", "step", "Loss"]
+    assert table["step"].tolist() == list(range(int(np.ceil(low)), int(high) + 1))
+    assert table["Loss"].tolist() == pytest.approx((1 / (1 + table["step"])).tolist(), rel=1e-3)
+    ticks = loss.locator(".lze-y span")
+    before = ticks.all_inner_texts()
+    page.get_by_role("checkbox", name="Logarithmic").check()
+    wait_for(lambda: ticks.all_inner_texts() != before)
+    assert "log=true" in address_bar(page)
+    assert page.locator(".lze-shadow").count() == 0
+    page.locator("#lze-smooth input[type=number]").fill("0.9")
+    page.keyboard.press("Enter")
+    page.locator(".lze-shadow").first.wait_for(state="attached")
+    # The address brings the same view back
+    shared = page.url
+    page.goto("about:blank")
+    page.goto(shared)
+    page.locator(".lze-shadow").first.wait_for(state="attached")
+    assert json.loads(plot.get_attribute("data-lze"))["low"] == low
+    plot.dblclick()
+    wait_for(lambda: json.loads(plot.get_attribute("data-lze"))["low"] == 0)
+    assert "zoom=" not in address_bar(page)
+
+
+def test_the_pointer_compares_runs(page, address):
+    open_page(page, address, tab="Compare", runs="lze-a,full", metric="loss")
+    page.locator("#lze-main [data-lze]").hover()
+    tip = page.locator(".lze-tip").inner_text().splitlines()
+    assert tip[1].startswith("lze-a  0.0")
+    assert re.fullmatch(r"full  0\.0\d+  \(\+0\)", tip[2])
+    # What was chosen of one axis is nothing of another
+    open_page(page, address, tab="Compare", zoom="10,20")
+    page.get_by_role("radio", name="tokens").check()
+    wait_for(lambda: page.locator("#lze-main .lze-x-label").inner_text() == "tokens")
+    assert "zoom=" not in address_bar(page)
+    page.get_by_text("Drag over a chart to zoom in.").wait_for()
+
+
+def test_alerts_are_seen(page, tmp_path):
+    writer = TelemetryWriter(tmp_path / "dead")
+    for record in SyntheticTraining(num_prompts=60, groups_per_batch=16).generations(8):
+        record.groups.alive[:] = False
+        writer.record(record)
+    writer.close()
+    with serve(tmp_path / "dead") as address:
+        open_page(page, address)
+        assert "All groups of the latest 8 generation batches are dead" in page.get_by_role("alert").inner_text()
+        page.get_by_role("radio", name="Runs").check()
+        wait_for(lambda: cells(page).get("dead", [""])[-1] == "1")
+
+
+def test_only_the_address_is_said(runs):
+    command = [sys.executable, "-m", "lze_trl.job.cli", "app", str(runs / "full"), "--port", str(tiny.free_port())]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        assert process.stdout.readline() == f"The app is at http://127.0.0.1:{command[-1]}/\n"
+        assert process.poll() is None
+    finally:
+        process.terminate()
+    assert "share" not in process.communicate(timeout=20)[0]
 
 
 def test_search_filter_sort_and_open_a_prompt(page, address, runs):
@@ -609,7 +743,7 @@ def test_space_shows_a_run(page, runs, tmp_path):
 def test_readable_on_a_phone_and_in_the_dark(browser, address):
     context = browser.new_context(viewport={"width": 390, "height": 844}, color_scheme="dark")
     page = context.new_page()
-    for view in ("Overview", "Training", "Prompts", "Compare"):
+    for view in VIEWS:
         open_page(page, address, tab=view, __theme="dark")
         page.wait_for_timeout(500)
         assert page.evaluate("document.documentElement.scrollWidth") <= 390
