@@ -267,7 +267,8 @@ class LZEGRPOConfig(GRPOConfig):
         telemetry (`bool`, *optional*, defaults to `True`):
             Whether the main process records every group of every generation batch under `output_dir/telemetry`.
         telemetry_completions (`str`, *optional*, defaults to `"sampled"`):
-            Which completions are recorded: `"none"`, `"sampled"` (one group in every generation batch) or `"all"`.
+            Which completions are recorded: `"none"`, `"sampled"` (in every generation batch, the three live groups of
+            highest energy and one group drawn at random) or `"all"`. Their text goes to the main process alone.
         hub_telemetry_id (`str`, *optional*):
             Hub dataset to which `push_to_hub` also uploads telemetry, report and prompt state. The viewer opens it by
             this name, and `state_from` starts from it. Recorded prompts and completions become as public as it is.

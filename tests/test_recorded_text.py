@@ -24,15 +24,26 @@ def rollouts_of(*sizes):
 
 
 def test_sampled_rows_are_those_of_one_group_by_the_counter():
-    rollouts = rollouts_of(3, 1, 4)
-    rows = [recorded_rows("sampled", generation, rollouts).tolist() for generation in range(20)]
+    rollouts, dead = rollouts_of(3, 1, 4), np.zeros(3)
+    rows = [recorded_rows("sampled", generation, rollouts, dead).tolist() for generation in range(20)]
     assert {tuple(found) for found in rows} == {(0, 1, 2), (3,), (4, 5, 6, 7)}
-    assert rows == [recorded_rows("sampled", generation, rollouts).tolist() for generation in range(20)]
-    assert recorded_rows("all", 0, rollouts).tolist() == list(range(8))
-    assert recorded_rows("none", 0, rollouts).tolist() == []
+    assert rows == [recorded_rows("sampled", generation, rollouts, dead).tolist() for generation in range(20)]
+    assert recorded_rows("all", 0, rollouts, dead).tolist() == list(range(8))
+    assert recorded_rows("none", 0, rollouts, dead).tolist() == []
 
 
-@pytest.mark.parametrize(("mode", "recorded"), [("none", 0), ("sampled", 4), ("all", 12)])
+def test_the_groups_of_highest_energy_are_always_recorded():
+    rollouts = rollouts_of(1, 2, 1, 1, 1, 1, 1)
+    energies = np.array([0.2, 0.5, 0.0, 0.9, 0.1, 0.5, 0.0])
+    found = [recorded_rows("sampled", generation, rollouts, energies).tolist() for generation in range(40)]
+    assert all({1, 2, 4, 6} <= set(rows) for rows in found)  # of groups 1, 3 and 5
+    assert {tuple(sorted({*rows} - {1, 2, 4, 6})) for rows in found} == {(), (0,), (3,), (5,), (7,)}
+    # A dead group only where it is drawn
+    few = np.array([0.0, 0.0, 0.0, 0.4, 0.0, 0.0, 0.0])
+    assert all(4 in (rows := recorded_rows("sampled", i, rollouts, few)) and len(rows) <= 3 for i in range(40))
+
+
+@pytest.mark.parametrize(("mode", "recorded"), [("none", 0), ("sampled", None), ("all", 12)])
 def test_a_training_records_what_it_was_asked_for(tmp_path, mode, recorded):
     trainer = LZEGRPOTrainer(
         model=tiny.model(),
@@ -45,7 +56,15 @@ def test_a_training_records_what_it_was_asked_for(tmp_path, mode, recorded):
     run = open_run(tmp_path)
     assert run.meta.completions == mode
     rows = run.sql("SELECT * FROM completions")
-    assert rows.groupby("generation").size().tolist() == [recorded] * 3 * bool(recorded)
+    if mode == "sampled":  # one group drawn at random and the live ones, of which there are three at most
+        groups = run.groups().merge(rows.drop_duplicates(["generation", "prompt_id"]), how="left", indicator=True)
+        assert (groups[groups.energy > 0]._merge == "both").all()
+        assert (
+            groups[groups._merge == "both"].groupby("generation").energy.apply(lambda e: (e == 0).sum()) <= 1
+        ).all()
+        assert rows.generation.nunique() == 3
+    else:
+        assert rows.groupby("generation").size().tolist() == [recorded] * 3 * bool(recorded)
     assert rows.groupby(["generation", "prompt_id"])["index"].apply(list).tolist() == [[0, 1, 2, 3]] * (len(rows) // 4)
     # The reward of each row is that of its text
     assert rows.reward.tolist() == [float(len(text.strip()) % 2 == 0) for text in rows.completion]

@@ -1,6 +1,7 @@
 """Every metric that a training logs under `lze/` is documented."""
 
 import re
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -64,6 +65,26 @@ def test_metrics_before_the_first_rollout_and_after_the_last_are_recorded(tmp_pa
     for name in ("eval_reward", "loss", "train_runtime"):
         assert recorded(tmp_path, name) == logged(trainer, name)
     assert open_run(tmp_path).summary()["generations"] == 2
+
+
+class Raises(TrainerCallback):
+    def __init__(self, error):
+        self.error = error
+
+    def on_step_end(self, *args, **kwargs):
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    ("error", "state"),
+    [(None, "finished"), (RuntimeError("out of memory"), "crashed"), (KeyboardInterrupt(), "stopped")],
+)
+def test_status_of_a_training(tmp_path, error, state):
+    trainer = make(tmp_path, [Raises(error)] if error else [], max_steps=2)
+    with pytest.raises(type(error)) if error else nullcontext():
+        trainer.train()
+    status = open_run(tmp_path).status()
+    assert (status["state"], status["steps"], status["max_steps"]) == (state, 1 if error else 2, 2)
 
 
 def test_a_trainer_that_only_evaluates_leaves_the_telemetry_of_its_folder_alone(tmp_path):

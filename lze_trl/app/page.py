@@ -43,6 +43,9 @@ _DEFAULTS: dict[str, Any] = {
     "sort": "-energy",
     "at": 1,
     "prompt": "",
+    "visit": "",
+    "picked": "",
+    "by": "",
     "runs": (),
     "axis": "step",
     "metric": "pass_rate",
@@ -51,12 +54,13 @@ _DEFAULTS: dict[str, Any] = {
     "zoom": "",
 }
 _CHOICES = {"tab": VIEWS, "state": _STATES, "sort": dict(_SORTS).values(), "axis": views.AXES, "metric": views.METRICS}
+_NO_COLUMN = ("–", "")
 _LOOK = ("smooth", "log", "zoom")
 _SHOWN_PARAMETERS = {
     "Runs": ("tab",),
     "Overview": ("tab", "run"),
     "Training": ("tab", "run", *_LOOK),
-    "Prompts": ("tab", "run", "state", "q", "sort", "at", "prompt"),
+    "Prompts": ("tab", "run", "state", "q", "sort", "at", "prompt", "visit", "picked", "by"),
     "Compare": ("tab", "runs", "axis", "metric", *_LOOK),
     "Settings": ("tab", "run"),
 }
@@ -153,6 +157,9 @@ class _Page:
                 label="Search", placeholder="text, column or id", elem_id="lze-search", min_width=220
             )
             self.sort = gr.Dropdown(_SORTS, value="-energy", label="Sort by", elem_id="lze-sort", min_width=230)
+            self.by = gr.Dropdown(
+                [_NO_COLUMN], value="", label="Break down by", elem_id="lze-by", min_width=160, allow_custom_value=True
+            )
             self.state = gr.Radio(_STATES, value="all", label="State", elem_id="lze-state", scale=3, min_width=300)
         with gr.Row(visible=False, elem_classes="lze-controls") as self.compare_controls:
             self.runs = gr.CheckboxGroup(
@@ -177,18 +184,22 @@ class _Page:
                     self.page = gr.Number(1, label="Page", precision=0, minimum=1, container=False, elem_id="lze-page")
                     self.next = gr.Button("Next →", size="sm", elem_id="lze-next")
             with gr.Column(scale=2, elem_classes="lze-column", visible=False) as self.side:
-                self.detail = gr.HTML(elem_classes="lze", apply_default_css=False, elem_id="lze-detail")
+                self.detail = gr.HTML(
+                    elem_classes="lze", apply_default_css=False, elem_id="lze-detail", js_on_load=_SET_PARAMETERS
+                )
         self.prompt = gr.Textbox(visible="hidden", elem_id="lze-prompt")
+        self.visit = gr.Textbox(visible="hidden", elem_id="lze-visit")
+        self.picked = gr.Textbox(visible="hidden", elem_id="lze-picked")
         self.zoom = gr.Textbox(visible="hidden", elem_id="lze-zoom")
         self.seen = gr.State(None)
         self.held = gr.State(None)  # the prompts that keep their places, of [`_Held`]
 
     def _connect(self):
         search = (self.state, self.search, self.sort)
-        controls = [self.view, self.run, *search, self.page, self.prompt, self.runs, self.axis, self.metric]
-        controls += [self.smooth, self.log, self.zoom]
+        controls = [self.view, self.run, *search, self.page, self.prompt, self.visit, self.picked, self.by]
+        controls += [self.runs, self.axis, self.metric, self.smooth, self.log, self.zoom]
         pages = (self.side, self.prompt_controls, self.compare_controls, self.look_controls, self.pager)
-        shown = [self.main, self.detail, *pages, self.page, self.run, self.seen, self.held]
+        shown = [self.main, self.detail, *pages, self.page, self.run, self.by, self.seen, self.held]
         # One after the other: the answer to an earlier question never replaces that to a later one
         quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private", "concurrency_id": "page"}
         show: dict[str, Any] = {"fn": self._show, "inputs": [self.held, *controls], "outputs": shown, **quiet}
@@ -198,11 +209,12 @@ class _Page:
         # A change shows the first page again, except that of the page or the prompt
         for control in (self.run, *search):
             control.input(lambda: 1, None, self.page, trigger_mode="always_last", **quiet).then(**show_and_write)
-        for shown_by in (self.view, self.runs, self.metric, self.page, self.smooth, self.log):
+        for shown_by in (self.view, self.by, self.runs, self.metric, self.page, self.smooth, self.log):
             shown_by.input(trigger_mode="always_last", **show_and_write)
         # What was chosen of one axis is nothing of another
         self.axis.input(lambda: "", None, self.zoom, trigger_mode="always_last", **quiet).then(**show_and_write)
-        self.main.click(self._set, None, controls, **quiet).then(**show_and_write)
+        for part in (self.main, self.detail):
+            part.click(self._set, None, controls, **quiet).then(**show_and_write)
         self.main.submit(lambda: None, None, self.held, **quiet).then(**show)
         for button, change in ((self.previous, -1), (self.next, 1)):
             turned = button.click(
@@ -264,7 +276,7 @@ class _Page:
         """What changes on the page, by component."""
         given = dict(zip(_DEFAULTS, values, strict=True))
         view, version = given["tab"], self._version(given)
-        detail, pages = "", 1
+        detail, pages, columns = "", 1, []
         try:
             if view == "Runs":
                 main = views.all_runs(self.book)
@@ -275,10 +287,13 @@ class _Page:
                 run, chosen, page = self.book.open(given["run"]), given["prompt"], given["at"] or 1
                 asked = [given[name] for name in ("run", "state", "q", "sort", "at")]
                 places = held[1] if held and held[0] == asked else []
-                table = views.prompt_table(run, given["state"], given["q"], given["sort"], page - 1, chosen, places)
-                main, pages, places = table
+                detail = views.prompt_detail(run, chosen, given["visit"], given["picked"])
+                search = given["state"], given["q"], given["sort"], page - 1
+                main, pages, places = views.prompt_table(run, *search, chosen, places, detail)
                 held = asked, places
-                detail = views.prompt_detail(run, chosen)
+                columns = run.columns()
+                if given["by"] in columns:
+                    main = views.breakdown(run, given["by"]) + main
             elif view == "Settings":
                 main = views.settings(self.book.open(given["run"]))
             else:
@@ -298,6 +313,8 @@ class _Page:
         changes: dict[Any, Any] = {component: gr.update(visible=value) for component, value in visible.items()}
         if view == "Prompts" and given["at"] and given["at"] > pages:
             changes[self.page] = pages
+        if view == "Prompts":
+            changes[self.by] = gr.update(choices=[_NO_COLUMN, *columns])
         return {self.main: main, self.detail: detail, self.seen: version, self.held: held, **changes}
 
 
@@ -319,7 +336,6 @@ element.addEventListener("click", (event) => {
   if (!button || "csv" in button.dataset) return;
   if ("update" in button.dataset) { trigger("submit"); return; }
   trigger("click", { ...button.dataset });
-  if ("prompt" in button.dataset && window.innerWidth < 1000) document.getElementById("lze-detail").scrollIntoView({ behavior: "smooth" });
 });
 element.addEventListener("lze-set", (event) => trigger("click", event.detail));
 """

@@ -5,6 +5,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime
+from difflib import SequenceMatcher
 from itertools import chain, zip_longest
 from typing import Any
 
@@ -19,7 +20,7 @@ from ..record.ledger import against_plain
 from ..record.reader import parse_columns
 from .alerts import alerts
 from .charts import PLAIN_LOOK, Look, Series, heat_map, line_chart
-from .markup import HTML
+from .markup import HTML, STATES
 from .numbers import duration, number, percent
 from .runs import RunBook, is_of_experiment, seed_groups
 
@@ -28,6 +29,12 @@ PAGE_SIZE = 25
 
 AXES = {"step": "steps", "tokens": "tokens", "flops": "FLOPs", "seconds": "time (s)"}
 _HISTORY_POINTS = 400
+_VISITS = 12
+"""Latest visits whose completions can be chosen."""
+
+_LONGEST = 20_000
+"""Characters of a completion of which a difference is made: longer ones would take seconds."""
+
 # Charts of what the trainer logs: title, whether the values are shares, and labels of the metrics
 _LOGGED: list[tuple[str, bool, dict[str, str]]] = [
     ("Reward", False, {"reward": "training batch", "eval_reward": "held-out prompts"}),
@@ -245,14 +252,38 @@ def _trained_on(summary: dict[str, Any]) -> str:
     return percent(summary["selected"] / max(summary["groups"], 1))
 
 
+def breakdown(run: Run, column: str) -> Markup:
+    """How the prompts fare by the values of a dataset column."""
+    frame = run.breakdown(column)
+    states = [state for state in STATES if frame[state].any()]
+    rows = [
+        [
+            "–" if row["value"] is None else row["value"],
+            *(f"{row[name]:,}" for name in ("prompts", *states)),
+            number(row["energy"]),
+            percent(row["pass_rate"]),
+            percent(row["first_pass_rate"]),
+        ]
+        for row in frame.to_dict("records")
+    ]
+    return HTML.breakdown((column, "prompts", *states, "energy", outcome_name(run), "first"), rows)
+
+
 def prompt_table(
-    run: Run, state: str, search: str, sort: str, page: int, chosen: str, held: Sequence[int] = ()
+    run: Run,
+    state: str,
+    search: str,
+    sort: str,
+    page: int,
+    chosen: str,
+    held: Sequence[int] = (),
+    detail: str = "",
 ) -> tuple[Markup, int, list[int]]:
     """
     One page of the prompts, counted from 0, the number of pages, and the ids of the prompts shown.
 
     A minus before the column `sort` puts the largest first; `chosen` is the id of the open prompt, which is shown above the
-    others. The prompts `held` keep their places, whatever their values are now: others only fill up the page, and the
+    others, and on a phone with its `detail` below it. The prompts `held` keep their places, whatever their values are now: others only fill up the page, and the
     reader is told how many rows an update would change.
     """
     counts = run.prompt_counts(search)
@@ -284,12 +315,16 @@ def prompt_table(
         outcome_name(run),
         run.meta.energy_max,
         f"{found:,} prompts, page {page + 1:,} of {pages:,}",
+        detail,
     )
     return table, pages, shown
 
 
-def prompt_detail(run: Run, chosen: str) -> Markup:
-    """History of one prompt as a plot, and its latest completions."""
+def prompt_detail(run: Run, chosen: str, visit: str = "", picked: str = "") -> Markup:
+    """
+    History of one prompt as a plot, its completions at a visit, by default the latest, and the difference of the two that
+    are picked: `visit` is a generation batch, `picked` are generation batches and indexes as in `3.0,12.1`.
+    """
     if not chosen:
         return HTML.no_prompt("Choose a prompt to see its history.")
     prompt_id = parse_prompt_id(chosen)
@@ -312,16 +347,43 @@ def prompt_detail(run: Run, chosen: str) -> Markup:
         "momentum m": number(row["momentum"]),
         "prompt id": prompt_id,
     }
-    completions = run.completions(prompt_id)
+    visits = run.sql(
+        """SELECT generation, step + 1 AS step, avg(outcome) AS outcome FROM completions WHERE prompt_id = ?
+        GROUP BY ALL ORDER BY generation DESC LIMIT ?""",
+        [prompt_id, _VISITS],
+    ).to_dict("records")
+    completions = run.completions(prompt_id, int(visit) if visit.isdecimal() else None)
     return HTML.prompt(
+        chosen,
         row["state"],
         row["text"] if isinstance(row["text"], str) else "The text of this prompt is not recorded.",
         facts,
         line_chart("History", lines, y_range=y_range, height=180),
         [_completion(row, run.meta.reward_labels) for row in completions.to_dict("records")],
-        completions["step"].max() + 1,
+        visits,
+        picked.split(",")[0] if picked else "",
+        _difference(run, prompt_id, picked),
         run.meta.completions,
     )
+
+
+def _difference(run: Run, prompt_id: int, picked: str) -> dict[str, Any] | None:
+    """Where two completions are, the earlier one first, and their words: in both (`equal`), or in one (`delete`, `insert`)."""
+    if not re.fullmatch(r"\d{1,9}\.\d{1,9},\d{1,9}\.\d{1,9}", picked):
+        return None
+    places = sorted(tuple(map(int, place.split("."))) for place in picked.split(","))
+    frame = pd.concat(
+        [run.completions(prompt_id, generation).query("index == @index") for generation, index in places]
+    )
+    if len(frame) < 2:  # the run may have been recorded anew
+        return None
+    old, new = (re.findall(r"\s+|\w+|[^\w\s]", text[:_LONGEST]) for text in frame["completion"])
+    parts: list[tuple[str, str]] = []
+    for kind, first, last, begin, end in SequenceMatcher(None, old, new).get_opcodes():
+        parts += [("delete" if kind != "equal" else kind, "".join(old[first:last]))]
+        parts += [("insert", "".join(new[begin:end]))] if kind != "equal" else []
+    where = [f"step {row.step + 1}, completion {row.index + 1}" for row in frame.itertuples(index=False)]
+    return {"where": where, "parts": [part for part in parts if part[1]]}
 
 
 def _completion(row: dict[str, Any], labels: list[str]) -> dict[str, Any]:

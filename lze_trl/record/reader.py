@@ -312,11 +312,28 @@ class Run:
         counts = {row["state"]: row["prompts"] for row in self.arrow(query, parameters).to_pylist()}
         return {state: counts.get(state, 0) for state in STATES}
 
-    def completions(self, prompt_id: int) -> pd.DataFrame:
-        """Latest recorded completions of a prompt."""
-        query = """SELECT * FROM completions WHERE prompt_id = ?
+    def completions(self, prompt_id: int, generation: int | None = None) -> pd.DataFrame:
+        """Recorded completions of a prompt in a generation batch, by default the latest that has some."""
+        query = """SELECT * FROM completions WHERE prompt_id = ? AND generation = coalesce(?, generation)
             QUALIFY generation = max(generation) OVER () ORDER BY index"""
-        return self.sql(query, [prompt_id])
+        return self.sql(query, [prompt_id, generation])
+
+    def columns(self) -> list[str]:
+        """Names of the dataset columns that are recorded of the prompts."""
+        keys = "SELECT DISTINCT unnest(json_keys(columns)) AS name FROM (SELECT columns FROM prompts WHERE json_valid(columns) LIMIT 1000)"
+        return self.sql(f"{keys} ORDER BY name")["name"].tolist()
+
+    def breakdown(self, column: str, limit: int = 20) -> pd.DataFrame:
+        """Visited prompts by the values of a dataset column, the most frequent first: counts by state, and means."""
+        states = ", ".join(f"count(*) FILTER (state = '{state}') AS {state}" for state in STATES)
+        return self.sql(
+            f"""WITH known AS (SELECT prompt_id, any_value(columns) AS columns FROM prompts
+                WHERE json_valid(columns) GROUP BY prompt_id)
+            SELECT json_extract_string(columns, ?) AS value, count(*) AS prompts, {states}, avg(pass_rate) AS pass_rate,
+                avg(first_pass_rate) AS first_pass_rate, avg(energy) AS energy
+            FROM prompt_states JOIN known USING (prompt_id) GROUP BY value ORDER BY prompts DESC, value LIMIT ?""",
+            ["/" + column.replace("~", "~0").replace("/", "~1"), limit],
+        )
 
     def status(self) -> dict[str, Any]:
         """

@@ -15,15 +15,22 @@ from .generation import GenerationRecord
 from .writer import TelemetryWriter
 
 
-def recorded_rows(mode: str, generation: int, rollouts: Rollouts) -> np.ndarray:
+_HIGHEST = 3
+
+
+def recorded_rows(mode: str, generation: int, rollouts: Rollouts, energies: np.ndarray) -> np.ndarray:
     """
-    Completions whose text is recorded: of one group if the mode is `"sampled"`, `"all"`, or `"none"`. Their rows, ascending:
-    the same on every process, and in a run that was resumed.
+    Completions whose text is recorded: if the mode is `"sampled"`, of one group drawn at random and the three live ones of
+    highest energy; `"all"`, or `"none"`. `energies` are those of the groups, `(P,)`. Returns rows, ascending: the same on every
+    process, and in a run that was resumed.
     """
     if mode == "all":
         return np.arange(rollouts.num_rows)
-    sampled = np.random.default_rng(generation).integers(rollouts.num_groups) if mode == "sampled" else -1
-    return np.flatnonzero(rollouts.group == sampled)
+    if mode == "none":
+        return np.arange(0)
+    highest = np.argsort(-energies, kind="stable")[:_HIGHEST]
+    drawn = np.random.default_rng(generation).integers(rollouts.num_groups)
+    return np.flatnonzero(np.isin(rollouts.group, [drawn, *highest[energies[highest] > 0]]))
 
 
 @dataclass
@@ -92,7 +99,7 @@ class Recorder:
             self.accelerator,
         )
         completions = scored.gathered_on_main(
-            recorded_rows(self.args.telemetry_completions, generation, rollouts),
+            recorded_rows(self.args.telemetry_completions, generation, rollouts, groups.energies),
             lambda place: _text(scored.texts[place]),
             self.accelerator,
         )

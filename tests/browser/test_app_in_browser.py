@@ -59,7 +59,7 @@ def open_page(page, address, **parameters):
 
 
 def rows(page):
-    return page.locator(".lze-prompts tbody tr").count()
+    return page.locator(".lze-prompts tbody tr:not(.lze-inline)").count()
 
 
 def search(page, text):
@@ -238,7 +238,7 @@ def test_page_follows_a_real_training(page, tmp_path, runs):
         comparison_with_a_live_run(page)
 
 
-ROWS = """() => [...document.querySelectorAll(".lze-prompts tbody tr")].map(
+ROWS = """() => [...document.querySelectorAll(".lze-prompts tbody tr:not(.lze-inline)")].map(
     (row) => [...row.children].map((cell) => cell.innerText.trim()))"""
 
 
@@ -339,9 +339,7 @@ def test_refresh_moves_nothing(page, tmp_path):
 
 
 ORDER = """() => [...document.querySelectorAll(".lze-prompts tbody [data-prompt]")].map((row) => row.dataset.prompt)"""
-VISITS = (
-    """() => [...document.querySelectorAll(".lze-prompts tbody tr")].map((row) => +row.lastElementChild.innerText)"""
-)
+VISITS = """() => [...document.querySelectorAll(".lze-prompts tbody tr:not(.lze-inline)")].map((row) => +row.lastElementChild.innerText)"""
 PLACE = """(row) => row.getBoundingClientRect().toJSON()"""
 
 
@@ -351,7 +349,7 @@ def test_click_in_a_live_run_opens_the_row_under_the_pointer(page, tmp_path):
         wait_for(lambda: rows(page) == 25)
         order = page.evaluate(ORDER)
         for number in (3, 17, 9, 21, 0, 12):
-            row = page.locator(".lze-prompts tbody tr").nth(number)
+            row = page.locator(".lze-prompts tbody tr:not(.lze-inline)").nth(number)
             row.scroll_into_view_if_needed()
             place = row.evaluate(PLACE)
             page.mouse.move(place["x"] + 40, place["y"] + place["height"] / 2)
@@ -583,7 +581,7 @@ def test_search_filter_sort_and_open_a_prompt(page, address, runs):
     detail = page.locator("#lze-detail").inner_text()
     assert lowest.text in detail
     completions = run.completions(int(lowest.prompt_id))
-    assert page.locator(".lze-completion").count() == len(completions)
+    assert page.locator("#lze-detail .lze-completion").count() == len(completions)
     assert completions.completion[0].splitlines()[0] in detail
     # The address brings the same view back
     shared = page.url
@@ -592,6 +590,83 @@ def test_search_filter_sort_and_open_a_prompt(page, address, runs):
     page.wait_for_selector("#lze-detail .lze-completion")
     assert lowest.text in page.locator("#lze-detail").inner_text()
     assert page.get_by_role("textbox", name="Search").input_value() == "geometry"
+
+
+def test_completions_by_visit_and_their_difference(page, address, runs):
+    run = open_run(runs / "lze-a")
+    known = run.sql("""SELECT prompt_id, count(DISTINCT generation) AS visits FROM completions WHERE index = 0
+        GROUP BY prompt_id HAVING count(DISTINCT completion) > 1 AND visits BETWEEN 3 AND 12 ORDER BY prompt_id LIMIT 1""")
+    prompt, visits = int(known.prompt_id.item()), int(known.visits.item())
+    texts = run.sql(
+        "SELECT generation, completion FROM completions WHERE prompt_id = ? AND index = 0 ORDER BY generation",
+        [prompt],
+    ).set_index("generation")["completion"]
+    open_page(page, address, tab="Prompts", prompt=str(prompt))
+    detail = page.locator("#lze-detail")
+    shown = detail.locator(".lze-completion pre").first
+    shown.wait_for()
+    assert detail.locator(".lze-visit").count() == visits
+    assert shown.inner_text() == texts.iloc[-1]
+    older = next(generation for generation, text in texts.items() if text != texts.iloc[-1])
+    detail.get_by_role("button", name="compare").first.click()
+    detail.get_by_text("Choose another completion").wait_for()
+    detail.locator(f'[data-visit="{older}"]').click()
+    detail.get_by_role("heading", name=f"Completions at step {older + 1}", exact=True).wait_for()
+    assert shown.inner_text() == texts[older]
+    detail.get_by_role("button", name="compare").first.click()
+    difference = detail.locator(".lze-difference")
+    difference.wait_for()
+    for tag, text in (("ins", texts[older]), ("del", texts.iloc[-1])):
+        kept = difference.evaluate(
+            "(node, tag) => [...node.children].filter((c) => c.localName !== tag).map((c) => c.textContent).join('')",
+            tag,
+        )
+        assert kept == text
+    wanted = f"picked={older}.0%2C{texts.index[-1]}.0"
+    wait_for(lambda: wanted in address_bar(page))
+    assert f"step {older + 1}, completion 1 → step {texts.index[-1] + 1}, completion 1" in detail.inner_text()
+    # Another prompt begins anew
+    page.locator(".lze-prompts tbody [data-prompt]").first.click()
+    wait_for(lambda: "picked=" not in address_bar(page) and "visit=" not in address_bar(page))
+
+
+def test_breakdown_by_a_column(page, address, runs):
+    open_page(page, address, tab="Prompts")
+    page.locator("#lze-by input").click()
+    page.get_by_role("option", name="subject").click()
+    page.wait_for_selector(".lze-breakdown")
+    expected = open_run(runs / "lze-a").breakdown("subject").set_index("value")
+    body = page.locator(".lze-breakdown tbody tr")
+    assert [row.split("\t")[:2] for row in body.all_inner_texts()] == [
+        [value, str(count)] for value, count in expected["prompts"].items()
+    ]
+    assert "by=subject" in address_bar(page)
+    assert rows(page) == 25
+    page.locator("#lze-run input").click()
+    page.get_by_role("option", name="full").click()
+    counts = open_run(runs / "full").breakdown("subject")["prompts"]
+    wait_for(lambda: [int(row.split("\t")[1]) for row in body.all_inner_texts()] == counts.tolist())
+
+
+def test_details_open_below_the_row_on_a_phone(browser, address):
+    context = browser.new_context(viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True)
+    page = context.new_page()
+    open_page(page, address, tab="Prompts")
+    heads = {head.inner_text(): head.bounding_box() for head in page.locator(".lze-prompts th:visible").all()}
+    assert list(heads) == ["prompt", "state", "energy", "pass rate"]
+    assert all(box["x"] + box["width"] <= 390 for box in heads.values())
+    row = page.locator(".lze-prompts tbody [data-prompt]").nth(4)
+    row.scroll_into_view_if_needed()
+    row.tap()
+    detail = page.locator(".lze-inline .lze-detail")
+    detail.wait_for()
+    below, opened = row.bounding_box(), detail.bounding_box()
+    assert 0 < opened["y"] - below["y"] < 60
+    assert opened["x"] >= 0
+    assert opened["x"] + opened["width"] <= 390
+    assert not page.locator("#lze-detail").is_visible()
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    context.close()
 
 
 def test_every_state_is_a_filter(page, address, runs):
@@ -647,7 +722,7 @@ def test_text_of_a_run_is_shown_never_interpreted(page, tmp_path):
         assert page.locator("#lze-detail .lze-text").first.inner_text() == NASTY
         assert page.locator("#lze-detail .lze-completion pre").first.inner_text() == NASTY
         assert page.locator("#lze-detail script, #lze-detail img[src=x], #lze-main img[src=x]").count() == 0
-        assert NASTY in page.locator(".lze-facts").inner_text()
+        assert NASTY in page.locator("#lze-detail .lze-facts").inner_text()
 
 
 def test_states_without_data_are_worded(page, runs, tmp_path):
