@@ -128,6 +128,23 @@ def refuse_unfit_strategies(
         )
 
 
+def refuse_unfit_label_confidence(args: LZEGRPOConfig, rewards: Mapping[int, Any], selector: Any):
+    """Refuse to weigh energies by votes where there are none, or where nothing is ranked by energy."""
+    value = f"`label_confidence={args.label_confidence!r}`"
+    if args.label_confidence == "none":
+        return
+    if not rewards:
+        raise ValueError(
+            f"{value} is the share of a majority vote, and none of the reward functions is the majority reward. Add "
+            "'majority' to them (`MajorityReward()`), or leave `label_confidence` unset."
+        )
+    if selector is None and args.selector != "energy":
+        raise ValueError(
+            f"{value} corrects the energy, and `selector={args.selector!r}` does not go by it. Set `selector='energy'` and a "
+            "`selection_ratio`, or leave `label_confidence` unset."
+        )
+
+
 def refuse_unfit_group_rewards(args: LZEGRPOConfig, rewards: Mapping[int, Any], controller: RolloutController):
     """Refuse settings that rewards of whole groups, given by their columns, do not go with."""
     if not rewards:

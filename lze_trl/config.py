@@ -128,6 +128,10 @@ class LZEGRPOConfig(GRPOConfig):
         gumbel_scale (`float`, *optional*, defaults to `0.05`):
             Scale of the Gumbel noise on the energies, relative to their range over the live groups. 0 ranks without
             noise.
+        label_confidence (`str`, *optional*, defaults to `"none"`):
+            What the energy of a group is multiplied by where its label is a majority vote, which may be wrong: `"share"`, the
+            winner's share of the completions, or `"none"`, nothing. Without it, prompts are ranked highest at a first visit
+            where a third of the completions agree.
         loss_normalizer (`str`, *optional*, defaults to `"all"`):
             What the loss is averaged over: `"selected"` (the chosen completions, as DAPO does) or `"all"` (a full batch,
             whatever of it was rolled out: the gradient is that of the full batch minus the groups that were dropped,
@@ -295,6 +299,7 @@ class LZEGRPOConfig(GRPOConfig):
     momentum_weight: float = 0.3
     ema_decay: float = 0.9
     gumbel_scale: float = 0.05
+    label_confidence: Literal["none", "share"] = "none"
     loss_normalizer: Literal["selected", "all", None] = None
     scale_rewards: str | None = None  # type: ignore[assignment]  # `None` until `__post_init__`: by the strategy
     advantage_estimator: Estimator = "grpo"

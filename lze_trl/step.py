@@ -21,6 +21,7 @@ from .plan.passes import Passes, Plan
 from .record.ledger import Ledger, account
 from .record.monitors import DeadMonitor, RepeatMonitor, batch_metrics
 from .record.recorder import Recorder
+from .record.safeguards import VoteHistory
 from .rollout.controllers import RolloutController, ask_keep
 from .rollout.rounds import Rounds
 from .seeding import keyed_rng
@@ -47,7 +48,7 @@ class GenerationStep:
         self.batch: GenerationBatch | None = None  # the last one
         self.buffer = LiveBuffer(self.geometry, self.args.surplus_max_age, self.accelerator)
         self.window = Window()  # the optimizer step under way
-        self.dead, self.repeats = DeadMonitor(), RepeatMonitor()
+        self.dead, self.repeats, self.votes = DeadMonitor(), RepeatMonitor(), VoteHistory()
         self._made_at = -1  # micro-step at which the batch was made; -1 if that was before a resume
         self._in_use = False  # whether the next optimizer step goes on with the batch
 
@@ -126,7 +127,9 @@ class GenerationStep:
 
     def _remember(self, drawn: Scored) -> Groups:
         """Score the groups and remember their prompts."""
-        groups = self.state.visit(drawn.rollouts, drawn.chances)
+        confidence = drawn.confidence if self.args.label_confidence == "share" else None
+        groups = self.state.visit(drawn.rollouts, drawn.chances, confidence)
+        self.votes.add_batch(drawn.logged, len(groups))
         self.passes.planner.observe(groups)
         self.dead.update(groups, drawn.rollouts, drawn.rewards_per_func.cpu().numpy())
         return groups
@@ -268,6 +271,7 @@ class GenerationStep:
             "passes": self.passes,
             "dead": self.dead,
             "repeats": self.repeats,
+            "votes": self.votes,
             "ledger": self.ledger,
         }
 

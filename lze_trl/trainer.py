@@ -29,6 +29,7 @@ from .memory.identity import ID_COLUMN
 from .plan.planners import Planner
 from .record.ledger import Ledger, TokenCost, saving_metrics, token_cost
 from .record.recorder import Recorder
+from .record.safeguards import VoteHistory
 from .rollout.controllers import RolloutController
 from .rollout.guard import checked
 from .rollout.rounds import Rounds
@@ -140,6 +141,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         funcs = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
         self.group_rewards = {i: func for i, func in enumerate(funcs) if isinstance(func, GroupReward)}
         checks.refuse_unfit_group_rewards(args, self.group_rewards, controller)
+        checks.refuse_unfit_label_confidence(args, self.group_rewards, selector)
         stand_ins = [placeholder(func) if i in self.group_rewards else func for i, func in enumerate(funcs)]
         reward_funcs = None if reward_funcs is None else [checked(func) for func in stand_ins]
         over_http = args.use_vllm and args.vllm_mode == "http"
@@ -216,6 +218,11 @@ class LZEGRPOTrainer(GRPOTrainer):
     def selector(self) -> Selector:
         """Chooses the groups to train on."""
         return self._own_step.selector
+
+    @property
+    def vote_history(self) -> VoteHistory:
+        """What was seen so far of votes and of a probe set."""
+        return self._own_step.votes
 
     # ---- Data ----
 
@@ -407,8 +414,8 @@ class LZEGRPOTrainer(GRPOTrainer):
         return result
 
     def _run_epoch(self, *args: Any, **kwargs: Any):
-        # Differs from transformers: a run that is resumed at its end takes no step more
-        if self.state.global_step < self.state.max_steps:
+        # Differs from transformers: a run that is resumed at its end, or where it was stopped, takes no step more
+        if self.state.global_step < self.state.max_steps and not self.control.should_training_stop:
             super()._run_epoch(*args, **kwargs)
         else:
             self.control.should_training_stop = True

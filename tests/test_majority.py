@@ -353,6 +353,7 @@ SIX = ROWS | EVERY | {"rows": 36}
 CASES = {
     "one round": ROWS | EVERY,
     "by energy": ROWS | {"selection_ratio": 0.4},
+    "by energy times share": ROWS | {"selection_ratio": 0.4, "label_confidence": "share"},
     "batch scale": ROWS | EVERY | {"scale_rewards": "batch"},
     "six prompts": SIX,
     "two rounds": SIX | {"sizes": [[2, 4], [4, 2]]},

@@ -222,7 +222,7 @@ def _task_lines(evaluations: dict[str, dict[str, Any]]) -> list[Series]:
     """Results of the tasks evaluated during the training, with their intervals: a line for each task and metric."""
     found: dict[str, dict[int, list[float | None]]] = {}
     for name, results in evaluations.items():
-        if match := re.fullmatch(r"step-(\d+)", name):
+        if match := re.fullmatch(r"(?:step|probe)-(\d+)", name):
             for task, result in results["tasks"].items():
                 for metric, estimate in result["metrics"].items():
                     found.setdefault(f"{task} {metric}", {})[int(match[1])] = estimate

@@ -27,8 +27,10 @@ def read_results(run_dir: str | Path) -> dict[str, dict[str, Any]]:
 
 def first_and_last(evaluations: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Of those during a training, only the first and the last."""
-    steps = [name for name in evaluations if name.startswith("step-")]
-    return {name: results for name, results in evaluations.items() if name not in steps[1:-1]}
+    between = []
+    for kind in ("step-", "probe-"):
+        between += [name for name in evaluations if name.startswith(kind)][1:-1]
+    return {name: results for name, results in evaluations.items() if name not in between}
 
 
 def rows_of(evaluations: dict[str, dict[str, Any]]) -> tuple[list[str], list[list[str]]]:

@@ -16,6 +16,7 @@ from trl import ModelConfig, TrlParser
 
 from ..config import LZEGRPOConfig
 from ..names import near
+from ..record.safeguards import StopRules
 from ..rewards import MAJORITY, SOFT_OVERLONG, MajorityReward
 from . import CHECKOUT
 
@@ -64,6 +65,28 @@ class LZEScriptArguments:
     )
     eval_tasks_limit: int | None = _optional(help="Number of problems of each task. Default: all.")
     eval_tasks_data: str | None = _optional(help="Folder with the tasks' files. Default: the Hub.")
+    probe_datasets: list[str] = _flag(
+        default_factory=list,
+        help="Problems with gold answers that are not trained on, as `eval_tasks`: on them the model is evaluated before the first "
+        "step, every `probe_every` steps and after the last. A training on votes that goes wrong is stopped, and the "
+        "checkpoint of the best probe is what it ends with.",
+    )
+    probe_every: int = _flag(default=25, help="Steps between probes.")
+    probe_patience: int | None = _flag(
+        default=2,
+        help="Probes in a row that are worse than the best one by two standard errors, after which training stops; also those "
+        "in a row at which `probe_gap` is exceeded. Null: however many.",
+    )
+    probe_concentration: float | None = _flag(
+        default=0.2,
+        help="Share of the groups with the same answer at which training stops, in three batches in a row, unless a third of "
+        "it was usual in the first ten. Null: none.",
+    )
+    probe_gap: float | None = _flag(
+        default=0.15,
+        help="How much further than at the start the mean share of the winners may be above the accuracy on the probe set. "
+        "Null: however far.",
+    )
     dataset_prompt_column: str | None = _optional(help="Column with the problem, where it is not recognised.")
     dataset_answer_column: str | None = _optional(help="Column with the gold answer, where it is not recognised.")
     dataset_context_columns: list[str] | None = _optional(
@@ -111,7 +134,7 @@ class LZEScriptArguments:
             value = vars(self)[name]
             if value is not None and value < 1:
                 raise ValueError(f"`{name}` must be at least 1, got {value}. Leave it unset to read all prompts.")
-        for name in ("eval_tasks_steps", "eval_tasks_samples"):
+        for name in ("eval_tasks_steps", "eval_tasks_samples", "probe_every"):
             if vars(self)[name] < 1:
                 raise ValueError(f"`{name}` must be at least 1, got {vars(self)[name]}.")
         if self.system_prompt is not None and not self.conversational:
@@ -131,6 +154,17 @@ class LZEScriptArguments:
                 f"{self.reward_funcs}. Add the reward, or leave it unset."
             )
         MajorityReward(**self.majority)  # refuses values out of range
+        self.stop_rules()  # likewise
+        for name in (field.name for field in fields(self) if field.name.startswith("probe_")):
+            if not self.probe_datasets and vars(self)[name] != getattr(LZEScriptArguments, name, []):
+                raise ValueError(
+                    f"`{name}={vars(self)[name]}` is a setting of the probe, and `probe_datasets` names no problems. Name some, or "
+                    "leave it unset."
+                )
+
+    def stop_rules(self) -> StopRules:
+        """When the probe stops a training."""
+        return StopRules(self.probe_patience, self.probe_concentration, self.probe_gap)
 
     @property
     def majority(self) -> dict[str, Any]:

@@ -15,11 +15,13 @@ if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[2])
     __package__ = "lze_trl.job"
 
+import json
 import logging
 import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import datasets
 import huggingface_hub
@@ -32,7 +34,7 @@ from ..app.console import accuracy_metric, held_out_accuracy
 from ..checkpoint import CheckpointError, has_ended, how_to_resume, last_complete_checkpoint, refuse_non_checkpoint
 from ..config import LZEGRPOConfig
 from ..data import load_mixture, parse_reference
-from ..evaluation.during import TaskEvaluation, remove_evaluations
+from ..evaluation.during import Probe, TaskEvaluation, remove_evaluations
 from ..evaluation.run import Evaluation
 from ..evaluation.settings import Decoding
 from ..evaluation.tasks import find_tasks, load_problems
@@ -84,6 +86,10 @@ def build_trainer(
     if script_args.eval_tasks:
         evaluation = make_evaluation(script_args, training_args)
         trainer.add_callback(TaskEvaluation(trainer, evaluation, script_args.eval_tasks_steps))
+    if script_args.probe_datasets:
+        probe = make_probe(script_args, training_args)
+        refuse_shown(probe, trainer.train_dataset)
+        trainer.add_callback(Probe(trainer, probe, script_args.probe_every, script_args.stop_rules()))
     return trainer
 
 
@@ -143,6 +149,24 @@ def make_evaluation(script_args: LZEScriptArguments, args: LZEGRPOConfig) -> Eva
     name = "accuracy" if {"accuracy", MAJORITY} & set(script_args.reward_funcs) else script_args.reward_funcs[0]
     reward = get_reward(name, args.max_completion_length, script_args.soft_overlong_cache)
     return Evaluation(problems, decoding, samples, reward, script_args.eval_tasks_limit)
+
+
+def make_probe(script_args: LZEScriptArguments, args: LZEGRPOConfig) -> Evaluation:
+    """The evaluation on `probe_datasets`: greedy, and of all problems."""
+    own = {"eval_tasks": script_args.probe_datasets, "eval_tasks_samples": 1, "eval_tasks_limit": None}
+    return make_evaluation(replace(script_args, **own), args)
+
+
+def refuse_shown(probe: Evaluation, dataset: Any):
+    """Refuse problems of a probe set that are trained on."""
+    problems = [problem for found, _ in probe.tasks.values() for problem in found]
+    shown = {json.dumps(prompt) for prompt in dataset["prompt"]}
+    both = [problem for problem in problems if json.dumps(problem.prompt) in shown]
+    if both:
+        raise ValueError(
+            f"{len(both)} of the {len(problems)} problems of `probe_datasets` are trained on as well, such as "
+            f"{both[0].text[:80]!r}. A probe tells nothing of what is shown: remove them from one of the two."
+        )
 
 
 def resume_point(args: LZEGRPOConfig) -> str | None:

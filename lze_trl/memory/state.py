@@ -113,12 +113,15 @@ class PromptState:
         self.num_pruned = int(self["pruned"].sum())
         return int(solved.sum())
 
-    def visit(self, rollouts: Rollouts, chances: np.ndarray | None = None) -> Groups:
+    def visit(
+        self, rollouts: Rollouts, chances: np.ndarray | None = None, confidence: np.ndarray | None = None
+    ) -> Groups:
         """
         Score the groups of a generation batch, then remember them.
 
         `chances`, shape `(P,)`, are for groups of which some were stopped after their first completion: the probability with
-        which each one was drawn to its end, and 0 where it was not.
+        which each one was drawn to its end, and 0 where it was not. `confidence`, shape `(P,)`, is what energies are multiplied
+        by: the probability that the label of each group is right.
 
         The range of scores must have been widened by the batch before, see [`observe`]. The energies use the moving
         averages from *before* the batch. Groups without any scored completion leave no trace.
@@ -140,6 +143,7 @@ class PromptState:
             settings.difficulty_floor,
             settings.momentum_weight,
             settings.named_outcome,
+            confidence,
         )
         scored = ~np.isnan(groups.pass_rates)
         if chances is None:

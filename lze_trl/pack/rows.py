@@ -53,6 +53,8 @@ class Scored:
     # sizes, or drawn in several rounds
     order: np.ndarray | None = None
     chances: np.ndarray | None = None  # (P,): see [`~lze_trl.memory.state.PromptState.visit`]
+    confidence: np.ndarray | None = None  # (P,): likewise, once group rewards are settled
+    logged: dict[str, float] = field(default_factory=dict)  # of group rewards, means over the groups
     extra: dict[str, list] = field(default_factory=dict)  # columns that reward functions log, by row of this process
     ballots: dict[int, list] = field(default_factory=dict)  # of all rows, by column, until group rewards are settled
 
@@ -112,8 +114,8 @@ def without_empty_groups(scored: Scored) -> Scored:
     """The same batch without the groups that have no rows."""
     drawn, group = np.unique(scored.rollouts.group, return_inverse=True)
     rollouts = replace(scored.rollouts, prompt_ids=scored.rollouts.prompt_ids[drawn], group=group)
-    chances = None if scored.chances is None else scored.chances[drawn]
-    return replace(scored, rollouts=rollouts, chances=chances)
+    known = {name: vars(scored)[name] for name in ("chances", "confidence") if vars(scored)[name] is not None}
+    return replace(scored, rollouts=rollouts, **{name: values[drawn] for name, values in known.items()})
 
 
 def joined(parts: list[Scored], prompt_ids: np.ndarray | None = None) -> Scored:

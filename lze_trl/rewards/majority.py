@@ -7,6 +7,7 @@ It depends on all completions of a prompt, which may lie on several processes an
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from numbers import Integral, Real
 from typing import Any, Literal, NamedTuple, get_args
@@ -33,6 +34,8 @@ class Ballot(NamedTuple):
     """Whether the prompt has a gold answer that can be read, and gold decides."""
     score: float | None = None
     """Accuracy against that gold answer; `None` if it cannot be known in time."""
+    gold: Any = None
+    """The gold answer, if there is one: labels are checked by it, whether or not it decides."""
 
 
 class Verdict(NamedTuple):
@@ -41,7 +44,11 @@ class Verdict(NamedTuple):
     rewards: list[float | None]
     """Of each completion; `None` for all of them where the reward abstains."""
     metrics: dict[str, float]
-    """What is logged, as a mean over the groups."""
+    """What is logged, as a mean over the groups that have it."""
+    confidence: float = 1.0
+    """Probability that the label is right, as far as the votes tell: the winner's share; 1 where a gold answer decides."""
+    winner: str | None = None
+    """The answer that most completions give."""
 
 
 class MajorityReward:
@@ -135,8 +142,9 @@ class MajorityReward:
         votes = [read_vote(text, cut) for text, cut in zip(texts, truncated, strict=True)]
         if log_extra is not None:
             log_extra("vote", ["" if vote is None else vote for vote in votes])
+        golds = [None] * len(votes) if solution is None else solution
         if solution is None or self.labelled == "none":
-            return [Ballot(vote) for vote in votes]
+            return [Ballot(vote, gold=gold) for vote, gold in zip(votes, golds, strict=True)]
         scored = [score_answer(text, gold) for text, gold in zip(texts, solution, strict=True)]
         if not self._warned and scored and all(labelled for labelled, _ in scored):
             self._warned = True
@@ -144,29 +152,33 @@ class MajorityReward:
                 "Every prompt of these completions has a gold answer, which decides, so nothing is voted on. Set "
                 "`majority_labelled='none'` (in a script, `MajorityReward(labelled='none')`) to reward the majority all the same."
             )
-        return [Ballot(vote, *score) for vote, score in zip(votes, scored, strict=True)]
+        return [Ballot(vote, *score, gold) for vote, score, gold in zip(votes, scored, golds, strict=True)]
 
     def settle(self, ballots: Sequence[Ballot], final: bool = True) -> Verdict:
         """
         Judge one whole group. Before it is `final`, that is if votes may still be added, the winner counts however far it is
         ahead.
         """
-        if any(ballot.labelled for ballot in ballots):
-            return Verdict([ballot.score for ballot in ballots], {"gold_share": 1.0})
-        classes = answer_classes([ballot.vote for ballot in ballots], same_answer)
+        votes = [ballot.vote for ballot in ballots]
+        classes = answer_classes(votes, same_answer)
         found = consensus(classes)
         reasons = self._reasons(found) if final else {}
+        abstains, winner = any(reasons.values()), _commonest(votes, classes == found.winner)
+        checked = {} if abstains or not final else _precision(winner, ballots[0].gold)
+        if any(ballot.labelled for ballot in ballots):
+            return Verdict([ballot.score for ballot in ballots], {"gold_share": 1.0, **checked}, 1.0, winner)
         metrics = {
             "gold_share": 0.0,
             "winner_share": found.share,
             "no_vote_share": 1.0 - found.valid,
-            "abstained": float(any(reasons.values())),
+            "abstained": float(abstains),
             **{f"abstained_{name}": float(applies) for name, applies in reasons.items()},
+            **checked,
         }
-        if any(reasons.values()):
-            return Verdict([None] * len(ballots), metrics)
+        if abstains:
+            return Verdict([None] * len(ballots), metrics, winner=winner)
         wins = (classes == found.winner) & (classes >= 0)
-        return Verdict(wins.astype(np.float64).tolist(), metrics)
+        return Verdict(wins.astype(np.float64).tolist(), metrics, found.share, winner)
 
     def _reasons(self, found: Any) -> dict[str, bool]:
         """Which of the reasons to abstain applies: the first one, if several do."""
@@ -211,6 +223,20 @@ class MajorityReward:
             for name, value in pd.DataFrame([verdict.metrics for verdict in verdicts]).mean().items():
                 log_metric(f"majority/{name}", float(value))
         return [reward for verdict in verdicts for reward in verdict.rewards]
+
+
+def _commonest(votes: list[str | None], wins: np.ndarray) -> str | None:
+    """The most frequent text of the winning class, the first in the alphabet of several."""
+    counts = Counter(vote for vote, won in zip(votes, wins, strict=True) if won and vote is not None)
+    return min(counts, key=lambda text: (-counts[text], text), default=None)
+
+
+def _precision(winner: str | None, gold: Any) -> dict[str, float]:
+    """Whether a label is right, where a gold answer can tell."""
+    if winner is None or gold is None:
+        return {}
+    _, right = score_answer(f"\\boxed{{{winner}}}", gold)
+    return {} if right is None else {"label_precision": right}
 
 
 def _checked_bounds(bounds: Sequence[float]) -> tuple[float, float]:

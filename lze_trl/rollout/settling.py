@@ -7,6 +7,7 @@ make two disagree.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -19,7 +20,10 @@ from trl.trainer.utils import get_callable_name
 
 
 class Judged(Protocol):
-    """What a group reward says of a group: the rewards of its completions, and what is logged."""
+    """
+    What a group reward says of a group: the rewards of its completions, and what is logged. If it is a label that may be wrong,
+    also its `confidence`, the probability that it is right, and the `winner`, its answer.
+    """
 
     rewards: list[float | None]
     metrics: dict[str, float]
@@ -80,15 +84,17 @@ def settle(
     group: np.ndarray,
     accelerator: Accelerator,
     final: bool = True,
-) -> tuple[dict[int, np.ndarray], dict[str, float]]:
+) -> tuple[dict[int, np.ndarray], dict[str, float], np.ndarray]:
     """
     Judge groups; process g mod W judges group g. Every process gets the same answer.
 
     `rewards` and `ballots`, those of all B rows of all processes, go by the column of the reward function; `group` has shape
-    `(B,)`. Returns the rewards of each column, of shape `(B,)` and NaN for `None`, and metrics as means over the groups.
+    `(B,)`. Returns the rewards of each column, of shape `(B,)` and NaN for `None`; metrics as means over the groups, and
+    `concentration`, the share of the groups whose winner is the commonest one; and the confidence in each group, shape `(P,)`.
     """
     columns: dict[int, np.ndarray] = {}
     metrics: dict[str, float] = {}
+    confidence = np.ones(int(group.max(initial=-1)) + 1)
     for column, reward in rewards.items():
         rows = pd.Series(np.arange(len(group))).groupby(group).indices
         mine = [g for g in rows if g % accelerator.num_processes == accelerator.process_index]
@@ -97,9 +103,13 @@ def settle(
         columns[column] = np.full(len(group), np.nan)
         for g, verdict in verdicts.items():
             columns[column][rows[g]] = np.array(verdict.rewards, dtype=np.float64)  # `None` becomes NaN
-        means = pd.DataFrame([verdicts[g].metrics for g in sorted(verdicts)]).mean()
-        metrics |= {f"{_name(reward).removesuffix('_reward')}/{name}": v for name, v in means.items()}
-    return columns, metrics
+            confidence[g] *= getattr(verdict, "confidence", 1.0)
+        logged = pd.DataFrame([verdicts[g].metrics for g in sorted(verdicts)]).mean().to_dict()
+        winners = Counter(winner for v in verdicts.values() if (winner := getattr(v, "winner", None)) is not None)
+        if winners:
+            logged["concentration"] = max(winners.values()) / len(verdicts)
+        metrics |= {f"{_name(reward).removesuffix('_reward')}/{name}": v for name, v in logged.items()}
+    return columns, metrics, confidence
 
 
 def _ask(reward: GroupReward, ballots: list[Any], final: bool) -> Judged:

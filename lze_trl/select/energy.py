@@ -49,13 +49,15 @@ def score_groups(
     difficulty_floor: float = 0.05,
     momentum_weight: float = 0.3,
     named_outcome: bool = False,
+    confidence: np.ndarray | None = None,
 ) -> Groups:
     """
     Score every group of a generation batch. A group without any scored completion has pass rate NaN and energy 0.
 
     What is known from before has shape `(P,)`: pass rate at the first visit and moving average, NaN where this visit is the
     first, number of visits, and whether this one is a re-check of a pruned prompt. `named_outcome` says that outcomes are
-    those of a reward that the user named, which then says what is solved.
+    those of a reward that the user named, which then says what is solved. `confidence`, shape `(P,)`, is the probability that
+    the label of each group is right: by it, if given, energies are multiplied.
     """
     num_groups, group = rollouts.num_groups, rollouts.group
     pass_rates = group_mean(rollouts.outcomes, group, num_groups)
@@ -67,6 +69,7 @@ def score_groups(
     reward_mean = group_mean(rollouts.rewards, group, num_groups)
     reward_variance = group_mean((rollouts.rewards - reward_mean[group]) ** 2, group, num_groups)
     alive = rollouts.alive
+    energies = energy(difficulty, uncertainty, momentum, momentum_weight)
     prompt_tokens = np.zeros(num_groups, dtype=np.int64)
     np.maximum.at(prompt_tokens, group, rollouts.prompt_tokens)
     completion_tokens = np.bincount(group, weights=rollouts.completion_tokens, minlength=num_groups)
@@ -81,7 +84,7 @@ def score_groups(
         difficulty=difficulty,
         uncertainty=uncertainty,
         momentum=momentum,
-        energies=energy(difficulty, uncertainty, momentum, momentum_weight),
+        energies=energies if confidence is None else energies * confidence,
         first_pass_rates=first,
         ema=average,
         visits=visits + 1,

@@ -1,0 +1,320 @@
+"""
+When a training on votes is stopped, and what is kept of it. Locked here:
+
+- a policy that boxes one answer always is stopped, from the start or later, and an improving one is not;
+- a run that is resumed stops where the uninterrupted one does;
+- two processes decide as one;
+- the training ends with the model of the best probe.
+"""
+
+import json
+import logging
+import math
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+import probe_run
+import tiny
+import votes_run
+from launches import on_processes
+from lze_trl.checkpoint import load_parts, save_parts
+from lze_trl.evaluation.results import read_results
+from lze_trl.job.recipe import LZEScriptArguments, RecipeError, parse_recipe
+from lze_trl.job.train import run
+from lze_trl.record.safeguards import StopRules, VoteHistory
+from lze_trl.rewards import MajorityReward
+
+
+RULES = StopRules()
+ERROR = 0.03
+
+
+def batch(history, share, concentration, groups=16):
+    history.add_batch({"majority/winner_share": share, "majority/concentration": concentration}, groups)
+
+
+def history_of(shares, concentrations, accuracies, every=5):
+    """A history with a probe every so many batches, the first before all of them; and the batch of the first reason to stop."""
+    history, stopped = VoteHistory(), None
+    history.add_probe(0, accuracies[0], ERROR)
+    for step, (share, concentration) in enumerate(zip(shares, concentrations, strict=True), start=1):
+        batch(history, share, concentration)
+        if step % every == 0:
+            history.add_probe(step, accuracies[step // every], ERROR)
+        if stopped is None and history.reason(RULES):
+            stopped = step
+    return history, stopped
+
+
+# ---- The rules ----
+
+
+@given(st.integers(0, 40), st.floats(0.02, 0.3))
+def test_a_policy_that_boxes_one_answer_always_is_stopped(before, usual):
+    concentrations = [usual] * before + [1.0] * 5
+    shares = [0.5] * before + [1.0] * 5
+    _, stopped = history_of(shares, concentrations, [0.4] * 10)
+    assert stopped == before + 3
+
+
+@given(
+    st.lists(st.floats(0.0, 0.05), min_size=8, max_size=8), st.lists(st.floats(0.0, 0.04), min_size=40, max_size=40)
+)
+def test_an_improving_policy_is_not_stopped(gains, rises):
+    accuracies = 0.3 + np.cumsum([0.0, *gains])
+    shares = np.minimum(0.4 + np.cumsum(rises), 1.0)
+    _, stopped = history_of(shares.tolist(), [0.1] * 40, accuracies.tolist())
+    assert stopped is None
+
+
+def test_accuracy_that_falls_by_two_errors_at_two_probes_in_a_row():
+    flat = {"shares": [0.5] * 20, "concentrations": [0.1] * 20}
+    assert history_of(**flat, accuracies=[0.5, 0.43, 0.5, 0.43, 0.43])[1] == 20
+    assert history_of(**flat, accuracies=[0.5, 0.43, 0.45, 0.43, 0.45])[1] is None  # within two errors between
+    history, _ = history_of(**flat, accuracies=[0.4, 0.5, 0.5, 0.3, 0.2])
+    assert history.best == (5, 0.5)
+    assert "was 50.0% at step 5, and is lower by more than two standard errors at 2 probes in a row, now 20.0%" in (
+        history.reason(RULES) or ""
+    )
+    assert history.reason(StopRules(patience=3)) is None
+    assert history.reason(StopRules(patience=None)) is None
+
+
+def test_shares_that_rise_without_accuracy():
+    shares = [0.5] * 5 + [0.6] * 5 + [0.7] * 10
+    history, stopped = history_of(shares, [0.1] * 20, [0.42, 0.43, 0.43, 0.43, 0.42])
+    assert np.allclose(history.gaps, [0.08, 0.07, 0.17, 0.27, 0.28])
+    assert stopped is None  # at its best two probes before
+    history, stopped = history_of(shares, [0.1] * 20, [0.42, 0.43, 0.43, 0.42, 0.42])
+    assert stopped == 20 and "the mean share is +0.28 above the accuracy on the probe set, at the start +0.08" in (
+        history.reason(RULES) or ""
+    )
+    assert history.reason(StopRules(gap=0.3)) is None
+    assert history.reason(StopRules(gap=None)) is None
+
+
+def test_concentration_is_compared_with_what_was_usual():
+    def stops(usual, then, groups=16):
+        history = VoteHistory()
+        for concentration in [usual] * 10 + [then] * 3:
+            batch(history, 0.5, concentration, groups)
+        return history.reason(RULES) is not None
+
+    assert stops(0.05, 0.21) and not stops(0.05, 0.19)
+    assert stops(0.2, 0.61) and not stops(0.2, 0.59)
+    assert stops(0.5, 0.91) and not stops(0.5, 0.89)  # three times as much there cannot be
+    assert not stops(0.5, 1.0, groups=3)
+    history = VoteHistory()
+    for concentration in (0.9375, 0.9375, 0.5, 0.9375, 0.9375):
+        batch(history, 0.5, concentration)
+        assert history.reason(RULES) is None  # not three in a row
+
+
+@given(st.integers(0, 30))
+def test_a_history_goes_on_from_a_checkpoint(tmp_path_factory, cut):
+    directory = tmp_path_factory.mktemp("history")
+    rng = np.random.default_rng(cut)
+    shares, concentrations = rng.random((2, 30)).tolist()
+    whole, part = VoteHistory(), VoteHistory()
+    for step in range(30):
+        if step == cut:
+            save_parts(directory, "state", {"votes": part}, {})
+            part = VoteHistory()
+            load_parts(directory, "state", {"votes": part})
+        for history in (whole, part):
+            batch(history, shares[step], concentrations[step])
+            if step % 4 == 0:
+                history.add_probe(step, shares[step] / 2, ERROR)
+        assert part == whole
+        assert part.reason(RULES) == whole.reason(RULES)
+
+
+def test_without_votes_only_accuracy_counts():
+    history = VoteHistory()
+    history.add_batch({}, 16)
+    for step in range(4):
+        history.add_probe(step, 0.5, ERROR)
+    assert (history.shares, history.reason(RULES)) == ([], None)
+    assert all(math.isnan(gap) for gap in history.gaps)
+
+
+# ---- Training ----
+
+
+def test_a_constant_policy_is_stopped_and_a_resumed_run_stops_there_too(tmp_path, caplog):
+    whole = probe_run.make(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        whole.train()
+    assert whole.state.global_step == 3
+    assert (
+        "Training stops: 100% of the groups have the same answer, in 3 batches in a row more than 90%." in caplog.text
+    )
+    logged = [
+        entry["majority/concentration"] for entry in whole.state.log_history if "majority/concentration" in entry
+    ]
+    assert logged == [1.0] * 3
+    for checkpoint in (1, 2, 3):  # at the last one, it had stopped
+        resumed = probe_run.make(tmp_path)
+        resumed.train(resume_from_checkpoint=str(tmp_path / "run-1" / f"checkpoint-{checkpoint}"))
+        assert resumed.state.global_step == 3
+        assert resumed.vote_history == whole.vote_history
+
+
+def test_answers_that_depend_on_the_prompt_are_not_stopped(tmp_path):
+    trainer = probe_run.make(tmp_path, probe_run.boxed_rollouts)
+    trainer.train()
+    assert trainer.state.global_step == 8
+    assert len(trainer.vote_history.shares) == 8
+    assert [probe[:2] for probe in trainer.vote_history.probes] == [(0, 0), (2, 2), (4, 4), (6, 6), (8, 8)]
+    logged = {entry["step"] for entry in trainer.state.log_history if "probe/accuracy" in entry}
+    assert logged == {0, 2, 4, 6, 8}
+    unchecked = probe_run.make(tmp_path, rules=StopRules(concentration=None))
+    unchecked.train()
+    assert unchecked.state.global_step == 8
+
+
+def test_two_processes_stop_as_one(tmp_path):
+    probe_run.main(tmp_path, 1)
+    on_processes(2, tmp_path / "log.txt", probe_run.main, tmp_path, 2)
+    one, *two = (json.loads((tmp_path / f"found.{name}.json").read_text()) for name in ("1.0", "2.0", "2.1"))
+    assert one["step"] == 3
+    assert two == [one, one]
+
+
+@pytest.fixture
+def job(tmp_path):
+    """Write a recipe for a tiny model and return its path; keywords override its keys."""
+    tiny.save(tmp_path / "model")
+    for name, rows in (("train", tiny.prompts(12)), ("probe", tiny.prompts(60).select(range(12, 60)))):
+        rows.to_json(tmp_path / f"{name}.jsonl")
+    recipe = {
+        "model_name_or_path": str(tmp_path / "model"),
+        "datasets": [str(tmp_path / "train.jsonl")],
+        "conversational": False,
+        "reward_funcs": ["tiny.even_length_reward"],
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "report_to": "none",
+        "num_generations": 4,
+        "per_device_train_batch_size": 12,
+        "max_completion_length": 5,
+        "max_steps": 8,
+        "learning_rate": 1e-2,
+        "save_strategy": "no",
+        "probe_datasets": [str(tmp_path / "probe.jsonl")],
+        "probe_every": 3,
+        "seed": 7,
+        "output_dir": str(tmp_path / "run"),
+    }
+
+    def write(**keys):
+        path = tmp_path / "recipe.yaml"
+        path.write_text(yaml.safe_dump({**recipe, **keys}))
+        return str(path)
+
+    return write
+
+
+def train(path):
+    return run(*parse_recipe(["--config", path]))
+
+
+def test_the_training_ends_with_the_best_probe(job, tmp_path):
+    train(job())
+    found = read_results(tmp_path / "run")
+    accuracy = {int(name[6:]): found[name]["tasks"]["probe"]["metrics"]["avg@1"][0] for name in found}
+    assert list(accuracy) == [0, 3, 6, 8]
+    trained = {step: value for step, value in accuracy.items() if step}
+    best = max(trained, key=trained.get)
+    assert len(set(trained.values())) > 1
+    kept = [load_file(tmp_path / "run" / name / "model.safetensors") for name in ("", f"checkpoint-{best}")]
+    assert all(torch.equal(kept[0][name], kept[1][name]) for name in kept[0])
+    log = json.loads((tmp_path / "run" / "trainer_state.json").read_text())["log_history"]
+    assert {e["step"]: e["probe/accuracy"] for e in log if "probe/accuracy" in e} == accuracy
+
+
+def test_a_training_with_a_probe_goes_on_as_without(job, tmp_path):
+    train(job(save_strategy="steps", save_steps=2, max_steps=4))
+    without = {"probe_datasets": [], "probe_every": 25, "output_dir": str(tmp_path / "without")}
+    train(job(save_strategy="steps", save_steps=2, max_steps=4, **without))
+    one, other = (load_file(tmp_path / name / "checkpoint-4" / "model.safetensors") for name in ("run", "without"))
+    assert all(torch.equal(one[name], other[name]) for name in other)
+
+
+def test_bad_input(job, tmp_path):
+    with pytest.raises(RecipeError, match=r"`probe_every=3` is a setting of the probe, and `probe_datasets` names no"):
+        parse_recipe(["--config", job(probe_datasets=[])])
+    with pytest.raises(RecipeError, match="12 of the 12 problems of `probe_datasets` are trained on as well"):
+        train(job(probe_datasets=[str(tmp_path / "train.jsonl")]))
+    for name, value in {"probe_every": 0, "probe_patience": 0, "probe_concentration": 1.5, "probe_gap": 0.0}.items():
+        with pytest.raises(ValueError, match=f"`{name}` must be"):
+            LZEScriptArguments(probe_datasets=["p.jsonl"], **{name: value})
+    assert LZEScriptArguments().stop_rules() == RULES
+
+
+# ---- Labels that may be wrong ----
+
+
+def test_labels_are_checked_whether_or_not_gold_decides():
+    completions = [rf"\boxed{{{text}}}" for text in ("3", "3", "3", "2")]
+    for labelled in ("gold", "none"):
+        reward = MajorityReward(labelled=labelled)
+        for gold, right in (("3", 1.0), ("2", 0.0)):
+            verdict = reward.settle(reward.read(completions, [False] * 4, [gold] * 4))
+            assert verdict.metrics["label_precision"] == right
+            assert verdict.winner == "3"
+            assert verdict.confidence == (1.0 if labelled == "gold" else 0.75)
+    without = MajorityReward()
+    assert "label_precision" not in without.settle(without.read(completions, [False] * 4)).metrics
+    tied = without.settle(without.read(completions[2:] * 2, [False] * 4, None))
+    assert (tied.rewards[0], tied.confidence) == (None, 1.0)
+
+
+def trained_by_energy(tmp_path, **settings):
+    trainer = votes_run.train(tmp_path, "run", {"rows": 30, "num_generations": 6, "max_steps": 3} | settings)
+    return trainer.generation_step.state
+
+
+def test_energy_times_the_share_of_the_vote(tmp_path):
+    votes_run.save(tmp_path / "model")
+    common = {"selection_ratio": 0.4, "learning_rate": 0.0, "majority": {"bounds": [0.0, 1.0]}}
+    plain = trained_by_energy(tmp_path, **common)
+    given = trained_by_energy(tmp_path, **common, label_confidence="none")
+    corrected = trained_by_energy(tmp_path, **common, label_confidence="share")
+    assert plain["energy"].tolist() == given["energy"].tolist()
+    assert (plain["prompt_ids"] == corrected["prompt_ids"]).all()
+    assert np.allclose(corrected["energy"], plain["energy"] * plain["last"], atol=1e-6)  # wins are the outcomes
+    assert (corrected["energy"] != plain["energy"]).any()
+
+
+def test_the_first_visit_peaks_at_one_half():
+    shares = np.arange(1, 12) / 12
+    energy = (1 - shares) * 4 * shares * (1 - shares)
+    assert shares[energy.argmax()] == pytest.approx(1 / 3)
+    assert shares[(energy * shares).argmax()] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("rewards", "settings", "message"),
+    [
+        (tiny.digit_reward, {}, r"`label_confidence='share'` is the share of a majority vote, and none of the reward"),
+        (MajorityReward(), {"selector": "variance"}, r"and `selector='variance'` does not go by it"),
+    ],
+)
+def test_a_correction_of_nothing_is_refused(tmp_path, rewards, settings, message):
+    from lze_trl import LZEGRPOTrainer
+
+    with pytest.raises(ValueError, match=message):
+        LZEGRPOTrainer(
+            model=tiny.save(tmp_path / "model"),
+            reward_funcs=rewards,
+            args=tiny.config(tmp_path / "run", label_confidence="share", **settings),
+            train_dataset=tiny.prompts(6),
+        )
