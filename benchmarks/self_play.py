@@ -206,6 +206,7 @@ _LOGGED = {
 
 def run_all(runs: Sequence[SelfPlayRun], output: Path, console: Console):
     """Make every run that has no result file yet."""
+    (output / "runs").mkdir(parents=True, exist_ok=True)
     for number, run in enumerate(runs, start=1):
         if not (output / "runs" / run.name).is_file():
             console.print(f"{number}/{len(runs)}  {run.arm}, seed {run.seed}", markup=False)
