@@ -10,6 +10,7 @@ runs are kept: the same command goes on with those that are missing.
 import argparse
 import hashlib
 import json
+import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -29,7 +30,8 @@ from lze_trl.trainer import LZEGRPOTrainer
 
 from .addition import machine_in_words
 from .evaluation import Evaluation
-from .settings import write_json
+from .self_play_report import markdown, write_picture
+from .settings import BenchError, write_json, write_text
 from .tasks import CHECKOUT, TASKS, locate, read_rows
 
 
@@ -219,6 +221,28 @@ def run_all(runs: Sequence[SelfPlayRun], output: Path, console: Console):
             write_json(output / "runs" / run.name, content)
 
 
+def read_results(output: Path) -> list[dict[str, Any]]:
+    """The finished runs of a folder, and those that its report has kept of runs that are not there any more; by arm and seed."""
+    kept = output / "results.jsonl"
+    texts = [path.read_text(encoding="utf-8") for path in sorted((output / "runs").glob("*.json"))]
+    texts += kept.read_text(encoding="utf-8").splitlines() if kept.is_file() else []
+    once = {json.dumps(content["run"], sort_keys=True): content for content in map(json.loads, reversed(texts))}
+    return sorted(once.values(), key=lambda content: (list(ARMS).index(content["run"]["arm"]), content["run"]["seed"]))
+
+
+def report(output: Path, console: Console):
+    """Write tables, picture and all results of the finished runs of a folder."""
+    contents = read_results(output)
+    if not contents:
+        raise BenchError(f"`{output}` holds no finished run. Make the runs first: `python -m benchmarks.self_play`.")
+    text = markdown(contents)
+    write_picture(output / "self_play.png", contents)
+    write_text(output / "tables.md", text)
+    write_text(output / "results.jsonl", "\n".join(json.dumps(content) for content in contents))
+    console.print(text, markup=False, soft_wrap=True)
+    console.print(f"Tables, picture and results: {output}", markup=False, soft_wrap=True)
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Parser of the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.self_play", description=__doc__.splitlines()[1])
@@ -228,20 +252,26 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--learning_rate", type=float, default=TASK.learning_rate, help="default: that of the task")
     parser.add_argument("--rows", type=int, default=256, help="completions of a generation batch, default: 256")
     parser.add_argument("--output", type=Path, default=OUTPUT, metavar="DIR")
+    parser.add_argument("--report_only", action="store_true", help="tables and picture of the runs that are finished")
     return parser
 
 
 def main(arguments: Sequence[str] | None = None):
     """Entry point of `python -m benchmarks.self_play`."""
     options, console = build_parser().parse_args(arguments), Console(highlight=False)
+    try:
+        if not options.report_only:
+            run_all(planned(options), options.output, console)
+        report(options.output, console)
+    except BenchError as error:
+        sys.exit(f"error: {error}")
+
+
+def planned(options: argparse.Namespace) -> list[SelfPlayRun]:
+    """The runs that a command line means, seed by seed."""
     files = locate("calculator")
-    inputs = f"{files.model_hash}-{files.data_hash}"
-    runs = [
-        SelfPlayRun(arm, seed, options.steps, options.learning_rate, options.rows, inputs)
-        for seed in dict.fromkeys(options.seeds)
-        for arm in options.arms
-    ]
-    run_all(runs, options.output, console)
+    shape = options.steps, options.learning_rate, options.rows, f"{files.model_hash}-{files.data_hash}"
+    return [SelfPlayRun(arm, seed, *shape) for seed in dict.fromkeys(options.seeds) for arm in options.arms]
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ Trainings on votes with a probe set, for the tests of the safeguards; also on se
 Completions box a digit: always the same one, or one that depends on the prompt, see `votes_run`.
 """
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -25,6 +26,12 @@ def constant_rollouts(prompts, trainer):
     completion = encode.convert_tokens_to_ids([BOX, "7", CLOSE, encode.eos_token])
     ids = encode(prompts)["input_ids"]
     return {"prompt_ids": ids, "completion_ids": [completion] * len(ids), "logprobs": [[-1.0] * 4] * len(ids)}
+
+
+def lottery_reward(prompts, completions, **kwargs):
+    """Passes about every other completion; whenever the weights change what is answered, others."""
+    pairs = zip(prompts, completions, strict=True)
+    return [float(hashlib.sha256(f"{prompt}|{text}".encode()).digest()[0] % 2) for prompt, text in pairs]
 
 
 def make(directory: Path, rollouts=constant_rollouts, world: int = 1, rules: StopRules | None = None, **settings):

@@ -79,11 +79,11 @@ def test_accuracy_that_falls_by_two_errors_at_two_probes_in_a_row():
     assert history_of(**flat, accuracies=[0.5, 0.43, 0.45, 0.43, 0.45])[1] is None  # within two errors between
     history, _ = history_of(**flat, accuracies=[0.4, 0.5, 0.5, 0.3, 0.2])
     assert history.best == (5, 0.5)
-    assert "was 50.0% at step 5, and is lower by more than two standard errors at 2 probes in a row, now 20.0%" in (
+    assert "it was 50.0% at step 5, and is lower by more than two standard errors at 2 probes in a row, now 20.0%" in (
         history.reason(RULES) or ""
     )
     assert history.reason(StopRules(patience=3)) is None
-    assert history.reason(StopRules(patience=None)) is None
+    assert history.reason(StopRules(patience=None, gap=None)) is None
 
 
 def test_shares_that_rise_without_accuracy():
@@ -153,7 +153,8 @@ def test_a_constant_policy_is_stopped_and_a_resumed_run_stops_there_too(tmp_path
         whole.train()
     assert whole.state.global_step == 3
     assert (
-        "Training stops: 100% of the groups have the same answer, in 3 batches in a row more than 90%." in caplog.text
+        "Training stops, concentration: 100% of the groups have the same answer, in 3 batches in a row more than 90%."
+        in caplog.text
     )
     logged = [
         entry["majority/concentration"] for entry in whole.state.log_history if "majority/concentration" in entry
@@ -227,7 +228,7 @@ def train(path):
 
 
 def test_the_training_ends_with_the_best_probe(job, tmp_path):
-    train(job())
+    train(job(reward_funcs=["probe_run.lottery_reward"]))
     found = read_results(tmp_path / "run")
     accuracy = {int(name[6:]): found[name]["tasks"]["probe"]["metrics"]["avg@1"][0] for name in found}
     assert list(accuracy) == [0, 3, 6, 8]

@@ -49,8 +49,7 @@ class TaskEvaluation(TrainerCallback):
         self.evaluation, self.every = evaluation, every
         self._evaluated = -1
         self._engine = engine_of(trainer)
-        # TRL's would also log what the step has gathered so far
-        self._log = lambda metrics: Trainer.log(trainer, metrics)
+        self._trainer = trainer
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: object):
         if state.is_world_process_zero:
@@ -66,6 +65,11 @@ class TaskEvaluation(TrainerCallback):
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: object):
         if self._evaluated != state.global_step:
             self._evaluate(args, state)
+
+    def _log(self, metrics: dict[str, float]):
+        due = self._trainer.control.should_log
+        Trainer.log(self._trainer, metrics)  # TRL's would also log what the step has gathered so far
+        self._trainer.control.should_log = due  # that is still to be logged
 
     def _evaluate(self, args: Any, state: TrainerState) -> dict[str, Any] | None:
         """The results, on the main process."""
@@ -156,7 +160,7 @@ class Probe(TaskEvaluation):
     def _stops(self) -> bool:
         reason = self.history.reason(self.rules)
         if reason is not None:
-            logger.warning("Training stops: %s.", reason)
+            logger.warning("Training stops, %s.", reason)
         return reason is not None
 
 

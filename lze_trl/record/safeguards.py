@@ -81,7 +81,7 @@ class VoteHistory:
         return [float(mean - probe[2]) for mean, probe in zip(means, self.probes, strict=True)]
 
     def reason(self, rules: StopRules) -> str | None:
-        """Why to stop; `None` if there is no reason to."""
+        """Why to stop, beginning with the rule and a colon; `None` if there is no reason to."""
         return self._fallen(rules) or self._concentrated(rules) or self._overconfident(rules)
 
     def _fallen(self, rules: StopRules) -> str | None:
@@ -92,7 +92,7 @@ class VoteHistory:
         if len(latest) < rules.patience or any(p[2] >= best[2] - _ERRORS * best[3] for p in latest):
             return None
         return (
-            f"accuracy on the probe set was {best[2]:.1%} at step {best[0]:.0f}, and is lower by more than two standard errors "
+            f"accuracy: on the probe set it was {best[2]:.1%} at step {best[0]:.0f}, and is lower by more than two standard errors "
             f"at {rules.patience} probes in a row, now {latest[-1][2]:.1%}"
         )
 
@@ -105,7 +105,7 @@ class VoteHistory:
             limit = min(limit, max(rules.concentration, 3.0 * float(np.nanmean(first))))
         if not (latest > limit).all():
             return None
-        return f"{latest[-1]:.0%} of the groups have the same answer, in {_BATCHES} batches in a row more than {limit:.0%}"
+        return f"concentration: {latest[-1]:.0%} of the groups have the same answer, in {_BATCHES} batches in a row more than {limit:.0%}"
 
     def _overconfident(self, rules: StopRules) -> str | None:
         gaps, accuracies = self.gaps, [probe[2] for probe in self.probes]
@@ -117,7 +117,7 @@ class VoteHistory:
         if not all(widened[-patience:]) or any(at_best[-patience:]):
             return None
         return (
-            f"completions agree more and are right no more often: the mean share is {gaps[-1]:+.2f} above the accuracy on the "
+            f"gap: completions agree more and are right no more often: the mean share is {gaps[-1]:+.2f} above the accuracy on the "
             f"probe set, at the start {gaps[0]:+.2f}"
         )
 
