@@ -158,7 +158,7 @@ def test_alert_of_rewards_outside_of_their_range(tmp_path, settings, raised):
     ],
 )
 def test_alert_of_labels_that_get_worse(tmp_path, precision, raised):
-    logs = [{"lze/label_precision": value} for value in precision]
+    logs = [{"majority/label_precision": value} for value in precision]
     found = alerts(record_with(tmp_path, lambda record: None, logs=logs))
     assert ["precision of the labels has fallen from 90.0 % to 60.0 %" in sentence for sentence in found] == [
         True

@@ -67,7 +67,7 @@ def _range_left(run: Run) -> str | None:
 
 def _precision_falls(run: Run) -> str | None:
     """Whether labels that a run makes for itself are right less often than before."""
-    logged = logged_curves(run, ["lze/label_precision"]).get("lze/label_precision")
+    logged = logged_curves(run, ["majority/label_precision"]).get("majority/label_precision")
     if logged is None or len(logged) < 2:
         return None
     now, best = float(logged.iloc[-3:].mean()), float(logged.rolling(3, min_periods=1).mean().max())

@@ -65,7 +65,7 @@ _LOGGED: list[tuple[str, bool, dict[str, str]]] = [
         {"lze/foresight_auc": "AUC", "lze/foresight_brier": "Brier score", "lze/foresight_error": "calibration error"},
     ),
 ]
-_HELD_OUT, _PRECISION = "held_out", "lze/label_precision"
+_HELD_OUT, _PRECISION = "held_out", "majority/label_precision"
 METRICS = {
     "pass_rate": "pass rate (mean outcome)",
     "reward_mean": "reward",
@@ -85,6 +85,21 @@ _SHARES = {
     _HELD_OUT,
     _PRECISION,
     *(name for _, share, lines in _LOGGED if share for name in lines),
+}
+# Likewise, of trainings on votes
+_VOTES: dict[str, dict[str, str]] = {
+    "Majority votes": {
+        "majority/winner_share": "mean share of the winner",
+        "probe/accuracy": "accuracy on the probe set",
+        "majority/label_precision": "labels that are right",
+        "majority/concentration": "groups with the same winner",
+    },
+    "Votes without a label": {
+        "majority/abstained_few_votes": "too few votes",
+        "majority/abstained_low_share": "share too low",
+        "majority/abstained_high_share": "share too high",
+        "majority/abstained_margin": "margin too small",
+    },
 }
 _PHASES = {"rollout": "rollouts", "logprob": "log-probabilities", "update": "updates", "selection": "selection"}
 
@@ -155,9 +170,22 @@ def overview(run: Run) -> Markup:
             _lines(points, selected="selected", dead="dead", replayed="replayed", pruned="pruned prompts"),
             **shares,
         ),
+        *_vote_charts(run),
     ]
     evaluations = rows_of(first_and_last(read_results(run.directory.parent)))
     return HTML.overview(_tiles(points, summary, outcome), run.damaged, charts, summary["ledger"], evaluations)
+
+
+def _vote_charts(run: Run) -> list[Markup]:
+    """What a training on votes agrees on, and how often that is right; none of another training."""
+    logged = logged_curves(run, [name for lines in _VOTES.values() for name in lines])
+    charts = {
+        heading: [Series(label, logged[name].index, logged[name]) for name, label in lines.items() if name in logged]
+        for heading, lines in _VOTES.items()
+    }
+    return [
+        line_chart(heading, lines, y_range=(0.0, 1.0), as_percent=True) for heading, lines in charts.items() if lines
+    ]
 
 
 def title(name: str) -> str:
