@@ -149,9 +149,9 @@ def held_out_sets(rows: list[dict[str, str]], seen: set[str]) -> dict[str, list[
     """Held-out problems that are not trained on: those of the probe, and those that accuracy is measured on."""
     unseen = [row for row in rows if row["prompt"] not in seen]
     order = np.random.default_rng(0).permutation(len(unseen))
+    cut = min(_PROBE, len(unseen) // 4)
     return {
-        name: [unseen[i] for i in np.sort(part)]
-        for name, part in zip(("probe", "held_out"), (order[:_PROBE], order[_PROBE:]), strict=True)
+        name: [unseen[i] for i in np.sort(part)] for name, part in (("probe", order[:cut]), ("held_out", order[cut:]))
     }
 
 

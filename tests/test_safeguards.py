@@ -10,6 +10,7 @@ When a training on votes is stopped, and what is kept of it. Locked here:
 import json
 import logging
 import math
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -23,10 +24,14 @@ import probe_run
 import tiny
 import votes_run
 from launches import on_processes
+from lze_trl import LZEGRPOTrainer
+from lze_trl.app.report import write_report
+from lze_trl.app.views import overview
 from lze_trl.checkpoint import load_parts, save_parts
 from lze_trl.evaluation.results import read_results
 from lze_trl.job.recipe import LZEScriptArguments, RecipeError, parse_recipe
 from lze_trl.job.train import run
+from lze_trl.record import open_run
 from lze_trl.record.safeguards import StopRules, VoteHistory
 from lze_trl.rewards import MajorityReward
 
@@ -180,6 +185,17 @@ def test_answers_that_depend_on_the_prompt_are_not_stopped(tmp_path):
     assert unchecked.state.global_step == 8
 
 
+def test_the_overview_and_the_report_show_the_votes(tmp_path):
+    trainer = probe_run.make(tmp_path, probe_run.boxed_rollouts, telemetry=True, max_steps=2)
+    trainer.train()
+    with closing(open_run(tmp_path / "run-1")) as run:
+        shown = overview(run)
+    for words in ("Majority votes", "accuracy on the probe set", "groups with the same winner", "margin too small"):
+        assert words in shown
+    assert "Majority votes" in write_report(tmp_path / "run-1").read_text()
+    assert "probe-000000" in shown and "probe-000002" in shown
+
+
 def test_two_processes_stop_as_one(tmp_path):
     probe_run.main(tmp_path, 1)
     on_processes(2, tmp_path / "log.txt", probe_run.main, tmp_path, 2)
@@ -310,8 +326,6 @@ def test_the_first_visit_peaks_at_one_half():
     ],
 )
 def test_a_correction_of_nothing_is_refused(tmp_path, rewards, settings, message):
-    from lze_trl import LZEGRPOTrainer
-
     with pytest.raises(ValueError, match=message):
         LZEGRPOTrainer(
             model=tiny.save(tmp_path / "model"),

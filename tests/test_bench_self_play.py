@@ -1,0 +1,118 @@
+"""What majority labels are worth: a run is recorded as it was, and read as the stop rules would have."""
+
+import json
+from argparse import Namespace
+
+import pytest
+from rich.console import Console
+
+import tiny
+from benchmarks import self_play
+from benchmarks.self_play import ARMS, SelfPlayRun, held_out_sets, planned, read_results, report
+from benchmarks.self_play_report import markdown, precision_by_votes, stopped_at, write_picture
+from benchmarks.settings import BenchError
+from benchmarks.tasks import TaskFiles
+
+
+def run_of(arm="majority, gate", seed=0, steps=2):
+    return SelfPlayRun(arm, seed, steps, 1e-4, 64, "x")
+
+
+def result(concentrations, accuracies, share=0.5):
+    steps = len(concentrations)
+    points = [
+        {
+            "step": 10 * i,
+            "probe": {"mean": accuracy, "standard_error": 0.02},
+            "held_out": {"mean": accuracy + 0.01, "standard_error": 0.02},
+        }
+        for i, accuracy in enumerate(accuracies)
+    ]
+    columns = {"share": [share] * steps, "concentration": concentrations, "precision": [0.75] * steps}
+    columns |= {"abstained": [0.25] * steps, "dead": [0.5] * steps}
+    labels = [[[8, 1, 1, 30], [3, 0, 1, 1], [3, 0, 0, 3]], [[8, 0, 0, 6], [8, 0, 1, 2]]]
+    problems = {"probe": 250, "held_out": 900, "train": 5000}
+    return {"accuracy": points, "labels": labels, "steps": columns, "problems": problems}
+
+
+def content(arm, seed, *args, **kwargs):
+    settings = {"arm": arm, "seed": seed, "steps": 20, "rows": 128, "learning_rate": 1e-4}
+    return {"run": settings, "machine": "a machine", "date": "2026-01-01", "result": result(*args, **kwargs)}
+
+
+def test_where_the_rules_would_have_stopped():
+    assert stopped_at(result([0.05] * 20, [0.4, 0.42, 0.43]), 16) is None
+    assert stopped_at(result([0.05] * 12 + [0.5] * 8, [0.4, 0.42, 0.43]), 16) == (15, "concentration")
+    assert stopped_at(result([0.05] * 20, [0.4, 0.3, 0.3]), 16) == (20, "accuracy")
+
+
+def test_labels_by_votes():
+    labels = result([0.05], [0.4])["labels"]
+    assert precision_by_votes(labels, last=False) == {3: (1, 4), 8: (30, 30)}
+    assert precision_by_votes(labels, last=True) == {8: (2, 8)}
+
+
+def test_tables_and_picture(tmp_path):
+    contents = [
+        content("true reward", 0, [0.05] * 20, [0.40, 0.44, 0.45]),
+        content("true reward", 1, [0.05] * 20, [0.40, 0.44, 0.47]),
+        content("majority, no gate", 0, [0.05] * 12 + [0.5] * 8, [0.40, 0.42, 0.30]),
+    ]
+    text = markdown(contents)
+    assert "| true reward | 0.470 (0.460–0.480) | 0.470 (0.460–0.480) | 0.50 (0.50–0.50) |" in text
+    assert (
+        "| majority, no gate | 0.310 | 0.430 | 0.50 | 0.50 | 0.42 | 75% | 75% | 75% | 50% | 15 (concentration) |"
+        in text
+    )
+    assert "| 8 of 8 | 100% of 90 | 25% of 16 | 25% of 8 |" in text
+    write_picture(tmp_path / "picture.png", contents)
+    assert (tmp_path / "picture.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_every_arm_trains_and_is_kept(arm, tmp_path, monkeypatch):
+    for name, rows in (("train", tiny.prompts(40)), ("held_out", tiny.prompts(60).select(range(30, 60)))):
+        rows.to_json(tmp_path / f"{name}.jsonl")
+    model = tiny.save(tmp_path / "model")
+    files = TaskFiles(tmp_path / "model", tmp_path / "train.jsonl", tmp_path / "held_out.jsonl")
+    assert model == str(files.model)
+    monkeypatch.setattr(self_play, "locate", lambda task: files)
+    monkeypatch.setattr(self_play, "EVAL_EVERY", 1)
+    options = Namespace(steps=2, learning_rate=1e-4, rows=64, seeds=[0, 0], arms=[arm], output=tmp_path / "out")
+    (run,) = planned(options)
+    self_play.run_all([run], options.output, Console(quiet=True))
+    (kept,) = read_results(options.output)
+    found = kept["result"]
+    assert [point["step"] for point in found["accuracy"]] == [0, 1, 2]
+    assert found["problems"] == {"probe": 5, "held_out": 15, "train": 40}  # of 20 that are not trained on
+    assert all(len(values) == 2 for values in found["steps"].values())
+    voted = sum(count for *_, count in found["labels"][0])
+    assert 0 < voted <= 2 * 8
+    report(options.output, Console(quiet=True))
+    assert {path.name for path in options.output.iterdir()} == {"runs", "self_play.png", "tables.md", "results.jsonl"}
+    (options.output / "runs" / run.name).unlink()
+    assert read_results(options.output) == [kept]
+    assert json.loads((options.output / "results.jsonl").read_text()) == kept
+
+
+def test_arms_differ_in_what_is_said_of_them():
+    settings = {arm: run_of(arm).settings for arm in ARMS}
+    assert [arm for arm in ARMS if settings[arm]["reward_weights"] == [0.0, 1.0]] == ["true reward"]
+    corrected = [arm for arm in ARMS if settings[arm]["label_confidence"] == "share"]
+    assert corrected == [arm for arm in ARMS if "label_confidence" in arm]
+    assert len({run_of(arm).name for arm in ARMS}) == len(ARMS)
+    rest = {arm: values | {"reward_weights": None, "label_confidence": None} for arm, values in settings.items()}
+    assert all(values == rest["true reward"] for values in rest.values())
+
+
+def test_nothing_to_report(tmp_path):
+    with pytest.raises(BenchError, match="holds no finished run"):
+        report(tmp_path, Console(quiet=True))
+
+
+def test_held_out_problems_are_not_trained_on():
+    rows = [{"prompt": str(i), "solution": "1"} for i in range(100)]
+    sets = held_out_sets(rows, {str(i) for i in range(50)})
+    prompts = [{row["prompt"] for row in part} for part in sets.values()]
+    assert [len(part) for part in prompts] == [12, 38]
+    assert not prompts[0] & prompts[1] and prompts[0] | prompts[1] == {str(i) for i in range(50, 100)}
