@@ -184,11 +184,10 @@ def train(run: SelfPlayRun) -> dict[str, Any]:
         trainer.add_callback(curves)
         result = trainer.train()
     logged = [entry for entry in trainer.state.log_history if "majority/winner_share" in entry]
-    names = {name: column for name, column in _LOGGED.items() if any(column in entry for entry in logged)}
     return {
         "accuracy": curves.accuracy,
         "labels": curves.labels,
-        "steps": {name: [entry.get(column) for entry in logged] for name, column in names.items()},
+        "steps": {name: [entry.get(column) for entry in logged] for name, column in _LOGGED.items()},
         "problems": {name: len(part) for name, part in sets.items()} | {"train": len(rows)},
         "seconds": round(result.metrics["train_runtime"], 1),
     }

@@ -61,7 +61,7 @@ def test_tables_and_picture(tmp_path):
     text = markdown(contents)
     assert "| true reward | 0.470 (0.460–0.480) | 0.470 (0.460–0.480) | 0.50 (0.50–0.50) |" in text
     assert (
-        "| majority, no gate | 0.310 | 0.430 | 0.50 | 0.50 | 0.42 | 75% | 75% | 75% | 50% | 15 (concentration) |"
+        "| majority, no gate | 0.310 | 0.430 | 0.50 | 0.50 | 0.41 | 75% | 75% | 75% | 50% | 15 (concentration) |"
         in text
     )
     assert "| 8 of 8 | 100% of 90 | 25% of 16 | 25% of 8 |" in text

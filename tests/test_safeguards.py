@@ -190,7 +190,7 @@ def test_the_overview_and_the_report_show_the_votes(tmp_path):
     trainer.train()
     with closing(open_run(tmp_path / "run-1")) as run:
         shown = overview(run)
-    for words in ("Majority votes", "accuracy on the probe set", "groups with the same winner", "margin too small"):
+    for words in ("Majority votes", "sums avg@1", "groups with the same winner", "margin too small"):
         assert words in shown
     assert "Majority votes" in write_report(tmp_path / "run-1").read_text()
     assert "probe-000000" in shown and "probe-000002" in shown

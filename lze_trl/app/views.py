@@ -90,7 +90,6 @@ _SHARES = {
 _VOTES: dict[str, dict[str, str]] = {
     "Majority votes": {
         "majority/winner_share": "mean share of the winner",
-        "probe/accuracy": "accuracy on the probe set",
         "majority/label_precision": "labels that are right",
         "majority/concentration": "groups with the same winner",
     },
@@ -170,22 +169,24 @@ def overview(run: Run) -> Markup:
             _lines(points, selected="selected", dead="dead", replayed="replayed", pruned="pruned prompts"),
             **shares,
         ),
-        *_vote_charts(run),
     ]
-    evaluations = rows_of(first_and_last(read_results(run.directory.parent)))
-    return HTML.overview(_tiles(points, summary, outcome), run.damaged, charts, summary["ledger"], evaluations)
+    evaluations = read_results(run.directory.parent)
+    charts += _vote_charts(run, evaluations)
+    table = rows_of(first_and_last(evaluations))
+    return HTML.overview(_tiles(points, summary, outcome), run.damaged, charts, summary["ledger"], table)
 
 
-def _vote_charts(run: Run) -> list[Markup]:
-    """What a training on votes agrees on, and how often that is right; none of another training."""
+def _vote_charts(run: Run, evaluations: dict[str, dict[str, Any]]) -> list[Markup]:
+    """What a training on votes agrees on, and how often that is right, by labels and on a probe set; none of another training."""
     logged = logged_curves(run, [name for lines in _VOTES.values() for name in lines])
     charts = {
         heading: [Series(label, logged[name].index, logged[name]) for name, label in lines.items() if name in logged]
         for heading, lines in _VOTES.items()
     }
-    return [
-        line_chart(heading, lines, y_range=(0.0, 1.0), as_percent=True) for heading, lines in charts.items() if lines
-    ]
+    charts = {heading: lines for heading, lines in charts.items() if lines}
+    if votes := charts.get("Majority votes"):
+        votes += _task_lines({name: found for name, found in evaluations.items() if name.startswith("probe-")})
+    return [line_chart(heading, lines, y_range=(0.0, 1.0), as_percent=True) for heading, lines in charts.items()]
 
 
 def title(name: str) -> str:
