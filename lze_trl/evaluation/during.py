@@ -94,6 +94,7 @@ class History(Protocol):
     """What a probe tells of its results, and asks for a reason to stop: [`~lze_trl.record.safeguards.VoteHistory`]."""
 
     best: tuple[int, float] | None
+    probes: list[tuple[float, ...]]
     gaps: list[float]
 
     def add_probe(self, step: int, accuracy: float, error: float):
@@ -141,7 +142,9 @@ class Probe(TaskEvaluation):
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: object):
         if state.is_world_process_zero and (best := self.history.best) is not None:
-            logger.info("The model is that of step %d: %.1f %% on the probe set.", best[0], 100 * best[1])
+            words = "The model is that of step %d: %.1f %% on the probe set, at step %d it was %.1f %%."
+            step, _, accuracy, _ = self.history.probes[0]
+            logger.info(words, best[0], 100 * best[1], step, 100 * accuracy)
 
     def _evaluate(self, args: Any, state: TrainerState) -> dict[str, Any] | None:
         results = super()._evaluate(args, state)
