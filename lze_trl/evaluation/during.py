@@ -121,6 +121,7 @@ class Probe(TaskEvaluation):
 
     def __init__(self, trainer: Any, evaluation: Evaluation, every: int, rules: Any):
         super().__init__(trainer, evaluation, every)
+        self._accuracy = math.nan  # of the last probe
         self.history: History = trainer.vote_history
         self.rules = rules
         trainer.args.load_best_model_at_end = True
@@ -129,7 +130,7 @@ class Probe(TaskEvaluation):
         super().on_train_begin(args, state, control, **kwargs)
         control.should_training_stop |= self._stops()  # if it has stopped at the checkpoint that it is resumed from
 
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: object):
+    def on_step_end(self, args: Any, state: Any, control: TrainerControl, **kwargs: object):
         last = state.global_step == state.max_steps
         if state.global_step % self.every == 0 or last:
             self._evaluate(args, state)
@@ -148,7 +149,7 @@ class Probe(TaskEvaluation):
 
     def _evaluate(self, args: Any, state: TrainerState) -> dict[str, Any] | None:
         results = super()._evaluate(args, state)
-        told = [results and _pooled(results)]
+        told: list[Any] = [results and _pooled(results)]
         broadcast_object_list(told)
         self._accuracy, error = told[0]
         self.history.add_probe(state.global_step, self._accuracy, error)
@@ -157,7 +158,7 @@ class Probe(TaskEvaluation):
         return results
 
     def _tell(self, step: int, results: dict[str, Any]):
-        (accuracy, error) = _pooled(results)
+        accuracy, error = _pooled(results)
         logger.info("step %d  probe  accuracy %.1f %% ± %.1f", step, 100 * accuracy, 100 * error)
 
     def _stops(self) -> bool:

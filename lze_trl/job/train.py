@@ -153,7 +153,7 @@ def make_evaluation(script_args: LZEScriptArguments, args: LZEGRPOConfig) -> Eva
 
 def make_probe(script_args: LZEScriptArguments, args: LZEGRPOConfig) -> Evaluation:
     """The evaluation on `probe_datasets`: greedy, and of all problems."""
-    own = {"eval_tasks": script_args.probe_datasets, "eval_tasks_samples": 1, "eval_tasks_limit": None}
+    own: dict[str, Any] = {"eval_tasks": script_args.probe_datasets, "eval_tasks_samples": 1, "eval_tasks_limit": None}
     return make_evaluation(replace(script_args, **own), args)
 
 

@@ -104,7 +104,7 @@ class Rounds:
         if final:
             for name, value in metrics.items():
                 engine.metrics[name].append(value)
-            settled = {"rewards_per_func": per_func, "rollouts": rollouts, "confidence": confidence}
+            settled: dict[str, Any] = {"rewards_per_func": per_func, "rollouts": rollouts, "confidence": confidence}
             return replace(scored, ballots={}, logged=metrics, **settled)
         if not self.controller.draws_prompts:
             columns, *_ = settle(rewards, scored.ballots, group, self.accelerator, final=False)
