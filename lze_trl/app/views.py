@@ -218,7 +218,7 @@ def _tiles(points: pd.DataFrame, summary: dict[str, Any], outcome: str) -> list[
 def training(run: Run, look: Look = PLAIN_LOOK) -> Markup:
     """What the trainer has logged, evaluations, and where the time goes."""
     held_out, bins = _held_out(run), look.bins(run.summary()["steps"])
-    logged = logged_curves(run, [held_out, _PRECISION, *(name for _, _, lines in _LOGGED for name in lines)], bins)
+    logged = logged_curves(run, [held_out, *(name for _, _, lines in _LOGGED for name in lines)], bins)
 
     def lines(**shown: str) -> list[Series]:
         """One line a metric, by the names they are shown under."""
@@ -232,8 +232,6 @@ def training(run: Run, look: Look = PLAIN_LOOK) -> Markup:
     charts = [
         ("Held-out accuracy", accuracy, True),
         *((heading, lines(**metrics), shares) for heading, shares, metrics in _LOGGED),
-        # Of runs that make labels for themselves
-        *([("Precision of the labels", lines(**{_PRECISION: "precision"}), True)] if _PRECISION in logged else []),
         ("Seconds of a generation batch", phases, False),
     ]
     shown = [line_chart(heading, lines, as_percent=shares, look=look) for heading, lines, shares in charts]
