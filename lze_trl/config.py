@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_h
 
 from trl import GRPOConfig
 
+from .instruct.settings import InstructSettings
+from .instruct.templates import TEMPLATES
 from .memory.state import MAX_STREAK
 from .plan.planners import GresoPlanner, Planner, SolvedPlanner
 from .rollout.controllers import (
@@ -62,6 +64,17 @@ RANGES = {
     "gate_explore": (lambda x: 0 < x <= 1, "in (0, 1]", "Use 0.05, or the forecast never sees what it drops"),
     "young_rollouts": (lambda x: x >= 0, "at least 0", "Use 0 to go by the energy from the start"),
     "surplus_max_age": (lambda x: x >= 0, "at least 0", "Use 0 to drop surplus groups"),
+    "instruct_examples": (lambda x: x >= 1, "at least 1", "8 were published"),
+    "instruct_own": (lambda x: x >= 0, "at least 0", "2 were published"),
+    "instruct_requests": (lambda x: x >= 1, "at least 1", "4 were published"),
+    "instruct_temperature": (lambda x: 0 < x < math.inf, "greater than 0", "0.8 was published"),
+    "instruct_top_p": (lambda x: 0 < x <= 1, "in (0, 1]", "0.95 was published"),
+    "instruct_max_tokens": (lambda x: x >= 1, "at least 1", "1024 were published"),
+    "instruct_presence_penalty": (lambda x: -2 <= x <= 2, "in [-2, 2]", "2 was published"),
+    "instruct_overlap": (lambda x: 0 < x < 1, "in (0, 1)", "0.7 was published"),
+    "instruct_max_rounds": (lambda x: x >= 1, "at least 1", "16 is the default"),
+    "instruct_stock": (lambda x: x >= 1, "at least 1", "Leave it unset for the prompts of a generation batch"),
+    "instruct_reuse": (lambda x: x >= 1, "at least 1", "1 was published"),
     "max_tokens_per_micro_batch": (lambda x: x >= 1, "at least 1", "Leave it unset to bound micro-batches by rows"),
     "micro_step_cost": (lambda x: x >= 0, "at least 0", "Leave it unset for a default by how weights are sharded"),
     "vllm_sync_tolerance": (lambda x: x > 0, "greater than 0", "Leave it unset for a default by the dtypes"),
@@ -266,6 +279,41 @@ class LZEGRPOConfig(GRPOConfig):
         vllm_recovery_timeout (`float`, *optional*, defaults to `600.0`):
             Seconds to wait for a server to return when none is left.
 
+        > Parameters that control self-instruction, in which the model writes its own problems
+
+        self_instruct (`bool`, *optional*, defaults to `False`):
+            Whether the policy writes the problems that it is trained on. The training set is then what it begins with: the seeds
+            that it is shown, which are not trained on. Needs `max_steps`, and a reward without labels such as `majority`.
+        instruct_template (`str`, *optional*, defaults to `"tagged"`):
+            How problems are asked for: `"tagged"` (each between two tags) or `"serl"` (the published numbered list).
+        instruct_examples (`int`, *optional*, defaults to `8`):
+            Exemplars in a request.
+        instruct_own (`int`, *optional*, defaults to `2`):
+            How many of these are problems of its own that proved worth training on, as far as there are any. The others are
+            seeds.
+        instruct_requests (`int`, *optional*, defaults to `16`):
+            Requests of a round. 4 were published.
+        instruct_temperature (`float`, *optional*, defaults to `0.8`):
+            Temperature at which problems are sampled.
+        instruct_top_p (`float`, *optional*, defaults to `0.95`):
+            Share of the probability that they are sampled from.
+        instruct_max_tokens (`int`, *optional*, defaults to `1024`):
+            Most tokens of the answer to a request.
+        instruct_presence_penalty (`float`, *optional*, defaults to `0.0`):
+            Presence penalty of vLLM's servers, where these write. 2 was published.
+        instruct_overlap (`float`, *optional*, defaults to `0.7`):
+            ROUGE-L F1 with a seed, an evaluation problem or any problem accepted before, above which a problem is rejected.
+        instruct_refuse_overlap (`bool`, *optional*, defaults to `False`):
+            Whether evaluation problems that a seed resembles by more than `instruct_overlap` are an error. Otherwise they are
+            counted, and the first ones are named.
+        instruct_max_rounds (`int`, *optional*, defaults to `16`):
+            Rounds in a row without an acceptable problem after which the run stops, with the reasons.
+        instruct_stock (`int`, *optional*):
+            Problems with visits left, below which further ones are written. Defaults to P, the prompts of a generation batch,
+            which is also the least.
+        instruct_reuse (`int`, *optional*, defaults to `1`):
+            Visits after which a problem is retired.
+
         > Parameters that control what is recorded
 
         telemetry (`bool`, *optional*, defaults to `True`):
@@ -338,6 +386,20 @@ class LZEGRPOConfig(GRPOConfig):
     vllm_max_concurrent_requests: int = 64
     vllm_request_timeout: float = 1800.0
     vllm_recovery_timeout: float = 600.0
+    self_instruct: bool = False
+    instruct_template: Literal[*TEMPLATES] = "tagged"  # type: ignore[valid-type]
+    instruct_examples: int = 8
+    instruct_own: int = 2
+    instruct_requests: int = 16
+    instruct_temperature: float = 0.8
+    instruct_top_p: float = 0.95
+    instruct_max_tokens: int = 1024
+    instruct_presence_penalty: float = 0.0
+    instruct_overlap: float = 0.7
+    instruct_refuse_overlap: bool = False
+    instruct_max_rounds: int = 16
+    instruct_stock: int | None = None
+    instruct_reuse: int = 1
     telemetry: bool = True
     telemetry_completions: Literal["none", "sampled", "all"] = "sampled"
     hub_telemetry_id: str | None = None
@@ -356,6 +418,7 @@ class LZEGRPOConfig(GRPOConfig):
         self._check_reward_range()
         self._check_combinations()
         self._check_estimator()
+        self.make_instruct()  # refuses settings that contradict each other
         self._resolve_packing()
 
     def _adapted(self) -> dict[str, Any]:
@@ -460,6 +523,11 @@ class LZEGRPOConfig(GRPOConfig):
             case "gate":
                 return Gate(size, self.gate_keep, self.gate_explore, kept=kept)
         return UniformController(size, kept=kept)
+
+    def make_instruct(self) -> InstructSettings:
+        """What the settings say of self-instruction."""
+        own = {own.name for own in fields(InstructSettings)} - {"seed"}
+        return InstructSettings(self.seed, **{name: vars(self)[f"instruct_{name}"] for name in own})
 
     def make_selector(self) -> Selector:
         """The selector that the settings describe."""

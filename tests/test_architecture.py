@@ -38,7 +38,8 @@ ROOMS = {
     "data": "memory names rewards",
     "evaluation": "data files names rewards rollout",
     "app": "evaluation files record remote version",
-    "config": "memory plan rollout select strategies",
+    "instruct": "data evaluation files memory rewards seeding",
+    "config": "instruct memory plan rollout select strategies",
     "checks": "config memory plan rollout",
     "checkpoint": "files",
     "compatibility": "checkpoint",
@@ -47,8 +48,8 @@ ROOMS = {
     "build": "config memory pack plan rollout select",
     "step": "arrays engine memory pack plan record rollout seeding select",
     "trainer": "app build checkpoint checks compatibility config engine hub memory plan record rollout select step",
-    "job": "app build checkpoint checks config data evaluation files hub memory names record remote replay rewards rollout strategies "
-    "trainer version",
+    "job": "app build checkpoint checks config data evaluation files hub instruct memory names record remote replay rewards "
+    "rollout strategies trainer version",
 }
 PURE = (
     *(

@@ -100,6 +100,10 @@ class TransformersEngine:
         """Complete requests in batches of similar prompt length, the longest first."""
         if decoding.max_tokens is None:
             raise EvaluationError("`max_tokens` must be set to generate in this process.")
+        if decoding.presence_penalty:
+            raise EvaluationError(
+                f"`presence_penalty={decoding.presence_penalty}` is one of vLLM's settings: transformers has none. Use servers, or 0."
+            )
         prompts = sorted(
             ((request, self._tokens(request.problem)) for request in requests), key=lambda pair: -len(pair[1])
         )

@@ -76,7 +76,7 @@ class Evaluation:
             `dict`: The results, as they are in the folder.
         """
         settings = {"model": engine.name, "weights": weights or engine.name, **self.settings}
-        _check_settings(folder, settings)
+        check_settings(folder, settings)
         for task in self.tasks:
             self._ask(engine, task, folder, progress)
         results, values = _earlier(folder) | settings | {"samples": self.samples}, defaultdict(list)
@@ -173,7 +173,7 @@ def score(reward: RewardFunction, problem: Problem, text: str) -> tuple[float | 
     return value, answers[0] if answers else text.strip()
 
 
-def _check_settings(folder: Path, settings: dict[str, Any]):
+def check_settings(folder: Path, settings: dict[str, Any]):
     """Note the settings of a new folder, or raise [`EvaluationError`] if an older one has others."""
     path = folder / SETTINGS
     if not path.is_file():
@@ -182,7 +182,7 @@ def _check_settings(folder: Path, settings: dict[str, Any]):
         return
     if changed := _differing(path, settings):
         raise EvaluationError(
-            f"`{folder}` holds an evaluation with other settings ({'; '.join(changed)}). Give another folder with `--output`, "
+            f"`{folder}` holds samples with other settings ({'; '.join(changed)}). Give another folder with `--output`, "
             "or remove that one."
         )
 

@@ -198,6 +198,6 @@ async def _answer(http: httpx2.AsyncClient, server: VLLMServer, request: Request
 
 def _body(request: Request, decoding: Decoding) -> dict:
     """Settings of a request in vLLM's names. All are given, or the server would take the others from the model's own."""
-    body = {name: vars(decoding)[name] for name in ("temperature", "top_p", "top_k", "max_tokens")}
+    body = {name: vars(decoding)[name] for name in ("temperature", "top_p", "top_k", "max_tokens", "presence_penalty")}
     body |= {"min_p": 0.0, "repetition_penalty": 1.0, "stop": list(decoding.stop)}
     return body | ({"seed": request.seed(decoding)} if decoding.temperature > 0 else {})

@@ -17,6 +17,7 @@ class Decoding:
     top_p: float = 1.0
     top_k: int = 0
     max_tokens: int | None = 1024  # None for what the context leaves, by servers alone
+    presence_penalty: float = 0.0  # by servers alone
     stop: tuple[str, ...] = ()
     seed: int = 0
     chat: bool = True  # whether prompts are messages in the model's chat template; otherwise, plain text
@@ -39,7 +40,8 @@ class Decoding:
 
     def as_dict(self) -> dict[str, Any]:
         """As JSON gives it back."""
-        return asdict(self) | {"stop": list(self.stop)}
+        told = asdict(self) | {"stop": list(self.stop)}
+        return told if self.presence_penalty else {name: told[name] for name in told if name != "presence_penalty"}
 
 
 @dataclass(frozen=True)

@@ -36,14 +36,20 @@ def main(arguments: Sequence[str] | None = None):
     if arguments and Path(arguments[0]).suffix in (".yaml", ".yml"):
         parser.error(f"`{arguments[0]}` is a recipe, not a command. Train by it with `lze-trl train {arguments[0]}`.")
     namespace, flags = parser.parse_known_args(arguments)
-    if flags and namespace.command not in (_train, _demo):
+    if flags and namespace.command not in (_train, _demo, _self_instruct):
         parser.error(f"unrecognized arguments: {' '.join(flags)}")
     try:
         namespace.command(namespace, flags)
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:
-        if isinstance(error, ModuleNotFoundError) and namespace.command not in (_train, _demo, _data, _eval):
+        if isinstance(error, ModuleNotFoundError) and namespace.command not in (
+            _train,
+            _demo,
+            _data,
+            _eval,
+            _self_instruct,
+        ):
             sys.exit(
                 f"error: This command needs `{error.name}`, which is not installed. Run `pip install 'lze-trl[app]'`."
             )
@@ -63,7 +69,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     def add(command: Callable, usage: str | None = None, **settings: Any) -> Callable:
         """Add a subcommand; returns the function that adds its arguments."""
-        name, text = command.__name__.removeprefix("_"), command.__doc__
+        name, text = command.__name__.removeprefix("_").replace("_", "-"), command.__doc__
         subparser = subparsers.add_parser(
             name, help=text, description=text, usage=usage, allow_abbrev=False, **settings
         )
@@ -94,6 +100,22 @@ def build_parser() -> argparse.ArgumentParser:
     for name, text in DATA_COLUMNS.items():
         several = {"nargs": "*"} if name.endswith("s") else {}
         data(f"--{name}", f"--dataset_{name}", dest=name, metavar="COLUMN", help=text, **several)
+
+    write = add(
+        _self_instruct, "lze-trl self-instruct RECIPE --count N --output FILE [--any_key_of_a_recipe VALUE ...]"
+    )
+    write("recipe", metavar="RECIPE", help="whose datasets are the seeds, and whose model writes and votes")
+    at_least_one = _number(int, "at least 1", lambda number: number >= 1)
+    write("--count", type=at_least_one, required=True, help="number of problems")
+    write(
+        "--output", metavar="FILE", required=True, help="JSON lines; a journal beside it lets a killed command go on"
+    )
+    write("--votes", type=at_least_one, default=16, help="answers to each problem, of which the majority decides")
+    write("--against", metavar="DATASET", nargs="+", help="further sets that no problem may resemble")
+    write("--server", metavar="URL", nargs="+", help="running vLLM servers of the model; default: the recipe's")
+    write("--concurrent", type=at_least_one, default=64, help="requests that one server works on at a time")
+    write("--batch_size", type=at_least_one, default=32, help="answers at a time, without a server")
+    write("--dtype", help="type to compute in, without a server; default: float32 on a CPU, else the model's")
 
     app = add(_app)
     app("runs", metavar="RUN", nargs="*", help="output folder of a run, a folder of runs, or Hub id of telemetry")
@@ -236,6 +258,13 @@ def _data(namespace: argparse.Namespace, flags: list[str]):
     sys.stdout.write(f"{render(entries)}\n")
     if failures:
         raise CommandError(f"{len(failures)} of {len(entries)} data sets cannot be read; see above.")
+
+
+def _self_instruct(namespace: argparse.Namespace, flags: list[str]):
+    """Have a model write problems from those of a recipe, and keep those that it can learn from."""
+    from .self_instruct import run
+
+    run(namespace, flags)
 
 
 def _app(namespace: argparse.Namespace, flags: list[str]):

@@ -128,6 +128,10 @@ class LZEScriptArguments:
         default=False,
         help="Whether training sets may lack gold answers, for rewards that need none, such as 'majority'.",
     )
+    instruct_generator: str | None = _optional(
+        help="Import path of a function that writes the problems of self-instruction, given exemplars and a random generator, "
+        "in place of the model."
+    )
 
     def __post_init__(self):
         for name in ("max_train_samples", "max_eval_samples", "eval_tasks_limit"):

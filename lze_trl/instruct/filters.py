@@ -1,0 +1,91 @@
+"""
+Which texts are problems that can be trained on. Each rejection has a reason.
+
+They are the filters of SeRL (arXiv 2505.20347), except that figures are recognised by what points at one and not by single words
+("draw", "map", "file"), and that texts that hold a solution, several questions, no question or a proof are refused as well.
+"""
+
+import re
+
+from ..data.overlap import math_tokens
+from .templates import Item
+
+
+MIN_TOKENS, MAX_WORDS = 4, 150
+"""Published are 4 words, by which "Factor $t^2-49$." is too short."""
+_ASCII_LETTERS = 0.8  # least share of them, of all letters
+
+_FIGURE = re.compile(
+    r"\[/?asy\]|\\includegraphics|!\[|<img|\\begin\{(?:tikzpicture|picture|figure)\}"
+    r"|\b(?:diagram|figure|graph|picture|image|illustration|chart|map)s?\b[^.?!]{0,30}\b(?:below|above|shown|provided|at right)\b"
+    r"|\b(?:shown|pictured|drawn|depicted|graphed)\s+(?:below|above|in the (?:diagram|figure|graph|picture|image|map|chart))\b"
+    r"|\b(?:in|from|on|at|of|to)\s+(?:the|this|each)\s+(?:following\s+)?(?:diagram|figure|picture|illustration)\b"
+    r"|\bthe (?:following |accompanying )?(?:diagram|figure|picture|image) \b|\bfollowing (?:diagram|figure|graph|picture|image|map|chart)\b"
+    r"|\b(?:plot|sketch|draw|graph) the (?:function|graph|curve|line|equation|point|data|triangle|circle)",
+    re.IGNORECASE,
+)
+_PROGRAM = re.compile(
+    r"\s*(?:write|implement|create|develop) (?:a|an|the)\b[^.?!]{0,30}\b(?:program|script|code|algorithm|function that)\b",
+    re.IGNORECASE,
+)
+_SOLUTION = re.compile(
+    r"\\boxed|\\fbox|^\W*(?:answer|ans|solution|explanation|hint|step \d+)\b\W*[:.]|\b(?:answer|solution)\s*:|####"
+    r"|\b(?:the|final|correct) answer is\b|\blet['’]s (?:solve|think|start|break)\b|\bto solve this\b",
+    re.IGNORECASE | re.MULTILINE,
+)
+_PROOF = re.compile(
+    r"(?:^|[.?!;]\s+|\band\s+|\bthen\s+)(?:prove|disprove|show|verify|demonstrate|justify)\b(?! work)", re.IGNORECASE
+)
+_ASKS = re.compile(
+    r"\b(?:find|compute|evaluate|determine|calculate|simplify|solve|express|factor|expand|what|how|which|who|when|where|write|give|"
+    r"round|convert|state|list|count|estimate|enter|identify|name|add|subtract|multiply|divide|rationalize|complete|order)\b",
+    re.IGNORECASE,
+)
+_QUESTION_WORD = r"(?:what|how|which|who|when|where|find|compute|is|are|does|do|can|if|will|determine|calculate)"
+_SEVERAL = re.compile(
+    rf"\?[\s\"'”]+(?=(?:also|and|then|next|second(?:ly)?|\(?[a-d2-9][).]|{_QUESTION_WORD})\b)[^?]*\?"
+    rf"|[?.:]\s+\(?(?:a|i|1)[).]\s+{_QUESTION_WORD}\b.*\s\(?(?:b|ii|2)[).]\s|(?:^|\n)\s*(?:question|problem)\s*\d",
+    re.IGNORECASE | re.DOTALL,
+)
+_OPENERS = "$\\([{\"'“‘*|"
+_DANGLING = re.compile(
+    r"(?:[,:;=+\-*/(\[{]|\b(?:and|or|of|the|a|an|is|are|to|with|for|if|than|by|in))\s*$", re.IGNORECASE
+)
+
+
+def reason_to_reject(item: Item) -> str | None:
+    """Why a text cannot be used: the first reason that applies, `None` if there is none."""
+    text = item.text
+    return next((reason for reason, applies in _REASONS if applies(item, text)), None)
+
+
+def _unfinished(item: Item, text: str) -> bool:
+    dollars = len(re.findall(r"(?<!\\)\$", text))
+    braces = len(re.findall(r"(?<!\\)\{", text)) - len(re.findall(r"(?<!\\)\}", text))
+    return not item.complete or dollars % 2 == 1 or braces != 0 or _DANGLING.search(text) is not None
+
+
+def _foreign(text: str) -> bool:
+    letters = [character for character in text if character.isalpha()]
+    return sum(letter.isascii() for letter in letters) < _ASCII_LETTERS * len(letters)
+
+
+def _asks_nothing(text: str) -> bool:
+    return "?" not in text and _ASKS.search(text) is None
+
+
+_REASONS = (
+    ("unfinished", _unfinished),
+    ("too short", lambda item, text: len(math_tokens(text)) < MIN_TOKENS),
+    ("too long", lambda item, text: len(text.split()) > MAX_WORDS),
+    ("figure", lambda item, text: _FIGURE.search(text) is not None),
+    ("program", lambda item, text: _PROGRAM.match(text) is not None),
+    ("first character", lambda item, text: not (text[0].isalnum() or text[0] in _OPENERS)),
+    ("language", lambda item, text: _foreign(text)),
+    ("holds a solution", lambda item, text: _SOLUTION.search(text) is not None),
+    ("proof", lambda item, text: _PROOF.search(text) is not None),
+    ("several questions", lambda item, text: _SEVERAL.search(text) is not None),
+    ("no question", lambda item, text: _asks_nothing(text)),
+)
+REASONS = tuple(name for name, _ in _REASONS)
+"""Every reason, in the order in which they are looked for."""
