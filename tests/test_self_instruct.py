@@ -1,0 +1,268 @@
+"""`lze-trl self-instruct`: a file of problems, resumed exactly, and a clear stop where none is acceptable."""
+
+import json
+import logging
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+import yaml
+
+import tiny
+from lze_trl.data import load_prompts
+from lze_trl.data.adapters import PromptStyle
+from lze_trl.data.overlap import OverlapIndex
+from lze_trl.evaluation.engines import Output
+from lze_trl.evaluation.settings import Decoding, EvaluationError
+from lze_trl.instruct.generator import KNOWN, UNREAD, Seeds, Writer
+from lze_trl.instruct.offline import ABSTAINED, Gate, SelfInstruction
+from lze_trl.instruct.settings import InstructError, InstructSettings
+from lze_trl.job.cli import main
+from lze_trl.rewards import MajorityReward
+
+
+NOUNS = ["apples", "boats", "cats", "dogs", "eggs", "forks", "goats", "hats", "jars", "kites", "lamps", "maps"]
+PLACES = ["in the garden", "by the river", "at school", "on a ship", "under the old bridge", "near a small hill"]
+WORDS = [f"{a}{b}" for a in ("ka", "lo", "mi", "nu") for b in ("bin", "dor", "fam", "gul", "hep", "jik")]
+SEEDS = tuple(f"Ann counts {i} {noun}. How many {noun} are {i * i} times as many?" for i, noun in enumerate(NOUNS))
+SETTINGS = InstructSettings(seed=5, examples=4, own=2, requests=6, max_rounds=3)
+
+
+class Author:
+    """
+    An engine that writes and answers by the seed of each request alone, in an order of its own. It stops at `budget` answers,
+    as if it were killed, and notes all that it was asked.
+    """
+
+    name = "author"
+
+    def __init__(self, budget=10**9, votes=("7", "7", "8")):
+        self.budget, self.votes, self.asked = budget, votes, []
+
+    def generate(self, requests, decoding):
+        for request in sorted(requests, key=lambda request: request.seed(decoding)):
+            if len(self.asked) == self.budget:
+                raise KeyboardInterrupt
+            self.asked.append((request.problem.id, request.sample))
+            yield request, self.answer(request, request.seed(decoding))
+
+    def answer(self, request, number):
+        if not request.problem.id.startswith("write"):
+            return Output(rf"\boxed{{{self.votes[number % len(self.votes)]}}}", 3, False)
+        words = random.Random(number).sample(WORDS, 9) if number % 4 else WORDS[:9]  # one in four is the same
+        text = f"How many {' '.join(words)} are there?"
+        return Output(("<question>" + text + "</question>") * (number % 5 > 0), 9, False)
+
+
+def process(output, settings=SETTINGS, seeds=None, votes=8, **majority):
+    style = PromptStyle(prompt_suffix=" Box the answer.")
+    gate = Gate(MajorityReward(labelled="none", **majority), style, Decoding(temperature=1.0, max_tokens=9), votes)
+    return SelfInstruction(Writer(settings, seeds or Seeds(SEEDS)), gate, output)
+
+
+def written(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_problems_are_written_voted_on_and_kept(tmp_path):
+    work, author = process(tmp_path / "new.jsonl"), Author()
+    numbers = list(work.run(author, 12))
+    lines = written(work.output)
+    assert numbers[-1] == len(lines) == work.accepted == 12
+    journal = written(tmp_path / "new.jsonl.journal" / "votes.jsonl")
+    for line in lines:
+        votes = Counter(vote["completion"] for vote in journal if vote["id"] == line["id"])
+        ((answer, count),) = votes.most_common(1)
+        assert (answer, count / 8) == (rf"\boxed{{{line['majority_answer']}}}", line["share"])
+        assert 0.2 <= line["share"] <= 0.8 and line["valid"] == 1.0
+    assert [line["round"] for line in lines] == sorted(line["round"] for line in lines)
+    # No two alike, and none like a seed
+    texts = [line["problem"] for line in lines]
+    assert (OverlapIndex().among(texts) - np.eye(12)).max() <= 0.7
+    assert OverlapIndex(SEEDS).nearest(texts).similarity.max() <= 0.7
+    assert work.rejected[KNOWN] and work.rejected[UNREAD]
+    # All votes were counted: what is neither accepted nor rejected was above the count, in the last round
+    voted = {name for name, _ in author.asked if not name.startswith("write")}
+    rejected = sum(work.rejected[reason] for reason in ABSTAINED.values())
+    assert len(lines) <= len(voted) - rejected <= len(lines) + SETTINGS.requests
+    assert len(author.asked) == len(set(author.asked)) == 8 * len(voted) + 6 * work.rounds
+
+
+def test_own_problems_become_exemplars(tmp_path):
+    work = process(tmp_path / "new.jsonl")
+    list(work.run(Author(), 12))
+    lines = written(work.output)
+    names = {line["id"] for line in lines}
+    assert not names & set(lines[0]["parents"])
+    for line in lines[1:]:
+        before = {other["id"] for other in lines if other["round"] < line["round"]}
+        assert names & set(line["parents"]) <= before
+        assert len(line["parents"]) == 4
+    assert any(len(names & set(line["parents"])) == 0 for line in lines)
+    # A parent's name is the id that its own line has, whatever the prompt around it
+    assert any(names & set(line["parents"]) for line in lines)
+
+
+def test_a_killed_command_goes_on_and_asks_nothing_twice(tmp_path):
+    whole, everything = process(tmp_path / "whole.jsonl"), Author()
+    list(whole.run(everything, 12))
+    asked, output = [], tmp_path / "killed.jsonl"
+    budget = 0
+    while True:
+        work, author = process(output), Author(budget=budget)
+        budget = budget % 31 + 5  # in the middle of writing and of voting
+        try:
+            list(work.run(author, 12))
+        except KeyboardInterrupt:
+            asked += author.asked
+            with output.open("a") as file:  # the next line is half written
+                file.write('{"problem": "Half a li')
+            votes = output.with_name("killed.jsonl.journal") / "votes.jsonl"
+            if votes.is_file():
+                with votes.open("a") as file:
+                    file.write('{"id": "')
+            continue
+        asked += author.asked
+        break
+    assert output.read_bytes() == whole.output.read_bytes()
+    assert work.rejected == whole.rejected
+    assert sorted(asked) == sorted(everything.asked)
+
+
+def test_more_problems_can_be_asked_for_later(tmp_path):
+    first = process(tmp_path / "new.jsonl")
+    list(first.run(Author(), 4))
+    before = first.output.read_text()
+    list(process(first.output).run(Author(), 12))
+    whole = process(tmp_path / "whole.jsonl")
+    list(whole.run(Author(), 12))
+    assert first.output.read_text() == whole.output.read_text()
+    assert whole.output.read_text().startswith(before)
+    author = Author()
+    list(process(first.output).run(author, 12))
+    assert author.asked == []
+
+
+def test_a_command_with_other_settings_is_refused(tmp_path):
+    work = process(tmp_path / "new.jsonl")
+    list(work.run(Author(), 2))
+    with pytest.raises(EvaluationError, match=r"other settings \(votes: 8 there, 4 now\)"):
+        list(process(work.output, votes=4).run(Author(), 2))
+    with pytest.raises(EvaluationError, match=r"other settings \(seeds: "):
+        list(process(work.output, seeds=Seeds(SEEDS[1:])).run(Author(), 2))
+    work.output.write_text('{"problem": "Mine"}\n')
+    with pytest.raises(InstructError, match=r"holds other problems than its journal in line 1"):
+        list(process(work.output).run(Author(), 2))
+
+
+@pytest.mark.parametrize(
+    ("votes", "reason"),
+    [
+        (("7",), "answers agree"),
+        (tuple("1234567"), "answers disagree"),
+        (("",), "too few answers"),
+        (("7", "8"), "no clear winner"),
+    ],
+)
+def test_a_generator_without_acceptable_problems_stops_with_the_reasons(tmp_path, votes, reason):
+    work = process(tmp_path / "new.jsonl", bounds=(0.5, 0.9) if reason == "answers disagree" else (0.2, 0.9), margin=8)
+    with pytest.raises(
+        InstructError, match=rf"3 rounds in a row gave no acceptable problem, after 0 of 5.*\d+ {reason}"
+    ):
+        list(work.run(Author(votes=votes), 5))
+    assert work.rounds == 3
+    assert written(work.output) == []
+
+
+def test_truncated_votes_do_not_count():
+    gate = process("unused.jsonl").gate
+    votes = [Output(r"\boxed{7}", 3, i > 1) for i in range(8)]
+    assert gate.judge(votes)[0] == "too few answers"
+
+
+# ---- The command ----
+
+WRITTEN = [0]
+
+
+def sums(exemplars, rng):
+    """A generator for recipes."""
+    WRITTEN[0] += 1
+    a, b = rng.integers(10, 99, 2)
+    return [f"What is the {NOUNS[a % 12]} sum of {a} and {b} {PLACES[b % 6]}?"]
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    seeds = tmp_path / "seeds.jsonl"
+    seeds.write_text("".join(json.dumps({"problem": text}) + "\n" for text in SEEDS))
+    settings = {
+        "output_dir": str(tmp_path / "run"),
+        "model_name_or_path": tiny.save(tmp_path / "model"),
+        "datasets": [str(seeds)],
+        "unlabelled": True,
+        "conversational": False,
+        "reward_funcs": ["majority"],
+        "majority_bounds": [0.1, 0.9],
+        "max_completion_length": 4,
+        "instruct_max_tokens": 6,
+        "instruct_max_rounds": 2,
+        "instruct_requests": 4,
+        "instruct_examples": 2,
+        "use_cpu": True,
+        "bf16": False,
+    }
+
+    def write(**changes):
+        path = tmp_path / "recipe.yaml"
+        path.write_text(yaml.safe_dump(settings | changes))
+        return [str(path), "--output", str(tmp_path / "new.jsonl")]
+
+    return write
+
+
+def test_the_command_tells_what_was_rejected_and_stops(recipe, capsys, tmp_path):
+    # An untrained model writes no problem, and boxes no answer to those of a generator
+    with pytest.raises(
+        SystemExit, match=r"error: 2 rounds in a row .* 8 no problem in the answer\. Use a stronger model"
+    ):
+        main(["self-instruct", *recipe(), "--count", "3"])
+    shown = capsys.readouterr().out
+    assert "accepted" in shown and "no problem in the answer" in shown and "problems of 2 rounds" in shown
+    with pytest.raises(SystemExit, match="other settings"):
+        main(["self-instruct", *recipe(), "--count", "3", "--votes", "4"])
+
+
+def test_a_recipe_may_name_a_generator(recipe, tmp_path, capsys):
+    arguments = recipe(instruct_generator="test_self_instruct.sums")
+    with pytest.raises(SystemExit, match=r"\d too few answers"):
+        main(["self-instruct", *arguments, "--count", "3", "--votes", "2"])
+    journal = tmp_path / "new.jsonl.journal"
+    assert not (journal / "written.jsonl").read_text()
+    votes = [json.loads(line) for line in (journal / "votes.jsonl").read_text().splitlines()]
+    assert len(votes) % 2 == 0 and all(vote["prompt"].startswith("What is the ") for vote in votes)
+    with pytest.raises(SystemExit, match=r"`instruct_generator: nothing.here` cannot be imported"):
+        main(["self-instruct", *recipe(instruct_generator="nothing.here"), "--count", "3"])
+
+
+def test_evaluation_problems_among_the_seeds_are_counted_and_refused_on_request(recipe, tmp_path, caplog):
+    held_out = tmp_path / "held_out.jsonl"
+    rows = [{"problem": SEEDS[3], "answer": "9"}, {"problem": "What is the smallest prime number?", "answer": "2"}]
+    held_out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = r"1 of 2 evaluation problems resemble a seed.*'Ann counts 3 dogs.*\(1\.00\)"
+    with caplog.at_level(logging.WARNING), pytest.raises(SystemExit, match="rounds in a row"):
+        main(["self-instruct", *recipe(eval_datasets=[str(held_out)]), "--count", "1"])
+    assert "1 of 2 evaluation problems resemble a seed" in caplog.text
+    with pytest.raises(SystemExit, match=found):
+        main(["self-instruct", *recipe(instruct_refuse_overlap=True), "--against", str(held_out), "--count", "1"])
+
+
+def test_what_was_written_is_a_training_set(tmp_path):
+    work = process(tmp_path / "new.jsonl")
+    list(work.run(Author(), 4))
+    table = load_prompts(str(work.output), unlabelled=True)
+    assert len(table) == 4
+    assert table["solution"] == [None] * 4
+    # `majority_answer` is told, and is no gold answer
+    assert table["labelled"] == [False] * 4
