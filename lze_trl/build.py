@@ -10,10 +10,11 @@ from accelerate.utils import DistributedType
 from datasets import Dataset, IterableDataset
 
 from .config import LZEGRPOConfig
+from .instruct.online import Instruction, OnlineInstruction
 from .memory.outcomes import OutcomeRule
 from .memory.state import PromptState, StateSettings
 from .pack.layout import Geometry, micro_step_cost
-from .plan.passes import Passes
+from .plan.passes import Growing, Passes
 from .plan.planners import Planner, SolvedPlanner
 from .rollout.controllers import RolloutController, is_plain
 from .select.selectors import quota
@@ -58,10 +59,21 @@ def make_state(
     return PromptState(settings, expected=len(dataset) if isinstance(dataset, Dataset) else 0, bounds=rule.bounds)
 
 
+def make_instruction(
+    args: LZEGRPOConfig, instruction: Instruction | None, seeds: Dataset | IterableDataset, accelerator: Accelerator
+) -> OnlineInstruction | None:
+    """What writes the problems to train on, if the model does; `seeds` is the training set, with what rewards may ask for."""
+    if not args.self_instruct or not isinstance(seeds, Dataset):
+        return None
+    return OnlineInstruction(
+        instruction or Instruction.of(seeds), args.make_instruct(), seeds.column_names, accelerator
+    )
+
+
 def make_passes(
     args: LZEGRPOConfig,
     accelerator: Accelerator,
-    dataset: Dataset | IterableDataset,
+    dataset: Dataset | IterableDataset | Growing,
     state: PromptState,
     planner: Planner,
     controller: RolloutController,
@@ -81,9 +93,9 @@ def make_passes(
 
     return Passes(
         # A controller that draws prompts takes them from the stream, also where nothing is pruned
-        mode="refill" if controller.draws_prompts else mode,
+        mode="refill" if controller.draws_prompts or args.self_instruct else mode,
         by_prompt=not is_plain(controller, args.num_generations),
-        dataset=dataset if isinstance(dataset, Dataset) else None,
+        dataset=None if isinstance(dataset, IterableDataset) else dataset,
         planner=planner,
         state=state,
         args=args,

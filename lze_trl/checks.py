@@ -51,6 +51,7 @@ def prepare(
     refuse_unfit_rewards(args, given)
     controller = controller or args.make_controller()
     refuse_unfit_strategies(args, train_dataset, planner, controller)
+    refuse_unfit_instruction(args, train_dataset, planner, given)
     resolve_defaults(args, train_dataset, planner)
     return with_prompt_ids(train_dataset, args), controller
 
@@ -143,6 +144,23 @@ def refuse_unfit_label_confidence(args: LZEGRPOConfig, rewards: Mapping[int, Any
             f"{value} corrects the energy, and `selector={args.selector!r}` does not go by it. Set `selector='energy'` and a "
             "`selection_ratio`, or leave `label_confidence` unset."
         )
+
+
+def refuse_unfit_instruction(
+    args: LZEGRPOConfig, train_dataset: Any, planner: Planner | None, given: Mapping[str, Any]
+):
+    """Refuse what does not go with prompts that the model writes itself; `planner` is one of the user's."""
+    if not args.self_instruct:
+        return
+    for unfit, what, instead in (
+        (not isinstance(train_dataset, Dataset), "reads all seeds", "Load the training set without streaming"),
+        (args.max_steps <= 0, "has no end of its own", "Set `max_steps`"),
+        (planner is not None, "has no passes that a planner could rank", "Pass no `planner`"),
+        (args.pruning_policy != "solved", "has no passes to prune", "Set `pruning_policy='solved'`"),
+        (args.pruning == "skip", "has no passes to prune", "Set `pruning='refill'` or 'none'"),
+    ):
+        if unfit:
+            raise ValueError(f"`self_instruct=True` {what}. {instead}.")
 
 
 def refuse_unfit_group_rewards(args: LZEGRPOConfig, rewards: Mapping[int, Any], controller: RolloutController):
@@ -307,7 +325,9 @@ def with_prompt_ids(dataset: Any, args: LZEGRPOConfig) -> Dataset | IterableData
     args.deduplicate = args.deduplicate is None or args.deduplicate
     with args.main_process_first(desc="prompt ids"):
         dataset = add_prompt_ids(rows, args.answer_column, args.deduplicate)
-        if open_choice and len(dataset) < num_groups <= len(rows):  # plain TRL can train on these rows
+        if (
+            open_choice and not args.self_instruct and len(dataset) < num_groups <= len(rows)
+        ):  # plain TRL can train on these rows
             args.deduplicate = False
             logger.warning(
                 "The training set has %d rows and %d different prompts, and a generation batch takes %d: each row counts as "
@@ -319,7 +339,7 @@ def with_prompt_ids(dataset: Any, args: LZEGRPOConfig) -> Dataset | IterableData
         return dataset
     if dropped := len(rows) - len(dataset):
         logger.warning("Dropped %d of %d rows that repeat a prompt and its answer.", dropped, len(rows))
-    if len(dataset) < num_groups:
+    if len(dataset) < num_groups and not args.self_instruct:
         raise ValueError(
             f"The training set has {len(dataset)} different prompts, and a generation batch takes {num_groups} "
             f"(`generation_batch_size={args.generation_batch_size}` / `num_generations={args.num_generations}`). Use a "

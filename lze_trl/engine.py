@@ -10,7 +10,7 @@ import math
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from trl import GRPOTrainer
 from trl.trainer.utils import pad
 
 from .checks import IMAGE_COLUMNS, NO_IMAGE, images_error
+from .evaluation.during import engine_of
 from .memory.identity import ID_COLUMN
 from .pack.batch import widths
 from .pack.layout import Layout
@@ -151,6 +152,10 @@ class Engine:
         trainer, args = self._trainer, self._trainer.args
         aligned = args.gradient_accumulation_steps % (args.steps_per_generation * trainer.num_iterations) == 0
         return int(not aligned or older_rows or self.corrects_sampling) + int(trainer.beta != 0.0)
+
+    def policy(self) -> AbstractContextManager[Any]:
+        """The policy of the moment, as an engine that completes requests; see [`~lze_trl.evaluation.during.engine_of`]."""
+        return engine_of(self._trainer)()
 
     # ---- Rollouts ----
 

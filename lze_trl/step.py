@@ -9,6 +9,7 @@ from accelerate import Accelerator
 
 from .arrays import Groups
 from .engine import Engine
+from .instruct.online import OnlineInstruction
 from .memory.buffer import LiveBuffer, Pool
 from .memory.state import PromptState
 from .pack.batch import GenerationBatch, filler_inputs
@@ -42,6 +43,7 @@ class GenerationStep:
     ledger: Ledger
     recorder: Recorder
     accelerator: Accelerator
+    instruction: OnlineInstruction | None = None  # writes the prompts, if the model does
 
     def __post_init__(self):
         self.generation = 0  # generation batches so far
@@ -90,6 +92,10 @@ class GenerationStep:
 
     def _next(self, inputs: list[dict[str, Any]], engine: Engine) -> GenerationBatch:
         timed = self.ledger.timed
+        if self.instruction is not None and (missing := self.passes.missing):
+            with timed("rollout"):
+                self.instruction.restock(missing, self.generation, engine.policy)
+                self.passes.grow()
         with timed("selection"):
             plan = self.passes.plan(inputs, self.generation)
         drawn = None
@@ -131,6 +137,8 @@ class GenerationStep:
         groups = self.state.visit(drawn.rollouts, drawn.chances, confidence)
         self.votes.add_batch(drawn.logged, len(groups))
         self.passes.planner.observe(groups)
+        if self.instruction is not None:
+            self.instruction.observe(groups)
         self.dead.update(groups, drawn.rollouts, drawn.rewards_per_func.cpu().numpy())
         return groups
 
@@ -227,6 +235,8 @@ class GenerationStep:
         fresh = chosen[len(pool) - len(groups) :]
         metrics = batch_metrics(groups, fresh, self.state, plan.pass_index) | self.passes.metrics()
         metrics |= self.state.foresight.metrics() | self.state.gate.metrics()
+        if self.instruction is not None:
+            metrics |= self.instruction.metrics()
         metrics["repeated_share"] = self.repeats.update(pool.groups.prompt_ids[chosen])
         lengths = batch.prompt_tokens, batch.completion_tokens
         real, computed = padding_efficiency(batch.layout, *lengths, self.accelerator.process_index)
@@ -263,7 +273,8 @@ class GenerationStep:
 
     def parts(self) -> dict[str, Any]:
         """Parts with a memory that is the same on every process, by the name that they have in a checkpoint."""
-        return {
+        written = {} if self.instruction is None else {"instruction": self.instruction}
+        return written | {  # the passes are over what was written
             "batches": self,
             "prompts": self.state,
             "foresight": self.state.foresight,

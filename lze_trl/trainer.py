@@ -21,10 +21,11 @@ from trl.trainer.utils import RepeatSampler, get_config_model_id
 from . import checkpoint as store
 from . import checks, compatibility
 from .app.console import RunSummary, accuracy_metric, replace_printers
-from .build import make_geometry, make_passes, make_state
+from .build import make_geometry, make_instruction, make_passes, make_state
 from .config import LZEGRPOConfig
 from .engine import Engine, altered, without_vllm
 from .hub import add_evaluations, correct_model_card, extend_model_card, keep_private, push_run, resolve_state
+from .instruct.online import Instruction
 from .memory.identity import ID_COLUMN
 from .plan.planners import Planner
 from .record.ledger import Ledger, TokenCost, saving_metrics, token_cost
@@ -92,6 +93,8 @@ class LZEGRPOTrainer(GRPOTrainer):
             Your own sampling of completions; replaces `args.controller`.
         planner ([`~lze_trl.plan.planners.Planner`], *optional*):
             Your own ranking of prompts; replaces `args.pruning_policy`.
+        instruction ([`~lze_trl.instruct.online.Instruction`], *optional*):
+            What `args.self_instruct` begins with. Defaults to the prompts of the training set.
         kwargs:
             Further arguments of [`~trl.GRPOTrainer`].
     """
@@ -128,6 +131,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         selector: Selector | None = None,
         controller: RolloutController | None = None,
         planner: Planner | None = None,
+        instruction: Instruction | None = None,
         **kwargs: Any,
     ):
         if args is None:
@@ -153,7 +157,8 @@ class LZEGRPOTrainer(GRPOTrainer):
 
             tokenizer: Any = self.processing_class
             Engine(self).connect(HTTPGeneration(self.model, self.accelerator, tokenizer, args))
-        self._build_parts(planner or args.make_planner(), controller, selector or args.make_selector())
+        parts = planner or args.make_planner(), controller, selector or args.make_selector()
+        self._build_parts(*parts, instruction)
         if args.telemetry and {"wandb", "trackio"} & set(args.report_to):
             from .record.tracking import EnergyTrackingCallback
 
@@ -168,14 +173,22 @@ class LZEGRPOTrainer(GRPOTrainer):
             self.summary = RunSummary(self.savings, self.flush_telemetry, metric)
             replace_printers(self.callback_handler, self.summary, progress_bar=not args.disable_tqdm)
 
-    def _build_parts(self, planner: Planner, controller: RolloutController, selector: Selector):
+    def _build_parts(
+        self,
+        planner: Planner,
+        controller: RolloutController,
+        selector: Selector,
+        instruction: Instruction | None,
+    ):
         """Give every part of a generation batch what it needs."""
         args, dataset = self.args, self.train_dataset
         if isinstance(dataset, Dataset):
             dataset = self._remove_unused_columns(dataset, description="training")
         rule = checks.outcome_rule(args, self.reward_funcs, self.reward_func_names, controller)
         self.prompt_state = make_state(args, dataset, rule, planner)
-        self.passes = make_passes(args, self.accelerator, dataset, self.prompt_state, planner, controller)
+        writes = make_instruction(args, instruction, dataset, self.accelerator)
+        prompts = dataset if writes is None else writes.pool
+        self.passes = make_passes(args, self.accelerator, prompts, self.prompt_state, planner, controller)
         self.ledger = Ledger(iterations=self.num_iterations, logprob_passes=Engine(self).logprob_passes())
         described = {
             "selector": type(selector).__name__,
@@ -193,6 +206,7 @@ class LZEGRPOTrainer(GRPOTrainer):
             self.ledger,
             Recorder(args, described, self.reward_func_names, self.savings, self.accelerator),
             self.accelerator,
+            writes,
         )
 
     @property
@@ -237,7 +251,8 @@ class LZEGRPOTrainer(GRPOTrainer):
         # Differs from TRL: a resumed run continues with the permutation of its epoch
         sampler: Any = super()._get_train_sampler(dataset)  # TRL's `RepeatSampler`
         if self.generation_step is not None and self.passes.mode == "refill":
-            return [0] * len(sampler)  # our stream picks the prompts: the loader only counts micro-steps
+            # Our stream picks the prompts: the loader only counts micro-steps. Seeds may be fewer than a batch takes
+            return [0] * (len(sampler) or self.args.generation_batch_size * sampler.repeat_count)
         repeats = sampler.mini_repeat_count, sampler.batch_size, sampler.repeat_count
         return EpochRepeatSampler(sampler.data_source, *repeats, shuffle=sampler.shuffle, seed=sampler.seed)
 

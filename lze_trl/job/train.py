@@ -40,6 +40,7 @@ from ..evaluation.settings import Decoding
 from ..evaluation.tasks import find_tasks, load_problems
 from ..rewards import MAJORITY, get_reward
 from ..trainer import LZEGRPOTrainer
+from .instruction import make_instruction
 from .recipe import LZEScriptArguments, RecipeError, parse_recipe
 
 
@@ -123,6 +124,7 @@ def trainer_arguments(
         "args": training_args,
         "train_dataset": train_dataset,
         "eval_dataset": eval_dataset,
+        "instruction": make_instruction(script_args, training_args) if training_args.self_instruct else None,
         "quantization_config": get_quantization_config(model_args),
         "peft_config": get_peft_config(model_args),
     }

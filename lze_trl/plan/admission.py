@@ -18,10 +18,14 @@ class Admission:
     def __init__(self, planner: Planner, state: PromptState, prompt_ids: np.ndarray, seed: int):
         self.planner = planner
         self.state = state
-        self.prompt_ids = prompt_ids
         self.seed = seed
         self.pass_index = -1
         self.left_out = np.empty(0, dtype=np.int64)  # ids of the prompts that this pass does not roll out, ascending
+        self.renumber(prompt_ids)
+
+    def renumber(self, prompt_ids: np.ndarray):
+        """Go on with other rows of the training set."""
+        self.prompt_ids = prompt_ids
         self._index = RowIndex(prompt_ids)
 
     def begin(self, pass_index: int) -> np.ndarray:

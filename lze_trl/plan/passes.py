@@ -3,7 +3,7 @@
 import logging
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -14,10 +14,21 @@ from ..memory.identity import ID_COLUMN, distinct_ids
 from ..memory.state import PromptState
 from .admission import Admission
 from .planners import Planner
-from .stream import PromptStream
+from .stream import GrowingStream, PromptStream
 
 
 logger = logging.getLogger(__name__)
+
+
+class Growing(Protocol):
+    """A training set to which prompts are added."""
+
+    prompt_ids: np.ndarray
+    """Id of the prompt of each row."""
+
+    def __len__(self) -> int: ...
+
+    def __getitems__(self, rows: list[int]) -> list[dict[str, Any]]: ...
 
 
 @dataclass
@@ -45,7 +56,7 @@ class Passes:
 
     mode: str
     by_prompt: bool  # whether plans name prompts, for groups that may differ in size, instead of completions
-    dataset: Dataset | None  # with prompt ids, each once; None for a stream, in the mode "none"
+    dataset: Dataset | Growing | None  # with prompt ids, each once; None for a stream, in the mode "none"
     planner: Planner
     state: PromptState
     args: Any  # settings
@@ -53,16 +64,35 @@ class Passes:
 
     def __post_init__(self):
         ids = np.empty(0, dtype=np.int64)
-        if self.dataset is not None:
+        if isinstance(self.dataset, Dataset):
             ids = np.asarray(self.dataset.with_format("numpy")[ID_COLUMN][:], dtype=np.int64)
         args, first = self.args, np.arange(len(ids))
         if args.shuffle_dataset and self.mode == "refill":  # the first permutation of TRL's sampler
             first = torch.randperm(len(ids), generator=torch.Generator().manual_seed(args.seed)).numpy()
         self.admission = Admission(self.planner, self.state, ids, args.seed)
         self.stream = PromptStream(self.admission, first, args.shuffle_dataset)
+        if self.grows:
+            self.stream = GrowingStream(self.admission, args.instruct_reuse)
         self.group_size = args.num_generations
         self.num_groups = args.generation_batch_size // args.num_generations
         self._warned = False
+
+    @property
+    def grows(self) -> bool:
+        """Whether prompts are added to the training set."""
+        return self.dataset is not None and not isinstance(self.dataset, Dataset)
+
+    @property
+    def missing(self) -> int:
+        """Prompts that a training set which grows has too few of."""
+        least = max(self.num_groups, self.args.instruct_stock or 0)
+        return max(0, least - len(self.stream)) if isinstance(self.stream, GrowingStream) else 0
+
+    def grow(self):
+        """Take in the prompts that the training set has got."""
+        if isinstance(self.stream, GrowingStream):
+            self.admission.renumber(self.dataset.prompt_ids)
+            self.stream.extend()
 
     def plan(self, inputs: list[dict[str, Any]], generation: int) -> Plan:
         """Plan a generation batch; `inputs` are the rows of TRL's sampler for this process, each prompt G times."""
@@ -146,6 +176,8 @@ class Passes:
 
     def load_state_dict(self, state: dict[str, np.ndarray]):
         """Continue the pass of a checkpoint, of which the training set must have all prompts."""
+        if self.grows:
+            self.admission.renumber(self.dataset.prompt_ids)
         self.admission.load_state_dict(state)
         self.stream.load_state_dict(state)
 

@@ -81,3 +81,43 @@ class PromptStream:
     def load_state_dict(self, state: dict[str, np.ndarray]):
         """Continue the pass of a checkpoint. The rows of the training set may have changed their order."""
         self._queue = self.admission.rows_of(state["queue"])
+
+
+class GrowingStream(PromptStream):
+    """
+    Hands out prompts of a training set that grows: the latest first, each `reuse` times, and no two of a batch alike. Those that
+    are to be visited again wait for the others.
+    """
+
+    def __init__(self, admission: Admission, reuse: int):
+        super().__init__(admission, np.empty(0, dtype=np.int64))
+        admission.begin(0)
+        self.reuse = reuse
+        self._left = np.empty(0, dtype=np.int64)  # visits of each row that are left
+
+    def __len__(self) -> int:
+        """Prompts with visits left."""
+        return len(self._queue)
+
+    def extend(self):
+        """Take in the prompts that the training set has got."""
+        rows = np.arange(len(self._left), len(self.admission.prompt_ids))
+        self._left = np.concatenate([self._left, np.full(len(rows), self.reuse)])
+        self._queue = np.concatenate([rows, self._queue])
+
+    def take(self, count: int, taken: np.ndarray | None = None) -> np.ndarray:
+        """The next rows, at most `count`, none of which the batch holds already."""
+        batch = self._next(count, np.empty(0, dtype=np.int64) if taken is None else taken)
+        self._left[batch] -= 1
+        self._queue = np.concatenate([self._queue, batch[self._left[batch] > 0]])
+        return batch
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """The prompts with visits left, and how many."""
+        return super().state_dict() | {"left": self._left[self._queue]}
+
+    def load_state_dict(self, state: dict[str, np.ndarray]):
+        """Continue where a checkpoint was, once the training set has its prompts."""
+        super().load_state_dict(state)
+        self._left = np.zeros(len(self.admission.prompt_ids), dtype=np.int64)
+        self._left[self._queue] = state["left"]

@@ -1,0 +1,128 @@
+"""Self-instruction during a training: the policy of the moment writes problems whenever few are left to visit."""
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+from datasets import Dataset
+
+from ..arrays import Groups
+from ..data.adapters import PromptStyle
+from ..evaluation.engines import Engine
+from .generator import Admitted, Generator, Intake, Seeds, Writer
+from .offline import told
+from .pool import PromptPool
+from .settings import InstructError, InstructSettings
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """What a training that writes its own problems begins with."""
+
+    seeds: Seeds
+    style: PromptStyle  # how prompts are written around problems
+    generator: Generator | None = None  # writes problems in place of the policy
+
+    @classmethod
+    def of(cls, dataset: Dataset) -> "Instruction":
+        """From the prompts of a training set, as they are: the last message of each is the problem."""
+        prompts = dataset["prompt"]
+        if isinstance(prompts[0], str):
+            return cls(Seeds(tuple(prompts)), PromptStyle(conversational=False))
+        system = next((message["content"] for message in prompts[0] if message["role"] == "system"), None)
+        return cls(Seeds(tuple(messages[-1]["content"] for messages in prompts)), PromptStyle(system_prompt=system))
+
+
+class OnlineInstruction:
+    """
+    Fills a pool of problems. It is a part of the checkpoint: what was accepted once is known for good.
+
+    Args:
+        instruction ([`Instruction`]): Seeds, prompts and, perhaps, a generator.
+        settings ([`InstructSettings`]): How problems are written, and which are accepted.
+        columns (`list[str]`): Columns that reward functions may ask for.
+        accelerator ([`~accelerate.Accelerator`]): The processes. The main one filters, all have the pool.
+    """
+
+    def __init__(
+        self, instruction: Instruction, settings: InstructSettings, columns: list[str], accelerator: Accelerator
+    ):
+        style = instruction.style
+        self._seeds, self._settings, self._accelerator = instruction.seeds, settings, accelerator
+        self.writer = Writer(settings, instruction.seeds, style.conversational, instruction.generator)
+        others = [name for name in columns if name != "prompt"]
+        self.pool = PromptPool(lambda text: style.write([{"role": "user", "content": text}], "a problem"), others)
+        self._begin()
+
+    def _begin(self):
+        self.intake = Intake(self._seeds, self._settings.overlap)
+        self.rounds = 0
+
+    def restock(self, missing: int, generation: int, policy: Callable[[], AbstractContextManager[Engine | None]]):
+        """
+        Add at least so many problems to the pool, which a generation batch is going to need. All processes call it.
+
+        Raises:
+            InstructError: If `instruct_max_rounds` rounds in a row give no acceptable problem.
+        """
+        shared: list[Any] = [None]
+        with nullcontext() if self.writer.generator else policy() as engine:
+            if self._accelerator.is_main_process:
+                shared = [self._written(missing, engine)]
+        broadcast_object_list(shared)
+        admitted, self.rounds, rejected, barren = shared[0]
+        self.intake.rejected = Counter(rejected)
+        self.pool.add(admitted, generation)
+        if barren == self._settings.max_rounds:
+            raise InstructError(
+                f"{barren} rounds in a row gave no acceptable problem, with {len(self.pool)} written so far. Rejected: "
+                f"{told(self.intake.rejected)}. Use other seeds, a stronger model, or an earlier checkpoint of this one."
+            )
+
+    def _written(self, missing: int, engine: Any) -> tuple[list[Admitted], int, dict[str, int], int]:
+        """Problems, rounds so far, rejections so far by reason, and rounds in a row without a problem."""
+        found: list[Admitted] = []
+        barren, number, own = 0, self.rounds, self.pool.proved
+        while len(found) < missing and barren < self._settings.max_rounds:
+            proposals, unread = self.writer.propose(number, own, engine.generate if engine is not None else None)
+            admitted = self.intake.admit(proposals, unread)
+            found, number, barren = found + admitted, number + 1, 0 if admitted else barren + 1
+        return found, number, dict(self.intake.rejected), barren
+
+    def observe(self, groups: Groups):
+        """Learn from the scored groups of a generation batch."""
+        self.pool.observe(groups.prompt_ids, groups.pass_rates, groups.alive)
+
+    def metrics(self) -> dict[str, float]:
+        """The pool, and what was rejected so far."""
+        table = self.pool.table()
+        rejected = {f"instruct_rejected/{why.replace(' ', '_')}": n for why, n in self.intake.rejected.items() if n}
+        return {
+            "instruct_pool": len(self.pool),
+            "instruct_unvisited": int((table["visits"] == 0).sum()),
+            "instruct_proved": int(table["alive"].sum()),
+            "instruct_overlap": float(np.mean(table["overlap"])),
+            "instruct_rounds": self.rounds,
+            **rejected,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """The pool, and counts."""
+        return self.pool.state_dict() | {"rounds": self.rounds, "rejected": dict(self.intake.rejected)}
+
+    def load_state_dict(self, state: dict[str, Any]):
+        """Continue with the pool of a checkpoint."""
+        self.pool.load_state_dict(state)
+        self._begin()
+        if self._accelerator.is_main_process:
+            self.intake.index.add(self.pool.texts)
+        self.intake.rejected, self.rounds = Counter(state["rejected"]), state["rounds"]

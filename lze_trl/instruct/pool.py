@@ -1,0 +1,111 @@
+"""The problems that a training has written so far, as the rows of a training set that grows."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..memory.identity import ID_COLUMN, prompt_id
+from .generator import Admitted
+
+
+_WRITTEN: dict[str, Any] = {"labelled": False, "source": "self-instruct"}
+"""What reward functions are told of a problem that was written; all other columns of the seeds are null."""
+
+
+class PromptPool:
+    """
+    Problems in the order in which they were written, with parents, overlap, birth (the generation batch), visits, and what the
+    last visit said: its pass rate (by a majority, the winner's share) and whether it had a gradient.
+
+    Args:
+        write (`Callable`): The prompt around a problem.
+        columns (`Sequence[str]`): Columns that a row has besides.
+    """
+
+    def __init__(self, write: Callable[[str], Any], columns: Sequence[str] = ()):
+        self._write, self._columns = write, {name: _WRITTEN.get(name) for name in columns}
+        self.load_state_dict(_EMPTY)
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def __getitems__(self, rows: list[int]) -> list[dict[str, Any]]:
+        """Rows as a training set gives them."""
+        ids = self.prompt_ids
+        return [self._columns | {"prompt": self._write(self.texts[row]), ID_COLUMN: int(ids[row])} for row in rows]
+
+    @property
+    def proved(self) -> list[str]:
+        """Problems whose last visit had a gradient."""
+        return [self.texts[row] for row in np.flatnonzero(self._numbers["alive"])]
+
+    @property
+    def prompt_ids(self) -> np.ndarray:
+        """Hash of each final prompt, which has no answer, shape `(n,)`."""
+        return self._numbers["prompt_ids"]
+
+    def add(self, problems: Sequence[Admitted], generation: int):
+        """Add problems at the end."""
+        count = len(problems)
+        more = {
+            "prompt_ids": [prompt_id(self._write(problem.text)) for problem in problems],
+            "birth": [generation] * count,
+            "overlap": [problem.overlap for problem in problems],
+            "visits": [0] * count,
+            "share": [np.nan] * count,
+            "alive": [False] * count,
+        }
+        self.texts += [problem.text for problem in problems]
+        self.parents += [problem.parents for problem in problems]
+        self._numbers = {
+            name: np.concatenate([known, np.array(more[name], dtype=known.dtype)])
+            for name, known in self._numbers.items()
+        }
+
+    def observe(self, prompt_ids: np.ndarray, shares: np.ndarray, alive: np.ndarray):
+        """Enter a visit of some of the problems."""
+        order = np.argsort(self.prompt_ids)
+        rows = order[np.searchsorted(self.prompt_ids, prompt_ids, sorter=order)]
+        self._numbers["visits"][rows] += 1
+        self._numbers["share"][rows], self._numbers["alive"][rows] = shares, alive
+
+    def table(self) -> dict[str, Any]:
+        """All columns: texts, parents (hashes of the exemplars' texts) and numbers."""
+        return {"text": self.texts, "parents": self.parents, **self._numbers}
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """The columns; texts as UTF-8 and the ends of each."""
+        data = [text.encode() for text in self.texts]
+        flat = [parent for parents in self.parents for parent in parents]
+        return self._numbers | {
+            "text": np.frombuffer(b"".join(data), dtype=np.uint8).copy(),
+            "text_ends": np.cumsum([len(part) for part in data], dtype=np.int64),
+            "parents": np.array(flat, dtype=np.int64),
+            "parent_ends": np.cumsum([len(parents) for parents in self.parents], dtype=np.int64),
+        }
+
+    def load_state_dict(self, state: dict[str, np.ndarray]):
+        """Continue with the problems of a checkpoint."""
+        data = state["text"].tobytes()
+        self.texts = [data[begin:end].decode() for begin, end in _spans(state["text_ends"])]
+        self.parents = [tuple(state["parents"][begin:end].tolist()) for begin, end in _spans(state["parent_ends"])]
+        self._numbers = {name: state[name].copy() for name in _NUMBERS}
+
+
+_NUMBERS: dict[str, Any] = {
+    "prompt_ids": np.int64,
+    "birth": np.int64,
+    "overlap": np.float64,
+    "visits": np.int64,
+    "share": np.float64,
+    "alive": np.bool_,
+}
+_EMPTY = {name: np.empty(0, dtype=kind) for name, kind in _NUMBERS.items()} | {
+    "text": np.empty(0, dtype=np.uint8),
+    **{name: np.empty(0, dtype=np.int64) for name in ("text_ends", "parents", "parent_ends")},
+}
+
+
+def _spans(ends: np.ndarray) -> list[tuple[int, int]]:
+    return list(zip([0, *ends[:-1].tolist()], ends.tolist(), strict=True)) if len(ends) else []
