@@ -295,7 +295,7 @@ def test_unknown_part(capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", ["padding", "state", "overhead", "sharded"])
+@pytest.mark.parametrize("part", ["padding", "state", "overlap", "overhead", "sharded"])
 def test_quick_measurement(part, tmp_path):
     command = [sys.executable, "-m", "benchmarks.parts", part, "--quick", "--output", str(tmp_path)]
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=600, check=False)

@@ -17,7 +17,7 @@ from lze_trl.rollout.controllers import DynamicSampling, ReinforceAda
 ROOT = Path(__file__).resolve().parents[1]
 WARM_START = ROOT / "recipes" / "SmolLM2-135M-Instruct" / "warm_start.yaml"  # for TRL's supervised training
 RECIPES = sorted(path for path in (ROOT / "recipes").rglob("*.yaml") if path != WARM_START)
-FOR_GPUS = [path for path in RECIPES if path.parts[-3].startswith("Qwen")]
+FOR_GPUS = [path for path in RECIPES if path.parts[-3].startswith(("Qwen", "Llama"))]
 LZE_FIELDS = set(LZEGRPOConfig.__dataclass_fields__) - set(GRPOConfig.__dataclass_fields__)
 # The development machine has no accelerator: what a recipe says about it is overridden, and nothing else
 ON_CPU = ["--bf16", "false", "--use_cpu", "true"]

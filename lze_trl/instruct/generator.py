@@ -22,7 +22,10 @@ Ask = Callable[[list[Request], Decoding], Iterable[tuple[Request, Output]]]
 """Completes requests, in any order."""
 
 Generator = Callable[[list[str], np.random.Generator], list[str]]
-"""Writes problems itself, given exemplars: in place of the model."""
+"""Writes problems itself, given exemplars: in place of the model. Filters, which know what models write, do not apply to it."""
+
+Reject = Callable[[Item], str | None]
+"""Says why a text cannot be used, `None` if it can."""
 
 UNREAD, KNOWN = "no problem in the answer", "too similar"
 """Reasons beside those of the filters."""
@@ -66,11 +69,10 @@ class Seeds:
                 "column with the problem by `dataset_prompt_column`."
             )
 
-    @property
-    def exemplars(self) -> list[str]:
+    def exemplars(self, reject: Reject) -> list[str]:
         """Seeds that would be accepted themselves, each once; one with a figure would teach the model to write figures."""
         usable = (text.strip() for text in self.problems)
-        return list(dict.fromkeys(text for text in usable if reason_to_reject(Item(text, True)) is None))
+        return list(dict.fromkeys(text for text in usable if reject(Item(text, True)) is None))
 
     def overlapping(self, limit: float) -> list[tuple[str, str, float]]:
         """References that a seed resembles: the reference, the seed and their ROUGE-L F1 above the limit."""
@@ -94,13 +96,18 @@ class Writer:
     _shown: list[str] = field(init=False, default_factory=list)
 
     def __post_init__(self):
-        self._shown.extend(self.seeds.exemplars)
+        self._shown.extend(self.seeds.exemplars(self.reject))
         if len(self._shown) < self.settings.examples:
             raise InstructError(
                 f"{len(self.seeds.problems)} seeds were given, of which {len(self._shown)} can be shown (different, without "
                 f"figures, complete), and a request shows {self.settings.examples}. Give more seeds, or lower "
                 "`instruct_examples`."
             )
+
+    @property
+    def reject(self) -> Reject:
+        """The filters that apply to what is written."""
+        return reason_to_reject if self.generator is None else lambda item: None
 
     @property
     def decoding(self) -> Decoding:
@@ -159,8 +166,8 @@ class Intake:
     admitted. `rejected` counts the others by reason.
     """
 
-    def __init__(self, seeds: Seeds, limit: float):
-        self.limit = limit
+    def __init__(self, seeds: Seeds, limit: float, reject: Reject = reason_to_reject):
+        self.limit, self.reject = limit, reject
         self.index = OverlapIndex([*seeds.problems, *seeds.references])
         self.rejected: Counter[str] = Counter()
 
@@ -169,7 +176,7 @@ class Intake:
         self.rejected += Counter({UNREAD: unread})
         fit = []
         for proposal in proposals:
-            reason = reason_to_reject(proposal.item)
+            reason = self.reject(proposal.item)
             if reason is None:
                 fit.append(proposal)
             else:

@@ -64,7 +64,7 @@ class OnlineInstruction:
         self._begin()
 
     def _begin(self):
-        self.intake = Intake(self._seeds, self._settings.overlap)
+        self.intake = Intake(self._seeds, self._settings.overlap, self.writer.reject)
         self.rounds = 0
 
     def restock(self, missing: int, generation: int, policy: Callable[[], AbstractContextManager[Engine | None]]):

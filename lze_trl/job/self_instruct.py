@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 def run(flags: argparse.Namespace, overrides: list[str]):
     """Write problems by a recipe, and show what was rejected and why."""
     setup_logging(is_main=True)
+    sys.path.insert(0, str(Path.cwd()))  # functions that a recipe names are found as in `lze-trl train`
     script_args, args, model_args = parse_recipe(["--config", flags.recipe, *overrides])
     instruction = make_instruction(script_args, args, flags.against)
     urls = flags.server or (args.vllm_server_urls if args.use_vllm and args.vllm_mode == "http" else None)

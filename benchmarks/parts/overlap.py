@@ -1,0 +1,97 @@
+"""What it costs to compare written problems with all that is known: time and memory of 64 candidates against 10⁵ and 10⁶ problems."""
+
+import time
+from typing import Any
+
+import numpy as np
+import psutil
+
+from lze_trl.data.overlap import OverlapIndex
+
+from ..comparison import Spread
+from ..tables import table
+from .shared import circumstances, measured_on, shown, verdict
+
+
+CANDIDATES, SECONDS, MEGABYTES = 64, 10.0, 1_000.0
+WORDS = 8_000
+_ALL, _CUTOFF = 0.0, 0.7
+
+
+def problems(count: int, rng: np.random.Generator) -> list[str]:
+    """
+    Texts of 12 to 90 words, 35 on average, like the problems of MATH and GSM8K: words by Zipf's law, and numbers, which differ from
+    problem to problem.
+    """
+    words = np.array([f"{i:x}".translate(str.maketrans("0123456789", "ghijklmnop")) for i in range(WORDS)])
+    lengths = np.clip(np.exp(rng.normal(3.4, 0.5, count)), 12, 90).astype(int)
+    drawn = words[np.minimum(rng.zipf(1.3, lengths.sum()), WORDS) - 1].astype(object)
+    numbers = rng.random(len(drawn)) < 0.1
+    drawn[numbers] = rng.integers(0, 1_000, numbers.sum()).astype(str).astype(object)
+    ends = np.cumsum(lengths)
+    return [" ".join(drawn[end - length : end]) for end, length in zip(ends, lengths, strict=True)]
+
+
+def _resident() -> float:
+    """Memory of this process, in MB."""
+    return psutil.Process().memory_info().rss / 1e6
+
+
+def _size(count: int, repetitions: int) -> dict[str, Any]:
+    rng = np.random.default_rng(count)
+    index = OverlapIndex(tokens=str.split)
+    before = _resident()
+    for begin in range(0, count, 10_000):
+        index.add(problems(min(10_000, count - begin), rng))
+    megabytes = _resident() - before
+    seconds: dict[float, list[float]] = {_ALL: [], _CUTOFF: []}
+    for cutoff, times in seconds.items():
+        for _ in range(repetitions):
+            candidates = problems(CANDIDATES, rng)
+            begun = time.perf_counter()
+            index.nearest(candidates, cutoff)
+            times.append(time.perf_counter() - begun)
+    return {
+        "problems": count,
+        "seconds": seconds[_ALL],
+        "seconds_with_cutoff": seconds[_CUTOFF],
+        "megabytes": megabytes,
+    }
+
+
+def measure(quick: bool) -> dict[str, Any]:
+    """64 candidates against an index of 10⁵ and of 10⁶ problems."""
+    sizes, repetitions = ((10**3, 10**4), 1) if quick else ((10**5, 10**6), 3)
+    return circumstances("overlap") | {"rows": [_size(size, repetitions) for size in sizes]}
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """The result as a table."""
+    rows = []
+    for case in result["rows"]:
+        everything, above = (Spread(tuple(case[name])) for name in ("seconds", "seconds_with_cutoff"))
+        per_problem = 1e6 * case["megabytes"] / case["problems"]
+        rows.append(
+            [
+                f"{case['problems']:,}",
+                shown(everything),
+                shown(above),
+                f"{case['megabytes']:,.0f} ({per_problem:.0f} bytes a problem)",
+                f"{verdict(everything.median, SECONDS)}; {verdict(case['megabytes'], MEGABYTES)}",
+            ]
+        )
+    header = [
+        "problems",
+        f"s for {CANDIDATES} candidates",
+        f"s, if above {_CUTOFF} alone",
+        "memory, MB",
+        "targets: s; MB",
+    ]
+    return "\n\n".join(
+        [
+            "## Overlap of written problems",
+            "The similarity (ROUGE-L F1) of the nearest problem to each candidate. All cores. Median and range.",
+            table(header, rows),
+            measured_on(result),
+        ]
+    )
