@@ -250,9 +250,12 @@ class LZEGRPOTrainer(GRPOTrainer):
     def _get_train_sampler(self, dataset: Dataset | None = None) -> Any:
         # Differs from TRL: a resumed run continues with the permutation of its epoch
         sampler: Any = super()._get_train_sampler(dataset)  # TRL's `RepeatSampler`
+        if self.args.self_instruct:  # whole optimizer steps, however many seeds there are
+            return [0] * (
+                self.args.generation_batch_size * sampler.repeat_count * self.args.gradient_accumulation_steps
+            )
         if self.generation_step is not None and self.passes.mode == "refill":
-            # Our stream picks the prompts: the loader only counts micro-steps. Seeds may be fewer than a batch takes
-            return [0] * (len(sampler) or self.args.generation_batch_size * sampler.repeat_count)
+            return [0] * len(sampler)  # our stream picks the prompts: the loader only counts micro-steps
         repeats = sampler.mini_repeat_count, sampler.batch_size, sampler.repeat_count
         return EpochRepeatSampler(sampler.data_source, *repeats, shuffle=sampler.shuffle, seed=sampler.seed)
 

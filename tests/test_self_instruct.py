@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 import tiny
+from lze_trl import checkpoint as store
 from lze_trl.data import load_prompts
 from lze_trl.data.adapters import PromptStyle
 from lze_trl.data.overlap import OverlapIndex
@@ -19,6 +20,9 @@ from lze_trl.instruct.generator import KNOWN, UNREAD, Seeds, Writer
 from lze_trl.instruct.offline import ABSTAINED, Gate, SelfInstruction
 from lze_trl.instruct.settings import InstructError, InstructSettings
 from lze_trl.job.cli import main
+from lze_trl.job.recipe import parse_recipe
+from lze_trl.job.train import run as train
+from lze_trl.memory.identity import prompt_id
 from lze_trl.rewards import MajorityReward
 
 
@@ -266,3 +270,31 @@ def test_what_was_written_is_a_training_set(tmp_path):
     assert table["solution"] == [None] * 4
     # `majority_answer` is told, and is no gold answer
     assert table["labelled"] == [False] * 4
+
+
+def test_a_recipe_trains_on_what_its_generator_writes(recipe, tmp_path, capsys):
+    settings = {
+        "self_instruct": True,
+        "instruct_generator": "test_self_instruct.sums",
+        "reward_funcs": ["recipes.self_play.PublishedMajority", "tiny.even_length_reward"],
+        "majority_bounds": None,
+        "instruct_overlap": 0.9,
+        "prompt_suffix": " Sum:",
+        "max_steps": 3,
+        "num_generations": 4,
+        "per_device_train_batch_size": 12,
+        "max_train_samples": 2,  # fewer than a batch takes
+        "report_to": "none",
+        "save_strategy": "no",
+        "telemetry": False,
+        "disable_tqdm": True,
+    }
+    path = recipe(**settings)[0]
+    main(["train", path, "--dry_run"])
+    assert "written by the model, from 2 seeds" in " ".join(capsys.readouterr().out.split())
+    assert train(*parse_recipe(["--config", path]))["rows_rolled_out"] == 3 * 12
+    state = store.load(tmp_path / "run", store.STATE_NAME)[0]
+    texts = bytes(state["instruction/text"]).decode()
+    assert texts.count("What is the") == len(state["instruction/prompt_ids"]) >= 9
+    assert state["instruction/visits"].sum() == 9
+    assert prompt_id(texts[: state["instruction/text_ends"][0]] + " Sum:") == state["instruction/prompt_ids"][0]

@@ -73,7 +73,8 @@ def sizes_of(script_args: LZEScriptArguments, args: LZEGRPOConfig, model_args: M
     rule = outcome_rule(args, funcs, [get_callable_name(func) for func in funcs], controller)
     memory = make_state(args, dataset, rule, args.make_planner()).nbytes
     memory += RowIndex(dataset.with_format("numpy")[ID_COLUMN][:]).nbytes
-    steps, batches = steps_and_batches(args, len(dataset))
+    # What writes its own problems sees no end of them
+    steps, batches = steps_and_batches(args, args.generation_batch_size if args.self_instruct else len(dataset))
     completions = f"{args.generation_batch_size:,}"
     if not is_plain(controller, args.num_generations):
         completions += (
@@ -88,6 +89,8 @@ def sizes_of(script_args: LZEScriptArguments, args: LZEGRPOConfig, model_args: M
         "generation batches": f"{batches:,}",
         "memory of the prompt state": f"{memory:,} bytes, once every prompt was visited",
     }
+    if args.self_instruct:
+        sizes["prompts"] = f"written by the model, from {len(dataset):,} seeds"
     if held_out is not None:
         sizes["held-out prompts"] = f"{len(held_out):,}"
     if script_args.eval_tasks:

@@ -19,7 +19,7 @@ from ..instruct.offline import Gate, SelfInstruction
 from ..rewards import MajorityReward
 from .instruction import make_instruction
 from .recipe import LZEScriptArguments, RecipeError, parse_recipe
-from .train import setup_logging
+from .train import disable_progress_bars, setup_logging
 
 
 logger = logging.getLogger(__name__)
@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 def run(flags: argparse.Namespace, overrides: list[str]):
     """Write problems by a recipe, and show what was rejected and why."""
     setup_logging(is_main=True)
+    disable_progress_bars()
     sys.path.insert(0, str(Path.cwd()))  # functions that a recipe names are found as in `lze-trl train`
     script_args, args, model_args = parse_recipe(["--config", flags.recipe, *overrides])
     instruction = make_instruction(script_args, args, flags.against)

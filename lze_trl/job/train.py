@@ -39,6 +39,7 @@ from ..evaluation.run import Evaluation
 from ..evaluation.settings import Decoding
 from ..evaluation.tasks import find_tasks, load_problems
 from ..rewards import MAJORITY, get_reward
+from ..rollout.settling import instances
 from ..trainer import LZEGRPOTrainer
 from .instruction import make_instruction
 from .recipe import LZEScriptArguments, RecipeError, parse_recipe
@@ -101,7 +102,7 @@ def trainer_arguments(
     if model_args.model_name_or_path is None:
         raise RecipeError("`model_name_or_path` is not set. Give a Hub id or a local folder.")
     settings = training_args.max_completion_length, script_args.soft_overlong_cache, script_args.majority
-    reward_funcs = [get_reward(name, *settings) for name in script_args.reward_funcs]
+    reward_funcs = instances([get_reward(name, *settings) for name in script_args.reward_funcs])
     train_dataset, eval_dataset = load_data(script_args, training_args)
     generations = training_args.num_generations_eval or training_args.num_generations
     rows = training_args.per_device_eval_batch_size * training_args.world_size
