@@ -20,11 +20,11 @@ _ALL, _CUTOFF = 0.0, 0.7
 
 def problems(count: int, rng: np.random.Generator) -> list[str]:
     """
-    Texts of 12 to 90 words, 35 on average, like the problems of MATH and GSM8K: words by Zipf's law, and numbers, which differ from
-    problem to problem.
+    Texts as long as the problems of MATH, of which half have 25 to 61 tokens: words by Zipf's law, and numbers, which differ from problem to
+    problem.
     """
     words = np.array([f"{i:x}".translate(str.maketrans("0123456789", "ghijklmnop")) for i in range(WORDS)])
-    lengths = np.clip(np.exp(rng.normal(3.4, 0.5, count)), 12, 90).astype(int)
+    lengths = np.clip(np.exp(rng.normal(3.65, 0.64, count)), 9, 250).astype(int)
     drawn = words[np.minimum(rng.zipf(1.3, lengths.sum()), WORDS) - 1].astype(object)
     numbers = rng.random(len(drawn)) < 0.1
     drawn[numbers] = rng.integers(0, 1_000, numbers.sum()).astype(str).astype(object)

@@ -1,6 +1,5 @@
 """What self-instruction begins with, by a recipe: seeds, evaluation problems, prompts, a generator."""
 
-import importlib
 import logging
 from typing import Any
 
@@ -15,6 +14,7 @@ from ..evaluation.tasks import find_tasks, load_problems
 from ..instruct.generator import Generator, Seeds
 from ..instruct.online import Instruction
 from ..instruct.settings import InstructError
+from ..names import members_of, near
 from .recipe import LZEScriptArguments, RecipeError
 
 
@@ -83,11 +83,10 @@ def load_generator(script_args: LZEScriptArguments) -> Generator | None:
     if name is None:
         return None
     module, _, attribute = name.rpartition(".")
-    try:
-        found = vars(importlib.import_module(module))[attribute]
-    except (ImportError, KeyError, ValueError) as error:
-        raise RecipeError(
-            f"`instruct_generator: {name}` cannot be imported ({error!r}). Give the import path of a function, such as "
-            "'my_package.my_module.my_generator'."
-        ) from error
-    return found
+    advice = "Give the import path of a function, such as 'my_package.my_module.my_generator'."
+    if not module:
+        raise RecipeError(f"`instruct_generator: {name}` names no module. {advice}")
+    found = members_of(module, f"`instruct_generator: {name}`", RecipeError)
+    if not callable(found.get(attribute)):
+        raise RecipeError(f"`{module}` has no function `{attribute}`.{near(attribute, found)} {advice}")
+    return found[attribute]
