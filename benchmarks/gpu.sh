@@ -4,7 +4,7 @@
 #   benchmarks/gpu.sh [DIR]                            the update phase against TRL's own: a Qwen2 model of 0.3 G weights made
 #                                                      on the spot, bfloat16, completions up to 4,096 tokens; 40 GB or more
 #   benchmarks/gpu.sh DIR word_problems [FLAG ...]     GRPO of SmolLM2-135M on word problems by baseline, LZE and the
-#                                                      recommended strategy; flags are those of `python -m benchmarks`.
+#                                                      gate; flags are those of `python -m benchmarks`.
 #                                                      Runs that are not finished in time begin again: call it once more
 #
 # PYTHON=… chooses the interpreter; default: .venv/bin/python if it exists, else python. The update phase is written to
@@ -34,7 +34,7 @@ update)
 	;;
 word_problems)
 	status=0
-	timeout 590 "$python" -m benchmarks --task word_problems "${flags[@]}" --strategies lze recommended --seeds 0 \
+	timeout 590 "$python" -m benchmarks --task word_problems "${flags[@]}" --strategies lze gate --seeds 0 \
 		--output "$output/word_problems" "${@:3}" || status=$?
 	if ((status == 124)); then
 		echo "not finished: call it once more" >&2

@@ -66,7 +66,7 @@ def write_picture(path: Path, title: str, curves: Sequence[Curve]):
         runs = [curve for curve in curves if curve.strategy == strategy]
         if not runs:
             continue
-        emphasised = strategy in (BASELINE, "recommended")
+        emphasised = strategy in (BASELINE, "gate")
         for cost, axis in axes.items():
             _draw(axis, runs, cost, definition.title, emphasised)
     finals = [curve.final for curve in curves if curve.strategy == BASELINE]

@@ -73,8 +73,8 @@ STRATEGIES: dict[str, Strategy] = {
     "lze_probing": Strategy("LZE + probing", _selecting("energy", selection_ratio=0.4, controller="probing")),
     # Dead groups cost half, and a step is as large as the signal in it: the gradient is that of full data, but for the
     # groups that probing gives up. There is room for nearly all live groups: leaving some of them out costs steps
-    "recommended": Strategy(
-        "recommended: LZE, 80 % + probing, loss over all rows",
+    "probing": Strategy(
+        "probing: LZE, 80 %, loss over all rows",
         _selecting("energy", selection_ratio=0.8, controller="probing", loss_normalizer="all"),
     ),
     # Knows the true pass rates: what foresight could save at best
@@ -85,7 +85,7 @@ STRATEGIES: dict[str, Strategy] = {
         _selecting("zero_variance", controller="gate", loss_normalizer="all"),
     ),
 }
-QUICK = (BASELINE, "lze", "lze_pruned", "recommended")
+QUICK = (BASELINE, "exact", "lze", "gate")
 """The strategies of `--quick`."""
 
 
