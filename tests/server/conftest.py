@@ -1,6 +1,7 @@
 """Real vLLM servers for the tests of this folder."""
 
 import sys
+from collections import UserDict
 from pathlib import Path
 
 import pytest
@@ -44,13 +45,30 @@ def session_servers(models, tmp_path_factory):
         server.start()
     yield servers
     for server in servers.values():
-        if server.process.poll() is None:
-            server.kill()
+        server.kill()
+
+
+class Awaited(UserDict):
+    """Servers by their names, waited for when a test asks for one the first time."""
+
+    def __init__(self, servers: dict[str, RealServer]):
+        super().__init__(servers)
+        self.asked: set[str] = set()
+
+    def __getitem__(self, name: str) -> RealServer:
+        if name not in self.asked:
+            super().__getitem__(name).ensure()
+        self.asked.add(name)
+        return super().__getitem__(name)
 
 
 @pytest.fixture
 def servers(session_servers):
-    """Three servers that are up: `first` and `second` serve the untied model, `tied` the tied one."""
+    """
+    Three servers that are up: `first` and `second` serve the untied model, `tied` the tied one. Those that a test has killed
+    start again while the next tests run.
+    """
+    yield Awaited(session_servers)
     for server in session_servers.values():
-        server.ensure()
-    return session_servers
+        if not server.runs:
+            server.start()

@@ -1,9 +1,9 @@
 """Generation over HTTP by a model in training on several processes, for `test_processes_generation.py`.
 
-    accelerate launch --config_file CONFIG tests/server/process_generation.py DIRECTORY
+    accelerate launch --config_file CONFIG tests/server/process_generation.py DIRECTORY…
 
-`DIRECTORY/settings.json` names the model and the servers. Each process leaves `RANK.json`: what it was given, and how far
-the log-probs of the servers were from those of the model, before and after each of a few steps of training.
+`DIRECTORY/settings.json` names the model and the servers. In each directory each process leaves `RANK.json`: what it was given,
+and how far the log-probs of the servers were from those of the model, before and after each of a few steps of training.
 """
 
 import json
@@ -47,9 +47,15 @@ def largest_gap(model, prompts, groups) -> float:
     return max(gaps)
 
 
-def main(directory: Path):
-    settings = json.loads((directory / "settings.json").read_text())
+def main(*directories: Path):
     PartialState(cpu=True)  # as the trainer's arguments do: DeepSpeed on a CPU is only found after it
+    for directory in directories:
+        generate(directory)
+    PartialState().destroy_process_group()
+
+
+def generate(directory: Path):
+    settings = json.loads((directory / "settings.json").read_text())
     accelerator = Accelerator()
     rank, world = accelerator.process_index, accelerator.num_processes
     if accelerator.state.deepspeed_plugin is not None:
@@ -82,9 +88,7 @@ def main(directory: Path):
     (directory / f"{rank}.json").write_text(json.dumps(record))
     accelerator.wait_for_everyone()
     generation.close()
-    accelerator.end_training()
-    PartialState().destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(*map(Path, sys.argv[1:]))

@@ -41,10 +41,10 @@ def small_model(seed: int = 0, tied: bool = False, **changes) -> Qwen2ForCausalL
 class RealServer:
     """A vLLM server process; `options` win over those of the script."""
 
-    def __init__(self, model: Path, log: Path, options: tuple[str, ...] = ()):
+    def __init__(self, model: Path, log: Path, options: tuple[str, ...] = (), threads: int = 1):
         self.port = tiny.free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self.model, self.log, self.options, self.process = model, log, options, None
+        self.model, self.log, self.options, self.threads, self.process = model, log, options, threads, None
 
     def start(self):
         command = [
@@ -61,7 +61,7 @@ class RealServer:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # the server and its workers, to be killed together
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                env=os.environ | {"OMP_NUM_THREADS": str(self.threads)},
             )
 
     def wait(self):
@@ -74,12 +74,24 @@ class RealServer:
                 time.sleep(0.5)
         raise RuntimeError(f"The vLLM server did not start:\n{self.log.read_text()[-4000:]}")
 
+    @property
+    def runs(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
     def kill(self):
-        os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        if self.runs:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
 
     def ensure(self):
         """Start again if a test has killed it."""
-        if self.process is None or self.process.poll() is not None:
+        if not self.runs:
             self.start()
         self.wait()
+
+    def __enter__(self) -> "RealServer":
+        self.ensure()
+        return self
+
+    def __exit__(self, *error):
+        self.kill()

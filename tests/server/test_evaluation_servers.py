@@ -9,7 +9,6 @@ Evaluation by real vLLM servers. Locked here:
 
 import httpx2
 import pytest
-import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tiny
@@ -83,24 +82,6 @@ def test_one_server_and_two_give_the_same_samples(servers):
     assert len({output.text for output in alone.values()}) > 60  # the samples of a problem differ
 
 
-def test_a_server_that_dies_leaves_its_requests_to_the_other(servers):
-    engine = ServerEngine([servers[name].url for name in ("first", "second")], max_concurrent_requests=4)
-    asked, decoding = requests(60), Decoding(max_tokens=24, chat=False)
-    found = {}
-    for request, output in engine.generate(asked, decoding):
-        found[request.problem.id] = output
-        if len(found) == 5:
-            servers["second"].kill()
-    assert len(found) == 60
-
-
-def test_no_server_left_is_told(servers):
-    engine = ServerEngine([servers["second"].url], recovery_timeout=2.0)
-    servers["second"].kill()
-    with pytest.raises(ConnectionError, match="run the same command again: what is answered is kept"):
-        list(engine.generate(requests(3), Decoding(max_tokens=4, chat=False)))
-
-
 def test_what_does_not_fit_is_refused(servers, models):
     engine = ServerEngine([servers["first"].url])
     with pytest.raises(EvaluationError, match="leaves no room for a prompt"):
@@ -122,31 +103,35 @@ def test_the_command_evaluates_a_server_and_goes_on(servers, tmp_path, capsys):
     assert "sums" in capsys.readouterr().out
 
 
+def test_a_server_that_dies_leaves_its_requests_to_the_other(servers):
+    engine = ServerEngine([servers[name].url for name in ("first", "second")], max_concurrent_requests=4)
+    asked, decoding = requests(60), Decoding(max_tokens=24, chat=False)
+    found = {}
+    for request, output in engine.generate(asked, decoding):
+        found[request.problem.id] = output
+        if len(found) == 5:
+            servers["second"].kill()
+    assert len(found) == 60
+
+
 def test_a_training_over_http_evaluates_the_weights_of_each_step(servers, models, tmp_path):
     for name, rows in (("train", tiny.prompts(12)), ("sums", tiny.prompts(40))):
         rows.to_json(tmp_path / f"{name}.jsonl")
-    recipe = {
-        "model_name_or_path": str(models["untied"]),
-        "output_dir": str(tmp_path / "run"),
-        "datasets": [str(tmp_path / "train.jsonl")],
-        "conversational": False,
-        "reward_funcs": ["tiny.even_length_reward"],
-        "use_cpu": True,
-        "bf16": False,
-        "report_to": "none",
-        "num_generations": 4,
-        "per_device_train_batch_size": 12,
-        "max_completion_length": 12,
-        "max_steps": 2,
-        "learning_rate": 1e-2,
-        "use_vllm": True,
-        "vllm_mode": "http",
-        "vllm_server_urls": [servers["first"].url],
-        "eval_tasks": [str(tmp_path / "sums.jsonl")],
-        "eval_tasks_steps": 2,
-    }
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    run(*parse_recipe(["--config", str(tmp_path / "recipe.yaml")]))
+    recipe = tiny.recipe(
+        tmp_path,
+        model_name_or_path=str(models["untied"]),
+        output_dir=str(tmp_path / "run"),
+        datasets=[str(tmp_path / "train.jsonl")],
+        max_completion_length=12,
+        max_steps=2,
+        learning_rate=1e-2,
+        use_vllm=True,
+        vllm_mode="http",
+        vllm_server_urls=[servers["first"].url],
+        eval_tasks=[str(tmp_path / "sums.jsonl")],
+        eval_tasks_steps=2,
+    )
+    run(*parse_recipe(["--config", recipe]))
     found = [
         SampleFile(tmp_path / "run" / "evaluations" / name / "sums.jsonl").read()
         for name in ("step-000000", "step-000002")
@@ -160,3 +145,10 @@ def test_a_training_over_http_evaluates_the_weights_of_each_step(servers, models
         )
     assert {s.completion for s in found[0].values()} != {s.completion for s in found[1].values()}
     servers["first"].kill()  # it holds the weights of this training
+
+
+def test_no_server_left_is_told(servers):
+    engine = ServerEngine([servers["second"].url], recovery_timeout=2.0)
+    servers["second"].kill()
+    with pytest.raises(ConnectionError, match="run the same command again: what is answered is kept"):
+        list(engine.generate(requests(3), Decoding(max_tokens=4, chat=False)))

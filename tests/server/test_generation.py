@@ -1,5 +1,6 @@
 """Generation by real vLLM servers: weights, completions, faults."""
 
+import asyncio
 import json
 import logging
 import shutil
@@ -11,7 +12,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
-from real_vllm import small_model
+from real_vllm import RealServer, small_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
@@ -225,7 +226,7 @@ def test_one_of_two_servers_is_killed(servers, connect, caplog, monkeypatch):
     watch = PoolWatch(generation.pool, monkeypatch)
     when_busy(generation, servers["second"], servers["second"].kill)
     prompts, groups, sizes = long_batch(generation, 200)
-    assert servers["second"].process.poll() is not None
+    assert not servers["second"].runs
     watch.assert_went_on(200, dead=servers["second"].url, survivor=servers["first"].url, at_a_time=8)
     assert f"The vLLM server {servers['first'].url}" not in caplog.text
     assert_current(model, prompts, groups, sizes)
@@ -251,7 +252,7 @@ def test_the_only_server_is_killed_and_returns(servers, connect, caplog):
 
     def crash():
         server.kill()
-        time.sleep(10)
+        time.sleep(2)
         server.start()
 
     crashing = when_busy(generation, server, crash)
@@ -262,10 +263,10 @@ def test_the_only_server_is_killed_and_returns(servers, connect, caplog):
     assert f"The vLLM server {server.url} is back, with the current weights" in caplog.text
 
 
-def test_servers_that_are_down(servers, connect):
-    servers["second"].kill()
-    with pytest.raises(ConnectionError, match=rf"{servers['second'].url}: .*Not up after 2 s.*vllm_server_timeout"):
-        connect(small_model(), servers["second"], vllm_server_timeout=2.0)
+def test_servers_that_are_down(models, connect, tmp_path):
+    down = RealServer(models["untied"], tmp_path / "never.log")
+    with pytest.raises(ConnectionError, match=rf"{down.url}: .*Not up after 2 s.*vllm_server_timeout"):
+        connect(small_model(), down, vllm_server_timeout=2.0)
 
 
 def test_none_returns(servers, connect):
@@ -276,33 +277,26 @@ def test_none_returns(servers, connect):
         generation.generate_groups(prompts_of(2), [2, 2])
 
 
-def test_weights_of_another_shape(servers, connect):
-    generation = connect(small_model(intermediate_size=32), servers["second"])
-    with pytest.raises(ServerMismatchError, match=rf"{servers['second'].url} could not load the weights in "):
-        generation.sync_weights()
-    servers["second"].kill()  # a load that failed leaves it without weights
-
-
-def test_the_exported_directory_serves(servers, connect, accelerator, models, tmp_path):
+def test_the_exported_directory_serves(connect, accelerator, models, tmp_path):
     model = small_model(seed=9)
     change(model)
     export_weights(model, accelerator, tmp_path / "model")
     for path in Path(models["untied"]).glob("tokenizer*"):
         shutil.copy(path, tmp_path / "model")
-    server = servers["second"]
-    server.kill()
-    original, server.model = server.model, tmp_path / "model"
-    server.ensure()
-    generation = connect(model, server)
-    generation.pool.snapshot = Snapshot("none", "/nowhere", [], [], 0.0)
+    with RealServer(tmp_path / "model", tmp_path / "exported.log") as server:
+        generation = connect(model, server)
+        generation.pool.snapshot = Snapshot("none", "/nowhere", [], [], 0.0)
 
-    async def served():
-        async with open_client() as http:
-            return await generation.pool.servers[0].prompt_logprobs(http, generation._probe)
+        async def served():
+            async with open_client() as http:
+                return await generation.pool.servers[0].prompt_logprobs(http, generation._probe)
 
-    import asyncio
+        expected = logprobs(model, generation._probe, torch.device("cpu"))
+        torch.testing.assert_close(asyncio.run(served()), expected, rtol=0, atol=1e-3)
 
-    expected = logprobs(model, generation._probe, torch.device("cpu"))
-    torch.testing.assert_close(asyncio.run(served()), expected, rtol=0, atol=1e-3)
-    server.kill()
-    server.model = original
+
+def test_weights_of_another_shape(servers, connect):
+    generation = connect(small_model(intermediate_size=32), servers["second"])
+    with pytest.raises(ServerMismatchError, match=rf"{servers['second'].url} could not load the weights in "):
+        generation.sync_weights()
+    servers["second"].kill()  # a load that failed leaves it without weights

@@ -3,6 +3,7 @@
 """
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -19,7 +20,9 @@ from lze_trl.rollout.servers import sync
 from recipes import demo_llm, smollm2, warm_start, word_problems
 
 
+CORES = os.cpu_count() or 1
 RECIPE = REPOSITORY / "recipes" / "SmolLM2-135M-Instruct" / "lze.yaml"
+SMALL = {"generation_batch_size": 64, "gradient_accumulation_steps": 4}  # 8 prompts × 8
 # Easy ones and hard ones, so that some groups of a batch have passes and fails
 TRAIN = [
     ("Ida has 7 pears. She buys 5 more pears. How many pears does she have now?", "12"),
@@ -43,6 +46,18 @@ HELD_OUT = [
 ]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def all_cores():
+    """Server and trainer take turns, and unlike the small models of other tests this one keeps several cores busy."""
+    torch.set_num_threads(CORES)
+    yield
+    torch.set_num_threads(1)
+
+
+def serving(model: Path, log: Path) -> RealServer:
+    return RealServer(model, log, ("--max-model-len", "512"), threads=CORES)
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
     """The model of the package, with the adapter that is kept in the repository merged into it."""
@@ -63,11 +78,8 @@ def model(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def server(model, tmp_path):
-    server = RealServer(model, tmp_path / "server.log", ("--max-model-len", "512"))
-    server.ensure()
-    yield server
-    if server.process.poll() is None:
-        server.kill()
+    with serving(model, tmp_path / "server.log") as server:
+        yield server
 
 
 def write(path: Path, problems: list[tuple[str, str]]) -> str:
@@ -83,9 +95,8 @@ def flags(model: Path, server: RealServer, directory: Path) -> list[str]:
         "eval_tasks": write(directory / "held_out.jsonl", HELD_OUT),
         "vllm_server_urls": server.url,
         "max_steps": 2,
-        "generation_batch_size": 64,  # 8 prompts × 8
-        "gradient_accumulation_steps": 4,
         "save_strategy": "no",
+        **SMALL,
     }
     return [part for name, value in settings.items() for part in (f"--{name}", str(value))]
 
@@ -153,16 +164,12 @@ def test_the_demo_goes_all_the_way(model, tmp_path, monkeypatch, capsys):
         demo_llm, "find_model", lambda: str(model)
     )  # the adapter once more changes nothing that is tested
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    settings = {
-        "output_dir": tmp_path / "run",
-        "max_steps": 1,
-        "eval_tasks_limit": 16,
-    }
+    monkeypatch.setenv("OMP_NUM_THREADS", str(CORES))  # of its server
+    settings = {"output_dir": tmp_path / "run", "max_steps": 1, "eval_tasks_limit": 16, **SMALL}
     demo_llm.run_demo({}, [part for name, value in settings.items() for part in (f"--{name}", str(value))])
     shown = capsys.readouterr().out
     assert re.search(r"step-000000 +other_templates +16 +avg@1 +\d+\.\d \[.*\]", shown)
     assert re.search(r"step-000001 +other_templates +16 +avg@1, change since the first +[+-]\d+\.\d \[.*\]", shown)
     assert (tmp_path / "run" / "report" / "summary.png").is_file()
-    trained = RealServer(tmp_path / "run", tmp_path / "trained.log", ("--max-model-len", "512"))
-    trained.ensure()  # the folder of a run is a model to serve
-    trained.kill()
+    with serving(tmp_path / "run", tmp_path / "trained.log"):
+        pass  # the folder of a run is a model to serve

@@ -24,24 +24,23 @@ def model():
     return small_model(max_position_embeddings=CONTEXT)
 
 
-@pytest.fixture
-def start(model, tmp_path):
-    """Starts servers with the project's script, with further options."""
+@pytest.fixture(scope="module")
+def started(model, tmp_path_factory):
+    """Servers that are starting: one by the project's script alone, and one that prefills in chunks."""
     if not (ENVIRONMENT / ".installed").exists():
         pytest.skip(f"{ENVIRONMENT.name} is not there: make vllm-env")
-    model.save_pretrained(tmp_path / "model")
-    tiny.tokenizer().save_pretrained(tmp_path / "model")
-    servers = []
-
-    def start(*options) -> RealServer:
-        servers.append(RealServer(tmp_path / "model", tmp_path / "server.log", options))
-        servers[-1].ensure()
-        return servers[-1]
-
-    yield start
-    for server in servers:
-        if server.process.poll() is None:
-            server.kill()
+    folder = tmp_path_factory.mktemp("long")
+    model.save_pretrained(folder / "model")
+    tiny.tokenizer().save_pretrained(folder / "model")
+    servers = {
+        "whole": RealServer(folder / "model", folder / "whole.log"),
+        "chunked": RealServer(folder / "model", folder / "chunked.log", ("--enable-chunked-prefill",)),
+    }
+    for server in servers.values():
+        server.start()
+    yield servers
+    for server in servers.values():
+        server.kill()
 
 
 def long_prompts(count) -> list[list[int]]:
@@ -66,8 +65,9 @@ def connect(model, server, **settings) -> HTTPGeneration:
     )
 
 
-def test_hundreds_of_long_seeded_prompts(start, model):
-    server = start()
+def test_hundreds_of_long_seeded_prompts(started, model):
+    server = started["whole"]
+    server.wait()
     generation = connect(model, server, vllm_recovery_timeout=30.0)
     generation.sync_weights()
     prompts = long_prompts(256)
@@ -81,11 +81,12 @@ def test_hundreds_of_long_seeded_prompts(start, model):
     again = generation.generate_groups(prompts, [GROUP] * len(prompts))
     assert [[c.token_ids for c in group] for group in again] == [[c.token_ids for c in group] for group in groups]
     generation.close()
-    assert server.process.poll() is None
+    assert server.runs
 
 
-def test_a_server_that_prefills_in_chunks_dies_and_is_given_up_with_its_words(start, model, caplog):
-    server = start("--enable-chunked-prefill")
+def test_a_server_that_prefills_in_chunks_dies_and_is_given_up_with_its_words(started, model, caplog):
+    server = started["chunked"]
+    server.wait()
     generation = connect(model, server, vllm_recovery_timeout=5.0)
     generation.sync_weights()
     prompts = long_prompts(256)

@@ -106,10 +106,7 @@ def test_the_exported_model_serves(zero3_runs, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(directory / "model")
     prompt = tokenizer("12+3=", return_tensors="pt")
     expected = model.generate(**prompt, max_new_tokens=6, do_sample=False)[0, prompt["input_ids"].size(1) :]
-    server = RealServer(directory / "model", tmp_path / "exported.log")
-    server.start()
-    try:
-        server.wait()
+    with RealServer(directory / "model", tmp_path / "exported.log") as server:
         answer = httpx2.post(
             f"{server.url}/v1/completions",
             json={
@@ -122,8 +119,6 @@ def test_the_exported_model_serves(zero3_runs, tmp_path):
             timeout=120,
             trust_env=False,
         )
-    finally:
-        server.kill()
     given = answer.json()["choices"][0]["token_ids"]
     assert given == [token for token in expected.tolist() if token != tokenizer.pad_token_id]
 
@@ -190,7 +185,7 @@ class Saboteur(TrainerCallback):
 
 
 def test_the_only_server_dies_and_returns(servers, models, tmp_path, caplog):
-    saboteur = Saboteur(servers["first"], step=2, delay=10.0)
+    saboteur = Saboteur(servers["first"], step=2, delay=2.0)
     trainer = make_trainer(
         tmp_path,
         models["untied"],
