@@ -284,7 +284,7 @@ def job_as_a_library_user(job, tmp_path):
     (tmp_path / "shadows.py").write_text(SHADOWS)
 
     def write(**keys):
-        return job(**{"reward_funcs": ["shadows.reward"], "reward_weights": [1.0], **keys})
+        return job(**{"reward_funcs": ["shadows.even_length_reward"], "reward_weights": [1.0], **keys})
 
     return write
 
@@ -298,7 +298,7 @@ import tiny
 
 FOLDER = Path(lze_trl.__file__).parent
 
-def reward(completions, **kwargs):
+def even_length_reward(completions, **kwargs):
     for module in [path.stem for path in FOLDER.iterdir() if path.suffix in ("", ".py") and path.stem[0] != "_"]:
         spec = find_spec(module)
         if spec is not None and Path(spec.origin or "").is_relative_to(FOLDER):
@@ -307,14 +307,17 @@ def reward(completions, **kwargs):
 """
 
 
+MODULE, FILE = ("-m", "lze_trl.job.train"), (str(ROOT / "lze_trl" / "job" / "train.py"),)
+
+
+# The module on two processes is what `lze-trl train` launches, see below
 @pytest.mark.parametrize(
-    "name", ["single_process", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ddp_cpu", "zero3_cpu"))]
-)
-@pytest.mark.parametrize(
-    "script",
+    ("name", "script"),
     [
-        pytest.param(("-m", "lze_trl.job.train"), id="-m", marks=pytest.mark.slow),
-        pytest.param((str(ROOT / "lze_trl" / "job" / "train.py"),), id="file"),
+        pytest.param("single_process", FILE, id="file-single_process"),
+        pytest.param("single_process", MODULE, id="module-single_process", marks=pytest.mark.slow),
+        pytest.param("ddp_cpu", FILE, id="file-ddp_cpu", marks=pytest.mark.slow),
+        pytest.param("zero3_cpu", FILE, id="file-zero3_cpu", marks=pytest.mark.slow),
     ],
 )
 def test_accelerate_launch_runs_the_job(job_as_a_library_user, tmp_path, name, script):
@@ -360,10 +363,11 @@ def test_the_command_launches_without_noise(job, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["ddp_cpu", "zero3_cpu"])
-def test_the_command_trains_on_two_processes(job, name):
+def test_the_command_trains_on_two_processes(job, job_as_a_library_user, tmp_path, name):
     done = run_module(
-        *("lze_trl.job.cli", "train", job(per_device_train_batch_size=6)),
+        *("lze_trl.job.cli", "train", job_as_a_library_user(per_device_train_batch_size=6)),
         *("--accelerate_config", name, "--main_process_port", str(tiny.free_port()), "--max_steps", "2"),
+        env={"PYTHONPATH": os.pathsep.join(map(str, (tmp_path, ROOT, ROOT / "tests")))},
     )
     # By the main process alone
     for heading in (
