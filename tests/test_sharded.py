@@ -1,5 +1,6 @@
 """ZeRO-2, ZeRO-3, FSDP2 and DDP on two processes end with the weights of a single process."""
 
+import functools
 import itertools
 import json
 from pathlib import Path
@@ -7,9 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+import process_run
 import tiny
+from case_runs import run_all
 from export_run import LORA
-from launches import by_accelerate, by_torchrun, on_two_cpus, run_to_end
+from launches import by_accelerate, on_two_cpus, run_to_end
 from test_processes import cases as all_cases
 from test_vllm_weights import adapted, exported, saved
 
@@ -39,33 +42,40 @@ def single(tmp_path_factory):
     directory = tmp_path_factory.mktemp("single")
     tiny.save(directory / "model")
     (directory / "cases.json").write_text(json.dumps(cases()))
-    run_to_end([*by_torchrun(1), SCRIPT, directory / "cases.json"])
+    run_all(process_run.run, directory / "cases.json")
     return directory
 
 
-def launch_sharded(directory: Path, way: str):
-    """Run the cases of a directory on two processes."""
-    command = by_accelerate(directory, on_two_cpus(way))
-    run_to_end([*command, SCRIPT, directory / "cases.json"], env=CPU)
+def saving() -> dict[str, dict]:
+    """A run, and its end again from a checkpoint in the middle of a generation batch: rollouts have to come back as well."""
+    steps = {"max_steps": 9, "save_strategy": "steps", "save_steps": 5}
+    settings = all_cases()["two-steps-True-selected-sapo"] | steps
+    return {"whole": settings, "resumed": settings | {"resume": ["whole", "checkpoint-5"]}}
 
 
-def test_zero3_resumed_decides_as_uninterrupted(tmp_path):
-    tiny.save(tmp_path / "model")
-    # In the middle of a generation batch, so that rollouts have to come back as well
-    settings = all_cases()["two-steps-True-selected-sapo"] | {
-        "max_steps": 9,
-        "save_strategy": "steps",
-        "save_steps": 5,
-    }
-    runs = {"whole": settings, "resumed": settings | {"resume": ["whole", "checkpoint-5"]}}
-    (tmp_path / "cases.json").write_text(json.dumps(runs))
-    launch_sharded(tmp_path, "zero3")
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory):
+    """The directory with the runs on two processes, by the way to shard; those that resume are among them under ZeRO-3."""
+
+    @functools.cache
+    def launch(way: str) -> Path:
+        directory = tmp_path_factory.mktemp(way)
+        tiny.save(directory / "model")
+        (directory / "cases.json").write_text(json.dumps(cases() | (saving() if way == "zero3" else {})))
+        run_to_end([*by_accelerate(directory, on_two_cpus(way)), SCRIPT, directory / "cases.json"], env=CPU)
+        return directory
+
+    return launch
+
+
+def test_zero3_resumed_decides_as_uninterrupted(sharded):
+    runs = sharded("zero3")
     for rank in range(2):
-        whole, resumed = (json.loads((tmp_path / f"{name}.2.{rank}.json").read_text()) for name in runs)
+        whole, resumed = (json.loads((runs / f"{name}.2.{rank}.json").read_text()) for name in saving())
         assert 0 < len(resumed["choices"]) < len(whole["choices"])
         assert resumed["choices"] == whole["choices"][-len(resumed["choices"]) :]
         assert {**resumed, "choices": []} == {**whole, "choices": []}
-    first, second = (torch.load(tmp_path / f"{name}.2.pt") for name in runs)
+    first, second = (torch.load(runs / f"{name}.2.pt") for name in saving())
     assert max(float((first[name] - second[name]).abs().max()) for name in first) < 1e-6
 
 
@@ -89,15 +99,13 @@ def test_weights_are_gathered_and_merged(tmp_path, way, share):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_sharded_is_single(single, tmp_path, way):
-    tiny.save(tmp_path / "model")
-    (tmp_path / "cases.json").write_text(json.dumps(cases()))
-    launch_sharded(tmp_path, way)
+def test_sharded_is_single(single, sharded, way):
+    runs = sharded(way)
     for case in cases():
-        assert (tmp_path / f"{case}.way").read_text() == WAYS[way]
+        assert (runs / f"{case}.way").read_text() == WAYS[way]
         expected = json.loads((single / f"{case}.1.0.json").read_text())
         for rank in range(2):
-            assert json.loads((tmp_path / f"{case}.2.{rank}.json").read_text()) == expected, case
-        first, second = torch.load(single / f"{case}.1.pt"), torch.load(tmp_path / f"{case}.2.pt")
+            assert json.loads((runs / f"{case}.2.{rank}.json").read_text()) == expected, case
+        first, second = torch.load(single / f"{case}.1.pt"), torch.load(runs / f"{case}.2.pt")
         assert set(first) == set(second)
         assert max(float((first[name] - second[name]).abs().max()) for name in first) < 1e-5, case
