@@ -6,6 +6,7 @@ import re
 import struct
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from lze_trl.record.tracking import HISTOGRAM, TABLE
 
 
 TESTS = Path(__file__).parent
+TRACKERS = [name for name in ("trackio", "wandb", "tensorboard") if find_spec(name)]
 DOCUMENTED = TESTS.parent / "docs" / "telemetry.md"
 
 TRAINING = """
@@ -26,7 +28,7 @@ from lze_trl.record.tracking import EnergyTrackingCallback
 # A controller that draws prompts logs all metrics that there are
 arguments = tiny.config(
     sys.argv[1],
-    report_to=[sys.argv[2]],
+    report_to=sys.argv[2].split(","),
     telemetry=True,
     max_steps=4,
     run_name="tiny",
@@ -56,25 +58,30 @@ from pathlib import Path
 from lze_trl.job.recipe import parse_recipe
 from lze_trl.job.train import run
 
-folder, tracker = Path(sys.argv[1]), sys.argv[2]
+folder = Path(sys.argv[1])
 tiny.save(folder / "model")
 for name, rows in (("train", tiny.prompts(12)), ("held_out", tiny.prompts(16).select(range(12, 16)))):
     rows.to_json(folder / f"{name}.jsonl")
-flags = {
-    "output_dir": folder / "run", "model_name_or_path": folder / "model", "datasets": folder / "train.jsonl",
-    "eval_datasets": folder / "held_out.jsonl", "conversational": "false", "reward_funcs": "tiny.even_length_reward",
-    "use_cpu": "true", "bf16": "false", "gradient_checkpointing": "false", "report_to": tracker, "num_generations": 4,
-    "per_device_train_batch_size": 12, "per_device_eval_batch_size": 8, "max_completion_length": 5, "save_steps": 2,
-    "logging_steps": 1, "seed": 7, "resume_from_checkpoint": "auto", "project": "lze",
-}
+recipe = tiny.recipe(
+    folder,
+    output_dir=str(folder / "run"),
+    model_name_or_path=str(folder / "model"),
+    datasets=[str(folder / "train.jsonl")],
+    eval_datasets=[str(folder / "held_out.jsonl")],
+    report_to=sys.argv[2].split(","),
+    per_device_eval_batch_size=8,
+    logging_steps=1,
+    resume_from_checkpoint="auto",
+    project="lze",
+)
 for steps in sys.argv[3:]:
-    given = {**flags, "max_steps": steps}
-    result = run(*parse_recipe([part for name, value in given.items() for part in (f"--{name}", str(value))]))
+    result = run(*parse_recipe([recipe, "--max_steps", steps]))
     assert result["accuracy_before"] is not None and result["accuracy_after"] is not None
 """
 
 
-def train(tmp_path, tracker, program=TRAINING, arguments=("run",)):
+def train(tmp_path, trackers, program=TRAINING, arguments=("run",)):
+    """Run a program with some trackers, by default the training."""
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)]),
@@ -85,7 +92,7 @@ def train(tmp_path, tracker, program=TRAINING, arguments=("run",)):
         "HF_HUB_OFFLINE": "1",
     }
     folder, *rest = arguments
-    command = [sys.executable, "-c", program, str(tmp_path / folder), tracker, *rest]
+    command = [sys.executable, "-c", program, str(tmp_path / folder), ",".join(trackers), *rest]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 
@@ -154,31 +161,36 @@ def tensorboard_scalars(tmp_path):
     return scalars
 
 
+@pytest.fixture(scope="module")
+def tracked(tmp_path_factory):
+    """The folder of a training that every tracker has followed."""
+    folder = tmp_path_factory.mktemp("tracked")
+    train(folder, TRACKERS)
+    return folder
+
+
 @pytest.mark.slow
-def test_wandb_offline_run_has_the_documented_metrics(tmp_path):
+def test_wandb_offline_run_has_the_documented_metrics(tracked):
     pytest.importorskip("wandb")
-    train(tmp_path, "wandb")
-    logged = {name.removeprefix("train/"): parts for entry in wandb_history(tmp_path) for name, parts in entry.items()}
+    logged = {name.removeprefix("train/"): parts for entry in wandb_history(tracked) for name, parts in entry.items()}
     assert documented_metrics() - set(logged) == set()
     assert json.loads(logged["lze/energy_histogram"]["_type"]) == "histogram"
     assert json.loads(logged["lze/prompts"]["nrows"]) == 6
 
 
 @pytest.mark.slow
-def test_trackio_run_has_the_documented_metrics(tmp_path):
+def test_trackio_run_has_the_documented_metrics(tracked):
     pytest.importorskip("trackio")
-    train(tmp_path, "trackio")
-    (logs,) = trackio_logs(tmp_path).values()
+    (logs,) = trackio_logs(tracked).values()
     assert documented_metrics() - {name.removeprefix("train/") for log in logs for name in log} == set()
 
 
 @pytest.mark.slow
-def test_tensorboard_run_has_the_documented_metrics(tmp_path):
+def test_tensorboard_run_has_the_documented_metrics(tracked):
     pytest.importorskip("tensorboard")
-    train(tmp_path, "tensorboard")
-    scalars = {name.removeprefix("train/"): events for name, events in tensorboard_scalars(tmp_path).items()}
+    scalars = {name.removeprefix("train/"): events for name, events in tensorboard_scalars(tracked).items()}
     assert {name for name in scalars if name.startswith("lze/")} == documented_metrics() - {HISTOGRAM, TABLE}
-    recorded = open_run(tmp_path / "run").steps()
+    recorded = open_run(tracked / "run").steps()
     for name in ("lze/pass_rate", "lze/energy", "lze/seen_prompts", "reward"):
         values = {event.step: event.value for event in scalars[name]}
         assert list(values) == [1, 2, 3, 4]
@@ -196,19 +208,26 @@ def evaluated_steps(tmp_path, tracker):
     return [log["train/global_step"] for log in logs if "eval/reward" in log]
 
 
+@pytest.fixture(scope="module")
+def job_twice(tmp_path_factory):
+    """What the trackers have of a job that has ended, and of the same one, evaluated again after its last step, and resumed."""
+    folder = tmp_path_factory.mktemp("job")
+    train(folder, TRACKERS, JOB, ("", "2"))
+    assert (folder / "run" / "model.safetensors").is_file()
+    if "trackio" in TRACKERS:
+        assert len(trackio_logs(folder)) == 1  # the evaluation after the training is in the run of the training
+    ended = {tracker: evaluated_steps(folder, tracker) for tracker in TRACKERS}
+    (folder / "run" / "trainer_state.json").unlink()  # as if it had been stopped after its last step
+    train(folder, TRACKERS, JOB, ("", "2", "4"))
+    return ended, {tracker: evaluated_steps(folder, tracker) for tracker in TRACKERS}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("tracker", ["trackio", "wandb", "tensorboard"])
-def test_a_job_ends_with_every_tracker_and_goes_on(tmp_path, tracker):
-    pytest.importorskip(tracker)
-    train(tmp_path, tracker, JOB, ("", "2"))
-    assert (tmp_path / "run" / "model.safetensors").is_file()
-    assert evaluated_steps(tmp_path, tracker) == [0, 2]
-    if tracker == "trackio":
-        assert len(trackio_logs(tmp_path)) == 1  # the evaluation after the training is in the run of the training
-    # As if it had been stopped after its last step: evaluated again, then resumed
-    (tmp_path / "run" / "trainer_state.json").unlink()
-    train(tmp_path, tracker, JOB, ("", "2", "4"))
-    assert sorted(evaluated_steps(tmp_path, tracker)) == [0, 2, 2, 4]
+@pytest.mark.parametrize("tracker", TRACKERS)
+def test_a_job_ends_with_every_tracker_and_goes_on(job_twice, tracker):
+    ended, resumed = job_twice
+    assert ended[tracker] == [0, 2]
+    assert sorted(resumed[tracker]) == [0, 2, 2, 4]
 
 
 @pytest.mark.slow
@@ -218,6 +237,6 @@ def test_trackio_is_open_in_an_evaluation_before_and_after_the_training(tmp_path
         "train_dataset=", "eval_dataset=tiny.prompts(2), train_dataset="
     )
     assert program != TRAINING
-    train(tmp_path, "trackio", program)
+    train(tmp_path, ["trackio"], program)
     assert evaluated_steps(tmp_path, "trackio") == [0, 4]
     assert len(trackio_logs(tmp_path)) == 1
