@@ -77,7 +77,8 @@ def markdown(result: dict[str, Any]) -> str:
                 shown(everything),
                 shown(above),
                 f"{case['megabytes']:,.0f} ({per_problem:.0f} bytes a problem)",
-                f"{verdict(everything.median, SECONDS)}; {verdict(case['megabytes'], MEGABYTES)}",
+                verdict(everything.median, SECONDS) if case is result["rows"][0] else "–",
+                verdict(case["megabytes"], MEGABYTES),
             ]
         )
     header = [
@@ -85,7 +86,8 @@ def markdown(result: dict[str, Any]) -> str:
         f"s for {CANDIDATES} candidates",
         f"s, if above {_CUTOFF} alone",
         "memory, MB",
-        "targets: s; MB",
+        "target: s",
+        "target: MB",
     ]
     return "\n\n".join(
         [
