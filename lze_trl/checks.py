@@ -51,7 +51,7 @@ def prepare(
     refuse_unfit_rewards(args, given)
     controller = controller or args.make_controller()
     refuse_unfit_strategies(args, train_dataset, planner, controller)
-    refuse_unfit_instruction(args, train_dataset, planner, given)
+    refuse_unfit_instruction(args, train_dataset, planner)
     resolve_defaults(args, train_dataset, planner)
     return with_prompt_ids(train_dataset, args), controller
 
@@ -146,9 +146,7 @@ def refuse_unfit_label_confidence(args: LZEGRPOConfig, rewards: Mapping[int, Any
         )
 
 
-def refuse_unfit_instruction(
-    args: LZEGRPOConfig, train_dataset: Any, planner: Planner | None, given: Mapping[str, Any]
-):
+def refuse_unfit_instruction(args: LZEGRPOConfig, train_dataset: Any, planner: Planner | None):
     """Refuse what does not go with prompts that the model writes itself; `planner` is one of the user's."""
     if not args.self_instruct:
         return
@@ -158,6 +156,11 @@ def refuse_unfit_instruction(
         (planner is not None, "has no passes that a planner could rank", "Pass no `planner`"),
         (args.pruning_policy != "solved", "has no passes to prune", "Set `pruning_policy='solved'`"),
         (args.pruning == "skip", "has no passes to prune", "Set `pruning='refill'` or 'none'"),
+        (
+            args.instruct_presence_penalty and not (args.use_vllm and args.vllm_mode == "http"),
+            f"writes by transformers here, which has no `instruct_presence_penalty={args.instruct_presence_penalty}`",
+            "Set it to 0, or use servers (`vllm_mode='http'`)",
+        ),
     ):
         if unfit:
             raise ValueError(f"`self_instruct=True` {what}. {instead}.")

@@ -211,6 +211,7 @@ def test_a_generator_that_repeats_itself_stops_with_the_reasons(model, tmp_path)
         ({"max_steps": -1}, r"has no end of its own\. Set `max_steps`"),
         ({"pruning": "skip"}, r"has no passes to prune"),
         ({"pruning": "refill", "pruning_policy": "greso"}, r"has no passes to prune"),
+        ({"instruct_presence_penalty": 2.0}, r"transformers here, which has no `instruct_presence_penalty=2\.0`"),
         ({"instruct_examples": 3}, r"2 seeds were given, of which 2 can be shown"),
         ({"instruct_overlap": 1.0}, r"`instruct_overlap` must be in \(0, 1\), got 1.0"),
         ({"instruct_own": 3}, r"`instruct_own=3` is more than all exemplars"),

@@ -91,7 +91,9 @@ class Writer:
 
     settings: InstructSettings
     seeds: Seeds
-    conversational: bool = True  # whether requests are messages, in the model's chat template
+    conversational: bool = (
+        True  # whether requests are messages in the model's chat template; otherwise, text to go on with
+    )
     generator: Generator | None = None
     _shown: list[str] = field(init=False, default_factory=list)
 
@@ -156,8 +158,8 @@ class Writer:
         return [template.read(answers[i].text, len(texts), answers[i].truncated) for i, texts in enumerate(shown)]
 
     def _prompt(self, exemplars: list[str]) -> str | list[dict[str, str]]:
-        messages = TEMPLATES[self.settings.template].messages(exemplars)
-        return messages if self.conversational else "\n\n".join(message["content"] for message in messages)
+        template = TEMPLATES[self.settings.template]
+        return template.messages(exemplars) if self.conversational else template.request(exemplars)
 
 
 class Intake:

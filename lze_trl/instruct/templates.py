@@ -48,7 +48,7 @@ class Template(ABC):
 
 
 class Tagged(Template):
-    """Problems between tags; see [`_OPEN`] for what becomes of one whose tag is not closed."""
+    """Problems between tags. One whose tag is not closed was cut off; whatever is outside of tags is no part of a problem."""
 
     _OPEN, _CLOSE = "<question>", "</question>"
 
