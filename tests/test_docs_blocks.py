@@ -82,7 +82,7 @@ def test_every_block_says_what_it_is():
 
 @pytest.fixture(scope="module")
 def names(tmp_path_factory) -> dict:
-    """What pages take for granted: a model, data, a reward, settings; and the run `runs/demo/lze` in this folder."""
+    """What pages take for granted: a model, data, a reward, settings, a trainer; and the run `runs/demo/lze` in this folder."""
     folder = tmp_path_factory.mktemp("docs")
     levels = ["easy", "hard"]
     dataset = tiny.prompts(17).map(lambda row, i: {"level": levels[i % 2]}, with_indices=True)
@@ -90,6 +90,8 @@ def names(tmp_path_factory) -> dict:
     given = {"model": tiny.save(folder / "model"), "reward": tiny.even_length_reward, "dataset": dataset}
     trainer = LZEGRPOTrainer(model=given["model"], reward_funcs=given["reward"], args=args, train_dataset=dataset)
     trainer.train()
+    (folder / "probe.jsonl").write_text('{"question": "1 + 1", "answer": "2"}\n')
+    given |= {"trainer": trainer}
     settings = {"output_dir": "runs/page", "use_cpu": True, "bf16": False, "report_to": "none", "num_generations": 4}
     return given | {"args": args, "settings": settings | {"per_device_train_batch_size": 12}, "folder": folder}
 
@@ -97,6 +99,7 @@ def names(tmp_path_factory) -> dict:
 CAME_OF_IT = {
     "docs/replay.md": lambda names: 0 < names["result"].choices[1].shared <= 1,
     "docs/rewards.md": lambda names: names["trainer"].args.reward_weights == [1.0, 0.0],
+    "docs/self-play.md": lambda names: names["Probe"] in map(type, names["trainer"].callback_handler.callbacks),
     "docs/telemetry.md": lambda names: names["totals"]["groups_rolled_out"] == 9,
 }
 PYTHON = sorted({block.page for block in BLOCKS if block.language == "python"} - set(OWN_TESTS))
@@ -191,6 +194,8 @@ def check_lze_trl(words: list[str]):
     namespace, flags = cli.build_parser().parse_known_args(words)
     if namespace.command is cli._train:
         cli.launch_command(namespace, flags)
+        check_recipe(["--config", namespace.recipe, *flags])
+    elif namespace.command is cli._self_instruct:
         check_recipe(["--config", namespace.recipe, *flags])
     elif namespace.command is cli._demo:
         check_recipe(["--config", "recipes/demo/lze.yaml", *flags])
