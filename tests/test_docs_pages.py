@@ -78,6 +78,14 @@ def test_links_resolve(page):
         assert link[0] == link[1]
 
 
+@pytest.mark.parametrize("page", SITE)
+def test_rows_of_a_table_have_the_cells_of_its_heading(page):
+    text = re.sub(r"```.*?```", "", SITE[page].read_text(encoding="utf-8"), flags=re.S)
+    for heading, body in re.findall(r"^(\|.*)\n\|[-:| ]+\|\n((?:.+\n)*)", text, re.M):
+        cells = {len(re.split(r"(?<!\\)\|", line)) for line in (heading, *body.splitlines())}
+        assert len(cells) == 1, heading
+
+
 @pytest.mark.parametrize("page", [page for page in SITE if page.startswith("docs/")])
 def test_the_readme_lists_the_page(page):
     assert f"]({page})" in (ROOT / "README.md").read_text(encoding="utf-8")
