@@ -26,12 +26,13 @@ _WIDE, _PHONE = (1280, 900), (390, 844)
 
 
 def take(runs: list[str], folder: Path = IMAGES):
-    """Save a picture of each view."""
+    """Save a picture of each view; that of the prompts shows the one visited most of those with completions."""
     from playwright.sync_api import sync_playwright
 
     book = RunBook(runs)
     prompts = book.open(book.ids[0]).sql(
-        "SELECT prompt_id FROM completions GROUP BY prompt_id ORDER BY count(DISTINCT generation) DESC, prompt_id LIMIT 1"
+        """SELECT prompt_id FROM prompt_states WHERE prompt_id IN (SELECT prompt_id FROM completions)
+        ORDER BY visits DESC, energy DESC, prompt_id LIMIT 1"""
     )
     opened = {"tab": "Prompts", "prompt": "".join(map(str, prompts["prompt_id"]))}
     pictures = {
@@ -39,7 +40,6 @@ def take(runs: list[str], folder: Path = IMAGES):
         "training": (_WIDE, {"tab": "Training", "smooth": "0.6"}),
         "prompts": (_WIDE, opened),
         "compare": (_WIDE, {"tab": "Compare", "__theme": "dark"}),
-        "runs": ((1280, 460), {"tab": "Runs"}),
         "phone": (_PHONE, opened),
     }
     executable = os.environ.get("LZE_CHROMIUM") or shutil.which("chromium")
@@ -50,6 +50,9 @@ def take(runs: list[str], folder: Path = IMAGES):
             page.goto(f"{address}?{urlencode(parameters)}")
             page.wait_for_selector("#lze-main :is(.lze-figure, .lze-table)", timeout=60_000)
             page.wait_for_timeout(1000)  # fonts and images
+            if size == _PHONE:
+                page.locator(".lze-inline").scroll_into_view_if_needed()
+                page.evaluate("""document.querySelector(".lze-inline").previousElementSibling.scrollIntoView()""")
             page.screenshot(path=folder / f"{name}.png")
             page.close()
         browser.close()
@@ -76,4 +79,6 @@ def _served(runs: list[str]) -> Iterator[str]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("runs", metavar="RUN", nargs="+", help="output folder of a run, or a folder of runs")
-    take(parser.parse_args().runs, Path(os.environ.get("IMG", IMAGES)))
+    parser.add_argument("--out", type=Path, default=IMAGES, help="folder of the pictures")
+    arguments = parser.parse_args()
+    take(arguments.runs, arguments.out)

@@ -662,8 +662,13 @@ def test_details_open_below_the_row_on_a_phone(browser, address):
     detail.wait_for()
     below, opened = row.bounding_box(), detail.bounding_box()
     assert 0 < opened["y"] - below["y"] < 60
-    assert opened["x"] >= 0
-    assert opened["x"] + opened["width"] <= 390
+    # A prompt that is not on the page is above the others
+    open_page(page, address, tab="Prompts", prompt=row.get_attribute("data-prompt"), sort="energy")
+    detail.wait_for()
+    table = page.locator(".lze-scroll:has(> .lze-prompts)")
+    assert page.locator("thead .lze-inline").count() == 1
+    assert table.evaluate("(node) => node.scrollWidth") <= table.bounding_box()["width"] <= 374
+    assert detail.bounding_box()["width"] > 300
     assert not page.locator("#lze-detail").is_visible()
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
     context.close()
