@@ -15,7 +15,6 @@ from contextlib import closing
 import numpy as np
 import pytest
 import torch
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -210,33 +209,17 @@ def job(tmp_path):
     tiny.save(tmp_path / "model")
     for name, rows in (("train", tiny.prompts(12)), ("probe", tiny.prompts(60).select(range(12, 60)))):
         rows.to_json(tmp_path / f"{name}.jsonl")
-    recipe = {
+    own = {
         "model_name_or_path": str(tmp_path / "model"),
         "datasets": [str(tmp_path / "train.jsonl")],
-        "conversational": False,
-        "reward_funcs": ["tiny.even_length_reward"],
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "report_to": "none",
-        "num_generations": 4,
-        "per_device_train_batch_size": 12,
-        "max_completion_length": 5,
         "max_steps": 8,
         "learning_rate": 1e-2,
         "save_strategy": "no",
         "probe_datasets": [str(tmp_path / "probe.jsonl")],
         "probe_every": 3,
-        "seed": 7,
         "output_dir": str(tmp_path / "run"),
     }
-
-    def write(**keys):
-        path = tmp_path / "recipe.yaml"
-        path.write_text(yaml.safe_dump({**recipe, **keys}))
-        return str(path)
-
-    return write
+    return lambda **keys: tiny.recipe(tmp_path, **own | keys)
 
 
 def train(path):
