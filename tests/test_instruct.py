@@ -85,6 +85,8 @@ def test_closing_words_and_answers_are_no_part_of_an_item():
     text = "What is 2 + 3?\n\nAnswer: 5\n10. What is 4 + 4?\n\nI hope these help!"
     assert read(NUMBERED, text) == ["What is 2 + 3?", "What is 4 + 4?"]
     assert published_parse("9. " + text) == ["What is 2 + 3?\n\nAnswer: 5", "What is 4 + 4?\n\nI hope these help!"]
+    text = "What is 2 + 3?\nAnswer: 5\n10. What is 4 + 4?\nQuestion 11: What is 1 + 1?"
+    assert read(NUMBERED, text) == ["What is 2 + 3?", "What is 4 + 4?"]
     assert read(TAGGED, "Sure!\n<question> What is 2? </question>\nThe answer is 2.") == ["What is 2?"]
 
 
@@ -126,6 +128,7 @@ REJECTED = [
     ("holds a solution", r"What is 3 + 4, so \boxed{7}?"),
     ("proof", "Let $n$ be odd. Prove that $n^2$ is odd."),
     ("several questions", "What is 3 + 4? What is 5 + 6?"),
+    ("several questions", "How far does it go in 2 hours? It goes 40 miles in one. When does it stop?"),
     ("several questions", "Let $x = 3$. (a) Find $2x$. (b) Find $3x$."),
     ("no question", "The sun is warm and yellow today."),
     ("unfinished", "What is the value of $x if x is 3?"),

@@ -43,7 +43,7 @@ _ASKS = re.compile(
 )
 _QUESTION_WORD = r"(?:what|how|which|who|when|where|find|compute|is|are|does|do|can|if|will|determine|calculate)"
 _SEVERAL = re.compile(
-    rf"\?[\s\"'”]+(?=(?:also|and|then|next|second(?:ly)?|\(?[a-d2-9][).]|{_QUESTION_WORD})\b)[^?]*\?"
+    r"\?(?=[\s\"'”)]).*\?(?=[\s\"'”)]|$)"
     rf"|[?.:]\s+\(?(?:a|i|1)[).]\s+{_QUESTION_WORD}\b.*\s\(?(?:b|ii|2)[).]\s|(?:^|\n)\s*(?:question|problem)\s*\d",
     re.IGNORECASE | re.DOTALL,
 )

@@ -81,6 +81,7 @@ class Numbered(Template):
         r"(?i)(?:i hope|let me know|feel free|please (?:let|note|feel)|note\b|would you|do you want|these (?:are|questions|problems)|"
         r"here (?:are|is)|good luck|remember\b|\*{0,2}(?:answers?|solutions?)\b|---+\s*$)"
     )
+    _LABEL = re.compile(r"\n\s*\**(?:question|problem|answer|solution)s?\b[ \d*]*[:.]", re.IGNORECASE)
     _ANNOUNCED = re.compile(
         r"\A(?i:sure|certainly|of course|okay|great|here (?:are|is))\b[^\n]*:\s*\n+(?=\s*\**\d+[.)]\**\s)"
     )
@@ -117,7 +118,7 @@ class Numbered(Template):
 
     def _without_chatter(self, item: str) -> str:
         """An item without what a model says between its items, or after the last one."""
-        paragraphs = re.split(r"\n\s*\n", item.strip())
+        paragraphs = re.split(r"\n\s*\n", self._LABEL.split(item.strip())[0])
         kept = 1 + next((i for i, text in enumerate(paragraphs[1:]) if self._CHATTER.match(text)), len(paragraphs))
         return "\n".join(paragraphs[:kept])
 
