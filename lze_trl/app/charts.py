@@ -64,7 +64,7 @@ class Look:
         low, high = self.span or (-np.inf, np.inf)
         seen = (line.x >= low) & (line.x <= high)
         y, *ends = (self._values(values)[seen] for values in (line.y, *(line.band or ())))
-        return replace(line, x=line.x[seen], y=y, band=tuple(ends) or None)
+        return replace(line, x=line.x[seen], y=y, band=(ends[0], ends[1]) if ends else None)
 
     def _values(self, values: np.ndarray) -> np.ndarray:
         values = self._smooth(values) if self.smoothing else values
@@ -99,10 +99,11 @@ def line_chart(
     bounds = np.concatenate([values for line in (*drawn, *shadows) for values in (line.y, *(line.band or ()))])
     if as_percent and np.nanmin(bounds) == np.nanmax(bounds):
         y_range = y_range or (0.0, 1.0)  # what surrounds a constant would not be shares
+    scale: Callable[[np.ndarray], np.ndarray] = np.log10 if look.logarithmic else np.asarray
     if look.logarithmic:
-        scale, ((y_low, y_high), y_ticks) = np.log10, _logarithmic_axis(np.nanmin(bounds), np.nanmax(bounds), show)
+        (y_low, y_high), y_ticks = _logarithmic_axis(np.nanmin(bounds), np.nanmax(bounds), show)
     else:
-        scale, (y_low, y_high) = np.asarray, y_range or _rounded(*_span(bounds))
+        y_low, y_high = y_range or _rounded(*_span(bounds))
         y_ticks = _ticks((y_low, y_high), show)
 
     def place(x: np.ndarray, y: np.ndarray) -> np.ndarray:

@@ -124,10 +124,10 @@ class Writer:
             chat=self.conversational,
         )
 
-    def propose(self, number: int, own: Sequence[str], ask: Ask) -> tuple[list[Proposal], int]:
+    def propose(self, number: int, own: Sequence[str], ask: Ask | None) -> tuple[list[Proposal], int]:
         """
         The problems of a round, in an order that does not depend on when answers arrive, and the number of answers without
-        one. `own` are problems of its own that have proved worth training on.
+        one. `own` are problems of its own that have proved worth training on. A generator of the user's needs no `ask`.
         """
         shown = [self._exemplars(number, place, own) for place in range(self.settings.requests)]
         answers = self._generated(number, shown) if self.generator else self._asked(number, shown, ask)
@@ -151,7 +151,7 @@ class Writer:
         answers = [write(texts, self._rng(number, place, "generator")) for place, texts in enumerate(shown)]
         return [[Item(text.strip(), True) for text in texts if text.strip()] for texts in answers]
 
-    def _asked(self, number: int, shown: list[list[str]], ask: Ask) -> list[list[Item]]:
+    def _asked(self, number: int, shown: list[list[str]], ask: Any) -> list[list[Item]]:
         template = TEMPLATES[self.settings.template]
         requests = [Request(Problem(f"write-{number}", self._prompt(texts), None), i) for i, texts in enumerate(shown)]
         answers = {request.sample: output for request, output in ask(requests, self.decoding)}

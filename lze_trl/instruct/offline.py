@@ -127,7 +127,8 @@ class SelfInstruction:
         """
         folder = self.output.with_name(f"{self.output.name}.journal")
         check_settings(folder, {"model": engine.name, "weights": weights or engine.name, **self.settings})
-        intake, own, barren = Intake(self.writer.seeds, self.writer.settings.overlap, self.writer.reject), [], 0
+        intake, barren = Intake(self.writer.seeds, self.writer.settings.overlap, self.writer.reject), 0
+        own: list[str] = []
         self.rejected = intake.rejected
         with ExitStack() as stack:
             written, votes = (stack.enter_context(Journal(folder / f"{name}.jsonl")) for name in ("written", "votes"))

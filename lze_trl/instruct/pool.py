@@ -25,6 +25,7 @@ class PromptPool:
 
     def __init__(self, write: Callable[[str], Any], columns: Sequence[str] = ()):
         self._write, self._columns = write, {name: _WRITTEN.get(name) for name in columns}
+        self._numbers: dict[str, np.ndarray] = {}
         self.load_state_dict(_EMPTY)
 
     def __len__(self) -> int:

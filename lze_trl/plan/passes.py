@@ -80,7 +80,11 @@ class Passes:
     @property
     def grows(self) -> bool:
         """Whether prompts are added to the training set."""
-        return self.dataset is not None and not isinstance(self.dataset, Dataset)
+        return self._growing is not None
+
+    @property
+    def _growing(self) -> Growing | None:
+        return None if isinstance(self.dataset, Dataset) else self.dataset
 
     @property
     def missing(self) -> int:
@@ -90,8 +94,8 @@ class Passes:
 
     def grow(self):
         """Take in the prompts that the training set has got."""
-        if isinstance(self.stream, GrowingStream):
-            self.admission.renumber(self.dataset.prompt_ids)
+        if self._growing is not None and isinstance(self.stream, GrowingStream):
+            self.admission.renumber(self._growing.prompt_ids)
             self.stream.extend()
 
     def plan(self, inputs: list[dict[str, Any]], generation: int) -> Plan:
@@ -176,8 +180,8 @@ class Passes:
 
     def load_state_dict(self, state: dict[str, np.ndarray]):
         """Continue the pass of a checkpoint, of which the training set must have all prompts."""
-        if self.grows:
-            self.admission.renumber(self.dataset.prompt_ids)
+        if self._growing is not None:
+            self.admission.renumber(self._growing.prompt_ids)
         self.admission.load_state_dict(state)
         self.stream.load_state_dict(state)
 
