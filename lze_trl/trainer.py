@@ -250,9 +250,8 @@ class LZEGRPOTrainer(GRPOTrainer):
     def _get_train_sampler(self, dataset: Dataset | None = None) -> Any:
         # Differs from TRL: a resumed run continues with the permutation of its epoch
         sampler: Any = super()._get_train_sampler(dataset)  # TRL's `RepeatSampler`
-        if (
-            self.generation_step is not None and self.passes.grows
-        ):  # whole optimizer steps, however many seeds there are
+        if self.generation_step is not None and self.passes.grows:
+            # Whole optimizer steps, however few seeds there are
             return [0] * (
                 self.args.generation_batch_size * sampler.repeat_count * self.args.gradient_accumulation_steps
             )

@@ -91,9 +91,7 @@ class Writer:
 
     settings: InstructSettings
     seeds: Seeds
-    conversational: bool = (
-        True  # whether requests are messages in the model's chat template; otherwise, text to go on with
-    )
+    conversational: bool = True  # messages in the model's chat template; otherwise, text that the model goes on with
     generator: Generator | None = None
     _shown: list[str] = field(init=False, default_factory=list)
 
