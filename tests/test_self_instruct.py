@@ -260,6 +260,9 @@ def test_evaluation_problems_among_the_seeds_are_counted_and_refused_on_request(
     assert "1 of 2 evaluation problems resemble a seed" in caplog.text
     with pytest.raises(SystemExit, match=found):
         main(["self-instruct", *recipe(instruct_refuse_overlap=True), "--against", str(held_out), "--count", "1"])
+    with pytest.raises(SystemExit, match=found):
+        probed = recipe(instruct_refuse_overlap=True, probe_datasets=[str(held_out)])
+        main(["self-instruct", *probed, "--count", "1"])
 
 
 def test_what_was_written_is_a_training_set(tmp_path):

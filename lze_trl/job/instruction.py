@@ -47,8 +47,9 @@ def load_seeds(script_args: LZEScriptArguments, args: LZEGRPOConfig, against: li
             )
             references += _texts(held_out)
         plain = Decoding(chat=False, prompt_suffix="")
-        for task in find_tasks(script_args.eval_tasks, script_args.eval_tasks_data):
-            references += [problem.text for problem in load_problems(task, plain)[0]]
+        for names in (script_args.eval_tasks, script_args.probe_datasets):
+            for task in find_tasks(names, script_args.eval_tasks_data):
+                references += [problem.text for problem in load_problems(task, plain)[0]]
     seeds = Seeds(tuple(_texts(problems)), tuple(dict.fromkeys(references)))
     report_overlap(seeds, args)
     return seeds
