@@ -90,7 +90,11 @@ class RealServer:
         self.wait()
 
     def __enter__(self) -> "RealServer":
-        self.ensure()
+        try:
+            self.ensure()
+        except BaseException:  # interrupted, or not up in time
+            self.kill()
+            raise
         return self
 
     def __exit__(self, *error):
