@@ -76,9 +76,14 @@ def _served(runs: list[str]) -> Iterator[str]:
         app.wait()
 
 
-if __name__ == "__main__":
+def main():
+    """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("runs", metavar="RUN", nargs="+", help="output folder of a run, or a folder of runs")
     parser.add_argument("--out", type=Path, default=IMAGES, help="folder of the pictures")
     arguments = parser.parse_args()
     take(arguments.runs, arguments.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -10,16 +10,24 @@ from transformers import TrainerCallback
 
 import tiny
 from lze_trl import LZEGRPOTrainer
+from lze_trl.data.adapters import PromptStyle
+from lze_trl.instruct.generator import Seeds
+from lze_trl.instruct.online import Instruction
 from lze_trl.record import open_run
 from lze_trl.record.monitors import RepeatMonitor
 
 
 def test_documented_metrics_are_those_that_are_logged(tmp_path):
     logged = set()
+    seeds = Seeds(tuple(f"How many {noun} are there?" for noun in ("apples", "boats")))
+    writing = Instruction(
+        seeds, PromptStyle(conversational=False), lambda shown, rng: [f"{rng.integers(10**9)} + 1 ="]
+    )
     for controller in (
         {},
         {"controller": "dynamic", "selector": "zero_variance", "selection_ratio": 1.0},
         {"strategy": "gate", "gate_explore": 0.5},
+        {"self_instruct": True, "instruct_examples": 1, "instruct_own": 1, "instruct_overlap": 0.99},
     ):
         trainer = LZEGRPOTrainer(
             model=tiny.model(),
@@ -27,6 +35,7 @@ def test_documented_metrics_are_those_that_are_logged(tmp_path):
             args=tiny.config(tmp_path, max_steps=4, **controller),
             train_dataset=tiny.prompts(11),
             processing_class=tiny.tokenizer(),
+            instruction=writing if "self_instruct" in controller else None,
         )
         trainer.train()
         logged |= {name for entry in trainer.state.log_history for name in entry if name.startswith("lze/")}
