@@ -2,6 +2,7 @@
 
 import json
 import logging
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from lze_trl.memory.state import PromptState
 from lze_trl.plan.admission import Admission
 from lze_trl.plan.planners import SolvedPlanner
 from lze_trl.plan.stream import GrowingStream
+from lze_trl.record import open_run
 
 
 @pytest.fixture(scope="module")
@@ -71,9 +73,16 @@ def test_a_pool_is_saved_and_read_whole():
     assert other.proved == [""]
     assert all(array.dtype == pool.state_dict()[name].dtype for name, array in other.state_dict().items())
     # A label that comes later changes no id
+    own = {
+        "problem_id": format(text_id("A\nB?") % 2**64, "016x"),
+        "parents": f"{1:016x}",
+        "overlap": 0.5,
+        "written_in_batch": 5,
+    }
     assert pool.__getitems__([2]) == [
-        {"prompt": "A\nB? Box it.", "solution": None, "labelled": False, ID_COLUMN: prompt_id("A\nB? Box it.")}
+        {"prompt": "A\nB? Box it.", "solution": None, "labelled": False, ID_COLUMN: prompt_id("A\nB? Box it."), **own}
     ]
+    assert pool.__getitems__([0])[0]["parents"] == f"{3:016x} {2**64 - 7:016x}"
 
 
 def stream(reuse, ids=()):
@@ -129,6 +138,14 @@ def test_the_policy_writes_what_it_is_trained_on(model, tmp_path):
     logged = [row for row in trainer.state.log_history if "lze/instruct_pool" in row]
     assert [row["lze/instruct_pool"] for row in logged] == sorted(row["lze/instruct_pool"] for row in logged)
     assert logged[-1]["lze/instruct_rounds"] == trainer.generation_step.instruction.rounds
+    # A problem's family is found by its id
+    with closing(open_run(tmp_path / "run")) as run:
+        written = {row["problem_id"]: row for row in map(json.loads, run.prompts()["columns"])}
+        assert len(written) == 15
+        parent = next(p for row in written.values() for p in row["parents"].split() if p in written)
+        family = {row["problem_id"] for row in map(json.loads, run.prompts(search=parent)["columns"])}
+    assert family == {name for name, row in written.items() if name == parent or parent in row["parents"].split()}
+    assert len(family) > 1
 
 
 @pytest.mark.parametrize("settings", [{}, {"controller": "dynamic", "max_rounds": 2, "selector": "zero_variance"}])

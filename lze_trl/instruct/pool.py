@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from ..memory.identity import ID_COLUMN, prompt_id
-from .generator import Admitted
+from .generator import Admitted, text_id
 
 
 _WRITTEN: dict[str, Any] = {"labelled": False, "source": "self-instruct"}
@@ -32,9 +32,19 @@ class PromptPool:
         return len(self.texts)
 
     def __getitems__(self, rows: list[int]) -> list[dict[str, Any]]:
-        """Rows as a training set gives them."""
-        ids = self.prompt_ids
-        return [self._columns | {"prompt": self._write(self.texts[row]), ID_COLUMN: int(ids[row])} for row in rows]
+        """Rows as a training set gives them, with what is recorded of a problem."""
+        return [
+            {
+                **self._columns,
+                "prompt": self._write(self.texts[row]),
+                ID_COLUMN: int(self.prompt_ids[row]),
+                "problem_id": _shown(text_id(self.texts[row])),
+                "parents": " ".join(map(_shown, self.parents[row])),
+                "overlap": float(self._numbers["overlap"][row]),
+                "written_in_batch": int(self._numbers["birth"][row]),
+            }
+            for row in rows
+        ]
 
     @property
     def proved(self) -> list[str]:
@@ -106,6 +116,10 @@ _EMPTY = {name: np.empty(0, dtype=kind) for name, kind in _NUMBERS.items()} | {
     "text": np.empty(0, dtype=np.uint8),
     **{name: np.empty(0, dtype=np.int64) for name in ("text_ends", "parents", "parent_ends")},
 }
+
+
+def _shown(problem: int) -> str:
+    return f"{problem % 2**64:016x}"
 
 
 def _spans(ends: np.ndarray) -> list[tuple[int, int]]:
