@@ -283,8 +283,8 @@ def comparison_with_a_live_run(page):
 
     def steps():
         return dict(
-            page.evaluate("""() => [...document.querySelectorAll("#lze-main .lze-table tbody tr")].map(
-            (row) => [row.children[0].innerText, Number(row.children[4].innerText.replace(",", ""))])""")
+            page.evaluate("""() => [...document.querySelectorAll("#lze-main .lze-table tbody tr")].filter(
+            (row) => row.children.length > 4).map((row) => [row.children[0].innerText, Number(row.children[4].innerText.replace(",", ""))])""")
         )
 
     wait_for(lambda: set(steps()) == {"run", "full"}, seconds=60)
