@@ -15,7 +15,8 @@ class RowIndex:
     """
 
     def __init__(self, ids: np.ndarray = _NOTHING[0]):
-        self._runs = [_merged(_NOTHING, ids, np.arange(len(ids))), _NOTHING]
+        order = np.argsort(ids)
+        self._runs = [(ids[order], order.astype(np.int32)), _NOTHING]
 
     def __len__(self) -> int:
         return sum(len(ids) for ids, _ in self._runs)
