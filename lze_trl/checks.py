@@ -323,14 +323,14 @@ def with_prompt_ids(dataset: Any, args: LZEGRPOConfig) -> Dataset | IterableData
     """Training set with prompt ids, once it is known to fill a generation batch."""
     if not isinstance(dataset, (Dataset, IterableDataset)):
         return dataset  # TRL says what is wrong with it
-    num_groups, rows = args.generation_batch_size // args.num_generations, dataset
+    # Rows that a generation batch needs: none of those that a model is only shown
+    num_groups = 0 if args.self_instruct else args.generation_batch_size // args.num_generations
+    rows = dataset
     open_choice = args.deduplicate is None
     args.deduplicate = args.deduplicate is None or args.deduplicate
     with args.main_process_first(desc="prompt ids"):
         dataset = add_prompt_ids(rows, args.answer_column, args.deduplicate)
-        if (
-            open_choice and not args.self_instruct and len(dataset) < num_groups <= len(rows)
-        ):  # plain TRL can train on these rows
+        if open_choice and len(dataset) < num_groups <= len(rows):  # plain TRL can train on these rows
             args.deduplicate = False
             logger.warning(
                 "The training set has %d rows and %d different prompts, and a generation batch takes %d: each row counts as "
@@ -342,7 +342,7 @@ def with_prompt_ids(dataset: Any, args: LZEGRPOConfig) -> Dataset | IterableData
         return dataset
     if dropped := len(rows) - len(dataset):
         logger.warning("Dropped %d of %d rows that repeat a prompt and its answer.", dropped, len(rows))
-    if len(dataset) < num_groups and not args.self_instruct:
+    if len(dataset) < num_groups:
         raise ValueError(
             f"The training set has {len(dataset)} different prompts, and a generation batch takes {num_groups} "
             f"(`generation_batch_size={args.generation_batch_size}` / `num_generations={args.num_generations}`). Use a "
