@@ -50,6 +50,10 @@ class PromptStyle:
                 "Leave it unset, or write the text into the prompts."
             )
 
+    def around(self, problem: str) -> Any:
+        """The prompt for a bare problem."""
+        return self.write([{"role": "user", "content": problem}], "a problem")
+
     def write(self, messages: list[dict[str, str]], source: str) -> str | list[dict[str, str]]:
         """The prompt for a problem, given as messages."""
         suffix = self.prompt_suffix or ""

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,6 +50,11 @@ class Admitted(NamedTuple):
 def text_id(text: str) -> int:
     """Content hash of a bare problem, by which parents are named."""
     return prompt_id(text)
+
+
+def id_in_words(problem: int) -> str:
+    """A hash of [`text_id`] as files and the app show it: 16 hexadecimal digits."""
+    return f"{problem % 2**64:016x}"
 
 
 @dataclass(frozen=True)
@@ -167,9 +173,13 @@ class Intake:
     """
 
     def __init__(self, seeds: Seeds, limit: float, reject: Reject = reason_to_reject):
-        self.limit, self.reject = limit, reject
-        self.index = OverlapIndex([*seeds.problems, *seeds.references])
+        self.limit, self.reject, self._seeds = limit, reject, seeds
         self.rejected: Counter[str] = Counter()
+
+    @cached_property
+    def index(self) -> OverlapIndex:
+        """All that is known. Made when it is first asked for: only the main process compares."""
+        return OverlapIndex([*self._seeds.problems, *self._seeds.references])
 
     def admit(self, proposals: Sequence[Proposal], unread: int = 0) -> list[Admitted]:
         """The proposals that are admitted, the first of those that resemble each other; all of them are known from here on."""

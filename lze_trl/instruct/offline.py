@@ -20,7 +20,7 @@ from ..evaluation.samples import Sample, SampleFile
 from ..evaluation.settings import Decoding
 from ..evaluation.tasks import Problem
 from ..rewards import MajorityReward
-from .generator import Admitted, Intake, Writer, text_id
+from .generator import Admitted, Intake, Writer, id_in_words, text_id
 from .settings import InstructError
 
 
@@ -71,8 +71,7 @@ class Gate:
 
     def requests(self, text: str) -> list[Request]:
         """What is asked about a problem."""
-        prompt: Any = self.style.write([{"role": "user", "content": text}], "a problem")
-        problem = Problem(f"{text_id(text) % 2**64:016x}", prompt, None)
+        problem = Problem(id_in_words(text_id(text)), self.style.around(text), None)
         return [Request(problem, i) for i in range(self.votes)]
 
     def judge(self, outputs: Iterable[Output]) -> tuple[str | None, dict[str, Any]]:
@@ -164,7 +163,7 @@ class SelfInstruction:
             if reason is not None:
                 self.rejected[reason] += 1
                 continue
-            parents = [f"{parent % 2**64:016x}" for parent in problem.parents]
+            parents = [id_in_words(parent) for parent in problem.parents]
             lines.append(
                 {"problem": problem.text, "id": asked[0].problem.id, "parents": parents, "overlap": problem.overlap}
                 | vote

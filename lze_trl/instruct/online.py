@@ -32,6 +32,10 @@ class Instruction:
     style: PromptStyle  # how prompts are written around problems
     generator: Generator | None = None  # writes problems in place of the policy
 
+    def writer(self, settings: InstructSettings) -> Writer:
+        """Who writes problems."""
+        return Writer(settings, self.seeds, self.style.conversational, self.generator)
+
     @classmethod
     def of(cls, dataset: Dataset) -> "Instruction":
         """From the prompts of a training set, as they are: the last message of each is the problem."""
@@ -56,11 +60,10 @@ class OnlineInstruction:
     def __init__(
         self, instruction: Instruction, settings: InstructSettings, columns: list[str], accelerator: Accelerator
     ):
-        style = instruction.style
         self._seeds, self._settings, self._accelerator = instruction.seeds, settings, accelerator
-        self.writer = Writer(settings, instruction.seeds, style.conversational, instruction.generator)
+        self.writer = instruction.writer(settings)
         others = [name for name in columns if name != "prompt"]
-        self.pool = PromptPool(lambda text: style.write([{"role": "user", "content": text}], "a problem"), others)
+        self.pool = PromptPool(instruction.style.around, others)
         self._begin()
 
     def _begin(self):

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from ..memory.identity import ID_COLUMN, prompt_id
-from .generator import Admitted, text_id
+from .generator import Admitted, id_in_words, text_id
 
 
 _WRITTEN: dict[str, Any] = {"labelled": False, "source": "self-instruct"}
@@ -38,8 +38,8 @@ class PromptPool:
                 **self._columns,
                 "prompt": self._write(self.texts[row]),
                 ID_COLUMN: int(self.prompt_ids[row]),
-                "problem_id": _shown(text_id(self.texts[row])),
-                "parents": " ".join(map(_shown, self.parents[row])),
+                "problem_id": id_in_words(text_id(self.texts[row])),
+                "parents": " ".join(map(id_in_words, self.parents[row])),
                 "overlap": float(self._numbers["overlap"][row]),
                 "written_in_batch": int(self._numbers["birth"][row]),
             }
@@ -116,10 +116,6 @@ _EMPTY = {name: np.empty(0, dtype=kind) for name, kind in _NUMBERS.items()} | {
     "text": np.empty(0, dtype=np.uint8),
     **{name: np.empty(0, dtype=np.int64) for name in ("text_ends", "parents", "parent_ends")},
 }
-
-
-def _shown(problem: int) -> str:
-    return f"{problem % 2**64:016x}"
 
 
 def _spans(ends: np.ndarray) -> list[tuple[int, int]]:

@@ -14,7 +14,6 @@ from ..evaluation.engines import Engine, TransformersEngine, weights_of
 from ..evaluation.results import text_table
 from ..evaluation.servers import ServerEngine
 from ..evaluation.settings import Decoding
-from ..instruct.generator import Writer
 from ..instruct.offline import Gate, SelfInstruction
 from ..rewards import MajorityReward
 from .instruction import make_instruction
@@ -33,9 +32,8 @@ def run(flags: argparse.Namespace, overrides: list[str]):
     script_args, args, model_args = parse_recipe(["--config", flags.recipe, *overrides])
     instruction = make_instruction(script_args, args, flags.against)
     urls = flags.server or (args.vllm_server_urls if args.use_vllm and args.vllm_mode == "http" else None)
-    writer = Writer(args.make_instruct(), instruction.seeds, script_args.conversational, instruction.generator)
     gate = make_gate(script_args, args, instruction.style, flags.votes)
-    process = SelfInstruction(writer, gate, Path(flags.output))
+    process = SelfInstruction(instruction.writer(args.make_instruct()), gate, Path(flags.output))
     engine, weights = _engine(urls, flags, model_args)
     try:
         with tqdm(total=flags.count, desc="accepted", disable=None) as bar:
