@@ -18,9 +18,7 @@ _PRECISION_LOST = 0.05
 
 def alerts(run: Run) -> list[str]:
     """A sentence for each condition that holds now."""
-    latest = run.sql(
-        "SELECT groups, dead, replayed, skipped FROM generations ORDER BY generation DESC LIMIT ?", [_BATCHES]
-    )
+    latest = run.sql("SELECT groups, dead, replayed FROM generations ORDER BY generation DESC LIMIT ?", [_BATCHES])
     found = [_range_left(run), _precision_falls(run)]
     groups = latest["groups"].sum()
     if len(latest) == _BATCHES and not groups:

@@ -179,11 +179,7 @@ def overview(run: Run) -> Markup:
 def _vote_charts(run: Run, evaluations: dict[str, dict[str, Any]]) -> list[Markup]:
     """What a training on votes agrees on, and how often that is right, by labels and on a probe set; none of another training."""
     logged = logged_curves(run, [name for lines in _VOTES.values() for name in lines])
-    charts = {
-        heading: [Series(label, logged[name].index, logged[name]) for name, label in lines.items() if name in logged]
-        for heading, lines in _VOTES.items()
-    }
-    charts = {heading: lines for heading, lines in charts.items() if lines}
+    charts = {heading: shown for heading, lines in _VOTES.items() if (shown := _logged_lines(logged, lines))}
     if votes := charts.get("Majority votes"):
         votes += _task_lines({name: found for name, found in evaluations.items() if name.startswith("probe-")})
     return [line_chart(heading, lines, y_range=(0.0, 1.0), as_percent=True) for heading, lines in charts.items()]
@@ -220,22 +216,23 @@ def training(run: Run, look: Look = PLAIN_LOOK) -> Markup:
     held_out, bins = _held_out(run), look.bins(run.summary()["steps"])
     logged = logged_curves(run, [held_out, *(name for _, _, lines in _LOGGED for name in lines)], bins)
 
-    def lines(**shown: str) -> list[Series]:
-        """One line a metric, by the names they are shown under."""
-        return [Series(label, logged[name].index, logged[name]) for name, label in shown.items() if name in logged]
-
-    accuracy = [*lines(**{held_out: "held-out prompts"}), *_task_lines(read_results(run.directory.parent))]
+    accuracy = _logged_lines(logged, {held_out: "held-out prompts"}) + _task_lines(read_results(run.directory.parent))
     for line in accuracy:
         line.points = len(line.x) <= 40
     seconds = phase_seconds(run, bins)
     phases = [Series(_PHASES[kind], seconds.index, seconds[kind]) for kind in _PHASES]
     charts = [
         ("Held-out accuracy", accuracy, True),
-        *((heading, lines(**metrics), shares) for heading, shares, metrics in _LOGGED),
+        *((heading, _logged_lines(logged, metrics), shares) for heading, shares, metrics in _LOGGED),
         ("Seconds of a generation batch", phases, False),
     ]
     shown = [line_chart(heading, lines, as_percent=shares, look=look) for heading, lines, shares in charts]
     return HTML.training(shown, look.span)
+
+
+def _logged_lines(logged: dict[str, pd.Series], labels: dict[str, str]) -> list[Series]:
+    """A line for each metric that was logged, by the label that it is shown under."""
+    return [Series(label, logged[name].index, logged[name]) for name, label in labels.items() if name in logged]
 
 
 def _held_out(run: Run) -> str:
@@ -381,7 +378,6 @@ def prompt_detail(run: Run, chosen: str, visit: str = "", picked: str = "") -> M
     ).to_dict("records")
     completions = run.completions(prompt_id, int(visit) if visit.isdecimal() else None)
     return HTML.prompt(
-        chosen,
         row["state"],
         row["text"] if isinstance(row["text"], str) else "The text of this prompt is not recorded.",
         facts,
