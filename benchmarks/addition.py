@@ -1,9 +1,8 @@
-"""What the measurements on the addition task share: its warm start, a trainer that says nothing, and the machine in words."""
+"""What the measurements on the addition task share: its warm start, and a trainer that says nothing."""
 
 from typing import Any
 
 import datasets
-import torch
 from datasets import Dataset
 from transformers import PrinterCallback
 from transformers.utils import logging as transformers_logging
@@ -13,7 +12,6 @@ from lze_trl.job import demo
 from lze_trl.rewards import exact_match_reward
 from lze_trl.trainer import LZEGRPOTrainer
 
-from .run import machine
 from .tasks import TASKS, TaskFiles, locate
 
 
@@ -59,9 +57,3 @@ def build_trainer(
     )
     trainer.remove_callback(PrinterCallback)
     return trainer
-
-
-def machine_in_words() -> str:
-    """Processor, cores and threads of this machine, and the version of PyTorch."""
-    found = machine()
-    return f"{found['cpu']}, {found['cores']} cores, PyTorch {torch.__version__} on {found['threads']} of them"

@@ -9,14 +9,12 @@ every group: a selector would choose what the prompts look like that it is judge
 """
 
 import argparse
-import hashlib
 import json
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +31,11 @@ from lze_trl.memory.state import PromptState, StateSettings
 from lze_trl.rewards import exact_match_reward
 from lze_trl.seeding import keyed_rng
 
-from .addition import TASK, build_trainer, machine_in_words, prepare
+from .addition import TASK, build_trainer, prepare
 from .evaluation import Evaluation
 from .gradients_plot import correlations, markdown, save_figure
 from .group_gradients import Sample, draw, expected_gradient, policy_gradient
+from .kept import file_name, stamped
 from .settings import BenchError, write_json
 from .tasks import CHECKOUT, TaskData, load, locate
 
@@ -85,8 +84,7 @@ class ProbeSettings:
     @property
     def name(self) -> str:
         """Name of the result file."""
-        digest = hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:8]
-        return f"G{self.group_size}-seed{self.seed}-{digest}.json"
+        return file_name(f"G{self.group_size}", self.seed, asdict(self))
 
     @property
     def probe_steps(self) -> list[int]:
@@ -250,14 +248,8 @@ def run_all(runs: Sequence[ProbeSettings], output: Path, console: Console) -> li
             progress.update(task, description=f"G = {run.group_size}, seed {run.seed}")
             begin = time.perf_counter()
             records = probed_training(run, lambda: progress.advance(task))
-            result = {
-                "settings": asdict(run),
-                "machine": machine_in_words(),
-                "date": datetime.now(UTC).date().isoformat(),
-                "seconds": round(time.perf_counter() - begin, 1),
-                "records": records,
-            }
-            write_json(output / run.name, result)
+            seconds = round(time.perf_counter() - begin, 1)
+            write_json(output / run.name, stamped(settings=asdict(run), seconds=seconds, records=records))
     return [json.loads((output / run.name).read_text(encoding="utf-8")) for run in runs]
 
 

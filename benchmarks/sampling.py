@@ -9,14 +9,11 @@ is the sampling; only dynamic sampling, which is defined by it, leaves the dead 
 """
 
 import argparse
-import hashlib
-import json
 import math
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +24,9 @@ from lze_trl.record.ledger import Ledger
 from lze_trl.trainer import LZEGRPOTrainer
 
 from . import addition
-from .addition import TASK, machine_in_words, prepare
+from .addition import TASK, prepare
 from .evaluation import Evaluation
+from .kept import file_name, run_all
 from .settings import BenchError, write_json
 from .tables import table
 from .tasks import CHECKOUT, load, locate
@@ -92,9 +90,8 @@ class SamplingRun:
     @property
     def name(self) -> str:
         """Name of the result file."""
-        content = json.dumps([asdict(self), self.settings], sort_keys=True)
         words = "".join(letter if letter.isalnum() else "-" for letter in self.strategy.replace(" = ", ""))
-        return f"{words.replace('--', '-')}-seed{self.seed}-{hashlib.sha256(content.encode()).hexdigest()[:8]}.json"
+        return file_name(words.replace("--", "-"), self.seed, [asdict(self), self.settings])
 
 
 class TokenBudget(TrainerCallback):
@@ -153,32 +150,6 @@ def train(run: SamplingRun) -> dict[str, float]:
         "groups_with_gradient": ledger.groups_trained - dead_trained,
         "seconds": round(sum(parts), 1),
     }
-
-
-def run_all(runs: Sequence[SamplingRun], output: Path, console: Console) -> list[dict[str, Any]]:
-    """
-    Make every run that has no result file yet.
-
-    Args:
-        runs (`Sequence[SamplingRun]`): The runs.
-        output (`Path`): Folder of the result files.
-        console (`Console`): Told of each run that is made.
-
-    Returns:
-        `list[dict]`: For each run `run`, `machine`, `date` and `result`, see [`train`].
-    """
-    output.mkdir(parents=True, exist_ok=True)
-    for number, run in enumerate(runs, start=1):
-        if not (output / run.name).is_file():
-            console.print(f"{number}/{len(runs)}  {run.strategy}, seed {run.seed}", markup=False)
-            content = {
-                "run": asdict(run),
-                "machine": machine_in_words(),
-                "date": datetime.now(UTC).date().isoformat(),
-                "result": train(run),
-            }
-            write_json(output / run.name, content)
-    return [json.loads((output / run.name).read_text(encoding="utf-8")) for run in runs]
 
 
 def spread(values: Sequence[float], form: str) -> str:
@@ -259,7 +230,7 @@ def main(arguments: Sequence[str] | None = None):
         ]
     except BenchError as error:
         sys.exit(f"error: {error}")
-    results = run_all(runs, options.output, console)
+    results = run_all(runs, options.output, train, console)
     text = markdown(results)
     write_json(options.output / "results.json", results)
     (options.output / "results.md").write_text(f"{text}\n", encoding="utf-8")

@@ -8,13 +8,11 @@ runs are kept: the same command goes on with those that are missing.
 """
 
 import argparse
-import hashlib
 import json
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +26,10 @@ from lze_trl.rewards import MajorityReward, exact_match_reward
 from lze_trl.rewards.functions import score_answer
 from lze_trl.trainer import LZEGRPOTrainer
 
-from .addition import machine_in_words
 from .evaluation import Evaluation
+from .kept import file_name, run_all
 from .self_play_report import markdown, write_picture
-from .settings import BenchError, write_json, write_text
+from .settings import BenchError, write_text
 from .tasks import CHECKOUT, TASKS, locate, read_rows
 
 
@@ -113,9 +111,8 @@ class SelfPlayRun:
     @property
     def name(self) -> str:
         """Name of the result file."""
-        content = json.dumps([asdict(self), asdict(ARMS[self.arm]), self.settings], sort_keys=True)
         words = "-".join(self.arm.replace(",", "").split())
-        return f"{words}-seed{self.seed}-{hashlib.sha256(content.encode()).hexdigest()[:8]}.json"
+        return file_name(words, self.seed, [asdict(self), asdict(ARMS[self.arm]), self.settings])
 
 
 class Curves(TrainerCallback):
@@ -205,21 +202,6 @@ _LOGGED = {
 }
 
 
-def run_all(runs: Sequence[SelfPlayRun], output: Path, console: Console):
-    """Make every run that has no result file yet."""
-    (output / "runs").mkdir(parents=True, exist_ok=True)
-    for number, run in enumerate(runs, start=1):
-        if not (output / "runs" / run.name).is_file():
-            console.print(f"{number}/{len(runs)}  {run.arm}, seed {run.seed}", markup=False)
-            content = {
-                "run": asdict(run),
-                "machine": machine_in_words(),
-                "date": datetime.now(UTC).date().isoformat(),
-                "result": train(run),
-            }
-            write_json(output / "runs" / run.name, content)
-
-
 def read_results(output: Path) -> list[dict[str, Any]]:
     """The finished runs of a folder, and those that its report has kept of runs that are not there any more; by arm and seed."""
     kept = output / "results.jsonl"
@@ -260,7 +242,7 @@ def main(arguments: Sequence[str] | None = None):
     options, console = build_parser().parse_args(arguments), Console(highlight=False)
     try:
         if not options.report_only:
-            run_all(planned(options), options.output, console)
+            run_all(planned(options), options.output / "runs", train, console)
         report(options.output, console)
     except BenchError as error:
         sys.exit(f"error: {error}")

@@ -8,7 +8,8 @@ from rich.console import Console
 
 import tiny
 from benchmarks import addition, sampling
-from benchmarks.sampling import STRATEGIES, SamplingRun, TokenBudget, markdown, run_all, spread
+from benchmarks.kept import run_all
+from benchmarks.sampling import STRATEGIES, SamplingRun, TokenBudget, markdown, spread
 from benchmarks.settings import BenchError
 from lze_trl import LZEGRPOConfig
 from lze_trl.job import demo
@@ -84,13 +85,17 @@ def test_a_training_ends_when_its_tokens_are_spent(spent, stops):
     assert control.should_training_stop == stops
 
 
-def test_runs_that_have_a_result_are_not_made_again(tmp_path, monkeypatch):
+def test_runs_that_have_a_result_are_not_made_again(tmp_path):
     made = []
-    monkeypatch.setattr(sampling, "train", lambda run: made.append(run.seed) or {"optimizer_steps": run.seed})
+
+    def train(run):
+        made.append(run.seed)
+        return {"optimizer_steps": run.seed}
+
     runs = [SamplingRun("uniform, G = 4", seed, 10, "x") for seed in (1, 2)]
     console = Console(quiet=True)
-    assert [entry["result"] for entry in run_all(runs[:1], tmp_path, console)] == [{"optimizer_steps": 1}]
-    again = run_all(runs, tmp_path, console)
+    assert [entry["result"] for entry in run_all(runs[:1], tmp_path, train, console)] == [{"optimizer_steps": 1}]
+    again = run_all(runs, tmp_path, train, console)
     assert made == [1, 2]
     assert [entry["run"]["seed"] for entry in again] == [1, 2]
 

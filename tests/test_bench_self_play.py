@@ -8,6 +8,7 @@ from rich.console import Console
 
 import tiny
 from benchmarks import self_play
+from benchmarks.kept import run_all
 from benchmarks.self_play import ARMS, SelfPlayRun, held_out_sets, planned, read_results, report
 from benchmarks.self_play_report import markdown, precision_by_votes, stopped_at, write_picture
 from benchmarks.settings import BenchError
@@ -80,7 +81,7 @@ def test_every_arm_trains_and_is_kept(arm, tmp_path, monkeypatch):
     monkeypatch.setattr(self_play, "EVAL_EVERY", 1)
     options = Namespace(steps=2, learning_rate=1e-4, rows=64, seeds=[0, 0], arms=[arm], output=tmp_path / "out")
     (run,) = planned(options)
-    self_play.run_all([run], options.output, Console(quiet=True))
+    run_all([run], options.output / "runs", self_play.train, Console(quiet=True))
     (kept,) = read_results(options.output)
     found = kept["result"]
     assert [point["step"] for point in found["accuracy"]] == [0, 1, 2]

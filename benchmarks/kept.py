@@ -1,0 +1,49 @@
+"""Runs that a benchmark makes in its own process, each with a result file; those that have one are not made again."""
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from .run import machine
+from .settings import write_json
+
+
+def file_name(words: str, seed: int, content: Any) -> str:
+    """Name of the result file of a run: what it is in words, its seed, and a hash of all that it depends on."""
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:8]
+    return f"{words}-seed{seed}-{digest}.json"
+
+
+def stamped(**content: Any) -> dict[str, Any]:
+    """A result with the machine, in words, and the date."""
+    found = machine()
+    words = f"{found['cpu']}, {found['cores']} cores, PyTorch {torch.__version__} on {found['threads']} of them"
+    return content | {"machine": words, "date": datetime.now(UTC).date().isoformat()}
+
+
+def run_all(runs: Sequence[Any], folder: Path, train: Callable[[Any], Any], console: Console) -> list[dict[str, Any]]:
+    """
+    Make every run that has no result file yet.
+
+    Args:
+        runs (`Sequence`): Dataclasses of what a run depends on, with the property `name`, see [`file_name`].
+        folder (`Path`): Folder of the result files.
+        train (`Callable`): Makes a run and returns its result.
+        console (`Console`): Told of each run that is made.
+
+    Returns:
+        `list[dict]`: For each run `run`, `result`, `machine` and `date`.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, run in enumerate(runs, start=1):
+        if not (folder / run.name).is_file():
+            console.print(f"{number}/{len(runs)}  {run.name.rpartition('-')[0]}", markup=False)
+            write_json(folder / run.name, stamped(run=asdict(run), result=train(run)))
+    return [json.loads((folder / run.name).read_text(encoding="utf-8")) for run in runs]
