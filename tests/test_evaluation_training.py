@@ -32,12 +32,7 @@ TESTS = Path(__file__).resolve().parent
 @pytest.fixture
 def job(tmp_path):
     """Write a recipe for a tiny model and return its path; keywords override its keys."""
-    tiny.save(tmp_path / "model")
-    for name, rows in (("train", tiny.prompts(12)), ("sums", tiny.prompts(19).select(range(12, 19)))):
-        rows.to_json(tmp_path / f"{name}.jsonl")
-    own = {
-        "model_name_or_path": str(tmp_path / "model"),
-        "datasets": [str(tmp_path / "train.jsonl")],
+    own = tiny.job(tmp_path, train=12, sums=7) | {
         "per_device_eval_batch_size": 4,
         "learning_rate": 1e-2,
         "eval_tasks": [str(tmp_path / "sums.jsonl")],

@@ -206,18 +206,12 @@ def test_two_processes_stop_as_one(tmp_path):
 @pytest.fixture
 def job(tmp_path):
     """Write a recipe for a tiny model and return its path; keywords override its keys."""
-    tiny.save(tmp_path / "model")
-    for name, rows in (("train", tiny.prompts(12)), ("probe", tiny.prompts(60).select(range(12, 60)))):
-        rows.to_json(tmp_path / f"{name}.jsonl")
-    own = {
-        "model_name_or_path": str(tmp_path / "model"),
-        "datasets": [str(tmp_path / "train.jsonl")],
+    own = tiny.job(tmp_path, train=12, probe=48) | {
         "max_steps": 8,
         "learning_rate": 1e-2,
         "save_strategy": "no",
         "probe_datasets": [str(tmp_path / "probe.jsonl")],
         "probe_every": 3,
-        "output_dir": str(tmp_path / "run"),
     }
     return lambda **keys: tiny.recipe(tmp_path, **own | keys)
 

@@ -59,14 +59,9 @@ from lze_trl.job.recipe import parse_recipe
 from lze_trl.job.train import run
 
 folder = Path(sys.argv[1])
-tiny.save(folder / "model")
-for name, rows in (("train", tiny.prompts(12)), ("held_out", tiny.prompts(16).select(range(12, 16)))):
-    rows.to_json(folder / f"{name}.jsonl")
 recipe = tiny.recipe(
     folder,
-    output_dir=str(folder / "run"),
-    model_name_or_path=str(folder / "model"),
-    datasets=[str(folder / "train.jsonl")],
+    **tiny.job(folder, train=12, held_out=4),
     eval_datasets=[str(folder / "held_out.jsonl")],
     report_to=sys.argv[2].split(","),
     per_device_eval_batch_size=8,

@@ -31,13 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 @pytest.fixture
 def job(tmp_path):
     """Write a recipe for a tiny model and return its path; keywords override its keys."""
-    tiny.save(tmp_path / "model")
-    for name, rows in (("train", tiny.prompts(12)), ("held_out", tiny.prompts(16).select(range(12, 16)))):
-        rows.to_json(tmp_path / f"{name}.jsonl")
-    own = {
-        "output_dir": str(tmp_path / "run"),
-        "model_name_or_path": str(tmp_path / "model"),
-        "datasets": [str(tmp_path / "train.jsonl")],
+    own = tiny.job(tmp_path, train=12, held_out=4) | {
         "eval_datasets": [str(tmp_path / "held_out.jsonl")],
         "reward_funcs": ["tiny.even_length_reward", "accuracy"],
         "reward_weights": [1.0, 0.5],

@@ -8,6 +8,7 @@ import socket
 import string
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
@@ -158,6 +159,19 @@ def recipe(directory: Path, **keys) -> str:
     path = directory / "recipe.yaml"
     path.write_text(yaml.safe_dump(common | keys))
     return str(path)
+
+
+def job(directory: Path, **sizes: int) -> dict[str, Any]:
+    """
+    Write a tiny model and sets of prompts, of which no two share one, each to a file of its name, and return the keys of a
+    recipe that trains on the first one.
+    """
+    model, begin = save(directory / "model"), 0
+    for name, size in sizes.items():
+        prompts(begin + size).select(range(begin, begin + size)).to_json(directory / f"{name}.jsonl")
+        begin += size
+    first = str(directory / f"{next(iter(sizes))}.jsonl")
+    return {"model_name_or_path": model, "datasets": [first], "output_dir": str(directory / "run")}
 
 
 def free_port() -> int:
