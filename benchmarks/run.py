@@ -135,7 +135,8 @@ def build_trainer(settings: RunSettings, files: TaskFiles, rows: list[dict[str, 
     plain, chat = settings.strategy == BASELINE, TASKS[settings.task].chat
     # What is not overridden is as published
     ours = {"strategy": "lze", "summary": False} | shared | settings.overrides
-    share = ours.pop("oracle", None)
+    share, times = ours.pop("oracle", None), ours.pop("prompts", 1)
+    ours |= {name: times * ours[name] for name in ("generation_batch_size", "gradient_accumulation_steps")}
     oracle = share and Oracle(shared["num_generations"], share, rows, shared["max_completion_length"])
     trainer = metered(GRPOTrainer if plain else LZEGRPOTrainer)(
         model=str(files.model),

@@ -19,7 +19,8 @@ class Strategy:
     Attributes:
         title (`str`): What tables and plots call it.
         overrides (`dict`):
-            Fields of [`LZEGRPOConfig`], and `oracle`, see [`Oracle`]; plain TRL, which the baseline is, has none.
+            Fields of [`LZEGRPOConfig`]; `oracle`, see [`Oracle`]; and `prompts`, how many times as many are in a step as the
+            task says. Plain TRL, which the baseline is, has none.
     """
 
     title: str
@@ -83,6 +84,13 @@ STRATEGIES: dict[str, Strategy] = {
     "gate": Strategy(
         "one-completion gate, loss over all rows",
         _selecting("zero_variance", controller="gate", loss_normalizer="all"),
+    ),
+    # As many completions as the baseline, or a few more, of the groups that are worth it
+    "oracle_x4": Strategy(
+        "oracle, 4 × the prompts", _selecting("zero_variance", loss_normalizer="all", oracle=0.9, prompts=4)
+    ),
+    "gate_x2": Strategy(
+        "gate, 2 × the prompts", _selecting("zero_variance", loss_normalizer="all", controller="gate", prompts=2)
     ),
 }
 QUICK = (BASELINE, "exact", "lze", "gate")
