@@ -85,12 +85,9 @@ STRATEGIES: dict[str, Strategy] = {
         "one-completion gate, loss over all rows",
         _selecting("zero_variance", controller="gate", loss_normalizer="all"),
     ),
-    # As many completions as the baseline, or a few more, of the groups that are worth it
-    "oracle_x4": Strategy(
-        "oracle, 4 × the prompts", _selecting("zero_variance", loss_normalizer="all", oracle=0.9, prompts=4)
-    ),
-    "gate_x2": Strategy(
-        "gate, 2 × the prompts", _selecting("zero_variance", loss_normalizer="all", controller="gate", prompts=2)
+    "gate_g4_x2": Strategy(
+        "gate, G = 4, 2 × the completions",
+        _selecting("zero_variance", loss_normalizer="all", num_generations=4, controller="gate", prompts=2),
     ),
 }
 QUICK = (BASELINE, "exact", "lze", "gate")
