@@ -3,8 +3,10 @@
 import logging
 import math
 import os
+from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from datasets import Dataset, IterableDataset
@@ -16,7 +18,8 @@ from .memory.state import PromptState, StateSettings
 from .pack.layout import Geometry, micro_step_cost
 from .plan.passes import Growing, Passes
 from .plan.planners import Planner, SolvedPlanner
-from .rollout.controllers import RolloutController, is_plain
+from .rollout.allocation import expected_energy, softmax_shares
+from .rollout.controllers import Allocation, RolloutController, is_plain
 from .select.selectors import quota
 
 
@@ -60,14 +63,30 @@ def make_state(
 
 
 def make_instruction(
-    args: LZEGRPOConfig, instruction: Instruction | None, seeds: Dataset | IterableDataset, accelerator: Accelerator
+    args: LZEGRPOConfig,
+    instruction: Instruction | None,
+    seeds: Dataset | IterableDataset,
+    state: PromptState,
+    accelerator: Accelerator,
 ) -> OnlineInstruction | None:
     """What writes the problems to train on, if the model does; `seeds` is the training set, with what rewards may ask for."""
     if not args.self_instruct or not isinstance(seeds, Dataset):
         return None
+    chances = exemplars_by_energy(args, state) if args.instruct_exemplars == "energy" else None
     return OnlineInstruction(
-        instruction or Instruction.of(seeds), args.make_instruct(), seeds.column_names, accelerator
+        instruction or Instruction.of(seeds), args.make_instruct(), seeds.column_names, accelerator, chances
     )
+
+
+def exemplars_by_energy(args: LZEGRPOConfig, state: PromptState) -> Callable[[np.ndarray], np.ndarray]:
+    """Softmax of the energy that the next visit of prompts, given by their ids, is expected to have."""
+
+    def chances(prompt_ids: np.ndarray) -> np.ndarray:
+        prompts = state.prompts(prompt_ids)
+        confidence = prompts.pass_rates if args.label_confidence == "share" else 1.0
+        return softmax_shares(expected_energy(prompts) * confidence, Allocation.temperature, 1.0, 0.0, 1.0)
+
+    return chances
 
 
 def make_passes(

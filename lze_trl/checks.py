@@ -129,14 +129,16 @@ def refuse_unfit_strategies(
         )
 
 
-def refuse_unfit_label_confidence(args: LZEGRPOConfig, rewards: Mapping[int, Any], selector: Any):
+def refuse_unfit_label_confidence(
+    args: LZEGRPOConfig, rewards: Mapping[int, Any], selector: Any, train_dataset: Dataset | IterableDataset
+):
     """Refuse to weigh energies by votes where there are none, or where nothing is ranked by energy."""
     value = f"`label_confidence={args.label_confidence!r}`"
     if args.label_confidence == "none":
         return
     if not rewards:
         raise ValueError(
-            f"{value} is the share of a majority vote, and none of the reward functions is the majority reward. Add "
+            f"{value} is about a majority vote, and none of the reward functions is the majority reward. Add "
             "'majority' to them (`MajorityReward()`), or leave `label_confidence` unset."
         )
     if selector is None and args.selector != "energy":
@@ -144,6 +146,25 @@ def refuse_unfit_label_confidence(args: LZEGRPOConfig, rewards: Mapping[int, Any
             f"{value} corrects the energy, and `selector={args.selector!r}` does not go by it. Set `selector='energy'` and a "
             "`selection_ratio`, or leave `label_confidence` unset."
         )
+    if args.label_confidence == "calibrated":
+        _refuse_without_labels(args, train_dataset)
+
+
+def _refuse_without_labels(args: LZEGRPOConfig, train_dataset: Dataset | IterableDataset):
+    """Refuse to learn what votes are worth where no gold answer will ever tell."""
+    columns = train_dataset.column_names or list(next(iter(train_dataset), {}))
+    if args.self_instruct:
+        why = "the problems of `self_instruct=True` have none"
+    elif "solution" not in columns:
+        why = "the training set has no column `solution`"
+    elif isinstance(train_dataset, Dataset) and all(gold is None for gold in train_dataset["solution"]):
+        why = "the column `solution` of the training set is empty"
+    else:
+        return
+    raise ValueError(
+        f"`label_confidence='calibrated'` learns from gold answers how often votes are right, and {why}. Add some problems with "
+        "gold answers, or use 'share'."
+    )
 
 
 def refuse_unfit_instruction(args: LZEGRPOConfig, train_dataset: Any, planner: Planner | None):

@@ -143,8 +143,9 @@ class LZEGRPOConfig(GRPOConfig):
             noise.
         label_confidence (`str`, *optional*, defaults to `"none"`):
             What the energy of a group is multiplied by where its label is a majority vote, which may be wrong: `"share"`, the
-            winner's share of the completions, or `"none"`, nothing. Without it, prompts are ranked highest at a first visit
-            where a third of the completions agree.
+            winner's share of the completions; `"calibrated"`, the share corrected by how often labels of such a share were right
+            so far, where gold answers tell; or `"none"`, nothing. Without it, prompts are ranked highest at a first visit where a
+            third of the completions agree.
         loss_normalizer (`str`, *optional*, defaults to `"all"`):
             What the loss is averaged over: `"selected"` (the chosen completions, as DAPO does) or `"all"` (a full batch,
             whatever of it was rolled out: the gradient is that of the full batch minus the groups that were dropped,
@@ -291,6 +292,9 @@ class LZEGRPOConfig(GRPOConfig):
         instruct_own (`int`, *optional*, defaults to `2`):
             How many of these are problems of its own that proved worth training on, as far as there are any. The others are
             seeds.
+        instruct_exemplars (`str`, *optional*, defaults to `"energy"`):
+            How problems of its own are chosen for a request: `"energy"` (by a softmax of the energy that their next visit is
+            expected to have, times the winner's share with `label_confidence="share"`) or `"uniform"` (all alike, as published).
         instruct_requests (`int`, *optional*, defaults to `16`):
             Requests of a round. 4 were published.
         instruct_temperature (`float`, *optional*, defaults to `0.8`):
@@ -347,7 +351,7 @@ class LZEGRPOConfig(GRPOConfig):
     momentum_weight: float = 0.3
     ema_decay: float = 0.9
     gumbel_scale: float = 0.05
-    label_confidence: Literal["none", "share"] = "none"
+    label_confidence: Literal["none", "share", "calibrated"] = "none"
     loss_normalizer: Literal["selected", "all", None] = None
     scale_rewards: str | None = None  # type: ignore[assignment]  # `None` until `__post_init__`: by the strategy
     advantage_estimator: Estimator = "grpo"
@@ -390,6 +394,7 @@ class LZEGRPOConfig(GRPOConfig):
     instruct_template: Literal[*TEMPLATES] = "tagged"  # type: ignore[valid-type]
     instruct_examples: int = 8
     instruct_own: int = 2
+    instruct_exemplars: Literal["energy", "uniform"] = "energy"
     instruct_requests: int = 16
     instruct_temperature: float = 0.8
     instruct_top_p: float = 0.95

@@ -217,7 +217,7 @@ class Engine:
             )
         ballots = {c: gather_object(own) for c, own in self.ballots(inputs, completions, completion_ids).items()}
         group = np.arange(len(rewards)) // size
-        settled, metrics, _ = settle(trainer.group_rewards, ballots, group, trainer.accelerator)
+        settled, metrics, *_ = settle(trainer.group_rewards, ballots, group, trainer.accelerator)
         for name, value in metrics.items():
             trainer._metrics["eval"][name].append(value)
         return with_columns(rewards, settled)

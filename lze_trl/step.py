@@ -11,6 +11,7 @@ from .arrays import Groups
 from .engine import Engine
 from .instruct.online import OnlineInstruction
 from .memory.buffer import LiveBuffer, Pool
+from .memory.calibration import Calibration
 from .memory.state import PromptState
 from .pack.batch import GenerationBatch, filler_inputs
 from .pack.exchange import exchange
@@ -51,6 +52,7 @@ class GenerationStep:
         self.buffer = LiveBuffer(self.geometry, self.args.surplus_max_age, self.accelerator)
         self.window = Window()  # the optimizer step under way
         self.dead, self.repeats, self.votes = DeadMonitor(), RepeatMonitor(), VoteHistory()
+        self.labels = Calibration()  # majority labels, where gold answers tell
         self._made_at = -1  # micro-step at which the batch was made; -1 if that was before a resume
         self._in_use = False  # whether the next optimizer step goes on with the batch
 
@@ -133,14 +135,24 @@ class GenerationStep:
 
     def _remember(self, drawn: Scored) -> Groups:
         """Score the groups and remember their prompts."""
-        confidence = drawn.confidence if self.args.label_confidence == "share" else None
-        groups = self.state.visit(drawn.rollouts, drawn.chances, confidence)
+        groups = self.state.visit(drawn.rollouts, drawn.chances, self._confidence(drawn))
         self.votes.add_batch(drawn.logged, len(groups))
         self.passes.planner.observe(groups)
         if self.instruction is not None:
             self.instruction.observe(groups)
         self.dead.update(groups, drawn.rollouts, drawn.rewards_per_func.cpu().numpy())
         return groups
+
+    def _confidence(self, drawn: Scored) -> np.ndarray | None:
+        """Probability that the label of each group is right, shape `(P,)`; `None` if energies do not go by it."""
+        if self.args.label_confidence == "none" or drawn.confidence is None or drawn.evidence is None:
+            return None
+        if self.args.label_confidence == "share":
+            return drawn.confidence
+        known = drawn.confidence == 1.0  # gold answers; votes that all agree have no energy
+        confidence = np.where(known, 1.0, self.labels.corrected(drawn.confidence))
+        self.labels.see(*drawn.evidence.T)
+        return confidence
 
     def _select(self, pool: Pool, num_prompts: int) -> np.ndarray:
         """Whether each group is trained on, shape `(P,)`."""
@@ -283,6 +295,7 @@ class GenerationStep:
             "dead": self.dead,
             "repeats": self.repeats,
             "votes": self.votes,
+            "labels": self.labels,
             "ledger": self.ledger,
         }
 

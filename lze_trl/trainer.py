@@ -145,7 +145,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         funcs = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
         self.group_rewards = {i: func for i, func in enumerate(funcs) if isinstance(func, GroupReward)}
         checks.refuse_unfit_group_rewards(args, self.group_rewards, controller)
-        checks.refuse_unfit_label_confidence(args, self.group_rewards, selector)
+        checks.refuse_unfit_label_confidence(args, self.group_rewards, selector, train_dataset)
         stand_ins = [placeholder(func) if i in self.group_rewards else func for i, func in enumerate(funcs)]
         reward_funcs = None if reward_funcs is None else [checked(func) for func in stand_ins]
         over_http = args.use_vllm and args.vllm_mode == "http"
@@ -186,7 +186,7 @@ class LZEGRPOTrainer(GRPOTrainer):
             dataset = self._remove_unused_columns(dataset, description="training")
         rule = checks.outcome_rule(args, self.reward_funcs, self.reward_func_names, controller)
         self.prompt_state = make_state(args, dataset, rule, planner)
-        writes = make_instruction(args, instruction, dataset, self.accelerator)
+        writes = make_instruction(args, instruction, dataset, self.prompt_state, self.accelerator)
         prompts = dataset if writes is None else writes.pool
         self.passes = make_passes(args, self.accelerator, prompts, self.prompt_state, planner, controller)
         self.ledger = Ledger(iterations=self.num_iterations, logprob_passes=Engine(self).logprob_passes())

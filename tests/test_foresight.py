@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lze_trl.arrays import Rollouts
-from lze_trl.memory.foresight import FEATURES, Foresight, History, calibration_error, features
+from lze_trl.memory.calibration import Calibration, calibration_error
+from lze_trl.memory.foresight import FEATURES, Foresight, History, features
 from lze_trl.memory.posterior import beta_parameters, dead_probability
 from lze_trl.memory.regression import auc
 from lze_trl.memory.state import PromptState, StateSettings, first_completions
@@ -179,6 +180,23 @@ def test_auc_by_brute_force(pairs):
         return
     wins = [1.0 if a > b else 0.5 if a == b else 0.0 for a in expected[alive] for b in expected[~alive]]
     assert auc(expected, alive) == pytest.approx(np.mean(wins))
+
+
+def test_forecasts_are_corrected_by_what_came_of_them():
+    calibration, forecasts = Calibration(), np.array([0.25, 0.29, 0.5, 0.75])
+    assert calibration.corrected(forecasts).tolist() == forecasts.tolist()  # nothing was seen
+    for _ in range(50):  # what comes true as often as it was said to changes nothing
+        calibration.see(np.repeat(forecasts[[0, 2, 3]], 4), np.array([1, 0, 0, 0, 1, 1, 0, 0, 1, 1, 1, 0]))
+    assert calibration.corrected(forecasts).tolist() == forecasts.tolist()
+    assert calibration.error == 0.0
+    calibration = Calibration()
+    calibration.see(np.full(10, 0.75), np.zeros(10))
+    # 10 labels count half, then 10 and 9.5 of them; and no other bin
+    assert calibration.corrected(forecasts) == pytest.approx([0.25, 0.29, 0.5, 0.75 - 7.5 / 20])
+    calibration.see(np.full(10, 0.75), np.zeros(10))
+    assert calibration.corrected(forecasts)[3] == pytest.approx(0.75 - 0.75 * 19.5 / 29.5)
+    calibration.see(np.full(990, 0.05), np.ones(990))
+    assert calibration.corrected(np.array([0.05, 0.09])) == pytest.approx([0.05 + 0.95 * 0.99, 1.0])
 
 
 def test_calibration_error_by_hand():

@@ -301,6 +301,19 @@ def test_exemplars_are_own_and_seeds_and_the_same_for_the_same_key():
     assert sum(text in own for text in writer._exemplars(5, 0, own[:1])) == 1  # as far as there are any
 
 
+def test_own_exemplars_are_drawn_alike_or_by_their_chances():
+    writer, own = Writer(InstructSettings(seed=3, examples=4, own=2), Seeds(PLAIN)), [f"own {i}" for i in range(5)]
+    golden = [[PLAIN[1], own[2], own[1], PLAIN[3]], [own[1], PLAIN[3], PLAIN[1], own[4]]]
+    assert [writer._exemplars(5, place, own) for place in range(2)] == golden
+    chances = np.array([0.0, 0.1, 0.0, 0.2, 0.7])
+    drawn = [text for place in range(400) for text in writer._exemplars(5, place, own, chances) if text in own]
+    shares = [drawn.count(text) / 400 for text in own]
+    # One of two is left out: the first with 0.1·(0.2/0.3) + … by the order in which they are drawn
+    order = {(i, j): chances[i] * chances[j] / (1 - chances[i]) for i in (1, 3, 4) for j in (1, 3, 4) if i != j}
+    expected = [sum(chance for pair, chance in order.items() if i in pair) for i in range(5)]
+    assert shares == pytest.approx(expected, abs=0.08)
+
+
 def test_a_generator_writes_in_place_of_the_model():
     def write(exemplars, rng):
         return [f"How many apples have {len(exemplars)} boys with {rng.integers(100)} apples each?", "  "]

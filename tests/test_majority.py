@@ -350,10 +350,12 @@ ROWS = {"rows": 30, "num_generations": 6, "max_steps": 3, "optim": "sgd", "learn
 """P = 5 and G = 6: groups straddle two processes, which have 15 rows each, and three, which have 10."""
 SIX = ROWS | EVERY | {"rows": 36}
 """P = 6. In rounds, two processes have 9 rows each, or 6, of prompts that get 2 and 4, or 1 and 3."""
+CALIBRATED = {"selection_ratio": 0.4, "label_confidence": "calibrated", "gold": True, "majority": {"labelled": "none"}}
 CASES = {
     "one round": ROWS | EVERY,
     "by energy": ROWS | {"selection_ratio": 0.4},
     "by energy times share": ROWS | {"selection_ratio": 0.4, "label_confidence": "share"},
+    "by energy, calibrated": ROWS | CALIBRATED,
     "batch scale": ROWS | EVERY | {"scale_rewards": "batch"},
     "six prompts": SIX,
     "two rounds": SIX | {"sizes": [[2, 4], [4, 2]]},

@@ -15,6 +15,7 @@ from contextlib import closing
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -30,6 +31,7 @@ from lze_trl.checkpoint import load_parts, save_parts
 from lze_trl.evaluation.results import read_results
 from lze_trl.job.recipe import LZEScriptArguments, RecipeError, parse_recipe
 from lze_trl.job.train import run
+from lze_trl.memory.calibration import Calibration
 from lze_trl.record import open_run
 from lze_trl.record.safeguards import StopRules, VoteHistory
 from lze_trl.rewards import MajorityReward
@@ -265,10 +267,12 @@ def test_labels_are_checked_whether_or_not_gold_decides():
             assert verdict.metrics["label_precision"] == right
             assert verdict.winner == "3"
             assert verdict.confidence == (1.0 if labelled == "gold" else 0.75)
+            assert verdict.evidence == (0.75, right)
     without = MajorityReward()
-    assert "label_precision" not in without.settle(without.read(completions, [False] * 4)).metrics
+    unknown = without.settle(without.read(completions, [False] * 4))
+    assert ("label_precision" in unknown.metrics, unknown.evidence) == (False, None)
     tied = without.settle(without.read(completions[2:] * 2, [False] * 4, None))
-    assert (tied.rewards[0], tied.confidence) == (None, 1.0)
+    assert (tied.rewards[0], tied.confidence, tied.evidence) == (None, 1.0, None)
 
 
 def trained_by_energy(tmp_path, **settings):
@@ -288,6 +292,55 @@ def test_energy_times_the_share_of_the_vote(tmp_path):
     assert (corrected["energy"] != plain["energy"]).any()
 
 
+def test_a_calibrated_share_goes_by_the_labels_before(tmp_path, monkeypatch):
+    votes_run.save(tmp_path / "model")
+    common = {"selection_ratio": 0.4, "learning_rate": 0.0, "gold": True}
+    common |= {"majority": {"bounds": [0.0, 1.0], "labelled": "none"}}
+    by_share = trained_by_energy(tmp_path, **common, label_confidence="share")
+    seen, given = [], []
+
+    class Unlearned(Calibration):
+        def see(self, shares, right):
+            seen.append((shares, right))
+
+    class Watched(Calibration):
+        def corrected(self, shares):
+            given.append((shares, super().corrected(shares)))
+            return given[-1][1]
+
+    monkeypatch.setattr("lze_trl.step.Calibration", Unlearned)
+    unlearned = trained_by_energy(tmp_path, **common, label_confidence="calibrated")
+    assert unlearned["energy"].tolist() == by_share["energy"].tolist()
+    shares, right = np.concatenate([np.stack(pair) for pair in seen], axis=1)
+    assert len(shares) > 8 and right.mean() < shares.mean() - 0.3  # these votes are mostly wrong
+    monkeypatch.setattr("lze_trl.step.Calibration", Watched)
+    calibrated = trained_by_energy(tmp_path, **common, label_confidence="calibrated")
+    assert (calibrated["prompt_ids"] == by_share["prompt_ids"]).all()
+    assert given[0][0].tolist() == given[0][1].tolist()  # the first batch has no labels before it
+    assert all((after <= before).all() for before, after in given[1:])
+    assert any((after < before - 0.05).any() for before, after in given[1:])
+    live = by_share["energy"] > 0
+    assert (calibrated["energy"][live] < by_share["energy"][live]).any()
+
+
+def test_a_calibrated_run_is_resumed_exactly(tmp_path):
+    votes_run.save(tmp_path / "model")
+    settings = {"rows": 30, "num_generations": 6, "max_steps": 4, "selection_ratio": 0.4, "gold": True}
+    settings |= {"label_confidence": "calibrated", "save_strategy": "steps", "save_steps": 2}
+    whole = votes_run.train(tmp_path, "whole", settings | {"majority": {"labelled": "none"}})
+    part = str(tmp_path / "whole-1" / "checkpoint-2")
+    resumed = votes_run.train(tmp_path, "part", settings | {"majority": {"labelled": "none"}}, part)
+    assert whole.generation_step.labels.state_dict()["bins"].sum() > 0
+    for one, other in (
+        (whole.generation_step.labels, resumed.generation_step.labels),
+        (whole.prompt_state, resumed.prompt_state),
+    ):
+        for name, array in other.state_dict().items():
+            np.testing.assert_array_equal(one.state_dict()[name], array)
+    weights = resumed.model.state_dict()
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in whole.model.state_dict().items())
+
+
 def test_the_first_visit_peaks_at_one_half():
     shares = np.arange(1, 12) / 12
     energy = (1 - shares) * 4 * shares * (1 - shares)
@@ -298,7 +351,7 @@ def test_the_first_visit_peaks_at_one_half():
 @pytest.mark.parametrize(
     ("rewards", "settings", "message"),
     [
-        (tiny.digit_reward, {}, r"`label_confidence='share'` is the share of a majority vote, and none of the reward"),
+        (tiny.digit_reward, {}, r"`label_confidence='share'` is about a majority vote, and none of the reward"),
         (MajorityReward(), {"selector": "variance"}, r"and `selector='variance'` does not go by it"),
     ],
 )
@@ -309,4 +362,26 @@ def test_a_correction_of_nothing_is_refused(tmp_path, rewards, settings, message
             reward_funcs=rewards,
             args=tiny.config(tmp_path / "run", label_confidence="share", **settings),
             train_dataset=tiny.prompts(6),
+        )
+
+
+@pytest.mark.parametrize(
+    ("rows", "settings", "message"),
+    [
+        (tiny.prompts(6).remove_columns("solution"), {}, "and the training set has no column `solution`"),
+        (
+            Dataset.from_dict({"prompt": ["1", "2", "3"], "solution": [None] * 3}),
+            {},
+            "the column `solution` .* is empty",
+        ),
+        (tiny.prompts(6), {"self_instruct": True}, "and the problems of `self_instruct=True` have none"),
+    ],
+)
+def test_a_calibration_without_labels_is_refused(tmp_path, rows, settings, message):
+    with pytest.raises(ValueError, match=rf"`label_confidence='calibrated'` learns from gold answers .* {message}"):
+        LZEGRPOTrainer(
+            model=tiny.save(tmp_path / "model"),
+            reward_funcs=MajorityReward(),
+            args=tiny.config(tmp_path / "run", label_confidence="calibrated", **settings),
+            train_dataset=rows,
         )

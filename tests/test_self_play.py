@@ -16,7 +16,7 @@ from launches import on_processes
 from lze_trl import LZEGRPOTrainer
 from lze_trl.data.adapters import PromptStyle
 from lze_trl.data.overlap import OverlapIndex
-from lze_trl.instruct.generator import KNOWN, Admitted, Seeds, text_id
+from lze_trl.instruct.generator import KNOWN, Admitted, Seeds, Writer, text_id
 from lze_trl.instruct.online import Instruction
 from lze_trl.instruct.pool import PromptPool
 from lze_trl.instruct.settings import InstructError
@@ -148,7 +148,13 @@ def test_the_policy_writes_what_it_is_trained_on(model, tmp_path):
     assert len(family) > 1
 
 
-@pytest.mark.parametrize("settings", [{}, {"controller": "dynamic", "max_rounds": 2, "selector": "zero_variance"}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"selector": "energy", "selection_ratio": 0.67, "label_confidence": "share"},
+        {"controller": "dynamic", "max_rounds": 2, "selector": "zero_variance", "instruct_exemplars": "uniform"},
+    ],
+)
 def test_a_resumed_run_ends_as_the_uninterrupted_one(model, tmp_path, settings):
     saving = {"save_strategy": "steps", "save_steps": 2, "instruct_reuse": 2, "instruct_stock": 4} | settings
     whole = play_run.trainer(model, tmp_path / "whole", **saving)
@@ -161,6 +167,31 @@ def test_a_resumed_run_ends_as_the_uninterrupted_one(model, tmp_path, settings):
     assert len(part.intake.index) == 2 + len(part.pool)
 
 
+def test_exemplars_are_drawn_by_expected_energy(model, tmp_path, monkeypatch):
+    made = play_run.trainer(
+        model, tmp_path / "run", selector="energy", selection_ratio=0.67, label_confidence="share", instruct_own=2
+    )
+    part, given, known = made.generation_step.instruction, [], made.prompt_state
+    propose = Writer.propose
+
+    def watched(writer, number, own, ask, chances):
+        rows = known.find(part.pool.proved_ids)
+        rate, rollouts = known["last"][rows].astype(float), known["rollouts"][rows]
+        given.append((own, chances, rate, rollouts, 1 - known["first_pass_rate"][rows].astype(float)))
+        return propose(writer, number, own, ask, chances)
+
+    monkeypatch.setattr(Writer, "propose", watched)
+    made.train()
+    assert given[0][:2] == ([], None)
+    own, chances, rate, rollouts, difficulty = given[-1]
+    assert len(own) == len(chances) > 4 and (rollouts == 4).all()  # each was visited once
+    # Beta(1 + 4p, 1 + 4(1 − p)): E = 4·D·m·(1 − m)·6/7, times the share that is expected, and τ = 0.2
+    mean = (1 + 4 * rate) / 6
+    weights = np.exp(4 * np.maximum(difficulty, 0.05) * mean * (1 - mean) * 6 / 7 * mean / 0.2)
+    assert chances == pytest.approx(weights / weights.sum(), rel=1e-5)
+    assert chances.max() > 1.2 * chances.min()
+
+
 def test_visits_follow_reuse(model, tmp_path):
     trainer = play_run.trainer(model, tmp_path / "run", instruct_reuse=2)
     trainer.train()
@@ -168,7 +199,7 @@ def test_visits_follow_reuse(model, tmp_path):
     assert (visits.sum(), visits.max()) == (15, 2)
 
 
-CASES = {"once": {}, "twice": {"instruct_reuse": 2, "instruct_requests": 3}}
+CASES = {"once": {}, "twice": {"instruct_reuse": 2, "instruct_requests": 3, "instruct_exemplars": "uniform"}}
 
 
 @pytest.fixture(scope="module")

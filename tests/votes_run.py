@@ -124,21 +124,22 @@ def parity_reward(completions, **kwargs):
     return [float(text.strip(BOX + CLOSE)[-1] in "13579") for text in completions]
 
 
-def train(directory: Path, name: str, settings: dict) -> VotingTrainer:
+def train(directory: Path, name: str, settings: dict, resume: str | None = None) -> VotingTrainer:
     """Train by the majority reward, with another one beside it that does not count."""
     world, settings = int(os.environ.get("WORLD_SIZE", "1")), dict(settings)
     rows, sizes = settings.pop("rows") // world, settings.pop("sizes", None)
     own = {"controller": InRounds(sizes)} if sizes else {}
+    prompts = tiny.prompts(11) if settings.pop("gold", False) else tiny.prompts(11).remove_columns("solution")
     trainer = VotingTrainer(
         model=str(directory / "model"),
         reward_funcs=[MajorityReward(**settings.pop("majority", {})), parity_reward],
         args=tiny.config(
             directory / f"{name}-{world}", per_device_train_batch_size=rows, reward_weights=[1.0, 0.0], **settings
         ),
-        train_dataset=tiny.prompts(11).remove_columns("solution"),
+        train_dataset=prompts,
         **own,
     )
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
     return trainer
 
 

@@ -128,21 +128,24 @@ class Writer:
             chat=self.conversational,
         )
 
-    def propose(self, number: int, own: Sequence[str], ask: Ask | None) -> tuple[list[Proposal], int]:
+    def propose(
+        self, number: int, own: Sequence[str], ask: Ask | None, chances: np.ndarray | None = None
+    ) -> tuple[list[Proposal], int]:
         """
         The problems of a round, in an order that does not depend on when answers arrive, and the number of answers without
-        one. `own` are problems of its own that have proved worth training on. A generator of the user's needs no `ask`.
+        one. `own` are problems of its own that have proved worth training on, which are shown with probabilities in proportion
+        to `chances`, by default all alike. A generator of the user's needs no `ask`.
         """
-        shown = [self._exemplars(number, place, own) for place in range(self.settings.requests)]
+        shown = [self._exemplars(number, place, own, chances) for place in range(self.settings.requests)]
         answers = self._generated(number, shown) if self.generator else self._asked(number, shown, ask)
         parents = [tuple(text_id(text) for text in texts) for texts in shown]
         found = [Proposal(item, ids) for items, ids in zip(answers, parents, strict=True) for item in items]
         return found, sum(not items for items in answers)
 
-    def _exemplars(self, number: int, place: int, own: Sequence[str]) -> list[str]:
+    def _exemplars(self, number: int, place: int, own: Sequence[str], chances: np.ndarray | None = None) -> list[str]:
         rng, settings = self._rng(number, place, "exemplars"), self.settings
         mine = min(settings.own, len(own))
-        chosen = [own[i] for i in rng.choice(len(own), mine, replace=False)] if mine else []
+        chosen = [own[i] for i in rng.choice(len(own), mine, replace=False, p=chances)] if mine else []
         seeds = rng.choice(len(self._shown), settings.examples - mine, replace=False)
         chosen += [self._shown[i] for i in seeds]
         return [chosen[i] for i in rng.permutation(len(chosen))]

@@ -55,12 +55,20 @@ class OnlineInstruction:
         settings ([`InstructSettings`]): How problems are written, and which are accepted.
         columns (`list[str]`): Columns that reward functions may ask for.
         accelerator ([`~accelerate.Accelerator`]): The processes. The main one filters, all have the pool.
+        chances (`Callable`, *optional*): With which probabilities prompts of its own are exemplars, given their ids. By default
+            all are alike.
     """
 
     def __init__(
-        self, instruction: Instruction, settings: InstructSettings, columns: list[str], accelerator: Accelerator
+        self,
+        instruction: Instruction,
+        settings: InstructSettings,
+        columns: list[str],
+        accelerator: Accelerator,
+        chances: Callable[[np.ndarray], np.ndarray] | None = None,
     ):
         self._seeds, self._settings, self._accelerator = instruction.seeds, settings, accelerator
+        self._chances = chances
         self.writer = instruction.writer(settings)
         others = [name for name in columns if name != "prompt"]
         self.pool = PromptPool(instruction.style.around, others)
@@ -95,8 +103,10 @@ class OnlineInstruction:
         """Problems, rounds so far, rejections so far by reason, and rounds in a row without a problem."""
         found: list[Admitted] = []
         barren, number, own = 0, self.rounds, self.pool.proved
+        ask = engine.generate if engine is not None else None
+        chances = self._chances(self.pool.proved_ids) if self._chances is not None and own else None
         while len(found) < missing and barren < self._settings.max_rounds:
-            proposals, unread = self.writer.propose(number, own, engine.generate if engine is not None else None)
+            proposals, unread = self.writer.propose(number, own, ask, chances)
             admitted = self.intake.admit(proposals, unread)
             found, number, barren = found + admitted, number + 1, 0 if admitted else barren + 1
         return found, number, dict(self.intake.rejected), barren

@@ -52,6 +52,11 @@ class PromptPool:
         return [self.texts[row] for row in np.flatnonzero(self._numbers["alive"])]
 
     @property
+    def proved_ids(self) -> np.ndarray:
+        """Hashes of their prompts."""
+        return self.prompt_ids[self._numbers["alive"]]
+
+    @property
     def prompt_ids(self) -> np.ndarray:
         """Hash of each final prompt, which has no answer, shape `(n,)`."""
         return self._numbers["prompt_ids"]

@@ -1,12 +1,12 @@
 """Foresight: how likely the next group of a prompt is alive, learned during the run from what came of earlier visits."""
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
 
+from .calibration import Calibration
 from .posterior import beta_parameters, dead_probability
-from .regression import MAX_LOGIT, SCORE_MEMORY, OnlineRegression, bounded_logprob
+from .regression import MAX_LOGIT, OnlineRegression, bounded_logprob
 
 
 FEATURES = (
@@ -18,7 +18,6 @@ FEATURES = (
 )
 """What the model adds to the posterior's own forecast; all are 0 for a prompt that was never visited, except the first."""
 
-NUM_BINS = 10
 _CHUNK = 65_536  # prompts that are forecast at a time
 
 
@@ -75,7 +74,7 @@ class Foresight:
 
     def __init__(self):
         self.model = OnlineRegression(len(FEATURES))
-        self._bins = np.zeros((NUM_BINS, 3))  # decayed: groups, sum of the forecasts, those alive
+        self._calibration = Calibration()
         self._metrics: dict[str, float] = {}
 
     @property
@@ -126,24 +125,16 @@ class Foresight:
         expected, seen = model if self.used else posterior, (history.visits > 0) & (counts > 0)
         self._metrics = {"foresight_used": float(self.used)} if seen.any() else {}
         if seen.any():
-            self._count(expected[seen], alive[seen], counts[seen])
+            self._calibration.see(expected[seen], alive[seen], counts[seen])
+            self._metrics |= {
+                "foresight_alive": float(np.average(expected[seen], weights=counts[seen])),
+                "foresight_error": self._calibration.error,
+            }
             quality = self.model.score(model[seen], posterior[seen], alive[seen], counts[seen])
             self._metrics |= {f"foresight_{name}": value for name, value in quality.items()}
         if learn:
             self.model.learn(*examples, alive, counts)
         return expected, posterior
-
-    def _count(self, expected: np.ndarray, alive: np.ndarray, counts: np.ndarray):
-        """How well the forecasts are calibrated."""
-        bins = np.minimum((expected * NUM_BINS).astype(np.int64), NUM_BINS - 1)
-        self._bins *= SCORE_MEMORY
-        np.add.at(
-            self._bins, bins, counts[:, np.newaxis] * np.stack([np.ones_like(expected), expected, alive], axis=1)
-        )
-        self._metrics |= {
-            "foresight_alive": float(np.average(expected, weights=counts)),
-            "foresight_error": calibration_error(self._bins),
-        }
 
     def metrics(self) -> dict[str, float]:
         """Of the last generation batch, over the prompts that were visited before; none if there were none."""
@@ -151,12 +142,13 @@ class Foresight:
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Weights and scores."""
-        return self.model.state_dict() | {"bins": self._bins}
+        return self.model.state_dict() | self._calibration.state_dict()
 
     def load_state_dict(self, state: dict[str, np.ndarray]):
         """Continue from a checkpoint."""
         self.model.load_state_dict(state)
-        self._bins, self._metrics = state["bins"].copy(), {}
+        self._calibration.load_state_dict(state)
+        self._metrics = {}
 
 
 def _examples(history: History, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -170,12 +162,3 @@ def posterior_log_odds(history: History, sizes: np.ndarray) -> np.ndarray:
     dead = dead_probability(*beta_parameters(history.pass_rates, history.strength), sizes)
     with np.errstate(divide="ignore"):
         return np.clip(np.log1p(-dead) - np.log(dead), -MAX_LOGIT, MAX_LOGIT)
-
-
-def calibration_error(bins: np.ndarray) -> float:
-    """
-    |mean forecast − share alive| of each bin, weighted by its groups; NaN without any. Each row of `bins` counts groups, their
-    forecasts and those alive.
-    """
-    groups = float(bins[:, 0].sum())
-    return float(np.abs(bins[:, 1] - bins[:, 2]).sum() / groups) if groups else math.nan

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..arrays import Groups
-from ..memory.foresight import NUM_BINS, calibration_error
+from ..memory.calibration import NUM_BINS, calibration_error
 from ..memory.state import PromptState, StateSettings
 from .choosing import ratio_of
 

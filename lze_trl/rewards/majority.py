@@ -49,6 +49,8 @@ class Verdict(NamedTuple):
     """Probability that the label is right, as far as the votes tell: the winner's share; 1 where a gold answer decides."""
     winner: str | None = None
     """The answer that most completions give."""
+    evidence: tuple[float, float] | None = None
+    """The winner's share, and 1 if its label is right and 0 if not: where labels count, and a gold answer can tell."""
 
 
 class MajorityReward:
@@ -164,9 +166,12 @@ class MajorityReward:
         found = consensus(classes)
         reasons = self._reasons(found) if final else {}
         abstains, winner = any(reasons.values()), _commonest(votes, classes == found.winner)
-        checked = {} if abstains or not final else _precision(winner, ballots[0].gold)
+        right = None if abstains or not final else _is_right(winner, ballots[0].gold)
+        checked = {} if right is None else {"label_precision": right}
+        evidence = None if right is None else (found.share, right)
         if any(ballot.labelled for ballot in ballots):
-            return Verdict([ballot.score for ballot in ballots], {"gold_share": 1.0, **checked}, 1.0, winner)
+            scores = [ballot.score for ballot in ballots]
+            return Verdict(scores, {"gold_share": 1.0, **checked}, 1.0, winner, evidence)
         metrics = {
             "gold_share": 0.0,
             "winner_share": found.share,
@@ -178,7 +183,7 @@ class MajorityReward:
         if abstains:
             return Verdict([None] * len(ballots), metrics, winner=winner)
         wins = (classes == found.winner) & (classes >= 0)
-        return Verdict(wins.astype(np.float64).tolist(), metrics, found.share, winner)
+        return Verdict(wins.astype(np.float64).tolist(), metrics, found.share, winner, evidence)
 
     def _reasons(self, found: Any) -> dict[str, bool]:
         """Which of the reasons to abstain applies: the first one, if several do."""
@@ -231,12 +236,9 @@ def _commonest(votes: list[str | None], wins: np.ndarray) -> str | None:
     return min(counts, key=lambda text: (-counts[text], text), default=None)
 
 
-def _precision(winner: str | None, gold: Any) -> dict[str, float]:
+def _is_right(winner: str | None, gold: Any) -> float | None:
     """Whether a label is right, where a gold answer can tell."""
-    if winner is None or gold is None:
-        return {}
-    _, right = score_answer(f"\\boxed{{{winner}}}", gold)
-    return {} if right is None else {"label_precision": right}
+    return None if winner is None or gold is None else score_answer(f"\\boxed{{{winner}}}", gold)[1]
 
 
 def _checked_bounds(bounds: Sequence[float]) -> tuple[float, float]:

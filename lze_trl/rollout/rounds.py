@@ -97,7 +97,7 @@ class Rounds:
         if not scored.ballots:
             return scored
         rewards, group, weights = engine.group_rewards, scored.rollouts.group, engine.reward_weights
-        columns, metrics, confidence = settle(rewards, scored.ballots, group, self.accelerator)
+        columns, metrics, confidence, evidence = settle(rewards, scored.ballots, group, self.accelerator)
         per_func, size = with_columns(scored.rewards_per_func, columns), self.args.num_generations
         judged = self.judge(per_func, weights, size, list(rewards), observe=final)
         rollouts = replace(scored.rollouts, **judged)
@@ -105,7 +105,7 @@ class Rounds:
             for name, value in metrics.items():
                 engine.metrics[name].append(value)
             settled: dict[str, Any] = {"rewards_per_func": per_func, "rollouts": rollouts, "confidence": confidence}
-            return replace(scored, ballots={}, logged=metrics, **settled)
+            return replace(scored, ballots={}, logged=metrics, evidence=evidence, **settled)
         if not self.controller.draws_prompts:
             columns, *_ = settle(rewards, scored.ballots, group, self.accelerator, final=False)
             compared = total_rewards(with_columns(per_func, columns), weights.to(per_func.device))
