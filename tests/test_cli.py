@@ -86,6 +86,7 @@ def test_errors_have_no_traceback(monkeypatch, arguments, message):
     [
         (["data", "x.jsonl", "--limit", "0"], "--limit: must be at least 1, got 0"),
         (["data", "x.jsonl", "--limit", "many"], "--limit: invalid int value: 'many'"),
+        (["data", "x.jsonl", "--near", "1.5"], "--near: must be in (0, 1], got 1.5"),
         (["app", "--port", "99999"], "--port: must be between 1 and 65535, got 99999"),
         (["analyze", "run", "--selection_ratio", "2"], "--selection_ratio: must be in (0, 1], got 2"),
         (["analyze", "run", "--selection_ratio", "-1"], "--selection_ratio: must be in (0, 1], got -1"),
@@ -111,6 +112,38 @@ def test_data_counts_duplicates_and_unreadable_answers(monkeypatch, tmp_path, ca
     wanted = {"rows": "4", "repeated": "1", "conflicts": "0", "value": "2", "text": "0", "none": "1", "unread": "1"}
     assert {name: counts[name] for name in wanted} == wanted
     assert "sums.jsonl: unreadable: '}'" in lines
+
+
+def test_data_lists_problems_that_resemble_a_task(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    ours = ["Ann has 3 red apples and 4 green apples. How many has she?", "What is the square of 12?"]
+    ours += ["Ann has 5 red apples and 4 green apples. How many has she?", "How far is it to the moon?"]
+    theirs = ["Ann has 3 red apples and 4 green apples. How many has she?", "Factor 1001 into primes."]
+    for name, texts in (("train", ours), ("more", ours[3:]), ("held_out", theirs)):
+        rows = [{"question": text, "answer": "7", "set": name} for text in texts]
+        Path(f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    against = ["--against", "held_out.jsonl"]
+    cli.main(["data", "train.jsonl", "more.jsonl", *against])
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if "held_out" in line]
+    assert rows == [["train.jsonl", "held_out", "4", "1", "1"], ["more.jsonl", "held_out", "1", "0", "0"]]
+    lines = [json.loads(line) for line in Path("contamination.jsonl").read_text().splitlines()]
+    common = {"dataset": "train.jsonl", "task": "held_out", "problem": theirs[0]}
+    # One of 15 tokens differs
+    assert [line.pop("similarity") for line in lines] == [1.0, pytest.approx(14 / 15)]
+    assert lines == [common | {"training": ours[0]}, common | {"training": ours[2]}]
+    cli.main(["data", "train.jsonl", *against, "--near", "0.95", "--prompt_column", "question"])
+    (row,) = [line.split() for line in capsys.readouterr().out.splitlines() if "held_out" in line]
+    assert row[2:] == ["4", "1", "0"]
+    # What cannot be read does not hide the others
+    with pytest.raises(SystemExit, match=r"1 of 2 data sets cannot be read"):
+        cli.main(["data", "none.jsonl", "train.jsonl", *against])
+    assert ["train.jsonl", "held_out", "4", "1", "1"] in [
+        line.split() for line in capsys.readouterr().out.splitlines()
+    ]
+    with pytest.raises(SystemExit, match=r"error: Unknown task 'gsm8'\. Did you mean 'gsm8k'"):
+        cli.main(["data", "train.jsonl", "--against", "gsm8"])
+    with pytest.raises(SystemExit, match=r"error: `--near` says what resembles the tasks of `--against`, and none is"):
+        cli.main(["data", "train.jsonl", "--near", "0.9"])
 
 
 def test_data_tells_what_it_cannot_read(tmp_path):

@@ -1,7 +1,6 @@
 """What `lze-trl eval` does with its flags."""
 
 import argparse
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,7 @@ import datasets
 from transformers.utils.logging import disable_progress_bar
 
 from ..rewards import MAJORITY, RewardFunction, get_reward
-from .contamination import overlaps, training_texts
+from .contamination import Found, overlaps, training_texts, write_report
 from .engines import TransformersEngine, weights_of
 from .results import FOLDER, interval_text, rows_of, text_table
 from .run import SETTINGS, Evaluation, check_comparable, compare_scores
@@ -141,16 +140,9 @@ def _compare(folder: Path, other: Path, evaluation: Evaluation):
 def _check_contamination(flags: argparse.Namespace, tasks: list[Task], decoding: Decoding):
     training = training_texts(flags.contamination)
     bare = replace(decoding, chat=False, system_prompt=None, prompt_suffix="")
-    rows, lines = [], []
+    found = []
     for task in tasks:
         problems, _ = load_problems(task, bare, flags.limit)
-        found = overlaps(problems, training, flags.near)
-        equal = sum(overlap.similarity == 1.0 for overlap in found)
-        rows.append([task.name, f"{len(problems):,}", f"{equal:,}", f"{len(found) - equal:,}"])
-        lines += [json.dumps({"task": task.name} | overlap._asdict(), ensure_ascii=False) + "\n" for overlap in found]
-    path = Path(flags.output or ".") / "contamination.jsonl"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(lines), encoding="utf-8")
+        found.append(Found({"task": task.name}, len(problems), overlaps(problems, training, flags.near)))
     sys.stdout.write(f"In {len(training):,} training problems; near is a similarity of at least {flags.near}\n")
-    sys.stdout.write(text_table(["task", "problems", "equal", "near"], rows))
-    sys.stdout.write(f"Listed in {path}\n")
+    sys.stdout.write(write_report(found, Path(flags.output or ".") / "contamination.jsonl"))

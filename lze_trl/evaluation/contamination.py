@@ -5,27 +5,38 @@ The rule: two problems are equal if their tokens are the same, see [`~lze_trl.da
 is at least a threshold (0.7, as SeRL rejects generated problems).
 """
 
+import json
 import re
 from itertools import takewhile
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..data import load_prompts
 from ..data.overlap import NEAR, OverlapIndex
-from .settings import EvaluationError
-from .tasks import Problem
+from .results import text_table
+from .settings import Decoding, EvaluationError
+from .tasks import Problem, find_tasks, load_problems
 
 
 _ENOUGH = 10  # problems that do not begin alike by chance
 
 
 class Overlap(NamedTuple):
-    """A problem and the most similar one of the training set; 1 is equal."""
+    """A problem and a similar one of the training set; 1 is equal."""
 
     problem: str
     training: str
     similarity: float
+
+
+class Found(NamedTuple):
+    """What was compared, by the headings of a table; how many problems were looked for; and those that were found."""
+
+    names: dict[str, str]
+    problems: int
+    pairs: list[Overlap]
 
 
 def overlaps(problems: list[Problem], training: list[str], near: float = NEAR) -> list[Overlap]:
@@ -40,9 +51,35 @@ def overlaps(problems: list[Problem], training: list[str], near: float = NEAR) -
     return sorted(found, key=lambda overlap: -overlap.similarity)
 
 
-def training_texts(references: list[str]) -> list[str]:
+def resembling(references: list[str], tasks: list[str], near: float = NEAR, **columns: Any) -> list[Found]:
+    """Problems of training sets that the problems of tasks hold, exactly or nearly; `columns` as of `load_prompts`."""
+    plain, known = Decoding(chat=False, prompt_suffix=""), {}
+    for task in find_tasks(tasks):
+        known[task.name] = [problem.text for problem in load_problems(task, plain)[0]]
+    found = []
+    for reference in references:
+        training = [Problem("", text, None) for text in training_texts([reference], **columns)]
+        for task, texts in known.items():
+            pairs = [Overlap(pair.training, pair.problem, pair.similarity) for pair in overlaps(training, texts, near)]
+            found.append(Found({"dataset": reference, "task": task}, len(training), pairs))
+    return found
+
+
+def write_report(found: list[Found], path: Path) -> str:
+    """A table of what was found, whose pairs go to a file of JSON lines."""
+    rows, lines = [], []
+    for names, problems, pairs in found:
+        equal = sum(pair.similarity == 1.0 for pair in pairs)
+        rows.append([*names.values(), f"{problems:,}", f"{equal:,}", f"{len(pairs) - equal:,}"])
+        lines += [json.dumps(names | pair._asdict(), ensure_ascii=False) + "\n" for pair in pairs]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(lines), encoding="utf-8")
+    return f"{text_table([*found[0].names, 'problems', 'equal', 'near'], rows)}Listed in {path}\n"
+
+
+def training_texts(references: list[str], **columns: Any) -> list[str]:
     """Problems of training sets, given as [`~lze_trl.data.load_prompts`] takes them, each once."""
-    tables = [load_prompts(reference, conversational=False) for reference in references]
+    tables = [load_prompts(reference, conversational=False, **columns) for reference in references]
     return list(dict.fromkeys(text for table in tables for text in without_frame(table["prompt"])))
 
 

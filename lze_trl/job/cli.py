@@ -100,6 +100,11 @@ def build_parser() -> argparse.ArgumentParser:
     for name, text in DATA_COLUMNS.items():
         several = {"nargs": "*"} if name.endswith("s") else {}
         data(f"--{name}", f"--dataset_{name}", dest=name, metavar="COLUMN", help=text, **several)
+    data(
+        "--against", metavar="TASK", nargs="+", help="list the problems that resemble those of tasks of `lze-trl eval`"
+    )
+    similarity = _number(float, "in (0, 1]", lambda near: 0 < near <= 1)
+    data("--near", type=similarity, help="least similarity of these, by ROUGE-L F1; default: 0.7")
 
     write = add(
         _self_instruct, "lze-trl self-instruct RECIPE --count N --output FILE [--any_key_of_a_recipe VALUE ...]"
@@ -251,11 +256,22 @@ def _data(namespace: argparse.Namespace, flags: list[str]):
     from ..data.audit import Failure, audit, render
 
     settings = {name: vars(namespace)[name] for name in ("split", "config", "limit", *DATA_COLUMNS)}
+    if namespace.near is not None and not namespace.against:
+        raise CommandError("`--near` says what resembles the tasks of `--against`, and none is given. Name some.")
     entries = audit(namespace.references, **settings)
     failures = [entry for entry in entries if isinstance(entry, Failure)]
     if len(entries) == len(failures) == 1:
         raise CommandError(failures[0].message)
     sys.stdout.write(f"{render(entries)}\n")
+    if namespace.against:
+        from ..data.overlap import NEAR
+        from ..evaluation.contamination import resembling, write_report
+
+        near, pairs = namespace.near or NEAR, zip(namespace.references, entries, strict=True)
+        readable = [reference for reference, entry in pairs if not isinstance(entry, Failure)]
+        found = resembling(readable, namespace.against, near, **settings)
+        sys.stdout.write(f"Problems that resemble those of a task; near is a similarity of at least {near}\n")
+        sys.stdout.write(write_report(found, Path("contamination.jsonl")))
     if failures:
         raise CommandError(f"{len(failures)} of {len(entries)} data sets cannot be read; see above.")
 
