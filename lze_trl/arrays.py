@@ -40,7 +40,7 @@ class Prompts(_PromptTable):
         prompt_ids (int64): Content hash of the prompt.
         visits (int64): Visits so far.
         rollouts (int64): Completions scored so far, counted up to 65535.
-        pass_rates (float64): Posterior mean of the pass rate; 0.5 for a prompt that was never visited.
+        pass_rates (float64): Posterior mean of the pass rate; 0.5 for a prompt that was never visited, or the mean of its parents.
         strength (float64): Completions that the posterior rests on; 0 for a prompt that was never visited.
         difficulty (float64): Initial-difficulty anchor D; 1 for a prompt that was never visited.
         streak (int64): s after s solved visits in a row, −s after s visits in a row with equal rewards that are not

@@ -3,14 +3,15 @@
 import logging
 import math
 import os
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from datasets import Dataset, IterableDataset
 
+from .arrays import Prompts
 from .config import LZEGRPOConfig
 from .instruct.online import Instruction, OnlineInstruction
 from .memory.outcomes import OutcomeRule
@@ -72,21 +73,21 @@ def make_instruction(
     """What writes the problems to train on, if the model does; `seeds` is the training set, with what rewards may ask for."""
     if not args.self_instruct or not isinstance(seeds, Dataset):
         return None
-    chances = exemplars_by_energy(args, state) if args.instruct_exemplars == "energy" else None
-    return OnlineInstruction(
-        instruction or Instruction.of(seeds), args.make_instruct(), seeds.column_names, accelerator, chances
-    )
+    by_energy = partial(exemplar_chances, by_share=args.label_confidence == "share")
+    chances = by_energy if args.instruct_exemplars == "energy" else None
+    given, settings = instruction or Instruction.of(seeds), args.make_instruct()
+    writes = OnlineInstruction(given, settings, seeds.column_names, state, accelerator, chances)
+    state.priors = writes.pool.priors
+    return writes
 
 
-def exemplars_by_energy(args: LZEGRPOConfig, state: PromptState) -> Callable[[np.ndarray], np.ndarray]:
-    """Softmax of the energy that the next visit of prompts, given by their ids, is expected to have."""
-
-    def chances(prompt_ids: np.ndarray) -> np.ndarray:
-        prompts = state.prompts(prompt_ids)
-        confidence = prompts.pass_rates if args.label_confidence == "share" else 1.0
-        return softmax_shares(expected_energy(prompts) * confidence, Allocation.temperature, 1.0, 0.0, 1.0)
-
-    return chances
+def exemplar_chances(prompts: Prompts, by_share: bool) -> np.ndarray:
+    """
+    Softmax of the energy that the next visit of each prompt is expected to have, if wanted times the share of the winner that
+    is expected; shape `(P,)`.
+    """
+    scores = expected_energy(prompts) * (prompts.pass_rates if by_share else 1.0)
+    return softmax_shares(scores, Allocation.temperature, 1.0, 0.0, 1.0)
 
 
 def make_passes(

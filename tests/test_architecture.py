@@ -45,7 +45,7 @@ ROOMS = {
     "compatibility": "checkpoint",
     "hub": "app checkpoint evaluation files record remote",
     "engine": "checks evaluation memory pack rollout select",
-    "build": "config instruct memory pack plan rollout select",
+    "build": "arrays config instruct memory pack plan rollout select",
     "step": "arrays engine instruct memory pack plan record rollout seeding select",
     "trainer": "app build checkpoint checks compatibility config engine hub instruct memory plan record rollout select step",
     "job": "app build checkpoint checks config data evaluation files hub instruct memory names record remote replay rewards "

@@ -48,6 +48,14 @@ def test_posterior_golden():
     np.testing.assert_allclose(b, [1, 4, 5, 1], rtol=1e-12)
 
 
+def test_a_prior_counts_as_two_completions():
+    expected, rollouts, prior = array(0.7, 1 / 4, 3 / 4), np.array([0, 4, 20]), array(0.3, 0.3, 0.1)
+    mean = posterior_mean(expected, rollouts, 16.0, prior)
+    np.testing.assert_allclose(mean, [0.3, (0.6 + 1) / 6, (0.2 + 12) / 18], rtol=1e-12)
+    a, b = beta_parameters(mean, posterior_strength(rollouts, 16.0))
+    np.testing.assert_allclose([a[0], b[0]], [0.6, 1.4], rtol=1e-12)
+
+
 @given(st.lists(st.lists(st.booleans(), min_size=1, max_size=5), min_size=1, max_size=6))
 def test_what_fits_into_the_memory_is_a_plain_mean(visits):
     expected, rollouts = array(0.0), np.array([0], dtype=np.uint16)

@@ -58,9 +58,9 @@ def same(one, other):
 def test_a_pool_is_saved_and_read_whole():
     pool = PromptPool(lambda text: f"{text} Box it.", ["solution", "labelled"])
     assert len(pool) == 0
-    pool.add([Admitted("Fünf $\\alpha$?", (3, -7), 0.25), Admitted("", (), 0.0)], 4)
+    pool.add([Admitted("Fünf $\\alpha$?", (3, -7), 0.25), Admitted("", (), 0.0)], 4, np.array([0.25, 0.5]))
     pool.observe(pool.prompt_ids[[1]], np.array([0.75]), np.array([True]))
-    pool.add([Admitted("A\nB?", (1,), 0.5)], 5)
+    pool.add([Admitted("A\nB?", (1,), 0.5)], 5, np.array([0.75]))
     other = PromptPool(lambda text: f"{text} Box it.", ["solution", "labelled"])
     other.load_state_dict(pool.state_dict())
     one, two = pool.table(), other.table()
@@ -71,6 +71,10 @@ def test_a_pool_is_saved_and_read_whole():
     assert two["text"] == ["Fünf $\\alpha$?", "", "A\nB?"]
     assert (two["birth"].tolist(), two["visits"].tolist()) == ([4, 4, 5], [0, 1, 0])
     assert other.proved == [""]
+    other.add([Admitted("C", (), 0.0)], 6, np.array([0.125]))
+    ids = [*pool.prompt_ids[[2, 0]], 7, other.prompt_ids[3]]
+    assert other.priors(np.array(ids)).tolist() == [0.75, 0.25, 0.5, 0.125]
+    other.load_state_dict(pool.state_dict())
     assert all(array.dtype == pool.state_dict()[name].dtype for name, array in other.state_dict().items())
     # A label that comes later changes no id
     own = {
@@ -153,6 +157,7 @@ def test_the_policy_writes_what_it_is_trained_on(model, tmp_path):
     [
         {"selector": "energy", "selection_ratio": 0.67, "label_confidence": "share"},
         {"controller": "dynamic", "max_rounds": 2, "selector": "zero_variance", "instruct_exemplars": "uniform"},
+        {"strategy": "gate", "gate_explore": 0.5, "selector": "energy", "selection_ratio": 0.67},
     ],
 )
 def test_a_resumed_run_ends_as_the_uninterrupted_one(model, tmp_path, settings):
@@ -176,20 +181,42 @@ def test_exemplars_are_drawn_by_expected_energy(model, tmp_path, monkeypatch):
 
     def watched(writer, number, own, ask, chances):
         rows = known.find(part.pool.proved_ids)
-        rate, rollouts = known["last"][rows].astype(float), known["rollouts"][rows]
-        given.append((own, chances, rate, rollouts, 1 - known["first_pass_rate"][rows].astype(float)))
+        prior, rate = part.pool.priors(part.pool.proved_ids), known["last"][rows].astype(float)
+        given.append((own, chances, prior, rate, known["rollouts"][rows]))
         return propose(writer, number, own, ask, chances)
 
     monkeypatch.setattr(Writer, "propose", watched)
     made.train()
     assert given[0][:2] == ([], None)
-    own, chances, rate, rollouts, difficulty = given[-1]
+    own, chances, prior, rate, rollouts = given[-1]
     assert len(own) == len(chances) > 4 and (rollouts == 4).all()  # each was visited once
-    # Beta(1 + 4p, 1 + 4(1 − p)): E = 4·D·m·(1 − m)·6/7, times the share that is expected, and τ = 0.2
-    mean = (1 + 4 * rate) / 6
-    weights = np.exp(4 * np.maximum(difficulty, 0.05) * mean * (1 - mean) * 6 / 7 * mean / 0.2)
+    # Beta(2m₀ + 4p, 2(1 − m₀) + 4(1 − p)): E = 4·D·m·(1 − m)·6/7, times the share that is expected, and τ = 0.2
+    mean = (2 * prior + 4 * rate) / 6
+    weights = np.exp(4 * np.maximum(1 - rate, 0.05) * mean * (1 - mean) * 6 / 7 * mean / 0.2)
     assert chances == pytest.approx(weights / weights.sum(), rel=1e-5)
     assert chances.max() > 1.2 * chances.min()
+
+
+def test_children_inherit_the_mean_of_their_parents(model, tmp_path):
+    made = play_run.trainer(model, tmp_path / "run", instruct_stock=8, instruct_own=2)
+    made.train()
+    part, state = made.generation_step.instruction, made.prompt_state
+    table = part.pool.table()
+    rows = {text_id(text): row for row, text in enumerate(table["text"])}
+    mean = (2 * table["prior"] + 4 * table["share"]) / 6  # each is visited once, by 4 completions
+    inherited = 0
+    for prior, parents in zip(table["prior"], table["parents"], strict=True):
+        own = [mean[rows[parent]] for parent in parents if parent in rows]
+        assert prior == pytest.approx(np.mean(own) if own else 0.5)
+        inherited += len(own) > 0 and prior != 0.5
+    assert inherited > 3
+    new = table["visits"] == 0
+    known = state.prompts(part.pool.prompt_ids[new])
+    assert (known.pass_rates == table["prior"][new]).all() and (known.strength == 0).all()
+    assert len(set(known.pass_rates)) > 1 and len(set(known.alive)) > 1
+    # Without self-instruction, all new prompts are alike
+    state.priors = None
+    assert set(state.prompts(part.pool.prompt_ids[new]).pass_rates) == {0.5}
 
 
 def test_visits_follow_reuse(model, tmp_path):

@@ -59,9 +59,9 @@ def resembling(references: list[str], tasks: list[str], near: float = NEAR, **co
     found = []
     for reference in references:
         training = [Problem("", text, None) for text in training_texts([reference], **columns)]
-        for task, texts in known.items():
+        for name, texts in known.items():
             pairs = [Overlap(pair.training, pair.problem, pair.similarity) for pair in overlaps(training, texts, near)]
-            found.append(Found({"dataset": reference, "task": task}, len(training), pairs))
+            found.append(Found({"dataset": reference, "task": name}, len(training), pairs))
     return found
 
 

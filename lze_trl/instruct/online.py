@@ -12,10 +12,11 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from datasets import Dataset
 
-from ..arrays import Groups
+from ..arrays import Groups, Prompts
 from ..data.adapters import PromptStyle
 from ..evaluation.engines import Engine
-from .generator import Admitted, Generator, Intake, Seeds, Writer
+from ..memory.state import PromptState
+from .generator import Admitted, Generator, Intake, Seeds, Writer, text_id
 from .offline import told
 from .pool import PromptPool
 from .settings import InstructError, InstructSettings
@@ -54,9 +55,9 @@ class OnlineInstruction:
         instruction ([`Instruction`]): Seeds, prompts and, perhaps, a generator.
         settings ([`InstructSettings`]): How problems are written, and which are accepted.
         columns (`list[str]`): Columns that reward functions may ask for.
+        state ([`~lze_trl.memory.state.PromptState`]): What is known of the problems that were visited.
         accelerator ([`~accelerate.Accelerator`]): The processes. The main one filters, all have the pool.
-        chances (`Callable`, *optional*): With which probabilities prompts of its own are exemplars, given their ids. By default
-            all are alike.
+        chances (`Callable`, *optional*): With which probabilities problems of its own are exemplars. By default all are alike.
     """
 
     def __init__(
@@ -64,11 +65,12 @@ class OnlineInstruction:
         instruction: Instruction,
         settings: InstructSettings,
         columns: list[str],
+        state: PromptState,
         accelerator: Accelerator,
-        chances: Callable[[np.ndarray], np.ndarray] | None = None,
+        chances: Callable[[Prompts], np.ndarray] | None = None,
     ):
         self._seeds, self._settings, self._accelerator = instruction.seeds, settings, accelerator
-        self._chances = chances
+        self._state, self._chances = state, chances
         self.writer = instruction.writer(settings)
         others = [name for name in columns if name != "prompt"]
         self.pool = PromptPool(instruction.style.around, others)
@@ -92,7 +94,7 @@ class OnlineInstruction:
         broadcast_object_list(shared)
         admitted, self.rounds, rejected, barren = shared[0]
         self.intake.rejected = Counter(rejected)
-        self.pool.add(admitted, generation)
+        self.pool.add(admitted, generation, self._priors(admitted))
         if barren == self._settings.max_rounds:
             raise InstructError(
                 f"{barren} rounds in a row gave no acceptable problem, with {len(self.pool)} written so far. Rejected: "
@@ -104,12 +106,23 @@ class OnlineInstruction:
         found: list[Admitted] = []
         barren, number, own = 0, self.rounds, self.pool.proved
         ask = engine.generate if engine is not None else None
-        chances = self._chances(self.pool.proved_ids) if self._chances is not None and own else None
+        chances = self._chances(self._proved) if self._chances is not None and own else None
         while len(found) < missing and barren < self._settings.max_rounds:
             proposals, unread = self.writer.propose(number, own, ask, chances)
             admitted = self.intake.admit(proposals, unread)
             found, number, barren = found + admitted, number + 1, 0 if admitted else barren + 1
         return found, number, dict(self.intake.rejected), barren
+
+    @property
+    def _proved(self) -> Prompts:
+        """What is known of the problems that may be exemplars."""
+        return self._state.prompts(self.pool.proved_ids)
+
+    def _priors(self, admitted: list[Admitted]) -> np.ndarray:
+        """Mean of the pass rates that are expected of the parents of each problem, shape `(n,)`; 0.5 where all are seeds."""
+        known = dict(zip(map(text_id, self.pool.proved), self._proved.pass_rates.tolist(), strict=True))
+        own = ([known[parent] for parent in problem.parents if parent in known] for problem in admitted)
+        return np.array([np.mean(rates) if rates else 0.5 for rates in own])
 
     def observe(self, groups: Groups):
         """Learn from the scored groups of a generation batch."""

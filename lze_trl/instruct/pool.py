@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from ..memory.identity import ID_COLUMN, prompt_id
+from ..memory.index import RowIndex
 from .generator import Admitted, id_in_words, text_id
 
 
@@ -15,8 +16,8 @@ _WRITTEN: dict[str, Any] = {"labelled": False, "source": "self-instruct"}
 
 class PromptPool:
     """
-    Problems in the order in which they were written, with parents, overlap, birth (the generation batch), visits, and what the
-    last visit said: its pass rate (by a majority, the winner's share) and whether it had a gradient.
+    Problems in the order in which they were written, with parents, overlap, birth (the generation batch), prior (what was then
+    expected of it: a pass rate), visits, and what the last visit said: its pass rate (by a majority, the winner's share) and whether it had a gradient.
 
     Args:
         write (`Callable`): The prompt around a problem.
@@ -61,13 +62,19 @@ class PromptPool:
         """Hash of each final prompt, which has no answer, shape `(n,)`."""
         return self._numbers["prompt_ids"]
 
-    def add(self, problems: Sequence[Admitted], generation: int):
-        """Add problems at the end."""
+    def priors(self, prompt_ids: np.ndarray) -> np.ndarray:
+        """What was expected of problems when they were written, given the hashes of their prompts; 0.5 for others."""
+        rows = self._index.find(prompt_ids)
+        return np.where(rows >= 0, np.append(self._numbers["prior"], 0.5)[rows], 0.5)
+
+    def add(self, problems: Sequence[Admitted], generation: int, priors: np.ndarray):
+        """Add problems at the end; `priors`, shape `(n,)`, are the pass rates that are expected of them."""
         count = len(problems)
         more = {
             "prompt_ids": [prompt_id(self._write(problem.text)) for problem in problems],
             "birth": [generation] * count,
             "overlap": [problem.overlap for problem in problems],
+            "prior": priors,
             "visits": [0] * count,
             "share": [np.nan] * count,
             "alive": [False] * count,
@@ -78,11 +85,11 @@ class PromptPool:
             name: np.concatenate([known, np.array(more[name], dtype=known.dtype)])
             for name, known in self._numbers.items()
         }
+        self._index.add(self.prompt_ids[-count:] if count else self.prompt_ids[:0])
 
     def observe(self, prompt_ids: np.ndarray, shares: np.ndarray, alive: np.ndarray):
         """Enter a visit of some of the problems."""
-        order = np.argsort(self.prompt_ids)
-        rows = order[np.searchsorted(self.prompt_ids, prompt_ids, sorter=order)]
+        rows = self._index.find(prompt_ids)
         self._numbers["visits"][rows] += 1
         self._numbers["share"][rows], self._numbers["alive"][rows] = shares, alive
 
@@ -107,12 +114,14 @@ class PromptPool:
         self.texts = [data[begin:end].decode() for begin, end in _spans(state["text_ends"])]
         self.parents = [tuple(state["parents"][begin:end].tolist()) for begin, end in _spans(state["parent_ends"])]
         self._numbers = {name: state[name].copy() for name in _NUMBERS}
+        self._index = RowIndex(self.prompt_ids)
 
 
 _NUMBERS: dict[str, Any] = {
     "prompt_ids": np.int64,
     "birth": np.int64,
     "overlap": np.float64,
+    "prior": np.float64,
     "visits": np.int64,
     "share": np.float64,
     "alive": np.bool_,

@@ -22,13 +22,16 @@ def remembered_mean(
     return (expected.astype(np.float64) * strength + pass_rates * scored) / (strength + scored)
 
 
-def posterior_mean(expected: np.ndarray, rollouts: np.ndarray, memory: float) -> np.ndarray:
+def posterior_mean(
+    expected: np.ndarray, rollouts: np.ndarray, memory: float, prior: np.ndarray | float = 0.5
+) -> np.ndarray:
     """
-    Posterior mean a / (a + b) of the pass rate under a uniform prior, a = 1 + e·n and b = 1 + (1 − e)·n.
-    n = min(rollouts, memory). Shape `(P,)`, float64; 0.5 where nothing was scored yet.
+    Posterior mean a / (a + b) of the pass rate under a prior with the mean m = `prior`, a = 2·m + e·n and
+    b = 2·(1 − m) + (1 − e)·n: by default the uniform one. n = min(rollouts, memory). Shape `(P,)`, float64; m where nothing was
+    scored yet.
     """
     strength = posterior_strength(rollouts, memory)
-    return (1.0 + expected.astype(np.float64) * strength) / (2.0 + strength)
+    return (2.0 * prior + expected.astype(np.float64) * strength) / (2.0 + strength)
 
 
 def beta_parameters(pass_rates: np.ndarray, strength: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

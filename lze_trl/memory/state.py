@@ -1,5 +1,6 @@
 """The memory of every prompt that was visited: a table with one row a prompt."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -79,6 +80,9 @@ class PromptState:
         self.range = RewardRange(bounds)
         self.foresight = Foresight()
         self.gate = Gate()
+        self.priors: Callable[[np.ndarray], np.ndarray] | None = (
+            None  # mean of the posterior before any visit, by ids; else 0.5
+        )
         self.num_pruned = 0
         self.batches = 0  # visited so far
         self._table = np.zeros(max(expected, 16), dtype=_RECORD)
@@ -148,7 +152,7 @@ class PromptState:
         scored = ~np.isnan(groups.pass_rates)
         if chances is None:
             size, alive = first_completions(rollouts)
-            self.foresight.see(self._history(before[scored]), size, alive[scored], learn=size > 1)
+            self.foresight.see(self._history(ids[scored], before[scored]), size, alive[scored], learn=size > 1)
         else:
             self._see_gated(rollouts, before, scored & (chances > 0), chances)
         counts = np.bincount(rollouts.group[~np.isnan(rollouts.scores)], minlength=len(ids))
@@ -160,7 +164,7 @@ class PromptState:
         """Let the models learn from the groups that were drawn to their end, each of which stands for 1 / chance groups."""
         counts = np.divide(1.0, chances, out=np.zeros(len(chances)), where=complete)
         self.gate.see(self._prompts(rollouts.prompt_ids, before), rollouts, counts)
-        history, sizes = self._history(before[complete]), rollouts.sizes[complete]
+        history, sizes = self._history(rollouts.prompt_ids[complete], before[complete]), rollouts.sizes[complete]
         self.foresight.see(history, sizes, rollouts.alive[complete], counts=counts[complete])
 
     def pruned(self, prompt_ids: np.ndarray) -> np.ndarray:
@@ -169,13 +173,14 @@ class PromptState:
 
     def history(self, prompt_ids: np.ndarray) -> History:
         """What forecasts are made from, of prompts whose ids have shape `(P,)`."""
-        return self._history(self._records(self.find(prompt_ids)))
+        return self._history(prompt_ids, self._records(self.find(prompt_ids)))
 
-    def _history(self, record: np.ndarray) -> History:
+    def _history(self, prompt_ids: np.ndarray, record: np.ndarray) -> History:
         rollouts, memory = record["rollouts"].astype(np.int64), self.settings.posterior_memory
+        prior = 0.5 if self.priors is None else self.priors(prompt_ids)
         return History(
             visits=record["visits"].astype(np.float64),
-            pass_rates=posterior_mean(self._scaled(record["expected"]), rollouts, memory),
+            pass_rates=posterior_mean(self._scaled(record["expected"]), rollouts, memory, prior),
             strength=posterior_strength(rollouts, memory),
             last=self._scaled(record["last"]),
             streak=record["streak"].astype(np.float64),
@@ -192,7 +197,7 @@ class PromptState:
         return replace(prompts, alive_given_first=self.gate.alive(prompts, drawn))
 
     def _prompts(self, prompt_ids: np.ndarray, record: np.ndarray) -> Prompts:
-        history = self._history(record)
+        history = self._history(prompt_ids, record)
         difficulty = anchor(self._scaled(record["first_pass_rate"]), self.settings.difficulty_floor)
         return Prompts(
             prompt_ids=prompt_ids,
