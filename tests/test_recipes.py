@@ -12,6 +12,7 @@ from trl.scripts.sft import make_parser
 from lze_trl.config import LZEGRPOConfig
 from lze_trl.job.recipe import RecipeError, check_recipe, parse_recipe, read_recipe
 from lze_trl.rollout.controllers import DynamicSampling, ReinforceAda
+from lze_trl.select.selectors import quota
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -125,6 +126,21 @@ def test_one_flag_generates_inside_the_training_processes(path, monkeypatch):
     args = parse_recipe(["--config", str(path), "--vllm_mode", "colocate", *ON_CPU])[1]
     assert (args.use_vllm, args.vllm_mode, args.vllm_enable_sleep_mode) == (True, "colocate", True)
     assert args.vllm_max_model_length > args.max_completion_length
+
+
+@pytest.mark.parametrize("model", ["Llama-3.2-3B-Instruct", "Qwen2.5-7B-Instruct"])
+def test_serl_of_ours_trains_on_as_much_as_the_published_one(model):
+    folder = ROOT / "recipes" / model / "math"
+    published, ours = (read_recipe(folder / f"{name}.yaml") for name in ("serl", "serl_lze"))
+    different = {key for key in published.keys() | ours.keys() if published.get(key) != ours.get(key)}
+    own = {key for key in different if key in LZE_FIELDS or key.startswith(("majority_", "probe_"))}
+    assert different - own == {"output_dir", "generation_batch_size", "gradient_accumulation_steps"}
+    assert (published["instruct_exemplars"], ours["instruct_exemplars"]) == ("uniform", "energy")
+    assert not set(ours["probe_datasets"]) & set(ours["eval_tasks"])
+    steps = [recipe["generation_batch_size"] // recipe["gradient_accumulation_steps"] for recipe in (published, ours)]
+    assert steps[0] == steps[1]
+    prompts = [recipe["generation_batch_size"] // recipe["num_generations"] for recipe in (published, ours)]
+    assert prompts[0] == quota(ours["selection_ratio"], prompts[1])
 
 
 MATH = ROOT / "recipes" / "Qwen2.5-Math-1.5B" / "math"

@@ -12,9 +12,11 @@ from real_vllm import RealServer
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
+import play_run
 import tiny
 from launches import by_accelerate, on_two_cpus, run_to_end
 from lze_trl import LZEGRPOTrainer
+from lze_trl.evaluation.servers import ServerEngine
 from process_run import RecordingSelector
 
 
@@ -163,6 +165,34 @@ def test_servers_and_transformers_complete_alike(servers, models, tmp_path):
     assert over_http.ledger.groups_trained == in_process.ledger.groups_trained > 0
     for name, array in over_http.prompt_state.state_dict().items():
         assert (array == in_process.prompt_state.state_dict()[name]).all(), name
+
+
+def test_a_server_writes_the_problems(servers, models, tmp_path, monkeypatch):
+    monkeypatch.setitem(play_run.TEMPLATES, "tagged", play_run.Words())  # any answer is a problem, another one another
+    (tmp_path / "model").symlink_to(models["untied"])
+    answers, generate = [], ServerEngine.generate
+
+    def watched(engine, requests, decoding):
+        for request, output in generate(engine, requests, decoding):
+            answers.append((request.sample, decoding.presence_penalty, output.text))
+            yield request, output
+
+    monkeypatch.setattr(ServerEngine, "generate", watched)
+    over_http = {"use_vllm": True, "vllm_mode": "http", "vllm_server_urls": [servers["first"].url]}
+    settings = {"rollout_func": None, "reward_weights": [0.0, 1.0], "instruct_presence_penalty": 1.0}
+    trainer = play_run.trainer(tmp_path, tmp_path / "run", **over_http, **settings)
+    trainer.train()
+    part = trainer.generation_step.instruction
+    table = part.pool.table()
+    assert (table["visits"].sum(), table["visits"].max()) == (15, 1)
+    written = {play_run.Words().read(text, 2, False)[0].text for _, _, text in answers}
+    assert set(table["text"]) <= written and len(written) > 10
+    assert [sample for sample, *_ in answers].count(0) == part.rounds
+    assert len(answers) == 4 * part.rounds and {penalty for _, penalty, _ in answers} == {1.0}
+    assert set(trainer.prompt_state["prompt_ids"].tolist()) <= set(part.pool.prompt_ids.tolist())
+    # The same requests to the same weights give the same problems: those of the last round, before the last update
+    differences = trainer.vllm_generation.differences.values()
+    assert max(difference.max for difference in differences) < 1e-3
 
 
 class Saboteur(TrainerCallback):
