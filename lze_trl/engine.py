@@ -10,7 +10,7 @@ import math
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,9 +153,14 @@ class Engine:
         aligned = args.gradient_accumulation_steps % (args.steps_per_generation * trainer.num_iterations) == 0
         return int(not aligned or older_rows or self.corrects_sampling) + int(trainer.beta != 0.0)
 
-    def policy(self) -> AbstractContextManager[Any]:
+    @contextmanager
+    def policy(self) -> Iterator[Any]:
         """The policy of the moment, as an engine that completes requests; see [`~lze_trl.evaluation.during.engine_of`]."""
-        return engine_of(self._trainer)()
+        trainer = self._trainer
+        with engine_of(trainer)() as engine:
+            if trainer.args.use_vllm and trainer.args.vllm_mode == "http":  # its servers have just got the weights
+                trainer._last_loaded_step = trainer.state.global_step
+            yield engine
 
     # ---- Rollouts ----
 

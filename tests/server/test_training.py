@@ -190,9 +190,9 @@ def test_a_server_writes_the_problems(servers, models, tmp_path, monkeypatch):
     assert [sample for sample, *_ in answers].count(0) == part.rounds
     assert len(answers) == 4 * part.rounds and {penalty for _, penalty, _ in answers} == {1.0}
     assert set(trainer.prompt_state["prompt_ids"].tolist()) <= set(part.pool.prompt_ids.tolist())
-    # The same requests to the same weights give the same problems: those of the last round, before the last update
-    differences = trainer.vllm_generation.differences.values()
-    assert max(difference.max for difference in differences) < 1e-3
+    # By the policy of the moment, which the servers get once a step, whatever they are asked for
+    assert trainer.vllm_generation.version.endswith("-5")
+    assert max(d.max for d in trainer.vllm_generation.differences.values()) < 1e-3
 
 
 class Saboteur(TrainerCallback):
