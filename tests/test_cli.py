@@ -140,6 +140,8 @@ def test_data_lists_problems_that_resemble_a_task(monkeypatch, tmp_path, capsys)
     assert ["train.jsonl", "held_out", "4", "1", "1"] in [
         line.split() for line in capsys.readouterr().out.splitlines()
     ]
+    with pytest.raises(SystemExit, match=r"2 of 2 data sets cannot be read"):
+        cli.main(["data", "none.jsonl", "neither.jsonl", *against])
     with pytest.raises(SystemExit, match=r"error: Unknown task 'gsm8'\. Did you mean 'gsm8k'"):
         cli.main(["data", "train.jsonl", "--against", "gsm8"])
     with pytest.raises(SystemExit, match=r"error: `--near` says what resembles the tasks of `--against`, and none is"):

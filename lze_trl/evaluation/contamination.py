@@ -52,11 +52,9 @@ def overlaps(problems: list[Problem], training: list[str], near: float = NEAR) -
 
 
 def resembling(references: list[str], tasks: list[str], near: float = NEAR, **columns: Any) -> list[Found]:
-    """Problems of training sets that the problems of tasks hold, exactly or nearly; `columns` as of `load_prompts`."""
-    plain, known = Decoding(chat=False, prompt_suffix=""), {}
-    for task in find_tasks(tasks):
-        known[task.name] = [problem.text for problem in load_problems(task, plain)[0]]
-    found = []
+    """Problems of training sets that equal or resemble those of tasks; `columns` are arguments of `load_prompts`."""
+    plain, found = Decoding(chat=False, prompt_suffix=""), []
+    known = {task.name: [problem.text for problem in load_problems(task, plain)[0]] for task in find_tasks(tasks)}
     for reference in references:
         training = [Problem("", text, None) for text in training_texts([reference], **columns)]
         for name, texts in known.items():

@@ -263,12 +263,13 @@ def _data(namespace: argparse.Namespace, flags: list[str]):
     if len(entries) == len(failures) == 1:
         raise CommandError(failures[0].message)
     sys.stdout.write(f"{render(entries)}\n")
-    if namespace.against:
+    pairs = zip(namespace.references, entries, strict=True)
+    readable = [reference for reference, entry in pairs if not isinstance(entry, Failure)]
+    if namespace.against and readable:
         from ..data.overlap import NEAR
         from ..evaluation.contamination import resembling, write_report
 
-        near, pairs = namespace.near or NEAR, zip(namespace.references, entries, strict=True)
-        readable = [reference for reference, entry in pairs if not isinstance(entry, Failure)]
+        near = namespace.near or NEAR
         found = resembling(readable, namespace.against, near, **settings)
         sys.stdout.write(f"Problems that resemble those of a task; near is a similarity of at least {near}\n")
         sys.stdout.write(write_report(found, Path("contamination.jsonl")))
