@@ -22,8 +22,9 @@ from lze_trl.evaluation.results import read_results
 from lze_trl.evaluation.samples import SampleFile
 from lze_trl.job.cli import main
 from lze_trl.job.recipe import RecipeError, parse_recipe
-from lze_trl.job.train import run
+from lze_trl.job.train import make_evaluation, run
 from lze_trl.record import open_run
+from lze_trl.rewards import accuracy_reward
 
 
 TESTS = Path(__file__).resolve().parent
@@ -44,6 +45,12 @@ def job(tmp_path):
 
 def train(path):
     return run(*parse_recipe(["--config", path]))
+
+
+def test_a_recipe_that_votes_its_own_way_is_evaluated_by_accuracy(job):
+    for reward in ("majority", "recipes.self_play.MarkedMajority"):
+        script_args, args, _ = parse_recipe(["--config", job(reward_funcs=[reward])])
+        assert make_evaluation(script_args, args).reward is accuracy_reward
 
 
 def samples(folder: Path):

@@ -325,3 +325,17 @@ def test_a_generator_writes_in_place_of_the_model():
     assert {len(proposal.parents) for proposal in found} == {4}
     assert set(found[0].parents) <= {text_id(text) for text in PLAIN}
     assert writer.propose(0, [], None) == (found, unread)
+
+
+def test_items_of_a_generator_pass_the_filters_and_its_texts_do_not():
+    def write(exemplars, rng):
+        return [
+            Item("Three and four apples.", True),
+            "Three and five apples.",
+            Item("How many are three apples and", False),
+        ]
+
+    writer = Writer(InstructSettings(examples=4, requests=1), Seeds(PLAIN), generator=write)
+    intake = Intake(writer.seeds, 0.99)
+    assert [problem.text for problem in intake.admit(*writer.propose(0, [], None))] == ["Three and five apples."]
+    assert +intake.rejected == {"no question": 1, "unfinished": 1}

@@ -21,6 +21,7 @@ from lze_trl.instruct.offline import ABSTAINED, Gate, SelfInstruction
 from lze_trl.instruct.settings import InstructError, InstructSettings
 from lze_trl.job.cli import main
 from lze_trl.job.recipe import parse_recipe
+from lze_trl.job.self_instruct import make_gate
 from lze_trl.job.train import run as train
 from lze_trl.memory.identity import prompt_id
 from lze_trl.rewards import MajorityReward
@@ -248,6 +249,24 @@ def test_a_recipe_may_name_a_generator(recipe, tmp_path, capsys):
     assert len(votes) % 2 == 0 and all(vote["prompt"].startswith("What is the ") for vote in votes)
     with pytest.raises(SystemExit, match=r"`instruct_generator: nothing.here` cannot be imported"):
         main(["self-instruct", *recipe(instruct_generator="nothing.here"), "--count", "3"])
+
+
+def test_the_gate_votes_as_the_reward_of_the_recipe_does(recipe):
+    def judged(text, *rewards, agree=10):
+        parsed = parse_recipe(["--config", recipe(reward_funcs=list(rewards), majority_bounds=None)[0]])
+        gate = make_gate(*parsed[:2], PromptStyle(), votes=16)
+        answers = ["7"] * agree + [str(i) for i in range(10, 26 - agree)]
+        reason, vote = gate.judge(Output(text.replace("7", answer), 3, False) for answer in answers)
+        return reason or vote["majority_answer"]
+
+    assert judged(r"\boxed{7}", "accuracy", "majority") == "7"
+    assert judged("7", "majority") == "too few answers"
+    assert judged("7", "accuracy", "recipes.self_play.PublishedMajority") == "7"
+    assert judged("7", "recipes.self_play.PublishedMajority", agree=6) == "7"
+    assert judged("7", "recipes.self_play.StrictMajority", agree=6) == "answers disagree"
+    marked = "recipes.self_play.MarkedMajority"
+    assert judged("5+2=9\n#### 9\n5+2=7\n#### 7", marked) == "7"
+    assert judged("5+2=7", marked) == judged("5+2=7\n#### ", marked) == "too few answers"
 
 
 def test_evaluation_problems_among_the_seeds_are_counted_and_refused_on_request(recipe, tmp_path, caplog):

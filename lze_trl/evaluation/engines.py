@@ -127,8 +127,10 @@ class TransformersEngine:
         ids = [torch.tensor(prompt, device=self.model.device) for prompt in prompts]
         processors = LogitsProcessorList()
         if decoding.temperature > 0:
-            processors += [TemperatureLogitsWarper(decoding.temperature), TopKLogitsWarper(decoding.top_k or 2**31)]
-            processors += [TopPLogitsWarper(decoding.top_p), KeyedSampling(seeds)]
+            processors += [TemperatureLogitsWarper(decoding.temperature)]
+            processors += [TopKLogitsWarper(decoding.top_k)] if decoding.top_k else []  # each sorts the vocabulary
+            processors += [TopPLogitsWarper(decoding.top_p)] if decoding.top_p < 1 else []
+            processors += [KeyedSampling(seeds)]
         settings = GenerationConfig(
             do_sample=False,  # with seeds, the likeliest token is the sampled one
             max_new_tokens=decoding.max_tokens,

@@ -56,6 +56,8 @@ _DANGLING = re.compile(
 def reason_to_reject(item: Item) -> str | None:
     """Why a text cannot be used: the first reason that applies, `None` if there is none."""
     text = item.text
+    if item.trusted:
+        return None
     return next((reason for reason, applies in _REASONS if applies(item, text)), None)
 
 

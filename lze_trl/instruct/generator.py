@@ -22,11 +22,8 @@ from .templates import TEMPLATES, Item
 Ask = Callable[[list[Request], Decoding], Iterable[tuple[Request, Output]]]
 """Completes requests, in any order."""
 
-Generator = Callable[[list[str], np.random.Generator], list[str]]
-"""Writes problems itself, given exemplars: in place of the model. Filters, which know what models write, do not apply to it."""
-
-Reject = Callable[[Item], str | None]
-"""Says why a text cannot be used, `None` if it can."""
+Generator = Callable[[list[str], np.random.Generator], Sequence[str | Item]]
+"""Writes problems itself, given exemplars: in place of the model. Texts are taken as they are; `Item`s pass the filters first."""
 
 UNREAD, KNOWN = "no problem in the answer", "too similar"
 """Reasons beside those of the filters."""
@@ -75,10 +72,13 @@ class Seeds:
                 "column with the problem by `dataset_prompt_column`."
             )
 
-    def exemplars(self, reject: Reject) -> list[str]:
-        """Seeds that would be accepted themselves, each once; one with a figure would teach the model to write figures."""
+    def exemplars(self, trusted: bool = False) -> list[str]:
+        """
+        Seeds that would be accepted themselves, each once; one with a figure would teach the model to write figures. All of
+        them, if they are `trusted`.
+        """
         usable = (text.strip() for text in self.problems)
-        return list(dict.fromkeys(text for text in usable if reject(Item(text, True)) is None))
+        return list(dict.fromkeys(text for text in usable if reason_to_reject(Item(text, True, trusted)) is None))
 
     def overlapping(self, limit: float) -> list[tuple[str, str, float]]:
         """References that a seed resembles: the reference, the seed and their ROUGE-L F1 above the limit."""
@@ -102,18 +102,13 @@ class Writer:
     _shown: list[str] = field(init=False, default_factory=list)
 
     def __post_init__(self):
-        self._shown.extend(self.seeds.exemplars(self.reject))
+        self._shown.extend(self.seeds.exemplars(trusted=self.generator is not None))
         if len(self._shown) < self.settings.examples:
             raise InstructError(
                 f"{len(self.seeds.problems)} seeds were given, of which {len(self._shown)} can be shown (different, without "
                 f"figures, complete), and a request shows {self.settings.examples}. Give more seeds, or lower "
                 "`instruct_examples`."
             )
-
-    @property
-    def reject(self) -> Reject:
-        """The filters that apply to what is written."""
-        return reason_to_reject if self.generator is None else lambda item: None
 
     @property
     def decoding(self) -> Decoding:
@@ -156,7 +151,10 @@ class Writer:
     def _generated(self, number: int, shown: list[list[str]]) -> list[list[Item]]:
         write: Any = self.generator
         answers = [write(texts, self._rng(number, place, "generator")) for place, texts in enumerate(shown)]
-        return [[Item(text.strip(), True) for text in texts if text.strip()] for texts in answers]
+        items = [
+            [text if isinstance(text, Item) else Item(text.strip(), True, True) for text in texts] for texts in answers
+        ]
+        return [[item for item in found if item.text] for found in items]
 
     def _asked(self, number: int, shown: list[list[str]], ask: Any) -> list[list[Item]]:
         template = TEMPLATES[self.settings.template]
@@ -175,8 +173,8 @@ class Intake:
     admitted. `rejected` counts the others by reason.
     """
 
-    def __init__(self, seeds: Seeds, limit: float, reject: Reject = reason_to_reject):
-        self.limit, self.reject, self._seeds = limit, reject, seeds
+    def __init__(self, seeds: Seeds, limit: float):
+        self.limit, self._seeds = limit, seeds
         self.rejected: Counter[str] = Counter()
 
     @cached_property
@@ -189,7 +187,7 @@ class Intake:
         self.rejected += Counter({UNREAD: unread})
         fit = []
         for proposal in proposals:
-            reason = self.reject(proposal.item)
+            reason = reason_to_reject(proposal.item)
             if reason is None:
                 fit.append(proposal)
             else:

@@ -113,7 +113,7 @@ class SelfInstruction:
             "seeds": text_id(json.dumps([seeds.problems, seeds.references])),
             "votes": self.gate.votes,
             "style": asdict(self.gate.style),
-            "majority": [list(majority.bounds), majority.margin, majority.min_valid],
+            "majority": [type(majority).__name__, list(majority.bounds), majority.margin, majority.min_valid],
             "decoding": self.gate.decoding.as_dict(),
         }
 
@@ -126,7 +126,7 @@ class SelfInstruction:
         """
         folder = self.output.with_name(f"{self.output.name}.journal")
         check_settings(folder, {"model": engine.name, "weights": weights or engine.name, **self.settings})
-        intake, barren = Intake(self.writer.seeds, self.writer.settings.overlap, self.writer.reject), 0
+        intake, barren = Intake(self.writer.seeds, self.writer.settings.overlap), 0
         own: list[str] = []
         self.rejected = intake.rejected
         with ExitStack() as stack:

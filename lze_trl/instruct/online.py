@@ -77,7 +77,7 @@ class OnlineInstruction:
         self._begin()
 
     def _begin(self):
-        self.intake = Intake(self._seeds, self._settings.overlap, self.writer.reject)
+        self.intake = Intake(self._seeds, self._settings.overlap)
         self.rounds = 0
 
     def restock(self, missing: int, generation: int, policy: Callable[[], AbstractContextManager[Engine | None]]):

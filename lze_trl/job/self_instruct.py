@@ -18,7 +18,7 @@ from ..instruct.offline import Gate, SelfInstruction
 from ..rewards import MajorityReward
 from .instruction import make_instruction
 from .recipe import LZEScriptArguments, RecipeError, parse_recipe
-from .train import disable_progress_bars, setup_logging
+from .train import disable_progress_bars, make_rewards, setup_logging
 
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ def run(flags: argparse.Namespace, overrides: list[str]):
 
 
 def make_gate(script_args: LZEScriptArguments, args: LZEGRPOConfig, style: PromptStyle, votes: int) -> Gate:
-    """The difficulty gate of a recipe: its prompts, its sampling, and its bounds of a majority."""
+    """The difficulty gate of a recipe: its prompts, its sampling, and its majority reward."""
     decoding = Decoding(
         temperature=args.temperature,
         top_p=args.top_p,
@@ -56,7 +56,8 @@ def make_gate(script_args: LZEScriptArguments, args: LZEGRPOConfig, style: Promp
         seed=args.seed,
         chat=script_args.conversational,
     )
-    majority = MajorityReward(**script_args.majority | {"labelled": "none"})
+    rewards = make_rewards(script_args, args)
+    majority = next((reward for reward in rewards if isinstance(reward, MajorityReward)), MajorityReward())
     return Gate(majority, style, decoding, votes)
 
 

@@ -38,8 +38,8 @@ from ..evaluation.during import Probe, TaskEvaluation, remove_evaluations
 from ..evaluation.run import Evaluation
 from ..evaluation.settings import Decoding
 from ..evaluation.tasks import find_tasks, load_problems
-from ..rewards import MAJORITY, get_reward
-from ..rollout.settling import instances
+from ..rewards import accuracy_reward, get_reward
+from ..rollout.settling import GroupReward, instances
 from ..trainer import LZEGRPOTrainer
 from .instruction import make_instruction
 from .recipe import LZEScriptArguments, RecipeError, parse_recipe
@@ -101,8 +101,7 @@ def trainer_arguments(
     """Arguments of the trainer of a recipe, by name; the model is not loaded."""
     if model_args.model_name_or_path is None:
         raise RecipeError("`model_name_or_path` is not set. Give a Hub id or a local folder.")
-    settings = training_args.max_completion_length, script_args.soft_overlong_cache, script_args.majority
-    reward_funcs = instances([get_reward(name, *settings) for name in script_args.reward_funcs])
+    reward_funcs = make_rewards(script_args, training_args)
     train_dataset, eval_dataset = load_data(script_args, training_args)
     generations = training_args.num_generations_eval or training_args.num_generations
     rows = training_args.per_device_eval_batch_size * training_args.world_size
@@ -131,6 +130,12 @@ def trainer_arguments(
     }
 
 
+def make_rewards(script_args: LZEScriptArguments, args: LZEGRPOConfig) -> list[Any]:
+    """The reward functions of a recipe."""
+    settings = args.max_completion_length, script_args.soft_overlong_cache, script_args.majority
+    return instances([get_reward(name, *settings) for name in script_args.reward_funcs])
+
+
 def make_evaluation(script_args: LZEScriptArguments, args: LZEGRPOConfig) -> Evaluation:
     """The evaluation on `eval_tasks`, with the prompts, the reward and the decoding of the training."""
     samples = script_args.eval_tasks_samples
@@ -148,9 +153,9 @@ def make_evaluation(script_args: LZEScriptArguments, args: LZEGRPOConfig) -> Eva
     tasks = find_tasks(script_args.eval_tasks, script_args.eval_tasks_data)
     with args.main_process_first(desc="tasks"):
         problems = {task.name: load_problems(task, decoding, script_args.eval_tasks_limit) for task in tasks}
-    # A vote says nothing of a completion alone
-    name = "accuracy" if {"accuracy", MAJORITY} & set(script_args.reward_funcs) else script_args.reward_funcs[0]
-    reward = get_reward(name, args.max_completion_length, script_args.soft_overlong_cache)
+    rewards = make_rewards(script_args, args)
+    votes = any(isinstance(reward, GroupReward) for reward in rewards)  # a vote says nothing of a completion alone
+    reward = accuracy_reward if votes or "accuracy" in script_args.reward_funcs else rewards[0]
     return Evaluation(problems, decoding, samples, reward, script_args.eval_tasks_limit)
 
 
