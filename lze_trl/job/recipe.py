@@ -130,7 +130,7 @@ class LZEScriptArguments:
     )
     instruct_generator: str | None = _optional(
         help="Import path of a function that writes the problems of self-instruction, given exemplars and a random generator, "
-        "in place of the model."
+        "in place of the model: texts, or items that pass the filters first."
     )
 
     def __post_init__(self):
