@@ -76,6 +76,8 @@ def test_a_pool_is_saved_and_read_whole():
     assert other.priors(np.array(ids)).tolist() == [0.75, 0.25, 0.5, 0.125]
     other.load_state_dict(pool.state_dict())
     assert all(array.dtype == pool.state_dict()[name].dtype for name, array in other.state_dict().items())
+    other.load_state_dict({name: array for name, array in pool.state_dict().items() if name != "prior"})
+    assert other.priors(pool.prompt_ids).tolist() == [0.5, 0.5, 0.5]
     # A label that comes later changes no id
     own = {
         "problem_id": format(text_id("A\nB?") % 2**64, "016x"),

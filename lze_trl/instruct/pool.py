@@ -113,7 +113,8 @@ class PromptPool:
         data = state["text"].tobytes()
         self.texts = [data[begin:end].decode() for begin, end in _spans(state["text_ends"])]
         self.parents = [tuple(state["parents"][begin:end].tolist()) for begin, end in _spans(state["parent_ends"])]
-        self._numbers = {name: state[name].copy() for name in _NUMBERS}
+        no_prior = {"prior": np.full(len(state["prompt_ids"]), 0.5)}  # of a checkpoint from before there was one
+        self._numbers = {name: (no_prior | state)[name].copy() for name in _NUMBERS}
         self._index = RowIndex(self.prompt_ids)
 
 
