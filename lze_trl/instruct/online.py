@@ -92,37 +92,27 @@ class OnlineInstruction:
             if self._accelerator.is_main_process:
                 shared = [self._written(missing, engine)]
         broadcast_object_list(shared)
-        admitted, self.rounds, rejected, barren = shared[0]
+        admitted, priors, self.rounds, rejected, barren = shared[0]
         self.intake.rejected = Counter(rejected)
-        self.pool.add(admitted, generation, self._priors(admitted))
+        self.pool.add(admitted, generation, priors)
         if barren == self._settings.max_rounds:
             raise InstructError(
                 f"{barren} rounds in a row gave no acceptable problem, with {len(self.pool)} written so far. Rejected: "
                 f"{told(self.intake.rejected)}. Use other seeds, a stronger model, or an earlier checkpoint of this one."
             )
 
-    def _written(self, missing: int, engine: Any) -> tuple[list[Admitted], int, dict[str, int], int]:
-        """Problems, rounds so far, rejections so far by reason, and rounds in a row without a problem."""
+    def _written(self, missing: int, engine: Any) -> tuple[list[Admitted], np.ndarray, int, dict[str, int], int]:
+        """Problems and their priors, rounds so far, rejections so far by reason, and rounds in a row without a problem."""
         found: list[Admitted] = []
         barren, number, own = 0, self.rounds, self.pool.proved
-        ask = engine.generate if engine is not None else None
-        chances = self._chances(self._proved) if self._chances is not None and own else None
+        ask, known = engine.generate if engine is not None else None, self._state.prompts(self.pool.proved_ids)
+        chances = self._chances(known) if self._chances is not None and own else None
         while len(found) < missing and barren < self._settings.max_rounds:
             proposals, unread = self.writer.propose(number, own, ask, chances)
             admitted = self.intake.admit(proposals, unread)
             found, number, barren = found + admitted, number + 1, 0 if admitted else barren + 1
-        return found, number, dict(self.intake.rejected), barren
-
-    @property
-    def _proved(self) -> Prompts:
-        """What is known of the problems that may be exemplars."""
-        return self._state.prompts(self.pool.proved_ids)
-
-    def _priors(self, admitted: list[Admitted]) -> np.ndarray:
-        """Mean of the pass rates that are expected of the parents of each problem, shape `(n,)`; 0.5 where all are seeds."""
-        known = dict(zip(map(text_id, self.pool.proved), self._proved.pass_rates.tolist(), strict=True))
-        own = ([known[parent] for parent in problem.parents if parent in known] for problem in admitted)
-        return np.array([np.mean(rates) if rates else 0.5 for rates in own])
+        rates = dict(zip(map(text_id, own), known.pass_rates.tolist(), strict=True))
+        return found, inherited(found, rates), number, dict(self.intake.rejected), barren
 
     def observe(self, groups: Groups):
         """Learn from the scored groups of a generation batch."""
@@ -152,3 +142,9 @@ class OnlineInstruction:
         if self._accelerator.is_main_process:
             self.intake.index.add(self.pool.texts)
         self.intake.rejected, self.rounds = Counter(state["rejected"]), state["rounds"]
+
+
+def inherited(problems: list[Admitted], rates: dict[int, float]) -> np.ndarray:
+    """Mean of the pass rates that are expected of the parents of each problem, shape `(n,)`; 0.5 where none is known."""
+    own = ([rates[parent] for parent in problem.parents if parent in rates] for problem in problems)
+    return np.array([np.mean(found) if found else 0.5 for found in own])

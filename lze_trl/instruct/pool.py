@@ -64,8 +64,9 @@ class PromptPool:
 
     def priors(self, prompt_ids: np.ndarray) -> np.ndarray:
         """What was expected of problems when they were written, given the hashes of their prompts; 0.5 for others."""
-        rows = self._index.find(prompt_ids)
-        return np.where(rows >= 0, np.append(self._numbers["prior"], 0.5)[rows], 0.5)
+        rows, priors = self._index.find(prompt_ids), np.full(len(prompt_ids), 0.5)
+        priors[rows >= 0] = self._numbers["prior"][rows[rows >= 0]]
+        return priors
 
     def add(self, problems: Sequence[Admitted], generation: int, priors: np.ndarray):
         """Add problems at the end; `priors`, shape `(n,)`, are the pass rates that are expected of them."""
@@ -85,7 +86,7 @@ class PromptPool:
             name: np.concatenate([known, np.array(more[name], dtype=known.dtype)])
             for name, known in self._numbers.items()
         }
-        self._index.add(self.prompt_ids[-count:] if count else self.prompt_ids[:0])
+        self._index.add(np.array(more["prompt_ids"], dtype=np.int64))
 
     def observe(self, prompt_ids: np.ndarray, shares: np.ndarray, alive: np.ndarray):
         """Enter a visit of some of the problems."""

@@ -80,9 +80,8 @@ class PromptState:
         self.range = RewardRange(bounds)
         self.foresight = Foresight()
         self.gate = Gate()
-        self.priors: Callable[[np.ndarray], np.ndarray] | None = (
-            None  # mean of the posterior before any visit, by ids; else 0.5
-        )
+        # Mean of the posterior before any visit, by ids; else 0.5
+        self.priors: Callable[[np.ndarray], np.ndarray] | None = None
         self.num_pruned = 0
         self.batches = 0  # visited so far
         self._table = np.zeros(max(expected, 16), dtype=_RECORD)
