@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lze_trl.evaluation.samples import Sample, SampleFile
-from lze_trl.instruct.offline import ABSTAINED
+from lze_trl.instruct.offline import abstention
 from lze_trl.rewards import MajorityReward, get_reward
 
 from .tables import table
@@ -41,13 +41,10 @@ def count(file: Path, reward: type[MajorityReward]) -> dict[str, Vote]:
 
 
 def _vote(samples: list[Sample], reward: Any) -> Vote:
-    any_winner, published = (
-        reward(bounds=(0.0, 1.0), margin=1, min_valid=0.0, labelled="none"),
-        reward(labelled="none"),
-    )
+    any_winner = reward(bounds=(0.0, 1.0), margin=1, min_valid=0.0, labelled="none")
     golds = [sample.gold for sample in samples]
     ballots = any_winner.read([s.completion for s in samples], [s.truncated for s in samples], solution=golds)
-    verdict, gate = any_winner.settle(ballots), published.settle(ballots).metrics
+    verdict, published = any_winner.settle(ballots), reward(labelled="none").settle(ballots)
     n, abstained = len(samples), verdict.metrics["abstained"]
     scored = [sample.reward for sample in samples if sample.reward is not None and sample.gold is not None]
     return Vote(
@@ -56,7 +53,7 @@ def _vote(samples: list[Sample], reward: Any) -> Vote:
         winner=0 if abstained else round(verdict.metrics["winner_share"] * n),
         right=verdict.metrics.get("label_precision"),
         accuracy=sum(scored) / len(scored) if scored else None,
-        rejected=next((why for name, why in ABSTAINED.items() if gate[f"abstained_{name}"]), None),
+        rejected=abstention(published.metrics),
     )
 
 

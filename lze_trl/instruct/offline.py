@@ -33,6 +33,11 @@ ABSTAINED = {
 """Reasons of the vote, by the majority reward's names of them."""
 
 
+def abstention(metrics: dict[str, float]) -> str | None:
+    """Why the majority reward abstained, by its metrics of a group; `None` if it did not."""
+    return next((why for name, why in ABSTAINED.items() if metrics[f"abstained_{name}"]), None)
+
+
 class Journal:
     """Answers that were given, on the disk, and those that are asked for now."""
 
@@ -79,10 +84,9 @@ class Gate:
         given = list(outputs)
         ballots = self.majority.read([output.text for output in given], [output.truncated for output in given])
         verdict = self.majority.settle(ballots)
-        applies = (why for name, why in ABSTAINED.items() if verdict.metrics[f"abstained_{name}"])
         winner = next((b.vote for b, r in zip(ballots, verdict.rewards, strict=True) if r == 1.0), None)
         told = {"share": verdict.metrics["winner_share"], "valid": 1.0 - verdict.metrics["no_vote_share"]}
-        return next(applies, None), told | {"majority_answer": winner}
+        return abstention(verdict.metrics), told | {"majority_answer": winner}
 
 
 @dataclass
