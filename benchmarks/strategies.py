@@ -80,6 +80,9 @@ STRATEGIES: dict[str, Strategy] = {
     ),
     # Knows the true pass rates: what foresight could save at best
     "oracle": Strategy("oracle, loss over all rows", _selecting("zero_variance", loss_normalizer="all", oracle=0.9)),
+    "oracle_x4": Strategy(
+        "oracle, 4 × the prompts", _selecting("zero_variance", loss_normalizer="all", oracle=0.9, prompts=4)
+    ),
     # One completion of each prompt, the others where the group is likely to be alive
     "gate": Strategy(
         "one-completion gate, loss over all rows",

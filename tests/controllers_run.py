@@ -29,7 +29,7 @@ CONTROLLERS = {
     "dynamic": {"max_rounds": 2},
     "allocation": {"rollout_budget": 26, "max_rollouts": 8, "young_rollouts": 4},
     "probing": {"kept_completions": 3},
-    "gate": {"num_generations": 3, "gate_keep": 0.6},
+    "gate": {"num_generations": 3},
 }
 """Settings of every controller for batches of 6 prompts; their numbers divide evenly over two processes."""
 

@@ -1,14 +1,18 @@
 """The gate: one completion first, the others where the group is likely to be alive."""
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lze_trl.arrays import Prompts, Rollouts
 from lze_trl.memory.gate import FEATURES, Gate, features
 from lze_trl.memory.state import PromptState, StateSettings
 from lze_trl.rollout import controllers
+from lze_trl.rollout.allocation import best_yield, worth_beginning
 from lze_trl.rollout.controllers import ask
 from samples import rollouts
 
@@ -20,13 +24,17 @@ SIZE = 6
 class World:
     """Prompts with true pass rates; a policy that is sure of its answer, right or wrong, has log-probs near 0."""
 
-    def __init__(self, prompts: int = 2000, seed: int = 0, share: float = 0.9, explore: float = 0.05):
+    def __init__(self, prompts: int = 2000, seed: int = 0, explore: float = 0.05):
         self.rng = np.random.default_rng(seed)
         self.rates = self.rng.beta(0.15, 0.15, prompts)
         self.state = PromptState(StateSettings(group_size=SIZE))
-        self.controller = controllers.Gate(SIZE, share, explore)
-        self.kept = self.expected = self.live = self.drawn = 0.0
+        self.controller = controllers.Gate(SIZE, explore)
+        self.forget()
         self._next = np.empty(0, dtype=np.int64)
+
+    def forget(self):
+        """Count from here on."""
+        self.kept = self.expected = self.live = self.drawn = self.finished = 0.0
 
     def visit(self, count: int = 100):
         """Roll out a batch as the rounds do, with the completions that the stopped groups would have had."""
@@ -38,10 +46,13 @@ class World:
         entropy = 1e-3 + 4.0 * self.rates[ids] * (1.0 - self.rates[ids])
         whole = _batch(ids, group, outcomes, -entropy[group] * self.rng.exponential(2.0, len(group)))
         prompts = self.state.prompts(ids, _some(whole, np.arange(count) < 0))
-        assert ask(self.controller, 0, prompts, whole, self.rng).tolist() == [1] * count
-        prompts = self.state.prompts(ids, _some(whole, np.zeros(count, dtype=bool)))
-        chances = self.controller.chances(1, prompts, whole)
-        goes_on = ask(self.controller, 1, prompts, whole, self.rng)
+        begun = ask(self.controller, 0, prompts, whole, self.rng)
+        assert set(begun) <= {0, 1}
+        ids, whole = ids[begun > 0], _of(whole, begun > 0)
+        first = _some(whole, np.zeros(len(ids), dtype=bool))
+        prompts = self.state.prompts(ids, first)
+        chances = self.controller.chances(1, prompts, first)
+        goes_on = ask(self.controller, 1, prompts, first, self.rng)
         assert set(goes_on) <= {0, SIZE - 1}
         self._count(whole, prompts.alive_given_first, goes_on > 0, chances)
         self.state.visit(_some(whole, goes_on > 0), np.where(goes_on > 0, chances, 0.0))
@@ -49,6 +60,7 @@ class World:
     def _count(self, whole: Rollouts, expected: np.ndarray, goes_on: np.ndarray, chances: np.ndarray):
         self.kept += (whole.alive & (chances == 1.0)).sum()
         self.live += whole.alive.sum()
+        self.finished += (whole.alive & goes_on).sum()
         self.expected += expected.sum()
         self.drawn += len(goes_on) + (SIZE - 1) * goes_on.sum()
 
@@ -56,6 +68,13 @@ class World:
 def _batch(ids, group, outcomes, logprobs) -> Rollouts:
     tokens = np.ones(len(group), dtype=np.int64)
     return Rollouts(ids, group, outcomes, outcomes, tokens, tokens, logprobs=logprobs)
+
+
+def _of(whole: Rollouts, groups: np.ndarray) -> Rollouts:
+    """Some of the groups."""
+    rows = groups[whole.group]
+    group = np.unique(whole.group[rows], return_inverse=True)[1]
+    return _batch(whole.prompt_ids[groups], group, whole.outcomes[rows], whole.logprobs[rows])
 
 
 def _some(whole: Rollouts, all_of: np.ndarray) -> Rollouts:
@@ -76,19 +95,20 @@ def known(count: int, **arrays) -> Prompts:
 # ---- The law ----
 
 
-@pytest.mark.parametrize("share", [0.7, 0.9])
-def test_the_share_of_live_groups_is_kept_for_fewer_completions(share):
-    world = World(share=share)
+def test_a_completion_yields_more_live_groups_than_without_a_gate():
+    world = World()
     for _ in range(30):
         world.visit()
-    world.kept = world.live = world.drawn = world.expected = 0.0
+    world.forget()
     for _ in range(60):
         world.visit()
-    assert world.kept / world.live == pytest.approx(share, abs=0.06)
+    alive = 1.0 - world.rates**SIZE - (1.0 - world.rates) ** SIZE
+    assert world.finished / world.drawn > 1.5 * alive.mean() / SIZE
     assert world.expected / world.live == pytest.approx(1.0, abs=0.1)  # it is calibrated, also where it stops groups
     # It tells itself what it keeps, without having seen what it stopped
-    assert world.state.gate.metrics()["gate_live_kept"] == pytest.approx(share, abs=0.1)
-    assert world.drawn < 0.65 * 60 * 100 * SIZE
+    kept = world.kept / world.live
+    assert 0.5 < kept < 0.99
+    assert world.state.gate.metrics()["gate_live_kept"] == pytest.approx(kept, abs=0.1)
 
 
 def test_foresight_is_not_fooled_by_groups_that_were_stopped():
@@ -104,30 +124,59 @@ def test_foresight_is_not_fooled_by_groups_that_were_stopped():
 # ---- Which groups go on ----
 
 
-def test_the_likeliest_go_on_until_the_share_is_reached():
-    # The sum is 2: 0.9 + 0.6 = 1.5 reaches 0.75 of it, and 0.76 takes one more
-    prompts = known(5, alive_given_first=[0.3, 0.9, 0.0, 0.6, 0.2])
-    drawn = rollouts({i: [1.0] for i in range(5)})
-    for share, expected in [(0.75, [0, 1, 0, 1, 0]), (0.76, [1, 1, 0, 1, 0]), (1.0, [1, 1, 0, 1, 1])]:
-        chances = controllers.Gate(4, share, 0.25).chances(1, prompts, drawn)
-        assert chances.tolist() == [1.0 if goes_on else 0.25 for goes_on in expected]
+@given(st.lists(st.floats(0.001, 1.0), min_size=1, max_size=7), st.integers(1, 15))
+def test_no_other_choice_yields_more_for_each_completion(alive, cost):
+    alive = np.array(alive)
+    chosen = best_yield(alive, cost)
+
+    def live_per_completion(some):
+        return alive[some].sum() / (len(alive) + cost * some.sum())
+
+    others = [np.array(some) for some in itertools.product([False, True], repeat=len(alive))]
+    assert live_per_completion(chosen) >= max(live_per_completion(some) for some in others) - 1e-12
+
+
+def test_groups_that_were_not_begun_are_never_finished():
+    assert best_yield(np.array([NAN, 0.9, NAN, 0.1]), 3).tolist() == [False, True, False, False]
+    assert best_yield(np.array([NAN]), 3).tolist() == [False]
+
+
+@given(st.lists(st.floats(0.001, 0.999), min_size=1, max_size=7), st.integers(2, 16))
+def test_a_prompt_is_begun_unless_no_first_completion_could_make_it_worth_the_others(alive, size):
+    # Nothing is worth more than a first completion that settles whether the group is alive
+    alive = np.array(alive)
+    elsewhere = alive.mean() / size
+    at_best = alive * np.maximum(1.0 - elsewhere * (size - 1), 0.0)
+    np.testing.assert_array_equal(worth_beginning(alive, size), at_best >= elsewhere * (1.0 - 1e-12))
+
+
+@pytest.mark.parametrize("p", [0.0, 0.01, 0.3, 1.0])
+def test_where_all_groups_are_alike_all_are_drawn_to_their_end(p):
+    gate, rng, drawn = controllers.Gate(4), np.random.default_rng(0), rollouts({i: [1.0] for i in range(5)})
+    prompts = known(5, alive=[p] * 5, alive_given_first=[p] * 5)
+    assert ask(gate, 0, prompts, drawn, rng).tolist() == [1] * 5
+    assert ask(gate, 1, prompts, drawn, rng).tolist() == [3] * 5
 
 
 def test_it_draws_one_then_the_others_and_nothing_after():
-    rng, controller = np.random.default_rng(0), controllers.Gate(4, 0.75, 1e-9)
-    prompts = known(3, alive_given_first=[0.1, 0.8, 0.1])
-    drawn = rollouts({i: [1.0] for i in range(3)})
-    assert [ask(controller, i, prompts, drawn, rng).tolist() for i in range(3)] == [[1, 1, 1], [0, 3, 0], [0, 0, 0]]
+    rng, controller = np.random.default_rng(0), controllers.Gate(4, explore=1e-9, recheck=0.0)
+    prompts = known(4, alive=[0.4, 0.4, 0.4, 0.01], alive_given_first=[0.1, 0.8, 0.1, NAN])
+    drawn = rollouts({0: [1.0], 1: [1.0], 2: [1.0], 3: []})
+    counts = [ask(controller, i, prompts, drawn, rng).tolist() for i in range(3)]
+    assert counts == [[1, 1, 1, 0], [0, 3, 0, 0], [0, 0, 0, 0]]
     assert [controller.chances(i, prompts, drawn) is None for i in range(3)] == [True, False, True]
 
 
-def test_those_that_stop_go_on_at_random_as_often_as_set():
+def test_those_that_would_be_left_go_on_at_random_as_often_as_set():
     count = 4000
-    prompts = known(count, alive_given_first=np.where(np.arange(count) == 0, 1.0, 1e-9))
+    unlikely = np.where(np.arange(count) == 0, 1.0, 1e-9)
+    prompts = known(count, alive=unlikely, alive_given_first=unlikely)
     drawn = rollouts({i: [1.0] for i in range(count)})
-    goes_on = controllers.Gate(2, 0.9, 0.2).draw(1, prompts, drawn, np.random.default_rng(0)) > 0
-    assert goes_on[0]
-    assert goes_on.mean() == pytest.approx(0.2, abs=0.03)
+    gate = controllers.Gate(2, explore=0.2, recheck=0.1)
+    for round, share in [(0, 0.1), (1, 0.2)]:
+        goes_on = gate.draw(round, prompts, drawn, np.random.default_rng(0)) > 0
+        assert goes_on[0]
+        assert goes_on.mean() == pytest.approx(share, abs=0.03)
 
 
 # ---- The forecast ----

@@ -22,7 +22,7 @@ import numpy as np
 import pandas as pd
 
 from ..arrays import Prompts, Rollouts
-from .allocation import expected_energy, largest_remainders, likeliest, softmax_shares
+from .allocation import best_yield, expected_energy, largest_remainders, softmax_shares, worth_beginning
 
 
 class RolloutController(ABC):
@@ -252,33 +252,37 @@ class Gate(SubsamplingController):
     """
     One completion of each prompt first, the others only where the group is likely to be alive.
 
-    Groups go on in the order of that probability, given their first completion (`Prompts.alive_given_first`), until theirs
-    add up to `share` of the sum over all groups: as many of the live groups are kept, if the probabilities are right. Of the
-    others a few go on all the same, at random, so that the forecast learns what it would miss.
+    As many groups go on, the likeliest first given their first completion (`Prompts.alive_given_first`), as make the live groups
+    for each completion the most, see [`best_yield`]. Of the others a few go on all the same, at random, so that the
+    forecast learns what it would miss. A prompt that is not worth even one completion by what is known of it, see
+    [`worth_beginning`], gets none, except for a share that is re-checked. Where every group is likely to be alive, all are
+    drawn to their end.
 
     Args:
         group_size (`int`): G.
-        share (`float`, *optional*, defaults to `0.9`): Share of the expected live groups to keep, in (0, 1].
-        explore (`float`, *optional*, defaults to `0.05`): Probability with which each of the others goes on, in (0, 1].
+        explore (`float`, *optional*, defaults to `0.05`): Probability with which a group goes on that would stop, in (0, 1].
+        recheck (`float`, *optional*, defaults to `0.1`): Probability with which a prompt is begun that would get nothing.
     """
 
     group_size: int
-    share: float = 0.9
     explore: float = 0.05
+    recheck: float = 0.1
 
     def chances(self, round: int, prompts: Prompts, drawn: Rollouts) -> np.ndarray | None:
         return self._chances(prompts) if round == 1 else None
 
     def _chances(self, prompts: Prompts) -> np.ndarray:
-        """With which probability each group goes on."""
-        return np.where(likeliest(prompts.alive_given_first, self.share), 1.0, self.explore)
+        """With which probability each group goes on, once it is begun."""
+        return np.where(best_yield(prompts.alive_given_first, self.group_size - 1), 1.0, self.explore)
 
     def draw(self, round: int, prompts: Prompts, drawn: Rollouts, rng: np.random.Generator) -> np.ndarray:
+        luck = rng.random(len(prompts))
         if round == 0:
-            return np.ones(len(prompts), dtype=np.int64)
+            worth = worth_beginning(prompts.alive, self.group_size)
+            return (worth | (luck < self.recheck)).astype(np.int64)
         if round > 1:
             return np.zeros(len(prompts), dtype=np.int64)
-        goes_on = rng.random(len(prompts)) < self._chances(prompts)
+        goes_on = (drawn.sizes > 0) & (luck < self._chances(prompts))
         return np.where(goes_on, self.group_size - 1, 0)
 
 
