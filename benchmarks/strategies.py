@@ -40,7 +40,8 @@ STRATEGIES: dict[str, Strategy] = {
     # The same completions, of twice as many prompts
     "exact_g4": Strategy("exact, G = 4", _selecting("zero_variance", loss_normalizer="all", num_generations=4)),
     "gate_g4": Strategy(
-        "gate, G = 4", _selecting("zero_variance", loss_normalizer="all", num_generations=4, controller="gate")
+        "gate by yield, G = 4",
+        _selecting("zero_variance", loss_normalizer="all", num_generations=4, controller="gate", gate_keep=0),
     ),
     "random": Strategy("random 40 %", _selecting("random", selection_ratio=0.4)),
     "zero_variance": Strategy("zero-variance filter", _selecting("zero_variance")),
@@ -71,13 +72,6 @@ STRATEGIES: dict[str, Strategy] = {
         "DAPO refill",
         _selecting("zero_variance", selection_ratio=1.0, controller="dynamic", max_rounds=10, surplus_max_age=0),
     ),
-    "lze_probing": Strategy("LZE + probing", _selecting("energy", selection_ratio=0.4, controller="probing")),
-    # Dead groups cost half, and a step is as large as the signal in it: the gradient is that of full data, but for the
-    # groups that probing gives up. There is room for nearly all live groups: leaving some of them out costs steps
-    "probing": Strategy(
-        "probing: LZE, 80 %, loss over all rows",
-        _selecting("energy", selection_ratio=0.8, controller="probing", loss_normalizer="all"),
-    ),
     # Knows the true pass rates: what foresight could save at best
     "oracle": Strategy("oracle, loss over all rows", _selecting("zero_variance", loss_normalizer="all", oracle=0.9)),
     "oracle_x4": Strategy(
@@ -88,9 +82,11 @@ STRATEGIES: dict[str, Strategy] = {
         "one-completion gate, loss over all rows",
         _selecting("zero_variance", controller="gate", loss_normalizer="all"),
     ),
-    "gate_g4_x2": Strategy(
-        "gate, G = 4, 2 × the completions",
-        _selecting("zero_variance", loss_normalizer="all", num_generations=4, controller="gate", prompts=2),
+    "gate_g4_x3": Strategy(
+        "gate by yield, G = 4, 3 × the prompts",
+        _selecting(
+            "zero_variance", loss_normalizer="all", num_generations=4, controller="gate", gate_keep=0, prompts=3
+        ),
     ),
 }
 QUICK = (BASELINE, "exact", "lze", "gate")

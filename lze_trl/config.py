@@ -17,7 +17,6 @@ from .rollout.controllers import (
     Allocation,
     DynamicSampling,
     Gate,
-    Probing,
     ReinforceAda,
     RolloutController,
     UniformController,
@@ -36,7 +35,6 @@ CONTROLLERS = (
     "reinforce_ada_balanced",
     "dynamic",
     "allocation",
-    "probing",
     "gate",
 )
 
@@ -60,6 +58,7 @@ RANGES = {
     "greso_exploration": (lambda x: 0.05 <= x <= 0.95, "in [0.05, 0.95]", "The paper uses 0.5"),
     "greso_target": (lambda x: 0 < x < 1, "in (0, 1)", "The paper uses 0.25"),
     "greso_step": (lambda x: 0 < x < 1, "in (0, 1)", "The paper uses 0.01"),
+    "gate_keep": (lambda x: 0 <= x <= 1, "in [0, 1]", "Use 0 for what a completion yields most by"),
     "gate_explore": (lambda x: 0 < x <= 1, "in (0, 1]", "Use 0.05, or the forecast never sees what it drops"),
     "young_rollouts": (lambda x: x >= 0, "at least 0", "Use 0 to go by the energy from the start"),
     "surplus_max_age": (lambda x: x >= 0, "at least 0", "Use 0 to drop surplus groups"),
@@ -112,7 +111,7 @@ class LZEGRPOConfig(GRPOConfig):
             Name of a combination of settings, see `lze_trl.strategies.STRATEGIES`: `"exact"` (the updates of plain GRPO
             without computing groups that have no gradient), `"lze"` (the published method), `"grpo"` (plain TRL),
             `"zero_variance"`, `"random"`, `"variance"`, `"dapo"`, `"reinforce_ada"`, `"reinforce_ada_positive"`,
-            `"greso"`, `"probing"`, `"gate"`, `"lze_reinforce_ada"`, `"lze_dynamic"` or `"lze_allocation"`. Any field
+            `"greso"`, `"gate"`, `"lze_reinforce_ada"`, `"lze_dynamic"` or `"lze_allocation"`. Any field
             that is given besides wins. The defaults below are those of `"exact"`, which adapts to what is given besides: a
             `selection_ratio` alone chooses by energy, and where groups with equal rewards have a gradient, as with
             `advantage_estimator="reinforce_plus_plus"`, all are trained on. A configuration that was made holds the values
@@ -201,8 +200,8 @@ class LZEGRPOConfig(GRPOConfig):
             Who gets how many completions: `"uniform"` (`num_generations` each), `"reinforce_ada_positive"` or
             `"reinforce_ada_balanced"` (in rounds, until a prompt has a positive, or enough of either kind), `"dynamic"`
             (DAPO: further prompts, until enough groups are alive), `"allocation"` (a fixed budget, shared out by expected
-            energy), `"probing"` (half of each group, the other half only where the first has a signal), or `"gate"` (one
-            completion, the others where the group is likely to be alive). A `RolloutController` passed to the trainer wins.
+            energy), or `"gate"` (one completion, the others where the group is likely to be alive). A `RolloutController`
+            passed to the trainer wins.
         round_size (`int`, *optional*, defaults to `8`):
             M, completions of each active prompt in a round of Reinforce-Ada.
         max_rounds (`int`, *optional*, defaults to `4`):
@@ -222,6 +221,9 @@ class LZEGRPOConfig(GRPOConfig):
         young_rollouts (`int`, *optional*, defaults to `50`):
             Completions of a prompt that have to be seen before `"allocation"` goes by its energy; until then it gets the
             uniform share.
+        gate_keep (`float`, *optional*, defaults to `0.9`):
+            Share of the live groups that `"gate"` expects to keep, at least, in [0, 1]. 0 keeps those with which a completion
+            yields the most live groups: fewer rollouts to the same accuracy, but smaller steps, so ask for more prompts.
         gate_explore (`float`, *optional*, defaults to `0.05`):
             Probability with which `"gate"` draws a group that it would stop to its end all the same, to learn from it, in
             (0, 1].
@@ -372,6 +374,7 @@ class LZEGRPOConfig(GRPOConfig):
     min_rollouts: int = 2
     max_rollouts: int | None = None
     young_rollouts: int = 50
+    gate_keep: float = 0.9
     gate_explore: float = 0.05
     surplus_max_age: int | None = None
     answer_column: str | None = None
@@ -520,10 +523,8 @@ class LZEGRPOConfig(GRPOConfig):
                     young=self.young_rollouts,
                     kept=kept,
                 )
-            case "probing":
-                return Probing(size, kept=kept)
             case "gate":
-                return Gate(size, self.gate_explore, self.replay_ratio, kept=kept)
+                return Gate(size, self.gate_keep, self.gate_explore, self.replay_ratio, kept=kept)
         return UniformController(size, kept=kept)
 
     def make_instruct(self) -> InstructSettings:

@@ -53,8 +53,6 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "reinforce_ada_positive": _EVERY_GROUP | _BALANCED | {"controller": "reinforce_ada_positive"},
     # prompts without a signal are left out at random, and their slots filled with live groups
     "greso": _LIVE_GROUPS | {"pruning_policy": "greso", "controller": "dynamic"},
-    # half of each group first; 80 % of the groups by energy, each step as large as the signal in it
-    "probing": {"selection_ratio": 0.8, "loss_normalizer": "all", "pruning": "none", "controller": "probing"},
     # one completion of each prompt; the others where the group is likely to be alive
     "gate": {"selector": "zero_variance", "loss_normalizer": "all", "pruning": "none", "controller": "gate"},
     # the rollouts of `reinforce_ada`, the groups of `lze`

@@ -28,8 +28,7 @@ CONTROLLERS = {
     "reinforce_ada_balanced": {"round_size": 4, "max_rounds": 3},
     "dynamic": {"max_rounds": 2},
     "allocation": {"rollout_budget": 26, "max_rollouts": 8, "young_rollouts": 4},
-    "probing": {"kept_completions": 3},
-    "gate": {"num_generations": 3},
+    "gate": {"num_generations": 3, "kept_completions": 2},
 }
 """Settings of every controller for batches of 6 prompts; their numbers divide evenly over two processes."""
 

@@ -245,7 +245,7 @@ def test_an_unknown_estimator_is_refused():
             {"advantage_estimator": "reinforce_plus_plus", "loss_normalizer": "all"},
             "those with equal rewards have one",
         ),
-        ({"advantage_estimator": "reinforce_plus_plus_baseline", "strategy": "probing"}, "'grpo' or 'rloo'"),
+        ({"advantage_estimator": "reinforce_plus_plus_baseline", "strategy": "gate"}, "'grpo' or 'rloo'"),
     ],
 )
 def test_what_does_not_go_with_an_estimator_is_refused(tmp_path, settings, message):

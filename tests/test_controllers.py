@@ -18,7 +18,6 @@ from lze_trl.rollout.controllers import (
     Allocation,
     DynamicSampling,
     Gate,
-    Probing,
     ReinforceAda,
     RolloutController,
     UniformController,
@@ -186,7 +185,7 @@ def test_kept_rows(exit, outcomes, n, kept):
     ids=str,
 )
 def test_weights_of_rows_that_stand_for_others(outcomes, n, weights):
-    controllers = UniformController(8, kept=n), DynamicSampling(8, 2, 1, kept=n), Probing(8, kept=n)
+    controllers = UniformController(8, kept=n), DynamicSampling(8, 2, 1, kept=n)
     for controller in (*controllers, Allocation(8, 1, maximum=8, kept=n)):
         given = ask_keep(controller, rollouts({0: outcomes}), keyed_rng(0, 0, "keep"))
         np.testing.assert_allclose(given, weights, rtol=1e-15)
@@ -322,25 +321,6 @@ def test_further_prompts(round, live, k, expected):
     controller = DynamicSampling(group_size=2, max_rounds=3, num_prompts=8)
     drawn = rollouts({0: [1, 0], 1: [0, 0], 2: [1, 1], 3: []})  # nothing is known of a prompt without completions
     assert ask_more(controller, round, fresh(4), drawn, live, k) == expected
-
-
-def test_probing_goes_on_where_there_is_a_signal():
-    # G = 5: 2 first; then 3 more where those differ. A group with one scored completion has no signal
-    controller = Probing(group_size=5)
-    assert (
-        ask(controller, 0, fresh(4), rollouts({0: [], 1: [], 2: [], 3: []}), keyed_rng(0, 1, "rollouts")).tolist()
-        == [2] * 4
-    )
-    drawn = rollouts({0: [1, 0], 1: [1, 1], 2: [0, 0], 3: [1, NAN]})
-    assert ask(controller, 1, fresh(4), drawn, keyed_rng(0, 1, "rollouts")).tolist() == [3, 0, 0, 0]
-    drawn = rollouts({0: [1, 0, 1, 1, 1], 1: [1, 1], 2: [0, 0], 3: [1, NAN]})
-    assert ask(controller, 2, fresh(4), drawn, keyed_rng(0, 1, "rollouts")).tolist() == [0] * 4
-    assert ask_keep(controller, drawn, keyed_rng(0, 1, "keep")).all()
-
-
-def test_probing_needs_two_completions_to_begin_with():
-    with pytest.raises(ValueError, match=r"`num_generations` must be at least 4, got 3. .*probing"):
-        Probing(3)
 
 
 def test_further_prompts_are_rounded_up():
@@ -526,13 +506,12 @@ def described(name, num_prompts=5, **given):
         ("reinforce_ada_balanced", ReinforceAda("balanced", 3, 5, 6)),
         ("dynamic", DynamicSampling(4, 5, 7, kept=6)),
         ("allocation", Allocation(40, 7, 0.3, 3, 9, 60, kept=6)),
-        ("probing", Probing(4, kept=6)),
-        ("gate", Gate(4, 0.1, 0.3, kept=6)),
+        ("gate", Gate(4, 0.7, 0.1, 0.3, kept=6)),
     ],
 )
 def test_settings_reach_the_controller(name, controller):
     given = {"num_prompts": 7, "round_size": 3, "max_rounds": 5, "kept_completions": 6, "rollout_budget": 40}
-    given |= {"gate_explore": 0.1, "replay_ratio": 0.3}
+    given |= {"gate_keep": 0.7, "gate_explore": 0.1, "replay_ratio": 0.3}
     given |= {"allocation_temperature": 0.3, "min_rollouts": 3, "max_rollouts": 9, "young_rollouts": 60}
     assert described(name, **given) == controller
 
@@ -566,7 +545,7 @@ def test_settings_that_a_controller_does_not_use_are_not_checked():
         ("reinforce_ada_positive", {"kept_completions": 1}, "at least 2, got 1. A group of one has no"),
         *(
             (name, {"kept_completions": 1}, "must be at least 2, got 1")
-            for name in ("uniform", "dynamic", "allocation", "probing", "gate")
+            for name in ("uniform", "dynamic", "allocation", "gate")
         ),
         ("reinforce_ada_positive", {"round_size": 0}, "`round_size` must be at least 1, got 0"),
         ("reinforce_ada_balanced", {"max_rounds": 0}, "`max_rounds` must be at least 1, got 0"),

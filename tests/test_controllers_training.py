@@ -118,9 +118,6 @@ def assert_rounds(rounds: list[dict], batch: dict, controller: str, settings: di
         if controller.startswith("reinforce_ada"):
             active = {prompt for prompt, known in outcomes.items() if not met(known, controller)} or given
             assert_counts(given, dict.fromkeys(active, settings["round_size"]), processes)
-        elif controller == "probing":
-            mixed = {prompt for prompt, known in outcomes.items() if len(set(known)) == 2} or given
-            assert_counts(given, dict.fromkeys(mixed, settings.get("num_generations", 4) // 2), processes)
         elif controller == "gate":
             assert set(given) <= set(outcomes or given)
             further = settings["num_generations"] - 1
@@ -130,15 +127,13 @@ def assert_rounds(rounds: list[dict], batch: dict, controller: str, settings: di
             assert_counts(given, dict.fromkeys(given, settings.get("num_generations", 4)), processes)
         for prompt, completion in entry["rows"]:
             outcomes.setdefault(prompt, []).append(passes(completion))
-    if controller == "probing":
-        assert len(rounds) == 1 + any(len(set(known[:2])) == 2 for known in outcomes.values())
     if controller == "allocation":
         budget = settings["rollout_budget"] * batch["prompts"] // 6
         assert given.total() == budget + budget % processes
     done = all(met(known, controller) for known in outcomes.values())
     if controller.startswith("reinforce_ada") and not done:
         assert len(rounds) == settings["max_rounds"]
-    assert len(rounds) <= settings.get("max_rounds", 2 if controller in ("probing", "gate") else 1)
+    assert len(rounds) <= settings.get("max_rounds", 2 if controller == "gate" else 1)
     assert len(outcomes) == batch["groups"] == batch["prompts"] or controller == "dynamic"
 
 
@@ -792,7 +787,7 @@ def test_unscored_completions_and_async_rewards(tmp_path, controller):
         selection_ratio=1.0,
         surplus_max_age=0,
         scale_rewards="none",
-        **CONTROLLERS[controller] | ({"kept_completions": None} if controller == "probing" else {}),
+        **CONTROLLERS[controller] | ({"kept_completions": None} if controller == "gate" else {}),
     )
     groups, rows = drawn_groups(trainer.record()), 0
     for batch in trainer.micro_batches:
@@ -874,6 +869,7 @@ BAD_CONFIGS = [
     (GRESO | {"greso_exploration": 0.01}, r"`greso_exploration` must be in \[0.05, 0.95\], got 0.01"),
     (GRESO | {"greso_exploration": float("nan")}, r"`greso_exploration` must be in \[0.05, 0.95\], got nan"),
     (GRESO | {"greso_target": 1.0}, r"`greso_target` must be in \(0, 1\), got 1.0"),
+    ({"controller": "gate", "gate_keep": 1.1}, r"`gate_keep` must be in \[0, 1\], got 1.1. Use 0 for"),
     ({"controller": "gate", "gate_explore": 0}, r"`gate_explore` must be in \(0, 1\], got 0. .* what it drops"),
     (GRESO | {"greso_step": 0.0}, r"`greso_step` must be in \(0, 1\), got 0.0"),
     (POSITIVE | {"reward_range": [0, 2]}, "`controller='reinforce_ada_positive'` counts passes.*`reward_range"),

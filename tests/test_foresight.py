@@ -265,7 +265,7 @@ def test_long_completions_fit_in_half_precision():
 
 
 def test_only_completions_that_no_outcome_has_called_for_are_learned_from():
-    # Probing: two each, then two more where the first two differ. Adaptive sizes alone would give the answer away
+    # Two each, then two more where the first two differ: adaptive sizes alone would give the answer away
     group = np.array([0, 0, 0, 0, 1, 1, 2, 2, 2])
     values = np.array([1.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 0.0])
     size, alive = first_completions(Rollouts(np.arange(3), group, values, values, group, group))
@@ -276,19 +276,19 @@ def test_only_completions_that_no_outcome_has_called_for_are_learned_from():
 
 
 def test_adaptive_sizes_do_not_poison_it():
-    probing, plain = World(seed=5), World(seed=5)
+    adaptive, plain = World(seed=5), World(seed=5)
     for _ in range(40):
         plain.visit(size=2)
-        rng, ids = probing.rng, probing.rng.permutation(len(probing.rates))[:120]
-        drawn = (rng.random((120, 2)) < probing.rates[ids][:, np.newaxis]).astype(np.float64)
+        rng, ids = adaptive.rng, adaptive.rng.permutation(len(adaptive.rates))[:120]
+        drawn = (rng.random((120, 2)) < adaptive.rates[ids][:, np.newaxis]).astype(np.float64)
         rng.exponential(2.0, 240)
         outcomes = {id: [*row, *([1.0] * 2 if row[0] != row[1] else [])] for id, row in zip(ids, drawn, strict=True)}
-        probing.state.visit(rollouts(outcomes))
+        adaptive.state.visit(rollouts(outcomes))
     found = []
-    for world in (probing, plain):
+    for world in (adaptive, plain):
         known = world.state.history(np.arange(600))
         found.append(world.state.foresight.forecasts(known, 2)[0].mean())
-    truth = (2.0 * probing.rates * (1.0 - probing.rates)).mean()
+    truth = (2.0 * adaptive.rates * (1.0 - adaptive.rates)).mean()
     assert found[0] == pytest.approx(truth, abs=0.06)
     assert found[1] == pytest.approx(truth, abs=0.06)
 

@@ -42,7 +42,7 @@ CASES = {
         "max_steps": 6,
     },
     "dynamic": {"controller": "dynamic", "reward": tiny.digit_reward, "selection_ratio": 1.0},
-    "probing": {"controller": "probing", "reward": tiny.digit_reward, "max_steps": 4},
+    "gate": {"controller": "gate", "reward": short_prompts_solved, "max_steps": 24},
     "reinforce_ada": {"controller": "reinforce_ada_balanced", "round_size": 4, "max_rounds": 3},
 }
 
@@ -163,7 +163,7 @@ def test_the_batches_are_those_of_plain_grpo(case):
         assert ratios["rollouts"] < 1.0
         assert ratios["updates"] == 0.0
         assert totals["visits_skipped"] == generations.skipped.sum()
-    elif name == "probing":
+    elif name == "gate":
         assert totals["rows_rolled_out"] < totals["plain_rows"]
         assert ratios["rollouts"] < 1.0
     else:

@@ -181,8 +181,8 @@ def known(rewards: torch.Tensor, group: np.ndarray) -> np.ndarray:
     [
         ("uniform", "format and correct"),
         ("uniform", "reward model"),
-        ("probing", "graded"),
-        ("probing", "format and correct"),
+        ("gate", "graded"),
+        ("gate", "format and correct"),
         ("dynamic", "reward model"),
         ("allocation", "graded"),
     ],
@@ -300,7 +300,7 @@ def test_the_first_dead_batch_says_why(tmp_path, caplog, name):
 
 @pytest.mark.parametrize(
     ("controller", "policy"),
-    [("uniform", "solved"), ("probing", "greso"), ("dynamic", "greso"), ("reinforce_ada_balanced", "solved")],
+    [("uniform", "solved"), ("gate", "greso"), ("dynamic", "greso"), ("reinforce_ada_balanced", "solved")],
 )
 def test_a_reward_of_0_and_1_is_a_pass_bit_for_bit(tmp_path, controller, policy):
     rewards = {"reward_funcs": correct}

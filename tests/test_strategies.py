@@ -147,10 +147,8 @@ def test_an_unknown_one_is_refused_with_the_nearest(tmp_path):
     ):
         tiny.config(tmp_path, strategy="dappo")
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("strategy: probin\n")
-    with pytest.raises(
-        RecipeError, match=r"cannot be 'probin': .* invalid choice: .*'lze'.* Did you mean `probing`\?"
-    ):
+    recipe.write_text("strategy: gat\n")
+    with pytest.raises(RecipeError, match=r"cannot be 'gat': .* invalid choice: .*'lze'.* Did you mean `gate`\?"):
         parse_recipe(["--config", str(recipe)])
     recipe.write_text("seed: 1\n")
     with pytest.raises(RecipeError, match=r"--strategy: invalid choice: 'dappo' \(choose from .*'dapo'"):
@@ -173,12 +171,12 @@ def recorded(directory) -> dict:
 
 def test_a_run_records_the_settings_and_goes_on_under_another_name(tmp_path, caplog):
     run = {"save_strategy": "steps", "save_steps": 2, "telemetry": True}
-    train(LZEGRPOTrainer, tmp_path, strategy="probing", max_steps=2, **run)
-    spelled = train(LZEGRPOTrainer, tmp_path / "other", max_steps=2, **run, **settings_of("probing"))
+    train(LZEGRPOTrainer, tmp_path, strategy="reinforce_ada", max_steps=2, **run)
+    spelled = train(LZEGRPOTrainer, tmp_path / "other", max_steps=2, **run, **settings_of("reinforce_ada"))
     named, other = recorded(tmp_path), recorded(tmp_path / "other")
     assert {name for name in named if named[name] != other[name]} == {"strategy", "output_dir", "model"}
     assert rules_of(named) == rules_of(other)
-    assert rules_of(named).selection_ratio == 0.8
+    assert rules_of(named).selection_ratio == 1.0
 
     def resumed(**settings):
         caplog.clear()
@@ -193,7 +191,7 @@ def test_a_run_records_the_settings_and_goes_on_under_another_name(tmp_path, cap
             trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
         return [record.getMessage() for record in caplog.records if "other settings" in record.getMessage()]
 
-    assert resumed(**settings_of("probing")) == []
+    assert resumed(**settings_of("reinforce_ada")) == []
     (changes,) = resumed(strategy="random")
-    assert "`selector` was 'energy' and is 'random'" in changes
+    assert "`selector` was 'all' and is 'random'" in changes
     assert "strategy" not in changes

@@ -488,14 +488,14 @@ def test_a_dry_run_counts_prompts_after_deduplication(job, capsys, tmp_path):
     recipe = job(eval_tasks=[str(tmp_path / "held_out.jsonl")], save_total_limit=1)
     rows = (tmp_path / "train.jsonl").read_text()
     (tmp_path / "train.jsonl").write_text(rows + "".join(rows.splitlines(keepends=True)[:5]))
-    text, shown = dry_run(capsys, recipe, "--strategy", "probing", "--hub_token", "secret")
+    text, shown = dry_run(capsys, recipe, "--strategy", "dapo", "--hub_token", "secret")
     assert shown["prompts"] == "12 of 17 rows are different"
-    assert "`Probing` draws other numbers" in shown["completions a generation batch"]
+    assert "`DynamicSampling` draws other numbers" in shown["completions a generation batch"]
     assert shown["evaluation tasks"] == "held_out (4 problems)"
     assert shown[f"{tmp_path}/run/checkpoint-N/"] == "every 2 steps, and after the last; the last 1 are kept"
     assert "secret" not in text
     differing, _, others = text.partition("Settings at their defaults")
-    assert re.search(r"selection_ratio +0\.8  \(default: 0\.4\)\n", differing)
+    assert re.search(r"selection_ratio +1\.0  \(default: 0\.4\)\n", differing)
     assert re.search(r"max_steps +4  \(default: -1\)\n", differing) and "max_steps" not in others
     assert "temperature=1.0" in others and "pruning=none" not in others and "deduplicate=True" in others
 
