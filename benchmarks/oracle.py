@@ -7,7 +7,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lze_trl.arrays import Prompts, Rollouts
 from lze_trl.memory.identity import prompt_id
-from lze_trl.rollout.allocation import likeliest
 from lze_trl.rollout.controllers import RolloutController
 
 from .evaluation import Evaluation
@@ -43,3 +42,15 @@ class Oracle(RolloutController):
         )
         alive = 1.0 - rates**self.group_size - (1.0 - rates) ** self.group_size
         return np.where(likeliest(alive, self.share), self.group_size, 0)
+
+
+def likeliest(alive: np.ndarray, share: float) -> np.ndarray:
+    """
+    The groups with the highest probabilities to be `alive`, until theirs add up to `share` of the sum over all: bool, shape
+    `(P,)`. Ties go to the lower index.
+    """
+    order = np.argsort(-alive, kind="stable")
+    before = np.cumsum(alive[order]) - alive[order]  # expected live groups ahead of each
+    chosen = np.zeros(len(alive), dtype=bool)
+    chosen[order[before < share * alive.sum()]] = True
+    return chosen

@@ -40,8 +40,8 @@ STRATEGIES: dict[str, Strategy] = {
     # The same completions, of twice as many prompts
     "exact_g4": Strategy("exact, G = 4", _selecting("zero_variance", loss_normalizer="all", num_generations=4)),
     "gate_g4": Strategy(
-        "gate by yield, G = 4",
-        _selecting("zero_variance", loss_normalizer="all", num_generations=4, controller="gate", gate_keep=0),
+        "gate, G = 4",
+        _selecting("zero_variance", loss_normalizer="all", num_generations=4, controller="gate"),
     ),
     "random": Strategy("random 40 %", _selecting("random", selection_ratio=0.4)),
     "zero_variance": Strategy("zero-variance filter", _selecting("zero_variance")),
@@ -83,10 +83,8 @@ STRATEGIES: dict[str, Strategy] = {
         _selecting("zero_variance", controller="gate", loss_normalizer="all"),
     ),
     "gate_g4_x3": Strategy(
-        "gate by yield, G = 4, 3 × the prompts",
-        _selecting(
-            "zero_variance", loss_normalizer="all", num_generations=4, controller="gate", gate_keep=0, prompts=3
-        ),
+        "gate, G = 4, 3 × the prompts",
+        _selecting("zero_variance", loss_normalizer="all", num_generations=4, controller="gate", prompts=3),
     ),
 }
 QUICK = (BASELINE, "exact", "lze", "gate")

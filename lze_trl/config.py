@@ -58,7 +58,6 @@ RANGES = {
     "greso_exploration": (lambda x: 0.05 <= x <= 0.95, "in [0.05, 0.95]", "The paper uses 0.5"),
     "greso_target": (lambda x: 0 < x < 1, "in (0, 1)", "The paper uses 0.25"),
     "greso_step": (lambda x: 0 < x < 1, "in (0, 1)", "The paper uses 0.01"),
-    "gate_keep": (lambda x: 0 <= x <= 1, "in [0, 1]", "Use 0 for what a completion yields most by"),
     "gate_explore": (lambda x: 0 < x <= 1, "in (0, 1]", "Use 0.05, or the forecast never sees what it drops"),
     "young_rollouts": (lambda x: x >= 0, "at least 0", "Use 0 to go by the energy from the start"),
     "surplus_max_age": (lambda x: x >= 0, "at least 0", "Use 0 to drop surplus groups"),
@@ -221,9 +220,6 @@ class LZEGRPOConfig(GRPOConfig):
         young_rollouts (`int`, *optional*, defaults to `50`):
             Completions of a prompt that have to be seen before `"allocation"` goes by its energy; until then it gets the
             uniform share.
-        gate_keep (`float`, *optional*, defaults to `0.9`):
-            Share of the live groups that `"gate"` expects to keep, at least, in [0, 1]. 0 keeps those with which a completion
-            yields the most live groups: fewer rollouts to the same accuracy, but smaller steps, so ask for more prompts.
         gate_explore (`float`, *optional*, defaults to `0.05`):
             Probability with which `"gate"` draws a group that it would stop to its end all the same, to learn from it, in
             (0, 1].
@@ -374,7 +370,6 @@ class LZEGRPOConfig(GRPOConfig):
     min_rollouts: int = 2
     max_rollouts: int | None = None
     young_rollouts: int = 50
-    gate_keep: float = 0.9
     gate_explore: float = 0.05
     surplus_max_age: int | None = None
     answer_column: str | None = None
@@ -524,7 +519,7 @@ class LZEGRPOConfig(GRPOConfig):
                     kept=kept,
                 )
             case "gate":
-                return Gate(size, self.gate_keep, self.gate_explore, self.replay_ratio, kept=kept)
+                return Gate(size, self.gate_explore, self.replay_ratio, kept=kept)
         return UniformController(size, kept=kept)
 
     def make_instruct(self) -> InstructSettings:

@@ -506,12 +506,12 @@ def described(name, num_prompts=5, **given):
         ("reinforce_ada_balanced", ReinforceAda("balanced", 3, 5, 6)),
         ("dynamic", DynamicSampling(4, 5, 7, kept=6)),
         ("allocation", Allocation(40, 7, 0.3, 3, 9, 60, kept=6)),
-        ("gate", Gate(4, 0.7, 0.1, 0.3, kept=6)),
+        ("gate", Gate(4, 0.1, 0.3, kept=6)),
     ],
 )
 def test_settings_reach_the_controller(name, controller):
     given = {"num_prompts": 7, "round_size": 3, "max_rounds": 5, "kept_completions": 6, "rollout_budget": 40}
-    given |= {"gate_keep": 0.7, "gate_explore": 0.1, "replay_ratio": 0.3}
+    given |= {"gate_explore": 0.1, "replay_ratio": 0.3}
     given |= {"allocation_temperature": 0.3, "min_rollouts": 3, "max_rollouts": 9, "young_rollouts": 60}
     assert described(name, **given) == controller
 

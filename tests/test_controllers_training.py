@@ -869,7 +869,6 @@ BAD_CONFIGS = [
     (GRESO | {"greso_exploration": 0.01}, r"`greso_exploration` must be in \[0.05, 0.95\], got 0.01"),
     (GRESO | {"greso_exploration": float("nan")}, r"`greso_exploration` must be in \[0.05, 0.95\], got nan"),
     (GRESO | {"greso_target": 1.0}, r"`greso_target` must be in \(0, 1\), got 1.0"),
-    ({"controller": "gate", "gate_keep": 1.1}, r"`gate_keep` must be in \[0, 1\], got 1.1. Use 0 for"),
     ({"controller": "gate", "gate_explore": 0}, r"`gate_explore` must be in \(0, 1\], got 0. .* what it drops"),
     (GRESO | {"greso_step": 0.0}, r"`greso_step` must be in \(0, 1\), got 0.0"),
     (POSITIVE | {"reward_range": [0, 2]}, "`controller='reinforce_ada_positive'` counts passes.*`reward_range"),

@@ -76,16 +76,3 @@ def worth_beginning(alive: np.ndarray, size: int) -> np.ndarray:
     """
     mean = alive.mean()
     return alive * (size - mean * (size - 1)) >= mean
-
-
-def likeliest(alive: np.ndarray, share: float) -> np.ndarray:
-    """
-    The groups with the highest probabilities to be `alive`, until theirs add up to `share` of the sum over all: bool, shape
-    `(P,)`. NaN is none. Ties go to the lower index.
-    """
-    alive = np.nan_to_num(alive)
-    order = np.argsort(-alive, kind="stable")
-    before = np.cumsum(alive[order]) - alive[order]  # expected live groups ahead of each
-    chosen = np.zeros(len(alive), dtype=bool)
-    chosen[order[before < share * alive.sum()]] = True
-    return chosen

@@ -22,7 +22,7 @@ import numpy as np
 import pandas as pd
 
 from ..arrays import Prompts, Rollouts
-from .allocation import best_yield, expected_energy, largest_remainders, likeliest, softmax_shares, worth_beginning
+from .allocation import best_yield, expected_energy, largest_remainders, softmax_shares, worth_beginning
 
 
 class RolloutController(ABC):
@@ -228,20 +228,18 @@ class Gate(SubsamplingController):
     One completion of each prompt first, the others only where the group is likely to be alive.
 
     As many groups go on, the likeliest first given their first completion (`Prompts.alive_given_first`), as make the live groups
-    for each completion the most, see [`best_yield`], and at least until theirs add up to `share` of the live groups that are
-    expected. Of the others a few go on all the same, at random, so that the forecast learns what it would miss. A prompt
-    that is not worth even one completion by what is known of it, see [`worth_beginning`], gets none, except for a share that is
-    re-checked. Where every group is likely to be alive, all are drawn to their end.
+    for each completion the most, see [`best_yield`]. Of the others a few go on all the same, at random, so that the
+    forecast learns what it would miss. A prompt that is not worth even one completion by what is known of it, see
+    [`worth_beginning`], gets none, except for a share that is re-checked. Where every group is likely to be alive, all are
+    drawn to their end.
 
     Args:
         group_size (`int`): G.
-        share (`float`, *optional*, defaults to `0.9`): Share of the expected live groups to keep at least, in [0, 1].
         explore (`float`, *optional*, defaults to `0.05`): Probability with which a group goes on that would stop, in (0, 1].
         recheck (`float`, *optional*, defaults to `0.1`): Probability with which a prompt is begun that would get nothing.
     """
 
     group_size: int
-    share: float = 0.9
     explore: float = 0.05
     recheck: float = 0.1
 
@@ -250,8 +248,7 @@ class Gate(SubsamplingController):
 
     def _chances(self, prompts: Prompts) -> np.ndarray:
         """With which probability each group goes on, once it is begun."""
-        alive = prompts.alive_given_first
-        return np.where(best_yield(alive, self.group_size - 1) | likeliest(alive, self.share), 1.0, self.explore)
+        return np.where(best_yield(prompts.alive_given_first, self.group_size - 1), 1.0, self.explore)
 
     def draw(self, round: int, prompts: Prompts, drawn: Rollouts, rng: np.random.Generator) -> np.ndarray:
         luck = rng.random(len(prompts))
