@@ -4,6 +4,7 @@ import argparse
 import json
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,12 @@ from lze_trl.memory.identity import ID_COLUMN
 from lze_trl.memory.state import PromptState
 from lze_trl.pack.exchange import exchange
 from lze_trl.pack.layout import Geometry, Layout, pack
-from lze_trl.pack.rows import TokenRows
+from lze_trl.pack.rows import ROW_ARRAYS, TokenRows
 from lze_trl.pack.weights import even_reference
 from lze_trl.record.ledger import Ledger, TokenCost
 from lze_trl.record.monitors import batch_metrics
 from lze_trl.record.recorder import Recorder
+from lze_trl.rollout.controllers import Gate
 from lze_trl.rollout.gather import gather_rollouts
 from lze_trl.seeding import keyed_rng
 from lze_trl.select.selectors import EnergySelector, choose, quota
@@ -36,12 +38,13 @@ from .state import distinct_ids
 
 
 PROCESSES, SHARE, TARGET = 2, 0.4, 0.01
-_PROMPTS, _PROMPT_TOKENS, _CHARACTERS = 100_000, 200, 4
+_PROMPTS, _IN_TURN, _PROMPT_TOKENS, _CHARACTERS = 100_000, 2_048, 200, 4
 _VOCABULARY = 32_768
 _FLOPS_PER_TOKEN, _FLOPS_PER_SECOND = 6 * 0.5e9, 4e14
 PARTS = {
     "gather": "telling all processes the results",
-    "state": "scoring groups and remembering prompts",
+    "foresight": "forecasts of foresight and of the gate",
+    "state": "scoring groups, learning from them and remembering prompts",
     "selection": "selection",
     "packing": "packing",
     "redistribution": "redistribution of the chosen rows",
@@ -83,14 +86,14 @@ class Worker:
         self.texts = ["x" * (_CHARACTERS * tokens)] * rows
         steps = rows // 8
         self.geometry = Geometry(self.world, steps, steps, micro_batch_rows=8)
-        self.selector, self.generation = EnergySelector(), 0
+        self.selector, self.gate, self.generation = EnergySelector(), Gate(group_size), 0
         self.recorder = Recorder(args, {}, ["reward"], lambda: Ledger().summary(TokenCost(1.0, 3.0)), self.accelerator)
 
     def draw(self):
         """Prompts and outcomes of the next batch; not measured."""
         chance = np.repeat(self.rng.random(self.group[-1] + 1), np.bincount(self.group))
         self.outcomes = (self.rng.random(self.size) < chance).astype(np.float64)
-        ids = self.rng.choice(self.ids, self.group[-1] + 1, replace=False)[self.group]
+        ids = self.rng.choice(self.ids[:_IN_TURN], self.group[-1] + 1, replace=False)[self.group]
         mine = slice(self.rank * self.size // self.world, (self.rank + 1) * self.size // self.world)
         self.inputs = [{"prompt": f"prompt {id}", ID_COLUMN: int(id)} for id in ids[mine]]
 
@@ -102,9 +105,21 @@ class Worker:
         judged = {"outcomes": self.outcomes, "rewards": self.outcomes}
         self.scored = gather_rollouts(rolled, self.inputs, judged, self.group, self.accelerator)
 
+    def foresight(self):
+        """What is expected of each group before and after its first completion, and whether the gate goes on with it."""
+        whole, rng = self.scored.rollouts, keyed_rng(0, self.generation, "rollouts")
+        first = np.unique(whole.group, return_index=True)[1]
+        drawn = replace(whole, **{name: getattr(whole, name)[first] for name in ROW_ARRAYS})
+        for round in (0, 1):
+            prompts = self.prompt_state.prompts(whole.prompt_ids, drawn if round else None)
+            self.gate.chances(round, prompts, drawn)
+            self.gate.draw(round, prompts, drawn, rng)
+
     def state(self):
-        """Pass rates and energies."""
-        self.groups: Groups = self.prompt_state.visit(self.scored.rollouts)
+        """Pass rates and energies. The models learn from every group, the most that there can be."""
+        self.groups: Groups = self.prompt_state.visit(
+            self.scored.rollouts, np.ones(len(self.scored.rollouts.prompt_ids))
+        )
 
     def selection(self):
         """The groups to train on."""
@@ -247,7 +262,9 @@ def main(argv: list[str] | None = None):
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
     worker = Worker(arguments.groups, arguments.group_size, arguments.tokens, arguments.report.parent)
-    steps = [worker.step() for _ in range(1 + arguments.repetitions)][1:]  # the first one allocates
+    steps = [worker.step() for _ in range(3 + arguments.repetitions)][
+        3:
+    ]  # the first one allocates, and prompts become known
     worker.recorder.close()
     if worker.rank == 0:
         write_json(arguments.report, steps)
