@@ -40,8 +40,7 @@ STRATEGIES: dict[str, Strategy] = {
     # The same completions, of twice as many prompts
     "exact_g4": Strategy("exact, G = 4", _selecting("zero_variance", loss_normalizer="all", num_generations=4)),
     "gate_g4": Strategy(
-        "gate, G = 4",
-        _selecting("zero_variance", loss_normalizer="all", num_generations=4, controller="gate"),
+        "gate, G = 4", _selecting("zero_variance", loss_normalizer="all", num_generations=4, controller="gate")
     ),
     "random": Strategy("random 40 %", _selecting("random", selection_ratio=0.4)),
     "zero_variance": Strategy("zero-variance filter", _selecting("zero_variance")),

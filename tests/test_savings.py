@@ -164,9 +164,8 @@ def test_the_batches_are_those_of_plain_grpo(case):
         assert ratios["updates"] == 0.0
         assert totals["visits_skipped"] == generations.skipped.sum()
     elif name == "gate":
-        assert (
-            open_run(directory).generations().groups.min() < 3
-        )  # prompts that are known to be dead get no completion
+        # Prompts that are known to be dead get no completion
+        assert open_run(directory).generations().groups.min() < 3
         assert totals["rows_rolled_out"] < totals["plain_rows"]
         assert ratios["rollouts"] < 1.0
     else:

@@ -117,9 +117,8 @@ class Worker:
 
     def state(self):
         """Pass rates and energies. The models learn from every group, the most that there can be."""
-        self.groups: Groups = self.prompt_state.visit(
-            self.scored.rollouts, np.ones(len(self.scored.rollouts.prompt_ids))
-        )
+        rollouts = self.scored.rollouts
+        self.groups: Groups = self.prompt_state.visit(rollouts, np.ones(rollouts.num_groups))
 
     def selection(self):
         """The groups to train on."""
@@ -262,9 +261,9 @@ def main(argv: list[str] | None = None):
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
     worker = Worker(arguments.groups, arguments.group_size, arguments.tokens, arguments.report.parent)
-    steps = [worker.step() for _ in range(3 + arguments.repetitions)][
-        3:
-    ]  # the first one allocates, and prompts become known
+    for _ in range(3):  # the first one allocates, and prompts become known
+        worker.step()
+    steps = [worker.step() for _ in range(arguments.repetitions)]
     worker.recorder.close()
     if worker.rank == 0:
         write_json(arguments.report, steps)
