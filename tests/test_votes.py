@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lze_trl.evaluation.statistics import majority
+from lze_trl.rewards import MajorityReward
 from lze_trl.rewards.grading import same_answer
 from lze_trl.rewards.votes import answer_classes, consensus, read_vote
 
@@ -44,6 +45,73 @@ from lze_trl.rewards.votes import answer_classes, consensus, read_vote
 def test_votes_are_closed_boxes(text, vote):
     assert read_vote(text, truncated=False) == vote
     assert read_vote(text, truncated=True) is None
+
+
+NO_CONTENT = [
+    r"\text{ }",
+    r"\quad",
+    r"\square",
+    r"\underline{\hspace{1cm}}",
+    r"\frac{\square}{\square}",
+    r"\left( \right)",
+    r"\begin{pmatrix} \\ \end{pmatrix}",
+    "___",
+    r"\_\_",
+    r"\ldots",
+    "N/A",
+    r"\text{cannot be found}",
+    r"\text{It is not possible to calculate}",
+    r"\textbf{your answer here}",
+    r"\text{[insert answer]}",
+    r"\text{No answer}",
+]
+ANSWERS = [
+    *(
+        "0",
+        "-3",
+        "x",
+        "A",
+        "na",
+        r"\frac{n}{a}",
+        r"\pi",
+        r"\infty",
+        "∞",
+        "<",
+        r"\ge",
+        "x_1",
+        r"\text{even}",
+        r"7\text{ cm}",
+    ),
+    *(
+        r"\text{none}",
+        r"\text{no solution}",
+        r"\emptyset",
+        "∅",
+        r"\varnothing",
+        r"\text{undefined}",
+        r"\text{does not exist}",
+    ),
+    *(
+        r"\text{impossible}",
+        r"\text{infinitely many}",
+        r"\text{cannot be factored}",
+        r"\text{a solution}",
+        r"\triangle ABC",
+    ),
+]
+
+
+@pytest.mark.parametrize("box", NO_CONTENT)
+def test_a_box_without_an_answer_neither_votes_nor_wins(box):
+    assert read_vote(rf"\boxed{{{box}}}", truncated=False) is None
+    majority = MajorityReward(min_valid=0.4, num_generations=9, end_token_ids=[0])
+    completions = [rf"\boxed{{{text}}}" for text in [box] * 5 + ["8"] * 4]
+    assert majority(["?"] * 9, completions, [[0]] * 9) == [0.0] * 5 + [1.0] * 4
+
+
+@pytest.mark.parametrize("box", ANSWERS)
+def test_an_answer_in_words_or_signs_votes(box):
+    assert read_vote(rf"\boxed{{{box}}}", truncated=False) == box
 
 
 def test_equality_is_not_transitive_and_classes_are_cliques():

@@ -15,15 +15,26 @@ import numpy as np
 from .grading import closed_box
 
 
+# Commands that show nothing of their own: blanks with their lengths, fonts, brackets, placeholders, and what takes arguments
+_LAYOUT = re.compile(
+    r"\\[hv]?(?:space|phantom)\*?\s*\{(?:[^{}]|\{[^{}]*\})*\}|\\(?:begin|end)\s*\{[^{}]*\}"
+    r"|\\(?:text[a-z]*|math[a-z]+|[hm]box|boxed|fbox|operatorname|boldsymbol|displaystyle|left|right|q?quad|enspace|thinspace|"
+    r"space|square|Box|underline|overline|[cl]?dots|[dt]?frac|sqrt)(?![a-zA-Z])"
+    r"|\\[,;:!\\_ ]|[{}~$_\s]+"
+)
+_CONTENT = re.compile(r"[^\W_]|\\[a-zA-Z]|[<>=∞∅]")
 _REFUSAL = re.compile(
-    r"\b(?:cannot|can not|can['’]t|could not|impossible to|unable to|not)\s+(?:be\s+)?(?:determined?|determinable|decided?)\b"
+    r"\b(?:cannot|can not|can['’]t|could not|couldn['’]t|impossible to|not possible to|unable to|not)\s+(?:be\s+)?"
+    r"(?:determin|decid|find\b|found\b|calculat|comput|answer|know|solved?\b)"
     r"|\bundetermin(?:ed|able)\b|\b(?:not enough|insufficient|missing)\s+(?:information|data)\b",
     re.IGNORECASE,
 )
-_NO_ANSWER = re.compile(
-    r"unknown|(?:i )?(?:do not|don['’]?t) know|(?:the |your |final |my )*answer(?: here)?|none given", re.IGNORECASE
+_PLACEHOLDER = re.compile(
+    r"unknown|unclear|(?:i )?(?:do not|don['’]?t) know|none given|no answer|n\s*/\s*a|not (?:applicable|available|given)|tbd|"
+    r"(?:(?:insert|enter|put|write|type) )?(?:the |your |final |my |correct )*(?:answer|result)(?: goes)?(?: here)?|"
+    r"your (?:solution|value|number|expression)(?: here)?|(?:solution|value|number|expression) here",
+    re.IGNORECASE,
 )
-_MARKUP = re.compile(r"\\(?:text|mathrm|textbf|mbox|textrm|textit)\s*(?=\{)|\\[,;:! ]|[{}~$\s]+")
 
 
 class Consensus(NamedTuple):
@@ -43,14 +54,20 @@ def read_vote(text: str, truncated: bool) -> str | None:
     r"""
     The answer that a completion votes for: what its last `\boxed{…}` holds.
 
-    `None` if the completion is truncated, if the box is not closed or empty, and if it refuses to answer ("cannot be
-    determined") or holds no letter, digit or command.
+    `None` if the completion is truncated, and if the box is not closed or does not hold an answer, see [`holds_answer`].
     """
     answer = None if truncated else closed_box(text)
-    if answer is None or not re.search(r"\w|\\[a-zA-Z]", answer):
-        return None
-    words = _MARKUP.sub(" ", answer).strip(" .!")
-    return None if _REFUSAL.search(words) or _NO_ANSWER.fullmatch(words) else answer
+    return answer if answer is not None and holds_answer(answer) else None
+
+
+def holds_answer(box: str) -> bool:
+    r"""
+    Whether the content of a box is an answer: not blank (`\text{ }`, `\square`, `___`), no placeholder ("your answer here",
+    "N/A") and no refusal ("cannot be found"). "none", "no solution", "undefined", "impossible" and `\emptyset` are answers.
+    """
+    shown = " ".join(_LAYOUT.sub(" ", box).split())
+    words = shown.strip(" .!:…<>[]()\"'")
+    return _CONTENT.search(shown) is not None and not _REFUSAL.search(words) and not _PLACEHOLDER.fullmatch(words)
 
 
 def answer_classes(votes: Sequence[str | None], same: Callable[[str, str], bool]) -> np.ndarray:
