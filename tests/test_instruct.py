@@ -132,6 +132,9 @@ REJECTED = [
     ("several questions", "Let $x = 3$. (a) Find $2x$. (b) Find $3x$."),
     ("no question", "The sun is warm and yellow today."),
     ("unfinished", "What is the value of $x if x is 3?"),
+    ("unfinished", "What is the value of $2 x + 3 if $x$ is 3?"),
+    ("unfinished", "If $x = 3$, what is the value of $3 \\cdot x"),
+    ("unfinished", "Tom has $5 and gives $2 of them to"),
     ("unfinished", "Tom has 5 apples and gives 2 of them to"),
 ]
 ACCEPTED = [
@@ -141,6 +144,9 @@ ACCEPTED = [
     "Factor $t^2-49$.",
     "$f(x) = x^2$ has how many roots?",
     "Write a function $f$ with $f(0) = 1$ and $f(1) = 3$ that is linear.",
+    "Weng earns $12 an hour for babysitting. How much does she earn in 50 minutes?",
+    "Maria's monthly salary is $2,000.50. 20% of it goes to taxes. How much is left?",
+    "A pen costs $.50 and a car costs $5k. How much are $x$ pens and a car, if $x = 3$ and the tax is $20/hour?",
     "Tom is 3 cm taller than Ann, who is 150 cm tall. How tall is Tom?",
 ]
 
@@ -159,6 +165,15 @@ def test_problems_are_not_rejected_for_a_word(text):
 def test_every_reason_is_tested_and_a_cut_off_text_is_rejected():
     assert {reason for reason, _ in REJECTED} == set(REASONS)
     assert reason_to_reject(Item("What is 3 + 4?", False)) == "unfinished"
+
+
+def test_prices_of_gsm8k_are_not_unfinished():
+    path = SHARED.parents[1] / "gsm8k" / "train.jsonl"
+    if not path.is_file():
+        pytest.skip("needs GSM8K")
+    problems = [json.loads(line)["question"] for line in path.read_text().splitlines()]
+    refused = [text for text in problems if reason_to_reject(Item(text.strip(), True)) == "unfinished"]
+    assert len(refused) <= 4  # of 7,473; "32$" could as well be the end of a formula
 
 
 def test_seeds_are_refused_for_figures_and_length_alone(seed_problems):

@@ -47,6 +47,10 @@ _SEVERAL = re.compile(
     rf"|[?.:]\s+\(?(?:a|i|1)[).]\s+{_QUESTION_WORD}\b.*\s\(?(?:b|ii|2)[).]\s|(?:^|\n)\s*(?:question|problem)\s*\d",
     re.IGNORECASE | re.DOTALL,
 )
+# "$12 an hour" is a price; in "$12$", "$12 + x" and "$12 x", the sign begins a formula
+_PRICE = re.compile(
+    r"\$ ?[\d.][\d,.]*+(?!\$|\(|\s*[-/]\s*\d|\s*[+*^=<>\\_{]|(?:\s+|(?![kKM]))[b-hj-zB-HJ-Z]\b)", re.ASCII
+)
 _OPENERS = "$\\([{\"'“‘*|"
 _DANGLING = re.compile(
     r"(?:[,:;=+\-*/(\[{]|\b(?:and|or|of|the|a|an|is|are|to|with|for|if|than|by|in))\s*$", re.IGNORECASE
@@ -64,7 +68,8 @@ def reason_to_reject(item: Item) -> str | None:
 def _unfinished(item: Item, text: str) -> bool:
     dollars = len(re.findall(r"(?<!\\)\$", text))
     braces = len(re.findall(r"(?<!\\)\{", text)) - len(re.findall(r"(?<!\\)\}", text))
-    return not item.complete or dollars % 2 == 1 or braces != 0 or _DANGLING.search(text) is not None
+    open_formula = dollars % 2 == 1 and _PRICE.search(text) is None
+    return not item.complete or open_formula or braces != 0 or _DANGLING.search(text) is not None
 
 
 def _foreign(text: str) -> bool:
