@@ -203,7 +203,8 @@ class Engine:
         ends = self.end_tokens
         truncated = [not ids or ids[-1] not in ends for ids in completion_ids]
         columns = {name: [row[name] for row in inputs] for name in inputs[0] if name not in _HIDDEN_FROM_GROUPS}
-        columns |= {"completions": completions, "truncated": truncated, "log_extra": trainer._log_completion_extra}
+        columns |= {"completions": completions, "truncated": truncated, "training": trainer.model.training}
+        columns["log_extra"] = trainer._log_completion_extra
         return {column: read(reward, columns) for column, reward in trainer.group_rewards.items()}
 
     def settle_evaluation(

@@ -156,6 +156,15 @@ def test_labels_that_leave_nothing_to_vote_on_are_told(caplog):
     assert [("majority_labelled='none'" in record.getMessage()) for record in caplog.records] == [True]
 
 
+@pytest.mark.parametrize(("columns", "warnings"), [((), 0), (("solution",), 1)])
+def test_labels_of_an_evaluation_set_are_not_those_of_the_training(tmp_path, caplog, columns, warnings):
+    trainer = make(tmp_path, columns=columns, eval_dataset=tiny.prompts(3), per_device_eval_batch_size=12)
+    trainer.evaluate()
+    assert "nothing is voted on" not in caplog.text
+    trainer.train()
+    assert caplog.text.count("nothing is voted on") == warnings
+
+
 def test_conversations_and_logged_votes():
     reward, columns = MajorityReward((0.0, 1.0), **PLAIN), {}
     talks = [[{"role": "assistant", "content": text}] for text in votes("1", "1", "1", None)]

@@ -128,6 +128,7 @@ class MajorityReward:
         truncated: list[bool],
         solution: list[Any] | None = None,
         log_extra: Callable[[str, list], None] | None = None,
+        training: bool = True,
         **kwargs: Any,
     ) -> list[Ballot]:
         """
@@ -138,6 +139,7 @@ class MajorityReward:
             truncated (`list[bool]`): Whether each was cut off.
             solution (`list`, *optional*): Gold answers, as in [`~lze_trl.rewards.accuracy_reward`]; `None` for a prompt without.
             log_extra (`Callable`, *optional*): TRL's callable for columns of the completions table. Receives `vote`.
+            training (`bool`, *optional*): Whether they are trained on: labels of an evaluation set are no reason for a warning.
             kwargs: Other columns of the dataset; not used.
         """
         texts = [completion_text(completion) for completion in completions]
@@ -148,7 +150,7 @@ class MajorityReward:
         if solution is None or self.labelled == "none":
             return [Ballot(vote, gold=gold) for vote, gold in zip(votes, golds, strict=True)]
         scored = [score_answer(text, gold) for text, gold in zip(texts, solution, strict=True)]
-        if not self._warned and scored and all(labelled for labelled, _ in scored):
+        if training and not self._warned and scored and all(labelled for labelled, _ in scored):
             self._warned = True
             logger.warning(
                 "Every prompt of these completions has a gold answer, which decides, so nothing is voted on. Set "
