@@ -155,6 +155,10 @@ class LZEGRPOConfig(GRPOConfig):
             scaled by `scale_rewards`), `"rloo"` (minus the mean of the others of the group), `"reinforce_plus_plus"`
             (normalised over all tokens of the generation batch) or `"reinforce_plus_plus_baseline"` (minus the mean of the
             group, then so normalised). All but the first need `scale_rewards="none"`, which they set.
+        advantage_statistics (`str`, *optional*, defaults to `"scored"`):
+            Which completions `"reinforce_plus_plus"` and its variant with a baseline take mean and deviation of: `"scored"`,
+            those with a reward, or `"drawn"`, also those of groups for which a majority reward abstains, with the rewards
+            that the vote would give them (published by SeRL, which drops these groups afterwards).
 
         > Parameters that define a pass
 
@@ -351,6 +355,7 @@ class LZEGRPOConfig(GRPOConfig):
     loss_normalizer: Literal["selected", "all", None] = None
     scale_rewards: str | None = None  # type: ignore[assignment]  # `None` until `__post_init__`: by the strategy
     advantage_estimator: Estimator = "grpo"
+    advantage_statistics: Literal["scored", "drawn"] = "scored"
     pass_reward: str | None = None
     pass_threshold: float | None = None
     reward_range: list[float] | None = None
@@ -468,6 +473,11 @@ class LZEGRPOConfig(GRPOConfig):
 
     def _check_estimator(self):
         name = self.advantage_estimator
+        if self.advantage_statistics != "scored" and not name.startswith("reinforce"):
+            raise ValueError(
+                f"`advantage_statistics={self.advantage_statistics!r}` is a setting of REINFORCE++, and `advantage_estimator` is "
+                f"{name!r}. Leave it unset, or use 'reinforce_plus_plus' or 'reinforce_plus_plus_baseline'."
+            )
         if name == "grpo":
             return
         if self.scale_rewards != "none":

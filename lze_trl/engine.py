@@ -30,7 +30,7 @@ from .pack.window import Window
 from .rollout.gather import local_loss_tokens
 from .rollout.settling import read, settle, with_columns
 from .rollout.watch import watched
-from .select.advantages import estimate_advantages, zero_std_share
+from .select.advantages import Drawn, estimate_advantages, zero_std_share
 
 
 _HIDDEN_FROM_GROUPS = ("prompt", "completion", "completion_ids", ID_COLUMN)
@@ -280,9 +280,9 @@ class Engine:
         if even:  # TRL has computed the advantages of the whole batch, and keeps them for its table
             advantages = np.array(table["advantages"], dtype=np.float32)
         else:
-            advantages = self._advantages(pool)
+            advantages = self._advantages(pool, fresh)
             table["advantages"].clear()
-            table["advantages"].extend(self._advantages(fresh).tolist())
+            table["advantages"].extend(self._advantages(fresh, fresh).tolist())
             statistics = fresh.rollouts.rewards, fresh.rollouts.group, fresh.rollouts.num_groups
             self.metrics["frac_reward_zero_std"][-1] = zero_std_share(*statistics, trainer.scale_rewards)
         output["advantages"] = torch.tensor(
@@ -295,9 +295,13 @@ class Engine:
         del output["num_items_in_batch"]
         return output
 
-    def _advantages(self, scored: Scored) -> np.ndarray:
+    def _advantages(self, scored: Scored, fresh: Scored) -> np.ndarray:
         """Advantages by the statistics of all completions drawn, shape `(B,)`."""
         rollouts, estimator = scored.rollouts, self._trainer.args.advantage_estimator
+        statistics = None
+        if fresh.unfiltered is not None:
+            drawn = fresh.rollouts
+            statistics = Drawn(fresh.unfiltered, drawn.group, drawn.num_groups, fresh.loss_tokens)
         return estimate_advantages(
             estimator,
             rollouts.rewards,
@@ -305,6 +309,7 @@ class Engine:
             rollouts.num_groups,
             scored.loss_tokens,
             self._trainer.scale_rewards,
+            statistics,
         )
 
     def _packed_logprobs(self, rows: TokenRows, layout: Layout) -> Callable:

@@ -10,8 +10,11 @@ from hypothesis import strategies as st
 from trl.trainer.utils import nanstd
 
 import tiny
+import votes_run
 from lze_trl import LZEGRPOTrainer
 from lze_trl.config import LZEGRPOConfig
+from lze_trl.rewards import MajorityReward
+from lze_trl.rewards.votes import read_vote
 from lze_trl.select.advantages import Estimator, estimate_advantages, group_advantages, zero_std_share
 from samples import NAN, outcome_groups, rollouts
 
@@ -245,6 +248,7 @@ def test_an_unknown_estimator_is_refused():
             {"advantage_estimator": "reinforce_plus_plus", "loss_normalizer": "all"},
             "those with equal rewards have one",
         ),
+        ({"advantage_statistics": "drawn"}, "is a setting of REINFORCE"),
         ({"advantage_estimator": "reinforce_plus_plus_baseline", "strategy": "gate"}, "'grpo' or 'rloo'"),
     ],
 )
@@ -311,3 +315,47 @@ def test_advantages_are_of_all_rows_drawn_whatever_is_selected(tmp_path, estimat
     for turn, prompt, ids, advantage in trainer.trained:
         assert advantage == pytest.approx(expected[turn, prompt, ids], abs=1e-5)
     assert len({round(advantage, 4) for *_, advantage in trainer.trained}) > 2
+
+
+@pytest.mark.parametrize("statistics", ["scored", "drawn"])
+@pytest.mark.parametrize("estimator", OVER_TOKENS)
+def test_statistics_may_count_groups_that_the_vote_drops(tmp_path, estimator, statistics):
+    """Published by SeRL: mean and deviation over all groups, of which some are dropped afterwards."""
+    trainer = NotingTrainer(
+        model=votes_run.save(tmp_path / "model"),
+        reward_funcs=MajorityReward(bounds=(0.3, 0.8), margin=1),
+        args=tiny.config(
+            tmp_path,
+            advantage_estimator=estimator,
+            advantage_statistics=statistics,
+            selector="zero_variance",
+            pruning="none",
+            num_generations=6,
+            per_device_train_batch_size=30,
+        ),
+        train_dataset=tiny.prompts(11).remove_columns("solution"),
+        rollout_func=votes_run.boxed_rollouts,
+    )
+    trainer.train()
+    expected, dropped = {}, 0
+    for turn, drawn in enumerate(trainer.drawn):
+        voted, rows, end = [], drawn.rollouts, trainer._tokenizer.eos_token_id
+        for g in range(rows.num_groups):
+            own = [(drawn.texts[i], drawn.local.completion_ids[i][-1] != end) for i in np.flatnonzero(rows.group == g)]
+            votes = [read_vote(text, truncated) for text, truncated in own]
+            counts = {vote: votes.count(vote) for vote in sorted(set(votes) - {None})}
+            voted.append([float(vote == max(counts, key=counts.get)) for vote in votes])
+        kept = ~np.isnan(rows.rewards)
+        assert rows.rewards[kept].tolist() == np.concatenate(voted)[kept].tolist()
+        dropped += int((~kept).sum())
+        counted = (
+            voted if statistics == "drawn" else [[NAN] * 6 if not kept[6 * g] else v for g, v in enumerate(voted)]
+        )
+        advantages = by_force(estimator, counted, drawn.loss_tokens.tolist())
+        for prompt, ids, known, advantage in zip(
+            drawn.local.prompt_ids, drawn.local.completion_ids, kept, advantages, strict=True
+        ):
+            expected[turn + 1, tuple(prompt), tuple(ids)] = advantage if known else None
+    assert dropped and trainer.trained
+    for turn, prompt, ids, advantage in trainer.trained:
+        assert advantage == pytest.approx(expected[turn, prompt, ids], abs=1e-5)

@@ -54,6 +54,7 @@ class Scored:
     order: np.ndarray | None = None
     chances: np.ndarray | None = None  # (P,): see [`~lze_trl.memory.state.PromptState.visit`]
     confidence: np.ndarray | None = None  # (P,): likewise, once group rewards are settled
+    unfiltered: np.ndarray | None = None  # (B,): totals as if no group reward had abstained, if statistics count them
     evidence: np.ndarray | None = None  # (n, 2): shares of labels that gold answers check, and 1 if right
     logged: dict[str, float] = field(default_factory=dict)  # of group rewards, means over the groups
     extra: dict[str, list] = field(default_factory=dict)  # columns that reward functions log, by row of this process

@@ -101,15 +101,20 @@ class Rounds:
         per_func, size = with_columns(scored.rewards_per_func, columns), self.args.num_generations
         judged = self.judge(per_func, weights, size, list(rewards), observe=final)
         rollouts = replace(scored.rollouts, **judged)
+        counts_all, unfiltered = final and self.args.advantage_statistics == "drawn", None
+        if counts_all or not (final or self.controller.draws_prompts):
+            columns, *_ = settle(rewards, scored.ballots, group, self.accelerator, final=False)
+            counted, weights = with_columns(per_func, columns), weights.to(per_func.device)
+            totals = total_rewards(counted, weights)
+            totals[unsettled(counted, weights, list(rewards))] = torch.nan
+            unfiltered = totals.double().cpu().numpy()
         if final:
             for name, value in metrics.items():
                 engine.metrics[name].append(value)
             settled: dict[str, Any] = {"rewards_per_func": per_func, "rollouts": rollouts, "confidence": confidence}
-            return replace(scored, ballots={}, logged=metrics, evidence=evidence, **settled)
-        if not self.controller.draws_prompts:
-            columns, *_ = settle(rewards, scored.ballots, group, self.accelerator, final=False)
-            compared = total_rewards(with_columns(per_func, columns), weights.to(per_func.device))
-            rollouts = replace(rollouts, signals=compared.double().cpu().numpy())
+            return replace(scored, ballots={}, logged=metrics, evidence=evidence, unfiltered=unfiltered, **settled)
+        if unfiltered is not None:
+            rollouts = replace(rollouts, signals=unfiltered)
         return replace(scored, rewards_per_func=per_func, rollouts=rollouts)
 
     def _extend(self, plan: Plan, drawn: Rollouts, index: int, wanted: int, waiting: int):

@@ -3,7 +3,7 @@ Advantages by the statistics of all completions drawn, of groups of unequal size
 GRPO (arXiv 2402.03300, 2510.04996), RLOO (2402.14740), and REINFORCE++ with and without a baseline (2501.03262).
 """
 
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -17,6 +17,15 @@ Estimator = Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_
 _SMALLEST_DEVIATION = 1e-4  # that REINFORCE++ divides by: σ² is at least 1e-8
 
 
+class Drawn(NamedTuple):
+    """Completions with their rewards, NaN where unknown, groups, and the tokens that the loss covers; each of shape `(B,)`."""
+
+    rewards: np.ndarray
+    group: np.ndarray
+    num_groups: int
+    tokens: np.ndarray
+
+
 def estimate_advantages(
     estimator: Estimator,
     rewards: np.ndarray,
@@ -24,23 +33,23 @@ def estimate_advantages(
     num_groups: int,
     tokens: np.ndarray,
     scale: Scale = "group",
+    statistics: Drawn | None = None,
 ) -> np.ndarray:
     """
     Advantage of every completion by an estimator, float64 of shape `(B,)`; exactly 0 for a completion without a reward (NaN).
 
     `tokens` of shape `(B,)` are those of each completion that the loss covers. `scale` is that of GRPO; the others say
-    themselves what they divide by.
+    themselves what they divide by. `statistics` are the completions that REINFORCE++ takes μ and σ of, by default these.
     """
     match estimator:
         case "grpo":
             return group_advantages(rewards, group, num_groups, scale)
         case "rloo":
             return leave_one_out_advantages(rewards, group, num_groups)
-        case "reinforce_plus_plus":
-            return normalised_over_tokens(rewards, tokens)
-        case "reinforce_plus_plus_baseline":
-            centred = group_advantages(rewards, group, num_groups, "none")
-            return normalised_over_tokens(np.where(np.isnan(rewards), np.nan, centred), tokens)
+        case "reinforce_plus_plus" | "reinforce_plus_plus_baseline":
+            own = Drawn(rewards, group, num_groups, tokens)
+            counted = own if statistics is None else statistics
+            return normalised_over_tokens(_compared(estimator, own), _compared(estimator, counted), counted.tokens)
     raise ValueError(f"`estimator` must be one of {list(get_args(Estimator))}, got {estimator!r}.")
 
 
@@ -55,19 +64,27 @@ def leave_one_out_advantages(rewards: np.ndarray, group: np.ndarray, num_groups:
     return factor[group] * group_advantages(rewards, group, num_groups, "none")
 
 
-def normalised_over_tokens(values: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """
-    (x − μ)/max(σ, 1e-4) of every completion, with μ and σ those of all tokens of all completions, each token having the value
-    of its completion: float64 of shape `(B,)`.
+def _compared(estimator: Estimator, drawn: Drawn) -> np.ndarray:
+    """What REINFORCE++ normalises, shape `(B,)`: rewards, minus the mean of their group where that is the baseline."""
+    if estimator == "reinforce_plus_plus":
+        return drawn.rewards
+    centred = group_advantages(drawn.rewards, drawn.group, drawn.num_groups, "none")
+    return np.where(np.isnan(drawn.rewards), np.nan, centred)
 
-    μ = Σ L·x/Σ L and σ² = Σ L·(x − μ)²/Σ L, over completions with a value, of L tokens. 0 for the others (NaN), and for all where
-    values do not differ. A completion without tokens gets an advantage, and counts in neither mean.
+
+def normalised_over_tokens(values: np.ndarray, counted: np.ndarray, tokens: np.ndarray) -> np.ndarray:
     """
-    counted = ~np.isnan(values) & (tokens > 0)
-    if not counted.any() or np.ptp(values[counted]) == 0.0:  # by comparison: their mean may differ in its last bit
+    (x − μ)/max(σ, 1e-4) of every completion, with μ and σ those of all tokens of the `counted` completions, each token having
+    the value of its completion: float64, of the shape of `values`.
+
+    μ = Σ L·x/Σ L and σ² = Σ L·(x − μ)²/Σ L, over counted completions with a value, of L `tokens`. 0 for values that are NaN, and for
+    all where those counted do not differ. A completion without tokens gets an advantage, and counts in neither mean.
+    """
+    some = ~np.isnan(counted) & (tokens > 0)
+    if not some.any() or np.ptp(counted[some]) == 0.0:  # by comparison: their mean may differ in its last bit
         return np.zeros(len(values))
-    mean = np.average(values[counted], weights=tokens[counted])
-    variance = np.average((values[counted] - mean) ** 2, weights=tokens[counted])
+    mean = np.average(counted[some], weights=tokens[some])
+    variance = np.average((counted[some] - mean) ** 2, weights=tokens[some])
     return np.nan_to_num((values - mean) / max(np.sqrt(variance), _SMALLEST_DEVIATION), nan=0.0)
 
 
