@@ -174,7 +174,8 @@ class Engine:
             raise images_error("Rows of the training set hold images")  # of a stream, which is not read before
         prompts = [row["prompt"] for row in inputs]
         same = group_size == trainer.num_generations
-        watching = nullcontext() if trainer.use_vllm else watched(trainer.model)
+        blind = trainer.use_vllm or trainer.use_transformers_continuous_batching
+        watching = nullcontext() if blind else watched(trainer.model)
         with watching as watch, nullcontext(trainer) if same else altered(trainer, num_generations=group_size) as view:
             prompt_ids, completion_ids, loss_mask, texts, logprobs, fields, images, _ = view._generate(prompts)
         if images is not None:
