@@ -476,10 +476,12 @@ def _filled(table: dict[str, Any], scored: Scored) -> dict[str, Any]:
 
 
 def _insert_logprobs(logps: torch.Tensor, rows: TokenRows, older: np.ndarray):
-    """Let rows of an earlier policy keep the log-probabilities they were sampled with; `logps` has shape `(n_local, C)`."""
+    """
+    Let rows of an earlier policy keep the finite log-probabilities they were sampled with; `logps` has shape `(n_local, C)`.
+    """
     known_logprobs = rows.logprobs or []  # given, where rows of an earlier policy are
     for row in np.flatnonzero(older):
         values = [math.nan if value is None else value for value in known_logprobs[row]]
         sampled = torch.tensor(values, dtype=logps.dtype, device=logps.device)
-        known = ~sampled.isnan()
+        known = sampled.isfinite()
         logps[row, : len(sampled)][known] = sampled[known]

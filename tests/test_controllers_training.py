@@ -801,6 +801,36 @@ def test_unscored_completions_and_async_rewards(tmp_path, controller):
     assert all(math.isfinite(loss) for loss in history(trainer, "loss"))
 
 
+@pytest.mark.parametrize("unknown", [-math.inf, math.inf, None])
+@pytest.mark.parametrize("controller", ["uniform", "gate", "dynamic"])
+def test_a_log_probability_that_is_no_number_is_unknown(tmp_path, controller, unknown):
+    # Under dynamic sampling, live groups wait with the log-probabilities they were sampled with
+    def rollouts(prompts, trainer):
+        drawn = tiny.fixed_rollouts(prompts, trainer)
+        for index, row in enumerate(drawn["logprobs"]):
+            if index % 3 == 0:
+                row[-1] = unknown
+        return drawn
+
+    trainer = run(
+        tmp_path,
+        cls=LZEGRPOTrainer,
+        rewards=tiny.even_length_reward,
+        trainer={"rollout_func": rollouts},
+        controller=controller,
+        selection_ratio=0.4,
+        max_steps=12,
+        **CONTROLLERS[controller],
+    )
+    state = trainer.prompt_state
+    for part in (state, state.foresight, state.gate):
+        for name, values in part.state_dict().items():
+            assert not np.isinf(values.astype(np.float64)).any(), name
+    assert np.isfinite(state.foresight.weights).all() and np.isfinite(state.gate.model.weights).all()
+    assert all(math.isfinite(value) for value in history(trainer, "grad_norm"))
+    assert np.isfinite(moved(trainer)) and moved(trainer) > 1e-4
+
+
 @pytest.mark.parametrize("controller", CONTROLLERS)
 def test_conversations_and_evaluation(tmp_path, controller):
     # As many rounds of 2 completions as the controller likes, sampled by the model itself
