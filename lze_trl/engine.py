@@ -305,6 +305,7 @@ class Engine:
             rollouts.num_groups,
             scored.loss_tokens,
             self._trainer.scale_rewards,
+            scored.row_weights,
         )
 
     def _packed_logprobs(self, rows: TokenRows, layout: Layout) -> Callable:
