@@ -174,7 +174,8 @@ class Engine:
             raise images_error("Rows of the training set hold images")  # of a stream, which is not read before
         prompts = [row["prompt"] for row in inputs]
         same = group_size == trainer.num_generations
-        watching = nullcontext() if trainer.use_vllm else watched(trainer.model)
+        blind = trainer.use_vllm or trainer.use_transformers_continuous_batching
+        watching = nullcontext() if blind else watched(trainer.model)
         with watching as watch, nullcontext(trainer) if same else altered(trainer, num_generations=group_size) as view:
             prompt_ids, completion_ids, loss_mask, texts, logprobs, fields, images, _ = view._generate(prompts)
         if images is not None:
@@ -301,7 +302,8 @@ class Engine:
         statistics = None
         if fresh.unfiltered is not None:
             drawn = fresh.rollouts
-            statistics = Drawn(fresh.unfiltered, drawn.group, drawn.num_groups, fresh.loss_tokens)
+            tokens = fresh.loss_tokens * fresh.row_weights
+            statistics = Drawn(fresh.unfiltered, drawn.group, drawn.num_groups, tokens)
         return estimate_advantages(
             estimator,
             rollouts.rewards,
@@ -310,6 +312,7 @@ class Engine:
             scored.loss_tokens,
             self._trainer.scale_rewards,
             statistics,
+            scored.row_weights,
         )
 
     def _packed_logprobs(self, rows: TokenRows, layout: Layout) -> Callable:
@@ -481,10 +484,12 @@ def _filled(table: dict[str, Any], scored: Scored) -> dict[str, Any]:
 
 
 def _insert_logprobs(logps: torch.Tensor, rows: TokenRows, older: np.ndarray):
-    """Let rows of an earlier policy keep the log-probabilities they were sampled with; `logps` has shape `(n_local, C)`."""
+    """
+    Let rows of an earlier policy keep the finite log-probabilities they were sampled with; `logps` has shape `(n_local, C)`.
+    """
     known_logprobs = rows.logprobs or []  # given, where rows of an earlier policy are
     for row in np.flatnonzero(older):
         values = [math.nan if value is None else value for value in known_logprobs[row]]
         sampled = torch.tensor(values, dtype=logps.dtype, device=logps.device)
-        known = ~sampled.isnan()
+        known = sampled.isfinite()
         logps[row, : len(sampled)][known] = sampled[known]

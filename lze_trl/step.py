@@ -207,7 +207,7 @@ class GenerationStep:
             if over_all:  # prompts that were skipped count as dead groups
                 reference = reference.stretched(args.generation_batch_size / scored.rollouts.num_rows)
         elif over_all:
-            mean_tokens = float(fresh.loss_tokens.mean())
+            mean_tokens = float(fresh.loss_tokens.mean()) if fresh.mean_tokens is None else fresh.mean_tokens
             reference = full_reference(weights, args.generation_batch_size, mean_tokens, geometry, self._rng("steps"))
         else:
             reference = even_reference(scored.loss_tokens[rows], weights, geometry, self._rng("steps"))

@@ -1,6 +1,7 @@
 """Rollout controllers in training, on one process: what every selector and controller keeps to, and goldens."""
 
 import asyncio
+import hashlib
 import itertools
 import math
 import shutil
@@ -250,11 +251,11 @@ def test_advantages_are_those_of_all_completions_drawn(tmp_path, scale):
         **ONE_STEP,
     )
     # σ with Bessel's correction. Group: (11/12)² + 11·(1/12)² = 11/12, over 11, is 1/12; for half of four it is 1/3.
-    # Batch: 3 of 28 positive, 28·(3/28)·(25/28) = 75/28, over 27
+    # Batch: each prompt stands for as many rows, 12 of 36: 1 + 6 + 0 positives, 36·(7/36)·(29/36) = 203/36, over 35
     sigma = {
         "none": (1.0, 1.0),
         "group": (math.sqrt(1 / 12) + 1e-4, math.sqrt(1 / 3) + 1e-4),
-        "batch": (math.sqrt(75 / 28 / 27) + 1e-4,) * 2,
+        "batch": (math.sqrt(203 / 36 / 35) + 1e-4,) * 2,
     }[scale]
     given = defaultdict(list)
     for batch in trainer.micro_batches:
@@ -770,6 +771,105 @@ def test_packing_changes_nothing(tmp_path, controller, shape):
     assert distance(on, off) < 1e-5
 
 
+# ---- The full batch, from a part of it ----
+
+
+class Stops(RolloutController):
+    """Four completions of every prompt, but of those it stops only the first one."""
+
+    def stops(self, prompts, drawn, rng):
+        raise NotImplementedError
+
+    def draw(self, round, prompts, drawn, rng):
+        if round == 0:
+            return np.ones(len(prompts), dtype=np.int64)
+        return np.where(self.stops(prompts, drawn, rng), 0, 3 if round == 1 else 0)
+
+
+class StopsDead(Stops):
+    def __init__(self, dead: set[int]):
+        self.dead = dead
+
+    def stops(self, prompts, drawn, rng):
+        return np.isin(prompts.prompt_ids, list(self.dead))
+
+
+def of_length(scripts: dict[str, tuple[list[int], int]]):
+    """A trainer whose completions of each prompt pass and fail as told, and have the prompt's own number of tokens."""
+
+    class LengthTrainer(FixedTrainer):
+        def complete(self, prompt, place):
+            script, length = scripts[self._tokenizer.decode(list(prompt))]
+            return [8 if script[place % len(script)] else 9, *[10 + place] * (length - 1)]
+
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            normalisers.append(float(inputs["num_items_in_batch"]))
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    normalisers = LengthTrainer.normalisers = []
+    return LengthTrainer
+
+
+@pytest.mark.parametrize("scale", ["group", "batch"])
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "cispo"])
+def test_a_gate_that_stops_dead_groups_alone_makes_the_step_of_the_full_batch(tmp_path, loss_type, scale):
+    # Dead prompts are long, live ones short; of two dead kinds, one passes and the other fails
+    kinds = [([1, 0, 0, 1], 2), ([0], 5), ([1], 4), ([0, 0, 1, 0], 1)]
+    scripts = {prompt: kinds[index % 4] for index, prompt in enumerate(ALL)}
+    settings = {"strategy": "exact", "loss_type": loss_type, "scale_rewards": scale, "max_grad_norm": 0.0}
+    settings |= {"optim": "sgd", "learning_rate": 0.5, "max_steps": 4, "model": tiny.save(tmp_path / "model")}
+    full = run(tmp_path / "full", cls=of_length(scripts), **settings)
+    dead = {prompt_id for prompt_id, prompt in full.prompts.items() if len(set(scripts[prompt][0])) == 1}
+    ours = run(tmp_path / "ours", cls=of_length(scripts), trainer={"controller": StopsDead(dead)}, **settings)
+    assert ours.ledger.rows_rolled_out < full.ledger.rows_rolled_out == 4 * 24
+    assert sorted(set(ours.normalisers)) == sorted(set(full.normalisers)) and len(set(full.normalisers)) > 1
+    assert moved(full) > 1e-3
+    assert distance(ours, full) < 1e-5
+
+
+class StopsLong(Stops):
+    """Goes on where the first completion is short: lengths and what is drawn of them depend on each other."""
+
+    def stops(self, prompts, drawn, rng):
+        first = np.unique(drawn.group, return_index=True)[1]
+        return drawn.completion_tokens[first] > 3
+
+
+class RechecksLong(RolloutController):
+    """Four completions of every prompt, but of the long ones only every second time."""
+
+    def __init__(self, long: set[int]):
+        self.long = long
+
+    def chances(self, round, prompts, drawn):
+        return np.where(np.isin(prompts.prompt_ids, list(self.long)), 0.5, 1.0) if round == 0 else None
+
+    def draw(self, round, prompts, drawn, rng):
+        begins = rng.random(len(prompts)) < self.chances(0, prompts, drawn)
+        return np.where(begins & (round == 0), 4, 0)
+
+
+@pytest.mark.parametrize("kind", ["stopped", "not begun"])
+def test_the_expected_normaliser_is_that_of_the_full_batch(tmp_path, kind):
+    class LengthTrainer(of_length({})):
+        def complete(self, prompt, place):
+            completion = FixedTrainer.complete(self, prompt, place)
+            text = self._tokenizer.decode(list(prompt))
+            digest = hashlib.sha256(f"{text}|{place}|{self.generation_step.generation}".encode()).digest()
+            length = (1, 4)[ALL.index(text) % 2] + digest[0] % 2 if kind == "not begun" else (1, 5)[digest[0] % 2]
+            return [8 + digest[1] % 2, *completion[:1] * (length - 1)]
+
+    ids = {prompt: prompt_id for prompt_id, prompt in make(tmp_path / "ids").prompts.items()}
+    controller = StopsLong() if kind == "stopped" else RechecksLong({ids[prompt] for prompt in ALL[1::2]})
+    settings = {"strategy": "exact", "loss_type": "dapo", "learning_rate": 0.0, "max_steps": 60}
+    settings |= {"per_device_train_batch_size": 24}  # P = 12
+    trainer = run(tmp_path / "run", cls=LengthTrainer, trainer={"controller": controller}, **settings)
+    assert trainer.ledger.rows_rolled_out < 0.8 * 60 * 48
+    # Completions have 3 tokens on average: 1 or 5, or 1, 2, 4 or 5, of which eight prompts of 17 are long
+    expected = 48 * (3.0 if kind == "stopped" else (9 * 1.5 + 8 * 4.5) / 17)
+    assert np.mean(trainer.normalisers) == pytest.approx(expected, rel=0.05)
+
+
 # ---- Whatever else a run may be ----
 
 
@@ -799,6 +899,36 @@ def test_unscored_completions_and_async_rewards(tmp_path, controller):
             rows += 1
     assert rows == trainer.ledger.rows_trained > 0
     assert all(math.isfinite(loss) for loss in history(trainer, "loss"))
+
+
+@pytest.mark.parametrize("unknown", [-math.inf, math.inf, None])
+@pytest.mark.parametrize("controller", ["uniform", "gate", "dynamic"])
+def test_a_log_probability_that_is_no_number_is_unknown(tmp_path, controller, unknown):
+    # Under dynamic sampling, live groups wait with the log-probabilities they were sampled with
+    def rollouts(prompts, trainer):
+        drawn = tiny.fixed_rollouts(prompts, trainer)
+        for index, row in enumerate(drawn["logprobs"]):
+            if index % 3 == 0:
+                row[-1] = unknown
+        return drawn
+
+    trainer = run(
+        tmp_path,
+        cls=LZEGRPOTrainer,
+        rewards=tiny.even_length_reward,
+        trainer={"rollout_func": rollouts},
+        controller=controller,
+        selection_ratio=0.4,
+        max_steps=12,
+        **CONTROLLERS[controller],
+    )
+    state = trainer.prompt_state
+    for part in (state, state.foresight, state.gate):
+        for name, values in part.state_dict().items():
+            assert not np.isinf(values.astype(np.float64)).any(), name
+    assert np.isfinite(state.foresight.weights).all() and np.isfinite(state.gate.model.weights).all()
+    assert all(math.isfinite(value) for value in history(trainer, "grad_norm"))
+    assert np.isfinite(moved(trainer)) and moved(trainer) > 1e-4
 
 
 @pytest.mark.parametrize("controller", CONTROLLERS)

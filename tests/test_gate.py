@@ -164,7 +164,8 @@ def test_it_draws_one_then_the_others_and_nothing_after():
     drawn = rollouts({0: [1.0], 1: [1.0], 2: [1.0], 3: []})
     counts = [ask(controller, i, prompts, drawn, rng).tolist() for i in range(3)]
     assert counts == [[1, 1, 1, 0], [0, 3, 0, 0], [0, 0, 0, 0]]
-    assert [controller.chances(i, prompts, drawn) is None for i in range(3)] == [True, False, True]
+    begins, finishes, nothing = (controller.chances(i, prompts, drawn) for i in range(3))
+    assert begins.tolist() == [1.0, 1.0, 1.0, 0.0] and finishes[:3].tolist() == [1e-9, 1.0, 1e-9] and nothing is None
 
 
 def test_those_that_would_be_left_go_on_at_random_as_often_as_set():

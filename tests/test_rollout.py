@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from lze_trl.arrays import Rollouts
 from lze_trl.pack.rows import Scored, TokenRows, by_group, joined, without_empty_groups
+from lze_trl.rollout.estimates import mean_over_full_batch, represented
 from lze_trl.rollout.gather import gather_rollouts, local_loss_tokens, sequence_logprobs
 
 
@@ -259,3 +260,22 @@ def test_values_of_all_processes_come_in_the_order_of_the_rows(batch):
     expected = [f"t{int(mark)}" for mark in views[0].rollouts.rewards]
     assert texts == [expected] * world
     assert heads == [{row: expected[row] for row in first_rows.tolist()}, *[{}] * (world - 1)]
+
+
+def test_who_stands_for_groups_that_chance_left_out():
+    # Two are certain. Of six others with a chance of 1/2 or 1/4, chance drew one each: they share 6, as 2 : 4
+    chances = np.array([1.0, 1.0, 0.5, 0.25, 0.0, 0.0, 0.0, 0.0])
+    weights = represented(np.ones(8), chances)
+    np.testing.assert_allclose(weights, [1, 1, 2, 4, 0, 0, 0, 0])
+    certain = np.array([1.0, 0.0, 0.0])  # chance decided nothing, or drew none: each group speaks for itself
+    np.testing.assert_array_equal(represented(weights[:3], certain), weights[:3])
+
+
+def test_the_mean_over_a_full_batch_counts_groups():
+    # Group 0 stopped after a row of 6, group 1 went on after one of 2: only first rows count
+    values, group = np.array([6.0, 2.0, 9.0, 9.0]), np.array([0, 1, 1, 1])
+    assert mean_over_full_batch(values, group, np.array([1, 1]), np.ones(2)) == 4.0
+    assert mean_over_full_batch(values, group, np.array([1, 1]), np.array([1.0, 3.0])) == 3.0
+    # All rows of one round count, and all rows of groups of one size
+    assert mean_over_full_batch(values, group, np.array([1, 3]), np.ones(2)) == (6 + 20 / 3) / 2
+    assert mean_over_full_batch(values, group * [1, 1, 1, 0], np.array([1, 1]), np.ones(2)) == 6.5

@@ -98,6 +98,7 @@ ATTRIBUTES = [
     "shuffle_dataset",
     "top_entropy_quantile",
     "use_adaptive_entropy",
+    "use_transformers_continuous_batching",
     "use_vllm",
     "vllm_importance_sampling_correction",
 ]

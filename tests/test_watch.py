@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import GenerationConfig
+from transformers import GenerationConfig, LogitsProcessorList
+from trl import GRPOTrainer
 
 import tiny
 from lze_trl import LZEGRPOTrainer
@@ -90,6 +91,7 @@ def test_what_was_not_watched_has_no_log_probs():
         assert watch.token_logprobs(completions[::-1]) is None
         assert watch.token_logprobs(completions[:2]) is None
         assert watch.token_logprobs([[*row, 5] for row in completions]) is None
+        assert watch.token_logprobs([[10**6]] * 3) is None  # no token of this model
         assert watch.token_logprobs(completions) is not None
         again = generate(model, seed=5)  # the last generation counts
         assert watch.token_logprobs(again) is not None
@@ -121,3 +123,70 @@ def test_a_training_is_the_same_whether_it_is_watched(tmp_path, monkeypatch):
         assert torch.equal(weights, other.model.state_dict()[name])
     assert all((rollouts.logprobs < 0).all() for rollouts in watching)
     assert all(np.isnan(rollouts.logprobs).all() for rollouts in blind)
+
+
+def test_a_processor_of_the_user_outlives_every_batch(tmp_path):
+    # Only digits may be sampled, by a method that the user has set on the model object
+    model = tiny.model()
+    digits = torch.tensor(tiny.tokenizer().convert_tokens_to_ids(list("0123456789")))
+    original = model._get_logits_processor
+
+    def only_digits(input_ids, scores):
+        masked = torch.full_like(scores, -torch.inf)
+        masked[:, digits] = scores[:, digits]
+        return masked
+
+    model._get_logits_processor = lambda *args, **kwargs: LogitsProcessorList(
+        [*original(*args, **kwargs), only_digits]
+    )
+    seen = []
+
+    def reward(completions, **kwargs):
+        seen.append(list(completions))
+        return tiny.even_length_reward(completions)
+
+    trainer = LZEGRPOTrainer(
+        model=model,
+        reward_funcs=reward,
+        args=tiny.config(tmp_path, strategy="exact"),
+        train_dataset=tiny.prompts(9),
+        processing_class=tiny.tokenizer(),
+    )
+    own = trainer.model._get_logits_processor
+    trainer.train()
+    assert len(seen) == 3
+    assert all(text.isdigit() for batch in seen for text in batch)
+    assert trainer.model._get_logits_processor is own
+
+
+@pytest.mark.slow
+def test_continuous_batching_generates_as_in_plain_trl(tmp_path):
+    def lengths(cls):
+        trainer = cls(
+            model=tiny.save(tmp_path / "model"),
+            reward_funcs=tiny.even_length_reward,
+            args=tiny.config(
+                tmp_path / cls.__name__,
+                strategy="exact",
+                use_transformers_continuous_batching=True,
+                max_steps=1,
+            ),
+            train_dataset=tiny.prompts(6),
+        )
+        trainer.train()
+        log = trainer.state.log_history[0]
+        return [log[f"completions/{name}_length"] for name in ("mean", "min", "max")]
+
+    plain, ours = lengths(GRPOTrainer), lengths(LZEGRPOTrainer)
+    assert plain[0] > 2.0
+    assert ours == plain
+
+
+def test_a_watch_never_raises_into_generation():
+    # Scores and tokens as continuous batching gives them: those of all requests in one row
+    watch, scores = SamplingWatch(), torch.zeros(3, 7)
+    watch.begin()
+    for tokens in (torch.zeros(5, dtype=torch.long), torch.zeros(1, 5, dtype=torch.long)):
+        for _ in range(2):
+            assert watch(tokens, scores) is scores
+    assert watch.token_logprobs([[0], [0], [0]]) is None

@@ -53,6 +53,12 @@ class Scored:
     # sizes, or drawn in several rounds
     order: np.ndarray | None = None
     chances: np.ndarray | None = None  # (P,): see [`~lze_trl.memory.state.PromptState.visit`]
+    weights: np.ndarray | None = (
+        None  # (P,): how many prompts each group counts for in statistics of the batch; None for one
+    )
+    mean_tokens: float | None = (
+        None  # estimated loss tokens of a row, had all groups been drawn to their end; None if they were
+    )
     confidence: np.ndarray | None = None  # (P,): likewise, once group rewards are settled
     unfiltered: np.ndarray | None = None  # (B,): totals as if no group reward had abstained, if statistics count them
     evidence: np.ndarray | None = None  # (n, 2): shares of labels that gold answers check, and 1 if right
@@ -66,6 +72,16 @@ class Scored:
             raise RuntimeError("TRL has no layout for a batch without its shuffle.")
         per_process = len(self.order) // num_processes
         return self.order * steps_per_generation // per_process
+
+    @property
+    def row_weights(self) -> np.ndarray:
+        """
+        How many rows of the full batch each row stands for, shape `(B,)`, if every group had as many as the largest: all 1
+        where groups are of one size.
+        """
+        sizes, group = self.rollouts.sizes, self.rollouts.group
+        weights = np.ones(len(sizes)) if self.weights is None else self.weights
+        return weights[group] * sizes.max(initial=0) / sizes[group]
 
     def take(self, rows: np.ndarray) -> "Scored":
         """A batch of some rows, in the order given. Their tokens stay where they are."""
@@ -116,7 +132,8 @@ def without_empty_groups(scored: Scored) -> Scored:
     """The same batch without the groups that have no rows."""
     drawn, group = np.unique(scored.rollouts.group, return_inverse=True)
     rollouts = replace(scored.rollouts, prompt_ids=scored.rollouts.prompt_ids[drawn], group=group)
-    known = {name: vars(scored)[name] for name in ("chances", "confidence") if vars(scored)[name] is not None}
+    names = "chances", "confidence", "weights"
+    known = {name: vars(scored)[name] for name in names if vars(scored)[name] is not None}
     return replace(scored, rollouts=rollouts, **{name: values[drawn] for name, values in known.items()})
 
 

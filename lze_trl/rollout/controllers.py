@@ -69,11 +69,12 @@ class RolloutController(ABC):
 
     def chances(self, round: int, prompts: Prompts, drawn: Rollouts) -> np.ndarray | None:
         """
-        Probability with which each group is drawn to its end, asked before `draw` of every round.
+        Probability with which this round draws completions for each group, asked before `draw` of every round.
 
-        A controller that stops groups after one completion says here what it decides by chance, and uses the same
-        probabilities in `draw`: then forecasts are learned from the groups for which this round draws completions, each
-        weighted by 1 / probability.
+        A controller says here what it decides by chance, which prompts get completions (round 0) and which groups are drawn to
+        their end (a later round), and uses the same probabilities in `draw`. Then statistics of the batch are those of all
+        prompts, and forecasts are learned from the groups for which the last such round draws completions: those that chance
+        has drawn stand for those it has not, each weighted by 1 / probability.
 
         Returns:
             `np.ndarray` of shape `(P,)`: Probabilities, or `None` where this round decides nothing. The last ones count.
@@ -244,6 +245,8 @@ class Gate(SubsamplingController):
     recheck: float = 0.1
 
     def chances(self, round: int, prompts: Prompts, drawn: Rollouts) -> np.ndarray | None:
+        if round == 0:
+            return np.where(worth_beginning(prompts.alive, self.group_size), 1.0, self.recheck)
         return self._chances(prompts) if round == 1 else None
 
     def _chances(self, prompts: Prompts) -> np.ndarray:

@@ -24,7 +24,7 @@ def local_loss_tokens(local: TokenRows, end_tokens: list[int], mask_truncated: b
 def sequence_logprobs(logprobs: list[list[float | None]] | None, local: TokenRows) -> np.ndarray:
     """
     Log-probability of each completion when it was sampled, shape `(n_local,)`, float64: the sum over the tokens that the model
-    generated, given those of each token. NaN where one of them has none.
+    generated, given those of each token. NaN where that is no finite number: a token has none, or one of −∞.
     """
     if logprobs is None:
         return np.full(len(local.completion_ids), np.nan)
@@ -34,8 +34,8 @@ def sequence_logprobs(logprobs: list[list[float | None]] | None, local: TokenRow
 
 
 def _sum(logprobs: list[float | None]) -> float:
-    known = [value for value in logprobs if value is not None]  # vLLM says `None` for NaN
-    return sum(known) if len(known) == len(logprobs) else math.nan
+    total = sum(math.nan if value is None else value for value in logprobs)  # vLLM says `None` for NaN
+    return total if math.isfinite(total) else math.nan
 
 
 def gather_rollouts(

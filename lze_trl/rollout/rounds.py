@@ -19,6 +19,7 @@ from ..pack.rows import Scored, joined, without_empty_groups
 from ..plan.passes import Passes, Plan
 from ..seeding import keyed_rng
 from .controllers import RolloutController, ask, ask_more
+from .estimates import mean_over_full_batch, represented
 from .gather import gather_rollouts
 from .settling import settle, unsettled, with_columns
 from .signals import signals, total_rewards
@@ -54,7 +55,8 @@ class Rounds:
             return self._settled(self._roll_out(plan.inputs, group, group_size, engine), engine)
         rng = keyed_rng(self.args.seed, generation, "rollouts")
         parts: list[Scored] = []
-        chances = None
+        chances = begun = finished = None
+        first = np.empty(0, dtype=np.int64)  # completions of each group in its first round
         for index in range(MAX_ROUNDS + 1):
             so_far = self._joined(parts, plan, engine, final=False).rollouts if parts else None
             drawn = so_far or _nothing(self.passes.ids_of(plan.rows))
@@ -64,10 +66,14 @@ class Rounds:
             prompts = self.state.prompts(drawn.prompt_ids, drawn)
             decided = self.controller.chances(index, prompts, drawn)
             counts = ask(self.controller, index, prompts, drawn, rng)
-            chances = chances if decided is None else np.where(counts > 0, decided, 0.0)
+            if decided is not None:
+                chances = np.where(counts > 0, decided, 0.0)
+                begun, finished = (begun, chances) if index else (chances, None)
             if not counts.any():
                 break
             counts = self._divisible(counts)
+            first = np.concatenate([first, np.zeros(len(counts) - len(first), dtype=np.int64)])
+            first = np.where(first == 0, counts, first)
             group = np.repeat(np.arange(len(counts)), counts)
             inputs, unit = self.passes.local(plan.rows[group]), int(np.gcd.reduce(counts))
             parts.append(self._roll_out(inputs, group, unit, engine))
@@ -77,8 +83,16 @@ class Rounds:
         if not parts:
             return None
         merge_rounds(engine.metrics, [part.rollouts.num_rows for part in parts])
-        scored = self._joined(parts, plan, engine, final=True)
-        return without_empty_groups(replace(scored, chances=chances))
+        weights = np.ones(len(first))
+        if begun is not None:
+            weights[: len(begun)] = represented(weights[: len(begun)], begun)
+        scored, drawn = replace(self._joined(parts, plan, engine, final=True), chances=chances), first > 0
+        scored = without_empty_groups(scored)
+        first, weights, group = first[drawn], weights[drawn], scored.rollouts.group
+        mean = mean_over_full_batch(scored.loss_tokens, group, first, weights)
+        if finished is not None:
+            weights = represented(weights, finished[drawn])
+        return replace(scored, mean_tokens=mean, weights=weights)
 
     def _joined(self, parts: list[Scored], plan: Plan, engine: Any, final: bool) -> Scored:
         """The rounds of a batch as one. A later round may have widened the range that outcomes are scaled from."""

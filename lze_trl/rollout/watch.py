@@ -12,23 +12,30 @@ from transformers.generation import GenerationMixin
 class SamplingWatch(LogitsProcessor):
     """
     Comes last of the logits processors and changes nothing: it sees the scores that each token is sampled from, after
-    temperature, top-p and the others, and with the next call which token it was.
+    temperature, top-p and the others, and with the next call which token it was. It never raises: where it cannot follow the
+    generation, there are no log-probabilities.
     """
 
     def __init__(self):
+        self._lost = False  # whether generation calls it in a way that cannot be watched
         self._scores: torch.Tensor | None = None  # (n, V), of the last call
         # Tokens of each call but the last, and their log-probabilities, (n,) each
         self._sampled: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if self._scores is not None:
-            self._sampled.append(self._of(self._scores, input_ids[:, -1]))
-        self._scores = scores
+        if self._lost or input_ids.ndim != 2 or scores.ndim != 2 or len(input_ids) != len(scores):
+            self._lost = True  # continuous batching gives the tokens of all requests in one row
+        elif self._scores is not None and self._scores.shape != scores.shape:
+            self._lost = True
+        else:
+            if self._scores is not None:
+                self._sampled.append(self._of(self._scores, input_ids[:, -1]))
+            self._scores = scores
         return scores
 
     def begin(self):
         """A new generation begins."""
-        self._scores, self._sampled = None, []
+        self._lost, self._scores, self._sampled = False, None, []
 
     def token_logprobs(self, completion_ids: list[list[int]]) -> list[list[float]] | None:
         """
@@ -36,9 +43,11 @@ class SamplingWatch(LogitsProcessor):
         in an order of its own.
         """
         count, longest = len(completion_ids), max(map(len, completion_ids), default=0)
-        if self._scores is None or len(self._scores) != count or not longest:
+        if self._lost or self._scores is None or len(self._scores) != count or not longest:
             return None
         last = [row[-1] if len(row) == longest else 0 for row in completion_ids]
+        if not all(0 <= token < self._scores.size(1) for token in last):
+            return None
         sampled = [*self._sampled, self._of(self._scores, torch.tensor(last, device=self._scores.device))]
         if longest > len(sampled):
             return None
@@ -63,6 +72,7 @@ def watched(model: Any) -> Iterator[SamplingWatch]:
         yield watch
         return
     original = inner._get_logits_processor
+    own = vars(inner).get("_get_logits_processor")  # a user may have set it on the object
 
     def with_watch(*args: Any, **kwargs: Any) -> list:
         watch.begin()
@@ -74,4 +84,7 @@ def watched(model: Any) -> Iterator[SamplingWatch]:
     try:
         yield watch
     finally:
-        del inner._get_logits_processor
+        if own is None:
+            del inner._get_logits_processor
+        else:
+            inner._get_logits_processor = own

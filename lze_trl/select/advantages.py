@@ -34,16 +34,20 @@ def estimate_advantages(
     tokens: np.ndarray,
     scale: Scale = "group",
     statistics: Drawn | None = None,
+    weights: np.ndarray | None = None,
 ) -> np.ndarray:
     """
     Advantage of every completion by an estimator, float64 of shape `(B,)`; exactly 0 for a completion without a reward (NaN).
 
     `tokens` of shape `(B,)` are those of each completion that the loss covers. `scale` is that of GRPO; the others say
     themselves what they divide by. `statistics` are the completions that REINFORCE++ takes μ and σ of, by default these.
+    `weights`, shape `(B,)`, say how many rows of the full batch each completion stands for in statistics of the whole batch; 1 by
+    default.
     """
+    tokens = tokens if weights is None else tokens * weights
     match estimator:
         case "grpo":
-            return group_advantages(rewards, group, num_groups, scale)
+            return group_advantages(rewards, group, num_groups, scale, weights)
         case "rloo":
             return leave_one_out_advantages(rewards, group, num_groups)
         case "reinforce_plus_plus" | "reinforce_plus_plus_baseline":
@@ -88,7 +92,9 @@ def normalised_over_tokens(values: np.ndarray, counted: np.ndarray, tokens: np.n
     return np.nan_to_num((values - mean) / max(np.sqrt(variance), _SMALLEST_DEVIATION), nan=0.0)
 
 
-def group_advantages(rewards: np.ndarray, group: np.ndarray, num_groups: int, scale: Scale) -> np.ndarray:
+def group_advantages(
+    rewards: np.ndarray, group: np.ndarray, num_groups: int, scale: Scale, weights: np.ndarray | None = None
+) -> np.ndarray:
     """
     Advantage of every completion: its reward minus the mean of its group, over (σ + 1e-4) where scaled.
 
@@ -96,7 +102,7 @@ def group_advantages(rewards: np.ndarray, group: np.ndarray, num_groups: int, sc
     groups of equal size these are TRL's advantages with `multi_objective_aggregation="sum_then_normalize"`.
 
     `rewards` are totals, NaN where no reward function scored the completion; σ is that of the `"group"` or the `"batch"`, as
-    in TRL's `scale_rewards`. Returns float64 of shape `(B,)`: exactly 0 for a completion without a reward, and where the
+    in TRL's `scale_rewards`, in which each completion stands for `weights` rows, 1 by default. Returns float64 of shape `(B,)`: exactly 0 for a completion without a reward, and where the
     known rewards of the group are all equal.
     """
     _check_scale(scale)
@@ -104,7 +110,7 @@ def group_advantages(rewards: np.ndarray, group: np.ndarray, num_groups: int, sc
     alive = differ(rewards, group, num_groups)
     advantages = np.where(alive[group], rewards - group_mean(rewards, group, num_groups)[group], 0.0)
     if scale != "none":
-        advantages = advantages / (_deviations(rewards, group, num_groups, scale) + 1e-4)
+        advantages = advantages / (_deviations(rewards, group, num_groups, scale, weights) + 1e-4)
     return np.nan_to_num(advantages, nan=0.0)
 
 
@@ -117,15 +123,27 @@ def zero_std_share(rewards: np.ndarray, group: np.ndarray, num_groups: int, scal
     return float(np.isclose(_deviations(rewards, group, num_groups, scale), 0.0).mean())
 
 
-def _deviations(rewards: np.ndarray, group: np.ndarray, num_groups: int, scale: Scale) -> np.ndarray:
+def _deviations(
+    rewards: np.ndarray, group: np.ndarray, num_groups: int, scale: Scale, weights: np.ndarray | None = None
+) -> np.ndarray:
     """σ with Bessel's correction for each row, shape `(B,)`; NaN where fewer than two rewards are known."""
     if scale == "batch":
-        group, num_groups = np.zeros_like(group), 1
+        return np.full(len(rewards), _batch_deviation(rewards, np.ones(len(rewards)) if weights is None else weights))
     counts = np.bincount(group[~np.isnan(rewards)], minlength=num_groups)
     squares = (rewards - group_mean(rewards, group, num_groups)[group]) ** 2
     variance = group_mean(squares, group, num_groups)
     correction = np.divide(counts, counts - 1, out=np.full(num_groups, np.nan), where=counts > 1)
     return np.sqrt(variance * correction)[group]
+
+
+def _batch_deviation(rewards: np.ndarray, weights: np.ndarray) -> float:
+    """σ of rewards of which each stands for so many."""
+    known = ~np.isnan(rewards)
+    rewards, weights = rewards[known], weights[known]
+    if len(rewards) < 2 or weights.sum() <= 1.0:
+        return np.nan
+    mean = np.average(rewards, weights=weights)
+    return float(np.sqrt((weights * (rewards - mean) ** 2).sum() / (weights.sum() - 1.0)))
 
 
 def _check_scale(scale: str):
