@@ -164,7 +164,7 @@ def long(count):
         (token(True), "token True, which"),
         (token("7" * 10_000), "token '777.{490,500}…, which"),
         (long(6), "completion length 6, which must be a whole number from 1 to 5"),
-        (long(10**6), "completion length 1000000, which"),
+        (long(10**5), "completion length 100000, which"),
         (long(0), "completion length 0, which"),
         (lambda choice: choice.update(token_ids="12"), "'12' in place of a list of tokens"),
         (logprob(0.5), r"log-prob 0\.5, which must be from -10000 to 0"),
@@ -190,9 +190,6 @@ def test_tokens_and_log_probs_are_not_believed(fake, caplog, fault, words):
     assert_complete(pool.complete(groups), groups)
     (report,) = reports_of(caplog, fake)
     assert re.search(rf"/v1/completions sent a damaged answer: .*{words}", report)
-    fake.faults["/v1/completions"] = [fault] * 20
-    with pytest.raises(ServerError, match=f"failed 5 times.*{words}"):
-        pool.complete(make_groups(1))
 
 
 def test_damaged_answers_about_the_weights_are_asked_for_again(fakes):
