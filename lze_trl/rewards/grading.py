@@ -242,8 +242,8 @@ def same_answer(one: str, other: str) -> bool:
 
 
 def _equal_texts(one: str, other: str) -> bool:
-    answers = [read_gold(f"\\boxed{{{text}}}") for text in (one, other)]
-    return None not in answers and (equal(*answers) or equal(*reversed(answers)))
+    a, b = (read_gold(f"\\boxed{{{text}}}") for text in (one, other))
+    return a is not None and b is not None and (equal(a, b) or equal(b, a))
 
 
 def equal(gold: Answer, answer: Answer) -> bool:
