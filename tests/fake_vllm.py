@@ -165,6 +165,8 @@ class FakeVLLM:
         ]
         if fault == ABORTED:
             choices[-1]["finish_reason"] = "abort"
+        if callable(fault):  # any other change of the last completion
+            fault(choices[-1])
         # Any order: the client has to look at the index
         return 200, {"choices": choices[::-1][fault == SHORT :]}
 
@@ -182,6 +184,8 @@ class FakeVLLM:
             data = b""
         if fault == OTHER:
             data = b'{"data": []}'
+        if isinstance(fault, bytes):
+            data = fault
         handler.send_response(status)
         handler.send_header("content-length", str(len(data)))
         handler.end_headers()

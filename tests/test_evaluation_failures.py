@@ -6,6 +6,8 @@ Evaluation by servers that fail or change, against servers that do so on command
 - a server that is down leaves its requests to the others, from the start on.
 """
 
+import json
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +20,7 @@ from lze_trl.evaluation.servers import ServerEngine
 from lze_trl.evaluation.settings import Decoding, EvaluationError
 from lze_trl.evaluation.tasks import Problem
 from lze_trl.job.cli import main
-from lze_trl.rollout.servers.client import RequestRefusedError, Snapshot
+from lze_trl.rollout.servers.client import RequestRefusedError, ServerError, Snapshot
 
 
 class TextServer(FakeVLLM):
@@ -30,7 +32,10 @@ class TextServer(FakeVLLM):
         if len(body["prompt"]) > self.max_model_len:
             return 400, {"error": {"message": f"This model's maximum context length is {self.max_model_len} tokens."}}
         choice = {"text": f"#### {self.loads}", "finish_reason": "stop"}
-        return 200, {"choices": [choice], "usage": {"completion_tokens": 3}}
+        answer = {"choices": [choice], "usage": {"completion_tokens": 3}}
+        if callable(fault):
+            fault(answer)
+        return 200, answer
 
 
 @pytest.fixture(autouse=True)
@@ -95,6 +100,36 @@ def test_a_server_that_is_down_at_the_start_leaves_its_requests_to_the_others(fa
     fakes[1].stop()
     with pytest.raises(ConnectionError, match=r"did not come up within 0.2 s"):
         ServerEngine([fake.url for fake in fakes], recovery_timeout=0.2)
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        (
+            lambda answer: answer["usage"].update(completion_tokens=5),
+            "completion length 5, which must be a whole number",
+        ),
+        (lambda answer: answer["usage"].update(completion_tokens=True), "completion length True, which must"),
+        (lambda answer: answer["usage"].update(completion_tokens="3"), "completion length '3', which must"),
+        (lambda answer: answer["choices"][0].update(text=["a"]), r"\['a'\] in place of text"),
+        (lambda answer: answer.update(choices=None), "sent a damaged answer"),
+    ],
+)
+def test_answers_are_not_believed(fakes, caplog, fault, words):
+    engine = ServerEngine([fakes[0].url], recovery_timeout=5.0)
+    fakes[0].faults["/v1/completions"] = [fault]
+    assert set(answers(engine).values()) == {Output("#### 0", 3, False)}
+    assert re.search(words, caplog.text)
+
+
+@pytest.mark.parametrize(
+    ("path", "words"), [("/v1/models", "context length '32', which"), ("/weight_info", r"\['run'\] in place of text")]
+)
+def test_what_a_server_says_of_itself_is_not_believed(fakes, path, words):
+    content = {"data": [{"id": "fake", "max_model_len": "32"}], "weight_version": ["run"]}
+    fakes[0].faults[path] = [json.dumps(content).encode()] * 20
+    with pytest.raises((ConnectionError, ServerError), match=rf"{path} sent a damaged answer: .*{words}"):
+        ServerEngine([fakes[0].url], recovery_timeout=0.2)
 
 
 def test_a_prompt_that_is_too_long_counts_as_truncated(fakes):

@@ -136,9 +136,65 @@ def test_failed_requests_are_sent_again(fakes, fault, alone):
     assert fakes[0].loads == 1  # it kept its weights, and its version says so
 
 
+NESTED = b'{"choices": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+
+
+def token(value):
+    return lambda choice: choice.update(token_ids=[value, 1])
+
+
+def logprob(value):
+    return lambda choice: choice["logprobs"].update(token_logprobs=[-0.5, value])
+
+
+def long(count):
+    return lambda choice: choice.update(token_ids=[1] * count, logprobs={"token_logprobs": [-0.5] * count})
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        (token(64), r"token 64, which must be a whole number from 0 to 63"),
+        (token(-1), "token -1, which"),
+        (token(10**30), f"token {10**30}, which"),
+        (token(None), "token None, which"),
+        (token("7"), "token '7', which"),
+        (token(7.0), r"token 7\.0, which"),
+        (token({"id": 7}), r"token \{'id': 7\}, which"),
+        (token(True), "token True, which"),
+        (token("7" * 10_000), "token '777.{490,500}…, which"),
+        (long(6), "completion length 6, which must be a whole number from 1 to 5"),
+        (long(10**5), "completion length 100000, which"),
+        (long(0), "completion length 0, which"),
+        (lambda choice: choice.update(token_ids="12"), "'12' in place of a list of tokens"),
+        (logprob(0.5), r"log-prob 0\.5, which must be from -10000 to 0"),
+        (logprob(-1e5), r"log-prob -100000\.0, which"),
+        (logprob(-(10**400)), "log-prob -1000.*, which"),
+        (logprob(float("nan")), "log-prob nan, which"),
+        (logprob(float("-inf")), "log-prob -inf, which"),
+        (logprob(None), "log-prob None, which"),
+        (logprob(False), "log-prob False, which"),
+        (lambda choice: choice["logprobs"].update(token_logprobs=[-0.5]), "2 tokens with 1 log-probs"),
+        (lambda choice: choice.update(index=0), r"completions with the indices \[0, 0, 1\] instead of \[0, 1, 2\]"),
+        (lambda choice: choice.update(index=7), r"indices \[0, 1, 7\]"),
+        (NESTED, "RecursionError"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_tokens_and_log_probs_are_not_believed(fake, caplog, fault, words):
+    pool = make_pool([fake], request_timeout=30.0)
+    pool.connect(make_identity(), timeout=30.0)
+    pool.load(make_snapshot())
+    groups = make_groups(2)
+    fake.faults["/v1/completions"] = [fault]
+    assert_complete(pool.complete(groups), groups)
+    (report,) = reports_of(caplog, fake)
+    assert re.search(rf"/v1/completions sent a damaged answer: .*{words}", report)
+
+
 def test_damaged_answers_about_the_weights_are_asked_for_again(fakes):
     pool = make_pool(fakes[:1])
-    fakes[0].faults["/weight_info"] = [fake_vllm.EMPTY, fake_vllm.OTHER]
+    fakes[0].faults["/weight_info"] = [fake_vllm.EMPTY, NESTED]
     fakes[0].faults["/reset_prefix_cache"] = [fake_vllm.EMPTY]
     assert len(pool.load(make_snapshot())) == 1
     assert fakes[0].version == "run-1"

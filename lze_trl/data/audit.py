@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from ..memory.identity import prompt_id
-from ..rewards.grading import Answer, GradingTimeout, equal, read_answer, read_gold
+from ..rewards.grading import Answer, equal, read_answer, read_gold
+from ..rewards.limit import GradingTimeout
 from . import load_prompts
 from .references import DataError
 

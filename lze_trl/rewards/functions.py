@@ -5,34 +5,17 @@ All of them take `completions`, plain (`list[str]`) or conversational (`list[lis
 keywords, of which those that compare answers use `solution`.
 """
 
-import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from trl.rewards import think_format_reward as trl_think_format_reward
 
-from .grading import GradingTimeout, equal, gold_text, last_boxed, read_answer, read_gold
+from .grading import CountedWarning, equal, gold_text, last_boxed, read_answer, read_gold
+from .limit import GradingTimeout, budget, in_time
 
-
-logger = logging.getLogger(__name__)
 
 Completion = str | list[dict[str, Any]]
 RewardFunction = Callable[..., Sequence[float | None]]
-
-
-@dataclass
-class CountedWarning:
-    """A warning with a count and the latest example, logged the first time and then at each power of ten."""
-
-    message: str
-    count: int = 0
-
-    def add(self, example: Any):
-        """Count a case."""
-        self.count += 1
-        if str(self.count).strip("0") == "1":
-            logger.warning(self.message, self.count, repr(example)[:120])
 
 
 unreadable_golds = CountedWarning(
@@ -40,7 +23,7 @@ unreadable_golds = CountedWarning(
     "`lze-trl data` lists such answers."
 )
 grading_timeouts = CountedWarning(
-    "%d completions so far have no accuracy, since math-verify did not finish in time; the latest gold answer is %s."
+    "%d completions so far have no accuracy, since math-verify did not finish in time; the latest answer is %s."
 )
 
 
@@ -89,7 +72,8 @@ def accuracy_reward(
 
     Returns:
         `list[float | None]`: 1.0 if the answers are equal and 0.0 if not, or if there is no answer, or if it is a number
-        too large to compute. `None` if the gold answer cannot be read or the comparison takes too long.
+        too large to compute. `None` if the gold answer cannot be read, or if reading and comparing the answer takes more than
+        a second of computing time; once such answers have used ten seconds of a batch, more than a tenth of a second.
 
     Example:
     ```python
@@ -101,7 +85,8 @@ def accuracy_reward(
     """
     known = [True] * len(completions) if labelled is None else [label is not False for label in labelled]
     rows = zip(completions, solution, known, strict=True)
-    scored = [_accuracy(completion_text(text), gold) if label else (None, "") for text, gold, label in rows]
+    with budget():
+        scored = [_accuracy(completion_text(text), gold) if label else (None, "") for text, gold, label in rows]
     rewards = [reward for reward, _ in scored]
     if log_extra is not None:
         log_extra("answer", [answer for _, answer in scored])
@@ -112,19 +97,26 @@ def accuracy_reward(
 
 def _accuracy(completion: str, gold: Any) -> tuple[float | None, str]:
     """Score of a completion, and the answer that was read."""
-    answer = None
     try:
         text = gold_text(gold)
         gold_answer = read_gold(text) if text is not None else None
-        if gold_answer is None:
-            unreadable_golds.add(gold)
-            return None, ""
-        answer = read_answer(completion)
-        score = 0.0 if answer is None else float(equal(gold_answer, answer))
     except GradingTimeout:
         grading_timeouts.add(gold)
-        score = None
-    return score, "" if answer is None else answer.text
+        return None, ""
+    if gold_answer is None:
+        unreadable_golds.add(gold)
+        return None, ""
+
+    def graded() -> tuple[float, str]:
+        answer = read_answer(completion)
+        return (0.0, "") if answer is None else (float(equal(gold_answer, answer)), answer.text)
+
+    try:
+        return in_time(graded)
+    except GradingTimeout:
+        shown = last_boxed(completion) or completion.strip()[-100:]
+        grading_timeouts.add(shown)
+        return None, shown
 
 
 def score_answer(completion: str, gold: Any) -> tuple[bool, float | None]:

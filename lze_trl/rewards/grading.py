@@ -8,29 +8,28 @@ the word "answer", so announcements are found here, and math-verify reads only n
 import logging
 import math
 import re
-import threading
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from decimal import Decimal
-from functools import cache, lru_cache, wraps
+from functools import lru_cache
 from itertools import accumulate, product
-from time import monotonic
 from typing import Any
 
 from latex2sympy2_extended import NormalizationConfig
-from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
-from math_verify.errors import TimeoutException
-from math_verify.utils import timeout
+from math_verify import ExprExtractionConfig, LatexExtractionConfig, grader, parse, parser, verify
 from sympy import Basic, MatrixBase, Number
 
 from .comparison import is_computable, is_really_equal
+from .limit import GradingTimeout, in_time
 from .notation import NUMBER_AND_LETTER, bases, normalise
 
 
 logger = logging.getLogger(__name__)
 
-TIMEOUT_SECONDS = 5
-"""Most that reading one answer, or comparing two, may take, to half a second: math-verify's timeouts are whole ones."""
+GOLD_SECONDS = 5.0
+"""Most that reading a gold answer may take, which happens once."""
+
+# math-verify warns that its own timeouts, which need the main thread and whole seconds, are off. Ours are in `limit`
+parser.TIMEOUT_WARNING_SHOWN = grader.TIMEOUT_WARNING_SHOWN = True
 
 _BOXES = ("\\boxed", "\\fbox")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace is a character of the answer
@@ -161,19 +160,23 @@ def marked_answer(text: str) -> str | None:
     return (rest.strip().partition("\n")[0].strip() or None) if mark else None
 
 
-class GradingTimeout(Exception):  # noqa: N818
-    """An answer that cannot be read or compared in time. What math-verify raises is no `Exception`."""
+@dataclass
+class CountedWarning:
+    """A warning with a count and the latest example, logged the first time and then at each power of ten."""
+
+    message: str
+    count: int = 0
+
+    def add(self, example: Any):
+        """Count a case."""
+        self.count += 1
+        if str(self.count).strip("0") == "1":
+            logger.warning(self.message, self.count, repr(example)[:120])
 
 
-def _in_time(function: Callable) -> Callable:
-    @wraps(function)
-    def call(*args: Any) -> Any:
-        try:
-            return function(*args)
-        except TimeoutException as error:
-            raise GradingTimeout(*error.args) from error
-
-    return call
+slow_votes = CountedWarning(
+    "%d pairs of votes so far count as different, since math-verify did not finish in time; the latest one is %s."
+)
 
 
 def read_gold(gold: str) -> Answer | None:
@@ -183,23 +186,21 @@ def read_gold(gold: str) -> Answer | None:
     Returns `None` if it cannot be read, and raises [`GradingTimeout`] if it cannot be read in time.
     """
     answer = _read_gold(gold)
-    if isinstance(answer, TimeoutException):
-        raise GradingTimeout(*answer.args)
+    if isinstance(answer, type):
+        raise answer
     return answer
 
 
 @lru_cache(maxsize=8192)
-def _read_gold(gold: str) -> Answer | TimeoutException | None:
+def _read_gold(gold: str) -> Answer | type[GradingTimeout] | None:
     """Every completion of a group has the same gold answer: a timeout is remembered, too."""
-    deadline = monotonic() + TIMEOUT_SECONDS
+    text = _final_part(gold)
     try:
-        text = _final_part(gold)
-        return _read_shown(text, deadline) or _read_announced(text, deadline) or _read_bare(text, deadline)
-    except TimeoutException as error:
-        return error.with_traceback(None)
+        return in_time(lambda: _read_shown(text) or _read_announced(text) or _read_bare(text), seconds=GOLD_SECONDS)
+    except GradingTimeout:
+        return GradingTimeout
 
 
-@_in_time
 def read_answer(completion: str) -> Answer | None:
     r"""
     Read the answer that a completion gives.
@@ -211,15 +212,18 @@ def read_answer(completion: str) -> Answer | None:
 
     Returns `None` if there is no answer, and raises [`GradingTimeout`] if it cannot be read in time.
     """
-    deadline = monotonic() + TIMEOUT_SECONDS
+    return in_time(_read_completion, completion)
+
+
+def _read_completion(completion: str) -> Answer | None:
     text = _final_part(completion)
-    answer = _read_shown(text, deadline)
+    answer = _read_shown(text)
     if answer is not None:
         return answer
     if any(command in text for command in _BOXES):
         return None  # cut off within the box
     is_bare = len(text) <= _BARE_ANSWER_CHARACTERS and "\n" not in text
-    return _read_announced(text, deadline) or (_read_bare(text, deadline) if is_bare else None)
+    return _read_announced(text) or (_read_bare(text) if is_bare else None)
 
 
 @lru_cache(maxsize=65536)
@@ -231,15 +235,17 @@ def same_answer(one: str, other: str) -> bool:
     if one == other:
         return True
     try:
-        answers = [read_gold(f"\\boxed{{{text}}}") for text in (one, other)]
-        if None in answers:
-            return False
-        return equal(*answers) or equal(*reversed(answers))
+        return in_time(_equal_texts, one, other)
     except GradingTimeout:
+        slow_votes.add((one, other))
         return False
 
 
-@_in_time
+def _equal_texts(one: str, other: str) -> bool:
+    a, b = (read_gold(f"\\boxed{{{text}}}") for text in (one, other))
+    return a is not None and b is not None and (equal(a, b) or equal(b, a))
+
+
 def equal(gold: Answer, answer: Answer) -> bool:
     """Whether two answers are equal, as far as math-verify can tell; raises [`GradingTimeout`] if it takes too long."""
     if gold.bases and answer.bases and gold.bases != answer.bases:
@@ -251,20 +257,22 @@ def equal(gold: Answer, answer: Answer) -> bool:
         coarser = max(int(Decimal(text).as_tuple().exponent) for text in (gold.text, answer.text))
         if abs(Decimal(gold.text) - Decimal(answer.text)) >= Decimal(1).scaleb(coarser):
             return False
-    deadline = monotonic() + TIMEOUT_SECONDS
+    return in_time(_equal_expressions, gold, answer)
+
+
+def _equal_expressions(gold: Answer, answer: Answer) -> bool:
     match = NUMBER_AND_LETTER.fullmatch(answer.text)
     if match is not None and isinstance(gold.values[0], Number):
-        answer = _read_bare(match[1], deadline) or answer
+        answer = _read_bare(match[1]) or answer
     pairs = product(gold.expressions, answer.expressions)
-    return any(_equal_values(gold_value, value, deadline) for gold_value, value in pairs)
+    return any(_equal_values(gold_value, value) for gold_value, value in pairs)
 
 
-def _equal_values(gold: Any, value: Any, deadline: float) -> bool:
+def _equal_values(gold: Any, value: Any) -> bool:
     try:
-        seconds = _seconds_left(deadline)
         return verify(
-            gold, value, timeout_seconds=seconds, raise_on_error=True, allow_set_relation_comp=True
-        ) and timeout(_seconds_left(deadline))(is_really_equal)(gold, value)
+            gold, value, timeout_seconds=None, raise_on_error=True, allow_set_relation_comp=True
+        ) and is_really_equal(gold, value)
     except Exception:  # SymPy raises anything on what a model can write; such a pair is not known to be equal
         logger.debug("math-verify could not compare two answers.", exc_info=True)
         return False
@@ -276,28 +284,28 @@ def _final_part(text: str) -> str:
     return next((part for part in reversed(parts) if part), text.strip())
 
 
-def _read_shown(text: str, deadline: float) -> Answer | None:
+def _read_shown(text: str) -> Answer | None:
     """Read the answer that a text boxes, or marks unless the mark makes a heading above an announced answer."""
     boxed = last_boxed(text)
     answer = boxed or marked_answer(text)
     if answer is None:
         return None
     is_heading = boxed is None and _WORD.search(answer) is not None
-    return (_read_announced(text, deadline) if is_heading else None) or _read_bare(answer, deadline)
+    return (_read_announced(text) if is_heading else None) or _read_bare(answer)
 
 
-def _read_announced(text: str, deadline: float) -> Answer | None:
+def _read_announced(text: str) -> Answer | None:
     for match in reversed(list(_ANNOUNCEMENT.finditer(text))[-_MOST_ANNOUNCEMENTS:]):
         clause = _CLAUSE_END.split(text[max(0, match.start() - _BARE_ANSWER_CHARACTERS) : match.start()])[-1]
         if _DENIED.search(clause) or _NEGATED.search(match[0]) or _HEDGE.match(text, match.end()):
             continue
-        answer = _read_announcement(text[match.end() :], deadline)
+        answer = _read_announcement(text[match.end() :])
         if answer is not None:
             return answer
     return None
 
 
-def _read_announcement(rest: str, deadline: float) -> Answer | None:
+def _read_announcement(rest: str) -> Answer | None:
     """Read the answer from what follows "the answer is"."""
     math = _MATH.search(rest)
     end = _SENTENCE_END.search(rest)
@@ -307,11 +315,11 @@ def _read_announcement(rest: str, deadline: float) -> Answer | None:
         parts = [math[math.lastindex or 0]]
         while (link := _BETWEEN_MATH.match(rest, math.end())) and (math := _MATH.match(rest, link.end())):
             parts.append(math[math.lastindex or 0])
-        return _read_bare(",".join(part.strip() for part in parts), deadline)
+        return _read_bare(",".join(part.strip() for part in parts))
     option = _OPTION.match(sentence)
     if option is not None:
-        letter, rest = _read_bare(option[1], deadline), sentence[option.end() :]
-        value = _read_announcement(rest, deadline) if rest else None
+        letter, rest = _read_bare(option[1]), sentence[option.end() :]
+        value = _read_announcement(rest) if rest else None
         if letter is None or value is None:
             return letter
         return Answer((*letter.expressions, *value.values), value.bases)  # "(B) 27" says both
@@ -320,14 +328,14 @@ def _read_announcement(rest: str, deadline: float) -> Answer | None:
     if first is not None and not _OR.search(sentence):
         before = sentence[:first].strip(" ,;:(")
         if before not in ("", "a"):  # an article
-            return _read_bare(before, deadline)
-        number = _read(f"answer: {sentence}", _NUMBER_IN_PROSE, deadline)
+            return _read_bare(before)
+        number = _read(f"answer: {sentence}", _NUMBER_IN_PROSE)
         if number is not None:
             return number
-    return _read_bare(sentence, deadline) if sentence and len(sentence) <= _BARE_ANSWER_CHARACTERS else None
+    return _read_bare(sentence) if sentence and len(sentence) <= _BARE_ANSWER_CHARACTERS else None
 
 
-def _read_bare(text: str, deadline: float) -> Answer | None:
+def _read_bare(text: str) -> Answer | None:
     # The full stop of a sentence would make "27." plain text
     text = text.strip().rstrip(" .")
     math = _MATH.fullmatch(text)
@@ -335,40 +343,21 @@ def _read_bare(text: str, deadline: float) -> Answer | None:
     depths = accumulate((char in "([{") - (char in ")]}") for char in text)
     if len(text) > _LONGEST or max(depths, default=0) > _DEEPEST or _COMPUTED_BY_PARSER.search(text):
         return Answer((text,))
-    answer = _read(f"\\boxed{{{text}}}", _LATEX, deadline)
+    answer = _read(f"\\boxed{{{text}}}", _LATEX)
     return None if answer is None else replace(answer, bases=bases(text))
 
 
-def _read(text: str, extraction: tuple, deadline: float) -> Answer | None:
+def _read(text: str, extraction: tuple) -> Answer | None:
     try:
-        return _parsed(text, extraction, _seconds_left(deadline))
+        return _parsed(text, extraction)
     except Exception:  # ANTLR and SymPy raise anything on what a model can write
         logger.debug("math-verify could not read an answer.", exc_info=True)
         return None
 
 
 @lru_cache(maxsize=8192)
-def _parsed(text: str, extraction: tuple, seconds: int | None) -> Answer | None:
+def _parsed(text: str, extraction: tuple) -> Answer | None:
     """The completions of a group give few different answers, and reading one takes most of the time."""
-    values = parse(text, extraction_config=extraction, parsing_timeout=seconds, raise_on_error=True)
+    values = parse(text, extraction_config=extraction, parsing_timeout=None, raise_on_error=True)
     # A number too large to compute equals only the same text
     return Answer(tuple(value for value in values if is_computable(value))) if values else None
-
-
-def _seconds_left(deadline: float) -> int | None:
-    # math-verify's timeouts are alarm signals, which only the main thread may set
-    if threading.current_thread() is not threading.main_thread():
-        _warn_no_timeout()
-        return None
-    seconds = round(deadline - monotonic())
-    if seconds < 1:
-        raise TimeoutException
-    return seconds
-
-
-@cache
-def _warn_no_timeout():
-    logger.warning(
-        "Answers are graded outside the main thread, where math-verify's timeouts do not work: an answer that SymPy "
-        "cannot evaluate would stall this thread. Call the reward function from the main thread to have timeouts."
-    )

@@ -17,12 +17,15 @@ import pandas as pd
 
 from .functions import Completion, completion_text, score_answer
 from .grading import same_answer
+from .limit import budget
 from .votes import answer_classes, consensus, read_vote
 
 
 logger = logging.getLogger(__name__)
 
 Labelled = Literal["gold", "none"]
+
+_GROUP_SECONDS = 2.0  # that comparing the votes of a group may take, see [`budget`]
 
 
 class Ballot(NamedTuple):
@@ -149,7 +152,8 @@ class MajorityReward:
         golds = [None] * len(votes) if solution is None else solution
         if solution is None or self.labelled == "none":
             return [Ballot(vote, gold=gold) for vote, gold in zip(votes, golds, strict=True)]
-        scored = [score_answer(text, gold) for text, gold in zip(texts, solution, strict=True)]
+        with budget():
+            scored = [score_answer(text, gold) for text, gold in zip(texts, solution, strict=True)]
         if training and not self._warned and scored and all(labelled for labelled, _ in scored):
             self._warned = True
             logger.warning(
@@ -164,7 +168,8 @@ class MajorityReward:
         ahead.
         """
         votes = [ballot.vote for ballot in ballots]
-        classes = answer_classes(votes, same_answer)
+        with budget(_GROUP_SECONDS):
+            classes = answer_classes(votes, same_answer)
         found = consensus(classes)
         reasons = self._reasons(found) if final else {}
         abstains, winner = any(reasons.values()), _commonest(votes, classes == found.winner)

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import itemgetter
@@ -16,7 +15,10 @@ _CONNECT_TIMEOUT = 10.0  # a server that is up answers at once, however busy it 
 _CACHE_RESET_ATTEMPTS = 25
 _CACHE_RESET_INTERVAL = 0.2
 # What reading an answer of another form raises
-_MISREADINGS = (AttributeError, IndexError, KeyError, TypeError, ValueError)
+_MISREADINGS = (AttributeError, IndexError, KeyError, OverflowError, RecursionError, TypeError, ValueError)
+_LARGEST_TOKEN = 2**31 - 1
+_LOWEST_LOGPROB = -1e4  # vLLM sends -9999 for minus infinity
+_ROUNDING = 1e-3  # by which a log-prob may be above 0
 # What vLLM answers to every request once its engine has died. /health then answers 503, without a body
 _ENGINE_DEAD = ("EngineDeadError", "EngineCore encountered an issue")
 _UNNAMED = "default"  # the version of weights that a server was started with
@@ -102,6 +104,7 @@ class VLLMServer:
         self.request_timeout = request_timeout
         self.model = self.dtype = self.logprobs_mode = ""
         self.max_model_len = 0
+        self.last_token_id = _LARGEST_TOKEN  # that it may send
         self.difference: Difference | None = None  # of the last checked load
         self.ready = False  # known to hold the current weights
         self.running = 0  # requests in progress
@@ -167,7 +170,7 @@ class VLLMServer:
 
         def own_card(models: dict) -> tuple[str, int]:
             card, *_ = (card for card in models["data"] if card.get("parent") is None)  # the others are adapters
-            return card["id"], card["max_model_len"]
+            return _text(card["id"]), _whole(card["max_model_len"], "context length", 1)
 
         self.model, self.max_model_len = await self._request(http, "/v1/models", read=own_card)
 
@@ -203,6 +206,7 @@ class VLLMServer:
                     f"{serves} has another vocabulary: its model {'does not know' if known else 'knows'} token {token}, "
                     f"and the trainer's last token is {identity.last_token_id}. Start it with the model that is trained."
                 )
+        self.last_token_id = identity.last_token_id
 
     async def _knows(self, http: httpx2.AsyncClient, token: int) -> bool:
         try:
@@ -221,7 +225,9 @@ class VLLMServer:
             choices = sorted(answer["choices"], key=itemgetter("index"))
             if len(choices) != count:
                 raise ValueError(f"{len(choices)} completions instead of {count}")
-            return [_completion(choice) for choice in choices]
+            if (indices := [choice["index"] for choice in choices]) != [*range(count)]:
+                raise ValueError(f"completions with the indices {indices} instead of {[*range(count)]}")
+            return [_completion(choice, body["max_tokens"], self.last_token_id) for choice in choices]
 
         return await self._request(http, "/v1/completions", body, read=completions)
 
@@ -235,7 +241,8 @@ class VLLMServer:
             if choice["finish_reason"] not in ("stop", "length"):
                 raise ValueError(f"generation ended by {choice['finish_reason']!r}")
             text = choice["text"] if is_text else choice["message"]["content"] or ""
-            return Answer(text, answer["usage"]["completion_tokens"], choice["finish_reason"] == "length")
+            tokens = _whole(answer["usage"]["completion_tokens"], "completion length", 0, body["max_tokens"])
+            return Answer(_text(text), tokens, choice["finish_reason"] == "length")
 
         return await self._request(
             http, path, body | {"model": self.model, "prompt" if is_text else "messages": prompt}, read
@@ -256,7 +263,7 @@ class VLLMServer:
     async def weight_version(self, http: httpx2.AsyncClient) -> str | None:
         """What the weights were called by whoever loaded them into the running server; `None` if nobody did or it cannot tell."""
         try:
-            version = await self._request(http, "/weight_info", read=itemgetter("weight_version"))
+            version = await self._request(http, "/weight_info", read=lambda answer: _text(answer["weight_version"]))
         except (RequestRefusedError, ServerMismatchError):  # not in development mode
             return None
         return None if version == _UNNAMED else version
@@ -309,22 +316,43 @@ class VLLMServer:
             )
 
 
-def _completion(choice: dict) -> Completion:
+def _completion(choice: dict, most_tokens: int, last_token_id: int) -> Completion:
     token_ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
     if choice["finish_reason"] not in ("stop", "length"):
         raise ValueError(f"generation ended by {choice['finish_reason']!r}")
-    if not token_ids or len(token_ids) != len(logprobs):
+    for values, what in ((token_ids, "tokens"), (logprobs, "log-probs")):
+        if not isinstance(values, list):
+            raise ValueError(f"{_short(repr(values))} in place of a list of {what}")
+    if len(token_ids) != len(logprobs):
         raise ValueError(f"{len(token_ids)} tokens with {len(logprobs)} log-probs")
-    if not all(math.isfinite(logprob) for logprob in logprobs):
-        raise ValueError("a log-prob is not a finite number")
+    _whole(len(token_ids), "completion length", 1, most_tokens)
+    for token in token_ids:
+        _whole(token, "token", 0, last_token_id)
+    for logprob in logprobs:
+        if type(logprob) not in (int, float) or not _LOWEST_LOGPROB <= logprob <= _ROUNDING:
+            raise ValueError(f"log-prob {_short(repr(logprob))}, which must be from {_LOWEST_LOGPROB:.0f} to 0")
     return Completion(token_ids, logprobs)
+
+
+def _whole(value: Any, what: str, least: int, most: int | None = None) -> int:
+    """A whole number that a server sent, checked: in JSON, `true` would be 1 and `7.0` would be 7."""
+    if type(value) is not int or value < least or (most is not None and value > most):
+        allowed = f"at least {least}" if most is None else f"from {least} to {most}"
+        raise ValueError(f"{what} {_short(repr(value))}, which must be a whole number {allowed}")
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{_short(repr(value))} in place of text")
+    return value
 
 
 def _words(response: httpx2.Response) -> str:
     """The server's own words, as far as they help."""
     try:
-        return response.json()["error"]["message"]
-    except (ValueError, KeyError, TypeError):
+        return _short(response.json()["error"]["message"])
+    except _MISREADINGS:
         return _short(response.text) or "(empty)"
 
 
