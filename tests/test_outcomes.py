@@ -54,6 +54,17 @@ def test_scores(rule, expected):
     np.testing.assert_array_equal(rule.scores(TWO.double().numpy(), totals), expected)
 
 
+@given(st.integers(1, 9), st.integers(1, 10))
+def test_settings_are_compared_in_the_precision_of_rewards(numerator, denominator):
+    value = numerator / denominator
+    rewards = torch.tensor([[value]])
+    totals = total_rewards(rewards, torch.ones(1)).double().numpy()
+    assert OutcomeRule(threshold=value).scores(rewards.double().numpy(), totals) == [0.0]
+    rule = OutcomeRule(bounds=(0.0, value))
+    scores = rule.scores(rewards.double().numpy(), totals)
+    assert RewardRange(rule.bounds).outcomes(scores) == [1.0]
+
+
 @pytest.mark.parametrize(
     ("seen", "bounds"),
     [
@@ -93,7 +104,7 @@ def test_outcomes_of_passes_and_fails_are_the_rewards_bit_for_bit(rewards):
 
 @given(
     st.lists(st.lists(st.floats(-100, 100, width=32), min_size=1, max_size=5), min_size=1, max_size=4),
-    st.tuples(st.floats(-1e3, 1e3), st.floats(-1e3, 1e3)).map(sorted),
+    st.tuples(st.floats(-1e3, 1e3, width=32), st.floats(-1e3, 1e3, width=32)).map(sorted),
 )
 def test_a_range_given_is_kept_and_a_range_seen_only_grows(batches, given_bounds):
     fixed, seen, before = RewardRange(tuple(given_bounds)), RewardRange(), None

@@ -267,6 +267,16 @@ def test_a_run_without_pruning_forgets_what_was_pruned(tmp_path):
     assert second.ledger.visits_skipped == 0
 
 
+@pytest.mark.parametrize(
+    ("reward", "settings", "solved"),
+    [(0.2, {"pass_threshold": 0.2}, False), (0.9, {"reward_range": [0.0, 0.9]}, True)],
+    ids=str,
+)
+def test_a_reward_of_just_the_threshold_is_no_pass_and_one_at_the_top_is_solved(tmp_path, reward, settings, solved):
+    trainer = run(tmp_path, reward_funcs=lambda completions, **kwargs: [reward] * len(completions), **settings)
+    assert ((trainer.prompt_state["streak"] > 0) == solved).all()
+
+
 def test_prompts_that_fill_a_batch_are_no_visits_skipped(tmp_path):
     # 5 prompts, 3 a batch, all solved at once: one re-check a pass, and two that fill the batch
     trainer = run(

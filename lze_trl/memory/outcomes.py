@@ -10,12 +10,18 @@ import numpy as np
 
 @dataclass(frozen=True)
 class OutcomeRule:
-    """What an outcome is made of."""
+    """What an outcome is made of. Numbers are rounded to the 32 bits that rewards have: 0.2 is no reward above 0.2."""
 
     column: int | None = None  # the reward function that was named; None for the weighted total
     threshold: float | None = None  # a reward above it is a pass (1), any other a fail (0); None for graded outcomes
     bounds: tuple[float, float] | None = None  # range that graded outcomes are scaled from; None for the range seen
     binary: bool = False  # whether rewards other than 0 and 1 are an error, since the threshold was not the user's
+
+    def __post_init__(self):
+        if self.threshold is not None:
+            object.__setattr__(self, "threshold", _as_reward(self.threshold))
+        if self.bounds is not None:
+            object.__setattr__(self, "bounds", tuple(map(_as_reward, self.bounds)))
 
     @property
     def named(self) -> bool:
@@ -37,6 +43,10 @@ class OutcomeRule:
         if self.threshold is not None:
             return np.where(np.isnan(rewards), np.nan, (rewards > self.threshold).astype(np.float64))
         return rewards if self.bounds is None else np.clip(rewards, *self.bounds)
+
+
+def _as_reward(value: float) -> float:
+    return float(np.float32(value))
 
 
 class RewardRange:
