@@ -122,6 +122,31 @@ def test_a_range_given_is_kept_and_a_range_seen_only_grows(batches, given_bounds
         before = seen.bounds
 
 
+@pytest.mark.parametrize(("scale", "shift"), [(0.1, 0.0), (1.0, 5.0), (-1.0, 0.0)])
+def test_the_range_forgets_what_rewards_were_before_they_changed(scale, shift):
+    scores, batch = RewardRange(), np.array([-2.0, NAN, 3.0])
+    scores.observe(batch)
+    for _ in range(100):
+        scores.observe(scale * batch + shift)
+    assert scores.bounds == tuple(sorted(scale * batch[[0, 2]] + shift))
+
+
+def test_the_top_of_the_range_stays_where_every_reward_reaches_it():
+    scores = RewardRange()
+    scores.observe(np.array([0.0, 2.0]))
+    for _ in range(200):
+        scores.observe(np.array([2.0, 2.0]))
+    assert scores.outcomes(np.array([0.0, 2.0])).tolist() == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("bounds", [None, (0.0, 1.0), (-1.0, 2.0)])
+def test_a_range_that_was_set_wins_over_a_saved_one(bounds):
+    before, now = RewardRange(), RewardRange(bounds)
+    before.observe(np.array([0.0, 10.0]))
+    now.load_state_dict(before.state_dict())
+    assert now.bounds == (bounds or (0.0, 10.0))
+
+
 def test_a_range_survives_a_checkpoint():
     scores, again = RewardRange(), RewardRange()
     scores.observe(np.array([0.1, -5.0]))
