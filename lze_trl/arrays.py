@@ -78,7 +78,7 @@ class Rollouts:
         prompt_ids (int64, `(P,)`): Content hash of each group's prompt.
         group (int64, `(B,)`): Group of each completion, in `[0, P)`. Groups may differ in size.
         outcomes (float64, `(B,)`): Outcome of each completion in `[0, 1]`: 1 for a pass and 0 for a fail, or the reward
-            scaled from the range that the run has seen. NaN where the completion has none.
+            scaled from the range of the latest rounds. NaN where the completion has none.
         rewards (float64, `(B,)`): Weighted total reward. NaN where no reward function scored the completion.
         prompt_tokens (int64, `(B,)`): Prompt length of each row in tokens.
         completion_tokens (int64, `(B,)`): Completion length of each row in tokens.

@@ -60,7 +60,7 @@ def make_state(
         group_size=args.num_generations,
         named_outcome=rule.named,
     )
-    return PromptState(settings, expected=len(dataset) if isinstance(dataset, Dataset) else 0, bounds=rule.bounds)
+    return PromptState(settings, expected=len(dataset) if isinstance(dataset, Dataset) else 0, bounds=rule.known_range)
 
 
 def make_instruction(

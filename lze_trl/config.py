@@ -172,7 +172,7 @@ class LZEGRPOConfig(GRPOConfig):
             needs a threshold of yours if rewards are not 0 and 1. With `pass_reward` and without `reward_range`, 0.5.
         reward_range (`list[float]`, *optional*):
             Lowest and highest reward that graded outcomes are scaled from; rewards outside are clipped. Defaults to the
-            range that the run has seen.
+            range of the last 100 rounds of completions.
 
         > Parameters that control which prompts are rolled out
 

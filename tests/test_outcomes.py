@@ -54,6 +54,17 @@ def test_scores(rule, expected):
     np.testing.assert_array_equal(rule.scores(TWO.double().numpy(), totals), expected)
 
 
+@given(st.integers(1, 9), st.integers(1, 10))
+def test_settings_are_compared_in_the_precision_of_rewards(numerator, denominator):
+    value = numerator / denominator
+    rewards = torch.tensor([[value]])
+    totals = total_rewards(rewards, torch.ones(1)).double().numpy()
+    assert OutcomeRule(threshold=value).scores(rewards.double().numpy(), totals) == [0.0]
+    rule = OutcomeRule(bounds=(0.0, value))
+    scores = rule.scores(rewards.double().numpy(), totals)
+    assert RewardRange(rule.bounds).outcomes(scores) == [1.0]
+
+
 @pytest.mark.parametrize(
     ("seen", "bounds"),
     [
@@ -93,7 +104,7 @@ def test_outcomes_of_passes_and_fails_are_the_rewards_bit_for_bit(rewards):
 
 @given(
     st.lists(st.lists(st.floats(-100, 100, width=32), min_size=1, max_size=5), min_size=1, max_size=4),
-    st.tuples(st.floats(-1e3, 1e3), st.floats(-1e3, 1e3)).map(sorted),
+    st.tuples(st.floats(-1e3, 1e3, width=32), st.floats(-1e3, 1e3, width=32)).map(sorted),
 )
 def test_a_range_given_is_kept_and_a_range_seen_only_grows(batches, given_bounds):
     fixed, seen, before = RewardRange(tuple(given_bounds)), RewardRange(), None
@@ -109,6 +120,31 @@ def test_a_range_given_is_kept_and_a_range_seen_only_grows(batches, given_bounds
         if before is not None and before[0] != before[1] and before != (0.0, 1.0):
             assert seen.bounds[0] <= before[0] and seen.bounds[1] >= before[1]
         before = seen.bounds
+
+
+@pytest.mark.parametrize(("scale", "shift"), [(0.1, 0.0), (1.0, 5.0), (-1.0, 0.0)])
+def test_the_range_forgets_what_rewards_were_before_they_changed(scale, shift):
+    scores, batch = RewardRange(), np.array([-2.0, NAN, 3.0])
+    scores.observe(batch)
+    for _ in range(100):
+        scores.observe(scale * batch + shift)
+    assert scores.bounds == tuple(sorted(scale * batch[[0, 2]] + shift))
+
+
+def test_the_top_of_the_range_stays_where_every_reward_reaches_it():
+    scores = RewardRange()
+    scores.observe(np.array([0.0, 2.0]))
+    for _ in range(200):
+        scores.observe(np.array([2.0, 2.0]))
+    assert scores.outcomes(np.array([0.0, 2.0])).tolist() == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("bounds", [None, (0.0, 1.0), (-1.0, 2.0)])
+def test_a_range_that_was_set_wins_over_a_saved_one(bounds):
+    before, now = RewardRange(), RewardRange(bounds)
+    before.observe(np.array([0.0, 10.0]))
+    now.load_state_dict(before.state_dict())
+    assert now.bounds == (bounds or (0.0, 10.0))
 
 
 def test_a_range_survives_a_checkpoint():

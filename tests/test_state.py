@@ -18,7 +18,9 @@ FULL, HALF, NONE, UNSCORED = [1, 1, 1, 1], [1, 0, 0, 1], [0, 0, 0, 0], [NAN] * 4
 def record(state: PromptState, prompt: int) -> dict[str, float]:
     row = int(state.find(np.array([prompt]))[0])
     assert row >= 0
-    return {name: state[name][row].item() for name in state.state_dict() if name not in ("range", "batches")}
+    return {
+        name: state[name][row].item() for name in state.state_dict() if name not in ("range", "range_seen", "batches")
+    }
 
 
 # ---- Goldens ----

@@ -254,6 +254,24 @@ def test_state_carries_over(tmp_path):
     assert all(known[prompt] == rate for prompt, rate in before.items())
 
 
+@pytest.mark.parametrize("how", ["state_from", "resume"])
+@pytest.mark.parametrize("setting", [{"reward_range": [0.0, 1.0]}, {"pass_threshold": 0.5}], ids=str)
+def test_a_setting_wins_over_the_range_of_a_state(tmp_path, setting, how):
+    def rewards(scale):
+        return lambda completions, **kwargs: [scale * r for r in tiny.even_length_reward(completions)]
+
+    run(tmp_path / "first", reward_funcs=rewards(10.0), save_strategy="steps", save_steps=3)
+    start = {"state_from": str(tmp_path / "first")} if how == "state_from" else {}
+    args = {"reward_funcs": rewards(1.0), "max_steps": 6, **setting, **start}
+    second = make(tmp_path / "second", **args)
+    second.train(resume_from_checkpoint=str(tmp_path / "first/checkpoint-3") if how == "resume" else None)
+    logs = [log for log in second.state.log_history if "lze/pass_rate" in log and log["step"] > 3]
+    assert logs
+    for log in logs:
+        assert log["lze/pass_rate"] == pytest.approx(log["reward"])
+    assert second.prompt_state["expected"].max() > 1.0  # what is remembered stays
+
+
 def test_a_run_without_pruning_forgets_what_was_pruned(tmp_path):
     first = run(
         tmp_path / "first", reward_funcs=lambda completions, **kwargs: [1.0] * len(completions), pruning_streak=1
@@ -265,6 +283,16 @@ def test_a_run_without_pruning_forgets_what_was_pruned(tmp_path):
     second.train()
     assert second.prompt_state.num_pruned == second.prompt_state["pruned"].sum() == 0
     assert second.ledger.visits_skipped == 0
+
+
+@pytest.mark.parametrize(
+    ("reward", "settings", "solved"),
+    [(0.2, {"pass_threshold": 0.2}, False), (0.9, {"reward_range": [0.0, 0.9]}, True)],
+    ids=str,
+)
+def test_a_reward_of_just_the_threshold_is_no_pass_and_one_at_the_top_is_solved(tmp_path, reward, settings, solved):
+    trainer = run(tmp_path, reward_funcs=lambda completions, **kwargs: [reward] * len(completions), **settings)
+    assert ((trainer.prompt_state["streak"] > 0) == solved).all()
 
 
 def test_prompts_that_fill_a_batch_are_no_visits_skipped(tmp_path):

@@ -60,8 +60,8 @@ class PromptState:
     """
     State of every visited prompt: a record of 48 bytes, and an index of the ids, 12 bytes. An update costs O(batch).
 
-    All means are those of the raw scores, and are scaled to [0, 1] when they are read, by the range of scores that the run
-    has seen by then: for passes and fails they are the pass rates themselves. `expected` is the mean outcome over the bounded
+    All means are those of the raw scores, and are scaled to [0, 1] when they are read, by the range of scores of the run at
+    that time: for passes and fails they are the pass rates themselves. `expected` is the mean outcome over the bounded
     memory of the posterior, `rollouts` counts scored completions up to 65535. `streak` is s after s solved visits in a row,
     −s after s visits in a row with equal rewards that are not solved, and 0 after a visit that had a gradient. A visit that was
     stopped after one completion counts for the pass rates; it may end a streak, makes none longer, and D is not said of it:
@@ -105,7 +105,7 @@ class PromptState:
 
     def observe(self, scores: np.ndarray) -> int:
         """
-        Widen the range by the scores of new completions, shape `(B,)`, NaN where there is none. Where its top rises, what
+        Enter the scores of new completions into the range, shape `(B,)`, NaN where there is none. Where its top rises, what
         counted as solved below it no longer does: returns how many prompts that are.
         """
         if not self.range.observe(scores):
@@ -126,7 +126,7 @@ class PromptState:
         which each one was drawn to its end, and 0 where it was not. `confidence`, shape `(P,)`, is what energies are multiplied
         by: the probability that the label of each group is right.
 
-        The range of scores must have been widened by the batch before, see [`observe`]. The energies use the moving
+        The scores of the batch must have been entered into the range before, see [`observe`]. The energies use the moving
         averages from *before* the batch. Groups without any scored completion leave no trace.
         """
         ids, settings = rollouts.prompt_ids, self.settings
@@ -217,8 +217,8 @@ class PromptState:
         return records
 
     def _scaled(self, means: np.ndarray) -> np.ndarray:
-        """Remembered means of scores as outcomes, float64. They have 32 bits, and may miss the range by the last one."""
-        return np.clip(self.range.outcomes(means.astype(np.float64)), 0.0, 1.0)
+        """Remembered means of scores as outcomes, float64."""
+        return self.range.outcomes(means.astype(np.float64))
 
     def remember(self, groups: Groups, means: np.ndarray, counts: np.ndarray, stopped: np.ndarray | None = None):
         """
@@ -274,7 +274,7 @@ class PromptState:
 
     def load_state_dict(self, state: dict[str, np.ndarray]):
         """Replace the state by a saved one, which must have all arrays, of the right types, and each id once."""
-        expected = {*_COLUMNS, "range", "batches"}
+        expected = {*_COLUMNS, *self.range.state_dict(), "batches"}
         if set(state) != expected:
             raise ValueError(
                 f"The prompt state must have the arrays {sorted(expected)}, got {sorted(state)}. It was not written by this "
@@ -293,7 +293,7 @@ class PromptState:
         index = RowIndex(ids)
         if not index.distinct:
             raise ValueError("The prompt state holds a prompt twice. The file is damaged; use another checkpoint.")
-        self.range.load_state_dict({"range": state["range"]})
+        self.range.load_state_dict(state)
         self.batches = int(state["batches"][0])
         self._index = index
         self._table = np.zeros(max(len(ids), len(self._table)), dtype=_RECORD)

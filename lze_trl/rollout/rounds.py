@@ -95,7 +95,7 @@ class Rounds:
         return replace(scored, mean_tokens=mean, weights=weights)
 
     def _joined(self, parts: list[Scored], plan: Plan, engine: Any, final: bool) -> Scored:
-        """The rounds of a batch as one. A later round may have widened the range that outcomes are scaled from."""
+        """The rounds of a batch as one. A later round may have changed the range that outcomes are scaled from."""
         scored = joined(parts, self.passes.ids_of(plan.rows))
         if scored.ballots:
             return self._settled(scored, engine, final)
@@ -183,7 +183,7 @@ class Rounds:
         """
         What rewards of shape `(B, F)` say of completions: `rewards` (totals), `signals`, `scores` and `outcomes`, each of
         shape `(B,)`. Each group has `group_size` completions where rewards are normalised within it. `of_groups` are the
-        columns of group rewards; `observe` says that the range of scores is widened.
+        columns of group rewards; `observe` says that the range of scores goes by them.
         """
         weights = weights.to(rewards_per_func.device)
         totals = total_rewards(rewards_per_func, weights)
@@ -199,7 +199,7 @@ class Rounds:
             return {"outcomes": seen.outcomes(scores), "scores": scores, "rewards": total, "signals": signal}
         if no_longer_solved := self.state.observe(scores):
             logger.warning(
-                "A total reward of %s is higher than any before it, so %d prompts that counted as solved do not any more. "
+                "A total reward of %s is above the range of the latest ones, so %d prompts that counted as solved do not any more. "
                 "Set `reward_range` if the range of your rewards is known.",
                 self.state.range.bounds[1],
                 no_longer_solved,
