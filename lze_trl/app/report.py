@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from ..files import write_atomically
 from ..record import MissingTelemetryError, Run, open_run
 from ..record.curves import curve, energy_heat_map, outcome_name
-from ..record.ledger import against_plain, skipped_visits
+from ..record.ledger import against_plain, headline, skipped_visits
 from ..version import __version__
 from .charts import brightest
 from .markup import HTML, STATES
@@ -148,6 +148,10 @@ def _draw_energy(run: Run, figure: Figure, axis: Axes):
 
 def _draw_savings(axis: Axes, totals: dict[str, float]):
     works = against_plain(totals)
+    if not works:
+        axis.text(0.5, 0.5, headline(totals), ha="center", va="center", wrap=True, fontsize=9)
+        axis.set_axis_off()
+        return
     used = [work.ratio if work.plain_flops else 0.0 for work in works]
     axis.set(title="FLOPs", xlim=(0, 1.25 * max(1.0, *used)), xlabel="× plain GRPO, same number of optimizer steps")
     names = [work.name for work in works]
