@@ -119,18 +119,6 @@ def replace_printers(callbacks: CallbackHandler, summary: RunSummary, progress_b
     callbacks.add_callback(summary)
 
 
-def accuracy_metric(args: Any, reward_func_names: list[str]) -> str:
-    """
-    Name of the metric with the held-out accuracy: the mean of one reward over `num_generations_eval` completions of each
-    held-out prompt, sampled as in training. The reward is `pass_reward`, which defaults to `accuracy_reward` if that is
-    among the reward functions, and else to the total.
-    """
-    name = args.pass_reward
-    if name is None and "accuracy_reward" in reward_func_names:
-        name = "accuracy_reward"
-    return "eval_reward" if name in (None, "total") else f"eval_rewards/{name}/mean"
-
-
 def held_out_accuracy(state: TrainerState, metric: str) -> dict[str, float | None]:
     """Held-out accuracy `before` and `after` the training so far; `None` if not evaluated, or nothing could be scored."""
     logged = {logs["step"]: logs[metric] for logs in state.log_history if metric in logs}
