@@ -391,6 +391,20 @@ def test_constant_shares_have_an_axis_of_shares():
     assert re.findall(r">(-?[\d.]+ %)</span>", small) == ["0 %", "0.05 %", "0.1 %", "0.15 %", "0.2 %"]
 
 
+@pytest.mark.parametrize(
+    ("values", "ticks"),
+    [
+        ([2e-4] * 3, ["0.0001", "0.00015", "0.0002", "0.00025", "0.0003"]),
+        ([2e-4, np.mean([2e-4] * 3), 2e-4 * (1 + 1e-15)], ["0.0001", "0.00015", "0.0002", "0.00025", "0.0003"]),
+        ([0.0] * 3, ["-0.6", "-0.4", "-0.2", "0", "0.2", "0.4", "0.6"]),
+        ([64.0] * 3, ["63.4", "63.6", "63.8", "64", "64.2", "64.4", "64.6"]),
+    ],
+)
+def test_the_axis_of_a_constant_is_about_as_large_as_it_is(values, ticks):
+    html = line_chart("t", [Series("s", np.arange(1.0, 4.0), np.array(values))])
+    assert re.findall(r'style="top:[\d.]+%">(.+?)</span>', html) == ticks
+
+
 def test_ticks_are_round_numbers():
     steps = np.arange(1.0, 200.0)
     html = line_chart("t", [Series("s", steps, 0.37 + steps / 1234)])

@@ -86,7 +86,7 @@ class RunSummary(TrainerCallback):
 
             report = write_report(run_dir)
         except ImportError as error:
-            logger.info("No report was written (%s). Install it with `pip install 'lze-trl[app]'`.", error)
+            logger.info("No report was written (%s). Run `pip install -e '.[app]'` in the checkout of lze_trl.", error)
         except Exception:  # nothing that goes wrong here may cost what comes next
             logger.exception("No report was written. Try again with `lze-trl report %s`.", run_dir)
         else:

@@ -407,7 +407,7 @@ def prompt_detail(run: Run, chosen: str, visit: str = "", picked: str = "") -> M
     lines[0].points = lines[2].points = len(history) <= 40
     y_range = (0.0, 0.4 * np.ceil(max(1.0, run.meta.energy_max) / 0.4))
     facts = {
-        **{name: value for name, value in parse_columns(row["columns"]).items() if name != "prompt_id"},
+        **parse_columns(row["columns"]),
         "visits": row["visits"],
         "trained on": row["times_selected"],
         "re-checks": row["rechecks"],

@@ -137,8 +137,9 @@ def _text(prompt: str | list[dict[str, Any]]) -> str:
 
 
 def _columns(row: dict[str, Any]) -> dict[str, Any]:
-    """Columns of a dataset row that a table can hold: level, subject, source, gold answer, …"""
-    return {name: value for name, value in row.items() if name not in ("prompt", ID_COLUMN) and _is_simple(value)}
+    """Columns of a dataset row that a table can hold: level, subject, source, gold answer, …; a `prompt_id` has its own column."""
+    hidden = {"prompt", ID_COLUMN, *(["prompt_id"] if isinstance(row.get("prompt_id"), int) else [])}
+    return {name: value for name, value in row.items() if name not in hidden and _is_simple(value)}
 
 
 def _is_simple(value: Any) -> bool:
