@@ -9,11 +9,13 @@ from typing import Any
 
 from huggingface_hub import HfApi
 
+from .app.runs import used_settings
 from .checkpoint import find_state
 from .evaluation.results import FOLDER as EVALUATIONS
 from .evaluation.results import RESULT_FILES, first_and_last, markdown, read_results
 from .files import write_atomically
 from .record import MissingTelemetryError, open_run
+from .record.curves import held_out
 from .record.ledger import PLAIN, against_plain, headline, skipped_visits
 from .record.schema import DIRECTORY
 from .remote import download
@@ -29,7 +31,7 @@ _RUN_FILES = [f"{DIRECTORY}/**", "report/**", "lze_state.*", RESULT_FILES]
 _PRIVATE = (f"/{DIRECTORY}/", "/report/", f"/{EVALUATIONS}/")
 _SECTION_START, _SECTION_END = "<!-- lze:start -->", "<!-- lze:end -->"
 _SHOWN_SETTINGS = (
-    *("selector", "selection_ratio"),
+    *("strategy", "selector", "selection_ratio", "controller"),
     *("pruning", "pruning_streak", "replay_ratio"),
     *("difficulty_floor", "momentum_weight", "ema_decay"),
     *("loss_normalizer", "num_generations", "generation_batch_size", "learning_rate"),
@@ -112,7 +114,8 @@ def correct_model_card(
     Correct what TRL's model card says of every model: where it is, its base model, an example prompt as text or messages,
     the training sets if there are several, and whom to cite (BibTeX of the method that LZE selects data for).
     """
-    name = Path(base_model).name if base_model else "a model without a name"
+    # TRL names no folder: here one has its last two names, since the last alone is often "model"
+    name = f"the local model `{Path(*Path(base_model).parts[-2:])}`" if base_model else "a model without a name"
     if not isinstance(prompt, str):
         prompt = [{key: message[key] for key in ("role", "content")} for message in prompt]
     links = ", ".join(f"[{dataset}](https://huggingface.co/datasets/{dataset})" for dataset in datasets)
@@ -164,10 +167,16 @@ def _put(card: Path, section: str, start: str, end: str):
 def model_card_section(run_dir: str | Path) -> str:
     """Markdown about the run: settings, savings, picture and versions."""
     with closing(open_run(run_dir)) as run:
-        summary, settings = run.summary(), run.meta.settings
+        summary, settings, accuracy = run.summary(), used_settings(run.meta.settings), held_out(run)
     prompts = summary["prompts"]
     shown = [f"| `{name}` | `{settings[name]}` |" for name in _SHOWN_SETTINGS if settings.get(name) is not None]
     newline = "\n"
+    learned = ""
+    if len(accuracy):
+        values = " → ".join(
+            f"{accuracy[step]:.3f} at step {step}" for step in sorted({accuracy.index[0], accuracy.index[-1]})
+        )
+        learned = f"\nMean {accuracy.name} on held-out prompts, sampled as in training: {values}.\n"
     return f"""{_SECTION_START}
 ## Trained where it learns
 
@@ -178,7 +187,7 @@ the most Learning-Zone Energy ([arXiv 2605.17003](https://arxiv.org/abs/2605.170
 
 In {summary["generations"]:,} generation batches, {summary["selected"]:,} of {summary["groups"]:,} groups were trained on. Of {sum(prompts.values()):,}
 prompts, {prompts["pruned"]:,} were pruned as solved at the end, and {prompts["forgotten"]:,} were forgotten.
-
+{learned}
 ### Savings
 
 {_savings(summary["ledger"])}

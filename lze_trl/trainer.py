@@ -20,7 +20,7 @@ from trl.trainer.utils import RepeatSampler, get_config_model_id
 
 from . import checkpoint as store
 from . import checks, compatibility
-from .app.console import RunSummary, accuracy_metric, replace_printers
+from .app.console import RunSummary, replace_printers
 from .build import make_geometry, make_instruction, make_passes, make_state
 from .config import LZEGRPOConfig
 from .engine import Engine, altered, without_vllm
@@ -28,6 +28,7 @@ from .hub import add_evaluations, correct_model_card, extend_model_card, keep_pr
 from .instruct.online import Instruction
 from .memory.identity import ID_COLUMN
 from .plan.planners import Planner
+from .record.curves import accuracy_metric
 from .record.ledger import Ledger, TokenCost, saving_metrics, token_cost
 from .record.recorder import Recorder
 from .record.safeguards import VoteHistory
@@ -169,7 +170,7 @@ class LZEGRPOTrainer(GRPOTrainer):
             self.add_callback(TrackioRunCallback())
         self.summary: RunSummary | None = None
         if args.summary:
-            metric = accuracy_metric(args, self.reward_func_names)
+            metric = accuracy_metric(args.pass_reward, self.reward_func_names)
             self.summary = RunSummary(self.savings, self.flush_telemetry, metric)
             replace_printers(self.callback_handler, self.summary, progress_bar=not args.disable_tqdm)
 
@@ -191,7 +192,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         self.passes = make_passes(args, self.accelerator, prompts, self.prompt_state, planner, controller)
         self.ledger = Ledger(iterations=self.num_iterations, logprob_passes=Engine(self).logprob_passes())
         described = {
-            "selector": type(selector).__name__,
+            "selector": args.selector if type(selector) is type(args.make_selector()) else type(selector).__name__,
             "num_processes": self.accelerator.num_processes,
             "model": self.model.config._name_or_path,
         }

@@ -15,7 +15,9 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
+import tiny
 from benchmarks.synthetic import SyntheticTraining, record_synthetic_run
+from lze_trl import LZEGRPOTrainer
 from lze_trl.app import build, views
 from lze_trl.app.alerts import alerts
 from lze_trl.app.charts import Look, Series, heat_map, line_chart
@@ -99,6 +101,31 @@ def record_with(folder, change, settings=None, count=8, logs=()):
         writer.record_step(step, metrics)
     writer.close()
     return open_run(folder)
+
+
+@pytest.mark.parametrize(
+    ("settings", "strategy", "ratio"),
+    [
+        ({}, "exact", "–"),
+        ({"strategy": "lze"}, "lze", "0.4"),
+        ({"strategy": "gate"}, "gate", "–"),
+        ({"controller": "gate"}, "exact, controller gate", "–"),
+        ({"selector": "variance"}, "exact, selector variance", "0.4"),
+        ({"strategy": "grpo"}, "grpo", "–"),
+    ],
+)
+def test_runs_are_compared_by_strategy(tmp_path, settings, strategy, ratio):
+    trainer = LZEGRPOTrainer(
+        model=tiny.model(),
+        reward_funcs=tiny.even_length_reward,
+        args=tiny.config(tmp_path, telemetry=True, max_steps=1, **({"strategy": "exact"} | settings)),
+        train_dataset=tiny.prompts(11),
+        processing_class=tiny.tokenizer(),
+    )
+    trainer.train()
+    book = RunBook([str(tmp_path)])
+    table = views.compare(book, book.ids, "step", "pass_rate").partition("lze-table")[2]
+    assert re.findall(r"<t[hd].*?>(.*?)</t[hd]>", table)[11:15] == [book.ids[0], strategy, ratio, "7"]
 
 
 def test_alerts_say_what_is_wrong(tmp_path):
@@ -190,6 +217,9 @@ def test_seeds_are_one_group_and_other_settings_another(runs, tmp_path):
     opened = {"a": open_run(runs / "a"), "b": open_run(runs / "b"), "c": open_run(tmp_path / "c")}
     groups = seed_groups(opened)
     assert {name: len(members) for name, members in groups.items()} == {"a (2 seeds)": 2, "c": 1}
+    again = {"a": opened["a"], "again": open_run(runs / "a")}
+    assert list(seed_groups(again)) == ["a (2 runs, 1 seed)"]
+    assert list(seed_groups(again | {"b": opened["b"]})) == ["a (3 runs, 2 seeds)"]
 
 
 @pytest.mark.parametrize(
@@ -359,6 +389,20 @@ def test_constant_shares_have_an_axis_of_shares():
     assert re.findall(r">(-?[\d.]+ %)</span>", html) == ["0 %", "20 %", "40 %", "60 %", "80 %", "100 %"]
     small = line_chart("t", [Series("s", np.arange(1.0, 9.0), np.linspace(0, 0.002, 8))], as_percent=True)
     assert re.findall(r">(-?[\d.]+ %)</span>", small) == ["0 %", "0.05 %", "0.1 %", "0.15 %", "0.2 %"]
+
+
+@pytest.mark.parametrize(
+    ("values", "ticks"),
+    [
+        ([2e-4] * 3, ["0.0001", "0.00015", "0.0002", "0.00025", "0.0003"]),
+        ([2e-4, np.mean([2e-4] * 3), 2e-4 * (1 + 1e-15)], ["0.0001", "0.00015", "0.0002", "0.00025", "0.0003"]),
+        ([0.0] * 3, ["-0.6", "-0.4", "-0.2", "0", "0.2", "0.4", "0.6"]),
+        ([64.0] * 3, ["63.4", "63.6", "63.8", "64", "64.2", "64.4", "64.6"]),
+    ],
+)
+def test_the_axis_of_a_constant_is_about_as_large_as_it_is(values, ticks):
+    html = line_chart("t", [Series("s", np.arange(1.0, 4.0), np.array(values))])
+    assert re.findall(r'style="top:[\d.]+%">(.+?)</span>', html) == ticks
 
 
 def test_ticks_are_round_numbers():

@@ -37,7 +37,7 @@ ROOMS = {
     "rewards": "names",
     "data": "memory names rewards",
     "evaluation": "data files names rewards rollout",
-    "app": "evaluation files record remote version",
+    "app": "evaluation files record remote strategies version",
     "instruct": "arrays data evaluation memory rewards seeding",
     "config": "instruct memory plan rollout select strategies",
     "checks": "config memory plan rollout",

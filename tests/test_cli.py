@@ -214,7 +214,7 @@ def test_report_of_no_run_is_an_error(tmp_path):
 
 def test_missing_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "lze_trl.app.report", None)
-    with pytest.raises(SystemExit, match=r"needs `lze_trl.app.report`.*pip install 'lze-trl\[app\]'"):
+    with pytest.raises(SystemExit, match=r"needs `lze_trl.app.report`.*pip install -e '\.\[app\]'"):
         cli.main(["report", "run"])
 
 

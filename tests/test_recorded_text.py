@@ -70,6 +70,23 @@ def test_a_training_records_what_it_was_asked_for(tmp_path, mode, recorded):
     assert rows.reward.tolist() == [float(len(text.strip()) % 2 == 0) for text in rows.completion]
 
 
+@pytest.mark.parametrize("id", [4577, "sum 77"])
+def test_a_search_finds_no_prompt_by_a_part_of_a_number_that_is_its_id(tmp_path, id):
+    prompts = tiny.prompts(3)
+    trainer = LZEGRPOTrainer(
+        model=tiny.model(),
+        reward_funcs=tiny.even_length_reward,
+        args=tiny.config(tmp_path, telemetry=True, max_steps=1),
+        train_dataset=prompts.add_column("prompt_id", [id, *([1, 2] if isinstance(id, int) else "ab")]),
+        processing_class=tiny.tokenizer(),
+    )
+    trainer.train()
+    run = open_run(tmp_path)
+    assert len(run.prompts(search="77")) == isinstance(id, str)  # a text is a column like others
+    assert run.prompts(search=str(id)).text.tolist() == ["0+0="]
+    assert ("prompt_id" in run.columns()) == isinstance(id, str)
+
+
 # Rows 0 to 6, dealt to three processes: each row's text is its number
 OWNER, POSITION = np.array([2, 0, 1, 2, 0, 2, 1]), np.array([0, 1, 1, 2, 0, 1, 0])
 

@@ -7,8 +7,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
+import tiny
 from benchmarks.synthetic import SyntheticTraining, record_synthetic_run
+from lze_trl import LZEGRPOTrainer
+from lze_trl.app import views
+from lze_trl.app.numbers import number, percent
 from lze_trl.app.report import write_report, write_summary_picture
+from lze_trl.app.runs import RunBook
+from lze_trl.hub import model_card_section
 from lze_trl.record import MissingTelemetryError, TelemetryWriter, open_run
 from test_telemetry import make_record, record_run
 
@@ -32,6 +38,40 @@ def test_report_is_self_contained_and_agrees_with_the_run(run_dir):
     for prompt in open_run(run_dir).prompts(state="forgotten").text:
         assert prompt in html
     assert "selection_ratio" in html
+
+
+@pytest.mark.parametrize("reward", ["even_length_reward", None])
+def test_held_out_accuracy_is_in_every_view(tmp_path, reward):
+    trainer = LZEGRPOTrainer(
+        model=tiny.model(),
+        reward_funcs=[tiny.digit_reward, tiny.even_length_reward],
+        args=tiny.config(
+            tmp_path / "run",
+            telemetry=True,
+            pass_reward=reward,
+            reward_weights=[10.0, 1.0],
+            eval_strategy="steps",
+            eval_steps=2,
+            eval_on_start=True,
+            num_generations_eval=4,
+        ),
+        train_dataset=tiny.prompts(11),
+        eval_dataset=tiny.prompts(4),
+        processing_class=tiny.tokenizer(),
+    )
+    trainer.train()
+    last = trainer.evaluate()[f"eval_rewards/{reward}/mean" if reward else "eval_reward"]
+    shown, tile = (percent(last), "held-out accuracy") if reward else (number(last), "held-out reward")
+    run, book = open_run(tmp_path / "run"), RunBook([str(tmp_path / "run")])
+    assert run.meta.reward_names == ["digit_reward", "even_length_reward"]  # after the evaluation, too
+    assert run.status()["max_steps"] == 3
+    report = write_report(tmp_path / "run").read_text(encoding="utf-8")
+    for page in (views.overview(run), report):
+        assert f'data-tile="{tile}"><span>{tile}</span><strong>{shown}</strong>' in page
+    assert "Held-out accuracy. Latest: " in views.training(run)
+    compared = views.compare(book, book.ids, "step", "held_out")
+    assert f"<td>{shown}</td>" in compared and "No values yet" not in compared
+    assert f"{last:.3f} at step 3" in model_card_section(tmp_path / "run")
 
 
 def test_pictures_are_written(run_dir, tmp_path):

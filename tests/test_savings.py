@@ -24,6 +24,10 @@ def all_solved(completions, **kwargs):
     return [1.0] * len(completions)
 
 
+def solved_after_a_step(completions, trainer_state, **kwargs):
+    return tiny.even_length_reward(completions) if trainer_state.global_step == 0 else all_solved(completions)
+
+
 def short_prompts_solved(prompts, completions, **kwargs):
     rewards = tiny.even_length_reward(completions)
     return [1.0 if len(prompt) < 6 else reward for prompt, reward in zip(prompts, rewards, strict=True)]
@@ -32,13 +36,13 @@ def short_prompts_solved(prompts, completions, **kwargs):
 CASES = {
     # With a reference model, so that log-probabilities take part
     "refill": {"beta": 0.1, "pruning_streak": 1, "reward": short_prompts_solved, "max_steps": 8},
-    # All prompts are solved at once, so that pruning leaves nothing of the last batches
+    # All prompts are solved after one update, so that pruning leaves nothing of the last batches
     "skip": {
         "pruning": "skip",
         "pruning_streak": 1,
         "replay_ratio": 0.2,
         "dataset": 6,
-        "reward": all_solved,
+        "reward": solved_after_a_step,
         "max_steps": 6,
     },
     "dynamic": {"controller": "dynamic", "reward": tiny.digit_reward, "selection_ratio": 1.0},
@@ -161,7 +165,7 @@ def test_the_batches_are_those_of_plain_grpo(case):
         assert (generations.groups == 0).any() and generations.groups.iloc[-1] == 0
         assert ratios["rollouts"] == pytest.approx(totals["rows_rolled_out"] / totals["plain_rows"], rel=0.05)
         assert ratios["rollouts"] < 1.0
-        assert ratios["updates"] == 0.0
+        assert 0.0 < ratios["updates"] < 0.5
         assert totals["visits_skipped"] == generations.skipped.sum()
     elif name == "gate":
         # Prompts that are known to be dead get no completion
@@ -180,6 +184,27 @@ def test_pages_of_batches_that_pruning_left_empty(case):
         page = plain_text(views.overview(open_run(directory)))
         assert "nan" not in page.lower().replace("nano", "")
         assert (write_report(directory).parent / "summary.png").is_file()
+
+
+@pytest.mark.parametrize("strategy", ["exact", "lze", "gate"])
+def test_a_run_that_taught_nothing_shows_no_saving(tmp_path, capsys, caplog, strategy):
+    directory, nothing = tmp_path / "run", "No group had a gradient; the model did not change."
+    settings = {"strategy": strategy, "max_steps": 6, "summary": True, "eval_strategy": "no"}
+    trainer = train(directory, reward=all_solved, **settings)
+    # Certain after the first batch, and told once
+    (told,) = [record for record in caplog.records if "has a gradient" in record.message]
+    assert told.levelname == "WARNING" and "got the reward 1" in told.message
+    summary = capsys.readouterr().out
+    report = plain_text(write_report(directory).read_text(encoding="utf-8"))
+    run, book = open_run(directory), RunBook([str(directory)])
+    overview = plain_text(views.standing(run) + views.overview(run))
+    for shown in (summary, report, overview, model_card_section(directory)):
+        assert nothing in shown
+        assert not re.search(r"\d ×", shown)
+    compared = plain_text(views.compare(book, book.ids, "step", "pass_rate"))
+    assert not re.search(r"\d ×", compared)
+    assert not [name for name in run.steps() if name.endswith("_vs_plain")]
+    assert trainer.ledger.skipped_updates == 6
 
 
 def test_a_checkpoint_with_an_older_ledger_is_refused_with_a_way_out(tmp_path):

@@ -91,7 +91,9 @@ def test_the_model_card_is_of_this_model(job, tmp_path, conversational):
     run(*parse_recipe([job(**keys)]))
     card = (tmp_path / "run" / "README.md").read_text()
     assert "None" not in card and "time machine" not in card
-    assert "# Model Card for run" in card and "a fine-tuned version of model." in card
+    assert (
+        "# Model Card for run" in card and f"a fine-tuned version of the local model `{tmp_path.name}/model`." in card
+    )
     assert f'pipeline("text-generation", model="{tmp_path / "run"}"' in card
     asked = [{"role": "system", "content": "Add."}, {"role": "user", "content": "0+0="}] if conversational else "0+0="
     assert f"prompt = {asked!r}\n" in card and "generator(prompt, " in card

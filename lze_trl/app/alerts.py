@@ -6,6 +6,7 @@ import numpy as np
 
 from ..record import Run
 from ..record.curves import logged_curves
+from ..record.ledger import TAUGHT_NOTHING, taught_nothing
 from .numbers import number, percent
 
 
@@ -20,13 +21,16 @@ def alerts(run: Run) -> list[str]:
     """A sentence for each condition that holds now."""
     latest = run.sql("SELECT groups, dead, replayed FROM generations ORDER BY generation DESC LIMIT ?", [_BATCHES])
     found = [_range_left(run), _precision_falls(run)]
+    nothing = taught_nothing(run.summary()["ledger"])
+    if nothing:
+        found.append(f"{TAUGHT_NOTHING} Check the reward, or train on prompts that the model passes some of the time.")
     groups = latest["groups"].sum()
     if len(latest) == _BATCHES and not groups:
         found.append(
             "The pool of prompts is exhausted: pruning has left nothing of the latest batches. Add prompts, or stop."
         )
     elif len(latest) == _BATCHES:
-        if latest["dead"].sum() == groups:
+        if latest["dead"].sum() == groups and not nothing:
             found.append(
                 f"All groups of the latest {_BATCHES} generation batches are dead: nothing is learned. Check the reward, or "
                 "train on prompts that the model passes some of the time."

@@ -232,8 +232,11 @@ def _round_step(length: float) -> float:
 def _span(values: np.ndarray) -> tuple[float, float]:
     values = values[np.isfinite(values)]
     low, high = float(values.min()), float(values.max())
-    margin = max(0.5, 1e-6 * abs(low))  # which a large number does not swallow
-    return (low, high) if high > low else (low - margin, high + margin)
+    if high - low > 1e-9 * max(abs(low), abs(high)):
+        return low, high
+    size = abs(low)  # of a constant, up to rounding
+    margin = max(min(0.5, 0.5 * size) or 0.5, 1e-6 * size)  # which a large number does not swallow
+    return low - margin, high + margin
 
 
 def _rounded(low: float, high: float) -> tuple[float, float]:

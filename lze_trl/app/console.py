@@ -14,7 +14,7 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback, Tra
 from transformers.trainer_callback import CallbackHandler
 
 from ..evaluation.results import first_and_last, read_results, rows_of, text_table
-from ..record.ledger import PLAIN, SKIPPED, against_plain, time_of_plain, times
+from ..record.ledger import PLAIN, SKIPPED, TAUGHT_NOTHING, against_plain, taught_nothing, time_of_plain, times
 from .numbers import count
 
 
@@ -86,7 +86,7 @@ class RunSummary(TrainerCallback):
 
             report = write_report(run_dir)
         except ImportError as error:
-            logger.info("No report was written (%s). Install it with `pip install 'lze-trl[app]'`.", error)
+            logger.info("No report was written (%s). Run `pip install -e '.[app]'` in the checkout of lze_trl.", error)
         except Exception:  # nothing that goes wrong here may cost what comes next
             logger.exception("No report was written. Try again with `lze-trl report %s`.", run_dir)
         else:
@@ -97,9 +97,12 @@ class RunSummary(TrainerCallback):
         """Print the tables of the run, and where its files are."""
         accuracy = held_out_accuracy(state, self.accuracy_metric)
         console = Console(highlight=False)
-        for heading, table in summary_tables(self.savings(), accuracy).items():
+        savings = self.savings()
+        for heading, table in summary_tables(savings, accuracy).items():
             console.print(heading, style="bold")
             console.print(table)
+        if taught_nothing(savings):
+            console.print(TAUGHT_NOTHING, style="bold")
         if evaluations := first_and_last(read_results(args.output_dir)):
             console.print("Evaluations", style="bold")
             console.print(text_table(*rows_of(evaluations)), markup=False, soft_wrap=True)
@@ -114,18 +117,6 @@ def replace_printers(callbacks: CallbackHandler, summary: RunSummary, progress_b
     if progress_bar and sys.stdout.isatty():
         callbacks.add_callback(ProgressBar())
     callbacks.add_callback(summary)
-
-
-def accuracy_metric(args: Any, reward_func_names: list[str]) -> str:
-    """
-    Name of the metric with the held-out accuracy: the mean of one reward over `num_generations_eval` completions of each
-    held-out prompt, sampled as in training. The reward is `pass_reward`, which defaults to `accuracy_reward` if that is
-    among the reward functions, and else to the total.
-    """
-    name = args.pass_reward
-    if name is None and "accuracy_reward" in reward_func_names:
-        name = "accuracy_reward"
-    return "eval_reward" if name in (None, "total") else f"eval_rewards/{name}/mean"
 
 
 def held_out_accuracy(state: TrainerState, metric: str) -> dict[str, float | None]:
@@ -152,7 +143,9 @@ def summary_tables(savings: dict[str, float], accuracy: dict[str, float | None])
         if is_total and (plain := time_of_plain(savings)) is not None:
             cost.add_row("time", "", f"{work.seconds:.1f}", "", f"{plain[1]:.1f} s", times(work.seconds / plain[1]))
 
-    tables = {"Rollouts": rollouts, f"Cost, against {PLAIN}": cost}
+    tables = {"Rollouts": rollouts}
+    if cost.rows:
+        tables[f"Cost, against {PLAIN}"] = cost
     before, after = accuracy["before"], accuracy["after"]
     if before is not None or after is not None:
         shown = [f"{value:.3f}" if value is not None else "–" for value in (before, after)]

@@ -5,7 +5,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from ..record.ledger import PLAIN, against_plain, headline, skipped_visits
+from ..record.ledger import PLAIN, against_plain, headline, skipped_visits, taught_nothing
 from .numbers import number, percent
 
 
@@ -34,7 +34,8 @@ _environment = Environment(
 )
 _environment.filters |= {"number": number, "percent": percent, "width": _width}
 _environment.globals |= {"states": STATES, "plain": PLAIN}
-_environment.globals |= {function.__name__: function for function in (against_plain, headline, skipped_visits)}
+_functions = (against_plain, headline, skipped_visits, taught_nothing)
+_environment.globals |= {function.__name__: function for function in _functions}
 
 HTML: Any = _environment.get_template("pages.html").module
 """The macros, as functions that return `Markup`."""

@@ -13,8 +13,8 @@ from matplotlib.figure import Figure
 
 from ..files import write_atomically
 from ..record import MissingTelemetryError, Run, open_run
-from ..record.curves import curve, energy_heat_map, outcome_name
-from ..record.ledger import against_plain, skipped_visits
+from ..record.curves import curve, energy_heat_map, held_out, outcome_name
+from ..record.ledger import against_plain, headline, skipped_visits
 from ..version import __version__
 from .charts import brightest
 from .markup import HTML, STATES
@@ -124,9 +124,10 @@ def _draw_summary(run: Run, path: Path):
         ("dead", "share of dead groups", _GREY, "-."),
     ):
         outcomes.plot(points["step"], points[name], color=colour, ls=dashes, lw=1.6, label=label)
-    outcomes.set(
-        title=f"{title(outcome)} and reward", xlabel="step", ylim=(min(0.0, points["reward_mean"].min()), None)
-    )
+    if len(accuracy := held_out(run)):
+        outcomes.plot(accuracy.index, accuracy, color="black", marker="o", ms=3, lw=1.0, label="held-out prompts")
+    lowest = min(0.0, points["reward_mean"].min(), accuracy.min() if len(accuracy) else 0.0)
+    outcomes.set(title=f"{title(outcome)} and reward", xlabel="step", ylim=(lowest, None))
     outcomes.grid(alpha=0.3)
     outcomes.legend(frameon=False, fontsize=8)
     _draw_energy(run, figure, energy)
@@ -148,6 +149,10 @@ def _draw_energy(run: Run, figure: Figure, axis: Axes):
 
 def _draw_savings(axis: Axes, totals: dict[str, float]):
     works = against_plain(totals)
+    if not works:
+        axis.text(0.5, 0.5, headline(totals), ha="center", va="center", wrap=True, fontsize=9)
+        axis.set_axis_off()
+        return
     used = [work.ratio if work.plain_flops else 0.0 for work in works]
     axis.set(title="FLOPs", xlim=(0, 1.25 * max(1.0, *used)), xlabel="× plain GRPO, same number of optimizer steps")
     names = [work.name for work in works]

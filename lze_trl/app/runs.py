@@ -5,6 +5,7 @@ import re
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 from ..record import MissingTelemetryError, Run, open_run
 from ..record.schema import DIRECTORY, META_FILE
@@ -107,12 +108,25 @@ def is_of_experiment(name: str) -> bool:
     return name not in _INCIDENTAL and not name.startswith(_INCIDENTAL_PREFIXES)
 
 
+def used_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings of a run, without the selection ratio if its selector does not go by it."""
+    unused = settings.get("selector") in ("all", "zero_variance")
+    return {name: value for name, value in settings.items() if not (unused and name == "selection_ratio")}
+
+
 def seed_groups(runs: dict[str, Run]) -> dict[str, list[str]]:
-    """Ids of runs whose settings differ in the seed alone, under the name of the first of them."""
+    """Ids of runs whose settings differ in the seed alone, under the name of the first, with how many runs and seeds they are."""
     groups: dict[str, list[str]] = {}
     for id, run in runs.items():
         settings = {
             name: value for name, value in run.meta.settings.items() if name not in _SEEDS and is_of_experiment(name)
         }
         groups.setdefault(repr(sorted(settings.items())) if settings else id, []).append(id)
-    return {ids[0] if len(ids) == 1 else f"{ids[0]} ({len(ids)} seeds)": ids for ids in groups.values()}
+    return {_group_name(ids, [runs[id].meta.settings for id in ids]): ids for ids in groups.values()}
+
+
+def _group_name(ids: list[str], settings: list[dict[str, Any]]) -> str:
+    seeds, runs = len({(one.get("seed"), one.get("data_seed")) for one in settings}), len(ids)
+    if runs == 1:
+        return ids[0]
+    return f"{ids[0]} ({runs} seeds)" if seeds == runs else f"{ids[0]} ({runs} runs, {seeds} seed{'s' * (seeds > 1)})"

@@ -15,14 +15,24 @@ from markupsafe import Markup
 
 from ..evaluation.results import first_and_last, read_results, rows_of
 from ..record import Run, TelemetryError
-from ..record.curves import curve, energy_heat_map, logged_curves, outcome_name, phase_seconds, reward_curves
+from ..record.curves import (
+    curve,
+    energy_heat_map,
+    held_out,
+    held_out_metrics,
+    logged_curves,
+    outcome_name,
+    phase_seconds,
+    reward_curves,
+)
 from ..record.ledger import against_plain
 from ..record.reader import parse_columns
+from ..strategies import STRATEGIES, settings_of
 from .alerts import alerts
 from .charts import PLAIN_LOOK, Look, Series, heat_map, line_chart
 from .markup import HTML, STATES
 from .numbers import duration, number, percent
-from .runs import RunBook, is_of_experiment, seed_groups
+from .runs import RunBook, is_of_experiment, seed_groups, used_settings
 
 
 PAGE_SIZE = 25
@@ -37,7 +47,7 @@ _LONGEST = 20_000
 
 # Charts of what the trainer logs: title, whether the values are shares, and labels of the metrics
 _LOGGED: list[tuple[str, bool, dict[str, str]]] = [
-    ("Reward", False, {"reward": "training batch", "eval_reward": "held-out prompts"}),
+    ("Reward", False, {"reward": "training batch"}),
     ("Loss", False, {"loss": "loss", "policy_loss": "policy", "aux_loss": "auxiliary"}),
     ("Gradient norm", False, {"grad_norm": "norm"}),
     ("KL divergence from the reference", False, {"kl": "KL"}),
@@ -74,6 +84,7 @@ METRICS = {
     "pruned": "share of pruned prompts",
     _HELD_OUT: "held-out accuracy",
     _PRECISION: "precision of the labels",
+    "eval_reward": "Reward: held-out prompts",
     **{name: f"{heading}: {label}" for heading, _, lines in _LOGGED for name, label in lines.items()},
 }
 """What [`compare`] can show. Those that are no columns of [`curve`] were logged by the trainer."""
@@ -171,9 +182,11 @@ def overview(run: Run) -> Markup:
         ),
     ]
     evaluations = read_results(run.directory.parent)
+    if accuracy := _accuracy_lines(run, evaluations):
+        charts.insert(1, line_chart("Held-out accuracy", accuracy, **shares))
     charts += _vote_charts(run, evaluations)
     table = rows_of(first_and_last(evaluations))
-    return HTML.overview(_tiles(points, summary, outcome), run.damaged, charts, summary["ledger"], table)
+    return HTML.overview(_tiles(run, points, summary, outcome), run.damaged, charts, summary["ledger"], table)
 
 
 def _vote_charts(run: Run, evaluations: dict[str, dict[str, Any]]) -> list[Markup]:
@@ -195,14 +208,17 @@ def _lines(points: pd.DataFrame, **names: str) -> list[Series]:
     return [Series(name, points["step"], points[column]) for column, name in names.items()]
 
 
-def _tiles(points: pd.DataFrame, summary: dict[str, Any], outcome: str) -> list[tuple[str, str, str]]:
+def _tiles(run: Run, points: pd.DataFrame, summary: dict[str, Any], outcome: str) -> list[tuple[str, str, str]]:
     """Name, value and note of the numbers at the top."""
     prompts, times = summary["prompts"], _times(summary)
     # There is none for a batch of which pruning left nothing
     pass_rates = points["pass_rate"].dropna()
     first, last = (pass_rates.iloc[0], pass_rates.iloc[-1]) if len(pass_rates) else (None, None)
+    accuracy = held_out(run)
+    tiles = [_accuracy_tile(accuracy)] if len(accuracy) else []
     return [
         ("step", f"{summary['steps']:,}", f"pass {summary['pass_index'] + 1} over the data"),
+        *tiles,
         (outcome, percent(last), f"{percent(first)} at the start"),
         ("prompts seen", f"{sum(prompts.values()):,}", f"{prompts['frontier']:,} on the frontier"),
         ("solved or pruned", f"{prompts['solved'] + prompts['pruned']:,}", f"{prompts['forgotten']:,} forgotten"),
@@ -211,19 +227,33 @@ def _tiles(points: pd.DataFrame, summary: dict[str, Any], outcome: str) -> list[
     ]
 
 
+def _accuracy_tile(accuracy: pd.Series) -> tuple[str, str, str]:
+    kind, show = ("accuracy", percent) if _are_shares(accuracy) else ("reward", number)
+    begun = f"{show(accuracy.iloc[0])} at step {accuracy.index[0]}" if len(accuracy) > 1 else ""
+    return f"held-out {kind}", show(accuracy.iloc[-1]), begun
+
+
+def _are_shares(values: Any) -> bool:
+    """Whether all values that are known lie within 0 and 1."""
+    known = np.asarray(values, dtype=float)
+    known = known[np.isfinite(known)]
+    return bool(((known >= 0) & (known <= 1)).all())
+
+
 def training(run: Run, look: Look = PLAIN_LOOK) -> Markup:
     """What the trainer has logged, evaluations, and where the time goes."""
-    held_out, bins = _held_out(run), look.bins(run.summary()["steps"])
-    logged = logged_curves(run, [held_out, *(name for _, _, lines in _LOGGED for name in lines)], bins)
-
-    accuracy = _logged_lines(logged, {held_out: "held-out prompts"}) + _task_lines(read_results(run.directory.parent))
-    for line in accuracy:
-        line.points = len(line.x) <= 40
+    bins = look.bins(run.summary()["steps"])
+    logged = logged_curves(run, [name for _, _, lines in _LOGGED for name in lines], bins)
+    accuracy = _accuracy_lines(run, read_results(run.directory.parent), bins)
+    rewards = [line for line in _held_out_lines(run, bins) if not _are_shares(line.y)]
     seconds = phase_seconds(run, bins)
     phases = [Series(_PHASES[kind], seconds.index, seconds[kind]) for kind in _PHASES]
     charts = [
         ("Held-out accuracy", accuracy, True),
-        *((heading, _logged_lines(logged, metrics), shares) for heading, shares, metrics in _LOGGED),
+        *(
+            (heading, _logged_lines(logged, metrics) + (rewards if heading == "Reward" else []), shares)
+            for heading, shares, metrics in _LOGGED
+        ),
         ("Seconds of a generation batch", phases, False),
     ]
     shown = [line_chart(heading, lines, as_percent=shares, look=look) for heading, lines, shares in charts]
@@ -235,11 +265,26 @@ def _logged_lines(logged: dict[str, pd.Series], labels: dict[str, str]) -> list[
     return [Series(label, logged[name].index, logged[name]) for name, label in labels.items() if name in logged]
 
 
-def _held_out(run: Run) -> str:
-    """Name of the logged metric with the held-out accuracy."""
-    names = run.meta.reward_names
-    graded_by = run.meta.settings.get("pass_reward") or ("accuracy_reward" if "accuracy_reward" in names else None)
-    return f"eval_rewards/{graded_by}/mean"
+def _held_out_lines(run: Run, bins: int = 200) -> list[Series]:
+    """Every accuracy, pass rate and mean reward on held-out prompts; the first is the accuracy. Of two that are equal, one."""
+    names = held_out_metrics(run)
+    logged = logged_curves(run, names, bins)
+    lines: list[Series] = []
+    for name in names:
+        label = name.removeprefix("eval_").removesuffix("/mean").replace("rewards/", "").replace("_", " ")
+        values = logged[name]
+        if not any(np.array_equal(values, line.y, equal_nan=True) for line in lines):
+            label = label if lines else "held-out prompts"
+            lines.append(Series(label, values.index, values, points=len(values) <= 40))
+    return lines
+
+
+def _accuracy_lines(run: Run, evaluations: dict[str, dict[str, Any]], bins: int = 200) -> list[Series]:
+    """What lies within 0 and 1 of [`_held_out_lines`], and the tasks evaluated during the training."""
+    tasks = _task_lines(evaluations)
+    for line in tasks:
+        line.points = len(line.x) <= 40
+    return [line for line in _held_out_lines(run, bins) if _are_shares(line.y)] + tasks
 
 
 def _task_lines(evaluations: dict[str, dict[str, Any]]) -> list[Series]:
@@ -362,7 +407,7 @@ def prompt_detail(run: Run, chosen: str, visit: str = "", picked: str = "") -> M
     lines[0].points = lines[2].points = len(history) <= 40
     y_range = (0.0, 0.4 * np.ceil(max(1.0, run.meta.energy_max) / 0.4))
     facts = {
-        **{name: value for name, value in parse_columns(row["columns"]).items() if name != "prompt_id"},
+        **parse_columns(row["columns"]),
         "visits": row["visits"],
         "trained on": row["times_selected"],
         "re-checks": row["rechecks"],
@@ -440,7 +485,7 @@ def compare(book: RunBook, ids: list[str], axis: str, metric: str, look: Look = 
         begun = [points for id in members if not (points := _points(runs[id], curves[id], axis, metric, look)).empty]
         if begun:
             series.append(_seed_series(name, begun, axis, metric, look.span))
-    heading, shares = title(METRICS[metric]), metric in _SHARES
+    heading, shares = title(METRICS[metric]), metric in _SHARES and all(_are_shares(line.y) for line in series)
     chart = line_chart(heading, series, AXES[axis], as_percent=shares, height=320, look=replace(look, compared=True))
     rows = [_compared(id, run, curves[id]) for id, run in runs.items()]
     outcomes = sorted({outcome_name(run) for run in runs.values()})
@@ -455,15 +500,15 @@ def _points(run: Run, points: pd.DataFrame, axis: str, metric: str, look: Look) 
     if look.span:
         points = curve(run, bins)
     if metric not in points:
-        logged = logged_curves(run, [name := _held_out(run) if metric == _HELD_OUT else metric], bins)
-        values = logged.get(name, pd.Series(dtype=float))
+        names = held_out_metrics(run)[:1] if metric == _HELD_OUT else [metric]
+        values = next(iter(logged_curves(run, names, bins).values()), pd.Series(dtype=float))
         points = pd.DataFrame({axis: np.interp(values.index, points["step"], points[axis]), metric: values.to_numpy()})
     return points
 
 
 def _differences(runs: dict[str, Run]) -> list[list[str]]:
     """A row for each setting of the experiment that is not the same in all runs: its name, and its values."""
-    found = [shown_settings(run) for run in runs.values()]
+    found = [used_settings(shown_settings(run)) for run in runs.values()]
     rows = [[name, *(_json(settings.get(name)) for settings in found)] for name in sorted({*chain(*found)})]
     return [row for row in rows if is_of_experiment(row[0]) and len(set(row[1:])) > 1]
 
@@ -484,12 +529,23 @@ def _seed_series(
 
 def _compared(id: str, run: Run, points: pd.DataFrame) -> list[Any]:
     """The row of a run in the table of the comparison."""
-    summary = run.summary()
+    summary, settings, accuracy = run.summary(), used_settings(shown_settings(run)), held_out(run)
     return [
         id,
-        *(shown_settings(run).get(name, "–") for name in ("selector", "selection_ratio", "seed")),
+        _strategy(settings),
+        *(settings.get(name, "–") for name in ("selection_ratio", "seed")),
         f"{summary['steps']:,}",
+        _accuracy_tile(accuracy)[1] if len(accuracy) else "–",
         percent(points["pass_rate"].iloc[-1]) if len(points) else "–",
         _trained_on(summary),
         *_times(summary).values(),
     ]
+
+
+def _strategy(settings: dict[str, Any]) -> str:
+    """The strategy, with selector and controller where they are not its own."""
+    name = settings.get("strategy")
+    own = settings_of(name) if name in STRATEGIES else {}
+    parts = {part: settings[part] for part in ("selector", "controller") if part in settings}
+    others = [f"{part} {value}" for part, value in parts.items() if value != own.get(part)]
+    return ", ".join([*([name] if name else []), *others]) or "–"

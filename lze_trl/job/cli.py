@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None):
             _self_instruct,
         ):
             sys.exit(
-                f"error: This command needs `{error.name}`, which is not installed. Run `pip install 'lze-trl[app]'`."
+                f"error: This command needs `{error.name}`, which is not installed. Run `pip install -e '.[app]'` in the checkout of lze_trl."
             )
         # The message of an error of this package says what to do; any other needs its traceback
         is_ours = isinstance(error, (CommandError, OSError)) or type(error).__module__.startswith("lze_trl.")

@@ -30,7 +30,7 @@ from datasets import Dataset
 from transformers.trainer import TRAINER_STATE_NAME
 from trl import ModelConfig, get_peft_config, get_quantization_config
 
-from ..app.console import accuracy_metric, held_out_accuracy
+from ..app.console import held_out_accuracy
 from ..checkpoint import CheckpointError, has_ended, how_to_resume, last_complete_checkpoint, refuse_non_checkpoint
 from ..config import LZEGRPOConfig
 from ..data import load_mixture, parse_reference
@@ -38,6 +38,7 @@ from ..evaluation.during import Probe, TaskEvaluation, remove_evaluations
 from ..evaluation.run import Evaluation
 from ..evaluation.settings import Decoding
 from ..evaluation.tasks import find_tasks, load_problems
+from ..record.curves import accuracy_metric
 from ..rewards import accuracy_reward, get_reward
 from ..rollout.settling import GroupReward, instances
 from ..trainer import LZEGRPOTrainer
@@ -266,7 +267,7 @@ def run(
 
 def finish(trainer: LZEGRPOTrainer, on_the_hub: list[str]) -> dict[str, float | None]:
     """Evaluate, save, report and upload what was trained, on these datasets of the Hub; returns what [`run`] returns."""
-    metric = accuracy_metric(trainer.args, trainer.reward_func_names)
+    metric = accuracy_metric(trainer.args.pass_reward, trainer.reward_func_names)
     if trainer.eval_dataset is not None and held_out_accuracy(trainer.state, metric)["after"] is None:
         trainer.evaluate()
     accuracy = held_out_accuracy(trainer.state, metric)

@@ -4,12 +4,17 @@ Curves over a run, reduced to a few hundred points however long it is.
 Steps count from 1: that of a generation batch is the optimizer step that it is rolled out for.
 """
 
+import re
+
 import numpy as np
 import pandas as pd
 
 from .ledger import KINDS, UNITS
 from .reader import Run
 from .schema import NUM_ENERGY_BINS
+
+
+_HELD_OUT = re.compile(r"eval_reward|eval_rewards/.+/mean|eval_.*(accuracy|pass_rate|pass@).*(?<!std)")
 
 
 def curve(run: Run, bins: int = 200) -> pd.DataFrame:
@@ -63,6 +68,31 @@ def logged_curves(run: Run, names: list[str], bins: int = 200) -> dict[str, pd.S
         [names, bins, bins],
     )
     return {str(name): rows.set_index("step")["value"] for name, rows in frame.groupby("name")}
+
+
+def accuracy_metric(pass_reward: str | None, reward_names: list[str]) -> str:
+    """
+    Name of the metric with the held-out accuracy: the mean of one reward over `num_generations_eval` completions of each
+    held-out prompt, sampled as in training. The reward is `pass_reward`, which defaults to `accuracy_reward` if that is
+    among the reward functions, and else to the total.
+    """
+    if pass_reward is None and "accuracy_reward" in reward_names:
+        pass_reward = "accuracy_reward"
+    return "eval_reward" if pass_reward in (None, "total") else f"eval_rewards/{pass_reward}/mean"
+
+
+def held_out_metrics(run: Run) -> list[str]:
+    """Accuracies, pass rates and mean rewards on held-out prompts that the run has logged, that of [`accuracy_metric`] first."""
+    logged = run.sql("SELECT DISTINCT name FROM steps WHERE starts_with(name, 'eval_') ORDER BY name")["name"]
+    found = [name for name in logged if _HELD_OUT.fullmatch(name)]
+    wanted = accuracy_metric(run.meta.settings.get("pass_reward"), run.meta.reward_names)
+    return sorted(found, key=lambda name: (name != wanted, "accuracy" not in name, name))
+
+
+def held_out(run: Run) -> pd.Series:
+    """The first of [`held_out_metrics`] by step, as it was logged, under its name; empty if there is none."""
+    logged = logged_curves(run, held_out_metrics(run)[:1], bins=10**9)
+    return next((values.rename(name) for name, values in logged.items()), pd.Series(dtype=float))
 
 
 def phase_seconds(run: Run, bins: int = 200) -> pd.DataFrame:

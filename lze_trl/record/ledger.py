@@ -26,6 +26,9 @@ PLAIN = "plain GRPO for the same number of optimizer steps"
 SKIPPED = "visits skipped"
 """Prompts that pruning left out of a pass. A pass would have visited them, an optimizer step would not."""
 
+TAUGHT_NOTHING = "No group had a gradient; the model did not change."
+"""What is said instead of a saving where no completion was trained on: a run that stands still saves nothing."""
+
 KINDS = {"rollout": "rollouts", "logprob": "logprobs", "update": "updates"}
 """Kinds of work in the entries of a ledger, and their names."""
 
@@ -152,13 +155,20 @@ def times(ratio: float) -> str:
     return "–" if math.isnan(ratio) else f"{ratio:.2f} ×"
 
 
+def taught_nothing(totals: dict[str, float]) -> bool:
+    """Whether a run has trained on no completion in all of its generation batches."""
+    return totals.get("plain_rows", 0) > 0 and totals.get("update_tokens") == 0
+
+
 def against_plain(totals: dict[str, float]) -> list[Work]:
     """
     The one comparison with plain GRPO, for the same number of optimizer steps: from the totals of a run, each kind of work
-    that takes part in it, and the total. Empty where the costs of plain GRPO are not known.
+    that takes part in it, and the total. Empty where the costs of plain GRPO are not known, or nothing was trained on.
 
     Visits that pruning left out of a pass do not enter: plain GRPO would have taken further steps for them.
     """
+    if taught_nothing(totals):
+        return []
     works = [
         Work(
             name,
@@ -198,6 +208,8 @@ def saving_metrics(totals: dict[str, float]) -> dict[str, float]:
 
 def headline(totals: dict[str, float]) -> str:
     """The saving in one sentence."""
+    if taught_nothing(totals):
+        return TAUGHT_NOTHING
     works = against_plain(totals)
     if not works:
         return "The recording does not say what plain GRPO would have cost."

@@ -44,7 +44,8 @@ class DeadMonitor:
 
     def __init__(self):
         self._silent = 0  # generation batches without a live group, in a row
-        self._warned = self._warned_unscored = False
+        self._warned = 0  # 1: rewards that are all equal, 2: a cause that needs a change of the settings
+        self._warned_unscored = False
 
     def update(self, groups: Groups, rollouts: Rollouts, rewards_per_func: np.ndarray):
         """
@@ -56,8 +57,11 @@ class DeadMonitor:
 
     def _warn_of_silence(self, groups: Groups, rollouts: Rollouts, rewards_per_func: np.ndarray):
         self._silent = 0 if groups.alive.any() else self._silent + 1
-        if self._silent and not self._warned and (cause := _cause(rollouts, rewards_per_func, self._silent)):
-            self._warned = True
+        if not self._silent:
+            return
+        level, cause = _cause(rollouts, rewards_per_func, self._silent)
+        if level > self._warned:
+            self._warned = level
             logger.warning("%s Training goes on, but this batch teaches nothing.", cause)
 
     def _warn_of_unscored(self, groups: Groups):
@@ -78,33 +82,37 @@ class DeadMonitor:
 
     def load_state_dict(self, state: dict[str, Any]):
         """Continue from a checkpoint."""
-        self._silent, self._warned = state["silent"], state["warned"]
+        self._silent, self._warned = state["silent"], int(state["warned"])
         self._warned_unscored = state["warned_unscored"]
 
 
-def _cause(rollouts: Rollouts, rewards_per_func: np.ndarray, silent: int) -> str | None:
-    """Why no group is alive, and which setting helps; `None` if it may be chance, as all rewards are equal."""
+def _cause(rollouts: Rollouts, rewards_per_func: np.ndarray, silent: int) -> tuple[int, str]:
+    """Why no group is alive, and which setting helps; 1 before it if it may be chance, as all rewards are equal, else 2."""
     if np.isnan(rewards_per_func).all():
-        return (
+        return 2, (
             "Every reward function returned None for every completion, so no group has a gradient. Return a number where "
             "a reward applies, and check that the functions read the dataset columns that they need."
         )
     if any(differ(column, rollouts.group, rollouts.num_groups).any() for column in rewards_per_func.T):
-        return (
+        return 2, (
             "Rewards differ within groups, but their weighted totals do not, so no group has a gradient. Check "
             "`reward_weights`: they are 0 for what differs, or cancel it."
         )
     if any(np.unique(column[~np.isnan(column)]).size > 1 for column in rewards_per_func.T):
-        return (
+        return 2, (
             "Rewards differ between prompts, but not between the completions of any prompt, so no group has a gradient. "
             "Raise `temperature` or `num_generations`, or use a reward that depends on the completion."
         )
-    if silent == _PATIENCE:
-        return (
+    if silent >= _PATIENCE:
+        return 2, (
             f"No group of the last {silent} generation batches had rewards that differ. Use prompts or a reward that "
             "the model sometimes meets, a higher `temperature`, or a larger `num_generations`."
         )
-    return None
+    equal = " or ".join(f"{reward:g}" for reward in np.unique(rollouts.rewards[~np.isnan(rollouts.rewards)]))
+    return 1, (
+        f"Every completion of this generation batch got the reward {equal}, so no group has a gradient. If "
+        "the next ones are the same, check the reward, or use prompts that the model passes some of the time."
+    )
 
 
 class RepeatMonitor:

@@ -82,11 +82,15 @@ class Recorder:
     def _open(self, generation: int) -> TelemetryWriter | None:
         """The writer of the main process; `None` on the others, and without telemetry."""
         if self._writer is None and self.args.telemetry and self.accelerator.is_main_process:
-            settings = self.args.to_sanitized_dict().items()
+            settings = self.args.to_sanitized_dict()
+            unset = {name: None for name in settings if vars(self.args).get(name) is None}  # not the text "None"
             self._writer = TelemetryWriter(
                 self.args.output_dir,
                 completions=self.args.telemetry_completions,
-                settings={name: value for name, value in settings if _is_simple(value)} | self.described,
+                settings={name: value for name, value in settings.items() if _is_simple(value)}
+                | unset
+                | self.described,
+                reward_names=self.reward_names,
                 resumed_generation=generation or None,
             )
         return self._writer
@@ -133,8 +137,9 @@ def _text(prompt: str | list[dict[str, Any]]) -> str:
 
 
 def _columns(row: dict[str, Any]) -> dict[str, Any]:
-    """Columns of a dataset row that a table can hold: level, subject, source, gold answer, …"""
-    return {name: value for name, value in row.items() if name not in ("prompt", ID_COLUMN) and _is_simple(value)}
+    """Columns of a dataset row that a table can hold: level, subject, source, gold answer, …; a `prompt_id` has its own column."""
+    hidden = {"prompt", ID_COLUMN, *(["prompt_id"] if isinstance(row.get("prompt_id"), int) else [])}
+    return {name: value for name, value in row.items() if name not in hidden and _is_simple(value)}
 
 
 def _is_simple(value: Any) -> bool:

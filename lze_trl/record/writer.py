@@ -5,7 +5,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -56,6 +56,7 @@ class TelemetryWriter:
         directory: str | Path,
         completions: Literal["none", "sampled", "all"] = "sampled",
         settings: dict[str, Any] | None = None,
+        reward_names: Sequence[str] = (),
         resumed_generation: int | None = None,
         flush_seconds: float = 0.75,
     ):
@@ -66,6 +67,7 @@ class TelemetryWriter:
         self._meta = Meta(
             settings=settings,
             completions=completions,
+            reward_names=list(reward_names),
             attempts=[*self._earlier_attempts(resumed_generation), resumed_generation or 0],
             energy_max=1.0 + float(settings.get("momentum_weight", 0.3)),
             package_version=__version__,
@@ -85,7 +87,8 @@ class TelemetryWriter:
         self._condition = threading.Condition()
         self._closing = False
         self._flush_now = False
-        self._status, self._renewed = Status("running"), -math.inf
+        max_steps = Status.read(self.directory).max_steps if resumed_generation else 0
+        self._status, self._renewed = Status("running", max_steps=max_steps), -math.inf
         self._thread = threading.Thread(target=self._run, name="lze-telemetry", daemon=True)
         self._thread.start()
 

@@ -651,6 +651,8 @@ def test_breakdown_by_a_column(page, address, runs):
         [value, str(count)] for value, count in expected["prompts"].items()
     ]
     assert "by=subject" in address_bar(page)
+    # All columns are in sight
+    assert page.locator(".lze-breakdown .lze-scroll").evaluate("box => box.scrollWidth <= box.clientWidth")
     assert rows(page) == 25
     page.locator("#lze-run input").click()
     page.get_by_role("option", name="full").click()
