@@ -14,6 +14,7 @@ from datasets import Dataset, IterableDataset
 from .arrays import Prompts
 from .config import LZEGRPOConfig
 from .instruct.online import Instruction, OnlineInstruction
+from .memory.identity import columns_of
 from .memory.outcomes import OutcomeRule
 from .memory.state import PromptState, StateSettings
 from .pack.layout import Geometry, micro_step_cost
@@ -48,7 +49,7 @@ def make_geometry(args: LZEGRPOConfig, accelerator: Accelerator) -> Geometry:
 
 
 def make_state(
-    args: LZEGRPOConfig, dataset: Dataset | IterableDataset, rule: OutcomeRule, planner: Planner
+    args: LZEGRPOConfig, dataset: Dataset | IterableDataset, rule: OutcomeRule, planner: Planner, pruning: str
 ) -> PromptState:
     """The memory of the prompts of a dataset."""
     settings = StateSettings(
@@ -56,7 +57,7 @@ def make_state(
         momentum_weight=args.momentum_weight,
         ema_decay=args.ema_decay,
         pruning_streak=args.pruning_streak,
-        prune=args.pruning != "none" and isinstance(planner, SolvedPlanner),
+        prune=pruning != "none" and isinstance(planner, SolvedPlanner),
         group_size=args.num_generations,
         named_outcome=rule.named,
     )
@@ -76,7 +77,7 @@ def make_instruction(
     by_energy = partial(exemplar_chances, by_share=args.label_confidence == "share")
     chances = by_energy if args.instruct_exemplars == "energy" else None
     given, settings = instruction or Instruction.of(seeds), args.make_instruct()
-    writes = OnlineInstruction(given, settings, seeds.column_names, state, accelerator, chances)
+    writes = OnlineInstruction(given, settings, columns_of(seeds), state, accelerator, chances)
     state.priors = writes.pool.priors
     return writes
 
@@ -97,11 +98,12 @@ def make_passes(
     state: PromptState,
     planner: Planner,
     controller: RolloutController,
+    pruning: str,
 ) -> Passes:
     """The plans of generation batches, over a training set with prompt ids."""
     num_groups = args.generation_batch_size // args.num_generations
-    ratio, mode = args.selection_ratio, args.pruning
-    if ratio is None or mode is None:
+    ratio = args.selection_ratio
+    if ratio is None:
         raise RuntimeError("Settings by the strategy are unset: make the configuration by its constructor.")
     ranks = args.selector not in ("all", "zero_variance")
     if ranks and ratio < 1.0 and quota(ratio, num_groups) == num_groups:
@@ -113,7 +115,7 @@ def make_passes(
 
     return Passes(
         # A controller that draws prompts takes them from the stream, also where nothing is pruned
-        mode="refill" if controller.draws_prompts or args.self_instruct else mode,
+        mode="refill" if controller.draws_prompts or args.self_instruct else pruning,
         by_prompt=not is_plain(controller, args.num_generations),
         dataset=None if isinstance(dataset, IterableDataset) else dataset,
         planner=planner,

@@ -14,7 +14,7 @@ from trl import GRPOTrainer, is_conversational
 from trl.trainer.utils import get_callable_name
 
 from .config import LZEGRPOConfig
-from .memory.identity import add_prompt_ids
+from .memory.identity import add_prompt_ids, columns_of
 from .memory.outcomes import OutcomeRule
 from .plan.planners import Planner
 from .rollout.controllers import ReinforceAda, RolloutController, is_plain
@@ -42,35 +42,71 @@ def prepare(
     given: dict[str, Any],
     planner: Planner | None = None,
     controller: RolloutController | None = None,
-) -> tuple[Dataset | IterableDataset, RolloutController]:
+    own_sampler: str | None = None,
+    pruning: str | None = None,
+) -> tuple[Dataset | IterableDataset, RolloutController, dict[str, Any]]:
     """
-    Refuse what cannot be trained, and resolve the defaults in `args`; `given` are the arguments of the trainer by name.
-    Returns the training set with prompt ids, and the controller.
+    Refuse what cannot be trained; `given` are the arguments of the trainer by name, and `own_sampler` is the name of a user's
+    `_get_train_sampler`. `pruning` replaces that of `args`. Returns the training set with prompt ids, the controller, and the
+    values of the settings that adapt to the data.
     """
     refuse_unsupported(args, train_dataset, given)
     refuse_unfit_rewards(args, given)
-    controller = controller or args.make_controller()
-    refuse_unfit_strategies(args, train_dataset, planner, controller)
+    controller, pruning = controller or args.make_controller(), pruning or args.pruning
+    refuse_unfit_strategies(args, train_dataset, planner, controller, pruning)
     refuse_unfit_instruction(args, train_dataset, planner)
-    resolve_defaults(args, train_dataset, planner)
-    return with_prompt_ids(train_dataset, args), controller
+    pruning = resolved_pruning(args, train_dataset, planner, pruning, own_sampler)
+    if own_sampler is not None:
+        refuse_ignored_sampler(args, own_sampler, controller, pruning)
+    dataset, deduplicate = with_prompt_ids(train_dataset, args)
+    return dataset, controller, {"pruning": pruning, "deduplicate": deduplicate}
 
 
-def resolve_defaults(args: LZEGRPOConfig, train_dataset: Any, planner: Planner | None = None):
-    """Give the settings that the user left open the value that this training set, and what else is given, allows."""
+def resolved_pruning(
+    args: LZEGRPOConfig, train_dataset: Any, planner: Planner | None, pruning: str | None, own_sampler: str | None
+) -> str:
+    """`pruning`, or what this training set, and what else is given, allows if it is unset."""
     if not isinstance(train_dataset, IterableDataset):
         ranked = planner is not None or args.pruning_policy != "solved"
-        args.pruning = args.pruning or ("refill" if ranked or args.loss_normalizer == "selected" else "none")
-        return  # whether repeats can be dropped is known once they are counted
-    off = [f"`{name}`" for name in ("pruning", "deduplicate") if getattr(args, name) is None]
+        refills = ranked or args.loss_normalizer == "selected"
+        if refills and not ranked and pruning is None and own_sampler is not None:
+            logger.warning(
+                "`%s` orders the prompts: `pruning` is off, which would draw them in another order.", own_sampler
+            )
+            return "none"
+        return pruning or ("refill" if refills else "none")
+    off = [f"`{name}`" for name, value in (("pruning", pruning), ("deduplicate", args.deduplicate)) if value is None]
     if off:
         logger.warning(
             "`train_dataset` is streamed, its rows cannot be read again: %s off. Selection works; for the rest, load the "
             "dataset without streaming.",
             " and ".join(off) + (" is" if len(off) == 1 else " are"),
         )
-    args.pruning = args.pruning or "none"
-    args.deduplicate = bool(args.deduplicate)
+    return pruning or "none"
+
+
+def refuse_ignored_sampler(args: LZEGRPOConfig, name: str, controller: RolloutController, pruning: str):
+    """Refuse a user's sampler where the prompts of a batch do not come from the data loader."""
+    if args.self_instruct:
+        why, instead = "`self_instruct=True` trains on prompts that the model writes", "Remove the override"
+    elif controller.draws_prompts:
+        why = f"`{type(controller).__name__}` draws prompts in an order of its own"
+        instead = "Remove the override, or use another `strategy` or `controller`"
+    elif pruning == "refill":
+        why = "`pruning='refill'` draws them in an order of its own"
+        instead = "Set `pruning='skip'` or 'none', or remove the override"
+    else:
+        return
+    raise ValueError(f"`{name}` orders the prompts, and {why}, so it would be ignored. {instead}.")
+
+
+def refuse_ignored_override(name: str):
+    """Refuse an override of a method of TRL that data selection does not call."""
+    raise TypeError(
+        f"`{name}` would never be called in training: data selection generates, scores, chooses and packs completions in steps "
+        "of its own. Override `_generate` to change completions, `_calculate_rewards` to change rewards, or `_compute_loss` "
+        "to change advantages and other tensors (`inputs`) of the rows that are trained on; or use `trl.GRPOTrainer`."
+    )
 
 
 def refuse_unsupported(args: LZEGRPOConfig, train_dataset: Any, given: dict[str, Any]):
@@ -95,14 +131,18 @@ def refuse_unsupported(args: LZEGRPOConfig, train_dataset: Any, given: dict[str,
 
 
 def refuse_unfit_strategies(
-    args: LZEGRPOConfig, train_dataset: Any, planner: Planner | None, controller: RolloutController
+    args: LZEGRPOConfig,
+    train_dataset: Any,
+    planner: Planner | None,
+    controller: RolloutController,
+    pruning: str | None,
 ):
     """Refuse strategies that the training set, or another setting, does not allow; `planner` is one of the user's."""
     ranks, draws = type(planner).__name__, type(controller).__name__
     uniform = is_plain(controller, args.num_generations)
     if isinstance(train_dataset, IterableDataset):
         for unfit, what, instead in (
-            (args.pruning not in (None, "none"), f"`pruning={args.pruning!r}` needs", "Set `pruning='none'`"),
+            (pruning not in (None, "none"), f"`pruning={pruning!r}` needs", "Set `pruning='none'`"),
             (args.pruning_policy != "solved", "`pruning_policy='greso'` needs", "Set `pruning_policy='solved'`"),
             (planner is not None, f"`{ranks}` ranks the prompts of", "Pass no `planner`"),
             (not uniform, f"`{draws}` needs", "Use `controller='uniform'`"),
@@ -112,7 +152,7 @@ def refuse_unfit_strategies(
                     f"{what} a dataset whose rows can be read again, and `train_dataset` is an `IterableDataset`. {instead} "
                     "(selection works), or load the dataset without streaming."
                 )
-    if planner is not None and args.pruning == "none":
+    if planner is not None and pruning == "none":
         raise ValueError(
             f"`pruning='none'` rolls out every prompt, and `{ranks}` was passed to rank them. Set `pruning='refill'` or "
             "'skip', or pass no `planner`."
@@ -122,7 +162,7 @@ def refuse_unfit_strategies(
             f"`multi_objective_aggregation={args.multi_objective_aggregation!r}` needs groups of one size, and `{draws}` "
             "draws others. Use 'sum_then_normalize'."
         )
-    if controller.draws_prompts and args.pruning == "skip":
+    if controller.draws_prompts and pruning == "skip":
         raise ValueError(
             f"`pruning='skip'` makes batches smaller, and `{draws}` draws further prompts to fill them. Use "
             "`pruning='refill'` or 'none'."
@@ -152,12 +192,13 @@ def refuse_unfit_label_confidence(
 
 def _refuse_without_labels(args: LZEGRPOConfig, train_dataset: Dataset | IterableDataset):
     """Refuse to learn what votes are worth where no gold answer will ever tell."""
-    columns = train_dataset.column_names or list(next(iter(train_dataset), {}))
+    columns = columns_of(train_dataset)
+    stored = train_dataset.with_format(None) if isinstance(train_dataset, Dataset) else None
     if args.self_instruct:
         why = "the problems of `self_instruct=True` have none"
     elif "solution" not in columns:
         why = "the training set has no column `solution`"
-    elif isinstance(train_dataset, Dataset) and all(gold is None for gold in train_dataset["solution"]):
+    elif stored and "solution" in stored.column_names and all(gold is None for gold in stored["solution"]):
         why = "the column `solution` of the training set is empty"
     else:
         return
@@ -230,9 +271,9 @@ def refuse_unfit_rewards(args: LZEGRPOConfig, given: dict[str, Any]):
         except ValueError:  # some builtins have no signature to read
             continue
         for place, dataset in _datasets(given):
-            # A stream may not know its columns before its first row
-            columns = dataset.column_names or list(next(iter(dataset), {}))
-            _refuse_unfit_call(get_callable_name(func), list(parameters.values()), place, columns, args, given)
+            _refuse_unfit_call(
+                get_callable_name(func), list(parameters.values()), place, columns_of(dataset), args, given
+            )
 
 
 def _datasets(given: dict[str, Any]) -> list[tuple[str, Dataset | IterableDataset]]:
@@ -340,19 +381,19 @@ def outcome_rule(
     return OutcomeRule(column, threshold, None if bounds is None else (bounds[0], bounds[1]), binary)
 
 
-def with_prompt_ids(dataset: Any, args: LZEGRPOConfig) -> Dataset | IterableDataset:
-    """Training set with prompt ids, once it is known to fill a generation batch."""
+def with_prompt_ids(dataset: Any, args: LZEGRPOConfig) -> tuple[Dataset | IterableDataset, bool]:
+    """Training set with prompt ids, once it is known to fill a generation batch, and whether repeats were dropped."""
     if not isinstance(dataset, (Dataset, IterableDataset)):
-        return dataset  # TRL says what is wrong with it
+        return dataset, bool(args.deduplicate)  # TRL says what is wrong with it
     # Rows that a generation batch needs: none of those that a model is only shown
     num_groups = 0 if args.self_instruct else args.generation_batch_size // args.num_generations
     rows = dataset
     open_choice = args.deduplicate is None
-    args.deduplicate = args.deduplicate is None or args.deduplicate
+    deduplicate = not isinstance(dataset, IterableDataset) if args.deduplicate is None else args.deduplicate
     with args.main_process_first(desc="prompt ids"):
-        dataset = add_prompt_ids(rows, args.answer_column, args.deduplicate)
-        if open_choice and len(dataset) < num_groups <= len(rows):  # plain TRL can train on these rows
-            args.deduplicate = False
+        dataset = add_prompt_ids(rows, args.answer_column, deduplicate)
+        if open_choice and deduplicate and len(dataset) < num_groups <= len(rows):  # plain TRL can train on these rows
+            deduplicate = False
             logger.warning(
                 "The training set has %d rows and %d different prompts, and a generation batch takes %d: each row counts as "
                 "another prompt. Use a smaller `generation_batch_size`, to give each prompt one group.",
@@ -360,13 +401,13 @@ def with_prompt_ids(dataset: Any, args: LZEGRPOConfig) -> Dataset | IterableData
             )
             dataset = add_prompt_ids(rows, args.answer_column, deduplicate=False)
     if isinstance(dataset, IterableDataset):
-        return dataset
+        return dataset, deduplicate
     if dropped := len(rows) - len(dataset):
-        logger.warning("Dropped %d of %d rows that repeat a prompt and its answer.", dropped, len(rows))
+        logger.warning("Dropped %d of %d rows that repeat another row.", dropped, len(rows))
     if len(dataset) < num_groups:
         raise ValueError(
             f"The training set has {len(dataset)} different prompts, and a generation batch takes {num_groups} "
             f"(`generation_batch_size={args.generation_batch_size}` / `num_generations={args.num_generations}`). Use a "
             "smaller generation batch or more data."
         )
-    return dataset
+    return dataset, deduplicate

@@ -234,12 +234,13 @@ class LZEGRPOConfig(GRPOConfig):
         > Parameters that control identity and state
 
         answer_column (`str`, *optional*):
-            Dataset column with the gold answer, part of a prompt's identity. Defaults to the first of `"solution"`,
-            `"answer"`, `"ground_truth"` that exists, if any.
+            Dataset column with the gold answer. Defaults to the first of `"solution"`, `"answer"`, `"ground_truth"` that
+            exists, if any. A prompt is recognised by its text, its answer and the other columns of its row.
         deduplicate (`bool`, *optional*):
-            Whether to drop rows of the training set that repeat a prompt and its gold answer. `False` keeps them, each
-            remembered as another prompt. Defaults to `True`, and to `False` for a streamed dataset, which cannot be
-            searched, and where too few prompts for a generation batch would remain.
+            Whether to drop rows of the training set that repeat another row in all columns that reward functions can
+            read, or in `prompt_id`, if there is such a column. `False` keeps them, each remembered as another prompt.
+            Defaults to `True`, and to `False` for a streamed dataset, which cannot be searched, and where too few prompts for
+            a generation batch would remain.
         state_from (`str`, *optional*):
             Directory (a run or one of its checkpoints) or Hub id of an earlier run, whose prompt state this run starts
             from. Ignored when training resumes from a checkpoint.

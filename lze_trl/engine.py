@@ -5,7 +5,6 @@ TRL's own code runs on a shallow copy of the trainer in which a few attributes d
 put back. `tests/test_trl_contract.py` holds what is relied on here.
 """
 
-import copy
 import math
 import time
 from collections import defaultdict, deque
@@ -40,8 +39,8 @@ _HIDDEN_FROM_GROUPS = ("prompt", "completion", "completion_ids", ID_COLUMN)
 @contextmanager
 def altered(trainer: GRPOTrainer, **changes: Any) -> Iterator[Any]:
     """A shallow copy of the trainer in which some attributes differ. Others that are assigned to it reach the trainer."""
-    view = copy.copy(trainer)
-    vars(view).update(changes)
+    view = object.__new__(type(trainer))  # `copy.copy` would ask `__getstate__`, which may leave attributes out
+    vars(view).update(vars(trainer) | changes)
     before = dict(vars(view))
     try:
         yield view
@@ -289,8 +288,7 @@ class Engine:
         output["advantages"] = torch.tensor(
             advantages[indices], dtype=torch.float32, device=trainer.accelerator.device
         )
-        if trainer.log_completions:
-            trainer._logs = _filled(table, fresh)
+        trainer._logs.update(_filled(table, fresh))
         if older is not None and not self.corrects_sampling:
             _insert_logprobs(output["old_per_token_logps"], rows, older)
         del output["num_items_in_batch"]
@@ -382,17 +380,20 @@ class Engine:
         if trainer.use_vllm and trainer._last_loaded_step == trainer.state.global_step:
             trainer._last_loaded_step += 1
 
-    def weighted_loss(self, window: Window, model: torch.nn.Module, inputs: dict[str, Any], *arguments: Any):
+    def weighted_loss(
+        self, window: Window, compute: Callable, model: torch.nn.Module, inputs: dict[str, Any], *arguments: Any
+    ):
         """
-        TRL's loss of a micro-batch, times what it, its rows and their entropies weigh in the optimizer step. The window
-        keeps the metrics of packed micro-batches for its end.
+        TRL's loss of a micro-batch, times what it, its rows and their entropies weigh in the optimizer step. `compute` is
+        TRL's `compute_loss`, called with a copy of the trainer. The window keeps the metrics of packed micro-batches for its
+        end.
         """
         trainer = self._trainer
         scale, row_share, tokens = (inputs.pop(f"lze_{name}") for name in ("scale", "row_share", "tokens"))
         weights, of_entropy = (inputs.pop(f"lze_{name}", None) for name in ("weights", "entropy_weights"))
-        logged: dict[str, list] = defaultdict(list)
+        earlier = {name: len(values) for name, values in self.metrics.items()}
         entropies: list[torch.Tensor] = []
-        changes: dict[str, Any] = {"_metrics": trainer._metrics | {"train": logged}}
+        changes: dict[str, Any] = {}
         if weights is not None:
             changes["beta"] = RowFactor(trainer.beta, weights)
         if trainer.aux_loss_enabled and scale > 0.0:
@@ -410,12 +411,17 @@ class Engine:
 
             changes["_get_per_token_logps_and_entropies"] = logprobs
         with altered(trainer, **changes) as view:
-            loss = GRPOTrainer.compute_loss(view, model, inputs, *arguments)
+            loss = compute(view, model, inputs, *arguments)
         accumulation = trainer.current_gradient_accumulation_steps
         if trainer.args.packing or tokens == 0:
+            new = {name: values[earlier.get(name, 0) :] for name, values in self.metrics.items()}
+            logged = {name: values for name, values in new.items() if values}
             window.add(logged, tokens, {"policy_loss": scale / accumulation, "aux_loss": row_share / accumulation})
-        for name, values in logged.items():
-            self.metrics[name] += values
+            for name, values in new.items():
+                if values and name not in logged:  # the window keeps it
+                    del self.metrics[name][earlier.get(name, 0) :]
+                if not self.metrics[name]:
+                    del self.metrics[name]
         loss = loss if scale == 1.0 else loss * scale
         if bonus != 0.0:
             # As in every loss type, TRL has subtracted a mean over the tokens of the micro-batch

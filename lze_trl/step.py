@@ -63,6 +63,11 @@ class GenerationStep:
             self._made_at = engine.micro_step
             self.generation += 1
 
+    def replace_passes(self, passes: Passes):
+        """Plan over another training set from the next batch on; groups that waited for an update are of the last one."""
+        self.passes = self.rounds.passes = passes
+        self.buffer.clear()
+
     @property
     def _made(self) -> GenerationBatch:
         if self.batch is None:

@@ -56,6 +56,20 @@ class EpochRepeatSampler(RepeatSampler):
                 torch.randperm(self.num_samples, generator=self.generator)
 
 
+def _override(cls: type, name: str) -> str | None:
+    """The override of a method of TRL by a class that is neither TRL's nor ours, as `Class.method`."""
+    ours = (c for c in cls.__mro__[: cls.__mro__.index(GRPOTrainer)] if c is not LZEGRPOTrainer and name in vars(c))
+    return next((f"{c.__name__}.{name}" for c in ours), None)
+
+
+def _group_rewards(reward_funcs: list[Any]) -> dict[int, GroupReward]:
+    return {i: func for i, func in enumerate(reward_funcs) if isinstance(func, GroupReward)}
+
+
+def _loss_by_trl(trainer: Any, *arguments: Any) -> torch.Tensor:
+    return super(LZEGRPOTrainer, trainer).compute_loss(*arguments)
+
+
 class LZEGRPOTrainer(GRPOTrainer):
     """
     [`~trl.GRPOTrainer`] that trains on the groups with the highest Learning-Zone Energy (arXiv 2605.17003) and skips
@@ -120,7 +134,8 @@ class LZEGRPOTrainer(GRPOTrainer):
 
     # An object made without `__init__` works as TRL's does
     generation_step: GenerationStep | None = None
-    group_rewards: Mapping[int, GroupReward] = MappingProxyType({})
+    resolved: Mapping[str, Any] = MappingProxyType({})
+    """What `pruning` and `deduplicate` are for this training set, also where they are unset in `args`."""
 
     def __init__(
         self,
@@ -138,20 +153,29 @@ class LZEGRPOTrainer(GRPOTrainer):
         if args is None:
             name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = LZEGRPOConfig(f"{name.split('/')[-1]}-LZE")
+        if ignored := _override(type(self), "_generate_and_score_completions"):
+            checks.refuse_ignored_override(ignored)
         reward_funcs = instances(reward_funcs)
-        own = inspect.signature(GRPOTrainer.__init__)
-        given = own.bind_partial(self, model, reward_funcs, args, train_dataset, *positional, **kwargs).arguments
-        train_dataset, controller = checks.prepare(args, train_dataset, given, planner, controller)
+        signature = inspect.signature(GRPOTrainer.__init__)
+        given = signature.bind_partial(self, model, reward_funcs, args, train_dataset, *positional, **kwargs).arguments
+        own_sampler = _override(type(self), "_get_train_sampler")
+        train_dataset, controller, self.resolved = checks.prepare(
+            args, train_dataset, given, planner, controller, own_sampler
+        )
         checks.refuse_unwritable(args)
         funcs = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
-        self.group_rewards = {i: func for i, func in enumerate(funcs) if isinstance(func, GroupReward)}
-        checks.refuse_unfit_group_rewards(args, self.group_rewards, controller)
-        checks.refuse_unfit_label_confidence(args, self.group_rewards, selector, train_dataset)
-        stand_ins = [placeholder(func) if i in self.group_rewards else func for i, func in enumerate(funcs)]
-        reward_funcs = None if reward_funcs is None else [checked(func) for func in stand_ins]
+        group_rewards = _group_rewards(funcs)
+        checks.refuse_unfit_group_rewards(args, group_rewards, controller)
+        checks.refuse_unfit_label_confidence(args, group_rewards, selector, train_dataset)
+        callables = [placeholder(func) if i in group_rewards else func for i, func in enumerate(funcs)]
         over_http = args.use_vllm and args.vllm_mode == "http"
         with without_vllm(args, hidden=over_http):
-            super().__init__(model, reward_funcs, args, train_dataset, *positional, **kwargs)
+            super().__init__(
+                model, None if reward_funcs is None else callables, args, train_dataset, *positional, **kwargs
+            )
+        own_funcs: list[Any] = self.reward_funcs
+        for i, func in group_rewards.items():
+            own_funcs[i] = func
         checks.refuse_unfit_tokenizers(self)
         if over_http:
             from .rollout.servers.generation import HTTPGeneration
@@ -186,15 +210,17 @@ class LZEGRPOTrainer(GRPOTrainer):
         if isinstance(dataset, Dataset):
             dataset = self._remove_unused_columns(dataset, description="training")
         rule = checks.outcome_rule(args, self.reward_funcs, self.reward_func_names, controller)
-        self.prompt_state = make_state(args, dataset, rule, planner)
+        pruning = self.resolved["pruning"]
+        self.prompt_state = make_state(args, dataset, rule, planner, pruning)
         writes = make_instruction(args, instruction, dataset, self.prompt_state, self.accelerator)
         prompts = dataset if writes is None else writes.pool
-        self.passes = make_passes(args, self.accelerator, prompts, self.prompt_state, planner, controller)
+        self.passes = make_passes(args, self.accelerator, prompts, self.prompt_state, planner, controller, pruning)
         self.ledger = Ledger(iterations=self.num_iterations, logprob_passes=Engine(self).logprob_passes())
         described = {
             "selector": args.selector if type(selector) is type(args.make_selector()) else type(selector).__name__,
             "num_processes": self.accelerator.num_processes,
             "model": self.model.config._name_or_path,
+            **self.resolved,
         }
         self.generation_step = GenerationStep(
             args,
@@ -239,7 +265,56 @@ class LZEGRPOTrainer(GRPOTrainer):
         """What was seen so far of votes and of a probe set."""
         return self._own_step.votes
 
+    @property
+    def group_rewards(self) -> dict[int, GroupReward]:
+        """Rewards of whole groups, by their column among all reward functions."""
+        return _group_rewards(self.reward_funcs)
+
     # ---- Data ----
+
+    @property
+    def train_dataset(self) -> Dataset | IterableDataset:
+        """
+        The training set, with prompt ids. Another one can be assigned between trainings: it begins with a new pass, and what is
+        known of prompts is kept.
+        """
+        return vars(self)["train_dataset"]
+
+    @train_dataset.setter
+    def train_dataset(self, dataset: Any):
+        # Differs from transformers: a set that is assigned later is prepared as that of the constructor
+        if self.generation_step is not None:
+            dataset = self._prepared(dataset)
+        vars(self)["train_dataset"] = dataset
+
+    def _prepared(self, dataset: Any) -> Dataset | IterableDataset:
+        """Another training set, with prompt ids; the next generation batch is planned over it."""
+        if self.is_in_train:
+            raise RuntimeError("`train_dataset` cannot be replaced during a training. Assign it before `train()`.")
+        if self.args.self_instruct:
+            raise ValueError(
+                "`self_instruct=True` takes its seeds from the `train_dataset` that the trainer was made with. Make a new "
+                "trainer with the other data."
+            )
+        if dataset is not None and not isinstance(dataset, (Dataset, IterableDataset)):
+            raise TypeError(
+                f"`train_dataset` must be a `Dataset` or `IterableDataset`, got `{type(dataset).__name__}`. Make one of it, "
+                "for example by `datasets.Dataset.from_list`."
+            )
+        given = {"reward_funcs": self.reward_funcs, "train_dataset": dataset, "rollout_func": self.rollout_func}
+        pruning, sampler = self.resolved["pruning"], _override(type(self), "_get_train_sampler")
+        dataset, _, resolved = checks.prepare(
+            self.args, dataset, given, controller=self.controller, own_sampler=sampler, pruning=pruning
+        )
+        checks.refuse_unfit_label_confidence(self.args, self.group_rewards, self.selector, dataset)
+        rows = dataset
+        if isinstance(dataset, Dataset):
+            rows = self._remove_unused_columns(dataset, description="training")
+        parts = self.prompt_state, self.planner, self.controller, pruning
+        self.passes, self.resolved = make_passes(self.args, self.accelerator, rows, *parts), resolved
+        self._own_step.replace_passes(self.passes)
+        vars(self).pop("_example_prompt", None)
+        return dataset
 
     def _set_signature_columns_if_needed(self):
         # Differs from TRL: the prompt id survives `remove_unused_columns`
@@ -250,7 +325,9 @@ class LZEGRPOTrainer(GRPOTrainer):
 
     def _get_train_sampler(self, dataset: Dataset | None = None) -> Any:
         # Differs from TRL: a resumed run continues with the permutation of its epoch
-        sampler: Any = super()._get_train_sampler(dataset)  # TRL's `RepeatSampler`
+        sampler: Any = super()._get_train_sampler(dataset)
+        if type(sampler) is not RepeatSampler:  # another class has come between TRL's and ours
+            return sampler
         if self.generation_step is not None and self.passes.grows:
             # Whole optimizer steps, however few seeds there are
             return [0] * (
@@ -270,10 +347,13 @@ class LZEGRPOTrainer(GRPOTrainer):
         return self._own_step.micro_batch(engine)
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
-        # Differs from TRL: reward functions do not see the prompt id, no reward is infinite, and in an evaluation those of
-        # whole groups are settled; in training that follows when all rounds are there
+        # Differs from TRL: reward functions do not see the prompt id, what they return is checked, and in an evaluation
+        # rewards of whole groups are settled; in training that follows when all rounds are there
         seen = [{name: value for name, value in row.items() if name != ID_COLUMN} for row in inputs]
-        rewards = super()._calculate_rewards(seen, prompts, completions, completion_ids_list)
+        named = zip(self.reward_funcs, self.reward_func_names, strict=True)
+        funcs = [placeholder(f) if isinstance(f, GroupReward) else checked(f, name) for f, name in named]
+        with altered(self, reward_funcs=funcs) as view:
+            rewards = super(LZEGRPOTrainer, view)._calculate_rewards(seen, prompts, completions, completion_ids_list)
         if torch.isinf(rewards).any():
             column = int(torch.isinf(rewards).any(dim=0).nonzero()[0])
             raise ValueError(
@@ -308,7 +388,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         if "lze_scale" not in inputs:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         arguments = model, inputs, return_outputs, num_items_in_batch
-        return Engine(self).weighted_loss(self._own_step.window, *arguments)
+        return Engine(self).weighted_loss(self._own_step.window, _loss_by_trl, *arguments)
 
     # ---- Accounts and records ----
 
@@ -428,6 +508,7 @@ class LZEGRPOTrainer(GRPOTrainer):
             stop.add_note(store.how_to_resume(run_dir, "`trainer.train(resume_from_checkpoint=True)`"))
             raise
         finally:
+            self.is_in_train = False  # transformers leaves it on after an exception
             self._own_step.recorder.close(ended)
         if self.args.should_save:
             self._save_parts(run_dir)
@@ -506,7 +587,7 @@ class LZEGRPOTrainer(GRPOTrainer):
     def _described(self) -> dict[str, Any]:
         """What a checkpoint says of this run."""
         args = self.args
-        used: dict[str, Any] = {"reward_funcs": self.reward_func_names}
+        used: dict[str, Any] = {"reward_funcs": self.reward_func_names, **self.resolved}
         for name, own, built_in in (
             ("selector", self.selector, args.make_selector()),
             ("controller", self.controller, args.make_controller()),

@@ -30,7 +30,7 @@ def test_a_stream_is_neither_pruned_nor_deduplicated_and_one_line_says_so(tmp_pa
     trainer = make(tmp_path, tiny.prompts(11).to_iterable_dataset(), save_strategy="steps", save_steps=3)
     lines = [record.getMessage() for record in caplog.records if record.name == "lze_trl.checks"]
     assert [line.split(":")[1] for line in lines] == [" `pruning` and `deduplicate` are off. Selection works; for the rest, load the dataset without streaming."]  # fmt: skip
-    assert (trainer.args.pruning, trainer.args.deduplicate) == ("none", False)
+    assert trainer.resolved == {"pruning": "none", "deduplicate": False}
     before = [parameter.clone() for parameter in trainer.model.parameters()]
     trainer.train()
     assert not all(map(torch.equal, before, trainer.model.parameters()))
@@ -47,14 +47,14 @@ def test_what_the_user_turned_off_is_not_told(tmp_path, caplog):
 
 
 def test_defaults_of_a_dataset_in_memory(tmp_path):
-    args = make(tmp_path, repeated(0, 1, 2, 3, 4, 4)).args
-    assert (args.pruning, args.deduplicate) == ("refill", True)
+    trainer = make(tmp_path, repeated(0, 1, 2, 3, 4, 4))
+    assert trainer.resolved == {"pruning": "refill", "deduplicate": True}
 
 
 def test_repeats_are_kept_where_too_few_prompts_would_remain(tmp_path, caplog):
     trainer = make(tmp_path, repeated(0, 0, 1, 1))  # a batch of three groups from two prompts
     assert len(trainer.train_dataset) == 4
-    assert trainer.args.deduplicate is False
+    assert trainer.resolved["deduplicate"] is False
     assert "has 4 rows and 2 different prompts, and a generation batch takes 3" in caplog.text
     trainer.train()
     assert trainer.ledger.groups_rolled_out == 9

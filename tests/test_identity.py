@@ -3,11 +3,13 @@
 from datetime import date, datetime
 from decimal import Decimal
 
+import datasets
 import numpy as np
 import pytest
 from datasets import Dataset, IterableDataset, concatenate_datasets
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 
 from lze_trl.memory.identity import ID_COLUMN, add_prompt_ids, distinct_ids, prompt_id
 
@@ -17,14 +19,15 @@ def ids(dataset: Dataset | IterableDataset) -> list[int]:
 
 
 def test_ids_are_fixed():
-    # xxh64 of '["1+1=",null]', '["1+1=","2"]' and '[[{"content":"1+1=","role":"user"}],"2"]'. A change of these numbers
-    # makes every saved state foreign
+    # xxh64 of '["1+1=",null]', '["1+1=","2"]', '[[{"content":"1+1=","role":"user"}],"2"]' and '["1+1=","2",{"task":"sum"}]'. A
+    # change of these numbers makes every saved state foreign
     messages = [{"role": "user", "content": "1+1="}]
-    assert [prompt_id("1+1="), prompt_id("1+1=", "2"), prompt_id(messages, "2")] == [
-        -2210457467158200026,
-        7432352952038806773,
-        5087488713049359233,
-    ]
+    assert [
+        prompt_id("1+1="),
+        prompt_id("1+1=", "2"),
+        prompt_id(messages, "2"),
+        prompt_id("1+1=", "2", {"task": "sum", "tests": None}),
+    ] == [-2210457467158200026, 7432352952038806773, 5087488713049359233, 299388217633230076]
 
 
 def test_what_makes_a_prompt():
@@ -88,10 +91,33 @@ def test_the_answer_is_part_of_the_identity(column):
 
 def test_the_answer_column_can_be_named():
     dataset = Dataset.from_dict({"prompt": ["a", "b"], "solution": ["long", "text"], "gold": [1, 2]})
-    assert ids(add_prompt_ids(dataset, answer_column="gold")) == [prompt_id("a", 1), prompt_id("b", 2)]
+    assert ids(add_prompt_ids(dataset, answer_column="gold")) == [
+        prompt_id("a", 1, {"solution": "long"}),
+        prompt_id("b", 2, {"solution": "text"}),
+    ]
     # Of several known names, the first of solution, answer, ground_truth
     dataset = Dataset.from_dict({"prompt": ["a"], "ground_truth": ["z"], "answer": ["y"], "solution": ["x"]})
-    assert ids(add_prompt_ids(dataset)) == [prompt_id("a", "x")]
+    assert ids(add_prompt_ids(dataset)) == [prompt_id("a", "x", {"answer": "y", "ground_truth": "z"})]
+
+
+def test_all_that_a_reward_can_read_is_part_of_the_identity():
+    def kept(**columns):
+        rows = {"prompt": ["a"] * 3, "solution": ["1"] * 3} | columns
+        return len(add_prompt_ids(Dataset.from_dict(rows)))
+
+    assert kept(task=["sum", "code", "sum"]) == 2
+    assert kept(tests=[["x"], ["x", "y"], []]) == 3
+    assert kept(vector=[np.arange(3), np.arange(3), np.arange(1, 4)]) == 2
+    # What reward functions are not given, and columns without a value
+    assert kept(completion=["p", "q", "r"], level=[None] * 3) == 1
+    one = Dataset.from_dict({"prompt": ["a"], "solution": ["1"]})
+    assert ids(add_prompt_ids(one.add_column("level", [None]))) == ids(add_prompt_ids(one))
+
+
+def test_images_are_known_by_their_pixels():
+    pictures = [Image.new("RGB", (2, 2), color) for color in ("red", "red", "blue")]
+    dataset = Dataset.from_dict({"prompt": ["a"] * 3, "picture": pictures}).cast_column("picture", datasets.Image())
+    assert len(add_prompt_ids(dataset)) == 2
 
 
 def test_a_users_prompt_id_wins():
@@ -164,8 +190,8 @@ def test_distinct_ids_are_those_given_where_they_come_first(given_ids):
 
 def test_other_columns_survive():
     dataset = Dataset.from_dict({"prompt": ["a"], "answer": ["1"], "level": [3], "source": ["MATH"]})
-    row = add_prompt_ids(dataset)[0]
-    assert row == {"prompt": "a", "answer": "1", "level": 3, "source": "MATH", ID_COLUMN: prompt_id("a", "1")}
+    row, others = add_prompt_ids(dataset)[0], {"level": 3, "source": "MATH"}
+    assert row == {"prompt": "a", "answer": "1", "level": 3, "source": "MATH", ID_COLUMN: prompt_id("a", "1", others)}
     assert isinstance(row[ID_COLUMN], int)
     assert np.asarray(add_prompt_ids(dataset).with_format("numpy")[ID_COLUMN][:]).dtype == np.int64
 
@@ -194,7 +220,7 @@ def test_bad_datasets(columns, kwargs, message):
 
 
 def test_answers_that_json_cannot_express_are_told():
-    with pytest.raises(TypeError, match="Name another `answer_column`, or give each row a `prompt_id`"):
+    with pytest.raises(TypeError, match="Give each row a `prompt_id`, or remove the column"):
         prompt_id("1+1=", {2})
 
 

@@ -111,7 +111,7 @@ def test_prompts_are_pruned_by_default_where_steps_need_not_be_those_of_grpo(tmp
         processing_class=tiny.tokenizer(),
         planner=planner,
     )
-    assert trainer.args.pruning == pruning
+    assert trainer.resolved["pruning"] == pruning
 
 
 def test_every_way_to_give_it_is_the_same(tmp_path):

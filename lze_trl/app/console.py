@@ -111,10 +111,14 @@ class RunSummary(TrainerCallback):
 
 
 def replace_printers(callbacks: CallbackHandler, summary: RunSummary, progress_bar: bool):
-    """Show readable lines and a summary instead of what transformers prints, and a progress bar on a terminal."""
-    for printer in (PrinterCallback, ProgressCallback):
-        callbacks.remove_callback(printer)
-    if progress_bar and sys.stdout.isatty():
+    """
+    Show readable lines and a summary instead of what transformers prints, and a progress bar on a terminal. Callbacks that a
+    user has derived from those of transformers stay.
+    """
+    stock = (PrinterCallback, ProgressCallback)
+    callbacks.callbacks = [callback for callback in callbacks.callbacks if type(callback) not in stock]
+    own_bar = any(isinstance(callback, ProgressCallback) for callback in callbacks.callbacks)
+    if progress_bar and not own_bar and sys.stdout.isatty():
         callbacks.add_callback(ProgressBar())
     callbacks.add_callback(summary)
 

@@ -40,7 +40,7 @@ class Instruction:
     @classmethod
     def of(cls, dataset: Dataset) -> "Instruction":
         """From the prompts of a training set, as they are: the last message of each is the problem."""
-        prompts = dataset["prompt"]
+        prompts = [row["prompt"] for row in dataset]
         if isinstance(prompts[0], str):
             return cls(Seeds(tuple(prompts)), PromptStyle(conversational=False))
         system = next((message["content"] for message in prompts[0] if message["role"] == "system"), None)

@@ -66,12 +66,13 @@ def dry_run(arguments: Sequence[str], num_processes: int):
 
 
 def sizes_of(script_args: LZEScriptArguments, args: LZEGRPOConfig, model_args: ModelConfig) -> dict[str, str]:
-    """How large a run is, in words; checks what the run checks, and resolves the defaults in `args`."""
+    """How large a run is, in words; checks what the run checks, and enters what adapts to the data in `args`."""
     given = trainer_arguments(script_args, args, model_args)
     rows, funcs, held_out = given["train_dataset"], given["reward_funcs"], given["eval_dataset"]
-    dataset, controller = prepare(args, rows, given)
+    dataset, controller, resolved = prepare(args, rows, given)
+    vars(args).update(resolved)
     rule = outcome_rule(args, funcs, [get_callable_name(func) for func in funcs], controller)
-    memory = make_state(args, dataset, rule, args.make_planner()).nbytes
+    memory = make_state(args, dataset, rule, args.make_planner(), resolved["pruning"]).nbytes
     memory += RowIndex(dataset.with_format("numpy")[ID_COLUMN][:]).nbytes
     # What writes its own problems sees no end of them
     steps, batches = steps_and_batches(args, args.generation_batch_size if args.self_instruct else len(dataset))

@@ -1,6 +1,5 @@
 """What a reward function returns is checked before it is believed."""
 
-import functools
 import math
 import reprlib
 from collections.abc import Iterable, Mapping, Set
@@ -10,19 +9,18 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from trl.trainer.utils import get_callable_name, is_async_callable
+from trl.trainer.utils import is_async_callable
 
 
-def checked(reward_func: Any) -> Any:
+def checked(reward_func: Any, name: str) -> Any:
     """
-    Wrap a reward function so that it returns one number or None for each completion, and an exception names it. A reward
-    model is left as it is.
+    A reward function for TRL to call in place of `reward_func`: it returns one number or None for each completion, and an
+    exception says `name`. A reward model is left as it is.
 
     NaN is refused as well: TRL turns it into "not applicable", so a bug in a reward would silently remove completions.
     """
-    if isinstance(reward_func, (str, nn.Module)) or not callable(reward_func):
+    if isinstance(reward_func, nn.Module):
         return reward_func
-    name = get_callable_name(reward_func)
 
     @contextmanager
     def noted():
@@ -40,9 +38,7 @@ def checked(reward_func: Any) -> Any:
         with noted():
             return _scores(await reward_func(*args, **_counted(kwargs, name)), name, kwargs)
 
-    wrapper = functools.update_wrapper(guarded_later if is_async_callable(reward_func) else guarded, reward_func)
-    wrapper.__name__ = name
-    return wrapper
+    return guarded_later if is_async_callable(reward_func) else guarded
 
 
 def _scores(returned: Any, name: str, given: dict[str, Any]) -> list[float | None]:

@@ -1,0 +1,331 @@
+"""What users do with TRL's trainer besides its arguments: overrides, callbacks, other data, objects that they keep hold of."""
+
+import math
+import random
+
+import pytest
+from datasets import Dataset
+from transformers import PrinterCallback, ProgressCallback
+from trl import GRPOTrainer
+
+import tiny
+from lze_trl import LZEGRPOTrainer
+
+
+def make(tmp_path, cls=LZEGRPOTrainer, dataset=None, reward_funcs=tiny.even_length_reward, args=None, **settings):
+    arguments = {name: settings.pop(name) for name in ("callbacks", "rollout_func") if name in settings}
+    return cls(
+        model=tiny.save(tmp_path / "model") if settings.get("beta") else tiny.model(),
+        reward_funcs=reward_funcs,
+        args=args or tiny.config(tmp_path, **{"strategy": "exact"} | settings),
+        train_dataset=tiny.prompts(11) if dataset is None else dataset,
+        processing_class=tiny.tokenizer(),
+        **arguments,
+    )
+
+
+# ---- Overrides ----
+
+HOOKS = (
+    *("_generate", "_generate_single_turn", "_calculate_rewards", "_compute_loss", "compute_loss", "log"),
+    *("_get_train_sampler", "get_train_dataloader", "_prepare_inputs", "training_step"),
+    *("_get_per_token_logps_and_entropies", "_save_checkpoint", "_set_signature_columns_if_needed"),
+)
+
+
+def noting(base, called):
+    """A class whose methods note that they are called, and do what they did."""
+
+    def override(name):
+        def method(self, *args, **kwargs):
+            called.add(name)
+            return getattr(super(noting_class, self), name)(*args, **kwargs)
+
+        return method
+
+    noting_class = type("Noting", (base,), {name: override(name) for name in HOOKS})
+    return noting_class
+
+
+@pytest.mark.parametrize("strategy", ["exact", "lze", "gate", "reinforce_ada"])
+def test_overrides_are_called(tmp_path, strategy):
+    called = set()
+    settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1, "remove_unused_columns": True}
+    if strategy == "reinforce_ada":
+        settings |= {"max_rounds": 2}
+    make(tmp_path, noting(LZEGRPOTrainer, called), strategy=strategy, beta=0.1, **settings).train()
+    assert called == set(HOOKS)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_mixin_is_called_on_either_side(tmp_path, first):
+    called = set()
+    mixin = noting(GRPOTrainer, called)
+    cls = type("Mixed", (mixin, LZEGRPOTrainer) if first else (LZEGRPOTrainer, mixin), {})
+    make(tmp_path, cls, save_strategy="steps", save_steps=1, max_steps=1, beta=0.1, remove_unused_columns=True).train()
+    assert called >= set(HOOKS) - {"_prepare_inputs"}  # which hands out the packed rows, and is ours
+
+
+def zeroed(self, inputs):
+    output = GRPOTrainer._generate_and_score_completions(self, inputs)
+    return output | {"advantages": output["advantages"] * 0}
+
+
+@pytest.mark.parametrize("strategy", ["grpo", "exact", "lze"])
+@pytest.mark.parametrize("place", ["subclass", "mixin", "last mixin"])
+def test_an_override_that_would_not_be_called_is_refused(tmp_path, strategy, place):
+    body = {"_generate_and_score_completions": zeroed}
+    if place == "subclass":
+        cls = type("Zeroed", (LZEGRPOTrainer,), body)
+    elif place == "mixin":
+        cls = type("Mine", (type("Zeroed", (), body), LZEGRPOTrainer), {})
+    else:
+        cls = type("Mine", (LZEGRPOTrainer, type("Zeroed", (GRPOTrainer,), body)), {})
+    with pytest.raises(TypeError, match=r"`Zeroed._generate_and_score_completions` would never .*`_compute_loss`"):
+        make(tmp_path, cls, strategy=strategy)
+
+
+class Backwards(LZEGRPOTrainer):
+    def _get_train_sampler(self, dataset=None):
+        return [row for row in reversed(range(11)) for _ in range(self.num_generations)]
+
+
+def seen_prompts(trainer):
+    """Prompts of each batch of a training, in order."""
+    batches = []
+    generate = trainer._generate
+
+    def noted(prompts):
+        batches.append(list(dict.fromkeys(prompts)))
+        return generate(prompts)
+
+    trainer._generate = noted
+    trainer.train()
+    return batches
+
+
+@pytest.mark.parametrize("strategy", ["exact", "lze", "gate"])
+def test_an_own_sampler_orders_the_prompts(tmp_path, strategy):
+    backwards = [row["prompt"] for row in tiny.prompts(11)][::-1]
+    batches = seen_prompts(make(tmp_path, Backwards, strategy=strategy, max_steps=2))
+    assert batches[0] == backwards[:3]
+    assert {prompt for batch in batches for prompt in batch} == set(backwards[:6])
+
+
+@pytest.mark.parametrize("settings", [{"strategy": "lze", "pruning": "refill"}, {"strategy": "dapo"}])
+def test_an_own_sampler_that_would_be_ignored_is_refused(tmp_path, settings):
+    with pytest.raises(ValueError, match=r"`Backwards._get_train_sampler` orders the prompts"):
+        make(tmp_path, Backwards, **settings)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_a_loss_can_read_what_was_logged_of_the_batch(tmp_path, packing):
+    seen = []
+
+    class Reading(LZEGRPOTrainer):
+        def _compute_loss(self, model, inputs):
+            loss = super()._compute_loss(model, inputs)
+            seen.append((self._metrics["train"]["reward"][-1], self._metrics["train"]["entropy"][-1]))
+            return loss
+
+    trainer = make(tmp_path, Reading, packing=packing, selector="all")
+    trainer.train()
+    logged = [line["reward"] for line in trainer.state.log_history if "reward" in line]
+    assert [reward for reward, _ in seen] == pytest.approx(logged)
+    entropies = [line["entropy"] for line in trainer.state.log_history if "entropy" in line]
+    assert [entropy for _, entropy in seen] == pytest.approx(entropies)
+
+
+def test_a_trainer_may_trim_what_is_pickled(tmp_path):
+    class Trimmed(LZEGRPOTrainer):
+        def __getstate__(self):
+            return {"args": self.args}
+
+    rewards = []
+    for cls in (Trimmed, LZEGRPOTrainer):
+        trainer = make(tmp_path, cls, save_strategy="steps", save_steps=1)
+        trainer.train()
+        rewards.append([line["reward"] for line in trainer.state.log_history if "reward" in line])
+    assert rewards[0] == rewards[1]
+
+
+def test_the_table_of_completions_is_filled_as_by_trl(tmp_path):
+    logs = []
+    for cls in (LZEGRPOTrainer, GRPOTrainer):
+        trainer = make(tmp_path, cls, strategy="grpo", max_steps=1)
+        trainer._logs["mine"] = "kept"
+        trainer.train()
+        logs.append(trainer._logs)
+    assert len(logs[0]["completion"]) == 12
+    for name in ("prompt", "completion", "rewards", "advantages", "mine"):
+        assert logs[0][name] == logs[1][name]
+
+
+# ---- Callbacks ----
+
+
+class MyProgress(ProgressCallback):
+    pass
+
+
+class MyPrinter(PrinterCallback):
+    pass
+
+
+@pytest.mark.parametrize("quiet", [True, False])
+@pytest.mark.parametrize("own", [MyProgress, MyPrinter])
+def test_a_users_own_printer_stays(tmp_path, own, quiet):
+    trainer = make(tmp_path, callbacks=[own], summary=True, disable_tqdm=quiet)
+    kinds = [type(callback) for callback in trainer.callback_handler.callbacks]
+    assert own in kinds
+    assert ProgressCallback not in kinds and PrinterCallback not in kinds
+
+
+# ---- Data ----
+
+
+def shouted(batch):
+    return {**batch, "prompt": [f"{prompt} please" for prompt in batch["prompt"]]}
+
+
+@pytest.mark.parametrize("strategy", ["exact", "lze", "gate"])
+def test_a_transform_is_applied_before_the_rollout(tmp_path, strategy):
+    prompts = seen_prompts(make(tmp_path, dataset=tiny.prompts(11).with_transform(shouted), strategy=strategy))
+    assert prompts and all(prompt.endswith("= please") for batch in prompts for prompt in batch)
+
+
+@pytest.mark.parametrize("strategy", ["exact", "lze"])
+def test_a_transform_may_make_the_prompt(tmp_path, strategy):
+    def reward(completions, gold, **kwargs):
+        assert "lze_prompt_id" not in kwargs and all(gold)
+        return tiny.even_length_reward(completions)
+
+    rows = tiny.prompts(11).rename_columns({"prompt": "question", "solution": "final"})
+    repeated = Dataset.from_list([*rows, *rows.select(range(2))])
+    made = repeated.with_transform(
+        lambda batch: {"prompt": [f"{q} ?" for q in batch["question"]], "gold": batch["final"]}
+    )
+    trainer = make(tmp_path, dataset=made, reward_funcs=reward, strategy=strategy)
+    assert len(trainer.train_dataset) == 11
+    assert all(prompt.endswith("= ?") for batch in seen_prompts(trainer) for prompt in batch)
+    again = make(tmp_path / "again", dataset=trainer.train_dataset, reward_funcs=reward, strategy=strategy)
+    assert again.train_dataset[:] == trainer.train_dataset[:]  # a set that has ids already
+
+
+def test_a_random_transform_does_not_change_which_prompt_it_is(tmp_path):
+    noise = random.Random(0)
+    data = tiny.prompts(11).with_transform(
+        lambda batch: {**batch, "prompt": [f"{prompt}{noise.randrange(10**6)}" for prompt in batch["prompt"]]}
+    )
+    trainer = make(tmp_path, dataset=data, max_steps=8)
+    prompts = seen_prompts(trainer)
+    assert len({prompt for batch in prompts for prompt in batch}) > 11
+    plain = make(tmp_path / "plain")
+    assert set(trainer.prompt_state["prompt_ids"]) <= set(plain.train_dataset["lze_prompt_id"])
+
+
+@pytest.mark.parametrize("strategy", ["exact", "lze", "gate", "dapo"])
+def test_other_training_data_is_trained_on(tmp_path, strategy):
+    trainer = make(tmp_path, strategy=strategy, max_steps=2)
+    trainer.train()
+    visited = len(trainer.prompt_state)
+    other = tiny.prompts(31).select(range(20, 31))
+    trainer.train_dataset = other
+    assert trainer.train_dataset["prompt"][:] == other["prompt"][:]
+    batches = seen_prompts(trainer)
+    assert batches and all(prompt in other["prompt"] for batch in batches for prompt in batch)
+    assert len(trainer.prompt_state) > visited  # what is known of the first prompts is kept
+
+
+def test_data_that_cannot_be_trained_on_is_refused_where_it_is_assigned(tmp_path):
+    trainer = make(tmp_path, strategy="lze")
+    before = trainer.train_dataset
+    for other, error in (
+        (tiny.prompts(11).to_iterable_dataset(), r"`pruning='refill'` needs a dataset whose rows can be read again"),
+        (tiny.prompts(2), "has 2 different prompts"),
+        (tiny.prompts(11).rename_column("prompt", "question"), "has no `prompt` column"),
+        (None, "`train_dataset` is required"),
+        ([{"prompt": "1+1="}], "`train_dataset` must be a `Dataset` or `IterableDataset`, got `list`"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=error):
+            trainer.train_dataset = other
+        assert trainer.train_dataset is before
+    trainer.train()
+
+
+def test_data_cannot_be_changed_while_it_is_trained_on(tmp_path):
+    class Switching(LZEGRPOTrainer):
+        def training_step(self, *args, **kwargs):
+            self.train_dataset = tiny.prompts(5)
+            return super().training_step(*args, **kwargs)
+
+    with pytest.raises(RuntimeError, match="`train_dataset` cannot be replaced during a training"):
+        (trainer := make(tmp_path, Switching)).train()
+    trainer.train_dataset = tiny.prompts(5)  # the training has ended
+    assert len(trainer.train_dataset) == 5
+
+
+def test_rows_that_differ_in_what_a_reward_reads_are_different_prompts(tmp_path):
+    rows = [
+        {"prompt": f"{i}+{i}=", "solution": str(2 * i), "task": task, "tests": [task, str(i)]}
+        for i in range(9)
+        for task in ("sum", "code", "proof", "code")
+    ]
+    trainer = make(tmp_path, dataset=Dataset.from_list(rows))
+    assert len(trainer.train_dataset) == 27
+    plain = make(tmp_path / "plain", dataset=Dataset.from_list(rows).select_columns(["prompt", "solution"]))
+    assert len(plain.train_dataset) == 9
+
+
+# ---- Objects that users keep hold of ----
+
+
+class Weighted:
+    def __init__(self, weight):
+        self.weight = weight
+
+    def __call__(self, completions, **kwargs):
+        return [self.weight * reward for reward in tiny.even_length_reward(completions)]
+
+
+class Voting:
+    """A reward of whole groups."""
+
+    def read(self, completions, truncated, **columns):
+        return [len(text) for text in completions]
+
+    def settle(self, ballots, final=True):
+        raise NotImplementedError
+
+
+def test_reward_functions_are_the_users_own(tmp_path):
+    weighted, voting = Weighted(1.0), Voting()
+    given = [weighted, tiny.digit_reward, voting]
+    trainer = make(tmp_path, reward_funcs=given)
+    assert all(ours is own for ours, own in zip(trainer.reward_funcs, given, strict=True))
+    trainer = make(tmp_path, reward_funcs=weighted)
+    trainer.reward_funcs[0].weight = 3.0
+    trainer.train()
+    rewards = [line["rewards/Weighted/mean"] for line in trainer.state.log_history if "reward" in line]
+    assert max(rewards) > 1.0
+    trainer.reward_funcs[0] = lambda completions, **kwargs: [math.nan] * len(completions)
+    with pytest.raises(ValueError, match="The reward function 'Weighted' returned NaN"):
+        trainer.train()
+
+
+def test_settings_may_be_shared(tmp_path):
+    args = tiny.config(tmp_path, strategy="lze")
+    before = dict(vars(args))
+    trainer = make(tmp_path, args=args)
+    assert trainer.args is args
+    assert (trainer.resolved["pruning"], trainer.resolved["deduplicate"]) == ("refill", True)
+    streamed = make(tmp_path, args=args, dataset=tiny.prompts(11).to_iterable_dataset())
+    assert (streamed.resolved["pruning"], streamed.resolved["deduplicate"]) == ("none", False)
+    assert {name: vars(args)[name] for name in ("pruning", "deduplicate")} == {
+        name: before[name] for name in ("pruning", "deduplicate")
+    }
+    few = Dataset.from_list(tiny.prompts(2).to_list() * 2)
+    assert len(make(tmp_path, args=args, dataset=few).train_dataset) == 4
+    assert len(make(tmp_path, args=args, dataset=Dataset.from_list(tiny.prompts(5).to_list() * 2)).train_dataset) == 5
+    streamed.train()
+    trainer.train()
