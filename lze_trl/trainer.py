@@ -32,7 +32,7 @@ from .record.ledger import Ledger, TokenCost, saving_metrics, token_cost
 from .record.recorder import Recorder
 from .record.safeguards import VoteHistory
 from .rollout.controllers import RolloutController
-from .rollout.guard import checked
+from .rollout.guard import RewardError, checked
 from .rollout.rounds import Rounds
 from .rollout.settling import GroupReward, instances, placeholder
 from .select.selectors import Selector
@@ -137,6 +137,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         if args is None:
             name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = LZEGRPOConfig(f"{name.split('/')[-1]}-LZE")
+        checks.refuse_unfit_objects(selector=selector, controller=controller, planner=planner)
         reward_funcs = instances(reward_funcs)
         own = inspect.signature(GRPOTrainer.__init__)
         given = own.bind_partial(self, model, reward_funcs, args, train_dataset, *positional, **kwargs).arguments
@@ -152,6 +153,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         with without_vllm(args, hidden=over_http):
             super().__init__(model, reward_funcs, args, train_dataset, *positional, **kwargs)
         checks.refuse_unfit_tokenizers(self)
+        checks.refuse_long_prompts(self, given)
         if over_http:
             from .rollout.servers.generation import HTTPGeneration
 
@@ -275,7 +277,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         rewards = super()._calculate_rewards(seen, prompts, completions, completion_ids_list)
         if torch.isinf(rewards).any():
             column = int(torch.isinf(rewards).any(dim=0).nonzero()[0])
-            raise ValueError(
+            raise RewardError(
                 f"The reward function '{self.reward_func_names[column]}' returned an infinite reward. Return a finite "
                 "number, or None where it does not apply."
             )
@@ -475,6 +477,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         meta = store.load_parts(checkpoint, store.STATE_NAME, self._parts)
         if self.is_world_process_zero():
             compatibility.warn_of_changes(meta["settings"], self._described["settings"])
+            compatibility.warn_of_schedule(checkpoint, self.args, self.state.max_steps)
         waiting, processes = meta["parts"]["batches"]["waiting"], self.accelerator.num_processes
         if waiting and meta["num_processes"] != processes:
             self.ledger.surplus_dropped += waiting

@@ -40,7 +40,7 @@ ROOMS = {
     "app": "evaluation files record remote version",
     "instruct": "arrays data evaluation memory rewards seeding",
     "config": "instruct memory plan rollout select strategies",
-    "checks": "config memory plan rollout",
+    "checks": "config memory names plan rollout select",
     "checkpoint": "files",
     "compatibility": "checkpoint",
     "hub": "app checkpoint evaluation files record remote",

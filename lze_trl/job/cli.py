@@ -15,7 +15,7 @@ import yaml
 from ..evaluation.settings import add_arguments
 from ..names import refuse_missing_model
 from ..version import __version__
-from . import CHECKOUT
+from . import CHECKOUT, is_worded
 from .yaml_file import read_recipe
 
 
@@ -58,9 +58,7 @@ def main(arguments: Sequence[str] | None = None):
             sys.exit(
                 f"error: This command needs `{error.name}`, which is not installed. Run `pip install 'lze-trl[app]'`."
             )
-        # The message of an error of this package says what to do; any other needs its traceback
-        is_ours = isinstance(error, (CommandError, OSError)) or type(error).__module__.startswith("lze_trl.")
-        if not is_ours:
+        if not (isinstance(error, (CommandError, OSError)) or is_worded(error)):
             raise
         sys.exit(f"error: {error}")
 
