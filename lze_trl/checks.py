@@ -16,7 +16,6 @@ from trl.trainer.utils import get_callable_name
 from .config import LZEGRPOConfig
 from .memory.identity import add_prompt_ids
 from .memory.outcomes import OutcomeRule
-from .names import refuse_missing_model
 from .plan.planners import Planner
 from .rollout.controllers import ReinforceAda, RolloutController, is_plain
 from .select.selectors import Selector
@@ -53,8 +52,6 @@ def prepare(
     Returns the training set with prompt ids, and the controller.
     """
     refuse_unsupported(args, train_dataset, given)
-    if isinstance(given.get("model"), str):
-        refuse_missing_model(given["model"])
     refuse_unfit_prompts(given)
     refuse_unfit_rewards(args, given)
     controller = controller or args.make_controller()

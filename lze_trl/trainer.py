@@ -27,6 +27,7 @@ from .engine import Engine, altered, without_vllm
 from .hub import add_evaluations, correct_model_card, extend_model_card, keep_private, push_run, resolve_state
 from .instruct.online import Instruction
 from .memory.identity import ID_COLUMN
+from .names import refuse_missing_model
 from .plan.planners import Planner
 from .record.ledger import Ledger, TokenCost, saving_metrics, token_cost
 from .record.recorder import Recorder
@@ -150,6 +151,8 @@ class LZEGRPOTrainer(GRPOTrainer):
         stand_ins = [placeholder(func) if i in self.group_rewards else func for i, func in enumerate(funcs)]
         reward_funcs = None if reward_funcs is None else [checked(func) for func in stand_ins]
         over_http = args.use_vllm and args.vllm_mode == "http"
+        if isinstance(model, str):
+            refuse_missing_model(model)
         with without_vllm(args, hidden=over_http):
             super().__init__(model, reward_funcs, args, train_dataset, *positional, **kwargs)
         checks.refuse_unfit_tokenizers(self)
