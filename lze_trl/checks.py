@@ -3,7 +3,7 @@
 import inspect
 import logging
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from .memory.identity import add_prompt_ids, columns_of
 from .memory.outcomes import OutcomeRule
 from .plan.planners import Planner
 from .rollout.controllers import ReinforceAda, RolloutController, is_plain
+from .select.selectors import Selector
 
 
 logger = logging.getLogger(__name__)
@@ -29,6 +30,9 @@ _ALWAYS_PASSED = ("prompts", "completions", "completion_ids", "trainer_state", "
 """What TRL calls every reward function with, besides the columns of the dataset."""
 _NEVER_PASSED = ("prompt", "completion", "completion_ids")
 """Columns that TRL keeps from reward functions."""
+
+OWN: dict[str, Any] = {"selector": Selector, "controller": RolloutController, "planner": Planner}
+"""What the user's own strategies, arguments of the trainer, are derived from."""
 
 IMAGE_COLUMNS = ("image", "images")
 """Columns from which TRL takes images."""
@@ -51,6 +55,7 @@ def prepare(
     values of the settings that adapt to the data.
     """
     refuse_unsupported(args, train_dataset, given)
+    refuse_unfit_prompts(given)
     refuse_unfit_rewards(args, given)
     controller, pruning = controller or args.make_controller(), pruning or args.pruning
     refuse_unfit_strategies(args, train_dataset, planner, controller, pruning)
@@ -128,6 +133,80 @@ def refuse_unsupported(args: LZEGRPOConfig, train_dataset: Any, given: dict[str,
             batches = train_dataset.select_columns(name).with_format("arrow").iter(1000)
             if any(value not in NO_IMAGE for batch in batches for value in batch[name].to_pylist()):
                 raise images_error(f"The training set has images in the column {name!r}")
+
+
+def refuse_unfit_objects(**given: Any):
+    """Refuse a name or a class where a strategy of the user's own, given by its argument, is expected."""
+    for name, value in given.items():
+        kind = OWN[name]
+        if value is None or (not isinstance(value, type) and all(hasattr(value, m) for m in kind.__abstractmethods__)):
+            continue
+        advice = f"Derive your own from `{kind.__name__}`, or leave it unset"
+        if isinstance(value, type):
+            advice = f"Pass an object of the class, `{value.__name__}(…)`"
+        elif isinstance(value, str):
+            setting = "pruning_policy" if name == "planner" else name
+            advice = f"Built-in ones are set by name in the configuration: `LZEGRPOConfig({setting}={value!r})`"
+        raise TypeError(f"`{name}` must be an object of your own, a `{kind.__name__}`, got {value!r}. {advice}.")
+
+
+def refuse_unfit_prompts(given: dict[str, Any]):
+    """Refuse rows without a prompt, which fail in the tokenizer or train on nothing."""
+    for place, row, prompt in _prompts(given):
+        if isinstance(prompt, list):
+            fits = any(isinstance(message, dict) and message.get("content") for message in prompt)
+        else:
+            fits = isinstance(prompt, str) and prompt != ""
+        if not fits:
+            raise ValueError(
+                f"{place} has {prompt!r} as the prompt of row {row}. A prompt is a text that is not empty, or a list of messages "
+                "with content. Mend the row, or leave such rows out (`dataset.filter`)."
+            )
+
+
+def refuse_long_prompts(trainer: GRPOTrainer, given: dict[str, Any]):
+    """Refuse prompts that leave no room in the model's context, where it is known, before anything is generated."""
+    config, encoder = trainer.model.config.get_text_config(), trainer.processing_class
+    tokenizer: Any = encoder.tokenizer if isinstance(encoder, ProcessorMixin) else encoder
+    context = config.max_position_embeddings if hasattr(config, "max_position_embeddings") else None
+    # Other ways to scale rotary positions reach further
+    if (config.to_dict().get("rope_parameters") or {}).get("rope_type", "default") not in (
+        "default",
+        "llama3",
+        "longrope",
+    ):
+        return
+    if not isinstance(context, int) or context < 1:
+        return
+    for place, row, prompt in _prompts(given):
+        text = prompt if isinstance(prompt, str) else "".join(str(message["content"]) for message in prompt)
+        if len(text.encode()) < context:  # a token stands for one byte or more
+            continue
+        if isinstance(prompt, str):
+            encoded = tokenizer(prompt)
+        else:
+            template = {"chat_template": encoder.chat_template, "add_generation_prompt": True}
+            encoded = tokenizer.apply_chat_template(prompt, tokenize=True, return_dict=True, **template)
+        if (tokens := len(encoded["input_ids"])) >= context:
+            raise ValueError(
+                f"{place} has a prompt of {tokens:,} tokens in row {row} ({text[:40]!r}…), and the model has a context of "
+                f"{context:,} tokens (`max_position_embeddings`) for prompt and completion. Leave such rows out "
+                "(`dataset.filter`), or use a model with a longer context."
+            )
+
+
+def _prompts(given: dict[str, Any]) -> Iterator[tuple[str, int, Any]]:
+    """
+    Place, row and prompt of all rows that can be read before: those of no stream, and none that a transform makes. None for a
+    rollout function, which takes what it likes.
+    """
+    for place, dataset in _datasets(given):
+        if given.get("rollout_func") or isinstance(dataset, IterableDataset) or "prompt" not in dataset.column_names:
+            continue
+        if dataset.format["type"] != "custom":
+            batches = dataset.select_columns("prompt").with_format("arrow").iter(1000)
+            prompts = (prompt for batch in batches for prompt in batch["prompt"].to_pylist())
+            yield from ((place, row, prompt) for row, prompt in enumerate(prompts))
 
 
 def refuse_unfit_strategies(
@@ -266,6 +345,10 @@ def refuse_unfit_rewards(args: LZEGRPOConfig, given: dict[str, Any]):
     for func in funcs if isinstance(funcs, list) else [funcs]:
         if isinstance(func, (str, nn.Module)) or not callable(func):
             continue
+        if isinstance(func, type):
+            raise TypeError(
+                f"The reward function '{func.__name__}' is a class. Pass an object of it, `{func.__name__}(…)`, that can be called."
+            )
         try:
             parameters = inspect.signature(func).parameters
         except ValueError:  # some builtins have no signature to read

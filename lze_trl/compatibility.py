@@ -6,8 +6,11 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate.utils import is_peft_model
-from transformers import PreTrainedModel, TrainingArguments
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import PreTrainedModel, SchedulerType, TrainingArguments, get_scheduler
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME
 
 from .checkpoint import CheckpointError, refuse_non_checkpoint
@@ -106,6 +109,31 @@ def _refuse_other_model(model: PreTrainedModel, directory: Path):
                 f"`{directory}` is a checkpoint of another model: it has `{name}={theirs}`, and this run {own}. Resume with "
                 "the model and settings that it was written with, or start a new run in another `output_dir`."
             )
+
+
+def warn_of_schedule(directory: str, args: TrainingArguments, max_steps: int):
+    """Warn where another number of steps means another learning rate from here on."""
+    before = json.loads(Path(directory, TRAINER_STATE_NAME).read_text())
+    if before["max_steps"] == max_steps:
+        return
+    shares = [
+        _share_of_learning_rate(args, steps, before["global_step"]) for steps in (before["max_steps"], max_steps)
+    ]
+    if shares[0] != shares[1]:
+        logger.warning(
+            "The run had %d steps and has %d, and the learning rate follows `lr_scheduler_type=%r` over all of them: after step "
+            "%d it is %.0f %% of its highest value, where it was %.0f %%. To go on as before, resume with `max_steps=%d`.",
+            *(before["max_steps"], max_steps, str(SchedulerType(args.lr_scheduler_type).value), before["global_step"]),
+            *(100 * shares[1], 100 * shares[0], before["max_steps"]),
+        )
+
+
+def _share_of_learning_rate(args: TrainingArguments, max_steps: int, step: int) -> float | None:
+    """Of the highest learning rate, after a step of so many; None where the schedule does not say it before."""
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    shape: Any = args.lr_scheduler_kwargs or {}
+    schedule = get_scheduler(args.lr_scheduler_type, optimizer, args.get_warmup_steps(max_steps), max_steps, shape)
+    return schedule.lr_lambdas[0](step) if isinstance(schedule, LambdaLR) else None
 
 
 def warn_of_changes(before: dict[str, Any], now: dict[str, Any]):

@@ -78,6 +78,12 @@ RANGES = {
     "vllm_max_concurrent_requests": (lambda x: x >= 1, "at least 1", "64 is the default"),
     "vllm_request_timeout": (lambda x: x > 0, "greater than 0", "1800 is the default"),
     "vllm_recovery_timeout": (lambda x: x >= 0, "at least 0", "Use 0 to not wait"),
+    # Fields of TRL whose bad values would show late or never
+    "learning_rate": (lambda x: 0 <= x < math.inf, "at least 0", "TRL's default is 1e-6"),
+    "temperature": (lambda x: 0 < x < math.inf, "greater than 0", "Use 1.0 to sample as the model says"),
+    "top_p": (lambda x: 0 < x <= 1, "in (0, 1]", "Use 1.0 for all tokens"),
+    "max_completion_length": (lambda x: x >= 1, "at least 1", "TRL's default is 256"),
+    "max_steps": (lambda x: x >= 1 or x == -1, "at least 1, or -1", "Use -1 to train for `num_train_epochs`"),
 }
 """What is allowed of a number, in words, and what to do; NaN fails every comparison."""
 
@@ -419,7 +425,9 @@ class LZEGRPOConfig(GRPOConfig):
                 setattr(self, name, value)
         super().__post_init__()
         hints = get_type_hints(type(self))
-        for name in [own.name for own in fields(self) if own.name not in _TRL_FIELDS or own.name == "vllm_mode"]:
+        for name in [
+            own.name for own in fields(self) if own.name not in _TRL_FIELDS or own.name in (*RANGES, "vllm_mode")
+        ]:
             self._check_value(name, getattr(self, name), hints[name])
         self._check_reward_range()
         self._check_combinations()
@@ -563,6 +571,12 @@ class LZEGRPOConfig(GRPOConfig):
             raise ValueError(
                 "`vllm_mode='http'` needs `vllm_server_urls`, the base URLs of the vLLM servers, for example "
                 "['http://127.0.0.1:8000']."
+            )
+        if self.vllm_server_urls and not http:
+            logger.warning(
+                "`vllm_server_urls=%s` is ignored: these servers generate with `use_vllm=True` and `vllm_mode='http'`, and this "
+                "run has `use_vllm=%s` and `vllm_mode=%r`. Set both, or leave `vllm_server_urls` unset.",
+                *(self.vllm_server_urls, self.use_vllm, self.vllm_mode),
             )
         allowed = ("token_truncate", "token_mask")  # TRL's own check only sees its own engine
         corrects = self.loss_type == "vespo" and self.vllm_importance_sampling_correction

@@ -27,13 +27,14 @@ from .engine import Engine, altered, without_vllm
 from .hub import add_evaluations, correct_model_card, extend_model_card, keep_private, push_run, resolve_state
 from .instruct.online import Instruction
 from .memory.identity import ID_COLUMN
+from .names import refuse_missing_model
 from .plan.planners import Planner
 from .record.curves import accuracy_metric
 from .record.ledger import Ledger, TokenCost, saving_metrics, token_cost
 from .record.recorder import Recorder
 from .record.safeguards import VoteHistory
 from .rollout.controllers import RolloutController
-from .rollout.guard import checked
+from .rollout.guard import RewardError, checked
 from .rollout.rounds import Rounds
 from .rollout.settling import GroupReward, instances, placeholder
 from .select.selectors import Selector
@@ -155,6 +156,7 @@ class LZEGRPOTrainer(GRPOTrainer):
             args = LZEGRPOConfig(f"{name.split('/')[-1]}-LZE")
         if ignored := _override(type(self), "_generate_and_score_completions"):
             checks.refuse_ignored_override(ignored)
+        checks.refuse_unfit_objects(selector=selector, controller=controller, planner=planner)
         reward_funcs = instances(reward_funcs)
         signature = inspect.signature(GRPOTrainer.__init__)
         given = signature.bind_partial(self, model, reward_funcs, args, train_dataset, *positional, **kwargs).arguments
@@ -169,6 +171,8 @@ class LZEGRPOTrainer(GRPOTrainer):
         checks.refuse_unfit_label_confidence(args, group_rewards, selector, train_dataset)
         callables = [placeholder(func) if i in group_rewards else func for i, func in enumerate(funcs)]
         over_http = args.use_vllm and args.vllm_mode == "http"
+        if isinstance(model, str):
+            refuse_missing_model(model)
         with without_vllm(args, hidden=over_http):
             super().__init__(
                 model, None if reward_funcs is None else callables, args, train_dataset, *positional, **kwargs
@@ -177,6 +181,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         for i, func in group_rewards.items():
             own_funcs[i] = func
         checks.refuse_unfit_tokenizers(self)
+        checks.refuse_long_prompts(self, given)
         if over_http:
             from .rollout.servers.generation import HTTPGeneration
 
@@ -356,7 +361,7 @@ class LZEGRPOTrainer(GRPOTrainer):
             rewards = super(LZEGRPOTrainer, view)._calculate_rewards(seen, prompts, completions, completion_ids_list)
         if torch.isinf(rewards).any():
             column = int(torch.isinf(rewards).any(dim=0).nonzero()[0])
-            raise ValueError(
+            raise RewardError(
                 f"The reward function '{self.reward_func_names[column]}' returned an infinite reward. Return a finite "
                 "number, or None where it does not apply."
             )
@@ -557,6 +562,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         meta = store.load_parts(checkpoint, store.STATE_NAME, self._parts)
         if self.is_world_process_zero():
             compatibility.warn_of_changes(meta["settings"], self._described["settings"])
+            compatibility.warn_of_schedule(checkpoint, self.args, self.state.max_steps)
         waiting, processes = meta["parts"]["batches"]["waiting"], self.accelerator.num_processes
         if waiting and meta["num_processes"] != processes:
             self.ledger.surplus_dropped += waiting

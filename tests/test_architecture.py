@@ -40,14 +40,14 @@ ROOMS = {
     "app": "evaluation files record remote strategies version",
     "instruct": "arrays data evaluation memory rewards seeding",
     "config": "instruct memory plan rollout select strategies",
-    "checks": "config memory plan rollout",
+    "checks": "config memory plan rollout select",
     "checkpoint": "files",
     "compatibility": "checkpoint",
     "hub": "app checkpoint evaluation files record remote",
     "engine": "checks evaluation memory pack rollout select",
     "build": "arrays config instruct memory pack plan rollout select",
     "step": "arrays engine instruct memory pack plan record rollout seeding select",
-    "trainer": "app build checkpoint checks compatibility config engine hub instruct memory plan record rollout select step",
+    "trainer": "app build checkpoint checks compatibility config engine hub instruct memory names plan record rollout select step",
     "job": "app build checkpoint checks config data evaluation files hub instruct memory names record remote replay rewards "
     "rollout strategies trainer version",
 }

@@ -3,12 +3,14 @@
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import tiny
 from benchmarks.synthetic import SyntheticTraining, record_synthetic_run
 from lze_trl import __version__
 from lze_trl.job import cli
@@ -243,16 +245,99 @@ def test_a_recipe_in_the_place_of_a_command_is_told(capsys):
     )
 
 
-def test_version_and_help_are_fast_and_complete():
-    # No heavy import on the way to the help text
-    code = "import sys, lze_trl.job.cli as c; c.build_parser().format_help(); sys.exit('trl' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+COMMANDS = ("train", "config", "demo", "data", "self-instruct", "app", "analyze", "replay", "eval", "report")
+WRONG = {
+    "train none.yaml": "There is no recipe `none.yaml`",
+    "train none.yaml --learning_rate -1e-5 --dry_run": "There is no recipe `none.yaml`",
+    "self-instruct none.yaml --count 1 --output o.jsonl": "There is no recipe `none.yaml`",
+    "config learning_rat": "Did you mean `learning_rate`",
+    "data none.jsonl --against gsm8k": "There is no file or folder 'none.jsonl'",
+    "app none": "`none` is neither a directory nor",
+    "analyze none": "There are no TRL logs in `none`",
+    "replay none --selector energy": "There is no run at `none`",
+    "eval ./none --tasks gsm8k": "There is no model folder `./none`",
+    "eval . --compare runs/none/x --tasks gsm8k": "There is no model folder `runs/none/x`",
+    "eval . --tasks none.jsonl": "There is no file or folder 'none.jsonl'",
+    "eval . --tasks gsm8k --contamination none.jsonl": "There is no file or folder 'none.jsonl'",
+    "report none": "There is no run at `none`",
+}
+# Runs commands one after the other, and says which of them has imported what takes seconds
+IMPORTING = """
+import contextlib, io, sys
+from lze_trl.job.cli import main
+for command in sys.argv[1:]:
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown):
+        try:
+            main(command.split())
+        except SystemExit as end:
+            sys.stderr.write(f"{command}: {end.code or ''}\\n")
+    found = sorted({"torch", "transformers", "gradio"} & set(sys.modules))
+    if found or (command.endswith("--help") and not shown.getvalue().startswith("usage: ")):
+        sys.exit(f"`{command}` has imported {found}, or shows no help")
+"""
+
+
+def test_help_and_wrong_paths_need_no_library_that_takes_seconds_to_import(tmp_path):
+    commands = ["--help", *(f"{command} --help" for command in COMMANDS), *WRONG]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    ended = subprocess.run(
+        [sys.executable, "-c", IMPORTING, *commands],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    for command, message in WRONG.items():
+        assert re.search(rf"^{re.escape(command)}: error: .*{re.escape(message)}", ended.stderr, re.M), ended.stderr
+
+
+def test_version_and_help_are_complete():
     text = cli.build_parser().format_help()
-    assert all(name in text for name in ("train", "demo", "data", "app", "analyze", "replay", "report"))
+    assert all(name in text for name in COMMANDS)
     shown = subprocess.run(
         [sys.executable, "-m", "lze_trl.job.cli", "--version"], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert shown.stdout.strip() == f"lze-trl {__version__}"
+
+
+def test_a_port_in_use_is_told():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(
+            SystemExit, match=rf"^error: Cannot listen on port {port} of 127\.0\.0\.1 .*Give another `--port`"
+        ):
+            cli.main(["app", "--port", str(port)])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--learning_rate", "-1e-5"], r"`learning_rate` must be at least 0, got -1e-05\."),
+        (["--learning_rate=-1e-5"], r"`learning_rate` must be at least 0, got -1e-05\."),
+        (["--temperature", "-1"], r"`temperature` must be greater than 0, got -1\.0\."),
+        (["--top_p", "1.5"], r"`top_p` must be in \(0, 1\], got 1\.5\."),
+        (
+            ["--max_steps", "0"],
+            r"`max_steps` must be at least 1, or -1, got 0\. Use -1 to train for `num_train_epochs`",
+        ),
+        (["--max_completion_length", "0"], "`max_completion_length` must be at least 1, got 0"),
+        (["--model_name_or_path", "./none"], r"There is no model folder `\./none`"),
+    ],
+)
+def test_flags_out_of_range_are_refused_before_anything_is_loaded(tmp_path, flags, message):
+    keys = {"model_name_or_path": "me/no-model", "datasets": ["none.jsonl"], "output_dir": str(tmp_path / "run")}
+    with pytest.raises(SystemExit, match=f"^error: {message}"):
+        cli.main(["train", tiny.recipe(tmp_path, **keys), "--dry_run", *flags])
+
+
+def test_a_dry_run_needs_no_accelerator(tmp_path, capsys):
+    """As on the login node of a cluster, which has none."""
+    keys = tiny.job(tmp_path, train=12) | {"use_cpu": False, "bf16": True, "tf32": True}
+    cli.main(["train", tiny.recipe(tmp_path, **keys), "--dry_run"])
+    shown = capsys.readouterr().out
+    assert re.search(r"^  bf16 +True ", shown, re.M)
+    assert re.search(r"^  tf32 +True ", shown, re.M)
+    assert "use_cpu=False" in shown
+    assert re.search(r"^optimizer steps +4$", shown, re.M)
 
 
 def test_help_of_train_has_a_line_for_each_key(capsys):

@@ -14,7 +14,7 @@ import pandas as pd
 import pytest
 import torch
 import yaml
-from datasets import IterableDataset
+from datasets import Dataset, IterableDataset
 from peft import LoraConfig
 from transformers import Qwen2Config, Qwen2ForSequenceClassification, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
@@ -29,6 +29,8 @@ from lze_trl.job.train import main as job
 from lze_trl.record import TelemetryError, open_run
 from lze_trl.remote import resolve_run
 from lze_trl.rewards import accuracy_reward
+from lze_trl.rollout.controllers import Gate
+from lze_trl.select.selectors import EnergySelector
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -134,6 +136,121 @@ def test_a_rollout_function_can_bring_the_column(tmp_path):
 
     trainer = run(tmp_path, reward_funcs=echo, trainer={"rollout_func": rollouts}, max_steps=1)
     assert trainer.state.log_history[0]["reward"] == 1.0
+
+
+def test_a_class_is_no_reward_function(tmp_path):
+    with pytest.raises(
+        TypeError, match=r"The reward function 'Judge' is a class\. Pass an object of it, `Judge\(…\)`"
+    ):
+        make(tmp_path, Judge, trainer={"model": "me/no-model"})
+
+
+# ---- Prompts ----
+
+TEXTS = [f"{i}+{i}=" for i in range(11)]
+TALKS = [[{"role": "user", "content": text}] for text in TEXTS]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "shown", "row"),
+    [
+        ([*TEXTS, None], "None", 11),
+        ([*TEXTS, "", *TEXTS], "''", 11),
+        (list(range(11)), "0", 0),
+        ([[], *TALKS], r"\[\]", 0),
+        ([*TALKS, None], "None", 11),
+        ([*TALKS, [{"role": "user", "content": None}]], r"\[\{'role': 'user', 'content': None\}\]", 11),
+        ([[1, 2]] * 11, r"\[1, 2\]", 0),
+        ([*TEXTS] * 200 + [""], "''", 2200),
+    ],
+)
+@pytest.mark.parametrize("held_out", [False, True])
+def test_a_row_without_a_prompt_is_named_before_anything_is_loaded(tmp_path, prompts, shown, row, held_out):
+    wrong, place = Dataset.from_dict({"prompt": prompts}), "evaluation" if held_out else "training"
+    dataset, more = (tiny.prompts(11), {"eval_dataset": wrong}) if held_out else (wrong, {})
+    with pytest.raises(
+        ValueError, match=rf"The {place} set has {shown} as the prompt of row {row}\. A prompt is a text"
+    ):
+        make(tmp_path, dataset=dataset, trainer={"model": "me/no-model", **more})
+
+
+@pytest.mark.parametrize("prompt", ["1" * 64, "1" * 32_000, [{"role": "user", "content": "1" * 64}]])
+@pytest.mark.parametrize("held_out", [False, True])
+def test_a_prompt_beyond_the_context_is_refused_before_anything_is_generated(tmp_path, prompt, held_out):
+    wrong = Dataset.from_dict({"prompt": [*(TEXTS if isinstance(prompt, str) else TALKS), prompt]})
+    dataset, more = (tiny.prompts(11), {"eval_dataset": wrong}) if held_out else (wrong, {})
+    with pytest.raises(
+        ValueError, match=r"a prompt of (64|32,000) tokens in row 11 \('1111.* has a context of 64 tokens"
+    ):
+        make(tmp_path, dataset=dataset, trainer=more)
+
+
+def test_prompts_within_the_context_or_of_a_rollout_function_are_taken(tmp_path):
+    dataset = Dataset.from_dict({"prompt": [*TEXTS, "1" * 50]})
+    assert run(tmp_path / "fits", dataset=dataset, max_steps=1).state.global_step == 1
+    # Many characters, few tokens
+    words = without()
+    words.add_tokens(["wonderful"])
+    dataset = Dataset.from_dict({"prompt": [*TEXTS, "wonderful" * 40]})
+    make(tmp_path / "words", dataset=dataset, trainer={"processing_class": words})
+    dataset = Dataset.from_dict({"prompt": list(range(11))})
+
+    def rollouts(prompts, trainer):
+        return tiny.fixed_rollouts([str(prompt) for prompt in prompts], trainer)
+
+    assert (
+        run(tmp_path / "own", dataset=dataset, trainer={"rollout_func": rollouts}, max_steps=1).state.global_step == 1
+    )
+
+
+# ---- What the trainer is given ----
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"selector": "energy"}, r"a `Selector`, got 'energy'\..*: `LZEGRPOConfig\(selector='energy'\)`"),
+        ({"controller": "gate"}, r"a `RolloutController`, got 'gate'\..*: `LZEGRPOConfig\(controller='gate'\)`"),
+        ({"planner": "greso"}, r"a `Planner`, got 'greso'\..*: `LZEGRPOConfig\(pruning_policy='greso'\)`"),
+        (
+            {"selector": EnergySelector},
+            r"a `Selector`, got <class .*Pass an object of the class, `EnergySelector\(…\)`",
+        ),
+        ({"controller": Gate}, r"Pass an object of the class, `Gate\(…\)`"),
+        ({"selector": 3}, r"got 3\. Derive your own from `Selector`"),
+    ],
+)
+def test_a_name_or_a_class_is_no_strategy(tmp_path, given, message):
+    with pytest.raises(TypeError, match=rf"`{next(iter(given))}` must be an object of your own, .*{message}"):
+        make(tmp_path, trainer={"model": "me/no-model", **given})
+
+
+@pytest.mark.parametrize("path", ["/none/model", "./none", "~/none/model", "runs/none/model"])
+def test_a_model_folder_that_is_not_there_is_told(tmp_path, path):
+    with pytest.raises(
+        FileNotFoundError, match=rf"There is no model folder `{path}`\. Give a folder with a saved model"
+    ):
+        make(tmp_path, trainer={"model": path})
+    folder = tmp_path / "modell"
+    folder.mkdir()
+    with pytest.raises(FileNotFoundError, match=rf"no model folder `{tmp_path}/model`\. Did you mean `{folder}`\?"):
+        make(tmp_path / "run", trainer={"model": str(tmp_path / "model")})
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [{"learning_rate": -1e-5}, {"temperature": 0.0}, {"top_p": 1.5}, {"max_steps": 0}, {"max_completion_length": 0}],
+)
+def test_values_of_fields_of_trl_are_checked(tmp_path, setting):
+    ((name, value),) = setting.items()
+    with pytest.raises(ValueError, match=rf"`{name}` must be .*, got {value}\. "):
+        tiny.config(tmp_path, **setting)
+
+
+@pytest.mark.parametrize("mode", [{}, {"use_vllm": True, "vllm_mode": "server"}])
+def test_servers_that_are_not_used_are_told(tmp_path, caplog, mode):
+    tiny.config(tmp_path, vllm_server_urls=["http://127.0.0.1:9"], **mode)
+    assert "`vllm_server_urls=['http://127.0.0.1:9']` is ignored" in caplog.text
 
 
 # ---- What reward functions return ----
@@ -466,6 +583,23 @@ def test_another_model_cannot_go_on(tmp_path, written, resumed, message):
         make(tmp_path, trainer=dict(resumed), max_steps=2).train(resume_from_checkpoint=True)
 
 
+@pytest.mark.parametrize(("schedule", "shares"), [("linear", (75, 50)), ("constant", None)])
+def test_another_number_of_steps_is_another_learning_rate(tmp_path, caplog, schedule, shares):
+    run(tmp_path, **SAVED, max_steps=2, lr_scheduler_type=schedule)
+    resumed = make(tmp_path, **SAVED, max_steps=4, lr_scheduler_type=schedule)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    told = [record.getMessage() for record in caplog.records if "The run had 2 steps and has 4" in record.getMessage()]
+    assert len(told) == (shares is not None)
+    if shares is not None:
+        said = "after step 1 it is {} % of its highest value, where it was {} %.".format(*shares)
+        assert said in told[0] and "resume with `max_steps=2`" in told[0]
+        # The last step is taken with a quarter of the learning rate of 1e-2
+        rates = {
+            entry["step"]: entry["learning_rate"] for entry in resumed.state.log_history if "learning_rate" in entry
+        }
+        assert rates[4] == pytest.approx(0.25e-2)
+
+
 @pytest.mark.parametrize("trainer", [{}, LORA])
 def test_the_same_model_goes_on(tmp_path, trainer):
     run(tmp_path, trainer=dict(trainer), **SAVED, max_steps=1)
@@ -520,6 +654,32 @@ def test_before_the_first_checkpoint_there_is_none_to_go_on_from(tmp_path):
     with pytest.raises(KeyboardInterrupt) as caught:
         run(tmp_path, reward_funcs=impatient)
     assert caught.value.__notes__[0].endswith("holds no checkpoint yet, so the run starts again from its beginning.")
+
+
+WORTHLESS = "def none(completions, **kwargs):\n    return None\n"
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (
+            {"reward_funcs": ["worthless.none"]},
+            "The reward function 'none' returned None instead of a list. Return a list",
+        ),
+        ({"report_to": "wandb"}, "No API key configured. Use `wandb login` to log in."),
+    ],
+)
+def test_a_job_that_cannot_go_on_ends_with_one_line(tmp_path, monkeypatch, more, message):
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "worthless.py").write_text(WORTHLESS)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        job(["--config", tiny.recipe(tmp_path, **tiny.job(tmp_path, train=12) | more)])
+    assert str(ended.value).startswith(f"error: {message}")
+    assert len(str(ended.value).splitlines()) == 1
 
 
 STOPPING = """

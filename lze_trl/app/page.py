@@ -16,7 +16,7 @@ from ..record.status import Status
 from . import views
 from .charts import Look
 from .markup import HTML, STATES
-from .runs import RunBook, resolve_run
+from .runs import RunBook
 
 
 VIEWS = ("Runs", "Overview", "Training", "Prompts", "Compare", "Settings")
@@ -72,29 +72,14 @@ _Held = tuple[list[Any], list[int]]
 
 
 def build(runs: list[str]) -> gr.Blocks:
-    """The app over runs, given as for [`launch`], not started."""
+    """The app over runs, given as for [`~lze_trl.app.launch`], not started."""
     with gr.Blocks(title="Learning-Zone Energy", analytics_enabled=False, fill_width=True) as app:
         _Page(RunBook(runs))
     return app
 
 
-def launch(runs: list[str], host: str = "127.0.0.1", port: int | None = None) -> gr.Blocks:
-    """
-    Start the app, and serve it until interrupted.
-
-    Args:
-        runs (`list[str]`):
-            Output directories of trainings, folders of such, or Hub ids of dataset repos with telemetry.
-        host (`str`, *optional*, defaults to `"127.0.0.1"`):
-            Address to listen on. The app has no login: give another one only where everyone may see the runs.
-        port (`int`, *optional*):
-            Port to listen on, by default the first free one from 7860 on.
-
-    Raises:
-        MissingTelemetryError: If a run is neither a folder nor a repo on the Hub.
-    """
-    for run in runs:
-        resolve_run(run)  # a wrong name is an error here, not a page that waits for ever
+def serve(runs: list[str], host: str, port: int | None) -> gr.Blocks:
+    """Start the app, and serve it until interrupted; see [`~lze_trl.app.launch`]."""
     address = json.dumps({"defaults": _DEFAULTS, "shown": _SHOWN_PARAMETERS})
     app = build(runs)
     app.launch(

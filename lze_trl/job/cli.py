@@ -1,4 +1,7 @@
-"""The command `lze-trl`. Each subcommand imports what it needs when it runs, so that the others start fast."""
+"""
+The command `lze-trl`. Each subcommand imports what it needs when it runs, so that the others start fast, and checks the paths
+that it was given before imports that take seconds.
+"""
 
 import argparse
 import os
@@ -10,8 +13,10 @@ from typing import Any
 import yaml
 
 from ..evaluation.settings import add_arguments
+from ..names import refuse_missing_model
 from ..version import __version__
-from . import CHECKOUT
+from . import CHECKOUT, is_worded
+from .yaml_file import read_recipe
 
 
 LAUNCH_FLAGS = ("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port")
@@ -53,9 +58,7 @@ def main(arguments: Sequence[str] | None = None):
             sys.exit(
                 f"error: This command needs `{error.name}`, which is not installed. Run `pip install -e '.[app]'` in the checkout of lze_trl."
             )
-        # The message of an error of this package says what to do; any other needs its traceback
-        is_ours = isinstance(error, (CommandError, OSError)) or type(error).__module__.startswith("lze_trl.")
-        if not is_ours:
+        if not (isinstance(error, (CommandError, OSError)) or is_worded(error)):
             raise
         sys.exit(f"error: {error}")
 
@@ -149,7 +152,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 class _HelpWithKeys(argparse.Action):
-    """Prints the help, and below it the keys of a recipe, which take long to import."""
+    """Prints the help, and below it the keys of a recipe."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, help: str):
         super().__init__(option_strings, dest=argparse.SUPPRESS, default=argparse.SUPPRESS, nargs=0, help=help)
@@ -217,6 +220,7 @@ def find_accelerate_config(name: str) -> Path:
 def _train(namespace: argparse.Namespace, flags: list[str]):
     """Train by a recipe; further flags override its keys."""
     command, environment = launch_command(namespace, flags)
+    read_recipe(namespace.recipe)  # a wrong path is told before the imports
     from .recipe import check_recipe
 
     # Before any process is started, so that a typing error is reported once and at once
@@ -279,6 +283,7 @@ def _data(namespace: argparse.Namespace, flags: list[str]):
 
 def _self_instruct(namespace: argparse.Namespace, flags: list[str]):
     """Have a model write problems from those of a recipe, and keep those that it can learn from."""
+    read_recipe(namespace.recipe)
     from .self_instruct import run
 
     run(namespace, flags)
@@ -311,6 +316,15 @@ def _replay(namespace: argparse.Namespace, flags: list[str]):
 
 def _eval(namespace: argparse.Namespace, flags: list[str]):
     """Evaluate a model on tasks, with intervals; compare two, or look for the tasks in a training set."""
+    for name in (None if namespace.server else namespace.model, namespace.compare):
+        if name is not None:
+            refuse_missing_model(name)
+    files = [name for name in namespace.tasks or [] if Path(name).suffix] + (namespace.contamination or [])
+    if files:
+        from ..data import parse_reference
+
+        for name in files:
+            parse_reference(name)
     from ..evaluation.command import run
     from ..evaluation.results import FOLDER
     from ..hub import add_evaluations

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any
 
+import torch
 from rich.markup import escape
 from transformers.trainer import TRAINER_STATE_NAME
 from trl import ModelConfig
@@ -18,8 +19,8 @@ from ..evaluation.results import FOLDER as EVALUATIONS
 from ..memory.identity import ID_COLUMN
 from ..memory.index import RowIndex
 from ..rollout.controllers import is_plain
-from .keys import FIELDS, console, default_of, topics
-from .recipe import LZEScriptArguments, parse_recipe
+from .keys import console, default_of, topics
+from .recipe import FIELDS, LZEScriptArguments, parse_recipe
 from .train import (
     disable_progress_bars,
     make_evaluation,
@@ -37,6 +38,21 @@ _WHEN_SAVED = {
 }
 
 
+class _WithoutDevice(LZEGRPOConfig):
+    """Settings of a run on another machine: those for an accelerator are allowed where there is none, as on a login node."""
+
+    def __post_init__(self):
+        use_cpu, tf32 = self.use_cpu, self.tf32
+        if not torch.accelerator.is_available():
+            self.use_cpu, self.tf32 = True, None
+        super().__post_init__()
+        self.use_cpu, self.tf32 = use_cpu, tf32
+
+    def main_process_first(self, *args: Any, **kwargs: Any) -> nullcontext:
+        """Nothing waits for the other processes."""
+        return nullcontext()
+
+
 def dry_run(arguments: Sequence[str], num_processes: int):
     """
     Print settings, sizes and files of the run of a recipe on this number of processes. Errors are those of the run, as far as
@@ -45,11 +61,7 @@ def dry_run(arguments: Sequence[str], num_processes: int):
     setup_logging(is_main=True)
     disable_progress_bars()
     # One process that counts as several: nothing waits for the others
-    config = type(
-        "LZEGRPOConfig",
-        (LZEGRPOConfig,),
-        {"world_size": num_processes, "main_process_first": lambda self, *args, **kwargs: nullcontext()},
-    )
+    config = type("LZEGRPOConfig", (_WithoutDevice,), {"world_size": num_processes})
     script_args, args, model_args = parse_recipe(arguments, (LZEScriptArguments, config, ModelConfig))
     asked = asdict(script_args) | args.to_dict() | asdict(model_args)
     with user_errors():

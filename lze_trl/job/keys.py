@@ -1,23 +1,33 @@
 """What every key of a recipe is: read from the dataclasses of a run, their help and their docstrings."""
 
+import ast
 import inspect
 import re
 import sys
 from collections import defaultdict
-from dataclasses import MISSING, Field, fields
+from collections.abc import Iterator
+from dataclasses import MISSING, Field
 from enum import Enum
 from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from rich.console import Console
-from trl import ModelConfig
 
-from ..config import RANGES, LZEGRPOConfig
 from ..strategies import BASE, DEFAULT, STRATEGIES, settings_of
-from .recipe import KEYS, RECIPE_CLASSES, LZEScriptArguments, RecipeError, near_keys
+from .yaml_file import RecipeError, near_keys
 
 
-FIELDS = {field.name: field for recipe_class in RECIPE_CLASSES for field in fields(recipe_class)}
+SOURCES = {
+    "LZEScriptArguments": "lze_trl.job.recipe",
+    "ModelConfig": "trl.trainer.model_config",
+    "LZEGRPOConfig": "lze_trl.config",
+    "GRPOConfig": "trl.trainer.grpo_config",
+    "_BaseConfig": "trl.trainer.base_config",
+    "TrainingArguments": "transformers.training_args",
+}
+"""Classes of which the keys are fields, and their modules, whose import takes seconds: their text is read instead."""
 
 # In a docstring: the heading of a section, or a parameter with its description
 _SECTION_OR_KEY = re.compile(r"^ {4}> (.+)|^ {4}(\w+) ?\(`.*\n((?: {8}.*\n?|\n(?= {8}))*)", re.M)
@@ -38,22 +48,49 @@ def topics() -> dict[str, dict[str, str]]:
     topic_of: dict[str, str] = {}
     text_of: dict[str, str] = {}
     purpose_of: dict[str, str] = {}
-    for recipe_class in (LZEScriptArguments, ModelConfig, *LZEGRPOConfig.__mro__[:-1]):
-        doc, topic = f"{inspect.cleandoc(recipe_class.__doc__ or recipe_class.__name__)}\n", ""
+    help_of: dict[str, str] = {}
+    for name, module in SOURCES.items():
+        definition = _definition(name, module)
+        doc, topic = f"{ast.get_docstring(definition) or name}\n", ""
         for heading, key, text in _SECTION_OR_KEY.findall(doc):
             topic = heading or topic
             if key:
                 text_of.setdefault(key, inspect.cleandoc(text))
             if key and topic:
                 topic_of.setdefault(key, topic)
-        for key in inspect.get_annotations(recipe_class):
+        for key, help in _fields(definition):
             purpose_of.setdefault(key, first_sentence(doc))
+            help_of.setdefault(key, help)
     by_topic: dict[str, dict[str, str]] = defaultdict(dict)
-    for key in [key for key in purpose_of if key in KEYS]:
-        topic = _NOT_IN_A_TOPIC.sub("", topic_of.get(key, purpose_of[key]))
-        text = text_of.get(key) or FIELDS[key].metadata.get("help", "")
-        by_topic[f"{topic[:1].upper()}{topic[1:]}"][key] = text
+    for key, purpose in purpose_of.items():
+        topic = _NOT_IN_A_TOPIC.sub("", topic_of.get(key, purpose))
+        by_topic[f"{topic[:1].upper()}{topic[1:]}"][key] = text_of.get(key) or help_of[key]
     return dict(by_topic)
+
+
+def _definition(name: str, module: str) -> ast.ClassDef:
+    """The text of a class, found without importing its module."""
+    package, *path = module.split(".")
+    spec = find_spec(package)
+    if spec is None or spec.origin is None:
+        raise ModuleNotFoundError(f"`{package}` is not installed.", name=package)
+    source = Path(spec.origin).parent.joinpath(*path).with_suffix(".py").read_text(encoding="utf-8")
+    return next(node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == name)
+
+
+def _fields(definition: ast.ClassDef) -> Iterator[tuple[str, str]]:
+    """Name and `help` of each field of a dataclass that its constructor takes."""
+    for node in definition.body:
+        if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
+            continue
+        given = {word.arg: word.value for word in node.value.keywords} if isinstance(node.value, ast.Call) else {}
+        metadata = given.get("metadata")
+        if isinstance(metadata, ast.Dict):
+            given |= {
+                ast.literal_eval(key): value for key, value in zip(metadata.keys, metadata.values, strict=True) if key
+            }
+        if "init" not in given:
+            yield node.target.id, ast.literal_eval(given["help"]) if "help" in given else ""
 
 
 def first_sentence(text: str) -> str:
@@ -75,9 +112,12 @@ def show_keys():
 def show_key(key: str):
     """Print type, default, allowed values and description of a key, and what each strategy sets it to."""
     key = key.replace("-", "_")
-    if key not in KEYS:
-        meant = near_keys(key, KEYS) or " `lze-trl train --help` lists all."
+    known = {key: text for keys in topics().values() for key, text in keys.items()}
+    if key not in known:
+        meant = near_keys(key, known) or " `lze-trl train --help` lists all."
         raise RecipeError(f"Unknown key `{key}`.{meant}")
+    from .recipe import FIELDS, RECIPE_CLASSES
+
     hints = {name: hint for recipe_class in RECIPE_CLASSES for name, hint in get_type_hints(recipe_class).items()}
     field, hint, page = FIELDS[key], hints[key], console()
     kind = re.sub(r"Literal\[.*?\]", "str", inspect.formatannotation(hint))
@@ -85,7 +125,7 @@ def show_key(key: str):
     for name, value in {"type": kind, "default": _default(field), "allowed": _allowed(key, hint, field)}.items():
         if value:
             page.print(f"{name:<9}{value}", soft_wrap=True)
-    page.print(f"\n{next(keys[key] for keys in topics().values() if key in keys)}", soft_wrap=True)
+    page.print(f"\n{known[key]}", soft_wrap=True)
     if any(key in settings for settings in (BASE, *STRATEGIES.values())):
         page.print("\nSet by `strategy`:")
         for strategy in [strategy for strategy in STRATEGIES if key in settings_of(strategy)]:
@@ -106,6 +146,8 @@ def _default(field: Field) -> str:
 
 def _allowed(key: str, hint: Any, field: Field) -> str:
     """The values that a key takes, in words; nothing if its type says it all."""
+    from ..config import RANGES
+
     if key in RANGES:
         return RANGES[key][1]
     options: list[Any] = field.metadata.get("choices") or []

@@ -3,14 +3,13 @@
 
 import argparse
 import inspect
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import partial
-from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
-import yaml
 from transformers.hf_argparser import HfArg
 from trl import ModelConfig, TrlParser
 
@@ -18,11 +17,7 @@ from ..config import LZEGRPOConfig
 from ..names import near
 from ..record.safeguards import StopRules
 from ..rewards import MAJORITY, SOFT_OVERLONG, MajorityReward
-from . import CHECKOUT
-
-
-class RecipeError(ValueError):
-    """A recipe or a flag that cannot be used; the message says what to do."""
+from .yaml_file import RecipeError, near_keys, read_recipe
 
 
 def _flag(**settings: Any) -> Any:
@@ -31,7 +26,6 @@ def _flag(**settings: Any) -> Any:
 
 
 _optional = partial(_flag, default=None)
-near_keys = partial(near, form="`{}`".format, most=3)
 near_flags = partial(near, form="`--{}`".format, most=3)
 
 
@@ -178,7 +172,8 @@ class LZEScriptArguments:
 
 
 RECIPE_CLASSES: Any = (LZEScriptArguments, LZEGRPOConfig, ModelConfig)
-KEYS = {field.name for recipe_class in RECIPE_CLASSES for field in fields(recipe_class) if field.init}
+FIELDS = {field.name: field for recipe_class in RECIPE_CLASSES for field in fields(recipe_class)}
+KEYS = {name for name, field in FIELDS.items() if field.init}
 """Every known key of a recipe."""
 
 
@@ -187,6 +182,8 @@ class RecipeParser(TrlParser):
 
     def __init__(self, recipe_classes: Any = RECIPE_CLASSES):
         super().__init__(recipe_classes, allow_abbrev=False, prog="lze-trl train")
+        # So that `--learning_rate -1e-5` is a flag with a value; argparse knows -1 and -0.1 alone
+        self._negative_number_matcher = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")
 
     def error(self, message: str) -> NoReturn:
         """Raise instead of printing the usage of some 250 flags."""
@@ -239,54 +236,6 @@ def _split_config(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
     if len(namespace.config) > 1:
         raise RecipeError("`--config` was given twice. Give one recipe, and flags that override it.")
     return next(iter(namespace.config), None), flags
-
-
-class _StrictLoader(yaml.SafeLoader):
-    """Refuses a key that is given twice, of which YAML would take the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        seen = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode):
-                if key.value in seen:
-                    raise yaml.MarkedYAMLError(problem=f"`{key.value}` is given twice", problem_mark=key.start_mark)
-                seen.add(key.value)
-        return super().construct_mapping(node, deep)
-
-
-def read_recipe(path: str | Path) -> dict[str, Any]:
-    """The YAML mapping of a recipe. [`RecipeError`] is raised if it cannot be read, is no mapping, or gives a key twice."""
-    path = Path(path)
-    if path.suffix == ".py":
-        raise RecipeError(
-            f"`{path}` is a Python script, and a recipe is a YAML file. Start a script of your own with `accelerate launch "
-            f"{path}`."
-        )
-    try:
-        content = yaml.load(path.read_text(encoding="utf-8"), _StrictLoader)
-    except FileNotFoundError:
-        raise RecipeError(f"There is no recipe `{path}`.{near_keys(str(path), _known_recipes())}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"The recipe `{path}` cannot be read: {error}.") from error
-    except yaml.YAMLError as error:
-        raise RecipeError(f"The recipe `{path}` is not valid YAML: {error}") from error
-    if not isinstance(content, dict):
-        raise RecipeError(
-            f"The recipe `{path}` must be a YAML mapping of keys to values, got {type(content).__name__}."
-        )
-    if "distributed_type" in content:
-        raise RecipeError(
-            f"`{path}` is a configuration of accelerate, not a recipe. Name both: `lze-trl train RECIPE --accelerate_config "
-            f"{path}`."
-        )
-    return content
-
-
-def _known_recipes() -> list[str]:
-    """Recipes under `recipes/` of the working directory and of the checkout."""
-    here = Path.cwd()
-    recipes = {recipe for root in (here, CHECKOUT) for recipe in (root / "recipes").rglob("*.yaml")}
-    return [str(path.relative_to(here) if path.is_relative_to(here) else path) for path in sorted(recipes)]
 
 
 _NO_FLAGS = (NoneType, list, dict)

@@ -31,17 +31,19 @@ from transformers.trainer import TRAINER_STATE_NAME
 from trl import ModelConfig, get_peft_config, get_quantization_config
 
 from ..app.console import held_out_accuracy
-from ..checkpoint import CheckpointError, has_ended, how_to_resume, last_complete_checkpoint, refuse_non_checkpoint
+from ..checkpoint import has_ended, how_to_resume, last_complete_checkpoint, refuse_non_checkpoint
 from ..config import LZEGRPOConfig
 from ..data import load_mixture, parse_reference
 from ..evaluation.during import Probe, TaskEvaluation, remove_evaluations
 from ..evaluation.run import Evaluation
 from ..evaluation.settings import Decoding
 from ..evaluation.tasks import find_tasks, load_problems
+from ..names import refuse_missing_model
 from ..record.curves import accuracy_metric
 from ..rewards import accuracy_reward, get_reward
 from ..rollout.settling import GroupReward, instances
 from ..trainer import LZEGRPOTrainer
+from . import is_worded
 from .instruction import make_instruction
 from .recipe import LZEScriptArguments, RecipeError, parse_recipe
 
@@ -102,6 +104,7 @@ def trainer_arguments(
     """Arguments of the trainer of a recipe, by name; the model is not loaded."""
     if model_args.model_name_or_path is None:
         raise RecipeError("`model_name_or_path` is not set. Give a Hub id or a local folder.")
+    refuse_missing_model(model_args.model_name_or_path)  # before the data is read
     reward_funcs = make_rewards(script_args, training_args)
     train_dataset, eval_dataset = load_data(script_args, training_args)
     generations = training_args.num_generations_eval or training_args.num_generations
@@ -303,10 +306,12 @@ def main(arguments: Sequence[str] | None = None):
     setup_logging(is_main=os.environ.get("RANK", "0") == "0")
     try:
         run(*parse_recipe(sys.argv[1:] if arguments is None else arguments))
-    except (RecipeError, CheckpointError) as error:
-        sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit(130)
+    except Exception as error:
+        if not is_worded(error):
+            raise
+        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,10 @@ from torch import nn
 from trl.trainer.utils import is_async_callable
 
 
+class RewardError(ValueError):
+    """What a reward function returned is no reward; the message says what is."""
+
+
 def checked(reward_func: Any, name: str) -> Any:
     """
     A reward function for TRL to call in place of `reward_func`: it returns one number or None for each completion, and an
@@ -46,10 +50,10 @@ def _scores(returned: Any, name: str, given: dict[str, Any]) -> list[float | Non
     advice = "Return a list with one number for each completion, or None in it where the reward does not apply."
     a_list = isinstance(returned, Iterable) and not isinstance(returned, (str, bytes, Mapping, Set))
     if not a_list or (isinstance(returned, (np.ndarray, torch.Tensor)) and returned.ndim == 0):
-        raise TypeError(f"The reward function '{name}' returned {_shown(returned)} instead of a list. {advice}")
+        raise RewardError(f"The reward function '{name}' returned {_shown(returned)} instead of a list. {advice}")
     rewards = list(returned)
     if len(rewards) != len(given.get("completions", rewards)):
-        raise ValueError(
+        raise RewardError(
             f"The reward function '{name}' returned {len(rewards)} rewards for {len(given['completions'])} completions. "
             f"{advice}"
         )
@@ -61,7 +65,7 @@ def _scores(returned: Any, name: str, given: dict[str, Any]) -> list[float | Non
         except (TypeError, ValueError):
             rewards[index] = math.nan
         if math.isnan(rewards[index]):
-            raise ValueError(
+            raise RewardError(
                 f"The reward function '{name}' returned {_shown(reward)} for completion {index} of {len(rewards)}. {advice}"
             )
     return rewards
@@ -81,7 +85,7 @@ def _counted(kwargs: dict[str, Any], name: str) -> dict[str, Any]:
     def log_extra(column: str, values: Iterable):
         values = [values] if isinstance(values, (str, bytes)) else list(values)
         if len(values) != len(kwargs["completions"]):
-            raise ValueError(
+            raise RewardError(
                 f"The reward function '{name}' gave `log_extra` {len(values)} values for the column {column!r} and "
                 f"{len(kwargs['completions'])} completions. Give it a list with one value for each completion."
             )
