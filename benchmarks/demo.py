@@ -19,7 +19,7 @@ from typing import Any
 from rich.console import Console
 
 from lze_trl.job import demo
-from lze_trl.job.side_by_side import ARMS, LOG_FILE, read_curve, start_arm
+from lze_trl.job.side_by_side import ARMS, LOG_FILE, PLAIN_ARM, read_curve, start_arm
 
 from .addition import prepare
 from .kept import stamped
@@ -32,6 +32,7 @@ from .tasks import CHECKOUT
 OUTPUT = CHECKOUT / "runs" / "bench" / "demo"
 RESULTS_FILE, TABLES_FILE = "results.jsonl", "tables.md"
 SEEDS = tuple(range(42, 50))
+_COSTS = ("rollouts ×", "updates ×", "FLOPs ×")
 _WHAT = ("arm", "seed", "inputs")
 
 
@@ -59,20 +60,31 @@ def markdown(results: Sequence[dict[str, Any]]) -> str:
     parts = []
     for inputs in dict.fromkeys(result["inputs"] for result in results):
         of_inputs = [result for result in results if result["inputs"] == inputs]
+        curves = {(result["arm"], result["seed"]): result["curve"]["points"] for result in of_inputs}
         rows = []
         for arm, name in ARMS.items():
-            curves = [result["curve"]["points"] for result in of_inputs if result["arm"] == arm]
-            if curves:
-                accuracies = [[curve[place]["accuracy"] for curve in curves] for place in (0, -1)]
-                costs = [[curve[-1][work] for curve in curves] for work in ("rollouts", "updates", "total")]
-                cells = [spread(values, "{:.3f}") for values in accuracies]
-                rows.append([name, str(len(curves)), *cells, *(spread(values, "{:.2f} ×") for values in costs)])
+            seeds = sorted(seed for of_arm, seed in curves if of_arm == arm)
+            if not seeds:
+                continue
+            first, last = ([curves[arm, seed][place] for seed in seeds] for place in (0, -1))
+            gaps = [
+                curves[arm, seed][-1]["accuracy"] - curves[PLAIN_ARM, seed][-1]["accuracy"]
+                for seed in seeds
+                if (PLAIN_ARM, seed) in curves
+            ]
+            cells = [
+                *(spread([point["accuracy"] for point in points], "{:.3f}") for points in (first, last)),
+                "" if arm == PLAIN_ARM or not gaps else spread(gaps, "{:+.3f}").replace("-", "−"),
+                *(spread([point[work] for point in last], "{:.2f}") for work in ("rollouts", "updates", "total")),
+            ]
+            rows.append([name, str(len(seeds)), *cells])
+        titles = ("", "seeds", "accuracy before", "after", "after, less plain's of the seed", *_COSTS)
         machines = "; ".join(sorted({result["machine"] for result in of_inputs}))
-        seeds = ", ".join(map(str, sorted({result["seed"] for result in of_inputs})))
+        numbers = ", ".join(map(str, sorted({seed for _, seed in curves})))
         dates = sorted({result["date"] for result in of_inputs})
         parts += [
-            table(["", "seeds", "accuracy before", "after", "rollouts", "updates", "FLOPs"], rows),
-            f"{machines}. Warm start `{inputs}`, seeds {seeds}, {of_inputs[0]['curve']['max_steps']} steps, "
+            table(titles, rows),
+            f"{machines}. Warm start `{inputs}`, seeds {numbers}, {of_inputs[0]['curve']['max_steps']} steps, "
             f"{' to '.join(dict.fromkeys([dates[0], dates[-1]]))}.",
         ]
     parts.append(

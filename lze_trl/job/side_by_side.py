@@ -64,7 +64,7 @@ class CurveRecorder(TrainerCallback):
             self._seconds += time.process_time() - self._since
             self._since = None
 
-    def on_evaluate(self, args, state, control, metrics: dict[str, float], **kwargs: Any):
+    def on_evaluate(self, args, state, control, metrics: Any = None, **kwargs: Any):
         works = {work.name: work.ratio for work in against_plain(self.totals())} if self.totals is not None else {}
         # At step 0 nothing was done
         costs = {name: works.get(name, 1.0) if state.global_step else 0.0 for name in _WORKS}
