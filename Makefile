@@ -23,7 +23,7 @@ NOT_HERE := not server and not browser and not gpu
 help:  ## Show what can be made
 	@grep -hE '^[a-z0-9-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/:.*  ## /\t/' | expand -t 20
 
-demo: $(VENV)/.installed  ## Train a small model with and on nothing but this machine's CPU, in minutes
+demo: $(VENV)/.installed  ## Train a small model on this CPU by plain TRL, exact and lze, and compare them, in five minutes
 	@$(BIN)/lze-trl demo
 
 demo-llm: vllm-env $(VENV)/.installed  ## Train a real language model with a vLLM server on this machine's CPU

@@ -1,10 +1,23 @@
 """The demo: its task, its cache, and what it must reach."""
 
 import json
+import logging
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
 
 import pytest
+import torch
+from PIL import Image
+from rich.console import Console
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import tiny
+from lze_trl.app.runs import RunBook
 from lze_trl.job import demo
 from lze_trl.job.demo import (
     WarmStart,
@@ -15,6 +28,9 @@ from lze_trl.job.demo import (
     run_demo,
     warm_start,
 )
+from lze_trl.job.recipe import RecipeError
+from lze_trl.job.side_by_side import ARMS, ArmError, line, read_curve, show, train_arm
+from lze_trl.record import open_run
 
 
 SMALL = WarmStart(steps=2, batch_size=8, hidden_size=16, intermediate_size=32, num_layers=1)
@@ -86,16 +102,160 @@ def test_killed_warm_start_leaves_no_cache(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
-def test_demo_reaches_its_promise(tmp_path, monkeypatch):
-    monkeypatch.setattr(demo, "HOME", tmp_path)  # so that no earlier warm start is found
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """A folder without an earlier warm start, in which the demo runs with a smaller one."""
+    monkeypatch.setattr(demo, "HOME", tmp_path)
     monkeypatch.setattr(demo, "WARM_START_DIR", tmp_path / "runs" / "demo" / "warm-start")
+    monkeypatch.setattr(demo, "WarmStart", lambda: SMALL)
+    monkeypatch.setenv("PYTHONPATH", str(Path(demo.__file__).parents[2]))
     monkeypatch.chdir(tmp_path)
-    run_demo()
-    run = tmp_path / "runs" / "demo" / "lze"
-    log = json.loads((run / "trainer_state.json").read_text())["log_history"]
-    before, after = [logs["eval_reward"] for logs in log if "eval_reward" in logs]
-    ledger = json.loads((run / "lze_state.json").read_text())["parts"]["ledger"]
-    assert after - before >= 0.25
-    assert ledger["rows_trained"] <= 0.45 * ledger["rows_rolled_out"]
-    assert (run / "report" / "summary.png").is_file()
+    return tmp_path
+
+
+# ---- The comparison ----
+
+
+def test_arms_train_on_the_same_prompts_and_exact_ends_with_the_weights_of_plain_trl(tmp_path):
+    held_out = {"eval_datasets": [str(tmp_path / "held_out.jsonl")], "per_device_eval_batch_size": 8}
+    every = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 5, "learning_rate": 1e-3}
+    recipe = tiny.recipe(tmp_path, **tiny.job(tmp_path, train=12, held_out=4) | held_out | every)
+    curves = {}
+    for arm in ARMS:
+        train_arm(arm, ["--config", recipe, "--output_dir", str(tmp_path / arm)])
+        curves[arm] = read_curve(tmp_path / arm)
+    for curve in curves.values():
+        assert curve["max_steps"] == 5
+        assert [point["step"] for point in curve["points"]] == [0, 2, 4, 5]
+        assert curve["points"][0]["accuracy"] == curves["plain"]["points"][0]["accuracy"]
+        seconds = [point["seconds"] for point in curve["points"]]
+        assert seconds == sorted(seconds)
+        assert seconds[0] == 0
+    last = {arm: curve["points"][-1] for arm, curve in curves.items()}
+    assert [last["plain"][work] for work in ("rollouts", "updates", "total")] == [1.0, 1.0, 1.0]
+    assert last["exact"]["rollouts"] == 1.0
+    assert last["lze"]["updates"] < last["exact"]["updates"] < 1.0
+    plain, exact, lze = (load_file(tmp_path / arm / "model.safetensors") for arm in ARMS)
+    assert all(torch.allclose(plain[name], exact[name], atol=1e-5) for name in plain)
+    assert not all(torch.allclose(plain[name], lze[name], atol=1e-4) for name in plain)
+    # What plain GRPO would have cost, by the count of `exact`, is what plain TRL counts
+    totals = json.loads((tmp_path / "exact" / "lze_state.json").read_text())["parts"]["ledger"]
+    counted = json.loads((tmp_path / "plain" / "trainer_state.json").read_text())["num_input_tokens_seen"]
+    assert totals["plain_tokens"] == pytest.approx(counted)
+
+
+def finished(folder: Path):
+    """Curves of finished arms."""
+    for arm, ratio, seconds in (("plain", 1.0, 45.25), ("exact", 0.614, 31.0), ("lze", 0.537, 28.0)):
+        points = [
+            {"step": step, "accuracy": 0.3 + step / 10, **dict.fromkeys(("rollouts", "updates", "total"), cost)}
+            | {"seconds": seconds * step / 6}
+            for step, cost in ((0, 0.0), (3, 0.8 * ratio), (6, ratio))
+        ]
+        (folder / arm).mkdir()
+        (folder / arm / "curve.json").write_text(json.dumps({"max_steps": 6, "points": points}))
+
+
+def test_table_and_picture_have_the_same_numbers(tmp_path, capsys):
+    finished(tmp_path)
+    show(tmp_path, Console(width=80))
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "trl.GRPOTrainer 0.300 → 0.900 1.00 × 1.00 × 1.00 × 45" in shown
+    assert "exact (default) 0.300 → 0.900 0.61 × 0.61 × 0.61 × 31" in shown
+    assert "lze 0.300 → 0.900 0.54 × 0.54 × 0.54 × 28" in shown
+    costs, accuracies = line(read_curve(tmp_path / "exact"))
+    assert costs == pytest.approx([0.0, 0.8 * 0.614 / 2, 0.614])  # of all steps, so half of them cost half
+    assert accuracies == pytest.approx([0.3, 0.6, 0.9])
+    with Image.open(tmp_path / "demo.png") as picture:
+        assert len(picture.convert("RGB").getcolors(2**24)) > 50
+
+
+def test_without_matplotlib_the_table_is_shown_alone(tmp_path, monkeypatch, capsys, caplog):
+    finished(tmp_path)
+    monkeypatch.setitem(sys.modules, "lze_trl.app.report", None)  # as where one of its imports is missing
+    caplog.set_level(logging.INFO)
+    show(tmp_path, Console(width=80))
+    assert "exact (default)" in capsys.readouterr().out
+    assert "pip install 'lze-trl[app]'" in caplog.text
+    assert not (tmp_path / "demo.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--max_stepz", "3"], "Did you mean `--max_steps`"),
+        (["--learning_rate", "fast"], "learning_rate"),
+        (["--strategy", "lzee"], "invalid choice"),
+        (["--pruning_policy", "greso", "--pruning", "none"], "needs pruning"),
+    ],
+)
+def test_a_wrong_flag_is_told_before_anything_is_trained(home, flags, message):
+    with pytest.raises(RecipeError, match=message):
+        run_demo(flags)
+    assert not (home / "runs").exists()
+
+
+@pytest.mark.slow
+def test_a_strategy_is_trained_alone(home, capsys):
+    run_demo(["--strategy", "exact", "--max_steps", "2"])
+    run = home / "runs" / "demo" / "exact"
+    assert (run / "report" / "report.html").is_file()
+    assert open_run(run).meta.settings["pruning"] == "none"
+    assert "Sampled accuracy on held-out prompts" in capsys.readouterr().out
+    assert {path.name for path in run.parent.iterdir()} == {"warm-start", "exact"}
+
+
+@pytest.mark.slow
+def test_a_failing_arm_stops_the_others_and_shows_its_log(home):
+    folder = home / "runs" / "demo"
+    (folder / "exact").mkdir(parents=True)
+    (folder / "exact" / "checkpoint-1").write_text("in the way")
+    (folder / "demo.png").write_text("of an earlier comparison")
+    with pytest.raises(ArmError, match=r"(?s)exact \(default\) has failed.*log\.txt.*checkpoint-1"):
+        run_demo(["--save_steps", "1", "--eval_steps", "1", "--max_steps", "500"])
+    assert not (folder / "demo.png").exists()
+    stopped = read_curve(folder / "plain")
+    assert not stopped["points"] or stopped["points"][-1]["step"] < 500
+    assert read_curve(folder / "lze")["points"] == []  # it was not begun
+    time.sleep(2)
+    assert read_curve(folder / "plain") == stopped
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_stopped_demo_leaves_no_process_and_can_be_repeated(home, number, code):
+    demo.warm_start(demo.WARM_START_DIR, SMALL)
+    (demo.WARM_START_DIR / demo.SETTINGS_FILE).write_text(json.dumps(asdict(WarmStart()), indent=2))
+    folder = home / "runs" / "demo"
+    script = f"from pathlib import Path; from lze_trl.job import cli, demo; demo.HOME = Path({str(home)!r});"
+    script += (
+        "demo.WARM_START_DIR = demo.HOME / 'runs' / 'demo' / 'warm-start'; cli.main(['demo', '--eval_steps', '2'])"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True)
+    while not read_curve(folder / "plain")["points"]:
+        assert process.poll() is None
+        time.sleep(0.1)
+    process.send_signal(number)
+    assert process.wait(timeout=60) == code
+    stopped = read_curve(folder / "plain")
+    assert stopped["points"][-1]["step"] < 150
+    time.sleep(2)
+    assert read_curve(folder / "plain") == stopped
+    assert ("begins the trainings again" in process.stderr.read()) == (number == signal.SIGINT)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_demo_reaches_its_promise(home, monkeypatch, capsys):
+    monkeypatch.setattr(demo, "WarmStart", WarmStart)
+    run_demo(["--max_steps", "45"])
+    folder = home / "runs" / "demo"
+    before, after = ({arm: read_curve(folder / arm)["points"][place] for arm in ARMS} for place in (0, -1))
+    for arm in ARMS:
+        assert after[arm]["accuracy"] - before[arm]["accuracy"] >= 0.25
+    assert abs(after["exact"]["accuracy"] - after["plain"]["accuracy"]) <= 0.06
+    assert after["lze"]["updates"] <= 0.45
+    assert after["exact"]["updates"] <= 0.8
+    assert "exact (default)" in capsys.readouterr().out
+    assert all((folder / arm / "report" / "summary.png").is_file() for arm in ("exact", "lze"))
+    assert RunBook([str(folder)]).ids == ["exact", "lze"]  # the app finds them

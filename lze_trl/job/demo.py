@@ -1,9 +1,10 @@
-"""`lze-trl demo`: a small model learns addition on a CPU, from nothing, with the recipe path that real runs take.
+"""`lze-trl demo`: a small model learns addition on a CPU, from nothing, by plain TRL, by the default and by `lze` side by side.
 
 The model and its tokenizer are made here, since no download is needed that way. A supervised warm start on answers that
 are often wrong gives what selection needs: prompts whose pass rates differ.
 """
 
+import argparse
 import json
 import logging
 import os
@@ -19,7 +20,8 @@ from trl import SFTConfig, SFTTrainer
 
 from ..files import made_aside
 from . import CHECKOUT
-from .recipe import check_recipe
+from .recipe import check_recipe, parse_recipe
+from .side_by_side import STRATEGY_OF, compare
 from .train import main as train_main
 from .train import setup_logging
 
@@ -27,10 +29,11 @@ from .train import setup_logging
 logger = logging.getLogger(__name__)
 
 RECIPE = Path(__file__).with_name("demo.yaml")
-"""`recipes/demo/lze.yaml`: in a clone a link to it, in the wheel a copy."""
+"""`recipes/demo/baseline.yaml`: in a clone a link to it, in the wheel a copy."""
 HOME = CHECKOUT if (CHECKOUT / "recipes").is_dir() else Path.cwd()
 """Where `runs/` is: in the clone, or without one in the working directory."""
-WARM_START_DIR = HOME / "runs" / "demo" / "warm-start"
+RUNS_DIR = Path("runs", "demo")
+WARM_START_DIR = HOME / RUNS_DIR / "warm-start"
 TRAIN_FILE, HELD_OUT_FILE, MODEL_DIR, SETTINGS_FILE = "train.jsonl", "held_out.jsonl", "model", "settings.json"
 CHARACTERS = "0123456789+="
 LEVELS = ("no carry", "carry out of the ones", "carry out of the tens", "two carries")
@@ -188,12 +191,26 @@ def train_supervised(
 
 
 def run_demo(flags: Sequence[str] = ()):
-    """Make the warm start if needed and train by `recipes/demo/lze.yaml`; flags override the recipe."""
-    check_recipe(["--config", str(RECIPE), *flags])
-    os.chdir(HOME)  # the recipe names its files from here
+    """
+    Make the warm start if needed, and train plain TRL, the default and `lze` side by side, or with `--strategy NAME` that one
+    alone. Other flags override the recipe; of a comparison, `--output_dir` is the folder of the runs.
+    """
     setup_logging(is_main=True)
+    check_recipe(["--config", str(RECIPE), *flags])
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--strategy")
+    parser.add_argument("--output_dir", "--output-dir", type=Path)
+    given, others = parser.parse_known_args(flags)
+    os.chdir(HOME)  # the recipe names its files from here
+    folder = given.output_dir or RUNS_DIR / (given.strategy or "")
+    command = ["--config", str(RECIPE), *others, "--output_dir", str(folder)]
+    for strategy in [given.strategy] if given.strategy else STRATEGY_OF.values():
+        parse_recipe([*command, "--strategy", strategy])  # a setting that is refused, before anything is trained
     warm_start(WARM_START_DIR, WarmStart())
-    train_main(["--config", str(RECIPE), *flags])
+    if given.strategy:
+        train_main([*command, "--strategy", given.strategy])
+    else:
+        compare(RECIPE, folder, others)
 
 
 if __name__ == "__main__":  # the warm start alone, for who wants to serve its model

@@ -19,7 +19,7 @@ import json
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -236,10 +236,14 @@ def disable_progress_bars():
 
 
 def run(
-    script_args: LZEScriptArguments, training_args: LZEGRPOConfig, model_args: ModelConfig
+    script_args: LZEScriptArguments,
+    training_args: LZEGRPOConfig,
+    model_args: ModelConfig,
+    before_training: Callable[[LZEGRPOTrainer], None] | None = None,
 ) -> dict[str, float | None]:
     """
     Train by a recipe. A run that was stopped after its last step is still evaluated, saved, reported and uploaded.
+    `before_training` gets the trainer, to add callbacks.
 
     Returns the totals of [`~lze_trl.record.ledger.Ledger.summary`], and `accuracy_before` and `accuracy_after`, `None`
     where not measured; nothing if the run was finished before.
@@ -258,6 +262,8 @@ def run(
             remove_evaluations(output_dir)
     if trainer.summary is not None:
         trainer.summary.ends_with_training = False
+    if before_training is not None:
+        before_training(trainer)
     try:
         trainer.train(resume_from_checkpoint=checkpoint)
     except KeyboardInterrupt:
