@@ -1,11 +1,11 @@
 """The update phase against TRL's own: the same rows, the same model, one process, step about."""
 
 import itertools
+import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-import math
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
