@@ -35,9 +35,6 @@ from .tasks import CHECKOUT, load, locate
 OUTPUT = CHECKOUT / "runs" / "bench" / "sampling"
 NUM_PROMPTS = 32
 ROLLOUT_TOKENS = 120_000
-YOUNG = 8
-"""Completions of a prompt after which allocation goes by its energy: two visits. By the default of 50 no prompt would get
-that far in a run of the default length."""
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "uniform, G = 4": {"num_generations": 4},
@@ -45,7 +42,6 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     # As published: 8 completions a round, at most 4 rounds, 4 kept
     "Reinforce-Ada, balanced": {"num_generations": 4, "controller": "reinforce_ada_balanced"},
     "Reinforce-Ada, positive": {"num_generations": 4, "controller": "reinforce_ada_positive"},
-    "allocation, 4 on average": {"num_generations": 4, "controller": "allocation", "young_rollouts": YOUNG},
     "dynamic, G = 4": {"num_generations": 4, "controller": "dynamic", "selector": "zero_variance"},
 }
 """What each strategy sets; everything else is the same in all runs."""

@@ -66,10 +66,10 @@ STRATEGIES: dict[str, Strategy] = {
             kept_completions=4,
         ),
     ),
-    # As published: further prompts until the batch is full of live groups, and no surplus is kept
+    # As published: further prompts until the batch is full of live groups
     "dapo": Strategy(
         "DAPO refill",
-        _selecting("zero_variance", selection_ratio=1.0, controller="dynamic", max_rounds=10, surplus_max_age=0),
+        _selecting("zero_variance", selection_ratio=1.0, controller="dynamic", max_rounds=10),
     ),
     # Knows the true pass rates: what foresight could save at best
     "oracle": Strategy("oracle, loss over all rows", _selecting("zero_variance", loss_normalizer="all", oracle=0.9)),

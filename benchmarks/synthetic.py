@@ -145,7 +145,7 @@ class SyntheticTraining:
     def _account(self, rollouts: Rollouts, groups: Groups, selected: np.ndarray):
         ledger, chosen = self._ledger, np.flatnonzero(selected[rollouts.group])
         before = ledger.update_tokens
-        account(ledger, rollouts, groups, rollouts, chosen, rollouts.num_rows, logprob_passes=1)
+        account(ledger, rollouts, groups, chosen, rollouts.num_rows, logprob_passes=1)
         ledger.rollout_seconds += 2e-5 * float((rollouts.prompt_tokens + rollouts.completion_tokens).sum())
         ledger.update_seconds += 4e-5 * (ledger.update_tokens - before)
 

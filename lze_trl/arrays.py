@@ -202,10 +202,6 @@ class Groups(_PromptTable):
     logprob_max: np.ndarray
     replayed: np.ndarray
 
-    def __add__(self, other: "Groups") -> "Groups":
-        """The groups of both."""
-        return Groups(**{name: np.concatenate([values, vars(other)[name]]) for name, values in vars(self).items()})
-
     @property
     def hopeless(self) -> np.ndarray:
         """Groups with equal rewards that are not solved, shape `(P,)`, bool."""

@@ -3,13 +3,13 @@
 import logging
 import math
 import os
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from datasets import Dataset, IterableDataset
+from scipy.special import softmax
 
 from .arrays import Prompts
 from .config import LZEGRPOConfig
@@ -20,32 +20,32 @@ from .memory.state import PromptState, StateSettings
 from .pack.layout import Geometry, micro_step_cost
 from .plan.passes import Growing, Passes
 from .plan.planners import Planner, SolvedPlanner
-from .rollout.allocation import expected_energy, softmax_shares
-from .rollout.controllers import Allocation, RolloutController, is_plain
+from .rollout.controllers import RolloutController, is_plain
+from .rollout.worth import expected_energy
 from .select.selectors import quota
 
 
 logger = logging.getLogger(__name__)
 
+EXEMPLAR_TEMPERATURE = 0.2
+"""τ of the softmax by which exemplars are drawn, in units of energy."""
+
 
 def make_geometry(args: LZEGRPOConfig, accelerator: Accelerator) -> Geometry:
-    """Shape of the update. What a micro-step costs follows from how weights are sharded, unless it is a setting."""
-    shape = Geometry(
-        num_processes=accelerator.num_processes,
-        steps_per_generation=args.steps_per_generation,
-        chunk_steps=math.gcd(args.steps_per_generation, args.gradient_accumulation_steps),
-        micro_batch_rows=args.per_device_train_batch_size,
-        max_tokens=args.max_tokens_per_micro_batch,
-    )
-    if args.micro_step_cost is not None:
-        return replace(shape, micro_step_cost=args.micro_step_cost, further_micro_steps=math.inf)
+    """Shape of the update. What a micro-step costs follows from how weights are sharded."""
     deepspeed, processes = accelerator.state.deepspeed_plugin, accelerator.num_processes
     sharded = accelerator.distributed_type == DistributedType.FSDP
     if deepspeed is not None:
         sharded = deepspeed.zero_stage == 3
     of_this_node = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
-    cost = micro_step_cost(sharded and processes > 1, several_nodes=processes > of_this_node)
-    return replace(shape, micro_step_cost=cost)
+    return Geometry(
+        num_processes=processes,
+        steps_per_generation=args.steps_per_generation,
+        chunk_steps=math.gcd(args.steps_per_generation, args.gradient_accumulation_steps),
+        micro_batch_rows=args.per_device_train_batch_size,
+        max_tokens=args.max_tokens_per_micro_batch,
+        micro_step_cost=micro_step_cost(sharded and processes > 1, several_nodes=processes > of_this_node),
+    )
 
 
 def make_state(
@@ -88,7 +88,7 @@ def exemplar_chances(prompts: Prompts, by_share: bool) -> np.ndarray:
     is expected; shape `(P,)`.
     """
     scores = expected_energy(prompts) * (prompts.pass_rates if by_share else 1.0)
-    return softmax_shares(scores, Allocation.temperature, 1.0, 0.0, 1.0)
+    return softmax(scores / EXEMPLAR_TEMPERATURE)
 
 
 def make_passes(

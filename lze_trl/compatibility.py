@@ -33,7 +33,7 @@ _OF_TRAINING = ("lr_scheduler_type", "optim", "max_grad_norm", "seed", *_OF_OPTI
 # computed, shown and recorded. A strategy is only a name: what it sets is compared
 _HARMLESS = (
     *("vllm_", "use_vllm", "use_transformers_", "transformers_", "telemetry", "log_", "hub_", "ds3_", "summary"),
-    *("num_completions_to", "strategy", "packing", "micro_step_cost", "max_tokens_per", "pad_to", "trust_remote"),
+    *("num_completions_to", "strategy", "packing", "max_tokens_per", "pad_to", "trust_remote"),
     *("cache_implementation", "model_init", "state_from", "steps_per_generation", "num_generations_eval"),
 )
 

@@ -14,7 +14,6 @@ from .instruct.templates import TEMPLATES
 from .memory.state import MAX_STREAK
 from .plan.planners import GresoPlanner, Planner, SolvedPlanner
 from .rollout.controllers import (
-    Allocation,
     DynamicSampling,
     Gate,
     ReinforceAda,
@@ -23,7 +22,7 @@ from .rollout.controllers import (
 )
 from .select.advantages import Estimator
 from .select.selectors import Selector, make_selector
-from .strategies import DEFAULT, STRATEGIES, settings_of
+from .strategies import DEFAULT, REMOVED, STRATEGIES, settings_of
 
 
 logger = logging.getLogger(__name__)
@@ -34,7 +33,6 @@ CONTROLLERS = (
     "reinforce_ada_positive",
     "reinforce_ada_balanced",
     "dynamic",
-    "allocation",
     "gate",
 )
 
@@ -46,8 +44,6 @@ _KINDS = {
 }
 RANGES = {
     "selection_ratio": (lambda x: 0 < x <= 1, "in (0, 1]", "Use 1.0 to train on every group"),
-    "selection_warmup": (lambda x: x >= 0, "at least 0", "Use 0 for no warm-up"),
-    "selection_ramp": (lambda x: x >= 0, "at least 0", "Use 0 for no ramp"),
     "difficulty_floor": (lambda x: 0 <= x <= 1, "in [0, 1]", "The paper uses 0.05"),
     "momentum_weight": (lambda x: 0 <= x < math.inf, "at least 0", "Use 0 for no momentum"),
     "ema_decay": (lambda x: 0 <= x < 1, "in [0, 1)", "The paper uses 0.9"),
@@ -59,8 +55,6 @@ RANGES = {
     "greso_target": (lambda x: 0 < x < 1, "in (0, 1)", "The paper uses 0.25"),
     "greso_step": (lambda x: 0 < x < 1, "in (0, 1)", "The paper uses 0.01"),
     "gate_explore": (lambda x: 0 < x <= 1, "in (0, 1]", "Use 0.05, or the forecast never sees what it drops"),
-    "young_rollouts": (lambda x: x >= 0, "at least 0", "Use 0 to go by the energy from the start"),
-    "surplus_max_age": (lambda x: x >= 0, "at least 0", "Use 0 to drop surplus groups"),
     "instruct_examples": (lambda x: x >= 1, "at least 1", "8 were published"),
     "instruct_own": (lambda x: x >= 0, "at least 0", "2 were published"),
     "instruct_requests": (lambda x: x >= 1, "at least 1", "4 were published"),
@@ -73,7 +67,6 @@ RANGES = {
     "instruct_stock": (lambda x: x >= 1, "at least 1", "Leave it unset for the prompts of a generation batch"),
     "instruct_reuse": (lambda x: x >= 1, "at least 1", "1 was published"),
     "max_tokens_per_micro_batch": (lambda x: x >= 1, "at least 1", "Leave it unset to bound micro-batches by rows"),
-    "micro_step_cost": (lambda x: x >= 0, "at least 0", "Leave it unset for a default by how weights are sharded"),
     "vllm_sync_tolerance": (lambda x: x > 0, "greater than 0", "Leave it unset for a default by the dtypes"),
     "vllm_max_concurrent_requests": (lambda x: x >= 1, "at least 1", "64 is the default"),
     "vllm_request_timeout": (lambda x: x > 0, "greater than 0", "1800 is the default"),
@@ -116,7 +109,7 @@ class LZEGRPOConfig(GRPOConfig):
             Name of a combination of settings, see `lze_trl.strategies.STRATEGIES`: `"exact"` (the updates of plain GRPO
             without computing groups that have no gradient), `"lze"` (the published method), `"grpo"` (plain TRL),
             `"zero_variance"`, `"random"`, `"variance"`, `"dapo"`, `"reinforce_ada"`, `"reinforce_ada_positive"`,
-            `"greso"`, `"gate"`, `"lze_reinforce_ada"`, `"lze_dynamic"` or `"lze_allocation"`. Any field
+            `"greso"`, `"gate"`, `"lze_reinforce_ada"` or `"lze_dynamic"`. Any field
             that is given besides wins. The defaults below are those of `"exact"`, which adapts to what is given besides: a
             `selection_ratio` alone chooses by energy, and where groups with equal rewards have a gradient, as with
             `advantage_estimator="reinforce_plus_plus"`, all are trained on. A configuration that was made holds the values
@@ -131,10 +124,6 @@ class LZEGRPOConfig(GRPOConfig):
         selection_ratio (`float`, *optional*, defaults to `0.4`):
             ρ, the share of the groups of a generation batch to train on, in (0, 1]. Dead groups never fill the quota.
             Ignored by the selectors `"all"` and `"zero_variance"`, unless a controller draws prompts until K groups live.
-        selection_warmup (`int`, *optional*, defaults to `0`):
-            Number of generation batches, from the start of training, in which all groups are eligible (ρ = 1).
-        selection_ramp (`int`, *optional*, defaults to `0`):
-            Number of generation batches, after the warm-up, over which ρ falls linearly from 1 to `selection_ratio`.
         difficulty_floor (`float`, *optional*, defaults to `0.05`):
             d_min, the lower bound of the initial-difficulty anchor, in [0, 1].
         momentum_weight (`float`, *optional*, defaults to `0.3`):
@@ -208,8 +197,7 @@ class LZEGRPOConfig(GRPOConfig):
         controller (`str`, *optional*, defaults to `"uniform"`):
             Who gets how many completions: `"uniform"` (`num_generations` each), `"reinforce_ada_positive"` or
             `"reinforce_ada_balanced"` (in rounds, until a prompt has a positive, or enough of either kind), `"dynamic"`
-            (DAPO: further prompts, until enough groups are alive), `"allocation"` (a fixed budget, shared out by expected
-            energy), or `"gate"` (one completion, the others where the group is likely to be alive). A `RolloutController`
+            (DAPO: further prompts, until enough groups are alive), or `"gate"` (one completion, the others where the group is likely to be alive). A `RolloutController`
             passed to the trainer wins.
         round_size (`int`, *optional*, defaults to `8`):
             M, completions of each active prompt in a round of Reinforce-Ada.
@@ -219,23 +207,9 @@ class LZEGRPOConfig(GRPOConfig):
             n, the most completions of a prompt that are trained on: of both kinds where there are, weighted to stand for
             the others of their kind; with Reinforce-Ada unweighted, as published. Defaults to all, with Reinforce-Ada to
             `num_generations`.
-        rollout_budget (`int`, *optional*):
-            Completions of a generation batch that `"allocation"` shares out. Defaults to `generation_batch_size`.
-        allocation_temperature (`float`, *optional*, defaults to `0.2`):
-            τ of the softmax over expected energies, greater than 0.
-        min_rollouts (`int`, *optional*, defaults to `2`):
-            Fewest completions of a prompt under `"allocation"`, at least 2.
-        max_rollouts (`int`, *optional*):
-            Most completions of a prompt under `"allocation"`. Defaults to `4 * num_generations`.
-        young_rollouts (`int`, *optional*, defaults to `50`):
-            Completions of a prompt that have to be seen before `"allocation"` goes by its energy; until then it gets the
-            uniform share.
         gate_explore (`float`, *optional*, defaults to `0.05`):
             Probability with which `"gate"` draws a group that it would stop to its end all the same, to learn from it, in
             (0, 1].
-        surplus_max_age (`int`, *optional*, defaults to `1`):
-            Number of generation batches that a live group for which a `"dynamic"` update had no room waits for the
-            next one. 0 drops it.
 
         > Parameters that control identity and state
 
@@ -261,11 +235,6 @@ class LZEGRPOConfig(GRPOConfig):
         max_tokens_per_micro_batch (`int`, *optional*):
             Token budget of a micro-batch (rows × padded length) on each process. A packed micro-batch then holds as
             many rows as fit, instead of `per_device_train_batch_size`.
-        micro_step_cost (`int`, *optional*):
-            What a micro-step costs besides its tokens, in tokens of each process: packing makes a further one where it
-            saves more padding. 0 computes the least padding, however many micro-steps it takes. Defaults to 256 where each
-            process holds all weights, to 1,024 where ZeRO-3 or FSDP gathers them within a node and 8,192 across nodes, and
-            then to at most 1.1 times the fewest micro-steps that hold the rows.
 
         > Parameters that control generation by vLLM servers over HTTP (`use_vllm=True`, `vllm_mode="http"`)
 
@@ -352,8 +321,6 @@ class LZEGRPOConfig(GRPOConfig):
     strategy: Literal[tuple(STRATEGIES)] = DEFAULT  # type: ignore[valid-type]  # the names are those of the table
     selector: Literal[*SELECTORS, None] = None  # type: ignore[valid-type]
     selection_ratio: float | None = None
-    selection_warmup: int = 0
-    selection_ramp: int = 0
     difficulty_floor: float = 0.05
     momentum_weight: float = 0.3
     ema_decay: float = 0.9
@@ -377,19 +344,12 @@ class LZEGRPOConfig(GRPOConfig):
     round_size: int | None = None
     max_rounds: int | None = None
     kept_completions: int | None = None
-    rollout_budget: int | None = None
-    allocation_temperature: float = 0.2
-    min_rollouts: int = 2
-    max_rollouts: int | None = None
-    young_rollouts: int = 50
     gate_explore: float = 0.05
-    surplus_max_age: int | None = None
     answer_column: str | None = None
     deduplicate: bool | None = None
     state_from: str | None = None
     packing: bool | None = None
     max_tokens_per_micro_batch: int | None = None
-    micro_step_cost: int | None = None
     vllm_mode: Literal["colocate", "server", "http"] = "colocate"
     vllm_server_urls: list[str] | None = None
     vllm_sync_dir: str | None = None
@@ -416,6 +376,11 @@ class LZEGRPOConfig(GRPOConfig):
     telemetry_completions: Literal["none", "sampled", "all"] = "sampled"
     hub_telemetry_id: str | None = None
     summary: bool = True
+
+    def __new__(cls, *args: Any, **kwargs: Any):
+        for name in kwargs.keys() & REMOVED:
+            raise ValueError(f"`{name}` is no setting any more. {REMOVED[name]}")
+        return super().__new__(cls)
 
     def __post_init__(self):
         if self.advantage_estimator != "grpo" and self.scale_rewards is None:
@@ -527,16 +492,6 @@ class LZEGRPOConfig(GRPOConfig):
                 return ReinforceAda(exit, self.round_size, self.max_rounds, size if kept is None else kept)  # type: ignore[arg-type]  # refused there if unset
             case "dynamic":
                 return DynamicSampling(size, self.max_rounds, num_prompts, kept=kept)  # type: ignore[arg-type]  # likewise
-            case "allocation":
-                return Allocation(
-                    budget=self.generation_batch_size if self.rollout_budget is None else self.rollout_budget,
-                    num_prompts=num_prompts,
-                    temperature=self.allocation_temperature,
-                    minimum=self.min_rollouts,
-                    maximum=4 * size if self.max_rollouts is None else self.max_rollouts,
-                    young=self.young_rollouts,
-                    kept=kept,
-                )
             case "gate":
                 return Gate(size, self.gate_explore, self.replay_ratio, kept=kept)
         return UniformController(size, kept=kept)
@@ -598,7 +553,9 @@ class LZEGRPOConfig(GRPOConfig):
                 logger.warning(
                     "Packing is off: it would change the micro-batches of `top_entropy_quantile=%s`.", quantile
                 )
-        for name in ("max_tokens_per_micro_batch", "micro_step_cost"):
-            if not self.packing and vars(self)[name] is not None:
-                why = "`packing=False`" if quantile == 1.0 else f"it is off with `top_entropy_quantile={quantile}`"
-                raise ValueError(f"`{name}={vars(self)[name]}` needs packing, and {why}. Leave `{name}` unset.")
+        if not self.packing and self.max_tokens_per_micro_batch is not None:
+            why = "`packing=False`" if quantile == 1.0 else f"it is off with `top_entropy_quantile={quantile}`"
+            raise ValueError(
+                f"`max_tokens_per_micro_batch={self.max_tokens_per_micro_batch}` needs packing, and {why}. Leave "
+                "`max_tokens_per_micro_batch` unset."
+            )

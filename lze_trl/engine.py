@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from accelerate.utils import gather_object
 from trl import GRPOTrainer
-from trl.trainer.utils import pad
 
 from .checks import IMAGE_COLUMNS, NO_IMAGE, images_error
 from .evaluation.during import engine_of
@@ -143,14 +142,12 @@ class Engine:
         """Whether TRL weighs rows by how far the policy is from the one that sampled them."""
         return self._trainer.use_vllm and self._trainer.vllm_importance_sampling_correction
 
-    def logprob_passes(self, older_rows: bool = False) -> int:
-        """
-        Forward passes that TRL makes for old and reference log-probabilities of each row of a batch, which may hold rows of
-        an earlier policy.
-        """
+    @property
+    def logprob_passes(self) -> int:
+        """Forward passes that TRL makes for old and reference log-probabilities of each row of a batch."""
         trainer, args = self._trainer, self._trainer.args
         aligned = args.gradient_accumulation_steps % (args.steps_per_generation * trainer.num_iterations) == 0
-        return int(not aligned or older_rows or self.corrects_sampling) + int(trainer.beta != 0.0)
+        return int(not aligned or self.corrects_sampling) + int(trainer.beta != 0.0)
 
     @contextmanager
     def policy(self) -> Iterator[Any]:
@@ -233,84 +230,73 @@ class Engine:
     def tensors(
         self,
         rows: TokenRows,
-        fresh: Scored,
-        pool: Scored,
+        drawn: Scored,
         indices: np.ndarray,
-        older: np.ndarray | None = None,
         layout: Layout | None = None,
     ) -> dict[str, torch.Tensor]:
         """
         TRL's tensors of `rows`, those of this process: padded tokens, masks, old and reference log-probabilities, advantages.
 
-        They stand at `indices`, of shape `(n_local,)`, of the pool that was chosen from; `fresh` are the completions drawn
-        for this batch, for TRL's log. `older`, of shape `(n_local,)`, says which rows an earlier policy sampled; `None` if
-        that is so of no row of any process. Packed rows get log-probabilities in the micro-batches of `layout`.
+        They stand at `indices`, of shape `(n_local,)`, of the completions `drawn`. Packed rows get log-probabilities in the
+        micro-batches of `layout`.
         """
         trainer, count = self._trainer, len(indices)
         # TRL's own advantages: of groups of one size, by its one estimator, from totals that it takes for 0 where a reward
         # of whole groups abstains
         by_trl = trainer.args.advantage_estimator == "grpo" and not trainer.group_rewards
-        even = pool.order is not None and by_trl
-        logprobs = rows.logprobs if fresh.local.logprobs is not None else None
+        even = drawn.order is not None and by_trl
         generated: tuple[Any, ...] = (
             rows.prompt_ids,
             rows.completion_ids,
             rows.loss_mask,
             [None] * count,
-            logprobs,
+            rows.logprobs,
             {},
             None,
             [],
         )
-        table = _table(fresh.rollouts.num_rows)
+        table = _table(drawn.rollouts.num_rows)
         changes = {
             "_generate": lambda prompts: generated,
-            "_calculate_rewards": lambda *args: fresh.rewards_per_func,
+            "_calculate_rewards": lambda *args: drawn.rewards_per_func,
             "_logs": table,
         }
         if layout is not None:
             changes["_get_per_token_logps_and_entropies"] = self._packed_logprobs(rows, layout)
         if not even:
             changes["num_generations"] = 1  # we supply the advantages
-        if older is not None:
-            # TRL then computes old log-probabilities, as for batches that are used more than once
-            changes["num_iterations"] = trainer.args.gradient_accumulation_steps + 1
         with altered(trainer, **changes) as view:
             output = GRPOTrainer._generate_and_score_completions(view, [{"prompt": row} for row in range(count)])
         if even:  # TRL has computed the advantages of the whole batch, and keeps them for its table
             advantages = np.array(table["advantages"], dtype=np.float32)
         else:
-            advantages = self._advantages(pool, fresh)
+            advantages = self._advantages(drawn)
             table["advantages"].clear()
-            table["advantages"].extend(self._advantages(fresh, fresh).tolist())
-            statistics = fresh.rollouts.rewards, fresh.rollouts.group, fresh.rollouts.num_groups
+            table["advantages"].extend(advantages.tolist())
+            statistics = drawn.rollouts.rewards, drawn.rollouts.group, drawn.rollouts.num_groups
             self.metrics["frac_reward_zero_std"][-1] = zero_std_share(*statistics, trainer.scale_rewards)
         output["advantages"] = torch.tensor(
             advantages[indices], dtype=torch.float32, device=trainer.accelerator.device
         )
-        trainer._logs.update(_filled(table, fresh))
-        if older is not None and not self.corrects_sampling:
-            _insert_logprobs(output["old_per_token_logps"], rows, older)
+        trainer._logs.update(_filled(table, drawn))
         del output["num_items_in_batch"]
         return output
 
-    def _advantages(self, scored: Scored, fresh: Scored) -> np.ndarray:
+    def _advantages(self, drawn: Scored) -> np.ndarray:
         """Advantages by the statistics of all completions drawn, shape `(B,)`."""
-        rollouts, estimator = scored.rollouts, self._trainer.args.advantage_estimator
-        statistics = None
-        if fresh.unfiltered is not None:
-            drawn = fresh.rollouts
-            tokens = fresh.loss_tokens * fresh.row_weights
-            statistics = Drawn(fresh.unfiltered, drawn.group, drawn.num_groups, tokens)
+        rollouts, statistics = drawn.rollouts, None
+        if drawn.unfiltered is not None:
+            tokens = drawn.loss_tokens * drawn.row_weights
+            statistics = Drawn(drawn.unfiltered, rollouts.group, rollouts.num_groups, tokens)
         return estimate_advantages(
-            estimator,
+            self._trainer.args.advantage_estimator,
             rollouts.rewards,
             rollouts.group,
             rollouts.num_groups,
-            scored.loss_tokens,
+            drawn.loss_tokens,
             self._trainer.scale_rewards,
             statistics,
-            scored.row_weights,
+            drawn.row_weights,
         )
 
     def _packed_logprobs(self, rows: TokenRows, layout: Layout) -> Callable:
@@ -332,26 +318,6 @@ class Engine:
             return logps, None, None
 
         return logprobs
-
-    def complete_logprobs(self, rows: TokenRows, layout: Layout):
-        """
-        Enter the log-probabilities of rows under the policy that has just sampled them, where there are none yet. The rows
-        are `layout.rows_of(process_index)`, in that order, and computed in the micro-batches of the layout.
-        """
-        trainer, ids, mask = self._trainer, [], []
-        for tokens, side in ((rows.prompt_ids, "left"), (rows.completion_ids, "right")):
-            texts = [torch.tensor(row) for row in tokens]
-            ids.append(pad(texts, trainer._tokenizer.pad_token_id, side, trainer.pad_to_multiple_of))
-            mask.append(pad([torch.ones_like(text) for text in texts], 0, side, trainer.pad_to_multiple_of))
-        width, device = ids[1].size(1), trainer.accelerator.device
-        whole_ids, whole_mask = (torch.cat(halves, dim=1).to(device) for halves in (ids, mask))
-        with torch.no_grad():
-            logps, _, _ = self._packed_logprobs(rows, layout)(trainer.model, whole_ids, whole_mask, width)
-        found = [row[: len(tokens)] for row, tokens in zip(logps.tolist(), rows.completion_ids, strict=True)]
-        known = rows.logprobs or [[None]] * len(found)
-        rows.logprobs = [
-            new if old[0] is None or math.isnan(old[0]) else old for new, old in zip(found, known, strict=True)
-        ]
 
     # ---- Update ----
 
@@ -487,15 +453,3 @@ def _filled(table: dict[str, Any], scored: Scored) -> dict[str, Any]:
     for name in sorted(set(gather_object(list(scored.extra)))):
         table["extra"][name].extend(scored.gathered(scored.extra.get(name, [None] * len(scored.inputs))))
     return table
-
-
-def _insert_logprobs(logps: torch.Tensor, rows: TokenRows, older: np.ndarray):
-    """
-    Let rows of an earlier policy keep the finite log-probabilities they were sampled with; `logps` has shape `(n_local, C)`.
-    """
-    known_logprobs = rows.logprobs or []  # given, where rows of an earlier policy are
-    for row in np.flatnonzero(older):
-        values = [math.nan if value is None else value for value in known_logprobs[row]]
-        sampled = torch.tensor(values, dtype=logps.dtype, device=logps.device)
-        known = sampled.isfinite()
-        logps[row, : len(sampled)][known] = sampled[known]

@@ -10,7 +10,6 @@ from accelerate import Accelerator
 from .arrays import Groups
 from .engine import Engine
 from .instruct.online import OnlineInstruction
-from .memory.buffer import LiveBuffer, Pool
 from .memory.calibration import Calibration
 from .memory.state import PromptState
 from .pack.batch import GenerationBatch, filler_inputs
@@ -27,7 +26,7 @@ from .record.safeguards import VoteHistory
 from .rollout.controllers import RolloutController, ask_keep
 from .rollout.rounds import Rounds
 from .seeding import keyed_rng
-from .select.selectors import Selector, choose_groups, quota, ramped_ratio
+from .select.selectors import Selector, choose_groups, quota
 
 
 @dataclass(eq=False)
@@ -49,7 +48,6 @@ class GenerationStep:
     def __post_init__(self):
         self.generation = 0  # generation batches so far
         self.batch: GenerationBatch | None = None  # the last one
-        self.buffer = LiveBuffer(self.geometry, self.args.surplus_max_age, self.accelerator)
         self.window = Window()  # the optimizer step under way
         self.dead, self.repeats, self.votes = DeadMonitor(), RepeatMonitor(), VoteHistory()
         self.labels = Calibration()  # majority labels, where gold answers tell
@@ -66,7 +64,6 @@ class GenerationStep:
     def replace_passes(self, passes: Passes):
         """Plan over another training set from the next batch on; groups that waited for an update are of the last one."""
         self.passes = self.rounds.passes = passes
-        self.buffer.clear()
 
     @property
     def _made(self) -> GenerationBatch:
@@ -108,35 +105,29 @@ class GenerationStep:
         drawn = None
         with timed("rollout"):
             if plan.num_prompts:
-                k = self._quota(plan.num_prompts)
-                drawn = self.rounds.draw(plan, engine, self.generation, k, waiting=len(self.buffer))
+                wanted = quota(self.args.selection_ratio, plan.num_prompts)
+                drawn = self.rounds.draw(plan, engine, self.generation, wanted)
         self.ledger.visits_skipped += len(plan.skipped)
         if drawn is None:
             return self._nothing(plan, engine)
         with timed("selection"):
             groups = self._remember(drawn)
-            pool = self.buffer.pool(drawn, groups, self.generation)
-            chosen = self._select(pool, plan.num_prompts)
-            weights = ask_keep(self.controller, pool.scored.rollouts, self._rng("keep"))
-            rows = np.flatnonzero(chosen[pool.scored.rollouts.group] & (weights > 0))
+            chosen = self._select(drawn, groups, wanted)
+            weights = ask_keep(self.controller, drawn.rollouts, self._rng("keep"))
+            rows = np.flatnonzero(chosen[drawn.rollouts.group] & (weights > 0))
         with timed("logprob"):
-            batch, passes = self._pack(drawn, pool, rows, weights, engine)
-            self._wait(pool, chosen, drawn, engine)
+            batch = self._pack(drawn, rows, weights, engine)
         with timed("selection"):
-            batch_rows, candidates = self.args.generation_batch_size, pool.scored.rollouts
-            account(self.ledger, drawn.rollouts, groups, candidates, rows, batch_rows, passes)
-            self._log(plan, groups, pool, chosen, batch, engine)
-            self._record(plan, engine, drawn, groups, chosen[len(pool) - len(groups) :])
+            batch_rows, passes = self.args.generation_batch_size, engine.logprob_passes
+            account(self.ledger, drawn.rollouts, groups, rows, batch_rows, passes)
+            if self.controller.draws_prompts:
+                self.ledger.surplus_dropped += int((groups.alive & ~chosen).sum())
+            self._log(plan, groups, chosen, batch, engine)
+            self._record(plan, engine, drawn, groups, chosen)
         return batch
 
     def _rng(self, purpose: str) -> np.random.Generator:
         return keyed_rng(self.args.seed, self.generation, purpose)
-
-    def _quota(self, num_prompts: int) -> int:
-        """K, the number of groups that the update of this batch wants."""
-        args = self.args
-        ratio = ramped_ratio(args.selection_ratio, self.generation, args.selection_warmup, args.selection_ramp)
-        return quota(ratio, num_prompts)
 
     def _remember(self, drawn: Scored) -> Groups:
         """Score the groups and remember their prompts."""
@@ -159,49 +150,35 @@ class GenerationStep:
         self.labels.see(*drawn.evidence.T)
         return confidence
 
-    def _select(self, pool: Pool, num_prompts: int) -> np.ndarray:
-        """Whether each group is trained on, shape `(P,)`."""
+    def _select(self, drawn: Scored, groups: Groups, wanted: int) -> np.ndarray:
+        """Whether each group is trained on, shape `(P,)`; the update wants K = `wanted` of them."""
         return choose_groups(
             self.selector,
-            pool.groups,
-            np.bincount(pool.scored.rollouts.group, pool.scored.loss_tokens, minlength=len(pool)),
-            self._quota(num_prompts),
+            groups,
+            np.bincount(drawn.rollouts.group, drawn.loss_tokens, minlength=len(groups)),
+            wanted,
             self.controller.draws_prompts,
             partial(self._rng, "selection"),
         )
 
-    def _pack(
-        self, fresh: Scored, pool: Pool, rows: np.ndarray, weights: np.ndarray, engine: Engine
-    ) -> tuple[GenerationBatch, int]:
-        """
-        Decide where each chosen row is computed, bring it there, and let TRL build its tensors. Also returns the forward
-        passes that each row took for log-probabilities.
-        """
-        scored, rank = pool.scored, self.accelerator.process_index
-        lengths = scored.rollouts.prompt_tokens[rows], scored.rollouts.completion_tokens[rows]
-        reference, layout = self._arrange(fresh, scored, rows, weights[rows], lengths)
-        local_rows, tensors, older = layout.rows_of(rank), {}, None
+    def _pack(self, drawn: Scored, rows: np.ndarray, weights: np.ndarray, engine: Engine) -> GenerationBatch:
+        """Decide where each chosen row is computed, bring it there, and let TRL build its tensors."""
+        rank = self.accelerator.process_index
+        lengths = drawn.rollouts.prompt_tokens[rows], drawn.rollouts.completion_tokens[rows]
+        reference, layout = self._arrange(drawn, rows, weights[rows], lengths)
+        local_rows, tensors = layout.rows_of(rank), {}
         if len(rows):
-            mine = exchange(scored, rows, layout, self.accelerator)
-            is_older = pool.row_generation[rows] < self.generation
-            if is_older.any():  # all processes make the same forward passes, whoever has these rows
-                older = is_older[local_rows]
+            mine = exchange(drawn, rows, layout, self.accelerator)
             micro_batches = layout if self.args.packing else None
-            tensors = engine.tensors(mine, fresh, scored, rows[local_rows], older, micro_batches)
+            tensors = engine.tensors(mine, drawn, rows[local_rows], micro_batches)
         else:  # TRL still logs the rewards of the batch, for which it wants one row
             one = np.zeros(1, dtype=np.int64)
-            engine.tensors(fresh.local.take(one), fresh, scored, one)
-        loss_tokens = scored.loss_tokens[rows]
-        batch = GenerationBatch(tensors, local_rows, *lengths, loss_tokens, layout, reference, self.args.packing)
-        return batch, engine.logprob_passes(older is not None)
+            engine.tensors(drawn.local.take(one), drawn, one)
+        loss_tokens = drawn.loss_tokens[rows]
+        return GenerationBatch(tensors, local_rows, *lengths, loss_tokens, layout, reference, self.args.packing)
 
     def _arrange(
-        self,
-        fresh: Scored,
-        scored: Scored,
-        rows: np.ndarray,
-        weights: np.ndarray,
-        lengths: tuple[np.ndarray, np.ndarray],
+        self, scored: Scored, rows: np.ndarray, weights: np.ndarray, lengths: tuple[np.ndarray, np.ndarray]
     ) -> tuple[Reference, Layout]:
         """What each chosen row weighs in the update, and in which micro-batch it is computed."""
         geometry, args = self.geometry, self.args
@@ -212,7 +189,7 @@ class GenerationStep:
             if over_all:  # prompts that were skipped count as dead groups
                 reference = reference.stretched(args.generation_batch_size / scored.rollouts.num_rows)
         elif over_all:
-            mean_tokens = float(fresh.loss_tokens.mean()) if fresh.mean_tokens is None else fresh.mean_tokens
+            mean_tokens = float(scored.loss_tokens.mean()) if scored.mean_tokens is None else scored.mean_tokens
             reference = full_reference(weights, args.generation_batch_size, mean_tokens, geometry, self._rng("steps"))
         else:
             reference = even_reference(scored.loss_tokens[rows], weights, geometry, self._rng("steps"))
@@ -221,15 +198,6 @@ class GenerationStep:
         if slot is not None and scored.order is not None and whole:
             return reference, trl_layout(slot, scored.owner, scored.order, geometry)
         return reference, unpacked(reference.chunk, geometry)
-
-    def _wait(self, pool: Pool, chosen: np.ndarray, drawn: Scored, engine: Engine):
-        """Let live groups that were not chosen wait for the next update, if prompts were drawn until there were enough."""
-        if self.controller.draws_prompts:
-            complete = engine.complete_logprobs if drawn.local.logprobs is None else None
-            waiting = pool.groups.alive & ~chosen
-            tokens, dropped = self.buffer.keep(pool, waiting, self.generation, complete)
-            self.ledger.logprob_tokens += tokens
-            self.ledger.surplus_dropped += dropped
 
     def _nothing(self, plan: Plan, engine: Engine) -> GenerationBatch:
         """A batch of which pruning, or the controller, has left nothing."""
@@ -240,30 +208,18 @@ class GenerationStep:
         layout = Layout([None] * self.args.steps_per_generation)
         return GenerationBatch({}, none, none, none, none, layout, Reference(none, zeros, zeros, 0.0, zeros))
 
-    def _log(
-        self,
-        plan: Plan,
-        groups: Groups,
-        pool: Pool,
-        chosen: np.ndarray,
-        batch: GenerationBatch,
-        engine: Engine,
-    ):
-        fresh = chosen[len(pool) - len(groups) :]
-        metrics = batch_metrics(groups, fresh, self.state, plan.pass_index) | self.passes.metrics()
+    def _log(self, plan: Plan, groups: Groups, chosen: np.ndarray, batch: GenerationBatch, engine: Engine):
+        metrics = batch_metrics(groups, chosen, self.state, plan.pass_index) | self.passes.metrics()
         metrics |= self.state.foresight.metrics() | self.state.gate.metrics()
         if self.instruction is not None:
             metrics |= self.instruction.metrics()
-        metrics["repeated_share"] = self.repeats.update(pool.groups.prompt_ids[chosen])
+        metrics["repeated_share"] = self.repeats.update(groups.prompt_ids[chosen])
         lengths = batch.prompt_tokens, batch.completion_tokens
         real, computed = padding_efficiency(batch.layout, *lengths, self.accelerator.process_index)
         if computed:
             metrics["padding_efficiency"] = real / computed
         if self.controller.draws_prompts:
-            metrics |= self.buffer.metrics() | {
-                "surplus_trained": int(chosen.sum()) - int(fresh.sum()),
-                "surplus_dropped": self.ledger.surplus_dropped,
-            }
+            metrics["surplus_dropped"] = self.ledger.surplus_dropped
         for name, value in metrics.items():
             engine.metrics[f"lze/{name}"].append(float(value))
 
@@ -306,19 +262,17 @@ class GenerationStep:
 
     def state_dict(self) -> dict[str, Any]:
         """Counters, and whether rows are saved apart, see [`row_parts`]."""
-        return {"generation": self.generation, "in_use": self._in_use, "waiting": len(self.buffer)}
+        return {"generation": self.generation, "in_use": self._in_use}
 
     def load_state_dict(self, state: dict[str, Any]):
         """Continue from a checkpoint, without the rows: forget what an interrupted training had begun."""
         self.generation, self._in_use = state["generation"], state["in_use"]
         self.batch, self._made_at = None, -1
-        self.buffer.clear()
         self.window.reset()
 
-    def row_parts(self, waiting: int) -> dict[str, Any]:
-        """Parts with rows of this process that are in use, none after most batches; `waiting` groups are in the buffer."""
-        rows = {"rows": BatchRows(self)} if self._in_use else {}
-        return rows | ({"buffer": self.buffer} if waiting else {})
+    def row_parts(self) -> dict[str, Any]:
+        """Parts with rows of this process that are in use, none after most batches."""
+        return {"rows": BatchRows(self)} if self._in_use else {}
 
 
 @dataclass

@@ -5,6 +5,18 @@ from typing import Any
 from .names import near
 
 
+REMOVED: dict[str, str] = {
+    "selection_warmup": "Leave it out: every group is eligible at a `selection_ratio` of 1.0.",
+    "selection_ramp": "Leave it out, and set `selection_ratio` alone.",
+    **dict.fromkeys(
+        ("rollout_budget", "allocation_temperature", "min_rollouts", "max_rollouts", "young_rollouts"),
+        "Leave it out: `controller: allocation` is gone, since its rows differed from uniform sampling by no more than the seeds.",
+    ),
+    "surplus_max_age": "Leave it out: live groups that an update has no room for are dropped and counted.",
+    "micro_step_cost": "Leave it out: it follows from how weights are sharded. `max_tokens_per_micro_batch` bounds micro-batches.",
+}
+"""Settings of earlier versions, and what to write instead."""
+
 DEFAULT = "exact"
 """What a configuration that names no strategy has."""
 
@@ -27,7 +39,6 @@ BASE: dict[str, Any] = {
     "controller": "uniform",
     "round_size": 8,
     "max_rounds": 4,
-    "surplus_max_age": 1,
     "scale_rewards": "group",
 }
 """What a strategy has unless it says otherwise: the published method."""
@@ -45,8 +56,8 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "random": {"selector": "random", "pruning": "none"},
     # the 40 % of the groups with the highest outcome variance
     "variance": {"selector": "variance", "pruning": "none"},
-    # further prompts until the batch is full of live groups, no surplus is kept
-    "dapo": _LIVE_GROUPS | {"pruning": "none", "controller": "dynamic", "max_rounds": 10, "surplus_max_age": 0},
+    # further prompts until the batch is full of live groups
+    "dapo": _LIVE_GROUPS | {"pruning": "none", "controller": "dynamic", "max_rounds": 10},
     # rounds of 8 until a prompt has 2 passes and 2 fails, 4 kept
     "reinforce_ada": _EVERY_GROUP | _BALANCED,
     # rounds of 8 until a prompt has a pass, 4 kept
@@ -59,8 +70,6 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "lze_reinforce_ada": _BALANCED,
     # further prompts until 40 % of the groups are alive
     "lze_dynamic": {"controller": "dynamic"},
-    # `lze`, with more rollouts where more energy is expected
-    "lze_allocation": {"controller": "allocation"},
 }
 """Fields of [`LZEGRPOConfig`] by the name of a strategy; the others are those of `BASE`."""
 

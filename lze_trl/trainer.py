@@ -220,7 +220,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         writes = make_instruction(args, instruction, dataset, self.prompt_state, self.accelerator)
         prompts = dataset if writes is None else writes.pool
         self.passes = make_passes(args, self.accelerator, prompts, self.prompt_state, planner, controller, pruning)
-        self.ledger = Ledger(iterations=self.num_iterations, logprob_passes=Engine(self).logprob_passes())
+        self.ledger = Ledger(iterations=self.num_iterations, logprob_passes=Engine(self).logprob_passes)
         described = {
             "selector": args.selector if type(selector) is type(args.make_selector()) else type(selector).__name__,
             "num_processes": self.accelerator.num_processes,
@@ -541,7 +541,7 @@ class LZEGRPOTrainer(GRPOTrainer):
             if self.args.should_save:  # one that is there already is incomplete from here on
                 Path(directory, TRAINER_STATE_NAME).unlink(missing_ok=True)
             self.accelerator.wait_for_everyone()
-            if parts := self._own_step.row_parts(len(self._own_step.buffer)):
+            if parts := self._own_step.row_parts():
                 store.save_parts(directory, f"{store.ROWS_NAME}_{self.accelerator.process_index}", parts, {})
             self.flush_telemetry()  # a resumed run does not record it again
             if self.args.should_save:
@@ -563,15 +563,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         if self.is_world_process_zero():
             compatibility.warn_of_changes(meta["settings"], self._described["settings"])
             compatibility.warn_of_schedule(checkpoint, self.args, self.state.max_steps)
-        waiting, processes = meta["parts"]["batches"]["waiting"], self.accelerator.num_processes
-        if waiting and meta["num_processes"] != processes:
-            self.ledger.surplus_dropped += waiting
-            logger.warning(
-                "%d surplus groups of the checkpoint are dropped: they lie with %d processes, and this run has %d.",
-                *(waiting, meta["num_processes"], processes),
-            )
-            waiting = 0
-        if rows := self._own_step.row_parts(waiting):
+        if rows := self._own_step.row_parts():
             store.load_parts(checkpoint, f"{store.ROWS_NAME}_{self.accelerator.process_index}", rows)
         # Micro-steps are counted from the beginning of a generation batch, however many this run makes of one
         Engine(self).continue_from(meta["micro_step"] if meta["mid_batch"] else 0)

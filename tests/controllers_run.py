@@ -27,7 +27,6 @@ CONTROLLERS = {
     "reinforce_ada_positive": {"round_size": 2, "max_rounds": 3},
     "reinforce_ada_balanced": {"round_size": 4, "max_rounds": 3},
     "dynamic": {"max_rounds": 2},
-    "allocation": {"rollout_budget": 26, "max_rollouts": 8, "young_rollouts": 4},
     "gate": {"num_generations": 3, "kept_completions": 2},
 }
 """Settings of every controller for batches of 6 prompts; their numbers divide evenly over two processes."""
@@ -81,22 +80,15 @@ class WatchedTrainer(LZEGRPOTrainer):
             )
         return output
 
-    def _select(self, pool, num_prompts):
-        chosen = self._choose(pool, num_prompts)
-        fresh = len(
-            {prompt for entry in self.rounds_of(self.generation_step.generation) for prompt, _ in entry["rows"]}
-        )
-        surplus = len(pool) - fresh  # they come first
+    def _select(self, drawn, groups, wanted):
+        chosen = self._choose(drawn, groups, wanted)
+        first, *_ = self.rounds_of(self.generation_step.generation)
         self.batches.append(
             {
                 "generation": self.generation_step.generation,
-                "prompts": num_prompts,
-                "groups": fresh,
-                "chosen": [
-                    [self.prompts[prompt_id], index < surplus]
-                    for index, prompt_id in enumerate(pool.groups.prompt_ids.tolist())
-                    if chosen[index]
-                ],
+                "prompts": len({prompt for prompt, _ in first["rows"]}),
+                "groups": len(groups),
+                "chosen": [self.prompts[prompt_id] for prompt_id in groups.prompt_ids[chosen].tolist()],
             }
         )
         return chosen

@@ -189,7 +189,7 @@ def test_plain_trl_by_hand(files, tmp_path):
     ("strategy", "changes"),
     [
         *((name, {}) for name in [name for name in STRATEGIES if name != BASELINE][::3]),
-        ("dapo", {"surplus_max_age": 1, "selection_ratio": 0.3}),
+        ("dapo", {"selection_ratio": 0.3}),
     ],
 )
 def test_meter_and_ledger_agree(files, tmp_path, strategy, changes):

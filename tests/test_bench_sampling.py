@@ -14,7 +14,7 @@ from benchmarks.settings import BenchError
 from lze_trl import LZEGRPOConfig
 from lze_trl.job import demo
 from lze_trl.record.ledger import Ledger
-from lze_trl.rollout.controllers import Allocation, DynamicSampling, ReinforceAda, UniformController
+from lze_trl.rollout.controllers import DynamicSampling, ReinforceAda, UniformController
 
 
 UNTRAINED = demo.WarmStart(steps=2, batch_size=8, hidden_size=16, intermediate_size=32, num_layers=1)
@@ -52,7 +52,6 @@ def test_every_strategy_rolls_out_32_prompts_for_one_optimizer_step(strategy, tm
         "uniform, G = 8": UniformController(8),
         "Reinforce-Ada, balanced": ReinforceAda("balanced", round_size=8, max_rounds=4, kept=4),
         "Reinforce-Ada, positive": ReinforceAda("positive", round_size=8, max_rounds=4, kept=4),
-        "allocation, 4 on average": Allocation(128, 32, maximum=16, young=8),
         "dynamic, G = 4": DynamicSampling(4, max_rounds=4, num_prompts=32),
     }
     assert args.make_controller() == expected[strategy]
@@ -66,10 +65,10 @@ def test_result_files_are_those_of_their_settings(monkeypatch):
         for tokens in (10, 20)
         for inputs in ("x", "y")
     ]
-    assert len(set(names)) == len(names) == 48
-    run = SamplingRun("allocation, 4 on average", 1, 10, "x")
-    assert run.name.startswith("allocation-4-on-average-seed1-")
-    monkeypatch.setitem(STRATEGIES, run.strategy, STRATEGIES[run.strategy] | {"young_rollouts": 9})
+    assert len(set(names)) == len(names) == 40
+    run = SamplingRun("Reinforce-Ada, balanced", 1, 10, "x")
+    assert run.name.startswith("Reinforce-Ada-balanced-seed1-")
+    monkeypatch.setitem(STRATEGIES, run.strategy, STRATEGIES[run.strategy] | {"max_rounds": 9})
     assert run.name not in names
 
 

@@ -1,7 +1,7 @@
 """Rollout controllers: exits, kept rows and budgets worked out by hand, and what holds for any rewards."""
 
 import math
-from dataclasses import fields, replace
+from dataclasses import replace
 from fractions import Fraction
 from itertools import permutations
 
@@ -13,9 +13,7 @@ from hypothesis import strategies as st
 import tiny
 from lze_trl.arrays import Prompts, Rollouts
 from lze_trl.config import CONTROLLERS
-from lze_trl.rollout.allocation import expected_energy, largest_remainders, softmax_shares
 from lze_trl.rollout.controllers import (
-    Allocation,
     DynamicSampling,
     Gate,
     ReinforceAda,
@@ -26,6 +24,7 @@ from lze_trl.rollout.controllers import (
     ask_more,
     stratified,
 )
+from lze_trl.rollout.worth import expected_energy
 from lze_trl.seeding import keyed_rng
 from lze_trl.select.advantages import group_advantages
 from samples import NAN, rollouts
@@ -186,7 +185,7 @@ def test_kept_rows(exit, outcomes, n, kept):
 )
 def test_weights_of_rows_that_stand_for_others(outcomes, n, weights):
     controllers = UniformController(8, kept=n), DynamicSampling(8, 2, 1, kept=n)
-    for controller in (*controllers, Allocation(8, 1, maximum=8, kept=n)):
+    for controller in controllers:
         given = ask_keep(controller, rollouts({0: outcomes}), keyed_rng(0, 0, "keep"))
         np.testing.assert_allclose(given, weights, rtol=1e-15)
 
@@ -359,7 +358,7 @@ def test_refill_ends(lives, num_prompts, k, max_rounds):
     assert drawn.num_groups <= num_prompts * len(counts)
 
 
-# ---- Allocation ----
+# ---- Expected energy ----
 
 
 def test_expected_energy():
@@ -368,125 +367,6 @@ def test_expected_energy():
     # m = 1/10, n = 8, D = 1:  a = 1, b = 9:    E[p(1−p)] = 9/(10·11)       = 9/110, times 4 = 18/55
     prompts = fresh(3, pass_rates=[0.5, 0.75, 0.1], strength=[0.0, 2.0, 8.0], difficulty=[1.0, 0.5, 1.0])
     np.testing.assert_allclose(expected_energy(prompts), [2 / 3, 3 / 10, 18 / 55], rtol=1e-14)
-
-
-@pytest.mark.parametrize(
-    ("minimum", "maximum", "shares"),
-    [
-        (1, 14, [2, 4, 8]),  # 14 in proportion to 1 : 2 : 4
-        (3, 14, [3, 11 / 3, 22 / 3]),  # the other two share 11
-        (1, 7, [7 / 3, 14 / 3, 7]),  # the other two share 7
-        (3, 7, [3, 4, 7]),
-        (3, 6, [3, 5, 6]),  # 8 are left beside the largest: 8/3 would be too few
-        (14 / 3, 9, [14 / 3, 14 / 3, 14 / 3]),
-    ],
-)
-def test_shares_within_bounds(minimum, maximum, shares):
-    np.testing.assert_allclose(softmax_shares(np.arange(3.0), OCTAVE, 14, minimum, maximum), shares, rtol=1e-12)
-
-
-def test_a_very_low_temperature_fills_one_prompt_after_the_other():
-    # e^−800 is 0: of what the best cannot take, the second best still takes all
-    assert softmax_shares(np.array([0.0, 1.0, 0.2]), 1e-3, 18, 2, 10).tolist() == [2.0, 10.0, 6.0]
-
-
-@pytest.mark.parametrize(
-    ("shares", "total", "counts"),
-    [
-        ([1.2, 1.7, 1.1], 4, [1, 2, 1]),
-        ([2.5, 2.5, 3.0], 8, [3, 2, 3]),  # a tie goes to the lower index
-        ([1 / 3, 4 / 3, 7 / 3], 4, [1, 1, 2]),  # a tie whatever its last bit
-        ([2.9999999999999996, 4.0], 7, [3, 4]),
-        ([], 0, []),
-    ],
-    ids=str,
-)
-def test_largest_remainders(shares, total, counts):
-    assert largest_remainders(np.array(shares), total).tolist() == counts
-
-
-def test_a_budget_is_shared_out():
-    # P = 5, G = 4. Prompts 1 and 3 are young: 20 · 2/5 = 8, four each. The others have m = 1/2 and n = 2, so a score
-    # of 4/5·D = 0.2, 0.8, 0.4. At τ = 0.2/log 2 they weigh 2 : 16 : 4, and share 12: 12/11, 96/11, 24/11
-    # Bounded to 2, 8, 24/11 these are 134/11 > 12 in sum: the lowest stays at 2, the others share 10 as 16 : 4
-    prompts = fresh(
-        5,
-        rollouts=[50, 49, 80, 0, 65535],
-        pass_rates=[0.5, 0.9, 0.5, 0.5, 0.5],
-        strength=[2.0, 49.0, 2.0, 0.0, 2.0],
-        difficulty=[0.25, 1.0, 1.0, 1.0, 0.5],
-    )
-    controller = Allocation(budget=20, num_prompts=5, temperature=0.2 * OCTAVE, minimum=2, maximum=8, young=50)
-    drawn = batch([], 5)
-    assert ask(controller, 0, prompts, drawn, keyed_rng(0, 0, "rollouts")).tolist() == [2, 4, 8, 4, 2]
-    assert ask(controller, 1, prompts, drawn, keyed_rng(0, 1, "rollouts")).tolist() == [0] * 5
-
-
-def test_young_prompts_share_alike():
-    assert play(Allocation(22, 5, maximum=16), [[0]] * 5)[0] == [[5, 5, 4, 4, 4]]
-
-
-def test_a_smaller_batch_has_a_smaller_budget():
-    controller = Allocation(budget=22, num_prompts=5, maximum=16)
-    assert play(controller, [[0]] * 3)[0] == [[5, 4, 4]]  # 22 · 3/5 = 13.2
-    assert play(controller, [[0]])[0] == [[4]]
-    assert ask(controller, 0, fresh(0), batch([], 0), keyed_rng(0, 0, "rollouts")).tolist() == []
-
-
-@st.composite
-def allocations(draw) -> tuple[Allocation, Prompts]:
-    num_prompts, count = draw(st.integers(1, 9)), draw(st.integers(1, 9))
-    minimum = draw(st.integers(2, 5))
-    maximum = draw(st.integers(minimum, 20))
-    budget = draw(st.integers(num_prompts * minimum, num_prompts * maximum))
-    temperature = draw(st.sampled_from([1e-3, 0.1, 0.2, 0.3, 1.0, 100.0]))
-
-    def column(values):
-        return draw(st.lists(values, min_size=count, max_size=count))
-
-    prompts = fresh(
-        count,
-        rollouts=column(st.sampled_from([0, 49, 50, 65535])),
-        pass_rates=column(st.sampled_from([0.0, 0.01, 0.3, 0.5, 0.7, 0.99, 1.0])),
-        strength=column(st.sampled_from([0.0, 4.0, 17.5, 400.0])),
-        difficulty=column(st.sampled_from([0.05, 0.5, 0.8, 1.0])),
-    )
-    return Allocation(budget, num_prompts, temperature, minimum, maximum), prompts
-
-
-def allocate(controller: Allocation, prompts: Prompts) -> np.ndarray:
-    return ask(controller, 0, prompts, batch([], len(prompts)), keyed_rng(0, 0, "rollouts"))
-
-
-@given(allocations())
-def test_the_budget_is_kept_to_and_so_are_the_bounds(case):
-    controller, prompts = case
-    counts = allocate(controller, prompts)
-    budget = controller.budget * len(prompts) // controller.num_prompts
-    assert counts.sum() == budget
-    assert counts.min() >= controller.minimum
-    assert counts.max() <= controller.maximum
-    young = prompts.rollouts < 50
-    assert set(counts[young]) <= {budget // len(prompts), -(-budget // len(prompts))}
-    scores = expected_energy(prompts)
-    for i in np.flatnonzero(~young):
-        assert (counts[~young & (scores > scores[i] + 1e-6)] >= counts[i]).all()
-
-
-@given(allocations(), st.randoms(use_true_random=False))
-def test_the_order_of_the_prompts_does_not_matter_but_for_ties(case, random):
-    controller, prompts = case
-    order = np.array(random.sample(range(len(prompts)), len(prompts)))
-    shuffled = Prompts(**{field.name: getattr(prompts, field.name)[order] for field in fields(Prompts)})
-    counts, others = allocate(controller, prompts)[order], allocate(controller, shuffled)
-    assert np.abs(counts - others).max() <= 1
-    old = shuffled.rollouts >= 50
-    total = counts[old].sum()
-    scores = expected_energy(shuffled)[old]
-    shares = softmax_shares(scores, controller.temperature, total, controller.minimum, controller.maximum)
-    remainders = np.sort(np.mod(np.round(shares, 9), 1.0))
-    if (np.diff(remainders) > 1e-6).all():
-        np.testing.assert_array_equal(counts[old], others[old])
 
 
 # ---- Settings ----
@@ -505,23 +385,18 @@ def described(name, num_prompts=5, **given):
         ("reinforce_ada_positive", ReinforceAda("positive", 3, 5, 6)),
         ("reinforce_ada_balanced", ReinforceAda("balanced", 3, 5, 6)),
         ("dynamic", DynamicSampling(4, 5, 7, kept=6)),
-        ("allocation", Allocation(40, 7, 0.3, 3, 9, 60, kept=6)),
         ("gate", Gate(4, 0.1, 0.3, kept=6)),
     ],
 )
 def test_settings_reach_the_controller(name, controller):
-    given = {"num_prompts": 7, "round_size": 3, "max_rounds": 5, "kept_completions": 6, "rollout_budget": 40}
+    given = {"num_prompts": 7, "round_size": 3, "max_rounds": 5, "kept_completions": 6}
     given |= {"gate_explore": 0.1, "replay_ratio": 0.3}
-    given |= {"allocation_temperature": 0.3, "min_rollouts": 3, "max_rollouts": 9, "young_rollouts": 60}
     assert described(name, **given) == controller
 
 
 def test_what_is_left_open_follows_from_the_batch():
-    open_settings = {"kept_completions": None, "rollout_budget": None, "max_rollouts": None}
-    assert described("reinforce_ada_balanced", **open_settings).kept == 4
-    assert described("uniform", **open_settings).kept is None
-    allocation = described("allocation", **open_settings)
-    assert (allocation.budget, allocation.maximum, allocation.kept) == (20, 16, None)
+    assert described("reinforce_ada_balanced", kept_completions=None).kept == 4
+    assert described("uniform", kept_completions=None).kept is None
 
 
 def test_every_name_makes_a_controller():
@@ -531,7 +406,7 @@ def test_every_name_makes_a_controller():
 
 
 def test_settings_that_a_controller_does_not_use_are_not_checked():
-    unused = {"kept_completions": None, "allocation_temperature": -1.0, "rollout_budget": 0, "max_rounds": 0}
+    unused = {"kept_completions": None, "max_rounds": 0}
     assert described("uniform", **unused) == UniformController(4)
 
 
@@ -543,35 +418,16 @@ def test_settings_that_a_controller_does_not_use_are_not_checked():
         ("reinforce_ada_balanced", {"round_size": 3, "max_rounds": 1}, "at most .*: 3, got 4"),
         ("reinforce_ada_balanced", {"kept_completions": 5}, "`kept_completions` must be even .* got 5.* use 4 or 6"),
         ("reinforce_ada_positive", {"kept_completions": 1}, "at least 2, got 1. A group of one has no"),
-        *(
-            (name, {"kept_completions": 1}, "must be at least 2, got 1")
-            for name in ("uniform", "dynamic", "allocation", "gate")
-        ),
+        *((name, {"kept_completions": 1}, "must be at least 2, got 1") for name in ("uniform", "dynamic", "gate")),
         ("reinforce_ada_positive", {"round_size": 0}, "`round_size` must be at least 1, got 0"),
         ("reinforce_ada_balanced", {"max_rounds": 0}, "`max_rounds` must be at least 1, got 0"),
         ("dynamic", {"max_rounds": 0}, "`max_rounds` must be at least 1, got 0. Use 1 to draw no further prompts"),
-        ("allocation", {"allocation_temperature": 0.0}, "`allocation_temperature` must be greater than 0 .* got 0.0"),
-        ("allocation", {"allocation_temperature": -0.2}, "`allocation_temperature` must be greater .* got -0.2"),
-        ("allocation", {"allocation_temperature": NAN}, "`allocation_temperature` must be greater than 0 .* got nan"),
-        ("allocation", {"allocation_temperature": math.inf}, "`allocation_temperature` must be .* finite, got inf"),
-        ("allocation", {"min_rollouts": 1}, "`min_rollouts` must be at least 2, got 1. A group of one has no"),
-        ("allocation", {"min_rollouts": 4, "max_rollouts": 3}, "`max_rollouts` must be at least 4, got 3"),
-        ("allocation", {"rollout_budget": 9}, r"`rollout_budget` must be in \[10, 80\], .* 5 prompts .* got 9"),
-        ("allocation", {"rollout_budget": 81}, r"`rollout_budget` must be in \[10, 80\], .* got 81"),
     ],
     ids=lambda value: "" if isinstance(value, str) and " " in value else str(value),
 )
 def test_bad_settings_are_refused(name, given, message):
     with pytest.raises(ValueError, match=message):
         described(name, **given)
-
-
-@pytest.mark.parametrize(
-    "given", [{"rollout_budget": 10}, {"rollout_budget": 80}, {"min_rollouts": 4, "max_rollouts": 4}], ids=str
-)
-def test_an_allocation_at_its_bounds(given):
-    controller = described("allocation", **given)
-    assert allocate(controller, fresh(5)).tolist() == [controller.budget // 5] * 5
 
 
 def test_an_unknown_exit():

@@ -13,10 +13,9 @@ from case_runs import run_all
 from controllers_run import CONTROLLERS, passes
 from controllers_run import run as run_case
 from launches import on_processes
-from lze_trl.checkpoint import load
 from lze_trl.config import SELECTORS
 from lze_trl.record.reader import open_run
-from test_controllers_training import assert_laws, assert_table, drawn_groups, make, times
+from test_controllers_training import assert_laws, assert_table, drawn_groups, times
 
 
 SHAPE = {"rows": 12, "gradient_accumulation_steps": 2, "steps_per_generation": 2, "selection_ratio": 0.8}
@@ -55,15 +54,12 @@ def cases() -> dict[str, dict]:
 UNEVEN = {
     "reinforce_ada_balanced": {"round_size": 3, "max_rounds": 4},
     "reinforce_ada_positive": {"round_size": 1, "max_rounds": 7},
-    "allocation": {"rollout_budget": 27, "max_rollouts": 8, "young_rollouts": 4},
     "dynamic": {"max_rounds": 4, "num_generations": 3, "selection_ratio": 1.0},
 }
 
-# What waits is saved with either process
 SAVED = SETTINGS | {
     "controller": "dynamic",
     "selection_ratio": 0.5,
-    "surplus_max_age": 2,
     "max_steps": 5,
     "save_strategy": "steps",
     "save_steps": 2,
@@ -114,8 +110,6 @@ def test_rounds_that_do_not_divide(runs, controller):
     if controller == "dynamic":  # further prompts come in pairs of groups
         assert [len(given) % 2 for given in counts] == [0] * len(counts)
         assert len(counts) > 3
-    elif controller == "allocation":
-        assert {given.total() for given in counts} == {28}
     else:
         assert any(len(set(given.values())) == 2 for given in counts)
 
@@ -154,31 +148,12 @@ def test_the_table_and_the_telemetry_of_two_processes(runs):
         assert_table(table, record, step)
 
 
-def test_two_processes_resumed_with_surplus(runs):
+def test_two_processes_resumed(runs):
     for rank in range(2):
-        assert (runs / "whole-2" / "checkpoint-2" / f"lze_rows_{rank}.arrays").exists()
         whole, resumed = (records(runs, name, 2)[rank] for name in ("whole", "resumed"))
         assert 0 < len(resumed["batches"]) < len(whole["batches"])
-        assert any(surplus for _, surplus in resumed["batches"][0]["chosen"])
         for name in ("rounds", "batches", "micro_batches"):
             assert resumed[name] == whole[name][-len(resumed[name]) :]
         assert {**resumed["ledger"], **times(whole["ledger"])} == whole["ledger"]
     first, second = (torch.load(runs / f"{name}.2.pt") for name in ("whole", "resumed"))
     assert max(float((first[name] - second[name]).abs().max()) for name in first) < 1e-6
-
-
-def test_one_process_goes_on_without_the_surplus_of_two(runs, tmp_path, caplog):
-    settings = {name: value for name, value in SAVED.items() if name != "rows"}
-    trainer = make(tmp_path, model=str(runs / "model"), per_device_train_batch_size=12, **settings)
-    checkpoint = runs / "whole-2" / "checkpoint-2"
-    parts = load(checkpoint, "lze_state")[1]["parts"]
-    batches, ledger = parts["batches"], parts["ledger"]
-    trainer.train(resume_from_checkpoint=str(checkpoint))
-    assert trainer.state.global_step == 5
-    assert (
-        f"{batches['waiting']} surplus groups of the checkpoint are dropped: they lie with 2 processes" in caplog.text
-    )
-    assert trainer.rounds[0]["generation"] == 2
-    log = [entry for entry in trainer.state.log_history if "lze/surplus_dropped" in entry]
-    assert log[2]["lze/surplus_dropped"] >= ledger["surplus_dropped"] + batches["waiting"] > 0
-    assert log[2]["lze/surplus_trained"] == 0

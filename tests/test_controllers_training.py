@@ -59,10 +59,8 @@ def assert_laws(records: list[dict], controller: str, settings: dict):
         assert len({len(parts) for parts in own}) == 1
         # The rows trained on are the kept ones of the chosen groups, with advantages by all that was drawn
         expected = Counter()
-        for prompt, surplus in batch["chosen"]:
-            expected.update(
-                trained_on(prompt, groups[index - surplus][prompt], controller, settings.get("kept_completions", 4))
-            )
+        for prompt in batch["chosen"]:
+            expected.update(trained_on(prompt, groups[index][prompt], controller, settings.get("kept_completions", 4)))
         given = Counter(
             (prompt, tuple(completion), round(advantage, 4))
             for parts in own
@@ -123,14 +121,11 @@ def assert_rounds(rounds: list[dict], batch: dict, controller: str, settings: di
             assert set(given) <= set(outcomes or given)
             further = settings["num_generations"] - 1
             assert_counts(given, dict.fromkeys(given, further if outcomes else 1), processes)
-        elif controller != "allocation":
+        else:
             assert not set(given) & set(outcomes)
             assert_counts(given, dict.fromkeys(given, settings.get("num_generations", 4)), processes)
         for prompt, completion in entry["rows"]:
             outcomes.setdefault(prompt, []).append(passes(completion))
-    if controller == "allocation":
-        budget = settings["rollout_budget"] * batch["prompts"] // 6
-        assert given.total() == budget + budget % processes
     done = all(met(known, controller) for known in outcomes.values())
     if controller.startswith("reinforce_ada") and not done:
         assert len(rounds) == settings["max_rounds"]
@@ -157,10 +152,9 @@ def met(outcomes: list[float], controller: str) -> bool:
 
 def assert_metrics(log: dict, batch: dict, rounds: list[dict]):
     rows = [passes(completion) for entry in rounds for _, completion in entry["rows"]]
-    fresh = [prompt for prompt, surplus in batch["chosen"] if not surplus]
     assert log["lze/groups"] == batch["groups"]
     assert log["lze/groups"] * log["lze/group_size"] == pytest.approx(len(rows))
-    assert log["lze/groups"] * log["lze/selected_share"] == pytest.approx(len(fresh))
+    assert log["lze/groups"] * log["lze/selected_share"] == pytest.approx(len(batch["chosen"]))
     assert log["reward"] == pytest.approx(np.mean(rows), abs=1e-6)
     completions = [completion for entry in rounds for _, completion in entry["rows"]]
     lengths = np.array([len(completion) for completion in completions])
@@ -170,7 +164,6 @@ def assert_metrics(log: dict, batch: dict, rounds: list[dict]):
         for name in ("mean", "min", "max"):
             expected[f"{name}_{kind}length"] = getattr(np, name)(of_kind)
     assert {name: log[f"completions/{name}"] for name in expected} == pytest.approx(expected, abs=1e-5)
-    assert log.get("lze/surplus_trained", 0) == len(batch["chosen"]) - len(fresh)
 
 
 def make(directory, model=None, cls=FixedTrainer, rewards=quarter_reward, dataset=None, trainer=None, **settings):
@@ -318,37 +311,15 @@ def test_refill_until_enough_groups_are_live(tmp_path):
         tmp_path,
         cls=scripted(HALF_DEAD),
         controller="dynamic",
-        selection_ratio=1 / 3,
-        selection_warmup=1,
+        selection_ratio=2 / 3,
         shuffle_dataset=False,
         pruning="none",
     )
-    # K = 6 in the warm-up: of prompts 0 to 5 three are live, so 6 further ones are expected to give the other three
-    # K = 2 after it: of prompts 12 to 16 and 0 of the next pass four are live, two of which wait
-    # In the third batch the two that wait are enough: three of prompts 1 to 6 are live as well
-    assert history(trainer, "lze/groups") == [12, 6, 6]
-    assert [len(batch["chosen"]) for batch in trainer.batches] == [6, 2, 2]
-    assert [len(trainer.rounds_of(batch)) for batch in range(3)] == [2, 1, 1]
-
-
-def test_what_waits_is_not_drawn_again(tmp_path):
-    trainer = run(
-        tmp_path,
-        cls=scripted({prompt: [1, 0] if index < 6 else [0] for index, prompt in enumerate(ALL)}),
-        controller="dynamic",
-        selection_ratio=1 / 3,
-        shuffle_dataset=False,
-        pruning="none",
-    )
-    # K = 2 of 6 live prompts; 4 wait. Prompts 6 to 11 are dead, but two of the four are enough; the others get too old
-    # Of prompts 12 to 16 and 0, one is live: 6 more are expected to give another one
-    assert history(trainer, "lze/groups") == [6, 6, 12]
-    assert [[surplus for _, surplus in batch["chosen"]] for batch in trainer.batches] == [
-        [False, False],
-        [True, True],
-        [False, False],
-    ]
-    assert history(trainer, "lze/surplus_dropped") == [0, 2, 2]
+    # K = 4 of 6: three of prompts 0 to 5 are live, so 2 further ones are expected to give another one, and do. So it is with
+    # prompts 8 to 13. Of prompts 16 and 0 to 4 of the next pass, four are live
+    assert history(trainer, "lze/groups") == [8, 8, 6]
+    assert [len(batch["chosen"]) for batch in trainer.batches] == [4, 4, 4]
+    assert [len(trainer.rounds_of(batch)) for batch in range(3)] == [2, 2, 1]
 
 
 def test_refill_ends_with_the_data(tmp_path, caplog):
@@ -437,8 +408,7 @@ def test_a_server_gets_active_prompts_only(tmp_path, fake, controller):
             given[trainer._tokenizer.decode(body["prompt"])] += body["n"]
             sent += 1
         assert given == wanted
-        if controller != "allocation":  # its numbers have no common divisor
-            assert sent == len(wanted)
+        assert sent == len(wanted)
     assert requests == []
     assert fake.loads == 2  # once an update, not once a round
     if controller.startswith("reinforce_ada"):
@@ -548,7 +518,6 @@ def test_an_own_controller_with_an_own_selector(tmp_path):
         shuffle_dataset=False,
         max_steps=1,
         trainer={"controller": Doubtful(), "selector": selector},
-        surplus_max_age=0,
     )
     assert [[prompt for prompt, _ in entry["rows"]] for entry in trainer.rounds] == [
         [ALL[0]] * 2 + [ALL[2]] * 2 + [ALL[4]] * 2,
@@ -595,7 +564,7 @@ BAD_CONTROLLERS = {
 def test_a_controller_that_answers_wrongly(tmp_path, name):
     answers, message = BAD_CONTROLLERS[name]
     with pytest.raises(ValueError, match=message):
-        run(tmp_path, trainer={"controller": answering(**answers)}, surplus_max_age=0)
+        run(tmp_path, trainer={"controller": answering(**answers)})
 
 
 def test_a_controller_that_asks_for_nothing(tmp_path):
@@ -885,7 +854,6 @@ def test_unscored_completions_and_async_rewards(tmp_path, controller):
         controller=controller,
         selector="all",
         selection_ratio=1.0,
-        surplus_max_age=0,
         scale_rewards="none",
         **CONTROLLERS[controller] | ({"kept_completions": None} if controller == "gate" else {}),
     )
@@ -963,7 +931,6 @@ def test_conversations_and_evaluation(tmp_path, controller):
 # ---- What is refused ----
 
 POSITIVE, BALANCED = ({"controller": f"reinforce_ada_{exit}"} for exit in ("positive", "balanced"))
-ALLOCATION = {"controller": "allocation"}
 # P = 6, G = 4
 BAD_CONFIGS = [
     (
@@ -981,18 +948,6 @@ BAD_CONFIGS = [
     (BALANCED | {"round_size": 0}, "`round_size` must be at least 1, got 0"),
     (BALANCED | {"max_rounds": 0}, "`max_rounds` must be at least 1, got 0"),
     ({"controller": "dynamic", "max_rounds": 0}, "`max_rounds` must be at least 1, got 0"),
-    (ALLOCATION | {"allocation_temperature": 0.0}, "`allocation_temperature` must be greater than 0 .* got 0"),
-    (ALLOCATION | {"allocation_temperature": -0.2}, "`allocation_temperature` must be greater than 0 .* got -0.2"),
-    (ALLOCATION | {"allocation_temperature": float("nan")}, "`allocation_temperature` must be greater .* got nan"),
-    (ALLOCATION | {"allocation_temperature": float("inf")}, "`allocation_temperature` must be .* finite, got inf"),
-    (ALLOCATION | {"rollout_budget": 11}, r"`rollout_budget` must be in \[12, 96\].* got 11"),
-    (ALLOCATION | {"rollout_budget": 97}, r"`rollout_budget` must be in \[12, 96\].* got 97"),
-    (ALLOCATION | {"min_rollouts": 5}, r"`rollout_budget` must be in \[30, 96\].* got 24"),
-    (ALLOCATION | {"max_rollouts": 3}, r"`rollout_budget` must be in \[12, 18\].* got 24"),
-    (ALLOCATION | {"min_rollouts": 1}, "`min_rollouts` must be at least 2, got 1"),
-    (ALLOCATION | {"min_rollouts": 4, "max_rollouts": 3}, "`max_rollouts` must be at least 4, got 3"),
-    (ALLOCATION | {"young_rollouts": -1}, "`young_rollouts` must be at least 0, got -1"),
-    ({"surplus_max_age": -1}, "`surplus_max_age` must be at least 0, got -1"),
     ({"controller": "reinforce"}, "`controller` must be one of .*'reinforce_ada_balanced'.* got 'reinforce'"),
     ({"pruning_policy": "hard"}, r"`pruning_policy` must be one of \['solved', 'greso'\], got 'hard'"),
     (GRESO | {"pruning": "none"}, "`pruning_policy='greso'` needs pruning, and `pruning='none'`"),

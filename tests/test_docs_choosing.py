@@ -177,7 +177,7 @@ def test_metrics_of_a_controller_that_draws_prompts_are_documented(tmp_path):
     )
     trainer.train()
     logged = {name for entry in trainer.state.log_history for name in entry if name.startswith("lze/")}
-    assert "lze/surplus" in logged
+    assert "lze/surplus_dropped" in logged
     assert logged <= set(
         re.findall(r"^(?:\||-) `(lze/\w+)`", (DOCS / "telemetry.md").read_text(encoding="utf-8"), re.M)
     )

@@ -12,8 +12,8 @@ from lze_trl.arrays import Prompts, Rollouts
 from lze_trl.memory.gate import FEATURES, Gate, features
 from lze_trl.memory.state import PromptState, StateSettings
 from lze_trl.rollout import controllers
-from lze_trl.rollout.allocation import best_yield, worth_beginning
 from lze_trl.rollout.controllers import ask
+from lze_trl.rollout.worth import best_yield, worth_beginning
 from samples import rollouts
 
 

@@ -73,7 +73,7 @@ def ledger_of(
     for lengths, chosen in batches:
         drawn = rollouts_of(lengths)
         groups = PromptState().visit(drawn)
-        account(ledger, drawn, groups, drawn, np.array(chosen, dtype=int), batch_rows, passes)
+        account(ledger, drawn, groups, np.array(chosen, dtype=int), batch_rows, passes)
     return ledger
 
 

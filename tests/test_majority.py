@@ -475,12 +475,11 @@ def test_an_evaluation_votes_by_its_own_groups(tmp_path):
     assert "eval_rewards/parity_reward/mean" in logged
 
 
-@pytest.mark.parametrize("controller", ["dynamic", "gate", "allocation", "reinforce_ada_balanced"])
+@pytest.mark.parametrize("controller", ["dynamic", "gate", "reinforce_ada_balanced"])
 def test_every_controller_trains_by_votes(tmp_path, controller):
     own = {
         "dynamic": {"max_rounds": 3},
         "gate": {},
-        "allocation": {"young_rollouts": 4},
         "reinforce_ada_balanced": {"round_size": 4, "max_rounds": 3, "kept_completions": 4},
     }[controller]
     trainer = make(

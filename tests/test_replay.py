@@ -151,15 +151,6 @@ def test_reading_in_pieces_changes_nothing(tmp_path, monkeypatch):
         assert replay(tmp_path, ["energy", "random"], gumbel_scale=0.3) == whole
 
 
-def test_warm_up_and_ramp_of_the_run_count(tmp_path):
-    # ρ = 1, then 0.8, 0.6, 0.4 over the ramp, then 0.4: 5, 4, 3, 2 and 2 groups
-    record_run(tmp_path, [BATCH] * 5, [set()] * 5, selection_warmup=1, selection_ramp=3)
-    random, energy = replay(tmp_path, ["random", "energy"]).choices[1:]
-    assert random.groups == 5 + 4 + 3 + 2 + 2
-    assert energy.groups == 3 + 3 + 3 + 2 + 2
-    assert replay(tmp_path, ["random"], selection_ratio=1.0).choices[1].groups == 25
-
-
 def test_groups_of_unequal_size_and_rows_that_are_not_kept(tmp_path):
     # Tokens: 2·5 + 1 + 2 = 13 of two rows; of 4 rows 20 + 3 + 4 + 5 + 6 = 38, of which 3 are kept: 3/4
     batch = {1: [1, 0], 2: [0, 0, 0, 1]}
@@ -168,32 +159,11 @@ def test_groups_of_unequal_size_and_rows_that_are_not_kept(tmp_path):
     result = replay(tmp_path / "kept", ["all"])
     assert result.choices[1].update_tokens == 13 + 28.5
     assert "At most 3 completions" in result.notes[0]
-    record_run(tmp_path / "uneven", [batch], [{1, 2}], controller="allocation")
+    record_run(tmp_path / "uneven", [batch], [{1, 2}], controller="gate")
     assert replay(tmp_path / "uneven", ["all"]).choices[1].update_tokens == 13 + 38
     # Unset, as the trainer records it
     record_run(tmp_path / "unset", [batch], [{1, 2}], **kept | {"kept_completions": "None", "num_generations": 3})
     assert replay(tmp_path / "unset", ["all"]).choices[1].update_tokens == 13 + 28.5
-
-
-@pytest.mark.parametrize(("max_age", "groups", "overlap"), [(1, 3, 1.0), (0, 3, 2 / 3)])
-def test_live_groups_wait_where_the_run_let_them(tmp_path, max_age, groups, overlap):
-    # K = 1 of P = 3. E: 2 beats 1; then 1, which has waited, beats 4; then 8, and 4 has waited too long; then nothing
-    batches = [
-        {1: [1, 1, 0, 0], 2: [1, 0, 0, 0], 3: [1, 1, 1, 1]},
-        {4: [1, 1, 1, 0], 5: [1, 1, 1, 1], 6: [0, 0, 0, 0]},
-        {7: [1, 1, 1, 1], 8: [1, 1, 0, 0]},
-        {9: [1, 1, 1, 1]},
-    ]
-    settings = {"controller": "dynamic", "generation_batch_size": 12, "num_generations": 4}
-    record_run(tmp_path, batches, [{2}, set(), {8}, set()], **settings, surplus_max_age=max_age)
-    result = replay(tmp_path, ["energy"])
-    energy = result.choices[1]
-    assert (energy.groups, energy.jaccard) == (groups, pytest.approx(overlap))
-    assert energy.live_share == 1.0
-    assert "wait for the next one" in result.notes[0]
-    if max_age == 1:
-        # Of two live groups, one: 1/2; of one live group, one
-        assert (energy.random_shared, energy.random_jaccard) == (0.75, pytest.approx(1.5 / 2.5))
 
 
 def test_a_batch_that_is_still_being_written_is_left_out(tmp_path):
@@ -406,7 +376,6 @@ def mostly_scored(completions, **kwargs):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"selection_warmup": 2, "selection_ramp": 3},
         {"selector": "variance", "pruning": "skip", "pruning_streak": 1},
         pytest.param({"selector": "midpoint", "num_iterations": 2}, marks=pytest.mark.slow),
         pytest.param({"selector": "random"}, marks=pytest.mark.slow),
@@ -415,8 +384,7 @@ def mostly_scored(completions, **kwargs):
         pytest.param({"num_generations": 5, "reward": mostly_scored}, marks=pytest.mark.slow),
         # Most groups have no completion that ends, and take no place of another
         {"selector": "random", "mask_truncated_completions": True},
-        pytest.param({"controller": "allocation", "young_rollouts": 4}, marks=pytest.mark.slow),
-        pytest.param({"controller": "dynamic", "surplus_max_age": 3, "selection_ratio": 0.2}, marks=pytest.mark.slow),
+        pytest.param({"controller": "dynamic", "selection_ratio": 0.2}, marks=pytest.mark.slow),
         pytest.param({"controller": "reinforce_ada_balanced", "round_size": 2}, marks=pytest.mark.slow),
     ],
     ids=lambda settings: "-".join(str(value) for value in settings.values() if isinstance(value, str)) or "ramp",

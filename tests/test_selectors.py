@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lze_trl.seeding import keyed_rng
-from lze_trl.select.selectors import EnergySelector, choose, make_selector, quota, ramped_ratio, top_k
+from lze_trl.select.selectors import EnergySelector, choose, make_selector, quota, top_k
 from samples import NAN, outcome_groups, scored
 
 
@@ -58,34 +58,6 @@ def test_quota_of_every_ratio_in_percent():
             if quota(float(ratio), num_groups) != k:
                 wrong[f"{ratio} of {num_groups}"] = (quota(float(ratio), num_groups), k)
     assert not wrong
-
-
-def test_ramp():
-    # Two batches of warm-up, then from 1 to 0.4 in three steps of 0.2
-    ratios = [ramped_ratio(0.4, batch, warmup=2, ramp=3) for batch in range(7)]
-    np.testing.assert_allclose(ratios, [1.0, 1.0, 0.8, 0.6, 0.4, 0.4, 0.4])
-
-
-def test_warmup_without_ramp():
-    assert [ramped_ratio(0.25, batch, warmup=2) for batch in range(4)] == [1.0, 1.0, 0.25, 0.25]
-
-
-def test_ramp_without_warmup():
-    np.testing.assert_allclose([ramped_ratio(0.5, batch, ramp=2) for batch in range(3)], [0.75, 0.5, 0.5])
-
-
-@given(st.floats(0.001, 1.0), st.integers(0, 5), st.integers(0, 5), st.integers(0, 20))
-def test_ramp_stays_in_range_and_ends_exactly_at_the_ratio(ratio, warmup, ramp, batch):
-    now = ramped_ratio(ratio, batch, warmup, ramp)
-    assert ratio <= now <= 1.0
-    assert now <= (1.0 if batch == 0 else ramped_ratio(ratio, batch - 1, warmup, ramp))
-    if batch >= warmup + ramp:
-        assert now == ratio
-
-
-def test_no_ramp_asks_for_the_same_groups_as_the_ratio():
-    # 0.1 · 15 = 1.5 is 2 groups; 1 + (0.1 − 1) is 0.09999999999999998, and would ask for 1
-    assert quota(ramped_ratio(0.1, 0), 15) == quota(0.1, 15) == 2
 
 
 # ---- Ranking ----

@@ -184,7 +184,6 @@ def known(rewards: torch.Tensor, group: np.ndarray) -> np.ndarray:
         ("gate", "graded"),
         ("gate", "format and correct"),
         ("dynamic", "reward model"),
-        ("allocation", "graded"),
     ],
 )
 def test_every_reward_trains_by_default(tmp_path, name, controller):

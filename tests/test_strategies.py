@@ -10,10 +10,10 @@ from trl import GRPOConfig, GRPOTrainer, TrlParser
 
 import tiny
 from lze_trl import LZEGRPOConfig, LZEGRPOTrainer
-from lze_trl.job.recipe import RecipeError, parse_recipe
+from lze_trl.job.recipe import RecipeError, check_recipe, parse_recipe
 from lze_trl.plan.planners import SolvedPlanner
 from lze_trl.replay.choosing import rules_of
-from lze_trl.strategies import DEFAULT, STRATEGIES, settings_of
+from lze_trl.strategies import DEFAULT, REMOVED, STRATEGIES, settings_of
 from test_laws import distance, moved, train
 
 
@@ -24,11 +24,10 @@ OTHERS = {
     "pruning": "skip",
     "packing": True,
     "loss_normalizer": "all",
-    "controller": "allocation",
+    "controller": "reinforce_ada_positive",
     "round_size": 6,
     "max_rounds": 3,
     "kept_completions": 2,
-    "surplus_max_age": 2,
     "pass_threshold": 0.2,
     "scale_rewards": "batch",
 }
@@ -195,3 +194,16 @@ def test_a_run_records_the_settings_and_goes_on_under_another_name(tmp_path, cap
     (changes,) = resumed(strategy="random")
     assert "`selector` was 'all' and is 'random'" in changes
     assert "strategy" not in changes
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_a_setting_of_an_earlier_version_says_what_to_write(tmp_path, name):
+    message = f"`{name}`.* is no setting any more. {REMOVED[name].split(':')[0]}"
+    with pytest.raises(ValueError, match=message):
+        LZEGRPOConfig(str(tmp_path), **{name: 1})
+    recipe = tmp_path / "old.yaml"
+    recipe.write_text(f"output_dir: {tmp_path}\n{name}: 1\n")
+    with pytest.raises(RecipeError, match=message):
+        parse_recipe([str(recipe)])
+    with pytest.raises(RecipeError, match=f"`--{name}` is no setting any more"):
+        check_recipe([f"--{name}=1"])

@@ -20,7 +20,7 @@ from .update import PRESETS, Rows, UpdateSettings, build, save_model
 
 
 PROCESSES, SHARE = 2, 0.4
-METHODS = {"trl": "TRL, all rows", "256": "`micro_step_cost=256`", "default": "default"}
+METHODS = {"trl": "TRL, all rows", "256": "a micro-step costs 256 tokens", "default": "default"}
 PRESET = UpdateSettings(
     hidden_size=64, layers=2, vocabulary=256, longest=4_096, groups=16, micro_batch_rows=2, repetitions=2
 )

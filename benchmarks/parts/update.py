@@ -1,11 +1,12 @@
 """The update phase against TRL's own: the same rows, the same model, one process, step about."""
 
 import itertools
+import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -253,7 +254,7 @@ def build(
     }
     args = GRPOConfig(**shared)
     if share is not None:
-        own = {"strategy": "lze", "selection_ratio": share, "pruning": "none", "micro_step_cost": micro_step_cost}
+        own = {"strategy": "lze", "selection_ratio": share, "pruning": "none"}
         args = LZEGRPOConfig(**shared, **own, telemetry=False, summary=False)
     trainer = (TimedGRPO if share is None else TimedLZE)(
         model=model,
@@ -263,6 +264,9 @@ def build(
         rollout_func=rows.rollouts,
     )
     trainer.remove_callback(PrinterCallback)
+    if micro_step_cost is not None:
+        step = trainer.generation_step
+        step.geometry = replace(step.geometry, micro_step_cost=micro_step_cost, further_micro_steps=math.inf)
     return trainer
 
 

@@ -17,6 +17,7 @@ from ..config import LZEGRPOConfig
 from ..names import near
 from ..record.safeguards import StopRules
 from ..rewards import MAJORITY, SOFT_OVERLONG, MajorityReward
+from ..strategies import REMOVED
 from .yaml_file import RecipeError, near_keys, read_recipe
 
 
@@ -219,6 +220,8 @@ def check_recipe(arguments: Sequence[str]) -> list[str]:
         flag = unknown[0].partition("=")[0]
         if not flag.startswith("-"):
             raise RecipeError(f"Unexpected argument `{unknown[0]}`. Flags are written `--name value`.")
+        if (name := flag.lstrip("-")) in REMOVED:
+            raise RecipeError(f"`{flag}` is no setting any more. {REMOVED[name]}")
         raise RecipeError(f"Unknown flag `{flag}`.{near_flags(flag.lstrip('-').replace('-', '_'), KEYS)}")
     return flags if path is None else ["--config", path, *flags]
 
@@ -250,6 +253,8 @@ def _check_values(recipe: dict[str, Any], path: str, parser: RecipeParser):
             if not isinstance(value, dict):
                 raise RecipeError(f"`env` in `{path}` must be a mapping of variables to values, got {value!r}.")
             continue
+        if key in REMOVED:
+            raise RecipeError(f"`{key}` in `{path}` is no setting any more. {REMOVED[key]}")
         if key not in KEYS:
             raise RecipeError(f"Unknown key `{key}` in `{path}`.{near_keys(str(key), KEYS)}")
         hint, is_list = hints[key], isinstance(value, list)

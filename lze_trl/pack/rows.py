@@ -137,21 +137,12 @@ def without_empty_groups(scored: Scored) -> Scored:
     return replace(scored, rollouts=rollouts, **{name: values[drawn] for name, values in known.items()})
 
 
-def joined(parts: list[Scored], prompt_ids: np.ndarray | None = None) -> Scored:
-    """
-    The rows of several rounds or batches as one batch, group by group.
-
-    `prompt_ids`, shape `(P,)`, are the prompts that the groups of all parts count. Without them, each part brings groups of
-    its own.
-    """
+def joined(parts: list[Scored], prompt_ids: np.ndarray) -> Scored:
+    """The rows of several rounds as one batch, group by group; `prompt_ids`, shape `(P,)`, are the prompts of all groups."""
     rows = {name: np.concatenate([getattr(part.rollouts, name) for part in parts]) for name in ROW_ARRAYS}
     sizes = [part.rollouts.num_rows for part in parts]
     held = [len(part.local.prompt_ids) for part in parts]  # as many on every process
     position = np.concatenate([part.position for part in parts]) + np.repeat(np.cumsum(held) - held, sizes)
-    if prompt_ids is None:
-        groups = [part.rollouts.num_groups for part in parts]
-        rows["group"] += np.repeat(np.cumsum(groups) - groups, sizes)
-        prompt_ids = np.concatenate([part.rollouts.prompt_ids for part in parts])
     return by_group(
         Scored(
             local=_joined_tokens([part.local for part in parts]),

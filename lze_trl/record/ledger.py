@@ -78,7 +78,7 @@ class Ledger:
     iterations: int = 1  # over a generation batch
     plain_rows: int = 0  # `generation_batch_size` a batch
     plain_tokens: float = 0.0  # as `account` estimates them
-    surplus_dropped: int = 0  # live groups that were never trained on, since they had waited too long
+    surplus_dropped: int = 0  # live groups that the update had no room for
     skipped_updates: int = 0  # optimizer steps in which nothing was worth a gradient
     rollout_seconds: float = 0.0  # generation and reward functions
     logprob_seconds: float = 0.0  # building the batch, old and reference log-probabilities included
@@ -228,26 +228,18 @@ def skipped_visits(totals: dict[str, float]) -> str:
     return f"{SKIPPED.capitalize()}: {totals.get('visits_skipped', 0):,.0f} prompts that pruning left out of a pass."
 
 
-def account(
-    ledger: Ledger,
-    drawn: Rollouts,
-    groups: Groups,
-    pool: Rollouts,
-    chosen: np.ndarray,
-    batch_rows: int,
-    logprob_passes: int,
-):
+def account(ledger: Ledger, drawn: Rollouts, groups: Groups, chosen: np.ndarray, batch_rows: int, logprob_passes: int):
     """
-    Enter a generation batch: what was `drawn`, its scored groups, and the `chosen` rows of the `pool`, which are trained on.
+    Enter a generation batch: what was `drawn`, its scored groups, and the `chosen` rows, which are trained on.
 
     Plain GRPO draws as many completions of one prompt as of another. So its `batch_rows` completions are taken to be as long
     as the mean over the groups of their mean length, however many completions of each were drawn here.
     """
-    chosen_tokens = int((pool.prompt_tokens + pool.completion_tokens)[chosen].sum())
     drawn_tokens = drawn.prompt_tokens + drawn.completion_tokens
+    chosen_tokens = int(drawn_tokens[chosen].sum())
     ledger.add_plain(batch_rows, float(np.nanmean(group_mean(drawn_tokens, drawn.group, drawn.num_groups))))
     ledger.groups_rolled_out += len(groups)
-    ledger.groups_trained += len(np.unique(pool.group[chosen]))
+    ledger.groups_trained += len(np.unique(drawn.group[chosen]))
     ledger.groups_dead += int((~groups.alive).sum())
     ledger.rows_rolled_out += drawn.num_rows
     ledger.rows_trained += len(chosen)

@@ -102,7 +102,7 @@ def analyze(run_dir: str | Path, selection_ratio: float = 0.4, reward: str | Non
         rows = np.flatnonzero(choose(EnergySelector(), groups, k, rng)[rollouts.group])
         live = np.flatnonzero(groups.alive[rollouts.group])
         for total, trained in ((ledger, rows), (exact, live)):
-            account(total, rollouts, groups, rollouts, trained, rollouts.num_rows, logprob_passes=0)
+            account(total, rollouts, groups, trained, rollouts.num_rows, logprob_passes=0)
         steps += 1
     if not steps:
         raise MissingTelemetryError(f"The logs under `{run_dir}` hold no completion.")

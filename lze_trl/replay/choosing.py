@@ -11,7 +11,7 @@ import numpy as np
 from ..arrays import Groups
 from ..names import members_of, near
 from ..seeding import keyed_rng
-from ..select.selectors import Selector, choose_groups, make_selector, quota, ramped_ratio
+from ..select.selectors import Selector, choose_groups, make_selector, quota
 
 
 class ReplayError(ValueError):
@@ -24,11 +24,8 @@ class Rules:
 
     seed: int
     selection_ratio: float
-    selection_warmup: int = 0
-    selection_ramp: int = 0
     num_iterations: int = 1
     gumbel_scale: float = 0.05
-    surplus_max_age: int = 0
     named_outcome: bool = False  # whether a reward that the user named says what is solved
     kept: int | None = None  # completions of a group that are trained on at most
     num_prompts: int | None = None  # P where the run drew further prompts until enough groups were alive
@@ -89,55 +86,40 @@ class Choice:
 
 
 class Chooser:
-    """
-    One selector on its way through a run; without one, what the run chose.
-
-    Where the run kept live groups that an update had no room for, so does the strategy, with those that it leaves.
-    """
+    """One selector on its way through a run; without one, what the run chose."""
 
     def __init__(self, rules: Rules, selector: Selector | None = None):
         self.rules, self.selector = rules, selector
         self.sums: Any = Counter()  # of whole numbers and of others
-        # Live groups that the next update may take, their loss tokens, and the generation batches that they are from
-        self._waiting: tuple[Groups, np.ndarray, np.ndarray] | None = None
 
     def see(self, batch: RecordedBatch):
         """Choose from a generation batch as the trainer does."""
         if self.selector is None:
-            self._add(batch.groups, batch.selected, batch)
+            self._add(batch.selected, batch)
             return
-        rules, generation = self.rules, batch.generation
-        pool, loss_tokens, made = batch.groups, batch.loss_tokens, np.full(len(batch.groups), generation)
-        if self._waiting is not None:
-            groups, tokens, before = self._waiting
-            pool, loss_tokens, made = groups + pool, np.append(tokens, loss_tokens), np.append(before, made)
-        ratio = ramped_ratio(rules.selection_ratio, generation, rules.selection_warmup, rules.selection_ramp)
-        k = quota(ratio, len(pool) if rules.num_prompts is None else rules.num_prompts)
-        make_rng = partial(keyed_rng, rules.seed, generation, "selection")
-        chosen = choose_groups(self.selector, pool, loss_tokens, k, rules.num_prompts is not None, make_rng)
-        if rules.num_prompts is not None:
-            kept = np.flatnonzero(pool.alive & ~chosen & (generation + 1 - made <= rules.surplus_max_age))
-            self._waiting = (pool.take(kept), loss_tokens[kept], made[kept]) if len(kept) else None
-        self._add(pool, chosen, batch)
+        rules, groups = self.rules, batch.groups
+        k = quota(rules.selection_ratio, len(groups) if rules.num_prompts is None else rules.num_prompts)
+        make_rng = partial(keyed_rng, rules.seed, batch.generation, "selection")
+        draws_prompts = rules.num_prompts is not None
+        self._add(choose_groups(self.selector, groups, batch.loss_tokens, k, draws_prompts, make_rng), batch)
 
-    def _add(self, pool: Groups, chosen: np.ndarray, batch: RecordedBatch):
-        """Enter what was chosen out of a pool, whose last groups are those of the batch."""
-        pass_rates = pool.pass_rates[chosen]
+    def _add(self, chosen: np.ndarray, batch: RecordedBatch):
+        """Enter what was chosen."""
+        groups = batch.groups
+        pass_rates = groups.pass_rates[chosen]
         scored = pass_rates[~np.isnan(pass_rates)]
-        # The run's choice is recorded only among the groups of the batch itself
-        fresh = chosen[len(pool) - len(batch.groups) :]
-        candidates = len(batch.groups) if self.rules.num_prompts is None else int(batch.groups.alive.sum())
-        count, run = int(fresh.sum()), int(batch.selected.sum())
+        candidates = len(groups) if self.rules.num_prompts is None else int(groups.alive.sum())
+        count, run = int(chosen.sum()), int(batch.selected.sum())
         self.sums.update(
             groups=len(pass_rates),
-            live=int((pool.alive & chosen).sum()),
+            live=int((groups.alive & chosen).sum()),
             scored=len(scored),
-            energy=float(pool.energies[chosen].sum()),
+            energy=float(groups.energies[chosen].sum()),
             pass_rate=float(scored.sum()),
-            tokens=float(_trained_tokens(pool, self.rules.kept)[chosen].sum()) * self.rules.num_iterations,
+            tokens=float(_trained_tokens(groups, self.rules.kept)[chosen].sum()) * self.rules.num_iterations,
             either=count + run,
             run=run,
-            common=int((fresh & batch.selected).sum()),
+            common=int((chosen & batch.selected).sum()),
             random_common=count * run / max(candidates, 1),
         )
 

@@ -158,11 +158,6 @@ def _notes(run: Run, rules: Rules) -> list[str]:
             f"At most {rules.kept} completions of a group are trained on. Which ones is not recorded: the tokens of the "
             "strategies are estimates, by the mean length of the group."
         )
-    if rules.num_prompts is not None:
-        notes.append(
-            "Live groups that an update has no room for wait for the next one. Which of them the run took is not "
-            "recorded: its groups, and all overlap, are those of each batch itself. Tokens are those of all groups."
-        )
     if run.damaged:
         notes.append(f"Left out, because they are cut off: {', '.join(run.damaged)}.")
     return notes

@@ -13,7 +13,6 @@ the batch. All completions drawn make up the energies and the advantages; `keep`
 Controllers hold settings only: what they answer depends on their arguments alone, and is the same on every process.
 """
 
-import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Literal
@@ -22,7 +21,7 @@ import numpy as np
 import pandas as pd
 
 from ..arrays import Prompts, Rollouts
-from .allocation import best_yield, expected_energy, largest_remainders, softmax_shares, worth_beginning
+from .worth import best_yield, worth_beginning
 
 
 class RolloutController(ABC):
@@ -59,7 +58,7 @@ class RolloutController(ABC):
             round (`int`): Round of the generation batch, from 1.
             prompts ([`Prompts`]): The prompts so far.
             drawn ([`Rollouts`]): The completions scored so far.
-            live (`int`): Live groups at hand: those drawn, and the surplus of the batch before.
+            live (`int`): Live groups drawn so far.
             k (`int`): Number of groups that the update wants.
 
         Returns:
@@ -87,7 +86,7 @@ class RolloutController(ABC):
         keeps.
 
         Args:
-            drawn ([`Rollouts`]): The completions drawn, surplus groups of an earlier batch included.
+            drawn ([`Rollouts`]): The completions drawn.
             rng (`np.random.Generator`): Source of randomness, the same on every process.
 
         Returns:
@@ -262,63 +261,6 @@ class Gate(SubsamplingController):
             return np.zeros(len(prompts), dtype=np.int64)
         goes_on = (drawn.sizes > 0) & (luck < self._chances(prompts))
         return np.where(goes_on, self.group_size - 1, 0)
-
-
-@dataclass(frozen=True)
-class Allocation(SubsamplingController):
-    """
-    A fixed budget of rollouts, shared out in one round in proportion to softmax(score / τ).
-
-    The score of a prompt is the energy that its next visit is expected to have, see [`expected_energy`]. A prompt with
-    fewer than `young` rollouts so far gets the uniform share, budget / P; the others share the rest, each at least
-    `minimum` and at most `maximum`. Shares are rounded by largest remainders, ties going to the lower index, so that
-    the counts sum up to the budget exactly. A batch of fewer prompts than `num_prompts` has a budget in proportion.
-
-    Args:
-        budget (`int`): Completions of a batch of `num_prompts` prompts.
-        num_prompts (`int`): P.
-        temperature (`float`, *optional*, defaults to `0.2`): τ, greater than 0.
-        minimum (`int`, *optional*, defaults to `2`): Fewest completions of a prompt, at least 2.
-        maximum (`int`, *optional*, defaults to `32`): Most completions of a prompt.
-        young (`int`, *optional*, defaults to `50`): Rollouts from which on a prompt's score counts.
-    """
-
-    budget: int
-    num_prompts: int
-    temperature: float = 0.2
-    minimum: int = 2
-    maximum: int = 32
-    young: int = 50
-
-    def __post_init__(self):
-        super().__post_init__()
-        if not 0 < self.temperature < math.inf:
-            raise ValueError(
-                f"`allocation_temperature` must be greater than 0 and finite, got {self.temperature}. 0.1 to 0.3 is "
-                "usual; use `controller='uniform'` for equal shares."
-            )
-        _check_at_least("min_rollouts", self.minimum, 2, "A group of one has no advantage")
-        _check_at_least("max_rollouts", self.maximum, self.minimum, "It must not be below `min_rollouts`")
-        lowest, highest = self.num_prompts * self.minimum, self.num_prompts * self.maximum
-        if not lowest <= self.budget <= highest:
-            raise ValueError(
-                f"`rollout_budget` must be in [{lowest}, {highest}], from `min_rollouts` = {self.minimum} to "
-                f"`max_rollouts` = {self.maximum} completions of each of the {self.num_prompts} prompts of a batch, "
-                f"got {self.budget}. {self.num_prompts} * `num_generations` costs as much as uniform sampling."
-            )
-
-    def draw(self, round: int, prompts: Prompts, drawn: Rollouts, rng: np.random.Generator) -> np.ndarray:
-        counts = np.zeros(len(prompts), dtype=np.int64)
-        if round > 0 or len(prompts) == 0:
-            return counts
-        budget = self.budget * len(prompts) // self.num_prompts
-        young = prompts.rollouts < self.young
-        uniform = budget * int(young.sum()) // len(prompts)
-        counts[young] = largest_remainders(np.full(int(young.sum()), budget / len(prompts)), uniform)
-        scores, rest = expected_energy(prompts)[~young], budget - uniform
-        shares = softmax_shares(scores, self.temperature, rest, self.minimum, self.maximum)
-        counts[~young] = largest_remainders(shares, rest)
-        return counts
 
 
 def _kinds(drawn: Rollouts) -> tuple[np.ndarray, np.ndarray]:

@@ -43,11 +43,10 @@ class Rounds:
     accelerator: Accelerator
     _told: bool = field(default=False, init=False)  # that there are no log-probabilities
 
-    def draw(self, plan: Plan, engine: Any, generation: int, wanted: int, waiting: int) -> Scored | None:
+    def draw(self, plan: Plan, engine: Any, generation: int, wanted: int) -> Scored | None:
         """
         Roll out a plan, to which prompts are added if the controller asks for them. `None` if it asks for no completions.
-
-        The update wants K = `wanted` groups; `waiting` live ones of earlier batches are at hand.
+        The update wants K = `wanted` groups.
         """
         group_size = self.args.num_generations
         if not self.passes.by_prompt:
@@ -61,7 +60,7 @@ class Rounds:
             so_far = self._joined(parts, plan, engine, final=False).rollouts if parts else None
             drawn = so_far or _nothing(self.passes.ids_of(plan.rows))
             if index and self.controller.draws_prompts:
-                self._extend(plan, drawn, index, wanted, waiting)
+                self._extend(plan, drawn, index, wanted)
                 drawn = replace(drawn, prompt_ids=self.passes.ids_of(plan.rows))
             prompts = self.state.prompts(drawn.prompt_ids, drawn)
             decided = self.controller.chances(index, prompts, drawn)
@@ -131,10 +130,10 @@ class Rounds:
             rollouts = replace(rollouts, signals=unfiltered)
         return replace(scored, rewards_per_func=per_func, rollouts=rollouts)
 
-    def _extend(self, plan: Plan, drawn: Rollouts, index: int, wanted: int, waiting: int):
+    def _extend(self, plan: Plan, drawn: Rollouts, index: int, wanted: int):
         """Give the batch further prompts if the controller wants them."""
         prompts = self.state.prompts(drawn.prompt_ids)
-        further = ask_more(self.controller, index, prompts, drawn, int(drawn.alive.sum()) + waiting, wanted)
+        further = ask_more(self.controller, index, prompts, drawn, int(drawn.alive.sum()), wanted)
         if further > 0:
             processes = self.accelerator.num_processes
             unit = processes // math.gcd(processes, self.args.num_generations)  # groups that divide evenly over them

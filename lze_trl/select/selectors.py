@@ -37,17 +37,6 @@ def quota(ratio: float, num_groups: int) -> int:
     return max(1, math.floor(round(ratio * num_groups, 9) + 0.5))
 
 
-def ramped_ratio(ratio: float, batch: int, warmup: int = 0, ramp: int = 0) -> float:
-    """
-    Selection ratio of a generation batch: 1 during the first `warmup` batches, then falling linearly over `ramp` batches,
-    the last of which has `ratio`. Batches count from 0.
-    """
-    if batch < warmup:
-        return 1.0
-    progress = 1.0 if ramp == 0 else min(1.0, (batch - warmup + 1) / ramp)
-    return ratio + (1.0 - ratio) * (1.0 - progress)  # exactly `ratio` at the end
-
-
 def top_k(scores: np.ndarray, eligible: np.ndarray, k: int) -> np.ndarray:
     """Ascending indices of the `k` eligible groups, or fewer, with the highest scores. Ties go to the lower index."""
     candidates = np.flatnonzero(eligible)

@@ -5,14 +5,11 @@ import shutil
 from collections import Counter
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from controllers_run import CONTROLLERS, WatchedTrainer
 from lze_trl.config import SELECTORS
 from test_controllers_processes import SETTINGS, launch, records
 from test_controllers_training import assert_laws, make
-from test_surplus import WAITING, OfEveryAge, SnapshotTrainer, half_reward, logprobs
 
 
 @pytest.fixture(scope="module")
@@ -76,42 +73,3 @@ def test_two_processes(server, models, tmp_path):
     launch(tmp_path, 2, cases)
     for name, settings in cases.items():
         assert_laws(records(tmp_path, name, 2), settings["controller"], CONTROLLERS[settings["controller"]])
-
-
-@pytest.mark.parametrize("corrected", [True, False])
-def test_surplus_weighs_by_the_policy_that_sampled_it(server, models, tmp_path, corrected):
-    """By the correction for what the server samples, where it is on, and else by its log-probabilities."""
-    trainer = make(
-        tmp_path,
-        model=str(models["untied"]),
-        cls=SnapshotTrainer,
-        rewards=half_reward,
-        surplus_max_age=2,
-        optim="sgd",
-        learning_rate=0.05,
-        trainer={"selector": OfEveryAge()},
-        vllm_importance_sampling_correction=corrected,
-        vllm_importance_sampling_mode="token_truncate",
-        **WAITING | {"selection_ratio": 0.5},
-        **over_http(server),
-    )
-    trainer.train()
-    model = AutoModelForCausalLM.from_pretrained(models["untied"])
-    born, largest = trainer.born(), {0: 0.0, 1: 0.0, 2: 0.0}
-    for generation, inputs, weights in trainer.seen:
-        now = logprobs(weights, inputs, model=model)
-        for row in range(len(now)):
-            mask = inputs["completion_mask"][row].bool()
-            prompt = trainer._tokenizer.decode(inputs["prompt_ids"][row][inputs["prompt_mask"][row].bool()])
-            age = generation - born[prompt, tuple(inputs["completion_ids"][row][mask].tolist())]
-            then = logprobs(trainer.sampled[generation - age], inputs, model=model)[row][mask]
-            ratio = (now[row][mask] - then).exp()
-            if corrected:
-                given = inputs["importance_sampling_ratio"][row][mask]
-            elif "old_per_token_logps" in inputs:
-                given = (now[row][mask] - inputs["old_per_token_logps"][row][mask]).exp()
-            else:
-                given = torch.ones_like(ratio)
-            torch.testing.assert_close(given, ratio.clamp(max=3.0) if corrected else ratio, rtol=0, atol=5e-3)
-            largest[age] = max(largest[age], float((ratio - 1.0).abs().max()))
-    assert largest[0] < 1e-5 and largest[1] > 0.05 and largest[2] > 0.05
