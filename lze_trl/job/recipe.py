@@ -3,9 +3,9 @@
 
 import argparse
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
@@ -182,11 +182,26 @@ KEYS = {field.name for recipe_class in RECIPE_CLASSES for field in fields(recipe
 """Every known key of a recipe."""
 
 
+def _or_null(read: Any) -> Callable[[str], Any]:
+    """Reads the value of a flag as `read` does, and `null` as in a recipe: the field is unset."""
+
+    @wraps(read)
+    def read_or_unset(text: str) -> Any:
+        return None if text == "null" else read(text)
+
+    return read_or_unset
+
+
 class RecipeParser(TrlParser):
     """[`~trl.TrlParser`] of a run's dataclasses that raises [`RecipeError`] and takes no abbreviated flags."""
 
     def __init__(self, recipe_classes: Any = RECIPE_CLASSES):
         super().__init__(recipe_classes, allow_abbrev=False, prog="lze-trl train")
+        hints = {key: hint for recipe_class in recipe_classes for key, hint in get_type_hints(recipe_class).items()}
+        for action in self._actions:
+            if action.dest in hints and action.nargs is None and _takes(hints[action.dest], None):
+                action.type = _or_null(action.type)
+                action.choices = action.choices and [*action.choices, None]
 
     def error(self, message: str) -> NoReturn:
         """Raise instead of printing the usage of some 250 flags."""
