@@ -62,7 +62,7 @@ class GenerationStep:
             self.generation += 1
 
     def replace_passes(self, passes: Passes):
-        """Plan over another training set from the next batch on; groups that waited for an update are of the last one."""
+        """Plan over another training set from the next batch on."""
         self.passes = self.rounds.passes = passes
 
     @property

@@ -126,6 +126,7 @@ REJECTED = [
     ("holds a solution", "What is 3 + 4? Answer: 7"),
     ("holds a solution", "What is 3 + 4?\nSolution. It is 7."),
     ("holds a solution", r"What is 3 + 4, so \boxed{7}?"),
+    ("proof", "Verify that 12 is even and show that 13 is odd."),
     ("proof", "Let $n$ be odd. Prove that $n^2$ is odd."),
     ("several questions", "What is 3 + 4? What is 5 + 6?"),
     ("several questions", "How far does it go in 2 hours? It goes 40 miles in one. When does it stop?"),
@@ -144,6 +145,8 @@ ACCEPTED = [
     "Factor $t^2-49$.",
     "$f(x) = x^2$ has how many roots?",
     "Write a function $f$ with $f(0) = 1$ and $f(1) = 3$ that is linear.",
+    "Verify that 12 is even and find its half.",  # has an answer, too
+    "Let $n = 3$. Show that $n$ is odd. What is $n^2$?",
     "Weng earns $12 an hour for babysitting. How much does she earn in 50 minutes?",
     "Maria's monthly salary is $2,000.50. 20% of it goes to taxes. How much is left?",
     "A pen costs $.50 and a car costs $5k. How much are $x$ pens and a car, if $x = 3$ and the tax is $20/hour?",
@@ -292,10 +295,19 @@ PLAIN = tuple(f"What is {name} times {i} plus {i * i}, if {name} is {i + 1}?" fo
 def test_seeds_that_cannot_be_used_are_refused():
     with pytest.raises(InstructError, match="2 of 3 seeds have no text, the first in row 1"):
         Seeds(("What is 2?", " ", None))
-    with pytest.raises(InstructError, match=r"2 seeds were given, of which 1 can be shown .* a request shows 8"):
+    with pytest.raises(InstructError, match=r"2 seeds were given, of which 1 can be shown \(1 figure\), .* shows 8"):
         Writer(InstructSettings(), Seeds(("What is 2 + 3?", "In the diagram, find the length of $AB$.")))
     with pytest.raises(InstructError, match=r"`instruct_own=3` is more than .* `instruct_examples=2`"):
         InstructSettings(examples=2, own=3)
+
+
+def test_seeds_that_are_never_shown_are_counted(caplog):
+    Writer(InstructSettings(), Seeds((*PLAIN, "In the diagram, find $AB$.", "Why?", PLAIN[0])))
+    (record,) = caplog.records
+    assert "3 of 13 seeds are not shown to the model: 1 figure, 1 too short, 1 given twice." in record.getMessage()
+    caplog.clear()
+    Writer(InstructSettings(), Seeds(PLAIN))
+    assert not caplog.records
 
 
 def test_evaluation_problems_that_resemble_a_seed_are_named():

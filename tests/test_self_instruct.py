@@ -171,13 +171,20 @@ def test_a_command_with_other_settings_is_refused(tmp_path):
     ],
 )
 def test_a_generator_without_acceptable_problems_stops_with_the_reasons(tmp_path, votes, reason):
-    work = process(tmp_path / "new.jsonl", bounds=(0.5, 0.9) if reason == "answers disagree" else (0.2, 0.9), margin=8)
+    work = process(tmp_path / "new.jsonl", bounds=(0.5, 0.9) if reason == "answers disagree" else (0.2, 0.9), margin=7)
     with pytest.raises(
         InstructError, match=rf"3 rounds in a row gave no acceptable problem, after 0 of 5.*\d+ {reason}"
     ):
         list(work.run(Author(votes=votes), 5))
     assert work.rounds == 3
     assert written(work.output) == []
+
+
+@pytest.mark.parametrize(("votes", "majority"), [(1, {}), (2, {}), (8, {"bounds": (0.26, 0.37)}), (8, {"margin": 7})])
+def test_votes_of_which_none_can_pass_are_refused(votes, majority):
+    with pytest.raises(InstructError, match=rf"No problem can pass a vote of {votes} answers"):
+        process("unused.jsonl", votes=votes, **majority)
+    process("unused.jsonl", votes=votes, **(majority | {"bounds": (0.0, 1.0), "margin": 1}))
 
 
 def test_truncated_votes_do_not_count():
@@ -196,6 +203,11 @@ def sums(exemplars, rng):
     WRITTEN[0] += 1
     a, b = rng.integers(10, 99, 2)
     return [f"What is the {NOUNS[a % 12]} sum of {a} and {b} {PLACES[b % 6]}?"]
+
+
+def stopped(exemplars, rng):
+    """A generator at which someone presses Ctrl-C."""
+    raise KeyboardInterrupt
 
 
 @pytest.fixture
@@ -239,14 +251,21 @@ def test_the_command_tells_what_was_rejected_and_stops(recipe, capsys, tmp_path)
         main(["self-instruct", *recipe(), "--count", "3", "--votes", "4"])
 
 
+def test_a_stopped_command_says_how_it_continues(recipe, capsys):
+    arguments = recipe(instruct_generator="test_self_instruct.stopped")
+    with pytest.raises(SystemExit):
+        main(["self-instruct", *arguments, "--count", "3"])
+    assert "Stopped. The same command continues from here" in " ".join(capsys.readouterr().out.split())
+
+
 def test_a_recipe_may_name_a_generator(recipe, tmp_path, capsys):
     arguments = recipe(instruct_generator="test_self_instruct.sums")
     with pytest.raises(SystemExit, match=r"\d too few answers"):
-        main(["self-instruct", *arguments, "--count", "3", "--votes", "2"])
+        main(["self-instruct", *arguments, "--count", "3", "--votes", "4"])
     journal = tmp_path / "new.jsonl.journal"
     assert not (journal / "written.jsonl").read_text()
     votes = [json.loads(line) for line in (journal / "votes.jsonl").read_text().splitlines()]
-    assert len(votes) % 2 == 0 and all(vote["prompt"].startswith("What is the ") for vote in votes)
+    assert len(votes) % 4 == 0 and all(vote["prompt"].startswith("What is the ") for vote in votes)
     with pytest.raises(SystemExit, match=r"`instruct_generator: nothing.here` cannot be imported"):
         main(["self-instruct", *recipe(instruct_generator="nothing.here"), "--count", "3"])
 

@@ -36,6 +36,10 @@ _SOLUTION = re.compile(
 _PROOF = re.compile(
     r"(?:^|[.?!;]\s+|\band\s+|\bthen\s+)(?:prove|disprove|show|verify|demonstrate|justify)\b(?! work)", re.IGNORECASE
 )
+# What a text asks for besides a proof
+_AND_ASKS = re.compile(
+    r"\?|(?:^|[.;]\s+|\band\s+|\bthen\s+)(?:find|compute|evaluate|determine|calculate|solve|express)\b", re.IGNORECASE
+)
 _ASKS = re.compile(
     r"\b(?:find|compute|evaluate|determine|calculate|simplify|solve|express|factor|expand|what|how|which|who|when|where|write|give|"
     r"round|convert|state|list|count|estimate|enter|identify|name|add|subtract|multiply|divide|rationalize|complete|order)\b",
@@ -90,7 +94,7 @@ _REASONS = (
     ("first character", lambda item, text: not (text[0].isalnum() or text[0] in _OPENERS)),
     ("language", lambda item, text: _foreign(text)),
     ("holds a solution", lambda item, text: _SOLUTION.search(text) is not None),
-    ("proof", lambda item, text: _PROOF.search(text) is not None),
+    ("proof", lambda item, text: _PROOF.search(text) is not None and _AND_ASKS.search(text) is None),
     ("several questions", lambda item, text: _SEVERAL.search(text) is not None),
     ("no question", lambda item, text: _asks_nothing(text)),
 )

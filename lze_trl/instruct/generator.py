@@ -1,5 +1,6 @@
 """One round of self-instruction: exemplars → requests → problems as they are read → those that are new and can be trained on."""
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,8 @@ from .settings import InstructError, InstructSettings
 from .templates import TEMPLATES, Item
 
 
+logger = logging.getLogger(__name__)
+
 Ask = Callable[[list[Request], Decoding], Iterable[tuple[Request, Output]]]
 """Completes requests, in any order."""
 
@@ -27,6 +30,11 @@ Generator = Callable[[list[str], np.random.Generator], Sequence[str | Item]]
 
 UNREAD, KNOWN = "no problem in the answer", "too similar"
 """Reasons beside those of the filters."""
+
+
+def told(counts: Counter[str]) -> str:
+    """Counts by reason in words, the most frequent first."""
+    return ", ".join(f"{count} {reason}" for reason, count in counts.most_common() if count) or "none"
 
 
 class Proposal(NamedTuple):
@@ -72,13 +80,20 @@ class Seeds:
                 "column with the problem by `dataset_prompt_column`."
             )
 
-    def exemplars(self, trusted: bool = False) -> list[str]:
+    def exemplars(self, trusted: bool = False) -> tuple[list[str], Counter[str]]:
         """
-        Seeds that would be accepted themselves, each once; one with a figure would teach the model to write figures. All of
-        them, if they are `trusted`.
+        Seeds that would be accepted themselves, each once, as one with a figure would teach the model to write figures; all of
+        them, if they are `trusted`. Also how many were left out, by reason.
         """
-        usable = (text.strip() for text in self.problems)
-        return list(dict.fromkeys(text for text in usable if reason_to_reject(Item(text, True, trusted)) is None))
+        shown: dict[str, None] = {}
+        dropped: Counter[str] = Counter()
+        for text in map(str.strip, self.problems):
+            reason = "given twice" if text in shown else reason_to_reject(Item(text, True, trusted))
+            if reason is None:
+                shown[text] = None
+            else:
+                dropped[reason] += 1
+        return list(shown), dropped
 
     def overlapping(self, limit: float) -> list[tuple[str, str, float]]:
         """References that a seed resembles: the reference, the seed and their ROUGE-L F1 above the limit."""
@@ -102,12 +117,19 @@ class Writer:
     _shown: list[str] = field(init=False, default_factory=list)
 
     def __post_init__(self):
-        self._shown.extend(self.seeds.exemplars(trusted=self.generator is not None))
-        if len(self._shown) < self.settings.examples:
+        shown, dropped = self.seeds.exemplars(trusted=self.generator is not None)
+        self._shown.extend(shown)
+        if len(shown) < self.settings.examples:
             raise InstructError(
-                f"{len(self.seeds.problems)} seeds were given, of which {len(self._shown)} can be shown (different, without "
-                f"figures, complete), and a request shows {self.settings.examples}. Give more seeds, or lower "
-                "`instruct_examples`."
+                f"{len(self.seeds.problems)} seeds were given, of which {len(shown)} can be shown ({told(dropped)}), and a request "
+                f"shows {self.settings.examples}. Give more seeds, or lower `instruct_examples`."
+            )
+        if dropped:
+            logger.warning(
+                "%d of %d seeds are not shown to the model: %s.",
+                dropped.total(),
+                len(self.seeds.problems),
+                told(dropped),
             )
 
     @property

@@ -20,7 +20,7 @@ from ..evaluation.samples import Sample, SampleFile
 from ..evaluation.settings import Decoding
 from ..evaluation.tasks import Problem
 from ..rewards import MajorityReward
-from .generator import Admitted, Intake, Writer, id_in_words, text_id
+from .generator import Admitted, Intake, Writer, id_in_words, text_id, told
 from .settings import InstructError
 
 
@@ -73,6 +73,15 @@ class Gate:
     style: PromptStyle  # how prompts are written around problems
     decoding: Decoding
     votes: int = 16
+
+    def __post_init__(self):
+        majority = self.majority
+        if not majority.can_count(self.votes):
+            raise InstructError(
+                f"No problem can pass a vote of {self.votes} answers with `majority_bounds: {list(majority.bounds)}`, "
+                f"`majority_margin: {majority.margin}` and `majority_min_valid: {majority.min_valid}`. Ask for more answers "
+                "(16 were published), or widen them."
+            )
 
     def requests(self, text: str) -> list[Request]:
         """What is asked about a problem."""
@@ -177,11 +186,6 @@ class SelfInstruction:
 
 def _asking(journal: Journal, engine: Engine) -> Any:
     return lambda requests, decoding: journal.ask(engine, requests, decoding)
-
-
-def told(counts: Counter[str]) -> str:
-    """Counts by reason in words, the most frequent first."""
-    return ", ".join(f"{count} {reason}" for reason, count in counts.most_common() if count) or "none"
 
 
 class _Accepted:

@@ -16,8 +16,7 @@ from ..arrays import Groups, Prompts
 from ..data.adapters import PromptStyle
 from ..evaluation.engines import Engine
 from ..memory.state import PromptState
-from .generator import Admitted, Generator, Intake, Seeds, Writer, text_id
-from .offline import told
+from .generator import Admitted, Generator, Intake, Seeds, Writer, text_id, told
 from .pool import PromptPool
 from .settings import InstructError, InstructSettings
 

@@ -4,9 +4,9 @@
 import argparse
 import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from functools import partial
+from functools import partial, wraps
 from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
@@ -178,6 +178,16 @@ KEYS = {name for name, field in FIELDS.items() if field.init}
 """Every known key of a recipe."""
 
 
+def _or_null(read: Any) -> Callable[[str], Any]:
+    """Reads the value of a flag as `read` does, and `null` as in a recipe: the field is unset."""
+
+    @wraps(read)
+    def read_or_unset(text: str) -> Any:
+        return None if text == "null" else read(text)
+
+    return read_or_unset
+
+
 class RecipeParser(TrlParser):
     """[`~trl.TrlParser`] of a run's dataclasses that raises [`RecipeError`] and takes no abbreviated flags."""
 
@@ -185,6 +195,11 @@ class RecipeParser(TrlParser):
         super().__init__(recipe_classes, allow_abbrev=False, prog="lze-trl train")
         # So that `--learning_rate -1e-5` is a flag with a value; argparse knows -1 and -0.1 alone
         self._negative_number_matcher = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")
+        hints = {key: hint for recipe_class in recipe_classes for key, hint in get_type_hints(recipe_class).items()}
+        for action in self._actions:
+            if action.dest in hints and action.nargs is None and _takes(hints[action.dest], None):
+                action.type = _or_null(action.type)
+                action.choices = action.choices and [*action.choices, None]
 
     def error(self, message: str) -> NoReturn:
         """Raise instead of printing the usage of some 250 flags."""

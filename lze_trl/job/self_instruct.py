@@ -43,6 +43,8 @@ def run(flags: argparse.Namespace, overrides: list[str]):
         rows = [["accepted", f"{process.accepted:,}"]]
         rows += [[reason, f"{count:,}"] for reason, count in process.rejected.most_common() if count]
         sys.stdout.write(text_table([f"problems of {process.rounds:,} rounds", "number"], rows))
+        if isinstance(sys.exception(), KeyboardInterrupt):
+            sys.stdout.write("Stopped. The same command continues from here; no answer is asked for twice.\n")
     sys.stdout.write(f"Problems: {flags.output}\n")
 
 

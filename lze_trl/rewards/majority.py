@@ -192,6 +192,15 @@ class MajorityReward:
         wins = (classes == found.winner) & (classes >= 0)
         return Verdict(wins.astype(np.float64).tolist(), metrics, found.share, winner, evidence)
 
+    def can_count(self, votes: int) -> bool:
+        """Whether a group of so many completions can have a winner that counts."""
+        agreed = [np.zeros(count, dtype=np.int64) for count in range(1, votes + 1)]
+        others = [
+            (np.arange(1, votes - len(own) + 1), np.full(votes - len(own), -1)) for own in agreed
+        ]  # all differ; none votes
+        classes = [np.concatenate([own, rest]) for own, rests in zip(agreed, others, strict=True) for rest in rests]
+        return any(not any(self._reasons(consensus(one)).values()) for one in classes)
+
     def _reasons(self, found: Any) -> dict[str, bool]:
         """Which of the reasons to abstain applies: the first one, if several do."""
         low, high = self.bounds
