@@ -50,6 +50,8 @@ class Prompts(_PromptTable):
         pruned (bool): The prompt has had `pruning_streak` solved visits in a row, and was solved ever since.
         alive_given_first (float64, *optional*): Probability that the group under way is alive in the end, given its first
             completion; 1 if it is alive already. Defaults to NaN: no completion was drawn yet.
+        alive_needed (float64, *optional*): What `alive`, or once completions are drawn `alive_given_first`, has to be at least for the
+            next completions to yield more live groups each than others do; the same for all prompts. Defaults to 0.
     """
 
     prompt_ids: np.ndarray
@@ -62,10 +64,12 @@ class Prompts(_PromptTable):
     alive: np.ndarray
     pruned: np.ndarray
     alive_given_first: np.ndarray = None  # type: ignore[assignment]  # set in `__post_init__`
+    alive_needed: np.ndarray = None  # type: ignore[assignment]  # set in `__post_init__`
 
     def __post_init__(self):
-        if self.alive_given_first is None:
-            object.__setattr__(self, "alive_given_first", np.full(len(self), np.nan))
+        for name, default in (("alive_given_first", np.nan), ("alive_needed", 0.0)):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, np.full(len(self), default))
         super().__post_init__()
 
 

@@ -14,6 +14,7 @@ from scipy.special import softmax
 from .arrays import Prompts
 from .config import LZEGRPOConfig
 from .instruct.online import Instruction, OnlineInstruction
+from .memory.expected import expected_energy
 from .memory.identity import columns_of
 from .memory.outcomes import OutcomeRule
 from .memory.state import PromptState, StateSettings
@@ -21,7 +22,6 @@ from .pack.layout import Geometry, micro_step_cost
 from .plan.passes import Growing, Passes
 from .plan.planners import Planner, SolvedPlanner
 from .rollout.controllers import RolloutController, is_plain
-from .rollout.worth import expected_energy
 from .select.selectors import quota
 
 

@@ -62,7 +62,7 @@ PURE = (
         "memory.posterior",
         "memory.foresight",
     ),
-    *("plan.planners", "plan.stream", "pack.layout", "pack.weights", "rollout.controllers", "rollout.worth"),
+    *("plan.planners", "plan.stream", "pack.layout", "pack.weights", "rollout.controllers", "memory.expected"),
 )
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import tiny
 from lze_trl.arrays import Prompts, Rollouts
 from lze_trl.config import CONTROLLERS
+from lze_trl.memory.expected import expected_energy
 from lze_trl.rollout.controllers import (
     DynamicSampling,
     Gate,
@@ -24,7 +25,6 @@ from lze_trl.rollout.controllers import (
     ask_more,
     stratified,
 )
-from lze_trl.rollout.worth import expected_energy
 from lze_trl.seeding import keyed_rng
 from lze_trl.select.advantages import group_advantages
 from samples import NAN, rollouts

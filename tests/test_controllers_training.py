@@ -31,6 +31,8 @@ def model():
 
 SHAPE = {"per_device_train_batch_size": 12, "gradient_accumulation_steps": 2, "steps_per_generation": 2}
 """P = 6 prompts, G = 4."""
+ONE_PROMPT = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "steps_per_generation": 1}
+"""P = 1."""
 
 
 def assert_laws(records: list[dict], controller: str, settings: dict):
@@ -667,11 +669,19 @@ def test_resumed_with_greso_is_uninterrupted_bit_for_bit(tmp_path, controller, p
     assert whole.ledger.visits_skipped == resumed.ledger.visits_skipped > 0
 
 
-def test_resumed_with_a_gate_is_uninterrupted_bit_for_bit(tmp_path):
-    settings = {"selector": "zero_variance", "pruning": "none"}
+@pytest.mark.parametrize("shape", [{}, ONE_PROMPT | {"per_device_train_batch_size": 3}], ids=["6 prompts", "1 prompt"])
+def test_resumed_with_a_gate_is_uninterrupted_bit_for_bit(tmp_path, shape):
+    settings = {"selector": "zero_variance", "pruning": "none", **shape}
     whole, resumed = whole_and_resumed(tmp_path, "gate", lambda run: run.prompt_state.gate, **settings)
     assert whole.prompt_state.gate.state_dict()["weights"].any()
-    assert whole.ledger.rows_rolled_out == resumed.ledger.rows_rolled_out < 9 * 24
+    assert whole.prompt_state.gate.state_dict()["recent"].any()
+    assert whole.ledger.rows_rolled_out == resumed.ledger.rows_rolled_out <= 9 * (3 if shape else 23)
+
+
+def test_a_gate_saves_completions_with_one_prompt_a_batch(tmp_path):
+    trainer = run(tmp_path, cls=scripted(HALF_DEAD), strategy="gate", max_steps=60, **ONE_PROMPT)
+    assert trainer.ledger.rows_rolled_out < 0.8 * 60 * 4
+    assert trainer.ledger.groups_trained > 0.8 * 30  # half are alive
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lze_trl.arrays import Prompts, Rollouts
-from lze_trl.memory.gate import FEATURES, Gate, features
+from lze_trl.memory.gate import FEATURES, Gate, best_yield, features, needed_to_begin
 from lze_trl.memory.state import PromptState, StateSettings
 from lze_trl.rollout import controllers
 from lze_trl.rollout.controllers import ask
-from lze_trl.rollout.worth import best_yield, worth_beginning
 from samples import rollouts
 
 
@@ -36,6 +35,12 @@ class World:
         """Count from here on."""
         self.kept = self.expected = self.live = self.drawn = self.finished = 0.0
 
+    @property
+    def gain(self) -> float:
+        """Live groups for each completion, as a multiple of those without a gate."""
+        alive = 1.0 - self.rates**SIZE - (1.0 - self.rates) ** SIZE
+        return self.finished / self.drawn / (alive.mean() / SIZE)
+
     def visit(self, count: int = 100):
         """Roll out a batch as the rounds do, with the completions that the stopped groups would have had."""
         if len(self._next) < count:
@@ -45,15 +50,19 @@ class World:
         outcomes = (self.rng.random(len(group)) < self.rates[ids][group]).astype(np.float64)
         entropy = 1e-3 + 4.0 * self.rates[ids] * (1.0 - self.rates[ids])
         whole = _batch(ids, group, outcomes, -entropy[group] * self.rng.exponential(2.0, len(group)))
-        prompts = self.state.prompts(ids, _some(whole, np.arange(count) < 0))
+        prompts = self.state.prompts(ids)
         begun = ask(self.controller, 0, prompts, whole, self.rng)
         assert set(begun) <= {0, 1}
-        ids, whole = ids[begun > 0], _of(whole, begun > 0)
-        first = _some(whole, np.zeros(len(ids), dtype=bool))
+        if not begun.any():
+            return
+        none = np.zeros(count, dtype=bool)
+        first = _some(whole, none, begun > 0)
         prompts = self.state.prompts(ids, first)
         chances = self.controller.chances(1, prompts, first)
         goes_on = ask(self.controller, 1, prompts, first, self.rng)
         assert set(goes_on) <= {0, SIZE - 1}
+        whole, prompts = _of(whole, begun > 0), prompts.take(begun > 0)
+        chances, goes_on = chances[begun > 0], goes_on[begun > 0]
         self._count(whole, prompts.alive_given_first, goes_on > 0, chances)
         self.state.visit(_some(whole, goes_on > 0), np.where(goes_on > 0, chances, 0.0))
 
@@ -77,10 +86,10 @@ def _of(whole: Rollouts, groups: np.ndarray) -> Rollouts:
     return _batch(whole.prompt_ids[groups], group, whole.outcomes[rows], whole.logprobs[rows])
 
 
-def _some(whole: Rollouts, all_of: np.ndarray) -> Rollouts:
-    """The first completion of each group, and all of some groups."""
+def _some(whole: Rollouts, all_of: np.ndarray, begun: bool | np.ndarray = True) -> Rollouts:
+    """The first completion of each group that is begun, and all of some groups."""
     place = np.arange(whole.num_rows) % SIZE
-    rows = (place == 0) | all_of[whole.group]
+    rows = (place == 0) & np.broadcast_to(begun, all_of.shape)[whole.group] | all_of[whole.group]
     return _batch(whole.prompt_ids, whole.group[rows], whole.outcomes[rows], whole.logprobs[rows])
 
 
@@ -100,15 +109,16 @@ def test_a_completion_yields_more_live_groups_than_without_a_gate():
     for _ in range(30):
         world.visit()
     world.forget()
+    told = []
     for _ in range(60):
         world.visit()
-    alive = 1.0 - world.rates**SIZE - (1.0 - world.rates) ** SIZE
-    assert world.finished / world.drawn > 1.5 * alive.mean() / SIZE
+        told.append(world.state.gate.metrics()["gate_live_kept"])
+    assert world.gain > 1.5
     assert world.expected / world.live == pytest.approx(1.0, abs=0.1)  # it is calibrated, also where it stops groups
     # It tells itself what it keeps, without having seen what it stopped
     kept = world.kept / world.live
     assert 0.5 < kept < 0.99
-    assert world.state.gate.metrics()["gate_live_kept"] == pytest.approx(kept, abs=0.1)
+    assert np.mean(told) == pytest.approx(kept, abs=0.1)
 
 
 def test_foresight_is_not_fooled_by_groups_that_were_stopped():
@@ -121,24 +131,57 @@ def test_foresight_is_not_fooled_by_groups_that_were_stopped():
     assert np.corrcoef(foreseen, alive)[0, 1] > 0.6
 
 
+def test_a_batch_of_one_prompt_gains_nearly_as_much_as_one_of_sixteen():
+    gain = {}
+    for prompts in (1, 16):
+        world = World(prompts=100)
+        for share in (400, 800):
+            world.forget()
+            for _ in range(share // prompts):
+                world.visit(prompts)
+        gain[prompts] = world.gain
+    assert gain[1] > 0.75 * gain[16] > 1.5
+
+
 # ---- Which groups go on ----
 
 
 @given(st.lists(st.floats(0.001, 1.0), min_size=1, max_size=7), st.integers(1, 15))
 def test_no_other_choice_yields_more_for_each_completion(alive, cost):
     alive = np.array(alive)
-    chosen = best_yield(alive, cost)
+    chosen = alive >= cost * best_yield(alive, cost)
 
     def live_per_completion(some):
         return alive[some].sum() / (len(alive) + cost * some.sum())
 
     others = [np.array(some) for some in itertools.product([False, True], repeat=len(alive))]
     assert live_per_completion(chosen) >= max(live_per_completion(some) for some in others) - 1e-12
+    assert live_per_completion(chosen) == pytest.approx(best_yield(alive, cost))
 
 
-def test_groups_that_were_not_begun_are_never_finished():
-    assert best_yield(np.array([NAN, 0.9, NAN, 0.1]), 3).tolist() == [False, True, False, False]
-    assert best_yield(np.array([NAN]), 3).tolist() == [False]
+def test_groups_that_were_not_begun_do_not_count():
+    assert best_yield(np.array([NAN, 0.9, NAN, 0.1]), 3) == pytest.approx(0.9 / 5)
+    assert best_yield(np.array([NAN]), 3) == 0.0
+
+
+def test_a_large_batch_is_judged_by_itself_and_a_small_one_among_the_latest_before():
+    gate, many = Gate(), Gate.RECENT
+    for outcome in (1.0, 0.0):  # of live prompts, then of dead ones
+        count = many // 2
+        drawn = rollouts({i: [outcome] * 4 for i in range(count)})
+        gate.see(known(count, alive=[0.9 if outcome else 0.1] * count), drawn, np.zeros(count))
+    latest = [0.1] * (many // 2) + [0.9] * (many // 2)
+
+    def needed(forecasts):
+        return gate.needed(known(len(forecasts), alive_given_first=forecasts), 4)
+
+    assert needed([0.2]) == pytest.approx(3 * best_yield(np.array([0.2, *latest[: many - 1]]), 3))
+    assert needed([0.2] * many) == pytest.approx(3 * best_yield(np.full(many, 0.2), 3))
+    assert Gate().needed(known(1, alive_given_first=[0.2]), 4) <= 0.2  # nothing to compare it with
+    # Before anything is drawn
+    assert gate.needed(known(1, alive=[0.2]), 4) == needed_to_begin(best_yield(np.array(latest), 3), 4)
+    assert gate.needed(known(many, alive=[0.2] * many), 4) == pytest.approx(needed_to_begin(0.2 / 4, 4))
+    assert Gate().needed(known(1, alive=[0.2]), 4) <= 0.2
 
 
 @given(st.lists(st.floats(0.001, 0.999), min_size=1, max_size=7), st.integers(2, 16))
@@ -147,20 +190,22 @@ def test_a_prompt_is_begun_unless_no_first_completion_could_make_it_worth_the_ot
     alive = np.array(alive)
     elsewhere = alive.mean() / size
     at_best = alive * np.maximum(1.0 - elsewhere * (size - 1), 0.0)
-    np.testing.assert_array_equal(worth_beginning(alive, size), at_best >= elsewhere * (1.0 - 1e-12))
+    begun = alive >= needed_to_begin(elsewhere, size) * (1.0 - 1e-12)
+    np.testing.assert_array_equal(begun, at_best >= elsewhere * (1.0 - 1e-12))
 
 
 @pytest.mark.parametrize("p", [0.0, 0.01, 0.3, 1.0])
 def test_where_all_groups_are_alike_all_are_drawn_to_their_end(p):
     gate, rng, drawn = controllers.Gate(4), np.random.default_rng(0), rollouts({i: [1.0] for i in range(5)})
-    prompts = known(5, alive=[p] * 5, alive_given_first=[p] * 5)
-    assert ask(gate, 0, prompts, drawn, rng).tolist() == [1] * 5
-    assert ask(gate, 1, prompts, drawn, rng).tolist() == [3] * 5
+    for round, forecasts, counts in ((0, {}, [1] * 5), (1, {"alive_given_first": [p] * 5}, [3] * 5)):
+        prompts = known(5, alive=[p] * 5, **forecasts)
+        prompts = replace(prompts, alive_needed=np.full(5, Gate().needed(prompts, 4)))
+        assert ask(gate, round, prompts, drawn, rng).tolist() == counts
 
 
 def test_it_draws_one_then_the_others_and_nothing_after():
     rng, controller = np.random.default_rng(0), controllers.Gate(4, explore=1e-9, recheck=0.0)
-    prompts = known(4, alive=[0.4, 0.4, 0.4, 0.01], alive_given_first=[0.1, 0.8, 0.1, NAN])
+    prompts = known(4, alive=[0.4, 0.4, 0.4, 0.01], alive_given_first=[0.1, 0.8, 0.1, NAN], alive_needed=[0.2] * 4)
     drawn = rollouts({0: [1.0], 1: [1.0], 2: [1.0], 3: []})
     counts = [ask(controller, i, prompts, drawn, rng).tolist() for i in range(3)]
     assert counts == [[1, 1, 1, 0], [0, 3, 0, 0], [0, 0, 0, 0]]
@@ -171,7 +216,7 @@ def test_it_draws_one_then_the_others_and_nothing_after():
 def test_those_that_would_be_left_go_on_at_random_as_often_as_set():
     count = 4000
     unlikely = np.where(np.arange(count) == 0, 1.0, 1e-9)
-    prompts = known(count, alive=unlikely, alive_given_first=unlikely)
+    prompts = known(count, alive=unlikely, alive_given_first=unlikely, alive_needed=np.full(count, 0.1))
     drawn = rollouts({i: [1.0] for i in range(count)})
     gate = controllers.Gate(2, explore=0.2, recheck=0.1)
     for round, share in [(0, 0.1), (1, 0.2)]:

@@ -16,8 +16,8 @@ from rich.table import Column, Table
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, ModelConfig
 
-from ..app.console import accuracy_metric
 from ..files import write_atomically
+from ..record.curves import accuracy_metric
 from ..record.ledger import PLAIN, against_plain, times
 from .recipe import LZEScriptArguments, RecipeParser, parse_recipe
 from .train import disable_progress_bars, run, setup_logging, trainer_arguments
@@ -92,7 +92,7 @@ def train_arm(arm: str, arguments: Sequence[str]):
         return
 
     def record(trainer: Any):
-        metric = accuracy_metric(trainer.args, trainer.reward_func_names)
+        metric = accuracy_metric(trainer.args.pass_reward, trainer.reward_func_names)
         trainer.add_callback(CurveRecorder(Path(trainer.args.output_dir) / CURVE_FILE, metric, trainer.savings))
 
     run(*parse_recipe([*arguments, "--strategy", STRATEGY_OF[arm]]), before_training=record)
@@ -108,7 +108,7 @@ def train_plain(arguments: Sequence[str]):
     args.model_init_kwargs, args.eval_on_start, args.disable_tqdm = own_args.model_init_kwargs, True, True
     trainer = GRPOTrainer(**given | {"args": args})
     recorder = CurveRecorder(
-        Path(args.output_dir) / CURVE_FILE, accuracy_metric(own_args, trainer.reward_func_names), None
+        Path(args.output_dir) / CURVE_FILE, accuracy_metric(own_args.pass_reward, trainer.reward_func_names), None
     )
     trainer.add_callback(recorder)
     trainer.train()

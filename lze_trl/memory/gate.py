@@ -22,13 +22,16 @@ class Gate:
     outcome and the log-probability of the first completion as features, see [`OnlineRegression`].
 
     It learns from groups that were drawn to their end. Where chance decided which of the unlikely ones are, each of those
-    stands for 1 / probability groups.
+    stands for 1 / probability groups. It keeps the latest forecasts, so that a batch of a few prompts is judged among more.
     """
+
+    RECENT = 64
 
     def __init__(self):
         self.model = OnlineRegression(len(FEATURES))
         # Decayed: live groups that were drawn without luck, and all that there must have been
         self._live = np.zeros(2)
+        self._recent = np.empty(0)  # forecasts for the latest prompts, the last batch first
         self._metrics: dict[str, float] = {}
 
     def alive(self, prompts: Prompts, drawn: Rollouts) -> np.ndarray:
@@ -39,9 +42,28 @@ class Gate:
         known = drawn.sizes > 0
         chances = np.full(len(prompts), np.nan)
         if known.any():
-            model, offset = self.model.forecasts(*_examples(prompts.take(known), *first_completion(drawn)))
-            chances[known] = model if self.model.used else offset
+            chances[known] = self._forecasts(_examples(prompts.take(known), *first_completion(drawn)))
         return np.where(drawn.alive, 1.0, chances)
+
+    def _forecasts(self, examples: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
+        model, offset = self.model.forecasts(*examples)
+        return model if self.model.used else offset
+
+    def needed(self, prompts: Prompts, group_size: int) -> float:
+        """
+        How likely to be alive a group has to be for its next completions to yield more live groups a completion than others do:
+        the first one, or the other ones where `prompts.alive_given_first` are known of some.
+
+        Judged are the prompts of the batch and, where they are fewer than `RECENT`, the latest before.
+        """
+        others, forecasts = group_size - 1, prompts.alive_given_first
+        if not np.isnan(forecasts).all():
+            past = self._recent[: max(self.RECENT - len(prompts), 0)]
+            return others * best_yield(np.concatenate([forecasts, past]), others)
+        few = len(prompts) < self.RECENT == len(self._recent)
+        return needed_to_begin(
+            best_yield(self._recent, others) if few else prompts.alive.mean() / group_size, group_size
+        )
 
     def see(self, prompts: Prompts, drawn: Rollouts, counts: np.ndarray):
         """
@@ -49,8 +71,9 @@ class Gate:
         that were drawn to the end stands for, shape `(P,)`; 0 for the others.
         """
         complete = counts > 0
-        outcomes, logprobs = first_completion(drawn)
-        examples = _examples(prompts.take(complete), outcomes[complete], logprobs[complete])
+        everything = _examples(prompts, *first_completion(drawn))
+        self._recent = np.concatenate([self._forecasts(everything), self._recent])[: self.RECENT]
+        examples = everything[0][complete], everything[1][complete]
         alive, counts = drawn.alive[complete], counts[complete]
         quality = self.model.score(*self.model.forecasts(*examples), alive, counts)
         self._metrics = {"gate_share": float(complete.mean())}
@@ -66,13 +89,13 @@ class Gate:
         return self._metrics
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Weights and scores."""
-        return self.model.state_dict() | {"live": self._live}
+        """Weights, scores and the latest forecasts."""
+        return self.model.state_dict() | {"live": self._live, "recent": self._recent}
 
     def load_state_dict(self, state: dict[str, np.ndarray]):
         """Continue from a checkpoint."""
         self.model.load_state_dict(state)
-        self._live, self._metrics = state["live"].copy(), {}
+        self._live, self._recent, self._metrics = state["live"].copy(), state["recent"].copy(), {}
 
 
 def _examples(prompts: Prompts, outcomes: np.ndarray, logprobs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -100,3 +123,29 @@ def first_completion(drawn: Rollouts) -> tuple[np.ndarray, np.ndarray]:
     """
     rows = np.unique(drawn.group, return_index=True)[1]
     return np.nan_to_num(drawn.outcomes[rows], nan=0.5), drawn.logprobs[rows]
+
+
+def best_yield(alive: np.ndarray, cost: int) -> float:
+    """
+    The most live groups for each completion that groups with one completion each can give, if the others of some are drawn,
+    `cost` completions a group.
+
+    Those are the k groups with the highest probabilities to be `alive`, with the k that maximises (sum of their probabilities) /
+    (groups + k·cost). They are also the groups whose probability is at least cost · the result (Dinkelbach). NaN, a group without
+    a completion, is left out; 0 without groups.
+    """
+    forecasts = -np.sort(-alive[~np.isnan(alive)])
+    yields = np.cumsum(forecasts) / (len(forecasts) + cost * np.arange(1, len(forecasts) + 1))
+    return float(yields.max(initial=0.0))
+
+
+def needed_to_begin(elsewhere: float, group_size: int) -> float:
+    """
+    How likely to be alive a group has to be, before anything was drawn, to be worth its first completion.
+
+    With r = `elsewhere`, the live groups for each completion that others give, it is worth it only if E[max(q − r·(G − 1), 0)] ≥ r,
+    where q is the probability once the first completion is known, and E[q] = p. The left side is at most p·(1 − r·(G − 1)).
+    Without a gate, r is the mean p̄ of the batch over G, and p is too low exactly if its odds are less than 1/G of those of p̄.
+    """
+    left = 1.0 - elsewhere * (group_size - 1)
+    return min(elsewhere / left, 1.0) if left > 0.0 else 1.0

@@ -191,9 +191,10 @@ class PromptState:
     def prompts(self, prompt_ids: np.ndarray, drawn: Rollouts | None = None) -> Prompts:
         """What is known of prompts, whose ids have shape `(P,)`, before a batch, or while completions of them are `drawn`."""
         prompts = self._prompts(prompt_ids, self._records(self.find(prompt_ids)))
-        if drawn is None or drawn.num_rows == 0:
-            return prompts
-        return replace(prompts, alive_given_first=self.gate.alive(prompts, drawn))
+        if drawn is not None and drawn.num_rows:
+            prompts = replace(prompts, alive_given_first=self.gate.alive(prompts, drawn))
+        needed = self.gate.needed(prompts, self.settings.group_size) if len(prompts) else 0.0
+        return replace(prompts, alive_needed=np.full(len(prompts), needed))
 
     def _prompts(self, prompt_ids: np.ndarray, record: np.ndarray) -> Prompts:
         history = self._history(prompt_ids, record)

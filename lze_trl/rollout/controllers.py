@@ -21,7 +21,6 @@ import numpy as np
 import pandas as pd
 
 from ..arrays import Prompts, Rollouts
-from .worth import best_yield, worth_beginning
 
 
 class RolloutController(ABC):
@@ -227,11 +226,12 @@ class Gate(SubsamplingController):
     """
     One completion of each prompt first, the others only where the group is likely to be alive.
 
-    As many groups go on, the likeliest first given their first completion (`Prompts.alive_given_first`), as make the live groups
-    for each completion the most, see [`best_yield`]. Of the others a few go on all the same, at random, so that the
-    forecast learns what it would miss. A prompt that is not worth even one completion by what is known of it, see
-    [`worth_beginning`], gets none, except for a share that is re-checked. Where every group is likely to be alive, all are
-    drawn to their end.
+    Those groups go on that, by their first completion (`Prompts.alive_given_first`), make the live groups for each completion the
+    most, among the prompts of the batch and, where they are few, those before (`Prompts.alive_needed`). Of the others a few go on
+    all the same, at random, so that the forecast learns what it would miss. A prompt that is not worth even one completion by what
+    is known of it gets none, except for a share that is re-checked. Where every group is likely to be alive, all are drawn to
+    their end. This is a bias to medium pass rates: live groups of prompts that are solved hardly ever, or nearly always, are
+    mostly stopped, because their first completion looks like that of a dead group.
 
     Args:
         group_size (`int`): G.
@@ -245,22 +245,17 @@ class Gate(SubsamplingController):
 
     def chances(self, round: int, prompts: Prompts, drawn: Rollouts) -> np.ndarray | None:
         if round == 0:
-            return np.where(worth_beginning(prompts.alive, self.group_size), 1.0, self.recheck)
-        return self._chances(prompts) if round == 1 else None
-
-    def _chances(self, prompts: Prompts) -> np.ndarray:
-        """With which probability each group goes on, once it is begun."""
-        return np.where(best_yield(prompts.alive_given_first, self.group_size - 1), 1.0, self.explore)
+            return np.where(prompts.alive >= prompts.alive_needed, 1.0, self.recheck)
+        return np.where(prompts.alive_given_first >= prompts.alive_needed, 1.0, self.explore) if round == 1 else None
 
     def draw(self, round: int, prompts: Prompts, drawn: Rollouts, rng: np.random.Generator) -> np.ndarray:
-        luck = rng.random(len(prompts))
-        if round == 0:
-            worth = worth_beginning(prompts.alive, self.group_size)
-            return (worth | (luck < self.recheck)).astype(np.int64)
-        if round > 1:
+        chances = self.chances(round, prompts, drawn)
+        if chances is None:
             return np.zeros(len(prompts), dtype=np.int64)
-        goes_on = (drawn.sizes > 0) & (luck < self._chances(prompts))
-        return np.where(goes_on, self.group_size - 1, 0)
+        drawn_on = rng.random(len(prompts)) < chances
+        return (
+            drawn_on.astype(np.int64) if round == 0 else np.where(drawn_on & (drawn.sizes > 0), self.group_size - 1, 0)
+        )
 
 
 def _kinds(drawn: Rollouts) -> tuple[np.ndarray, np.ndarray]:
