@@ -5,6 +5,7 @@ import re
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from PIL import Image
 
 import tiny
@@ -81,6 +82,20 @@ def test_pictures_are_written(run_dir, tmp_path):
             assert picture.width > 800
             assert len(picture.convert("RGB").getcolors(2**24)) > 50
     assert write_summary_picture(run_dir, tmp_path / "docs" / "run.png").exists()
+
+
+def test_no_text_of_the_picture_is_cut_off(run_dir, tmp_path, monkeypatch):
+    save, figures = Figure.savefig, []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *a, **b: (save(figure, *a, **b), figures.append(figure)))
+    write_summary_picture(run_dir, tmp_path / "run.png")
+    (figure,) = figures
+    texts = [text for axis in figure.axes for text in (axis.title, axis.xaxis.label, axis.yaxis.label, *axis.texts)]
+    texts = [text for text in texts if text.get_text()]
+    for text in texts:
+        box = text.get_window_extent()
+        assert figure.bbox.contains(box.x0, box.y0) and figure.bbox.contains(box.x1, box.y1), text.get_text()
+        # The layout does not count the length of the labels of axes
+        assert not [other for other in texts if other is not text and box.overlaps(other.get_window_extent())]
 
 
 @pytest.mark.parametrize("fails_at", [".html", ".png"])

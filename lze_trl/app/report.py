@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import numpy as np
@@ -155,22 +156,23 @@ def _draw_energy(run: Run, figure: Figure, axis: Axes):
     mesh = axis.pcolormesh(
         edges, levels, 100 * live.T, cmap="cividis", vmin=0, vmax=100 * brightest(live), rasterized=True
     )
-    axis.set(title="Energy of the groups", xlabel="step", ylabel="energy")
-    figure.colorbar(mesh, ax=axis, label="groups (%)", extend="max")
+    # A label beside the colours would be cut off: the layout does not count its length
+    axis.set(title="Energy of the groups, colour: % of them", xlabel="step", ylabel="energy")
+    figure.colorbar(mesh, ax=axis, extend="max")
 
 
 def _draw_savings(axis: Axes, totals: dict[str, float]):
     works = against_plain(totals)
     if not works:
-        axis.text(0.5, 0.5, headline(totals), ha="center", va="center", wrap=True, fontsize=9)
+        axis.text(0.5, 0.5, fill(headline(totals), 30), ha="center", va="center")
         axis.set_axis_off()
         return
     used = [work.ratio if work.plain_flops else 0.0 for work in works]
-    axis.set(title="FLOPs", xlim=(0, 1.25 * max(1.0, *used)), xlabel="× plain GRPO, same number of optimizer steps")
+    axis.set(title="FLOPs", xlim=(0, 1.25 * max(1.0, *used)), xlabel="× plain GRPO,\nsame number of optimizer steps")
     names = [work.name for work in works]
     axis.barh(names, [1.0] * len(works), color="#e3e8ed", height=0.6)
     axis.barh(names, used, color=_BLUE, height=0.6)
     for row, work in enumerate(works):
         axis.text(used[row] + 0.02, row, work.times, va="center")
-    axis.text(0.0, -0.24, skipped_visits(totals), transform=axis.transAxes, fontsize=8, color=_GREY)
+    axis.text(0.0, -0.27, fill(skipped_visits(totals), 45), transform=axis.transAxes, fontsize=8, color=_GREY, va="top")
     axis.invert_yaxis()
