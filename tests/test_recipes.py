@@ -213,12 +213,14 @@ def test_flags_override_the_recipe(recipe):
 
 
 def test_null_unsets_what_a_recipe_sets(recipe):
-    path = recipe("instruct_generator: a.b\nprobe_datasets: [a.jsonl]\nprobe_patience: 3\nmajority_labelled: none\nkept_completions: 4\n")
+    path = recipe(
+        "instruct_generator: a.b\nprobe_datasets: [a.jsonl]\nprobe_patience: 3\nmajority_labelled: none\nkept_completions: 4\n"
+    )
     names = ("instruct_generator", "probe_patience", "majority_labelled", "kept_completions")
     flags = [word for name in names for word in (f"--{name}", "null")]
     script_args, training_args, _ = parse_recipe(["--config", path, *flags, *ON_CPU])
     assert [(vars(script_args) | vars(training_args))[name] for name in names] == [None] * 4
-    with pytest.raises(RecipeError, match="argument --seed: invalid int value: 'null'"):
+    with pytest.raises(RecipeError, match="rgument --seed: invalid int value: 'null'"):
         parse_recipe(["--config", path, "--seed", "null", *ON_CPU])
 
 
