@@ -220,7 +220,7 @@ def test_null_unsets_what_a_recipe_sets(recipe):
     flags = [word for name in names for word in (f"--{name}", "null")]
     script_args, training_args, _ = parse_recipe(["--config", path, *flags, *ON_CPU])
     assert [(vars(script_args) | vars(training_args))[name] for name in names] == [None] * 4
-    with pytest.raises(RecipeError, match="argument --seed: invalid int value: 'null'"):
+    with pytest.raises(RecipeError, match="rgument --seed: invalid int value: 'null'"):
         parse_recipe(["--config", path, "--seed", "null", *ON_CPU])
 
 
