@@ -176,7 +176,8 @@ def model_card_section(run_dir: str | Path) -> str:
         values = " → ".join(
             f"{accuracy[step]:.3f} at step {step}" for step in sorted({accuracy.index[0], accuracy.index[-1]})
         )
-        learned = f"\nMean {accuracy.name} on held-out prompts, sampled as in training: {values}.\n"
+        kind = "accuracy" if accuracy.between(0.0, 1.0).all() else "reward"
+        learned = f"\nHeld-out {kind} (`{accuracy.name}`, sampled as in training): {values}.\n"
     return f"""{_SECTION_START}
 ## Trained where it learns
 

@@ -72,7 +72,8 @@ def test_held_out_accuracy_is_in_every_view(tmp_path, reward):
     assert "Held-out accuracy. Latest: " in views.training(run)
     compared = views.compare(book, book.ids, "step", "held_out")
     assert f"<td>{shown}</td>" in compared and "No values yet" not in compared
-    assert f"{last:.3f} at step 3" in model_card_section(tmp_path / "run")
+    card = model_card_section(tmp_path / "run")
+    assert f"{last:.3f} at step 3" in card and f"{tile[0].upper()}{tile[1:]} (`eval_reward" in card
 
 
 def test_pictures_are_written(run_dir, tmp_path):

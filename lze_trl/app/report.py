@@ -174,5 +174,7 @@ def _draw_savings(axis: Axes, totals: dict[str, float]):
     axis.barh(names, used, color=_BLUE, height=0.6)
     for row, work in enumerate(works):
         axis.text(used[row] + 0.02, row, work.times, va="center")
-    axis.text(0.0, -0.27, fill(skipped_visits(totals), 45), transform=axis.transAxes, fontsize=8, color=_GREY, va="top")
+    axis.text(
+        0.0, -0.27, fill(skipped_visits(totals), 45), transform=axis.transAxes, fontsize=8, color=_GREY, va="top"
+    )
     axis.invert_yaxis()
