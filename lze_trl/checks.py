@@ -166,11 +166,14 @@ def refuse_unfit_prompts(given: dict[str, Any]):
 
 def refuse_long_prompts(trainer: GRPOTrainer, given: dict[str, Any]):
     """Refuse prompts that leave no room in the model's context, where it is known, before anything is generated."""
-    config, encoder = trainer.model.config.get_text_config(), trainer.processing_class
+    model: Any = trainer.model
+    encoder: Any = trainer.processing_class
+    config = model.config.get_text_config()
     tokenizer: Any = encoder.tokenizer if isinstance(encoder, ProcessorMixin) else encoder
     context = config.max_position_embeddings if hasattr(config, "max_position_embeddings") else None
     # Other ways to scale rotary positions reach further
-    if (config.to_dict().get("rope_parameters") or {}).get("rope_type", "default") not in (
+    scaling = config.to_dict().get("rope_parameters") or {}
+    if scaling.get("rope_type", "default") not in (
         "default",
         "llama3",
         "longrope",

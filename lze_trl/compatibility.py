@@ -128,12 +128,12 @@ def warn_of_schedule(directory: str, args: TrainingArguments, max_steps: int):
         )
 
 
-def _share_of_learning_rate(args: TrainingArguments, max_steps: int, step: int) -> float | None:
-    """Of the highest learning rate, after a step of so many; None where the schedule does not say it before."""
+def _share_of_learning_rate(args: TrainingArguments, max_steps: int, step: int) -> float:
+    """Of the highest learning rate, after a step of so many; 1 where the schedule does not say it before."""
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
     shape: Any = args.lr_scheduler_kwargs or {}
     schedule = get_scheduler(args.lr_scheduler_type, optimizer, args.get_warmup_steps(max_steps), max_steps, shape)
-    return schedule.lr_lambdas[0](step) if isinstance(schedule, LambdaLR) else None
+    return schedule.lr_lambdas[0](step) if isinstance(schedule, LambdaLR) else 1.0
 
 
 def warn_of_changes(before: dict[str, Any], now: dict[str, Any]):

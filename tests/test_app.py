@@ -551,7 +551,9 @@ def test_space_is_the_same_app_without_what_trains():
     assert (SPACE / front_matter["app_file"]).exists()
     code = """
 import json, runpy, sys
-print(json.dumps([runpy.run_path("app.py")["runs"], sorted(sys.modules)]))
+runs = runpy.run_path("app.py")["runs"]
+import lze_trl.app.page  # as `launch` does
+print(json.dumps([runs, sorted(sys.modules)]))
 """
     environment = {"LZE_RUNS": "me/a, me/b", "PATH": "", "PYTHONPATH": str(SPACE.parent)}
     done = subprocess.run([sys.executable, "-c", code], cwd=SPACE, env=environment, capture_output=True, text=True)

@@ -48,7 +48,7 @@ class _WithoutDevice(LZEGRPOConfig):
         super().__post_init__()
         self.use_cpu, self.tf32 = use_cpu, tf32
 
-    def main_process_first(self, *args: Any, **kwargs: Any) -> nullcontext:
+    def main_process_first(self, *args: Any, **kwargs: Any) -> Any:
         """Nothing waits for the other processes."""
         return nullcontext()
 
