@@ -21,7 +21,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from .files import write_atomically
 
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 STATE_NAME = "lze_state"
 ROWS_NAME = "lze_rows"
 ARRAYS = "arrays"

@@ -378,10 +378,11 @@ class Engine:
     def weighted_loss(self, window: Window, model: torch.nn.Module, inputs: dict[str, Any], *arguments: Any):
         """
         TRL's loss of a micro-batch, times what it, its rows and their entropies weigh in the optimizer step. The window
-        keeps the metrics of packed micro-batches for its end.
+        keeps the metrics for its end.
         """
         trainer = self._trainer
         scale, row_share, tokens = (inputs.pop(f"lze_{name}") for name in ("scale", "row_share", "tokens"))
+        rows, by_trl = inputs.pop("lze_rows"), inputs.pop("lze_by_trl")
         weights, of_entropy = (inputs.pop(f"lze_{name}", None) for name in ("weights", "entropy_weights"))
         logged: dict[str, list] = defaultdict(list)
         entropies: list[torch.Tensor] = []
@@ -405,8 +406,13 @@ class Engine:
         with altered(trainer, **changes) as view:
             loss = GRPOTrainer.compute_loss(view, model, inputs, *arguments)
         accumulation = trainer.current_gradient_accumulation_steps
-        if trainer.args.packing or tokens == 0:
-            window.add(logged, tokens, {"policy_loss": scale / accumulation, "aux_loss": row_share / accumulation})
+
+        def weight(name: str) -> int:
+            of_rows = trainer.importance_sampling_level == "sequence" and "clip_ratio" in name
+            return rows if of_rows or name == "vespo/phi_seq_mean" else tokens
+
+        shares = {"policy_loss": scale / accumulation, "aux_loss": row_share / accumulation}
+        window.add(logged, weight, shares, by_trl)
         for name, values in logged.items():
             self.metrics[name] += values
         loss = loss if scale == 1.0 else loss * scale
