@@ -351,11 +351,11 @@ class Engine:
     ):
         """
         TRL's loss of a micro-batch, times what it, its rows and their entropies weigh in the optimizer step. `compute` is
-        TRL's `compute_loss`, called with a copy of the trainer. The window keeps the metrics of packed micro-batches for its
-        end.
+        TRL's `compute_loss`, called with a copy of the trainer. The window keeps the metrics for its end.
         """
         trainer = self._trainer
         scale, row_share, tokens = (inputs.pop(f"lze_{name}") for name in ("scale", "row_share", "tokens"))
+        rows, by_trl = inputs.pop("lze_rows"), inputs.pop("lze_by_trl")
         weights, of_entropy = (inputs.pop(f"lze_{name}", None) for name in ("weights", "entropy_weights"))
         earlier = {name: len(values) for name, values in self.metrics.items()}
         entropies: list[torch.Tensor] = []
@@ -379,15 +379,21 @@ class Engine:
         with altered(trainer, **changes) as view:
             loss = compute(view, model, inputs, *arguments)
         accumulation = trainer.current_gradient_accumulation_steps
-        if trainer.args.packing or tokens == 0:
-            new = {name: values[earlier.get(name, 0) :] for name, values in self.metrics.items()}
-            logged = {name: values for name, values in new.items() if values}
-            window.add(logged, tokens, {"policy_loss": scale / accumulation, "aux_loss": row_share / accumulation})
-            for name, values in new.items():
-                if values and name not in logged:  # the window keeps it
-                    del self.metrics[name][earlier.get(name, 0) :]
-                if not self.metrics[name]:
-                    del self.metrics[name]
+
+        def weight(name: str) -> int:
+            of_rows = trainer.importance_sampling_level == "sequence" and "clip_ratio" in name
+            return rows if of_rows or name == "vespo/phi_seq_mean" else tokens
+
+        logged = {name: values[earlier.get(name, 0) :] for name, values in self.metrics.items()}
+        for name, values in logged.items():
+            self.metrics[name] = self.metrics[name][: -len(values) or None]
+            if not self.metrics[name]:
+                del self.metrics[name]
+        logged = {name: values for name, values in logged.items() if values}
+        shares = {"policy_loss": scale / accumulation, "aux_loss": row_share / accumulation}
+        window.add(logged, weight, shares, by_trl)
+        for name, values in logged.items():
+            self.metrics[name] += values
         loss = loss if scale == 1.0 else loss * scale
         if bonus != 0.0:
             # As in every loss type, TRL has subtracted a mean over the tokens of the micro-batch

@@ -1,6 +1,7 @@
 """The way of one generation batch: plan → roll out → score → remember → select → pack."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,7 @@ from .memory.calibration import Calibration
 from .memory.state import PromptState
 from .pack.batch import GenerationBatch, filler_inputs
 from .pack.exchange import exchange
-from .pack.layout import Geometry, Layout, pack, padding_efficiency, trl_layout, unpacked
+from .pack.layout import Geometry, Layout, pack, padding_efficiency, relaid, trl_layout, unpacked
 from .pack.rows import Scored
 from .pack.weights import Reference, even_reference, full_reference, trl_reference
 from .pack.window import Window
@@ -51,8 +52,27 @@ class GenerationStep:
         self.window = Window()  # the optimizer step under way
         self.dead, self.repeats, self.votes = DeadMonitor(), RepeatMonitor(), VoteHistory()
         self.labels = Calibration()  # majority labels, where gold answers tell
+        self._chunk_steps = (
+            self.geometry.chunk_steps
+        )  # of the layouts; fewer after an interrupted training, see `begin`
         self._made_at = -1  # micro-step at which the batch was made; -1 if that was before a resume
         self._in_use = False  # whether the next optimizer step goes on with the batch
+
+    def begin(self, engine: Engine):
+        """
+        A training begins. As TRL does after one that was interrupted: forget its unfinished optimizer step, and go on with its
+        generation batch. Optimizer steps now begin elsewhere in generation batches, so that chunks have to be smaller.
+        """
+        self.window.reset()
+        self._made_at, before = -1, self._chunk_steps
+        self._chunk_steps = math.gcd(self.geometry.chunk_steps, engine.micro_step)
+        batch = self.batch
+        if batch is not None and engine.mid_batch and self._chunk_steps != before and not batch.layout.by_trl:
+            batch.layout = relaid(batch.layout, batch.reference.slot, self._layout_geometry)
+
+    @property
+    def _layout_geometry(self) -> Geometry:
+        return replace(self.geometry, chunk_steps=self._chunk_steps)
 
     def prepare(self, inputs: list[dict[str, Any]], engine: Engine):
         """Make the generation batch of this micro-step, unless it is still in use."""
@@ -91,8 +111,8 @@ class GenerationStep:
         self.ledger.skipped_updates += skipped
         if skipped:
             engine.update_was_skipped()
-        for name, value in {"lze/skipped_update": float(skipped), **self.window.close()}.items():
-            engine.metrics[name].append(value)
+        for name, values in {"lze/skipped_update": [float(skipped)], **self.window.close()}.items():
+            engine.metrics[name] += values
 
     def _next(self, inputs: list[dict[str, Any]], engine: Engine) -> GenerationBatch:
         timed = self.ledger.timed
@@ -193,11 +213,12 @@ class GenerationStep:
             reference = full_reference(weights, args.generation_batch_size, mean_tokens, geometry, self._rng("steps"))
         else:
             reference = even_reference(scored.loss_tokens[rows], weights, geometry, self._rng("steps"))
+        geometry, chunk = self._layout_geometry, reference.slot // self._chunk_steps
         if args.packing:
-            return reference, pack(lengths[0], lengths[1], reference.chunk, geometry, scored.owner[rows])
+            return reference, pack(lengths[0], lengths[1], chunk, geometry, scored.owner[rows])
         if slot is not None and scored.order is not None and whole:
             return reference, trl_layout(slot, scored.owner, scored.order, geometry)
-        return reference, unpacked(reference.chunk, geometry)
+        return reference, unpacked(chunk, geometry)
 
     def _nothing(self, plan: Plan, engine: Engine) -> GenerationBatch:
         """A batch of which pruning, or the controller, has left nothing."""
@@ -206,7 +227,7 @@ class GenerationStep:
         none = np.empty(0, dtype=np.int64)
         zeros = none.astype(np.float64)
         layout = Layout([None] * self.args.steps_per_generation)
-        return GenerationBatch({}, none, none, none, none, layout, Reference(none, zeros, zeros, 0.0, zeros))
+        return GenerationBatch({}, none, none, none, none, layout, Reference(none, zeros, zeros, 0.0, zeros, none))
 
     def _log(self, plan: Plan, groups: Groups, chosen: np.ndarray, batch: GenerationBatch, engine: Engine):
         metrics = batch_metrics(groups, chosen, self.state, plan.pass_index) | self.passes.metrics()

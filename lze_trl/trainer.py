@@ -505,6 +505,7 @@ class LZEGRPOTrainer(GRPOTrainer):
             store.load_parts(store.find_state(source), store.STATE_NAME, known)
             logger.info("Starting from the state of %d prompts of `%s`.", len(self.prompt_state), source)
         ended = "crashed"
+        self._own_step.begin(Engine(self))
         try:
             result = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
             ended = "finished"
@@ -567,6 +568,7 @@ class LZEGRPOTrainer(GRPOTrainer):
             store.load_parts(checkpoint, f"{store.ROWS_NAME}_{self.accelerator.process_index}", rows)
         # Micro-steps are counted from the beginning of a generation batch, however many this run makes of one
         Engine(self).continue_from(meta["micro_step"] if meta["mid_batch"] else 0)
+        self._own_step.begin(Engine(self))
         if self.state.global_step >= self.state.max_steps:
             self._load_rng_state(checkpoint)
 

@@ -50,7 +50,9 @@ def build(
             MicroBatch(np.array([[3], [3]]), np.array([[False], [True]])),
         ]
     )
-    reference = Reference(np.zeros(4, dtype=int), np.full(4, 4.0), np.array(norm_tokens), 11.0, np.array(weights))
+    reference = Reference(
+        np.zeros(4, dtype=int), np.full(4, 4.0), np.array(norm_tokens), 11.0, np.array(weights), np.zeros(4, dtype=int)
+    )
     return GenerationBatch(tensors | extra, local, PROMPTS, COMPLETIONS, COMPLETIONS, layout, reference, trim)
 
 

@@ -233,6 +233,39 @@ def test_a_token_budget_changes_neither_weights_nor_logs(tmp_path, shape_name):
     assert len({entry["entropy"] for entry in free.state.log_history[:-1]}) > 1
 
 
+SEQUENCE = {"importance_sampling_level": "sequence"}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"loss_type": "grpo", "beta": 0.05},
+        {"loss_type": "dapo", "mask_truncated_completions": True, "entropy_coef": 0.1},
+        {"loss_type": "dr_grpo", **SEQUENCE},
+        {"loss_type": "cispo", "epsilon_high": 1.0005, "entropy_coef": 0.1},
+        {"loss_type": "cispo", "epsilon_high": 1.0005, **SEQUENCE},
+        {"loss_type": "vespo"},
+    ],
+    ids=lambda settings: "-".join(map(str, settings.values())),
+)
+@pytest.mark.parametrize("shape_name", ["iterated", "two batches an optimizer step"])
+def test_packing_does_not_change_what_is_logged(tmp_path, settings, shape_name):
+    settings = {"epsilon": 5e-4, "pruning": "none", "selection_ratio": 0.7, "top_k": 0} | settings | shape(shape_name)
+    settings |= {"loss_normalizer": "all"} if shape_name == "iterated" else {}
+    layouts = ({"packing": False}, {}, {"max_tokens_per_micro_batch": 9})
+    runs = [train(LZEGRPOTrainer, tmp_path / str(i), **layout, **settings) for i, layout in enumerate(layouts)]
+    names = ("entropy", "kl", "policy_loss", "clip_ratio/", "cispo_clip_ratio", "vespo/")
+    off, *others = ([entry for entry in run.state.log_history if "entropy" in entry] for run in runs)
+    logged = {name for name in off[0] if name.startswith(names)}
+    for other in others:
+        for mine, expected in zip(other, off, strict=True):
+            assert {name: mine[name] for name in logged} == pytest.approx(
+                {name: expected[name] for name in logged}, abs=2e-4
+            )
+    clipped = {name for name in logged if "clip" in name and any(entry[name] for entry in off)}
+    assert clipped or settings["loss_type"] == "vespo" or shape_name != "iterated"
+
+
 RESUMED = {
     "between batches": {"per_device_train_batch_size": 6, "gradient_accumulation_steps": 2},
     "in the middle of a batch": shape("two optimizer steps a batch"),
@@ -384,6 +417,65 @@ class StopAt(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == self.step:
             raise KeyboardInterrupt
+
+
+def interrupted(trainer_class, at: int, where: str):
+    """A trainer that is interrupted once, at a micro-step: before it, in its rewards, or in its loss."""
+
+    class Interrupted(trainer_class):
+        over = False
+
+        def interrupt(self, place):
+            if place == where and self._step >= at and not self.over and self.model.training:
+                self.over = True
+                raise KeyboardInterrupt
+
+        def training_step(self, *args, **kwargs):
+            self.interrupt("before")
+            return super().training_step(*args, **kwargs)
+
+        def _calculate_rewards(self, *args, **kwargs):
+            self.interrupt("rewards")
+            return super()._calculate_rewards(*args, **kwargs)
+
+        def compute_loss(self, *args, **kwargs):
+            self.interrupt("loss")
+            return super().compute_loss(*args, **kwargs)
+
+    return Interrupted
+
+
+@pytest.mark.parametrize(
+    ("shape_name", "loss_type", "at", "where"),
+    [
+        ("one step", "dapo", 1, "loss"),
+        ("accumulated", "dapo", 1, "before"),
+        ("accumulated", "bnpo", 3, "before"),
+        ("accumulated", "grpo", 2, "rewards"),
+        ("two optimizer steps a batch", "grpo", 1, "before"),
+        ("two optimizer steps a batch", "dapo", 6, "before"),
+        ("two batches an optimizer step", "bnpo", 4, "before"),
+        ("iterated", "dapo", 3, "before"),
+        ("neither divides", "grpo", 4, "before"),
+    ],
+)
+@pytest.mark.parametrize("packing", [True, False])
+def test_after_an_interruption_the_default_strategy_does_what_trl_does(
+    tmp_path, shape_name, loss_type, at, where, packing
+):
+    def run(cls, **settings):
+        trainer = make(
+            interrupted(cls, at, where), tmp_path / cls.__name__, loss_type=loss_type, **settings, **shape(shape_name)
+        )
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train()
+        trainer.train()
+        assert trainer.state.global_step == 5
+        return trainer
+
+    theirs, ours = run(GRPOTrainer), run(LZEGRPOTrainer, strategy="exact", packing=packing)
+    assert moved(theirs) > 1e-3
+    assert distance(ours, theirs) < 1e-5
 
 
 def test_the_same_trainer_goes_on_from_a_checkpoint(tmp_path):

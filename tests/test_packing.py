@@ -208,7 +208,9 @@ def test_loss_scale():
     geometry = Geometry(2, steps_per_generation=3, chunk_steps=3, micro_batch_rows=2)
     batch = MicroBatch(np.array([[0, 1], [2, 2]]), np.array([[False, False], [False, True]]))
     tokens = np.array([4, 6, 10])
-    reference = Reference(np.zeros(3, dtype=int), np.full(3, 5.0), np.full(3, 40.0), 99.0, np.ones(3))
+    reference = Reference(
+        np.zeros(3, dtype=int), np.full(3, 5.0), np.full(3, 40.0), 99.0, np.ones(3), np.zeros(3, dtype=int)
+    )
     for loss_type in ROW_MEAN_LOSSES:
         assert loss_scale(loss_type, batch, 0, tokens, reference, geometry) == (2.4, None)
         assert loss_scale(loss_type, batch, 1, tokens, reference, geometry) == (2.4, None)
@@ -218,7 +220,9 @@ def test_loss_scale():
     assert loss_scale("bnpo", batch, 0, tokens, reference, geometry) == (1.5, None)
     assert loss_scale("bnpo", batch, 1, tokens, reference, geometry) == (1.5, None)  # the filler has no tokens
     # Where the references differ, rows do: the tokens of rows 0 and 1 count 1/40 and 1/20 each, so row 1 counts double
-    reference = Reference(np.zeros(3, dtype=int), np.full(3, 5.0), np.array([40.0, 20.0, 40.0]), 99.0, np.ones(3))
+    reference = Reference(
+        np.zeros(3, dtype=int), np.full(3, 5.0), np.array([40.0, 20.0, 40.0]), 99.0, np.ones(3), np.zeros(3, dtype=int)
+    )
     scale, weights = loss_scale("bnpo", batch, 0, tokens, reference, geometry)
     assert weights.tolist() == [1.0, 2.0]
     assert scale == (4 + 6) * 2 * 3 / 40
@@ -227,7 +231,7 @@ def test_loss_scale():
 def test_only_fillers_weigh_nothing():
     geometry = Geometry(2, steps_per_generation=1, chunk_steps=1, micro_batch_rows=2)
     batch = MicroBatch(np.array([[0], [0]]), np.array([[False], [True]]))
-    reference = Reference(np.zeros(1, dtype=int), np.ones(1), np.ones(1), 1.0, np.ones(1))
+    reference = Reference(np.zeros(1, dtype=int), np.ones(1), np.ones(1), 1.0, np.ones(1), np.zeros(1, dtype=int))
     for loss_type in ROW_MEAN_LOSSES + BATCH_TOKEN_LOSSES + MICRO_BATCH_TOKEN_LOSSES:
         assert loss_scale(loss_type, batch, 1, np.array([1]), reference, geometry) == (0.0, None)
 
@@ -235,7 +239,7 @@ def test_only_fillers_weigh_nothing():
 def test_unknown_loss_type():
     geometry = Geometry(1, steps_per_generation=1, chunk_steps=1, micro_batch_rows=1)
     batch = MicroBatch(np.array([[0]]), np.array([[False]]))
-    reference = Reference(np.zeros(1, dtype=int), np.ones(1), np.ones(1), 1.0, np.ones(1))
+    reference = Reference(np.zeros(1, dtype=int), np.ones(1), np.ones(1), 1.0, np.ones(1), np.zeros(1, dtype=int))
     with pytest.raises(ValueError, match="`loss_type` must be one known to lze_trl, got 'grpo2'"):
         loss_scale("grpo2", batch, 0, np.array([1]), reference, geometry)
 

@@ -43,7 +43,8 @@ class GenerationBatch:
         - `lze_weights` of shape `(R, 1)`: weights of the rows, if any differs from 1; the advantages are multiplied by
           them already,
         - `lze_entropy_weights` of shape `(R, 1)`: those of the entropy bonus, if `lze_scale` is not enough,
-        - `lze_tokens`: tokens of all processes that the loss covers.
+        - `lze_tokens` and `lze_rows`: tokens that the loss covers, and rows, of all processes,
+        - `lze_by_trl`: whether it is a micro-batch of TRL's own.
         """
         batch, reference = self.layout.micro_steps[slot], self.reference
         if batch is None:
@@ -72,6 +73,8 @@ class GenerationBatch:
         inputs["num_items_in_batch"] = torch.tensor(num_items, device=device)
         inputs["lze_scale"] = scale
         inputs["lze_tokens"] = int(self.loss_tokens[batch.rows[~batch.filler]].sum())
+        inputs["lze_rows"] = int((~batch.filler).sum())
+        inputs["lze_by_trl"] = self.layout.by_trl
         inputs["lze_row_share"] = row_share(rows, reference, geometry)
         return inputs
 
@@ -82,6 +85,7 @@ class GenerationBatch:
             tensor = tensor.float() if tensor.dtype == torch.bfloat16 else tensor  # which NumPy lacks
             arrays[f"tensor.{name}"] = tensor.cpu().numpy()
         arrays |= {f"reference.{name}": np.array(value) for name, value in vars(self.reference).items()}
+        arrays["by_trl"] = np.array(self.layout.by_trl)
         for slot, batch in enumerate(self.layout.micro_steps):
             if batch is not None:
                 arrays[f"slot.{slot}.rows"], arrays[f"slot.{slot}.filler"] = batch.rows, batch.filler
@@ -93,7 +97,7 @@ class GenerationBatch:
     ) -> "GenerationBatch":
         """Rebuild the batch of a checkpoint."""
         slots = [section(arrays, f"slot.{slot}") for slot in range(steps_per_generation)]
-        layout = Layout([MicroBatch(**slot) if slot else None for slot in slots])
+        layout = Layout([MicroBatch(**slot) if slot else None for slot in slots], arrays["by_trl"].item())
         tensors = {name: torch.from_numpy(array).to(device) for name, array in section(arrays, "tensor").items()}
         reference: dict[str, Any] = section(arrays, "reference")
         reference["num_items"] = reference["num_items"].item()
@@ -124,7 +128,7 @@ def filler_inputs(inputs: dict[str, Any]) -> dict[str, Any]:
     }
     row["completion_mask"].zero_()
     row["advantages"].zero_()
-    return row | {"lze_scale": 0.0, "lze_tokens": 0, "lze_row_share": 0.0}
+    return row | {"lze_scale": 0.0, "lze_tokens": 0, "lze_rows": 0, "lze_row_share": 0.0}
 
 
 def _trimmed(name: str, tensor: torch.Tensor, width: tuple[int, int] | None) -> torch.Tensor:

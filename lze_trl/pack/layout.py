@@ -14,7 +14,7 @@ What a row *weighs* is fixed before, see `weights.py`. The layout only decides *
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -68,6 +68,7 @@ class Layout:
     """The micro-batch of each of the S micro-steps; `None` for an empty one."""
 
     micro_steps: list[MicroBatch | None]
+    by_trl: bool = False  # whether these are TRL's own micro-batches, each in its own micro-step
 
     @property
     def micro_batches(self) -> list[MicroBatch]:
@@ -144,6 +145,30 @@ def trl_layout(slot: np.ndarray, process: np.ndarray, order: np.ndarray, geometr
         _, starts = np.unique(slot[rows], return_index=True)
         parts = [part.reshape(geometry.num_processes, -1) for part in np.split(rows, starts[1:])]
         return [MicroBatch(part, np.zeros_like(part, dtype=bool)) for part in parts]
+
+    return replace(_lay_out(slot // geometry.chunk_steps, geometry, micro_batches), by_trl=True)
+
+
+def relaid(layout: Layout, slot: np.ndarray, geometry: Geometry) -> Layout:
+    """
+    The rows of a layout in chunks of another size, each on the process that computes it already; `slot`, shape `(n,)`, is the
+    micro-step of each row before packing.
+    """
+    process, spare = np.empty(len(slot), dtype=np.int64), [layout.rows_of(p) for p in range(geometry.num_processes)]
+    for batch in layout.micro_batches:
+        for index, (rows, filler) in enumerate(zip(batch.rows, batch.filler, strict=True)):
+            process[rows[~filler]] = index
+
+    def micro_batches(rows: np.ndarray) -> list[MicroBatch]:
+        own = [rows[process[rows] == index] for index in range(geometry.num_processes)]
+        steps = min(max(map(len, own)), geometry.chunk_steps)
+        batches = []
+        for parts in zip(*(np.array_split(mine, steps) for mine in own), strict=True):
+            missing = [max(map(len, parts)) - len(part) for part in parts]
+            padded = [np.append(p, np.repeat(copy[:1], n)) for p, n, copy in zip(parts, missing, spare, strict=True)]
+            filler = [np.arange(len(p) + n) >= len(p) for p, n in zip(parts, missing, strict=True)]
+            batches.append(MicroBatch(np.stack(padded), np.stack(filler)))
+        return batches
 
     return _lay_out(slot // geometry.chunk_steps, geometry, micro_batches)
 

@@ -26,6 +26,7 @@ class Reference:
     norm_tokens: np.ndarray  # float64: loss tokens that the row is averaged over in a "bnpo" loss, scaled to the chunk
     num_items: float  # loss tokens that the generation batch is averaged over
     weight: np.ndarray  # float64: how many rows each of them stands for
+    slot: np.ndarray  # int64: micro-step of each row before packing, in its chunk
 
     def stretched(self, factor: float) -> "Reference":
         """The same for a batch so many times as large, whose further rows have no gradient."""
@@ -37,11 +38,12 @@ def even_reference(
     loss_tokens: np.ndarray, weights: np.ndarray, geometry: Geometry, rng: np.random.Generator
 ) -> Reference:
     """Reference of a batch that is normalised by its chosen rows, spread evenly, and at random, over the chunks."""
-    chunk = _random_chunks(len(loss_tokens), geometry, rng)
+    slot = _random_slots(len(loss_tokens), geometry, rng)
+    chunk = slot // geometry.chunk_steps
     rows = np.bincount(chunk, weights=weights, minlength=geometry.num_chunks)
     tokens = np.bincount(chunk, weights=weights * loss_tokens, minlength=geometry.num_chunks)
     num_items = float((weights * loss_tokens).sum())
-    return Reference(chunk, rows[chunk], np.maximum(tokens, 1.0)[chunk], num_items, weights)
+    return Reference(chunk, rows[chunk], np.maximum(tokens, 1.0)[chunk], num_items, weights, slot)
 
 
 def full_reference(
@@ -52,19 +54,21 @@ def full_reference(
     part was rolled out. The chosen rows are spread evenly, and at random, over the chunks.
     """
     count, chunk_rows = len(weights), full_rows / geometry.num_chunks
+    slot = _random_slots(count, geometry, rng)
     return Reference(
-        chunk=_random_chunks(count, geometry, rng),
+        chunk=slot // geometry.chunk_steps,
         norm_rows=np.full(count, chunk_rows),
         norm_tokens=np.full(count, max(1.0, chunk_rows * mean_loss_tokens)),
         num_items=full_rows * mean_loss_tokens,
         weight=weights,
+        slot=slot,
     )
 
 
-def _random_chunks(count: int, geometry: Geometry, rng: np.random.Generator) -> np.ndarray:
-    chunk = np.empty(count, dtype=np.int64)
-    chunk[rng.permutation(count)] = np.arange(count) * geometry.num_chunks // max(count, 1)
-    return chunk
+def _random_slots(count: int, geometry: Geometry, rng: np.random.Generator) -> np.ndarray:
+    slot = np.empty(count, dtype=np.int64)
+    slot[rng.permutation(count)] = np.arange(count) * geometry.steps_per_generation // max(count, 1)
+    return slot
 
 
 def trl_reference(
@@ -93,6 +97,7 @@ def trl_reference(
         norm_tokens=micro_batches * np.maximum(tokens, 1.0)[micro_batch[chosen]],
         num_items=float(loss_tokens.sum()),
         weight=weights,
+        slot=slot[chosen],
     )
 
 

@@ -1,9 +1,13 @@
 """The micro-steps of one optimizer step."""
 
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+
+
+_EXTREMES = {"clip_ratio/low_min": np.min, "clip_ratio/high_max": np.max}  # of the sequences
 
 
 class Window:
@@ -16,32 +20,45 @@ class Window:
         """Begin anew."""
         self.real_steps = 0  # micro-steps so far that had rows
         self.filler: Any = None  # inputs without weight, for one that only synchronises gradients
-        self._means: dict[str, list[tuple[float, int]]] = defaultdict(list)  # value and tokens of each micro-batch
+        self._by_trl = True  # whether all micro-batches so far were TRL's own
+        self._logged: dict[str, list[float]] = defaultdict(list)  # as TRL logged it
+        self._means: dict[str, list[tuple[float, int]]] = defaultdict(list)  # value and weight of each micro-batch
         self._totals: dict[str, float] = defaultdict(float)  # losses
 
-    def add(self, logged: dict[str, list[float]], tokens: int, shares: dict[str, float]):
+    def add(
+        self, logged: dict[str, list[float]], weight: Callable[[str], int], shares: dict[str, float], by_trl: bool
+    ):
         """
-        Take what TRL has logged of a micro-batch with so many tokens out of `logged`. `shares` says what it weighs in
-        losses, by the name of their metrics.
+        Take what TRL has logged of a micro-batch out of `logged`. `weight` says of how many tokens or rows a metric is the mean;
+        `shares` says what the micro-batch weighs in losses, by the name of their metrics; `by_trl`, that it is one of TRL's own.
         """
+        self._by_trl &= by_trl
         for name in [name for name in logged if name != "entropy_coef"]:  # that is of the optimizer step
             values = logged.pop(name)
+            self._logged[name] += values
             if name in shares:
                 self._totals[name] += shares[name] * sum(values)
             else:
-                self._means[name] += [(value, tokens) for value in values]
+                self._means[name] += [(value, weight(name)) for value in values]
 
-    def close(self) -> dict[str, float]:
+    def close(self) -> dict[str, list[float]]:
         """
-        End the optimizer step. Returns its losses, and entropy, KL and clip ratios as means over its tokens: packed
-        micro-batches differ in size, so that TRL's mean over micro-batches would depend on the packing.
+        End the optimizer step, and return what to log of it: what TRL has logged, if all micro-batches were TRL's own. Else its
+        losses, and entropy, KL and clip ratios as means over its tokens or rows, minima and maxima as those of its sequences:
+        micro-batches differ in size, so that TRL's mean over them would depend on the packing.
         """
-        metrics = {}
+        metrics: dict[str, list[float]] = {}
+        if self._by_trl:
+            metrics = self._logged
+            self.reset()
+            return metrics
         for name, parts in self._means.items():
-            values, tokens = np.array(parts).T
-            counted = (tokens > 0) & ~np.isnan(values)  # neither fillers nor fully masked rows
-            if counted.any():
-                metrics[name] = float(np.average(values[counted], weights=tokens[counted]))
-        metrics |= self._totals
+            values, weights = np.array(parts).T
+            counted = (weights > 0) & ~np.isnan(values)  # neither fillers nor fully masked rows
+            if counted.any() and name in _EXTREMES:
+                metrics[name] = [float(_EXTREMES[name](values[counted]))]
+            elif counted.any():
+                metrics[name] = [float(np.average(values[counted], weights=weights[counted]))]
+        metrics |= {name: [value] for name, value in self._totals.items()}
         self.reset()
         return metrics

@@ -85,12 +85,12 @@ class Rounds:
         weights = np.ones(len(first))
         if begun is not None:
             weights[: len(begun)] = represented(weights[: len(begun)], begun)
-        scored, drawn = replace(self._joined(parts, plan, engine, final=True), chances=chances), first > 0
-        scored = without_empty_groups(scored)
-        first, weights, group = first[drawn], weights[drawn], scored.rollouts.group
+        scored = without_empty_groups(replace(self._joined(parts, plan, engine, final=True), chances=chances))
+        has_rows, group = first > 0, scored.rollouts.group
+        first, weights = first[has_rows], weights[has_rows]
         mean = mean_over_full_batch(scored.loss_tokens, group, first, weights)
         if finished is not None:
-            weights = represented(weights, finished[drawn])
+            weights = represented(weights, finished[has_rows])
         return replace(scored, mean_tokens=mean, weights=weights)
 
     def _joined(self, parts: list[Scored], plan: Plan, engine: Any, final: bool) -> Scored:
