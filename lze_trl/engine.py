@@ -432,6 +432,10 @@ class Engine:
         trainer = self._trainer
         trainer.use_vllm, trainer.vllm_generation, trainer._last_loaded_step = True, generation, -1
 
+    def training_ended(self):
+        """Say that no training is under way: transformers leaves it on after an exception."""
+        self._trainer.is_in_train = False
+
     def continue_from(self, micro_step: int):
         """Forget what an interrupted `train()` had begun, and count micro-steps from here."""
         trainer = self._trainer

@@ -514,7 +514,7 @@ class LZEGRPOTrainer(GRPOTrainer):
             stop.add_note(store.how_to_resume(run_dir, "`trainer.train(resume_from_checkpoint=True)`"))
             raise
         finally:
-            self.is_in_train = False  # transformers leaves it on after an exception
+            Engine(self).training_ended()
             self._own_step.recorder.close(ended)
         if self.args.should_save:
             self._save_parts(run_dir)

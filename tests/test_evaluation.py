@@ -628,7 +628,7 @@ def test_instructions_that_all_training_problems_share_hide_no_problem(tmp_path,
         (["m", "--tasks", "SUMS", "--samples", "2", "--temperature", "0"], "all the same"),
         (["m", "--tasks", "gsm8k", "--top_p", "2"], r"`top_p` must be in \(0, 1\], got 2.0"),
         (["m", "--tasks", "gsm8k", "--no_chat", "--system_prompt", "x"], "needs a chat"),
-        (["/none", "--tasks", "SUMS"], "cannot be loaded"),
+        (["/none", "--tasks", "SUMS"], "There is no model folder `/none`"),
         (
             ["--server", "http://127.0.0.1:9", "--tasks", "SUMS", "--concurrent", "0"],
             "`concurrent` must be at least 1",

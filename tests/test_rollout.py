@@ -184,14 +184,6 @@ def test_rounds_of_the_same_prompts():
         assert batch.order is None  # TRL knows no such batch
 
 
-def test_batches_with_groups_of_their_own():
-    batch = joined([part_of([0, 1, 1], 2), part_of([0, 0], 1, first=3)])
-    assert batch.rollouts.prompt_ids.tolist() == [100, 101, 100]
-    assert batch.rollouts.group.tolist() == [0, 1, 1, 2, 2]
-    assert_rows(batch, [0, 1, 2, 3, 4])
-    assert batch.position.tolist() == [0, 1, 2, 3, 4]
-
-
 def test_groups_without_rows_are_left_out():
     batch = without_empty_groups(by_group(part_of([3, 1, 3], num_groups=5)))
     assert batch.rollouts.prompt_ids.tolist() == [101, 103]

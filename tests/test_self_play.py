@@ -300,7 +300,7 @@ def test_what_does_not_go_with_self_instruction_is_refused(model, tmp_path, sett
 
 
 def test_seeds_must_have_text(model, tmp_path):
-    with pytest.raises(InstructError, match=r"1 of 2 seeds have no text, the first in row 1"):
+    with pytest.raises(ValueError, match="The training set has '' as the prompt of row 1"):
         LZEGRPOTrainer(
             model=str(model / "model"),
             reward_funcs=tiny.digit_reward,
