@@ -27,6 +27,7 @@ from .pack.rows import Scored, TokenRows
 from .pack.window import Window
 from .rollout.gather import local_loss_tokens
 from .rollout.settling import read, settle, with_columns
+from .rollout.uniform import UniformSample
 from .rollout.watch import watched
 from .select.advantages import Drawn, estimate_advantages, zero_std_share
 
@@ -179,7 +180,14 @@ class Engine:
         for name, values in fields.items():
             for i, row in enumerate(inputs):
                 row[name] = values[i] if isinstance(values, list) else values
+        logged = {name: len(values) for name, values in trainer._pending_metrics.items()}
         rewards = trainer._calculate_rewards(inputs, prompts, texts, completion_ids)
+        for (
+            name,
+            values,
+        ) in trainer._pending_metrics.items():  # TRL's mean over the rounds of a batch is then one by rows
+            begin = logged.get(name, 0)
+            values[begin:] = values[begin:] * len(inputs)
         ballots = self.ballots(inputs, texts, completion_ids)
         # Where two reward functions log the same column, the last one wins, as in TRL's table
         extra = {name: values[-len(inputs) :] for name, values in trainer._pending_extra_logs.items()}
@@ -275,12 +283,29 @@ class Engine:
             table["advantages"].extend(advantages.tolist())
             statistics = drawn.rollouts.rewards, drawn.rollouts.group, drawn.rollouts.num_groups
             self.metrics["frac_reward_zero_std"][-1] = zero_std_share(*statistics, trainer.scale_rewards)
+        if drawn.uniform is not None:
+            self._log_uniform(drawn, drawn.uniform)
         output["advantages"] = torch.tensor(
             advantages[indices], dtype=torch.float32, device=trainer.accelerator.device
         )
         trainer._logs.update(_filled(table, drawn))
         del output["num_items_in_batch"]
         return output
+
+    def _log_uniform(self, drawn: Scored, sample: UniformSample):
+        """Let TRL's metrics of the rewards, and the mean length, be those that uniform sampling would have seen."""
+        metrics, rewards = self.metrics, drawn.rollouts.rewards
+        metrics["lze/drawn_reward"].append(metrics["reward"][-1])
+        # What is remembered of other prompts is of the scores
+        of_scores = np.array_equal(drawn.rollouts.scores, rewards, equal_nan=True)
+        remembered = sample.remembered if of_scores else None
+        metrics["reward"][-1], metrics["reward_std"][-1] = sample.moments(rewards, remembered)
+        columns = drawn.rewards_per_func.double().cpu().numpy().T
+        for name, column in zip(self._trainer.reward_func_names, columns, strict=True):
+            of_total = remembered if np.array_equal(column, rewards, equal_nan=True) else None
+            metrics[f"rewards/{name}/mean"][-1], metrics[f"rewards/{name}/std"][-1] = sample.moments(column, of_total)
+        if self._trainer.scale_rewards != "batch":
+            metrics["frac_reward_zero_std"][-1] = 1.0 - sample.live_share
 
     def _advantages(self, drawn: Scored) -> np.ndarray:
         """Advantages by the statistics of all completions drawn, shape `(B,)`."""

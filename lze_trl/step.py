@@ -142,7 +142,7 @@ class GenerationStep:
             account(self.ledger, drawn.rollouts, groups, rows, batch_rows, passes)
             if self.controller.draws_prompts:
                 self.ledger.surplus_dropped += int((groups.alive & ~chosen).sum())
-            self._log(plan, groups, chosen, batch, engine)
+            self._log(plan, drawn, groups, chosen, batch, engine)
             self._record(plan, engine, drawn, groups, chosen)
         return batch
 
@@ -229,8 +229,15 @@ class GenerationStep:
         layout = Layout([None] * self.args.steps_per_generation)
         return GenerationBatch({}, none, none, none, none, layout, Reference(none, zeros, zeros, 0.0, zeros, none))
 
-    def _log(self, plan: Plan, groups: Groups, chosen: np.ndarray, batch: GenerationBatch, engine: Engine):
+    def _log(
+        self, plan: Plan, drawn: Scored, groups: Groups, chosen: np.ndarray, batch: GenerationBatch, engine: Engine
+    ):
         metrics = batch_metrics(groups, chosen, self.state, plan.pass_index) | self.passes.metrics()
+        if (sample := drawn.uniform) is not None:
+            metrics |= {f"drawn_{name}": metrics[name] for name in ("pass_rate", "dead_share")}
+            remembered = self.state.range.outcomes(sample.remembered)
+            metrics["pass_rate"] = sample.moments(drawn.rollouts.outcomes, remembered)[0]
+            metrics["dead_share"] = 1.0 - sample.live_share
         metrics |= self.state.foresight.metrics() | self.state.gate.metrics()
         if self.instruction is not None:
             metrics |= self.instruction.metrics()

@@ -53,12 +53,10 @@ class Scored:
     # sizes, or drawn in several rounds
     order: np.ndarray | None = None
     chances: np.ndarray | None = None  # (P,): see [`~lze_trl.memory.state.PromptState.visit`]
-    weights: np.ndarray | None = (
-        None  # (P,): how many prompts each group counts for in statistics of the batch; None for one
-    )
-    mean_tokens: float | None = (
-        None  # estimated loss tokens of a row, had all groups been drawn to their end; None if they were
-    )
+    # (P,): how many prompts each group counts for in statistics of the batch; `None` for one
+    weights: np.ndarray | None = None
+    mean_tokens: float | None = None  # estimated loss tokens of a row of the full batch; `None` where it was drawn
+    uniform: Any = None  # [`~lze_trl.rollout.uniform.UniformSample`], where the batch itself is none
     confidence: np.ndarray | None = None  # (P,): likewise, once group rewards are settled
     unfiltered: np.ndarray | None = None  # (B,): totals as if no group reward had abstained, if statistics count them
     evidence: np.ndarray | None = None  # (n, 2): shares of labels that gold answers check, and 1 if right

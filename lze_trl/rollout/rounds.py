@@ -18,11 +18,12 @@ from ..memory.state import PromptState
 from ..pack.rows import Scored, joined, without_empty_groups
 from ..plan.passes import Passes, Plan
 from ..seeding import keyed_rng
-from .controllers import RolloutController, ask, ask_more
+from .controllers import RolloutController, ask, ask_chances, ask_more
 from .estimates import mean_over_full_batch, represented
 from .gather import gather_rollouts
 from .settling import settle, unsettled, with_columns
 from .signals import signals, total_rewards
+from .uniform import uniform_sample
 
 
 logger = logging.getLogger(__name__)
@@ -54,8 +55,11 @@ class Rounds:
             return self._settled(self._roll_out(plan.inputs, group, group_size, engine), engine)
         rng = keyed_rng(self.args.seed, generation, "rollouts")
         parts: list[Scored] = []
-        chances = begun = finished = None
-        first = np.empty(0, dtype=np.int64)  # completions of each group in its first round
+        chances: np.ndarray | None = None
+        begun: np.ndarray | None = None
+        finished: np.ndarray | None = None
+        # Completions of each group in round 0, and in its own first round
+        given = first = np.empty(0, dtype=np.int64)
         for index in range(MAX_ROUNDS + 1):
             so_far = self._joined(parts, plan, engine, final=False).rollouts if parts else None
             drawn = so_far or _nothing(self.passes.ids_of(plan.rows))
@@ -63,15 +67,16 @@ class Rounds:
                 self._extend(plan, drawn, index, wanted)
                 drawn = replace(drawn, prompt_ids=self.passes.ids_of(plan.rows))
             prompts = self.state.prompts(drawn.prompt_ids, drawn)
-            decided = self.controller.chances(index, prompts, drawn)
             counts = ask(self.controller, index, prompts, drawn, rng)
+            decided = ask_chances(self.controller, index, prompts, drawn, counts)
             if decided is not None:
-                chances = np.where(counts > 0, decided, 0.0)
-                begun, finished = (begun, chances) if index else (chances, None)
+                chances = decided
+                begun, finished = (begun, decided) if index else (decided, None)
             if not counts.any():
                 break
             counts = self._divisible(counts)
-            first = np.concatenate([first, np.zeros(len(counts) - len(first), dtype=np.int64)])
+            given = given if index else counts
+            first = np.pad(first, (0, len(counts) - len(first)))
             first = np.where(first == 0, counts, first)
             group = np.repeat(np.arange(len(counts)), counts)
             inputs, unit = self.passes.local(plan.rows[group]), int(np.gcd.reduce(counts))
@@ -81,13 +86,18 @@ class Rounds:
             raise ValueError(f"`{name}.draw` asked for more than {MAX_ROUNDS} rounds. Return zeros to end the batch.")
         if not parts:
             return None
-        merge_rounds(engine.metrics, [part.rollouts.num_rows for part in parts])
-        weights = np.ones(len(first))
-        if begun is not None:
-            weights[: len(begun)] = represented(weights[: len(begun)], begun)
-        scored = without_empty_groups(replace(self._joined(parts, plan, engine, final=True), chances=chances))
-        has_rows, group = first > 0, scored.rollouts.group
-        first, weights = first[has_rows], weights[has_rows]
+        keep_first_round(engine.metrics, [part.rollouts.num_rows for part in parts])
+        count = len(plan.rows)  # prompts may have joined since; these are certain
+        given, first = (_padded(values, count, 0) for values in (given, first))
+        chances, begun, finished = (
+            values if values is None else _padded(values, count, 1.0) for values in (chances, begun, finished)
+        )
+        scored = self._joined(parts, plan, engine, final=True)
+        remembered = self.state.mean_scores(scored.rollouts.prompt_ids[first == 0])
+        sample = uniform_sample(scored.rollouts, given, finished, remembered)
+        weights = np.ones(len(first)) if begun is None else represented(np.ones(len(first)), begun)
+        scored, has_rows = without_empty_groups(replace(scored, chances=chances, uniform=sample)), first > 0
+        first, weights, group = first[has_rows], weights[has_rows], scored.rollouts.group
         mean = mean_over_full_batch(scored.loss_tokens, group, first, weights)
         if finished is not None:
             weights = represented(weights, finished[has_rows])
@@ -207,29 +217,24 @@ class Rounds:
         return {"outcomes": outcomes, "scores": scores, "rewards": total, "signals": signal}
 
 
+def _padded(values: np.ndarray, length: int, value: float) -> np.ndarray:
+    """The values, and behind them as often another one as it takes to have so many."""
+    return np.pad(values, (0, length - len(values)), constant_values=value)
+
+
 def _nothing(prompt_ids: np.ndarray) -> Rollouts:
     """The rollouts of prompts that have none yet."""
     none = np.empty(0, dtype=np.int64)
     return Rollouts(prompt_ids, none, none.astype(np.float64), none.astype(np.float64), none, none)
 
 
-def merge_rounds(metrics: dict[str, list[float]], rows: list[int]):
-    """Turn TRL's metrics of several rounds, the last ones entered, into those of one batch; `rows` were drawn in each."""
-
-    def rounds(name: str) -> np.ndarray:
-        return np.array(metrics[f"completions/{name}"][-len(rows) :])
-
-    weights = np.array(rows, dtype=np.float64)
-    ended = weights * (1.0 - rounds("clipped_ratio"))  # completions that were not cut off
-    some = ended > 0
-    merged = {
-        "mean_length": np.average(rounds("mean_length"), weights=weights),
-        "min_length": rounds("min_length").min(),
-        "max_length": rounds("max_length").max(),
-        "clipped_ratio": np.average(rounds("clipped_ratio"), weights=weights),
-        "mean_terminated_length": np.average(rounds("mean_terminated_length"), weights=ended) if some.any() else 0.0,
-        "min_terminated_length": rounds("min_terminated_length")[some].min() if some.any() else 0.0,
-        "max_terminated_length": rounds("max_terminated_length")[some].max() if some.any() else 0.0,
-    }
-    for name, value in merged.items():
-        metrics[f"completions/{name}"][-len(rows) :] = [float(value)]
+def keep_first_round(metrics: dict[str, list[float]], rows: list[int]):
+    """
+    Of TRL's metrics of several rounds, the last ones entered, keep those of the first, which uniform sampling would have seen too;
+    `rows` were drawn in each.
+    """
+    lengths = metrics["completions/mean_length"][-len(rows) :]
+    metrics["lze/drawn_length"].append(float(np.average(lengths, weights=rows)))
+    for name in metrics:
+        if name.startswith("completions/"):
+            del metrics[name][len(metrics[name]) - len(rows) + 1 :]
