@@ -29,6 +29,7 @@ from .pack.rows import Scored, TokenRows
 from .pack.window import Window
 from .rollout.gather import local_loss_tokens
 from .rollout.settling import read, settle, with_columns
+from .rollout.uniform import UniformSample
 from .rollout.watch import watched
 from .select.advantages import estimate_advantages, zero_std_share
 
@@ -182,7 +183,14 @@ class Engine:
         for name, values in fields.items():
             for i, row in enumerate(inputs):
                 row[name] = values[i] if isinstance(values, list) else values
+        logged = {name: len(values) for name, values in trainer._pending_metrics.items()}
         rewards = trainer._calculate_rewards(inputs, prompts, texts, completion_ids)
+        for (
+            name,
+            values,
+        ) in trainer._pending_metrics.items():  # of a batch in several rounds TRL makes one mean, by rows
+            begin = logged.get(name, 0)
+            values[begin:] = values[begin:] * len(inputs)
         ballots = self.ballots(inputs, texts, completion_ids)
         # Where two reward functions log the same column, the last one wins, as in TRL's table
         extra = {name: values[-len(inputs) :] for name, values in trainer._pending_extra_logs.items()}
@@ -284,6 +292,8 @@ class Engine:
             table["advantages"].extend(self._advantages(fresh).tolist())
             statistics = fresh.rollouts.rewards, fresh.rollouts.group, fresh.rollouts.num_groups
             self.metrics["frac_reward_zero_std"][-1] = zero_std_share(*statistics, trainer.scale_rewards)
+        if fresh.uniform is not None:
+            self._log_uniform(fresh, fresh.uniform)
         output["advantages"] = torch.tensor(
             advantages[indices], dtype=torch.float32, device=trainer.accelerator.device
         )
@@ -293,6 +303,22 @@ class Engine:
             _insert_logprobs(output["old_per_token_logps"], rows, older)
         del output["num_items_in_batch"]
         return output
+
+    def _log_uniform(self, fresh: Scored, sample: UniformSample):
+        """Let TRL's metrics of the rewards, and the mean length, be those that uniform sampling would have seen."""
+        metrics, rewards = self.metrics, fresh.rollouts.rewards
+        metrics["lze/drawn_reward"].append(metrics["reward"][-1])
+        total = np.array_equal(
+            fresh.rollouts.scores, rewards, equal_nan=True
+        )  # what is remembered of other prompts is of the scores
+        remembered = sample.remembered if total else None
+        metrics["reward"][-1], metrics["reward_std"][-1] = sample.moments(rewards, remembered)
+        columns = fresh.rewards_per_func.double().cpu().numpy().T
+        for name, column in zip(self._trainer.reward_func_names, columns, strict=True):
+            of_total = remembered if np.array_equal(column, rewards, equal_nan=True) else None
+            metrics[f"rewards/{name}/mean"][-1], metrics[f"rewards/{name}/std"][-1] = sample.moments(column, of_total)
+        if self._trainer.scale_rewards != "batch":
+            metrics["frac_reward_zero_std"][-1] = 1.0 - sample.live_share
 
     def _advantages(self, scored: Scored) -> np.ndarray:
         """Advantages by the statistics of all completions drawn, shape `(B,)`."""

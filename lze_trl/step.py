@@ -120,7 +120,7 @@ class GenerationStep:
         with timed("selection"):
             batch_rows, candidates = self.args.generation_batch_size, pool.scored.rollouts
             account(self.ledger, drawn.rollouts, groups, candidates, rows, batch_rows, passes)
-            self._log(plan, groups, pool, chosen, batch, engine)
+            self._log(plan, drawn, groups, pool, chosen, batch, engine)
             self._record(plan, engine, drawn, groups, chosen[len(pool) - len(groups) :])
         return batch
 
@@ -238,6 +238,7 @@ class GenerationStep:
     def _log(
         self,
         plan: Plan,
+        drawn: Scored,
         groups: Groups,
         pool: Pool,
         chosen: np.ndarray,
@@ -246,6 +247,11 @@ class GenerationStep:
     ):
         fresh = chosen[len(pool) - len(groups) :]
         metrics = batch_metrics(groups, fresh, self.state, plan.pass_index) | self.passes.metrics()
+        if (sample := drawn.uniform) is not None:
+            metrics |= {f"drawn_{name}": metrics[name] for name in ("pass_rate", "dead_share")}
+            remembered = self.state.range.outcomes(sample.remembered)
+            metrics["pass_rate"] = sample.moments(drawn.rollouts.outcomes, remembered)[0]
+            metrics["dead_share"] = 1.0 - sample.live_share
         metrics |= self.state.foresight.metrics() | self.state.gate.metrics()
         if self.instruction is not None:
             metrics |= self.instruction.metrics()

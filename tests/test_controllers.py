@@ -22,6 +22,7 @@ from lze_trl.rollout.controllers import (
     RolloutController,
     UniformController,
     ask,
+    ask_chances,
     ask_keep,
     ask_more,
     stratified,
@@ -585,9 +586,8 @@ def test_an_unknown_exit():
 class Own(RolloutController):
     """A controller that gives fixed answers."""
 
-    def __init__(self, draw=None, more=0, keep=None, draws_prompts=True):
-        self.answers = draw, more, keep
-        self.draws_prompts = draws_prompts
+    def __init__(self, draw=None, more=0, keep=None, chances=None):
+        self.answers = draw, more, keep, chances
 
     def draw(self, round, prompts, drawn, rng):
         return self.answers[0]
@@ -597,6 +597,9 @@ class Own(RolloutController):
 
     def keep(self, drawn, rng):
         return self.answers[2]
+
+    def chances(self, round, prompts, drawn):
+        return self.answers[3]
 
 
 @pytest.mark.parametrize("answer", [[2, 0, 1], (2, 0, 1), np.array([2, 0, 1], dtype=np.uint8)], ids=str)
@@ -635,9 +638,28 @@ def test_a_users_wrong_number_of_prompts(answer):
         ask_more(Own(more=answer), 1, fresh(3), batch([], 3), 0, 2)
 
 
-def test_further_prompts_have_to_be_announced():
-    with pytest.raises(ValueError, match=r"`Own.more` asked for 2 prompts, but `Own.draws_prompts` is False"):
-        ask_more(Own(more=2, draws_prompts=False), 1, fresh(3), batch([], 3), 0, 2)
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ([0.5, 0.5], r"shape \(2,\) and dtype float64"),
+        ([1, 1, 1], r"shape \(3,\) and dtype int64"),
+        (0.5, r"shape \(\)"),
+        ([1.0, 0.5, NAN], "nan for prompt 2"),
+        ([2.0, 0.5, 1.0], "2.0 for prompt 0"),
+        ([1.0, -0.1, 1.0], "-0.1 for prompt 1"),
+        ([0.0, 0.5, 1.0], "0.0 for prompt 0"),
+    ],
+    ids=str,
+)
+def test_a_users_wrong_chances(answer, message):
+    with pytest.raises(ValueError, match=f"`Own.chances` must return .* got {message}"):
+        ask_chances(Own(chances=answer), 1, fresh(3), batch([], 3), np.array([4, 0, 4]))
+
+
+def test_a_users_chances_count_where_completions_are_drawn():
+    found = ask_chances(Own(chances=[1.0, 0.0, 0.5]), 1, fresh(3), batch([], 3), np.array([4, 0, 4]))
+    assert found.tolist() == [1.0, 0.0, 0.5]
+    assert ask_chances(Own(), 1, fresh(3), batch([], 3), np.array([4, 0, 4])) is None
 
 
 @pytest.mark.parametrize("answer", [[True, False, True], [0.5, 0.0, 3.0]], ids=str)

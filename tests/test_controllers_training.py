@@ -1,6 +1,7 @@
 """Rollout controllers in training, on one process: what every selector and controller keeps to, and goldens."""
 
 import asyncio
+import hashlib
 import itertools
 import math
 import shutil
@@ -162,8 +163,9 @@ def assert_metrics(log: dict, batch: dict, rounds: list[dict]):
     assert log["lze/groups"] == batch["groups"]
     assert log["lze/groups"] * log["lze/group_size"] == pytest.approx(len(rows))
     assert log["lze/groups"] * log["lze/selected_share"] == pytest.approx(len(fresh))
-    assert log["reward"] == pytest.approx(np.mean(rows), abs=1e-6)
-    completions = [completion for entry in rounds for _, completion in entry["rows"]]
+    assert log.get("lze/drawn_reward", log["reward"]) == pytest.approx(np.mean(rows), abs=1e-6)
+    # TRL's names tell of the first round, as of uniform sampling
+    completions = [completion for _, completion in rounds[0]["rows"]]
     lengths = np.array([len(completion) for completion in completions])
     ended = np.array([completion[-1] in (0, 1) for completion in completions])
     expected = {"clipped_ratio": 1.0 - ended.mean()}
@@ -273,8 +275,8 @@ def test_advantages_are_those_of_all_completions_drawn(tmp_path, scale):
         for prompt, rows in expected.items()
     }
     assert trainer.ledger.rows_rolled_out == 28 and trainer.ledger.rows_trained == 12
-    # TRL's share of completions without a spread: the 12 of the last prompt
-    assert history(trainer, "frac_reward_zero_std") == [pytest.approx(0.0 if scale == "batch" else 12 / 28)]
+    # TRL's share of completions without a spread, in the first round: prompts 0 and 2 of three
+    assert history(trainer, "frac_reward_zero_std") == [pytest.approx(0.0 if scale == "batch" else 2 / 3)]
 
 
 def test_energies_are_those_of_all_completions_drawn(tmp_path):
@@ -510,8 +512,6 @@ class Doubtful(RolloutController):
     The last completion of a group is not trained on.
     """
 
-    draws_prompts = True
-
     def draw(self, round, prompts, drawn, rng):
         sizes = drawn.sizes
         passed = np.bincount(drawn.group[drawn.outcomes > 0.5], minlength=len(prompts))
@@ -566,7 +566,7 @@ def answering(**answers):
     """A controller whose methods answer as told."""
     methods = {name: lambda self, *args, answer=answer: answer(*args) for name, answer in answers.items()}
     methods.setdefault("draw", lambda self, round, prompts, drawn, rng: Fours().draw(round, prompts, drawn, rng))
-    return type("Odd", (RolloutController,), methods | {"draws_prompts": "more" in answers})()
+    return type("Odd", (RolloutController,), methods)()
 
 
 BAD_CONTROLLERS = {
@@ -588,6 +588,10 @@ BAD_CONTROLLERS = {
         {"more": lambda round, prompts, drawn, live, k: -1},
         "`Odd.more` must return an integer .* got -1",
     ),
+    "certain and more": (
+        {"chances": lambda round, prompts, drawn: np.full(len(prompts), 2.0)},
+        "got 2.0 for prompt 0",
+    ),
     "rows, not weights": ({"keep": lambda drawn, rng: np.arange(3)}, "`Odd.keep` must return an array of shape"),
 }
 
@@ -597,6 +601,16 @@ def test_a_controller_that_answers_wrongly(tmp_path, name):
     answers, message = BAD_CONTROLLERS[name]
     with pytest.raises(ValueError, match=message):
         run(tmp_path, trainer={"controller": answering(**answers)}, surplus_max_age=0)
+
+
+def test_a_controller_with_chances_may_draw_further_prompts(tmp_path):
+    answers = {
+        "draw": lambda round, prompts, drawn, rng: np.where(drawn.sizes == 0, 4, 0),
+        "chances": lambda round, prompts, drawn: np.full(len(prompts), 0.5) if round == 0 else None,
+        "more": lambda round, prompts, drawn, live, k: 2 if round == 1 else 0,
+    }
+    trainer = run(tmp_path, trainer={"controller": answering(**answers)}, surplus_max_age=0)
+    assert history(trainer, "lze/groups") == [8.0] * 3
 
 
 def test_a_controller_that_asks_for_nothing(tmp_path):
@@ -615,6 +629,37 @@ def extra_reward(completions, log_extra, log_metric, **kwargs):
     log_extra("text", list(completions))
     log_metric("rows", float(len(completions)))
     return [len(text) / 10 for text in completions]
+
+
+RATES = dict(zip(ALL, [0.0] * 11 + [0.1, 0.2, 0.4, 0.6, 0.9, 1.0], strict=True))
+
+
+class ChancyTrainer(FixedTrainer):
+    """Every prompt passes with a probability of its own, most of them never; failures are long."""
+
+    def complete(self, prompt, place):
+        text = self._tokenizer.decode(list(prompt))
+        digest = hashlib.sha256(f"{text}|{place}|{self.generation_step.generation}".encode()).digest()
+        return [8] if digest[0] < 256 * RATES[text] else [9] * 5
+
+
+@pytest.mark.parametrize("controller", ["gate", "reinforce_ada_positive", "reinforce_ada_balanced", "dynamic"])
+def test_what_is_logged_is_what_uniform_sampling_sees(tmp_path, controller):
+    rounds = {} if controller == "gate" else {"round_size": 4, "max_rounds": 3}
+    settings = {"selector": "zero_variance", "pruning": "none", "scale_rewards": "none", "max_steps": 170}
+    trainer = run(tmp_path, cls=ChancyTrainer, controller=controller, learning_rate=0.0, **settings, **rounds)
+    rates = np.array(list(RATES.values()))
+    dead = (rates**4 + (1.0 - rates) ** 4).mean()
+    expected = {"reward": rates.mean(), "rewards/quarter_reward/mean": rates.mean(), "lze/pass_rate": rates.mean()}
+    expected |= {"lze/dead_share": dead, "frac_reward_zero_std": dead}
+    if controller != "gate":  # nothing is remembered of the lengths of prompts that got no completion
+        expected["completions/mean_length"] = 5 - 4 * rates.mean()
+    logged = {name: np.mean(history(trainer, name)) for name in expected}
+    for name, value in expected.items():
+        assert logged[name] == pytest.approx(value, abs=0.15 if "length" in name else 0.04), name
+    stds = history(trainer, "reward_std")
+    assert np.nanmean(stds) == pytest.approx(np.sqrt(rates.mean() * (1.0 - rates.mean())), abs=0.12)
+    assert np.mean(history(trainer, "lze/drawn_reward")) > rates.mean() + 0.1 or controller != "gate"
 
 
 @pytest.mark.parametrize("controller", ["reinforce_ada_positive", "reinforce_ada_balanced", "dynamic"])
@@ -641,7 +686,7 @@ def test_the_table_of_completions_is_that_of_the_batch(tmp_path, controller):
         np.testing.assert_allclose(table["advantage"], totals - means, atol=1e-6)
         sizes.append(len(table))
         rounds = [len(entry["rows"]) for entry in trainer.rounds_of(step)]
-        assert history(trainer, "rows")[step] == pytest.approx(np.mean(rounds))
+        assert history(trainer, "rows")[step] == pytest.approx(np.average(rounds, weights=rounds))
     assert set(sizes) != {24}  # TRL's own batches have 24 rows
 
 

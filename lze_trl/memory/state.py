@@ -170,6 +170,11 @@ class PromptState:
         """Whether prompts are pruned, whose ids have shape `(P,)`."""
         return self._records(self.find(prompt_ids))["pruned"]
 
+    def mean_scores(self, prompt_ids: np.ndarray) -> np.ndarray:
+        """Remembered mean score of prompts, not scaled, shape `(P,)`; NaN for one without any."""
+        records = self._records(self.find(prompt_ids))
+        return np.where(records["rollouts"] > 0, records["expected"].astype(np.float64), np.nan)
+
     def history(self, prompt_ids: np.ndarray) -> History:
         """What forecasts are made from, of prompts whose ids have shape `(P,)`."""
         return self._history(prompt_ids, self._records(self.find(prompt_ids)))

@@ -53,6 +53,7 @@ class Scored:
     # sizes, or drawn in several rounds
     order: np.ndarray | None = None
     chances: np.ndarray | None = None  # (P,): see [`~lze_trl.memory.state.PromptState.visit`]
+    uniform: Any = None  # [`~lze_trl.rollout.uniform.UniformSample`], where the batch itself is none
     confidence: np.ndarray | None = None  # (P,): likewise, once group rewards are settled
     evidence: np.ndarray | None = None  # (n, 2): shares of labels that gold answers check, and 1 if right
     logged: dict[str, float] = field(default_factory=dict)  # of group rewards, means over the groups

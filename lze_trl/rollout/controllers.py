@@ -33,8 +33,10 @@ class RolloutController(ABC):
     alone: every process calls it with the same values and has to get the same answer.
     """
 
-    draws_prompts = False
-    """Whether `more` may ask for further prompts."""
+    @property
+    def draws_prompts(self) -> bool:
+        """Whether further prompts may be asked for: whether the class defines `more`."""
+        return type(self).more is not RolloutController.more
 
     @abstractmethod
     def draw(self, round: int, prompts: Prompts, drawn: Rollouts, rng: np.random.Generator) -> np.ndarray:
@@ -76,7 +78,8 @@ class RolloutController(ABC):
         weighted by 1 / probability.
 
         Returns:
-            `np.ndarray` of shape `(P,)`: Probabilities, or `None` where this round decides nothing. The last ones count.
+            `np.ndarray` of shape `(P,)`: Probabilities, above 0 where `draw` asks for completions, or `None` where this round decides
+            nothing. The last ones count; prompts that join later are certain.
         """
         return None
 
@@ -202,8 +205,6 @@ class DynamicSampling(SubsamplingController):
     max_rounds: int
     num_prompts: int
 
-    draws_prompts = True
-
     def __post_init__(self):
         super().__post_init__()
         _check_at_least("max_rounds", self.max_rounds, 1, "Use 1 to draw no further prompts")
@@ -245,20 +246,15 @@ class Gate(SubsamplingController):
     recheck: float = 0.1
 
     def chances(self, round: int, prompts: Prompts, drawn: Rollouts) -> np.ndarray | None:
-        return self._chances(prompts) if round == 1 else None
-
-    def _chances(self, prompts: Prompts) -> np.ndarray:
-        """With which probability each group goes on, once it is begun."""
-        return np.where(prompts.alive_given_first >= prompts.alive_needed, 1.0, self.explore)
+        return np.where(prompts.alive_given_first >= prompts.alive_needed, 1.0, self.explore) if round == 1 else None
 
     def draw(self, round: int, prompts: Prompts, drawn: Rollouts, rng: np.random.Generator) -> np.ndarray:
-        luck = rng.random(len(prompts))
+        luck, chances = rng.random(len(prompts)), self.chances(round, prompts, drawn)
         if round == 0:
             return ((prompts.alive >= prompts.alive_needed) | (luck < self.recheck)).astype(np.int64)
-        if round > 1:
+        if chances is None:
             return np.zeros(len(prompts), dtype=np.int64)
-        goes_on = (drawn.sizes > 0) & (luck < self._chances(prompts))
-        return np.where(goes_on, self.group_size - 1, 0)
+        return np.where((drawn.sizes > 0) & (luck < chances), self.group_size - 1, 0)
 
 
 @dataclass(frozen=True)
@@ -383,16 +379,36 @@ def ask(
     return counts.astype(np.int64)
 
 
+def ask_chances(
+    controller: RolloutController, round: int, prompts: Prompts, drawn: Rollouts, counts: np.ndarray
+) -> np.ndarray | None:
+    """
+    `controller.chances`, checked: float64, 0 where `counts`, the further completions, are. Raises a `ValueError` unless it is
+    `None` or one probability a prompt, above 0 where there are further completions.
+    """
+    decided, name = controller.chances(round, prompts, drawn), type(controller).__name__
+    if decided is None:
+        return None
+    chances = np.asarray(decided)
+    if chances.shape != counts.shape or chances.dtype.kind != "f":
+        raise ValueError(
+            f"`{name}.chances` must return None or a float array of shape {counts.shape}, a probability for each prompt, got "
+            f"shape {chances.shape} and dtype {chances.dtype}."
+        )
+    wrong = np.flatnonzero(~((chances >= 0.0) & (chances <= 1.0)) | ((chances == 0.0) & (counts > 0)))
+    if len(wrong):
+        raise ValueError(
+            f"`{name}.chances` must return probabilities of at most 1, above 0 where `draw` asks for completions, got "
+            f"{chances[wrong[0]]} for prompt {wrong[0]}. Return the probabilities that `draw` goes by, or None."
+        )
+    return np.where(counts > 0, chances.astype(np.float64), 0.0)
+
+
 def ask_more(controller: RolloutController, round: int, prompts: Prompts, drawn: Rollouts, live: int, k: int) -> int:
-    """`controller.more`, checked. Raises a `ValueError` unless it is an integer of at least 0 that the controller may ask."""
+    """`controller.more`, checked. Raises a `ValueError` unless it is an integer of at least 0."""
     count, name = controller.more(round, prompts, drawn, live, k), type(controller).__name__
     if isinstance(count, bool) or not isinstance(count, (int, np.integer)) or count < 0:
         raise ValueError(f"`{name}.more` must return an integer of at least 0, a number of prompts, got {count!r}.")
-    if count and not controller.draws_prompts:
-        raise ValueError(
-            f"`{name}.more` asked for {count} prompts, but `{name}.draws_prompts` is False. Set it to True in the "
-            "class, or return 0."
-        )
     return int(count)
 
 

@@ -18,10 +18,11 @@ from ..memory.state import PromptState
 from ..pack.rows import Scored, joined, without_empty_groups
 from ..plan.passes import Passes, Plan
 from ..seeding import keyed_rng
-from .controllers import RolloutController, ask, ask_more
+from .controllers import RolloutController, ask, ask_chances, ask_more
 from .gather import gather_rollouts
 from .settling import settle, unsettled, with_columns
 from .signals import signals, total_rewards
+from .uniform import uniform_sample
 
 
 logger = logging.getLogger(__name__)
@@ -54,7 +55,7 @@ class Rounds:
             return self._settled(self._roll_out(plan.inputs, group, group_size, engine), engine)
         rng = keyed_rng(self.args.seed, generation, "rollouts")
         parts: list[Scored] = []
-        chances = None
+        chances, later = None, False  # of groups to be drawn to their end
         for index in range(MAX_ROUNDS + 1):
             so_far = self._joined(parts, plan, engine, final=False).rollouts if parts else None
             drawn = so_far or _nothing(self.passes.ids_of(plan.rows))
@@ -62,12 +63,15 @@ class Rounds:
                 self._extend(plan, drawn, index, wanted, waiting)
                 drawn = replace(drawn, prompt_ids=self.passes.ids_of(plan.rows))
             prompts = self.state.prompts(drawn.prompt_ids, drawn)
-            decided = self.controller.chances(index, prompts, drawn)
             counts = ask(self.controller, index, prompts, drawn, rng)
-            chances = chances if decided is None else np.where(counts > 0, decided, 0.0)
+            decided = ask_chances(self.controller, index, prompts, drawn, counts)
+            if decided is not None:
+                chances, later = decided, index > 0
             if not counts.any():
                 break
             counts = self._divisible(counts)
+            if index == 0:
+                first, asked = counts, prompts
             group = np.repeat(np.arange(len(counts)), counts)
             inputs, unit = self.passes.local(plan.rows[group]), int(np.gcd.reduce(counts))
             parts.append(self._roll_out(inputs, group, unit, engine))
@@ -76,9 +80,14 @@ class Rounds:
             raise ValueError(f"`{name}.draw` asked for more than {MAX_ROUNDS} rounds. Return zeros to end the batch.")
         if not parts:
             return None
-        merge_rounds(engine.metrics, [part.rollouts.num_rows for part in parts])
         scored = self._joined(parts, plan, engine, final=True)
-        return without_empty_groups(replace(scored, chances=chances))
+        if chances is not None:
+            chances = np.pad(chances, (0, len(plan.rows) - len(chances)), constant_values=1.0)
+        given = np.pad(first, (0, len(plan.rows) - len(first)))  # prompts may have joined since
+        remembered = self.state.mean_scores(asked.prompt_ids[first == 0])
+        sample = uniform_sample(scored.rollouts, given, chances if later else None, remembered)
+        keep_first_round(engine.metrics, [part.rollouts.num_rows for part in parts])
+        return without_empty_groups(replace(scored, chances=chances, uniform=sample))
 
     def _joined(self, parts: list[Scored], plan: Plan, engine: Any, final: bool) -> Scored:
         """The rounds of a batch as one. A later round may have changed the range that outcomes are scaled from."""
@@ -195,23 +204,13 @@ def _nothing(prompt_ids: np.ndarray) -> Rollouts:
     return Rollouts(prompt_ids, none, none.astype(np.float64), none.astype(np.float64), none, none)
 
 
-def merge_rounds(metrics: dict[str, list[float]], rows: list[int]):
-    """Turn TRL's metrics of several rounds, the last ones entered, into those of one batch; `rows` were drawn in each."""
-
-    def rounds(name: str) -> np.ndarray:
-        return np.array(metrics[f"completions/{name}"][-len(rows) :])
-
-    weights = np.array(rows, dtype=np.float64)
-    ended = weights * (1.0 - rounds("clipped_ratio"))  # completions that were not cut off
-    some = ended > 0
-    merged = {
-        "mean_length": np.average(rounds("mean_length"), weights=weights),
-        "min_length": rounds("min_length").min(),
-        "max_length": rounds("max_length").max(),
-        "clipped_ratio": np.average(rounds("clipped_ratio"), weights=weights),
-        "mean_terminated_length": np.average(rounds("mean_terminated_length"), weights=ended) if some.any() else 0.0,
-        "min_terminated_length": rounds("min_terminated_length")[some].min() if some.any() else 0.0,
-        "max_terminated_length": rounds("max_terminated_length")[some].max() if some.any() else 0.0,
-    }
-    for name, value in merged.items():
-        metrics[f"completions/{name}"][-len(rows) :] = [float(value)]
+def keep_first_round(metrics: dict[str, list[float]], rows: list[int]):
+    """
+    Of TRL's metrics of several rounds, the last ones entered, keep those of the first, which uniform sampling would have seen too;
+    `rows` were drawn in each.
+    """
+    lengths = metrics["completions/mean_length"][-len(rows) :]
+    metrics["lze/drawn_length"].append(float(np.average(lengths, weights=rows)))
+    for name in metrics:
+        if name.startswith("completions/"):
+            del metrics[name][len(metrics[name]) - len(rows) + 1 :]
