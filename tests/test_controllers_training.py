@@ -612,7 +612,7 @@ class ChancyTrainer(FixedTrainer):
         return [8] if digest[0] < 256 * RATES[text] else [9] * 5
 
 
-@pytest.mark.parametrize("controller", ["gate", "reinforce_ada_positive", "reinforce_ada_balanced", "dynamic"])
+@pytest.mark.parametrize("controller", ["gate", "reinforce_ada_positive", "reinforce_ada_balanced"])
 def test_what_is_logged_is_what_uniform_sampling_sees(tmp_path, controller):
     rounds = {} if controller == "gate" else {"round_size": 4, "max_rounds": 3}
     settings = {"selector": "zero_variance", "pruning": "none", "scale_rewards": "none", "max_steps": 170}

@@ -164,24 +164,31 @@ def test_groups_that_were_not_begun_do_not_count():
     assert best_yield(np.array([NAN]), 3) == 0.0
 
 
-def test_a_large_batch_is_judged_by_itself_and_a_small_one_among_the_latest_before():
+def test_a_large_batch_is_judged_by_itself_and_a_small_one_by_what_the_latest_gave():
     gate, many = Gate(), Gate.RECENT
-    for outcome in (1.0, 0.0):  # of live prompts, then of dead ones
-        count = many // 2
-        drawn = rollouts({i: [outcome] * 4 for i in range(count)})
-        gate.see(known(count, alive=[0.9 if outcome else 0.1] * count), drawn, np.zeros(count))
-    latest = [0.1] * (many // 2) + [0.9] * (many // 2)
+    drawn = rollouts({i: [float(i < 8), 0.0, 0.0, 0.0] for i in range(32)})  # 8 live groups by 128 completions
+    gate.see(known(32), drawn, np.zeros(32))
 
     def needed(forecasts):
         return gate.needed(known(len(forecasts), alive_given_first=forecasts), 4)
 
-    assert needed([0.2]) == pytest.approx(3 * best_yield(np.array([0.2, *latest[: many - 1]]), 3))
+    share = 1.0 - 1.0 / many  # with the prompt itself, as many as `many`
+    assert needed([0.2]) == pytest.approx(3 * best_yield(np.array([0.2]), 3, 8 * share, 128 * share))
     assert needed([0.2] * many) == pytest.approx(3 * best_yield(np.full(many, 0.2), 3))
     assert Gate().needed(known(1, alive_given_first=[0.2]), 4) <= 0.2  # nothing to compare it with
     # Before anything is drawn
-    assert gate.needed(known(1, alive=[0.2]), 4) == needed_to_begin(best_yield(np.array(latest), 3), 4)
+    assert gate.needed(known(1, alive=[0.2]), 4) == pytest.approx(needed_to_begin(8 / 128, 4))
     assert gate.needed(known(many, alive=[0.2] * many), 4) == pytest.approx(needed_to_begin(0.2 / 4, 4))
     assert Gate().needed(known(1, alive=[0.2]), 4) <= 0.2
+
+
+def test_where_nothing_was_alive_lately_every_group_goes_on():
+    gate = Gate()
+    for _ in range(30):
+        gate.see(known(3), rollouts({i: [0.0] * 4 for i in range(3)}), np.ones(3))
+    forecasts = known(2, alive=[0.01, 0.02], alive_given_first=[0.001, 0.01])
+    assert gate.needed(forecasts, 4) <= 0.001
+    assert gate.needed(replace(forecasts, alive_given_first=np.full(2, NAN)), 4) <= 0.01
 
 
 @given(st.lists(st.floats(0.001, 0.999), min_size=1, max_size=7), st.integers(2, 16))

@@ -22,16 +22,18 @@ class Gate:
     outcome and the log-probability of the first completion as features, see [`OnlineRegression`].
 
     It learns from groups that were drawn to their end. Where chance decided which of the unlikely ones are, each of those
-    stands for 1 / probability groups. It keeps the latest forecasts, so that a batch of a few prompts is judged among more.
+    stands for 1 / probability groups. It also counts the live groups that the latest completions gave, so that a batch of a few
+    prompts is judged by more than itself.
     """
 
     RECENT = 64
+    """Prompts by which a batch is judged: its own, and as many before it as it has fewer."""
 
     def __init__(self):
         self.model = OnlineRegression(len(FEATURES))
         # Decayed: live groups that were drawn without luck, and all that there must have been
         self._live = np.zeros(2)
-        self._recent = np.empty(0)  # forecasts for the latest prompts, the last batch first
+        self._recent = np.zeros(3)  # of about `RECENT` prompts, decayed: prompts, live groups, completions
         self._metrics: dict[str, float] = {}
 
     def alive(self, prompts: Prompts, drawn: Rollouts) -> np.ndarray:
@@ -54,15 +56,16 @@ class Gate:
         How likely to be alive a group has to be for its next completions to yield more live groups a completion than others do:
         the first one, or the other ones where `prompts.alive_given_first` are known of some.
 
-        Judged are the prompts of the batch and, where they are fewer than `RECENT`, the latest before.
+        The yield is that of the batch, by what is forecast, and, where it has fewer than `RECENT` prompts, of the latest before it,
+        by what was seen: as long as these gave no live group, every group goes on.
         """
         others, forecasts = group_size - 1, prompts.alive_given_first
+        count, live, completions = self._recent * max(1.0 - len(prompts) / self.RECENT, 0.0)
         if not np.isnan(forecasts).all():
-            past = self._recent[: max(self.RECENT - len(prompts), 0)]
-            return others * best_yield(np.concatenate([forecasts, past]), others)
-        few = len(prompts) < self.RECENT == len(self._recent)
+            return others * best_yield(forecasts, others, live, completions)
+        enough = count + len(prompts) > self.RECENT / 2
         return needed_to_begin(
-            best_yield(self._recent, others) if few else prompts.alive.mean() / group_size, group_size
+            live / completions if completions and enough else prompts.alive.mean() / group_size, group_size
         )
 
     def see(self, prompts: Prompts, drawn: Rollouts, counts: np.ndarray):
@@ -71,9 +74,10 @@ class Gate:
         that were drawn to the end stands for, shape `(P,)`; 0 for the others.
         """
         complete = counts > 0
-        everything = _examples(prompts, *first_completion(drawn))
-        self._recent = np.concatenate([self._forecasts(everything), self._recent])[: self.RECENT]
-        examples = everything[0][complete], everything[1][complete]
+        seen = np.array([len(prompts), drawn.alive.sum(), drawn.num_rows], dtype=np.float64)
+        self._recent = self._recent * max(1.0 - len(prompts) / self.RECENT, 0.0) + seen
+        offset, inputs = _examples(prompts, *first_completion(drawn))
+        examples = offset[complete], inputs[complete]
         alive, counts = drawn.alive[complete], counts[complete]
         quality = self.model.score(*self.model.forecasts(*examples), alive, counts)
         self._metrics = {"gate_share": float(complete.mean())}
@@ -89,7 +93,7 @@ class Gate:
         return self._metrics
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Weights, scores and the latest forecasts."""
+        """Weights, scores and what the latest completions gave."""
         return self.model.state_dict() | {"live": self._live, "recent": self._recent}
 
     def load_state_dict(self, state: dict[str, np.ndarray]):
@@ -125,18 +129,20 @@ def first_completion(drawn: Rollouts) -> tuple[np.ndarray, np.ndarray]:
     return np.nan_to_num(drawn.outcomes[rows], nan=0.5), drawn.logprobs[rows]
 
 
-def best_yield(alive: np.ndarray, cost: int) -> float:
+def best_yield(alive: np.ndarray, cost: int, live: float = 0.0, completions: float = 0.0) -> float:
     """
     The most live groups for each completion that groups with one completion each can give, if the others of some are drawn,
-    `cost` completions a group.
+    `cost` completions a group, together with `live` groups that so many `completions` gave.
 
-    Those are the k groups with the highest probabilities to be `alive`, with the k that maximises (sum of their probabilities) /
-    (groups + k·cost). They are also the groups whose probability is at least cost · the result (Dinkelbach). NaN, a group without
-    a completion, is left out; 0 without groups.
+    Those are the k groups with the highest probabilities to be `alive`, with the k that maximises (live + sum of their
+    probabilities) / (completions + groups + k·cost). They are also the groups whose probability is at least cost · the result
+    (Dinkelbach). NaN, a group without a completion, is left out; 0 without groups.
     """
     forecasts = -np.sort(-alive[~np.isnan(alive)])
-    yields = np.cumsum(forecasts) / (len(forecasts) + cost * np.arange(1, len(forecasts) + 1))
-    return float(yields.max(initial=0.0))
+    if not completions + len(forecasts):
+        return 0.0
+    sums = live + np.cumsum([0.0, *forecasts])
+    return float((sums / (completions + len(forecasts) + cost * np.arange(len(sums)))).max())
 
 
 def needed_to_begin(elsewhere: float, group_size: int) -> float:
