@@ -54,16 +54,15 @@ class Gate:
         How likely to be alive a group has to be for its next completions to yield more live groups a completion than others do:
         the first one, or the other ones where `prompts.alive_given_first` are known of some.
 
-        Judged are the prompts of the batch and, where they are fewer than `RECENT`, the latest before.
+        Judged are the prompts of the batch and, where they are fewer than `RECENT`, the latest before, once there are so many: the
+        first forecasts of a run soon do not hold any more, and would stop what is judged by better ones.
         """
-        others, forecasts = group_size - 1, prompts.alive_given_first
+        others, forecasts, enough = group_size - 1, prompts.alive_given_first, len(self._recent) == self.RECENT
+        past = self._recent[: max(self.RECENT - len(prompts), 0)] if enough else self._recent[:0]
         if not np.isnan(forecasts).all():
-            past = self._recent[: max(self.RECENT - len(prompts), 0)]
             return others * best_yield(np.concatenate([forecasts, past]), others)
-        few = len(prompts) < self.RECENT == len(self._recent)
-        return needed_to_begin(
-            best_yield(self._recent, others) if few else prompts.alive.mean() / group_size, group_size
-        )
+        elsewhere = best_yield(self._recent, others) if len(past) else prompts.alive.mean() / group_size
+        return needed_to_begin(elsewhere, group_size)
 
     def see(self, prompts: Prompts, drawn: Rollouts, counts: np.ndarray):
         """
