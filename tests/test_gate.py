@@ -176,11 +176,6 @@ def test_a_large_batch_is_judged_by_itself_and_a_small_one_by_what_the_latest_ga
     assert needed([0.2]) == pytest.approx(3 * best_yield(np.array([0.2]), 3, 8 * share, 128 * share))
     assert needed([0.2] * many) == pytest.approx(3 * best_yield(np.full(many, 0.2), 3))
     assert Gate().needed(known(1, alive_given_first=[0.2]), 4) <= 0.2  # nothing to compare it with
-    young = Gate()
-    young.see(
-        known(many - 1, alive=[0.9] * (many - 1)), rollouts({i: [1.0] for i in range(many - 1)}), np.zeros(many - 1)
-    )
-    assert young.needed(known(1, alive_given_first=[0.2]), 4) <= 0.2  # what was expected at first does not hold long
     # Before anything is drawn
     assert gate.needed(known(1, alive=[0.2]), 4) == pytest.approx(needed_to_begin(8 / 128, 4))
     assert gate.needed(known(many, alive=[0.2] * many), 4) == pytest.approx(needed_to_begin(0.2 / 4, 4))
