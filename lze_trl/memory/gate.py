@@ -26,7 +26,7 @@ class Gate:
     prompts is judged by more than itself.
     """
 
-    RECENT = 64
+    RECENT = 16
     """Prompts by which a batch is judged: its own, and as many before it as it has fewer."""
 
     def __init__(self):
