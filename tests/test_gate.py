@@ -177,15 +177,23 @@ def test_a_large_batch_is_judged_by_itself_and_a_small_one_by_what_the_latest_ga
     assert needed([0.2] * many) == pytest.approx(3 * best_yield(np.full(many, 0.2), 3))
     assert Gate().needed(known(1, alive_given_first=[0.2]), 4) <= 0.2  # nothing to compare it with
     # Before anything is drawn
-    assert gate.needed(known(1, alive=[0.2]), 4) == pytest.approx(needed_to_begin(8 / 128, 4))
+    mean = (0.2 + 32 * 0.5 * share) / (1 + 32 * share)
+    assert gate.needed(known(1, alive=[0.2]), 4) == pytest.approx(needed_to_begin(mean / 4, 4))
     assert gate.needed(known(many, alive=[0.2] * many), 4) == pytest.approx(needed_to_begin(0.2 / 4, 4))
     assert Gate().needed(known(1, alive=[0.2]), 4) <= 0.2
+
+
+def test_where_every_group_was_alive_lately_prompts_like_them_are_begun():
+    gate = Gate()
+    for _ in range(30):
+        gate.see(known(3, alive=[0.6] * 3), rollouts({i: [0.0, 1.0, 0.0, 1.0] for i in range(3)}), np.ones(3))
+    assert gate.needed(known(2, alive=[0.6, 0.5]), 4) < 0.5
 
 
 def test_where_nothing_was_alive_lately_every_group_goes_on():
     gate = Gate()
     for _ in range(30):
-        gate.see(known(3), rollouts({i: [0.0] * 4 for i in range(3)}), np.ones(3))
+        gate.see(known(3, alive=[0.02] * 3), rollouts({i: [0.0] * 4 for i in range(3)}), np.ones(3))
     forecasts = known(2, alive=[0.01, 0.02], alive_given_first=[0.001, 0.01])
     assert gate.needed(forecasts, 4) <= 0.001
     assert gate.needed(replace(forecasts, alive_given_first=np.full(2, NAN)), 4) <= 0.01

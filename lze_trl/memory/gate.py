@@ -33,7 +33,8 @@ class Gate:
         self.model = OnlineRegression(len(FEATURES))
         # Decayed: live groups that were drawn without luck, and all that there must have been
         self._live = np.zeros(2)
-        self._recent = np.zeros(3)  # of about `RECENT` prompts, decayed: prompts, live groups, completions
+        # Of about `RECENT` prompts, decayed: prompts, live groups foreseen, live groups seen, completions
+        self._recent = np.zeros(4)
         self._metrics: dict[str, float] = {}
 
     def alive(self, prompts: Prompts, drawn: Rollouts) -> np.ndarray:
@@ -56,17 +57,16 @@ class Gate:
         How likely to be alive a group has to be for its next completions to yield more live groups a completion than others do:
         the first one, or the other ones where `prompts.alive_given_first` are known of some.
 
-        The yield is that of the batch, by what is forecast, and, where it has fewer than `RECENT` prompts, of the latest before it,
-        by what was seen: as long as these gave no live group, every group goes on.
+        The yield is that of the batch, by what is forecast, and, where it has fewer than `RECENT` prompts, of the latest before it:
+        by what was seen for the other completions, so that every group goes on as long as none was alive, and by what was forecast
+        for the first one.
         """
         others, forecasts = group_size - 1, prompts.alive_given_first
-        count, live, completions = self._recent * max(1.0 - len(prompts) / self.RECENT, 0.0)
+        count, forecast, live, completions = self._recent * max(1.0 - len(prompts) / self.RECENT, 0.0)
         if not np.isnan(forecasts).all():
             return others * best_yield(forecasts, others, live, completions)
-        enough = count + len(prompts) > self.RECENT / 2
-        return needed_to_begin(
-            live / completions if completions and enough else prompts.alive.mean() / group_size, group_size
-        )
+        mean = (prompts.alive.sum() + forecast) / (len(prompts) + count)
+        return needed_to_begin(mean / group_size, group_size)
 
     def see(self, prompts: Prompts, drawn: Rollouts, counts: np.ndarray):
         """
@@ -74,7 +74,7 @@ class Gate:
         that were drawn to the end stands for, shape `(P,)`; 0 for the others.
         """
         complete = counts > 0
-        seen = np.array([len(prompts), drawn.alive.sum(), drawn.num_rows], dtype=np.float64)
+        seen = np.array([len(prompts), prompts.alive.sum(), drawn.alive.sum(), drawn.num_rows], dtype=np.float64)
         self._recent = self._recent * max(1.0 - len(prompts) / self.RECENT, 0.0) + seen
         offset, inputs = _examples(prompts, *first_completion(drawn))
         examples = offset[complete], inputs[complete]
