@@ -625,7 +625,9 @@ def test_what_is_logged_is_what_uniform_sampling_sees(tmp_path, controller):
         expected["completions/mean_length"] = 5 - 4 * rates.mean()
     logged = {name: np.mean(history(trainer, name)) for name in expected}
     for name, value in expected.items():
-        assert logged[name] == pytest.approx(value, abs=0.15 if "length" in name else 0.04), name
+        # Under the gate, a group that goes on by chance stands for 20
+        tolerance = 0.15 if "length" in name else 0.08 if value == dead and controller == "gate" else 0.04
+        assert logged[name] == pytest.approx(value, abs=tolerance), name
     stds = history(trainer, "reward_std")
     assert np.nanmean(stds) == pytest.approx(np.sqrt(rates.mean() * (1.0 - rates.mean())), abs=0.12)
     assert np.mean(history(trainer, "lze/drawn_reward")) > rates.mean() + 0.1 or controller != "gate"
