@@ -25,7 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
-from lze_trl.arrays import Rollouts
+from lze_trl.batch import Batch
 from lze_trl.memory.identity import prompt_id
 from lze_trl.memory.state import PromptState, StateSettings
 from lze_trl.rewards import exact_match_reward
@@ -191,10 +191,10 @@ def _group_gradient(model: nn.Module, sample: Sample, group: int, size: int) -> 
     return policy_gradient(model, rows) if rows.advantages().any() else torch.zeros(size)
 
 
-def _as_rollouts(sample: Sample, prompt_ids: np.ndarray) -> Rollouts:
+def _as_rollouts(sample: Sample, prompt_ids: np.ndarray) -> Batch:
     rewards = sample.rewards.double().numpy()
     completion_tokens = sample.completion_mask.sum(dim=1).numpy()
-    return Rollouts(
+    return Batch.of(
         prompt_ids=prompt_ids,
         group=sample.group.numpy(),
         outcomes=rewards,

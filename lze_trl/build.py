@@ -11,7 +11,7 @@ from accelerate.utils import DistributedType
 from datasets import Dataset, IterableDataset
 from scipy.special import softmax
 
-from .arrays import Prompts
+from .batch import Prompts
 from .config import LZEGRPOConfig
 from .instruct.online import Instruction, OnlineInstruction
 from .memory.expected import expected_energy

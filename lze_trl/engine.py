@@ -18,14 +18,13 @@ import torch
 from accelerate.utils import gather_object
 from trl import GRPOTrainer
 
+from .batch import Batch
 from .checks import IMAGE_COLUMNS, NO_IMAGE, images_error
 from .evaluation.during import engine_of
 from .memory.identity import ID_COLUMN
-from .pack.batch import widths
-from .pack.layout import Layout
-from .pack.rows import Scored, TokenRows
+from .pack.micro_batch import widths
 from .pack.window import Window
-from .rollout.gather import local_loss_tokens
+from .rollout.rounds import BALLOTS
 from .rollout.settling import read, settle, with_columns
 from .rollout.uniform import UniformSample
 from .rollout.watch import watched
@@ -34,6 +33,10 @@ from .select.advantages import Drawn, estimate_advantages, zero_std_share
 
 _HIDDEN_FROM_GROUPS = ("prompt", "completion", "completion_ids", ID_COLUMN)
 """Columns that rewards of whole groups are not given: votes depend on completions alone."""
+
+
+TOKEN_COLUMNS = ("prompt_ids", "completion_ids", "logprobs", "loss_mask")
+"""Held columns that TRL's tensors are made of."""
 
 
 @contextmanager
@@ -75,19 +78,11 @@ class RowFactor(float):
 
 
 @dataclass
-class RolledOut:
-    """Completions of this process, and the rewards of all of them."""
+class Request:
+    """Completions that were asked for: of dataset rows of this process, each prompt `group_size` times in a row."""
 
-    local: TokenRows
-    texts: list[Any]  # of this process, as text or messages
-    rewards_per_func: torch.Tensor  # (B, F) of all processes, NaN where not applicable
-    reward_weights: torch.Tensor  # (F,)
-    loss_tokens: list[int]  # tokens of each row of this process that the loss covers
-    extra: dict[str, list]  # columns that reward functions log, for the rows of this process
-    ballots: dict[int, list]  # of the rows of this process, by the column of a group reward
-    # of each completion token when it was sampled, of this process; `None` if neither the engine reports them nor can they be
-    # watched. Unlike those of `local`, TRL does not see them
-    logprobs: list[list[float | None]] | None = None
+    inputs: list[dict[str, Any]]
+    group_size: int
 
 
 class Engine:
@@ -161,14 +156,21 @@ class Engine:
 
     # ---- Rollouts ----
 
-    def roll_out(self, inputs: list[dict[str, Any]], group_size: int) -> RolledOut:
+    def begin(self, inputs: list[dict[str, Any]], group_size: int) -> Request:
         """
-        Generate and score completions of dataset rows of this process, which get what a `rollout_func` returns. Each prompt
-        comes `group_size` times in a row: an engine may complete it that often at once.
+        Ask for a completion of each of some dataset rows of this process. Each prompt comes `group_size` times in a row: an engine may
+        complete it that often at once.
         """
-        trainer = self._trainer
         if any(row.get(name) not in NO_IMAGE for row in inputs for name in IMAGE_COLUMNS):
             raise images_error("Rows of the training set hold images")  # of a stream, which is not read before
+        return Request(inputs, group_size)
+
+    def finish(self, request: Request) -> tuple[dict[str, list], dict[str, np.ndarray], torch.Tensor]:
+        """
+        Generate and score what was asked for: held columns; numbers of each completion that all processes are to know, int64 or
+        float64; and the rewards of all processes, shape `(B, F)`, NaN where not applicable.
+        """
+        trainer, inputs, group_size = self._trainer, request.inputs, request.group_size
         prompts = [row["prompt"] for row in inputs]
         same = group_size == trainer.num_generations
         blind = trainer.use_vllm or trainer.use_transformers_continuous_batching
@@ -177,26 +179,45 @@ class Engine:
             prompt_ids, completion_ids, loss_mask, texts, logprobs, fields, images, _ = view._generate(prompts)
         if images is not None:
             raise images_error("Prompts of the training set hold images")
-        for name, values in fields.items():
-            for i, row in enumerate(inputs):
-                row[name] = values[i] if isinstance(values, list) else values
+        of_rows = [
+            {name: v[i] if isinstance(v, list) else v for name, v in fields.items()} for i in range(len(inputs))
+        ]
+        inputs = [{**row, **own} for row, own in zip(inputs, of_rows, strict=True)]
         logged = {name: len(values) for name, values in trainer._pending_metrics.items()}
         rewards = trainer._calculate_rewards(inputs, prompts, texts, completion_ids)
-        for (
-            name,
-            values,
-        ) in trainer._pending_metrics.items():  # TRL's mean over the rounds of a batch is then one by rows
-            begin = logged.get(name, 0)
+        for name, values in trainer._pending_metrics.items():
+            begin = logged.get(name, 0)  # TRL's mean over the rounds of a batch is then one by rows
             values[begin:] = values[begin:] * len(inputs)
         ballots = self.ballots(inputs, texts, completion_ids)
-        # Where two reward functions log the same column, the last one wins, as in TRL's table
-        extra = {name: values[-len(inputs) :] for name, values in trainer._pending_extra_logs.items()}
+        # If two reward functions log the same column, the last one wins, as in TRL's table
+        extra = {f"extra.{name}": values[-len(inputs) :] for name, values in trainer._pending_extra_logs.items()}
         trainer._pending_extra_logs.clear()
-        local = TokenRows(prompt_ids, completion_ids, logprobs, loss_mask)
-        loss_tokens = local_loss_tokens(local, self.end_tokens, trainer.mask_truncated_completions)
+        held = {
+            "prompt_ids": prompt_ids,
+            "completion_ids": completion_ids,
+            "input": inputs,
+            "completion": texts,
+            **extra,
+        }
+        held |= {f"{BALLOTS}{column}": values for column, values in ballots.items()}
+        if logprobs is not None:
+            held["logprobs"] = logprobs
+        if loss_mask is not None:
+            held["loss_mask"] = loss_mask
         if logprobs is None and watch is not None:
             logprobs = watch.token_logprobs(completion_ids)
-        return RolledOut(local, texts, rewards, trainer.reward_weights, loss_tokens, extra, ballots, logprobs)
+        ends = self.end_tokens if trainer.mask_truncated_completions else None
+        numbers = {
+            ID_COLUMN: np.array([row[ID_COLUMN] for row in inputs], dtype=np.int64),
+            "prompt_tokens": np.array([len(ids) for ids in prompt_ids]),
+            "completion_tokens": np.array([len(ids) for ids in completion_ids]),
+            "loss_tokens": loss_tokens(completion_ids, loss_mask, ends),
+            "shuffled": torch.argsort(
+                torch.randperm(len(inputs))
+            ).numpy(),  # places after the shuffle that TRL would do here
+            "logprobs": sequence_logprobs(logprobs, loss_mask, len(inputs)),
+        }
+        return held, numbers, rewards
 
     def ballots(
         self, inputs: list[dict[str, Any]], completions: list[Any], completion_ids: list[list[int]]
@@ -236,99 +257,96 @@ class Engine:
     # ---- Tensors ----
 
     def tensors(
-        self,
-        rows: TokenRows,
-        drawn: Scored,
-        indices: np.ndarray,
-        layout: Layout | None = None,
+        self, drawn: Batch, chosen: Batch, rows: np.ndarray, even: bool, packed: bool
     ) -> dict[str, torch.Tensor]:
         """
-        TRL's tensors of `rows`, those of this process: padded tokens, masks, old and reference log-probabilities, advantages.
+        TRL's tensors of the chosen rows that this process holds: padded tokens, masks, old and reference log-probabilities,
+        advantages. They are the `rows`, shape `(n,)`, of the completions `drawn`, by which advantages and metrics go.
 
-        They stand at `indices`, of shape `(n_local,)`, of the completions `drawn`. Packed rows get log-probabilities in the
-        micro-batches of `layout`.
+        `even` says that the batch is one of TRL's own: `num_generations` completions of each prompt, drawn at once. `packed` rows
+        get log-probabilities in the micro-batches of the layout.
         """
-        trainer, count = self._trainer, len(indices)
+        trainer, held_rows = self._trainer, rows[chosen.held["row"]]
         # TRL's own advantages: of groups of one size, by its one estimator, from totals that it takes for 0 where a reward
         # of whole groups abstains
-        by_trl = trainer.args.advantage_estimator == "grpo" and not trainer.group_rewards
-        even = drawn.order is not None and by_trl
-        generated: tuple[Any, ...] = (
-            rows.prompt_ids,
-            rows.completion_ids,
-            rows.loss_mask,
-            [None] * count,
-            rows.logprobs,
-            {},
-            None,
-            [],
-        )
-        table = _table(drawn.rollouts.num_rows)
-        changes = {
+        even = even and trainer.args.advantage_estimator == "grpo" and not trainer.group_rewards
+        masks, logprobs = (chosen.held.get(name) for name in ("loss_mask", "logprobs"))
+        completions = chosen.held["completion_ids"]
+        if masks is not None:  # `None` for the rows of a round without
+            masks = [[1] * len(ids) if m is None else m for m, ids in zip(masks, completions, strict=True)]
+        if logprobs is not None:
+            logprobs = [[None] * len(ids) if v is None else v for v, ids in zip(logprobs, completions, strict=True)]
+        generated = chosen.held["prompt_ids"], completions, masks, [None] * len(held_rows), logprobs, {}, None, []
+        rewards_per_func = torch.from_numpy(drawn.rewards_per_func).to(trainer.accelerator.device)
+        table = _table(drawn.num_rows)
+        changes: dict[str, Any] = {
             "_generate": lambda prompts: generated,
-            "_calculate_rewards": lambda *args: drawn.rewards_per_func,
+            "_calculate_rewards": lambda *args: rewards_per_func,
             "_logs": table,
         }
-        if layout is not None:
-            changes["_get_per_token_logps_and_entropies"] = self._packed_logprobs(rows, layout)
+        if packed:
+            changes["_get_per_token_logps_and_entropies"] = self._packed_logprobs(chosen)
         if not even:
             changes["num_generations"] = 1  # we supply the advantages
         with altered(trainer, **changes) as view:
-            output = GRPOTrainer._generate_and_score_completions(view, [{"prompt": row} for row in range(count)])
+            output = GRPOTrainer._generate_and_score_completions(
+                view, [{"prompt": row} for row in range(len(held_rows))]
+            )
         if even:  # TRL has computed the advantages of the whole batch, and keeps them for its table
             advantages = np.array(table["advantages"], dtype=np.float32)
         else:
             advantages = self._advantages(drawn)
             table["advantages"].clear()
             table["advantages"].extend(advantages.tolist())
-            statistics = drawn.rollouts.rewards, drawn.rollouts.group, drawn.rollouts.num_groups
-            self.metrics["frac_reward_zero_std"][-1] = zero_std_share(*statistics, trainer.scale_rewards)
-        if drawn.uniform is not None:
-            self._log_uniform(drawn, drawn.uniform)
+            if "uniform" not in drawn.facts or trainer.scale_rewards == "batch":
+                share = zero_std_share(drawn.rewards, drawn.group, drawn.num_groups, trainer.scale_rewards)
+                self.metrics["frac_reward_zero_std"][-1] = share
+        if "uniform" in drawn.facts:
+            self._log_uniform(drawn, drawn.facts["uniform"])
         output["advantages"] = torch.tensor(
-            advantages[indices], dtype=torch.float32, device=trainer.accelerator.device
+            advantages[held_rows], dtype=torch.float32, device=trainer.accelerator.device
         )
         trainer._logs.update(_filled(table, drawn))
         del output["num_items_in_batch"]
         return output
 
-    def _log_uniform(self, drawn: Scored, sample: UniformSample):
+    def _log_uniform(self, batch: Batch, sample: UniformSample):
         """Let TRL's metrics of the rewards, and the mean length, be those that uniform sampling would have seen."""
-        metrics, rewards = self.metrics, drawn.rollouts.rewards
+        metrics, rewards = self.metrics, batch.rewards
         metrics["lze/drawn_reward"].append(metrics["reward"][-1])
         # What is remembered of other prompts is of the scores
-        of_scores = np.array_equal(drawn.rollouts.scores, rewards, equal_nan=True)
+        of_scores = np.array_equal(batch.scores, rewards, equal_nan=True)
         remembered = sample.remembered if of_scores else None
         metrics["reward"][-1], metrics["reward_std"][-1] = sample.moments(rewards, remembered)
-        columns = drawn.rewards_per_func.double().cpu().numpy().T
+        columns = batch.rewards_per_func.astype(np.float64).T
         for name, column in zip(self._trainer.reward_func_names, columns, strict=True):
             of_total = remembered if np.array_equal(column, rewards, equal_nan=True) else None
             metrics[f"rewards/{name}/mean"][-1], metrics[f"rewards/{name}/std"][-1] = sample.moments(column, of_total)
         if self._trainer.scale_rewards != "batch":
             metrics["frac_reward_zero_std"][-1] = 1.0 - sample.live_share
 
-    def _advantages(self, drawn: Scored) -> np.ndarray:
+    def _advantages(self, batch: Batch) -> np.ndarray:
         """Advantages by the statistics of all completions drawn, shape `(B,)`."""
-        rollouts, statistics = drawn.rollouts, None
-        if drawn.unfiltered is not None:
-            tokens = drawn.loss_tokens * drawn.row_weights
-            statistics = Drawn(drawn.unfiltered, rollouts.group, rollouts.num_groups, tokens)
+        statistics, weights = None, batch.represented_rows
+        if "unfiltered" in batch.rows:
+            statistics = Drawn(batch.unfiltered, batch.group, batch.num_groups, batch.loss_tokens * weights)
         return estimate_advantages(
             self._trainer.args.advantage_estimator,
-            rollouts.rewards,
-            rollouts.group,
-            rollouts.num_groups,
-            drawn.loss_tokens,
+            batch.rewards,
+            batch.group,
+            batch.num_groups,
+            batch.loss_tokens,
             self._trainer.scale_rewards,
             statistics,
-            drawn.row_weights,
+            weights,
         )
 
-    def _packed_logprobs(self, rows: TokenRows, layout: Layout) -> Callable:
+    def _packed_logprobs(self, batch: Batch) -> Callable:
         """TRL's computation of log-probabilities, in the micro-batches of the update: without the padding of all rows."""
         trainer, rank = self._trainer, self._trainer.accelerator.process_index
-        compute, places = trainer._get_per_token_logps_and_entropies, _places(layout, rank)
-        lengths = [np.array([len(ids) for ids in tokens]) for tokens in (rows.prompt_ids, rows.completion_ids)]
+        compute = trainer._get_per_token_logps_and_entropies
+        lengths = [np.array([len(ids) for ids in batch.held[name]]) for name in ("prompt_ids", "completion_ids")]
+        places = [np.searchsorted(batch.held["row"], step.rows[rank]) for step in batch.layout.micro_batches]
 
         def logprobs(model, input_ids, attention_mask, logits_to_keep, batch_size=None, **kwargs):
             middle = input_ids.size(1) - logits_to_keep  # prompts end here, completions begin
@@ -468,23 +486,51 @@ class Engine:
         trainer._entropy_window_stats = None
 
 
-def _places(layout: Layout, rank: int) -> list[np.ndarray]:
-    """Where the rows of each micro-batch of a process stand among all that it holds."""
-    held = layout.rows_of(rank)
-    return [np.searchsorted(held, batch.rows[rank]) for batch in layout.micro_batches]
-
-
 def _table(size: int) -> dict[str, Any]:
     """TRL's table of completions, with as many rows as the batch: its own keeps `generation_batch_size` of them."""
     table: dict[str, Any] = {name: deque(maxlen=size) for name in ("images", "prompt", "completion", "advantages")}
     return table | {name: defaultdict(lambda: deque(maxlen=size)) for name in ("rewards", "extra")}
 
 
-def _filled(table: dict[str, Any], scored: Scored) -> dict[str, Any]:
+def loss_tokens(
+    completion_ids: list[list[int]], masks: list[list[int]] | None, ends: list[int] | None = None
+) -> np.ndarray:
+    """
+    Tokens of each completion that the loss covers, shape `(n,)`: those with 1 in its mask. None of a truncated one, which does not
+    end with one of `ends`, if these are given.
+    """
+    counts = [len(ids) for ids in completion_ids] if masks is None else [sum(mask) for mask in masks]
+    covered = [ends is None or ids[-1] in ends for ids in completion_ids]
+    return np.where(covered, np.array(counts, dtype=np.int64), 0)
+
+
+def sequence_logprobs(
+    logprobs: list[list[float | None]] | None, masks: list[list[int]] | None, count: int
+) -> np.ndarray:
+    """
+    Log-probability of each completion when it was sampled, shape `(count,)`: the sum over the tokens that the model generated, those
+    with 1 in its mask. NaN if a token has none, or −∞.
+    """
+    if logprobs is None:
+        return np.full(count, np.nan)
+    lengths = np.array([len(row) for row in logprobs])
+    flat = np.array([value for row in logprobs for value in row], dtype=np.float64)  # vLLM says `None` for NaN
+    if masks is not None:
+        flat = np.where(np.array([m for mask in masks for m in mask], dtype=bool), flat, 0.0)
+    sums = np.zeros(count)
+    filled = lengths > 0
+    if filled.any():
+        sums[filled] = np.add.reduceat(flat, (np.cumsum(lengths) - lengths)[filled])
+    return np.where(np.isfinite(sums), sums, np.nan)
+
+
+def _filled(table: dict[str, Any], batch: Batch) -> dict[str, Any]:
     """The table with the texts of all completions drawn, where TRL has entered the chosen ones."""
-    for name, values in (("prompt", [row["prompt"] for row in scored.inputs]), ("completion", scored.texts)):
+    inputs = batch.held["input"]
+    for name, values in (("prompt", [row["prompt"] for row in inputs]), ("completion", batch.held["completion"])):
         table[name].clear()
-        table[name].extend(scored.gathered(values))
-    for name in sorted(set(gather_object(list(scored.extra)))):
-        table["extra"][name].extend(scored.gathered(scored.extra.get(name, [None] * len(scored.inputs))))
+        table[name].extend(batch.gathered(values))
+    extra = {name.removeprefix("extra."): values for name, values in batch.held.items() if name.startswith("extra.")}
+    for name in sorted(set(gather_object(list(extra)))):
+        table["extra"][name].extend(batch.gathered(extra.get(name, [None] * len(inputs))))
     return table

@@ -8,16 +8,14 @@ from typing import Any
 import numpy as np
 from accelerate import Accelerator
 
-from .arrays import Groups
-from .engine import Engine
+from .batch import Batch, Table
+from .engine import TOKEN_COLUMNS, Engine
 from .instruct.online import OnlineInstruction
 from .memory.calibration import Calibration
 from .memory.state import PromptState
-from .pack.batch import GenerationBatch, filler_inputs
-from .pack.exchange import exchange
 from .pack.layout import Geometry, Layout, pack, padding_efficiency, relaid, trl_layout, unpacked
-from .pack.rows import Scored
-from .pack.weights import Reference, even_reference, full_reference, trl_reference
+from .pack.micro_batch import filler_inputs, micro_batch
+from .pack.weights import Weights, weights_of_chosen, weights_of_full, weights_of_part
 from .pack.window import Window
 from .plan.passes import Passes, Plan
 from .record.ledger import Ledger, account
@@ -25,9 +23,13 @@ from .record.monitors import DeadMonitor, RepeatMonitor, batch_metrics
 from .record.recorder import Recorder
 from .record.safeguards import VoteHistory
 from .rollout.controllers import RolloutController, ask_keep
-from .rollout.rounds import Rounds
+from .rollout.rounds import Pending, Rounds
 from .seeding import keyed_rng
 from .select.selectors import Selector, choose_groups, quota
+
+
+SHOWN = ("input", "completion")
+"""Held columns that are shown and recorded, and not trained on."""
 
 
 @dataclass(eq=False)
@@ -48,17 +50,15 @@ class GenerationStep:
 
     def __post_init__(self):
         self.generation = 0  # generation batches so far
-        self.batch: GenerationBatch | None = None  # the last one
+        self.batch: Batch | None = None  # the last one, as it is trained on
         self.window = Window()  # the optimizer step under way
         self.dead, self.repeats, self.votes = DeadMonitor(), RepeatMonitor(), VoteHistory()
         self.labels = Calibration()  # majority labels, where gold answers tell
-        self._chunk_steps = (
-            self.geometry.chunk_steps
-        )  # of the layouts; fewer after an interrupted training, see `begin`
+        self._chunk_steps = self.geometry.chunk_steps  # fewer after an interrupted training
         self._made_at = -1  # micro-step at which the batch was made; -1 if that was before a resume
         self._in_use = False  # whether the next optimizer step goes on with the batch
 
-    def begin(self, engine: Engine):
+    def training_begins(self, engine: Engine):
         """
         A training begins. As TRL does after one that was interrupted: forget its unfinished optimizer step, and go on with its
         generation batch. Optimizer steps now begin elsewhere in generation batches, so that chunks have to be smaller.
@@ -67,8 +67,9 @@ class GenerationStep:
         self._made_at, before = -1, self._chunk_steps
         self._chunk_steps = math.gcd(self.geometry.chunk_steps, engine.micro_step)
         batch = self.batch
-        if batch is not None and engine.mid_batch and self._chunk_steps != before and not batch.layout.by_trl:
-            batch.layout = relaid(batch.layout, batch.reference.slot, self._layout_geometry)
+        unfinished = batch is not None and batch.num_rows > 0 and engine.mid_batch and not batch.layout.by_trl
+        if unfinished and self._chunk_steps != before:
+            batch.layout = relaid(batch.layout, batch.rows.slot, self._layout_geometry)
 
     @property
     def _layout_geometry(self) -> Geometry:
@@ -86,7 +87,7 @@ class GenerationStep:
         self.passes = self.rounds.passes = passes
 
     @property
-    def _made(self) -> GenerationBatch:
+    def _made(self) -> Batch:
         if self.batch is None:
             raise RuntimeError("No generation batch has been made yet: call `prepare` first.")
         return self.batch
@@ -99,8 +100,11 @@ class GenerationStep:
         """Inputs of this micro-step; without rows, those of another one with weight 0."""
         if not self.has_rows(engine):
             return dict(self.window.filler)
-        slot, rank = engine.micro_step % self.args.steps_per_generation, self.accelerator.process_index
-        inputs = self._made.micro_batch(slot, rank, self.args.loss_type, self.geometry, self.args.pad_to_multiple_of)
+        args, rank = self.args, self.accelerator.process_index
+        slot = engine.micro_step % args.steps_per_generation
+        inputs = micro_batch(
+            self._made, slot, rank, args.loss_type, self.geometry, args.pad_to_multiple_of, trim=args.packing
+        )
         self.window.filler = filler_inputs(inputs)
         return inputs
 
@@ -114,7 +118,7 @@ class GenerationStep:
         for name, values in {"lze/skipped_update": [float(skipped)], **self.window.close()}.items():
             engine.metrics[name] += values
 
-    def _next(self, inputs: list[dict[str, Any]], engine: Engine) -> GenerationBatch:
+    def _next(self, inputs: list[dict[str, Any]], engine: Engine) -> Batch:
         timed = self.ledger.timed
         if self.instruction is not None and (missing := self.passes.missing):
             with timed("rollout"):
@@ -122,121 +126,126 @@ class GenerationStep:
                 self.passes.grow()
         with timed("selection"):
             plan = self.passes.plan(inputs, self.generation)
-        drawn = None
         with timed("rollout"):
-            if plan.num_prompts:
-                wanted = quota(self.args.selection_ratio, plan.num_prompts)
-                drawn = self.rounds.draw(plan, engine, self.generation, wanted)
-        self.ledger.visits_skipped += len(plan.skipped)
+            pending = self.begin(plan, engine)
+        return self.finish(pending, engine)
+
+    def begin(self, plan: Plan, engine: Engine) -> Pending:
+        """Ask for the first completions of a generation batch. Changes nothing that is remembered."""
+        return self.rounds.begin(plan, engine, self.generation)
+
+    def finish(self, pending: Pending, engine: Engine) -> Batch:
+        """Collect the completions, score and remember them, select, and pack: the rows to train on, with their layout."""
+        timed, wanted = self.ledger.timed, quota(self.args.selection_ratio, max(1, pending.plan.num_prompts))
+        with timed("rollout"):
+            drawn = self.rounds.finish(pending, engine, wanted)
+        self.ledger.visits_skipped += len(pending.plan.skipped)
         if drawn is None:
-            return self._nothing(plan, engine)
+            return self._nothing(pending.plan, engine)
         with timed("selection"):
-            groups = self._remember(drawn)
-            chosen = self._select(drawn, groups, wanted)
-            weights = ask_keep(self.controller, drawn.rollouts, self._rng("keep"))
-            rows = np.flatnonzero(chosen[drawn.rollouts.group] & (weights > 0))
+            drawn = self._remember(drawn)
+            chosen = self._select(drawn, wanted)
+            weights = ask_keep(self.controller, drawn, self._rng("keep"))
+            rows = np.flatnonzero(chosen[drawn.group] & (weights > 0))
         with timed("logprob"):
             batch = self._pack(drawn, rows, weights, engine)
         with timed("selection"):
-            batch_rows, passes = self.args.generation_batch_size, engine.logprob_passes
-            account(self.ledger, drawn.rollouts, groups, rows, batch_rows, passes)
+            account(self.ledger, drawn, drawn.prompts, rows, self.args.generation_batch_size, engine.logprob_passes)
             if self.controller.draws_prompts:
-                self.ledger.surplus_dropped += int((groups.alive & ~chosen).sum())
-            self._log(plan, drawn, groups, chosen, batch, engine)
-            self._record(plan, engine, drawn, groups, chosen)
+                self.ledger.surplus_dropped += int((drawn.prompts.alive & ~chosen).sum())
+            self._log(pending.plan, drawn, chosen, batch, engine)
+            self._record(pending.plan, engine, drawn, chosen)
         return batch
 
     def _rng(self, purpose: str) -> np.random.Generator:
         return keyed_rng(self.args.seed, self.generation, purpose)
 
-    def _remember(self, drawn: Scored) -> Groups:
-        """Score the groups and remember their prompts."""
-        groups = self.state.visit(drawn.rollouts, drawn.chances, self._confidence(drawn))
-        self.votes.add_batch(drawn.logged, len(groups))
+    def _remember(self, drawn: Batch) -> Batch:
+        """Score the groups, remember their prompts, and add what is known of them."""
+        chances = drawn.prompts.chances if "chances" in drawn.prompts else None
+        groups = self.state.visit(drawn, chances, self._confidence(drawn))
+        self.votes.add_batch(drawn.facts.get("logged", {}), len(groups))
         self.passes.planner.observe(groups)
         if self.instruction is not None:
             self.instruction.observe(groups)
-        self.dead.update(groups, drawn.rollouts, drawn.rewards_per_func.cpu().numpy())
-        return groups
+        self.dead.update(groups, drawn, drawn.rewards_per_func)
+        return drawn.with_prompts(**vars(groups))
 
-    def _confidence(self, drawn: Scored) -> np.ndarray | None:
+    def _confidence(self, drawn: Batch) -> np.ndarray | None:
         """Probability that the label of each group is right, shape `(P,)`; `None` if energies do not go by it."""
-        if self.args.label_confidence == "none" or drawn.confidence is None or drawn.evidence is None:
+        if self.args.label_confidence == "none" or "confidence" not in drawn.prompts:
             return None
+        confidence = drawn.prompts.confidence
         if self.args.label_confidence == "share":
-            return drawn.confidence
-        known = drawn.confidence == 1.0  # gold answers; votes that all agree have no energy
-        confidence = np.where(known, 1.0, self.labels.corrected(drawn.confidence))
-        self.labels.see(*drawn.evidence.T)
-        return confidence
+            return confidence
+        known = confidence == 1.0  # gold answers; votes that all agree have no energy
+        corrected = np.where(known, 1.0, self.labels.corrected(confidence))
+        self.labels.see(*drawn.facts["evidence"].T)
+        return corrected
 
-    def _select(self, drawn: Scored, groups: Groups, wanted: int) -> np.ndarray:
+    def _select(self, drawn: Batch, wanted: int) -> np.ndarray:
         """Whether each group is trained on, shape `(P,)`; the update wants K = `wanted` of them."""
         return choose_groups(
             self.selector,
-            groups,
-            np.bincount(drawn.rollouts.group, drawn.loss_tokens, minlength=len(groups)),
+            drawn.prompts,
+            np.bincount(drawn.group, drawn.loss_tokens, minlength=drawn.num_groups),
             wanted,
             self.controller.draws_prompts,
             partial(self._rng, "selection"),
         )
 
-    def _pack(self, drawn: Scored, rows: np.ndarray, weights: np.ndarray, engine: Engine) -> GenerationBatch:
+    def _pack(self, drawn: Batch, rows: np.ndarray, weights: np.ndarray, engine: Engine) -> Batch:
         """Decide where each chosen row is computed, bring it there, and let TRL build its tensors."""
-        rank = self.accelerator.process_index
-        lengths = drawn.rollouts.prompt_tokens[rows], drawn.rollouts.completion_tokens[rows]
-        reference, layout = self._arrange(drawn, rows, weights[rows], lengths)
-        local_rows, tensors = layout.rows_of(rank), {}
+        even, packed = not self.passes.by_prompt, self.args.packing and len(rows) > 0
+        counted, layout = self._arrange(drawn, rows, weights[rows])
+        held = {n: v for n, v in drawn.held.items() if n not in SHOWN and not n.startswith("extra.")}
+        chosen = replace(drawn, rows=drawn.rows.take(rows).with_columns(**vars(counted)), held=held)
+        chosen = chosen.moved(layout, self.accelerator)
         if len(rows):
-            mine = exchange(drawn, rows, layout, self.accelerator)
-            micro_batches = layout if self.args.packing else None
-            tensors = engine.tensors(mine, drawn, rows[local_rows], micro_batches)
+            tensors = engine.tensors(drawn, chosen, rows, even, packed)
         else:  # TRL still logs the rewards of the batch, for which it wants one row
             one = np.zeros(1, dtype=np.int64)
-            engine.tensors(drawn.local.take(one), drawn, one)
-        loss_tokens = drawn.loss_tokens[rows]
-        return GenerationBatch(tensors, local_rows, *lengths, loss_tokens, layout, reference, self.args.packing)
+            first = {name: values[:1] for name, values in held.items()} | {"row": one}
+            engine.tensors(drawn, replace(chosen, held=first), one, even, packed)
+            tensors = {}
+        others = {name: values for name, values in chosen.held.items() if name not in TOKEN_COLUMNS}
+        return replace(chosen, held=others | tensors)
 
-    def _arrange(
-        self, scored: Scored, rows: np.ndarray, weights: np.ndarray, lengths: tuple[np.ndarray, np.ndarray]
-    ) -> tuple[Reference, Layout]:
+    def _arrange(self, drawn: Batch, rows: np.ndarray, weights: np.ndarray) -> tuple[Weights, Layout]:
         """What each chosen row weighs in the update, and in which micro-batch it is computed."""
         geometry, args = self.geometry, self.args
-        over_all, whole = args.loss_normalizer == "all", len(rows) == scored.rollouts.num_rows
-        slot = None if scored.order is None else scored.slots(geometry.num_processes, geometry.steps_per_generation)
-        if slot is not None and (over_all or whole):
-            reference = trl_reference(slot, scored.owner, scored.loss_tokens, rows, weights, geometry)
+        over_all, whole, even = args.loss_normalizer == "all", len(rows) == drawn.num_rows, not self.passes.by_prompt
+        slot = drawn.shuffled * args.steps_per_generation // (drawn.num_rows // geometry.num_processes)  # TRL's own
+        if even and (over_all or whole):
+            counted = weights_of_full(slot, drawn.owner, drawn.loss_tokens, rows, weights, geometry)
             if over_all:  # prompts that were skipped count as dead groups
-                reference = reference.stretched(args.generation_batch_size / scored.rollouts.num_rows)
+                counted = counted.scaled(args.generation_batch_size / drawn.num_rows)
         elif over_all:
-            mean_tokens = float(scored.loss_tokens.mean()) if scored.mean_tokens is None else scored.mean_tokens
-            reference = full_reference(weights, args.generation_batch_size, mean_tokens, geometry, self._rng("steps"))
+            mean_tokens = drawn.facts["mean_tokens"]
+            counted = weights_of_part(weights, args.generation_batch_size, mean_tokens, geometry, self._rng("steps"))
         else:
-            reference = even_reference(scored.loss_tokens[rows], weights, geometry, self._rng("steps"))
-        geometry, chunk = self._layout_geometry, reference.slot // self._chunk_steps
+            counted = weights_of_chosen(drawn.loss_tokens[rows], weights, geometry, self._rng("steps"))
+        geometry, chunk = self._layout_geometry, counted.slot // self._chunk_steps
         if args.packing:
-            return reference, pack(lengths[0], lengths[1], chunk, geometry, scored.owner[rows])
-        if slot is not None and scored.order is not None and whole:
-            return reference, trl_layout(slot, scored.owner, scored.order, geometry)
-        return reference, unpacked(chunk, geometry)
+            lengths = drawn.prompt_tokens[rows], drawn.completion_tokens[rows]
+            return counted, pack(*lengths, chunk, geometry, drawn.owner[rows])
+        if even and whole:
+            return counted, trl_layout(slot, drawn.owner, drawn.shuffled, geometry)
+        return counted, unpacked(chunk, geometry)
 
-    def _nothing(self, plan: Plan, engine: Engine) -> GenerationBatch:
+    def _nothing(self, plan: Plan, engine: Engine) -> Batch:
         """A batch of which pruning, or the controller, has left nothing."""
         self.ledger.add_plain(self.args.generation_batch_size, row_tokens=None)
         self._record(plan, engine)
-        none = np.empty(0, dtype=np.int64)
-        zeros = none.astype(np.float64)
-        layout = Layout([None] * self.args.steps_per_generation)
-        return GenerationBatch({}, none, none, none, none, layout, Reference(none, zeros, zeros, 0.0, zeros, none))
+        return Batch(Table(), Table(), {}, layout=Layout([None] * self.args.steps_per_generation))
 
-    def _log(
-        self, plan: Plan, drawn: Scored, groups: Groups, chosen: np.ndarray, batch: GenerationBatch, engine: Engine
-    ):
+    def _log(self, plan: Plan, drawn: Batch, chosen: np.ndarray, batch: Batch, engine: Engine):
+        groups = drawn.prompts
         metrics = batch_metrics(groups, chosen, self.state, plan.pass_index) | self.passes.metrics()
-        if (sample := drawn.uniform) is not None:
+        if (sample := drawn.facts.get("uniform")) is not None:
             metrics |= {f"drawn_{name}": metrics[name] for name in ("pass_rate", "dead_share")}
             remembered = self.state.range.outcomes(sample.remembered)
-            metrics["pass_rate"] = sample.moments(drawn.rollouts.outcomes, remembered)[0]
+            metrics["pass_rate"] = sample.moments(drawn.outcomes, remembered)[0]
             metrics["dead_share"] = 1.0 - sample.live_share
         metrics |= self.state.foresight.metrics() | self.state.gate.metrics()
         if self.instruction is not None:
@@ -251,14 +260,7 @@ class GenerationStep:
         for name, value in metrics.items():
             engine.metrics[f"lze/{name}"].append(float(value))
 
-    def _record(
-        self,
-        plan: Plan,
-        engine: Engine,
-        drawn: Scored | None = None,
-        groups: Groups | None = None,
-        chosen: np.ndarray | None = None,
-    ):
+    def _record(self, plan: Plan, engine: Engine, drawn: Batch | None = None, chosen: np.ndarray | None = None):
         if self.args.telemetry:
             facts: dict[str, Any] = {
                 "step": engine.optimizer_step,
@@ -266,9 +268,9 @@ class GenerationStep:
                 "pass_index": plan.pass_index,
                 "skipped": len(plan.skipped),
             }
-            if groups is not None:
-                facts["pruned"] = self.state.pruned(groups.prompt_ids)
-            self.recorder.record(drawn, groups, chosen, self.generation, **facts)
+            if drawn is not None:
+                facts["pruned"] = self.state.pruned(drawn.prompt_ids)
+            self.recorder.record(drawn, chosen, self.generation, **facts)
 
     # ---- Checkpoints ----
 
@@ -300,20 +302,19 @@ class GenerationStep:
 
     def row_parts(self) -> dict[str, Any]:
         """Parts with rows of this process that are in use, none after most batches."""
-        return {"rows": BatchRows(self)} if self._in_use else {}
+        return {"rows": InUse(self)} if self._in_use else {}
 
 
 @dataclass
-class BatchRows:
-    """The rows of a generation batch in the middle of which a checkpoint falls, as a part of the checkpoint."""
+class InUse:
+    """The batch of a step in the middle of which a checkpoint falls."""
 
     step: GenerationStep
 
-    def state_dict(self) -> dict[str, np.ndarray]:
-        """The batch as arrays."""
-        return self.step._made.arrays()
+    def state_dict(self) -> dict[str, Any]:
+        """The rows of this process."""
+        return self.step._made.state_dict()
 
-    def load_state_dict(self, state: dict[str, np.ndarray]):
+    def load_state_dict(self, state: dict[str, Any]):
         """Continue with the batch."""
-        args, device = self.step.args, self.step.accelerator.device
-        self.step.batch = GenerationBatch.from_arrays(state, args.steps_per_generation, args.packing, device)
+        self.step.batch = Batch.from_state(state, Layout.from_state, self.step.accelerator.device)

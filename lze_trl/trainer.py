@@ -347,9 +347,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         # Differs from TRL: in training, micro-batches come from the packed generation batch
         if not self.model.training or self.generation_step is None:
             return super()._prepare_inputs(generation_batch)
-        engine = Engine(self)
-        self._own_step.prepare(generation_batch, engine)
-        return self._own_step.micro_batch(engine)
+        return self._own_step.micro_batch(Engine(self))
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         # Differs from TRL: reward functions do not see the prompt id, what they return is checked, and in an evaluation
@@ -505,7 +503,7 @@ class LZEGRPOTrainer(GRPOTrainer):
             store.load_parts(store.find_state(source), store.STATE_NAME, known)
             logger.info("Starting from the state of %d prompts of `%s`.", len(self.prompt_state), source)
         ended = "crashed"
-        self._own_step.begin(Engine(self))
+        self._own_step.training_begins(Engine(self))
         try:
             result = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
             ended = "finished"
@@ -568,7 +566,7 @@ class LZEGRPOTrainer(GRPOTrainer):
             store.load_parts(checkpoint, f"{store.ROWS_NAME}_{self.accelerator.process_index}", rows)
         # Micro-steps are counted from the beginning of a generation batch, however many this run makes of one
         Engine(self).continue_from(meta["micro_step"] if meta["mid_batch"] else 0)
-        self._own_step.begin(Engine(self))
+        self._own_step.training_begins(Engine(self))
         if self.state.global_step >= self.state.max_steps:
             self._load_rng_state(checkpoint)
 

@@ -80,8 +80,8 @@ class WatchedTrainer(LZEGRPOTrainer):
             )
         return output
 
-    def _select(self, drawn, groups, wanted):
-        chosen = self._choose(drawn, groups, wanted)
+    def _select(self, drawn, wanted):
+        chosen, groups = self._choose(drawn, wanted), drawn.prompts
         first, *_ = self.rounds_of(self.generation_step.generation)
         self.batches.append(
             {

@@ -3,7 +3,7 @@
 import numpy as np
 from hypothesis import strategies as st
 
-from lze_trl.arrays import Groups, Rollouts
+from lze_trl.batch import Batch, Table
 from lze_trl.record import GenerationRecord
 from lze_trl.select.energy import score_groups
 
@@ -11,7 +11,7 @@ from lze_trl.select.energy import score_groups
 NAN = float("nan")
 
 
-def rollouts(outcomes: dict[int, list[float]], rewards: dict[int, list[float]] | None = None) -> Rollouts:
+def rollouts(outcomes: dict[int, list[float]], rewards: dict[int, list[float]] | None = None) -> Batch:
     """
     A generation batch from the outcomes of each prompt.
 
@@ -19,7 +19,7 @@ def rollouts(outcomes: dict[int, list[float]], rewards: dict[int, list[float]] |
     """
     sizes = [len(values) for values in outcomes.values()]
     count = sum(sizes)
-    return Rollouts(
+    return Batch.of(
         prompt_ids=np.array(list(outcomes), dtype=np.int64),
         group=np.repeat(np.arange(len(sizes)), sizes),
         outcomes=_flat(outcomes),
@@ -33,7 +33,7 @@ def _flat(values: dict[int, list[float]]) -> np.ndarray:
     return np.array([value for row in values.values() for value in row], dtype=np.float64)
 
 
-def scored(outcomes: list[list[float]], **memory: list[float]) -> Groups:
+def scored(outcomes: list[list[float]], **memory: list[float]) -> Table:
     """
     Groups of prompts 0, 1, 2, …, which are visited for the first time unless `memory` says otherwise: any of
     `first_pass_rates`, `ema`, `visits`, `replayed` of [`score_groups`], one entry per group.
@@ -49,7 +49,7 @@ def scored(outcomes: list[list[float]], **memory: list[float]) -> Groups:
     return score_groups(rollouts(dict(enumerate(outcomes))), **arrays)
 
 
-def record_of(rollouts: Rollouts, groups: Groups, generation: int = 0, **changes) -> GenerationRecord:
+def record_of(rollouts: Batch, groups: Table, generation: int = 0, **changes) -> GenerationRecord:
     """A generation batch of which the live groups are trained on, without completions."""
     fields = {
         "step": generation,

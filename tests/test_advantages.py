@@ -302,14 +302,16 @@ def test_advantages_are_of_all_rows_drawn_whatever_is_selected(tmp_path, estimat
     trainer.train()
     expected = {}
     for turn, drawn in enumerate(trainer.drawn):
-        rows = drawn.rollouts
+        rows = drawn
         outcomes = [rows.rewards[rows.group == g].tolist() for g in range(rows.num_groups)]
         tokens = drawn.loss_tokens.tolist()
         if estimator == "grpo":
             advantages = group_advantages(rows.rewards, rows.group, rows.num_groups, "group")
         else:
             advantages = by_force(estimator, outcomes, tokens)
-        for prompt, ids, advantage in zip(drawn.local.prompt_ids, drawn.local.completion_ids, advantages, strict=True):
+        for prompt, ids, advantage in zip(
+            drawn.held["prompt_ids"], drawn.held["completion_ids"], advantages, strict=True
+        ):
             expected[turn + 1, tuple(prompt), tuple(ids)] = advantage
     assert len(trainer.trained) == (3 * 12 if "selector" in selection else 3 * 4)
     for turn, prompt, ids, advantage in trainer.trained:
@@ -339,9 +341,10 @@ def test_statistics_may_count_groups_that_the_vote_drops(tmp_path, estimator, st
     trainer.train()
     expected, dropped = {}, 0
     for turn, drawn in enumerate(trainer.drawn):
-        voted, rows, end = [], drawn.rollouts, trainer._tokenizer.eos_token_id
+        voted, rows, end = [], drawn, trainer._tokenizer.eos_token_id
         for g in range(rows.num_groups):
-            own = [(drawn.texts[i], drawn.local.completion_ids[i][-1] != end) for i in np.flatnonzero(rows.group == g)]
+            texts, ids = drawn.held["completion"], drawn.held["completion_ids"]
+            own = [(texts[i], ids[i][-1] != end) for i in np.flatnonzero(rows.group == g)]
             votes = [read_vote(text, truncated) for text, truncated in own]
             counts = {vote: votes.count(vote) for vote in sorted(set(votes) - {None})}
             voted.append([float(vote == max(counts, key=counts.get)) for vote in votes])
@@ -353,7 +356,7 @@ def test_statistics_may_count_groups_that_the_vote_drops(tmp_path, estimator, st
         )
         advantages = by_force(estimator, counted, drawn.loss_tokens.tolist())
         for prompt, ids, known, advantage in zip(
-            drawn.local.prompt_ids, drawn.local.completion_ids, kept, advantages, strict=True
+            drawn.held["prompt_ids"], drawn.held["completion_ids"], kept, advantages, strict=True
         ):
             expected[turn + 1, tuple(prompt), tuple(ids)] = advantage if known else None
     assert dropped and trainer.trained

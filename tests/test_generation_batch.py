@@ -1,13 +1,17 @@
 """A packed generation batch: what TRL's loss gets in each micro-step, and what a checkpoint keeps of it."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
-from lze_trl.checkpoint import load, save
-from lze_trl.pack.batch import GenerationBatch, filler_inputs
+from lze_trl.batch import Batch, Table
+from lze_trl.checkpoint import load_parts, save_parts
+from lze_trl.pack import micro_batch as packed
 from lze_trl.pack.layout import Geometry, Layout, MicroBatch
-from lze_trl.pack.weights import BATCH_TOKEN_LOSSES, Reference
+from lze_trl.pack.micro_batch import filler_inputs
+from lze_trl.pack.weights import BATCH_TOKEN_LOSSES
 
 
 GEOMETRY = Geometry(num_processes=2, steps_per_generation=3, chunk_steps=3, micro_batch_rows=2)
@@ -24,9 +28,7 @@ def padded(lengths: np.ndarray, width: int, left: bool) -> torch.Tensor:
     return rows
 
 
-def build(
-    trim: bool = True, norm_tokens=(40.0,) * 4, weights=(1.0,) * 4, process: int = 0, **extra: torch.Tensor
-) -> GenerationBatch:
+def build(norm_tokens=(40.0,) * 4, weights=(1.0,) * 4, process: int = 0, **held: torch.Tensor | list) -> Batch:
     """
     Four chosen rows on 2 processes: process 0 holds the rows 0, 1 and 3, process 1 the rows 2 and 3, as TRL pads them.
 
@@ -50,14 +52,20 @@ def build(
             MicroBatch(np.array([[3], [3]]), np.array([[False], [True]])),
         ]
     )
-    reference = Reference(
-        np.zeros(4, dtype=int), np.full(4, 4.0), np.array(norm_tokens), 11.0, np.array(weights), np.zeros(4, dtype=int)
+    rows = Table(
+        prompt_tokens=PROMPTS,
+        completion_tokens=COMPLETIONS,
+        loss_tokens=COMPLETIONS,
+        norm_rows=np.full(4, 4.0),
+        norm_tokens=np.array(norm_tokens),
+        num_items=np.full(4, 11.0),
+        weight=np.array(weights),
     )
-    return GenerationBatch(tensors | extra, local, PROMPTS, COMPLETIONS, COMPLETIONS, layout, reference, trim)
+    return Batch(Table(), rows, tensors | held | {"row": local}, layout=layout)
 
 
-def micro_batch(batch: GenerationBatch, slot: int, process: int = 0, loss_type: str = "grpo", multiple=None) -> dict:
-    return batch.micro_batch(slot, process, loss_type, GEOMETRY, multiple)
+def micro_batch(batch: Batch, slot: int, process: int = 0, loss_type: str = "grpo", multiple=None, trim=True) -> dict:
+    return packed.micro_batch(batch, slot, process, loss_type, GEOMETRY, multiple, trim)
 
 
 def test_a_micro_batch_is_trimmed_to_its_own_rows():
@@ -84,7 +92,7 @@ def test_widths_are_multiples():
 
 
 def test_untrimmed():
-    inputs = micro_batch(build(trim=False), 2)
+    inputs = micro_batch(build(), 2, trim=False)
     assert inputs["prompt_ids"].tolist() == [[0, 31, 32, 33]]
     assert inputs["completion_ids"].tolist() == [[31, 0, 0, 0, 0]]
 
@@ -147,8 +155,8 @@ def test_fillers_are_silent_and_leave_the_rows_alone():
     assert only["advantages"].tolist() == [0.0]
     assert only["lze_scale"] == 0.0
     assert only["lze_tokens"] == 1  # of the other process
-    assert batch.tensors["completion_mask"].sum(dim=1).tolist() == [2, 1]
-    assert batch.tensors["advantages"].tolist() == [1.5, 2.0]
+    assert batch.held["completion_mask"].sum(dim=1).tolist() == [2, 1]
+    assert batch.held["advantages"].tolist() == [1.5, 2.0]
 
 
 def test_a_synchronising_filler():
@@ -165,14 +173,22 @@ def test_a_synchronising_filler():
 
 def test_a_checkpoint_keeps_the_batch(tmp_path):
     logps = torch.tensor([[-0.1, -2.7], [-1 / 3, -9.0], [0.0, -1e-3]])
-    batch = build(weights=(1.0, 3.0, 0.5, 1.0), ref_per_token_logps=logps, flags=torch.tensor([True, False, True]))
-    save(tmp_path, "rollouts", batch.arrays(), {})
-    arrays, _ = load(tmp_path, "rollouts")
-    again = GenerationBatch.from_arrays(arrays, 3, batch.trim, torch.device("cpu"))
-    assert again.tensors.keys() == batch.tensors.keys()
-    for name, tensor in batch.tensors.items():
-        assert again.tensors[name].dtype == tensor.dtype
-        assert torch.equal(again.tensors[name], tensor)
+    held = {
+        "ref_per_token_logps": logps,
+        "flags": torch.tensor([True, False, True]),
+        "seen": ["a", None, {"at": [1, 2]}],
+    }
+    batch = build(weights=(1.0, 3.0, 0.5, 1.0), **held)
+    save_parts(tmp_path, "rows", {"rows": batch}, {})
+    saved = {}
+    load_parts(tmp_path, "rows", {"rows": SimpleNamespace(load_state_dict=saved.update)})
+    again = Batch.from_state(saved, Layout.from_state)
+    assert again.held.keys() == batch.held.keys()
+    assert again.held["seen"] == held["seen"]
+    for name, tensor in batch.held.items():
+        if isinstance(tensor, torch.Tensor):
+            assert again.held[name].dtype == tensor.dtype
+            assert torch.equal(again.held[name], tensor)
     for slot in (1, 2):
         for loss_type in ("grpo", "bnpo", "dapo"):
             first, second = micro_batch(batch, slot, 0, loss_type), micro_batch(again, slot, 0, loss_type)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import tiny
-from lze_trl.arrays import Rollouts
+from lze_trl.batch import Batch
 from lze_trl.memory.state import PromptState
 from lze_trl.record.ledger import (
     Ledger,
@@ -50,12 +50,12 @@ def test_frozen_weights_get_no_gradient():
 COST = TokenCost(forward=2.0, train=6.0)
 
 
-def rollouts_of(lengths: list[list[int]]) -> Rollouts:
+def rollouts_of(lengths: list[list[int]]) -> Batch:
     """Groups of completions of these lengths, and prompts of 10 tokens; the first completion of each group fails."""
     sizes = [len(group) for group in lengths]
     flat = np.concatenate([np.array(group) for group in lengths])
     outcomes = np.concatenate([np.arange(size) > 0 for size in sizes]).astype(float)
-    return Rollouts(
+    return Batch.of(
         prompt_ids=np.arange(len(lengths)),
         group=np.repeat(np.arange(len(lengths)), sizes),
         outcomes=outcomes,

@@ -22,12 +22,12 @@ from lze_trl.pack.weights import (
     BATCH_TOKEN_LOSSES,
     MICRO_BATCH_TOKEN_LOSSES,
     ROW_MEAN_LOSSES,
-    Reference,
+    Weights,
     entropy_weights,
-    even_reference,
-    full_reference,
     loss_scale,
-    trl_reference,
+    weights_of_chosen,
+    weights_of_full,
+    weights_of_part,
 )
 from lze_trl.seeding import keyed_rng
 
@@ -136,7 +136,7 @@ def test_no_rows_no_micro_batches():
     for layout in (pack(none, none, none, geometry), unpacked(none, geometry)):
         assert layout.micro_steps == [None] * 4
         assert layout.rows_of(1).tolist() == []
-    assert even_reference(none, none, geometry, keyed_rng(0, 0, "steps")).num_items == 0.0
+    assert weights_of_chosen(none, none, geometry, keyed_rng(0, 0, "steps")).num_items.tolist() == []
 
 
 def test_unpacked_uses_every_micro_step():
@@ -154,53 +154,62 @@ def test_trl_layout_is_the_shuffled_batch():
     assert rows_of(trl_layout(slot, process, order, geometry)) == [[[1, 3], [4, 5]], [[0, 2], [6, 7]]]
 
 
-def test_even_reference():
+def test_weights_of_chosen():
     # n = 5 rows of 1, 2, 4, 8, 16 tokens in 2 chunks: 3 and 2 rows, drawn at random
     geometry = Geometry(1, steps_per_generation=4, chunk_steps=2, micro_batch_rows=3)
     tokens = np.array([1, 2, 4, 8, 16])
     ones = np.ones(5)
-    reference = even_reference(tokens, ones, geometry, keyed_rng(0, 0, "steps"))
+    reference = weights_of_chosen(tokens, ones, geometry, keyed_rng(0, 0, "steps"))
     assert sorted(np.bincount(reference.chunk).tolist()) == [2, 3]
     for chunk in (0, 1):
         mine = reference.chunk == chunk
         assert (reference.norm_rows[mine] == mine.sum()).all()
         assert (reference.norm_tokens[mine] == tokens[mine].sum()).all()
-    assert reference.num_items == 31.0
-    spread = {tuple(even_reference(tokens, ones, geometry, keyed_rng(0, step, "steps")).chunk) for step in range(20)}
+    assert set(reference.num_items) == {31.0}
+    spread = {
+        tuple(weights_of_chosen(tokens, ones, geometry, keyed_rng(0, step, "steps")).chunk) for step in range(20)
+    }
     assert len(spread) > 1
     # A row of weight w counts as w rows
     weights = np.array([2, 0.5, 1, 1, 3])
-    weighted = even_reference(tokens, weights, geometry, keyed_rng(0, 0, "steps"))
+    weighted = weights_of_chosen(tokens, weights, geometry, keyed_rng(0, 0, "steps"))
     assert (weighted.chunk == reference.chunk).all()
     for chunk in (0, 1):
         mine = weighted.chunk == chunk
         assert (weighted.norm_rows[mine] == weights[mine].sum()).all()
         assert (weighted.norm_tokens[mine] == (weights * tokens)[mine].sum()).all()
-    assert weighted.num_items == 2 + 1 + 4 + 8 + 48
+    assert weighted.num_items[0] == 2 + 1 + 4 + 8 + 48
 
 
-def test_full_reference():
+def test_weights_of_part():
     # Three chosen of 12 rows of 2.5 tokens each, in 2 chunks of 6 rows
     geometry = Geometry(1, steps_per_generation=4, chunk_steps=2, micro_batch_rows=3)
-    reference = full_reference(np.array([1.0, 2.0, 1.0]), 12, 2.5, geometry, keyed_rng(0, 0, "steps"))
+    reference = weights_of_part(np.array([1.0, 2.0, 1.0]), 12, 2.5, geometry, keyed_rng(0, 0, "steps"))
     assert sorted(np.bincount(reference.chunk).tolist()) == [1, 2]
     assert reference.norm_rows.tolist() == [6.0] * 3
     assert reference.norm_tokens.tolist() == [15.0] * 3
-    assert reference.num_items == 30.0
-    assert full_reference(np.ones(2), 12, 0.0, geometry, keyed_rng(0, 0, "steps")).norm_tokens.tolist() == [1.0] * 2
+    assert set(reference.num_items) == {30.0}
+    assert weights_of_part(np.ones(2), 12, 0.0, geometry, keyed_rng(0, 0, "steps")).norm_tokens.tolist() == [1.0] * 2
     assert reference.weight.tolist() == [1.0, 2.0, 1.0]
 
 
-def test_trl_reference():
+def test_weights_of_full():
     # S = 2, g = 1, W = 2, two rows a micro-batch. Of the rows 0–7 only 1, 2 and 6 are chosen, but all count
     #   process 0: rows 0 1 | 2 3, process 1: rows 4 5 | 6 7, each row with 2^row tokens
     geometry = Geometry(2, steps_per_generation=2, chunk_steps=1, micro_batch_rows=2)
     slot, process = np.array([0, 0, 1, 1] * 2), np.repeat([0, 1], 4)
-    reference = trl_reference(slot, process, 2 ** np.arange(8), np.array([1, 2, 6]), np.ones(3), geometry)
+    reference = weights_of_full(slot, process, 2 ** np.arange(8), np.array([1, 2, 6]), np.ones(3), geometry)
     assert reference.chunk.tolist() == [0, 1, 1]
     assert reference.norm_rows.tolist() == [4, 4, 4]
     assert reference.norm_tokens.tolist() == [2 * (1 + 2), 2 * (4 + 8), 2 * (64 + 128)]  # 2 micro-batches a chunk
-    assert reference.num_items == 255.0
+    assert set(reference.num_items) == {255.0}
+
+
+def chosen(loss_tokens: np.ndarray, norm_rows: float, norm_tokens: np.ndarray, **columns: np.ndarray) -> Weights:
+    """Chosen rows of one chunk, which all count 1 unless the columns say otherwise."""
+    count, zeros = len(loss_tokens), np.zeros(len(loss_tokens), dtype=int)
+    own = {"norm_rows": np.full(count, norm_rows), "num_items": np.full(count, 99.0), "weight": np.ones(count)}
+    return Weights(**own | columns, chunk=zeros, slot=zeros, norm_tokens=norm_tokens, loss_tokens=loss_tokens)
 
 
 def test_loss_scale():
@@ -208,22 +217,18 @@ def test_loss_scale():
     geometry = Geometry(2, steps_per_generation=3, chunk_steps=3, micro_batch_rows=2)
     batch = MicroBatch(np.array([[0, 1], [2, 2]]), np.array([[False, False], [False, True]]))
     tokens = np.array([4, 6, 10])
-    reference = Reference(
-        np.zeros(3, dtype=int), np.full(3, 5.0), np.full(3, 40.0), 99.0, np.ones(3), np.zeros(3, dtype=int)
-    )
+    reference = chosen(tokens, norm_rows=5.0, norm_tokens=np.full(3, 40.0))
     for loss_type in ROW_MEAN_LOSSES:
-        assert loss_scale(loss_type, batch, 0, tokens, reference, geometry) == (2.4, None)
-        assert loss_scale(loss_type, batch, 1, tokens, reference, geometry) == (2.4, None)
+        assert loss_scale(loss_type, batch, 0, reference, geometry) == (2.4, None)
+        assert loss_scale(loss_type, batch, 1, reference, geometry) == (2.4, None)
     for loss_type in BATCH_TOKEN_LOSSES:
-        assert loss_scale(loss_type, batch, 0, tokens, reference, geometry) == (1.0, None)
+        assert loss_scale(loss_type, batch, 0, reference, geometry) == (1.0, None)
     # A mean of tokens: TRL divides by the 10 tokens of the micro-batch, the reference by the 40 of the chunk: 10·2·3/40
-    assert loss_scale("bnpo", batch, 0, tokens, reference, geometry) == (1.5, None)
-    assert loss_scale("bnpo", batch, 1, tokens, reference, geometry) == (1.5, None)  # the filler has no tokens
+    assert loss_scale("bnpo", batch, 0, reference, geometry) == (1.5, None)
+    assert loss_scale("bnpo", batch, 1, reference, geometry) == (1.5, None)  # the filler has no tokens
     # Where the references differ, rows do: the tokens of rows 0 and 1 count 1/40 and 1/20 each, so row 1 counts double
-    reference = Reference(
-        np.zeros(3, dtype=int), np.full(3, 5.0), np.array([40.0, 20.0, 40.0]), 99.0, np.ones(3), np.zeros(3, dtype=int)
-    )
-    scale, weights = loss_scale("bnpo", batch, 0, tokens, reference, geometry)
+    reference = chosen(tokens, norm_rows=5.0, norm_tokens=np.array([40.0, 20.0, 40.0]))
+    scale, weights = loss_scale("bnpo", batch, 0, reference, geometry)
     assert weights.tolist() == [1.0, 2.0]
     assert scale == (4 + 6) * 2 * 3 / 40
 
@@ -231,17 +236,17 @@ def test_loss_scale():
 def test_only_fillers_weigh_nothing():
     geometry = Geometry(2, steps_per_generation=1, chunk_steps=1, micro_batch_rows=2)
     batch = MicroBatch(np.array([[0], [0]]), np.array([[False], [True]]))
-    reference = Reference(np.zeros(1, dtype=int), np.ones(1), np.ones(1), 1.0, np.ones(1), np.zeros(1, dtype=int))
+    reference = chosen(np.array([1]), norm_rows=1.0, norm_tokens=np.ones(1))
     for loss_type in ROW_MEAN_LOSSES + BATCH_TOKEN_LOSSES + MICRO_BATCH_TOKEN_LOSSES:
-        assert loss_scale(loss_type, batch, 1, np.array([1]), reference, geometry) == (0.0, None)
+        assert loss_scale(loss_type, batch, 1, reference, geometry) == (0.0, None)
 
 
 def test_unknown_loss_type():
     geometry = Geometry(1, steps_per_generation=1, chunk_steps=1, micro_batch_rows=1)
     batch = MicroBatch(np.array([[0]]), np.array([[False]]))
-    reference = Reference(np.zeros(1, dtype=int), np.ones(1), np.ones(1), 1.0, np.ones(1), np.zeros(1, dtype=int))
+    reference = chosen(np.array([1]), norm_rows=1.0, norm_tokens=np.ones(1))
     with pytest.raises(ValueError, match="`loss_type` must be one known to lze_trl, got 'grpo2'"):
-        loss_scale("grpo2", batch, 0, np.array([1]), reference, geometry)
+        loss_scale("grpo2", batch, 0, reference, geometry)
 
 
 def test_padding_efficiency():
@@ -278,8 +283,8 @@ def batches(draw, budget: bool = True):
     seed = draw(st.integers(0, 2**16))
     rng = np.random.default_rng(seed)
     prompts, completions = rng.integers(1, 12, size=count), rng.integers(1, 20, size=count)
-    reference = even_reference(completions, rng.choice([0.5, 1.0, 3.0], size=count), geometry, rng)
-    return geometry, prompts, completions, reference
+    reference = weights_of_chosen(completions, rng.choice([0.5, 1.0, 3.0], size=count), geometry, rng)
+    return geometry, prompts, completions, reference.with_columns(loss_tokens=completions)
 
 
 LAYOUTS = {
@@ -377,7 +382,7 @@ def test_a_batch_of_uneven_lengths_takes_no_more_micro_steps_than_its_rows(cost)
     completions = np.clip(np.exp(rng.normal(np.log(512), 0.8, count)), 1, 4_096).astype(int)
     prompts = rng.integers(16, 65, size=count)
     geometry = Geometry(8, 256, 64, micro_batch_rows=4, micro_step_cost=cost)
-    layout = pack(prompts, completions, even_reference(completions, np.ones(count), geometry, rng).chunk, geometry)
+    layout = pack(prompts, completions, weights_of_chosen(completions, np.ones(count), geometry, rng).chunk, geometry)
     assert real_steps(layout) <= 1.1 * 103
     real, computed = np.sum([padding_efficiency(layout, prompts, completions, rank) for rank in range(8)], axis=0)
     assert real / computed > (0.85 if cost == 256 else 0.7)  # TRL, which pads all rows to the longest: 0.17
@@ -435,7 +440,7 @@ def test_the_token_budget_is_kept(processes, count, max_tokens, seed):
 
 
 def trl_weights(
-    loss_type: str, layout: Layout, loss_tokens: np.ndarray, reference: Reference, geometry: Geometry
+    loss_type: str, layout: Layout, loss_tokens: np.ndarray, reference: Weights, geometry: Geometry
 ) -> np.ndarray:
     """
     Weight of each chosen row (of each of its tokens, for losses over tokens) in an optimizer step.
@@ -448,41 +453,41 @@ def trl_weights(
     for batch in filter(None, layout.micro_steps):
         for process in range(geometry.num_processes):
             rows, real = batch.rows[process], ~batch.filler[process]
-            scale, own = loss_scale(loss_type, batch, process, loss_tokens, reference, geometry)
+            scale, own = loss_scale(loss_type, batch, process, reference, geometry)
             own = np.ones(len(rows)) if own is None else own
             if loss_type in ROW_MEAN_LOSSES:
                 mean = own / len(rows)
             elif loss_type in MICRO_BATCH_TOKEN_LOSSES:
                 mean = own / max((loss_tokens[rows] * real).sum(), 1.0)
             else:
-                window = max(reference.num_items, 1.0) * accumulation / geometry.steps_per_generation
+                window = max(reference.num_items[0], 1.0) * accumulation / geometry.steps_per_generation
                 # This normaliser holds the accumulation already
                 mean = own * accumulation * geometry.num_processes / window
             np.add.at(weights, rows[real], (scale * mean / accumulation / geometry.num_processes)[real])
     return weights
 
 
-def reference_weights(loss_type: str, reference: Reference, geometry: Geometry) -> np.ndarray:
+def reference_weights(loss_type: str, reference: Weights, geometry: Geometry) -> np.ndarray:
     """What each row is to weigh: a window of A micro-steps holds A / g chunks, each averaged on its own."""
     accumulation = geometry.chunk_steps
     if loss_type in ROW_MEAN_LOSSES:
         return reference.weight * geometry.chunk_steps / accumulation / reference.norm_rows
     if loss_type in MICRO_BATCH_TOKEN_LOSSES:
         return reference.weight * geometry.chunk_steps / accumulation / reference.norm_tokens
-    per_token = geometry.steps_per_generation / accumulation / max(reference.num_items, 1.0)
+    per_token = geometry.steps_per_generation / accumulation / np.maximum(reference.num_items, 1.0)
     return reference.weight * per_token
 
 
 def entropy_weights_of(
-    loss_type: str, layout: Layout, loss_tokens: np.ndarray, reference: Reference, geometry: Geometry
+    loss_type: str, layout: Layout, loss_tokens: np.ndarray, reference: Weights, geometry: Geometry
 ) -> np.ndarray:
     """Weight of the entropy of each chosen row's tokens in an optimizer step, as `trl_weights`."""
     weights = np.zeros(len(loss_tokens))
     for batch in filter(None, layout.micro_steps):
         for process in range(geometry.num_processes):
             rows, real = batch.rows[process], ~batch.filler[process]
-            scale, _ = loss_scale(loss_type, batch, process, loss_tokens, reference, geometry)
-            found = entropy_weights(batch, process, scale, loss_tokens, reference, geometry)
+            scale, _ = loss_scale(loss_type, batch, process, reference, geometry)
+            found = entropy_weights(batch, process, scale, reference, geometry)
             if found is None:
                 found = np.full(len(rows), scale / max(loss_tokens[rows[real]].sum(), 1))
             np.add.at(weights, rows[real], found[real] / geometry.chunk_steps / geometry.num_processes)
@@ -523,16 +528,18 @@ def test_dropping_rows_does_not_change_what_the_others_weigh(loss_type, name, ge
     order = np.concatenate([rng.permutation(per_process) for _ in range(geometry.num_processes)])
     slot, process = order // geometry.micro_batch_rows, np.repeat(np.arange(geometry.num_processes), per_process)
     everything = np.arange(count)
-    full = trl_reference(slot, process, loss_tokens, everything, np.ones(count), geometry)
+    full = weights_of_full(slot, process, loss_tokens, everything, np.ones(count), geometry)
+    full = full.with_columns(loss_tokens=loss_tokens)
     theirs = trl_layout(slot, process, order, geometry)
     for micro_batch in theirs.micro_steps:  # nothing is scaled: this is TRL
         for rank in range(geometry.num_processes):
-            scale, weights = loss_scale(loss_type, micro_batch, rank, loss_tokens, full, geometry)
+            scale, weights = loss_scale(loss_type, micro_batch, rank, full, geometry)
             assert (scale, weights) == (1.0, None)
-            assert entropy_weights(micro_batch, rank, scale, loss_tokens, full, geometry) is None
+            assert entropy_weights(micro_batch, rank, scale, full, geometry) is None
     expected = trl_weights(loss_type, theirs, loss_tokens, full, geometry)
     chosen = np.flatnonzero(rng.random(count) < data.draw(st.sampled_from([0.0, 0.3, 1.0])))
-    reference = trl_reference(slot, process, loss_tokens, chosen, np.ones(len(chosen)), geometry)
+    reference = weights_of_full(slot, process, loss_tokens, chosen, np.ones(len(chosen)), geometry)
+    reference = reference.with_columns(loss_tokens=loss_tokens[chosen])
     layout = LAYOUTS[name](geometry, prompts[chosen], loss_tokens[chosen] + 1, reference.chunk)
     weights = trl_weights(loss_type, layout, loss_tokens[chosen], reference, geometry)
     # A row without a loss token weighs nothing in a loss over tokens, whatever its factor

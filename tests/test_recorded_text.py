@@ -11,16 +11,15 @@ import torch
 import tiny
 from launches import by_torchrun, run_to_end
 from lze_trl import LZEGRPOTrainer
-from lze_trl.arrays import Rollouts
-from lze_trl.pack.rows import Scored, TokenRows
+from lze_trl.batch import Batch
 from lze_trl.record import open_run
 from lze_trl.record.recorder import recorded_rows
 
 
-def rollouts_of(*sizes):
+def rollouts_of(*sizes, **columns):
     group = np.repeat(np.arange(len(sizes)), sizes)
     zeros = np.zeros(len(group))
-    return Rollouts(np.arange(len(sizes)), group, zeros, zeros, zeros, zeros)
+    return Batch.of(np.arange(len(sizes)), group, zeros, zeros, zeros, zeros, **columns)
 
 
 def test_sampled_rows_are_those_of_one_group_by_the_counter():
@@ -99,9 +98,7 @@ def main():
     rank = accelerator.process_index
     texts = {int(POSITION[row]): f"text {row}" for row in np.flatnonzero(rank == OWNER)}
     asked = []
-    rollouts = rollouts_of(3, 4)
-    nothing = TokenRows([], [], None, None)
-    scored = Scored(nothing, [], [], torch.empty(0), rollouts, np.zeros(7), OWNER, POSITION)
+    scored = rollouts_of(3, 4, owner=OWNER, place=POSITION)
 
     def text(position):
         asked.append(texts[position])
@@ -125,9 +122,7 @@ def test_text_travels_to_the_main_process_alone():
 
 
 def test_one_process_needs_no_other():
-    scored = Scored(
-        TokenRows([], [], None, None), [], [], torch.empty(0), rollouts_of(3), np.zeros(3), np.zeros(3), np.arange(3)
-    )
+    scored = rollouts_of(3, owner=np.zeros(3), place=np.arange(3))
     alone = SimpleNamespace(process_index=0, num_processes=1, is_main_process=True)
     assert scored.gathered_on_main(np.array([2, 0]), lambda place: -place, alone) == {2: -2, 0: 0}
 

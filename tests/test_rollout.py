@@ -10,10 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lze_trl.arrays import Rollouts
-from lze_trl.pack.rows import Scored, TokenRows, by_group, joined, without_empty_groups
+from lze_trl.batch import Batch, Table
+from lze_trl.engine import loss_tokens, sequence_logprobs
+from lze_trl.pack.layout import Layout, MicroBatch
 from lze_trl.rollout.estimates import mean_over_full_batch, represented
-from lze_trl.rollout.gather import gather_rollouts, local_loss_tokens, sequence_logprobs
+from lze_trl.rollout.rounds import gathered_columns
 
 
 NAN = float("nan")
@@ -29,47 +30,26 @@ NAN = float("nan")
     ],
 )
 def test_loss_tokens(masks, mask_truncated, expected):
-    local = TokenRows([[5]] * 3, [[7, 8, 1], [7, 8], [0]], None, masks)
-    assert local_loss_tokens(local, end_tokens=[1, 0], mask_truncated=mask_truncated) == expected
+    ends = [1, 0] if mask_truncated else None
+    assert loss_tokens([[7, 8, 1], [7, 8], [0]], masks, ends).tolist() == expected
 
 
 @pytest.mark.parametrize(
     ("masks", "expected"), [(None, [-3.5, NAN, 0.0]), ([[1, 0, 1], [1, 0], [1]], [-1.5, -0.5, 0.0])]
 )
 def test_sequence_logprobs(masks, expected):
-    local = TokenRows([[5]] * 3, [[7, 8, 1], [7, 8], [0]], None, masks)
     logprobs = [[-1.0, -2.0, -0.5], [-0.5, None], [0.0]]
-    np.testing.assert_array_equal(sequence_logprobs(logprobs, local), expected)
-    assert np.isnan(sequence_logprobs(None, local)).all()
+    np.testing.assert_array_equal(sequence_logprobs(logprobs, masks, 3), expected)
+    assert np.isnan(sequence_logprobs(None, masks, 3)).all()
+    assert sequence_logprobs([[], [-1.0], []], None, 3).tolist() == [0.0, -1.0, 0.0]
 
 
-def test_every_process_knows_the_log_probs():
-    rolled = SimpleNamespace(
-        local=TokenRows([[5], [5, 6]], [[7, 1], [8]]),
-        logprobs=[[-0.1, -0.2], [None]],
-        texts=["a", "b"],
-        rewards_per_func=None,
-        loss_tokens=[2, 1],
-        extra={},
-        ballots={},
-    )
-    values = np.array([1.0, 0.0])
-    accelerator = SimpleNamespace(device="cpu", gather=lambda table: table)
-    judged = {"outcomes": values, "rewards": values}
-    scored = gather_rollouts(
-        rolled, [{"lze_prompt_id": -4}, {"lze_prompt_id": 9}], judged, np.array([0, 1]), accelerator
-    )
-    np.testing.assert_array_equal(scored.rollouts.logprobs, [-0.1 + -0.2, NAN])
-    assert scored.rollouts.prompt_ids.tolist() == [-4, 9]
-    assert scored.rollouts.completion_tokens.tolist() == [2, 1]
-
-
-def test_slots():
-    # W = 2 processes with 6 rows each, S = 3 micro-steps of 2: `order` is the place after TRL's shuffle
-    order = np.array([5, 0, 1, 3, 2, 4, 0, 1, 2, 3, 4, 5])
-    none = np.empty(0)
-    scored = Scored(TokenRows([], [], None, None), [], [], torch.empty(0), None, none, none, none, order)
-    assert scored.slots(num_processes=2, steps_per_generation=3).tolist() == [2, 0, 0, 1, 1, 2, 0, 0, 1, 1, 2, 2]
+def test_numbers_reach_every_process_bit_by_bit():
+    numbers = {"id": np.array([-4, 9]), "logprobs": np.array([-0.1 + -0.2, NAN]), "tokens": np.array([2, 1])}
+    columns = gathered_columns(numbers, SimpleNamespace(device="cpu", gather=lambda table: torch.cat([table, table])))
+    for name, values in numbers.items():
+        np.testing.assert_array_equal(columns[name], np.tile(values, 2))
+        assert columns[name].dtype == values.dtype
 
 
 # ---- Rounds ----
@@ -120,51 +100,44 @@ class Processes:
             told[:] = values
 
 
-def part_of(groups: list[int], num_groups: int, rank: int = 0, world: int = 1, first: int = 0) -> Scored:
+def part_of(groups: list[int], num_groups: int, rank: int = 0, world: int = 1, first: int = 0) -> Batch:
     """
     A round as a process sees it: row b, of group `groups[b]`, is marked by the number `first + b` wherever it goes, and
     every process holds an equal share of the rows, in their order.
     """
     marks = np.arange(first, first + len(groups))
-    share = len(groups) // world
-    owner, position = np.divmod(np.arange(len(groups)), share)
-    mine = marks[owner == rank].tolist()
-    return Scored(
-        local=TokenRows([[mark] for mark in mine], [[mark, mark] for mark in mine], None, None),
-        inputs=[{"prompt": f"p{mark}"} for mark in mine],
-        texts=[f"t{mark}" for mark in mine],
-        rewards_per_func=torch.tensor(marks).unsqueeze(1),
-        rollouts=Rollouts(
-            prompt_ids=np.arange(num_groups) + 100,
-            group=np.array(groups),
-            outcomes=marks.astype(np.float64),
-            rewards=marks.astype(np.float64),
-            prompt_tokens=marks,
-            completion_tokens=marks,
-            logprobs=-marks.astype(np.float64),
-        ),
-        loss_tokens=marks,
+    owner, place = np.divmod(np.arange(len(groups)), len(groups) // world)
+    numbers = marks.astype(np.float64)
+    batch = Batch.of(
+        np.arange(num_groups) + 100,
+        np.array(groups),
+        *(numbers, numbers, marks, marks),
+        logprobs=-numbers,
+        mark=marks,  # a column of a test, which nothing knows
         owner=owner,
-        position=position,
-        order=position,
+        place=place,
     )
+    mine = marks[owner == rank].tolist()
+    batch.held = {"completion": [f"t{mark}" for mark in mine], "note": [{"mark": mark} for mark in mine]}
+    return batch
 
 
-def assert_rows(batch: Scored, marks: list[int]):
+def assert_rows(batch: Batch, marks: list[int]):
     """Everything that belongs to a row has moved with it."""
-    rollouts = batch.rollouts
-    for values in (rollouts.outcomes, rollouts.rewards, rollouts.prompt_tokens, rollouts.completion_tokens):
+    for values in (batch.outcomes, batch.rewards, batch.prompt_tokens, batch.completion_tokens, batch.mark):
         assert values.tolist() == marks
-    assert batch.loss_tokens.tolist() == batch.rewards_per_func[:, 0].tolist() == marks
-    assert (-rollouts.logprobs).tolist() == marks
+    assert (-batch.logprobs).tolist() == marks
 
 
-def test_rows_are_sorted_by_group():
-    batch = by_group(part_of([2, 0, 2, 1, 0], num_groups=4))
-    assert batch.rollouts.group.tolist() == [0, 0, 1, 2, 2]
-    assert_rows(batch, [1, 4, 3, 0, 2])
-    assert batch.position.tolist() == [1, 4, 3, 0, 2]
-    assert batch.rollouts.prompt_ids.tolist() == [100, 101, 102, 103]
+def joined(parts: list[Batch], prompt_ids: np.ndarray) -> Batch:
+    return Batch.join(parts, Table(prompt_ids=prompt_ids))
+
+
+def test_columns_have_one_length():
+    with pytest.raises(ValueError, match=r"same length, got \{'a': 2, 'b': 3\}"):
+        Table(a=np.zeros(2), b=np.zeros(3))
+    with pytest.raises(AttributeError, match=r"no column `c`\. There are a"):
+        _ = Table(a=np.zeros(2)).c
 
 
 def test_rounds_of_the_same_prompts():
@@ -172,22 +145,21 @@ def test_rounds_of_the_same_prompts():
     prompts = np.array([7, 8, 9, 10])
     for rank in range(2):
         rounds = [part_of([0, 0, 1, 2], 3, rank, 2), part_of([0, 3], 4, rank, 2, first=4)]
+        rounds[1].held["late"] = ["only here"]
         batch = joined(rounds, prompts)
-        assert batch.rollouts.prompt_ids.tolist() == [7, 8, 9, 10]
-        assert batch.rollouts.group.tolist() == [0, 0, 0, 1, 2, 3]
+        assert batch.prompt_ids.tolist() == [7, 8, 9, 10]
+        assert batch.group.tolist() == [0, 0, 0, 1, 2, 3]
         assert_rows(batch, [0, 1, 4, 2, 3, 5])
         assert batch.owner.tolist() == [0, 0, 0, 1, 1, 1]
-        assert batch.position.tolist() == [0, 1, 2, 0, 1, 2]
-        assert batch.local.completion_ids == [[m, m] for m in ([0, 1, 4] if rank == 0 else [2, 3, 5])]
-        assert batch.texts == (["t0", "t1", "t4"] if rank == 0 else ["t2", "t3", "t5"])
-        assert [row["prompt"] for row in batch.inputs] == (["p0", "p1", "p4"] if rank == 0 else ["p2", "p3", "p5"])
-        assert batch.order is None  # TRL knows no such batch
+        assert batch.place.tolist() == [0, 1, 2, 0, 1, 2]
+        assert batch.held["completion"] == (["t0", "t1", "t4"] if rank == 0 else ["t2", "t3", "t5"])
+        assert batch.held["late"] == [None, None, "only here"]
 
 
 def test_groups_without_rows_are_left_out():
-    batch = without_empty_groups(by_group(part_of([3, 1, 3], num_groups=5)))
-    assert batch.rollouts.prompt_ids.tolist() == [101, 103]
-    assert batch.rollouts.group.tolist() == [0, 1, 1]
+    batch = joined([part_of([3, 1, 3], num_groups=5)], np.arange(5) + 100).without_empty_groups()
+    assert batch.prompt_ids.tolist() == [101, 103]
+    assert batch.group.tolist() == [0, 1, 1]
     assert_rows(batch, [1, 0, 2])
 
 
@@ -214,12 +186,12 @@ def test_every_row_is_found_where_it_lies(batch):
         for mark, group in enumerate(groups, first)
     )
     for view in views:
-        assert list(zip(view.rollouts.group, view.rollouts.rewards, strict=True)) == in_order
+        assert list(zip(view.group, view.rewards, strict=True)) == in_order
         np.testing.assert_array_equal(view.owner, views[0].owner)
     for row, (_, mark) in enumerate(in_order):
         holder = views[views[0].owner[row]]
-        assert holder.local.completion_ids[holder.position[row]] == [mark, mark]
-        assert holder.texts[holder.position[row]] == f"t{mark}"
+        assert holder.held["note"][holder.place[row]] == {"mark": mark}
+        assert holder.held["completion"][holder.place[row]] == f"t{mark}"
 
 
 @given(drawn_in_rounds())
@@ -227,31 +199,44 @@ def test_values_of_all_processes_come_in_the_order_of_the_rows(batch):
     world, num_groups, rounds = batch
     firsts = np.cumsum([0, *map(len, rounds)])
     views = [
-        without_empty_groups(
-            joined(
-                [
-                    part_of(groups, num_groups, rank, world, first)
-                    for groups, first in zip(rounds, firsts, strict=False)
-                ],
-                np.arange(num_groups),
-            )
-        )
+        joined(
+            [part_of(groups, num_groups, rank, world, first) for groups, first in zip(rounds, firsts, strict=False)],
+            np.arange(num_groups),
+        ).without_empty_groups()
         for rank in range(world)
     ]
     with pytest.MonkeyPatch.context() as patch:
         processes = Processes(world)
-        patch.setattr("lze_trl.pack.rows.gather_object", lambda values: list(itertools.chain(*processes.tell(values))))
-        texts = processes.run(lambda rank, _: views[rank].gathered(views[rank].texts))
+        patch.setattr("lze_trl.batch.gather_object", lambda values: list(itertools.chain(*processes.tell(values))))
+        texts = processes.run(lambda rank, _: views[rank].gathered(views[rank].held["completion"]))
         patch.setattr("torch.distributed.gather_object", processes.tell_main)
-        first_rows = np.unique(views[0].rollouts.group, return_index=True)[1]
+        first_rows = np.unique(views[0].group, return_index=True)[1]
         heads = processes.run(
             lambda rank, accelerator: views[rank].gathered_on_main(
-                first_rows, views[rank].texts.__getitem__, accelerator
+                first_rows, views[rank].held["completion"].__getitem__, accelerator
             )
         )
-    expected = [f"t{int(mark)}" for mark in views[0].rollouts.rewards]
+    expected = [f"t{int(mark)}" for mark in views[0].rewards]
     assert texts == [expected] * world
     assert heads == [{row: expected[row] for row in first_rows.tolist()}, *[{}] * (world - 1)]
+
+
+def test_rows_move_to_the_processes_that_compute_them():
+    # Rows 1, 2, 4 of six are chosen. Process 0 computes 4 and 1, of which it holds 1; process 1 computes 2 and a copy of 1
+    views = [part_of([0, 0, 1, 1, 2, 2], 3, rank, 2).take(np.array([1, 2, 4])) for rank in range(2)]
+    layout = Layout([MicroBatch(np.array([[2, 0], [1, 0]]), np.array([[False, False], [False, True]]))])
+    processes = Processes(2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lze_trl.batch.gather_object", lambda values: list(itertools.chain(*processes.tell(values))))
+        moved = processes.run(lambda rank, accelerator: views[rank].moved(layout, accelerator))
+    assert [batch.held["row"].tolist() for batch in moved] == [[0, 2], [0, 1]]
+    assert [batch.held["completion"] for batch in moved] == [["t1", "t4"], ["t1", "t2"]]
+    assert [batch.held["note"] for batch in moved] == [[{"mark": 1}, {"mark": 4}], [{"mark": 1}, {"mark": 2}]]
+    alone = part_of([0, 0, 1], 2).moved(
+        Layout([MicroBatch(np.array([[2, 0]]), np.zeros((1, 2), bool))]),
+        SimpleNamespace(process_index=0, num_processes=1),
+    )
+    assert alone.held["completion"] == ["t0", "t2"]
 
 
 def test_who_stands_for_groups_that_chance_left_out():

@@ -99,7 +99,7 @@ class VotingTrainer(FixedTrainer):
 
     def _note_groups(self, drawn):
         result = self._remember(drawn)
-        rollouts, state = drawn.rollouts, self.generation_step.state
+        rollouts, state = drawn, self.generation_step.state
         for g, prompt_id in enumerate(rollouts.prompt_ids.tolist()):
             rows = np.flatnonzero(rollouts.group == g)
             rewards = [None if np.isnan(value) else value for value in drawn.rewards_per_func[rows, 0].tolist()]

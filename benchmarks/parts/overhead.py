@@ -13,22 +13,21 @@ import torch
 from accelerate import Accelerator
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from lze_trl.arrays import Groups
+from lze_trl.batch import Batch
 from lze_trl.config import LZEGRPOConfig
-from lze_trl.engine import RolledOut
+from lze_trl.engine import sequence_logprobs
 from lze_trl.memory.identity import ID_COLUMN
 from lze_trl.memory.state import PromptState
-from lze_trl.pack.exchange import exchange
 from lze_trl.pack.layout import Geometry, Layout, pack
-from lze_trl.pack.rows import ROW_ARRAYS, TokenRows
-from lze_trl.pack.weights import even_reference
+from lze_trl.pack.weights import weights_of_chosen
 from lze_trl.record.ledger import Ledger, TokenCost
 from lze_trl.record.monitors import batch_metrics
 from lze_trl.record.recorder import Recorder
 from lze_trl.rollout.controllers import Gate
-from lze_trl.rollout.gather import gather_rollouts
+from lze_trl.rollout.rounds import gathered_columns
 from lze_trl.seeding import keyed_rng
 from lze_trl.select.selectors import EnergySelector, choose, quota
+from lze_trl.step import SHOWN
 
 from ..comparison import Spread
 from ..settings import write_json
@@ -81,9 +80,12 @@ class Worker:
             return [own.integers(0, _VOCABULARY, size=length).tolist() for length in lengths]
 
         lengths = own.integers(tokens // 2, tokens + tokens // 2, size=rows, endpoint=True)
-        logprobs = [(-own.random(length)).tolist() for length in lengths]
-        self.local = TokenRows(token_ids(np.full(rows, _PROMPT_TOKENS)), token_ids(lengths), logprobs, None)
-        self.texts = ["x" * (_CHARACTERS * tokens)] * rows
+        self.held = {
+            "prompt_ids": token_ids(np.full(rows, _PROMPT_TOKENS)),
+            "completion_ids": token_ids(lengths),
+            "logprobs": [(-own.random(length)).tolist() for length in lengths],
+            "completion": ["x" * (_CHARACTERS * tokens)] * rows,
+        }
         steps = rows // 8
         self.geometry = Geometry(self.world, steps, steps, micro_batch_rows=8)
         self.selector, self.gate, self.generation = EnergySelector(), Gate(group_size), 0
@@ -98,18 +100,37 @@ class Worker:
         self.inputs = [{"prompt": f"prompt {id}", ID_COLUMN: int(id)} for id in ids[mine]]
 
     def gather(self):
-        """One gather of lengths and ids."""
-        local_tokens = [len(ids) for ids in self.local.completion_ids]
-        rewards = torch.from_numpy(self.outcomes).unsqueeze(1)
-        rolled = RolledOut(self.local, self.texts, rewards, torch.ones(1), local_tokens, {}, {}, self.local.logprobs)
-        judged = {"outcomes": self.outcomes, "rewards": self.outcomes}
-        self.scored = gather_rollouts(rolled, self.inputs, judged, self.group, self.accelerator)
+        """Sums of log-probabilities, and one gather of lengths and ids."""
+        held = self.held | {"input": self.inputs}
+        lengths = np.array([len(ids) for ids in held["completion_ids"]])
+        numbers = {
+            ID_COLUMN: np.array([row[ID_COLUMN] for row in self.inputs]),
+            "prompt_tokens": np.array([len(ids) for ids in held["prompt_ids"]]),
+            "completion_tokens": lengths,
+            "loss_tokens": lengths,
+            "logprobs": sequence_logprobs(held["logprobs"], None, len(lengths)),
+        }
+        columns = gathered_columns(numbers, self.accelerator)
+        prompt_ids = np.zeros(self.group[-1] + 1, dtype=np.int64)
+        prompt_ids[self.group] = columns.pop(ID_COLUMN)
+        owner, place = np.divmod(np.arange(self.size), len(lengths))
+        scored = Batch.of(
+            prompt_ids,
+            self.group,
+            self.outcomes,
+            self.outcomes,
+            **columns,
+            rewards_per_func=self.outcomes[:, np.newaxis],
+            owner=owner,
+            place=place,
+        )
+        self.scored = replace(scored, held=held)
 
     def foresight(self):
         """What is expected of each group before and after its first completion, and whether the gate goes on with it."""
-        whole, rng = self.scored.rollouts, keyed_rng(0, self.generation, "rollouts")
+        whole, rng = self.scored, keyed_rng(0, self.generation, "rollouts")
         first = np.unique(whole.group, return_index=True)[1]
-        drawn = replace(whole, **{name: getattr(whole, name)[first] for name in ROW_ARRAYS})
+        drawn = whole.take(first)
         for round in (0, 1):
             prompts = self.prompt_state.prompts(whole.prompt_ids, drawn if round else None)
             self.gate.chances(round, prompts, drawn)
@@ -117,8 +138,8 @@ class Worker:
 
     def state(self):
         """Pass rates and energies. The models learn from every group, the most that there can be."""
-        rollouts = self.scored.rollouts
-        self.groups: Groups = self.prompt_state.visit(rollouts, np.ones(rollouts.num_groups))
+        self.groups = self.prompt_state.visit(self.scored, np.ones(self.scored.num_groups))
+        self.scored = self.scored.with_prompts(**vars(self.groups))
 
     def selection(self):
         """The groups to train on."""
@@ -129,24 +150,23 @@ class Worker:
 
     def packing(self):
         """Where each chosen row is computed."""
-        rollouts = self.scored.rollouts
-        self.lengths = rollouts.prompt_tokens[self.chosen], rollouts.completion_tokens[self.chosen]
+        chosen = self.scored.take(self.chosen)
+        self.lengths = chosen.prompt_tokens, chosen.completion_tokens
         rng = keyed_rng(0, self.generation, "steps")
-        self.reference = even_reference(
-            self.scored.loss_tokens[self.chosen], np.ones(len(self.chosen)), self.geometry, rng
-        )
-        self.layout: Layout = pack(*self.lengths, self.reference.chunk, self.geometry, self.scored.owner[self.chosen])
+        weights = weights_of_chosen(chosen.loss_tokens, np.ones(len(self.chosen)), self.geometry, rng)
+        self.layout: Layout = pack(*self.lengths, weights.chunk, self.geometry, chosen.owner)
 
     def redistribution(self):
         """Chosen rows to the processes that compute them."""
-        exchange(self.scored, self.chosen, self.layout, self.accelerator)
+        held = {name: values for name, values in self.scored.held.items() if name not in SHOWN}
+        replace(self.scored.take(self.chosen), held=held).moved(self.layout, self.accelerator)
 
     def telemetry(self):
         """Metrics for the log, and a record for the background thread."""
         batch_metrics(self.groups, self.chosen_groups, self.prompt_state, 0)
         pruned = self.prompt_state.pruned(self.groups.prompt_ids)
         facts = {"step": 0, "pass_index": 0, "skipped": 0, "pruned": pruned}
-        self.recorder.record(self.scored, self.groups, self.chosen_groups, self.generation, **facts)
+        self.recorder.record(self.scored, self.chosen_groups, self.generation, **facts)
 
     def step(self) -> dict[str, float]:
         """Seconds of each part, of the slowest process, and of the background thread's work."""

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from lze_trl import checkpoint as store
-from lze_trl.arrays import Rollouts
+from lze_trl.batch import Batch
 from lze_trl.memory.state import PromptState
 
 from ..comparison import Spread
@@ -21,11 +21,11 @@ MEGABYTES, MILLISECONDS, SECONDS = 640.0, 10.0, 5.0
 _FILL, _CHECKPOINTS = 65_536, 3
 
 
-def rollouts(prompt_ids: np.ndarray, group_size: int, rng: np.random.Generator) -> Rollouts:
+def rollouts(prompt_ids: np.ndarray, group_size: int, rng: np.random.Generator) -> Batch:
     """A batch of prompts whose completions pass or fail at random."""
     size = len(prompt_ids) * group_size
     outcomes = (rng.random(size) < np.repeat(rng.random(len(prompt_ids)), group_size)).astype(np.float64)
-    return Rollouts(
+    return Batch.of(
         prompt_ids=prompt_ids,
         group=np.repeat(np.arange(len(prompt_ids)), group_size),
         outcomes=outcomes,

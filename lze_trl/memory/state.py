@@ -1,7 +1,7 @@
 """The memory of every prompt that was visited: a table with one row a prompt."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
@@ -197,9 +197,9 @@ class PromptState:
         """What is known of prompts, whose ids have shape `(P,)`, before a batch, or while completions of them are `drawn`."""
         prompts = self._prompts(prompt_ids, self._records(self.find(prompt_ids)))
         if drawn is not None and drawn.num_rows:
-            prompts = replace(prompts, alive_given_first=self.gate.alive(prompts, drawn))
+            prompts = prompts.with_columns(alive_given_first=self.gate.alive(prompts, drawn))
         needed = self.gate.needed(prompts, self.settings.group_size) if len(prompts) else 0.0
-        return replace(prompts, alive_needed=np.full(len(prompts), needed))
+        return prompts.with_columns(alive_needed=np.full(len(prompts), needed))
 
     def _prompts(self, prompt_ids: np.ndarray, record: np.ndarray) -> Prompts:
         history = self._history(prompt_ids, record)

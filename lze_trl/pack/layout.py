@@ -15,9 +15,11 @@ What a row *weighs* is fixed before, see `weights.py`. The layout only decides *
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
+from ..batch import section
 from .splits import Capacity, fewest_runs, split
 
 
@@ -82,6 +84,20 @@ class Layout:
         """
         rows = [batch.rows[process] for batch in self.micro_batches]
         return np.sort(np.concatenate(rows)) if rows else np.empty(0, dtype=np.int64)
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """The micro-batches as arrays."""
+        state = {"steps": np.array(len(self.micro_steps)), "by_trl": np.array(self.by_trl)}
+        for step, batch in enumerate(self.micro_steps):
+            if batch is not None:
+                state |= {f"{step}.rows": batch.rows, f"{step}.filler": batch.filler}
+        return state
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> "Layout":
+        """The layout of a checkpoint."""
+        steps = [section(state, str(step)) for step in range(int(state["steps"]))]
+        return cls([MicroBatch(**step) if step else None for step in steps], bool(state["by_trl"]))
 
 
 def pack(

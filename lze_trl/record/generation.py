@@ -1,7 +1,7 @@
 """From a generation batch to the rows of every table, and from the rows of `groups` back to the groups."""
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -44,9 +44,22 @@ _RENAMED = {
 }
 # Arrays of `Groups` that are recorded, and their columns; the two that are left out follow from `dead`
 _COLUMNS = {
-    field.name: _RENAMED.get(field.name, field.name)
-    for field in fields(Groups)
-    if field.name not in ("alive", "solved")
+    name: _RENAMED.get(name, name)
+    for name in (
+        *(
+            "prompt_ids",
+            "sizes",
+            "pass_rates",
+            "difficulty",
+            "uncertainty",
+            "momentum",
+            "energies",
+            "first_pass_rates",
+            "ema",
+        ),
+        *("visits", "reward_mean", "reward_std", "prompt_tokens", "completion_tokens"),
+        *("logprob_mean", "logprob_min", "logprob_max", "replayed"),
+    )
 }
 
 
@@ -87,7 +100,9 @@ def groups_of(columns: dict[str, np.ndarray], named_outcome: bool) -> Groups:
     """What the selector of the run saw, from columns of `groups`; `named_outcome` if the user named a reward."""
     alive = ~columns["dead"]
     solved = (columns["pass_rate"] == 1.0) & (named_outcome | ~alive)
-    return Groups(**{name: columns[column] for name, column in _COLUMNS.items()}, alive=alive, solved=solved)
+    groups = Groups(**{name: columns[column] for name, column in _COLUMNS.items()}, alive=alive, solved=solved)
+    scored = ~np.isnan(groups.pass_rates)
+    return groups.with_columns(hopeless=~alive & ~solved & scored, forgotten=groups.replayed & ~solved & scored)
 
 
 def _generations_table(record: GenerationRecord, now: float, new: np.ndarray, energy_max: float) -> pa.Table:

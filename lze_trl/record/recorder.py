@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 from accelerate import Accelerator
 
-from ..arrays import Groups, Rollouts
+from ..arrays import Rollouts
+from ..batch import Batch
 from ..memory.identity import ID_COLUMN
 from ..memory.state import PromptState
-from ..pack.rows import Scored
 from .generation import GenerationRecord
 from .writer import TelemetryWriter
 
@@ -47,17 +47,15 @@ class Recorder:
     accelerator: Accelerator
     _writer: TelemetryWriter | None = field(default=None, init=False)
 
-    def record(
-        self, scored: Scored | None, groups: Groups | None, chosen: np.ndarray | None, generation: int, **facts: Any
-    ):
+    def record(self, scored: Batch | None, chosen: np.ndarray | None, generation: int, **facts: Any):
         """
         Record a generation batch, in a run with telemetry: the completions drawn, their scored groups, and whether each is
         trained on; `None` if pruning has left nothing. `facts` are further fields of [`~lze_trl.record.GenerationRecord`].
         """
         batch = (
             _nothing(len(self.reward_names))
-            if scored is None or groups is None or chosen is None
-            else self._batch(scored, groups, chosen, generation)
+            if scored is None or chosen is None
+            else self._batch(scored, chosen, generation)
         )
         if writer := self._open(generation):
             facts |= {"reward_names": self.reward_names, "ledger": self.totals()}
@@ -95,24 +93,24 @@ class Recorder:
             )
         return self._writer
 
-    def _batch(self, scored: Scored, groups: Groups, chosen: np.ndarray, generation: int) -> dict[str, Any]:
-        rollouts = scored.rollouts
-        heads = scored.gathered_on_main(
-            np.searchsorted(rollouts.group, np.arange(rollouts.num_groups)),
-            lambda place: (_text(scored.inputs[place]["prompt"]), _columns(scored.inputs[place])),
+    def _batch(self, batch: Batch, chosen: np.ndarray, generation: int) -> dict[str, Any]:
+        inputs, texts = batch.held["input"], batch.held["completion"]
+        heads = batch.gathered_on_main(
+            np.searchsorted(batch.group, np.arange(batch.num_groups)),
+            lambda place: (_text(inputs[place]["prompt"]), _columns(inputs[place])),
             self.accelerator,
         )
-        completions = scored.gathered_on_main(
-            recorded_rows(self.args.telemetry_completions, generation, rollouts, groups.energies),
-            lambda place: _text(scored.texts[place]),
+        completions = batch.gathered_on_main(
+            recorded_rows(self.args.telemetry_completions, generation, batch, batch.prompts.energies),
+            lambda place: _text(texts[place]),
             self.accelerator,
         )
         return {
-            "groups": groups,
+            "groups": batch.prompts,
             "selected": chosen,
-            "rewards": scored.rewards_per_func.cpu().numpy(),
-            "rollouts": rollouts,
-            "loss_tokens": scored.loss_tokens,
+            "rewards": batch.rewards_per_func,
+            "rollouts": batch,
+            "loss_tokens": batch.loss_tokens,
             "prompts": [text for text, _ in heads.values()],
             "completions": completions,
             "columns": [columns for _, columns in heads.values()],

@@ -1,4 +1,8 @@
-"""Rolling out a plan: as many completions for each prompt as the controller asks for, in one round or several."""
+"""
+Rolling out a plan: as many completions for each prompt as the controller asks for, in one round or several.
+
+`begin` asks for the first round, and `finish` for what is still needed. Only `finish` writes to the memory and communicates.
+"""
 
 import copy
 import logging
@@ -12,15 +16,14 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 
-from ..arrays import Rollouts
+from ..batch import Batch, Table
+from ..memory.identity import ID_COLUMN
 from ..memory.outcomes import OutcomeRule
 from ..memory.state import PromptState
-from ..pack.rows import Scored, joined, without_empty_groups
 from ..plan.passes import Passes, Plan
 from ..seeding import keyed_rng
 from .controllers import RolloutController, ask, ask_chances, ask_more
 from .estimates import mean_over_full_batch, represented
-from .gather import gather_rollouts
 from .settling import settle, unsettled, with_columns
 from .signals import signals, total_rewards
 from .uniform import uniform_sample
@@ -30,6 +33,38 @@ logger = logging.getLogger(__name__)
 
 MAX_ROUNDS = 100
 """A controller that asks for more rounds than this does not end."""
+
+BALLOTS = "ballots."
+"""Held columns with what group rewards have read of each completion, by the column of the reward function."""
+
+
+@dataclass
+class Pending:
+    """A generation batch that is under way: completions were asked for, and nothing is known of them yet."""
+
+    plan: Plan
+    rng: np.random.Generator
+    request: Any = None  # of the round under way, the engine's own; `None` if no completions are wanted
+    counts: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))  # (P,): completions asked for
+    round: int = 0
+    # Prompt columns. `given`: completions in round 0; `first`: in the prompt's own first round; `chances`: see
+    # `RolloutController.chances`; `begun` and `finished`: those of round 0 and of a later one
+    given: np.ndarray | None = None
+    first: np.ndarray | None = None
+    chances: np.ndarray | None = None
+    begun: np.ndarray | None = None
+    finished: np.ndarray | None = None
+
+    def ask(self, counts: np.ndarray, chances: np.ndarray | None):
+        """Note what a round asks for, and with which chances."""
+        if chances is not None:
+            self.chances, self.finished = chances, chances if self.round else None
+            self.begun = self.begun if self.round else chances
+        if counts.any():
+            self.given = counts if self.given is None else self.given
+            first = _padded(counts[:0] if self.first is None else self.first, len(counts), 0)
+            self.first = np.where(first == 0, counts, first)
+        self.counts = counts
 
 
 @dataclass
@@ -44,112 +79,169 @@ class Rounds:
     accelerator: Accelerator
     _told: bool = field(default=False, init=False)  # that there are no log-probabilities
 
-    def draw(self, plan: Plan, engine: Any, generation: int, wanted: int) -> Scored | None:
+    def begin(self, plan: Plan, engine: Any, generation: int) -> Pending:
+        """Ask for the first round of a plan."""
+        pending = Pending(plan, keyed_rng(self.args.seed, generation, "rollouts"))
+        if self.passes.by_prompt:
+            self._ask(pending, Batch.empty(self.passes.ids_of(plan.rows)), engine)
+        elif plan.num_prompts:
+            pending.counts = np.full(plan.num_prompts, self.args.num_generations)
+            pending.request = engine.begin(plan.inputs, self.args.num_generations)
+        return pending
+
+    def finish(self, pending: Pending, engine: Any, wanted: int) -> Batch | None:
         """
-        Roll out a plan, to which prompts are added if the controller asks for them. `None` if it asks for no completions.
-        The update wants K = `wanted` groups.
+        All rounds of a batch, scored; `None` if the controller asks for no completions. It may add prompts to the plan. The update
+        wants K = `wanted` groups.
         """
-        group_size = self.args.num_generations
-        if not self.passes.by_prompt:
-            group = np.repeat(np.arange(plan.num_prompts), group_size)
-            return self._settled(self._roll_out(plan.inputs, group, group_size, engine), engine)
-        rng = keyed_rng(self.args.seed, generation, "rollouts")
-        parts: list[Scored] = []
-        chances: np.ndarray | None = None
-        begun: np.ndarray | None = None
-        finished: np.ndarray | None = None
-        # Completions of each group in round 0, and in its own first round
-        given = first = np.empty(0, dtype=np.int64)
-        for index in range(MAX_ROUNDS + 1):
-            so_far = self._joined(parts, plan, engine, final=False).rollouts if parts else None
-            drawn = so_far or _nothing(self.passes.ids_of(plan.rows))
-            if index and self.controller.draws_prompts:
-                self._extend(plan, drawn, index, wanted)
-                drawn = replace(drawn, prompt_ids=self.passes.ids_of(plan.rows))
-            prompts = self.state.prompts(drawn.prompt_ids, drawn)
-            counts = ask(self.controller, index, prompts, drawn, rng)
-            decided = ask_chances(self.controller, index, prompts, drawn, counts)
-            if decided is not None:
-                chances = decided
-                begun, finished = (begun, decided) if index else (decided, None)
-            if not counts.any():
-                break
-            counts = self._divisible(counts)
-            given = given if index else counts
-            first = np.pad(first, (0, len(counts) - len(first)))
-            first = np.where(first == 0, counts, first)
-            group = np.repeat(np.arange(len(counts)), counts)
-            inputs, unit = self.passes.local(plan.rows[group]), int(np.gcd.reduce(counts))
-            parts.append(self._roll_out(inputs, group, unit, engine))
-        else:
-            name = type(self.controller).__name__
-            raise ValueError(f"`{name}.draw` asked for more than {MAX_ROUNDS} rounds. Return zeros to end the batch.")
+        parts: list[Batch] = []
+        while pending.request is not None:
+            if len(parts) == MAX_ROUNDS:
+                name = type(self.controller).__name__
+                raise ValueError(
+                    f"`{name}.draw` asked for more than {MAX_ROUNDS} rounds. Return zeros to end the batch."
+                )
+            parts.append(self._collect(pending, engine))
+            if not self.passes.by_prompt:
+                return self._settled(parts[0], engine)
+            drawn = self._joined(parts, pending.plan, engine, final=False)
+            pending.round += 1
+            if self.controller.draws_prompts:
+                pending.plan = self._extended(pending, drawn, wanted)
+                drawn = replace(drawn, prompts=Table(prompt_ids=self.passes.ids_of(pending.plan.rows)))
+            self._ask(pending, drawn, engine)
         if not parts:
             return None
-        keep_first_round(engine.metrics, [part.rollouts.num_rows for part in parts])
-        count = len(plan.rows)  # prompts may have joined since; these are certain
-        given, first = (_padded(values, count, 0) for values in (given, first))
-        chances, begun, finished = (
-            values if values is None else _padded(values, count, 1.0) for values in (chances, begun, finished)
+        keep_first_round(engine.metrics, [part.num_rows for part in parts])
+        return self._with_estimates(self._joined(parts, pending.plan, engine, final=True), pending)
+
+    def _ask(self, pending: Pending, drawn: Batch, engine: Any):
+        """Ask for the completions that the controller wants next, if any."""
+        prompts = self.state.prompts(drawn.prompt_ids, drawn)
+        counts = ask(self.controller, pending.round, prompts, drawn, pending.rng)
+        chances = ask_chances(self.controller, pending.round, prompts, drawn, counts)
+        counts = self._divisible(counts) if counts.any() else counts
+        pending.ask(counts, chances)
+        pending.request = None
+        if counts.any():
+            rows = np.repeat(pending.plan.rows, counts)
+            pending.request = engine.begin(self.passes.local(rows), int(np.gcd.reduce(counts)))
+
+    def _collect(self, pending: Pending, engine: Any) -> Batch:
+        """
+        The completions of a round, judged and known to all processes. Their scores enter the range of the run, unless they are
+        still to be settled.
+        """
+        held, numbers, rewards_per_func = engine.finish(pending.request)
+        group = np.repeat(np.arange(len(pending.counts)), pending.counts)
+        columns = gathered_columns(numbers, self.accelerator)
+        if any(name.startswith(BALLOTS) for name in held):  # nothing is known before groups are settled
+            judged = dict.fromkeys(("scores", "rewards", "signals"), np.full(len(group), np.nan))
+        else:
+            judged = self.judge(rewards_per_func, engine.reward_weights, int(np.gcd.reduce(pending.counts)))
+            self._observe(judged["scores"])
+        owner, place = np.divmod(np.arange(len(group)), len(group) // self.accelerator.num_processes)
+        prompt_ids = np.zeros(len(pending.counts), dtype=np.int64)
+        prompt_ids[group] = columns.pop(ID_COLUMN)
+        batch = Batch.of(
+            prompt_ids,
+            group,
+            self.state.range.outcomes(judged["scores"]),
+            **judged,
+            **columns,
+            rewards_per_func=rewards_per_func.cpu().numpy(),
+            owner=owner,
+            place=place,
         )
-        scored = self._joined(parts, plan, engine, final=True)
-        remembered = self.state.mean_scores(scored.rollouts.prompt_ids[first == 0])
-        sample = uniform_sample(scored.rollouts, given, finished, remembered)
-        weights = np.ones(len(first)) if begun is None else represented(np.ones(len(first)), begun)
-        scored, has_rows = without_empty_groups(replace(scored, chances=chances, uniform=sample)), first > 0
-        first, weights, group = first[has_rows], weights[has_rows], scored.rollouts.group
-        mean = mean_over_full_batch(scored.loss_tokens, group, first, weights)
-        if finished is not None:
-            weights = represented(weights, finished[has_rows])
-        return replace(scored, mean_tokens=mean, weights=weights)
+        if not self._told and np.isnan(batch.logprobs).all():
+            self._told = True
+            logger.info(
+                "Log-probabilities of the completions are neither reported nor can they be watched: foresight works with "
+                "pass rates alone."
+            )
+        return replace(batch, held=held)
 
-    def _joined(self, parts: list[Scored], plan: Plan, engine: Any, final: bool) -> Scored:
+    def _joined(self, parts: list[Batch], plan: Plan, engine: Any, final: bool) -> Batch:
         """The rounds of a batch as one. A later round may have changed the range that outcomes are scaled from."""
-        scored = joined(parts, self.passes.ids_of(plan.rows))
-        if scored.ballots:
-            return self._settled(scored, engine, final)
-        outcomes = self.state.range.outcomes(scored.rollouts.scores)
-        return replace(scored, rollouts=replace(scored.rollouts, outcomes=outcomes))
+        batch = Batch.join(parts, Table(prompt_ids=self.passes.ids_of(plan.rows)))
+        return self._settled(batch.with_rows(outcomes=self.state.range.outcomes(batch.scores)), engine, final)
 
-    def _settled(self, scored: Scored, engine: Any, final: bool = True) -> Scored:
+    def _settled(self, batch: Batch, engine: Any, final: bool = True) -> Batch:
         """
         A batch with the rewards of its whole groups, if there are such rewards. Unless it is `final`, the range of scores stays as
         it was; and a controller that may still add completions to a group sees as signals what the votes would be worth if
         they were enough.
         """
-        if not scored.ballots:
-            return scored
-        rewards, group, weights = engine.group_rewards, scored.rollouts.group, engine.reward_weights
-        columns, metrics, confidence, evidence = settle(rewards, scored.ballots, group, self.accelerator)
-        per_func, size = with_columns(scored.rewards_per_func, columns), self.args.num_generations
-        judged = self.judge(per_func, weights, size, list(rewards), observe=final)
-        rollouts = replace(scored.rollouts, **judged)
-        counts_all, unfiltered = final and self.args.advantage_statistics == "drawn", None
+        columns = {
+            int(name.removeprefix(BALLOTS)): values for name, values in batch.held.items() if name.startswith(BALLOTS)
+        }
+        if not columns:
+            return batch
+        ballots = {column: batch.gathered(values) for column, values in columns.items()}
+        rewards, weights, group = engine.group_rewards, engine.reward_weights.cpu(), batch.group
+        settled, metrics, confidence, evidence = settle(rewards, ballots, group, self.accelerator)
+        per_func = with_columns(torch.from_numpy(batch.rewards_per_func), settled)
+        judged = self.judge(per_func, weights, self.args.num_generations, list(rewards))
+        if final:
+            self._observe(judged["scores"])
+            outcomes = self.state.range.outcomes(judged["scores"])
+        else:
+            seen = copy.copy(self.state.range)
+            seen.observe(judged["scores"])
+            outcomes = seen.outcomes(judged["scores"])
+        batch = batch.with_rows(rewards_per_func=per_func.numpy(), outcomes=outcomes, **judged)
+        counts_all = final and self.args.advantage_statistics == "drawn"
         if counts_all or not (final or self.controller.draws_prompts):
-            columns, *_ = settle(rewards, scored.ballots, group, self.accelerator, final=False)
-            counted, weights = with_columns(per_func, columns), weights.to(per_func.device)
+            settled, *_ = settle(rewards, ballots, group, self.accelerator, final=False)
+            counted = with_columns(per_func, settled)
             totals = total_rewards(counted, weights)
             totals[unsettled(counted, weights, list(rewards))] = torch.nan
-            unfiltered = totals.double().cpu().numpy()
-        if final:
-            for name, value in metrics.items():
-                engine.metrics[name].append(value)
-            settled: dict[str, Any] = {"rewards_per_func": per_func, "rollouts": rollouts, "confidence": confidence}
-            return replace(scored, ballots={}, logged=metrics, evidence=evidence, unfiltered=unfiltered, **settled)
-        if unfiltered is not None:
-            rollouts = replace(rollouts, signals=unfiltered)
-        return replace(scored, rewards_per_func=per_func, rollouts=rollouts)
+            batch = batch.with_rows(**{"unfiltered" if final else "signals": totals.double().numpy()})
+        if not final:
+            return batch
+        for name, value in metrics.items():
+            engine.metrics[name].append(value)
+        batch.held = {name: values for name, values in batch.held.items() if not name.startswith(BALLOTS)}
+        batch.facts = {"logged": metrics, "evidence": evidence}
+        return batch.with_prompts(confidence=_padded(confidence, batch.num_groups, 1.0))
 
-    def _extend(self, plan: Plan, drawn: Rollouts, index: int, wanted: int):
-        """Give the batch further prompts if the controller wants them."""
-        prompts = self.state.prompts(drawn.prompt_ids)
-        further = ask_more(self.controller, index, prompts, drawn, int(drawn.alive.sum()), wanted)
-        if further > 0:
-            processes = self.accelerator.num_processes
-            unit = processes // math.gcd(processes, self.args.num_generations)  # groups that divide evenly over them
-            more = self.passes.further(further + -further % unit, plan.rows)
-            plan.rows = np.concatenate([plan.rows, more.rows])
-            plan.skipped = np.concatenate([plan.skipped, more.skipped])
+    def _with_estimates(self, batch: Batch, pending: Pending) -> Batch:
+        """
+        A batch with what the full batch, and one of uniform sampling, would have been; without prompts that got no completion.
+        Prompts that joined late are certain.
+        """
+        count, columns = batch.num_groups, vars(pending)
+        given, first = (_padded(columns[name], count, 0) for name in ("given", "first"))
+        chances, begun, finished = (
+            None if columns[name] is None else _padded(columns[name], count, 1.0)
+            for name in ("chances", "begun", "finished")
+        )
+        remembered = self.state.mean_scores(batch.prompt_ids[first == 0])
+        sample = uniform_sample(batch, given, finished, remembered)
+        weights = np.ones(count) if begun is None else represented(np.ones(count), begun)
+        has_rows = first > 0
+        if chances is not None:
+            batch = batch.with_prompts(chances=chances)
+        batch = batch.without_empty_groups()
+        first, weights = first[has_rows], weights[has_rows]
+        mean = mean_over_full_batch(batch.loss_tokens, batch.group, first, weights)
+        if finished is not None:
+            weights = represented(weights, finished[has_rows])
+        batch.facts |= {"uniform": sample, "mean_tokens": mean}
+        return batch.with_prompts(weights=weights)
+
+    def _extended(self, pending: Pending, drawn: Batch, wanted: int) -> Plan:
+        """The plan, with further prompts if the controller wants them."""
+        plan, prompts = pending.plan, self.state.prompts(drawn.prompt_ids)
+        live = int(drawn.alive.sum())
+        further = ask_more(self.controller, pending.round, prompts, drawn, live, wanted)
+        if further == 0:
+            return plan
+        processes = self.accelerator.num_processes
+        unit = processes // math.gcd(processes, self.args.num_generations)  # groups that divide evenly over them
+        more = self.passes.further(further + -further % unit, plan.rows)
+        rows, skipped = np.concatenate([plan.rows, more.rows]), np.concatenate([plan.skipped, more.skipped])
+        return replace(plan, rows=rows, skipped=skipped)
 
     def _divisible(self, counts: np.ndarray) -> np.ndarray:
         """
@@ -162,37 +254,12 @@ class Rounds:
             counts[next(turns)] += unit
         return counts
 
-    def _roll_out(self, inputs: list[dict[str, Any]], group: np.ndarray, unit: int, engine: Any) -> Scored:
-        """
-        Generate and score a completion for each of the `inputs` of this process, in which each prompt is repeated `unit`
-        times in a row; `group`, of shape `(B,)`, are the groups of all processes' completions, in ascending order.
-        """
-        rolled = engine.roll_out(inputs, unit)
-        if rolled.ballots:  # nothing is known before groups are settled
-            judged = dict.fromkeys(("outcomes", "scores", "rewards", "signals"), np.full(len(group), np.nan))
-        else:
-            judged = self.judge(rolled.rewards_per_func, rolled.reward_weights, unit)
-        scored = gather_rollouts(rolled, inputs, judged, group, self.accelerator)
-        if not self._told and np.isnan(scored.rollouts.logprobs).all():
-            self._told = True
-            logger.info(
-                "Log-probabilities of the completions are neither reported nor can they be watched: foresight works with "
-                "pass rates alone."
-            )
-        return scored
-
     def judge(
-        self,
-        rewards_per_func: torch.Tensor,
-        weights: torch.Tensor,
-        group_size: int,
-        of_groups: Sequence[int] = (),
-        observe: bool = True,
+        self, rewards_per_func: torch.Tensor, weights: torch.Tensor, group_size: int, of_groups: Sequence[int] = ()
     ) -> dict[str, np.ndarray]:
         """
-        What rewards of shape `(B, F)` say of completions: `rewards` (totals), `signals`, `scores` and `outcomes`, each of
-        shape `(B,)`. Each group has `group_size` completions where rewards are normalised within it. `of_groups` are the
-        columns of group rewards; `observe` says that the range of scores goes by them.
+        What rewards of shape `(B, F)` say of completions: `rewards` (totals), `signals` and `scores`, each of shape `(B,)`. Each
+        group has `group_size` completions if rewards are normalised within it. `of_groups` are the columns of group rewards.
         """
         weights = weights.to(rewards_per_func.device)
         totals = total_rewards(rewards_per_func, weights)
@@ -201,11 +268,10 @@ class Rounds:
             absent = unsettled(rewards_per_func, weights, of_groups)
             totals[absent] = compared[absent] = torch.nan
         total, signal, per_func = (x.double().cpu().numpy() for x in (totals, compared, rewards_per_func))
-        scores = self.rule.scores(per_func, total)
-        if not observe:
-            seen = copy.copy(self.state.range)
-            seen.observe(scores)
-            return {"outcomes": seen.outcomes(scores), "scores": scores, "rewards": total, "signals": signal}
+        return {"scores": self.rule.scores(per_func, total), "rewards": total, "signals": signal}
+
+    def _observe(self, scores: np.ndarray):
+        """Enter the scores of new completions into the range of the run."""
         if no_longer_solved := self.state.observe(scores):
             logger.warning(
                 "A total reward of %s is above the range of the latest ones, so %d prompts that counted as solved do not any more. "
@@ -213,19 +279,20 @@ class Rounds:
                 self.state.range.bounds[1],
                 no_longer_solved,
             )
-        outcomes = self.state.range.outcomes(scores)
-        return {"outcomes": outcomes, "scores": scores, "rewards": total, "signals": signal}
+
+
+def gathered_columns(numbers: dict[str, np.ndarray], accelerator: Accelerator) -> dict[str, np.ndarray]:
+    """Numbers of the rows of every process, int64 or float64 of shape `(n_local,)`, for all processes: one gather for all columns."""
+    table = torch.tensor(
+        np.stack([column.view(np.int64) for column in numbers.values()], axis=1), device=accelerator.device
+    )
+    columns = accelerator.gather(table).cpu().numpy().T  # (columns, B)
+    return {name: c.copy().view(own.dtype) for (name, own), c in zip(numbers.items(), columns, strict=True)}
 
 
 def _padded(values: np.ndarray, length: int, value: float) -> np.ndarray:
-    """The values, and behind them as often another one as it takes to have so many."""
+    """The values, extended to a length by another one."""
     return np.pad(values, (0, length - len(values)), constant_values=value)
-
-
-def _nothing(prompt_ids: np.ndarray) -> Rollouts:
-    """The rollouts of prompts that have none yet."""
-    none = np.empty(0, dtype=np.int64)
-    return Rollouts(prompt_ids, none, none.astype(np.float64), none.astype(np.float64), none, none)
 
 
 def keep_first_round(metrics: dict[str, list[float]], rows: list[int]):

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from ..arrays import Rollouts, differ
+from ..batch import Batch, differ
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class UniformSample:
 
 
 def uniform_sample(
-    rollouts: Rollouts, first: np.ndarray, chances: np.ndarray | None, remembered: np.ndarray
+    rollouts: Batch, first: np.ndarray, chances: np.ndarray | None, remembered: np.ndarray
 ) -> UniformSample:
     """
     What uniform sampling would have seen. In the first round prompts got `first` completions; `chances` are those with which the groups

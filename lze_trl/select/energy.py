@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ..arrays import Groups, Rollouts, differ, extremes
+from ..batch import Batch, Table, differ, extremes
 
 
 def group_mean(values: np.ndarray, group: np.ndarray, num_groups: int) -> np.ndarray:
@@ -41,7 +41,7 @@ def energy(
 
 
 def score_groups(
-    rollouts: Rollouts,
+    rollouts: Batch,
     first_pass_rates: np.ndarray,
     ema: np.ndarray,
     visits: np.ndarray,
@@ -50,7 +50,7 @@ def score_groups(
     momentum_weight: float = 0.3,
     named_outcome: bool = False,
     confidence: np.ndarray | None = None,
-) -> Groups:
+) -> Table:
     """
     Score every group of a generation batch. A group without any scored completion has pass rate NaN and energy 0.
 
@@ -75,11 +75,15 @@ def score_groups(
     completion_tokens = np.bincount(group, weights=rollouts.completion_tokens, minlength=num_groups)
     logprob_mean = group_mean(rollouts.logprobs, group, num_groups)
     logprob_min, logprob_max = extremes(rollouts.logprobs, group, num_groups)
-    return Groups(
+    solved = (pass_rates == 1.0) & (named_outcome | ~alive)
+    scored = ~np.isnan(pass_rates)
+    return Table(
         prompt_ids=rollouts.prompt_ids,
         sizes=rollouts.sizes,
         alive=alive,
-        solved=(pass_rates == 1.0) & (named_outcome | ~alive),
+        solved=solved,
+        hopeless=~alive & ~solved & scored,
+        forgotten=replayed & ~solved & scored,
         pass_rates=pass_rates,
         difficulty=difficulty,
         uncertainty=uncertainty,

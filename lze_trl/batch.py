@@ -1,0 +1,315 @@
+"""
+A generation batch: one table, from the plan to the micro-batches.
+
+Dimensions used everywhere: P prompts (groups), G generations of a prompt, B = sum of the group sizes (completions),
+C completion tokens, W processes, F reward functions. NumPy arrays hold the *global* batch: they are the same on every process.
+"""
+
+from collections import ChainMap
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+
+
+class Table:
+    """Columns with one entry each, read as attributes: arrays that agree in their first dimension."""
+
+    def __init__(self, **columns: np.ndarray):
+        lengths = {name: len(column) for name, column in columns.items()}
+        if len(set(lengths.values())) > 1:
+            raise ValueError(f"Every column must have the same length, got {lengths}.")
+        vars(self).update(columns)
+
+    def __len__(self) -> int:
+        return len(next(iter(vars(self).values()), ()))
+
+    def __getattr__(self, name: str) -> np.ndarray:
+        raise AttributeError(f"There is no column `{name}`. There are {', '.join(vars(self)) or 'none'}.")
+
+    def __contains__(self, name: str) -> bool:
+        return name in vars(self)
+
+    def take(self, indices: np.ndarray) -> Self:
+        """Some of the entries, in the order of the indices, or those where a mask holds."""
+        return type(self)(**{name: column[indices] for name, column in vars(self).items()})
+
+    def with_columns(self, **columns: np.ndarray) -> Self:
+        """The table with further columns, or other ones in place of those of the same name."""
+        return type(self)(**vars(self) | columns)
+
+
+class Prompts(Table):
+    """
+    What is known of prompts before they are rolled out, every array of shape `(P,)`.
+
+    Attributes:
+        prompt_ids (int64): Content hash of the prompt.
+        visits (int64): Visits so far.
+        rollouts (int64): Completions scored so far, counted up to 65535.
+        pass_rates (float64): Posterior mean of the pass rate; 0.5 for a prompt that was never visited, or the mean of its parents.
+        strength (float64): Completions that the posterior rests on; 0 for a prompt that was never visited.
+        difficulty (float64): Initial-difficulty anchor D; 1 for a prompt that was never visited.
+        streak (int64): s after s solved visits in a row, −s after s visits in a row with equal rewards that are not
+            solved, 0 after a visit that had a gradient, and for a prompt that was never visited.
+        alive (float64): Probability that the next group of the prompt, of `num_generations` completions, is alive; that of
+            the population for a prompt that was never visited.
+        pruned (bool): The prompt has had `pruning_streak` solved visits in a row, and was solved ever since.
+        alive_given_first (float64, *optional*): Probability that the group under way is alive in the end, given its first
+            completion; 1 if it is alive already. Defaults to NaN: no completion was drawn yet.
+        alive_needed (float64, *optional*): What `alive`, or once completions are drawn `alive_given_first`, has to be at least for the
+            next completions to yield more live groups each than others do; the same for all prompts. Defaults to 0.
+    """
+
+    def __init__(self, prompt_ids: np.ndarray, **columns: np.ndarray):
+        defaults = {"alive_given_first": np.full(len(prompt_ids), np.nan), "alive_needed": np.zeros(len(prompt_ids))}
+        super().__init__(prompt_ids=prompt_ids, **(defaults | columns))
+
+
+@dataclass
+class Batch:
+    """
+    A generation batch. What a prompt or a completion has is a column; nothing else needs to know of a new one.
+
+    Row columns can be read as attributes of the batch: `batch.rewards` is `batch.rows.rewards`.
+
+    Attributes:
+        prompts ([`Table`]): One entry a prompt, on every process. From the start `prompt_ids`; once the batch is drawn and scored
+            those of [`~lze_trl.select.energy.score_groups`].
+        rows ([`Table`]): One entry a completion, on every process, sorted by `group`: see [`Batch.of`]. `owner` is the process
+            that holds the row, `place` where it stands there among its rows.
+        held (`dict[str, list | torch.Tensor]`): One entry for each completion that this process holds: tokens, masks, texts,
+            dataset rows, whatever the engine, TRL or a `rollout_func` has given it.
+        facts (`dict[str, Any]`): What is known of the batch as a whole.
+        layout ([`~lze_trl.pack.layout.Layout`], *optional*): Which rows are computed when and where, once that is decided.
+    """
+
+    prompts: Table
+    rows: Table
+    held: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+    layout: Any = None
+
+    @classmethod
+    def of(
+        cls,
+        prompt_ids: np.ndarray,
+        group: np.ndarray,
+        outcomes: np.ndarray,
+        rewards: np.ndarray,
+        prompt_tokens: np.ndarray,
+        completion_tokens: np.ndarray,
+        **columns: np.ndarray,
+    ) -> "Batch":
+        """
+        Scored completions of all processes.
+
+        Args:
+            prompt_ids (int64, `(P,)`): Content hash of each group's prompt.
+            group (int64, `(B,)`): Group of each completion, in `[0, P)`. Groups may differ in size.
+            outcomes (float64, `(B,)`): Outcome in `[0, 1]`: 1 for a pass and 0 for a fail, or the reward scaled from the range of
+                the latest rounds. NaN for a completion without one.
+            rewards (float64, `(B,)`): Weighted total reward. NaN if no reward function scored the completion.
+            prompt_tokens, completion_tokens (int64, `(B,)`): Lengths.
+            columns: Further row columns. Defaults: `scores`, what outcomes are scaled from, are the outcomes; `signals`, what TRL's
+                advantages compare within a group, are the rewards; `logprobs`, the log-probability of each completion when it was
+                sampled, summed over the sampled tokens, are NaN (not reported).
+        """
+        defaults = {"scores": outcomes, "signals": rewards, "logprobs": np.full(len(group), np.nan)}
+        lengths = {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens}
+        rows = Table(group=group, outcomes=outcomes, rewards=rewards, **lengths, **(defaults | columns))
+        if wrong := {name: c.shape for name, c in vars(rows).items() if name in defaults and c.ndim != 1}:
+            raise ValueError(f"These columns must have one dimension, got {wrong}.")
+        return cls(Table(prompt_ids=prompt_ids), rows)
+
+    @classmethod
+    def empty(cls, prompt_ids: np.ndarray) -> "Batch":
+        """Prompts, of shape `(P,)`, without completions."""
+        none, unscored = np.empty(0, dtype=np.int64), np.empty(0)
+        return cls.of(prompt_ids, none, unscored, unscored, none, none)
+
+    def __getattr__(self, name: str) -> np.ndarray:
+        if name in ("rows", "prompts") or name.startswith("__"):  # not set yet, while the object is copied
+            raise AttributeError(name)
+        return getattr(self.rows, name)
+
+    @property
+    def prompt_ids(self) -> np.ndarray:
+        """Id of each group's prompt, shape `(P,)`."""
+        return self.prompts.prompt_ids
+
+    @property
+    def num_groups(self) -> int:
+        """P, the number of groups."""
+        return len(self.prompts)
+
+    @property
+    def num_rows(self) -> int:
+        """B, the number of completions."""
+        return len(self.rows)
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """Completions of each group, shape `(P,)`."""
+        return np.bincount(self.group, minlength=self.num_groups)
+
+    @property
+    def alive(self) -> np.ndarray:
+        """Groups with a gradient, those whose signals differ; shape `(P,)`, bool."""
+        return differ(self.signals, self.group, self.num_groups)
+
+    @property
+    def represented_rows(self) -> np.ndarray:
+        """
+        Rows of the full batch that each row stands for, shape `(B,)`, if every group had as many as the largest. 1 where groups are
+        of one size and none was left out by chance.
+        """
+        sizes = self.sizes
+        weights = self.prompts.weights if "weights" in self.prompts else np.ones(len(sizes))
+        return weights[self.group] * sizes.max(initial=0) / sizes[self.group]
+
+    def with_rows(self, **columns: np.ndarray) -> "Batch":
+        """The batch with further or other row columns."""
+        return replace(self, rows=self.rows.with_columns(**columns))
+
+    def with_prompts(self, **columns: np.ndarray) -> "Batch":
+        """The batch with further or other prompt columns."""
+        return replace(self, prompts=self.prompts.with_columns(**columns))
+
+    def take(self, rows: np.ndarray) -> "Batch":
+        """A batch of some rows, in the order given. What processes hold stays where it is."""
+        return replace(self, rows=self.rows.take(rows))
+
+    def without_empty_groups(self) -> "Batch":
+        """The batch without prompts that have no completions."""
+        drawn, group = np.unique(self.group, return_inverse=True)
+        return replace(self.with_rows(group=group), prompts=self.prompts.take(drawn))
+
+    @staticmethod
+    def join(parts: list["Batch"], prompts: Table) -> "Batch":
+        """
+        The rounds of a batch as one, its rows sorted by group; `prompts` are those of all groups. A round that lacks a held column
+        has `None` in it.
+        """
+        sizes, held = (
+            [part.num_rows for part in parts],
+            [_count(part.held) for part in parts],
+        )  # as many on every process
+        rows = {name: np.concatenate([getattr(part, name) for part in parts]) for name in vars(parts[0].rows)}
+        rows["place"] = rows["place"] + np.repeat(np.cumsum(held) - held, sizes)
+        names = dict.fromkeys(name for part in parts for name in part.held)
+        columns = {
+            name: [
+                value for part, count in zip(parts, held, strict=True) for value in part.held.get(name, [None] * count)
+            ]
+            for name in names
+        }
+        joined = Batch(prompts, Table(**rows), columns)
+        return joined.take(np.argsort(joined.group, kind="stable"))
+
+    # ---- Between processes ----
+
+    def gathered(self, values: list[Any]) -> list[Any]:
+        """Values of all rows in the batch's order, from each process's values for the rows that it holds."""
+        everything = gather_object(values)
+        index = np.empty(len(everything), dtype=np.int64)
+        index[np.lexsort((self.place, self.owner))] = np.arange(len(everything))
+        return [everything[i] for i in index]
+
+    def gathered_on_main(
+        self, rows: np.ndarray, value: Callable[[int], Any], accelerator: Accelerator
+    ) -> dict[int, Any]:
+        """
+        Values of some rows for the main process, where no other needs them. `value` makes that of a row from its place on the
+        process that holds it. Returns them by row, in the order of `rows`; on the other processes nothing.
+        """
+        mine = rows[self.owner[rows] == accelerator.process_index]
+        values = {int(row): value(int(self.place[row])) for row in mine}
+        told: list[Any] | None = [values]
+        if accelerator.num_processes > 1:
+            told = [None] * accelerator.num_processes if accelerator.is_main_process else None
+            torch.distributed.gather_object(values, told)
+        if told is None:
+            return {}
+        found = ChainMap(*told)
+        return {row: found[row] for row in rows.tolist()}
+
+    def moved(self, layout: Any, accelerator: Accelerator) -> "Batch":
+        """
+        The batch with every row held by the processes that compute it by a layout of its rows: `held` is that of
+        `layout.rows_of(process_index)`, in that order, whatever its columns are. The held column `row` says which rows these are.
+        """
+        rank, world = accelerator.process_index, accelerator.num_processes
+        wanted = layout.rows_of(rank)
+        arrived: dict[int, dict[str, Any]] = {}
+        if world > 1:
+            # What moves follows from the layout, which all processes know
+            moving = {int(row) for p in range(world) for row in layout.rows_of(p) if self.owner[row] != p}
+            sent = {
+                row: {name: values[self.place[row]] for name, values in self.held.items()}
+                for row in sorted(moving)
+                if self.owner[row] == rank
+            }
+            arrived = dict(ChainMap(*gather_object([sent]))) if moving else {}
+        held = {
+            name: [
+                values[self.place[row]] if self.owner[row] == rank else arrived[int(row)].get(name) for row in wanted
+            ]
+            for name, values in self.held.items()
+        }
+        return replace(self, held=held | {"row": wanted}, layout=layout)
+
+    # ---- Checkpoints ----
+
+    def state_dict(self) -> dict[str, Any]:
+        """The rows, what this process holds of them, and their layout: arrays, and lists of what JSON can express."""
+        state: dict[str, Any] = {f"rows.{name}": column for name, column in vars(self.rows).items()}
+        for name, values in self.held.items():
+            if isinstance(values, torch.Tensor):
+                values = (values.float() if values.dtype == torch.bfloat16 else values).cpu().numpy()  # NumPy lacks it
+                state[f"tensors.{name}"] = np.ascontiguousarray(values)
+            else:
+                state[f"held.{name}"] = values
+        return state | {f"layout.{name}": value for name, value in self.layout.state_dict().items()}
+
+    @classmethod
+    def from_state(
+        cls, state: dict[str, Any], make_layout: Callable[[dict[str, Any]], Any], device: Any = "cpu"
+    ) -> "Batch":
+        """The batch of a checkpoint; `make_layout` makes its layout of what that has saved."""
+        tensors = {name: torch.from_numpy(array).to(device) for name, array in section(state, "tensors").items()}
+        held = section(state, "held") | tensors
+        return cls(Table(), Table(**section(state, "rows")), held, layout=make_layout(section(state, "layout")))
+
+
+def _count(held: dict[str, Any]) -> int:
+    return len(next(iter(held.values()), ()))
+
+
+def differ(values: np.ndarray, group: np.ndarray, num_groups: int) -> np.ndarray:
+    """
+    Whether the values of each group differ, shape `(P,)`, bool; NaN is left out.
+
+    Equal values are found by comparison: a variance that is a sum of rounding errors is not zero.
+    """
+    lowest, highest = extremes(values, group, num_groups)
+    return highest > lowest
+
+
+def extremes(values: np.ndarray, group: np.ndarray, num_groups: int) -> tuple[np.ndarray, np.ndarray]:
+    """Lowest and highest of the values of each group that are not NaN, shape `(P,)`; ∞ and −∞ for a group without values."""
+    known = ~np.isnan(values)
+    lowest, highest = np.full(num_groups, np.inf), np.full(num_groups, -np.inf)
+    np.minimum.at(lowest, group[known], values[known])
+    np.maximum.at(highest, group[known], values[known])
+    return lowest, highest
+
+
+def section(arrays: dict[str, Any], name: str) -> dict[str, Any]:
+    """The entries whose names begin with `name.`, without it."""
+    prefix = f"{name}."
+    return {key.removeprefix(prefix): array for key, array in arrays.items() if key.startswith(prefix)}

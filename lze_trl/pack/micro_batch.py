@@ -1,0 +1,100 @@
+"""The inputs of a micro-step: the rows of a batch that a process computes, padded and weighted for TRL's loss."""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..batch import Batch
+from .layout import Geometry
+from .weights import entropy_weights, loss_scale, row_share
+
+
+_LEFT_PADDED = ("prompt_ids", "prompt_mask")
+
+
+def micro_batch(
+    batch: Batch,
+    slot: int,
+    process: int,
+    loss_type: str,
+    geometry: Geometry,
+    pad_to_multiple_of: int | None = None,
+    trim: bool = True,
+) -> dict[str, Any]:
+    """
+    Inputs of a micro-step with rows: every tensor that the process holds of them, trimmed to the longest row unless `trim` is
+    off, and
+
+    - `lze_scale`: the factor of TRL's loss,
+    - `lze_row_share`: the factor of terms that TRL averages over micro-batches,
+    - `lze_weights` of shape `(R, 1)`: weights of the rows, if any differs from 1; the advantages are multiplied by them already,
+    - `lze_entropy_weights` of shape `(R, 1)`: those of the entropy bonus, if `lze_scale` is not enough,
+    - `lze_tokens` and `lze_rows`: tokens that the loss covers, and rows, of all processes,
+    - `lze_by_trl`: whether it is a micro-batch of TRL's own.
+    """
+    step, chosen = batch.layout.micro_steps[slot], batch.rows
+    if step is None:
+        raise RuntimeError(f"Micro-step {slot} has no rows.")
+    rows, filler = step.rows[process], step.filler[process]
+    positions = torch.as_tensor(np.searchsorted(batch.held["row"], rows))
+    width = widths(chosen.prompt_tokens[rows], chosen.completion_tokens[rows], pad_to_multiple_of) if trim else None
+    inputs: dict[str, Any] = {
+        name: _trimmed(name, values[positions], width)
+        for name, values in batch.held.items()
+        if isinstance(values, torch.Tensor)
+    }
+    device = inputs["advantages"].device
+    if filler.any():  # indexing has copied the rows: the originals keep their masks
+        silent = torch.as_tensor(filler, device=device)
+        inputs["completion_mask"][silent], inputs["advantages"][silent] = 0, 0.0
+    scale, weights = loss_scale(loss_type, step, process, chosen, geometry)
+    of_entropy = entropy_weights(step, process, scale, chosen, geometry)
+    for name, values in (("lze_weights", weights), ("lze_entropy_weights", of_entropy)):
+        if values is not None:
+            inputs[name] = torch.as_tensor(values, dtype=torch.float32, device=device).unsqueeze(1)
+    if weights is not None:
+        inputs["advantages"] = inputs["advantages"] * inputs["lze_weights"].squeeze(1)
+    num_items = chosen.num_items[0].item()  # whole, as TRL's is, unless rows stand for others
+    inputs["num_items_in_batch"] = torch.tensor(int(num_items) if num_items.is_integer() else num_items, device=device)
+    inputs["lze_scale"] = scale
+    inputs["lze_tokens"] = int(chosen.loss_tokens[step.rows[~step.filler]].sum())
+    inputs["lze_rows"] = int((~step.filler).sum())
+    inputs["lze_by_trl"] = batch.layout.by_trl
+    inputs["lze_row_share"] = row_share(rows, chosen, geometry)
+    return inputs
+
+
+def filler_inputs(inputs: dict[str, Any]) -> dict[str, Any]:
+    """
+    One row of a micro-batch with weight 0: a micro-step that only takes part in the gradient synchronisation.
+
+    Needed if the synchronising micro-step of a window is empty, but an earlier one of the window was not.
+    """
+    row = {
+        name: value[:1].clone() if isinstance(value, torch.Tensor) and value.ndim > 0 else value
+        for name, value in inputs.items()
+    }
+    row["completion_mask"].zero_()
+    row["advantages"].zero_()
+    return row | {"lze_scale": 0.0, "lze_tokens": 0, "lze_rows": 0, "lze_row_share": 0.0}
+
+
+def widths(
+    prompt_tokens: np.ndarray, completion_tokens: np.ndarray, pad_to_multiple_of: int | None
+) -> tuple[int, int]:
+    """Padded width of the prompts and of the completions of some rows."""
+    multiple = pad_to_multiple_of or 1
+    prompt, completion = (
+        -(-int(tokens.max()) // multiple) * multiple for tokens in (prompt_tokens, completion_tokens)
+    )
+    return prompt, completion
+
+
+def _trimmed(name: str, tensor: torch.Tensor, width: tuple[int, int] | None) -> torch.Tensor:
+    """Drop padding columns beyond the widths of prompts (left-padded) and completions (right-padded)."""
+    if width is None or tensor.ndim < 2:
+        return tensor
+    if name in _LEFT_PADDED:
+        return tensor[:, max(0, tensor.size(1) - width[0]) :]
+    return tensor[:, : width[1]]
