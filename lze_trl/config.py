@@ -4,6 +4,7 @@ import logging
 import math
 import numbers
 import re
+from copy import deepcopy
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -381,6 +382,20 @@ class LZEGRPOConfig(GRPOConfig):
         for name in kwargs.keys() & REMOVED:
             raise ValueError(f"`{name}` is no setting any more. {REMOVED[name]}")
         return super().__new__(cls)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # `training_args.bin` is uploaded with the model: the token of the Hub stays out of it
+        return vars(self) | {"hub_token": None}
+
+    def __copy__(self) -> "LZEGRPOConfig":
+        copied = object.__new__(type(self))
+        vars(copied).update(vars(self))
+        return copied
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "LZEGRPOConfig":
+        copied = object.__new__(type(self))
+        vars(copied).update(deepcopy(vars(self), memo))
+        return copied
 
     def __post_init__(self):
         if self.advantage_estimator != "grpo" and self.scale_rewards is None:

@@ -6,7 +6,6 @@ put back. `tests/test_trl_contract.py` holds what is relied on here.
 """
 
 import math
-import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate.utils import gather_object
+from transformers import ProcessorMixin
 from trl import GRPOTrainer
 
 from .batch import Batch
@@ -25,14 +25,10 @@ from .memory.identity import ID_COLUMN
 from .pack.micro_batch import widths
 from .pack.window import Window
 from .rollout.rounds import BALLOTS
-from .rollout.settling import read, settle, with_columns
+from .rollout.settling import settle, with_columns
 from .rollout.uniform import UniformSample
 from .rollout.watch import watched
 from .select.advantages import Drawn, estimate_advantages, zero_std_share
-
-
-_HIDDEN_FROM_GROUPS = ("prompt", "completion", "completion_ids", ID_COLUMN)
-"""Columns that rewards of whole groups are not given: votes depend on completions alone."""
 
 
 TOKEN_COLUMNS = ("prompt_ids", "completion_ids", "logprobs", "loss_mask")
@@ -61,20 +57,6 @@ def without_vllm(args: Any, hidden: bool) -> Iterator[None]:
         yield
     finally:
         args.use_vllm = used
-
-
-class RowFactor(float):
-    """A factor of one of TRL's loss terms that is multiplied by `weights`, of shape `(R, 1)`, in each row."""
-
-    weights: torch.Tensor
-
-    def __new__(cls, value: float, weights: torch.Tensor):
-        factor = super().__new__(cls, value)
-        factor.weights = weights
-        return factor
-
-    def __mul__(self, term: Any) -> Any:
-        return float(self) * self.weights * term
 
 
 @dataclass
@@ -131,7 +113,9 @@ class Engine:
     @property
     def end_tokens(self) -> list[int]:
         """Tokens of which one ends a completion that is not truncated."""
-        return [*self._trainer.eos_token_ids, self._trainer._tokenizer.pad_token_id]
+        processing: Any = self._trainer.processing_class
+        tokenizer = processing.tokenizer if isinstance(processing, ProcessorMixin) else processing
+        return [*self._trainer.eos_token_ids, tokenizer.pad_token_id]
 
     @property
     def corrects_sampling(self) -> bool:
@@ -183,15 +167,11 @@ class Engine:
             {name: v[i] if isinstance(v, list) else v for name, v in fields.items()} for i in range(len(inputs))
         ]
         inputs = [{**row, **own} for row, own in zip(inputs, of_rows, strict=True)]
-        logged = {name: len(values) for name, values in trainer._pending_metrics.items()}
+        noted = trainer.reward_notes
+        noted.begin_round()
         rewards = trainer._calculate_rewards(inputs, prompts, texts, completion_ids)
-        for name, values in trainer._pending_metrics.items():
-            begin = logged.get(name, 0)  # TRL's mean over the rounds of a batch is then one by rows
-            values[begin:] = values[begin:] * len(inputs)
-        ballots = self.ballots(inputs, texts, completion_ids)
-        # If two reward functions log the same column, the last one wins, as in TRL's table
-        extra = {f"extra.{name}": values[-len(inputs) :] for name, values in trainer._pending_extra_logs.items()}
-        trainer._pending_extra_logs.clear()
+        noted.end_round(len(inputs))
+        extra = {f"extra.{name}": values for name, values in noted.columns.items()}
         held = {
             "prompt_ids": prompt_ids,
             "completion_ids": completion_ids,
@@ -199,7 +179,7 @@ class Engine:
             "completion": texts,
             **extra,
         }
-        held |= {f"{BALLOTS}{column}": values for column, values in ballots.items()}
+        held |= {f"{BALLOTS}{column}": values for column, values in noted.ballots.items()}
         if logprobs is not None:
             held["logprobs"] = logprobs
         if loss_mask is not None:
@@ -219,27 +199,7 @@ class Engine:
         }
         return held, numbers, rewards
 
-    def ballots(
-        self, inputs: list[dict[str, Any]], completions: list[Any], completion_ids: list[list[int]]
-    ) -> dict[int, list]:
-        """What the group rewards read of completions of this process, by their columns."""
-        trainer = self._trainer
-        if not trainer.group_rewards:
-            return {}
-        ends = self.end_tokens
-        truncated = [not ids or ids[-1] not in ends for ids in completion_ids]
-        columns = {name: [row[name] for row in inputs] for name in inputs[0] if name not in _HIDDEN_FROM_GROUPS}
-        columns |= {"completions": completions, "truncated": truncated, "training": trainer.model.training}
-        columns["log_extra"] = trainer._log_completion_extra
-        return {column: read(reward, columns) for column, reward in trainer.group_rewards.items()}
-
-    def settle_evaluation(
-        self,
-        rewards: torch.Tensor,
-        inputs: list[dict[str, Any]],
-        completions: list[Any],
-        completion_ids: list[list[int]],
-    ) -> torch.Tensor:
+    def settle_evaluation(self, rewards: torch.Tensor, ballots: dict[int, list]) -> torch.Tensor:
         """The rewards of a batch of an evaluation, shape `(B, F)`, with those of whole groups in their columns."""
         trainer, size = self._trainer, self._trainer.num_generations_eval
         if len(rewards) % size:
@@ -247,9 +207,9 @@ class Engine:
                 f"A batch of the evaluation has {len(rewards)} completions, which are no whole groups of "
                 f"`num_generations_eval={size}`. Use a multiple of it as `per_device_eval_batch_size`."
             )
-        ballots = {c: gather_object(own) for c, own in self.ballots(inputs, completions, completion_ids).items()}
+        gathered = {column: gather_object(own) for column, own in ballots.items()}
         group = np.arange(len(rewards)) // size
-        settled, metrics, *_ = settle(trainer.group_rewards, ballots, group, trainer.accelerator)
+        settled, metrics, *_ = settle(trainer.group_rewards, gathered, group, trainer.accelerator)
         for name, value in metrics.items():
             trainer._metrics["eval"][name].append(value)
         return with_columns(rewards, settled)
@@ -278,6 +238,9 @@ class Engine:
             logprobs = [[None] * len(ids) if v is None else v for v, ids in zip(logprobs, completions, strict=True)]
         generated = chosen.held["prompt_ids"], completions, masks, [None] * len(held_rows), logprobs, {}, None, []
         rewards_per_func = torch.from_numpy(drawn.rewards_per_func).to(trainer.accelerator.device)
+        if not even:  # we supply the advantages; unscored rows make up whole groups, and do not count in metrics
+            missing = -len(rewards_per_func) % trainer.num_generations
+            rewards_per_func = torch.nn.functional.pad(rewards_per_func, (0, 0, missing, 0), value=torch.nan)
         table = _table(drawn.num_rows)
         changes: dict[str, Any] = {
             "_generate": lambda prompts: generated,
@@ -286,8 +249,6 @@ class Engine:
         }
         if packed:
             changes["_get_per_token_logps_and_entropies"] = self._packed_logprobs(chosen)
-        if not even:
-            changes["num_generations"] = 1  # we supply the advantages
         with altered(trainer, **changes) as view:
             output = GRPOTrainer._generate_and_score_completions(
                 view, [{"prompt": row} for row in range(len(held_rows))]
@@ -307,8 +268,18 @@ class Engine:
             advantages[held_rows], dtype=torch.float32, device=trainer.accelerator.device
         )
         trainer._logs.update(_filled(table, drawn))
+        self._log_noted()
         del output["num_items_in_batch"]
         return output
+
+    def _log_noted(self):
+        """Log what reward functions gave `log_metric` since the last batch, as TRL does: means over all processes."""
+        noted, accelerator = self._trainer.reward_notes.take_metrics(), self._trainer.accelerator
+        for name in sorted(set(gather_object(list(noted)))):
+            values = noted.get(name, [])
+            sums = torch.tensor([sum(values), len(values)], dtype=torch.float32, device=accelerator.device)
+            total, count = accelerator.gather(sums).view(-1, 2).sum(dim=0).tolist()
+            self.metrics[name].append(total / count)
 
     def _log_uniform(self, batch: Batch, sample: UniformSample):
         """Let TRL's metrics of the rewards, and the mean length, be those that uniform sampling would have seen."""
@@ -364,24 +335,16 @@ class Engine:
 
     # ---- Update ----
 
-    @contextmanager
-    def preparing(self, model: torch.nn.Module) -> Iterator[None]:
-        """While a generation batch is made: model and optimizer are to train, and the step's time counts."""
+    def training_mode(self, model: torch.nn.Module):
+        """Before a generation batch is made: model and optimizer are to train."""
         model.train()
         if callable(train_mode := getattr(self._trainer.optimizer, "train", None)):
             train_mode()  # a schedule-free optimizer then has the weights to train in the model
-        begin = time.perf_counter()
-        yield
-        self._trainer._current_train_step_time += time.perf_counter() - begin
 
     def idle_step(self) -> torch.Tensor:
         """What TRL's `training_step` does besides forward and backward."""
-        trainer = self._trainer
-        trainer._step += 1
-        if trainer._step % trainer.current_gradient_accumulation_steps == 0:
-            self.metrics["step_time"].append(trainer._current_train_step_time)
-            trainer._current_train_step_time = 0.0
-        return torch.zeros((), device=trainer.args.device)
+        self._trainer._step += 1
+        return torch.zeros((), device=self._trainer.args.device)
 
     def update_was_skipped(self):
         """After an optimizer step that moves no weight: those that vLLM has loaded are those of the next step as well."""
@@ -401,21 +364,20 @@ class Engine:
         rows, by_trl = inputs.pop("lze_rows"), inputs.pop("lze_by_trl")
         weights, of_entropy = (inputs.pop(f"lze_{name}", None) for name in ("weights", "entropy_weights"))
         earlier = {name: len(values) for name, values in self.metrics.items()}
-        entropies: list[torch.Tensor] = []
+        forward: list[tuple[torch.Tensor, torch.Tensor]] = []
         changes: dict[str, Any] = {}
-        if weights is not None:
-            changes["beta"] = RowFactor(trainer.beta, weights)
         if trainer.aux_loss_enabled and scale > 0.0:
             # The auxiliary loss of a mixture of experts is a mean over the micro-batch in every loss type
             changes["router_aux_loss_coef"] = trainer.router_aux_loss_coef * row_share / scale
         # With adaptive entropy the last step may have turned the bonus off
         high = trainer.use_adaptive_entropy and trainer._last_world_entropy > trainer.args.entropy_target
         bonus = 0.0 if high or of_entropy is None or trainer.top_entropy_quantile != 1.0 else trainer.entropy_coef
-        if bonus != 0.0:
+        weighted_kl = weights is not None and trainer.beta != 0.0
+        if bonus != 0.0 or weighted_kl:
 
             def logprobs(*args, **kwargs):
                 found = trainer._get_per_token_logps_and_entropies(*args, **kwargs)
-                entropies.append(found[1])
+                forward.append(found[:2])
                 return found
 
             changes["_get_per_token_logps_and_entropies"] = logprobs
@@ -437,13 +399,43 @@ class Engine:
         window.add(logged, weight, shares, by_trl)
         for name, values in logged.items():
             self.metrics[name] += values
+        mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
+        if weighted_kl:
+            loss = loss + trainer.beta * self._excess_kl(inputs, forward[0][0], weights, mask)
         loss = loss if scale == 1.0 else loss * scale
         if bonus != 0.0:
             # As in every loss type, TRL has subtracted a mean over the tokens of the micro-batch
-            mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
             excess = scale / mask.sum().clamp(min=1.0) - of_entropy
-            loss = loss + bonus * (entropies[0] * mask * excess).sum() / accumulation
+            loss = loss + bonus * (forward[0][1] * mask * excess).sum() / accumulation
         return loss
+
+    def _excess_kl(
+        self, inputs: dict[str, Any], logps: torch.Tensor, weights: torch.Tensor, mask: torch.Tensor
+    ) -> torch.Tensor:
+        """
+        What the KL term of a micro-batch lacks where TRL counts every row once: (weight − 1) · KL of the rows, averaged as TRL
+        averages its loss. Advantages carry the weights of the rows; the KL term has none.
+        """
+        trainer = self._trainer
+        difference = inputs["ref_per_token_logps"] - logps
+        kl = torch.exp(difference) - difference - 1
+        if trainer.args.use_bias_correction_kl:
+            ratio = logps - inputs.get("old_per_token_logps", logps.detach())
+            if trainer.importance_sampling_level == "sequence":
+                ratio = ((ratio * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)).unsqueeze(-1)
+            kl = kl * torch.exp(ratio)
+        excess, accumulation = (weights - 1.0) * kl * mask, trainer.current_gradient_accumulation_steps
+        match trainer.loss_type:
+            case "grpo" | "sapo":
+                return (excess.sum(-1) / mask.sum(-1).clamp(min=1.0)).mean() / accumulation
+            case "bnpo":
+                return excess.sum() / mask.sum().clamp(min=1.0) / accumulation
+            case "dr_grpo":
+                return excess.sum() / (len(excess) * trainer.max_completion_length) / accumulation
+            case "luspo":
+                return excess.sum(-1).mean() / accumulation
+        items = inputs["num_items_in_batch"].clamp(min=1.0) / trainer.accelerator.num_processes
+        return excess.sum() / (items * accumulation / trainer.args.steps_per_generation)
 
     def log_all_names(self):
         """
@@ -455,7 +447,7 @@ class Engine:
             names["kl"] = math.nan
         if trainer.aux_loss_enabled:
             names["aux_loss"] = math.nan
-        if trainer._entropy_bonus_enabled:
+        if trainer.entropy_coef != 0.0 or trainer.use_adaptive_entropy:
             names |= {"policy_loss": 0.0, "entropy_coef": trainer.entropy_coef}
         if trainer.loss_type in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo"):
             ratios = ("low_mean", "low_min", "high_mean", "high_max", "region_mean")

@@ -115,7 +115,8 @@ class GenerationStep:
         self.ledger.skipped_updates += skipped
         if skipped:
             engine.update_was_skipped()
-        for name, values in {"lze/skipped_update": [float(skipped)], **self.window.close()}.items():
+        ended = {"step_time": [self.window.seconds], "lze/skipped_update": [float(skipped)]}
+        for name, values in {**ended, **self.window.close()}.items():
             engine.metrics[name] += values
 
     def _next(self, inputs: list[dict[str, Any]], engine: Engine) -> Batch:

@@ -4,8 +4,9 @@ import copy
 import inspect
 import logging
 import textwrap
-from collections.abc import Mapping
-from functools import cached_property
+import time
+from collections.abc import Callable, Mapping
+from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
@@ -13,7 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 from datasets import Dataset, IterableDataset
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
 from trl import GRPOTrainer
 from trl.trainer.utils import RepeatSampler, get_config_model_id
@@ -34,14 +35,26 @@ from .record.ledger import Ledger, TokenCost, saving_metrics, token_cost
 from .record.recorder import Recorder
 from .record.safeguards import VoteHistory
 from .rollout.controllers import RolloutController
-from .rollout.guard import RewardError, checked
+from .rollout.guard import RewardError, RewardNotes, checked
 from .rollout.rounds import Rounds
-from .rollout.settling import GroupReward, instances, placeholder
+from .rollout.settling import GroupReward, instances, reader
 from .select.selectors import Selector
 from .step import GenerationStep
 
 
 logger = logging.getLogger(__name__)
+
+
+class Beginning(TrainerCallback):
+    """Calls `resume` with the checkpoint of a training when what TRL and transformers have saved of it is loaded."""
+
+    def __init__(self, resume: Callable[[str], None]):
+        self.resume, self.checkpoint = resume, None
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        """TRL's parts have gone on."""
+        if self.checkpoint:
+            self.resume(self.checkpoint)
 
 
 class EpochRepeatSampler(RepeatSampler):
@@ -61,6 +74,13 @@ def _override(cls: type, name: str) -> str | None:
     """The override of a method of TRL by a class that is neither TRL's nor ours, as `Class.method`."""
     ours = (c for c in cls.__mro__[: cls.__mro__.index(GRPOTrainer)] if c is not LZEGRPOTrainer and name in vars(c))
     return next((f"{c.__name__}.{name}" for c in ours), None)
+
+
+def used_columns(dataset: Any, args: LZEGRPOConfig) -> Any:
+    """A training set with what `remove_unused_columns` leaves of it."""
+    if not args.remove_unused_columns or dataset.column_names is None:
+        return dataset
+    return dataset.select_columns([c for c in dataset.column_names if c in ("prompt", "image", "images", ID_COLUMN)])
 
 
 def _group_rewards(reward_funcs: list[Any]) -> dict[int, GroupReward]:
@@ -169,7 +189,10 @@ class LZEGRPOTrainer(GRPOTrainer):
         group_rewards = _group_rewards(funcs)
         checks.refuse_unfit_group_rewards(args, group_rewards, controller)
         checks.refuse_unfit_label_confidence(args, group_rewards, selector, train_dataset)
-        callables = [placeholder(func) if i in group_rewards else func for i, func in enumerate(funcs)]
+        callables = [
+            reader(func, lambda ballots: None, (), True) if i in group_rewards else func
+            for i, func in enumerate(funcs)
+        ]
         over_http = args.use_vllm and args.vllm_mode == "http"
         if isinstance(model, str):
             refuse_missing_model(model)
@@ -177,6 +200,11 @@ class LZEGRPOTrainer(GRPOTrainer):
             super().__init__(
                 model, None if reward_funcs is None else callables, args, train_dataset, *positional, **kwargs
             )
+        self.reward_notes = RewardNotes()
+        self._beginning = Beginning(self._resume)
+        self.callback_handler.callbacks.insert(
+            0, self._beginning
+        )  # users' callbacks see the state that is gone on from
         own_funcs: list[Any] = self.reward_funcs
         for i, func in group_rewards.items():
             own_funcs[i] = func
@@ -211,9 +239,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         instruction: Instruction | None,
     ):
         """Give every part of a generation batch what it needs."""
-        args, dataset = self.args, self.train_dataset
-        if isinstance(dataset, Dataset):
-            dataset = self._remove_unused_columns(dataset, description="training")
+        args, dataset = self.args, used_columns(self.train_dataset, self.args)
         rule = checks.outcome_rule(args, self.reward_funcs, self.reward_func_names, controller)
         pruning = self.resolved["pruning"]
         self.prompt_state = make_state(args, dataset, rule, planner, pruning)
@@ -312,21 +338,19 @@ class LZEGRPOTrainer(GRPOTrainer):
             self.args, dataset, given, controller=self.controller, own_sampler=sampler, pruning=pruning
         )
         checks.refuse_unfit_label_confidence(self.args, self.group_rewards, self.selector, dataset)
-        rows = dataset
-        if isinstance(dataset, Dataset):
-            rows = self._remove_unused_columns(dataset, description="training")
-        parts = self.prompt_state, self.planner, self.controller, pruning
+        rows, parts = used_columns(dataset, self.args), (self.prompt_state, self.planner, self.controller, pruning)
         self.passes, self.resolved = make_passes(self.args, self.accelerator, rows, *parts), resolved
         self._own_step.replace_passes(self.passes)
         vars(self).pop("_example_prompt", None)
         return dataset
 
-    def _set_signature_columns_if_needed(self):
+    def get_train_dataloader(self):
         # Differs from TRL: the prompt id survives `remove_unused_columns`
-        super()._set_signature_columns_if_needed()
-        columns = self._signature_columns
-        if columns is not None and ID_COLUMN not in columns:
-            columns.append(ID_COLUMN)
+        args = copy.copy(self.args)
+        args.remove_unused_columns = False  # they are removed here
+        dataset = used_columns(self.train_dataset, self.args)
+        with altered(self, args=args, train_dataset=dataset) as view:
+            return super(LZEGRPOTrainer, view).get_train_dataloader()
 
     def _get_train_sampler(self, dataset: Dataset | None = None) -> Any:
         # Differs from TRL: a resumed run continues with the permutation of its epoch
@@ -353,8 +377,16 @@ class LZEGRPOTrainer(GRPOTrainer):
         # Differs from TRL: reward functions do not see the prompt id, what they return is checked, and in an evaluation
         # rewards of whole groups are settled; in training that follows when all rounds are there
         seen = [{name: value for name, value in row.items() if name != ID_COLUMN} for row in inputs]
-        named = zip(self.reward_funcs, self.reward_func_names, strict=True)
-        funcs = [placeholder(f) if isinstance(f, GroupReward) else checked(f, name) for f, name in named]
+        notes = self.reward_notes if self.model.training and self.generation_step is not None else None
+        ballots: dict[int, list] = {} if notes is None else notes.ballots
+        ends = Engine(self).end_tokens
+        funcs = [
+            reader(func, partial(ballots.__setitem__, i), ends, self.model.training)
+            if isinstance(func, GroupReward)
+            else func
+            for i, func in enumerate(self.reward_funcs)
+        ]
+        funcs = [checked(func, name, notes) for func, name in zip(funcs, self.reward_func_names, strict=True)]
         with altered(self, reward_funcs=funcs) as view:
             rewards = super(LZEGRPOTrainer, view)._calculate_rewards(seen, prompts, completions, completion_ids_list)
         if torch.isinf(rewards).any():
@@ -364,7 +396,7 @@ class LZEGRPOTrainer(GRPOTrainer):
                 "number, or None where it does not apply."
             )
         if self.group_rewards and not self.model.training:
-            return Engine(self).settle_evaluation(rewards, inputs, completions, completion_ids_list)
+            return Engine(self).settle_evaluation(rewards, ballots)
         return rewards
 
     # ---- The update ----
@@ -372,16 +404,18 @@ class LZEGRPOTrainer(GRPOTrainer):
     def training_step(self, model, inputs, num_items_in_batch=None):
         # Differs from TRL: a micro-step without rows does nothing, unless earlier ones of its window have gradients
         # to synchronise
-        engine, step = Engine(self), self._own_step
-        with engine.preparing(model):
-            step.prepare(inputs, engine)
-        synchronises = self.accelerator.sync_gradients
+        engine, step, begin = Engine(self), self._own_step, time.perf_counter()
+        engine.training_mode(model)
+        step.prepare(inputs, engine)
+        synchronises, logged = self.accelerator.sync_gradients, len(engine.metrics["step_time"])
         with self.ledger.timed("update"):
             if step.has_rows(engine) or (synchronises and step.window.real_steps):
                 loss = super().training_step(model, inputs, num_items_in_batch)
                 step.window.real_steps += 1
             else:
                 loss = engine.idle_step()
+            step.window.seconds += time.perf_counter() - begin
+            del engine.metrics["step_time"][logged:]  # TRL saw neither idle micro-steps nor how the batch was made
             if synchronises:
                 step.end_window(engine)
         return loss
@@ -504,6 +538,7 @@ class LZEGRPOTrainer(GRPOTrainer):
             logger.info("Starting from the state of %d prompts of `%s`.", len(self.prompt_state), source)
         ended = "crashed"
         self._own_step.training_begins(Engine(self))
+        self._beginning.checkpoint = resume_from_checkpoint
         try:
             result = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
             ended = "finished"
@@ -525,17 +560,10 @@ class LZEGRPOTrainer(GRPOTrainer):
         else:
             self.control.should_training_stop = True
 
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None):
-        # Differs from TRL: the token of the Hub does not go into `training_args.bin`, which is uploaded with the model
-        args = copy.copy(self.args)
-        args.hub_token = None
-        with altered(self, args=args) as view:
-            super(LZEGRPOTrainer, view)._save(output_dir, state_dict)
-
     def _save_checkpoint(self, model, trial):
         # Differs from TRL: adds the memory of our parts. Written before the rest: the trainer's state, TRL's last file,
         # vouches for a checkpoint, after which older ones are deleted
-        directory = f"{self._get_output_dir(trial=trial)}/checkpoint-{self.state.global_step}"
+        directory = f"{self.args.output_dir}/checkpoint-{self.state.global_step}"
         with store.explain_full_disk(Path(directory)):
             if self.args.should_save:  # one that is there already is incomplete from here on
                 Path(directory, TRAINER_STATE_NAME).unlink(missing_ok=True)
@@ -548,16 +576,8 @@ class LZEGRPOTrainer(GRPOTrainer):
             self.accelerator.wait_for_everyone()
             super()._save_checkpoint(model, trial)
 
-    def _save_rng_state(self, output_dir: str):
-        # Differs from TRL: no process runs ahead, so that the file written after this one vouches for all of them
-        super()._save_rng_state(output_dir)
-        self.accelerator.wait_for_everyone()
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None):
-        # Differs from TRL: our parts continue as well, and, where no step follows that would, the random state
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is None:
-            return
+    def _resume(self, checkpoint: str):
+        """Our parts continue from a checkpoint, when TRL's have."""
         meta = store.load_parts(checkpoint, store.STATE_NAME, self._parts)
         if self.is_world_process_zero():
             compatibility.warn_of_changes(meta["settings"], self._described["settings"])
@@ -567,8 +587,6 @@ class LZEGRPOTrainer(GRPOTrainer):
         # Micro-steps are counted from the beginning of a generation batch, however many this run makes of one
         Engine(self).continue_from(meta["micro_step"] if meta["mid_batch"] else 0)
         self._own_step.training_begins(Engine(self))
-        if self.state.global_step >= self.state.max_steps:
-            self._load_rng_state(checkpoint)
 
     @property
     def _parts(self) -> dict[str, Any]:

@@ -19,6 +19,7 @@ class Window:
     def reset(self):
         """Begin anew."""
         self.real_steps = 0  # micro-steps so far that had rows
+        self.seconds = 0.0  # so far
         self.filler: Any = None  # inputs without weight, for one that only synchronises gradients
         self._by_trl = True  # whether all micro-batches so far were TRL's own
         self._logged: dict[str, list[float]] = defaultdict(list)  # as TRL logged it

@@ -2,7 +2,8 @@
 
 import math
 import reprlib
-from collections.abc import Iterable, Mapping, Set
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,10 +17,45 @@ class RewardError(ValueError):
     """What a reward function returned is no reward; the message says what is."""
 
 
-def checked(reward_func: Any, name: str) -> Any:
+class RewardNotes:
+    """What reward functions note beside their rewards: columns for TRL's table of completions, metrics, ballots."""
+
+    def __init__(self):
+        self.columns: dict[
+            str, list
+        ] = {}  # by name, of the latest round; of two functions with one name the last one counts
+        self.ballots: dict[int, list] = {}  # of the latest round, by the column of a group reward
+        self._round: dict[str, list[float]] = defaultdict(list)
+        self._metrics: dict[str, list[float]] = defaultdict(list)
+
+    def begin_round(self):
+        """Completions of another round are about to be scored."""
+        self.columns, self.ballots = {}, {}
+        self._round.clear()
+
+    def end_round(self, num_rows: int):
+        """The round had so many completions, by which its metrics count in the mean over the rounds of a batch."""
+        for name, values in self._round.items():
+            self._metrics[name] += values * num_rows
+
+    def column(self, name: str, values: Iterable):
+        """TRL's `log_extra`."""
+        self.columns[name] = list(values)
+
+    def metric(self, name: str, value: float):
+        """TRL's `log_metric`."""
+        self._round[name].append(value)
+
+    def take_metrics(self) -> dict[str, list[float]]:
+        """What was noted since the last call."""
+        taken, self._metrics = self._metrics, defaultdict(list)
+        return taken
+
+
+def checked(reward_func: Any, name: str, notes: RewardNotes | None = None) -> Any:
     """
     A reward function for TRL to call in place of `reward_func`: it returns one number or None for each completion, and an
-    exception says `name`. A reward model is left as it is.
+    exception says `name`. A reward model is left as it is. What it logs goes into the `notes`, if they are given, and else to TRL.
 
     NaN is refused as well: TRL turns it into "not applicable", so a bug in a reward would silently remove completions.
     """
@@ -36,11 +72,11 @@ def checked(reward_func: Any, name: str) -> Any:
 
     def guarded(*args, **kwargs):
         with noted():
-            return _scores(reward_func(*args, **_counted(kwargs, name)), name, kwargs)
+            return _scores(reward_func(*args, **_noted(kwargs, name, notes)), name, kwargs)
 
     async def guarded_later(*args, **kwargs):
         with noted():
-            return _scores(await reward_func(*args, **_counted(kwargs, name)), name, kwargs)
+            return _scores(await reward_func(*args, **_noted(kwargs, name, notes)), name, kwargs)
 
     return guarded_later if is_async_callable(reward_func) else guarded
 
@@ -77,10 +113,13 @@ def _shown(value: Any) -> str:
     return "None" if value is None else f"{reprlib.repr(value)} ({type(value).__name__})"
 
 
-def _counted(kwargs: dict[str, Any], name: str) -> dict[str, Any]:
+def _noted(kwargs: dict[str, Any], name: str, notes: RewardNotes | None) -> dict[str, Any]:
     """Arguments of a reward function, with a `log_extra` that refuses a wrong number of values."""
     if "log_extra" not in kwargs:
         return kwargs
+    note: Callable = kwargs["log_extra"] if notes is None else notes.column
+    if notes is not None:
+        kwargs = kwargs | {"log_metric": notes.metric}
 
     def log_extra(column: str, values: Iterable):
         values = [values] if isinstance(values, (str, bytes)) else list(values)
@@ -89,6 +128,6 @@ def _counted(kwargs: dict[str, Any], name: str) -> dict[str, Any]:
                 f"The reward function '{name}' gave `log_extra` {len(values)} values for the column {column!r} and "
                 f"{len(kwargs['completions'])} completions. Give it a list with one value for each completion."
             )
-        kwargs["log_extra"](column, values)
+        note(column, values)
 
     return {**kwargs, "log_extra": log_extra}

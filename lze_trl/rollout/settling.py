@@ -19,6 +19,10 @@ from accelerate.utils import gather_object
 from trl.trainer.utils import get_callable_name
 
 
+_NO_COLUMNS = ("trainer_state", "log_metric", "environments")
+"""Arguments of reward functions that are no columns of the data set."""
+
+
 class Judged(Protocol):
     """
     What a group reward says of a group: the rewards of its completions, and what is logged. If it is a label that may be wrong,
@@ -53,10 +57,19 @@ def instances(reward_funcs: Any) -> Any:
     return reward_funcs() if is_class else reward_funcs
 
 
-def placeholder(reward: GroupReward) -> Callable:
-    """A reward function for TRL to call in place of a group reward, whose column is overwritten."""
+def reader(reward: GroupReward, notes: Callable[[list[Any]], None], ends: Sequence[int], training: bool) -> Callable:
+    """
+    A reward function for TRL to call in place of a group reward, whose column is overwritten once groups are settled: it hands
+    the ballots to `notes`. Completions that end with none of the tokens `ends` are truncated.
+    """
 
-    def unsettled(completions: list[Any], **kwargs: Any) -> list[float]:
+    def unsettled(
+        prompts: list[Any], completions: list[Any], completion_ids: list[list[int]], log_extra: Callable, **kwargs: Any
+    ) -> list[float]:
+        columns = {name: values for name, values in kwargs.items() if name not in _NO_COLUMNS}
+        truncated = [not ids or ids[-1] not in ends for ids in completion_ids]
+        given = {"completions": completions, "truncated": truncated, "training": training, "log_extra": log_extra}
+        notes(read(reward, columns | given))
         return [0.0] * len(completions)
 
     unsettled.__name__ = _name(reward)
