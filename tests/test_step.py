@@ -1,0 +1,91 @@
+"""A generation batch is begun and finished, and whatever its rows have goes all the way with them."""
+
+import copy
+
+import numpy as np
+import pytest
+
+import tiny
+from lze_trl import LZEGRPOTrainer
+from lze_trl.engine import Engine
+
+
+def make(directory, **settings):
+    return LZEGRPOTrainer(
+        model=tiny.model(),
+        reward_funcs=tiny.even_length_reward,
+        args=tiny.config(directory, **settings),
+        train_dataset=tiny.prompts(11),
+        processing_class=tiny.tokenizer(),
+    )
+
+
+def memory(trainer) -> dict:
+    return {name: part.state_dict() for name, part in trainer.generation_step.parts().items()}
+
+
+@pytest.mark.parametrize("strategy", ["exact", "gate"])
+def test_only_finish_remembers_and_communicates(tmp_path, monkeypatch, strategy):
+    trainer = make(tmp_path, strategy=strategy, max_steps=2)
+    trainer.train()
+    trainer.model.train()
+    step, engine = trainer.generation_step, Engine(trainer)
+    rows = [dict(trainer.train_dataset[i]) for i in (3, 5, 7) for _ in range(4)]
+    given = copy.deepcopy(rows)
+    plan, before = step.passes.plan(rows, step.generation), memory(trainer)
+    with monkeypatch.context() as patch:
+        for name in ("gather", "reduce", "wait_for_everyone"):
+            patch.setattr(trainer.accelerator, name, lambda *args, name=name: pytest.fail(f"begin called {name}"))
+        planned = copy.deepcopy(plan)
+        pending = step.begin(plan, engine)
+    np.testing.assert_equal(memory(trainer), before)
+    np.testing.assert_equal(vars(plan), vars(planned))
+    batch = step.finish(pending, engine)
+    assert rows == given
+    assert memory(trainer)["prompts"]["batches"] == before["prompts"]["batches"] + 1
+    assert batch.num_rows and len(batch.held["completion_ids"]) == batch.num_rows
+
+
+def test_a_batch_is_made_once(tmp_path):
+    trainer = make(tmp_path, max_steps=3, gradient_accumulation_steps=2, steps_per_generation=2)
+    made, finish = [], trainer.generation_step.finish
+    trainer.generation_step.finish = lambda *args: made.append(trainer.state.global_step) or finish(*args)
+    trainer.train()
+    assert made == [0, 1, 2]
+
+
+def test_a_new_column_goes_all_the_way(tmp_path, monkeypatch):
+    """A number and an object for each completion, made with it: no other module knows of them."""
+    finish = Engine.finish
+
+    def with_columns(self, request):
+        held, numbers, rewards = finish(self, request)
+        held["mood"] = [
+            {"prompt": row["prompt"], "length": len(ids)}
+            for row, ids in zip(held["input"], held["completion_ids"], strict=True)
+        ]
+        numbers["first_token"] = np.array([ids[0] for ids in held["completion_ids"]])
+        return held, numbers, rewards
+
+    monkeypatch.setattr(Engine, "finish", with_columns)
+    settings = {
+        "strategy": "gate",
+        "gradient_accumulation_steps": 1,
+        "per_device_train_batch_size": 4,
+        "steps_per_generation": 3,
+    }
+    settings |= {"save_strategy": "steps", "save_steps": 1, "max_steps": 2}
+    trainer = make(tmp_path, **settings)
+    trainer.train()
+
+    def check(batch):
+        assert batch.num_rows
+        for place, row in enumerate(batch.held["row"]):
+            completion = batch.held["completion_ids"][place][batch.held["completion_mask"][place].bool()].tolist()
+            assert batch.first_token[row] == completion[0]
+            assert batch.held["mood"][place]["length"] == len(completion)
+
+    check(trainer.generation_step.batch)
+    resumed = make(tmp_path, **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    check(resumed.generation_step.batch)
