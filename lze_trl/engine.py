@@ -46,6 +46,7 @@ PRIVATE: dict[str, str | None] = {
         "start_time, resume_from_checkpoint, epochs_trained, steps_trained_in_current_epoch)"
     ),
     # Called, or answered on a copy of the trainer
+    "_remove_unused_columns": "(self, dataset: 'datasets.Dataset', description: str | None = None) -> 'datasets.Dataset'",
     "_generate": "(self, prompts: list)",
     "_generate_and_score_completions": f"(self, inputs: list[{_BATCH}]) -> {_BATCH}",
     "_get_per_token_logps_and_entropies": (
@@ -60,7 +61,6 @@ PRIVATE: dict[str, str | None] = {
     "_logs": None,  # the table of completions
     "_last_loaded_step": None,  # optimizer step whose weights vLLM has
     "_last_world_entropy": None,  # which turns an adaptive entropy bonus on and off
-    "_entropy_window_stats": None,  # its sums of the optimizer step under way
     # Of transformers' models, to see what tokens are sampled from
     "_get_logits_processor": None,
 }
@@ -510,7 +510,6 @@ class Engine:
         """Forget what an interrupted `train()` had begun, and count micro-steps from here."""
         trainer = self._trainer
         trainer._step, trainer._last_loaded_step = micro_step, -1
-        trainer._entropy_window_stats = None
 
 
 def _table(size: int) -> dict[str, Any]:

@@ -76,13 +76,6 @@ def _override(cls: type, name: str) -> str | None:
     return next((f"{c.__name__}.{name}" for c in ours), None)
 
 
-def used_columns(dataset: Any, args: LZEGRPOConfig) -> Any:
-    """A training set with what `remove_unused_columns` leaves of it."""
-    if not args.remove_unused_columns or dataset.column_names is None:
-        return dataset
-    return dataset.select_columns([c for c in dataset.column_names if c in ("prompt", "image", "images", ID_COLUMN)])
-
-
 def _group_rewards(reward_funcs: list[Any]) -> dict[int, GroupReward]:
     return {i: func for i, func in enumerate(reward_funcs) if isinstance(func, GroupReward)}
 
@@ -239,7 +232,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         instruction: Instruction | None,
     ):
         """Give every part of a generation batch what it needs."""
-        args, dataset = self.args, used_columns(self.train_dataset, self.args)
+        args, dataset = self.args, self._used_columns(self.train_dataset)
         rule = checks.outcome_rule(args, self.reward_funcs, self.reward_func_names, controller)
         pruning = self.resolved["pruning"]
         self.prompt_state = make_state(args, dataset, rule, planner, pruning)
@@ -338,17 +331,24 @@ class LZEGRPOTrainer(GRPOTrainer):
             self.args, dataset, given, controller=self.controller, own_sampler=sampler, pruning=pruning
         )
         checks.refuse_unfit_label_confidence(self.args, self.group_rewards, self.selector, dataset)
-        rows, parts = used_columns(dataset, self.args), (self.prompt_state, self.planner, self.controller, pruning)
+        rows, parts = self._used_columns(dataset), (self.prompt_state, self.planner, self.controller, pruning)
         self.passes, self.resolved = make_passes(self.args, self.accelerator, rows, *parts), resolved
         self._own_step.replace_passes(self.passes)
         vars(self).pop("_example_prompt", None)
         return dataset
 
+    def _used_columns(self, dataset: Any) -> Any:
+        """A training set with what `remove_unused_columns` leaves of it, and its prompt ids."""
+        if not self.args.remove_unused_columns:
+            return dataset
+        used = self._remove_unused_columns(dataset, description="training")
+        return dataset.select_columns(list(dict.fromkeys([*used.column_names, ID_COLUMN])))
+
     def get_train_dataloader(self):
         # Differs from TRL: the prompt id survives `remove_unused_columns`
         args = copy.copy(self.args)
         args.remove_unused_columns = False  # they are removed here
-        dataset = used_columns(self.train_dataset, self.args)
+        dataset = self._used_columns(self.train_dataset)
         with altered(self, args=args, train_dataset=dataset) as view:
             return super(LZEGRPOTrainer, view).get_train_dataloader()
 
