@@ -3,7 +3,6 @@
 import io
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,12 +17,10 @@ import tiny
 from bench_samples import result, settings
 from benchmarks import __main__ as command
 from benchmarks import jobs, suite, tasks
-from benchmarks.jobs import RUNS_DIR, Job, Options, make_options, plan, plan_tuned, plan_tuning
-from benchmarks.sections import sort_results
+from benchmarks.jobs import Options, plan
 from benchmarks.settings import BenchError, RunSettings
-from benchmarks.strategies import QUICK, STRATEGIES, chosen_strategies
+from benchmarks.strategies import STRATEGIES, chosen_strategies
 from benchmarks.tasks import TASKS, TaskFiles, load, locate, read_rows
-from lze_trl.job import demo
 
 
 @pytest.fixture
@@ -42,50 +39,9 @@ def write_rows(path, pairs, answer="answer"):
 # ---- Names and options ----
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (
-            lambda: chosen_strategies(["lze", "lze_prunned"]),
-            "Unknown strategy `lze_prunned`. Did you mean `lze_pruned`?",
-        ),
-        (lambda: chosen_strategies(["xyz"]), r"Unknown strategy `xyz`\. Known are grpo, all, exact"),
-        (lambda: chosen_strategies([]), "No strategy is given"),
-        (lambda: tasks.chosen_tasks("adition"), "Unknown task `adition`. Did you mean `addition`?"),
-        (lambda: Options(jobs=0), "`--jobs` must be at least 1, got 0"),
-        (lambda: Options(seeds=()), "`--seeds` must be one or several different numbers"),
-        (lambda: Options(seeds=(1, 1)), "`--seeds` must be one or several different numbers"),
-        (lambda: Options(seeds=(1, 101), tune=True), r"must not hold the seeds of the tuning, \[100, 101\]"),
-        (lambda: Options(rates=(0.5, 2.0), tune=True), "`--rates` must hold 1"),
-        (lambda: Options(model="m", data="d"), "Name it with `--task`"),
-        (lambda: locate("calculator", model="m"), "give both or neither"),
-        (lambda: locate("calculator", model="m", data="d"), "There is no file `d/train.jsonl`"),
-        (lambda: settings(steps=0), "`steps` must be at least 1, got 0"),
-        (lambda: settings(stretch=0.5), "`stretch` must be at least 1"),
-        (lambda: settings(learning_rate=0.0), "`learning_rate` must be greater than 0"),
-        (lambda: RunSettings.from_dict({"task": "addition"}), "written by another version of the benchmark"),
-    ],
-)
-def test_errors_say_what_to_do(call, message):
-    with pytest.raises(BenchError, match=message):
-        call()
-
-
 def test_the_baseline_is_always_among_the_strategies():
     assert chosen_strategies(["lze", "random", "lze"]) == ["grpo", "random", "lze"]
     assert chosen_strategies(list(STRATEGIES)) == list(STRATEGIES)
-
-
-def test_quick_changes_defaults_only():
-    quick = make_options(quick=True, seeds=[4], steps=None)
-    assert (quick.task, quick.strategies, quick.seeds, quick.steps) == ("addition", QUICK, [4], None)
-    full = make_options(strategies=None, jobs=2)
-    assert (full.task, full.strategies, full.seeds, full.jobs) == ("all", tuple(STRATEGIES), (0, 1, 2), 2)
-
-
-def test_all_means_the_small_tasks():
-    assert tasks.chosen_tasks("all") == ["addition", "calculator"]
-    assert tasks.chosen_tasks("word_problems") == ["word_problems"]
 
 
 # ---- Data ----
@@ -127,12 +83,6 @@ def test_missing_calculator_says_how_to_make_it(monkeypatch, tmp_path):
         locate("calculator")
 
 
-def test_missing_word_problems_say_how_to_make_them(monkeypatch, tmp_path):
-    monkeypatch.setattr(tasks, "_WORD_PROBLEMS", tmp_path / "none")
-    with pytest.raises(BenchError, match=r"python -m recipes\.word_problems.*--model DIR --data DIR"):
-        locate("word_problems")
-
-
 def test_word_problems_are_evaluated_on_some_of_their_prompts(files):
     write_rows(files.held_out, [(f"{i}*7=", str(7 * i)) for i in range(800)])
     write_rows(files.train, [(f"{i}+3=", str(i + 3)) for i in range(600)])
@@ -170,20 +120,6 @@ def test_key_names_everything_that_a_result_depends_on():
     assert RunSettings.from_dict(json.loads(json.dumps(vars(settings("dapo"))))) == settings("dapo")
 
 
-def test_key_does_not_depend_on_where_the_files_lie(files, tmp_path):
-    options = Options(task="addition", seeds=(0,), output=tmp_path)
-    moved = TaskFiles(tmp_path / "m", tmp_path / "a.jsonl", tmp_path / "b.jsonl")
-    files.model.rename(moved.model)
-    (one, *_) = plan(options, {"addition": TaskFiles(moved.model, files.train, files.held_out)})
-    files.train.rename(moved.train)
-    files.held_out.rename(moved.held_out)
-    (other, *_) = plan(options, {"addition": moved})
-    assert one.settings == other.settings
-    write_rows(moved.train, [("1+1=", "2")])
-    (changed, *_) = plan(options, {"addition": moved})
-    assert changed.settings.key != one.settings.key
-
-
 def test_plan_goes_seed_by_seed_and_begins_with_the_baseline(files, tmp_path):
     options = Options(task="addition", strategies=("lze", "random"), seeds=(3, 1), steps=20, output=tmp_path)
     planned = [job.settings for job in plan(options, {"addition": files})]
@@ -195,30 +131,6 @@ def test_plan_goes_seed_by_seed_and_begins_with_the_baseline(files, tmp_path):
     assert {job.learning_rate for job in planned} == {2e-4}
     assert {job.held_out for job in planned} == {"test"}
     assert len({job.protocol for job in planned}) == 1
-
-
-def test_plan_of_the_tuning(files, tmp_path):
-    options = Options(task="addition", strategies=("lze",), seeds=(0, 1), tune=True, output=tmp_path)
-    tuning = plan_tuning(options, {"addition": files})
-    assert [(job.settings.strategy, job.settings.learning_rate) for job in tuning] == [
-        (strategy, rate) for strategy in ("grpo", "lze") for rate in (1e-4, 2e-4, 4e-4)
-    ] * 2
-    assert [job.settings.seed for job in tuning] == [100] * 6 + [101] * 6
-    assert {(job.settings.held_out, job.settings.stretch) for job in tuning} == {("validation", 1.0)}
-    main = plan(options, {"addition": files})
-    results = [result([0.1, 0.2], **vars(job.settings)) for job in main]
-    for job in tuning:  # the baseline is best at the task's rate, LZE at twice of it
-        better = job.settings.learning_rate == (2e-4 if job.settings.strategy == "grpo" else 4e-4)
-        results.append(result([0.1, 0.3 if better else 0.2], **vars(job.settings)))
-    tuned = plan_tuned(options, {"addition": files}, sort_results(results)[0])
-    assert [(job.settings.strategy, job.settings.seed, job.settings.learning_rate) for job in tuned] == [
-        ("grpo", 0, 2e-4),
-        ("lze", 0, 4e-4),
-        ("grpo", 1, 2e-4),
-        ("lze", 1, 4e-4),
-    ]
-    known = {job.settings.key for job in main}
-    assert [job.settings.key in known for job in tuned] == [True, False, True, False]
 
 
 # ---- Runs ----
@@ -294,15 +206,6 @@ def test_finished_runs_are_skipped_and_half_done_ones_begin_again(files, tmp_pat
     assert len(fake.started) == 3
 
 
-def test_a_changed_setting_is_another_run(files, tmp_path, fake):
-    suite.execute(planned(files, tmp_path), 2, quiet())
-    assert fake.at_once == {2}
-    suite.execute(planned(files, tmp_path, steps=30), 1, quiet())
-    assert fake.at_once == {1, 2}
-    suite.execute(planned(files, tmp_path, seeds=(0, 1)), 1, quiet())
-    assert len(fake.started) == 3 + 3 + 3
-
-
 def test_runs_that_fail_are_told_and_the_others_are_made(files, tmp_path, fake):
     fake.failing = {"random"}
     console = quiet()
@@ -339,74 +242,6 @@ def test_interruption_stops_the_runs_and_keeps_what_is_finished(files, tmp_path,
     assert "The same command goes on" in console.file.getvalue()
 
 
-def test_all_tasks_but_those_without_a_warm_start_are_run(files, tmp_path, fake, monkeypatch, capsys):
-    def located(task, model, data):
-        return files if task == "addition" else locate(task, model, data)
-
-    for name in ("CALCULATOR_DIR", "_READY_MADE"):
-        monkeypatch.setattr(tasks, name, tmp_path / "none")
-    for name in ("setup_logging", "warm_start"):
-        monkeypatch.setattr(demo, name, lambda *args, **kwargs: None)
-    monkeypatch.setattr(suite, "locate", located)
-    options = Options(strategies=("lze",), seeds=(0,), output=tmp_path / "out")
-    with pytest.raises(BenchError, match="The calculator task has no warm start yet"):
-        suite.bench(replace(options, task="calculator"))
-    assert fake.started == [] and not options.output.exists()
-    with pytest.raises(BenchError, match="The calculator task has no warm start yet"):
-        suite.bench(options)
-    assert fake.started == ["grpo 0", "lze 0"]
-    assert "## Two-digit addition" in (options.output / "tables.md").read_text()
-    assert "Left out for now: The calculator task has no warm start yet" in capsys.readouterr().out
-
-
-def test_bench_reports_what_is_there_even_if_runs_fail(files, tmp_path, fake):
-    fake.failing = {"lze"}
-    options = Options(
-        task="calculator",
-        strategies=("lze", "random"),
-        seeds=(0, 1),
-        output=tmp_path / "out",
-        model=str(files.model),
-        data=str(files.train.parent),
-    )
-    with pytest.raises(BenchError, match=r"2 runs have failed\. .*the same command tries again"):
-        suite.bench(options)
-    text = (tmp_path / "out" / "tables.md").read_text()
-    assert "## GSM8K calculator expressions" in text and "| random 40 % | 2 |" in text and "LZE" not in text
-    assert len((tmp_path / "out" / "results.jsonl").read_text().splitlines()) == 4
-
-
-def test_bench_without_a_baseline_says_why(files, tmp_path, fake):
-    fake.failing = {"grpo"}
-    options = Options(task="addition", strategies=("lze",), seeds=(0,), output=tmp_path / "out")
-    options = replace(options, model=str(files.model), data=str(files.train.parent))
-    with pytest.raises(
-        BenchError, match=r"(?s)no finished run of the baseline.*1 runs have failed\. Their logs say why"
-    ):
-        suite.bench(options)
-
-
-def test_tuning_comes_after_the_comparison_and_adds_a_table(files, tmp_path, fake):
-    options = Options(
-        task="addition",
-        strategies=("lze",),
-        seeds=(0,),
-        tune=True,
-        output=tmp_path / "out",
-        model=str(files.model),
-        data=str(files.train.parent),
-    )
-    suite.bench(options)
-    tuning = [f"{strategy} {seed}" for seed in (100, 101) for strategy in ("grpo", "lze") for _ in range(3)]
-    # Every rate is as good as any other, so the lowest is taken
-    assert fake.started == ["grpo 0", "lze 0", *tuning, "grpo 0", "lze 0"]
-    text = (tmp_path / "out" / "tables.md").read_text()
-    assert "kept for this alone, on the seeds [100, 101]" in text
-    assert "| LZE, 40 % | 1.0e-04 (edge of the grid) | 1 | 20 | 0.200 | 1.00 |" in text
-    suite.bench(options)
-    assert len(fake.started) == 16
-
-
 def test_report_from_kept_results(tmp_path):
     results = [result([0.1, 0.2, 0.3]), result([0.1, 0.3, 0.4], "lze", stretch=1.5)]
     results += [result([0.1, 0.2], "lze", overrides={"x": 1}), result([0.1, 0.2], "lze", steps=7)]
@@ -431,65 +266,6 @@ def test_report_from_kept_results(tmp_path):
         suite.report(tmp_path / "none", quiet())
 
 
-def test_kept_results_and_runs_are_reported_together(files, tmp_path, fake):
-    suite.execute(planned(files, tmp_path), 1, quiet())
-    out = tmp_path / "out"
-    first = suite.read_results(out)
-    suite.report(out, quiet())
-    shutil.rmtree(out / "runs")
-    suite.execute(planned(files, tmp_path, strategies=("random",), seeds=(0, 1)), 1, quiet())
-    (out / RUNS_DIR / "unfinished").mkdir()
-    results = {r["key"]: r for r in suite.read_results(out)}
-    assert len(results) == len(suite.read_results(out)) == 3 + 2
-    assert {r["key"] for r in first} < results.keys()
-    (again,) = (out / RUNS_DIR).glob("addition-grpo-seed0-*/result.json")
-    changed = json.loads(again.read_text()) | {"note": "made again"}
-    again.write_text(json.dumps(changed))
-    assert changed in suite.read_results(out)  # a run counts more than what was kept of it
-    suite.report(out, quiet())
-    assert "| LZE, 40 % | 1 of 2 |" in (out / "tables.md").read_text()
-
-
-class TimedJob(Job):
-    """A run whose times are given."""
-
-    def __init__(self, strategy, task="addition", wall=None, elapsed=0.0, share=0.0):
-        super().__init__(settings(strategy, task=task), None, Path(strategy))
-        self.times = wall, elapsed, share
-
-    finished = property(lambda self: self.times[0] is not None)
-
-    def wall_seconds(self):
-        return self.times[0]
-
-    def elapsed(self):
-        return self.times[1]
-
-    def share_done(self):
-        return self.times[2]
-
-
-def test_time_left():
-    done = [TimedJob("lze", wall=60.0), TimedJob("random", wall=120.0)]
-    waiting = [TimedJob("lze"), TimedJob("all")]  # one as long as its like, one as the mean of the task: 60 + 90
-    assert suite.time_left([*done, *waiting], [], waiting, 1) == "about 2 min left"
-    running = [TimedJob("lze", elapsed=15.0)]
-    assert suite.time_left([*done, *running], running, [], 1) == "about 45 s left"
-    alone = [TimedJob("grpo", elapsed=30.0, share=0.25)]
-    assert suite.time_left(alone, alone, [], 1) == "about 2 min left"
-    assert suite.time_left([*alone, *waiting], alone, waiting, 1) == "time left not known yet"
-    both = [*waiting, *waiting]
-    assert suite.time_left([*done, *both], [], both, 2) == "about 2 min left"
-    assert suite.time_left(done, [], [], 1) == "done"
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(7.4, "7 s"), (60.0, "1 min"), (3570.0, "1 h 00 min"), (7500, "2 h 05 min")]
-)
-def test_durations(seconds, text):
-    assert suite.duration(seconds) == text
-
-
 # ---- The command ----
 
 
@@ -506,15 +282,6 @@ def test_command_errors_have_no_traceback(monkeypatch, arguments, message):
     with pytest.raises(SystemExit) as error:
         command.main(arguments)
     assert str(error.value).startswith(message)
-
-
-def test_reporting_needs_neither_trl_nor_transformers():
-    code = (
-        "import sys; from benchmarks import sections, tables, plots, comparison, tasks\n"
-        "found = {'trl', 'transformers', 'torch'} & set(sys.modules); sys.exit(str(found) if found else 0)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 from pathlib import Path
 
 import pytest
@@ -11,10 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks import calculator
 from benchmarks.calculator import (
     CalculatorWarmStart,
-    build_tokenizer,
-    examples,
     expressions,
-    random_expression,
     split,
 )
 
@@ -52,44 +48,12 @@ def test_split_is_by_expression():
     assert split(train, test, seed=1)[0] != supervised
 
 
-def test_random_expressions_are_right():
-    generator = random.Random(0)
-    found = [random_expression(generator) for _ in range(300)]
-    for prompt, answer in found:
-        assert len(prompt) <= 25 and len(answer) <= 7
-        assert set(prompt) <= set(calculator.CHARACTERS + "=")
-        assert float(answer) == pytest.approx(eval(prompt.rstrip("=")))  # numbers and operators only
-    operators = {character for prompt, _ in found for character in prompt} & set("+-*/")
-    assert operators == set("+-*/")
-    assert any("." in answer for _, answer in found) and any(answer.startswith("-") for _, answer in found)
-
-
 @pytest.mark.parametrize(
     ("numbers", "operators", "expected"),
     [(["2", "3", "4"], "+*", 14), (["2", "3", "4"], "*-", 2), (["8", "2", "4"], "/-", 0), (["9", "4", "2"], "--", 3)],
 )
 def test_products_come_first(numbers, operators, expected):
     assert calculator._value([calculator.Fraction(n) for n in numbers], list(operators)) == expected
-
-
-def test_answers_have_two_decimals_at_most():
-    texts = {"24": "24", "1/4": "0.25", "-9/2": "-4.5", "1/8": None, "1/3": None, "12345678": None, "100": "100"}
-    assert {value: calculator._decimal(calculator.Fraction(value)) for value in texts} == texts
-
-
-def test_examples_are_as_many_as_the_steps_need():
-    settings = CalculatorWarmStart(steps=50, batch_size=8, real_share=0.25)
-    rows = examples({"1+1=": "2"}, settings)
-    assert len(rows) == 400
-    assert sum(row == {"prompt": "1+1=", "completion": "2"} for row in rows) == pytest.approx(100, abs=30)
-    assert examples({"1+1=": "2"}, settings) == rows
-
-
-def test_tokenizer_has_one_token_a_character():
-    tokenizer = build_tokenizer()
-    ids = tokenizer("(1.5+2)*3/4-6=").input_ids
-    assert len(ids) == 14 and tokenizer.unk_token_id not in ids
-    assert tokenizer.decode(ids) == "(1.5+2)*3/4-6="
 
 
 def test_whole_way_in_small(tmp_path):

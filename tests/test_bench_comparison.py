@@ -3,7 +3,6 @@
 import math
 from dataclasses import replace
 
-import hypothesis
 import numpy as np
 import pytest
 from hypothesis import given
@@ -13,26 +12,19 @@ from bench_samples import result
 from benchmarks.comparison import (
     PRICES,
     Spread,
-    best_rates,
     bootstrap_interval,
     cost_to_target,
     exchanged,
     first_crossing,
     lasting_crossing,
-    matched,
     mean_cost_to_target,
     pairs,
     reaches,
     read_curve,
-    smooth,
 )
 
 
 COSTS = np.array([0.0, 10.0, 20.0, 40.0])
-
-
-def test_smoothing_is_the_mean_of_the_last_three():
-    np.testing.assert_allclose(smooth([0.1, 0.3, 0.5, 0.4, 0.9]), [0.1, 0.2, 0.3, 0.4, 0.6])
 
 
 @pytest.mark.parametrize(
@@ -70,18 +62,6 @@ def test_lasting_crossing(accuracy, target, expected):
 POINTS = st.lists(st.tuples(st.floats(0.1, 9.0), st.floats(0.0, 1.0)), min_size=1, max_size=8)
 
 
-@given(POINTS, st.floats(0.0, 1.0))
-def test_lasting_is_the_first_one_or_later(points, target):
-    steps, accuracy = np.array(points).T
-    costs = np.cumsum(steps)
-    first, lasting = (crossing(costs, accuracy, target) for crossing in (first_crossing, lasting_crossing))
-    assert (lasting is None) == (not reaches(accuracy, target)[-1])
-    if lasting is not None:
-        assert first <= lasting <= costs[-1]
-        if (np.diff(accuracy) >= 0.0).all():
-            assert first == lasting
-
-
 @given(POINTS, st.floats(0.0, 1.0), st.floats(0.0, 1.0))
 def test_a_higher_target_never_costs_less(points, one, other):
     steps, accuracy = np.array(points).T
@@ -111,24 +91,6 @@ def test_spread_counts_what_was_not_reached_as_infinite(values, median, reached)
 
 def curves(*results):
     return [read_curve(result, "held_out") for result in results]
-
-
-def test_curve_of_a_result():
-    (curve,) = curves(result([0.1, 0.3, 0.5, 0.4], flops=80.0))
-    np.testing.assert_allclose(curve.accuracy, [0.1, 0.2, 0.3, 0.4])
-    np.testing.assert_allclose(curve.costs["steps"], [0, 10, 20, 30])
-    np.testing.assert_allclose(curve.costs["flops"], [0, 80, 160, 240])
-    np.testing.assert_allclose(curve.costs["rollouts"], [0, 20, 40, 60])
-    np.testing.assert_allclose(curve.costs["updates"], [0, 60, 120, 180])
-    np.testing.assert_allclose(curve.costs["completions"], [0, 80, 160, 240])
-    np.testing.assert_allclose(curve.costs["tokens"], [0, 1000, 2000, 3000])
-    np.testing.assert_allclose(curve.costs["seconds"], [0, 5, 10, 15])
-    assert curve.shares == {
-        "flops": {"rollout": 0.25, "logprob": 0.0, "update": 0.75},
-        "seconds": {"rollout": 0.2, "logprob": 0.0, "update": 0.6},
-    }
-    train = read_curve(result([0.1, 0.3]), "train")
-    np.testing.assert_allclose(train.accuracy, [0.2, 0.3])
 
 
 def test_cost_to_the_final_accuracy_of_the_baseline():
@@ -188,26 +150,11 @@ def test_a_price_at_the_share_of_the_baseline_is_the_cost_in_flops(rollouts, upd
     assert share * parts["rollouts"] + (1 - share) * parts["updates"] == pytest.approx(parts["flops"])
 
 
-def test_a_target_that_is_not_reached_has_an_infinite_price():
-    base, run = curves(result([0.1, 0.2, 0.3, 0.4]), result([0.1, 0.1, 0.1], "lze"))
-    assert {cost_to_target([(run, base)], name).median for name in PRICES} == {math.inf}
-    assert mean_cost_to_target([(run, base)], "price_70") == math.inf
-
-
 def test_the_baseline_costs_one_of_itself():
     rising, wavering = result([0.1, 0.2, 0.3, 0.4]), result([0.1, 0.6, 0.1, 0.5, 0.3, 0.2], seed=1)
     found = pairs(curves(rising, wavering), "grpo", "grpo")
     assert cost_to_target(found, "flops").values == (1.0, 1.0)
     assert cost_to_target(found, "flops", whole=True).values[0] == 1.0
-
-
-def test_a_run_that_differs_by_rounding_alone_is_as_dear():
-    base = result([0.1, 0.2, 0.3, 0.4])
-    found = pairs(curves(base, result([0.1, 0.2, 0.3, 0.4 - 1e-6], "all")), "all", "grpo")
-    assert cost_to_target(found, "flops").values == (1.0,)
-    assert mean_cost_to_target(found, "flops") == mean_cost_to_target(found, "flops", lasting_crossing) == 1.0
-    found = pairs(curves(base, result([0.1, 0.2, 0.3, 0.4 - 1e-4], "all")), "all", "grpo")
-    assert cost_to_target(found, "flops").values == (math.inf,)
 
 
 def test_each_seed_has_its_own_baseline_and_target():
@@ -255,26 +202,6 @@ def test_costs_on_curves_averaged_over_the_seeds():
     ]
 
 
-def test_averaged_curves_that_do_not_reach_or_have_nothing_to_reach():
-    base, low, high = run_of([0.1, 0.2, 0.4]), run_of([0.1, 0.2, 0.3], "lze"), run_of([0.1, 0.5, 0.3], "lze")
-    assert mean_cost_to_target([(low, base)], "flops") == math.inf
-    assert mean_cost_to_target([(high, base)], "flops") == pytest.approx(75 / 200)
-    assert mean_cost_to_target([(high, base)], "flops", lasting_crossing) == math.inf
-    assert mean_cost_to_target([(high, run_of([0.2, 0.3, 0.2]))], "flops") is None
-
-
-@given(
-    st.lists(st.floats(0.0, 1.0), min_size=2, max_size=5),
-    st.lists(st.floats(0.0, 1.0), min_size=2, max_size=5).filter(lambda values: not reaches(values[0], values[-1])),
-    st.integers(3, 5),
-)
-@hypothesis.settings(max_examples=5, deadline=None)
-def test_interval_of_equal_seeds_has_no_width(own, base, seeds):
-    found = [(run_of(own, "lze", seed, 70.0), run_of(base, "grpo", seed)) for seed in range(seeds)]
-    low, high = bootstrap_interval(found, "flops")
-    assert low == high == pytest.approx(mean_cost_to_target(found, "flops"))
-
-
 def test_interval_of_a_bootstrap_over_the_seeds():
     # All reach the target in a single step: the ratio is the mean of 0.3, 0.6 and 0.9 or 1.2 over those drawn. The lowest,
     # three times the same, has probability 1/27 < 5 %; then come two of the lowest and one of the middle, 0.4, with 3/27
@@ -288,69 +215,6 @@ def test_interval_of_a_bootstrap_over_the_seeds():
     assert bootstrap_interval(found(0.9)[:2], "flops") is None
 
 
-def test_draws_that_do_not_reach_the_target_are_infinite():
-    # One seed of three is hopeless; without it, in 8 of 27 draws, the target is reached
-    base = [run_of([0.1, 0.3], "grpo", seed) for seed in range(3)]
-    own = [run_of([0.1, 0.3 if seed else 0.0], "lze", seed) for seed in range(3)]
-    low, high = bootstrap_interval(list(zip(own, base, strict=True)), "flops")
-    assert (low, high) == (1.0, math.inf)
-    flat = [run_of([0.3, 0.3 + 0.1 * seed], "grpo", seed) for seed in range(3)]
-    assert bootstrap_interval(list(zip(own, flat, strict=True)), "flops") is None  # seed 0 alone has nothing to reach
-
-
 def test_nothing_is_compared_with_a_baseline_that_has_not_improved():
     found = pairs(curves(result([0.3, 0.2, 0.2]), result([0.3, 0.5], "lze")), "lze", "grpo")
     assert cost_to_target(found, "flops") is None
-
-
-accuracies = st.floats(0.0, 1.0) | st.sampled_from([0.0, 1e-6, 0.99e-5, 1e-5, 1.01e-5])
-
-
-@given(st.lists(accuracies, min_size=2, max_size=5), st.lists(accuracies, min_size=2, max_size=5))
-@hypothesis.settings(max_examples=20, deadline=None)
-def test_a_baseline_either_costs_one_of_itself_or_has_nothing_to_reach(own, base):
-    run, base = run_of(own, "lze"), run_of(base)
-    expected = None if reaches(base.accuracy, base.final)[0] else 1.0
-    for crossing in (first_crossing, lasting_crossing):
-        assert mean_cost_to_target([(base, base)], "flops", crossing) == expected
-        ratio = mean_cost_to_target([(run, base)], "flops", crossing)
-        assert ratio is None if expected is None else ratio >= 0.0
-    spread = cost_to_target([(base, base)], "flops")
-    assert spread is None if expected is None else spread.values == (expected,)
-    interval = bootstrap_interval([(base, base)] * 3, "flops")
-    assert interval == (None if expected is None else (expected, expected))
-
-
-def test_equal_steps_and_equal_update_tokens():
-    base = result([0.1, 0.2, 0.3, 0.4])  # smoothed 0.1, 0.15, 0.2, 0.3, with 600 update tokens an evaluation
-    run = result([0.1, 0.4, 0.7], "lze", flops=50.0)  # smoothed 0.1, 0.25, 0.4
-    for point in run["curve"]:
-        point["update_tokens"] //= 4  # 150 and 300
-    found = pairs(curves(base, run), "lze", "grpo")
-    steps = matched(found, "steps")
-    assert steps.amount.values == (20.0,)
-    assert steps.accuracy.values == (pytest.approx(0.4),)
-    assert steps.gain.values == (pytest.approx(0.2),)
-    assert steps.flops.values == (pytest.approx(100 / 200),)
-    tokens = matched(found, "update_tokens")  # at 300, the baseline is half-way to its first evaluation, at 50 FLOPs
-    assert tokens.amount.values == (300.0,)
-    assert tokens.gain.values == (pytest.approx(0.4 - 0.125),)
-    assert tokens.flops.values == (pytest.approx(100 / 50),)
-
-
-def test_best_rate_is_that_of_the_highest_mean_and_the_lower_of_equals():
-    def tried(strategy, rate, *finals):
-        return [
-            result([0.1, final, final, final, final], strategy, seed, learning_rate=rate)
-            for seed, final in enumerate(finals)
-        ]
-
-    results = [
-        *tried("grpo", 1e-4, 0.5, 0.2),
-        *tried("grpo", 2e-4, 0.4, 0.4),
-        *tried("lze", 4e-4, 0.3),
-        *tried("lze", 2e-4, 0.3),
-        *tried("lze", 1e-4, 0.2),
-    ]
-    assert best_rates(results) == {"grpo": 2e-4, "lze": 2e-4}
-    assert best_rates([]) == {}

@@ -5,25 +5,18 @@ import json
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import settings as with_settings
-from hypothesis import strategies as st
-from rich.console import Console
 from transformers import TrainerCallback
 
 import tiny
 from benchmarks import gradients
 from benchmarks.evaluation import Evaluation
 from benchmarks.gradients import Probe, ProbeSettings
-from benchmarks.gradients_plot import SCORES, correlations, markdown, of_seeds, save_figure, spearman
+from benchmarks.gradients_plot import SCORES, correlations, spearman
 from benchmarks.group_gradients import Sample, draw, expected_gradient, policy_gradient
-from benchmarks.settings import BenchError
 from benchmarks.tasks import TaskData
 from lze_trl import LZEGRPOTrainer
 from lze_trl.job import demo
-from lze_trl.memory.state import PromptState
 from lze_trl.rewards import exact_match_reward
-from samples import rollouts
 
 
 SMALL = demo.WarmStart(steps=2, batch_size=8, hidden_size=16, intermediate_size=32, num_layers=1)
@@ -136,15 +129,6 @@ def test_a_dead_group_has_exactly_no_gradient(reward):
     assert policy_gradient(model, sample.of_group(2)).abs().max() > 0.0
 
 
-def test_advantages_are_rewards_minus_the_mean_of_the_group():
-    nothing = torch.zeros(5, 1, dtype=torch.long)
-    sample = Sample(
-        nothing, nothing, nothing, group=torch.tensor([1, 0, 1, 0, 1]), rewards=torch.tensor([1.0, 1.0, 0.0, 0.0, 0.5])
-    )
-    assert sample.advantages().tolist() == [0.5, 0.5, -0.5, -0.5, 0.0]
-    assert sample.of_group(1).advantages().tolist() == [0.5, -0.5, 0.0]
-
-
 def test_policy_gradient_is_on_average_the_expected_gradient():
     # One token a completion, so the mean over tokens is that over completions, and p = π("3") is about 1/15. With N
     # completions the noise is 1/√(pN) of the gradient, about 4 %.
@@ -155,42 +139,6 @@ def test_policy_gradient_is_on_average_the_expected_gradient():
     expected = expected_gradient(model, Evaluation([row], tokenizer, max_completion_length=1).batches)
     assert torch.cosine_similarity(sampled, expected, dim=0) > 0.99
     assert float(sampled.norm() / expected.norm()) == pytest.approx(1.0, abs=0.1)
-
-
-def test_expected_gradient_is_minus_the_slope_of_the_pass_rate():
-    model, tokenizer = small_model()
-    evaluation = Evaluation(ROWS, tokenizer, max_completion_length=4)
-    gradient = expected_gradient(model, evaluation.batches)
-    before = evaluation.pass_rates(model).mean()
-    length = 1e-2
-    with torch.no_grad():
-        torch.nn.utils.vector_to_parameters(
-            torch.nn.utils.parameters_to_vector(model.parameters()) - length * gradient / gradient.norm(),
-            model.parameters(),
-        )
-    slope = (evaluation.pass_rates(model).mean() - before) / length
-    assert slope == pytest.approx(float(gradient.norm()), rel=0.05)
-
-
-def test_completions_end_with_their_end_and_the_random_numbers_are_left_alone():
-    model, tokenizer = small_model()
-    torch.manual_seed(5)
-    before = torch.get_rng_state()
-    sample, again = (draw(model, tokenizer, ROWS, 5, 4, exact_match_reward, seed=9) for _ in range(2))
-    assert torch.equal(torch.get_rng_state(), before)
-    assert torch.equal(sample.input_ids, again.input_ids)
-    assert sample.input_ids.shape == sample.attention_mask.shape == (15, 9)
-    assert sample.group.tolist() == [0] * 5 + [1] * 5 + [2] * 5
-    ends = 0
-    for tokens, mask, row in zip(sample.input_ids, sample.completion_mask, sample.group, strict=True):
-        completion = tokens[5:].tolist()
-        ended = tokenizer.eos_token_id in completion
-        ends += ended
-        length = completion.index(tokenizer.eos_token_id) + 1 if ended else 4
-        assert mask.tolist() == [1] * length + [0] * (4 - length)
-        assert tokenizer.decode(tokens[:5], skip_special_tokens=True) == ROWS[row]["prompt"]
-    assert ends > 0
-    assert sample.attention_mask[5:10, 0].tolist() == [0] * 5  # "1+1=" is a character shorter
 
 
 # ---- Probes ----
@@ -222,50 +170,6 @@ def test_a_visit_measures_every_prompt_and_leaves_the_training_alone():
     assert (np.abs(record["projection"]) <= np.array(record["own_norm"]) + 1e-6).all()
 
 
-def test_probe_steps_span_the_training():
-    assert settings().probe_steps == [0, 5, 10]
-    assert settings(steps=150, probes=11).probe_steps == list(range(0, 151, 15))
-    assert settings(steps=7, probes=4).probe_steps == [0, 2, 5, 7]
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"probes": 2}, "between 3 and `steps` \\+ 1 = 11, got 2"),
-        ({"probes": 12}, "got 12"),
-        ({"group_size": 3}, "divide the generation batch of 256, got 3"),
-        ({"group_size": 1}, "at least 2"),
-        ({"prompts": 2}, "between 3 and the 512 training prompts, got 2"),
-        ({"prompts": 513}, "got 513"),
-    ],
-)
-def test_settings_that_cannot_be_measured_are_refused(changes, message):
-    with pytest.raises(BenchError, match=message):
-        settings(**changes)
-
-
-def test_runs_that_have_a_result_are_not_made_again(tmp_path, monkeypatch):
-    made = []
-
-    def training(run, advance):
-        made.append(run)
-        if run.seed == 3:
-            raise KeyboardInterrupt
-        return [{"step": 0}]
-
-    monkeypatch.setattr(gradients, "probed_training", training)
-    runs, console = [settings(seed=seed) for seed in (1, 2, 3)], Console(quiet=True)
-    with pytest.raises(KeyboardInterrupt):
-        gradients.run_all(runs, tmp_path, console)
-    results = gradients.run_all(runs[:2], tmp_path, console)
-    assert [run.seed for run in made] == [1, 2, 3]
-    assert [result["settings"]["seed"] for result in results] == [1, 2]
-    assert results[0]["records"] == [{"step": 0}]
-    # A run with other settings is another run
-    gradients.run_all([settings(seed=1, steps=11)], tmp_path, console)
-    assert len(made) == 4
-
-
 # ---- Rank correlations ----
 
 
@@ -275,45 +179,6 @@ def test_spearman_by_hand():
     assert spearman([1, 2, 2, 4], [10, 30, 20, 20]) == pytest.approx(0.5)
     assert spearman([1, 2, 3, 4], [8, 6, 4, 2]) == pytest.approx(-1.0)
     assert np.isnan(spearman([5, 5, 5], [1, 2, 3]))
-
-
-@with_settings(max_examples=40)
-@given(st.lists(st.tuples(st.integers(-5, 5), st.integers(-5, 5)), min_size=2, max_size=9))
-def test_spearman_knows_ranks_only(pairs):
-    x, y = np.array(pairs, dtype=float).T
-    rho = spearman(x, y)
-    if len(set(x)) == 1 or len(set(y)) == 1:
-        assert np.isnan(rho)
-        return
-    assert rho == pytest.approx(spearman(y, x), abs=1e-12)
-    assert rho == pytest.approx(spearman(np.exp(x), y**3), abs=1e-12)
-    assert rho == pytest.approx(-spearman(-x, y), abs=1e-12)
-    assert spearman(x, 2 * x) == pytest.approx(1.0)
-
-
-def test_scores_by_hand():
-    # Two visits, G = 4, α = 0.3, λ = 0.9; at the second one D is of the first, and μ = p⁽⁰⁾
-    #   prompt 1: 1/4, then 2/4: D = 3/4, u = 1,   m = 1/2: E = 0.75 · 1 · 1.15     = 0.8625
-    #   prompt 2: 3/4, then 1/4: D = 1/4, u = 3/4, m = 1:   E = 0.25 · 0.75 · 1.3   = 0.24375
-    #   prompt 3: 4/4, then 4/4: D = 1/20, u = 0,  m = 0:   E = 0
-    state = PromptState()
-    state.visit(rollouts({1: [1, 0, 0, 0], 2: [1, 1, 1, 0], 3: [1, 1, 1, 1]}))
-    groups = state.visit(rollouts({1: [1, 0, 1, 0], 2: [0, 1, 0, 0], 3: [1, 1, 1, 1]}))
-    columns = vars(groups) | {"random": np.array([0.3, 0.1, 0.2]), "expected_pass_rates": np.array([0.4, 0.5, 0.9])}
-    expected = {
-        "energy": [0.8625, 0.24375, 0.0],
-        "uncertainty": [1.0, 0.75, 0.0],
-        "midpoint": [0.0, -0.25, -0.5],
-        "no_momentum": [0.75, 0.1875, 0.0],
-        "no_anchor": [1.15, 0.975, 0.0],
-        "no_uncertainty": [0.8625, 0.325, 0.05],
-        "anchor": [0.75, 0.25, 0.05],
-        "random": [0.3, 0.1, 0.2],
-        "expected_uncertainty": [0.24, 0.25, 0.09],
-    }
-    assert list(SCORES) == list(expected)
-    for name, (_, score) in SCORES.items():
-        np.testing.assert_allclose(score(columns), expected[name], rtol=1e-6, err_msg=name)
 
 
 def record(step: int, pass_rates: np.ndarray, norms: np.ndarray) -> dict:
@@ -366,44 +231,6 @@ def test_correlations_of_all_and_of_live_groups():
     groups = table.set_index(["step", "set", "target", "score"])["groups"]
     assert (groups[0, "all", "gain", "energy"], groups[0, "live", "gain", "energy"]) == (9, 8)
     assert dict(zip(table["step"], table["phase"], strict=True)) == {0: "early", 1: "middle", 2: "late"}
-
-
-def test_what_weighs_in_the_update_counts_the_tokens():
-    visit = record(0, RATES, NORMS)
-    visit["tokens"] = (1.0 / (1.0 + NORMS**2)).tolist()  # N / (1 + N²) falls from N = 1 on
-    found = correlations([result(1, [visit])]).set_index(["set", "target", "score"])["rho"]
-    assert found["live", "own_norm", "energy"] == pytest.approx(1.0)
-    assert found["live", "part", "energy"] == pytest.approx(-1.0)
-    assert found["live", "gain", "energy"] == pytest.approx(-1.0)
-
-
-def test_seeds_weigh_the_same_whatever_their_visits():
-    good, bad = record(0, RATES, NORMS), record(1, RATES, NORMS[::-1])
-    table = correlations([result(1, [good, good, bad]), result(2, [bad])])
-    spread = of_seeds(table, ["set", "target", "score"]).loc["all", "own_norm", "energy"]
-    assert spread["max"] == pytest.approx(1.0 / 3.0)  # (1 + 1 − 1)/3
-    assert spread["min"] == pytest.approx(-1.0)
-    assert spread["mean"] == pytest.approx(-1.0 / 3.0)
-
-
-def test_tables_and_figure(tmp_path):
-    results = [result(seed, [record(step, RATES, NORMS) for step in range(3)]) for seed in (1, 2)]
-    table = correlations(results)
-    text = markdown(table, results)
-    assert "seeds 1, 2 (" in text
-    assert "a machine, 2026-01-02; 60 seconds" in text
-    lines = text.splitlines()
-    assert (
-        "| G = 4, all groups | own gradient | part in the update | fresh rollouts | expected gradient | held-out gain |"
-        in lines
-    )
-    cells = ["1.00 (1.00 to 1.00)"] * 2 + ["−1.00 (−1.00 to −1.00)"] + ["1.00 (1.00 to 1.00)"] * 2
-    assert f"| energy D·u·(1 + αm) | {' | '.join(cells)} |" in lines
-    assert "### Early / middle / late: live groups, G = 4" in lines
-    assert "| D | – / – / – | – / – / – | – / – / – | – / – / – | – / – / – | – / – / – |" in lines
-    assert any(line.startswith("| −\\|p − 0.5\\| | 1.00") for line in lines)
-    save_figure(table, results, tmp_path / "figure.png")
-    assert (tmp_path / "figure.png").read_bytes()[:4] == b"\x89PNG"
 
 
 @pytest.mark.slow

@@ -1,8 +1,6 @@
 """The instruments of the benchmark: they measure what is there, and change nothing."""
 
 import json
-import math
-from itertools import chain
 
 import numpy as np
 import pytest
@@ -13,12 +11,10 @@ import tiny
 from bench_samples import settings
 from benchmarks import run as bench_run
 from benchmarks.evaluation import Evaluation, GreedyEvaluation
-from benchmarks.meter import Clock, Meter
 from benchmarks.strategies import BASELINE, STRATEGIES
 from benchmarks.tasks import TaskFiles
 from lze_trl import LZEGRPOConfig, LZEGRPOTrainer
 from lze_trl.record import open_run
-from lze_trl.record.ledger import TokenCost
 
 
 TRAINING = {
@@ -48,32 +44,6 @@ def files(tmp_path):
 
 def small(strategy, **changes):
     return settings(strategy, **({"training": TRAINING, "steps": 2, "eval_every": 1, "learning_rate": 1e-2} | changes))
-
-
-def test_clock_is_in_one_phase_at_a_time(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr("benchmarks.meter.time.perf_counter", lambda: now[0])
-    clock = Clock()
-    for phase, seconds in (("other", 1.0), ("update", 2.0), ("rollout", 4.0)):
-        now[0] += 100.0 if clock.phase == "evaluation" else 0.0
-        clock.switch(phase)
-        now[0] += seconds
-    with pytest.raises(KeyError), clock.within("preparation"):
-        now[0] += 8.0
-        with clock.paused():
-            now[0] += 16.0
-        raise KeyError
-    assert clock.phase == "rollout"
-    now[0] += 32.0
-    clock.switch("other")
-    assert clock.seconds == {
-        "rollout": 36.0,
-        "logprob": 0.0,
-        "update": 2.0,
-        "preparation": 8.0,
-        "other": 1.0,
-        "evaluation": 116.0,
-    }
 
 
 @pytest.mark.parametrize(("strategy", "plain_class"), [("grpo", GRPOTrainer), ("lze_pruned", LZEGRPOTrainer)])
@@ -113,18 +83,6 @@ def test_instruments_and_evaluations_change_no_weight(files, tmp_path, strategy,
     assert all(torch.equal(after[name], expected[name]) for name in expected)
 
 
-def test_a_run_on_chat_prompts(files, tmp_path):
-    """Messages are trained and evaluated on, and completions are scored by what they work out."""
-    own = small("lze", task="word_problems", training=TRAINING | {"generation_batch_size": 12})
-    result = bench_run.run(own, files, tmp_path)
-    assert [point["step"] for point in result["curve"]] == [0, 1, 2]
-    assert result["checks"] == []
-    assert all(0.0 <= point["accuracy"]["held_out"]["mean"] <= 1.0 for point in result["curve"])
-    trainer = bench_run.build_trainer(own, files, [{"prompt": "1+1=", "solution": "2"}] * 3, tmp_path / "again")
-    assert trainer.train_dataset[0]["prompt"] == [{"role": "user", "content": "1+1="}]
-    assert trainer.reward_func_names == ["accuracy_reward"]
-
-
 @pytest.mark.parametrize("answers", [("7", "8"), ("8", "8")])
 def test_greedy_accuracy(monkeypatch, answers):
     """The share of the prompts whose greedy completion gives the gold answer, however they are batched."""
@@ -139,21 +97,6 @@ def test_greedy_accuracy(monkeypatch, answers):
     monkeypatch.setattr(model, "generate", generate)
     found = GreedyEvaluation(rows, tokenizer, 5).accuracy(model)
     assert found["mean"] == sum(a == row["solution"] for a, row in zip(answers, rows, strict=True)) / 2
-
-
-def test_greedy_accuracy_does_not_depend_on_the_batches(monkeypatch):
-    model, tokenizer = tiny.model(), tiny.tokenizer()
-    model.generation_config.eos_token_id = None
-    rows = [{"prompt": f"{i}+{i * i}=", "solution": ""} for i in range(9)]
-    seen = []
-    monkeypatch.setattr(
-        "benchmarks.evaluation.accuracy_reward", lambda texts, golds: seen.append(texts) or [0.0] * len(texts)
-    )
-    for batch in (1, 4, 9):
-        monkeypatch.setattr("benchmarks.evaluation._BATCH", batch)
-        GreedyEvaluation(rows, tokenizer, 5).accuracy(model)
-    one, four, nine = (list(chain.from_iterable(part)) for part in (seen[:9], seen[9:12], seen[12:]))
-    assert one == four == nine
 
 
 def test_plain_trl_by_hand(files, tmp_path):
@@ -214,16 +157,6 @@ def test_meter_and_ledger_agree(files, tmp_path, strategy, changes):
     assert all(meter.computed_tokens[phase] >= meter.tokens[phase] for phase in ("logprob", "update"))
 
 
-def test_a_run_goes_on_until_it_has_cost_as_much_as_the_baseline():
-    # The baseline: 2 steps of 12 completions of 10 tokens, 8 FLOPs each: 1920
-    meter, cost = Meter(), TokenCost(forward=2.0, train=6.0)
-    meter.rows_rolled_out, meter.tokens["rollout"], meter.tokens["update"] = 36, 360, 199
-    assert meter.flops(cost)["total"] == 720 + 1194
-    assert not bench_run.has_spent_the_budget(meter, cost, small("lze"))
-    meter.tokens["update"] = 200
-    assert bench_run.has_spent_the_budget(meter, cost, small("lze"))
-
-
 def test_a_cheap_run_goes_on_and_a_dear_one_does_not(files, tmp_path):
     cheap = bench_run.run(small("lze", stretch=2.0), files, tmp_path)  # every group is dead: nothing is trained on
     assert [point["step"] for point in cheap["curve"]] == [0, 1, 2, 3, 4]
@@ -259,27 +192,6 @@ def test_expected_pass_rate_is_the_probability_of_the_answer(monkeypatch):
     np.testing.assert_allclose(rates, expected, rtol=1e-4)
     assert expected[4] == rates[4] == 0.0
     assert (rates[:4] > 0.0).all()
-
-
-def test_sampling_agrees_with_the_expectation_and_leaves_the_random_numbers_alone():
-    tokenizer, model = tiny.tokenizer(), tiny.model().eval()
-    with torch.no_grad():  # a model that answers "a", "b" or with the end of the text, each about one time in three
-        model.lm_head.weight.zero_()
-        model.lm_head.bias = torch.nn.Parameter(torch.full((len(tokenizer),), -20.0))
-        model.lm_head.bias[tokenizer("ab").input_ids] = 0.0
-        model.lm_head.bias[tokenizer.eos_token_id] = 0.0
-    rows = [{"prompt": "1" * (1 + i % 5), "solution": ("a", "ab", "ba", "aab", "c")[i % 5]} for i in range(150)]
-    evaluation = Evaluation(rows, tokenizer, 3)
-    expected = evaluation.accuracy(model)["mean"]
-    assert expected == pytest.approx((1 / 9 + 1 / 27 + 1 / 27 + 1 / 27 + 0) / 5, rel=1e-4)
-    torch.manual_seed(5)
-    state = torch.random.get_rng_state()
-    sampled = evaluation.sampled(model, samples=8, seed=1)
-    assert torch.equal(torch.random.get_rng_state(), state)
-    assert abs(sampled["mean"] - expected) < 4 * sampled["standard_error"]
-    # Binomial noise of 150 × 8 draws
-    variance = sum(p * (1 - p) for p in (1 / 9, 1 / 27, 1 / 27, 1 / 27, 0)) * 30 / 8 / 150**2
-    assert sampled["standard_error"] == pytest.approx(math.sqrt(variance), rel=0.3)
 
 
 @pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "grpo"])

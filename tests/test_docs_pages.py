@@ -8,16 +8,13 @@ from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
-import yaml
 from trl import GRPOTrainer
 
 import tiny
 from lze_trl import LZEGRPOConfig, LZEGRPOTrainer
-from lze_trl.config import CONTROLLERS, SELECTORS
 from lze_trl.evaluation.settings import PRESETS
 from lze_trl.job.recipe import KEYS
 from lze_trl.rewards.named import MAJORITY, REWARDS, SOFT_OVERLONG
-from lze_trl.strategies import DEFAULT, STRATEGIES, settings_of
 from test_docs_choosing import code
 from test_laws import distance, moved
 
@@ -76,29 +73,6 @@ def test_links_resolve(page):
     assert [path for path in paths if not (ROOT / path).exists()] == []
     for link in ARXIV.findall(text):
         assert link[0] == link[1]
-
-
-@pytest.mark.parametrize("page", SITE)
-def test_rows_of_a_table_have_the_cells_of_its_heading(page):
-    text = re.sub(r"```.*?```", "", SITE[page].read_text(encoding="utf-8"), flags=re.S)
-    for heading, body in re.findall(r"^(\|.*)\n\|[-:| ]+\|\n((?:.+\n)*)", text, re.M):
-        cells = {len(re.split(r"(?<!\\)\|", line)) for line in (heading, *body.splitlines())}
-        assert len(cells) == 1, heading
-
-
-@pytest.mark.parametrize("page", [page for page in SITE if page.startswith("docs/")])
-def test_the_readme_lists_the_page(page):
-    assert f"]({page})" in (ROOT / "README.md").read_text(encoding="utf-8")
-
-
-def test_the_site_has_every_page_once():
-    def entries(nav) -> list[str]:
-        if isinstance(nav, str):
-            return [nav]
-        return [page for entry in (nav.values() if isinstance(nav, dict) else nav) for page in entries(entry)]
-
-    settings = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
-    assert sorted(entries(settings["nav"])) == sorted(SITE)
 
 
 @pytest.mark.parametrize("page", PAGES[:3])
@@ -191,13 +165,6 @@ def test_trl_decays_weights_without_a_gradient_and_the_default_does_not(tmp_path
     assert ours.ledger.skipped_updates == 3
 
 
-def test_the_default_is_the_one_described():
-    assert DEFAULT == "exact"
-    assert settings_of(DEFAULT)["loss_normalizer"] == "all"
-    assert settings_of("lze")["selection_ratio"] == 0.4
-    assert settings_of("reinforce_ada")["scale_rewards"] == "none"
-
-
 # ---- Messages ----
 
 
@@ -213,72 +180,7 @@ def messages() -> list[str]:
     return found
 
 
-def quoted(page: str) -> list[str]:
-    """Messages that a page quotes; … stands for a value."""
-    return [text for row in rows(page) for cell in row for text in re.findall(r"“([^”]+)”", cell)]
-
-
-@pytest.mark.parametrize(("page", "at_least"), [("migrate.md", 10), ("troubleshooting.md", 20)])
-def test_messages_are_those_of_the_package(page, at_least):
-    known = "\n".join(messages())
-    quotes = quoted(page)
-    assert len(quotes) >= at_least
-    missing = [quote for quote in quotes if quote.replace("…", "\0") not in known]
-    assert missing == []
-
-
-def test_every_row_of_troubleshooting_says_what_to_do():
-    table = rows("troubleshooting.md")
-    assert 12 <= len(table) <= 30
-    for row in table:
-        assert len(row) == 4
-        assert all(row[1:]), row
-
-
 # ---- Papers ----
 
 
-def test_every_method_is_among_the_papers():
-    page = read("papers.md")
-    assert set(re.findall(r"`strategy: (\w+)`", page)) == set(STRATEGIES)
-    assert set(re.findall(r"`selector: (\w+)`", page)) == set(SELECTORS) - {"all"}
-    assert set(re.findall(r"`controller: (\w+)`", page)) == set(CONTROLLERS) - {"uniform"}
-    assert set(re.findall(r"`pruning_policy: (\w+)`", page)) == set(literals(HINTS["pruning_policy"]))
-    assert set(re.findall(r"`advantage_estimator: (\w+)`", page)) == set(literals(HINTS["advantage_estimator"]))
-
-
-def test_every_paper_is_among_the_papers():
-    page = {arxiv for arxiv, _ in ARXIV.findall(read("papers.md"))}
-    others = {arxiv for path in DOCS.glob("*.md") for arxiv, _ in ARXIV.findall(path.read_text(encoding="utf-8"))}
-    assert page == others
-    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))["references"]
-    assert {reference["url"].rpartition("/")[2] for reference in cited} <= page
-
-
-def test_a_method_was_measured_or_not():
-    methods = [row for row in rows("papers.md") if len(row) == 4]
-    assert len(methods) > 20
-    for _, paper, _, measured in methods:
-        assert ARXIV.fullmatch(paper) or paper in ("ours", "ours, the control", "the same", "a variation of the same")
-        assert measured in ("not measured", "–") or ".md" in measured
-
-
 # ---- Gradients ----
-
-
-def test_correlations_are_those_that_were_kept():
-    kept = (ROOT / "benchmarks" / "results" / "gradients" / "results.md").read_text(encoding="utf-8")
-
-    def correlations(size: int) -> dict[str, list[str]]:
-        """Means of the columns of the page, by score."""
-        (body,) = re.findall(rf"### Over the training: live groups, G = {size}\n\n\|.*\n\|.*\n((?:\|.*\n)+)", kept)
-        cells = [re.split(r"(?<!\\)\|", line)[1:-1] for line in body.splitlines()]
-        return {row[0].strip(): [row[i].split()[0] for i in (2, 4, 5)] for row in cells}
-
-    by_size = [correlations(size) for size in (4, 8, 16)]
-    table = [row for row in rows("energy-and-gradients.md") if len(row) == 4]
-    assert len(table) == 8
-    for score, *cells in table:
-        assert [cell.split(" / ") for cell in cells] == [
-            list(column) for column in zip(*(of[score] for of in by_size), strict=True)
-        ]
