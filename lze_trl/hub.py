@@ -26,6 +26,18 @@ logger = logging.getLogger(__name__)
 PICTURE = "lze_summary.png"
 """Picture of the run, beside the model card."""
 
+SELECTED = (
+    "What to train on was selected by lze-trl, see "
+    "[Learning-Zone Energy: Online Data Selection for Efficient RL Post-Training](https://huggingface.co/papers/2605.17003)."
+)
+CITATION = """\
+@article{cui2026learningzone,
+    title        = {{Learning-Zone Energy: Online Data Selection for Efficient RL Post-Training}},
+    author       = {Peng Cui and Boyao Yang and Jun Zhu},
+    year         = 2026,
+    eprint       = {arXiv:2605.17003},
+}"""
+
 _STATE_FILES = ["lze_state.*", "checkpoint-*/lze_state.*", "checkpoint-*/trainer_state.json"]
 _RUN_FILES = [f"{DIRECTORY}/**", "report/**", "lze_state.*", RESULT_FILES]
 _PRIVATE = (f"/{DIRECTORY}/", "/report/", f"/{EVALUATIONS}/")
@@ -108,11 +120,10 @@ def correct_model_card(
     base_model: str | None,
     prompt: str | list[dict[str, Any]],
     datasets: list[str],
-    grpo_citation: str,
 ):
     """
     Correct what TRL's model card says of every model: where it is, its base model, an example prompt as text or messages,
-    the training sets if there are several, and whom to cite (BibTeX of the method that LZE selects data for).
+    and the training sets if there are several; and say how its training data was selected, and whom to cite for it.
     """
     # TRL names no folder: here one has its last two names, since the last alone is often "model"
     name = f"the local model `{Path(*Path(base_model).parts[-2:])}`" if base_model else "a model without a name"
@@ -125,9 +136,10 @@ def correct_model_card(
         ('model="None"', f'model="{model_id}"'),
         (f"[{datasets}](https://huggingface.co/datasets/{datasets}) dataset", f"{links} datasets"),
         ('[{"role": "user", "content": question}]', "prompt"),
-        ("Cite TRL as:", f"Cite GRPO as:\n\n```bibtex\n{grpo_citation}\n```\n\nCite TRL as:"),
+        ("Cite TRL as:", f"Cite Learning-Zone Energy as:\n\n```bibtex\n{CITATION}\n```\n\nCite TRL as:"),
     ):
         text = text.replace(before, after)
+    text = re.sub(r"^(This model was trained with GRPO.*)$", rf"\1 {SELECTED}", text, flags=re.M)
     text = re.sub(r'question = ".*"', lambda _: f"prompt = {prompt!r}", text)
     write_atomically(Path(path), text.encode())
 

@@ -3,14 +3,13 @@
 import copy
 import inspect
 import logging
-import textwrap
 import time
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from datasets import Dataset, IterableDataset
@@ -131,21 +130,6 @@ class LZEGRPOTrainer(GRPOTrainer):
     args: LZEGRPOConfig
     model: PreTrainedModel
 
-    # TRL declares both as if they were of the instance
-    _tag_names: ClassVar[list[str]] = ["trl", "grpo", "lze"]  # type: ignore[misc]
-    _name = "LZE"
-    _paper: ClassVar[dict[str, str]] = {  # type: ignore[misc]
-        "title": "Learning-Zone Energy: Online Data Selection for Efficient RL Post-Training",
-        "id": "2605.17003",
-        "citation": textwrap.dedent("""\
-            @article{cui2026learningzone,
-                title        = {{Learning-Zone Energy: Online Data Selection for Efficient RL Post-Training}},
-                author       = {Peng Cui and Boyao Yang and Jun Zhu},
-                year         = 2026,
-                eprint       = {arXiv:2605.17003},
-            }"""),
-    }
-
     # An object made without `__init__` works as TRL's does
     generation_step: GenerationStep | None = None
     resolved: Mapping[str, Any] = MappingProxyType({})
@@ -193,6 +177,7 @@ class LZEGRPOTrainer(GRPOTrainer):
             super().__init__(
                 model, None if reward_funcs is None else callables, args, train_dataset, *positional, **kwargs
             )
+        self.model.add_model_tags(["lze"])
         self.reward_notes = RewardNotes()
         self._beginning = Beginning(self._resume)
         self.callback_handler.callbacks.insert(
@@ -475,6 +460,7 @@ class LZEGRPOTrainer(GRPOTrainer):
     ):
         # Differs from TRL: says where the model is and what to ask it; that of a finished run, what it has saved
         model_id = self.hub_model_id or self.args.hub_model_id or self.args.output_dir
+        tags = ["lze", *([tags] if isinstance(tags, str) else tags or ())]
         super().create_model_card(model_name or Path(model_id).name, dataset_name or None, tags)  # type: ignore[arg-type]  # it takes lists as well
         if not self.is_world_process_zero():
             return
@@ -484,7 +470,6 @@ class LZEGRPOTrainer(GRPOTrainer):
             get_config_model_id(self.model.config),
             self._example_prompt,
             datasets=dataset_name if isinstance(dataset_name, list) else [],
-            grpo_citation=super()._paper["citation"],
         )
         if self.args.telemetry and not self.is_in_train:
             extend_model_card(self.args.output_dir)

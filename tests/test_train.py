@@ -98,11 +98,11 @@ def test_the_model_card_is_of_this_model(job, tmp_path, conversational):
     asked = [{"role": "system", "content": "Add."}, {"role": "user", "content": "0+0="}] if conversational else "0+0="
     assert f"prompt = {asked!r}\n" in card and "generator(prompt, " in card
     method, _, citations = card.partition("## Citations")
-    assert "trained with LZE, a method introduced in [Learning-Zone Energy: " in method
-    assert "https://huggingface.co/papers/2605.17003" in method and "DeepSeekMath" not in method
-    of_lze, _, of_grpo = citations.partition("Cite GRPO as:")
-    assert "Cite LZE as:" in of_lze and "2605.17003" in of_lze and "DeepSeekMath" not in of_lze
-    assert "DeepSeekMath" in of_grpo and "Cite TRL as:" in of_grpo
+    assert "trained with GRPO, a method introduced in [DeepSeekMath" in method
+    assert "selected by lze-trl, see [Learning-Zone Energy: " in method and "papers/2605.17003" in method
+    of_grpo, _, of_lze = citations.partition("Cite Learning-Zone Energy as:")
+    assert "DeepSeekMath" in of_grpo and "2605.17003" in of_lze and "Cite TRL as:" in of_lze
+    assert "\n- lze\n" in card.partition("\n---\n")[0]
     assert "## Trained where it learns" in card
 
 
