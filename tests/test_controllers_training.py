@@ -465,17 +465,6 @@ def test_kept_rows_weigh_as_much_as_those_they_stand_for(tmp_path, loss_type, no
         assert distance(fewer, runs[2]) < 1e-5
 
 
-@pytest.mark.parametrize("pruning", ["refill", "skip", "none"])
-def test_an_own_controller_that_is_uniform(tmp_path, pruning):
-    settings = {"pruning": pruning, "pruning_streak": 1, "selection_ratio": 0.5, "optim": "sgd", "learning_rate": 0.5}
-    ours = run(tmp_path / "ours", cls=WatchedTrainer, max_steps=6, trainer={"controller": Fours()}, **settings)
-    theirs = run(tmp_path / "theirs", cls=WatchedTrainer, max_steps=6, **settings)
-    assert ours.rounds == theirs.rounds
-    assert ours.batches == theirs.batches
-    assert moved(ours) > 1e-2
-    assert distance(ours, theirs) < 1e-6
-
-
 class Doubtful(RolloutController):
     """
     Two completions of every other prompt; where they disagree, three more; another prompt for each that has none yet.
@@ -570,16 +559,6 @@ def test_a_controller_that_answers_wrongly(tmp_path, name):
     answers, message = BAD_CONTROLLERS[name]
     with pytest.raises(ValueError, match=message):
         run(tmp_path, trainer={"controller": answering(**answers)})
-
-
-def test_a_controller_with_chances_may_draw_further_prompts(tmp_path):
-    answers = {
-        "draw": lambda round, prompts, drawn, rng: np.where(drawn.sizes == 0, 4, 0),
-        "chances": lambda round, prompts, drawn: np.full(len(prompts), 0.5) if round == 0 else None,
-        "more": lambda round, prompts, drawn, live, k: 2 if round == 1 else 0,
-    }
-    trainer = run(tmp_path, trainer={"controller": answering(**answers)})
-    assert history(trainer, "lze/groups") == [8.0] * 3
 
 
 def test_a_controller_that_asks_for_nothing(tmp_path):
@@ -722,12 +701,6 @@ def test_resumed_with_a_gate_is_uninterrupted_bit_for_bit(tmp_path, shape):
     assert whole.prompt_state.gate.state_dict()["weights"].any()
     assert whole.prompt_state.gate.state_dict()["recent"].any()
     assert whole.ledger.rows_rolled_out == resumed.ledger.rows_rolled_out <= 9 * (3 if shape else 23)
-
-
-def test_a_gate_saves_completions_with_one_prompt_a_batch(tmp_path):
-    trainer = run(tmp_path, cls=scripted(HALF_DEAD), strategy="gate", max_steps=150, **ONE_PROMPT)
-    assert trainer.ledger.rows_rolled_out < 0.8 * 150 * 4
-    assert trainer.ledger.groups_trained > 0.8 * 75  # half are alive
 
 
 @pytest.mark.parametrize(
@@ -1043,13 +1016,6 @@ BAD_TRAINERS = [
 def test_what_unequal_groups_cannot_be_is_refused(tmp_path, controller, settings, message):
     with pytest.raises(ValueError, match=message):
         make(tmp_path, controller=controller, **settings, **CONTROLLERS[controller])
-
-
-def test_batches_that_shrink_are_not_filled(tmp_path):
-    with pytest.raises(
-        ValueError, match="`pruning='skip'` makes batches smaller, and `DynamicSampling` draws further"
-    ):
-        make(tmp_path, controller="dynamic", pruning="skip")
 
 
 def test_an_own_controller_is_held_to_the_same(tmp_path):

@@ -348,15 +348,6 @@ def test_a_run_that_is_resumed_at_its_end_stays_as_it_is(tmp_path, caplog, lengt
     assert vars(resumed.ledger) == vars(whole.ledger)
 
 
-def test_more_epochs_go_on(tmp_path):
-    # 17 prompts, 3 a batch: 5 steps an epoch
-    settings = {"max_steps": -1, "save_strategy": "steps", "save_steps": 5}
-    train(LZEGRPOTrainer, tmp_path, num_train_epochs=1, **settings)
-    longer = make(LZEGRPOTrainer, tmp_path, num_train_epochs=2, **settings)
-    longer.train(resume_from_checkpoint=True)
-    assert longer.state.global_step == 10
-
-
 @pytest.mark.parametrize("moment", ["in the middle of a batch", "neither divides"])
 def test_resumed_with_lora_is_uninterrupted(tmp_path, moment):
     whole, resumed = resumed_from_the_middle(

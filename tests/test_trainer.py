@@ -1,13 +1,11 @@
 """The trainer takes what TRL's takes, and refuses the rest with a reason."""
 
-import asyncio
 import functools
 
 import numpy as np
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
-from peft import LoraConfig
 from trl import GRPOConfig
 
 import tiny
@@ -36,33 +34,11 @@ def history(trainer, name):
     return [entry[name] for entry in trainer.state.log_history if name in entry]
 
 
-def test_defaults_train_on_the_best_groups_only(tmp_path):
-    trainer = run(tmp_path, per_device_train_batch_size=40, max_steps=4)
-    ledger = trainer.ledger
-    assert ledger.groups_rolled_out == 40
-    assert 0 < ledger.groups_trained <= 16  # 40 % of 10 groups, four times
-    assert ledger.rows_trained == 4 * ledger.groups_trained
-    assert max(history(trainer, "lze/selected_share")) <= 0.4
-
-
-@pytest.mark.parametrize(
-    ("groups", "ratio", "told"), [(1, 0.4, True), (2, 0.8, True), (2, 0.4, False), (1, 1.0, False)]
-)
-def test_too_few_groups_to_choose_from_are_told(tmp_path, caplog, groups, ratio, told):
-    make(tmp_path, per_device_train_batch_size=4 * groups, selection_ratio=ratio)
-    assert (f"holds {groups} group(s), of which `selection_ratio={ratio}` is all of them" in caplog.text) == told
-
-
 def test_metrics_of_the_whole_batch_keep_the_names_of_trl(tmp_path):
     trainer = run(tmp_path, selection_ratio=0.3)
     for name in ("reward", "rewards/even_length_reward/mean", "completions/mean_length", "frac_reward_zero_std"):
         assert len(history(trainer, name)) == 3
     assert history(trainer, "reward") == pytest.approx(history(trainer, "lze/pass_rate"))
-
-
-def test_conversational_prompts(tmp_path):
-    trainer = run(tmp_path, dataset=tiny.prompts(11, conversational=True))
-    assert trainer.ledger.rows_rolled_out == 36
 
 
 def test_an_iterable_dataset_is_selected_from(tmp_path):
@@ -113,16 +89,6 @@ def test_a_pass_can_be_the_weighted_total(tmp_path):
     assert history(trainer, "lze/pass_rate") == pytest.approx(history(trainer, "rewards/even_length_reward/mean"))
 
 
-def test_async_rewards(tmp_path):
-    async def slow_reward(completions, **kwargs):
-        await asyncio.sleep(0)
-        return tiny.even_length_reward(completions)
-
-    trainer = run(tmp_path, reward_funcs=[slow_reward])
-    assert trainer.reward_func_names == ["slow_reward"]
-    assert history(trainer, "lze/pass_rate") == pytest.approx(history(trainer, "reward"))
-
-
 def test_none_rewards_are_left_out(tmp_path):
     def picky(completions, **kwargs):
         # The first completion of each group is not scored, the others pass: a pass rate of 1, no signal
@@ -160,12 +126,6 @@ def test_reward_functions_see_the_data_but_not_our_column(tmp_path):
     assert not [name for name in seen if name.startswith("lze")]
 
 
-def test_lora(tmp_path):
-    trainer = run(tmp_path, trainer={"peft_config": LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.1)})
-    changed = [name for name, p in trainer.model.named_parameters() if "lora_B" in name and p.abs().sum() > 0]
-    assert changed
-
-
 def test_evaluation_is_that_of_trl(tmp_path):
     trainer = make(
         tmp_path,
@@ -192,23 +152,9 @@ def test_completions_are_logged_whole(tmp_path):
     assert trainer.ledger.rows_trained < trainer.ledger.rows_rolled_out
 
 
-def test_bfloat16_and_gradient_checkpointing(tmp_path):
-    trainer = run(tmp_path, bf16=True, gradient_checkpointing=True)
-    assert trainer.ledger.rows_trained > 0
-
-
 def test_columns_that_trl_would_remove(tmp_path):
     trainer = run(tmp_path, remove_unused_columns=True)
     assert trainer.ledger.rows_rolled_out == 36
-
-
-def test_an_own_selector(tmp_path):
-    class Last:
-        def select(self, groups, k, rng):
-            return np.arange(len(groups))[-k:]
-
-    trainer = run(tmp_path, selection_ratio=0.34, trainer={"selector": Last()})
-    assert trainer.ledger.groups_trained == 3
 
 
 def test_duplicates_are_dropped_and_counted(tmp_path, caplog):
@@ -338,14 +284,6 @@ def test_a_filler_has_no_entropy(tmp_path):
     trainer.train()
     assert sum(synchronised) == 3
     assert all(entry["entropy"] > 4.0 for entry in trainer.state.log_history if "entropy" in entry)
-
-
-def test_the_default_name_of_a_model_in_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr("lze_trl.trainer.LZEGRPOConfig", lambda name: tiny.config(tmp_path / name))
-    model = tiny.model()
-    model.config._name_or_path = "me/tiny"
-    trainer = LZEGRPOTrainer(model, tiny.digit_reward, None, tiny.prompts(5), processing_class=tiny.tokenizer())
-    assert trainer.args.output_dir == str(tmp_path / "tiny-LZE")
 
 
 def test_images_within_messages_are_refused(tmp_path):
@@ -520,11 +458,6 @@ def test_bad_values_are_refused_when_the_config_is_read(tmp_path, name, value):
     assert name in str(caught.value)
 
 
-def test_a_batch_that_does_not_divide(tmp_path):
-    with pytest.raises(ValueError, match="must be divisible by num_generations"):
-        tiny.config(tmp_path, per_device_train_batch_size=10)
-
-
 def test_truncated_groups_take_no_place_of_others(tmp_path):
     # Of each batch one group is trained on, and many have not a single completion that ended
     trainer = run(
@@ -596,40 +529,6 @@ def test_a_schedule_free_optimizer_is_told_to_train_before_the_rollouts(tmp_path
     )
     trainer.train()
     assert modes == [True] * 3
-
-
-def test_rewards_may_come_from_an_iterator(tmp_path):
-    def lengths(completions, **kwargs):
-        return map(float, tiny.even_length_reward(completions))
-
-    assert history(run(tmp_path, reward_funcs=lengths), "reward") == history(run(tmp_path), "reward")
-
-
-def test_a_dataset_with_a_format_is_read_as_without(tmp_path):
-    data = tiny.prompts(11)
-    data = data.add_column("answer", list(range(11))).remove_columns("solution")
-    plain, formatted = (run(tmp_path, dataset=some) for some in (data, data.with_format("numpy")))
-    assert plain.prompt_state["prompt_ids"].tolist() == formatted.prompt_state["prompt_ids"].tolist()
-
-
-@pytest.mark.parametrize(("pass_reward", "told"), [("maths", True), ("total", False), (None, False)])
-def test_tasks_that_the_named_reward_does_not_judge_are_told(tmp_path, caplog, pass_reward, told):
-    def judge(task):
-        def reward(completions, task, **kwargs):
-            passed = tiny.even_length_reward(completions)
-            return [value if of == name else None for value, of in zip(passed, task, strict=True)]
-
-        name = reward.__name__ = task
-        return reward
-
-    dataset = tiny.prompts(12).add_column("task", ["maths", "code"] * 6)
-    rewards = [judge("maths"), judge("code")]
-    trainer = run(
-        tmp_path, reward_funcs=rewards, dataset=dataset, per_device_train_batch_size=24, pass_reward=pass_reward
-    )
-    assert ("leave `pass_reward` unset" in caplog.text) == told
-    assert caplog.text.count("groups have rewards that differ") == told
-    assert trainer.ledger.groups_trained > 0
 
 
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo"])
