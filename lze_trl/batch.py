@@ -8,12 +8,13 @@ C completion tokens, W processes, F reward functions. NumPy arrays hold the *glo
 from collections import ChainMap
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
-import torch
-from accelerate import Accelerator
-from accelerate.utils import gather_object
+
+
+if TYPE_CHECKING:  # the app reads batches without what trains
+    from accelerate import Accelerator
 
 
 class Table:
@@ -215,13 +216,15 @@ class Batch:
 
     def gathered(self, values: list[Any]) -> list[Any]:
         """Values of all rows in the batch's order, from each process's values for the rows that it holds."""
+        from accelerate.utils import gather_object
+
         everything = gather_object(values)
         index = np.empty(len(everything), dtype=np.int64)
         index[np.lexsort((self.place, self.owner))] = np.arange(len(everything))
         return [everything[i] for i in index]
 
     def gathered_on_main(
-        self, rows: np.ndarray, value: Callable[[int], Any], accelerator: Accelerator
+        self, rows: np.ndarray, value: Callable[[int], Any], accelerator: "Accelerator"
     ) -> dict[int, Any]:
         """
         Values of some rows for the main process, where no other needs them. `value` makes that of a row from its place on the
@@ -231,6 +234,8 @@ class Batch:
         values = {int(row): value(int(self.place[row])) for row in mine}
         told: list[Any] | None = [values]
         if accelerator.num_processes > 1:
+            import torch
+
             told = [None] * accelerator.num_processes if accelerator.is_main_process else None
             torch.distributed.gather_object(values, told)
         if told is None:
@@ -238,7 +243,7 @@ class Batch:
         found = ChainMap(*told)
         return {row: found[row] for row in rows.tolist()}
 
-    def moved(self, layout: Any, accelerator: Accelerator) -> "Batch":
+    def moved(self, layout: Any, accelerator: "Accelerator") -> "Batch":
         """
         The batch with every row held by the processes that compute it by a layout of its rows: `held` is that of
         `layout.rows_of(process_index)`, in that order, whatever its columns are. The held column `row` says which rows these are.
@@ -247,6 +252,8 @@ class Batch:
         wanted = layout.rows_of(rank)
         arrived: dict[int, dict[str, Any]] = {}
         if world > 1:
+            from accelerate.utils import gather_object
+
             # What moves follows from the layout, which all processes know
             moving = {int(row) for p in range(world) for row in layout.rows_of(p) if self.owner[row] != p}
             sent = {
@@ -267,6 +274,8 @@ class Batch:
 
     def state_dict(self) -> dict[str, Any]:
         """The rows, what this process holds of them, and their layout: arrays, and lists of what JSON can express."""
+        import torch
+
         state: dict[str, Any] = {f"rows.{name}": column for name, column in vars(self.rows).items()}
         for name, values in self.held.items():
             if isinstance(values, torch.Tensor):
@@ -281,6 +290,8 @@ class Batch:
         cls, state: dict[str, Any], make_layout: Callable[[dict[str, Any]], Any], device: Any = "cpu"
     ) -> "Batch":
         """The batch of a checkpoint; `make_layout` makes its layout of what that has saved."""
+        import torch
+
         tensors = {name: torch.from_numpy(array).to(device) for name, array in section(state, "tensors").items()}
         held = section(state, "held") | tensors
         return cls(Table(), Table(**section(state, "rows")), held, layout=make_layout(section(state, "layout")))

@@ -207,7 +207,7 @@ def test_values_of_all_processes_come_in_the_order_of_the_rows(batch):
     ]
     with pytest.MonkeyPatch.context() as patch:
         processes = Processes(world)
-        patch.setattr("lze_trl.batch.gather_object", lambda values: list(itertools.chain(*processes.tell(values))))
+        patch.setattr("accelerate.utils.gather_object", lambda values: list(itertools.chain(*processes.tell(values))))
         texts = processes.run(lambda rank, _: views[rank].gathered(views[rank].held["completion"]))
         patch.setattr("torch.distributed.gather_object", processes.tell_main)
         first_rows = np.unique(views[0].group, return_index=True)[1]
@@ -227,7 +227,7 @@ def test_rows_move_to_the_processes_that_compute_them():
     layout = Layout([MicroBatch(np.array([[2, 0], [1, 0]]), np.array([[False, False], [False, True]]))])
     processes = Processes(2)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lze_trl.batch.gather_object", lambda values: list(itertools.chain(*processes.tell(values))))
+        patch.setattr("accelerate.utils.gather_object", lambda values: list(itertools.chain(*processes.tell(values))))
         moved = processes.run(lambda rank, accelerator: views[rank].moved(layout, accelerator))
     assert [batch.held["row"].tolist() for batch in moved] == [[0, 2], [0, 1]]
     assert [batch.held["completion"] for batch in moved] == [["t1", "t4"], ["t1", "t2"]]
