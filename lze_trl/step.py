@@ -24,6 +24,7 @@ from .record.ledger import Ledger, account
 from .record.monitors import DeadMonitor, RepeatMonitor, batch_metrics
 from .record.recorder import Recorder
 from .record.safeguards import VoteHistory
+from .record.tables import prompt_columns, row_columns
 from .rollout.controllers import RolloutController, ask_keep
 from .rollout.rounds import Rounds
 from .seeding import keyed_rng
@@ -259,16 +260,22 @@ class GenerationStep:
         groups: Groups | None = None,
         chosen: np.ndarray | None = None,
     ):
-        if self.args.telemetry:
-            facts: dict[str, Any] = {
-                "step": engine.optimizer_step,
-                "max_steps": engine.max_steps,
-                "pass_index": plan.pass_index,
-                "skipped": len(plan.skipped),
-            }
-            if groups is not None:
-                facts["pruned"] = self.state.pruned(groups.prompt_ids)
-            self.recorder.record(drawn, groups, chosen, self.generation, **facts)
+        if not self.args.telemetry:
+            return
+        prompts, rows = {}, {}
+        if drawn is not None and groups is not None and chosen is not None:
+            prompts = prompt_columns(groups, selected=chosen, pruned=self.state.pruned(groups.prompt_ids))
+            rows = row_columns(drawn.rollouts, drawn.rewards_per_func.cpu().numpy(), drawn.loss_tokens)
+        self.recorder.record(
+            prompts,
+            rows,
+            drawn,
+            self.generation,
+            step=engine.optimizer_step,
+            max_steps=engine.max_steps,
+            pass_index=plan.pass_index,
+            skipped=len(plan.skipped),
+        )
 
     # ---- Checkpoints ----
 

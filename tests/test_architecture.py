@@ -31,7 +31,7 @@ ROOMS = {
     "memory": "arrays pack select",
     "plan": "arrays memory seeding select",
     "rollout": "arrays memory pack plan seeding",
-    "record": "arrays files memory pack select version",
+    "record": "arrays files memory select version",
     "replay": "arrays memory names record seeding select",
     "remote": "evaluation files record",
     "rewards": "names",
