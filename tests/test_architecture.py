@@ -32,7 +32,6 @@ ROOMS = {
     "plan": "arrays memory seeding select",
     "rollout": "arrays memory pack plan seeding",
     "record": "arrays files memory select version",
-    "replay": "arrays memory names record seeding select",
     "remote": "evaluation files record",
     "rewards": "names",
     "data": "memory names rewards",
@@ -48,7 +47,7 @@ ROOMS = {
     "build": "arrays config instruct memory pack plan rollout select",
     "step": "arrays engine instruct memory pack plan record rollout seeding select",
     "trainer": "app build checkpoint checks compatibility config engine hub instruct memory names plan record rollout select step",
-    "job": "app build checkpoint checks config data evaluation files hub instruct memory names record remote replay rewards "
+    "job": "app build checkpoint checks config data evaluation files hub instruct memory names record remote rewards "
     "rollout strategies trainer version",
 }
 PURE = (

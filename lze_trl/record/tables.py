@@ -71,6 +71,8 @@ def tables_of(record: GenerationRecord, now: float, energy_max: float, known: se
     facts = {"generation": record.generation, "step": record.step}
     summary = facts | {"pass_index": record.pass_index, "time": now, "skipped": record.skipped, "groups": len(record)}
     summary["ledger"] = [(name, float(value)) for name, value in record.ledger.items()]
+    summary |= dict.fromkeys(("rows", "selected", "dead", "replayed", "new_prompts", "pruned_change"), 0)
+    summary["energy_histogram"] = [0] * NUM_ENERGY_BINS
     if not len(record):
         return {"generations": to_table("generations", [summary])}
     prompts, rows = record.prompts, record.rows
