@@ -21,7 +21,7 @@ from .pack.weights import Reference, even_reference, full_reference, trl_referen
 from .pack.window import Window
 from .plan.passes import Passes, Plan
 from .record.ledger import Ledger, account
-from .record.monitors import DeadMonitor, RepeatMonitor, batch_metrics
+from .record.monitors import DeadMonitor, batch_metrics
 from .record.recorder import Recorder
 from .record.safeguards import VoteHistory
 from .record.tables import prompt_columns, row_columns
@@ -51,7 +51,7 @@ class GenerationStep:
         self.generation = 0  # generation batches so far
         self.batch: GenerationBatch | None = None  # the last one
         self.window = Window()  # the optimizer step under way
-        self.dead, self.repeats, self.votes = DeadMonitor(), RepeatMonitor(), VoteHistory()
+        self.dead, self.votes = DeadMonitor(), VoteHistory()
         self.labels = Calibration()  # majority labels, where gold answers tell
         self._chunk_steps = (
             self.geometry.chunk_steps
@@ -242,7 +242,6 @@ class GenerationStep:
         metrics |= self.state.foresight.metrics() | self.state.gate.metrics()
         if self.instruction is not None:
             metrics |= self.instruction.metrics()
-        metrics["repeated_share"] = self.repeats.update(groups.prompt_ids[chosen])
         lengths = batch.prompt_tokens, batch.completion_tokens
         real, computed = padding_efficiency(batch.layout, *lengths, self.accelerator.process_index)
         if computed:
@@ -289,7 +288,6 @@ class GenerationStep:
             "gate": self.state.gate,
             "passes": self.passes,
             "dead": self.dead,
-            "repeats": self.repeats,
             "votes": self.votes,
             "labels": self.labels,
             "ledger": self.ledger,

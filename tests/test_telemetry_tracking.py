@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lze_trl.record import open_run
-from lze_trl.record.tracking import HISTOGRAM, TABLE
+from lze_trl.record.tracking import HISTOGRAM
 
 
 TESTS = Path(__file__).parent
@@ -45,7 +45,7 @@ trainer = LZEGRPOTrainer(
     processing_class=tiny.tokenizer(),
 )
 if not any(isinstance(callback, EnergyTrackingCallback) for callback in trainer.callback_handler.callbacks):
-    trainer.add_callback(EnergyTrackingCallback(trainer.prompt_state, trainer.flush_telemetry))
+    trainer.add_callback(EnergyTrackingCallback(trainer.prompt_state))
 trainer.train()
 """
 
@@ -171,7 +171,6 @@ def test_wandb_offline_run_has_the_documented_metrics(tracked):
     logged = {name.removeprefix("train/"): parts for entry in wandb_history(tracked) for name, parts in entry.items()}
     assert documented_metrics() - set(logged) == set()
     assert json.loads(logged["lze/energy_histogram"]["_type"]) == "histogram"
-    assert json.loads(logged["lze/prompts"]["nrows"]) == 6
 
 
 @pytest.mark.slow
@@ -185,7 +184,7 @@ def test_trackio_run_has_the_documented_metrics(tracked):
 def test_tensorboard_run_has_the_documented_metrics(tracked):
     pytest.importorskip("tensorboard")
     scalars = {name.removeprefix("train/"): events for name, events in tensorboard_scalars(tracked).items()}
-    assert {name for name in scalars if name.startswith("lze/")} == documented_metrics() - {HISTOGRAM, TABLE}
+    assert {name for name in scalars if name.startswith("lze/")} == documented_metrics() - {HISTOGRAM}
     recorded = open_run(tracked / "run").steps()
     for name in ("lze/pass_rate", "lze/energy", "lze/seen_prompts", "reward"):
         values = {event.step: event.value for event in scalars[name]}
