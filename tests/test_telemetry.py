@@ -28,7 +28,7 @@ from lze_trl.record import (
 from lze_trl.record import reader as telemetry_reader
 from lze_trl.record import writer as telemetry_writer
 from lze_trl.record.reader import parse_columns
-from lze_trl.record.schema import SCHEMA_VERSION, SCHEMAS, SQL_TYPES
+from lze_trl.record.schema import SCHEMA_VERSION, SQL_TYPES
 from lze_trl.record.status import STATUS_FILE, Status
 from lze_trl.record.writer import list_parts
 from lze_trl.select.energy import score_groups
@@ -96,7 +96,7 @@ def test_records_come_back_as_they_were(tmp_path):
 def test_the_name_of_the_folder_changes_nothing(tmp_path, name):
     record_run(tmp_path / name / "telemetry", [make_record(0)])
     run = open_run(tmp_path / name)
-    assert run.groups().columns.tolist() == SCHEMAS["groups"].names
+    assert run.groups().columns.tolist() == list(SQL_TYPES["groups"])
     assert run.groups().selected.tolist() == [False, True, False]
     assert run.groups()["size"].tolist() == [4, 4, 4]
     assert run.generations().generation.tolist() == [0]
@@ -324,7 +324,7 @@ def test_reader_follows_a_writer_and_never_sees_half(tmp_path):
     assert run.summary()["generations"] == 40
 
 
-@pytest.mark.parametrize("table", list(SCHEMAS))
+@pytest.mark.parametrize("table", list(SQL_TYPES))
 def test_no_generation_is_seen_without_its_groups(tmp_path, monkeypatch, table):
     writer = TelemetryWriter(tmp_path / "telemetry", completions="all")
     writer.record(make_record(0))

@@ -16,6 +16,7 @@ from .status import Status
 from .writer import list_parts
 
 
+_LOADED = ("generations", "steps")  # small tables, read at every refresh of the app
 _OF_FILES = (duckdb.IOException, duckdb.InvalidInputException, duckdb.ConversionException)
 SORT_COLUMNS = ("energy", "pass_rate", "first_pass_rate", "visits", "times_selected", "last_step", "ema")
 """Columns that [`Run.prompts`] sorts by."""
@@ -89,6 +90,7 @@ class Run:
         self.meta = Meta.read(self.directory)
         self._lock = threading.RLock()
         self.version: tuple | None = None
+        self._loaded: dict[str, set[Path]] = {}  # files of the tables that are in memory
         self._has_states = False  # whether the states of the prompts are those of this version
         self._database = duckdb.connect(":memory:", config={"threads": 2, "memory_limit": "1GB"})
         self._database.execute(f"""SET parquet_metadata_cache = true; SET enable_progress_bar = false;
@@ -127,17 +129,29 @@ class Run:
             # Columns that no file has are NULL, and values of another type are refused when they are read
             empty = ", ".join(f'NULL::{kind} AS "{name}"' for name, kind in types.items())
             casts = ", ".join(f'CAST("{name}" AS {kind}) AS "{name}"' for name, kind in types.items())
-            rows = f"SELECT {empty} WHERE false"
-            if parts[table]:
-                files = ", ".join(_quoted(str(path)) for path in parts[table])
-                # No folder above them that is named `key=value` adds a column
-                options = "union_by_name = true, hive_partitioning = false"
-                rows += f" UNION ALL BY NAME FROM read_parquet([{files}], {options})"
-            view = f"SELECT * REPLACE ({casts}) FROM ({rows})"
+            rows = f"(SELECT {empty} WHERE false)"
+            if parts[table] and table not in _LOADED:
+                rows = f"({rows} UNION ALL BY NAME FROM {_files(parts[table])})"
+            elif parts[table]:
+                rows = self._load(
+                    table, parts[table], f"SELECT {casts} FROM ({rows} UNION ALL BY NAME FROM {{files}})"
+                )
+            view = f"SELECT * REPLACE ({casts}) FROM {rows}"
             if table == "steps" and self.meta.attempts > 1:
                 # What was logged in the middle of a generation batch, behind its checkpoint, a resumed run logs again
                 view += " QUALIFY time = max(time) OVER (PARTITION BY step, name)"
             self._database.execute(f"CREATE OR REPLACE VIEW {table} AS {view}")
+
+    def _load(self, table: str, parts: list[Path], query: str) -> str:
+        """Bring the files of a table that are new into memory, and return the name of the table there."""
+        name, known = f"loaded_{table}", self._loaded.get(table, set())
+        new = [part for part in parts if part not in known]
+        if not known or not known.issubset(parts):  # the run was resumed, or begun anew
+            self._database.execute(f"CREATE OR REPLACE TABLE {name} AS {query.format(files=_files(parts))}")
+        elif new:
+            self._database.execute(f"INSERT INTO {name} {query.format(files=_files(new))}")
+        self._loaded[table] = set(parts)
+        return name
 
     def _failed(self, error: duckdb.Error) -> Exception:
         """What to raise: an error in a query as it is, one in the files as a `TelemetryError`."""
@@ -308,6 +322,11 @@ class Run:
             coalesce(max(pass_index), 0) AS pass_index, {sums}, arg_max(ledger, generation) AS ledger
             FROM generations""").to_pylist()[0]
         return row | {"ledger": dict(row["ledger"] or []), "prompts": self.prompt_counts()}
+
+
+def _files(parts: list[Path]) -> str:
+    # No folder above them that is named `key=value` adds a column
+    return f"read_parquet([{', '.join(_quoted(str(path)) for path in parts)}], union_by_name = true, hive_partitioning = false)"
 
 
 def _quoted(text: str) -> str:

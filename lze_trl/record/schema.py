@@ -6,8 +6,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-
 from ..files import write_atomically
 
 
@@ -39,18 +37,6 @@ _TABLES = {
         energy_histogram INTEGER[], ledger MAP(VARCHAR,DOUBLE)""",
     "steps": "step INTEGER, generation INTEGER, time DOUBLE, name VARCHAR, value DOUBLE",
 }
-_ARROW_TYPES = {
-    "INTEGER": pa.int32(),
-    "BIGINT": pa.int64(),
-    "FLOAT": pa.float32(),
-    "DOUBLE": pa.float64(),
-    "BOOLEAN": pa.bool_(),
-    "VARCHAR": pa.string(),
-    "FLOAT[]": pa.list_(pa.float32()),
-    "INTEGER[]": pa.list_(pa.int32()),
-    "MAP(VARCHAR,DOUBLE)": pa.map_(pa.string(), pa.float64()),
-}
-
 SQL_TYPES = {
     table: dict(column.split() for column in re.split(r",\s+", columns)) for table, columns in _TABLES.items()
 }
@@ -58,11 +44,6 @@ SQL_TYPES = {
 SQL type of every known column of every table, in the order in which the tables are written. Listed in the reverse order, a
 generation never appears without its groups and prompts.
 """
-
-SCHEMAS = {
-    table: pa.schema([(name, _ARROW_TYPES[kind]) for name, kind in columns.items()])
-    for table, columns in SQL_TYPES.items()
-}
 
 
 class TelemetryError(RuntimeError):

@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from ..arrays import Groups, Rollouts
 from ..select.energy import group_mean
-from .schema import NUM_ENERGY_BINS, SCHEMAS
+from .schema import NUM_ENERGY_BINS
 
 
 @dataclass
@@ -68,28 +68,35 @@ def row_columns(rollouts: Rollouts, rewards: np.ndarray, loss_tokens: np.ndarray
 
 def tables_of(record: GenerationRecord, now: float, energy_max: float, known: set[int]) -> dict[str, pa.Table]:
     """Rows of a generation batch, by table. `known` are the prompts whose text is recorded already."""
+    prompts, rows = record.prompts, record.rows
     facts = {"generation": record.generation, "step": record.step}
     summary = facts | {"pass_index": record.pass_index, "time": now, "skipped": record.skipped, "groups": len(record)}
-    summary["ledger"] = [(name, float(value)) for name, value in record.ledger.items()]
-    summary |= dict.fromkeys(("rows", "selected", "dead", "replayed", "new_prompts", "pruned_change"), 0)
-    summary["energy_histogram"] = [0] * NUM_ENERGY_BINS
     if not len(record):
-        return {"generations": to_table("generations", [summary])}
-    prompts, rows = record.prompts, record.rows
-    new = np.array([id not in known for id in prompts["prompt_id"].tolist()], dtype=bool)
-    summary |= _summary(prompts, rows, new, energy_max)
-    found = {"groups": _groups(prompts, rows, facts), "generations": to_table("generations", [summary])}
+        counts = dict.fromkeys(("rows", "selected", "dead", "replayed", "new_prompts", "pruned_change"), 0)
+        counts["energy_histogram"] = [0] * NUM_ENERGY_BINS
+        return {"generations": _generation(summary | counts, record.ledger)}
+    new = np.array([id not in known for id in prompts["prompt_id"].tolist()])
+    counts = _counts(prompts, rows, new, energy_max)
+    tables = {"groups": _groups(prompts, rows, facts), "generations": _generation(summary | counts, record.ledger)}
     if new.any():
-        texts = {name: prompts[name][new] for name in ("prompt_id", "text")}
-        further = [json.dumps(one, default=str, ensure_ascii=False) for one in prompts["columns"][new]]
-        found["prompts"] = to_table("prompts", texts | {"generation": record.generation, "columns": further})
+        tables["prompts"] = to_table(
+            {
+                "prompt_id": prompts["prompt_id"][new],
+                "generation": record.generation,
+                "text": prompts["text"][new],
+                "columns": [json.dumps(one, default=str, ensure_ascii=False) for one in prompts["columns"][new]],
+            }
+        )
     written = np.array([text is not None for text in rows["completion"]])
     if written.any():
-        index = pd.Series(rows["group"]).groupby(rows["group"]).cumcount().to_numpy()
-        completions = {"prompt_id": prompts["prompt_id"][rows["group"]], "index": index} | rows
-        columns = {name: values[written] for name, values in completions.items() if name != "group"}
-        found["completions"] = to_table("completions", columns | facts)
-    return found
+        own = {name: values[written] for name, values in rows.items() if name != "group"}
+        group = pd.Series(rows["group"])
+        places = {
+            "prompt_id": prompts["prompt_id"][rows["group"][written]],
+            "index": group.groupby(group).cumcount()[written].to_numpy(),
+        }
+        tables["completions"] = to_table(facts | places | own)
+    return tables
 
 
 def _groups(prompts: dict[str, np.ndarray], rows: dict[str, np.ndarray], facts: dict[str, Any]) -> pa.Table:
@@ -98,16 +105,14 @@ def _groups(prompts: dict[str, np.ndarray], rows: dict[str, np.ndarray], facts: 
         "position": np.arange(count),  # selectors see the groups in this order
         "scored": np.bincount(group[~np.isnan(rows["outcome"])], minlength=count),
         "rewards": np.stack([group_mean(column, group, count) for column in rows["rewards"].T], axis=1),
-        "loss_tokens": np.bincount(group, rows["loss_tokens"], minlength=count).astype(np.int64),
+        "loss_tokens": np.bincount(group, rows["loss_tokens"], minlength=count),
     }
     own = {name: values for name, values in prompts.items() if name not in ("text", "columns")}
-    return to_table("groups", own | derived | facts)
+    return to_table(facts | own | derived)
 
 
-def _summary(
-    prompts: dict[str, np.ndarray], rows: dict[str, np.ndarray], new: np.ndarray, energy_max: float
-) -> dict[str, Any]:
-    """Columns of `generations` that are counts and means. `new`, shape `(P,)`, says which prompts were not seen before."""
+def _counts(prompts: dict[str, np.ndarray], rows: dict[str, np.ndarray], new: np.ndarray, energy_max: float) -> dict:
+    """Counts and means of `generations`. `new`, shape `(P,)`, says which prompts were not seen before."""
     edges = np.linspace(0.0, energy_max, NUM_ENERGY_BINS + 1)
     histogram, _ = np.histogram(np.clip(prompts["energy"][~prompts["dead"]], 0.0, energy_max), bins=edges)
     pruned, pruned_before = prompts["pruned"], prompts["replayed"] & ~new
@@ -125,16 +130,16 @@ def _summary(
     }
 
 
-def to_table(name: str, columns: dict[str, Any] | list[dict[str, Any]]) -> pa.Table:
-    """
-    A table from columns, or values that all rows share, or from rows. Known columns get the types of the schema, and NaN
-    ("not scored") becomes null.
-    """
-    if isinstance(columns, dict):
-        columns = {k: list(v) if isinstance(v, np.ndarray) and v.ndim > 1 else v for k, v in columns.items()}
-    frame, schema = pd.DataFrame(columns), SCHEMAS[name]
-    types = {column: schema.field(column).type for column in schema.names}
-    return pa.table({column: pa.array(frame[column], types.get(column), from_pandas=True) for column in frame})
+def _generation(row: dict[str, Any], ledger: dict[str, float]) -> pa.Table:
+    totals = pa.array([list(ledger.items())], pa.map_(pa.string(), pa.float64()))
+    return to_table({name: [value] for name, value in row.items()}).append_column("ledger", totals)
+
+
+def to_table(columns: dict[str, Any]) -> pa.Table:
+    """A table from columns, or values that all rows share. NaN ("not scored") becomes null."""
+    columns = {k: list(v) if isinstance(v, np.ndarray) and v.ndim > 1 else v for k, v in columns.items()}
+    frame = pd.DataFrame(columns)
+    return pa.table({name: pa.array(frame[name], from_pandas=True) for name in frame})
 
 
 def _mean(values: np.ndarray) -> float:

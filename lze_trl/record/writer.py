@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 
 from ..files import write_atomically
 from ..version import __version__
-from .schema import DIRECTORY, SCHEMAS, Meta, OtherSchemaError, TelemetryError
+from .schema import DIRECTORY, SQL_TYPES, Meta, OtherSchemaError, TelemetryError
 from .status import RENEWED_SECONDS, Status
 from .tables import GenerationRecord, tables_of, to_table
 
@@ -78,7 +78,7 @@ class TelemetryWriter:
         self._status = Status("running", max_steps=Status.read(self.directory).max_steps)
         self._last_generation = max((resumed_generation or 0) - 1, 0)  # of what is logged before the first batch
         self._queue: list[tuple[str, Callable[[], dict[str, pa.Table]]]] = []
-        self._rows: dict[str, list[pa.Table]] = {table: [] for table in SCHEMAS}  # not written yet
+        self._rows: dict[str, list[pa.Table]] = {table: [] for table in SQL_TYPES}  # not written yet
         self._condition = threading.Condition()
         self._closing, self._flush_now, self._unwritten, self._lost = False, False, 0, 0
         self._thread = threading.Thread(target=self._run, name="lze-telemetry", daemon=True)
@@ -103,7 +103,7 @@ class TelemetryWriter:
         numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}
         columns = {"step": step, "generation": self._last_generation, "time": time.time()}
         columns |= {"name": list(numbers), "value": list(numbers.values())}
-        self._add(f"A log of step {step}", lambda: {"steps": to_table("steps", columns)})
+        self._add(f"A log of step {step}", lambda: {"steps": to_table(columns)})
 
     def _add(self, name: str, rows: Callable[[], dict[str, pa.Table]]):
         with self._condition:
@@ -182,7 +182,7 @@ class TelemetryWriter:
             if waiting:
                 # The last generation batch in a file is what a resumed run looks for
                 path = self.directory / table / f"{generation:08d}-{time.time_ns()}.parquet"
-                write_part(path, pa.concat_tables(waiting, promote_options="default"))
+                write_part(path, pa.concat_tables(waiting, promote_options="permissive"))
                 waiting.clear()
         with self._condition:
             self._unwritten -= unwritten
@@ -209,7 +209,7 @@ def _resume(directory: Path, generation: int) -> Meta:
     except TelemetryError as error:
         logger.warning("%s It is written anew.", error)
         meta = Meta()
-    for table in SCHEMAS:
+    for table in SQL_TYPES:
         for path in list_parts(directory / table):
             last, _, name = path.name.partition("-")
             if int(last) >= generation:
