@@ -46,18 +46,8 @@ FROM sums JOIN groups ON groups.prompt_id = sums.prompt_id AND groups.generation
 
 def open_run(path: str | Path) -> "Run":
     """
-    Open the telemetry of a run, finished or not.
-
-    Args:
-        path (`str` or `Path`): Output directory of a training, or its `telemetry` folder.
-
-    Returns:
-        [`Run`]: The run. Call [`Run.refresh`] to see what was recorded since.
-
-    Raises:
-        MissingTelemetryError: If there is no run, or it has not recorded anything yet.
-        OtherSchemaError: If it was recorded by a version of the package whose files this one does not read.
-        TelemetryError: If its files are damaged.
+    Open the telemetry of a run, finished or not, from the output directory of a training or its `telemetry` folder. Raises
+    [`MissingTelemetryError`] if nothing has been recorded, [`TelemetryError`] if it cannot be read.
     """
     path = Path(path)
     if not path.exists():
@@ -71,25 +61,18 @@ def open_run(path: str | Path) -> "Run":
 
 class Run:
     """
-    Recorded telemetry of one run.
+    Recorded telemetry of one run, as of the last [`refresh`](Run.refresh).
 
-    Its tables, described in `docs/telemetry.md`, are views of an in-memory DuckDB database that can read nothing but
-    the run's own folder: `groups`, `generations`, `prompts`, `completions`, `steps`, and `prompt_states` with one row
-    per visited prompt. Methods may be called from several threads.
-
-    Args:
-        directory (`Path`): Telemetry folder.
-
-    Attributes:
-        meta ([`Meta`]): Settings of the run and of the recording.
-        version (`tuple`): Changes when [`Run.refresh`] finds something new.
+    Its tables, described in `docs/telemetry.md`, are those of an in-memory DuckDB database that can read nothing but the run's
+    own folder: `groups`, `generations`, `prompts`, `completions`, `steps`, and `prompt_states` with one row per visited
+    prompt. Methods may be called from several threads.
     """
 
     def __init__(self, directory: Path):
         self.directory = directory.absolute()
         self.meta = Meta.read(self.directory)
         self._lock = threading.RLock()
-        self.version: tuple | None = None
+        self.version: tuple | None = None  # changes when `refresh` finds something new
         self._loaded: dict[str, set[Path]] = {}  # files of the tables that are in memory
         self._has_states = False  # whether the states of the prompts are those of this version
         self._database = duckdb.connect(":memory:", config={"threads": 2, "memory_limit": "1GB"})
@@ -159,16 +142,7 @@ class Run:
         return TelemetryError(f"The telemetry of `{self.name}` cannot be read: {error}") if of_files else error
 
     def arrow(self, query: str, parameters: list[Any] | None = None) -> pa.Table:
-        """
-        Run a query over the run's tables.
-
-        Args:
-            query (`str`): SQL as DuckDB understands it, with `?` for parameters.
-            parameters (`list`, *optional*): Values of the parameters.
-
-        Returns:
-            `pa.Table`: The result.
-        """
+        """Run DuckDB SQL over the run's tables, with `?` for parameters."""
 
         try:
             with self._lock:
@@ -186,12 +160,7 @@ class Run:
         return self.arrow(query, parameters).to_pandas()
 
     def groups(self, prompt_id: int | None = None) -> pd.DataFrame:
-        """
-        Every group of every generation batch.
-
-        Args:
-            prompt_id (`int`, *optional*): Only this prompt's, that is its history.
-        """
+        """Every group of every generation batch, or those of one prompt: its history."""
         where, parameters = ("", []) if prompt_id is None else ("WHERE prompt_id = ?", [prompt_id])
         return self.sql(f"SELECT * FROM groups {where} ORDER BY generation, prompt_id", parameters)
 
@@ -200,12 +169,7 @@ class Run:
         return self.sql("SELECT * FROM generations ORDER BY generation")
 
     def steps(self, names: list[str] | None = None) -> pd.DataFrame:
-        """
-        Logged metrics, one row per step and one column per metric.
-
-        Args:
-            names (`list[str]`, *optional*): Only these metrics.
-        """
+        """Logged metrics, or only those of some names: one row per step and one column per metric."""
         where, parameters = ("", []) if names is None else ("WHERE list_contains(?, name)", [names])
         # A step that was logged again after a resume counts as it was logged last
         query = f"SELECT step, name, arg_max(value, time) AS value FROM steps {where} GROUP BY step, name"
@@ -222,19 +186,10 @@ class Run:
         prompt_id: int | list[int] | None = None,
     ) -> pd.DataFrame:
         """
-        What is known of each visited prompt.
+        What is known of each visited prompt: columns of `prompt_states`, `text` and `columns`.
 
-        Args:
-            state (`str`, *optional*): Only prompts in this state, one of [`STATES`].
-            search (`str`, *optional*): Only prompts whose text or columns contain this, whatever the case, or whose id it is.
-            sort (`str`, *optional*, defaults to `"energy"`): Column to sort by, one of [`SORT_COLUMNS`].
-            descending (`bool`, *optional*, defaults to `True`): Whether the largest value comes first.
-            limit (`int`, *optional*): Number of rows.
-            offset (`int`, *optional*, defaults to `0`): Rows to skip.
-            prompt_id (`int` or `list[int]`, *optional*): Only this prompt, or only these.
-
-        Returns:
-            `pd.DataFrame`: Columns of `prompt_states`, `text` and `columns`.
+        `state` is one of [`STATES`], and `sort` of [`SORT_COLUMNS`]. `search` finds prompts whose text or columns contain it,
+        whatever the case, or whose id it is. `prompt_id` is one id or a list.
         """
         if sort not in SORT_COLUMNS:
             raise ValueError(f"`sort` must be one of {list(SORT_COLUMNS)}, got {sort!r}.")
@@ -286,12 +241,8 @@ class Run:
 
     def status(self) -> dict[str, Any]:
         """
-        Whether the run is training.
-
-        Returns:
-            `dict`: `state` (`"running"`, `"finished"`, `"stopped"`, `"crashed"` or `"unknown"`), `steps` begun and `max_steps`,
-            Unix seconds of the last generation batch (`updated`), and `seconds_left` at the pace of the latest 20 batches;
-            `None` for what is not known.
+        `state` of the run (see [`Status`]), `steps` begun and `max_steps`, Unix seconds of the last generation batch
+        (`updated`), and `seconds_left` at the pace of the latest 20 batches; `None` for what is not known.
         """
         status = Status.read(self.directory)
         latest = self.sql("SELECT step + 1 AS steps, time FROM generations ORDER BY generation DESC LIMIT 20")
@@ -310,11 +261,8 @@ class Run:
 
     def summary(self) -> dict[str, Any]:
         """
-        The run in a few numbers.
-
-        Returns:
-            `dict`: Number of generation batches, optimizer steps begun, passes, groups, those selected and dead, and completions (`rows`);
-            prompts by state; and the ledger, which [`~lze_trl.record.ledger.against_plain`] compares with plain GRPO.
+        The run in a few numbers: generation batches, steps begun, passes, groups, those selected and dead, completions (`rows`);
+        prompts by state; and the ledger, which [`~lze_trl.record.ledger.against_plain`] compares with plain GRPO.
         """
         names = ("groups", "rows", "selected", "dead")
         sums = ", ".join(f"coalesce(sum({name}), 0)::BIGINT AS {name}" for name in names)
