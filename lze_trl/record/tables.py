@@ -66,14 +66,17 @@ def row_columns(rollouts: Rollouts, rewards: np.ndarray, loss_tokens: np.ndarray
     }
 
 
+_COUNTED = ("rows", "selected", "dead", "replayed", "new_prompts", "pruned_change")
+
+
 def tables_of(record: GenerationRecord, now: float, energy_max: float, known: set[int]) -> dict[str, pa.Table]:
     """Rows of a generation batch, by table. `known` are the prompts whose text is recorded already."""
     prompts, rows = record.prompts, record.rows
     facts = {"generation": record.generation, "step": record.step}
     summary = facts | {"pass_index": record.pass_index, "time": now, "skipped": record.skipped, "groups": len(record)}
     if not len(record):
-        counts = dict.fromkeys(("rows", "selected", "dead", "replayed", "new_prompts", "pruned_change"), 0)
-        counts["energy_histogram"] = [0] * NUM_ENERGY_BINS
+        zeros: dict[str, Any] = dict.fromkeys(_COUNTED, 0)
+        counts = zeros | {"energy_histogram": [0] * NUM_ENERGY_BINS}
         return {"generations": _generation(summary | counts, record.ledger)}
     new = np.array([id not in known for id in prompts["prompt_id"].tolist()])
     counts = _counts(prompts, rows, new, energy_max)

@@ -101,8 +101,8 @@ class TelemetryWriter:
     def record_step(self, step: int, metrics: dict[str, Any]):
         """Queue the metrics of one log, those of them that are numbers."""
         numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}
-        columns = {"step": step, "generation": self._last_generation, "time": time.time()}
-        columns |= {"name": list(numbers), "value": list(numbers.values())}
+        when = {"step": step, "generation": self._last_generation, "time": time.time()}
+        columns = when | {"name": list(numbers), "value": list(numbers.values())}
         self._add(f"A log of step {step}", lambda: {"steps": to_table(columns)})
 
     def _add(self, name: str, rows: Callable[[], dict[str, pa.Table]]):
