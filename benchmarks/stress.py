@@ -46,7 +46,7 @@ def make(directory: str | Path, records: int, prompts: int):
     groups = 0
     for record in training.generations(records):
         writer.record(record)
-        groups += len(record.groups)
+        groups += len(record)
         if groups >= records:
             break
         if record.generation % _QUEUE == _QUEUE - 1:

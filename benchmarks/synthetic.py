@@ -10,6 +10,7 @@ from lze_trl.arrays import Groups, Rollouts
 from lze_trl.memory.state import PromptState, StateSettings
 from lze_trl.record import GenerationRecord, TelemetryWriter
 from lze_trl.record.ledger import Ledger, TokenCost, account
+from lze_trl.record.tables import prompt_columns, row_columns
 
 
 _SUBJECTS = ("algebra", "geometry", "number theory", "counting", "probability")
@@ -105,30 +106,24 @@ class SyntheticTraining:
         selected = self._select(groups)
         self._skill += 0.02 * selected.sum() / max(num_groups * 0.4, 1) + self._rng.normal(0.0, 0.04)
         self._account(rollouts, groups, selected)
-        texts = [_prompt_text(index) for index in prompts]
+        pruned = self._state.pruned(rollouts.prompt_ids)
+        rows = row_columns(rollouts, rewards, rollouts.completion_tokens)
+        texts = [_completion_text(prompts[g], passed[row]) for row, g in enumerate(group)]
+        levels = np.clip(self._difficulty[prompts] + 3, 1, 5).astype(int).tolist()
+        facts = [{"subject": _SUBJECTS[i % len(_SUBJECTS)], "level": n} for i, n in zip(prompts, levels, strict=True)]
         return GenerationRecord(
             step=generation,
             generation=generation,
             pass_index=self._pass,
-            groups=groups,
-            selected=selected,
-            pruned=self._state.pruned(rollouts.prompt_ids),
-            skipped=0,
-            rewards=rewards,
+            prompts=prompt_columns(
+                groups,
+                selected=selected,
+                pruned=pruned,
+                text=np.array([_prompt_text(index) for index in prompts], dtype=object),
+                columns=np.array(facts, dtype=object),
+            ),
+            rows=rows | {"completion": np.array(texts if self.completions else [None] * len(texts), dtype=object)},
             reward_names=["accuracy_reward", "format_reward"],
-            rollouts=rollouts,
-            loss_tokens=rollouts.completion_tokens,
-            prompts=texts,
-            completions={row: _completion_text(prompts[g], passed[row]) for row, g in enumerate(group)}
-            if self.completions
-            else None,
-            columns=[
-                {
-                    "subject": _SUBJECTS[index % len(_SUBJECTS)],
-                    "level": int(np.clip(self._difficulty[index] + 3, 1, 5)),
-                }
-                for index in prompts
-            ],
             ledger=self._ledger.summary(_TOKEN_COST),
         )
 
@@ -179,7 +174,7 @@ def record_synthetic_run(
     for record in training.generations(generations):
         record.max_steps = generations
         writer.record(record)
-        reward = float(record.rollouts.rewards.mean())
+        reward = float(record.rows["reward"].mean())
         writer.record_step(record.step, {"reward": reward, "loss": 1.0 / (1 + record.step)})
         if seconds_per_generation:
             time.sleep(seconds_per_generation)

@@ -40,7 +40,7 @@ CITATION = """\
 
 _STATE_FILES = ["lze_state.*", "checkpoint-*/lze_state.*", "checkpoint-*/trainer_state.json"]
 _RUN_FILES = [f"{DIRECTORY}/**", "report/**", "lze_state.*", RESULT_FILES]
-_PRIVATE = (f"/{DIRECTORY}/", "/report/", f"/{EVALUATIONS}/")
+_PRIVATE = (f"/{DIRECTORY}/", f"/{DIRECTORY}.*/", "/report/", f"/{EVALUATIONS}/")
 _SECTION_START, _SECTION_END = "<!-- lze:start -->", "<!-- lze:end -->"
 _SHOWN_SETTINGS = (
     *("strategy", "selector", "selection_ratio", "controller"),

@@ -19,9 +19,10 @@ from .pack.weights import Weights, weights_of_chosen, weights_of_full, weights_o
 from .pack.window import Window
 from .plan.passes import Passes, Plan
 from .record.ledger import Ledger, account
-from .record.monitors import DeadMonitor, RepeatMonitor, batch_metrics
+from .record.monitors import DeadMonitor, batch_metrics
 from .record.recorder import Recorder
 from .record.safeguards import VoteHistory
+from .record.tables import prompt_columns, row_columns
 from .rollout.controllers import RolloutController, ask_keep
 from .rollout.rounds import Pending, Rounds
 from .seeding import keyed_rng
@@ -52,7 +53,7 @@ class GenerationStep:
         self.generation = 0  # generation batches so far
         self.batch: Batch | None = None  # the last one, as it is trained on
         self.window = Window()  # the optimizer step under way
-        self.dead, self.repeats, self.votes = DeadMonitor(), RepeatMonitor(), VoteHistory()
+        self.dead, self.votes = DeadMonitor(), VoteHistory()
         self.labels = Calibration()  # majority labels, where gold answers tell
         self._chunk_steps = self.geometry.chunk_steps  # fewer after an interrupted training
         self._made_at = -1  # micro-step at which the batch was made; -1 if that was before a resume
@@ -251,7 +252,6 @@ class GenerationStep:
         metrics |= self.state.foresight.metrics() | self.state.gate.metrics()
         if self.instruction is not None:
             metrics |= self.instruction.metrics()
-        metrics["repeated_share"] = self.repeats.update(groups.prompt_ids[chosen])
         lengths = batch.prompt_tokens, batch.completion_tokens
         real, computed = padding_efficiency(batch.layout, *lengths, self.accelerator.process_index)
         if computed:
@@ -262,16 +262,23 @@ class GenerationStep:
             engine.metrics[f"lze/{name}"].append(float(value))
 
     def _record(self, plan: Plan, engine: Engine, drawn: Batch | None = None, chosen: np.ndarray | None = None):
-        if self.args.telemetry:
-            facts: dict[str, Any] = {
-                "step": engine.optimizer_step,
-                "max_steps": engine.max_steps,
-                "pass_index": plan.pass_index,
-                "skipped": len(plan.skipped),
-            }
-            if drawn is not None:
-                facts["pruned"] = self.state.pruned(drawn.prompt_ids)
-            self.recorder.record(drawn, chosen, self.generation, **facts)
+        if not self.args.telemetry:
+            return
+        prompts, rows = {}, {}
+        if drawn is not None and chosen is not None:
+            pruned = self.state.pruned(drawn.prompt_ids)
+            prompts = prompt_columns(drawn.prompts, selected=chosen, pruned=pruned)
+            rows = row_columns(drawn)
+        self.recorder.record(
+            prompts,
+            rows,
+            drawn,
+            self.generation,
+            step=engine.optimizer_step,
+            max_steps=engine.max_steps,
+            pass_index=plan.pass_index,
+            skipped=len(plan.skipped),
+        )
 
     # ---- Checkpoints ----
 
@@ -285,7 +292,6 @@ class GenerationStep:
             "gate": self.state.gate,
             "passes": self.passes,
             "dead": self.dead,
-            "repeats": self.repeats,
             "votes": self.votes,
             "labels": self.labels,
             "ledger": self.ledger,

@@ -198,7 +198,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         if args.telemetry and {"wandb", "trackio"} & set(args.report_to):
             from .record.tracking import EnergyTrackingCallback
 
-            self.add_callback(EnergyTrackingCallback(self.prompt_state, flush=self.flush_telemetry))
+            self.add_callback(EnergyTrackingCallback(self.prompt_state))
         if "trackio" in args.report_to:
             from .record.tracking import TrackioRunCallback
 

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from lze_trl.batch import Batch, Table
 from lze_trl.record import GenerationRecord
+from lze_trl.record.tables import prompt_columns, row_columns
 from lze_trl.select.energy import score_groups
 
 
@@ -49,23 +50,24 @@ def scored(outcomes: list[list[float]], **memory: list[float]) -> Table:
     return score_groups(rollouts(dict(enumerate(outcomes))), **arrays)
 
 
-def record_of(rollouts: Batch, groups: Table, generation: int = 0, **changes) -> GenerationRecord:
-    """A generation batch of which the live groups are trained on, without completions."""
-    fields = {
-        "step": generation,
-        "generation": generation,
-        "pass_index": 0,
-        "groups": groups,
-        "selected": groups.alive,
-        "pruned": np.zeros(len(groups), dtype=bool),
-        "skipped": 0,
-        "rewards": rollouts.rewards[:, np.newaxis],
-        "reward_names": ["reward"],
-        "rollouts": rollouts,
-        "loss_tokens": rollouts.completion_tokens,
-        "prompts": [f"prompt {id}" for id in rollouts.prompt_ids],
+def record_of(rollouts: Batch, groups: Table, generation: int = 0, rewards=None, **changes) -> GenerationRecord:
+    """
+    A generation batch of which the live groups are trained on, without completions. `changes` are columns of the prompts or
+    rows, or other fields of the record.
+    """
+    unselected = {"selected": groups.alive, "pruned": np.zeros(len(groups), dtype=bool)}
+    rewards = rollouts.rewards[:, np.newaxis] if rewards is None else rewards
+    rows = row_columns(rollouts.with_rows(rewards_per_func=rewards, loss_tokens=rollouts.completion_tokens))
+    rows["completion"] = np.full(rollouts.num_rows, None)
+    texts = {
+        "text": np.array([f"prompt {id}" for id in rollouts.prompt_ids], dtype=object),
+        "columns": np.array([{}] * len(groups), dtype=object),
     }
-    return GenerationRecord(**(fields | changes))
+    prompts = prompt_columns(groups, **unselected) | texts
+    for columns in (prompts, rows):
+        columns |= {name: np.array(changes.pop(name)) for name in columns.keys() & changes.keys()}
+    fields = {"step": generation, "reward_names": ["reward"]}
+    return GenerationRecord(generation, prompts=prompts, rows=rows, **(fields | changes))
 
 
 def outcome_groups(values=(0.0, 1.0, NAN), max_groups: int = 7) -> st.SearchStrategy[list[list[float]]]:

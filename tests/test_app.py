@@ -34,7 +34,6 @@ from lze_trl.record.curves import (
     reward_curves,
 )
 from lze_trl.record.ledger import KINDS
-from lze_trl.record.recorder import _nothing
 
 
 SPACE = Path(__file__).parents[1] / "app"
@@ -130,10 +129,10 @@ def test_runs_are_compared_by_strategy(tmp_path, settings, strategy, ratio):
 
 def test_alerts_say_what_is_wrong(tmp_path):
     def dead(record):
-        record.groups.alive[:] = False
+        record.prompts["dead"][:] = True
 
     def rechecks(record):
-        record.groups.replayed[:12] = True
+        record.prompts["replayed"][:12] = True
 
     assert alerts(record_with(tmp_path / "well", lambda record: None)) == []
     assert alerts(record_with(tmp_path / "young", dead, count=7)) == []
@@ -148,10 +147,8 @@ def test_alerts_say_what_is_wrong(tmp_path):
 
 def test_alert_when_nothing_is_left_of_the_pool(tmp_path):
     writer = TelemetryWriter(tmp_path)
-    empty = _nothing(2)
     for generation in range(8):
-        facts = {"step": generation, "generation": generation, "pass_index": 3, "skipped": 16}
-        writer.record(GenerationRecord(**facts, reward_names=["a", "b"], **empty))
+        writer.record(GenerationRecord(generation, step=generation, pass_index=3, skipped=16))
     writer.close()
     [sentence] = alerts(open_run(tmp_path))
     assert "The pool of prompts is exhausted" in sentence
@@ -266,14 +263,14 @@ def test_heat_map_shares_add_up(runs):
 def test_reward_functions_of_one_name_are_told_apart(tmp_path):
     record = next(SyntheticTraining(num_prompts=4, groups_per_batch=3, group_size=5).generations(1))
     record.reward_names = ["step", "reward", "reward", "reward (2)"]
-    record.rewards = np.tile([0.0, 0.25, 0.5, 0.75], (record.rollouts.num_rows, 1))
+    record.rows["rewards"] = np.tile([0.0, 0.25, 0.5, 0.75], (len(record.rows["group"]), 1))
     writer = TelemetryWriter(tmp_path, completions="all")
     writer.record(record)
     writer.close()
     run = open_run(tmp_path)
     means = {"step": 0.0, "reward": 0.25, "reward (2)": 0.5, "reward (2) (2)": 0.75}
     assert reward_curves(run).iloc[0].to_dict() == means
-    detail = views.prompt_detail(run, str(record.groups.prompt_ids[0]))
+    detail = views.prompt_detail(run, str(record.prompts["prompt_id"][0]))
     assert all(f"{name}</span>" in views.overview(run) for name in means)
     assert "step 0, reward 0.25, reward (2) 0.5, reward (2) (2) 0.75" in detail
 
@@ -332,7 +329,7 @@ def test_what_is_called_accuracy_is_held_out(runs, tmp_path):
         assert 'data-tile="pass rate"' in html
     # One completion of five is half right
     record = next(SyntheticTraining(num_prompts=4, groups_per_batch=3, group_size=5).generations(1))
-    record.groups.pass_rates[:] = [0.1, 0.5, 1.0]
+    record.prompts["pass_rate"][:] = [0.1, 0.5, 1.0]
     writer = TelemetryWriter(tmp_path / "graded")
     writer.record(record)
     writer.close()
@@ -478,8 +475,8 @@ def test_what_is_zoomed_into_has_points_of_its_own(tmp_path):
 def test_opening_a_prompt_reads_no_other(tmp_path, monkeypatch):
     # Every text contains the id of the prompt
     record = next(SyntheticTraining(num_prompts=6, groups_per_batch=6).generations(1))
-    record.prompts = ["1 and 1"] * 6
-    record.groups.prompt_ids[:] = range(6)
+    record.prompts["text"][:] = "1 and 1"
+    record.prompts["prompt_id"][:] = range(6)
     writer = TelemetryWriter(tmp_path)
     writer.record(record)
     writer.close()

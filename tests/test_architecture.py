@@ -35,7 +35,6 @@ ROOMS = {
     "plan": "arrays memory seeding select",
     "rollout": "arrays batch memory plan seeding",
     "record": "arrays batch files memory select version",
-    "replay": "arrays memory names record seeding select",
     "remote": "evaluation files record",
     "rewards": "names",
     "data": "memory names rewards",
@@ -51,7 +50,7 @@ ROOMS = {
     "build": "batch config instruct memory pack plan rollout select",
     "step": "batch engine instruct memory pack plan record rollout seeding select",
     "trainer": "app build checkpoint checks compatibility config engine hub instruct memory names plan record rollout select step",
-    "job": "app build checkpoint checks config data evaluation files hub instruct memory names record remote replay rewards "
+    "job": "app build checkpoint checks config data evaluation files hub instruct memory names record remote rewards "
     "rollout strategies trainer version",
 }
 PURE = (

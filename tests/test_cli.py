@@ -245,7 +245,7 @@ def test_a_recipe_in_the_place_of_a_command_is_told(capsys):
     )
 
 
-COMMANDS = ("train", "config", "demo", "data", "self-instruct", "app", "analyze", "replay", "eval", "report")
+COMMANDS = ("train", "config", "demo", "data", "self-instruct", "app", "analyze", "eval", "report")
 WRONG = {
     "train none.yaml": "There is no recipe `none.yaml`",
     "train none.yaml --learning_rate -1e-5 --dry_run": "There is no recipe `none.yaml`",
@@ -254,7 +254,6 @@ WRONG = {
     "data none.jsonl --against gsm8k": "There is no file or folder 'none.jsonl'",
     "app none": "`none` is neither a directory nor",
     "analyze none": "There are no TRL logs in `none`",
-    "replay none --selector energy": "There is no run at `none`",
     "eval ./none --tasks gsm8k": "There is no model folder `./none`",
     "eval . --compare runs/none/x --tasks gsm8k": "There is no model folder `runs/none/x`",
     "eval . --tasks none.jsonl": "There is no file or folder 'none.jsonl'",

@@ -332,11 +332,11 @@ def test_a_trainer_pushes_model_card_and_telemetry(tmp_path):
 
 def test_rules_of_the_user_stay(tmp_path):
     hub.keep_private(tmp_path / "new")
-    assert (tmp_path / "new" / ".gitignore").read_text() == "/telemetry/\n/report/\n/evaluations/\n"
+    assert (tmp_path / "new" / ".gitignore").read_text() == "/telemetry/\n/telemetry.*/\n/report/\n/evaluations/\n"
     (tmp_path / ".gitignore").write_text("*.pt\n/report/")
     for _ in range(2):
         hub.keep_private(tmp_path)
-        assert (tmp_path / ".gitignore").read_text() == "*.pt\n/report/\n/telemetry/\n/evaluations/\n"
+        assert (tmp_path / ".gitignore").read_text() == "*.pt\n/report/\n/telemetry/\n/telemetry.*/\n/evaluations/\n"
 
 
 def test_directories_need_no_hub(run_dir):

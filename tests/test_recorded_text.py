@@ -23,23 +23,23 @@ def rollouts_of(*sizes, **columns):
 
 
 def test_sampled_rows_are_those_of_one_group_by_the_counter():
-    rollouts, dead = rollouts_of(3, 1, 4), np.zeros(3)
-    rows = [recorded_rows("sampled", generation, rollouts, dead).tolist() for generation in range(20)]
+    group, dead = np.repeat([0, 1, 2], [3, 1, 4]), np.zeros(3)
+    rows = [recorded_rows("sampled", generation, group, dead).tolist() for generation in range(20)]
     assert {tuple(found) for found in rows} == {(0, 1, 2), (3,), (4, 5, 6, 7)}
-    assert rows == [recorded_rows("sampled", generation, rollouts, dead).tolist() for generation in range(20)]
-    assert recorded_rows("all", 0, rollouts, dead).tolist() == list(range(8))
-    assert recorded_rows("none", 0, rollouts, dead).tolist() == []
+    assert rows == [recorded_rows("sampled", generation, group, dead).tolist() for generation in range(20)]
+    assert recorded_rows("all", 0, group, dead).tolist() == list(range(8))
+    assert recorded_rows("none", 0, group, dead).tolist() == []
 
 
 def test_the_groups_of_highest_energy_are_always_recorded():
-    rollouts = rollouts_of(1, 2, 1, 1, 1, 1, 1)
+    group = np.repeat(np.arange(7), [1, 2, 1, 1, 1, 1, 1])
     energies = np.array([0.2, 0.5, 0.0, 0.9, 0.1, 0.5, 0.0])
-    found = [recorded_rows("sampled", generation, rollouts, energies).tolist() for generation in range(40)]
+    found = [recorded_rows("sampled", generation, group, energies).tolist() for generation in range(40)]
     assert all({1, 2, 4, 6} <= set(rows) for rows in found)  # of groups 1, 3 and 5
     assert {tuple(sorted({*rows} - {1, 2, 4, 6})) for rows in found} == {(), (0,), (3,), (5,), (7,)}
     # A dead group only where it is drawn
     few = np.array([0.0, 0.0, 0.0, 0.4, 0.0, 0.0, 0.0])
-    assert all(4 in (rows := recorded_rows("sampled", i, rollouts, few)) and len(rows) <= 3 for i in range(40))
+    assert all(4 in (rows := recorded_rows("sampled", i, group, few)) and len(rows) <= 3 for i in range(40))
 
 
 @pytest.mark.parametrize(("mode", "recorded"), [("none", 0), ("sampled", None), ("all", 12)])

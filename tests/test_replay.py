@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 from dataclasses import fields, replace
 
 import numpy as np
@@ -12,15 +11,13 @@ from hypothesis import strategies as st
 
 import samples
 import tiny
+from benchmarks.replay import groups_of, replay
+from benchmarks.replay.__main__ import main
 from lze_trl.arrays import Groups
-from lze_trl.job import cli
 from lze_trl.memory.state import PromptState, StateSettings
 from lze_trl.record import MissingTelemetryError, TelemetryWriter
-from lze_trl.record.generation import groups_of, groups_table
-from lze_trl.replay import ReplayError, replay, rerun, show_replay
-from lze_trl.replay.foresight import Foreseer
+from lze_trl.record.tables import tables_of
 from lze_trl.seeding import keyed_rng
-from lze_trl.select.selectors import RandomSelector
 
 
 NAN = float("nan")
@@ -56,7 +53,7 @@ def record_run(directory, batches, chosen, ledger=None, first=0, **settings):
         rollouts = rollouts_of(outcomes)
         groups = state.visit(rollouts)
         chosen_groups = np.isin(groups.prompt_ids, list(ids))
-        writer.record(samples.record_of(rollouts, groups, generation, selected=chosen_groups, ledger=ledger))
+        writer.record(samples.record_of(rollouts, groups, generation, selected=chosen_groups, ledger=ledger or {}))
         writer.flush()
     writer.close()
     return directory
@@ -76,7 +73,7 @@ def test_groups_are_read_back_as_they_were(data, kind, named):
     for generation, outcomes in enumerate(visits):
         rollouts = rollouts_of(dict(enumerate(outcomes)))
         seen = state.visit(rollouts)
-        table = groups_table(samples.record_of(rollouts, seen, generation))
+        table = tables_of(samples.record_of(rollouts, seen, generation), 0.0, 1.3, set())["groups"]
         read = groups_of({name: table[name].to_numpy() for name in table.column_names}, named)
         for field in fields(Groups):
             np.testing.assert_array_equal(getattr(read, field.name), getattr(seen, field.name), err_msg=field.name)
@@ -137,18 +134,8 @@ def test_groups_have_their_places_and_their_random_numbers(tmp_path):
     record_run(tmp_path, [BATCH] * 6, [random_choice(generation) for generation in range(6)])
     result = replay(tmp_path, ["random"])
     assert result.choices[1].jaccard == 1.0
-    assert result.notes == []
+    assert result.kept is None
     assert replay(tmp_path, ["random"], seed=4).choices[1].jaccard < 1.0
-
-
-def test_reading_in_pieces_changes_nothing(tmp_path, monkeypatch):
-    batches = [BATCH, {40: [0, 1, 0]}, {50: [1, 1], 7: [1, 0, 0, 0, 0]}, BATCH]
-    ledger = {"plain_rows": 20.0, "plain_tokens": 900.0, "plain_update_flops": 1800.0}
-    record_run(tmp_path, batches, [{50}, set(), {7}, {40, 30}], ledger)
-    whole = replay(tmp_path, ["energy", "random"], gumbel_scale=0.3)
-    for rows in (1, 4, 7):
-        monkeypatch.setattr(rerun, "_ROWS", rows)
-        assert replay(tmp_path, ["energy", "random"], gumbel_scale=0.3) == whole
 
 
 def test_groups_of_unequal_size_and_rows_that_are_not_kept(tmp_path):
@@ -158,7 +145,7 @@ def test_groups_of_unequal_size_and_rows_that_are_not_kept(tmp_path):
     record_run(tmp_path / "kept", [batch], [{1, 2}], **kept)
     result = replay(tmp_path / "kept", ["all"])
     assert result.choices[1].update_tokens == 13 + 28.5
-    assert "At most 3 completions" in result.notes[0]
+    assert result.kept == 3
     record_run(tmp_path / "uneven", [batch], [{1, 2}], controller="gate")
     assert replay(tmp_path / "uneven", ["all"]).choices[1].update_tokens == 13 + 38
     # Unset, as the trainer records it
@@ -170,68 +157,10 @@ def test_a_batch_that_is_still_being_written_is_left_out(tmp_path):
     record_run(tmp_path / "one", [BATCH], [{50}])
     record_run(tmp_path / "two", [BATCH, BATCH], [{50}, {40}])
     shutil.rmtree(tmp_path / "two" / "telemetry" / "generations")
-    with pytest.raises(MissingTelemetryError, match="has not recorded a generation batch yet"):
+    with pytest.raises(MissingTelemetryError, match="has not recorded a generation batch with groups yet"):
         replay(tmp_path / "two", ["energy"])
     shutil.copytree(tmp_path / "one" / "telemetry" / "generations", tmp_path / "two" / "telemetry" / "generations")
     assert replay(tmp_path / "two", ["energy"]).generations == 1
-
-
-# ---- Foreseeing dead groups ----
-
-
-def test_foresight_golden(tmp_path):
-    # After 4 passes of 4, a = 5 and b = 1: all pass 5/9, all fail 1/126; dead with 71/126.
-    # After 2 of 4, a = b = 3: each 3·4·5·6 / (6·7·8·9) = 5/42; dead with 5/21. Unscored visits say nothing.
-    solved, half, unscored = [1, 1, 1, 1], [1, 1, 0, 0], [NAN] * 4
-    batches = [{1: solved, 2: half, 3: unscored}, {2: half, 1: solved, 3: solved, 4: solved}, {3: unscored}]
-    record_run(tmp_path, batches, [set()] * 3)
-    foresight = replay(tmp_path, ["all"]).foresight
-    assert (foresight.groups, foresight.rollouts, foresight.live) == (2, 8, 1)
-    assert foresight.brier == pytest.approx(((1 - 71 / 126) ** 2 + (5 / 21) ** 2) / 2)
-    assert foresight.base_brier == 0.25
-    assert foresight.expected_error == pytest.approx((5 / 21 + (1 - 71 / 126)) / 2)
-    low, high = foresight.bins
-    assert (low["lower"], low["count"], low["dead"], low["predicted"]) == (0.2, 1, 0.0, pytest.approx(5 / 21))
-    assert (high["lower"], high["count"], high["dead"], high["predicted"]) == (0.5, 1, 1.0, pytest.approx(71 / 126))
-    assert (low["skipped_rollouts"], low["skipped_live"]) == (8, 1)
-    assert (high["skipped_rollouts"], high["skipped_live"]) == (4, 0)
-    assert (foresight.threshold, foresight.skipped_groups) == (0.9, 0)
-    assert not foresight.with_logprobs
-    assert foresight.posterior_brier == foresight.brier  # nothing had been learned of prompts that were visited
-    assert foresight.auc == 1.0
-    assert foresight.rollouts_to_keep == {"0.7": 0.5, "0.9": 0.5, "0.95": 0.5}
-
-
-def test_what_a_threshold_saves_and_loses():
-    # A long memory: after 100 passes, a pair is dead with 101/103 + 2/(102·103) > 0.9; after one pass and one fail, 3/5
-    state, foreseer = PromptState(StateSettings(posterior_memory=1e6)), Foreseer(StateSettings(posterior_memory=1e6))
-    for outcomes in (
-        {3: [1] * 100, 1: [1] * 100, 2: [1, 0]},
-        {1: [1, 1], 2: [1, 1], 3: [1, 0]},
-    ):
-        rollouts = rollouts_of(outcomes)
-        foreseer.see(state.visit(rollouts), rollouts.sizes)
-    foresight = foreseer.foresight()
-    assert (foresight.skipped_groups, foresight.skipped_rollouts, foresight.skipped_live) == (2, 4, 1)
-    assert (foresight.groups, foresight.rollouts, foresight.live) == (3, 6, 1)
-    sure, unsure = 101 / 103 + 2 / (102 * 103), 3 / 5
-    assert foresight.brier == pytest.approx(((1 - sure) ** 2 + (1 - unsure) ** 2 + sure**2) / 3)
-    assert foresight.base_brier == pytest.approx(2 / 9)
-
-
-def test_predictions_of_a_bin_are_added_up():
-    # Single completions are dead for certain, which is the last bin's; after a pass and a fail, a pair with 3/5
-    foreseer = Foreseer()
-    state = PromptState()
-    for outcomes in ({1: [1, 0], 2: [1, 0], 3: [1, 0]}, {1: [1], 2: [1, 0], 3: [0, 0]}):
-        rollouts = rollouts_of(outcomes)
-        foreseer.see(state.visit(rollouts), rollouts.sizes)
-    foresight = foreseer.foresight()
-    pairs, single = foresight.bins
-    assert (pairs["lower"], pairs["count"], pairs["dead"], pairs["predicted"]) == (0.6, 2, 0.5, pytest.approx(0.6))
-    assert (single["upper"], single["count"], single["dead"], single["predicted"]) == (1.0, 1, 1.0, 1.0)
-    assert foresight.expected_error == pytest.approx((2 * 0.1 + 0) / 3)
-    assert foresight.brier == pytest.approx((0.6**2 + 0.4**2) / 3)
 
 
 # ---- Selectors, settings, the command ----
@@ -244,95 +173,11 @@ class Lowest:
         return np.argsort(groups.prompt_ids)[:k]
 
 
-def test_selectors_of_ones_own(tmp_path, monkeypatch):
+def test_selectors_of_ones_own(tmp_path):
     record_run(tmp_path, [BATCH], [{10, 20}])
-    (tmp_path / "own_selectors.py").write_text(
-        "class Lowest:\n"
-        "    def select(self, groups, k, rng):\n"
-        "        return groups.prompt_ids.argsort()[:k]\n"
-        "lowest = Lowest()\n"
-        "number = 3\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "own_selectors", raising=False)
-    result = replay(tmp_path, [Lowest(), "own_selectors:Lowest", "own_selectors:lowest", RandomSelector()])
-    assert [choice.name for choice in result.choices[1:]] == [
-        "Lowest",
-        "own_selectors:Lowest",
-        "own_selectors:lowest",
-        "RandomSelector",
-    ]
-    assert [choice.jaccard for choice in result.choices[1:4]] == [1.0, 1.0, 1.0]
-    with pytest.raises(ReplayError, match=r"no 'Lowset'\. Did you mean 'Lowest'"):
-        replay(tmp_path, ["own_selectors:Lowset"])
-    with pytest.raises(ReplayError, match="'own_selectors:number' must have a method `select"):
-        replay(tmp_path, ["own_selectors:number"])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"selectors": ["energyy"]}, r"one of \['energy', .*got 'energyy'.*'my_module:MySelector'"),
-        ({"selectors": ["no_such_module:Mine"]}, "cannot be imported: No module named 'no_such_module'.*PYTHONPATH"),
-        ({"selectors": [":Mine"]}, "':Mine' names no module. Give an import path"),
-        ({"selectors": ["..mine:Mine"]}, "'..mine:Mine' names no module. Give an import path"),
-        ({"selectors": ["all", "all"]}, "name of its own, got 'all' twice"),
-        ({"selectors": ["all"], "selection_ratio": 0.0}, r"`selection_ratio` must be in \(0, 1\], got 0.0"),
-        ({"selectors": ["all"], "selection_ratio": NAN}, r"`selection_ratio` must be in \(0, 1\], got nan"),
-        ({"selectors": ["all"], "gumbel_scale": -1.0}, "`gumbel_scale` must be at least 0, got -1.0"),
-    ],
-)
-def test_bad_arguments_are_refused(tmp_path, arguments, message):
-    record_run(tmp_path, [BATCH], [{50}])
-    with pytest.raises(ReplayError, match=message):
-        replay(tmp_path, **arguments)
-
-
-@pytest.mark.parametrize(
-    ("line", "error"), [("raise AttributeError('own')", AttributeError), ("int('own')", ValueError)]
-)
-def test_errors_of_a_module_are_its_own(tmp_path, monkeypatch, line, error):
-    record_run(tmp_path, [BATCH], [{50}])
-    (tmp_path / "failing_selectors.py").write_text(f"{line}\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(error, match="own"):
-        replay(tmp_path, ["failing_selectors:Mine"])
-
-
-def test_settings_that_were_not_recorded_have_to_be_given(tmp_path):
-    TelemetryWriter(tmp_path, settings={"selection_ratio": 0.4}).close()
-    with pytest.raises(ReplayError, match=r"has not recorded its `seed`\. Give `--seed`"):
-        replay(tmp_path, ["all"])
-
-
-def test_the_command_prints_and_writes(tmp_path, capsys):
-    record_run(tmp_path / "run", [BATCH] * 2, [{50, 30}] * 2)
-    path = tmp_path / "replay.json"
-    cli.main(["replay", str(tmp_path / "run"), "--selector", "energy", "zero_variance", "--json", str(path)])
-    shown = capsys.readouterr().out
-    lines = {line.split()[0]: line.split() for line in shown.splitlines() if line.strip()}
-    assert lines["energy"][1:] == [
-        *("4", "100%", "0.531", "0.375", "0.33", "(0.25)", "50%", "(40%)", "152", "–", "82.6%", "–"),
-    ]
-    assert "ρ = 0.4, seed 3" in shown
-    assert "Brier score" in shown
-    assert "pass rates alone" in shown and "with log-probs" not in shown
-    content = json.loads(path.read_text())
-    assert content["choices"][1]["shared"] == 0.5
-    assert content["choices"][1]["update_flops"] is None
-    assert content["foresight"]["groups"] == 5
-
-
-def test_a_run_of_single_visits_that_trained_on_nothing(tmp_path, capsys):
-    record_run(tmp_path, [{1: [1, 1], 2: [NAN, NAN]}], [set()])
-    result = replay(tmp_path, ["energy"])
-    show_replay(result)
-    shown = capsys.readouterr().out
-    assert "No prompt was visited twice" in shown
-    assert np.isnan(result.choices[1].jaccard)
-    assert "nan" not in shown
-    result.write_json(tmp_path / "replay.json")
-    assert json.loads((tmp_path / "replay.json").read_text())["choices"][0]["energy"] is None
+    result = replay(tmp_path, [Lowest(), "random"])
+    assert [choice.name for choice in result.choices[1:]] == ["Lowest", "random"]
+    assert result.choices[1].jaccard == 1.0
 
 
 @pytest.mark.parametrize(
@@ -340,14 +185,31 @@ def test_a_run_of_single_visits_that_trained_on_nothing(tmp_path, capsys):
     [
         (["no-such-run", "--selector", "all"], "error: There is no run at `no-such-run`"),
         (["run", "--selector", "best"], "error: `selector` must be one of"),
-        (["run", "--selector", "all", "--json", "no/such/folder.json"], "error: .*No such file"),
+        (["run", "--selector", "all", "--selection_ratio", "0"], "error: `selection_ratio` must be in"),
+        (["bare", "--selector", "all"], "has not recorded its `seed`. Give `--seed`"),
     ],
 )
 def test_the_command_tells_errors_without_a_traceback(tmp_path, monkeypatch, arguments, message):
     record_run(tmp_path / "run", [BATCH], [{50}])
+    TelemetryWriter(tmp_path / "bare", settings={"selection_ratio": 0.4}).close()
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit, match=message):
-        cli.main(["replay", *arguments])
+        main(arguments)
+
+
+def test_the_command_prints_and_writes(tmp_path, capsys):
+    record_run(tmp_path / "run", [BATCH] * 2, [{50, 30}] * 2)
+    path = tmp_path / "replay.json"
+    main([str(tmp_path / "run"), "--selector", "energy", "zero_variance", "--json", str(path)])
+    shown = capsys.readouterr().out
+    lines = {line.split()[0]: line.split() for line in shown.splitlines() if line.strip()}
+    assert lines["energy"][1:] == [
+        *("4", "100%", "0.531", "0.375", "0.33", "(0.25)", "50%", "(40%)", "152", "–", "82.6%", "–"),
+    ]
+    assert "ρ = 0.4, seed 3" in shown
+    content = json.loads(path.read_text())
+    assert content["choices"][1]["shared"] == 0.5
+    assert content["choices"][1]["update_flops"] is None
 
 
 # ---- A real training ----
@@ -396,7 +258,7 @@ def test_the_runs_own_selector_chooses_what_the_run_chose(tmp_path, settings):
     assert (again.jaccard, again.shared) == (1.0, 1.0)
     assert run.groups > 0
     assert again.random_jaccard <= 1.0 if settings.get("selector") == "all" else again.random_jaccard < 1.0
-    # What the trainer has counted and foreseen
+    # What the trainer has counted
     savings = trainer.savings()
     assert run.update_tokens == savings["update_tokens"]
     if settings.get("controller") == "reinforce_ada_balanced":
@@ -405,7 +267,6 @@ def test_the_runs_own_selector_chooses_what_the_run_chose(tmp_path, settings):
         assert (again.update_tokens, again.groups) == (savings["update_tokens"], savings["groups_trained"])
         assert again.update_flops == pytest.approx(savings["update_flops"])
         assert again.of_plain == pytest.approx(savings["update_flops"] / savings["plain_update_flops"])
-    assert result.foresight.groups > 0
 
 
 @pytest.mark.slow

@@ -130,7 +130,7 @@ def test_report_escapes_what_a_run_says(tmp_path):
 def test_report_escapes_names_and_prompts(tmp_path):
     run, texts = tmp_path / "<b>run", ["<i>prompt", "b", "c"]
     outcomes = [(1, 1, 1, 1), (1, 1, 1, 1), (0, 0, 0, 0)], [(0, 0, 0, 0), (1, 1, 1, 1), (0, 0, 0, 0)]
-    solved, failed = make_record(0, outcomes[0], prompts=texts), make_record(1, outcomes[1], replayed=(11,))
+    solved, failed = make_record(0, outcomes[0], text=texts), make_record(1, outcomes[1], replayed=(11,))
     record_run(run / "telemetry", [solved, failed])
     html = write_report(run, out=tmp_path / "out").read_text(encoding="utf-8")
     assert ">&lt;i&gt;prompt</th>" in html  # among the forgotten prompts

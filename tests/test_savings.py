@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 import tiny
+from benchmarks.replay import replay
 from lze_trl import LZEGRPOTrainer
 from lze_trl.app import views
 from lze_trl.app.console import summary_tables
@@ -17,7 +18,6 @@ from lze_trl.app.runs import RunBook
 from lze_trl.hub import model_card_section
 from lze_trl.record import open_run
 from lze_trl.record.ledger import PLAIN, against_plain, headline, skipped_visits
-from lze_trl.replay import replay
 
 
 def all_solved(completions, **kwargs):

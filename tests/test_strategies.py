@@ -9,10 +9,10 @@ import yaml
 from trl import GRPOConfig, GRPOTrainer, TrlParser
 
 import tiny
+from benchmarks.replay import rules_of
 from lze_trl import LZEGRPOConfig, LZEGRPOTrainer
 from lze_trl.job.recipe import RecipeError, check_recipe, parse_recipe
 from lze_trl.plan.planners import SolvedPlanner
-from lze_trl.replay.choosing import rules_of
 from lze_trl.strategies import DEFAULT, REMOVED, STRATEGIES, settings_of
 from test_laws import distance, moved, train
 

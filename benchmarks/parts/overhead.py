@@ -23,6 +23,7 @@ from lze_trl.pack.weights import weights_of_chosen
 from lze_trl.record.ledger import Ledger, TokenCost
 from lze_trl.record.monitors import batch_metrics
 from lze_trl.record.recorder import Recorder
+from lze_trl.record.tables import prompt_columns, row_columns
 from lze_trl.rollout.controllers import Gate
 from lze_trl.rollout.rounds import gathered_columns
 from lze_trl.seeding import keyed_rng
@@ -165,8 +166,9 @@ class Worker:
         """Metrics for the log, and a record for the background thread."""
         batch_metrics(self.groups, self.chosen_groups, self.prompt_state, 0)
         pruned = self.prompt_state.pruned(self.groups.prompt_ids)
-        facts = {"step": 0, "pass_index": 0, "skipped": 0, "pruned": pruned}
-        self.recorder.record(self.scored, self.chosen_groups, self.generation, **facts)
+        prompts = prompt_columns(self.groups, selected=self.chosen_groups, pruned=pruned)
+        rows = row_columns(self.scored)
+        self.recorder.record(prompts, rows, self.scored, self.generation, step=0)
 
     def step(self) -> dict[str, float]:
         """Seconds of each part, of the slowest process, and of the background thread's work."""

@@ -186,7 +186,7 @@ def overview(run: Run) -> Markup:
         charts.insert(1, line_chart("Held-out accuracy", accuracy, **shares))
     charts += _vote_charts(run, evaluations)
     table = rows_of(first_and_last(evaluations))
-    return HTML.overview(_tiles(run, points, summary, outcome), run.damaged, charts, summary["ledger"], table)
+    return HTML.overview(_tiles(run, points, summary, outcome), charts, summary["ledger"], table)
 
 
 def _vote_charts(run: Run, evaluations: dict[str, dict[str, Any]]) -> list[Markup]:

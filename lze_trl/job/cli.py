@@ -138,15 +138,6 @@ def build_parser() -> argparse.ArgumentParser:
     analyze("--selection_ratio", type=ratio, default=0.4, help="share of the groups to train on")
     analyze("--reward", help="reward that ranks the groups; default: the sum of all")
 
-    replay = add(_replay)
-    replay("run", metavar="RUN", help="output folder of the run, finished or not")
-    selectors = "names as in a recipe, or module:object of your own"
-    replay("--selector", metavar="NAME", nargs="+", required=True, help=selectors)
-    replay("--selection_ratio", type=float, help="share of the groups to choose; default: the run's")
-    replay("--gumbel_scale", type=float, help="scale of the noise of `energy`; default: the run's")
-    replay("--seed", type=int, help="seed of the selection; default: the run's")
-    replay("--json", metavar="PATH", help="file to write the numbers to")
-
     add_arguments(add(_eval))
     add(_report)("run", metavar="RUN", help="output folder of the run")
     return parser
@@ -303,17 +294,6 @@ def _analyze(namespace: argparse.Namespace, flags: list[str]):
     from ..record.trl_logs import analyze
 
     sys.stdout.write(f"{analyze(namespace.run, namespace.selection_ratio, namespace.reward)}\n")
-
-
-def _replay(namespace: argparse.Namespace, flags: list[str]):
-    """Show what other selectors would have chosen from the rollouts of a run."""
-    from ..replay import replay, show_replay
-
-    settings = namespace.selection_ratio, namespace.gumbel_scale, namespace.seed
-    result = replay(namespace.run, namespace.selector, *settings)
-    if namespace.json is not None:
-        result.write_json(namespace.json)
-    show_replay(result)
 
 
 def _eval(namespace: argparse.Namespace, flags: list[str]):

@@ -1,8 +1,8 @@
 """Telemetry: every group of every generation batch on disk, and the reading of it."""
 
-from .generation import GenerationRecord
 from .reader import Run, open_run
 from .schema import MissingTelemetryError, OtherSchemaError, TelemetryError
+from .tables import GenerationRecord
 from .writer import TelemetryWriter
 
 

@@ -19,11 +19,8 @@ _HELD_OUT = re.compile(r"eval_reward|eval_rewards/.+/mean|eval_.*(accuracy|pass_
 
 def curve(run: Run, bins: int = 200) -> pd.DataFrame:
     """
-    Means and shares over neighbouring generation batches, in at most `bins` rows.
-
-    Columns are `generation` and `step` at the end; `pass_rate`, `selected_pass_rate`, `reward_mean`, `energy_mean`; shares
-    of the groups that were `selected`, `dead`, `replayed`; the share of the visited prompts that is `pruned`; and the work
-    done so far in `tokens`, `flops` and `seconds`.
+    Neighbouring generation batches in at most `bins` rows: `generation` and `step` at their end; means; shares of the groups
+    `selected`, `dead`, `replayed`; the share of the visited prompts `pruned`; and the work so far by [`UNITS`].
     """
     columns = {"generation": "max(generation)", "step": "max(step) + 1"}
     columns |= {name: f"avg({name})" for name in ("pass_rate", "selected_pass_rate", "reward_mean", "energy_mean")}
@@ -46,9 +43,8 @@ def reward_curves(run: Run, bins: int = 200) -> pd.DataFrame:
 
 def energy_heat_map(run: Run, bins: int = 120) -> tuple[np.ndarray, np.ndarray]:
     """
-    Distribution of the energy over the steps: steps at the end of each of at most `bins` columns, shape `(T,)`, and shares of
-    the groups, shape `(T, 1 + NUM_ENERGY_BINS)`: first the dead groups, then the live ones in energy bins of equal width up
-    to `run.meta.energy_max`.
+    Distribution of the energy over at most `bins` steps: the steps, shape `(T,)`, and shares of the groups, shape
+    `(T, 1 + NUM_ENERGY_BINS)`: the dead ones, then the live ones in energy bins of equal width up to `run.meta.energy_max`.
     """
     levels = {f"level{index}": f"sum(energy_histogram[{index + 1}])::DOUBLE" for index in range(NUM_ENERGY_BINS)}
     columns = {"step": "max(step) + 1", "groups": "sum(groups)::DOUBLE", "dead": "sum(dead)::DOUBLE"}
@@ -72,9 +68,8 @@ def logged_curves(run: Run, names: list[str], bins: int = 200) -> dict[str, pd.S
 
 def accuracy_metric(pass_reward: str | None, reward_names: list[str]) -> str:
     """
-    Name of the metric with the held-out accuracy: the mean of one reward over `num_generations_eval` completions of each
-    held-out prompt, sampled as in training. The reward is `pass_reward`, which defaults to `accuracy_reward` if that is
-    among the reward functions, and else to the total.
+    Name of the metric with the held-out accuracy: the mean of `pass_reward` over held-out completions, by default of
+    `accuracy_reward` if that is among the reward functions, else of the total.
     """
     if pass_reward is None and "accuracy_reward" in reward_names:
         pass_reward = "accuracy_reward"

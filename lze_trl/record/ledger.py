@@ -1,8 +1,4 @@
-"""
-What a run has cost, and what plain GRPO would have cost for the same number of optimizer steps.
-
-Console, report, app, model card and trackers all report savings by [`against_plain`] and in its words.
-"""
+"""What a run has cost, against plain GRPO for the same number of optimizer steps: one definition for all that show savings."""
 
 import math
 import time
@@ -24,10 +20,7 @@ PLAIN = "plain GRPO for the same number of optimizer steps"
 """What a run is compared with: all rows of `generation_batch_size` rolled out and trained on, in every generation batch."""
 
 SKIPPED = "visits skipped"
-"""Prompts that pruning left out of a pass. A pass would have visited them, an optimizer step would not."""
-
 TAUGHT_NOTHING = "No group had a gradient; the model did not change."
-"""What is said instead of a saving where no completion was trained on: a run that stands still saves nothing."""
 
 KINDS = {"rollout": "rollouts", "logprob": "logprobs", "update": "updates"}
 """Kinds of work in the entries of a ledger, and their names."""
@@ -90,27 +83,24 @@ class Ledger:
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, float]):
-        """Continue the totals of a checkpoint."""
-        known = set(vars(self))
-        if set(state) != known:
+        """Continue the totals of a checkpoint, with the settings of this run."""
+        if different := sorted(set(state) ^ set(vars(self))):
             raise ValueError(
-                f"The ledger of the checkpoint lacks {sorted(known - set(state))} and has the unknown entries "
-                f"{sorted(set(state) - known)}: another version of lze_trl wrote it. Resume with that version, or "
-                "start a new run with `state_from`."
+                f"The ledger of the checkpoint differs in {different}: another version of lze_trl wrote it. Resume with "
+                "that version, or start a new run with `state_from`."
             )
-        # Settings of this run, which may be others than those of the checkpoint
         vars(self).update(state | {"iterations": self.iterations, "logprob_passes": self.logprob_passes})
 
     @contextmanager
     def timed(self, kind: str) -> Iterator[None]:
-        """Count the time of what follows as that of a kind of work: `"rollout"`, `"logprob"`, `"update"`, `"selection"`."""
+        """Add the seconds of the block to a kind of work: `"rollout"`, `"logprob"`, `"update"` or `"selection"`."""
         begin = time.perf_counter()
         yield
         name = f"{kind}_seconds"
         setattr(self, name, getattr(self, name) + time.perf_counter() - begin)
 
     def add_plain(self, rows: int, row_tokens: float | None):
-        """Enter the completions of plain GRPO for a batch; without their mean tokens, the mean of the run so far counts."""
+        """Add the completions of plain GRPO for a batch; without their mean tokens, they have those of the run so far."""
         if row_tokens is None:
             row_tokens = self.plain_tokens / max(self.plain_rows, 1)
         self.plain_rows += rows
@@ -131,17 +121,17 @@ class Ledger:
 
 @dataclass(frozen=True)
 class Work:
-    """Work of a run, of one of [`KINDS`] or in total, and that of plain GRPO for the same number of optimizer steps."""
+    """Work of a run, of one of [`KINDS`] or in total, and that of plain GRPO."""
 
     name: str
-    tokens: float  # those of a total say nothing, since their costs differ
+    tokens: float
     seconds: float
     flops: float
     plain_flops: float
 
     @property
     def ratio(self) -> float:
-        """FLOPs over those of plain GRPO: above 1 where more was done, NaN where plain GRPO has nothing to do."""
+        """FLOPs / those of plain GRPO, NaN where plain GRPO has none."""
         return self.flops / self.plain_flops if self.plain_flops else math.nan
 
     @property
@@ -151,21 +141,19 @@ class Work:
 
 
 def times(ratio: float) -> str:
-    """A ratio to plain GRPO as it is shown: `0.39 ×`."""
+    """A ratio to plain GRPO as text: `0.39 ×`."""
     return "–" if math.isnan(ratio) else f"{ratio:.2f} ×"
 
 
 def taught_nothing(totals: dict[str, float]) -> bool:
-    """Whether a run has trained on no completion in all of its generation batches."""
+    """Whether a run has trained on no completion so far."""
     return totals.get("plain_rows", 0) > 0 and totals.get("update_tokens") == 0
 
 
 def against_plain(totals: dict[str, float]) -> list[Work]:
     """
-    The one comparison with plain GRPO, for the same number of optimizer steps: from the totals of a run, each kind of work
-    that takes part in it, and the total. Empty where the costs of plain GRPO are not known, or nothing was trained on.
-
-    Visits that pruning left out of a pass do not enter: plain GRPO would have taken further steps for them.
+    Compare the totals of a run with plain GRPO for the same number of optimizer steps: each kind of work, and the total. Empty
+    if the costs of plain GRPO are not known, or nothing was trained on. Visits that pruning skipped are no part of it.
     """
     if taught_nothing(totals):
         return []
@@ -187,11 +175,8 @@ def against_plain(totals: dict[str, float]) -> list[Work]:
 
 def time_of_plain(totals: dict[str, float]) -> tuple[float, float] | None:
     """
-    Seconds that plain GRPO would take for the same number of optimizer steps at this run's own FLOPs per second, for generation
-    and in total; `None` where they cannot be told, since a kind of work was not done or not timed.
-
-    With g the first over the second, the run's time over that of plain GRPO is g · rollouts × + (1 − g) · updates ×. What
-    packing saves by computing less padding is not credited.
+    Seconds that plain GRPO would take at this run's own FLOPs per second, for generation and in total; `None` if a kind of
+    work was not done or not timed. Padding that packing avoids is not credited.
     """
     works = [work for work in against_plain(totals)[:-1] if work.plain_flops]
     if not works or not all(work.flops and work.seconds for work in works):
@@ -201,7 +186,7 @@ def time_of_plain(totals: dict[str, float]) -> tuple[float, float] | None:
 
 
 def saving_metrics(totals: dict[str, float]) -> dict[str, float]:
-    """The comparison for trackers: ratios of rollouts, updates and all work to plain GRPO's, and the visits skipped."""
+    """The comparison for trackers."""
     shown = [work for work in against_plain(totals) if work.name != KINDS["logprob"]]
     return {f"{work.name}_vs_plain": work.ratio for work in shown} | {"visits_skipped": totals["visits_skipped"]}
 
@@ -230,10 +215,8 @@ def skipped_visits(totals: dict[str, float]) -> str:
 
 def account(ledger: Ledger, drawn: Rollouts, groups: Groups, chosen: np.ndarray, batch_rows: int, logprob_passes: int):
     """
-    Enter a generation batch: what was `drawn`, its scored groups, and the `chosen` rows, which are trained on.
-
-    Plain GRPO draws as many completions of one prompt as of another. So its `batch_rows` completions are taken to be as long
-    as the mean over the groups of their mean length, however many completions of each were drawn here.
+    Add a generation batch: what was `drawn`, its scored groups, and the `chosen` rows, which are trained on. Plain GRPO draws
+    as many completions of every prompt, so its `batch_rows` are taken to be as long as the mean of the groups' mean lengths.
     """
     drawn_tokens = drawn.prompt_tokens + drawn.completion_tokens
     chosen_tokens = int(drawn_tokens[chosen].sum())

@@ -1,7 +1,6 @@
-"""What is watched over generation batches, and logged."""
+"""Metrics of a generation batch, and warnings of batches that teach nothing."""
 
 import logging
-from collections import deque
 from typing import Any
 
 import numpy as np
@@ -26,21 +25,19 @@ def batch_metrics(groups: Groups, chosen: np.ndarray, state: PromptState, pass_i
         "selected_share": chosen.mean(),
         "dead_share": (~groups.alive).mean(),
         "solved_share": groups.solved.mean(),
-        "hopeless_share": groups.hopeless.mean(),
         "replayed_share": groups.replayed.mean(),
         "forgotten": groups.forgotten.sum(),
         **state.metrics(),
         "pass": pass_index,
     }
     if chosen.any():
-        metrics["selected_energy"] = groups.energies[chosen].mean()
         scored = groups.pass_rates[chosen & ~unscored]
         metrics["selected_pass_rate"] = scored.mean() if scored.size else np.nan
     return {name: float(value) for name, value in metrics.items()}
 
 
 class DeadMonitor:
-    """Watches whether there is nothing but groups without a signal."""
+    """Warns of batches in which no group has a gradient, and says why."""
 
     def __init__(self):
         self._silent = 0  # generation batches without a live group, in a row
@@ -48,30 +45,19 @@ class DeadMonitor:
         self._warned_unscored = False
 
     def update(self, groups: Groups, rollouts: Rollouts, rewards_per_func: np.ndarray):
-        """
-        Enter a generation batch: its groups, and the rewards of its completions, shape `(B, F)`, NaN where a function does
-        not apply.
-        """
-        self._warn_of_silence(groups, rollouts, rewards_per_func)
-        self._warn_of_unscored(groups)
-
-    def _warn_of_silence(self, groups: Groups, rollouts: Rollouts, rewards_per_func: np.ndarray):
+        """Enter a generation batch; the rewards of its completions have shape `(B, F)`, NaN where a function gives none."""
         self._silent = 0 if groups.alive.any() else self._silent + 1
-        if not self._silent:
-            return
-        level, cause = _cause(rollouts, rewards_per_func, self._silent)
-        if level > self._warned:
-            self._warned = level
-            logger.warning("%s Training goes on, but this batch teaches nothing.", cause)
-
-    def _warn_of_unscored(self, groups: Groups):
+        if self._silent:
+            level, cause = _cause(rollouts, rewards_per_func, self._silent)
+            if level > self._warned:
+                self._warned = level
+                logger.warning("%s Training goes on, but this batch teaches nothing.", cause)
         unscored = np.isnan(groups.pass_rates) & groups.alive
         if unscored.any() and not self._warned_unscored:
             self._warned_unscored = True
             logger.warning(
-                "%d of %d groups have rewards that differ, but none from `pass_reward`, so they have no energy and no pass "
-                "rate to be selected by: they come last. Where each task has a reward of its own, leave `pass_reward` "
-                "unset.",
+                "%d of %d groups have rewards that differ, but none from `pass_reward`, so they have no energy and are "
+                "selected last. Where each task has a reward of its own, leave `pass_reward` unset.",
                 unscored.sum(),
                 len(groups),
             )
@@ -113,31 +99,3 @@ def _cause(rollouts: Rollouts, rewards_per_func: np.ndarray, silent: int) -> tup
         f"Every completion of this generation batch got the reward {equal}, so no group has a gradient. If "
         "the next ones are the same, check the reward, or use prompts that the model passes some of the time."
     )
-
-
-class RepeatMonitor:
-    """
-    Share of the groups chosen in the last `window` generation batches whose prompt was chosen before in the window: where a
-    selector keeps training on the same few prompts, it shows here first.
-    """
-
-    def __init__(self, window: int = 16):
-        self._chosen: deque[np.ndarray] = deque(maxlen=window)
-
-    def update(self, prompt_ids: np.ndarray) -> float:
-        """Enter the prompts chosen in a batch; the share, 0 if nothing was chosen in the window."""
-        self._chosen.append(prompt_ids)
-        window = np.concatenate(self._chosen)
-        return 1.0 - len(np.unique(window)) / len(window) if len(window) else 0.0
-
-    def state_dict(self) -> dict[str, np.ndarray]:
-        """The window."""
-        return {
-            "chosen": np.concatenate([np.empty(0, dtype=np.int64), *self._chosen]),
-            "sizes": np.array([len(ids) for ids in self._chosen], dtype=np.int64),
-        }
-
-    def load_state_dict(self, state: dict[str, np.ndarray]):
-        """Continue from a checkpoint."""
-        parts = np.split(state["chosen"], np.cumsum(state["sizes"]))[:-1]
-        self._chosen = deque(parts, maxlen=self._chosen.maxlen)

@@ -7,30 +7,27 @@ from typing import Any
 import numpy as np
 from accelerate import Accelerator
 
-from ..arrays import Rollouts
-from ..batch import Batch
 from ..memory.identity import ID_COLUMN
-from ..memory.state import PromptState
-from .generation import GenerationRecord
+from .tables import GenerationRecord
 from .writer import TelemetryWriter
 
 
 _HIGHEST = 3
 
 
-def recorded_rows(mode: str, generation: int, rollouts: Rollouts, energies: np.ndarray) -> np.ndarray:
+def recorded_rows(mode: str, generation: int, group: np.ndarray, energies: np.ndarray) -> np.ndarray:
     """
-    Completions whose text is recorded: if the mode is `"sampled"`, of one group drawn at random and the three live ones of
-    highest energy; `"all"`, or `"none"`. `energies` are those of the groups, `(P,)`. Returns rows, ascending: the same on every
-    process, and in a run that was resumed.
+    Rows whose text is recorded, ascending: with the mode `"sampled"`, those of one group drawn at random and of the three live
+    ones of highest energy; `"all"`, or `"none"`. `group`, shape `(B,)`, is the group of each row; `energies`, shape `(P,)`, are
+    those of the groups.
     """
     if mode == "all":
-        return np.arange(rollouts.num_rows)
+        return np.arange(len(group))
     if mode == "none":
         return np.arange(0)
     highest = np.argsort(-energies, kind="stable")[:_HIGHEST]
-    drawn = np.random.default_rng(generation).integers(rollouts.num_groups)
-    return np.flatnonzero(np.isin(rollouts.group, [drawn, *highest[energies[highest] > 0]]))
+    drawn = np.random.default_rng(generation).integers(len(energies))
+    return np.flatnonzero(np.isin(group, [drawn, *highest[energies[highest] > 0]]))
 
 
 @dataclass
@@ -47,19 +44,19 @@ class Recorder:
     accelerator: Accelerator
     _writer: TelemetryWriter | None = field(default=None, init=False)
 
-    def record(self, scored: Batch | None, chosen: np.ndarray | None, generation: int, **facts: Any):
+    def record(
+        self, prompts: dict[str, np.ndarray], rows: dict[str, np.ndarray], batch: Any, generation: int, **facts: Any
+    ):
         """
-        Record a generation batch, in a run with telemetry: the completions drawn, their scored groups, and whether each is
-        trained on; `None` if pruning has left nothing. `facts` are further fields of [`~lze_trl.record.GenerationRecord`].
+        Record a generation batch by the columns of its prompts and rows, none of them if pruning has left nothing. The
+        [`~lze_trl.batch.Batch`] has the dataset rows and completions of this process. `facts` are further fields of
+        [`GenerationRecord`].
         """
-        batch = (
-            _nothing(len(self.reward_names))
-            if scored is None or chosen is None
-            else self._batch(scored, chosen, generation)
-        )
+        if prompts:
+            prompts, rows = self._with_text(prompts, rows, batch, generation)
         if writer := self._open(generation):
             facts |= {"reward_names": self.reward_names, "ledger": self.totals()}
-            writer.record(GenerationRecord(generation=generation, **facts, **batch))
+            writer.record(GenerationRecord(generation=generation, prompts=prompts, rows=rows, **facts))
 
     def record_step(self, step: int, generation: int, logs: dict[str, Any]):
         """Record the metrics of a log line."""
@@ -82,47 +79,41 @@ class Recorder:
         if self._writer is None and self.args.telemetry and self.accelerator.is_main_process:
             settings = self.args.to_sanitized_dict()
             unset = {name: None for name in settings if vars(self.args).get(name) is None}  # not the text "None"
+            simple = {name: value for name, value in settings.items() if _is_simple(value)}
             self._writer = TelemetryWriter(
                 self.args.output_dir,
                 completions=self.args.telemetry_completions,
-                settings={name: value for name, value in settings.items() if _is_simple(value)}
-                | unset
-                | self.described,
-                reward_names=self.reward_names,
+                settings=simple | unset | self.described,
                 resumed_generation=generation or None,
             )
         return self._writer
 
-    def _batch(self, batch: Batch, chosen: np.ndarray, generation: int) -> dict[str, Any]:
-        inputs, texts = batch.held["input"], batch.held["completion"]
-        heads = batch.gathered_on_main(
-            np.searchsorted(batch.group, np.arange(batch.num_groups)),
-            lambda place: (_text(inputs[place]["prompt"]), _columns(inputs[place])),
-            self.accelerator,
-        )
+    def _with_text(
+        self, prompts: dict[str, np.ndarray], rows: dict[str, np.ndarray], batch: Any, generation: int
+    ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+        """The columns, on the main process with the text of all prompts and of the completions to record."""
+        group, energies = rows["group"], prompts["energy"]
+        first = np.searchsorted(group, np.arange(len(energies)))
+        shown = recorded_rows(self.args.telemetry_completions, generation, group, energies)
+
+        def head(place: int) -> tuple[str, dict[str, Any]]:
+            return _text(batch.held["input"][place]["prompt"]), _facts(batch.held["input"][place])
+
+        heads = batch.gathered_on_main(first, head, self.accelerator).values()
         completions = batch.gathered_on_main(
-            recorded_rows(self.args.telemetry_completions, generation, batch, batch.prompts.energies),
-            lambda place: _text(texts[place]),
-            self.accelerator,
+            shown, lambda place: _text(batch.held["completion"][place]), self.accelerator
         )
-        return {
-            "groups": batch.prompts,
-            "selected": chosen,
-            "rewards": batch.rewards_per_func,
-            "rollouts": batch,
-            "loss_tokens": batch.loss_tokens,
-            "prompts": [text for text, _ in heads.values()],
-            "completions": completions,
-            "columns": [columns for _, columns in heads.values()],
+        text = {
+            "text": _objects([text for text, _ in heads]),
+            "columns": _objects([facts for _, facts in heads]),
         }
+        return prompts | text, rows | {"completion": _objects([completions.get(row) for row in range(len(group))])}
 
 
-def _nothing(num_functions: int) -> dict[str, Any]:
-    """A batch of which pruning has left nothing."""
-    none, unscored = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float64)
-    rollouts, rewards = Rollouts(none, none, unscored, unscored, none, none), np.empty((0, num_functions))
-    batch = {"groups": PromptState().visit(rollouts), "rollouts": rollouts, "rewards": rewards, "loss_tokens": none}
-    return batch | {"selected": none.astype(bool), "pruned": none.astype(bool), "prompts": []}
+def _objects(values: list[Any]) -> np.ndarray:
+    array = np.empty(len(values), dtype=object)
+    array[:] = values
+    return array
 
 
 def _text(prompt: str | list[dict[str, Any]]) -> str:
@@ -134,8 +125,8 @@ def _text(prompt: str | list[dict[str, Any]]) -> str:
     return "\n\n".join(f"[{message['role']}]\n{message['content']}" for message in prompt)
 
 
-def _columns(row: dict[str, Any]) -> dict[str, Any]:
-    """Columns of a dataset row that a table can hold: level, subject, source, gold answer, …; a `prompt_id` has its own column."""
+def _facts(row: dict[str, Any]) -> dict[str, Any]:
+    """Columns of a dataset row that a table can hold: level, subject, gold answer, …; a number as `prompt_id` is left out."""
     hidden = {"prompt", ID_COLUMN, *(["prompt_id"] if isinstance(row.get("prompt_id"), int) else [])}
     return {name: value for name, value in row.items() if name not in hidden and _is_simple(value)}
 

@@ -1,20 +1,16 @@
-"""What is written where: tables, their columns, the settings file and its version."""
+"""Tables of a recording, their columns, and its settings file."""
 
 import json
-import math
 import re
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-
 from ..files import write_atomically
 
 
-SCHEMA_VERSION = 2
-"""Version of the files. Raised when a reader of the previous version cannot read them. Version 1 had 32 bits for every number."""
+SCHEMA_VERSION = 3
+"""Version of the files, raised when a reader of the previous version cannot read them."""
 
 FORMAT = "lze-telemetry"
 DIRECTORY = "telemetry"
@@ -22,54 +18,36 @@ DIRECTORY = "telemetry"
 
 META_FILE = "meta.json"
 NUM_ENERGY_BINS = 26
-"""Bins of the energy histogram: equal widths over (0, 1 + α], dead groups are counted apart."""
+"""Bins of the energy histogram: equal widths over (0, 1 + α], live groups only."""
 
-# Columns with their SQL types. `prompts` has a row per prompt, at its first visit; `steps` a row per logged metric
+# Columns that the readers know, with their SQL types; further columns are recorded and read as they come.
+# The floats that rank groups have 64 bits, so that a selector run over the recording chooses what it chose in training.
 _TABLES = {
     "prompts": "prompt_id BIGINT, generation INTEGER, text VARCHAR, columns VARCHAR",
     "completions": """generation INTEGER, step INTEGER, prompt_id BIGINT, index INTEGER, completion VARCHAR, outcome FLOAT,
-        reward FLOAT, rewards FLOAT[], tokens INTEGER""",
-    # Floats have 64 bits: replay ranks by what the run ranked by
+        reward FLOAT, rewards FLOAT[], completion_tokens INTEGER""",
     "groups": """generation INTEGER, step INTEGER, position INTEGER, prompt_id BIGINT, visits INTEGER, size INTEGER,
         scored INTEGER, pass_rate DOUBLE, difficulty DOUBLE, uncertainty DOUBLE, momentum DOUBLE, energy DOUBLE, ema DOUBLE,
         first_pass_rate DOUBLE, reward_mean DOUBLE, reward_std DOUBLE, rewards FLOAT[], prompt_tokens INTEGER,
         completion_tokens INTEGER, logprob_mean FLOAT, logprob_min FLOAT, logprob_max FLOAT, loss_tokens INTEGER,
         selected BOOLEAN, pruned BOOLEAN, replayed BOOLEAN, dead BOOLEAN""",
-    # What an overview needs without reading the groups
     "generations": """generation INTEGER, step INTEGER, pass_index INTEGER, time DOUBLE, groups INTEGER, rows INTEGER,
-        selected INTEGER, dead INTEGER, replayed INTEGER, forgotten INTEGER, skipped INTEGER, new_prompts INTEGER,
-        pruned_change INTEGER, pass_rate FLOAT, selected_pass_rate FLOAT, reward_mean FLOAT, rewards FLOAT[],
-        energy_mean FLOAT, energy_histogram INTEGER[], ledger MAP(VARCHAR,DOUBLE)""",
+        selected INTEGER, dead INTEGER, replayed INTEGER, skipped INTEGER, new_prompts INTEGER, pruned_change INTEGER,
+        pass_rate FLOAT, selected_pass_rate FLOAT, reward_mean FLOAT, rewards FLOAT[], energy_mean FLOAT,
+        energy_histogram INTEGER[], ledger MAP(VARCHAR,DOUBLE)""",
     "steps": "step INTEGER, generation INTEGER, time DOUBLE, name VARCHAR, value DOUBLE",
 }
-_ARROW_TYPES = {
-    "INTEGER": pa.int32(),
-    "BIGINT": pa.int64(),
-    "FLOAT": pa.float32(),
-    "DOUBLE": pa.float64(),
-    "BOOLEAN": pa.bool_(),
-    "VARCHAR": pa.string(),
-    "FLOAT[]": pa.list_(pa.float32()),
-    "INTEGER[]": pa.list_(pa.int32()),
-    "MAP(VARCHAR,DOUBLE)": pa.map_(pa.string(), pa.float64()),
-}
-
 SQL_TYPES = {
     table: dict(column.split() for column in re.split(r",\s+", columns)) for table, columns in _TABLES.items()
 }
 """
-Type of every column of every table. The tables are in the order they are written: read in the reverse order, a generation is
-never without its groups and prompts.
+SQL type of every known column of every table, in the order in which the tables are written. Listed in the reverse order, a
+generation never appears without its groups and prompts.
 """
-
-SCHEMAS = {
-    table: pa.schema([(name, _ARROW_TYPES[kind]) for name, kind in columns.items()])
-    for table, columns in SQL_TYPES.items()
-}
 
 
 class TelemetryError(RuntimeError):
-    """Telemetry that cannot be read. The message is meant to be shown as it is."""
+    """Telemetry that cannot be read. Its message is written for users."""
 
 
 class MissingTelemetryError(TelemetryError):
@@ -87,12 +65,8 @@ class Meta:
     settings: dict[str, Any] = field(default_factory=dict)
     completions: str = "none"  # which ones are recorded
     reward_names: list[str] = field(default_factory=list)  # in the order of the `rewards` columns
-    attempts: list[int] = field(default_factory=list)
-    """
-    Generation from which each attempt of the run recorded, the first one's being 0. Rows of an earlier attempt from that
-    generation on were lost with a crash and are hidden by the readers.
-    """
     energy_max: float = 1.3  # upper end of the energy histogram, 1 + α
+    attempts: int = 1  # how often the run was begun: 1 and the number of resumes
     schema_version: int = SCHEMA_VERSION
     package_version: str = ""  # of the package that wrote the files
 
@@ -127,31 +101,14 @@ class Meta:
             raise TelemetryError(f"`{META_FILE}` of the run cannot be read: {error}.") from error
         if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
             raise TelemetryError(f"`{META_FILE}` was not written by lze_trl, so this is no telemetry folder.")
-        version = content.get("schema_version")
-        if not isinstance(version, int) or version < 1:
-            raise TelemetryError(f"`{META_FILE}` has no valid `schema_version`, got {version!r}.")
-        if version != SCHEMA_VERSION:
-            advice = "Upgrade lze_trl" if version > SCHEMA_VERSION else "Use the version of lze_trl that recorded it"
+        if (version := content.get("schema_version")) != SCHEMA_VERSION:
             raise OtherSchemaError(
-                f"The run was recorded with telemetry schema {version}, and this version of lze_trl reads schema "
-                f"{SCHEMA_VERSION}. {advice} to open it; a new training needs another `output_dir`."
+                f"The run was recorded with telemetry schema {version!r}, and this version of lze_trl reads schema "
+                f"{SCHEMA_VERSION}. Open it with the version of lze_trl that recorded it; a new training needs another "
+                "`output_dir`."
             )
-        try:
-            meta = cls(**content)
-        except TypeError as error:
-            raise TelemetryError(f"`{META_FILE}` of the run is damaged: {error}.") from error
-        for name, is_valid in _VALID_META.items():
-            value = vars(meta)[name]
-            if not is_valid(value):
-                raise TelemetryError(f"`{META_FILE}` of the run is damaged: `{name}` is {value!r}.")
-        return meta
-
-
-_VALID_META: dict[str, Callable[[Any], bool]] = {
-    "settings": lambda value: isinstance(value, dict),
-    "completions": lambda value: isinstance(value, str),
-    "reward_names": lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value),
-    "attempts": lambda value: isinstance(value, list) and all(type(first) is int and first >= 0 for first in value),
-    "energy_max": lambda value: type(value) in (int, float) and 0 < value < math.inf,
-    "package_version": lambda value: isinstance(value, str),
-}
+        expected = {name: type(value) for name, value in asdict(cls()).items()}
+        wrong = [name for name, kind in expected.items() if not isinstance(content.get(name), kind)]
+        if wrong or set(content) != set(expected):
+            raise TelemetryError(f"`{META_FILE}` of the run is damaged: check {wrong or sorted(content)}.")
+        return cls(**content)

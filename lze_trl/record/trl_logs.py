@@ -23,7 +23,6 @@ logger = logging.getLogger(__name__)
 _LOG_NAME = re.compile(r"completions_(\d+)\.parquet")
 _REPLAY_RATIO = 0.1
 _GENERATION = (0.25, 0.5, 0.7, 0.9)  # shares of plain GRPO's time: the logs do not say what it was
-_SHOWN, _WIDTH = 5, 100
 
 
 # An update of all weights costs as much as three forward passes
@@ -40,7 +39,6 @@ class Analysis:
     exact: Ledger  # the same, had every group with a gradient been trained on
     reward: str  # that ranked the groups; "total" for the sum of all
     selection_ratio: float
-    frontier: tuple[str, ...]  # prompts with the highest energy at their last visit
 
     def __str__(self) -> str:
         ledger = self.ledger
@@ -57,8 +55,6 @@ class Analysis:
             f"  {'every live group (`exact`)':<23}{_prices(self.exact)}",
             f"  {f'LZE at ρ = {self.selection_ratio:g}':<23}{_prices(ledger)}",
         ]
-        if self.frontier:
-            lines += ["prompts with the highest energy at the end:", *(f"  {text}" for text in self.frontier)]
         return "\n".join(lines)
 
     def _share(self, groups: int) -> str:
@@ -76,26 +72,20 @@ def analyze(run_dir: str | Path, selection_ratio: float = 0.4, reward: str | Non
     """
     Replay the logs of a TRL GRPO run that had `log_completions=True`, from its output directory or its `completions` folder.
 
-    The selection is that of the run as it went: what other updates would have changed in later rollouts is unknown. Groups
-    are ranked by the named reward, or the sum of all, whose weights the logs do not hold. Text is counted in characters,
-    because they hold no tokens either.
-
-    TRL logs the latest completions at every log: those that several updates use are counted once. An evaluation replaces
-    the log of its step. Such logs are left out if a `trainer_state.json` of the run mentions the evaluation; the logs
-    alone do not show it.
+    The logs hold neither tokens nor reward weights: text is counted in characters, and groups are ranked by the named reward,
+    or the sum of all. Completions that several updates use are counted once. The log of a step with an evaluation holds the
+    evaluation's completions, and is left out if a `trainer_state.json` of the run mentions it.
     """
     if not 0 < selection_ratio <= 1:
         raise ValueError(
             f"`selection_ratio` must be in (0, 1], got {selection_ratio}. Use 1.0 to train on every live group."
         )
     state = PromptState(StateSettings(named_outcome=reward is not None))
-    texts: dict[int, str] = {}
     ledger, exact, steps, pruned = Ledger(), Ledger(), 0, 0
     for number, log in enumerate(_logs(Path(run_dir))):
         if log.empty:
             continue
-        rollouts, prompts = _rollouts(log, _reward_names(log, reward), state)
-        texts.update(zip(rollouts.prompt_ids.tolist(), prompts, strict=True))
+        rollouts = _rollouts(log, _reward_names(log, reward), state)
         pruned += int(state.pruned(rollouts.prompt_ids).sum())
         groups = state.visit(rollouts)
         k, rng = quota(selection_ratio, len(groups)), np.random.default_rng(number)
@@ -109,8 +99,6 @@ def analyze(run_dir: str | Path, selection_ratio: float = 0.4, reward: str | Non
     ledger.visits_skipped = round(pruned * (1 - _REPLAY_RATIO))
     for total in (ledger, exact):
         total.plain_tokens = total.rollout_tokens  # other prompts take the slots of the pruned ones
-    order = np.argsort(-state["energy"], kind="stable")[:_SHOWN]
-    frontier = [" ".join(texts[int(state["prompt_ids"][row])].split()) for row in order if state["energy"][row] > 0]
     return Analysis(
         steps=steps,
         prompts=len(state),
@@ -118,7 +106,6 @@ def analyze(run_dir: str | Path, selection_ratio: float = 0.4, reward: str | Non
         exact=exact,
         reward="total" if reward is None else reward,
         selection_ratio=selection_ratio,
-        frontier=tuple(line if len(line) <= _WIDTH else line[: _WIDTH - 1] + "…" for line in frontier),
     )
 
 
@@ -132,22 +119,16 @@ def _logs(run_dir: Path) -> Iterator[pd.DataFrame]:
             f"There are no TRL logs in `{run_dir}`. They are `completions/completions_*.parquet`, which TRL writes with "
             "`log_completions=True`."
         )
-    evaluated, left_out, previous = _evaluated_steps(run_dir), [], None
+    if left_out := sorted(_evaluated_steps(run_dir) & files.keys()):
+        shown = ", ".join(map(str, left_out))
+        logger.warning("%d logs hold completions of an evaluation and are left out: steps %s.", len(left_out), shown)
+    previous = None
     for step, path in sorted(files.items()):
         log = _read(path)
         texts = log[["prompt", "completion"]]
-        repeats, previous = texts.equals(previous), texts
-        if step in evaluated:
-            left_out.append(step)
-        elif not repeats:
+        if step not in left_out and not texts.equals(previous):
             yield log
-    if left_out:
-        logger.warning(
-            "%d logs are left out, because an evaluation at their step has replaced the completions of the training: "
-            "those of the steps %s.",
-            len(left_out),
-            ", ".join(map(str, left_out)),
-        )
+        previous = texts
 
 
 def _evaluated_steps(folder: Path) -> set[int]:
@@ -190,13 +171,13 @@ def _reward_names(log: pd.DataFrame, given: str | None) -> list[str]:
     return [given]
 
 
-def _rollouts(log: pd.DataFrame, reward_names: list[str], state: PromptState) -> tuple[Rollouts, list[str]]:
-    """Completions of one step, their lengths in characters, and the text of each of the P prompts."""
+def _rollouts(log: pd.DataFrame, reward_names: list[str], state: PromptState) -> Rollouts:
+    """Completions of one step, their lengths in characters."""
     ids = np.array([prompt_id(text) for text in log["prompt"]], dtype=np.int64)
-    unique, first, group = np.unique(ids, return_index=True, return_inverse=True)
+    unique, group = np.unique(ids, return_inverse=True)
     rewards = log[reward_names].sum(axis=1, min_count=1).to_numpy(dtype=np.float64)  # NaN where there is none
     state.observe(rewards)
-    rollouts = Rollouts(
+    return Rollouts(
         prompt_ids=unique,
         group=group,
         outcomes=state.range.outcomes(rewards),
@@ -207,4 +188,3 @@ def _rollouts(log: pd.DataFrame, reward_names: list[str], state: PromptState) ->
         prompt_tokens=np.zeros(len(group), dtype=np.int64),
         completion_tokens=log["completion"].str.len().to_numpy(),
     )
-    return rollouts, log["prompt"].iloc[first].tolist()

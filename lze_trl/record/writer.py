@@ -1,54 +1,56 @@
-"""Recording a run from the training's main process, at a cost that the training does not notice."""
+"""Recording a run in append-only Parquet files, from a background thread of the training's main process."""
 
+import io
 import logging
 import math
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import closing, suppress
-from dataclasses import replace
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
 import pyarrow as pa
+import pyarrow.dataset as ds
+import pyarrow.parquet as pq
 
+from ..files import write_atomically
 from ..version import __version__
-from .generation import GenerationRecord, generation_tables, log_tables
-from .parts import PartWriter, list_parts
-from .reader import Run
-from .schema import (
-    DIRECTORY,
-    META_FILE,
-    SCHEMAS,
-    Meta,
-    MissingTelemetryError,
-    OtherSchemaError,
-    TelemetryError,
-)
+from .schema import DIRECTORY, SQL_TYPES, Meta, OtherSchemaError, TelemetryError
 from .status import RENEWED_SECONDS, Status
+from .tables import GenerationRecord, tables_of, to_table
 
 
 logger = logging.getLogger(__name__)
 
-_PAUSE = 10
+_PAUSE_SHARE, _MAX_PAUSE = 0.01, 60.0
 _MAX_WAITING = 1_000
-_ATTEMPTS_AT_THE_END = 4
 
-# Rows of each table, given the prompts whose text is recorded already
-_ToTables = Callable[[set[int]], dict[str, pa.Table]]
+
+def list_parts(folder: Path) -> list[Path]:
+    """Files of a table, in the order in which they were written."""
+    return sorted(folder.glob("*.parquet"))
+
+
+def write_part(path: Path, rows: pa.Table):
+    """Write one file of a table atomically."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    buffer = io.BytesIO()
+    pq.write_table(rows, buffer, compression="zstd")
+    write_atomically(path, buffer.getvalue())
 
 
 class TelemetryWriter:
     """
     Writes the telemetry of a run, whose output directory is `directory`, or the folder `telemetry` in it.
 
-    A background thread writes what is queued at most `flush_seconds` later, or ten times the CPU time of its last write, so
-    that it takes at most a tenth of a core; and at once when the trainer asks for it, before a checkpoint. A crash loses what
-    was still in the queue. Failing writes are logged and tried again, at the end a few times, and never stop the training.
+    What is queued is written after `flush_seconds`, in a long run after one percent of its time so far, at most a minute; and
+    at once when the trainer asks for it, before a checkpoint. Each write adds one file to every table that has new rows, and
+    no file is ever changed. Failing writes are logged and tried again; they never stop the training.
 
-    `resumed_generation` is the first generation batch that this attempt records, when it resumes a run. Rows that an earlier
-    attempt recorded from there on are hidden.
+    `resumed_generation` is the first generation batch that a resumed run records: rows of later batches, which a crashed run
+    left, are removed. Without it, telemetry that the folder holds is moved aside.
     """
 
     def __init__(
@@ -56,78 +58,71 @@ class TelemetryWriter:
         directory: str | Path,
         completions: Literal["none", "sampled", "all"] = "sampled",
         settings: dict[str, Any] | None = None,
-        reward_names: Sequence[str] = (),
         resumed_generation: int | None = None,
         flush_seconds: float = 0.75,
     ):
         directory = Path(directory)
         self.directory = directory if directory.name == DIRECTORY else directory / DIRECTORY
-        self._flush_seconds = self._pause = flush_seconds
-        settings = settings or {}
-        self._meta = Meta(
-            settings=settings,
-            completions=completions,
-            reward_names=list(reward_names),
-            attempts=[*self._earlier_attempts(resumed_generation), resumed_generation or 0],
-            energy_max=1.0 + float(settings.get("momentum_weight", 0.3)),
-            package_version=__version__,
-        )
-        self._written_meta: Meta | None = None
-        try:
-            self._write_meta()
-        except OSError as error:
-            logger.warning("`%s` cannot be written yet, it is tried again: %s.", self.directory / META_FILE, error)
-        self._known = self._recorded_prompts()
+        self._flush_seconds, self._begin = flush_seconds, time.monotonic()
+        energy_max = 1.0 + float((settings or {}).get("momentum_weight", 0.3))
+        self._meta = Meta(settings or {}, completions, energy_max=energy_max, package_version=__version__)
+        if resumed_generation is None:
+            _move_aside(self.directory)
+        else:
+            earlier = _resume(self.directory, resumed_generation)
+            self._meta.attempts, self._meta.reward_names = earlier.attempts + 1, earlier.reward_names
+        self._known = _recorded_prompts(self.directory)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._meta.write(self.directory)
+        self._named = self._meta.reward_names  # in the settings file
+        self._status = Status("running", max_steps=Status.read(self.directory).max_steps)
         self._last_generation = max((resumed_generation or 0) - 1, 0)  # of what is logged before the first batch
-        attempt = len(self._meta.attempts)
-        self._parts = {table: PartWriter(self.directory / table, attempt) for table in SCHEMAS}
-        self._waiting: list[tuple[str, _ToTables]] = []  # what is recorded and not written, by its name
-        self._tabled = 0  # how many of these, from the first on, are rows already
-        self._lost = 0
+        self._queue: list[tuple[str, Callable[[], dict[str, pa.Table]]]] = []
+        self._rows: dict[str, list[pa.Table]] = {table: [] for table in SQL_TYPES}  # not written yet
         self._condition = threading.Condition()
-        self._closing = False
-        self._flush_now = False
-        max_steps = Status.read(self.directory).max_steps if resumed_generation else 0
-        self._status, self._renewed = Status("running", max_steps=max_steps), -math.inf
+        self._closing, self._flush_now, self._unwritten, self._lost = False, False, 0, 0
         self._thread = threading.Thread(target=self._run, name="lze-telemetry", daemon=True)
         self._thread.start()
 
     def record(self, record: GenerationRecord):
         """Queue one generation batch. Its arrays must not be changed afterwards."""
-        now, energy_max = time.time(), self._meta.energy_max
-        with self._condition:
-            self._last_generation = record.generation
-            self._meta.reward_names = record.reward_names
+        now = time.time()
+
+        def rows() -> dict[str, pa.Table]:
+            tables = tables_of(record, now, self._meta.energy_max, self._known)
+            self._known.update(record.prompts["prompt_id"].tolist() if len(record) else ())
             self._status.max_steps = record.max_steps
-            self._queue(
-                f"Generation batch {record.generation}",
-                lambda known: generation_tables(record, now, energy_max, known),
-            )
+            self._meta.reward_names = record.reward_names
+            return tables
+
+        self._last_generation = record.generation
+        self._add(f"Generation batch {record.generation}", rows)
 
     def record_step(self, step: int, metrics: dict[str, Any]):
         """Queue the metrics of one log, those of them that are numbers."""
         numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}
-        with self._condition:
-            generation, now = self._last_generation, time.time()
-            self._queue(f"A log of step {step}", lambda known: log_tables(step, generation, now, numbers))
+        when = {"step": step, "generation": self._last_generation, "time": time.time()}
+        columns = when | {"name": list(numbers), "value": list(numbers.values())}
+        self._add(f"A log of step {step}", lambda: {"steps": to_table(columns)})
 
-    def _queue(self, name: str, to_tables: _ToTables):
-        # The disk may be full for hours: the queue must not take the training's memory meanwhile
-        if len(self._waiting) < _MAX_WAITING:
-            self._waiting.append((name, to_tables))
-        else:
-            self._lost += 1
-        self._condition.notify_all()
+    def _add(self, name: str, rows: Callable[[], dict[str, pa.Table]]):
+        with self._condition:
+            if self._unwritten < _MAX_WAITING:  # a disk that is full for hours must not fill the memory as well
+                self._unwritten += 1
+                self._queue.append((name, rows))
+            else:
+                self._lost += 1
+            self._condition.notify_all()
 
     def flush(self, timeout: float = 30.0):
-        """Wait until everything queued so far is written, or until `timeout` seconds have passed: the disk may be full."""
+        """Wait until everything queued so far is written, at most `timeout` seconds: the disk may be full."""
         with self._condition:
             self._flush_now = True
             self._condition.notify_all()
-            self._condition.wait_for(lambda: self._closing or not self._waiting, timeout)
+            self._condition.wait_for(lambda: self._closing or not self._unwritten, timeout)
 
     def close(self, state: str = "finished"):
-        """Write what is queued, and that the run has ended like this; stop the background thread. May be called twice."""
+        """Write what is queued and how the run has ended, and stop the background thread. May be called twice."""
         with self._condition:
             if not self._closing:
                 self._status.state = state
@@ -135,107 +130,97 @@ class TelemetryWriter:
             self._condition.notify_all()
         self._thread.join()
 
-    def _earlier_attempts(self, resumed_generation: int | None) -> list[int]:
-        """Where the attempts of the run in the folder began, so that this one does not take their files for its own."""
-        try:
-            attempts = Meta.read(self.directory).attempts
-        except OtherSchemaError:
-            raise
-        except TelemetryError as error:
-            if not isinstance(error, MissingTelemetryError):
-                damaged = self.directory / f"{META_FILE}.damaged"
-                logger.warning("%s It is kept as `%s`, and the run goes on with a new one.", error, damaged)
-                with suppress(OSError):
-                    os.replace(self.directory / META_FILE, damaged)
-            # Nothing says where the attempts that wrote the files began: the last one is taken to have recorded everything
-            parts = [part for table in SCHEMAS for part in list_parts(self.directory / table)]
-            attempts = [0] * max((part.attempt for part in parts), default=0)
-        if attempts and resumed_generation is None:
-            logger.warning(
-                "`%s` holds the telemetry of an earlier run. This run replaces it: the earlier rows are hidden, not "
-                "deleted. Use another `output_dir` to keep both.",
-                self.directory,
-            )
-        return attempts
-
-    def _write_meta(self):
-        """Write the settings file, unless it is as it should be."""
-        meta = replace(self._meta)
-        if meta != self._written_meta:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            meta.write(self.directory)
-            self._written_meta = meta
+    def _run(self):
+        failing, ends, written, renewed = False, False, -math.inf, -math.inf
+        while not ends:
+            if time.monotonic() - renewed >= RENEWED_SECONDS:
+                self._write_status()
+                renewed = time.monotonic()
+            pause = max(self._flush_seconds, min(_MAX_PAUSE, _PAUSE_SHARE * (time.monotonic() - self._begin)))
+            with self._condition:
+                self._condition.wait_for(lambda: self._closing or self._unwritten, RENEWED_SECONDS)
+                left = written + pause - time.monotonic() if written > 0 else self._flush_seconds
+                self._condition.wait_for(
+                    lambda: self._closing or self._flush_now, min(max(left, 0.0), RENEWED_SECONDS)
+                )
+                ends, asked, self._flush_now = self._closing, self._flush_now, False
+            if not (ends or asked or left <= RENEWED_SECONDS):
+                continue  # only the status is due
+            try:
+                self._write()
+                failing = False
+            except Exception:  # nothing that goes wrong here may stop a training of days
+                if not failing:
+                    logger.exception("Writing telemetry to `%s` failed, it is tried again.", self.directory)
+                failing = True
+            written = time.monotonic()
+        if lost := self._lost + self._unwritten:
+            logger.error("%d generation batches and logs are lost to the telemetry, which could not be written.", lost)
+        self._write_status()
 
     def _write_status(self):
         with suppress(OSError):
             self._status.write(self.directory)
-            self._renewed = time.monotonic()
-
-    def _recorded_prompts(self) -> set[int]:
-        if not self._meta.attempts[-1]:
-            return set()
-        try:
-            with closing(Run(self.directory)) as run:
-                return set(run.arrow("SELECT prompt_id FROM prompts")["prompt_id"].to_pylist())
-        except TelemetryError as error:
-            logger.warning("%s The texts of its prompts are recorded again.", error)
-            return set()
-
-    def _run(self):
-        failures, left = 0, _ATTEMPTS_AT_THE_END
-        while left:
-            with self._condition:
-                if self._condition.wait_for(lambda: self._closing or self._waiting, timeout=RENEWED_SECONDS):
-                    self._condition.wait_for(lambda: self._closing or self._flush_now, timeout=self._pause)
-                ends, self._flush_now = self._closing, False
-            begin = time.thread_time()
-            if not ends and time.monotonic() - self._renewed >= RENEWED_SECONDS:
-                self._write_status()
-            try:
-                self._write()
-            except Exception:  # nothing that goes wrong here may stop a training of days
-                failures += 1
-                if failures.bit_count() == 1:  # the 1st, 2nd, 4th, 8th … in a row: the disk may be full for hours
-                    logger.exception("Writing telemetry to `%s` failed, it is tried again.", self.directory)
-                if ends:
-                    left -= 1
-                    time.sleep(self._flush_seconds if left else 0.0)
-            else:
-                failures, left = 0, 0 if ends else left
-                with suppress(OSError):  # what is not merged is read as well
-                    self._merge(ends)
-                if ends:
-                    self._write_status()
-            self._pause = max(self._flush_seconds, _PAUSE * (time.thread_time() - begin))
-        if lost := self._lost + len(self._waiting):
-            logger.error("%d generation batches and logs are lost to the telemetry, which could not be written.", lost)
 
     def _write(self):
-        """Write what waits. What a failure leaves unwritten is written the next time, and nothing twice."""
+        """Write what waits, one file a table. What fails is written the next time, and nothing twice."""
         with self._condition:
-            waiting = self._waiting[:]
-        for name, to_tables in waiting[self._tabled :]:
-            self._tabled += 1
+            queue, self._queue = self._queue, []
+            generation, unwritten = self._last_generation, self._unwritten
+        for name, make_rows in queue:
             try:
-                tables = to_tables(self._known)
+                tables = make_rows()
             except Exception:  # what cannot be expressed as rows now cannot be later either
                 logger.exception("%s could not be recorded and is left out.", name)
                 continue
             for table, rows in tables.items():
-                self._parts[table].add(rows)
-            if "prompts" in tables:
-                self._known.update(tables["prompts"]["prompt_id"].to_pylist())
-        if waiting:
-            self._write_meta()
-        for parts in self._parts.values():
-            parts.flush()
+                self._rows[table].append(rows)
+        if self._meta.reward_names != self._named:
+            self._meta.write(self.directory)
+            self._named = self._meta.reward_names
+        for table, waiting in self._rows.items():
+            if waiting:
+                # The last generation batch in a file is what a resumed run looks for
+                path = self.directory / table / f"{generation:08d}-{time.time_ns()}.parquet"
+                write_part(path, pa.concat_tables(waiting, promote_options="permissive"))
+                waiting.clear()
         with self._condition:
-            del self._waiting[: len(waiting)]
-            self._tabled = 0
+            self._unwritten -= unwritten
             self._condition.notify_all()
 
-    def _merge(self, ends: bool):
-        # All tables first: a reader that finds a part gone, and looks again, finds no other one about to go
-        merged = [part for parts in self._parts.values() for part in parts.merge(ends)]
-        for part in merged:
-            part.path.unlink(missing_ok=True)
+
+def _move_aside(directory: Path):
+    """Rename the folder of an earlier run, whose rows are none of this run's."""
+    if not directory.is_dir() or not any(directory.iterdir()):
+        return
+    number = 1
+    while (aside := directory.with_name(f"{directory.name}.{number}")).exists():
+        number += 1
+    os.replace(directory, aside)
+    logger.warning("`%s` held the telemetry of an earlier run, which is now `%s`.", directory, aside)
+
+
+def _resume(directory: Path, generation: int) -> Meta:
+    """Remove the rows from a generation batch on, and return the settings file."""
+    try:
+        meta = Meta.read(directory)
+    except OtherSchemaError:
+        raise
+    except TelemetryError as error:
+        logger.warning("%s It is written anew.", error)
+        meta = Meta()
+    for table in SQL_TYPES:
+        for path in list_parts(directory / table):
+            last, _, name = path.name.partition("-")
+            if int(last) >= generation:
+                # Every checkpoint flushes, so that whole files go, unless the disk was full then
+                kept = ds.dataset(path).to_table(filter=ds.field("generation") < generation)
+                if len(kept):
+                    write_part(path.with_name(f"{generation - 1:08d}-{name}"), kept)
+                path.unlink()
+    return meta
+
+
+def _recorded_prompts(directory: Path) -> set[int]:
+    parts = list_parts(directory / "prompts")
+    return set(ds.dataset(parts).to_table(["prompt_id"])["prompt_id"].to_pylist()) if parts else set()

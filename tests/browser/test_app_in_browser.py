@@ -28,9 +28,9 @@ from benchmarks.synthetic import SyntheticTraining, record_synthetic_run
 from lze_trl.app.page import REFRESH_SECONDS, VIEWS
 from lze_trl.record import TelemetryWriter, open_run
 from lze_trl.record.ledger import PLAIN, against_plain
-from lze_trl.record.parts import list_parts
 from lze_trl.record.schema import SCHEMA_VERSION
 from lze_trl.record.status import STATUS_FILE
+from lze_trl.record.writer import list_parts
 
 from .conftest import serve, started
 
@@ -148,8 +148,8 @@ def test_page_follows_a_run_within_two_seconds(page, tmp_path):
 
 
 def parts_of_steps(directory):
-    """Step and time of writing of every generation batch. The writer has not merged so few parts."""
-    parts = [part.path for part in list_parts(directory / "telemetry" / "generations")]
+    """Step and time of writing of every generation batch."""
+    parts = list_parts(directory / "telemetry" / "generations")
     return [
         SimpleNamespace(step=step + 1, time=path.stat().st_mtime)
         for path in parts
@@ -546,7 +546,7 @@ def test_the_pointer_compares_runs(page, address):
 def test_alerts_are_seen(page, tmp_path):
     writer = TelemetryWriter(tmp_path / "dead")
     for record in SyntheticTraining(num_prompts=60, groups_per_batch=16).generations(8):
-        record.groups.alive[:] = False
+        record.prompts["dead"][:] = True
         writer.record(record)
     writer.close()
     with serve(tmp_path / "dead") as address:
@@ -723,9 +723,9 @@ def test_compare_shows_seeds_as_one_band(page, address):
 def test_text_of_a_run_is_shown_never_interpreted(page, tmp_path):
     training = SyntheticTraining(num_prompts=4, groups_per_batch=4)
     record = next(training.generations(1))
-    record.prompts = [NASTY] * len(record.prompts)
-    record.completions = dict.fromkeys(range(record.rollouts.num_rows), NASTY)
-    record.columns = [{NASTY: NASTY}] * len(record.prompts)
+    record.prompts["text"][:] = NASTY
+    record.rows["completion"][:] = NASTY
+    record.prompts["columns"][:] = [{NASTY: NASTY}] * len(record)
     record.reward_names = [NASTY, "b"]
     writer = TelemetryWriter(tmp_path / "nasty", completions="all", settings={NASTY: NASTY})
     writer.record(record)

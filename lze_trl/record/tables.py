@@ -1,0 +1,148 @@
+"""From a generation batch to the rows of every table."""
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+
+from ..batch import Batch, Table
+from ..select.energy import group_mean
+from .schema import NUM_ENERGY_BINS
+
+
+@dataclass
+class GenerationRecord:
+    """
+    A generation batch of P groups and B completions that was scored and selected from.
+
+    `prompts` holds arrays of shape `(P,)`: `prompt_id`, `pass_rate`, `energy`, `dead`, `selected`, `pruned`, `replayed`, `text`
+    (the prompt) and `columns` (a dict of further facts). `rows` holds arrays of shape `(B,)`: `group`, `outcome`, `reward`,
+    `loss_tokens`, `rewards` (of shape `(B, F)`, NaN where a function gives none) and `completion` (the text, `None` where it is
+    not recorded). Whatever other column they hold is recorded under its name. Both are empty if pruning has left nothing.
+    """
+
+    generation: int
+    step: int  # optimizer step
+    prompts: dict[str, np.ndarray] = field(default_factory=dict)
+    rows: dict[str, np.ndarray] = field(default_factory=dict)
+    reward_names: list[str] = field(default_factory=list)  # of the F reward functions
+    pass_index: int = 0  # pass over the data
+    skipped: int = 0  # prompts of the batch that pruning left without rollouts
+    ledger: dict[str, float] = field(default_factory=dict)  # cumulative work, see [`Ledger.summary`]
+    max_steps: int = 0  # optimizer steps that the run is to have, 0 if that is not known
+
+    def __len__(self) -> int:
+        return len(self.prompts.get("prompt_id", ()))
+
+
+COLUMNS = {
+    "prompt_ids": "prompt_id",
+    "sizes": "size",
+    "pass_rates": "pass_rate",
+    "first_pass_rates": "first_pass_rate",
+    "energies": "energy",
+}
+"""Prompt columns of a batch that are recorded by another name."""
+_ROW_COLUMNS = {"outcomes": "outcome", "rewards": "reward", "rewards_per_func": "rewards"}
+# Other columns follow from these, or only serve the training
+_NO_PROMPT_COLUMNS = ("alive", "solved", "hopeless", "forgotten", "weights", "chances", "confidence")
+_NO_ROW_COLUMNS = ("scores", "signals", "logprobs", "unfiltered", "prompt_tokens", "owner", "place", "shuffled")
+
+
+def prompt_columns(groups: Table, **more: np.ndarray) -> dict[str, np.ndarray]:
+    """Prompt columns of a generation batch: its groups, and `more`, such as `selected` and `pruned`."""
+    own = {COLUMNS.get(name, name): v for name, v in vars(groups).items() if name not in _NO_PROMPT_COLUMNS}
+    return own | {"dead": ~groups.alive} | more
+
+
+def row_columns(batch: Batch) -> dict[str, np.ndarray]:
+    """Row columns of a generation batch."""
+    return {_ROW_COLUMNS.get(name, name): v for name, v in vars(batch.rows).items() if name not in _NO_ROW_COLUMNS}
+
+
+_COUNTED = ("rows", "selected", "dead", "replayed", "new_prompts", "pruned_change")
+
+
+def tables_of(record: GenerationRecord, now: float, energy_max: float, known: set[int]) -> dict[str, pa.Table]:
+    """Rows of a generation batch, by table. `known` are the prompts whose text is recorded already."""
+    prompts, rows = record.prompts, record.rows
+    facts = {"generation": record.generation, "step": record.step}
+    summary = facts | {"pass_index": record.pass_index, "time": now, "skipped": record.skipped, "groups": len(record)}
+    if not len(record):
+        zeros: dict[str, Any] = dict.fromkeys(_COUNTED, 0)
+        counts = zeros | {"energy_histogram": [0] * NUM_ENERGY_BINS}
+        return {"generations": _generation(summary | counts, record.ledger)}
+    new = np.array([id not in known for id in prompts["prompt_id"].tolist()])
+    counts = _counts(prompts, rows, new, energy_max)
+    tables = {"groups": _groups(prompts, rows, facts), "generations": _generation(summary | counts, record.ledger)}
+    if new.any():
+        tables["prompts"] = to_table(
+            {
+                "prompt_id": prompts["prompt_id"][new],
+                "generation": record.generation,
+                "text": prompts["text"][new],
+                "columns": [json.dumps(one, default=str, ensure_ascii=False) for one in prompts["columns"][new]],
+            }
+        )
+    written = np.array([text is not None for text in rows["completion"]])
+    if written.any():
+        own = {name: values[written] for name, values in rows.items() if name != "group"}
+        group = pd.Series(rows["group"])
+        places = {
+            "prompt_id": prompts["prompt_id"][rows["group"][written]],
+            "index": group.groupby(group).cumcount()[written].to_numpy(),
+        }
+        tables["completions"] = to_table(facts | places | own)
+    return tables
+
+
+def _groups(prompts: dict[str, np.ndarray], rows: dict[str, np.ndarray], facts: dict[str, Any]) -> pa.Table:
+    group, count = rows["group"], len(prompts["prompt_id"])
+    derived = {
+        "position": np.arange(count),  # selectors see the groups in this order
+        "scored": np.bincount(group[~np.isnan(rows["outcome"])], minlength=count),
+        "rewards": np.stack([group_mean(column, group, count) for column in rows["rewards"].T], axis=1),
+        "loss_tokens": np.bincount(group, rows["loss_tokens"], minlength=count),
+    }
+    own = {name: values for name, values in prompts.items() if name not in ("text", "columns")}
+    return to_table(facts | own | derived)
+
+
+def _counts(prompts: dict[str, np.ndarray], rows: dict[str, np.ndarray], new: np.ndarray, energy_max: float) -> dict:
+    """Counts and means of `generations`. `new`, shape `(P,)`, says which prompts were not seen before."""
+    edges = np.linspace(0.0, energy_max, NUM_ENERGY_BINS + 1)
+    histogram, _ = np.histogram(np.clip(prompts["energy"][~prompts["dead"]], 0.0, energy_max), bins=edges)
+    pruned, pruned_before = prompts["pruned"], prompts["replayed"] & ~new
+    return {
+        "rows": len(rows["group"]),
+        **{name: prompts[name].sum() for name in ("selected", "dead", "replayed")},
+        "new_prompts": new.sum(),
+        "pruned_change": (pruned & ~pruned_before).sum() - (pruned_before & ~pruned).sum(),
+        "pass_rate": _mean(prompts["pass_rate"]),
+        "selected_pass_rate": _mean(prompts["pass_rate"][prompts["selected"]]),
+        "reward_mean": _mean(rows["reward"]),
+        "rewards": [_mean(column) for column in rows["rewards"].T],
+        "energy_mean": _mean(prompts["energy"]),
+        "energy_histogram": histogram,
+    }
+
+
+def _generation(row: dict[str, Any], ledger: dict[str, float]) -> pa.Table:
+    totals = pa.array([list(ledger.items())], pa.map_(pa.string(), pa.float64()))
+    return to_table({name: [value] for name, value in row.items()}).append_column("ledger", totals)
+
+
+def to_table(columns: dict[str, Any]) -> pa.Table:
+    """A table from columns, or values that all rows share. NaN ("not scored") becomes null."""
+    columns = {k: list(v) if isinstance(v, np.ndarray) and v.ndim > 1 else v for k, v in columns.items()}
+    frame = pd.DataFrame(columns)
+    return pa.table({name: pa.array(frame[name], from_pandas=True) for name in frame})
+
+
+def _mean(values: np.ndarray) -> float:
+    """Mean of the values that are not NaN, NaN if there are none."""
+    values = values[~np.isnan(values)]
+    return float(values.mean()) if values.size else np.nan
