@@ -14,9 +14,9 @@ from scipy.special import softmax
 from .arrays import Prompts
 from .config import LZEGRPOConfig
 from .instruct.online import Instruction, OnlineInstruction
-from .memory.expected import expected_energy
 from .memory.identity import columns_of
 from .memory.outcomes import OutcomeRule
+from .memory.posterior import expected_energy
 from .memory.state import PromptState, StateSettings
 from .pack.layout import Geometry, micro_step_cost
 from .plan.passes import Growing, Passes

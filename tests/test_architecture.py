@@ -28,7 +28,7 @@ ROOMS = {
     "arrays": "",
     "select": "arrays",
     "pack": "arrays",
-    "memory": "arrays pack select",
+    "memory": "arrays select",
     "plan": "arrays memory seeding select",
     "rollout": "arrays memory pack plan seeding",
     "record": "arrays files memory pack select version",
@@ -62,7 +62,7 @@ PURE = (
         "memory.posterior",
         "memory.foresight",
     ),
-    *("plan.planners", "plan.stream", "pack.layout", "pack.weights", "rollout.controllers", "memory.expected"),
+    *("plan.planners", "plan.stream", "pack.layout", "pack.weights", "rollout.controllers"),
 )
 
 

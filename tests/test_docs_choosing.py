@@ -132,7 +132,7 @@ def test_settings_have_the_defaults_of_the_page():
         assert values == [defaults[name] for name in names]
         documented += names
     own = list(LZEGRPOConfig.__annotations__)
-    choosing = own[own.index("strategy") : own.index("answer_column")]
+    choosing = own[own.index("strategy") : own.index("deduplicate")]
     elsewhere = {"loss_normalizer", "pass_reward", "pass_threshold", "reward_range", "scale_rewards"}
     assert sorted(documented) == sorted(set(choosing) - elsewhere)
 

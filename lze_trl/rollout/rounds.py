@@ -143,7 +143,7 @@ class Rounds:
     def _extend(self, plan: Plan, drawn: Rollouts, index: int, wanted: int):
         """Give the batch further prompts if the controller wants them."""
         prompts = self.state.prompts(drawn.prompt_ids)
-        further = ask_more(self.controller, index, prompts, drawn, int(drawn.alive.sum()), wanted)
+        further = ask_more(self.controller, index, prompts, drawn, wanted)
         if further > 0:
             processes = self.accelerator.num_processes
             unit = processes // math.gcd(processes, self.args.num_generations)  # groups that divide evenly over them
