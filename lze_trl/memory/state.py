@@ -59,18 +59,13 @@ class PromptState:
     - `last`, `last_batch`, `logprob_*`, `stopped`: mean score, generation batch and log-probabilities of the last visit, and
       whether it was stopped after one completion. Such a visit counts for the pass rates and may end a streak, but does not
       extend it and does not set `first_pass_rate`, which is NaN until a visit is completed.
-
-    Args:
-        settings ([`StateSettings`], *optional*): Constants.
-        expected (`int`): Prompts to allocate memory for.
-        bounds (`tuple[float, float]`, *optional*): Range of the scores, where it is known.
     """
 
     def __init__(
         self,
         settings: StateSettings | None = None,
-        expected: int = 0,
-        bounds: tuple[float, float] | None = None,
+        expected: int = 0,  # prompts to allocate memory for
+        bounds: tuple[float, float] | None = None,  # of the scores, where they are known
     ):
         self.settings = settings or StateSettings()
         self.range = RewardRange(bounds)
@@ -274,21 +269,19 @@ class PromptState:
 
     def load_state_dict(self, state: dict[str, np.ndarray]):
         """Replace the state by a saved one with all arrays, of the right types, and distinct ids."""
-        expected = {*_COLUMNS, *self.range.state_dict(), "batches"}
-        if set(state) != expected:
+        expected = self.state_dict()
+        if set(state) != set(expected):
             raise ValueError(
                 f"The prompt state must have the arrays {sorted(expected)}, got {sorted(state)}. It was not written by this "
                 "version of lze_trl."
             )
         ids = state["prompt_ids"]
-        for name in _COLUMNS:
-            if state[name].dtype != _RECORD[name] or state[name].shape != (len(ids),):
-                raise ValueError(
-                    f"`{name}` of the prompt state must be {_RECORD[name]} of shape ({len(ids)},), got {state[name].dtype} of "
-                    f"shape {state[name].shape}."
-                )
-        if len(np.unique(ids)) < len(ids):
-            raise ValueError("The prompt state holds a prompt twice. The file is damaged; use another checkpoint.")
+        fits = all(state[name].dtype == _RECORD[name] and state[name].shape == (len(ids),) for name in _COLUMNS)
+        if not fits or len(np.unique(ids)) < len(ids):
+            raise ValueError(
+                "The arrays of the prompt state do not have the types of this version, one length, and each prompt once. The "
+                "file is damaged; use another checkpoint."
+            )
         self.range.load_state_dict(state)
         self.batches = int(state["batches"][0])
         self._index = RowIndex(ids)

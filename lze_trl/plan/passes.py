@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,17 +16,6 @@ from .stream import GrowingStream, PromptStream
 
 
 _NOTHING = np.empty(0, dtype=np.int64)
-
-
-class Growing(Protocol):
-    """A training set to which prompts are added."""
-
-    prompt_ids: np.ndarray
-    """Id of the prompt of each row."""
-
-    def __len__(self) -> int: ...
-
-    def __getitems__(self, rows: list[int]) -> list[dict[str, Any]]: ...
 
 
 @dataclass
@@ -51,7 +40,7 @@ class Passes:
 
     mode: str
     by_prompt: bool  # whether groups may differ in size
-    dataset: Dataset | Growing | None  # with distinct prompt ids; None for a stream, in the mode "none"
+    dataset: Any  # a `Dataset` with distinct prompt ids, or rows to which prompts are added; None for a stream (mode "none")
     planner: Planner
     state: PromptState
     args: Any  # settings
@@ -61,11 +50,13 @@ class Passes:
         args = self.args
         self.group_size = args.num_generations
         self.num_groups = args.generation_batch_size // args.num_generations
-        if self._growing is not None:
+        self.grows = self.dataset is not None and not isinstance(self.dataset, Dataset)
+        self.stream: Any = None
+        if self.grows:
             self.stream = GrowingStream(self.planner, self.state, args.seed, args.instruct_reuse)
             return
         ids = _NOTHING
-        if isinstance(self.dataset, Dataset):
+        if self.dataset is not None:
             ids = np.asarray(self.dataset.with_format("numpy")[ID_COLUMN][:], dtype=np.int64)
         first = np.arange(len(ids))
         if args.shuffle_dataset and self.mode == "refill":  # the first permutation of TRL's sampler
@@ -73,24 +64,14 @@ class Passes:
         self.stream = PromptStream(self.planner, self.state, ids, args.seed, first, args.shuffle_dataset)
 
     @property
-    def grows(self) -> bool:
-        """Whether prompts are added to the training set."""
-        return self._growing is not None
-
-    @property
-    def _growing(self) -> Growing | None:
-        return None if isinstance(self.dataset, Dataset) else self.dataset
-
-    @property
     def missing(self) -> int:
         """Number of prompts to add to a growing training set for the next batch."""
         least = max(self.num_groups, self.args.instruct_stock or 0)
-        return max(0, least - len(self.stream)) if isinstance(self.stream, GrowingStream) else 0
+        return max(0, least - len(self.stream)) if self.grows else 0
 
     def grow(self):
         """Take in the prompts that were added to the training set."""
-        if self._growing is not None and isinstance(self.stream, GrowingStream):
-            self.stream.extend(self._growing.prompt_ids)
+        self.stream.extend(self.dataset.prompt_ids)
 
     def plan(self, inputs: list[dict[str, Any]], generation: int) -> Plan:
         """Plan a generation batch; `inputs` are the rows of TRL's sampler for this process, each prompt G times."""
@@ -132,8 +113,6 @@ class Passes:
         share = len(rows) // self.accelerator.num_processes
         start = share * self.accelerator.process_index
         distinct, place = np.unique(rows[start : start + share], return_inverse=True)
-        if self.dataset is None:
-            raise RuntimeError("The rows of a stream cannot be read by number.")
         loaded = self.dataset.__getitems__(distinct.tolist())
         return [dict(loaded[i]) for i in place]
 
@@ -162,8 +141,8 @@ class Passes:
 
     def load_state_dict(self, state: dict[str, np.ndarray]):
         """Continue the pass of a checkpoint, whose prompts must all be in the training set."""
-        if self._growing is not None:
-            self.stream.replace_rows(self._growing.prompt_ids)
+        if self.grows:
+            self.stream.replace_rows(self.dataset.prompt_ids)
         self.stream.load_state_dict(state)
 
     def metrics(self) -> dict[str, float]:

@@ -23,17 +23,11 @@ class Planner(ABC):
     @abstractmethod
     def rank(self, pass_index: int, prompts: Prompts, rng: np.random.Generator) -> np.ndarray:
         """
-        Rank the prompts, at the beginning of each pass.
+        Numbers of shape `(P,)`, at the beginning of each pass: the higher, the sooner in the pass; prompts of one rank keep the
+        order of the shuffled data. −inf leaves a prompt out of the pass.
 
-        Args:
-            pass_index (`int`): The pass, from 0.
-            prompts ([`Prompts`]): The prompts of the training set that were visited before, by ascending id. All others have
-                rank 0.
-            rng (`np.random.Generator`): Source of randomness, the same on every process.
-
-        Returns:
-            `np.ndarray` of shape `(P,)`: Numbers. The higher, the sooner in the pass; prompts of one rank keep the order
-            of the shuffled data. −inf leaves a prompt out of this pass.
+        `prompts` are those of the training set that were visited before, by ascending id; all others have rank 0. `rng` gives
+        the same numbers on every process.
         """
 
     def observe(self, groups: Groups):  # noqa: B027
@@ -53,13 +47,7 @@ class Planner(ABC):
 
 @dataclass
 class SolvedPlanner(Planner):
-    """
-    Leaves out pruned prompts, except a share that is re-checked.
-
-    Args:
-        replay_ratio (`float`, *optional*, defaults to `0.1`):
-            Share of the pruned prompts to re-check in each pass, rounded to nearest; at least one is.
-    """
+    """Leaves out pruned prompts, except a share that is re-checked in each pass, rounded to nearest, at least one."""
 
     purpose = "replay"
 
@@ -78,10 +66,8 @@ class SolvedPlanner(Planner):
 
 def skip_probability(streaks: np.ndarray, p_easy: float, p_hard: float) -> np.ndarray:
     """
-    Probability that a pass leaves out a prompt, 1 − max(p^|z|, 0.01) (GRESO, arXiv 2506.02177), shape `(n,)`.
-
-    z is the streak of `Prompts`, and p is p_easy for solved and p_hard for hopeless prompts. The lower bound is that of the
-    published code: no prompt is lost for good.
+    GRESO's probability of leaving out a prompt, 1 − max(p^|z|, 0.01), shape `(n,)`, with z the streak of `Prompts` and p that of
+    solved (easy) or hopeless (hard) prompts. By the lower bound of the published code, no prompt is lost for good.
     """
     exploration = np.where(streaks > 0, p_easy, p_hard)
     return 1.0 - np.maximum(exploration ** np.abs(streaks.astype(np.float64)), 0.01)
@@ -94,18 +80,13 @@ class GresoPlanner(Planner):
 
     While more groups than wanted are solved (hopeless), solved (hopeless) prompts are left out more often. A third of the
     wanted dead groups may be solved, and two thirds hopeless, since these are more likely to change.
-
-    Args:
-        exploration (`float`, *optional*, defaults to `0.5`): Initial p of both kinds.
-        target (`float`, *optional*, defaults to `0.25`): Wanted share of dead groups.
-        step (`float`, *optional*, defaults to `0.01`): Change of p after each generation batch.
     """
 
     purpose = "greso"
 
-    exploration: float = 0.5
-    target: float = 0.25
-    step: float = 0.01
+    exploration: float = 0.5  # initial p of both kinds
+    target: float = 0.25  # wanted share of dead groups
+    step: float = 0.01  # change of p after each generation batch
 
     def __post_init__(self):
         _require(0.05 <= self.exploration <= 0.95, "exploration", "in [0.05, 0.95]", self.exploration)

@@ -20,15 +20,9 @@ class PromptStream:
     """
     Asks the planner once per pass, and hands out the rows of the pass, highest rank first.
 
-    A batch may straddle two passes; it never holds a prompt twice.
-
-    Args:
-        planner ([`Planner`]): Ranks the prompts.
-        state ([`PromptState`]): Its prompts of other data are no part of a pass.
-        prompt_ids (`np.ndarray` of shape `(N,)`): Distinct ids of the rows of the training set.
-        seed (`int`): Seed of all draws.
-        first_order (`np.ndarray` of shape `(N,)`, *optional*): Order of the first pass, that of TRL's sampler.
-        shuffle (`bool`): Whether to shuffle further passes.
+    A batch may straddle two passes; it never holds a prompt twice. `prompt_ids`, shape `(N,)`, are the distinct ids of the
+    training set; prompts that the state knows from other data are no part of a pass. The first pass has the order of TRL's
+    sampler, `first_order`, shape `(N,)`.
     """
 
     def __init__(

@@ -39,11 +39,8 @@ class RolloutController(ABC):
         """
         Numbers of further completions of each prompt, integers of shape `(P,)`. All 0 ends the batch.
 
-        Args:
-            round (`int`): Round of the generation batch, from 0.
-            prompts ([`Prompts`]): What was known of the prompts before the batch.
-            drawn ([`Rollouts`]): The completions scored so far; no rows in round 0.
-            rng (`np.random.Generator`): Source of randomness, the same on every process.
+        `round` counts from 0. `prompts` is what was known before the batch, `drawn` are the completions scored so far (no rows
+        in round 0), and `rng` gives the same numbers on every process.
         """
 
     def more(self, round: int, prompts: Prompts, drawn: Rollouts, k: int) -> int:
@@ -105,19 +102,12 @@ class ReinforceAda(RolloutController):
     Each round draws M completions of every prompt that has not met its exit condition, in at most R rounds. Of them n are
     kept: the first n // 2 positives (outcome above 1/2) and the rest negatives, a shortfall filled from the other kind; never
     one without a reward. The published fallback for prompts without a positive is equivalent.
-
-    Args:
-        exit (`str`):
-            `"positive"` (a prompt is done once it has a positive) or `"balanced"` (once it has n/2 of either kind).
-        round_size (`int`, *optional*, defaults to `8`): M.
-        max_rounds (`int`, *optional*, defaults to `4`): R.
-        kept (`int`, *optional*, defaults to `4`): n, at most M·R; even for the balanced exit.
     """
 
-    exit: Literal["positive", "balanced"]
-    round_size: int = 8
-    max_rounds: int = 4
-    kept: int = 4
+    exit: Literal["positive", "balanced"]  # when a prompt is done: with one positive, or n/2 of either kind
+    round_size: int = 8  # M
+    max_rounds: int = 4  # R
+    kept: int = 4  # n, at most M·R; even for the balanced exit
 
     def __post_init__(self):
         if self.exit not in ("positive", "balanced"):
@@ -149,16 +139,11 @@ class DynamicSampling(SubsamplingController):
 
     Each round draws G completions of every new prompt. Further prompts are asked for until K groups are alive: as many as the
     share of live groups so far makes necessary, at most as many as in the first round.
-
-    Args:
-        group_size (`int`): G.
-        max_rounds (`int`): Most rounds of a generation batch.
-        num_prompts (`int`): P, prompts of the first round.
     """
 
-    group_size: int
-    max_rounds: int
-    num_prompts: int
+    group_size: int  # G
+    max_rounds: int  # most rounds of a generation batch
+    num_prompts: int  # P, prompts of the first round
 
     def __post_init__(self):
         super().__post_init__()
@@ -185,16 +170,11 @@ class Gate(SubsamplingController):
     reaches `Prompts.alive_needed`, from which its completions yield more live groups each than others do. Below it, a few are
     drawn at random, so that the forecasts learn what they miss. This favours medium pass rates: where hardly any, or nearly
     every, completion passes, the first one of a live group looks like that of a dead one.
-
-    Args:
-        group_size (`int`): G.
-        explore (`float`, *optional*, defaults to `0.05`): Probability of completing a group below the threshold, in (0, 1].
-        recheck (`float`, *optional*, defaults to `0.1`): Probability of beginning a prompt below it, in [0, 1].
     """
 
-    group_size: int
-    explore: float = 0.05
-    recheck: float = 0.1
+    group_size: int  # G
+    explore: float = 0.05  # probability of completing a group below the threshold
+    recheck: float = 0.1  # probability of beginning a prompt below it
 
     def __post_init__(self):
         super().__post_init__()

@@ -21,13 +21,8 @@ class Selector(ABC):
     @abstractmethod
     def select(self, groups: Groups, k: int, rng: np.random.Generator) -> np.ndarray:
         """
-        Args:
-            groups ([`Groups`]): The scored groups.
-            k (`int`): Number of groups that the selection ratio asks for.
-            rng (`np.random.Generator`): Source of randomness, the same on every process.
-
-        Returns:
-            `np.ndarray` of shape `(≤ P,)`: Distinct indices of the chosen groups.
+        Distinct indices of the chosen groups, shape `(≤ P,)`. The selection ratio asks for `k` of them; `rng` gives the same
+        numbers on every process.
         """
 
 
