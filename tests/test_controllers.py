@@ -26,7 +26,6 @@ from lze_trl.rollout.controllers import (
     stratified,
 )
 from lze_trl.seeding import keyed_rng
-from lze_trl.select.advantages import group_advantages
 from samples import NAN, rollouts
 
 
@@ -104,13 +103,6 @@ def test_positive_exit_after_each_round():
     ]
     counts, _ = play(ReinforceAda("positive", round_size=3, max_rounds=3, kept=4), outcomes)
     assert counts == [[3, 3, 3, 3], [0, 3, 3, 0], [0, 0, 3, 0]]
-
-
-def test_an_unscored_completion_is_no_step_towards_an_exit():
-    one_of_each = ReinforceAda("balanced", round_size=2, max_rounds=2, kept=2)
-    assert play(one_of_each, [[1, NAN, NAN, 0], [NAN, 0, NAN, NAN], [1, 0]])[0] == [[2, 2, 2], [2, 2, 0]]
-    positive = ReinforceAda("positive", round_size=2, max_rounds=2, kept=2)
-    assert play(positive, [[NAN, NAN, 1, 0], [NAN, 1]])[0] == [[2, 2], [2, 0]]
 
 
 # ---- Reinforce-Ada: what is kept ----
@@ -220,38 +212,6 @@ def test_kept_rows_are_the_published_ones(case):
         rows = np.flatnonzero(drawn.group == i)
         expected = published(controller.exit, stream, controller.round_size, controller.max_rounds, controller.kept)
         assert np.flatnonzero(kept[rows]).tolist() == expected
-
-
-@given(adaptive())
-def test_rows_counts_and_advantages_agree(case):
-    controller, outcomes = case
-    counts, drawn = play(controller, outcomes)
-    kept = controller.keep(drawn, keyed_rng(0, 0, "keep"))
-    np.testing.assert_array_equal(np.sum(counts, axis=0), drawn.sizes)
-    assert len(counts) <= controller.max_rounds
-    assert drawn.sizes.max() <= controller.round_size * controller.max_rounds
-    n = controller.kept
-    advantages = group_advantages(drawn.rewards, drawn.group, drawn.num_groups, "none")
-    for i in range(len(outcomes)):
-        rows = drawn.group == i
-        met_before = False
-        seen: list[float] = []
-        for drawn_now in (round_counts[i] for round_counts in counts):
-            assert drawn_now == (0 if met_before else controller.round_size)
-            seen += outcomes[i][len(seen) : len(seen) + drawn_now]
-            positives, negatives = seen.count(1.0), seen.count(0.0)
-            met_before = (positives >= 1) if controller.exit == "positive" else min(positives, negatives) >= n // 2
-        np.testing.assert_array_equal(drawn.outcomes[rows], seen)
-        chosen = drawn.outcomes[rows & kept]
-        assert not np.isnan(chosen).any()
-        assert len(chosen) == min(n, positives + negatives)
-        if controller.exit == "balanced" and met_before:
-            assert (chosen.sum(), (1 - chosen).sum()) == (n // 2, n // 2)
-        # A group with a signal keeps one of either kind, with the advantages of everything that was drawn
-        assert (len(set(chosen)) == 2) == (positives > 0 and negatives > 0)
-        share = positives / max(positives + negatives, 1)
-        dead = not positives or not negatives
-        np.testing.assert_allclose(advantages[rows & kept], 0 * chosen if dead else chosen - share, atol=1e-12)
 
 
 # ---- Dynamic sampling ----

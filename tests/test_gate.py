@@ -176,20 +176,14 @@ def test_a_large_batch_is_judged_by_itself_and_a_small_one_by_what_the_latest_ga
     assert Threshold().needed(known(1, alive=[0.2]), 4) <= 0.2
 
 
-def test_where_every_group_was_alive_lately_prompts_like_them_are_begun():
-    gate = Threshold()
+def test_what_the_latest_groups_were_alike_in_goes_on():
+    all_alive, all_dead = Threshold(), Threshold()
     for _ in range(30):
-        gate.see(known(3, alive=[0.6] * 3), rollouts({i: [0.0, 1.0, 0.0, 1.0] for i in range(3)}), np.ones(3))
-    assert gate.needed(known(2, alive=[0.6, 0.5]), 4) < 0.5
-
-
-def test_where_nothing_was_alive_lately_every_group_goes_on():
-    gate = Threshold()
-    for _ in range(30):
-        gate.see(known(3, alive=[0.02] * 3), rollouts({i: [0.0] * 4 for i in range(3)}), np.ones(3))
-    forecasts = known(2, alive=[0.01, 0.02], alive_given_first=[0.001, 0.01])
-    assert gate.needed(forecasts, 4) <= 0.001
-    assert gate.needed(replace(forecasts, alive_given_first=np.full(2, NAN)), 4) <= 0.01
+        all_alive.see(known(3, alive=[0.6] * 3), rollouts({i: [0.0, 1.0, 0.0, 1.0] for i in range(3)}), np.ones(3))
+        all_dead.see(known(3, alive=[0.02] * 3), rollouts({i: [0.0] * 4 for i in range(3)}), np.ones(3))
+    assert all_alive.needed(known(2, alive=[0.6, 0.5]), 4) < 0.5
+    assert all_dead.needed(known(2, alive=[0.01, 0.02], alive_given_first=[0.001, 0.01]), 4) <= 0.001
+    assert all_dead.needed(known(2, alive=[0.01, 0.02]), 4) <= 0.01
 
 
 @given(st.lists(st.floats(0.001, 0.999), min_size=1, max_size=7), st.integers(2, 16))

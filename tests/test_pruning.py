@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lze_trl.arrays import Groups
 from lze_trl.memory.state import PromptState, StateSettings
 from lze_trl.plan.passes import skip_plan
-from lze_trl.plan.planners import GresoPlanner, Planner, SolvedPlanner, ask_rank, skip_probability
+from lze_trl.plan.planners import GresoPlanner, Planner, SolvedPlanner, skip_probability
 from lze_trl.plan.stream import PromptStream
 from lze_trl.seeding import keyed_rng
 from samples import NAN, rollouts
@@ -23,13 +23,6 @@ def stream_of(order, *solved: int, planner: Planner | None = None, shuffle: bool
         state.visit(rollouts({prompt: [1.0, 1.0] for prompt in solved}))
     first = np.arange(order) if isinstance(order, int) else np.array(order)
     return PromptStream(planner or SolvedPlanner(), state, np.arange(len(first)), 7, first, shuffle)
-
-
-def replays(ids: np.ndarray, ratio: float, pass_index: int) -> np.ndarray:
-    """Which of pruned prompts a pass re-checks."""
-    prompts = stream_of(25, *ids.tolist()).state.prompts(ids)
-    ranks = ask_rank(SolvedPlanner(ratio), pass_index, prompts, keyed_rng(7, pass_index, "replay"))
-    return ids[ranks == 0]
 
 
 # ---- Random numbers ----
@@ -61,19 +54,13 @@ def test_keyed_rng_is_a_fixed_stream():
     ],
 )
 def test_number_of_replays(pruned, ratio, count):
-    ids = np.arange(100, 100 + pruned)
-    drawn = ids[np.sort(keyed_rng(7, 2, "replay").permutation(pruned)[:count])]
-    assert replays(ids, ratio, pass_index=2).tolist() == drawn.tolist()
-
-
-def test_a_pass_leaves_out_the_pruned_but_for_its_replays():
-    some = stream_of(25, *range(20))
-    assert some.keeps(np.arange(25)).all()  # no pass has begun
-    some.begin(3)
-    kept = some.keeps(np.arange(25))
-    assert kept[20:].all()
-    assert np.flatnonzero(kept[:20]).tolist() == replays(np.arange(20), 0.1, pass_index=3).tolist()
-    assert some.left_out.tolist() == sorted(set(range(20)) - set(np.flatnonzero(kept).tolist()))
+    stream = stream_of(60, *range(pruned), planner=SolvedPlanner(ratio))
+    assert stream.keeps(np.arange(60)).all()  # no pass has begun
+    stream.begin(2)
+    drawn = np.sort(keyed_rng(7, 2, "replay").permutation(pruned)[:count])
+    kept = np.flatnonzero(stream.keeps(np.arange(60)))
+    assert kept.tolist() == [*drawn, *range(pruned, 60)]
+    assert stream.left_out.tolist() == np.setdiff1d(np.arange(60), kept).tolist()
 
 
 def test_the_pass_and_not_the_moment_drives_pruning():
@@ -131,21 +118,6 @@ def test_dead_prompts_are_skipped_as_often_as_they_should():
     expected = [0, 800, 2000 * 0.64, 2000 * 0.8704, 400, 2000 * 0.36, 2000 * 0.5904]
     np.testing.assert_allclose(skipped, expected, atol=4 * 23)
     assert skipped[0] == 0
-    assert (np.diff(some.left_out) > 0).all()
-    np.testing.assert_array_equal(some.keeps(np.arange(14_000)), ~np.isin(np.arange(14_000), some.left_out))
-
-
-def test_each_pass_draws_anew_and_nobody_is_lost():
-    some = PromptStream(GresoPlanner(), with_streaks(dict.fromkeys(range(50), -9)), np.arange(50), seed=7)
-    kept = []
-    for index in range(1000):
-        some.begin(index)
-        kept.append(some.keeps(np.arange(50)))
-    # Each prompt is in 1 of 100 passes: binomial(1000, 0.01), 10 with a deviation of 3.1
-    counts = np.sum(kept, axis=0)
-    assert (counts > 0).all()
-    assert (counts < 26).all()
-    assert counts.mean() == pytest.approx(10, abs=2)
 
 
 SOLVED, HALF, HOPELESS, UNSCORED = [1.0, 1.0], [1.0, 0.0], [0.0, 0.0], [NAN, NAN]
@@ -207,8 +179,6 @@ def test_the_first_pass_adjusts_nothing():
     ("keeps", "group_size", "processes", "plan"),
     [
         ("1.1..1", 4, 1, [0, 2, 5]),
-        ("......", 4, 1, []),
-        ("111111", 4, 1, [0, 1, 2, 3, 4, 5]),
         # W = 8, G = 4: a group gives half of the processes a row, so groups come in twos; the first pruned one helps out
         ("1.1..1", 4, 8, [0, 1, 2, 5]),
         # W = 3, G = 4: groups come in threes
@@ -235,14 +205,6 @@ def test_skip_plan_gives_every_process_the_same_number_of_rows(group_size, proce
 # ---- The mode "refill" ----
 
 
-def test_stream_without_pruning():
-    # Rows 0–4 in the order of TRL's sampler, then in their own; P = 2. Batch 3 straddles the passes: row 2 ends the
-    # first, and 0 is the first row of the second; the rest of the second pass follows
-    stream = stream_of([3, 0, 4, 1, 2])
-    batches = [stream.take(2).tolist() for _ in range(5)]
-    assert batches == [[3, 0], [4, 1], [2, 0], [1, 3], [4, 2]]
-
-
 def test_a_straddling_batch_holds_no_prompt_twice():
     # P = 3: row 4 ends the first pass; rows 0 and 1 begin the second. Then 2, 3 and 4, which closes the second pass
     stream = stream_of(5)
@@ -255,20 +217,6 @@ def test_a_straddling_batch_holds_no_prompt_twice():
     # The second pass begins with 0 and 1, which the batch already holds: they are put off to its end
     stream = stream_of([4, 3, 2, 1, 0])
     assert [stream.take(3).tolist() for _ in range(3)] == [[4, 3, 2], [1, 0, 2], [3, 4, 0]]
-
-
-def test_slots_of_pruned_prompts_are_refilled():
-    state = PromptState(StateSettings(pruning_streak=1))
-    stream = PromptStream(SolvedPlanner(), state, np.arange(100, 108), 7, np.arange(8), shuffle=False)
-    assert [stream.take(4).tolist() for _ in range(2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    state.visit(rollouts({prompt: [1.0] for prompt in (101, 102, 104, 107)}))
-    # Half are pruned, and one of them, 10 % but at least one, is replayed: 5 prompts make the second pass
-    replay = int(replays(np.array([101, 102, 104, 107]), 0.1, pass_index=1)[0]) - 100
-    order = sorted([0, 3, 5, 6, replay])
-    assert stream.take(4).tolist() == order[:4]
-    assert stream.pass_index == 1
-    assert stream.take(4).tolist()[0] == order[4]
-    assert stream.pass_index == 2
 
 
 class Watched(PromptStream):
@@ -340,21 +288,6 @@ def test_further_prompts_of_a_batch():
     assert stream.take(4).tolist() == [2, 3, 4, 5]
     assert stream.take(2).tolist() == [0, 1]
     assert stream.pass_index == 2
-
-
-def test_further_prompts_are_never_pruned_ones(caplog):
-    stream = stream_of(20, *range(4, 20))
-    with caplog.at_level(logging.WARNING, logger="lze_trl.plan.stream"):
-        first = stream.take(2)
-        further = stream.take(18, first)
-    drawn = replays(np.arange(4, 20), 0.1, pass_index=0)  # 1.6, so two
-    assert first.tolist() == [0, 1]
-    assert further.tolist()[:2] == [2, 3]
-    # The first pass has two replays, and the second brings those that the first has not
-    again = replays(np.arange(4, 20), 0.1, pass_index=1)
-    assert further.tolist()[2:] == [*drawn, *np.setdiff1d(again, drawn)]
-    assert stream.pass_index == 1
-    assert not caplog.records
 
 
 @settings(max_examples=80)

@@ -100,16 +100,6 @@ def test_what_is_known_before_the_rollout():
     )  # of 8 completions, by the uniform prior
 
 
-def test_asking_leaves_no_trace():
-    state = PromptState()
-    state.visit(rollouts({1: HALF}))
-    before = state.state_dict()
-    state.prompts(np.array([1, 2, 3]))
-    assert len(state) == 1
-    for name, values in state.state_dict().items():
-        np.testing.assert_array_equal(values, before[name])
-
-
 def test_a_prompt_twice_in_a_batch():
     batch = rollouts({1: HALF, 2: HALF})
     batch.prompt_ids[:] = 1
@@ -229,10 +219,6 @@ def filled(count: int, expected: int) -> PromptState:
         state.visit(rollouts({prompt: [1.0] for prompt in range(start, min(start + 10_000, count))}))
     assert len(state) == count
     return state
-
-
-def test_at_most_64_bytes_a_prompt():
-    assert filled(100_000, expected=100_000).nbytes <= 64 * 100_000
 
 
 def test_at_most_64_bytes_a_prompt_when_their_number_was_not_known():
