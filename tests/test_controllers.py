@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import tiny
-from lze_trl.arrays import Prompts, Rollouts
+from lze_trl.arrays import Rollouts
 from lze_trl.memory.posterior import expected_energy
 from lze_trl.rollout.controllers import (
     DynamicSampling,
@@ -26,23 +25,7 @@ from lze_trl.rollout.controllers import (
     stratified,
 )
 from lze_trl.seeding import keyed_rng
-from samples import NAN, rollouts
-
-
-def fresh(count: int, **known: list) -> Prompts:
-    """Prompts 0, 1, 2, … that were never visited, unless `known` says otherwise: any field of [`Prompts`]."""
-    arrays = {
-        "prompt_ids": np.arange(count),
-        "visits": np.zeros(count, dtype=np.int64),
-        "rollouts": np.zeros(count, dtype=np.int64),
-        "pass_rates": np.full(count, 0.5),
-        "strength": np.zeros(count),
-        "difficulty": np.ones(count),
-        "streak": np.zeros(count, dtype=np.int64),
-        "alive": np.full(count, 0.5),
-        "pruned": np.zeros(count, dtype=bool),
-    }
-    return Prompts(**arrays | {name: np.array(values) for name, values in known.items()})
+from samples import NAN, prompts_of, rollouts
 
 
 def batch(rows: list[tuple[int, float]], num_groups: int) -> Rollouts:
@@ -62,10 +45,10 @@ def play(controller: RolloutController, outcomes: list[list[float]], first: int 
     """
     num_prompts, rows, counts = first or len(outcomes), [], []
     for index in range(50):
-        prompts, drawn = fresh(num_prompts), batch(rows, num_prompts)
+        prompts, drawn = prompts_of(num_prompts), batch(rows, num_prompts)
         if index:
             num_prompts += ask_more(controller, index, prompts, drawn, k)
-            prompts, drawn = fresh(num_prompts), batch(rows, num_prompts)
+            prompts, drawn = prompts_of(num_prompts), batch(rows, num_prompts)
         answer = ask(controller, index, prompts, drawn, keyed_rng(0, index, "rollouts"))
         if not answer.any():
             return counts, drawn
@@ -221,7 +204,7 @@ def test_dynamic_sampling_draws_only_prompts_without_rows():
     # Nothing could be scored of prompt 2: it was drawn all the same
     drawn = rollouts({0: [1, 0, 1, 1], 1: [0, 0, 0, 0], 2: [NAN] * 4, 3: [], 4: []})
     controller = DynamicSampling(group_size=4, max_rounds=3, num_prompts=3)
-    assert ask(controller, 1, fresh(5), drawn, keyed_rng(0, 1, "rollouts")).tolist() == [0, 0, 0, 4, 4]
+    assert ask(controller, 1, prompts_of(5), drawn, keyed_rng(0, 1, "rollouts")).tolist() == [0, 0, 0, 4, 4]
 
 
 @pytest.mark.parametrize(
@@ -242,7 +225,7 @@ def test_dynamic_sampling_draws_only_prompts_without_rows():
 )
 def test_further_prompts(round, outcomes, k, expected):
     controller = DynamicSampling(group_size=2, max_rounds=3, num_prompts=8)
-    assert ask_more(controller, round, fresh(len(outcomes)), rollouts(dict(enumerate(outcomes))), k) == expected
+    assert ask_more(controller, round, prompts_of(len(outcomes)), rollouts(dict(enumerate(outcomes))), k) == expected
 
 
 def test_refill_until_enough_groups_live():
@@ -270,50 +253,33 @@ def test_expected_energy():
     # m = 1/2, n = 0, D = 1:   a = b = 1:       E[p(1−p)] = 1·1/(2·3)       = 1/6,  times 4 = 2/3
     # m = 3/4, n = 2, D = 1/2: a = 3, b = 1:    E[p(1−p)] = 3·1/(4·5)       = 3/20, times 2 = 3/10
     # m = 1/10, n = 8, D = 1:  a = 1, b = 9:    E[p(1−p)] = 9/(10·11)       = 9/110, times 4 = 18/55
-    prompts = fresh(3, pass_rates=[0.5, 0.75, 0.1], strength=[0.0, 2.0, 8.0], difficulty=[1.0, 0.5, 1.0])
+    prompts = prompts_of(3, pass_rates=[0.5, 0.75, 0.1], strength=[0.0, 2.0, 8.0], difficulty=[1.0, 0.5, 1.0])
     np.testing.assert_allclose(expected_energy(prompts), [2 / 3, 3 / 10, 18 / 55], rtol=1e-14)
 
 
 # ---- Settings ----
 
 
-def described(name, num_prompts=5, **given):
-    """The controller of a configuration with P = 5, G = 4 and n = 4."""
-    usual = {"num_generations": 4, "per_device_train_batch_size": 4 * num_prompts, "kept_completions": 4}
-    return tiny.config("unused", controller=name, **(usual | given)).make_controller()
-
-
 @pytest.mark.parametrize(
-    ("name", "controller"),
+    ("controller", "settings", "message"),
     [
-        ("uniform", UniformController(4, kept=6)),
-        ("reinforce_ada_positive", ReinforceAda("positive", 3, 5, 6)),
-        ("reinforce_ada_balanced", ReinforceAda("balanced", 3, 5, 6)),
-        ("dynamic", DynamicSampling(4, 5, 7, kept=6)),
-        ("gate", Gate(4, 0.1, 0.3, kept=6)),
+        (ReinforceAda, {"exit": "negative"}, "`exit` must be 'positive' or 'balanced', got 'negative'"),
+        (ReinforceAda, {"exit": "positive", "kept": 33}, r"`kept_completions` must be at most .*: 32, got 33"),
+        (ReinforceAda, {"exit": "balanced", "kept": 5}, "`kept_completions` must be even .* got 5"),
+        (ReinforceAda, {"exit": "positive", "round_size": 0}, "`round_size` must be at least 1, got 0"),
+        (UniformController, {"group_size": 4, "kept": 1}, "at least 2, got 1. A group of one has no"),
+        (
+            DynamicSampling,
+            {"group_size": 4, "max_rounds": 0, "num_prompts": 5},
+            "`max_rounds` must be at least 1, got 0",
+        ),
+        (Gate, {"group_size": 4, "explore": 0.0}, r"`explore` must be in \(0, 1\], got 0.0"),
+        (Gate, {"group_size": 4, "recheck": 1.5}, r"`recheck` must be in \[0, 1\], got 1.5"),
     ],
 )
-def test_settings_reach_the_controller(name, controller):
-    given = {"num_prompts": 7, "round_size": 3, "max_rounds": 5, "kept_completions": 6}
-    given |= {"gate_explore": 0.1, "replay_ratio": 0.3}
-    assert described(name, **given) == controller
-
-
-@pytest.mark.parametrize(
-    ("name", "given", "message"),
-    [
-        ("reinforce-ada", {}, r"`controller` must be one of \['uniform', .*\], got 'reinforce-ada'"),
-        ("reinforce_ada_positive", {"kept_completions": 33}, r"`kept_completions` must be at most .*: 32, got 33"),
-        ("reinforce_ada_balanced", {"kept_completions": 5}, "`kept_completions` must be even .* got 5"),
-        ("reinforce_ada_positive", {"round_size": 0}, "`round_size` must be at least 1, got 0"),
-        ("uniform", {"kept_completions": 1}, "at least 2, got 1. A group of one has no"),
-        ("dynamic", {"max_rounds": 0}, "`max_rounds` must be at least 1, got 0. Use 1 to draw no further prompts"),
-    ],
-    ids=str,
-)
-def test_bad_settings_are_refused(name, given, message):
+def test_bad_settings_are_refused(controller, settings, message):
     with pytest.raises(ValueError, match=message):
-        described(name, **given)
+        controller(**settings)
 
 
 # ---- A user's own controller ----
@@ -335,10 +301,14 @@ def asked(method: str, answer):
     """The checked answer of a user's controller, for three prompts or three completions."""
     own, drawn = Own(answer), rollouts({0: [1, 0], 1: [0]})
     if method == "draw":
-        return ask(own, 0, fresh(3), batch([], 3), keyed_rng(0, 0, "rollouts"))
+        return ask(own, 0, prompts_of(3), batch([], 3), keyed_rng(0, 0, "rollouts"))
     if method == "chances":
-        return ask_chances(own, 1, fresh(3), batch([], 3), np.array([4, 0, 4]))
-    return ask_more(own, 1, fresh(3), drawn, 2) if method == "more" else ask_keep(own, drawn, keyed_rng(0, 0, "keep"))
+        return ask_chances(own, 1, prompts_of(3), batch([], 3), np.array([4, 0, 4]))
+    return (
+        ask_more(own, 1, prompts_of(3), drawn, 2)
+        if method == "more"
+        else ask_keep(own, drawn, keyed_rng(0, 0, "keep"))
+    )
 
 
 @pytest.mark.parametrize(

@@ -186,26 +186,6 @@ def test_forecasts_are_corrected_by_what_came_of_them():
     assert calibration_error(np.array([[4.0, 1.0, 2.0], [0.0, 0.0, 0.0], [6.0, 5.5, 5.0]])) == pytest.approx(0.15)
 
 
-def test_it_goes_on_from_a_checkpoint_bit_for_bit():
-    whole, part = World(), World()
-    for _ in range(10):
-        whole.visit()
-        part.visit()
-    again = PromptState(StateSettings(group_size=SIZE))
-    again.load_state_dict(part.state.state_dict())
-    again.foresight.load_state_dict(part.state.foresight.state_dict())
-    part.state = again
-    for _ in range(10):
-        whole.visit()
-        part.visit()
-    for name, values in whole.state.foresight.state_dict().items():
-        np.testing.assert_array_equal(values, part.state.foresight.state_dict()[name])
-    assert whole.state.foresight.metrics() == part.state.foresight.metrics()
-    ids = np.arange(700)
-    for name, values in vars(whole.state.prompts(ids)).items():
-        np.testing.assert_array_equal(values, getattr(part.state.prompts(ids), name))
-
-
 # ---- What the state remembers of the last visit ----
 
 
