@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lze_trl.arrays import Prompts, Rollouts
+from lze_trl.batch import Batch, Prompts
 from lze_trl.memory.identity import prompt_id
 from lze_trl.rollout.controllers import RolloutController
 
@@ -33,7 +33,7 @@ class Oracle(RolloutController):
         """Say whose pass rates count."""
         self._policy = model, tokenizer
 
-    def draw(self, round: int, prompts: Prompts, drawn: Rollouts, rng: np.random.Generator) -> np.ndarray:
+    def draw(self, round: int, prompts: Prompts, drawn: Batch, rng: np.random.Generator) -> np.ndarray:
         if round or self._policy is None:
             return np.zeros(len(prompts), dtype=np.int64)
         model, tokenizer = self._policy

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lze_trl.arrays import Groups, Rollouts
+from lze_trl.batch import Batch, Table
 from lze_trl.memory.state import PromptState, StateSettings
 from lze_trl.record import GenerationRecord, TelemetryWriter
 from lze_trl.record.ledger import Ledger, TokenCost, account
@@ -94,7 +94,7 @@ class SyntheticTraining:
         passed = rng.random(num_groups * size) < chance[group]  # (B,)
         form = rng.random(num_groups * size) < 0.95
         rewards = np.stack([passed, form], axis=1).astype(np.float64)  # (B, 2)
-        rollouts = Rollouts(
+        rollouts = Batch.of(
             prompt_ids=self._ids[prompts],
             group=group,
             outcomes=passed.astype(np.float64),
@@ -107,7 +107,7 @@ class SyntheticTraining:
         self._skill += 0.02 * selected.sum() / max(num_groups * 0.4, 1) + self._rng.normal(0.0, 0.04)
         self._account(rollouts, groups, selected)
         pruned = self._state.pruned(rollouts.prompt_ids)
-        rows = row_columns(rollouts, rewards, rollouts.completion_tokens)
+        rows = row_columns(rollouts.with_rows(rewards_per_func=rewards, loss_tokens=rollouts.completion_tokens))
         texts = [_completion_text(prompts[g], passed[row]) for row, g in enumerate(group)]
         levels = np.clip(self._difficulty[prompts] + 3, 1, 5).astype(int).tolist()
         facts = [{"subject": _SUBJECTS[i % len(_SUBJECTS)], "level": n} for i, n in zip(prompts, levels, strict=True)]
@@ -127,7 +127,7 @@ class SyntheticTraining:
             ledger=self._ledger.summary(_TOKEN_COST),
         )
 
-    def _select(self, groups: Groups) -> np.ndarray:
+    def _select(self, groups: Table) -> np.ndarray:
         keep = round(self.selection_ratio * len(groups))
         if self.selection_ratio >= 1:
             return np.ones(len(groups), dtype=bool)
@@ -137,7 +137,7 @@ class SyntheticTraining:
         selected[ranked] = True
         return selected
 
-    def _account(self, rollouts: Rollouts, groups: Groups, selected: np.ndarray):
+    def _account(self, rollouts: Batch, groups: Table, selected: np.ndarray):
         ledger, chosen = self._ledger, np.flatnonzero(selected[rollouts.group])
         before = ledger.update_tokens
         account(ledger, rollouts, groups, chosen, rollouts.num_rows, logprob_passes=1)

@@ -4,6 +4,7 @@ import logging
 import math
 import os
 from functools import partial
+from typing import Any
 
 import numpy as np
 from accelerate import Accelerator
@@ -14,12 +15,12 @@ from scipy.special import softmax
 from .batch import Prompts
 from .config import LZEGRPOConfig
 from .instruct.online import Instruction, OnlineInstruction
-from .memory.expected import expected_energy
 from .memory.identity import columns_of
 from .memory.outcomes import OutcomeRule
+from .memory.posterior import expected_energy
 from .memory.state import PromptState, StateSettings
 from .pack.layout import Geometry, micro_step_cost
-from .plan.passes import Growing, Passes
+from .plan.passes import Passes
 from .plan.planners import Planner, SolvedPlanner
 from .rollout.controllers import RolloutController, is_plain
 from .select.selectors import quota
@@ -94,13 +95,13 @@ def exemplar_chances(prompts: Prompts, by_share: bool) -> np.ndarray:
 def make_passes(
     args: LZEGRPOConfig,
     accelerator: Accelerator,
-    dataset: Dataset | IterableDataset | Growing,
+    dataset: Any,  # with prompt ids
     state: PromptState,
     planner: Planner,
     controller: RolloutController,
     pruning: str,
 ) -> Passes:
-    """The plans of generation batches, over a training set with prompt ids."""
+    """The plans of generation batches."""
     num_groups = args.generation_batch_size // args.num_generations
     ratio = args.selection_ratio
     if ratio is None:

@@ -477,7 +477,7 @@ def with_prompt_ids(dataset: Any, args: LZEGRPOConfig) -> tuple[Dataset | Iterab
     open_choice = args.deduplicate is None
     deduplicate = not isinstance(dataset, IterableDataset) if args.deduplicate is None else args.deduplicate
     with args.main_process_first(desc="prompt ids"):
-        dataset = add_prompt_ids(rows, args.answer_column, deduplicate)
+        dataset = add_prompt_ids(rows, deduplicate)
         if open_choice and deduplicate and len(dataset) < num_groups <= len(rows):  # plain TRL can train on these rows
             deduplicate = False
             logger.warning(
@@ -485,7 +485,7 @@ def with_prompt_ids(dataset: Any, args: LZEGRPOConfig) -> tuple[Dataset | Iterab
                 "another prompt. Use a smaller `generation_batch_size`, to give each prompt one group.",
                 *(len(rows), len(dataset), num_groups),
             )
-            dataset = add_prompt_ids(rows, args.answer_column, deduplicate=False)
+            dataset = add_prompt_ids(rows, deduplicate=False)
     if isinstance(dataset, IterableDataset):
         return dataset, deduplicate
     if dropped := len(rows) - len(dataset):

@@ -214,9 +214,6 @@ class LZEGRPOConfig(GRPOConfig):
 
         > Parameters that control identity and state
 
-        answer_column (`str`, *optional*):
-            Dataset column with the gold answer. Defaults to the first of `"solution"`, `"answer"`, `"ground_truth"` that
-            exists, if any. A prompt is recognised by its text, its answer and the other columns of its row.
         deduplicate (`bool`, *optional*):
             Whether to drop rows of the training set that repeat another row in all columns that reward functions can
             read, or in `prompt_id`, if there is such a column. `False` keeps them, each remembered as another prompt.
@@ -346,7 +343,6 @@ class LZEGRPOConfig(GRPOConfig):
     max_rounds: int | None = None
     kept_completions: int | None = None
     gate_explore: float = 0.05
-    answer_column: str | None = None
     deduplicate: bool | None = None
     state_from: str | None = None
     packing: bool | None = None

@@ -6,6 +6,7 @@ from .names import near
 
 
 REMOVED: dict[str, str] = {
+    "answer_column": "Leave it out: a prompt is recognised by all columns that reward functions can read.",
     "selection_warmup": "Leave it out: every group is eligible at a `selection_ratio` of 1.0.",
     "selection_ramp": "Leave it out, and set `selection_ratio` alone.",
     **dict.fromkeys(

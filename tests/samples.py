@@ -3,7 +3,7 @@
 import numpy as np
 from hypothesis import strategies as st
 
-from lze_trl.batch import Batch, Table
+from lze_trl.batch import Batch, Prompts, Table
 from lze_trl.record import GenerationRecord
 from lze_trl.record.tables import prompt_columns, row_columns
 from lze_trl.select.energy import score_groups
@@ -28,6 +28,14 @@ def rollouts(outcomes: dict[int, list[float]], rewards: dict[int, list[float]] |
         prompt_tokens=10 + np.arange(count),
         completion_tokens=2 + np.arange(count),
     )
+
+
+def prompts_of(count: int, **known: list) -> Prompts:
+    """Prompts 0, 1, 2, … that were never visited, unless `known` says otherwise: any field of [`Prompts`]."""
+    zeros, integers = np.zeros(count), np.zeros(count, dtype=np.int64)
+    usual = {"prompt_ids": np.arange(count), "visits": integers, "rollouts": integers, "streak": integers}
+    usual |= {"pass_rates": zeros + 0.5, "strength": zeros, "difficulty": zeros + 1.0, "alive": zeros + 0.5}
+    return Prompts(**usual | {"pruned": zeros > 0} | {name: np.array(values) for name, values in known.items()})
 
 
 def _flat(values: dict[int, list[float]]) -> np.ndarray:

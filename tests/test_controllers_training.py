@@ -478,7 +478,7 @@ class Doubtful(RolloutController):
         again = np.where((sizes == 2) & (passed == 1), 3, 0)
         return np.where(sizes == 0, first, again) if round < 2 else np.zeros(len(prompts), dtype=int)
 
-    def more(self, round, prompts, drawn, live, k):
+    def more(self, round, prompts, drawn, k):
         return int((drawn.sizes == 0).sum()) if round == 1 else 0
 
     def keep(self, drawn, rng):
@@ -530,25 +530,25 @@ def answering(**answers):
 BAD_CONTROLLERS = {
     "floats": (
         {"draw": lambda round, prompts, drawn, rng: np.full(len(prompts), 4.0)},
-        r"`Odd.draw` must return an integer array of shape \(6,\), .* dtype float64",
+        r"`Odd.draw` must return an array of shape \(6,\), .* dtype float64",
     ),
-    "one number": ({"draw": lambda round, prompts, drawn, rng: 4}, r"of shape \(6,\), .* got shape \(\)"),
+    "one number": ({"draw": lambda round, prompts, drawn, rng: 4}, r"of shape \(6,\), .* of shape \(\)"),
     "negative": (
         {"draw": lambda round, prompts, drawn, rng: np.arange(len(prompts)) - 1},
-        "must return numbers of at least 0, got -1 for prompt 0",
+        "an integer of at least 0 for each prompt, got ",
     ),
     "endless": (
         {"draw": lambda round, prompts, drawn, rng: np.eye(len(prompts), dtype=int)[0]},
         "`Odd.draw` asked for more than 100 rounds. Return zeros to end the batch",
     ),
-    "half a prompt": ({"more": lambda round, prompts, drawn, live, k: 0.5}, "`Odd.more` must return an integer"),
+    "half a prompt": ({"more": lambda round, prompts, drawn, k: 0.5}, "`Odd.more` must return an integer"),
     "prompts less": (
-        {"more": lambda round, prompts, drawn, live, k: -1},
+        {"more": lambda round, prompts, drawn, k: -1},
         "`Odd.more` must return an integer .* got -1",
     ),
     "certain and more": (
         {"chances": lambda round, prompts, drawn: np.full(len(prompts), 2.0)},
-        "got 2.0 for prompt 0",
+        "`Odd.chances` must return .* a probability for each prompt, got ",
     ),
     "rows, not weights": ({"keep": lambda drawn, rng: np.arange(3)}, "`Odd.keep` must return an array of shape"),
 }

@@ -1,22 +1,19 @@
 """The gate: one completion first, the others where the group is likely to be alive."""
 
 import itertools
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lze_trl.arrays import Prompts, Rollouts
-from lze_trl.memory.gate import FEATURES, Gate, best_yield, features, needed_to_begin
+from lze_trl.batch import Batch
 from lze_trl.memory.state import PromptState, StateSettings
-from lze_trl.rollout import controllers
-from lze_trl.rollout.controllers import ask
-from samples import rollouts
+from lze_trl.memory.threshold import FEATURES, Threshold, best_yield, features, needed_to_begin
+from lze_trl.rollout.controllers import Gate, ask
+from samples import NAN, prompts_of, rollouts
 
 
-NAN = float("nan")
 SIZE = 6
 
 
@@ -27,7 +24,7 @@ class World:
         self.rng = np.random.default_rng(seed)
         self.rates = self.rng.beta(0.15, 0.15, prompts)
         self.state = PromptState(StateSettings(group_size=SIZE))
-        self.controller = controllers.Gate(SIZE, explore)
+        self.controller = Gate(SIZE, explore)
         self.forget()
         self._next = np.empty(0, dtype=np.int64)
 
@@ -66,7 +63,7 @@ class World:
         self._count(whole, prompts.alive_given_first, goes_on > 0, chances)
         self.state.visit(_some(whole, goes_on > 0), np.where(goes_on > 0, chances, 0.0))
 
-    def _count(self, whole: Rollouts, expected: np.ndarray, goes_on: np.ndarray, chances: np.ndarray):
+    def _count(self, whole: Batch, expected: np.ndarray, goes_on: np.ndarray, chances: np.ndarray):
         self.kept += (whole.alive & (chances == 1.0)).sum()
         self.live += whole.alive.sum()
         self.finished += (whole.alive & goes_on).sum()
@@ -74,31 +71,23 @@ class World:
         self.drawn += len(goes_on) + (SIZE - 1) * goes_on.sum()
 
 
-def _batch(ids, group, outcomes, logprobs) -> Rollouts:
+def _batch(ids, group, outcomes, logprobs) -> Batch:
     tokens = np.ones(len(group), dtype=np.int64)
-    return Rollouts(ids, group, outcomes, outcomes, tokens, tokens, logprobs=logprobs)
+    return Batch.of(ids, group, outcomes, outcomes, tokens, tokens, logprobs=logprobs)
 
 
-def _of(whole: Rollouts, groups: np.ndarray) -> Rollouts:
+def _of(whole: Batch, groups: np.ndarray) -> Batch:
     """Some of the groups."""
     rows = groups[whole.group]
     group = np.unique(whole.group[rows], return_inverse=True)[1]
     return _batch(whole.prompt_ids[groups], group, whole.outcomes[rows], whole.logprobs[rows])
 
 
-def _some(whole: Rollouts, all_of: np.ndarray, begun: bool | np.ndarray = True) -> Rollouts:
+def _some(whole: Batch, all_of: np.ndarray, begun: bool | np.ndarray = True) -> Batch:
     """The first completion of each group that is begun, and all of some groups."""
     place = np.arange(whole.num_rows) % SIZE
     rows = (place == 0) & np.broadcast_to(begun, all_of.shape)[whole.group] | all_of[whole.group]
     return _batch(whole.prompt_ids, whole.group[rows], whole.outcomes[rows], whole.logprobs[rows])
-
-
-def known(count: int, **arrays) -> Prompts:
-    """Prompts that were never visited, unless the arrays say otherwise."""
-    zeros, integers = np.zeros(count), np.zeros(count, dtype=np.int64)
-    usual = {"prompt_ids": np.arange(count), "visits": integers, "rollouts": integers, "streak": integers}
-    usual |= {"pass_rates": zeros + 0.5, "strength": zeros, "difficulty": zeros + 1.0, "alive": zeros + 0.5}
-    return Prompts(**usual | {"pruned": zeros > 0} | {name: np.array(values) for name, values in arrays.items()})
 
 
 # ---- The law ----
@@ -159,44 +148,35 @@ def test_no_other_choice_yields_more_for_each_completion(alive, cost):
     assert live_per_completion(chosen) == pytest.approx(best_yield(alive, cost))
 
 
-def test_groups_that_were_not_begun_do_not_count():
-    assert best_yield(np.array([NAN, 0.9, NAN, 0.1]), 3) == pytest.approx(0.9 / 5)
-    assert best_yield(np.array([NAN]), 3) == 0.0
-
-
 def test_a_large_batch_is_judged_by_itself_and_a_small_one_by_what_the_latest_gave():
-    gate, many = Gate(), Gate.RECENT
+    gate, many = Threshold(), Threshold.RECENT
     drawn = rollouts({i: [float(i < 8), 0.0, 0.0, 0.0] for i in range(32)})  # 8 live groups by 128 completions
-    gate.see(known(32), drawn, np.zeros(32))
+    gate.see(prompts_of(32), drawn, np.zeros(32))
 
     def needed(forecasts):
-        return gate.needed(known(len(forecasts), alive_given_first=forecasts), 4)
+        return gate.needed(prompts_of(len(forecasts), alive_given_first=forecasts), 4)
 
     share = 1.0 - 1.0 / many  # with the prompt itself, as many as `many`
     assert needed([0.2]) == pytest.approx(3 * best_yield(np.array([0.2]), 3, 8 * share, 128 * share))
     assert needed([0.2] * many) == pytest.approx(3 * best_yield(np.full(many, 0.2), 3))
-    assert Gate().needed(known(1, alive_given_first=[0.2]), 4) <= 0.2  # nothing to compare it with
+    assert Threshold().needed(prompts_of(1, alive_given_first=[0.2]), 4) <= 0.2  # nothing to compare it with
     # Before anything is drawn
     mean = (0.2 + 32 * 0.5 * share) / (1 + 32 * share)
-    assert gate.needed(known(1, alive=[0.2]), 4) == pytest.approx(needed_to_begin(mean / 4, 4))
-    assert gate.needed(known(many, alive=[0.2] * many), 4) == pytest.approx(needed_to_begin(0.2 / 4, 4))
-    assert Gate().needed(known(1, alive=[0.2]), 4) <= 0.2
+    assert gate.needed(prompts_of(1, alive=[0.2]), 4) == pytest.approx(needed_to_begin(mean / 4, 4))
+    assert gate.needed(prompts_of(many, alive=[0.2] * many), 4) == pytest.approx(needed_to_begin(0.2 / 4, 4))
+    assert Threshold().needed(prompts_of(1, alive=[0.2]), 4) <= 0.2
 
 
-def test_where_every_group_was_alive_lately_prompts_like_them_are_begun():
-    gate = Gate()
+def test_what_the_latest_groups_were_alike_in_goes_on():
+    all_alive, all_dead = Threshold(), Threshold()
     for _ in range(30):
-        gate.see(known(3, alive=[0.6] * 3), rollouts({i: [0.0, 1.0, 0.0, 1.0] for i in range(3)}), np.ones(3))
-    assert gate.needed(known(2, alive=[0.6, 0.5]), 4) < 0.5
-
-
-def test_where_nothing_was_alive_lately_every_group_goes_on():
-    gate = Gate()
-    for _ in range(30):
-        gate.see(known(3, alive=[0.02] * 3), rollouts({i: [0.0] * 4 for i in range(3)}), np.ones(3))
-    forecasts = known(2, alive=[0.01, 0.02], alive_given_first=[0.001, 0.01])
-    assert gate.needed(forecasts, 4) <= 0.001
-    assert gate.needed(replace(forecasts, alive_given_first=np.full(2, NAN)), 4) <= 0.01
+        all_alive.see(
+            prompts_of(3, alive=[0.6] * 3), rollouts({i: [0.0, 1.0, 0.0, 1.0] for i in range(3)}), np.ones(3)
+        )
+        all_dead.see(prompts_of(3, alive=[0.02] * 3), rollouts({i: [0.0] * 4 for i in range(3)}), np.ones(3))
+    assert all_alive.needed(prompts_of(2, alive=[0.6, 0.5]), 4) < 0.5
+    assert all_dead.needed(prompts_of(2, alive=[0.01, 0.02], alive_given_first=[0.001, 0.01]), 4) <= 0.001
+    assert all_dead.needed(prompts_of(2, alive=[0.01, 0.02]), 4) <= 0.01
 
 
 @given(st.lists(st.floats(0.001, 0.999), min_size=1, max_size=7), st.integers(2, 16))
@@ -211,16 +191,18 @@ def test_a_prompt_is_begun_unless_no_first_completion_could_make_it_worth_the_ot
 
 @pytest.mark.parametrize("p", [0.0, 0.01, 0.3, 1.0])
 def test_where_all_groups_are_alike_all_are_drawn_to_their_end(p):
-    gate, rng, drawn = controllers.Gate(4), np.random.default_rng(0), rollouts({i: [1.0] for i in range(5)})
+    gate, rng, drawn = Gate(4), np.random.default_rng(0), rollouts({i: [1.0] for i in range(5)})
     for round, forecasts, counts in ((0, {}, [1] * 5), (1, {"alive_given_first": [p] * 5}, [3] * 5)):
-        prompts = known(5, alive=[p] * 5, **forecasts)
-        prompts = replace(prompts, alive_needed=np.full(5, Gate().needed(prompts, 4)))
+        prompts = prompts_of(5, alive=[p] * 5, **forecasts)
+        prompts = prompts.with_columns(alive_needed=np.full(5, Threshold().needed(prompts, 4)))
         assert ask(gate, round, prompts, drawn, rng).tolist() == counts
 
 
 def test_it_draws_one_then_the_others_and_nothing_after():
-    rng, controller = np.random.default_rng(0), controllers.Gate(4, explore=1e-9, recheck=0.0)
-    prompts = known(4, alive=[0.4, 0.4, 0.4, 0.01], alive_given_first=[0.1, 0.8, 0.1, NAN], alive_needed=[0.2] * 4)
+    rng, controller = np.random.default_rng(0), Gate(4, explore=1e-9, recheck=0.0)
+    prompts = prompts_of(
+        4, alive=[0.4, 0.4, 0.4, 0.01], alive_given_first=[0.1, 0.8, 0.1, NAN], alive_needed=[0.2] * 4
+    )
     drawn = rollouts({0: [1.0], 1: [1.0], 2: [1.0], 3: []})
     counts = [ask(controller, i, prompts, drawn, rng).tolist() for i in range(3)]
     assert counts == [[1, 1, 1, 0], [0, 3, 0, 0], [0, 0, 0, 0]]
@@ -231,9 +213,9 @@ def test_it_draws_one_then_the_others_and_nothing_after():
 def test_those_that_would_be_left_go_on_at_random_as_often_as_set():
     count = 4000
     unlikely = np.where(np.arange(count) == 0, 1.0, 1e-9)
-    prompts = known(count, alive=unlikely, alive_given_first=unlikely, alive_needed=np.full(count, 0.1))
+    prompts = prompts_of(count, alive=unlikely, alive_given_first=unlikely, alive_needed=np.full(count, 0.1))
     drawn = rollouts({i: [1.0] for i in range(count)})
-    gate = controllers.Gate(2, explore=0.2, recheck=0.1)
+    gate = Gate(2, explore=0.2, recheck=0.1)
     for round, share in [(0, 0.1), (1, 0.2)]:
         goes_on = gate.draw(round, prompts, drawn, np.random.default_rng(0)) > 0
         assert goes_on[0]
@@ -244,13 +226,13 @@ def test_those_that_would_be_left_go_on_at_random_as_often_as_set():
 
 
 def test_at_first_it_is_what_was_expected_before():
-    prompts = known(4, alive=[0.2, 0.9, 0.5, 0.4])
+    prompts = prompts_of(4, alive=[0.2, 0.9, 0.5, 0.4])
     drawn = rollouts({0: [1.0], 1: [0.0], 2: [], 3: [1.0, 0.0]})
-    np.testing.assert_allclose(Gate().alive(prompts, drawn), [0.2, 0.9, NAN, 1.0])
+    np.testing.assert_allclose(Threshold().alive(prompts, drawn), [0.2, 0.9, NAN, 1.0])
 
 
 def test_features_are_bounded_and_tell_new_prompts_from_known_ones():
-    prompts = known(4, visits=[0, 3, 0, 1], pass_rates=[0.5, 0.9, 0.5, 0.1])
+    prompts = prompts_of(4, visits=[0, 3, 0, 1], pass_rates=[0.5, 0.9, 0.5, 0.1])
     x = features(prompts, np.array([1.0, 0.0, 0.5, 0.0]), np.array([-1e6, 0.0, NAN, -2.0]))
     assert x.shape == (4, len(FEATURES))
     assert (np.abs(x) < 4.0).all()
@@ -267,9 +249,9 @@ def test_one_group_stands_for_those_that_chance_left_out():
     rng, halves = np.random.default_rng(3), []
     outcomes = (rng.random((40, 3)) < 0.3).astype(np.float64)
     for repeats in (1, 2):
-        gate, ids = Gate(), np.arange(40 * repeats)
+        gate, ids = Threshold(), np.arange(40 * repeats)
         drawn = rollouts({int(i): outcomes[i % 40].tolist() for i in ids})
-        gate.see(known(len(ids)), drawn, np.full(len(ids), 2.0 / repeats))
+        gate.see(prompts_of(len(ids)), drawn, np.full(len(ids), 2.0 / repeats))
         halves.append(gate.model.weights)
     np.testing.assert_allclose(halves[0], halves[1], atol=1e-9)
     assert halves[0].any()
@@ -278,15 +260,15 @@ def test_one_group_stands_for_those_that_chance_left_out():
 def test_groups_that_were_stopped_teach_nothing():
     gates = []
     for stopped in ([1.0], [0.0]):
-        gate = Gate()
+        gate = Threshold()
         drawn = rollouts({0: [1.0, 0.0], 1: [0.0, 0.0], 2: stopped})
-        gate.see(known(3), drawn, np.array([1.0, 20.0, 0.0]))
+        gate.see(prompts_of(3), drawn, np.array([1.0, 20.0, 0.0]))
         gates.append(gate.state_dict())
     for name, values in gates[0].items():
         np.testing.assert_array_equal(values, gates[1][name])
 
 
-def test_a_gate_goes_on_from_a_checkpoint_bit_for_bit():
+def test_forecasts_go_on_from_a_checkpoint_bit_for_bit():
     whole, part = World(seed=2), World(seed=2)
     for turn in range(8):
         whole.visit()
@@ -296,9 +278,16 @@ def test_a_gate_goes_on_from_a_checkpoint_bit_for_bit():
             part.state.load_state_dict(saved.state_dict())
             part.state.foresight.load_state_dict(saved.foresight.state_dict())
             part.state.gate.load_state_dict(saved.gate.state_dict())
-    for name, values in whole.state.gate.state_dict().items():
-        np.testing.assert_array_equal(values, part.state.gate.state_dict()[name])
+    ids = np.arange(2000)
+    for mine, other in (
+        (whole.state.gate.state_dict(), part.state.gate.state_dict()),
+        (whole.state.foresight.state_dict(), part.state.foresight.state_dict()),
+        (vars(whole.state.prompts(ids)), vars(part.state.prompts(ids))),
+    ):
+        for name, values in mine.items():
+            np.testing.assert_array_equal(values, other[name])
     assert whole.state.gate.metrics() == part.state.gate.metrics()
+    assert whole.state.foresight.metrics() == part.state.foresight.metrics()
 
 
 # ---- What the state makes of one completion ----
@@ -327,14 +316,3 @@ def test_one_completion_is_not_the_first_visit_of_the_anchor():
     assert groups.visits.tolist() == [2]
     assert state.visit(rollouts({1: [1.0] * 4}), np.ones(1)).difficulty.tolist() == [0.75]
     np.testing.assert_allclose(state.prompts(np.array([1])).pass_rates, (1 + 6) / (2 + 9))
-
-
-def test_a_stopped_visit_is_known_as_one():
-    state = PromptState()
-    batch = replace(rollouts({1: [1.0], 2: [0.0, 0.0]}), logprobs=np.array([-0.5, -1.0, -2.0]))
-    state.visit(batch, np.array([0.0, 1.0]))
-    history = state.history(np.array([1, 2, 3]))
-    assert history.stopped.tolist() == [1.0, 0.0, 0.0]
-    assert history.logprob_mean[0] == -0.5
-    state.visit(rollouts({1: [1.0, 0.0]}))
-    assert state.history(np.array([1])).stopped.tolist() == [0.0]

@@ -395,7 +395,7 @@ def test_model_card_tells_about_the_run(run_dir):
 def test_a_model_card_names_all_data_sets(tmp_path):
     sets = ["me/first", "me/second"]
     (tmp_path / "README.md").write_text(f"made on the [{sets}](https://huggingface.co/datasets/{sets}) dataset.")
-    hub.correct_model_card(tmp_path / "README.md", "me/model", None, "1+1=", sets, "@article{}")
+    hub.correct_model_card(tmp_path / "README.md", "me/model", None, "1+1=", sets)
     assert (tmp_path / "README.md").read_text() == (
         "made on the [me/first](https://huggingface.co/datasets/me/first), "
         "[me/second](https://huggingface.co/datasets/me/second) datasets."

@@ -48,14 +48,6 @@ def test_posterior_golden():
     np.testing.assert_allclose(b, [1, 4, 5, 1], rtol=1e-12)
 
 
-def test_a_prior_counts_as_two_completions():
-    expected, rollouts, prior = array(0.7, 1 / 4, 3 / 4), np.array([0, 4, 20]), array(0.3, 0.3, 0.1)
-    mean = posterior_mean(expected, rollouts, 16.0, prior)
-    np.testing.assert_allclose(mean, [0.3, (0.6 + 1) / 6, (0.2 + 12) / 18], rtol=1e-12)
-    a, b = beta_parameters(mean, posterior_strength(rollouts, 16.0))
-    np.testing.assert_allclose([a[0], b[0]], [0.6, 1.4], rtol=1e-12)
-
-
 @given(st.lists(st.lists(st.booleans(), min_size=1, max_size=5), min_size=1, max_size=6))
 def test_what_fits_into_the_memory_is_a_plain_mean(visits):
     expected, rollouts = array(0.0), np.array([0], dtype=np.uint16)
@@ -77,15 +69,6 @@ def test_a_mean_stays_a_mean(first, visits, memory):
         assert min(before[0], pass_rate) - 1e-12 <= expected[0] <= max(before[0], pass_rate) + 1e-12
         assert 0 <= expected[0] <= 1
         assert 0 < posterior_mean(expected, np.array([rollouts]), memory)[0] < 1
-
-
-@given(st.integers(1, 12), st.integers(1, 10), st.floats(0, 1))
-def test_the_past_fades_exponentially(scored, visits, start):
-    # With a full memory m, each visit of k completions leaves m / (m + k) of the distance to the new pass rate
-    expected = array(start)
-    for _ in range(visits):
-        expected = remembered_mean(expected, np.array([65535]), array(1.0), np.array([scored]), 16.0)
-    assert 1 - expected[0] == pytest.approx((1 - start) * (16 / (16 + scored)) ** visits, abs=1e-12)
 
 
 # ---- Dead groups ----
@@ -122,11 +105,6 @@ def test_dead_probability_is_beta_binomial(cases):
     np.testing.assert_allclose(found, dead_probability(b, a, sizes), rtol=1e-12)
     assert (dead_probability(a, b, sizes + 1) < found).all()  # a larger group is dead less often
     assert ((found > 0) & (found <= 1 + 1e-12)).all()
-
-
-def test_no_groups():
-    assert dead_probability(array(), array(), 4).shape == (0,)
-    assert dead_probability(array(), array(), np.array([], dtype=np.int64)).shape == (0,)
 
 
 # ---- Calibration ----

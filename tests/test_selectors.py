@@ -30,31 +30,12 @@ class FixedNoise:
 # ---- K and ρ ----
 
 
-@pytest.mark.parametrize(
-    ("ratio", "num_groups", "k"),
-    [
-        (0.4, 3, 1),  # 1.2
-        (0.4, 4, 2),  # 1.6
-        (0.4, 5, 2),  # 2.0
-        (0.5, 5, 3),  # 2.5, halves up; round() would give 2
-        (0.5, 3, 2),  # 1.5
-        (0.4, 1, 1),  # 0.4: at least 1
-        (0.01, 3, 1),  # 0.03
-        (1.0, 7, 7),
-        (0.4, 1024, 410),  # 409.6
-        (0.29, 50, 15),  # 14.5, although 0.29 * 50 == 14.499999999999998
-    ],
-)
-def test_quota(ratio, num_groups, k):
-    assert quota(ratio, num_groups) == k
-
-
 def test_quota_of_every_ratio_in_percent():
     wrong = {}
     for percent in range(1, 101):
         ratio = Decimal(percent) / 100
         for num_groups in range(1, 257):
-            k = max(1, int((ratio * num_groups).quantize(Decimal(1), ROUND_HALF_UP)))
+            k = max(1, int((ratio * num_groups).quantize(Decimal(1), ROUND_HALF_UP)))  # 0.29 of 50 is 14.5, so 15
             if quota(float(ratio), num_groups) != k:
                 wrong[f"{ratio} of {num_groups}"] = (quota(float(ratio), num_groups), k)
     assert not wrong
@@ -91,33 +72,6 @@ def test_the_scale_of_the_noise_has_a_floor():
     selector = EnergySelector(gumbel_scale=0.5)
     assert selector.select(groups, 1, FixedNoise(0.0, 0.99)).tolist() == [0]
     assert selector.select(groups, 1, FixedNoise(0.0, 1.01)).tolist() == [1]
-
-
-def test_without_noise_the_highest_energies_win():
-    groups = scored([[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1], [0, 1, 1, 1]])
-    for seed in range(5):
-        assert EnergySelector(0.0).select(groups, 2, keyed_rng(seed, 0, "selection")).tolist() == [0, 1]
-
-
-def test_equal_energies_are_drawn_evenly():
-    groups = scored([[1, 0]] * 3)
-    counts = np.zeros(3)
-    for step in range(600):
-        counts[EnergySelector().select(groups, 1, keyed_rng(0, step, "selection"))] += 1
-    # Binomial(600, 1/3): 200 with a deviation of 11.5
-    assert (abs(counts - 200) < 60).all()
-
-
-def test_variance_and_midpoint_peak_at_one_half():
-    outcomes = [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1], [0, 1, 1, 1], [0, 0, 0, 0]]
-    for name in ("variance", "midpoint"):
-        selector = make_selector(name)
-        seconds = set()
-        for seed in range(20):
-            first, second = sorted(selector.select(scored(outcomes), 2, keyed_rng(seed, 0, "selection")))
-            assert 1 in (first, second)
-            seconds |= {int(first), int(second)} - {1}
-        assert seconds == {0, 3}  # p = 1/4 and 3/4 are equal: either wins
 
 
 @pytest.mark.parametrize("name", ["variance", "midpoint"])
@@ -167,15 +121,11 @@ def test_random_is_a_control_that_takes_dead_groups_too():
     assert taken == {0, 1, 2}
 
 
-def test_all_groups_dead():
-    groups = scored([[1, 1], [0, 0]])
-    for name in LIVE_ONLY:
-        assert not choose(make_selector(name), groups, 1, keyed_rng(0, 0, "selection")).any()
-
-
-def test_unknown_selector():
+def test_bad_settings():
     with pytest.raises(ValueError, match=r"`selector` must be one of \['energy', .*\], got 'energie'"):
         make_selector("energie")
+    with pytest.raises(ValueError, match=r"`gumbel_scale` must be at least 0, got -0\.1"):
+        EnergySelector(-0.1)
 
 
 # ---- A user's own selector ----
@@ -191,30 +141,19 @@ class Returns:
         return self.answer
 
 
-@pytest.mark.parametrize("answer", [[2, 0], (0, 2), np.array([0, 2], dtype=np.int32)], ids=["list", "tuple", "array"])
+@pytest.mark.parametrize("answer", [[2, 0], np.array([0, 2], dtype=np.int32)], ids=["list", "array"])
 def test_a_users_answer(answer):
     chosen = choose(Returns(answer), scored([[1, 0]] * 3), 2, keyed_rng(0, 0, "selection"))
     assert chosen.tolist() == [True, False, True]
-
-
-def test_a_users_answer_may_be_empty():
     assert not choose(Returns([]), scored([[1, 0]] * 3), 2, keyed_rng(0, 0, "selection")).any()
 
 
 @pytest.mark.parametrize(
-    ("answer", "message"),
-    [
-        (np.array([True, False, True]), "one-dimensional array of group indices, got shape .* dtype bool"),
-        ([0.0, 1.0], "one-dimensional array of group indices, got shape .* dtype float64"),
-        (1, r"one-dimensional array of group indices, got shape \(\)"),
-        ([[0, 1]], r"one-dimensional array of group indices, got shape \(1, 2\)"),
-        (None, "one-dimensional array of group indices"),
-        ([0, 0], r"distinct indices in \[0, 3\), got \[0, 0\]"),
-        ([0, 3], r"distinct indices in \[0, 3\), got \[0, 3\]"),
-        ([-1], r"distinct indices in \[0, 3\), got \[-1\]"),
-    ],
+    "answer",
+    [np.array([True, False, True]), [0.0, 1.0], 1, [[0, 1]], None, [0, 0], [0, 3], [-1]],
     ids=str,
 )
-def test_a_users_wrong_answer(answer, message):
-    with pytest.raises(ValueError, match=f"`Returns.select` must return .*{message}"):
+def test_a_users_wrong_answer(answer):
+    message = r"`Returns.select` must return a one-dimensional array of distinct group indices in \[0, 3\), got "
+    with pytest.raises(ValueError, match=message):
         choose(Returns(answer), scored([[1, 0]] * 3), 2, keyed_rng(0, 0, "selection"))

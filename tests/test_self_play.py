@@ -22,7 +22,6 @@ from lze_trl.instruct.pool import PromptPool
 from lze_trl.instruct.settings import InstructError
 from lze_trl.memory.identity import ID_COLUMN, prompt_id
 from lze_trl.memory.state import PromptState
-from lze_trl.plan.admission import Admission
 from lze_trl.plan.planners import SolvedPlanner
 from lze_trl.plan.stream import GrowingStream
 from lze_trl.record import open_run
@@ -91,17 +90,11 @@ def test_a_pool_is_saved_and_read_whole():
     assert pool.__getitems__([0])[0]["parents"] == f"{3:016x} {2**64 - 7:016x}"
 
 
-def stream(reuse, ids=()):
-    admission = Admission(SolvedPlanner(), PromptState(), np.array(ids, dtype=np.int64), 0)
-    return admission, GrowingStream(admission, reuse)
-
-
 def test_new_prompts_come_first_and_are_retired_after_their_visits():
-    admission, own = stream(2)
+    own = GrowingStream(SolvedPlanner(), PromptState(), seed=0, reuse=2)
 
     def grow(*ids):
-        admission.renumber(np.concatenate([admission.prompt_ids, np.array(ids, dtype=np.int64)]))
-        own.extend()
+        own.extend(np.concatenate([own.prompt_ids, np.array(ids, dtype=np.int64)]))
 
     grow(10, 11, 12)
     assert own.take(2).tolist() == [0, 1]
@@ -113,8 +106,8 @@ def test_new_prompts_come_first_and_are_retired_after_their_visits():
     assert own.take(2, taken=np.array([1])).tolist() == [3, 2]
     assert own.take(9).tolist() == [1]
     assert (len(own), own.take(1).tolist()) == (0, [])
-    admission, other = stream(2)
-    admission.renumber(np.array([10, 11, 12, 13]))
+    other = GrowingStream(SolvedPlanner(), PromptState(), seed=0, reuse=2)
+    other.replace_rows(np.array([10, 11, 12, 13]))
     other.load_state_dict(saved)
     assert other.take(9).tolist() == [1, 3, 2]
     assert other.take(9).tolist() == []

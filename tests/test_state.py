@@ -18,9 +18,7 @@ FULL, HALF, NONE, UNSCORED = [1, 1, 1, 1], [1, 0, 0, 1], [0, 0, 0, 0], [NAN] * 4
 def record(state: PromptState, prompt: int) -> dict[str, float]:
     row = int(state.find(np.array([prompt]))[0])
     assert row >= 0
-    return {
-        name: state[name][row].item() for name in state.state_dict() if name not in ("range", "range_seen", "batches")
-    }
+    return {name: state[name][row].item() for name in set(state.state_dict()) - {"range", "range_seen", "batches"}}
 
 
 # ---- Goldens ----
@@ -51,17 +49,12 @@ def test_energy_comes_before_the_moving_average():
     [
         (2, [FULL, FULL], [1, 2], [False, True]),
         (2, [FULL, HALF, FULL, FULL], [1, 0, 1, 2], [False, False, False, True]),
-        # Pruned, replayed and still solved; then replayed and forgotten; then from the start again
+        # Pruned, re-checked and still solved; then re-checked and forgotten; then from the start again
         (2, [FULL, FULL, FULL, HALF, FULL, FULL], [1, 2, 3, 0, 1, 2], [False, True, True, False, False, True]),
-        (1, [FULL, NONE, FULL], [1, -1, 1], [True, False, True]),
-        (3, [FULL, FULL, FULL], [1, 2, 3], [False, False, True]),
         # Visits without a pass are counted downwards, a change of sign begins anew; they never prune
         (2, [NONE, NONE, NONE, HALF, NONE], [-1, -2, -3, 0, -1], [False] * 5),
         (2, [NONE, NONE, FULL, FULL, NONE, NONE], [-1, -2, 1, 2, -1, -2], [False, False, False, True, False, False]),
-        (1, [NONE, UNSCORED, NONE], [-1, -1, -2], [False] * 3),
-        (2, [[0, NAN, 0, 0], [NAN, 0, 1, 0]], [-1, 0], [False, False]),
         # A visit that nobody could score says nothing: neither a success nor a failure
-        (2, [FULL, UNSCORED, FULL], [1, 1, 2], [False, False, True]),
         (2, [FULL, FULL, UNSCORED], [1, 2, 2], [False, True, True]),
         # Solved means that every scored completion passes
         (1, [[1, NAN, 1, NAN], [1, NAN, 0, 1]], [1, 0], [True, False]),
@@ -77,73 +70,16 @@ def test_streak_and_pruning(k, visits, streaks, pruned):
         assert prompts.streak[[0, 2]].tolist() == [streak, 0]
 
 
-def test_a_visit_to_a_pruned_prompt_is_a_replay():
-    state = PromptState(StateSettings(pruning_streak=1))
-    assert state.visit(rollouts({1: FULL, 2: FULL})).replayed.tolist() == [False, False]
-    assert state.visit(rollouts({2: HALF, 3: FULL})).replayed.tolist() == [True, False]
-    assert state.visit(rollouts({2: FULL})).replayed.tolist() == [False]
-
-
-def test_without_pruning_a_streak_is_only_counted():
-    state = PromptState(StateSettings(pruning_streak=1, prune=False))
-    for _ in range(3):
-        state.visit(rollouts({1: FULL}))
-    assert record(state, 1)["streak"] == 3
-    assert not state["pruned"].any()
-
-
-def test_a_prompt_that_was_never_scored_leaves_no_trace():
+def test_counts_do_not_overflow():
     state = PromptState()
-    groups = state.visit(rollouts({1: UNSCORED, 2: HALF}))
-    assert np.isnan(groups.pass_rates[0])
-    assert len(state) == 1
-    assert state.find(np.array([1, 2])).tolist() == [-1, 0]
-    # Its first scored visit is its first visit
-    state.visit(rollouts({1: [1, 0, 0, 0]}))
-    assert record(state, 1)["first_pass_rate"] == 0.25
-    assert record(state, 1)["visits"] == 1
-
-
-@pytest.mark.parametrize(("outcomes", "end", "other"), [(FULL, 32767, NONE), (NONE, -32767, FULL)])
-def test_the_streak_does_not_overflow(outcomes, end, other):
-    state = PromptState(StateSettings(pruning_streak=2))
-    state.visit(rollouts({1: outcomes}))
+    state.visit(rollouts({1: FULL, 2: NONE}))
     tensors = state.state_dict()
-    tensors["streak"][:] = end - np.sign(end)
+    tensors["streak"][:], tensors["rollouts"][:] = [32766, -32766], 65530
     state.load_state_dict(tensors)
     for _ in range(2):
-        state.visit(rollouts({1: outcomes}))
-        assert record(state, 1)["streak"] == end
-    state.visit(rollouts({1: other}))
-    assert record(state, 1)["streak"] == -np.sign(end)
-
-
-def test_the_rollouts_do_not_overflow():
-    state = PromptState()
-    state.visit(rollouts({1: HALF}))
-    tensors = state.state_dict()
-    tensors["rollouts"][:] = 65530
-    state.load_state_dict(tensors)
-    for golden in (65534, 65535, 65535):
-        state.visit(rollouts({1: FULL}))
-        assert record(state, 1)["rollouts"] == golden
-
-
-def test_the_posterior_counts_scored_completions():
-    # Memory 16. Visit 1: 1 of 3 scored passes, e = 1/3. Visit 2: 4 of 5, e = (1/3 · 3 + 4) / 8 = 5/8. Nobody scores
-    # visit 3. Visit 4: 12 of 12, e = (5/8 · 8 + 12) / 20 = 17/20, n = 16. Visit 5: 0 of 4, e = (17/20 · 16) / 20 = 17/25
-    state = PromptState()
-    visits = [
-        ([1, NAN, 0, 0], 1 / 3, 3),
-        ([1, 1, 0, 1, 1], 5 / 8, 8),
-        (UNSCORED, 5 / 8, 8),
-        ([1] * 12, 17 / 20, 20),
-        (NONE, 17 / 25, 24),
-    ]
-    for outcomes, expected, count in visits:
-        state.visit(rollouts({7: HALF, 8: outcomes}))
-        now = record(state, 8)
-        assert (now["expected"], now["rollouts"]) == (pytest.approx(expected, rel=1e-6), count)
+        state.visit(rollouts({1: FULL, 2: NONE}))
+        assert state["streak"].tolist() == [32767, -32767]
+    assert state["rollouts"].tolist() == [65535, 65535]
 
 
 def test_what_is_known_before_the_rollout():
@@ -159,28 +95,9 @@ def test_what_is_known_before_the_rollout():
     assert prompts.strength.tolist() == [2, 0, 8]
     np.testing.assert_allclose(prompts.pass_rates, [3 / 4, 1 / 2, 11 / 30], rtol=1e-6)
     np.testing.assert_allclose(prompts.difficulty, [0.1, 1.0, 0.25], rtol=1e-6)
-    integers = (prompts.visits, prompts.rollouts)
-    assert {array.dtype.name for array in integers} == {"int64"}
-    assert {array.dtype.name for array in (prompts.pass_rates, prompts.strength, prompts.difficulty)} == {"float64"}
-
-
-def test_nothing_is_known_of_unseen_prompts():
-    prompts = PromptState().prompts(np.array([3, -1, 2**62]))
-    assert prompts.visits.tolist() == prompts.rollouts.tolist() == prompts.strength.tolist() == [0, 0, 0]
-    assert prompts.pass_rates.tolist() == [0.5, 0.5, 0.5]
-    assert prompts.difficulty.tolist() == [1.0, 1.0, 1.0]
-    np.testing.assert_allclose(prompts.alive, [7 / 9] * 3)  # of 8 completions, by the uniform prior
-    assert len(PromptState().prompts(np.empty(0, dtype=np.int64))) == 0
-
-
-def test_asking_leaves_no_trace():
-    state = PromptState()
-    state.visit(rollouts({1: HALF}))
-    before = state.state_dict()
-    state.prompts(np.array([1, 2, 3]))
-    assert len(state) == 1
-    for name, values in state.state_dict().items():
-        np.testing.assert_array_equal(values, before[name])
+    np.testing.assert_allclose(
+        PromptState().prompts(np.array([3])).alive, 7 / 9
+    )  # of 8 completions, by the uniform prior
 
 
 def test_a_prompt_twice_in_a_batch():
@@ -194,11 +111,8 @@ def test_a_prompt_twice_in_a_batch():
 
 POOLS = {
     "sequential": [*range(40)],
-    "negative": [*range(-40, 0)],
-    "multiples of 2^32": [n << 32 for n in range(-20, 20)],
-    "multiples of 2^58": [n << 58 for n in range(-32, 32)],
+    "far apart": [n << 58 for n in range(-32, 32)],
     "extremes": [-(2**63), 2**63 - 1, 0, -1, 1],
-    "equal low bits": [(n << 40) | 12345 for n in range(40)],
 }
 
 
@@ -307,15 +221,6 @@ def filled(count: int, expected: int) -> PromptState:
     return state
 
 
-def test_at_most_64_bytes_a_prompt():
-    assert filled(100_000, expected=100_000).nbytes <= 64 * 100_000
-
-
-def test_ten_million_prompts_take_at_most_640_megabytes():
-    index = 12  # bytes of an id, see `test_index.py`
-    assert PromptState(expected=10_000_000).nbytes + index * 10_000_000 <= 640_000_000
-
-
 def test_at_most_64_bytes_a_prompt_when_their_number_was_not_known():
     # Batches smaller than the room that is made when an array is full
     state = PromptState()
@@ -353,13 +258,6 @@ def test_tensors_are_copies():
     assert again["visits"].tolist() == [1]
 
 
-def test_an_empty_state():
-    state = PromptState()
-    state.load_state_dict(PromptState().state_dict())
-    assert len(state) == 0
-    assert state.find(np.array([1, 2])).tolist() == [-1, -1]
-
-
 def damaged(**changes) -> dict[str, np.ndarray]:
     state = PromptState()
     state.visit(rollouts({1: HALF, 2: FULL}))
@@ -372,12 +270,11 @@ def damaged(**changes) -> dict[str, np.ndarray]:
     [
         (damaged(ema=None), r"must have the arrays .*'ema'.*, got"),
         (damaged(mood=np.zeros(2)), "must have the arrays .*, got .*'mood'"),
-        (damaged(ema=np.zeros(3, dtype=np.float32)), r"must have one length, got \[2, 3\]"),
-        (damaged(ema=np.zeros(2)), "`ema` .* must be one-dimensional float32, got float64"),
-        (damaged(ema=np.zeros((2, 1), dtype=np.float32)), r"`ema` .* must be one-dimensional float32, .* \(2, 1\)"),
-        (damaged(prompt_ids=np.array([1, 1])), "holds a prompt twice. The file is damaged; use another checkpoint"),
+        (damaged(ema=np.zeros(3, dtype=np.float32)), "one length"),
+        (damaged(ema=np.zeros(2)), "the types of this version"),
+        (damaged(prompt_ids=np.array([1, 1])), "each prompt once. The file is damaged; use another checkpoint"),
     ],
-    ids=["missing", "unknown", "length", "type", "shape", "twice"],
+    ids=["missing", "unknown", "length", "type", "twice"],
 )
 def test_damaged_state(tensors, message):
     state = PromptState()

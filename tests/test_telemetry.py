@@ -41,7 +41,7 @@ def make_record(
     outcomes = np.array(outcomes, dtype=np.float64)
     made = samples.rollouts(dict(zip(ids, outcomes.tolist(), strict=True)))
     tokens = {"prompt_tokens": np.full(outcomes.size, 5), "completion_tokens": np.arange(outcomes.size)}
-    rollouts = replace(made, rewards=2 * made.outcomes, **tokens)
+    rollouts = made.with_rows(rewards=2 * made.outcomes, **tokens)
     unknown = np.full(len(outcomes), np.nan)
     groups = score_groups(rollouts, unknown, unknown, np.full(len(outcomes), generation), np.isin(ids, replayed))
     fields = {

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from lze_trl.arrays import Groups
+from lze_trl.batch import Table
 from lze_trl.record import MissingTelemetryError, Run, open_run
 from lze_trl.record.tables import COLUMNS
 from lze_trl.seeding import keyed_rng
@@ -44,7 +44,7 @@ class Batch:
     """A recorded generation batch of P groups, in the order in which the selector of the run saw them."""
 
     generation: int
-    groups: Groups
+    groups: Table
     selected: np.ndarray  # (P,), whether the run trained on each group
     loss_tokens: np.ndarray  # (P,), tokens of each group that the loss covers
 
@@ -172,12 +172,15 @@ def read_batches(run: Run, named_outcome: bool) -> Iterator[Batch]:
             yield Batch(int(generations[rows[0]]), groups.take(rows), *further)
 
 
-def groups_of(columns: dict[str, np.ndarray], named_outcome: bool) -> Groups:
+def groups_of(columns: dict[str, np.ndarray], named_outcome: bool) -> Table:
     """Groups from columns of `groups`; `named_outcome` if the user named a reward."""
     alive = ~columns["dead"]
     solved = (columns["pass_rate"] == 1.0) & (named_outcome | ~alive)
-    names = [name for name in Groups.__dataclass_fields__ if name not in ("alive", "solved")]
-    return Groups(**{name: columns[COLUMNS.get(name, name)] for name in names}, alive=alive, solved=solved)
+    names = {column: name for name, column in COLUMNS.items()}
+    groups = Table(**{names.get(column, column): values for column, values in columns.items()})
+    rest = {"hopeless": ~alive & ~solved, "forgotten": groups.replayed & ~solved}
+    scored = ~np.isnan(groups.pass_rates)
+    return groups.with_columns(alive=alive, solved=solved, **{name: values & scored for name, values in rest.items()})
 
 
 def _chosen(batches: list[Batch], rules: Rules, selector: Selector | None) -> Counter:

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from datasets import Dataset
 
-from ..arrays import Groups, Prompts
+from ..batch import Prompts, Table
 from ..data.adapters import PromptStyle
 from ..evaluation.engines import Engine
 from ..memory.state import PromptState
@@ -113,7 +113,7 @@ class OnlineInstruction:
         rates = dict(zip(map(text_id, own), known.pass_rates.tolist(), strict=True))
         return found, inherited(found, rates), number, dict(self.intake.rejected), barren
 
-    def observe(self, groups: Groups):
+    def observe(self, groups: Table):
         """Learn from the scored groups of a generation batch."""
         self.pool.observe(groups.prompt_ids, groups.pass_rates, groups.alive)
 

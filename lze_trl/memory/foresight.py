@@ -1,4 +1,4 @@
-"""Foresight: how likely the next group of a prompt is alive, learned during the run from what came of earlier visits."""
+"""Foresight: a forecast, learned during the run, of which prompts' next groups will be alive."""
 
 from dataclasses import dataclass
 
@@ -16,21 +16,21 @@ FEATURES = (
     *("chance_mean_if_solved", "chance_min_if_solved", "chance_max_if_solved"),
     *("chance_mean_if_hopeless", "chance_min_if_hopeless", "chance_max_if_hopeless"),
 )
-"""What the model adds to the posterior's own forecast; all are 0 for a prompt that was never visited, except the first."""
+"""Features of a prompt; for one that was never visited, all are 0 except the first."""
 
-_CHUNK = 65_536  # prompts that are forecast at a time
+_CHUNK = 65_536  # prompts per chunk of forecasts, which bounds memory
 
 
 @dataclass(frozen=True)
 class History:
-    """What is remembered of prompts, every array float64 of shape `(P,)`."""
+    """What is remembered of prompts; float64 arrays of shape `(P,)`."""
 
     visits: np.ndarray
     pass_rates: np.ndarray  # posterior mean
     strength: np.ndarray  # completions that it rests on
-    last: np.ndarray  # mean outcome at the last visit; any number if there was none
+    last: np.ndarray  # mean outcome at the last visit; any number without one
     streak: np.ndarray  # see [`Prompts`]
-    stopped: np.ndarray  # 1 if the last visit ended after one completion, whatever the streak of those before
+    stopped: np.ndarray  # 1 if the last visit was stopped after one completion
     logprob_mean: np.ndarray  # of the completions of the last visit; NaN if none were reported
     logprob_min: np.ndarray
     logprob_max: np.ndarray
@@ -45,7 +45,7 @@ class History:
 
 
 def features(history: History, posterior: np.ndarray) -> np.ndarray:
-    """Features of prompts, shape `(P, F)`, all between about −1 and 2; `posterior` are the logits of its forecast."""
+    """Features of prompts, shape `(P, F)`, all between about −1 and 2; `posterior` are the posterior's log-odds."""
     streak, rate = history.streak, history.last
     solved, hopeless = (streak > 0).astype(np.float64), (streak < 0).astype(np.float64)
     length, stopped = np.log1p(np.abs(streak)) / 2.0, history.stopped > 0
@@ -68,8 +68,8 @@ def features(history: History, posterior: np.ndarray) -> np.ndarray:
 
 class Foresight:
     """
-    Logistic regression of "the next group is alive", with the log-odds of the posterior as its starting point, see
-    [`OnlineRegression`]. Everything depends on gathered numbers alone, so that it is the same on every process.
+    Logistic regression of "the next group is alive", with the posterior's log-odds as offset, see [`OnlineRegression`]. It
+    uses gathered numbers only, so it is the same on every process.
     """
 
     def __init__(self):
@@ -79,21 +79,21 @@ class Foresight:
 
     @property
     def weights(self) -> np.ndarray:
-        """What each of the [`FEATURES`] adds to the log-odds."""
+        """Weight of each of the [`FEATURES`]."""
         return self.model.weights
 
     @property
     def used(self) -> bool:
-        """Whether the model says what is expected, and not the posterior."""
+        """Whether the model makes the forecasts; otherwise the posterior does."""
         return self.model.used
 
     def alive(self, history: History, size: int | np.ndarray) -> np.ndarray:
-        """Probability that a group of `size` completions of each prompt is alive, shape `(P,)`, float64."""
+        """Probability that a group of `size` completions of each prompt is alive, shape `(P,)`."""
         model, posterior = self.forecasts(history, size)
         return model if self.used else posterior
 
     def forecasts(self, history: History, size: int | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The same by the model and by the posterior."""
+        """That probability by the model and by the posterior."""
         sizes = np.broadcast_to(size, len(history))
         model, posterior = np.empty(len(history)), np.empty(len(history))
         for start in range(0, len(history), _CHUNK):
@@ -115,9 +115,10 @@ class Foresight:
         counts: np.ndarray | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
         """
-        Enter a generation batch: what was remembered of its prompts before, the completions that `alive`, bool of shape
-        `(P,)`, is said of, and whether to learn from it. Where some prompts are left out by chance, the others stand for
-        `counts` prompts each. Returns what was expected, shape `(P,)`, and what the posterior expected.
+        Score the forecasts of a generation batch, then learn from it.
+
+        `history` is from before the batch, and `alive`, bool of shape `(P,)`, says which groups of `size` completions had a
+        gradient. Each group represents `counts` groups, by default one. Returns the forecasts and those of the posterior.
         """
         sizes, counts = np.broadcast_to(size, len(history)), np.ones(len(history)) if counts is None else counts
         examples = _examples(history, sizes)
@@ -137,28 +138,21 @@ class Foresight:
         return expected, posterior
 
     def metrics(self) -> dict[str, float]:
-        """Of the last generation batch, over the prompts that were visited before; none if there were none."""
+        """Metrics of the last generation batch, over prompts visited before."""
         return self._metrics
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Weights and scores."""
         return self.model.state_dict() | self._calibration.state_dict()
 
     def load_state_dict(self, state: dict[str, np.ndarray]):
-        """Continue from a checkpoint."""
         self.model.load_state_dict(state)
         self._calibration.load_state_dict(state)
         self._metrics = {}
 
 
 def _examples(history: History, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """What [`OnlineRegression`] is given of prompts: the log-odds of the posterior, and the features."""
-    log_odds = posterior_log_odds(history, sizes)
-    return log_odds, features(history, log_odds)
-
-
-def posterior_log_odds(history: History, sizes: np.ndarray) -> np.ndarray:
-    """Log-odds of "alive" by the posterior of the pass rate, shape `(P,)`; bounded."""
+    """The bounded log-odds of "alive" by the posterior, and the features."""
     dead = dead_probability(*beta_parameters(history.pass_rates, history.strength), sizes)
     with np.errstate(divide="ignore"):
-        return np.clip(np.log1p(-dead) - np.log(dead), -MAX_LOGIT, MAX_LOGIT)
+        posterior = np.clip(np.log1p(-dead) - np.log(dead), -MAX_LOGIT, MAX_LOGIT)
+    return posterior, features(history, posterior)

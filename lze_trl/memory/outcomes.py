@@ -1,7 +1,4 @@
-"""Outcomes: from scores of completions to numbers in [0, 1], which rank live groups and say what is solved.
-
-They never decide what is alive: signals do, see `signals.py`.
-"""
+"""Outcomes: scores of completions scaled to [0, 1]. They rank live groups and say what is solved, never what is alive."""
 
 import math
 from dataclasses import dataclass
@@ -11,33 +8,33 @@ import numpy as np
 
 @dataclass(frozen=True)
 class OutcomeRule:
-    """What an outcome is made of. Numbers are rounded to the 32 bits that rewards have: 0.2 is no reward above 0.2."""
+    """How rewards become scores. Settings are rounded to float32, the precision of rewards: 0.2 is not above 0.2."""
 
-    column: int | None = None  # the reward function that was named; None for the weighted total
-    threshold: float | None = None  # a reward above it is a pass (1), any other a fail (0); None for graded outcomes
-    bounds: tuple[float, float] | None = None  # range that graded outcomes are scaled from; None for the range seen
-    binary: bool = False  # whether rewards other than 0 and 1 are an error, since the threshold was not the user's
+    column: int | None = None  # the reward function; None for the weighted total
+    threshold: float | None = None  # rewards above it are passes (1), others fails (0); None for graded outcomes
+    bounds: tuple[float, float] | None = None  # range of graded outcomes; None for the range seen
+    binary: bool = False  # whether rewards other than 0 and 1 are an error, because a default threshold is used
 
     def __post_init__(self):
         if self.threshold is not None:
-            object.__setattr__(self, "threshold", _as_reward(self.threshold))
+            object.__setattr__(self, "threshold", float(np.float32(self.threshold)))
         if self.bounds is not None:
-            object.__setattr__(self, "bounds", tuple(map(_as_reward, self.bounds)))
+            object.__setattr__(self, "bounds", tuple(float(np.float32(value)) for value in self.bounds))
 
     @property
     def named(self) -> bool:
-        """Whether the user has said what a pass is."""
+        """Whether the user said what a pass is."""
         return self.column is not None or self.threshold is not None
 
     @property
     def known_range(self) -> tuple[float, float] | None:
-        """Range of the scores by the settings; `None` where it is the range seen."""
+        """Range of the scores by the settings; `None` for the range seen."""
         return self.bounds if self.threshold is None else (0.0, 1.0)
 
     def scores(self, rewards_per_func: np.ndarray, totals: np.ndarray) -> np.ndarray:
         """
-        What outcomes are scaled from: 1 for a pass and 0 for a fail, or the reward. Float64 of shape `(B,)`, as the weighted
-        totals; NaN where the reward is, as in `rewards_per_func` of shape `(B, F)`.
+        1 for a pass and 0 for a fail, or the reward: float64 of shape `(B,)`, from rewards `(B, F)` and weighted totals
+        `(B,)`. NaN without a reward.
         """
         rewards = totals if self.column is None else rewards_per_func[:, self.column]
         others = rewards[~np.isnan(rewards) & ~np.isin(rewards, (0.0, 1.0))]
@@ -51,17 +48,12 @@ class OutcomeRule:
         return rewards if self.bounds is None else np.clip(rewards, *self.bounds)
 
 
-def _as_reward(value: float) -> float:
-    return float(np.float32(value))
-
-
 class RewardRange:
     """
-    The lowest and highest score of the last `WINDOW` rounds of completions, from which scores are scaled to outcomes in [0, 1].
+    Lowest and highest score of the last `WINDOW` rounds, by which scores are scaled to [0, 1].
 
-    As long as every score was 0 or 1 the range is [0, 1], also when only one of them was seen. A range of one other value
-    has no top: all outcomes are 0. Where the window holds one value, and there were two before, the range stays as it was.
-    `bounds` is a range known from the start: no score and no checkpoint changes it.
+    The range is [0, 1] as long as all scores are 0 or 1. With a single other value, all outcomes are 0. If the window holds
+    one value only, the range of two earlier values is kept. A fixed range, `bounds`, never changes.
     """
 
     WINDOW = 100
@@ -73,14 +65,14 @@ class RewardRange:
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """Lowest and highest score; [0, 1] before any was seen."""
+        """Lowest and highest score; [0, 1] before the first."""
         if not math.isnan(self._range[0]):
             return self._range
         value = float(self._seen[-1, 0]) if len(self._seen) else 0.0
         return (0.0, 1.0) if value in (0.0, 1.0) else (value, value)
 
     def observe(self, scores: np.ndarray) -> bool:
-        """Enter the scores of a round, NaN left out. Whether the top has risen, so that nothing seen before reaches it."""
+        """Enter the scores of a round. Returns whether the top has risen: then no earlier score reaches it."""
         scored, top = scores[~np.isnan(scores)], self.bounds[1]
         if scored.size:
             self._seen = np.vstack([self._seen, [scored.min(), scored.max()]])[-self.WINDOW :]
@@ -90,18 +82,16 @@ class RewardRange:
         return self.bounds[1] > top
 
     def outcomes(self, scores: np.ndarray) -> np.ndarray:
-        """Scores scaled to [0, 1], NaN where they are; those beyond the range count as its end."""
+        """Scores scaled and clipped to [0, 1]; NaN stays NaN."""
         low, high = self.bounds
         if low == high:
             return np.where(np.isnan(scores), np.nan, 0.0)
         return np.clip((scores - low) / (high - low), 0.0, 1.0)
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """What a checkpoint has to hold."""
         return {"range": np.array(self._range, dtype=np.float64), "range_seen": self._seen}
 
     def load_state_dict(self, state: dict[str, np.ndarray]):
-        """Continue from a checkpoint, unless the range is known from the start."""
         self._seen = state["range_seen"].copy()
         if not self._fixed:
             low, high = state["range"].tolist()

@@ -1,10 +1,12 @@
-"""What is expected of a prompt before it is rolled out: a Beta posterior of its pass rate."""
+"""A Beta posterior of each prompt's pass rate, and what it expects of the next visit. All arrays have shape `(P,)`."""
 
 import numpy as np
 
+from ..batch import Prompts
+
 
 def posterior_strength(rollouts: np.ndarray, memory: float) -> np.ndarray:
-    """Completions n = min(rollouts, memory) that the posterior rests on, shape `(P,)`, float64."""
+    """Completions n = min(rollouts, memory) that the posterior rests on, float64."""
     return np.minimum(rollouts.astype(np.float64), memory)
 
 
@@ -12,11 +14,10 @@ def remembered_mean(
     expected: np.ndarray, rollouts: np.ndarray, pass_rates: np.ndarray, scored: np.ndarray, memory: float
 ) -> np.ndarray:
     """
-    Mean outcome over the bounded memory after a visit: (e·n + p·k) / (n + k) with n = min(rollouts, memory), shape `(P,)`.
+    Mean outcome over a bounded memory, after a visit with k = `scored` ≥ 1 completions and pass rate p: (e·n + p·k) / (n + k).
 
-    Until the memory is full this is the plain mean of all outcomes. From then on a visit multiplies the weight of everything
-    before it by memory / (memory + k): exponential forgetting, because the policy moves. e is the mean before the visit, any
-    finite number where nothing was scored yet; p is the pass rate of the visit's k ≥ 1 scored completions.
+    e is the mean before the visit and n = min(rollouts, memory). Once the memory is full, each visit multiplies the weight of
+    the past by memory / (memory + k), because the policy changes.
     """
     strength = posterior_strength(rollouts, memory)
     return (expected.astype(np.float64) * strength + pass_rates * scored) / (strength + scored)
@@ -26,30 +27,25 @@ def posterior_mean(
     expected: np.ndarray, rollouts: np.ndarray, memory: float, prior: np.ndarray | float = 0.5
 ) -> np.ndarray:
     """
-    Posterior mean a / (a + b) of the pass rate under a prior with the mean m = `prior`, a = 2·m + e·n and
-    b = 2·(1 − m) + (1 − e)·n: by default the uniform one. n = min(rollouts, memory). Shape `(P,)`, float64; m where nothing was
-    scored yet.
+    Posterior mean a / (a + b) of the pass rate, with a = 2·m + e·n and b = 2·(1 − m) + (1 − e)·n, where m = `prior` is the mean
+    of the prior. The default prior is uniform.
     """
     strength = posterior_strength(rollouts, memory)
     return (2.0 * prior + expected.astype(np.float64) * strength) / (2.0 + strength)
 
 
 def beta_parameters(pass_rates: np.ndarray, strength: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """
-    Parameters a and b of the Beta posterior, a + b = n + 2, from its mean and its strength n: the form in which [`Prompts`]
-    holds it. All of shape `(P,)`.
-    """
+    """a and b of the posterior, a + b = n + 2, from its mean and its strength n."""
     total = strength + 2.0
     return pass_rates * total, (1.0 - pass_rates) * total
 
 
 def dead_probability(a: np.ndarray, b: np.ndarray, size: int | np.ndarray) -> np.ndarray:
     """
-    Probability that a group of `size` completions is dead: all pass or all fail.
+    Probability that all completions of a group pass, or all fail; 1 for groups of fewer than two.
 
-    Under the Beta posterior the number of passes is beta-binomial, so that P(all pass) is the product of
-    (a + i) / (a + b + i) over i < `size`, and P(all fail) the same with b for a.
-    A group of fewer than two completions is dead. All of shape `(P,)`.
+    The number of passes is beta-binomial: P(all pass) is the product of (a + i) / (a + b + i) over i < `size`, and P(all fail)
+    the same with b for a.
     """
     sizes = np.broadcast_to(size, a.shape)
     drawn = np.arange(sizes.max(initial=0))  # (S,)
@@ -58,3 +54,13 @@ def dead_probability(a: np.ndarray, b: np.ndarray, size: int | np.ndarray) -> np
     all_pass = np.prod((a[:, np.newaxis] + drawn) / total, axis=1, where=counts)
     all_fail = np.prod((b[:, np.newaxis] + drawn) / total, axis=1, where=counts)
     return np.where(sizes < 2, 1.0, all_pass + all_fail)
+
+
+def expected_energy(prompts: Prompts) -> np.ndarray:
+    """
+    Expected energy of the next visit, without momentum: 4·D·E[p·(1 − p)], in [0, 1].
+
+    For a Beta posterior with mean m and strength n, E[p·(1 − p)] = m·(1 − m)·(n + 2) / (n + 3).
+    """
+    mean, total = prompts.pass_rates, prompts.strength + 2.0
+    return 4.0 * prompts.difficulty * mean * (1.0 - mean) * total / (total + 1.0)

@@ -1,4 +1,4 @@
-"""The memory of every prompt that was visited: a table with one row a prompt."""
+"""The memory of all visited prompts: a table with one row per prompt."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,84 +6,73 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from ..arrays import Groups, Prompts, Rollouts, differ
+from ..batch import Batch, Prompts, Table, differ
 from ..select.energy import anchor, group_mean, score_groups
 from .foresight import Foresight, History
-from .gate import Gate
 from .index import RowIndex
 from .outcomes import RewardRange
 from .posterior import posterior_mean, posterior_strength, remembered_mean
+from .threshold import Threshold
 
 
+_LOGPROBS = ("logprob_mean", "logprob_min", "logprob_max")
 _RECORD = np.dtype(
     [
         ("prompt_ids", np.int64),
-        ("first_pass_rate", np.float32),
-        ("ema", np.float32),
-        ("energy", np.float32),
-        ("expected", np.float32),
-        # Of the last visit: mean score, generation batch, the log-probabilities of its completions, whether it ended after one
-        ("last", np.float32),
-        ("last_batch", np.int32),
-        ("visits", np.int32),
+        *((name, np.float32) for name in ("first_pass_rate", "ema", "energy", "expected", "last")),
+        *((name, np.int32) for name in ("last_batch", "visits")),
         ("streak", np.int16),
         ("rollouts", np.uint16),
-        ("logprob_mean", np.float16),
-        ("logprob_min", np.float16),
-        ("logprob_max", np.float16),
-        ("stopped", np.bool_),
-        ("pruned", np.bool_),
+        *((name, np.float16) for name in _LOGPROBS),
+        *((name, np.bool_) for name in ("stopped", "pruned")),
     ]
 )  # largest first, so that every field is aligned
 _COLUMNS = _RECORD.names or ()
 MAX_STREAK = np.iinfo(np.int16).max
 _MAX_ROLLOUTS = np.iinfo(np.uint16).max
 _MAX_FLOAT16 = float(np.finfo(np.float16).max)
-_LOGPROBS = ("logprob_mean", "logprob_min", "logprob_max")
 
 
 @dataclass(frozen=True)
 class StateSettings:
-    """Constants of the energy and of pruning, see [`LZEGRPOConfig`] for their meaning, and of the posterior."""
+    """Constants of energy and pruning, see [`LZEGRPOConfig`], and of the posterior."""
 
     difficulty_floor: float = 0.05
     momentum_weight: float = 0.3
     ema_decay: float = 0.9
     pruning_streak: int = 2
     prune: bool = True
-    posterior_memory: float = 16.0  # completions for which a prompt's past counts at most: the policy moves
-    group_size: int = 8  # completions of a group whose chances are foreseen
-    named_outcome: bool = False  # whether the user named a reward: a prompt is solved when all its completions pass it
+    posterior_memory: float = 16.0  # most completions that the past of a prompt counts for, because the policy changes
+    group_size: int = 8  # completions of a group whose chances are forecast
+    named_outcome: bool = False  # a prompt is solved when all its completions pass the reward that the user named
 
 
 class PromptState:
     """
-    State of every visited prompt: a record of 48 bytes, and an index of the ids, 12 bytes. An update costs O(batch).
+    State of every visited prompt: a record of 48 bytes and 12 bytes of index. An update costs O(batch).
 
-    All means are those of the raw scores, and are scaled to [0, 1] when they are read, by the range of scores of the run at
-    that time: for passes and fails they are the pass rates themselves. `expected` is the mean outcome over the bounded
-    memory of the posterior, `rollouts` counts scored completions up to 65535. `streak` is s after s solved visits in a row,
-    −s after s visits in a row with equal rewards that are not solved, and 0 after a visit that had a gradient. A visit that was
-    stopped after one completion counts for the pass rates; it may end a streak, makes none longer, and D is not said of it:
-    until another one, `first_pass_rate` is NaN.
+    Means are those of raw scores. They are scaled to [0, 1] when read, by the range of scores seen so far. Columns:
 
-    Made with room for `expected` prompts, and with the `bounds` of the scores where they are known from the start.
+    - `first_pass_rate`, `ema`, `energy`: at the first visit, moving average, and at the last visit;
+    - `expected`, `rollouts`: mean over the bounded memory of the posterior; scored completions, at most 65535;
+    - `streak`: s after s solved visits in a row, −s after s visits with equal rewards that are not solved, else 0;
+    - `last`, `last_batch`, `logprob_*`, `stopped`: mean score, generation batch and log-probabilities of the last visit, and
+      whether it was stopped after one completion. Such a visit counts for the pass rates and may end a streak, but does not
+      extend it and does not set `first_pass_rate`, which is NaN until a visit is completed.
     """
 
     def __init__(
         self,
         settings: StateSettings | None = None,
-        expected: int = 0,
-        bounds: tuple[float, float] | None = None,
+        expected: int = 0,  # prompts to allocate memory for
+        bounds: tuple[float, float] | None = None,  # of the scores, where they are known
     ):
         self.settings = settings or StateSettings()
         self.range = RewardRange(bounds)
         self.foresight = Foresight()
-        self.gate = Gate()
-        # Mean of the posterior before any visit, by ids; else 0.5
-        self.priors: Callable[[np.ndarray], np.ndarray] | None = None
-        self.num_pruned = 0
-        self.batches = 0  # visited so far
+        self.gate = Threshold()
+        self.priors: Callable[[np.ndarray], np.ndarray] | None = None  # prior means by prompt ids; None for 0.5
+        self.batches = 0  # generation batches so far
         self._table = np.zeros(max(expected, 16), dtype=_RECORD)
         self._index = RowIndex()
 
@@ -96,38 +85,44 @@ class PromptState:
 
     @property
     def nbytes(self) -> int:
-        """Memory of the table and the index, in bytes."""
+        """Memory of table and index, in bytes."""
         return self._table.nbytes + self._index.nbytes
 
+    @property
+    def num_pruned(self) -> int:
+        """Pruned prompts."""
+        return int(np.count_nonzero(self["pruned"]))
+
     def find(self, prompt_ids: np.ndarray) -> np.ndarray:
-        """Row of each prompt, shape `(n,)`; −1 for one that was never visited."""
+        """Row of each prompt, shape `(n,)`; −1 if it was never visited."""
         return self._index.find(prompt_ids)
+
+    # ---- Write ----
 
     def observe(self, scores: np.ndarray) -> int:
         """
-        Enter the scores of new completions into the range, shape `(B,)`, NaN where there is none. Where its top rises, what
-        counted as solved below it no longer does: returns how many prompts that are.
+        Enter scores of new completions into the range, shape `(B,)`. If its top rises, prompts that were solved below it no
+        longer are; returns how many.
         """
         if not self.range.observe(scores):
             return 0
         solved = self["streak"] > 0
         self["streak"][solved] = 0
         self["pruned"][solved] = False
-        self.num_pruned = int(self["pruned"].sum())
         return int(solved.sum())
 
-    def visit(
-        self, rollouts: Rollouts, chances: np.ndarray | None = None, confidence: np.ndarray | None = None
-    ) -> Groups:
+    def visit(self, rollouts: Batch, chances: np.ndarray | None = None, confidence: np.ndarray | None = None) -> Table:
         """
-        Score the groups of a generation batch, then remember them.
+        Score the groups of a generation batch, then remember them. Enter their scores by [`observe`] first.
 
-        `chances`, shape `(P,)`, are for groups of which some were stopped after their first completion: the probability with
-        which each one was drawn to its end, and 0 where it was not. `confidence`, shape `(P,)`, is what energies are multiplied
-        by: the probability that the label of each group is right.
+        Energies use the moving averages from *before* the batch. Groups without a scored completion leave no trace.
 
-        The scores of the batch must have been entered into the range before, see [`observe`]. The energies use the moving
-        averages from *before* the batch. Groups without any scored completion leave no trace.
+        Args:
+            rollouts ([`~lze_trl.batch.Batch`]): The completions.
+            chances (`np.ndarray` of shape `(P,)`, *optional*): If groups were stopped after their first completion, the
+                probability with which each one was completed; 0 for the stopped ones.
+            confidence (`np.ndarray` of shape `(P,)`, *optional*): Factor of the energies: the probability that a group's
+                label is right.
         """
         ids, settings = rollouts.prompt_ids, self.settings
         if len(np.unique(ids)) < len(ids):
@@ -135,12 +130,11 @@ class PromptState:
                 "A prompt has more than one group in the generation batch, so its state would be ambiguous. Give each "
                 "row its own `prompt_id`, or remove the duplicates from the dataset."
             )
-        rows = self.find(ids)
-        known, before = rows >= 0, self._records(rows)
+        before = self._records(ids)
         groups = score_groups(
             rollouts,
             np.where(_begun(before), self._scaled(before["first_pass_rate"]), np.nan),
-            np.where(known, self._scaled(before["ema"]), np.nan),
+            np.where(before["visits"] > 0, self._scaled(before["ema"]), np.nan),
             before["visits"].astype(np.int64),
             before["pruned"] & settings.prune,
             settings.difficulty_floor,
@@ -151,60 +145,89 @@ class PromptState:
         scored = ~np.isnan(groups.pass_rates)
         if chances is None:
             size, alive = first_completions(rollouts)
-            self.foresight.see(self._history(ids[scored], before[scored]), size, alive[scored], learn=size > 1)
+            self.foresight.see(self.history(ids[scored]), size, alive[scored], learn=size > 1)
         else:
-            self._see_gated(rollouts, before, scored & (chances > 0), chances)
-        counts = np.bincount(rollouts.group[~np.isnan(rollouts.scores)], minlength=len(ids))
+            complete = scored & (chances > 0)
+            counts = np.divide(1.0, chances, out=np.zeros(len(ids)), where=complete)
+            self.gate.see(self.prompts(ids), rollouts, counts)
+            history, sizes = self.history(ids[complete]), rollouts.sizes[complete]
+            self.foresight.see(history, sizes, rollouts.alive[complete], counts=counts[complete])
+        scores, group = rollouts.scores, rollouts.group
+        counts = np.bincount(group[~np.isnan(scores)], minlength=len(ids))
         stopped = None if chances is None else chances == 0
-        self._remember(rows, groups, group_mean(rollouts.scores, rollouts.group, len(ids)), counts, stopped)
+        self.remember(groups, group_mean(scores, group, len(ids)), counts, stopped)
         return groups
 
-    def _see_gated(self, rollouts: Rollouts, before: np.ndarray, complete: np.ndarray, chances: np.ndarray):
-        """Let the models learn from the groups that were drawn to their end, each of which stands for 1 / chance groups."""
-        counts = np.divide(1.0, chances, out=np.zeros(len(chances)), where=complete)
-        self.gate.see(self._prompts(rollouts.prompt_ids, before), rollouts, counts)
-        history, sizes = self._history(rollouts.prompt_ids[complete], before[complete]), rollouts.sizes[complete]
-        self.foresight.see(history, sizes, rollouts.alive[complete], counts=counts[complete])
+    def remember(self, groups: Table, means: np.ndarray, counts: np.ndarray, stopped: np.ndarray | None = None):
+        """
+        Enter scored groups, with the mean and number of their scores, and which ones were stopped after one completion (by
+        default none); all of shape `(P,)`.
+        """
+        scored = np.flatnonzero(counts > 0)
+        stopped = np.zeros(len(scored), dtype=bool) if stopped is None else stopped[scored]
+        groups, means, counts = groups.take(scored), means[scored], counts[scored]
+        rows = self._insert(groups.prompt_ids)
+        records, settings = self._table.take(rows), self.settings
+        seen = records["rollouts"].astype(np.int64)
+        first = np.where(stopped, np.nan, means)
+        records["first_pass_rate"] = np.where(_begun(records), records["first_pass_rate"], first)
+        # μ starts at p⁽⁰⁾, which λ·μ + (1 − λ)·p then leaves as it is
+        average = np.where(groups.visits == 1, means, records["ema"].astype(np.float64))
+        records["ema"] = settings.ema_decay * average + (1.0 - settings.ema_decay) * means
+        records["energy"], records["visits"] = groups.energies, groups.visits
+        records["expected"] = remembered_mean(records["expected"], seen, means, counts, settings.posterior_memory)
+        records["rollouts"] = np.minimum(seen + counts, _MAX_ROLLOUTS)
+        records["last"], records["last_batch"], records["stopped"] = means, self.batches, stopped
+        for name in _LOGPROBS:
+            records[name] = np.clip(getattr(groups, name), -_MAX_FLOAT16, 0.0)
+        records["streak"] = streak = _next_streak(records["streak"].astype(np.int64), groups, stopped)
+        if settings.prune:
+            # A pruned prompt that fails its re-check has no positive streak and is active again
+            records["pruned"] = (streak > 0) & (records["pruned"] | (streak >= settings.pruning_streak))
+        self._table[rows] = records
+        self.batches += 1
+
+    def _insert(self, prompt_ids: np.ndarray) -> np.ndarray:
+        """Rows of distinct prompts; new ones are appended in the order given."""
+        rows, capacity = self.find(prompt_ids), len(self._table)
+        new = rows < 0
+        if new.any():
+            rows[new] = self._index.add(prompt_ids[new])
+            if len(self) > capacity:  # growing by more than 1/32 would take more than 64 bytes a prompt
+                room = max(len(self) - capacity, capacity // 32)
+                self._table = np.concatenate([self._table, np.zeros(room, dtype=_RECORD)])
+            self._table["prompt_ids"][rows[new]] = prompt_ids[new]
+        return rows
+
+    # ---- Read: by prompt ids of shape `(P,)` ----
 
     def pruned(self, prompt_ids: np.ndarray) -> np.ndarray:
-        """Whether prompts are pruned, whose ids have shape `(P,)`."""
-        return self._records(self.find(prompt_ids))["pruned"]
+        """Whether prompts are pruned."""
+        return self._records(prompt_ids)["pruned"]
 
     def mean_scores(self, prompt_ids: np.ndarray) -> np.ndarray:
-        """Remembered mean score of prompts, not scaled, shape `(P,)`; NaN for one without any."""
-        records = self._records(self.find(prompt_ids))
+        """Remembered mean scores, not scaled; NaN for prompts without any."""
+        records = self._records(prompt_ids)
         return np.where(records["rollouts"] > 0, records["expected"].astype(np.float64), np.nan)
 
     def history(self, prompt_ids: np.ndarray) -> History:
-        """What forecasts are made from, of prompts whose ids have shape `(P,)`."""
-        return self._history(prompt_ids, self._records(self.find(prompt_ids)))
-
-    def _history(self, prompt_ids: np.ndarray, record: np.ndarray) -> History:
-        rollouts, memory = record["rollouts"].astype(np.int64), self.settings.posterior_memory
+        """What forecasts are made from."""
+        record, memory = self._records(prompt_ids), self.settings.posterior_memory
+        rollouts = record["rollouts"].astype(np.int64)
         prior = 0.5 if self.priors is None else self.priors(prompt_ids)
         return History(
-            visits=record["visits"].astype(np.float64),
             pass_rates=posterior_mean(self._scaled(record["expected"]), rollouts, memory, prior),
             strength=posterior_strength(rollouts, memory),
             last=self._scaled(record["last"]),
-            streak=record["streak"].astype(np.float64),
-            stopped=record["stopped"].astype(np.float64),
             age=(self.batches - record["last_batch"]).astype(np.float64),
-            **{name: record[name].astype(np.float64) for name in _LOGPROBS},
+            **{name: record[name].astype(np.float64) for name in ("visits", "streak", "stopped", *_LOGPROBS)},
         )
 
-    def prompts(self, prompt_ids: np.ndarray, drawn: Rollouts | None = None) -> Prompts:
-        """What is known of prompts, whose ids have shape `(P,)`, before a batch, or while completions of them are `drawn`."""
-        prompts = self._prompts(prompt_ids, self._records(self.find(prompt_ids)))
-        if drawn is not None and drawn.num_rows:
-            prompts = prompts.with_columns(alive_given_first=self.gate.alive(prompts, drawn))
-        needed = self.gate.needed(prompts, self.settings.group_size) if len(prompts) else 0.0
-        return prompts.with_columns(alive_needed=np.full(len(prompts), needed))
-
-    def _prompts(self, prompt_ids: np.ndarray, record: np.ndarray) -> Prompts:
-        history = self._history(prompt_ids, record)
+    def prompts(self, prompt_ids: np.ndarray, drawn: Batch | None = None) -> Prompts:
+        """What is known before a batch, or once completions are `drawn`."""
+        record, history = self._records(prompt_ids), self.history(prompt_ids)
         difficulty = anchor(self._scaled(record["first_pass_rate"]), self.settings.difficulty_floor)
-        return Prompts(
+        prompts = Prompts(
             prompt_ids=prompt_ids,
             visits=record["visits"].astype(np.int64),
             rollouts=record["rollouts"].astype(np.int64),
@@ -215,9 +238,14 @@ class PromptState:
             alive=self.foresight.alive(history, self.settings.group_size),
             pruned=record["pruned"],
         )
+        if drawn is not None and drawn.num_rows:
+            prompts = prompts.with_columns(alive_given_first=self.gate.alive(prompts, drawn))
+        needed = self.gate.needed(prompts, self.settings.group_size) if len(prompts) else 0.0
+        return prompts.with_columns(alive_needed=np.full(len(prompts), needed))
 
-    def _records(self, rows: np.ndarray) -> np.ndarray:
-        """Copies of records, shape `(n,)`; zeros for prompts that were never visited, whose row is −1."""
+    def _records(self, prompt_ids: np.ndarray) -> np.ndarray:
+        """Copies of records, shape `(P,)`; zeros for prompts that were never visited."""
+        rows = self.find(prompt_ids)
         records = self._table.take(np.maximum(rows, 0))
         records[rows < 0] = np.zeros((), dtype=_RECORD)
         return records
@@ -226,52 +254,11 @@ class PromptState:
         """Remembered means of scores as outcomes, float64."""
         return self.range.outcomes(means.astype(np.float64))
 
-    def remember(self, groups: Groups, means: np.ndarray, counts: np.ndarray, stopped: np.ndarray | None = None):
-        """
-        Enter the scored groups of a generation batch, with the mean and the number of their scores, and which of them were
-        stopped after their first completion, by default none; all of shape `(P,)`.
-        """
-        self._remember(self.find(groups.prompt_ids), groups, means, counts, stopped)
+    def metrics(self) -> dict[str, float]:
+        """Metrics to log."""
+        return {"pruned_prompts": float(self.num_pruned), "seen_prompts": float(len(self))}
 
-    def _remember(
-        self, rows: np.ndarray, groups: Groups, means: np.ndarray, counts: np.ndarray, stopped: np.ndarray | None
-    ):
-        scored = np.flatnonzero(counts > 0)
-        stopped = np.zeros(len(scored), dtype=bool) if stopped is None else stopped[scored]
-        groups, means, counts = groups.take(scored), means[scored], counts[scored]
-        rows = self._insert(groups.prompt_ids, rows[scored])
-        records, settings = self._table.take(rows), self.settings
-        fresh, seen = groups.visits == 1, records["rollouts"].astype(np.int64)
-        first = np.where(stopped, np.nan, means)
-        records["first_pass_rate"] = np.where(_begun(records), records["first_pass_rate"], first)
-        # μ starts at p⁽⁰⁾, for which λ·μ + (1 − λ)·p is p⁽⁰⁾ again
-        average = np.where(fresh, means, records["ema"].astype(np.float64))
-        records["ema"] = settings.ema_decay * average + (1.0 - settings.ema_decay) * means
-        records["energy"], records["visits"] = groups.energies, groups.visits
-        records["expected"] = remembered_mean(records["expected"], seen, means, counts, settings.posterior_memory)
-        records["rollouts"] = np.minimum(seen + counts, _MAX_ROLLOUTS)
-        records["last"], records["last_batch"], records["stopped"] = means, self.batches, stopped
-        for name in _LOGPROBS:
-            records[name] = np.clip(getattr(groups, name), -_MAX_FLOAT16, 0.0)
-        self.batches += 1
-        records["streak"] = streak = _next_streak(records["streak"].astype(np.int64), groups, stopped)
-        if settings.prune:
-            # A pruned prompt that fails its re-check has no positive streak and is active again
-            after = (streak > 0) & (records["pruned"] | (streak >= settings.pruning_streak))
-            self.num_pruned += int(after.sum()) - int(records["pruned"].sum())
-            records["pruned"] = after
-        self._table[rows] = records
-
-    def _insert(self, prompt_ids: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """Rows of distinct prompts; those whose row is −1 are new, and appended in the order given."""
-        new, capacity = rows < 0, len(self._table)
-        if new.any():
-            rows[new] = self._index.add(prompt_ids[new])
-            if len(self) > capacity:  # with more room to spare than 1/32, a prompt would take more than 64 bytes
-                room = max(len(self) - capacity, capacity // 32)
-                self._table = np.concatenate([self._table, np.zeros(room, dtype=_RECORD)])
-            self._table["prompt_ids"][rows[new]] = prompt_ids[new]
-        return rows
+    # ---- Save ----
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Copies of the columns over the visited prompts, the range of scores, and the number of batches."""
@@ -279,48 +266,37 @@ class PromptState:
         return columns | self.range.state_dict() | {"batches": np.array([self.batches])}
 
     def load_state_dict(self, state: dict[str, np.ndarray]):
-        """Replace the state by a saved one, which must have all arrays, of the right types, and each id once."""
-        expected = {*_COLUMNS, *self.range.state_dict(), "batches"}
-        if set(state) != expected:
+        """Replace the state by a saved one with all arrays, of the right types, and distinct ids."""
+        expected = self.state_dict()
+        if set(state) != set(expected):
             raise ValueError(
                 f"The prompt state must have the arrays {sorted(expected)}, got {sorted(state)}. It was not written by this "
                 "version of lze_trl."
             )
-        columns = {name: state[name] for name in _COLUMNS}
-        ids, sizes = columns["prompt_ids"], {len(array) for array in columns.values()}
-        if len(sizes) != 1:
-            raise ValueError(f"The arrays of the prompt state must have one length, got {sorted(sizes)}.")
-        for name, array in columns.items():
-            if array.dtype != _RECORD[name] or array.ndim != 1:
-                raise ValueError(
-                    f"`{name}` of the prompt state must be one-dimensional {_RECORD[name]}, got {array.dtype} of shape "
-                    f"{array.shape}."
-                )
-        index = RowIndex(ids)
-        if not index.distinct:
-            raise ValueError("The prompt state holds a prompt twice. The file is damaged; use another checkpoint.")
+        ids = state["prompt_ids"]
+        fits = all(state[name].dtype == _RECORD[name] and state[name].shape == (len(ids),) for name in _COLUMNS)
+        if not fits or len(np.unique(ids)) < len(ids):
+            raise ValueError(
+                "The arrays of the prompt state do not have the types of this version, one length, and each prompt once. The "
+                "file is damaged; use another checkpoint."
+            )
         self.range.load_state_dict(state)
         self.batches = int(state["batches"][0])
-        self._index = index
+        self._index = RowIndex(ids)
         self._table = np.zeros(max(len(ids), len(self._table)), dtype=_RECORD)
-        for name, array in columns.items():
-            self[name][:] = array
-        if not self.settings.prune:  # the run that wrote it may have pruned
+        for name in _COLUMNS:
+            self[name][:] = state[name]
+        if not self.settings.prune:  # the run that saved it may have pruned
             self["pruned"][:] = False
-        self.num_pruned = int(self["pruned"].sum())
-
-    def metrics(self) -> dict[str, float]:
-        """What is logged of the state."""
-        return {"pruned_prompts": float(self.num_pruned), "seen_prompts": float(len(self))}
 
 
-def first_completions(rollouts: Rollouts) -> tuple[int, np.ndarray]:
+def first_completions(rollouts: Batch) -> tuple[int, np.ndarray]:
     """
-    The size of the smallest group, and whether that many completions of each group, the first ones, have a gradient; bool of
-    shape `(P,)`.
+    Size of the smallest group, and whether the first completions of each group, as many, have a gradient; bool of shape
+    `(P,)`.
 
-    Controllers draw on until a group is alive, or give up a dead one: a group's own size says what came of it, and would
-    teach foresight nothing else. The first completions of all groups were drawn before any of that was known.
+    Foresight learns from these alone: controllers draw more or fewer completions depending on what they saw, so a group's own
+    size would give the answer away.
     """
     size = int(rollouts.sizes.min(initial=rollouts.num_rows))
     if (rollouts.sizes == size).all():
@@ -331,15 +307,12 @@ def first_completions(rollouts: Rollouts) -> tuple[int, np.ndarray]:
 
 
 def _begun(records: np.ndarray) -> np.ndarray:
-    """Prompts with a visit that was not stopped after one completion, shape `(n,)`, bool."""
+    """Whether prompts have had a completed visit, shape `(n,)`, bool."""
     return (records["visits"] > 0) & ~np.isnan(records["first_pass_rate"])
 
 
-def _next_streak(streak: np.ndarray, groups: Groups, stopped: np.ndarray) -> np.ndarray:
-    """
-    Streak after a visit: one further from 0 if it came out as the visits before, else begun anew. A visit that was stopped
-    may end a streak, but neither begins one nor makes it longer.
-    """
+def _next_streak(streak: np.ndarray, groups: Table, stopped: np.ndarray) -> np.ndarray:
+    """Streak after a visit: extended if it came out like those before, else new. A stopped visit can only end a streak."""
     visit = np.where(groups.solved, 1, np.where(groups.alive, 0, -1))
     longer = np.clip(streak + visit, -MAX_STREAK, MAX_STREAK)
     same = np.sign(streak) == visit

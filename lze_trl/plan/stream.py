@@ -1,49 +1,98 @@
-"""The order in which prompts are rolled out in the mode `"refill"`: pass after pass, without those that are left out."""
+"""The order in which prompts are rolled out, pass after pass, without those that the planner leaves out."""
 
 import logging
 
 import numpy as np
 
+from ..batch import section
+from ..memory.index import RowIndex
+from ..memory.state import PromptState
 from ..seeding import keyed_rng
-from .admission import Admission
+from .planners import Planner, ask_rank
 
 
 logger = logging.getLogger(__name__)
 
+_NO_ROWS = np.empty(0, dtype=np.int64)
+
 
 class PromptStream:
     """
-    Hands out the prompts of one pass after another, only those that the pass rolls out, the highest rank first.
+    Asks the planner once per pass, and hands out the rows of the pass, highest rank first.
 
-    The first pass has the order of TRL's sampler, `first_order`, shape `(N,)`. A batch may straddle two passes; it never
-    holds a prompt twice.
+    A batch may straddle two passes; it never holds a prompt twice. `prompt_ids`, shape `(N,)`, are the distinct ids of the
+    training set; prompts that the state knows from other data are no part of a pass. The first pass has the order of TRL's
+    sampler, `first_order`, shape `(N,)`.
     """
 
-    def __init__(self, admission: Admission, first_order: np.ndarray, shuffle: bool = True):
-        self.admission = admission
+    def __init__(
+        self,
+        planner: Planner,
+        state: PromptState,
+        prompt_ids: np.ndarray,
+        seed: int,
+        first_order: np.ndarray = _NO_ROWS,
+        shuffle: bool = True,
+    ):
+        self.planner = planner
+        self.state = state
+        self.seed = seed
         self.first_order = first_order
         self.shuffle = shuffle
-        self._queue = np.empty(0, dtype=np.int64)
+        self.pass_index = -1
+        self.left_out = _NO_ROWS  # ids of the prompts that this pass does not roll out, ascending
+        self._queue = _NO_ROWS  # rows of the rest of the pass
         self._warned = False
+        self.replace_rows(prompt_ids)
+
+    def replace_rows(self, prompt_ids: np.ndarray):
+        """Continue with another training set."""
+        self.prompt_ids = prompt_ids
+        self._index = RowIndex(prompt_ids)
+
+    def begin(self, pass_index: int) -> np.ndarray:
+        """Begin a pass. Returns the rank of each row of the training set, shape `(N,)`; −inf if it is left out."""
+        known = np.intersect1d(self.state["prompt_ids"], self.prompt_ids, assume_unique=True)
+        rng = keyed_rng(self.seed, pass_index, self.planner.purpose)
+        answer = ask_rank(self.planner, pass_index, self.state.prompts(known), rng)
+        self.pass_index, self.left_out = pass_index, known[answer == -np.inf]
+        ranks = np.zeros(len(self.prompt_ids))
+        ranks[self.rows_of(known)] = answer
+        return ranks
+
+    def keeps(self, prompt_ids: np.ndarray) -> np.ndarray:
+        """Whether the pass rolls out each prompt, shape `(n,)`, bool."""
+        return ~np.isin(prompt_ids, self.left_out)
+
+    def rows_of(self, prompt_ids: np.ndarray) -> np.ndarray:
+        """Rows of prompts in the training set, shape `(n,)`."""
+        rows = self._index.find(prompt_ids)
+        missing = rows < 0
+        if missing.any():
+            raise ValueError(
+                f"{missing.sum()} of {len(prompt_ids)} prompts are not in the training set, the first with id "
+                f"{prompt_ids[missing][0]}. Resume with the dataset that the run started with, or start a new run with "
+                "`state_from`."
+            )
+        return rows
 
     def take(self, count: int, taken: np.ndarray | None = None) -> np.ndarray:
         """
-        The next `count` rows of the training set, which has at least as many, all distinct.
+        The next `count` rows of the training set, which must have as many, all distinct.
 
-        With `taken`, the rows that the generation batch holds already, these are not handed out again, and the answer is
-        shorter where the data has no further active prompt: a batch that already holds a whole pass is not topped up.
+        With `taken`, the rows that the batch already holds, these are further ones, fewer where no active prompt is left.
         """
-        held = np.empty(0, dtype=np.int64) if taken is None else taken
+        held = _NO_ROWS if taken is None else taken
         batch = self._next(count, held)
-        # Rows still in the queue are held: the pass began in this batch, which has taken all else of it
+        # If rows are left in the queue, the batch holds them, so it has taken the whole pass
         if len(batch) < count and len(self._queue) == 0:
-            self._begin_pass()
+            self._begin_next()
             batch = np.concatenate([batch, self._next(count - len(batch), np.concatenate([held, batch]))])
         return batch if len(batch) == count or taken is not None else self._fill(batch, count)
 
     def _next(self, count: int, held: np.ndarray) -> np.ndarray:
-        """At most `count` rows of the pass that a batch does not hold. Those that it holds are put off to the end."""
-        if len(held) == 0:  # the usual case, whose cost does not grow with the dataset
+        """At most `count` rows of the queue that a batch does not hold. Those that it holds move to the end."""
+        if len(held) == 0:  # the usual case costs O(count)
             batch, self._queue = self._queue[:count], self._queue[count:]
             return batch
         again = np.isin(self._queue, held)
@@ -51,18 +100,18 @@ class PromptStream:
         self._queue = np.concatenate([fresh[count:], self._queue[again]])
         return fresh[:count]
 
-    def _begin_pass(self):
-        index = self.admission.pass_index + 1
-        ranks = self.admission.begin(index)
+    def _begin_next(self):
+        index = self.pass_index + 1
+        ranks = self.begin(index)
         rows = self.first_order
         if index > 0:
-            rng = keyed_rng(self.admission.seed, index, "order")
+            rng = keyed_rng(self.seed, index, "order")
             rows = rng.permutation(len(ranks)) if self.shuffle else np.arange(len(ranks))
         rows = rows[ranks[rows] > -np.inf]
         self._queue = rows[np.argsort(-ranks[rows], kind="stable")]
 
     def _fill(self, batch: np.ndarray, count: int) -> np.ndarray:
-        """Fill a batch that a whole pass cannot with prompts that it leaves out: more re-checks than asked for."""
+        """Fill a batch that is larger than the pass with prompts that the pass leaves out."""
         if not self._warned:
             logger.warning(
                 "Fewer prompts are left to learn from than a generation batch holds (%d); its other slots re-check "
@@ -70,54 +119,58 @@ class PromptStream:
                 count,
             )
             self._warned = True
-        others = np.setdiff1d(np.arange(len(self.admission.prompt_ids)), batch)
-        extra = keyed_rng(self.admission.seed, self.admission.pass_index, "fill").permutation(others)
+        others = np.setdiff1d(np.arange(len(self.prompt_ids)), batch)
+        extra = keyed_rng(self.seed, self.pass_index, "fill").permutation(others)
         return np.concatenate([batch, extra[: count - len(batch)]])
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """The prompts of the rest of the pass."""
-        return {"queue": self.admission.prompt_ids[self._queue]}
+        """The pass, the prompts left of it, and the planner's state."""
+        own = {
+            "pass_index": np.array([self.pass_index], dtype=np.int64),
+            "left_out": self.left_out.copy(),
+            "queue": self.prompt_ids[self._queue],
+        }
+        return own | {f"planner.{name}": array for name, array in self.planner.state_dict().items()}
 
     def load_state_dict(self, state: dict[str, np.ndarray]):
-        """Continue the pass of a checkpoint. The rows of the training set may have changed their order."""
-        self._queue = self.admission.rows_of(state["queue"])
+        """Continue the pass of a checkpoint. The rows of the training set may be in another order."""
+        self.pass_index, self.left_out = int(state["pass_index"][0]), state["left_out"]
+        self.planner.load_state_dict(section(state, "planner"))
+        self._queue = self.rows_of(state["queue"])
 
 
 class GrowingStream(PromptStream):
-    """
-    Hands out prompts of a training set that grows: the latest first, each `reuse` times, and no two of a batch alike. Those that
-    are to be visited again wait for the others.
-    """
+    """Hands out prompts of a growing training set: new ones first, each `reuse` times, the next visits after all others."""
 
-    def __init__(self, admission: Admission, reuse: int):
-        super().__init__(admission, np.empty(0, dtype=np.int64))
-        admission.begin(0)
+    def __init__(self, planner: Planner, state: PromptState, seed: int, reuse: int):
+        super().__init__(planner, state, _NO_ROWS, seed)
+        self.begin(0)
         self.reuse = reuse
-        self._left = np.empty(0, dtype=np.int64)  # visits of each row that are left
+        self._left = _NO_ROWS  # visits left of each row
 
     def __len__(self) -> int:
         """Prompts with visits left."""
         return len(self._queue)
 
-    def extend(self):
-        """Take in the prompts that the training set has got."""
-        rows = np.arange(len(self._left), len(self.admission.prompt_ids))
+    def extend(self, prompt_ids: np.ndarray):
+        """Take in the new rows of the training set, whose ids are now these."""
+        self.replace_rows(prompt_ids)
+        rows = np.arange(len(self._left), len(prompt_ids))
         self._left = np.concatenate([self._left, np.full(len(rows), self.reuse)])
         self._queue = np.concatenate([rows, self._queue])
 
     def take(self, count: int, taken: np.ndarray | None = None) -> np.ndarray:
-        """The next rows, at most `count`, none of which the batch holds already."""
-        batch = self._next(count, np.empty(0, dtype=np.int64) if taken is None else taken)
+        """At most `count` further rows."""
+        batch = self._next(count, _NO_ROWS if taken is None else taken)
         self._left[batch] -= 1
         self._queue = np.concatenate([self._queue, batch[self._left[batch] > 0]])
         return batch
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """The prompts with visits left, and how many."""
         return super().state_dict() | {"left": self._left[self._queue]}
 
     def load_state_dict(self, state: dict[str, np.ndarray]):
-        """Continue where a checkpoint was, once the training set has its prompts."""
+        """Continue from a checkpoint; [`replace_rows`] must have been called with its prompts."""
         super().load_state_dict(state)
-        self._left = np.zeros(len(self.admission.prompt_ids), dtype=np.int64)
+        self._left = np.zeros(len(self.prompt_ids), dtype=np.int64)
         self._left[self._queue] = state["left"]

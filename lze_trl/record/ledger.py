@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..arrays import Groups, Rollouts
+from ..batch import Batch, Table
 from ..select.energy import group_mean
 
 
@@ -213,7 +213,7 @@ def skipped_visits(totals: dict[str, float]) -> str:
     return f"{SKIPPED.capitalize()}: {totals.get('visits_skipped', 0):,.0f} prompts that pruning left out of a pass."
 
 
-def account(ledger: Ledger, drawn: Rollouts, groups: Groups, chosen: np.ndarray, batch_rows: int, logprob_passes: int):
+def account(ledger: Ledger, drawn: Batch, groups: Table, chosen: np.ndarray, batch_rows: int, logprob_passes: int):
     """
     Add a generation batch: what was `drawn`, its scored groups, and the `chosen` rows, which are trained on. Plain GRPO draws
     as many completions of every prompt, so its `batch_rows` are taken to be as long as the mean of the groups' mean lengths.

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Groups, Rollouts, differ
+from ..batch import Batch, Table, differ
 from ..memory.state import PromptState
 
 
@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 _PATIENCE = 10  # generation batches without a live group, in a row, that may be chance
 
 
-def batch_metrics(groups: Groups, chosen: np.ndarray, state: PromptState, pass_index: int) -> dict[str, float]:
+def batch_metrics(groups: Table, chosen: np.ndarray, state: PromptState, pass_index: int) -> dict[str, float]:
     """Metrics of a generation batch, logged under `lze/`: its groups, those chosen, and the state after the visit."""
     unscored = np.isnan(groups.pass_rates)
     metrics = {
@@ -44,7 +44,7 @@ class DeadMonitor:
         self._warned = 0  # 1: rewards that are all equal, 2: a cause that needs a change of the settings
         self._warned_unscored = False
 
-    def update(self, groups: Groups, rollouts: Rollouts, rewards_per_func: np.ndarray):
+    def update(self, groups: Table, rollouts: Batch, rewards_per_func: np.ndarray):
         """Enter a generation batch; the rewards of its completions have shape `(B, F)`, NaN where a function gives none."""
         self._silent = 0 if groups.alive.any() else self._silent + 1
         if self._silent:
@@ -72,7 +72,7 @@ class DeadMonitor:
         self._warned_unscored = state["warned_unscored"]
 
 
-def _cause(rollouts: Rollouts, rewards_per_func: np.ndarray, silent: int) -> tuple[int, str]:
+def _cause(rollouts: Batch, rewards_per_func: np.ndarray, silent: int) -> tuple[int, str]:
     """Why no group is alive, and which setting helps; 1 before it if it may be chance, as all rewards are equal, else 2."""
     if np.isnan(rewards_per_func).all():
         return 2, (

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from ..arrays import Rollouts
+from ..batch import Batch
 from ..memory.identity import prompt_id
 from ..memory.state import PromptState, StateSettings
 from ..select.selectors import EnergySelector, choose, quota
@@ -171,13 +171,13 @@ def _reward_names(log: pd.DataFrame, given: str | None) -> list[str]:
     return [given]
 
 
-def _rollouts(log: pd.DataFrame, reward_names: list[str], state: PromptState) -> Rollouts:
+def _rollouts(log: pd.DataFrame, reward_names: list[str], state: PromptState) -> Batch:
     """Completions of one step, their lengths in characters."""
     ids = np.array([prompt_id(text) for text in log["prompt"]], dtype=np.int64)
     unique, group = np.unique(ids, return_inverse=True)
     rewards = log[reward_names].sum(axis=1, min_count=1).to_numpy(dtype=np.float64)  # NaN where there is none
     state.observe(rewards)
-    return Rollouts(
+    return Batch.of(
         prompt_ids=unique,
         group=group,
         outcomes=state.range.outcomes(rewards),

@@ -1,34 +1,32 @@
 """Rollout controllers: how many completions each prompt of a generation batch gets.
 
-A generation batch is drawn in rounds. Before every round the controller is shown what is there and asks for further
-prompts (`more`, from round 1 on) and for further completions of each prompt (`draw`); a round without completions ends
-the batch. All completions drawn make up the energies and the advantages; `keep` says which of them may be trained on.
+A generation batch is drawn in rounds. Before every round the controller sees what was drawn and asks for further prompts
+(`more`, from round 1 on) and for further completions of each prompt (`draw`); a round without completions ends the batch.
+All completions drawn count in energies and advantages; `keep` says which of them are trained on.
 
     balanced exit, n = 4: two positives and two negatives are wanted
     round    0              1                2
     prompt a + − + −        exit
     prompt b − − − −        − + − −          + − − −     exit
     prompt c + + + +        + + + +          + + + +     no round is left
-
-Controllers hold settings only: what they answer depends on their arguments alone, and is the same on every process.
 """
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
 
-from ..arrays import Prompts, Rollouts
+from ..batch import Batch, Prompts
 
 
 class RolloutController(ABC):
     """
     A strategy that draws the completions of a generation batch.
 
-    Derive your own, define `draw`, and pass it to `LZEGRPOTrainer(controller=...)`. It must depend on its arguments
-    alone: every process calls it with the same values and has to get the same answer.
+    Derive your own, define `draw`, and pass it to `LZEGRPOTrainer(controller=...)`. The answers must depend on the arguments
+    alone: every process calls it with the same values and has to get the same answers.
     """
 
     @property
@@ -37,83 +35,47 @@ class RolloutController(ABC):
         return type(self).more is not RolloutController.more
 
     @abstractmethod
-    def draw(self, round: int, prompts: Prompts, drawn: Rollouts, rng: np.random.Generator) -> np.ndarray:
+    def draw(self, round: int, prompts: Prompts, drawn: Batch, rng: np.random.Generator) -> np.ndarray:
         """
-        Further completions of each prompt.
+        Numbers of further completions of each prompt, integers of shape `(P,)`. All 0 ends the batch.
 
-        Args:
-            round (`int`): Round of the generation batch, from 0.
-            prompts ([`Prompts`]): What was known of the prompts before the batch.
-            drawn ([`Rollouts`]): The completions scored so far; no rows in round 0.
-            rng (`np.random.Generator`): Source of randomness, the same on every process.
-
-        Returns:
-            `np.ndarray` of shape `(P,)`: Numbers of completions, integers. All 0 ends the batch.
+        `round` counts from 0. `prompts` is what was known before the batch, `drawn` are the completions scored so far (no rows
+        in round 0), and `rng` gives the same numbers on every process.
         """
 
-    def more(self, round: int, prompts: Prompts, drawn: Rollouts, live: int, k: int) -> int:
-        """
-        Further prompts to append to the batch, asked before `draw` of every round but the first.
-
-        Args:
-            round (`int`): Round of the generation batch, from 1.
-            prompts ([`Prompts`]): The prompts so far.
-            drawn ([`Rollouts`]): The completions scored so far.
-            live (`int`): Live groups drawn so far.
-            k (`int`): Number of groups that the update wants.
-
-        Returns:
-            `int`: Number of prompts, at least 0.
-        """
+    def more(self, round: int, prompts: Prompts, drawn: Batch, k: int) -> int:
+        """Number of further prompts for an update of `k` groups, asked before `draw` of every round but the first."""
         return 0
 
-    def chances(self, round: int, prompts: Prompts, drawn: Rollouts) -> np.ndarray | None:
+    def chances(self, round: int, prompts: Prompts, drawn: Batch) -> np.ndarray | None:
         """
-        Probability with which this round draws completions for each group, asked before `draw` of every round.
+        For controllers that draw by chance: the probability with which this round draws completions for each group, float of
+        shape `(P,)`, above 0 where `draw` asks for some; `None` where chance decides nothing.
 
-        A controller says here what it decides by chance, which prompts get completions (round 0) and which groups are drawn to
-        their end (a later round), and uses the same probabilities in `draw`. Then statistics of the batch are those of all
-        prompts, and forecasts are learned from the groups for which the last such round draws completions: those that chance
-        has drawn stand for those it has not, each weighted by 1 / probability.
-
-        Returns:
-            `np.ndarray` of shape `(P,)`: Probabilities, above 0 where `draw` asks for completions, or `None` where this round decides
-            nothing. The last ones count; prompts that join later are certain.
+        In round 0 chance decides which prompts are begun, in a later round which groups are completed (the last such round
+        counts). What chance has drawn represents the others in statistics and forecasts, weighted by 1 / probability.
         """
         return None
 
-    def keep(self, drawn: Rollouts, rng: np.random.Generator) -> np.ndarray:
+    def keep(self, drawn: Batch, rng: np.random.Generator) -> np.ndarray:
         """
-        How many rows each one stands for, where its group is trained on: one, unless a controller draws more than it
-        keeps.
-
-        Args:
-            drawn ([`Rollouts`]): The completions drawn.
-            rng (`np.random.Generator`): Source of randomness, the same on every process.
-
-        Returns:
-            `np.ndarray` of shape `(B,)`: Weights of at least 0, or bool. They multiply the advantages, and count in the
-            average under `loss_normalizer="selected"`. Rows of 0 are left out.
+        Loss weight of each row (default 1), float or bool of shape `(B,)`. Rows of weight 0 are left out. Weights multiply the
+        advantages, and count in the average under `loss_normalizer="selected"`.
         """
         return np.ones(drawn.num_rows, dtype=bool)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SubsamplingController(RolloutController):
-    """
-    A controller that can train on fewer completions of a group than it draws, see [`stratified`].
+    """A controller that can train on fewer completions of a group than it draws, see [`stratified`]."""
 
-    Args:
-        kept (`int`, *optional*): n, the most completions of a group that are trained on, at least 2. Defaults to all.
-    """
-
-    kept: int | None = None
+    kept: int | None = None  # most completions of a group that are trained on, at least 2; None for all
 
     def __post_init__(self):
         if self.kept is not None:
             _check_at_least("kept_completions", self.kept, 2, "A group of one has no advantage")
 
-    def keep(self, drawn: Rollouts, rng: np.random.Generator) -> np.ndarray:
+    def keep(self, drawn: Batch, rng: np.random.Generator) -> np.ndarray:
         return super().keep(drawn, rng) if self.kept is None else stratified(drawn, self.kept)
 
 
@@ -123,7 +85,7 @@ class UniformController(SubsamplingController):
 
     group_size: int
 
-    def draw(self, round: int, prompts: Prompts, drawn: Rollouts, rng: np.random.Generator) -> np.ndarray:
+    def draw(self, round: int, prompts: Prompts, drawn: Batch, rng: np.random.Generator) -> np.ndarray:
         return np.full(len(prompts), self.group_size if round == 0 else 0, dtype=np.int64)
 
 
@@ -137,27 +99,15 @@ class ReinforceAda(RolloutController):
     """
     Multi-round adaptive sampling (Reinforce-Ada, arXiv 2510.04996).
 
-    Each round draws M completions of every prompt that has not met its exit condition, at most R rounds. Of what was
-    drawn, n completions are kept: n // 2 positives and the rest negatives, the shortfall filled from the other kind;
-    the first ones drawn of each kind, since completions of a prompt are exchangeable. The published fallback for a
-    prompt that never met the positive-focused exit, ⌈(positives / rows)·n⌉ positives, clamped to [1, n − 1] and to
-    what is there, is equivalent: such a prompt has no positive.
-
-    A positive is an outcome above 1/2. A completion without any reward is neither positive nor negative, and is never
-    kept.
-
-    Args:
-        exit (`str`):
-            `"positive"` (a prompt is done once it has a positive) or `"balanced"` (once it has n/2 of either kind).
-        round_size (`int`, *optional*, defaults to `8`): M.
-        max_rounds (`int`, *optional*, defaults to `4`): R.
-        kept (`int`, *optional*, defaults to `4`): n, at most M·R; even for the balanced exit.
+    Each round draws M completions of every prompt that has not met its exit condition, in at most R rounds. Of them n are
+    kept: the first n // 2 positives (outcome above 1/2) and the rest negatives, a shortfall filled from the other kind; never
+    one without a reward. The published fallback for prompts without a positive is equivalent.
     """
 
-    exit: Literal["positive", "balanced"]
-    round_size: int = 8
-    max_rounds: int = 4
-    kept: int = 4
+    exit: Literal["positive", "balanced"]  # when a prompt is done: with one positive, or n/2 of either kind
+    round_size: int = 8  # M
+    max_rounds: int = 4  # R
+    kept: int = 4  # n, at most M·R; even for the balanced exit
 
     def __post_init__(self):
         if self.exit not in ("positive", "balanced"):
@@ -166,23 +116,19 @@ class ReinforceAda(RolloutController):
         _check_at_least("max_rounds", self.max_rounds, 1, "The paper draws at most 4 rounds")
         hint = "It is `num_generations` unless set"
         _check_at_least("kept_completions", self.kept, 2, f"A group of one has no advantage. {hint}")
-        if self.kept > self.round_size * self.max_rounds:
+        if self.kept > (most := self.round_size * self.max_rounds):
             raise ValueError(
-                "`kept_completions` must be at most `round_size` * `max_rounds`, the completions that a prompt can "
-                f"get: {self.round_size * self.max_rounds}, got {self.kept}. {hint}; keep fewer or draw more."
+                f"`kept_completions` must be at most `round_size` * `max_rounds`: {most}, got {self.kept}. {hint}."
             )
         if self.exit == "balanced" and self.kept % 2:
-            raise ValueError(
-                "`kept_completions` must be even for the controller 'reinforce_ada_balanced', which keeps half "
-                f"positives and half negatives, got {self.kept}. {hint}; use {self.kept - 1} or {self.kept + 1}."
-            )
+            raise ValueError(f"`kept_completions` must be even for the balanced exit, got {self.kept}. {hint}.")
 
-    def draw(self, round: int, prompts: Prompts, drawn: Rollouts, rng: np.random.Generator) -> np.ndarray:
+    def draw(self, round: int, prompts: Prompts, drawn: Batch, rng: np.random.Generator) -> np.ndarray:
         positives, negatives = (_counts(kind, drawn) for kind in _kinds(drawn))
         done = positives >= 1 if self.exit == "positive" else np.minimum(positives, negatives) >= self.kept // 2
         return np.where(~done & (round < self.max_rounds), self.round_size, 0)
 
-    def keep(self, drawn: Rollouts, rng: np.random.Generator) -> np.ndarray:
+    def keep(self, drawn: Batch, rng: np.random.Generator) -> np.ndarray:
         return _of_both_kinds(drawn, self.kept)
 
 
@@ -191,35 +137,28 @@ class DynamicSampling(SubsamplingController):
     """
     Dynamic sampling with refill (DAPO, arXiv 2503.14476).
 
-    Each round draws G completions of every prompt that has none. Further prompts are asked for until K groups are alive:
-    as many as the share of live groups in the batch so far makes necessary, at most as many as the first round had.
-
-    Args:
-        group_size (`int`): G.
-        max_rounds (`int`): Rounds of a generation batch, the first one included.
-        num_prompts (`int`): P, prompts of the first round.
+    Each round draws G completions of every new prompt. Further prompts are asked for until K groups are alive: as many as the
+    share of live groups so far makes necessary, at most as many as in the first round.
     """
 
-    group_size: int
-    max_rounds: int
-    num_prompts: int
+    group_size: int  # G
+    max_rounds: int  # most rounds of a generation batch
+    num_prompts: int  # P, prompts of the first round
 
     def __post_init__(self):
         super().__post_init__()
         _check_at_least("max_rounds", self.max_rounds, 1, "Use 1 to draw no further prompts")
 
-    def draw(self, round: int, prompts: Prompts, drawn: Rollouts, rng: np.random.Generator) -> np.ndarray:
-        visited = np.bincount(drawn.group, minlength=len(prompts)) > 0
-        return np.where(visited, 0, self.group_size)
+    def draw(self, round: int, prompts: Prompts, drawn: Batch, rng: np.random.Generator) -> np.ndarray:
+        return np.where(drawn.sizes > 0, 0, self.group_size)
 
-    def more(self, round: int, prompts: Prompts, drawn: Rollouts, live: int, k: int) -> int:
-        if live >= k or round >= self.max_rounds:
+    def more(self, round: int, prompts: Prompts, drawn: Batch, k: int) -> int:
+        alive, visited = int(drawn.alive.sum()), int(np.count_nonzero(drawn.sizes))
+        if alive >= k or round >= self.max_rounds:
             return 0
-        visited = int(np.count_nonzero(drawn.sizes))
-        alive = int(np.count_nonzero(drawn.alive))
         if alive == 0:
             return self.num_prompts
-        return min(self.num_prompts, -(-(k - live) * visited // alive))  # rounded up
+        return min(self.num_prompts, -(-(k - alive) * visited // alive))  # rounded up
 
 
 @dataclass(frozen=True)
@@ -227,50 +166,52 @@ class Gate(SubsamplingController):
     """
     One completion of each prompt first, the others only where the group is likely to be alive.
 
-    Those groups go on that, by their first completion (`Prompts.alive_given_first`), make the live groups for each completion the
-    most, among the prompts of the batch and, where they are few, those before (`Prompts.alive_needed`). Of the others a few go on
-    all the same, at random, so that the forecast learns what it would miss. A prompt that is not worth even one completion by what
-    is known of it gets none, except for a share that is re-checked. Where every group is likely to be alive, all are drawn to
-    their end. This is a bias to medium pass rates: live groups of prompts that are solved hardly ever, or nearly always, are
-    mostly stopped, because their first completion looks like that of a dead group.
-
-    Args:
-        group_size (`int`): G.
-        explore (`float`, *optional*, defaults to `0.05`): Probability with which a group goes on that would stop, in (0, 1].
-        recheck (`float`, *optional*, defaults to `0.1`): Probability with which a prompt is begun that would get nothing.
+    A prompt is begun, and a group is completed, if its probability of being alive (`Prompts.alive`, `Prompts.alive_given_first`)
+    reaches `Prompts.alive_needed`, from which its completions yield more live groups each than others do. Below it, a few are
+    drawn at random, so that the forecasts learn what they miss. This favours medium pass rates: where hardly any, or nearly
+    every, completion passes, the first one of a live group looks like that of a dead one.
     """
 
-    group_size: int
-    explore: float = 0.05
-    recheck: float = 0.1
+    group_size: int  # G
+    explore: float = 0.05  # probability of completing a group below the threshold
+    recheck: float = 0.1  # probability of beginning a prompt below it
 
-    def chances(self, round: int, prompts: Prompts, drawn: Rollouts) -> np.ndarray | None:
+    def __post_init__(self):
+        super().__post_init__()
+        if not 0 < self.explore <= 1:
+            raise ValueError(
+                f"`explore` must be in (0, 1], got {self.explore}. Use 0.05, or the forecast never sees what it drops."
+            )
+        if not 0 <= self.recheck <= 1:
+            raise ValueError(f"`recheck` must be in [0, 1], got {self.recheck}.")
+
+    def chances(self, round: int, prompts: Prompts, drawn: Batch) -> np.ndarray | None:
         if round == 0:
             return np.where(prompts.alive >= prompts.alive_needed, 1.0, self.recheck)
         return np.where(prompts.alive_given_first >= prompts.alive_needed, 1.0, self.explore) if round == 1 else None
 
-    def draw(self, round: int, prompts: Prompts, drawn: Rollouts, rng: np.random.Generator) -> np.ndarray:
+    def draw(self, round: int, prompts: Prompts, drawn: Batch, rng: np.random.Generator) -> np.ndarray:
         chances = self.chances(round, prompts, drawn)
         if chances is None:
             return np.zeros(len(prompts), dtype=np.int64)
         drawn_on = rng.random(len(prompts)) < chances
-        return (
-            drawn_on.astype(np.int64) if round == 0 else np.where(drawn_on & (drawn.sizes > 0), self.group_size - 1, 0)
-        )
+        if round == 0:
+            return drawn_on.astype(np.int64)
+        return np.where(drawn_on & (drawn.sizes > 0), self.group_size - 1, 0)
 
 
-def _kinds(drawn: Rollouts) -> tuple[np.ndarray, np.ndarray]:
+def _kinds(drawn: Batch) -> tuple[np.ndarray, np.ndarray]:
     """Which rows are positives and which are negatives, each of shape `(B,)`; one without any reward is neither."""
     positives = drawn.outcomes > 0.5
     return positives, ~np.isnan(drawn.rewards) & ~positives
 
 
-def _counts(rows: np.ndarray, drawn: Rollouts) -> np.ndarray:
-    """How many of the given rows each group has, shape `(P,)`."""
+def _counts(rows: np.ndarray, drawn: Batch) -> np.ndarray:
+    """Number of the given rows of each group, shape `(P,)`."""
     return np.bincount(drawn.group[rows], minlength=drawn.num_groups)
 
 
-def _of_both_kinds(drawn: Rollouts, kept: int) -> np.ndarray:
+def _of_both_kinds(drawn: Batch, kept: int) -> np.ndarray:
     """The first kept // 2 positives of each group and the rest negatives, a shortfall filled from the other kind."""
     positives, negatives = _kinds(drawn)
     num_positives, num_negatives = _counts(positives, drawn), _counts(negatives, drawn)
@@ -284,13 +225,13 @@ def _first(rows: np.ndarray, group: np.ndarray, counts: np.ndarray) -> np.ndarra
     return rows & (nth <= counts[group])
 
 
-def stratified(drawn: Rollouts, kept: int) -> np.ndarray:
+def stratified(drawn: Batch, kept: int) -> np.ndarray:
     """
-    Weights of the rows of which `kept` per group stand for all, float64 of shape `(B,)`; 0 for rows that are left out.
+    Weights of `kept` rows per group that represent all, float64 of shape `(B,)`; 0 for rows that are left out.
 
-    Kept are n // 2 positives and the rest negatives, the shortfall filled from the other kind; the first ones drawn,
-    since completions of a kind are exchangeable. A kept row stands for (scored completions of its kind) / (kept
-    completions of its kind) rows, so that in expectation the weighted sum over the kept rows is the sum over the group.
+    The first n // 2 positives and the rest negatives are kept, a shortfall filled from the other kind. A kept row has the
+    weight (scored completions of its kind) / (kept completions of its kind), so that the expected weighted sum over the kept
+    rows is the sum over the group.
     """
     chosen = _of_both_kinds(drawn, kept)
     weights = np.zeros(drawn.num_rows)
@@ -306,69 +247,49 @@ def _check_at_least(name: str, value: int, lowest: int, advice: str):
         raise ValueError(f"`{name}` must be at least {lowest}, got {value}. {advice}.")
 
 
-def ask(
-    controller: RolloutController, round: int, prompts: Prompts, drawn: Rollouts, rng: np.random.Generator
+def _checked(
+    controller: RolloutController, method: str, answer: Any, length: int, kinds: str, what: str, most: float = np.inf
 ) -> np.ndarray:
-    """`controller.draw`, checked: int64. Raises a `ValueError` unless it is one integer of at least 0 per prompt."""
-    counts, name = np.asarray(controller.draw(round, prompts, drawn, rng)), type(controller).__name__
-    if counts.shape != (len(prompts),) or not np.issubdtype(counts.dtype, np.integer):
+    """An answer of a controller as an array. A `ValueError` unless its length, kind of dtype and values are valid."""
+    array, name = np.asarray(answer), type(controller).__name__
+    fits = array.shape == (length,) and array.dtype.kind in kinds
+    if not fits or not (np.isfinite(array) & (array >= 0) & (array <= most)).all():
         raise ValueError(
-            f"`{name}.draw` must return an integer array of shape ({len(prompts)},), the further completions of each "
-            f"prompt, got shape {counts.shape} and dtype {counts.dtype}."
+            f"`{name}.{method}` must return an array of shape ({length},), {what}, got {answer} of shape {array.shape} and "
+            f"dtype {array.dtype}."
         )
-    if counts.size and counts.min() < 0:
-        raise ValueError(
-            f"`{name}.draw` must return numbers of at least 0, got {counts.min()} for prompt {counts.argmin()}. "
-            "Return 0 for a prompt that gets no further completions."
-        )
-    return counts.astype(np.int64)
+    return array
+
+
+def ask(
+    controller: RolloutController, round: int, prompts: Prompts, drawn: Batch, rng: np.random.Generator
+) -> np.ndarray:
+    """`controller.draw`, checked: int64 of shape `(P,)`, at least 0."""
+    answer, what = controller.draw(round, prompts, drawn, rng), "an integer of at least 0 for each prompt"
+    return _checked(controller, "draw", answer, len(prompts), "iu", what).astype(np.int64)
 
 
 def ask_chances(
-    controller: RolloutController, round: int, prompts: Prompts, drawn: Rollouts, counts: np.ndarray
+    controller: RolloutController, round: int, prompts: Prompts, drawn: Batch, counts: np.ndarray
 ) -> np.ndarray | None:
-    """
-    `controller.chances`, checked: float64, 0 where `counts`, the further completions, are. Raises a `ValueError` unless it is
-    `None` or one probability a prompt, above 0 where there are further completions.
-    """
-    decided, name = controller.chances(round, prompts, drawn), type(controller).__name__
-    if decided is None:
+    """`controller.chances`, checked: `None`, or float64 of shape `(P,)`, 0 where `counts`, the further completions, are."""
+    answer = controller.chances(round, prompts, drawn)
+    if answer is None:
         return None
-    chances = np.asarray(decided)
-    if chances.shape != counts.shape or chances.dtype.kind != "f":
-        raise ValueError(
-            f"`{name}.chances` must return None or a float array of shape {counts.shape}, a probability for each prompt, got "
-            f"shape {chances.shape} and dtype {chances.dtype}."
-        )
-    wrong = np.flatnonzero(~((chances >= 0.0) & (chances <= 1.0)) | ((chances == 0.0) & (counts > 0)))
-    if len(wrong):
-        raise ValueError(
-            f"`{name}.chances` must return probabilities of at most 1, above 0 where `draw` asks for completions, got "
-            f"{chances[wrong[0]]} for prompt {wrong[0]}. Return the probabilities that `draw` goes by, or None."
-        )
+    chances = _checked(controller, "chances", answer, len(counts), "f", "a probability for each prompt", most=1.0)
     return np.where(counts > 0, chances.astype(np.float64), 0.0)
 
 
-def ask_more(controller: RolloutController, round: int, prompts: Prompts, drawn: Rollouts, live: int, k: int) -> int:
-    """`controller.more`, checked. Raises a `ValueError` unless it is an integer of at least 0."""
-    count, name = controller.more(round, prompts, drawn, live, k), type(controller).__name__
-    if isinstance(count, bool) or not isinstance(count, (int, np.integer)) or count < 0:
+def ask_more(controller: RolloutController, round: int, prompts: Prompts, drawn: Batch, k: int) -> int:
+    """`controller.more`, checked: an integer of at least 0."""
+    count = controller.more(round, prompts, drawn, k)
+    if not isinstance(count, (int, np.integer)) or count < 0:
+        name = type(controller).__name__
         raise ValueError(f"`{name}.more` must return an integer of at least 0, a number of prompts, got {count!r}.")
     return int(count)
 
 
-def ask_keep(controller: RolloutController, drawn: Rollouts, rng: np.random.Generator) -> np.ndarray:
-    """`controller.keep`, checked: float64. Raises a `ValueError` unless it is a bool or a finite weight per row."""
-    weights, name = np.asarray(controller.keep(drawn, rng)), type(controller).__name__
-    if weights.shape != (drawn.num_rows,) or weights.dtype.kind not in "bf":
-        raise ValueError(
-            f"`{name}.keep` must return an array of shape ({drawn.num_rows},) of bool or float, whether or how much each "
-            f"row counts in the update, got shape {weights.shape} and dtype {weights.dtype}."
-        )
-    wrong = np.flatnonzero(~np.isfinite(weights) | (weights < 0))
-    if len(wrong):
-        raise ValueError(
-            f"`{name}.keep` must return finite weights of at least 0, got {weights[wrong[0]]} for row {wrong[0]}. "
-            "Return 0 for a row that is not trained on."
-        )
-    return weights.astype(np.float64)
+def ask_keep(controller: RolloutController, drawn: Batch, rng: np.random.Generator) -> np.ndarray:
+    """`controller.keep`, checked: float64 of shape `(B,)`, finite and at least 0."""
+    answer, what = controller.keep(drawn, rng), "a bool or a finite weight of at least 0 for each row"
+    return _checked(controller, "keep", answer, drawn.num_rows, "bf", what).astype(np.float64)

@@ -233,8 +233,7 @@ class Rounds:
     def _extended(self, pending: Pending, drawn: Batch, wanted: int) -> Plan:
         """The plan, with further prompts if the controller wants them."""
         plan, prompts = pending.plan, self.state.prompts(drawn.prompt_ids)
-        live = int(drawn.alive.sum())
-        further = ask_more(self.controller, pending.round, prompts, drawn, live, wanted)
+        further = ask_more(self.controller, pending.round, prompts, drawn, wanted)
         if further == 0:
             return plan
         processes = self.accelerator.num_processes

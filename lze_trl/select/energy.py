@@ -1,4 +1,4 @@
-"""Learning-Zone Energy: from outcomes to one score a group (arXiv 2605.17003)."""
+"""Learning-Zone Energy: one score per group, from the outcomes of its completions (arXiv 2605.17003)."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ from ..batch import Batch, Table, differ, extremes
 
 
 def group_mean(values: np.ndarray, group: np.ndarray, num_groups: int) -> np.ndarray:
-    """Mean of the values of each group that are not NaN, shape `(P,)`; NaN for a group without values."""
+    """Mean of the values of each group, shape `(P,)`; NaN values are left out, and a group without values has NaN."""
     scored = ~np.isnan(values)
     counts = np.bincount(group[scored], minlength=num_groups)
     sums = np.bincount(group[scored], weights=values[scored], minlength=num_groups)
@@ -20,8 +20,8 @@ def anchor(first_pass_rates: np.ndarray, difficulty_floor: float = 0.05) -> np.n
 
 def outcome_uncertainty(outcomes: np.ndarray, group: np.ndarray, num_groups: int) -> np.ndarray:
     """
-    Outcome uncertainty u, four times the variance of the outcomes in each group, shape `(P,)`: 4·p·(1 − p) for passes and
-    fails. Exactly 0 for a group without scored outcomes, or whose scored outcomes are all equal.
+    Outcome uncertainty u, four times the variance of the outcomes of each group, shape `(P,)`: 4·p·(1 − p) for passes and
+    fails. Exactly 0 if all scored outcomes are equal.
     """
     mean = group_mean(outcomes, group, num_groups)
     uncertainty = 4.0 * group_mean((outcomes - mean[group]) ** 2, group, num_groups)
@@ -36,7 +36,7 @@ def pass_rate_momentum(pass_rates: np.ndarray, ema: np.ndarray) -> np.ndarray:
 def energy(
     difficulty: np.ndarray, uncertainty: np.ndarray, momentum: np.ndarray, momentum_weight: float = 0.3
 ) -> np.ndarray:
-    """Learning-Zone Energy E = D·u·(1 + α·m), shape `(P,)`. 0 where all outcomes are equal."""
+    """Learning-Zone Energy E = D·u·(1 + α·m), shape `(P,)`."""
     return difficulty * uncertainty * (1.0 + momentum_weight * momentum)
 
 
@@ -52,24 +52,22 @@ def score_groups(
     confidence: np.ndarray | None = None,
 ) -> Table:
     """
-    Score every group of a generation batch. A group without any scored completion has pass rate NaN and energy 0.
+    Score every group of a generation batch. A group without a scored completion has pass rate NaN and energy 0.
 
-    What is known from before has shape `(P,)`: pass rate at the first visit and moving average, NaN where this visit is the
-    first, number of visits, and whether this one is a re-check of a pruned prompt. `named_outcome` says that outcomes are
-    those of a reward that the user named, which then says what is solved. `confidence`, shape `(P,)`, is the probability that
-    the label of each group is right: by it, if given, energies are multiplied.
+    Arrays have shape `(P,)`: pass rate at the first visit and moving average (NaN before the first visit), number of visits,
+    whether this visit is a re-check of a pruned prompt, and optionally a factor of the energies. With `named_outcome`, the
+    outcomes alone say what is solved.
     """
     num_groups, group = rollouts.num_groups, rollouts.group
-    pass_rates = group_mean(rollouts.outcomes, group, num_groups)
+    alive, pass_rates = rollouts.alive, group_mean(rollouts.outcomes, group, num_groups)
     first = np.where(np.isnan(first_pass_rates), pass_rates, first_pass_rates)
     average = np.where(np.isnan(ema), pass_rates, ema)
     difficulty = np.nan_to_num(anchor(first, difficulty_floor))
     uncertainty = outcome_uncertainty(rollouts.outcomes, group, num_groups)
     momentum = np.nan_to_num(pass_rate_momentum(pass_rates, average))
+    energies = energy(difficulty, uncertainty, momentum, momentum_weight)
     reward_mean = group_mean(rollouts.rewards, group, num_groups)
     reward_variance = group_mean((rollouts.rewards - reward_mean[group]) ** 2, group, num_groups)
-    alive = rollouts.alive
-    energies = energy(difficulty, uncertainty, momentum, momentum_weight)
     prompt_tokens = np.zeros(num_groups, dtype=np.int64)
     np.maximum.at(prompt_tokens, group, rollouts.prompt_tokens)
     completion_tokens = np.bincount(group, weights=rollouts.completion_tokens, minlength=num_groups)

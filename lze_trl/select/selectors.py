@@ -7,38 +7,33 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..arrays import Groups
+from ..batch import Table
 
 
 class Selector(ABC):
     """
     A strategy that chooses the groups to train on.
 
-    Derive your own, define `select`, and pass it to `LZEGRPOTrainer(selector=...)`. It must depend on its arguments alone:
-    every process calls it with the same values and has to get the same answer.
+    Derive your own, define `select`, and pass it to `LZEGRPOTrainer(selector=...)`. The answer must depend on the arguments
+    alone: every process calls it with the same values and has to get the same answer.
     """
 
     @abstractmethod
-    def select(self, groups: Groups, k: int, rng: np.random.Generator) -> np.ndarray:
+    def select(self, groups: Table, k: int, rng: np.random.Generator) -> np.ndarray:
         """
-        Args:
-            groups ([`Groups`]): The scored groups.
-            k (`int`): Number of groups that the selection ratio asks for.
-            rng (`np.random.Generator`): Source of randomness, the same on every process.
-
-        Returns:
-            `np.ndarray` of shape `(≤ P,)`: Distinct indices of the chosen groups.
+        Distinct indices of the chosen groups, shape `(≤ P,)`. The selection ratio asks for `k` of them; `rng` gives the same
+        numbers on every process.
         """
 
 
 def quota(ratio: float, num_groups: int) -> int:
     """K = ρ·P rounded to the nearest integer (halves up), at least 1."""
-    # 0.29 · 50 is 14.499999999999998 in binary: what the user means by ρ is its decimal value
+    # 0.29 · 50 is 14.499999999999998 in binary; the user means the decimal value
     return max(1, math.floor(round(ratio * num_groups, 9) + 0.5))
 
 
 def top_k(scores: np.ndarray, eligible: np.ndarray, k: int) -> np.ndarray:
-    """Ascending indices of the `k` eligible groups, or fewer, with the highest scores. Ties go to the lower index."""
+    """Ascending indices of the `k` eligible groups with the highest scores, or fewer. Ties go to the lower index."""
     candidates = np.flatnonzero(eligible)
     order = np.argsort(-scores[candidates], kind="stable")
     return np.sort(candidates[order[:k]])
@@ -46,12 +41,18 @@ def top_k(scores: np.ndarray, eligible: np.ndarray, k: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class EnergySelector(Selector):
-    """Highest Learning-Zone Energy with Gumbel noise of scale `gumbel_scale`·max(max E − min E, 0.01), live groups."""
+    """The live groups with the highest energy, plus Gumbel noise of scale `gumbel_scale`·max(max E − min E, 0.01)."""
 
     gumbel_scale: float = 0.05
 
-    def select(self, groups: Groups, k: int, rng: np.random.Generator) -> np.ndarray:
-        noise = rng.gumbel(size=len(groups))  # drawn for all groups: the stream does not depend on who is alive
+    def __post_init__(self):
+        if not 0 <= self.gumbel_scale < math.inf:
+            raise ValueError(
+                f"`gumbel_scale` must be at least 0, got {self.gumbel_scale}. Use 0 to rank without noise."
+            )
+
+    def select(self, groups: Table, k: int, rng: np.random.Generator) -> np.ndarray:
+        noise = rng.gumbel(size=len(groups))  # for all groups, so that the stream does not depend on who is alive
         live = groups.alive
         if not live.any():
             return np.empty(0, dtype=np.int64)
@@ -63,11 +64,11 @@ class EnergySelector(Selector):
 
 @dataclass(frozen=True)
 class ScoreSelector(Selector):
-    """Highest `score(groups)` among the live groups, ties broken at random."""
+    """The live groups with the highest `score(groups)`, ties broken at random."""
 
-    score: Callable[[Groups], np.ndarray]
+    score: Callable[[Table], np.ndarray]
 
-    def select(self, groups: Groups, k: int, rng: np.random.Generator) -> np.ndarray:
+    def select(self, groups: Table, k: int, rng: np.random.Generator) -> np.ndarray:
         order = rng.permutation(len(groups))
         scores = np.round(self.score(groups), 9)  # 1/3 and 2/3 are equally far from 1/2, up to the last bit
         chosen = top_k(scores[order], groups.alive[order], k)
@@ -75,28 +76,28 @@ class ScoreSelector(Selector):
 
 
 class RandomSelector(Selector):
-    """A random share of all groups, dead ones included: the control for every other selector."""
+    """Random groups, dead ones included: the control for every other selector."""
 
-    def select(self, groups: Groups, k: int, rng: np.random.Generator) -> np.ndarray:
+    def select(self, groups: Table, k: int, rng: np.random.Generator) -> np.ndarray:
         return np.sort(rng.permutation(len(groups))[:k])
 
 
 class AllSelector(Selector):
     """Every group: plain GRPO."""
 
-    def select(self, groups: Groups, k: int, rng: np.random.Generator) -> np.ndarray:
+    def select(self, groups: Table, k: int, rng: np.random.Generator) -> np.ndarray:
         return np.arange(len(groups))
 
 
 class ZeroVarianceFilter(Selector):
-    """Every live group: those that have advantages, whatever counts as a pass."""
+    """Every live group."""
 
-    def select(self, groups: Groups, k: int, rng: np.random.Generator) -> np.ndarray:
+    def select(self, groups: Table, k: int, rng: np.random.Generator) -> np.ndarray:
         return np.flatnonzero(groups.alive)
 
 
 def make_selector(name: str, gumbel_scale: float = 0.05) -> Selector:
-    """Selector of a configuration's `selector` field."""
+    """The selector with a name."""
     selectors = {
         "energy": EnergySelector(gumbel_scale),
         "variance": ScoreSelector(lambda groups: groups.uncertainty),
@@ -110,36 +111,31 @@ def make_selector(name: str, gumbel_scale: float = 0.05) -> Selector:
     return selectors[name]
 
 
-def choose(selector: Selector, groups: Groups, k: int, rng: np.random.Generator) -> np.ndarray:
+def choose(selector: Selector, groups: Table, k: int, rng: np.random.Generator) -> np.ndarray:
     """`selector.select`, checked: whether each group is chosen, shape `(P,)`, bool."""
     indices = np.asarray(selector.select(groups, k, rng))
-    name = type(selector).__name__
-    if indices.ndim != 1 or (indices.size and not np.issubdtype(indices.dtype, np.integer)):
+    valid = indices.ndim == 1 and (indices.dtype.kind in "iu" or not indices.size)
+    if not valid or not np.isin(indices, np.arange(len(groups))).all() or len(np.unique(indices)) < len(indices):
         raise ValueError(
-            f"`{name}.select` must return a one-dimensional array of group indices, got shape {indices.shape} and "
-            f"dtype {indices.dtype}."
-        )
-    inside = (indices >= 0) & (indices < len(groups))
-    if not inside.all() or len(np.unique(indices)) != len(indices):
-        raise ValueError(
-            f"`{name}.select` must return distinct indices in [0, {len(groups)}), got {indices.tolist()}."
+            f"`{type(selector).__name__}.select` must return a one-dimensional array of distinct group indices in [0, "
+            f"{len(groups)}), got {indices.tolist()} of dtype {indices.dtype}."
         )
     return np.isin(np.arange(len(groups)), indices)
 
 
 def choose_groups(
     selector: Selector,
-    groups: Groups,
+    groups: Table,
     loss_tokens: np.ndarray,
     k: int,
     draws_prompts: bool,
     make_rng: Callable[[], np.random.Generator],
 ) -> np.ndarray:
     """
-    Choose the groups of a generation batch to train on, shape `(P,)`, bool. Those that have waited come first.
+    The groups of a generation batch to train on, shape `(P,)`, bool.
 
-    `loss_tokens` counts the tokens of each group that the loss covers. `draws_prompts` says that prompts were drawn until `k`
-    groups were alive: then no dead group is chosen, and at most `k` are. Each generator of `make_rng` has the same numbers.
+    `loss_tokens` counts the tokens of each group that the loss covers. With `draws_prompts`, prompts were drawn until `k`
+    groups were alive: only live groups are chosen, at most `k`. Each generator of `make_rng` has the same numbers.
     """
 
     def among(candidates: np.ndarray, at_most: int | None = None) -> np.ndarray:
@@ -153,6 +149,6 @@ def choose_groups(
         return among(groups.alive & (loss_tokens > 0), at_most=k)
     chosen = among(np.ones(len(groups), dtype=bool))
     if chosen.sum() == k and not loss_tokens[chosen].all() and not isinstance(selector, AllSelector):
-        # A group whose completions are all truncated and masked takes no place of another. Plain GRPO counts it
+        # A group without tokens in the loss (all truncated and masked) takes no other's place, except in plain GRPO
         chosen = among(loss_tokens > 0)
     return chosen

@@ -1,0 +1,140 @@
+"""When to stop a group early: a forecast from its first completion, and the threshold that the forecast has to reach."""
+
+import numpy as np
+
+from ..batch import Batch, Prompts
+from .regression import SCORE_MEMORY, OnlineRegression, bounded_logprob, log_odds
+
+
+_FIRST = ("one", "outcome", "no_logprob", "logprob", "chance", "outcome_logprob", "outcome_chance")
+FEATURES = (
+    *(f"new_{name}" for name in _FIRST),
+    *(f"known_{name}" for name in _FIRST),
+    *("forecast", "surprise", "surprise_chance"),
+)
+"""Features of a first completion: of new prompts, of known prompts, and its distance from what was expected."""
+
+
+class Threshold:
+    """
+    Logistic regression of "the whole group will be alive", with the log-odds of `Prompts.alive` as offset and features of the
+    first completion, see [`OnlineRegression`].
+
+    It learns from groups that were completed. A group that was completed by chance represents 1 / probability groups. The
+    threshold also uses recent yields, so that small batches are not judged by a few prompts alone.
+    """
+
+    RECENT = 16
+    """Batches of fewer prompts are judged together with the latest batches, up to this many prompts."""
+
+    def __init__(self):
+        self.model = OnlineRegression(len(FEATURES))
+        self._live = np.zeros(2)  # decayed: live groups kept deterministically; estimated total
+        self._recent = np.zeros(4)  # decayed: prompts, live groups forecast, live groups seen, completions
+        self._metrics: dict[str, float] = {}
+
+    def alive(self, prompts: Prompts, drawn: Batch) -> np.ndarray:
+        """Probability that each whole group will be alive, shape `(P,)`: 1 if it already is, NaN without a completion."""
+        known = drawn.sizes > 0
+        chances = np.full(len(prompts), np.nan)
+        if known.any():
+            model, offset = self.model.forecasts(*_examples(prompts.take(known), drawn))
+            chances[known] = model if self.model.used else offset
+        return np.where(drawn.alive, 1.0, chances)
+
+    def needed(self, prompts: Prompts, group_size: int) -> float:
+        """
+        Probability of being alive from which further completions of a group yield more live groups each than elsewhere: its
+        first completion, or the remaining ones once `prompts.alive_given_first` are known.
+
+        Recent batches contribute their seen live groups to the threshold of the remaining completions, so that all groups
+        continue while none was alive, and their forecasts to the threshold of the first one.
+        """
+        others, forecasts = group_size - 1, prompts.alive_given_first
+        count, forecast, live, completions = self._recent * self._kept(prompts)
+        if not np.isnan(forecasts).all():
+            return others * best_yield(forecasts, others, live, completions)
+        mean = (prompts.alive.sum() + forecast) / (len(prompts) + count)
+        return needed_to_begin(mean / group_size, group_size)
+
+    def _kept(self, prompts: Prompts) -> float:
+        """Share of the recent batches that still counts beside a batch of these prompts."""
+        return max(1.0 - len(prompts) / self.RECENT, 0.0)
+
+    def see(self, prompts: Prompts, drawn: Batch, counts: np.ndarray):
+        """
+        Score the forecasts of a generation batch, then learn from it. `prompts` are from before the batch; `counts`, shape
+        `(P,)`, is how many groups each completed group represents, 0 for stopped ones.
+        """
+        complete = counts > 0
+        seen = np.array([len(prompts), prompts.alive.sum(), drawn.alive.sum(), drawn.num_rows], dtype=np.float64)
+        self._recent = self._recent * self._kept(prompts) + seen
+        offset, inputs = _examples(prompts, drawn)
+        examples = offset[complete], inputs[complete]
+        alive, counts = drawn.alive[complete], counts[complete]
+        quality = self.model.score(*self.model.forecasts(*examples), alive, counts)
+        self._metrics = {"gate_share": float(complete.mean())}
+        self._metrics |= {f"gate_{name}": value for name, value in quality.items()}
+        live = [float((alive & (counts == 1.0)).sum()), float(counts[alive].sum())]
+        self._live = SCORE_MEMORY * self._live + np.array(live)
+        if self._live[1] > 0:
+            self._metrics["gate_live_kept"] = float(self._live[0] / self._live[1])
+        self.model.learn(*examples, alive, counts)
+
+    def metrics(self) -> dict[str, float]:
+        """Metrics of the last generation batch, and the share of live groups kept lately; empty without a gate."""
+        return self._metrics
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        return self.model.state_dict() | {"live": self._live, "recent": self._recent}
+
+    def load_state_dict(self, state: dict[str, np.ndarray]):
+        self.model.load_state_dict(state)
+        self._live, self._recent, self._metrics = state["live"].copy(), state["recent"].copy(), {}
+
+
+def _examples(prompts: Prompts, drawn: Batch) -> tuple[np.ndarray, np.ndarray]:
+    """Log-odds of the earlier forecast, and features, of prompts with completions. A missing outcome counts as 1/2."""
+    rows = np.unique(drawn.group, return_index=True)[1]
+    outcomes = np.nan_to_num(drawn.outcomes[rows], nan=0.5)
+    return log_odds(prompts.alive), features(prompts, outcomes, drawn.logprobs[rows])
+
+
+def features(prompts: Prompts, outcomes: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
+    """Features of groups, `(P, F)`, all between about −1 and 2, from outcomes and log-probabilities of first completions."""
+    missing, surprise = np.isnan(logprobs), np.abs(outcomes - prompts.pass_rates)
+    logprobs = np.where(missing, -1.0, np.minimum(logprobs, 0.0))
+    bounded, chance = bounded_logprob(logprobs) * ~missing, np.exp(logprobs) * ~missing
+    first = np.stack(
+        [np.ones_like(outcomes), outcomes, missing, bounded, chance, outcomes * bounded, outcomes * chance], axis=1
+    )
+    against = np.stack([log_odds(prompts.alive) / 4.0, surprise, surprise * chance], axis=1)
+    known = (prompts.visits > 0).astype(np.float64)[:, np.newaxis]
+    return np.concatenate([first * (1.0 - known), first * known, against * known], axis=1)
+
+
+def best_yield(alive: np.ndarray, cost: int, live: float = 0.0, completions: float = 0.0) -> float:
+    """
+    The most live groups per completion that the best choice of groups to complete gives, for groups with one completion each.
+
+    Completing a group takes `cost` more completions. The k likeliest groups are completed, with the k that maximises
+    (live + sum of their probabilities) / (completions + groups + k·cost); they are also the groups whose probability is at
+    least cost · the result (Dinkelbach). NaN (no completion) is left out; 0 without groups.
+    """
+    forecasts = -np.sort(-alive[~np.isnan(alive)])
+    if not completions + len(forecasts):
+        return 0.0
+    sums = live + np.cumsum([0.0, *forecasts])
+    return float((sums / (completions + len(forecasts) + cost * np.arange(len(sums)))).max())
+
+
+def needed_to_begin(elsewhere: float, group_size: int) -> float:
+    """
+    Probability p of being alive from which a group is worth its first completion, if other completions yield r = `elsewhere`
+    live groups each.
+
+    It is worth it only if E[max(q − r·(G − 1), 0)] ≥ r, with q the probability given the first completion and E[q] = p. The
+    left side is at most p·(1 − r·(G − 1)).
+    """
+    left = 1.0 - elsewhere * (group_size - 1)
+    return min(elsewhere / left, 1.0) if left > 0.0 else 1.0
