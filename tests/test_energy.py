@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lze_trl.select.energy import group_mean, outcome_uncertainty, score_groups
+from lze_trl.select.energy import outcome_uncertainty, score_groups
 from samples import NAN, outcome_groups, rollouts, scored
 
 
@@ -84,11 +84,6 @@ def test_reward_statistics_and_tokens():
     np.testing.assert_array_equal(groups.prompt_tokens, [11, 14, 15])
     np.testing.assert_array_equal(groups.completion_tokens, [2 + 3, 4 + 5 + 6, 7])
     np.testing.assert_array_equal(groups.prompt_ids, [5, 6, 8])
-
-
-def test_group_mean_of_interleaved_rows():
-    mean = group_mean(np.array([1.0, 10.0, NAN, 20.0, 3.0]), np.array([0, 1, 0, 1, 0]), 3)
-    np.testing.assert_array_equal(mean, [2.0, 15.0, NAN])
 
 
 @given(outcome_groups(), st.data())

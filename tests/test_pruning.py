@@ -274,22 +274,6 @@ def test_settings_are_checked(planner, given, message):
 # ---- Further prompts of a batch ----
 
 
-def test_further_prompts_of_a_batch():
-    stream = stream_of(6)
-    assert stream.take(2, np.array([], dtype=np.int64)).tolist() == [0, 1]
-    assert stream.take(3, np.array([0, 1])).tolist() == [2, 3, 4]
-    # Row 5 ends the first pass, and the second has only 0 and 1 that the batch does not hold: one row is missing
-    assert stream.take(4, np.array([2, 3, 4])).tolist() == [5, 0, 1]
-    assert stream.pass_index == 1
-    # All prompts are in the batch: no further pass is begun
-    assert stream.take(4, np.array([2, 3, 4, 5, 0, 1])).tolist() == []
-    assert stream.pass_index == 1
-    # The next batch has the rest of the second pass, and then the third
-    assert stream.take(4).tolist() == [2, 3, 4, 5]
-    assert stream.take(2).tolist() == [0, 1]
-    assert stream.pass_index == 2
-
-
 @settings(max_examples=80)
 @given(st.integers(1, 20), st.booleans(), st.data())
 def test_a_batch_of_several_takes_holds_no_prompt_twice(num_prompts, shuffle, data):
