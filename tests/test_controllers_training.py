@@ -550,6 +550,10 @@ BAD_CONTROLLERS = {
         {"chances": lambda round, prompts, drawn: np.full(len(prompts), 2.0)},
         "`Odd.chances` must return .* a probability for each prompt, got ",
     ),
+    "drawn without a chance": (
+        {"chances": lambda round, prompts, drawn: np.zeros(len(prompts))},
+        "`Odd.chances` must be above 0 where `draw` asks for completions, got 0 for prompt 0",
+    ),
     "rows, not weights": ({"keep": lambda drawn, rng: np.arange(3)}, "`Odd.keep` must return an array of shape"),
 }
 

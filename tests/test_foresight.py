@@ -1,6 +1,5 @@
 """Foresight: forecasts of live groups, learned online."""
 
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -56,7 +55,9 @@ class World:
         tokens = np.ones(len(group), dtype=np.int64)
         sampled = -entropy[group] * rng.exponential(2.0, len(group)) if logprobs else None
         known = self.state.history(ids)
-        batch = Batch.of(ids, group, outcomes, outcomes, tokens, tokens, logprobs=sampled)
+        batch = Batch.of(
+            ids, group, outcomes, outcomes, tokens, tokens, **({} if sampled is None else {"logprobs": sampled})
+        )
         expected = self.state.foresight.forecasts(known, size)
         groups = self.state.visit(batch)
         return known.visits > 0, *expected, groups.alive
@@ -192,7 +193,7 @@ def test_the_last_visit_is_remembered():
     state = PromptState()
     batch = rollouts({7: [1, 0, 1, 1], 8: [0, 0, 0, 0]})
     sampled = np.array([-1.0, -2.0, NAN, -0.5, NAN, NAN, NAN, NAN])
-    state.visit(batch.with_rows(logprobs=sampled))
+    state.visit(batch.with_rows(**({} if sampled is None else {"logprobs": sampled})))
     known = state.history(np.array([8, 7, 99]))
     assert known.visits.tolist() == [1, 1, 0]
     assert known.last.tolist() == [0.0, 0.75, 0.0]

@@ -375,6 +375,18 @@ def test_columns_of_any_name_are_recorded(tmp_path):
     assert completions.score.tolist()[0].tolist() == [8, 9]
 
 
+def test_a_column_may_change_its_type(tmp_path):
+    writer = TelemetryWriter(tmp_path, flush_seconds=60)
+    for generation, values in enumerate((np.array([1, 0, 2]), np.array(["a", "b", "c"], dtype=object))):
+        record = make_record(generation)
+        record.prompts["source"] = values
+        writer.record(record)
+    writer.close()
+    run = open_run(tmp_path)
+    assert run.groups(11).source.tolist() == ["1", "a"]
+    assert run.generations().generation.tolist() == [0, 1]
+
+
 def test_settings_file_of_something_else_may_lie_beside_the_folder(tmp_path):
     record_run(tmp_path / "telemetry", [make_record(0)])
     (tmp_path / "meta.json").write_text('{"mine": 1}')

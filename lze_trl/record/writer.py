@@ -179,11 +179,14 @@ class TelemetryWriter:
             self._meta.write(self.directory)
             self._named = self._meta.reward_names
         for table, waiting in self._rows.items():
-            if waiting:
+            while waiting:
+                try:
+                    rows, count = pa.concat_tables(waiting, promote_options="permissive"), len(waiting)
+                except pa.ArrowException:  # a column has another type than in the batch before
+                    rows, count = waiting[0], 1
                 # The last generation batch in a file is what a resumed run looks for
-                path = self.directory / table / f"{generation:08d}-{time.time_ns()}.parquet"
-                write_part(path, pa.concat_tables(waiting, promote_options="permissive"))
-                waiting.clear()
+                write_part(self.directory / table / f"{generation:08d}-{time.time_ns()}.parquet", rows)
+                del waiting[:count]
         with self._condition:
             self._unwritten -= unwritten
             self._condition.notify_all()

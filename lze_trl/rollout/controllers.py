@@ -277,6 +277,11 @@ def ask_chances(
     if answer is None:
         return None
     chances = _checked(controller, "chances", answer, len(counts), "f", "a probability for each prompt", most=1.0)
+    if wrong := np.flatnonzero((chances == 0.0) & (counts > 0)).tolist():
+        raise ValueError(
+            f"`{type(controller).__name__}.chances` must be above 0 where `draw` asks for completions, got 0 for prompt "
+            f"{wrong[0]}. Return the probabilities that `draw` goes by, or None."
+        )
     return np.where(counts > 0, chances.astype(np.float64), 0.0)
 
 
