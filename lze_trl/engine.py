@@ -19,7 +19,6 @@ from accelerate.utils import gather_object
 from trl import GRPOTrainer
 
 from .checks import IMAGE_COLUMNS, NO_IMAGE, images_error
-from .evaluation.during import engine_of
 from .memory.identity import ID_COLUMN
 from .pack.batch import widths
 from .pack.layout import Layout
@@ -152,7 +151,9 @@ class Engine:
 
     @contextmanager
     def policy(self) -> Iterator[Any]:
-        """The policy of the moment, as an engine that completes requests; see [`~lze_trl.evaluation.during.engine_of`]."""
+        """The policy of the moment, as an engine that completes requests; see [`~lze_trl.evaluation.policy.engine_of`]."""
+        from .evaluation.policy import engine_of  # for self-play alone
+
         trainer = self._trainer
         with engine_of(trainer)() as engine:
             if trainer.args.use_vllm and trainer.args.vllm_mode == "http":  # its servers have just got the weights
