@@ -94,22 +94,6 @@ def test_majority_by_equivalence(rewards, answers, value, is_tie):
     assert majority(rewards, answers, same_number) == (pytest.approx(value), is_tie)
 
 
-@given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["", "0", "1.0"])), min_size=1, max_size=9), st.randoms())
-def test_majority_does_not_depend_on_the_order(samples, random):
-    samples = [(float(number == 2), f"{number}{zeros}" if zeros != "0" else str(number)) for number, zeros in samples]
-    shuffled = random.sample(samples, len(samples))
-    assert majority(*zip(*samples, strict=True), same_number) == majority(*zip(*shuffled, strict=True), same_number)
-
-
-def test_classes_are_cliques():
-    chain = {("a", "b"), ("b", "a"), ("b", "c"), ("c", "b")}  # a ~ b ~ c, but not a ~ c
-    vote = majority(
-        [1, 1, 0, 0, 0], ["b", "b", "a", "c", "c"], lambda one, other: one == other or (one, other) in chain
-    )
-    # b leads with two votes and c has two; a or c may join b, not both, and c comes first: two of the four have 1
-    assert vote == (0.5, False)
-
-
 @settings(max_examples=20, deadline=None)
 @given(st.lists(st.integers(0, 4), min_size=2, max_size=30))
 def test_intervals_hold_the_mean(quarters):

@@ -15,7 +15,9 @@ from .settings import Decoding, EvaluationError
 
 logger = logging.getLogger(__name__)
 
-_TOO_LONG = re.compile(r"maximum context(\s|\\n)+length|maximum model length")  # in vLLM's words
+_TOO_LONG = re.compile(
+    r"maximum context(\s|\\n)+length|maximum model length|max_tokens must be at least 1"
+)  # in vLLM's words
 
 
 class ServerEngine:

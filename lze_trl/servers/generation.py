@@ -161,7 +161,17 @@ class HTTPGeneration:
             Group(prompt, count, self._body | {"seed": self._seed(i)}) for i, (prompt, count) in enumerate(pairs)
         ]
         self.batches += 1
-        return self._on_main_process(lambda: self.pool.complete(groups))
+        return self._on_main_process(lambda: self._complete(groups))
+
+    def _complete(self, groups: list[Group]) -> list[list[Completion]]:
+        longest = max((len(group.prompt) for group in groups), default=0)
+        context = min(server.max_model_len for server in self.pool.servers)
+        if longest >= context:
+            raise ValueError(
+                f"A prompt has {longest} tokens, and the context of the vLLM servers is {context}. Start them with a larger "
+                "`--max-model-len`, or leave such prompts out of the dataset."
+            )
+        return self.pool.complete(groups)
 
     def close(self):
         """Remove the weights from the sync directory."""
