@@ -19,7 +19,7 @@ import torch
 from accelerate import Accelerator, PartialState
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from lze_trl.rollout.servers.weights import export_weights
+from lze_trl.servers.weights import export_weights
 
 
 _HIDDEN, _VOCABULARY = 1024, 8192

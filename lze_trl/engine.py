@@ -21,7 +21,6 @@ from trl import GRPOTrainer
 
 from .batch import Batch
 from .checks import IMAGE_COLUMNS, NO_IMAGE, images_error
-from .evaluation.during import engine_of
 from .memory.identity import ID_COLUMN
 from .pack.micro_batch import widths
 from .pack.window import Window
@@ -166,7 +165,9 @@ class Engine:
 
     @contextmanager
     def policy(self) -> Iterator[Any]:
-        """The policy of the moment, as an engine that completes requests; see [`~lze_trl.evaluation.during.engine_of`]."""
+        """The policy of the moment, as an engine that completes requests; see [`~lze_trl.evaluation.policy.engine_of`]."""
+        from .evaluation.policy import engine_of  # for self-play alone
+
         trainer = self._trainer
         with engine_of(trainer)() as engine:
             if trainer.args.use_vllm and trainer.args.vllm_mode == "http":  # its servers have just got the weights

@@ -11,11 +11,11 @@ from huggingface_hub import HfApi
 
 from .app.runs import used_settings
 from .checkpoint import find_state
-from .evaluation.results import FOLDER as EVALUATIONS
-from .evaluation.results import RESULT_FILES, first_and_last, markdown, read_results
 from .files import write_atomically
 from .record import MissingTelemetryError, open_run
 from .record.curves import held_out
+from .record.evaluations import FOLDER as EVALUATIONS
+from .record.evaluations import RESULT_FILES, first_and_last, markdown, read_results
 from .record.ledger import PLAIN, against_plain, headline, skipped_visits
 from .record.schema import DIRECTORY
 from .remote import download

@@ -7,9 +7,9 @@ from pathlib import Path
 from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-from .evaluation.results import RESULT_FILES
 from .files import made_aside
 from .record import MissingTelemetryError
+from .record.evaluations import RESULT_FILES
 from .record.schema import DIRECTORY
 
 

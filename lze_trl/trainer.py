@@ -189,7 +189,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         checks.refuse_unfit_tokenizers(self)
         checks.refuse_long_prompts(self, given)
         if over_http:
-            from .rollout.servers.generation import HTTPGeneration
+            from .servers.generation import HTTPGeneration
 
             tokenizer: Any = self.processing_class
             Engine(self).connect(HTTPGeneration(self.model, self.accelerator, tokenizer, args))

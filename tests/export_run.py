@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from benchmarks.sync_memory import measure
-from lze_trl.rollout.servers.weights import export_weights
+from lze_trl.servers.weights import export_weights
 from test_vllm_weights import adapted
 
 

@@ -12,8 +12,6 @@ Evaluation on tasks. Locked here:
 import itertools
 import json
 import math
-import re
-import shlex
 from pathlib import Path
 
 import numpy as np
@@ -26,13 +24,13 @@ from scipy.stats import binomtest
 import tiny
 from lze_trl.evaluation.contamination import overlaps
 from lze_trl.evaluation.engines import Output, Request, TransformersEngine, weights_of
-from lze_trl.evaluation.results import markdown, read_results
 from lze_trl.evaluation.run import Evaluation
 from lze_trl.evaluation.samples import SampleFile
 from lze_trl.evaluation.settings import PRESETS, Decoding, EvaluationError
 from lze_trl.evaluation.statistics import compare, estimate, majority, mean_over_tasks, pass_at_k
 from lze_trl.evaluation.tasks import TASKS, Problem, find_tasks, load_problems
-from lze_trl.job.cli import build_parser, main
+from lze_trl.job.cli import main
+from lze_trl.record.evaluations import markdown, read_results
 
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
@@ -76,11 +74,6 @@ def test_pass_at_k_counts_the_subsets_with_a_pass(passed, data):
     assert pass_at_k(len(passed), sum(passed), k) == pytest.approx(sum(map(any, subsets)) / len(subsets), abs=1e-12)
 
 
-def test_pass_at_k_refuses_more_than_there_are():
-    with pytest.raises(ValueError, match="between 1 and the 3 samples"):
-        pass_at_k(3, 1, 4)
-
-
 def same_number(one, other):
     return float(one) == float(other)
 
@@ -99,22 +92,6 @@ def same_number(one, other):
 )
 def test_majority_by_equivalence(rewards, answers, value, is_tie):
     assert majority(rewards, answers, same_number) == (pytest.approx(value), is_tie)
-
-
-@given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["", "0", "1.0"])), min_size=1, max_size=9), st.randoms())
-def test_majority_does_not_depend_on_the_order(samples, random):
-    samples = [(float(number == 2), f"{number}{zeros}" if zeros != "0" else str(number)) for number, zeros in samples]
-    shuffled = random.sample(samples, len(samples))
-    assert majority(*zip(*samples, strict=True), same_number) == majority(*zip(*shuffled, strict=True), same_number)
-
-
-def test_classes_are_cliques():
-    chain = {("a", "b"), ("b", "a"), ("b", "c"), ("c", "b")}  # a ~ b ~ c, but not a ~ c
-    vote = majority(
-        [1, 1, 0, 0, 0], ["b", "b", "a", "c", "c"], lambda one, other: one == other or (one, other) in chain
-    )
-    # b leads with two votes and c has two; a or c may join b, not both, and c comes first: two of the four have 1
-    assert vote == (0.5, False)
 
 
 @settings(max_examples=20, deadline=None)
@@ -154,39 +131,13 @@ def test_comparison_is_paired():
     first, second = [1, 1, 1, 0, 1, 1, 1, 1], [0, 1, 0, 1, 0, 0, 0, 0]
     found = compare(first, second)
     assert found.difference.value == pytest.approx(5 / 8)
-    assert (found.only_first, found.only_second) == (6, 1)
     assert found.p_value == pytest.approx(2 * (7 + 1) / 2**7)  # at most one of seven coins, twice
     assert found.difference.low < 5 / 8 < found.difference.high
-    same = compare(first, first)
-    assert same.p_value == 1.0
-    assert same.difference.low < 0 < same.difference.high
+    assert compare(first, first) == ((0.0, None, None), 1.0)
     noisy = np.linspace(0.2, 0.8, 30)
     better = noisy + np.where(np.arange(30) % 2, 0.01, 0.02)
     assert compare(better, noisy).difference.low > 0  # the problems differ by far more than the models do
-    assert compare(better, noisy)[1:] == (None, None, None)  # no problem is solved or not
-
-
-def paired(both, only_first, only_second, neither):
-    pairs = [(1, 1)] * both + [(1, 0)] * only_first + [(0, 1)] * only_second + [(0, 0)] * neither
-    return compare(*zip(*pairs, strict=True)).difference
-
-
-def test_the_interval_of_paired_passes_is_newcombes():
-    assert paired(36, 12, 2, 0)[1:] == pytest.approx((0.0569, 0.3404), abs=5e-5)  # Newcombe 1998, method 10
-    one, two = (binomtest(k, 21).proportion_ci(method="wilson") for k in (2, 8))  # too few to call them correlated
-    low = -6 / 21 - math.hypot(2 / 21 - one.low, two.high - 8 / 21)
-    high = -6 / 21 + math.hypot(one.high - 2 / 21, 8 / 21 - two.low)
-    assert paired(1, 1, 7, 12) == pytest.approx((-6 / 21, low, high))
-    assert paired(2, 0, 43, 0).high < 0
-    assert paired(9, 0, 0, 0).low < 0 < paired(9, 0, 0, 0).high
-
-
-def test_models_that_differ_by_the_same_everywhere_have_an_interval():
-    for n in (1, 5, 100):
-        found = compare([0.75] * n, [0.5] * n).difference
-        share = 1 - binomtest(0, n).proportion_ci(0.95, method="exact").high
-        assert found == pytest.approx((0.25, 0.25 * share - (1 - share), 0.25 * share + (1 - share)))
-        assert -1 <= found.low < 0.25 < found.high <= 1
+    assert compare(better, noisy).p_value is None  # McNemar's test is one of passes and fails
 
 
 def test_the_mean_over_tasks_weighs_tasks_alike():
@@ -300,15 +251,11 @@ def test_another_command_in_the_same_folder_keeps_what_is_there(tmp_path):
         return Answering(lambda request: "0")
 
     both = run(engine(), tmp_path, {"one": (problems(4), 0), "two": (problems(5), 0)})
-    third = run(engine(), tmp_path, {"three": (problems(3), 0)}, limit=3)
+    assert "| mean over tasks |" in markdown({"x": both})
+    third = run(engine(), tmp_path, {"three": (problems(3), 0)})
     assert list(third["tasks"]) == ["one", "two", "three"]
     assert third["tasks"].items() >= both["tasks"].items()
-    assert (third["mean"], third["mean_over"]) == (both["mean"], ["one", "two"])
-    assert "| mean over one, two |" in markdown({"x": third})
-    assert [found["limit"] for found in third["tasks"].values()] == [None, None, 3]
-    again = run(engine(), tmp_path, {"one": (problems(6), 0)})
-    assert [found["problems"] for found in again["tasks"].values()] == [6, 5, 3]
-    assert again["mean"] is None  # it was over fewer problems of that task
+    assert third["mean"] is None  # it would be over other tasks
 
 
 def test_other_settings_in_the_same_folder_are_refused(tmp_path):
@@ -321,21 +268,14 @@ def test_other_settings_in_the_same_folder_are_refused(tmp_path):
 
 def test_whatever_decides_the_completions_tells_a_checkpoint(tmp_path):
     tiny.save(tmp_path)
-    before = [weights_of(str(tmp_path))]
+    found = [weights_of(str(tmp_path))]
     (tmp_path / "trainer_state.json").write_text("{}")
-    assert weights_of(str(tmp_path)) == before[0]
-    weights = tmp_path / "model.safetensors"
-    (tmp_path / "large.safetensors").write_bytes(bytes(3 * 2**20))
-    before.append(weights_of(str(tmp_path)))
-    with (tmp_path / "large.safetensors").open("r+b") as file:
-        file.seek(3 * 2**19)
-        file.write(b"1")
-    before.append(weights_of(str(tmp_path)))
-    for name in (weights.name, "config.json", "tokenizer.json", "chat_template.jinja", "adapter_config.json"):
+    assert weights_of(str(tmp_path)) == found[0]
+    for name in ("model.safetensors", "config.json", "tokenizer.json", "adapter_config.json"):
         with (tmp_path / name).open("a") as file:
             file.write(" ")
-        before.append(weights_of(str(tmp_path)))
-    assert len(set(before)) == 8
+        found.append(weights_of(str(tmp_path)))
+    assert len(set(found)) == 5
     assert weights_of("org/name", "abc") == "org/name@abc"
     assert weights_of("org/name") == "org/name"
 
@@ -471,17 +411,6 @@ def test_options_and_tables_become_part_of_the_problem(tmp_path):
     assert "A. yes\nB. no" in mixed[1].prompt
 
 
-def test_the_answer_column_of_a_task_is_kept_where_a_file_has_it(tmp_path):
-    (tmp_path / "mawps").mkdir()
-    for row, gold in (
-        ({"question": "2+2?", "answer": "wrong", "result": "4"}, "4"),
-        ({"question": "2+2?", "answer": "5"}, "5"),
-    ):
-        (tmp_path / TASKS["mawps"].file).write_text(f"{json.dumps(row)}\n")
-        ((problem,), _) = load_problems(find_tasks(["mawps"], tmp_path)[0], Decoding())
-        assert problem.gold == gold
-
-
 def test_unknown_tasks_and_missing_files_say_what_to_do(tmp_path):
     with pytest.raises(EvaluationError, match=r"Unknown task 'gsm8'. Did you mean 'gsm8k'"):
         find_tasks(["gsm8"])
@@ -508,23 +437,17 @@ def test_presets_name_tasks_and_can_be_decoded(name):
 def test_equal_and_near_duplicates_are_told_apart():
     tasks = ["Tom has 3 apples and buys 4. How many has he?", "What is $\\frac{1}{2}+x$?", "Name a prime."]
     training = ["tom has 3 APPLES, and buys 4.  How many has he?", "What is $ \\frac{1}{2} + x $?", "Draw a cat."]
-    found = overlaps([Problem(str(i), text, None) for i, text in enumerate(tasks)], training)
     # One comma more: 13 of 13 and of 14 tokens are common
-    assert [(overlap.problem, overlap.similarity) for overlap in found] == [
-        (tasks[1], 1.0),
-        (tasks[0], pytest.approx(26 / 27)),
-    ]
-    assert len(overlaps([Problem("0", tasks[0], None)], training, near=0.97)) == 0
+    assert overlaps(training, tasks) == [(tasks[1], training[1], 1.0), (tasks[0], training[0], pytest.approx(26 / 27))]
+    assert overlaps(training[:1], tasks, near=0.97) == []
 
 
 @needs_data
-def test_math_hard_holds_134_problems_of_math_500():
-    ours, theirs = (
-        load_problems(find_tasks([name], SHARED)[0], Decoding(chat=False, prompt_suffix=""))[0]
-        for name in ("math_500", "math_hard")
-    )
-    found = overlaps(ours, [problem.text for problem in theirs])
-    assert sum(overlap.similarity == 1.0 for overlap in found) == 134
+def test_math_500_shares_134_problems_with_math_hard():
+    bare = Decoding(chat=False, prompt_suffix="")
+    tasks = find_tasks(["math_500", "math_hard"], SHARED)
+    ours, theirs = ([problem.text for problem in load_problems(task, bare)[0]] for task in tasks)
+    assert sum(overlap.similarity == 1.0 for overlap in overlaps(ours, theirs)) == 134
 
 
 # ---- The command ----
@@ -598,16 +521,12 @@ def test_the_command_looks_for_the_tasks_in_a_training_set(tmp_path, sums, capsy
     training.write_text('{"question": "3+3=", "answer": "6"}\n{"question": "3+4=", "answer": "7"}\n')
     output = tmp_path / "found"
     main(["eval", "--tasks", str(sums), "--contamination", str(training), "--output", str(output), "--near", "0.9"])
-    (row,) = [line.split() for line in capsys.readouterr().out.splitlines() if line.strip().startswith("sums")]
-    assert row == ["sums", "8", "1", "0"]
+    (row,) = [line.split() for line in capsys.readouterr().out.splitlines() if " sums " in line]
+    assert row[1:] == ["sums", "2", "1", "0"]
     lines = [json.loads(line) for line in (output / "contamination.jsonl").read_text().splitlines()]
-    assert lines == [{"task": "sums", "problem": "3+3=", "training": "3+3=", "similarity": 1.0}]
-
-
-def test_two_evaluations_do_not_write_one_folder(tmp_path):
-    with SampleFile(tmp_path / "sums.jsonl"), pytest.raises(EvaluationError, match="Another evaluation is writing"):
-        run(Answering(lambda request: "0"), tmp_path)
-    assert run(Answering(lambda request: "0"), tmp_path)["tasks"]  # once the other has ended
+    assert lines == [
+        {"dataset": str(training), "task": "sums", "problem": "3+3=", "training": "3+3=", "similarity": 1.0}
+    ]
 
 
 def test_instructions_that_all_training_problems_share_hide_no_problem(tmp_path, sums, capsys):
@@ -631,25 +550,14 @@ def test_instructions_that_all_training_problems_share_hide_no_problem(tmp_path,
         (["/none", "--tasks", "SUMS"], "There is no model folder `/none`"),
         (
             ["--server", "http://127.0.0.1:9", "--tasks", "SUMS", "--concurrent", "0"],
-            "`concurrent` must be at least 1",
+            "at least 1 request at a time",
         ),
         (["m", "--tasks", "SUMS", "--limit", "0"], "`limit` must be at least 1, got 0"),
         (["m", "--tasks", "SUMS", "--limit", "-1"], "`limit` must be at least 1, got -1"),
-        (["--server", "localhost:8000", "--tasks", "SUMS"], "'http://localhost:8000'; got 'localhost:8000'"),
+        (["--server", "localhost:8000", "--tasks", "SUMS"], "base URL.*got 'localhost:8000'"),
         (["m", "--tasks", "SUMS", "--reward", "acuracy"], "Unknown reward function 'acuracy'.*'accuracy'"),
     ],
 )
 def test_wrong_flags_say_what_to_do(flags, message, sums):
     with pytest.raises(SystemExit, match=message):
         main(["eval", *(str(sums) if flag == "SUMS" else flag for flag in flags)])
-
-
-def test_the_commands_of_the_docs_can_be_parsed():
-    page = (Path(__file__).resolve().parents[1] / "docs" / "evaluate.md").read_text()
-    commands = re.findall(r"^lze-trl (eval .*?)(?:  +#.*)?$", page, re.M)
-    assert len(commands) == 6
-    for command in commands:
-        flags = build_parser().parse_args(shlex.split(command))
-        assert flags.tasks or flags.preset
-    tables = set(re.findall(r"`([a-z0-9_]+)`", page))
-    assert {*TASKS, *PRESETS} <= tables

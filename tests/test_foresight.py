@@ -193,7 +193,7 @@ def test_the_last_visit_is_remembered():
     state = PromptState()
     batch = rollouts({7: [1, 0, 1, 1], 8: [0, 0, 0, 0]})
     sampled = np.array([-1.0, -2.0, NAN, -0.5, NAN, NAN, NAN, NAN])
-    state.visit(batch.with_rows(**({} if sampled is None else {"logprobs": sampled})))
+    state.visit(batch.with_rows(logprobs=sampled))
     known = state.history(np.array([8, 7, 99]))
     assert known.visits.tolist() == [1, 1, 0]
     assert known.last.tolist() == [0.0, 0.75, 0.0]

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
 import tiny
 from benchmarks.sync_memory import measure
-from lze_trl.rollout.servers import weights
-from lze_trl.rollout.servers.weights import export_weights
+from lze_trl.servers import weights
+from lze_trl.servers.weights import export_weights
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainerState
 from transformers.trainer_callback import CallbackHandler
 
-from ..evaluation.results import first_and_last, read_results, rows_of, text_table
+from ..record.evaluations import first_and_last, read_results, rows_of, text_table
 from ..record.ledger import PLAIN, SKIPPED, TAUGHT_NOTHING, against_plain, taught_nothing, time_of_plain, times
 from .numbers import count
 

@@ -10,8 +10,8 @@ from typing import Any
 import gradio as gr
 import numpy as np
 
-from ..evaluation.results import RESULT_FILES
 from ..record import TelemetryError
+from ..record.evaluations import RESULT_FILES
 from ..record.status import Status
 from . import views
 from .charts import Look

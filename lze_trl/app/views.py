@@ -13,7 +13,6 @@ import numpy as np
 import pandas as pd
 from markupsafe import Markup
 
-from ..evaluation.results import first_and_last, read_results, rows_of
 from ..record import Run, TelemetryError
 from ..record.curves import (
     curve,
@@ -25,6 +24,7 @@ from ..record.curves import (
     phase_seconds,
     reward_curves,
 )
+from ..record.evaluations import first_and_last, read_results, rows_of
 from ..record.ledger import against_plain
 from ..record.reader import parse_columns
 from ..strategies import STRATEGIES, settings_of

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from hashlib import file_digest, sha256
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,16 +23,14 @@ from transformers import (
 )
 from trl.trainer.utils import pad
 
-from ..rollout.servers.weights import base_model
+from ..servers.client import Output
+from ..servers.weights import base_model
 from .settings import Decoding, EvaluationError
 from .tasks import Problem
 
 
 # Files of a checkpoint that decide what it writes, unlike the state of its training
-_DECIDING = (
-    *("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "adapter_config.json"),
-    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*"),
-)
+_DECIDING = ("*.safetensors", "config.json", "adapter_config.json", "tokenizer*", "chat_template*")
 
 
 @dataclass(frozen=True)
@@ -46,15 +44,6 @@ class Request:
         """A seed of its own, of 63 bits, so that the sample depends neither on the others nor on their order."""
         digest = sha256(f"{decoding.seed}/{self.problem.id}/{self.sample}".encode()).digest()
         return int.from_bytes(digest[:8], "big") >> 1
-
-
-@dataclass(frozen=True)
-class Output:
-    """A completion: its text, its tokens with the end token, and whether the limit cut it off."""
-
-    text: str
-    tokens: int
-    truncated: bool
 
 
 class Engine(Protocol):
@@ -185,14 +174,11 @@ def _only(settings: GenerationConfig, model: PreTrainedModel) -> Iterator[None]:
 
 def weights_of(model: str, commit: str | None = None) -> str:
     """
-    What tells the model of a local folder from one that is saved there later: a hash of all its files that decide what it
-    writes. Of a Hub id, the name with the commit, if that is known.
+    What tells the model of a local folder from one that is saved there later: a hash of the names, sizes and times of the
+    files that decide what it writes. Of a Hub id, the name with the commit, if that is known.
     """
-    digest, folder = sha256(), Path(model)
-    files = sorted({path for pattern in _DECIDING for path in folder.glob(pattern)}) if folder.is_dir() else []
-    for path in files:
-        with path.open("rb") as file:
-            digest.update(f"{path.name}\n{file_digest(file, 'sha256').hexdigest()}\n".encode())
+    files = sorted({path for pattern in _DECIDING for path in Path(model).glob(pattern)})
     if files:
-        return digest.hexdigest()[:16]
+        stamps = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+        return sha256(repr(stamps).encode()).hexdigest()[:16]
     return model if commit is None else f"{model}@{commit}"

@@ -1,9 +1,8 @@
-"""Evaluates an engine on tasks: asks what is not answered yet, scores it as training does, and counts."""
+"""Evaluates an engine on tasks: asks what is not answered yet, scores it as training does, and computes the metrics."""
 
 import json
 from collections import defaultdict
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,9 +10,9 @@ from typing import Any, NamedTuple
 from tqdm.auto import tqdm
 
 from ..files import write_atomically
+from ..record.evaluations import FILE
 from ..rewards import RewardFunction, accuracy_reward
 from .engines import Engine, Request
-from .results import FILE
 from .samples import Sample, SampleFile
 from .settings import Decoding, EvaluationError
 from .statistics import PASS, Comparison, Vote, compare, estimate, majority, mean_over_tasks, pass_at_k
@@ -24,7 +23,7 @@ SETTINGS = "settings.json"
 
 
 class Scores(NamedTuple):
-    """Values of the problems of a task, by the metric and the id of the problem, and what else is told of its samples."""
+    """Values of the problems of a task, by the metric and the id of the problem, and counts of its samples."""
 
     metrics: dict[str, dict[str, float]]
     counts: dict[str, float | None]
@@ -38,7 +37,6 @@ class Evaluation:
     decoding: Decoding
     samples: int = 1  # of each problem
     reward: RewardFunction = accuracy_reward
-    limit: int | None = None  # that the problems were loaded with
 
     def __post_init__(self):
         if self.samples < 1:
@@ -50,59 +48,37 @@ class Evaluation:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """How samples are decoded and scored, as JSON gives it back."""
+        """How samples are decoded and scored, for JSON."""
         return {"reward": self.reward.__name__, "decoding": self.decoding.as_dict()}
 
-    def run(
-        self,
-        engine: Engine,
-        folder: Path,
-        weights: str | None = None,
-        progress: bool = True,
-        against: Path | None = None,
-    ) -> dict[str, Any]:
+    def run(self, engine: Engine, folder: Path, weights: str | None = None, progress: bool = True) -> dict[str, Any]:
         """
-        Evaluate an engine, or go on where a killed evaluation of the same folder was.
+        Evaluate an engine, or continue a killed evaluation in the same folder.
 
         Args:
             engine ([`Engine`]): What completes the problems.
             folder (`Path`): Where samples and results are kept; one with other settings or weights is refused.
             weights (`str`, *optional*): What tells the weights from others. Defaults to the name of the engine.
             progress (`bool`, *optional*, defaults to `True`): Whether to show a progress bar, on a terminal.
-            against (`Path`, *optional*): Folder of an earlier evaluation, since which the results say the change; none if that
-                one was decoded or scored in another way.
 
         Returns:
-            `dict`: The results, as they are in the folder.
+            `dict`: The results, as they are in the folder, with those of other tasks there.
         """
         settings = {"model": engine.name, "weights": weights or engine.name, **self.settings}
         check_settings(folder, settings)
-        for task in self.tasks:
-            self._ask(engine, task, folder, progress)
-        results, values = _earlier(folder) | settings | {"samples": self.samples}, defaultdict(list)
-        if against is not None and _differing(against / SETTINGS, self.settings, but=("seed",)):
-            against = None
+        path, values = folder / FILE, defaultdict(list)
+        tasks = json.loads(path.read_text(encoding="utf-8"))["tasks"] if path.is_file() else {}
         for task, (problems, repeated) in self.tasks.items():
+            self._ask(engine, task, folder, progress)
             found = self.scores(folder, task)
+            metrics = {metric: estimate([*of_problems.values()]) for metric, of_problems in found.metrics.items()}
+            tasks[task] = {"metrics": metrics, "problems": len(problems), "repeated": repeated, **found.counts}
             for metric, of_problems in found.metrics.items():
-                values[metric].append(list(of_problems.values()))
-            metrics = {metric: estimate(values[metric][-1]) for metric in found.metrics}
-            counts = {"problems": len(problems), "repeated": repeated, "limit": self.limit, **found.counts}
-            results["tasks"][task] = {"metrics": metrics, **counts}
-            if against is not None:
-                with suppress(EvaluationError):  # that one was asked other problems
-                    changes = compare_scores(found, self.scores(against, task))
-                    results["tasks"][task]["change"] = {
-                        name: change.difference for name, (_, change) in changes.items()
-                    }
-        if not self.tasks.keys().isdisjoint(results["mean_over"]):  # an earlier mean, over samples of theirs
-            results |= {"mean": None, "mean_over": []}
-        if len(self.tasks) > 1:
-            shared = {metric: found for metric, found in values.items() if len(found) == len(self.tasks)}
-            results["mean"] = {metric: mean_over_tasks(found) for metric, found in shared.items()}
-            results["mean_over"] = list(self.tasks)
-        text = json.dumps(results, indent=1)
-        write_atomically(folder / FILE, text.encode())
+                values[metric].append([*of_problems.values()])
+        shared = {metric: found for metric, found in values.items() if len(found) == len(tasks) > 1}
+        mean = {metric: mean_over_tasks(found) for metric, found in shared.items()}
+        text = json.dumps({**settings, "samples": self.samples, "tasks": tasks, "mean": mean or None}, indent=1)
+        write_atomically(path, text.encode())
         return json.loads(text)
 
     def _ask(self, engine: Engine, task: str, folder: Path, progress: bool):
@@ -120,13 +96,13 @@ class Evaluation:
                 bar.update()
 
     def scores(self, folder: Path, task: str) -> Scores:
-        """Values of the problems of a task, from the samples of a folder; neither samples without a score nor problems of such."""
+        """Values of the problems of a task, from the samples of a folder, without samples that have no score."""
         found = SampleFile(folder / f"{task}.jsonl").read()
         wanted = [(problem.id, sample) for problem in self.tasks[task][0] for sample in range(self.samples)]
         if missing := sum(key not in found for key in wanted):
             raise EvaluationError(f"`{folder}` lacks {missing} samples of {task!r}. Run the evaluation to its end.")
-        every: list[Any] = [found[key] for key in wanted]
-        scored: dict[str, list[Any]] = defaultdict(list)  # whose samples have a reward
+        every = [found[key] for key in wanted]
+        scored: dict[str, list[Any]] = defaultdict(list)
         for sample in every:
             if sample.reward is not None:
                 scored[sample.id].append(sample)
@@ -179,8 +155,7 @@ def check_settings(folder: Path, settings: dict[str, Any]):
     if not path.is_file():
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(path, json.dumps(settings, indent=1).encode())
-        return
-    if changed := _differing(path, settings):
+    elif changed := _differing(path, settings):
         raise EvaluationError(
             f"`{folder}` holds samples with other settings ({'; '.join(changed)}). Give another folder with `--output`, "
             "or remove that one."
@@ -189,33 +164,27 @@ def check_settings(folder: Path, settings: dict[str, Any]):
 
 def check_comparable(folder: Path, evaluation: Evaluation):
     """Raise [`EvaluationError`] if a folder has samples that were decoded or scored in another way; seeds may differ."""
-    if changed := _differing(folder / SETTINGS, evaluation.settings, but=("seed",)):
+    changed = [text for text in _differing(folder / SETTINGS, evaluation.settings) if not text.startswith("seed:")]
+    if changed:
         raise EvaluationError(
             f"`{folder}` cannot be compared with: its samples were decoded or scored in another way ({'; '.join(changed)}). "
             "Give the same flags, or evaluate that model anew."
         )
 
 
-def _differing(path: Path, settings: dict[str, Any], but: tuple[str, ...] = ()) -> list[str]:
-    """What differs between these settings and those of a file, where both have it."""
+def _differing(path: Path, settings: dict[str, Any]) -> list[str]:
+    """What differs between these settings and those of a file."""
     before = json.loads(path.read_text(encoding="utf-8"))
     return [
         f"{name}: {old.get(name)!r} there, {new.get(name)!r} now"
         for old, new in ((before, settings), (before["decoding"], settings["decoding"]))
         for name in new
-        if name not in ("decoding", "model", *but) and old.get(name) != new.get(name)
+        if name not in ("decoding", "model") and old.get(name) != new.get(name)
     ]
 
 
-def _earlier(folder: Path) -> dict[str, Any]:
-    """What earlier commands found in the same folder, on other tasks perhaps."""
-    path = folder / FILE
-    found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    return {name: found.get(name, empty) for name, empty in (("tasks", {}), ("mean", None), ("mean_over", []))}
-
-
 def _passes(scored: dict[str, list[Any]], samples: int) -> dict[str, dict[str, float]]:
-    """pass@k for the powers of two up to the number of samples, and for that; pass@1 is avg@k."""
+    """pass@k for the powers of two up to the number of samples, and for that number; pass@1 is avg@k."""
     metrics = {}
     for k in sorted({*(2**power for power in range(1, samples.bit_length())), samples}):
         enough = {name: group for name, group in scored.items() if len(group) >= k}

@@ -1,13 +1,11 @@
-"""The samples of a task: a file with one JSON line each, which a killed evaluation leaves whole."""
+"""The samples of a task: a file with one JSON line each, to which a killed evaluation can add the rest."""
 
-import fcntl
 import json
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from .engines import Output, Request
-from .settings import EvaluationError
 
 
 @dataclass(frozen=True)
@@ -16,7 +14,7 @@ class Sample:
 
     id: str  # of the problem
     sample: int  # which of the problem's samples, from 0
-    reward: float | None  # what the training reward says; None where it cannot say
+    reward: float | None  # of the training reward; None if it cannot score the completion
     answer: str  # that was read; empty if there is none
     tokens: int  # the end token included
     truncated: bool  # whether the limit cut it off
@@ -46,17 +44,9 @@ class SampleFile:
 
     def __enter__(self) -> "SampleFile":
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self.path.is_file():  # without a last line that was cut off with its writer
+            os.truncate(self.path, self.path.read_bytes().rfind(b"\n") + 1)
         self._file = self.path.open("a", encoding="utf-8")
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed, or the process ends
-        except BlockingIOError:
-            self._file.close()
-            raise EvaluationError(
-                f"Another evaluation is writing `{self.path}`. Wait for it, or give this one another `--output`."
-            ) from None
-        content = self.path.read_bytes()
-        if content and not content.endswith(b"\n"):  # the last line was cut off with its writer
-            os.truncate(self.path, content.rfind(b"\n") + 1)
         return self
 
     def __exit__(self, *error: object):

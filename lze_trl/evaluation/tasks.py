@@ -1,6 +1,5 @@
 """The tasks as data, and their problems as training would read them."""
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,7 +27,7 @@ class Task:
     hub: str  # reference on the Hub, or path of a file of the user's
     file: str  # path under the folder of `--data`
     kind: Literal["math", "choice", "mixed"] = "math"  # a key of `SUFFIXES`
-    answer_column: str | None = None  # where it is not recognised
+    answer_column: str | None = None  # on the Hub, if it is not recognised
 
 
 def _task(name: str, hub: str, **further: Any) -> Task:
@@ -81,13 +80,9 @@ def find_tasks(names: Iterable[str], data: str | Path | None = None) -> list[Tas
 
 def _of_file(path: str) -> Task:
     name = Path(path).stem
-    # Results are kept by name, and so many files are called test.jsonl
-    return Task(
-        f"{Path(path).resolve().parent.name}_{name}" if name in ("test", "train", "data") else name,
-        path,
-        path,
-        "mixed",
-    )
+    if name in ("test", "train", "data"):  # results are kept by name, and many files are called so
+        name = f"{Path(path).resolve().parent.name}_{name}"
+    return Task(name, path, path, "mixed")
 
 
 def _of_name(name: str, data: str | Path | None) -> Task:
@@ -103,24 +98,11 @@ def _of_name(name: str, data: str | Path | None) -> Task:
         raise EvaluationError(
             f"Task {name!r} has no file `{path}`. Put it there, or leave out `--data` to read {task.hub!r}."
         )
-    return replace(task, hub=str(path))
-
-
-def _has_column(reference: str, column: str | None) -> bool:
-    """Whether a column is there, as far as the first line of a file of JSON lines tells; the Hub's sets have theirs."""
-    path = Path(reference)
-    if column is None or path.suffix != ".jsonl" or not path.is_file():
-        return column is not None
-    with path.open(encoding="utf-8") as file:
-        try:
-            return column in json.loads(file.readline())
-        except (ValueError, TypeError):  # told when the file is read
-            return False
+    return replace(task, hub=str(path), answer_column=None)
 
 
 def load_problems(task: Task, decoding: Decoding, limit: int | None = None) -> tuple[list[Problem], int]:
     """The problems of a task, each once, and how many rows repeated one."""
-    answer_column = task.answer_column if _has_column(task.hub, task.answer_column) else None
     suffix = SUFFIXES[task.kind] if decoding.prompt_suffix is None else decoding.prompt_suffix
     try:
         table = load_prompts(
@@ -128,7 +110,7 @@ def load_problems(task: Task, decoding: Decoding, limit: int | None = None) -> t
             system_prompt=decoding.system_prompt,
             prompt_suffix=suffix,
             conversational=decoding.chat,
-            answer_column=answer_column,
+            answer_column=task.answer_column,
         )
     except DataError as error:
         raise EvaluationError(f"Task {task.name!r}: {error} Or give a folder of files with `--data`.") from error

@@ -308,8 +308,8 @@ def _eval(namespace: argparse.Namespace, flags: list[str]):
         for name in files:
             parse_reference(name)
     from ..evaluation.command import run
-    from ..evaluation.results import FOLDER
     from ..hub import add_evaluations
+    from ..record.evaluations import FOLDER
 
     folder = run(namespace)
     if folder is None:

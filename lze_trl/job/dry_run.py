@@ -15,9 +15,9 @@ from trl.trainer.utils import get_callable_name
 from ..build import make_state
 from ..checks import outcome_rule, prepare
 from ..config import LZEGRPOConfig
-from ..evaluation.results import FOLDER as EVALUATIONS
 from ..memory.identity import ID_COLUMN
 from ..memory.index import RowIndex
+from ..record.evaluations import FOLDER as EVALUATIONS
 from ..rollout.controllers import is_plain
 from .keys import console, default_of, topics
 from .recipe import FIELDS, LZEScriptArguments, parse_recipe

@@ -11,10 +11,10 @@ from trl import ModelConfig
 from ..config import LZEGRPOConfig
 from ..data.adapters import PromptStyle
 from ..evaluation.engines import Engine, TransformersEngine, weights_of
-from ..evaluation.results import text_table
 from ..evaluation.servers import ServerEngine
 from ..evaluation.settings import Decoding
 from ..instruct.offline import Gate, SelfInstruction
+from ..record.evaluations import text_table
 from ..rewards import MajorityReward
 from .instruction import make_instruction
 from .recipe import LZEScriptArguments, RecipeError, parse_recipe
@@ -65,7 +65,7 @@ def make_gate(script_args: LZEScriptArguments, args: LZEGRPOConfig, style: Promp
 
 def _engine(urls: list[str] | None, flags: argparse.Namespace, model_args: ModelConfig) -> tuple[Engine, str | None]:
     if urls:
-        servers = ServerEngine(urls, flags.concurrent)
+        servers = ServerEngine.connect(urls, flags.concurrent)
         return servers, servers.weights
     if model_args.model_name_or_path is None:
         raise RecipeError("`model_name_or_path` is not set. Give a Hub id or a local folder.")

@@ -160,7 +160,7 @@ def make_evaluation(script_args: LZEScriptArguments, args: LZEGRPOConfig) -> Eva
     rewards = make_rewards(script_args, args)
     votes = any(isinstance(reward, GroupReward) for reward in rewards)  # a vote says nothing of a completion alone
     reward = accuracy_reward if votes or "accuracy" in script_args.reward_funcs else rewards[0]
-    return Evaluation(problems, decoding, samples, reward, script_args.eval_tasks_limit)
+    return Evaluation(problems, decoding, samples, reward)
 
 
 def make_probe(script_args: LZEScriptArguments, args: LZEGRPOConfig) -> Evaluation:

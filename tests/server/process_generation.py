@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from fake_vllm import http_settings
-from lze_trl.rollout.servers.generation import HTTPGeneration
-from lze_trl.rollout.servers.sync import logprobs
+from lze_trl.servers.generation import HTTPGeneration
+from lze_trl.servers.sync import logprobs
 
 
 GENERATIONS = 4

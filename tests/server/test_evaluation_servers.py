@@ -60,7 +60,7 @@ def test_server_and_transformers_agree(servers, models, chat, stop):
     decoding = Decoding(max_tokens=20, chat=chat, stop=stop)
     asked = requests(chat=chat)
     ours = outputs(in_process(models["untied"]), asked, decoding)
-    theirs = outputs(ServerEngine([servers["first"].url]), asked, decoding)
+    theirs = outputs(ServerEngine.connect([servers["first"].url]), asked, decoding)
     assert len({output.text for output in ours.values()}) > 20
     assert {output.truncated for output in ours.values()} == {True, False}
     texts = [{key: (output.text, output.truncated) for key, output in found.items()} for found in (ours, theirs)]
@@ -72,9 +72,9 @@ def test_server_and_transformers_agree(servers, models, chat, stop):
 def test_one_server_and_two_give_the_same_samples(servers):
     decoding = Decoding(temperature=1.0, top_p=0.9, max_tokens=12, chat=False)
     asked, urls = requests(40, samples=3), [servers[name].url for name in ("first", "second")]
-    alone = outputs(ServerEngine(urls[:1]), asked, decoding)
+    alone = outputs(ServerEngine.connect(urls[:1]), asked, decoding)
     before = [answered(servers[name]) for name in ("first", "second")]
-    together = outputs(ServerEngine(urls, max_concurrent_requests=8), asked[::-1], decoding)
+    together = outputs(ServerEngine.connect(urls, max_concurrent_requests=8), asked[::-1], decoding)
     shares = [answered(servers[name]) - count for name, count in zip(("first", "second"), before, strict=True)]
     assert agreement(alone, together) >= AGREEING
     assert sum(shares) == len(asked)
@@ -83,11 +83,11 @@ def test_one_server_and_two_give_the_same_samples(servers):
 
 
 def test_what_does_not_fit_is_refused(servers, models):
-    engine = ServerEngine([servers["first"].url])
+    engine = ServerEngine.connect([servers["first"].url])
     with pytest.raises(EvaluationError, match="leaves no room for a prompt"):
         list(engine.generate(requests(1), Decoding(max_tokens=4096)))
     with pytest.raises(EvaluationError, match="different models"):
-        ServerEngine([servers["first"].url, servers["tied"].url])
+        ServerEngine.connect([servers["first"].url, servers["tied"].url])
 
 
 def test_the_command_evaluates_a_server_and_goes_on(servers, tmp_path, capsys):
@@ -104,7 +104,7 @@ def test_the_command_evaluates_a_server_and_goes_on(servers, tmp_path, capsys):
 
 
 def test_a_server_that_dies_leaves_its_requests_to_the_other(servers):
-    engine = ServerEngine([servers[name].url for name in ("first", "second")], max_concurrent_requests=4)
+    engine = ServerEngine.connect([servers[name].url for name in ("first", "second")], max_concurrent_requests=4)
     asked, decoding = requests(60), Decoding(max_tokens=24, chat=False)
     found = {}
     for request, output in engine.generate(asked, decoding):
@@ -148,7 +148,7 @@ def test_a_training_over_http_evaluates_the_weights_of_each_step(servers, models
 
 
 def test_no_server_left_is_told(servers):
-    engine = ServerEngine([servers["second"].url], recovery_timeout=2.0)
+    engine = ServerEngine.connect([servers["second"].url], recovery_timeout=2.0)
     servers["second"].kill()
-    with pytest.raises(ConnectionError, match="run the same command again: what is answered is kept"):
+    with pytest.raises(ConnectionError, match="run the same command again"):
         list(engine.generate(requests(3), Decoding(max_tokens=4, chat=False)))

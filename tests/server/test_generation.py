@@ -18,10 +18,10 @@ from transformers import AutoTokenizer
 
 import tiny
 from fake_vllm import http_settings
-from lze_trl.rollout.servers.client import ServerMismatchError, Snapshot, open_client
-from lze_trl.rollout.servers.generation import HTTPGeneration
-from lze_trl.rollout.servers.sync import logprobs
-from lze_trl.rollout.servers.weights import export_weights
+from lze_trl.servers.client import ServerMismatchError, Snapshot, open_client
+from lze_trl.servers.generation import HTTPGeneration
+from lze_trl.servers.sync import logprobs
+from lze_trl.servers.weights import export_weights
 from pool_watch import PoolWatch
 
 
@@ -163,8 +163,6 @@ def test_sampling_is_repeatable_with_a_seed(servers, connect):
 
 
 def test_another_model_is_refused(servers, connect):
-    with pytest.raises(ServerMismatchError, match="another vocabulary"):
-        connect(small_model(vocab_size=100), servers["first"])
     with pytest.raises(ServerMismatchError, match=r"context of 64 tokens.*--max-model-len"):
         connect(small_model(), servers["first"], max_completion_length=64)
 
@@ -172,10 +170,9 @@ def test_another_model_is_refused(servers, connect):
 def test_a_prompt_that_is_too_long(servers, connect):
     generation = connect(small_model(), servers["first"])
     generation.sync_weights()
-    with pytest.raises(ValueError, match="A prompt has 64 tokens"):
+    with pytest.raises(ValueError, match="A prompt has 64 tokens, and the context of the vLLM servers is 64"):
         generation.generate_groups([[5] * 64], [2])
-    with pytest.warns(UserWarning, match="cuts completions"):
-        assert len(generation.generate_groups([[5] * 60], [2])[0][0].token_ids) <= 4
+    assert len(generation.generate_groups([[5] * 60], [2])[0][0].token_ids) <= 4
 
 
 def test_weights_are_removed(servers, connect, tmp_path):

@@ -3,7 +3,6 @@
 import hashlib
 import logging
 import shutil
-import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -36,65 +35,47 @@ class HTTPGeneration:
     """
     Generates with one or several vLLM servers, and keeps their weights those of the model in training.
 
-    Does for `vllm_mode="http"` what [`~trl.generation.vllm_generation.VLLMGeneration`] does for TRL's modes, and has
-    its methods. Everything goes over HTTP, the weights through a file system, so that neither vLLM nor CUDA is needed
-    where the trainer runs. Only the main process talks to the servers; every method is called by all of them.
+    Does for `vllm_mode="http"` what [`~trl.generation.vllm_generation.VLLMGeneration`] does for TRL's modes, and has its
+    methods. The weights go through a file system, so that neither vLLM nor CUDA is needed where the trainer runs. Only
+    the main process talks to the servers; every method is called by all of them.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        accelerator: Accelerator,
-        processing_class: PreTrainedTokenizerBase,
-        args: Any,
+        self, model: nn.Module, accelerator: Accelerator, processing_class: PreTrainedTokenizerBase, args: Any
     ):
-        self.model = model
-        self.accelerator = accelerator
-        self.processing_class = processing_class
-        self.args = args
+        self.model, self.accelerator, self.processing_class, self.args = model, accelerator, processing_class, args
         self.batches = 0  # generated so far; part of the seeds
         self.version = ""  # name of the weights that the servers hold
         self.differences: dict[str, Difference] = {}  # of their log-probs, by the URL of each server that is up
         self._syncs = 0
-        further = args.generation_kwargs or {}
-        reserved = [name for name in _RESERVED if name in further]
-        if reserved:
+        given = args.generation_kwargs or {}
+        if reserved := [name for name in _RESERVED if name in given]:
             raise ValueError(f"`generation_kwargs` must not hold {reserved}, which the trainer sets. Leave them out.")
         self._body = {name: getattr(args, name) for name in _UNPROCESSED}
         self._body |= {"min_p": args.min_p or 0.0, "max_tokens": args.max_completion_length}
         if args.vllm_structured_outputs_regex is not None:
             self._body["structured_outputs"] = {"regex": args.vllm_structured_outputs_regex}
-        self._body |= dict(further)
-        self.pool = ServerPool(
-            args.vllm_server_urls,
-            args.vllm_max_concurrent_requests,
-            args.vllm_request_timeout,
-            args.vllm_recovery_timeout,
-        )
+        self._body |= given
+        limits = args.vllm_max_concurrent_requests, args.vllm_request_timeout, args.vllm_recovery_timeout
+        self.pool = ServerPool(args.vllm_server_urls, *limits)
         self._probe, self._dtype = self._on_main_process(self._connect)
 
     def _connect(self) -> tuple[list[int], torch.dtype]:
         base = base_model(self.model)
         # The prompt takes at least one token
         identity = identity_of(base, self.processing_class, context_length=self.args.max_completion_length + 1)
-        self.pool.connect(identity, self.args.vllm_server_timeout)
+        self.pool.connect(self.args.vllm_server_timeout, identity)
         servers = self.pool.servers
-        dtypes = {server.url: server.dtype for server in servers}
-        if len(set(dtypes.values())) != 1:
-            raise ValueError(
-                f"The vLLM servers compute in different types: {dtypes}. Start all with the same `--dtype`."
+        is_processed = all(server.logprobs_mode == "processed_logprobs" for server in servers)
+        if not is_processed and self._body | _UNPROCESSED != self._body:
+            logger.warning(
+                "The vLLM servers return log-probs that are not those that they sample with, which biases the importance "
+                "sampling correction. Start them with `--logprobs-mode processed_logprobs`, or set "
+                "`vllm_importance_sampling_correction=False`."
             )
-        for server in servers:
-            if server.logprobs_mode != "processed_logprobs" and self._body | _UNPROCESSED != self._body:
-                logger.warning(
-                    "The vLLM server %s runs with `--logprobs-mode %s`: its log-probs are not those that it sampled with, "
-                    "which biases the importance sampling correction. Restart it with `--logprobs-mode "
-                    "processed_logprobs`, or set `vllm_importance_sampling_correction=False`.",
-                    *(server.url, server.logprobs_mode),
-                )
-        self._context_length = min(server.max_model_len for server in servers)
         self._directory = shared_directory(self.args.vllm_sync_dir, servers)
-        return probe_tokens(base, self.processing_class, self._context_length), getattr(torch, servers[0].dtype)
+        context_length = min(server.max_model_len for server in servers)
+        return probe_tokens(base, self.processing_class, context_length), getattr(torch, servers[0].dtype)
 
     def state_dict(self) -> dict[str, int]:
         """What a resumed run needs to go on with the same seeds."""
@@ -125,7 +106,7 @@ class HTTPGeneration:
                 tolerance = tolerance_for(self.model, self.accelerator, self.pool.servers)
             version = f"{directory.parent.name}-{self._syncs}"
             held = self.pool.load(Snapshot(version, str(directory), self._probe, reference, tolerance))
-            return version, {server.url: server.difference for server in held}
+            return version, {server.url: server.difference for server in held if server.difference is not None}
 
         self.version, self.differences = self._on_main_process(load)
         if failure is not None:  # on this process alone
@@ -135,7 +116,7 @@ class HTTPGeneration:
     def _next_directory(self) -> Path:
         """
         Where to write the next weights. The last ones stay until now, because a server that restarts needs them, and go
-        before newer ones are written, so that the place never holds two.
+        before newer ones are written, so that there is never more than one copy.
         """
         for old in self._directory.iterdir():
             shutil.rmtree(old)
@@ -152,9 +133,13 @@ class HTTPGeneration:
         """
         if images is not None and any(image is not None for image in images):
             raise ValueError("Images are not supported with `vllm_mode='http'`. Use `vllm_mode='server'` for them.")
-        sizes = gather_object([len(prompts)])
-        rows = gather_object(prompts)
-        unique = _first_of_each_group(rows, num_generations)
+        sizes, rows = gather_object([len(prompts)]), gather_object(prompts)
+        unique = rows[::num_generations]
+        if rows != [prompt for prompt in unique for _ in range(num_generations)]:
+            raise ValueError(
+                f"Every prompt must be there `num_generations={num_generations}` times in a row over all processes. Use a "
+                "sampler that repeats prompts, such as `trl.trainer.utils.RepeatSampler`."
+            )
         with profiler or nullcontext():
             groups = self.generate_groups(unique, [num_generations] * len(unique))
         completions = [completion for group in groups for completion in group]
@@ -172,35 +157,31 @@ class HTTPGeneration:
         Complete each prompt as often as asked, at least once. Every process gives the same arguments, and gets all groups.
         """
         pairs = zip(prompts, counts, strict=True)
-        groups = [Group(prompt, count, self._seeded(index)) for index, (prompt, count) in enumerate(pairs)]
+        groups = [
+            Group(prompt, count, self._body | {"seed": self._seed(i)}) for i, (prompt, count) in enumerate(pairs)
+        ]
         self.batches += 1
         return self._on_main_process(lambda: self._complete(groups))
+
+    def _complete(self, groups: list[Group]) -> list[list[Completion]]:
+        longest = max((len(group.prompt) for group in groups), default=0)
+        context = min(server.max_model_len for server in self.pool.servers)
+        if longest >= context:
+            raise ValueError(
+                f"A prompt has {longest} tokens, and the context of the vLLM servers is {context}. Start them with a larger "
+                "`--max-model-len`, or leave such prompts out of the dataset."
+            )
+        return self.pool.complete(groups)
 
     def close(self):
         """Remove the weights from the sync directory."""
         if self.accelerator.is_main_process:
             shutil.rmtree(self._directory, ignore_errors=True)
 
-    def _complete(self, groups: list[Group]) -> list[list[Completion]]:
-        longest = max((len(group.prompt) for group in groups), default=0)
-        context, wanted = self._context_length, self.args.max_completion_length
-        if longest >= context:
-            raise ValueError(
-                f"A prompt has {longest} tokens, and the context of the vLLM servers is {context}. Start them with a larger "
-                "`--max-model-len`, or leave such prompts out of the dataset."
-            )
-        if longest + wanted > context:
-            warnings.warn(
-                f"The context of the vLLM servers ({context} tokens) cuts completions of the longest prompts short of "
-                f"`max_completion_length={wanted}`. Start them with a larger `--max-model-len`.",
-                stacklevel=2,
-            )
-        return self.pool.complete(groups)
-
-    def _seeded(self, index: int) -> dict[str, Any]:
-        """The sampling settings of a group, with a seed of its own, so that it does not depend on who completes it."""
+    def _seed(self, index: int) -> int:
+        """A seed for each group, so that its completions do not depend on which server makes them."""
         digest = hashlib.sha256(f"{self.args.seed}/{self.batches}/{index}".encode()).digest()
-        return {"seed": int.from_bytes(digest[:8], "big") >> 1} | self._body  # vLLM takes signed 64-bit seeds
+        return int.from_bytes(digest[:8], "big") >> 1  # vLLM takes signed 64-bit seeds
 
     def _on_main_process(self, function: Callable[[], Any]) -> Any:
         """Run a function on the main process. Every process gets its result, or fails with it instead of waiting."""
@@ -217,15 +198,3 @@ class HTTPGeneration:
         if shared[1] is not None:
             raise RuntimeError(f"The main process, which talks to the vLLM servers, failed. {shared[1]}")
         return shared[0]
-
-
-def _first_of_each_group(rows: list[list[int]], num_generations: int) -> list[list[int]]:
-    """One prompt of each group; all of a group must be the same, for the server completes one prompt G times."""
-    unique = rows[::num_generations]
-    for index, prompt in enumerate(unique):
-        if rows[index * num_generations : (index + 1) * num_generations] != [prompt] * num_generations:
-            raise ValueError(
-                f"Every prompt must be there `num_generations={num_generations}` times in a row over all processes; group "
-                f"{index} is not. Use a sampler that repeats prompts, such as `trl.trainer.utils.RepeatSampler`."
-            )
-    return unique

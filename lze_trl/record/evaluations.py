@@ -1,4 +1,4 @@
-"""What an evaluation found: its file in the run's folder, and the tables of it. Needs neither torch nor scipy."""
+"""Results of evaluations in the folder of a run, and their tables. Imports neither torch nor scipy."""
 
 import html
 import io
@@ -41,14 +41,10 @@ def rows_of(evaluations: dict[str, dict[str, Any]]) -> tuple[list[str], list[lis
             further = {key: found[key] for key in ("ties", "truncated") if found[key] is not None}
             shown = {metric: interval_text(estimate) for metric, estimate in found["metrics"].items()}
             shown |= {metric: interval_text([share, None, None]) for metric, share in further.items()}
-            for metric, change in found.get("change", {}).items():
-                shown[f"{metric}, change since the first"] = interval_text(change, "+")
             shown["mean tokens"] = f"{found['mean_tokens']:.1f}"
             rows += [[name, task, f"{found['problems']:,}", metric, text] for metric, text in shown.items()]
         for metric, estimate in (results["mean"] or {}).items():
-            is_of_all = len(results.get("mean_over", results["tasks"])) == len(results["tasks"])
-            over = "tasks" if is_of_all else ", ".join(results["mean_over"])
-            rows.append([name, f"mean over {over}", "", metric, interval_text(estimate)])
+            rows.append([name, "mean over tasks", "", metric, interval_text(estimate)])
     return ["evaluation", "task", "problems", "metric", "% [95 % interval]"], rows
 
 

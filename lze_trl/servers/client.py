@@ -1,7 +1,6 @@
-"""One vLLM server, spoken to over plain HTTP."""
+"""One vLLM server, spoken to over plain HTTP. What it answers is checked before anything uses it."""
 
 import asyncio
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import itemgetter
@@ -12,25 +11,16 @@ import httpx2
 
 
 _CONNECT_TIMEOUT = 10.0  # a server that is up answers at once, however busy it is
-_CACHE_RESET_ATTEMPTS = 25
-_CACHE_RESET_INTERVAL = 0.2
 # What reading an answer of another form raises
-_MISREADINGS = (AttributeError, IndexError, KeyError, OverflowError, RecursionError, TypeError, ValueError)
+_MISREADINGS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 _LARGEST_TOKEN = 2**31 - 1
 _LOWEST_LOGPROB = -1e4  # vLLM sends -9999 for minus infinity
 _ROUNDING = 1e-3  # by which a log-prob may be above 0
-# What vLLM answers to every request once its engine has died. /health then answers 503, without a body
-_ENGINE_DEAD = ("EngineDeadError", "EngineCore encountered an issue")
-_UNNAMED = "default"  # the version of weights that a server was started with
 _WANTED = "as vLLM's OpenAI API server, version 0.32 or later"
 
 
 class ServerError(RuntimeError):
-    """A server failed, or answered with something that is no answer. Another server, or this one later, may do better."""
-
-
-class EngineDeadError(ServerError):
-    """The engine behind a server has died. The server does not come back unless someone restarts it."""
+    """A server failed or sent a damaged answer. Another server, or this one later, may do better."""
 
 
 class RequestRefusedError(ValueError):
@@ -38,7 +28,7 @@ class RequestRefusedError(ValueError):
 
 
 class ServerMismatchError(ValueError):
-    """A server is not the one that the trainer needs: another model, tokenizer or weights."""
+    """A server has another model, tokenizer or other weights than it must have."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +40,8 @@ class Completion:
 
 
 @dataclass(frozen=True)
-class Answer:
-    """One completion as text."""
+class Output:
+    """A completion as text."""
 
     text: str
     tokens: int  # its length, the end token included
@@ -88,91 +78,71 @@ class Identity:
 
 class VLLMServer:
     """
-    One vLLM server, asked through an `httpx2.AsyncClient`, and what is known of it. A request may take `request_timeout`
-    seconds, generation included. It raises [`ServerError`] if the server fails, [`RequestRefusedError`] if it refuses.
+    One vLLM server, asked through an `httpx2.AsyncClient`, and what is known of it. Every request raises [`ServerError`]
+    if the server fails or takes longer than `request_timeout` seconds, and [`RequestRefusedError`] if it refuses.
     """
 
     def __init__(self, url: str, request_timeout: float):
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(
-                f"`vllm_server_urls` must hold base URLs such as 'http://127.0.0.1:8000', got {url!r}. Give scheme, host "
-                "and port."
+                f"A vLLM server is given by its base URL, such as 'http://127.0.0.1:8000' (`vllm_server_urls`), got {url!r}."
             )
-        self.url = url.rstrip("/")
-        self.host = parts.hostname
-        self.request_timeout = request_timeout
+        self.url, self.host, self.request_timeout = url.rstrip("/"), parts.hostname, request_timeout
         self.model = self.dtype = self.logprobs_mode = ""
+        self.version: str | None = None  # of weights that were loaded into the running server
         self.max_model_len = 0
         self.last_token_id = _LARGEST_TOKEN  # that it may send
-        self.difference: Difference | None = None  # of the last checked load
+        self.difference: Difference | None = None  # after the last load
         self.ready = False  # known to hold the current weights
         self.running = 0  # requests in progress
         self.problem: ServerError | None = None  # of the outage that it is in
-
-    def note(self, error: ServerError) -> bool:
-        """
-        Note what is wrong, and return whether that is worth a report: when an outage begins, and when the server says that
-        its engine has died, which explains the outage. What it says while it restarts does not.
-        """
-        if isinstance(self.problem, EngineDeadError):
-            return False
-        worth_it = self.problem is None or isinstance(error, EngineDeadError)
-        self.problem = error
-        return worth_it
 
     # ---- Requests ----
 
     async def _request(
         self, http: httpx2.AsyncClient, path: str, body: dict | None = None, read: Callable = lambda answer: answer
     ) -> Any:
-        """
-        Send a request, as a POST if it has a body, and return what `read` finds in the JSON of the answer. An answer that it
-        cannot read is a failure of the server.
-        """
+        """Send a request, as a POST if it has a body, and return what `read` finds in the JSON of the answer."""
         method = "GET" if body is None else "POST"
         where = f"{method} {self.url}{path}"
         try:
-            # The timeout of the HTTP library is one between bytes, and a server may trickle them
-            async with asyncio.timeout(self.request_timeout):
+            async with asyncio.timeout(self.request_timeout):  # that of the HTTP library is one between bytes
                 response = await http.request(method, self.url + path, json=body)
         except TimeoutError as error:
             raise ServerError(f"{where}: no complete answer within {self.request_timeout:g} s") from error
         except httpx2.RequestError as error:
             raise ServerError(f"{where}: {type(error).__name__}: {error}") from error
-        if response.status_code >= 400:
-            raise self._failure(path, response, f"{where} answered {response.status_code}: {_words(response)}")
+        status = response.status_code
+        if status >= 400:
+            problem = f"{where} answered {status}: {_short(response.text) or '(empty)'}"
+            if status in (408, 429) or status >= 500:
+                raise ServerError(problem)
+            if status == 404 and path != "/v1/completions":
+                raise ServerMismatchError(
+                    f"{problem}. Start the server {_WANTED}, with the variable VLLM_SERVER_DEV_MODE=1, which makes it "
+                    "serve weight reloading."
+                )
+            raise RequestRefusedError(problem)
         try:
             return read(response.json() if response.content else {})
-        except json.JSONDecodeError as error:
-            raise ServerError(f"{where} answered something that is not JSON: {_words(response)}") from error
         except _MISREADINGS as error:
-            raise ServerError(f"{where} sent a damaged answer: {error!r}") from error
-
-    def _failure(self, path: str, response: httpx2.Response, problem: str) -> Exception:
-        if response.status_code in (408, 429) or response.status_code >= 500:
-            if any(sign in response.text for sign in _ENGINE_DEAD) or (path == "/health" and not response.content):
-                return EngineDeadError(
-                    f"{problem.rstrip('.')}. Its engine has died, and its log says why. Restart it; if it runs on a CPU, "
-                    "with `--no-enable-chunked-prefill`"
-                )
-            return ServerError(problem)
-        if response.status_code == 404 and path != "/v1/completions":
-            return ServerMismatchError(
-                f"{problem}. Start the server {_WANTED}, with the variable VLLM_SERVER_DEV_MODE=1, which makes it serve "
-                "weight reloading."
-            )
-        return RequestRefusedError(problem)
+            raise ServerError(f"{where} sent a damaged answer: {_short(repr(error))}") from error
 
     async def learn_model(self, http: httpx2.AsyncClient):
-        """Learn which model the server serves, and how long its context is."""
+        """Learn which model the server serves, how long its context is, and what its weights are called."""
         await self._request(http, "/health")
 
         def own_card(models: dict) -> tuple[str, int]:
             card, *_ = (card for card in models["data"] if card.get("parent") is None)  # the others are adapters
-            return _text(card["id"]), _whole(card["max_model_len"], "context length", 1)
+            return _checked(card["id"], str), _checked(card["max_model_len"], int, 1)
 
         self.model, self.max_model_len = await self._request(http, "/v1/models", read=own_card)
+        try:
+            version = await self._weight_version(http)
+        except (RequestRefusedError, ServerMismatchError):  # not in development mode
+            version = "default"
+        self.version = None if version == "default" else version  # vLLM's name for weights that it was started with
 
     async def identify(self, http: httpx2.AsyncClient, identity: Identity):
         """Learn what the server serves, and raise [`ServerMismatchError`] unless that is what the trainer needs."""
@@ -190,8 +160,7 @@ class VLLMServer:
         if self.max_model_len < identity.context_length:
             raise ServerMismatchError(
                 f"{serves} has a context of {self.max_model_len} tokens, and prompt and completion take up to "
-                f"{identity.context_length}. Start it with a larger `--max-model-len`, or lower "
-                "`max_completion_length`."
+                f"{identity.context_length}. Start it with a larger `--max-model-len`, or lower `max_completion_length`."
             )
         body = {"model": self.model, "prompt": identity.text, "add_special_tokens": False}
         tokens = await self._request(http, "/tokenize", body, read=itemgetter("tokens"))
@@ -200,20 +169,7 @@ class VLLMServer:
                 f"{serves} has another tokenizer: {identity.text!r} is {_short(tokens)} there and "
                 f"{_short(identity.token_ids)} in the trainer. Start it with the model that is trained."
             )
-        for token, known in ((identity.last_token_id, True), (identity.last_token_id + 1, False)):
-            if await self._knows(http, token) != known:
-                raise ServerMismatchError(
-                    f"{serves} has another vocabulary: its model {'does not know' if known else 'knows'} token {token}, "
-                    f"and the trainer's last token is {identity.last_token_id}. Start it with the model that is trained."
-                )
         self.last_token_id = identity.last_token_id
-
-    async def _knows(self, http: httpx2.AsyncClient, token: int) -> bool:
-        try:
-            await self._request(http, "/v1/completions", {"model": self.model, "prompt": [token], "max_tokens": 1})
-        except RequestRefusedError:
-            return False
-        return True
 
     async def complete(self, http: httpx2.AsyncClient, prompt: list[int], count: int, body: dict) -> list[Completion]:
         """`count` completions of a prompt, with sampling settings in the server's names."""
@@ -223,26 +179,33 @@ class VLLMServer:
 
         def completions(answer: dict) -> list[Completion]:
             choices = sorted(answer["choices"], key=itemgetter("index"))
-            if len(choices) != count:
-                raise ValueError(f"{len(choices)} completions instead of {count}")
             if (indices := [choice["index"] for choice in choices]) != [*range(count)]:
                 raise ValueError(f"completions with the indices {indices} instead of {[*range(count)]}")
-            return [_completion(choice, body["max_tokens"], self.last_token_id) for choice in choices]
+            return [self._completion(choice, body["max_tokens"]) for choice in choices]
 
         return await self._request(http, "/v1/completions", body, read=completions)
 
-    async def answer(self, http: httpx2.AsyncClient, prompt: str | list[dict[str, str]], body: dict) -> Answer:
+    def _completion(self, choice: dict, most_tokens: int) -> Completion:
+        _checked(choice["finish_reason"], str, among=("stop", "length"))
+        token_ids = _checked(choice["token_ids"], list)
+        logprobs = _checked(choice["logprobs"]["token_logprobs"], list)
+        _checked(len(token_ids), int, 1, most_tokens)
+        for token_id, logprob in zip(token_ids, logprobs, strict=True):
+            _checked(token_id, int, 0, self.last_token_id)
+            _checked(logprob, (int, float), _LOWEST_LOGPROB, _ROUNDING)
+        return Completion(token_ids, logprobs)
+
+    async def answer(self, http: httpx2.AsyncClient, prompt: str | list[dict[str, str]], body: dict) -> Output:
         """One completion of a text or of a conversation, with sampling settings in the server's names."""
         is_text = isinstance(prompt, str)
         path = "/v1/completions" if is_text else "/v1/chat/completions"
 
-        def read(answer: dict) -> Answer:
+        def read(answer: dict) -> Output:
             (choice,) = answer["choices"]
-            if choice["finish_reason"] not in ("stop", "length"):
-                raise ValueError(f"generation ended by {choice['finish_reason']!r}")
+            reason = _checked(choice["finish_reason"], str, among=("stop", "length"))
             text = choice["text"] if is_text else choice["message"]["content"] or ""
-            tokens = _whole(answer["usage"]["completion_tokens"], "completion length", 0, body["max_tokens"])
-            return Answer(_text(text), tokens, choice["finish_reason"] == "length")
+            tokens = _checked(answer["usage"]["completion_tokens"], int, 0, body["max_tokens"])
+            return Output(_checked(text, str), tokens, reason == "length")
 
         return await self._request(
             http, path, body | {"model": self.model, "prompt" if is_text else "messages": prompt}, read
@@ -260,23 +223,18 @@ class VLLMServer:
 
     # ---- Weights ----
 
-    async def weight_version(self, http: httpx2.AsyncClient) -> str | None:
-        """What the weights were called by whoever loaded them into the running server; `None` if nobody did or it cannot tell."""
-        try:
-            version = await self._request(http, "/weight_info", read=lambda answer: _text(answer["weight_version"]))
-        except (RequestRefusedError, ServerMismatchError):  # not in development mode
-            return None
-        return None if version == _UNNAMED else version
+    async def _weight_version(self, http: httpx2.AsyncClient) -> str:
+        return await self._request(http, "/weight_info", read=lambda answer: _checked(answer["weight_version"], str))
 
     async def hold(self, http: httpx2.AsyncClient, snapshot: Snapshot):
         """
         Load and check the weights of a snapshot, unless the server has them already. Raises [`ServerMismatchError`] if it
         cannot load them, or computes other log-probs than the trainer with them.
         """
-        if await self._request(http, "/weight_info", read=itemgetter("weight_version")) == snapshot.version:
+        if await self._weight_version(http) == snapshot.version:
             return
         await self._reload(http, snapshot.directory)
-        await self._check(http, snapshot)
+        await self._compare(http, snapshot)
         # Last, so that a server which was interrupted anywhere above does not pass for one that holds the weights
         await self._request(http, "/update_weight_version", {"new_version": snapshot.version})
 
@@ -284,76 +242,43 @@ class VLLMServer:
         body = {"method": "reload_weights", "kwargs": {"weights_path": directory}}
         try:
             await self._request(http, "/collective_rpc", body)
-        except EngineDeadError:
-            raise
         except ServerError as error:
-            await self._request(http, "/health")  # a server that has died answers no better
+            await self._request(http, "/health")  # fails if the server has died, which is another problem
             raise ServerMismatchError(
                 f"The vLLM server {self.url} could not load the weights in {directory}: {error}. Make sure that it was "
                 "started with the model that is trained, and that it can read the directory: `vllm_sync_dir` must be on "
                 "a file system that trainer and servers share."
             ) from error
-        for _ in range(_CACHE_RESET_ATTEMPTS):
-            # Fails as long as a request that nobody waits for any more is running
-            if await self._request(http, "/reset_prefix_cache", {}, read=itemgetter("success")):
-                return
-            await asyncio.sleep(_CACHE_RESET_INTERVAL)
-        raise ServerError(f"{self.url}: the prefix cache, which belongs to older weights, could not be reset")
+        # Requests that nobody waits for any more may still be running
+        path = "/reset_prefix_cache?reset_running_requests=true"
+        if not await self._request(http, path, {}, read=itemgetter("success")):
+            raise ServerError(f"{self.url}: the prefix cache, which belongs to older weights, could not be reset")
 
-    async def _check(self, http: httpx2.AsyncClient, snapshot: Snapshot):
+    async def _compare(self, http: httpx2.AsyncClient, snapshot: Snapshot):
         logprobs = await self.prompt_logprobs(http, snapshot.probe)
         gaps = [abs(theirs - ours) for theirs, ours in zip(logprobs, snapshot.reference, strict=True)]
         self.difference = Difference(sum(gaps) / len(gaps), max(gaps))
         if not self.difference.mean <= snapshot.tolerance:  # also when it is not a number
             raise ServerMismatchError(
-                f"After a weight sync, the log-probs of the vLLM server {self.url} differ from the trainer's by "
-                f"{self.difference.mean:.2e} nats on average (at most {self.difference.max:.2e}) over {len(gaps)} probe "
-                f"tokens, and `vllm_sync_tolerance` is {snapshot.tolerance:g}. Look at: whether it serves the model that "
-                f"is trained (it serves {self.model!r} in {self.dtype}), without quantization or adapters of its own; "
-                f"whether every weight is in {snapshot.directory}, `lm_head.weight` included, also for tied embeddings; "
-                "whether it says in its log that weights were not loaded. If only the precision differs, raise the "
-                "tolerance."
+                f"After a weight sync, the log-probs of the vLLM server {self.url} (model {self.model!r} in {self.dtype}) "
+                f"differ from the trainer's by {self.difference.mean:.2e} nats on average (at most "
+                f"{self.difference.max:.2e}), and `vllm_sync_tolerance` is {snapshot.tolerance:g}. Check that it serves the "
+                "model that is trained, without quantization or adapters, and that every weight is in "
+                f"{snapshot.directory}, `lm_head.weight` included. If only the precision differs, raise the tolerance."
             )
 
 
-def _completion(choice: dict, most_tokens: int, last_token_id: int) -> Completion:
-    token_ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
-    if choice["finish_reason"] not in ("stop", "length"):
-        raise ValueError(f"generation ended by {choice['finish_reason']!r}")
-    for values, what in ((token_ids, "tokens"), (logprobs, "log-probs")):
-        if not isinstance(values, list):
-            raise ValueError(f"{_short(repr(values))} in place of a list of {what}")
-    if len(token_ids) != len(logprobs):
-        raise ValueError(f"{len(token_ids)} tokens with {len(logprobs)} log-probs")
-    _whole(len(token_ids), "completion length", 1, most_tokens)
-    for token in token_ids:
-        _whole(token, "token", 0, last_token_id)
-    for logprob in logprobs:
-        if type(logprob) not in (int, float) or not _LOWEST_LOGPROB <= logprob <= _ROUNDING:
-            raise ValueError(f"log-prob {_short(repr(logprob))}, which must be from {_LOWEST_LOGPROB:.0f} to 0")
-    return Completion(token_ids, logprobs)
-
-
-def _whole(value: Any, what: str, least: int, most: int | None = None) -> int:
-    """A whole number that a server sent, checked: in JSON, `true` would be 1 and `7.0` would be 7."""
-    if type(value) is not int or value < least or (most is not None and value > most):
-        allowed = f"at least {least}" if most is None else f"from {least} to {most}"
-        raise ValueError(f"{what} {_short(repr(value))}, which must be a whole number {allowed}")
+def _checked(value: Any, kind: type | tuple[type, ...], least: Any = None, most: Any = None, among: Any = None) -> Any:
+    """
+    A value that a server sent, if it is exactly of that kind and in that range; otherwise raises a `ValueError`. In JSON,
+    `true` would pass for 1 and `7.0` for 7. A comparison with "not a number" is false.
+    """
+    fits = type(value) in (kind if isinstance(kind, tuple) else (kind,)) and (among is None or value in among)
+    if not (fits and (least is None or value >= least) and (most is None or value <= most)):
+        limits = {"least": least, "most": most, "among": among}
+        shown = ", ".join(f"{name} {limit}" for name, limit in limits.items() if limit is not None)
+        raise ValueError(f"{_short(repr(value))} is not a valid value ({shown or kind})")
     return value
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{_short(repr(value))} in place of text")
-    return value
-
-
-def _words(response: httpx2.Response) -> str:
-    """The server's own words, as far as they help."""
-    try:
-        return _short(response.json()["error"]["message"])
-    except _MISREADINGS:
-        return _short(response.text) or "(empty)"
 
 
 def _short(value: Any) -> str:

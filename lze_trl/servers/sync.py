@@ -19,6 +19,7 @@ from .weights import base_model
 _TEXT = "Natalia sold 48 clips, then half as many: 48+48/2=72. \\boxed{72} costs $1.50 ≠ x²?"
 _SPREAD_TOKENS = 16
 _MAX_PROBE_TOKENS = 96
+_THIS_HOST = ("localhost", "127.0.0.1", "::1", socket.gethostname())
 
 # Mean absolute difference of log-probs, in nats, that rounding alone may make
 _TOLERANCES = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 5e-2}
@@ -81,7 +82,7 @@ def shared_directory(root: str | None, servers: list[VLLMServer]) -> Path:
     if every server runs on this host.
     """
     if root is None:
-        elsewhere = [server.url for server in servers if not _is_this_host(server.host)]
+        elsewhere = [server.url for server in servers if server.host not in _THIS_HOST]
         if elsewhere:
             raise ValueError(
                 f"`vllm_sync_dir` is required, because these vLLM servers are not on this host: {elsewhere}. Give a "
@@ -94,12 +95,3 @@ def shared_directory(root: str | None, servers: list[VLLMServer]) -> Path:
         directory.chmod(0o755)  # a server on another host may run as another user
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     return directory
-
-
-def _is_this_host(host: str) -> bool:
-    if host in ("localhost", "127.0.0.1", "::1", socket.gethostname()):
-        return True
-    try:
-        return socket.gethostbyname(host).startswith("127.")
-    except OSError:
-        return False

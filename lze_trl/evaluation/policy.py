@@ -1,0 +1,93 @@
+"""The policy of a training as an engine: its weights of the moment, on its processes or by its vLLM servers."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, broadcast_object_list, gather_object
+from trl import GRPOTrainer
+from trl.distributed import DistributedBackend
+from trl.models import unwrap_model_for_generation
+
+from ..servers.client import Output
+from .engines import Engine, Request, TransformersEngine
+from .servers import ServerEngine
+from .settings import Decoding
+
+
+OpenEngine = Callable[[], AbstractContextManager[Engine | None]]
+
+
+def engine_of(trainer: GRPOTrainer) -> OpenEngine:
+    """
+    Opens an engine with a trainer's weights of the moment: its own vLLM servers if it generates with these over HTTP, else the
+    model in its processes. All processes must open it; the main one gets it, the others take part and get `None`.
+    """
+    args: Any = trainer.args  # perhaps `LZEGRPOConfig`, which this room does not know
+    accelerator = trainer.accelerator
+
+    @contextmanager
+    def over_http() -> Iterator[Engine | None]:
+        generation: Any = trainer.vllm_generation
+        generation.sync_weights()
+        yield ServerEngine(generation.pool, args.output_dir) if accelerator.is_main_process else None
+
+    @contextmanager
+    def in_processes() -> Iterator[Engine | None]:
+        own: Any = trainer.model
+        model, was_training = trainer.model_wrapped, own.training
+        tokenizer: Any = trainer.processing_class
+        settings: dict[str, Any] = {"gradient_checkpointing_kwargs": args.gradient_checkpointing_kwargs}
+        with (
+            unwrap_model_for_generation(model, accelerator, **settings) as unwrapped,
+            DistributedBackend(accelerator).summon_full_params(model, recurse=False),
+        ):
+            engine = TransformersEngine(unwrapped.eval(), tokenizer, args.per_device_eval_batch_size, args.output_dir)
+            engine.synced = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+            try:
+                with SharedEngine(engine, accelerator) as shared:
+                    yield shared if accelerator.is_main_process else None
+            finally:
+                unwrapped.train(was_training)
+
+    return over_http if args.use_vllm and args.vllm_mode == "http" else in_processes
+
+
+class SharedEngine:
+    """
+    Generates on every process what the main one asks for, within a block that all of them enter.
+
+    Args:
+        engine ([`TransformersEngine`]): The engine of this process.
+        accelerator ([`~accelerate.Accelerator`]): The processes.
+    """
+
+    def __init__(self, engine: TransformersEngine, accelerator: Accelerator):
+        self.engine, self.name = engine, engine.name
+        self.count, self.rank = accelerator.num_processes, accelerator.process_index
+
+    def __enter__(self) -> "SharedEngine":
+        while self.rank > 0 and self._take_part():
+            pass
+        return self
+
+    def __exit__(self, *error: object):
+        if self.rank == 0:
+            broadcast_object_list([None])
+
+    def generate(self, requests: Iterable[Request], decoding: Decoding) -> Iterator[tuple[Request, Output]]:
+        """Complete requests, on the main process."""
+        requests, size = list(requests), self.engine.batch_size * self.count
+        for begin in range(0, len(requests), size):
+            yield from self._take_part((requests[begin : begin + size], decoding))
+
+    def _take_part(self, asked: tuple[list[Request], Decoding] | None = None) -> list[tuple[Request, Output]]:
+        shared = [asked]
+        broadcast_object_list(shared)
+        if shared[0] is None:
+            return []
+        requests, decoding = shared[0]
+        filled = requests + requests[-1:] * (-len(requests) % self.count)  # every process takes as many steps
+        found = gather_object(list(self.engine.generate(filled[self.rank :: self.count], decoding)))
+        return list({(request.problem.id, request.sample): (request, output) for request, output in found}.values())

@@ -1,0 +1,281 @@
+"""Several vLLM servers as one: they share the requests, and one that fails leaves its requests to the others."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any
+
+import httpx2
+from anyio.from_thread import start_blocking_portal
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_delay, wait_fixed
+
+from .client import Completion, Identity, ServerError, ServerMismatchError, Snapshot, VLLMServer, open_client
+
+
+logger = logging.getLogger(__name__)
+
+_RETRY_SECONDS = 1.0
+_MOST_FAILURES = 5  # of one request, on any servers
+
+Send = Callable[[httpx2.AsyncClient, VLLMServer], Awaitable[Any]]
+"""Sends a request to a server, and returns its result."""
+
+
+@dataclass(eq=False)
+class Group:
+    """One prompt to complete."""
+
+    prompt: list[int]
+    count: int  # G, the number of completions
+    body: dict[str, Any]  # sampling settings, in vLLM's names
+
+    async def __call__(self, http: httpx2.AsyncClient, server: VLLMServer) -> list[Completion]:
+        """The completions, by a server."""
+        return await server.complete(http, self.prompt, self.count, self.body)
+
+
+@dataclass
+class _Job:
+    place: int  # among the requests
+    send: Send
+    failures: int = 0
+
+
+class ServerPool:
+    """
+    Several vLLM servers with the same weights. Each works on at most `max_concurrent_requests` requests at a time; when none
+    is left, one has `recovery_timeout` seconds to return.
+
+    A server takes requests only while it is known to hold the current weights. That is checked before its first request and
+    whenever it was idle or failed; with a request running, it cannot have restarted unnoticed. So a server that comes
+    back with old weights is loaded and checked before it takes part again.
+    """
+
+    def __init__(
+        self, urls: Sequence[str], max_concurrent_requests: int, request_timeout: float, recovery_timeout: float
+    ):
+        self.servers = [VLLMServer(url, request_timeout) for url in urls]
+        if not urls or len({server.url for server in self.servers}) != len(urls):
+            raise ValueError(f"`vllm_server_urls` must name at least one server, and each once, got {urls}.")
+        if max_concurrent_requests < 1:
+            raise ValueError(f"A server must take at least 1 request at a time, got {max_concurrent_requests}.")
+        self.max_concurrent_requests, self.recovery_timeout = max_concurrent_requests, recovery_timeout
+        self.snapshot: Snapshot | None = None
+        self._last_seen = 0.0  # when not all servers had failed
+
+    # ---- Start and sync ----
+
+    def connect(self, timeout: float, identity: Identity | None = None):
+        """
+        Wait until every server is up, and check that it is what the trainer needs. Raises a `ConnectionError` if one is
+        not up in time, and [`ServerMismatchError`] if it has another model, tokenizer or context length.
+        """
+
+        async def wait_for(http: httpx2.AsyncClient, server: VLLMServer):
+            learn = server.learn_model(http) if identity is None else server.identify(http, identity)
+            try:
+                await learn
+            except ServerError as error:
+                if server.problem is None:
+                    logger.warning("Waiting for the vLLM server %s (%s)", server.url, error)
+                server.problem = error
+                raise
+            server.problem = None
+
+        async def wait_for_all():
+            async with open_client() as http:
+                await asyncio.gather(
+                    *(_retrying(stop_after_delay(timeout))(wait_for, http, server) for server in self.servers)
+                )
+
+        try:
+            _run(wait_for_all)
+        except ServerError as error:
+            raise ConnectionError(
+                f"{_problems(self.servers)} Not up after {timeout:g} s. Start it, or raise `vllm_server_timeout` if it "
+                "needs longer to start."
+            ) from error
+
+    def load(self, snapshot: Snapshot) -> list[VLLMServer]:
+        """
+        Load weights into every server that is up, and check them.
+
+        Returns the servers that hold the weights, at least one; the others get them when they return. Raises a
+        `ConnectionError` if no server is up within the recovery timeout, and [`ServerMismatchError`] if a server does not
+        compute the trainer's log-probs.
+        """
+        self.snapshot = snapshot
+        self._forget()
+
+        async def prepare_all(http: httpx2.AsyncClient):
+            results = await asyncio.gather(
+                *(self._prepare(http, server) for server in self.servers), return_exceptions=True
+            )
+            failures = [result for result in results if result is not None]
+            for failure in failures:
+                if not isinstance(failure, ServerError):
+                    raise failure
+            if len(failures) == len(self.servers):
+                raise failures[0]
+
+        async def prepare_at_least_one():
+            async with open_client() as http:
+                await self._until_hopeless(prepare_all, http)
+
+        _run(prepare_at_least_one)
+        return [server for server in self.servers if server.ready]
+
+    def _forget(self):
+        """Take no server for ready: it may have restarted since the last call, and its requests have ended."""
+        self._last_seen = time.monotonic()
+        for server in self.servers:
+            server.ready, server.running = False, 0
+
+    async def _prepare(self, http: httpx2.AsyncClient, server: VLLMServer):
+        """Make sure that a server holds the current weights."""
+        try:
+            if self.snapshot is not None:
+                await server.hold(http, self.snapshot)
+            else:
+                known = server.model, server.version
+                await server.learn_model(http)
+                if (server.model, server.version) != known:
+                    raise ServerMismatchError(
+                        f"The vLLM server {server.url} came back with {(server.model, server.version)} as model and version "
+                        f"of the weights instead of {known}. Load the same weights again."
+                    )
+        except ServerError as error:
+            self._fail(server, error)
+            raise
+        if server.problem is not None:
+            logger.warning("The vLLM server %s is back, with the current weights.", server.url)
+        server.ready, server.problem = True, None
+
+    def _fail(self, server: VLLMServer, error: ServerError):
+        if server.problem is None:
+            logger.warning(
+                "The vLLM server %s failed (%s). It takes part again once it answers and holds the current weights; without "
+                "any server, training waits up to %g s (`vllm_recovery_timeout`).",
+                *(server.url, error, self.recovery_timeout),
+            )
+            server.problem = error  # the first of an outage tells most
+        server.ready = False
+
+    async def _until_hopeless(self, attempt: Callable[..., Awaitable[None]], *args: Any):
+        """Repeat an attempt while it raises [`ServerError`], until all servers were down for the recovery timeout."""
+        try:
+            await _retrying(self._is_hopeless)(attempt, *args)
+        except ServerError as error:
+            raise ConnectionError(
+                f"No vLLM server is left, and none returned within {self.recovery_timeout:g} s (`vllm_recovery_timeout`). "
+                f"{_problems(self.servers)} Restart a server, then resume the training with `resume_from_checkpoint`, or run "
+                "the same command again."
+            ) from error
+
+    def _is_hopeless(self, state: RetryCallState) -> bool:
+        now = time.monotonic()
+        if any(server.problem is None for server in self.servers):
+            self._last_seen = now
+            return False
+        return now - self._last_seen >= self.recovery_timeout
+
+    # ---- Requests ----
+
+    def complete(self, groups: Sequence[Send]) -> list[Any]:
+        """The results of all requests, in their order; see [`stream`]."""
+        results = dict(self.stream(groups))
+        return [results[place] for place in range(len(groups))]
+
+    def stream(self, requests: Sequence[Send]) -> Iterator[tuple[int, Any]]:
+        """
+        Results of requests with their places, in whatever order the servers finish.
+
+        Raises a `ConnectionError` if no server is left and none returns within the recovery timeout, [`ServerError`] if
+        one request fails again and again, [`RequestRefusedError`] if a server refuses one.
+        """
+        results: SimpleQueue = SimpleQueue()
+        with start_blocking_portal() as portal:  # on a thread of its own: the caller may have an event loop running
+            serving = portal.start_task_soon(self._serve, requests, results)
+            try:
+                yield from iter(results.get, None)
+                serving.result()
+            finally:
+                serving.cancel()
+
+    async def _serve(self, requests: Sequence[Send], results: SimpleQueue):
+        """Put every place with its result into a queue, and `None` at the end."""
+        self._forget()
+        jobs: asyncio.Queue[_Job] = asyncio.Queue()
+        for place, send in enumerate(requests):
+            jobs.put_nowait(_Job(place, send))
+        try:
+            async with open_client() as http, asyncio.TaskGroup() as tasks:
+                workers = []
+                for server in self.servers:
+                    lock = asyncio.Lock()  # one worker makes the server ready for all of its workers
+                    for _ in range(min(self.max_concurrent_requests, len(requests))):
+                        workers.append(tasks.create_task(self._work(http, server, lock, jobs, results)))
+                await jobs.join()
+                for worker in workers:
+                    worker.cancel()
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        finally:
+            results.put(None)
+
+    async def _work(
+        self,
+        http: httpx2.AsyncClient,
+        server: VLLMServer,
+        lock: asyncio.Lock,
+        jobs: asyncio.Queue,
+        results: SimpleQueue,
+    ):
+        """One of the requests that a server works on at a time."""
+        while True:
+            async with lock:
+                if not server.ready:
+                    await self._until_hopeless(self._prepare, http, server)
+            job = await jobs.get()
+            if server.ready:
+                await self._send(http, server, job, jobs, results)
+            else:  # it was idle or failed in the meantime
+                jobs.put_nowait(job)
+            jobs.task_done()  # after the job was put back
+
+    async def _send(
+        self, http: httpx2.AsyncClient, server: VLLMServer, job: _Job, jobs: asyncio.Queue, results: SimpleQueue
+    ):
+        server.running += 1
+        try:
+            results.put((job.place, await job.send(http, server)))
+        except ServerError as error:
+            self._fail(server, error)
+            job.failures += 1
+            if job.failures == _MOST_FAILURES:
+                raise ServerError(f"A request failed {_MOST_FAILURES} times. The last time: {error}") from error
+            jobs.put_nowait(job)
+        finally:
+            server.running -= 1
+            if server.running == 0:
+                server.ready = False  # idle, it might restart unnoticed
+
+
+def _retrying(stop: Callable[[RetryCallState], bool]) -> AsyncRetrying:
+    return AsyncRetrying(
+        retry=retry_if_exception_type(ServerError), wait=wait_fixed(_RETRY_SECONDS), stop=stop, reraise=True
+    )
+
+
+def _run(function: Callable[[], Awaitable[None]]):
+    """Run a coroutine function in an event loop on a thread of its own: the caller may have a loop running."""
+    with start_blocking_portal() as portal:
+        portal.call(function)
+
+
+def _problems(servers: list[VLLMServer]) -> str:
+    failed = [server for server in servers if server.problem is not None]
+    return " ".join(f"The vLLM server {server.url}: {server.problem}." for server in failed)
