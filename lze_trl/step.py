@@ -68,8 +68,9 @@ class GenerationStep:
         self._made_at, before = -1, self._chunk_steps
         self._chunk_steps = math.gcd(self.geometry.chunk_steps, engine.micro_step)
         batch = self.batch
-        unfinished = batch is not None and batch.num_rows > 0 and engine.mid_batch and not batch.layout.by_trl
-        if unfinished and self._chunk_steps != before:
+        if batch is None or batch.num_rows == 0 or batch.layout.by_trl:
+            return
+        if engine.mid_batch and self._chunk_steps != before:
             batch.layout = relaid(batch.layout, batch.rows.slot, self._layout_geometry)
 
     @property

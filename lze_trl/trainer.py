@@ -48,11 +48,12 @@ class Beginning(TrainerCallback):
     """Calls `resume` with the checkpoint of a training when what TRL and transformers have saved of it is loaded."""
 
     def __init__(self, resume: Callable[[str], None]):
-        self.resume, self.checkpoint = resume, None
+        self.resume = resume
+        self.checkpoint: str | bool | None = None
 
     def on_train_begin(self, args, state, control, **kwargs):
         """TRL's parts have gone on."""
-        if self.checkpoint:
+        if isinstance(self.checkpoint, str):
             self.resume(self.checkpoint)
 
 
