@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lze_trl.evaluation.samples import Sample, SampleFile
-from lze_trl.instruct.offline import abstention
 from lze_trl.rewards import MajorityReward, get_reward
+from lze_trl.selfplay.offline import abstention
 
 from .tables import table
 

@@ -3,21 +3,14 @@
 import logging
 import math
 import os
-from functools import partial
 from typing import Any
 
-import numpy as np
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from datasets import Dataset, IterableDataset
-from scipy.special import softmax
 
-from .batch import Prompts
 from .config import LZEGRPOConfig
-from .instruct.online import Instruction, OnlineInstruction
-from .memory.identity import columns_of
 from .memory.outcomes import OutcomeRule
-from .memory.posterior import expected_energy
 from .memory.state import PromptState, StateSettings
 from .pack.layout import Geometry, micro_step_cost
 from .plan.passes import Passes
@@ -27,9 +20,6 @@ from .select.selectors import quota
 
 
 logger = logging.getLogger(__name__)
-
-EXEMPLAR_TEMPERATURE = 0.2
-"""τ of the softmax by which exemplars are drawn, in units of energy."""
 
 
 def make_geometry(args: LZEGRPOConfig, accelerator: Accelerator) -> Geometry:
@@ -63,33 +53,6 @@ def make_state(
         named_outcome=rule.named,
     )
     return PromptState(settings, expected=len(dataset) if isinstance(dataset, Dataset) else 0, bounds=rule.known_range)
-
-
-def make_instruction(
-    args: LZEGRPOConfig,
-    instruction: Instruction | None,
-    seeds: Dataset | IterableDataset,
-    state: PromptState,
-    accelerator: Accelerator,
-) -> OnlineInstruction | None:
-    """What writes the problems to train on, if the model does; `seeds` is the training set, with what rewards may ask for."""
-    if not args.self_instruct or not isinstance(seeds, Dataset):
-        return None
-    by_energy = partial(exemplar_chances, by_share=args.label_confidence == "share")
-    chances = by_energy if args.instruct_exemplars == "energy" else None
-    given, settings = instruction or Instruction.of(seeds), args.make_instruct()
-    writes = OnlineInstruction(given, settings, columns_of(seeds), state, accelerator, chances)
-    state.priors = writes.pool.priors
-    return writes
-
-
-def exemplar_chances(prompts: Prompts, by_share: bool) -> np.ndarray:
-    """
-    Softmax of the energy that the next visit of each prompt is expected to have, if wanted times the share of the winner that
-    is expected; shape `(P,)`.
-    """
-    scores = expected_energy(prompts) * (prompts.pass_rates if by_share else 1.0)
-    return softmax(scores / EXEMPLAR_TEMPERATURE)
 
 
 def make_passes(

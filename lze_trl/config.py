@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_h
 
 from trl import GRPOConfig
 
-from .instruct.settings import InstructSettings
-from .instruct.templates import TEMPLATES
 from .memory.state import MAX_STREAK
 from .plan.planners import GresoPlanner, Planner, SolvedPlanner
 from .rollout.controllers import (
@@ -355,7 +353,7 @@ class LZEGRPOConfig(GRPOConfig):
     vllm_request_timeout: float = 1800.0
     vllm_recovery_timeout: float = 600.0
     self_instruct: bool = False
-    instruct_template: Literal[*TEMPLATES] = "tagged"  # type: ignore[valid-type]
+    instruct_template: str = "tagged"
     instruct_examples: int = 8
     instruct_own: int = 2
     instruct_exemplars: Literal["energy", "uniform"] = "energy"
@@ -408,7 +406,8 @@ class LZEGRPOConfig(GRPOConfig):
         self._check_reward_range()
         self._check_combinations()
         self._check_estimator()
-        self.make_instruct()  # refuses settings that contradict each other
+        if self.self_instruct:
+            self.make_instruct()  # refuses settings that contradict each other
         self._resolve_packing()
 
     def _adapted(self) -> dict[str, Any]:
@@ -507,8 +506,10 @@ class LZEGRPOConfig(GRPOConfig):
                 return Gate(size, self.gate_explore, self.replay_ratio, kept=kept)
         return UniformController(size, kept=kept)
 
-    def make_instruct(self) -> InstructSettings:
-        """What the settings say of self-instruction."""
+    def make_instruct(self) -> Any:
+        """The [`~lze_trl.selfplay.settings.InstructSettings`] of self-instruction."""
+        from .selfplay.settings import InstructSettings
+
         own = {own.name for own in fields(InstructSettings)} - {"seed"}
         return InstructSettings(self.seed, **{name: vars(self)[f"instruct_{name}"] for name in own})
 

@@ -272,7 +272,16 @@ class Engine:
             masks = [[1] * len(ids) if m is None else m for m, ids in zip(masks, completions, strict=True)]
         if logprobs is not None:
             logprobs = [[None] * len(ids) if v is None else v for v, ids in zip(logprobs, completions, strict=True)]
-        generated: tuple[Any, ...] = chosen.held["prompt_ids"], completions, masks, [None] * len(held_rows), logprobs, {}, None, []
+        generated: tuple[Any, ...] = (
+            chosen.held["prompt_ids"],
+            completions,
+            masks,
+            [None] * len(held_rows),
+            logprobs,
+            {},
+            None,
+            [],
+        )
         rewards_per_func = torch.from_numpy(drawn.rewards_per_func).to(trainer.accelerator.device)
         if not even:  # we supply the advantages; unscored rows make up whole groups, and do not count in metrics
             missing = -len(rewards_per_func) % trainer.num_generations

@@ -10,14 +10,13 @@ from accelerate import Accelerator
 
 from .batch import Batch, Table
 from .engine import TOKEN_COLUMNS, Engine
-from .instruct.online import OnlineInstruction
 from .memory.calibration import Calibration
 from .memory.state import PromptState
 from .pack.layout import Geometry, Layout, pack, padding_efficiency, relaid, trl_layout, unpacked
 from .pack.micro_batch import filler_inputs, micro_batch
 from .pack.weights import Weights, weights_of_chosen, weights_of_full, weights_of_part
 from .pack.window import Window
-from .plan.passes import Passes, Plan
+from .plan.passes import Passes, Plan, PromptSource
 from .record.ledger import Ledger, account
 from .record.monitors import DeadMonitor, batch_metrics
 from .record.recorder import Recorder
@@ -47,7 +46,7 @@ class GenerationStep:
     ledger: Ledger
     recorder: Recorder
     accelerator: Accelerator
-    instruction: OnlineInstruction | None = None  # writes the prompts, if the model does
+    instruction: PromptSource | None = None  # supplies further prompts, if the training set grows
 
     def __post_init__(self):
         self.generation = 0  # generation batches so far

@@ -20,15 +20,14 @@ from trl.trainer.utils import RepeatSampler, get_config_model_id
 
 from . import checkpoint as store
 from . import checks, compatibility
-from .app.console import RunSummary, replace_printers
-from .build import make_geometry, make_instruction, make_passes, make_state
+from .build import make_geometry, make_passes, make_state
 from .config import LZEGRPOConfig
 from .engine import Engine, altered, without_vllm
-from .hub import add_evaluations, correct_model_card, extend_model_card, keep_private, push_run, resolve_state
-from .instruct.online import Instruction
 from .memory.identity import ID_COLUMN
 from .names import refuse_missing_model
+from .plan.passes import PromptSource
 from .plan.planners import Planner
+from .record.console import RunSummary, replace_printers
 from .record.curves import accuracy_metric
 from .record.ledger import Ledger, TokenCost, saving_metrics, token_cost
 from .record.recorder import Recorder
@@ -74,6 +73,12 @@ def _override(cls: type, name: str) -> str | None:
     """The override of a method of TRL by a class that is neither TRL's nor ours, as `Class.method`."""
     ours = (c for c in cls.__mro__[: cls.__mro__.index(GRPOTrainer)] if c is not LZEGRPOTrainer and name in vars(c))
     return next((f"{c.__name__}.{name}" for c in ours), None)
+
+
+def _write_report(run_dir: Path) -> Path:
+    from .app.report import write_report
+
+    return write_report(run_dir)
 
 
 def _group_rewards(reward_funcs: list[Any]) -> dict[int, GroupReward]:
@@ -122,7 +127,7 @@ class LZEGRPOTrainer(GRPOTrainer):
             Your own sampling of completions; replaces `args.controller`.
         planner ([`~lze_trl.plan.planners.Planner`], *optional*):
             Your own ranking of prompts; replaces `args.pruning_policy`.
-        instruction ([`~lze_trl.instruct.online.Instruction`], *optional*):
+        instruction ([`~lze_trl.selfplay.online.Instruction`], *optional*):
             What `args.self_instruct` begins with. Defaults to the prompts of the training set.
         kwargs:
             Further arguments of [`~trl.GRPOTrainer`].
@@ -146,7 +151,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         selector: Selector | None = None,
         controller: RolloutController | None = None,
         planner: Planner | None = None,
-        instruction: Instruction | None = None,
+        instruction: Any = None,
         **kwargs: Any,
     ):
         if args is None:
@@ -207,7 +212,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         self.summary: RunSummary | None = None
         if args.summary:
             metric = accuracy_metric(args.pass_reward, self.reward_func_names)
-            self.summary = RunSummary(self.savings, self.flush_telemetry, metric)
+            self.summary = RunSummary(self.savings, self.flush_telemetry, metric, _write_report)
             replace_printers(self.callback_handler, self.summary, progress_bar=not args.disable_tqdm)
 
     def _build_parts(
@@ -215,14 +220,18 @@ class LZEGRPOTrainer(GRPOTrainer):
         planner: Planner,
         controller: RolloutController,
         selector: Selector,
-        instruction: Instruction | None,
+        instruction: Any,
     ):
         """Give every part of a generation batch what it needs."""
         args, dataset = self.args, self._used_columns(self.train_dataset)
         rule = checks.outcome_rule(args, self.reward_funcs, self.reward_func_names, controller)
         pruning = self.resolved["pruning"]
         self.prompt_state = make_state(args, dataset, rule, planner, pruning)
-        writes = make_instruction(args, instruction, dataset, self.prompt_state, self.accelerator)
+        writes: PromptSource | None = None
+        if args.self_instruct:
+            from .selfplay.online import make_source
+
+            writes = make_source(args, instruction, dataset, self.prompt_state, self.accelerator)
         prompts = dataset if writes is None else writes.pool
         self.passes = make_passes(args, self.accelerator, prompts, self.prompt_state, planner, controller, pruning)
         self.ledger = Ledger(iterations=self.num_iterations, logprob_passes=Engine(self).logprob_passes)
@@ -465,6 +474,8 @@ class LZEGRPOTrainer(GRPOTrainer):
         super().create_model_card(model_name or Path(model_id).name, dataset_name or None, tags)  # type: ignore[arg-type]  # it takes lists as well
         if not self.is_world_process_zero():
             return
+        from .hub import add_evaluations, correct_model_card, extend_model_card
+
         correct_model_card(
             Path(self.args.output_dir, "README.md"),
             model_id,
@@ -486,12 +497,16 @@ class LZEGRPOTrainer(GRPOTrainer):
         # Differs from TRL: what was recorded of prompts and completions stays out of the model repo
         super().init_hf_repo(*args, **kwargs)
         if self.is_world_process_zero():
+            from .hub import keep_private
+
             keep_private(self.args.output_dir)
 
     def push_to_hub(self, *args: Any, **kwargs: Any):
         # Differs from TRL: telemetry and prompt state go along on request
         result = super().push_to_hub(*args, **kwargs)
         if self.args.hub_telemetry_id is not None and self.is_world_process_zero():
+            from .hub import push_run
+
             push_run(self.args.output_dir, self.args.hub_telemetry_id, self.args.hub_private_repo, self.args.hub_token)
         return result
 
@@ -517,6 +532,8 @@ class LZEGRPOTrainer(GRPOTrainer):
                     resume_from_checkpoint,
                 )
         elif self.args.state_from is not None and not self._own_step.generation:
+            from .hub import resolve_state
+
             source = resolve_state(self.args.state_from)
             state = self.prompt_state
             known = {"prompts": state, "foresight": state.foresight, "gate": state.gate}

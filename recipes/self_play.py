@@ -11,10 +11,10 @@ import numpy as np
 from lze_trl.evaluation.engines import Request, TransformersEngine
 from lze_trl.evaluation.settings import Decoding
 from lze_trl.evaluation.tasks import Problem
-from lze_trl.instruct.templates import TEMPLATES, Item
 from lze_trl.rewards import MajorityReward
 from lze_trl.rewards.functions import completion_text
 from lze_trl.rewards.grading import marked_answer
+from lze_trl.selfplay.templates import TEMPLATES, Item
 
 from .smollm2 import base_model
 

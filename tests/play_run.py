@@ -17,8 +17,8 @@ from datasets import Dataset
 
 import tiny
 from lze_trl import LZEGRPOTrainer
-from lze_trl.instruct.templates import TEMPLATES, Item, Template
 from lze_trl.rewards import MajorityReward
+from lze_trl.selfplay.templates import TEMPLATES, Item, Template
 from votes_run import boxed_rollouts
 
 

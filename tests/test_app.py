@@ -21,7 +21,6 @@ from lze_trl import LZEGRPOTrainer
 from lze_trl.app import build, views
 from lze_trl.app.alerts import alerts
 from lze_trl.app.charts import Look, Series, heat_map, line_chart
-from lze_trl.app.numbers import number
 from lze_trl.app.runs import RunBook, seed_groups
 from lze_trl.app.views import standing
 from lze_trl.record import GenerationRecord, MissingTelemetryError, Run, TelemetryWriter, open_run
@@ -34,6 +33,7 @@ from lze_trl.record.curves import (
     reward_curves,
 )
 from lze_trl.record.ledger import KINDS
+from lze_trl.record.numbers import number
 
 
 SPACE = Path(__file__).parents[1] / "app"

@@ -40,17 +40,17 @@ ROOMS = {
     "data": "memory names rewards",
     "evaluation": "data files names record rewards servers",
     "app": "files record remote strategies version",
-    "instruct": "batch data evaluation memory rewards seeding",
-    "config": "instruct memory plan rollout select strategies",
+    "selfplay": "batch data evaluation memory rewards seeding",
+    "config": "memory plan rollout select selfplay strategies",
     "checks": "config memory plan rollout select",
     "checkpoint": "files",
     "compatibility": "checkpoint",
     "hub": "app checkpoint files record remote",
     "engine": "batch checks evaluation memory pack rollout select",
-    "build": "batch config instruct memory pack plan rollout select",
-    "step": "batch engine instruct memory pack plan record rollout seeding select",
-    "trainer": "app build checkpoint checks compatibility config engine hub instruct memory names plan record rollout select servers step",
-    "job": "app build checkpoint checks config data evaluation files hub instruct memory names record remote rewards "
+    "build": "batch config memory pack plan rollout select",
+    "step": "batch engine memory pack plan record rollout seeding select",
+    "trainer": "app build checkpoint checks compatibility config engine hub selfplay memory names plan record rollout select servers step",
+    "job": "app build checkpoint checks config data evaluation files hub selfplay memory names record remote rewards "
     "rollout strategies trainer version",
 }
 PURE = (
@@ -190,6 +190,15 @@ def test_what_is_private_to_trl_stands_in_one_table():
     used = set().union(*(touched(modules()[name], names) for name in doors))
     assert used == set(PRIVATE)
     assert len(PRIVATE) <= 15
+
+
+def test_the_core_imports_what_users_ask_for_only_then():
+    program = "import sys, lze_trl.trainer\n" + (
+        "print([name for name in sys.modules if name.startswith(tuple(f'lze_trl.{room}' for room in "
+        "('selfplay', 'evaluation', 'app', 'hub', 'job', 'data', 'servers')))])"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert result.stdout.strip() == "[]", result.stdout + result.stderr
 
 
 def test_no_other_room_reads_privates_of_the_trainer():

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lze_trl.data.overlap import OverlapIndex, math_tokens, rouge_tokens
-from lze_trl.instruct.filters import MAX_WORDS, REASONS, reason_to_reject
-from lze_trl.instruct.generator import KNOWN, UNREAD, Intake, Proposal, Seeds, Writer, text_id
-from lze_trl.instruct.settings import InstructError, InstructSettings
-from lze_trl.instruct.templates import TEMPLATES, Item
+from lze_trl.selfplay.filters import MAX_WORDS, REASONS, reason_to_reject
+from lze_trl.selfplay.generator import KNOWN, UNREAD, Intake, Proposal, Seeds, Writer, text_id
+from lze_trl.selfplay.settings import InstructError, InstructSettings
+from lze_trl.selfplay.templates import TEMPLATES, Item
 
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data" / "serl_seeds" / "seeds_500.jsonl"

@@ -12,11 +12,11 @@ import tiny
 from benchmarks.synthetic import SyntheticTraining, record_synthetic_run
 from lze_trl import LZEGRPOTrainer
 from lze_trl.app import views
-from lze_trl.app.numbers import number, percent
 from lze_trl.app.report import write_report, write_summary_picture
 from lze_trl.app.runs import RunBook
 from lze_trl.hub import model_card_section
 from lze_trl.record import MissingTelemetryError, TelemetryWriter, open_run
+from lze_trl.record.numbers import number, percent
 from test_telemetry import make_record, record_run
 
 

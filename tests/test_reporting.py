@@ -10,9 +10,9 @@ from transformers import TrainerCallback
 import tiny
 from lze_trl import LZEGRPOTrainer
 from lze_trl.data.adapters import PromptStyle
-from lze_trl.instruct.generator import Seeds
-from lze_trl.instruct.online import Instruction
 from lze_trl.record import open_run
+from lze_trl.selfplay.generator import Seeds
+from lze_trl.selfplay.online import Instruction
 
 
 def test_documented_metrics_are_those_that_are_logged(tmp_path):

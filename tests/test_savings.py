@@ -12,11 +12,11 @@ import tiny
 from benchmarks.replay import replay
 from lze_trl import LZEGRPOTrainer
 from lze_trl.app import views
-from lze_trl.app.console import summary_tables
 from lze_trl.app.report import write_report
 from lze_trl.app.runs import RunBook
 from lze_trl.hub import model_card_section
 from lze_trl.record import open_run
+from lze_trl.record.console import summary_tables
 from lze_trl.record.ledger import PLAIN, against_plain, headline, skipped_visits
 
 

@@ -16,15 +16,15 @@ from lze_trl.data.adapters import PromptStyle
 from lze_trl.data.overlap import OverlapIndex
 from lze_trl.evaluation.engines import Output
 from lze_trl.evaluation.settings import Decoding, EvaluationError
-from lze_trl.instruct.generator import KNOWN, UNREAD, Seeds, Writer
-from lze_trl.instruct.offline import ABSTAINED, Gate, SelfInstruction
-from lze_trl.instruct.settings import InstructError, InstructSettings
 from lze_trl.job.cli import main
 from lze_trl.job.recipe import parse_recipe
 from lze_trl.job.self_instruct import make_gate
 from lze_trl.job.train import run as train
 from lze_trl.memory.identity import prompt_id
 from lze_trl.rewards import MajorityReward
+from lze_trl.selfplay.generator import KNOWN, UNREAD, Seeds, Writer
+from lze_trl.selfplay.offline import ABSTAINED, Gate, SelfInstruction
+from lze_trl.selfplay.settings import InstructError, InstructSettings
 
 
 NOUNS = ["apples", "boats", "cats", "dogs", "eggs", "forks", "goats", "hats", "jars", "kites", "lamps", "maps"]

@@ -16,15 +16,15 @@ from launches import on_processes
 from lze_trl import LZEGRPOTrainer
 from lze_trl.data.adapters import PromptStyle
 from lze_trl.data.overlap import OverlapIndex
-from lze_trl.instruct.generator import KNOWN, Admitted, Seeds, Writer, text_id
-from lze_trl.instruct.online import Instruction
-from lze_trl.instruct.pool import PromptPool
-from lze_trl.instruct.settings import InstructError
 from lze_trl.memory.identity import ID_COLUMN, prompt_id
 from lze_trl.memory.state import PromptState
 from lze_trl.plan.planners import SolvedPlanner
 from lze_trl.plan.stream import GrowingStream
 from lze_trl.record import open_run
+from lze_trl.selfplay.generator import KNOWN, Admitted, Seeds, Writer, text_id
+from lze_trl.selfplay.online import Instruction
+from lze_trl.selfplay.pool import PromptPool
+from lze_trl.selfplay.settings import InstructError
 
 
 @pytest.fixture(scope="module")

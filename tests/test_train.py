@@ -18,10 +18,10 @@ from safetensors.torch import load_file
 import tiny
 from launches import run_to_end
 from lze_trl import LZEGRPOTrainer
-from lze_trl.app.console import count, log_line, summary_tables
 from lze_trl.job import cli
 from lze_trl.job.recipe import RecipeError, parse_recipe
 from lze_trl.job.train import build_trainer, finish, main, resume_point, run
+from lze_trl.record.console import count, log_line, summary_tables
 from lze_trl.record.ledger import PLAIN, Ledger, TokenCost
 
 

@@ -7,7 +7,7 @@ import numpy as np
 from ..record import Run
 from ..record.curves import logged_curves
 from ..record.ledger import TAUGHT_NOTHING, taught_nothing
-from .numbers import number, percent
+from ..record.numbers import number, percent
 
 
 _BATCHES = 8

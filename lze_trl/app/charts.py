@@ -17,8 +17,8 @@ import pandas as pd
 from markupsafe import Markup
 from PIL import Image, ImageOps
 
+from ..record.numbers import number, percent
 from .markup import HTML
-from .numbers import number, percent
 
 
 _TICKS = 6

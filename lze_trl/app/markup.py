@@ -6,7 +6,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from ..record.ledger import PLAIN, against_plain, headline, skipped_visits, taught_nothing
-from .numbers import number, percent
+from ..record.numbers import number, percent
 
 
 STATES = {

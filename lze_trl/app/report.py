@@ -16,10 +16,10 @@ from ..files import write_atomically
 from ..record import MissingTelemetryError, Run, open_run
 from ..record.curves import curve, energy_heat_map, held_out, outcome_name
 from ..record.ledger import against_plain, headline, skipped_visits
+from ..record.numbers import percent
 from ..version import __version__
 from .charts import brightest
 from .markup import HTML, STATES
-from .numbers import percent
 from .views import overview, settings_table, title
 
 

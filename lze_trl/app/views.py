@@ -26,12 +26,12 @@ from ..record.curves import (
 )
 from ..record.evaluations import first_and_last, read_results, rows_of
 from ..record.ledger import against_plain
+from ..record.numbers import duration, number, percent
 from ..record.reader import parse_columns
 from ..strategies import STRATEGIES, settings_of
 from .alerts import alerts
 from .charts import PLAIN_LOOK, Look, Series, heat_map, line_chart
 from .markup import HTML, STATES
-from .numbers import duration, number, percent
 from .runs import RunBook, is_of_experiment, seed_groups, used_settings
 
 

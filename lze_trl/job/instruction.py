@@ -11,10 +11,10 @@ from ..data.adapters import PromptStyle
 from ..evaluation.contamination import training_texts
 from ..evaluation.settings import Decoding
 from ..evaluation.tasks import find_tasks, load_problems
-from ..instruct.generator import Generator, Seeds
-from ..instruct.online import Instruction
-from ..instruct.settings import InstructError
 from ..names import members_of, near
+from ..selfplay.generator import Generator, Seeds
+from ..selfplay.online import Instruction
+from ..selfplay.settings import InstructError
 from .recipe import LZEScriptArguments, RecipeError
 
 

@@ -13,9 +13,9 @@ from ..data.adapters import PromptStyle
 from ..evaluation.engines import Engine, TransformersEngine, weights_of
 from ..evaluation.servers import ServerEngine
 from ..evaluation.settings import Decoding
-from ..instruct.offline import Gate, SelfInstruction
 from ..record.evaluations import text_table
 from ..rewards import MajorityReward
+from ..selfplay.offline import Gate, SelfInstruction
 from .instruction import make_instruction
 from .recipe import LZEScriptArguments, RecipeError, parse_recipe
 from .train import disable_progress_bars, make_rewards, setup_logging

@@ -30,7 +30,6 @@ from datasets import Dataset
 from transformers.trainer import TRAINER_STATE_NAME
 from trl import ModelConfig, get_peft_config, get_quantization_config
 
-from ..app.console import held_out_accuracy
 from ..checkpoint import has_ended, how_to_resume, last_complete_checkpoint, refuse_non_checkpoint
 from ..config import LZEGRPOConfig
 from ..data import load_mixture, parse_reference
@@ -39,6 +38,7 @@ from ..evaluation.run import Evaluation
 from ..evaluation.settings import Decoding
 from ..evaluation.tasks import find_tasks, load_problems
 from ..names import refuse_missing_model
+from ..record.console import held_out_accuracy
 from ..record.curves import accuracy_metric
 from ..rewards import accuracy_reward, get_reward
 from ..rollout.settling import GroupReward, instances

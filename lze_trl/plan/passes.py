@@ -1,14 +1,16 @@
 """Passes over the training set: which prompts each generation batch rolls out."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 from datasets import Dataset
 
+from ..batch import Table
 from ..memory.identity import ID_COLUMN, distinct_ids
 from ..memory.state import PromptState
 from .planners import Planner
@@ -16,6 +18,23 @@ from .stream import GrowingStream, PromptStream
 
 
 _NOTHING = np.empty(0, dtype=np.int64)
+
+
+class PromptSource(Protocol):
+    """Supplies prompts when a training set that grows has too few; `lze_trl.selfplay` lets the policy write them."""
+
+    pool: Any
+    """The training set: rows by number, and `prompt_ids`."""
+
+    def restock(self, missing: int, generation: int, policy: Callable[[], Any]): ...
+
+    def observe(self, groups: Table): ...
+
+    def metrics(self) -> dict[str, float]: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]): ...
 
 
 @dataclass

@@ -5,16 +5,20 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from datasets import Dataset
+from scipy.special import softmax
 
 from ..batch import Prompts, Table
 from ..data.adapters import PromptStyle
 from ..evaluation.engines import Engine
+from ..memory.identity import columns_of
+from ..memory.posterior import expected_energy
 from ..memory.state import PromptState
 from .generator import Admitted, Generator, Intake, Seeds, Writer, text_id, told
 from .pool import PromptPool
@@ -22,6 +26,9 @@ from .settings import InstructError, InstructSettings
 
 
 logger = logging.getLogger(__name__)
+
+EXEMPLAR_TEMPERATURE = 0.2
+"""τ of the softmax by which exemplars are drawn, in units of energy."""
 
 
 @dataclass(frozen=True)
@@ -147,3 +154,28 @@ def inherited(problems: list[Admitted], rates: dict[int, float]) -> np.ndarray:
     """Mean of the pass rates that are expected of the parents of each problem, shape `(n,)`; 0.5 where none is known."""
     own = ([rates[parent] for parent in problem.parents if parent in rates] for problem in problems)
     return np.array([np.mean(found) if found else 0.5 for found in own])
+
+
+def make_source(
+    args: Any,
+    instruction: Instruction | None,
+    seeds: Dataset,
+    state: PromptState,
+    accelerator: Accelerator,
+) -> OnlineInstruction:
+    """What writes the problems to train on; `seeds` is the training set, with what rewards may ask for."""
+    by_energy = partial(exemplar_chances, by_share=args.label_confidence == "share")
+    chances = by_energy if args.instruct_exemplars == "energy" else None
+    given, settings = instruction or Instruction.of(seeds), args.make_instruct()
+    writes = OnlineInstruction(given, settings, columns_of(seeds), state, accelerator, chances)
+    state.priors = writes.pool.priors
+    return writes
+
+
+def exemplar_chances(prompts: Prompts, by_share: bool) -> np.ndarray:
+    """
+    Softmax of the energy that the next visit of each prompt is expected to have, if wanted times the share of the winner that
+    is expected; shape `(P,)`.
+    """
+    scores = expected_energy(prompts) * (prompts.pass_rates if by_share else 1.0)
+    return softmax(scores / EXEMPLAR_TEMPERATURE)

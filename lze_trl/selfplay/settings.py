@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from .templates import TEMPLATES
+
 
 class InstructError(ValueError):
     """Self-instruction that cannot begin or go on; the message says what to do."""
@@ -24,6 +26,8 @@ class InstructSettings:
     max_rounds: int = 16
 
     def __post_init__(self):
+        if self.template not in TEMPLATES:
+            raise InstructError(f"`instruct_template` must be one of {list(TEMPLATES)}, got {self.template!r}.")
         if self.own > self.examples:
             raise InstructError(
                 f"`instruct_own={self.own}` is more than all exemplars, `instruct_examples={self.examples}`. Lower it."

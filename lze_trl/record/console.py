@@ -13,8 +13,8 @@ from tqdm.auto import tqdm
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainerState
 from transformers.trainer_callback import CallbackHandler
 
-from ..record.evaluations import first_and_last, read_results, rows_of, text_table
-from ..record.ledger import PLAIN, SKIPPED, TAUGHT_NOTHING, against_plain, taught_nothing, time_of_plain, times
+from .evaluations import first_and_last, read_results, rows_of, text_table
+from .ledger import PLAIN, SKIPPED, TAUGHT_NOTHING, against_plain, taught_nothing, time_of_plain, times
 from .numbers import count
 
 
@@ -54,11 +54,18 @@ class RunSummary(TrainerCallback):
     Shows one readable line at each log and, at the end of the training, a summary and where the report is.
 
     All metrics still go to the trackers of `report_to`. Only the main process prints. `savings` returns the totals of the
-    run, and `flush` writes what is missing in its telemetry.
+    run, `flush` writes what is missing in its telemetry, and `write_report` the report of a run's folder.
     """
 
-    def __init__(self, savings: Callable[[], dict[str, float]], flush: Callable[[], None], accuracy_metric: str):
+    def __init__(
+        self,
+        savings: Callable[[], dict[str, float]],
+        flush: Callable[[], None],
+        accuracy_metric: str,
+        write_report: Callable[[Path], Path],
+    ):
         self.savings = savings
+        self.write_report = write_report
         self.flush = flush
         self.accuracy_metric = accuracy_metric
         self.ends_with_training = True
@@ -82,9 +89,7 @@ class RunSummary(TrainerCallback):
         run_dir = Path(args.output_dir)
         files: dict[str, Path | str] = {"telemetry": run_dir / "telemetry"}
         try:
-            from .report import write_report
-
-            report = write_report(run_dir)
+            report = self.write_report(run_dir)
         except ImportError as error:
             logger.info("No report was written (%s). Run `pip install -e '.[app]'` in the checkout of lze_trl.", error)
         except Exception:  # nothing that goes wrong here may cost what comes next
