@@ -371,7 +371,7 @@ def test_a_selector_that_answers_wrongly(tmp_path):
         def select(self, groups, k, rng):
             return np.array([0, 0])
 
-    with pytest.raises(ValueError, match="must return distinct indices"):
+    with pytest.raises(ValueError, match="distinct group indices"):
         run(tmp_path, trainer={"selector": Twice()})
 
 
