@@ -47,7 +47,7 @@ class Prompts(_PromptTable):
             solved, 0 after a visit that had a gradient, and for a prompt that was never visited.
         alive (float64): Probability that the next group of the prompt, of `num_generations` completions, is alive; that of
             the population for a prompt that was never visited.
-        pruned (bool): The prompt has had `pruning_streak` solved visits in a row, and was solved ever since.
+        pruned (bool): The prompt has had `streak` solved visits in a row, and was solved ever since.
         alive_given_first (float64, *optional*): Probability that the group under way is alive in the end, given its first
             completion; 1 if it is alive already. Defaults to NaN: no completion was drawn yet.
         alive_needed (float64, *optional*): What `alive`, or once completions are drawn `alive_given_first`, has to be at least for the

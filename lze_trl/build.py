@@ -53,10 +53,10 @@ def make_state(
 ) -> PromptState:
     """The memory of the prompts of a dataset."""
     settings = StateSettings(
-        difficulty_floor=args.difficulty_floor,
-        momentum_weight=args.momentum_weight,
-        ema_decay=args.ema_decay,
-        pruning_streak=args.pruning_streak,
+        difficulty_floor=args.selector_kwargs["difficulty_floor"],
+        momentum_weight=args.selector_kwargs["momentum_weight"],
+        ema_decay=args.selector_kwargs["ema_decay"],
+        pruning_streak=planner.streak if isinstance(planner, SolvedPlanner) else 2,
         prune=pruning != "none" and isinstance(planner, SolvedPlanner),
         group_size=args.num_generations,
         named_outcome=rule.named,
@@ -72,10 +72,10 @@ def make_instruction(
     accelerator: Accelerator,
 ) -> OnlineInstruction | None:
     """What writes the problems to train on, if the model does; `seeds` is the training set, with what rewards may ask for."""
-    if not args.self_instruct or not isinstance(seeds, Dataset):
+    if not args.self_play["instruct"] or not isinstance(seeds, Dataset):
         return None
-    by_energy = partial(exemplar_chances, by_share=args.label_confidence == "share")
-    chances = by_energy if args.instruct_exemplars == "energy" else None
+    by_energy = partial(exemplar_chances, by_share=args.self_play["label_confidence"] == "share")
+    chances = by_energy if args.self_play["exemplars"] == "energy" else None
     given, settings = instruction or Instruction.of(seeds), args.make_instruct()
     writes = OnlineInstruction(given, settings, columns_of(seeds), state, accelerator, chances)
     state.priors = writes.pool.priors
@@ -115,7 +115,7 @@ def make_passes(
 
     return Passes(
         # A controller that draws prompts takes them from the stream, also where nothing is pruned
-        mode="refill" if controller.draws_prompts or args.self_instruct else pruning,
+        mode="refill" if controller.draws_prompts or args.self_play["instruct"] else pruning,
         by_prompt=not is_plain(controller, args.num_generations),
         dataset=None if isinstance(dataset, IterableDataset) else dataset,
         planner=planner,

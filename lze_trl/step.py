@@ -161,9 +161,9 @@ class GenerationStep:
 
     def _confidence(self, drawn: Scored) -> np.ndarray | None:
         """Probability that the label of each group is right, shape `(P,)`; `None` if energies do not go by it."""
-        if self.args.label_confidence == "none" or drawn.confidence is None or drawn.evidence is None:
+        if self.args.self_play["label_confidence"] == "none" or drawn.confidence is None or drawn.evidence is None:
             return None
-        if self.args.label_confidence == "share":
+        if self.args.self_play["label_confidence"] == "share":
             return drawn.confidence
         known = drawn.confidence == 1.0  # gold answers; votes that all agree have no energy
         confidence = np.where(known, 1.0, self.labels.corrected(drawn.confidence))

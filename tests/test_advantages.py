@@ -248,7 +248,7 @@ def test_an_unknown_estimator_is_refused():
             {"advantage_estimator": "reinforce_plus_plus", "loss_normalizer": "all"},
             "those with equal rewards have one",
         ),
-        ({"advantage_statistics": "drawn"}, "is a setting of REINFORCE"),
+        ({"self_play": {"advantage_statistics": "drawn"}}, "is a setting of REINFORCE"),
         ({"advantage_estimator": "reinforce_plus_plus_baseline", "strategy": "gate"}, "'grpo' or 'rloo'"),
     ],
 )
@@ -327,7 +327,7 @@ def test_statistics_may_count_groups_that_the_vote_drops(tmp_path, estimator, st
         args=tiny.config(
             tmp_path,
             advantage_estimator=estimator,
-            advantage_statistics=statistics,
+            self_play={"advantage_statistics": statistics},
             selector="zero_variance",
             pruning="none",
             num_generations=6,

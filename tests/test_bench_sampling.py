@@ -68,7 +68,7 @@ def test_result_files_are_those_of_their_settings(monkeypatch):
     assert len(set(names)) == len(names) == 40
     run = SamplingRun("Reinforce-Ada, balanced", 1, 10, "x")
     assert run.name.startswith("Reinforce-Ada-balanced-seed1-")
-    monkeypatch.setitem(STRATEGIES, run.strategy, STRATEGIES[run.strategy] | {"max_rounds": 9})
+    monkeypatch.setitem(STRATEGIES, run.strategy, STRATEGIES[run.strategy] | {"controller_kwargs": {"max_rounds": 9}})
     assert run.name not in names
 
 

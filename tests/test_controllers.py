@@ -375,7 +375,7 @@ def test_expected_energy():
 
 def described(name, num_prompts=5, **given):
     """The controller of a configuration with P = 5, G = 4 and n = 4."""
-    usual = {"num_generations": 4, "per_device_train_batch_size": 4 * num_prompts, "kept_completions": 4}
+    usual = {"num_generations": 4, "per_device_train_batch_size": 4 * num_prompts, "controller_kwargs": {"kept": 4}}
     return tiny.config("unused", controller=name, **(usual | given)).make_controller()
 
 
@@ -390,14 +390,14 @@ def described(name, num_prompts=5, **given):
     ],
 )
 def test_settings_reach_the_controller(name, controller):
-    given = {"num_prompts": 7, "round_size": 3, "max_rounds": 5, "kept_completions": 6}
-    given |= {"gate_explore": 0.1, "replay_ratio": 0.3}
-    assert described(name, **given) == controller
+    own = {"uniform": {}, "dynamic": {"max_rounds": 5}, "gate": {"explore": 0.1, "recheck": 0.3}}
+    settings = {"kept": 6} | own.get(name, {"round_size": 3, "max_rounds": 5})
+    assert described(name, num_prompts=7, controller_kwargs=settings) == controller
 
 
 def test_what_is_left_open_follows_from_the_batch():
-    assert described("reinforce_ada_balanced", kept_completions=None).kept == 4
-    assert described("uniform", kept_completions=None).kept is None
+    assert described("reinforce_ada_balanced", controller_kwargs={}).kept == 4
+    assert described("uniform", controller_kwargs={}).kept is None
 
 
 def test_every_name_makes_a_controller():
@@ -406,23 +406,31 @@ def test_every_name_makes_a_controller():
     assert [controller.draws_prompts for controller in made] == [name == "dynamic" for name in CONTROLLERS]
 
 
-def test_settings_that_a_controller_does_not_use_are_not_checked():
-    unused = {"kept_completions": None, "max_rounds": 0}
-    assert described("uniform", **unused) == UniformController(4)
-
-
 @pytest.mark.parametrize(
     ("name", "given", "message"),
     [
         ("reinforce-ada", {}, r"`controller` must be one of \['uniform', .*\], got 'reinforce-ada'"),
-        ("reinforce_ada_positive", {"kept_completions": 33}, r"`kept_completions` must be at most .*: 32, got 33"),
-        ("reinforce_ada_balanced", {"round_size": 3, "max_rounds": 1}, "at most .*: 3, got 4"),
-        ("reinforce_ada_balanced", {"kept_completions": 5}, "`kept_completions` must be even .* got 5.* use 4 or 6"),
-        ("reinforce_ada_positive", {"kept_completions": 1}, "at least 2, got 1. A group of one has no"),
-        *((name, {"kept_completions": 1}, "must be at least 2, got 1") for name in ("uniform", "dynamic", "gate")),
-        ("reinforce_ada_positive", {"round_size": 0}, "`round_size` must be at least 1, got 0"),
-        ("reinforce_ada_balanced", {"max_rounds": 0}, "`max_rounds` must be at least 1, got 0"),
-        ("dynamic", {"max_rounds": 0}, "`max_rounds` must be at least 1, got 0. Use 1 to draw no further prompts"),
+        ("reinforce_ada_positive", {"controller_kwargs": {"kept": 33}}, r"`kept` must be at most .*: 32, got 33"),
+        (
+            "reinforce_ada_balanced",
+            {
+                "controller_kwargs": {"round_size": 3, "max_rounds": 1},
+            },
+            "at most .*: 3, got 4",
+        ),
+        ("reinforce_ada_balanced", {"controller_kwargs": {"kept": 5}}, "`kept` must be even .* got 5.* use 4 or 6"),
+        ("reinforce_ada_positive", {"controller_kwargs": {"kept": 1}}, "at least 2, got 1. A group of one has no"),
+        *(
+            (name, {"controller_kwargs": {"kept": 1}}, "must be at least 2, got 1")
+            for name in ("uniform", "dynamic", "gate")
+        ),
+        ("reinforce_ada_positive", {"controller_kwargs": {"round_size": 0}}, "`round_size` must be at least 1, got 0"),
+        ("reinforce_ada_balanced", {"controller_kwargs": {"max_rounds": 0}}, "`max_rounds` must be at least 1, got 0"),
+        (
+            "dynamic",
+            {"controller_kwargs": {"max_rounds": 0}},
+            "`max_rounds` must be at least 1, got 0. Use 1 to draw no further prompts",
+        ),
     ],
     ids=lambda value: "" if isinstance(value, str) and " " in value else str(value),
 )

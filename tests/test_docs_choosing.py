@@ -121,7 +121,7 @@ def test_every_selector_controller_and_policy_is_on_the_page():
     assert [code(row[0])[0] for row in table("`selector`")] == list(SELECTORS)
     assert [code(row[0])[0] for row in table("`controller`")] == list(CONTROLLERS)
     policies = get_args(get_type_hints(LZEGRPOConfig)["pruning_policy"])
-    assert [*(code(row[0])[0] for row in table("`pruning_policy`")), None] == list(policies)
+    assert [*(code(row[0])[0] for row in table("`planner`")), None] == list(policies)
 
 
 def test_settings_have_the_defaults_of_the_page():

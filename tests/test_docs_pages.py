@@ -243,7 +243,7 @@ def test_every_method_is_among_the_papers():
     assert set(re.findall(r"`strategy: (\w+)`", page)) == set(STRATEGIES)
     assert set(re.findall(r"`selector: (\w+)`", page)) == set(SELECTORS) - {"all"}
     assert set(re.findall(r"`controller: (\w+)`", page)) == set(CONTROLLERS) - {"uniform"}
-    assert set(re.findall(r"`pruning_policy: (\w+)`", page)) == set(literals(HINTS["pruning_policy"]))
+    assert set(re.findall(r"`planner: (\w+)`", page)) == set(literals(HINTS["planner"]))
     assert set(re.findall(r"`advantage_estimator: (\w+)`", page)) == set(literals(HINTS["advantage_estimator"]))
 
 

@@ -59,7 +59,11 @@ def test_constants_of_the_method():
         "visits": np.array([1]),
         "replayed": np.array([False]),
     }
-    groups = score_groups(batch, **memory, difficulty_floor=0.2, momentum_weight=2.0)
+    groups = score_groups(
+        batch,
+        **memory,
+        selector_kwargs={"difficulty_floor": 0.2, "momentum_weight": 2.0},
+    )
     np.testing.assert_allclose(groups.energies, [56 / 135])
 
 

@@ -150,9 +150,7 @@ def test_the_servers_of_a_training_hold_its_weights(fakes):
         use_vllm=True,
         vllm_mode="http",
         vllm_server_urls=[fake.url for fake in fakes],
-        vllm_max_concurrent_requests=2,
-        vllm_recovery_timeout=7.0,
-        vllm_request_timeout=9.0,
+        vllm_server_kwargs={"max_concurrent_requests": 2, "recovery_timeout": 7.0, "request_timeout": 9.0},
     )
     generation = SimpleNamespace(sync_weights=lambda: None, pool=SimpleNamespace(snapshot=snapshot))
     trainer = SimpleNamespace(args=args, accelerator=SimpleNamespace(is_main_process=True), vllm_generation=generation)

@@ -222,7 +222,7 @@ def test_a_reward_named_for_pruning_prunes(tmp_path):
         rewards,
         rollout_func=None,
         pass_reward="format_reward",
-        pruning_streak=1,
+        planner_kwargs={"streak": 1},
         max_steps=4,
     )
     trainer.train()
@@ -233,7 +233,7 @@ def test_a_top_that_rises_takes_solved_prompts_back(tmp_path, caplog):
     def rising(completions, trainer_state, **kwargs):
         return [float(trainer_state.global_step >= 6 and i == 0) + 1.0 for i in range(len(completions))]
 
-    trainer = make(LZEGRPOTrainer, tmp_path, {"reward_funcs": rising}, pruning_streak=1, max_steps=6)
+    trainer = make(LZEGRPOTrainer, tmp_path, {"reward_funcs": rising}, planner_kwargs={"streak": 1}, max_steps=6)
     trainer.train()
     before = trainer.prompt_state.num_pruned
     assert before > 3
@@ -309,8 +309,8 @@ def test_a_reward_of_0_and_1_is_a_pass_bit_for_bit(tmp_path, controller, policy)
             tmp_path / str(bool(named)),
             rewards,
             controller=controller,
-            pruning_policy=policy,
-            pruning_streak=1,
+            planner=policy,
+            planner_kwargs={"streak": 1},
             max_steps=8,
             **named,
         )

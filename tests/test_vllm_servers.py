@@ -315,7 +315,7 @@ def test_a_dead_engine_is_reported_once_and_given_up_in_time(fakes, caplog, stop
     for text in (report, str(failure.value)):
         assert f"answered 500: {fake_vllm.DEAD_ENGINE} Its engine has died" in text
         assert "Restart it; if it runs on a CPU, with `--no-enable-chunked-prefill`" in text
-        assert "1.5 s (`vllm_recovery_timeout`)" in text
+        assert "1.5 s (`recovery_timeout` of `vllm_server_kwargs`)" in text
     assert "waiting up to 1.5 s" in report and "ConnectError" not in str(failure.value)
     assert fake.url in str(failure.value) and "resume_from_checkpoint" in str(failure.value)
     assert len(caplog.messages) == 1
@@ -429,9 +429,7 @@ def test_load_checks_log_probs(fakes):
 def test_weights_that_cannot_be_loaded(fakes):
     pool = make_pool(fakes)
     fakes[1].faults["/collective_rpc"] = [500]
-    with pytest.raises(
-        ServerMismatchError, match=r"could not load the weights in /weights.*on command.*vllm_sync_dir"
-    ):
+    with pytest.raises(ServerMismatchError, match=r"could not load the weights in /weights.*on command.*sync_dir"):
         pool.load(make_snapshot())
 
 

@@ -230,7 +230,8 @@ def _of_servers(trainer: GRPOTrainer) -> ServerEngine:
     """The trainer's servers, all of which hold the weights of its last sync, also those that return later."""
     args: Any = trainer.args
     generation: Any = trainer.vllm_generation
-    limits = args.vllm_max_concurrent_requests, args.vllm_recovery_timeout, args.vllm_request_timeout
+    settings = args.vllm_server_kwargs
+    limits = (settings[name] for name in ("max_concurrent_requests", "recovery_timeout", "request_timeout"))
     return ServerEngine(args.vllm_server_urls, *limits, generation.pool.snapshot)
 
 

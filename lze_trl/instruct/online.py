@@ -84,7 +84,7 @@ class OnlineInstruction:
         Add at least so many problems to the pool, which a generation batch is going to need. All processes call it.
 
         Raises:
-            InstructError: If `instruct_max_rounds` rounds in a row give no acceptable problem.
+            InstructError: If `max_rounds` rounds in a row give no acceptable problem.
         """
         shared: list[Any] = [None]
         with nullcontext() if self.writer.generator else policy() as engine:

@@ -9,7 +9,7 @@ class InstructError(ValueError):
 
 @dataclass(frozen=True)
 class InstructSettings:
-    """How problems are written, and which are accepted; the fields of `LZEGRPOConfig` called `instruct_…` explain themselves."""
+    """How problems are written, and which are accepted; settings of `self_play`."""
 
     seed: int = 0
     template: str = "tagged"
@@ -26,5 +26,5 @@ class InstructSettings:
     def __post_init__(self):
         if self.own > self.examples:
             raise InstructError(
-                f"`instruct_own={self.own}` is more than all exemplars, `instruct_examples={self.examples}`. Lower it."
+                f"`self_play`: `own={self.own}` is more than all exemplars, `examples={self.examples}`. Lower it."
             )

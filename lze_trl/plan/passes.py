@@ -72,7 +72,7 @@ class Passes:
         self.admission = Admission(self.planner, self.state, ids, args.seed)
         self.stream = PromptStream(self.admission, first, args.shuffle_dataset)
         if self.grows:
-            self.stream = GrowingStream(self.admission, args.instruct_reuse)
+            self.stream = GrowingStream(self.admission, args.self_play["reuse"])
         self.group_size = args.num_generations
         self.num_groups = args.generation_batch_size // args.num_generations
         self._warned = False
@@ -89,7 +89,7 @@ class Passes:
     @property
     def missing(self) -> int:
         """Prompts that a training set which grows has too few of."""
-        least = max(self.num_groups, self.args.instruct_stock or 0)
+        least = max(self.num_groups, self.args.self_play["stock"] or 0)
         return max(0, least - len(self.stream)) if isinstance(self.stream, GrowingStream) else 0
 
     def grow(self):

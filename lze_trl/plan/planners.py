@@ -1,6 +1,8 @@
 """Planners: which prompts of a pass over the data are rolled out, and which of them first."""
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -17,7 +19,7 @@ class Planner(ABC):
     same answer.
     """
 
-    purpose = "plan"
+    purpose: ClassVar[str] = "plan"
     """Names its random numbers: planners with the same purpose draw the same ones."""
 
     @abstractmethod
@@ -51,6 +53,7 @@ class Planner(ABC):
         return {}
 
 
+@dataclass(eq=False)
 class SolvedPlanner(Planner):
     """
     Leaves out the prompts that stay solved, except a share that is re-checked.
@@ -58,12 +61,14 @@ class SolvedPlanner(Planner):
     Args:
         replay_ratio (`float`, *optional*, defaults to `0.1`):
             Share of the pruned prompts to re-check in each pass, rounded to nearest; at least one is.
+        streak (`int`, *optional*, defaults to `2`):
+            Fully correct visits in a row after which a prompt is pruned.
     """
 
-    purpose = "replay"
+    purpose: ClassVar[str] = "replay"
 
-    def __init__(self, replay_ratio: float = 0.1):
-        self.replay_ratio = replay_ratio
+    replay_ratio: float = 0.1
+    streak: int = 2
 
     def rank(self, pass_index: int, prompts: Prompts, rng: np.random.Generator) -> np.ndarray:
         ranks, pruned = np.zeros(len(prompts)), np.flatnonzero(prompts.pruned)
@@ -84,6 +89,7 @@ def skip_probability(streaks: np.ndarray, p_easy: float, p_hard: float) -> np.nd
     return 1.0 - np.maximum(exploration ** np.abs(streaks.astype(np.float64)), 0.01)
 
 
+@dataclass(eq=False)
 class GresoPlanner(Planner):
     """
     Leaves prompts out of a pass at random, the more likely the longer they have been dead (GRESO, arXiv 2506.02177).
@@ -98,12 +104,14 @@ class GresoPlanner(Planner):
         step (`float`, *optional*, defaults to `0.01`): Change of p_e after each generation batch.
     """
 
-    purpose = "greso"
+    purpose: ClassVar[str] = "greso"
 
-    def __init__(self, exploration: float = 0.5, target: float = 0.25, step: float = 0.01):
-        self.p_easy = self.p_hard = exploration
-        self.target = target
-        self.step = step
+    exploration: float = 0.5
+    target: float = 0.25
+    step: float = 0.01
+
+    def __post_init__(self):
+        self.p_easy = self.p_hard = self.exploration
         self._first_pass = True
 
     def rank(self, pass_index: int, prompts: Prompts, rng: np.random.Generator) -> np.ndarray:

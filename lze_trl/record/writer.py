@@ -69,7 +69,7 @@ class TelemetryWriter:
             completions=completions,
             reward_names=list(reward_names),
             attempts=[*self._earlier_attempts(resumed_generation), resumed_generation or 0],
-            energy_max=1.0 + float(settings.get("momentum_weight", 0.3)),
+            energy_max=1.0 + float(settings.get("selector_kwargs.momentum_weight", 0.3)),
             package_version=__version__,
         )
         self._written_meta: Meta | None = None

@@ -37,13 +37,17 @@ def rules_of(settings: dict[str, Any], **given: Any) -> Rules:
     for name in ("selection_ratio", "seed"):
         if settings.get(name) is None:
             raise ReplayError(f"The run has not recorded its `{name}`. Give `--{name}`.")
-    ratio, scale = settings["selection_ratio"], settings.get("gumbel_scale", Rules.gumbel_scale)
+    ratio, scale = (
+        settings["selection_ratio"],
+        settings.get("gumbel_scale", settings.get("selector_kwargs.gumbel_scale", Rules.gumbel_scale)),
+    )
     if not 0 < ratio <= 1:
         raise ReplayError(f"`selection_ratio` must be in (0, 1], got {ratio}. Use 1.0 to choose every live group.")
     if not 0 <= scale < math.inf:
         raise ReplayError(f"`gumbel_scale` must be at least 0, got {scale}. Use 0 to rank without noise.")
     controller = settings.get("controller", "uniform")
-    kept = settings.get("kept_completions")  # "None" where it was not set
+    settings = settings | {"gumbel_scale": scale}
+    kept = settings.get("controller_kwargs.kept")
     if not isinstance(kept, int):
         kept = settings["num_generations"] if controller.startswith("reinforce_ada") else None
     draws_prompts = controller == "dynamic"

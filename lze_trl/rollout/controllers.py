@@ -111,7 +111,7 @@ class SubsamplingController(RolloutController):
 
     def __post_init__(self):
         if self.kept is not None:
-            _check_at_least("kept_completions", self.kept, 2, "A group of one has no advantage")
+            _check_at_least("kept", self.kept, 2, "A group of one has no advantage")
 
     def keep(self, drawn: Rollouts, rng: np.random.Generator) -> np.ndarray:
         return super().keep(drawn, rng) if self.kept is None else stratified(drawn, self.kept)
@@ -165,15 +165,15 @@ class ReinforceAda(RolloutController):
         _check_at_least("round_size", self.round_size, 1, "The paper draws 8 completions a round")
         _check_at_least("max_rounds", self.max_rounds, 1, "The paper draws at most 4 rounds")
         hint = "It is `num_generations` unless set"
-        _check_at_least("kept_completions", self.kept, 2, f"A group of one has no advantage. {hint}")
+        _check_at_least("kept", self.kept, 2, f"A group of one has no advantage. {hint}")
         if self.kept > self.round_size * self.max_rounds:
             raise ValueError(
-                "`kept_completions` must be at most `round_size` * `max_rounds`, the completions that a prompt can "
+                "`kept` must be at most `round_size` * `max_rounds`, the completions that a prompt can "
                 f"get: {self.round_size * self.max_rounds}, got {self.kept}. {hint}; keep fewer or draw more."
             )
         if self.exit == "balanced" and self.kept % 2:
             raise ValueError(
-                "`kept_completions` must be even for the controller 'reinforce_ada_balanced', which keeps half "
+                "`kept` must be even for the controller 'reinforce_ada_balanced', which keeps half "
                 f"positives and half negatives, got {self.kept}. {hint}; use {self.kept - 1} or {self.kept + 1}."
             )
 

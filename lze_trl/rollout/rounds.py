@@ -124,7 +124,7 @@ class Rounds:
         per_func, size = with_columns(scored.rewards_per_func, columns), self.args.num_generations
         judged = self.judge(per_func, weights, size, list(rewards), observe=final)
         rollouts = replace(scored.rollouts, **judged)
-        counts_all, unfiltered = final and self.args.advantage_statistics == "drawn", None
+        counts_all, unfiltered = final and self.args.self_play["advantage_statistics"] == "drawn", None
         if counts_all or not (final or self.controller.draws_prompts):
             columns, *_ = settle(rewards, scored.ballots, group, self.accelerator, final=False)
             counted, weights = with_columns(per_func, columns), weights.to(per_func.device)

@@ -290,7 +290,7 @@ class VLLMServer:
             await self._request(http, "/health")  # a server that has died answers no better
             raise ServerMismatchError(
                 f"The vLLM server {self.url} could not load the weights in {directory}: {error}. Make sure that it was "
-                "started with the model that is trained, and that it can read the directory: `vllm_sync_dir` must be on "
+                "started with the model that is trained, and that it can read the directory: `sync_dir` of `vllm_server_kwargs` must be on "
                 "a file system that trainer and servers share."
             ) from error
         for _ in range(_CACHE_RESET_ATTEMPTS):
@@ -308,7 +308,7 @@ class VLLMServer:
             raise ServerMismatchError(
                 f"After a weight sync, the log-probs of the vLLM server {self.url} differ from the trainer's by "
                 f"{self.difference.mean:.2e} nats on average (at most {self.difference.max:.2e}) over {len(gaps)} probe "
-                f"tokens, and `vllm_sync_tolerance` is {snapshot.tolerance:g}. Look at: whether it serves the model that "
+                f"tokens, and `sync_tolerance` of `vllm_server_kwargs` is {snapshot.tolerance:g}. Look at: whether it serves the model that "
                 f"is trained (it serves {self.model!r} in {self.dtype}), without quantization or adapters of its own; "
                 f"whether every weight is in {snapshot.directory}, `lm_head.weight` included, also for tied embeddings; "
                 "whether it says in its log that weights were not loaded. If only the precision differs, raise the "

@@ -67,9 +67,9 @@ class HTTPGeneration:
         self._body |= dict(further)
         self.pool = ServerPool(
             args.vllm_server_urls,
-            args.vllm_max_concurrent_requests,
-            args.vllm_request_timeout,
-            args.vllm_recovery_timeout,
+            args.vllm_server_kwargs["max_concurrent_requests"],
+            args.vllm_server_kwargs["request_timeout"],
+            args.vllm_server_kwargs["recovery_timeout"],
         )
         self._probe, self._dtype = self._on_main_process(self._connect)
 
@@ -93,7 +93,7 @@ class HTTPGeneration:
                     *(server.url, server.logprobs_mode),
                 )
         self._context_length = min(server.max_model_len for server in servers)
-        self._directory = shared_directory(self.args.vllm_sync_dir, servers)
+        self._directory = shared_directory(self.args.vllm_server_kwargs["sync_dir"], servers)
         return probe_tokens(base, self.processing_class, self._context_length), getattr(torch, servers[0].dtype)
 
     def state_dict(self) -> dict[str, int]:
@@ -120,7 +120,7 @@ class HTTPGeneration:
         def load() -> tuple[str, dict[str, Difference]]:
             if failure is not None:
                 raise failure
-            tolerance = self.args.vllm_sync_tolerance
+            tolerance = self.args.vllm_server_kwargs["sync_tolerance"]
             if tolerance is None:
                 tolerance = tolerance_for(self.model, self.accelerator, self.pool.servers)
             version = f"{directory.parent.name}-{self._syncs}"

@@ -162,7 +162,7 @@ class ServerPool:
             if left <= 0:
                 raise ConnectionError(
                     f"No vLLM server is left, and none returned within {self.recovery_timeout:g} s "
-                    f"(`vllm_recovery_timeout`). {_problems(self.servers)} Restart a server and resume from the last "
+                    f"(`recovery_timeout` of `vllm_server_kwargs`). {_problems(self.servers)} Restart a server and resume from the last "
                     "checkpoint, with `resume_from_checkpoint`."
                 )
             if now - reminded >= _REMIND_SECONDS:
@@ -175,7 +175,7 @@ class ServerPool:
             return
         what_now = "Its requests go to other servers"
         if all(other.problem is not None for other in self.servers):
-            wait = f"{self.recovery_timeout:g} s (`vllm_recovery_timeout`)"
+            wait = f"{self.recovery_timeout:g} s (`recovery_timeout` of `vllm_server_kwargs`)"
             what_now = f"No other server is left: waiting up to {wait} for one to return"
         logger.warning(
             "The vLLM server %s failed (%s). %s; it takes part again once it answers and holds the current weights.",
