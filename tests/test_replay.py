@@ -24,7 +24,7 @@ from lze_trl.select.selectors import RandomSelector
 
 
 NAN = float("nan")
-SETTINGS = {"seed": 3, "selection_ratio": 0.4, "selector_kwargs": {"gumbel_scale": 0.0}}
+SETTINGS = {"seed": 3, "selection_ratio": 0.4, "selector_kwargs.gumbel_scale": 0.0}
 # P = 5, G = 4, ids descending: sorted by prompt, as files are, they come in another order. E = D·u:
 BATCH = {
     50: [1, 1, 0, 0],  # 1/2 · 1
@@ -154,7 +154,7 @@ def test_reading_in_pieces_changes_nothing(tmp_path, monkeypatch):
 def test_groups_of_unequal_size_and_rows_that_are_not_kept(tmp_path):
     # Tokens: 2·5 + 1 + 2 = 13 of two rows; of 4 rows 20 + 3 + 4 + 5 + 6 = 38, of which 3 are kept: 3/4
     batch = {1: [1, 0], 2: [0, 0, 0, 1]}
-    kept = {"controller": "reinforce_ada_balanced", "controller_kwargs": {"kept": 3}, "num_generations": 9}
+    kept = {"controller": "reinforce_ada_balanced", "controller_kwargs.kept": 3, "num_generations": 9}
     record_run(tmp_path / "kept", [batch], [{1, 2}], **kept)
     result = replay(tmp_path / "kept", ["all"])
     assert result.choices[1].update_tokens == 13 + 28.5
@@ -162,9 +162,7 @@ def test_groups_of_unequal_size_and_rows_that_are_not_kept(tmp_path):
     record_run(tmp_path / "uneven", [batch], [{1, 2}], controller="gate")
     assert replay(tmp_path / "uneven", ["all"]).choices[1].update_tokens == 13 + 38
     # Unset, as the trainer records it
-    record_run(
-        tmp_path / "unset", [batch], [{1, 2}], **kept | {"controller_kwargs": {"kept": "None"}, "num_generations": 3}
-    )
+    record_run(tmp_path / "unset", [batch], [{1, 2}], **kept | {"controller_kwargs.kept": None, "num_generations": 3})
     assert replay(tmp_path / "unset", ["all"]).choices[1].update_tokens == 13 + 28.5
 
 
@@ -282,7 +280,7 @@ def test_selectors_of_ones_own(tmp_path, monkeypatch):
         ({"selectors": ["all"], "selection_ratio": 0.0}, r"`selection_ratio` must be in \(0, 1\], got 0.0"),
         ({"selectors": ["all"], "selection_ratio": NAN}, r"`selection_ratio` must be in \(0, 1\], got nan"),
         (
-            {"selectors": ["all"], "selector_kwargs": {"gumbel_scale": -1.0}},
+            {"selectors": ["all"], "gumbel_scale": -1.0},
             "`gumbel_scale` must be at least 0, got -1.0",
         ),
     ],

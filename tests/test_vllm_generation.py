@@ -1,6 +1,7 @@
 """What the trainer sees of generation over HTTP: rows, groups, settings, errors."""
 
 import inspect
+from dataclasses import asdict
 
 import pytest
 from accelerate import Accelerator
@@ -13,6 +14,7 @@ from lze_trl import LZEGRPOTrainer
 from lze_trl.rollout.servers import sync, weights
 from lze_trl.rollout.servers.client import RequestRefusedError, ServerMismatchError
 from lze_trl.rollout.servers.generation import HTTPGeneration
+from lze_trl.settings import ServerSettings
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +35,9 @@ def connect(fake, accelerator, tmp_path):
     def make(model=None, **settings):
         defaults = {
             "vllm_server_timeout": 5.0,
-            "vllm_server_kwargs": {"sync_tolerance": 100.0, "sync_dir": str(tmp_path / "sync")},
         }
+        own = {"sync_tolerance": 100.0, "sync_dir": str(tmp_path / "sync")} | settings.pop("vllm_server_kwargs", {})
+        defaults["vllm_server_kwargs"] = asdict(ServerSettings(**own))
         settings = http_settings([fake.url], **(defaults | {"max_completion_length": 5} | settings))
         return HTTPGeneration(model or tiny.model(), accelerator, tiny.tokenizer(), settings)
 

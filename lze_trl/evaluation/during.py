@@ -231,7 +231,7 @@ def _of_servers(trainer: GRPOTrainer) -> ServerEngine:
     args: Any = trainer.args
     generation: Any = trainer.vllm_generation
     settings = args.vllm_server_kwargs
-    limits = (settings[name] for name in ("max_concurrent_requests", "recovery_timeout", "request_timeout"))
+    limits = settings["max_concurrent_requests"], settings["recovery_timeout"], settings["request_timeout"]
     return ServerEngine(args.vllm_server_urls, *limits, generation.pool.snapshot)
 
 
