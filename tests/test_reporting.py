@@ -37,7 +37,7 @@ def test_documented_metrics_are_those_that_are_logged(tmp_path):
             args=tiny.config(tmp_path, max_steps=4, **controller),
             train_dataset=tiny.prompts(11),
             processing_class=tiny.tokenizer(),
-            instruction=writing if "self_instruct" in controller else None,
+            instruction=writing if "self_play" in controller else None,
         )
         trainer.train()
         logged |= {name for entry in trainer.state.log_history for name in entry if name.startswith("lze/")}
