@@ -17,7 +17,7 @@ from lze_trl.config import CONTROLLERS, SELECTORS
 from lze_trl.evaluation.settings import PRESETS
 from lze_trl.job.recipe import KEYS
 from lze_trl.rewards.named import MAJORITY, REWARDS, SOFT_OVERLONG
-from lze_trl.strategies import DEFAULT, STRATEGIES, settings_of
+from lze_trl.strategies import DEFAULT, MOVED, STRATEGIES, settings_of
 from test_docs_choosing import code
 from test_laws import distance, moved
 
