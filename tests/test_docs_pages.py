@@ -31,7 +31,8 @@ ARXIV = re.compile(r"\[arXiv ([\d.]+)\]\(https://arxiv\.org/abs/([\d.]+)\)")
 NAME = re.compile(r"([a-z][a-z0-9_]*)(?:(?:=|: )(.+))?")
 HINTS = get_type_hints(LZEGRPOConfig)
 ARGUMENTS = {*inspect.signature(LZEGRPOTrainer).parameters, *inspect.signature(GRPOTrainer).parameters}
-SETTINGS = {*(field.name for field in fields(LZEGRPOConfig)), *KEYS, *ARGUMENTS}
+IN_BLOCKS = {new for _, new in MOVED.values()}
+SETTINGS = {*(field.name for field in fields(LZEGRPOConfig)), *KEYS, *ARGUMENTS, *IN_BLOCKS}
 COLUMNS = {"image", "images"}  # of a dataset
 METRICS = {"entropy"}
 

@@ -13,8 +13,8 @@ from lze_trl.select.selectors import EnergySelector, choose, make_selector, quot
 from samples import NAN, outcome_groups, scored
 
 
-NAMES = ["energy", "variance", "midpoint", "random", "all", "zero_variance"]
-LIVE_ONLY = ["energy", "variance", "midpoint", "zero_variance"]
+NAMES = ["energy", "variance", "random", "all", "zero_variance"]
+LIVE_ONLY = ["energy", "variance", "zero_variance"]
 
 
 class FixedNoise:

@@ -87,7 +87,9 @@ def sizes_of(script_args: LZEScriptArguments, args: LZEGRPOConfig, model_args: M
     memory = make_state(args, dataset, rule, args.make_planner(), resolved["pruning"]).nbytes
     memory += RowIndex(dataset.with_format("numpy")[ID_COLUMN][:]).nbytes
     # What writes its own problems sees no end of them
-    steps, batches = steps_and_batches(args, args.generation_batch_size if args.self_instruct else len(dataset))
+    steps, batches = steps_and_batches(
+        args, args.generation_batch_size if args.self_play["instruct"] else len(dataset)
+    )
     completions = f"{args.generation_batch_size:,}"
     if not is_plain(controller, args.num_generations):
         completions += (
@@ -102,7 +104,7 @@ def sizes_of(script_args: LZEScriptArguments, args: LZEGRPOConfig, model_args: M
         "generation batches": f"{batches:,}",
         "memory of the prompt state": f"{memory:,} bytes, once every prompt was visited",
     }
-    if args.self_instruct:
+    if args.self_play["instruct"]:
         sizes["prompts"] = f"written by the model, from {len(dataset):,} seeds"
     if held_out is not None:
         sizes["held-out prompts"] = f"{len(held_out):,}"

@@ -17,7 +17,7 @@ from ..config import LZEGRPOConfig
 from ..names import near
 from ..record.safeguards import StopRules
 from ..rewards import MAJORITY, SOFT_OVERLONG, MajorityReward
-from ..strategies import REMOVED
+from ..strategies import REMOVED, REMOVED_STRATEGIES
 from .yaml_file import RecipeError, near_keys, read_recipe
 
 
@@ -272,6 +272,8 @@ def _check_values(recipe: dict[str, Any], path: str, parser: RecipeParser):
             raise RecipeError(f"`{key}` in `{path}` is no setting any more. {REMOVED[key]}")
         if key not in KEYS:
             raise RecipeError(f"Unknown key `{key}` in `{path}`.{near_keys(str(key), KEYS)}")
+        if key == "strategy" and value in REMOVED_STRATEGIES:
+            raise RecipeError(f"There is no `strategy: {value}` any more. Write {REMOVED_STRATEGIES[value]}.")
         hint, is_list = hints[key], isinstance(value, list)
         items = value if is_list else [value]
         flags = [f"--{key}={item}" for item in items if not isinstance(item, _NO_FLAGS)]
