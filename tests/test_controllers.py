@@ -265,15 +265,11 @@ def test_expected_energy():
         (ReinforceAda, {"exit": "negative"}, "`exit` must be 'positive' or 'balanced', got 'negative'"),
         (ReinforceAda, {"exit": "positive", "kept": 33}, r"`kept` must be at most .*: 32, got 33"),
         (ReinforceAda, {"exit": "balanced", "kept": 5}, "`kept` must be even .* got 5"),
-        (
-            ReinforceAda,
-            {"exit": "positive", "controller_kwargs": {"round_size": 0}},
-            "`round_size` must be at least 1, got 0",
-        ),
+        (ReinforceAda, {"exit": "positive", "round_size": 0}, "`round_size` must be at least 1, got 0"),
         (UniformController, {"group_size": 4, "kept": 1}, "at least 2, got 1. A group of one has no"),
         (
             DynamicSampling,
-            {"group_size": 4, "controller_kwargs": {"max_rounds": 0}, "num_prompts": 5},
+            {"group_size": 4, "max_rounds": 0, "num_prompts": 5},
             "`max_rounds` must be at least 1, got 0",
         ),
         (Gate, {"group_size": 4, "explore": 0.0}, r"`explore` must be in \(0, 1\], got 0.0"),

@@ -49,11 +49,7 @@ def test_constants_of_the_method():
     # d_min = 0.2, α = 2: D = max(1 − 1, 0.2), u = 4 · 1/3 · 2/3 = 8/9, m = 2 · (2/3 − 1/3) = 2/3
     # E = 1/5 · 8/9 · (1 + 4/3) = 56/135
     memory = np.array([1.0]), np.array([2 / 3]), np.array([1]), np.array([False])
-    groups = score_groups(
-        rollouts({7: [1.0, 0.0, 0.0]}),
-        *memory,
-        selector_kwargs={"difficulty_floor": 0.2, "momentum_weight": 2.0},
-    )
+    groups = score_groups(rollouts({7: [1.0, 0.0, 0.0]}), *memory, difficulty_floor=0.2, momentum_weight=2.0)
     np.testing.assert_allclose(groups.energies, [56 / 135])
 
 

@@ -260,11 +260,7 @@ def test_ranks_are_checked(answer):
 @pytest.mark.parametrize(
     ("planner", "given", "message"),
     [
-        (
-            SolvedPlanner,
-            {"planner_kwargs": {"replay_ratio": 1.1}},
-            r"`replay_ratio` of the planner must be in \[0, 1\], got 1.1",
-        ),
+        (SolvedPlanner, {"replay_ratio": 1.1}, r"`replay_ratio` of the planner must be in \[0, 1\], got 1.1"),
         (GresoPlanner, {"exploration": 1.0}, r"`exploration` of the planner must be in \[0.05, 0.95\]"),
         (GresoPlanner, {"target": 0.0}, r"`target` of the planner must be in \(0, 1\)"),
         (GresoPlanner, {"step": 1.0}, r"`step` of the planner must be in \(0, 1\)"),

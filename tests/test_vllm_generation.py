@@ -124,7 +124,7 @@ def test_images_are_refused(connect):
 
 
 def test_the_default_tolerance_is_checked(connect):
-    with pytest.raises(ServerMismatchError, match=r"`sync_tolerance` of `vllm_server_kwargs` is 0\.001"):
+    with pytest.raises(ServerMismatchError, match=r"`sync_tolerance` is 0\.001"):
         connect(vllm_server_kwargs={"sync_tolerance": None}).sync_weights()
 
 
@@ -143,7 +143,7 @@ def test_the_servers_words_reach_the_user(connect, fake):
 
 def test_a_server_elsewhere_needs_a_shared_directory(connect, monkeypatch):
     monkeypatch.setattr(sync, "_THIS_HOST", ())
-    with pytest.raises(ValueError, match=r"`sync_dir` is required.*not on this host"):
+    with pytest.raises(ValueError, match=r"`sync_dir` of `vllm_server_kwargs` is required.*not on this host"):
         connect(vllm_server_kwargs={"sync_dir": None})
 
 

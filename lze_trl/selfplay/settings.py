@@ -27,7 +27,7 @@ class InstructSettings:
 
     def __post_init__(self):
         if self.template not in TEMPLATES:
-            raise InstructError(f"`instruct_template` must be one of {list(TEMPLATES)}, got {self.template!r}.")
+            raise InstructError(f"`template` of `self_play` must be one of {list(TEMPLATES)}, got {self.template!r}.")
         if self.own > self.examples:
             raise InstructError(
                 f"`self_play`: `own={self.own}` is more than all exemplars, `examples={self.examples}`. Lower it."
