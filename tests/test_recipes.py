@@ -217,7 +217,7 @@ def test_a_mapping_is_given_in_yaml_or_as_json(recipe):
     assert parse_recipe([path, *ON_CPU])[1].model_init_kwargs == {"dtype": "float32", "use_cache": False}
     args = parse_recipe([path, "--model_init_kwargs", '{"dtype": "auto"}', *ON_CPU])[1]
     assert args.model_init_kwargs == {"dtype": "auto"}
-    with pytest.raises(RecipeError, match="rgument --model_init_kwargs.*: invalid .* value"):
+    with pytest.raises(RecipeError, match=r"rgument --model_init_kwargs.*: invalid .* value"):
         parse_recipe([path, "--model_init_kwargs", "{dtype", *ON_CPU])
 
 
