@@ -213,6 +213,15 @@ def test_flags_override_the_recipe(recipe):
     assert script_args.datasets == ["a.jsonl"]
 
 
+def test_a_mapping_is_given_in_yaml_or_as_json(recipe):
+    path = recipe("model_init_kwargs: {dtype: float32, use_cache: false}\n")
+    assert parse_recipe([path, *ON_CPU])[1].model_init_kwargs == {"dtype": "float32", "use_cache": False}
+    args = parse_recipe([path, "--model_init_kwargs", '{"dtype": "auto"}', *ON_CPU])[1]
+    assert args.model_init_kwargs == {"dtype": "auto"}
+    with pytest.raises(RecipeError, match=r"rgument --model_init_kwargs.*: invalid .* value"):
+        parse_recipe([path, "--model_init_kwargs", "{dtype", *ON_CPU])
+
+
 def test_null_unsets_what_a_recipe_sets(recipe):
     path = recipe(
         "instruct_generator: a.b\nprobe_datasets: [a.jsonl]\nprobe_patience: 3\nmajority_labelled: none\ncontroller_kwargs: {kept: 4}\n"

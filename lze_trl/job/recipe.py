@@ -3,6 +3,7 @@
 
 import argparse
 import inspect
+import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -188,6 +189,16 @@ def _or_null(read: Any) -> Callable[[str], Any]:
     return read_or_unset
 
 
+def _or_mapping(read: Any) -> Callable[[str], Any]:
+    """Reads the value of a flag as `read` does, and `{...}` as a mapping in JSON."""
+
+    @wraps(read)
+    def read_or_load(text: str) -> Any:
+        return json.loads(text) if text.startswith("{") else read(text)
+
+    return read_or_load
+
+
 class RecipeParser(TrlParser):
     """[`~trl.TrlParser`] of a run's dataclasses that raises [`RecipeError`] and takes no abbreviated flags."""
 
@@ -197,6 +208,8 @@ class RecipeParser(TrlParser):
         self._negative_number_matcher = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")
         hints = {key: hint for recipe_class in recipe_classes for key, hint in get_type_hints(recipe_class).items()}
         for action in self._actions:
+            if action.dest in hints and action.nargs is None and _takes(hints[action.dest], {}):
+                action.type = _or_mapping(action.type)
             if action.dest in hints and action.nargs is None and _takes(hints[action.dest], None):
                 action.type = _or_null(action.type)
                 action.choices = action.choices and [*action.choices, None]
