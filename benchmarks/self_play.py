@@ -101,7 +101,7 @@ class SelfPlayRun:
             "gradient_accumulation_steps": self.rows // per_device,
             "strategy": "lze",
             "pruning": "none",
-            "label_confidence": arm.label_confidence,
+            "self_play": {"label_confidence": arm.label_confidence},
             "reward_weights": [1.0, 0.0] if arm.counts else [0.0, 1.0],
             "learning_rate": self.learning_rate,
             "max_steps": self.steps,

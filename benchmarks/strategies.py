@@ -61,15 +61,13 @@ STRATEGIES: dict[str, Strategy] = {
             "all",
             selection_ratio=1.0,
             controller="reinforce_ada_balanced",
-            round_size=8,
-            max_rounds=4,
-            kept_completions=4,
+            controller_kwargs={"round_size": 8, "max_rounds": 4, "kept": 4},
         ),
     ),
     # As published: further prompts until the batch is full of live groups
     "dapo": Strategy(
         "DAPO refill",
-        _selecting("zero_variance", selection_ratio=1.0, controller="dynamic", max_rounds=10),
+        _selecting("zero_variance", selection_ratio=1.0, controller="dynamic", controller_kwargs={"max_rounds": 10}),
     ),
     # Knows the true pass rates: what foresight could save at best
     "oracle": Strategy("oracle, loss over all rows", _selecting("zero_variance", loss_normalizer="all", oracle=0.9)),

@@ -59,7 +59,7 @@ class SyntheticTraining:
             "selection_ratio": self.selection_ratio,
             "pruning": "refill" if self.selection_ratio < 1 else "none",
             "num_generations": self.group_size,
-            "momentum_weight": 0.3,
+            "selector_kwargs": {"momentum_weight": 0.3},
             "seed": self.seed,
             "model_name_or_path": "synthetic",
         }

@@ -6,7 +6,7 @@
 #     docker run --gpus all --network host --ipc host lze-vllm-gpu 0,1 Qwen/Qwen2.5-Math-1.5B --max-model-len 4096
 #
 # The host's network, because servers listen on 127.0.0.1: they load weights for anyone who reaches them (SECURITY.md). The host's
-# /dev/shm, because weights go through it; or give trainer and server a `vllm_sync_dir` at the same path.
+# /dev/shm, because weights go through it; or give trainer and server a `sync_dir` of `vllm_server_kwargs` at the same path.
 FROM python:3.11-slim-bookworm AS base
 RUN apt-get update && apt-get install -y --no-install-recommends build-essential && rm -rf /var/lib/apt/lists/*
 WORKDIR /work

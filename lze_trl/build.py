@@ -44,10 +44,10 @@ def make_state(
 ) -> PromptState:
     """The memory of the prompts of a dataset."""
     settings = StateSettings(
-        difficulty_floor=args.difficulty_floor,
-        momentum_weight=args.momentum_weight,
-        ema_decay=args.ema_decay,
-        pruning_streak=args.pruning_streak,
+        difficulty_floor=args.selector_kwargs["difficulty_floor"],
+        momentum_weight=args.selector_kwargs["momentum_weight"],
+        ema_decay=args.selector_kwargs["ema_decay"],
+        pruning_streak=planner.streak if isinstance(planner, SolvedPlanner) else 2,
         prune=pruning != "none" and isinstance(planner, SolvedPlanner),
         group_size=args.num_generations,
         named_outcome=rule.named,
@@ -79,7 +79,7 @@ def make_passes(
 
     return Passes(
         # A controller that draws prompts takes them from the stream, also where nothing is pruned
-        mode="refill" if controller.draws_prompts or args.self_instruct else pruning,
+        mode="refill" if controller.draws_prompts or args.self_play["instruct"] else pruning,
         by_prompt=not is_plain(controller, args.num_generations),
         dataset=None if isinstance(dataset, IterableDataset) else dataset,
         planner=planner,

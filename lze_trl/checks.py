@@ -72,7 +72,7 @@ def resolved_pruning(
 ) -> str:
     """`pruning`, or what this training set, and what else is given, allows if it is unset."""
     if not isinstance(train_dataset, IterableDataset):
-        ranked = planner is not None or args.pruning_policy != "solved"
+        ranked = planner is not None or args.planner != "solved"
         refills = ranked or args.loss_normalizer == "selected"
         if refills and not ranked and pruning is None and own_sampler is not None:
             logger.warning(
@@ -92,8 +92,8 @@ def resolved_pruning(
 
 def refuse_ignored_sampler(args: LZEGRPOConfig, name: str, controller: RolloutController, pruning: str):
     """Refuse a user's sampler where the prompts of a batch do not come from the data loader."""
-    if args.self_instruct:
-        why, instead = "`self_instruct=True` trains on prompts that the model writes", "Remove the override"
+    if args.self_play["instruct"]:
+        why, instead = "`self_play={'instruct': True}` trains on prompts that the model writes", "Remove the override"
     elif controller.draws_prompts:
         why = f"`{type(controller).__name__}` draws prompts in an order of its own"
         instead = "Remove the override, or use another `strategy` or `controller`"
@@ -145,8 +145,7 @@ def refuse_unfit_objects(**given: Any):
         if isinstance(value, type):
             advice = f"Pass an object of the class, `{value.__name__}(…)`"
         elif isinstance(value, str):
-            setting = "pruning_policy" if name == "planner" else name
-            advice = f"Built-in ones are set by name in the configuration: `LZEGRPOConfig({setting}={value!r})`"
+            advice = f"Built-in ones are set by name in the configuration: `LZEGRPOConfig({name}={value!r})`"
         raise TypeError(f"`{name}` must be an object of your own, a `{kind.__name__}`, got {value!r}. {advice}.")
 
 
@@ -225,7 +224,7 @@ def refuse_unfit_strategies(
     if isinstance(train_dataset, IterableDataset):
         for unfit, what, instead in (
             (pruning not in (None, "none"), f"`pruning={pruning!r}` needs", "Set `pruning='none'`"),
-            (args.pruning_policy != "solved", "`pruning_policy='greso'` needs", "Set `pruning_policy='solved'`"),
+            (args.planner != "solved", "`planner='greso'` needs", "Set `planner='solved'`"),
             (planner is not None, f"`{ranks}` ranks the prompts of", "Pass no `planner`"),
             (not uniform, f"`{draws}` needs", "Use `controller='uniform'`"),
         ):
@@ -255,8 +254,9 @@ def refuse_unfit_label_confidence(
     args: LZEGRPOConfig, rewards: Mapping[int, Any], selector: Any, train_dataset: Dataset | IterableDataset
 ):
     """Refuse to weigh energies by votes where there are none, or where nothing is ranked by energy."""
-    value = f"`label_confidence={args.label_confidence!r}`"
-    if args.label_confidence == "none":
+    confidence = args.self_play["label_confidence"]
+    value = f"`label_confidence={confidence!r}`"
+    if confidence == "none":
         return
     if not rewards:
         raise ValueError(
@@ -268,7 +268,7 @@ def refuse_unfit_label_confidence(
             f"{value} corrects the energy, and `selector={args.selector!r}` does not go by it. Set `selector='energy'` and a "
             "`selection_ratio`, or leave `label_confidence` unset."
         )
-    if args.label_confidence == "calibrated":
+    if confidence == "calibrated":
         _refuse_without_labels(args, train_dataset)
 
 
@@ -276,8 +276,8 @@ def _refuse_without_labels(args: LZEGRPOConfig, train_dataset: Dataset | Iterabl
     """Refuse to learn what votes are worth where no gold answer will ever tell."""
     columns = columns_of(train_dataset)
     stored = train_dataset.with_format(None) if isinstance(train_dataset, Dataset) else None
-    if args.self_instruct:
-        why = "the problems of `self_instruct=True` have none"
+    if args.self_play["instruct"]:
+        why = "the problems of `self_play={'instruct': True}` have none"
     elif "solution" not in columns:
         why = "the training set has no column `solution`"
     elif stored and "solution" in stored.column_names and all(gold is None for gold in stored["solution"]):
@@ -292,22 +292,22 @@ def _refuse_without_labels(args: LZEGRPOConfig, train_dataset: Dataset | Iterabl
 
 def refuse_unfit_instruction(args: LZEGRPOConfig, train_dataset: Any, planner: Planner | None):
     """Refuse what does not go with prompts that the model writes itself; `planner` is one of the user's."""
-    if not args.self_instruct:
+    if not args.self_play["instruct"]:
         return
     for unfit, what, instead in (
         (not isinstance(train_dataset, Dataset), "reads all seeds", "Load the training set without streaming"),
         (args.max_steps <= 0, "has no end of its own", "Set `max_steps`"),
         (planner is not None, "has no passes that a planner could rank", "Pass no `planner`"),
-        (args.pruning_policy != "solved", "has no passes to prune", "Set `pruning_policy='solved'`"),
+        (args.planner != "solved", "has no passes to prune", "Set `planner='solved'`"),
         (args.pruning == "skip", "has no passes to prune", "Set `pruning='refill'` or 'none'"),
         (
-            args.instruct_presence_penalty and not (args.use_vllm and args.vllm_mode == "http"),
-            f"writes by transformers here, which has no `instruct_presence_penalty={args.instruct_presence_penalty}`",
+            args.self_play["presence_penalty"] and not (args.use_vllm and args.vllm_mode == "http"),
+            "writes by transformers here, which has no `presence_penalty`",
             "Set it to 0, or use servers (`vllm_mode='http'`)",
         ),
     ):
         if unfit:
-            raise ValueError(f"`self_instruct=True` {what}. {instead}.")
+            raise ValueError(f"`self_play={{'instruct': True}}` {what}. {instead}.")
 
 
 def refuse_unfit_group_rewards(args: LZEGRPOConfig, rewards: Mapping[int, Any], controller: RolloutController):
@@ -472,7 +472,7 @@ def with_prompt_ids(dataset: Any, args: LZEGRPOConfig) -> tuple[Dataset | Iterab
     if not isinstance(dataset, (Dataset, IterableDataset)):
         return dataset, bool(args.deduplicate)  # TRL says what is wrong with it
     # Rows that a generation batch needs: none of those that a model is only shown
-    num_groups = 0 if args.self_instruct else args.generation_batch_size // args.num_generations
+    num_groups = 0 if args.self_play["instruct"] else args.generation_batch_size // args.num_generations
     rows = dataset
     open_choice = args.deduplicate is None
     deduplicate = not isinstance(dataset, IterableDataset) if args.deduplicate is None else args.deduplicate

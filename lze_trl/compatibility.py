@@ -27,7 +27,7 @@ _ADAPTER = ("peft_type", "r", "target_modules", "modules_to_save")
 # The optimizer and its schedule go on with what the checkpoint holds, whatever the settings say
 _OF_OPTIMIZER = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
 _OF_ROWS = ("steps_per_generation", "gradient_accumulation_steps", "num_iterations")
-_OF_PASSES = ("pruning", "pruning_policy")
+_OF_PASSES = ("pruning", "planner")
 _OF_TRAINING = ("lr_scheduler_type", "optim", "max_grad_norm", "seed", *_OF_OPTIMIZER)
 # Beginnings of settings of TRL and of data selection by which a run trains no differently: where and how things are
 # computed, shown and recorded. A strategy is only a name: what it sets is compared

@@ -44,8 +44,8 @@ _PRIVATE = (f"/{DIRECTORY}/", f"/{DIRECTORY}.*/", "/report/", f"/{EVALUATIONS}/"
 _SECTION_START, _SECTION_END = "<!-- lze:start -->", "<!-- lze:end -->"
 _SHOWN_SETTINGS = (
     *("strategy", "selector", "selection_ratio", "controller"),
-    *("pruning", "pruning_streak", "replay_ratio"),
-    *("difficulty_floor", "momentum_weight", "ema_decay"),
+    *("pruning", "planner", "planner_kwargs.streak", "planner_kwargs.replay_ratio"),
+    *(f"selector_kwargs.{name}" for name in ("difficulty_floor", "momentum_weight", "ema_decay")),
     *("loss_normalizer", "num_generations", "generation_batch_size", "learning_rate"),
     *("loss_type", "scale_rewards", "beta", "max_completion_length", "temperature", "seed"),
 )

@@ -175,10 +175,10 @@ class GenerationStep:
 
     def _confidence(self, drawn: Batch) -> np.ndarray | None:
         """Probability that the label of each group is right, shape `(P,)`; `None` if energies do not go by it."""
-        if self.args.label_confidence == "none" or "confidence" not in drawn.prompts:
+        if self.args.self_play["label_confidence"] == "none" or "confidence" not in drawn.prompts:
             return None
         confidence = drawn.prompts.confidence
-        if self.args.label_confidence == "share":
+        if self.args.self_play["label_confidence"] == "share":
             return confidence
         known = confidence == 1.0  # gold answers; votes that all agree have no energy
         corrected = np.where(known, 1.0, self.labels.corrected(confidence))

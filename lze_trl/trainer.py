@@ -126,9 +126,9 @@ class LZEGRPOTrainer(GRPOTrainer):
         controller ([`~lze_trl.rollout.controllers.RolloutController`], *optional*):
             Your own sampling of completions; replaces `args.controller`.
         planner ([`~lze_trl.plan.planners.Planner`], *optional*):
-            Your own ranking of prompts; replaces `args.pruning_policy`.
+            Your own ranking of prompts; replaces `args.planner`.
         instruction ([`~lze_trl.selfplay.online.Instruction`], *optional*):
-            What `args.self_instruct` begins with. Defaults to the prompts of the training set.
+            What self-play begins with. Defaults to the prompts of the training set.
         kwargs:
             Further arguments of [`~trl.GRPOTrainer`].
     """
@@ -228,7 +228,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         pruning = self.resolved["pruning"]
         self.prompt_state = make_state(args, dataset, rule, planner, pruning)
         writes: PromptSource | None = None
-        if args.self_instruct:
+        if args.self_play["instruct"]:
             from .selfplay.online import make_source
 
             writes = make_source(args, instruction, dataset, self.prompt_state, self.accelerator)
@@ -310,9 +310,9 @@ class LZEGRPOTrainer(GRPOTrainer):
         """Another training set, with prompt ids; the next generation batch is planned over it."""
         if self.is_in_train:
             raise RuntimeError("`train_dataset` cannot be replaced during a training. Assign it before `train()`.")
-        if self.args.self_instruct:
+        if self.args.self_play["instruct"]:
             raise ValueError(
-                "`self_instruct=True` takes its seeds from the `train_dataset` that the trainer was made with. Make a new "
+                "`self_play={'instruct': True}` takes its seeds from the `train_dataset` that the trainer was made with. Make a new "
                 "trainer with the other data."
             )
         if dataset is not None and not isinstance(dataset, (Dataset, IterableDataset)):
@@ -610,7 +610,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         for name, own, built_in in (
             ("selector", self.selector, args.make_selector()),
             ("controller", self.controller, args.make_controller()),
-            ("pruning_policy", self.planner, args.make_planner()),
+            ("planner", self.planner, args.make_planner()),
         ):
             if type(own) is not type(built_in):  # an object that was passed to the trainer
                 used[name] = type(own).__name__

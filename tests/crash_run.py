@@ -18,7 +18,7 @@ def main(directory: Path):
     trainer = LZEGRPOTrainer(
         model=tiny.model(),
         reward_funcs=tiny.even_length_reward,
-        args=tiny.config(directory / "run", pruning_streak=1, telemetry=True, **settings),
+        args=tiny.config(directory / "run", planner_kwargs={"streak": 1}, telemetry=True, **settings),
         train_dataset=tiny.prompts(17),
         processing_class=tiny.tokenizer(),
     )

@@ -45,17 +45,20 @@ def config(output_dir, **kwargs):
     own = {
         "selector": "all",
         "selection_ratio": 1.0,
-        "self_instruct": True,
-        "instruct_template": "tagged",
-        "instruct_examples": 2,
-        "instruct_own": 1,
-        "instruct_requests": 4,
-        "instruct_max_tokens": 6,
-        "instruct_max_rounds": 4,
+        "self_play": {
+            "instruct": True,
+            "template": "tagged",
+            "examples": 2,
+            "own": 1,
+            "requests": 4,
+            "max_tokens": 6,
+            "max_rounds": 4,
+        },
         "reward_weights": [1.0, 0.0],
         "max_steps": 5,
     }
-    return tiny.config(output_dir, **own | kwargs)
+    self_play = own["self_play"] | kwargs.pop("self_play", {})
+    return tiny.config(output_dir, **own | kwargs | {"self_play": self_play})
 
 
 def trainer(directory: Path, output_dir: Path, **settings) -> LZEGRPOTrainer:

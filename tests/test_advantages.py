@@ -201,7 +201,7 @@ RPP = "reinforce_plus_plus"
         ({"advantage_estimator": "rloo", "scale_rewards": "group"}, "Leave `scale_rewards` unset"),
         ({"advantage_estimator": "rloo", "multi_objective_aggregation": "normalize_then_sum"}, "'sum_then_normalize'"),
         ({"advantage_estimator": RPP, "loss_normalizer": "all"}, "`loss_normalizer='all'`"),
-        ({"advantage_statistics": "drawn"}, "`advantage_statistics='drawn'`"),
+        ({"self_play": {"advantage_statistics": "drawn"}}, "`advantage_statistics='drawn'`"),
         ({"advantage_estimator": f"{RPP}_baseline", "strategy": "gate"}, "'grpo' or 'rloo'"),
     ],
 )
@@ -273,7 +273,7 @@ def test_statistics_may_count_groups_that_the_vote_drops(tmp_path, estimator, st
         args=tiny.config(
             tmp_path,
             advantage_estimator=estimator,
-            advantage_statistics=statistics,
+            self_play={"advantage_statistics": statistics},
             selector="zero_variance",
             pruning="none",
             num_generations=6,

@@ -99,10 +99,10 @@ def test_every_arm_trains_and_is_kept(arm, tmp_path, monkeypatch):
 def test_arms_differ_in_what_is_said_of_them():
     settings = {arm: run_of(arm).settings for arm in ARMS}
     assert [arm for arm in ARMS if settings[arm]["reward_weights"] == [0.0, 1.0]] == ["true reward"]
-    corrected = [arm for arm in ARMS if settings[arm]["label_confidence"] == "share"]
+    corrected = [arm for arm in ARMS if settings[arm]["self_play"]["label_confidence"] == "share"]
     assert corrected == [arm for arm in ARMS if "label_confidence" in arm]
     assert len({run_of(arm).name for arm in ARMS}) == len(ARMS)
-    rest = {arm: values | {"reward_weights": None, "label_confidence": None} for arm, values in settings.items()}
+    rest = {arm: values | {"reward_weights": None, "self_play": None} for arm, values in settings.items()}
     assert all(values == rest["true reward"] for values in rest.values())
 
 

@@ -263,8 +263,8 @@ def test_expected_energy():
     ("controller", "settings", "message"),
     [
         (ReinforceAda, {"exit": "negative"}, "`exit` must be 'positive' or 'balanced', got 'negative'"),
-        (ReinforceAda, {"exit": "positive", "kept": 33}, r"`kept_completions` must be at most .*: 32, got 33"),
-        (ReinforceAda, {"exit": "balanced", "kept": 5}, "`kept_completions` must be even .* got 5"),
+        (ReinforceAda, {"exit": "positive", "kept": 33}, r"`kept` must be at most .*: 32, got 33"),
+        (ReinforceAda, {"exit": "balanced", "kept": 5}, "`kept` must be even .* got 5"),
         (ReinforceAda, {"exit": "positive", "round_size": 0}, "`round_size` must be at least 1, got 0"),
         (UniformController, {"group_size": 4, "kept": 1}, "at least 2, got 1. A group of one has no"),
         (

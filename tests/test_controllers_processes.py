@@ -52,9 +52,13 @@ def cases() -> dict[str, dict]:
 
 # Rounds that two processes cannot share evenly: a few rows more are drawn
 UNEVEN = {
-    "reinforce_ada_balanced": {"round_size": 3, "max_rounds": 4},
-    "reinforce_ada_positive": {"round_size": 1, "max_rounds": 7},
-    "dynamic": {"max_rounds": 4, "num_generations": 3, "selection_ratio": 1.0},
+    "reinforce_ada_balanced": {
+        "controller_kwargs": {"round_size": 3, "max_rounds": 4},
+    },
+    "reinforce_ada_positive": {
+        "controller_kwargs": {"round_size": 1, "max_rounds": 7},
+    },
+    "dynamic": {"controller_kwargs": {"max_rounds": 4}, "num_generations": 3, "selection_ratio": 1.0},
 }
 
 SAVED = SETTINGS | {
@@ -68,8 +72,7 @@ SAVED = SETTINGS | {
 }
 TABLE = SETTINGS | {
     "controller": "reinforce_ada_balanced",
-    "round_size": 3,  # groups that begin on one process and end on the other
-    "max_rounds": 4,
+    "controller_kwargs": {"round_size": 3, "max_rounds": 4},  # groups that begin on one process and end on the other
     "log_completions": True,
     "num_completions_to_print": 1,
     "telemetry": True,

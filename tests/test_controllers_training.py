@@ -44,6 +44,7 @@ def assert_laws(records: list[dict], controller: str, settings: dict):
         controller: Name of the controller.
         settings: Its settings.
     """
+    settings = settings | settings.get("controller_kwargs", {})
     first = records[0]
     assert [entry["lze/skipped_update"] for entry in first["log"]] == [0.0] * 3
     # All processes decide alike, and make forward passes over as many rows
@@ -62,7 +63,7 @@ def assert_laws(records: list[dict], controller: str, settings: dict):
         # The rows trained on are the kept ones of the chosen groups, with advantages by all that was drawn
         expected = Counter()
         for prompt in batch["chosen"]:
-            expected.update(trained_on(prompt, groups[index][prompt], controller, settings.get("kept_completions", 4)))
+            expected.update(trained_on(prompt, groups[index][prompt], controller, settings.get("kept", 4)))
         given = Counter(
             (prompt, tuple(completion), round(advantage, 4))
             for parts in own
@@ -240,8 +241,7 @@ def test_advantages_are_those_of_all_completions_drawn(tmp_path, scale):
         cls=scripted(THREE),
         dataset=tiny.prompts(3),
         controller="reinforce_ada_balanced",
-        round_size=4,
-        max_rounds=3,
+        controller_kwargs={"round_size": 4, "max_rounds": 3},
         selector="all",
         scale_rewards=scale,
         **ONE_STEP,
@@ -278,8 +278,7 @@ def test_energies_are_those_of_all_completions_drawn(tmp_path):
         cls=scripted(THREE),
         dataset=tiny.prompts(3),
         controller="reinforce_ada_balanced",
-        round_size=4,
-        max_rounds=3,
+        controller_kwargs={"round_size": 4, "max_rounds": 3},
         telemetry=True,
         telemetry_completions="all",
         **ONE_STEP,
@@ -331,7 +330,7 @@ def test_refill_ends_with_the_data(tmp_path, caplog):
         cls=scripted({prompt: [0] for prompt in ALL}),
         dataset=tiny.prompts(8),
         controller="dynamic",
-        max_rounds=5,
+        controller_kwargs={"max_rounds": 5},
         pruning="none",
     )
     # 6 prompts, then the 2 that are left; the next pass has none that the batch does not hold
@@ -345,8 +344,7 @@ def test_all_prompts_dead_for_ten_batches(tmp_path, caplog, controller):
         tmp_path,
         cls=scripted({prompt: [0] for prompt in ALL}),
         controller=controller,
-        max_rounds=3,
-        round_size=4,
+        controller_kwargs={"max_rounds": 3} | ({} if controller == "dynamic" else {"round_size": 4}),
         weight_decay=0.1,
         **ONE_STEP | {"max_steps": 14},
     )
@@ -395,9 +393,7 @@ def test_a_server_gets_active_prompts_only(tmp_path, fake, controller):
         use_vllm=True,
         vllm_mode="http",
         vllm_server_urls=[fake.url],
-        vllm_sync_dir=str(tmp_path / "sync"),
-        vllm_sync_tolerance=100.0,
-        vllm_max_concurrent_requests=2,
+        vllm_server_kwargs={"sync_dir": str(tmp_path / "sync"), "sync_tolerance": 100.0, "max_concurrent_requests": 2},
         max_steps=2,
         **CONTROLLERS[controller],
     )
@@ -456,7 +452,7 @@ def test_kept_rows_weigh_as_much_as_those_they_stand_for(tmp_path, loss_type, no
     settings |= {"gradient_accumulation_steps": 1, "steps_per_generation": 1, "per_device_train_batch_size": 24}
     path = tiny.save(tmp_path / "model")
     runs = [
-        run(tmp_path / str(kept), cls=TwoAnswers, model=path, kept_completions=kept, **settings)
+        run(tmp_path / str(kept), cls=TwoAnswers, model=path, controller_kwargs={"kept": kept}, **settings)
         for kept in (2, 3, None)
     ]
     assert [trainer.ledger.rows_trained for trainer in runs[:2]] == [48, 72]
@@ -597,7 +593,13 @@ class ChancyTrainer(FixedTrainer):
 
 @pytest.mark.parametrize("controller", ["gate", "reinforce_ada_positive", "reinforce_ada_balanced"])
 def test_what_is_logged_is_what_uniform_sampling_sees(tmp_path, controller):
-    rounds = {} if controller == "gate" else {"round_size": 4, "max_rounds": 3}
+    rounds = (
+        {}
+        if controller == "gate"
+        else {
+            "controller_kwargs": {"round_size": 4, "max_rounds": 3},
+        }
+    )
     settings = {"selector": "zero_variance", "pruning": "none", "scale_rewards": "none", "max_steps": 170}
     trainer = run(tmp_path, cls=ChancyTrainer, controller=controller, learning_rate=0.0, **settings, **rounds)
     rates = np.array(list(RATES.values()))
@@ -659,7 +661,10 @@ def assert_table(table: pd.DataFrame, record: dict, generation: int):
 
 # ---- GRESO ----
 
-GRESO = {"pruning_policy": "greso", "greso_exploration": 0.3, "greso_step": 0.2}
+GRESO = {
+    "planner": "greso",
+    "planner_kwargs": {"exploration": 0.3, "step": 0.2},
+}
 
 
 @pytest.mark.parametrize("pruning", ["refill", "skip"])
@@ -710,8 +715,8 @@ def test_resumed_with_a_gate_is_uninterrupted_bit_for_bit(tmp_path, shape):
 @pytest.mark.parametrize(
     ("written", "resumed", "message"),
     [
-        (GRESO, {}, "with `pruning_policy='greso'`, and this run has 'solved'. Resume with the same setting"),
-        ({}, GRESO, "with `pruning_policy='solved'`, and this run has 'greso'. Resume with the same setting"),
+        (GRESO, {}, "with `planner='greso'`, and this run has 'solved'. Resume with the same setting"),
+        ({}, GRESO, "with `planner='solved'`, and this run has 'greso'. Resume with the same setting"),
         (
             {"controller": "dynamic"},
             {},
@@ -888,7 +893,7 @@ def test_unscored_completions_and_async_rewards(tmp_path, controller):
         selector="all",
         selection_ratio=1.0,
         scale_rewards="none",
-        **CONTROLLERS[controller] | ({"kept_completions": None} if controller == "gate" else {}),
+        **CONTROLLERS[controller] | ({"controller_kwargs": {"kept": None}} if controller == "gate" else {}),
     )
     groups, rows = drawn_groups(trainer.record()), 0
     for batch in trainer.micro_batches:
@@ -967,28 +972,37 @@ POSITIVE, BALANCED = ({"controller": f"reinforce_ada_{exit}"} for exit in ("posi
 # P = 6, G = 4
 BAD_CONFIGS = [
     (
-        POSITIVE | {"kept_completions": 33},
-        r"`kept_completions` must be at most `round_size` \* `max_rounds`.* 32, got 33",
+        POSITIVE | {"controller_kwargs": {"kept": 33}},
+        r"`kept` must be at most `round_size` \* `max_rounds`.* 32, got 33",
     ),
-    (BALANCED | {"round_size": 1, "max_rounds": 3}, "`kept_completions` must be at most .* 3, got 4"),
-    (POSITIVE | {"kept_completions": 1}, "`kept_completions` must be at least 2, got 1"),
-    (BALANCED | {"kept_completions": 3}, "`kept_completions` must be even .* got 3"),
+    (
+        BALANCED
+        | {
+            "controller_kwargs": {"round_size": 1, "max_rounds": 3},
+        },
+        "`kept` must be at most .* 3, got 4",
+    ),
+    (POSITIVE | {"controller_kwargs": {"kept": 1}}, "`kept` must be at least 2, got 1"),
+    (BALANCED | {"controller_kwargs": {"kept": 3}}, "`kept` must be even .* got 3"),
     (
         BALANCED | {"num_generations": 3},
-        "`kept_completions` must be even .* got 3.* It is `num_generations` unless set",
+        "`kept` must be even .* got 3.* It is `num_generations` unless set",
     ),
-    ({"kept_completions": 1}, "`kept_completions` must be at least 2, got 1. A group of one has no advantage"),
-    (BALANCED | {"round_size": 0}, "`round_size` must be at least 1, got 0"),
-    (BALANCED | {"max_rounds": 0}, "`max_rounds` must be at least 1, got 0"),
-    ({"controller": "dynamic", "max_rounds": 0}, "`max_rounds` must be at least 1, got 0"),
+    ({"controller_kwargs": {"kept": 1}}, "`kept` must be at least 2, got 1. A group of one has no advantage"),
+    (BALANCED | {"controller_kwargs": {"round_size": 0}}, "`round_size` must be at least 1, got 0"),
+    (BALANCED | {"controller_kwargs": {"max_rounds": 0}}, "`max_rounds` must be at least 1, got 0"),
+    ({"controller": "dynamic", "controller_kwargs": {"max_rounds": 0}}, "`max_rounds` must be at least 1, got 0"),
     ({"controller": "reinforce"}, "`controller` must be one of .*'reinforce_ada_balanced'.* got 'reinforce'"),
-    ({"pruning_policy": "hard"}, r"`pruning_policy` must be one of \['solved', 'greso'\], got 'hard'"),
-    (GRESO | {"pruning": "none"}, "`pruning_policy='greso'` needs pruning, and `pruning='none'`"),
-    (GRESO | {"greso_exploration": 0.01}, r"`greso_exploration` must be in \[0.05, 0.95\], got 0.01"),
-    (GRESO | {"greso_exploration": float("nan")}, r"`greso_exploration` must be in \[0.05, 0.95\], got nan"),
-    (GRESO | {"greso_target": 1.0}, r"`greso_target` must be in \(0, 1\), got 1.0"),
-    ({"controller": "gate", "gate_explore": 0}, r"`gate_explore` must be in \(0, 1\], got 0. .* what it drops"),
-    (GRESO | {"greso_step": 0.0}, r"`greso_step` must be in \(0, 1\), got 0.0"),
+    ({"planner": "hard"}, r"`planner` must be one of \['solved', 'greso'\], got 'hard'"),
+    (GRESO | {"pruning": "none"}, "`planner='greso'` needs pruning, and `pruning='none'`"),
+    (GRESO | {"planner_kwargs": {"exploration": 0.01}}, r"`exploration` must be in \[0.05, 0.95\], got 0.01"),
+    (GRESO | {"planner_kwargs": {"exploration": float("nan")}}, r"`exploration` must be in \[0.05, 0.95\], got nan"),
+    (GRESO | {"planner_kwargs": {"target": 1.0}}, r"`target` must be in \(0, 1\), got 1.0"),
+    (
+        {"controller": "gate", "controller_kwargs": {"explore": 0}},
+        r"`explore` must be in \(0, 1\], got 0. .* what it drops",
+    ),
+    (GRESO | {"planner_kwargs": {"step": 0.0}}, r"`step` must be in \(0, 1\), got 0.0"),
     (POSITIVE | {"reward_range": [0, 2]}, "`controller='reinforce_ada_positive'` counts passes.*`reward_range"),
     (BALANCED | {"reward_range": [0, 2]}, "`controller='reinforce_ada_balanced'` counts passes.*`reward_range"),
     ({"reward_range": [0, 2], "pass_threshold": 1}, "grades outcomes, and `pass_threshold=1`"),

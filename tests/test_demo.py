@@ -186,7 +186,7 @@ def test_without_matplotlib_the_table_is_shown_alone(tmp_path, monkeypatch, caps
         (["--max_stepz", "3"], "Did you mean `--max_steps`"),
         (["--learning_rate", "fast"], "learning_rate"),
         (["--strategy", "lzee"], "invalid choice"),
-        (["--pruning_policy", "greso", "--pruning", "none"], "needs pruning"),
+        (["--planner", "greso", "--pruning", "none"], "needs pruning"),
     ],
 )
 def test_a_wrong_flag_is_told_before_anything_is_trained(home, flags, message):

@@ -15,6 +15,7 @@ from lze_trl import LZEGRPOConfig, LZEGRPOTrainer
 from lze_trl.evaluation.settings import PRESETS
 from lze_trl.job.recipe import KEYS
 from lze_trl.rewards.named import MAJORITY, REWARDS, SOFT_OVERLONG
+from lze_trl.strategies import MOVED
 from test_docs_choosing import code
 from test_laws import distance, moved
 
@@ -31,7 +32,8 @@ ARXIV = re.compile(r"\[arXiv ([\d.]+)\]\(https://arxiv\.org/abs/([\d.]+)\)")
 NAME = re.compile(r"([a-z][a-z0-9_]*)(?:(?:=|: )(.+))?")
 HINTS = get_type_hints(LZEGRPOConfig)
 ARGUMENTS = {*inspect.signature(LZEGRPOTrainer).parameters, *inspect.signature(GRPOTrainer).parameters}
-SETTINGS = {*(field.name for field in fields(LZEGRPOConfig)), *KEYS, *ARGUMENTS}
+IN_BLOCKS = {new for _, new in MOVED.values()}
+SETTINGS = {*(field.name for field in fields(LZEGRPOConfig)), *KEYS, *ARGUMENTS, *IN_BLOCKS}
 COLUMNS = {"image", "images"}  # of a dataset
 METRICS = {"entropy"}
 

@@ -52,7 +52,7 @@ def test_overrides_are_called(tmp_path, strategy):
     called = set()
     settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1, "remove_unused_columns": True}
     if strategy == "reinforce_ada":
-        settings |= {"max_rounds": 2}
+        settings |= {"controller_kwargs": {"max_rounds": 2}}
     make(tmp_path, noting(LZEGRPOTrainer, called), strategy=strategy, beta=0.1, **settings).train()
     assert called == set(HOOKS)
 

@@ -211,7 +211,7 @@ def test_prompts_within_the_context_or_of_a_rollout_function_are_taken(tmp_path)
     [
         ({"selector": "energy"}, r"a `Selector`, got 'energy'\..*: `LZEGRPOConfig\(selector='energy'\)`"),
         ({"controller": "gate"}, r"a `RolloutController`, got 'gate'\..*: `LZEGRPOConfig\(controller='gate'\)`"),
-        ({"planner": "greso"}, r"a `Planner`, got 'greso'\..*: `LZEGRPOConfig\(pruning_policy='greso'\)`"),
+        ({"planner": "greso"}, r"a `Planner`, got 'greso'\..*: `LZEGRPOConfig\(planner='greso'\)`"),
         (
             {"selector": EnergySelector},
             r"a `Selector`, got <class .*Pass an object of the class, `EnergySelector\(…\)`",
@@ -341,8 +341,7 @@ def test_a_column_may_be_logged_in_some_rounds_only_and_by_two_functions(tmp_pat
         reward_funcs=[sometimes, other],
         controller="reinforce_ada_positive",
         pass_threshold=0.5,
-        round_size=2,
-        max_rounds=4,
+        controller_kwargs={"round_size": 2, "max_rounds": 4},
         log_completions=True,
         num_completions_to_print=1,
     )

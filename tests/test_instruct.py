@@ -297,7 +297,7 @@ def test_seeds_that_cannot_be_used_are_refused():
         Seeds(("What is 2?", " ", None))
     with pytest.raises(InstructError, match=r"2 seeds were given, of which 1 can be shown \(1 figure\), .* shows 8"):
         Writer(InstructSettings(), Seeds(("What is 2 + 3?", "In the diagram, find the length of $AB$.")))
-    with pytest.raises(InstructError, match=r"`instruct_own=3` is more than .* `instruct_examples=2`"):
+    with pytest.raises(InstructError, match=r"`own=3` is more than .* `examples=2`"):
         InstructSettings(examples=2, own=3)
 
 

@@ -280,7 +280,7 @@ def test_resumed_is_uninterrupted_bit_for_bit(tmp_path, moment, pruning):
     settings = RESUMED[moment] | {
         "max_steps": 14,  # three epochs of 5 batches, so that replays and a new permutation fall behind the resume
         "pruning": pruning,
-        "pruning_streak": 1,
+        "planner_kwargs": {"streak": 1},
         "save_strategy": "steps",
         "save_steps": 5,
         "optim": "adamw_torch",
@@ -353,7 +353,10 @@ def test_resumed_with_lora_is_uninterrupted(tmp_path, moment):
     whole, resumed = resumed_from_the_middle(
         tmp_path,
         lora=lora(dropout=0.2),
-        **(RESUMED[moment] | {"optim": "adamw_torch", "learning_rate": 5e-2, "beta": 0.05, "pruning_streak": 1}),
+        **(
+            RESUMED[moment]
+            | {"optim": "adamw_torch", "learning_rate": 5e-2, "beta": 0.05, "planner_kwargs": {"streak": 1}}
+        ),
     )
     assert adapters_moved(whole) > 1e-3
     assert distance(whole, resumed) == 0.0

@@ -70,7 +70,7 @@ def test_kept_rows_with_weights_are_the_full_batch(tmp_path, loss_type, settings
 
     theirs = run(GRPOTrainer, "theirs")
     own = {"selector": "all", "pruning": "none", "loss_normalizer": normalizer}
-    ours = run(LZEGRPOTrainer, "ours", kept_completions=2, **own)
+    ours = run(LZEGRPOTrainer, "ours", controller_kwargs={"kept": 2}, **own)
     assert ours.ledger.rows_trained == ours.ledger.rows_rolled_out / 2
     assert moved(theirs) > 1e-3
     assert distance(ours, theirs) < 1e-5

@@ -222,7 +222,10 @@ def make(tmp_path, cls=LZEGRPOTrainer, majority=None, columns=(), **kwargs):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"controller": "reinforce_ada_positive", "round_size": 4}, "by 'majority_reward' one of every group does"),
+        (
+            {"controller": "reinforce_ada_positive", "controller_kwargs": {"round_size": 4}},
+            "by 'majority_reward' one of every group does",
+        ),
         ({"multi_objective_aggregation": "normalize_then_sum"}, "for which 'majority_reward' abstains"),
     ],
 )
@@ -359,11 +362,16 @@ ROWS = {"rows": 30, "num_generations": 6, "max_steps": 3, "optim": "sgd", "learn
 """P = 5 and G = 6: groups straddle two processes, which have 15 rows each, and three, which have 10."""
 SIX = ROWS | EVERY | {"rows": 36}
 """P = 6. In rounds, two processes have 9 rows each, or 6, of prompts that get 2 and 4, or 1 and 3."""
-CALIBRATED = {"selection_ratio": 0.4, "label_confidence": "calibrated", "gold": True, "majority": {"labelled": "none"}}
+CALIBRATED = {
+    "selection_ratio": 0.4,
+    "self_play": {"label_confidence": "calibrated"},
+    "gold": True,
+    "majority": {"labelled": "none"},
+}
 CASES = {
     "one round": ROWS | EVERY,
     "by energy": ROWS | {"selection_ratio": 0.4},
-    "by energy times share": ROWS | {"selection_ratio": 0.4, "label_confidence": "share"},
+    "by energy times share": ROWS | {"selection_ratio": 0.4, "self_play": {"label_confidence": "share"}},
     "by energy, calibrated": ROWS | CALIBRATED,
     "batch scale": ROWS | EVERY | {"scale_rewards": "batch"},
     "six prompts": SIX,
@@ -478,9 +486,11 @@ def test_an_evaluation_votes_by_its_own_groups(tmp_path):
 @pytest.mark.parametrize("controller", ["dynamic", "gate", "reinforce_ada_balanced"])
 def test_every_controller_trains_by_votes(tmp_path, controller):
     own = {
-        "dynamic": {"max_rounds": 3},
+        "dynamic": {"controller_kwargs": {"max_rounds": 3}},
         "gate": {},
-        "reinforce_ada_balanced": {"round_size": 4, "max_rounds": 3, "kept_completions": 4},
+        "reinforce_ada_balanced": {
+            "controller_kwargs": {"round_size": 4, "max_rounds": 3, "kept": 4},
+        },
     }[controller]
     trainer = make(
         tmp_path, VotingTrainer, num_generations=8, per_device_train_batch_size=24, controller=controller, **own
@@ -501,7 +511,7 @@ def test_every_controller_trains_by_votes(tmp_path, controller):
 
 
 def test_ttrl_votes_with_more_than_it_trains_on(tmp_path):
-    trainer = make(tmp_path, num_generations=8, per_device_train_batch_size=24, kept_completions=4, **EVERY)
+    trainer = make(tmp_path, num_generations=8, per_device_train_batch_size=24, controller_kwargs={"kept": 4}, **EVERY)
     trainer.train()
     live = [entry["lze/dead_share"] for entry in trainer.state.log_history if "lze/dead_share" in entry]
     assert trainer.ledger.rows_rolled_out == 3 * 24

@@ -43,7 +43,7 @@ def cases() -> dict[str, dict]:
             "loss_normalizer": normalizer,
             "loss_type": loss,
             "pruning": pruning,
-            "pruning_streak": 1,
+            "planner_kwargs": {"streak": 1},
             "selection_ratio": 0.7,
             "max_steps": 16,
             "optim": "sgd",

@@ -135,7 +135,7 @@ def test_serl_of_ours_trains_on_as_much_as_the_published_one(model):
     different = {key for key in published.keys() | ours.keys() if published.get(key) != ours.get(key)}
     own = {key for key in different if key in LZE_FIELDS or key.startswith(("majority_", "probe_"))}
     assert different - own == {"output_dir", "generation_batch_size", "gradient_accumulation_steps"}
-    assert (published["instruct_exemplars"], ours["instruct_exemplars"]) == ("uniform", "energy")
+    assert (published["self_play"]["exemplars"], ours["self_play"]["exemplars"]) == ("uniform", "energy")
     assert not set(ours["probe_datasets"]) & set(ours["eval_tasks"])
     steps = [recipe["generation_batch_size"] // recipe["gradient_accumulation_steps"] for recipe in (published, ours)]
     assert steps[0] == steps[1]
@@ -166,11 +166,12 @@ def test_recipes_of_reinforce_ada_differ_in_what_their_names_say():
         for name in ("reinforce_ada_balanced", "reinforce_ada_positive", "lze_reinforce_ada")
     )
     assert positive == balanced | {
-        "strategy": "reinforce_ada_positive",
+        "controller": "reinforce_ada_positive",
         "output_dir": "runs/Qwen2.5-Math-1.5B/math/reinforce_ada_positive",
     }
     assert lze == balanced | {
-        "strategy": "lze_reinforce_ada",
+        "selector": "energy",
+        "selection_ratio": 0.4,
         "pruning": read_recipe(MATH / "lze.yaml")["pruning"],
         "output_dir": "runs/Qwen2.5-Math-1.5B/math/lze_reinforce_ada",
     }
@@ -212,14 +213,24 @@ def test_flags_override_the_recipe(recipe):
     assert script_args.datasets == ["a.jsonl"]
 
 
+def test_a_mapping_is_given_in_yaml_or_as_json(recipe):
+    path = recipe("model_init_kwargs: {dtype: float32, use_cache: false}\n")
+    assert parse_recipe([path, *ON_CPU])[1].model_init_kwargs == {"dtype": "float32", "use_cache": False}
+    args = parse_recipe([path, "--model_init_kwargs", '{"dtype": "auto"}', *ON_CPU])[1]
+    assert args.model_init_kwargs == {"dtype": "auto"}
+    with pytest.raises(RecipeError, match=r"rgument --model_init_kwargs.*: invalid .* value"):
+        parse_recipe([path, "--model_init_kwargs", "{dtype", *ON_CPU])
+
+
 def test_null_unsets_what_a_recipe_sets(recipe):
     path = recipe(
-        "instruct_generator: a.b\nprobe_datasets: [a.jsonl]\nprobe_patience: 3\nmajority_labelled: none\nkept_completions: 4\n"
+        "instruct_generator: a.b\nprobe_datasets: [a.jsonl]\nprobe_patience: 3\nmajority_labelled: none\ncontroller_kwargs: {kept: 4}\n"
     )
-    names = ("instruct_generator", "probe_patience", "majority_labelled", "kept_completions")
+    names = ("instruct_generator", "probe_patience", "majority_labelled", "controller_kwargs")
     flags = [word for name in names for word in (f"--{name}", "null")]
     script_args, training_args, _ = parse_recipe(["--config", path, *flags, *ON_CPU])
-    assert [(vars(script_args) | vars(training_args))[name] for name in names] == [None] * 4
+    assert [vars(script_args)[name] for name in names[:3]] == [None] * 3
+    assert training_args.controller_kwargs == {"kept": None}
     with pytest.raises(RecipeError, match="rgument --seed: invalid int value: 'null'"):
         parse_recipe(["--config", path, "--seed", "null", *ON_CPU])
 

@@ -20,7 +20,7 @@ from lze_trl.seeding import keyed_rng
 
 
 NAN = float("nan")
-SETTINGS = {"seed": 3, "selection_ratio": 0.4, "gumbel_scale": 0.0}
+SETTINGS = {"seed": 3, "selection_ratio": 0.4, "selector_kwargs.gumbel_scale": 0.0}
 # P = 5, G = 4, ids descending: sorted by prompt, as files are, they come in another order. E = D·u:
 BATCH = {
     50: [1, 1, 0, 0],  # 1/2 · 1
@@ -140,7 +140,7 @@ def test_groups_have_their_places_and_their_random_numbers(tmp_path):
 def test_groups_of_unequal_size_and_rows_that_are_not_kept(tmp_path):
     # Tokens: 2·5 + 1 + 2 = 13 of two rows; of 4 rows 20 + 3 + 4 + 5 + 6 = 38, of which 3 are kept: 3/4
     batch = {1: [1, 0], 2: [0, 0, 0, 1]}
-    kept = {"controller": "reinforce_ada_balanced", "kept_completions": 3, "num_generations": 9}
+    kept = {"controller": "reinforce_ada_balanced", "controller_kwargs.kept": 3, "num_generations": 9}
     record_run(tmp_path / "kept", [batch], [{1, 2}], **kept)
     result = replay(tmp_path / "kept", ["all"])
     assert result.choices[1].update_tokens == 13 + 28.5
@@ -148,7 +148,7 @@ def test_groups_of_unequal_size_and_rows_that_are_not_kept(tmp_path):
     record_run(tmp_path / "uneven", [batch], [{1, 2}], controller="gate")
     assert replay(tmp_path / "uneven", ["all"]).choices[1].update_tokens == 13 + 38
     # Unset, as the trainer records it
-    record_run(tmp_path / "unset", [batch], [{1, 2}], **kept | {"kept_completions": "None", "num_generations": 3})
+    record_run(tmp_path / "unset", [batch], [{1, 2}], **kept | {"controller_kwargs.kept": None, "num_generations": 3})
     assert replay(tmp_path / "unset", ["all"]).choices[1].update_tokens == 13 + 28.5
 
 
@@ -237,8 +237,8 @@ def mostly_scored(completions, **kwargs):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"selector": "variance", "pruning": "skip", "pruning_streak": 1},
-        pytest.param({"selector": "midpoint", "num_iterations": 2}, marks=pytest.mark.slow),
+        {"selector": "variance", "pruning": "skip", "planner_kwargs": {"streak": 1}},
+        pytest.param({"selector": "variance", "num_iterations": 2}, marks=pytest.mark.slow),
         pytest.param({"selector": "random"}, marks=pytest.mark.slow),
         pytest.param({"selector": "zero_variance"}, marks=pytest.mark.slow),
         pytest.param({"selector": "all"}, marks=pytest.mark.slow),
@@ -246,7 +246,9 @@ def mostly_scored(completions, **kwargs):
         # Most groups have no completion that ends, and take no place of another
         {"selector": "random", "mask_truncated_completions": True},
         pytest.param({"controller": "dynamic", "selection_ratio": 0.2}, marks=pytest.mark.slow),
-        pytest.param({"controller": "reinforce_ada_balanced", "round_size": 2}, marks=pytest.mark.slow),
+        pytest.param(
+            {"controller": "reinforce_ada_balanced", "controller_kwargs": {"round_size": 2}}, marks=pytest.mark.slow
+        ),
     ],
     ids=lambda settings: "-".join(str(value) for value in settings.values() if isinstance(value, str)) or "ramp",
 )

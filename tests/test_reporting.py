@@ -24,8 +24,10 @@ def test_documented_metrics_are_those_that_are_logged(tmp_path):
     for controller in (
         {},
         {"controller": "dynamic", "selector": "zero_variance", "selection_ratio": 1.0},
-        {"strategy": "gate", "gate_explore": 0.5},
-        {"self_instruct": True, "instruct_examples": 1, "instruct_own": 1, "instruct_overlap": 0.99},
+        {"strategy": "gate", "controller_kwargs": {"explore": 0.5}},
+        {
+            "self_play": {"instruct": True, "examples": 1, "own": 1, "overlap": 0.99},
+        },
     ):
         trainer = LZEGRPOTrainer(
             model=tiny.model(),
@@ -33,7 +35,7 @@ def test_documented_metrics_are_those_that_are_logged(tmp_path):
             args=tiny.config(tmp_path, max_steps=4, **controller),
             train_dataset=tiny.prompts(11),
             processing_class=tiny.tokenizer(),
-            instruction=writing if "self_instruct" in controller else None,
+            instruction=writing if "self_play" in controller else None,
         )
         trainer.train()
         logged |= {name for entry in trainer.state.log_history for name in entry if name.startswith("lze/")}

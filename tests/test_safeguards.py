@@ -284,8 +284,8 @@ def test_energy_times_the_share_of_the_vote(tmp_path):
     votes_run.save(tmp_path / "model")
     common = {"selection_ratio": 0.4, "learning_rate": 0.0, "majority": {"bounds": [0.0, 1.0]}}
     plain = trained_by_energy(tmp_path, **common)
-    given = trained_by_energy(tmp_path, **common, label_confidence="none")
-    corrected = trained_by_energy(tmp_path, **common, label_confidence="share")
+    given = trained_by_energy(tmp_path, **common, self_play={"label_confidence": "none"})
+    corrected = trained_by_energy(tmp_path, **common, self_play={"label_confidence": "share"})
     assert plain["energy"].tolist() == given["energy"].tolist()
     assert (plain["prompt_ids"] == corrected["prompt_ids"]).all()
     assert np.allclose(corrected["energy"], plain["energy"] * plain["last"], atol=1e-6)  # wins are the outcomes
@@ -296,7 +296,7 @@ def test_a_calibrated_share_goes_by_the_labels_before(tmp_path, monkeypatch):
     votes_run.save(tmp_path / "model")
     common = {"selection_ratio": 0.4, "learning_rate": 0.0, "gold": True}
     common |= {"majority": {"bounds": [0.0, 1.0], "labelled": "none"}}
-    by_share = trained_by_energy(tmp_path, **common, label_confidence="share")
+    by_share = trained_by_energy(tmp_path, **common, self_play={"label_confidence": "share"})
     seen, given = [], []
 
     class Unlearned(Calibration):
@@ -309,12 +309,12 @@ def test_a_calibrated_share_goes_by_the_labels_before(tmp_path, monkeypatch):
             return given[-1][1]
 
     monkeypatch.setattr("lze_trl.step.Calibration", Unlearned)
-    unlearned = trained_by_energy(tmp_path, **common, label_confidence="calibrated")
+    unlearned = trained_by_energy(tmp_path, **common, self_play={"label_confidence": "calibrated"})
     assert unlearned["energy"].tolist() == by_share["energy"].tolist()
     shares, right = np.concatenate([np.stack(pair) for pair in seen], axis=1)
     assert len(shares) > 8 and right.mean() < shares.mean() - 0.3  # these votes are mostly wrong
     monkeypatch.setattr("lze_trl.step.Calibration", Watched)
-    calibrated = trained_by_energy(tmp_path, **common, label_confidence="calibrated")
+    calibrated = trained_by_energy(tmp_path, **common, self_play={"label_confidence": "calibrated"})
     assert (calibrated["prompt_ids"] == by_share["prompt_ids"]).all()
     assert given[0][0].tolist() == given[0][1].tolist()  # the first batch has no labels before it
     assert all((after <= before).all() for before, after in given[1:])
@@ -326,7 +326,7 @@ def test_a_calibrated_share_goes_by_the_labels_before(tmp_path, monkeypatch):
 def test_a_calibrated_run_is_resumed_exactly(tmp_path):
     votes_run.save(tmp_path / "model")
     settings = {"rows": 30, "num_generations": 6, "max_steps": 4, "selection_ratio": 0.4, "gold": True}
-    settings |= {"label_confidence": "calibrated", "save_strategy": "steps", "save_steps": 2}
+    settings |= {"self_play": {"label_confidence": "calibrated"}, "save_strategy": "steps", "save_steps": 2}
     whole = votes_run.train(tmp_path, "whole", settings | {"majority": {"labelled": "none"}})
     part = str(tmp_path / "whole-1" / "checkpoint-2")
     resumed = votes_run.train(tmp_path, "part", settings | {"majority": {"labelled": "none"}}, part)
@@ -360,7 +360,7 @@ def test_a_correction_of_nothing_is_refused(tmp_path, rewards, settings, message
         LZEGRPOTrainer(
             model=tiny.save(tmp_path / "model"),
             reward_funcs=rewards,
-            args=tiny.config(tmp_path / "run", label_confidence="share", **settings),
+            args=tiny.config(tmp_path / "run", self_play={"label_confidence": "share"}, **settings),
             train_dataset=tiny.prompts(6),
         )
 
@@ -374,7 +374,7 @@ def test_a_correction_of_nothing_is_refused(tmp_path, rewards, settings, message
             {},
             "the column `solution` .* is empty",
         ),
-        (tiny.prompts(6), {"self_instruct": True}, "and the problems of `self_instruct=True` have none"),
+        (tiny.prompts(6), {"self_play": {"instruct": True}}, "and the problems of `self_play=.*` have none"),
     ],
 )
 def test_a_calibration_without_labels_is_refused(tmp_path, rows, settings, message):
@@ -382,6 +382,9 @@ def test_a_calibration_without_labels_is_refused(tmp_path, rows, settings, messa
         LZEGRPOTrainer(
             model=tiny.save(tmp_path / "model"),
             reward_funcs=MajorityReward(),
-            args=tiny.config(tmp_path / "run", label_confidence="calibrated", **settings),
+            args=tiny.config(
+                tmp_path / "run",
+                **settings | {"self_play": {"label_confidence": "calibrated"} | settings.get("self_play", {})},
+            ),
             train_dataset=rows,
         )

@@ -35,19 +35,21 @@ def short_prompts_solved(prompts, completions, **kwargs):
 
 CASES = {
     # With a reference model, so that log-probabilities take part
-    "refill": {"beta": 0.1, "pruning_streak": 1, "reward": short_prompts_solved, "max_steps": 8},
+    "refill": {"beta": 0.1, "planner_kwargs": {"streak": 1}, "reward": short_prompts_solved, "max_steps": 8},
     # All prompts are solved after one update, so that pruning leaves nothing of the last batches
     "skip": {
         "pruning": "skip",
-        "pruning_streak": 1,
-        "replay_ratio": 0.2,
+        "planner_kwargs": {"streak": 1, "replay_ratio": 0.2},
         "dataset": 6,
         "reward": solved_after_a_step,
         "max_steps": 6,
     },
     "dynamic": {"controller": "dynamic", "reward": tiny.digit_reward, "selection_ratio": 1.0},
     "gate": {"controller": "gate", "reward": short_prompts_solved, "max_steps": 24},
-    "reinforce_ada": {"controller": "reinforce_ada_balanced", "round_size": 4, "max_rounds": 3},
+    "reinforce_ada": {
+        "controller": "reinforce_ada_balanced",
+        "controller_kwargs": {"round_size": 4, "max_rounds": 3},
+    },
 }
 
 

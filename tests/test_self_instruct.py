@@ -223,16 +223,14 @@ def recipe(tmp_path):
         "reward_funcs": ["majority"],
         "majority_bounds": [0.1, 0.9],
         "max_completion_length": 4,
-        "instruct_max_tokens": 6,
-        "instruct_max_rounds": 2,
-        "instruct_requests": 4,
-        "instruct_examples": 2,
+        "self_play": {"max_tokens": 6, "max_rounds": 2, "requests": 4, "examples": 2},
         "use_cpu": True,
         "bf16": False,
     }
 
     def write(**changes):
         path = tmp_path / "recipe.yaml"
+        changes["self_play"] = settings["self_play"] | changes.get("self_play", {})
         path.write_text(yaml.safe_dump(settings | changes))
         return [str(path), "--output", str(tmp_path / "new.jsonl")]
 
@@ -297,9 +295,11 @@ def test_evaluation_problems_among_the_seeds_are_counted_and_refused_on_request(
         main(["self-instruct", *recipe(eval_datasets=[str(held_out)]), "--count", "1"])
     assert "1 of 2 evaluation problems resemble a seed" in caplog.text
     with pytest.raises(SystemExit, match=found):
-        main(["self-instruct", *recipe(instruct_refuse_overlap=True), "--against", str(held_out), "--count", "1"])
+        main(
+            ["self-instruct", *recipe(self_play={"refuse_overlap": True}), "--against", str(held_out), "--count", "1"]
+        )
     with pytest.raises(SystemExit, match=found):
-        probed = recipe(instruct_refuse_overlap=True, probe_datasets=[str(held_out)])
+        probed = recipe(self_play={"refuse_overlap": True}, probe_datasets=[str(held_out)])
         main(["self-instruct", *probed, "--count", "1"])
 
 
@@ -315,11 +315,10 @@ def test_what_was_written_is_a_training_set(tmp_path):
 
 def test_a_recipe_trains_on_what_its_generator_writes(recipe, tmp_path, capsys):
     settings = {
-        "self_instruct": True,
+        "self_play": {"instruct": True, "overlap": 0.9},
         "instruct_generator": "test_self_instruct.sums",
         "reward_funcs": ["recipes.self_play.PublishedMajority", "tiny.even_length_reward"],
         "majority_bounds": None,
-        "instruct_overlap": 0.9,
         "prompt_suffix": " Sum:",
         "max_steps": 3,
         "num_generations": 4,

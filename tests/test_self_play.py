@@ -150,13 +150,22 @@ def test_the_policy_writes_what_it_is_trained_on(model, tmp_path):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"selector": "energy", "selection_ratio": 0.67, "label_confidence": "share"},
-        {"controller": "dynamic", "max_rounds": 2, "selector": "zero_variance", "instruct_exemplars": "uniform"},
-        {"strategy": "gate", "gate_explore": 0.5, "selector": "energy", "selection_ratio": 0.67},
+        {"selector": "energy", "selection_ratio": 0.67, "self_play": {"label_confidence": "share"}},
+        {
+            "controller": "dynamic",
+            "controller_kwargs": {"max_rounds": 2},
+            "selector": "zero_variance",
+            "self_play": {"exemplars": "uniform"},
+        },
+        {"strategy": "gate", "controller_kwargs": {"explore": 0.5}, "selector": "energy", "selection_ratio": 0.67},
     ],
 )
 def test_a_resumed_run_ends_as_the_uninterrupted_one(model, tmp_path, settings):
-    saving = {"save_strategy": "steps", "save_steps": 2, "instruct_reuse": 2, "instruct_stock": 4} | settings
+    saving = {
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "self_play": {"reuse": 2, "stock": 4},
+    } | settings
     whole = play_run.trainer(model, tmp_path / "whole", **saving)
     whole.train()
     resumed = play_run.trainer(model, tmp_path / "resumed", **saving)
@@ -169,7 +178,11 @@ def test_a_resumed_run_ends_as_the_uninterrupted_one(model, tmp_path, settings):
 
 def test_exemplars_are_drawn_by_expected_energy(model, tmp_path, monkeypatch):
     made = play_run.trainer(
-        model, tmp_path / "run", selector="energy", selection_ratio=0.67, label_confidence="share", instruct_own=2
+        model,
+        tmp_path / "run",
+        selector="energy",
+        selection_ratio=0.67,
+        self_play={"label_confidence": "share", "own": 2},
     )
     part, given, known = made.generation_step.instruction, [], made.prompt_state
     propose = Writer.propose
@@ -193,7 +206,11 @@ def test_exemplars_are_drawn_by_expected_energy(model, tmp_path, monkeypatch):
 
 
 def test_children_inherit_the_mean_of_their_parents(model, tmp_path):
-    made = play_run.trainer(model, tmp_path / "run", instruct_stock=8, instruct_own=2)
+    made = play_run.trainer(
+        model,
+        tmp_path / "run",
+        self_play={"stock": 8, "own": 2},
+    )
     made.train()
     part, state = made.generation_step.instruction, made.prompt_state
     table = part.pool.table()
@@ -215,13 +232,18 @@ def test_children_inherit_the_mean_of_their_parents(model, tmp_path):
 
 
 def test_visits_follow_reuse(model, tmp_path):
-    trainer = play_run.trainer(model, tmp_path / "run", instruct_reuse=2)
+    trainer = play_run.trainer(model, tmp_path / "run", self_play={"reuse": 2})
     trainer.train()
     visits = trainer.generation_step.instruction.pool.table()["visits"]
     assert (visits.sum(), visits.max()) == (15, 2)
 
 
-CASES = {"once": {}, "twice": {"instruct_reuse": 2, "instruct_requests": 3, "instruct_exemplars": "uniform"}}
+CASES = {
+    "once": {},
+    "twice": {
+        "self_play": {"reuse": 2, "requests": 3, "exemplars": "uniform"},
+    },
+}
 
 
 @pytest.fixture(scope="module")
@@ -246,7 +268,7 @@ def test_two_processes_write_and_train_as_one(runs, name):
 def test_writing_draws_nothing_from_the_random_numbers_of_the_training(model, tmp_path):
     # The same problems by a generator, which uses no model: completions are sampled as before
     def train(name, **others):
-        sampled = {"rollout_func": None, "reward_weights": [0.0, 1.0], "instruct_requests": 1}
+        sampled = {"rollout_func": None, "reward_weights": [0.0, 1.0], "self_play": {"requests": 1}}
         trainer = play_run.trainer(model, tmp_path / name, **sampled, **others)
         trainer.train()
         return trainer
@@ -280,11 +302,11 @@ def test_a_generator_that_repeats_itself_stops_with_the_reasons(model, tmp_path)
     [
         ({"max_steps": -1}, r"has no end of its own\. Set `max_steps`"),
         ({"pruning": "skip"}, r"has no passes to prune"),
-        ({"pruning": "refill", "pruning_policy": "greso"}, r"has no passes to prune"),
-        ({"instruct_presence_penalty": 2.0}, r"transformers here, which has no `instruct_presence_penalty=2\.0`"),
-        ({"instruct_examples": 3}, r"2 seeds were given, of which 2 can be shown"),
-        ({"instruct_overlap": 1.0}, r"`instruct_overlap` must be in \(0, 1\), got 1.0"),
-        ({"instruct_own": 3}, r"`instruct_own=3` is more than all exemplars"),
+        ({"pruning": "refill", "planner": "greso"}, r"has no passes to prune"),
+        ({"self_play": {"presence_penalty": 2.0}}, r"transformers here, which has no `presence_penalty`"),
+        ({"self_play": {"examples": 3}}, r"2 seeds were given, of which 2 can be shown"),
+        ({"self_play": {"overlap": 1.0}}, r"`overlap` must be in \(0, 1\), got 1.0"),
+        ({"self_play": {"own": 3}}, r"`own=3` is more than all exemplars"),
     ],
 )
 def test_what_does_not_go_with_self_instruction_is_refused(model, tmp_path, settings, problem):
@@ -304,7 +326,7 @@ def test_seeds_must_have_text(model, tmp_path):
 
 def test_without_self_instruction_there_is_none_of_it(model, tmp_path, caplog):
     with caplog.at_level(logging.INFO):
-        trainer = play_run.trainer(model, tmp_path, self_instruct=False, per_device_train_batch_size=8)
+        trainer = play_run.trainer(model, tmp_path, self_play={"instruct": False}, per_device_train_batch_size=8)
     assert trainer.generation_step.instruction is None
     assert "instruction" not in trainer.generation_step.parts()
     assert not trainer.passes.grows and trainer.passes.missing == 0

@@ -199,7 +199,9 @@ def test_a_named_reward_ranks_and_prunes_but_kills_no_group(tmp_path):
     trainer.train()
     assert moved(trainer) > 1e-3
     assert trainer.prompt_state["energy"].max() == 0.0
-    trainer = make(LZEGRPOTrainer, tmp_path / "prunes", rollout_func=None, pruning_streak=1, max_steps=4, **named)
+    trainer = make(
+        LZEGRPOTrainer, tmp_path / "prunes", rollout_func=None, planner_kwargs={"streak": 1}, max_steps=4, **named
+    )
     trainer.train()
     assert trainer.prompt_state.num_pruned > 0
 
@@ -208,7 +210,7 @@ def test_a_top_that_rises_takes_solved_prompts_back(tmp_path, caplog):
     def rising(completions, trainer_state, **kwargs):
         return [float(trainer_state.global_step >= 6 and i == 0) + 1.0 for i in range(len(completions))]
 
-    trainer = make(LZEGRPOTrainer, tmp_path, {"reward_funcs": rising}, pruning_streak=1, max_steps=6)
+    trainer = make(LZEGRPOTrainer, tmp_path, {"reward_funcs": rising}, planner_kwargs={"streak": 1}, max_steps=6)
     trainer.train()
     before = trainer.prompt_state.num_pruned
     assert before > 3
@@ -266,7 +268,8 @@ def test_the_first_dead_batch_says_why(tmp_path, caplog, name):
 
 @pytest.mark.parametrize(("controller", "policy"), [("gate", "greso"), ("reinforce_ada_balanced", "solved")])
 def test_a_reward_of_0_and_1_is_a_pass_bit_for_bit(tmp_path, controller, policy):
-    settings = {"controller": controller, "pruning_policy": policy, "pruning_streak": 1, "max_steps": 8}
+    settings = {"controller": controller, "planner": policy, "max_steps": 8}
+    settings |= {"planner_kwargs": {"streak": 1}} if policy == "solved" else {}
     graded, passes = (
         make(LZEGRPOTrainer, tmp_path / str(bool(named)), {"reward_funcs": correct}, **settings, **named)
         for named in ({}, {"pass_reward": "correct", "pass_threshold": 0.5})

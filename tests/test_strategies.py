@@ -2,7 +2,7 @@
 
 import json
 import logging
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 
 import pytest
 import yaml
@@ -13,21 +13,20 @@ from benchmarks.replay import rules_of
 from lze_trl import LZEGRPOConfig, LZEGRPOTrainer
 from lze_trl.job.recipe import RecipeError, check_recipe, parse_recipe
 from lze_trl.plan.planners import SolvedPlanner
-from lze_trl.strategies import DEFAULT, REMOVED, STRATEGIES, settings_of
+from lze_trl.settings import SelectorSettings
+from lze_trl.strategies import DEFAULT, REMOVED, REMOVED_STRATEGIES, STRATEGIES, settings_of
 from test_laws import distance, moved, train
 
 
 # No strategy has these
 OTHERS = {
-    "selector": "midpoint",
+    "selector": "random",
     "selection_ratio": 0.55,
     "pruning": "skip",
     "packing": True,
     "loss_normalizer": "all",
     "controller": "reinforce_ada_positive",
-    "round_size": 6,
-    "max_rounds": 3,
-    "kept_completions": 2,
+    "controller_kwargs": {"kept": 2},
     "pass_threshold": 0.2,
     "scale_rewards": "batch",
 }
@@ -43,7 +42,10 @@ def test_a_name_is_its_settings(tmp_path, name):
     named = tiny.config(tmp_path, strategy=name)
     assert named.strategy == name
     assert values(named) == values(tiny.config(tmp_path, **settings_of(name)))
-    assert {key: vars(named)[key] for key in settings_of(name)} == settings_of(name)
+    for key, value in settings_of(name).items():
+        assert (
+            vars(named)[key] | value == vars(named)[key] if key == "controller_kwargs" else vars(named)[key] == value
+        )
 
 
 def test_no_two_names_are_the_same_settings():
@@ -64,13 +66,15 @@ def test_what_is_given_besides_wins(tmp_path, name):
     usual = tiny.config(tmp_path, strategy=name)
     for field, value in OTHERS.items():
         args = tiny.config(tmp_path, strategy=name, **{field: value})
-        assert vars(args)[field] == value
+        assert vars(args)[field] == (vars(usual)[field] | value if isinstance(value, dict) else value)
         changed = {key for key, before in values(usual).items() if values(args)[key] != before}
+        changed -= {"controller_kwargs"} if field == "controller" else set()  # each has its own
         # The quota is that of a ranking
         assert changed <= ({field, "selector"} if (name, field) == (DEFAULT, "selection_ratio") else {field})
     # Also where what is given is what the default strategy has
     for field, value in settings_of(DEFAULT).items():
-        assert vars(tiny.config(tmp_path, strategy=name, **{field: value}))[field] == value
+        if not isinstance(value, dict):
+            assert vars(tiny.config(tmp_path, strategy=name, **{field: value}))[field] == value
 
 
 def test_the_default_adapts_to_what_it_would_ignore_or_refuse(tmp_path):
@@ -94,14 +98,15 @@ def test_the_default_adapts_to_what_it_would_ignore_or_refuse(tmp_path):
         ({}, "none"),
         ({"strategy": "lze"}, "refill"),
         ({"loss_normalizer": "selected"}, "refill"),
-        ({"pruning_policy": "greso"}, "refill"),
-        ({"planner": SolvedPlanner(0.2)}, "refill"),
+        ({"planner": "greso"}, "refill"),
+        ({"own": SolvedPlanner(0.2)}, "refill"),
         ({"pruning": "skip"}, "skip"),
     ],
     ids=["exact", "lze", "selected", "greso", "planner", "skip"],
 )
 def test_prompts_are_pruned_by_default_where_steps_need_not_be_those_of_grpo(tmp_path, settings, pruning):
-    settings, planner = {k: v for k, v in settings.items() if k != "planner"}, settings.get("planner")
+    planner = settings.get("own")
+    settings = {k: v for k, v in settings.items() if k != "own"}
     trainer = LZEGRPOTrainer(
         model=tiny.model(),
         reward_funcs=tiny.even_length_reward,
@@ -114,7 +119,7 @@ def test_prompts_are_pruned_by_default_where_steps_need_not_be_those_of_grpo(tmp
 
 
 def test_every_way_to_give_it_is_the_same(tmp_path):
-    given = {"strategy": "reinforce_ada", "max_rounds": 2}
+    given = {"strategy": "reinforce_ada", "controller_kwargs": {"max_rounds": 2}}
     base = {
         "output_dir": str(tmp_path),
         "use_cpu": True,
@@ -125,8 +130,8 @@ def test_every_way_to_give_it_is_the_same(tmp_path):
     }
     expected = values(LZEGRPOConfig(**base, **given))
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(yaml.safe_dump(base | {"max_rounds": 3} | {"strategy": "grpo"}))
-    flags = [text for name, value in given.items() for text in (f"--{name}", str(value))]
+    recipe.write_text(yaml.safe_dump(base | {"controller_kwargs": {"max_rounds": 3}} | {"strategy": "grpo"}))
+    flags = ["--strategy", "reinforce_ada", "--controller_kwargs", json.dumps(given["controller_kwargs"])]
     _, from_recipe, _ = parse_recipe(["--config", str(recipe), *flags])
     (from_parser,) = TrlParser((LZEGRPOConfig,)).parse_args_and_config(["--config", str(recipe), *flags])
     whole = LZEGRPOConfig(**base, **given)
@@ -142,7 +147,7 @@ def test_every_way_to_give_it_is_the_same(tmp_path):
 
 def test_an_unknown_one_is_refused_with_the_nearest(tmp_path):
     with pytest.raises(
-        ValueError, match=r"`strategy` must be one of \['exact', 'lze', .*got 'dappo'\. Did you mean 'dapo'\?"
+        ValueError, match=r"`strategy` must be one of \['exact', 'gate', .*got 'dappo'\. Did you mean 'dapo'\?"
     ):
         tiny.config(tmp_path, strategy="dappo")
     recipe = tmp_path / "recipe.yaml"
@@ -191,7 +196,7 @@ def test_a_run_records_the_settings_and_goes_on_under_another_name(tmp_path, cap
         return [record.getMessage() for record in caplog.records if "other settings" in record.getMessage()]
 
     assert resumed(**settings_of("reinforce_ada")) == []
-    (changes,) = resumed(strategy="random")
+    (changes,) = resumed(strategy="lze", selector="random", pruning="none")
     assert "`selector` was 'all' and is 'random'" in changes
     assert "strategy" not in changes
 
@@ -207,3 +212,52 @@ def test_a_setting_of_an_earlier_version_says_what_to_write(tmp_path, name):
         parse_recipe([str(recipe)])
     with pytest.raises(RecipeError, match=f"`--{name}` is no setting any more"):
         check_recipe([f"--{name}=1"])
+
+
+@pytest.mark.parametrize("name", REMOVED_STRATEGIES)
+def test_a_strategy_of_an_earlier_version_says_what_to_write(tmp_path, name):
+    with pytest.raises(ValueError, match=f"There is no `strategy` '{name}' any more. Write `strategy: "):
+        tiny.config(tmp_path, strategy=name)
+    recipe = tmp_path / "old.yaml"
+    recipe.write_text(f"strategy: {name}\n")
+    with pytest.raises(RecipeError, match=f"There is no `strategy: {name}` any more. Write `strategy: "):
+        parse_recipe([str(recipe)])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"selector_kwargs": {"gumbel_scal": 0.1}},
+            "`selector_kwargs` has no setting 'gumbel_scal' here. Did you mean 'gumb",
+        ),
+        (
+            {"selector_kwargs": {"ema_decay": 1.0}},
+            "`selector_kwargs`: `ema_decay` must be in .*got 1.0. The paper uses 0.9",
+        ),
+        ({"planner_kwargs": {"target": 0.2}}, "`planner_kwargs` has no setting 'target' here.* It takes .*'streak'"),
+        ({"planner_kwargs": {"streak": 2.5}}, "`planner_kwargs`: `streak` must be a whole number, got 2.5"),
+        ({"controller_kwargs": {"explore": 0.1}}, "`controller_kwargs` has no setting 'explore' here"),
+        ({"vllm_server_kwargs": {"sync_dir": 3}}, "`vllm_server_kwargs`: `sync_dir` must be a text, got 3"),
+        (
+            {"self_play": {"instruct": True, "template": "serll"}},
+            "`template` of `self_play` must be one of .*'serl'.* got 'serll'",
+        ),
+        ({"self_play": {"instruct": 1}}, "`self_play`: `instruct` must be true or false, got 1"),
+        ({"self_play": True}, "`self_play` must be a mapping of settings to values, got True"),
+    ],
+)
+def test_what_a_block_holds_is_checked(tmp_path, settings, message):
+    with pytest.raises(ValueError, match=message):
+        tiny.config(tmp_path, **settings)
+
+
+def test_a_block_is_complete(tmp_path):
+    args = tiny.config(tmp_path, strategy="reinforce_ada", controller_kwargs={"kept": 2})
+    assert args.controller_kwargs == {"round_size": 8, "max_rounds": 4, "kept": 2}
+    assert args.selector_kwargs == asdict(SelectorSettings())
+    assert tiny.config(tmp_path, controller="gate").controller_kwargs == {
+        "kept": None,
+        "explore": 0.05,
+        "recheck": 0.1,
+    }

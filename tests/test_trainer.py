@@ -212,11 +212,17 @@ def test_a_setting_wins_over_the_range_of_a_state(tmp_path, setting, how):
 
 def test_a_run_without_pruning_forgets_what_was_pruned(tmp_path):
     first = run(
-        tmp_path / "first", reward_funcs=lambda completions, **kwargs: [1.0] * len(completions), pruning_streak=1
+        tmp_path / "first",
+        reward_funcs=lambda completions, **kwargs: [1.0] * len(completions),
+        planner_kwargs={"streak": 1},
     )
     assert first.prompt_state.num_pruned > 0
     second = make(
-        tmp_path / "second", state_from=str(tmp_path / "first"), pruning="none", controller="dynamic", max_rounds=2
+        tmp_path / "second",
+        state_from=str(tmp_path / "first"),
+        pruning="none",
+        controller="dynamic",
+        controller_kwargs={"max_rounds": 2},
     )
     second.train()
     assert second.prompt_state.num_pruned == second.prompt_state["pruned"].sum() == 0
@@ -239,7 +245,7 @@ def test_prompts_that_fill_a_batch_are_no_visits_skipped(tmp_path):
         tmp_path,
         reward_funcs=lambda completions, **kwargs: [1.0] * len(completions),
         dataset=tiny.prompts(5),
-        pruning_streak=1,
+        planner_kwargs={"streak": 1},
         max_steps=8,
     )
     assert trainer.ledger.groups_rolled_out == 8 * 3
@@ -334,8 +340,8 @@ BAD_TRAINERS = {
         "Set `pruning='none'`",
     ),
     "iterable with greso": (
-        {"dataset": tiny.prompts(5).to_iterable_dataset(), "pruning_policy": "greso"},
-        "Set `pruning_policy='solved'`",
+        {"dataset": tiny.prompts(5).to_iterable_dataset(), "planner": "greso"},
+        "Set `planner='solved'`",
     ),
     "iterable with deduplication": (
         {"dataset": tiny.prompts(5).to_iterable_dataset(), "deduplicate": True},
@@ -377,16 +383,17 @@ def test_a_selector_that_answers_wrongly(tmp_path):
 
 BAD_CONFIGS = {
     "selection_ratio": ([0, 1.4, -0.1, float("nan")], r"in \(0, 1\]"),
-    "difficulty_floor": ([-0.1, 1.1, float("nan")], r"in \[0, 1\]"),
-    "momentum_weight": ([-1, float("inf"), float("nan")], "at least 0"),
-    "ema_decay": ([-0.1, 1.0, float("nan")], r"in \[0, 1\)"),
-    "gumbel_scale": ([-1, float("nan")], "at least 0"),
+    "selector_kwargs": {
+        "difficulty_floor": ([-0.1, 1.1, float("nan")], r"in \[0, 1\]"),
+        "momentum_weight": ([-1, float("inf"), float("nan")], "at least 0"),
+        "ema_decay": ([-0.1, 1.0, float("nan")], r"in \[0, 1\)"),
+        "gumbel_scale": ([-1, float("nan")], "at least 0"),
+    },
     "pass_threshold": ([float("nan"), float("inf")], "finite"),
-    "pruning_streak": ([0, 40_000], "between 1 and 32767"),
-    "kept_completions": ([2.5, True, "4"], "a whole number"),
+    "planner_kwargs": {"streak": ([0, 40_000], "between 1 and 32767"), "replay_ratio": ([-0.1, 1.1], r"in \[0, 1\]")},
+    "controller_kwargs": {"kept": ([2.5, True, "4"], "a whole number")},
     "packing": (["no", 0], "true or false"),
-    "vllm_request_timeout": (["60"], "a number"),
-    "replay_ratio": ([-0.1, 1.1], r"in \[0, 1\]"),
+    "vllm_server_kwargs": {"request_timeout": (["60"], "a number")},
     "reward_range": (
         [[1.0, 0.0], [0.0], [0.0, float("nan")], [0.0, float("inf")], ["0", "1"]],
         "two increasing, finite numbers",
@@ -442,10 +449,19 @@ def test_a_failed_construction_leaves_the_settings_as_they_were(tmp_path):
     assert args.use_vllm
 
 
-@pytest.mark.parametrize(("name", "value"), [(name, v) for name, (values, _) in BAD_CONFIGS.items() for v in values])
-def test_bad_values_are_refused_when_the_config_is_read(tmp_path, name, value):
-    with pytest.raises(ValueError, match=BAD_CONFIGS[name][1]) as caught:
-        tiny.config(tmp_path, **{name: value})
+def bad_values():
+    """Setting, settings with a bad value of it, and the words of the error."""
+    for name, case in BAD_CONFIGS.items():
+        in_block = isinstance(case, dict)
+        for own, (values, words) in (case if in_block else {name: case}).items():
+            for value in values:
+                yield own, {name: {own: value} if in_block else value}, words
+
+
+@pytest.mark.parametrize(("name", "settings", "words"), bad_values())
+def test_bad_values_are_refused_when_the_config_is_read(tmp_path, name, settings, words):
+    with pytest.raises(ValueError, match=words) as caught:
+        tiny.config(tmp_path, **settings)
     assert name in str(caught.value)
 
 
@@ -538,7 +554,7 @@ def test_skipped_prompts_weigh_in_the_loss_over_all_rows_as_dead_groups(tmp_path
             loss_normalizer="all",
             selection_ratio=1.0,
             pruning=pruning,
-            pruning_streak=1,
+            planner_kwargs={"streak": 1},
             max_steps=8,
             optim="sgd",  # AdamW would not see how long a gradient is
             learning_rate=0.5,

@@ -1,6 +1,7 @@
 """What the trainer sees of generation over HTTP: rows, groups, settings, errors."""
 
 import inspect
+from dataclasses import asdict
 
 import pytest
 from accelerate import Accelerator
@@ -13,6 +14,7 @@ from lze_trl import LZEGRPOTrainer
 from lze_trl.servers import sync, weights
 from lze_trl.servers.client import RequestRefusedError, ServerMismatchError
 from lze_trl.servers.generation import HTTPGeneration
+from lze_trl.settings import ServerSettings
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +33,11 @@ def fake():
 @pytest.fixture
 def connect(fake, accelerator, tmp_path):
     def make(model=None, **settings):
-        defaults = {"vllm_server_timeout": 5.0, "vllm_sync_tolerance": 100.0, "vllm_sync_dir": str(tmp_path / "sync")}
+        defaults = {
+            "vllm_server_timeout": 5.0,
+        }
+        own = {"sync_tolerance": 100.0, "sync_dir": str(tmp_path / "sync")} | settings.pop("vllm_server_kwargs", {})
+        defaults["vllm_server_kwargs"] = asdict(ServerSettings(**own))
         settings = http_settings([fake.url], **(defaults | {"max_completion_length": 5} | settings))
         return HTTPGeneration(model or tiny.model(), accelerator, tiny.tokenizer(), settings)
 
@@ -118,13 +124,13 @@ def test_images_are_refused(connect):
 
 
 def test_the_default_tolerance_is_checked(connect):
-    with pytest.raises(ServerMismatchError, match=r"`vllm_sync_tolerance` is 0\.001"):
-        connect(vllm_sync_tolerance=None).sync_weights()
+    with pytest.raises(ServerMismatchError, match=r"`sync_tolerance` is 0\.001"):
+        connect(vllm_server_kwargs={"sync_tolerance": None}).sync_weights()
 
 
 def test_a_type_without_a_default_tolerance_is_told(connect):
-    with pytest.raises(ValueError, match=r"`vllm_sync_tolerance` has no default for \['float64'\]"):
-        connect(tiny.model().double(), vllm_sync_tolerance=None).sync_weights()
+    with pytest.raises(ValueError, match=r"`sync_tolerance` of `vllm_server_kwargs` has no default for \['float64'\]"):
+        connect(tiny.model().double(), vllm_server_kwargs={"sync_tolerance": None}).sync_weights()
 
 
 def test_the_servers_words_reach_the_user(connect, fake):
@@ -137,8 +143,8 @@ def test_the_servers_words_reach_the_user(connect, fake):
 
 def test_a_server_elsewhere_needs_a_shared_directory(connect, monkeypatch):
     monkeypatch.setattr(sync, "_THIS_HOST", ())
-    with pytest.raises(ValueError, match=r"`vllm_sync_dir` is required.*not on this host"):
-        connect(vllm_sync_dir=None)
+    with pytest.raises(ValueError, match=r"`sync_dir` of `vllm_server_kwargs` is required.*not on this host"):
+        connect(vllm_server_kwargs={"sync_dir": None})
 
 
 def test_a_full_disk_stops_the_sync(connect, monkeypatch):
@@ -160,8 +166,7 @@ def make_trainer(fake, directory, rewards, **settings):
             use_vllm=True,
             vllm_mode="http",
             vllm_server_urls=[fake.url],
-            vllm_sync_dir=str(directory / "sync"),
-            vllm_sync_tolerance=100.0,
+            vllm_server_kwargs={"sync_dir": str(directory / "sync"), "sync_tolerance": 100.0},
             **settings,
         ),
         train_dataset=tiny.prompts(20),

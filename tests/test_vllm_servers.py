@@ -254,9 +254,7 @@ def test_load_checks_log_probs(fakes):
 def test_weights_that_cannot_be_loaded(fakes):
     pool = make_pool(fakes)
     fakes[1].faults["/collective_rpc"] = [500]
-    with pytest.raises(
-        ServerMismatchError, match=r"could not load the weights in /weights.*on command.*vllm_sync_dir"
-    ):
+    with pytest.raises(ServerMismatchError, match=r"could not load the weights in /weights.*on command.*sync_dir"):
         pool.load(make_snapshot())
 
 

@@ -107,7 +107,10 @@ def replay(
     with closing(open_run(run_dir)) as run:
         given = {"selection_ratio": selection_ratio, "gumbel_scale": gumbel_scale, "seed": seed}
         settings = run.meta.settings | {name: value for name, value in given.items() if value is not None}
-        rules, scale = rules_of(settings), settings.get("gumbel_scale", 0.05)
+        rules, scale = (
+            rules_of(settings),
+            settings.get("gumbel_scale", settings.get("selector_kwargs.gumbel_scale", 0.05)),
+        )
         chosen_by: dict[str, Selector | None] = {THE_RUN: None}
         for one in selectors:
             name = one if isinstance(one, str) else type(one).__name__
@@ -122,7 +125,7 @@ def rules_of(settings: dict[str, Any]) -> Rules:
             raise ValueError(f"The run has not recorded its `{name}`. Give `--{name}`.")
     if not 0 < settings["selection_ratio"] <= 1:
         raise ValueError(f"`selection_ratio` must be in (0, 1], got {settings['selection_ratio']}.")
-    controller, kept = settings.get("controller", "uniform"), settings.get("kept_completions")
+    controller, kept = settings.get("controller", "uniform"), settings.get("controller_kwargs.kept")
     if not isinstance(kept, int):
         kept = settings["num_generations"] if controller.startswith("reinforce_ada") else None
     return Rules(

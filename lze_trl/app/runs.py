@@ -18,7 +18,7 @@ _SEEDS = {"seed", "data_seed", "full_determinism"}
 # resume changes
 _INCIDENTAL = {
     *("output_dir", "run_name", "project", "report_to", "push_to_hub", "disable_tqdm", "num_completions_to_print"),
-    *("summary", "vllm_group_port", "vllm_sync_dir", "local_rank"),
+    *("summary", "vllm_group_port", "local_rank"),
     *("resume_from_checkpoint", "eval_on_start", "ignore_data_skip"),
 }
 _INCIDENTAL_PREFIXES = ("hub_", "log_", "logging_", "save_", "telemetry", "trackio_", "vllm_server_")

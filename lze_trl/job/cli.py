@@ -81,8 +81,8 @@ def build_parser() -> argparse.ArgumentParser:
         return subparser.add_argument
 
     usage = "lze-trl train RECIPE [--dry_run] [--accelerate_config NAME] [--any_key_of_a_recipe VALUE ...]"
-    train = add(_train, usage, conflict_handler="resolve")
-    train("-h", "--help", action=_HelpWithKeys, help="show this, and all keys of a recipe")
+    keys = "Every key of a recipe is a flag as well: `python -m lze_trl.job.train --help` lists them."
+    train = add(_train, usage, epilog=keys)
     train("recipe", metavar="RECIPE", help="a file under recipes/")
     checked = "show settings, sizes and files of the run, and start nothing"
     train("--dry_run", "--dry-run", action="store_true", help=checked)
@@ -90,8 +90,6 @@ def build_parser() -> argparse.ArgumentParser:
     train("--accelerate_config", "--accelerate-config", metavar="NAME", help=known)
     for flag in LAUNCH_FLAGS:
         train(f"--{flag}", metavar="VALUE", help="passed to `accelerate launch`")
-
-    add(_config)("key", metavar="KEY", help="such as selection_ratio")
 
     add(_demo, "lze-trl demo [--strategy NAME, that one alone] [--any_key_of_a_recipe VALUE ...]")
 
@@ -141,21 +139,6 @@ def build_parser() -> argparse.ArgumentParser:
     add_arguments(add(_eval))
     add(_report)("run", metavar="RUN", help="output folder of the run")
     return parser
-
-
-class _HelpWithKeys(argparse.Action):
-    """Prints the help, and below it the keys of a recipe."""
-
-    def __init__(self, option_strings: Sequence[str], dest: str, help: str):
-        super().__init__(option_strings, dest=argparse.SUPPRESS, default=argparse.SUPPRESS, nargs=0, help=help)
-
-    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option_string: str | None = None):
-        from .keys import show_keys
-
-        parser.print_help()
-        sys.stdout.flush()
-        show_keys()
-        parser.exit()
 
 
 def _number(kind: type, allowed: str, is_allowed: Callable[[Any], bool]) -> Callable[[str], Any]:
@@ -227,13 +210,6 @@ def _train(namespace: argparse.Namespace, flags: list[str]):
 
 
 # ---- The others ----
-
-
-def _config(namespace: argparse.Namespace, flags: list[str]):
-    """Explain one key of a recipe."""
-    from .keys import show_key
-
-    show_key(namespace.key)
 
 
 def _demo(namespace: argparse.Namespace, flags: list[str]):

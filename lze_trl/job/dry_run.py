@@ -1,13 +1,15 @@
 """`lze-trl train --dry_run`: what a run would do, from its recipe and its data sets, without starting it."""
 
 import math
+import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import MISSING, Field, asdict
+from enum import Enum
 from typing import Any
 
 import torch
-from rich.markup import escape
+from rich.console import Console
 from transformers.trainer import TRAINER_STATE_NAME
 from trl import ModelConfig
 from trl.trainer.utils import get_callable_name
@@ -19,7 +21,7 @@ from ..memory.identity import ID_COLUMN
 from ..memory.index import RowIndex
 from ..record.evaluations import FOLDER as EVALUATIONS
 from ..rollout.controllers import is_plain
-from .keys import console, default_of, topics
+from ..strategies import DEFAULT, settings_of
 from .recipe import FIELDS, LZEScriptArguments, parse_recipe
 from .train import (
     disable_progress_bars,
@@ -68,7 +70,11 @@ def dry_run(arguments: Sequence[str], num_processes: int):
         checkpoint, ended = starting_point(script_args, args)
         sizes = {} if ended else sizes_of(script_args, args, model_args)
         resolved, defaults = asked | args.to_dict(), defaults_for(args)
-    _show_settings(resolved, {key: defaults[key] for key in asked if asked[key] != defaults[key]})
+    differing = [key for key in asked if asked[key] != defaults[key]]
+    _show(
+        "Settings that differ from their defaults",
+        {key: f"{_text(resolved[key])}  (default: {_text(defaults[key])})" for key in differing},
+    )
     if ended:
         return
     if checkpoint is not None:
@@ -87,7 +93,9 @@ def sizes_of(script_args: LZEScriptArguments, args: LZEGRPOConfig, model_args: M
     memory = make_state(args, dataset, rule, args.make_planner(), resolved["pruning"]).nbytes
     memory += RowIndex(dataset.with_format("numpy")[ID_COLUMN][:]).nbytes
     # What writes its own problems sees no end of them
-    steps, batches = steps_and_batches(args, args.generation_batch_size if args.self_instruct else len(dataset))
+    steps, batches = steps_and_batches(
+        args, args.generation_batch_size if args.self_play["instruct"] else len(dataset)
+    )
     completions = f"{args.generation_batch_size:,}"
     if not is_plain(controller, args.num_generations):
         completions += (
@@ -102,7 +110,7 @@ def sizes_of(script_args: LZEScriptArguments, args: LZEGRPOConfig, model_args: M
         "generation batches": f"{batches:,}",
         "memory of the prompt state": f"{memory:,} bytes, once every prompt was visited",
     }
-    if args.self_instruct:
+    if args.self_play["instruct"]:
         sizes["prompts"] = f"written by the model, from {len(dataset):,} seeds"
     if held_out is not None:
         sizes["held-out prompts"] = f"{len(held_out):,}"
@@ -154,20 +162,11 @@ def defaults_for(args: LZEGRPOConfig) -> dict[str, Any]:
     return {name: default_of(field) for name, field in FIELDS.items()} | plain
 
 
-def _show_settings(settings: dict[str, Any], defaults: dict[str, Any]):
-    """Print settings by topic: first those that differ from their `defaults`, which hold no others."""
-    page = console()
-    page.print("Settings that differ from their defaults", style="bold")
-    for topic, keys in topics().items():
-        own = [key for key in keys if key in defaults]
-        if own:
-            page.print(topic, style="dim")
-        for key in own:
-            page.print(f"  {key:<30}  {_text(settings[key])}  (default: {_text(defaults[key])})", soft_wrap=True)
-    page.print("\nSettings at their defaults", style="bold")
-    for topic, keys in topics().items():
-        if others := [f"{key}={_text(settings[key])}" for key in keys if key not in defaults]:
-            page.print(f"[dim]{escape(topic)}:[/dim] {escape(', '.join(others))}", markup=True)
+def default_of(field: Field) -> Any:
+    """Default of a key: that of its field, or else that of the default strategy."""
+    default = field.default if field.default_factory is MISSING else field.default_factory()
+    default = settings_of(DEFAULT).get(field.name) if default is None else default
+    return default.value if isinstance(default, Enum) else default
 
 
 def _text(value: Any) -> str:
@@ -175,7 +174,8 @@ def _text(value: Any) -> str:
 
 
 def _show(heading: str, facts: dict[str, str]):
-    page = console()
+    """Print a heading and a line for each fact, as they are, without markup and line breaks."""
+    page = Console(markup=False, emoji=False, highlight=False, width=None if sys.stdout.isatty() else 120)
     page.print(f"\n{heading}", style="bold")
     for name, value in facts.items():
         page.print(f"{name:<30}  {value}", soft_wrap=True)

@@ -63,16 +63,17 @@ def _texts(dataset: Any) -> list[str]:
 
 def report_overlap(seeds: Seeds, args: LZEGRPOConfig):
     """Count and name the evaluation problems that a seed resembles, or refuse them on request."""
-    found = seeds.overlapping(args.instruct_overlap)
+    overlap = args.self_play["overlap"]
+    found = seeds.overlapping(overlap)
     if not found:
         return
     shown = "; ".join(f"{reference[:60]!r} ({similarity:.2f})" for reference, _, similarity in found[:3])
     text = (
         f"{len(found)} of {len(seeds.references)} evaluation problems resemble a seed, with a ROUGE-L F1 above "
-        f"{args.instruct_overlap}: {shown}{', …' if len(found) > 3 else ''}."
+        f"{overlap}: {shown}{', …' if len(found) > 3 else ''}."
     )
-    if args.instruct_refuse_overlap:
-        raise InstructError(f"{text} Remove these seeds, or set `instruct_refuse_overlap: false`.")
+    if args.self_play["refuse_overlap"]:
+        raise InstructError(f"{text} Remove these seeds, or set `refuse_overlap: false` in `self_play`.")
     logger.warning(
         "%s No problem that is written may resemble them, but what these seeds show the model may help there.", text
     )

@@ -3,6 +3,7 @@
 
 import argparse
 import inspect
+import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -17,7 +18,7 @@ from ..config import LZEGRPOConfig
 from ..names import near
 from ..record.safeguards import StopRules
 from ..rewards import MAJORITY, SOFT_OVERLONG, MajorityReward
-from ..strategies import REMOVED
+from ..strategies import REMOVED, REMOVED_STRATEGIES
 from .yaml_file import RecipeError, near_keys, read_recipe
 
 
@@ -188,6 +189,16 @@ def _or_null(read: Any) -> Callable[[str], Any]:
     return read_or_unset
 
 
+def _or_mapping(read: Any) -> Callable[[str], Any]:
+    """Reads the value of a flag as `read` does, and `{...}` as a mapping in JSON."""
+
+    @wraps(read)
+    def read_or_load(text: str) -> Any:
+        return json.loads(text) if text.startswith("{") else read(text)
+
+    return read_or_load
+
+
 class RecipeParser(TrlParser):
     """[`~trl.TrlParser`] of a run's dataclasses that raises [`RecipeError`] and takes no abbreviated flags."""
 
@@ -197,6 +208,8 @@ class RecipeParser(TrlParser):
         self._negative_number_matcher = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")
         hints = {key: hint for recipe_class in recipe_classes for key, hint in get_type_hints(recipe_class).items()}
         for action in self._actions:
+            if action.dest in hints and action.nargs is None and _takes(hints[action.dest], {}):
+                action.type = _or_mapping(action.type)
             if action.dest in hints and action.nargs is None and _takes(hints[action.dest], None):
                 action.type = _or_null(action.type)
                 action.choices = action.choices and [*action.choices, None]
@@ -272,6 +285,8 @@ def _check_values(recipe: dict[str, Any], path: str, parser: RecipeParser):
             raise RecipeError(f"`{key}` in `{path}` is no setting any more. {REMOVED[key]}")
         if key not in KEYS:
             raise RecipeError(f"Unknown key `{key}` in `{path}`.{near_keys(str(key), KEYS)}")
+        if key == "strategy" and value in REMOVED_STRATEGIES:
+            raise RecipeError(f"There is no `strategy: {value}` any more. Write {REMOVED_STRATEGIES[value]}.")
         hint, is_list = hints[key], isinstance(value, list)
         items = value if is_list else [value]
         flags = [f"--{key}={item}" for item in items if not isinstance(item, _NO_FLAGS)]

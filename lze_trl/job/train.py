@@ -128,7 +128,7 @@ def trainer_arguments(
         "args": training_args,
         "train_dataset": train_dataset,
         "eval_dataset": eval_dataset,
-        "instruction": make_instruction(script_args, training_args) if training_args.self_instruct else None,
+        "instruction": make_instruction(script_args, training_args) if training_args.self_play["instruct"] else None,
         "quantization_config": get_quantization_config(model_args),
         "peft_config": get_peft_config(model_args),
     }

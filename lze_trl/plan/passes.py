@@ -72,7 +72,7 @@ class Passes:
         self.grows = self.dataset is not None and not isinstance(self.dataset, Dataset)
         self.stream: Any = None
         if self.grows:
-            self.stream = GrowingStream(self.planner, self.state, args.seed, args.instruct_reuse)
+            self.stream = GrowingStream(self.planner, self.state, args.seed, args.self_play["reuse"])
             return
         ids = _NOTHING
         if self.dataset is not None:
@@ -85,7 +85,7 @@ class Passes:
     @property
     def missing(self) -> int:
         """Number of prompts to add to a growing training set for the next batch."""
-        least = max(self.num_groups, self.args.instruct_stock or 0)
+        least = max(self.num_groups, self.args.self_play["stock"] or 0)
         return max(0, least - len(self.stream)) if self.grows else 0
 
     def grow(self):

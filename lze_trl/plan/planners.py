@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -17,7 +18,7 @@ class Planner(ABC):
     the observed groups alone: every process calls it with the same values and has to get the same answer.
     """
 
-    purpose = "plan"
+    purpose: ClassVar[str] = "plan"
     """Key of its random numbers: planners with the same purpose draw the same ones."""
 
     @abstractmethod
@@ -45,13 +46,14 @@ class Planner(ABC):
         return {}
 
 
-@dataclass
+@dataclass(eq=False)
 class SolvedPlanner(Planner):
-    """Leaves out pruned prompts, except a share that is re-checked in each pass, rounded to nearest, at least one."""
+    """Leaves out pruned prompts, except a share that is re-checked in each pass, rounded to nearest, at least one; `streak` solved visits prune."""
 
-    purpose = "replay"
+    purpose: ClassVar[str] = "replay"
 
     replay_ratio: float = 0.1
+    streak: int = 2  # solved visits in a row after which a prompt is pruned
 
     def __post_init__(self):
         _require(0 <= self.replay_ratio <= 1, "replay_ratio", "in [0, 1]", self.replay_ratio)
@@ -73,7 +75,7 @@ def skip_probability(streaks: np.ndarray, p_easy: float, p_hard: float) -> np.nd
     return 1.0 - np.maximum(exploration ** np.abs(streaks.astype(np.float64)), 0.01)
 
 
-@dataclass
+@dataclass(eq=False)
 class GresoPlanner(Planner):
     """
     Leaves prompts out of a pass at random, more likely the longer they have been dead (GRESO, arXiv 2506.02177).
@@ -82,7 +84,7 @@ class GresoPlanner(Planner):
     wanted dead groups may be solved, and two thirds hopeless, since these are more likely to change.
     """
 
-    purpose = "greso"
+    purpose: ClassVar[str] = "greso"
 
     exploration: float = 0.5  # initial p of both kinds
     target: float = 0.25  # wanted share of dead groups

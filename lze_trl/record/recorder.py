@@ -79,6 +79,9 @@ class Recorder:
         if self._writer is None and self.args.telemetry and self.accelerator.is_main_process:
             settings = self.args.to_sanitized_dict()
             unset = {name: None for name in settings if vars(self.args).get(name) is None}  # not the text "None"
+            blocks = {name: value for name, value in vars(self.args).items() if isinstance(value, dict)}
+            nested = {f"{block}.{name}": value for block in blocks for name, value in blocks[block].items()}
+            settings = {name: value for name, value in settings.items() if name not in blocks} | nested
             simple = {name: value for name, value in settings.items() if _is_simple(value)}
             self._writer = TelemetryWriter(
                 self.args.output_dir,

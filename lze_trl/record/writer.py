@@ -64,7 +64,7 @@ class TelemetryWriter:
         directory = Path(directory)
         self.directory = directory if directory.name == DIRECTORY else directory / DIRECTORY
         self._flush_seconds, self._begin = flush_seconds, time.monotonic()
-        energy_max = 1.0 + float((settings or {}).get("momentum_weight", 0.3))
+        energy_max = 1.0 + float((settings or {}).get("selector_kwargs.momentum_weight", 0.3))
         self._meta = Meta(settings or {}, completions, energy_max=energy_max, package_version=__version__)
         if resumed_generation is None:
             _move_aside(self.directory)

@@ -73,7 +73,7 @@ class SubsamplingController(RolloutController):
 
     def __post_init__(self):
         if self.kept is not None:
-            _check_at_least("kept_completions", self.kept, 2, "A group of one has no advantage")
+            _check_at_least("kept", self.kept, 2, "A group of one has no advantage")
 
     def keep(self, drawn: Batch, rng: np.random.Generator) -> np.ndarray:
         return super().keep(drawn, rng) if self.kept is None else stratified(drawn, self.kept)
@@ -115,13 +115,11 @@ class ReinforceAda(RolloutController):
         _check_at_least("round_size", self.round_size, 1, "The paper draws 8 completions a round")
         _check_at_least("max_rounds", self.max_rounds, 1, "The paper draws at most 4 rounds")
         hint = "It is `num_generations` unless set"
-        _check_at_least("kept_completions", self.kept, 2, f"A group of one has no advantage. {hint}")
+        _check_at_least("kept", self.kept, 2, f"A group of one has no advantage. {hint}")
         if self.kept > (most := self.round_size * self.max_rounds):
-            raise ValueError(
-                f"`kept_completions` must be at most `round_size` * `max_rounds`: {most}, got {self.kept}. {hint}."
-            )
+            raise ValueError(f"`kept` must be at most `round_size` * `max_rounds`: {most}, got {self.kept}. {hint}.")
         if self.exit == "balanced" and self.kept % 2:
-            raise ValueError(f"`kept_completions` must be even for the balanced exit, got {self.kept}. {hint}.")
+            raise ValueError(f"`kept` must be even for the balanced exit, got {self.kept}. {hint}.")
 
     def draw(self, round: int, prompts: Prompts, drawn: Batch, rng: np.random.Generator) -> np.ndarray:
         positives, negatives = (_counts(kind, drawn) for kind in _kinds(drawn))

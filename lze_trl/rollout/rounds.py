@@ -190,7 +190,7 @@ class Rounds:
             seen.observe(judged["scores"])
             outcomes = seen.outcomes(judged["scores"])
         batch = batch.with_rows(rewards_per_func=per_func.numpy(), outcomes=outcomes, **judged)
-        counts_all = final and self.args.advantage_statistics == "drawn"
+        counts_all = final and self.args.self_play["advantage_statistics"] == "drawn"
         if counts_all or not (final or self.controller.draws_prompts):
             settled, *_ = settle(rewards, ballots, group, self.accelerator, final=False)
             counted = with_columns(per_func, settled)

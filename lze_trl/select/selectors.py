@@ -101,7 +101,6 @@ def make_selector(name: str, gumbel_scale: float = 0.05) -> Selector:
     selectors = {
         "energy": EnergySelector(gumbel_scale),
         "variance": ScoreSelector(lambda groups: groups.uncertainty),
-        "midpoint": ScoreSelector(lambda groups: -np.abs(groups.pass_rates - 0.5)),
         "random": RandomSelector(),
         "all": AllSelector(),
         "zero_variance": ZeroVarianceFilter(),

@@ -122,7 +122,7 @@ class Writer:
         if len(shown) < self.settings.examples:
             raise InstructError(
                 f"{len(self.seeds.problems)} seeds were given, of which {len(shown)} can be shown ({told(dropped)}), and a request "
-                f"shows {self.settings.examples}. Give more seeds, or lower `instruct_examples`."
+                f"shows {self.settings.examples}. Give more seeds, or lower `examples` in `self_play`."
             )
         if dropped:
             logger.warning(

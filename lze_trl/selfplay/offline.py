@@ -135,7 +135,7 @@ class SelfInstruction:
         Write until the file holds `count` problems, or go on where a killed command was. Yields their number after each round.
 
         Raises:
-            InstructError: If `instruct_max_rounds` rounds in a row give no acceptable problem.
+            InstructError: If `max_rounds` rounds in a row give no acceptable problem.
         """
         folder = self.output.with_name(f"{self.output.name}.journal")
         check_settings(folder, {"model": engine.name, "weights": weights or engine.name, **self.settings})

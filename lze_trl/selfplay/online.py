@@ -91,7 +91,7 @@ class OnlineInstruction:
         Add at least so many problems to the pool, which a generation batch is going to need. All processes call it.
 
         Raises:
-            InstructError: If `instruct_max_rounds` rounds in a row give no acceptable problem.
+            InstructError: If `max_rounds` rounds in a row give no acceptable problem.
         """
         shared: list[Any] = [None]
         with nullcontext() if self.writer.generator else policy() as engine:
@@ -164,8 +164,8 @@ def make_source(
     accelerator: Accelerator,
 ) -> OnlineInstruction:
     """What writes the problems to train on; `seeds` is the training set, with what rewards may ask for."""
-    by_energy = partial(exemplar_chances, by_share=args.label_confidence == "share")
-    chances = by_energy if args.instruct_exemplars == "energy" else None
+    by_energy = partial(exemplar_chances, by_share=args.self_play["label_confidence"] == "share")
+    chances = by_energy if args.self_play["exemplars"] == "energy" else None
     given, settings = instruction or Instruction.of(seeds), args.make_instruct()
     writes = OnlineInstruction(given, settings, columns_of(seeds), state, accelerator, chances)
     state.priors = writes.pool.priors

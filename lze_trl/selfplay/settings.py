@@ -11,7 +11,7 @@ class InstructError(ValueError):
 
 @dataclass(frozen=True)
 class InstructSettings:
-    """How problems are written, and which are accepted; the fields of `LZEGRPOConfig` called `instruct_…` explain themselves."""
+    """How problems are written, and which are accepted; settings of `self_play`."""
 
     seed: int = 0
     template: str = "tagged"
@@ -27,8 +27,8 @@ class InstructSettings:
 
     def __post_init__(self):
         if self.template not in TEMPLATES:
-            raise InstructError(f"`instruct_template` must be one of {list(TEMPLATES)}, got {self.template!r}.")
+            raise InstructError(f"`template` of `self_play` must be one of {list(TEMPLATES)}, got {self.template!r}.")
         if self.own > self.examples:
             raise InstructError(
-                f"`instruct_own={self.own}` is more than all exemplars, `instruct_examples={self.examples}`. Lower it."
+                f"`self_play`: `own={self.own}` is more than all exemplars, `examples={self.examples}`. Lower it."
             )

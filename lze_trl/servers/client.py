@@ -246,7 +246,7 @@ class VLLMServer:
             await self._request(http, "/health")  # fails if the server has died, which is another problem
             raise ServerMismatchError(
                 f"The vLLM server {self.url} could not load the weights in {directory}: {error}. Make sure that it was "
-                "started with the model that is trained, and that it can read the directory: `vllm_sync_dir` must be on "
+                "started with the model that is trained, and that it can read the directory: `sync_dir` of `vllm_server_kwargs` must be on "
                 "a file system that trainer and servers share."
             ) from error
         # Requests that nobody waits for any more may still be running
@@ -262,7 +262,7 @@ class VLLMServer:
             raise ServerMismatchError(
                 f"After a weight sync, the log-probs of the vLLM server {self.url} (model {self.model!r} in {self.dtype}) "
                 f"differ from the trainer's by {self.difference.mean:.2e} nats on average (at most "
-                f"{self.difference.max:.2e}), and `vllm_sync_tolerance` is {snapshot.tolerance:g}. Check that it serves the "
+                f"{self.difference.max:.2e}), and `sync_tolerance` is {snapshot.tolerance:g}. Check that it serves the "
                 "model that is trained, without quantization or adapters, and that every weight is in "
                 f"{snapshot.directory}, `lm_head.weight` included. If only the precision differs, raise the tolerance."
             )

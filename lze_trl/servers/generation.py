@@ -56,7 +56,10 @@ class HTTPGeneration:
         if args.vllm_structured_outputs_regex is not None:
             self._body["structured_outputs"] = {"regex": args.vllm_structured_outputs_regex}
         self._body |= given
-        limits = args.vllm_max_concurrent_requests, args.vllm_request_timeout, args.vllm_recovery_timeout
+        limits = tuple(
+            args.vllm_server_kwargs[name]
+            for name in ("max_concurrent_requests", "request_timeout", "recovery_timeout")
+        )
         self.pool = ServerPool(args.vllm_server_urls, *limits)
         self._probe, self._dtype = self._on_main_process(self._connect)
 
@@ -73,7 +76,7 @@ class HTTPGeneration:
                 "sampling correction. Start them with `--logprobs-mode processed_logprobs`, or set "
                 "`vllm_importance_sampling_correction=False`."
             )
-        self._directory = shared_directory(self.args.vllm_sync_dir, servers)
+        self._directory = shared_directory(self.args.vllm_server_kwargs["sync_dir"], servers)
         context_length = min(server.max_model_len for server in servers)
         return probe_tokens(base, self.processing_class, context_length), getattr(torch, servers[0].dtype)
 
@@ -101,7 +104,7 @@ class HTTPGeneration:
         def load() -> tuple[str, dict[str, Difference]]:
             if failure is not None:
                 raise failure
-            tolerance = self.args.vllm_sync_tolerance
+            tolerance = self.args.vllm_server_kwargs["sync_tolerance"]
             if tolerance is None:
                 tolerance = tolerance_for(self.model, self.accelerator, self.pool.servers)
             version = f"{directory.parent.name}-{self._syncs}"

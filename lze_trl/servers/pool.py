@@ -158,7 +158,7 @@ class ServerPool:
         if server.problem is None:
             logger.warning(
                 "The vLLM server %s failed (%s). It takes part again once it answers and holds the current weights; without "
-                "any server, training waits up to %g s (`vllm_recovery_timeout`).",
+                "any server, training waits up to %g s (`recovery_timeout` of `vllm_server_kwargs`).",
                 *(server.url, error, self.recovery_timeout),
             )
             server.problem = error  # the first of an outage tells most
@@ -170,7 +170,7 @@ class ServerPool:
             await _retrying(self._is_hopeless)(attempt, *args)
         except ServerError as error:
             raise ConnectionError(
-                f"No vLLM server is left, and none returned within {self.recovery_timeout:g} s (`vllm_recovery_timeout`). "
+                f"No vLLM server is left, and none returned within {self.recovery_timeout:g} s (`recovery_timeout` of `vllm_server_kwargs`). "
                 f"{_problems(self.servers)} Restart a server, then resume the training with `resume_from_checkpoint`, or run "
                 "the same command again."
             ) from error

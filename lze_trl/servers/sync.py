@@ -70,7 +70,7 @@ def tolerance_for(model: nn.Module, accelerator: Accelerator, servers: list[VLLM
     dtypes = {mixed or str(model.dtype).removeprefix("torch."), *(server.dtype for server in servers)}
     if unknown := sorted(dtypes - set(_TOLERANCES)):
         raise ValueError(
-            f"`vllm_sync_tolerance` has no default for {unknown}, only for {sorted(_TOLERANCES)}. Set it to the largest "
+            f"`sync_tolerance` of `vllm_server_kwargs` has no default for {unknown}, only for {sorted(_TOLERANCES)}. Set it to the largest "
             "mean difference of log-probs that rounding may make, in nats."
         )
     return max(_TOLERANCES[dtype] for dtype in dtypes)
@@ -85,7 +85,7 @@ def shared_directory(root: str | None, servers: list[VLLMServer]) -> Path:
         elsewhere = [server.url for server in servers if server.host not in _THIS_HOST]
         if elsewhere:
             raise ValueError(
-                f"`vllm_sync_dir` is required, because these vLLM servers are not on this host: {elsewhere}. Give a "
+                f"`sync_dir` of `vllm_server_kwargs` is required, because these vLLM servers are not on this host: {elsewhere}. Give a "
                 "directory on a file system that the trainer and the servers share, at the same path."
             )
         root = "/dev/shm" if Path("/dev/shm").is_dir() else tempfile.gettempdir()

@@ -40,7 +40,11 @@ def connect(accelerator, tokenizer):
     made = []
 
     def make(model, *servers, **settings):
-        defaults = {"max_completion_length": 12, "vllm_server_timeout": 30.0, "vllm_recovery_timeout": 300.0}
+        defaults = {
+            "max_completion_length": 12,
+            "vllm_server_timeout": 30.0,
+            "vllm_server_kwargs": {"recovery_timeout": 300.0},
+        }
         settings = http_settings([server.url for server in servers], **(defaults | settings))
         made.append(HTTPGeneration(model, accelerator, tokenizer, settings))
         return made[-1]
@@ -176,7 +180,7 @@ def test_a_prompt_that_is_too_long(servers, connect):
 
 
 def test_weights_are_removed(servers, connect, tmp_path):
-    generation = connect(small_model(), servers["first"], vllm_sync_dir=str(tmp_path))
+    generation = connect(small_model(), servers["first"], vllm_server_kwargs={"sync_dir": str(tmp_path)})
     for _ in range(3):
         generation.sync_weights()
     (directory,) = tmp_path.iterdir()
@@ -216,7 +220,7 @@ def test_one_of_two_servers_is_killed(servers, connect, caplog, monkeypatch):
         servers["first"],
         servers["second"],
         max_completion_length=48,
-        vllm_max_concurrent_requests=8,
+        vllm_server_kwargs={"max_concurrent_requests": 8},
         generation_kwargs={"ignore_eos": True},
     )
     generation.sync_weights()
@@ -242,7 +246,7 @@ def test_the_only_server_is_killed_and_returns(servers, connect, caplog):
         model,
         server,
         max_completion_length=48,
-        vllm_max_concurrent_requests=8,
+        vllm_server_kwargs={"max_concurrent_requests": 8},
         generation_kwargs={"ignore_eos": True},
     )
     generation.sync_weights()
@@ -267,10 +271,10 @@ def test_servers_that_are_down(models, connect, tmp_path):
 
 
 def test_none_returns(servers, connect):
-    generation = connect(small_model(), servers["second"], vllm_recovery_timeout=3.0)
+    generation = connect(small_model(), servers["second"], vllm_server_kwargs={"recovery_timeout": 3.0})
     generation.sync_weights()
     servers["second"].kill()
-    with pytest.raises(ConnectionError, match=r"No vLLM server is left.*vllm_recovery_timeout"):
+    with pytest.raises(ConnectionError, match=r"No vLLM server is left.*recovery_timeout"):
         generation.generate_groups(prompts_of(2), [2, 2])
 
 

@@ -68,7 +68,7 @@ def connect(model, server, **settings) -> HTTPGeneration:
 def test_hundreds_of_long_seeded_prompts(started, model):
     server = started["whole"]
     server.wait()
-    generation = connect(model, server, vllm_recovery_timeout=30.0)
+    generation = connect(model, server, vllm_server_kwargs={"recovery_timeout": 30.0})
     generation.sync_weights()
     prompts = long_prompts(256)
     groups = generation.generate_groups(prompts, [GROUP] * len(prompts))
@@ -87,7 +87,7 @@ def test_hundreds_of_long_seeded_prompts(started, model):
 def test_a_server_that_prefills_in_chunks_dies_and_is_given_up_with_its_words(started, model, caplog):
     server = started["chunked"]
     server.wait()
-    generation = connect(model, server, vllm_recovery_timeout=5.0)
+    generation = connect(model, server, vllm_server_kwargs={"recovery_timeout": 5.0})
     generation.sync_weights()
     prompts = long_prompts(256)
     with pytest.raises(ConnectionError) as failure:

@@ -179,7 +179,7 @@ def test_a_server_writes_the_problems(servers, models, tmp_path, monkeypatch):
 
     monkeypatch.setattr(ServerEngine, "generate", watched)
     over_http = {"use_vllm": True, "vllm_mode": "http", "vllm_server_urls": [servers["first"].url]}
-    settings = {"rollout_func": None, "reward_weights": [0.0, 1.0], "instruct_presence_penalty": 1.0}
+    settings = {"rollout_func": None, "reward_weights": [0.0, 1.0], "self_play": {"presence_penalty": 1.0}}
     trainer = play_run.trainer(tmp_path, tmp_path / "run", **over_http, **settings)
     trainer.train()
     part = trainer.generation_step.instruction
@@ -223,7 +223,7 @@ def test_the_only_server_dies_and_returns(servers, models, tmp_path, caplog):
         callbacks=[saboteur],
         generation_kwargs=None,
         max_steps=6,
-        vllm_recovery_timeout=240.0,
+        vllm_server_kwargs={"recovery_timeout": 240.0},
     )
     with caplog.at_level("INFO", logger="lze_trl"):
         trainer.train()

@@ -78,7 +78,9 @@ def run(directory: Path, name: str, settings: dict):
     trainer = LZEGRPOTrainer(
         model=model,
         reward_funcs=reward,
-        args=tiny.config(directory / name / "run", num_generations=GROUP, pruning_streak=1, **over_http, **settings),
+        args=tiny.config(
+            directory / name / "run", num_generations=GROUP, planner_kwargs={"streak": 1}, **over_http, **settings
+        ),
         train_dataset=tiny.prompts(40),
         callbacks=[recorder] if urls else None,
     )
