@@ -262,12 +262,13 @@ class Batch:
                 if self.owner[row] == rank
             }
             arrived = dict(ChainMap(*gather_object([sent]))) if moving else {}
-        held = {
-            name: [
-                values[self.place[row]] if self.owner[row] == rank else arrived[int(row)].get(name) for row in wanted
-            ]
-            for name, values in self.held.items()
-        }
+        own = {row for row in wanted.tolist() if self.owner[row] == rank}
+        rows = [
+            {name: values[self.place[row]] for name, values in self.held.items()} if row in own else arrived[row]
+            for row in wanted.tolist()
+        ]
+        names = dict.fromkeys([*self.held, *(name for row in rows for name in row)])  # another process may have more
+        held: dict[str, Any] = {name: [row.get(name) for row in rows] for name in names}
         return replace(self, held=held | {"row": wanted}, layout=layout)
 
     # ---- Checkpoints ----
@@ -278,6 +279,9 @@ class Batch:
 
         state: dict[str, Any] = {f"rows.{name}": column for name, column in vars(self.rows).items()}
         for name, values in self.held.items():
+            if isinstance(values, list) and values and isinstance(values[0], torch.Tensor):  # of a row's images
+                state[f"sizes.{name}"] = np.array([len(value) for value in values])
+                values = torch.cat(values)
             if isinstance(values, torch.Tensor):
                 values = (values.float() if values.dtype == torch.bfloat16 else values).cpu().numpy()  # NumPy lacks it
                 state[f"tensors.{name}"] = np.ascontiguousarray(values)
@@ -293,7 +297,8 @@ class Batch:
         import torch
 
         tensors = {name: torch.from_numpy(array).to(device) for name, array in section(state, "tensors").items()}
-        held = section(state, "held") | tensors
+        split = {name: list(tensors[name].split(sizes.tolist())) for name, sizes in section(state, "sizes").items()}
+        held = section(state, "held") | tensors | split
         return cls(Table(), Table(**section(state, "rows")), held, layout=make_layout(section(state, "layout")))
 
 

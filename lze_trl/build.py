@@ -7,9 +7,10 @@ from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, IterableDataset, concatenate_datasets
 
 from .config import LZEGRPOConfig
+from .memory.identity import add_prompt_ids
 from .memory.outcomes import OutcomeRule
 from .memory.state import PromptState, StateSettings
 from .pack.layout import Geometry, micro_step_cost
@@ -20,6 +21,9 @@ from .select.selectors import quota
 
 
 logger = logging.getLogger(__name__)
+
+FURTHER_PLACEHOLDERS = 16
+"""Generation batches that fit into a pass where an environment makes the prompts, and a controller may draw further ones."""
 
 
 def make_geometry(args: LZEGRPOConfig, accelerator: Accelerator) -> Geometry:
@@ -40,9 +44,14 @@ def make_geometry(args: LZEGRPOConfig, accelerator: Accelerator) -> Geometry:
 
 
 def make_state(
-    args: LZEGRPOConfig, dataset: Dataset | IterableDataset, rule: OutcomeRule, planner: Planner, pruning: str
+    args: LZEGRPOConfig,
+    dataset: Dataset | IterableDataset,
+    rule: OutcomeRule,
+    planner: Planner,
+    pruning: str,
+    recurring: bool = True,
 ) -> PromptState:
-    """The memory of the prompts of a dataset."""
+    """The memory of the prompts of a dataset; `recurring` says whether they come again."""
     settings = StateSettings(
         difficulty_floor=args.selector_kwargs["difficulty_floor"],
         momentum_weight=args.selector_kwargs["momentum_weight"],
@@ -51,8 +60,15 @@ def make_state(
         prune=pruning != "none" and isinstance(planner, SolvedPlanner),
         group_size=args.num_generations,
         named_outcome=rule.named,
+        recurring=recurring,
     )
     return PromptState(settings, expected=len(dataset) if isinstance(dataset, Dataset) else 0, bounds=rule.known_range)
+
+
+def placeholders(dataset: Dataset, controller: RolloutController) -> Dataset:
+    """TRL's rows without content, for an environment that makes the prompts; more of them where a controller draws prompts."""
+    repeats = FURTHER_PLACEHOLDERS if controller.draws_prompts else 1
+    return add_prompt_ids(concatenate_datasets([dataset] * repeats), deduplicate=False)
 
 
 def make_passes(

@@ -26,18 +26,21 @@ logger = logging.getLogger(__name__)
 PUBLISHED_THRESHOLD = 0.7
 """Reward above which Reinforce-Ada's published runs count a completion as positive (arXiv 2510.04996)."""
 
-_ALWAYS_PASSED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+_ALWAYS_PASSED = (
+    "prompts",
+    "completions",
+    "completion_ids",
+    "trainer_state",
+    "log_extra",
+    "log_metric",
+    "environments",
+)
 """What TRL calls every reward function with, besides the columns of the dataset."""
 _NEVER_PASSED = ("prompt", "completion", "completion_ids")
 """Columns that TRL keeps from reward functions."""
 
 OWN: dict[str, Any] = {"selector": Selector, "controller": RolloutController, "planner": Planner}
 """What the user's own strategies, arguments of the trainer, are derived from."""
-
-IMAGE_COLUMNS = ("image", "images")
-"""Columns from which TRL takes images."""
-NO_IMAGE: tuple[None, list] = (None, [])
-"""What such a column holds in a row without images."""
 
 
 def prepare(
@@ -55,7 +58,8 @@ def prepare(
     values of the settings that adapt to the data.
     """
     refuse_unsupported(args, train_dataset, given)
-    refuse_unfit_prompts(given)
+    if not given.get("environment_factory"):  # whose `reset` may make the prompt
+        refuse_unfit_prompts(given)
     refuse_unfit_rewards(args, given)
     controller, pruning = controller or args.make_controller(), pruning or args.pruning
     refuse_unfit_strategies(args, train_dataset, planner, controller, pruning)
@@ -63,7 +67,13 @@ def prepare(
     pruning = resolved_pruning(args, train_dataset, planner, pruning, own_sampler)
     if own_sampler is not None:
         refuse_ignored_sampler(args, own_sampler, controller, pruning)
-    dataset, deduplicate = with_prompt_ids(train_dataset, args)
+    if train_dataset is None:
+        logger.warning(
+            "There is no `train_dataset`: the environment makes the prompts, and none is recognised when it comes again. Pruning "
+            "and what is remembered of prompts are off. Groups are scored, selected and packed."
+        )
+        return None, controller, {"pruning": pruning, "deduplicate": False}
+    dataset, deduplicate = with_prompt_ids(train_dataset, args, not given.get("environment_factory"))
     return dataset, controller, {"pruning": pruning, "deduplicate": deduplicate}
 
 
@@ -71,6 +81,8 @@ def resolved_pruning(
     args: LZEGRPOConfig, train_dataset: Any, planner: Planner | None, pruning: str | None, own_sampler: str | None
 ) -> str:
     """`pruning`, or what this training set, and what else is given, allows if it is unset."""
+    if train_dataset is None:
+        return "none"
     if not isinstance(train_dataset, IterableDataset):
         ranked = planner is not None or args.planner != "solved"
         refills = ranked or args.loss_normalizer == "selected"
@@ -116,23 +128,12 @@ def refuse_ignored_override(name: str):
 
 def refuse_unsupported(args: LZEGRPOConfig, train_dataset: Any, given: dict[str, Any]):
     """Refuse, before anything is loaded, what selection cannot do; `given` are the arguments of the trainer by name."""
-    for name in ("tools", "environment_factory"):
-        if given.get(name):
-            raise ValueError(
-                f"`{name}` is not supported: an environment decides itself which prompt a rollout gets, and selection "
-                "needs to know the prompt before. Use `trl.GRPOTrainer` for it."
-            )
     if not isinstance(args, LZEGRPOConfig):
         raise TypeError(
             f"`args` must be an `LZEGRPOConfig`, got `{type(args).__name__}`. It takes every field of `GRPOConfig`."
         )
-    if train_dataset is None:
-        raise ValueError("`train_dataset` is required: selection needs prompts that it can recognise.")
-    for name in IMAGE_COLUMNS:
-        if isinstance(train_dataset, Dataset) and name in train_dataset.column_names:
-            batches = train_dataset.select_columns(name).with_format("arrow").iter(1000)
-            if any(value not in NO_IMAGE for batch in batches for value in batch[name].to_pylist()):
-                raise images_error(f"The training set has images in the column {name!r}")
+    if train_dataset is None and not given.get("environment_factory"):
+        raise ValueError("`train_dataset` is required, unless an `environment_factory` makes the prompts.")
 
 
 def refuse_unfit_objects(**given: Any):
@@ -221,6 +222,17 @@ def refuse_unfit_strategies(
     """Refuse strategies that the training set, or another setting, does not allow; `planner` is one of the user's."""
     ranks, draws = type(planner).__name__, type(controller).__name__
     uniform = is_plain(controller, args.num_generations)
+    if train_dataset is None:
+        for unfit, what in (
+            (pruning not in (None, "none"), f"`pruning={pruning!r}`"),
+            (args.planner != "solved", f"`planner={args.planner!r}`"),
+            (planner is not None, f"`{ranks}`"),
+        ):
+            if unfit:
+                raise ValueError(
+                    f"{what} needs prompts that come again, and there is no `train_dataset`: the environment makes them. Leave it "
+                    "unset, or pass a dataset whose rows `reset` reads."
+                )
     if isinstance(train_dataset, IterableDataset):
         for unfit, what, instead in (
             (pruning not in (None, "none"), f"`pruning={pruning!r}` needs", "Set `pruning='none'`"),
@@ -431,14 +443,6 @@ def refuse_unfit_tokenizers(trainer: GRPOTrainer):
         )
 
 
-def images_error(seen: str) -> ValueError:
-    """The error for images; `seen` says where they are."""
-    return ValueError(
-        f"{seen}: images are not supported, because their tensors are not one row per completion. Remove them, or use "
-        "`trl.GRPOTrainer`."
-    )
-
-
 def outcome_rule(
     args: LZEGRPOConfig, reward_funcs: list[Any], names: list[str], controller: RolloutController
 ) -> OutcomeRule:
@@ -467,7 +471,9 @@ def outcome_rule(
     return OutcomeRule(column, threshold, None if bounds is None else (bounds[0], bounds[1]), binary)
 
 
-def with_prompt_ids(dataset: Any, args: LZEGRPOConfig) -> tuple[Dataset | IterableDataset, bool]:
+def with_prompt_ids(
+    dataset: Any, args: LZEGRPOConfig, needs_prompt: bool = True
+) -> tuple[Dataset | IterableDataset, bool]:
     """Training set with prompt ids, once it is known to fill a generation batch, and whether repeats were dropped."""
     if not isinstance(dataset, (Dataset, IterableDataset)):
         return dataset, bool(args.deduplicate)  # TRL says what is wrong with it
@@ -477,7 +483,7 @@ def with_prompt_ids(dataset: Any, args: LZEGRPOConfig) -> tuple[Dataset | Iterab
     open_choice = args.deduplicate is None
     deduplicate = not isinstance(dataset, IterableDataset) if args.deduplicate is None else args.deduplicate
     with args.main_process_first(desc="prompt ids"):
-        dataset = add_prompt_ids(rows, deduplicate)
+        dataset = add_prompt_ids(rows, deduplicate, needs_prompt)
         if open_choice and deduplicate and len(dataset) < num_groups <= len(rows):  # plain TRL can train on these rows
             deduplicate = False
             logger.warning(
@@ -485,7 +491,7 @@ def with_prompt_ids(dataset: Any, args: LZEGRPOConfig) -> tuple[Dataset | Iterab
                 "another prompt. Use a smaller `generation_batch_size`, to give each prompt one group.",
                 *(len(rows), len(dataset), num_groups),
             )
-            dataset = add_prompt_ids(rows, deduplicate=False)
+            dataset = add_prompt_ids(rows, False, needs_prompt)
     if isinstance(dataset, IterableDataset):
         return dataset, deduplicate
     if dropped := len(rows) - len(dataset):

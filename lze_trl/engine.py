@@ -18,11 +18,11 @@ import torch
 from accelerate.utils import gather_object
 from transformers import ProcessorMixin
 from trl import GRPOTrainer
+from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
 from .batch import Batch
-from .checks import IMAGE_COLUMNS, NO_IMAGE, images_error
 from .memory.identity import ID_COLUMN
-from .pack.micro_batch import widths
+from .pack.micro_batch import rows_of, trimmed, widths
 from .pack.window import Window
 from .rollout.rounds import BALLOTS
 from .rollout.settling import settle, with_columns
@@ -55,7 +55,7 @@ PRIVATE: dict[str, str | None] = {
         "image_position_ids=None) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]"
     ),
     # State
-    "_step": None,  # micro-steps so far
+    "_environment_pool": None,  # environments for the next episodes, by the name of their kind
     "_metrics": None,  # what is logged next, by mode
     "_logs": None,  # the table of completions
     "_last_loaded_step": None,  # optimizer step whose weights vLLM has
@@ -65,7 +65,16 @@ PRIVATE: dict[str, str | None] = {
 }
 """What is private to TRL and transformers and touched by this package: signatures of methods, `None` for state."""
 
-TOKEN_COLUMNS = ("prompt_ids", "completion_ids", "logprobs", "loss_mask")
+TENSOR_SOURCES = (
+    "prompt",
+    "prompt_ids",
+    "completion_ids",
+    "logprobs",
+    "loss_mask",
+    "images",
+    "tool_images",
+    "environment",
+)
 """Held columns that TRL's tensors are made of."""
 
 
@@ -101,6 +110,29 @@ class Request:
     group_size: int
 
 
+class _RolledOut(Exception):  # noqa: N818 - a signal, no error
+    """Ends TRL's method once completions are there: prompts, and what `_generate` returned of them."""
+
+
+class _EpisodeOver:
+    """Stands in for an environment while TRL makes the tensors of episodes that have ended."""
+
+    def reset(self, **row: Any) -> None:
+        """No further observation."""
+
+
+def without_ids(inputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Dataset rows as a user's code sees them."""
+    return [{name: value for name, value in row.items() if name != ID_COLUMN} for row in inputs]
+
+
+def images_of(row: dict[str, Any]) -> list | None:
+    """Images of a dataset row, as TRL reads them."""
+    if "images" in row:
+        return row["images"]
+    return None if row.get("image") is None else [row["image"]]
+
+
 class Engine:
     """TRL's generation, rewards, tensors and loss, for the length of one call. It has no memory of its own."""
 
@@ -114,11 +146,6 @@ class Engine:
         return self._trainer._metrics["train"]
 
     @property
-    def micro_step(self) -> int:
-        """Calls of `training_step` so far."""
-        return self._trainer._step
-
-    @property
     def optimizer_step(self) -> int:
         """Optimizer steps so far."""
         return self._trainer.state.global_step
@@ -127,12 +154,6 @@ class Engine:
     def max_steps(self) -> int:
         """Optimizer steps that the training is to have."""
         return self._trainer.state.max_steps
-
-    @property
-    def mid_batch(self) -> bool:
-        """Whether the next micro-step goes on with the generation batch of the last one."""
-        trainer = self._trainer
-        return trainer._step % (trainer.args.steps_per_generation * trainer.num_iterations) != 0
 
     @property
     def group_rewards(self) -> Mapping[int, Any]:
@@ -181,8 +202,6 @@ class Engine:
         Ask for a completion of each of some dataset rows of this process. Each prompt comes `group_size` times in a row: an engine may
         complete it that often at once.
         """
-        if any(row.get(name) not in NO_IMAGE for row in inputs for name in IMAGE_COLUMNS):
-            raise images_error("Rows of the training set hold images")  # of a stream, which is not read before
         return Request(inputs, group_size)
 
     def finish(self, request: Request) -> tuple[dict[str, list], dict[str, np.ndarray], torch.Tensor]:
@@ -190,36 +209,36 @@ class Engine:
         Generate and score what was asked for: held columns; numbers of each completion that all processes are to know, int64 or
         float64; and the rewards of all processes, shape `(B, F)`, NaN where not applicable.
         """
-        trainer, inputs, group_size = self._trainer, request.inputs, request.group_size
-        prompts = [row["prompt"] for row in inputs]
-        same = group_size == trainer.num_generations
+        trainer, inputs = self._trainer, request.inputs
         blind = trainer.use_vllm or trainer.use_transformers_continuous_batching
-        watching = nullcontext() if blind else watched(trainer.model)
-        with watching as watch, nullcontext(trainer) if same else altered(trainer, num_generations=group_size) as view:
-            prompt_ids, completion_ids, loss_mask, texts, logprobs, fields, images, _ = view._generate(prompts)
-        if images is not None:
-            raise images_error("Prompts of the training set hold images")
+        with nullcontext() if blind else watched(trainer.model) as watch:
+            prompts, generated = self._rolled_out(request)
+        prompt_ids, completion_ids, loss_mask, completions, logprobs, fields, images, tool_images = generated
         of_rows = [
             {name: v[i] if isinstance(v, list) else v for name, v in fields.items()} for i in range(len(inputs))
         ]
         inputs = [{**row, **own} for row, own in zip(inputs, of_rows, strict=True)]
         noted = trainer.reward_notes
         noted.begin_round()
-        rewards = trainer._calculate_rewards(inputs, prompts, texts, completion_ids)
+        rewards = trainer._calculate_rewards(inputs, prompts, completions, completion_ids)
         noted.end_round(len(inputs))
-        extra = {f"extra.{name}": values for name, values in noted.columns.items()}
+        if images is None and any(
+            "images" in row or "image" in row for row in inputs
+        ):  # a `rollout_func` returns none
+            images = [images_of(row) for row in inputs]
         held = {
+            "prompt": prompts,
             "prompt_ids": prompt_ids,
             "completion_ids": completion_ids,
             "input": inputs,
-            "completion": texts,
-            **extra,
+            "completion": completions,
         }
+        optional = {"logprobs": logprobs, "loss_mask": loss_mask, "images": images, "tool_images": tool_images}
+        held |= {name: values for name, values in optional.items() if values}
+        if "environment" in inputs[0]:
+            held["environment"] = [row["environment"] for row in inputs]
+        held |= {f"extra.{name}": values for name, values in noted.columns.items()}
         held |= {f"{BALLOTS}{column}": values for column, values in noted.ballots.items()}
-        if logprobs is not None:
-            held["logprobs"] = logprobs
-        if loss_mask is not None:
-            held["loss_mask"] = loss_mask
         if logprobs is None and watch is not None:
             logprobs = watch.token_logprobs(completion_ids)
         ends = self.end_tokens if trainer.mask_truncated_completions else None
@@ -228,12 +247,30 @@ class Engine:
             "prompt_tokens": np.array([len(ids) for ids in prompt_ids]),
             "completion_tokens": np.array([len(ids) for ids in completion_ids]),
             "loss_tokens": loss_tokens(completion_ids, loss_mask, ends),
-            "shuffled": torch.argsort(
-                torch.randperm(len(inputs))
-            ).numpy(),  # places after the shuffle that TRL would do here
+            # Places after the shuffle that TRL would do here
+            "shuffled": torch.argsort(torch.randperm(len(inputs))).numpy(),
             "logprobs": sequence_logprobs(logprobs, loss_mask, len(inputs)),
         }
         return held, numbers, rewards
+
+    def _rolled_out(self, request: Request) -> tuple[list, tuple]:
+        """
+        The prompts of a request as the model saw them, and what TRL's `_generate` returned of them. TRL's own
+        `_generate_and_score_completions` runs as far as that: it resets environments, and prepares tools and images.
+        """
+        trainer = self._trainer
+        own = vars(trainer).get("_generate")  # a user may have set it on the object
+
+        def stop(prompts: list):
+            raise _RolledOut(prompts, own(prompts) if own else type(view)._generate(view, prompts))
+
+        changes = {} if request.group_size == trainer.num_generations else {"num_generations": request.group_size}
+        try:
+            with altered(trainer, _generate=stop, **changes) as view:
+                GRPOTrainer._generate_and_score_completions(view, without_ids(request.inputs))
+        except _RolledOut as rolled_out:
+            return rolled_out.args
+        raise RuntimeError("TRL's `_generate_and_score_completions` did not call `_generate`.")
 
     def settle_evaluation(self, rewards: torch.Tensor, ballots: dict[int, list]) -> torch.Tensor:
         """The rewards of a batch of an evaluation, shape `(B, F)`, with those of whole groups in their columns."""
@@ -252,9 +289,7 @@ class Engine:
 
     # ---- Tensors ----
 
-    def tensors(
-        self, drawn: Batch, chosen: Batch, rows: np.ndarray, even: bool, packed: bool
-    ) -> dict[str, torch.Tensor]:
+    def tensors(self, drawn: Batch, chosen: Batch, rows: np.ndarray, even: bool, packed: bool) -> dict[str, Any]:
         """
         TRL's tensors of the chosen rows that this process holds: padded tokens, masks, old and reference log-probabilities,
         advantages. They are the `rows`, shape `(n,)`, of the completions `drawn`, by which advantages and metrics go.
@@ -266,21 +301,22 @@ class Engine:
         # TRL's own advantages: of groups of one size, by its one estimator, from totals that it takes for 0 where a reward
         # of whole groups abstains
         even = even and trainer.args.advantage_estimator == "grpo" and not trainer.group_rewards
-        masks, logprobs = (chosen.held.get(name) for name in ("loss_mask", "logprobs"))
         completions = chosen.held["completion_ids"]
-        if masks is not None:  # `None` for the rows of a round without
-            masks = [[1] * len(ids) if m is None else m for m, ids in zip(masks, completions, strict=True)]
-        if logprobs is not None:
-            logprobs = [[None] * len(ids) if v is None else v for v, ids in zip(logprobs, completions, strict=True)]
+        columns = {name: self._column(chosen, name) for name in ("loss_mask", "logprobs", "images", "tool_images")}
+        # A round may lack what another one has
+        for name, missing in (("loss_mask", 1), ("logprobs", None)):
+            if columns[name] is not None:
+                pairs = zip(columns[name], completions, strict=True)
+                columns[name] = [[missing] * len(ids) if values is None else values for values, ids in pairs]
         generated: tuple[Any, ...] = (
             chosen.held["prompt_ids"],
             completions,
-            masks,
+            columns["loss_mask"],
             [None] * len(held_rows),
-            logprobs,
+            columns["logprobs"],
             {},
-            None,
-            [],
+            columns["images"],
+            [images or [] for images in columns["tool_images"] or [[]] * len(held_rows)],
         )
         rewards_per_func = torch.from_numpy(drawn.rewards_per_func).to(trainer.accelerator.device)
         if not even:  # we supply the advantages; unscored rows make up whole groups, and do not count in metrics
@@ -292,12 +328,17 @@ class Engine:
             "_calculate_rewards": lambda *args: rewards_per_func,
             "_logs": table,
         }
+        inputs = [{"prompt": prompt} for prompt in chosen.held["prompt"]]
+        if trainer.environment_factories is not None:
+            over = dict.fromkeys(trainer.environment_factories, _EpisodeOver)
+            pool: dict[Any, list] = defaultdict(list)
+            changes |= {"environment_factories": over, "_environment_pool": pool, "environments": None}
+            for row, name in zip(inputs, chosen.held.get("environment", ()), strict=False):
+                row["environment"] = name
         if packed:
             changes["_get_per_token_logps_and_entropies"] = self._packed_logprobs(chosen)
         with altered(trainer, **changes) as view:
-            output = GRPOTrainer._generate_and_score_completions(
-                view, [{"prompt": row} for row in range(len(held_rows))]
-            )
+            output = GRPOTrainer._generate_and_score_completions(view, inputs)
         if even:  # TRL has computed the advantages of the whole batch, and keeps them for its table
             advantages = np.array(table["advantages"], dtype=np.float32)
         else:
@@ -312,10 +353,15 @@ class Engine:
         output["advantages"] = torch.tensor(
             advantages[held_rows], dtype=torch.float32, device=trainer.accelerator.device
         )
-        trainer._logs.update(_filled(table, drawn))
+        trainer._logs.update(_filled(table, drawn, trainer.log_multimodal))
         self._log_noted()
         del output["num_items_in_batch"]
-        return output
+        return split_pixel_values_by_grid(output)
+
+    def _column(self, batch: Batch, name: str) -> list | None:
+        """A held column; `None` if no row has an entry."""
+        values = batch.held.get(name)
+        return values if values is not None and any(value is not None for value in values) else None
 
     def _log_noted(self):
         """Log what reward functions gave `log_metric` since the last batch, as TRL does: means over all processes."""
@@ -367,13 +413,13 @@ class Engine:
         def logprobs(model, input_ids, attention_mask, logits_to_keep, batch_size=None, **kwargs):
             middle = input_ids.size(1) - logits_to_keep  # prompts end here, completions begin
             logps = torch.zeros(len(input_ids), logits_to_keep, device=input_ids.device)
+            given = {name: values for name, values in kwargs.items() if values is not None}
+            given = split_pixel_values_by_grid(given | {"input_ids": input_ids, "attention_mask": attention_mask})
             for place in places:
                 prompt, completion = widths(lengths[0][place], lengths[1][place], trainer.pad_to_multiple_of)
-                columns, part = slice(max(0, middle - prompt), middle + completion), torch.as_tensor(place)
-                found, _, _ = compute(
-                    model, input_ids[part, columns], attention_mask[part, columns], completion, **kwargs
-                )
-                logps[part, :completion] = found.float()
+                inputs = trimmed(rows_of(given, place), middle, (prompt, completion))
+                found, _, _ = compute(model, logits_to_keep=completion, **unsplit_pixel_values_by_grid(inputs))
+                logps[torch.as_tensor(place), :completion] = found.float()
             return logps, None, None
 
         return logprobs
@@ -385,11 +431,6 @@ class Engine:
         model.train()
         if callable(train_mode := getattr(self._trainer.optimizer, "train", None)):
             train_mode()  # a schedule-free optimizer then has the weights to train in the model
-
-    def idle_step(self) -> torch.Tensor:
-        """What TRL's `training_step` does besides forward and backward."""
-        self._trainer._step += 1
-        return torch.zeros((), device=self._trainer.args.device)
 
     def update_was_skipped(self):
         """After an optimizer step that moves no weight: those that vLLM has loaded are those of the next step as well."""
@@ -516,10 +557,9 @@ class Engine:
         """Say that no training is under way: transformers leaves it on after an exception."""
         self._trainer.is_in_train = False
 
-    def continue_from(self, micro_step: int):
-        """Forget what an interrupted `train()` had begun, and count micro-steps from here."""
-        trainer = self._trainer
-        trainer._step, trainer._last_loaded_step = micro_step, -1
+    def weights_changed(self):
+        """The weights are those of a checkpoint: vLLM has to load them."""
+        self._trainer._last_loaded_step = -1
 
 
 def _table(size: int) -> dict[str, Any]:
@@ -560,13 +600,18 @@ def sequence_logprobs(
     return np.where(np.isfinite(sums), sums, np.nan)
 
 
-def _filled(table: dict[str, Any], batch: Batch) -> dict[str, Any]:
+def _filled(table: dict[str, Any], batch: Batch, with_images: bool) -> dict[str, Any]:
     """The table with the texts of all completions drawn, where TRL has entered the chosen ones."""
     inputs = batch.held["input"]
-    for name, values in (("prompt", [row["prompt"] for row in inputs]), ("completion", batch.held["completion"])):
+    for name in ("prompt", "completion"):
         table[name].clear()
-        table[name].extend(batch.gathered(values))
-    extra = {name.removeprefix("extra."): values for name, values in batch.held.items() if name.startswith("extra.")}
-    for name in sorted(set(gather_object(list(extra)))):
-        table["extra"][name].extend(batch.gathered(extra.get(name, [None] * len(inputs))))
+        table[name].extend(batch.gathered(batch.held[name]))
+    table["images"].clear()
+    columns = {name: values for name, values in batch.held.items() if name.startswith("extra.") or name == "images"}
+    for name in sorted(set(gather_object(list(columns)))):
+        values = batch.gathered(columns.get(name, [None] * len(inputs)))
+        if name != "images":
+            table["extra"][name.removeprefix("extra.")].extend(values)
+        elif with_images:
+            table[name].extend(values)
     return table

@@ -9,7 +9,7 @@ import numpy as np
 from accelerate import Accelerator
 
 from .batch import Batch, Table
-from .engine import TOKEN_COLUMNS, Engine
+from .engine import TENSOR_SOURCES, Engine
 from .memory.calibration import Calibration
 from .memory.state import PromptState
 from .pack.layout import Geometry, Layout, pack, padding_efficiency, relaid, trl_layout, unpacked
@@ -50,6 +50,7 @@ class GenerationStep:
 
     def __post_init__(self):
         self.generation = 0  # generation batches so far
+        self.micro_step = 0  # calls of `training_step` so far
         self.batch: Batch | None = None  # the last one, as it is trained on
         self.window = Window()  # the optimizer step under way
         self.dead, self.votes = DeadMonitor(), VoteHistory()
@@ -58,18 +59,23 @@ class GenerationStep:
         self._made_at = -1  # micro-step at which the batch was made; -1 if that was before a resume
         self._in_use = False  # whether the next optimizer step goes on with the batch
 
-    def training_begins(self, engine: Engine):
+    @property
+    def mid_batch(self) -> bool:
+        """Whether the next micro-step goes on with the generation batch of the last one."""
+        return self.micro_step % (self.args.steps_per_generation * self.args.num_iterations) != 0
+
+    def training_begins(self):
         """
         A training begins. As TRL does after one that was interrupted: forget its unfinished optimizer step, and go on with its
         generation batch. Optimizer steps now begin elsewhere in generation batches, so that chunks have to be smaller.
         """
         self.window.reset()
         self._made_at, before = -1, self._chunk_steps
-        self._chunk_steps = math.gcd(self.geometry.chunk_steps, engine.micro_step)
+        self._chunk_steps = math.gcd(self.geometry.chunk_steps, self.micro_step)
         batch = self.batch
         if batch is None or batch.num_rows == 0 or batch.layout.by_trl:
             return
-        if engine.mid_batch and self._chunk_steps != before:
+        if self.mid_batch and self._chunk_steps != before:
             batch.layout = relaid(batch.layout, batch.rows.slot, self._layout_geometry)
 
     @property
@@ -78,9 +84,9 @@ class GenerationStep:
 
     def prepare(self, inputs: list[dict[str, Any]], engine: Engine):
         """Make the generation batch of this micro-step, unless it is still in use."""
-        if self.batch is None or (not engine.mid_batch and self._made_at != engine.micro_step):
+        if self.batch is None or (not self.mid_batch and self._made_at != self.micro_step):
             self.batch = self._next(inputs, engine)
-            self._made_at = engine.micro_step
+            self._made_at = self.micro_step
             self.generation += 1
 
     def replace_passes(self, passes: Passes):
@@ -93,16 +99,16 @@ class GenerationStep:
             raise RuntimeError("No generation batch has been made yet: call `prepare` first.")
         return self.batch
 
-    def has_rows(self, engine: Engine) -> bool:
+    def has_rows(self) -> bool:
         """Whether this micro-step has rows."""
-        return self._made.layout.micro_steps[engine.micro_step % self.args.steps_per_generation] is not None
+        return self._made.layout.micro_steps[self.micro_step % self.args.steps_per_generation] is not None
 
-    def micro_batch(self, engine: Engine) -> dict[str, Any]:
+    def micro_batch(self) -> dict[str, Any]:
         """Inputs of this micro-step; without rows, those of another one with weight 0."""
-        if not self.has_rows(engine):
+        if not self.has_rows():
             return dict(self.window.filler)
         args, rank = self.args, self.accelerator.process_index
-        slot = engine.micro_step % args.steps_per_generation
+        slot = self.micro_step % args.steps_per_generation
         inputs = micro_batch(
             self._made, slot, rank, args.loss_type, self.geometry, args.pad_to_multiple_of, trim=args.packing
         )
@@ -111,7 +117,7 @@ class GenerationStep:
 
     def end_window(self, engine: Engine):
         """End the optimizer step: enter its metrics."""
-        self._in_use = engine.mid_batch
+        self._in_use = self.mid_batch
         skipped = self.window.real_steps == 0
         self.ledger.skipped_updates += skipped
         if skipped:
@@ -210,7 +216,7 @@ class GenerationStep:
             first = {name: values[:1] for name, values in held.items()} | {"row": one}
             engine.tensors(drawn, replace(chosen, held=first), one, even, packed)
             tensors = {}
-        others = {name: values for name, values in chosen.held.items() if name not in TOKEN_COLUMNS}
+        others = {name: values for name, values in chosen.held.items() if name not in TENSOR_SOURCES}
         return replace(chosen, held=others | tensors)
 
     def _arrange(self, drawn: Batch, rows: np.ndarray, weights: np.ndarray) -> tuple[Weights, Layout]:
@@ -299,11 +305,13 @@ class GenerationStep:
 
     def state_dict(self) -> dict[str, Any]:
         """Counters, and whether rows are saved apart, see [`row_parts`]."""
-        return {"generation": self.generation, "in_use": self._in_use}
+        return {"generation": self.generation, "micro_step": self.micro_step, "in_use": self._in_use}
 
     def load_state_dict(self, state: dict[str, Any]):
         """Continue from a checkpoint, without the rows: forget what an interrupted training had begun."""
         self.generation, self._in_use = state["generation"], state["in_use"]
+        # Counted from the beginning of a generation batch, however many micro-steps this run makes of one
+        self.micro_step = state["micro_step"] if self._in_use else 0
         self.batch, self._made_at = None, -1
         self.window.reset()
 

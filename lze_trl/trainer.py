@@ -20,7 +20,7 @@ from trl.trainer.utils import RepeatSampler, get_config_model_id
 
 from . import checkpoint as store
 from . import checks, compatibility
-from .build import make_geometry, make_passes, make_state
+from .build import make_geometry, make_passes, make_state, placeholders
 from .config import LZEGRPOConfig
 from .engine import Engine, altered, without_vllm
 from .memory.identity import ID_COLUMN
@@ -94,7 +94,7 @@ class LZEGRPOTrainer(GRPOTrainer):
     [`~trl.GRPOTrainer`] that trains on the groups with the highest Learning-Zone Energy (arXiv 2605.17003) and skips
     the rollouts of prompts that stay solved.
 
-    Takes all arguments of [`~trl.GRPOTrainer`], except tools, environments and images.
+    Takes all arguments of [`~trl.GRPOTrainer`].
 
     Example:
 
@@ -183,6 +183,9 @@ class LZEGRPOTrainer(GRPOTrainer):
             super().__init__(
                 model, None if reward_funcs is None else callables, args, train_dataset, *positional, **kwargs
             )
+        recurring = train_dataset is not None
+        if not recurring:
+            self.train_dataset = placeholders(vars(self)["train_dataset"], controller)
         self.model.add_model_tags(["lze"])
         self.reward_notes = RewardNotes()
         self._beginning = Beginning(self._resume)
@@ -200,7 +203,7 @@ class LZEGRPOTrainer(GRPOTrainer):
             tokenizer: Any = self.processing_class
             Engine(self).connect(HTTPGeneration(self.model, self.accelerator, tokenizer, args))
         parts = planner or args.make_planner(), controller, selector or args.make_selector()
-        self._build_parts(*parts, instruction)
+        self._build_parts(*parts, instruction, recurring)
         if args.telemetry and {"wandb", "trackio"} & set(args.report_to):
             from .record.tracking import EnergyTrackingCallback
 
@@ -221,12 +224,13 @@ class LZEGRPOTrainer(GRPOTrainer):
         controller: RolloutController,
         selector: Selector,
         instruction: Any,
+        recurring: bool,
     ):
         """Give every part of a generation batch what it needs."""
         args, dataset = self.args, self._used_columns(self.train_dataset)
         rule = checks.outcome_rule(args, self.reward_funcs, self.reward_func_names, controller)
         pruning = self.resolved["pruning"]
-        self.prompt_state = make_state(args, dataset, rule, planner, pruning)
+        self.prompt_state = make_state(args, dataset, rule, planner, pruning, recurring)
         writes: PromptSource | None = None
         if args.self_play["instruct"]:
             from .selfplay.online import make_source
@@ -366,7 +370,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         # Differs from TRL: in training, micro-batches come from the packed generation batch
         if not self.model.training or self.generation_step is None:
             return super()._prepare_inputs(generation_batch)
-        return self._own_step.micro_batch(Engine(self))
+        return self._own_step.micro_batch()
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         # Differs from TRL: reward functions do not see the prompt id, what they return is checked, and in an evaluation
@@ -404,11 +408,12 @@ class LZEGRPOTrainer(GRPOTrainer):
         step.prepare(inputs, engine)
         synchronises, logged = self.accelerator.sync_gradients, len(engine.metrics["step_time"])
         with self.ledger.timed("update"):
-            if step.has_rows(engine) or (synchronises and step.window.real_steps):
+            if step.has_rows() or (synchronises and step.window.real_steps):
                 loss = super().training_step(model, inputs, num_items_in_batch)
                 step.window.real_steps += 1
             else:
-                loss = engine.idle_step()
+                loss = torch.zeros((), device=self.args.device)
+            step.micro_step += 1
             step.window.seconds += time.perf_counter() - begin
             del engine.metrics["step_time"][logged:]  # TRL saw neither idle micro-steps nor how the batch was made
             if synchronises:
@@ -491,7 +496,7 @@ class LZEGRPOTrainer(GRPOTrainer):
     def _example_prompt(self) -> str | list[dict[str, Any]]:
         """A short prompt of the training set."""
         dataset: Any = self.train_dataset
-        return min((row["prompt"] for row in islice(dataset, 16)), key=lambda prompt: len(str(prompt)))
+        return min((row.get("prompt", "") for row in islice(dataset, 16)), key=lambda prompt: len(str(prompt)))
 
     def init_hf_repo(self, *args: Any, **kwargs: Any):
         # Differs from TRL: what was recorded of prompts and completions stays out of the model repo
@@ -540,7 +545,7 @@ class LZEGRPOTrainer(GRPOTrainer):
             store.load_parts(store.find_state(source), store.STATE_NAME, known)
             logger.info("Starting from the state of %d prompts of `%s`.", len(self.prompt_state), source)
         ended = "crashed"
-        self._own_step.training_begins(Engine(self))
+        self._own_step.training_begins()
         self._beginning.checkpoint = resume_from_checkpoint
         try:
             result = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
@@ -587,9 +592,8 @@ class LZEGRPOTrainer(GRPOTrainer):
             compatibility.warn_of_schedule(checkpoint, self.args, self.state.max_steps)
         if rows := self._own_step.row_parts():
             store.load_parts(checkpoint, f"{store.ROWS_NAME}_{self.accelerator.process_index}", rows)
-        # Micro-steps are counted from the beginning of a generation batch, however many this run makes of one
-        Engine(self).continue_from(meta["micro_step"] if meta["mid_batch"] else 0)
-        self._own_step.training_begins(Engine(self))
+        Engine(self).weights_changed()
+        self._own_step.training_begins()
 
     @property
     def _parts(self) -> dict[str, Any]:
@@ -598,8 +602,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         return self._own_step.parts() | servers
 
     def _save_parts(self, directory: str):
-        engine, place = Engine(self), {"global_step": self.state.global_step}
-        place |= {"micro_step": engine.micro_step, "mid_batch": engine.mid_batch}
+        place = {"global_step": self.state.global_step, "mid_batch": self._own_step.mid_batch}
         store.save_parts(directory, store.STATE_NAME, self._parts, self._described | place)
 
     @property

@@ -320,7 +320,7 @@ def test_a_resume_may_share_out_an_optimizer_step_in_another_way(tmp_path):
     fine = settings | {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 8}
     resumed = make(LZEGRPOTrainer, tmp_path / "run", **fine)
     resumed.train(resume_from_checkpoint=True)
-    assert resumed._step == 8 * 3
+    assert resumed.generation_step.micro_step == 8 * 3
     assert moved(whole) > 1e-3
     assert distance(whole, resumed) < 1e-5
 
@@ -417,16 +417,18 @@ def interrupted(trainer_class, at: int, where: str):
     """A trainer that is interrupted once, at a micro-step: before it, in its rewards, or in its loss."""
 
     class Interrupted(trainer_class):
-        over = False
+        over, micro_steps = False, 0
 
         def interrupt(self, place):
-            if place == where and self._step >= at and not self.over and self.model.training:
+            if place == where and self.micro_steps >= at and not self.over and self.model.training:
                 self.over = True
                 raise KeyboardInterrupt
 
         def training_step(self, *args, **kwargs):
             self.interrupt("before")
-            return super().training_step(*args, **kwargs)
+            loss = super().training_step(*args, **kwargs)
+            self.micro_steps += 1
+            return loss
 
         def _calculate_rewards(self, *args, **kwargs):
             self.interrupt("rewards")

@@ -63,13 +63,16 @@ def distinct_ids(prompt_ids: np.ndarray) -> np.ndarray:
     return apart
 
 
-def add_prompt_ids(dataset: Dataset | IterableDataset, deduplicate: bool = True) -> Dataset | IterableDataset:
+def add_prompt_ids(
+    dataset: Dataset | IterableDataset, deduplicate: bool = True, needs_prompt: bool = True
+) -> Dataset | IterableDataset:
     """
     Add the column `lze_prompt_id`, and keep only the first row of each prompt.
 
     A prompt is the content of its row, see [`prompt_id`], or the value of a user's own `prompt_id` column where it has one.
     With a transform (`Dataset.set_transform`), the row before the transform counts. Without `deduplicate`, each further row
-    of a prompt gets another id. An iterable dataset cannot be deduplicated: it keeps repeated ids.
+    of a prompt gets another id. An iterable dataset cannot be deduplicated: it keeps repeated ids. `needs_prompt` is off where an
+    environment makes prompts of the other columns.
     """
     if isinstance(dataset, IterableDataset) and deduplicate:
         raise ValueError(
@@ -79,7 +82,7 @@ def add_prompt_ids(dataset: Dataset | IterableDataset, deduplicate: bool = True)
         )
     if isinstance(dataset, Dataset) and len(dataset) == 0:
         raise ValueError("The training set is empty. Check the split, the filters and `limit` it was loaded with.")
-    if "prompt" not in (shown := columns_of(dataset)):
+    if "prompt" not in (shown := columns_of(dataset)) and needs_prompt:
         raise ValueError(
             f"The training set has no `prompt` column, only {sorted(shown)}. Rename the column with the prompts to "
             "`prompt`, or load it with `lze_trl.data.load_prompts`."

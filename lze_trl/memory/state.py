@@ -44,6 +44,7 @@ class StateSettings:
     prune: bool = True
     posterior_memory: float = 16.0  # most completions that the past of a prompt counts for, because the policy changes
     group_size: int = 8  # completions of a group whose chances are forecast
+    recurring: bool = True  # whether prompts come again; nothing is remembered of those that do not
     named_outcome: bool = False  # a prompt is solved when all its completions pass the reward that the user named
 
 
@@ -163,6 +164,9 @@ class PromptState:
         Enter scored groups, with the mean and number of their scores, and which ones were stopped after one completion (by
         default none); all of shape `(P,)`.
         """
+        if not self.settings.recurring:
+            self.batches += 1
+            return
         scored = np.flatnonzero(counts > 0)
         stopped = np.zeros(len(scored), dtype=bool) if stopped is None else stopped[scored]
         groups, means, counts = groups.take(scored), means[scored], counts[scored]

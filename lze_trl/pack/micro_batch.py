@@ -4,13 +4,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
 from ..batch import Batch
 from .layout import Geometry
 from .weights import entropy_weights, loss_scale, row_share
 
 
-_LEFT_PADDED = ("prompt_ids", "prompt_mask")
+_OF_PROMPTS = ("prompt_ids", "prompt_mask")
+_OF_BOTH = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
+_COUNTS = ("num_images", "num_tiles")
 
 
 def micro_batch(
@@ -37,13 +40,11 @@ def micro_batch(
     if step is None:
         raise RuntimeError(f"Micro-step {slot} has no rows.")
     rows, filler = step.rows[process], step.filler[process]
-    positions = torch.as_tensor(np.searchsorted(batch.held["row"], rows))
-    width = widths(chosen.prompt_tokens[rows], chosen.completion_tokens[rows], pad_to_multiple_of) if trim else None
-    inputs: dict[str, Any] = {
-        name: _trimmed(name, values[positions], width)
-        for name, values in batch.held.items()
-        if isinstance(values, torch.Tensor)
-    }
+    inputs = rows_of(batch.held, np.searchsorted(batch.held["row"], rows))
+    if trim:
+        width = widths(chosen.prompt_tokens[rows], chosen.completion_tokens[rows], pad_to_multiple_of)
+        inputs = trimmed(inputs, inputs["prompt_ids"].size(1), width)
+    inputs = unsplit_pixel_values_by_grid(inputs)
     device = inputs["advantages"].device
     if filler.any():  # indexing has copied the rows: the originals keep their masks
         silent = torch.as_tensor(filler, device=device)
@@ -71,10 +72,10 @@ def filler_inputs(inputs: dict[str, Any]) -> dict[str, Any]:
 
     Needed if the synchronising micro-step of a window is empty, but an earlier one of the window was not.
     """
-    row = {
-        name: value[:1].clone() if isinstance(value, torch.Tensor) and value.ndim > 0 else value
-        for name, value in inputs.items()
-    }
+    others = {name: value for name, value in inputs.items() if not isinstance(value, torch.Tensor) or value.ndim == 0}
+    row = others | unsplit_pixel_values_by_grid(
+        rows_of(split_pixel_values_by_grid(inputs), np.zeros(1, dtype=np.int64))
+    )
     row["completion_mask"].zero_()
     row["advantages"].zero_()
     return row | {"lze_scale": 0.0, "lze_tokens": 0, "lze_rows": 0, "lze_row_share": 0.0}
@@ -91,10 +92,34 @@ def widths(
     return prompt, completion
 
 
-def _trimmed(name: str, tensor: torch.Tensor, width: tuple[int, int] | None) -> torch.Tensor:
-    """Drop padding columns beyond the widths of prompts (left-padded) and completions (right-padded)."""
-    if width is None or tensor.ndim < 2:
-        return tensor
-    if name in _LEFT_PADDED:
-        return tensor[:, max(0, tensor.size(1) - width[0]) :]
-    return tensor[:, : width[1]]
+def rows_of(columns: dict[str, Any], places: np.ndarray) -> dict[str, Any]:
+    """
+    Some rows of TRL's tensors: of each tensor with one entry a row, and of each list with the tensor of a row's images, or
+    their number.
+    """
+    index = torch.as_tensor(places)
+    taken: dict[str, Any] = {}
+    for name, values in columns.items():
+        if isinstance(values, torch.Tensor) and values.ndim > 0:
+            taken[name] = values[index]
+        elif isinstance(values, list) and (name in _COUNTS or isinstance(values[0], torch.Tensor)):
+            taken[name] = [values[place] for place in places]
+    return taken
+
+
+def trimmed(columns: dict[str, Any], middle: int, width: tuple[int, int]) -> dict[str, Any]:
+    """
+    Drop padding beyond the widths of prompts (left-padded) and completions (right-padded). `middle` is where prompts end, and
+    completions begin, in tensors of both.
+    """
+    prompt, completion = width
+    begin = max(0, middle - prompt)
+    shorter = {}
+    for name, values in columns.items():
+        if isinstance(values, torch.Tensor) and values.ndim == 2:  # those of images have more dimensions, or are lists
+            if name in _OF_PROMPTS:
+                values = values[:, begin:]
+            else:
+                values = values[:, begin : middle + completion] if name in _OF_BOTH else values[:, :completion]
+        shorter[name] = values
+    return shorter

@@ -100,7 +100,7 @@ class Recorder:
         shown = recorded_rows(self.args.telemetry_completions, generation, group, energies)
 
         def head(place: int) -> tuple[str, dict[str, Any]]:
-            return _text(batch.held["input"][place]["prompt"]), _facts(batch.held["input"][place])
+            return _text(batch.held["prompt"][place]), _facts(batch.held["input"][place])
 
         heads = batch.gathered_on_main(first, head, self.accelerator).values()
         completions = batch.gathered_on_main(
@@ -124,8 +124,19 @@ def _text(prompt: str | list[dict[str, Any]]) -> str:
     if isinstance(prompt, str):
         return prompt
     if len(prompt) == 1:
-        return str(prompt[0]["content"])
-    return "\n\n".join(f"[{message['role']}]\n{message['content']}" for message in prompt)
+        return _content(prompt[0])
+    return "\n\n".join(f"[{message['role']}]\n{_content(message)}" for message in prompt)
+
+
+def _content(message: dict[str, Any]) -> str:
+    """A message as plain text: its parts, and its tool calls."""
+    content = message.get("content") or ""
+    if isinstance(content, list):
+        content = "".join(part.get("text") or f"[{part['type']}]" for part in content)
+    calls = [
+        f"{call['function']['name']}({call['function']['arguments']})" for call in message.get("tool_calls") or ()
+    ]
+    return "\n".join([*([str(content)] if content or not calls else []), *calls])
 
 
 def _facts(row: dict[str, Any]) -> dict[str, Any]:

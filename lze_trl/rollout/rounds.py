@@ -302,5 +302,5 @@ def keep_first_round(metrics: dict[str, list[float]], rows: list[int]):
     lengths = metrics["completions/mean_length"][-len(rows) :]
     metrics["lze/drawn_length"].append(float(np.average(lengths, weights=rows)))
     for name in metrics:
-        if name.startswith("completions/"):
+        if name.startswith(("completions/", "tools/")):
             del metrics[name][len(metrics[name]) - len(rows) + 1 :]
