@@ -18,11 +18,11 @@ import torch
 from accelerate.utils import gather_object
 from transformers import ProcessorMixin
 from trl import GRPOTrainer
-from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
+from trl.trainer.utils import split_pixel_values_by_grid
 
 from .batch import Batch
 from .memory.identity import ID_COLUMN
-from .pack.micro_batch import rows_of, trimmed, widths
+from .pack.micro_batch import rows_of, trimmed, widths, with_images_joined
 from .pack.window import Window
 from .rollout.rounds import BALLOTS
 from .rollout.settling import settle, with_columns
@@ -418,7 +418,7 @@ class Engine:
             for place in places:
                 prompt, completion = widths(lengths[0][place], lengths[1][place], trainer.pad_to_multiple_of)
                 inputs = trimmed(rows_of(given, place), middle, (prompt, completion))
-                found, _, _ = compute(model, logits_to_keep=completion, **unsplit_pixel_values_by_grid(inputs))
+                found, _, _ = compute(model, logits_to_keep=completion, **with_images_joined(inputs))
                 logps[torch.as_tensor(place), :completion] = found.float()
             return logps, None, None
 

@@ -14,6 +14,7 @@ from .weights import entropy_weights, loss_scale, row_share
 _OF_PROMPTS = ("prompt_ids", "prompt_mask")
 _OF_BOTH = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 _COUNTS = ("num_images", "num_tiles")
+_OF_IMAGES = ("pixel_", "image_", "spatial_", "num_")
 
 
 def micro_batch(
@@ -44,7 +45,7 @@ def micro_batch(
     if trim:
         width = widths(chosen.prompt_tokens[rows], chosen.completion_tokens[rows], pad_to_multiple_of)
         inputs = trimmed(inputs, inputs["prompt_ids"].size(1), width)
-    inputs = unsplit_pixel_values_by_grid(inputs)
+    inputs = with_images_joined(inputs)
     device = inputs["advantages"].device
     if filler.any():  # indexing has copied the rows: the originals keep their masks
         silent = torch.as_tensor(filler, device=device)
@@ -105,6 +106,13 @@ def rows_of(columns: dict[str, Any], places: np.ndarray) -> dict[str, Any]:
         elif isinstance(values, list) and (name in _COUNTS or isinstance(values[0], torch.Tensor)):
             taken[name] = [values[place] for place in places]
     return taken
+
+
+def with_images_joined(columns: dict[str, Any]) -> dict[str, Any]:
+    """The images of all rows as models want them: one tensor, or none at all."""
+    if any(columns.get("num_images", ())):
+        return unsplit_pixel_values_by_grid(columns)
+    return {name: values for name, values in columns.items() if not name.startswith(_OF_IMAGES)}
 
 
 def trimmed(columns: dict[str, Any], middle: int, width: tuple[int, int]) -> dict[str, Any]:

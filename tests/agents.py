@@ -1,0 +1,284 @@
+"""Tools, environments and images for the tiny model: what it writes is scripted, so that it calls tools at all."""
+
+import hashlib
+import random
+import string
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset
+from PIL import Image
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    CLIPImageProcessor,
+    CLIPVisionConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
+    PreTrainedTokenizerFast,
+    ProcessorMixin,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
+    Qwen2VLImageProcessor,
+    Qwen2VLProcessor,
+)
+
+
+TEMPLATE = """\
+{%- for m in messages -%}
+{{ m['role'][0] }}:
+{%- if m['content'] is string -%}{{ m['content'] }}
+{%- else -%}{%- for part in m['content'] -%}
+{%- if part['type'] == 'image' -%}IMAGE{%- else -%}{{ part['text'] }}{%- endif -%}
+{%- endfor -%}{%- endif -%}
+{%- for call in m.tool_calls or [] -%}<tool_call>{{ call.function | tojson }}</tool_call>{%- endfor -%}
+{%- if m['role'] == 'assistant' -%}<eos>{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}a:{%- endif -%}"""
+RESPONSE = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "a:",
+    "fields": {
+        "tool_calls": {
+            "open": "<tool_call>",
+            "close_pattern": r"</tool_call>\s*",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {"close_pattern": "<eos>", "content": "text"},
+    },
+}
+
+
+def tokenizer(further: tuple[str, ...] = ()) -> PreTrainedTokenizerFast:
+    """One token a character, and the further ones."""
+    special = ["<pad>", "<eos>", "<bos>", "<unk>"]
+    characters = string.digits + string.ascii_letters + string.punctuation + " \n"
+    vocabulary = {token: index for index, token in enumerate([*special, *characters])}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    backend.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", bos_token="<bos>", unk_token="<unk>"
+    )
+    fast.add_special_tokens({"additional_special_tokens": list(further)})
+    fast.chat_template, fast.response_template = TEMPLATE, RESPONSE
+    return fast
+
+
+def text_config(size: int, **further: Any) -> dict[str, Any]:
+    ids = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
+    widths = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return {"vocab_size": size, "num_key_value_heads": 1, "max_position_embeddings": 1024, **widths, **ids, **further}
+
+
+def words() -> tuple[Any, Any]:
+    """A model that reads text, and its tokenizer."""
+    encoder = tokenizer()
+    torch.manual_seed(0)
+    return Qwen2ForCausalLM(Qwen2Config(**text_config(len(encoder)))), encoder
+
+
+def llava() -> tuple[Any, Any]:
+    """A model with `pixel_values` by image, and its processor."""
+    encoder = tokenizer(("<image>",))
+    pixels = CLIPImageProcessor(size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8})
+    processor = LlavaProcessor(
+        image_processor=pixels,
+        tokenizer=encoder,
+        patch_size=4,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        chat_template=TEMPLATE.replace("IMAGE", "<image>"),
+    )
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = LlavaConfig(
+        vision_config=CLIPVisionConfig(image_size=8, patch_size=4, projection_dim=16, **vision),
+        text_config=Qwen2Config(**text_config(len(encoder))),
+        image_token_index=encoder.convert_tokens_to_ids("<image>"),
+    )
+    torch.manual_seed(0)
+    return LlavaForConditionalGeneration(config), processor
+
+
+class ImagesOnly(Qwen2VLProcessor):
+    """Qwen2-VL's processor without videos, which need torchvision."""
+
+    def __init__(self, image_processor=None, tokenizer=None, chat_template=None):
+        self.image_token, self.video_token = "<|image_pad|>", "<|video_pad|>"
+        self.image_token_id, self.video_token_id = tokenizer.convert_tokens_to_ids(
+            [self.image_token, self.video_token]
+        )
+        ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
+
+
+def qwen() -> tuple[Any, Any]:
+    """A model with `image_grid_thw`, and its processor."""
+    names = {name: f"<|{name}|>" for name in ("image_pad", "video_pad", "vision_start", "vision_end")}
+    encoder = tokenizer(tuple(names.values()))
+    shown = f"{names['vision_start']}{names['image_pad']}{names['vision_end']}"
+    pixels = Qwen2VLImageProcessor(patch_size=4, merge_size=2, min_pixels=64, max_pixels=256)
+    processor = ImagesOnly(pixels, encoder, chat_template=TEMPLATE.replace("IMAGE", shown))
+    ids = {name: encoder.convert_tokens_to_ids(token) for name, token in names.items()}
+    config = Qwen2VLConfig(
+        text_config=text_config(
+            len(encoder), rope_parameters={"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
+        ),
+        vision_config={
+            "depth": 1,
+            "embed_dim": 16,
+            "hidden_size": 16,
+            "num_heads": 2,
+            "patch_size": 4,
+            "mlp_ratio": 1,
+        },
+        image_token_id=ids["image_pad"],
+        video_token_id=ids["video_pad"],
+        vision_start_token_id=ids["vision_start"],
+        vision_end_token_id=ids["vision_end"],
+    )
+    torch.manual_seed(0)
+    return Qwen2VLForConditionalGeneration(config), processor
+
+
+def picture(number: int) -> Image.Image:
+    """A picture of one of three sizes."""
+    height, width = [(8, 8), (8, 16), (16, 8)][number % 3]
+    return Image.fromarray(np.random.default_rng(number).integers(0, 255, (height, width, 3), dtype=np.uint8))
+
+
+def rows(count: int = 9, images: int = 0, environments: bool = False) -> Dataset:
+    """Prompts of which every third is the same text, with what tells them apart: where to start, and pictures."""
+    columns: dict[str, list] = {
+        "prompt": [[{"role": "user", "content": f"q{i % 3}"}] for i in range(count)],
+        "start": list(range(count)),
+    }
+    if images == 1:
+        columns["image"] = [picture(i) for i in range(count)]
+    elif images:
+        columns["images"] = [[picture(i + k) for k in range(images)] for i in range(count)]
+    if environments:
+        columns["environment"] = ["odd" if i % 2 else "even" for i in range(count)]
+    return Dataset.from_dict(columns)
+
+
+def scripted(cls: type, names: tuple[str, ...]) -> type:
+    """
+    A trainer whose model calls one of some tools in three of five turns, at most three times, and else answers with a number.
+    What it writes depends on what it reads, how often that is in the batch, and the step.
+    """
+
+    class Scripted(cls):
+        def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+            encoder = getattr(self.processing_class, "tokenizer", self.processing_class)
+            seen, completions = Counter(), []
+            for ids in prompt_ids:
+                place, seen[tuple(ids)] = seen[tuple(ids)], seen[tuple(ids)] + 1
+                key = f"{list(ids)}|{place}|{self.state.global_step}"
+                rng = random.Random(hashlib.sha256(key.encode()).hexdigest())
+                text = str(rng.randrange(100))
+                if names and rng.random() < 0.6 and encoder.decode(ids).count("t:") < 3:
+                    call = f'{{"name": "{rng.choice(names)}", "arguments": {{"a": {rng.randrange(9)}}}}}'
+                    text = f"<tool_call>{call}</tool_call>"
+                completions.append([*encoder(text)["input_ids"], 1])
+            return completions, None
+
+    return Scripted
+
+
+def odd_answer_reward(completions, **kwargs):
+    """Passes odd numbers."""
+    return [float(c[-1]["content"][-1:] in tuple("13579")) for c in completions]
+
+
+def odd_total_reward(environments, **kwargs):
+    """Passes environments that end at an odd number."""
+    return [float(environment.total % 2) for environment in environments]
+
+
+def add(a: int) -> str:
+    """
+    Add one.
+
+    Args:
+        a: A number.
+    """
+    return str(a + 1)
+
+
+async def add_later(a: int) -> str:
+    """
+    Add one.
+
+    Args:
+        a: A number.
+    """
+    return str(a + 1)
+
+
+def show(a: int) -> list:
+    """
+    Show a picture.
+
+    Args:
+        a: Its number.
+    """
+    return [{"type": "image", "image": picture(a)}, {"type": "text", "text": str(a)}]
+
+
+class Counting:
+    """Starts at the number of its row, and ends above 15."""
+
+    resets = 0
+
+    def reset(self, **row):
+        type(self).resets += 1
+        self.total = row["start"]
+        return f" from {self.total}"
+
+    def plus(self, a: int) -> str:
+        """
+        Add a number.
+
+        Args:
+            a: The number.
+        """
+        self.total += a
+        if self.total > 15:
+            raise ValueError("too much")
+        return str(self.total)
+
+
+class Scored(Counting):
+    """Gives its own reward."""
+
+    def get_reward(self) -> float:
+        return float(self.total % 2)
+
+
+class Falling(Counting):
+    """Counts downwards too."""
+
+    def minus(self, a: int) -> str:
+        """
+        Subtract a number.
+
+        Args:
+            a: The number.
+        """
+        self.total -= a
+        return str(self.total)
+
+
+class Owner(Scored):
+    """Makes its own prompts: four episodes of each."""
+
+    def reset(self, **row):
+        type(self).resets += 1
+        self.total = (self.resets - 1) // 4
+        return f" from {self.total}"

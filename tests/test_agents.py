@@ -1,0 +1,173 @@
+"""Tools, environments and images: with nothing left out, the weights are those of TRL's trainer."""
+
+import shutil
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+from peft import LoraConfig
+from trl import GRPOTrainer
+
+import agents
+import tiny
+from agents import Counting, Falling, Owner, Scored, odd_answer_reward, odd_total_reward
+from lze_trl import LZEGRPOTrainer
+from lze_trl.record import open_run
+from test_laws import distance
+
+
+@dataclass
+class Case:
+    """A TRL script, by its arguments."""
+
+    given: dict[str, Any]  # of the trainer
+    tools: tuple[str, ...] = ()  # that the model calls; "none" is not there
+    data: Any = field(default_factory=agents.rows)
+    settings: dict[str, Any] = field(default_factory=dict)
+    model: Any = agents.words
+
+
+BY_ANSWER = {"reward_funcs": odd_answer_reward}
+SEVERAL_UPDATES = {"num_iterations": 2, "steps_per_generation": 4}  # with old log-probabilities
+CASES = {
+    "a tool": Case(BY_ANSWER | {"tools": [agents.add]}, ("add", "none")),
+    "an asynchronous tool": Case(BY_ANSWER | {"tools": [agents.add_later]}, ("add_later",)),
+    "one call": Case(BY_ANSWER | {"tools": [agents.add]}, ("add",), settings={"max_tool_calling_iterations": 1}),
+    "an environment": Case({"environment_factory": Counting, "reward_funcs": odd_total_reward}, ("plus",)),
+    "its own reward": Case({"environment_factory": Scored}, ("plus",)),
+    "two rewards": Case(BY_ANSWER | {"environment_factory": Scored}, ("plus",)),
+    "two environments": Case(
+        BY_ANSWER | {"environment_factory": {"odd": Scored, "even": Falling}},
+        ("plus", "minus"),
+        agents.rows(environments=True),
+    ),
+    "no prompts": Case({"environment_factory": Scored}, ("plus",), agents.rows().remove_columns("prompt")),
+    "no data": Case({"environment_factory": Owner}, ("plus",), None),
+    "several updates": Case(BY_ANSWER | {"environment_factory": Scored}, ("plus",), settings=SEVERAL_UPDATES),
+    "an image": Case(BY_ANSWER, (), agents.rows(images=1), model=agents.llava),
+    "two images": Case(BY_ANSWER, (), agents.rows(images=2), SEVERAL_UPDATES, agents.llava),
+    "an image by its grid": Case(BY_ANSWER, (), agents.rows(images=1), SEVERAL_UPDATES, agents.qwen),
+    "two images by their grids": Case(BY_ANSWER, (), agents.rows(images=2), model=agents.qwen),
+    "a tool that shows": Case(BY_ANSWER | {"tools": [agents.show]}, ("show",), model=agents.llava),
+    "a tool that shows by a grid": Case(BY_ANSWER | {"tools": [agents.show]}, ("show",), model=agents.qwen),
+}
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch):
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    for environment in (Counting, Scored, Falling, Owner):
+        environment.resets = 0
+
+
+def make(cls, directory, case: Case, **settings):
+    shape = {"per_device_train_batch_size": 6, "gradient_accumulation_steps": 2, "max_completion_length": 300}
+    shape |= {"optim": "sgd", "learning_rate": 0.3, "strategy": "exact"}
+    args = tiny.config(directory, **shape | case.settings | settings)
+    model, processing_class = case.model()
+    given = {name: list(value) if isinstance(value, list) else value for name, value in case.given.items()}
+    Owner.resets = 0
+    return agents.scripted(cls, case.tools)(
+        model=model, args=args, train_dataset=case.data, processing_class=processing_class, **given
+    )
+
+
+def train(cls, directory, case, **settings):
+    trainer = make(cls, directory, case, **settings)
+    trainer.train()
+    return trainer
+
+
+def logged(trainer) -> list[dict]:
+    """What TRL logs, without times."""
+    return [
+        {name: value for name, value in entry.items() if "time" not in name and not name.startswith("lze/")}
+        for entry in trainer.state.log_history[:-1]
+    ]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_with_nothing_left_out_the_weights_are_those_of_trl(tmp_path, name):
+    theirs = train(GRPOTrainer, tmp_path / "theirs", CASES[name])
+    ours = train(LZEGRPOTrainer, tmp_path / "ours", CASES[name], strategy="grpo", packing=False)
+    assert moved_from(theirs, CASES[name]) > 1e-4
+    assert distance(theirs, ours) == 0.0
+    assert logged(theirs) == logged(ours)
+
+
+def moved_from(trainer, case) -> float:
+    before = case.model()[0].state_dict()
+    after = trainer.model.state_dict()
+    return max(float((after[name] - value).abs().max()) for name, value in before.items())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_leaving_out_dead_groups_changes_no_weight(tmp_path, name):
+    theirs = train(GRPOTrainer, tmp_path / "theirs", CASES[name], max_steps=5)
+    ours = train(LZEGRPOTrainer, tmp_path / "ours", CASES[name], max_steps=5)
+    assert 0 < ours.ledger.rows_trained < ours.ledger.rows_rolled_out
+    assert distance(theirs, ours) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["an environment", "two environments", "two images", "two images by their grids"])
+def test_resumed_is_uninterrupted_bit_for_bit(tmp_path, name):
+    # Four optimizer steps a generation batch: the checkpoint falls in the middle of the second one
+    settings = SEVERAL_UPDATES | {"max_steps": 8, "save_strategy": "steps", "save_steps": 6}
+    case = CASES[name]
+    if "images" in name:  # transformers cannot load again what it saves of a whole model that sees
+        case = replace(case, given=case.given | {"peft_config": LoraConfig(target_modules=["q_proj", "v_proj"])})
+    whole = train(LZEGRPOTrainer, tmp_path, case, **settings)
+    shutil.rmtree(tmp_path / "checkpoint-8")
+    resumed = make(LZEGRPOTrainer, tmp_path, case, **settings)
+    resumed.train(resume_from_checkpoint=True)
+    assert whole.ledger.rows_trained > 0 < max(history(whole, "grad_norm"))
+    assert distance(whole, resumed) == 0.0
+
+
+def history(trainer, name: str) -> list[float]:
+    return [entry[name] for entry in trainer.state.log_history if name in entry]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"strategy": "gate"},
+        {"controller": "reinforce_ada_balanced", "controller_kwargs": {"round_size": 2}, "pass_threshold": 1},
+        {"controller": "dynamic", "selection_ratio": 0.7},
+    ],
+    ids=["gate", "reinforce_ada", "dynamic"],
+)
+@pytest.mark.parametrize("name", ["two environments", "no data", "a tool that shows by a grid"])
+def test_controllers_of_several_rounds(tmp_path, name, settings):
+    trainer = train(LZEGRPOTrainer, tmp_path, CASES[name], max_steps=6, telemetry=True, **settings)
+    resets = sum(environment.resets for environment in (Scored, Falling, Owner))
+    episodes = 0 if "environment_factory" not in CASES[name].given else trainer.ledger.rows_rolled_out
+    assert resets == episodes
+    assert trainer.ledger.rows_trained > 0
+    assert moved_from(trainer, CASES[name]) > 1e-4
+    texts = open_run(tmp_path).sql("SELECT completion FROM completions")["completion"].dropna()
+    assert texts.str.contains("[tool]", regex=False).any()
+
+
+def test_a_prompt_is_its_row(tmp_path):
+    # Three texts, and nine rows that `reset` tells apart
+    trainer = train(LZEGRPOTrainer, tmp_path, CASES["an environment"], max_steps=6)
+    assert len(trainer.prompt_state) == 9
+
+
+def test_without_data_nothing_is_remembered_of_prompts(tmp_path, caplog):
+    trainer = train(LZEGRPOTrainer, tmp_path, CASES["no data"], strategy="lze", max_steps=6)
+    assert len(trainer.prompt_state) == 0
+    assert trainer.resolved == {"pruning": "none", "deduplicate": False}
+    assert sum("none is recognised when it comes again" in record.message for record in caplog.records) == 1
+    for setting in ({"pruning": "refill"}, {"planner": "greso"}):
+        with pytest.raises(ValueError, match="needs prompts that come again, and there is no `train_dataset`"):
+            make(LZEGRPOTrainer, tmp_path, CASES["no data"], **setting)
+
+
+def test_results_of_tools_are_not_trained_on(tmp_path):
+    trainer = train(LZEGRPOTrainer, tmp_path, CASES["a tool"], max_steps=1, per_device_train_batch_size=12)
+    drawn = trainer.generation_step.batch
+    masked = drawn.rows.completion_tokens > drawn.rows.loss_tokens
+    assert masked.any()
+    assert (drawn.held["tool_mask"] == 0).any()
