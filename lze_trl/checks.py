@@ -26,15 +26,7 @@ logger = logging.getLogger(__name__)
 PUBLISHED_THRESHOLD = 0.7
 """Reward above which Reinforce-Ada's published runs count a completion as positive (arXiv 2510.04996)."""
 
-_ALWAYS_PASSED = (
-    "prompts",
-    "completions",
-    "completion_ids",
-    "trainer_state",
-    "log_extra",
-    "log_metric",
-    "environments",
-)
+_ALWAYS_PASSED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 """What TRL calls every reward function with, besides the columns of the dataset."""
 _NEVER_PASSED = ("prompt", "completion", "completion_ids")
 """Columns that TRL keeps from reward functions."""
@@ -389,7 +381,7 @@ def _refuse_unfit_call(
     name: str, parameters: list[inspect.Parameter], place: str, columns: list[str], args: Any, given: dict[str, Any]
 ):
     kept = [] if args.remove_unused_columns else [column for column in columns if column not in _NEVER_PASSED]
-    passed = [*_ALWAYS_PASSED, *kept]
+    passed = [*_ALWAYS_PASSED, *kept, *(["environments"] if given.get("environment_factory") else [])]
     named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     missing = [name for name, p in named.items() if p.default is p.empty and name not in passed]
     if missing and not given.get("rollout_func"):  # which can return further columns

@@ -110,6 +110,10 @@ class LZEGRPOConfig(GRPOConfig):
         reward_range (`list[float]`, *optional*):
             Lowest and highest reward that graded outcomes are scaled from; rewards outside are clipped. Defaults to the
             range of the last 100 rounds of completions.
+        environment_timeout (`float`, *optional*):
+            Seconds that `reset`, a tool or `get_reward` of an environment may take. An episode that takes longer, whose `reset`
+            or `get_reward` raises, or which loses its server, gets no reward and is left out; three in a row of one prompt end
+            the run. Each environment then runs in a thread of its own. Defaults to no limit.
 
         > Parameters that control which prompts are rolled out
 
@@ -211,6 +215,7 @@ class LZEGRPOConfig(GRPOConfig):
     pass_reward: str | None = None
     pass_threshold: float | None = None
     reward_range: list[float] | None = None
+    environment_timeout: float | None = None
     pruning: Literal["none", "skip", "refill", None] = None
     planner: Literal[*PLANNERS, None] = None  # type: ignore[valid-type]
     planner_kwargs: Settings = None  # type: ignore[assignment]

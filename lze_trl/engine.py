@@ -24,6 +24,7 @@ from .batch import Batch
 from .memory.identity import ID_COLUMN
 from .pack.micro_batch import rows_of, trimmed, widths, with_images_joined
 from .pack.window import Window
+from .rollout.episodes import failures
 from .rollout.rounds import BALLOTS
 from .rollout.settling import settle, with_columns
 from .rollout.uniform import UniformSample
@@ -222,6 +223,10 @@ class Engine:
         noted.begin_round()
         rewards = trainer._calculate_rewards(inputs, prompts, completions, completion_ids)
         noted.end_round(len(inputs))
+        reasons = failures(trainer.environments)
+        if reasons:
+            ids = [row[ID_COLUMN] for row in inputs]
+            trainer.episodes.observe(ids, prompts, reasons)
         if images is None and any(
             "images" in row or "image" in row for row in inputs
         ):  # a `rollout_func` returns none
@@ -251,6 +256,8 @@ class Engine:
             "shuffled": torch.argsort(torch.randperm(len(inputs))).numpy(),
             "logprobs": sequence_logprobs(logprobs, loss_mask, len(inputs)),
         }
+        if reasons:
+            numbers["failed"] = np.array([reason is not None for reason in reasons], dtype=np.int64)
         return held, numbers, rewards
 
     def _rolled_out(self, request: Request) -> tuple[list, tuple]:
@@ -305,8 +312,8 @@ class Engine:
         columns = {name: self._column(chosen, name) for name in ("loss_mask", "logprobs", "images", "tool_images")}
         # A round may lack what another one has
         for name, missing in (("loss_mask", 1), ("logprobs", None)):
-            if columns[name] is not None:
-                pairs = zip(columns[name], completions, strict=True)
+            if (column := columns[name]) is not None:
+                pairs = zip(column, completions, strict=True)
                 columns[name] = [[missing] * len(ids) if values is None else values for values, ids in pairs]
         generated: tuple[Any, ...] = (
             chosen.held["prompt_ids"],

@@ -106,6 +106,7 @@ RANGES = {
     "self_play.max_rounds": (lambda x: x >= 1, "at least 1", "16 is the default"),
     "self_play.stock": (lambda x: x >= 1, "at least 1", "Leave it unset for the prompts of a generation batch"),
     "self_play.reuse": (lambda x: x >= 1, "at least 1", "1 was published"),
+    "environment_timeout": (lambda x: x > 0, "greater than 0", "Leave it unset for no limit"),
     # Fields of TRL whose bad values would show late or never
     "learning_rate": (lambda x: 0 <= x < math.inf, "at least 0", "TRL's default is 1e-6"),
     "temperature": (lambda x: 0 < x < math.inf, "greater than 0", "Use 1.0 to sample as the model says"),

@@ -262,6 +262,8 @@ class GenerationStep:
         real, computed = padding_efficiency(batch.layout, *lengths, self.accelerator.process_index)
         if computed:
             metrics["padding_efficiency"] = real / computed
+        if "failed" in drawn.rows:
+            metrics["failed_episodes"] = drawn.failed.sum()
         if self.controller.draws_prompts:
             metrics["surplus_dropped"] = self.ledger.surplus_dropped
         for name, value in metrics.items():

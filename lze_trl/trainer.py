@@ -33,6 +33,7 @@ from .record.ledger import Ledger, TokenCost, saving_metrics, token_cost
 from .record.recorder import Recorder
 from .record.safeguards import VoteHistory
 from .rollout.controllers import RolloutController
+from .rollout.episodes import Episodes, failures, guarded
 from .rollout.guard import RewardError, RewardNotes, checked
 from .rollout.rounds import Rounds
 from .rollout.settling import GroupReward, instances, reader
@@ -176,6 +177,8 @@ class LZEGRPOTrainer(GRPOTrainer):
             reader(func, lambda ballots: None, (), True) if i in group_rewards else func
             for i, func in enumerate(funcs)
         ]
+        if kwargs.get("environment_factory") is not None:
+            kwargs["environment_factory"] = guarded(kwargs["environment_factory"], args.environment_timeout)
         over_http = args.use_vllm and args.vllm_mode == "http"
         if isinstance(model, str):
             refuse_missing_model(model)
@@ -185,9 +188,9 @@ class LZEGRPOTrainer(GRPOTrainer):
             )
         recurring = train_dataset is not None
         if not recurring:
-            self.train_dataset = placeholders(vars(self)["train_dataset"], controller)
+            vars(self)["train_dataset"] = placeholders(vars(self)["train_dataset"], controller)
         self.model.add_model_tags(["lze"])
-        self.reward_notes = RewardNotes()
+        self.reward_notes, self.episodes = RewardNotes(), Episodes()
         self._beginning = Beginning(self._resume)
         self.callback_handler.callbacks.insert(
             0, self._beginning
@@ -388,6 +391,9 @@ class LZEGRPOTrainer(GRPOTrainer):
         funcs = [checked(func, name, notes) for func, name in zip(funcs, self.reward_func_names, strict=True)]
         with altered(self, reward_funcs=funcs) as view:
             rewards = super(LZEGRPOTrainer, view)._calculate_rewards(seen, prompts, completions, completion_ids_list)
+        if self.environments is not None:  # whatever a reward model makes of failed episodes
+            failed = [reason is not None for reason in failures(self.environments)]
+            rewards[self.accelerator.gather(torch.tensor(failed, device=rewards.device))] = torch.nan
         if torch.isinf(rewards).any():
             column = int(torch.isinf(rewards).any(dim=0).nonzero()[0])
             raise RewardError(

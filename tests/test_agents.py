@@ -1,6 +1,8 @@
 """Tools, environments and images: with nothing left out, the weights are those of TRL's trainer."""
 
 import shutil
+import time
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,6 +15,7 @@ import tiny
 from agents import Counting, Falling, Owner, Scored, odd_answer_reward, odd_total_reward
 from lze_trl import LZEGRPOTrainer
 from lze_trl.record import open_run
+from lze_trl.rollout.episodes import EpisodeError
 from test_laws import distance
 
 
@@ -171,3 +174,101 @@ def test_results_of_tools_are_not_trained_on(tmp_path):
     masked = drawn.rows.completion_tokens > drawn.rows.loss_tokens
     assert masked.any()
     assert (drawn.held["tool_mask"] == 0).any()
+
+
+# ---- Environments that fail ----
+
+
+def failing(name: str, how, when=lambda environment: True, base=Scored):
+    """An environment of which a method fails in some episodes."""
+
+    class Failing(base):
+        def reset(self, **row):
+            observation = super().reset(**row)
+            return self._fail(observation) if name == "reset" else observation
+
+        def plus(self, a: int) -> str:
+            """
+            Add a number.
+
+            Args:
+                a: The number.
+            """
+            return self._fail(super().plus(a)) if name == "plus" else super().plus(a)
+
+        def get_reward(self) -> float:
+            return self._fail(super().get_reward()) if name == "get_reward" else super().get_reward()
+
+        def _fail(self, otherwise):
+            return how() if when(self) else otherwise
+
+    Failing.__name__ = Failing.__qualname__ = "Failing"
+    return Failing
+
+
+def loses(error):
+    def how():
+        raise error
+
+    return how
+
+
+FAILURES = {
+    "reset raises": ("reset", loses(RuntimeError("no start")), "`Failing.reset` raised RuntimeError: no start"),
+    "reset hangs": ("reset", lambda: time.sleep(2), "`Failing.reset` raised TimeoutError: longer than 0.2 s"),
+    "reset is a number": ("reset", lambda: 3, "`Failing.reset` returned 3, and not a text"),
+    "its server is lost": (
+        "plus",
+        loses(ConnectionResetError("gone")),
+        "`Failing.plus` raised ConnectionResetError: gone",
+    ),
+    "its reward raises": ("get_reward", loses(KeyError("score")), "`Failing.get_reward` raised KeyError: 'score'"),
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_a_failed_episode_is_left_out_counted_and_told(tmp_path, caplog, name):
+    method, how, message = FAILURES[name]
+    seen = Counter()
+
+    def every_fifth(environment):
+        seen["calls"] += 1
+        return seen["calls"] % 5 == 2
+
+    def total_reward(environments, log_extra, **kwargs):
+        totals = [environment.total for environment in environments]  # not there where `reset` has raised first
+        log_extra("total", totals)
+        return [float(total % 3 == 0) for total in totals]
+
+    case = Case({"environment_factory": failing(method, how, every_fifth), "reward_funcs": total_reward}, ("plus",))
+    settings = {"environment_timeout": 0.2, "max_steps": 2, "strategy": "grpo", "log_completions": True}
+    trainer = train(LZEGRPOTrainer, tmp_path, case, **settings)
+    failed = history(trainer, "lze/failed_episodes")
+    assert len(failed) == 2 and 0 < sum(failed) < 24
+    assert message in caplog.text and "episodes failed and are left out: their reward is None" in caplog.text
+    rewards = open_run(tmp_path).sql("SELECT reward, failed FROM completions") if trainer.args.telemetry else None
+    assert rewards is None or (rewards["reward"].isna() == rewards["failed"].astype(bool)).all()
+
+
+def test_what_a_tool_raises_is_told_to_the_model(tmp_path):
+    case = Case({"environment_factory": failing("plus", loses(ValueError("not so")))}, ("plus",))
+    trainer = train(LZEGRPOTrainer, tmp_path, case, max_steps=1)
+    assert history(trainer, "lze/failed_episodes") == [0.0]
+    assert history(trainer, "tools/failure_frequency") == [1.0]
+
+
+@pytest.mark.parametrize("strategy", ["exact", "gate"])
+def test_a_prompt_whose_episodes_keep_failing_ends_the_run(tmp_path, strategy):
+    never = failing("reset", loses(RuntimeError("no such level")), lambda environment: environment.total == 4)
+    case = Case({"environment_factory": never}, ("plus",))
+    settings = {"max_steps": 60, "save_strategy": "steps", "save_steps": 1, "telemetry": True}
+    with pytest.raises(
+        EpisodeError, match=r"3 episodes in a row failed for the prompt .*raised RuntimeError: no such level"
+    ):
+        train(LZEGRPOTrainer, tmp_path, case, strategy=strategy, shuffle_dataset=False, **settings)
+    assert open_run(tmp_path).generations()["groups"].sum() > 0
+
+
+def test_a_time_limit_is_more_than_nothing(tmp_path):
+    with pytest.raises(ValueError, match="`environment_timeout` must be greater than 0, got 0"):
+        tiny.config(tmp_path, environment_timeout=0)

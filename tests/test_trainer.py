@@ -284,14 +284,6 @@ def test_a_filler_has_no_entropy(tmp_path):
     assert all(entry["entropy"] > 4.0 for entry in trainer.state.log_history if "entropy" in entry)
 
 
-def test_images_within_messages_are_refused(tmp_path):
-    trainer = make(tmp_path)
-    generate = trainer._generate
-    trainer._generate = lambda prompts: (*generate(prompts)[:6], [[object()]] * len(prompts), None)
-    with pytest.raises(ValueError, match="images are not supported"):
-        trainer.train()
-
-
 def test_the_model_is_saved_as_plain_transformers(tmp_path):
     from transformers import AutoModelForCausalLM
 
@@ -347,9 +339,6 @@ BAD_TRAINERS = {
         {"dataset": tiny.prompts(5).to_iterable_dataset(), "deduplicate": True},
         "Set `deduplicate=False`",
     ),
-    "images": ({"dataset": tiny.prompts(5).add_column("image", [None] * 4 + ["cat"])}, "images are not supported"),
-    "tools": ({"trainer": {"tools": [print]}}, "`tools` is not supported"),
-    "environments": ({"trainer": {"environment_factory": Image}}, "`environment_factory` is not supported"),
     "unknown pass reward": ({"pass_reward": "accuracy"}, r"none of the reward functions \['even_length_reward'\]"),
 }
 

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from trl.trainer.utils import is_async_callable
 
+from .episodes import failures
+
 
 class RewardError(ValueError):
     """What a reward function returned is no reward; the message says what is."""
@@ -62,6 +64,9 @@ def checked(reward_func: Any, name: str, notes: RewardNotes | None = None) -> An
     if isinstance(reward_func, nn.Module):
         return reward_func
 
+    def arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
+        return _noted(_of_episodes(kwargs), name, notes, lambda values: _of_all(values, kwargs))
+
     @contextmanager
     def noted():
         try:
@@ -72,13 +77,37 @@ def checked(reward_func: Any, name: str, notes: RewardNotes | None = None) -> An
 
     def guarded(*args, **kwargs):
         with noted():
-            return _scores(reward_func(*args, **_noted(kwargs, name, notes)), name, kwargs)
+            given = arguments(kwargs)
+            return _of_all(_scores(reward_func(*args, **given), name, given), kwargs)
 
     async def guarded_later(*args, **kwargs):
         with noted():
-            return _scores(await reward_func(*args, **_noted(kwargs, name, notes)), name, kwargs)
+            given = arguments(kwargs)
+            return _of_all(_scores(await reward_func(*args, **given), name, given), kwargs)
 
     return guarded_later if is_async_callable(reward_func) else guarded
+
+
+def _of_episodes(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of a reward function without the completions whose episodes have failed."""
+    reasons = failures(kwargs.get("environments"))
+    if not any(reasons):
+        return kwargs
+    return {
+        name: [v for v, reason in zip(values, reasons, strict=True) if reason is None]
+        if isinstance(values, list) and len(values) == len(reasons)
+        else values
+        for name, values in kwargs.items()
+    }
+
+
+def _of_all(values: list, kwargs: dict[str, Any]) -> list:
+    """The values of all completions: `None` where the episode has failed."""
+    reasons = failures(kwargs.get("environments"))
+    if not any(reasons):
+        return values
+    given = iter(values)
+    return [next(given) if reason is None else None for reason in reasons]
 
 
 def _scores(returned: Any, name: str, given: dict[str, Any]) -> list[float | None]:
@@ -113,8 +142,10 @@ def _shown(value: Any) -> str:
     return "None" if value is None else f"{reprlib.repr(value)} ({type(value).__name__})"
 
 
-def _noted(kwargs: dict[str, Any], name: str, notes: RewardNotes | None) -> dict[str, Any]:
-    """Arguments of a reward function, with a `log_extra` that refuses a wrong number of values."""
+def _noted(
+    kwargs: dict[str, Any], name: str, notes: RewardNotes | None, of_all: Callable[[list], list]
+) -> dict[str, Any]:
+    """Arguments of a reward function, with a `log_extra` that refuses a wrong number of values; `of_all` fills in the others."""
     if "log_extra" not in kwargs:
         return kwargs
     note: Callable = kwargs["log_extra"] if notes is None else notes.column
@@ -128,6 +159,6 @@ def _noted(kwargs: dict[str, Any], name: str, notes: RewardNotes | None) -> dict
                 f"The reward function '{name}' gave `log_extra` {len(values)} values for the column {column!r} and "
                 f"{len(kwargs['completions'])} completions. Give it a list with one value for each completion."
             )
-        note(column, values)
+        note(column, of_all(values))
 
     return {**kwargs, "log_extra": log_extra}

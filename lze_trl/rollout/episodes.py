@@ -1,0 +1,170 @@
+"""
+Environments that fail: their episode gets no reward and is left out, and the run goes on.
+
+TRL calls `reset`, tools and `get_reward` of a user's environment, and an exception in the first or the last of them ends its
+run. Here it ends the episode. What a tool raises is told to the model, as TRL does; but a tool that hangs or has lost its
+server ends the episode as well.
+"""
+
+import asyncio
+import functools
+import inspect
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any
+
+
+logger = logging.getLogger(__name__)
+
+MOST_FAILURES = 3
+"""Episodes of one prompt that may fail in a row before the run ends."""
+
+_CLIENTS = ("httpx", "websockets", "aiohttp", "grpc")
+"""Libraries whose errors say that a server was lost, and are no `OSError`."""
+
+
+class EpisodeError(RuntimeError):
+    """The environment keeps failing; the message says where and why."""
+
+
+def guarded(factory: Any, time_limit: float | None) -> Any:
+    """
+    An `environment_factory` whose environments do not raise in `reset` and `get_reward`: a failed episode has the reward `None`.
+
+    With a `time_limit` in seconds, each environment runs in a thread of its own, and a call that takes longer fails.
+    """
+    if isinstance(factory, dict):
+        return {name: guarded(one, time_limit) for name, one in factory.items()}
+    return lambda: Guard(factory, time_limit).environment
+
+
+def failures(environments: Sequence[Any] | None) -> list[str | None]:
+    """Why the episodes of some environments have failed, `None` for one that has not; empty without environments."""
+    return [environment.lze_guard.failure for environment in environments or ()]
+
+
+class Worker:
+    """A thread that makes calls one after the other. It is a daemon: one that hangs does not keep the process alive."""
+
+    def __init__(self):
+        self._calls: SimpleQueue[tuple[Callable[[], Any], Future]] = SimpleQueue()
+        threading.Thread(target=self._work, name="environment", daemon=True).start()
+
+    def call(self, call: Callable[[], Any], time_limit: float | None = None) -> Any:
+        """What a call returns or raises; a `TimeoutError` after `time_limit` seconds."""
+        future: Future = Future()
+        self._calls.put((call, future))
+        return future.result(time_limit)
+
+    def _work(self):
+        while True:
+            call, future = self._calls.get()
+            try:
+                future.set_result(call())
+            except BaseException as error:
+                future.set_exception(error)
+
+
+class Guard:
+    """Calls the public methods of an environment, which it replaces on the object."""
+
+    def __init__(self, factory: Callable[[], Any], time_limit: float | None):
+        self.time_limit = time_limit
+        self.failure: str | None = None  # of the episode under way
+        self._calling = False  # an environment may call its own methods
+        self._worker = None if time_limit is None else Worker()
+        self.environment = factory() if self._worker is None else self._worker.call(factory)
+        self.environment.lze_guard = self
+        for name, _ in inspect.getmembers(type(self.environment), inspect.isfunction):  # as TRL finds them
+            if not name.startswith("_"):
+                setattr(self.environment, name, self._guarded(name, getattr(self.environment, name)))
+
+    def _guarded(self, name: str, method: Callable) -> Callable:
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._calling:
+                return method(*args, **kwargs)
+            if not self._goes_on(name):
+                return None
+            self._calling = True
+            try:
+                return self._fitting(name, self._in_time(functools.partial(method, *args, **kwargs)))
+            except Exception as error:
+                return self._ended(name, error)
+            finally:
+                self._calling = False
+
+        @functools.wraps(method)
+        async def call_later(*args: Any, **kwargs: Any) -> Any:
+            if not self._goes_on(name):
+                return None
+            try:
+                return self._fitting(name, await asyncio.wait_for(method(*args, **kwargs), self.time_limit))
+            except Exception as error:
+                return self._ended(name, error)
+
+        return call_later if inspect.iscoroutinefunction(method) else call
+
+    def _goes_on(self, name: str) -> bool:
+        """Whether the episode has not failed; `reset` begins another one."""
+        if name == "reset":
+            self.failure = None
+        return self.failure is None
+
+    def _in_time(self, call: Callable) -> Any:
+        if self._worker is None:
+            return call()
+        try:
+            return self._worker.call(call, self.time_limit)
+        except TimeoutError:
+            self._worker = Worker()  # the other may hang for good
+            raise
+
+    def _fitting(self, name: str, returned: Any) -> Any:
+        if name == "reset" and not isinstance(returned, (str, list, type(None))):
+            self.failure = f"{self._place(name)} returned {returned!r}, and not a text, a list of parts, or None"
+            return None
+        return returned
+
+    def _ended(self, name: str, error: Exception) -> None:
+        lost = isinstance(error, OSError) or type(error).__module__.partition(".")[0] in _CLIENTS  # or out of time
+        if name not in ("reset", "get_reward") and not lost:
+            raise error
+        what = str(error) or (
+            f"longer than {self.time_limit:g} s" if isinstance(error, TimeoutError) else "no message"
+        )
+        self.failure = f"{self._place(name)} raised {type(error).__name__}: {what}"
+
+    def _place(self, name: str) -> str:
+        return f"`{type(self.environment).__name__}.{name}`"
+
+
+class Episodes:
+    """Counts episodes that fail, and ends the run if those of one prompt keep failing."""
+
+    def __init__(self):
+        self._in_a_row: Counter[int] = Counter()  # by prompt id
+
+    def observe(self, prompt_ids: Sequence[int], prompts: Sequence[Any], reasons: Sequence[str | None]) -> int:
+        """
+        Enter the episodes of this process, in the order of their prompts, and return how many have failed. An [`EpisodeError`] if
+        the last three of a prompt have.
+        """
+        for prompt_id, prompt, reason in zip(prompt_ids, prompts, reasons, strict=True):
+            self._in_a_row[prompt_id] = 0 if reason is None else self._in_a_row[prompt_id] + 1
+            if self._in_a_row[prompt_id] == MOST_FAILURES:
+                raise EpisodeError(
+                    f"{MOST_FAILURES} episodes in a row failed for the prompt {str(prompt)[:200]!r} (id {prompt_id}): {reason}. "
+                    "Mend the environment, or leave the prompt out; then resume."
+                )
+        failed = [reason for reason in reasons if reason is not None]
+        if failed:
+            logger.warning(
+                "%d of %d episodes failed and are left out: their reward is None. The first one: %s.",
+                *(len(failed), len(reasons), failed[0]),
+            )
+        return len(failed)
