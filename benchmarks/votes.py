@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from lze_trl.evaluation.samples import Sample, SampleFile
 from lze_trl.rewards import MajorityReward, get_reward
-from lze_trl.selfplay.offline import abstention
+from lze_trl.rewards.majority import abstention
 
 from .tables import table
 

@@ -180,13 +180,6 @@ def test_a_generator_without_acceptable_problems_stops_with_the_reasons(tmp_path
     assert written(work.output) == []
 
 
-@pytest.mark.parametrize(("votes", "majority"), [(1, {}), (2, {}), (8, {"bounds": (0.26, 0.37)}), (8, {"margin": 7})])
-def test_votes_of_which_none_can_pass_are_refused(votes, majority):
-    with pytest.raises(InstructError, match=rf"No problem can pass a vote of {votes} answers"):
-        process("unused.jsonl", votes=votes, **majority)
-    process("unused.jsonl", votes=votes, **(majority | {"bounds": (0.0, 1.0), "margin": 1}))
-
-
 def test_truncated_votes_do_not_count():
     gate = process("unused.jsonl").gate
     votes = [Output(r"\boxed{7}", 3, i > 1) for i in range(8)]

@@ -5,7 +5,6 @@ from .functions import (
     accuracy_reward,
     boxed_format_reward,
     exact_match_reward,
-    format_reward,
     think_format_reward,
 )
 from .majority import MajorityReward
@@ -21,7 +20,6 @@ __all__ = [
     "accuracy_reward",
     "boxed_format_reward",
     "exact_match_reward",
-    "format_reward",
     "get_reward",
     "think_format_reward",
 ]

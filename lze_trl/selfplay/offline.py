@@ -74,15 +74,6 @@ class Gate:
     decoding: Decoding
     votes: int = 16
 
-    def __post_init__(self):
-        majority = self.majority
-        if not majority.can_count(self.votes):
-            raise InstructError(
-                f"No problem can pass a vote of {self.votes} answers with `majority_bounds: {list(majority.bounds)}`, "
-                f"`majority_margin: {majority.margin}` and `majority_min_valid: {majority.min_valid}`. Ask for more answers "
-                "(16 were published), or widen them."
-            )
-
     def requests(self, text: str) -> list[Request]:
         """What is asked about a problem."""
         problem = Problem(id_in_words(text_id(text)), self.style.around(text), None)
