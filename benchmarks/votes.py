@@ -1,5 +1,5 @@
 """
-What the votes of a model are worth, from files of samples: those of `lze-trl eval --samples 16`, or the journal of `lze-trl self-instruct`.
+What the votes of a model are worth, from files of samples: those of `lze-trl eval --samples 16`.
 
 python -m benchmarks.votes FILE [FILE ...] [--reward recipes.self_play.MarkedMajority]
 
