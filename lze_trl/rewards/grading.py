@@ -2,13 +2,12 @@
 
 Gold answers and completions go through the same parser. A bare answer is read as the contents of a `\\boxed{}`, never as
 prose: math-verify's search in prose takes "2^{10}" for 2, "6+9i" for 6 and "1,2" for 1.2. It also takes any number near
-the word "answer", so announcements are found here, and math-verify reads only numbers between words.
+the word "answer", so announcements are found here.
 """
 
 import logging
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import lru_cache
@@ -16,7 +15,7 @@ from itertools import product
 from typing import Any
 
 from latex2sympy2_extended import NormalizationConfig
-from math_verify import ExprExtractionConfig, LatexExtractionConfig, grader, parse, parser, verify
+from math_verify import LatexExtractionConfig, grader, parse, parser, verify
 from sympy import Basic, MatrixBase
 
 from .gaps import is_really_equal, is_too_large, rewrite
@@ -44,7 +43,6 @@ _LATEX = (
         normalization_config=NormalizationConfig(malformed_operators=True, nits=True),
     ),
 )
-_NUMBER_IN_PROSE = (ExprExtractionConfig(try_extract_without_anchor=False),)
 
 _ANNOUNCEMENT = re.compile(
     r"""(?:
@@ -55,20 +53,11 @@ _ANNOUNCEMENT = re.compile(
     )[\s*_:}]*""",
     re.IGNORECASE | re.MULTILINE | re.VERBOSE,
 )
-_MOST_ANNOUNCEMENTS = 5
-_DENIED = re.compile(  # before an announcement, and within it
-    r"(?:\b(?:if|whether|what)|(?:\bnot|\bnever|\bcannot|n['’]t)(?:\s+\w+){0,2})(?:\s+(?:that|the|my|final|correct))*\s*$"
-    r"|\banswer\b.*\b(?:not|never|cannot)\b",
-    re.IGNORECASE,
-)
-_HEDGE = re.compile(r"\W*(?:not|never|maybe|perhaps|either|unknown|unclear|between)\b", re.IGNORECASE)
-_CLAUSE_END = re.compile(r"[.;!?,\n](?!\d)")
 _SENTENCE_END = re.compile(r"\n|[.!?](?=[\s*]|$)")
 _OPTION = re.compile(r"\(?([A-Z])\)")
 _MATH = re.compile(r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\\\((.+?)\\\)|(?<!\\)\$((?:\\.|[^$\n\\])+)\$", re.DOTALL)
 _TEXT_IN_MATH = re.compile(r"\\(?:text|mbox|mathrm|operatorname|begin|end)\s*\{[^{}]*\}")
 _VALUE = re.compile(r"\d|\b[A-Z]\b")  # "5, since $x = 3$"
-_BETWEEN_MATH = re.compile(r"\s*(?:,|,?\s*(?:and|or))\s*")
 
 
 @dataclass(frozen=True)
@@ -211,44 +200,24 @@ def _read_shown(text: str) -> Answer | None:
 
 
 def _read_announced(text: str) -> Answer | None:
-    for match in reversed(list(_ANNOUNCEMENT.finditer(text))[-_MOST_ANNOUNCEMENTS:]):
-        clause = _CLAUSE_END.split(text[max(0, match.start() - _BARE_ANSWER_CHARACTERS) : match.start()])[-1]
-        if not (_DENIED.search(clause) or _DENIED.search(match[0]) or _HEDGE.match(text, match.end())):
-            answer = _read_announcement(text[match.end() :])
-            if answer is not None:
-                return answer
-    return None
-
-
-def _read_announcement(rest: str) -> Answer | None:
-    """Read the answer from what follows "the answer is"."""
-    end = _SENTENCE_END.search(rest)
+    """Read what follows the last "the answer is": a formula, an option, what stands before the first word, or a short sentence."""
+    *_, announcement = [None, *_ANNOUNCEMENT.finditer(text)]
+    if announcement is None:
+        return None
+    rest = text[announcement.end() :]
+    end, math = _SENTENCE_END.search(rest), _MATH.search(rest)
     sentence = rest[: end.start() if end else None].replace("*", "").strip()
-    math = _MATH.search(rest)
     is_math = math is not None and math.start() <= len(sentence) and not _VALUE.search(rest[: math.start()])
     if math is not None and is_math and not _WORD.search(_TEXT_IN_MATH.sub("", math[0])):
-        return _read_bare(",".join(_neighbours(rest, math)))
-    option = _OPTION.match(sentence)
-    if option is not None:
+        return _read_bare(math[math.lastindex or 0])
+    if option := _OPTION.match(sentence):
         return _read_bare(option[1])
     words = _WORD.finditer(_TEXT_IN_MATH.sub(lambda match: " " * len(match[0]), sentence))
     first = next((word.start() for word in words if word[0] not in ("and", "or")), None)
-    if first is not None:
-        before = sentence[:first].strip(" ,;:(")
-        if before not in ("", "a"):  # an article
-            return _read_bare(before)
-        number = _read(f"answer: {sentence}", _NUMBER_IN_PROSE)
-        if number is not None:
-            return number
+    before = sentence[:first].strip(" ,;:(")
+    if before not in ("", "a"):  # an article
+        return _read_bare(before)
     return _read_bare(sentence) if sentence and len(sentence) <= _BARE_ANSWER_CHARACTERS else None
-
-
-def _neighbours(text: str, math: re.Match[str] | None) -> Iterator[str]:
-    """A formula, and those that follow it with nothing but "and" between."""
-    while math is not None:
-        yield math[math.lastindex or 0].strip()
-        link = _BETWEEN_MATH.match(text, math.end())
-        math = _MATH.match(text, link.end()) if link else None
 
 
 def _read_bare(text: str) -> Answer | None:
@@ -256,19 +225,17 @@ def _read_bare(text: str) -> Answer | None:
     text = text.strip().rstrip(" .")
     math = _MATH.fullmatch(text)
     text = rewrite(text if math is None else math[math.lastindex or 0])
-    return Answer((text,)) if is_too_large(text) else _read(f"\\boxed{{{text}}}", _LATEX)
-
-
-def _read(text: str, extraction: tuple) -> Answer | None:
+    if is_too_large(text):
+        return Answer((text,))
     try:
-        return _parsed(text, extraction)
+        return _parsed(f"\\boxed{{{text}}}")
     except Exception:  # ANTLR and SymPy raise anything on what a model can write
         logger.debug("math-verify could not read an answer.", exc_info=True)
         return None
 
 
 @lru_cache(maxsize=8192)
-def _parsed(text: str, extraction: tuple) -> Answer | None:
+def _parsed(text: str) -> Answer | None:
     """The completions of a group give few different answers, and reading one takes most of the time."""
-    values = parse(text, extraction_config=extraction, parsing_timeout=None, raise_on_error=True)
+    values = parse(text, extraction_config=_LATEX, parsing_timeout=None, raise_on_error=True)
     return Answer(tuple(values)) if values else None

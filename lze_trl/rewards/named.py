@@ -32,9 +32,9 @@ def get_reward(
     max_completion_length: int | None = None,
     soft_overlong_cache: int | None = None,
     majority: dict[str, Any] | None = None,
-) -> RewardFunction:
+) -> Any:
     """
-    Reward function by name: a key of `REWARDS`, `"soft_overlong"`, `"majority"`, or the import path of your own.
+    Reward function, or group reward, by name: a key of `REWARDS`, `"soft_overlong"`, `"majority"`, or the import path of your own.
 
     `max_completion_length` and `soft_overlong_cache` are L_max and L_cache of `"soft_overlong"`; the second defaults to a fifth of
     the first, as published (4,096 of 20,480 tokens). `majority` are arguments of [`MajorityReward`].

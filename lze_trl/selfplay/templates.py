@@ -77,13 +77,16 @@ class Numbered:
         start = re.match(r"\**(\d+)[.)]\**\s", rest)
         if start and int(start[1]) in (1, count):  # a model may begin its own list
             count, rest = int(start[1]), rest[start.end() :]
-        while rest is not None:
+        while True:
             count += 1
             cut = re.search(rf"\n[ \t]*\**{count}[.)]\**[ \t]", rest)
             texts.append(one_line(_without_chatter(rest[: cut.start() if cut else None])))
-            rest = rest[cut.end() :] if cut else None
-        is_last = [False] * (len(texts) - 1) + [True]
-        return [Item(text, not (truncated and last)) for text, last in zip(texts, is_last, strict=True) if text]
+            if cut is None:
+                break
+            rest = rest[cut.end() :]
+        items = [Item(text, True) for text in texts]
+        items[-1] = items[-1]._replace(complete=not truncated)
+        return [item for item in items if item.text]
 
 
 def _without_chatter(item: str) -> str:
