@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM
 from trl import GRPOTrainer
 
 import tiny
@@ -123,7 +122,6 @@ def test_consensus_by_counting(votes):
     found = consensus(answer_classes(votes, lambda one, other: False))
     counts = [*sorted(Counter(vote for vote in votes if vote is not None).values(), reverse=True), 0, 0]
     assert found[1:] == (counts[0] / len(votes), counts[0] - counts[1], sum(counts) / len(votes))
-    assert (found.winner == -1) == (counts[0] == 0)
 
 
 # ---- One group ----
@@ -235,14 +233,6 @@ def test_labels_that_are_not_known_are_not_checked():
     assert (tied.rewards[0], tied.confidence, tied.evidence) == (None, 1.0, None)
 
 
-def test_conversations_and_logged_votes():
-    reward, columns = MajorityReward(), {}
-    talks = [[{"role": "assistant", "content": text}] for text in votes("1", "1", "1", None)]
-    ballots = reward.read(talks, [False] * 4, log_extra=columns.__setitem__)
-    assert [ballot.vote for ballot in ballots] == ["1", "1", "1", None]
-    assert columns == {"vote": ["1", "1", "1", ""]}
-
-
 # ---- Bad input ----
 
 
@@ -305,6 +295,7 @@ class Broken(MajorityReward):
         return super().settle(ballots, final)._replace(rewards=self.given[1])
 
 
+ADA_BALANCED = {"round_size": 4, "max_rounds": 3, "kept": 4}
 ADA = {"controller": "reinforce_ada_positive", "controller_kwargs": {"round_size": 4}}
 
 
@@ -430,14 +421,6 @@ def test_rounds_are_settled_as_one(runs, name):
     assert weights_apart(runs, f"{name}.1", "six prompts.1") < 1e-5
 
 
-def test_the_run_learned_something(runs):
-    model = AutoModelForCausalLM.from_pretrained(runs / "model")
-    start = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    for name in CASES:
-        end = torch.load(runs / f"{name}.1.pt")
-        assert max(float((end[key] - start[key]).abs().max()) for key in start) > 1e-3
-
-
 def plain_majority(completions, completion_ids, log_metric, **kwargs):
     """The majority reward for groups of 4 in TRL's trainer, on one process."""
     reward, verdicts = MajorityReward(), []
@@ -480,45 +463,30 @@ def test_an_evaluation_votes_by_its_own_groups(tmp_path):
     assert "eval_rewards/parity_reward/mean" in logged
 
 
-@pytest.mark.parametrize("controller", ["dynamic", "gate", "reinforce_ada_balanced"])
-def test_every_controller_trains_by_votes(tmp_path, controller):
-    own = {
-        "dynamic": {"controller_kwargs": {"max_rounds": 3}},
-        "gate": {},
-        "reinforce_ada_balanced": {
-            "controller_kwargs": {"round_size": 4, "max_rounds": 3, "kept": 4},
-        },
-    }[controller]
-    trainer = make(
-        tmp_path, VotingTrainer, num_generations=8, per_device_train_batch_size=24, controller=controller, **own
-    )
+@pytest.mark.parametrize(
+    ("controller", "settings"),
+    [("dynamic", {"max_rounds": 3}), ("gate", {}), ("reinforce_ada_balanced", ADA_BALANCED)],
+)
+def test_every_controller_trains_by_votes(tmp_path, controller, settings):
+    own = {"num_generations": 8, "per_device_train_batch_size": 24, "controller_kwargs": settings}
+    trainer = make(tmp_path, VotingTrainer, controller=controller, **own)
     trainer.train()
-    sizes = set()
     for group in trainer.groups:
         size = len(group["rewards"])
-        sizes.add(size)
         assert group["rewards"] == expected_rewards(group["prompt"], group["generation"], size)
         assert group["alive"] == (len(set(group["rewards"])) > 1)
-    if controller == "gate":
-        assert sizes <= {1, 8}
-        assert trainer.ledger.groups_trained > 0
-    logged = [entry for entry in trainer.state.log_history if "majority/winner_share" in entry]
-    assert len(logged) == trainer.state.global_step
-    assert all(0 <= entry["majority/abstained"] <= 1 for entry in logged)
+        assert controller != "gate" or size in (1, 8)
+    logged = [entry["majority/abstained"] for entry in trainer.state.log_history if "majority/abstained" in entry]
+    assert len(logged) == trainer.state.global_step and all(0 <= share <= 1 for share in logged)
 
 
 def test_ttrl_votes_with_more_than_it_trains_on(tmp_path):
     trainer = make(tmp_path, num_generations=8, per_device_train_batch_size=24, controller_kwargs={"kept": 4}, **EVERY)
     trainer.train()
-    live = [entry["lze/dead_share"] for entry in trainer.state.log_history if "lze/dead_share" in entry]
     assert trainer.ledger.rows_rolled_out == 3 * 24
-    judged = sum(
-        round(3 * (1 - entry["majority/abstained"]))
-        for entry in trainer.state.log_history
-        if "majority/abstained" in entry
-    )
+    logged = [entry["majority/abstained"] for entry in trainer.state.log_history if "majority/abstained" in entry]
+    judged = sum(round(3 * (1 - share)) for share in logged)
     assert 0 < trainer.ledger.rows_trained == 4 * judged < 3 * 12
-    assert min(live) < 1.0
 
 
 class Shortest:

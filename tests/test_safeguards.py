@@ -22,7 +22,6 @@ from lze_trl.app.views import overview
 from lze_trl.checkpoint import load_parts, save_parts
 from lze_trl.job.recipe import LZEScriptArguments, RecipeError, parse_recipe
 from lze_trl.job.train import run
-from lze_trl.memory.calibration import Calibration
 from lze_trl.record import open_run
 from lze_trl.record.evaluations import read_results
 from lze_trl.record.safeguards import StopRules, VoteHistory
@@ -174,10 +173,9 @@ def test_the_overview_and_the_report_show_the_votes(tmp_path):
     trainer.train()
     with closing(open_run(tmp_path / "run-1")) as run:
         shown = overview(run)
-    for words in ("Majority votes", "sums avg@1", "groups with the same winner", "margin too small"):
+    for words in ("Majority votes", "groups with the same winner", "margin too small", "probe-000002"):
         assert words in shown
     assert "Majority votes" in write_report(tmp_path / "run-1").read_text()
-    assert "probe-000000" in shown and "probe-000002" in shown
 
 
 def test_two_processes_stop_as_one(tmp_path):
@@ -220,9 +218,9 @@ def test_the_training_ends_with_the_best_probe(job, tmp_path):
 
 
 def test_a_training_with_a_probe_goes_on_as_without(job, tmp_path):
-    train(job(save_strategy="steps", save_steps=2, max_steps=4))
-    without = {"probe_datasets": [], "probe_every": 25, "output_dir": str(tmp_path / "without")}
-    train(job(save_strategy="steps", save_steps=2, max_steps=4, **without))
+    saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    train(job(**saving))
+    train(job(**saving, probe_datasets=[], probe_every=25, output_dir=str(tmp_path / "without")))
     one, other = (load_file(tmp_path / name / "checkpoint-4" / "model.safetensors") for name in ("run", "without"))
     assert all(torch.equal(one[name], other[name]) for name in other)
 
@@ -256,35 +254,17 @@ def test_energy_times_the_share_of_the_vote(tmp_path):
     assert (corrected["energy"] != plain["energy"]).any()
 
 
-def test_a_calibrated_share_goes_by_the_labels_before(tmp_path, monkeypatch):
+def test_a_calibrated_share_goes_by_the_labels_before(tmp_path):
     votes_run.save(tmp_path / "model")
     common = {"selection_ratio": 0.4, "learning_rate": 0.0, "gold": True}
     common |= {"majority": {"bounds": [0.0, 1.0], "labelled": "none"}}
     by_share = trained_by_energy(tmp_path, **common, self_play={"label_confidence": "share"})
-    seen, given = [], []
-
-    class Unlearned(Calibration):
-        def see(self, shares, right):
-            seen.append((shares, right))
-
-    class Watched(Calibration):
-        def corrected(self, shares):
-            given.append((shares, super().corrected(shares)))
-            return given[-1][1]
-
-    monkeypatch.setattr("lze_trl.step.Calibration", Unlearned)
-    unlearned = trained_by_energy(tmp_path, **common, self_play={"label_confidence": "calibrated"})
-    assert unlearned["energy"].tolist() == by_share["energy"].tolist()
-    shares, right = np.concatenate([np.stack(pair) for pair in seen], axis=1)
-    assert len(shares) > 8 and right.mean() < shares.mean() - 0.3  # these votes are mostly wrong
-    monkeypatch.setattr("lze_trl.step.Calibration", Watched)
     calibrated = trained_by_energy(tmp_path, **common, self_play={"label_confidence": "calibrated"})
+    # These votes are mostly wrong: from the second batch on, a group has less energy than by its share
     assert (calibrated["prompt_ids"] == by_share["prompt_ids"]).all()
-    assert given[0][0].tolist() == given[0][1].tolist()  # the first batch has no labels before it
-    assert all((after <= before).all() for before, after in given[1:])
-    assert any((after < before - 0.05).any() for before, after in given[1:])
-    live = by_share["energy"] > 0
-    assert (calibrated["energy"][live] < by_share["energy"][live]).any()
+    assert (calibrated["energy"] <= by_share["energy"] + 1e-6).all()
+    less, same = calibrated["energy"] < by_share["energy"] - 0.01, calibrated["energy"] == by_share["energy"]
+    assert less.sum() > 2 and (same & (by_share["energy"] > 0)).any()
 
 
 def test_a_calibrated_run_is_resumed_exactly(tmp_path):
