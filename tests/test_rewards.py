@@ -5,6 +5,7 @@ import logging
 import signal
 import threading
 import time
+from collections import Counter
 
 import pytest
 from hypothesis import given, settings
@@ -14,8 +15,8 @@ from trl.rewards import get_soft_overlong_punishment
 import tiny
 from lze_trl import LZEGRPOTrainer, rewards
 from lze_trl.rewards import MajorityReward, accuracy_reward, exact_match_reward, functions, get_reward, grading, limit
-from lze_trl.rewards import majority as votes
 from lze_trl.rewards.limit import GradingTimeout
+from lze_trl.rewards.majority import SLOW_VOTES
 
 
 def conversation(text):
@@ -29,9 +30,8 @@ def score(gold, completion):
 @pytest.fixture
 def counters(monkeypatch):
     """Counters that start at zero."""
-    for name in ("unreadable_golds", "grading_timeouts"):
-        monkeypatch.setattr(functions, name, functions.CountedWarning(vars(functions)[name].message))
-    return functions
+    monkeypatch.setattr(functions, "cases", Counter())
+    return functions.cases
 
 
 def test_conversation_with_content_blocks_and_several_messages():
@@ -44,14 +44,14 @@ def test_conversation_with_content_blocks_and_several_messages():
 def test_with_a_gold_answer_that_cannot_be_read_there_is_no_score(gold, counters, caplog):
     with caplog.at_level(logging.WARNING):
         assert accuracy_reward(["5"] * 25, [gold] * 25) == [None] * 25
-    assert counters.unreadable_golds.count == 25
+    assert counters[functions.UNREADABLE_GOLD] == 25
     assert [record.args[0] for record in caplog.records] == [1, 10]
     assert "cannot read the gold answer" in caplog.text
 
 
 def test_without_a_gold_answer_there_is_no_score_and_no_warning(counters):
     assert accuracy_reward(["5"] * 3, [None] * 3) == [None] * 3
-    assert counters.unreadable_golds.count == 0
+    assert counters[functions.UNREADABLE_GOLD] == 0
 
 
 def test_metrics_and_extra_columns_reach_the_trainer(counters):
@@ -80,7 +80,7 @@ def test_an_answer_that_takes_long_has_no_score_and_costs_the_others_none(endles
     completions, logged = [rf"So it is \boxed{{{endless}}}.", r"\boxed{27}", r"\boxed{28}"], {}
     assert accuracy_reward(completions, ["27"] * 3, log_metric=logged.__setitem__) == [None, 1.0, 0.0]
     assert logged == {"accuracy/unscorable": pytest.approx(1 / 3)}
-    assert counters.grading_timeouts.count == 1
+    assert counters[functions.SLOW_ANSWER] == 1
     assert "1 completions so far have no accuracy, since math-verify did not finish in time" in caplog.text
     assert repr(endless) in caplog.text
 
@@ -102,15 +102,14 @@ def test_a_batch_has_a_budget_beyond_which_only_quick_answers_are_graded(counter
     monkeypatch.setattr(limit, "BATCH_SECONDS", 0.0)
     endless = [rf"\boxed{{(x+y+z+1)^{{{300 + i}}}}}" for i in range(6)]
     assert accuracy_reward([*endless, "27", "28"], ["27"] * 8) == [None] * 6 + [1.0, 0.0]
-    assert counters.grading_timeouts.count == 6
+    assert counters[functions.SLOW_ANSWER] == 6
 
 
-def test_votes_that_take_long_differ_from_all_others_but_their_own_text(monkeypatch, caplog):
-    monkeypatch.setattr(votes, "slow_votes", functions.CountedWarning(votes.slow_votes.message))
+def test_votes_that_take_long_differ_from_all_others_but_their_own_text(counters, caplog):
     boxes = [rf"\boxed{{{text}}}" for text in (ENDLESS[0], ENDLESS[0], "1/2", "0.5", "1/2")]
     reward = MajorityReward(bounds=(0, 1), margin=1)
     assert reward.settle(reward.read(boxes, [False] * 5)).rewards == [0.0, 0.0, 1.0, 1.0, 1.0]
-    assert votes.slow_votes.count > 0
+    assert counters[SLOW_VOTES] > 0
     assert "pairs of votes so far count as different" in caplog.text and "x^{x^{x^x}}" in caplog.text
 
 
@@ -127,7 +126,7 @@ def test_a_gold_answer_that_cannot_be_read_in_time_is_not_read_again(counters, m
     monkeypatch.setattr(grading, "GOLD_SECONDS", 0.1)
     assert accuracy_reward(["5"] * 8, [r"\boxed{a gold answer of its own}"] * 8) == [None] * 8
     assert len(calls) == 1
-    assert counters.grading_timeouts.count == 8
+    assert counters[functions.SLOW_ANSWER] == 8
 
 
 def test_a_limit_is_not_passed_by_whoever_catches_the_interruption():

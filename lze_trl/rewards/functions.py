@@ -6,8 +6,8 @@ keywords, of which those that compare answers use `solution`.
 """
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from trl.rewards import think_format_reward as trl_think_format_reward
@@ -22,27 +22,23 @@ Completion = str | list[dict[str, Any]]
 RewardFunction = Callable[..., Sequence[float | None]]
 
 
-@dataclass
-class CountedWarning:
-    """A warning with a count and the latest example, logged the first time and then at each power of ten."""
-
-    message: str
-    count: int = 0
-
-    def add(self, example: Any):
-        """Count a case."""
-        self.count += 1
-        if str(self.count).strip("0") == "1":
-            logger.warning(self.message, self.count, repr(example)[:120])
-
-
-unreadable_golds = CountedWarning(
+UNREADABLE_GOLD = (
     "%d completions so far have no accuracy, since math-verify cannot read the gold answer; the latest one is %s. "
     "`lze-trl data` lists such answers."
 )
-grading_timeouts = CountedWarning(
+SLOW_ANSWER = (
     "%d completions so far have no accuracy, since math-verify did not finish in time; the latest answer is %s."
 )
+
+cases: Counter[str] = Counter()
+"""How often a warning applied so far."""
+
+
+def warn_of(message: str, example: Any):
+    """Warn with a count and the latest example, the first time and then at each power of ten."""
+    cases[message] += 1
+    if str(cases[message]).strip("0") == "1":
+        logger.warning(message, cases[message], repr(example)[:120])
 
 
 class Grade(NamedTuple):
@@ -110,11 +106,11 @@ def grade(completion: str, gold: Any) -> Grade:
         text = gold_text(gold)
         gold_answer = read_gold(text) if text is not None else None
     except GradingTimeout:
-        grading_timeouts.add(gold)
+        warn_of(SLOW_ANSWER, gold)
         return Grade(None)
     if gold_answer is None:
         if gold is not None:
-            unreadable_golds.add(gold)
+            warn_of(UNREADABLE_GOLD, gold)
         return Grade(None)
 
     def compared() -> Grade:
@@ -125,7 +121,7 @@ def grade(completion: str, gold: Any) -> Grade:
         return in_time(compared)
     except GradingTimeout:
         shown = last_boxed(completion) or completion.strip()[-100:]
-        grading_timeouts.add(shown)
+        warn_of(SLOW_ANSWER, shown)
         return Grade(None, shown, True)
 
 

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
-from .functions import Completion, CountedWarning, Grade, completion_text, grade
+from .functions import Completion, Grade, completion_text, grade, warn_of
 from .grading import equal, final_part, last_boxed, read_gold
 from .limit import GradingTimeout, budget, in_time
 
@@ -46,7 +46,7 @@ _PLACEHOLDER = re.compile(
     re.IGNORECASE,
 )
 
-slow_votes = CountedWarning(
+SLOW_VOTES = (
     "%d pairs of votes so far count as different, since math-verify did not finish in time; the latest one is %s."
 )
 
@@ -80,22 +80,18 @@ class Verdict(NamedTuple):
 
 def read_vote(text: str, truncated: bool) -> str | None:
     r"""
-    The answer that a completion votes for: what the last `\boxed{…}` of its final part holds.
+    The answer that a completion votes for: what the last closed `\boxed{…}` of its final part holds; `None` if it is truncated.
 
-    `None` if the completion is truncated, and if the box is not closed or does not hold an answer, see [`holds_answer`].
+    `None` also if the box is blank (`\text{ }`, `\square`, `___`), or holds a placeholder ("your answer here", "N/A") or a refusal
+    ("cannot be found"). "none", "no solution", "undefined", "impossible" and `\emptyset` are answers.
     """
-    answer = None if truncated else last_boxed(final_part(text))
-    return answer if answer is not None and holds_answer(answer) else None
-
-
-def holds_answer(box: str) -> bool:
-    r"""
-    Whether the content of a box is an answer: not blank (`\text{ }`, `\square`, `___`), no placeholder ("your answer here",
-    "N/A") and no refusal ("cannot be found"). "none", "no solution", "undefined", "impossible" and `\emptyset` are answers.
-    """
+    box = None if truncated else last_boxed(final_part(text))
+    if box is None:
+        return None
     shown = " ".join(_LAYOUT.sub(" ", box).split())
     words = shown.strip(" .!:…<>[]()\"'")
-    return _CONTENT.search(shown) is not None and not _REFUSAL.search(words) and not _PLACEHOLDER.fullmatch(words)
+    says_nothing = _CONTENT.search(shown) is None or _REFUSAL.search(words) or _PLACEHOLDER.fullmatch(words)
+    return None if says_nothing else box
 
 
 @lru_cache(maxsize=65536)
@@ -107,7 +103,7 @@ def same_answer(one: str, other: str) -> bool:
     try:
         return one == other or in_time(_equal_texts, one, other)
     except GradingTimeout:
-        slow_votes.add((one, other))
+        warn_of(SLOW_VOTES, (one, other))
         return False
 
 
