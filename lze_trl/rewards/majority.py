@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 Labelled = Literal["gold", "none"]
 
-_GROUP_SECONDS = 2.0  # that comparing the votes of a group may take, see [`budget`]
+_GROUP_SECONDS = 2.0  # limit for comparing the votes of a group
 
 # Commands that show nothing of their own: blanks with their lengths, fonts, brackets, and what takes arguments
 _LAYOUT = re.compile(
@@ -52,27 +52,27 @@ SLOW_VOTES = (
 
 
 class Consensus(NamedTuple):
-    """What a group of n completions agrees on."""
+    """The majority among n completions."""
 
-    winner: int  # class with the most votes, the first of several; −1 if there is no vote
-    share: float  # votes of the winner, over all n completions
-    margin: int  # votes of the winner more than of the next class
-    valid: float  # share of the n completions that have a vote
+    winner: int  # class with the most votes, the first of several; −1 without votes
+    share: float  # votes of the winner / n
+    margin: int  # votes of the winner − votes of the next class
+    valid: float  # completions with a vote / n
 
 
 class Ballot(NamedTuple):
-    """What the majority reward reads of a completion."""
+    """Vote of one completion."""
 
     vote: str | None  # the answer, see [`read_vote`]
-    gold: Any = None  # by which labels are checked, whether or not it decides
-    grade: Grade | None = None  # by a gold answer that can be read, if that decides
+    gold: Any = None  # gold answer, by which labels are checked
+    grade: Grade | None = None  # if the gold answer decides
 
 
 class Verdict(NamedTuple):
-    """What the majority reward says of a group."""
+    """Rewards of one group."""
 
     rewards: list[float | None]  # of each completion; `None` for all of them where the reward abstains
-    metrics: dict[str, float]  # what is logged, as a mean over the groups that have it
+    metrics: dict[str, float]  # logged as means over the groups
     confidence: float = 1.0  # probability that the label is right, by the votes: the winner's share; 1 for gold
     winner: str | None = None  # the answer that most completions give
     evidence: tuple[float, float] | None = None  # the winner's share, and 1 if a gold answer equals it, else 0
@@ -133,7 +133,7 @@ def answer_classes(votes: Sequence[str | None], same: Callable[[str, str], bool]
 
 
 def consensus(classes: np.ndarray) -> Consensus:
-    """What a group agrees on, from the classes of its votes, shape `(n,)`, n at least 1."""
+    """The majority of a group, from the classes of its votes, shape `(n,)`, n at least 1."""
     counts = np.bincount(classes[classes >= 0])
     if not len(counts):
         return Consensus(-1, 0.0, 0, 0.0)
@@ -220,8 +220,7 @@ class MajorityReward:
 
     def settle(self, ballots: Sequence[Ballot], final: bool = True) -> Verdict:
         """
-        Judge one whole group. Before it is `final`, that is if votes may still be added, the winner counts however far it is
-        ahead.
+        Judge one whole group. While votes may still be added (`final=False`), it does not abstain.
         """
         votes = [ballot.vote for ballot in ballots]
         with budget(_GROUP_SECONDS):

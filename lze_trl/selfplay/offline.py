@@ -1,4 +1,4 @@
-"""`lze-trl self-instruct`: a file of problems that a model has written, and whose answers it agrees on neither too little nor too much."""
+"""`lze-trl self-instruct` writes a file of problems on whose answers the model agrees neither too little nor too much."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from .writer import NewProblem, Writer, id_in_words
 
 @dataclass(frozen=True)
 class DifficultyFilter:
-    """What a majority of `votes` answers must be like for a problem to be worth training on."""
+    """Accepts a problem if the majority reward does not abstain on `votes` answers to it."""
 
     majority: MajorityReward
     style: PromptStyle  # how prompts are written around problems
@@ -27,15 +27,15 @@ class DifficultyFilter:
     votes: int = 16
 
     def judge(self, outputs: Iterable[Output]) -> tuple[str | None, dict[str, Any]]:
-        """The reason to reject a problem, `None` if there is none, and what is told of the vote."""
+        """The reason to reject a problem or `None`, and the vote as columns of the file."""
         given = list(outputs)
         ballots = self.majority.read([output.text for output in given], [output.truncated for output in given])
         verdict = self.majority.settle(ballots)
-        told = {"share": verdict.metrics["winner_share"], "valid": 1.0 - verdict.metrics["no_vote_share"]}
-        return abstention(verdict.metrics), told | {"majority_answer": verdict.winner}
+        vote = {"share": verdict.metrics["winner_share"], "valid": 1.0 - verdict.metrics["no_vote_share"]}
+        return abstention(verdict.metrics), vote | {"majority_answer": verdict.winner}
 
     def passed(self, problems: list[NewProblem], writer: Writer, engine: Engine) -> list[dict[str, Any]]:
-        """What the file holds of the problems that pass. Counts the others among those that the writer rejected."""
+        """Lines of the file for the problems that pass. The others are added to the writer's rejections."""
         asked = [Problem(id_in_words(p.text), self.style.around(p.text), None) for p in problems]
         requests = [Request(problem, i) for problem in asked for i in range(self.votes)]
         answers: dict[str, list[Output]] = {problem.id: [] for problem in asked}
@@ -45,8 +45,8 @@ class DifficultyFilter:
         for problem, (name, outputs) in zip(problems, answers.items(), strict=True):
             reason, vote = self.judge(outputs)
             if reason is None:
-                told = {"problem": problem.text, "id": name, "parents": problem.parents.split()}
-                lines.append(told | {"overlap": problem.overlap, **vote, "round": writer.rounds - 1})
+                line = {"problem": problem.text, "id": name, "parents": problem.parents.split()}
+                lines.append(line | {"overlap": problem.overlap, **vote, "round": writer.rounds - 1})
             else:
                 writer.rejected[reason] += 1
         return lines
@@ -57,7 +57,7 @@ def write_file(
 ) -> Iterator[int]:
     """
     Add problems to a file of JSON lines until it holds `count`, and yield their number at the start and after each round. A killed
-    command goes on with the round after that of the last line.
+    command continues with the round after that of the last line.
 
     Raises:
         InstructError: If `max_rounds` rounds in a row give no acceptable problem.
@@ -78,7 +78,7 @@ def write_file(
 
 
 def _whole_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a file; a last one that was cut off with its writer is removed."""
+    """Read a file, and remove a last line that is incomplete."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.is_file():
         return []

@@ -1,4 +1,4 @@
-"""Self-instruction during a training: the policy of the moment writes problems whenever few are left to visit."""
+"""Self-instruction during a training: the current policy writes problems when few unvisited ones are left."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -29,20 +29,20 @@ EXEMPLAR_TEMPERATURE = 0.2
 
 @dataclass(frozen=True)
 class Instruction:
-    """What a training that writes its own problems begins with."""
+    """Seeds, prompt style and generator of a training that writes its own problems."""
 
     seeds: Seeds
     style: PromptStyle  # how prompts are written around problems
     generator: Generator | None = None  # writes problems in place of the policy
 
     def writer(self, args: Any) -> Writer:
-        """Who writes problems, by the settings of a [`LZEGRPOConfig`]."""
+        """The writer with the settings of a [`LZEGRPOConfig`]."""
         settings = SelfPlaySettings(**args.self_play)
         return Writer(settings, self.seeds, args.seed, self.style.conversational, self.generator)
 
     @classmethod
     def of(cls, dataset: Dataset) -> "Instruction":
-        """From the prompts of a training set, as they are: the last message of each is the problem."""
+        """Take the last message of each prompt of a training set as a problem."""
         prompts = [row["prompt"] for row in dataset]
         if isinstance(prompts[0], str):
             return cls(Seeds(tuple(prompts)), PromptStyle(conversational=False))
@@ -52,7 +52,7 @@ class Instruction:
 
 class OnlineInstruction:
     """
-    Fills a pool of problems. It is a part of the checkpoint: what was accepted once is known for good.
+    Fills a pool of problems. The pool is saved in checkpoints, so no problem is accepted twice in a run.
 
     Args:
         args ([`LZEGRPOConfig`]): Settings of the run.
@@ -80,7 +80,7 @@ class OnlineInstruction:
 
     def restock(self, missing: int, generation: int, policy: Callable[[], AbstractContextManager[Engine | None]]):
         """
-        Add at least so many problems to the pool, which a generation batch is going to need. All processes call it.
+        Add at least `missing` problems to the pool. All processes call it.
 
         Raises:
             InstructError: If `max_rounds` rounds in a row give no acceptable problem.
@@ -98,7 +98,7 @@ class OnlineInstruction:
     def _written(
         self, missing: int, engine: Any
     ) -> tuple[list[NewProblem], list[float], int, Counter[str]] | InstructError:
-        """Problems and their priors, rounds so far, and rejections so far by reason; or why there are not enough."""
+        """New problems, their priors, the number of rounds and rejections by reason; or an error for all processes to raise."""
         proved = self.pool.proved
         own, known = proved["text"].tolist(), self._state.prompts(proved.index.to_numpy())
         by_energy = self._args.self_play["exemplars"] == "energy" and own
@@ -112,11 +112,11 @@ class OnlineInstruction:
         return found, [inherited(problem, rates) for problem in found], self.writer.rounds, self.writer.rejected
 
     def observe(self, groups: Table):
-        """Learn from the scored groups of a generation batch."""
+        """Record the pass rates of a generation batch."""
         self.pool.observe(groups.prompt_ids, groups.pass_rates, groups.alive)
 
     def metrics(self) -> dict[str, float]:
-        """The pool, and what was rejected so far."""
+        """Size and state of the pool, and rejections so far."""
         rows = self.pool.rows
         rejected = {f"instruct_rejected/{why.replace(' ', '_')}": n for why, n in self.writer.rejected.items() if n}
         return {
@@ -142,15 +142,15 @@ class OnlineInstruction:
 
 
 def inherited(problem: NewProblem, rates: dict[str, float]) -> float:
-    """Mean of the pass rates that are expected of the parents of a problem; 0.5 where none is known."""
+    """Mean of the expected pass rates of the parents of a problem; 0.5 if none is known."""
     own = [rates[parent] for parent in problem.parents.split() if parent in rates]
     return float(np.mean(own)) if own else 0.5
 
 
 def exemplar_chances(prompts: Prompts, by_share: bool) -> np.ndarray:
     """
-    Softmax of the energy that the next visit of each prompt is expected to have, if wanted times the share of the winner that
-    is expected; shape `(P,)`.
+    Softmax of the expected energy of each prompt's next visit, shape `(P,)`. `by_share` multiplies the energy by the expected
+    share of the winner.
     """
     scores = expected_energy(prompts) * (prompts.pass_rates if by_share else 1.0)
     return softmax(scores / EXEMPLAR_TEMPERATURE)

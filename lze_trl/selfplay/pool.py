@@ -15,7 +15,7 @@ _KINDS = {
     "parents": object,  # ids of the exemplars, with blanks between
     "overlap": np.float64,
     "birth": np.int64,  # generation batch
-    "prior": np.float64,  # pass rate that was expected when it was written
+    "prior": np.float64,  # expected pass rate at birth
     "visits": np.int64,
     "share": np.float64,  # pass rate of the last visit; by a majority, the winner's share
     "alive": np.bool_,  # whether the last visit had a gradient
@@ -24,9 +24,9 @@ _KINDS = {
 
 class PromptPool:
     """
-    Problems in the order in which they were written, in the table `rows`, whose index are the hashes of the prompts.
+    Problems in the order in which they were written, in the table `rows`. Its index holds the hashes of the prompts.
 
-    `write` makes the prompt around a problem; `columns` are those that a row has besides.
+    `write` makes the prompt around a problem; `columns` are the further columns of the training set.
     """
 
     def __init__(self, write: Callable[[str], Any], columns: Sequence[str] = ()):
@@ -38,7 +38,7 @@ class PromptPool:
         return len(self.rows)
 
     def __getitems__(self, places: list[int]) -> list[dict[str, Any]]:
-        """Rows as a training set gives them, with what is recorded of a problem."""
+        """Rows of the training set, with the columns that telemetry records."""
         return [
             {
                 **self._columns,
@@ -63,18 +63,18 @@ class PromptPool:
         return self.rows.index.to_numpy()
 
     def priors(self, prompt_ids: np.ndarray) -> np.ndarray:
-        """What was expected of problems when they were written, given the hashes of their prompts; 0.5 for others."""
+        """Pass rates that were expected when problems were written, by the hashes of their prompts; 0.5 for unknown prompts."""
         return self.rows["prior"].reindex(prompt_ids).fillna(0.5).to_numpy()
 
     def add(self, problems: Sequence[NewProblem], generation: int, priors: Sequence[float]):
-        """Add problems at the end; `priors` are the pass rates that are expected of them."""
+        """Add problems at the end; `priors` are their expected pass rates."""
         index = pd.Index([prompt_id(self._write(problem.text)) for problem in problems], dtype=np.int64)
         new = pd.DataFrame(list(problems), columns=list(NewProblem._fields), index=index)
         new = new.assign(birth=generation, prior=priors, visits=0, share=np.nan, alive=False)
         self.rows = pd.concat([self.rows, new]).astype(_KINDS) if len(new) else self.rows
 
     def observe(self, prompt_ids: np.ndarray, shares: np.ndarray, alive: np.ndarray):
-        """Enter a visit of some of the problems."""
+        """Record a visit of some of the problems."""
         self.rows.loc[prompt_ids, "visits"] += 1
         self.rows.loc[prompt_ids, "share"] = shares
         self.rows.loc[prompt_ids, "alive"] = alive

@@ -1,6 +1,6 @@
 """
-The writer of problems, for trainings and for `lze-trl self-instruct`: exemplars → requests → problems as they are read → those that
-are new and can be trained on.
+Writes problems, for a training and for `lze-trl self-instruct`. A round shows exemplars to the model, reads problems from its
+answers, and admits those that are new and fit for training.
 """
 
 import logging
@@ -29,10 +29,10 @@ Ask = Callable[[list[Request], Decoding], Iterable[tuple[Request, Output]]]
 """Completes requests, in any order."""
 
 Generator = Callable[[list[str], np.random.Generator], Sequence[str | Item]]
-"""Writes problems itself, given exemplars: in place of the model. Texts are taken as they are; `Item`s pass the filters first."""
+"""Writes problems in place of the model, given exemplars. Filters are applied to `Item`s, not to plain texts."""
 
 UNREAD, KNOWN = "no problem in the answer", "too similar"
-"""Reasons beside those of the filters."""
+"""Further reasons to reject an answer or a problem."""
 
 
 class InstructError(ValueError):
@@ -40,7 +40,7 @@ class InstructError(ValueError):
 
 
 class NewProblem(NamedTuple):
-    """A problem that was admitted."""
+    """A new problem that passed the filters."""
 
     text: str
     parents: str  # ids of the exemplars, with blanks between
@@ -50,8 +50,8 @@ class NewProblem(NamedTuple):
 @dataclass(frozen=True)
 class Seeds:
     """
-    Bare problems to begin with: exemplars of what is to be written. `references` are evaluation problems, which no new problem may
-    resemble.
+    Problems without the prompt around them, which are shown as exemplars. `references` are evaluation problems, which no new
+    problem may resemble.
     """
 
     problems: tuple[str, ...]
@@ -66,7 +66,7 @@ class Seeds:
             )
 
     def overlapping(self, limit: float) -> list[tuple[str, str, float]]:
-        """References that a seed resembles: the reference, the seed and their ROUGE-L F1 above the limit."""
+        """Triples of a reference, a seed that resembles it, and their ROUGE-L F1 above the limit."""
         found = OverlapIndex(self.problems).nearest(self.references, limit)
         return [
             (self.references[row], self.problems[found.place[row]], float(found.similarity[row]))
@@ -76,14 +76,14 @@ class Seeds:
 
 class Writer:
     """
-    Has problems written, in rounds: by a model that is asked few-shot, or by a `generator`. It admits problems that pass the filters
-    and that nothing known resembles: no seed, no reference, and nothing admitted before.
+    Writes problems in rounds, by asking a model with exemplars or by calling a `generator`. It admits problems that pass the filters
+    and resemble no seed, no reference and no problem admitted before.
 
     Args:
         settings ([`~lze_trl.settings.SelfPlaySettings`]): How problems are written, and which are accepted.
-        seeds ([`Seeds`]): Exemplars. Those that would be rejected are not shown: one with a figure teaches to write figures.
-        seed (`int`): Of all that is random.
-        conversational (`bool`): Whether the model is asked by messages in its chat template, or goes on with a text.
+        seeds ([`Seeds`]): Exemplars. Seeds that the filters reject are not shown: a figure teaches the model to write figures.
+        seed (`int`): Seed of exemplars and requests.
+        conversational (`bool`): Whether to ask with the chat template; otherwise the model continues a text.
         generator (`Callable`, *optional*): Writes problems in place of a model.
     """
 
@@ -114,17 +114,17 @@ class Writer:
         if settings.own > settings.examples or len(self._shown) < settings.examples:
             raise InstructError(
                 f"A request shows {settings.examples} problems, of which at most {settings.own} are the model's own, and "
-                f"{len(self._shown)} of {len(texts)} seeds can be shown ({told(dropped)}). Give more seeds, or lower `examples` or "
+                f"{len(self._shown)} of {len(texts)} seeds can be shown ({in_words(dropped)}). Give more seeds, or lower `examples` or "
                 "`own` in `self_play`."
             )
         if dropped:
             logger.warning(
-                "%d of %d seeds are not shown to the model: %s.", dropped.total(), len(texts), told(dropped)
+                "%d of %d seeds are not shown to the model: %s.", dropped.total(), len(texts), in_words(dropped)
             )
 
     @cached_property
     def known(self) -> OverlapIndex:
-        """All that new problems must not resemble. Made when it is first asked for: only the main process compares."""
+        """Texts that no new problem may resemble. Built on first use, because only the main process compares."""
         return OverlapIndex([*self.seeds.problems, *self.seeds.references])
 
     def write(
@@ -138,8 +138,8 @@ class Writer:
         """
         Write in rounds until at least `count` problems are kept, and yield what `keep` returns for each round.
 
-        `own` are problems of the model's own that have proved worth training on, which are shown with probabilities in proportion to
-        `chances`, by default all alike. Raises [`InstructError`] if `max_rounds` rounds in a row give nothing.
+        `own` are problems that the model wrote before; `chances` are their probabilities to be shown, equal by default. Raises
+        [`InstructError`] if `max_rounds` rounds in a row give nothing.
         """
         found = barren = 0
         while found < count:
@@ -148,12 +148,12 @@ class Writer:
             if barren == self.settings.max_rounds:
                 raise InstructError(
                     f"{barren} rounds in a row gave no acceptable problem, after {found} of {count}. Rejected so far: "
-                    f"{told(self.rejected)}. Use other seeds or a stronger model, or accept more (`overlap`, `majority_bounds`)."
+                    f"{in_words(self.rejected)}. Use other seeds or a stronger model, or accept more (`overlap`, `majority_bounds`)."
                 )
             yield kept
 
     def round(self, own: Sequence[str], ask: Ask | None, chances: np.ndarray | None = None) -> list[NewProblem]:
-        """One round: problems in an order that does not depend on when answers arrive."""
+        """Write one round of problems, in an order that does not depend on when answers arrive."""
         shown = [self._exemplars(place, own, chances) for place in range(self.settings.requests)]
         answers = self._generated(shown) if self.generator else self._asked(shown, ask)
         self.rounds += 1
@@ -162,7 +162,7 @@ class Writer:
         return self._admitted([(item, ids) for items, ids in zip(answers, parents, strict=True) for item in items])
 
     def _admitted(self, proposals: Sequence[tuple[Item, str]]) -> list[NewProblem]:
-        """The proposals that are admitted, the first of those that resemble each other."""
+        """Filter proposals. Of several that resemble each other, the first is admitted."""
         reasons = [reason_to_reject(item) for item, _ in proposals]
         self.rejected.update(reason for reason in reasons if reason is not None)
         fit = [(item.text, ids) for (item, ids), reason in zip(proposals, reasons, strict=True) if reason is None]
@@ -209,10 +209,10 @@ class Writer:
 
 
 def id_in_words(text: str) -> str:
-    """The name of a bare problem in files and in the app: its content hash, 16 hexadecimal digits."""
+    """Name of a problem in files and in the app: its content hash as 16 hexadecimal digits."""
     return f"{prompt_id(text) % 2**64:016x}"
 
 
-def told(counts: Counter[str]) -> str:
-    """Counts by reason in words, the most frequent first."""
+def in_words(counts: Counter[str]) -> str:
+    """Counts by reason, the most frequent first: "3 too short, 1 figure"."""
     return ", ".join(f"{count} {reason}" for reason, count in counts.most_common() if count) or "none"
