@@ -89,7 +89,7 @@ def test_a_batch_has_a_budget_beyond_which_only_quick_answers_are_graded(counter
     def spin(seconds):
         end = time.thread_time() + seconds
         while time.thread_time() < end:
-            pass
+            sum(range(10_000))  # the timer counts time outside of the system
 
     with limit.budget(1.0):
         limit.in_time(spin, 0.5)
@@ -210,19 +210,21 @@ def test_exact_match():
 
 
 @pytest.mark.parametrize(
-    ("completion", "think", "boxed"),
+    ("completion", "think", "boxed", "both"),
     [
-        (r"<think>a</think>\boxed{3}", 1.0, 1.0),
-        (r"\boxed{3}", 0.0, 1.0),
-        (r"<think>a</think>\boxed{3", 1.0, 0.0),
-        ("<think>a", 0.0, 0.0),
-        ("", 0.0, 0.0),
+        (r"<think>a</think>\boxed{3}", 1.0, 1.0, 1.0),
+        (r"<think>\boxed{3}</think>3", 1.0, 1.0, 0.0),
+        (r"\boxed{3}", 0.0, 1.0, 0.0),
+        (r"<think>a</think>\boxed{3", 1.0, 0.0, 0.0),
+        ("<think>a", 0.0, 0.0, 0.0),
+        ("", 0.0, 0.0, 0.0),
     ],
 )
-def test_formats(completion, think, boxed):
+def test_formats(completion, think, boxed, both):
     for form in (completion, conversation(completion)):
         assert rewards.think_format_reward([form], solution=["3"]) == [think]
         assert rewards.boxed_format_reward([form], solution=["3"]) == [boxed]
+        assert rewards.format_reward([form], solution=["3"]) == [both]
 
 
 def test_rewards_are_found_by_name_and_by_import_path():

@@ -5,6 +5,7 @@ from .functions import (
     accuracy_reward,
     boxed_format_reward,
     exact_match_reward,
+    format_reward,
     think_format_reward,
 )
 from .majority import MajorityReward
@@ -20,6 +21,7 @@ __all__ = [
     "accuracy_reward",
     "boxed_format_reward",
     "exact_match_reward",
+    "format_reward",
     "get_reward",
     "think_format_reward",
 ]

@@ -145,3 +145,10 @@ def think_format_reward(completions: list[Completion], **kwargs) -> list[float]:
 def boxed_format_reward(completions: list[Completion], **kwargs) -> list[float]:
     r"""Reward function that gives 1.0 for a closed `\boxed{}` that is not empty, and 0.0 otherwise."""
     return [float(last_boxed(completion_text(completion)) is not None) for completion in completions]
+
+
+def format_reward(completions: list[Completion], **kwargs) -> list[float]:
+    r"""Reward function that gives 1.0 for `<think>…</think>` and then a `\boxed{}` answer, and 0.0 otherwise."""
+    thought = think_format_reward(completions)
+    boxed = boxed_format_reward([completion_text(completion).rpartition("</think>")[2] for completion in completions])
+    return [min(pair) for pair in zip(thought, boxed, strict=True)]

@@ -5,6 +5,7 @@ Every entry has cases in `tests/test_grading.py`. If they pass without it, as th
 """
 
 import re
+from decimal import Decimal
 from typing import Any
 
 import sympy
@@ -62,6 +63,8 @@ _TOO_LARGE = re.compile(
 )
 _LONGEST, _DEEPEST = 400, 12  # characters and nested brackets beyond which the parser takes seconds
 
+_BASE = re.compile(r"(?<=[\dA-F)}])_\s*\{?\s*(?:\\text\{)?\s*(\d+)")
+_DECIMAL = re.compile(r"-?\d*\.(\d+)")
 _SMALL, _TOLERANCE = 1e-3, 2e-6
 
 
@@ -95,6 +98,21 @@ def is_too_large(text: str) -> bool:
         depth += (char in "([{") - (char in ")]}")
         deepest = max(deepest, depth)
     return len(text) > _LONGEST or deepest > _DEEPEST or _TOO_LARGE.search(text) is not None
+
+
+def differ_as_text(gold: str, answer: str) -> bool:
+    """
+    Whether two answers name different bases, as in `52_8`, which math-verify drops; or are decimals that differ before the end of
+    the shorter one. math-verify compares six decimals, however many there are.
+    """
+    bases = _BASE.findall(gold), _BASE.findall(answer)
+    if all(bases) and bases[0] != bases[1]:
+        return True
+    decimals = _DECIMAL.fullmatch(gold), _DECIMAL.fullmatch(answer)
+    if decimals[0] is None or decimals[1] is None:
+        return False
+    places = min(len(decimals[0][1]), len(decimals[1][1]))
+    return abs(Decimal(gold) - Decimal(answer)) >= Decimal(1).scaleb(-places)
 
 
 def is_really_equal(gold: Any, answer: Any) -> bool:

@@ -18,7 +18,7 @@ from latex2sympy2_extended import NormalizationConfig
 from math_verify import LatexExtractionConfig, grader, parse, parser, verify
 from sympy import Basic, MatrixBase
 
-from .gaps import is_really_equal, is_too_large, rewrite
+from .gaps import differ_as_text, is_really_equal, is_too_large, rewrite
 from .limit import GradingTimeout, in_time
 
 
@@ -172,7 +172,9 @@ def _read_completion(text: str) -> Answer | None:
 
 def equal(gold: Answer, answer: Answer) -> bool:
     """Whether two answers are equal, as far as math-verify can tell; raises [`GradingTimeout`] if it takes too long."""
-    return gold.text == answer.text or in_time(_equal_expressions, gold, answer)
+    if gold.text == answer.text:
+        return True
+    return not differ_as_text(gold.text, answer.text) and in_time(_equal_expressions, gold, answer)
 
 
 def _equal_expressions(gold: Answer, answer: Answer) -> bool:

@@ -70,7 +70,7 @@ def in_time(function: Callable, *args: Any, seconds: float | None = None) -> Any
     _main.is_limited = True
     try:
         try:
-            # By the time of all threads on the processor, which is no less than that of this one
+            # Counts the time of all threads outside of system calls
             signal.setitimer(signal.ITIMER_VIRTUAL, _TICK, _TICK)
             return function(*args)
         finally:

@@ -10,6 +10,7 @@ from .functions import (
     accuracy_reward,
     boxed_format_reward,
     exact_match_reward,
+    format_reward,
     think_format_reward,
 )
 from .majority import MajorityReward
@@ -22,6 +23,7 @@ MAJORITY = "majority"
 REWARDS: dict[str, RewardFunction] = {
     "accuracy": accuracy_reward,
     "exact_match": exact_match_reward,
+    "format": format_reward,
     "think_format": think_format_reward,
     "boxed_format": boxed_format_reward,
 }
