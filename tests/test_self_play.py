@@ -8,10 +8,8 @@ import pytest
 import torch
 
 import play_run
-import tiny
 import votes_run
 from launches import on_processes
-from lze_trl import LZEGRPOTrainer
 from lze_trl.data.adapters import PromptStyle
 from lze_trl.data.overlap import OverlapIndex
 from lze_trl.memory.identity import ID_COLUMN, prompt_id
@@ -259,13 +257,3 @@ def test_a_generator_that_repeats_itself_stops_with_the_reasons(model, tmp_path)
 def test_what_does_not_go_with_self_instruction_is_refused(model, tmp_path, settings, problem):
     with pytest.raises(ValueError, match=problem):
         play_run.trainer(model, tmp_path / "run", **settings)
-
-
-def test_seeds_must_have_text(model, tmp_path):
-    with pytest.raises(ValueError, match="The training set has '' as the prompt of row 1"):
-        LZEGRPOTrainer(
-            model=str(model / "model"),
-            reward_funcs=tiny.digit_reward,
-            args=play_run.config(tmp_path, reward_weights=None),
-            train_dataset=tiny.prompts(2).map(lambda row, i: {"prompt": row["prompt"] * (i < 1)}, with_indices=True),
-        )

@@ -7,7 +7,7 @@ How a model is asked for problems, and how its answer is read.
 
 import re
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 
 # In our words what the published one says
@@ -36,20 +36,11 @@ class Item(NamedTuple):
     trusted: bool = False  # True of what a program wrote: the filters know what models write
 
 
-class Template(Protocol):
-    """A way to ask for problems."""
-
-    def request(self, exemplars: Sequence[str]) -> str:
-        """What the user says, given k exemplars."""
-
-    def read(self, text: str, after: int, truncated: bool) -> list[Item]:
-        """The problems of an answer to a request with k = `after` exemplars."""
-
-
 class Tagged:
     """Problems between tags. A problem whose tag is not closed was cut off."""
 
     def request(self, exemplars: Sequence[str]) -> str:
+        """What the user says, given k exemplars."""
         shown = "\n\n".join(f"{_OPEN}{text}{_CLOSE}" for text in exemplars)
         return (
             f"Here are {len(exemplars)} problems.\n\n{shown}\n\nWrite one new problem of the same kind, between {_OPEN} and "
@@ -57,6 +48,7 @@ class Tagged:
         )
 
     def read(self, text: str, after: int, truncated: bool) -> list[Item]:
+        """The problems of an answer to a request with k = `after` exemplars."""
         parts = (part.partition(_CLOSE) for part in text.split(_OPEN)[1:])
         return [Item(problem.strip(), bool(closing)) for problem, closing, _ in parts if problem.strip()]
 
@@ -101,4 +93,4 @@ def one_line(text: str) -> str:
     return " ".join(text.split())
 
 
-TEMPLATES: dict[str, Template] = {"tagged": Tagged(), "serl": Numbered()}
+TEMPLATES: dict[str, Tagged | Numbered] = {"tagged": Tagged(), "serl": Numbered()}
