@@ -172,20 +172,19 @@ class MajorityReward:
         self.__name__ = "majority_reward"  # by which TRL logs it
         self.bounds, self.margin, self.min_valid, self.labelled = tuple(bounds), margin, min_valid, labelled
         self._warned = False
-        low_high = len(self.bounds) == 2 and 0 <= self.bounds[0] < self.bounds[1] <= 1
-        for name, value, is_allowed, allowed in (
-            ("bounds", bounds, low_high, "two increasing numbers in [0, 1], [0.2, 0.8] as published"),
-            ("margin", margin, isinstance(margin, Integral) and margin >= 1, "a whole number of at least 1"),
-            ("min_valid", min_valid, 0 <= min_valid <= 1, "in [0, 1]"),
-            (
-                "labelled",
-                labelled,
+        is_range = len(self.bounds) == 2 and 0 <= self.bounds[0] < self.bounds[1] <= 1
+        allowed = {
+            "bounds": (is_range, "two increasing numbers in [0, 1]"),
+            "margin": (isinstance(margin, Integral) and margin >= 1, "a whole number of at least 1"),
+            "min_valid": (0 <= min_valid <= 1, "in [0, 1]"),
+            "labelled": (
                 labelled in get_args(Labelled),
                 "'gold' (gold answers decide where there are some) or 'none'",
             ),
-        ):
+        }
+        for name, (is_allowed, words) in allowed.items():
             if not is_allowed:
-                raise ValueError(f"`majority_{name}` must be {allowed}, got {value!r}.")
+                raise ValueError(f"`majority_{name}` must be {words}, got {vars(self)[name]!r}.")
 
     def read(
         self,
@@ -219,9 +218,7 @@ class MajorityReward:
         return [Ballot(vote, gold, grade if grade.has_gold else None) for vote, gold, grade in rows]
 
     def settle(self, ballots: Sequence[Ballot], final: bool = True) -> Verdict:
-        """
-        Judge one whole group. While votes may still be added (`final=False`), it does not abstain.
-        """
+        """Judge one whole group. While votes may still be added (`final=False`), it does not abstain."""
         votes = [ballot.vote for ballot in ballots]
         with budget(_GROUP_SECONDS):
             classes = answer_classes(votes, same_answer)
