@@ -267,8 +267,6 @@ class LZEGRPOConfig(GRPOConfig):
         self._check_reward_range()
         self._check_combinations()
         self._check_estimator()
-        if self.self_play["instruct"]:
-            self.make_instruct()  # refuses settings that contradict each other
         self._resolve_packing()
 
     def _fill_blocks(self, of_strategy: dict[str, Any]):
@@ -358,13 +356,6 @@ class LZEGRPOConfig(GRPOConfig):
             case "gate":
                 return Gate(size, **settings)
         return UniformController(size, **settings)
-
-    def make_instruct(self) -> Any:
-        """The [`~lze_trl.selfplay.settings.InstructSettings`] of self-instruction."""
-        from .selfplay.settings import InstructSettings
-
-        own = {own.name for own in fields(InstructSettings)} - {"seed"}
-        return InstructSettings(self.seed, **{name: self.self_play[name] for name in own})
 
     def make_selector(self) -> Selector:
         """The selector that the settings describe."""

@@ -40,7 +40,7 @@ class SelfPlaySettings:
     """`self_play`."""
 
     instruct: bool = False
-    template: str = "tagged"
+    template: Literal["tagged", "serl"] = "tagged"
     examples: int = 8
     own: int = 2
     exemplars: Literal["energy", "uniform"] = "energy"

@@ -229,9 +229,9 @@ class LZEGRPOTrainer(GRPOTrainer):
         self.prompt_state = make_state(args, dataset, rule, planner, pruning)
         writes: PromptSource | None = None
         if args.self_play["instruct"]:
-            from .selfplay.online import make_source
+            from .selfplay.online import OnlineInstruction
 
-            writes = make_source(args, instruction, dataset, self.prompt_state, self.accelerator)
+            writes = OnlineInstruction(args, instruction, dataset, self.prompt_state, self.accelerator)
         prompts = dataset if writes is None else writes.pool
         self.passes = make_passes(args, self.accelerator, prompts, self.prompt_state, planner, controller, pruning)
         self.ledger = Ledger(iterations=self.num_iterations, logprob_passes=Engine(self).logprob_passes)

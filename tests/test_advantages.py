@@ -13,7 +13,7 @@ import tiny
 import votes_run
 from lze_trl import LZEGRPOTrainer
 from lze_trl.rewards import MajorityReward
-from lze_trl.rewards.votes import read_vote
+from lze_trl.rewards.majority import read_vote
 from lze_trl.select.advantages import Estimator, estimate_advantages, group_advantages, zero_std_share
 from samples import NAN, outcome_groups, rollouts
 

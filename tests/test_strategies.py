@@ -241,7 +241,7 @@ def test_a_strategy_of_an_earlier_version_says_what_to_write(tmp_path, name):
         ({"vllm_server_kwargs": {"sync_dir": 3}}, "`vllm_server_kwargs`: `sync_dir` must be a text, got 3"),
         (
             {"self_play": {"instruct": True, "template": "serll"}},
-            "`template` of `self_play` must be one of .*'serl'.* got 'serll'",
+            "`template` must be one of .*'serl'.* got 'serll'",
         ),
         ({"self_play": {"instruct": 1}}, "`self_play`: `instruct` must be true or false, got 1"),
         ({"self_play": True}, "`self_play` must be a mapping of settings to values, got True"),

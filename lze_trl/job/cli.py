@@ -114,9 +114,7 @@ def build_parser() -> argparse.ArgumentParser:
     write("recipe", metavar="RECIPE", help="whose datasets are the seeds, and whose model writes and votes")
     at_least_one = _number(int, "at least 1", lambda number: number >= 1)
     write("--count", type=at_least_one, required=True, help="number of problems")
-    write(
-        "--output", metavar="FILE", required=True, help="JSON lines; a journal beside it lets a killed command go on"
-    )
+    write("--output", metavar="FILE", required=True, help="JSON lines; a killed command goes on with them")
     write("--votes", type=at_least_one, default=16, help="answers to each problem, of which the majority decides")
     write("--against", metavar="DATASET", nargs="+", help="further sets that no problem may resemble")
     write("--server", metavar="URL", nargs="+", help="running vLLM servers of the model; default: the recipe's")

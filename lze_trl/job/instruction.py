@@ -12,9 +12,8 @@ from ..evaluation.contamination import training_texts
 from ..evaluation.settings import Decoding
 from ..evaluation.tasks import find_tasks, load_problems
 from ..names import members_of, near
-from ..selfplay.generator import Generator, Seeds
 from ..selfplay.online import Instruction
-from ..selfplay.settings import InstructError
+from ..selfplay.writer import Generator, InstructError, Seeds
 from .recipe import LZEScriptArguments, RecipeError
 
 
