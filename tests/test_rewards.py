@@ -150,12 +150,14 @@ def test_a_limit_is_not_passed_by_whoever_catches_the_interruption():
         limit.in_time(lambda: 9 ** (9**9), seconds=0.1)
 
 
-def test_other_threads_grade_without_a_limit():
+def test_other_threads_have_the_same_limit(counters):
     found = []
-    thread = threading.Thread(target=lambda: found.append(score("27", r"\boxed{54/2}")))
+    completions = [rf"So it is \boxed{{{ENDLESS[1]}}}.", r"\boxed{54/2}"]
+    thread = threading.Thread(target=lambda: found.extend(accuracy_reward(completions, ["27"] * 2)))
     thread.start()
     thread.join()
-    assert found == [1.0]
+    assert found == [None, 1.0]
+    assert counters[functions.SLOW_ANSWER] == 1
 
 
 def test_grading_leaves_alarms_and_handlers_as_they_are():
