@@ -14,7 +14,7 @@ import tiny
 import votes_run
 from launches import on_processes
 from lze_trl import LZEGRPOTrainer
-from lze_trl.data.adapters import PromptStyle
+from lze_trl.data import PromptStyle
 from lze_trl.data.overlap import OverlapIndex
 from lze_trl.memory.identity import ID_COLUMN, prompt_id
 from lze_trl.memory.state import PromptState

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..data.adapters import PromptStyle
+from ..data import PromptStyle
 from ..evaluation.engines import Engine, Output, Request
 from ..evaluation.run import check_settings
 from ..evaluation.samples import Sample, SampleFile
