@@ -10,8 +10,7 @@ import yaml
 
 import tiny
 from lze_trl import checkpoint as store
-from lze_trl.data import load_prompts
-from lze_trl.data.adapters import PromptStyle
+from lze_trl.data import PromptStyle, load_prompts
 from lze_trl.data.overlap import OverlapIndex
 from lze_trl.evaluation.engines import Output
 from lze_trl.evaluation.settings import Decoding

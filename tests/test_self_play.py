@@ -10,7 +10,7 @@ import torch
 import play_run
 import votes_run
 from launches import on_processes
-from lze_trl.data.adapters import PromptStyle
+from lze_trl.data import PromptStyle
 from lze_trl.data.overlap import OverlapIndex
 from lze_trl.memory.identity import ID_COLUMN, prompt_id
 from lze_trl.memory.state import PromptState

@@ -224,28 +224,21 @@ def _demo(namespace: argparse.Namespace, flags: list[str]):
 
 def _data(namespace: argparse.Namespace, flags: list[str]):
     """Read data sets as training would, and count duplicates and unreadable answers."""
-    from ..data.audit import Failure, audit, render
+    from ..data.audit import audit, render
 
     settings = {name: vars(namespace)[name] for name in ("split", "config", "limit", *DATA_COLUMNS)}
     if namespace.near is not None and not namespace.against:
         raise CommandError("`--near` says what resembles the tasks of `--against`, and none is given. Name some.")
     entries = audit(namespace.references, **settings)
-    failures = [entry for entry in entries if isinstance(entry, Failure)]
-    if len(entries) == len(failures) == 1:
-        raise CommandError(failures[0].message)
     sys.stdout.write(f"{render(entries)}\n")
-    pairs = zip(namespace.references, entries, strict=True)
-    readable = [reference for reference, entry in pairs if not isinstance(entry, Failure)]
-    if namespace.against and readable:
+    if namespace.against:
         from ..data.overlap import NEAR
         from ..evaluation.contamination import resembling, write_report
 
         near = namespace.near or NEAR
-        found = resembling(readable, namespace.against, near, **settings)
+        found = resembling(namespace.references, namespace.against, near, **settings)
         sys.stdout.write(f"Problems that resemble those of a task; near is a similarity of at least {near}\n")
         sys.stdout.write(write_report(found, Path("contamination.jsonl")))
-    if failures:
-        raise CommandError(f"{len(failures)} of {len(entries)} data sets cannot be read; see above.")
 
 
 def _self_instruct(namespace: argparse.Namespace, flags: list[str]):

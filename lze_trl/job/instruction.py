@@ -6,8 +6,7 @@ from typing import Any
 from datasets import Dataset
 
 from ..config import LZEGRPOConfig
-from ..data import load_mixture
-from ..data.adapters import PromptStyle
+from ..data import PromptStyle, load_mixture
 from ..evaluation.contamination import training_texts
 from ..evaluation.settings import Decoding
 from ..evaluation.tasks import find_tasks, load_problems

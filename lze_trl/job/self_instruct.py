@@ -9,7 +9,7 @@ from tqdm.auto import tqdm
 from trl import ModelConfig
 
 from ..config import LZEGRPOConfig
-from ..data.adapters import PromptStyle
+from ..data import PromptStyle
 from ..evaluation.engines import Engine, TransformersEngine
 from ..evaluation.servers import ServerEngine
 from ..evaluation.settings import Decoding

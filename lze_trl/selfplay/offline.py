@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..data.adapters import PromptStyle
+from ..data import PromptStyle
 from ..evaluation.engines import Engine, Output, Request
 from ..evaluation.settings import Decoding
 from ..evaluation.tasks import Problem

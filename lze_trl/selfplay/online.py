@@ -13,7 +13,7 @@ from datasets import Dataset
 from scipy.special import softmax
 
 from ..batch import Prompts, Table
-from ..data.adapters import PromptStyle
+from ..data import PromptStyle
 from ..evaluation.engines import Engine
 from ..memory.identity import columns_of
 from ..memory.posterior import expected_energy
