@@ -245,7 +245,7 @@ def test_a_training_with_a_probe_goes_on_as_without(job, tmp_path):
 
 
 def test_bad_input(job, tmp_path):
-    with pytest.raises(RecipeError, match=r"`probe_every=3` is a setting of the probe, and `probe_datasets` names no"):
+    with pytest.raises(RecipeError, match=r"`probe_every=3` does nothing without `probe_datasets`"):
         parse_recipe(["--config", job(probe_datasets=[])])
     with pytest.raises(RecipeError, match="12 of the 12 problems of `probe_datasets` are trained on as well"):
         train(job(probe_datasets=[str(tmp_path / "train.jsonl")]))

@@ -205,11 +205,6 @@ def sums(exemplars, rng):
     return [f"What is the {NOUNS[a % 12]} sum of {a} and {b} {PLACES[b % 6]}?"]
 
 
-def stopped(exemplars, rng):
-    """A generator at which someone presses Ctrl-C."""
-    raise KeyboardInterrupt
-
-
 @pytest.fixture
 def recipe(tmp_path):
     seeds = tmp_path / "seeds.jsonl"
@@ -247,13 +242,6 @@ def test_the_command_tells_what_was_rejected_and_stops(recipe, capsys, tmp_path)
     assert "accepted" in shown and "no problem in the answer" in shown and "problems of 2 rounds" in shown
     with pytest.raises(SystemExit, match="other settings"):
         main(["self-instruct", *recipe(), "--count", "3", "--votes", "4"])
-
-
-def test_a_stopped_command_says_how_it_continues(recipe, capsys):
-    arguments = recipe(instruct_generator="test_self_instruct.stopped")
-    with pytest.raises(SystemExit):
-        main(["self-instruct", *arguments, "--count", "3"])
-    assert "Stopped. The same command continues from here" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_recipe_may_name_a_generator(recipe, tmp_path, capsys):
