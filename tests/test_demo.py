@@ -2,6 +2,7 @@
 
 import json
 import logging
+import multiprocessing
 import signal
 import subprocess
 import sys
@@ -21,7 +22,6 @@ from lze_trl.app.runs import RunBook
 from lze_trl.job import demo
 from lze_trl.job.demo import (
     WarmStart,
-    build_tokenizer,
     difficulty_class,
     noisy_examples,
     problems,
@@ -29,8 +29,7 @@ from lze_trl.job.demo import (
     warm_start,
 )
 from lze_trl.job.recipe import RecipeError
-from lze_trl.job.side_by_side import ARMS, ArmError, line, read_curve, show, train_arm
-from lze_trl.record import open_run
+from lze_trl.job.side_by_side import ARMS, line, read_curve, show, train_arm
 
 
 SMALL = WarmStart(steps=2, batch_size=8, hidden_size=16, intermediate_size=32, num_layers=1)
@@ -67,13 +66,6 @@ def test_answers_are_right_first_and_then_wrong_at_the_rate_of_the_class():
             wrong[difficulty_class(a, b)].append(error > 0)
     for i, rate in enumerate(settings.error_rates):
         assert sum(wrong[i]) / len(wrong[i]) == pytest.approx(rate, abs=0.05)
-
-
-def test_tokenizer_round_trip():
-    tokenizer = build_tokenizer()
-    ids = tokenizer("47+38=").input_ids
-    assert len(ids) == 6
-    assert tokenizer.decode(ids) == "47+38="
 
 
 def test_warm_start_is_cached_and_rebuilt_when_settings_change(tmp_path):
@@ -180,50 +172,27 @@ def test_without_matplotlib_the_table_is_shown_alone(tmp_path, monkeypatch, caps
     assert not (tmp_path / "demo.png").exists()
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--max_stepz", "3"], "Did you mean `--max_steps`"),
-        (["--learning_rate", "fast"], "learning_rate"),
-        (["--strategy", "lzee"], "invalid choice"),
-        (["--planner", "greso", "--pruning", "none"], "needs pruning"),
-    ],
-)
-def test_a_wrong_flag_is_told_before_anything_is_trained(home, flags, message):
-    with pytest.raises(RecipeError, match=message):
-        run_demo(flags)
+def test_a_wrong_flag_is_refused_before_anything_is_trained(home):
+    for flags, message in {"--learning_rate=fast": "learning_rate", "--planner=greso": "needs pruning"}.items():
+        with pytest.raises(RecipeError, match=message):
+            run_demo([flags, "--pruning=none"])
     assert not (home / "runs").exists()
 
 
 @pytest.mark.slow
-def test_a_strategy_is_trained_alone(home, capsys):
-    run_demo(["--strategy", "exact", "--max_steps", "2"])
-    run = home / "runs" / "demo" / "exact"
-    assert (run / "report" / "report.html").is_file()
-    assert open_run(run).meta.settings["pruning"] == "none"
-    assert "Sampled accuracy on held-out prompts" in capsys.readouterr().out
-    assert {path.name for path in run.parent.iterdir()} == {"warm-start", "exact"}
-
-
-@pytest.mark.slow
-def test_a_failing_arm_stops_the_others_and_shows_its_log(home):
+def test_a_failing_arm_stops_the_others(home):
     folder = home / "runs" / "demo"
     (folder / "exact").mkdir(parents=True)
     (folder / "exact" / "checkpoint-1").write_text("in the way")
-    (folder / "demo.png").write_text("of an earlier comparison")
-    with pytest.raises(ArmError, match=r"(?s)exact \(default\) has failed.*log\.txt.*checkpoint-1"):
+    with pytest.raises(OSError, match="checkpoint-1"):
         run_demo(["--save_steps", "1", "--eval_steps", "1", "--max_steps", "500"])
-    assert not (folder / "demo.png").exists()
-    stopped = read_curve(folder / "plain")
-    assert not stopped["points"] or stopped["points"][-1]["step"] < 500
-    assert read_curve(folder / "lze")["points"] == []  # it was not begun
-    time.sleep(2)
-    assert read_curve(folder / "plain") == stopped
+    assert multiprocessing.active_children() == []
+    assert read_curve(folder / "plain")["points"][-1]["step"] < 500
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_stopped_demo_leaves_no_process_and_can_be_repeated(home, number, code):
+def test_a_stopped_demo_leaves_no_process(home, number, code):
     demo.warm_start(demo.WARM_START_DIR, SMALL)
     (demo.WARM_START_DIR / demo.SETTINGS_FILE).write_text(json.dumps(asdict(WarmStart()), indent=2))
     folder = home / "runs" / "demo"
@@ -231,8 +200,8 @@ def test_stopped_demo_leaves_no_process_and_can_be_repeated(home, number, code):
     script += (
         "demo.WARM_START_DIR = demo.HOME / 'runs' / 'demo' / 'warm-start'; cli.main(['demo', '--eval_steps', '2'])"
     )
-    process = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True)
-    while not read_curve(folder / "plain")["points"]:
+    process = subprocess.Popen([sys.executable, "-c", script])
+    while not (folder / "plain" / "curve.json").is_file():
         assert process.poll() is None
         time.sleep(0.1)
     process.send_signal(number)
@@ -241,7 +210,6 @@ def test_stopped_demo_leaves_no_process_and_can_be_repeated(home, number, code):
     assert stopped["points"][-1]["step"] < 150
     time.sleep(2)
     assert read_curve(folder / "plain") == stopped
-    assert ("begins the trainings again" in process.stderr.read()) == (number == signal.SIGINT)
 
 
 @pytest.mark.slow

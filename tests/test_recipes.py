@@ -174,7 +174,6 @@ def test_env_sets_variables(recipe, monkeypatch):
         ("generation_batch_size: 12\nper_device_train_batch_size: 8", r"must be divisible"),
         ("max_train_samples: 0", r"`max_train_samples` must be at least 1, got 0"),
         ("conversational: false\nsystem_prompt: Think.", r"`system_prompt` needs `conversational: true`"),
-        ("soft_overlong_cache: 9", r"`soft_overlong_cache=9` does nothing without `reward_funcs: \[soft_overlong\]`"),
     ],
 )
 def test_bad_recipes(recipe, text, message):

@@ -154,25 +154,13 @@ def run_accelerate(arguments: Sequence[str]):
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
-    stopped = False
-
-    def stop(number, frame):
-        # The job got the signal as well, from the terminal; a second one ends the launcher too
-        nonlocal stopped
-        stopped = True
-        signal.signal(number, signal.SIG_DFL)
-
-    signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGINT, lambda *_: None)  # the job gets it as well, from the terminal
     # Without a configuration, accelerate warns at each launch about the flags whose defaults it uses
     logging.getLogger("accelerate.commands.launch").setLevel(logging.ERROR)
     try:
         launch_command(launch_command_parser().parse_args(arguments))
     except SignalException as received:  # by torchrun, which forwards signals itself
         sys.exit(128 + received.sigval)
-    except SystemExit:
-        if stopped:
-            sys.exit(128 + signal.SIGINT)
-        raise
 
 
 def _train(namespace: argparse.Namespace, flags: list[str]):

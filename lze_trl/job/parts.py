@@ -66,7 +66,7 @@ def make_evaluation(script_args: LZEScriptArguments, args: LZEGRPOConfig) -> Eva
         system_prompt=script_args.system_prompt,
         prompt_suffix=script_args.prompt_suffix or "",  # the recipe's prompts, not the task's own
     )
-    tasks = find_tasks(script_args.eval_tasks, script_args.eval_tasks_data)
+    tasks = find_tasks(script_args.eval_tasks)
     with args.main_process_first(desc="tasks"):
         problems = {task.name: load_problems(task, decoding, script_args.eval_tasks_limit) for task in tasks}
     rewards = make_rewards(script_args, args)
@@ -98,7 +98,7 @@ def make_instruction(script_args: LZEScriptArguments, args: LZEGRPOConfig, again
         raise RecipeError("Seeds cannot be streamed.")
     references = list(training_texts(list(against))) if against else []
     references += [] if held_out is None else held_out["prompt"]
-    for task in find_tasks([*script_args.eval_tasks, *script_args.probe_datasets], script_args.eval_tasks_data):
+    for task in find_tasks([*script_args.eval_tasks, *script_args.probe_datasets]):
         problems, _ = load_problems(task, Decoding(chat=False, prompt_suffix=""))
         references += [problem.text for problem in problems]
     seeds = Seeds(tuple(train["prompt"]), tuple(dict.fromkeys(references)))

@@ -13,125 +13,90 @@ from transformers.hf_argparser import HfArg
 from trl import ModelConfig, TrlParser
 
 from ..config import LZEGRPOConfig
-from ..record.safeguards import StopRules
-from ..rewards import MAJORITY, SOFT_OVERLONG, MajorityReward
+from ..rewards import MajorityReward
 from ..settings import check_value
 from ..strategies import REMOVED, settings_of
 from .yaml_file import RecipeError, near_names, read_recipe, user_errors
 
 
-def _flag(default: Any = None, help: str = "", **settings: Any) -> Any:
-    """A field with its help. Type checkers see its value, as they do with `dataclasses.field`."""
-    return HfArg(default=default, help=help, **settings)
-
-
-def _list(*default: str, help: str) -> Any:
-    return HfArg(default_factory=lambda: list(default), help=help)
+def _flag(default: Any = None, help: str = "") -> Any:
+    """A field with its help; a list is the default of a new list."""
+    return (
+        HfArg(default_factory=default.copy, help=help)
+        if isinstance(default, list)
+        else HfArg(default=default, help=help)
+    )
 
 
 @dataclass
 class LZEScriptArguments:
     """What a run trains and evaluates on, and which rewards it uses. Each field documents itself in `help`."""
 
-    datasets: list[str] = _list(
-        help="Training sets: Hub ids, Hub URLs, `hf://org/name?config=…&split=…` or local .jsonl, .json, .parquet or .csv "
-        "files. Several are mixed."
+    datasets: list[str] = _flag(
+        [],
+        "Training sets, mixed: Hub ids, Hub URLs, `hf://org/name?config=…&split=…` or local .jsonl, .json, .parquet or .csv.",
     )
-    dataset_split: str | None = _flag(help="Split of the training sets. Default: 'train' where there is one.")
-    dataset_config: str | None = _flag(help="Configuration of the training sets on the Hub.")
-    max_train_samples: int | None = _flag(help="Number of prompts to read from each training set. Default: all.")
-    eval_datasets: list[str] = _list(
-        help="Evaluation sets, held out from training. Default: accuracy is not measured."
+    dataset_split: str | None = _flag(None, "Split of the training sets. Default: 'train' where there is one.")
+    dataset_config: str | None = _flag(None, "Configuration of the training sets on the Hub.")
+    max_train_samples: int | None = _flag(None, "Number of prompts to read from each training set. Default: all.")
+    eval_datasets: list[str] = _flag([], "Evaluation sets, held out from training.")
+    eval_dataset_split: str | None = _flag(None, "Split of the evaluation sets.")
+    eval_dataset_config: str | None = _flag(None, "Configuration of the evaluation sets on the Hub.")
+    max_eval_samples: int | None = _flag(None, "Number of prompts to read from each evaluation set. Default: all.")
+    eval_tasks: list[str] = _flag([], "Tasks of `lze-trl eval`, or .jsonl files, evaluated with the recipe's prompts.")
+    eval_tasks_steps: int = _flag(
+        100, "Steps between evaluations on `eval_tasks`; also before the first and after the last."
     )
-    eval_dataset_split: str | None = _flag(help="Split of the evaluation sets.")
-    eval_dataset_config: str | None = _flag(help="Configuration of the evaluation sets on the Hub.")
-    max_eval_samples: int | None = _flag(help="Number of prompts to read from each evaluation set. Default: all.")
-    eval_tasks: list[str] = _list(
-        help="Tasks of `lze-trl eval`, or .jsonl files, on which the model is evaluated with the recipe's prompts: before the "
-        "first step, every `eval_tasks_steps`, and after the last."
-    )
-    eval_tasks_steps: int = _flag(100, "Steps between evaluations on `eval_tasks`.")
     eval_tasks_samples: int = _flag(
         1, "Samples of each problem: 1 is greedy, several have the training's temperature."
     )
-    eval_tasks_limit: int | None = _flag(help="Number of problems of each task. Default: all.")
-    eval_tasks_data: str | None = _flag(help="Folder with the files of the tasks. Default: the Hub.")
-    probe_datasets: list[str] = _list(
-        help="Problems with gold answers that are not trained on, named as `eval_tasks`. When the model gets worse on them, a "
-        "training on votes is stopped, and ends with the checkpoint of the best probe."
+    eval_tasks_limit: int | None = _flag(None, "Number of problems of each task. Default: all.")
+    probe_datasets: list[str] = _flag(
+        [],
+        "Labelled problems, named as `eval_tasks` and not trained on. When the model gets worse on them, a training on votes "
+        "stops, and ends with the checkpoint of the best probe.",
     )
     probe_every: int = _flag(25, "Steps between probes.")
-    probe_patience: int | None = _flag(
-        2,
-        "Training stops after this many probes in a row that are worse than the best, or exceed `probe_gap`. Null: never.",
-    )
-    probe_concentration: float | None = _flag(
-        0.2,
-        "Share of the groups with the same answer at which training stops, in three batches in a row. Null: never.",
-    )
-    probe_gap: float | None = _flag(
-        0.15, "How far the mean share of the winners may rise above the accuracy on the probe set. Null: however far."
-    )
-    dataset_prompt_column: str | None = _flag(help="Column with the problem, where it is not recognised.")
-    dataset_answer_column: str | None = _flag(help="Column with the gold answer, where it is not recognised.")
+    dataset_prompt_column: str | None = _flag(None, "Column with the problem, where it is not recognised.")
+    dataset_answer_column: str | None = _flag(None, "Column with the gold answer, where it is not recognised.")
     dataset_context_columns: list[str] | None = _flag(
-        help="Columns with what the problem refers to, written before it. Default: `body`, `context`, `passage`, `table` and "
-        "the like; `[]` for none."
+        None,
+        "Columns that a problem refers to, written before it. Default: `body`, `context`, `passage` …; `[]`: none.",
     )
     dataset_option_columns: list[str] | None = _flag(
-        help="Column that lists the options to choose from, or one column for each; their letters are then the gold answers. "
-        "Default: `options`, `choices` or `A`, `B`, `C` and the like; `[]` for none."
+        None,
+        "Column that lists the options to choose from, or one column for each. Gold answers are then letters. "
+        "Default: `options`, `choices` or `A`, `B`, `C` …; `[]`: none.",
     )
     conversational: bool = _flag(True, "Whether prompts are messages for the model's chat template, or plain text.")
-    system_prompt: str | None = _flag(help="System prompt of every conversation.")
-    prompt_suffix: str | None = _flag(help="Text added to every question.")
-    reward_funcs: list[str] = _list("accuracy", help="Reward functions by name or import path. See `reward_weights`.")
+    system_prompt: str | None = _flag(None, "System prompt of every conversation.")
+    prompt_suffix: str | None = _flag(None, "Text added to every question.")
+    reward_funcs: list[str] = _flag(["accuracy"], "Reward functions by name or import path. See `reward_weights`.")
     soft_overlong_cache: int | None = _flag(
-        help="Tokens before `max_completion_length` over which the reward 'soft_overlong' falls from 0 to -1. Default: a "
-        "fifth of that length."
+        None, "Last tokens over which the reward 'soft_overlong' falls from 0 to -1. Default: a fifth of the limit."
     )
     majority_bounds: list[float] | None = _flag(
-        help="Lowest and highest share of the winner's votes; the reward 'majority' abstains outside. Default: [0.2, 0.8]."
+        None, "Share of the votes that the winner must have for the reward 'majority'. Default: [0.2, 0.8]."
     )
-    majority_margin: int | None = _flag(
-        help="Votes by which the winner of 'majority' must be ahead, at least 1. Default: 2."
-    )
-    majority_min_valid: float | None = _flag(
-        help="Share of the completions that must have an answer for 'majority' to count them. Default: 0.5."
-    )
+    majority_margin: int | None = _flag(None, "Votes by which the winner must be ahead, at least 1. Default: 2.")
+    majority_min_valid: float | None = _flag(None, "Share of the completions that must have an answer. Default: 0.5.")
     majority_labelled: Literal["gold", "none", None] = _flag(
-        help="What decides by 'majority' for prompts with a gold answer: 'gold' (the default), or 'none': the vote."
+        None, "What decides for prompts with a gold answer: 'gold' (the default), or 'none': the vote."
     )
     unlabelled: bool = _flag(False, "Whether training sets may lack gold answers, for rewards such as 'majority'.")
     instruct_generator: str | None = _flag(
-        help="Import path of a function that writes the problems of self-instruction, given exemplars and a random generator, "
-        "in place of the model: texts, or items that pass the filters first."
+        None, "Import path of a function that writes the problems of self-instruction, in place of the model."
     )
 
     def __post_init__(self):
-        for name in (
-            *("max_train_samples", "max_eval_samples", "eval_tasks_limit"),
-            *("eval_tasks_steps", "eval_tasks_samples", "probe_every"),
-        ):
+        limits = ("max_train_samples", "max_eval_samples", "eval_tasks_limit")
+        for name in (*limits, "eval_tasks_steps", "eval_tasks_samples", "probe_every"):
             value = vars(self)[name]
             if value is not None and value < 1:
                 raise ValueError(f"`{name}` must be at least 1, got {value}.")
         if self.system_prompt is not None and not self.conversational:
             raise ValueError("`system_prompt` needs `conversational: true`: plain-text prompts have no roles.")
         MajorityReward(**self.majority)  # refuses values out of range
-        self.stop_rules()  # likewise
-        for prefix, owner, is_used in (
-            ("soft_overlong_", "`reward_funcs: [soft_overlong]`", SOFT_OVERLONG in self.reward_funcs),
-            ("majority_", "`reward_funcs: [majority]`", MAJORITY in self.reward_funcs),
-            ("probe_", "`probe_datasets`", bool(self.probe_datasets)),
-        ):
-            for field in fields(self):
-                if field.name.startswith(prefix) and not is_used and vars(self)[field.name] not in (field.default, []):
-                    raise ValueError(f"`{field.name}={vars(self)[field.name]}` does nothing without {owner}.")
-
-    def stop_rules(self) -> StopRules:
-        """When the probe stops a training."""
-        return StopRules(self.probe_patience, self.probe_concentration, self.probe_gap)
 
     @property
     def majority(self) -> dict[str, Any]:

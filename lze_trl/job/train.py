@@ -28,6 +28,7 @@ from ..evaluation.during import Probe, TaskEvaluation, remove_evaluations
 from ..names import refuse_missing_model
 from ..record.console import held_out_accuracy
 from ..record.curves import accuracy_metric
+from ..record.safeguards import StopRules
 from ..trainer import LZEGRPOTrainer
 from . import is_worded
 from .parts import load_data, make_evaluation, make_instruction, make_rewards, refuse_shown
@@ -55,7 +56,7 @@ def build_trainer(
         }
         probe = make_evaluation(replace(script_args, **own), training_args)
         refuse_shown(probe, trainer.train_dataset)
-        trainer.add_callback(Probe(trainer, probe, script_args.probe_every, script_args.stop_rules()))
+        trainer.add_callback(Probe(trainer, probe, script_args.probe_every, StopRules()))
     return trainer
 
 

@@ -37,7 +37,7 @@ class StopRules:
             ("gap", self.gap, lambda x: 0 < x < 1, "between 0 and 1"),
         ):
             if value is not None and not allowed(value):
-                raise ValueError(f"`probe_{name}` must be {words}, got {value}. Use null to switch the rule off.")
+                raise ValueError(f"`{name}` must be {words}, got {value}. Use None to switch the rule off.")
 
 
 @dataclass
