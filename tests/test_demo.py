@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tiny
+from lze_trl.app.report import write_comparison
 from lze_trl.app.runs import RunBook
 from lze_trl.job import demo
 from lze_trl.job.demo import (
@@ -29,7 +30,7 @@ from lze_trl.job.demo import (
     warm_start,
 )
 from lze_trl.job.recipe import RecipeError
-from lze_trl.job.side_by_side import ARMS, line, read_curve, show, train_arm
+from lze_trl.job.side_by_side import ARMS, read_curve, show, train_arm
 
 
 SMALL = WarmStart(steps=2, batch_size=8, hidden_size=16, intermediate_size=32, num_layers=1)
@@ -148,14 +149,20 @@ def finished(folder: Path):
         (folder / arm / "curve.json").write_text(json.dumps({"max_steps": 6, "points": points}))
 
 
-def test_table_and_picture_have_the_same_numbers(tmp_path, capsys):
+def test_table_and_picture_have_the_same_numbers(tmp_path, capsys, monkeypatch):
+    def write(lines, path):
+        drawn.update(lines)
+        return write_comparison(lines, path)
+
+    drawn = {}
+    monkeypatch.setattr("lze_trl.app.report.write_comparison", write)
     finished(tmp_path)
     show(tmp_path, Console(width=80))
     shown = " ".join(capsys.readouterr().out.split())
     assert "trl.GRPOTrainer 0.300 → 0.900 1.00 × 1.00 × 1.00 × 45" in shown
     assert "exact (default) 0.300 → 0.900 0.61 × 0.61 × 0.61 × 31" in shown
     assert "lze 0.300 → 0.900 0.54 × 0.54 × 0.54 × 28" in shown
-    costs, accuracies = line(read_curve(tmp_path / "exact"))
+    costs, accuracies = drawn["exact (default)"]
     assert costs == pytest.approx([0.0, 0.8 * 0.614 / 2, 0.614])  # of all steps, so half of them cost half
     assert accuracies == pytest.approx([0.3, 0.6, 0.9])
     with Image.open(tmp_path / "demo.png") as picture:

@@ -16,7 +16,7 @@ import yaml
 from ..evaluation.settings import add_arguments
 from ..names import refuse_missing_model
 from ..version import __version__
-from . import CHECKOUT, is_worded
+from . import CHECKOUT, reported_errors
 from .yaml_file import read_recipe
 
 
@@ -34,16 +34,15 @@ def main(arguments: Sequence[str] | None = None):
     namespace, flags = parser.parse_known_args(arguments)
     if flags and namespace.command not in (_train, _demo, _self_instruct):
         parser.error(f"unrecognized arguments: {' '.join(flags)}")
-    try:
-        namespace.command(namespace, flags)
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except Exception as error:
-        if isinstance(error, ModuleNotFoundError) and namespace.command in (_app, _report):
-            sys.exit(f"error: This command needs `{error.name}`. Install it with `pip install 'lze-trl[app]'`.")
-        if not (isinstance(error, CommandError | OSError) or is_worded(error)):
-            raise
-        sys.exit(f"error: {error}")
+    with reported_errors(OSError):
+        try:
+            namespace.command(namespace, flags)
+        except ModuleNotFoundError as error:
+            if namespace.command not in (_app, _report):
+                raise
+            raise CommandError(
+                f"This command needs `{error.name}`. Install it with `pip install 'lze-trl[app]'`."
+            ) from error
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -91,8 +91,7 @@ def noisy_examples(pairs: Sequence[tuple[int, int]], settings: WarmStart) -> lis
 
 def build_tokenizer(characters: str = CHARACTERS) -> PreTrainedTokenizerFast:
     """A tokenizer with one token for each of these characters, by default those of a sum."""
-    specials = ["<pad>", "<eos>", "<unk>"]
-    vocabulary = {token: i for i, token in enumerate([*specials, *characters])}
+    vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", "<unk>", *characters])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()

@@ -95,11 +95,8 @@ def train_plain(arguments: Sequence[str]):
     _, args, _, _ = parser.parse_args_and_config(arguments, return_remaining_strings=True)
     args.model_init_kwargs, args.eval_on_start, args.disable_tqdm = own_args.model_init_kwargs, True, True
     trainer = GRPOTrainer(**given | {"args": args})
-    recorder = CurveRecorder(PLAIN_ARM, trainer, own_args.pass_reward)
-    trainer.add_callback(recorder)
+    trainer.add_callback(CurveRecorder(PLAIN_ARM, trainer, own_args.pass_reward))
     trainer.train()
-    if recorder.points[-1]["step"] != trainer.state.global_step:
-        trainer.evaluate()
     trainer.save_model()
     trainer.save_state()
 
@@ -125,42 +122,32 @@ def train_arms(folders: Mapping[str, Path], recipe: Path, flags: Sequence[str]):
 
 def compare(recipe: Path, folder: Path, flags: Sequence[str]):
     """Train all arms, and end with one table and one picture of them."""
-    console = Console(highlight=False)
-    words = f"{len(ARMS)} trainings from the same warm start, one a core. To watch: lze-trl app {folder}"
-    console.print(words, markup=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(f"{len(ARMS)} trainings from the same warm start, one a core. To watch: lze-trl app {folder}")
     train_arms({arm: folder / arm for arm in ARMS}, recipe, flags)
     show(folder, console)
 
 
 def show(folder: Path, console: Console):
     """Print the table of finished arms, and draw their picture where matplotlib is installed."""
-    curves = {arm: read_curve(folder / arm) for arm in ARMS}
-    console.print(table(curves))
-    words = f"× are FLOPs, of {PLAIN}. Core seconds are those of the training's own process, without evaluations."
-    console.print(words, soft_wrap=True)
+    titles = ("held-out\naccuracy", "rollouts", "updates", "FLOPs", "core\nseconds")
+    columns = [Column(title, justify="right", no_wrap=True) for title in titles]
+    table, lines = Table(Column(no_wrap=True), *columns, box=SIMPLE, pad_edge=False), {}
+    for arm, name in ARMS.items():
+        curve = read_curve(folder / arm)
+        points, first, last = curve["points"], curve["points"][0], curve["points"][-1]
+        accuracy = f"{first['accuracy']:.3f} → {last['accuracy']:.3f}"
+        table.add_row(name, accuracy, *(times(last[work]) for work in _WORKS), f"{last['seconds']:.0f}")
+        # The cost is that of all FLOPs so far; plain GRPO's for all steps is 1
+        costs = [point["total"] * point["step"] / curve["max_steps"] for point in points]
+        lines[name] = costs, [point["accuracy"] for point in points]
+    console.print(table)
+    console.print(
+        f"× are FLOPs, of {PLAIN}. Core seconds are those of the training's own process, without evaluations."
+    )
     try:
         from ..app.report import write_comparison
     except ImportError as error:
         logger.info("No picture was drawn (%s). Install it with `pip install 'lze-trl[app]'`.", error)
     else:
-        picture = write_comparison({ARMS[arm]: line(curve) for arm, curve in curves.items()}, folder / PICTURE_FILE)
-        console.print(f"picture: {picture}", markup=False, soft_wrap=True)
-
-
-def line(curve: dict[str, Any]) -> tuple[list[float], list[float]]:
-    """Costs and accuracies of a curve. A cost is that of all FLOPs so far; plain GRPO's for all steps is 1."""
-    points, last = curve["points"], curve["max_steps"]
-    return [point["total"] * point["step"] / last for point in points], [point["accuracy"] for point in points]
-
-
-def table(curves: dict[str, dict[str, Any]]) -> Table:
-    """What each arm has reached, and what it has cost."""
-    titles = ("held-out\naccuracy", "rollouts", "updates", "FLOPs", "core\nseconds")
-    columns = [Column(title, justify="right", no_wrap=True) for title in titles]
-    shown = Table(Column(no_wrap=True), *columns, box=SIMPLE, pad_edge=False)
-    for arm, curve in curves.items():
-        first, last = curve["points"][0], curve["points"][-1]
-        costs = [times(last[name]) for name in _WORKS]
-        accuracy = f"{first['accuracy']:.3f} → {last['accuracy']:.3f}"
-        shown.add_row(ARMS[arm], accuracy, *costs, f"{last['seconds']:.0f}")
-    return shown
+        console.print(f"picture: {write_comparison(lines, folder / PICTURE_FILE)}")

@@ -30,7 +30,7 @@ from ..record.console import held_out_accuracy
 from ..record.curves import accuracy_metric
 from ..record.safeguards import StopRules
 from ..trainer import LZEGRPOTrainer
-from . import is_worded
+from . import reported_errors
 from .parts import load_data, make_evaluation, make_instruction, make_rewards, refuse_shown
 from .recipe import LZEScriptArguments, parse_recipe
 from .yaml_file import RecipeError, user_errors
@@ -131,7 +131,7 @@ def starting_point(script_args: LZEScriptArguments, args: LZEGRPOConfig) -> tupl
 
 
 def disable_progress_bars():
-    """Those of the libraries."""
+    """Switch off those of the libraries."""
     datasets.disable_progress_bars()
     huggingface_hub.utils.disable_progress_bars()
     transformers.utils.logging.disable_progress_bar()
@@ -144,11 +144,9 @@ def run(
     before_training: Callable[[LZEGRPOTrainer], None] | None = None,
 ) -> dict[str, float | None]:
     """
-    Train by a recipe. A run that was stopped after its last step is still evaluated, saved, reported and uploaded.
-    `before_training` gets the trainer, to add callbacks.
-
-    Returns the totals of [`~lze_trl.record.ledger.Ledger.summary`], and `accuracy_before` and `accuracy_after`, `None`
-    where not measured; nothing if the run was finished before.
+    Train by a recipe. `before_training` gets the trainer, to add callbacks. Returns the totals of
+    [`~lze_trl.record.ledger.Ledger.summary`], and `accuracy_before` and `accuracy_after`, `None` where not measured; nothing
+    if the run has ended before.
     """
     if training_args.disable_tqdm or not sys.stdout.isatty():
         disable_progress_bars()
@@ -212,14 +210,8 @@ def setup_logging(is_main: bool):
 def main(arguments: Sequence[str] | None = None):
     """Entry point of `python -m lze_trl.job.train`."""
     setup_logging(is_main=os.environ.get("RANK", "0") == "0")
-    try:
+    with reported_errors():
         run(*parse_recipe(sys.argv[1:] if arguments is None else arguments))
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except Exception as error:
-        if not is_worded(error):
-            raise
-        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":
