@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 
 import tiny
-from benchmarks.synthetic import SyntheticTraining, record_synthetic_run
-from lze_trl import __version__
 from lze_trl.job import cli
 from lze_trl.job.recipe import KEYS, parse_recipe
 
@@ -106,14 +104,6 @@ def test_data_shows_what_each_source_holds_or_what_is_wrong(monkeypatch, tmp_pat
         cli.main(["data", "good.jsonl"])
 
 
-def test_report_of_a_run_is_written(tmp_path, capsys):
-    record_synthetic_run(tmp_path / "run", SyntheticTraining(num_prompts=8, groups_per_batch=3), generations=2)
-    cli.main(["report", str(tmp_path / "run")])
-    path = tmp_path / "run" / "report" / "report.html"
-    assert capsys.readouterr().out == f"{path}\n"
-    assert "6 groups trained on" in path.read_text(encoding="utf-8")
-
-
 def test_missing_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "lze_trl.app.report", None)
     with pytest.raises(SystemExit, match=r"needs `lze_trl.app.report`.*pip install 'lze-trl\[app\]'"):
@@ -166,12 +156,6 @@ def test_help_and_wrong_paths_need_no_library_that_takes_seconds_to_import(tmp_p
     assert ended.returncode == 0, ended.stderr
     for command, message in WRONG.items():
         assert re.search(rf"^{re.escape(command)}: error: .*{re.escape(message)}", ended.stderr, re.M), ended.stderr
-
-
-def test_version(capsys):
-    with pytest.raises(SystemExit):
-        cli.main(["--version"])
-    assert capsys.readouterr().out.strip() == f"lze-trl {__version__}"
 
 
 def test_a_port_in_use_is_reported():

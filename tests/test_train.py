@@ -20,7 +20,8 @@ from lze_trl import LZEGRPOTrainer
 from lze_trl.job import cli
 from lze_trl.job.recipe import parse_recipe
 from lze_trl.job.train import build_trainer, main, resume_point, run
-from lze_trl.record.console import count, log_line, summary_tables
+from lze_trl.record import open_run
+from lze_trl.record.console import log_line, summary_tables
 from lze_trl.record.ledger import PLAIN, Ledger, TokenCost
 
 
@@ -40,8 +41,12 @@ def job(tmp_path):
     return lambda **keys: tiny.recipe(tmp_path, **own | keys)
 
 
+def train(recipe):
+    return run(*parse_recipe(["--config", recipe]))
+
+
 def test_recipe_to_summary(job, capsys):
-    result = run(*parse_recipe(["--config", job()]))
+    result = train(job())
     assert result["rows_rolled_out"] == 4 * 12
     assert 0 < result["rows_trained"] < result["rows_rolled_out"]
     assert 0 <= result["accuracy_before"] <= 1
@@ -68,46 +73,41 @@ def test_plain_lines_only(job, capsys, monkeypatch):
         library.enable_progress_bars()
     transformers.utils.logging.enable_progress_bar()
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    run(*parse_recipe([job(disable_tqdm=True, max_steps=2, logging_steps=1)]))
+    train(job(disable_tqdm=True, max_steps=2, logging_steps=1))
     shown, errors = capsys.readouterr()
     assert "it/s" not in shown + errors and "%|" not in shown + errors
     assert "{'" not in shown
     assert [int(line.split()[1]) for line in shown.splitlines() if line.startswith("step")] == [0, 1, 2, 2]
 
 
-def test_without_the_summary_nothing_of_it_is_shown(job, capsys):
-    run(*parse_recipe([job(summary=False, disable_tqdm=True, max_steps=1, logging_steps=1)]))
-    shown = capsys.readouterr().out
-    assert "Rollouts" not in shown and "report:" not in shown
-    assert "'reward':" in shown  # by transformers
-
-
-@pytest.mark.parametrize("conversational", [False, True])
-def test_the_model_card_is_of_this_model(job, tmp_path, conversational):
-    keys = {"max_steps": 1, "eval_datasets": [], "conversational": conversational}
-    if conversational:
-        keys["system_prompt"] = "Add."
-    run(*parse_recipe([job(**keys)]))
+def test_the_model_card_is_of_this_model(job, tmp_path):
+    train(job(max_steps=1, eval_datasets=[], conversational=True, system_prompt="Add."))
     card = (tmp_path / "run" / "README.md").read_text()
     assert "None" not in card and "time machine" not in card
-    assert (
-        "# Model Card for run" in card and f"a fine-tuned version of the local model `{tmp_path.name}/model`." in card
-    )
-    assert f'pipeline("text-generation", model="{tmp_path / "run"}"' in card
-    asked = [{"role": "system", "content": "Add."}, {"role": "user", "content": "0+0="}] if conversational else "0+0="
-    assert f"prompt = {asked!r}\n" in card and "generator(prompt, " in card
+    assert f"a fine-tuned version of the local model `{tmp_path.name}/model`." in card
+    asked = [{"role": "system", "content": "Add."}, {"role": "user", "content": "0+0="}]
+    assert f"prompt = {asked!r}\n" in card and f'pipeline("text-generation", model="{tmp_path / "run"}"' in card
     method, _, citations = card.partition("## Citations")
-    assert "trained with GRPO, a method introduced in [DeepSeekMath" in method
-    assert "selected by lze-trl, see [Learning-Zone Energy: " in method and "papers/2605.17003" in method
-    of_grpo, _, of_lze = citations.partition("Cite Learning-Zone Energy as:")
-    assert "DeepSeekMath" in of_grpo and "2605.17003" in of_lze and "Cite TRL as:" in of_lze
-    assert "\n- lze\n" in card.partition("\n---\n")[0]
-    assert "## Trained where it learns" in card
+    assert "selected by lze-trl, see [Learning-Zone Energy: " in method
+    assert all(cited in citations for cited in ("DeepSeekMath", "2605.17003", "Cite TRL as:"))
+
+
+def test_a_run_whose_groups_are_all_dead_ends_well(job, tmp_path, capsys):
+    result = train(job(reward_funcs=["accuracy"], reward_weights=[1.0], logging_steps=1))
+    assert (result["rows_rolled_out"], result["rows_trained"], result["update_flops"]) == (48, 0, 0)
+    assert (result["groups_dead"], result["skipped_updates"]) == (12, 4)
+    assert result["accuracy_before"] == result["accuracy_after"] == 0.0
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "run"))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    summary = open_run(tmp_path / "run").summary()
+    assert (summary["groups"], summary["selected"]) == (12, 0)
+    shown = capsys.readouterr().out.splitlines()
+    assert "Rollouts" in shown and f"Cost, against {PLAIN}" not in shown
 
 
 def test_resumes_from_the_last_complete_checkpoint(job):
-    first = run(*parse_recipe(["--config", job(max_steps=2)]))
-    resumed = run(*parse_recipe(["--config", job(max_steps=4, resume_from_checkpoint="auto")]))
+    first = train(job(max_steps=2))
+    resumed = train(job(max_steps=4, resume_from_checkpoint="auto"))
     assert resumed["rows_rolled_out"] == 2 * first["rows_rolled_out"]
     assert resumed["accuracy_before"] == first["accuracy_before"]
 
@@ -125,8 +125,8 @@ def test_a_run_that_was_stopped_after_its_last_step_is_finished(job, tmp_path, m
     monkeypatch.setattr(LZEGRPOTrainer, "init_hf_repo", lambda self, **kwargs: setattr(self, "push_in_progress", None))
     keys = {"max_steps": 2, "push_to_hub": True, "hub_strategy": "end", "hub_model_id": "me/model"}
     keys["resume_from_checkpoint"] = "auto"
-    whole = run(*parse_recipe(["--config", job(output_dir=str(tmp_path / "whole"), **keys)]))
-    command = ["--config", job(**keys)]
+    whole = train(job(output_dir=str(tmp_path / "whole"), **keys))
+    recipe = job(**keys)
     with monkeypatch.context() as stopped, pytest.raises(KeyboardInterrupt):
         before = getattr(LZEGRPOTrainer, stopped_at)
 
@@ -134,34 +134,26 @@ def test_a_run_that_was_stopped_after_its_last_step_is_finished(job, tmp_path, m
             return before(self, *args, **kwargs) if self.is_in_train else stop()
 
         stopped.setattr(LZEGRPOTrainer, stopped_at, during)
-        run(*parse_recipe(command))
-    finished = run(*parse_recipe(command))
+        train(recipe)
+    finished = train(recipe)
     for name in ("accuracy_before", "accuracy_after", "rows_rolled_out", "rows_trained", "update_tokens"):
         assert finished[name] == whole[name]
     assert uploads.count("End of training") == 2
     first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "run"))
     assert all((first[name] == second[name]).all() for name in first)
     with caplog.at_level("INFO", logger="lze_trl"):
-        assert run(*parse_recipe(command)) == {}
+        assert train(recipe) == {}
     assert "has ended: there is nothing left to do. To continue it, raise `max_steps`" in caplog.text
     assert uploads.count("End of training") == 2
 
 
-def test_a_run_that_replaces_another_says_so(job, caplog):
-    with caplog.at_level("INFO", logger="lze_trl"):
-        run(*parse_recipe(["--config", job(max_steps=2, eval_datasets=[])]))
-        assert "an earlier run" not in caplog.text
-        run(*parse_recipe(["--config", job(max_steps=2, eval_datasets=[])]))
-    assert "holds an earlier run, which this one replaces. To continue that one" in caplog.text
-
-
 def test_a_resume_with_other_settings_names_old_and_new_values(job, caplog):
     first = {"strategy": "lze", "max_steps": 2, "eval_datasets": []}
-    run(*parse_recipe(["--config", job(**first)]))
+    train(job(**first))
     # Where and how it is computed, recorded and shown, and for how long, changes nothing of what is trained
     harmless = {"packing": False, "telemetry": False, "summary": False, "max_steps": 3, "logging_steps": 1}
     resumed = {"resume_from_checkpoint": "auto"}
-    run(*parse_recipe(["--config", job(**first | resumed | harmless)]))
+    train(job(**first | resumed | harmless))
     assert "other settings" not in caplog.text
     changes = {"selector": "random", "num_generations": 2, "learning_rate": 0.5, "max_steps": 4}
     trainer = build_trainer(*parse_recipe(["--config", job(**first | harmless | changes)]))
@@ -183,17 +175,20 @@ def test_a_report_that_fails_does_not_cost_the_upload(job, monkeypatch, caplog):
         raise ValueError("no")
 
     monkeypatch.setattr("lze_trl.app.report.write_report", fail)
-    run(*parse_recipe(["--config", job(max_steps=1)]))
+    train(job(max_steps=1))
     assert "No report was written. Try again with `lze-trl report" in caplog.text
 
 
-def test_resume_points(job, tmp_path):
+def test_resume_points(job, tmp_path, caplog):
     def point(**keys):
         return resume_point(parse_recipe(["--config", job(**keys)])[1])
 
     assert point() is point(resume_from_checkpoint=False) is None
     assert point(resume_from_checkpoint="auto") is point(resume_from_checkpoint=True) is None  # a new run
-    run(*parse_recipe([job(max_steps=2, eval_datasets=[])]))
+    for replaced in (False, True):
+        with caplog.at_level("INFO", logger="lze_trl"):
+            train(job(max_steps=2, eval_datasets=[]))
+        assert ("holds an earlier run, which this one replaces" in caplog.text) == replaced
     path = str(tmp_path / "run" / "checkpoint-2")
     assert point(resume_from_checkpoint="auto") == point(resume_from_checkpoint=path) == path
     with pytest.raises(ValueError, match="`nowhere` is no folder"):
@@ -201,7 +196,7 @@ def test_resume_points(job, tmp_path):
 
 
 def test_without_evaluation_set_accuracy_is_not_measured(job, capsys):
-    result = run(*parse_recipe(["--config", job(eval_datasets=[], max_steps=1)]))
+    result = train(job(eval_datasets=[], max_steps=1))
     assert result["accuracy_before"] is None
     assert result["accuracy_after"] is None
     assert "Sampled accuracy" not in capsys.readouterr().out
@@ -225,13 +220,17 @@ def test_peft_recipe(job):
         ({"reward_funcs": ["acuracy"]}, "Unknown reward function 'acuracy'. Did you mean 'accuracy'"),
         ({"per_device_eval_batch_size": 6}, r"evaluation batch of 6 completions .* `num_generations_eval=4`"),
         ({"per_device_train_batch_size": 52}, "12 different prompts, and a generation batch takes 13"),
+        ({"eval_tasks": ["gsm9k"]}, "Unknown task 'gsm9k'"),
         ({"pass_reward": "speed"}, "`pass_reward='speed'` is none of the reward functions"),
     ],
 )
-def test_what_cannot_be_trained_is_told_without_a_traceback(job, keys, message):
-    with pytest.raises(SystemExit, match=message) as error:
-        main(["--config", job(**keys)])
-    assert str(error.value).startswith("error: ")
+def test_what_cannot_be_trained_is_refused_by_the_run_and_the_dry_run(job, keys, message):
+    recipe = job(**keys)
+    with pytest.raises(SystemExit, match=f"^error: .*{message}") as error:
+        main(["--config", recipe])
+    with pytest.raises(SystemExit) as dry:
+        cli.main(["train", recipe, "--dry_run"])
+    assert dry.value.code == error.value.code
 
 
 def run_module(*command: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess:
@@ -277,14 +276,6 @@ def test_log_line_shows_what_was_logged():
         "step     5  reward 0.500  trained 41% of groups  lr 1.0e-06"
     )
     assert log_line(5, {"train_runtime": 3.0}) == ""
-
-
-@pytest.mark.parametrize(
-    ("number", "text"),
-    [(9_999, "9,999"), (12_345, "12.3 k"), (3e18, "3 E")],
-)
-def test_counts(number, text):
-    assert count(number) == text
 
 
 def test_summary_of_a_run_that_did_nothing():
@@ -365,17 +356,3 @@ def test_a_dry_run_counts_prompts_loads_no_model_and_asks_no_server(job, capsys,
     assert (shown["processes"], shown["completions a generation batch"]) == ("2", "8")
     shown = dry_run(capsys, recipe, "--accelerate_config", "zero3", "--num_processes", "3")
     assert (shown["processes"], shown["completions a generation batch"]) == ("3", "12")
-
-
-@pytest.mark.parametrize(
-    "keys",
-    [{"reward_funcs": ["acuracy"]}, {"pass_reward": "length"}, {"eval_tasks": ["gsm9k"]}, {"selection_ratio": 1.4}],
-    ids=lambda keys: next(iter(keys)),
-)
-def test_a_dry_run_has_the_errors_of_the_run(job, keys):
-    recipe = job(**keys)
-    with pytest.raises(SystemExit, match="error: ") as wrong:
-        main(["--config", recipe])
-    with pytest.raises(SystemExit) as error:
-        cli.main(["train", recipe, "--dry_run"])
-    assert error.value.code == wrong.value.code

@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 import zipfile
 from importlib.metadata import packages_distributions
 from pathlib import Path
@@ -64,40 +63,42 @@ def test_the_wheel_names_what_the_package_imports(wheel_file):
     assert sorted(unnamed) == []
 
 
-SMALL_WARM_START = """
-import json
-from dataclasses import asdict
-from lze_trl.job import demo
-small = demo.WarmStart(steps=2, batch_size=8, hidden_size=16, intermediate_size=32, num_layers=1)
-demo.warm_start(demo.WARM_START_DIR, small)
-(demo.WARM_START_DIR / demo.SETTINGS_FILE).write_text(json.dumps(asdict(demo.WarmStart()), indent=2))
+SMALL_DEMO = """
+from lze_trl.job import cli, demo
+demo.WarmStart = lambda small=demo.WarmStart: small(steps=2, hidden_size=16, intermediate_size=32, num_layers=1)
+cli.main(["demo", "--max_steps", "2"])
 print(demo.__file__)
 """
 
 
 @pytest.mark.slow
 def test_the_installed_wheel_runs_the_demo(wheel_file, tmp_path):
-    """
-    In an environment with the wheel and without the clone, and with a shorter warm start. Dependencies are those of this
-    environment: that pip finds them is not shown here.
-    """
-    environment = tmp_path / "environment"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True, timeout=60)
-    python = environment / "bin" / "python"
-    install = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-index", "--no-deps"]
-    subprocess.run([*install, wheel_file], check=True, timeout=120)
-    (site,) = environment.glob("lib/python*/site-packages")
-    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    home = tmp_path / "home"
+    """Without the clone, with the dependencies of this environment and a shorter warm start."""
+    site, home = tmp_path / "site", tmp_path / "home"
+    install = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-index",
+        "--no-deps",
+        "--target",
+        site,
+        wheel_file,
+    ]
+    subprocess.run(install, check=True, timeout=120)
     home.mkdir()
-    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-
-    def run(*command):
-        done = subprocess.run(command, cwd=home, env=clean, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    assert Path(run(python, "-c", SMALL_WARM_START).split()[-1]).is_relative_to(environment)
-    shown = run(environment / "bin" / "lze-trl", "demo", "--max_steps", "2")
-    assert "plain GRPO for the same number of optimizer steps" in shown
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", SMALL_DEMO],
+        cwd=home,
+        env=os.environ | {"PYTHONPATH": str(site)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert Path(done.stdout.split()[-1]).is_relative_to(site)
+    assert "plain GRPO for the same number of optimizer steps" in done.stdout
     assert (home / "runs/demo/lze/report/report.html").is_file()
