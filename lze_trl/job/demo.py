@@ -35,7 +35,6 @@ RUNS_DIR = Path("runs", "demo")
 WARM_START_DIR = HOME / RUNS_DIR / "warm-start"
 TRAIN_FILE, HELD_OUT_FILE, MODEL_DIR, SETTINGS_FILE = "train.jsonl", "held_out.jsonl", "model", "settings.json"
 CHARACTERS = "0123456789+="
-LEVELS = ("no carry", "carry out of the ones", "carry out of the tens", "two carries")
 
 
 @dataclass(frozen=True)
@@ -125,7 +124,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, settings: WarmStart) -> Qwen
 
 
 def warm_start(directory: Path, settings: WarmStart) -> bool:
-    """Make model, tokenizer and data under `directory`, unless they were made with these settings; whether it made them."""
+    """Make model, tokenizer and data under `directory`. Returns False if they were made with these settings before."""
     description = json.dumps(asdict(settings), indent=2)
     settings_file = directory / SETTINGS_FILE
     if settings_file.is_file() and settings_file.read_text() == description:
@@ -134,19 +133,12 @@ def warm_start(directory: Path, settings: WarmStart) -> bool:
     with made_aside(directory) as unfinished:
         train, held_out = problems(settings)
         for name, pairs in ((TRAIN_FILE, train), (HELD_OUT_FILE, held_out)):
-            rows = (
-                {"prompt": f"{a}+{b}=", "solution": str(a + b), "level": LEVELS[difficulty_class(a, b)]}
-                for a, b in pairs
-            )
+            rows = ({"prompt": f"{a}+{b}=", "solution": str(a + b)} for a, b in pairs)
             (unfinished / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
         set_seed(settings.seed)
         tokenizer = build_tokenizer()
         model = build_model(tokenizer, settings)
-        logger.info(
-            "Warm start: %d supervised steps of a model with %.1f M parameters, on sums that are often wrong.",
-            settings.steps,
-            model.num_parameters() / 1e6,
-        )
+        logger.info("Warm start: %d supervised steps, on sums that are often wrong.", settings.steps)
         train_supervised(model, tokenizer, noisy_examples(train, settings), unfinished / MODEL_DIR, settings)
         (unfinished / SETTINGS_FILE).write_text(description)
     return True

@@ -4,7 +4,6 @@ import math
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any
 
 import torch
 from trl import ModelConfig
@@ -18,24 +17,15 @@ from .train import disable_progress_bars, setup_logging, starting_point, trainer
 from .yaml_file import user_errors
 
 
-class _WithoutDevice(LZEGRPOConfig):
-    """Settings of a run on another machine: those for an accelerator are allowed where there is none, as on a login node."""
-
-    def __post_init__(self):
-        if not torch.accelerator.is_available():
-            self.use_cpu, self.bf16, self.tf32 = True, False, None
-        super().__post_init__()
-
-    def main_process_first(self, *args: Any, **kwargs: Any) -> Any:
-        """Wait for no other process."""
-        return nullcontext()
-
-
 def dry_run(arguments: Sequence[str], num_processes: int):
     """Print strategy, data and batch geometry of the run of a recipe on this number of processes."""
     setup_logging(is_main=True)
     disable_progress_bars()
-    config = type("LZEGRPOConfig", (_WithoutDevice,), {"world_size": num_processes})
+    if not torch.accelerator.is_available():  # as on a login node
+        arguments = [*arguments, "--use_cpu", "true", "--bf16", "false", "--tf32", "false"]
+    # One process that counts as several, and waits for none
+    alone = {"world_size": num_processes, "main_process_first": lambda self, **kwargs: nullcontext()}
+    config = type("LZEGRPOConfig", (LZEGRPOConfig,), alone)
     script_args, args, model_args = parse_recipe(arguments, (LZEScriptArguments, config, ModelConfig))
     with user_errors():
         _, ended = starting_point(script_args, args)

@@ -111,15 +111,16 @@ KEYS = {field.name for recipe_class in RECIPE_CLASSES for field in fields(recipe
 
 
 def parse_recipe(
-    arguments: Sequence[str], recipe_classes: Sequence[type] = RECIPE_CLASSES
+    arguments: Sequence[str], recipe_classes: Any = RECIPE_CLASSES
 ) -> tuple[LZEScriptArguments, LZEGRPOConfig, ModelConfig]:
     """
     Read `--config RECIPE.yaml`, or `RECIPE.yaml` as the first argument, and flags that override it. [`RecipeError`] is
     raised if the recipe cannot be read, or a key, a flag or a value is not allowed.
     """
     arguments = check_recipe(arguments)
-    with user_errors():  # one of each class, in their order
-        return TrlParser(recipe_classes).parse_args_and_config(arguments)  # type: ignore[return-value]
+    with user_errors():
+        script_args, training_args, model_args = TrlParser(recipe_classes).parse_args_and_config(arguments)
+    return script_args, training_args, model_args
 
 
 def check_recipe(arguments: Sequence[str]) -> list[str]:

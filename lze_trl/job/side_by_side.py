@@ -91,8 +91,8 @@ def train_plain(arguments: Sequence[str]):
     script_args, own_args, model_args = parse_recipe([*arguments, "--strategy", "grpo"])
     given = trainer_arguments(script_args, own_args, model_args)
     del given["instruction"]
-    parser = TrlParser((LZEScriptArguments, GRPOConfig, ModelConfig))
-    _, args, _, _ = parser.parse_args_and_config(arguments, return_remaining_strings=True)
+    classes: Any = (LZEScriptArguments, GRPOConfig, ModelConfig)
+    _, args, _, _ = TrlParser(classes).parse_args_and_config(arguments, return_remaining_strings=True)
     args.model_init_kwargs, args.eval_on_start, args.disable_tqdm = own_args.model_init_kwargs, True, True
     trainer = GRPOTrainer(**given | {"args": args})
     trainer.add_callback(CurveRecorder(PLAIN_ARM, trainer, own_args.pass_reward))
