@@ -1,6 +1,4 @@
-"""
-The command `lze-trl`. Each subcommand imports what it needs when it runs, so that the others start fast.
-"""
+"""The command `lze-trl`. Each subcommand imports what it needs when it runs, so that the others start fast."""
 
 import argparse
 import logging

@@ -35,6 +35,7 @@ RUNS_DIR = Path("runs", "demo")
 WARM_START_DIR = HOME / RUNS_DIR / "warm-start"
 TRAIN_FILE, HELD_OUT_FILE, MODEL_DIR, SETTINGS_FILE = "train.jsonl", "held_out.jsonl", "model", "settings.json"
 CHARACTERS = "0123456789+="
+LEVELS = ("no carry", "carry out of the ones", "carry out of the tens", "two carries")
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,10 @@ def warm_start(directory: Path, settings: WarmStart) -> bool:
     with made_aside(directory) as unfinished:
         train, held_out = problems(settings)
         for name, pairs in ((TRAIN_FILE, train), (HELD_OUT_FILE, held_out)):
-            rows = ({"prompt": f"{a}+{b}=", "solution": str(a + b)} for a, b in pairs)
+            rows = (
+                {"prompt": f"{a}+{b}=", "solution": str(a + b), "level": LEVELS[difficulty_class(a, b)]}
+                for a, b in pairs
+            )
             (unfinished / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
         set_seed(settings.seed)
         tokenizer = build_tokenizer()
