@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -178,13 +177,12 @@ def test_a_failing_arm_stops_the_others(home):
 
 @pytest.mark.slow
 def test_a_stopped_demo_leaves_no_process(home):
-    demo.warm_start(demo.WARM_START_DIR, SMALL)
-    (demo.WARM_START_DIR / demo.SETTINGS_FILE).write_text(json.dumps(asdict(WarmStart()), indent=2))
     folder = home / "runs" / "demo"
-    script = f"from pathlib import Path; from lze_trl.job import cli, demo; demo.HOME = Path({str(home)!r});"
+    script = "from lze_trl.job import cli, demo; from pathlib import Path; demo.HOME = Path.cwd();"
     script += (
-        "demo.WARM_START_DIR = demo.HOME / 'runs' / 'demo' / 'warm-start'; cli.main(['demo', '--eval_steps', '2'])"
+        "demo.WARM_START_DIR = demo.HOME / 'runs/demo/warm-start'; settings = demo.WarmStart(steps=2, num_layers=1);"
     )
+    script += "demo.WarmStart = lambda: settings; cli.main(['demo', '--eval_steps', '2'])"
     process = subprocess.Popen([sys.executable, "-c", script])
     while not (folder / "plain" / "curve.json").is_file():
         assert process.poll() is None

@@ -23,6 +23,7 @@ from . import CHECKOUT
 from .recipe import parse_recipe
 from .side_by_side import compare
 from .train import setup_logging
+from .yaml_file import read_recipe
 
 
 logger = logging.getLogger(__name__)
@@ -194,7 +195,8 @@ def run_demo(flags: Sequence[str] = ()):
     # A wrong setting is refused before anything is trained
     _, args, _ = parse_recipe(["--config", str(RECIPE), *flags])
     warm_start(WARM_START_DIR, WarmStart())
-    compare(RECIPE, Path(args.output_dir) if "--output_dir" in flags else RUNS_DIR, flags)
+    is_given = args.output_dir != read_recipe(RECIPE)["output_dir"]
+    compare(RECIPE, Path(args.output_dir) if is_given else RUNS_DIR, flags)
 
 
 if __name__ == "__main__":  # the warm start alone, for who wants to serve its model
