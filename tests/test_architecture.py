@@ -51,8 +51,8 @@ ROOMS = {
     "build": "batch config memory pack plan rollout select",
     "step": "batch engine memory pack plan record rollout seeding select",
     "trainer": "app build checkpoint checks compatibility config engine hub selfplay memory names plan record rollout select servers step",
-    "job": "app build checkpoint checks config data evaluation files hub selfplay memory names record remote rewards "
-    "rollout strategies trainer version",
+    "job": "app checkpoint checks config data evaluation files hub names record rewards rollout selfplay settings "
+    "strategies trainer version",
 }
 PURE = (
     *(

@@ -412,6 +412,8 @@ for reference, settings in (
     ("openai/gsm8k", {"config": "socratic", "split": "train[:1]"}),
     ("EleutherAI/hendrycks_math", {"config": "geometry", "split": "test"}),
     ("openai/gsm8k", {}),
+    ("EleutherAI/hendrycks_math", {}),
+    ("openai/gsm8k", {"config": "min"}),
     ("openai/gsm8k", {"config": "main", "split": "validation"}),
 ):
     try:
@@ -428,8 +430,9 @@ def test_hub_then_its_cache_without_network(repositories, tmp_path):
         online, errors = run(HUB_CODE, tmp_path, HF_ENDPOINT=server.endpoint)
     lines = online.splitlines()
     assert lines[:3] == ["3 openai/gsm8k 24", "1 openai/gsm8k 24", r"2 EleutherAI/hendrycks_math \frac{1}{2}"], errors
-    assert "['main', 'socratic']" in lines[3]
-    assert "validation" in lines[4]
+    assert lines[3:5] == ["3 openai/gsm8k 24", r"6 EleutherAI/hendrycks_math \frac{1}{2}"]
+    assert "['main', 'socratic']" in lines[5]
+    assert "validation" in lines[6]
     offline, errors = run(HUB_CODE, tmp_path, HF_HUB_OFFLINE="1")
     assert offline.splitlines()[:3] == lines[:3], errors
 

@@ -20,7 +20,7 @@ from lze_trl import LZEGRPOTrainer
 from lze_trl.app.report import write_report
 from lze_trl.app.views import overview
 from lze_trl.checkpoint import load_parts, save_parts
-from lze_trl.job.recipe import LZEScriptArguments, RecipeError, parse_recipe
+from lze_trl.job.recipe import RecipeError, parse_recipe
 from lze_trl.job.train import run
 from lze_trl.record import open_run
 from lze_trl.record.evaluations import read_results
@@ -226,14 +226,11 @@ def test_a_training_with_a_probe_goes_on_as_without(job, tmp_path):
 
 
 def test_bad_input(job, tmp_path):
-    with pytest.raises(RecipeError, match=r"`probe_every=3` is a setting of the probe, and `probe_datasets` names no"):
-        parse_recipe(["--config", job(probe_datasets=[])])
     with pytest.raises(RecipeError, match="12 of the 12 problems of `probe_datasets` are trained on as well"):
         train(job(probe_datasets=[str(tmp_path / "train.jsonl")]))
-    for name, value in {"probe_every": 0, "probe_patience": 0, "probe_concentration": 1.5, "probe_gap": 0.0}.items():
+    for name, value in {"patience": 0, "concentration": 1.5, "gap": 0.0}.items():
         with pytest.raises(ValueError, match=f"`{name}` must be"):
-            LZEScriptArguments(probe_datasets=["p.jsonl"], **{name: value})
-    assert LZEScriptArguments().stop_rules() == RULES
+            StopRules(**{name: value})
 
 
 # ---- Labels that may be wrong ----

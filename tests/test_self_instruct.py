@@ -147,11 +147,6 @@ def sums(exemplars, rng):
     return [f"What is the {NOUNS[a % 12]} sum of {a} and {b} {PLACES[b % 6]}?"]
 
 
-def stopped(exemplars, rng):
-    """A generator at which someone presses Ctrl-C."""
-    raise KeyboardInterrupt
-
-
 @pytest.fixture
 def recipe(tmp_path):
     seeds = tmp_path / "seeds.jsonl"
@@ -185,9 +180,6 @@ def test_the_command_tells_what_was_rejected_and_stops(recipe, capsys, tmp_path)
         main(["self-instruct", *recipe(), "--count", "3"])
     shown = capsys.readouterr().out
     assert "in the file" in shown and "no problem in the answer" in shown and "problems of 2 rounds" in shown
-    with pytest.raises(SystemExit):
-        main(["self-instruct", *recipe(instruct_generator="test_self_instruct.stopped"), "--count", "3"])
-    assert "Stopped. The same command continues from here" in " ".join(capsys.readouterr().out.split())
     with pytest.raises(SystemExit, match=r"\d too few answers"):
         main(["self-instruct", *recipe(instruct_generator="test_self_instruct.sums"), "--count", "3", "--votes", "4"])
     with pytest.raises(SystemExit, match=r"`instruct_generator: nothing.here` cannot be imported"):

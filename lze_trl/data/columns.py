@@ -85,8 +85,8 @@ class Columns:
         if final is not None and "body" in map(str.lower, self.contexts):
             final = re.sub(r"(?<=\d)\s+\([A-Za-z][^()]*\)$", "", final)  # ASDiv writes "9 (apples)"
         worked = text if text != final else at(row, "solution") if self.answer != "solution" else None
-        if final is not None and self.options:
-            place = _READINGS[self._reading](final, self._labels(row), self._texts(row))
+        if final is not None and (texts := self._texts(row)):
+            place = _READINGS[self._reading](final, self._labels(row), texts)
             final = None if place is None else ascii_uppercase[place]
         return final, worked if isinstance(worked, str) else None
 

@@ -78,7 +78,7 @@ def load_prompts(
         split (`str`, *optional*):
             Split, or a slice such as `train[:100]`. Defaults to `train`, or to the only split.
         config (`str`, *optional*):
-            Configuration, of a dataset with several.
+            Configuration. Defaults to the one called `default` or `main`, or else to all of them, one after the other.
         system_prompt (`str`, *optional*):
             System prompt of every conversation, in place of the dataset's own.
         prompt_suffix (`str`, *optional*):

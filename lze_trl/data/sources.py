@@ -3,10 +3,11 @@
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qsl
 
 import datasets
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, IterableDataset, concatenate_datasets
 from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
@@ -75,10 +76,16 @@ def parse_reference(text: str, config: str | None = None, split: str | None = No
 
 
 def load_table(reference: Reference, streaming: bool = False) -> Dataset | IterableDataset:
-    """The rows of a dataset: of its split, else of `train`, else of its only one. Raises [`DataError`]."""
+    """
+    The rows of a dataset: of its split, else of `train`, else of its only one. Without a configuration, those of the one called
+    `default` or `main`, else of all, one after the other. Raises [`DataError`].
+    """
     name = repr(reference.label)
     try:
-        loaded = _load(reference, streaming)
+        tables = [_split_of(loaded, name) for loaded in _load(reference, streaming)]
+        return tables[0] if len(tables) == 1 else concatenate_datasets(tables)
+    except DataError:
+        raise
     except DatasetNotFoundError as error:
         raise DataError(f"{error} Check the name, or log in with `hf auth login`.") from error
     except ConnectionError as error:
@@ -95,6 +102,9 @@ def load_table(reference: Reference, streaming: bool = False) -> Dataset | Itera
             f"{name} cannot be read: {type(cause).__name__}: {' '.join(str(cause).split())} Check its `config` and `split`, and "
             f"that its files are complete, have the same columns, and are what their names say ({', '.join(FILE_FORMATS)})."
         ) from error
+
+
+def _split_of(loaded: Any, name: str) -> Dataset | IterableDataset:
     if isinstance(loaded, (Dataset, IterableDataset)):
         return loaded
     if "train" not in loaded and len(loaded) > 1:
@@ -102,18 +112,27 @@ def load_table(reference: Reference, streaming: bool = False) -> Dataset | Itera
     return loaded["train"] if "train" in loaded else next(iter(loaded.values()))
 
 
-def _load(reference: Reference, streaming: bool):
+def _load(reference: Reference, streaming: bool) -> list[Any]:
     path = Path(reference.path)
+    where: dict[str, Any] = {}
     if reference.is_local and (path / "state.json").is_file():  # what `save_to_disk` wrote
         if reference.split is not None:
             raise ValueError(f"it was saved without splits, and `split` is {reference.split!r}. Leave it unset.")
         saved = Dataset.load_from_disk(str(path))
-        return saved.to_iterable_dataset() if streaming else saved
+        return [saved.to_iterable_dataset() if streaming else saved]
+    configs: list[str | None] = [reference.config]
     if not reference.is_local or path.is_dir():
-        source, where = str(path.resolve()) if reference.is_local else reference.path, {"revision": reference.revision}
+        source = str(path.resolve()) if reference.is_local else reference.path
+        where["revision"] = reference.revision
+        if reference.config is None:
+            names = datasets.get_dataset_config_names(source, revision=reference.revision)
+            default = next((name for name in ("default", "main") if name in names), None)
+            configs = [default] if default else [*names]
     elif path.suffix.lower() not in FILE_FORMATS:
         raise ValueError(f"unknown format {path.suffix!r}.")
     else:
         split = path.stem if path.stem in ("train", "test", "validation") else "train"
-        source, where = FILE_FORMATS[path.suffix.lower()], {"data_files": {split: str(path)}}
-    return datasets.load_dataset(source, reference.config, split=reference.split, streaming=streaming, **where)
+        source = FILE_FORMATS[path.suffix.lower()]
+        where["data_files"] = {split: str(path)}
+    settings = {"split": reference.split, "streaming": streaming, **where}
+    return [datasets.load_dataset(source, config, **settings) for config in configs]

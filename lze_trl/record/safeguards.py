@@ -30,13 +30,13 @@ class StopRules:
     gap: float | None = 0.15  # how much wider than at the start the mean share may be above the accuracy
 
     def __post_init__(self):
-        highest = {"patience": np.inf, "concentration": 1, "gap": 1}
-        for name, high in highest.items():
-            value = vars(self)[name]
-            if value is not None and not 0 < value < high:
-                raise ValueError(
-                    f"`probe_{name}` must be above 0 and below {high}, got {value}. Use null to switch it off."
-                )
+        for name, value, allowed, words in (
+            ("patience", self.patience, lambda x: x >= 1, "at least 1"),
+            ("concentration", self.concentration, lambda x: 0 < x < 1, "between 0 and 1"),
+            ("gap", self.gap, lambda x: 0 < x < 1, "between 0 and 1"),
+        ):
+            if value is not None and not allowed(value):
+                raise ValueError(f"`{name}` must be {words}, got {value}. Use None to switch the rule off.")
 
 
 @dataclass
