@@ -9,7 +9,6 @@ from typing import Any
 
 from huggingface_hub import HfApi
 
-from .app.runs import used_settings
 from .checkpoint import find_state
 from .files import write_atomically
 from .record import MissingTelemetryError, open_run
@@ -179,7 +178,9 @@ def _put(card: Path, section: str, start: str, end: str):
 def model_card_section(run_dir: str | Path) -> str:
     """Markdown about the run: settings, savings, picture and versions."""
     with closing(open_run(run_dir)) as run:
-        summary, settings, accuracy = run.summary(), used_settings(run.meta.settings), held_out(run)
+        summary, settings, accuracy = run.summary(), dict(run.meta.settings), held_out(run)
+    if settings.get("selector") in ("all", "zero_variance"):
+        settings.pop("selection_ratio", None)  # these selectors ignore it
     prompts = summary["prompts"]
     shown = [f"| `{name}` | `{settings[name]}` |" for name in _SHOWN_SETTINGS if settings.get(name) is not None]
     newline = "\n"

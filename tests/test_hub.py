@@ -143,7 +143,7 @@ from lze_trl.app.runs import RunBook
 book = RunBook(["me/my-run", "me/missing"])
 assert book.ids == ["my-run", "missing"]
 print(*views.overview(book.open("my-run")).split())
-print(*views.compare(book, book.ids, "step", "pass_rate").split())
+print(views.run_table({"my-run": book.open("my-run")})["run"].item())
 state = resolve_state("me/my-run")
 print(sorted(path.name for path in state.iterdir()))
 try:

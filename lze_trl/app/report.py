@@ -1,5 +1,6 @@
 """The report of a run: one HTML file that needs nothing else, and pictures."""
 
+import base64
 import io
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -17,10 +18,9 @@ from ..record import MissingTelemetryError, Run, open_run
 from ..record.curves import curve, energy_heat_map, held_out, outcome_name
 from ..record.ledger import against_plain, headline, skipped_visits
 from ..record.numbers import percent
+from ..record.reader import STATES
 from ..version import __version__
-from .charts import brightest
-from .markup import HTML, STATES
-from .views import overview, settings_table, title
+from .views import HTML, brightest, overview, settings_table, title
 
 
 _BLUE, _ORANGE, _GREEN, _GREY = "#0072b2", "#d55e00", "#009e73", "#8a96a3"
@@ -31,16 +31,13 @@ def write_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
     """
     Write the report of a run, finished or not, into a folder, by default `<run_dir>/report`.
 
-    Returns the HTML file; `summary.png` and `energy.png` lie beside it. A run that cannot be read raises a
-    [`TelemetryError`].
+    Returns the HTML file; `summary.png` lies beside it. A run that cannot be read raises a [`TelemetryError`].
     """
     folder = Path(run_dir) / "report" if out is None else Path(out)
     with _opened(run_dir) as run:
         _draw_summary(run, folder / "summary.png")
-        figure, (axis,) = _figure(8.0, 4.0, [1.0])
-        _draw_energy(run, figure, axis)
-        _save(figure, folder / "energy.png")
-        write_atomically(folder / "report.html", _document(run).encode())
+        picture = base64.b64encode((folder / "summary.png").read_bytes()).decode()
+        write_atomically(folder / "report.html", _document(run, picture).encode())
     return folder / "report.html"
 
 
@@ -71,8 +68,8 @@ def _opened(run_dir: str | Path) -> Iterator[Run]:
         yield run
 
 
-def _document(run: Run) -> str:
-    """The report as one HTML document."""
+def _document(run: Run, picture: str) -> str:
+    """The report as one HTML document, with its picture in base64."""
     when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     return HTML.report(
         run.name,
@@ -81,6 +78,7 @@ def _document(run: Run) -> str:
         _learned(run),
         _forgotten(run),
         settings_table(run),
+        picture,
         f"Written {when} by lze_trl {__version__}; recorded by lze_trl {run.meta.package_version}.",
     )
 

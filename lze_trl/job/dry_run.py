@@ -143,7 +143,7 @@ def files_of(script_args: LZEScriptArguments, args: LZEGRPOConfig, model_args: M
     if args.telemetry:
         files[f"{out}/telemetry/"] = "every group, with completions: " + args.telemetry_completions
     if args.telemetry and args.summary:
-        files[f"{out}/report/"] = "report.html, summary.png, energy.png"
+        files[f"{out}/report/"] = "report.html, summary.png"
     if script_args.eval_tasks:
         files[f"{out}/{EVALUATIONS}/"] = f"results on {', '.join(script_args.eval_tasks)}"
     if args.report_to:
