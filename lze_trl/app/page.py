@@ -91,7 +91,9 @@ class _Page:
         with compare:
             self._add_comparison()
         with settings:
-            self.settings = gr.Dataframe(headers=["setting", "value"], label="Settings", wrap=True, interactive=False)
+            self.settings = gr.Dataframe(
+                headers=["setting", "value"], label="Settings", wrap=True, interactive=False, elem_id="lze-settings"
+            )
         self._connect()
 
     def _add_prompts(self):
@@ -161,11 +163,15 @@ class _Page:
         for tab in self.tabs:
             tab.select(lambda name=tab.label: name, None, self.tab, **quiet).then(**show)
         for name, control in self.controls.items():
-            if name not in ("tab", "prompt"):
+            if name not in ("tab", "prompt", "visit"):
                 control.input(trigger_mode="always_last", **show)
         self.run.input(lambda: ("", ""), None, [self.prompt, self.visit], **quiet).then(**show)
-        self.table.select(self._open_row, None, [self.prompt, self.visit], **quiet).then(**show)
-        self.bridge.click(self._open_point, None, [self.prompt, self.visit], **quiet).then(**show)
+        # Opening a prompt leaves the table alone, so that the reader can go on with the keyboard
+        opened = [self.run, self.prompt, self.visit]
+        detail: dict[str, Any] = {"fn": self._show_opened, "inputs": opened, "outputs": shown, **quiet}
+        self.table.select(self._open_row, None, [self.prompt, self.visit], **quiet).then(**detail)
+        self.bridge.click(self._open_point, None, [self.prompt, self.visit], **quiet).then(**detail)
+        self.visit.input(**detail)
         timer = gr.Timer(REFRESH_SECONDS)
         timer.tick(self._follow, [self.seen, *controls], shown, **quiet)
         self.live.input(lambda live: gr.Timer(active=live), self.live, timer, **quiet)
@@ -184,7 +190,7 @@ class _Page:
 
     def _version(self, given: dict[str, Any]) -> list[Any]:
         """Changes with the controls, and when a run on the page has recorded or evaluated something, or ended."""
-        versions: list[Any] = [given]
+        versions: list[Any] = [{name: value for name, value in given.items() if name not in ("prompt", "visit")}]
         for id in given["runs"] if given["tab"] == "Runs" else [given["run"]]:
             try:
                 run = self.book.open(id)
@@ -236,6 +242,9 @@ class _Page:
                 visible=given["by"] in columns,
             ),
         }
+
+    def _show_opened(self, id: str, chosen: str, visit: str) -> dict[Any, Any]:
+        return self._show_prompt(self.book.open(id), chosen, visit)
 
     def _show_prompt(self, run: Run, chosen: str, visit: str) -> dict[Any, Any]:
         if not chosen:
