@@ -197,7 +197,7 @@ def model_card_section(run_dir: str | Path) -> str:
 This model was trained with lze_trl: GRPO that spends its updates on the prompts with
 the most Learning-Zone Energy ([arXiv 2605.17003](https://arxiv.org/abs/2605.17003)).
 
-![Pass rate, energy and cost over the steps]({PICTURE})
+![Pass rate and energy over the steps]({PICTURE})
 
 In {summary["generations"]:,} generation batches, {summary["selected"]:,} of {summary["groups"]:,} groups were trained on. Of {sum(prompts.values()):,}
 prompts, {prompts["pruned"]:,} were pruned as solved at the end, and {prompts["forgotten"]:,} were forgotten.
@@ -246,6 +246,6 @@ Recorded by lze_trl: pass rate and energy of every group, the prompts, and their
 lze-trl app {repo_id}
 ```
 
-![Pass rate, energy and cost over the steps](report/summary.png)
+![Pass rate and energy over the steps](report/summary.png)
 
 ### Savings{savings}"""

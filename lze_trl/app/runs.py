@@ -15,52 +15,42 @@ class RunBook:
 
     def __init__(self, sources: list[str]):
         self._sources = [str(source) for source in sources]
-        self._entries: dict[str, _Entry] = {}
+        self._folders: dict[str, str] = {}  # folder or Hub id of each run, by id
+        self._open: dict[str, Run] = {}  # by folder
+        self._lock = threading.Lock()
         self.look()
 
     def look(self):
         """Look for new runs. Runs that are already open stay open."""
-        known = {entry.source: entry for entry in self._entries.values()}
-        entries: dict[str, _Entry] = {}
+        folders: dict[str, str] = {}
         for folder, name in (found for source in self._sources for found in _runs_below(source)):
             base = re.sub(r"[^\w./-]+", "-", name).strip("-") or "run"
             id, count = base, 2
-            while id in entries:
+            while id in folders:
                 id, count = f"{base}-{count}", count + 1
-            entries[id] = known.get(folder) or _Entry(folder)
-        self._entries = entries
+            folders[id] = folder
+        self._folders = folders
 
     @property
     def ids(self) -> list[str]:
         """Ids in the order in which the runs were given."""
-        return list(self._entries)
+        return list(self._folders)
 
     def open(self, id: str | None) -> Run:
         """The run of an id, with everything recorded until now. Raises a [`TelemetryError`] if it cannot be shown."""
-        if not self._entries:
+        if not self._folders:
             raise MissingTelemetryError(
                 "The app was started without a run. Give it the `output_dir` of a training, as in `lze-trl app runs/demo`."
             )
-        if id not in self._entries:
+        if id not in self._folders:
             raise MissingTelemetryError("The app was not given a run of this name. Choose one from the list.")
-        return self._entries[id].open()
-
-
-class _Entry:
-    """One run, opened on demand, by one request at a time."""
-
-    def __init__(self, source: str):
-        self.source = source
-        self.run: Run | None = None
-        self.lock = threading.Lock()
-
-    def open(self) -> Run:
-        with self.lock:
-            if self.run is None:
-                self.run = open_run(resolve_run(self.source))
+        folder = self._folders[id]
+        with self._lock:
+            if folder in self._open:
+                self._open[folder].refresh()
             else:
-                self.run.refresh()
-            return self.run
+                self._open[folder] = open_run(resolve_run(folder))
+            return self._open[folder]
 
 
 def _runs_below(source: str) -> list[tuple[str, str]]:
