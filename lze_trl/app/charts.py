@@ -99,7 +99,8 @@ def training(run: Run, smoothing: float = 0.0) -> list[go.Figure]:
 def _held_out_lines(run: Run) -> dict[str, pd.Series]:
     """Every metric on held-out prompts, without the second of two equal ones."""
     names = held_out_metrics(run)
-    logged, found = logged_curves(run, names), {}
+    logged = logged_curves(run, names)
+    found: dict[str, pd.Series] = {}
     for name in names:
         label = name.removeprefix("eval_").removesuffix("/mean").replace("rewards/", "").replace("_", " ")
         if not any(logged[name].equals(line) for line in found.values()):
