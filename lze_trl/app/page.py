@@ -19,7 +19,7 @@ TABS = ("Overview", "Training", "Prompts", "Runs", "Settings")
 REFRESH_SECONDS = 1.0
 """How often the page asks for what is new."""
 
-_MOST_CHARTS = 12
+_MOST_CHARTS = 13
 _VISITS = 12
 """Latest visits of a prompt whose completions can be chosen."""
 
@@ -78,6 +78,7 @@ class _Page:
         self.tab = gr.State("Overview")
         self.prompt = gr.State("")
         self.seen = gr.State(None)  # what the page shows, as of [`_version`]
+        self.order = gr.State([])  # ids of the prompts in the table, which keep their places at a refresh
         with gr.Tabs():
             self.tabs = [gr.Tab(name) for name in TABS]
         overview, training, prompts, compare, settings = self.tabs
@@ -155,7 +156,7 @@ class _Page:
         controls = list(self.controls.values())
         shown = [self.standing, self.numbers, *self.overview_plots, *self.training_plots, self.scatter, self.found]
         shown += [self.table, self.breakdown, self.by, self.history, self.visit, self.detail]
-        shown += [self.comparison, self.run_table, self.settings, self.seen]
+        shown += [self.comparison, self.run_table, self.settings, self.seen, self.order]
         # One after the other: the answer to an earlier question never replaces that to a later one
         quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private", "concurrency_id": "page"}
         show: dict[str, Any] = {"fn": self._show, "inputs": controls, "outputs": shown, **quiet}
@@ -173,7 +174,7 @@ class _Page:
         self.bridge.click(self._open_point, None, [self.prompt, self.visit], **quiet).then(**detail)
         self.visit.input(**detail)
         timer = gr.Timer(REFRESH_SECONDS)
-        timer.tick(self._follow, [self.seen, *controls], shown, **quiet)
+        timer.tick(self._follow, [self.seen, self.order, *controls], shown, **quiet)
         self.live.input(lambda live: gr.Timer(active=live), self.live, timer, **quiet)
 
     def _open_row(self, event: gr.SelectData) -> tuple[str, str]:
@@ -200,13 +201,12 @@ class _Page:
                 versions.append(str(error))
         return versions
 
-    def _follow(self, seen: list[Any] | None, *values: Any) -> Any:
-        return (
-            gr.skip() if self._version(dict(zip(self.controls, values, strict=True))) == seen else self._show(*values)
-        )
+    def _follow(self, seen: list[Any] | None, order: list[int], *values: Any) -> Any:
+        given = dict(zip(self.controls, values, strict=True))
+        return gr.skip() if self._version(given) == seen else self._show(*values, order=order)
 
-    def _show(self, *values: Any) -> dict[Any, Any]:
-        """What changes on the page, by component: only the open tab."""
+    def _show(self, *values: Any, order: list[int] | None = None) -> dict[Any, Any]:
+        """What changes on the page, by component: only the open tab. The prompts in `order` keep their places."""
         given = dict(zip(self.controls, values, strict=True))
         changes: dict[Any, Any] = {self.seen: self._version(given)}
         try:
@@ -219,16 +219,20 @@ class _Page:
             elif given["tab"] == "Training":
                 changes |= _filled(self.training_plots, charts.training(run, given["smoothing"]))
             elif given["tab"] == "Prompts":
-                changes |= self._show_prompts(run, given) | self._show_prompt(run, given["prompt"], given["visit"])
+                changes |= self._show_prompts(run, given, order or []) | self._show_prompt(
+                    run, given["prompt"], given["visit"]
+                )
             else:
                 changes[self.settings] = views.settings_table(run)
         except TelemetryError as error:
             changes |= {self.standing: views.HTML.problem(error), self.numbers: ""} | _filled(self.overview_plots, [])
         return changes
 
-    def _show_prompts(self, run: Run, given: dict[str, Any]) -> dict[Any, Any]:
+    def _show_prompts(self, run: Run, given: dict[str, Any], order: list[int]) -> dict[Any, Any]:
         state = None if given["state"] == "all" else given["state"]
+        places = {id: place for place, id in enumerate(order)}
         found = run.prompts(state, given["search"], limit=views.MOST_PROMPTS)
+        found = found.sort_values("prompt_id", key=lambda ids: ids.map(places).fillna(len(places)), kind="stable")
         counts, columns = run.prompt_counts(given["search"]), run.columns()
         total = counts[state] if state else sum(counts.values())
         more = f" Shown are the {len(found):,} of highest energy." if len(found) < total else ""
@@ -236,6 +240,7 @@ class _Page:
             self.scatter: charts.prompts(run, found),
             self.found: f"{total:,} prompts.{more}",
             self.table: views.prompt_table(run, found),
+            self.order: found["prompt_id"].tolist(),
             self.by: gr.update(choices=[("–", ""), *columns]),
             self.breakdown: gr.update(
                 value=run.breakdown(given["by"]).round(3) if given["by"] in columns else None,

@@ -217,8 +217,9 @@ def test_a_live_run_can_be_paused_and_its_prompts_opened(page, tmp_path):
         row = page.locator("#lze-table [data-row='3'][data-col='0']")
         row.click()
         page.wait_for_selector("#lze-detail pre")
-        before = visits(page)
+        before, order = visits(page), list(cells(page, "#lze-table"))
         wait_for(lambda: visits(page) > before)
+        assert list(cells(page, "#lze-table")) == order  # the values change, and the rows keep their places
         page.get_by_role("checkbox", name="Live").uncheck()
         page.wait_for_timeout(2500)
         paused = cells(page, "#lze-table")
