@@ -54,6 +54,9 @@ _LOGGED = {
         f"majority/abstained_{name}" for name in ("few_votes", "low_share", "high_share", "margin")
     ],
 }
+MOST_CHARTS = len(_LOGGED) + 1
+"""Charts that [`training`] makes at most."""
+
 _HELD_OUT = "held_out"
 METRICS = {
     "pass_rate": "pass rate (mean outcome)",

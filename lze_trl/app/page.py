@@ -19,7 +19,6 @@ TABS = ("Overview", "Training", "Prompts", "Runs", "Settings")
 REFRESH_SECONDS = 1.0
 """How often the page asks for what is new."""
 
-_MOST_CHARTS = 13
 _VISITS = 12
 """Latest visits of a prompt whose completions can be chosen."""
 
@@ -137,22 +136,8 @@ class _Page:
         )
 
     def _connect(self):
-        self.controls = {
-            name: getattr(self, name)
-            for name in (
-                "tab",
-                "run",
-                "smoothing",
-                "search",
-                "state",
-                "by",
-                "prompt",
-                "visit",
-                "runs",
-                "metric",
-                "axis",
-            )
-        }
+        names = "tab run smoothing search state by prompt visit runs metric axis"
+        self.controls = {name: getattr(self, name) for name in names.split()}
         controls = list(self.controls.values())
         shown = [self.standing, self.numbers, *self.overview_plots, *self.training_plots, self.scatter, self.found]
         shown += [self.table, self.breakdown, self.by, self.history, self.visit, self.detail]
@@ -164,7 +149,7 @@ class _Page:
         for tab in self.tabs:
             tab.select(lambda name=tab.label: name, None, self.tab, **quiet).then(**show)
         for name, control in self.controls.items():
-            if name not in ("tab", "prompt", "visit"):
+            if name not in ("tab", "run", "prompt", "visit"):
                 control.input(trigger_mode="always_last", **show)
         self.run.input(lambda: ("", ""), None, [self.prompt, self.visit], **quiet).then(**show)
         # Opening a prompt leaves the table alone, so that the reader can go on with the keyboard
@@ -287,7 +272,7 @@ class _Page:
 def _plots() -> list[gr.Plot]:
     """Places for charts, side by side where the page is wide enough."""
     with gr.Row():
-        return [gr.Plot(show_label=False, visible=False, min_width=400) for _ in range(_MOST_CHARTS)]
+        return [gr.Plot(show_label=False, visible=False, min_width=400) for _ in range(charts.MOST_CHARTS)]
 
 
 def _filled(plots: list[gr.Plot], figures: list[Any]) -> dict[Any, Any]:
