@@ -17,6 +17,7 @@ import tiny
 import votes_run
 from launches import on_processes
 from lze_trl import LZEGRPOTrainer
+from lze_trl.app import charts
 from lze_trl.app.report import write_report
 from lze_trl.app.views import overview
 from lze_trl.checkpoint import load_parts, save_parts
@@ -168,14 +169,20 @@ def test_answers_that_depend_on_the_prompt_are_not_stopped(tmp_path):
     assert unchecked.state.global_step == 8
 
 
-def test_the_overview_and_the_report_show_the_votes(tmp_path):
+def test_the_app_and_the_report_show_the_votes(tmp_path):
     trainer = probe_run.make(tmp_path, probe_run.boxed_rollouts, telemetry=True, max_steps=2)
     trainer.train()
     with closing(open_run(tmp_path / "run-1")) as run:
+        figures = {figure.layout.title.text: figure for figure in charts.training(run) + charts.overview(run)}
         shown = overview(run)
-    for words in ("Majority votes", "groups with the same winner", "margin too small", "probe-000002"):
-        assert words in shown
-    assert "Majority votes" in write_report(tmp_path / "run-1").read_text()
+    assert {line.name for line in figures["Majority votes"].data} >= {
+        "majority/winner_share",
+        "majority/concentration",
+    }
+    assert "majority/abstained_margin" in {line.name for line in figures["Votes without a label"].data}
+    assert "probe sums avg@1" in {line.name for line in figures["Held-out accuracy"].data}
+    for page in (shown, write_report(tmp_path / "run-1").read_text()):
+        assert "probe-000000" in page and "probe-000002" in page
 
 
 def test_two_processes_stop_as_one(tmp_path):
