@@ -233,7 +233,7 @@ def test_a_strategy_of_an_earlier_version_says_what_to_write(tmp_path, name):
         ),
         (
             {"selector_kwargs": {"ema_decay": 1.0}},
-            "`selector_kwargs`: `ema_decay` must be in .*got 1.0. The paper uses 0.9",
+            "`selector_kwargs`: `ema_decay` must be in .*got 1.0",
         ),
         ({"planner_kwargs": {"target": 0.2}}, "`planner_kwargs` has no setting 'target' here.* It takes .*'streak'"),
         ({"planner_kwargs": {"streak": 2.5}}, "`planner_kwargs`: `streak` must be a whole number, got 2.5"),
