@@ -6,10 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lze_trl.batch import Batch
-from lze_trl.memory.calibration import Calibration, calibration_error
 from lze_trl.memory.foresight import FEATURES, Foresight, History, features
 from lze_trl.memory.posterior import beta_parameters, dead_probability
-from lze_trl.memory.regression import auc
+from lze_trl.memory.regression import Calibration, auc
 from lze_trl.memory.state import PromptState, StateSettings, first_completions
 from samples import NAN, rollouts
 
@@ -183,7 +182,8 @@ def test_forecasts_are_corrected_by_what_came_of_them():
     assert calibration.corrected(forecasts)[3] == pytest.approx(0.75 - 0.75 * 19.5 / 29.5)
     calibration.see(np.full(990, 0.05), np.ones(990))
     assert calibration.corrected(np.array([0.05, 0.09])) == pytest.approx([0.05 + 0.95 * 0.99, 1.0])
-    assert calibration_error(np.array([[4.0, 1.0, 2.0], [0.0, 0.0, 0.0], [6.0, 5.5, 5.0]])) == pytest.approx(0.15)
+    calibration.load_state_dict({"bins": np.array([[4.0, 1.0, 2.0], [0.0, 0.0, 0.0], [6.0, 5.5, 5.0]])})
+    assert calibration.error == pytest.approx(0.15)
 
 
 # ---- What the state remembers of the last visit ----

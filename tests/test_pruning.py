@@ -257,20 +257,6 @@ def test_ranks_are_checked(answer):
         stream_of(5, 1, 3, planner=planner).begin(0)
 
 
-@pytest.mark.parametrize(
-    ("planner", "given", "message"),
-    [
-        (SolvedPlanner, {"replay_ratio": 1.1}, r"`replay_ratio` of the planner must be in \[0, 1\], got 1.1"),
-        (GresoPlanner, {"exploration": 1.0}, r"`exploration` of the planner must be in \[0.05, 0.95\]"),
-        (GresoPlanner, {"target": 0.0}, r"`target` of the planner must be in \(0, 1\)"),
-        (GresoPlanner, {"step": 1.0}, r"`step` of the planner must be in \(0, 1\)"),
-    ],
-)
-def test_settings_are_checked(planner, given, message):
-    with pytest.raises(ValueError, match=message):
-        planner(**given)
-
-
 # ---- Further prompts of a batch ----
 
 

@@ -30,7 +30,7 @@ from lze_trl.app.views import overview
 from lze_trl.checkpoint import load_parts, save_parts
 from lze_trl.job.recipe import LZEScriptArguments, RecipeError, parse_recipe
 from lze_trl.job.train import run
-from lze_trl.memory.calibration import Calibration
+from lze_trl.memory.regression import Calibration
 from lze_trl.record import open_run
 from lze_trl.record.evaluations import read_results
 from lze_trl.record.safeguards import StopRules, VoteHistory

@@ -1,12 +1,10 @@
 """Foresight: a forecast, learned during the run, of which prompts' next groups will be alive."""
 
-from dataclasses import dataclass
-
 import numpy as np
 
-from .calibration import Calibration
+from ..batch import Table
 from .posterior import beta_parameters, dead_probability
-from .regression import MAX_LOGIT, OnlineRegression, bounded_logprob
+from .regression import MAX_LOGIT, Calibration, OnlineRegression, bounded_logprob
 
 
 FEATURES = (
@@ -21,27 +19,13 @@ FEATURES = (
 _CHUNK = 65_536  # prompts per chunk of forecasts, which bounds memory
 
 
-@dataclass(frozen=True)
-class History:
-    """What is remembered of prompts; float64 arrays of shape `(P,)`."""
-
-    visits: np.ndarray
-    pass_rates: np.ndarray  # posterior mean
-    strength: np.ndarray  # completions that it rests on
-    last: np.ndarray  # mean outcome at the last visit; any number without one
-    streak: np.ndarray  # see [`Prompts`]
-    stopped: np.ndarray  # 1 if the last visit was stopped after one completion
-    logprob_mean: np.ndarray  # of the completions of the last visit; NaN if none were reported
-    logprob_min: np.ndarray
-    logprob_max: np.ndarray
-    age: np.ndarray  # generation batches since the last visit
-
-    def __len__(self) -> int:
-        return len(self.visits)
-
-    def take(self, indices: np.ndarray | slice) -> "History":
-        """Some of the prompts."""
-        return History(**{name: values[indices] for name, values in vars(self).items()})
+class History(Table):
+    """
+    What is remembered of prompts, float64 columns of shape `(P,)`: `visits`; posterior mean `pass_rates` and the completions
+    it rests on, `strength`; of the last visit the mean outcome `last`, whether it was `stopped` after one completion, and
+    `logprob_mean`, `logprob_min`, `logprob_max` (NaN if none were reported); `streak`, see [`Prompts`]; and the `age` in
+    generation batches since the last visit.
+    """
 
 
 def features(history: History, posterior: np.ndarray) -> np.ndarray:
