@@ -99,10 +99,9 @@ class Foresight:
         counts: np.ndarray | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
         """
-        Score the forecasts of a generation batch, then learn from it.
-
-        `history` is from before the batch, and `alive`, bool of shape `(P,)`, says which groups of `size` completions had a
-        gradient. Each group represents `counts` groups, by default one. Returns the forecasts and those of the posterior.
+        Score the forecasts of a generation batch, then learn from it. `history` is from before the batch; `alive`, bool of
+        shape `(P,)`, are the groups of `size` completions with a gradient, each of which represents `counts` groups (default 1).
+        Returns the forecasts and those of the posterior.
         """
         sizes, counts = np.broadcast_to(size, len(history)), np.ones(len(history)) if counts is None else counts
         examples = _examples(history, sizes)
