@@ -65,12 +65,6 @@ def test_share_of_completions_without_a_spread():
     assert zero_std_of([[0.1] * 3, [0.3] * 7], "group") == 1.0
 
 
-def test_an_unknown_scale():
-    drawn = rollouts({0: [1, 0]})
-    with pytest.raises(ValueError, match=r"`scale_rewards` must be one of \['none', 'group', 'batch'\], got 'std'"):
-        group_advantages(drawn.rewards, drawn.group, 1, "std")
-
-
 def of_trl(rewards: torch.Tensor, num_generations: int, scale: str) -> tuple[np.ndarray, float]:
     """Advantages and `frac_reward_zero_std` by the formulas of TRL's trainer, which know groups of one size only."""
     grouped = rewards.view(-1, num_generations)

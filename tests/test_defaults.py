@@ -37,17 +37,6 @@ def test_a_stream_is_neither_pruned_nor_deduplicated_and_one_line_says_so(tmp_pa
     assert meta["pruning"] == "none"
 
 
-def test_what_the_user_turned_off_is_not_told(tmp_path, caplog):
-    stream = tiny.prompts(11).to_iterable_dataset()
-    make(tmp_path, stream, pruning="none", deduplicate=False)
-    assert "streamed" not in caplog.text
-
-
-def test_defaults_of_a_dataset_in_memory(tmp_path):
-    trainer = make(tmp_path, repeated(0, 1, 2, 3, 4, 4))
-    assert trainer.resolved == {"pruning": "refill", "deduplicate": True}
-
-
 def test_repeats_are_kept_where_too_few_prompts_would_remain(tmp_path, caplog):
     trainer = make(tmp_path, repeated(0, 0, 1, 1))  # a batch of three groups from two prompts
     assert len(trainer.train_dataset) == 4
@@ -58,10 +47,6 @@ def test_repeats_are_kept_where_too_few_prompts_would_remain(tmp_path, caplog):
     assert len(trainer.prompt_state["visits"]) == 4
     with pytest.raises(ValueError, match="has 2 different prompts, and a generation batch takes 3"):
         make(tmp_path, repeated(0, 0, 1, 1), deduplicate=True)
-
-
-def test_repeats_are_kept_by_name(tmp_path):
-    assert len(make(tmp_path, repeated(0, 1, 2, 3, 3, 0), deduplicate=False).train_dataset) == 6
 
 
 @pytest.mark.parametrize("nothing", [None, []])
@@ -78,18 +63,6 @@ def test_images_of_a_stream_are_refused_when_they_are_seen(tmp_path):
     trainer = make(tmp_path, dataset.to_iterable_dataset())
     with pytest.raises(ValueError, match="Rows of the training set hold images: images are not supported"):
         trainer.train()
-
-
-def test_a_script_that_only_evaluates(tmp_path):
-    trainer = LZEGRPOTrainer(
-        model=tiny.model(),
-        reward_funcs=tiny.even_length_reward,
-        args=tiny.config(tmp_path, per_device_eval_batch_size=4),
-        train_dataset=tiny.prompts(3),
-        eval_dataset=tiny.prompts(2).to_iterable_dataset(),
-        processing_class=tiny.tokenizer(),
-    )
-    assert 0.0 <= trainer.evaluate()["eval_reward"] <= 1.0
 
 
 LOGGED = {

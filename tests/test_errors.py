@@ -164,11 +164,6 @@ def test_evaluation_sets_need_the_columns_too(tmp_path):
         make(tmp_path, accuracy_reward, trainer={"eval_dataset": {"easy": tiny.prompts(4), "hard": tasks()}})
 
 
-def test_columns_that_are_dropped_are_not_passed(tmp_path):
-    with pytest.raises(ValueError, match=r"'solution'.* set `remove_unused_columns=False`"):
-        make(tmp_path, accuracy_reward, remove_unused_columns=True)
-
-
 def test_a_rollout_function_can_bring_the_column(tmp_path):
     def rollouts(prompts, trainer):
         return {**tiny.fixed_rollouts(prompts, trainer), "grade": [1.0] * len(prompts)}
@@ -357,14 +352,6 @@ def test_what_is_no_checkpoint_of_this_run_is_refused(tmp_path, finished, spoil,
     with pytest.raises(CheckpointError, match=message):
         trainer.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
     assert torch.equal(before, trainer.model.lm_head.weight)
-
-
-def test_the_folder_of_a_run_is_no_checkpoint(tmp_path, finished):
-    shutil.copytree(finished, tmp_path / "run")
-    shutil.copy(finished / "checkpoint-2" / "trainer_state.json", tmp_path / "run")
-    trainer = make(tmp_path / "run", max_steps=3)
-    with pytest.raises(CheckpointError, match=r"without its optimizer.* such as `.*checkpoint-2`"):
-        trainer.train(resume_from_checkpoint=str(tmp_path / "run"))
 
 
 LORA = {"peft_config": LoraConfig(r=2, target_modules=["q_proj"])}
