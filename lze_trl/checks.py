@@ -74,7 +74,9 @@ def prepare(
     _refuse_unfit_rewards(args, given)
     controller, pruning = controller or args.make_controller(), pruning or args.pruning
     funcs = given.get("reward_funcs")
-    votes = [func for func in (funcs if isinstance(funcs, list) else [funcs]) if isinstance(func, GroupReward)]
+    votes: list[Any] = [
+        func for func in (funcs if isinstance(funcs, list) else [funcs]) if isinstance(func, GroupReward)
+    ]
     name = get_callable_name(votes[0]) if votes else None
     run = Run(args, train_dataset, controller, pruning, planner, selector, name, own_sampler)
     _refuse(_contradictions_of_settings(args), _contradictions_of_parts(run), _contradictions_of_self_play(run))

@@ -4,6 +4,7 @@ import math
 import re
 from copy import deepcopy
 from dataclasses import dataclass, field, fields
+from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
 from trl import GRPOConfig
@@ -271,7 +272,10 @@ class LZEGRPOConfig(GRPOConfig):
             if (own.name not in _TRL_FIELDS or own.name == "vllm_mode") and own.name not in SETTING_BLOCKS:
                 check_value(own.name, getattr(self, own.name), hints[own.name])
         bounds = self.reward_range
-        if bounds is not None and not (len(bounds) == 2 and -math.inf < bounds[0] < bounds[1] < math.inf):
+        if bounds is None:
+            return
+        numbers = len(bounds) == 2 and all(isinstance(end, Real) for end in bounds)
+        if not numbers or not -math.inf < bounds[0] < bounds[1] < math.inf:
             raise ValueError(f"`reward_range` must be two increasing, finite numbers, got {bounds}.")
 
     def _fill_blocks(self, of_strategy: dict[str, Any]):

@@ -351,8 +351,8 @@ def test_the_first_visit_peaks_at_one_half():
 @pytest.mark.parametrize(
     ("rewards", "settings", "message"),
     [
-        (tiny.digit_reward, {}, r"`label_confidence='share'` is about a majority vote, and none of the reward"),
-        (MajorityReward(), {"selector": "variance"}, r"and `selector='variance'` does not go by it"),
+        (tiny.digit_reward, {}, "`label_confidence='share'` is about a majority vote"),
+        (MajorityReward(), {"selector": "variance"}, "`label_confidence='share'` corrects the energy"),
     ],
 )
 def test_a_correction_of_nothing_is_refused(tmp_path, rewards, settings, message):

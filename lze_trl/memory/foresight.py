@@ -1,5 +1,7 @@
 """Foresight: a forecast, learned during the run, of which prompts' next groups will be alive."""
 
+from typing import Any
+
 import numpy as np
 
 from ..batch import Table
@@ -81,7 +83,7 @@ class Foresight:
         sizes = np.broadcast_to(size, len(history))
         model, posterior = np.empty(len(history)), np.empty(len(history))
         for start in range(0, len(history), _CHUNK):
-            part = slice(start, start + _CHUNK)
+            part: Any = slice(start, start + _CHUNK)
             examples = _examples(history.take(part), sizes[part])
             model[part], posterior[part] = self._forecasts(examples, sizes[part])
         return model, posterior
