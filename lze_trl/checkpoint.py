@@ -83,32 +83,21 @@ def load(directory: str | Path, name: str) -> tuple[dict[str, np.ndarray], dict[
         CheckpointError: If a file is damaged, was written by something else, or by another version.
     """
     description, arrays = (Path(directory, f"{name}.{suffix}") for suffix in ("json", ARRAYS))
-    _require(description)
     meta = _parsed(description, description.read_bytes(), json.loads)
     if not isinstance(meta, dict) or meta.get("format") != _FORMAT:
         raise CheckpointError(f"`{description}` was not written by lze_trl. Use a checkpoint of `LZEGRPOTrainer`.")
-    found = meta.get("schema_version")
-    if found != SCHEMA_VERSION:
-        advice = "Upgrade lze_trl"
-        if isinstance(found, int) and found < SCHEMA_VERSION:
-            advice = "Go on with the version that wrote it, or start a new run from its model"
+    if (found := meta.get("schema_version")) != SCHEMA_VERSION:
         raise CheckpointError(
-            f"`{description}` has schema version {found}, and this lze_trl reads version {SCHEMA_VERSION}. {advice}."
+            f"`{description}` has schema version {found}, and this lze_trl reads version {SCHEMA_VERSION}. Use the version of "
+            "lze_trl that wrote it, or start a new run from its model."
         )
-    _require(arrays)
     data = arrays.read_bytes()
     tensors = _parsed(arrays, data, safetensors.numpy.load)
     if xxhash.xxh64(data).hexdigest() != meta.get("checksum"):
         raise CheckpointError(
-            f"`{arrays}` does not fit its description in `{description.name}`: the files belong to different checkpoints. "
-            "Use another checkpoint."
+            f"`{arrays}` and `{description.name}` belong to different checkpoints. Use another checkpoint."
         )
     return tensors, meta
-
-
-def _require(file: Path):
-    if not file.is_file():
-        raise FileNotFoundError(f"`{file.parent}` has no `{file.name}`, so it holds no state of lze_trl.")
 
 
 def _parsed(file: Path, data: bytes, parse: Callable) -> Any:
@@ -177,9 +166,7 @@ def refuse_non_checkpoint(directory: str | Path) -> dict[str, Any]:
         if any(directory.glob("rng_state*.pth")):
             return description
         problem = "it holds a model without its optimizer"
-    except FileNotFoundError as error:
-        problem = f"it has no `{Path(error.filename or f'{STATE_NAME}.json').name}`"
-    except (NotADirectoryError, ValueError) as error:
+    except (OSError, ValueError) as error:
         problem = str(error)
     last = last_complete_checkpoint(directory) or last_complete_checkpoint(directory.parent)
     example = "" if last is None else f", such as `{last}`"

@@ -154,7 +154,7 @@ def _contradictions_of_parts(run: Run) -> Iterator[str]:
     if run.votes is None:
         return
     if isinstance(run.controller, ReinforceAda) and run.controller.exit == "positive":
-        yield f"`controller='reinforce_ada_positive'` stops at a pass, and each group of '{run.votes}' has one. Use another."
+        yield f"`controller='reinforce_ada_positive'` stops at a pass: by '{run.votes}' every group has one. Use another."
     if aggregation != "sum_then_normalize":
         yield f"`multi_objective_aggregation={aggregation!r}` trains groups for which '{run.votes}' abstains. Unset it."
 
@@ -178,7 +178,7 @@ def _contradictions_of_self_play(run: Run) -> Iterator[str]:
     if run.planner is not None or args.planner != "solved" or run.pruning == "skip":
         yield f"{itself} has no passes over the data. Leave `planner` and `pruning` unset."
     if args.self_play["presence_penalty"] and not (args.use_vllm and args.vllm_mode == "http"):
-        yield f"{itself} writes by transformers here. Set `presence_penalty` to 0, or use servers (`vllm_mode='http'`)."
+        yield f"{itself} writes by transformers here, which has no `presence_penalty`. Set it to 0, or use servers."
 
 
 def _why_without_labels(run: Run) -> str | None:

@@ -63,11 +63,16 @@ _KINDS = (
     (float, (Real,), "a number"),
     (str, (str,), "a text"),
 )
-_RANGES = {
+RANGES = {
     "": {
         "selection_ratio": "(0, 1]",
         "pass_threshold": "(-inf, inf)",
         "max_tokens_per_micro_batch": "[1, inf)",
+        # Fields of TRL whose bad values would only show in the first step
+        "learning_rate": "[0, inf)",
+        "temperature": "(0, inf)",
+        "top_p": "(0, 1]",
+        "max_completion_length": "[1, inf)",
     },
     "selector_kwargs": {
         "gumbel_scale": "[0, inf)",
@@ -98,7 +103,7 @@ _RANGES = {
         "overlap": "(0, 1)",
     },
 }
-"""Intervals of numbers, by block and setting."""
+"""Intervals of numbers, by block ("" for fields of the configuration) and setting."""
 
 _SET_ELSEWHERE = ("group_size", "num_prompts", "exit")
 """Fields of a controller that other settings determine."""
@@ -140,7 +145,7 @@ def check_value(name: str, value: Any, hint: Any, block: str = ""):
     for kind, accepted, words in _KINDS:
         if kind in options and (not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool)):
             raise ValueError(f"{place} must be {words}, got {value!r}.")
-    interval = _RANGES.get(block, {}).get(name)
+    interval = RANGES.get(block, {}).get(name)
     if interval is not None and not _contains(interval, value):
         raise ValueError(f"{place} must be in {interval}, got {value}.")
 

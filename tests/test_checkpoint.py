@@ -90,17 +90,17 @@ def test_a_writer_that_fails_between_the_files_leaves_nothing_to_trust(tmp_path,
     fail_after(monkeypatch, 1)
     with pytest.raises(OSError, match="No space left on device"):
         save(tmp_path, "pair", {"other": np.arange(2)}, {"step": 2})
-    with pytest.raises(ValueError, match="the files belong to different checkpoints"):
+    with pytest.raises(ValueError, match="belong to different checkpoints"):
         load(tmp_path, "pair")
     assert files(tmp_path) == ["pair.arrays", "pair.json"]
 
 
 def test_a_missing_file(tmp_path):
     save(tmp_path, "pair", ARRAYS, {})
-    with pytest.raises(FileNotFoundError, match=r"has no `other\.json`, so it holds no state of lze_trl"):
+    with pytest.raises(FileNotFoundError, match=r"other\.json"):
         load(tmp_path, "other")
     (tmp_path / "pair.arrays").unlink()
-    with pytest.raises(FileNotFoundError, match=r"has no `pair\.arrays`"):
+    with pytest.raises(FileNotFoundError, match=r"pair\.arrays"):
         load(tmp_path, "pair")
 
 
@@ -125,14 +125,17 @@ def swap_arrays(directory: Path, tensors: dict[str, np.ndarray]):
         (lambda d: (d / "pair.json").write_bytes(b"\xff\xfe\x00"), "pair.json` is damaged"),
         (lambda d: (d / "pair.json").write_text("[1]"), "was not written by lze_trl"),
         (lambda d: rewrite(d / "pair.json", format="other"), "was not written by lze_trl"),
-        (lambda d: rewrite(d / "pair.json", schema_version=SCHEMA_VERSION + 1), "Upgrade lze_trl"),
+        (lambda d: rewrite(d / "pair.json", schema_version=SCHEMA_VERSION + 1), "has schema version"),
         (lambda d: rewrite(d / "pair.json", schema_version=None), "has schema version None"),
         (lambda d: cut(d / "pair.arrays"), "pair.arrays` is damaged"),
         (lambda d: (d / "pair.arrays").write_bytes(b""), "pair.arrays` is damaged"),
-        (lambda d: swap_arrays(d, {"ids": ARRAYS["ids"]}), "does not fit its description"),
-        (lambda d: swap_arrays(d, ARRAYS | {"ids": ARRAYS["ids"].astype(np.float64)}), "does not fit its description"),
+        (lambda d: swap_arrays(d, {"ids": ARRAYS["ids"]}), "belong to different checkpoints"),
+        (
+            lambda d: swap_arrays(d, ARRAYS | {"ids": ARRAYS["ids"].astype(np.float64)}),
+            "belong to different checkpoints",
+        ),
         # The arrays of the next save, when it was killed before its description: the same shapes, other values
-        (lambda d: swap_arrays(d, ARRAYS | {"ids": ARRAYS["ids"] // 2}), "does not fit its description"),
+        (lambda d: swap_arrays(d, ARRAYS | {"ids": ARRAYS["ids"] // 2}), "belong to different checkpoints"),
     ],
 )
 def test_what_cannot_be_trusted_is_refused(tmp_path, damage, message):

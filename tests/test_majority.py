@@ -224,7 +224,7 @@ def make(tmp_path, cls=LZEGRPOTrainer, majority=None, columns=(), **kwargs):
     [
         (
             {"controller": "reinforce_ada_positive", "controller_kwargs": {"round_size": 4}},
-            "by 'majority_reward' one of every group does",
+            "by 'majority_reward' every group has one",
         ),
         ({"multi_objective_aggregation": "normalize_then_sum"}, "for which 'majority_reward' abstains"),
     ],

@@ -301,8 +301,8 @@ def test_a_generator_that_repeats_itself_stops_with_the_reasons(model, tmp_path)
     ("settings", "problem"),
     [
         ({"max_steps": -1}, r"has no end of its own\. Set `max_steps`"),
-        ({"pruning": "skip"}, r"has no passes to prune"),
-        ({"pruning": "refill", "planner": "greso"}, r"has no passes to prune"),
+        ({"pruning": "skip"}, r"has no passes over the data"),
+        ({"pruning": "refill", "planner": "greso"}, r"has no passes over the data"),
         ({"self_play": {"presence_penalty": 2.0}}, r"transformers here, which has no `presence_penalty`"),
         ({"self_play": {"examples": 3}}, r"2 seeds were given, of which 2 can be shown"),
         ({"self_play": {"overlap": 1.0}}, r"`overlap` must be in \(0, 1\), got 1.0"),

@@ -259,7 +259,7 @@ class PromptState:
         fits = all(state[name].dtype == _RECORD[name] and state[name].shape == (len(ids),) for name in _COLUMNS)
         if not fits or len(np.unique(ids)) < len(ids):
             raise ValueError(
-                "The prompt state is damaged: its arrays differ in length or type. Use another checkpoint."
+                "The prompt state is damaged: its arrays differ in length or type, or repeat a prompt. Use another checkpoint."
             )
         self.range.load_state_dict(state)
         self.batches = int(state["batches"][0])
