@@ -2,24 +2,20 @@
 
 import functools
 import json
-import os
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
-import yaml
 from datasets import Dataset, IterableDataset
 from peft import LoraConfig
 from trl import GRPOConfig, GRPOTrainer
 
 import tiny
-from launches import fork, on_two_cpus
+from launches import fork
 from lze_trl import LZEGRPOTrainer
 from lze_trl.checkpoint import CheckpointError
 from lze_trl.job.train import main as job
@@ -416,28 +412,13 @@ def test_an_interrupted_script_says_how_to_go_on(tmp_path):
     assert resumed.state.global_step == 3
 
 
-WORTHLESS = "def none(completions, **kwargs):\n    return None\n"
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (
-            {"reward_funcs": ["worthless.none"]},
-            "The reward function 'none' returned None instead of a list. Return a list",
-        ),
-    ],
-)
-def test_a_job_that_cannot_go_on_ends_with_one_line(tmp_path, monkeypatch, more, message):
-    for name in [name for name in os.environ if name.startswith("WANDB_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "worthless.py").write_text(WORTHLESS)
+def test_a_job_that_cannot_go_on_ends_with_one_line(tmp_path, monkeypatch):
+    (tmp_path / "worthless.py").write_text("def none(completions, **kwargs):\n    return None\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as ended:
-        job(["--config", tiny.recipe(tmp_path, **tiny.job(tmp_path, train=12) | more)])
-    assert str(ended.value).startswith(f"error: {message}")
+        job(["--config", tiny.recipe(tmp_path, **tiny.job(tmp_path, train=12), reward_funcs=["worthless.none"])])
+    assert str(ended.value).startswith("error: The reward function 'none' returned None instead of a list.")
     assert len(str(ended.value).splitlines()) == 1
 
 
@@ -449,43 +430,19 @@ import tiny
 def impatient(completions, trainer_state, **kwargs):
     if trainer_state.global_step == 2 and not Path("stopped").exists():
         Path("stopped").touch()
-        {signal}
+        os.killpg(0, signal.SIGINT)
     return tiny.even_length_reward(completions)
 """
-# A terminal signals the whole foreground; the workers of torchrun are in sessions of their own
-SIGNALS = {1: "os.killpg(0, signal.SIGINT)", 2: "os.kill(os.getppid(), signal.SIGINT)"}
 
 
-def stopping_job(directory: Path, processes: int):
-    """A recipe whose reward function interrupts it in the third step, once."""
-    (directory / "stopping.py").write_text(STOPPING.format(signal=SIGNALS[processes]))
-    tiny.save(directory / "model")
-    tiny.prompts(12).to_json(directory / "train.jsonl")
-    tiny.recipe(
-        directory,
-        output_dir="run",
-        model_name_or_path="model",
-        datasets=["train.jsonl"],
-        reward_funcs=["stopping.impatient"],
-        per_device_train_batch_size=12 // processes,
-        save_steps=1,
-        telemetry=True,
-        dataloader_num_workers=0,
-    )
-
-
-def assert_stopped(directory: Path, said: str):
-    assert "Traceback" not in said
-    lines = [line for line in said.splitlines() if "Stopped" in line]
-    assert len(lines) == 1
-    assert lines[0].endswith(
-        "To go on from `run/checkpoint-2`: the same command with `--resume_from_checkpoint auto`."
-    )
-    assert open_run(directory / "run").summary()["groups"] == 6
-
-
-def test_ctrl_c_ends_the_job_with_one_line(tmp_path, monkeypatch):
-    stopping_job(tmp_path, 1)
+def test_ctrl_c_ends_the_job_with_one_line_and_it_goes_on(tmp_path, monkeypatch):
+    (tmp_path / "stopping.py").write_text(STOPPING)
+    keys = tiny.job(tmp_path, train=12) | {
+        "reward_funcs": ["stopping.impatient"],
+        "save_steps": 1,
+        "output_dir": "run",
+    }
+    tiny.recipe(tmp_path, **keys)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     for more, status in (([], 130), (["--resume_from_checkpoint", "auto"], 0)):
@@ -494,24 +451,11 @@ def test_ctrl_c_ends_the_job_with_one_line(tmp_path, monkeypatch):
         process.join(timeout=300)
         assert process.exitcode == status, log.read_text()
         if status == 130:
-            assert_stopped(tmp_path, log.read_text())
-    assert json.loads((tmp_path / "run" / "trainer_state.json").read_text())["global_step"] == 4
-
-
-@pytest.mark.slow
-def test_ctrl_c_ends_the_command_on_two_processes_with_one_line(tmp_path):
-    stopping_job(tmp_path, 2)
-    (tmp_path / "two.yaml").write_text(yaml.safe_dump(on_two_cpus("ddp")))
-    command = [sys.executable, "-m", "lze_trl.job.cli", "train", "recipe.yaml"]
-    command += ["--accelerate_config", "two.yaml", "--main_process_port", str(tiny.free_port())]
-    environment = os.environ | {
-        "PYTHONPATH": f"{tmp_path}:{ROOT / 'tests'}:{ROOT}:{os.environ.get('PYTHONPATH', '')}",
-        "OMP_NUM_THREADS": "1",
-    }
-    options = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True, "timeout": 300}
-    stopped = subprocess.run(command, **options, start_new_session=True, check=False)
-    assert stopped.returncode == 130, stopped.stderr
-    assert_stopped(tmp_path, stopped.stderr)
+            lines = [line for line in log.read_text().splitlines() if "Stopped" in line or "Traceback" in line]
+            assert len(lines) == 1
+            assert lines[0].endswith("`run/checkpoint-2`: the same command with `--resume_from_checkpoint auto`.")
+    state = json.loads((tmp_path / "run" / "trainer_state.json").read_text())
+    assert state["global_step"] == state["max_steps"]
 
 
 # ---- Objects made without `__init__` ----
