@@ -45,12 +45,11 @@ ROOMS = {
     "config": "memory plan rollout select settings strategies",
     "checks": "config memory plan rollout select",
     "checkpoint": "files",
-    "compatibility": "checkpoint",
     "hub": "app checkpoint files record remote",
     "engine": "batch checks evaluation memory pack rollout select",
     "build": "batch config memory pack plan rollout select",
     "step": "batch engine memory pack plan record rollout seeding select",
-    "trainer": "app build checkpoint checks compatibility config engine hub selfplay memory names plan record rollout select servers step",
+    "trainer": "app build checkpoint checks config engine hub selfplay memory names plan record rollout select servers step",
     "job": "app checkpoint checks config data evaluation files hub names record rewards rollout selfplay settings "
     "strategies trainer version",
 }
