@@ -19,7 +19,7 @@ from typing import Any
 from rich.console import Console
 
 from lze_trl.job import demo
-from lze_trl.job.side_by_side import ARMS, LOG_FILE, PLAIN_ARM, read_curve, start_arm
+from lze_trl.job.side_by_side import ARMS, PLAIN_ARM, read_curve, train_arms
 
 from .addition import prepare
 from .kept import stamped
@@ -45,13 +45,7 @@ def read_results(folder: Path) -> list[dict[str, Any]]:
 def train(arm: str, seed: int, folder: Path) -> dict[str, Any]:
     """Make one run; the points of its curve, see [`~lze_trl.job.side_by_side.CurveRecorder`]."""
     shutil.rmtree(folder, ignore_errors=True)
-    process = start_arm(arm, demo.RECIPE, folder, ["--seed", str(seed)])
-    try:
-        exit_code = process.wait()
-    finally:
-        process.terminate()
-    if exit_code:
-        sys.exit(f"error: {arm} with seed {seed} has failed; see {folder / LOG_FILE}")
+    train_arms({arm: folder}, demo.RECIPE, ["--seed", str(seed)])
     return read_curve(folder)
 
 
@@ -107,7 +101,7 @@ def main(arguments: Sequence[str] | None = None):
     folder.mkdir(parents=True, exist_ok=True)
     results = read_results(folder)
     if not options.report_only:
-        os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+        os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "OMP_NUM_THREADS": "1"}
         inputs = prepare().model_hash
         os.chdir(demo.HOME)  # the recipe names its files from here
         for run in ((arm, seed, inputs) for seed in dict.fromkeys(options.seeds) for arm in ARMS):

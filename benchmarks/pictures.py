@@ -15,44 +15,36 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from urllib.parse import urlencode
-
-from lze_trl.app.runs import RunBook
 
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 _PORT = 7877
 _WIDE, _PHONE = (1280, 900), (390, 844)
+_PICTURES = {
+    "overview": (_WIDE, "Overview"),
+    "training": (_WIDE, "Training"),
+    "prompts": (_WIDE, "Prompts"),
+    "compare": (_WIDE, "Runs"),
+    "phone": (_PHONE, "Prompts"),
+}
 
 
 def take(runs: list[str], folder: Path = IMAGES):
-    """Save a picture of each view; that of the prompts shows the one visited most of those with completions."""
+    """Save a picture of each tab; that of the prompts shows the first prompt of the table."""
     from playwright.sync_api import sync_playwright
 
-    book = RunBook(runs)
-    prompts = book.open(book.ids[0]).sql(
-        """SELECT prompt_id FROM prompt_states WHERE prompt_id IN (SELECT prompt_id FROM completions)
-        ORDER BY visits DESC, energy DESC, prompt_id LIMIT 1"""
-    )
-    opened = {"tab": "Prompts", "prompt": "".join(map(str, prompts["prompt_id"]))}
-    pictures = {
-        "overview": (_WIDE, {}),
-        "training": (_WIDE, {"tab": "Training", "smooth": "0.6"}),
-        "prompts": (_WIDE, opened),
-        "compare": (_WIDE, {"tab": "Compare", "__theme": "dark"}),
-        "phone": (_PHONE, opened),
-    }
     executable = os.environ.get("LZE_CHROMIUM") or shutil.which("chromium")
     with _served(runs) as address, sync_playwright() as api:
         browser = api.chromium.launch(executable_path=executable, args=["--no-sandbox"])
-        for name, (size, parameters) in pictures.items():
+        for name, (size, tab) in _PICTURES.items():
             page = browser.new_page(viewport={"width": size[0], "height": size[1]})
-            page.goto(f"{address}?{urlencode(parameters)}")
-            page.wait_for_selector("#lze-main :is(.lze-figure, .lze-table)", timeout=60_000)
-            page.wait_for_timeout(1000)  # fonts and images
-            if size == _PHONE:
-                page.locator(".lze-inline").scroll_into_view_if_needed()
-                page.evaluate("""document.querySelector(".lze-inline").previousElementSibling.scrollIntoView()""")
+            page.goto(address)
+            page.wait_for_selector("#lze-overview .lze-tiles", timeout=60_000)
+            page.get_by_role("tab", name=tab).click()
+            if tab == "Prompts":
+                page.locator("#lze-table tbody td").first.click()
+                page.wait_for_selector("#lze-detail pre", timeout=60_000)
+            page.wait_for_timeout(2000)  # fonts and charts
             page.screenshot(path=folder / f"{name}.png")
             page.close()
         browser.close()

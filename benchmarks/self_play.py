@@ -23,7 +23,7 @@ from transformers import PrinterCallback, TrainerCallback, TrainerControl, Train
 
 from lze_trl.config import LZEGRPOConfig
 from lze_trl.rewards import MajorityReward, exact_match_reward
-from lze_trl.rewards.functions import score_answer
+from lze_trl.rewards.functions import grade
 from lze_trl.trainer import LZEGRPOTrainer
 
 from .evaluation import Evaluation
@@ -74,7 +74,7 @@ class CalculatorVotes(MajorityReward):
     def settle(self, ballots: Sequence[Any], final: bool = True) -> Any:
         verdict = super().settle(ballots, final)
         if verdict.winner is not None:
-            _, right = score_answer(f"\\boxed{{{verdict.winner}}}", ballots[0].gold)
+            right = grade(f"\\boxed{{{verdict.winner}}}", ballots[0].gold).score
             votes = round(verdict.metrics["winner_share"] * len(ballots))
             self.labels.append((votes, int(verdict.rewards[0] is None), bool(right)))
         return verdict

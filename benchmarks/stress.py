@@ -17,8 +17,10 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from lze_trl.app import views
+from lze_trl.app import charts, views
 from lze_trl.app.runs import RunBook
+from lze_trl.app.views import MOST_PROMPTS
+from lze_trl.record import Run
 from lze_trl.record.writer import TelemetryWriter
 
 from .synthetic import SyntheticTraining
@@ -56,7 +58,7 @@ def make(directory: str | Path, records: int, prompts: int):
 
 def measure(directory: str | Path) -> dict[str, float]:
     """
-    Seconds that the app takes to make the HTML of its views, and the memory of the process.
+    Seconds that the app takes to make its views, and the memory of the process.
 
     The views are opened as by two readers who have just started the app: one at the overview, one at the prompts.
 
@@ -77,22 +79,28 @@ def measure(directory: str | Path) -> dict[str, float]:
     def opened(book: RunBook, view: Callable) -> Any:
         return view(book.open(book.ids[0]))
 
-    def prompts(state: str = "all", search: str = "", sort: str = "-energy", page: int = 0, chosen: str = "") -> Any:
-        return lambda run: views.prompt_table(run, state, search, sort, page, chosen)
+    def overview(run: Run) -> Any:
+        return views.overview(run), charts.overview(run)
+
+    def prompts(state: str | None = None, search: str | None = None) -> Callable:
+        def shown(run: Run) -> Any:
+            found = run.prompts(state, search, limit=MOST_PROMPTS)
+            return charts.prompts(run, found), views.prompt_table(run, found), run.prompt_counts(search)
+
+        return shown
 
     book = RunBook([str(directory)])
-    timed("open: overview", lambda: opened(book, views.overview))
+    timed("open: overview", lambda: opened(book, overview))
     opened(book, lambda run: run.close())
     book = RunBook([str(directory)])
-    _, pages, _ = timed("open: prompts", lambda: opened(book, prompts()))
+    timed("open: prompts", lambda: opened(book, prompts()))
     for state in ("frontier", "solved", "hopeless", "pruned", "forgotten"):
         timed(f"filter: {state}", lambda state=state: opened(book, prompts(state)))
     timed("filter: text", lambda: opened(book, prompts(search="problem 77")))
     timed("filter: column", lambda: opened(book, prompts(search="geometry")))
-    timed("filter: last page by pass rate", lambda: opened(book, prompts(sort="pass_rate", page=pages - 1)))
     run = book.open(book.ids[0])
-    chosen = str(run.prompts(limit=1)["prompt_id"].iloc[0])
-    timed("filter: a prompt and its history", lambda: opened(book, lambda run: views.prompt_detail(run, chosen)))
+    chosen = int(run.prompts(limit=1)["prompt_id"].iloc[0])
+    timed("filter: a prompt and its history", lambda: (charts.history(run, chosen), views.prompt_detail(run, chosen)))
     summary = run.summary()
     return {
         **result,

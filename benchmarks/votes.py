@@ -1,5 +1,5 @@
 """
-What the votes of a model are worth, from files of samples: those of `lze-trl eval --samples 16`, or the journal of `lze-trl self-instruct`.
+What the votes of a model are worth, from files of samples: those of `lze-trl eval --samples 16`.
 
 python -m benchmarks.votes FILE [FILE ...] [--reward recipes.self_play.MarkedMajority]
 
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from lze_trl.evaluation.samples import Sample, SampleFile
 from lze_trl.rewards import MajorityReward, get_reward
-from lze_trl.selfplay.offline import abstention
+from lze_trl.rewards.majority import abstention
 
 from .tables import table
 

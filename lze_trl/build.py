@@ -82,15 +82,12 @@ def make_passes(
 ) -> Passes:
     """The plans of generation batches."""
     num_groups = args.generation_batch_size // args.num_generations
-    ratio = args.selection_ratio
-    if ratio is None:
-        raise RuntimeError("Settings by the strategy are unset: make the configuration by its constructor.")
+    ratio = args.selection_ratio or 1.0  # never unset: by the strategy
     ranks = args.selector not in ("all", "zero_variance")
     if ranks and ratio < 1.0 and quota(ratio, num_groups) == num_groups:
         logger.warning(
-            "A generation batch holds %d group(s), of which `selection_ratio=%s` is all of them: only dead groups are "
-            "dropped. Raise `generation_batch_size` (%d), so that there is something to choose from.",
-            *(num_groups, args.selection_ratio, args.generation_batch_size),
+            "`selection_ratio=%s` of %d groups is all of them: only dead groups are dropped. Raise `generation_batch_size` (%d).",
+            *(ratio, num_groups, args.generation_batch_size),
         )
 
     return Passes(

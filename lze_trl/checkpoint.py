@@ -1,33 +1,50 @@
 """Saving and loading of what TRL's checkpoint lacks: safetensors and JSON, written atomically, read strictly."""
 
-import errno
 import json
-import os
+import logging
 import re
-import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import safetensors.numpy
 import xxhash
+from accelerate.utils import is_peft_model
 from safetensors import SafetensorError
-from transformers import TrainingArguments
+from transformers import PreTrainedModel, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from .files import write_atomically
 
 
-SCHEMA_VERSION = 6
+logger = logging.getLogger(__name__)
+
+SCHEMA_VERSION = 7
 STATE_NAME = "lze_state"
 ROWS_NAME = "lze_rows"
 ARRAYS = "arrays"
 """Suffix of our files in the format safetensors: vLLM takes every `*.safetensors` of a folder for weights of the model."""
 _FORMAT = "lze_trl"
-_DISK_FULL = tuple(os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT))
+
+_ARCHITECTURE = (
+    *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "tie_word_embeddings"),
+)
+# The optimizer and its schedule go on with what the checkpoint holds, whatever the settings say
+_OF_OPTIMIZER = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
+_OF_ROWS = ("steps_per_generation", "gradient_accumulation_steps", "num_iterations")
+_OF_PASSES = ("pruning", "planner")
+_OF_TRAINING = ("lr_scheduler_type", "optim", "max_grad_norm", "seed", *_OF_OPTIMIZER)
+# Beginnings of settings of TRL and of data selection by which a run trains no differently: where and how things are
+# computed, shown and recorded. A strategy is only a name: what it sets is compared
+_HARMLESS = (
+    *("vllm_", "use_vllm", "use_transformers_", "transformers_", "telemetry", "log_", "hub_", "ds3_", "summary"),
+    *("num_completions_to", "strategy", "packing", "max_tokens_per", "pad_to", "trust_remote"),
+    *("cache_implementation", "model_init", "state_from", "steps_per_generation", "num_generations_eval"),
+)
 
 
 class CheckpointError(ValueError):
@@ -66,32 +83,21 @@ def load(directory: str | Path, name: str) -> tuple[dict[str, np.ndarray], dict[
         CheckpointError: If a file is damaged, was written by something else, or by another version.
     """
     description, arrays = (Path(directory, f"{name}.{suffix}") for suffix in ("json", ARRAYS))
-    _require(description)
     meta = _parsed(description, description.read_bytes(), json.loads)
     if not isinstance(meta, dict) or meta.get("format") != _FORMAT:
         raise CheckpointError(f"`{description}` was not written by lze_trl. Use a checkpoint of `LZEGRPOTrainer`.")
-    found = meta.get("schema_version")
-    if found != SCHEMA_VERSION:
-        advice = "Upgrade lze_trl"
-        if isinstance(found, int) and found < SCHEMA_VERSION:
-            advice = "Go on with the version that wrote it, or start a new run from its model"
+    if (found := meta.get("schema_version")) != SCHEMA_VERSION:
         raise CheckpointError(
-            f"`{description}` has schema version {found}, and this lze_trl reads version {SCHEMA_VERSION}. {advice}."
+            f"`{description}` has schema version {found}, and this lze_trl reads version {SCHEMA_VERSION}. Use the version of "
+            "lze_trl that wrote it, or start a new run from its model."
         )
-    _require(arrays)
     data = arrays.read_bytes()
     tensors = _parsed(arrays, data, safetensors.numpy.load)
     if xxhash.xxh64(data).hexdigest() != meta.get("checksum"):
         raise CheckpointError(
-            f"`{arrays}` does not fit its description in `{description.name}`: the files belong to different checkpoints. "
-            "Use another checkpoint."
+            f"`{arrays}` and `{description.name}` belong to different checkpoints. Use another checkpoint."
         )
     return tensors, meta
-
-
-def _require(file: Path):
-    if not file.is_file():
-        raise FileNotFoundError(f"`{file.parent}` has no `{file.name}`, so it holds no state of lze_trl.")
 
 
 def _parsed(file: Path, data: bytes, parse: Callable) -> Any:
@@ -153,58 +159,86 @@ def refuse_non_checkpoint(directory: str | Path) -> dict[str, Any]:
     Refuse a folder that no run can go on from, with a [`CheckpointError`]: missing, no checkpoint of `LZEGRPOTrainer`, or
     not written to its end. Returns the description of another.
     """
-    directory, problem = Path(directory), None
-    needed = (TRAINER_STATE_NAME, f"{STATE_NAME}.json", f"{STATE_NAME}.{ARRAYS}")
-    missing = [name for name in needed if not (directory / name).is_file()]
-    if not directory.is_dir():
-        problem = f"`{directory}` is no folder, so it is no checkpoint to resume from."
-    elif missing:
-        problem = f"`{directory}` is no complete checkpoint of `LZEGRPOTrainer`: it has no `{missing[0]}`."
-    elif not any(directory.glob("rng_state*.pth")):
-        problem = (
-            f"`{directory}` holds a trained model without its optimizer, as the folder of a run does, and checkpoints with "
-            "`save_only_model=True`."
-        )
-    if problem is None:
-        try:
-            json.loads((directory / TRAINER_STATE_NAME).read_bytes())
-        except ValueError as error:
-            problem = f"`{directory / TRAINER_STATE_NAME}` is damaged ({error})."
-        else:
-            return load(directory, STATE_NAME)[1]
+    directory = Path(directory)
+    try:
+        json.loads((directory / TRAINER_STATE_NAME).read_bytes())
+        description = load(directory, STATE_NAME)[1]
+        if any(directory.glob("rng_state*.pth")):
+            return description
+        problem = "it holds a model without its optimizer"
+    except (OSError, ValueError) as error:
+        problem = str(error)
     last = last_complete_checkpoint(directory) or last_complete_checkpoint(directory.parent)
     example = "" if last is None else f", such as `{last}`"
-    raise CheckpointError(f"{problem} Name a `checkpoint-…` folder of a run{example}.")
+    raise CheckpointError(
+        f"`{directory}` is no complete checkpoint of `LZEGRPOTrainer`: {problem}. Name a `checkpoint-…` folder of a run{example}."
+    )
 
 
-@contextmanager
-def explain_full_disk(directory: Path) -> Iterator[None]:
+# ---- What a checkpoint says of the run that wrote it ----
+
+
+def described(args: Any, model: PreTrainedModel, draws_prompts: bool, used: dict[str, Any]) -> dict[str, Any]:
     """
-    Write a checkpoint into a folder of its run. If the disk is too full for it, remove what was written and raise a
-    [`CheckpointError`] that says how much is missing; earlier checkpoints are left as they are.
+    What a checkpoint says of the run that wrote it. `used` stands in for settings: names of the reward functions, of the
+    user's own selector, …
     """
-    try:
-        yield
-    except Exception as error:  # libraries say it with errors of their own, and torch names no reason
-        run_dir, written = directory.parent, _size(directory)
-        full = any(words in str(error) for words in _DISK_FULL)
-        full = full or (isinstance(error, RuntimeError) and shutil.disk_usage(run_dir).free < 4096)
-        if is_complete(directory) or not full:
-            raise
-        shutil.rmtree(directory, ignore_errors=True)
-        last = last_complete_checkpoint(run_dir)
-        needed = f"more than {written:,}" if last is None else f"about {_size(Path(last)):,}"
-        kept = "There is no earlier checkpoint" if last is None else f"`{last}` is complete: nothing before it is lost"
-        raise CheckpointError(
-            f"The disk is full: the checkpoint `{directory}` needs {needed} bytes, and "
-            f"{shutil.disk_usage(run_dir).free:,} are free. {kept}. Free space there, or keep fewer checkpoints with "
-            "`save_total_limit`, and resume."
-        ) from error
+    general = {field.name for field in fields(TrainingArguments)}
+    special = [field.name for field in fields(args) if field.name not in general]
+    names = [*_OF_TRAINING, *(name for name in special if not name.startswith(_HARMLESS))]
+    settings = {name: vars(args)[name] for name in names} | used
+    run = {
+        "num_processes": args.world_size,
+        **{name: (vars(args) | used)[name] for name in (*_OF_ROWS, *_OF_PASSES)},
+        "draws_prompts": draws_prompts,
+        "model": _architecture(model),
+        "settings": settings,
+    }
+    return json.loads(json.dumps(run, default=str))
 
 
-def _size(folder: Path) -> int:
-    """Bytes of the files in a folder."""
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+def _architecture(model: PreTrainedModel) -> dict[str, Any]:
+    """What the shapes of trained weights follow from."""
+    config = model.config.get_text_config().to_dict()
+    found = {name: config.get(name) for name in _ARCHITECTURE}
+    if is_peft_model(model):
+        adapter: Any = next(iter(model.peft_config.values()))
+        found |= {"adapter": adapter.peft_type.value, "r": adapter.to_dict().get("r")}
+        found["target_modules"] = sorted(adapter.target_modules or ())
+    return found
+
+
+def refuse_other_run(directory: str, run: dict[str, Any]):
+    """
+    Refuse, before anything is loaded, a checkpoint that a run cannot go on from: it is none, is damaged, or was written
+    with another model or other settings. `run` is what [`described`] says of the run.
+    """
+    meta = refuse_non_checkpoint(directory)
+    of_batch = ("num_processes", *_OF_ROWS) if meta["mid_batch"] else ()
+    before, now = meta | meta["model"], run | run["model"]
+    for name in (*(meta["model"] | run["model"]), *_OF_PASSES, "draws_prompts", *of_batch):
+        if before.get(name) != now.get(name):
+            where = " in the middle of a generation batch" if name in of_batch else ""
+            raise CheckpointError(
+                f"`{directory}` was written{where} with `{name}={before.get(name)!r}`, and this run has {now.get(name)!r}. Resume "
+                "with the same model and settings, or start a new run in another `output_dir`, with `state_from`."
+            )
+
+
+def warn_of_changes(before: dict[str, Any], now: dict[str, Any]):
+    """Warn of settings that the run had otherwise before."""
+    changed = [name for name in now if name in before and before[name] != now[name]]
+    kept = ", ".join(f"`{name}`" for name in changed if name in _OF_OPTIMIZER)
+    if changed:
+        logger.warning(
+            "The run goes on with other settings than it had: %s. What was trained before is kept.%s To compare runs, start "
+            "a new one in another `output_dir`.",
+            ", ".join(f"`{name}` was {before[name]!r} and is {now[name]!r}" for name in changed),
+            f" The optimizer keeps the {kept} of the checkpoint." if kept else "",
+        )
+
+
+# ---- The end of a run, and its state ----
 
 
 def has_ended(checkpoint: str | Path, args: TrainingArguments) -> bool:

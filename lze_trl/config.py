@@ -1,30 +1,21 @@
 """Configuration: TRL's own fields plus those of data selection."""
 
-import logging
 import math
-import numbers
 import re
 from copy import deepcopy
 from dataclasses import dataclass, field, fields
+from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
 from trl import GRPOConfig
 
 from .plan.planners import GresoPlanner, Planner, SolvedPlanner
-from .rollout.controllers import (
-    DynamicSampling,
-    Gate,
-    ReinforceAda,
-    RolloutController,
-    UniformController,
-)
+from .rollout.controllers import DynamicSampling, Gate, ReinforceAda, RolloutController, UniformController
 from .select.advantages import Estimator
 from .select.selectors import Selector, make_selector
 from .settings import RANGES, SETTING_BLOCKS, SelectorSettings, SelfPlaySettings, ServerSettings, check_value, filled
 from .strategies import DEFAULT, REMOVED, STRATEGIES, settings_of
 
-
-logger = logging.getLogger(__name__)
 
 SELECTORS = ("energy", "variance", "random", "all", "zero_variance")
 CONTROLLERS: dict[str, type[RolloutController]] = {
@@ -262,19 +253,34 @@ class LZEGRPOConfig(GRPOConfig):
             if getattr(self, name) is None:
                 setattr(self, name, value)
         super().__post_init__()
-        hints = get_type_hints(type(self))
-        for own in fields(self):
-            ours = own.name not in _TRL_FIELDS or own.name in (*RANGES, "vllm_mode")
-            if ours and own.name not in SETTING_BLOCKS:
-                check_value(own.name, getattr(self, own.name), hints[own.name])
+        self._check_values()
         is_its_controller = CONTROLLERS[str(self.controller)] is CONTROLLERS[chosen["controller"]]
         self._fill_blocks(of_strategy if is_its_controller else {})
-        self._check_reward_range()
-        self._check_combinations()
-        self._check_estimator()
-        if self.self_play["instruct"]:
-            self.make_instruct()  # refuses settings that contradict each other
-        self._resolve_packing()
+        # The parts refuse values that do not fit together
+        self.make_controller()
+        if self.packing is None:  # a quantile is taken of the rows that share a micro-batch
+            self.packing = self.top_entropy_quantile == 1.0
+
+    def _adapted(self) -> dict[str, Any]:
+        """What the default strategy changes for settings that it would otherwise ignore or refuse."""
+        if self.strategy != DEFAULT:
+            return {}
+        if self.advantage_estimator.startswith("reinforce"):  # groups with equal rewards have a gradient
+            return {"selector": "all", "loss_normalizer": "selected"}
+        return {} if self.selection_ratio is None else {"selector": "energy"}
+
+    def _check_values(self):
+        hints = get_type_hints(type(self))
+        for own in fields(self):
+            checked = own.name not in _TRL_FIELDS or own.name in ("vllm_mode", *RANGES[""])
+            if checked and own.name not in SETTING_BLOCKS:
+                check_value(own.name, getattr(self, own.name), hints[own.name])
+        bounds = self.reward_range
+        if bounds is None:
+            return
+        numbers = len(bounds) == 2 and all(isinstance(end, Real) for end in bounds)
+        if not numbers or not -math.inf < bounds[0] < bounds[1] < math.inf:
+            raise ValueError(f"`reward_range` must be two increasing, finite numbers, got {bounds}.")
 
     def _fill_blocks(self, of_strategy: dict[str, Any]):
         """Check the settings in blocks, and give those that are left out their defaults."""
@@ -292,61 +298,9 @@ class LZEGRPOConfig(GRPOConfig):
         self.vllm_server_kwargs = filled("vllm_server_kwargs", ServerSettings, given["vllm_server_kwargs"])
         self.self_play = filled("self_play", SelfPlaySettings, given["self_play"])
 
-    def _adapted(self) -> dict[str, Any]:
-        """What the default strategy changes for settings that it would otherwise ignore or refuse."""
-        if self.strategy != DEFAULT:
-            return {}
-        if self.advantage_estimator.startswith("reinforce"):  # groups with equal rewards have a gradient
-            return {"selector": "all", "loss_normalizer": "selected"}
-        return {} if self.selection_ratio is None else {"selector": "energy"}
-
-    def _check_reward_range(self):
-        bounds = self.reward_range
-        if bounds is None:
-            return
-        ends = [end for end in bounds if isinstance(end, numbers.Real) and math.isfinite(end)]
-        if len(bounds) != 2 or len(ends) != 2 or not ends[0] < ends[1]:
-            raise ValueError(
-                f"`reward_range` must be two increasing, finite numbers, got {bounds}. Give the lowest and the highest "
-                "reward, for example [0.0, 1.0], or leave it unset for the range that the run sees."
-            )
-        if self.pass_threshold is not None:
-            raise ValueError(
-                f"`reward_range={bounds}` grades outcomes, and `pass_threshold={self.pass_threshold}` makes them passes "
-                "and fails. Set one of them."
-            )
-        if self.controller.startswith("reinforce_ada"):
-            raise ValueError(
-                f"`controller={self.controller!r}` counts passes, and `reward_range={bounds}` grades outcomes. Leave it "
-                "unset, and set a `pass_threshold`."
-            )
-
-    def _check_estimator(self):
-        name = self.advantage_estimator
-        statistics = self.self_play["advantage_statistics"]
-        if statistics != "scored" and not name.startswith("reinforce"):
-            raise ValueError(
-                f"`advantage_statistics={statistics!r}` is a setting of REINFORCE++, and `advantage_estimator` is "
-                f"{name!r}. Leave it unset, or use 'reinforce_plus_plus' or 'reinforce_plus_plus_baseline'."
-            )
-        if name == "grpo":
-            return
-        if self.scale_rewards != "none":
-            raise ValueError(
-                f"`scale_rewards={self.scale_rewards!r}` is a setting of GRPO's advantages, and `advantage_estimator={name!r}` "
-                "says itself what they are divided by. Leave `scale_rewards` unset."
-            )
-        if self.multi_objective_aggregation != "sum_then_normalize":
-            raise ValueError(
-                f"`advantage_estimator={name!r}` takes total rewards, and `multi_objective_aggregation="
-                f"{self.multi_objective_aggregation!r}` makes none. Use 'sum_then_normalize'."
-            )
-        if name.startswith("reinforce") and self.loss_normalizer == "all":
-            raise ValueError(
-                "`loss_normalizer='all'` treats dropped groups as zero-gradient, but "
-                f"`advantage_estimator={name!r}` gives groups with equal rewards a gradient. Use `loss_normalizer='selected'`, or the "
-                "estimator 'grpo' or 'rloo'."
-            )
+    def make_selector(self) -> Selector:
+        """The selector that the settings describe."""
+        return make_selector(self.selector, self.selector_kwargs["gumbel_scale"])
 
     def make_planner(self) -> Planner:
         """The planner that the settings describe."""
@@ -363,69 +317,3 @@ class LZEGRPOConfig(GRPOConfig):
             case "gate":
                 return Gate(size, **settings)
         return UniformController(size, **settings)
-
-    def make_instruct(self) -> Any:
-        """The [`~lze_trl.selfplay.settings.InstructSettings`] of self-instruction."""
-        from .selfplay.settings import InstructSettings
-
-        own = {own.name for own in fields(InstructSettings)} - {"seed"}
-        return InstructSettings(self.seed, **{name: self.self_play[name] for name in own})
-
-    def make_selector(self) -> Selector:
-        """The selector that the settings describe."""
-        return make_selector(self.selector, self.selector_kwargs["gumbel_scale"])
-
-    def _check_combinations(self):
-        self.make_controller()  # refuses settings that it cannot use
-        if self.planner == "greso" and self.pruning == "none":
-            raise ValueError(
-                "`planner='greso'` needs pruning, and `pruning='none'`. Set `pruning='refill'` or 'skip'."
-            )
-        if self.enable_jit_checkpoint:
-            raise ValueError(
-                "`enable_jit_checkpoint=True` is not supported: it saves between the backward pass and the optimizer step, "
-                "in the middle of what a resumed run could repeat. Set `save_steps`; a run resumes from it exactly."
-            )
-        if self.fp16:
-            raise ValueError(
-                "`fp16=True` is not supported: its gradient scaler fails on a step in which no group was worth a "
-                "gradient. Use `bf16=True`, or neither."
-            )
-        http, mode = self.use_vllm and self.vllm_mode == "http", self.vllm_importance_sampling_mode
-        if http and not self.vllm_server_urls:
-            raise ValueError(
-                "`vllm_mode='http'` needs `vllm_server_urls`, the base URLs of the vLLM servers, for example "
-                "['http://127.0.0.1:8000']."
-            )
-        if self.vllm_server_urls and not http:
-            logger.warning(
-                "`vllm_server_urls=%s` is ignored: these servers generate with `use_vllm=True` and `vllm_mode='http'`, and this "
-                "run has `use_vllm=%s` and `vllm_mode=%r`. Set both, or leave `vllm_server_urls` unset.",
-                *(self.vllm_server_urls, self.use_vllm, self.vllm_mode),
-            )
-        allowed = ("token_truncate", "token_mask")  # TRL's own check only sees its own engine
-        corrects = self.loss_type == "vespo" and self.vllm_importance_sampling_correction
-        if http and corrects and mode not in allowed:
-            raise ValueError(
-                f"`loss_type='vespo'` needs `vllm_importance_sampling_mode` to be one of {list(allowed)}, got {mode!r}."
-            )
-
-    def _resolve_packing(self):
-        quantile = self.top_entropy_quantile
-        if self.packing and quantile < 1.0:
-            raise ValueError(
-                f"`packing=True` is not exact with `top_entropy_quantile={quantile}`: TRL takes the quantile of every "
-                "micro-batch, and packing changes which rows share one. Leave `packing` unset, or set it to False."
-            )
-        if self.packing is None:
-            self.packing = quantile == 1.0
-            if not self.packing:
-                logger.warning(
-                    "Packing is off: it would change the micro-batches of `top_entropy_quantile=%s`.", quantile
-                )
-        if not self.packing and self.max_tokens_per_micro_batch is not None:
-            why = "`packing=False`" if quantile == 1.0 else f"it is off with `top_entropy_quantile={quantile}`"
-            raise ValueError(
-                f"`max_tokens_per_micro_batch={self.max_tokens_per_micro_batch}` needs packing, and {why}. Leave "
-                "`max_tokens_per_micro_batch` unset."
-            )

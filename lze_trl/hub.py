@@ -9,7 +9,6 @@ from typing import Any
 
 from huggingface_hub import HfApi
 
-from .app.runs import used_settings
 from .checkpoint import find_state
 from .files import write_atomically
 from .record import MissingTelemetryError, open_run
@@ -179,7 +178,9 @@ def _put(card: Path, section: str, start: str, end: str):
 def model_card_section(run_dir: str | Path) -> str:
     """Markdown about the run: settings, savings, picture and versions."""
     with closing(open_run(run_dir)) as run:
-        summary, settings, accuracy = run.summary(), used_settings(run.meta.settings), held_out(run)
+        summary, settings, accuracy = run.summary(), dict(run.meta.settings), held_out(run)
+    if settings.get("selector") in ("all", "zero_variance"):
+        settings.pop("selection_ratio", None)  # these selectors ignore it
     prompts = summary["prompts"]
     shown = [f"| `{name}` | `{settings[name]}` |" for name in _SHOWN_SETTINGS if settings.get(name) is not None]
     newline = "\n"
@@ -196,7 +197,7 @@ def model_card_section(run_dir: str | Path) -> str:
 This model was trained with lze_trl: GRPO that spends its updates on the prompts with
 the most Learning-Zone Energy ([arXiv 2605.17003](https://arxiv.org/abs/2605.17003)).
 
-![Pass rate, energy and cost over the steps]({PICTURE})
+![Pass rate and energy over the steps]({PICTURE})
 
 In {summary["generations"]:,} generation batches, {summary["selected"]:,} of {summary["groups"]:,} groups were trained on. Of {sum(prompts.values()):,}
 prompts, {prompts["pruned"]:,} were pruned as solved at the end, and {prompts["forgotten"]:,} were forgotten.
@@ -245,6 +246,6 @@ Recorded by lze_trl: pass rate and energy of every group, the prompts, and their
 lze-trl app {repo_id}
 ```
 
-![Pass rate, energy and cost over the steps](report/summary.png)
+![Pass rate and energy over the steps](report/summary.png)
 
 ### Savings{savings}"""

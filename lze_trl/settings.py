@@ -1,9 +1,8 @@
 """Settings that are given as dictionaries: what each may hold, and how values are checked."""
 
-import math
-import numbers
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
+from numbers import Integral, Real
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from .memory.state import MAX_STREAK
@@ -40,7 +39,7 @@ class SelfPlaySettings:
     """`self_play`."""
 
     instruct: bool = False
-    template: str = "tagged"
+    template: Literal["tagged", "serl"] = "tagged"
     examples: int = 8
     own: int = 2
     exemplars: Literal["energy", "uniform"] = "energy"
@@ -58,63 +57,54 @@ class SelfPlaySettings:
     advantage_statistics: Literal["scored", "drawn"] = "scored"
 
 
-_KINDS = {
-    bool: ((bool,), "true or false"),
-    int: ((numbers.Integral,), "a whole number"),
-    float: ((numbers.Real,), "a number"),
-    str: ((str,), "a text"),
-}
+_KINDS = (
+    (bool, (bool,), "true or false"),
+    (int, (Integral,), "a whole number"),
+    (float, (Real,), "a number"),
+    (str, (str,), "a text"),
+)
 RANGES = {
-    "selection_ratio": (lambda x: 0 < x <= 1, "in (0, 1]", "Use 1.0 to train on every group"),
-    "pass_threshold": (math.isfinite, "finite", "Use 0.5 for rewards of 0 and 1"),
-    "max_tokens_per_micro_batch": (lambda x: x >= 1, "at least 1", "Leave it unset to bound micro-batches by rows"),
-    "selector_kwargs.gumbel_scale": (lambda x: 0 <= x < math.inf, "at least 0", "Use 0 to rank without noise"),
-    "selector_kwargs.difficulty_floor": (lambda x: 0 <= x <= 1, "in [0, 1]", "The paper uses 0.05"),
-    "selector_kwargs.momentum_weight": (lambda x: 0 <= x < math.inf, "at least 0", "Use 0 for no momentum"),
-    "selector_kwargs.ema_decay": (lambda x: 0 <= x < 1, "in [0, 1)", "The paper uses 0.9"),
-    "planner_kwargs.streak": (
-        lambda x: 1 <= x <= MAX_STREAK,
-        f"between 1 and {MAX_STREAK}",
-        "Or set `pruning='none'`",
-    ),
-    "planner_kwargs.replay_ratio": (lambda x: 0 <= x <= 1, "in [0, 1]", "Use 0 to re-check one prompt a pass"),
-    "planner_kwargs.exploration": (lambda x: 0.05 <= x <= 0.95, "in [0.05, 0.95]", "The paper uses 0.5"),
-    "planner_kwargs.target": (lambda x: 0 < x < 1, "in (0, 1)", "The paper uses 0.25"),
-    "planner_kwargs.step": (lambda x: 0 < x < 1, "in (0, 1)", "The paper uses 0.01"),
-    "controller_kwargs.explore": (
-        lambda x: 0 < x <= 1,
-        "in (0, 1]",
-        "Use 0.05, or the forecast never sees what it drops",
-    ),
-    "controller_kwargs.recheck": (lambda x: 0 <= x <= 1, "in [0, 1]", "0.1 is the default"),
-    "vllm_server_kwargs.sync_tolerance": (
-        lambda x: x > 0,
-        "greater than 0",
-        "Leave it unset for a default by the dtypes",
-    ),
-    "vllm_server_kwargs.max_concurrent_requests": (lambda x: x >= 1, "at least 1", "64 is the default"),
-    "vllm_server_kwargs.request_timeout": (lambda x: x > 0, "greater than 0", "1800 is the default"),
-    "vllm_server_kwargs.recovery_timeout": (lambda x: x >= 0, "at least 0", "Use 0 to not wait"),
-    "self_play.examples": (lambda x: x >= 1, "at least 1", "8 were published"),
-    "self_play.own": (lambda x: x >= 0, "at least 0", "2 were published"),
-    "self_play.requests": (lambda x: x >= 1, "at least 1", "4 were published"),
-    "self_play.temperature": (lambda x: 0 < x < math.inf, "greater than 0", "0.8 was published"),
-    "self_play.top_p": (lambda x: 0 < x <= 1, "in (0, 1]", "0.95 was published"),
-    "self_play.max_tokens": (lambda x: x >= 1, "at least 1", "1024 were published"),
-    "self_play.presence_penalty": (lambda x: -2 <= x <= 2, "in [-2, 2]", "2 was published"),
-    "self_play.overlap": (lambda x: 0 < x < 1, "in (0, 1)", "0.7 was published"),
-    "self_play.max_rounds": (lambda x: x >= 1, "at least 1", "16 is the default"),
-    "self_play.stock": (lambda x: x >= 1, "at least 1", "Leave it unset for the prompts of a generation batch"),
-    "self_play.reuse": (lambda x: x >= 1, "at least 1", "1 was published"),
-    "environment_timeout": (lambda x: x > 0, "greater than 0", "Leave it unset for no limit"),
-    # Fields of TRL whose bad values would show late or never
-    "learning_rate": (lambda x: 0 <= x < math.inf, "at least 0", "TRL's default is 1e-6"),
-    "temperature": (lambda x: 0 < x < math.inf, "greater than 0", "Use 1.0 to sample as the model says"),
-    "top_p": (lambda x: 0 < x <= 1, "in (0, 1]", "Use 1.0 for all tokens"),
-    "max_completion_length": (lambda x: x >= 1, "at least 1", "TRL's default is 256"),
-    "max_steps": (lambda x: x >= 1 or x == -1, "at least 1, or -1", "Use -1 to train for `num_train_epochs`"),
+    "": {
+        "selection_ratio": "(0, 1]",
+        "pass_threshold": "(-inf, inf)",
+        "max_tokens_per_micro_batch": "[1, inf)",
+        "environment_timeout": "(0, inf)",
+        # Fields of TRL whose bad values would only show in the first step
+        "learning_rate": "[0, inf)",
+        "temperature": "(0, inf)",
+        "top_p": "(0, 1]",
+        "max_completion_length": "[1, inf)",
+    },
+    "selector_kwargs": {
+        "gumbel_scale": "[0, inf)",
+        "difficulty_floor": "[0, 1]",
+        "momentum_weight": "[0, inf)",
+        "ema_decay": "[0, 1)",
+    },
+    "planner_kwargs": {
+        "streak": f"[1, {MAX_STREAK}]",
+        "replay_ratio": "[0, 1]",
+        "exploration": "[0.05, 0.95]",
+        "target": "(0, 1)",
+        "step": "(0, 1)",
+    },
+    "controller_kwargs": {"explore": "(0, 1]", "recheck": "[0, 1]"},
+    "vllm_server_kwargs": {
+        "sync_tolerance": "(0, inf]",
+        "max_concurrent_requests": "[1, inf)",
+        "request_timeout": "(0, inf]",
+        "recovery_timeout": "[0, inf]",
+    },
+    "self_play": {
+        **dict.fromkeys(("examples", "requests", "max_tokens", "max_rounds", "stock", "reuse"), "[1, inf)"),
+        "own": "[0, inf)",
+        "temperature": "(0, inf)",
+        "top_p": "(0, 1]",
+        "presence_penalty": "[-2, 2]",
+        "overlap": "(0, 1)",
+    },
 }
-"""By setting: a test of its value, what is allowed in words, and what to do. NaN fails every comparison."""
+"""Intervals of numbers, by block ("" for fields of the configuration) and setting."""
 
 _SET_ELSEWHERE = ("group_size", "num_prompts", "exit")
 """Fields of a controller that other settings determine."""
@@ -146,23 +136,23 @@ def filled(block: str, owner: type, given: Any, **defaults: Any) -> dict[str, An
 
 def check_value(name: str, value: Any, hint: Any, block: str = ""):
     """Refuse a value of another type than its field's, or out of its range."""
-    place = f"`{block}`: " if block else ""
+    place = f"`{block}`: `{name}`" if block else f"`{name}`"
     options = get_args(hint) or (hint,)
     if get_origin(hint) is Literal and value not in options:
-        own = (
-            " To use your own strategy, pass it to the trainer."
-            if name in ("selector", "controller", "planner")
-            else ""
-        )
         named = [choice for choice in options if choice is not None]
-        raise ValueError(f"{place}`{name}` must be one of {named}, got {value!r}.{near(str(value), named)}{own}")
-    kind = next((kind for kind in _KINDS if kind in options), None)
-    if kind is None or (value is None and type(None) in options):
+        raise ValueError(f"{place} must be one of {named}, got {value!r}.{near(str(value), named)}")
+    if value is None and type(None) in options:
         return
-    accepted, words = _KINDS[kind]
-    if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
-        raise ValueError(f"{place}`{name}` must be {words}, got {value!r}.")
-    key = f"{block}.{name}" if block else name
-    allowed, words, advice = RANGES.get(key, (lambda value: True, "", ""))
-    if not allowed(value):
-        raise ValueError(f"{place}`{name}` must be {words}, got {value}. {advice}.")
+    for kind, accepted, words in _KINDS:
+        if kind in options and (not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool)):
+            raise ValueError(f"{place} must be {words}, got {value!r}.")
+    interval = RANGES.get(block, {}).get(name)
+    if interval is not None and not _contains(interval, value):
+        raise ValueError(f"{place} must be in {interval}, got {value}.")
+
+
+def _contains(interval: str, value: float) -> bool:
+    """Whether a number lies in an interval such as "(0, 1]"; NaN lies in none."""
+    low, high = map(float, interval[1:-1].split(", "))
+    above = low < value if interval[0] == "(" else low <= value
+    return above and (value < high if interval[-1] == ")" else value <= high)

@@ -10,7 +10,7 @@ from accelerate import Accelerator
 
 from .batch import Batch, Table
 from .engine import TENSOR_SOURCES, Engine
-from .memory.calibration import Calibration
+from .memory.regression import Calibration
 from .memory.state import PromptState
 from .pack.layout import Geometry, Layout, pack, padding_efficiency, relaid, trl_layout, unpacked
 from .pack.micro_batch import filler_inputs, micro_batch

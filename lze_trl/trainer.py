@@ -19,7 +19,7 @@ from trl import GRPOTrainer
 from trl.trainer.utils import RepeatSampler, get_config_model_id
 
 from . import checkpoint as store
-from . import checks, compatibility
+from . import checks
 from .build import make_geometry, make_passes, make_state, placeholders
 from .config import LZEGRPOConfig
 from .engine import Engine, altered, without_vllm
@@ -166,13 +166,10 @@ class LZEGRPOTrainer(GRPOTrainer):
         given = signature.bind_partial(self, model, reward_funcs, args, train_dataset, *positional, **kwargs).arguments
         own_sampler = _override(type(self), "_get_train_sampler")
         train_dataset, controller, self.resolved = checks.prepare(
-            args, train_dataset, given, planner, controller, own_sampler
+            args, train_dataset, given, planner, controller, own_sampler, selector=selector
         )
-        checks.refuse_unwritable(args)
         funcs = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
         group_rewards = _group_rewards(funcs)
-        checks.refuse_unfit_group_rewards(args, group_rewards, controller)
-        checks.refuse_unfit_label_confidence(args, group_rewards, selector, train_dataset)
         callables = [
             reader(func, lambda ballots: None, (), True) if i in group_rewards else func
             for i, func in enumerate(funcs)
@@ -198,8 +195,6 @@ class LZEGRPOTrainer(GRPOTrainer):
         own_funcs: list[Any] = self.reward_funcs
         for i, func in group_rewards.items():
             own_funcs[i] = func
-        checks.refuse_unfit_tokenizers(self)
-        checks.refuse_long_prompts(self, given)
         if over_http:
             from .servers.generation import HTTPGeneration
 
@@ -236,9 +231,9 @@ class LZEGRPOTrainer(GRPOTrainer):
         self.prompt_state = make_state(args, dataset, rule, planner, pruning, recurring)
         writes: PromptSource | None = None
         if args.self_play["instruct"]:
-            from .selfplay.online import make_source
+            from .selfplay.online import OnlineInstruction
 
-            writes = make_source(args, instruction, dataset, self.prompt_state, self.accelerator)
+            writes = OnlineInstruction(args, instruction, dataset, self.prompt_state, self.accelerator)
         prompts = dataset if writes is None else writes.pool
         self.passes = make_passes(args, self.accelerator, prompts, self.prompt_state, planner, controller, pruning)
         self.ledger = Ledger(iterations=self.num_iterations, logprob_passes=Engine(self).logprob_passes)
@@ -330,9 +325,12 @@ class LZEGRPOTrainer(GRPOTrainer):
         given = {"reward_funcs": self.reward_funcs, "train_dataset": dataset, "rollout_func": self.rollout_func}
         pruning, sampler = self.resolved["pruning"], _override(type(self), "_get_train_sampler")
         dataset, _, resolved = checks.prepare(
-            self.args, dataset, given, controller=self.controller, own_sampler=sampler, pruning=pruning
+            *(self.args, dataset, given),
+            controller=self.controller,
+            own_sampler=sampler,
+            pruning=pruning,
+            selector=self.selector,
         )
-        checks.refuse_unfit_label_confidence(self.args, self.group_rewards, self.selector, dataset)
         rows, parts = self._used_columns(dataset), (self.prompt_state, self.planner, self.controller, pruning)
         self.passes, self.resolved = make_passes(self.args, self.accelerator, rows, *parts), resolved
         self._own_step.replace_passes(self.passes)
@@ -534,8 +532,7 @@ class LZEGRPOTrainer(GRPOTrainer):
                     "`resume_from_checkpoint`, or name a checkpoint."
                 )
         if resume_from_checkpoint:
-            model = self.accelerator.unwrap_model(self.model)
-            compatibility.refuse_unfit(resume_from_checkpoint, model, self._described, self.controller)
+            store.refuse_other_run(resume_from_checkpoint, self._described)
             if store.has_ended(resume_from_checkpoint, self.args):
                 logger.warning(
                     "`%s` is the end of its run: it is loaded, and no step is taken. For more, set a larger `max_steps` or "
@@ -578,24 +575,22 @@ class LZEGRPOTrainer(GRPOTrainer):
         # Differs from TRL: adds the memory of our parts. Written before the rest: the trainer's state, TRL's last file,
         # vouches for a checkpoint, after which older ones are deleted
         directory = f"{self.args.output_dir}/checkpoint-{self.state.global_step}"
-        with store.explain_full_disk(Path(directory)):
-            if self.args.should_save:  # one that is there already is incomplete from here on
-                Path(directory, TRAINER_STATE_NAME).unlink(missing_ok=True)
-            self.accelerator.wait_for_everyone()
-            if parts := self._own_step.row_parts():
-                store.save_parts(directory, f"{store.ROWS_NAME}_{self.accelerator.process_index}", parts, {})
-            self.flush_telemetry()  # a resumed run does not record it again
-            if self.args.should_save:
-                self._save_parts(directory)
-            self.accelerator.wait_for_everyone()
-            super()._save_checkpoint(model, trial)
+        if self.args.should_save:  # one that is there already is incomplete from here on
+            Path(directory, TRAINER_STATE_NAME).unlink(missing_ok=True)
+        self.accelerator.wait_for_everyone()
+        if parts := self._own_step.row_parts():
+            store.save_parts(directory, f"{store.ROWS_NAME}_{self.accelerator.process_index}", parts, {})
+        self.flush_telemetry()  # a resumed run does not record it again
+        if self.args.should_save:
+            self._save_parts(directory)
+        self.accelerator.wait_for_everyone()
+        super()._save_checkpoint(model, trial)
 
     def _resume(self, checkpoint: str):
         """Our parts continue from a checkpoint, when TRL's have."""
         meta = store.load_parts(checkpoint, store.STATE_NAME, self._parts)
         if self.is_world_process_zero():
-            compatibility.warn_of_changes(meta["settings"], self._described["settings"])
-            compatibility.warn_of_schedule(checkpoint, self.args, self.state.max_steps)
+            store.warn_of_changes(meta["settings"], self._described["settings"])
         if rows := self._own_step.row_parts():
             store.load_parts(checkpoint, f"{store.ROWS_NAME}_{self.accelerator.process_index}", rows)
         Engine(self).weights_changed()
@@ -623,4 +618,5 @@ class LZEGRPOTrainer(GRPOTrainer):
         ):
             if type(own) is not type(built_in):  # an object that was passed to the trainer
                 used[name] = type(own).__name__
-        return compatibility.described(args, self.accelerator.num_processes, self.controller.draws_prompts, used)
+        model = self.accelerator.unwrap_model(self.model)
+        return store.described(args, model, self.controller.draws_prompts, used)

@@ -25,7 +25,8 @@ import httpx2
 from lze_trl.data import DataError
 from lze_trl.data.references import HubUnreachableError
 from lze_trl.files import made_aside
-from lze_trl.job.recipe import RecipeError, check_recipe, parse_recipe
+from lze_trl.job import reported_errors
+from lze_trl.job.recipe import check_recipe, parse_recipe
 from lze_trl.job.train import run, setup_logging
 
 from . import generated_problems, smollm2, word_problems
@@ -184,12 +185,8 @@ def main(arguments: Sequence[str] | None = None):
     os.chdir(ROOT)  # the recipe names its files from here
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the server ends with this process
     setup_logging(is_main=True)
-    try:
+    with reported_errors(ServerStartError):
         run_demo(references, flags)
-    except (DataError, RecipeError, ServerStartError) as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
 
 
 if __name__ == "__main__":

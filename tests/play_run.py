@@ -18,7 +18,7 @@ from datasets import Dataset
 import tiny
 from lze_trl import LZEGRPOTrainer
 from lze_trl.rewards import MajorityReward
-from lze_trl.selfplay.templates import TEMPLATES, Item, Template
+from lze_trl.selfplay.templates import TEMPLATES, Item
 from votes_run import boxed_rollouts
 
 
@@ -26,14 +26,11 @@ WORDS = [f"{a}{b}" for a in ("ka", "lo", "mi", "nu") for b in ("bin", "dor", "fa
 SEEDS = [f"How many {noun} are there?" for noun in ("apples", "boats")]
 
 
-class Words(Template):
+class Words:
     """A problem whose words depend on every character of the answer."""
 
     def request(self, exemplars):
         return "?".join(text[:12] for text in exemplars)
-
-    def answer(self, problems, after):
-        raise NotImplementedError
 
     def read(self, text, after, truncated):
         words = np.random.default_rng([len(text), *text.encode()]).choice(WORDS, 8, replace=False)
@@ -76,11 +73,10 @@ def trainer(directory: Path, output_dir: Path, **settings) -> LZEGRPOTrainer:
 def record(made: LZEGRPOTrainer) -> dict:
     """The pool of a trainer, in numbers that JSON can hold."""
     part = made.generation_step.instruction
-    table = {name: np.asarray(v).tolist() if name != "parents" else v for name, v in part.pool.table().items()}
     return {
-        "pool": table,
-        "rounds": part.rounds,
-        "rejected": dict(part.intake.rejected),
+        "pool": part.pool.rows.reset_index().to_dict("list"),
+        "rounds": part.writer.rounds,
+        "rejected": dict(part.writer.rejected),
         "left": len(made.passes.stream),
     }
 

@@ -41,18 +41,17 @@ ROOMS = {
     "data": "memory names rewards",
     "evaluation": "data files names record rewards servers",
     "app": "files record remote strategies version",
-    "selfplay": "batch data evaluation memory rewards seeding",
-    "config": "memory plan rollout select selfplay settings strategies",
+    "selfplay": "batch data evaluation memory rewards seeding settings",
+    "config": "memory plan rollout select settings strategies",
     "checks": "config memory plan rollout select",
     "checkpoint": "files",
-    "compatibility": "checkpoint",
     "hub": "app checkpoint files record remote",
     "engine": "batch checks evaluation memory pack rollout select",
     "build": "batch config memory pack plan rollout select",
     "step": "batch engine memory pack plan record rollout seeding select",
-    "trainer": "app build checkpoint checks compatibility config engine hub selfplay memory names plan record rollout select servers step",
-    "job": "app build checkpoint checks config data evaluation files hub selfplay memory names record remote rewards "
-    "rollout strategies trainer version",
+    "trainer": "app build checkpoint checks config engine hub selfplay memory names plan record rollout select servers step",
+    "job": "app checkpoint checks config data evaluation files hub names record rewards rollout selfplay settings "
+    "strategies trainer version",
 }
 PURE = (
     *(

@@ -3,12 +3,8 @@
 import io
 import json
 import os
-import signal
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -16,11 +12,11 @@ from rich.console import Console
 import tiny
 from bench_samples import result, settings
 from benchmarks import __main__ as command
-from benchmarks import jobs, suite, tasks
+from benchmarks import suite
 from benchmarks.jobs import Options, plan
 from benchmarks.settings import BenchError, RunSettings
 from benchmarks.strategies import STRATEGIES, chosen_strategies
-from benchmarks.tasks import TASKS, TaskFiles, load, locate, read_rows
+from benchmarks.tasks import TASKS, TaskFiles, load, read_rows
 
 
 @pytest.fixture
@@ -76,21 +72,6 @@ def test_an_update_follows_each_generation_batch(task):
     assert on_gpu["per_device_train_batch_size"] * on_gpu["gradient_accumulation_steps"] == rows
 
 
-def test_missing_calculator_says_how_to_make_it(monkeypatch, tmp_path):
-    monkeypatch.setattr(tasks, "CALCULATOR_DIR", tmp_path / "none")
-    monkeypatch.setattr(tasks, "_READY_MADE", tmp_path / "none")
-    with pytest.raises(BenchError, match=r"python -m benchmarks\.calculator.*--model DIR --data DIR"):
-        locate("calculator")
-
-
-def test_word_problems_are_evaluated_on_some_of_their_prompts(files):
-    write_rows(files.held_out, [(f"{i}*7=", str(7 * i)) for i in range(800)])
-    write_rows(files.train, [(f"{i}+3=", str(i + 3)) for i in range(600)])
-    data = load(TASKS["word_problems"], files, "test")
-    assert len(data.train) == 600
-    assert {name: len(rows) for name, rows in data.evaluation.items()} == {"held_out": 150, "train": 30}
-
-
 # ---- Plans ----
 
 
@@ -136,110 +117,8 @@ def test_plan_goes_seed_by_seed_and_begins_with_the_baseline(files, tmp_path):
 # ---- Runs ----
 
 
-class FakeProcess:
-    """Stands in for the process of a run, and ends at once; but one of them, if any, while something happens."""
-
-    started: list[str]
-    failing: set[str]
-    at_once: set[int]
-    made: list["FakeProcess"]
-    interrupted_at: int | None = None
-    interruption: Callable
-
-    def __init__(self, command, **kwargs):
-        job = json.loads(Path(command[-1]).read_text())
-        own = RunSettings.from_dict(job["settings"])
-        self.at_once.add(job["at_once"])
-        self.running = len(self.made) == self.interrupted_at
-        self.told = self.terminated = False
-        folder = Path(command[-1]).parent
-        assert [path.name for path in sorted(folder.iterdir())] == ["job.json", "log.txt"]
-        self.started.append(f"{own.strategy} {own.seed}")
-        self.made.append(self)
-        if own.strategy in self.failing:
-            (folder / "log.txt").write_text("first line\nValueError: it broke\n")
-        else:
-            (folder / "result.json").write_text(json.dumps(result([0.1, 0.2, 0.3], **vars(own))))
-
-    def poll(self):
-        if self.running and not self.told:
-            self.told = True
-            self.interruption()
-        return None if self.running else 0
-
-    def terminate(self):
-        self.running, self.terminated = False, True
-
-    def wait(self):
-        pass
-
-
-@pytest.fixture
-def fake(monkeypatch):
-    process = type("Fake", (FakeProcess,), {"started": [], "failing": set(), "at_once": set(), "made": []})
-    monkeypatch.setattr(jobs.subprocess, "Popen", process)
-    monkeypatch.setattr(suite, "_POLL_SECONDS", 0.0)
-    return process
-
-
-def planned(files, tmp_path, **changes):
-    options = Options(task="addition", strategies=("lze", "random"), seeds=(0,), steps=20, output=tmp_path / "out")
-    return plan(replace(options, **changes), {"addition": files})
-
-
 def quiet():
     return Console(file=io.StringIO(), width=200)
-
-
-def test_finished_runs_are_skipped_and_half_done_ones_begin_again(files, tmp_path, fake):
-    first, second, third = planned(files, tmp_path)
-    suite.execute([first], 1, quiet())
-    second.folder.mkdir(parents=True)
-    (second.folder / "progress.json").write_text('{"step": 10}')
-    (second.folder / "result.json.unfinished").write_text("{")
-    assert not second.finished and second.share_done() == pytest.approx(10 / 30)
-    console = quiet()
-    assert suite.execute([first, second, third], 1, console) == []
-    assert fake.started == ["grpo 0", "random 0", "lze 0"]
-    assert "1 of 3 runs are there already" in console.file.getvalue()
-    suite.execute([first, second, third], 2, quiet())
-    assert len(fake.started) == 3
-
-
-def test_runs_that_fail_are_told_and_the_others_are_made(files, tmp_path, fake):
-    fake.failing = {"random"}
-    console = quiet()
-    (failed,) = suite.execute(planned(files, tmp_path), 1, console)
-    assert failed.settings.strategy == "random" and not failed.finished
-    assert fake.started == ["grpo 0", "random 0", "lze 0"]
-    assert "random 40 % · seed 0 has failed:\n  first line\n  ValueError: it broke" in console.file.getvalue()
-
-
-def ctrl_c(process):
-    raise KeyboardInterrupt
-
-
-def sigterm(process):
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-@pytest.mark.parametrize(("interruption", "error"), [(ctrl_c, KeyboardInterrupt), (sigterm, SystemExit)])
-def test_interruption_stops_the_runs_and_keeps_what_is_finished(files, tmp_path, fake, interruption, error):
-    def handler(number, frame):
-        raise AssertionError("SIGTERM has not come to the benchmark.")
-
-    fake.interrupted_at, fake.interruption = 1, interruption
-    before = signal.signal(signal.SIGTERM, handler)
-    try:
-        console = quiet()
-        with pytest.raises(error):
-            suite.execute(planned(files, tmp_path), 1, console)
-        assert signal.getsignal(signal.SIGTERM) is handler
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert fake.started == ["grpo 0", "random 0"]
-    assert [process.terminated for process in fake.made] == [False, True]
-    assert "The same command goes on" in console.file.getvalue()
 
 
 def test_report_from_kept_results(tmp_path):

@@ -10,7 +10,7 @@ from trl import GRPOConfig, GRPOTrainer
 import tiny
 from bench_samples import settings
 from benchmarks import run as bench_run
-from benchmarks.evaluation import Evaluation, GreedyEvaluation
+from benchmarks.evaluation import Evaluation
 from benchmarks.strategies import BASELINE, STRATEGIES
 from benchmarks.tasks import TaskFiles
 from lze_trl import LZEGRPOConfig, LZEGRPOTrainer
@@ -81,22 +81,6 @@ def test_instruments_and_evaluations_change_no_weight(files, tmp_path, strategy,
     after, expected = trainer.model.state_dict(), plain.model.state_dict()
     assert any(not torch.equal(after[name], before[name]) for name in after)
     assert all(torch.equal(after[name], expected[name]) for name in expected)
-
-
-@pytest.mark.parametrize("answers", [("7", "8"), ("8", "8")])
-def test_greedy_accuracy(monkeypatch, answers):
-    """The share of the prompts whose greedy completion gives the gold answer, however they are batched."""
-    model, tokenizer = tiny.model(), tiny.tokenizer()
-    rows = [{"prompt": "2+5=", "solution": "7"}, {"prompt": "what is 4+4 ?", "solution": "8"}]
-    completions = iter([tokenizer(text).input_ids for text in answers])
-
-    def generate(input_ids, do_sample, **kwargs):
-        assert not do_sample
-        return torch.cat([input_ids, torch.tensor([next(completions) for _ in input_ids])], dim=1)
-
-    monkeypatch.setattr(model, "generate", generate)
-    found = GreedyEvaluation(rows, tokenizer, 5).accuracy(model)
-    assert found["mean"] == sum(a == row["solution"] for a, row in zip(answers, rows, strict=True)) / 2
 
 
 def test_plain_trl_by_hand(files, tmp_path):

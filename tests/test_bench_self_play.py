@@ -9,14 +9,9 @@ from rich.console import Console
 import tiny
 from benchmarks import self_play
 from benchmarks.kept import run_all
-from benchmarks.self_play import ARMS, SelfPlayRun, held_out_sets, planned, read_results, report
-from benchmarks.self_play_report import markdown, precision_by_votes, stopped_at, write_picture
-from benchmarks.settings import BenchError
+from benchmarks.self_play import ARMS, held_out_sets, planned, read_results, report
+from benchmarks.self_play_report import precision_by_votes, stopped_at
 from benchmarks.tasks import TaskFiles
-
-
-def run_of(arm="majority, gate", seed=0, steps=2):
-    return SelfPlayRun(arm, seed, steps, 1e-4, 64, "x")
 
 
 def result(concentrations, accuracies, share=0.5):
@@ -36,11 +31,6 @@ def result(concentrations, accuracies, share=0.5):
     return {"accuracy": points, "labels": labels, "steps": columns, "problems": problems}
 
 
-def content(arm, seed, *args, **kwargs):
-    settings = {"arm": arm, "seed": seed, "steps": 20, "rows": 128, "learning_rate": 1e-4}
-    return {"run": settings, "machine": "a machine", "date": "2026-01-01", "result": result(*args, **kwargs)}
-
-
 def test_where_the_rules_would_have_stopped():
     assert stopped_at(result([0.05] * 20, [0.4, 0.42, 0.43]), 16) is None
     assert stopped_at(result([0.05] * 12 + [0.5] * 8, [0.4, 0.42, 0.43]), 16) == (15, "concentration")
@@ -51,23 +41,6 @@ def test_labels_by_votes():
     labels = result([0.05], [0.4])["labels"]
     assert precision_by_votes(labels, last=False) == {3: (1, 4), 8: (30, 30)}
     assert precision_by_votes(labels, last=True) == {8: (2, 8)}
-
-
-def test_tables_and_picture(tmp_path):
-    contents = [
-        content("true reward", 0, [0.05] * 20, [0.40, 0.44, 0.45]),
-        content("true reward", 1, [0.05] * 20, [0.40, 0.44, 0.47]),
-        content("majority, no gate", 0, [0.05] * 12 + [0.5] * 8, [0.40, 0.42, 0.30]),
-    ]
-    text = markdown(contents)
-    assert "| true reward | 0.470 (0.460–0.480) | 0.470 (0.460–0.480) | 0.50 (0.50–0.50) |" in text
-    assert (
-        "| majority, no gate | 0.310 | 0.430 | 0.50 | 0.50 | 0.41 | 75% | 75% | 75% | 50% | 15 (concentration) |"
-        in text
-    )
-    assert "| 8 of 8 | 100% of 90 | 25% of 16 | 25% of 8 |" in text
-    write_picture(tmp_path / "picture.png", contents)
-    assert (tmp_path / "picture.png").stat().st_size > 10_000
 
 
 @pytest.mark.parametrize("arm", ARMS)
@@ -94,21 +67,6 @@ def test_every_arm_trains_and_is_kept(arm, tmp_path, monkeypatch):
     (options.output / "runs" / run.name).unlink()
     assert read_results(options.output) == [kept]
     assert json.loads((options.output / "results.jsonl").read_text()) == kept
-
-
-def test_arms_differ_in_what_is_said_of_them():
-    settings = {arm: run_of(arm).settings for arm in ARMS}
-    assert [arm for arm in ARMS if settings[arm]["reward_weights"] == [0.0, 1.0]] == ["true reward"]
-    corrected = [arm for arm in ARMS if settings[arm]["self_play"]["label_confidence"] == "share"]
-    assert corrected == [arm for arm in ARMS if "label_confidence" in arm]
-    assert len({run_of(arm).name for arm in ARMS}) == len(ARMS)
-    rest = {arm: values | {"reward_weights": None, "self_play": None} for arm, values in settings.items()}
-    assert all(values == rest["true reward"] for values in rest.values())
-
-
-def test_nothing_to_report(tmp_path):
-    with pytest.raises(BenchError, match="holds no finished run"):
-        report(tmp_path, Console(quiet=True))
 
 
 def test_held_out_problems_are_not_trained_on():

@@ -51,10 +51,3 @@ def test_labels_are_counted_by_votes_and_by_the_bounds(write, capsys):
         "| no clear winner | 1 | 20% | – |",
         "| too few answers | 1 | 20% | 1 of 1, 100% |",
     ]
-
-
-def test_without_gold_answers_nothing_is_said_of_the_labels(write, capsys):
-    main(write(samples("a", "77777123")))
-    assert "| 5 of 8 | 1 | 100% | – |" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="holds no samples"):
-        main(write())

@@ -715,18 +715,10 @@ def test_resumed_with_a_gate_is_uninterrupted_bit_for_bit(tmp_path, shape):
 @pytest.mark.parametrize(
     ("written", "resumed", "message"),
     [
-        (GRESO, {}, "with `planner='greso'`, and this run has 'solved'. Resume with the same setting"),
-        ({}, GRESO, "with `planner='solved'`, and this run has 'greso'. Resume with the same setting"),
-        (
-            {"controller": "dynamic"},
-            {},
-            "a controller that draws further prompts, unlike `UniformController`. Resume with the same `controller`",
-        ),
-        (
-            {"pruning": "none"},
-            {"pruning": "none", "controller": "dynamic"},
-            "a controller that does not draw further prompts, unlike `DynamicSampling`",
-        ),
+        (GRESO, {}, "with `planner='greso'`, and this run has 'solved'"),
+        ({}, GRESO, "with `planner='solved'`, and this run has 'greso'"),
+        ({"controller": "dynamic"}, {}, "with `draws_prompts=True`, and this run has False"),
+        ({"pruning": "none"}, {"pruning": "none", "controller": "dynamic"}, "with `draws_prompts=False`"),
     ],
 )
 def test_another_strategy_cannot_go_on(tmp_path, written, resumed, message):
@@ -994,18 +986,11 @@ BAD_CONFIGS = [
     ({"controller": "dynamic", "controller_kwargs": {"max_rounds": 0}}, "`max_rounds` must be at least 1, got 0"),
     ({"controller": "reinforce"}, "`controller` must be one of .*'reinforce_ada_balanced'.* got 'reinforce'"),
     ({"planner": "hard"}, r"`planner` must be one of \['solved', 'greso'\], got 'hard'"),
-    (GRESO | {"pruning": "none"}, "`planner='greso'` needs pruning, and `pruning='none'`"),
     (GRESO | {"planner_kwargs": {"exploration": 0.01}}, r"`exploration` must be in \[0.05, 0.95\], got 0.01"),
     (GRESO | {"planner_kwargs": {"exploration": float("nan")}}, r"`exploration` must be in \[0.05, 0.95\], got nan"),
     (GRESO | {"planner_kwargs": {"target": 1.0}}, r"`target` must be in \(0, 1\), got 1.0"),
-    (
-        {"controller": "gate", "controller_kwargs": {"explore": 0}},
-        r"`explore` must be in \(0, 1\], got 0. .* what it drops",
-    ),
+    ({"controller": "gate", "controller_kwargs": {"explore": 0}}, r"`explore` must be in \(0, 1\], got 0"),
     (GRESO | {"planner_kwargs": {"step": 0.0}}, r"`step` must be in \(0, 1\), got 0.0"),
-    (POSITIVE | {"reward_range": [0, 2]}, "`controller='reinforce_ada_positive'` counts passes.*`reward_range"),
-    (BALANCED | {"reward_range": [0, 2]}, "`controller='reinforce_ada_balanced'` counts passes.*`reward_range"),
-    ({"reward_range": [0, 2], "pass_threshold": 1}, "grades outcomes, and `pass_threshold=1`"),
 ]
 
 

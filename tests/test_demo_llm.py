@@ -2,12 +2,11 @@
 
 import json
 import re
-import signal
 
 import pytest
 
 from lze_trl.data import DataError, load_prompts
-from recipes import demo_llm, generated_problems, word_problems
+from recipes import generated_problems, word_problems
 from recipes.demo_llm import ServerStartError, find_problems, serving, write_generated
 
 
@@ -53,28 +52,6 @@ def test_without_the_hub_problems_are_generated(caplog):
     assert problems.train.is_file() and problems.evaluation.stem == "other_templates"
     (warning,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
     assert warning == "The Hub cannot be reached: NOT ASDiv, MAWPS and SVAMP, but problems generated from templates."
-
-
-def test_data_that_is_not_as_expected_is_not_replaced(tmp_path, monkeypatch):
-    (tmp_path / "changed.jsonl").write_text('{"story": "Two and two?", "sum": "4"}\n')
-    changed = word_problems.Source(str(tmp_path / "changed.jsonl"), "train")
-    monkeypatch.setattr(word_problems, "SOURCES", dict.fromkeys(word_problems.SOURCES, changed))
-    with pytest.raises(DataError, match="has no column"):
-        find_problems({})
-
-
-def test_files_are_looked_for_where_the_command_is_given(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # and back, for the demo goes to the checkout
-    (tmp_path / "mine.jsonl").write_text("{}\n")
-    asked = []
-    monkeypatch.setattr(demo_llm, "run_demo", lambda references, flags: asked.append((references, list(flags))))
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        demo_llm.main(["--asdiv", "mine.jsonl", "--mawps", "mine.jsonl?split=train", "--svamp", "some/hub-id"])
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    mine = str((tmp_path / "mine.jsonl").resolve())
-    assert asked == [({"asdiv": mine, "mawps": f"{mine}?split=train", "svamp": "some/hub-id"}, [])]
 
 
 def test_data_that_was_named_is_not_replaced(tmp_path):

@@ -207,11 +207,11 @@ def check_accelerate(words: list[str]):
     assert words[1] == "launch"
     launch = launch_command_parser().parse_args(words[2:])
     assert Path(launch.config_file).is_file()
-    if launch.module:
-        check_module(launch.training_script, launch.training_script_args)
-    else:
-        assert launch.training_script == "lze_trl/job/train.py" and Path(launch.training_script).is_file()
+    assert launch.module
+    if launch.training_script == "lze_trl.job.train":
         check_recipe(launch.training_script_args)
+    else:
+        check_module(launch.training_script, launch.training_script_args)
 
 
 def check_make(words: list[str]):

@@ -70,10 +70,6 @@ def test_equal_graded_outcomes_are_dead_whatever_their_sum_rounds_to(value):
     assert (groups.energies == 0.0).all()
 
 
-def test_an_outcome_that_differs_in_its_last_bit_is_alive():
-    assert scored([[0.5, math.nextafter(0.5, 1.0)]]).uncertainty[0] > 0.0
-
-
 def test_reward_statistics_and_tokens():
     # Rewards 1, 3 | NaN, 4, 4 | NaN: mean 2, σ = 1 | 4, 0 | none
     batch = rollouts({5: [1, 0], 6: [0, 1, 1], 8: [1]}, rewards={5: [1, 3], 6: [NAN, 4, 4], 8: [NAN]})

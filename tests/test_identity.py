@@ -3,13 +3,11 @@
 from datetime import date, datetime
 from decimal import Decimal
 
-import datasets
 import numpy as np
 import pytest
 from datasets import Dataset, IterableDataset, concatenate_datasets
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
 
 from lze_trl.memory.identity import ID_COLUMN, add_prompt_ids, distinct_ids, prompt_id
 
@@ -97,12 +95,6 @@ def test_all_that_a_reward_can_read_is_part_of_the_identity():
     assert kept(completion=["p", "q", "r"], level=[None] * 3) == 1
     one = Dataset.from_dict({"prompt": ["a"], "solution": ["1"]})
     assert ids(add_prompt_ids(one.add_column("level", [None]))) == ids(add_prompt_ids(one))
-
-
-def test_images_are_known_by_their_pixels():
-    pictures = [Image.new("RGB", (2, 2), color) for color in ("red", "red", "blue")]
-    dataset = Dataset.from_dict({"prompt": ["a"] * 3, "picture": pictures}).cast_column("picture", datasets.Image())
-    assert len(add_prompt_ids(dataset)) == 2
 
 
 def test_a_users_prompt_id_wins():

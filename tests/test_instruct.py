@@ -1,7 +1,4 @@
-"""Self-instruction, its pure parts: what is read from answers, what is refused and why, and what is too similar.
-
-Published behaviour, where a test is about a defect of it, is rebuilt here from its description (arXiv 2505.20347).
-"""
+"""Self-instruction, its pure parts: what is read from answers, what is refused and why, and what is too similar."""
 
 import json
 import re
@@ -12,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lze_trl.data.overlap import OverlapIndex, math_tokens, rouge_tokens
+from lze_trl.data.overlap import OverlapIndex, math_tokens
 from lze_trl.selfplay.filters import MAX_WORDS, REASONS, reason_to_reject
-from lze_trl.selfplay.generator import KNOWN, UNREAD, Intake, Proposal, Seeds, Writer, text_id
-from lze_trl.selfplay.settings import InstructError, InstructSettings
-from lze_trl.selfplay.templates import TEMPLATES, Item
+from lze_trl.selfplay.templates import TEMPLATES, Item, one_line
+from lze_trl.selfplay.writer import KNOWN, UNREAD, InstructError, Seeds, Writer, id_in_words
+from lze_trl.settings import SelfPlaySettings
 
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data" / "serl_seeds" / "seeds_500.jsonl"
@@ -30,19 +27,15 @@ def seed_problems():
     return [json.loads(line)["problem"] for line in SHARED.read_text().splitlines()]
 
 
-def published_parse(text):
-    """Text after any number, up to a line that begins with one, or the end."""
-    return [found.strip() for found in re.findall(r"\d+\.\s(.*?)(?=\n\d+\.|\Z)", text, re.DOTALL)]
-
-
-def published_filter(text):
-    """Whether a problem passes: length, words, beginning."""
-    words = r"\b(?:images?|graphs?|pictures?|files?|maps?|draw|plot|go to)\b"
-    return 4 <= len(text.split()) <= 150 and not re.search(words, text, re.IGNORECASE)
-
-
 def read(template, text, truncated=False, after=8):
     return [item.text for item in template.read(text, after, truncated) if item.complete]
+
+
+def answer(template, texts, after):
+    """An answer that gives these problems, after k exemplars."""
+    if template is TAGGED:
+        return "\n".join(f"<question>{text}</question>" for text in texts)
+    return "\n".join(f"{i}. {one_line(text)}" for i, text in enumerate(texts, after + 1)).partition(". ")[2]
 
 
 # ---- Templates ----
@@ -57,8 +50,6 @@ def test_the_answer_begins_with_the_open_item():
     text = "How many legs have 3 cats?\n10. A train leaves at 3. It goes 40 miles in 2 hours. How fast is it?"
     items = ["How many legs have 3 cats?", "A train leaves at 3. It goes 40 miles in 2 hours. How fast is it?"]
     assert read(NUMBERED, text) == items
-    # Published: the first item is lost, and the second is cut at "leaves at 3."
-    assert published_parse(text) != items
     assert read(NUMBERED, "9. " + text) == items == read(NUMBERED, "**9.** " + text.replace("\n10.", "\n**10.**"))
     assert read(NUMBERED, "Sure! Here are some questions:\n\n9. " + text) == items
 
@@ -66,7 +57,6 @@ def test_the_answer_begins_with_the_open_item():
 def test_only_numbers_that_continue_the_count_begin_items():
     text = "Ann lists:\n1. 4 apples\n2. 7 pears\nHow many fruits has she?\n10. What is 3 + 4 + 8?"
     assert read(NUMBERED, text) == ["Ann lists: 1. 4 apples 2. 7 pears How many fruits has she?", "What is 3 + 4 + 8?"]
-    assert len(published_parse(text)) == 3
 
 
 def test_a_model_may_begin_its_own_list():
@@ -78,13 +68,11 @@ def test_an_item_that_was_cut_off_is_not_complete():
     assert read(NUMBERED, text, truncated=True) == ["What is 2 + 3?"]
     assert [item.text for item in NUMBERED.read(text, 8, True)][-1] == "Tom has 5 apples and gives"
     assert read(TAGGED, "<question>What is 2 + 3?</question><question>Tom has 5") == ["What is 2 + 3?"]
-    assert published_parse("9. " + text)[-1] == "Tom has 5 apples and gives"
 
 
 def test_closing_words_and_answers_are_no_part_of_an_item():
     text = "What is 2 + 3?\n\nAnswer: 5\n10. What is 4 + 4?\n\nI hope these help!"
     assert read(NUMBERED, text) == ["What is 2 + 3?", "What is 4 + 4?"]
-    assert published_parse("9. " + text) == ["What is 2 + 3?\n\nAnswer: 5", "What is 4 + 4?\n\nI hope these help!"]
     text = "What is 2 + 3?\nAnswer: 5\n10. What is 4 + 4?\nQuestion 11: What is 1 + 1?"
     assert read(NUMBERED, text) == ["What is 2 + 3?", "What is 4 + 4?"]
     assert read(TAGGED, "Sure!\n<question> What is 2? </question>\nThe answer is 2.") == ["What is 2?"]
@@ -96,9 +84,7 @@ def test_what_an_answer_gives_is_read_as_it_is_capitals_kept(template, after, se
     texts = [" ".join(text.split()) for text in seed_problems]
     for begin in range(0, len(texts), 5):
         part = texts[begin : begin + 5]
-        assert read(template, template.answer(part, after), after=after) == part
-    # Published: `capitalize()` lower-cases the rest, which changes 321 of the seeds
-    assert sum(text.strip().capitalize() != text.strip() for text in seed_problems) == 321
+        assert read(template, answer(template, part, after), after=after) == part
 
 
 line = st.text(st.characters(codec="ascii", categories=["L", "N", "P", "S", "Zs"]), min_size=1).map(
@@ -109,14 +95,13 @@ line = st.text(st.characters(codec="ascii", categories=["L", "N", "P", "S", "Zs"
 @settings(max_examples=200)
 @given(st.lists(line.filter(lambda text: re.match(r"\w", text) and not re.match(r"\d+[.)]", text)), min_size=1))
 def test_a_numbered_answer_gives_back_any_lines(texts):
-    assert read(NUMBERED, NUMBERED.answer(texts, 8)) == texts
+    assert read(NUMBERED, answer(NUMBERED, texts, 8)) == texts
 
 
 # ---- Filters ----
 
 REJECTED = [
     ("figure", "In the diagram, $AB = 3$ and $BC = 4$. Find $AC$."),
-    ("figure", "The graph of $y = f(x)$ is shown. What is $f(2)$?"),
     ("figure", "What is the area? [asy] draw((0,0)--(1,1)); [/asy]"),
     ("program", "Write a Python program that adds two numbers."),
     ("too short", "Why?"),
@@ -124,10 +109,8 @@ REJECTED = [
     ("first character", "- What is the sum of 3 and 4?"),
     ("language", "这是一个数学问题, 三加四是多少 3 + 4?"),
     ("holds a solution", "What is 3 + 4? Answer: 7"),
-    ("holds a solution", "What is 3 + 4?\nSolution. It is 7."),
     ("holds a solution", r"What is 3 + 4, so \boxed{7}?"),
     ("proof", "Verify that 12 is even and show that 13 is odd."),
-    ("proof", "Let $n$ be odd. Prove that $n^2$ is odd."),
     ("several questions", "What is 3 + 4? What is 5 + 6?"),
     ("several questions", "How far does it go in 2 hours? It goes 40 miles in one. When does it stop?"),
     ("several questions", "Let $x = 3$. (a) Find $2x$. (b) Find $3x$."),
@@ -185,9 +168,6 @@ def test_seeds_are_refused_for_figures_and_length_alone(seed_problems):
     refused = [text for text, reason in zip(seed_problems, reasons, strict=True) if reason == "figure"]
     assert sum("[asy]" in text for text in refused) >= len(refused) - 2
     assert not any("[asy]" in text for text, reason in zip(seed_problems, reasons, strict=True) if reason is None)
-    # Published: 79 are refused, and a problem about a diagram passes
-    assert sum(not published_filter(text) for text in seed_problems) >= 75
-    assert published_filter(REJECTED[0][1])
 
 
 # ---- Overlap ----
@@ -211,22 +191,9 @@ def test_similarity_is_rouge_l(one, other):
     assert found == pytest.approx(expected, abs=1e-12)
 
 
-def test_similarity_is_that_of_rouge_score(seed_problems):
-    scorer = pytest.importorskip("rouge_score.rouge_scorer").RougeScorer(["rougeL"])
-    texts = seed_problems[:60]
-    between = OverlapIndex(tokens=rouge_tokens).among(texts)
-    for i, one in enumerate(texts):
-        for j, other in enumerate(texts[:i]):
-            assert between[i, j] == pytest.approx(scorer.score(one, other)["rougeL"].fmeasure, abs=1e-12)
-
-
 def test_tokens_keep_operators_and_commands():
     assert math_tokens(r"Find $\frac{1}{2} + X$.") == ["find", "$", r"\frac", *"{1}{2}+", "x", "$", "."]
-    assert rouge_tokens(r"Find $\frac{1}{2} + X$.") == ["find", "frac", "1", "2", "x"]
-    # By rouge's tokens these are one problem
-    index = OverlapIndex(["What is $3 + 4$?"])
-    assert index.nearest(["What is $3 - 4$?"]).similarity[0] < 1
-    assert OverlapIndex(["What is $3 + 4$?"], rouge_tokens).nearest(["What is $3 - 4$?"]).similarity[0] == 1
+    assert OverlapIndex(["What is $3 + 4$?"]).nearest(["What is $3 - 4$?"]).similarity[0] < 1
 
 
 def test_the_nearest_is_found_in_every_part_of_the_index(monkeypatch):
@@ -242,33 +209,41 @@ def test_the_nearest_is_found_in_every_part_of_the_index(monkeypatch):
     assert OverlapIndex(["one"]).nearest([]).similarity.shape == (0,)
 
 
-# ---- Intake ----
+# ---- The writer ----
 
-
-def proposals(*texts):
-    return [Proposal(Item(text, True), (1, 2)) for text in texts]
-
-
+PLAIN = tuple(f"What is {name} times {i} plus {i * i}, if {name} is {i + 1}?" for i, name in enumerate("abcdefghij"))
 SEEDS = Seeds(("What is the sum of 3 and 4 apples?",), ("How many legs have 7 spiders in a box?",))
 
 
+def writer_of(write, seeds=SEEDS, **settings):
+    """A writer whose problems come from a function."""
+    given = {"examples": 1, "own": 0, "requests": 1} | settings
+    return Writer(SelfPlaySettings(**given), seeds, generator=write)
+
+
+def admitted(writer, *texts):
+    """What a writer admits of these items."""
+    writer.generator = lambda shown, rng: [Item(text, True) for text in texts]
+    return writer.round([], None)
+
+
 def test_nothing_that_resembles_what_is_known_is_admitted():
-    intake = Intake(SEEDS, 0.7)
-    first = intake.admit(
-        proposals(
-            "What is the sum of 5 and 4 apples?",  # a seed's
-            "How many legs have 9 spiders in a box?",  # an evaluation problem's
-            "Tom runs 3 miles in 20 minutes. How far does he run in an hour?",
-            "Tom runs 4 miles in 30 minutes. How far does he run in an hour?",  # that before it
-            "Why?",
-        ),
-        unread=3,
+    writer = writer_of(lambda shown, rng: [])
+    (first,) = admitted(
+        writer,
+        "What is the sum of 5 and 4 apples?",  # a seed's
+        "How many legs have 9 spiders in a box?",  # an evaluation problem's
+        "Tom runs 3 miles in 20 minutes. How far does he run in an hour?",
+        "Tom runs 4 miles in 30 minutes. How far does he run in an hour?",  # that before it
+        "Why?",
     )
-    assert [problem.text[:20] for problem in first] == ["Tom runs 3 miles in "]
-    assert first[0].parents == (1, 2)
-    assert intake.rejected == {KNOWN: 3, "too short": 1, UNREAD: 3}
+    assert first.text.startswith("Tom runs 3 miles in ")
+    assert first.parents == id_in_words(SEEDS.problems[0])
+    assert +writer.rejected == {KNOWN: 3, "too short": 1}
     # Published: a problem that was used is forgotten. Here it is known for good
-    assert intake.admit(proposals("Tom runs 5 miles in 20 minutes. How far does he run in an hour?")) == []
+    assert admitted(writer, "Tom runs 5 miles in 20 minutes. How far does he run in an hour?") == []
+    assert admitted(writer) == []
+    assert +writer.rejected == {KNOWN: 4, "too short": 1, UNREAD: 1}
 
 
 @settings(max_examples=25, deadline=None)
@@ -278,36 +253,26 @@ def test_no_two_problems_of_the_history_resemble_each_other(seed):
     words = np.array(
         ["how", "many", "red", "blue", "cats", "dogs", "run", "walk", "in", "the", "big", "old", "house", "today"]
     )
-    intake, history = Intake(SEEDS, 0.7), []
+    writer, history = writer_of(lambda shown, rng: []), []
     for _ in range(4):
         texts = [" ".join([*rng.choice(words, rng.integers(4, 9)), "?"]) for _ in range(12)]
-        history += [problem.text for problem in intake.admit(proposals(*texts))]
+        history += [problem.text for problem in admitted(writer, *texts)]
     everything = [*SEEDS.problems, *SEEDS.references, *history]
     between = OverlapIndex().among(everything) - np.eye(len(everything))
     assert between.max() <= 0.7
 
 
-# ---- Seeds and requests ----
-
-PLAIN = tuple(f"What is {name} times {i} plus {i * i}, if {name} is {i + 1}?" for i, name in enumerate("abcdefghij"))
-
-
 def test_seeds_that_cannot_be_used_are_refused():
     with pytest.raises(InstructError, match="2 of 3 seeds have no text, the first in row 1"):
         Seeds(("What is 2?", " ", None))
-    with pytest.raises(InstructError, match=r"2 seeds were given, of which 1 can be shown \(1 figure\), .* shows 8"):
-        Writer(InstructSettings(), Seeds(("What is 2 + 3?", "In the diagram, find the length of $AB$.")))
-    with pytest.raises(InstructError, match=r"`own=3` is more than .* `examples=2`"):
-        InstructSettings(examples=2, own=3)
+    with pytest.raises(InstructError, match=r"shows 8 .* 1 of 2 seeds can be shown \(1 figure\)"):
+        Writer(SelfPlaySettings(), Seeds(("What is 2 + 3?", "In the diagram, find the length of $AB$.")))
 
 
 def test_seeds_that_are_never_shown_are_counted(caplog):
-    Writer(InstructSettings(), Seeds((*PLAIN, "In the diagram, find $AB$.", "Why?", PLAIN[0])))
+    Writer(SelfPlaySettings(), Seeds((*PLAIN, "In the diagram, find $AB$.", "Why?", PLAIN[0])))
     (record,) = caplog.records
-    assert "3 of 13 seeds are not shown to the model: 1 figure, 1 too short, 1 given twice." in record.getMessage()
-    caplog.clear()
-    Writer(InstructSettings(), Seeds(PLAIN))
-    assert not caplog.records
+    assert "2 of 12 seeds are not shown to the model: 1 figure, 1 too short." in record.getMessage()
 
 
 def test_evaluation_problems_that_resemble_a_seed_are_named():
@@ -318,22 +283,31 @@ def test_evaluation_problems_that_resemble_a_seed_are_named():
     assert Seeds(PLAIN).overlapping(0.7) == []
 
 
+def shown_of(own, requests, rounds=0, chances=None):
+    """The exemplars of every request of a round."""
+    shown = []
+    writer = Writer(
+        SelfPlaySettings(examples=4, own=2, requests=requests),
+        Seeds(PLAIN),
+        seed=3,
+        generator=lambda texts, rng: shown.append(texts) or [],
+    )
+    writer.rounds = rounds
+    writer.round(own, None, chances)
+    return shown
+
+
 def test_exemplars_are_own_and_seeds_and_the_same_for_the_same_key():
-    writer = Writer(InstructSettings(seed=3, examples=4, own=2), Seeds(PLAIN))
     own = ["How many own problems are there?", "How many more own problems are there?"]
-    shown = [writer._exemplars(5, place, own) for place in range(6)]
+    shown = shown_of(own, 6, rounds=5)
     assert all(sum(text in own for text in texts) == 2 and len(set(texts)) == 4 for texts in shown)
-    assert shown == [writer._exemplars(5, place, own) for place in range(6)]
-    assert shown != [writer._exemplars(6, place, own) for place in range(6)]
-    assert sum(text in own for text in writer._exemplars(5, 0, own[:1])) == 1  # as far as there are any
+    assert shown == shown_of(own, 6, rounds=5) != shown_of(own, 6, rounds=6)
+    assert [sum(text in own for text in texts) for texts in shown_of(own[:1], 3)] == [1] * 3  # as far as there are any
 
 
-def test_own_exemplars_are_drawn_alike_or_by_their_chances():
-    writer, own = Writer(InstructSettings(seed=3, examples=4, own=2), Seeds(PLAIN)), [f"own {i}" for i in range(5)]
-    golden = [[PLAIN[1], own[2], own[1], PLAIN[3]], [own[1], PLAIN[3], PLAIN[1], own[4]]]
-    assert [writer._exemplars(5, place, own) for place in range(2)] == golden
-    chances = np.array([0.0, 0.1, 0.0, 0.2, 0.7])
-    drawn = [text for place in range(400) for text in writer._exemplars(5, place, own, chances) if text in own]
+def test_own_exemplars_are_drawn_by_their_chances():
+    own, chances = [f"own {i}" for i in range(5)], np.array([0.0, 0.1, 0.0, 0.2, 0.7])
+    drawn = [text for texts in shown_of(own, 400, chances=chances) for text in texts if text in own]
     shares = [drawn.count(text) / 400 for text in own]
     # One of two is left out: the first with 0.1·(0.2/0.3) + … by the order in which they are drawn
     order = {(i, j): chances[i] * chances[j] / (1 - chances[i]) for i in (1, 3, 4) for j in (1, 3, 4) if i != j}
@@ -341,28 +315,13 @@ def test_own_exemplars_are_drawn_alike_or_by_their_chances():
     assert shares == pytest.approx(expected, abs=0.08)
 
 
-def test_a_generator_writes_in_place_of_the_model():
-    def write(exemplars, rng):
-        return [f"How many apples have {len(exemplars)} boys with {rng.integers(100)} apples each?", "  "]
-
-    writer = Writer(InstructSettings(examples=4, requests=3), Seeds(PLAIN), generator=write)
-    found, unread = writer.propose(0, [], None)
-    assert (len(found), unread) == (3, 0)
-    assert all(proposal.item.text.startswith("How many apples have 4 boys") for proposal in found)
-    assert {len(proposal.parents) for proposal in found} == {4}
-    assert set(found[0].parents) <= {text_id(text) for text in PLAIN}
-    assert writer.propose(0, [], None) == (found, unread)
-
-
 def test_items_of_a_generator_pass_the_filters_and_its_texts_do_not():
-    def write(exemplars, rng):
-        return [
-            Item("Three and four apples.", True),
-            "Three and five apples.",
-            Item("How many are three apples and", False),
-        ]
-
-    writer = Writer(InstructSettings(examples=4, requests=1), Seeds(PLAIN), generator=write)
-    intake = Intake(writer.seeds, 0.99)
-    assert [problem.text for problem in intake.admit(*writer.propose(0, [], None))] == ["Three and five apples."]
-    assert +intake.rejected == {"no question": 1, "unfinished": 1}
+    items = [
+        Item("Three and four apples.", True),
+        "Three and five apples.",
+        Item("How many are three and", False),
+        "  ",
+    ]
+    writer = writer_of(lambda shown, rng: items, Seeds(PLAIN), overlap=0.99)
+    assert [problem.text for problem in writer.round([], None)] == ["Three and five apples."]
+    assert +writer.rejected == {"no question": 1, "unfinished": 1}

@@ -1,21 +1,16 @@
-"""The majority reward: what it says of a group, and that groups are settled as one over processes, rounds and evaluations."""
+"""The majority reward: votes, what it says of a group, and that groups are settled as one over processes, rounds and evaluations."""
 
 import copy
-import inspect
+import itertools
 import json
 import logging
-import re
 from collections import Counter, defaultdict
-from dataclasses import fields
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM
 from trl import GRPOTrainer
 
 import tiny
@@ -23,16 +18,113 @@ import votes_run
 from case_runs import run_all
 from launches import on_processes
 from lze_trl import LZEGRPOTrainer
-from lze_trl.data import DataError, load_mixture, load_prompts
-from lze_trl.evaluation.command import _reward as reward_of_evaluation
-from lze_trl.evaluation.settings import EvaluationError
+from lze_trl.evaluation.statistics import majority
 from lze_trl.job.recipe import LZEScriptArguments
-from lze_trl.rewards import MajorityReward, accuracy_reward, get_reward
+from lze_trl.rewards import MajorityReward, accuracy_reward
+from lze_trl.rewards.majority import REASONS_TO_ABSTAIN, Verdict, answer_classes, consensus, read_vote, same_answer
 from votes_run import VotingTrainer, answer, boxed_rollouts, parity_reward
 
 
-PLAIN = {"num_generations": 4, "end_token_ids": [0]}
 EVERY = {"selector": "all", "selection_ratio": 1.0, "pruning": "none"}
+
+
+# ---- Votes ----
+
+
+@pytest.mark.parametrize(
+    ("text", "vote"),
+    [
+        (r"First \boxed{1}, then \boxed{ \frac{1}{2} }", r"\frac{1}{2}"),
+        (r"<think>\boxed{1}</think> \boxed{2}", "2"),
+        (r"<think>\boxed{1}</think> I am not sure.", None),
+        (r"\fbox{no solution}", "no solution"),  # that is an answer
+        (r"\boxed{3} and \boxed{4", None),  # the last box is not closed
+        (r"\boxed{}", None),
+        ("The answer is 7", None),  # neither announced answers nor bare ones nor marks are votes
+        ("#### 7", None),
+        ("", None),
+    ],
+)
+def test_votes_are_closed_boxes(text, vote):
+    assert read_vote(text, truncated=False) == vote
+    assert read_vote(text, truncated=True) is None
+
+
+NO_ANSWERS = r"""
+    \; | ? | \text{ } | \quad | \square | \underline{\hspace{1cm}} | \frac{\square}{\square} | \left( \right) | ___ | \ldots | N/A
+    | answer | \text{unknown} | \textbf{your answer here} | \text{[insert answer]} | \text{No answer} | \text{cannot be found}
+    | \text{Cannot be determined.} | \text{It is not possible to calculate} | \text{Not enough information}
+"""
+ANSWERS = r"""
+    0 | x | A | na | \frac{n}{a} | \pi | ∞ | < | \ge | \text{even} | 7\text{ cm} | \text{none} | \text{no solution} | \emptyset
+    | \text{undefined} | \text{does not exist} | \text{impossible} | \text{cannot be factored} | \triangle ABC
+"""
+
+
+@pytest.mark.parametrize("box", map(str.strip, NO_ANSWERS.split("|")))
+def test_a_box_without_an_answer_neither_votes_nor_wins(box):
+    assert read_vote(rf"\boxed{{{box}}}", truncated=False) is None
+    assert judge(*[box] * 5, *["8"] * 4) == [0.0] * 5 + [1.0] * 4
+
+
+@pytest.mark.parametrize("box", map(str.strip, ANSWERS.split("|")))
+def test_an_answer_in_words_or_signs_votes(box):
+    assert read_vote(rf"\boxed{{{box}}}", truncated=False) == box
+
+
+def test_equality_is_not_transitive_and_classes_are_cliques():
+    # All three equal 5, but x = 5 is not y = 5: the most frequent text is first, and takes the first of the others by text
+    assert same_answer("x=5", "5") and same_answer("5", "y=5") and not same_answer("x=5", "y=5")
+    assert answer_classes(["y=5", "5", "x=5", "5"], same_answer).tolist() == [1, 0, 0, 0]
+    # Without the 5 in the middle nothing joins them
+    assert answer_classes(["y=5", "x=5", "y=5"], same_answer).tolist() == [0, 1, 0]
+
+
+def test_answers_are_equal_in_either_direction():
+    for one, other in [("0.5", r"\frac{1}{2}"), ("1,234", "1234"), ("x=5", "5"), (r"50\%", "0.5"), ("}", "}")]:
+        assert same_answer(one, other) and same_answer(other, one)
+    for one, other in [("0.5", "5"), ("}", "5"), ("C", "D")]:
+        assert not same_answer(one, other) and not same_answer(other, one)
+
+
+TEXTS = "abcde"
+VOTES = st.lists(st.sampled_from([*TEXTS, None]), min_size=1, max_size=12)
+RELATIONS = st.sets(st.sampled_from(list(itertools.combinations(TEXTS, 2)))).map(
+    lambda pairs: lambda one, other: (min(one, other), max(one, other)) in pairs
+)
+
+
+@given(VOTES, RELATIONS, st.randoms())
+def test_classes_of_any_relation(votes, same, random):
+    classes = answer_classes(votes, same)
+    assert [c == -1 for c in classes] == [vote is None for vote in votes]
+    members = {c: sorted({vote for vote, own in zip(votes, classes, strict=True) if own == c}) for c in set(classes)}
+    members.pop(-1, None)
+    assert sorted(itertools.chain(*members.values())) == sorted(set(votes) - {None})  # equal texts share a class
+    for texts in members.values():
+        assert all(same(one, other) for one, other in itertools.combinations(texts, 2))
+    # By force: of all ways to give each text in turn to a class that it fits, the first
+    counts = Counter(vote for vote in votes if vote is not None)
+    expected: list[set[str]] = []
+    for text in sorted(counts, key=lambda text: (-counts[text], text)):
+        fitting = [texts for texts in expected if all(same(text, other) for other in texts)]
+        (fitting or [expected.append(set()) or expected[-1]])[0].add(text)
+    assert [set(members[c]) for c in sorted(members)] == expected
+    order = random.sample(range(len(votes)), len(votes))
+    assert answer_classes([votes[i] for i in order], same).tolist() == classes[order].tolist()
+    assert majority([1.0] * len(votes), [vote or "" for vote in votes], same).is_tie == (
+        len(expected) > 0 and consensus(classes).margin == 0
+    )
+
+
+@given(VOTES)
+def test_consensus_by_counting(votes):
+    found = consensus(answer_classes(votes, lambda one, other: False))
+    counts = [*sorted(Counter(vote for vote in votes if vote is not None).values(), reverse=True), 0, 0]
+    assert found[1:] == (counts[0] / len(votes), counts[0] - counts[1], sum(counts) / len(votes))
+
+
+# ---- One group ----
 
 
 def votes(*answers):
@@ -40,38 +132,21 @@ def votes(*answers):
     return ["no idea" if text is None else rf"So it is \boxed{{{text}}}." for text in answers]
 
 
-def judge(*answers, truncated=(), **arguments):
-    """Rewards of one group of completions."""
-    arguments = {"bounds": (0.0, 1.0), "margin": 1, "min_valid": 0.0} | arguments
-    reward = MajorityReward(**arguments)
+def verdict_of(*answers, truncated=(), gold=None, **arguments):
+    """What is said of one group of completions."""
+    reward = MajorityReward(**{"bounds": (0.0, 1.0), "margin": 1, "min_valid": 0.0} | arguments)
     cut = [i in truncated for i in range(len(answers))]
-    return reward.settle(reward.read(votes(*answers), cut)).rewards
+    return reward.settle(reward.read(votes(*answers), cut, None if gold is None else [gold] * len(answers)))
 
 
-# ---- One group ----
+def judge(*answers, **arguments):
+    return verdict_of(*answers, **arguments).rewards
 
 
 def test_the_winner_gets_one_and_all_others_nothing():
     assert judge("7", "0.5", r"\frac12", "1/2", None) == [0.0, 1.0, 1.0, 1.0, 0.0]
     assert judge("7", "7", "7", truncated=[2]) == [1.0, 1.0, 0.0]
-
-
-def test_answerless_completions_agree_on_nothing():
-    # Published: both are said to equal the number of the question, and get 1
-    reward = MajorityReward(**PLAIN)
-    completions = ["I cannot solve this.", "Let me think about it.", "Hm.", "Well."]
-    prompts = [r"What is \boxed{12} + 5?"] * 4
-    assert reward(prompts, completions, [[7, 0]] * 4) == [None] * 4
-    read = reward.read(completions, [False] * 4, question=prompts, problem=prompts)
-    assert [ballot.vote for ballot in read] == [None] * 4
-
-
-@given(
-    st.lists(st.sampled_from(["1", "2", "3", None]), min_size=4, max_size=4), st.sampled_from(["2+2", r"\boxed{1}"])
-)
-def test_rewards_do_not_depend_on_the_prompt(answers, prompt):
-    reward = MajorityReward((0.0, 1.0), 1, 0.0, **PLAIN)
-    assert reward([prompt] * 4, votes(*answers), [[5, 0]] * 4) == reward(["?"] * 4, votes(*answers), [[5, 0]] * 4)
+    assert judge(None, None, None) == [None] * 3  # answerless completions agree on nothing
 
 
 def test_ties_abstain_with_any_margin():
@@ -90,26 +165,24 @@ def test_bounds_are_inclusive_and_of_all_completions():
     assert judge("1", "1", "1", "2", None, None, min_valid=4 / 6) == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0]
 
 
-def test_the_reason_of_an_abstention_is_logged():
-    reasons = {}
-    for name, answers in {
-        "few_votes": ["1", None, None, None],
-        "low_share": [str(i) for i in range(10)],
-        "high_share": ["1"] * 4,
-        "margin": ["1", "1", "2", "2"],
-        None: ["1", "1", "1", "2"],
-    }.items():
-        logged = {}
-        reward = MajorityReward(num_generations=len(answers), end_token_ids=[0])
-        found = reward(
-            ["?"] * len(answers), votes(*answers), [[0]] * len(answers), log_metric=logged.__setitem__, level=["1"]
-        )
-        assert (found[0] is None) == (name is not None) == logged["majority/abstained"]
-        reasons[name] = [key for key, value in logged.items() if key.startswith("majority/abstained_") and value]
-        assert logged["majority/no_vote_share"] == answers.count(None) / len(answers)
-        most = max((answers.count(text) for text in answers if text is not None), default=0)
-        assert logged["majority/winner_share"] == most / len(answers)
-    assert reasons == {name: [f"majority/abstained_{name}"] if name else [] for name in reasons}
+@pytest.mark.parametrize(
+    ("reason", "answers"),
+    [
+        ("few_votes", ["1", None, None, None]),
+        ("low_share", [str(i) for i in range(10)]),
+        ("high_share", ["1"] * 4),
+        ("margin", ["1", "1", "2", "2"]),
+        (None, ["1", "1", "1", "2"]),
+    ],
+)
+def test_the_reason_of_an_abstention_is_logged(reason, answers):
+    reward = MajorityReward()
+    verdict = reward.settle(reward.read(votes(*answers), [False] * len(answers), level=["1"]))
+    logged = verdict.metrics
+    assert (verdict.rewards[0] is None) == (reason is not None) == logged["abstained"]
+    assert [name for name in REASONS_TO_ABSTAIN if logged[f"abstained_{name}"]] == ([reason] if reason else [])
+    assert logged["no_vote_share"] == answers.count(None) / len(answers)
+    assert logged["winner_share"] == answers.count("1") / len(answers)
 
 
 DIGITS = st.lists(st.sampled_from(["1", "2", "3", None]), min_size=2, max_size=9)
@@ -137,39 +210,27 @@ def test_the_order_of_completions_does_not_matter(answers, random):
 
 
 def test_gold_decides_where_there_is_gold():
-    completions, gold = votes("1", "1", "1", "2"), ["2", "2", "2", "2"]
-    cut, unanimous = [False] * 4, ["1"] * 4
-    reward = MajorityReward()
-    assert reward.settle(reward.read(completions, cut, gold)).rewards == accuracy_reward(completions, gold)
-    assert reward.settle(reward.read(votes(*unanimous), cut, ["1"] * 4)).rewards == [1.0] * 4
-    blind = MajorityReward(labelled="none")
-    assert blind.settle(blind.read(completions, cut, gold)).rewards == [1.0, 1.0, 1.0, 0.0]
+    assert judge("1", "1", "1", "2", gold="2") == [0.0, 0.0, 0.0, 1.0]
+    assert judge("1", "1", "1", "1", gold="1", bounds=(0.2, 0.8)) == [1.0] * 4
+    assert judge("1", "1", "1", "2", gold="2", labelled="none") == [1.0, 1.0, 1.0, 0.0]
     # Without gold, or one that cannot be read, the vote decides
-    for none in (None, [None] * 4, ["}"] * 4):
-        assert reward.settle(reward.read(completions, cut, none)).rewards == [1.0, 1.0, 1.0, 0.0]
+    for none in (None, "", "}"):
+        assert judge("1", "1", "1", "2", gold=none) == [1.0, 1.0, 1.0, 0.0]
 
 
-def test_labels_that_leave_nothing_to_vote_on_are_told(caplog):
-    reward = MajorityReward()
-    for gold in ([None, "1"], ["1", "1"], ["1", "1"]):
-        reward.read(votes("1", "2"), [False] * 2, gold)
-    assert [("majority_labelled='none'" in record.getMessage()) for record in caplog.records] == [True]
+@pytest.mark.parametrize("labelled", ["gold", "none"])
+@pytest.mark.parametrize(("gold", "right"), [("3", 1.0), ("2", 0.0)])
+def test_labels_are_checked_whether_or_not_gold_decides(labelled, gold, right):
+    verdict = verdict_of("3", "3", "3", "2", gold=gold, labelled=labelled)
+    assert verdict.metrics["label_precision"] == right
+    assert (verdict.winner, verdict.evidence) == ("3", (0.75, right))
+    assert verdict.confidence == (1.0 if labelled == "gold" else 0.75)
 
 
-@pytest.mark.parametrize(("columns", "warnings"), [((), 0), (("solution",), 1)])
-def test_labels_of_an_evaluation_set_are_not_those_of_the_training(tmp_path, caplog, columns, warnings):
-    trainer = make(tmp_path, columns=columns, eval_dataset=tiny.prompts(3), per_device_eval_batch_size=12)
-    trainer.evaluate()
-    assert "nothing is voted on" not in caplog.text
-    trainer.train()
-    assert caplog.text.count("nothing is voted on") == warnings
-
-
-def test_conversations_and_logged_votes():
-    reward, columns = MajorityReward((0.0, 1.0), **PLAIN), {}
-    talks = [[{"role": "assistant", "content": text}] for text in votes("1", "1", "1", None)]
-    assert reward(["?"] * 4, talks, [[0]] * 4, log_extra=columns.__setitem__) == [1.0, 1.0, 1.0, 0.0]
-    assert columns == {"vote": ["1", "1", "1", ""]}
+def test_labels_that_are_not_known_are_not_checked():
+    unknown, tied = verdict_of("3", "3", "3", "2"), verdict_of("3", "2", gold="3", labelled="none")
+    assert ("label_precision" in unknown.metrics, unknown.evidence) == (False, None)
+    assert (tied.rewards[0], tied.confidence, tied.evidence) == (None, 1.0, None)
 
 
 # ---- Bad input ----
@@ -178,15 +239,16 @@ def test_conversations_and_logged_votes():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"bounds": [0.8, 0.2]}, r"`majority_bounds` must be two increasing numbers in \[0, 1\], got \[0.8, 0.2\]"),
-        ({"bounds": [0.2]}, r"got \[0.2\]"),
-        ({"bounds": [0.0, 1.1]}, r"got \[0.0, 1.1\]"),
+        (
+            {"bounds": [0.8, 0.2]},
+            r"`majority_bounds` must be two increasing numbers in \[0, 1\], got \(0.8, 0.2\)",
+        ),
+        ({"bounds": [0.2]}, r"got \(0.2,\)"),
         ({"bounds": [float("nan"), 1.0]}, "two increasing numbers"),
         ({"margin": 0}, "`majority_margin` must be a whole number of at least 1, got 0"),
         ({"margin": 1.5}, "got 1.5"),
         ({"min_valid": 1.01}, r"`majority_min_valid` must be in \[0, 1\], got 1.01"),
-        ({"labelled": "both"}, r"`majority_labelled` must be one of \['gold', 'none'\], got 'both'"),
-        ({"num_generations": 1}, "`num_generations` must be at least 2, got 1"),
+        ({"labelled": "both"}, r"`majority_labelled` must be 'gold' .* got 'both'"),
     ],
 )
 def test_values_out_of_range(arguments, message):
@@ -194,15 +256,13 @@ def test_values_out_of_range(arguments, message):
         MajorityReward(**arguments)
 
 
-def test_plain_trl_has_to_say_what_a_group_is():
-    completions, ids = votes(*"1112"), [[0]] * 4
-    with pytest.raises(ValueError, match=r"Outside of `LZEGRPOTrainer`.*MajorityReward\(num_generations=…"):
-        MajorityReward()(["?"] * 4, completions, ids)
-    reward = MajorityReward(**PLAIN)
-    with pytest.raises(ValueError, match="needs all 4 completions of a prompt on one process, and got 3"):
-        reward(["?"] * 3, completions[:3], ids[:3])
-    with pytest.raises(ValueError, match="a group is incomplete"):
-        reward(["?", "?", "?", "!"], completions, ids)
+def test_the_settings_of_a_recipe():
+    given = {"bounds": [0.1, 0.9], "margin": 3, "min_valid": 0.25, "labelled": "none"}
+    args = LZEScriptArguments(reward_funcs=["majority"], **{f"majority_{name}": v for name, v in given.items()})
+    assert args.majority == given
+    assert LZEScriptArguments().majority == {}
+    with pytest.raises(ValueError, match="`majority_margin` must be a whole number of at least 1, got 0"):
+        LZEScriptArguments(reward_funcs=["majority"], majority_margin=0)
 
 
 def make(tmp_path, cls=LZEGRPOTrainer, majority=None, columns=(), **kwargs):
@@ -219,29 +279,6 @@ def make(tmp_path, cls=LZEGRPOTrainer, majority=None, columns=(), **kwargs):
     )
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (
-            {"controller": "reinforce_ada_positive", "controller_kwargs": {"round_size": 4}},
-            "by 'majority_reward' one of every group does",
-        ),
-        ({"multi_objective_aggregation": "normalize_then_sum"}, "for which 'majority_reward' abstains"),
-    ],
-)
-def test_what_does_not_go_with_votes_is_refused(tmp_path, settings, message):
-    with pytest.raises(ValueError, match=message):
-        make(tmp_path, **settings)
-
-
-def test_an_evaluation_of_incomplete_groups_is_refused(tmp_path):
-    trainer = make(tmp_path, eval_dataset=tiny.prompts(3).remove_columns("solution"))
-    ids = [[0]] * 6
-    trainer.model.eval()
-    with pytest.raises(ValueError, match=r"`num_generations_eval=4`\. Use a multiple of it"):
-        trainer._calculate_rewards([{"prompt": "?"}] * 6, ["?"] * 6, votes(*"111222"), ids)
-
-
 class Broken(MajorityReward):
     """Answers with what it is told to."""
 
@@ -256,90 +293,33 @@ class Broken(MajorityReward):
         return super().settle(ballots, final)._replace(rewards=self.given[1])
 
 
+ADA_BALANCED = {"round_size": 4, "max_rounds": 3, "kept": 4}
+ADA = {"controller": "reinforce_ada_positive", "controller_kwargs": {"round_size": 4}}
+
+
 @pytest.mark.parametrize(
-    ("reward", "message"),
+    ("settings", "message"),
     [
-        (Broken(ballots=[]), r"`majority_reward\.read` returned 0 ballots for 12 completions"),
-        (Broken(rewards=[1.0]), r"`majority_reward\.settle` returned 1 rewards for a group of 4 completions"),
-        (Broken(rewards=[1.0, None, float("nan"), 0.0]), r"settle` returned the reward nan\. Return finite numbers"),
+        (ADA, "by 'majority_reward' one of every group does"),
+        ({"multi_objective_aggregation": "normalize_then_sum"}, "for which 'majority_reward' abstains"),
+        ({"majority": Broken(ballots=[])}, "`majority_reward.read` returned 0 ballots for 12 completions"),
+        (
+            {"majority": Broken(rewards=[1.0])},
+            "`majority_reward.settle` returned 1 rewards for a group of 4 completions",
+        ),
+        ({"majority": Broken(rewards=[1.0, None, float("nan"), 0.0])}, "settle` returned the reward nan"),
     ],
 )
-def test_answers_of_a_group_reward_are_checked(tmp_path, reward, message):
+def test_what_does_not_go_with_votes_is_refused(tmp_path, settings, message):
     with pytest.raises(ValueError, match=message):
-        make(tmp_path, majority=reward).train()
+        make(tmp_path, **settings).train()
 
 
-def test_by_name(tmp_path):
-    reward = get_reward("majority", majority={"margin": 3, "labelled": "none"})
-    assert (type(reward), reward.margin, reward.labelled) == (MajorityReward, 3, "none")
-    with pytest.raises(ValueError, match="Did you mean 'majority'"):
-        get_reward("majorty")
-    with pytest.raises(EvaluationError, match=r"judges groups, not completions\. Use 'accuracy'"):
-        reward_of_evaluation("majority")
-    trainer = make(tmp_path, majority=MajorityReward)  # the class itself, with the defaults
-    assert trainer.reward_func_names == ["majority_reward", "parity_reward"]
-    assert trainer.group_rewards[0].bounds == (0.2, 0.8)
-
-
-PAGE = (Path(__file__).parents[1] / "docs" / "rewards.md").read_text(encoding="utf-8")
-
-
-def test_settings_have_the_defaults_of_the_page():
-    rows = re.findall(r"^\| `majority_(\w+)` \| `(\w+)` \| `(.+?)` \|", PAGE, re.M)
-    parameters = inspect.signature(MajorityReward).parameters
-    documented = {name: yaml.safe_load(default) for _, name, default in rows}
-    assert [setting for setting, *_ in rows] == [name for _, name, _ in rows]
-    defaults = {name: parameters[name].default for name in documented}
-    assert {**documented, "bounds": tuple(documented["bounds"])} == defaults
-    flags = {f"majority_{name}" for name in documented}
-    assert flags == {field.name for field in fields(LZEScriptArguments) if field.name.startswith("majority_")}
-
-
-def test_the_group_reward_of_the_page_trains(tmp_path):
-    (example,) = [block for block in re.findall(r"```python\n(.+?)```", PAGE, re.S) if "class Shortest" in block]
-    names = {}
-    exec(example, names)
-    trainer = make(tmp_path, majority=names["Shortest"](), **EVERY)
-    trainer.train()
-    logged = [entry for entry in trainer.state.log_history if "rewards/Shortest/mean" in entry]
-    assert len(logged) == 3
-    assert all(entry["rewards/Shortest/mean"] >= 1 / 4 and entry["Shortest/shortest"] > 0 for entry in logged)
-
-
-# ---- Recipes ----
-
-
-def test_the_settings_of_a_recipe(tmp_path):
-    given = {"bounds": [0.1, 0.9], "margin": 3, "min_valid": 0.25, "labelled": "none"}
-    args = LZEScriptArguments(reward_funcs=["majority"], **{f"majority_{name}": v for name, v in given.items()})
-    assert args.majority == given
-    assert LZEScriptArguments().majority == {}
-    with pytest.raises(
-        ValueError, match=r"`majority_margin=3` is a setting of the reward 'majority', and `reward_funcs` is"
-    ):
-        LZEScriptArguments(majority_margin=3)
-    with pytest.raises(ValueError, match="`majority_margin` must be a whole number of at least 1, got 0"):
-        LZEScriptArguments(reward_funcs=["majority"], majority_margin=0)
-
-
-def test_sets_without_answers(tmp_path, caplog):
-    path = tmp_path / "problems.jsonl"
-    path.write_text('{"problem": "1 + 1?"}\n{"problem": "2 + 2?"}\n')
-    with pytest.raises(DataError, match="no column for the gold answer"):
-        load_prompts(str(path))
-    read = load_prompts(str(path), unlabelled=True, conversational=False)
-    assert read["prompt"] == ["1 + 1?", "2 + 2?"]
-    assert (read["solution"], read["labelled"]) == ([None, None], [False, False])
-    assert len(set(read["prompt_id"])) == 2
-    labelled = tmp_path / "labelled.jsonl"
-    labelled.write_text('{"problem": "3 + 3?", "answer": "6"}\n{"problem": "4 + 4?", "answer": null}\n')
-    mixture = load_mixture([str(path), str(labelled)], unlabelled=True)
-    assert mixture["labelled"] == [False, False, True, False]
-    with caplog.at_level(logging.WARNING):
-        scored = accuracy_reward(votes("1", "1", "6", "1"), mixture["solution"], labelled=mixture["labelled"])
-    assert scored == [None, None, 1.0, None]
-    assert "gold answer" not in caplog.text
-    assert "labelled" not in load_prompts(str(labelled)).column_names
+def test_an_evaluation_of_incomplete_groups_is_refused(tmp_path):
+    trainer = make(tmp_path, eval_dataset=tiny.prompts(3).remove_columns("solution"))
+    trainer.model.eval()
+    with pytest.raises(ValueError, match=r"`num_generations_eval=4`\. Use a multiple of it"):
+        trainer._calculate_rewards([{"prompt": "?"}] * 6, ["?"] * 6, votes(*"111222"), [[0]] * 6)
 
 
 # ---- Training ----
@@ -370,10 +350,8 @@ CALIBRATED = {
 }
 CASES = {
     "one round": ROWS | EVERY,
-    "by energy": ROWS | {"selection_ratio": 0.4},
     "by energy times share": ROWS | {"selection_ratio": 0.4, "self_play": {"label_confidence": "share"}},
     "by energy, calibrated": ROWS | CALIBRATED,
-    "batch scale": ROWS | EVERY | {"scale_rewards": "batch"},
     "six prompts": SIX,
     "two rounds": SIX | {"sizes": [[2, 4], [4, 2]]},
     "three rounds": SIX | {"sizes": [[1, 3], [3, 1], [2, 2]]},
@@ -441,28 +419,28 @@ def test_rounds_are_settled_as_one(runs, name):
     assert weights_apart(runs, f"{name}.1", "six prompts.1") < 1e-5
 
 
-def test_the_run_learned_something(runs):
-    model = AutoModelForCausalLM.from_pretrained(runs / "model")
-    start = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    for name in CASES:
-        end = torch.load(runs / f"{name}.1.pt")
-        assert max(float((end[key] - start[key]).abs().max()) for key in start) > 1e-3
+def plain_majority(completions, completion_ids, log_metric, **kwargs):
+    """The majority reward for groups of 4 in TRL's trainer, on one process."""
+    reward, verdicts = MajorityReward(), []
+    ballots = reward.read(completions, [ids[-1] != 1 for ids in completion_ids])
+    verdicts = [reward.settle(ballots[start : start + 4]) for start in range(0, len(ballots), 4)]
+    log_metric("majority/abstained", float(np.mean([verdict.metrics["abstained"] for verdict in verdicts])))
+    return [reward for verdict in verdicts for reward in verdict.rewards]
 
 
 @pytest.mark.parametrize("scale", ["group", "none"])
 def test_every_group_is_plain_trl(tmp_path, scale):
-    ends = [1]
-    plain = MajorityReward(num_generations=4, end_token_ids=ends)
-    theirs = make(tmp_path, GRPOTrainer, majority=plain, scale_rewards=scale)
+    theirs = make(tmp_path, GRPOTrainer, majority=plain_majority, scale_rewards=scale)
     theirs.train()
-    ours = make(tmp_path, majority=MajorityReward(), scale_rewards=scale, packing=False, **EVERY)
+    ours = make(tmp_path, scale_rewards=scale, packing=False, **EVERY)
     start = copy.deepcopy(dict(ours.model.named_parameters()))
     ours.train()
     ends = [dict(trainer.model.named_parameters()) for trainer in (ours, theirs)]
     assert max(float((ends[0][name] - ends[1][name]).detach().abs().max()) for name in start) < 1e-6
     assert max(float((ends[0][name] - start[name]).detach().abs().max()) for name in start) > 1e-3
     for mine, trl in zip(ours.state.log_history[:-1], theirs.state.log_history[:-1], strict=True):
-        for name in ("rewards/majority_reward/mean", "rewards/parity_reward/mean", "majority/abstained"):
+        assert mine["rewards/majority_reward/mean"] == pytest.approx(trl["rewards/plain_majority/mean"], nan_ok=True)
+        for name in ("rewards/parity_reward/mean", "majority/abstained"):
             assert mine[name] == pytest.approx(trl[name], nan_ok=True)
 
 
@@ -483,51 +461,60 @@ def test_an_evaluation_votes_by_its_own_groups(tmp_path):
     assert "eval_rewards/parity_reward/mean" in logged
 
 
-@pytest.mark.parametrize("controller", ["dynamic", "gate", "reinforce_ada_balanced"])
-def test_every_controller_trains_by_votes(tmp_path, controller):
-    own = {
-        "dynamic": {"controller_kwargs": {"max_rounds": 3}},
-        "gate": {},
-        "reinforce_ada_balanced": {
-            "controller_kwargs": {"round_size": 4, "max_rounds": 3, "kept": 4},
-        },
-    }[controller]
-    trainer = make(
-        tmp_path, VotingTrainer, num_generations=8, per_device_train_batch_size=24, controller=controller, **own
-    )
+@pytest.mark.parametrize(
+    ("controller", "settings"),
+    [("dynamic", {"max_rounds": 3}), ("gate", {}), ("reinforce_ada_balanced", ADA_BALANCED)],
+)
+def test_every_controller_trains_by_votes(tmp_path, controller, settings):
+    own = {"num_generations": 8, "per_device_train_batch_size": 24, "controller_kwargs": settings}
+    trainer = make(tmp_path, VotingTrainer, controller=controller, **own)
     trainer.train()
-    sizes = set()
     for group in trainer.groups:
         size = len(group["rewards"])
-        sizes.add(size)
         assert group["rewards"] == expected_rewards(group["prompt"], group["generation"], size)
         assert group["alive"] == (len(set(group["rewards"])) > 1)
-    if controller == "gate":
-        assert sizes <= {1, 8}
-        assert trainer.ledger.groups_trained > 0
-    logged = [entry for entry in trainer.state.log_history if "majority/winner_share" in entry]
-    assert len(logged) == trainer.state.global_step
-    assert all(0 <= entry["majority/abstained"] <= 1 for entry in logged)
+        assert controller != "gate" or size in (1, 8)
+    logged = [entry["majority/abstained"] for entry in trainer.state.log_history if "majority/abstained" in entry]
+    assert len(logged) == trainer.state.global_step and all(0 <= share <= 1 for share in logged)
 
 
 def test_ttrl_votes_with_more_than_it_trains_on(tmp_path):
     trainer = make(tmp_path, num_generations=8, per_device_train_batch_size=24, controller_kwargs={"kept": 4}, **EVERY)
     trainer.train()
-    live = [entry["lze/dead_share"] for entry in trainer.state.log_history if "lze/dead_share" in entry]
     assert trainer.ledger.rows_rolled_out == 3 * 24
-    judged = sum(
-        round(3 * (1 - entry["majority/abstained"]))
-        for entry in trainer.state.log_history
-        if "majority/abstained" in entry
-    )
+    logged = [entry["majority/abstained"] for entry in trainer.state.log_history if "majority/abstained" in entry]
+    judged = sum(round(3 * (1 - share)) for share in logged)
     assert 0 < trainer.ledger.rows_trained == 4 * judged < 3 * 12
-    assert min(live) < 1.0
 
 
-def test_majority_watches_itself_against_labels(tmp_path, caplog):
+class Shortest:
+    """A group reward that is not ours: 1 for the shortest completions."""
+
+    def read(self, completions, truncated, **columns):
+        return list(map(len, completions))
+
+    def settle(self, ballots, final=True):
+        return Verdict([float(length == min(ballots)) for length in ballots], {"shortest": min(ballots)})
+
+
+def test_any_object_with_both_methods_is_a_group_reward(tmp_path):
+    trainer = make(tmp_path, majority=Shortest(), **EVERY)
+    trainer.train()
+    logged = [entry for entry in trainer.state.log_history if "rewards/Shortest/mean" in entry]
+    assert len(logged) == 3
+    assert all(entry["rewards/Shortest/mean"] >= 1 / 4 and entry["Shortest/shortest"] > 0 for entry in logged)
+
+
+@pytest.mark.parametrize(
+    ("columns", "labelled", "warnings"), [([], "gold", 0), (["solution"], "gold", 1), (["solution"], "none", 0)]
+)
+def test_labels_that_leave_nothing_to_vote_on_are_told(tmp_path, caplog, columns, labelled, warnings):
+    evaluated = {"eval_dataset": tiny.prompts(3), "per_device_eval_batch_size": 12}
+    trainer = make(tmp_path, majority=MajorityReward(labelled=labelled), columns=columns, **evaluated)
     with caplog.at_level(logging.WARNING):
-        trainer = make(tmp_path, majority=MajorityReward(labelled="none"), columns=["solution"])
+        trainer.evaluate()  # labels of an evaluation set are not those of the training
+        assert "nothing is voted on" not in caplog.text
         trainer.train()
-    logged = [entry for entry in trainer.state.log_history if "rewards/parity_reward/mean" in entry]
-    assert all(entry["majority/gold_share"] == 0.0 for entry in logged)
-    assert "has a gold answer, which decides" not in caplog.text
+    assert caplog.text.count("nothing is voted on") == warnings
+    logged = [entry["majority/gold_share"] for entry in trainer.state.log_history if "majority/gold_share" in entry]
+    assert set(logged) == {float(warnings)}

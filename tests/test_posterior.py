@@ -48,17 +48,6 @@ def test_posterior_golden():
     np.testing.assert_allclose(b, [1, 4, 5, 1], rtol=1e-12)
 
 
-@given(st.lists(st.lists(st.booleans(), min_size=1, max_size=5), min_size=1, max_size=6))
-def test_what_fits_into_the_memory_is_a_plain_mean(visits):
-    expected, rollouts = array(0.0), np.array([0], dtype=np.uint16)
-    for outcomes in visits:
-        count = np.array([len(outcomes)])
-        expected = remembered_mean(expected, rollouts, array(np.mean(outcomes)), count, 30.0)
-        rollouts = rollouts + len(outcomes)
-    everything = [outcome for visit in visits for outcome in visit]
-    assert expected[0] == pytest.approx(np.mean(everything), abs=1e-12)
-
-
 @given(st.floats(0, 1), st.lists(st.tuples(st.floats(0, 1), st.integers(1, 40)), min_size=1), st.floats(0.1, 1000.0))
 def test_a_mean_stays_a_mean(first, visits, memory):
     expected, rollouts = array(first), 5
@@ -72,23 +61,6 @@ def test_a_mean_stays_a_mean(first, visits, memory):
 
 
 # ---- Dead groups ----
-
-
-@pytest.mark.parametrize(
-    ("a", "b", "size", "probability"),
-    [
-        (1, 1, 2, 2 / 3),  # uniform: 1 / (n + 1) for each of 0 … n passes
-        (1, 1, 4, 2 / 5),
-        (2, 1, 2, 2 / 3),  # 2/3 · 3/4 + 1/3 · 2/4
-        (3, 1, 3, 11 / 20),  # 3/4 · 4/5 · 5/6 + 1/4 · 2/5 · 3/6
-        (1, 3, 3, 11 / 20),
-        (2, 2, 2, 3 / 5),  # 2 · (2/4 · 3/5)
-        (7, 3, 1, 1.0),  # one completion is always dead
-        (7, 3, 0, 1.0),
-    ],
-)
-def test_dead_probability(a, b, size, probability):
-    assert dead_probability(array(a), array(b), size)[0] == pytest.approx(probability, rel=1e-12)
 
 
 def log_beta(a: float, b: float) -> float:

@@ -1,7 +1,5 @@
 """Planners and passes: who is rolled out in a pass, and in which order."""
 
-import logging
-
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
@@ -154,13 +152,6 @@ def test_exploration_follows_the_share_of_dead_groups(outcomes, p_easy, p_hard):
     assert (some.p_easy, some.p_hard) == (pytest.approx(p_easy), pytest.approx(p_hard))
 
 
-def test_exploration_has_bounds():
-    some = begun(GresoPlanner(exploration=0.5, target=0.25, step=0.1), 1)
-    for _ in range(10):
-        some.observe(groups_of([SOLVED, HALF]))
-    assert (some.p_easy, some.p_hard) == (0.05, 0.95)
-
-
 def test_the_first_pass_adjusts_nothing():
     some = GresoPlanner()
     for _ in range(2):
@@ -257,20 +248,6 @@ def test_ranks_are_checked(answer):
         stream_of(5, 1, 3, planner=planner).begin(0)
 
 
-@pytest.mark.parametrize(
-    ("planner", "given", "message"),
-    [
-        (SolvedPlanner, {"replay_ratio": 1.1}, r"`replay_ratio` of the planner must be in \[0, 1\], got 1.1"),
-        (GresoPlanner, {"exploration": 1.0}, r"`exploration` of the planner must be in \[0.05, 0.95\]"),
-        (GresoPlanner, {"target": 0.0}, r"`target` of the planner must be in \(0, 1\)"),
-        (GresoPlanner, {"step": 1.0}, r"`step` of the planner must be in \(0, 1\)"),
-    ],
-)
-def test_settings_are_checked(planner, given, message):
-    with pytest.raises(ValueError, match=message):
-        planner(**given)
-
-
 # ---- Further prompts of a batch ----
 
 
@@ -316,15 +293,6 @@ def test_a_batch_is_filled_when_too_few_prompts_are_left(num_prompts, data):
         batch = stream.take(count).tolist()
         assert len(set(batch)) == len(batch) == count
         assert active <= set(batch)
-
-
-def test_filling_is_told_once(caplog):
-    stream = stream_of(5, *range(5), shuffle=True)
-    with caplog.at_level(logging.WARNING, logger="lze_trl.plan.stream"):
-        for _ in range(3):
-            assert len(stream.take(4)) == 4
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "Fewer prompts are left to learn from than a generation batch holds (4)" in caplog.text
 
 
 @settings(max_examples=40)

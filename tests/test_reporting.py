@@ -9,7 +9,7 @@ from transformers import TrainerCallback
 
 import tiny
 from lze_trl import LZEGRPOTrainer
-from lze_trl.data.adapters import PromptStyle
+from lze_trl.data import PromptStyle
 from lze_trl.record import open_run
 from lze_trl.selfplay.generator import Seeds
 from lze_trl.selfplay.online import Instruction

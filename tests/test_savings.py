@@ -13,7 +13,6 @@ from benchmarks.replay import replay
 from lze_trl import LZEGRPOTrainer
 from lze_trl.app import views
 from lze_trl.app.report import write_report
-from lze_trl.app.runs import RunBook
 from lze_trl.hub import model_card_section
 from lze_trl.record import open_run
 from lze_trl.record.console import summary_tables
@@ -110,10 +109,10 @@ def test_all_tell_the_same(case):
     assert tile.split() == (
         f"FLOPs of plain GRPO {times['total']} rollouts {times['rollouts']}, updates {times['updates']}".split()
     )
-    book = RunBook([str(directory)])
-    (id,) = book.ids
-    compared = plain_text(views.compare(book, [id], "step", "pass_rate"))
-    assert f"{times['rollouts']} {times['updates']} {times['total']}" in compared
+    (row,) = views.run_table({"run": open_run(directory)}).to_dict("records")
+    assert [row[f"{name} (FLOPs)"] for name in ("rollouts", "updates", "total")] == [
+        times[name] for name in ("rollouts", "updates", "total")
+    ]
 
     card = model_card_section(directory)
     assert flops_of(totals) in card
@@ -198,12 +197,12 @@ def test_a_run_that_taught_nothing_shows_no_saving(tmp_path, capsys, caplog, str
     assert told.levelname == "WARNING" and "got the reward 1" in told.message
     summary = capsys.readouterr().out
     report = plain_text(write_report(directory).read_text(encoding="utf-8"))
-    run, book = open_run(directory), RunBook([str(directory)])
+    run = open_run(directory)
     overview = plain_text(views.standing(run) + views.overview(run))
     for shown in (summary, report, overview, model_card_section(directory)):
         assert nothing in shown
         assert not re.search(r"\d ×", shown)
-    compared = plain_text(views.compare(book, book.ids, "step", "pass_rate"))
+    compared = views.run_table({"run": run}).to_string()
     assert not re.search(r"\d ×", compared)
     assert not [name for name in run.steps() if name.endswith("_vs_plain")]
     assert trainer.ledger.skipped_updates == 6

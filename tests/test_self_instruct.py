@@ -1,9 +1,8 @@
-"""`lze-trl self-instruct`: a file of problems, resumed exactly, and a clear stop where none is acceptable."""
+"""`lze-trl self-instruct`: a file of problems that a killed command goes on with, and a clear stop where none is acceptable."""
 
 import json
 import logging
 import random
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -11,34 +10,31 @@ import yaml
 
 import tiny
 from lze_trl import checkpoint as store
-from lze_trl.data import load_prompts
-from lze_trl.data.adapters import PromptStyle
+from lze_trl.data import PromptStyle, load_prompts
 from lze_trl.data.overlap import OverlapIndex
 from lze_trl.evaluation.engines import Output
-from lze_trl.evaluation.settings import Decoding, EvaluationError
+from lze_trl.evaluation.settings import Decoding
 from lze_trl.job.cli import main
 from lze_trl.job.recipe import parse_recipe
-from lze_trl.job.self_instruct import make_gate
+from lze_trl.job.self_instruct import make_filter
 from lze_trl.job.train import run as train
 from lze_trl.memory.identity import prompt_id
 from lze_trl.rewards import MajorityReward
-from lze_trl.selfplay.generator import KNOWN, UNREAD, Seeds, Writer
-from lze_trl.selfplay.offline import ABSTAINED, Gate, SelfInstruction
-from lze_trl.selfplay.settings import InstructError, InstructSettings
+from lze_trl.rewards.majority import REASONS_TO_ABSTAIN
+from lze_trl.selfplay.offline import DifficultyFilter, write_file
+from lze_trl.selfplay.writer import KNOWN, UNREAD, InstructError, Seeds, Writer
+from lze_trl.settings import SelfPlaySettings
 
 
 NOUNS = ["apples", "boats", "cats", "dogs", "eggs", "forks", "goats", "hats", "jars", "kites", "lamps", "maps"]
 PLACES = ["in the garden", "by the river", "at school", "on a ship", "under the old bridge", "near a small hill"]
 WORDS = [f"{a}{b}" for a in ("ka", "lo", "mi", "nu") for b in ("bin", "dor", "fam", "gul", "hep", "jik")]
 SEEDS = tuple(f"Ann counts {i} {noun}. How many {noun} are {i * i} times as many?" for i, noun in enumerate(NOUNS))
-SETTINGS = InstructSettings(seed=5, examples=4, own=2, requests=6, max_rounds=3)
+SETTINGS = SelfPlaySettings(examples=4, own=2, requests=6, max_rounds=3)
 
 
 class Author:
-    """
-    An engine that writes and answers by the seed of each request alone, in an order of its own. It stops at `budget` answers,
-    as if it were killed, and notes all that it was asked.
-    """
+    """An engine that writes and answers by the seed of each request alone, in an order of its own, and notes what it was asked."""
 
     name = "author"
 
@@ -60,105 +56,65 @@ class Author:
         return Output(("<question>" + text + "</question>") * (number % 5 > 0), 9, False)
 
 
-def process(output, settings=SETTINGS, seeds=None, votes=8, **majority):
+def filter_of(votes=8, **majority):
     style = PromptStyle(prompt_suffix=" Box the answer.")
-    gate = Gate(MajorityReward(labelled="none", **majority), style, Decoding(temperature=1.0, max_tokens=9), votes)
-    return SelfInstruction(Writer(settings, seeds or Seeds(SEEDS)), gate, output)
+    return DifficultyFilter(
+        MajorityReward(labelled="none", **majority), style, Decoding(temperature=1.0, max_tokens=9), votes
+    )
 
 
-def written(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
+def write(output, author, count, **majority):
+    """Write with a new command; returns its writer and the lines of the file."""
+    writer = Writer(SETTINGS, Seeds(SEEDS), seed=5)
+    numbers = list(write_file(writer, filter_of(**majority), output, author, count))
+    lines = [json.loads(line) for line in output.read_text().splitlines()]
+    assert numbers == sorted(numbers) and numbers[-1] == len(lines)
+    return writer, lines
 
 
 def test_problems_are_written_voted_on_and_kept(tmp_path):
-    work, author = process(tmp_path / "new.jsonl"), Author()
-    numbers = list(work.run(author, 12))
-    lines = written(work.output)
-    assert numbers[-1] == len(lines) == work.accepted == 12
-    journal = written(tmp_path / "new.jsonl.journal" / "votes.jsonl")
-    for line in lines:
-        votes = Counter(vote["completion"] for vote in journal if vote["id"] == line["id"])
-        ((answer, count),) = votes.most_common(1)
-        assert (answer, count / 8) == (rf"\boxed{{{line['majority_answer']}}}", line["share"])
-        assert 0.2 <= line["share"] <= 0.8 and line["valid"] == 1.0
+    author = Author()
+    writer, lines = write(tmp_path / "new.jsonl", author, 12)
+    assert len(lines) == 12
+    assert all(0.2 <= line["share"] <= 0.8 and line["valid"] == 1.0 for line in lines)
+    assert {line["majority_answer"] for line in lines} == {"7", "8"}
     assert [line["round"] for line in lines] == sorted(line["round"] for line in lines)
     # No two alike, and none like a seed
     texts = [line["problem"] for line in lines]
     assert (OverlapIndex().among(texts) - np.eye(12)).max() <= 0.7
     assert OverlapIndex(SEEDS).nearest(texts).similarity.max() <= 0.7
-    assert work.rejected[KNOWN] and work.rejected[UNREAD]
+    assert writer.rejected[KNOWN] and writer.rejected[UNREAD]
     # All votes were counted: what is neither accepted nor rejected was above the count, in the last round
     voted = {name for name, _ in author.asked if not name.startswith("write")}
-    rejected = sum(work.rejected[reason] for reason in ABSTAINED.values())
+    rejected = sum(writer.rejected[reason] for reason in REASONS_TO_ABSTAIN.values())
     assert len(lines) <= len(voted) - rejected <= len(lines) + SETTINGS.requests
-    assert len(author.asked) == len(set(author.asked)) == 8 * len(voted) + 6 * work.rounds
-
-
-def test_own_problems_become_exemplars(tmp_path):
-    work = process(tmp_path / "new.jsonl")
-    list(work.run(Author(), 12))
-    lines = written(work.output)
+    assert len(author.asked) == len(set(author.asked)) == 8 * len(voted) + 6 * writer.rounds
+    # Own problems become exemplars in later rounds, by the id that their lines have
     names = {line["id"] for line in lines}
-    assert not names & set(lines[0]["parents"])
-    for line in lines[1:]:
+    for line in lines:
         before = {other["id"] for other in lines if other["round"] < line["round"]}
         assert names & set(line["parents"]) <= before
         assert len(line["parents"]) == 4
-    assert any(len(names & set(line["parents"])) == 0 for line in lines)
-    # A parent's name is the id that its own line has, whatever the prompt around it
     assert any(names & set(line["parents"]) for line in lines)
 
 
-def test_a_killed_command_goes_on_and_asks_nothing_twice(tmp_path):
-    whole, everything = process(tmp_path / "whole.jsonl"), Author()
-    list(whole.run(everything, 12))
-    asked, output = [], tmp_path / "killed.jsonl"
-    budget = 0
-    while True:
-        work, author = process(output), Author(budget=budget)
-        budget = budget % 31 + 5  # in the middle of writing and of voting
+def test_a_killed_command_goes_on_with_its_file(tmp_path):
+    output, budget, done = tmp_path / "killed.jsonl", 100, []
+    while len(done) < 12:
         try:
-            list(work.run(author, 12))
+            _, done = write(output, Author(budget), 12)
         except KeyboardInterrupt:
-            asked += author.asked
+            kept = output.read_text()
+            assert kept.startswith("".join(json.dumps(line) + "\n" for line in done))
+            done = [json.loads(line) for line in kept.splitlines()]
             with output.open("a") as file:  # the next line is half written
-                file.write('{"problem": "Half a li')
-            votes = output.with_name("killed.jsonl.journal") / "votes.jsonl"
-            if votes.is_file():
-                with votes.open("a") as file:
-                    file.write('{"id": "')
-            continue
-        asked += author.asked
-        break
-    assert output.read_bytes() == whole.output.read_bytes()
-    assert work.rejected == whole.rejected
-    assert sorted(asked) == sorted(everything.asked)
-
-
-def test_more_problems_can_be_asked_for_later(tmp_path):
-    first = process(tmp_path / "new.jsonl")
-    list(first.run(Author(), 4))
-    before = first.output.read_text()
-    list(process(first.output).run(Author(), 12))
-    whole = process(tmp_path / "whole.jsonl")
-    list(whole.run(Author(), 12))
-    assert first.output.read_text() == whole.output.read_text()
-    assert whole.output.read_text().startswith(before)
+                file.write('{"problem": "Hälf a li')
+    texts = [line["problem"] for line in done]
+    assert len(done) == 12 and (OverlapIndex().among(texts) - np.eye(12)).max() <= 0.7
     author = Author()
-    list(process(first.output).run(author, 12))
-    assert author.asked == []
-
-
-def test_a_command_with_other_settings_is_refused(tmp_path):
-    work = process(tmp_path / "new.jsonl")
-    list(work.run(Author(), 2))
-    with pytest.raises(EvaluationError, match=r"other settings \(votes: 8 there, 4 now\)"):
-        list(process(work.output, votes=4).run(Author(), 2))
-    with pytest.raises(EvaluationError, match=r"other settings \(seeds: "):
-        list(process(work.output, seeds=Seeds(SEEDS[1:])).run(Author(), 2))
-    work.output.write_text('{"problem": "Mine"}\n')
-    with pytest.raises(InstructError, match=r"holds other problems than its journal in line 1"):
-        list(process(work.output).run(Author(), 2))
+    _, more = write(output, author, 14)
+    assert more[:12] == done and min(line["round"] for line in more[12:]) > done[-1]["round"]
+    assert write(output, Author(budget=0), 14)[1] == more
 
 
 @pytest.mark.parametrize(
@@ -171,43 +127,24 @@ def test_a_command_with_other_settings_is_refused(tmp_path):
     ],
 )
 def test_a_generator_without_acceptable_problems_stops_with_the_reasons(tmp_path, votes, reason):
-    work = process(tmp_path / "new.jsonl", bounds=(0.5, 0.9) if reason == "answers disagree" else (0.2, 0.9), margin=7)
-    with pytest.raises(
-        InstructError, match=rf"3 rounds in a row gave no acceptable problem, after 0 of 5.*\d+ {reason}"
-    ):
-        list(work.run(Author(votes=votes), 5))
-    assert work.rounds == 3
-    assert written(work.output) == []
-
-
-@pytest.mark.parametrize(("votes", "majority"), [(1, {}), (2, {}), (8, {"bounds": (0.26, 0.37)}), (8, {"margin": 7})])
-def test_votes_of_which_none_can_pass_are_refused(votes, majority):
-    with pytest.raises(InstructError, match=rf"No problem can pass a vote of {votes} answers"):
-        process("unused.jsonl", votes=votes, **majority)
-    process("unused.jsonl", votes=votes, **(majority | {"bounds": (0.0, 1.0), "margin": 1}))
+    bounds = (0.5, 0.9) if reason == "answers disagree" else (0.2, 0.9)
+    with pytest.raises(InstructError, match=rf"3 rounds in a row gave no .* after 0 of 5.*\d+ {reason}"):
+        write(tmp_path / "new.jsonl", Author(votes=votes), 5, bounds=bounds, margin=7)
+    assert (tmp_path / "new.jsonl").read_text() == ""
 
 
 def test_truncated_votes_do_not_count():
-    gate = process("unused.jsonl").gate
     votes = [Output(r"\boxed{7}", 3, i > 1) for i in range(8)]
-    assert gate.judge(votes)[0] == "too few answers"
+    assert filter_of().judge(votes)[0] == "too few answers"
 
 
 # ---- The command ----
 
-WRITTEN = [0]
-
 
 def sums(exemplars, rng):
     """A generator for recipes."""
-    WRITTEN[0] += 1
     a, b = rng.integers(10, 99, 2)
     return [f"What is the {NOUNS[a % 12]} sum of {a} and {b} {PLACES[b % 6]}?"]
-
-
-def stopped(exemplars, rng):
-    """A generator at which someone presses Ctrl-C."""
-    raise KeyboardInterrupt
 
 
 @pytest.fixture
@@ -239,41 +176,22 @@ def recipe(tmp_path):
 
 def test_the_command_tells_what_was_rejected_and_stops(recipe, capsys, tmp_path):
     # An untrained model writes no problem, and boxes no answer to those of a generator
-    with pytest.raises(
-        SystemExit, match=r"error: 2 rounds in a row .* 8 no problem in the answer\. Use a stronger model"
-    ):
+    with pytest.raises(SystemExit, match=r"error: 2 rounds in a row .* 8 no problem in the answer\. Use other seeds"):
         main(["self-instruct", *recipe(), "--count", "3"])
     shown = capsys.readouterr().out
-    assert "accepted" in shown and "no problem in the answer" in shown and "problems of 2 rounds" in shown
-    with pytest.raises(SystemExit, match="other settings"):
-        main(["self-instruct", *recipe(), "--count", "3", "--votes", "4"])
-
-
-def test_a_stopped_command_says_how_it_continues(recipe, capsys):
-    arguments = recipe(instruct_generator="test_self_instruct.stopped")
-    with pytest.raises(SystemExit):
-        main(["self-instruct", *arguments, "--count", "3"])
-    assert "Stopped. The same command continues from here" in " ".join(capsys.readouterr().out.split())
-
-
-def test_a_recipe_may_name_a_generator(recipe, tmp_path, capsys):
-    arguments = recipe(instruct_generator="test_self_instruct.sums")
+    assert "in the file" in shown and "no problem in the answer" in shown and "problems of 2 rounds" in shown
     with pytest.raises(SystemExit, match=r"\d too few answers"):
-        main(["self-instruct", *arguments, "--count", "3", "--votes", "4"])
-    journal = tmp_path / "new.jsonl.journal"
-    assert not (journal / "written.jsonl").read_text()
-    votes = [json.loads(line) for line in (journal / "votes.jsonl").read_text().splitlines()]
-    assert len(votes) % 4 == 0 and all(vote["prompt"].startswith("What is the ") for vote in votes)
+        main(["self-instruct", *recipe(instruct_generator="test_self_instruct.sums"), "--count", "3", "--votes", "4"])
     with pytest.raises(SystemExit, match=r"`instruct_generator: nothing.here` cannot be imported"):
         main(["self-instruct", *recipe(instruct_generator="nothing.here"), "--count", "3"])
 
 
-def test_the_gate_votes_as_the_reward_of_the_recipe_does(recipe):
+def test_the_filter_votes_as_the_reward_of_the_recipe_does(recipe):
     def judged(text, *rewards, agree=10):
         parsed = parse_recipe(["--config", recipe(reward_funcs=list(rewards), majority_bounds=None)[0]])
-        gate = make_gate(*parsed[:2], PromptStyle(), votes=16)
+        made = make_filter(*parsed[:2], PromptStyle(), votes=16)
         answers = ["7"] * agree + [str(i) for i in range(10, 26 - agree)]
-        reason, vote = gate.judge(Output(text.replace("7", answer), 3, False) for answer in answers)
+        reason, vote = made.judge(Output(text.replace("7", answer), 3, False) for answer in answers)
         return reason or vote["majority_answer"]
 
     assert judged(r"\boxed{7}", "accuracy", "majority") == "7"
@@ -304,13 +222,9 @@ def test_evaluation_problems_among_the_seeds_are_counted_and_refused_on_request(
 
 
 def test_what_was_written_is_a_training_set(tmp_path):
-    work = process(tmp_path / "new.jsonl")
-    list(work.run(Author(), 4))
-    table = load_prompts(str(work.output), unlabelled=True)
-    assert len(table) == 4
-    assert table["solution"] == [None] * 4
-    # `majority_answer` is told, and is no gold answer
-    assert table["labelled"] == [False] * 4
+    write(tmp_path / "new.jsonl", Author(), 4)
+    table = load_prompts(str(tmp_path / "new.jsonl"), unlabelled=True)
+    assert table["solution"] == [None] * 4  # `majority_answer` is told, and is no gold answer
 
 
 def test_a_recipe_trains_on_what_its_generator_writes(recipe, tmp_path, capsys):
@@ -333,8 +247,9 @@ def test_a_recipe_trains_on_what_its_generator_writes(recipe, tmp_path, capsys):
     main(["train", path, "--dry_run"])
     assert "written by the model, from 2 seeds" in " ".join(capsys.readouterr().out.split())
     assert train(*parse_recipe(["--config", path]))["rows_rolled_out"] == 3 * 12
-    state = store.load(tmp_path / "run", store.STATE_NAME)[0]
-    texts = bytes(state["instruction/text"]).decode()
-    assert texts.count("What is the") == len(state["instruction/prompt_ids"]) >= 9
-    assert state["instruction/visits"].sum() == 9
-    assert prompt_id(texts[: state["instruction/text_ends"][0]] + " Sum:") == state["instruction/prompt_ids"][0]
+    arrays, meta = store.load(tmp_path / "run", store.STATE_NAME)
+    texts = meta["parts"]["instruction"]["text"]
+    assert len(texts) == len(arrays["instruction/prompt_ids"]) >= 9
+    assert all(text.startswith("What is the") for text in texts)
+    assert arrays["instruction/visits"].sum() == 9
+    assert prompt_id(texts[0] + " Sum:") == arrays["instruction/prompt_ids"][0]

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 
 import pytest
 import yaml
@@ -13,7 +13,6 @@ from benchmarks.replay import rules_of
 from lze_trl import LZEGRPOConfig, LZEGRPOTrainer
 from lze_trl.job.recipe import RecipeError, check_recipe, parse_recipe
 from lze_trl.plan.planners import SolvedPlanner
-from lze_trl.settings import SelectorSettings
 from lze_trl.strategies import DEFAULT, REMOVED, REMOVED_STRATEGIES, STRATEGIES, settings_of
 from test_laws import distance, moved, train
 
@@ -46,11 +45,6 @@ def test_a_name_is_its_settings(tmp_path, name):
         assert (
             vars(named)[key] | value == vars(named)[key] if key == "controller_kwargs" else vars(named)[key] == value
         )
-
-
-def test_no_two_names_are_the_same_settings():
-    different = {json.dumps(settings_of(name), sort_keys=True) for name in STRATEGIES}
-    assert len(different) == len(STRATEGIES)
 
 
 def test_without_a_strategy_the_fields_of_trl_are_as_in_trl(tmp_path):
@@ -152,7 +146,7 @@ def test_an_unknown_one_is_refused_with_the_nearest(tmp_path):
         tiny.config(tmp_path, strategy="dappo")
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("strategy: gat\n")
-    with pytest.raises(RecipeError, match=r"cannot be 'gat': .* invalid choice: .*'lze'.* Did you mean `gate`\?"):
+    with pytest.raises(RecipeError, match=r"`strategy` must be one of .*got 'gat'.* Did you mean 'gate'\?"):
         parse_recipe(["--config", str(recipe)])
     recipe.write_text("seed: 1\n")
     with pytest.raises(RecipeError, match=r"--strategy: invalid choice: 'dappo' \(choose from .*'dapo'"):
@@ -210,7 +204,7 @@ def test_a_setting_of_an_earlier_version_says_what_to_write(tmp_path, name):
     recipe.write_text(f"output_dir: {tmp_path}\n{name}: 1\n")
     with pytest.raises(RecipeError, match=message):
         parse_recipe([str(recipe)])
-    with pytest.raises(RecipeError, match=f"`--{name}` is no setting any more"):
+    with pytest.raises(RecipeError, match=f"`{name}` is no setting any more"):
         check_recipe([f"--{name}=1"])
 
 
@@ -220,7 +214,7 @@ def test_a_strategy_of_an_earlier_version_says_what_to_write(tmp_path, name):
         tiny.config(tmp_path, strategy=name)
     recipe = tmp_path / "old.yaml"
     recipe.write_text(f"strategy: {name}\n")
-    with pytest.raises(RecipeError, match=f"There is no `strategy: {name}` any more. Write `strategy: "):
+    with pytest.raises(RecipeError, match=f"There is no `strategy` '{name}' any more. Write `strategy: "):
         parse_recipe([str(recipe)])
 
 
@@ -233,7 +227,7 @@ def test_a_strategy_of_an_earlier_version_says_what_to_write(tmp_path, name):
         ),
         (
             {"selector_kwargs": {"ema_decay": 1.0}},
-            "`selector_kwargs`: `ema_decay` must be in .*got 1.0. The paper uses 0.9",
+            "`selector_kwargs`: `ema_decay` must be in .*got 1.0",
         ),
         ({"planner_kwargs": {"target": 0.2}}, "`planner_kwargs` has no setting 'target' here.* It takes .*'streak'"),
         ({"planner_kwargs": {"streak": 2.5}}, "`planner_kwargs`: `streak` must be a whole number, got 2.5"),
@@ -241,7 +235,7 @@ def test_a_strategy_of_an_earlier_version_says_what_to_write(tmp_path, name):
         ({"vllm_server_kwargs": {"sync_dir": 3}}, "`vllm_server_kwargs`: `sync_dir` must be a text, got 3"),
         (
             {"self_play": {"instruct": True, "template": "serll"}},
-            "`template` of `self_play` must be one of .*'serl'.* got 'serll'",
+            "`template` must be one of .*'serl'.* got 'serll'",
         ),
         ({"self_play": {"instruct": 1}}, "`self_play`: `instruct` must be true or false, got 1"),
         ({"self_play": True}, "`self_play` must be a mapping of settings to values, got True"),
@@ -250,14 +244,3 @@ def test_a_strategy_of_an_earlier_version_says_what_to_write(tmp_path, name):
 def test_what_a_block_holds_is_checked(tmp_path, settings, message):
     with pytest.raises(ValueError, match=message):
         tiny.config(tmp_path, **settings)
-
-
-def test_a_block_is_complete(tmp_path):
-    args = tiny.config(tmp_path, strategy="reinforce_ada", controller_kwargs={"kept": 2})
-    assert args.controller_kwargs == {"round_size": 8, "max_rounds": 4, "kept": 2}
-    assert args.selector_kwargs == asdict(SelectorSettings())
-    assert tiny.config(tmp_path, controller="gate").controller_kwargs == {
-        "kept": None,
-        "explore": 0.05,
-        "recheck": 0.1,
-    }

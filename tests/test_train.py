@@ -12,16 +12,16 @@ import huggingface_hub
 import pytest
 import torch
 import transformers
-import yaml
 from safetensors.torch import load_file
 
 import tiny
 from launches import run_to_end
 from lze_trl import LZEGRPOTrainer
 from lze_trl.job import cli
-from lze_trl.job.recipe import RecipeError, parse_recipe
-from lze_trl.job.train import build_trainer, finish, main, resume_point, run
-from lze_trl.record.console import count, log_line, summary_tables
+from lze_trl.job.recipe import parse_recipe
+from lze_trl.job.train import build_trainer, main, resume_point, run
+from lze_trl.record import open_run
+from lze_trl.record.console import log_line, summary_tables
 from lze_trl.record.ledger import PLAIN, Ledger, TokenCost
 
 
@@ -41,8 +41,12 @@ def job(tmp_path):
     return lambda **keys: tiny.recipe(tmp_path, **own | keys)
 
 
+def train(recipe):
+    return run(*parse_recipe(["--config", recipe]))
+
+
 def test_recipe_to_summary(job, capsys):
-    result = run(*parse_recipe(["--config", job()]))
+    result = train(job())
     assert result["rows_rolled_out"] == 4 * 12
     assert 0 < result["rows_trained"] < result["rows_rolled_out"]
     assert 0 <= result["accuracy_before"] <= 1
@@ -69,51 +73,46 @@ def test_plain_lines_only(job, capsys, monkeypatch):
         library.enable_progress_bars()
     transformers.utils.logging.enable_progress_bar()
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    run(*parse_recipe([job(disable_tqdm=True, max_steps=2, logging_steps=1)]))
+    train(job(disable_tqdm=True, max_steps=2, logging_steps=1))
     shown, errors = capsys.readouterr()
     assert "it/s" not in shown + errors and "%|" not in shown + errors
     assert "{'" not in shown
     assert [int(line.split()[1]) for line in shown.splitlines() if line.startswith("step")] == [0, 1, 2, 2]
 
 
-def test_without_the_summary_nothing_of_it_is_shown(job, capsys):
-    run(*parse_recipe([job(summary=False, disable_tqdm=True, max_steps=1, logging_steps=1)]))
-    shown = capsys.readouterr().out
-    assert "Rollouts" not in shown and "report:" not in shown
-    assert "'reward':" in shown  # by transformers
-
-
-@pytest.mark.parametrize("conversational", [False, True])
-def test_the_model_card_is_of_this_model(job, tmp_path, conversational):
-    keys = {"max_steps": 1, "eval_datasets": [], "conversational": conversational}
-    if conversational:
-        keys["system_prompt"] = "Add."
-    run(*parse_recipe([job(**keys)]))
+def test_the_model_card_is_of_this_model(job, tmp_path):
+    train(job(max_steps=1, eval_datasets=[], conversational=True, system_prompt="Add."))
     card = (tmp_path / "run" / "README.md").read_text()
     assert "None" not in card and "time machine" not in card
-    assert (
-        "# Model Card for run" in card and f"a fine-tuned version of the local model `{tmp_path.name}/model`." in card
-    )
-    assert f'pipeline("text-generation", model="{tmp_path / "run"}"' in card
-    asked = [{"role": "system", "content": "Add."}, {"role": "user", "content": "0+0="}] if conversational else "0+0="
-    assert f"prompt = {asked!r}\n" in card and "generator(prompt, " in card
+    assert f"a fine-tuned version of the local model `{tmp_path.name}/model`." in card
+    asked = [{"role": "system", "content": "Add."}, {"role": "user", "content": "0+0="}]
+    assert f"prompt = {asked!r}\n" in card and f'pipeline("text-generation", model="{tmp_path / "run"}"' in card
     method, _, citations = card.partition("## Citations")
-    assert "trained with GRPO, a method introduced in [DeepSeekMath" in method
-    assert "selected by lze-trl, see [Learning-Zone Energy: " in method and "papers/2605.17003" in method
-    of_grpo, _, of_lze = citations.partition("Cite Learning-Zone Energy as:")
-    assert "DeepSeekMath" in of_grpo and "2605.17003" in of_lze and "Cite TRL as:" in of_lze
-    assert "\n- lze\n" in card.partition("\n---\n")[0]
-    assert "## Trained where it learns" in card
+    assert "selected by lze-trl, see [Learning-Zone Energy: " in method
+    assert all(cited in citations for cited in ("DeepSeekMath", "2605.17003", "Cite TRL as:"))
+
+
+def test_a_run_whose_groups_are_all_dead_ends_well(job, tmp_path, capsys):
+    result = train(job(reward_funcs=["accuracy"], reward_weights=[1.0], logging_steps=1))
+    assert (result["rows_rolled_out"], result["rows_trained"], result["update_flops"]) == (48, 0, 0)
+    assert (result["groups_dead"], result["skipped_updates"]) == (12, 4)
+    assert result["accuracy_before"] == result["accuracy_after"] == 0.0
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "run"))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    summary = open_run(tmp_path / "run").summary()
+    assert (summary["groups"], summary["selected"]) == (12, 0)
+    shown = capsys.readouterr().out.splitlines()
+    assert "Rollouts" in shown and f"Cost, against {PLAIN}" not in shown
 
 
 def test_resumes_from_the_last_complete_checkpoint(job):
-    first = run(*parse_recipe(["--config", job(max_steps=2)]))
-    resumed = run(*parse_recipe(["--config", job(max_steps=4, resume_from_checkpoint="auto")]))
+    first = train(job(max_steps=2))
+    resumed = train(job(max_steps=4, resume_from_checkpoint="auto"))
     assert resumed["rows_rolled_out"] == 2 * first["rows_rolled_out"]
     assert resumed["accuracy_before"] == first["accuracy_before"]
 
 
-@pytest.mark.parametrize("stopped_at", ["evaluate", "save_model", "push_to_hub", "savings"])
+@pytest.mark.parametrize("stopped_at", ["evaluate", "push_to_hub"])
 def test_a_run_that_was_stopped_after_its_last_step_is_finished(job, tmp_path, monkeypatch, caplog, stopped_at):
     def stop():
         raise KeyboardInterrupt
@@ -126,44 +125,35 @@ def test_a_run_that_was_stopped_after_its_last_step_is_finished(job, tmp_path, m
     monkeypatch.setattr(LZEGRPOTrainer, "init_hf_repo", lambda self, **kwargs: setattr(self, "push_in_progress", None))
     keys = {"max_steps": 2, "push_to_hub": True, "hub_strategy": "end", "hub_model_id": "me/model"}
     keys["resume_from_checkpoint"] = "auto"
-    whole = run(*parse_recipe(["--config", job(output_dir=str(tmp_path / "whole"), **keys)]))
-    command = ["--config", job(**keys)]
+    whole = train(job(output_dir=str(tmp_path / "whole"), **keys))
+    recipe = job(**keys)
     with monkeypatch.context() as stopped, pytest.raises(KeyboardInterrupt):
-        method = "_save" if stopped_at == "save_model" else stopped_at
-        before = getattr(LZEGRPOTrainer, method)
+        before = getattr(LZEGRPOTrainer, stopped_at)
 
         def during(self, *args, **kwargs):
             return before(self, *args, **kwargs) if self.is_in_train else stop()
 
-        stopped.setattr(LZEGRPOTrainer, method, during)
-        run(*parse_recipe(command))
-    finished = run(*parse_recipe(command))
+        stopped.setattr(LZEGRPOTrainer, stopped_at, during)
+        train(recipe)
+    finished = train(recipe)
     for name in ("accuracy_before", "accuracy_after", "rows_rolled_out", "rows_trained", "update_tokens"):
         assert finished[name] == whole[name]
     assert uploads.count("End of training") == 2
     first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "run"))
     assert all((first[name] == second[name]).all() for name in first)
     with caplog.at_level("INFO", logger="lze_trl"):
-        assert run(*parse_recipe(command)) == {}
+        assert train(recipe) == {}
     assert "has ended: there is nothing left to do. To continue it, raise `max_steps`" in caplog.text
     assert uploads.count("End of training") == 2
 
 
-def test_a_run_that_replaces_another_says_so(job, caplog):
-    with caplog.at_level("INFO", logger="lze_trl"):
-        run(*parse_recipe(["--config", job(max_steps=2, eval_datasets=[])]))
-        assert "an earlier run" not in caplog.text
-        run(*parse_recipe(["--config", job(max_steps=2, eval_datasets=[])]))
-    assert "holds an earlier run, which this one replaces. To continue that one" in caplog.text
-
-
 def test_a_resume_with_other_settings_names_old_and_new_values(job, caplog):
     first = {"strategy": "lze", "max_steps": 2, "eval_datasets": []}
-    run(*parse_recipe(["--config", job(**first)]))
+    train(job(**first))
     # Where and how it is computed, recorded and shown, and for how long, changes nothing of what is trained
     harmless = {"packing": False, "telemetry": False, "summary": False, "max_steps": 3, "logging_steps": 1}
     resumed = {"resume_from_checkpoint": "auto"}
-    run(*parse_recipe(["--config", job(**first | resumed | harmless)]))
+    train(job(**first | resumed | harmless))
     assert "other settings" not in caplog.text
     changes = {"selector": "random", "num_generations": 2, "learning_rate": 0.5, "max_steps": 4}
     trainer = build_trainer(*parse_recipe(["--config", job(**first | harmless | changes)]))
@@ -180,55 +170,33 @@ def test_a_resume_with_other_settings_names_old_and_new_values(job, caplog):
     assert trainer.lr_scheduler.base_lrs == [0.001, 0.001]
 
 
-def test_a_resume_with_a_selector_of_ones_own_names_it(tmp_path, caplog):
-    class Newest:
-        def select(self, groups, k, rng):
-            return [len(groups) - 1]
-
-    def train(steps, **kwargs):
-        trainer = LZEGRPOTrainer(
-            model=tiny.model(),
-            reward_funcs=tiny.even_length_reward,
-            args=tiny.config(tmp_path, max_steps=steps, save_strategy="steps", save_steps=1),
-            train_dataset=tiny.prompts(11),
-            processing_class=tiny.tokenizer(),
-            **kwargs,
-        )
-        trainer.train(resume_from_checkpoint=steps > 1)
-
-    train(1)
-    train(2)
-    assert "other settings" not in caplog.text
-    train(3, selector=Newest())
-    assert "`selector` was 'energy' and is 'Newest'" in caplog.text
-
-
 def test_a_report_that_fails_does_not_cost_the_upload(job, monkeypatch, caplog):
     def fail(run_dir):
         raise ValueError("no")
 
     monkeypatch.setattr("lze_trl.app.report.write_report", fail)
-    run(*parse_recipe(["--config", job(max_steps=1)]))
+    train(job(max_steps=1))
     assert "No report was written. Try again with `lze-trl report" in caplog.text
 
 
-@pytest.mark.parametrize("wanted", ["auto", "true", True])
-def test_auto_resume_of_a_new_run_starts_at_the_beginning(job, wanted):
-    assert resume_point(parse_recipe(["--config", job(resume_from_checkpoint=wanted)])[1]) is None
+def test_resume_points(job, tmp_path, caplog):
+    def point(**keys):
+        return resume_point(parse_recipe(["--config", job(**keys)])[1])
 
-
-def test_resume_points_that_are_named(job, tmp_path):
-    assert resume_point(parse_recipe(["--config", job()])[1]) is None
-    assert resume_point(parse_recipe(["--config", job(resume_from_checkpoint=False)])[1]) is None
-    (tmp_path / "checkpoint-2").mkdir()
-    path = str(tmp_path / "checkpoint-2")
-    assert resume_point(parse_recipe(["--config", job(resume_from_checkpoint=path)])[1]) == path
-    with pytest.raises(RecipeError, match="`resume_from_checkpoint=nowhere` is no folder"):
-        resume_point(parse_recipe(["--config", job(resume_from_checkpoint="nowhere")])[1])
+    assert point() is point(resume_from_checkpoint=False) is None
+    assert point(resume_from_checkpoint="auto") is point(resume_from_checkpoint=True) is None  # a new run
+    for replaced in (False, True):
+        with caplog.at_level("INFO", logger="lze_trl"):
+            train(job(max_steps=2, eval_datasets=[]))
+        assert ("holds an earlier run, which this one replaces" in caplog.text) == replaced
+    path = str(tmp_path / "run" / "checkpoint-2")
+    assert point(resume_from_checkpoint="auto") == point(resume_from_checkpoint=path) == path
+    with pytest.raises(ValueError, match="`nowhere` is no folder"):
+        point(resume_from_checkpoint="nowhere")
 
 
 def test_without_evaluation_set_accuracy_is_not_measured(job, capsys):
-    result = run(*parse_recipe(["--config", job(eval_datasets=[], max_steps=1)]))
+    result = train(job(eval_datasets=[], max_steps=1))
     assert result["accuracy_before"] is None
     assert result["accuracy_after"] is None
     assert "Sampled accuracy" not in capsys.readouterr().out
@@ -246,26 +214,23 @@ def test_peft_recipe(job):
     ("keys", "message"),
     [
         ({"datasets": []}, "`datasets` names no training set"),
+        ({"model_name_or_path": None}, "`model_name_or_path` is not set"),
         ({"datasets": ["no/such/file.jsonl"]}, r"no/such/file\.jsonl"),
         ({"model_name_or_path": "./no-model"}, "no-model"),
         ({"reward_funcs": ["acuracy"]}, "Unknown reward function 'acuracy'. Did you mean 'accuracy'"),
         ({"per_device_eval_batch_size": 6}, r"evaluation batch of 6 completions .* `num_generations_eval=4`"),
         ({"per_device_train_batch_size": 52}, "12 different prompts, and a generation batch takes 13"),
+        ({"eval_tasks": ["gsm9k"]}, "Unknown task 'gsm9k'"),
         ({"pass_reward": "speed"}, "`pass_reward='speed'` is none of the reward functions"),
     ],
 )
-def test_what_cannot_be_trained_is_told_without_a_traceback(job, keys, message):
-    with pytest.raises(SystemExit, match=message) as error:
-        main(["--config", job(**keys)])
-    assert str(error.value).startswith("error: ")
-
-
-def test_a_recipe_without_a_model_is_refused(job, tmp_path):
-    recipe = yaml.safe_load(Path(job()).read_text())
-    del recipe["model_name_or_path"]
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    with pytest.raises(SystemExit, match="error: `model_name_or_path` is not set"):
-        main(["--config", str(tmp_path / "recipe.yaml")])
+def test_what_cannot_be_trained_is_refused_by_the_run_and_the_dry_run(job, keys, message):
+    recipe = job(**keys)
+    with pytest.raises(SystemExit, match=f"^error: .*{message}") as error:
+        main(["--config", recipe])
+    with pytest.raises(SystemExit) as dry:
+        cli.main(["train", recipe, "--dry_run"])
+    assert dry.value.code == error.value.code
 
 
 def run_module(*command: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess:
@@ -274,79 +239,6 @@ def run_module(*command: str, env: dict[str, str] | None = None) -> subprocess.C
     return run_to_end([sys.executable, "-m", *command], timeout=300, env={"PYTHONPATH": path} | (env or {}))
 
 
-@pytest.fixture
-def job_as_a_library_user(job, tmp_path):
-    """A recipe whose reward fails if one of the package's modules could be taken for a library."""
-    (tmp_path / "shadows.py").write_text(SHADOWS)
-
-    def write(**keys):
-        return job(**{"reward_funcs": ["shadows.even_length_reward"], "reward_weights": [1.0], **keys})
-
-    return write
-
-
-SHADOWS = """
-import sys
-from importlib.util import find_spec
-from pathlib import Path
-import lze_trl
-import tiny
-
-FOLDER = Path(lze_trl.__file__).parent
-
-def even_length_reward(completions, **kwargs):
-    for module in [path.stem for path in FOLDER.iterdir() if path.suffix in ("", ".py") and path.stem[0] != "_"]:
-        spec = find_spec(module)
-        if spec is not None and Path(spec.origin or "").is_relative_to(FOLDER):
-            raise RuntimeError(f"`import {module}` gives {spec.origin}")
-    return tiny.even_length_reward(completions)
-"""
-
-
-MODULE, FILE = ("-m", "lze_trl.job.train"), (str(ROOT / "lze_trl" / "job" / "train.py"),)
-
-
-# The module on two processes is what `lze-trl train` launches, see below
-@pytest.mark.parametrize(
-    ("name", "script"),
-    [
-        pytest.param("single_process", FILE, id="file-single_process"),
-        pytest.param("single_process", MODULE, id="module-single_process", marks=pytest.mark.slow),
-        pytest.param("ddp_cpu", FILE, id="file-ddp_cpu", marks=pytest.mark.slow),
-        pytest.param("zero3_cpu", FILE, id="file-zero3_cpu", marks=pytest.mark.slow),
-    ],
-)
-def test_accelerate_launch_runs_the_job(job_as_a_library_user, tmp_path, name, script):
-    rows = 12 if name == "single_process" else 6
-    done = run_to_end(
-        [
-            *(sys.executable, "-m", "accelerate.commands.launch", "--quiet"),
-            *("--config_file", str(ROOT / "accelerate_configs" / f"{name}.yaml")),
-            *("--main_process_port", str(tiny.free_port())),
-            *(*script, "--config", job_as_a_library_user(per_device_train_batch_size=rows), "--max_steps", "1"),
-        ],
-        timeout=300,
-        env={
-            "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT / "tests"), *(str(ROOT) for _ in script[1:])]),
-            "DS_ACCELERATOR": "cpu",
-        },
-    )
-    assert done.stdout.count("Sampled accuracy") == 1
-    assert "held-out reward" in done.stdout
-
-
-@pytest.mark.slow
-def test_the_script_takes_the_recipe_as_its_first_argument_and_tells_where_it_is(job):
-    run(*parse_recipe([job(max_steps=2, eval_datasets=[])]))
-    command = [job(max_steps=3, eval_datasets=[]), "--resume_from_checkpoint", "auto"]
-    shown = run_module("lze_trl.job.train", *command).stderr
-    assert re.search(r"INFO lze_trl\.job\.train: Resuming from `.*checkpoint-2`", shown)
-    shown = run_module("lze_trl.job.train", *command).stderr
-    assert re.search(r"INFO lze_trl\.job\.train: The run in `.*` has ended", shown)
-    assert "Resuming" not in shown
-
-
-@pytest.mark.slow
 def test_the_command_launches_without_noise(job, tmp_path):
     done = run_module(
         *("lze_trl.job.cli", "train", job(eval_datasets=[]), "--max_steps", "1"),
@@ -359,21 +251,15 @@ def test_the_command_launches_without_noise(job, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["ddp_cpu", "zero3_cpu"])
-def test_the_command_trains_on_two_processes(job, job_as_a_library_user, tmp_path, name):
+def test_the_command_trains_on_two_processes(job, name):
     done = run_module(
-        *("lze_trl.job.cli", "train", job_as_a_library_user(per_device_train_batch_size=6)),
+        *("lze_trl.job.cli", "train", job(per_device_train_batch_size=6)),
         *("--accelerate_config", name, "--main_process_port", str(tiny.free_port()), "--max_steps", "2"),
-        env={"PYTHONPATH": os.pathsep.join(map(str, (tmp_path, ROOT, ROOT / "tests")))},
     )
     # By the main process alone
-    for heading in (
-        "Rollouts",
-        f"Cost, against {PLAIN}",
-        "Sampled accuracy on held-out prompts",
-    ):
+    for heading in ("Rollouts", f"Cost, against {PLAIN}", "Sampled accuracy on held-out prompts"):
         assert done.stdout.splitlines().count(heading) == 1
     assert len(re.findall(r"^step +\d+  held-out reward", done.stdout, re.M)) == 2
-    assert "not passed to `accelerate launch`" not in done.stderr
     run_dir = Path(parse_recipe(["--config", job()])[1].output_dir)
     log = json.loads((run_dir / "trainer_state.json").read_text())["log_history"]
     assert [logs["step"] for logs in log if "eval_rewards/even_length_reward/mean" in logs] == [0, 2]
@@ -383,7 +269,6 @@ def test_the_command_trains_on_two_processes(job, job_as_a_library_user, tmp_pat
     before, after = (load_file(folder / "model.safetensors") for folder in (run_dir.parent / "model", run_dir))
     assert set(before) == set(after)  # whole, not the shards of one process
     assert any(not torch.equal(before[weight], after[weight]) for weight in before)
-    assert (run_dir / "report" / "summary.png").is_file()
 
 
 def test_log_line_shows_what_was_logged():
@@ -391,14 +276,6 @@ def test_log_line_shows_what_was_logged():
         "step     5  reward 0.500  trained 41% of groups  lr 1.0e-06"
     )
     assert log_line(5, {"train_runtime": 3.0}) == ""
-
-
-@pytest.mark.parametrize(
-    ("number", "text"),
-    [(0, "0"), (9_999, "9,999"), (12_345, "12.3 k"), (2.5e6, "2.5 M"), (1.27e12, "1.27 T"), (3e18, "3 E")],
-)
-def test_counts(number, text):
-    assert count(number) == text
 
 
 def test_summary_of_a_run_that_did_nothing():
@@ -436,12 +313,13 @@ def test_summary_tells_tokens_and_flops_of_plain_grpo():
     assert (names[-1], groups[-1]) == ("visits skipped", "1,234")
 
 
+# ---- The dry run ----
+
+
 def dry_run(capsys, *arguments):
-    """What `--dry_run` shows: the whole text, and the lines of sizes and files by their labels."""
+    """What `--dry_run` shows, by label."""
     cli.main(["train", *arguments, "--dry_run"])
-    text = capsys.readouterr().out
-    lines = text.partition("\nRun\n")[2].splitlines()
-    return text, dict(re.split(r"\s{2,}", line.rstrip(), maxsplit=1) for line in lines if "  " in line.rstrip())
+    return dict(re.split(r"\s{2,}", line, maxsplit=1) for line in capsys.readouterr().out.splitlines())
 
 
 @pytest.mark.parametrize(
@@ -450,89 +328,31 @@ def dry_run(capsys, *arguments):
         {"max_steps": 5, "generation_batch_size": 24, "num_iterations": 2},
         {"num_train_epochs": 1.5, "max_steps": -1, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2},
         {"num_train_epochs": 2, "max_steps": -1, "per_device_train_batch_size": 4, "steps_per_generation": 5},
-        {
-            "max_steps": 3,
-            "per_device_train_batch_size": 4,
-            "gradient_accumulation_steps": 4,
-            "steps_per_generation": 2,
-        },
-        {"num_train_epochs": 2, "max_steps": -1, "strategy": "lze", "selection_ratio": 0.4, "save_strategy": "epoch"},
     ],
 )
 def test_a_dry_run_says_what_the_run_then_does(job, capsys, tmp_path, keys):
     recipe = job(**{"strategy": "grpo", "selection_ratio": 1.0} | keys)
     before = set(tmp_path.rglob("*"))
-    _, shown = dry_run(capsys, recipe)
+    shown = dry_run(capsys, recipe)
     assert set(tmp_path.rglob("*")) == before
-
     trainer = build_trainer(*parse_recipe([recipe]))
     trainer.train()
-    finish(trainer, [])
-    args = trainer.args
     assert shown["optimizer steps"] == str(trainer.state.global_step)
-    assert shown["generation batches"] == str(trainer.generation_step.generation)
-    assert shown["completions a generation batch"] == str(args.generation_batch_size)
-    assert shown["prompts a generation batch"] == str(args.generation_batch_size // 4)
+    assert shown["completions a generation batch"] == str(trainer.args.generation_batch_size)
+    assert shown["prompts a generation batch"] == str(trainer.args.generation_batch_size // 4)
     assert shown["held-out prompts"] == "4"
-    if len(trainer.prompt_state) == len(trainer.train_dataset):
-        assert shown["memory of the prompt state"].startswith(f"{trainer.prompt_state.nbytes} bytes")
-    folders = {str(path) for path in (tmp_path / "run").iterdir() if path.is_dir()}
-    foretold = {re.sub("/checkpoint-N$", "/checkpoint-", label.rstrip("/")) for label in shown if "/run/" in label}
-    assert {re.sub(r"/checkpoint-\d+$", "/checkpoint-", folder) for folder in folders} == foretold - {
-        f"{tmp_path}/run"
-    }
 
 
-def test_a_dry_run_counts_prompts_after_deduplication(job, capsys, tmp_path):
-    recipe = job(eval_tasks=[str(tmp_path / "held_out.jsonl")], save_total_limit=1)
+def test_a_dry_run_counts_prompts_loads_no_model_and_asks_no_server(job, capsys, tmp_path):
+    keys = {"use_vllm": True, "vllm_mode": "http", "vllm_server_urls": ["http://127.0.0.1:9"]}
+    keys |= {"model_name_or_path": "nowhere/nothing", "per_device_train_batch_size": 4}
+    recipe = job(eval_tasks=[str(tmp_path / "held_out.jsonl")], **keys)
     rows = (tmp_path / "train.jsonl").read_text()
     (tmp_path / "train.jsonl").write_text(rows + "".join(rows.splitlines(keepends=True)[:5]))
-    text, shown = dry_run(capsys, recipe, "--strategy", "dapo", "--hub_token", "secret")
+    shown = dry_run(capsys, recipe, "--strategy", "dapo", "--accelerate_config", "ddp_cpu")
     assert shown["prompts"] == "12 of 17 rows are different"
-    assert "`DynamicSampling` draws other numbers" in shown["completions a generation batch"]
+    assert shown["strategy"].startswith("dapo: selector zero_variance")
     assert shown["evaluation tasks"] == "held_out (4 problems)"
-    assert shown[f"{tmp_path}/run/checkpoint-N/"] == "every 2 steps, and after the last; the last 1 are kept"
-    assert "secret" not in text
-    settings = text.partition("\nRun\n")[0]
-    assert re.search(r"^selection_ratio +1\.0  \(default: 0\.4\)$", settings, re.M)
-    assert re.search(r"^max_steps +4  \(default: -1\)$", settings, re.M)
-    assert "temperature" not in settings and "deduplicate" not in settings
-
-
-def test_a_dry_run_loads_no_model_and_asks_no_server(job, capsys):
-    keys = {"use_vllm": True, "vllm_mode": "http", "vllm_server_urls": ["http://127.0.0.1:9"]}
-    _, shown = dry_run(capsys, job(model_name_or_path="nowhere/nothing", **keys))
-    assert shown["optimizer steps"] == "4"
-
-
-@pytest.mark.parametrize(
-    ("flags", "processes"),
-    [(["--accelerate_config", "ddp_cpu"], 2), (["--accelerate_config", "zero3", "--num_processes", "4"], 4)],
-)
-def test_a_dry_run_plans_for_all_processes(job, capsys, monkeypatch, flags, processes):
-    monkeypatch.chdir(ROOT)
-    _, shown = dry_run(capsys, job(per_device_train_batch_size=4), *flags)
-    assert (shown["processes"], shown["completions a generation batch"]) == (str(processes), str(4 * processes))
-
-
-@pytest.mark.parametrize(
-    "keys",
-    [
-        {"reward_funcs": ["acuracy"]},
-        {"datasets": ["none.jsonl"]},
-        {"generation_batch_size": 96, "deduplicate": True},
-        {"pass_reward": "length"},
-        {"eval_tasks": ["gsm9k"]},
-        {"selection_ratio": 1.4},
-        {"num_generations_eval": 5},
-        {"resume_from_checkpoint": "nowhere"},
-    ],
-    ids=lambda keys: next(iter(keys)),
-)
-def test_a_dry_run_has_the_errors_of_the_run(job, keys):
-    recipe = job(**keys)
-    with pytest.raises(SystemExit, match="error: ") as wrong:
-        main(["--config", recipe])
-    with pytest.raises(SystemExit) as error:
-        cli.main(["train", recipe, "--dry_run"])
-    assert error.value.code == wrong.value.code
+    assert (shown["processes"], shown["completions a generation batch"]) == ("2", "8")
+    shown = dry_run(capsys, recipe, "--accelerate_config", "zero3", "--num_processes", "3")
+    assert (shown["processes"], shown["completions a generation batch"]) == ("3", "12")

@@ -333,7 +333,7 @@ BAD_TRAINERS = {
     ),
     "iterable with greso": (
         {"dataset": tiny.prompts(5).to_iterable_dataset(), "planner": "greso"},
-        "Set `planner='solved'`",
+        "`planner` needs a dataset whose rows can be read again",
     ),
     "iterable with deduplication": (
         {"dataset": tiny.prompts(5).to_iterable_dataset(), "deduplicate": True},
@@ -374,12 +374,12 @@ BAD_CONFIGS = {
     "selection_ratio": ([0, 1.4, -0.1, float("nan")], r"in \(0, 1\]"),
     "selector_kwargs": {
         "difficulty_floor": ([-0.1, 1.1, float("nan")], r"in \[0, 1\]"),
-        "momentum_weight": ([-1, float("inf"), float("nan")], "at least 0"),
+        "momentum_weight": ([-1, float("inf"), float("nan")], r"in \[0, inf\)"),
         "ema_decay": ([-0.1, 1.0, float("nan")], r"in \[0, 1\)"),
-        "gumbel_scale": ([-1, float("nan")], "at least 0"),
+        "gumbel_scale": ([-1, float("nan")], r"in \[0, inf\)"),
     },
-    "pass_threshold": ([float("nan"), float("inf")], "finite"),
-    "planner_kwargs": {"streak": ([0, 40_000], "between 1 and 32767"), "replay_ratio": ([-0.1, 1.1], r"in \[0, 1\]")},
+    "pass_threshold": ([float("nan"), float("inf")], r"in \(-inf, inf\)"),
+    "planner_kwargs": {"streak": ([0, 40_000], r"in \[1, 32767\]"), "replay_ratio": ([-0.1, 1.1], r"in \[0, 1\]")},
     "controller_kwargs": {"kept": ([2.5, True, "4"], "a whole number")},
     "packing": (["no", 0], "true or false"),
     "vllm_server_kwargs": {"request_timeout": (["60"], "a number")},
@@ -387,47 +387,19 @@ BAD_CONFIGS = {
         [[1.0, 0.0], [0.0], [0.0, float("nan")], [0.0, float("inf")], ["0", "1"]],
         "two increasing, finite numbers",
     ),
-    "max_tokens_per_micro_batch": ([0], "at least 1"),
+    "max_tokens_per_micro_batch": ([0], r"in \[1, inf\)"),
     "selector": (["best"], "must be one of"),
     "loss_normalizer": (["rows"], "must be one of"),
     "pruning": (["hard"], "must be one of"),
     "telemetry_completions": (["some"], "must be one of"),
-    "fp16": ([True], "not supported"),
-    "enable_jit_checkpoint": ([True], "not supported"),
 }
 
 
-@pytest.mark.parametrize(
-    ("settings", "text"),
-    [
-        (
-            {"top_entropy_quantile": 0.5, "packing": True},
-            "`packing=True` is not exact with `top_entropy_quantile=0.5`",
-        ),
-        ({"max_tokens_per_micro_batch": 9, "packing": False}, "needs packing, and `packing=False`"),
-        (
-            {"max_tokens_per_micro_batch": 9, "top_entropy_quantile": 0.5},
-            "needs packing, and it is off with `top_entropy_quantile=0.5`",
-        ),
-        (
-            {"loss_type": "vespo", "use_vllm": True, "vllm_mode": "http", "vllm_server_urls": ["http://127.0.0.1:1"]},
-            r"`vllm_importance_sampling_mode` to be one of \['token_truncate', 'token_mask'\], got 'sequence_mask'",
-        ),
-    ],
-)
-def test_settings_that_do_not_go_together(tmp_path, settings, text):
-    with pytest.raises(ValueError, match=text):
-        tiny.config(tmp_path, **settings)
-
-
-def test_packing_is_on_where_it_is_exact(tmp_path, caplog):
+def test_packing_is_on_where_it_is_exact(tmp_path):
     for settings in ({}, {"entropy_coef": 0.1}, {"use_adaptive_entropy": True}, {"beta": 0.1}):
         assert tiny.config(tmp_path, **settings).packing
-    assert "Packing is off" not in caplog.text
     assert not tiny.config(tmp_path, top_entropy_quantile=0.5).packing
-    assert caplog.text.count("Packing is off") == 1
     assert not tiny.config(tmp_path, packing=False).packing
-    assert caplog.text.count("Packing is off") == 1
 
 
 def test_a_failed_construction_leaves_the_settings_as_they_were(tmp_path):

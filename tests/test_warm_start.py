@@ -68,22 +68,7 @@ def test_the_adapter_is_trained_and_merged(base, tmp_path, monkeypatch):
         assert torch.equal(again[name], weight), name
 
 
-def test_the_kept_adapter_is_the_one_that_the_settings_make():
-    config = json.loads((warm_start.KEPT_ADAPTER / "adapter_config.json").read_text())
-    text = warm_start.CONFIG.read_text()
-    assert (
-        f"lora_r: {config['r']}\nlora_alpha: {config['lora_alpha']}\nlora_dropout: {config['lora_dropout']}\n" in text
-    )
-    assert config["base_model_name_or_path"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
-
-
 def test_without_data_the_error_names_the_command(base, tmp_path, monkeypatch):
     monkeypatch.setattr(warm_start, "DATA_DIR", tmp_path / "nowhere")
     with pytest.raises(SystemExit, match=r"Make it with: python -m recipes\.word_problems"):
         train(base, tmp_path)
-
-
-def test_flags_of_a_training_that_does_not_happen_are_refused(base, tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        train(base, tmp_path, "--adapter", str(tmp_path))
-    assert "with --adapter nothing is trained, so these flags change nothing: --output_dir" in capsys.readouterr().err

@@ -1,245 +1,233 @@
-"""
-Charts as HTML: an SVG plot that stretches, and text that does not, so that they are readable on a phone as well.
+"""The app's charts, as Plotly figures. Plotly interprets some HTML in labels, so text of a run is escaped."""
 
-Colours are CSS variables, so that the page decides on light and dark. The series colours are those of Okabe and Ito,
-which the colour-blind can tell apart; lines differ in their dashes too.
-"""
-
-import base64
-import io
-import json
-import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import re
+from html import escape
+from textwrap import wrap
+from typing import Any
 
 import numpy as np
 import pandas as pd
-from markupsafe import Markup
-from PIL import Image, ImageOps
+import plotly.graph_objects as go
 
-from ..record.numbers import number, percent
-from .markup import HTML
-
-
-_TICKS = 6
-"""Intervals of an axis, at most."""
-
-_DARK, _MIDDLE, _BRIGHT = "#00224e", "#7b7b78", "#fee838"
-"""Of the colour map cividis."""
-
-
-@dataclass
-class Series:
-    """One line of a chart: increasing positions and their values, NaN where there is none, each of shape `(n,)`."""
-
-    name: str
-    x: np.ndarray
-    y: np.ndarray
-    band: tuple[np.ndarray, np.ndarray] | None = None
-    """Lower and upper end of the band around it."""
-    points: bool = False
-    """Whether to mark every value."""
-
-    def __post_init__(self):
-        self.x, self.y = np.asarray(self.x, dtype=float), np.asarray(self.y, dtype=float)
+from ..record import Run
+from ..record.curves import (
+    curve,
+    energy_heat_map,
+    held_out_metrics,
+    logged_curves,
+    outcome_name,
+    phase_seconds,
+    reward_curves,
+)
+from ..record.evaluations import read_results
+from ..record.numbers import percent
+from .views import brightest, short_text, title
 
 
-@dataclass(frozen=True)
-class Look:
-    """How the reader wants to see lines."""
+AXES = {"step": "steps", "tokens": "tokens", "flops": "FLOPs", "seconds": "time (s)"}
+_COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#c99700", "#56b4e9"]  # of Okabe and Ito, for the colour-blind
+_DASHES = ["solid", "dash", "dot", "dashdot", "longdash", "longdashdot"]
+_STATES = {  # colour and marker
+    "frontier": ("#0072b2", "circle"),
+    "solved": ("#009e73", "square"),
+    "hopeless": ("#7a8794", "x"),
+    "pruned": ("#c99700", "diamond"),
+    "forgotten": ("#d55e00", "triangle-up"),
+    "unscored": ("#cc79a7", "cross"),
+}
+_PHASES = {"rollout": "rollouts", "logprob": "log-probabilities", "update": "updates", "selection": "selection"}
 
-    smoothing: float = 0.0  # weight of what came before in a moving average
-    logarithmic: bool = False  # vertical axis
-    span: tuple[float, float] | None = None  # part of the horizontal axis
-    compared: bool = False  # whether the pointer shows the distance of each line from the first
+# Metrics that the trainer logs, by the title of their chart
+_LOGGED = {
+    "Loss": ["loss", "policy_loss", "aux_loss"],
+    "Gradient norm": ["grad_norm"],
+    "KL divergence from the reference": ["kl"],
+    "Entropy of the tokens": ["entropy"],
+    "Share of clipped tokens": ["clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"],
+    "Learning rate": ["learning_rate"],
+    "Tokens of a completion": [f"completions/{name}_length" for name in ("mean", "min", "max")],
+    "Share of truncated completions": ["completions/clipped_ratio"],
+    "FLOPs so far, × plain GRPO": [f"lze/{name}_vs_plain" for name in ("rollouts", "updates", "total")],
+    "Foresight of live groups": [f"lze/foresight_{name}" for name in ("auc", "brier", "error")],
+    "Majority votes": [f"majority/{name}" for name in ("winner_share", "label_precision", "concentration")],
+    "Votes without a label": [
+        f"majority/abstained_{name}" for name in ("few_votes", "low_share", "high_share", "margin")
+    ],
+}
+MOST_CHARTS = len(_LOGGED) + 1
+"""Charts that [`training`] makes at most."""
 
-    def bins(self, length: float, bins: int = 200) -> int:
-        """How many rows to reduce a run of this length to, so that what is seen of it has `bins` of them."""
-        return (
-            bins if self.span is None else int(min(bins * max(1.0, length / (self.span[1] - self.span[0])), 100_000))
-        )
-
-    def of(self, line: Series) -> Series:
-        """What is seen of a line."""
-        low, high = self.span or (-np.inf, np.inf)
-        seen = (line.x >= low) & (line.x <= high)
-        y, *ends = (self._values(values)[seen] for values in (line.y, *(line.band or ())))
-        return replace(line, x=line.x[seen], y=y, band=(ends[0], ends[1]) if ends else None)
-
-    def _values(self, values: np.ndarray) -> np.ndarray:
-        values = self._smooth(values) if self.smoothing else values
-        return np.where(values > 0, values, np.nan) if self.logarithmic else values
-
-    def _smooth(self, values: np.ndarray) -> np.ndarray:
-        averages = pd.Series(values).ewm(alpha=1 - self.smoothing, ignore_na=True).mean()
-        return averages.where(np.isfinite(values)).to_numpy()
+_HELD_OUT = "held_out"
+METRICS = {
+    "pass_rate": "pass rate (mean outcome)",
+    "reward_mean": "reward",
+    "energy_mean": "mean energy",
+    "dead": "share of dead groups",
+    "pruned": "share of pruned prompts",
+    _HELD_OUT: "held-out accuracy",
+    **{name: name for names in _LOGGED.values() for name in names},
+}
+"""What [`comparison`] can show."""
 
 
-PLAIN_LOOK = Look()
+def overview(run: Run) -> list[go.Figure]:
+    """Outcomes, held-out accuracy, rewards, energy, and shares of the groups over the steps."""
+    points = curve(run).set_index("step")
+    if points.empty:
+        return []
+    rewards = reward_curves(run)
+    totals = {"total": points["reward_mean"]}
+    accuracy = _held_out_lines(run) | _task_lines(read_results(run.directory.parent))
+    outcomes = {"all rollouts": points["pass_rate"], "trained on": points["selected_pass_rate"]}
+    shares = {name: points[name] for name in ("selected", "dead", "replayed")} | {"pruned prompts": points["pruned"]}
+    return [
+        lines(title(outcome_name(run)), outcomes, y_range=(0, 1)),
+        *([lines("Held-out accuracy", accuracy)] if accuracy else []),
+        # A single reward is the total
+        lines("Reward", totals | (dict(rewards.items()) if len(rewards.columns) > 1 else {})),
+        _energy(run),
+        lines("Shares", shares, y_range=(0, 1)),
+    ]
 
 
-def line_chart(
-    title: str,
-    series: list[Series],
+def training(run: Run, smoothing: float = 0.0) -> list[go.Figure]:
+    """What the trainer has logged, and where the time goes."""
+    logged = logged_curves(run, [name for names in _LOGGED.values() for name in names])
+    found = {heading: {name: logged[name] for name in names if name in logged} for heading, names in _LOGGED.items()}
+    seconds = phase_seconds(run)
+    found["Seconds of a generation batch"] = {label: seconds[kind] for kind, label in _PHASES.items()}
+    return [lines(heading, shown, smoothing=smoothing) for heading, shown in found.items() if shown]
+
+
+def _held_out_lines(run: Run) -> dict[str, pd.Series]:
+    """Every metric on held-out prompts, without the second of two equal ones."""
+    names = held_out_metrics(run)
+    logged = logged_curves(run, names)
+    found: dict[str, pd.Series] = {}
+    for name in names:
+        label = name.removeprefix("eval_").removesuffix("/mean").replace("rewards/", "").replace("_", " ")
+        if not any(logged[name].equals(line) for line in found.values()):
+            found[label if found else "held-out prompts"] = logged[name]
+    return found
+
+
+def _task_lines(evaluations: dict[str, dict[str, Any]]) -> dict[str, pd.Series]:
+    """Results of the tasks that were evaluated during the training: a line for each task and metric."""
+    found: dict[str, dict[int, float]] = {}
+    for name, results in evaluations.items():
+        if match := re.fullmatch(r"(step|probe)-(\d+)", name):
+            for task, result in results["tasks"].items():
+                for metric, (value, *_) in result["metrics"].items():
+                    label = f"{'probe ' if match[1] == 'probe' else ''}{task} {metric}"
+                    found.setdefault(label, {})[int(match[2])] = value
+    return {name: pd.Series(values, dtype=float) for name, values in found.items()}
+
+
+def lines(
+    heading: str,
+    series: dict[str, pd.Series],
     x_label: str = "step",
     y_range: tuple[float, float] | None = None,
-    as_percent: bool = False,
-    height: int = 220,
-    look: Look = PLAIN_LOOK,
-) -> Markup:
-    """Chart of this height in pixels with one line per series. By default, the vertical axis is that of the values."""
-    raw = replace(look, smoothing=0.0)
-    shadows = [raw.of(line) for line in series if look.smoothing]
-    series = [look.of(line) for line in series]
-    drawn = [line for line in series if np.isfinite(line.y).any()]
-    if not drawn:
-        return HTML.empty_chart(title, height)
-    show = (lambda value: f"{number(round(100 * value, 3))} %") if as_percent else number
-    x_low, x_high = x_span = look.span or _span(np.concatenate([line.x for line in drawn]))
-    bounds = np.concatenate([values for line in (*drawn, *shadows) for values in (line.y, *(line.band or ()))])
-    if as_percent and np.nanmin(bounds) == np.nanmax(bounds):
-        y_range = y_range or (0.0, 1.0)  # what surrounds a constant would not be shares
-    scale: Callable[[np.ndarray], np.ndarray] = np.log10 if look.logarithmic else np.asarray
-    if look.logarithmic:
-        (y_low, y_high), y_ticks = _logarithmic_axis(np.nanmin(bounds), np.nanmax(bounds), show)
-    else:
-        y_low, y_high = y_range or _rounded(*_span(bounds))
-        y_ticks = _ticks((y_low, y_high), show)
+    smoothing: float = 0.0,
+) -> go.Figure:
+    """Chart with one line per series over its index. `smoothing` is the weight of earlier values in a moving average."""
+    figure = _figure(heading, x_label, showlegend=True, hovermode="x unified")
+    for index, (name, values) in enumerate(series.items()):
+        shown = values.ewm(alpha=1 - smoothing, ignore_na=True).mean() if smoothing else values
+        figure.add_scatter(
+            x=values.index,
+            y=shown,
+            name=escape(name),
+            mode="lines+markers" if len(values) <= 40 else "lines",
+            line={"color": _COLOURS[index % len(_COLOURS)], "dash": _DASHES[index % len(_DASHES)]},
+            marker_size=5,
+        )
+    return figure.update_yaxes(range=y_range)
 
-    def place(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-        """Positions in per mille of the plot, shape `(n, 2)`."""
-        left = (x - x_low) / (x_high - x_low) * 1000
-        top = (y_high - np.clip(scale(y), y_low, y_high)) / (y_high - y_low) * 1000
-        return np.stack([left, top], axis=1)
 
-    def shapes(line: Series) -> dict:
-        places = place(line.x, line.y)
-        low, high = (place(line.x, end) for end in line.band) if line.band else (places[:0], places[:0])
-        return {
-            "name": line.name,
-            "path": _path(places),
-            "band": " ".join(f"{left:.1f},{top:.1f}" for left, top in _finite(np.concatenate([high, low[::-1]]))),
-            "marks": (_finite(places) / 10).tolist() if line.points else [],
+def _figure(heading: str, x_label: str, **layout: Any) -> go.Figure:
+    grid = {"gridcolor": "rgba(128,128,128,0.25)", "zeroline": False, "automargin": True}
+    figure = go.Figure(
+        layout={
+            "title": {"text": escape(heading), "font_size": 15, "x": 0.01, "y": 0.97},
+            "height": 320,
+            "margin": {"l": 10, "r": 10, "t": 42, "b": 10},
+            "font_color": "#44505c",
+            "modebar_bgcolor": "rgba(0,0,0,0)",
+            "paper_bgcolor": "rgba(0,0,0,0)",
+            "plot_bgcolor": "rgba(0,0,0,0)",
+            "legend": {"orientation": "h", "y": -0.25, "yanchor": "top"},
+            "uirevision": "same",  # a refresh keeps the reader's zoom
+            **layout,
         }
+    )
+    return figure.update_xaxes(title_text=x_label, **grid).update_yaxes(**grid)
 
-    latest = "; ".join(f"{line.name} {show(float(line.y[np.isfinite(line.y)][-1]))}" for line in drawn)
-    return HTML.line_chart(
-        title,
-        f"{title}. Latest: {latest}.",
-        height,
-        lines=[shapes(line) for line in series],
-        shadows=[_path(place(line.x, line.y)) for line in shadows],
-        hover=_hover_data(series, x_span, as_percent, look.compared),
-        x_label=x_label,
-        x_ticks=_ticks(x_span, number, whole=all((line.x % 1 == 0).all() for line in drawn)),
-        y_ticks=y_ticks,
+
+def _energy(run: Run) -> go.Figure:
+    """Distribution of the groups' energy over the steps. Dead groups are the row below 0."""
+    steps, shares = energy_heat_map(run)
+    width = run.meta.energy_max / (shares.shape[1] - 1)
+    levels = width * (np.arange(shares.shape[1]) - 0.5)
+    figure = _figure("Energy of the groups (below 0: dead)", "step")
+    figure.add_heatmap(
+        x=steps,
+        y=levels,
+        z=100 * shares.T,
+        zmax=100 * brightest(shares[:, 1:]),
+        zmin=0,
+        colorscale="cividis",
+        colorbar={"ticksuffix": " %", "thickness": 12},
+        hovertemplate="step %{x}, energy %{y:.2f}: %{z:.1f} % of the groups<extra></extra>",
+    )
+    return figure
+
+
+def prompts(run: Run, frame: pd.DataFrame) -> go.Figure:
+    """Energy of prompts, as of [`Run.prompts`](lze_trl.record.Run.prompts), over their pass rate; a point's id is its `customdata`."""
+    figure = _figure("Energy of each prompt", outcome_name(run), showlegend=True, hovermode="closest")
+    for state, (colour, symbol) in _STATES.items():
+        found = frame[frame["state"] == state]
+        if found.empty:
+            continue
+        # Pass rates of groups take few values: prompts with the same one are spread a little
+        spread = (found["prompt_id"].to_numpy() % 101 / 100 - 0.5) * 0.04
+        texts = ["<br>".join(map(escape, wrap(short_text(row)[:150], 50))) for row in found.to_dict("records")]
+        figure.add_scatter(
+            x=found["pass_rate"].fillna(0.0) + spread,
+            y=found["energy"],
+            name=f"{state} ({len(found):,})",
+            mode="markers",
+            marker={"color": colour, "symbol": symbol, "size": 8, "opacity": 0.7},
+            text=[f"{text}<br>{percent(rate)}" for text, rate in zip(texts, found["pass_rate"], strict=True)],
+            customdata=found["prompt_id"].astype(str).tolist(),
+            hovertemplate="%{text}, energy %{y:.2f}<extra></extra>",
+        )
+    return figure.update_xaxes(range=(-0.05, 1.05)).update_yaxes(
+        range=(-0.05, 1.05 * run.meta.energy_max), title_text="energy"
     )
 
 
-def heat_map(title: str, x: np.ndarray, shares: np.ndarray, y_max: float, x_label: str, height: int = 240) -> Markup:
-    """
-    Distribution of the energy, up to `y_max`, at the positions `x` of shape `(T,)`. The shares of the groups have the
-    shape `(T, 1 + bins)`: first those of dead ones, which have a row of their own at the bottom.
-    """
-    if not len(x):
-        return HTML.empty_chart(title, height)
-    live = shares[:, 1:]
-    top = math.ceil(100 * brightest(live) - 1e-9) / 100
-    dead_now, live_now = percent(shares[-1, 0]), percent(live[-1].sum())
-    return HTML.heat_map(
-        title,
-        f"{title}: {dead_now} of the latest groups are dead, {live_now} have energy.",
-        height,
-        live=_image(np.sqrt(live / top)),  # the root, because a few groups at high energy are what one looks for
-        dead=_image(shares[:, :1]),
-        top=f"{100 * top:.0f} %",
-        x_label=x_label,
-        x_ticks=_ticks(_span(x), number, whole=True),
-        y_ticks=_ticks((0.0, y_max), number),
-    )
+def history(run: Run, prompt_id: int) -> go.Figure:
+    """Outcome and energy of a prompt at its visits."""
+    groups = run.groups(prompt_id).assign(step=lambda frame: frame["step"] + 1).set_index("step")
+    names = {outcome_name(run): "pass_rate", "moving average of earlier visits": "ema", "energy": "energy"}
+    shown = {label: groups[column] for label, column in names.items()}
+    return lines("History", shown, y_range=(0, max(1.0, run.meta.energy_max)))
 
 
-def brightest(shares: np.ndarray) -> float:
-    """The share that has the brightest colour. A few extreme cells at the start of a run would make all others dark."""
-    return float(np.quantile(shares[shares > 0], 0.99)) if (shares > 0).any() else 1.0
+def comparison(runs: dict[str, Run], axis: str, metric: str, smoothing: float = 0.0) -> go.Figure:
+    """A metric of several runs, by their ids."""
+    found = {id: _points(run, axis, metric) for id, run in runs.items()}
+    shown = {id: points for id, points in found.items() if len(points)}
+    return lines(title(METRICS[metric]), shown, AXES[axis], smoothing=smoothing)
 
 
-def _image(shares: np.ndarray) -> str:
-    """PNG of shape `(bins, T)` as a data address."""
-    grey = 255 * np.clip(shares.T[::-1], 0.0, 1.0)  # (bins, T), largest energy on top
-    coloured = ImageOps.colorize(Image.fromarray(grey.astype(np.uint8)), _DARK, _BRIGHT, mid=_MIDDLE)
-    buffer = io.BytesIO()
-    coloured.save(buffer, "PNG")
-    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
-
-
-def _finite(places: np.ndarray) -> np.ndarray:
-    return places[np.isfinite(places).all(axis=1)]
-
-
-def _path(places: np.ndarray) -> str:
-    """Commands of an SVG path through the places, with gaps where there is no value."""
-    drawn = np.isfinite(places[:, 1])
-    begins = drawn & ~np.concatenate([[False], drawn[:-1]])
-    points = zip(begins[drawn], places[drawn], strict=True)
-    return "".join(f"{'M' if begin else 'L'}{left:.1f} {top:.1f}" for begin, (left, top) in points)
-
-
-def _hover_data(series: list[Series], x_span: tuple[float, float], as_percent: bool, compared: bool) -> str:
-    """What the page's script shows under the pointer, and writes as CSV."""
-    lines = [
-        {
-            "name": line.name,
-            "x": [float(f"{x:.6g}") for x in line.x.tolist()],
-            "y": [float(f"{y:.4g}") if math.isfinite(y) else None for y in line.y.tolist()],
-        }
-        for line in series
-    ]
-    data = {"low": x_span[0], "high": x_span[1], "percent": as_percent, "compared": compared, "lines": lines}
-    return json.dumps(data, separators=(",", ":"))
-
-
-def _ticks(span: tuple[float, float], show: Callable[[float], str], whole: bool = False) -> list[tuple[float, str]]:
-    """Round numbers, or whole ones, within the span: their places in percent of it, and what is shown there."""
-    low, high = span
-    step = max(_round_step(high - low), 1.0) if whole else _round_step(high - low)
-    numbers = range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)
-    return [(100 * (number * step - low) / (high - low), show(number * step)) for number in numbers]
-
-
-def _logarithmic_axis(
-    low: float, high: float, show: Callable[[float], str]
-) -> tuple[tuple[float, float], list[tuple[float, str]]]:
-    """Logarithms of the ends of an axis that holds these values, and its ticks as of [`_ticks`]."""
-    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 2)
-    factors = (1, 2, 5) if high < 100 * low else (1,)
-    numbers = [factor * 10.0**decade for decade in decades for factor in factors]
-    bottom = max(number for number in numbers if number <= low * (1 + 1e-9))
-    top = min(number for number in numbers if number >= high * (1 - 1e-9) and number > bottom)
-    kept = [number for number in numbers if bottom <= number <= top]
-    ends = math.log10(bottom), math.log10(top)
-    shown = kept[:: math.ceil(len(kept) / (_TICKS + 1))]
-    return ends, [(100 * (math.log10(n) - ends[0]) / (ends[1] - ends[0]), show(n)) for n in shown]
-
-
-def _round_step(length: float) -> float:
-    """Distance of the ticks of an axis of this length, a round number."""
-    least = length / _TICKS * (1 - 1e-9)
-    magnitude = 10.0 ** math.floor(math.log10(least))
-    return next(factor * magnitude for factor in (1, 2, 5, 10) if factor * magnitude >= least)
-
-
-def _span(values: np.ndarray) -> tuple[float, float]:
-    values = values[np.isfinite(values)]
-    low, high = float(values.min()), float(values.max())
-    if high - low > 1e-9 * max(abs(low), abs(high)):
-        return low, high
-    size = abs(low)  # of a constant, up to rounding
-    margin = max(min(0.5, 0.5 * size) or 0.5, 1e-6 * size)  # which a large number does not swallow
-    return low - margin, high + margin
-
-
-def _rounded(low: float, high: float) -> tuple[float, float]:
-    """The span with its ends moved out to the next ticks."""
-    step = _round_step(high - low)
-    return math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step
+def _points(run: Run, axis: str, metric: str) -> pd.Series:
+    """A metric of a run over an axis."""
+    points = curve(run)
+    if points.empty or metric in points:
+        return pd.Series(dtype=float) if points.empty else points.set_index(axis)[metric].dropna()
+    names = held_out_metrics(run)[:1] if metric == _HELD_OUT else [metric]
+    values = next(iter(logged_curves(run, names).values()), pd.Series(dtype=float)).dropna()
+    return values.set_axis(np.interp(values.index, points["step"], points[axis]))

@@ -1,74 +1,36 @@
-"""The app: one page with four views, its state in the address, following the runs while they train."""
+"""The app: one page that follows the runs while they train, made of Gradio's own components and Plotly's charts."""
 
-import json
-import re
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import gradio as gr
-import numpy as np
+import pandas as pd
 
-from ..record import TelemetryError
+from ..record import Run, TelemetryError
 from ..record.evaluations import RESULT_FILES
+from ..record.reader import STATES
 from ..record.status import Status
-from . import views
-from .charts import Look
-from .markup import HTML, STATES
+from . import charts, views
 from .runs import RunBook
 
 
-VIEWS = ("Runs", "Overview", "Training", "Prompts", "Compare", "Settings")
+TABS = ("Overview", "Training", "Prompts", "Runs", "Settings")
 REFRESH_SECONDS = 1.0
 """How often the page asks for what is new."""
 
-_SORTS = [
-    ("energy, highest first", "-energy"),
-    ("energy, lowest first", "energy"),
-    ("pass rate, highest first", "-pass_rate"),
-    ("pass rate, lowest first", "pass_rate"),
-    ("most visited", "-visits"),
-    ("most often trained on", "-times_selected"),
-    ("latest visit", "-last_step"),
-]
-_STATES = ("all", *(name for name in STATES if name != "unscored"))
-# Parameters of the address, in the order of the controls, and their defaults, which the address leaves out. The defaults
-# of the runs depend on which were given. `view` and `page` are taken by Gradio
-_DEFAULTS: dict[str, Any] = {
-    "tab": "Overview",
-    "run": None,
-    "state": "all",
-    "q": "",
-    "sort": "-energy",
-    "at": 1,
-    "prompt": "",
-    "visit": "",
-    "picked": "",
-    "by": "",
-    "runs": (),
-    "axis": "step",
-    "metric": "pass_rate",
-    "smooth": 0.0,
-    "log": False,
-    "zoom": "",
-}
-_CHOICES = {"tab": VIEWS, "state": _STATES, "sort": dict(_SORTS).values(), "axis": views.AXES, "metric": views.METRICS}
-_NO_COLUMN = ("–", "")
-_LOOK = ("smooth", "log", "zoom")
-_SHOWN_PARAMETERS = {
-    "Runs": ("tab",),
-    "Overview": ("tab", "run"),
-    "Training": ("tab", "run", *_LOOK),
-    "Prompts": ("tab", "run", "state", "q", "sort", "at", "prompt", "visit", "picked", "by"),
-    "Compare": ("tab", "runs", "axis", "metric", *_LOOK),
-    "Settings": ("tab", "run"),
-}
-_COMPARED = 8
-"""Runs that are compared unless the reader chooses others, at most."""
+_VISITS = 12
+"""Latest visits of a prompt whose completions can be chosen."""
 
-_Held = tuple[list[Any], list[int]]
-"""What the prompts on the page were asked for with, and their ids."""
+# A Plotly chart tells the page which point was clicked; Gradio does not pass this on
+_OPEN_POINT = """
+document.addEventListener("pointerover", (event) => {
+  const plot = event.target.closest?.("#lze-scatter .js-plotly-plot");
+  if (!plot || plot.dataset.lze) return;
+  plot.dataset.lze = "listens";
+  plot.on("plotly_click", (data) => trigger("click", { prompt: String(data.points[0].customdata) }));
+});
+"""
 
 
 def build(runs: list[str]) -> gr.Blocks:
@@ -80,24 +42,17 @@ def build(runs: list[str]) -> gr.Blocks:
 
 def serve(runs: list[str], host: str, port: int | None) -> gr.Blocks:
     """Start the app, and serve it until interrupted; see [`~lze_trl.app.launch`]."""
-    address = json.dumps({"defaults": _DEFAULTS, "shown": _SHOWN_PARAMETERS})
     app = build(runs)
     app.launch(
         server_name=host,
         server_port=port,
-        theme=gr.themes.Base(
-            primary_hue="sky",
-            neutral_hue="slate",
-            font=["system-ui", "sans-serif"],
-            font_mono=["ui-monospace", "monospace"],
-        ),
-        # Not as `css`, which Gradio rewrites, so that the rules for light and dark would not apply
-        head=f"<style>{_asset('style.css')}{_asset('page.css')}</style>"
-        f"<script>{_asset('page.js').replace('ADDRESS', address, 1)}</script>",
+        # Fonts of the reader's machine: the page asks no other server for anything
+        theme=gr.themes.Base(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"]),
+        head=f"<style>{(Path(__file__).parent / 'style.css').read_text(encoding='utf-8')}</style>",
         footer_links=[],
         ssr_mode=False,
         share=False,
-        quiet=True,  # what it prints advertises sharing
+        quiet=True,  # Gradio's own message advertises sharing
         prevent_thread_lock=True,
     )
     sys.stdout.write(f"The app is at {app.local_url}\n")
@@ -107,220 +62,220 @@ def serve(runs: list[str], host: str, port: int | None) -> gr.Blocks:
     return app
 
 
-def _asset(name: str) -> str:
-    return (Path(__file__).parent / name).read_text(encoding="utf-8")
-
-
 class _Page:
-    """Controls, the handlers behind them, and what they show."""
+    """Components, and the handlers that fill them."""
 
     def __init__(self, book: RunBook):
         self.book = book
-        gr.HTML(
-            '<header class="lze lze-title"><h1>Learning-Zone Energy</h1><p>where the model is learning</p></header>'
-        )
-        self._add_controls()
-        self._add_results()
+        ids = book.ids
+        with gr.Row():
+            gr.Markdown("## Learning-Zone Energy")
+            self.run = gr.Dropdown(ids, value=next(iter(ids), None), label="Run", elem_id="lze-run")
+            self.smoothing = gr.Slider(0.0, 0.99, 0.0, step=0.01, label="Smoothing")
+            self.live = gr.Checkbox(True, label="Live", info="Follow the run while it trains", min_width=120)
+        self.standing = gr.HTML(elem_classes="lze", elem_id="lze-standing")
+        self.tab = gr.State("Overview")
+        self.prompt = gr.State("")
+        self.seen = gr.State(None)  # what the page shows, as of [`_version`]
+        self.order = gr.State([])  # ids of the prompts in the table, which keep their places at a refresh
+        with gr.Tabs():
+            self.tabs = [gr.Tab(name) for name in TABS]
+        overview, training, prompts, compare, settings = self.tabs
+        with overview:
+            self.numbers = gr.HTML(elem_classes="lze", elem_id="lze-overview")
+            self.overview_plots = _plots()
+        with training:
+            self.training_plots = _plots()
+        with prompts:
+            self._add_prompts()
+        with compare:
+            self._add_comparison()
+        with settings:
+            self.settings = gr.Dataframe(
+                headers=["setting", "value"], label="Settings", wrap=True, interactive=False, elem_id="lze-settings"
+            )
         self._connect()
 
-    def _add_controls(self):
-        ids = self.book.ids
-        with gr.Row(elem_classes="lze-controls"):
-            self.view = gr.Radio(
-                VIEWS,
-                value=_DEFAULTS["tab"],
-                show_label=False,
-                container=False,
-                elem_id="lze-view",
-                scale=2,
-                min_width=300,
-            )
-            self.run = gr.Dropdown(ids, value=ids[0] if ids else None, label="Run", elem_id="lze-run", scale=1)
-            self.pause = gr.Button("Pause", elem_id="lze-pause", min_width=90, scale=0)
-        with gr.Row(visible=False, elem_classes="lze-controls") as self.prompt_controls:
-            self.search = gr.Textbox(
-                label="Search", placeholder="text, column or id", elem_id="lze-search", min_width=220
-            )
-            self.sort = gr.Dropdown(_SORTS, value="-energy", label="Sort by", elem_id="lze-sort", min_width=230)
+    def _add_prompts(self):
+        with gr.Row():
+            self.search = gr.Textbox(label="Search", placeholder="text, column or id", elem_id="lze-search")
+            self.state = gr.Dropdown(["all", *STATES], value="all", label="State", elem_id="lze-state")
             self.by = gr.Dropdown(
-                [_NO_COLUMN], value="", label="Break down by", elem_id="lze-by", min_width=160, allow_custom_value=True
+                [("–", "")], value="", label="Break down by", allow_custom_value=True, elem_id="lze-by"
             )
-            self.state = gr.Radio(_STATES, value="all", label="State", elem_id="lze-state", scale=3, min_width=300)
-        with gr.Row(visible=False, elem_classes="lze-controls") as self.compare_controls:
-            self.runs = gr.CheckboxGroup(
-                ids, value=ids[:_COMPARED], label="Runs", elem_id="lze-runs", scale=2, min_width=300
-            )
-            axes = [(label, name) for name, label in views.AXES.items()]
-            self.axis = gr.Radio(axes, value="step", label="Over", elem_id="lze-axis", scale=2, min_width=300)
-            metrics = [(label, name) for name, label in views.METRICS.items()]
-            self.metric = gr.Dropdown(metrics, value="pass_rate", label="Show", elem_id="lze-metric", min_width=240)
-        with gr.Row(visible=False, elem_classes="lze-controls") as self.look_controls:
-            self.smooth = gr.Slider(0.0, 0.99, 0.0, step=0.01, label="Smoothing", elem_id="lze-smooth", min_width=240)
-            self.log = gr.Checkbox(label="Logarithmic", container=False, elem_id="lze-log", min_width=120)
+        with gr.Row():
+            with gr.Column(scale=3, min_width=320):
+                self.scatter = gr.Plot(show_label=False, elem_id="lze-scatter")
+                self.bridge = gr.HTML(js_on_load=_OPEN_POINT)
+                self.found = gr.Markdown(elem_id="lze-found")
+                self.table = gr.Dataframe(
+                    label="Prompts: choose one to open it",
+                    interactive=False,
+                    elem_id="lze-table",
+                    column_widths=[280, 90, 80, 90, 80, 70, 190],
+                    datatype=["str", "str", "number", "number", "number", "number", "str"],
+                )
+                self.breakdown = gr.Dataframe(visible=False, interactive=False, elem_id="lze-breakdown")
+            with gr.Column(scale=2, min_width=320):
+                self.history = gr.Plot(show_label=False, visible=False)
+                self.visit = gr.Dropdown(
+                    [("the latest visit", "")], value="", label="Completions at", visible=False, elem_id="lze-visit"
+                )
+                self.detail = gr.HTML("Choose a prompt to see its history.", elem_classes="lze", elem_id="lze-detail")
 
-    def _add_results(self):
-        with gr.Row(elem_classes="lze-results"):
-            with gr.Column(scale=3, elem_classes="lze-column"):
-                self.main = gr.HTML(
-                    elem_classes="lze", apply_default_css=False, elem_id="lze-main", js_on_load=_SET_PARAMETERS
-                )
-                with gr.Row(visible=False, elem_classes="lze-pager") as self.pager:
-                    self.previous = gr.Button("← Previous", size="sm", elem_id="lze-previous")
-                    self.page = gr.Number(1, label="Page", precision=0, minimum=1, container=False, elem_id="lze-page")
-                    self.next = gr.Button("Next →", size="sm", elem_id="lze-next")
-            with gr.Column(scale=2, elem_classes="lze-column", visible=False) as self.side:
-                self.detail = gr.HTML(
-                    elem_classes="lze", apply_default_css=False, elem_id="lze-detail", js_on_load=_SET_PARAMETERS
-                )
-        self.prompt = gr.Textbox(visible="hidden", elem_id="lze-prompt")
-        self.visit = gr.Textbox(visible="hidden", elem_id="lze-visit")
-        self.picked = gr.Textbox(visible="hidden", elem_id="lze-picked")
-        self.zoom = gr.Textbox(visible="hidden", elem_id="lze-zoom")
-        self.seen = gr.State(None)
-        self.held = gr.State(None)  # the prompts that keep their places, of [`_Held`]
+    def _add_comparison(self):
+        ids = self.book.ids
+        self.runs = gr.CheckboxGroup(ids, value=ids[:8], label="Runs", elem_id="lze-runs")
+        with gr.Row():
+            metrics = [(label, name) for name, label in charts.METRICS.items()]
+            self.metric = gr.Dropdown(metrics, value="pass_rate", label="Show", elem_id="lze-metric")
+            self.axis = gr.Radio([(label, name) for name, label in charts.AXES.items()], value="step", label="Over")
+        self.comparison = gr.Plot(show_label=False, elem_id="lze-comparison")
+        self.run_table = gr.Dataframe(
+            label="Runs, and the settings that differ", interactive=False, elem_id="lze-run-table"
+        )
 
     def _connect(self):
-        search = (self.state, self.search, self.sort)
-        controls = [self.view, self.run, *search, self.page, self.prompt, self.visit, self.picked, self.by]
-        controls += [self.runs, self.axis, self.metric, self.smooth, self.log, self.zoom]
-        pages = (self.side, self.prompt_controls, self.compare_controls, self.look_controls, self.pager)
-        shown = [self.main, self.detail, *pages, self.page, self.run, self.by, self.seen, self.held]
+        names = "tab run smoothing search state by prompt visit runs metric axis"
+        self.controls = {name: getattr(self, name) for name in names.split()}
+        controls = list(self.controls.values())
+        shown = [self.standing, self.numbers, *self.overview_plots, *self.training_plots, self.scatter, self.found]
+        shown += [self.table, self.breakdown, self.by, self.history, self.visit, self.detail]
+        shown += [self.comparison, self.run_table, self.settings, self.seen, self.order]
         # One after the other: the answer to an earlier question never replaces that to a later one
         quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private", "concurrency_id": "page"}
-        show: dict[str, Any] = {"fn": self._show, "inputs": [self.held, *controls], "outputs": shown, **quiet}
-        show_and_write = show | {"js": "(held, ...values) => [held, ...window.lzeWriteAddress(values)]"}
-
-        gr.on(None, self._restore, None, controls, **quiet).then(**show)
-        # A change shows the first page again, except that of the page or the prompt
-        for control in (self.run, *search):
-            control.input(lambda: 1, None, self.page, trigger_mode="always_last", **quiet).then(**show_and_write)
-        for shown_by in (self.view, self.by, self.runs, self.metric, self.page, self.smooth, self.log):
-            shown_by.input(trigger_mode="always_last", **show_and_write)
-        # What was chosen of one axis is nothing of another
-        self.axis.input(lambda: "", None, self.zoom, trigger_mode="always_last", **quiet).then(**show_and_write)
-        for part in (self.main, self.detail):
-            part.click(self._set, None, controls, **quiet).then(**show_and_write)
-        self.main.submit(lambda: None, None, self.held, **quiet).then(**show)
-        for button, change in ((self.previous, -1), (self.next, 1)):
-            turned = button.click(
-                lambda page, change=change: max(1, (page or 1) + change), self.page, self.page, **quiet
-            )
-            turned.then(**show_and_write)
+        show: dict[str, Any] = {"fn": self._show, "inputs": controls, "outputs": shown, **quiet}
+        gr.on(None, self._look, None, [self.run, self.runs], **quiet).then(**show)
+        for tab in self.tabs:
+            tab.select(lambda name=tab.label: name, None, self.tab, **quiet).then(**show)
+        for name, control in self.controls.items():
+            if name not in ("tab", "run", "prompt", "visit"):
+                control.input(trigger_mode="always_last", **show)
+        self.run.input(lambda: ("", ""), None, [self.prompt, self.visit], **quiet).then(**show)
+        # Opening a prompt leaves the table alone, so that the reader can go on with the keyboard
+        opened = [self.run, self.prompt, self.visit]
+        detail: dict[str, Any] = {"fn": self._show_opened, "inputs": opened, "outputs": shown, **quiet}
+        self.table.select(self._open_row, None, [self.prompt, self.visit], **quiet).then(**detail)
+        self.bridge.click(self._open_point, None, [self.prompt, self.visit], **quiet).then(**detail)
+        self.visit.input(**detail)
         timer = gr.Timer(REFRESH_SECONDS)
-        timer.tick(self._follow, [self.seen, self.held, *controls], shown, **quiet)
-        self.pause.click(self._pause, self.pause, [timer, self.pause], **quiet)
+        timer.tick(self._follow, [self.seen, self.order, *controls], shown, **quiet)
+        self.live.input(lambda live: gr.Timer(active=live), self.live, timer, **quiet)
 
-    def _set(self, event: gr.EventData) -> list[Any]:
-        """Values of the controls for a button of the page, which names those that it sets."""
-        values = self._values({name: str(value) for name, value in event._data.items()})
-        return [values[name] if name in event._data else gr.skip() for name in _DEFAULTS]
+    def _open_row(self, event: gr.SelectData) -> tuple[str, str]:
+        return str(event.row_value[-1]), ""
 
-    def _pause(self, label: str) -> tuple[gr.Timer, str]:
-        """Stop or restart the refreshes. What the reader asks for is shown all the same."""
-        resumed = label == "Resume"
-        return gr.Timer(active=resumed), "Pause" if resumed else "Resume"
+    def _open_point(self, event: gr.EventData) -> tuple[str, str]:
+        return str(event._data["prompt"]), ""
 
-    def _restore(self, request: gr.Request) -> list[Any]:
-        """Values of the controls from the address, after a look for runs that have begun."""
+    def _look(self) -> tuple[Any, Any]:
+        """Look for runs that have begun since the app was started."""
         self.book.look()
-        values = self._values(request.query_params)
-        for name in ("run", "runs"):
-            values[name] = gr.update(choices=self.book.ids, value=values[name])
-        return list(values.values())
-
-    def _values(self, given: Mapping[str, str]) -> dict[str, Any]:
-        """Values of the controls as they are given, with the default instead of any that a control cannot have."""
-        ids, values = self.book.ids, {}
-        for name, default in _DEFAULTS.items():
-            value = given.get(name, default)
-            values[name] = value if value in _CHOICES.get(name, [value]) else default
-        values["at"] = max(1, int(given["at"])) if given.get("at", "").isdecimal() else 1
-        values["run"] = given.get("run") if given.get("run") in ids else next(iter(ids), None)
-        values["runs"] = [id for id in ids if id in given["runs"].split(",")] if "runs" in given else ids[:_COMPARED]
-        values["smooth"] = float(given["smooth"]) if re.fullmatch(r"0\.\d{1,2}", given.get("smooth", "")) else 0.0
-        values["log"] = given.get("log") == "true"
-        return values
+        ids = self.book.ids
+        return gr.update(choices=ids, value=next(iter(ids), None)), gr.update(choices=ids, value=ids[:8])
 
     def _version(self, given: dict[str, Any]) -> list[Any]:
-        """Changes with the controls, and when one of the runs on the page has recorded or evaluated something, or ended."""
-        versions: list[Any] = [given]
-        for id in {"Compare": given["runs"], "Runs": self.book.ids}.get(given["tab"], [given["run"]]):
+        """Changes with the controls, and when a run on the page has recorded or evaluated something, or ended."""
+        versions: list[Any] = [{name: value for name, value in given.items() if name not in ("prompt", "visit")}]
+        for id in given["runs"] if given["tab"] == "Runs" else [given["run"]]:
             try:
                 run = self.book.open(id)
-                state = Status.read(run.directory).state
-                versions.append([hash(run.version), state, *sorted(run.directory.parent.glob(RESULT_FILES))])
+                evaluations = sorted(map(str, run.directory.parent.glob(RESULT_FILES)))
+                versions.append([hash(run.version), Status.read(run.directory).state, *evaluations])
             except TelemetryError as error:
                 versions.append(str(error))
         return versions
 
-    def _follow(self, seen: list[Any] | None, held: _Held | None, *values: Any) -> Any:
-        given = dict(zip(_DEFAULTS, values, strict=True))
-        return gr.skip() if self._version(given) == seen else self._show(held, *values)
+    def _follow(self, seen: list[Any] | None, order: list[int], *values: Any) -> Any:
+        given = dict(zip(self.controls, values, strict=True))
+        return gr.skip() if self._version(given) == seen else self._show(*values, order=order)
 
-    def _show(self, held: _Held | None, *values: Any) -> dict[Any, Any]:
-        """What changes on the page, by component."""
-        given = dict(zip(_DEFAULTS, values, strict=True))
-        view, version = given["tab"], self._version(given)
-        detail, pages, columns = "", 1, []
+    def _show(self, *values: Any, order: list[int] | None = None) -> dict[Any, Any]:
+        """What changes on the page, by component: only the open tab. The prompts in `order` keep their places."""
+        given = dict(zip(self.controls, values, strict=True))
+        changes: dict[Any, Any] = {self.seen: self._version(given)}
         try:
-            if view == "Runs":
-                main = views.all_runs(self.book)
-            elif view == "Compare":
-                ids = [id for id in self.book.ids if id in given["runs"]]
-                main = views.compare(self.book, ids, given["axis"], given["metric"], _look(given))
-            elif view == "Prompts":
-                run, chosen, page = self.book.open(given["run"]), given["prompt"], given["at"] or 1
-                asked = [given[name] for name in ("run", "state", "q", "sort", "at")]
-                places = held[1] if held and held[0] == asked else []
-                detail = views.prompt_detail(run, chosen, given["visit"], given["picked"])
-                search = given["state"], given["q"], given["sort"], page - 1
-                main, pages, places = views.prompt_table(run, *search, chosen, places, detail)
-                held = asked, places
-                columns = run.columns()
-                if given["by"] in columns:
-                    main = views.breakdown(run, given["by"]) + main
-            elif view == "Settings":
-                main = views.settings(self.book.open(given["run"]))
+            if given["tab"] == "Runs":
+                return changes | self._show_runs(given)
+            run = self.book.open(given["run"])
+            changes[self.standing] = views.standing(run)
+            if given["tab"] == "Overview":
+                changes |= {self.numbers: views.overview(run)} | _filled(self.overview_plots, charts.overview(run))
+            elif given["tab"] == "Training":
+                changes |= _filled(self.training_plots, charts.training(run, given["smoothing"]))
+            elif given["tab"] == "Prompts":
+                changes |= self._show_prompts(run, given, order or []) | self._show_prompt(
+                    run, given["prompt"], given["visit"]
+                )
             else:
-                run = self.book.open(given["run"])
-                shown = views.training(run, _look(given)) if view == "Training" else views.overview(run)
-                main = views.standing(run) + shown
+                changes[self.settings] = views.settings_table(run)
         except TelemetryError as error:
-            main = HTML.problem(error)
-        visible = {
-            self.side: view == "Prompts",
-            self.prompt_controls: view == "Prompts",
-            self.compare_controls: view == "Compare",
-            self.look_controls: view in ("Training", "Compare"),
-            self.pager: pages > 1,
-            self.run: view not in ("Runs", "Compare"),
+            changes |= {self.standing: views.HTML.problem(error), self.numbers: ""} | _filled(self.overview_plots, [])
+        return changes
+
+    def _show_prompts(self, run: Run, given: dict[str, Any], order: list[int]) -> dict[Any, Any]:
+        state = None if given["state"] == "all" else given["state"]
+        places = {id: place for place, id in enumerate(order)}
+        found = run.prompts(state, given["search"], limit=views.MOST_PROMPTS)
+        found = found.sort_values("prompt_id", key=lambda ids: ids.map(places).fillna(len(places)), kind="stable")
+        counts, columns = run.prompt_counts(given["search"]), run.columns()
+        total = counts[state] if state else sum(counts.values())
+        more = f" Shown are the {len(found):,} of highest energy." if len(found) < total else ""
+        return {
+            self.scatter: charts.prompts(run, found),
+            self.found: f"{total:,} prompts.{more}",
+            self.table: views.prompt_table(run, found),
+            self.order: found["prompt_id"].tolist(),
+            self.by: gr.update(choices=[("–", ""), *columns]),
+            self.breakdown: gr.update(
+                value=run.breakdown(given["by"]).round(3) if given["by"] in columns else None,
+                visible=given["by"] in columns,
+            ),
         }
-        changes: dict[Any, Any] = {component: gr.update(visible=value) for component, value in visible.items()}
-        if view == "Prompts" and given["at"] and given["at"] > pages:
-            changes[self.page] = pages
-        if view == "Prompts":
-            changes[self.by] = gr.update(choices=[_NO_COLUMN, *columns])
-        return {self.main: main, self.detail: detail, self.seen: version, self.held: held, **changes}
+
+    def _show_opened(self, id: str, chosen: str, visit: str) -> dict[Any, Any]:
+        return self._show_prompt(self.book.open(id), chosen, visit)
+
+    def _show_prompt(self, run: Run, chosen: str, visit: str) -> dict[Any, Any]:
+        if not chosen:
+            nothing = {part: gr.update(visible=False) for part in (self.history, self.visit)}
+            return {self.detail: "Choose a prompt to see its history.", **nothing}
+        prompt_id = int(chosen)
+        visits = run.sql(
+            """SELECT generation, step + 1 AS step, avg(outcome) AS outcome FROM completions WHERE prompt_id = ?
+            GROUP BY ALL ORDER BY generation DESC LIMIT ?""",
+            [prompt_id, _VISITS],
+        )
+        choices = [
+            (f"step {row.step}: {views.percent(row.outcome)}", str(row.generation)) for row in visits.itertuples()
+        ]
+        return {
+            self.history: gr.update(value=charts.history(run, prompt_id), visible=True),
+            self.visit: gr.update(choices=[("the latest visit", ""), *choices], visible=bool(choices)),
+            self.detail: views.prompt_detail(run, prompt_id, int(visit) if visit else None),
+        }
+
+    def _show_runs(self, given: dict[str, Any]) -> dict[Any, Any]:
+        runs, problems = {}, []
+        for id in given["runs"]:
+            try:
+                runs[id] = self.book.open(id)
+            except TelemetryError as error:
+                problems.append(f"{id}: {error}")
+        return {
+            self.standing: views.HTML.problem(" ".join(problems)) if problems else "",
+            self.comparison: charts.comparison(runs, given["axis"], given["metric"], given["smoothing"]),
+            self.run_table: views.run_table(runs) if runs else pd.DataFrame({"run": []}),
+        }
 
 
-def _look(given: dict[str, Any]) -> Look:
-    """How lines are shown."""
-    try:
-        low, high = map(float, given["zoom"].split(","))
-        span = (low, high) if np.isfinite([low, high]).all() and low < high else None
-    except ValueError:
-        span = None
-    return Look(float(given["smooth"] or 0.0), bool(given["log"]), span)
+def _plots() -> list[gr.Plot]:
+    """Places for charts, side by side where the page is wide enough."""
+    with gr.Row():
+        return [gr.Plot(show_label=False, visible=False, min_width=400) for _ in range(charts.MOST_CHARTS)]
 
 
-# The buttons of the page name parameters of the address and their new values, as text: the id of a prompt does not fit into
-# a JavaScript number. One more button asks for the order of now
-_SET_PARAMETERS = """
-element.addEventListener("click", (event) => {
-  const button = event.target.closest("button");
-  if (!button || "csv" in button.dataset) return;
-  if ("update" in button.dataset) { trigger("submit"); return; }
-  trigger("click", { ...button.dataset });
-});
-element.addEventListener("lze-set", (event) => trigger("click", event.detail));
-"""
+def _filled(plots: list[gr.Plot], figures: list[Any]) -> dict[Any, Any]:
+    """Charts in the first places, and the others hidden."""
+    shown = {plot: gr.update(value=figure, visible=True) for plot, figure in zip(plots, figures, strict=False)}
+    return shown | {plot: gr.update(visible=False) for plot in plots[len(figures) :]}

@@ -1,12 +1,11 @@
-"""The report of a run: one HTML file that needs nothing else, and pictures."""
+"""The report of a run: one HTML file that needs nothing else, and its picture."""
 
+import base64
 import io
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from textwrap import fill
-from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -15,37 +14,30 @@ from matplotlib.figure import Figure
 from ..files import write_atomically
 from ..record import MissingTelemetryError, Run, open_run
 from ..record.curves import curve, energy_heat_map, held_out, outcome_name
-from ..record.ledger import against_plain, headline, skipped_visits
-from ..record.numbers import percent
+from ..record.reader import STATES
 from ..version import __version__
-from .charts import brightest
-from .markup import HTML, STATES
-from .views import overview, settings_table, title
+from .views import HTML, brightest, overview, settings_table, title
 
 
 _BLUE, _ORANGE, _GREEN, _GREY = "#0072b2", "#d55e00", "#009e73", "#8a96a3"
-_FORGOTTEN_SHOWN = 50
 
 
 def write_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
     """
     Write the report of a run, finished or not, into a folder, by default `<run_dir>/report`.
 
-    Returns the HTML file; `summary.png` and `energy.png` lie beside it. A run that cannot be read raises a
-    [`TelemetryError`].
+    Returns the HTML file; `summary.png` lies beside it. A run that cannot be read raises a [`TelemetryError`].
     """
     folder = Path(run_dir) / "report" if out is None else Path(out)
     with _opened(run_dir) as run:
         _draw_summary(run, folder / "summary.png")
-        figure, (axis,) = _figure(8.0, 4.0, [1.0])
-        _draw_energy(run, figure, axis)
-        _save(figure, folder / "energy.png")
-        write_atomically(folder / "report.html", _document(run).encode())
+        picture = base64.b64encode((folder / "summary.png").read_bytes()).decode()
+        write_atomically(folder / "report.html", _document(run, picture).encode())
     return folder / "report.html"
 
 
 def write_summary_picture(run_dir: str | Path, path: str | Path) -> Path:
-    """Write the picture of a run: pass rate and reward, energy, and savings over the steps."""
+    """Write the picture of a run: pass rate, reward and energy over the steps."""
     with _opened(run_dir) as run:
         _draw_summary(run, Path(path))
     return Path(path)
@@ -53,7 +45,7 @@ def write_summary_picture(run_dir: str | Path, path: str | Path) -> Path:
 
 def write_comparison(lines: dict[str, tuple[list[float], list[float]]], path: str | Path) -> Path:
     """Write the picture of several runs: held-out accuracy over cost, a line for each, by name."""
-    figure, (axis,) = _figure(7.0, 4.2, [1.0])
+    figure, (axis,) = _figure(7.0, 4.2, 1)
     for (name, (costs, accuracies)), colour in zip(lines.items(), (_GREY, _BLUE, _ORANGE), strict=True):
         axis.plot(costs, accuracies, color=colour, lw=1.6, marker="o", ms=3.5, label=name)
     axis.set(xlabel="FLOPs so far (plain GRPO's, all steps: 1)", ylabel="held-out accuracy", ylim=(0.0, 1.0))
@@ -71,16 +63,16 @@ def _opened(run_dir: str | Path) -> Iterator[Run]:
         yield run
 
 
-def _document(run: Run) -> str:
-    """The report as one HTML document."""
+def _document(run: Run, picture: str) -> str:
+    """The report as one HTML document, with its picture in base64."""
     when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     return HTML.report(
         run.name,
         run.summary(),
         overview(run),
         _learned(run),
-        _forgotten(run),
         settings_table(run),
+        picture,
         f"Written {when} by lze_trl {__version__}; recorded by lze_trl {run.meta.package_version}.",
     )
 
@@ -101,20 +93,10 @@ def _learned(run: Run) -> tuple[list[str], list[list[str]]]:
     )
 
 
-def _forgotten(run: Run) -> dict[str, Any]:
-    """Prompts that were solved and failed their re-check, and how many there are."""
-    frame = run.prompts(state="forgotten", sort="pass_rate", descending=False, limit=_FORGOTTEN_SHOWN)
-    rows = [
-        (str(row.text)[:200], percent(row.pass_rate), row.visits, row.rechecks, row.last_step + 1)
-        for row in frame.itertuples()
-    ]
-    return {"rows": rows, "total": run.prompt_counts()["forgotten"]}
-
-
-def _figure(width: float, height: float, ratios: list[float]) -> tuple[Figure, list[Axes]]:
+def _figure(width: float, height: float, columns: int) -> tuple[Figure, list[Axes]]:
     # Without pyplot: a training may have chosen a backend of its own, and its figures would never be freed
     figure = Figure(figsize=(width, height), dpi=110, layout="constrained", facecolor="white")
-    axes = figure.subplots(1, len(ratios), squeeze=False, width_ratios=ratios)[0].tolist()
+    axes = figure.subplots(1, columns, squeeze=False)[0].tolist()
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
     return figure, axes
@@ -128,7 +110,7 @@ def _save(figure: Figure, path: Path):
 
 
 def _draw_summary(run: Run, path: Path):
-    figure, (outcomes, energy, savings) = _figure(13.0, 3.6, [1.0, 1.15, 0.7])
+    figure, (outcomes, energy) = _figure(11.0, 3.6, 2)
     points, outcome = curve(run), outcome_name(run)
     for name, label, colour, dashes in (
         ("pass_rate", f"{outcome}, all rollouts", _BLUE, "-"),
@@ -144,7 +126,6 @@ def _draw_summary(run: Run, path: Path):
     outcomes.grid(alpha=0.3)
     outcomes.legend(frameon=False, fontsize=8)
     _draw_energy(run, figure, energy)
-    _draw_savings(savings, run.summary()["ledger"])
     _save(figure, path)
 
 
@@ -159,22 +140,3 @@ def _draw_energy(run: Run, figure: Figure, axis: Axes):
     # A label beside the colours would be cut off: the layout does not count its length
     axis.set(title="Energy of the groups, colour: % of them", xlabel="step", ylabel="energy")
     figure.colorbar(mesh, ax=axis, extend="max")
-
-
-def _draw_savings(axis: Axes, totals: dict[str, float]):
-    works = against_plain(totals)
-    if not works:
-        axis.text(0.5, 0.5, fill(headline(totals), 30), ha="center", va="center")
-        axis.set_axis_off()
-        return
-    used = [work.ratio if work.plain_flops else 0.0 for work in works]
-    axis.set(title="FLOPs", xlim=(0, 1.25 * max(1.0, *used)), xlabel="× plain GRPO,\nsame number of optimizer steps")
-    names = [work.name for work in works]
-    axis.barh(names, [1.0] * len(works), color="#e3e8ed", height=0.6)
-    axis.barh(names, used, color=_BLUE, height=0.6)
-    for row, work in enumerate(works):
-        axis.text(used[row] + 0.02, row, work.times, va="center")
-    axis.text(
-        0.0, -0.27, fill(skipped_visits(totals), 45), transform=axis.transAxes, fontsize=8, color=_GREY, va="top"
-    )
-    axis.invert_yaxis()

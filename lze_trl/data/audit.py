@@ -15,8 +15,7 @@ from rich.table import Table
 from ..memory.identity import prompt_id
 from ..rewards.grading import Answer, equal, read_answer, read_gold
 from ..rewards.limit import GradingTimeout
-from . import load_prompts
-from .references import DataError
+from .prompts import load_prompts
 
 
 COUNTS = {
@@ -54,26 +53,12 @@ class Audit:
     """Shortest, median, 95th percentile and longest prompt."""
 
 
-@dataclass(frozen=True)
-class Failure:
-    """A dataset that cannot be found, reached, read or recognised: its reference, and a message with what to do."""
-
-    reference: str
-    message: str
-
-
-def audit(references: list[str], **kwargs) -> list[Audit | Failure]:
-    """Read datasets by [`load_prompts`], as a training run would, and count. One that cannot be read does not hide the others."""
-    if not references:
-        raise DataError("No dataset is given. Name at least one, such as 'openai/gsm8k'.")
-    entries: list[Audit | Failure] = []
+def audit(references: list[str], **kwargs) -> list[Audit]:
+    """Read datasets by [`load_prompts`], as a training run would, and count."""
+    entries: list[Audit] = []
     seen: set[int] = set()
     for reference in references:
-        try:
-            dataset = load_prompts(reference, **kwargs)
-        except DataError as error:
-            entries.append(Failure(reference, str(error)))
-            continue
+        dataset = load_prompts(reference, **kwargs)
         entries.append(audit_prompts(dataset, seen))
         seen.update(dataset["prompt_id"])
     return entries
@@ -126,8 +111,8 @@ def _is_wordy(gold: str, answer: Answer) -> bool:
     return bool(answer.values[0].free_symbols) and _WORD.search(_LATEX.sub(" ", gold)) is not None
 
 
-def render(entries: list[Audit | Failure]) -> str:
-    """A plain-text table, what was read from which column, gold answers that cannot be scored, and errors."""
+def render(entries: list[Audit]) -> str:
+    """A plain-text table, what was read from which column, and gold answers that cannot be scored."""
     legend = [f"{name:<9}  {meaning}" for name, meaning in COUNTS.items() if meaning]
     legend.append("prompt     characters of the shortest, the median, the 95th percentile and the longest prompt")
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), caption_justify="left")
@@ -137,10 +122,6 @@ def render(entries: list[Audit | Failure]) -> str:
         table.add_column(title, justify="right", no_wrap=True)
     notes = []
     for entry in entries:
-        if isinstance(entry, Failure):
-            table.add_row(entry.reference, "error")
-            notes.append(f"{entry.reference}: error: {entry.message}")
-            continue
         lengths = "/".join(map(str, entry.prompt_characters))
         table.add_row(entry.source, *(f"{count:,}" for count in entry.counts.values()), lengths)
         notes.append(f"{entry.source}: {entry.description}")

@@ -1,295 +1,199 @@
-"""Tells which columns of a dataset hold the problem, its context, its options and the gold answer, and reads them."""
+"""Which columns of a dataset hold the problem, what it refers to, its options and the gold answer."""
 
 import re
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Mapping
 from itertools import islice
 from string import ascii_uppercase
 from typing import Any
 
-from datasets import Audio, ClassLabel, Dataset, Features, Image, IterableDataset, List, Value, Video
+from datasets import ClassLabel, Dataset, IterableDataset
 
 from ..rewards.grading import gold_text, last_boxed, marked_answer
-from .problems import READINGS, Option, choose_reading, context_text, read_options
-from .references import DataError
+from .sources import DataError
 
 
-_PROMPT = ("prompt", "problem", "question")
-_ANSWER = ("answer", "ground_truth", "reward_model.ground_truth", "expected_answer", "final_answer")
-# Where there are options, these name the right one; elsewhere, they say other things
-_CHOICE = ("answerKey", "correct_answer", "correct_option", "correct", "label", "cop")
-# In the order in which they are written
-_CONTEXT = ("context", "passage", "paragraph", "article", "pre_text", "table_title", "table", "post_text", "body")
-_OPTIONS = ("options", "choices", "answer_choices")
-_OPTION_NAME = re.compile(r"(?:option|choice|op)[_ ]?([a-z]|[0-9]+)|([A-Z])", re.IGNORECASE)
-_WORKED = "solution"  # the gold answer, where no other column holds one
-_PICTURES = ("image", "images")
+KNOWN = {
+    "prompt_column": ("prompt", "problem", "question"),
+    "answer_column": (
+        "answer",
+        "ground_truth",
+        "reward_model.ground_truth",
+        "expected_answer",
+        "final_answer",
+        "solution",
+    ),
+    "option_column": ("options", "choices", "answer_choices"),
+    "context_columns": ("context", "passage", "article", "table_title", "table", "body"),
+}
+"""Names by which columns are recognised, the first that is there; of contexts, all."""
 
-_WANTED = {"prompt_column": "problem", "answer_column": "gold answer", "context_columns": "context"}
-_RENAMED = {"type": "subject", "source": "original_source"}
-_OWN = ("prompt", "solution", "reference_solution", "prompt_id", "source")
-_TEXT = ("string", "large_string")
-_SCALAR = (*_TEXT, "bool", "int", "uint", "float")
-_SAMPLE = 10_000
-_STREAM_SAMPLE = 100
-_SHOWN_CHARACTERS = 200
+_CHOICE = ("answerKey", "correct_answer", "correct_option", "correct", "label")  # the right option, beside those above
+_SAMPLE = 1_000
 
 
 class Columns:
     """
-    Which columns of a dataset hold what, from their names, their types and the first rows; dotted paths reach into nested ones.
-
-    `settings` are the columns that the user names, by the arguments of [`load_prompts`]; what is `None` is recognised.
-    Raises [`DataError`] if a column is missing, or the first rows cannot be read.
+    Columns of a table, by name; dotted names reach into nested ones. `given` are those that the user names, by the arguments
+    of [`load_prompts`]; the others are recognised by [`KNOWN`]. Raises [`DataError`] for one that is missing.
     """
 
-    def __init__(self, table: Dataset | IterableDataset, features: Features, source: str, settings: Mapping[str, Any]):
-        self.source, self.features, self._settings = source, features, settings
-        self.prompt = self._find_one("prompt_column", _PROMPT)
-        # One column that lists the options, or one for each with its label
-        self.options = self._find_options()
-        self.options.pop(self.prompt, None)
-        candidates = (*_ANSWER, *_CHOICE, _WORKED) if self.options else (*_ANSWER, _WORKED)
-        taken = {self.prompt, *self.options}
-        self.answer = (
-            self._find_one("answer_column", candidates, taken) if self._is_labelled(candidates, taken) else None
-        )
-        self.context = self._find_context()
-        self.worked = self._find(_WORKED)  # beside the answer
-        if self.worked in (self.answer, self.prompt) or not _has_type(features.get(self.worked), _SCALAR):
-            self.worked = None
-        # Other columns and their names in the result. One that has the name of a column written here gives way to it
-        used = {self.prompt.partition(".")[0], (self.answer or "").partition(".")[0], self.worked}
-        kept = {
-            name: _RENAMED.get(name, name)
-            for name in features
-            if name not in used and _has_type(features[name], _SCALAR)
-        }
-        self.kept = {old: new for old, new in kept.items() if new not in _OWN and (old == new or new not in features)}
-        self._judge_answers(table)
+    def __init__(self, table: Dataset | IterableDataset, source: str, given: Mapping[str, Any], unlabelled: bool):
+        self.source, self._first = source, list(islice(iter(table), _SAMPLE))
+        if not self._first:
+            raise DataError(f"{source!r} has no rows. Check its split, and that the file is complete.")
+        self._features = table.features or {}
+        self.prompt: str = self._find("prompt_column", given)
+        self.options: str | None = self._find("option_column", given, needed=False)
+        further = (*_CHOICE,) if self.options else ()
+        self.answer: str | None = self._find("answer_column", given, further, needed=not unlabelled)
+        contexts = given["context_columns"]
+        if contexts is None:
+            self.contexts = [found for name in KNOWN["context_columns"] if (found := self._named(name))]
+        else:
+            self.contexts = [self._check(name, "context_columns") for name in contexts]
+        texts = [self._answer_text(row) for row in self._first]
+        # Worked solutions, if most of them box or mark an answer; then one without a box holds none
+        self._worked = 2 * sum(_final(text) is not None for text in texts) >= len(texts)
+        self._reading = self._best_reading()
 
     def describe(self) -> str:
         """What is read from which column, in one line."""
-        description = f"problem from {' + '.join((*self.context, self.prompt))}"
-        if self.answer is None:
-            return f"{description}, no gold answer"
-        if not self.options:
-            return f"{description}, gold answer from {self.answer}"
-        reading = f"{self._reading} of options, read as the letter"
-        return f"{description}, options from {' + '.join(self.options)}, gold answer from {self.answer} ({reading})"
+        words = [f"problem from {' + '.join((*self.contexts, self.prompt))}"]
+        words += [f"options from {self.options}"] if self.options else []
+        return ", ".join([*words, f"gold answer from {self.answer}" if self.answer else "no gold answer"])
 
-    # ---- Reading rows ----
+    def problem(self, row: dict[str, Any]) -> list[dict[str, str]]:
+        """The problem of a row as messages, the last of which holds contexts and options as well; empty without text."""
+        given = at(row, self.prompt)
+        messages = [{"role": "user", "content": given}] if isinstance(given, str) else list(given or [])
+        if not messages or not str(messages[-1].get("content") or "").strip():
+            return []
+        question = messages[-1]["content"]
+        before = [
+            text for name in self.contexts if (text := str(at(row, name) or "").strip()) and text not in question
+        ]
+        lettered = [f"{letter}. {text}" for letter, text in zip(ascii_uppercase, self._texts(row), strict=False)]
+        whole = "\n".join(["\n\n".join([*before, question]), *lettered])
+        plain = [{"role": message["role"], "content": message["content"]} for message in messages]
+        return [*plain[:-1], {**plain[-1], "content": whole}]
 
-    def contexts(self, row: dict[str, Any]) -> list[tuple[str, str]]:
-        """Names and texts of what the problem of a row refers to."""
-        texts = []
-        for path in self.context:
-            with self._advice([path], "context_columns", ", or give `[]` to read the problems without it"):
-                texts.append((path, context_text(at(row, path))))
-        return texts
+    def gold(self, row: dict[str, Any]) -> tuple[str | None, str | None]:
+        """The gold answer of a row, the letter of the right option where there are options; and its worked solution."""
+        text = self._answer_text(row)
+        final = None if text is None else _final(text) or (None if self._worked else text)
+        if final is not None and "body" in map(str.lower, self.contexts):
+            final = re.sub(r"(?<=\d)\s+\([A-Za-z][^()]*\)$", "", final)  # ASDiv writes "9 (apples)"
+        worked = text if text != final else at(row, "solution") if self.answer != "solution" else None
+        if final is not None and (texts := self._texts(row)):
+            place = _READINGS[self._reading](final, self._labels(row), texts)
+            final = None if place is None else ascii_uppercase[place]
+        return final, worked if isinstance(worked, str) else None
 
-    def listed_options(self, row: dict[str, Any]) -> list[Option]:
-        """The options of the problem of a row."""
-        value = [{"label": label, "text": at(row, path)} for path, label in self.options.items()]
-        with self._advice(self.options, "option_columns", ", or give `[]` to read the problems without them"):
-            return read_options(value[0]["text"] if len(value) == 1 else value)
-
-    def answer_text(self, row: dict[str, Any]) -> str | None:
-        """Text of the answer column of a row; `None` if there is no such column."""
+    def _answer_text(self, row: dict[str, Any]) -> str | None:
         if self.answer is None:
             return None
-        value, feature = at(row, self.answer), at(self.features, self.answer)
+        value, feature = at(row, self.answer), self._features.get(self.answer)
         if isinstance(feature, ClassLabel):
             value = None if value is None or value < 0 else feature.int2str(value)
-        with self._advice([self.answer], "answer_column"):
-            return gold_text(value)
-
-    def final(self, text: str | None) -> str | None:
-        """The gold answer within a text of the answer column, as the dataset words it."""
-        if text is None:
-            return None
-        final = _boxed_or_marked(text) or (None if self._is_worked else text)
-        if final is not None and any(path.lower() == "body" for path in self.context):
-            final = re.sub(r"(?<=\d)\s+\([A-Za-z][^()]*\)$", "", final)  # ASDiv writes "9 (apples)"
-        return final
-
-    def letter_of(self, gold: str | None, options: list[Option]) -> str | None:
-        """The gold answer of a row: the letter of the right option, where there are options."""
-        if gold is None or not options:
-            return gold
-        index = READINGS[self._reading](gold, options)
-        return None if index is None else ascii_uppercase[index]
-
-    @contextmanager
-    def _advice(self, columns: Collection[str], setting: str, otherwise: str = "") -> Iterator[None]:
-        """Name the columns that cannot be read, and the setting that names others."""
         try:
-            yield
+            return gold_text(value)
         except TypeError as error:
-            what = f"{_listed(columns)}: {_shorten(error)} {self._name_other(setting)}"
-            raise DataError(f"{self.source!r}, {what}{otherwise}.") from error
-
-    def _judge_answers(self, table: Dataset | IterableDataset):
-        """
-        How the gold answers are written, judged by the first rows, whatever part of the table is read.
-
-        Answers are worked solutions if most box or mark an answer; then one without a box or a mark holds none.
-        """
-        if self.answer is None:
-            self._is_worked = False
-            return
-        wanted = dict.fromkeys(path.partition(".")[0] for path in (self.answer, *self.options))
-        sample = _STREAM_SAMPLE if isinstance(table, IterableDataset) else _SAMPLE
-        texts, options = [], []
-        for row in islice(table.select_columns(list(wanted)), sample):
-            texts.append(self.answer_text(row))
-            options.append(self.listed_options(row))
-        if not texts:
-            raise DataError(f"{self.source!r} has no rows. Check its split, and that the file is complete.")
-        self._is_worked = 2 * sum(_boxed_or_marked(text or "") is not None for text in texts) >= len(texts)
-        golds = map(self.final, texts)
-        rows = [(gold, listed) for gold, listed in zip(golds, options, strict=True) if gold is not None and listed]
-        self._reading, unread = choose_reading(rows)
-        if 2 * len(unread) > len(rows):
-            gold, listed = unread[0]
             raise DataError(
-                f"{self.source!r} lists options in {_listed(self.options)}, and {len(unread)} of {len(rows)} gold answers "
-                f"in {self.answer!r} name none of them, such as {gold!r} for {[option.text for option in listed]}. "
-                f"{self._name_other('answer_column')}, which holds the label, the text or the number of the right option; "
-                "or give `option_columns` (in a recipe, `dataset_option_columns`) as `[]` to read the problems without "
-                "options."
-            )
+                f"{self.source!r}, column {self.answer!r}: {error} {self._advice('answer_column')}"
+            ) from error
 
-    # ---- Finding columns ----
-
-    def _find(self, name: str) -> str | None:
-        """Path of a column, by its name in any case or by a dotted path; `None` if there is none."""
-        if name in self.features:
-            return name
-        outer, dot, inner = name.partition(".")
-        column = outer if outer in self.features else {name.lower(): name for name in self.features}.get(outer.lower())
-        if not dot or column is None:
-            return column
-        nested = self.features[column]
-        return f"{column}.{inner}" if isinstance(nested, dict) and inner in nested else None
-
-    def _find_one(self, setting: str, candidates: tuple[str, ...], taken: Collection[str] = ()) -> str:
-        given = self._settings[setting]
-        if given is not None:
-            paths = [self._named(setting, given)]
-        else:
-            paths = [path for path in map(self._find, candidates) if path is not None and path not in taken]
-        for path in paths:
-            if setting != "prompt_column" or _is_problem(at(self.features, path)):
-                return path
-        if paths:
+    def _texts(self, row: dict[str, Any]) -> list[str]:
+        """Texts of the options of a row, without letters of their own."""
+        value = at(row, self.options) if self.options else None
+        value = value.get("text", []) if isinstance(value, dict) else value or []
+        if isinstance(value, str) or len(value) > len(ascii_uppercase):
             raise DataError(
-                f"{self.source!r}, column {paths[0]!r}: a problem must be text, or a list of messages with `role` and "
-                f"`content`, got {_shorten(at(self.features, paths[0]))}. {self._name_other(setting)}."
+                f"{self.source!r}, column {self.options!r}: options must be a list of at most {len(ascii_uppercase)} texts, got "
+                f"{str(value)[:80]!r}. {self._advice('option_column')}"
             )
-        raise self._no_column(setting, f"one of {', '.join(f'`{name}`' for name in candidates)}")
+        texts = [str(option["text"] if isinstance(option, dict) else option) for option in value]
+        lettered = [re.fullmatch(r"\(?([A-Z])\s*[).:]\s*(.+)", text, re.DOTALL) for text in texts]
+        if texts and all(
+            match and match[1] == letter for match, letter in zip(lettered, ascii_uppercase, strict=False)
+        ):
+            return [match[2] for match in lettered if match]
+        return texts
 
-    def _is_labelled(self, candidates: tuple[str, ...], taken: Collection[str]) -> bool:
-        """Whether a column has gold answers, or has to: a set read as `unlabelled` may have none."""
-        named = self._settings["answer_column"] is not None
-        found = any(path not in (None, *taken) for path in map(self._find, candidates))
-        return named or found or not self._settings["unlabelled"]
+    def _labels(self, row: dict[str, Any]) -> list[str]:
+        value = at(row, self.options) if self.options else None
+        labels = value.get("label") if isinstance(value, dict) else None
+        return [str(label) for label in labels] if labels else list(ascii_uppercase[: len(self._texts(row))])
 
-    def _find_context(self) -> list[str]:
-        given = self._settings["context_columns"]
-        if given is not None:
-            return [self._named("context_columns", name) for name in given]
-        self._check_pictures()
-        return [
-            path
-            for path in map(self._find, _CONTEXT)
-            if path is not None and path not in (self.prompt, self.answer, *self.options)
-        ]
-
-    def _find_options(self) -> dict[str, str | None]:
-        given = self._settings["option_columns"]
-        if given is not None:
-            return {self._named("option_columns", name): None for name in given}
-        for path in map(self._find, _OPTIONS):
-            if path is not None and not _has_type(self.features[path], "null"):
-                return {path: None}
-        # One column for each option: A, B, C; option_a, option_b; option1, option2; opa, opb
-        labels = {}
-        for name, feature in self.features.items():
-            match = _OPTION_NAME.fullmatch(name)
-            if match is not None and (match[1] or name.isupper()) and _has_type(feature, _SCALAR):
-                labels[name] = (match[1] or match[2]).upper()
-        labels = dict(sorted(labels.items(), key=lambda item: (len(item[1]), item[1])))
-        is_series = [*labels.values()] in ([*ascii_uppercase[: len(labels)]], [str(n + 1) for n in range(len(labels))])
-        # Columns that are called A and B and no more can be anything
-        fewest = 3 if "A" in labels else 2
-        return labels if is_series and len(labels) >= fewest else {}
-
-    def _check_pictures(self):
-        """Refuse pictures and sounds, which would be left out of prompts that are text."""
-        found = []
-        for name, feature in self.features.items():
-            kind = feature.feature if isinstance(feature, List) else feature
-            if isinstance(kind, (Image, Audio, Video)) or (
-                name.lower() in _PICTURES and not _has_type(feature, "null")
-            ):
-                found.append(name)
-        if found:
+    def _best_reading(self) -> str:
+        """How gold answers name the right option: by its label, its text or its number, whichever fits most of the first rows."""
+        if not self.options:
+            return "label"
+        found: Counter[str] = Counter()
+        golds = [(gold, row) for row in self._first if (gold := self._answer_text(row)) and self._texts(row)]
+        for gold, row in golds:
+            for name, reading in _READINGS.items():
+                found[name] += reading(_final(gold) or gold, self._labels(row), self._texts(row)) is not None
+        best = max(_READINGS, key=lambda name: found[name])
+        if 2 * found[best] < len(golds):
             raise DataError(
-                f"{self.source!r} has pictures or sounds in {_listed(found)}, which prompts of text cannot hold. Use a set "
-                "of text problems, or give `context_columns` (in a recipe, `dataset_context_columns`) as `[]` to read the "
-                "problems without them."
+                f"{self.source!r} lists options in {self.options!r}, and most gold answers in {self.answer!r} name none of them, "
+                f"such as {golds[0][0]!r} for {self._texts(golds[0][1])}. {self._advice('answer_column')}"
             )
+        return best
 
-    def _named(self, setting: str, name: str) -> str:
-        path = self._find(name)
-        if path is None:
-            raise self._no_column(setting, f"`{name}`")
-        return path
+    def _find(self, setting: str, given: Mapping[str, Any], further: tuple[str, ...] = (), needed: bool = True) -> Any:
+        if given.get(setting) is not None:
+            return self._check(given[setting], setting)
+        names = (*KNOWN[setting], *further)
+        found = next((found for name in names if (found := self._named(name))), None)
+        if found is None and needed:
+            what = {"prompt_column": "problem", "answer_column": "gold answer"}[setting]
+            raise DataError(
+                f"{self.source!r} has no column for the {what}: wanted one of {', '.join(names)}, found {sorted(self._first[0])}. "
+                f"{self._advice(setting)}"
+            )
+        return found
 
-    def _no_column(self, setting: str, wanted: str) -> DataError:
-        return DataError(
-            f"{self.source!r} has no column for the {_WANTED.get(setting, 'options')}: wanted {wanted}, found "
-            f"{self._paths()}. Name it with `{setting}` (in a recipe, `dataset_{setting}`)."
-        )
+    def _named(self, name: str) -> str | None:
+        """The column of this name, whatever its capitals, if one of the first rows has something in it."""
+        names = [name, *(other for other in self._first[0] if other.lower() == name.lower())]
+        return next((name for name in names if any(at(row, name) is not None for row in self._first)), None)
 
-    def _name_other(self, setting: str) -> str:
-        """Advice to name other columns by a setting, in the words of the library and of recipes."""
-        return f"Name another of {self._paths()} with `{setting}` (in a recipe, `dataset_{setting}`)"
+    def _check(self, name: str, setting: str) -> str:
+        if (found := self._named(name)) is None:
+            columns = sorted(self._first[0])
+            raise DataError(f"{self.source!r} has no column {name!r}, found {columns}. {self._advice(setting)}")
+        return found
 
-    def _paths(self) -> list[str]:
-        paths = []
-        for name, feature in self.features.items():
-            paths += [f"{name}.{inner}" for inner in feature] if isinstance(feature, dict) else [name]
-        return sorted(paths)
-
-
-def at(columns: Mapping[str, Any], path: str) -> Any:
-    """What is at a path, in a row or in the features of a dataset."""
-    if path in columns:
-        return columns[path]
-    outer, _, inner = path.partition(".")
-    return None if columns[outer] is None else columns[outer][inner]
+    def _advice(self, setting: str) -> str:
+        return f"Name the column with `{setting}` (in a recipe, `dataset_{setting}`)."
 
 
-def _boxed_or_marked(text: str) -> str | None:
-    return last_boxed(text) or marked_answer(text)
+def at(row: Mapping[str, Any], name: str) -> Any:
+    """What is under a name in a row; `a.b` reaches into the mapping `a`. `None` if there is nothing."""
+    if name in row:
+        return row[name]
+    outer, _, inner = name.partition(".")
+    return row[outer].get(inner) if isinstance(row.get(outer), dict) else None
 
 
-def _is_problem(feature: Any) -> bool:
-    if isinstance(feature, List) and isinstance(feature.feature, dict):
-        return all(_has_type(feature.feature.get(name), _TEXT) for name in ("role", "content"))
-    return _has_type(feature, _TEXT)
+def _final(text: str | None) -> str | None:
+    """The boxed or marked answer of a worked solution."""
+    return None if text is None else last_boxed(text) or marked_answer(text)
 
 
-def _has_type(feature: Any, types: str | tuple[str, ...]) -> bool:
-    return isinstance(feature, Value) and feature.dtype.startswith(types)
+def _by_label(gold: str, labels: list[str], texts: list[str]) -> int | None:
+    name = gold.strip("(). ").upper()
+    return labels.index(name) if name in labels else None
 
 
-def _listed(names: Collection[str]) -> str:
-    return f"column{'s' if len(names) > 1 else ''} {', '.join(repr(name) for name in names)}"
+def _by_text(gold: str, labels: list[str], texts: list[str]) -> int | None:
+    return texts.index(gold) if texts.count(gold) == 1 else None
 
 
-def _shorten(what: Any) -> str:
-    text = str(what)
-    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"
+def _by_number(gold: str, labels: list[str], texts: list[str]) -> int | None:
+    return int(gold) if gold.isdecimal() and int(gold) < len(texts) else None
+
+
+_READINGS = {"label": _by_label, "text": _by_text, "number": _by_number}

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy.stats import binomtest, bootstrap
 
-from ..rewards.votes import answer_classes
+from ..rewards.majority import answer_classes
 
 
 PASS = 0.5
@@ -57,7 +57,7 @@ def pass_at_k(samples: int, passes: int, k: int) -> float:
 
 def majority(rewards: Sequence[float], answers: Sequence[str], same: Callable[[str, str], bool]) -> Vote:
     """
-    The most frequent answer, by equivalence: texts form the classes of [`~lze_trl.rewards.votes.answer_classes`]. A sample
+    The most frequent answer, by equivalence: texts form the classes of [`~lze_trl.rewards.majority.answer_classes`]. A sample
     without an answer (`""`) has no vote.
     """
     classes = answer_classes([answer or None for answer in answers], same)

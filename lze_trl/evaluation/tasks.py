@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..data import DataError, load_prompts
-from ..data.references import FILE_FORMATS
+from ..data.sources import FILE_FORMATS
 from ..names import near
 from .settings import Decoding, EvaluationError
 

@@ -1,10 +1,10 @@
-"""`lze-trl demo`: a small model learns addition on a CPU, from nothing, by plain TRL, by the default and by `lze` side by side.
+"""
+`lze-trl demo`: a small model learns addition on a CPU, from nothing, by plain TRL, by the default and by `lze` side by side.
 
 The model and its tokenizer are made here, since no download is needed that way. A supervised warm start on answers that
 are often wrong gives what selection needs: prompts whose pass rates differ.
 """
 
-import argparse
 import json
 import logging
 import os
@@ -20,10 +20,10 @@ from trl import SFTConfig, SFTTrainer
 
 from ..files import made_aside
 from . import CHECKOUT
-from .recipe import check_recipe, parse_recipe
-from .side_by_side import STRATEGY_OF, compare
-from .train import main as train_main
+from .recipe import parse_recipe
+from .side_by_side import compare
 from .train import setup_logging
+from .yaml_file import read_recipe
 
 
 logger = logging.getLogger(__name__)
@@ -92,8 +92,7 @@ def noisy_examples(pairs: Sequence[tuple[int, int]], settings: WarmStart) -> lis
 
 def build_tokenizer(characters: str = CHARACTERS) -> PreTrainedTokenizerFast:
     """A tokenizer with one token for each of these characters, by default those of a sum."""
-    specials = ["<pad>", "<eos>", "<unk>"]
-    vocabulary = {token: i for i, token in enumerate([*specials, *characters])}
+    vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", "<unk>", *characters])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -127,7 +126,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, settings: WarmStart) -> Qwen
 
 
 def warm_start(directory: Path, settings: WarmStart) -> bool:
-    """Make model, tokenizer and data under `directory`, unless they were made with these settings; whether it made them."""
+    """Make model, tokenizer and data under `directory`. Returns False if they were made with these settings before."""
     description = json.dumps(asdict(settings), indent=2)
     settings_file = directory / SETTINGS_FILE
     if settings_file.is_file() and settings_file.read_text() == description:
@@ -144,11 +143,7 @@ def warm_start(directory: Path, settings: WarmStart) -> bool:
         set_seed(settings.seed)
         tokenizer = build_tokenizer()
         model = build_model(tokenizer, settings)
-        logger.info(
-            "Warm start: %d supervised steps of a model with %.1f M parameters, on sums that are often wrong.",
-            settings.steps,
-            model.num_parameters() / 1e6,
-        )
+        logger.info("Warm start: %d supervised steps, on sums that are often wrong.", settings.steps)
         train_supervised(model, tokenizer, noisy_examples(train, settings), unfinished / MODEL_DIR, settings)
         (unfinished / SETTINGS_FILE).write_text(description)
     return True
@@ -192,25 +187,16 @@ def train_supervised(
 
 def run_demo(flags: Sequence[str] = ()):
     """
-    Make the warm start if needed, and train plain TRL, the default and `lze` side by side, or with `--strategy NAME` that one
-    alone. Other flags override the recipe; of a comparison, `--output_dir` is the folder of the runs.
+    Make the warm start if needed, and train plain TRL, the default and `lze` side by side. Flags override the recipe;
+    `--output_dir` is the folder of the runs.
     """
     setup_logging(is_main=True)
-    check_recipe(["--config", str(RECIPE), *flags])
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--strategy")
-    parser.add_argument("--output_dir", "--output-dir", type=Path)
-    given, others = parser.parse_known_args(flags)
     os.chdir(HOME)  # the recipe names its files from here
-    folder = given.output_dir or RUNS_DIR / (given.strategy or "")
-    command = ["--config", str(RECIPE), *others, "--output_dir", str(folder)]
-    for strategy in [given.strategy] if given.strategy else STRATEGY_OF.values():
-        parse_recipe([*command, "--strategy", strategy])  # a setting that is refused, before anything is trained
+    # A wrong setting is refused before anything is trained
+    _, args, _ = parse_recipe(["--config", str(RECIPE), *flags])
     warm_start(WARM_START_DIR, WarmStart())
-    if given.strategy:
-        train_main([*command, "--strategy", given.strategy])
-    else:
-        compare(RECIPE, folder, others)
+    is_given = args.output_dir != read_recipe(RECIPE)["output_dir"]
+    compare(RECIPE, Path(args.output_dir) if is_given else RUNS_DIR, flags)
 
 
 if __name__ == "__main__":  # the warm start alone, for who wants to serve its model

@@ -1,86 +1,42 @@
-"""The main job: read a recipe, train, measure, save.
+"""
+The main job: read a recipe, train, measure, save.
 
-accelerate launch [--config_file accelerate_configs/zero3.yaml] lze_trl/job/train.py --config recipes/….yaml [--flag value]
+accelerate launch [--config_file accelerate_configs/zero3.yaml] -m lze_trl.job.train --config recipes/….yaml [--flag value]
 
-The same as `-m lze_trl.job.train`, and as `lze-trl train recipes/….yaml`.
+`lze-trl train recipes/….yaml` starts the same.
 """
 
-import sys
-from pathlib import Path
-from typing import Any
-
-
-if not __package__:
-    # Started as a file: Python has put this folder on the path, and knows of no package
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
-    __package__ = "lze_trl.job"
-
-import json
 import logging
 import os
+import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import datasets
 import huggingface_hub
 import transformers
-from datasets import Dataset
 from transformers.trainer import TRAINER_STATE_NAME
 from trl import ModelConfig, get_peft_config, get_quantization_config
 
 from ..checkpoint import has_ended, how_to_resume, last_complete_checkpoint, refuse_non_checkpoint
 from ..config import LZEGRPOConfig
-from ..data import load_mixture, parse_reference
+from ..data import parse_reference
 from ..evaluation.during import Probe, TaskEvaluation, remove_evaluations
-from ..evaluation.run import Evaluation
-from ..evaluation.settings import Decoding
-from ..evaluation.tasks import find_tasks, load_problems
 from ..names import refuse_missing_model
 from ..record.console import held_out_accuracy
 from ..record.curves import accuracy_metric
-from ..rewards import accuracy_reward, get_reward
-from ..rollout.settling import GroupReward, instances
+from ..record.safeguards import StopRules
 from ..trainer import LZEGRPOTrainer
-from . import is_worded
-from .instruction import make_instruction
-from .recipe import LZEScriptArguments, RecipeError, parse_recipe
+from . import reported_errors
+from .parts import load_data, make_evaluation, make_instruction, make_rewards, refuse_shown
+from .recipe import LZEScriptArguments, parse_recipe
+from .yaml_file import RecipeError, user_errors
 
 
-logger = logging.getLogger("lze_trl.job.train")  # by name: as a script, this module is `__main__`
-
-
-@contextmanager
-def user_errors() -> Iterator[None]:
-    """Raise what a recipe may cause as [`RecipeError`], which `main` shows without a traceback."""
-    try:
-        yield
-    except (ValueError, TypeError, ImportError, OSError) as error:
-        logger.debug("Cause:", exc_info=True)
-        raise RecipeError(str(error)) from error
-
-
-def load_data(args: LZEScriptArguments, training_args: LZEGRPOConfig) -> tuple[Dataset, Dataset | None]:
-    """Training set, and evaluation set if the recipe names one."""
-    if not args.datasets:
-        raise RecipeError("`datasets` names no training set. Give a Hub id or a local file.")
-    shared = {name: vars(args)[name] for name in ("system_prompt", "prompt_suffix", "conversational")}
-    for name in ("prompt_column", "answer_column", "context_columns", "option_columns"):
-        shared[name] = vars(args)[f"dataset_{name}"]
-    with training_args.main_process_first(desc="datasets"):
-        train = load_mixture(
-            args.datasets,
-            split=args.dataset_split,
-            config=args.dataset_config,
-            limit=args.max_train_samples,
-            unlabelled=args.unlabelled,
-            **shared,
-        )
-        if not args.eval_datasets:
-            return train, None
-        split, config, limit = args.eval_dataset_split, args.eval_dataset_config, args.max_eval_samples
-        return train, load_mixture(args.eval_datasets, split=split, config=config, limit=limit, **shared)
+logger = logging.getLogger("lze_trl.job.train")  # by name, since this module is `__main__` under `python -m`
 
 
 def build_trainer(
@@ -92,9 +48,15 @@ def build_trainer(
         evaluation = make_evaluation(script_args, training_args)
         trainer.add_callback(TaskEvaluation(trainer, evaluation, script_args.eval_tasks_steps))
     if script_args.probe_datasets:
-        probe = make_probe(script_args, training_args)
+        # Greedy, and on all problems
+        own: dict[str, Any] = {
+            "eval_tasks": script_args.probe_datasets,
+            "eval_tasks_samples": 1,
+            "eval_tasks_limit": None,
+        }
+        probe = make_evaluation(replace(script_args, **own), training_args)
         refuse_shown(probe, trainer.train_dataset)
-        trainer.add_callback(Probe(trainer, probe, script_args.probe_every, script_args.stop_rules()))
+        trainer.add_callback(Probe(trainer, probe, script_args.probe_every, StopRules()))
     return trainer
 
 
@@ -111,8 +73,8 @@ def trainer_arguments(
     rows = training_args.per_device_eval_batch_size * training_args.world_size
     if eval_dataset is not None and rows % generations:
         raise RecipeError(
-            f"The evaluation batch of {rows} completions (`per_device_eval_batch_size` times {training_args.world_size} "
-            f"processes) must be divisible by `num_generations_eval={generations}`. Use a multiple of {generations}."
+            f"The evaluation batch of {rows} completions (`per_device_eval_batch_size` × {training_args.world_size} "
+            f"processes) must be divisible by `num_generations_eval={generations}`."
         )
     given: Any = training_args.model_init_kwargs or {}
     training_args.model_init_kwargs = {
@@ -134,102 +96,42 @@ def trainer_arguments(
     }
 
 
-def make_rewards(script_args: LZEScriptArguments, args: LZEGRPOConfig) -> list[Any]:
-    """The reward functions of a recipe."""
-    settings = args.max_completion_length, script_args.soft_overlong_cache, script_args.majority
-    return instances([get_reward(name, *settings) for name in script_args.reward_funcs])
-
-
-def make_evaluation(script_args: LZEScriptArguments, args: LZEGRPOConfig) -> Evaluation:
-    """The evaluation on `eval_tasks`, with the prompts, the reward and the decoding of the training."""
-    samples = script_args.eval_tasks_samples
-    sampling: dict[str, Any] = (
-        {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k} if samples > 1 else {}
-    )
-    decoding = Decoding(
-        **sampling,
-        max_tokens=args.max_completion_length,
-        seed=args.seed,
-        chat=script_args.conversational,
-        system_prompt=script_args.system_prompt,
-        prompt_suffix=script_args.prompt_suffix or "",  # the recipe's prompts, not the task's own
-    )
-    tasks = find_tasks(script_args.eval_tasks, script_args.eval_tasks_data)
-    with args.main_process_first(desc="tasks"):
-        problems = {task.name: load_problems(task, decoding, script_args.eval_tasks_limit) for task in tasks}
-    rewards = make_rewards(script_args, args)
-    votes = any(isinstance(reward, GroupReward) for reward in rewards)  # a vote says nothing of a completion alone
-    reward = accuracy_reward if votes or "accuracy" in script_args.reward_funcs else rewards[0]
-    return Evaluation(problems, decoding, samples, reward)
-
-
-def make_probe(script_args: LZEScriptArguments, args: LZEGRPOConfig) -> Evaluation:
-    """The evaluation on `probe_datasets`: greedy, and of all problems."""
-    own: dict[str, Any] = {"eval_tasks": script_args.probe_datasets, "eval_tasks_samples": 1, "eval_tasks_limit": None}
-    return make_evaluation(replace(script_args, **own), args)
-
-
-def refuse_shown(probe: Evaluation, dataset: Any):
-    """Refuse problems of a probe set that are trained on."""
-    problems = [problem for found, _ in probe.tasks.values() for problem in found]
-    shown = {json.dumps(prompt) for prompt in dataset["prompt"]}
-    both = [problem for problem in problems if json.dumps(problem.prompt) in shown]
-    if both:
-        raise ValueError(
-            f"{len(both)} of the {len(problems)} problems of `probe_datasets` are trained on as well, such as "
-            f"{both[0].text[:80]!r}. A probe tells nothing of what is shown: remove them from one of the two."
-        )
-
-
 def resume_point(args: LZEGRPOConfig) -> str | None:
-    """Checkpoint to resume: none, the one named, or for `auto` and `true` the last complete one of `output_dir`, if any."""
-    wanted = str(args.resume_from_checkpoint or "false")
-    if wanted.lower() in ("false", "no", "none"):
+    """Checkpoint to resume: the one named, or for `auto` and `true` the last complete one of `output_dir`, if any."""
+    wanted = str(args.resume_from_checkpoint or "false").lower()
+    if wanted in ("false", "no", "none"):
         return None
-    if wanted.lower() not in ("true", "auto"):
-        if not Path(wanted).is_dir():
-            raise RecipeError(
-                f"`resume_from_checkpoint={wanted}` is no folder. Name a checkpoint, or use `auto` for the last "
-                "complete one of `output_dir`."
-            )
-        return wanted
-    checkpoint = last_complete_checkpoint(args.output_dir)
-    if checkpoint is None:
-        logger.info("`%s` holds no complete checkpoint: starting from the beginning.", args.output_dir)
-    return checkpoint
+    if wanted in ("true", "auto"):
+        return last_complete_checkpoint(args.output_dir)
+    refuse_non_checkpoint(str(args.resume_from_checkpoint))
+    return args.resume_from_checkpoint
 
 
 def starting_point(script_args: LZEScriptArguments, args: LZEGRPOConfig) -> tuple[str | None, bool]:
-    """
-    Checkpoint to resume, if any, and whether the run has ended with it. The log says what becomes of an earlier run; a new
-    one begins with an evaluation.
-    """
-    output_dir, checkpoint = Path(args.output_dir), resume_point(args)
+    """Checkpoint to resume, if any, and whether the run has ended with it. The log says what happens to an earlier run."""
+    output_dir, checkpoint = args.output_dir, resume_point(args)
     # By the trainer, because DeepSpeed cannot train a model that was evaluated before; a resumed run has it in its log
     args.eval_on_start = bool(script_args.eval_datasets) and checkpoint is None
-    if checkpoint is not None:
-        refuse_non_checkpoint(checkpoint)
-        # The state of the trainer is the last thing that a run writes into its output folder
-        if has_ended(checkpoint, args) and has_ended(output_dir, args):
-            logger.info(
-                "The run in `%s` has ended: there is nothing left to do. To continue it, raise `max_steps` or "
-                "`num_train_epochs`. To start again, set another `output_dir`, or `resume_from_checkpoint: false`, "
-                "which replaces it.",
-                output_dir,
-            )
-            return checkpoint, True
+    # The state of the trainer is the last thing that a run writes into its output folder
+    ended = checkpoint is not None and has_ended(checkpoint, args) and has_ended(output_dir, args)
+    if ended:
+        logger.info(
+            "The run in `%s` has ended: there is nothing left to do. To continue it, raise `max_steps` or "
+            "`num_train_epochs`; to replace it, set `resume_from_checkpoint: false`.",
+            output_dir,
+        )
+    elif checkpoint is not None:
         logger.info("Resuming from `%s`.", checkpoint)
     elif last_complete_checkpoint(output_dir) is not None:
         logger.info(
-            "`%s` holds an earlier run, which this one replaces. To continue that one instead, set "
-            "`resume_from_checkpoint: auto`, and a larger `max_steps` if it has ended.",
+            "`%s` holds an earlier run, which this one replaces. To continue that one, set `resume_from_checkpoint: auto`.",
             output_dir,
         )
-    return checkpoint, False
+    return checkpoint, ended
 
 
 def disable_progress_bars():
-    """Those of the libraries."""
+    """Switch off those of the libraries."""
     datasets.disable_progress_bars()
     huggingface_hub.utils.disable_progress_bars()
     transformers.utils.logging.disable_progress_bar()
@@ -242,11 +144,9 @@ def run(
     before_training: Callable[[LZEGRPOTrainer], None] | None = None,
 ) -> dict[str, float | None]:
     """
-    Train by a recipe. A run that was stopped after its last step is still evaluated, saved, reported and uploaded.
-    `before_training` gets the trainer, to add callbacks.
-
-    Returns the totals of [`~lze_trl.record.ledger.Ledger.summary`], and `accuracy_before` and `accuracy_after`, `None`
-    where not measured; nothing if the run was finished before.
+    Train by a recipe. `before_training` gets the trainer, to add callbacks. Returns the totals of
+    [`~lze_trl.record.ledger.Ledger.summary`], and `accuracy_before` and `accuracy_after`, `None` where not measured; nothing
+    if the run has ended before.
     """
     if training_args.disable_tqdm or not sys.stdout.isatty():
         disable_progress_bars()
@@ -310,14 +210,8 @@ def setup_logging(is_main: bool):
 def main(arguments: Sequence[str] | None = None):
     """Entry point of `python -m lze_trl.job.train`."""
     setup_logging(is_main=os.environ.get("RANK", "0") == "0")
-    try:
+    with reported_errors():
         run(*parse_recipe(sys.argv[1:] if arguments is None else arguments))
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except Exception as error:
-        if not is_worded(error):
-            raise
-        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
 """Foresight: a forecast, learned during the run, of which prompts' next groups will be alive."""
 
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from .calibration import Calibration
+from ..batch import Table
 from .posterior import beta_parameters, dead_probability
-from .regression import MAX_LOGIT, OnlineRegression, bounded_logprob
+from .regression import MAX_LOGIT, Calibration, OnlineRegression, bounded_logprob
 
 
 FEATURES = (
@@ -21,27 +21,13 @@ FEATURES = (
 _CHUNK = 65_536  # prompts per chunk of forecasts, which bounds memory
 
 
-@dataclass(frozen=True)
-class History:
-    """What is remembered of prompts; float64 arrays of shape `(P,)`."""
-
-    visits: np.ndarray
-    pass_rates: np.ndarray  # posterior mean
-    strength: np.ndarray  # completions that it rests on
-    last: np.ndarray  # mean outcome at the last visit; any number without one
-    streak: np.ndarray  # see [`Prompts`]
-    stopped: np.ndarray  # 1 if the last visit was stopped after one completion
-    logprob_mean: np.ndarray  # of the completions of the last visit; NaN if none were reported
-    logprob_min: np.ndarray
-    logprob_max: np.ndarray
-    age: np.ndarray  # generation batches since the last visit
-
-    def __len__(self) -> int:
-        return len(self.visits)
-
-    def take(self, indices: np.ndarray | slice) -> "History":
-        """Some of the prompts."""
-        return History(**{name: values[indices] for name, values in vars(self).items()})
+class History(Table):
+    """
+    What is remembered of prompts, float64 columns of shape `(P,)`: `visits`; posterior mean `pass_rates` and the completions
+    it rests on, `strength`; of the last visit the mean outcome `last`, whether it was `stopped` after one completion, and
+    `logprob_mean`, `logprob_min`, `logprob_max` (NaN if none were reported); `streak`, see [`Prompts`]; and the `age` in
+    generation batches since the last visit.
+    """
 
 
 def features(history: History, posterior: np.ndarray) -> np.ndarray:
@@ -97,7 +83,7 @@ class Foresight:
         sizes = np.broadcast_to(size, len(history))
         model, posterior = np.empty(len(history)), np.empty(len(history))
         for start in range(0, len(history), _CHUNK):
-            part = slice(start, start + _CHUNK)
+            part: Any = slice(start, start + _CHUNK)
             examples = _examples(history.take(part), sizes[part])
             model[part], posterior[part] = self._forecasts(examples, sizes[part])
         return model, posterior
@@ -115,10 +101,9 @@ class Foresight:
         counts: np.ndarray | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
         """
-        Score the forecasts of a generation batch, then learn from it.
-
-        `history` is from before the batch, and `alive`, bool of shape `(P,)`, says which groups of `size` completions had a
-        gradient. Each group represents `counts` groups, by default one. Returns the forecasts and those of the posterior.
+        Score the forecasts of a generation batch, then learn from it. `history` is from before the batch; `alive`, bool of
+        shape `(P,)`, are the groups of `size` completions with a gradient, each of which represents `counts` groups (default 1).
+        Returns the forecasts and those of the posterior.
         """
         sizes, counts = np.broadcast_to(size, len(history)), np.ones(len(history)) if counts is None else counts
         examples = _examples(history, sizes)

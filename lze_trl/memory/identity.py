@@ -77,8 +77,7 @@ def add_prompt_ids(
     if isinstance(dataset, IterableDataset) and deduplicate:
         raise ValueError(
             "`deduplicate=True` compares all rows of the training set, and `train_dataset` is an `IterableDataset`. Set "
-            "`deduplicate=False` (a prompt that a generation batch repeats is then remembered as another prompt), or load "
-            "the dataset without streaming."
+            "`deduplicate=False`, or load the dataset without streaming."
         )
     if isinstance(dataset, Dataset) and len(dataset) == 0:
         raise ValueError("The training set is empty. Check the split, the filters and `limit` it was loaded with.")

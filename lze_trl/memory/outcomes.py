@@ -32,17 +32,11 @@ class OutcomeRule:
         return self.bounds if self.threshold is None else (0.0, 1.0)
 
     def scores(self, rewards_per_func: np.ndarray, totals: np.ndarray) -> np.ndarray:
-        """
-        1 for a pass and 0 for a fail, or the reward: float64 of shape `(B,)`, from rewards `(B, F)` and weighted totals
-        `(B,)`. NaN without a reward.
-        """
+        """1 for a pass, 0 for a fail, or the reward; NaN without one. From rewards `(B, F)` and weighted totals `(B,)`."""
         rewards = totals if self.column is None else rewards_per_func[:, self.column]
         others = rewards[~np.isnan(rewards) & ~np.isin(rewards, (0.0, 1.0))]
         if self.binary and others.size:
-            raise ValueError(
-                f"Reinforce-Ada counts the completions whose reward is above a threshold, none is set, and a reward is "
-                f"{others[0]}, neither 0 nor 1. Set `pass_threshold`."
-            )
+            raise ValueError(f"Reinforce-Ada counts passes, and a reward is {others[0]}. Set `pass_threshold`.")
         if self.threshold is not None:
             return np.where(np.isnan(rewards), np.nan, (rewards > self.threshold).astype(np.float64))
         return rewards if self.bounds is None else np.clip(rewards, *self.bounds)

@@ -14,10 +14,8 @@ def remembered_mean(
     expected: np.ndarray, rollouts: np.ndarray, pass_rates: np.ndarray, scored: np.ndarray, memory: float
 ) -> np.ndarray:
     """
-    Mean outcome over a bounded memory, after a visit with k = `scored` ≥ 1 completions and pass rate p: (e·n + p·k) / (n + k).
-
-    e is the mean before the visit and n = min(rollouts, memory). Once the memory is full, each visit multiplies the weight of
-    the past by memory / (memory + k), because the policy changes.
+    Mean outcome over a bounded memory, after a visit with k = `scored` ≥ 1 completions and pass rate p: (e·n + p·k) / (n + k),
+    where e is the mean before the visit and n = min(rollouts, memory).
     """
     strength = posterior_strength(rollouts, memory)
     return (expected.astype(np.float64) * strength + pass_rates * scored) / (strength + scored)
@@ -26,10 +24,7 @@ def remembered_mean(
 def posterior_mean(
     expected: np.ndarray, rollouts: np.ndarray, memory: float, prior: np.ndarray | float = 0.5
 ) -> np.ndarray:
-    """
-    Posterior mean a / (a + b) of the pass rate, with a = 2·m + e·n and b = 2·(1 − m) + (1 − e)·n, where m = `prior` is the mean
-    of the prior. The default prior is uniform.
-    """
+    """Posterior mean a / (a + b) of the pass rate: a = 2·m + e·n, b = 2·(1 − m) + (1 − e)·n, and m is the mean of the prior."""
     strength = posterior_strength(rollouts, memory)
     return (2.0 * prior + expected.astype(np.float64) * strength) / (2.0 + strength)
 

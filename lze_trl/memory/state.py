@@ -52,14 +52,10 @@ class PromptState:
     """
     State of every visited prompt: a record of 48 bytes and 12 bytes of index. An update costs O(batch).
 
-    Means are those of raw scores. They are scaled to [0, 1] when read, by the range of scores seen so far. Columns:
-
-    - `first_pass_rate`, `ema`, `energy`: at the first visit, moving average, and at the last visit;
-    - `expected`, `rollouts`: mean over the bounded memory of the posterior; scored completions, at most 65535;
-    - `streak`: s after s solved visits in a row, −s after s visits with equal rewards that are not solved, else 0;
-    - `last`, `last_batch`, `logprob_*`, `stopped`: mean score, generation batch and log-probabilities of the last visit, and
-      whether it was stopped after one completion. Such a visit counts for the pass rates and may end a streak, but does not
-      extend it and does not set `first_pass_rate`, which is NaN until a visit is completed.
+    Means are those of raw scores, scaled to [0, 1] when read, by the range of scores seen so far. `expected` is the mean over
+    the bounded memory of the posterior; `streak` is that of [`Prompts`]; `last`, `last_batch`, `logprob_*` and `stopped` (after
+    one completion) are of the last visit. A stopped visit counts for the pass rates and may end a streak, but does not extend
+    it and does not set `first_pass_rate`, which is NaN until a visit is completed.
     """
 
     def __init__(
@@ -91,7 +87,7 @@ class PromptState:
 
     @property
     def num_pruned(self) -> int:
-        """Pruned prompts."""
+        """Number of pruned prompts."""
         return int(np.count_nonzero(self["pruned"]))
 
     def find(self, prompt_ids: np.ndarray) -> np.ndarray:
@@ -101,10 +97,7 @@ class PromptState:
     # ---- Write ----
 
     def observe(self, scores: np.ndarray) -> int:
-        """
-        Enter scores of new completions into the range, shape `(B,)`. If its top rises, prompts that were solved below it no
-        longer are; returns how many.
-        """
+        """Enter scores of new completions into the range. Returns how many prompts were solved below a top that rises."""
         if not self.range.observe(scores):
             return 0
         solved = self["streak"] > 0
@@ -116,14 +109,9 @@ class PromptState:
         """
         Score the groups of a generation batch, then remember them. Enter their scores by [`observe`] first.
 
-        Energies use the moving averages from *before* the batch. Groups without a scored completion leave no trace.
-
-        Args:
-            rollouts ([`~lze_trl.batch.Batch`]): The completions.
-            chances (`np.ndarray` of shape `(P,)`, *optional*): If groups were stopped after their first completion, the
-                probability with which each one was completed; 0 for the stopped ones.
-            confidence (`np.ndarray` of shape `(P,)`, *optional*): Factor of the energies: the probability that a group's
-                label is right.
+        Energies use the moving averages from *before* the batch. Groups without a scored completion leave no trace. Where
+        groups were stopped after their first completion, `chances`, shape `(P,)`, are the probabilities with which they were
+        completed, 0 for the stopped ones. `confidence`, shape `(P,)`, is a factor of the energies.
         """
         ids, settings = rollouts.prompt_ids, self.settings
         if len(np.unique(ids)) < len(ids):
@@ -160,10 +148,7 @@ class PromptState:
         return groups
 
     def remember(self, groups: Table, means: np.ndarray, counts: np.ndarray, stopped: np.ndarray | None = None):
-        """
-        Enter scored groups, with the mean and number of their scores, and which ones were stopped after one completion (by
-        default none); all of shape `(P,)`.
-        """
+        """Enter scored groups, with the mean and number of their scores, and which were stopped; all of shape `(P,)`."""
         if not self.settings.recurring:
             self.batches += 1
             return
@@ -273,16 +258,12 @@ class PromptState:
         """Replace the state by a saved one with all arrays, of the right types, and distinct ids."""
         expected = self.state_dict()
         if set(state) != set(expected):
-            raise ValueError(
-                f"The prompt state must have the arrays {sorted(expected)}, got {sorted(state)}. It was not written by this "
-                "version of lze_trl."
-            )
+            raise ValueError(f"The prompt state must have the arrays {sorted(expected)}, got {sorted(state)}.")
         ids = state["prompt_ids"]
         fits = all(state[name].dtype == _RECORD[name] and state[name].shape == (len(ids),) for name in _COLUMNS)
         if not fits or len(np.unique(ids)) < len(ids):
             raise ValueError(
-                "The arrays of the prompt state do not have the types of this version, one length, and each prompt once. The "
-                "file is damaged; use another checkpoint."
+                "The prompt state is damaged: its arrays differ in length or type, or repeat a prompt. Use another checkpoint."
             )
         self.range.load_state_dict(state)
         self.batches = int(state["batches"][0])
@@ -296,11 +277,9 @@ class PromptState:
 
 def first_completions(rollouts: Batch) -> tuple[int, np.ndarray]:
     """
-    Size of the smallest group, and whether the first completions of each group, as many, have a gradient; bool of shape
-    `(P,)`.
+    Size of the smallest group, and whether as many first completions of each group have a gradient; bool of shape `(P,)`.
 
-    Foresight learns from these alone: controllers draw more or fewer completions depending on what they saw, so a group's own
-    size would give the answer away.
+    Foresight learns from these alone: an adaptive controller sizes groups by what it saw, so the size would tell the answer.
     """
     size = int(rollouts.sizes.min(initial=rollouts.num_rows))
     if (rollouts.sizes == size).all():

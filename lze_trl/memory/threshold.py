@@ -18,14 +18,11 @@ FEATURES = (
 class Threshold:
     """
     Logistic regression of "the whole group will be alive", with the log-odds of `Prompts.alive` as offset and features of the
-    first completion, see [`OnlineRegression`].
-
-    It learns from groups that were completed. A group that was completed by chance represents 1 / probability groups. The
-    threshold also uses recent yields, so that small batches are not judged by a few prompts alone.
+    first completion, see [`OnlineRegression`]. It learns from groups that were completed; one that was completed by chance
+    represents 1 / probability groups.
     """
 
-    RECENT = 16
-    """Batches of fewer prompts are judged together with the latest batches, up to this many prompts."""
+    RECENT = 16  # batches of fewer prompts are judged together with the latest ones, up to this many prompts
 
     def __init__(self):
         self.model = OnlineRegression(len(FEATURES))
@@ -63,8 +60,8 @@ class Threshold:
 
     def see(self, prompts: Prompts, drawn: Batch, counts: np.ndarray):
         """
-        Score the forecasts of a generation batch, then learn from it. `prompts` are from before the batch; `counts`, shape
-        `(P,)`, is how many groups each completed group represents, 0 for stopped ones.
+        Score the forecasts of a generation batch, then learn from it. `prompts` are from before the batch; each group
+        represents `counts` groups, 0 if it was stopped.
         """
         complete = counts > 0
         seen = np.array([len(prompts), prompts.alive.sum(), drawn.alive.sum(), drawn.num_rows], dtype=np.float64)

@@ -21,10 +21,9 @@ _NOTHING = np.empty(0, dtype=np.int64)
 
 
 class PromptSource(Protocol):
-    """Supplies prompts when a training set that grows has too few; `lze_trl.selfplay` lets the policy write them."""
+    """Supplies prompts to a training set that grows; `lze_trl.selfplay` lets the policy write them."""
 
-    pool: Any
-    """The training set: rows by number, and `prompt_ids`."""
+    pool: Any  # the training set: rows by number, and `prompt_ids`
 
     def restock(self, missing: int, generation: int, policy: Callable[[], Any]): ...
 
@@ -113,10 +112,7 @@ class Passes:
         return self._of_rows(self.stream.rows_of(prompt_ids[active]), pass_index, skipped)
 
     def further(self, count: int, taken: np.ndarray | None = None) -> Plan:
-        """
-        Plan the next `count` prompts of the stream (mode `"refill"`); for a batch that has the rows `taken`, these are further
-        ones, fewer where the data has no more.
-        """
+        """Plan the next `count` prompts of the stream, further ones for a batch that has the rows `taken`."""
         before, skipped = self.stream.pass_index, _NOTHING
         rows = self.stream.take(count, taken)
         if self.stream.pass_index != before:  # of those that the new pass leaves out, some may fill the batch

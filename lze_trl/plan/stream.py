@@ -78,9 +78,8 @@ class PromptStream:
 
     def take(self, count: int, taken: np.ndarray | None = None) -> np.ndarray:
         """
-        The next `count` rows of the training set, which must have as many, all distinct.
-
-        With `taken`, the rows that the batch already holds, these are further ones, fewer where no active prompt is left.
+        The next `count` rows, all distinct. With `taken`, the rows that the batch already holds, these are further ones,
+        fewer where no active prompt is left.
         """
         held = _NO_ROWS if taken is None else taken
         batch = self._next(count, held)

@@ -23,12 +23,11 @@ _ERRORS = 2.0  # standard errors that accuracy may fall
 class StopRules:
     """When to stop; `None` switches a rule off."""
 
-    patience: int | None = 2
-    """Probes in a row that are worse than the best one by two standard errors, or at which the gap is too wide."""
-    concentration: float | None = 0.2
-    """Share of the groups with the same winner that is too much in three batches in a row, unless a third of it was usual."""
-    gap: float | None = 0.15
-    """How much further than at the start the mean share may be above the accuracy, while that is not at its best."""
+    patience: int | None = (
+        2  # probes in a row that are worse than the best by two standard errors, or whose gap is too wide
+    )
+    concentration: float | None = 0.2  # share of the groups with the same winner, unless a third of it was usual
+    gap: float | None = 0.15  # how much wider than at the start the mean share may be above the accuracy
 
     def __post_init__(self):
         for name, value, allowed, words in (
@@ -37,7 +36,7 @@ class StopRules:
             ("gap", self.gap, lambda x: 0 < x < 1, "between 0 and 1"),
         ):
             if value is not None and not allowed(value):
-                raise ValueError(f"`probe_{name}` must be {words}, got {value}. Use null to switch the rule off.")
+                raise ValueError(f"`{name}` must be {words}, got {value}. Use None to switch the rule off.")
 
 
 @dataclass
@@ -56,27 +55,26 @@ class VoteHistory:
             self.concentrations.append(seen["concentration"] if groups >= _FEWEST else np.nan)
 
     def add_probe(self, step: int, accuracy: float, error: float):
-        """Enter the accuracy on the probe set, with its standard error; one of the same step is replaced."""
+        """Enter the accuracy on the probe set, with its standard error; it replaces that of the same step."""
         self.probes = [probe for probe in self.probes if probe[0] < step]
         self.probes.append((step, len(self.shares), accuracy, error))
 
     @property
     def best(self) -> tuple[int, float] | None:
         """Step and accuracy of the best probe after the first step, the earliest of several."""
-        trained = [probe for probe in self.probes if probe[0] > 0]
-        found = max(trained, key=lambda probe: probe[2], default=None)
+        found = max((probe for probe in self.probes if probe[0] > 0), key=lambda probe: probe[2], default=None)
         return None if found is None else (int(found[0]), found[2])
 
     @property
     def gaps(self) -> list[float]:
         """
         Mean share minus accuracy at each probe. The share is that of the batches since the probe before; at the first one, that
-        of the batches after it, and not known yet while there are none.
+        of the batches after it, and NaN while there are none.
         """
-        batches = [int(probe[1]) for probe in self.probes]
-        spans = list(zip([0, *batches], batches, strict=False))
+        ends = [int(probe[1]) for probe in self.probes]
+        spans = list(zip([0, *ends], ends, strict=False))
         if spans:
-            spans[0] = (batches[0], batches[1] if len(batches) > 1 else len(self.shares))
+            spans[0] = (ends[0], ends[1] if len(ends) > 1 else len(self.shares))
         means = [np.nanmean(self.shares[a:b]) if np.isfinite(self.shares[a:b]).any() else np.nan for a, b in spans]
         return [float(mean - probe[2]) for mean, probe in zip(means, self.probes, strict=True)]
 
@@ -85,14 +83,14 @@ class VoteHistory:
         return self._fallen(rules) or self._concentrated(rules) or self._overconfident(rules)
 
     def _fallen(self, rules: StopRules) -> str | None:
-        if rules.patience is None or not self.probes:
+        latest = self.probes[-rules.patience :] if rules.patience else []
+        if not latest or len(latest) < (rules.patience or 1):
             return None
-        best = max(self.probes, key=lambda probe: probe[2])
-        latest = self.probes[-rules.patience :]
-        if len(latest) < rules.patience or any(p[2] >= best[2] - _ERRORS * best[3] for p in latest):
+        step, _, best, error = max(self.probes, key=lambda probe: probe[2])
+        if any(probe[2] >= best - _ERRORS * error for probe in latest):
             return None
         return (
-            f"accuracy: on the probe set it was {best[2]:.1%} at step {best[0]:.0f}, and is lower by more than two standard errors "
+            f"accuracy: on the probe set it was {best:.1%} at step {step:.0f}, and is lower by more than two standard errors "
             f"at {rules.patience} probes in a row, now {latest[-1][2]:.1%}"
         )
 
@@ -108,13 +106,11 @@ class VoteHistory:
         return f"concentration: {latest[-1]:.0%} of the groups have the same answer, in {_BATCHES} batches in a row more than {limit:.0%}"
 
     def _overconfident(self, rules: StopRules) -> str | None:
-        gaps, accuracies = self.gaps, [probe[2] for probe in self.probes]
-        patience = rules.patience or 1
+        gaps, accuracies, patience = self.gaps, [probe[2] for probe in self.probes], rules.patience or 1
         if rules.gap is None or len(gaps) <= patience:
             return None
-        widened = [gap - gaps[0] > rules.gap for gap in gaps]
-        at_best = [accuracy >= max(accuracies) for accuracy in accuracies]
-        if not all(widened[-patience:]) or any(at_best[-patience:]):
+        latest = list(zip(gaps, accuracies, strict=True))[-patience:]
+        if any(not gap - gaps[0] > rules.gap or accuracy >= max(accuracies) for gap, accuracy in latest):
             return None
         return (
             f"gap: completions agree more and are right no more often: the mean share is {gaps[-1]:+.2f} above the accuracy on the "

@@ -5,26 +5,48 @@ All of them take `completions`, plain (`list[str]`) or conversational (`list[lis
 keywords, of which those that compare answers use `solution`.
 """
 
+import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from trl.rewards import think_format_reward as trl_think_format_reward
 
-from .grading import CountedWarning, equal, gold_text, last_boxed, read_answer, read_gold
+from .grading import equal, gold_text, last_boxed, read_answer, read_gold
 from .limit import GradingTimeout, budget, in_time
 
+
+logger = logging.getLogger(__name__)
 
 Completion = str | list[dict[str, Any]]
 RewardFunction = Callable[..., Sequence[float | None]]
 
 
-unreadable_golds = CountedWarning(
+UNREADABLE_GOLD = (
     "%d completions so far have no accuracy, since math-verify cannot read the gold answer; the latest one is %s. "
     "`lze-trl data` lists such answers."
 )
-grading_timeouts = CountedWarning(
+SLOW_ANSWER = (
     "%d completions so far have no accuracy, since math-verify did not finish in time; the latest answer is %s."
 )
+
+cases: Counter[str] = Counter()
+"""How often a warning applied so far."""
+
+
+def warn_of(message: str, example: Any):
+    """Warn with a count and the latest example, the first time and then at each power of ten."""
+    cases[message] += 1
+    if str(cases[message]).strip("0") == "1":
+        logger.warning(message, cases[message], repr(example)[:120])
+
+
+class Grade(NamedTuple):
+    """What comparing a completion with a gold answer gives."""
+
+    score: float | None  # accuracy, None if it cannot be known
+    answer: str = ""  # what was read
+    has_gold: bool = False  # whether there is a gold answer that can be read
 
 
 def completion_text(completion: Completion) -> str:
@@ -42,7 +64,6 @@ def accuracy_reward(
     solution: list[str | float | None],
     log_extra: Callable[[str, list], None] | None = None,
     log_metric: Callable[[str, float], None] | None = None,
-    labelled: list[bool] | None = None,
     **kwargs,
 ) -> list[float | None]:
     r"""
@@ -52,28 +73,14 @@ def accuracy_reward(
     `(0,5)` is taken as a whole, where TRL's is read as prose (2, 1.2 and no answer). It takes plain completions too, and
     numbers that are not in LaTeX.
 
-    Args:
-        completions (`list[str]` or `list[list[dict]]`):
-            Completions, plain or conversational. Their answer comes after `</think>`, or stands between `<answer>` tags.
-            It is the last `\boxed{}`, or what follows `####` (other than a heading above an announced answer), or is
-            announced ("the answer is …", "Answer: …"), or it is all there is.
-        solution (`list`):
-            Gold answers: text in LaTeX or plain, worked solutions that box, mark (`####`) or announce the answer, or
-            numbers.
-        log_extra (`Callable`, *optional*):
-            TRL's callable for columns of the completions table. Receives `answer`, the answers that were read.
-        log_metric (`Callable`, *optional*):
-            TRL's callable for metrics. Receives `accuracy/unscorable`, the share of completions without a score.
-        labelled (`list[bool]`, *optional*):
-            Column of a set that was read as `unlabelled`: rows that are known to have no gold answer get `None` without a
-            warning, and are not among the unscorable.
-        **kwargs:
-            Other columns of the dataset; not used.
+    Gold answers (`solution`) are text in LaTeX or plain, worked solutions that box, mark (`####`) or announce the answer, or
+    numbers; `None` for a prompt without one. TRL's `log_extra` receives the answers that were read, its `log_metric`
+    `accuracy/unscorable`: the share of completions without a score, of those whose prompt has a gold answer.
 
     Returns:
-        `list[float | None]`: 1.0 if the answers are equal and 0.0 if not, or if there is no answer, or if it is a number
-        too large to compute. `None` if the gold answer cannot be read, or if reading and comparing the answer takes more than
-        a second of computing time; once such answers have used ten seconds of a batch, more than a tenth of a second.
+        `list[float | None]`: 1.0 if the answers are equal and 0.0 if not, or if there is no answer. `None` if there is no gold
+        answer that can be read, or if reading and comparing the answer takes more than a second of computing time; once such
+        answers have used ten seconds of a batch, more than a tenth of a second.
 
     Example:
     ```python
@@ -83,61 +90,47 @@ def accuracy_reward(
     [1.0, 0.0]
     ```
     """
-    known = [True] * len(completions) if labelled is None else [label is not False for label in labelled]
-    rows = zip(completions, solution, known, strict=True)
     with budget():
-        scored = [_accuracy(completion_text(text), gold) if label else (None, "") for text, gold, label in rows]
-    rewards = [reward for reward, _ in scored]
+        grades = [grade(completion_text(text), gold) for text, gold in zip(completions, solution, strict=True)]
     if log_extra is not None:
-        log_extra("answer", [answer for _, answer in scored])
-    if log_metric is not None and any(known):
-        log_metric("accuracy/unscorable", (rewards.count(None) - known.count(False)) / known.count(True))
-    return rewards
+        log_extra("answer", [grade.answer for grade in grades])
+    labelled = [grade.score for grade, gold in zip(grades, solution, strict=True) if gold is not None]
+    if log_metric is not None and labelled:
+        log_metric("accuracy/unscorable", labelled.count(None) / len(labelled))
+    return [grade.score for grade in grades]
 
 
-def _accuracy(completion: str, gold: Any) -> tuple[float | None, str]:
-    """Score of a completion, and the answer that was read."""
+def grade(completion: str, gold: Any) -> Grade:
+    """Compare the answer of a completion with a gold answer. Counts what cannot be read, and what takes too long."""
     try:
         text = gold_text(gold)
         gold_answer = read_gold(text) if text is not None else None
     except GradingTimeout:
-        grading_timeouts.add(gold)
-        return None, ""
+        warn_of(SLOW_ANSWER, gold)
+        return Grade(None)
     if gold_answer is None:
-        unreadable_golds.add(gold)
-        return None, ""
+        if gold is not None:
+            warn_of(UNREADABLE_GOLD, gold)
+        return Grade(None)
 
-    def graded() -> tuple[float, str]:
+    def compared() -> Grade:
         answer = read_answer(completion)
-        return (0.0, "") if answer is None else (float(equal(gold_answer, answer)), answer.text)
+        return Grade(0.0, "", True) if answer is None else Grade(float(equal(gold_answer, answer)), answer.text, True)
 
     try:
-        return in_time(graded)
+        return in_time(compared)
     except GradingTimeout:
         shown = last_boxed(completion) or completion.strip()[-100:]
-        grading_timeouts.add(shown)
-        return None, shown
-
-
-def score_answer(completion: str, gold: Any) -> tuple[bool, float | None]:
-    """Whether there is a gold answer that can be read, and the accuracy of a completion against it."""
-    try:
-        text = gold_text(gold)
-        readable = text is not None and read_gold(text) is not None
-    except GradingTimeout:
-        readable = False
-    return (True, _accuracy(completion, gold)[0]) if readable else (False, None)
+        warn_of(SLOW_ANSWER, shown)
+        return Grade(None, shown, True)
 
 
 def exact_match_reward(
     completions: list[Completion], solution: list[str | float | None], **kwargs
 ) -> list[float | None]:
     """
-    Reward function for tasks whose completions are nothing but the answer, compared character by character.
-
-    Returns:
-        `list[float | None]`: 1.0 for the gold answer, with any white space around it, 0.0 for anything else, and `None`
-        where there is no gold answer.
+    Reward function for tasks whose completions are nothing but the answer, compared character by character: 1.0 for the gold
+    answer, with any white space around it, 0.0 for anything else, and `None` where there is no gold answer.
     """
     golds = [gold_text(gold) for gold in solution]
     texts = [completion_text(completion).strip() for completion in completions]

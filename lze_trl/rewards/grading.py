@@ -2,25 +2,24 @@
 
 Gold answers and completions go through the same parser. A bare answer is read as the contents of a `\\boxed{}`, never as
 prose: math-verify's search in prose takes "2^{10}" for 2, "6+9i" for 6 and "1,2" for 1.2. It also takes any number near
-the word "answer", so announcements are found here, and math-verify reads only numbers between words.
+the word "answer", so announcements are found here.
 """
 
 import logging
 import math
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from decimal import Decimal
 from functools import lru_cache
-from itertools import accumulate, product
+from itertools import product
 from typing import Any
 
 from latex2sympy2_extended import NormalizationConfig
-from math_verify import ExprExtractionConfig, LatexExtractionConfig, grader, parse, parser, verify
-from sympy import Basic, MatrixBase, Number
+from math_verify import LatexExtractionConfig, grader, parse, parser, verify
+from sympy import Basic, MatrixBase
 
-from .comparison import is_computable, is_really_equal
+from .gaps import differ_as_text, is_really_equal, is_too_large, rewrite
 from .limit import GradingTimeout, in_time
-from .notation import NUMBER_AND_LETTER, bases, normalise
 
 
 logger = logging.getLogger(__name__)
@@ -28,32 +27,21 @@ logger = logging.getLogger(__name__)
 GOLD_SECONDS = 5.0
 """Most that reading a gold answer may take, which happens once."""
 
-# math-verify warns that its own timeouts, which need the main thread and whole seconds, are off. Ours are in `limit`
+# math-verify warns that its own timeouts, which need whole seconds, are off. Ours are in `limit`
 parser.TIMEOUT_WARNING_SHOWN = grader.TIMEOUT_WARNING_SHOWN = True
 
 _BOXES = ("\\boxed", "\\fbox")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace is a character of the answer
 _BARE_ANSWER_CHARACTERS = 100
-_DECIMAL = re.compile(r"-?\d*\.\d+")
 _WORD = re.compile(r"(?<![\\\w])[^\W\d_]{2,}")  # not the name of a LaTeX command
 
-_LONGEST = 400
-_DEEPEST = 12
-"""Characters and nested brackets of an answer beyond which math-verify's parser takes seconds."""
-
-# Without units, which are removed before: math-verify removes everything from the first `\text{` on
+# Units are removed before: math-verify removes everything from the first `\text{` on
 _LATEX = (
     LatexExtractionConfig(
         boxed_match_priority=0,
         try_extract_without_anchor=False,
         normalization_config=NormalizationConfig(malformed_operators=True, nits=True),
     ),
-)
-_NUMBER_IN_PROSE = (ExprExtractionConfig(try_extract_without_anchor=False),)
-
-# math-verify's parser computes these at once, whatever their size
-_COMPUTED_BY_PARSER = re.compile(
-    r"binom\s*(?:\{[^{}]*(?:\d{5}|!|\^|binom))|(?:\d{5}|!|\^).*choose|(?:gcd|lcm).*(?:\d{9}|!|\^)"
 )
 
 _ANNOUNCEMENT = re.compile(
@@ -65,32 +53,18 @@ _ANNOUNCEMENT = re.compile(
     )[\s*_:}]*""",
     re.IGNORECASE | re.MULTILINE | re.VERBOSE,
 )
-_MOST_ANNOUNCEMENTS = 5
-_DENIED = re.compile(
-    r"(?:\b(?:if|whether|what)|(?:\bnot|\bnever|\bcannot|n['’]t)(?:\s+\w+){0,2})(?:\s+(?:that|the|my|final|correct))*\s*$",
-    re.IGNORECASE,
-)
-_NEGATED = re.compile(r"\b(?:not|never|cannot)\b|n['’]t\b", re.IGNORECASE)
-_HEDGE = re.compile(r"\W*(?:not|never|maybe|perhaps|either|unknown|unclear|between)\b", re.IGNORECASE)
-_CLAUSE_END = re.compile(r"[.;!?,\n](?!\d)")
 _SENTENCE_END = re.compile(r"\n|[.!?](?=[\s*]|$)")
-_OR = re.compile(r"\bor\b")
-_OPTION = re.compile(r"\(?([A-Z])\)(?:\s+|$)")
+_OPTION = re.compile(r"\(?([A-Z])\)")
 _MATH = re.compile(r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\\\((.+?)\\\)|(?<!\\)\$((?:\\.|[^$\n\\])+)\$", re.DOTALL)
 _TEXT_IN_MATH = re.compile(r"\\(?:text|mbox|mathrm|operatorname|begin|end)\s*\{[^{}]*\}")
 _VALUE = re.compile(r"\d|\b[A-Z]\b")  # "5, since $x = 3$"
-_BETWEEN_MATH = re.compile(r"\s*(?:,|,?\s*(?:and|or))\s*")
 
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer as math-verify reads it."""
+    """An answer as math-verify reads it: a SymPy expression and its text, or the text alone."""
 
     values: tuple[Any, ...]
-    """What the answer is compared by: a SymPy expression and its text, or the text alone."""
-
-    bases: tuple[str, ...] = ()
-    """Bases that its numbers are marked with, as in `52_8`; math-verify drops them."""
 
     @property
     def text(self) -> str:
@@ -124,33 +98,17 @@ def last_boxed(text: str) -> str | None:
 
     math-verify joins neighbouring boxes, but worked solutions box a value and then its other form, or an intermediate result.
     """
-    rest = _after_last_box(text)
-    if rest is None or rest.startswith("{"):
-        return None if rest is None else _braced(rest)
-    return rest.partition("$")[0].strip() or None  # \boxed 5$
-
-
-def closed_box(text: str) -> str | None:
-    r"""
-    What the last `\boxed{…}` of a completion's final part holds, see [`read_answer`]; `None` if that is empty, or if the box
-    has no braces or is not closed.
-    """
-    rest = _after_last_box(_final_part(text))
-    return _braced(rest) if rest is not None and rest.startswith("{") else None
-
-
-def _after_last_box(text: str) -> str | None:
     start, command = max((text.rfind(command), command) for command in _BOXES)
-    return None if start < 0 else text[start + len(command) :].lstrip()
-
-
-def _braced(text: str) -> str | None:
-    """What stands in the braces that a text begins with, if they are closed and not empty."""
+    if start < 0:
+        return None
+    rest = text[start + len(command) :].lstrip()
+    if not rest.startswith("{"):
+        return rest.partition("$")[0].strip() or None  # \boxed 5$
     depth = 0
-    for brace in _BRACE.finditer(text):
+    for brace in _BRACE.finditer(rest):
         depth += {"{": 1, "}": -1}.get(brace[0], 0)
         if depth == 0:
-            return text[1 : brace.start()].strip() or None
+            return rest[1 : brace.start()].strip() or None
     return None
 
 
@@ -160,23 +118,11 @@ def marked_answer(text: str) -> str | None:
     return (rest.strip().partition("\n")[0].strip() or None) if mark else None
 
 
-@dataclass
-class CountedWarning:
-    """A warning with a count and the latest example, logged the first time and then at each power of ten."""
-
-    message: str
-    count: int = 0
-
-    def add(self, example: Any):
-        """Count a case."""
-        self.count += 1
-        if str(self.count).strip("0") == "1":
-            logger.warning(self.message, self.count, repr(example)[:120])
-
-
-slow_votes = CountedWarning(
-    "%d pairs of votes so far count as different, since math-verify did not finish in time; the latest one is %s."
-)
+def final_part(text: str) -> str:
+    """What follows the thinking (`</think>`), and of that what stands between `<answer>` and `</answer>`, if there is such a part."""
+    text = text.rpartition("</think>")[2].partition("<think>")[0]
+    parts = [part.partition("</answer>")[0].strip() for part in text.split("<answer>")[1:]]
+    return next((part for part in reversed(parts) if part), text.strip())
 
 
 def read_gold(gold: str) -> Answer | None:
@@ -194,7 +140,7 @@ def read_gold(gold: str) -> Answer | None:
 @lru_cache(maxsize=8192)
 def _read_gold(gold: str) -> Answer | type[GradingTimeout] | None:
     """Every completion of a group has the same gold answer: a timeout is remembered, too."""
-    text = _final_part(gold)
+    text = final_part(gold)
     try:
         return in_time(lambda: _read_shown(text) or _read_announced(text) or _read_bare(text), seconds=GOLD_SECONDS)
     except GradingTimeout:
@@ -203,20 +149,18 @@ def _read_gold(gold: str) -> Answer | type[GradingTimeout] | None:
 
 def read_answer(completion: str) -> Answer | None:
     r"""
-    Read the answer that a completion gives.
+    Read the answer that a completion gives in its [`final_part`].
 
-    Only what follows the thinking (`</think>`) is read, and of that only what stands between `<answer>` and `</answer>`, if
-    there is such a part. The answer is, in this order: the last `\boxed{}`, what follows the last `####`, an announced
-    answer ("the answer is …", "Answer: …"), or all of a short text. An announced answer comes before words after `####`,
-    which Markdown makes a heading. A number somewhere in the text is not an answer.
+    It is, in this order: the last `\boxed{}`, what follows the last `####`, an announced answer ("the answer is …", "Answer: …"),
+    or all of a short text. An announced answer comes before words after `####`, which Markdown makes a heading. A number somewhere
+    in the text is not an answer.
 
     Returns `None` if there is no answer, and raises [`GradingTimeout`] if it cannot be read in time.
     """
-    return in_time(_read_completion, completion)
+    return in_time(_read_completion, final_part(completion))
 
 
-def _read_completion(completion: str) -> Answer | None:
-    text = _final_part(completion)
+def _read_completion(text: str) -> Answer | None:
     answer = _read_shown(text)
     if answer is not None:
         return answer
@@ -226,46 +170,15 @@ def _read_completion(completion: str) -> Answer | None:
     return _read_announced(text) or (_read_bare(text) if is_bare else None)
 
 
-@lru_cache(maxsize=65536)
-def same_answer(one: str, other: str) -> bool:
-    """
-    Whether two answers, each the contents of a box, are equal in either direction. One that cannot be read, or compared in
-    time, equals only the same text. Answers of a group are compared again in every round: what was found is remembered.
-    """
-    if one == other:
-        return True
-    try:
-        return in_time(_equal_texts, one, other)
-    except GradingTimeout:
-        slow_votes.add((one, other))
-        return False
-
-
-def _equal_texts(one: str, other: str) -> bool:
-    a, b = (read_gold(f"\\boxed{{{text}}}") for text in (one, other))
-    return a is not None and b is not None and (equal(a, b) or equal(b, a))
-
-
 def equal(gold: Answer, answer: Answer) -> bool:
     """Whether two answers are equal, as far as math-verify can tell; raises [`GradingTimeout`] if it takes too long."""
-    if gold.bases and answer.bases and gold.bases != answer.bases:
-        return False
     if gold.text == answer.text:
         return True
-    if _DECIMAL.fullmatch(gold.text) and _DECIMAL.fullmatch(answer.text):
-        # As far as the shorter one goes; math-verify compares six decimals, however many there are
-        coarser = max(int(Decimal(text).as_tuple().exponent) for text in (gold.text, answer.text))
-        if abs(Decimal(gold.text) - Decimal(answer.text)) >= Decimal(1).scaleb(coarser):
-            return False
-    return in_time(_equal_expressions, gold, answer)
+    return not differ_as_text(gold.text, answer.text) and in_time(_equal_expressions, gold, answer)
 
 
 def _equal_expressions(gold: Answer, answer: Answer) -> bool:
-    match = NUMBER_AND_LETTER.fullmatch(answer.text)
-    if match is not None and isinstance(gold.values[0], Number):
-        answer = _read_bare(match[1]) or answer
-    pairs = product(gold.expressions, answer.expressions)
-    return any(_equal_values(gold_value, value) for gold_value, value in pairs)
+    return any(_equal_values(*pair) for pair in product(gold.expressions, answer.expressions))
 
 
 def _equal_values(gold: Any, value: Any) -> bool:
@@ -276,12 +189,6 @@ def _equal_values(gold: Any, value: Any) -> bool:
     except Exception:  # SymPy raises anything on what a model can write; such a pair is not known to be equal
         logger.debug("math-verify could not compare two answers.", exc_info=True)
         return False
-
-
-def _final_part(text: str) -> str:
-    text = text.rpartition("</think>")[2].partition("<think>")[0]
-    parts = [part.partition("</answer>")[0].strip() for part in text.split("<answer>")[1:]]
-    return next((part for part in reversed(parts) if part), text.strip())
 
 
 def _read_shown(text: str) -> Answer | None:
@@ -295,43 +202,23 @@ def _read_shown(text: str) -> Answer | None:
 
 
 def _read_announced(text: str) -> Answer | None:
-    for match in reversed(list(_ANNOUNCEMENT.finditer(text))[-_MOST_ANNOUNCEMENTS:]):
-        clause = _CLAUSE_END.split(text[max(0, match.start() - _BARE_ANSWER_CHARACTERS) : match.start()])[-1]
-        if _DENIED.search(clause) or _NEGATED.search(match[0]) or _HEDGE.match(text, match.end()):
-            continue
-        answer = _read_announcement(text[match.end() :])
-        if answer is not None:
-            return answer
-    return None
-
-
-def _read_announcement(rest: str) -> Answer | None:
-    """Read the answer from what follows "the answer is"."""
-    math = _MATH.search(rest)
-    end = _SENTENCE_END.search(rest)
+    """Read what follows the last "the answer is": a formula, an option, what stands before the first word, or a short sentence."""
+    *_, announcement = [None, *_ANNOUNCEMENT.finditer(text)]
+    if announcement is None:
+        return None
+    rest = text[announcement.end() :]
+    end, math = _SENTENCE_END.search(rest), _MATH.search(rest)
     sentence = rest[: end.start() if end else None].replace("*", "").strip()
     is_math = math is not None and math.start() <= len(sentence) and not _VALUE.search(rest[: math.start()])
     if math is not None and is_math and not _WORD.search(_TEXT_IN_MATH.sub("", math[0])):
-        parts = [math[math.lastindex or 0]]
-        while (link := _BETWEEN_MATH.match(rest, math.end())) and (math := _MATH.match(rest, link.end())):
-            parts.append(math[math.lastindex or 0])
-        return _read_bare(",".join(part.strip() for part in parts))
-    option = _OPTION.match(sentence)
-    if option is not None:
-        letter, rest = _read_bare(option[1]), sentence[option.end() :]
-        value = _read_announcement(rest) if rest else None
-        if letter is None or value is None:
-            return letter
-        return Answer((*letter.expressions, *value.values), value.bases)  # "(B) 27" says both
+        return _read_bare(math[math.lastindex or 0])
+    if option := _OPTION.match(sentence):
+        return _read_bare(option[1])
     words = _WORD.finditer(_TEXT_IN_MATH.sub(lambda match: " " * len(match[0]), sentence))
     first = next((word.start() for word in words if word[0] not in ("and", "or")), None)
-    if first is not None and not _OR.search(sentence):
-        before = sentence[:first].strip(" ,;:(")
-        if before not in ("", "a"):  # an article
-            return _read_bare(before)
-        number = _read(f"answer: {sentence}", _NUMBER_IN_PROSE)
-        if number is not None:
-            return number
+    before = sentence[:first].strip(" ,;:(")
+    if before not in ("", "a"):  # an article
+        return _read_bare(before)
     return _read_bare(sentence) if sentence and len(sentence) <= _BARE_ANSWER_CHARACTERS else None
 
 
@@ -339,25 +226,18 @@ def _read_bare(text: str) -> Answer | None:
     # The full stop of a sentence would make "27." plain text
     text = text.strip().rstrip(" .")
     math = _MATH.fullmatch(text)
-    text = normalise(text if math is None else math[math.lastindex or 0].strip())
-    depths = accumulate((char in "([{") - (char in ")]}") for char in text)
-    if len(text) > _LONGEST or max(depths, default=0) > _DEEPEST or _COMPUTED_BY_PARSER.search(text):
+    text = rewrite(text if math is None else math[math.lastindex or 0])
+    if is_too_large(text):
         return Answer((text,))
-    answer = _read(f"\\boxed{{{text}}}", _LATEX)
-    return None if answer is None else replace(answer, bases=bases(text))
-
-
-def _read(text: str, extraction: tuple) -> Answer | None:
     try:
-        return _parsed(text, extraction)
+        return _parsed(f"\\boxed{{{text}}}")
     except Exception:  # ANTLR and SymPy raise anything on what a model can write
         logger.debug("math-verify could not read an answer.", exc_info=True)
         return None
 
 
 @lru_cache(maxsize=8192)
-def _parsed(text: str, extraction: tuple) -> Answer | None:
+def _parsed(text: str) -> Answer | None:
     """The completions of a group give few different answers, and reading one takes most of the time."""
-    values = parse(text, extraction_config=extraction, parsing_timeout=None, raise_on_error=True)
-    # A number too large to compute equals only the same text
-    return Answer(tuple(value for value in values if is_computable(value))) if values else None
+    values = parse(text, extraction_config=_LATEX, parsing_timeout=None, raise_on_error=True)
+    return Answer(tuple(values)) if values else None

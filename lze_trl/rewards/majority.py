@@ -6,67 +6,150 @@ It depends on all completions of a prompt, which may lie on several processes an
 """
 
 import logging
-import math
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from numbers import Integral, Real
+from functools import lru_cache
+from numbers import Integral
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
-import pandas as pd
 
-from .functions import Completion, completion_text, score_answer
-from .grading import same_answer
-from .limit import budget
-from .votes import answer_classes, consensus, read_vote
+from .functions import Completion, Grade, completion_text, grade, warn_of
+from .grading import equal, final_part, last_boxed, read_gold
+from .limit import GradingTimeout, budget, in_time
 
 
 logger = logging.getLogger(__name__)
 
 Labelled = Literal["gold", "none"]
 
-_GROUP_SECONDS = 2.0  # that comparing the votes of a group may take, see [`budget`]
+_GROUP_SECONDS = 2.0  # limit for comparing the votes of a group
+
+# Commands that show nothing of their own: blanks with their lengths, fonts, brackets, and what takes arguments
+_LAYOUT = re.compile(
+    r"\\[hv]?(?:space|phantom)\*?\s*\{[^{}]*\}|\\(?:begin|end)\s*\{[^{}]*\}"
+    r"|\\(?:text[a-z]*|math[a-z]+|[hm]box|boxed|fbox|operatorname|boldsymbol|left|right|q?quad|space|square|Box|underline|overline|"
+    r"[cl]?dots|[dt]?frac|sqrt)(?![a-zA-Z])"
+    r"|\\[,;:!\\_ ]|[{}~$_\s]+"
+)
+_CONTENT = re.compile(r"[^\W_]|\\[a-zA-Z]|[<>=∞∅]")
+_REFUSAL = re.compile(
+    r"\b(?:cannot|can not|can['’]t|could not|impossible to|not possible to|unable to|not)\s+(?:be\s+)?"
+    r"(?:determin|decid|find\b|found\b|calculat|comput|answer|know|solved?\b)"
+    r"|\bundetermin(?:ed|able)\b|\b(?:not enough|insufficient|missing)\s+(?:information|data)\b",
+    re.IGNORECASE,
+)
+_PLACEHOLDER = re.compile(
+    r"unknown|unclear|(?:i )?(?:do not|don['’]?t) know|no answer|n\s*/\s*a|tbd|"
+    r"(?:(?:insert|enter|put|write) )?(?:the |your |final |my )*(?:answer|result)(?: here)?",
+    re.IGNORECASE,
+)
+
+SLOW_VOTES = (
+    "%d pairs of votes so far count as different, since math-verify did not finish in time; the latest one is %s."
+)
+
+
+class Consensus(NamedTuple):
+    """The majority among n completions."""
+
+    winner: int  # class with the most votes, the first of several; −1 without votes
+    share: float  # votes of the winner / n
+    margin: int  # votes of the winner − votes of the next class
+    valid: float  # completions with a vote / n
 
 
 class Ballot(NamedTuple):
-    """What the majority reward reads of a completion."""
+    """Vote of one completion."""
 
-    vote: str | None
-    """The answer, see [`read_vote`]."""
-    labelled: bool = False
-    """Whether the prompt has a gold answer that can be read, and gold decides."""
-    score: float | None = None
-    """Accuracy against that gold answer; `None` if it cannot be known in time."""
-    gold: Any = None
-    """The gold answer, if there is one: labels are checked by it, whether or not it decides."""
+    vote: str | None  # the answer, see [`read_vote`]
+    gold: Any = None  # gold answer, by which labels are checked
+    grade: Grade | None = None  # if the gold answer decides
 
 
 class Verdict(NamedTuple):
-    """What the majority reward says of a group."""
+    """Rewards of one group."""
 
-    rewards: list[float | None]
-    """Of each completion; `None` for all of them where the reward abstains."""
-    metrics: dict[str, float]
-    """What is logged, as a mean over the groups that have it."""
-    confidence: float = 1.0
-    """Probability that the label is right, as far as the votes tell: the winner's share; 1 where a gold answer decides."""
-    winner: str | None = None
-    """The answer that most completions give."""
-    evidence: tuple[float, float] | None = None
-    """The winner's share, and 1 if its label is right and 0 if not: where labels count, and a gold answer can tell."""
+    rewards: list[float | None]  # of each completion; `None` for all of them where the reward abstains
+    metrics: dict[str, float]  # logged as means over the groups
+    confidence: float = 1.0  # probability that the label is right, by the votes: the winner's share; 1 for gold
+    winner: str | None = None  # the answer that most completions give
+    evidence: tuple[float, float] | None = None  # the winner's share, and 1 if a gold answer equals it, else 0
+
+
+def read_vote(text: str, truncated: bool) -> str | None:
+    r"""
+    The answer that a completion votes for: what the last closed `\boxed{…}` of its final part holds; `None` if it is truncated.
+
+    `None` also if the box is blank (`\text{ }`, `\square`, `___`), or holds a placeholder ("your answer here", "N/A") or a refusal
+    ("cannot be found"). "none", "no solution", "undefined", "impossible" and `\emptyset` are answers.
+    """
+    box = None if truncated else last_boxed(final_part(text))
+    if box is None:
+        return None
+    shown = " ".join(_LAYOUT.sub(" ", box).split())
+    words = shown.strip(" .!:…<>[]()\"'")
+    says_nothing = _CONTENT.search(shown) is None or _REFUSAL.search(words) or _PLACEHOLDER.fullmatch(words)
+    return None if says_nothing else box
+
+
+@lru_cache(maxsize=65536)
+def same_answer(one: str, other: str) -> bool:
+    """
+    Whether two votes are equal in either direction. One that cannot be read, or compared in time, equals only the same text.
+    Votes of a group are compared again in every round: what was found is remembered.
+    """
+    try:
+        return one == other or in_time(_equal_texts, one, other)
+    except GradingTimeout:
+        warn_of(SLOW_VOTES, (one, other))
+        return False
+
+
+def _equal_texts(one: str, other: str) -> bool:
+    a, b = (read_gold(f"\\boxed{{{text}}}") for text in (one, other))
+    return a is not None and b is not None and (equal(a, b) or equal(b, a))
+
+
+def answer_classes(votes: Sequence[str | None], same: Callable[[str, str], bool]) -> np.ndarray:
+    """
+    Class of each vote, int64 of shape `(n,)`; −1 where there is none.
+
+    Equality of answers is not transitive (`x=5` equals `5` equals `y=5`), so a class is a clique: distinct answers are taken in
+    the order of (−count, text), and each joins the first class all of whose members it equals, by `same`, or begins one. The
+    classes do not depend on the order of the votes.
+    """
+    counts = Counter(vote for vote in votes if vote is not None)
+    classes: list[list[str]] = []
+    place: dict[str, int] = {}
+    for text in sorted(counts, key=lambda text: (-counts[text], text)):
+        fits = (i for i, members in enumerate(classes) if all(same(member, text) for member in members))
+        place[text] = next(fits, len(classes))
+        if place[text] == len(classes):
+            classes.append([])
+        classes[place[text]].append(text)
+    return np.array([-1 if vote is None else place[vote] for vote in votes], dtype=np.int64)
+
+
+def consensus(classes: np.ndarray) -> Consensus:
+    """The majority of a group, from the classes of its votes, shape `(n,)`, n at least 1."""
+    counts = np.bincount(classes[classes >= 0])
+    if not len(counts):
+        return Consensus(-1, 0.0, 0, 0.0)
+    ranked, n = np.sort(counts), len(classes)
+    margin = ranked[-1] - ranked[-2] if len(ranked) > 1 else ranked[-1]
+    return Consensus(int(counts.argmax()), float(ranked[-1] / n), int(margin), float(counts.sum() / n))
 
 
 class MajorityReward:
     r"""
-    Reward function that gives 1.0 to the completions whose answer is the one that most of their group give, and else 0.0.
+    Group reward of [`LZEGRPOTrainer`]: 1.0 for the completions whose answer is the one that most of their group give, and else 0.0.
 
     The answer of a completion is what its last closed `\boxed{}` holds, and of a truncated completion nothing. Where the group
     does not agree enough, or too much, it abstains: all its completions get `None`, and the group has no gradient by this
     reward. Where there is a gold answer it decides, unless `labelled` is `"none"`: then this is
     [`~lze_trl.rewards.accuracy_reward`].
-
-    In [`LZEGRPOTrainer`] groups may straddle processes, and grow over rounds. [`~trl.GRPOTrainer`] hands a reward function the rows
-    of one process: there it needs the last two arguments, and whole groups on each process.
 
     Args:
         bounds (`Sequence[float]`, *optional*, defaults to `(0.2, 0.8)`):
@@ -77,22 +160,6 @@ class MajorityReward:
             Lowest share of the completions that must have an answer.
         labelled (`str`, *optional*, defaults to `"gold"`):
             What decides for prompts with a gold answer (`solution`): `"gold"`, or `"none"`, the majority all the same.
-        num_generations (`int`, *optional*):
-            Completions of a prompt, for [`~trl.GRPOTrainer`].
-        end_token_ids (`Sequence[int]`, *optional*):
-            Tokens that end a completion, for [`~trl.GRPOTrainer`]: one that does not end with any of them is truncated.
-
-    Example:
-    ```python
-    >>> from lze_trl.rewards import MajorityReward
-
-    >>> majority = MajorityReward(num_generations=4, end_token_ids=[0])
-    >>> answers = [r"\boxed{0.5}", r"\boxed{1/2}", r"\boxed{3}", r"I give up"]
-    >>> majority(prompts=["?"] * 4, completions=answers, completion_ids=[[7, 0]] * 4)
-    [None, None, None, None]
-    >>> MajorityReward(margin=1, num_generations=4, end_token_ids=[0])(["?"] * 4, answers, [[7, 0]] * 4)
-    [1.0, 1.0, 0.0, 0.0]
-    ```
     """
 
     def __init__(
@@ -101,29 +168,23 @@ class MajorityReward:
         margin: int = 2,
         min_valid: float = 0.5,
         labelled: Labelled = "gold",
-        num_generations: int | None = None,
-        end_token_ids: Sequence[int] | None = None,
     ):
         self.__name__ = "majority_reward"  # by which TRL logs it
-        self.bounds, self.margin, self.min_valid, self.labelled = _checked_bounds(bounds), margin, min_valid, labelled
-        self.num_generations, self.end_token_ids = num_generations, end_token_ids
+        self.bounds, self.margin, self.min_valid, self.labelled = tuple(bounds), margin, min_valid, labelled
         self._warned = False
-        if not isinstance(margin, Integral) or isinstance(margin, bool) or margin < 1:
-            raise ValueError(
-                f"`majority_margin` must be a whole number of at least 1, got {margin!r}. 1 lets every winner count that is "
-                "ahead; a tie has none."
-            )
-        if not isinstance(min_valid, Real) or not 0 <= min_valid <= 1:
-            raise ValueError(
-                f"`majority_min_valid` must be in [0, 1], got {min_valid!r}. Use 0 to count votes however few they are."
-            )
-        if labelled not in get_args(Labelled):
-            raise ValueError(
-                f"`majority_labelled` must be one of {list(get_args(Labelled))}, got {labelled!r}. 'gold' lets gold answers "
-                "decide where there are some, 'none' ignores them."
-            )
-        if num_generations is not None and num_generations < 2:
-            raise ValueError(f"`num_generations` must be at least 2, got {num_generations}: one vote is no majority.")
+        is_range = len(self.bounds) == 2 and 0 <= self.bounds[0] < self.bounds[1] <= 1
+        allowed = {
+            "bounds": (is_range, "two increasing numbers in [0, 1]"),
+            "margin": (isinstance(margin, Integral) and margin >= 1, "a whole number of at least 1"),
+            "min_valid": (0 <= min_valid <= 1, "in [0, 1]"),
+            "labelled": (
+                labelled in get_args(Labelled),
+                "'gold' (gold answers decide where there are some) or 'none'",
+            ),
+        }
+        for name, (is_allowed, words) in allowed.items():
+            if not is_allowed:
+                raise ValueError(f"`majority_{name}` must be {words}, got {vars(self)[name]!r}.")
 
     def read(
         self,
@@ -135,115 +196,79 @@ class MajorityReward:
         **kwargs: Any,
     ) -> list[Ballot]:
         """
-        Read completions, whichever groups they belong to.
-
-        Args:
-            completions (`list[str]` or `list[list[dict]]`): Completions, plain or conversational.
-            truncated (`list[bool]`): Whether each was cut off.
-            solution (`list`, *optional*): Gold answers, as in [`~lze_trl.rewards.accuracy_reward`]; `None` for a prompt without.
-            log_extra (`Callable`, *optional*): TRL's callable for columns of the completions table. Receives `vote`.
-            training (`bool`, *optional*): Whether they are trained on: labels of an evaluation set are no reason for a warning.
-            kwargs: Other columns of the dataset; not used.
+        Read completions, whichever groups they belong to. `solution` are gold answers, `None` for a prompt without; `log_extra`
+        receives the column `vote`. Labels of an evaluation set (`training=False`) are no reason for a warning.
         """
         texts = [completion_text(completion) for completion in completions]
         votes = [read_vote(text, cut) for text, cut in zip(texts, truncated, strict=True)]
         if log_extra is not None:
             log_extra("vote", ["" if vote is None else vote for vote in votes])
         golds = [None] * len(votes) if solution is None else solution
-        if solution is None or self.labelled == "none":
-            return [Ballot(vote, gold=gold) for vote, gold in zip(votes, golds, strict=True)]
+        if self.labelled == "none":
+            return [Ballot(vote, gold) for vote, gold in zip(votes, golds, strict=True)]
         with budget():
-            scored = [score_answer(text, gold) for text, gold in zip(texts, solution, strict=True)]
-        if training and not self._warned and scored and all(labelled for labelled, _ in scored):
+            grades = [grade(text, gold) for text, gold in zip(texts, golds, strict=True)]
+        if training and not self._warned and grades and all(grade.has_gold for grade in grades):
             self._warned = True
             logger.warning(
                 "Every prompt of these completions has a gold answer, which decides, so nothing is voted on. Set "
                 "`majority_labelled='none'` (in a script, `MajorityReward(labelled='none')`) to reward the majority all the same."
             )
-        return [Ballot(vote, *score, gold) for vote, score, gold in zip(votes, scored, golds, strict=True)]
+        rows = zip(votes, golds, grades, strict=True)
+        return [Ballot(vote, gold, grade if grade.has_gold else None) for vote, gold, grade in rows]
 
     def settle(self, ballots: Sequence[Ballot], final: bool = True) -> Verdict:
-        """
-        Judge one whole group. Before it is `final`, that is if votes may still be added, the winner counts however far it is
-        ahead.
-        """
+        """Judge one whole group. While votes may still be added (`final=False`), it does not abstain."""
         votes = [ballot.vote for ballot in ballots]
         with budget(_GROUP_SECONDS):
             classes = answer_classes(votes, same_answer)
         found = consensus(classes)
-        reasons = self._reasons(found) if final else {}
-        abstains, winner = any(reasons.values()), _commonest(votes, classes == found.winner)
-        right = None if abstains or not final else _is_right(winner, ballots[0].gold)
+        reason = self._reason_to_abstain(found) if final else None
+        wins = (classes == found.winner) & (classes >= 0)
+        winner = _commonest(votes, wins)
+        right = _is_right(winner, ballots[0].gold) if final and reason is None else None
         checked = {} if right is None else {"label_precision": right}
         evidence = None if right is None else (found.share, right)
-        if any(ballot.labelled for ballot in ballots):
-            scores = [ballot.score for ballot in ballots]
+        if any(ballot.grade is not None for ballot in ballots):
+            scores = [None if ballot.grade is None else ballot.grade.score for ballot in ballots]
             return Verdict(scores, {"gold_share": 1.0, **checked}, 1.0, winner, evidence)
+        reasons = {f"abstained_{name}": float(name == reason) for name in REASONS_TO_ABSTAIN} if final else {}
         metrics = {
             "gold_share": 0.0,
             "winner_share": found.share,
             "no_vote_share": 1.0 - found.valid,
-            "abstained": float(abstains),
-            **{f"abstained_{name}": float(applies) for name, applies in reasons.items()},
+            "abstained": float(reason is not None),
+            **reasons,
             **checked,
         }
-        if abstains:
+        if reason is not None:
             return Verdict([None] * len(ballots), metrics, winner=winner)
-        wins = (classes == found.winner) & (classes >= 0)
         return Verdict(wins.astype(np.float64).tolist(), metrics, found.share, winner, evidence)
 
-    def can_count(self, votes: int) -> bool:
-        """Whether a group of so many completions can have a winner that counts."""
-        agreed = [np.zeros(count, dtype=np.int64) for count in range(1, votes + 1)]
-        others = [
-            (np.arange(1, votes - len(own) + 1), np.full(votes - len(own), -1)) for own in agreed
-        ]  # all differ; none votes
-        classes = [np.concatenate([own, rest]) for own, rests in zip(agreed, others, strict=True) for rest in rests]
-        return any(not any(self._reasons(consensus(one)).values()) for one in classes)
-
-    def _reasons(self, found: Any) -> dict[str, bool]:
-        """Which of the reasons to abstain applies: the first one, if several do."""
+    def _reason_to_abstain(self, found: Consensus) -> str | None:
+        """The first reason that applies."""
         low, high = self.bounds
-        reasons = {
-            "few_votes": found.valid < self.min_valid or found.valid == 0.0,
-            "low_share": found.share < low,
-            "high_share": found.share > high,
-            "margin": found.margin < self.margin,
-        }
-        first = next((name for name, applies in reasons.items() if applies), None)
-        return {name: name == first for name in reasons}
+        applies = (
+            found.valid < self.min_valid or found.valid == 0.0,
+            found.share < low,
+            found.share > high,
+            found.margin < self.margin,
+        )
+        return next((name for name, holds in zip(REASONS_TO_ABSTAIN, applies, strict=True) if holds), None)
 
-    def __call__(
-        self,
-        prompts: list[Any],
-        completions: list[Completion],
-        completion_ids: list[list[int]],
-        solution: list[Any] | None = None,
-        log_extra: Callable[[str, list], None] | None = None,
-        log_metric: Callable[[str, float], None] | None = None,
-        **kwargs: Any,
-    ) -> list[float | None]:
-        """Judge whole groups, the completions of each prompt one after the other: TRL's way to call a reward function."""
-        size, ends = self.num_generations, self.end_token_ids
-        if size is None or ends is None:
-            raise ValueError(
-                "Outside of `LZEGRPOTrainer`, the majority reward has to be told what a group is and how completions end. Use "
-                "`MajorityReward(num_generations=…, end_token_ids=[tokenizer.eos_token_id])`."
-            )
-        starts = range(0, len(prompts), size)
-        if any(prompt != prompts[i - i % size] for i, prompt in enumerate(prompts)) or len(prompts) % size:
-            raise ValueError(
-                f"The majority reward needs all {size} completions of a prompt on one process, and got {len(prompts)} "
-                "completions in which a group is incomplete. Use `LZEGRPOTrainer`, which joins groups over processes, or let "
-                f"each process have a multiple of {size} completions, in evaluation as well."
-            )
-        truncated = [not ids or ids[-1] not in ends for ids in completion_ids]
-        ballots = self.read(completions, truncated, solution, log_extra)
-        verdicts = [self.settle(ballots[start : start + size]) for start in starts]
-        if log_metric is not None:
-            for name, value in pd.DataFrame([verdict.metrics for verdict in verdicts]).mean().items():
-                log_metric(f"majority/{name}", float(value))
-        return [reward for verdict in verdicts for reward in verdict.rewards]
+
+REASONS_TO_ABSTAIN = {
+    "few_votes": "too few answers",
+    "low_share": "answers disagree",
+    "high_share": "answers agree",
+    "margin": "no clear winner",
+}
+"""Names of the reasons in metrics (`abstained_…`), and in words."""
+
+
+def abstention(metrics: dict[str, float]) -> str | None:
+    """Why the majority reward abstained, by its metrics of a group; `None` if it did not."""
+    return next((why for name, why in REASONS_TO_ABSTAIN.items() if metrics[f"abstained_{name}"]), None)
 
 
 def _commonest(votes: list[str | None], wins: np.ndarray) -> str | None:
@@ -254,14 +279,4 @@ def _commonest(votes: list[str | None], wins: np.ndarray) -> str | None:
 
 def _is_right(winner: str | None, gold: Any) -> float | None:
     """Whether a label is right, where a gold answer can tell."""
-    return None if winner is None or gold is None else score_answer(f"\\boxed{{{winner}}}", gold)[1]
-
-
-def _checked_bounds(bounds: Sequence[float]) -> tuple[float, float]:
-    ends = [end for end in bounds if isinstance(end, Real) and math.isfinite(end)]
-    if len(bounds) != 2 or len(ends) != 2 or not 0 <= ends[0] < ends[1] <= 1:
-        raise ValueError(
-            f"`majority_bounds` must be two increasing numbers in [0, 1], got {bounds!r}. [0.2, 0.8] was published; use "
-            "[0, 1] to abstain at no share."
-        )
-    return float(ends[0]), float(ends[1])
+    return None if winner is None or gold is None else grade(f"\\boxed{{{winner}}}", gold).score

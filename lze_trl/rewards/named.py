@@ -34,22 +34,12 @@ def get_reward(
     max_completion_length: int | None = None,
     soft_overlong_cache: int | None = None,
     majority: dict[str, Any] | None = None,
-) -> RewardFunction:
+) -> Any:
     """
-    Reward function by name, or by the dotted import path of your own.
+    Reward function, or group reward, by name: a key of `REWARDS`, `"soft_overlong"`, `"majority"`, or the import path of your own.
 
-    Args:
-        name (`str`):
-            A key of `REWARDS`, `"soft_overlong"`, `"majority"`, or `package.module.function`.
-        max_completion_length (`int`, *optional*):
-            L_max of `"soft_overlong"`, most tokens of a completion.
-        soft_overlong_cache (`int`, *optional*):
-            L_cache of `"soft_overlong"`. Defaults to a fifth of the limit, as published (4,096 of 20,480 tokens).
-        majority (`dict`, *optional*):
-            Arguments of [`MajorityReward`].
-
-    Raises:
-        ValueError: There is no such reward function, or a setting of it is out of its range.
+    `max_completion_length` and `soft_overlong_cache` are L_max and L_cache of `"soft_overlong"`; the second defaults to a fifth of
+    the first, as published (4,096 of 20,480 tokens). `majority` are arguments of [`MajorityReward`].
     """
     if name == SOFT_OVERLONG:
         return _soft_overlong(max_completion_length, soft_overlong_cache)
@@ -65,12 +55,8 @@ def get_reward(
             "such as 'my_package.my_module.my_reward'."
         )
     found = members_of(module_name, f"Reward function {name!r}")
-    if attribute not in found:
+    if not callable(found.get(attribute)):
         raise ValueError(f"Module {module_name!r} has no reward function {attribute!r}.{near(attribute, found)}")
-    if not callable(found[attribute]):
-        raise ValueError(
-            f"{name!r} must be a function, got {type(found[attribute]).__name__}. Name a reward function."
-        )
     return found[attribute]
 
 
@@ -80,9 +66,7 @@ def _soft_overlong(limit: int | None, cache: int | None) -> RewardFunction:
     −1 at it (arXiv 2503.14476, Eq. 13).
     """
     if limit is None:
-        raise ValueError(
-            "The reward 'soft_overlong' needs a limit, and `max_completion_length` is None. Set `max_completion_length`."
-        )
+        raise ValueError("The reward 'soft_overlong' needs a limit. Set `max_completion_length`.")
     cache = max(1, limit // 5) if cache is None else cache
     if not 1 <= cache <= limit:
         raise ValueError(

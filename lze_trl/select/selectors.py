@@ -45,12 +45,6 @@ class EnergySelector(Selector):
 
     gumbel_scale: float = 0.05
 
-    def __post_init__(self):
-        if not 0 <= self.gumbel_scale < math.inf:
-            raise ValueError(
-                f"`gumbel_scale` must be at least 0, got {self.gumbel_scale}. Use 0 to rank without noise."
-            )
-
     def select(self, groups: Table, k: int, rng: np.random.Generator) -> np.ndarray:
         noise = rng.gumbel(size=len(groups))  # for all groups, so that the stream does not depend on who is alive
         live = groups.alive

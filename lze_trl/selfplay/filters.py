@@ -6,6 +6,7 @@ They are the filters of SeRL (arXiv 2505.20347), except that figures are recogni
 """
 
 import re
+from collections.abc import Callable
 
 from ..data.overlap import math_tokens
 from .templates import Item
@@ -63,10 +64,7 @@ _DANGLING = re.compile(
 
 def reason_to_reject(item: Item) -> str | None:
     """Why a text cannot be used: the first reason that applies, `None` if there is none."""
-    text = item.text
-    if item.trusted:
-        return None
-    return next((reason for reason, applies in _REASONS if applies(item, text)), None)
+    return next((reason for reason, applies in REASONS.items() if not item.trusted and applies(item, item.text)), None)
 
 
 def _unfinished(item: Item, text: str) -> bool:
@@ -85,18 +83,17 @@ def _asks_nothing(text: str) -> bool:
     return "?" not in text and _ASKS.search(text) is None
 
 
-_REASONS = (
-    ("unfinished", _unfinished),
-    ("too short", lambda item, text: len(math_tokens(text)) < MIN_TOKENS),
-    ("too long", lambda item, text: len(text.split()) > MAX_WORDS),
-    ("figure", lambda item, text: _FIGURE.search(text) is not None),
-    ("program", lambda item, text: _PROGRAM.match(text) is not None),
-    ("first character", lambda item, text: not (text[0].isalnum() or text[0] in _OPENERS)),
-    ("language", lambda item, text: _foreign(text)),
-    ("holds a solution", lambda item, text: _SOLUTION.search(text) is not None),
-    ("proof", lambda item, text: _PROOF.search(text) is not None and _AND_ASKS.search(text) is None),
-    ("several questions", lambda item, text: _SEVERAL.search(text) is not None),
-    ("no question", lambda item, text: _asks_nothing(text)),
-)
-REASONS = tuple(name for name, _ in _REASONS)
-"""Every reason, in the order in which they are looked for."""
+REASONS: dict[str, Callable[[Item, str], bool]] = {
+    "unfinished": _unfinished,
+    "too short": lambda item, text: len(math_tokens(text)) < MIN_TOKENS,
+    "too long": lambda item, text: len(text.split()) > MAX_WORDS,
+    "figure": lambda item, text: _FIGURE.search(text) is not None,
+    "program": lambda item, text: _PROGRAM.match(text) is not None,
+    "first character": lambda item, text: not (text[0].isalnum() or text[0] in _OPENERS),
+    "language": lambda item, text: _foreign(text),
+    "holds a solution": lambda item, text: _SOLUTION.search(text) is not None,
+    "proof": lambda item, text: _PROOF.search(text) is not None and _AND_ASKS.search(text) is None,
+    "several questions": lambda item, text: _SEVERAL.search(text) is not None,
+    "no question": lambda item, text: _asks_nothing(text),
+}
+"""Why a text is rejected, in the order of the checks."""

@@ -1,11 +1,9 @@
-"""Self-instruction during a training: the policy of the moment writes problems whenever few are left to visit."""
+"""Self-instruction during a training: the current policy writes problems when few unvisited ones are left."""
 
-import logging
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,17 +13,15 @@ from datasets import Dataset
 from scipy.special import softmax
 
 from ..batch import Prompts, Table
-from ..data.adapters import PromptStyle
+from ..data import PromptStyle
 from ..evaluation.engines import Engine
 from ..memory.identity import columns_of
 from ..memory.posterior import expected_energy
 from ..memory.state import PromptState
-from .generator import Admitted, Generator, Intake, Seeds, Writer, text_id, told
+from ..settings import SelfPlaySettings
 from .pool import PromptPool
-from .settings import InstructError, InstructSettings
+from .writer import Generator, InstructError, NewProblem, Seeds, Writer, id_in_words
 
-
-logger = logging.getLogger(__name__)
 
 EXEMPLAR_TEMPERATURE = 0.2
 """τ of the softmax by which exemplars are drawn, in units of energy."""
@@ -33,19 +29,20 @@ EXEMPLAR_TEMPERATURE = 0.2
 
 @dataclass(frozen=True)
 class Instruction:
-    """What a training that writes its own problems begins with."""
+    """Seeds, prompt style and generator of a training that writes its own problems."""
 
     seeds: Seeds
     style: PromptStyle  # how prompts are written around problems
     generator: Generator | None = None  # writes problems in place of the policy
 
-    def writer(self, settings: InstructSettings) -> Writer:
-        """Who writes problems."""
-        return Writer(settings, self.seeds, self.style.conversational, self.generator)
+    def writer(self, args: Any) -> Writer:
+        """The writer with the settings of a [`LZEGRPOConfig`]."""
+        settings = SelfPlaySettings(**args.self_play)
+        return Writer(settings, self.seeds, args.seed, self.style.conversational, self.generator)
 
     @classmethod
     def of(cls, dataset: Dataset) -> "Instruction":
-        """From the prompts of a training set, as they are: the last message of each is the problem."""
+        """Take the last message of each prompt of a training set as a problem."""
         prompts = [row["prompt"] for row in dataset]
         if isinstance(prompts[0], str):
             return cls(Seeds(tuple(prompts)), PromptStyle(conversational=False))
@@ -55,40 +52,35 @@ class Instruction:
 
 class OnlineInstruction:
     """
-    Fills a pool of problems. It is a part of the checkpoint: what was accepted once is known for good.
+    Fills a pool of problems. The pool is saved in checkpoints, so no problem is accepted twice in a run.
 
     Args:
-        instruction ([`Instruction`]): Seeds, prompts and, perhaps, a generator.
-        settings ([`InstructSettings`]): How problems are written, and which are accepted.
-        columns (`list[str]`): Columns that reward functions may ask for.
+        args ([`LZEGRPOConfig`]): Settings of the run.
+        instruction ([`Instruction`], *optional*): Seeds, prompts and, perhaps, a generator. By default, those of `dataset`.
+        dataset (`~datasets.Dataset`): The training set, with the columns that reward functions may ask for.
         state ([`~lze_trl.memory.state.PromptState`]): What is known of the problems that were visited.
         accelerator ([`~accelerate.Accelerator`]): The processes. The main one filters, all have the pool.
-        chances (`Callable`, *optional*): With which probabilities problems of its own are exemplars. By default all are alike.
     """
 
     def __init__(
         self,
-        instruction: Instruction,
-        settings: InstructSettings,
-        columns: list[str],
+        args: Any,
+        instruction: Instruction | None,
+        dataset: Dataset,
         state: PromptState,
         accelerator: Accelerator,
-        chances: Callable[[Prompts], np.ndarray] | None = None,
     ):
-        self._seeds, self._settings, self._accelerator = instruction.seeds, settings, accelerator
-        self._state, self._chances = state, chances
-        self.writer = instruction.writer(settings)
-        others = [name for name in columns if name != "prompt"]
-        self.pool = PromptPool(instruction.style.around, others)
-        self._begin()
-
-    def _begin(self):
-        self.intake = Intake(self._seeds, self._settings.overlap)
-        self.rounds = 0
+        self._args, self._state, self._accelerator = args, state, accelerator
+        self._instruction = instruction or Instruction.of(dataset)
+        self.writer = self._instruction.writer(args)
+        self.pool = PromptPool(
+            self._instruction.style.around, [name for name in columns_of(dataset) if name != "prompt"]
+        )
+        state.priors = self.pool.priors
 
     def restock(self, missing: int, generation: int, policy: Callable[[], AbstractContextManager[Engine | None]]):
         """
-        Add at least so many problems to the pool, which a generation batch is going to need. All processes call it.
+        Add at least `missing` problems to the pool. All processes call it.
 
         Raises:
             InstructError: If `max_rounds` rounds in a row give no acceptable problem.
@@ -98,84 +90,67 @@ class OnlineInstruction:
             if self._accelerator.is_main_process:
                 shared = [self._written(missing, engine)]
         broadcast_object_list(shared)
-        admitted, priors, self.rounds, rejected, barren = shared[0]
-        self.intake.rejected = Counter(rejected)
-        self.pool.add(admitted, generation, priors)
-        if barren == self._settings.max_rounds:
-            raise InstructError(
-                f"{barren} rounds in a row gave no acceptable problem, with {len(self.pool)} written so far. Rejected: "
-                f"{told(self.intake.rejected)}. Use other seeds, a stronger model, or an earlier checkpoint of this one."
-            )
+        if isinstance(shared[0], InstructError):
+            raise shared[0]
+        problems, priors, self.writer.rounds, self.writer.rejected = shared[0]
+        self.pool.add(problems, generation, priors)
 
-    def _written(self, missing: int, engine: Any) -> tuple[list[Admitted], np.ndarray, int, dict[str, int], int]:
-        """Problems and their priors, rounds so far, rejections so far by reason, and rounds in a row without a problem."""
-        found: list[Admitted] = []
-        barren, number, own = 0, self.rounds, self.pool.proved
-        ask, known = engine.generate if engine is not None else None, self._state.prompts(self.pool.proved_ids)
-        chances = self._chances(known) if self._chances is not None and own else None
-        while len(found) < missing and barren < self._settings.max_rounds:
-            proposals, unread = self.writer.propose(number, own, ask, chances)
-            admitted = self.intake.admit(proposals, unread)
-            found, number, barren = found + admitted, number + 1, 0 if admitted else barren + 1
-        rates = dict(zip(map(text_id, own), known.pass_rates.tolist(), strict=True))
-        return found, inherited(found, rates), number, dict(self.intake.rejected), barren
+    def _written(
+        self, missing: int, engine: Any
+    ) -> tuple[list[NewProblem], list[float], int, Counter[str]] | InstructError:
+        """New problems, their priors, the number of rounds and rejections by reason; or an error for all processes to raise."""
+        proved = self.pool.proved
+        own, known = proved["text"].tolist(), self._state.prompts(proved.index.to_numpy())
+        by_energy = self._args.self_play["exemplars"] == "energy" and own
+        chances = exemplar_chances(known, self._args.self_play["label_confidence"] == "share") if by_energy else None
+        ask = engine.generate if engine is not None else None
+        try:
+            found = [problem for round in self.writer.write(missing, own, ask, chances) for problem in round]
+        except InstructError as error:
+            return error
+        rates = dict(zip(map(id_in_words, own), known.pass_rates.tolist(), strict=True))
+        return found, [inherited(problem, rates) for problem in found], self.writer.rounds, self.writer.rejected
 
     def observe(self, groups: Table):
-        """Learn from the scored groups of a generation batch."""
+        """Record the pass rates of a generation batch."""
         self.pool.observe(groups.prompt_ids, groups.pass_rates, groups.alive)
 
     def metrics(self) -> dict[str, float]:
-        """The pool, and what was rejected so far."""
-        table = self.pool.table()
-        rejected = {f"instruct_rejected/{why.replace(' ', '_')}": n for why, n in self.intake.rejected.items() if n}
+        """Size and state of the pool, and rejections so far."""
+        rows = self.pool.rows
+        rejected = {f"instruct_rejected/{why.replace(' ', '_')}": n for why, n in self.writer.rejected.items() if n}
         return {
-            "instruct_pool": len(self.pool),
-            "instruct_unvisited": int((table["visits"] == 0).sum()),
-            "instruct_proved": int(table["alive"].sum()),
-            "instruct_overlap": float(np.mean(table["overlap"])),
-            "instruct_rounds": self.rounds,
+            "instruct_pool": len(rows),
+            "instruct_unvisited": int((rows["visits"] == 0).sum()),
+            "instruct_proved": int(rows["alive"].sum()),
+            "instruct_overlap": float(rows["overlap"].mean()),
+            "instruct_rounds": self.writer.rounds,
             **rejected,
         }
 
     def state_dict(self) -> dict[str, Any]:
         """The pool, and counts."""
-        return self.pool.state_dict() | {"rounds": self.rounds, "rejected": dict(self.intake.rejected)}
+        return self.pool.state_dict() | {"rounds": self.writer.rounds, "rejected": dict(self.writer.rejected)}
 
     def load_state_dict(self, state: dict[str, Any]):
         """Continue with the pool of a checkpoint."""
         self.pool.load_state_dict(state)
-        self._begin()
+        self.writer = self._instruction.writer(self._args)
+        self.writer.rounds, self.writer.rejected = state["rounds"], Counter(state["rejected"])
         if self._accelerator.is_main_process:
-            self.intake.index.add(self.pool.texts)
-        self.intake.rejected, self.rounds = Counter(state["rejected"]), state["rounds"]
+            self.writer.known.add(self.pool.rows["text"])
 
 
-def inherited(problems: list[Admitted], rates: dict[int, float]) -> np.ndarray:
-    """Mean of the pass rates that are expected of the parents of each problem, shape `(n,)`; 0.5 where none is known."""
-    own = ([rates[parent] for parent in problem.parents if parent in rates] for problem in problems)
-    return np.array([np.mean(found) if found else 0.5 for found in own])
-
-
-def make_source(
-    args: Any,
-    instruction: Instruction | None,
-    seeds: Dataset,
-    state: PromptState,
-    accelerator: Accelerator,
-) -> OnlineInstruction:
-    """What writes the problems to train on; `seeds` is the training set, with what rewards may ask for."""
-    by_energy = partial(exemplar_chances, by_share=args.self_play["label_confidence"] == "share")
-    chances = by_energy if args.self_play["exemplars"] == "energy" else None
-    given, settings = instruction or Instruction.of(seeds), args.make_instruct()
-    writes = OnlineInstruction(given, settings, columns_of(seeds), state, accelerator, chances)
-    state.priors = writes.pool.priors
-    return writes
+def inherited(problem: NewProblem, rates: dict[str, float]) -> float:
+    """Mean of the expected pass rates of the parents of a problem; 0.5 if none is known."""
+    own = [rates[parent] for parent in problem.parents.split() if parent in rates]
+    return float(np.mean(own)) if own else 0.5
 
 
 def exemplar_chances(prompts: Prompts, by_share: bool) -> np.ndarray:
     """
-    Softmax of the energy that the next visit of each prompt is expected to have, if wanted times the share of the winner that
-    is expected; shape `(P,)`.
+    Softmax of the expected energy of each prompt's next visit, shape `(P,)`. `by_share` multiplies the energy by the expected
+    share of the winner.
     """
     scores = expected_energy(prompts) * (prompts.pass_rates if by_share else 1.0)
     return softmax(scores / EXEMPLAR_TEMPERATURE)

@@ -4,135 +4,90 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from ..memory.identity import ID_COLUMN, prompt_id
-from ..memory.index import RowIndex
-from .generator import Admitted, id_in_words, text_id
+from .writer import NewProblem, id_in_words
 
 
-_WRITTEN: dict[str, Any] = {"labelled": False, "source": "self-instruct"}
-"""What reward functions are told of a problem that was written; all other columns of the seeds are null."""
+_KINDS = {
+    "text": object,
+    "parents": object,  # ids of the exemplars, with blanks between
+    "overlap": np.float64,
+    "birth": np.int64,  # generation batch
+    "prior": np.float64,  # expected pass rate at birth
+    "visits": np.int64,
+    "share": np.float64,  # pass rate of the last visit; by a majority, the winner's share
+    "alive": np.bool_,  # whether the last visit had a gradient
+}
 
 
 class PromptPool:
     """
-    Problems in the order in which they were written, with parents, overlap, birth (the generation batch), prior (what was then
-    expected of it: a pass rate), visits, and what the last visit said: its pass rate (by a majority, the winner's share) and whether it had a gradient.
+    Problems in the order in which they were written, in the table `rows`. Its index holds the hashes of the prompts.
 
-    Args:
-        write (`Callable`): The prompt around a problem.
-        columns (`Sequence[str]`): Columns that a row has besides.
+    `write` makes the prompt around a problem; `columns` are the further columns of the training set.
     """
 
     def __init__(self, write: Callable[[str], Any], columns: Sequence[str] = ()):
-        self._write, self._columns = write, {name: _WRITTEN.get(name) for name in columns}
-        self._numbers: dict[str, np.ndarray] = {}
-        self.load_state_dict(_EMPTY)
+        self._write = write
+        self._columns = {name: "self-instruct" if name == "source" else None for name in columns}
+        self.rows = pd.DataFrame({name: [] for name in _KINDS}, index=pd.Index([], dtype=np.int64)).astype(_KINDS)
 
     def __len__(self) -> int:
-        return len(self.texts)
+        return len(self.rows)
 
-    def __getitems__(self, rows: list[int]) -> list[dict[str, Any]]:
-        """Rows as a training set gives them, with what is recorded of a problem."""
+    def __getitems__(self, places: list[int]) -> list[dict[str, Any]]:
+        """Rows of the training set, with the columns that telemetry records."""
         return [
             {
                 **self._columns,
-                "prompt": self._write(self.texts[row]),
-                ID_COLUMN: int(self.prompt_ids[row]),
-                "problem_id": id_in_words(text_id(self.texts[row])),
-                "parents": " ".join(map(id_in_words, self.parents[row])),
-                "overlap": float(self._numbers["overlap"][row]),
-                "written_in_batch": int(self._numbers["birth"][row]),
+                "prompt": self._write(row.text),
+                ID_COLUMN: row.Index,
+                "problem_id": id_in_words(row.text),
+                "parents": row.parents,
+                "overlap": row.overlap,
+                "written_in_batch": row.birth,
             }
-            for row in rows
+            for row in self.rows.iloc[places].itertuples()
         ]
 
     @property
-    def proved(self) -> list[str]:
+    def proved(self) -> pd.DataFrame:
         """Problems whose last visit had a gradient."""
-        return [self.texts[row] for row in np.flatnonzero(self._numbers["alive"])]
-
-    @property
-    def proved_ids(self) -> np.ndarray:
-        """Hashes of their prompts."""
-        return self.prompt_ids[self._numbers["alive"]]
+        return self.rows[self.rows["alive"]]
 
     @property
     def prompt_ids(self) -> np.ndarray:
         """Hash of each final prompt, which has no answer, shape `(n,)`."""
-        return self._numbers["prompt_ids"]
+        return self.rows.index.to_numpy()
 
     def priors(self, prompt_ids: np.ndarray) -> np.ndarray:
-        """What was expected of problems when they were written, given the hashes of their prompts; 0.5 for others."""
-        rows, priors = self._index.find(prompt_ids), np.full(len(prompt_ids), 0.5)
-        priors[rows >= 0] = self._numbers["prior"][rows[rows >= 0]]
-        return priors
+        """Pass rates that were expected when problems were written, by the hashes of their prompts; 0.5 for unknown prompts."""
+        return self.rows["prior"].reindex(prompt_ids).fillna(0.5).to_numpy()
 
-    def add(self, problems: Sequence[Admitted], generation: int, priors: np.ndarray):
-        """Add problems at the end; `priors`, shape `(n,)`, are the pass rates that are expected of them."""
-        count = len(problems)
-        more = {
-            "prompt_ids": [prompt_id(self._write(problem.text)) for problem in problems],
-            "birth": [generation] * count,
-            "overlap": [problem.overlap for problem in problems],
-            "prior": priors,
-            "visits": [0] * count,
-            "share": [np.nan] * count,
-            "alive": [False] * count,
-        }
-        self.texts += [problem.text for problem in problems]
-        self.parents += [problem.parents for problem in problems]
-        self._numbers = {
-            name: np.concatenate([known, np.array(more[name], dtype=known.dtype)])
-            for name, known in self._numbers.items()
-        }
-        self._index.add(np.array(more["prompt_ids"], dtype=np.int64))
+    def add(self, problems: Sequence[NewProblem], generation: int, priors: Sequence[float]):
+        """Add problems at the end; `priors` are their expected pass rates."""
+        index = pd.Index([prompt_id(self._write(problem.text)) for problem in problems], dtype=np.int64)
+        new = pd.DataFrame(list(problems), columns=list(NewProblem._fields), index=index)
+        new = new.assign(birth=generation, prior=priors, visits=0, share=np.nan, alive=False)
+        self.rows = pd.concat([self.rows, new]).astype(_KINDS) if len(new) else self.rows
 
     def observe(self, prompt_ids: np.ndarray, shares: np.ndarray, alive: np.ndarray):
-        """Enter a visit of some of the problems."""
-        rows = self._index.find(prompt_ids)
-        self._numbers["visits"][rows] += 1
-        self._numbers["share"][rows], self._numbers["alive"][rows] = shares, alive
+        """Record a visit of some of the problems."""
+        self.rows.loc[prompt_ids, "visits"] += 1
+        self.rows.loc[prompt_ids, "share"] = shares
+        self.rows.loc[prompt_ids, "alive"] = alive
 
-    def table(self) -> dict[str, Any]:
-        """All columns: texts, parents (hashes of the exemplars' texts) and numbers."""
-        return {"text": self.texts, "parents": self.parents, **self._numbers}
-
-    def state_dict(self) -> dict[str, np.ndarray]:
-        """The columns; texts as UTF-8 and the ends of each."""
-        data = [text.encode() for text in self.texts]
-        flat = [parent for parents in self.parents for parent in parents]
-        return self._numbers | {
-            "text": np.frombuffer(b"".join(data), dtype=np.uint8).copy(),
-            "text_ends": np.cumsum([len(part) for part in data], dtype=np.int64),
-            "parents": np.array(flat, dtype=np.int64),
-            "parent_ends": np.cumsum([len(parents) for parents in self.parents], dtype=np.int64),
+    def state_dict(self) -> dict[str, Any]:
+        """The columns: lists of texts, and arrays."""
+        columns = {
+            name: column.tolist() if _KINDS[name] is object else column.to_numpy()
+            for name, column in self.rows.items()
         }
+        return columns | {"prompt_ids": self.prompt_ids}
 
-    def load_state_dict(self, state: dict[str, np.ndarray]):
+    def load_state_dict(self, state: dict[str, Any]):
         """Continue with the problems of a checkpoint."""
-        data = state["text"].tobytes()
-        self.texts = [data[begin:end].decode() for begin, end in _spans(state["text_ends"])]
-        self.parents = [tuple(state["parents"][begin:end].tolist()) for begin, end in _spans(state["parent_ends"])]
-        no_prior = {"prior": np.full(len(state["prompt_ids"]), 0.5)}  # of a checkpoint from before there was one
-        self._numbers = {name: (no_prior | state)[name].copy() for name in _NUMBERS}
-        self._index = RowIndex(self.prompt_ids)
-
-
-_NUMBERS: dict[str, Any] = {
-    "prompt_ids": np.int64,
-    "birth": np.int64,
-    "overlap": np.float64,
-    "prior": np.float64,
-    "visits": np.int64,
-    "share": np.float64,
-    "alive": np.bool_,
-}
-_EMPTY = {name: np.empty(0, dtype=kind) for name, kind in _NUMBERS.items()} | {
-    "text": np.empty(0, dtype=np.uint8),
-    **{name: np.empty(0, dtype=np.int64) for name in ("text_ends", "parents", "parent_ends")},
-}
-
-
-def _spans(ends: np.ndarray) -> list[tuple[int, int]]:
-    return list(zip([0, *ends[:-1].tolist()], ends.tolist(), strict=True)) if len(ends) else []
+        index = pd.Index(state["prompt_ids"], dtype=np.int64)
+        self.rows = pd.DataFrame({name: state[name] for name in _KINDS}, index=index).astype(_KINDS)

@@ -60,16 +60,9 @@ def page(browser):
 @contextmanager
 def serve(*runs):
     """The app in a process of its own, as a user starts it; yields its address."""
-    with started([sys.executable, "-m", "lze_trl.job.cli", "app", *map(str, runs), "--port", "{port}"]) as address:
-        yield address
-
-
-@contextmanager
-def started(command, **options):
-    """A command that serves the app at a free port, which stands for `{port}` in it; yields its address."""
-    port = tiny.free_port()
-    command = [argument.replace("{port}", str(port)) for argument in command]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, **options)
+    port = str(tiny.free_port())
+    command = [sys.executable, "-m", "lze_trl.job.cli", "app", *map(str, runs), "--port", port]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     address = f"http://127.0.0.1:{port}/"
     try:
         deadline = time.monotonic() + 180

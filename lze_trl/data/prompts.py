@@ -1,0 +1,189 @@
+"""Prompts with gold answers, from datasets of known columns."""
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from datasets import Dataset, Features, Image, IterableDataset, List, Value, concatenate_datasets
+
+from ..memory.identity import prompt_id
+from .columns import Columns
+from .sources import DataError, load_table, parse_reference
+
+
+logger = logging.getLogger(__name__)
+
+_MESSAGES = List({"role": Value("string"), "content": Value("string")})
+_OWN = ("prompt", "solution", "reference_solution", "prompt_id", "source", "labelled")
+_RENAMED = {"type": "subject", "source": "original_source"}
+
+
+@dataclass(frozen=True)
+class PromptStyle:
+    """How prompts are written, as in [`load_prompts`]."""
+
+    conversational: bool = True
+    system_prompt: str | None = None
+    prompt_suffix: str | None = None
+
+    def __post_init__(self):
+        if self.system_prompt is not None and not self.conversational:
+            raise ValueError(
+                f"`system_prompt={self.system_prompt!r}` needs `conversational=True`: plain-text prompts have no roles. "
+                "Leave it unset, or write the text into the prompts."
+            )
+
+    def around(self, problem: str) -> Any:
+        """The prompt for a bare problem."""
+        return self.write([{"role": "user", "content": problem}], "a problem")
+
+    def write(self, messages: list[dict[str, str]], source: str) -> str | list[dict[str, str]]:
+        """The prompt for a problem, given as messages."""
+        last = {**messages[-1], "content": messages[-1]["content"] + (self.prompt_suffix or "")}
+        if not self.conversational:
+            if len(messages) > 1:
+                raise DataError(
+                    f"{source!r} has prompts of {len(messages)} messages, which are not one plain text. Use `conversational=True`."
+                )
+            return last["content"]
+        if self.system_prompt is None:
+            return [*messages[:-1], last]
+        others = [message for message in messages[:-1] if message["role"] != "system"]
+        return [{"role": "system", "content": self.system_prompt}, *others, last]
+
+
+def load_prompts(
+    reference: str,
+    *,
+    split: str | None = None,
+    config: str | None = None,
+    system_prompt: str | None = None,
+    prompt_suffix: str | None = None,
+    conversational: bool = True,
+    limit: int | None = None,
+    streaming: bool = False,
+    prompt_column: str | None = None,
+    answer_column: str | None = None,
+    option_column: str | None = None,
+    context_columns: list[str] | None = None,
+    unlabelled: bool = False,
+) -> Dataset | IterableDataset:
+    """
+    Load prompts with gold answers.
+
+    Args:
+        reference (`str`):
+            Hub id (`openai/gsm8k?config=main`), or path of a .jsonl, .json, .parquet or .csv file or of a folder. What it says
+            itself wins over `split` and `config`.
+        split (`str`, *optional*):
+            Split, or a slice such as `train[:100]`. Defaults to `train`, or to the only split.
+        config (`str`, *optional*):
+            Configuration. Defaults to the one called `default` or `main`, or else to all of them, one after the other.
+        system_prompt (`str`, *optional*):
+            System prompt of every conversation, in place of the dataset's own.
+        prompt_suffix (`str`, *optional*):
+            Text put after every problem just as it is, with the line break that it begins with.
+        conversational (`bool`, *optional*, defaults to `True`):
+            Whether prompts are lists of messages; otherwise, plain text.
+        limit (`int`, *optional*):
+            Number of rows to read. Defaults to all.
+        streaming (`bool`, *optional*, defaults to `False`):
+            Whether to return an `IterableDataset` that reads rows when they are asked for.
+        prompt_column, answer_column (`str`, *optional*):
+            Columns with the problem and the gold answer, where they are not recognised; `outer.inner` reaches into a nested one.
+        option_column (`str`, *optional*):
+            Column that lists the options to choose from. They are written after the problem as "A. …", each in its line, and the
+            gold answer becomes the letter of the right one. Ask for the letter in `prompt_suffix`.
+        context_columns (`list[str]`, *optional*):
+            Columns with what the problem refers to, written before it. Defaults to those called `context`, `passage`, `body` and
+            the like; `[]` for none.
+        unlabelled (`bool`, *optional*, defaults to `False`):
+            Whether the dataset may lack gold answers, for rewards that need none. Adds the column `labelled`.
+
+    Returns:
+        `Dataset` or `IterableDataset`: With columns `prompt`, `solution` (gold answer, text or null), `prompt_id`, `source`,
+        `reference_solution` (worked solution or null) and the dataset's other columns of text, numbers and images.
+
+    Raises:
+        DataError: The dataset cannot be found, reached, read or recognised; the message says what to do.
+    """
+    if limit is not None and limit < 1:
+        raise ValueError(f"`limit` must be at least 1, got {limit}. Leave it unset to read all rows.")
+    style = PromptStyle(conversational, system_prompt, prompt_suffix)
+    parsed = parse_reference(reference, config=config, split=split)
+    table = load_table(parsed, streaming)
+    if table.features is None:  # of a stream, known from its first rows only
+        table = table.cast(Dataset.from_list(list(table.take(100))).features)
+    given = {
+        "prompt_column": prompt_column,
+        "answer_column": answer_column,
+        "option_column": option_column,
+        "context_columns": context_columns,
+    }
+    columns = Columns(table, parsed.label, given, unlabelled)
+    if limit is not None:
+        table = table.take(limit) if streaming else table.select(range(min(limit, len(table))))
+    return _converted(table, columns, style, unlabelled)
+
+
+def load_mixture(references: list[str], **kwargs) -> Dataset | IterableDataset:
+    """
+    Load several sets by [`load_prompts`], one after the other; the column `source` says where each row is from. A column that has
+    different types becomes text.
+    """
+    if not references:
+        raise DataError("No dataset is given. Name at least one, such as 'openai/gsm8k?config=main'.")
+    tables = [load_prompts(reference, **kwargs) for reference in references]
+    features: dict[str, Any] = {}
+    for table in tables:
+        for name, feature in table.features.items():
+            features[name] = feature if features.get(name, feature) == feature else Value("string")
+    aligned = [table.cast(Features({name: features[name] for name in table.features})) for table in tables]
+    return aligned[0] if len(aligned) == 1 else concatenate_datasets(aligned)
+
+
+def _converted(
+    table: Dataset | IterableDataset, columns: Columns, style: PromptStyle, unlabelled: bool
+) -> Dataset | IterableDataset:
+    features = table.features
+    kept = {
+        old: _RENAMED.get(old, old)
+        for old, feature in features.items()
+        if isinstance(feature, (Value, Image)) or old == "images"
+        if old not in (columns.prompt, columns.answer, *_OWN[:4]) and _RENAMED.get(old, old) not in _OWN
+    }
+    text = Value("string")
+    result: dict[str, Any] = {"prompt": _MESSAGES if style.conversational else text, "solution": text}
+    result |= {"reference_solution": text, "prompt_id": Value("int64"), "source": text}
+    result |= {"labelled": Value("bool")} if unlabelled else {}
+    # 2 in MATH-500 and "Level 2" in MATH: one type, so that sets can be mixed
+    result |= {new: text if new == "level" else features[old] for old, new in kept.items()}
+
+    def row_of(row: dict[str, Any]) -> dict[str, Any]:
+        prompt, (gold, worked) = style.write(columns.problem(row), columns.source), columns.gold(row)
+        made = {"prompt": prompt, "solution": gold, "reference_solution": worked, "prompt_id": prompt_id(prompt, gold)}
+        others = {new: row[old] for old, new in kept.items()}
+        if others.get("level") is not None:
+            others["level"] = str(others["level"])
+        return made | {"source": columns.source, "labelled": gold is not None} | others
+
+    def batch_of(batch: dict[str, list]) -> dict[str, list]:
+        given = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
+        rows = [row_of(row) for row in given if columns.problem(row)]
+        return {name: [row[name] for row in rows] for name in result}
+
+    options: dict[str, Any] = {"batched": True, "remove_columns": list(features), "features": Features(result)}
+    if isinstance(table, Dataset):  # never from the cache: its key does not change when this module does
+        options |= {"load_from_cache_file": False, "desc": f"Reading {columns.source}"}
+    made = table.map(batch_of, **options)
+    made.info.description = columns.describe()
+    if isinstance(made, Dataset) and len(made) < len(table):
+        if not len(made):
+            raise DataError(
+                f"{columns.source!r} has {len(table)} rows, and none has a problem text in {columns.prompt!r}. Name the column of "
+                "the problem with `prompt_column` (in a recipe, `dataset_prompt_column`)."
+            )
+        dropped = f"dropped {len(table) - len(made)} of {len(table)} rows, which have no problem text"
+        logger.warning("%r: %s.", columns.source, dropped)
+        made.info.description += f"; {dropped}"
+    return made

@@ -1,0 +1,132 @@
+"""What a recipe names, made from its settings: data, rewards, evaluations, and what self-instruction begins with."""
+
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from datasets import Dataset
+
+from ..config import LZEGRPOConfig
+from ..data import PromptStyle, load_mixture
+from ..evaluation.contamination import training_texts
+from ..evaluation.run import Evaluation
+from ..evaluation.settings import Decoding
+from ..evaluation.tasks import find_tasks, load_problems
+from ..names import members_of, near
+from ..rewards import accuracy_reward, get_reward
+from ..rollout.settling import GroupReward, instances
+from ..selfplay.online import Instruction
+from ..selfplay.writer import Generator, Seeds
+from .recipe import LZEScriptArguments
+from .yaml_file import RecipeError
+
+
+logger = logging.getLogger(__name__)
+
+
+def load_data(args: LZEScriptArguments, training_args: LZEGRPOConfig) -> tuple[Dataset, Dataset | None]:
+    """Training set, and evaluation set if the recipe names one."""
+    if not args.datasets:
+        raise RecipeError("`datasets` names no training set. Give a Hub id or a local file.")
+    names = ("system_prompt", "prompt_suffix", "conversational")
+    columns = ("prompt_column", "answer_column", "context_columns", "option_column")
+    shared = {name: vars(args)[name] for name in names} | {name: vars(args)[f"dataset_{name}"] for name in columns}
+    evaluation = None
+    with training_args.main_process_first(desc="datasets"):
+        split, config, limit = args.dataset_split, args.dataset_config, args.max_train_samples
+        train = load_mixture(
+            args.datasets, split=split, config=config, limit=limit, unlabelled=args.unlabelled, **shared
+        )
+        if args.eval_datasets:
+            split, config, limit = args.eval_dataset_split, args.eval_dataset_config, args.max_eval_samples
+            evaluation = load_mixture(args.eval_datasets, split=split, config=config, limit=limit, **shared)
+    return train, evaluation
+
+
+def make_rewards(script_args: LZEScriptArguments, args: LZEGRPOConfig) -> list[Any]:
+    """The reward functions of a recipe."""
+    settings = args.max_completion_length, script_args.soft_overlong_cache, script_args.majority
+    return instances([get_reward(name, *settings) for name in script_args.reward_funcs])
+
+
+def make_evaluation(script_args: LZEScriptArguments, args: LZEGRPOConfig) -> Evaluation:
+    """The evaluation on `eval_tasks`, with the prompts, the reward and the decoding of the training."""
+    samples = script_args.eval_tasks_samples
+    sampling: dict[str, Any] = (
+        {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k} if samples > 1 else {}
+    )
+    decoding = Decoding(
+        **sampling,
+        max_tokens=args.max_completion_length,
+        seed=args.seed,
+        chat=script_args.conversational,
+        system_prompt=script_args.system_prompt,
+        prompt_suffix=script_args.prompt_suffix or "",  # the recipe's prompts, not the task's own
+    )
+    tasks = find_tasks(script_args.eval_tasks)
+    with args.main_process_first(desc="tasks"):
+        problems = {task.name: load_problems(task, decoding, script_args.eval_tasks_limit) for task in tasks}
+    rewards = make_rewards(script_args, args)
+    votes = any(isinstance(reward, GroupReward) for reward in rewards)  # a vote says nothing of a completion alone
+    reward = accuracy_reward if votes or "accuracy" in script_args.reward_funcs else rewards[0]
+    return Evaluation(problems, decoding, samples, reward)
+
+
+def refuse_shown(probe: Evaluation, dataset: Any):
+    """Refuse problems of a probe set that are trained on."""
+    problems = [problem for found, _ in probe.tasks.values() for problem in found]
+    shown = {json.dumps(prompt) for prompt in dataset["prompt"]}
+    both = [problem for problem in problems if json.dumps(problem.prompt) in shown]
+    if both:
+        raise ValueError(
+            f"{len(both)} of the {len(problems)} problems of `probe_datasets` are trained on as well, such as "
+            f"{both[0].text[:80]!r}. Remove them from one of the two."
+        )
+
+
+def make_instruction(script_args: LZEScriptArguments, args: LZEGRPOConfig, against: Sequence[str] = ()) -> Instruction:
+    """
+    What self-instruction begins with: the bare problems of the training sets, those that no new problem may resemble (of
+    all that the recipe evaluates on and `against` names), the prompts around problems, and the recipe's own generator.
+    """
+    plain: dict[str, Any] = {"conversational": False, "system_prompt": None, "prompt_suffix": None, "unlabelled": True}
+    train, held_out = load_data(replace(script_args, **plain), args)
+    if not isinstance(train, Dataset):
+        raise RecipeError("Seeds cannot be streamed.")
+    references = list(training_texts(list(against))) if against else []
+    references += [] if held_out is None else held_out["prompt"]
+    for task in find_tasks([*script_args.eval_tasks, *script_args.probe_datasets]):
+        problems, _ = load_problems(task, Decoding(chat=False, prompt_suffix=""))
+        references += [problem.text for problem in problems]
+    seeds = Seeds(tuple(train["prompt"]), tuple(dict.fromkeys(references)))
+    report_overlap(seeds, args.self_play)
+    style = PromptStyle(script_args.conversational, script_args.system_prompt, script_args.prompt_suffix)
+    return Instruction(seeds, style, load_generator(script_args.instruct_generator))
+
+
+def report_overlap(seeds: Seeds, self_play: dict[str, Any]):
+    """Count and name the evaluation problems that a seed resembles, or refuse them on request."""
+    found = seeds.overlapping(self_play["overlap"])
+    if not found:
+        return
+    shown = "; ".join(f"{reference[:60]!r} ({similarity:.2f})" for reference, _, similarity in found[:3])
+    text = (
+        f"{len(found)} of {len(seeds.references)} evaluation problems resemble a seed, with a ROUGE-L F1 above "
+        f"{self_play['overlap']}: {shown}{', …' if len(found) > 3 else ''}."
+    )
+    if self_play["refuse_overlap"]:
+        raise RecipeError(f"{text} Remove these seeds, or set `refuse_overlap: false` in `self_play`.")
+    logger.warning("%s New problems may not resemble them, but the seeds themselves may teach their answers.", text)
+
+
+def load_generator(name: str | None) -> Generator | None:
+    """A generator of problems by its import path."""
+    if name is None:
+        return None
+    module, _, attribute = name.rpartition(".")
+    found = members_of(module or name, f"`instruct_generator: {name}`", RecipeError)
+    if not callable(found.get(attribute)):
+        raise RecipeError(f"`instruct_generator: {name}` is no function of a module.{near(attribute, found)}")
+    return found[attribute]

@@ -1,0 +1,218 @@
+"""
+Writes problems, for a training and for `lze-trl self-instruct`. A round shows exemplars to the model, reads problems from its
+answers, and admits those that are new and fit for training.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..data.overlap import OverlapIndex
+from ..evaluation.engines import Output, Request
+from ..evaluation.settings import Decoding
+from ..evaluation.tasks import Problem
+from ..memory.identity import prompt_id
+from ..seeding import keyed_rng
+from ..settings import SelfPlaySettings
+from .filters import reason_to_reject
+from .templates import SYSTEM_PROMPT, TEMPLATES, Item
+
+
+logger = logging.getLogger(__name__)
+
+Ask = Callable[[list[Request], Decoding], Iterable[tuple[Request, Output]]]
+"""Completes requests, in any order."""
+
+Generator = Callable[[list[str], np.random.Generator], Sequence[str | Item]]
+"""Writes problems in place of the model, given exemplars. Filters are applied to `Item`s, not to plain texts."""
+
+UNREAD, KNOWN = "no problem in the answer", "too similar"
+"""Further reasons to reject an answer or a problem."""
+
+
+class InstructError(ValueError):
+    """Self-instruction that cannot begin or go on; the message says what to do."""
+
+
+class NewProblem(NamedTuple):
+    """A new problem that passed the filters."""
+
+    text: str
+    parents: str  # ids of the exemplars, with blanks between
+    overlap: float  # ROUGE-L F1 with the most similar problem known at that time
+
+
+@dataclass(frozen=True)
+class Seeds:
+    """
+    Problems without the prompt around them, which are shown as exemplars. `references` are evaluation problems, which no new
+    problem may resemble.
+    """
+
+    problems: tuple[str, ...]
+    references: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        blank = [i for i, text in enumerate(self.problems) if not isinstance(text, str) or not text.strip()]
+        if blank:
+            raise InstructError(
+                f"{len(blank)} of {len(self.problems)} seeds have no text, the first in row {blank[0]}. Remove them, or name the "
+                "column with the problem by `dataset_prompt_column`."
+            )
+
+    def overlapping(self, limit: float) -> list[tuple[str, str, float]]:
+        """Triples of a reference, a seed that resembles it, and their ROUGE-L F1 above the limit."""
+        found = OverlapIndex(self.problems).nearest(self.references, limit)
+        return [
+            (self.references[row], self.problems[found.place[row]], float(found.similarity[row]))
+            for row in np.flatnonzero(found.similarity > limit)
+        ]
+
+
+class Writer:
+    """
+    Writes problems in rounds, by asking a model with exemplars or by calling a `generator`. It admits problems that pass the filters
+    and resemble no seed, no reference and no problem admitted before.
+
+    Args:
+        settings ([`~lze_trl.settings.SelfPlaySettings`]): How problems are written, and which are accepted.
+        seeds ([`Seeds`]): Exemplars. Seeds that the filters reject are not shown: a figure teaches the model to write figures.
+        seed (`int`): Seed of exemplars and requests.
+        conversational (`bool`): Whether to ask with the chat template; otherwise the model continues a text.
+        generator (`Callable`, *optional*): Writes problems in place of a model.
+    """
+
+    def __init__(
+        self,
+        settings: SelfPlaySettings,
+        seeds: Seeds,
+        seed: int = 0,
+        conversational: bool = True,
+        generator: Generator | None = None,
+    ):
+        self.settings, self.seeds, self.seed, self.generator = settings, seeds, seed, generator
+        self.template = TEMPLATES[settings.template]
+        self.decoding = Decoding(
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            max_tokens=settings.max_tokens,
+            presence_penalty=settings.presence_penalty,
+            seed=seed,
+            chat=conversational,
+        )
+        self.rounds = 0
+        self.rejected: Counter[str] = Counter()
+        texts = list(dict.fromkeys(map(str.strip, seeds.problems)))
+        reasons = [reason_to_reject(Item(text, True, trusted=generator is not None)) for text in texts]
+        self._shown = [text for text, reason in zip(texts, reasons, strict=True) if reason is None]
+        dropped = Counter(reason for reason in reasons if reason is not None)
+        if settings.own > settings.examples or len(self._shown) < settings.examples:
+            raise InstructError(
+                f"A request shows {settings.examples} problems, of which at most {settings.own} are the model's own, and "
+                f"{len(self._shown)} of {len(texts)} seeds can be shown ({in_words(dropped)}). Give more seeds, or lower `examples` or "
+                "`own` in `self_play`."
+            )
+        if dropped:
+            logger.warning(
+                "%d of %d seeds are not shown to the model: %s.", dropped.total(), len(texts), in_words(dropped)
+            )
+
+    @cached_property
+    def known(self) -> OverlapIndex:
+        """Texts that no new problem may resemble. Built on first use, because only the main process compares."""
+        return OverlapIndex([*self.seeds.problems, *self.seeds.references])
+
+    def write(
+        self,
+        count: int,
+        own: Sequence[str],
+        ask: Ask | None,
+        chances: np.ndarray | None = None,
+        keep: Callable[[list[NewProblem]], list[Any]] = list,
+    ) -> Iterator[list[Any]]:
+        """
+        Write in rounds until at least `count` problems are kept, and yield what `keep` returns for each round.
+
+        `own` are problems that the model wrote before; `chances` are their probabilities to be shown, equal by default. Raises
+        [`InstructError`] if `max_rounds` rounds in a row give nothing.
+        """
+        found = barren = 0
+        while found < count:
+            kept = keep(self.round(own, ask, chances))
+            found, barren = found + len(kept), 0 if kept else barren + 1
+            if barren == self.settings.max_rounds:
+                raise InstructError(
+                    f"{barren} rounds in a row gave no acceptable problem, after {found} of {count}. Rejected so far: "
+                    f"{in_words(self.rejected)}. Use other seeds or a stronger model, or accept more (`overlap`, `majority_bounds`)."
+                )
+            yield kept
+
+    def round(self, own: Sequence[str], ask: Ask | None, chances: np.ndarray | None = None) -> list[NewProblem]:
+        """Write one round of problems, in an order that does not depend on when answers arrive."""
+        shown = [self._exemplars(place, own, chances) for place in range(self.settings.requests)]
+        answers = self._generated(shown) if self.generator else self._asked(shown, ask)
+        self.rounds += 1
+        parents = [" ".join(map(id_in_words, texts)) for texts in shown]
+        self.rejected[UNREAD] += sum(not items for items in answers)
+        return self._admitted([(item, ids) for items, ids in zip(answers, parents, strict=True) for item in items])
+
+    def _admitted(self, proposals: Sequence[tuple[Item, str]]) -> list[NewProblem]:
+        """Filter proposals. Of several that resemble each other, the first is admitted."""
+        reasons = [reason_to_reject(item) for item, _ in proposals]
+        self.rejected.update(reason for reason in reasons if reason is not None)
+        fit = [(item.text, ids) for (item, ids), reason in zip(proposals, reasons, strict=True) if reason is None]
+        texts = [text for text, _ in fit]
+        nearest, between = self.known.nearest(texts).similarity, self.known.among(texts)
+        taken: list[int] = []
+        for row in range(len(fit)):
+            nearest[row] = max([nearest[row], *between[row, taken]])
+            if nearest[row] <= self.settings.overlap:
+                taken.append(row)
+        self.rejected[KNOWN] += len(fit) - len(taken)
+        self.known.add([texts[row] for row in taken])
+        return [NewProblem(*fit[row], float(nearest[row])) for row in taken]
+
+    def _exemplars(self, place: int, own: Sequence[str], chances: np.ndarray | None) -> list[str]:
+        rng, settings = self._rng(place, "exemplars"), self.settings
+        mine = min(settings.own, len(own))
+        chosen = [own[i] for i in rng.choice(len(own), mine, replace=False, p=chances)] if mine else []
+        seeds = rng.choice(len(self._shown), settings.examples - mine, replace=False)
+        chosen += [self._shown[i] for i in seeds]
+        return [chosen[i] for i in rng.permutation(len(chosen))]
+
+    def _rng(self, place: int, purpose: str) -> np.random.Generator:
+        return keyed_rng(self.seed, self.rounds * self.settings.requests + place, f"instruct {purpose}")
+
+    def _generated(self, shown: list[list[str]]) -> list[list[Item]]:
+        write: Any = self.generator
+        answers = [write(texts, self._rng(place, "generator")) for place, texts in enumerate(shown)]
+        items = [
+            [text if isinstance(text, Item) else Item(text.strip(), True, True) for text in texts] for texts in answers
+        ]
+        return [[item for item in found if item.text] for found in items]
+
+    def _asked(self, shown: list[list[str]], ask: Any) -> list[list[Item]]:
+        name = f"write-{self.rounds}"
+        requests = [Request(Problem(name, self._prompt(texts), None), i) for i, texts in enumerate(shown)]
+        answers = {request.sample: output for request, output in ask(requests, self.decoding)}
+        return [self.template.read(answers[i].text, len(texts), answers[i].truncated) for i, texts in enumerate(shown)]
+
+    def _prompt(self, exemplars: list[str]) -> str | list[dict[str, str]]:
+        text = self.template.request(exemplars)
+        messages = [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": text}]
+        return messages if self.decoding.chat else text
+
+
+def id_in_words(text: str) -> str:
+    """Name of a problem in files and in the app: its content hash as 16 hexadecimal digits."""
+    return f"{prompt_id(text) % 2**64:016x}"
+
+
+def in_words(counts: Counter[str]) -> str:
+    """Counts by reason, the most frequent first: "3 too short, 1 figure"."""
+    return ", ".join(f"{count} {reason}" for reason, count in counts.most_common() if count) or "none"
