@@ -15,6 +15,7 @@ import torch
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 from trl import GRPOTrainer
 from trl.trainer.utils import RepeatSampler, get_config_model_id
 
@@ -55,6 +56,13 @@ class Beginning(TrainerCallback):
         """TRL's parts have gone on."""
         if isinstance(self.checkpoint, str):
             self.resume(self.checkpoint)
+
+
+class CheckpointAtStepEnd(JITCheckpointCallback):
+    """Saves on SIGTERM as transformers does, but never between the backward pass and the optimizer step: rows are in use there."""
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        """Wait for the end of the step."""
 
 
 class EpochRepeatSampler(RepeatSampler):
@@ -188,6 +196,9 @@ class LZEGRPOTrainer(GRPOTrainer):
             vars(self)["train_dataset"] = placeholders(vars(self)["train_dataset"], controller)
         self.model.add_model_tags(["lze"])
         self.reward_notes, self.episodes = RewardNotes(), Episodes()
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, JITCheckpointCallback):
+                callback.__class__ = CheckpointAtStepEnd
         self._beginning = Beginning(self._resume)
         self.callback_handler.callbacks.insert(
             0, self._beginning

@@ -164,7 +164,7 @@ def test_without_data_nothing_is_remembered_of_prompts(tmp_path, caplog):
     assert trainer.resolved == {"pruning": "none", "deduplicate": False}
     assert sum("none is recognised when it comes again" in record.message for record in caplog.records) == 1
     for setting in ({"pruning": "refill"}, {"planner": "greso"}):
-        with pytest.raises(ValueError, match="needs prompts that come again, and there is no `train_dataset`"):
+        with pytest.raises(ValueError, match="need prompts that come again, and there is no `train_dataset`"):
             make(LZEGRPOTrainer, tmp_path, CASES["no data"], **setting)
 
 
@@ -270,5 +270,5 @@ def test_a_prompt_whose_episodes_keep_failing_ends_the_run(tmp_path, strategy):
 
 
 def test_a_time_limit_is_more_than_nothing(tmp_path):
-    with pytest.raises(ValueError, match="`environment_timeout` must be greater than 0, got 0"):
+    with pytest.raises(ValueError, match=r"`environment_timeout` must be in \(0, inf\), got 0"):
         tiny.config(tmp_path, environment_timeout=0)

@@ -1,7 +1,9 @@
 """The exactness laws: what must hold whatever the loss, the shape of the batch, or the moment of a crash."""
 
 import functools
+import os
 import shutil
+import signal
 import tempfile
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 from peft import LoraConfig
 from transformers import TrainerCallback
+from transformers.trainer_jit_checkpoint import CheckpointManager
 from trl import GRPOTrainer
 
 import tiny
@@ -506,3 +509,27 @@ def test_the_same_trainer_goes_on_from_a_checkpoint(tmp_path):
     trainer.train(resume_from_checkpoint=str(tmp_path / "stopped" / "checkpoint-1"))
     assert trainer.generation_step.generation == whole.generation_step.generation
     assert distance(trainer, whole) == 0.0
+
+
+class Terminated(TrainerCallback):
+    """Gets a SIGTERM, as of a scheduler that takes the machine away, in the middle of an optimizer step."""
+
+    def on_substep_end(self, args, state, control, **kwargs):
+        if state.global_step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_resumed_after_a_sigterm_is_uninterrupted_bit_for_bit(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        CheckpointManager, "__init__", functools.partialmethod(CheckpointManager.__init__, kill_wait=0)
+    )
+    settings = shape("two optimizer steps a batch") | {"max_steps": 8, "enable_jit_checkpoint": True}
+    whole = train(LZEGRPOTrainer, tmp_path / "whole", **settings)
+    stopped = make(LZEGRPOTrainer, tmp_path / "run", **settings)
+    stopped.add_callback(Terminated())
+    stopped.train()
+    assert 4 < stopped.state.global_step < 8
+    resumed = make(LZEGRPOTrainer, tmp_path / "run", **settings)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 8
+    assert distance(whole, resumed) == 0.0
