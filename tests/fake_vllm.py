@@ -6,11 +6,12 @@ import socket
 import threading
 import time
 from collections import Counter
-from dataclasses import fields
+from dataclasses import asdict, fields
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
 from lze_trl import LZEGRPOConfig
+from lze_trl.settings import ServerSettings
 
 
 DAMAGED = "cut off"  # faults besides a status code: an answer that ends in the middle of its JSON,
@@ -29,6 +30,7 @@ def http_settings(urls, **changes) -> SimpleNamespace:
     """Settings for generation over HTTP: the defaults of the config, without a config's effects on the process."""
     defaults = {field.name: field.default for field in fields(LZEGRPOConfig)}
     assert changes.keys() <= defaults.keys()
+    changes["vllm_server_kwargs"] = asdict(ServerSettings(**changes.get("vllm_server_kwargs", {})))
     return SimpleNamespace(**(defaults | {"vllm_server_urls": urls} | changes))
 
 

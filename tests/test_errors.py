@@ -65,7 +65,6 @@ REFUSED = [
     ("loss_normalizer", {**RPP, "strategy": "gate"}, {}),
     ("planner", {"planner": "greso", "pruning": "none"}, {}),
     ("vllm_server_urls", {"use_vllm": True, "vllm_mode": "http"}, {}),
-    ("vllm_server_urls", SERVERS, {}),
     (
         "vllm_importance_sampling_mode",
         {**SERVERS, "vllm_mode": "http", "loss_type": "vespo", "vllm_importance_sampling_mode": "sequence_mask"},

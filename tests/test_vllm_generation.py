@@ -1,7 +1,6 @@
 """What the trainer sees of generation over HTTP: rows, groups, settings, errors."""
 
 import inspect
-from dataclasses import asdict
 
 import pytest
 from accelerate import Accelerator
@@ -14,7 +13,6 @@ from lze_trl import LZEGRPOTrainer
 from lze_trl.servers import sync, weights
 from lze_trl.servers.client import RequestRefusedError, ServerMismatchError
 from lze_trl.servers.generation import HTTPGeneration
-from lze_trl.settings import ServerSettings
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +35,7 @@ def connect(fake, accelerator, tmp_path):
             "vllm_server_timeout": 5.0,
         }
         own = {"sync_tolerance": 100.0, "sync_dir": str(tmp_path / "sync")} | settings.pop("vllm_server_kwargs", {})
-        defaults["vllm_server_kwargs"] = asdict(ServerSettings(**own))
+        defaults["vllm_server_kwargs"] = own
         settings = http_settings([fake.url], **(defaults | {"max_completion_length": 5} | settings))
         return HTTPGeneration(model or tiny.model(), accelerator, tiny.tokenizer(), settings)
 
