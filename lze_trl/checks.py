@@ -86,6 +86,11 @@ def prepare(
     return dataset, controller, {"pruning": run.pruning, "deduplicate": deduplicate}
 
 
+def refuse_contradictions(args: LZEGRPOConfig):
+    """Refuse settings that do not go together, whatever the data: before anything is loaded."""
+    _refuse(_contradictions_of_settings(args))
+
+
 def _refuse(*contradictions: Iterator[str]):
     for sentence in chain(*contradictions):
         raise ValueError(sentence)
@@ -117,8 +122,6 @@ def _contradictions_of_settings(args: LZEGRPOConfig) -> Iterator[str]:
         yield "`planner='greso'` needs pruning, and `pruning='none'`. Set `pruning='refill'` or 'skip'."
     if http and not args.vllm_server_urls:
         yield "`vllm_mode='http'` needs `vllm_server_urls`. Give base URLs, such as ['http://127.0.0.1:8000']."
-    if args.use_vllm and not http and args.vllm_server_urls:
-        yield f"`vllm_server_urls` is ignored with `vllm_mode={args.vllm_mode!r}`. Set `vllm_mode='http'`."
     mode, allowed = args.vllm_importance_sampling_mode, ("token_truncate", "token_mask")
     corrects = args.loss_type == "vespo" and args.vllm_importance_sampling_correction
     if http and corrects and mode not in allowed:  # TRL's own check only sees its own engine

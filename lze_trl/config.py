@@ -312,4 +312,3 @@ class LZEGRPOConfig(GRPOConfig):
             case "gate":
                 return Gate(size, **settings)
         return UniformController(size, **settings)
-

@@ -22,8 +22,7 @@ from typing import NamedTuple
 
 import httpx2
 
-from lze_trl.data import DataError
-from lze_trl.data.references import HubUnreachableError
+from lze_trl.data import DataError, HubUnreachableError
 from lze_trl.files import made_aside
 from lze_trl.job import reported_errors
 from lze_trl.job.recipe import check_recipe, parse_recipe

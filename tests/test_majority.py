@@ -300,7 +300,7 @@ ADA = {"controller": "reinforce_ada_positive", "controller_kwargs": {"round_size
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (ADA, "by 'majority_reward' one of every group does"),
+        (ADA, "by 'majority_reward' every group has one"),
         ({"multi_objective_aggregation": "normalize_then_sum"}, "for which 'majority_reward' abstains"),
         ({"majority": Broken(ballots=[])}, "`majority_reward.read` returned 0 ballots for 12 completions"),
         (

@@ -11,8 +11,8 @@ import tiny
 from lze_trl import LZEGRPOTrainer
 from lze_trl.data import PromptStyle
 from lze_trl.record import open_run
-from lze_trl.selfplay.generator import Seeds
 from lze_trl.selfplay.online import Instruction
+from lze_trl.selfplay.writer import Seeds
 
 
 def test_documented_metrics_are_those_that_are_logged(tmp_path):

@@ -295,8 +295,8 @@ EMPTY = Dataset.from_dict({"prompt": ["1", "2", "3"], "solution": [None] * 3})
 @pytest.mark.parametrize(
     ("confidence", "reward", "rows", "settings", "message"),
     [
-        ("share", tiny.digit_reward, tiny.prompts(6), {}, "is about a majority vote, and none of the reward"),
-        ("share", None, tiny.prompts(6), {"selector": "variance"}, "and `selector='variance'` does not go by it"),
+        ("share", tiny.digit_reward, tiny.prompts(6), {}, "is about a majority vote"),
+        ("share", None, tiny.prompts(6), {"selector": "variance"}, "corrects the energy"),
         ("calibrated", None, tiny.prompts(6).remove_columns("solution"), {}, "has no column `solution`"),
         ("calibrated", None, EMPTY, {}, "the column `solution` .* is empty"),
         (

@@ -245,8 +245,8 @@ def test_a_generator_that_repeats_itself_stops_with_the_reasons(model, tmp_path)
     ("settings", "problem"),
     [
         ({"max_steps": -1}, "Set `max_steps`"),
-        ({"pruning": "skip"}, "has no passes to prune"),
-        ({"pruning": "refill", "planner": "greso"}, "has no passes to prune"),
+        ({"pruning": "skip"}, "has no passes over the data"),
+        ({"pruning": "refill", "planner": "greso"}, "has no passes over the data"),
         ({"self_play": {"presence_penalty": 2.0}}, "no `presence_penalty`"),
         ({"self_play": {"examples": 3}}, "A request shows 3 problems, .* 2 of 2 seeds"),
         ({"self_play": {"own": 3}}, "at most 3 are the model's own"),

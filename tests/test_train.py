@@ -191,7 +191,7 @@ def test_resume_points(job, tmp_path, caplog):
         assert ("holds an earlier run, which this one replaces" in caplog.text) == replaced
     path = str(tmp_path / "run" / "checkpoint-2")
     assert point(resume_from_checkpoint="auto") == point(resume_from_checkpoint=path) == path
-    with pytest.raises(ValueError, match="`nowhere` is no folder"):
+    with pytest.raises(ValueError, match="`nowhere` is no complete checkpoint"):
         point(resume_from_checkpoint="nowhere")
 
 

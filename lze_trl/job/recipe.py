@@ -12,6 +12,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from transformers.hf_argparser import HfArg
 from trl import ModelConfig, TrlParser
 
+from ..checks import refuse_contradictions
 from ..config import LZEGRPOConfig
 from ..rewards import MajorityReward
 from ..settings import check_value
@@ -116,6 +117,7 @@ def parse_recipe(
     arguments = check_recipe(arguments)
     with user_errors():
         script_args, training_args, model_args = TrlParser(recipe_classes).parse_args_and_config(arguments)
+        refuse_contradictions(training_args)
     return script_args, training_args, model_args
 
 
