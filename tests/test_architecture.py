@@ -221,3 +221,20 @@ def test_no_two_modules_of_a_room_differ_only_in_an_ending():
         if room == other and first != second and second.startswith(first)
     }
     assert not pairs
+
+
+# ---- Size ----
+
+LINES = {"package": 17_300, "core": 12_500, "tests": 24_500}
+"""Most lines of Python, scripts and styles: a bound that only goes down."""
+
+
+def test_the_house_does_not_grow():
+    def lines(folder: Path) -> int:
+        kinds = ("*.py", "*.html", "*.js", "*.css")
+        return sum(len(path.read_text("utf-8").splitlines()) for kind in kinds for path in folder.rglob(kind))
+
+    package, rooms = lines(PACKAGE), ("selfplay", "evaluation", "app", "job")
+    core = package - sum(lines(PACKAGE / room) for room in rooms) - len((PACKAGE / "hub.py").read_text().splitlines())
+    found = {"package": package, "core": core, "tests": lines(Path(__file__).parent)}
+    assert all(found[name] <= most for name, most in LINES.items()), found

@@ -158,7 +158,12 @@ def test_table_and_picture_have_the_same_numbers(tmp_path, capsys, monkeypatch):
 
 
 def test_a_wrong_flag_is_refused_before_anything_is_trained(home):
-    for flags, message in {"--learning_rate=fast": "learning_rate", "--planner=greso": "needs pruning"}.items():
+    wrong = {
+        "--learning_rate=fast": "learning_rate",
+        "--planner=greso": "needs pruning",
+        "--strategy=gate": "For one alone",
+    }
+    for flags, message in wrong.items():
         with pytest.raises(RecipeError, match=message):
             run_demo([flags, "--pruning=none"])
     assert not (home / "runs").exists()

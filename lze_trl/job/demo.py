@@ -23,7 +23,7 @@ from . import CHECKOUT
 from .recipe import parse_recipe
 from .side_by_side import compare
 from .train import setup_logging
-from .yaml_file import read_recipe
+from .yaml_file import RecipeError, read_recipe
 
 
 logger = logging.getLogger(__name__)
@@ -193,6 +193,10 @@ def run_demo(flags: Sequence[str] = ()):
     setup_logging(is_main=True)
     os.chdir(HOME)  # the recipe names its files from here
     # A wrong setting is refused before anything is trained
+    if any(flag.partition("=")[0] == "--strategy" for flag in flags):
+        raise RecipeError(
+            f"The demo compares three strategies. For one alone: `lze-trl train {RECIPE} --strategy NAME`."
+        )
     _, args, _ = parse_recipe(["--config", str(RECIPE), *flags])
     warm_start(WARM_START_DIR, WarmStart())
     is_given = args.output_dir != read_recipe(RECIPE)["output_dir"]
