@@ -122,9 +122,10 @@ class _EpisodeOver:
         """No further observation."""
 
 
-def without_ids(inputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Dataset rows as a user's code sees them."""
-    return [{name: value for name, value in row.items() if name != ID_COLUMN} for row in inputs]
+def as_given(inputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Dataset rows as TRL sees them: without our column, and without columns of images if no row has any."""
+    empty = [name for name in ("image", "images") if all(row.get(name) in (None, []) for row in inputs)]
+    return [{name: value for name, value in row.items() if name not in (ID_COLUMN, *empty)} for row in inputs]
 
 
 def images_of(row: dict[str, Any]) -> list | None:
@@ -274,7 +275,7 @@ class Engine:
         changes = {} if request.group_size == trainer.num_generations else {"num_generations": request.group_size}
         try:
             with altered(trainer, _generate=stop, **changes) as view:
-                GRPOTrainer._generate_and_score_completions(view, without_ids(request.inputs))
+                GRPOTrainer._generate_and_score_completions(view, as_given(request.inputs))
         except _RolledOut as rolled_out:
             return rolled_out.args
         raise RuntimeError("TRL's `_generate_and_score_completions` did not call `_generate`.")

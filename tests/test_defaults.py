@@ -58,13 +58,6 @@ def test_a_column_without_images_is_text(tmp_path, nothing, streamed):
     assert trainer.ledger.groups_rolled_out == 9
 
 
-def test_images_of_a_stream_are_refused_when_they_are_seen(tmp_path):
-    dataset = tiny.prompts(11).add_column("image", ["cat"] * 11)
-    trainer = make(tmp_path, dataset.to_iterable_dataset())
-    with pytest.raises(ValueError, match="Rows of the training set hold images: images are not supported"):
-        trainer.train()
-
-
 LOGGED = {
     "grpo": {},
     "with KL": {"beta": 0.1},
