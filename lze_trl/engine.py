@@ -228,10 +228,9 @@ class Engine:
         if reasons:
             ids = [row[ID_COLUMN] for row in inputs]
             trainer.episodes.observe(ids, prompts, reasons)
-        if images is None and any(
-            "images" in row or "image" in row for row in inputs
-        ):  # a `rollout_func` returns none
+        if images is None:  # as from a `rollout_func`
             images = [images_of(row) for row in inputs]
+            images = images if any(images) else None
         held = {
             "prompt": prompts,
             "prompt_ids": prompt_ids,
