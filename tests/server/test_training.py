@@ -183,12 +183,12 @@ def test_a_server_writes_the_problems(servers, models, tmp_path, monkeypatch):
     trainer = play_run.trainer(tmp_path, tmp_path / "run", **over_http, **settings)
     trainer.train()
     part = trainer.generation_step.instruction
-    table = part.pool.table()
+    table = part.pool.rows
     assert (table["visits"].sum(), table["visits"].max()) == (15, 1)
     written = {play_run.Words().read(text, 2, False)[0].text for _, _, text in answers}
     assert set(table["text"]) <= written and len(written) > 10
-    assert [sample for sample, *_ in answers].count(0) == part.rounds
-    assert len(answers) == 4 * part.rounds and {penalty for _, penalty, _ in answers} == {1.0}
+    assert [sample for sample, *_ in answers].count(0) == part.writer.rounds
+    assert len(answers) == 4 * part.writer.rounds and {penalty for _, penalty, _ in answers} == {1.0}
     assert set(trainer.prompt_state["prompt_ids"].tolist()) <= set(part.pool.prompt_ids.tolist())
     # By the policy of the moment, which the servers get once a step, whatever they are asked for
     assert trainer.vllm_generation.version.endswith("-5")
