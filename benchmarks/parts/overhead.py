@@ -102,7 +102,7 @@ class Worker:
 
     def gather(self):
         """Sums of log-probabilities, and one gather of lengths and ids."""
-        held = self.held | {"input": self.inputs}
+        held = self.held | {"input": self.inputs, "prompt": [row["prompt"] for row in self.inputs]}
         lengths = np.array([len(ids) for ids in held["completion_ids"]])
         numbers = {
             ID_COLUMN: np.array([row[ID_COLUMN] for row in self.inputs]),
