@@ -1,9 +1,11 @@
 """Tools, environments and images: with nothing left out, the weights are those of TRL's trainer."""
 
+import re
 import shutil
 import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -272,3 +274,18 @@ def test_a_prompt_whose_episodes_keep_failing_ends_the_run(tmp_path, strategy):
 def test_a_time_limit_is_more_than_nothing(tmp_path):
     with pytest.raises(ValueError, match=r"`environment_timeout` must be in \(0, inf\), got 0"):
         tiny.config(tmp_path, environment_timeout=0)
+
+
+def test_the_environment_of_the_page_trains(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[1] / "docs" / "agents.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```python\n(.+?)```", page, re.S)
+    small = "environment_timeout=60, use_cpu=True, bf16=False, max_steps=1, max_completion_length=4, report_to='none'"
+    names: dict[str, Any] = {}
+    exec(example.replace("environment_timeout=60", small), names)
+    for part in agents.words():
+        part.save_pretrained(tmp_path / "model")
+    trainer = names["make_trainer"](str(tmp_path / "model"), agents.rows(12))
+    trainer.train()
+    assert trainer.reward_func_names == ["Counter"]
+    assert history(trainer, "lze/failed_episodes") == [0.0]

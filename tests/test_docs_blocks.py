@@ -32,6 +32,7 @@ NOT_RUN = {"hub": "uploads to the Hub; tests/test_hub.py runs it against a stand
 # Pages whose Python has a test of its own, that knows what must come of it
 OWN_TESTS = {
     "README.md": "test_readme.py",
+    "docs/agents.md": "test_agents.py",
     "docs/choosing.md": "test_docs_choosing.py",
     "docs/migrate.md": "test_docs_pages.py",
 }
