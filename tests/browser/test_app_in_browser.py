@@ -368,6 +368,7 @@ def test_states_without_data_are_worded(page, runs, tmp_path):
         # A run that begins while the page is open appears
         record_synthetic_run(tmp_path / "empty", SyntheticTraining(num_prompts=20, groups_per_batch=8), 3)
         page.wait_for_selector("#lze-overview .lze-tiles", timeout=10_000)
+        page.wait_for_selector(".js-plotly-plot", timeout=60_000)  # else the server ends while its charts are fetched
 
 
 def test_no_file_outside_the_runs_is_served(address, runs):
