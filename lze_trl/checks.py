@@ -97,8 +97,6 @@ def _refuse(*contradictions: Iterator[str]):
 def _contradictions_of_settings(args: LZEGRPOConfig) -> Iterator[str]:
     estimator, http = args.advantage_estimator, args.use_vllm and args.vllm_mode == "http"
     reinforce = estimator.startswith("reinforce")
-    if args.fp16:
-        yield "`fp16=True` fails at a step in which no group is worth a gradient. Use `bf16=True`, or neither."
     if args.reward_range is not None and args.pass_threshold is not None:
         yield "`reward_range` grades outcomes, and `pass_threshold` makes them passes and fails. Set one of them."
     if args.reward_range is not None and str(args.controller).startswith("reinforce_ada"):

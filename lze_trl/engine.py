@@ -439,6 +439,21 @@ class Engine:
         if callable(train_mode := getattr(self._trainer.optimizer, "train", None)):
             train_mode()  # a schedule-free optimizer then has the weights to train in the model
 
+    @property
+    def scales_loss(self) -> bool:
+        """Whether a gradient scaler of PyTorch is used, as with `fp16`. It refuses an optimizer step without gradients."""
+        return self._trainer.accelerator.scaler is not None
+
+    def begin_empty_update(self):
+        """Before an optimizer step without rows: a gradient scaler gets gradients of zero, as plain TRL has them."""
+        if self.scales_loss:
+            self._trainer.accelerator.scaler.scale(
+                torch.zeros((), device=self._trainer.args.device)
+            )  # sets its scale up
+            for parameter in self._trainer.model.parameters():
+                if parameter.requires_grad:
+                    parameter.grad = torch.zeros_like(parameter)
+
     def update_was_skipped(self):
         """After an optimizer step that moves no weight: those that vLLM has loaded are those of the next step as well."""
         trainer = self._trainer

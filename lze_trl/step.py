@@ -118,7 +118,7 @@ class GenerationStep:
     def end_window(self, engine: Engine):
         """End the optimizer step: enter its metrics."""
         self._in_use = self.mid_batch
-        skipped = self.window.real_steps == 0
+        skipped = self.window.real_steps == 0 and not engine.scales_loss
         self.ledger.skipped_updates += skipped
         if skipped:
             engine.update_was_skipped()

@@ -428,6 +428,8 @@ class LZEGRPOTrainer(GRPOTrainer):
                 step.window.real_steps += 1
             else:
                 loss = torch.zeros((), device=self.args.device)
+                if synchronises:
+                    engine.begin_empty_update()
             step.micro_step += 1
             step.window.seconds += time.perf_counter() - begin
             del engine.metrics["step_time"][logged:]  # TRL saw neither idle micro-steps nor how the batch was made

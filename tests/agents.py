@@ -152,10 +152,10 @@ def picture(number: int) -> Image.Image:
     return Image.fromarray(np.random.default_rng(number).integers(0, 255, (height, width, 3), dtype=np.uint8))
 
 
-def rows(count: int = 9, images: int = 0, environments: bool = False) -> Dataset:
-    """Prompts of which every third is the same text, with what tells them apart: where to start, and pictures."""
+def rows(count: int = 9, images: int = 0, environments: bool = False, texts: int = 3) -> Dataset:
+    """Prompts of some texts, with what tells them apart: where to start, and pictures."""
     columns: dict[str, list] = {
-        "prompt": [[{"role": "user", "content": f"q{i % 3}"}] for i in range(count)],
+        "prompt": [[{"role": "user", "content": f"q{i % texts}"}] for i in range(count)],
         "start": list(range(count)),
     }
     if images == 1:

@@ -1,5 +1,7 @@
 """Tools, environments and images: with nothing left out, the weights are those of TRL's trainer."""
 
+import json
+import os
 import re
 import shutil
 import time
@@ -9,12 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from peft import LoraConfig
 from trl import GRPOTrainer
 
 import agents
 import tiny
 from agents import Counting, Falling, Owner, Scored, odd_answer_reward, odd_total_reward
+from case_runs import leave, run_all
+from launches import on_processes
 from lze_trl import LZEGRPOTrainer
 from lze_trl.record import open_run
 from lze_trl.rollout.episodes import EpisodeError
@@ -127,6 +132,45 @@ def test_resumed_is_uninterrupted_bit_for_bit(tmp_path, name):
     resumed.train(resume_from_checkpoint=True)
     assert whole.ledger.rows_trained > 0 < max(history(whole, "grad_norm"))
     assert distance(whole, resumed) == 0.0
+
+
+ON_PROCESSES = {
+    "a tool": agents.rows(texts=9),
+    "two environments": agents.rows(environments=True, texts=9),
+    "two rewards": agents.rows(texts=9),
+    "two images": agents.rows(images=2, texts=9),
+    "two images by their grids": agents.rows(images=2, texts=9),
+    "a tool that shows by a grid": agents.rows(texts=9),
+}
+
+
+def run_on_processes(directory, name, settings):
+    """Train a case of [`CASES`], whose groups each lie whole with one process: what is written depends on the place there."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    case = replace(CASES[name.partition(", ")[0]], data=ON_PROCESSES[name.partition(", ")[0]])
+    trainer = train(
+        LZEGRPOTrainer, directory / f"{name}-{world}", case, per_device_train_batch_size=8 // world, **settings
+    )
+    leave(directory, name, trainer, {"trained": trainer.ledger.rows_trained, "drawn": trainer.ledger.rows_rolled_out})
+
+
+def test_two_processes_are_one(tmp_path):
+    # One optimizer step a generation batch: else TRL draws on each process which rows share one
+    shape = {"max_steps": 5, "steps_per_generation": 2, "learning_rate": 0.05}
+    cases = dict.fromkeys(ON_PROCESSES, shape)
+    cases |= {f"{name}, by the gate": shape | {"strategy": "gate"} for name in ("two rewards", "two images")}
+    (tmp_path / "cases.json").write_text(json.dumps(cases))
+    for processes in (1, 2):
+        on_processes(processes, tmp_path / "log.txt", run_all, run_on_processes, tmp_path / "cases.json")
+    left_out = 0
+    for name in cases:
+        one = json.loads((tmp_path / f"{name}.1.0.json").read_text())
+        assert one["trained"] > 0, name
+        left_out += one["drawn"] - one["trained"]
+        assert [json.loads((tmp_path / f"{name}.2.{rank}.json").read_text()) for rank in range(2)] == [one, one], name
+        first, second = (torch.load(tmp_path / f"{name}.{world}.pt") for world in (1, 2))
+        assert max(float((first[key] - second[key]).abs().max()) for key in first) < 1e-5, name
+    assert left_out > 0
 
 
 def history(trainer, name: str) -> list[float]:

@@ -53,7 +53,6 @@ INSTRUCT = {"self_play": {"instruct": True}, "max_steps": 2}
 NORMALIZED = {"multi_objective_aggregation": "normalize_then_sum"}
 # The setting that the error names, the settings, and arguments of the trainer
 REFUSED = [
-    ("fp16", {"fp16": True}, {}),
     ("reward_range", {"reward_range": [0.0, 1.0], "pass_threshold": 0.5}, {}),
     ("pass_threshold", {"reward_range": [0.0, 1.0], "strategy": "reinforce_ada", "pass_threshold": None}, {}),
     ("reward_range", {"reward_range": [1.0, 0.0]}, {}),

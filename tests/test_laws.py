@@ -187,6 +187,26 @@ def test_everything_selected_is_trl_in_bfloat16(tmp_path, dtype, shape_name):
     assert distance(ours, theirs) == 0.0
 
 
+class Scaled:
+    """Mixin for a trainer with PyTorch's gradient scaler, which accelerate uses for `fp16` on an accelerator only."""
+
+    def create_accelerator_and_postprocess(self):
+        super().create_accelerator_and_postprocess()
+        self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_with_a_gradient_scaler_steps_without_a_live_group_are_those_of_trl(tmp_path, packing):
+    # Adam goes on by its momentum at such steps, with TRL's class too
+    settings = {"fp16": True, "optim": "adamw_torch", "learning_rate": 1e-2, "max_steps": 8, "num_generations": 2}
+    shape = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "scale_rewards": "none"}
+    classes = [type(cls.__name__, (Scaled, cls), {}) for cls in (GRPOTrainer, LZEGRPOTrainer)]
+    theirs, ours = (train(cls, tmp_path / cls.__name__, packing=packing, **settings, **shape) for cls in classes)
+    dead = [entry["lze/dead_share"] for entry in ours.state.log_history if "lze/dead_share" in entry]
+    assert {0.0, 1.0} == set(dead)
+    assert distance(theirs, ours) < 1e-6
+
+
 def test_everything_selected_is_trl_on_a_stream_with_duplicates(tmp_path):
     rows = tiny.prompts(9).select([0, 0, 0, 1, 2, 1, 3, 4, 5, 6, 7, 8])
     settings = shape("two optimizer steps a batch") | {"beta": 0.1, "shuffle_dataset": False}
