@@ -20,7 +20,9 @@ def build_parser() -> argparse.ArgumentParser:
         prog="python -m benchmarks", description=__doc__.splitlines()[1], allow_abbrev=False
     )
     parser.add_argument(
-        "--task", metavar="TASK", help="addition, calculator, word_problems, or all for the first two; default: all"
+        "--task",
+        metavar="TASK",
+        help="addition, calculator, words, skills, count, word_problems, or all for the first two; default: all",
     )
     parser.add_argument("--strategies", metavar="NAME", nargs="+", help="default: all of them")
     parser.add_argument("--seeds", metavar="SEED", nargs="+", type=int, help="default: 0 1 2")

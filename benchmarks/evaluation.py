@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lze_trl.rewards import accuracy_reward, exact_match_reward
 
 
-_BATCH = 128
+_BATCH = 64
 
 
 def as_chat(row: dict[str, str]) -> dict[str, Any]:
@@ -96,10 +96,17 @@ class AnswerBatch:
 
 def answer_probabilities(model: nn.Module, batch: AnswerBatch) -> torch.Tensor:
     """Probability of each gold answer and of the end after it, shape `(n,)`; has a gradient unless that is switched off."""
-    logits = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits[:, :-1].float()
-    following = batch.input_ids[:, 1:].unsqueeze(-1)
-    logps = logits.log_softmax(dim=-1).gather(-1, following).squeeze(-1)  # (n, L - 1)
-    return (logps * batch.targets).sum(dim=1).exp()
+    return _read_answers(model, batch)[0]
+
+
+def _read_answers(model: nn.Module, batch: AnswerBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Probability of each gold answer, and whether greedy decoding gives it; both of shape `(n,)`."""
+    ids, mask, targets = (part.to(model.device) for part in (batch.input_ids, batch.attention_mask, batch.targets))
+    logits = model(input_ids=ids, attention_mask=mask).logits[:, :-1].float()
+    following = ids[:, 1:]
+    logps = logits.log_softmax(dim=-1).gather(-1, following.unsqueeze(-1)).squeeze(-1)  # (n, L - 1)
+    greedy = ((logits.argmax(dim=-1) == following) | ~targets).all(dim=1)
+    return (logps * targets).sum(dim=1).exp(), greedy
 
 
 def sample_completions(
@@ -124,6 +131,7 @@ def sample_completions(
         completions, `(P·G, L + C)`.
     """
     prompts = tokenizer([row["prompt"] for row in rows], padding=True, padding_side="left", return_tensors="pt")
+    prompts = prompts.to(model.device)
     tokens = model.generate(
         input_ids=prompts.input_ids,
         attention_mask=prompts.attention_mask,
@@ -177,24 +185,29 @@ class Evaluation:
             batches.append(AnswerBatch(np.array(chosen), input_ids, mask, targets))
         return batches
 
-    @torch.no_grad()
     def pass_rates(self, model: nn.Module) -> np.ndarray:
         """Expected pass rate of each prompt at temperature 1, shape `(n,)`."""
-        rates = np.zeros(len(self.rows))
+        return self._read(model)[0]
+
+    @torch.no_grad()
+    def _read(self, model: nn.Module) -> np.ndarray:
+        """Expected pass rates and greedy passes, shape `(2, n)`."""
+        found = np.zeros((2, len(self.rows)))
         for batch in self.batches:
-            rates[batch.rows] = answer_probabilities(model, batch).numpy()
-        return rates
+            found[:, batch.rows] = [values.cpu().numpy() for values in _read_answers(model, batch)]
+        return found
 
     def accuracy(self, model: nn.Module) -> dict[str, float]:
         """
         Expected accuracy: the mean of the expected pass rates.
 
         Returns:
-            `dict[str, float]`: `mean`, and `standard_error`, with which it stands for other prompts of the same kind. For
-            these prompts it is exact.
+            `dict[str, float]`: `mean`, and `standard_error`, with which it stands for other prompts of the same kind: for
+            these prompts it is exact. `greedy`: accuracy of greedy answers.
         """
-        rates = self.pass_rates(model)
-        return {"mean": float(rates.mean()), "standard_error": float(rates.std(ddof=1) / np.sqrt(len(rates)))}
+        rates, greedy = self._read(model)
+        error = float(rates.std(ddof=1) / np.sqrt(len(rates)))
+        return {"mean": float(rates.mean()), "standard_error": error, "greedy": float(greedy.mean())}
 
     @torch.no_grad()
     def sampled(self, model: PreTrainedModel, samples: int, seed: int) -> dict[str, float]:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from .settings import BenchError, content_hash, unknown_name
+from .skills import MIXES
 
 
 CHECKOUT = Path(__file__).resolve().parents[1]
@@ -129,6 +130,28 @@ TASKS: dict[str, Task] = {
 _SMALL = ("addition", "calculator")  # what `all` means
 
 
+def _of_skills(title: str, max_completion_length: int) -> Task:
+    """A task of [`~benchmarks.skills`]; on a CPU, matrix products in bfloat16 are several times as fast."""
+    batch = {"generation_batch_size": 256, "per_device_train_batch_size": 32, "gradient_accumulation_steps": 8}
+    return Task(
+        title=f"{title}, SmolLM2-135M",
+        training={**_SHARED, **batch, "bf16": True, "max_completion_length": max_completion_length},
+        learning_rate=5e-6,
+        steps=24,
+        quick_steps=4,
+        eval_every=2,
+        eval_train=64,
+        on_gpu={"use_cpu": False, "per_device_train_batch_size": 256, "gradient_accumulation_steps": 1},
+    )
+
+
+TASKS |= {
+    "words": _of_skills("Words to numbers", 10),
+    "skills": _of_skills("Five skills", 20),
+    "count": _of_skills("Counting", 46),
+}
+
+
 @dataclass(frozen=True)
 class TaskFiles:
     """
@@ -193,7 +216,8 @@ def locate(task: str, model: str | None = None, data: str | None = None) -> Task
         data (`str`, *optional*): Folder with `train.jsonl` and `test.jsonl`, instead of the task's own.
 
     Raises:
-        BenchError: They are not there. The warm start of the addition task is made when it is needed, and may be missing.
+        BenchError: They are not there. What the benchmark makes when it is needed may be missing: files of the addition task
+            and of those of skills.
     """
     if (model is None) != (data is None):
         raise BenchError("`--model` and `--data` belong together: give both or neither.")
@@ -204,6 +228,9 @@ def locate(task: str, model: str | None = None, data: str | None = None) -> Task
 
         folder = demo.WARM_START_DIR
         return TaskFiles(folder / demo.MODEL_DIR, folder / demo.TRAIN_FILE, folder / demo.HELD_OUT_FILE)
+    if task in MIXES:
+        folder = CHECKOUT / "runs" / "skills"
+        return TaskFiles(folder / "model", folder / task / TRAIN_FILE, folder / task / HELD_OUT_FILE)
     if task == "word_problems":
         data = _WORD_PROBLEMS / "data"
         files = TaskFiles(_WORD_PROBLEMS / "warm-start", data / TRAIN_FILE, data / "svamp.jsonl")
