@@ -15,9 +15,14 @@ PYTEST := $(BIN)/python -m pytest
 PYTEST_ON_ALL_CORES := OMP_NUM_THREADS=1 $(PYTEST) -n auto --dist loadfile --no-loadscope-reorder
 DEMO_MODEL := runs/demo/warm-start/model
 MODEL ?= $(DEMO_MODEL)
+# The oldest releases that work; other ones: `make test-trl TRL=1.14.2 TRANSFORMERS=5.23.0`
+TRL ?= 1.13.0
+TRANSFORMERS ?= 5.3.0
+TRL_ENV := .venv-trl-$(TRL)-transformers-$(TRANSFORMERS)
+TRL_TESTS ?= $(addprefix tests/test_,laws.py laws_weights.py agents.py trl_contract.py trl_situations.py drop_in.py step.py)
 NOT_HERE := not server and not browser and not gpu
 
-.PHONY: help demo demo-llm smollm2 bench test test-slow test-server test-sharded test-integration test-browser quality types format docs \
+.PHONY: help demo demo-llm smollm2 bench test test-slow test-server test-sharded test-trl test-integration test-browser quality types format docs \
 	vllm-env vllm-serve install clean
 
 help:  ## Show what can be made
@@ -43,6 +48,9 @@ test-slow: $(VENV)/.installed-deepspeed  ## Run the tests that take minutes: rea
 
 test-server: vllm-env $(VENV)/.installed-deepspeed  ## Run the tests against a real vLLM server on this CPU
 	@$(PYTEST) -q -m server
+
+test-trl: $(TRL_ENV)/.installed  ## Run laws, contract and a training with other releases: TRL=1.14.2 TRANSFORMERS=5.3.0
+	@OMP_NUM_THREADS=1 $(TRL_ENV)/bin/python -m pytest -n auto --dist loadfile -q -m "not slow and $(NOT_HERE)" $(TRL_TESTS)
 
 test-sharded: $(VENV)/.installed-deepspeed  ## Run the tests of DDP, ZeRO-2, ZeRO-3 and FSDP2, on two CPU processes
 	@$(PYTEST) -q tests/test_sharded.py
@@ -106,6 +114,16 @@ $(VENV)/.installed: setup.cfg pyproject.toml constraints.txt | $(BIN)/python
 	@$(PIP) $(TORCH)
 	@echo "==> Installing lze-trl and what it needs, at the versions of constraints.txt"
 	@$(PIP) -e '.[dev]'
+	@touch $@
+
+# All other packages are those of constraints.txt, but for what these releases ask to be older
+$(TRL_ENV)/.installed: setup.cfg constraints.txt | $(BIN)/python
+	@echo "==> Making $(TRL_ENV)"
+	@$(PYTHON) -m venv $(TRL_ENV)
+	@grep -viE '^(trl|transformers|tokenizers|huggingface_hub|hf-xet|datasets|peft|typer|trackio|gradio.*)==' constraints.txt > $(TRL_ENV)/constraints.txt
+	@$(TRL_ENV)/bin/python -m pip install --quiet --disable-pip-version-check -c $(TRL_ENV)/constraints.txt $(TORCH)
+	@$(TRL_ENV)/bin/python -m pip install --quiet --disable-pip-version-check -c $(TRL_ENV)/constraints.txt \
+		-e '.[test]' trl==$(TRL) transformers==$(TRANSFORMERS) requests  # which old releases import, and do not ask for
 	@touch $@
 
 $(VENV)/.installed-deepspeed: $(VENV)/.installed

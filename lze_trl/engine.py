@@ -1,8 +1,7 @@
 """
 The door to TRL: generation, rewards, tensors and loss.
 
-Everything private that this package touches stands in [`PRIVATE`]; `tests/test_trl_contract.py` and `tests/test_architecture.py`
-hold it to that. TRL's own code runs on a shallow copy of the trainer in which a few attributes differ, see [`altered`]: nothing is
+Everything private that this package touches stands in [`~lze_trl.trl_contract`]. TRL's own code runs on a shallow copy of the trainer in which a few attributes differ, see [`altered`]: nothing is
 changed and put back.
 """
 
@@ -31,40 +30,6 @@ from .rollout.uniform import UniformSample
 from .rollout.watch import watched
 from .select.advantages import Drawn, estimate_advantages, zero_std_share
 
-
-_BATCH = "dict[str, torch.Tensor | typing.Any]"
-PRIVATE: dict[str, str | None] = {
-    # Overridden by the trainer
-    "_prepare_inputs": f"(self, generation_batch: {_BATCH}) -> {_BATCH}",
-    "_calculate_rewards": "(self, inputs, prompts, completions, completion_ids_list)",
-    "_get_train_sampler": (
-        "(self, dataset: datasets.arrow_dataset.Dataset | None = None) -> torch.utils.data.sampler.Sampler"
-    ),
-    "_save_checkpoint": "(self, model, trial)",
-    "_run_epoch": (
-        "(self, model, epoch, train_dataloader, steps_in_epoch, num_update_steps_per_epoch, trial, ignore_keys_for_eval, "
-        "start_time, resume_from_checkpoint, epochs_trained, steps_trained_in_current_epoch)"
-    ),
-    # Called, or answered on a copy of the trainer
-    "_remove_unused_columns": "(self, dataset: 'datasets.Dataset', description: str | None = None) -> 'datasets.Dataset'",
-    "_generate": "(self, prompts: list)",
-    "_generate_and_score_completions": f"(self, inputs: list[{_BATCH}]) -> {_BATCH}",
-    "_get_per_token_logps_and_entropies": (
-        "(self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, compute_entropy=False, "
-        "compute_aux_loss=False, pixel_values=None, image_grid_thw=None, num_images=None, pixel_attention_mask=None, "
-        "spatial_shapes=None, num_tiles=None, image_sizes=None, token_type_ids=None, mm_token_type_ids=None, "
-        "image_position_ids=None) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]"
-    ),
-    # State
-    "_environment_pool": None,  # environments for the next episodes, by the name of their kind
-    "_metrics": None,  # what is logged next, by mode
-    "_logs": None,  # the table of completions
-    "_last_loaded_step": None,  # optimizer step whose weights vLLM has
-    "_last_world_entropy": None,  # which turns an adaptive entropy bonus on and off
-    # Of transformers' models, to see what tokens are sampled from
-    "_get_logits_processor": None,
-}
-"""What is private to TRL and transformers and touched by this package: signatures of methods, `None` for state."""
 
 TENSOR_SOURCES = (
     "prompt",
@@ -172,7 +137,8 @@ class Engine:
         """Tokens of which one ends a completion that is not truncated."""
         processing: Any = self._trainer.processing_class
         tokenizer = processing.tokenizer if isinstance(processing, ProcessorMixin) else processing
-        return [*self._trainer.eos_token_ids, tokenizer.pad_token_id]
+        ends = getattr(self._trainer, "eos_token_ids", [tokenizer.eos_token_id])  # TRL 1.13 knows one only
+        return [*ends, tokenizer.pad_token_id]
 
     @property
     def corrects_sampling(self) -> bool:

@@ -40,6 +40,7 @@ from .rollout.rounds import Rounds
 from .rollout.settling import GroupReward, instances, reader
 from .select.selectors import Selector
 from .step import GenerationStep
+from .trl_contract import check_releases
 
 
 logger = logging.getLogger(__name__)
@@ -163,6 +164,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         instruction: Any = None,
         **kwargs: Any,
     ):
+        check_releases()
         if args is None:
             name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = LZEGRPOConfig(f"{name.split('/')[-1]}-LZE")

@@ -15,7 +15,7 @@ from trl import GRPOTrainer
 
 import lze_trl
 from lze_trl import LZEGRPOTrainer
-from lze_trl.engine import PRIVATE
+from lze_trl.trl_contract import PRIVATE
 
 
 PACKAGE = Path(lze_trl.__file__).parent
@@ -42,6 +42,7 @@ ROOMS = {
     "evaluation": "data files names record rewards servers",
     "app": "files record remote strategies version",
     "selfplay": "batch data evaluation memory rewards seeding settings",
+    "trl_contract": "",
     "config": "memory plan rollout select settings strategies",
     "checks": "config memory plan rollout select",
     "checkpoint": "files",
@@ -49,7 +50,8 @@ ROOMS = {
     "engine": "batch checks evaluation memory pack rollout select",
     "build": "batch config memory pack plan rollout select",
     "step": "batch engine memory pack plan record rollout seeding select",
-    "trainer": "app build checkpoint checks config engine hub selfplay memory names plan record rollout select servers step",
+    "trainer": "app build checkpoint checks config engine hub selfplay memory names plan record rollout select servers step "
+    "trl_contract",
     "job": "app checkpoint checks config data evaluation files hub names record rewards rollout selfplay settings "
     "strategies trainer version",
 }

@@ -5,13 +5,15 @@ import os
 import shutil
 import signal
 import tempfile
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from packaging.version import Version
 from peft import LoraConfig
-from transformers import TrainerCallback
+from transformers import TrainerCallback, set_seed
 from transformers.trainer_jit_checkpoint import CheckpointManager
 from trl import GRPOTrainer
 
@@ -61,6 +63,7 @@ def shape(name: str) -> dict:
 def make(trainer_class, directory, seed=0, dataset=None, lora=None, **kwargs):
     # SGD: Adam would blow rounding errors of vanishing gradients up to full steps
     kwargs = {"optim": "sgd", "learning_rate": 0.5} | kwargs
+    set_seed(0)  # TRL before 1.15 draws a new adapter from whatever random numbers come next
     return trainer_class(
         model=tiny.save(directory / f"model-{seed}", seed),
         reward_funcs=tiny.even_length_reward,
@@ -334,6 +337,10 @@ def resumed_from_the_middle(directory, **settings):
     return whole, resumed
 
 
+@pytest.mark.skipif(
+    Version(version("trl")) < Version("1.15") and Version(version("transformers")) < Version("5.20"),
+    reason="plain TRL divides the loss by the accumulation twice there, so that the size of a step depends on it",
+)
 def test_a_resume_may_share_out_an_optimizer_step_in_another_way(tmp_path):
     # 24 completions a step: 2 micro-steps of 12 until step 5, then 8 of 3. 10 micro-steps are no multiple of 8
     settings = {"max_steps": 8, "save_strategy": "steps", "save_steps": 5, "selection_ratio": 0.7, "packing": False}

@@ -278,6 +278,7 @@ def test_the_auxiliary_loss_of_experts_is_a_mean_over_the_rows(tmp_path, loss_ty
         pruning="none",
         selection_ratio=0.6,
         loss_normalizer=normalizer,
+        router_aux_loss_coef=0.3,
     )
     theirs = run(GRPOTrainer, router_aux_loss_coef=0.3 * (2 / 3 if normalizer == "all" else 1.0))
     assert ours.ledger.rows_trained == ours.ledger.rows_rolled_out * 2 / 3

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from queue import SimpleQueue
+from types import MethodType
 from typing import Any
 
 
@@ -79,9 +80,9 @@ class Guard:
         self._worker = None if time_limit is None else Worker()
         self.environment = factory() if self._worker is None else self._worker.call(factory)
         self.environment.lze_guard = self
-        for name, _ in inspect.getmembers(type(self.environment), inspect.isfunction):  # as TRL finds them
+        for name, method in inspect.getmembers(type(self.environment), inspect.isfunction):  # as TRL finds them
             if not name.startswith("_"):
-                setattr(self.environment, name, self._guarded(name, getattr(self.environment, name)))
+                setattr(self.environment, name, MethodType(self._guarded(name, method), self.environment))
 
     def _guarded(self, name: str, method: Callable) -> Callable:
         @functools.wraps(method)

@@ -1,5 +1,7 @@
 """What a reward function returns is checked before it is believed."""
 
+import functools
+import inspect
 import math
 import reprlib
 from collections import defaultdict
@@ -10,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from trl.trainer.utils import is_async_callable
 
 from .episodes import failures
 
@@ -85,7 +86,14 @@ def checked(reward_func: Any, name: str, notes: RewardNotes | None = None) -> An
             given = arguments(kwargs)
             return _of_all(_scores(await reward_func(*args, **given), name, given), kwargs)
 
-    return guarded_later if is_async_callable(reward_func) else guarded
+    return guarded_later if _is_async(reward_func) else guarded
+
+
+def _is_async(func: Any) -> bool:
+    """Whether calling a function, or an object with `__call__`, returns a coroutine."""
+    while isinstance(func, functools.partial):
+        func = func.func
+    return inspect.iscoroutinefunction(func) or inspect.iscoroutinefunction(func.__call__)
 
 
 def _of_episodes(kwargs: dict[str, Any]) -> dict[str, Any]:

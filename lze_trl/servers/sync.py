@@ -10,11 +10,15 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from trl.trainer.utils import add_fused_lm_head
 
 from .client import Identity, VLLMServer
 from .weights import base_model
 
+
+try:
+    from trl.trainer.utils import add_fused_lm_head
+except ImportError:  # before TRL 1.15, which trains through logits
+    add_fused_lm_head = None
 
 _TEXT = "Natalia sold 48 clips, then half as many: 48+48/2=72. \\boxed{72} costs $1.50 ≠ x²?"
 _SPREAD_TOKENS = 16
@@ -50,11 +54,16 @@ def logprobs(model: nn.Module, token_ids: list[int], device: torch.device) -> li
     # than training does would upset what DeepSpeed has recorded of it
     base = base_model(model)
     forward, training = vars(base).get("forward"), model.training
-    add_fused_lm_head(base, temperature=1.0)
+    ids = torch.tensor([token_ids], device=device)  # (1, N)
     model.eval()
+    if add_fused_lm_head is None:
+        with torch.no_grad():
+            logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0, :-1].float()
+        model.train(training)
+        return logits.log_softmax(dim=-1).gather(-1, ids[0, 1:, None])[:, 0].tolist()
+    add_fused_lm_head(base, temperature=1.0)
     try:
         with torch.no_grad():
-            ids = torch.tensor([token_ids], device=device)  # (1, N)
             output = model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids, fused_lm_head=True)
         return output.log_probs[0].float().tolist()  # (N - 1,)
     finally:
