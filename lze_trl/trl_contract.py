@@ -47,28 +47,14 @@ STATE = {
 }
 """Private attributes of TRL's trainer."""
 
-ATTRIBUTES = [
-    "accelerator",
-    "aux_loss_enabled",
-    "beta",
-    "entropy_coef",
-    "log_completions",
-    "loss_type",
-    "mask_truncated_completions",
-    "num_generations",
-    "num_iterations",
-    "pad_to_multiple_of",
-    "reward_func_names",
-    "reward_weights",
-    "router_aux_loss_coef",
-    "scale_rewards",
-    "shuffle_dataset",
-    "top_entropy_quantile",
-    "use_adaptive_entropy",
-    "use_transformers_continuous_batching",
-    "use_vllm",
-    "vllm_importance_sampling_correction",
-]
+# fmt: off
+ATTRIBUTES = (
+    "accelerator", "aux_loss_enabled", "beta", "entropy_coef", "log_completions", "loss_type",
+    "mask_truncated_completions", "num_generations", "num_iterations", "pad_to_multiple_of", "reward_func_names",
+    "reward_weights", "router_aux_loss_coef", "scale_rewards", "shuffle_dataset", "top_entropy_quantile",
+    "use_adaptive_entropy", "use_transformers_continuous_batching", "use_vllm", "vllm_importance_sampling_correction",
+)
+# fmt: on
 """Public attributes of TRL's trainer."""
 
 OF_MODELS = ("_get_logits_processor",)

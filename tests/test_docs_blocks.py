@@ -16,7 +16,7 @@ import tiny
 from benchmarks.strategies import STRATEGIES as BENCHMARKED
 from lze_trl import LZEGRPOTrainer
 from lze_trl.config import SELECTORS
-from lze_trl.evaluation.tasks import TASKS
+from lze_trl.evaluation.tasks import find_tasks
 from lze_trl.job import cli
 from lze_trl.job.recipe import KEYS, parse_recipe
 
@@ -200,7 +200,7 @@ def check_lze_trl(words: list[str]):
         assert flags == []
     given = vars(namespace)
     assert given.get("key", "strategy") in KEYS
-    assert all(task in TASKS or Path(task).suffix == ".jsonl" for task in given.get("tasks") or [])
+    find_tasks(given.get("tasks") or [])  # refuses unknown ones
     assert set(given.get("selector") or []) <= set(SELECTORS)
 
 

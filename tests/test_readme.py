@@ -37,13 +37,3 @@ def test_the_own_selector_of_the_readme(tmp_path):
     )
     trainer.train()
     assert trainer.ledger.groups_trained == 3
-
-
-def test_every_path_of_the_readme_exists():
-    text = README.read_text()
-    paths = re.findall(r"\]\(((?!http|#)[^)#]+)", text) + re.findall(
-        r"`((?:tests|recipes|lze_trl|docs)/[\w./-]+)`", text
-    )
-    missing = [path for path in paths if not (README.parent / path).exists()]
-    assert len(paths) > 10
-    assert not missing

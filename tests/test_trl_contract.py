@@ -5,7 +5,6 @@ The trainer overrides private methods, and answers some of their calls. A releas
 noticed when a trainer is made, and not as a wrong gradient.
 """
 
-import sys
 from importlib.metadata import version
 
 import pytest
@@ -88,9 +87,3 @@ def test_a_release_without_an_attribute_is_refused(monkeypatch):
     monkeypatch.setattr(trl_contract, "_names_in_code", without)
     with pytest.raises(ImportError, match="the attribute `_metrics` is gone"):
         check_releases()
-
-
-def test_the_check_imports_nothing_of_its_own(tmp_path):
-    before = set(sys.modules)
-    check_releases()
-    assert set(sys.modules) == before

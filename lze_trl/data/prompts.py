@@ -8,6 +8,7 @@ from datasets import Dataset, Features, Image, IterableDataset, List, Value, con
 
 from ..memory.identity import prompt_id
 from .columns import Columns
+from .gym import PREFIX, load_gym
 from .sources import DataError, load_table, parse_reference
 
 
@@ -73,8 +74,8 @@ def load_prompts(
 
     Args:
         reference (`str`):
-            Hub id (`openai/gsm8k?config=main`), or path of a .jsonl, .json, .parquet or .csv file or of a folder. What it says
-            itself wins over `split` and `config`.
+            Hub id (`openai/gsm8k?config=main`), path of a .jsonl, .json, .parquet or .csv file or of a folder, or
+            `reasoning_gym:TASK?key=value`, see [`~lze_trl.data.gym.load_gym`]. What it says itself wins over `split` and `config`.
         split (`str`, *optional*):
             Split, or a slice such as `train[:100]`. Defaults to `train`, or to the only split.
         config (`str`, *optional*):
@@ -110,8 +111,12 @@ def load_prompts(
     if limit is not None and limit < 1:
         raise ValueError(f"`limit` must be at least 1, got {limit}. Leave it unset to read all rows.")
     style = PromptStyle(conversational, system_prompt, prompt_suffix)
-    parsed = parse_reference(reference, config=config, split=split)
-    table = load_table(parsed, streaming)
+    if reference.startswith(PREFIX):
+        label, made = reference.partition("?")[0], load_gym(reference)
+        table: Dataset | IterableDataset = made.to_iterable_dataset() if streaming else made
+    else:
+        parsed = parse_reference(reference, config=config, split=split)
+        label, table = parsed.label, load_table(parsed, streaming)
     if table.features is None:  # of a stream, known from its first rows only
         table = table.cast(Dataset.from_list(list(table.take(100))).features)
     given = {
@@ -120,7 +125,7 @@ def load_prompts(
         "option_column": option_column,
         "context_columns": context_columns,
     }
-    columns = Columns(table, parsed.label, given, unlabelled)
+    columns = Columns(table, label, given, unlabelled)
     if limit is not None:
         table = table.take(limit) if streaming else table.select(range(min(limit, len(table))))
     return _converted(table, columns, style, unlabelled)

@@ -19,8 +19,8 @@ FILE_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv"
 _SETTINGS = ("config", "split", "revision")
 _PREFIX = re.compile(r"(https?://(www\.)?(huggingface\.co|hf\.co)/datasets/|hf://(datasets/)?)")
 _FORMS = (
-    "Use a Hub id (org/name), which `?config=…&split=…` may follow, or the path of a .jsonl, .json, .parquet or .csv file or of a "
-    "folder."
+    "Use a Hub id (org/name), which `?config=…&split=…` may follow, the path of a .jsonl, .json, .parquet or .csv file or of a "
+    "folder, or `reasoning_gym:TASK`."
 )
 
 

@@ -11,7 +11,7 @@ from tqdm.auto import tqdm
 
 from ..files import write_atomically
 from ..record.evaluations import FILE
-from ..rewards import RewardFunction, accuracy_reward
+from ..rewards import RewardFunction, accuracy_reward, reasoning_gym_reward
 from .engines import Engine, Request
 from .samples import Sample, SampleFile
 from .settings import Decoding, EvaluationError
@@ -137,13 +137,15 @@ def compare_scores(ours: Scores, theirs: Scores) -> dict[str, tuple[int, Compari
 
 
 def score(reward: RewardFunction, problem: Problem, text: str) -> tuple[float | None, str]:
-    """What the training reward says of a completion, and the answer that it has."""
+    """What the reward, or the problem's own verifier, says of a completion, and the answer that it has."""
     answers: list[str] = []
+    reward = reward if problem.entry is None else reasoning_gym_reward
     completion = text if isinstance(problem.prompt, str) else [{"role": "assistant", "content": text}]
     (value,) = reward(
         prompts=[problem.prompt],
         completions=[completion],
         solution=[problem.gold],
+        reasoning_gym=[problem.entry],
         log_extra=lambda name, column: answers.extend(column if name == "answer" else ()),
     )
     return value, answers[0] if answers else text.strip()

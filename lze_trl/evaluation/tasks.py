@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..data import DataError, load_prompts
+from ..data.gym import PREFIX
 from ..data.sources import FILE_FORMATS
 from ..names import near
+from ..rewards.gym import COLUMN
 from .settings import Decoding, EvaluationError
 
 
@@ -62,6 +64,7 @@ class Problem:
     id: str
     prompt: str | list[dict[str, str]]
     gold: str | None
+    entry: str | None = None  # of reasoning-gym, whose verifier then scores
 
     @property
     def text(self) -> str:
@@ -71,11 +74,17 @@ class Problem:
 
 def find_tasks(names: Iterable[str], data: str | Path | None = None) -> list[Task]:
     """Tasks by name, from a folder of files or else from the Hub, or by the path of a data file of the user's."""
-    tasks = [_of_file(name) if Path(name).suffix in FILE_FORMATS else _of_name(name, data) for name in names]
+    tasks = [_of(name, data) for name in names]
     known = [task.name for task in tasks]
     if repeated := sorted({name for name in known if known.count(name) > 1}):
         raise EvaluationError(f"The tasks {repeated} are given twice. Name each once; files need different names.")
     return tasks
+
+
+def _of(name: str, data: str | Path | None) -> Task:
+    if name.startswith(PREFIX):
+        return Task(name.removeprefix(PREFIX).partition("?")[0], name, name)
+    return _of_file(name) if Path(name).suffix in FILE_FORMATS else _of_name(name, data)
 
 
 def _of_file(path: str) -> Task:
@@ -88,7 +97,8 @@ def _of_file(path: str) -> Task:
 def _of_name(name: str, data: str | Path | None) -> Task:
     if name not in TASKS:
         raise EvaluationError(
-            f"Unknown task {name!r}.{near(name, TASKS)} Known are {sorted(TASKS)}, or give the path of a .jsonl file."
+            f"Unknown task {name!r}.{near(name, TASKS)} Known are {sorted(TASKS)}, or give the path of a .jsonl file, or "
+            "`reasoning_gym:TASK`."
         )
     task = TASKS[name]
     if data is None:
@@ -115,8 +125,9 @@ def load_problems(task: Task, decoding: Decoding, limit: int | None = None) -> t
     except DataError as error:
         raise EvaluationError(f"Task {task.name!r}: {error} Or give a folder of files with `--data`.") from error
     problems: dict[str, Problem] = {}
-    columns = (table["prompt_id"], table["prompt"], table["solution"])
-    for number, prompt, gold in zip(*columns, strict=True):
+    entries = table[COLUMN] if COLUMN in table.column_names else [None] * len(table)
+    columns = (table["prompt_id"], table["prompt"], table["solution"], entries)
+    for number, prompt, gold, entry in zip(*columns, strict=True):
         name = f"{number % 2**64:016x}"
-        problems.setdefault(name, Problem(name, prompt, gold))
+        problems.setdefault(name, Problem(name, prompt, gold, entry))
     return list(problems.values())[:limit], len(table) - len(problems)

@@ -8,6 +8,7 @@ from .functions import (
     format_reward,
     think_format_reward,
 )
+from .gym import reasoning_gym_reward
 from .majority import MajorityReward
 from .named import MAJORITY, REWARDS, SOFT_OVERLONG, get_reward
 
@@ -23,5 +24,6 @@ __all__ = [
     "exact_match_reward",
     "format_reward",
     "get_reward",
+    "reasoning_gym_reward",
     "think_format_reward",
 ]

@@ -13,6 +13,7 @@ from .functions import (
     format_reward,
     think_format_reward,
 )
+from .gym import COLUMN, reasoning_gym_reward
 from .majority import MajorityReward
 
 
@@ -26,6 +27,7 @@ REWARDS: dict[str, RewardFunction] = {
     "format": format_reward,
     "think_format": think_format_reward,
     "boxed_format": boxed_format_reward,
+    COLUMN: reasoning_gym_reward,
 }
 
 

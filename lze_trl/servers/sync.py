@@ -18,7 +18,7 @@ from .weights import base_model
 try:
     from trl.trainer.utils import add_fused_lm_head
 except ImportError:  # before TRL 1.15, which trains through logits
-    add_fused_lm_head = None
+    add_fused_lm_head = None  # type: ignore[assignment]  # its type is a function's
 
 _TEXT = "Natalia sold 48 clips, then half as many: 48+48/2=72. \\boxed{72} costs $1.50 ≠ x²?"
 _SPREAD_TOKENS = 16

@@ -1,0 +1,59 @@
+"""Problems of the package `reasoning-gym`: `reasoning_gym:TASK?key=value` as the reference of a dataset."""
+
+import json
+from typing import Any
+from urllib.parse import parse_qsl
+
+import yaml
+from datasets import Dataset
+
+from ..names import near
+from ..rewards.gym import COLUMN, refuse_task, tasks
+from .sources import DataError
+
+
+PREFIX = "reasoning_gym:"
+_DEFAULTS = {"size": 1000, "seed": 0}
+
+
+def load_gym(reference: str) -> Dataset:
+    """
+    The problems of a task, with the columns `problem`, `answer`, `difficulty` (JSON) and the entry that its verifier reads (JSON).
+
+    Args:
+        reference (`str`): `reasoning_gym:chain_sum?size=500&seed=1&min_terms=2`: the task, and fields of its configuration.
+            `size` defaults to 1,000 and `seed` to 0.
+
+    Raises:
+        DataError: The package, the task or a field is not there, or a value is wrong.
+    """
+    task, _, query = reference.removeprefix(PREFIX).partition("?")
+    try:
+        found = tasks()
+        refuse_task(task)
+    except (ImportError, ValueError) as error:
+        raise DataError(str(error)) from error
+    dataset, config = found[task]
+    fields = vars(config())
+    given: dict[str, Any] = {name: yaml.safe_load(value) for name, value in parse_qsl(query)}
+    for name in given:
+        if name not in {*fields, *_DEFAULTS}:
+            raise DataError(
+                f"`{reference}`: {task!r} has no field {name!r}.{near(name, fields)} Known are {sorted({*fields, *_DEFAULTS})}."
+            )
+    try:
+        entries = list(dataset(config(**_DEFAULTS | given)))
+    except (AssertionError, TypeError, ValueError) as error:
+        raise DataError(f"`{reference}`: {type(error).__name__}: {error or 'a value is out of range'}.") from error
+    return Dataset.from_list([_row(task, entry) for entry in entries])
+
+
+def _row(task: str, entry: dict[str, Any]) -> dict[str, str | None]:
+    metadata = entry["metadata"] | {"source_dataset": task}
+    answer = None if entry["answer"] is None else str(entry["answer"])
+    return {
+        "problem": entry["question"],
+        "answer": answer,
+        "difficulty": json.dumps(metadata.get("difficulty")),
+        COLUMN: json.dumps(entry | {"metadata": metadata}, default=str),
+    }

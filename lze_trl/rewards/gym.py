@@ -1,0 +1,96 @@
+"""The verifiers of the package `reasoning-gym` as a reward."""
+
+import json
+import logging
+import re
+from functools import cache
+from typing import Any
+
+from ..names import near
+from .functions import Completion, completion_text
+from .grading import last_boxed
+from .limit import budget, in_time
+
+
+logger = logging.getLogger(__name__)
+
+
+COLUMN = "reasoning_gym"
+"""Column with the entry of a problem, as JSON."""
+
+# Their verifiers pass the answer of the model, or text of the data, to Python's `eval`, themselves or by sympy's parser
+_EVALUATING = frozenset(
+    [
+        "binary_matrix",
+        "bitwise_arithmetic",
+        "codeio",
+        "countdown",
+        "intermediate_integration",
+        "n_queens",
+        "number_sorting",
+        "polynomial_multiplication",
+        "puzzle24",
+        "simple_integration",
+        "spiral_matrix",
+        "string_insertion",
+    ]
+)
+# Others that JSON does not fit: Python tuples are compared, or tasks are mixed by a list
+_UNFIT = frozenset({"arc_agi", "composite", "rearc"})
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+
+@cache
+def tasks() -> dict[str, tuple[Any, Any]]:
+    """Classes of the dataset and of its configuration, by the name of the task."""
+    try:
+        from reasoning_gym.factory import DATASETS
+    except ImportError as error:
+        raise ImportError("`reasoning_gym:…` needs the package: pip install 'lze-trl[gym]'") from error
+    return dict(DATASETS)
+
+
+def refuse_task(task: str):
+    """Raise a `ValueError` for a task that is not there, or whose verifier would run text as code."""
+    known = sorted(set(tasks()) - _EVALUATING - _UNFIT)
+    if task in _EVALUATING:
+        raise ValueError(
+            f"The verifier of the task {task!r} runs answers of the model as Python code (`eval`), so it is not used. Take "
+            f"another task: {', '.join(known)}."
+        )
+    if task not in known:
+        raise ValueError(f"`reasoning_gym:` has no task {task!r}.{near(task, known)} Known are {', '.join(known)}.")
+
+
+@cache
+def _verifier(task: str) -> Any:
+    refuse_task(task)
+    dataset, config = tasks()[task]
+    return dataset(config(size=1, seed=0))
+
+
+def reasoning_gym_reward(
+    completions: list[Completion], reasoning_gym: list[str | None], **kwargs: Any
+) -> list[float | None]:
+    """
+    Reward function for problems of `reasoning_gym:TASK`: what the task's own verifier gives, in [0, 1]; some give a part of 1 for
+    an answer that is nearly right. The answer is the text between `<answer>` and `</answer>`, or in the last `\\boxed{}`, or all
+    of the completion. What the verifier cannot read, or not in time, has 0. `None` where the column `reasoning_gym` holds no entry.
+    """
+    with budget():
+        return [
+            None if entry is None else _score(completion_text(completion), json.loads(entry))
+            for completion, entry in zip(completions, reasoning_gym, strict=True)
+        ]
+
+
+def _score(text: str, entry: dict[str, Any]) -> float:
+    tagged = _ANSWER.findall(text)
+    boxed = last_boxed(text)
+    answer = tagged[-1] if tagged else text if boxed is None else boxed
+    verifier = _verifier(entry["metadata"]["source_dataset"])
+    try:
+        return float(in_time(verifier.score_answer, answer.strip(), entry))
+    except Exception as error:  # many verifiers raise where an answer is not of the form that they expect
+        logger.debug("An answer has 0: %r", error)
+        return 0.0

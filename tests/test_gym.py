@@ -1,0 +1,132 @@
+"""Problems of reasoning-gym: as data, as a reward, in an evaluation."""
+
+import json
+
+import pytest
+
+
+pytest.importorskip("reasoning_gym")
+
+import tiny
+from lze_trl import LZEGRPOTrainer
+from lze_trl.data import DataError, load_prompts
+from lze_trl.data.gym import load_gym
+from lze_trl.evaluation.run import score
+from lze_trl.evaluation.settings import Decoding
+from lze_trl.evaluation.tasks import find_tasks, load_problems
+from lze_trl.job.cli import main
+from lze_trl.rewards import accuracy_reward, get_reward, reasoning_gym_reward
+from lze_trl.rewards.gym import refuse_task, tasks
+
+
+def allowed() -> list[str]:
+    def is_allowed(task):
+        try:
+            refuse_task(task)
+        except ValueError:
+            return False
+        return True
+
+    return [task for task in sorted(tasks()) if is_allowed(task)]
+
+
+@pytest.mark.parametrize("task", allowed())
+def test_a_recorded_entry_scores_as_the_packages_own(task):
+    recorded = load_gym(f"reasoning_gym:{task}?size=2&seed=3")
+    dataset, config = tasks()[task]
+    own = dataset(config(size=2, seed=3))
+    golds = ["nothing" if entry["answer"] is None else str(entry["answer"]) for entry in own]
+    for answers in (golds, golds[::-1]):
+        expected = [float(own.score_answer(answer, entry)) for answer, entry in zip(answers, own, strict=True)]
+        assert reasoning_gym_reward(answers, recorded["reasoning_gym"]) == expected
+    assert recorded["problem"] == [entry["question"] for entry in own]
+
+
+def test_the_answer_may_be_tagged_or_boxed_or_all():
+    (row,) = load_prompts("reasoning_gym:chain_sum?size=1&min_terms=2&max_terms=2")
+    gold, entry = row["solution"], row["reasoning_gym"]
+    texts = [
+        gold,
+        f" {gold}\n",
+        f"so <answer>{gold}</answer>.",
+        rf"is \boxed{{{gold}}}",
+        "<answer>1</answer>",
+        "no",
+        "",
+    ]
+    assert reasoning_gym_reward(texts, [entry] * 7) == [1, 1, 1, 1, 0, 0, 0]
+    chat = [[{"role": "assistant", "content": gold}]]
+    assert get_reward("reasoning_gym")(chat, reasoning_gym=[entry]) == [1.0]
+    assert get_reward("reasoning_gym")(chat, reasoning_gym=[None]) == [None]
+
+
+def test_problems_are_those_of_the_seed_and_the_fields():
+    def problems(query):
+        return load_gym(f"reasoning_gym:chain_sum?{query}")["problem"]
+
+    assert problems("size=5") == problems("size=5&seed=0") != problems("size=5&seed=1")
+    long = load_gym("reasoning_gym:chain_sum?size=20&min_terms=6&max_terms=6")["reasoning_gym"]
+    assert {json.loads(entry)["metadata"]["num_terms"] for entry in long} == {6}
+
+
+@pytest.mark.parametrize(
+    ("reference", "told"),
+    [
+        ("reasoning_gym:chain_sun", r"no task 'chain_sun'. Did you mean 'chain_sum'\? Known are ab, "),
+        ("reasoning_gym:chain_sum?min_term=3", r"no field 'min_term'. Did you mean 'min_terms'\? Known are .*'size'"),
+        ("reasoning_gym:chain_sum?size=0", "AssertionError: "),
+        ("reasoning_gym:chain_sum?min_terms=many", "TypeError: "),
+        ("reasoning_gym:n_queens", "runs answers of the model as Python code"),
+    ],
+)
+def test_what_is_wrong_with_a_reference_is_told(reference, told):
+    with pytest.raises(DataError, match=told):
+        load_prompts(reference)
+
+
+def test_no_verifier_runs_an_answer(tmp_path):
+    mark = tmp_path / "ran"
+    attack = f"__import__('pathlib').Path({str(mark)!r}).touch()"
+    for task in allowed():
+        recorded = load_gym(f"reasoning_gym:{task}?size=1")
+        scores = reasoning_gym_reward(
+            [attack, f"[{attack}]", f"<answer>{attack}</answer>"], [*recorded["reasoning_gym"]] * 3
+        )
+        assert all(0.0 <= value <= 1.0 for value in scores), task
+        assert not mark.exists(), task
+
+
+def test_a_recorded_entry_cannot_name_a_task_that_is_refused():
+    entry = json.dumps({"question": "", "answer": "1", "metadata": {"source_dataset": "n_queens"}})
+    with pytest.raises(ValueError, match="runs answers of the model as Python code"):
+        reasoning_gym_reward(["1"], [entry])
+
+
+def test_an_evaluation_scores_by_the_verifier(capsys):
+    (task,) = find_tasks(["reasoning_gym:word_sorting?size=4"])
+    problems, repeated = load_problems(task, Decoding())
+    assert (task.name, len(problems), repeated) == ("word_sorting", 4, 0)
+    for problem in problems:
+        assert score(accuracy_reward, problem, f"<answer>{problem.gold}</answer>")[0] == 1.0
+        assert score(accuracy_reward, problem, "<answer>none</answer>")[0] < 1.0
+    main(["data", "reasoning_gym:chain_sum?size=20"])
+    assert "20" in capsys.readouterr().out
+
+
+def test_a_run_trains_on_them(tmp_path):
+    data = load_prompts("reasoning_gym:chain_sum?size=8", conversational=False)
+    rewards = []
+
+    def length(completions, reasoning_gym, **kwargs):
+        rewards.extend(reasoning_gym_reward(completions, reasoning_gym))
+        return [float(len(text) % 2) for text in completions]
+
+    trainer = LZEGRPOTrainer(
+        model=tiny.save(tmp_path / "model"),
+        reward_funcs=[reasoning_gym_reward, length],
+        args=tiny.config(tmp_path),
+        train_dataset=data,
+    )
+    trainer.train()
+    assert len(rewards) == 36 and set(rewards) <= {0.0, 1.0}
+    assert trainer.reward_func_names[0] == "reasoning_gym_reward"
