@@ -5,9 +5,11 @@ import os
 import re
 import shutil
 import time
+from base64 import b64decode
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import pytest
 import torch
 from packaging.version import Version
 from peft import LoraConfig
+from PIL import Image
 from trl import GRPOTrainer
 
 import agents
@@ -23,6 +26,7 @@ from agents import Counting, Falling, Owner, Scored, odd_answer_reward, odd_tota
 from case_runs import leave, run_all
 from launches import on_processes
 from lze_trl import LZEGRPOTrainer
+from lze_trl.app.views import prompt_detail
 from lze_trl.record import open_run
 from lze_trl.rollout.episodes import EpisodeError
 from test_laws import distance
@@ -203,6 +207,21 @@ def test_controllers_of_several_rounds(tmp_path, name, settings):
     assert moved_from(trainer, CASES[name]) > 1e-4
     texts = open_run(tmp_path).sql("SELECT completion FROM completions")["completion"].dropna()
     assert texts.str.contains("[tool]", regex=False).any()
+
+
+@pytest.mark.parametrize("name", ["an image", "two images by their grids"])
+def test_images_are_shown_with_their_prompt(tmp_path, name):
+    train(LZEGRPOTrainer, tmp_path, CASES[name], max_steps=2, telemetry=True)
+    run = open_run(tmp_path)
+    for prompt in run.prompts()["prompt_id"].tolist():
+        urls = run.images(prompt)
+        pictures = [Image.open(BytesIO(b64decode(url.partition(",")[2]))) for url in urls]
+        assert [picture.format for picture in pictures] == ["PNG"] * (2 if "two" in name else 1)
+        assert {picture.size for picture in pictures} <= {(8, 8), (16, 8), (8, 16)}  # small ones as they are
+        assert all(f'src="{url}"' in prompt_detail(run, prompt) for url in urls)
+    train(LZEGRPOTrainer, tmp_path / "text", CASES["a tool"], max_steps=1, telemetry=True)
+    text = open_run(tmp_path / "text")
+    assert text.images(text.prompts()["prompt_id"].tolist()[0]) == []
 
 
 def test_a_prompt_is_its_row(tmp_path):

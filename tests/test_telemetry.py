@@ -363,13 +363,13 @@ def test_a_resumed_run_drops_rows_that_share_a_file_with_earlier_ones(tmp_path):
 
 def test_columns_of_any_name_are_recorded(tmp_path):
     record, plain = make_record(1), make_record(0)
-    record.prompts["images"] = np.array([1, 0, 2])
+    record.prompts["lines"] = np.array([1, 0, 2])
     record.rows["turns"] = np.arange(12.0)
     record.rows["score"] = np.arange(24).reshape(12, 2)
     record_run(tmp_path, [plain, record])
     run = open_run(tmp_path)
     groups = run.groups(-22).set_index("generation")
-    assert (np.isnan(groups.images[0]), groups.images[1]) == (True, 0)
+    assert (np.isnan(groups.lines[0]), groups.lines[1]) == (True, 0)
     completions = run.completions(-22)
     assert completions.turns.tolist() == [4.0, 5.0, 6.0, 7.0]
     assert completions.score.tolist()[0].tolist() == [8, 9]

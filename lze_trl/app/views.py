@@ -202,7 +202,8 @@ def prompt_detail(run: Run, prompt_id: int, generation: int | None = None) -> Ma
     text = row["text"] if isinstance(row["text"], str) else "The text of this prompt is not recorded."
     found = run.completions(prompt_id, generation).to_dict("records")
     completions = [_completion(completion, run.meta.reward_labels) for completion in found]
-    return HTML.prompt(title(row["state"]), text, facts, run.meta.completions, completions)
+    images = run.images(prompt_id)
+    return HTML.prompt(title(row["state"]), text, images, facts, run.meta.completions, completions)
 
 
 def _completion(row: dict[str, Any], labels: list[str]) -> dict[str, Any]:

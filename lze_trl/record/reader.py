@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import threading
 import time
 from pathlib import Path
@@ -17,6 +18,7 @@ from .writer import list_parts
 
 
 _LOADED = ("generations", "steps")  # small tables, read at every refresh of the app
+_IMAGE = re.compile(r"data:image/png;base64,[A-Za-z0-9+/]+={0,2}")
 _OF_FILES = (duckdb.IOException, duckdb.InvalidInputException, duckdb.ConversionException)
 SORT_COLUMNS = ("energy", "pass_rate", "first_pass_rate", "visits", "times_selected", "last_step", "ema")
 """Columns that [`Run.prompts`] sorts by."""
@@ -221,6 +223,14 @@ class Run:
         query = """SELECT * FROM completions WHERE prompt_id = ? AND generation = coalesce(?, generation)
             QUALIFY generation = max(generation) OVER () ORDER BY index"""
         return self.sql(query, [prompt_id, generation])
+
+    def images(self, prompt_id: int) -> list[str]:
+        """Thumbnails of a prompt's images, as data URLs of PNG files."""
+        found = self.sql("SELECT any_value(images) AS images FROM prompts WHERE prompt_id = ?", [prompt_id])["images"][
+            0
+        ]
+        urls = json.loads(found) if isinstance(found, str) else []
+        return [url for url in urls if _IMAGE.fullmatch(url)]
 
     def columns(self) -> list[str]:
         """Names of the dataset columns that are recorded of the prompts."""

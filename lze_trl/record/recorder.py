@@ -1,7 +1,10 @@
 """From the trainer's batches to the telemetry of a run."""
 
+import json
+from base64 import b64encode
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from io import BytesIO
 from typing import Any
 
 import numpy as np
@@ -13,6 +16,7 @@ from .writer import TelemetryWriter
 
 
 _HIGHEST = 3
+_SHOWN_IMAGES, _THUMBNAIL = 4, 96  # of a prompt; pixels of the longer side
 
 
 def recorded_rows(mode: str, generation: int, group: np.ndarray, energies: np.ndarray) -> np.ndarray:
@@ -99,17 +103,16 @@ class Recorder:
         first = np.searchsorted(group, np.arange(len(energies)))
         shown = recorded_rows(self.args.telemetry_completions, generation, group, energies)
 
-        def head(place: int) -> tuple[str, dict[str, Any]]:
-            return _text(batch.held["prompt"][place]), _facts(batch.held["input"][place])
+        def head(place: int) -> tuple[str, dict[str, Any], str]:
+            row = batch.held["input"][place]
+            return _text(batch.held["prompt"][place]), _facts(row), _thumbnails(row)
 
         heads = batch.gathered_on_main(first, head, self.accelerator).values()
         completions = batch.gathered_on_main(
             shown, lambda place: _text(batch.held["completion"][place]), self.accelerator
         )
-        text = {
-            "text": _objects([text for text, _ in heads]),
-            "columns": _objects([facts for _, facts in heads]),
-        }
+        names = ("text", "columns", "images")
+        text = {name: _objects(list(values)) for name, values in zip(names, zip(*heads, strict=True), strict=False)}
         return prompts | text, rows | {"completion": _objects([completions.get(row) for row in range(len(group))])}
 
 
@@ -143,6 +146,20 @@ def _facts(row: dict[str, Any]) -> dict[str, Any]:
     """Columns of a dataset row that a table can hold: level, subject, gold answer, …; a number as `prompt_id` is left out."""
     hidden = {"prompt", ID_COLUMN, *(["prompt_id"] if isinstance(row.get("prompt_id"), int) else [])}
     return {name: value for name, value in row.items() if name not in hidden and _is_simple(value)}
+
+
+def _thumbnails(row: dict[str, Any]) -> str:
+    """Small copies of the images of a dataset row, as a JSON list of data URLs."""
+    one = row.get("image")
+    images = [image for image in [*(row.get("images") or ()), one] if hasattr(image, "thumbnail")]  # of Pillow
+    return json.dumps([_data_url(image.copy()) for image in images[:_SHOWN_IMAGES]])
+
+
+def _data_url(image: Any) -> str:
+    image.thumbnail((_THUMBNAIL, _THUMBNAIL))
+    file = BytesIO()
+    image.convert("RGB").save(file, "PNG")
+    return f"data:image/png;base64,{b64encode(file.getvalue()).decode()}"
 
 
 def _is_simple(value: Any) -> bool:

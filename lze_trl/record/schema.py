@@ -23,7 +23,7 @@ NUM_ENERGY_BINS = 26
 # Columns that the readers know, with their SQL types; further columns are recorded and read as they come.
 # The floats that rank groups have 64 bits, so that a selector run over the recording chooses what it chose in training.
 _TABLES = {
-    "prompts": "prompt_id BIGINT, generation INTEGER, text VARCHAR, columns VARCHAR",
+    "prompts": "prompt_id BIGINT, generation INTEGER, text VARCHAR, columns VARCHAR, images VARCHAR",
     "completions": """generation INTEGER, step INTEGER, prompt_id BIGINT, index INTEGER, completion VARCHAR, outcome FLOAT,
         reward FLOAT, rewards FLOAT[], completion_tokens INTEGER""",
     "groups": """generation INTEGER, step INTEGER, position INTEGER, prompt_id BIGINT, visits INTEGER, size INTEGER,

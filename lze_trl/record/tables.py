@@ -85,6 +85,7 @@ def tables_of(record: GenerationRecord, now: float, energy_max: float, known: se
                 "generation": record.generation,
                 "text": prompts["text"][new],
                 "columns": [json.dumps(one, default=str, ensure_ascii=False) for one in prompts["columns"][new]],
+                "images": prompts["images"][new] if "images" in prompts else "[]",
             }
         )
     written = np.array([text is not None for text in rows["completion"]])
@@ -107,7 +108,7 @@ def _groups(prompts: dict[str, np.ndarray], rows: dict[str, np.ndarray], facts: 
         "rewards": np.stack([group_mean(column, group, count) for column in rows["rewards"].T], axis=1),
         "loss_tokens": np.bincount(group, rows["loss_tokens"], minlength=count),
     }
-    own = {name: values for name, values in prompts.items() if name not in ("text", "columns")}
+    own = {name: values for name, values in prompts.items() if name not in ("text", "columns", "images")}
     return to_table(facts | own | derived)
 
 
