@@ -1,5 +1,6 @@
 """Tools, environments and images: with nothing left out, the weights are those of TRL's trainer."""
 
+import importlib
 import json
 import os
 import re
@@ -359,3 +360,26 @@ def test_the_environment_of_the_page_trains(tmp_path, monkeypatch):
     trainer.train()
     assert trainer.reward_func_names == ["Counter"]
     assert history(trainer, "lze/failed_episodes") == [0.0]
+
+
+def test_the_calculator_of_the_example_trains(tmp_path, monkeypatch):
+    pytest.importorskip("reasoning_gym")
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "examples")
+    example = importlib.import_module("calculator_tool")
+    sums = {"(3 + 4) * -2": "-14", " 7/2 ": "3.5", "12": "12"}
+    assert {text: example.calculate(text) for text in sums} == sums
+    for text in ("__import__('os')", "2 ** 9", "'a' * 9", "True + 1", "1" * 201, "(" * 150, "f(1)"):
+        with pytest.raises((ValueError, SyntaxError)):
+            example.calculate(text)
+    for part in agents.words():
+        part.save_pretrained(tmp_path / "model")
+    monkeypatch.setattr(example, "LZEGRPOTrainer", agents.scripted(LZEGRPOTrainer, ("calculate",)))
+    settings = vars(tiny.config(tmp_path, max_completion_length=300, max_steps=1))
+    settings = {
+        name: settings[name] for name in ("output_dir", "use_cpu", "bf16", "max_completion_length", "max_steps")
+    }
+    problems = "reasoning_gym:chain_sum?size=9"
+    shape = {"report_to": "none", "per_device_train_batch_size": 12, "num_generations": 4}
+    trainer = example.make_trainer(str(tmp_path / "model"), problems, **settings, **shape)
+    trainer.train()
+    assert history(trainer, "tools/call_frequency")[0] > 0
