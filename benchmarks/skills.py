@@ -129,7 +129,6 @@ def _reverse(rng: np.random.Generator) -> Row:
 _FORMS = {"count": "{} {}", "long_count": "{} {}"}  # others: `question = answer`
 _SKILLS: dict[str, tuple[Maker, tuple[Row, Row]]] = {
     "words": (_words(1, 4), (("two hundred and six", "206"), ("forty one", "41"))),
-    "long_words": (_words(1, 5), (("two thousand and six", "2006"), ("sixty thousand and twelve", "60012"))),
     "extreme": (_extreme, (("max 4 19", "19"), ("min 31 8 56", "8"))),
     "count": (_count(3, 6), (("3 to 6:", "3 4 5 6"), ("11 to 13:", "11 12 13"))),
     "long_count": (_count(4, 14), (("3 to 6:", "3 4 5 6"), ("11 to 17:", "11 12 13 14 15 16 17"))),
@@ -138,7 +137,7 @@ _SKILLS: dict[str, tuple[Maker, tuple[Row, Row]]] = {
 }
 
 MIXES: dict[str, tuple[str, ...]] = {
-    "words": ("long_words",),
+    "words": ("words",),
     "skills": ("words", "extreme", "count", "add", "reverse"),
     "count": ("long_count",),
 }

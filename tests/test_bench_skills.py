@@ -1,0 +1,40 @@
+"""The skills of the benchmark: seeded, true, and no held-out prompt among those to train on."""
+
+import re
+
+import pytest
+
+from benchmarks.skills import MIXES, in_words, make_rows
+
+
+ANSWERS = {
+    "extreme": lambda name, *numbers: str({"max": max, "min": min}[name](map(int, numbers))),
+    "count": lambda first, to, last: " ".join(str(i) for i in range(int(first), int(last[:-1]) + 1)),
+    "add": lambda left, plus, right: str(int(left) + int(right)),
+    "reverse": lambda name, letters: letters[::-1],
+}
+ANSWERS["long_count"] = ANSWERS["count"]
+
+
+@pytest.mark.parametrize("task", MIXES)
+def test_prompts_are_seeded_and_answers_are_true(task):
+    rows = make_rows(task, 300, seed=1)
+    assert rows == make_rows(task, 300, seed=1) != make_rows(task, 300, seed=2)
+    prompts = {row["prompt"] for row in rows}
+    assert len(prompts) == 300
+    assert prompts.isdisjoint(row["prompt"] for row in make_rows(task, 100, 2, frozenset(prompts)))
+    counts = {skill: sum(row["skill"] == skill for row in rows) for skill in MIXES[task]}
+    assert set(counts.values()) == {300 // len(MIXES[task])}
+    for row in rows:
+        question = row["prompt"].splitlines()[-1].removesuffix(" =")
+        if row["skill"] == "words":
+            assert question == in_words(int(row["solution"]))
+        else:
+            assert row["solution"] == " " + ANSWERS[row["skill"]](*question.split())
+
+
+def test_numbers_in_words():
+    assert [in_words(n) for n in (0, 13, 40, 206, 1042)] == [
+        *("zero", "thirteen", "forty", "two hundred and six", "one thousand and forty two"),
+    ]
+    assert not any(re.search(r"\d", in_words(n)) for n in range(0, 10_000, 7))
