@@ -28,6 +28,9 @@ from case_runs import leave, run_all
 from launches import on_processes
 from lze_trl import LZEGRPOTrainer
 from lze_trl.app.views import prompt_detail
+from lze_trl.job.recipe import parse_recipe
+from lze_trl.job.train import build_trainer
+from lze_trl.job.yaml_file import RecipeError
 from lze_trl.record import open_run
 from lze_trl.rollout.episodes import EpisodeError
 from test_laws import distance
@@ -383,3 +386,41 @@ def test_the_calculator_of_the_example_trains(tmp_path, monkeypatch):
     trainer = example.make_trainer(str(tmp_path / "model"), problems, **settings, **shape)
     trainer.train()
     assert history(trainer, "tools/call_frequency")[0] > 0
+
+
+def test_a_recipe_names_tools_and_environments(tmp_path):
+    pytest.importorskip("reasoning_gym")
+    for part in agents.words():
+        part.save_pretrained(tmp_path / "model")
+    flags = {
+        "model_name_or_path": tmp_path / "model",
+        "output_dir": tmp_path,
+        "max_completion_length": 4,
+        "max_steps": 1,
+    }
+    flags |= {
+        "use_cpu": True,
+        "bf16": False,
+        "report_to": "none",
+        "num_generations": 4,
+        "gradient_accumulation_steps": 1,
+    }
+    flags |= {
+        "per_device_train_batch_size": 4,
+        "generation_batch_size": 4,
+        "datasets": "reasoning_gym:chain_sum?size=9",
+    }
+
+    def of_recipe(**keys):
+        given = [text for name, value in (flags | keys).items() for text in (f"--{name}", str(value))]
+        return build_trainer(*parse_recipe(given))
+
+    trainer = of_recipe(tools="agents.add", reward_funcs="reasoning_gym")
+    trainer.train()
+    assert trainer.tools == [agents.add]
+    trainer = of_recipe(environment_factory="agents.Scored")
+    assert trainer.reward_func_names == ["accuracy_reward", "Scored"]
+    with pytest.raises(
+        RecipeError, match=r"`tools: agents.ad` is no function or class of a module. Did you mean 'add'"
+    ):
+        of_recipe(tools="agents.ad")

@@ -18,7 +18,7 @@ from ..names import members_of, near
 from ..rewards import accuracy_reward, get_reward
 from ..rollout.settling import GroupReward, instances
 from ..selfplay.online import Instruction
-from ..selfplay.writer import Generator, Seeds
+from ..selfplay.writer import Seeds
 from .recipe import LZEScriptArguments
 from .yaml_file import RecipeError
 
@@ -103,7 +103,7 @@ def make_instruction(script_args: LZEScriptArguments, args: LZEGRPOConfig, again
     seeds = Seeds(tuple(train["prompt"]), tuple(dict.fromkeys(references)))
     report_overlap(seeds, args.self_play)
     style = PromptStyle(script_args.conversational, script_args.system_prompt, script_args.prompt_suffix)
-    return Instruction(seeds, style, load_generator(script_args.instruct_generator))
+    return Instruction(seeds, style, load_named("instruct_generator", script_args.instruct_generator))
 
 
 def report_overlap(seeds: Seeds, self_play: dict[str, Any]):
@@ -121,12 +121,12 @@ def report_overlap(seeds: Seeds, self_play: dict[str, Any]):
     logger.warning("%s New problems may not resemble them, but the seeds themselves may teach their answers.", text)
 
 
-def load_generator(name: str | None) -> Generator | None:
-    """A generator of problems by its import path."""
+def load_named(key: str, name: str | None) -> Any:
+    """What a setting of the recipe names by its import path: a function or a class; `None` where it is unset."""
     if name is None:
         return None
     module, _, attribute = name.rpartition(".")
-    found = members_of(module or name, f"`instruct_generator: {name}`", RecipeError)
+    found = members_of(module or name, f"`{key}: {name}`", RecipeError)
     if not callable(found.get(attribute)):
-        raise RecipeError(f"`instruct_generator: {name}` is no function of a module.{near(attribute, found)}")
+        raise RecipeError(f"`{key}: {name}` is no function or class of a module.{near(attribute, found)}")
     return found[attribute]

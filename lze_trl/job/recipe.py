@@ -80,6 +80,10 @@ class LZEScriptArguments:
     majority_labelled: Literal["gold", "none", None] = _flag(
         None, "What decides for prompts with a gold answer: 'gold' (the default), or 'none': the vote."
     )
+    tools: list[str] = _flag([], "Import paths of functions that the model may call.")
+    environment_factory: str | None = _flag(
+        None, "Import path of a class whose `reset` begins an episode and whose other methods are tools."
+    )
     unlabelled: bool = _flag(False, "Whether training sets may lack gold answers, for rewards such as 'majority'.")
     instruct_generator: str | None = _flag(
         None, "Import path of a function that writes the problems of self-instruction, in place of the model."

@@ -31,7 +31,7 @@ from ..record.curves import accuracy_metric
 from ..record.safeguards import StopRules
 from ..trainer import LZEGRPOTrainer
 from . import reported_errors
-from .parts import load_data, make_evaluation, make_instruction, make_rewards, refuse_shown
+from .parts import load_data, load_named, make_evaluation, make_instruction, make_rewards, refuse_shown
 from .recipe import LZEScriptArguments, parse_recipe
 from .yaml_file import RecipeError, user_errors
 
@@ -89,6 +89,8 @@ def trainer_arguments(
         "reward_funcs": reward_funcs,
         "args": training_args,
         "train_dataset": train_dataset,
+        "tools": [load_named("tools", name) for name in script_args.tools] or None,
+        "environment_factory": load_named("environment_factory", script_args.environment_factory),
         "eval_dataset": eval_dataset,
         "instruction": make_instruction(script_args, training_args) if training_args.self_play["instruct"] else None,
         "quantization_config": get_quantization_config(model_args),
