@@ -39,7 +39,7 @@ class GenerationStep:
     args: Any  # `LZEGRPOConfig`
     passes: Passes  # plan which prompts get rollouts
     rounds: Rounds  # draw and score their completions
-    controller: RolloutController  # says how many, and which may be trained on
+    controller: RolloutController  # completions per prompt; which groups may be trained on
     state: PromptState  # remembers every prompt
     selector: Selector  # chooses the groups to train on
     geometry: Geometry

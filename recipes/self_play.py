@@ -8,7 +8,7 @@ from functools import cache
 
 import numpy as np
 
-from lze_trl.evaluation.engines import Request, TransformersEngine
+from lze_trl.evaluation.engines import SampleRequest, TransformersEngine
 from lze_trl.evaluation.settings import Decoding
 from lze_trl.evaluation.tasks import Problem
 from lze_trl.rewards import MajorityReward
@@ -38,7 +38,7 @@ def write_word_problems(exemplars: list[str], rng: np.random.Generator) -> list[
     template, seed = TEMPLATES["serl"], int(rng.integers(2**31))
     decoding = Decoding(temperature=0.8, top_p=0.95, max_tokens=96, seed=seed, chat=False)
     problem = Problem("write", template.request(exemplars), None)
-    requests = [Request(problem, sample) for sample in range(ANSWERS)]
+    requests = [SampleRequest(problem, sample) for sample in range(ANSWERS)]
     answers = [output for _, output in _smollm2().generate(requests, decoding)]
     return [item for answer in answers for item in template.read(answer.text, len(exemplars), answer.truncated)]
 

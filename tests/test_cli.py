@@ -117,10 +117,9 @@ def test_a_defect_keeps_its_traceback(monkeypatch):
         cli.main(["data", "x.jsonl"])
 
 
-COMMANDS = ("train", "demo", "data", "self-instruct", "app", "analyze", "eval", "report")
+COMMANDS = ("train", "demo", "data", "app", "analyze", "eval", "report")
 WRONG = {
     "train none.yaml": "There is no recipe `none.yaml`",
-    "self-instruct none.yaml --count 1 --output o.jsonl": "There is no recipe `none.yaml`",
     "data none.jsonl": "There is no file or folder 'none.jsonl'",
     "app none": "`none` is neither a directory nor",
     "analyze none": "There are no TRL logs in `none`",

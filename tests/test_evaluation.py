@@ -23,7 +23,7 @@ from scipy.stats import binomtest
 
 import tiny
 from lze_trl.evaluation.contamination import overlaps
-from lze_trl.evaluation.engines import Output, Request, TransformersEngine, weights_of
+from lze_trl.evaluation.engines import Output, SampleRequest, TransformersEngine, weights_of
 from lze_trl.evaluation.run import Evaluation
 from lze_trl.evaluation.samples import SampleFile
 from lze_trl.evaluation.settings import PRESETS, Decoding, EvaluationError
@@ -310,7 +310,7 @@ def texts(engine, requests, decoding):
 )
 def test_order_and_batch_size_change_nothing(engine, decoding):
     requests = [
-        Request(Problem(f"{number}", str(number) * (1 + number % 4) + "+1=", "?"), sample)
+        SampleRequest(Problem(f"{number}", str(number) * (1 + number % 4) + "+1=", "?"), sample)
         for number in range(5)
         for sample in range(3)
     ]
@@ -326,7 +326,7 @@ def test_order_and_batch_size_change_nothing(engine, decoding):
 
 def test_greedy_decoding_is_what_generate_does(engine):
     model, tokenizer, decoding = decided_model(), tiny.tokenizer(), Decoding(max_tokens=9)
-    (output,) = texts(engine(4), [Request(Problem("0", "12+3=", "?"), 0)], decoding).values()
+    (output,) = texts(engine(4), [SampleRequest(Problem("0", "12+3=", "?"), 0)], decoding).values()
     ids = tokenizer("12+3=", return_tensors="pt")["input_ids"]
     row = model.generate(input_ids=ids, do_sample=False, max_new_tokens=9)[0, ids.shape[1] :]
     assert output == Output(
@@ -336,7 +336,7 @@ def test_greedy_decoding_is_what_generate_does(engine):
 
 def test_samples_follow_the_model(engine):
     problem, decoding, count = Problem("0", "1+1=", "?"), Decoding(temperature=1.0, max_tokens=1), 3000
-    drawn = texts(engine(500), [Request(problem, number) for number in range(count)], decoding)
+    drawn = texts(engine(500), [SampleRequest(problem, number) for number in range(count)], decoding)
     tokenizer, model = tiny.tokenizer(), decided_model()
     logits = model(**tokenizer("1+1=", return_tensors="pt")).logits[0, -1].detach()
     likely = logits.softmax(-1)
@@ -348,7 +348,7 @@ def test_samples_follow_the_model(engine):
 
 
 def test_stop_texts_end_completions_and_are_left_out(engine):
-    requests = [Request(problem, 0) for problem in problems()]
+    requests = [SampleRequest(problem, 0) for problem in problems()]
     free = texts(engine(6), requests, Decoding(max_tokens=9))
     stop = next(output.text[3] for output in free.values() if len(output.text) > 4)
     for key, output in texts(engine(6), requests, Decoding(max_tokens=9, stop=(stop,))).items():
@@ -368,7 +368,7 @@ def test_settings_of_the_model_do_not_decide(engine):
     plain, strange = engine(4), engine(4)
     strange.model.generation_config.repetition_penalty = 5.0
     strange.model.generation_config.do_sample = True
-    requests = [Request(problem, 0) for problem in problems()]
+    requests = [SampleRequest(problem, 0) for problem in problems()]
     assert texts(plain, requests, Decoding(max_tokens=9)) == texts(strange, requests, Decoding(max_tokens=9))
     assert strange.model.generation_config.repetition_penalty == 5.0
 

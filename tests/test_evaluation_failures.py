@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from fake_vllm import FakeVLLM
-from lze_trl.evaluation.engines import Output, Request
+from lze_trl.evaluation.engines import Output, SampleRequest
 from lze_trl.evaluation.policy import engine_of
 from lze_trl.evaluation.servers import ServerEngine
 from lze_trl.evaluation.settings import Decoding, EvaluationError
@@ -52,7 +52,7 @@ def fakes():
 
 
 def answers(engine, count=6, **decoding):
-    asked = [Request(Problem(str(number), f"{number}+1=", "1"), 0) for number in range(count)]
+    asked = [SampleRequest(Problem(str(number), f"{number}+1=", "1"), 0) for number in range(count)]
     settings = {"max_tokens": 4} | decoding
     found = engine.generate(asked, Decoding(chat=False, **settings))
     return {request.problem.id: output for request, output in found}
@@ -132,7 +132,7 @@ def test_what_a_server_says_of_itself_is_not_believed(fakes, path):
 def test_a_prompt_that_is_too_long_counts_as_truncated(fakes):
     engine = ServerEngine.connect([fakes[0].url])
     problems = [Problem("short", "1+1=", "2"), Problem("long", "1+" * 20, "2")]
-    asked = [Request(problem, 0) for problem in problems]
+    asked = [SampleRequest(problem, 0) for problem in problems]
     found = {request.problem.id: output for request, output in engine.generate(asked, Decoding(max_tokens=None))}
     assert found == {"short": Output("#### 0", 3, False), "long": Output("", 0, True)}
     assert all(body["max_tokens"] is None for body in fakes[0].bodies)  # what the context leaves

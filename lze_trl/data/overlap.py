@@ -18,7 +18,6 @@ NEAR = 0.7
 """ROUGE-L F1 above which SeRL (arXiv 2505.20347) rejects a generated problem."""
 
 _TOKEN = re.compile(r"\\[a-z]+|[^\W\d_]+|\d+(?:\.\d+)?|[^\w\s]")
-_ROUGE_TOKEN = re.compile(r"[a-z0-9]+")
 _CELLS = 4_000_000  # similarities that are held at a time
 _CHARACTERS = 0x110000  # that Python knows; more distinct tokens than this share some
 
@@ -26,11 +25,6 @@ _CHARACTERS = 0x110000  # that Python knows; more distinct tokens than this shar
 def math_tokens(text: str) -> list[str]:
     """Words, numbers, LaTeX commands and signs, in lower case."""
     return _TOKEN.findall(text.lower())
-
-
-def rouge_tokens(text: str) -> list[str]:
-    """The tokens of the package rouge-score without its stemmer: signs and commands are lost."""
-    return _ROUGE_TOKEN.findall(text.lower())
 
 
 class Nearest(NamedTuple):

@@ -12,7 +12,7 @@ from transformers.utils.logging import disable_progress_bar
 from ..record.evaluations import FOLDER, interval_text, rows_of, text_table
 from ..rewards import MAJORITY, RewardFunction, get_reward
 from .contamination import resembling, write_report
-from .engines import Engine, TransformersEngine, weights_of
+from .engines import Sampler, TransformersEngine, weights_of
 from .run import SETTINGS, Evaluation, check_comparable, compare_scores
 from .servers import ServerEngine
 from .settings import PRESETS, Decoding, EvaluationError, Preset, decoding_flags
@@ -71,7 +71,7 @@ def _evaluated(
     flags: argparse.Namespace, evaluation: Evaluation, model: str | None, output: str | None = None
 ) -> Path:
     """Evaluate a model, or what the servers serve, show the results, and return their folder."""
-    engine: Engine
+    engine: Sampler
     if flags.server:
         engine = servers = ServerEngine.connect(flags.server, flags.concurrent)
         weights = servers.weights

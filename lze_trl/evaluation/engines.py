@@ -34,7 +34,7 @@ _DECIDING = ("*.safetensors", "config.json", "adapter_config.json", "tokenizer*"
 
 
 @dataclass(frozen=True)
-class Request:
+class SampleRequest:
     """One sample of one problem."""
 
     problem: Problem
@@ -46,12 +46,14 @@ class Request:
         return int.from_bytes(digest[:8], "big") >> 1
 
 
-class Engine(Protocol):
+class Sampler(Protocol):
     """Completes requests, and yields each with its output as soon as it is there."""
 
     name: str
 
-    def generate(self, requests: Iterable[Request], decoding: Decoding) -> Iterator[tuple[Request, Output]]: ...
+    def generate(
+        self, requests: Iterable[SampleRequest], decoding: Decoding
+    ) -> Iterator[tuple[SampleRequest, Output]]: ...
 
 
 class TransformersEngine:
@@ -85,7 +87,9 @@ class TransformersEngine:
             ) from error
         return cls(loaded.eval(), tokenizer, batch_size, model)
 
-    def generate(self, requests: Iterable[Request], decoding: Decoding) -> Iterator[tuple[Request, Output]]:
+    def generate(
+        self, requests: Iterable[SampleRequest], decoding: Decoding
+    ) -> Iterator[tuple[SampleRequest, Output]]:
         """Complete requests in batches of similar prompt length, the longest first."""
         if decoding.max_tokens is None:
             raise EvaluationError("`max_tokens` must be set to generate in this process.")

@@ -11,15 +11,15 @@ from trl.distributed import DistributedBackend
 from trl.models import unwrap_model_for_generation
 
 from ..servers.client import Output
-from .engines import Engine, Request, TransformersEngine
+from .engines import Sampler, SampleRequest, TransformersEngine
 from .servers import ServerEngine
 from .settings import Decoding
 
 
-OpenEngine = Callable[[], AbstractContextManager[Engine | None]]
+OpenSampler = Callable[[], AbstractContextManager[Sampler | None]]
 
 
-def engine_of(trainer: GRPOTrainer) -> OpenEngine:
+def engine_of(trainer: GRPOTrainer) -> OpenSampler:
     """
     Opens an engine with a trainer's weights of the moment: its own vLLM servers if it generates with these over HTTP, else the
     model in its processes. All processes must open it; the main one gets it, the others take part and get `None`.
@@ -28,13 +28,13 @@ def engine_of(trainer: GRPOTrainer) -> OpenEngine:
     accelerator = trainer.accelerator
 
     @contextmanager
-    def over_http() -> Iterator[Engine | None]:
+    def over_http() -> Iterator[Sampler | None]:
         generation: Any = trainer.vllm_generation
         generation.sync_weights()
         yield ServerEngine(generation.pool, args.output_dir) if accelerator.is_main_process else None
 
     @contextmanager
-    def in_processes() -> Iterator[Engine | None]:
+    def in_processes() -> Iterator[Sampler | None]:
         own: Any = trainer.model
         model, was_training = trainer.model_wrapped, own.training
         tokenizer: Any = trainer.processing_class
@@ -76,13 +76,17 @@ class SharedEngine:
         if self.rank == 0:
             broadcast_object_list([None])
 
-    def generate(self, requests: Iterable[Request], decoding: Decoding) -> Iterator[tuple[Request, Output]]:
+    def generate(
+        self, requests: Iterable[SampleRequest], decoding: Decoding
+    ) -> Iterator[tuple[SampleRequest, Output]]:
         """Complete requests, on the main process."""
         requests, size = list(requests), self.engine.batch_size * self.count
         for begin in range(0, len(requests), size):
             yield from self._take_part((requests[begin : begin + size], decoding))
 
-    def _take_part(self, asked: tuple[list[Request], Decoding] | None = None) -> list[tuple[Request, Output]]:
+    def _take_part(
+        self, asked: tuple[list[SampleRequest], Decoding] | None = None
+    ) -> list[tuple[SampleRequest, Output]]:
         shared = [asked]
         broadcast_object_list(shared)
         if shared[0] is None:

@@ -12,7 +12,7 @@ from tqdm.auto import tqdm
 from ..files import write_atomically
 from ..record.evaluations import FILE
 from ..rewards import RewardFunction, accuracy_reward, reasoning_gym_reward
-from .engines import Engine, Request
+from .engines import Sampler, SampleRequest
 from .samples import Sample, SampleFile
 from .settings import Decoding, EvaluationError
 from .statistics import PASS, Comparison, Vote, compare, estimate, majority, mean_over_tasks, pass_at_k
@@ -51,12 +51,12 @@ class Evaluation:
         """How samples are decoded and scored, for JSON."""
         return {"reward": self.reward.__name__, "decoding": self.decoding.as_dict()}
 
-    def run(self, engine: Engine, folder: Path, weights: str | None = None, progress: bool = True) -> dict[str, Any]:
+    def run(self, engine: Sampler, folder: Path, weights: str | None = None, progress: bool = True) -> dict[str, Any]:
         """
         Evaluate an engine, or continue a killed evaluation in the same folder.
 
         Args:
-            engine ([`Engine`]): What completes the problems.
+            engine ([`Sampler`]): What completes the problems.
             folder (`Path`): Where samples and results are kept; one with other settings or weights is refused.
             weights (`str`, *optional*): What tells the weights from others. Defaults to the name of the engine.
             progress (`bool`, *optional*, defaults to `True`): Whether to show a progress bar, on a terminal.
@@ -81,11 +81,11 @@ class Evaluation:
         write_atomically(path, text.encode())
         return json.loads(text)
 
-    def _ask(self, engine: Engine, task: str, folder: Path, progress: bool):
+    def _ask(self, engine: Sampler, task: str, folder: Path, progress: bool):
         """Complete and score every sample that the folder lacks."""
         file = SampleFile(folder / f"{task}.jsonl")
         answered, (problems, _) = file.read(), self.tasks[task]
-        wanted = [Request(problem, sample) for problem in problems for sample in range(self.samples)]
+        wanted = [SampleRequest(problem, sample) for problem in problems for sample in range(self.samples)]
         missing = [request for request in wanted if (request.problem.id, request.sample) not in answered]
         if not missing:
             return

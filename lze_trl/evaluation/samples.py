@@ -5,7 +5,7 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from .engines import Output, Request
+from .engines import Output, SampleRequest
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Sample:
     prompt: str | list[dict[str, str]]
 
     @classmethod
-    def of(cls, request: Request, output: Output, reward: float | None, answer: str) -> "Sample":
+    def of(cls, request: SampleRequest, output: Output, reward: float | None, answer: str) -> "Sample":
         """The sample of a request."""
         problem = request.problem
         scored = (reward, answer, output.tokens, output.truncated, output.text)

@@ -9,7 +9,7 @@ import httpx2
 
 from ..servers.client import Output, RequestRefusedError, VLLMServer
 from ..servers.pool import ServerPool
-from .engines import Request
+from .engines import SampleRequest
 from .settings import Decoding, EvaluationError
 
 
@@ -51,7 +51,9 @@ class ServerEngine:
             )
         return cls(pool, name, None if version is None else f"{name}@{version}")
 
-    def generate(self, requests: Iterable[Request], decoding: Decoding) -> Iterator[tuple[Request, Output]]:
+    def generate(
+        self, requests: Iterable[SampleRequest], decoding: Decoding
+    ) -> Iterator[tuple[SampleRequest, Output]]:
         """Complete requests, in whatever order the servers finish."""
         shortest = min(server.max_model_len for server in self.pool.servers)
         if decoding.max_tokens is not None and decoding.max_tokens >= shortest:
@@ -64,7 +66,7 @@ class ServerEngine:
             yield asked[place], output
 
 
-async def _answer(request: Request, decoding: Decoding, http: httpx2.AsyncClient, server: VLLMServer) -> Output:
+async def _answer(request: SampleRequest, decoding: Decoding, http: httpx2.AsyncClient, server: VLLMServer) -> Output:
     """What a server answers. A prompt that is too long for it counts as truncated, without an answer."""
     # All settings are given, or the server would take the others from the model's own
     body = {name: vars(decoding)[name] for name in ("temperature", "top_p", "top_k", "max_tokens", "presence_penalty")}

@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None):
     """Entry point of the console command."""
     parser = build_parser()
     namespace, flags = parser.parse_known_args(arguments)
-    if flags and namespace.command not in (_train, _demo, _self_instruct):
+    if flags and namespace.command not in (_train, _demo):
         parser.error(f"unrecognized arguments: {' '.join(flags)}")
     with reported_errors(OSError):
         try:
@@ -80,16 +80,6 @@ def build_parser() -> argparse.ArgumentParser:
     data("--answer_column", metavar="COLUMN", help="gold answer, where it is not recognised")
     data("--context_columns", metavar="COLUMN", nargs="*", help="what the problem refers to, such as body or passage")
     data("--option_column", metavar="COLUMN", help="list of options")
-
-    write = add(_self_instruct, "RECIPE --count N --output FILE")
-    write("recipe", metavar="RECIPE", help="whose datasets are the seeds, and whose model writes and votes")
-    write("--count", type=_at_least_one, required=True, help="number of problems")
-    written = "JSON lines; a killed command goes on with them"
-    write("--output", metavar="FILE", required=True, help=written)
-    write("--votes", type=_at_least_one, default=16, help="answers to each problem, of which the majority decides")
-    write("--against", metavar="DATASET", nargs="+", help="further sets that no problem may resemble")
-    write("--server", metavar="URL", nargs="+", help="running vLLM servers of the model; default: the recipe's")
-    write("--batch_size", type=_at_least_one, default=32, help="answers at a time, without a server")
 
     app = add(_app)
     app("runs", metavar="RUN", nargs="*", help="output folder of a run, a folder of runs, or Hub id of telemetry")
@@ -200,14 +190,6 @@ def _data(namespace: argparse.Namespace, flags: list[str]):
     settings = {name: value for name, value in vars(namespace).items() if name not in ("command", "references")}
     entries = audit(namespace.references, **settings)
     sys.stdout.write(f"{render(entries)}\n")
-
-
-def _self_instruct(namespace: argparse.Namespace, flags: list[str]):
-    """Have a model write problems from those of a recipe, and keep those that it can learn from."""
-    read_recipe(namespace.recipe)
-    from .self_instruct import run
-
-    run(namespace, flags)
 
 
 def _app(namespace: argparse.Namespace, flags: list[str]):

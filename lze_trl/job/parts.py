@@ -2,7 +2,6 @@
 
 import json
 import logging
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +9,6 @@ from datasets import Dataset
 
 from ..config import LZEGRPOConfig
 from ..data import PromptStyle, load_mixture
-from ..evaluation.contamination import training_texts
 from ..evaluation.run import Evaluation
 from ..evaluation.settings import Decoding
 from ..evaluation.tasks import find_tasks, load_problems
@@ -86,17 +84,16 @@ def refuse_shown(probe: Evaluation, dataset: Any):
         )
 
 
-def make_instruction(script_args: LZEScriptArguments, args: LZEGRPOConfig, against: Sequence[str] = ()) -> Instruction:
+def make_instruction(script_args: LZEScriptArguments, args: LZEGRPOConfig) -> Instruction:
     """
     What self-instruction begins with: the bare problems of the training sets, those that no new problem may resemble (of
-    all that the recipe evaluates on and `against` names), the prompts around problems, and the recipe's own generator.
+    all that the recipe evaluates on), the prompts around problems, and the recipe's own generator.
     """
     plain: dict[str, Any] = {"conversational": False, "system_prompt": None, "prompt_suffix": None, "unlabelled": True}
     train, held_out = load_data(replace(script_args, **plain), args)
     if not isinstance(train, Dataset):
         raise RecipeError("Seeds cannot be streamed.")
-    references = list(training_texts(list(against))) if against else []
-    references += [] if held_out is None else held_out["prompt"]
+    references = [] if held_out is None else list(held_out["prompt"])
     for task in find_tasks([*script_args.eval_tasks, *script_args.probe_datasets]):
         problems, _ = load_problems(task, Decoding(chat=False, prompt_suffix=""))
         references += [problem.text for problem in problems]

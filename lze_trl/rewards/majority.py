@@ -257,18 +257,8 @@ class MajorityReward:
         return next((name for name, holds in zip(REASONS_TO_ABSTAIN, applies, strict=True) if holds), None)
 
 
-REASONS_TO_ABSTAIN = {
-    "few_votes": "too few answers",
-    "low_share": "answers disagree",
-    "high_share": "answers agree",
-    "margin": "no clear winner",
-}
-"""Names of the reasons in metrics (`abstained_…`), and in words."""
-
-
-def abstention(metrics: dict[str, float]) -> str | None:
-    """Why the majority reward abstained, by its metrics of a group; `None` if it did not."""
-    return next((why for name, why in REASONS_TO_ABSTAIN.items() if metrics[f"abstained_{name}"]), None)
+REASONS_TO_ABSTAIN = ("few_votes", "low_share", "high_share", "margin")
+"""Names of the reasons in metrics (`abstained_…`)."""
 
 
 def _commonest(votes: list[str | None], wins: np.ndarray) -> str | None:

@@ -65,7 +65,7 @@ class SamplingWatch(LogitsProcessor):
 
 @contextmanager
 def watched(model: Any) -> Iterator[SamplingWatch]:
-    """Watch what a model samples, inside of whatever wraps it. One without transformers' generation is never seen to."""
+    """Watch what a model samples, inside of whatever wraps it. No log-probabilities without `GenerationMixin`."""
     watch = SamplingWatch()
     inner: Any = next((module for module in model.modules() if isinstance(module, GenerationMixin)), None)
     if inner is None:

@@ -14,7 +14,7 @@ from scipy.special import softmax
 
 from ..batch import Prompts, Table
 from ..data import PromptStyle
-from ..evaluation.engines import Engine
+from ..evaluation.engines import Sampler
 from ..memory.identity import columns_of
 from ..memory.posterior import expected_energy
 from ..memory.state import PromptState
@@ -78,7 +78,7 @@ class OnlineInstruction:
         )
         state.priors = self.pool.priors
 
-    def restock(self, missing: int, generation: int, policy: Callable[[], AbstractContextManager[Engine | None]]):
+    def restock(self, missing: int, generation: int, policy: Callable[[], AbstractContextManager[Sampler | None]]):
         """
         Add at least `missing` problems to the pool. All processes call it.
 
@@ -105,7 +105,7 @@ class OnlineInstruction:
         chances = exemplar_chances(known, self._args.self_play["label_confidence"] == "share") if by_energy else None
         ask = engine.generate if engine is not None else None
         try:
-            found = [problem for round in self.writer.write(missing, own, ask, chances) for problem in round]
+            found = self.writer.write(missing, own, ask, chances)
         except InstructError as error:
             return error
         rates = dict(zip(map(id_in_words, own), known.pass_rates.tolist(), strict=True))

@@ -1,11 +1,8 @@
-"""
-Writes problems, for a training and for `lze-trl self-instruct`. A round shows exemplars to the model, reads problems from its
-answers, and admits those that are new and fit for training.
-"""
+"""Writes problems: a round shows exemplars to the model, reads problems from its answers, and admits the new and fit ones."""
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -13,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..data.overlap import OverlapIndex
-from ..evaluation.engines import Output, Request
+from ..evaluation.engines import Output, SampleRequest
 from ..evaluation.settings import Decoding
 from ..evaluation.tasks import Problem
 from ..memory.identity import prompt_id
@@ -25,7 +22,7 @@ from .templates import SYSTEM_PROMPT, TEMPLATES, Item
 
 logger = logging.getLogger(__name__)
 
-Ask = Callable[[list[Request], Decoding], Iterable[tuple[Request, Output]]]
+Ask = Callable[[list[SampleRequest], Decoding], Iterable[tuple[SampleRequest, Output]]]
 """Completes requests, in any order."""
 
 Generator = Callable[[list[str], np.random.Generator], Sequence[str | Item]]
@@ -128,29 +125,26 @@ class Writer:
         return OverlapIndex([*self.seeds.problems, *self.seeds.references])
 
     def write(
-        self,
-        count: int,
-        own: Sequence[str],
-        ask: Ask | None,
-        chances: np.ndarray | None = None,
-        keep: Callable[[list[NewProblem]], list[Any]] = list,
-    ) -> Iterator[list[Any]]:
+        self, count: int, own: Sequence[str], ask: Ask | None, chances: np.ndarray | None = None
+    ) -> list[NewProblem]:
         """
-        Write in rounds until at least `count` problems are kept, and yield what `keep` returns for each round.
+        Write in rounds until at least `count` problems are admitted.
 
         `own` are problems that the model wrote before; `chances` are their probabilities to be shown, equal by default. Raises
         [`InstructError`] if `max_rounds` rounds in a row give nothing.
         """
-        found = barren = 0
-        while found < count:
-            kept = keep(self.round(own, ask, chances))
-            found, barren = found + len(kept), 0 if kept else barren + 1
+        found: list[NewProblem] = []
+        barren = 0
+        while len(found) < count:
+            admitted = self.round(own, ask, chances)
+            found += admitted
+            barren = 0 if admitted else barren + 1
             if barren == self.settings.max_rounds:
                 raise InstructError(
-                    f"{barren} rounds in a row gave no acceptable problem, after {found} of {count}. Rejected so far: "
+                    f"{barren} rounds in a row gave no acceptable problem, after {len(found)} of {count}. Rejected so far: "
                     f"{in_words(self.rejected)}. Use other seeds or a stronger model, or accept more (`overlap`, `majority_bounds`)."
                 )
-            yield kept
+        return found
 
     def round(self, own: Sequence[str], ask: Ask | None, chances: np.ndarray | None = None) -> list[NewProblem]:
         """Write one round of problems, in an order that does not depend on when answers arrive."""
@@ -198,7 +192,7 @@ class Writer:
 
     def _asked(self, shown: list[list[str]], ask: Any) -> list[list[Item]]:
         name = f"write-{self.rounds}"
-        requests = [Request(Problem(name, self._prompt(texts), None), i) for i, texts in enumerate(shown)]
+        requests = [SampleRequest(Problem(name, self._prompt(texts), None), i) for i, texts in enumerate(shown)]
         answers = {request.sample: output for request, output in ask(requests, self.decoding)}
         return [self.template.read(answers[i].text, len(texts), answers[i].truncated) for i, texts in enumerate(shown)]
 

@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tiny
-from lze_trl.evaluation.engines import Request, TransformersEngine
+from lze_trl.evaluation.engines import SampleRequest, TransformersEngine
 from lze_trl.evaluation.samples import SampleFile
 from lze_trl.evaluation.servers import ServerEngine
 from lze_trl.evaluation.settings import Decoding, EvaluationError
@@ -29,7 +29,7 @@ def requests(count=100, samples=1, chat=False):
     texts = [f"{number}*{number % 7}+{number % 11}=" for number in range(count)]
     prompts = [[{"role": "user", "content": text}] if chat else text for text in texts]
     return [
-        Request(Problem(f"{number:016x}", prompt, "1"), sample)
+        SampleRequest(Problem(f"{number:016x}", prompt, "1"), sample)
         for number, prompt in enumerate(prompts)
         for sample in range(samples)
     ]
@@ -137,7 +137,7 @@ def test_a_training_over_http_evaluates_the_weights_of_each_step(servers, models
         for name in ("step-000000", "step-000002")
     ]
     for directory, samples in zip((models["untied"], tmp_path / "run"), found, strict=True):
-        asked = [Request(Problem(sample.id, sample.prompt, sample.gold), 0) for sample in samples.values()]
+        asked = [SampleRequest(Problem(sample.id, sample.prompt, sample.gold), 0) for sample in samples.values()]
         ours = outputs(in_process(directory), asked, Decoding(max_tokens=12, chat=False))
         assert (
             agreement({key: out.text for key, out in ours.items()}, {key: s.completion for key, s in samples.items()})
