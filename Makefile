@@ -105,8 +105,8 @@ $(VENV)/.installed-quality: constraints.txt | $(BIN)/python
 	@touch $@
 
 $(VENV)/.installed-docs: constraints.txt | $(BIN)/python
-	@echo "==> Installing mkdocs-material"
-	@$(PIP) mkdocs-material
+	@echo "==> Installing mkdocs-material and mkdocstrings"
+	@$(PIP) mkdocs-material 'mkdocstrings[python]'
 	@touch $@
 
 $(VENV)/.installed: setup.cfg pyproject.toml constraints.txt | $(BIN)/python

@@ -8,7 +8,7 @@ from pymdownx.slugs import slugify
 from pymdownx.superfences import fence_code_format
 
 
-FOLDERS = (".", "app", "benchmarks/**", "docs", "recipes/**")
+FOLDERS = (".", "app", "benchmarks/**", "docs/**", "recipes/**")
 LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)")
 
 
@@ -27,3 +27,11 @@ def on_files(files, config):
     found = {path.relative_to(root) for path in pages | linked if path.is_file()}
     theme = [file for file in files if file.src_dir != config.docs_dir]
     return Files([*theme, *(File.generated(config, str(path), abs_src_path=root / path) for path in sorted(found))])
+
+
+def on_page_content(html, page, **kwargs):
+    """Types and references of docstrings are in Hugging Face's notation, which is shown without its marks."""
+    if page.file.src_uri != "docs/api.md":
+        return html
+    html = re.sub(r"\[(<code>)~?([^<]+</code>)\]", r"\1\2", html)
+    return re.sub(r"<code>[^<]*`[^<]*</code>", lambda code: re.sub(r"\[`~?|`\]|`|\*", "", code[0]), html)

@@ -22,10 +22,10 @@ from test_laws import distance, moved
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = ["migrate.md", "troubleshooting.md", "papers.md", "energy-and-gradients.md"]
+PAGES = ["migrate.md", "troubleshooting.md", "papers.md", "lab/energy-and-gradients.md"]
 SITE = {
     path.relative_to(ROOT).as_posix(): path
-    for folder in (".", "app", "benchmarks/**", "docs", "recipes/**")
+    for folder in (".", "app", "benchmarks/**", "docs/**", "recipes/**")
     for path in ROOT.glob(f"{folder}/*.md")
 }
 ARXIV = re.compile(r"\[arXiv ([\d.]+)\]\(https://arxiv\.org/abs/([\d.]+)\)")
