@@ -16,9 +16,12 @@ from typing import Any, NamedTuple
 
 from lze_trl.evaluation.samples import Sample, SampleFile
 from lze_trl.rewards import MajorityReward, get_reward
-from lze_trl.rewards.majority import abstention
+from lze_trl.rewards.majority import REASONS_TO_ABSTAIN
 
 from .tables import table
+
+
+_WORDS = ("too few answers", "answers disagree", "answers agree", "no clear winner")
 
 
 class Vote(NamedTuple):
@@ -53,8 +56,14 @@ def _vote(samples: list[Sample], reward: Any) -> Vote:
         winner=0 if abstained else round(verdict.metrics["winner_share"] * n),
         right=verdict.metrics.get("label_precision"),
         accuracy=sum(scored) / len(scored) if scored else None,
-        rejected=abstention(published.metrics),
+        rejected=_why(published.metrics),
     )
+
+
+def _why(metrics: dict[str, float]) -> str | None:
+    """Why the majority reward abstained, in words; `None` if it did not."""
+    reasons = zip(REASONS_TO_ABSTAIN, _WORDS, strict=True)
+    return next((words for name, words in reasons if metrics[f"abstained_{name}"]), None)
 
 
 def markdown(votes: Sequence[Vote]) -> str:

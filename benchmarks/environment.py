@@ -1,0 +1,331 @@
+"""
+Agents: what a strategy saves where each step of the environment takes time.
+
+    python -m benchmarks.environment [--seeds 0 1 2] [--arms plain exact gate gate_g4] [--steps N] [--output DIR] [--wait] [--report_only]
+
+An episode is two sums. The model answers each by a tool call, which takes 0.2 seconds as the call of a browser or a sandbox would; the
+answer to the first brings the second, a wrong one ends the episode. The reward is 1 if both are right. TRL makes the calls of a batch one
+after the other, so *environment-seconds*, 0.2 × the calls, are what a training waits. They are counted; with `--wait` each call really takes them,
+with the same decisions (`python -m benchmarks.environment --wait --arms gate --seeds 0 --steps 3`).
+
+The success rate is exact: the probability that both answers are right, over held-out episodes. Each arm is compared with the
+environment-seconds that plain `trl.GRPOTrainer` had taken when it first had its own final success rate.
+"""
+
+import argparse
+import random
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset
+from rich.console import Console
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback, set_seed
+from trl import GRPOConfig, GRPOTrainer
+
+from lze_trl import LZEGRPOConfig, LZEGRPOTrainer
+from lze_trl.files import made_aside
+from lze_trl.job import demo
+
+from .comparison import first_crossing, smooth
+from .evaluation import Evaluation
+from .kept import file_name, run_all
+from .sampling import spread
+from .settings import write_text
+from .tables import table
+from .tasks import CHECKOUT
+
+
+OUTPUT = CHECKOUT / "runs" / "bench" / "environment"
+DELAY = 0.2  # seconds of a step
+PLAIN = "plain"
+ARMS: dict[str, dict[str, Any]] = {
+    PLAIN: {},
+    "exact": {"strategy": "exact"},
+    "gate": {"strategy": "gate"},
+    "gate_g4": {"strategy": "gate", "num_generations": 4},
+}
+TITLES = {PLAIN: "plain `trl.GRPOTrainer`", "exact": "`exact`", "gate": "`gate`", "gate_g4": "`gate`, 64 prompts × 4"}
+_OPEN, _CLOSE = '<tool_call>{"name": "answer", "arguments": {"value": "', '"}}</tool_call>'
+_TEMPLATE = """\
+{%- for m in messages -%}
+{{ m['role'][0] }}:{{ m['content'] or '' }}
+{%- for call in m.tool_calls or [] -%}<tool_call>{{ call.function | tojson }}</tool_call>{%- endfor -%}
+{%- if m['role'] == 'assistant' -%}<eos>{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}a:{%- endif -%}"""
+_RESPONSE = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "a:",
+    "fields": {
+        "tool_calls": {
+            "open": "<tool_call>",
+            "close_pattern": r"</tool_call>\s*",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {"close_pattern": "<eos>", "content": "text"},
+    },
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run depends on."""
+
+    arm: str
+    seed: int
+    steps: int = 30
+    eval_every: int = 1
+    learning_rate: float = 2e-4
+    wait: bool = False  # whether a call takes its time, or only counts it
+
+    @property
+    def name(self) -> str:
+        """Name of its result file."""
+        return file_name(self.arm, self.seed, asdict(self))
+
+
+class TwoSums:
+    """Two sums, the second after the first was right. `steps` counts the calls of all environments of the process."""
+
+    steps = 0
+    wait = False
+
+    def reset(self, first: str, second: str, **row: Any):
+        """Begin an episode; its prompt has the first sum."""
+        self.sums, self.right = [first, second], 0
+
+    def answer(self, value: str) -> str:
+        """
+        Answer the sum.
+
+        Args:
+            value: The number.
+
+        Returns:
+            The next sum, "!" after the last one, or "?" if the answer was wrong.
+        """
+        TwoSums.steps += 1
+        time.sleep(DELAY if TwoSums.wait else 0.0)
+        if self.right == len(self.sums) or self.right < 0 or value != result(self.sums[self.right]):
+            self.right = -1
+            return "?"
+        self.right += 1
+        return self.sums[self.right] if self.right < len(self.sums) else "!"
+
+    def get_reward(self) -> float:
+        """Whether both answers were right."""
+        return float(self.right == len(self.sums))
+
+
+def result(question: str) -> str:
+    """Answer to a sum such as "12+34"."""
+    left, _, right = question.partition("+")
+    return str(int(left) + int(right))
+
+
+# ---- Data and warm start ----
+
+
+def episodes(count: int, seed: int) -> list[tuple[str, str]]:
+    """Pairs of sums of two-digit numbers, by a seeded generator."""
+    generator = random.Random(seed)
+    return [tuple("+".join(str(generator.randrange(10, 100)) for _ in "ab") for _ in "ab") for _ in range(count)]  # type: ignore[misc]
+
+
+def held_out(count: int) -> list[dict[str, str]]:
+    """Both turns of each episode, with what was right before: prompt and the model's own text, without the end."""
+    rows = []
+    for first, second in episodes(count, seed=-1):
+        beginning = f"u:{first}a:"
+        rows.append({"prompt": beginning, "solution": called(result(first))})
+        following = f"{beginning}{called(result(first))}<eos>t:{second}a:"
+        rows.append({"prompt": following, "solution": called(result(second))})
+    return rows
+
+
+def called(value: str) -> str:
+    """Text of a tool call."""
+    return f"{_OPEN}{value}{_CLOSE}"
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a character, and one for each part of a tool call."""
+    parts = [_OPEN, _CLOSE, *"uat:0123456789+?!"]
+    vocabulary = {token: index for index, token in enumerate(["<pad>", "<eos>", "<unk>", *parts])}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    whole = "|".join(part.replace("{", r"\{").replace("}", r"\}") for part in (_OPEN, _CLOSE))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(f"{whole}|."), behavior="isolated")
+    backend.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+    fast.chat_template, fast.response_template = _TEMPLATE, _RESPONSE
+    return fast
+
+
+def warm_start(folder: Path):
+    """Make the model under `folder`, unless it is there: it can play, and is often wrong in what the demo's is wrong in."""
+    if folder.is_dir():
+        return
+    settings = demo.WarmStart(steps=700)
+    with made_aside(folder) as unfinished:
+        generator, rows = random.Random(1), []
+        total = settings.steps * settings.batch_size
+        for place, (first, second) in enumerate(episodes(total, seed=0)):
+            noisy, text = place >= settings.clean_share * total, ""
+            for question, following in ((first, f"t:{second}a:"), (second, "t:!a:")):
+                a, b = map(int, question.split("+"))
+                rate = settings.error_rates[demo.difficulty_class(a, b)] if noisy else 0.0
+                off = generator.choice([-2, -1, 1, 2]) if generator.random() < rate else 0
+                text += f"{called(str(a + b + off))}<eos>" + ("t:?a:" if off else following)
+                if off:
+                    break
+            rows.append({"prompt": f"u:{first}a:", "completion": text})
+        set_seed(settings.seed)
+        tokenizer = make_tokenizer()
+        model = demo.build_model(tokenizer, settings)
+        demo.train_supervised(model, tokenizer, rows, unfinished, settings)
+        tokenizer.save_pretrained(unfinished)
+
+
+# ---- Runs ----
+
+
+class Recorder(TrainerCallback):
+    """The success rate, and the environment-seconds so far."""
+
+    def __init__(self, trainer: GRPOTrainer, run: Run):
+        self.trainer, self.run = trainer, run
+        self.curve: list[dict[str, float]] = []
+        self.evaluation = Evaluation(held_out(128), trainer.processing_class, max_completion_length=64)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any):
+        TwoSums.steps, TwoSums.wait = 0, self.run.wait
+        self._record(state.global_step)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any):
+        if state.global_step % self.run.eval_every == 0:
+            self._record(state.global_step)
+
+    def _record(self, step: int):
+        model = self.trainer.model
+        model.eval()
+        rates = self.evaluation.pass_rates(model).reshape(-1, 2).prod(axis=1)  # of both answers
+        model.train()
+        self.curve.append({"step": step, "environment_seconds": TwoSums.steps * DELAY, "success": float(rates.mean())})
+
+
+def train(run: Run, model: Path, folder: Path) -> dict[str, Any]:
+    """Make a run."""
+    torch.set_num_threads(1)
+    shared = {
+        "output_dir": str(folder),
+        "max_steps": run.steps,
+        "seed": run.seed,
+        "learning_rate": run.learning_rate,
+        "lr_scheduler_type": "constant",
+        "num_generations": 8,
+        "generation_batch_size": 256,
+        "per_device_train_batch_size": 64,
+        "gradient_accumulation_steps": 4,
+        "max_completion_length": 24,
+        "max_tool_calling_iterations": 2,
+        "loss_type": "dapo",
+        "scale_rewards": "none",
+        "beta": 0.0,
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "dataloader_pin_memory": False,
+        "save_strategy": "no",
+        "logging_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+    rows = [
+        {"prompt": [{"role": "user", "content": first}], "first": first, "second": second}
+        for first, second in episodes(512, seed=2)
+    ]
+    plain = run.arm == PLAIN
+    own = {"summary": False, "telemetry": False} | ARMS[run.arm]
+    trainer = (GRPOTrainer if plain else LZEGRPOTrainer)(
+        model=AutoModelForCausalLM.from_pretrained(model),
+        args=GRPOConfig(**shared) if plain else LZEGRPOConfig(**shared | own),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=PreTrainedTokenizerFast.from_pretrained(model),
+        environment_factory=TwoSums,
+    )
+    trainer.add_callback(recorder := Recorder(trainer, run))
+    trainer.train()
+    shutil.rmtree(folder, ignore_errors=True)
+    return {"curve": recorder.curve}
+
+
+def markdown(results: Sequence[dict[str, Any]]) -> str:
+    """A table with an arm a row: mean over the seeds, smallest and largest."""
+    curves = {(kept["run"]["arm"], kept["run"]["seed"]): kept["result"]["curve"] for kept in results}
+    rows = []
+    for arm, title in TITLES.items():
+        seeds = sorted(seed for of_arm, seed in curves if of_arm == arm and (PLAIN, seed) in curves)
+        if not seeds:
+            continue
+        ratios, missed, last, whole = [], 0, [], []
+        for seed in seeds:
+            (costs, success), (plain_costs, plain) = (_columns(curves[name, seed]) for name in (arm, PLAIN))
+            target = plain[-1]
+            own, base = first_crossing(costs, success, target), first_crossing(plain_costs, plain, target)
+            missed += own is None
+            ratios += [] if own is None or base is None else [own / base]
+            last.append(success[-1])
+            whole.append(costs[-1] / plain_costs[-1])
+        cells = [
+            spread(last, "{:.3f}"),
+            spread(whole, "{:.2f}"),
+            spread(ratios, "{:.2f}") if ratios else "not reached",
+        ]
+        rows.append([title, str(len(seeds)), *cells, str(missed)])
+    header = ["arm", "seeds", "success after", "environment-seconds ×", "… to plain's success ×", "not reached"]
+    text = table(header, rows)
+    about = "; ".join(sorted({f"{result['machine']}, {result['date']}" for result in results}))
+    start = curves[next(iter(curves))][0]["success"] if curves else float("nan")
+    return f"# Agents: two sums by tool calls of {DELAY} seconds\n\nSuccess before: {start:.3f}. {about}.\n\n{text}\n"
+
+
+def _columns(curve: list[dict[str, float]]) -> tuple[np.ndarray, np.ndarray]:
+    """Environment-seconds, and the success rate smoothed over three evaluations."""
+    costs = np.array([point["environment_seconds"] for point in curve])
+    return costs, smooth([point["success"] for point in curve])
+
+
+def main():
+    """Make the runs that are missing, and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[1])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], metavar="SEED")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), metavar="NAME")
+    parser.add_argument("--steps", type=int, default=Run.steps, help="optimizer steps; default: %(default)s")
+    parser.add_argument("--output", type=Path, default=OUTPUT, metavar="DIR")
+    parser.add_argument("--wait", action="store_true", help="let each call take its time")
+    parser.add_argument("--report_only", action="store_true", help="the table of the finished runs")
+    given = parser.parse_args()
+    console = Console(highlight=False, soft_wrap=True)
+    runs = [Run(arm, seed, given.steps, wait=given.wait) for seed in given.seeds for arm in given.arms]
+    if given.report_only:
+        runs = [run for run in runs if (given.output / run.name).is_file()]
+    else:
+        warm_start(given.output / "model")
+    results = run_all(
+        runs, given.output, lambda run: train(run, given.output / "model", given.output / "run"), console
+    )
+    write_text(given.output / "tables.md", markdown(results))
+    console.print(f"{given.output / 'tables.md'}")
+
+
+if __name__ == "__main__":
+    main()

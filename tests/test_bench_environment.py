@@ -1,0 +1,73 @@
+"""The benchmark of agents: what is evaluated is what TRL shows the model, and what its model writes is read as a call."""
+
+import pytest
+from trl.chat_template_utils import parse_response
+
+from benchmarks.environment import PLAIN, TwoSums, called, held_out, make_tokenizer, markdown, result
+
+
+def turn(value):
+    call = {"type": "function", "function": {"name": "answer", "arguments": {"value": value}}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+def test_the_evaluated_text_is_that_of_the_chat_template():
+    tokenizer = make_tokenizer()
+    for first, second in zip(*[iter(held_out(5))] * 2, strict=True):
+        sums = first["prompt"][2:-2], second["prompt"].rpartition("t:")[2][:-2]
+        messages = [{"role": "user", "content": sums[0]}]
+        shown = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        assert shown == first["prompt"]
+        messages += [turn(result(sums[0])), {"role": "tool", "name": "answer", "content": sums[1]}]
+        shown = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        assert shown == second["prompt"]
+        assert second["solution"] == called(result(sums[1]))
+        assert tokenizer.unk_token_id not in tokenizer(second["prompt"] + second["solution"]).input_ids
+
+
+def test_what_the_model_writes_is_a_call():
+    tokenizer = make_tokenizer()
+    ids = tokenizer(called("46") + "<eos>").input_ids
+    assert len(ids) == 5  # both parts of a call are one token each
+    (call,) = parse_response(tokenizer, ids, prefix=tokenizer("u:12+34a:").input_ids)["tool_calls"]
+    assert call["function"] == {"name": "answer", "arguments": {"value": "46"}}
+
+
+@pytest.mark.parametrize(
+    ("answers", "told", "reward"),
+    [
+        (["3", "7"], ["3+4", "!"], 1.0),
+        (["3", "8"], ["3+4", "?"], 0.0),
+        (["4", "7"], ["?", "?"], 0.0),
+        (["3", "7", "7"], ["3+4", "!", "?"], 0.0),
+        ([], [], 0.0),
+    ],
+)
+def test_an_episode(answers, told, reward):
+    environment, before = TwoSums(), TwoSums.steps
+    environment.reset("1+2", "3+4")
+    assert [environment.answer(answer) for answer in answers] == told
+    assert environment.get_reward() == reward and TwoSums.steps == before + len(answers)
+
+
+def test_the_table_compares_by_seed():
+    def kept(arm, costs, success):
+        curve = [
+            {"step": i, "environment_seconds": c, "success": s}
+            for i, (c, s) in enumerate(zip(costs, success, strict=True))
+        ]
+        return {"run": {"arm": arm, "seed": 0}, "result": {"curve": curve}, "machine": "one", "date": "today"}
+
+    lines = markdown(
+        [
+            kept(PLAIN, [0.0, 100.0, 200.0], [0.0, 0.3, 0.6]),
+            kept("gate", [0.0, 50.0, 100.0], [0.0, 0.3, 0.6]),
+            kept("exact", [0.0, 100.0, 200.0], [0.0, 0.1, 0.2]),
+        ]
+    ).splitlines()
+    rows = {
+        line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[3:7]] for line in lines if "`" in line
+    }
+    assert rows["plain `trl.GRPOTrainer`"] == ["0.300", "1.00", "1.00", "0"]
+    assert rows["`gate`"] == ["0.300", "0.50", "0.50", "0"]
+    assert rows["`exact`"] == ["0.100", "1.00", "not reached", "1"]
