@@ -26,7 +26,6 @@ import numpy as np
 import torch
 from datasets import Dataset
 from rich.console import Console
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback, set_seed
 from trl import GRPOConfig, GRPOTrainer
 
@@ -40,7 +39,7 @@ from .kept import file_name, run_all
 from .sampling import spread
 from .settings import write_text
 from .tables import table
-from .tasks import CHECKOUT
+from .tasks import CHECKOUT, SHARED
 
 
 OUTPUT = CHECKOUT / "runs" / "bench" / "environment"
@@ -61,7 +60,7 @@ _TEMPLATE = """\
 {%- if m['role'] == 'assistant' -%}<eos>{%- endif -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}a:{%- endif -%}"""
-_RESPONSE = {
+RESPONSE = {
     "defaults": {"role": "assistant"},
     "start_anchor": "a:",
     "fields": {
@@ -84,7 +83,6 @@ class Run:
     arm: str
     seed: int
     steps: int = 30
-    eval_every: int = 1
     learning_rate: float = 2e-4
     wait: bool = False  # whether a call takes its time, or only counts it
 
@@ -98,7 +96,7 @@ class TwoSums:
     """Two sums, the second after the first was right. `steps` counts the calls of all environments of the process."""
 
     steps = 0
-    wait = False
+    delay = 0.0  # seconds that a call really takes
 
     def reset(self, first: str, second: str, **row: Any):
         """Begin an episode; its prompt has the first sum."""
@@ -115,7 +113,7 @@ class TwoSums:
             The next sum, "!" after the last one, or "?" if the answer was wrong.
         """
         TwoSums.steps += 1
-        time.sleep(DELAY if TwoSums.wait else 0.0)
+        time.sleep(TwoSums.delay)
         if self.right == len(self.sums) or self.right < 0 or value != result(self.sums[self.right]):
             self.right = -1
             return "?"
@@ -139,7 +137,11 @@ def result(question: str) -> str:
 def episodes(count: int, seed: int) -> list[tuple[str, str]]:
     """Pairs of sums of two-digit numbers, by a seeded generator."""
     generator = random.Random(seed)
-    return [tuple("+".join(str(generator.randrange(10, 100)) for _ in "ab") for _ in "ab") for _ in range(count)]  # type: ignore[misc]
+
+    def question() -> str:
+        return f"{generator.randrange(10, 100)}+{generator.randrange(10, 100)}"
+
+    return [(question(), question()) for _ in range(count)]
 
 
 def held_out(count: int) -> list[dict[str, str]]:
@@ -160,15 +162,9 @@ def called(value: str) -> str:
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """One token a character, and one for each part of a tool call."""
-    parts = [_OPEN, _CLOSE, *"uat:0123456789+?!"]
-    vocabulary = {token: index for index, token in enumerate(["<pad>", "<eos>", "<unk>", *parts])}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    whole = "|".join(part.replace("{", r"\{").replace("}", r"\}") for part in (_OPEN, _CLOSE))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex(f"{whole}|."), behavior="isolated")
-    backend.decoder = decoders.Fuse()
-    fast = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
-    fast.chat_template, fast.response_template = _TEMPLATE, _RESPONSE
-    return fast
+    tokenizer = demo.build_tokenizer([_OPEN, _CLOSE, *"uat:0123456789+?!"])
+    tokenizer.chat_template, tokenizer.response_template = _TEMPLATE, RESPONSE
+    return tokenizer
 
 
 def warm_start(folder: Path):
@@ -208,12 +204,11 @@ class Recorder(TrainerCallback):
         self.evaluation = Evaluation(held_out(128), trainer.processing_class, max_completion_length=64)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any):
-        TwoSums.steps, TwoSums.wait = 0, self.run.wait
+        TwoSums.steps, TwoSums.delay = 0, DELAY if self.run.wait else 0.0
         self._record(state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any):
-        if state.global_step % self.run.eval_every == 0:
-            self._record(state.global_step)
+        self._record(state.global_step)
 
     def _record(self, step: int):
         model = self.trainer.model
@@ -226,25 +221,17 @@ class Recorder(TrainerCallback):
 def train(run: Run, model: Path, folder: Path) -> dict[str, Any]:
     """Make a run."""
     torch.set_num_threads(1)
-    shared = {
+    shared = SHARED | {
         "output_dir": str(folder),
         "max_steps": run.steps,
         "seed": run.seed,
         "learning_rate": run.learning_rate,
-        "lr_scheduler_type": "constant",
-        "num_generations": 8,
+        "weight_decay": 0.0,
         "generation_batch_size": 256,
         "per_device_train_batch_size": 64,
         "gradient_accumulation_steps": 4,
         "max_completion_length": 24,
         "max_tool_calling_iterations": 2,
-        "loss_type": "dapo",
-        "scale_rewards": "none",
-        "beta": 0.0,
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "dataloader_pin_memory": False,
         "save_strategy": "no",
         "logging_strategy": "no",
         "report_to": "none",

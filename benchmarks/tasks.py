@@ -18,7 +18,7 @@ _READY_MADE = CHECKOUT.parent / "shared"
 _WORD_PROBLEMS = CHECKOUT / "runs" / "SmolLM2-135M-Instruct"
 _VALIDATION_SHARE = 4  # one in so many of the held-out prompts is for tuning only
 
-_SHARED: dict[str, Any] = {
+SHARED: dict[str, Any] = {
     "use_cpu": True,
     "bf16": False,
     "gradient_checkpointing": False,
@@ -79,7 +79,7 @@ TASKS: dict[str, Task] = {
     "addition": Task(
         title="Two-digit addition",
         training={
-            **_SHARED,
+            **SHARED,
             "generation_batch_size": 256,
             "per_device_train_batch_size": 128,
             "gradient_accumulation_steps": 2,
@@ -94,7 +94,7 @@ TASKS: dict[str, Task] = {
     "calculator": Task(
         title="GSM8K calculator expressions",
         training={
-            **_SHARED,
+            **SHARED,
             "generation_batch_size": 512,
             "per_device_train_batch_size": 64,  # what plain TRL is fastest with on one core, of 32, 64, 128 and 512
             "gradient_accumulation_steps": 8,
@@ -108,7 +108,7 @@ TASKS: dict[str, Task] = {
     "word_problems": Task(
         title="Word problems, SmolLM2-135M",
         training={
-            **_SHARED,
+            **SHARED,
             "generation_batch_size": 256,
             "per_device_train_batch_size": 16,
             "gradient_accumulation_steps": 16,
@@ -135,7 +135,7 @@ def _of_skills(title: str, max_completion_length: int) -> Task:
     batch = {"generation_batch_size": 256, "per_device_train_batch_size": 32, "gradient_accumulation_steps": 8}
     return Task(
         title=f"{title}, SmolLM2-135M",
-        training={**_SHARED, **batch, "bf16": True, "max_completion_length": max_completion_length},
+        training={**SHARED, **batch, "bf16": True, "max_completion_length": max_completion_length},
         learning_rate=5e-6,
         steps=24,
         quick_steps=4,

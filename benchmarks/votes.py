@@ -16,12 +16,16 @@ from typing import Any, NamedTuple
 
 from lze_trl.evaluation.samples import Sample, SampleFile
 from lze_trl.rewards import MajorityReward, get_reward
-from lze_trl.rewards.majority import REASONS_TO_ABSTAIN
 
 from .tables import table
 
 
-_WORDS = ("too few answers", "answers disagree", "answers agree", "no clear winner")
+_WORDS = {
+    "few_votes": "too few answers",
+    "low_share": "answers disagree",
+    "high_share": "answers agree",
+    "margin": "no clear winner",
+}
 
 
 class Vote(NamedTuple):
@@ -62,8 +66,7 @@ def _vote(samples: list[Sample], reward: Any) -> Vote:
 
 def _why(metrics: dict[str, float]) -> str | None:
     """Why the majority reward abstained, in words; `None` if it did not."""
-    reasons = zip(REASONS_TO_ABSTAIN, _WORDS, strict=True)
-    return next((words for name, words in reasons if metrics[f"abstained_{name}"]), None)
+    return next((words for name, words in _WORDS.items() if metrics[f"abstained_{name}"]), None)
 
 
 def markdown(votes: Sequence[Vote]) -> str:

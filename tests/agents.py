@@ -27,6 +27,8 @@ from transformers import (
     Qwen2VLProcessor,
 )
 
+from benchmarks.environment import RESPONSE
+
 
 TEMPLATE = """\
 {%- for m in messages -%}
@@ -39,20 +41,6 @@ TEMPLATE = """\
 {%- if m['role'] == 'assistant' -%}<eos>{%- endif -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}a:{%- endif -%}"""
-RESPONSE = {
-    "defaults": {"role": "assistant"},
-    "start_anchor": "a:",
-    "fields": {
-        "tool_calls": {
-            "open": "<tool_call>",
-            "close_pattern": r"</tool_call>\s*",
-            "repeats": True,
-            "content": "json",
-            "transform": {"type": "function", "function": "{content}"},
-        },
-        "content": {"close_pattern": "<eos>", "content": "text"},
-    },
-}
 
 
 def tokenizer(further: tuple[str, ...] = ()) -> PreTrainedTokenizerFast:

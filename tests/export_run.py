@@ -7,6 +7,7 @@ numbers each process held, and under ZeRO-3 in `DIRECTORY/memory.json` what writ
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -47,6 +48,7 @@ def main(directory: Path, way: str):
     (directory / f"{accelerator.process_index}.json").write_text(json.dumps(held))
     accelerator.wait_for_everyone()
     PartialState().destroy_process_group()
+    os._exit(0)  # Gloo's threads have aborted an interpreter that was being torn down
 
 
 if __name__ == "__main__":

@@ -9,7 +9,8 @@ import json
 import logging
 import os
 import random
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -90,11 +91,12 @@ def noisy_examples(pairs: Sequence[tuple[int, int]], settings: WarmStart) -> lis
     return examples
 
 
-def build_tokenizer(characters: str = CHARACTERS) -> PreTrainedTokenizerFast:
-    """A tokenizer with one token for each of these characters, by default those of a sum."""
-    vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", "<unk>", *characters])}
+def build_tokenizer(tokens: Iterable[str] = CHARACTERS) -> PreTrainedTokenizerFast:
+    """A tokenizer with these tokens, by default the characters of a sum; other text is cut into characters."""
+    vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", "<unk>", *tokens])}
+    pattern = "|".join([*(re.escape(token) for token in vocabulary if len(token) > 1), "."])
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
