@@ -15,6 +15,7 @@ PYTEST := $(BIN)/python -m pytest
 PYTEST_ON_ALL_CORES := OMP_NUM_THREADS=1 $(PYTEST) -n auto --dist loadfile --no-loadscope-reorder
 DEMO_MODEL := runs/demo/warm-start/model
 MODEL ?= $(DEMO_MODEL)
+PROBLEMS ?= reasoning_gym:chain_sum?size=500
 # The oldest releases that work; other ones: `make test-trl TRL=1.14.2 TRANSFORMERS=5.23.0`
 TRL ?= 1.13.0
 TRANSFORMERS ?= 5.3.0
@@ -23,7 +24,7 @@ TRL_TESTS ?= $(addprefix tests/test_,laws.py laws_weights.py agents.py trl_contr
 NOT_HERE := not server and not browser and not gpu
 
 .PHONY: help demo demo-llm smollm2 bench test test-slow test-server test-sharded test-trl test-integration test-browser quality types format docs \
-	vllm-env vllm-serve install clean
+	vllm-env vllm-serve openenv-serve install clean
 
 help:  ## Show what can be made
 	@grep -hE '^[a-z0-9-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/:.*  ## /\t/' | expand -t 20
@@ -43,7 +44,7 @@ bench: $(VENV)/.installed  ## Compare all strategies with plain TRL, in hours; l
 test: $(VENV)/.installed  ## Run the fast tests, as many at a time as there are cores
 	@$(PYTEST_ON_ALL_CORES) -q -m "not slow and $(NOT_HERE)"
 
-test-slow: $(VENV)/.installed-deepspeed  ## Run the tests that take minutes: real runs from end to end, sharded ones too
+test-slow: $(VENV)/.installed-deepspeed $(VENV)/.installed-openenv  ## Run the tests that take minutes: real runs from end to end, sharded ones too
 	@$(PYTEST_ON_ALL_CORES) -q -m "slow and $(NOT_HERE)"
 
 test-server: vllm-env $(VENV)/.installed-deepspeed  ## Run the tests against a real vLLM server on this CPU
@@ -81,6 +82,9 @@ vllm-env: $(VENV)/.installed  ## Make the environment of the CPU vLLM server
 vllm-serve: vllm-env  ## Start a CPU vLLM server on 127.0.0.1:8000 with the demo's model, or MODEL=DIR; more: ARGS="--port …"
 	@[ "$(MODEL)" != "$(DEMO_MODEL)" ] || OMP_NUM_THREADS=1 $(BIN)/python -m lze_trl.job.demo
 	@scripts/vllm_serve.sh --model $(MODEL) $(ARGS)
+
+openenv-serve: $(VENV)/.installed-openenv  ## Start an OpenEnv server on 127.0.0.1:8010 with problems of reasoning-gym, or PROBLEMS=reasoning_gym:…
+	@$(BIN)/python examples/openenv_server.py $(foreach p,$(PROBLEMS),'$(p)') $(ARGS)
 
 install: $(VENV)/.installed  ## Install the package for development in .venv
 
@@ -129,6 +133,11 @@ $(TRL_ENV)/.installed: setup.cfg constraints.txt | $(BIN)/python
 $(VENV)/.installed-deepspeed: $(VENV)/.installed
 	@echo "==> Installing DeepSpeed"
 	@$(PIP) -e '.[deepspeed]'
+	@touch $@
+
+$(VENV)/.installed-openenv: $(VENV)/.installed
+	@echo "==> Installing OpenEnv"
+	@$(PIP) -e '.[openenv]'
 	@touch $@
 
 $(VENV)/.installed-browser: $(VENV)/.installed

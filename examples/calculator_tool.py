@@ -4,15 +4,15 @@ GRPO on sums of reasoning-gym with a calculator as a tool; groups without a grad
     pip install -e '.[app,gym]'
     python examples/calculator_tool.py --model Qwen/Qwen3-0.6B --max_steps 100
 
-The model has to have a chat template with tools, as TRL asks for.
+The model has to have a chat template with tools, as TRL asks for, or to write ChatML.
 """
 
-import argparse
 import ast
 import operator
 
+import tools
+
 from lze_trl import LZEGRPOConfig, LZEGRPOTrainer
-from lze_trl.data import load_prompts
 from lze_trl.rewards import reasoning_gym_reward
 
 
@@ -24,6 +24,22 @@ OPERATORS = {
     ast.USub: operator.neg,
 }
 LONGEST = 200
+SYSTEM_PROMPT = "Calculate by the tool, then answer with the number only."
+QUESTION = "State the final answer to the following arithmetic problem: {} ="
+SHOTS = [
+    [
+        {"role": "user", "content": QUESTION.format(problem)},
+        {"role": "assistant", "content": tools.written("calculate", expression=problem)},
+        {"role": "tool", "content": answer},
+        {"role": "assistant", "content": answer},
+    ]
+    for problem, answer in [
+        ("23 + 41 - 5", "59"),
+        ("95 - 27 + 10", "78"),
+        ("51 + 88 - 60", "79"),
+        ("64 - 40 - 12", "12"),
+    ]
+]
 
 
 def calculate(expression: str) -> str:
@@ -53,29 +69,18 @@ def _value(node: ast.AST) -> float:
     raise ValueError("an expression has numbers, + - * / and parentheses only")
 
 
-def make_trainer(model: str, problems: str, **settings) -> LZEGRPOTrainer:
-    """The trainer, for problems such as `reasoning_gym:chain_sum?size=500`."""
+def make_trainer(script: tools.Script, args: LZEGRPOConfig) -> LZEGRPOTrainer:
+    """The trainer."""
     return LZEGRPOTrainer(
-        model=model,
+        model=script.model,
         reward_funcs=reasoning_gym_reward,
-        args=LZEGRPOConfig(**settings),
-        train_dataset=load_prompts(problems, prompt_suffix=" Use the tool, and answer with the number only."),
+        args=args,
+        train_dataset=tools.prompts(script.problems, SYSTEM_PROMPT, SHOTS[: script.shots]),
+        processing_class=tools.tokenizer(script.model),
         tools=[calculate],
     )
 
 
-def main():
-    """Train."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[1])
-    parser.add_argument("--model", default="Qwen/Qwen3-0.6B")
-    parser.add_argument("--problems", default="reasoning_gym:chain_sum?size=2000&min_terms=3&max_terms=5&min_digits=2")
-    parser.add_argument("--max_steps", type=int, default=100)
-    parser.add_argument("--output_dir", default="runs/calculator-tool")
-    given = vars(parser.parse_args())
-    settings = {"num_generations": 8, "generation_batch_size": 128, "max_completion_length": 512}
-    settings |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 32, "telemetry": True}
-    make_trainer(given.pop("model"), given.pop("problems"), **settings, **given).train()
-
-
 if __name__ == "__main__":
-    main()
+    sums = "reasoning_gym:chain_sum?size=2000&min_terms=3&max_terms=5&min_digits=2"
+    tools.train(make_trainer, problems=sums, output_dir="runs/calculator-tool")

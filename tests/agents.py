@@ -155,7 +155,7 @@ def rows(count: int = 9, images: int = 0, environments: bool = False, texts: int
     return Dataset.from_dict(columns)
 
 
-def scripted(cls: type, names: tuple[str, ...]) -> type:
+def scripted(cls: type, names: tuple[str, ...], argument: str = "a") -> type:
     """
     A trainer whose model calls one of some tools in three of five turns, at most three times, and else answers with a number.
     What it writes depends on what it reads, how often that is in the batch, and the step.
@@ -171,7 +171,7 @@ def scripted(cls: type, names: tuple[str, ...]) -> type:
                 rng = random.Random(hashlib.sha256(key.encode()).hexdigest())
                 text = str(rng.randrange(100))
                 if names and rng.random() < 0.6 and encoder.decode(ids).count("t:") < 3:
-                    call = f'{{"name": "{rng.choice(names)}", "arguments": {{"a": {rng.randrange(9)}}}}}'
+                    call = f'{{"name": "{rng.choice(names)}", "arguments": {{"{argument}": {rng.randrange(9)}}}}}'
                     text = f"<tool_call>{call}</tool_call>"
                 completions.append([*encoder(text)["input_ids"], 1])
             return completions, None

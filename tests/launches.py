@@ -104,9 +104,6 @@ def run_to_end(
 
 def told(result: subprocess.CompletedProcess) -> str:
     """What a failed launch says: its errors and aborts, then the beginning of its first traceback."""
-    errors = [
-        line
-        for line in result.stderr.splitlines()
-        if "Error: " in line or "terminate called" in line or "what():" in line
-    ]
+    signs = ("Error: ", "terminate called", "what():")
+    errors = [line for line in result.stderr.splitlines() if any(sign in line for sign in signs)]
     return "\n".join([*errors[:8], result.stderr[result.stderr.find("Traceback") :][:5000]])

@@ -5,6 +5,9 @@ import json
 import os
 import re
 import shutil
+import socket
+import subprocess
+import sys
 import time
 from base64 import b64decode
 from collections import Counter
@@ -19,6 +22,7 @@ import torch
 from packaging.version import Version
 from peft import LoraConfig
 from PIL import Image
+from tenacity import Retrying, stop_after_delay, wait_fixed
 from trl import GRPOTrainer
 
 import agents
@@ -377,39 +381,53 @@ def test_the_calculator_of_the_example_trains(tmp_path, monkeypatch):
     for part in agents.words():
         part.save_pretrained(tmp_path / "model")
     monkeypatch.setattr(example, "LZEGRPOTrainer", agents.scripted(LZEGRPOTrainer, ("calculate",)))
-    settings = vars(tiny.config(tmp_path, max_completion_length=300, max_steps=1))
-    settings = {
-        name: settings[name] for name in ("output_dir", "use_cpu", "bf16", "max_completion_length", "max_steps")
-    }
-    problems = "reasoning_gym:chain_sum?size=9"
-    shape = {"report_to": "none", "per_device_train_batch_size": 12, "num_generations": 4}
-    trainer = example.make_trainer(str(tmp_path / "model"), problems, **settings, **shape)
+    script = example.tools.Script(str(tmp_path / "model"), "reasoning_gym:chain_sum?size=9", shots=1)
+    trainer = example.make_trainer(script, tiny.config(tmp_path, max_completion_length=300, max_steps=1))
     trainer.train()
     assert history(trainer, "tools/call_frequency")[0] > 0
+
+
+@pytest.mark.slow
+def test_the_openenv_agent_of_the_example_trains(tmp_path, monkeypatch):
+    pytest.importorskip("openenv")
+    examples = Path(__file__).parents[1] / "examples"
+    monkeypatch.syspath_prepend(examples)
+    problems, port = "reasoning_gym:chain_sum?size=9&min_terms=2&max_terms=2&max_digits=1", tiny.free_port()
+    monkeypatch.setenv("OPENENV_URL", f"http://127.0.0.1:{port}")
+    example = importlib.import_module("openenv_agent")
+    for part in agents.words():
+        part.save_pretrained(tmp_path / "model")
+    monkeypatch.setattr(example, "LZEGRPOTrainer", agents.scripted(LZEGRPOTrainer, ("answer",), "text"))
+    server = subprocess.Popen([sys.executable, examples / "openenv_server.py", problems, "--port", str(port)])
+    try:
+        for attempt in Retrying(stop=stop_after_delay(120), wait=wait_fixed(0.5), reraise=True):
+            with attempt:
+                socket.create_connection(("127.0.0.1", port), 1).close()
+
+        def make(problems, folder, **settings):
+            script = example.tools.Script(str(tmp_path / "model"), problems)
+            return example.make_trainer(script, tiny.config(folder, max_completion_length=300, **settings))
+
+        trainer = make(problems, tmp_path, max_steps=4, environment_timeout=30)
+        trainer.train()
+        assert history(trainer, "lze/failed_episodes") == [0.0] * 4
+        assert max(history(trainer, "rewards/Problem/mean")) > 0
+        assert sum(history(trainer, "tools/call_frequency")) > 0
+        with pytest.raises(EpisodeError, match="none of the 9 problems of this server has the question"):
+            make(f"{problems}&seed=1", tmp_path / "other", max_steps=20).train()
+    finally:
+        server.kill()
+        server.wait()
 
 
 def test_a_recipe_names_tools_and_environments(tmp_path):
     pytest.importorskip("reasoning_gym")
     for part in agents.words():
         part.save_pretrained(tmp_path / "model")
-    flags = {
-        "model_name_or_path": tmp_path / "model",
-        "output_dir": tmp_path,
-        "max_completion_length": 4,
-        "max_steps": 1,
-    }
-    flags |= {
-        "use_cpu": True,
-        "bf16": False,
-        "report_to": "none",
-        "num_generations": 4,
-        "gradient_accumulation_steps": 1,
-    }
-    flags |= {
-        "per_device_train_batch_size": 4,
-        "generation_batch_size": 4,
-        "datasets": "reasoning_gym:chain_sum?size=9",
-    }
+    flags = {"model_name_or_path": tmp_path / "model", "output_dir": tmp_path, "report_to": "none", "use_cpu": True}
+    flags |= {"bf16": False, "max_completion_length": 4, "max_steps": 1, "datasets": "reasoning_gym:chain_sum?size=9"}
+    flags |= {"num_generations": 4, "generation_batch_size": 4, "per_device_train_batch_size": 4}
+    flags |= {"gradient_accumulation_steps": 1}
 
     def of_recipe(**keys):
         given = [text for name, value in (flags | keys).items() for text in (f"--{name}", str(value))]

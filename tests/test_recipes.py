@@ -52,7 +52,7 @@ def test_recipe_is_parsed_by_its_classes(path, monkeypatch):
     monkeypatch.chdir(ROOT)
     script_args, training_args, model_args = parse_recipe(["--config", str(path), *ON_CPU])
     assert isinstance(training_args, LZEGRPOConfig)
-    assert script_args.datasets and script_args.reward_funcs
+    assert script_args.datasets and (script_args.reward_funcs or script_args.environment_factory)
     assert script_args.eval_datasets or script_args.eval_tasks
     assert model_args.model_name_or_path
     assert training_args.output_dir == f"runs/{path.relative_to(ROOT / 'recipes').with_suffix('')}"
