@@ -382,8 +382,7 @@ def test_the_calculator_of_the_example_trains(tmp_path, monkeypatch):
         part.save_pretrained(tmp_path / "model")
     monkeypatch.setattr(example, "LZEGRPOTrainer", agents.scripted(LZEGRPOTrainer, ("calculate",)))
     script = example.tools.Script(str(tmp_path / "model"), "reasoning_gym:chain_sum?size=9", shots=1)
-    trainer = example.make_trainer(script, tiny.config(tmp_path, max_completion_length=300, max_steps=1))
-    trainer.train()
+    (trainer := example.make_trainer(script, tiny.config(tmp_path, max_completion_length=300, max_steps=1))).train()
     assert history(trainer, "tools/call_frequency")[0] > 0
 
 
@@ -426,8 +425,8 @@ def test_a_recipe_names_tools_and_environments(tmp_path):
         part.save_pretrained(tmp_path / "model")
     flags = {"model_name_or_path": tmp_path / "model", "output_dir": tmp_path, "report_to": "none", "use_cpu": True}
     flags |= {"bf16": False, "max_completion_length": 4, "max_steps": 1, "datasets": "reasoning_gym:chain_sum?size=9"}
-    flags |= {"num_generations": 4, "generation_batch_size": 4, "per_device_train_batch_size": 4}
-    flags |= {"gradient_accumulation_steps": 1}
+    sizes = ("num_generations", "generation_batch_size", "per_device_train_batch_size")
+    flags |= dict.fromkeys(sizes, 4) | {"gradient_accumulation_steps": 1}
 
     def of_recipe(**keys):
         given = [text for name, value in (flags | keys).items() for text in (f"--{name}", str(value))]
