@@ -425,8 +425,7 @@ def test_a_recipe_names_tools_and_environments(tmp_path):
         part.save_pretrained(tmp_path / "model")
     flags = {"model_name_or_path": tmp_path / "model", "output_dir": tmp_path, "report_to": "none", "use_cpu": True}
     flags |= {"bf16": False, "max_completion_length": 4, "max_steps": 1, "datasets": "reasoning_gym:chain_sum?size=9"}
-    sizes = ("num_generations", "generation_batch_size", "per_device_train_batch_size")
-    flags |= dict.fromkeys(sizes, 4) | {"gradient_accumulation_steps": 1}
+    flags |= {"num_generations": 4, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
 
     def of_recipe(**keys):
         given = [text for name, value in (flags | keys).items() for text in (f"--{name}", str(value))]
