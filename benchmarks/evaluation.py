@@ -100,11 +100,23 @@ def answer_probabilities(model: nn.Module, batch: AnswerBatch) -> torch.Tensor:
 
 
 def _read_answers(model: nn.Module, batch: AnswerBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Probability of each gold answer, and whether greedy decoding gives it; both of shape `(n,)`."""
+    """
+    Probability of each gold answer, and whether greedy decoding gives it; both of shape `(n,)`.
+
+    What all prompts begin with, such as solved examples, is computed once, and logits only where answers stand.
+    """
     ids, mask, targets = (part.to(model.device) for part in (batch.input_ids, batch.attention_mask, batch.targets))
-    logits = model(input_ids=ids, attention_mask=mask).logits[:, :-1].float()
-    following = ids[:, 1:]
-    logps = logits.log_softmax(dim=-1).gather(-1, following.unsqueeze(-1)).squeeze(-1)  # (n, L - 1)
+    first = int(targets.any(dim=0).nonzero()[0])  # the first answer begins after this token
+    shared = min(int((ids == ids[:1]).all(dim=0).long().cumprod(dim=0).sum()), first)
+    cached = {}
+    if shared:
+        beginning = model(input_ids=ids[:1, :shared], use_cache=True, logits_to_keep=1).past_key_values
+        beginning.batch_repeat_interleave(len(ids))
+        cached["past_key_values"] = beginning
+    kept = torch.arange(first, ids.size(1) - 1, device=ids.device)
+    outputs = model(input_ids=ids[:, shared:], attention_mask=mask, logits_to_keep=kept - shared, **cached)
+    logits, following, targets = outputs.logits.float(), ids[:, first + 1 :], targets[:, first:]
+    logps = logits.log_softmax(dim=-1).gather(-1, following.unsqueeze(-1)).squeeze(-1)  # (n, kept)
     greedy = ((logits.argmax(dim=-1) == following) | ~targets).all(dim=1)
     return (logps * targets).sum(dim=1).exp(), greedy
 

@@ -136,10 +136,10 @@ def _of_skills(title: str, max_completion_length: int) -> Task:
     return Task(
         title=f"{title}, SmolLM2-135M",
         training={**SHARED, **batch, "bf16": True, "max_completion_length": max_completion_length},
-        learning_rate=5e-6,
-        steps=24,
+        learning_rate=2e-5,
+        steps=12,
         quick_steps=4,
-        eval_every=2,
+        eval_every=1,
         eval_train=64,
         on_gpu={"use_cpu": False, "per_device_train_batch_size": 256, "gradient_accumulation_steps": 1},
     )
