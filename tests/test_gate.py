@@ -148,35 +148,46 @@ def test_no_other_choice_yields_more_for_each_completion(alive, cost):
     assert live_per_completion(chosen) == pytest.approx(best_yield(alive, cost))
 
 
-def test_a_large_batch_is_judged_by_itself_and_a_small_one_by_what_the_latest_gave():
-    gate, many = Threshold(), Threshold.RECENT
+def test_what_is_needed_is_the_best_yield_of_the_batches_before():
+    gate, many = Threshold(4), Threshold.RECENT
     drawn = rollouts({i: [float(i < 8), 0.0, 0.0, 0.0] for i in range(32)})  # 8 live groups by 128 completions
-    gate.see(prompts_of(32), drawn, np.zeros(32))
 
     def needed(forecasts):
-        return gate.needed(prompts_of(len(forecasts), alive_given_first=forecasts), 4)
+        return gate.needed(prompts_of(len(forecasts), alive_given_first=forecasts))
 
+    assert needed([0.0, 0.2]) == 0.0  # nothing to compare with
+    gate.see(prompts_of(32, alive=[0.2] * 32), drawn, np.zeros(32))
+    large = 3 * best_yield(np.full(32, 0.2), 3)
+    # Whatever else is in the batch
+    assert needed([0.2]) == needed([0.9, 0.2]) == needed([0.2] * many) == pytest.approx(large)
+    # A batch of few prompts is judged together with the live groups that the latest ones gave
+    gate.see(prompts_of(1, alive=[0.2]), rollouts({0: [0.0]}), np.zeros(1))
     share = 1.0 - 1.0 / many  # with the prompt itself, as many as `many`
     assert needed([0.2]) == pytest.approx(3 * best_yield(np.array([0.2]), 3, 8 * share, 128 * share))
-    assert needed([0.2] * many) == pytest.approx(3 * best_yield(np.full(many, 0.2), 3))
-    assert Threshold().needed(prompts_of(1, alive_given_first=[0.2]), 4) <= 0.2  # nothing to compare it with
-    # Before anything is drawn
+
+
+def test_a_prompt_is_begun_by_the_forecasts_of_its_batch_and_of_the_latest():
+    gate, many = Threshold(4), Threshold.RECENT
+    gate.see(prompts_of(32), rollouts({i: [0.0] for i in range(32)}), np.zeros(32))
+    share = 1.0 - 1.0 / many
     mean = (0.2 + 32 * 0.5 * share) / (1 + 32 * share)
-    assert gate.needed(prompts_of(1, alive=[0.2]), 4) == pytest.approx(needed_to_begin(mean / 4, 4))
-    assert gate.needed(prompts_of(many, alive=[0.2] * many), 4) == pytest.approx(needed_to_begin(0.2 / 4, 4))
-    assert Threshold().needed(prompts_of(1, alive=[0.2]), 4) <= 0.2
+    assert gate.needed(prompts_of(1, alive=[0.2])) == pytest.approx(needed_to_begin(mean / 4, 4))
+    assert gate.needed(prompts_of(many, alive=[0.2] * many)) == pytest.approx(needed_to_begin(0.2 / 4, 4))
+    assert Threshold(4).needed(prompts_of(1, alive=[0.2])) <= 0.2
 
 
 def test_what_the_latest_groups_were_alike_in_goes_on():
-    all_alive, all_dead = Threshold(), Threshold()
+    all_alive, all_dead, first = Threshold(4), Threshold(4), rollouts({i: [0.0] for i in range(3)})
     for _ in range(30):
         all_alive.see(
             prompts_of(3, alive=[0.6] * 3), rollouts({i: [0.0, 1.0, 0.0, 1.0] for i in range(3)}), np.ones(3)
         )
         all_dead.see(prompts_of(3, alive=[0.02] * 3), rollouts({i: [0.0] * 4 for i in range(3)}), np.ones(3))
-    assert all_alive.needed(prompts_of(2, alive=[0.6, 0.5]), 4) < 0.5
-    assert all_dead.needed(prompts_of(2, alive=[0.01, 0.02], alive_given_first=[0.001, 0.01]), 4) <= 0.001
-    assert all_dead.needed(prompts_of(2, alive=[0.01, 0.02]), 4) <= 0.01
+    assert all_alive.needed(prompts_of(2, alive=[0.6, 0.5])) < 0.5
+    alike = prompts_of(3, alive=[0.02] * 3)
+    alike = alike.with_columns(alive_given_first=all_dead.alive(alike, first))
+    assert all_dead.needed(alike) <= alike.alive_given_first.min() < 0.02
+    assert all_dead.needed(prompts_of(2, alive=[0.01, 0.02])) <= 0.01
 
 
 @given(st.lists(st.floats(0.001, 0.999), min_size=1, max_size=7), st.integers(2, 16))
@@ -189,13 +200,15 @@ def test_a_prompt_is_begun_unless_no_first_completion_could_make_it_worth_the_ot
     np.testing.assert_array_equal(begun, at_best >= elsewhere * (1.0 - 1e-12))
 
 
-@pytest.mark.parametrize("p", [0.0, 0.01, 0.3, 1.0])
+@pytest.mark.parametrize("p", [0.01, 0.3, 0.99])
 def test_where_all_groups_are_alike_all_are_drawn_to_their_end(p):
-    gate, rng, drawn = Gate(4), np.random.default_rng(0), rollouts({i: [1.0] for i in range(5)})
-    for round, forecasts, counts in ((0, {}, [1] * 5), (1, {"alive_given_first": [p] * 5}, [3] * 5)):
-        prompts = prompts_of(5, alive=[p] * 5, **forecasts)
-        prompts = prompts.with_columns(alive_needed=np.full(5, Threshold().needed(prompts, 4)))
-        assert ask(gate, round, prompts, drawn, rng).tolist() == counts
+    gate, threshold, rng, first = Gate(4), Threshold(4), np.random.default_rng(0), rollouts({i: [1.0] for i in range(5)})
+    for _ in range(2):  # the first batch, and the next one of the same prompts
+        for round, counts in ((0, [1] * 5), (1, [3] * 5)):
+            prompts = prompts_of(5, alive=[p] * 5, **({"alive_given_first": [p] * 5} if round else {}))
+            prompts = prompts.with_columns(alive_needed=np.full(5, threshold.needed(prompts)))
+            assert ask(gate, round, prompts, first, rng).tolist() == counts
+        threshold.see(prompts_of(5, alive=[p] * 5), first, np.zeros(5))
 
 
 def test_it_draws_one_then_the_others_and_nothing_after():

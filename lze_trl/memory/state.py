@@ -67,7 +67,7 @@ class PromptState:
         self.settings = settings or StateSettings()
         self.range = RewardRange(bounds)
         self.foresight = Foresight()
-        self.gate = Threshold()
+        self.gate = Threshold(self.settings.group_size)
         self.priors: Callable[[np.ndarray], np.ndarray] | None = None  # prior means by prompt ids; None for 0.5
         self.batches = 0  # generation batches so far
         self._table = np.zeros(max(expected, 16), dtype=_RECORD)
@@ -229,7 +229,7 @@ class PromptState:
         )
         if drawn is not None and drawn.num_rows:
             prompts = prompts.with_columns(alive_given_first=self.gate.alive(prompts, drawn))
-        needed = self.gate.needed(prompts, self.settings.group_size) if len(prompts) else 0.0
+        needed = self.gate.needed(prompts) if len(prompts) else 0.0
         return prompts.with_columns(alive_needed=np.full(len(prompts), needed))
 
     def _records(self, prompt_ids: np.ndarray) -> np.ndarray:

@@ -19,15 +19,17 @@ class Threshold:
     """
     Logistic regression of "the whole group will be alive", with the log-odds of `Prompts.alive` as offset and features of the
     first completion, see [`OnlineRegression`]. It learns from groups that were completed; one that was completed by chance
-    represents 1 / probability groups.
+    represents 1 / probability groups. Groups have `group_size` completions, G.
     """
 
     RECENT = 16  # batches of fewer prompts are judged together with the latest ones, up to this many prompts
 
-    def __init__(self):
+    def __init__(self, group_size: int = 8):
+        self.group_size = group_size
         self.model = OnlineRegression(len(FEATURES))
         self._live = np.zeros(2)  # decayed: live groups kept deterministically; estimated total
         self._recent = np.zeros(4)  # decayed: prompts, live groups forecast, live groups seen, completions
+        self._best_yield = 0.0  # λ: live groups per completion that the best choice of groups to complete has given
         self._metrics: dict[str, float] = {}
 
     def alive(self, prompts: Prompts, drawn: Batch) -> np.ndarray:
@@ -39,20 +41,19 @@ class Threshold:
             chances[known] = model if self.model.used else offset
         return np.where(drawn.alive, 1.0, chances)
 
-    def needed(self, prompts: Prompts, group_size: int) -> float:
+    def needed(self, prompts: Prompts) -> float:
         """
         Probability of being alive from which further completions of a group yield more live groups each than elsewhere: its
         first completion, or the remaining ones once `prompts.alive_given_first` are known.
 
-        Recent batches contribute their seen live groups to the threshold of the remaining completions, so that all groups
-        continue while none was alive, and their forecasts to the threshold of the first one.
+        The remaining ones are worth drawing from (G − 1)·λ on, where λ is the best yield of the batches before: whether a group
+        goes on depends on its own first completion and on nothing else of its batch, so that no group waits for another one.
         """
-        others, forecasts = group_size - 1, prompts.alive_given_first
-        count, forecast, live, completions = self._recent * self._kept(prompts)
-        if not np.isnan(forecasts).all():
-            return others * best_yield(forecasts, others, live, completions)
+        if not np.isnan(prompts.alive_given_first).all():
+            return (self.group_size - 1) * self._best_yield
+        count, forecast = self._recent[:2] * self._kept(prompts)
         mean = (prompts.alive.sum() + forecast) / (len(prompts) + count)
-        return needed_to_begin(mean / group_size, group_size)
+        return needed_to_begin(mean / self.group_size, self.group_size)
 
     def _kept(self, prompts: Prompts) -> float:
         """Share of the recent batches that still counts beside a batch of these prompts."""
@@ -62,11 +63,18 @@ class Threshold:
         """
         Score the forecasts of a generation batch, then learn from it. `prompts` are from before the batch; each group
         represents `counts` groups, 0 if it was stopped.
+
+        Batches of few prompts are judged together with the live groups that recent ones have given, so that all groups go on
+        while none was alive.
         """
         complete = counts > 0
-        seen = np.array([len(prompts), prompts.alive.sum(), drawn.alive.sum(), drawn.num_rows], dtype=np.float64)
-        self._recent = self._recent * self._kept(prompts) + seen
         offset, inputs = _examples(prompts, drawn)
+        model, posterior = self.model.forecasts(offset, inputs)
+        earlier = self._recent * self._kept(prompts)
+        forecasts = model if self.model.used else posterior
+        self._best_yield = best_yield(forecasts, self.group_size - 1, earlier[2], earlier[3])
+        seen = np.array([len(prompts), prompts.alive.sum(), drawn.alive.sum(), drawn.num_rows], dtype=np.float64)
+        self._recent = earlier + seen
         examples = offset[complete], inputs[complete]
         alive, counts = drawn.alive[complete], counts[complete]
         quality = self.model.score(*self.model.forecasts(*examples), alive, counts)
@@ -83,11 +91,13 @@ class Threshold:
         return self._metrics
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        return self.model.state_dict() | {"live": self._live, "recent": self._recent}
+        own = {"live": self._live, "recent": self._recent, "best_yield": np.array([self._best_yield])}
+        return self.model.state_dict() | own
 
     def load_state_dict(self, state: dict[str, np.ndarray]):
         self.model.load_state_dict(state)
         self._live, self._recent, self._metrics = state["live"].copy(), state["recent"].copy(), {}
+        self._best_yield = float(state["best_yield"][0])
 
 
 def _examples(prompts: Prompts, drawn: Batch) -> tuple[np.ndarray, np.ndarray]:
