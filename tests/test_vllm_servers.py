@@ -47,7 +47,7 @@ def make_snapshot(version="run-1", logprob=-1.0) -> Snapshot:
 
 
 def make_identity(**changes) -> Identity:
-    values = {"text": TEXT, "token_ids": [ord(c) % 50 for c in TEXT], "last_token_id": 63, "context_length": 8}
+    values = {"text": TEXT, "token_ids": [ord(c) % 50 for c in TEXT], "last_token_id": 63}
     return Identity(**(values | changes))
 
 
@@ -292,10 +292,8 @@ def test_connect_gives_up(fakes):
 @pytest.mark.parametrize(
     ("fault", "changes", "message"),
     [
-        (None, {"context_length": 33}, r"context of 32 tokens.*33.*--max-model-len"),
         (None, {"token_ids": [1, 2, 3]}, r"another tokenizer: '2\+2' is \[0, 43, 0\] there and \[1, 2, 3\]"),
         (404, {}, "VLLM_SERVER_DEV_MODE=1"),
-        (fake_vllm.OTHER, {}, r"does not tell .*'data': \[\].*version 0\.32"),
     ],
 )
 def test_connect_refuses_another_server(fakes, fault, changes, message):

@@ -73,8 +73,8 @@ def _evaluated(
     """Evaluate a model, or what the servers serve, show the results, and return their folder."""
     engine: Sampler
     if flags.server:
-        engine = servers = ServerEngine.connect(flags.server, flags.concurrent)
-        weights = servers.weights
+        engine = ServerEngine.connect(flags.server, flags.concurrent)
+        weights = None
     else:
         engine = local = TransformersEngine.load(str(model), flags.batch_size, flags.dtype)
         weights = weights_of(str(model), getattr(local.model.config, "_commit_hash", None))

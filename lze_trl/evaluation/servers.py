@@ -27,11 +27,10 @@ class ServerEngine:
     Args:
         pool ([`~lze_trl.servers.pool.ServerPool`]): The servers, which are connected.
         name (`str`): What results call the model.
-        weights (`str`, *optional*): What tells the weights from others, if the servers tell it.
     """
 
-    def __init__(self, pool: ServerPool, name: str, weights: str | None = None):
-        self.pool, self.name, self.weights = pool, name, weights
+    def __init__(self, pool: ServerPool, name: str):
+        self.pool, self.name = pool, name
 
     @classmethod
     def connect(
@@ -43,13 +42,11 @@ class ServerEngine:
         except ValueError as error:
             raise EvaluationError(str(error)) from error
         pool.connect(recovery_timeout)
-        served = {server.url: (server.model, server.version) for server in pool.servers}
-        (name, version), *others = set(served.values())
+        served = {server.url: server.model for server in pool.servers}
+        name, *others = set(served.values())
         if others:
-            raise EvaluationError(
-                f"The servers serve different models, or different versions of the weights: {served}. Give those of one model."
-            )
-        return cls(pool, name, None if version is None else f"{name}@{version}")
+            raise EvaluationError(f"The servers serve different models: {served}. Give those of one model.")
+        return cls(pool, name)
 
     def generate(
         self, requests: Iterable[SampleRequest], decoding: Decoding

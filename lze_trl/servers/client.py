@@ -16,7 +16,6 @@ _MISREADINGS = (ArithmeticError, AttributeError, LookupError, RecursionError, Ty
 _LARGEST_TOKEN = 2**31 - 1
 _LOWEST_LOGPROB = -1e4  # vLLM sends -9999 for minus infinity
 _ROUNDING = 1e-3  # by which a log-prob may be above 0
-_WANTED = "as vLLM's OpenAI API server, version 0.32 or later"
 
 
 class ServerError(RuntimeError):
@@ -73,7 +72,6 @@ class Identity:
     text: str  # to compare the tokenizers on
     token_ids: list[int]  # of the text, without special tokens
     last_token_id: int  # largest that the model or the tokenizer knows
-    context_length: int  # tokens that a prompt and its completion take at least
 
 
 class VLLMServer:
@@ -90,7 +88,6 @@ class VLLMServer:
             )
         self.url, self.host, self.request_timeout = url.rstrip("/"), parts.hostname, request_timeout
         self.model = self.dtype = self.logprobs_mode = ""
-        self.version: str | None = None  # of weights that were loaded into the running server
         self.max_model_len = 0
         self.last_token_id = _LARGEST_TOKEN  # that it may send
         self.difference: Difference | None = None  # after the last load
@@ -120,8 +117,8 @@ class VLLMServer:
                 raise ServerError(problem)
             if status == 404 and path != "/v1/completions":
                 raise ServerMismatchError(
-                    f"{problem}. Start the server {_WANTED}, with the variable VLLM_SERVER_DEV_MODE=1, which makes it "
-                    "serve weight reloading."
+                    f"{problem}. Start the server as vLLM's OpenAI API server, version 0.32 or later, with the variable "
+                    "VLLM_SERVER_DEV_MODE=1, which makes it serve weight reloading."
                 )
             raise RequestRefusedError(problem)
         try:
@@ -130,7 +127,7 @@ class VLLMServer:
             raise ServerError(f"{where} sent a damaged answer: {_short(repr(error))}") from error
 
     async def learn_model(self, http: httpx2.AsyncClient):
-        """Learn which model the server serves, how long its context is, and what its weights are called."""
+        """Learn which model the server serves, and how long its context is."""
         await self._request(http, "/health")
 
         def own_card(models: dict) -> tuple[str, int]:
@@ -138,36 +135,23 @@ class VLLMServer:
             return _checked(card["id"], str), _checked(card["max_model_len"], int, 1)
 
         self.model, self.max_model_len = await self._request(http, "/v1/models", read=own_card)
-        try:
-            version = await self._weight_version(http)
-        except (RequestRefusedError, ServerMismatchError):  # not in development mode
-            version = "default"
-        self.version = None if version == "default" else version  # vLLM's name for weights that it was started with
 
     async def identify(self, http: httpx2.AsyncClient, identity: Identity):
         """Learn what the server serves, and raise [`ServerMismatchError`] unless that is what the trainer needs."""
         await self.learn_model(http)
-        info = await self._request(http, "/server_info?config_format=json")
-        try:
+
+        def settings(info: dict) -> tuple[str, str]:
             config = info["vllm_config"]["model_config"]
-            self.dtype, self.logprobs_mode = config["dtype"].removeprefix("torch."), config["logprobs_mode"]
-        except _MISREADINGS as error:
-            raise ServerMismatchError(
-                f"{self.url}/server_info does not tell the model's type and the mode of its log-probs: {_short(info)}. "
-                f"Start the server {_WANTED}."
-            ) from error
-        serves = f"The vLLM server {self.url}, which serves {self.model!r},"
-        if self.max_model_len < identity.context_length:
-            raise ServerMismatchError(
-                f"{serves} has a context of {self.max_model_len} tokens, and prompt and completion take up to "
-                f"{identity.context_length}. Start it with a larger `--max-model-len`, or lower `max_completion_length`."
-            )
+            return config["dtype"].removeprefix("torch."), _checked(config["logprobs_mode"], str)
+
+        path = "/server_info?config_format=json"
+        self.dtype, self.logprobs_mode = await self._request(http, path, read=settings)
         body = {"model": self.model, "prompt": identity.text, "add_special_tokens": False}
         tokens = await self._request(http, "/tokenize", body, read=itemgetter("tokens"))
         if tokens != identity.token_ids:
             raise ServerMismatchError(
-                f"{serves} has another tokenizer: {identity.text!r} is {_short(tokens)} there and "
-                f"{_short(identity.token_ids)} in the trainer. Start it with the model that is trained."
+                f"The vLLM server {self.url}, which serves {self.model!r}, has another tokenizer: {identity.text!r} is "
+                f"{_short(tokens)} there and {_short(identity.token_ids)} in the trainer. Start it with the model that is trained."
             )
         self.last_token_id = identity.last_token_id
 
@@ -223,15 +207,12 @@ class VLLMServer:
 
     # ---- Weights ----
 
-    async def _weight_version(self, http: httpx2.AsyncClient) -> str:
-        return await self._request(http, "/weight_info", read=lambda answer: _checked(answer["weight_version"], str))
-
     async def hold(self, http: httpx2.AsyncClient, snapshot: Snapshot):
         """
         Load and check the weights of a snapshot, unless the server has them already. Raises [`ServerMismatchError`] if it
         cannot load them, or computes other log-probs than the trainer with them.
         """
-        if await self._weight_version(http) == snapshot.version:
+        if await self._request(http, "/weight_info", read=itemgetter("weight_version")) == snapshot.version:
             return
         await self._reload(http, snapshot.directory)
         await self._compare(http, snapshot)

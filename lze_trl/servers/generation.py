@@ -65,9 +65,7 @@ class HTTPGeneration:
 
     def _connect(self) -> tuple[list[int], torch.dtype]:
         base = base_model(self.model)
-        # The prompt takes at least one token
-        identity = identity_of(base, self.processing_class, context_length=self.args.max_completion_length + 1)
-        self.pool.connect(self.args.vllm_server_timeout, identity)
+        self.pool.connect(self.args.vllm_server_timeout, identity_of(base, self.processing_class))
         servers = self.pool.servers
         is_processed = all(server.logprobs_mode == "processed_logprobs" for server in servers)
         if not is_processed and self._body | _UNPROCESSED != self._body:
@@ -164,17 +162,7 @@ class HTTPGeneration:
             Group(prompt, count, self._body | {"seed": self._seed(i)}) for i, (prompt, count) in enumerate(pairs)
         ]
         self.batches += 1
-        return self._on_main_process(lambda: self._complete(groups))
-
-    def _complete(self, groups: list[Group]) -> list[list[Completion]]:
-        longest = max((len(group.prompt) for group in groups), default=0)
-        context = min(server.max_model_len for server in self.pool.servers)
-        if longest >= context:
-            raise ValueError(
-                f"A prompt has {longest} tokens, and the context of the vLLM servers is {context}. Start them with a larger "
-                "`--max-model-len`, or leave such prompts out of the dataset."
-            )
-        return self.pool.complete(groups)
+        return self._on_main_process(lambda: self.pool.complete(groups))
 
     def close(self):
         """Remove the weights from the sync directory."""

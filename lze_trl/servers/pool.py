@@ -12,7 +12,7 @@ import httpx2
 from anyio.from_thread import start_blocking_portal
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_delay, wait_fixed
 
-from .client import Completion, Identity, ServerError, ServerMismatchError, Snapshot, VLLMServer, open_client
+from .client import Completion, Identity, ServerError, Snapshot, VLLMServer, open_client
 
 
 logger = logging.getLogger(__name__)
@@ -60,8 +60,6 @@ class ServerPool:
         self.servers = [VLLMServer(url, request_timeout) for url in urls]
         if not urls or len({server.url for server in self.servers}) != len(urls):
             raise ValueError(f"`vllm_server_urls` must name at least one server, and each once, got {urls}.")
-        if max_concurrent_requests < 1:
-            raise ValueError(f"A server must take at least 1 request at a time, got {max_concurrent_requests}.")
         self.max_concurrent_requests, self.recovery_timeout = max_concurrent_requests, recovery_timeout
         self.snapshot: Snapshot | None = None
         self._last_seen = 0.0  # when not all servers had failed
@@ -71,7 +69,7 @@ class ServerPool:
     def connect(self, timeout: float, identity: Identity | None = None):
         """
         Wait until every server is up, and check that it is what the trainer needs. Raises a `ConnectionError` if one is
-        not up in time, and [`ServerMismatchError`] if it has another model, tokenizer or context length.
+        not up in time, and [`ServerMismatchError`] if it has another tokenizer.
         """
 
         async def wait_for(http: httpx2.AsyncClient, server: VLLMServer):
@@ -137,16 +135,7 @@ class ServerPool:
     async def _prepare(self, http: httpx2.AsyncClient, server: VLLMServer):
         """Make sure that a server holds the current weights."""
         try:
-            if self.snapshot is not None:
-                await server.hold(http, self.snapshot)
-            else:
-                known = server.model, server.version
-                await server.learn_model(http)
-                if (server.model, server.version) != known:
-                    raise ServerMismatchError(
-                        f"The vLLM server {server.url} came back with {(server.model, server.version)} as model and version "
-                        f"of the weights instead of {known}. Load the same weights again."
-                    )
+            await (server.learn_model(http) if self.snapshot is None else server.hold(http, self.snapshot))
         except ServerError as error:
             self._fail(server, error)
             raise

@@ -29,13 +29,13 @@ _THIS_HOST = ("localhost", "127.0.0.1", "::1", socket.gethostname())
 _TOLERANCES = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 5e-2}
 
 
-def identity_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, context_length: int) -> Identity:
+def identity_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Identity:
     """What a server must be to serve the model that is trained."""
     token_ids = tokenizer(_TEXT, add_special_tokens=False)["input_ids"]
     vocab_size = model.config.get_text_config().vocab_size
     # A server allows every token that its model or its tokenizer has
     last_token_id = max(vocab_size - 1, *tokenizer.get_vocab().values())
-    return Identity(_TEXT, token_ids, last_token_id, context_length)
+    return Identity(_TEXT, token_ids, last_token_id)
 
 
 def probe_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, context_length: int) -> list[int]:
