@@ -22,7 +22,7 @@ from .files import write_atomically
 
 logger = logging.getLogger(__name__)
 
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 STATE_NAME = "lze_state"
 ROWS_NAME = "lze_rows"
 ARRAYS = "arrays"

@@ -8,7 +8,7 @@ changed and put back.
 import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from accelerate.utils import gather_object
 from transformers import ProcessorMixin
 from trl import GRPOTrainer
+from trl.data_utils import is_conversational
 from trl.trainer.utils import split_pixel_values_by_grid
 
 from .batch import Batch
@@ -24,6 +25,7 @@ from .memory.identity import ID_COLUMN
 from .pack.micro_batch import rows_of, trimmed, widths, with_images_joined
 from .pack.window import Window
 from .rollout.episodes import failures
+from .rollout.guard import checked, is_alone
 from .rollout.rounds import BALLOTS
 from .rollout.settling import settle, with_columns
 from .rollout.uniform import UniformSample
@@ -172,14 +174,61 @@ class Engine:
         """
         return Request(inputs, group_size)
 
-    def finish(self, request: Request) -> tuple[dict[str, list], dict[str, np.ndarray], torch.Tensor]:
+    @property
+    def _over_http(self) -> bool:
+        return self._trainer.use_vllm and self._trainer.args.vllm_mode == "http"
+
+    @property
+    def scores_alone(self) -> bool:
+        """
+        Whether each completion can be scored as soon as it is there, before others are: servers complete prompts one by one, and
+        neither a tool, an environment, a reward model, a coroutine nor a reward that compares completions has a say.
+        """
+        trainer = self._trainer
+        as_text = not trainer.tools and trainer.rollout_func is None and trainer.environments is None
+        parsed = any(getattr(trainer.processing_class, f"response_{kind}", None) for kind in ("template", "schema"))
+        return self._over_http and as_text and not parsed and all(map(is_alone, trainer.reward_funcs))
+
+    def scored(self, inputs: list[dict[str, Any]], completion_ids: list[list[int]]) -> torch.Tensor:
+        """
+        Rewards of some completions, by plain reward functions on this process, shape `(n, F)`; NaN where not applicable. What the
+        functions log is dropped.
+        """
+        trainer, rows = self._trainer, as_given(inputs)
+        prompts = [row["prompt"] for row in rows]
+        completions: list[Any] = trainer.processing_class.batch_decode(completion_ids, skip_special_tokens=True)
+        if is_conversational({"prompt": prompts[0]}):
+            completions = [[{"role": "assistant", "content": text}] for text in completions]
+        columns = {name: [row[name] for row in rows] for name in rows[0] if name not in ("prompt", "completion")}
+        columns |= {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
+        silent: dict[str, Any] = dict.fromkeys(("log_extra", "log_metric"), lambda name, values: None)
+        funcs = zip(trainer.reward_funcs, trainer.reward_func_names, strict=True)
+        rewards = [checked(func, name)(**columns, **silent, trainer_state=trainer.state) for func, name in funcs]
+        return torch.tensor(
+            [[np.nan if value is None else value for value in column] for column in rewards], dtype=torch.float32
+        ).T
+
+    def _looking_ahead(self, foresight: Any, begins: bool = False) -> AbstractContextManager:
+        if foresight is None and not begins:
+            return nullcontext()
+        return self._trainer.vllm_generation.looking_ahead(foresight, begins)
+
+    def rounds_ended(self):
+        """All completions of a generation batch are there."""
+        if self._over_http:
+            self._trainer.vllm_generation.give_up()
+
+    def finish(
+        self, request: Request, foresight: Any = None
+    ) -> tuple[dict[str, list], dict[str, np.ndarray], torch.Tensor]:
         """
         Generate and score what was asked for: held columns; numbers of each completion that all processes are to know, int64 or
-        float64; and the rewards of all processes, shape `(B, F)`, NaN where not applicable.
+        float64; and the rewards of all processes, shape `(B, F)`, NaN where not applicable. The `foresight` says meanwhile what the
+        next round will ask for, see [`~lze_trl.servers.generation.HTTPGeneration.looking_ahead`].
         """
         trainer, inputs = self._trainer, request.inputs
         blind = trainer.use_vllm or trainer.use_transformers_continuous_batching
-        with nullcontext() if blind else watched(trainer.model) as watch:
+        with nullcontext() if blind else watched(trainer.model) as watch, self._looking_ahead(foresight):
             prompts, generated = self._rolled_out(request)
         prompt_ids, completion_ids, loss_mask, completions, logprobs, fields, images, tool_images = generated
         of_rows = [

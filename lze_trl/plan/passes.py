@@ -127,7 +127,11 @@ class Passes:
         """This process's share of dataset rows, loaded."""
         share = len(rows) // self.accelerator.num_processes
         start = share * self.accelerator.process_index
-        distinct, place = np.unique(rows[start : start + share], return_inverse=True)
+        return self.load(rows[start : start + share])
+
+    def load(self, rows: np.ndarray) -> list[dict[str, Any]]:
+        """Dataset rows."""
+        distinct, place = np.unique(rows, return_inverse=True)
         loaded = self.dataset.__getitems__(distinct.tolist())
         return [dict(loaded[i]) for i in place]
 

@@ -29,6 +29,12 @@ class RolloutController(ABC):
     alone: every process calls it with the same values and has to get the same answers.
     """
 
+    by_group = False
+    """
+    Whether `draw` judges each group by its own completions and by what was known before the batch. Servers may then begin
+    completions of a later round before a round has ended.
+    """
+
     @property
     def draws_prompts(self) -> bool:
         """Whether further prompts may be asked for: whether the class defines `more`."""
@@ -104,6 +110,8 @@ class ReinforceAda(RolloutController):
     one without a reward. The published fallback for prompts without a positive is equivalent.
     """
 
+    by_group = True
+
     exit: Literal["positive", "balanced"]  # when a prompt is done: with one positive, or n/2 of either kind
     round_size: int = 8  # M
     max_rounds: int = 4  # R
@@ -169,6 +177,8 @@ class Gate(SubsamplingController):
     drawn at random, so that the forecasts learn what they miss. This favours medium pass rates: where hardly any, or nearly
     every, completion passes, the first one of a live group looks like that of a dead one.
     """
+
+    by_group = True
 
     group_size: int  # G
     explore: float = 0.05  # probability of completing a group below the threshold

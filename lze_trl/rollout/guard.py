@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from .episodes import failures
+from .settling import GroupReward
 
 
 class RewardError(ValueError):
@@ -87,6 +88,15 @@ def checked(reward_func: Any, name: str, notes: RewardNotes | None = None) -> An
             return _of_all(_scores(await reward_func(*args, **given), name, given), kwargs)
 
     return guarded_later if _is_async(reward_func) else guarded
+
+
+def is_alone(reward_func: Any) -> bool:
+    """
+    Whether a reward function can score one completion without the others: a plain function that is not marked by an attribute
+    `compares_completions`.
+    """
+    marked = getattr(reward_func, "compares_completions", False)
+    return not (marked or isinstance(reward_func, (nn.Module, GroupReward)) or _is_async(reward_func))
 
 
 def _is_async(func: Any) -> bool:

@@ -22,6 +22,7 @@ from ..memory.outcomes import OutcomeRule
 from ..memory.state import PromptState
 from ..plan.passes import Passes, Plan
 from ..seeding import keyed_rng
+from .ahead import LookAhead
 from .controllers import RolloutController, ask, ask_chances, ask_more
 from .estimates import mean_over_full_batch, represented
 from .settling import settle, unsettled, with_columns
@@ -45,6 +46,7 @@ class Pending:
     plan: Plan
     rng: np.random.Generator
     request: Any = None  # of the round under way, the engine's own; `None` if no completions are wanted
+    ahead: LookAhead | None = None  # to the next round
     counts: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))  # (P,): completions asked for
     round: int = 0
     # Prompt columns. `given`: completions in round 0; `first`: in the prompt's own first round; `chances`: see
@@ -110,6 +112,7 @@ class Rounds:
                 pending.plan = self._extended(pending, drawn, wanted)
                 drawn = replace(drawn, prompts=Table(prompt_ids=self.passes.ids_of(pending.plan.rows)))
             self._ask(pending, drawn, engine)
+        engine.rounds_ended()
         if not parts:
             return None
         keep_first_round(engine.metrics, [part.num_rows for part in parts])
@@ -122,17 +125,19 @@ class Rounds:
         chances = ask_chances(self.controller, pending.round, prompts, drawn, counts)
         counts = self._divisible(counts) if counts.any() else counts
         pending.ask(counts, chances)
-        pending.request = None
+        pending.request = pending.ahead = None
         if counts.any():
-            rows = np.repeat(pending.plan.rows, counts)
-            pending.request = engine.begin(self.passes.local(rows), int(np.gcd.reduce(counts)))
+            rows, unit = np.repeat(pending.plan.rows, counts), int(np.gcd.reduce(counts))
+            pending.request = engine.begin(self.passes.local(rows), unit)
+            if self.controller.by_group and counts.max() == unit and engine.scores_alone:
+                pending.ahead = LookAhead(self, pending, drawn, engine)
 
     def _collect(self, pending: Pending, engine: Any) -> Batch:
         """
         The completions of a round, judged and known to all processes. Their scores enter the range of the run, unless they are
         still to be settled.
         """
-        held, numbers, rewards_per_func = engine.finish(pending.request)
+        held, numbers, rewards_per_func = engine.finish(pending.request, pending.ahead)
         group = np.repeat(np.arange(len(pending.counts)), pending.counts)
         columns = gathered_columns(numbers, self.accelerator)
         if any(name.startswith(BALLOTS) for name in held):  # nothing is known before groups are settled

@@ -3,8 +3,11 @@
 import hashlib
 import logging
 import shutil
-from collections.abc import Callable
-from contextlib import nullcontext
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, wait
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from .client import Completion, Difference, Snapshot
-from .pool import Group, ServerPool
+from .pool import Group, Job, ServerPool, Serving
 from .sync import identity_of, logprobs, probe_tokens, shared_directory, tolerance_for
 from .weights import base_model, export_weights
 
@@ -29,6 +32,17 @@ _RESERVED = (
 )
 # Sampling settings, with the values under which log-probs are the same whether they are processed or not
 _UNPROCESSED = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+
+
+Foresight = Callable[[dict[int, list[Completion]]], Sequence[tuple[int, int]]]
+"""
+Says what the next call will ask for, from the groups of this call that have been completed since it was last asked, by their
+places: pairs of the place of a prompt and a number of further completions.
+"""
+
+
+class Begun(Exception):  # noqa: N818 - a signal, no error
+    """Raised in place of completions where they were only to be begun."""
 
 
 class HTTPGeneration:
@@ -48,6 +62,12 @@ class HTTPGeneration:
         self.version = ""  # name of the weights that the servers hold
         self.differences: dict[str, Difference] = {}  # of their log-probs, by the URL of each server that is up
         self._syncs = 0
+        self._foresight: Foresight | None = None  # of the call under way
+        self._begins = False  # whether calls only begin
+        # On the main process: requests that a later call will ask for, by seed and number of completions
+        self._ahead: dict[tuple[int, int], Job] = {}
+        self._serving: Serving | None = None
+        self._follower: threading.Thread | None = None  # asks for what follows while the caller does something else
         given = args.generation_kwargs or {}
         if reserved := [name for name in _RESERVED if name in given]:
             raise ValueError(f"`generation_kwargs` must not hold {reserved}, which the trainer sets. Leave them out.")
@@ -91,6 +111,7 @@ class HTTPGeneration:
         Give every server the weights of the model as they are now, and check that it computes with them. A server that is
         down gets the weights when it returns.
         """
+        self.give_up()  # what is under way would be of two versions
         directory = self._on_main_process(self._next_directory)
         failure = None
         try:
@@ -157,22 +178,103 @@ class HTTPGeneration:
         """
         Complete each prompt as often as asked, at least once. Every process gives the same arguments, and gets all groups.
         """
-        pairs = zip(prompts, counts, strict=True)
-        groups = [
-            Group(prompt, count, self._body | {"seed": self._seed(i)}) for i, (prompt, count) in enumerate(pairs)
-        ]
+        groups = self._groups(prompts, counts, self.batches)
+        if self._begins:
+            self._on_main_process(lambda: self._begin(groups))
+            raise Begun
         self.batches += 1
-        return self._on_main_process(lambda: self.pool.complete(groups))
+        return self._on_main_process(lambda: self._complete(groups))
+
+    @contextmanager
+    def looking_ahead(self, foresight: Foresight | None, begins: bool = False) -> Iterator[None]:
+        """
+        Ask for the completions that the next call will want as soon as a group of this call says so. Whoever foresees wrongly loses
+        time, and nothing else: a call gets what it asks for, whether that was under way or not. With `begins`, calls only begin
+        their requests and raise [`Begun`]; the same call later finds them under way.
+        """
+        self._foresight, self._begins = foresight, begins
+        try:
+            yield
+        finally:
+            self._foresight, self._begins = None, False
+
+    def give_up(self):
+        """Give up what was begun, or foreseen, and is not wanted any more."""
+        serving, self._serving, self._ahead = self._serving, None, {}
+        if serving is not None:
+            serving.close()
+        if self._follower is not None:
+            self._follower.join()
+            self._follower = None
+
+    def _begin(self, groups: list[Group]):
+        self.give_up()
+        serving, jobs = self._asked(groups)
+        self._ahead.update(zip(map(_key, groups), jobs, strict=True))
+        arguments = serving, groups, jobs, self._foresight, self.batches + 1
+        self._follower = threading.Thread(target=self._follow, args=arguments, daemon=True)
+        self._follower.start()
+
+    def _complete(self, groups: list[Group]) -> list[list[Completion]]:
+        if self._follower is not None:
+            self._follower.join()
+            self._follower = None
+        completed = False
+        try:
+            serving, jobs = self._asked(groups)
+            for job in self._ahead.values():  # foreseen for this call, which does not want them
+                serving.give_up(job)
+            self._ahead = {}
+            self._follow(serving, groups, jobs, self._foresight, self.batches)
+            results = [job.result.result() for job in jobs]
+            completed = True
+            return results
+        finally:
+            if not (completed and self._ahead):
+                self.give_up()
+
+    def _asked(self, groups: list[Group]) -> tuple[Serving, list[Job]]:
+        """The requests of groups, whether they are under way or not, and who works on them."""
+        serving = self._serving = self._serving or self.pool.serving()
+        keys = [_key(group) for group in groups]
+        jobs = [
+            self._ahead.pop(key) if key in self._ahead else serving.submit(group)
+            for key, group in zip(keys, groups, strict=True)
+        ]
+        return serving, jobs
+
+    def _follow(
+        self, serving: Serving, groups: list[Group], jobs: list[Job], foresight: Foresight | None, next_batch: int
+    ):
+        """Wait for requests, and meanwhile ask for what the next call will ask for."""
+        open_jobs = {job.result: place for place, job in enumerate(jobs)}
+        following = self._groups([group.prompt for group in groups], [0] * len(groups), next_batch)
+        while open_jobs:
+            done, _ = wait(open_jobs, return_when=FIRST_COMPLETED)
+            places = sorted(open_jobs.pop(result) for result in done)  # small batches, in the order of the prompts
+            if any(result.exception() is not None for result in done):
+                return
+            if foresight is None:
+                continue
+            for place, count in foresight({place: jobs[place].result.result() for place in places}):
+                group = Group(following[place].prompt, count, following[place].body)
+                self._ahead[_key(group)] = serving.submit(group)
+
+    def _groups(self, prompts: list[list[int]], counts: list[int], batch: int) -> list[Group]:
+        """Requests of a call, the n-th so far being `batch`. Each has a seed that depends on neither server nor time."""
+        groups, seen = [], Counter[str]()
+        for prompt, count in zip(prompts, counts, strict=True):
+            text = ",".join(map(str, prompt))
+            digest = hashlib.sha256(f"{self.args.seed}/{batch}/{seen[text]}/{text}".encode()).digest()
+            seen[text] += 1
+            seed = int.from_bytes(digest[:8], "big") >> 1  # vLLM takes signed 64-bit seeds
+            groups.append(Group(prompt, count, self._body | {"seed": seed}))
+        return groups
 
     def close(self):
         """Remove the weights from the sync directory."""
         if self.accelerator.is_main_process:
             shutil.rmtree(self._directory, ignore_errors=True)
-
-    def _seed(self, index: int) -> int:
-        """A seed for each group, so that its completions do not depend on which server makes them."""
-        digest = hashlib.sha256(f"{self.args.seed}/{self.batches}/{index}".encode()).digest()
-        return int.from_bytes(digest[:8], "big") >> 1  # vLLM takes signed 64-bit seeds
 
     def _on_main_process(self, function: Callable[[], Any]) -> Any:
         """Run a function on the main process. Every process gets its result, or fails with it instead of waiting."""
@@ -189,3 +291,7 @@ class HTTPGeneration:
         if shared[1] is not None:
             raise RuntimeError(f"The main process, which talks to the vLLM servers, failed. {shared[1]}")
         return shared[0]
+
+
+def _key(group: Group) -> tuple[int, int]:
+    return group.body["seed"], group.count

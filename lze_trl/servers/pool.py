@@ -4,8 +4,8 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass
-from queue import SimpleQueue
+from concurrent.futures import CancelledError, Future, as_completed
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx2
@@ -37,11 +37,86 @@ class Group:
         return await server.complete(http, self.prompt, self.count, self.body)
 
 
-@dataclass
-class _Job:
-    place: int  # among the requests
+@dataclass(eq=False)
+class Job:
+    """A request that servers have to answer."""
+
     send: Send
+    result: Future = field(default_factory=Future)
     failures: int = 0
+    task: asyncio.Future | None = None  # while a server works on it
+    given_up: bool = False
+
+
+class Serving:
+    """
+    Servers at work on requests, on a thread of its own, until it is closed: the caller may have an event loop running, or go on
+    with something else.
+    """
+
+    def __init__(self, serve: Callable[["Serving"], Awaitable[None]]):
+        self.jobs: asyncio.Queue[Job] = asyncio.Queue()
+        self._open: set[Job] = set()
+        self._failure: BaseException | None = None
+        self._ended = False
+        self._context = start_blocking_portal()
+        self._portal = self._context.__enter__()
+        self._end = self._portal.start_task_soon(self._run, serve)
+
+    async def _run(self, serve: Callable[["Serving"], Awaitable[None]]):
+        self._failure = CancelledError("These requests were given up.")
+        try:
+            await serve(self)
+        except BaseExceptionGroup as failures:
+            self._failure = failures.exceptions[0]
+        finally:
+            for job in list(self._open):
+                self.answer(job, failure=self._failure)
+            self._ended = True
+
+    def submit(self, send: Send) -> Job:
+        """Send a request as soon as a server takes it; the job has its result, or the error that ended all requests."""
+        job = Job(send)
+        self._portal.call(self._add, job)
+        return job
+
+    async def _add(self, job: Job):
+        self._open.add(job)
+        if self._ended:
+            self.answer(job, failure=self._failure)
+        self.jobs.put_nowait(job)
+
+    def answer(self, job: Job, result: Any = None, failure: BaseException | None = None):
+        """End a request, unless it has ended."""
+        self._open.discard(job)
+        if job.result.done():
+            return
+        if failure is None:
+            job.result.set_result(result)
+        else:
+            job.result.set_exception(failure)
+
+    def give_up(self, job: Job):
+        """End a request whose result nobody wants any more: its connection is closed, which frees its place in the engine."""
+
+        async def cancel():
+            job.given_up = True
+            self.answer(job, failure=CancelledError("This request was given up."))
+            if job.task is not None:
+                job.task.cancel()
+
+        self._portal.call(cancel)
+
+    def close(self):
+        """Give up what is under way."""
+        self._end.cancel()
+        self._context.__exit__(None, None, None)
+
+    def __enter__(self) -> "Serving":
+        return self
+
+    def __exit__(self, *exception: Any):
+        self.close()
 
 
 class ServerPool:
@@ -173,10 +248,15 @@ class ServerPool:
 
     # ---- Requests ----
 
-    def complete(self, groups: Sequence[Send]) -> list[Any]:
+    def serving(self) -> Serving:
+        """Servers at work on requests that are given to it, until it is closed."""
+        self._forget()
+        return Serving(self._serve)
+
+    def complete(self, requests: Sequence[Send]) -> list[Any]:
         """The results of all requests, in their order; see [`stream`]."""
-        results = dict(self.stream(groups))
-        return [results[place] for place in range(len(groups))]
+        results = dict(self.stream(requests))
+        return [results[place] for place in range(len(requests))]
 
     def stream(self, requests: Sequence[Send]) -> Iterator[tuple[int, Any]]:
         """
@@ -185,68 +265,46 @@ class ServerPool:
         Raises a `ConnectionError` if no server is left and none returns within the recovery timeout, [`ServerError`] if
         one request fails again and again, [`RequestRefusedError`] if a server refuses one.
         """
-        results: SimpleQueue = SimpleQueue()
-        with start_blocking_portal() as portal:  # on a thread of its own: the caller may have an event loop running
-            serving = portal.start_task_soon(self._serve, requests, results)
-            try:
-                yield from iter(results.get, None)
-                serving.result()
-            finally:
-                serving.cancel()
+        with self.serving() as serving:
+            places = {serving.submit(send).result: place for place, send in enumerate(requests)}
+            for result in as_completed(places):
+                yield places[result], result.result()
 
-    async def _serve(self, requests: Sequence[Send], results: SimpleQueue):
-        """Put every place with its result into a queue, and `None` at the end."""
-        self._forget()
-        jobs: asyncio.Queue[_Job] = asyncio.Queue()
-        for place, send in enumerate(requests):
-            jobs.put_nowait(_Job(place, send))
-        try:
-            async with open_client() as http, asyncio.TaskGroup() as tasks:
-                workers = []
-                for server in self.servers:
-                    lock = asyncio.Lock()  # one worker makes the server ready for all of its workers
-                    for _ in range(min(self.max_concurrent_requests, len(requests))):
-                        workers.append(tasks.create_task(self._work(http, server, lock, jobs, results)))
-                await jobs.join()
-                for worker in workers:
-                    worker.cancel()
-        except BaseExceptionGroup as failures:
-            raise failures.exceptions[0] from None
-        finally:
-            results.put(None)
+    async def _serve(self, serving: Serving):
+        """Let every server work on the jobs, without an end."""
+        async with open_client() as http, asyncio.TaskGroup() as tasks:
+            for server in self.servers:
+                lock = asyncio.Lock()  # one worker makes the server ready for all of its workers
+                for _ in range(self.max_concurrent_requests):
+                    tasks.create_task(self._work(http, server, lock, serving))
 
-    async def _work(
-        self,
-        http: httpx2.AsyncClient,
-        server: VLLMServer,
-        lock: asyncio.Lock,
-        jobs: asyncio.Queue,
-        results: SimpleQueue,
-    ):
+    async def _work(self, http: httpx2.AsyncClient, server: VLLMServer, lock: asyncio.Lock, serving: Serving):
         """One of the requests that a server works on at a time."""
         while True:
             async with lock:
                 if not server.ready:
                     await self._until_hopeless(self._prepare, http, server)
-            job = await jobs.get()
-            if server.ready:
-                await self._send(http, server, job, jobs, results)
-            else:  # it was idle or failed in the meantime
-                jobs.put_nowait(job)
-            jobs.task_done()  # after the job was put back
+            job = await serving.jobs.get()
+            if not server.ready:  # it was idle or failed in the meantime
+                serving.jobs.put_nowait(job)
+            elif not job.result.done():
+                await self._send(http, server, job, serving)
 
-    async def _send(
-        self, http: httpx2.AsyncClient, server: VLLMServer, job: _Job, jobs: asyncio.Queue, results: SimpleQueue
-    ):
+    async def _send(self, http: httpx2.AsyncClient, server: VLLMServer, job: Job, serving: Serving):
         server.running += 1
+        job.task = asyncio.ensure_future(job.send(http, server))
         try:
-            results.put((job.place, await job.send(http, server)))
+            serving.answer(job, await job.task)
+        except asyncio.CancelledError:
+            if not job.given_up:  # all requests end
+                job.task.cancel()
+                raise
         except ServerError as error:
             self._fail(server, error)
             job.failures += 1
             if job.failures == _MOST_FAILURES:
                 raise ServerError(f"A request failed {_MOST_FAILURES} times. The last time: {error}") from error
-            jobs.put_nowait(job)
+            serving.jobs.put_nowait(job)
         finally:
             server.running -= 1
             if server.running == 0:

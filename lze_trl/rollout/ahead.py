@@ -1,0 +1,93 @@
+"""Looking ahead: the completions that the next round will ask for, while those of this round still come in."""
+
+import copy
+import logging
+from typing import Any
+
+import numpy as np
+
+from ..batch import Batch
+from .controllers import ask
+
+
+logger = logging.getLogger(__name__)
+
+_COLUMNS = ("group", "scores", "rewards", "signals", "logprobs")
+
+
+class LookAhead:
+    """
+    Asks a controller that judges each group by its own completions what it will want next, as soon as these are there, so that no
+    group waits for the slowest completion of its round. The round itself is judged as ever once it has ended: what was foreseen
+    wrongly costs time, and changes no result.
+
+    Args:
+        rounds ([`~lze_trl.rollout.rounds.Rounds`]): Judges completions and remembers prompts.
+        pending ([`~lze_trl.rollout.rounds.Pending`]): The batch under way. Every active prompt gets as many completions.
+        drawn ([`Batch`]): The rounds before.
+        engine ([`~lze_trl.engine.Engine`]): Scores completions.
+    """
+
+    def __init__(self, rounds: Any, pending: Any, drawn: Batch, engine: Any):
+        self.rounds, self.drawn, self.engine = rounds, drawn, engine
+        self.round, self.rng = pending.round + 1, copy.deepcopy(pending.rng)
+        self.active = np.flatnonzero(pending.counts)  # group of each place
+        self.rows = pending.plan.rows[self.active]
+        self._arrived: set[int] = set()
+        self._columns: dict[str, list[float]] = {name: [] for name in _COLUMNS}
+        self._failed = False
+
+    def __call__(self, completions: dict[int, list[Any]]) -> list[tuple[int, int]]:
+        """
+        What the next round will ask for: pairs of a place and a number of completions. `completions` are those of the groups at
+        some places; those that it has seen before are ignored.
+        """
+        new = {place: group for place, group in completions.items() if place not in self._arrived}
+        if not new or self._failed:
+            return []
+        try:
+            return self._wanted(new)
+        except Exception as error:  # raised again where the round is scored, if it is the user's
+            logger.info("The next round is not looked ahead to: %s: %s", type(error).__name__, error)
+            self._failed = True
+            return []
+
+    def _wanted(self, completions: dict[int, list[Any]]) -> list[tuple[int, int]]:
+        places = [place for place, group in completions.items() for _ in group]
+        flat = [completion for group in completions.values() for completion in group]
+        inputs = self.rounds.passes.load(self.rows[places])
+        rewards = self.engine.scored(inputs, [completion.token_ids for completion in flat])
+        judged = self.rounds.judge(rewards, self.engine.reward_weights.cpu(), 1)
+        judged |= {"group": self.active[places], "logprobs": [sum(completion.logprobs) for completion in flat]}
+        for name, values in self._columns.items():
+            values.extend(judged[name])
+        self._arrived |= set(completions)
+        drawn = self._so_far()
+        counts = ask(
+            self.rounds.controller,
+            self.round,
+            self.rounds.state.prompts(drawn.prompt_ids, drawn),
+            drawn,
+            copy.deepcopy(self.rng),
+        )
+        wanted = [(place, int(counts[self.active[place]])) for place in completions]
+        return [(place, count) for place, count in wanted if count]
+
+    def _so_far(self) -> Batch:
+        """All that has been drawn, as the controller would see it if nothing else came."""
+        before, range = self.drawn, copy.copy(self.rounds.state.range)
+        columns = {
+            name: np.concatenate([getattr(before, name), np.array(values, dtype=getattr(before, name).dtype)])
+            for name, values in self._columns.items()
+        }
+        order = np.argsort(columns["group"], kind="stable")
+        columns = {name: column[order] for name, column in columns.items()}
+        range.observe(columns["scores"])
+        none = np.zeros(len(order), dtype=np.int64)
+        return Batch.of(
+            before.prompt_ids,
+            outcomes=range.outcomes(columns["scores"]),
+            prompt_tokens=none,
+            completion_tokens=none,
+            **columns,
+        )
