@@ -75,6 +75,7 @@ def prepare(
     name = get_callable_name(votes[0]) if votes else None
     run = Run(args, train_dataset, controller, pruning, planner, selector, name, own_sampler)
     _refuse(_contradictions_of_settings(args), _contradictions_of_parts(run), _contradictions_of_self_play(run))
+    _refuse(_contradictions_of_overlap(run, given))
     run = run._replace(pruning=_resolved_pruning(run))
     _refuse(_contradictions_of_sampler(run))
     dataset, deduplicate = _with_prompt_ids(train_dataset, args, not given.get("environment_factory"))
@@ -121,6 +122,25 @@ def _contradictions_of_settings(args: LZEGRPOConfig) -> Iterator[str]:
         yield "`packing=True` changes the micro-batches that `top_entropy_quantile` is taken of. Leave `packing` unset."
     if not args.packing and args.max_tokens_per_micro_batch is not None:
         yield "`max_tokens_per_micro_batch` needs packing, which is off. Leave it unset."
+
+
+def _contradictions_of_overlap(run: Run, given: dict[str, Any]) -> Iterator[str]:
+    if run.args.overlap == "none":
+        return
+    if not (run.args.use_vllm and run.args.vllm_mode == "http"):
+        yield "`overlap='one_step'` needs servers of its own: set `use_vllm=True` and `vllm_mode='http'`, or `overlap='none'`."
+    if not isinstance(run.dataset, Dataset) or run.sampler:
+        yield (
+            "`overlap='one_step'` has to know the prompts of the next batch: it needs a `train_dataset` that is not streamed, and TRL's "
+            "own `_get_train_sampler`. Set `overlap='none'`."
+        )
+    if run.pruning == "skip":
+        yield "`overlap='one_step'` plans batches of one size, and `pruning='skip'` makes smaller ones. Use `pruning='refill'`."
+    for name in ("tools", "environment_factory", "rollout_func"):
+        if given.get(name):
+            yield f"`overlap='one_step'` begins plain completions ahead, and `{name}` is given. Set `overlap='none'`."
+    if run.args.self_play["instruct"]:
+        yield "`overlap='one_step'` has to know the next prompts, and `self_play` writes them. Set `overlap='none'`."
 
 
 def _contradictions_of_parts(run: Run) -> Iterator[str]:

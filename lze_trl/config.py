@@ -162,6 +162,9 @@ class LZEGRPOConfig(GRPOConfig):
             `sync_dir` (a directory for weights that all see at the same path; default: shared memory on one host),
             `sync_tolerance` (largest mean difference of log-probs in nats; default: 1e-3 in float32, else 0.05),
             `max_concurrent_requests` (64, for each server), `request_timeout` (1800 s) and `recovery_timeout` (600 s).
+        overlap (`str`, *optional*, defaults to `"none"`):
+            `"one_step"` generates the next batch while the update of this one runs, by the weights before that update; TRL's
+            importance sampling correction takes account of it. `"none"` generates by the newest weights.
 
         > Parameters that control self-play
 
@@ -219,6 +222,7 @@ class LZEGRPOConfig(GRPOConfig):
     vllm_mode: Literal["colocate", "server", "http"] = "colocate"
     vllm_server_urls: list[str] | None = None
     vllm_server_kwargs: Settings = None  # type: ignore[assignment]
+    overlap: Literal["none", "one_step"] = "none"
     self_play: Settings = None  # type: ignore[assignment]
     telemetry: bool = True
     telemetry_completions: Literal["none", "sampled", "all"] = "sampled"

@@ -8,7 +8,7 @@ changed and put back.
 import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,7 @@ from .rollout.settling import settle, with_columns
 from .rollout.uniform import UniformSample
 from .rollout.watch import watched
 from .select.advantages import Drawn, estimate_advantages, zero_std_share
+from .servers.generation import Begun
 
 
 TENSOR_SOURCES = (
@@ -207,6 +208,23 @@ class Engine:
         return torch.tensor(
             [[np.nan if value is None else value for value in column] for column in rewards], dtype=torch.float32
         ).T
+
+    def start(self, request: Request, foresight: Any = None):
+        """Let servers begin what was asked for, by the weights of the moment; [`finish`] then finds it under way."""
+        with self._looking_ahead(foresight, begins=True), suppress(Begun):
+            self._rolled_out(request)
+
+    @contextmanager
+    def by_loaded_weights(self) -> Iterator[None]:
+        """Generate by the weights that the servers have, which are older than the model's."""
+        trainer = self._trainer
+        training, trainer._last_loaded_step = trainer.model.training, trainer.state.global_step
+        trainer.model.train()
+        try:
+            yield
+        finally:
+            trainer.model.train(training)
+            trainer._last_loaded_step = -1
 
     def _looking_ahead(self, foresight: Any, begins: bool = False) -> AbstractContextManager:
         if foresight is None and not begins:

@@ -58,6 +58,10 @@ class GenerationStep:
         self._chunk_steps = self.geometry.chunk_steps  # fewer after an interrupted training
         self._made_at = -1  # micro-step at which the batch was made; -1 if that was before a resume
         self._in_use = False  # whether the next optimizer step goes on with the batch
+        self._ahead: Pending | None = None  # the next batch, while servers work on it
+        self._planned: Plan | None = None  # of a batch that was given up
+        self._ready: Batch | None = None  # the next batch, finished before its time
+        self._keeps_ready = False  # whether a checkpoint holds one
 
     @property
     def mid_batch(self) -> bool:
@@ -85,9 +89,42 @@ class GenerationStep:
     def prepare(self, inputs: list[dict[str, Any]], engine: Engine):
         """Make the generation batch of this micro-step, unless it is still in use."""
         if self.batch is None or (not self.mid_batch and self._made_at != self.micro_step):
-            self.batch = self._next(inputs, engine)
-            self._made_at = self.micro_step
+            self.batch = self._next(inputs, engine) if self._ready is None else self._ready
+            self._ready, self._made_at = None, self.micro_step
             self.generation += 1
+            if self.args.overlap == "one_step" and self._another_follows(engine):
+                self._start_next(engine)
+
+    def _another_follows(self, engine: Engine) -> bool:
+        """Whether the training goes on after the batch that has just been made."""
+        micro_steps = self.args.steps_per_generation * self.args.num_iterations
+        return engine.optimizer_step + micro_steps / self.args.gradient_accumulation_steps < engine.max_steps
+
+    def _plan(self, inputs: list[dict[str, Any]]) -> Plan:
+        """The plan of the next batch, that of a batch which was given up if there is one."""
+        plan, self._planned = self._planned, None
+        with self.ledger.timed("selection"):
+            return plan or self.passes.plan(inputs, self.generation)
+
+    def _start_next(self, engine: Engine):
+        """Let servers work on the next batch, by the weights of the moment, while this one is trained on."""
+        pending = self.begin(self._plan([]), engine)
+        if pending.request is not None:
+            with self.ledger.timed("rollout"):
+                engine.start(pending.request, pending.ahead)
+        self._ahead = pending  # the servers now have the weights by which it is to be finished
+
+    def give_up(self, engine: Engine):
+        """The training ends: what servers work on is not wanted. Another training begins with the same prompts."""
+        if self._ahead is not None:
+            self.ledger.rows_given_up += int(self._ahead.counts.sum())
+            self._planned, self._ahead = self._ahead.plan, None
+            engine.rounds_ended()
+
+    def drain(self, engine: Engine):
+        """Finish the batch that servers work on: before their weights change, and before a checkpoint."""
+        if self._ahead is not None:
+            self._ready = self._next([], engine)
 
     def replace_passes(self, passes: Passes):
         """Plan over another training set from the next batch on."""
@@ -128,12 +165,15 @@ class GenerationStep:
 
     def _next(self, inputs: list[dict[str, Any]], engine: Engine) -> Batch:
         timed = self.ledger.timed
+        if self._ahead is not None:
+            pending, self._ahead = self._ahead, None
+            with engine.by_loaded_weights():
+                return self.finish(pending, engine)
         if self.instruction is not None and (missing := self.passes.missing):
             with timed("rollout"):
                 self.instruction.restock(missing, self.generation, engine.policy)
                 self.passes.grow()
-        with timed("selection"):
-            plan = self.passes.plan(inputs, self.generation)
+        plan = self._plan(inputs)
         with timed("rollout"):
             pending = self.begin(plan, engine)
         return self.finish(pending, engine)
@@ -307,31 +347,41 @@ class GenerationStep:
 
     def state_dict(self) -> dict[str, Any]:
         """Counters, and whether rows are saved apart, see [`row_parts`]."""
-        return {"generation": self.generation, "micro_step": self.micro_step, "in_use": self._in_use}
+        own = {"generation": self.generation, "micro_step": self.micro_step, "in_use": self._in_use}
+        return own | {"ready": self._ready is not None}
 
     def load_state_dict(self, state: dict[str, Any]):
         """Continue from a checkpoint, without the rows: forget what an interrupted training had begun."""
-        self.generation, self._in_use = state["generation"], state["in_use"]
+        self.generation, self._in_use, self._keeps_ready = state["generation"], state["in_use"], state["ready"]
         # Counted from the beginning of a generation batch, however many micro-steps this run makes of one
         self.micro_step = state["micro_step"] if self._in_use else 0
         self.batch, self._made_at = None, -1
+        self._ahead = self._planned = self._ready = None
         self.window.reset()
 
+    @property
+    def holds_rows(self) -> bool:
+        """Whether a checkpoint of this moment holds completions: of a batch in use, or of the next one."""
+        return self.mid_batch or self._ready is not None
+
     def row_parts(self) -> dict[str, Any]:
-        """Parts with rows of this process that are in use, none after most batches."""
-        return {"rows": InUse(self)} if self._in_use else {}
+        """Parts with rows of this process that are still to be trained on, none after most batches."""
+        in_use = {"rows": Rows(self, "batch")} if self._in_use else {}
+        return in_use | ({"ready": Rows(self, "_ready")} if self._ready is not None or self._keeps_ready else {})
 
 
 @dataclass
-class InUse:
-    """The batch of a step in the middle of which a checkpoint falls."""
+class Rows:
+    """A batch of a step that a checkpoint holds."""
 
     step: GenerationStep
+    name: str
 
     def state_dict(self) -> dict[str, Any]:
         """The rows of this process."""
-        return self.step._made.state_dict()
+        return getattr(self.step, self.name).state_dict()
 
     def load_state_dict(self, state: dict[str, Any]):
         """Continue with the batch."""
-        self.step.batch = Batch.from_state(state, Layout.from_state, self.step.accelerator.device)
+        setattr(self.step, self.name, Batch.from_state(state, Layout.from_state, self.step.accelerator.device))
+        self.step._keeps_ready = False

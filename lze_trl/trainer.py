@@ -212,7 +212,9 @@ class LZEGRPOTrainer(GRPOTrainer):
             from .servers.generation import HTTPGeneration
 
             tokenizer: Any = self.processing_class
-            Engine(self).connect(HTTPGeneration(self.model, self.accelerator, tokenizer, args))
+            generation = HTTPGeneration(self.model, self.accelerator, tokenizer, args)
+            generation.before_sync = lambda: self._own_step.drain(Engine(self))
+            Engine(self).connect(generation)
         parts = planner or args.make_planner(), controller, selector or args.make_selector()
         self._build_parts(*parts, instruction, recurring)
         if args.telemetry and {"wandb", "trackio"} & set(args.report_to):
@@ -574,6 +576,7 @@ class LZEGRPOTrainer(GRPOTrainer):
             raise
         finally:
             Engine(self).training_ended()
+            self._own_step.give_up(Engine(self))
             self._own_step.recorder.close(ended)
         if self.args.should_save:
             self._save_parts(run_dir)
@@ -593,6 +596,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         if self.args.should_save:  # one that is there already is incomplete from here on
             Path(directory, TRAINER_STATE_NAME).unlink(missing_ok=True)
         self.accelerator.wait_for_everyone()
+        self._own_step.drain(Engine(self))
         if parts := self._own_step.row_parts():
             store.save_parts(directory, f"{store.ROWS_NAME}_{self.accelerator.process_index}", parts, {})
         self.flush_telemetry()  # a resumed run does not record it again
@@ -618,7 +622,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         return self._own_step.parts() | servers
 
     def _save_parts(self, directory: str):
-        place = {"global_step": self.state.global_step, "mid_batch": self._own_step.mid_batch}
+        place = {"global_step": self.state.global_step, "mid_batch": self._own_step.holds_rows}
         store.save_parts(directory, store.STATE_NAME, self._parts, self._described | place)
 
     @property

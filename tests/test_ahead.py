@@ -1,13 +1,18 @@
 """Looking ahead to the next round: it saves time, and changes nothing."""
 
+import re
+import shutil
+
 import numpy as np
 import pandas as pd
 import pytest
+from transformers import TrainerCallback
 
 import tiny
 from lze_trl import LZEGRPOTrainer
 from lze_trl.engine import Engine
 from lze_trl.record import open_run
+from lze_trl.step import GenerationStep
 from seeded_vllm import SeededVLLM
 
 
@@ -27,7 +32,7 @@ def serve(tmp_path):
         server.stop()
 
 
-def train(directory, servers, rewards=tiny.even_length_reward, **settings):
+def train(directory, servers, resume=False, callbacks=(), rollout_func=None, **settings):
     """Three batches of 6 prompts × 4 by vLLM servers."""
     own = {
         "strategy": "gate",
@@ -43,11 +48,14 @@ def train(directory, servers, rewards=tiny.even_length_reward, **settings):
     trainer = LZEGRPOTrainer(
         model=tiny.model(),
         processing_class=tiny.tokenizer(),
-        reward_funcs=rewards,
+        reward_funcs=tiny.even_length_reward,
         args=tiny.config(directory / "run", **(own | settings)),
         train_dataset=tiny.prompts(12),
+        eval_dataset=tiny.prompts(3),
+        callbacks=list(callbacks),
+        rollout_func=rollout_func,
     )
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
     return trainer
 
 
@@ -89,3 +97,107 @@ def test_timing_never_changes_a_result(serve, tmp_path, monkeypatch, settings):
     assert_same(told(train(tmp_path / "restarted", restarted, **settings)), in_rounds)
     if not settings:
         assert begun_early(slow)
+
+
+# ---- One step of overlap ----
+
+
+def test_overlap_is_the_sequential_run_that_keeps_the_weights_of_the_step_before(serve, tmp_path, monkeypatch):
+    def completed_at_once(engine, request, foresight=None):
+        start(engine, request, foresight)
+        for job in list(engine._trainer.vllm_generation._ahead.values()):
+            job.result.result()  # before the update begins: no two things at a time
+
+    start = Engine.start
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "scores_alone", False)
+        patch.setattr(Engine, "start", completed_at_once)
+        reference = told(train(tmp_path / "reference", [serve()], overlap="one_step"))
+    slow = [serve(delays=(0.0, 0.2)), serve(delays=(0.0, 0.05), restart_every=9)]
+    overlapped = train(tmp_path / "overlapped", slow, overlap="one_step")
+    assert_same(told(overlapped), reference)
+    assert overlapped.ledger.rows_given_up == 0
+    # A group never mixes two versions of the weights, and batches have one each
+    versions = {}
+    for server in slow:
+        for weights, prompt, count in server.versions:
+            versions.setdefault(weights, []).append((prompt, count))
+    assert len(versions) - ("" in versions) == 2  # the first two batches are drawn by the same weights
+    with pytest.raises(AssertionError):  # it is not the run without overlap
+        assert_same(told(train(tmp_path / "none", [serve()])), reference)
+
+
+def test_without_a_lag_overlap_is_the_run_without(serve, tmp_path, monkeypatch):
+    whole = told(train(tmp_path / "none", [serve()]))
+
+    def begin_and_start(step, plan, engine):
+        pending = begin(step, plan, engine)
+        engine.start(pending.request, pending.ahead)
+        return pending
+
+    begin = GenerationStep.begin
+    monkeypatch.setattr(GenerationStep, "begin", begin_and_start)
+    assert_same(told(train(tmp_path / "started", [serve(delays=(0.0, 0.1))])), whole)
+
+
+def test_with_a_learning_rate_of_zero_overlap_draws_the_same_completions(serve, tmp_path):
+    runs = [
+        told(
+            train(
+                tmp_path / overlap, [serve()], overlap=overlap, learning_rate=0.0, pruning=pruning, num_train_epochs=3
+            )
+        )
+        for pruning in ("none", "refill")
+        for overlap in ("none", "one_step")
+    ]
+    for one, other in (runs[:2], runs[2:]):
+        pd.testing.assert_frame_equal(one[2], other[2])
+        assert one[1] == other[1]
+
+
+@pytest.mark.parametrize("at", [2, 3])  # between two batches, and in the middle of one
+def test_a_resumed_run_is_the_uninterrupted_one(serve, tmp_path, at):
+    settings = {"overlap": "one_step", "save_strategy": "steps", "save_steps": at, "max_steps": 8}
+    whole = train(tmp_path / "whole", [serve(delays=(0.0, 0.05))], **settings)
+    shutil.copytree(tmp_path / "whole" / "run", tmp_path / "resumed" / "run")
+    for checkpoint in (tmp_path / "resumed" / "run").glob("checkpoint-*"):
+        if int(checkpoint.name.rpartition("-")[2]) > at:
+            shutil.rmtree(checkpoint)
+    resumed = train(tmp_path / "resumed", [serve()], resume=True, **settings)
+    assert_same(told(resumed), told(whole))
+
+
+def test_evaluation_waits_for_what_is_under_way(serve, tmp_path):
+    evaluated = train(
+        tmp_path / "evaluated", [serve(delays=(0.0, 0.1))], overlap="one_step", eval_strategy="steps", eval_steps=2
+    )
+    assert len([log for log in evaluated.state.log_history if "eval_reward" in log]) == 3
+    plain = train(tmp_path / "plain", [serve()], overlap="one_step")
+    assert_same(told(evaluated), told(plain))
+
+
+def test_what_is_begun_at_an_early_end_is_counted_and_planned_again(serve, tmp_path):
+    class Stop(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_training_stop = state.global_step == 2
+
+    trainer = train(tmp_path, [serve()], overlap="one_step", callbacks=[Stop()], max_steps=6)
+    assert trainer.ledger.rows_given_up > 0
+    planned = trainer.generation_step._planned.rows
+    trainer.callback_handler.callbacks = [c for c in trainer.callback_handler.callbacks if not isinstance(c, Stop)]
+    trainer.train()
+    assert trainer.state.global_step == 6
+    assert len(planned) == 6
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"use_vllm": False, "vllm_mode": "colocate"}, "needs servers of its own"),
+        ({"pruning": "skip"}, "Use `pruning='refill'`"),
+        ({"rollout_func": tiny.fixed_rollouts}, "`rollout_func` is given"),
+    ],
+)
+def test_what_cannot_overlap_is_refused(serve, tmp_path, settings, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        train(tmp_path, [serve()], overlap="one_step", **settings)

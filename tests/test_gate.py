@@ -202,7 +202,12 @@ def test_a_prompt_is_begun_unless_no_first_completion_could_make_it_worth_the_ot
 
 @pytest.mark.parametrize("p", [0.01, 0.3, 0.99])
 def test_where_all_groups_are_alike_all_are_drawn_to_their_end(p):
-    gate, threshold, rng, first = Gate(4), Threshold(4), np.random.default_rng(0), rollouts({i: [1.0] for i in range(5)})
+    gate, threshold, rng, first = (
+        Gate(4),
+        Threshold(4),
+        np.random.default_rng(0),
+        rollouts({i: [1.0] for i in range(5)}),
+    )
     for _ in range(2):  # the first batch, and the next one of the same prompts
         for round, counts in ((0, [1] * 5), (1, [3] * 5)):
             prompts = prompts_of(5, alive=[p] * 5, **({"alive_given_first": [p] * 5} if round else {}))

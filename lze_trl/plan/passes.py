@@ -95,6 +95,9 @@ class Passes:
         """Plan a generation batch; `inputs` are the rows of TRL's sampler for this process, each prompt G times."""
         if self.mode == "refill":
             return self.further(self.num_groups)
+        if self.args.overlap != "none":  # the sampler has not come to this batch yet
+            rows, pass_index = self._in_order(generation)
+            return self._of_rows(rows, pass_index, _NOTHING)
         if self.dataset is None:
             return Plan(self.num_groups, 0, self._without_repeats(inputs))
         pass_index = generation // (len(self.dataset) // self.num_groups)
@@ -110,6 +113,17 @@ class Passes:
         if len(skipped) == 0 and not self.by_prompt:
             return Plan(self.num_groups, pass_index, inputs)
         return self._of_rows(self.stream.rows_of(prompt_ids[active]), pass_index, skipped)
+
+    def _in_order(self, generation: int) -> tuple[np.ndarray, int]:
+        """Dataset rows of a generation batch in the order of TRL's sampler, and their pass."""
+        size = len(self.dataset)
+        pass_index, place = divmod(generation, size // self.num_groups)
+        order = torch.arange(size)
+        if self.args.shuffle_dataset:
+            generator = torch.Generator().manual_seed(self.args.seed)
+            for _ in range(pass_index + 1):
+                order = torch.randperm(size, generator=generator)
+        return order[place * self.num_groups :][: self.num_groups].numpy(), pass_index
 
     def further(self, count: int, taken: np.ndarray | None = None) -> Plan:
         """Plan the next `count` prompts of the stream, further ones for a batch that has the rows `taken`."""

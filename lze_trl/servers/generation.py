@@ -62,6 +62,7 @@ class HTTPGeneration:
         self.version = ""  # name of the weights that the servers hold
         self.differences: dict[str, Difference] = {}  # of their log-probs, by the URL of each server that is up
         self._syncs = 0
+        self.before_sync: Callable[[], None] = lambda: None  # called before the servers get other weights
         self._foresight: Foresight | None = None  # of the call under way
         self._begins = False  # whether calls only begin
         # On the main process: requests that a later call will ask for, by seed and number of completions
@@ -111,7 +112,8 @@ class HTTPGeneration:
         Give every server the weights of the model as they are now, and check that it computes with them. A server that is
         down gets the weights when it returns.
         """
-        self.give_up()  # what is under way would be of two versions
+        self.before_sync()
+        self.give_up()  # what is still under way would be of two versions
         directory = self._on_main_process(self._next_directory)
         failure = None
         try:
