@@ -86,6 +86,11 @@ class GenerationStep:
     def _layout_geometry(self) -> Geometry:
         return replace(self.geometry, chunk_steps=self._chunk_steps)
 
+    @property
+    def batches_made(self) -> int:
+        """Generation batches so far, with the next one if it is finished already."""
+        return self.generation + (self._ready is not None)
+
     def prepare(self, inputs: list[dict[str, Any]], engine: Engine):
         """Make the generation batch of this micro-step, unless it is still in use."""
         if self.batch is None or (not self.mid_batch and self._made_at != self.micro_step):

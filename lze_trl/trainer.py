@@ -472,7 +472,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         super().log(logs, start_time)
         # A trainer that has not trained is not the run whose telemetry `output_dir` may hold
         if self.is_in_train or step.generation:
-            step.recorder.record_step(self.state.global_step, step.generation, logs)
+            step.recorder.record_step(self.state.global_step, step.batches_made, logs)
             if not self.is_in_train:
                 step.recorder.close()
 

@@ -42,7 +42,9 @@ class FakeVLLM:
     made it. Log-probs are -1 for weights that were loaded, and -2 for those it started with.
     """
 
-    def __init__(self, port: int = 0, max_model_len: int = 32, tokens=None, vocab_size: int = 10**6):
+    def __init__(
+        self, port: int = 0, max_model_len: int = 32, tokens=None, vocab_size: int = 10**6, host: str = "127.0.0.1"
+    ):
         self.max_model_len, self.vocab_size = max_model_len, vocab_size
         self.tokens = tokens or (lambda text: [ord(c) % 50 for c in text])
         self.version, self.loads = "default", 0
@@ -52,7 +54,7 @@ class FakeVLLM:
         self.delay = 0.0
         self.running = self.most_running = 0
         self._lock = threading.Lock()
-        self._port = port
+        self._port, self._host = port, host
         self.start()
 
     def start(self):
@@ -82,7 +84,7 @@ class FakeVLLM:
 
         self.version, self.loads, self.engine_dead = "default", 0, False  # a dead engine fails every request
         self.connections: set[socket.socket] = set()
-        self._http = ThreadingHTTPServer(("127.0.0.1", self._port), Handler)
+        self._http = ThreadingHTTPServer((self._host, self._port), Handler)
         self._http.daemon_threads = True
         self._port = self._http.server_address[1]
         threading.Thread(target=self._http.serve_forever, args=(0.02,), daemon=True).start()

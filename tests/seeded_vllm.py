@@ -2,10 +2,12 @@
 
 import hashlib
 import random
+import sys
 import threading
 import time
 from pathlib import Path
 
+import tiny
 from fake_vllm import FakeVLLM
 
 
@@ -19,6 +21,8 @@ class SeededVLLM(FakeVLLM):
     """
 
     def __init__(self, delays=(0.0, 0.0), restart_every: int = 0, **kwargs):
+        tokenizer = tiny.tokenizer()
+        kwargs |= {"tokens": lambda text: tokenizer(text)["input_ids"], "vocab_size": len(tokenizer)}
         self.delays, self.restart_every = delays, restart_every
         self.weights, self.versions = "", []  # content hash; of each request for completions
         self.order: list[tuple[str, int]] = []  # ("begun" or "ended", n) of each request
@@ -65,3 +69,8 @@ class SeededVLLM(FakeVLLM):
             "logprobs": {"token_logprobs": logprobs},
             "finish_reason": reason,
         }
+
+
+if __name__ == "__main__":  # python tests/seeded_vllm.py HOST PORT
+    SeededVLLM(host=sys.argv[1], port=int(sys.argv[2]))
+    threading.Event().wait()

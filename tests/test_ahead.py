@@ -21,10 +21,7 @@ def serve(tmp_path):
     running = []
 
     def start(**kwargs):
-        tokenizer = tiny.tokenizer()
-        running.append(
-            SeededVLLM(tokens=lambda text: tokenizer(text)["input_ids"], vocab_size=len(tokenizer), **kwargs)
-        )
+        running.append(SeededVLLM(**kwargs))
         return running[-1]
 
     yield start

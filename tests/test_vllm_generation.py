@@ -96,9 +96,9 @@ def test_every_group_has_a_seed_of_its_own(connect, fake):
     assert len({seed for batch in first for seed in batch.values()}) == 6
     assert seeds(connect(seed=3)) == first
     resumed = connect(seed=3)
-    resumed.load_state_dict({"batches": 1})
+    resumed.load_state_dict({"train": 1, "eval": 0})
     assert seeds(resumed)[0] == first[1]
-    assert resumed.state_dict() == {"batches": 3}
+    assert resumed.state_dict() == {"train": 3, "eval": 0}
     assert all(0 <= seed < 2**63 for batch in first for seed in batch.values())
 
 

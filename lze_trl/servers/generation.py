@@ -58,7 +58,7 @@ class HTTPGeneration:
         self, model: nn.Module, accelerator: Accelerator, processing_class: PreTrainedTokenizerBase, args: Any
     ):
         self.model, self.accelerator, self.processing_class, self.args = model, accelerator, processing_class, args
-        self.batches = 0  # generated so far; part of the seeds
+        self.batches = Counter(train=0, eval=0)  # generated so far; part of the seeds
         self.version = ""  # name of the weights that the servers hold
         self.differences: dict[str, Difference] = {}  # of their log-probs, by the URL of each server that is up
         self._syncs = 0
@@ -101,11 +101,11 @@ class HTTPGeneration:
 
     def state_dict(self) -> dict[str, int]:
         """What a resumed run needs to go on with the same seeds."""
-        return {"batches": self.batches}
+        return dict(self.batches)
 
     def load_state_dict(self, state: dict[str, int]):
         """Go on where the run that saved this state was."""
-        self.batches = state["batches"]
+        self.batches = Counter(state)
 
     def sync_weights(self):
         """
@@ -180,11 +180,12 @@ class HTTPGeneration:
         """
         Complete each prompt as often as asked, at least once. Every process gives the same arguments, and gets all groups.
         """
-        groups = self._groups(prompts, counts, self.batches)
+        mode = "train" if self.model.training else "eval"  # an evaluation changes nothing of the training
+        groups = self._groups(prompts, counts, f"{mode}/{self.batches[mode]}")
         if self._begins:
             self._on_main_process(lambda: self._begin(groups))
             raise Begun
-        self.batches += 1
+        self.batches[mode] += 1
         return self._on_main_process(lambda: self._complete(groups))
 
     @contextmanager
@@ -213,7 +214,7 @@ class HTTPGeneration:
         self.give_up()
         serving, jobs = self._asked(groups)
         self._ahead.update(zip(map(_key, groups), jobs, strict=True))
-        arguments = serving, groups, jobs, self._foresight, self.batches + 1
+        arguments = serving, groups, jobs, self._foresight, self.batches["train"] + 1
         self._follower = threading.Thread(target=self._follow, args=arguments, daemon=True)
         self._follower.start()
 
@@ -227,7 +228,7 @@ class HTTPGeneration:
             for job in self._ahead.values():  # foreseen for this call, which does not want them
                 serving.give_up(job)
             self._ahead = {}
-            self._follow(serving, groups, jobs, self._foresight, self.batches)
+            self._follow(serving, groups, jobs, self._foresight, self.batches["train"])
             results = [job.result.result() for job in jobs]
             completed = True
             return results
@@ -250,7 +251,7 @@ class HTTPGeneration:
     ):
         """Wait for requests, and meanwhile ask for what the next call will ask for."""
         open_jobs = {job.result: place for place, job in enumerate(jobs)}
-        following = self._groups([group.prompt for group in groups], [0] * len(groups), next_batch)
+        following = self._groups([group.prompt for group in groups], [0] * len(groups), f"train/{next_batch}")
         while open_jobs:
             done, _ = wait(open_jobs, return_when=FIRST_COMPLETED)
             places = sorted(open_jobs.pop(result) for result in done)  # small batches, in the order of the prompts
@@ -262,8 +263,8 @@ class HTTPGeneration:
                 group = Group(following[place].prompt, count, following[place].body)
                 self._ahead[_key(group)] = serving.submit(group)
 
-    def _groups(self, prompts: list[list[int]], counts: list[int], batch: int) -> list[Group]:
-        """Requests of a call, the n-th so far being `batch`. Each has a seed that depends on neither server nor time."""
+    def _groups(self, prompts: list[list[int]], counts: list[int], batch: str) -> list[Group]:
+        """Requests of a call. Each has a seed that depends on the name of the batch, and on neither server nor time."""
         groups, seen = [], Counter[str]()
         for prompt, count in zip(prompts, counts, strict=True):
             text = ",".join(map(str, prompt))

@@ -45,7 +45,6 @@ class Job:
     result: Future = field(default_factory=Future)
     failures: int = 0
     task: asyncio.Future | None = None  # while a server works on it
-    given_up: bool = False
 
 
 class Serving:
@@ -100,7 +99,6 @@ class Serving:
         """End a request whose result nobody wants any more: its connection is closed, which frees its place in the engine."""
 
         async def cancel():
-            job.given_up = True
             self.answer(job, failure=CancelledError("This request was given up."))
             if job.task is not None:
                 job.task.cancel()
@@ -294,11 +292,12 @@ class ServerPool:
         server.running += 1
         job.task = asyncio.ensure_future(job.send(http, server))
         try:
-            serving.answer(job, await job.task)
-        except asyncio.CancelledError:
-            if not job.given_up:  # all requests end
-                job.task.cancel()
-                raise
+            await asyncio.wait([job.task])
+            if not job.task.cancelled():  # given up
+                serving.answer(job, job.task.result())
+        except asyncio.CancelledError:  # all requests end
+            job.task.cancel()
+            raise
         except ServerError as error:
             self._fail(server, error)
             job.failures += 1

@@ -1,0 +1,99 @@
+"""Two nodes, each in a network namespace of its own, end with the weights of one."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from launches import by_accelerate, on_two_cpus, run_to_end
+from lze_trl.checkpoint import checkpoints, is_complete
+from seeded_vllm import SeededVLLM
+
+
+ROOT = Path(__file__).parents[1]
+SCRIPT, SERVER = ROOT / "tests" / "nodes_run.py", ROOT / "tests" / "seeded_vllm.py"
+
+
+def _has_namespaces() -> bool:
+    if os.geteuid() or not shutil.which("ip"):
+        return False
+    made = subprocess.run(["ip", "netns", "add", "lze-probe"], capture_output=True).returncode == 0
+    subprocess.run(["ip", "netns", "del", "lze-probe"], capture_output=True)
+    return made
+
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not _has_namespaces(), reason="needs root and network namespaces"),
+]
+
+
+def start(directory: Path, steps: int) -> subprocess.Popen:
+    """Two nodes that train for some steps, and a server in a third namespace."""
+    directory.mkdir(exist_ok=True)
+    environment = os.environ | {
+        "LOGS": str(directory / "logs"),
+        "PYTHON": sys.executable,
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
+        "SERVER": f"{sys.executable} {SERVER} 10.77.0.3 8000",
+    }
+    command = [ROOT / "scripts" / "two_nodes.sh", SCRIPT, directory, "http://10.77.0.3:8000", str(steps)]
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+
+
+def finish(run: subprocess.Popen, directory: Path) -> int:
+    """Wait for the nodes; their exit status."""
+    said = run.communicate(timeout=300)[0]
+    (directory / "said.txt").write_text(said)
+    return run.returncode
+
+
+def test_two_nodes_are_one_and_a_node_that_dies_ends_the_run_with_a_good_checkpoint(tmp_path):
+    server = SeededVLLM()
+    single = tmp_path / "single"
+    single.mkdir()
+    command = [*by_accelerate(single, on_two_cpus("zero3")), SCRIPT, single, server.url, "3"]
+    run_to_end(command, env={"DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)})
+    server.stop()
+
+    nodes = tmp_path / "nodes"
+    run = start(nodes, steps=100)
+    deadline = time.monotonic() + 240
+    while not [c for c in checkpoints(nodes / "run") if is_complete(c)] and time.monotonic() < deadline:
+        assert run.poll() is None, run.communicate()[0]
+        time.sleep(0.2)
+    (one,) = _processes_of(nodes, machine_rank=1)
+    os.kill(one, signal.SIGKILL)
+    status = finish(run, nodes)
+    assert status != 0
+    said = (nodes / "said.txt").read_text()
+    assert "A node ended with status" in said
+    for newer in [c for c in checkpoints(nodes / "run") if int(c.name.rpartition("-")[2]) > 1]:
+        shutil.rmtree(newer)
+    assert is_complete(nodes / "run" / "checkpoint-1")
+
+    assert finish(start(nodes, steps=3), nodes) == 0, (nodes / "said.txt").read_text()
+    first, second = torch.load(single / "weights.pt"), torch.load(nodes / "weights.pt")
+    assert max(float((first[name] - second[name]).abs().max()) for name in first) < 1e-6
+
+
+def _processes_of(directory: Path, machine_rank: int) -> list[int]:
+    """Training processes of a node."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (process / "cmdline").read_bytes().decode().split("\0")
+            environment = (process / "environ").read_bytes().decode().split("\0")
+        except OSError:
+            continue
+        if str(directory) in words and f"RANK={machine_rank}" in environment:
+            found.append(int(process.name))
+    return found
