@@ -89,7 +89,7 @@ def test_every_group_has_a_seed_of_its_own(connect, fake):
 
 
 def test_what_cannot_be_generated_is_refused(connect, fake, monkeypatch):
-    with pytest.raises(ValueError, match="`generation_kwargs` must not hold .*logprobs"):
+    with pytest.raises(ValueError, match=r"`generation_kwargs` must not hold .*logprobs"):
         connect(generation_kwargs={"logprobs": 2})
     generation = connect()
     generation.sync_weights()
