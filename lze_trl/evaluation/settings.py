@@ -34,10 +34,6 @@ class Decoding:
         ):
             if not is_allowed:
                 raise EvaluationError(f"`{name}` must be {allowed}, got {vars(self)[name]}.")
-        if self.system_prompt is not None and not self.chat:
-            raise EvaluationError(
-                "`system_prompt` needs a chat: plain-text prompts have no roles. Leave one of them out."
-            )
 
 
 @dataclass(frozen=True)
