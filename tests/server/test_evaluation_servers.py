@@ -3,7 +3,7 @@ Evaluation by real vLLM servers. Locked here:
 
 - at temperature 0, a server and transformers give the same completion for at least 95 of 100 problems, chat or not;
 - sampled with seeds, one server and two give the same completions, to the same share;
-- servers share the requests, and a server that dies leaves its own to the others;
+- servers share the requests;
 - a training that generates over HTTP evaluates the weights of each step.
 """
 
@@ -95,17 +95,6 @@ def test_the_command_evaluates_servers(servers, tmp_path, capsys):
     main(["eval", "--server", servers["first"].url, servers["second"].url, *flags])
     assert len(read_samples(folder / "sums.jsonl")) == 8
     assert "sums" in capsys.readouterr().out
-
-
-def test_a_server_that_dies_leaves_its_requests_to_the_other(servers):
-    engine = ServerEngine.connect([servers[name].url for name in ("first", "second")], max_concurrent_requests=4)
-    asked, decoding = requests(60), Decoding(max_tokens=24, chat=False)
-    found = {}
-    for request, output in engine.generate(asked, decoding):
-        found[request.problem.id] = output
-        if len(found) == 5:
-            servers["second"].kill()
-    assert len(found) == 60
 
 
 def test_a_training_over_http_evaluates_the_weights_of_each_step(servers, models, tmp_path):

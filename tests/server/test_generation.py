@@ -63,10 +63,6 @@ def prompts_of(count):
     return [tiny.tokenizer()(f"{i}+{i * i}=")["input_ids"] for i in range(count)]
 
 
-def repeated(prompts, times):
-    return [prompt for prompt in prompts for _ in range(times)]
-
-
 def assert_current(model, prompts, groups, sizes):
     """Every group is complete, and every token has the log-prob that the model has for it now."""
     assert [len(group) for group in groups] == sizes
@@ -121,22 +117,6 @@ def test_lora_goes_over_merged(settings, servers, connect):
         change(model)
 
 
-def test_greedy_decoding_is_that_of_transformers(servers, connect):
-    model = small_model(seed=3)
-    generation = connect(model, servers["first"], servers["second"], temperature=0.0)
-    generation.sync_weights()
-    prompts = prompts_of(5)
-    rows = repeated(prompts, 2)
-    prompt_ids, completion_ids, logprobs_, tokens = generation.generate(rows, None, num_generations=2)
-    assert prompt_ids == rows
-    for row, completion, row_logprobs, row_tokens in zip(rows, completion_ids, logprobs_, tokens, strict=True):
-        ids = torch.tensor([row])
-        output = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12)
-        assert completion == output[0, len(row) :].tolist()
-        assert row_tokens == [[token] for token in completion]
-        assert [len(entry) for entry in row_logprobs] == [1] * len(completion)
-
-
 def test_log_probs_are_those_that_were_sampled_with(servers, connect):
     model = small_model(seed=4)
     generation = connect(model, servers["first"], temperature=0.5)
@@ -169,6 +149,19 @@ def test_a_prompt_that_is_too_long(servers, connect):
     with pytest.raises(RequestRefusedError):
         generation.generate_groups([[5] * 64], [2])
     assert len(generation.generate_groups([[5] * 60], [2])[0][0].token_ids) <= 4
+
+
+def test_hundreds_of_seeded_prompts_at_once(servers, connect):
+    """More tokens than a batch of the server: it dies if it prefills in chunks."""
+    generation = connect(small_model(), servers["first"], max_completion_length=8)
+    generation.sync_weights()
+    size = len(tiny.tokenizer()) - 4
+    prompts = [[4 + (i * j + i) % size for j in range(50)] for i in range(256)]
+    groups = generation.generate_groups(prompts, [2] * 256)
+    generation.load_state_dict({"batches": 0})  # the same seeds again
+    again = generation.generate_groups(prompts, [2] * 256)
+    assert [[c.token_ids for c in group] for group in again] == [[c.token_ids for c in group] for group in groups]
+    assert servers["first"].runs
 
 
 def test_weights_are_removed(servers, connect, tmp_path):
