@@ -124,7 +124,8 @@ def test_lora_is_merged_and_training_weights_are_untouched(settings, accelerator
 def test_inactive_adapters_stay_out(accelerator, tmp_path):
     model = adapted(target_modules=["q_proj"])
     export_weights(model, accelerator, tmp_path / "one")
-    model.add_adapter("reference", LoraConfig(r=2, init_lora_weights=False, target_modules=["q_proj", "k_proj"]))
+    others = {"target_modules": ["q_proj", "k_proj"], "modules_to_save": ["lm_head"]}
+    model.add_adapter("reference", LoraConfig(r=2, init_lora_weights=False, **others))
     model.set_adapter("default")
     export_weights(model, accelerator, tmp_path / "two")
     assert_equal(exported(tmp_path / "one"), exported(tmp_path / "two"))

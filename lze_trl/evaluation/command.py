@@ -94,16 +94,13 @@ def check_comparable(folder: Path, evaluation: Evaluation):
             f"`--compare` takes the folder of an evaluation, and `{folder}` has no {FILE}. Evaluate that model first, with the same "
             "flags, and give the folder that the command names."
         )
-    there, now = json.loads((folder / FILE).read_text(encoding="utf-8")), evaluation.settings
-    changed = [
-        f"{name}: {old.get(name)!r} there, {new[name]!r} now"
-        for old, new in ((there, now), (there["decoding"], now["decoding"]))
-        for name in new
-        if name not in ("decoding", "seed") and old.get(name) != new[name]
-    ]
+    both = json.loads((folder / FILE).read_text(encoding="utf-8")), evaluation.settings
+    there, now = (settings | settings.pop("decoding") for settings in both)
+    changed = [name for name in now if name != "seed" and there.get(name) != now[name]]
     if changed:
+        told = "; ".join(f"{name}: {there.get(name)!r} there, {now[name]!r} now" for name in changed)
         raise EvaluationError(
-            f"`{folder}` cannot be compared with: its samples were decoded or scored in another way ({'; '.join(changed)}). "
+            f"`{folder}` cannot be compared with: its samples were decoded or scored in another way ({told}). "
             "Give the same flags, or evaluate that model anew."
         )
 

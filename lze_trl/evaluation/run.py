@@ -87,11 +87,10 @@ class Evaluation:
             lines = [json.dumps(asdict(sample), ensure_ascii=False) + "\n" for sample in samples]
             (folder / f"{task}.jsonl").write_text("".join(lines), encoding="utf-8")
             scores = scores_of(samples, self.reward)
-            values = {metric: [*of_problems.values()] for metric, of_problems in scores.metrics.items()}
-            metrics = {metric: estimate(each) for metric, each in values.items()}
+            for metric, values in scores.metrics.items():
+                found[metric].append([*values.values()])
+            metrics = {metric: estimate(found[metric][-1]) for metric in scores.metrics}
             tasks[task] = {"metrics": metrics, "problems": len(problems), "repeated": repeated, **scores.counts}
-            for metric, each in values.items():
-                found[metric].append(each)
         mean = {name: mean_over_tasks(each) for name, each in found.items() if len(each) == len(tasks) > 1}
         text = json.dumps({**settings, "tasks": tasks, "mean": mean or None}, indent=1)
         write_atomically(path, text.encode())

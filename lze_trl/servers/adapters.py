@@ -13,6 +13,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 
+_WRAPPERS = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)\.")
+
+
 class Adapter(NamedTuple):
     """What LoRA adds to a weight: the product B·A, scaled."""
 
@@ -32,7 +35,8 @@ def merged_parameters(model: PeftModel) -> Iterator[tuple[str, nn.Parameter, lis
     The parameters that the adapted model would have if its active adapters were merged: name in the base model, parameter, and
     what is to be added to it. Raises a `ValueError` unless they are plain LoRA.
     """
-    adapters = {}
+    others = [name for name in model.peft_config if name not in model.active_adapters]
+    adapters, left_out = {}, [".lora_", *(f".modules_to_save.{name}." for name in others)]
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)) and not _is_plain(model, module):
             raise ValueError(
@@ -41,11 +45,11 @@ def merged_parameters(model: PeftModel) -> Iterator[tuple[str, nn.Parameter, lis
             )
         if isinstance(module, lora.LoraLayer):
             adapters[f"{name}.base_layer.weight"] = list(_adapters(module))
-    others = [name for name in model.peft_config if name not in model.active_adapters]
-    left_out = [".lora_", ".original_module.", *(f".modules_to_save.{name}." for name in others)]
+        elif isinstance(module, ModulesToSaveWrapper):
+            left_out.append(f"{name}.{'original_module' if module.active_adapters else 'modules_to_save'}.")
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if not any(part in name for part in left_out):
-            base_name = re.sub(r"\.(base_layer|modules_to_save\.[^.]+)\.", ".", name.removeprefix("base_model.model."))
+            base_name = _WRAPPERS.sub(".", name.removeprefix("base_model.model."))
             yield base_name, parameter, adapters.get(name, [])
 
 

@@ -43,9 +43,10 @@ def export_weights(
     """
     base = base_model(model)
     weights = _full_tensors(model, DistributedBackend(accelerator))
+    if not accelerator.is_main_process:
+        deque(weights, maxlen=0)  # take part in every gather
+        return 0
     try:
-        if not accelerator.is_main_process:
-            return 0
         directory.mkdir()
         base.config.save_pretrained(directory)
         if base.can_generate():
@@ -53,9 +54,8 @@ def export_weights(
         return _write(_published(weights, base, dtype), directory, max_shard_bytes)
     except Exception:
         shutil.rmtree(directory, ignore_errors=True)
+        deque(weights, maxlen=0)  # the other processes wait in the gathers that are left
         raise
-    finally:
-        deque(weights, maxlen=0)  # every process takes part in every gather
 
 
 def base_model(model: nn.Module) -> PreTrainedModel:
