@@ -111,6 +111,6 @@ def _load(reference: Reference, streaming: bool) -> list[Any]:
     source, options["revision"] = str(path.resolve()) if reference.is_local else reference.path, reference.revision
     configs: list[str | None] = [reference.config]
     if reference.config is None:
-        names = datasets.get_dataset_config_names(source, revision=reference.revision)
-        configs = [name for name in ("default", "main") if name in names][:1] or [*names]
+        names: list[str | None] = [*datasets.get_dataset_config_names(source, revision=reference.revision)]
+        configs = [name for name in ("default", "main") if name in names][:1] or names
     return [datasets.load_dataset(source, config, **options) for config in configs]
