@@ -112,5 +112,5 @@ def _load(reference: Reference, streaming: bool) -> list[Any]:
     configs: list[str | None] = [reference.config]
     if reference.config is None:
         names: list[str | None] = [*datasets.get_dataset_config_names(source, revision=reference.revision)]
-        configs = [name for name in ("default", "main") if name in names][:1] or names
+        configs = [name for name in names if name in ("default", "main")][:1] or names
     return [datasets.load_dataset(source, config, **options) for config in configs]
