@@ -109,8 +109,8 @@ def _load(reference: Reference, streaming: bool) -> list[Any]:
         split = path.stem if path.stem in ("train", "test", "validation") else "train"
         return [datasets.load_dataset(FILE_FORMATS[suffix], data_files={split: reference.path}, **options)]
     source, options["revision"] = str(path.resolve()) if reference.is_local else reference.path, reference.revision
-    configs: list[str | None] = [reference.config]
+    configs: list[Any] = [reference.config]
     if reference.config is None:
-        names: list[str | None] = [*datasets.get_dataset_config_names(source, revision=reference.revision)]
-        configs = [name for name in names if name in ("default", "main")][:1] or names
+        names = datasets.get_dataset_config_names(source, revision=reference.revision)
+        configs = [name for name in ("default", "main") if name in names][:1] or names
     return [datasets.load_dataset(source, config, **options) for config in configs]
