@@ -69,7 +69,8 @@ def hub(path, **settings):
         (" hf://openai/gsm8k?config=main&split=train\n", hub("openai/gsm8k", config="main", split="train")),
         ("https://huggingface.co/datasets/openai/gsm8k/", hub("openai/gsm8k")),
         ("a/b?split=test&revision=v1", hub("a/b", split="test", revision="v1")),
-        ("https://example.org/a/b.jsonl", hub("https://example.org/a/b.jsonl")),
+        ("https://example.org/a/b.jsonl", Reference("https://example.org/a/b.jsonl", is_local=True)),
+        ("reasoning_gym:ab?size=3", Reference("reasoning_gym:ab?size=3", is_local=True)),
     ],
 )
 def test_references(text, expected):

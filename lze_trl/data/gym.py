@@ -8,10 +8,9 @@ import yaml
 from datasets import Dataset
 
 from ..rewards.gym import COLUMN, refuse_task, tasks
-from .sources import DataError
+from .sources import GYM, DataError
 
 
-PREFIX = "reasoning_gym:"
 _DEFAULTS = {"size": 1000, "seed": 0}
 
 
@@ -26,7 +25,7 @@ def load_gym(reference: str) -> Dataset:
     Raises:
         DataError: The package, the task or a field is not there, or a value is wrong.
     """
-    task, _, query = reference.removeprefix(PREFIX).partition("?")
+    task, _, query = reference.removeprefix(GYM).partition("?")
     given: dict[str, Any] = _DEFAULTS | {name: yaml.safe_load(value) for name, value in parse_qsl(query)}
     try:
         found = tasks()

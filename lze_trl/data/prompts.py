@@ -8,8 +8,8 @@ from datasets import Dataset, Features, Image, IterableDataset, List, Value, con
 
 from ..memory.identity import prompt_id
 from .columns import Columns, advice
-from .gym import PREFIX, load_gym
-from .sources import DataError, load_table, parse_reference
+from .gym import load_gym
+from .sources import GYM, DataError, load_table, parse_reference
 
 
 logger = logging.getLogger(__name__)
@@ -111,7 +111,7 @@ def load_prompts(
     if limit is not None and limit < 1:
         raise ValueError(f"`limit` must be at least 1, got {limit}. Leave it unset to read all rows.")
     style = PromptStyle(conversational, system_prompt, prompt_suffix)
-    if reference.startswith(PREFIX):
+    if reference.startswith(GYM):
         label, made = reference.partition("?")[0], load_gym(reference)
         table: Dataset | IterableDataset = made.to_iterable_dataset() if streaming else made
     else:

@@ -11,6 +11,9 @@ from datasets import Dataset, IterableDataset, concatenate_datasets
 from datasets.exceptions import DatasetGenerationError
 
 
+GYM = "reasoning_gym:"
+"""What a reference to problems of `reasoning-gym` begins with."""
+
 FILE_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 _HUB = re.compile(r"(https?://(www\.)?(huggingface\.co|hf\.co)/datasets/|hf://(datasets/)?)")
 
@@ -25,10 +28,10 @@ class HubUnreachableError(DataError):
 
 @dataclass(frozen=True)
 class Reference:
-    """A dataset by its Hub id, or by the path of a file or folder."""
+    """A dataset by its Hub id, by the path of a file or folder, or of `reasoning-gym`."""
 
     path: str
-    is_local: bool
+    is_local: bool  # not a dataset on the Hub
     config: str | None = None
     split: str | None = None  # or a slice such as `train[:100]`
     revision: str | None = None  # branch, tag or commit on the Hub
@@ -45,16 +48,18 @@ def parse_reference(text: str, config: str | None = None, split: str | None = No
     `?config=…&split=…&revision=…`, which wins over `config` and `split`. Raises [`DataError`] for other settings, and for local
     paths that do not exist.
     """
+    if text.startswith(GYM):
+        return Reference(text, is_local=True)
     body, _, query = text.strip().partition("?")
     settings = {"config": config, "split": split, "revision": None}
     given = dict(parse_qsl(query))
     if unknown := set(given) - set(settings):
         raise DataError(f"Dataset reference {text!r} has unknown settings {sorted(unknown)}. Known are {[*settings]}.")
     path = _HUB.sub("", body).rstrip("/") if "://" in body else body
-    local = Path(path).expanduser()
-    if is_local := bool(path) and local.exists():
-        path = str(local)
-    elif "://" not in path and (not path or local.suffix in FILE_FORMATS or path.startswith((".", "/", "~"))):
+    local, is_local = Path(path).expanduser(), "://" in path
+    if path and local.exists():
+        path, is_local = str(local), True
+    elif not is_local and (not path or local.suffix in FILE_FORMATS or path.startswith((".", "/", "~"))):
         raise DataError(
             f"There is no file or folder {path!r}. Use a Hub id (org/name), which `?config=…&split=…` may follow, the path of a .jsonl, "
             ".json, .parquet or .csv file or of a folder, or `reasoning_gym:TASK`."
