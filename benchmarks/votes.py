@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lze_trl.evaluation.samples import Sample, SampleFile
+from lze_trl.evaluation.run import Sample, read_samples
 from lze_trl.rewards import MajorityReward, get_reward
 
 from .tables import table
@@ -42,7 +42,7 @@ class Vote(NamedTuple):
 def count(file: Path, reward: type[MajorityReward]) -> dict[str, Vote]:
     """The vote of each problem of a file, by the problem's id."""
     groups: dict[str, list[Sample]] = defaultdict(list)
-    for sample in SampleFile(file).read().values():
+    for sample in read_samples(file):
         groups[sample.id].append(sample)
     return {name: _vote(samples, reward) for name, samples in groups.items()}
 

@@ -18,9 +18,8 @@ DAMAGED = "cut off"  # faults besides a status code: an answer that ends in the 
 RESET = "reset"  # a connection that is closed without an answer,
 SLOW = "slow"  # an answer that takes longer than the client waits,
 SHORT = "short"  # an answer with a completion too few,
-ABORTED = "aborted"  # an answer whose last completion was not finished,
-EMPTY = "empty"  # an answer without a body,
-OTHER = "other"  # an answer of another form,
+EMPTY = b""  # an answer without a body,
+OTHER = b'{"data": []}'  # an answer of another form, as any other bytes are,
 SILENT_503 = "silent"  # status 503 without a body, as vLLM's health check has it when its engine has died
 # vLLM's words for that
 DEAD_ENGINE = "EngineCore encountered an issue. See stack trace (above) for the root cause."
@@ -47,7 +46,6 @@ class FakeVLLM:
     ):
         self.max_model_len, self.vocab_size = max_model_len, vocab_size
         self.tokens = tokens or (lambda text: [ord(c) % 50 for c in text])
-        self.version, self.loads = "default", 0
         self.faults: dict[str, list] = {}  # by path, used up one a request
         self.requests: Counter = Counter()
         self.bodies: list[dict] = []
@@ -70,10 +68,6 @@ class FakeVLLM:
             def setup(self):
                 super().setup()
                 fake.connections.add(self.connection)
-
-            def finish(self):
-                fake.connections.discard(self.connection)
-                super().finish()
 
             def do_GET(self):
                 fake.answer(self, None)
@@ -125,14 +119,14 @@ class FakeVLLM:
             return 500, {"error": {"message": DEAD_ENGINE}}
         if isinstance(fault, int):
             return fault, {"error": {"message": f"fault {fault} on command"}}
+        config = {"dtype": "torch.float32", "logprobs_mode": "processed_logprobs"}
+        card = {"id": "fake", "max_model_len": self.max_model_len, "parent": None}
         match path:
             case "/health":
                 return 200, {}
             case "/v1/models":
-                card = {"id": "fake", "max_model_len": self.max_model_len, "parent": None}
                 return 200, {"data": [card]}
             case "/server_info":
-                config = {"dtype": "torch.float32", "logprobs_mode": "processed_logprobs"}
                 return 200, {"vllm_config": {"model_config": config}}
             case "/tokenize":
                 return 200, {"tokens": self.tokens(body["prompt"])}
@@ -158,18 +152,12 @@ class FakeVLLM:
         prompts = body["prompt"] if isinstance(body["prompt"][0], list) else [body["prompt"]]
         if max(max(prompt) for prompt in prompts) >= self.vocab_size:
             return 400, {"error": {"message": "out of vocabulary"}}
+        scores = {"token_logprobs": [-0.5, -0.25]}
         choices = [
-            {
-                "index": i,
-                "token_ids": [self.loads, i],
-                "logprobs": {"token_logprobs": [-0.5, -0.25]},
-                "finish_reason": "stop",
-            }
+            {"index": i, "token_ids": [self.loads, i], "logprobs": dict(scores), "finish_reason": "stop"}
             for i in range(len(prompts) * body.get("n", 1))
         ]
-        if fault == ABORTED:
-            choices[-1]["finish_reason"] = "abort"
-        if callable(fault):  # any other change of the last completion
+        if callable(fault):  # any change of the last completion
             fault(choices[-1])
         # Any order: the client has to look at the index
         return 200, {"choices": choices[::-1][fault == SHORT :]}
@@ -184,10 +172,6 @@ class FakeVLLM:
             time.sleep(2.0)
         if fault == DAMAGED:
             data = data[: len(data) // 2]
-        if fault == EMPTY:
-            data = b""
-        if fault == OTHER:
-            data = b'{"data": []}'
         if isinstance(fault, bytes):
             data = fault
         handler.send_response(status)

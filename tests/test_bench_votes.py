@@ -6,7 +6,7 @@ from dataclasses import asdict
 import pytest
 
 from benchmarks.votes import main
-from lze_trl.evaluation.samples import Sample
+from lze_trl.evaluation.run import Sample
 
 
 def samples(name, answers, gold=None):

@@ -123,7 +123,6 @@ WRONG = {
     "data none.jsonl": "There is no file or folder 'none.jsonl'",
     "app none": "`none` is neither a directory nor",
     "analyze none": "There are no TRL logs in `none`",
-    "eval . --compare runs/none/x --tasks gsm8k": "There is no model folder `runs/none/x`",
     "report none": "There is no run at `none`",
 }
 # Runs commands one after the other, and says which of them has imported what takes seconds

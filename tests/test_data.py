@@ -27,27 +27,10 @@ MATH = [
     {"problem": "What is $y$?", "level": "Level 5", "type": "Geometry", "solution": r"$\boxed{12}$, or $\boxed{18}$."},
     {"problem": "What is $z$?", "level": "Level 1", "type": "Algebra", "solution": "It has no box."},
 ]
-MATH_500 = [
-    {
-        "problem": "Find $a$.",
-        "solution": r"$\boxed{3}$, so \boxed{0.5}",
-        "answer": r"\frac12",
-        "subject": "A",
-        "level": 2,
-    },
-]
-DAPO = [
-    {
-        "data_source": "math_dapo",
-        "prompt": [{"content": "Solve it: 30 + 4", "role": "user"}],
-        "ability": "MATH",
-        "reward_model": {"ground_truth": "34", "style": "rule"},
-        "extra_info": {"index": 0},
-    }
-] * 3
-AIME = [{"problem": "Find $m+n$.", "answer": "025", "id": "1"}]
+MATH_500 = [{"problem": "Find $a$.", "solution": r"so \boxed{0.5}", "answer": r"\frac12", "subject": "A", "level": 2}]
+DAPO_PROMPT = [{"content": "Solve it: 30 + 4", "role": "user"}]
+DAPO = [{"data_source": "dapo", "prompt": DAPO_PROMPT, "reward_model": {"ground_truth": "34", "style": "rule"}}] * 3
 AMC = [{"id": 0, "problem": "How far?", "answer": 27.0, "url": "https://example.org", "question": "How far?"}]
-DEEPSCALER = [{"problem": "Simplify.", "answer": r"\frac{3}{4}", "solution": "Long story."}]
 TRL = [{"prompt": [{"role": "user", "content": "2+2?"}], "solution": "4", "source": "olympiads"}]
 
 
@@ -67,10 +50,9 @@ def write(tmp_path):
             path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         elif path.suffix == ".json":
             path.write_text(json.dumps(rows))
-        elif path.suffix == ".parquet":
-            Dataset.from_list(rows).to_parquet(path)
         else:
-            Dataset.from_list(rows).to_csv(path)
+            table = Dataset.from_list(rows)
+            (table.to_parquet if path.suffix == ".parquet" else table.to_csv)(path)
         return str(path)
 
     return to
@@ -83,13 +65,12 @@ def hub(path, **settings):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (" openai/gsm8k\n", hub("openai/gsm8k")),
         ("gsm8k", hub("gsm8k")),
-        ("openai/gsm8k?config=main&split=test", hub("openai/gsm8k", config="main", split="test")),
-        ("hf://openai/gsm8k?config=main&split=train", hub("openai/gsm8k", config="main", split="train")),
-        ("hf://datasets/openai/gsm8k", hub("openai/gsm8k")),
+        (" hf://openai/gsm8k?config=main&split=train\n", hub("openai/gsm8k", config="main", split="train")),
         ("https://huggingface.co/datasets/openai/gsm8k/", hub("openai/gsm8k")),
         ("a/b?split=test&revision=v1", hub("a/b", split="test", revision="v1")),
+        ("https://example.org/a/b.jsonl", Reference("https://example.org/a/b.jsonl", is_local=True)),
+        ("reasoning_gym:ab?size=3", Reference("reasoning_gym:ab?size=3", is_local=True)),
     ],
 )
 def test_references(text, expected):
@@ -103,24 +84,15 @@ def test_a_reference_wins_over_the_settings_for_all():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("https://example.org/datasets/a/b", "names neither a local file nor a Hub dataset"),
-        ("s3://bucket/x.jsonl", "There is no file or folder"),
         ("a/b?spilt=test", r"unknown settings \['spilt'\]"),
-        ("two words", "names neither a local file nor a Hub dataset"),
-        ("", "names neither a local file nor a Hub dataset"),
+        ("", "There is no file or folder ''"),
         ("data/train.jsonl", "There is no file or folder 'data/train.jsonl'"),
         ("./data", "There is no file or folder './data'"),
     ],
 )
 def test_references_that_are_refused(text, message):
     with pytest.raises(DataError, match=message):
-        parse_reference(text)
-
-
-def test_a_misspelt_file_name_is_recognised(write):
-    path = Path(write("train.jsonl", GSM8K))
-    with pytest.raises(DataError, match=r"Did you mean '.*/train.jsonl'\?"):
-        parse_reference(str(path.with_name("trian.jsonl")))
+        load_prompts(text)
 
 
 @pytest.mark.parametrize(
@@ -132,16 +104,14 @@ def test_a_misspelt_file_name_is_recognised(write):
             [r"\frac{1}{2}", "18", None],
             {"level": ["Level 2", "Level 5", "Level 1"], "subject": ["Algebra", "Geometry", "Algebra"]},
         ),
-        (MATH_500, [r"\frac12"], {"level": ["2"], "subject": ["A"], "reference_solution": [MATH_500[0]["solution"]]}),
-        (DAPO, ["34"] * 3, {"data_source": ["math_dapo"] * 3, "reference_solution": [None] * 3}),
-        (AIME, ["025"], {"id": ["1"]}),
+        (MATH_500, [r"\frac12"], {"level": [2], "subject": ["A"], "reference_solution": [MATH_500[0]["solution"]]}),
+        (DAPO, ["34"] * 3, {"data_source": ["dapo"] * 3, "reference_solution": [None] * 3}),
         (AMC, ["27"], {"url": ["https://example.org"]}),
-        (DEEPSCALER, [r"\frac{3}{4}"], {"reference_solution": ["Long story."]}),
         (TRL, ["4"], {"original_source": ["olympiads"], "source": ["test/data.jsonl"]}),
         ([{"Problem": "A?", "Answer": 7, "ID": "x"}], ["7"], {"ID": ["x"]}),
         ([{"problem": "A?", "solution": "42"}], ["42"], {"reference_solution": [None]}),
     ],
-    ids=["gsm8k", "math", "math-500", "dapo", "aime", "amc", "deepscaler", "trl", "capitals", "bare-solution"],
+    ids=["gsm8k", "math", "math-500", "dapo", "amc", "trl", "capitals", "bare-solution"],
 )
 def test_schemas_are_recognised_by_their_columns(rows, golds, others, write):
     dataset = load_prompts(write("test/data.jsonl", rows))
@@ -170,27 +140,21 @@ def test_folders(write, tmp_path):
 
 
 def test_system_prompt_and_suffix(write):
-    gsm8k, dapo = write("gsm8k.jsonl", GSM8K), write("dapo.jsonl", DAPO)
-    system = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
-    chat = write("chat.jsonl", [{"prompt": [{"role": "system", "content": "Old"}, *system, system[0]], "answer": "4"}])
+    dapo = write("dapo.jsonl", DAPO)
+    turns = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
+    old = {"role": "system", "content": "Old"}
+    chat = write("chat.jsonl", [{"prompt": [old, *turns, turns[0]], "answer": "4"}])
     style = {"system_prompt": "Think.", "prompt_suffix": "\nBox it."}
     think = {"role": "system", "content": "Think."}
-    assert load_prompts(gsm8k, **style)["prompt"][0] == [
-        think,
-        {"role": "user", "content": "How many clips?\nBox it."},
-    ]
-    assert load_prompts(dapo, **style)["prompt"][0] == [
-        think,
-        {"role": "user", "content": "Solve it: 30 + 4\nBox it."},
-    ]
-    assert load_prompts(chat, **style)["prompt"][0] == [think, *system, {"role": "user", "content": "2+2?\nBox it."}]
-    assert load_prompts(chat)["prompt"][0][0] == {"role": "system", "content": "Old"}
-    assert load_prompts(gsm8k, conversational=False, prompt_suffix=" =")["prompt"][0] == "How many clips? ="
-    assert load_prompts(dapo, conversational=False)["prompt"][0] == "Solve it: 30 + 4"
+    for path, before, text in ((dapo, [], "Solve it: 30 + 4"), (chat, turns, "2+2?")):
+        whole = [think, *before, {"role": "user", "content": f"{text}\nBox it."}]
+        assert load_prompts(path, **style)["prompt"][0] == whole
+    assert load_prompts(chat)["prompt"][0][0] == old
+    assert load_prompts(dapo, conversational=False, prompt_suffix=" =")["prompt"][0] == "Solve it: 30 + 4 ="
     with pytest.raises(DataError, match="prompts of 4 messages"):
         load_prompts(chat, conversational=False)
-    with pytest.raises(ValueError, match="needs `conversational=True`"):
-        load_prompts(gsm8k, conversational=False, system_prompt="Think.")
+    with pytest.raises(DataError, match="needs a chat"):
+        load_prompts(dapo, conversational=False, system_prompt="Think.")
 
 
 def test_the_prompt_as_worded_is_part_of_its_id(write):
@@ -218,17 +182,13 @@ def test_limit_and_streaming(write):
 
 
 def test_mixture(write):
-    references = [
-        write("a/math.jsonl", MATH),
-        write("b/math_500.jsonl", MATH_500),
-        write("c/amc.jsonl", AMC),
-        write("d/aime.jsonl", AIME),
-    ]
-    dataset = load_mixture(references, limit=2)
-    assert dataset["source"] == ["a/math.jsonl"] * 2 + ["b/math_500.jsonl", "c/amc.jsonl", "d/aime.jsonl"]
-    assert dataset["level"] == ["Level 2", "Level 5", "2", None, None]
-    assert dataset["id"] == [None, None, None, "0", "1"]  # a number in one set and text in another
-    assert dataset["prompt"][4] == [{"role": "user", "content": "Find $m+n$."}]
+    own = [{"problem": "B?", "answer": "1", "id": "x"}]
+    names = {"a/math.jsonl": MATH, "b/math_500.jsonl": MATH_500, "c/amc.jsonl": AMC, "d/own.jsonl": own}
+    dataset = load_mixture([write(name, rows) for name, rows in names.items()], limit=2)
+    assert dataset["source"] == ["a/math.jsonl", *names]
+    assert dataset["level"] == ["Level 2", "Level 5", "2", None, None]  # a number in one set and text in another
+    assert dataset["id"] == [None, None, None, "0", "x"]
+    assert dataset["prompt"][4] == [{"role": "user", "content": "B?"}]
     with pytest.raises(DataError, match="No dataset is given"):
         load_mixture([])
 
@@ -242,7 +202,7 @@ def test_rows_without_a_problem_are_dropped_and_reported(write, caplog):
 def test_a_saved_dataset(tmp_path):
     Dataset.from_list(GSM8K).save_to_disk(str(tmp_path / "saved"))
     assert load_prompts(str(tmp_path / "saved"))["solution"] == ["24", "1,234", "13"]
-    with pytest.raises(DataError, match="it was saved without splits, and `split` is 'test'"):
+    with pytest.raises(DataError, match=r"has the splits \['train'\] and none is called 'test'"):
         load_prompts(str(tmp_path / "saved"), split="test")
 
 
@@ -260,7 +220,7 @@ def test_pictures_are_kept(write):
     ("row", "settings", "expected"),
     [
         ({"Body": "Sam has 3.", "Question": "How many?", "Answer": 3.0}, {}, "Sam has 3.\n\nHow many?"),
-        ({"body": "Sam has 3.", "question": "Sam has 3. How many?", "answer": "3"}, {}, "Sam has 3. How many?"),
+        ({"body": "S.", "question": "S. How many?", "answer": "3"}, {}, "S. How many?"),
         ({"passage": "P.", "table": "a | b", "question": "Q?", "answer": "1"}, {}, "P.\n\na | b\n\nQ?"),
         ({"passage": "P.", "question": "Q?", "answer": "1"}, {"context_columns": []}, "Q?"),
         ({"hint": "H.", "question": "Q?", "answer": "1"}, {"context_columns": ["hint"]}, "H.\n\nQ?"),
@@ -272,12 +232,10 @@ def test_contexts_come_before_the_problem(write, row, settings, expected):
 
 
 CHOICES = {
-    "letters": [{"question": "2+2?", "options": ["3", "4"], "answer": "B"}],
-    "lower case": [{"question": "2+2?", "options": ["3", "4"], "answer": "(b)"}],
+    "letters": [{"question": "2+2?", "options": ["3", "4"], "answer": "(b)"}],
     "texts": [{"question": "2+2?", "options": ["3", "4"], "answer": "4"}],
     "numbers": [{"question": "2+2?", "choices": ["three", "four"], "answer": 1}],
     "labels": [{"question": "2+2?", "choices": {"text": ["3", "4"], "label": ["x", "Y"]}, "answerKey": "Y"}],
-    "lettered": [{"question": "2+2?", "options": ["A)3", "B)4"], "correct": "B"}],
 }
 
 
@@ -300,27 +258,13 @@ def test_a_set_may_lack_gold_answers(write):
 @pytest.mark.parametrize(
     ("rows", "settings", "message"),
     [
-        (
-            [{"text": "A?", "answer": "1"}],
-            {},
-            r"no column for the problem: wanted one of prompt.*found \['answer', 'text'\]",
-        ),
-        (
-            [{"problem": "A?", "text": "1"}],
-            {},
-            r"no column for the gold answer: wanted one of answer.*`answer_column`",
-        ),
+        ([{"text": "A?", "answer": "1"}], {}, r"problem: wanted one of prompt.*found \['answer', 'text'\]"),
+        ([{"problem": "A?", "text": "1"}], {}, "gold answer: wanted one of answer.*`answer_column`"),
         (GSM8K, {"answer_column": "gold"}, "no column 'gold'"),
-        (GSM8K, {"prompt_column": "text"}, "no column 'text'"),
-        (DAPO, {"answer_column": "reward_model.gold"}, "no column 'reward_model.gold'"),
         (GSM8K, {"split": "test"}, "cannot be read"),
         ([{"problem": "A?", "answer": ["1", "2"]}], {}, "'answer': A gold answer must be text, a number"),
-        ([{"problem": "", "answer": "1"}], {}, "none has a problem text"),
-        (
-            [{"problem": "A?", "options": ["1", "2"], "answer": "7"}],
-            {},
-            "most gold answers in 'answer' name none of them",
-        ),
+        ([{"problem": "", "answer": "1"}], {}, "no row has text in 'problem'"),
+        ([{"problem": "A?", "options": ["1", "2"], "answer": "7"}], {}, "most gold answers in 'answer' name none"),
         ([{"problem": "A?", "options": "1 or 2", "answer": "1"}], {}, "options must be a list of at most 26 texts"),
     ],
 )
@@ -333,7 +277,7 @@ def test_tables_that_are_refused(rows, settings, message, write):
     ("name", "content", "message"),
     [
         ("empty.jsonl", b"", "cannot be read|has no rows"),
-        ("rows.csv", b"problem,answer\n", "has no rows"),
+        ("rows.csv", b"problem,answer\n", "cannot be read|has no rows"),
         ("cut.jsonl", b'{"problem": "A?", "answer": "1"}\n{"problem": "B?", "ans', "cannot be read"),
         ("cut.parquet", b"PAR1\x00\x00", "cannot be read"),
         ("data.xlsx", b"PK", "unknown format '.xlsx'"),
@@ -372,15 +316,10 @@ def test_words_are_no_mathematical_values(write):
 def run(code, home, **environment):
     """Run code in a process of its own: the Hub's settings are read at import. It is online unless told otherwise."""
     settings = {"HF_HOME": str(home), "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-    result = subprocess.run(
-        [sys.executable, "-c", f"from lze_trl.data import load_prompts\n{code}"],
-        env={**os.environ, **settings, **environment},
-        cwd=Path(__file__).resolve().parents[1],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    command = [sys.executable, "-c", f"from lze_trl.data import load_prompts\n{code}"]
+    environment = {**os.environ, **settings, **environment}
+    root = Path(__file__).resolve().parents[1]
+    result = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=240)
     return result.stdout, result.stderr
 
 
@@ -414,13 +353,14 @@ for reference, settings in (
     ("openai/gsm8k", {}),
     ("EleutherAI/hendrycks_math", {}),
     ("openai/gsm8k", {"config": "min"}),
+    ("openai/none", {}),
     ("openai/gsm8k", {"config": "main", "split": "validation"}),
 ):
     try:
         dataset = load_prompts(reference, **settings)
         print(len(dataset), dataset["source"][0], dataset["solution"][0])
     except ValueError as error:
-        print(error)
+        print(type(error).__name__, error)
 """
 
 
@@ -432,24 +372,9 @@ def test_hub_then_its_cache_without_network(repositories, tmp_path):
     assert lines[:3] == ["3 openai/gsm8k 24", "1 openai/gsm8k 24", r"2 EleutherAI/hendrycks_math \frac{1}{2}"], errors
     assert lines[3:5] == ["3 openai/gsm8k 24", r"6 EleutherAI/hendrycks_math \frac{1}{2}"]
     assert "['main', 'socratic']" in lines[5]
-    assert "validation" in lines[6]
+    assert "openai/none" in lines[6] and "hf auth login" in lines[6]
+    assert "validation" in lines[7]
     offline, errors = run(HUB_CODE, tmp_path, HF_HUB_OFFLINE="1")
     assert offline.splitlines()[:3] == lines[:3], errors
-
-
-@pytest.mark.slow
-def test_what_the_hub_does_not_have(repositories, tmp_path):
-    code = "try:\n    load_prompts('openai/none')\nexcept ValueError as error:\n    print(error)"
-    with serve(repositories) as server:
-        output, errors = run(code, tmp_path, HF_ENDPOINT=server.endpoint)
-    assert "openai/none" in output and "Check the name" in output, errors
-
-
-@pytest.mark.slow
-def test_hub_unreachable_and_nothing_cached(tmp_path):
-    code = (
-        "try:\n    load_prompts('openai/gsm8k')\nexcept ValueError as error:\n    print(type(error).__name__, error)"
-    )
-    output, errors = run(code, tmp_path, HF_HUB_OFFLINE="1")
-    assert output.startswith("HubUnreachableError The Hugging Face Hub cannot be reached"), errors
-    assert "hf download --repo-type dataset openai/gsm8k" in output
+    assert offline.splitlines()[6].startswith("HubUnreachableError The Hugging Face Hub cannot be reached")
+    assert "hf download --repo-type dataset openai/none" in offline

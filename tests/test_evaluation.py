@@ -4,9 +4,7 @@ Evaluation on tasks. Locked here:
 - pass@k is the share of subsets of k samples with a pass, by counting all of them;
 - a perfect model gets 1 and a constant one what the golds say, on every metric;
 - neither the order of the problems nor the size of the batch changes a sample, at any temperature;
-- an evaluation that is killed anywhere and run again equals one that was not, and asks nothing twice;
-- the score is the training reward's;
-- a training with evaluations trains as one without.
+- the score is the training reward's.
 """
 
 import itertools
@@ -17,24 +15,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import binomtest
 
 import tiny
 from lze_trl.evaluation.contamination import overlaps
-from lze_trl.evaluation.engines import Output, SampleRequest, TransformersEngine, weights_of
-from lze_trl.evaluation.run import Evaluation
-from lze_trl.evaluation.samples import SampleFile
+from lze_trl.evaluation.engines import Output, SampleRequest, TransformersEngine
+from lze_trl.evaluation.run import Evaluation, read_samples
 from lze_trl.evaluation.settings import PRESETS, Decoding, EvaluationError
 from lze_trl.evaluation.statistics import compare, estimate, majority, mean_over_tasks, pass_at_k
-from lze_trl.evaluation.tasks import TASKS, Problem, find_tasks, load_problems
+from lze_trl.evaluation.tasks import TASKS, Problem, Task, find_tasks, load_problems
 from lze_trl.job.cli import main
 from lze_trl.record.evaluations import markdown, read_results
 
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
-needs_data = pytest.mark.skipif(not SHARED.is_dir(), reason="the shared data is not there")
 
 
 def problems(count: int = 6) -> list[Problem]:
@@ -42,26 +38,23 @@ def problems(count: int = 6) -> list[Problem]:
 
 
 class Answering:
-    """A model that gives each sample a text, and notes what it was asked."""
+    """A model that gives each sample a text."""
 
     name = "answering"
 
-    def __init__(self, text, stop_after: float = math.inf):
-        self.text, self.stop_after, self.asked = text, stop_after, []
+    def __init__(self, text):
+        self.text = text
 
     def generate(self, requests, decoding):
         for request in requests:
-            if len(self.asked) >= self.stop_after:
-                raise KeyboardInterrupt
-            self.asked.append((request.problem.id, request.sample))
             yield request, Output(self.text(request), 7, request.sample == 1)
 
 
-def run(engine, folder, tasks=None, samples=1, temperature=None, weights=None, **kwargs):
+def run(text, folder, tasks=None, samples=1, temperature=None, **kwargs):
     temperature = float(samples > 1) if temperature is None else temperature
     tasks = {"sums": (problems(), 0)} if tasks is None else tasks
     evaluation = Evaluation(tasks, Decoding(temperature=temperature, max_tokens=8, chat=False), samples, **kwargs)
-    return evaluation.run(engine, folder, weights, progress=False)
+    return evaluation.run(Answering(text), folder, progress=False)
 
 
 # ---- Statistics ----
@@ -94,18 +87,6 @@ def test_majority_by_equivalence(rewards, answers, value, is_tie):
     assert majority(rewards, answers, same_number) == (pytest.approx(value), is_tie)
 
 
-@settings(max_examples=20, deadline=None)
-@given(st.lists(st.integers(0, 4), min_size=2, max_size=30))
-def test_intervals_hold_the_mean(quarters):
-    found = estimate([quarter / 4 for quarter in quarters])
-    if found.low is None:
-        assert len(set(quarters)) == 1
-        return
-    assert found.low - 1e-12 <= found.value <= found.high + 1e-12
-    assert found.low >= 0
-    assert found.high <= 1
-
-
 def test_the_interval_of_passes_and_fails_is_wilsons():
     n, passes = 40, 10
     z, p = 1.959963984540054, passes / n
@@ -114,17 +95,6 @@ def test_the_interval_of_passes_and_fails_is_wilsons():
     found = estimate([1.0] * passes + [0.0] * (n - passes))
     assert found == pytest.approx((p, centre - half, centre + half))
     assert estimate([1.0] * 8).low < 0.7  # eight of eight is not certainty
-
-
-def test_the_bootstrap_covers_the_truth():
-    rng = np.random.default_rng(5)
-    rates = rng.beta(2, 3, 400)  # true mean 0.4
-    covered = 0
-    for _ in range(40):
-        means = rng.binomial(4, rng.choice(rates, 50)) / 4
-        found = estimate(means.tolist())
-        covered += found.low <= rates.mean() <= found.high
-    assert covered >= 34  # 95 % of 40 is 38; fewer than 34 has a chance of 2 %
 
 
 def test_comparison_is_paired():
@@ -150,21 +120,16 @@ def test_the_mean_over_tasks_weighs_tasks_alike():
 
 
 def test_a_perfect_model_gets_one_on_every_metric(tmp_path):
-    engine = Answering(lambda request: f"It is \\boxed{{{request.problem.gold}}}.")
-    found = run(engine, tmp_path, samples=4)["tasks"]["sums"]
-    assert {name: value for name, (value, _, _) in found["metrics"].items()} == {
-        "avg@4": 1.0,
-        "pass@2": 1.0,
-        "pass@4": 1.0,
-        "maj@4": 1.0,
-    }
+    found = run(lambda request: f"It is \\boxed{{{request.problem.gold}}}.", tmp_path, samples=4)["tasks"]["sums"]
+    values = {name: value for name, (value, _, _) in found["metrics"].items()}
+    assert values == {"avg@4": 1.0, "pass@2": 1.0, "pass@4": 1.0, "maj@4": 1.0}
     assert (found["ties"], found["unscored"], found["truncated"], found["mean_tokens"]) == (0.0, 0, 0.25, 7.0)
 
 
 def test_a_constant_model_gets_the_share_of_its_answer(tmp_path):
     golds = ["4", "4.0", "5", "\\frac{8}{2}", "7"]
     tasks = {"mixed": ([Problem(f"{i:x}", f"{i}", gold) for i, gold in enumerate(golds)], 2)}
-    found = run(Answering(lambda request: "#### 4"), tmp_path, tasks)
+    found = run(lambda request: "#### 4", tmp_path, tasks)
     wilson = binomtest(3, 5).proportion_ci(method="wilson")
     assert found["tasks"]["mixed"]["metrics"] == {"avg@1": pytest.approx([0.6, wilson.low, wilson.high])}
     assert found["tasks"]["mixed"]["repeated"] == 2
@@ -173,111 +138,50 @@ def test_a_constant_model_gets_the_share_of_its_answer(tmp_path):
 def test_votes_compare_answers_as_the_reward_does(tmp_path):
     texts = ["\\boxed{\\frac12}", "\\boxed{0.5}", "\\boxed{3}", "\\boxed{3}", "\\boxed{50\\%}"]
     tasks = {"half": ([Problem("0", "?", "1/2"), Problem("1", "!", "3")], 0)}
-    found = run(Answering(lambda request: texts[request.sample]), tmp_path, tasks, samples=5)["tasks"]["half"]
+    found = run(lambda request: texts[request.sample], tmp_path, tasks, samples=5)["tasks"]["half"]
     assert found["metrics"]["maj@5"][0] == 0.5  # 1/2 in three forms wins in both problems, and is right in one
     assert found["metrics"]["avg@5"][0] == pytest.approx((3 / 5 + 2 / 5) / 2)
 
 
-def test_votes_need_the_reward_in_one_direction_only(tmp_path):
+@pytest.mark.parametrize("order", [1, -1])
+def test_votes_need_the_reward_in_one_direction_only(tmp_path, order):
     def holds_gold_reward(prompts, completions, solution, **kwargs):
         return [float(completions[0] in solution[0])]  # "4 apples" holds "4", not the other way round
 
-    texts = ["4 apples", "4", "5"]
+    texts = ["4 apples", "4", "5"][::order]
     tasks = {"apples": ([Problem("0", "?", "4 apples")], 0)}
-    for order in (1, -1):
-        engine = Answering(lambda request, order=order: texts[::order][request.sample])
-        found = run(engine, tmp_path / str(order), tasks, samples=3, reward=holds_gold_reward)
-        assert found["tasks"]["apples"]["metrics"]["maj@3"][0] == 1.0
-        assert found["tasks"]["apples"]["ties"] == 0.0
+    found = run(lambda request: texts[request.sample], tmp_path, tasks, samples=3, reward=holds_gold_reward)
+    assert (found["tasks"]["apples"]["metrics"]["maj@3"][0], found["tasks"]["apples"]["ties"]) == (1.0, 0.0)
 
 
 def test_a_gold_that_cannot_be_read_is_neither_right_nor_wrong(tmp_path):
     tasks = {"odd": ([Problem("0", "?", "4"), Problem("1", "!", None)], 0)}
-    found = run(Answering(lambda request: "#### 4"), tmp_path, tasks, samples=2)["tasks"]["odd"]
+    found = run(lambda request: "#### 4", tmp_path, tasks, samples=2)["tasks"]["odd"]
     assert found["metrics"]["avg@2"][0] == 1.0
     assert found["unscored"] == 2
-    with pytest.raises(EvaluationError, match="No sample of 'odd' has a score"):
-        run(Answering(lambda request: "4"), tmp_path / "none", {"odd": ([Problem("1", "!", None)], 0)})
+    with pytest.raises(EvaluationError, match="No sample has a score"):
+        run(lambda request: "4", tmp_path, {"odd": ([Problem("1", "!", None)], 0)})
 
 
 def test_the_score_is_the_training_reward(tmp_path):
     def odd_length_reward(prompts, completions, solution, **kwargs):
         return [float(len(completions[0][-1]["content"]) % 2)]
 
-    chat = [Problem("0", [{"role": "user", "content": "?"}], "4")]
-    for text, value in (("xy", 0.0), ("xyz", 1.0)):
-        engine = Answering(lambda request, text=text: text)
-        found = run(engine, tmp_path / text, {"chat": (chat, 0)}, reward=odd_length_reward)
-        assert found["tasks"]["chat"]["metrics"]["avg@1"][0] == value
+    chat = {"chat": ([Problem("0", [{"role": "user", "content": "?"}], "4")], 0)}
+    for text in ("xy", "xyz"):
+        found = run(lambda request, text=text: text, tmp_path, chat, reward=odd_length_reward)
+        assert found["tasks"]["chat"]["metrics"]["avg@1"][0] == len(text) % 2
 
 
-# ---- Resuming ----
-
-
-@pytest.mark.parametrize("killed_after", [0, 1, 5, 11, 12])
-def test_a_killed_evaluation_goes_on_where_it_was(tmp_path, killed_after):
-    def text(request):
-        return f"{int(request.problem.gold) + request.sample % 2}"
-
-    whole = run(Answering(text), tmp_path / "whole", samples=2)
-    first, second = Answering(text, stop_after=killed_after), Answering(text)
-    if killed_after < 12:
-        with pytest.raises(KeyboardInterrupt):
-            run(first, tmp_path / "killed", samples=2)
-    else:
-        run(first, tmp_path / "killed", samples=2)
-    path = tmp_path / "killed" / "sums.jsonl"
-    if killed_after > 0:  # the last line, half written
-        path.write_bytes(path.read_bytes()[:-20])
-        first.asked.pop()
-    assert run(second, tmp_path / "killed", samples=2) == whole
-    assert sorted(first.asked + second.asked) == sorted(set(first.asked + second.asked))
-    assert len(first.asked + second.asked) == 12
-    files = [tmp_path / name / "sums.jsonl" for name in ("whole", "killed")]
-    assert SampleFile(files[0]).read() == SampleFile(files[1]).read()
-    assert len(files[1].read_text().splitlines()) == 12
-
-
-def test_more_samples_and_more_problems_ask_only_for_what_is_new(tmp_path):
-    decoding = {"temperature": 1.0}
-    run(Answering(lambda request: "0"), tmp_path, samples=2)
-    engine = Answering(lambda request: "0")
-    run(engine, tmp_path, {"sums": (problems(7), 0)}, samples=3, **decoding)
-    assert len(engine.asked) == 7 * 3 - 6 * 2
-
-
-def test_another_command_in_the_same_folder_keeps_what_is_there(tmp_path):
-    def engine():
-        return Answering(lambda request: "0")
-
-    both = run(engine(), tmp_path, {"one": (problems(4), 0), "two": (problems(5), 0)})
+def test_other_tasks_in_a_folder_are_kept_and_other_settings_replace_them(tmp_path):
+    both = run(lambda request: "0", tmp_path, {"one": (problems(4), 0), "two": (problems(5), 0)})
     assert "| mean over tasks |" in markdown({"x": both})
-    third = run(engine(), tmp_path, {"three": (problems(3), 0)})
+    third = run(lambda request: "0", tmp_path, {"three": (problems(3), 0)})
     assert list(third["tasks"]) == ["one", "two", "three"]
     assert third["tasks"].items() >= both["tasks"].items()
     assert third["mean"] is None  # it would be over other tasks
-
-
-def test_other_settings_in_the_same_folder_are_refused(tmp_path):
-    run(Answering(lambda request: "0"), tmp_path)
-    with pytest.raises(EvaluationError, match=r"temperature: 0.0 there, 1.0 now.*--output"):
-        run(Answering(lambda request: "0"), tmp_path, temperature=1.0)
-    with pytest.raises(EvaluationError, match="weights: 'answering' there, 'new' now"):
-        run(Answering(lambda request: "0"), tmp_path, weights="new")
-
-
-def test_whatever_decides_the_completions_tells_a_checkpoint(tmp_path):
-    tiny.save(tmp_path)
-    found = [weights_of(str(tmp_path))]
-    (tmp_path / "trainer_state.json").write_text("{}")
-    assert weights_of(str(tmp_path)) == found[0]
-    for name in ("model.safetensors", "config.json", "tokenizer.json", "adapter_config.json"):
-        with (tmp_path / name).open("a") as file:
-            file.write(" ")
-        found.append(weights_of(str(tmp_path)))
-    assert len(set(found)) == 5
-    assert weights_of("org/name", "abc") == "org/name@abc"
-    assert weights_of("org/name") == "org/name"
+    assert [sample.id for sample in read_samples(tmp_path / "two.jsonl")] == [problem.id for problem in problems(5)]
+    assert list(run(lambda request: "0", tmp_path, temperature=1.0)["tasks"]) == ["sums"]
 
 
 # ---- Transformers ----
@@ -376,14 +280,10 @@ def test_settings_of_the_model_do_not_decide(engine):
 # ---- Tasks ----
 
 
-@pytest.mark.parametrize("name", sorted(TASKS))
-@needs_data
+@pytest.mark.parametrize("name", sorted(path.name for path in SHARED.glob("*") if path.name in TASKS))
 def test_local_copies_of_the_tasks_are_read(name):
-    path = SHARED / TASKS[name].file
-    if not path.is_file():
-        pytest.skip(f"{path} is not there")
-    (task,) = find_tasks([name], SHARED)
-    found, repeated = load_problems(task, Decoding())
+    path = SHARED / name / "test.jsonl"
+    found, repeated = load_problems(Task(name, str(path), TASKS[name].kind), Decoding())
     assert len(found) + repeated == len(path.read_text().splitlines())
     assert all(problem.gold for problem in found)
     assert found[0].prompt[-1]["content"].endswith("put your final answer within \\boxed{}.")
@@ -399,10 +299,12 @@ def test_options_and_tables_become_part_of_the_problem(tmp_path):
             {"question": "Is it 3?", "table": "x | 1", "table_title": "U", "choices": ["yes", "no"], "answer": "no"},
         ],
     }
+    found = []
     for name, lines in rows.items():
-        (tmp_path / name).mkdir()
-        (tmp_path / TASKS[name].file).write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    choice, mixed = (load_problems(task, Decoding(chat=False))[0] for task in find_tasks(rows, tmp_path))
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        found.append(load_problems(Task(name, str(path), TASKS[name].kind), Decoding(chat=False))[0])
+    choice, mixed = found
     assert choice[0].gold == "B"
     assert choice[0].prompt.startswith("2+2?\nA. 3\nB. 4\nPlease")
     assert "letter" in choice[0].prompt
@@ -411,11 +313,11 @@ def test_options_and_tables_become_part_of_the_problem(tmp_path):
     assert "A. yes\nB. no" in mixed[1].prompt
 
 
-def test_unknown_tasks_and_missing_files_say_what_to_do(tmp_path):
+def test_tasks_are_given_by_name_or_address(tmp_path):
+    names = ["gsm8k", "some/where/sums.jsonl", "some/where/test.jsonl", "me/own?split=test", "reasoning_gym:ab?size=3"]
+    assert [task.name for task in find_tasks(names)] == ["gsm8k", "sums", "where_test", "own", "ab"]
     with pytest.raises(EvaluationError, match=r"Unknown task 'gsm8'. Did you mean 'gsm8k'"):
         find_tasks(["gsm8"])
-    with pytest.raises(EvaluationError, match=r"has no file.*leave out `--data`"):
-        find_tasks(["gsm8k"], tmp_path)
     with pytest.raises(EvaluationError, match="given twice"):
         find_tasks(["gsm8k", "gsm8k"])
     with pytest.raises(EvaluationError, match=r"Task 'lost'.*There is no file"):
@@ -442,14 +344,6 @@ def test_equal_and_near_duplicates_are_told_apart():
     assert overlaps(training[:1], tasks, near=0.97) == []
 
 
-@needs_data
-def test_math_500_shares_134_problems_with_math_hard():
-    bare = Decoding(chat=False, prompt_suffix="")
-    tasks = find_tasks(["math_500", "math_hard"], SHARED)
-    ours, theirs = ([problem.text for problem in load_problems(task, bare)[0]] for task in tasks)
-    assert sum(overlap.similarity == 1.0 for overlap in overlaps(ours, theirs)) == 134
-
-
 # ---- The command ----
 
 
@@ -460,39 +354,24 @@ def sums(tmp_path) -> Path:
     return path
 
 
-def test_the_command_evaluates_compares_and_goes_on(tmp_path, sums, capsys):
+def test_the_command_evaluates_and_compares(tmp_path, sums, capsys):
     for seed in (0, 1):
         tiny.save(tmp_path / f"run-{seed}" / "checkpoint-2", seed=seed)
     one, other = (str(tmp_path / f"run-{seed}" / "checkpoint-2") for seed in (0, 1))
-    flags = ["--tasks", str(sums), "--max_tokens", "5", "--no_chat", "--samples", "2"]
-    main(["eval", one, *flags, "--compare", other])
-    shown = capsys.readouterr().out
-    assert "McNemar" in shown
     folders = [tmp_path / f"run-{seed}" / "evaluations" / "checkpoint-2" for seed in (0, 1)]
-    assert all(len((folder / "sums.jsonl").read_text().splitlines()) == 16 for folder in folders)
-    before = [(folder / "sums.jsonl").stat().st_mtime_ns for folder in folders]
+    flags = ["--tasks", str(sums), "--max_tokens", "5", "--no_chat", "--samples", "2"]
+    main(["eval", other, *flags, "--seed", "5"])
     main(["eval", one, *flags, "--compare", str(folders[1])])
-    assert [(folder / "sums.jsonl").stat().st_mtime_ns for folder in folders] == before
-    (name, results), *rest = read_results(tmp_path / "run-0").items()
-    assert not rest
-    assert name == "checkpoint-2"
-    assert (
-        f"| checkpoint-2 | sums | 8 | avg@2 | {100 * results['tasks']['sums']['metrics']['avg@2'][0]:.1f}"
-        in markdown({name: results})
-    )
-
-
-def test_what_was_decoded_or_scored_in_another_way_is_not_compared(tmp_path, sums):
-    for name in ("one", "other"):
-        tiny.save(tmp_path / name)
-    one, other = (str(tmp_path / name) for name in ("one", "other"))
-    main(["eval", other, "--tasks", str(sums), "--max_tokens", "6", "--no_chat", "--reward", "exact_match"])
-    there = str(tmp_path / "other" / "evaluations" / "final")
-    flags = [one, "--tasks", str(sums), "--max_tokens", "5", "--no_chat", "--compare", there]
-    with pytest.raises(SystemExit, match=r"reward: 'exact_match_reward' there, .*; max_tokens: 6 there, 5 now"):
-        main(["eval", *flags])
-    assert not (tmp_path / "one" / "evaluations").exists()  # nothing was generated for it
-    main(["eval", *flags, "--max_tokens", "6", "--reward", "exact_match", "--seed", "5"])
+    assert "McNemar" in capsys.readouterr().out
+    assert all(len(read_samples(folder / "sums.jsonl")) == 16 for folder in folders)
+    ((name, results),) = read_results(tmp_path / "run-0").items()
+    value = 100 * results["tasks"]["sums"]["metrics"]["avg@2"][0]
+    assert f"| checkpoint-2 | sums | 8 | avg@2 | {value:.1f}" in markdown({name: results})
+    flags = ["eval", "none", "--tasks", str(sums), "--max_tokens", "6", "--reward", "exact_match", "--compare"]
+    with pytest.raises(SystemExit, match=r"samples: 2 there, 1 now; reward: 'accuracy.*; max_tokens: 5 there, 6 now"):
+        main([*flags, str(folders[1])])  # before the model is loaded
+    with pytest.raises(SystemExit, match=r"takes the folder of an evaluation"):
+        main([*flags, one])
 
 
 def test_only_the_model_card_of_a_run_is_written_into(tmp_path, sums, monkeypatch):
@@ -509,7 +388,7 @@ def test_only_the_model_card_of_a_run_is_written_into(tmp_path, sums, monkeypatc
 
 def test_names_do_not_break_the_table_of_the_model_card(tmp_path):
     task = "a|b\n<script>"
-    found = run(Answering(lambda request: "0"), tmp_path)
+    found = run(lambda request: "0", tmp_path)
     found["tasks"] = {task: found["tasks"]["sums"]}
     lines = markdown({"x<!-- y": found}).splitlines()
     assert len(lines) == 5
@@ -517,45 +396,32 @@ def test_names_do_not_break_the_table_of_the_model_card(tmp_path):
 
 
 def test_the_command_looks_for_the_tasks_in_a_training_set(tmp_path, sums, capsys):
-    training = tmp_path / "train.jsonl"
-    training.write_text('{"question": "3+3=", "answer": "6"}\n{"question": "3+4=", "answer": "7"}\n')
-    output = tmp_path / "found"
-    main(["eval", "--tasks", str(sums), "--contamination", str(training), "--output", str(output), "--near", "0.9"])
-    (row,) = [line.split() for line in capsys.readouterr().out.splitlines() if " sums " in line]
-    assert row[1:] == ["sums", "2", "1", "0"]
-    lines = [json.loads(line) for line in (output / "contamination.jsonl").read_text().splitlines()]
-    assert lines == [
-        {"dataset": str(training), "task": "sums", "problem": "3+3=", "training": "3+3=", "similarity": 1.0}
-    ]
-
-
-def test_instructions_that_all_training_problems_share_hide_no_problem(tmp_path, sums, capsys):
+    """Instructions that all training problems share hide none."""
     training = tmp_path / "train.jsonl"
     frame = "Solve the following problem step by step. The last line is the answer.\n\n{}\n\nRemember to box it."
-    rows = [{"question": frame.format(f"{i}+{i}="), "answer": str(2 * i)} for i in range(20)]
+    rows = [{"question": frame.format(f"{i}+{i + i % 2}="), "answer": str(2 * i)} for i in range(20)]
     training.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    main(["eval", "--tasks", str(sums), "--contamination", str(training), "--output", str(tmp_path / "found")])
+    flags = ["--output", str(tmp_path / "found"), "--near", "0.9"]
+    main(["eval", "--tasks", str(sums), "--contamination", str(training), *flags])
+    (row,) = [line.split() for line in capsys.readouterr().out.splitlines() if " sums " in line]
+    assert row[1:] == ["sums", "20", "4", "0"]
     lines = [json.loads(line) for line in (tmp_path / "found" / "contamination.jsonl").read_text().splitlines()]
-    assert ("3+3=", "3+3=", 1.0) in [(line["problem"], line["training"], line["similarity"]) for line in lines]
+    found = {"dataset": str(training), "task": "sums", "problem": "2+2=", "training": "2+2=", "similarity": 1.0}
+    assert len(lines) == 4 and found in lines
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["m"], "No task is given"),
+        (["m"], "Nothing to evaluate"),
         (["--tasks", "gsm8k"], "Nothing to evaluate"),
         (["m", "--tasks", "SUMS", "--samples", "2", "--temperature", "0"], "all the same"),
         (["m", "--tasks", "gsm8k", "--top_p", "2"], r"`top_p` must be in \(0, 1\], got 2.0"),
         (["m", "--tasks", "gsm8k", "--no_chat", "--system_prompt", "x"], "needs a chat"),
         (["/none", "--tasks", "SUMS"], "There is no model folder `/none`"),
-        (
-            ["--server", "http://127.0.0.1:9", "--tasks", "SUMS", "--concurrent", "0"],
-            "at least 1 request at a time",
-        ),
-        (["m", "--tasks", "SUMS", "--limit", "0"], "`limit` must be at least 1, got 0"),
-        (["m", "--tasks", "SUMS", "--limit", "-1"], "`limit` must be at least 1, got -1"),
         (["--server", "localhost:8000", "--tasks", "SUMS"], "base URL.*got 'localhost:8000'"),
         (["m", "--tasks", "SUMS", "--reward", "acuracy"], "Unknown reward function 'acuracy'.*'accuracy'"),
+        (["m", "--tasks", "SUMS", "--reward", "majority"], "judges groups, not completions"),
     ],
 )
 def test_wrong_flags_say_what_to_do(flags, message, sums):

@@ -1,25 +1,21 @@
 """
 Evaluation by servers that fail or change, against servers that do so on command. Locked here:
 
-- the version of a server's weights tells them, and a server of another version is refused;
 - a training's servers hold its weights before they answer;
 - a server that fails leaves its requests to the others.
 """
 
-import json
 from types import SimpleNamespace
 
 import pytest
 
 from fake_vllm import FakeVLLM
-from lze_trl.evaluation.engines import Output, SampleRequest
+from lze_trl.evaluation.engines import Output, SampleRequest, ServerEngine
 from lze_trl.evaluation.policy import engine_of
-from lze_trl.evaluation.servers import ServerEngine
-from lze_trl.evaluation.settings import Decoding, EvaluationError
+from lze_trl.evaluation.settings import Decoding
 from lze_trl.evaluation.tasks import Problem
-from lze_trl.job.cli import main
 from lze_trl.servers import pool as pool_module
-from lze_trl.servers.client import RequestRefusedError, ServerMismatchError, Snapshot
+from lze_trl.servers.client import RequestRefusedError, Snapshot
 from lze_trl.servers.pool import ServerPool
 
 
@@ -65,34 +61,6 @@ def restart(fake):
     fake.faults["/v1/completions"] = [503]
 
 
-def test_the_version_of_the_weights_tells_them(fakes):
-    assert ServerEngine.connect([fakes[0].url]).weights is None  # nobody has given it a name
-    fakes[0].version = "run-1"
-    assert ServerEngine.connect([fakes[0].url]).weights == "fake@run-1"
-    with pytest.raises(EvaluationError, match="different versions of the weights"):
-        ServerEngine.connect([fake.url for fake in fakes])
-
-
-def test_a_server_that_returns_with_other_weights_is_refused(fakes):
-    fakes[0].version = "run-1"
-    engine = ServerEngine.connect([fakes[0].url], recovery_timeout=5.0)
-    restart(fakes[0])
-    with pytest.raises(ServerMismatchError, match=r"came back with \('fake', None\).*instead of \('fake', 'run-1'\)"):
-        answers(engine)
-
-
-def test_the_command_refuses_the_samples_of_another_version(fakes, tmp_path):
-    path = tmp_path / "sums.jsonl"
-    path.write_text('{"question": "0+0=", "answer": "0"}\n')
-    flags = ["eval", "--server", fakes[0].url, "--tasks", str(path), "--no_chat", "--max_tokens", "4"]
-    fakes[0].max_model_len = 500
-    fakes[0].version = "run-1"
-    main([*flags, "--output", str(tmp_path / "named")])
-    fakes[0].version = "run-2"
-    with pytest.raises(SystemExit, match="weights: 'fake@run-1' there, 'fake@run-2' now"):
-        main([*flags, "--output", str(tmp_path / "named")])
-
-
 def test_a_server_that_fails_leaves_its_requests_to_the_others(fakes):
     engine = ServerEngine.connect([fake.url for fake in fakes], recovery_timeout=0.2)
     fakes[0].stop()
@@ -119,14 +87,6 @@ def test_answers_are_not_believed(fakes, caplog, fault):
     fakes[0].faults["/v1/completions"] = [fault]
     assert set(answers(engine).values()) == {Output("#### 0", 3, False)}
     assert "sent a damaged answer" in caplog.text
-
-
-@pytest.mark.parametrize("path", ["/v1/models", "/weight_info"])
-def test_what_a_server_says_of_itself_is_not_believed(fakes, path):
-    content = {"data": [{"id": "fake", "max_model_len": "32"}], "weight_version": ["run"]}
-    fakes[0].faults[path] = [json.dumps(content).encode()] * 20
-    with pytest.raises(ConnectionError, match=rf"{path} sent a damaged answer: "):
-        ServerEngine.connect([fakes[0].url], recovery_timeout=0.2)
 
 
 def test_a_prompt_that_is_too_long_counts_as_truncated(fakes):

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 import tiny
 from launches import by_accelerate, on_two_cpus, run_to_end
 from lze_trl.app.views import overview
-from lze_trl.evaluation.samples import SampleFile
+from lze_trl.evaluation.run import read_samples
 from lze_trl.job.cli import main
 from lze_trl.job.recipe import RecipeError, parse_recipe
 from lze_trl.job.train import make_evaluation, run
@@ -55,7 +55,7 @@ def test_a_recipe_that_votes_its_own_way_is_evaluated_by_accuracy(job):
 
 
 def samples(folder: Path):
-    return SampleFile(folder / "sums.jsonl").read()
+    return read_samples(folder / "sums.jsonl")
 
 
 def test_training_goes_on_as_without_and_finds_what_the_command_finds(job, tmp_path):
@@ -70,28 +70,9 @@ def test_training_goes_on_as_without_and_finds_what_the_command_finds(job, tmp_p
     logged = {logs["step"]: logs["tasks/sums/avg@3"] for logs in log if "tasks/sums/avg@3" in logs}
     assert logged == {int(name[-6:]): found[name]["tasks"]["sums"]["metrics"]["avg@3"][0] for name in found}
     assert len(set(logged.values())) > 1  # of shares of even lengths, so the policy has moved
-    flags = [
-        "--tasks",
-        str(tmp_path / "sums.jsonl"),
-        "--no_chat",
-        "--prompt_suffix",
-        "",
-        "--max_tokens",
-        "5",
-        "--seed",
-        "7",
-    ]
-    main(
-        [
-            "eval",
-            str(tmp_path / "run" / "checkpoint-2"),
-            *flags,
-            "--samples",
-            "3",
-            "--reward",
-            "tiny.even_length_reward",
-        ]
-    )
+    flags = ["--tasks", str(tmp_path / "sums.jsonl"), "--no_chat", "--prompt_suffix", "", "--max_tokens", "5"]
+    flags += ["--seed", "7", "--samples", "3", "--reward", "tiny.even_length_reward"]
+    main(["eval", str(tmp_path / "run" / "checkpoint-2"), *flags])
     assert samples(tmp_path / "run" / "evaluations" / "checkpoint-2") == samples(
         tmp_path / "run" / "evaluations" / "step-000002"
     )

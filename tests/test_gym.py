@@ -7,8 +7,6 @@ import pytest
 
 pytest.importorskip("reasoning_gym")
 
-import tiny
-from lze_trl import LZEGRPOTrainer
 from lze_trl.data import DataError, load_prompts
 from lze_trl.data.gym import load_gym
 from lze_trl.evaluation.run import score
@@ -45,15 +43,8 @@ def test_a_recorded_entry_scores_as_the_packages_own(task):
 def test_the_answer_may_be_tagged_or_boxed_or_all():
     (row,) = load_prompts("reasoning_gym:chain_sum?size=1&min_terms=2&max_terms=2")
     gold, entry = row["solution"], row["reasoning_gym"]
-    texts = [
-        gold,
-        f" {gold}\n",
-        f"so <answer>{gold}</answer>.",
-        rf"is \boxed{{{gold}}}",
-        "<answer>1</answer>",
-        "no",
-        "",
-    ]
+    boxed, tagged = rf"is \boxed{{{gold}}}", f"so <answer>{gold}</answer>."
+    texts = [gold, f" {gold}\n", tagged, boxed, "<answer>1</answer>", "no", ""]
     assert reasoning_gym_reward(texts, [entry] * 7) == [1, 1, 1, 1, 0, 0, 0]
     chat = [[{"role": "assistant", "content": gold}]]
     assert get_reward("reasoning_gym")(chat, reasoning_gym=[entry]) == [1.0]
@@ -73,9 +64,8 @@ def test_problems_are_those_of_the_seed_and_the_fields():
     ("reference", "told"),
     [
         ("reasoning_gym:chain_sun", r"no task 'chain_sun'. Did you mean 'chain_sum'\? Known are ab, "),
-        ("reasoning_gym:chain_sum?min_term=3", r"no field 'min_term'. Did you mean 'min_terms'\? Known are .*'size'"),
-        ("reasoning_gym:chain_sum?size=0", "AssertionError: "),
-        ("reasoning_gym:chain_sum?min_terms=many", "TypeError: "),
+        ("reasoning_gym:chain_sum?min_term=3", "unexpected keyword argument 'min_term'"),
+        ("reasoning_gym:chain_sum?size=0", "chain_sum.size=0`: "),
         ("reasoning_gym:n_queens", "runs answers of the model as Python code"),
     ],
 )
@@ -89,9 +79,8 @@ def test_no_verifier_runs_an_answer(tmp_path):
     attack = f"__import__('pathlib').Path({str(mark)!r}).touch()"
     for task in allowed():
         recorded = load_gym(f"reasoning_gym:{task}?size=1")
-        scores = reasoning_gym_reward(
-            [attack, f"[{attack}]", f"<answer>{attack}</answer>"], [*recorded["reasoning_gym"]] * 3
-        )
+        texts = [attack, f"[{attack}]", f"<answer>{attack}</answer>"]
+        scores = reasoning_gym_reward(texts, [*recorded["reasoning_gym"]] * 3)
         assert all(0.0 <= value <= 1.0 for value in scores), task
         assert not mark.exists(), task
 
@@ -111,22 +100,3 @@ def test_an_evaluation_scores_by_the_verifier(capsys):
         assert score(accuracy_reward, problem, "<answer>none</answer>")[0] < 1.0
     main(["data", "reasoning_gym:chain_sum?size=20"])
     assert "20" in capsys.readouterr().out
-
-
-def test_a_run_trains_on_them(tmp_path):
-    data = load_prompts("reasoning_gym:chain_sum?size=8", conversational=False)
-    rewards = []
-
-    def length(completions, reasoning_gym, **kwargs):
-        rewards.extend(reasoning_gym_reward(completions, reasoning_gym))
-        return [float(len(text) % 2) for text in completions]
-
-    trainer = LZEGRPOTrainer(
-        model=tiny.save(tmp_path / "model"),
-        reward_funcs=[reasoning_gym_reward, length],
-        args=tiny.config(tmp_path),
-        train_dataset=data,
-    )
-    trainer.train()
-    assert len(rewards) == 36 and set(rewards) <= {0.0, 1.0}
-    assert trainer.reward_func_names[0] == "reasoning_gym_reward"

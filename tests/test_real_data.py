@@ -8,7 +8,7 @@ import datasets
 import pytest
 from datasets import Dataset
 
-from lze_trl.data import load_mixture, load_prompts
+from lze_trl.data import load_prompts
 from lze_trl.data.audit import audit
 from lze_trl.rewards import accuracy_reward
 
@@ -34,8 +34,6 @@ FILES = {
     "serl_seeds/seeds_500.jsonl": (500, 0, 0, 0),
 }
 
-# SymPy takes some 10 ms to compare two answers: of the pairs that must differ, only so many are compared
-
 pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason=f"the data folder {DATA} is not there")
 
 
@@ -44,11 +42,8 @@ def own_cache(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
-@pytest.fixture(params=FILES)
+@pytest.fixture(params=[name for name in FILES if (DATA / name).is_file()])
 def file(request):
-    path = DATA / request.param
-    if not path.is_file():
-        pytest.skip(f"{path} is not there")
     return request.param
 
 
@@ -106,12 +101,6 @@ def value(gold):
 
 
 @pytest.mark.slow
-def test_every_gold_answer_of_every_file_equals_itself(golds):
-    assert len(golds) > 4000
-    assert wrongly_scored(golds, golds, 1.0) == []
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("step", [1, 997])
 def test_golds_of_other_problems_do_not_match(golds, step):
     # Neighbours in the alphabet are alike, and those further away are not
@@ -134,38 +123,6 @@ def test_golds_with_a_digit_changed_do_not_match(golds):
 
 def test_worked_solutions_give_the_answers_that_math_publishes():
     path = DATA / "math_500" / "test.jsonl"
-    if not path.is_file():
-        pytest.skip(f"{path} is not there")
     published = load_prompts(str(path))
     read = load_prompts(str(path), answer_column="solution")
     assert read["solution"] == published["solution"]
-    assert published["reference_solution"] == load_prompts(str(path))["reference_solution"]
-
-
-def test_columns_that_carry_meaning_survive():
-    paths = [str(DATA / name) for name in ("gsm8k/test.jsonl", "math_500/test.jsonl", "dapo_math/train.parquet")]
-    if not all(Path(path).is_file() for path in paths):
-        pytest.skip(f"{DATA} is not complete")
-    dataset = load_mixture(paths, limit=2, system_prompt="Think.", prompt_suffix="\nBox the answer.")
-    assert dataset["source"][::2] == ["gsm8k/test.jsonl", "math_500/test.jsonl", "dapo_math/train.parquet"]
-    assert dataset["level"] == [None, None, "2", "5", None, None]
-    assert dataset["subject"][2:4] == ["Precalculus", "Intermediate Algebra"]
-    assert dataset["data_source"][4] == "dapo_math"
-    assert dataset["reference_solution"][0].endswith("#### 18")
-    for prompt in dataset["prompt"]:
-        assert [message["role"] for message in prompt] == ["system", "user"]
-        assert prompt[1]["content"].endswith("\nBox the answer.")
-
-
-def test_joining_gives_the_problems_that_asdiv_was_published_with(tmp_path):
-    path = DATA / "asdiv" / "test.jsonl"
-    if not path.is_file():
-        pytest.skip(f"{path} is not there")
-    published = load_prompts(str(path))
-    apart = Dataset.from_json(str(path)).map(lambda row: {"question": row["question"].removeprefix(row["body"])})
-    apart.to_json(tmp_path / "apart.jsonl")
-    joined = load_prompts(str(tmp_path / "apart.jsonl"))
-    words = [[" ".join(messages[0]["content"].split()) for messages in data["prompt"]] for data in (joined, published)]
-    differing = [pair for pair in zip(*words, strict=True) if pair[0] != pair[1]]
-    assert differing == []
-    assert joined["solution"] == published["solution"]

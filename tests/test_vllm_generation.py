@@ -30,14 +30,12 @@ def fake():
 
 @pytest.fixture
 def connect(fake, accelerator, tmp_path):
-    def make(model=None, **settings):
-        defaults = {
-            "vllm_server_timeout": 5.0,
-        }
+    def make(**settings):
         own = {"sync_tolerance": 100.0, "sync_dir": str(tmp_path / "sync")} | settings.pop("vllm_server_kwargs", {})
-        defaults["vllm_server_kwargs"] = own
-        settings = http_settings([fake.url], **(defaults | {"max_completion_length": 5} | settings))
-        return HTTPGeneration(model or tiny.model(), accelerator, tiny.tokenizer(), settings)
+        defaults = {"vllm_server_timeout": 5.0, "vllm_server_kwargs": own, "max_completion_length": 5}
+        return HTTPGeneration(
+            tiny.model(), accelerator, tiny.tokenizer(), http_settings([fake.url], **defaults | settings)
+        )
 
     return make
 
@@ -55,29 +53,17 @@ def test_rows_come_back_in_their_order(connect, fake):
 
 
 def test_settings_reach_the_server(connect, fake):
-    generation = connect(
-        temperature=0.7,
-        top_p=0.9,
-        top_k=11,
-        min_p=0.1,
-        repetition_penalty=1.2,
-        vllm_structured_outputs_regex="[0-9]+",
-        generation_kwargs={"stop": ["="], "top_k": 12},
-    )
+    settings = {"temperature": 0.7, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.2}
+    own = {"stop": ["="], "top_k": 12}
+    generation = connect(**settings, top_k=11, vllm_structured_outputs_regex="[0-9]+", generation_kwargs=own)
     generation.sync_weights()
     generation.generate_groups([[5, 6]], [2])
-    assert fake.bodies[-1] == {
+    assert fake.bodies[-1] == settings | own | {
         "model": "fake",
         "prompt": [5, 6],
         "n": 2,
-        "temperature": 0.7,
-        "top_p": 0.9,
-        "top_k": 12,
-        "min_p": 0.1,
-        "repetition_penalty": 1.2,
         "max_tokens": 5,
         "structured_outputs": {"regex": "[0-9]+"},
-        "stop": ["="],
         "logprobs": 0,
         "return_token_ids": True,
         "seed": fake.bodies[-1]["seed"],
@@ -102,55 +88,32 @@ def test_every_group_has_a_seed_of_its_own(connect, fake):
     assert all(0 <= seed < 2**63 for batch in first for seed in batch.values())
 
 
-@pytest.mark.parametrize("name", ["n", "logprobs", "stream", "return_token_ids"])
-def test_settings_of_the_trainer_are_reserved(connect, name):
-    with pytest.raises(ValueError, match=f"`generation_kwargs` must not hold .*{name}"):
-        connect(generation_kwargs={name: 2})
-
-
-@pytest.mark.parametrize("rows", [[[5], [5], [6]], [[5], [5], [6], [7]]])
-def test_broken_groups_are_refused(connect, rows):
+def test_what_cannot_be_generated_is_refused(connect, fake, monkeypatch):
+    with pytest.raises(ValueError, match=r"`generation_kwargs` must not hold .*logprobs"):
+        connect(generation_kwargs={"logprobs": 2})
     generation = connect()
     generation.sync_weights()
     with pytest.raises(ValueError, match=r"`num_generations=2` times in a row"):
-        generation.generate(rows, None, num_generations=2)
-
-
-def test_images_are_refused(connect):
+        generation.generate([[5], [5], [6], [7]], None, num_generations=2)
     with pytest.raises(ValueError, match="Images are not supported"):
-        connect().generate([[5]], [["an image"]], num_generations=1)
-
-
-def test_the_default_tolerance_is_checked(connect):
-    with pytest.raises(ServerMismatchError, match=r"`sync_tolerance` is 0\.001"):
-        connect(vllm_server_kwargs={"sync_tolerance": None}).sync_weights()
-
-
-def test_a_type_without_a_default_tolerance_is_told(connect):
-    with pytest.raises(ValueError, match=r"`sync_tolerance` of `vllm_server_kwargs` has no default for \['float64'\]"):
-        connect(tiny.model().double(), vllm_server_kwargs={"sync_tolerance": None}).sync_weights()
-
-
-def test_the_servers_words_reach_the_user(connect, fake):
-    generation = connect()
-    generation.sync_weights()
+        generation.generate([[5]], [["an image"]], num_generations=1)
     fake.faults["/v1/completions"] = [400]
     with pytest.raises(RequestRefusedError, match="fault 400 on command"):
         generation.generate([[5]], None, num_generations=1)
-
-
-def test_a_server_elsewhere_needs_a_shared_directory(connect, monkeypatch):
     monkeypatch.setattr(sync, "_THIS_HOST", ())
     with pytest.raises(ValueError, match=r"`sync_dir` of `vllm_server_kwargs` is required.*not on this host"):
         connect(vllm_server_kwargs={"sync_dir": None})
 
 
-def test_a_full_disk_stops_the_sync(connect, monkeypatch):
+def test_a_sync_that_fails_stops_the_run(connect, monkeypatch):
+    with pytest.raises(ServerMismatchError, match=r"`sync_tolerance` is 0\.001"):
+        connect(vllm_server_kwargs={"sync_tolerance": None}).sync_weights()
+
     def full(*args, **kwargs):
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
     monkeypatch.setattr(weights, "save_file", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(SafetensorError, match="No space left"):
         connect().sync_weights()
 
 

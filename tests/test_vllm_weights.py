@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 import tiny
 from benchmarks.sync_memory import measure
@@ -54,56 +54,34 @@ SMALL = {
 }
 
 
-def small_llama():
-    return AutoModelForCausalLM.from_config(LlamaConfig(**SMALL))
-
-
 def small_moe():
     experts = {"moe_intermediate_size": 8, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
     return AutoModelForCausalLM.from_config(Qwen3MoeConfig(**SMALL, **experts))
 
 
-@pytest.mark.parametrize("make", [tiny.model, small_llama, small_moe])
-def test_writes_what_save_pretrained_writes(make, accelerator, tmp_path):
-    model = make()
-    size = export_weights(model, accelerator, tmp_path / "new")
-    tensors = exported(tmp_path / "new")
-    assert size == sum(tensor.nbytes for tensor in tensors.values())
-    assert_equal(tensors, saved(model, tmp_path / "saved"))
+@pytest.mark.parametrize("make", [tiny.model, small_moe])
+def test_writes_what_save_pretrained_writes_in_bounded_shards(make, accelerator, tmp_path):
+    make().save_pretrained(tmp_path / "saved")
+    expected, limit = load_file(tmp_path / "saved" / "model.safetensors"), 5000
+    for name, model in (("made", make()), ("loaded", AutoModelForCausalLM.from_pretrained(tmp_path / "saved"))):
+        size = export_weights(model, accelerator, tmp_path / name, max_shard_bytes=limit)
+        tensors = exported(tmp_path / name)
+        assert size == sum(tensor.nbytes for tensor in tensors.values())
+        assert tensors.keys() == expected.keys()
+        shards = [load_file(shard) for shard in (tmp_path / name).glob("*.safetensors")]
+        assert len(shards) > 3
+        assert all(len(shard) == 1 or sum(tensor.nbytes for tensor in shard.values()) <= limit for shard in shards)
+    assert_equal(exported(tmp_path / "loaded"), expected)
 
 
-def test_names_of_a_model_loaded_from_disk(accelerator, tmp_path):
-    small_moe().save_pretrained(tmp_path / "saved")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
-    export_weights(model, accelerator, tmp_path / "new")
-    assert_equal(exported(tmp_path / "new"), load_file(tmp_path / "saved" / "model.safetensors"))
-
-
-def test_tied_weights_are_written_under_both_names(accelerator, tmp_path):
+def test_tied_weights_are_written_under_both_names_and_load(accelerator, tmp_path):
     model = tiny.model(tied=True)
     export_weights(model, accelerator, tmp_path / "new")
     tensors = exported(tmp_path / "new")
     torch.testing.assert_close(tensors["lm_head.weight"], tensors["model.embed_tokens.weight"], rtol=0, atol=0)
     assert tensors.keys() == saved(model, tmp_path / "saved").keys() | {"lm_head.weight"}
-
-
-def test_loads_with_transformers(accelerator, tmp_path):
-    model = tiny.model(tied=True)
-    export_weights(model, accelerator, tmp_path / "new")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "new")
     assert_equal(dict(again.state_dict()), dict(model.state_dict()))
-
-
-def test_shards_are_bounded(accelerator, tmp_path):
-    model = tiny.model(layers=3)
-    limit = 5000
-    export_weights(model, accelerator, tmp_path / "new", max_shard_bytes=limit)
-    shards = sorted((tmp_path / "new").glob("*.safetensors"))
-    assert len(shards) > 3
-    for shard in shards:
-        tensors = load_file(shard)
-        assert len(tensors) == 1 or sum(tensor.nbytes for tensor in tensors.values()) <= limit
-    assert_equal(exported(tmp_path / "new"), saved(model, tmp_path / "saved"))
 
 
 def test_casts_to_the_type_of_the_server(accelerator, tmp_path):
@@ -124,11 +102,8 @@ def adapted(seed=0, tied=False, **kwargs):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"target_modules": ["q_proj", "down_proj"]},
-        {"target_modules": "all-linear"},
-        {"target_modules": ["q_proj"], "use_rslora": True},
-        {"target_modules": ["q_proj", "embed_tokens"]},
-        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+        {"target_modules": "all-linear", "use_rslora": True},
+        {"target_modules": ["q_proj", "embed_tokens"], "modules_to_save": ["lm_head"]},
     ],
 )
 def test_lora_is_merged_and_training_weights_are_untouched(settings, accelerator, tmp_path):
@@ -149,32 +124,23 @@ def test_lora_is_merged_and_training_weights_are_untouched(settings, accelerator
 def test_inactive_adapters_stay_out(accelerator, tmp_path):
     model = adapted(target_modules=["q_proj"])
     export_weights(model, accelerator, tmp_path / "one")
-    model.add_adapter("reference", LoraConfig(r=2, init_lora_weights=False, target_modules=["q_proj", "k_proj"]))
+    others = {"target_modules": ["q_proj", "k_proj"], "modules_to_save": ["lm_head"]}
+    model.add_adapter("reference", LoraConfig(r=2, init_lora_weights=False, **others))
     model.set_adapter("default")
     export_weights(model, accelerator, tmp_path / "two")
     assert_equal(exported(tmp_path / "one"), exported(tmp_path / "two"))
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"target_modules": ["q_proj"], "use_dora": True}, "variant of .*q_proj.*without DoRA"),
-        ({"target_modules": ["q_proj"], "lora_bias": True}, "without DoRA or bias"),
-        ({"target_modules": ["q_proj"], "trainable_token_indices": [1, 2]}, "TrainableTokens"),
-    ],
-)
-def test_other_adapters_are_refused(settings, message, accelerator, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        export_weights(adapted(**settings), accelerator, tmp_path / "new")
+@pytest.mark.parametrize("settings", [{"use_dora": True}, {"lora_bias": True}, {"trainable_token_indices": [1, 2]}])
+def test_other_adapters_are_refused(settings, accelerator, tmp_path):
+    with pytest.raises(ValueError, match=r"adapter of '.*' \(.*\) cannot be merged.*without DoRA, bias"):
+        export_weights(adapted(target_modules=["q_proj"], **settings), accelerator, tmp_path / "new")
+    assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("raised", "error"),
-    [(SafetensorError("I/O error: No space left on device"), OSError), (MemoryError("no memory"), MemoryError)],
-)
-def test_a_failed_export_ends_the_gathers_and_leaves_nothing(raised, error, accelerator, tmp_path, monkeypatch):
+def test_a_failed_export_ends_the_gathers_and_leaves_nothing(accelerator, tmp_path, monkeypatch):
     def fail(*args, **kwargs):
-        raise raised
+        raise SafetensorError("I/O error: No space left on device")
 
     def gathers(*args):
         for name, tensor in full_tensors(*args):
@@ -185,7 +151,7 @@ def test_a_failed_export_ends_the_gathers_and_leaves_nothing(raised, error, acce
     monkeypatch.setattr(weights, "_full_tensors", gathers)
     monkeypatch.setattr(weights, "save_file", fail)
     model = tiny.model()
-    with pytest.raises(error, match=r"no memory|No space left"):
+    with pytest.raises(SafetensorError, match="No space left"):
         export_weights(model, accelerator, tmp_path / "new", max_shard_bytes=1)
     # Other processes wait in each of them
     assert gathered == [name for name, _ in model.named_parameters()]

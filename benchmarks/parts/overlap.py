@@ -39,7 +39,7 @@ def _resident() -> float:
 
 def _size(count: int, repetitions: int) -> dict[str, Any]:
     rng = np.random.default_rng(count)
-    index = OverlapIndex(tokens=str.split)
+    index = OverlapIndex()
     before = _resident()
     for begin in range(0, count, 10_000):
         index.add(problems(min(10_000, count - begin), rng))

@@ -4,12 +4,5 @@ from .prompts import PromptStyle, load_mixture, load_prompts
 from .sources import DataError, HubUnreachableError, Reference, parse_reference
 
 
-__all__ = [
-    "DataError",
-    "HubUnreachableError",
-    "PromptStyle",
-    "Reference",
-    "load_mixture",
-    "load_prompts",
-    "parse_reference",
-]
+__all__ = ["DataError", "HubUnreachableError", "PromptStyle", "Reference"]
+__all__ += ["load_mixture", "load_prompts", "parse_reference"]

@@ -4,6 +4,7 @@ import io
 import re
 from collections import Counter, defaultdict
 from collections.abc import Set
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,14 +44,10 @@ class Audit:
     """What one dataset holds."""
 
     source: str
-    description: str
-    """What was read from which column."""
-    counts: dict[str, int]
-    """Numbers of rows, by the keys of `COUNTS`."""
-    examples: dict[str, list[str]]
-    """A few gold answers of each of the kinds in `_EXAMPLES`."""
-    prompt_characters: list[int]
-    """Shortest, median, 95th percentile and longest prompt."""
+    description: str  # what was read from which column
+    counts: dict[str, int]  # numbers of rows, by the keys of `COUNTS`
+    examples: dict[str, list[str]]  # a few gold answers of each of the kinds in `_EXAMPLES`
+    prompt_characters: list[int]  # shortest, median, 95th percentile and longest prompt
 
 
 def audit(references: list[str], **kwargs) -> list[Audit]:
@@ -92,18 +89,15 @@ def audit_prompts(dataset: Dataset, seen: Set[int] = frozenset()) -> Audit:
 
 def _verdicts(gold: str) -> list[str]:
     """How a gold answer is read, and "unequal" if it is read but does not equal itself."""
-    try:
+    found = ["unread"]
+    with suppress(GradingTimeout):
         answer = read_gold(gold)
-        if answer is None:
-            return ["unread"]
-        kind = "value" if answer.expressions and not _is_wordy(gold, answer) else "text"
-    except GradingTimeout:
-        return ["unread"]
-    try:
-        boxed = read_answer(f"The result is $\\boxed{{{gold}}}$.")
-        return [kind] if boxed is not None and equal(answer, boxed) else [kind, "unequal"]
-    except GradingTimeout:
-        return [kind, "unequal"]
+        if answer is not None:
+            kind = "value" if answer.expressions and not _is_wordy(gold, answer) else "text"
+            found = [kind, "unequal"]
+            boxed = read_answer(f"The result is $\\boxed{{{gold}}}$.")
+            found = [kind] if boxed is not None and equal(answer, boxed) else found
+    return found
 
 
 def _is_wordy(gold: str, answer: Answer) -> bool:
@@ -113,10 +107,9 @@ def _is_wordy(gold: str, answer: Answer) -> bool:
 
 def render(entries: list[Audit]) -> str:
     """A plain-text table, what was read from which column, and gold answers that cannot be scored."""
-    legend = [f"{name:<9}  {meaning}" for name, meaning in COUNTS.items() if meaning]
-    legend.append("prompt     characters of the shortest, the median, the 95th percentile and the longest prompt")
+    legend = COUNTS | {"prompt": "characters of the shortest, the median, the 95th percentile and the longest prompt"}
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), caption_justify="left")
-    table.caption = "\n".join(legend)
+    table.caption = "\n".join(f"{name:<9}  {meaning}" for name, meaning in legend.items() if meaning)
     table.add_column("dataset", overflow="fold")
     for title in (*COUNTS, "prompt"):
         table.add_column(title, justify="right", no_wrap=True)

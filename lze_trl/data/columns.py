@@ -1,7 +1,6 @@
 """Which columns of a dataset hold the problem, what it refers to, its options and the gold answer."""
 
 import re
-from collections import Counter
 from collections.abc import Mapping
 from itertools import islice
 from string import ascii_uppercase
@@ -16,12 +15,7 @@ from .sources import DataError
 KNOWN = {
     "prompt_column": ("prompt", "problem", "question"),
     "answer_column": (
-        "answer",
-        "ground_truth",
-        "reward_model.ground_truth",
-        "expected_answer",
-        "final_answer",
-        "solution",
+        *("answer", "ground_truth", "reward_model.ground_truth", "expected_answer", "final_answer", "solution"),
     ),
     "option_column": ("options", "choices", "answer_choices"),
     "context_columns": ("context", "passage", "article", "table_title", "table", "body"),
@@ -47,11 +41,9 @@ class Columns:
         self.options: str | None = self._find("option_column", given, needed=False)
         further = (*_CHOICE,) if self.options else ()
         self.answer: str | None = self._find("answer_column", given, further, needed=not unlabelled)
-        contexts = given["context_columns"]
-        if contexts is None:
-            self.contexts = [found for name in KNOWN["context_columns"] if (found := self._named(name))]
-        else:
-            self.contexts = [self._check(name, "context_columns") for name in contexts]
+        known = [found for name in KNOWN["context_columns"] if (found := self._named(name))]
+        wanted = given["context_columns"]
+        self.contexts = known if wanted is None else [self._check(name, "context_columns") for name in wanted]
         texts = [self._answer_text(row) for row in self._first]
         # Worked solutions, if most of them box or mark an answer; then one without a box holds none
         self._worked = 2 * sum(_final(text) is not None for text in texts) >= len(texts)
@@ -86,7 +78,7 @@ class Columns:
             final = re.sub(r"(?<=\d)\s+\([A-Za-z][^()]*\)$", "", final)  # ASDiv writes "9 (apples)"
         worked = text if text != final else at(row, "solution") if self.answer != "solution" else None
         if final is not None and (texts := self._texts(row)):
-            place = _READINGS[self._reading](final, self._labels(row), texts)
+            place = _place(self._reading, final, self._labels(row), texts)
             final = None if place is None else ascii_uppercase[place]
         return final, worked if isinstance(worked, str) else None
 
@@ -99,26 +91,18 @@ class Columns:
         try:
             return gold_text(value)
         except TypeError as error:
-            raise DataError(
-                f"{self.source!r}, column {self.answer!r}: {error} {self._advice('answer_column')}"
-            ) from error
+            raise DataError(f"{self.source!r}, column {self.answer!r}: {error} {advice('answer_column')}") from error
 
     def _texts(self, row: dict[str, Any]) -> list[str]:
-        """Texts of the options of a row, without letters of their own."""
+        """Texts of the options of a row."""
         value = at(row, self.options) if self.options else None
         value = value.get("text", []) if isinstance(value, dict) else value or []
         if isinstance(value, str) or len(value) > len(ascii_uppercase):
             raise DataError(
                 f"{self.source!r}, column {self.options!r}: options must be a list of at most {len(ascii_uppercase)} texts, got "
-                f"{str(value)[:80]!r}. {self._advice('option_column')}"
+                f"{str(value)[:80]!r}. {advice('option_column')}"
             )
-        texts = [str(option["text"] if isinstance(option, dict) else option) for option in value]
-        lettered = [re.fullmatch(r"\(?([A-Z])\s*[).:]\s*(.+)", text, re.DOTALL) for text in texts]
-        if texts and all(
-            match and match[1] == letter for match, letter in zip(lettered, ascii_uppercase, strict=False)
-        ):
-            return [match[2] for match in lettered if match]
-        return texts
+        return [str(option["text"] if isinstance(option, dict) else option) for option in value]
 
     def _labels(self, row: dict[str, Any]) -> list[str]:
         value = at(row, self.options) if self.options else None
@@ -129,16 +113,19 @@ class Columns:
         """How gold answers name the right option: by its label, its text or its number, whichever fits most of the first rows."""
         if not self.options:
             return "label"
-        found: Counter[str] = Counter()
         golds = [(gold, row) for row in self._first if (gold := self._answer_text(row)) and self._texts(row)]
-        for gold, row in golds:
-            for name, reading in _READINGS.items():
-                found[name] += reading(_final(gold) or gold, self._labels(row), self._texts(row)) is not None
-        best = max(_READINGS, key=lambda name: found[name])
+        found = {
+            name: sum(
+                _place(name, _final(gold) or gold, self._labels(row), self._texts(row)) is not None
+                for gold, row in golds
+            )
+            for name in ("label", "text", "number")
+        }
+        best = max(found, key=lambda name: found[name])
         if 2 * found[best] < len(golds):
             raise DataError(
                 f"{self.source!r} lists options in {self.options!r}, and most gold answers in {self.answer!r} name none of them, "
-                f"such as {golds[0][0]!r} for {self._texts(golds[0][1])}. {self._advice('answer_column')}"
+                f"such as {golds[0][0]!r} for {self._texts(golds[0][1])}. {advice('answer_column')}"
             )
         return best
 
@@ -151,7 +138,7 @@ class Columns:
             what = {"prompt_column": "problem", "answer_column": "gold answer"}[setting]
             raise DataError(
                 f"{self.source!r} has no column for the {what}: wanted one of {', '.join(names)}, found {sorted(self._first[0])}. "
-                f"{self._advice(setting)}"
+                f"{advice(setting)}"
             )
         return found
 
@@ -163,11 +150,13 @@ class Columns:
     def _check(self, name: str, setting: str) -> str:
         if (found := self._named(name)) is None:
             columns = sorted(self._first[0])
-            raise DataError(f"{self.source!r} has no column {name!r}, found {columns}. {self._advice(setting)}")
+            raise DataError(f"{self.source!r} has no column {name!r}, found {columns}. {advice(setting)}")
         return found
 
-    def _advice(self, setting: str) -> str:
-        return f"Name the column with `{setting}` (in a recipe, `dataset_{setting}`)."
+
+def advice(setting: str) -> str:
+    """What to do about a column that is not recognised."""
+    return f"Name the column with `{setting}` (in a recipe, `dataset_{setting}`)."
 
 
 def at(row: Mapping[str, Any], name: str) -> Any:
@@ -183,17 +172,9 @@ def _final(text: str | None) -> str | None:
     return None if text is None else last_boxed(text) or marked_answer(text)
 
 
-def _by_label(gold: str, labels: list[str], texts: list[str]) -> int | None:
-    name = gold.strip("(). ").upper()
-    return labels.index(name) if name in labels else None
-
-
-def _by_text(gold: str, labels: list[str], texts: list[str]) -> int | None:
-    return texts.index(gold) if texts.count(gold) == 1 else None
-
-
-def _by_number(gold: str, labels: list[str], texts: list[str]) -> int | None:
-    return int(gold) if gold.isdecimal() and int(gold) < len(texts) else None
-
-
-_READINGS = {"label": _by_label, "text": _by_text, "number": _by_number}
+def _place(reading: str, gold: str, labels: list[str], texts: list[str]) -> int | None:
+    """Which option a gold answer names, by its label, its text or its number."""
+    if reading == "number":
+        return int(gold) if gold.isdecimal() and int(gold) < len(texts) else None
+    name, names = (gold.strip("(). ").upper(), labels) if reading == "label" else (gold, texts)
+    return names.index(name) if names.count(name) == 1 else None

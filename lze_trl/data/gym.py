@@ -7,12 +7,10 @@ from urllib.parse import parse_qsl
 import yaml
 from datasets import Dataset
 
-from ..names import near
 from ..rewards.gym import COLUMN, refuse_task, tasks
-from .sources import DataError
+from .sources import GYM, DataError
 
 
-PREFIX = "reasoning_gym:"
 _DEFAULTS = {"size": 1000, "seed": 0}
 
 
@@ -27,25 +25,15 @@ def load_gym(reference: str) -> Dataset:
     Raises:
         DataError: The package, the task or a field is not there, or a value is wrong.
     """
-    task, _, query = reference.removeprefix(PREFIX).partition("?")
+    task, _, query = reference.removeprefix(GYM).partition("?")
+    given: dict[str, Any] = _DEFAULTS | {name: yaml.safe_load(value) for name, value in parse_qsl(query)}
     try:
         found = tasks()
         refuse_task(task)
-    except (ImportError, ValueError) as error:
-        raise DataError(str(error)) from error
-    dataset, config = found[task]
-    fields = vars(config())
-    given: dict[str, Any] = {name: yaml.safe_load(value) for name, value in parse_qsl(query)}
-    for name in given:
-        if name not in {*fields, *_DEFAULTS}:
-            raise DataError(
-                f"`{reference}`: {task!r} has no field {name!r}.{near(name, fields)} Known are {sorted({*fields, *_DEFAULTS})}."
-            )
-    try:
-        entries = list(dataset(config(**_DEFAULTS | given)))
-    except (AssertionError, TypeError, ValueError) as error:
-        raise DataError(f"`{reference}`: {type(error).__name__}: {error or 'a value is out of range'}.") from error
-    return Dataset.from_list([_row(task, entry) for entry in entries])
+        dataset, config = found[task]
+        return Dataset.from_list([_row(task, entry) for entry in dataset(config(**given))])
+    except (AssertionError, ImportError, TypeError, ValueError) as error:
+        raise DataError(f"`{reference}`: {error or 'a value is out of range'}") from error
 
 
 def _row(task: str, entry: dict[str, Any]) -> dict[str, str | None]:

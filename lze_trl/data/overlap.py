@@ -6,7 +6,7 @@ each token, which takes about 200 bytes a problem.
 """
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -28,25 +28,19 @@ def math_tokens(text: str) -> list[str]:
 
 
 class Nearest(NamedTuple):
-    """For each of n texts, the most similar one of an index."""
+    """For each of n texts, the most similar one of an index; shapes `(n,)`."""
 
-    similarity: np.ndarray
-    """ROUGE-L F1, float64 of shape `(n,)`; 0 where all are below the cut-off."""
-    place: np.ndarray
-    """Which text of the index that is, int64 of shape `(n,)`; −1 where all are below the cut-off."""
+    similarity: np.ndarray  # ROUGE-L F1, 0 where all are below the cut-off
+    place: np.ndarray  # which text of the index that is, −1 where all are below the cut-off
 
 
 class OverlapIndex:
     """Texts that others are compared with. It only grows; a text's place is the number of those added before it."""
 
-    def __init__(self, texts: Iterable[str] = (), tokens: Callable[[str], list[str]] = math_tokens):
-        self._tokens = tokens
+    def __init__(self, texts: Iterable[str] = ()):
         self._ids: dict[str, int] = {}
         self._rows: list[str] = []
         self.add(texts)
-
-    def __len__(self) -> int:
-        return len(self._rows)
 
     def add(self, texts: Iterable[str]):
         """Add texts at the end."""
@@ -73,18 +67,11 @@ class OverlapIndex:
     def _coded(self, texts: Iterable[str]) -> list[str]:
         ids = self._ids
         return [
-            "".join(chr(ids.setdefault(token, len(ids)) % _CHARACTERS) for token in self._tokens(text))
+            "".join(chr(ids.setdefault(token, len(ids)) % _CHARACTERS) for token in math_tokens(text))
             for text in texts
         ]
 
 
 def _similarities(ours: list[str], theirs: list[str], cutoff: float) -> np.ndarray:
-    return process.cdist(
-        ours,
-        theirs,
-        scorer=Indel.normalized_similarity,
-        processor=None,
-        score_cutoff=cutoff,
-        dtype=np.float64,
-        workers=-1,
-    )
+    similarity = Indel.normalized_similarity
+    return process.cdist(ours, theirs, scorer=similarity, score_cutoff=cutoff, dtype=np.float64, workers=-1)

@@ -7,9 +7,9 @@ from typing import Any
 from datasets import Dataset, Features, Image, IterableDataset, List, Value, concatenate_datasets
 
 from ..memory.identity import prompt_id
-from .columns import Columns
-from .gym import PREFIX, load_gym
-from .sources import DataError, load_table, parse_reference
+from .columns import Columns, advice
+from .gym import load_gym
+from .sources import GYM, DataError, load_table, parse_reference
 
 
 logger = logging.getLogger(__name__)
@@ -29,9 +29,9 @@ class PromptStyle:
 
     def __post_init__(self):
         if self.system_prompt is not None and not self.conversational:
-            raise ValueError(
-                f"`system_prompt={self.system_prompt!r}` needs `conversational=True`: plain-text prompts have no roles. "
-                "Leave it unset, or write the text into the prompts."
+            raise DataError(
+                f"`system_prompt={self.system_prompt!r}` needs a chat: plain-text prompts have no roles. Leave it unset, or write the "
+                "text into the prompts."
             )
 
     def around(self, problem: str) -> Any:
@@ -111,7 +111,7 @@ def load_prompts(
     if limit is not None and limit < 1:
         raise ValueError(f"`limit` must be at least 1, got {limit}. Leave it unset to read all rows.")
     style = PromptStyle(conversational, system_prompt, prompt_suffix)
-    if reference.startswith(PREFIX):
+    if reference.startswith(GYM):
         label, made = reference.partition("?")[0], load_gym(reference)
         table: Dataset | IterableDataset = made.to_iterable_dataset() if streaming else made
     else:
@@ -119,13 +119,8 @@ def load_prompts(
         label, table = parsed.label, load_table(parsed, streaming)
     if table.features is None:  # of a stream, known from its first rows only
         table = table.cast(Dataset.from_list(list(table.take(100))).features)
-    given = {
-        "prompt_column": prompt_column,
-        "answer_column": answer_column,
-        "option_column": option_column,
-        "context_columns": context_columns,
-    }
-    columns = Columns(table, label, given, unlabelled)
+    given = {"prompt_column": prompt_column, "answer_column": answer_column, "option_column": option_column}
+    columns = Columns(table, label, given | {"context_columns": context_columns}, unlabelled)
     if limit is not None:
         table = table.take(limit) if streaming else table.select(range(min(limit, len(table))))
     return _converted(table, columns, style, unlabelled)
@@ -161,16 +156,13 @@ def _converted(
     result: dict[str, Any] = {"prompt": _MESSAGES if style.conversational else text, "solution": text}
     result |= {"reference_solution": text, "prompt_id": Value("int64"), "source": text}
     result |= {"labelled": Value("bool")} if unlabelled else {}
-    # 2 in MATH-500 and "Level 2" in MATH: one type, so that sets can be mixed
-    result |= {new: text if new == "level" else features[old] for old, new in kept.items()}
+    result |= {new: features[old] for old, new in kept.items()}
 
     def row_of(row: dict[str, Any]) -> dict[str, Any]:
         prompt, (gold, worked) = style.write(columns.problem(row), columns.source), columns.gold(row)
         made = {"prompt": prompt, "solution": gold, "reference_solution": worked, "prompt_id": prompt_id(prompt, gold)}
-        others = {new: row[old] for old, new in kept.items()}
-        if others.get("level") is not None:
-            others["level"] = str(others["level"])
-        return made | {"source": columns.source, "labelled": gold is not None} | others
+        made |= {"source": columns.source, "labelled": gold is not None}
+        return made | {new: row[old] for old, new in kept.items()}
 
     def batch_of(batch: dict[str, list]) -> dict[str, list]:
         given = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
@@ -184,10 +176,7 @@ def _converted(
     made.info.description = columns.describe()
     if isinstance(made, Dataset) and len(made) < len(table):
         if not len(made):
-            raise DataError(
-                f"{columns.source!r} has {len(table)} rows, and none has a problem text in {columns.prompt!r}. Name the column of "
-                "the problem with `prompt_column` (in a recipe, `dataset_prompt_column`)."
-            )
+            raise DataError(f"{columns.source!r}: no row has text in {columns.prompt!r}. {advice('prompt_column')}")
         dropped = f"dropped {len(table) - len(made)} of {len(table)} rows, which have no problem text"
         logger.warning("%r: %s.", columns.source, dropped)
         made.info.description += f"; {dropped}"

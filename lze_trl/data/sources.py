@@ -8,20 +8,14 @@ from urllib.parse import parse_qsl
 
 import datasets
 from datasets import Dataset, IterableDataset, concatenate_datasets
-from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
-from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import validate_repo_id
+from datasets.exceptions import DatasetGenerationError
 
-from ..names import near
 
+GYM = "reasoning_gym:"
+"""What a reference to problems of `reasoning-gym` begins with."""
 
 FILE_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
-_SETTINGS = ("config", "split", "revision")
-_PREFIX = re.compile(r"(https?://(www\.)?(huggingface\.co|hf\.co)/datasets/|hf://(datasets/)?)")
-_FORMS = (
-    "Use a Hub id (org/name), which `?config=…&split=…` may follow, the path of a .jsonl, .json, .parquet or .csv file or of a "
-    "folder, or `reasoning_gym:TASK`."
-)
+_HUB = re.compile(r"(https?://(www\.)?(huggingface\.co|hf\.co)/datasets/|hf://(datasets/)?)")
 
 
 class DataError(ValueError):
@@ -34,10 +28,10 @@ class HubUnreachableError(DataError):
 
 @dataclass(frozen=True)
 class Reference:
-    """A dataset by its Hub id, or by the path of a local file or folder."""
+    """A dataset by its Hub id, by the path of a file or folder, or of `reasoning-gym`."""
 
     path: str
-    is_local: bool
+    is_local: bool  # not a dataset on the Hub
     config: str | None = None
     split: str | None = None  # or a slice such as `train[:100]`
     revision: str | None = None  # branch, tag or commit on the Hub
@@ -45,34 +39,32 @@ class Reference:
     @property
     def label(self) -> str:
         """Short name, for the `source` column and for messages."""
-        return "/".join(Path(self.path).parts[-2:]) if self.is_local else self.path
+        return "/".join(Path(self.path).parts[-2:])
 
 
 def parse_reference(text: str, config: str | None = None, split: str | None = None) -> Reference:
     """
-    Read a reference: a Hub id, the address of a dataset on the Hub, or a local path, each perhaps followed by
-    `?config=…&split=…&revision=…`, which wins over `config` and `split`. Raises [`DataError`] for other forms, and for local
+    Read a reference: a Hub id, the address of a dataset on the Hub, or a path, each perhaps followed by
+    `?config=…&split=…&revision=…`, which wins over `config` and `split`. Raises [`DataError`] for other settings, and for local
     paths that do not exist.
     """
+    if text.startswith(GYM):
+        return Reference(text, is_local=True)
     body, _, query = text.strip().partition("?")
-    settings = {"config": config, "split": split} | dict(parse_qsl(query))
-    if unknown := set(settings) - set(_SETTINGS):
-        raise DataError(f"Dataset reference {text!r} has unknown settings {sorted(unknown)}. Known are {_SETTINGS}.")
-    path = _PREFIX.sub("", body).rstrip("/") if "://" in body else body
-    local = Path(path).expanduser()
+    settings = {"config": config, "split": split, "revision": None}
+    given = dict(parse_qsl(query))
+    if unknown := set(given) - set(settings):
+        raise DataError(f"Dataset reference {text!r} has unknown settings {sorted(unknown)}. Known are {[*settings]}.")
+    path = _HUB.sub("", body).rstrip("/") if "://" in body else body
+    local, is_local = Path(path).expanduser(), "://" in path
     if path and local.exists():
-        return Reference(str(local), is_local=True, config=settings["config"], split=settings["split"])
-    if local.suffix.lower() in FILE_FORMATS or path.startswith((".", "/", "~")):
-        siblings = sorted(entry.name for entry in local.parent.iterdir()) if local.parent.is_dir() else []
-        hint = near(local.name, siblings, lambda sibling: repr(str(local.parent / sibling)))
-        raise DataError(f"There is no file or folder {path!r}.{hint} {_FORMS}")
-    try:
-        validate_repo_id(path)
-    except HFValidationError as error:
+        path, is_local = str(local), True
+    elif not is_local and (not path or local.suffix in FILE_FORMATS or path.startswith((".", "/", "~"))):
         raise DataError(
-            f"Dataset reference {text!r} names neither a local file nor a Hub dataset. {_FORMS}"
-        ) from error
-    return Reference(path, is_local=False, **settings)
+            f"There is no file or folder {path!r}. Use a Hub id (org/name), which `?config=…&split=…` may follow, the path of a .jsonl, "
+            ".json, .parquet or .csv file or of a folder, or `reasoning_gym:TASK`."
+        )
+    return Reference(path, is_local, **settings | given)
 
 
 def load_table(reference: Reference, streaming: bool = False) -> Dataset | IterableDataset:
@@ -82,12 +74,10 @@ def load_table(reference: Reference, streaming: bool = False) -> Dataset | Itera
     """
     name = repr(reference.label)
     try:
-        tables = [_split_of(loaded, name) for loaded in _load(reference, streaming)]
+        tables = [_split_of(loaded, reference.split, name) for loaded in _load(reference, streaming)]
         return tables[0] if len(tables) == 1 else concatenate_datasets(tables)
     except DataError:
         raise
-    except DatasetNotFoundError as error:
-        raise DataError(f"{error} Check the name, or log in with `hf auth login`.") from error
     except ConnectionError as error:
         raise HubUnreachableError(
             f"The Hugging Face Hub cannot be reached, and {name} is not in the cache ({error}). Connect once and run "
@@ -96,43 +86,36 @@ def load_table(reference: Reference, streaming: bool = False) -> Dataset | Itera
     # A library of its own for each format, with errors that have no more in common
     except (DatasetGenerationError, OSError, ValueError, RuntimeError, StopIteration) as error:
         cause = error.__cause__ or error
-        if isinstance(error, StopIteration) or "corresponds to no data" in str(error):
-            raise DataError(f"{name} has no rows. Check its split, and that the file is complete.") from error
         raise DataError(
-            f"{name} cannot be read: {type(cause).__name__}: {' '.join(str(cause).split())} Check its `config` and `split`, and "
-            f"that its files are complete, have the same columns, and are what their names say ({', '.join(FILE_FORMATS)})."
+            f"{name} cannot be read: {type(cause).__name__}: {' '.join(str(cause).split())} Check the name, `config` and `split`, log "
+            "in with `hf auth login` if it is private, and make sure that files are complete, have rows, the same columns, and are "
+            f"what their names say ({', '.join(FILE_FORMATS)})."
         ) from error
 
 
-def _split_of(loaded: Any, name: str) -> Dataset | IterableDataset:
+def _split_of(loaded: Any, split: str | None, name: str) -> Dataset | IterableDataset:
     if isinstance(loaded, (Dataset, IterableDataset)):
         return loaded
-    if "train" not in loaded and len(loaded) > 1:
-        raise DataError(f"{name} has the splits {sorted(loaded)} and none is called 'train'. Name one with `split`.")
-    return loaded["train"] if "train" in loaded else next(iter(loaded.values()))
+    split = split or ("train" if len(loaded) > 1 else next(iter(loaded)))
+    if split not in loaded:
+        raise DataError(f"{name} has the splits {sorted(loaded)} and none is called {split!r}. Name one with `split`.")
+    return loaded[split]
 
 
 def _load(reference: Reference, streaming: bool) -> list[Any]:
-    path = Path(reference.path)
-    where: dict[str, Any] = {}
-    if reference.is_local and (path / "state.json").is_file():  # what `save_to_disk` wrote
-        if reference.split is not None:
-            raise ValueError(f"it was saved without splits, and `split` is {reference.split!r}. Leave it unset.")
-        saved = Dataset.load_from_disk(str(path))
-        return [saved.to_iterable_dataset() if streaming else saved]
-    configs: list[str | None] = [reference.config]
-    if not reference.is_local or path.is_dir():
-        source = str(path.resolve()) if reference.is_local else reference.path
-        where["revision"] = reference.revision
-        if reference.config is None:
-            names = datasets.get_dataset_config_names(source, revision=reference.revision)
-            default = next((name for name in ("default", "main") if name in names), None)
-            configs = [default] if default else [*names]
-    elif path.suffix.lower() not in FILE_FORMATS:
-        raise ValueError(f"unknown format {path.suffix!r}.")
-    else:
+    path, suffix = Path(reference.path), Path(reference.path).suffix
+    options: dict[str, Any] = {"split": reference.split, "streaming": streaming}
+    if any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):  # what `save_to_disk` wrote
+        saved = datasets.load_from_disk(reference.path)
+        return [saved if isinstance(saved, dict) else {str(saved.split or "train"): saved}]
+    if path.is_file() or suffix in FILE_FORMATS:
+        if suffix not in FILE_FORMATS:
+            raise ValueError(f"unknown format {suffix!r}.")
         split = path.stem if path.stem in ("train", "test", "validation") else "train"
-        source = FILE_FORMATS[path.suffix.lower()]
-        where["data_files"] = {split: str(path)}
-    settings = {"split": reference.split, "streaming": streaming, **where}
-    return [datasets.load_dataset(source, config, **settings) for config in configs]
+        return [datasets.load_dataset(FILE_FORMATS[suffix], data_files={split: reference.path}, **options)]
+    source, options["revision"] = str(path.resolve()) if reference.is_local else reference.path, reference.revision
+    configs: list[Any] = [reference.config]
+    if reference.config is None:
+        names = datasets.get_dataset_config_names(source, revision=reference.revision)
+        configs = [name for name in ("default", "main") if name in names][:1] or names
+    return [datasets.load_dataset(source, config, **options) for config in configs]

@@ -1,6 +1,7 @@
 """What `lze-trl eval` does with its flags."""
 
 import argparse
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -9,78 +10,71 @@ from typing import Any
 import datasets
 from transformers.utils.logging import disable_progress_bar
 
-from ..record.evaluations import FOLDER, interval_text, rows_of, text_table
-from ..rewards import MAJORITY, RewardFunction, get_reward
+from ..record.evaluations import FILE, FOLDER, interval_text, rows_of, text_table
+from ..rewards import get_reward
 from .contamination import resembling, write_report
-from .engines import Sampler, TransformersEngine, weights_of
-from .run import SETTINGS, Evaluation, check_comparable, compare_scores
-from .servers import ServerEngine
+from .engines import Sampler, ServerEngine, TransformersEngine
+from .run import Evaluation, read_samples, scores_of
 from .settings import PRESETS, Decoding, EvaluationError, Preset, decoding_flags
+from .statistics import compare
 from .tasks import find_tasks, load_problems
 
 
 def run(flags: argparse.Namespace) -> Path | None:
     """Do what the flags say, print tables, and return the folder of the evaluation, if there was one."""
     preset = PRESETS[flags.preset] if flags.preset else Preset("", ())
-    names = flags.tasks or preset.tasks
-    if not names:
-        raise EvaluationError("No task is given. Name some with `--tasks`, or a `--preset`.")
-    has_model = flags.model is not None or flags.server is not None
-    if not has_model and flags.contamination is None:
-        raise EvaluationError("Nothing to evaluate. Give a model, or a running server with `--server URL`.")
-    if flags.limit is not None and flags.limit < 1:
-        raise EvaluationError(f"`limit` must be at least 1, got {flags.limit}. Leave it out for all problems.")
+    names, has_model = flags.tasks or preset.tasks, flags.model is not None or flags.server is not None
+    if not names or not (has_model or flags.contamination):
+        raise EvaluationError(
+            "Nothing to evaluate. Give a model, or a running server with `--server URL`, and name tasks with `--tasks` or a `--preset`."
+        )
     datasets.disable_progress_bars()
     disable_progress_bar()
-    if flags.contamination is not None:
-        found = resembling(flags.contamination, names, flags.near, flags.data)
+    if flags.contamination:
+        found = resembling(flags.contamination, names, flags.near)
         sys.stdout.write(f"Problems that resemble those of a task; near is a similarity of at least {flags.near}\n")
         sys.stdout.write(write_report(found, Path(flags.output or ".") / "contamination.jsonl"))
     if not has_model:
         return None
-    evaluation = _evaluation(flags, preset)
-    other = None if flags.compare is None else Path(flags.compare)
-    other_is_folder = other is not None and (other / SETTINGS).is_file()
-    if other is not None and other_is_folder:
-        check_comparable(other, evaluation)
-    elif flags.compare is not None and flags.server:
-        raise EvaluationError(
-            f"With `--server`, `--compare` takes the folder of an evaluation, and {flags.compare!r} is none. Evaluate "
-            "that model by a server of its own first."
-        )
-    folder = _evaluated(flags, evaluation, flags.model, flags.output)
-    if other is not None:
-        _compare(folder, other if other_is_folder else _evaluated(flags, evaluation, flags.compare), evaluation)
-    return folder
-
-
-def _evaluation(flags: argparse.Namespace, preset: Preset) -> Evaluation:
-    samples = preset.samples if flags.samples is None else flags.samples
-    sampling = {"temperature": 1.0} if samples > 1 else {}
-    length = {"max_tokens": None} if flags.server and not flags.preset else {}  # presets have what was published
-    decoding = replace(Decoding(), **length | sampling | preset.decoding | decoding_flags(flags))
-    reward = _reward(flags.reward)
-    tasks = find_tasks(flags.tasks or preset.tasks, flags.data)
-    problems = {task.name: load_problems(task, decoding, flags.limit) for task in tasks}
-    if preset.source:
-        sys.stdout.write(f"{flags.preset}: {preset.source}\n")
-    return Evaluation(problems, decoding, samples, reward)
-
-
-def _evaluated(
-    flags: argparse.Namespace, evaluation: Evaluation, model: str | None, output: str | None = None
-) -> Path:
-    """Evaluate a model, or what the servers serve, show the results, and return their folder."""
+    evaluation = _evaluation(flags, preset, names)
+    if flags.compare:
+        check_comparable(Path(flags.compare), evaluation)
     engine: Sampler
     if flags.server:
         engine = ServerEngine.connect(flags.server, flags.concurrent)
-        weights = None
     else:
-        engine = local = TransformersEngine.load(str(model), flags.batch_size, flags.dtype)
-        weights = weights_of(str(model), getattr(local.model.config, "_commit_hash", None))
-    folder = Path(output or folder_of(model or engine.name, flags.preset))
-    _show(folder, evaluation.run(engine, folder, weights))
+        engine = TransformersEngine.load(flags.model, flags.batch_size, flags.dtype)
+    folder = Path(flags.output or folder_of(flags.model or engine.name, flags.preset))
+    results = evaluation.run(engine, folder)
+    sys.stdout.write(text_table(*rows_of({folder.name: results})))
+    for task, counts in results["tasks"].items():
+        if counts["repeated"] or counts["unscored"]:
+            told = f"{counts['repeated']} repeated problems left out, {counts['unscored']} samples without a score"
+            sys.stdout.write(f"{task}: {told}\n")
+    sys.stdout.write(f"Samples and results: {folder}\n")
+    if flags.compare:
+        sys.stdout.write(_comparison(folder, Path(flags.compare), evaluation))
     return folder
+
+
+def _evaluation(flags: argparse.Namespace, preset: Preset, names: Any) -> Evaluation:
+    samples = flags.samples or preset.samples
+    sampling = {"temperature": 1.0} if samples > 1 else {}
+    length = {"max_tokens": None} if flags.server and not flags.preset else {}  # presets have what was published
+    decoding = replace(Decoding(), **length | sampling | preset.decoding | decoding_flags(flags))
+    try:
+        reward = get_reward(flags.reward)
+    except ValueError as error:
+        raise EvaluationError(str(error)) from error
+    if not callable(reward):
+        raise EvaluationError(
+            f"The reward {flags.reward!r} judges groups, not completions. Use 'accuracy': with `--samples` above 1, the majority is "
+            "among the results, as maj@k."
+        )
+    problems = {task.name: load_problems(task, decoding, flags.limit) for task in find_tasks(names)}
+    if preset.source:
+        sys.stdout.write(f"{flags.preset}: {preset.source}\n")
+    return Evaluation(problems, decoding, samples, reward)
 
 
 def folder_of(model: str, preset: str | None) -> Path:
@@ -93,33 +87,35 @@ def folder_of(model: str, preset: str | None) -> Path:
     return path / FOLDER / f"final{ending}"
 
 
-def _reward(name: str) -> RewardFunction:
-    if name == MAJORITY:
+def check_comparable(folder: Path, evaluation: Evaluation):
+    """Raise [`EvaluationError`] unless a folder has an evaluation that was decoded and scored in the same way; seeds may differ."""
+    if not (folder / FILE).is_file():
         raise EvaluationError(
-            f"The reward '{MAJORITY}' judges groups, not completions. Use 'accuracy': with `--samples` above 1, the majority is "
-            "among the results, as maj@k."
+            f"`--compare` takes the folder of an evaluation, and `{folder}` has no {FILE}. Evaluate that model first, with the same "
+            "flags, and give the folder that the command names."
         )
-    try:
-        return get_reward(name)
-    except ValueError as error:
-        raise EvaluationError(str(error)) from error
+    both = json.loads((folder / FILE).read_text(encoding="utf-8")), evaluation.settings
+    there, now = (settings | settings.pop("decoding") for settings in both)
+    changed = [name for name in now if name != "seed" and there.get(name) != now[name]]
+    if changed:
+        told = "; ".join(f"{name}: {there.get(name)!r} there, {now[name]!r} now" for name in changed)
+        raise EvaluationError(
+            f"`{folder}` cannot be compared with: its samples were decoded or scored in another way ({told}). "
+            "Give the same flags, or evaluate that model anew."
+        )
 
 
-def _show(folder: Path, results: dict[str, Any]):
-    sys.stdout.write(text_table(*rows_of({folder.name: results})))
-    for task, found in results["tasks"].items():
-        if found["repeated"] or found["unscored"]:
-            counts = f"{found['repeated']} repeated problems left out, {found['unscored']} samples without a score"
-            sys.stdout.write(f"{task}: {counts}\n")
-    sys.stdout.write(f"Samples and results: {folder}\n")
-
-
-def _compare(folder: Path, other: Path, evaluation: Evaluation):
+def _comparison(folder: Path, other: Path, evaluation: Evaluation) -> str:
     rows = []
     for task in evaluation.tasks:
-        ours, theirs = (evaluation.scores(place, task) for place in (folder, other))
-        for metric, (problems, found) in compare_scores(ours, theirs).items():
+        ours, theirs = (
+            scores_of(read_samples(place / f"{task}.jsonl"), evaluation.reward).metrics for place in (folder, other)
+        )
+        for metric in [metric for metric in ours if metric in theirs]:
+            one, two = ours[metric], theirs[metric]
+            both = [name for name in one if name in two]
+            found = compare([one[name] for name in both], [two[name] for name in both])
             p_value = "" if found.p_value is None else f"{found.p_value:.3g}"
-            rows.append([task, metric, f"{problems:,}", interval_text(found.difference, "+"), p_value])
-    sys.stdout.write(f"{folder} less {other}, paired by problem\n")
-    sys.stdout.write(text_table(["task", "metric", "problems", "difference, % [95 % interval]", "McNemar p"], rows))
+            rows.append([task, metric, f"{len(both):,}", interval_text(found.difference, "+"), p_value])
+    heading = ["task", "metric", "problems", "difference, % [95 % interval]", "McNemar p"]
+    return f"{folder} less {other}, paired by problem\n{text_table(heading, rows)}"

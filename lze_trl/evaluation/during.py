@@ -11,9 +11,9 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 
-from ..record.evaluations import FOLDER, interval_text
+from ..record.evaluations import FOLDER, RESULT_FILES, interval_text
 from .policy import engine_of
-from .run import SETTINGS, Evaluation
+from .run import Evaluation
 
 
 logger = logging.getLogger(__name__)
@@ -23,9 +23,8 @@ _WIDTH = 2 * 1.96  # of a 95 % interval, in standard errors
 
 class TaskEvaluation(TrainerCallback):
     """
-    Evaluates before the first step, every so many steps, and after the last.
-
-    The training goes on as without it: nothing is drawn from a random generator that training uses.
+    Evaluates before the first step, every so many steps, and after the last. It draws nothing from a random generator that
+    training uses.
 
     Args:
         trainer ([`~trl.GRPOTrainer`]): The trainer that it is added to.
@@ -39,13 +38,11 @@ class TaskEvaluation(TrainerCallback):
     def __init__(self, trainer: GRPOTrainer, evaluation: Evaluation, every: int):
         self.evaluation, self.every = evaluation, every
         self._evaluated = -1
-        self._engine = engine_of(trainer)
-        self._trainer = trainer
+        self._engine, self._trainer = engine_of(trainer), trainer
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: object):
-        if state.is_world_process_zero:
-            after = state.global_step or -1  # of an earlier run, or after the checkpoint
-            remove_evaluations(args.output_dir, self.name, after)
+        if state.is_world_process_zero:  # what there is of an earlier run, or after the checkpoint
+            remove_evaluations(args.output_dir, self.name, after=state.global_step or -1)
         if state.global_step == 0:
             self._evaluate(args, state)
 
@@ -65,11 +62,11 @@ class TaskEvaluation(TrainerCallback):
     def _evaluate(self, args: Any, state: TrainerState) -> dict[str, Any] | None:
         """The results, on the main process."""
         self._evaluated = step = state.global_step
-        folder = Path(args.output_dir) / FOLDER / f"{self.name}-{step:06d}"
         with self._engine() as engine:
             if engine is None:  # of a process that took part
                 return None
-            results = self.evaluation.run(engine, folder, f"step {step}", not args.disable_tqdm)
+            folder = Path(args.output_dir) / FOLDER / f"{self.name}-{step:06d}"
+            results = self.evaluation.run(engine, folder, not args.disable_tqdm)
         self._tell(step, results)
         return results
 
@@ -152,7 +149,7 @@ def _pooled(results: dict[str, Any]) -> tuple[float, float]:
 
 def remove_evaluations(run_dir: str | Path, name: str | None = None, after: int = -1):
     """Remove evaluations of a run: all of them, or those that have a name and come after a step."""
-    for settings in Path(run_dir).glob(f"{FOLDER}/*/{SETTINGS}"):
-        kind, _, step = settings.parent.name.partition("-")
+    for results in Path(run_dir).glob(RESULT_FILES):
+        kind, _, step = results.parent.name.partition("-")
         if name is None or (kind == name and step.isdecimal() and int(step) > after):
-            shutil.rmtree(settings.parent)
+            shutil.rmtree(results.parent)

@@ -1,12 +1,15 @@
-"""Completions of problems: what an engine is, and the one that generates with transformers."""
+"""Completions of problems, by a model in this process or by vLLM servers."""
 
-from collections.abc import Iterable, Iterator
+import logging
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
-from pathlib import Path
 from typing import Any, Protocol
 
+import httpx2
 import numpy as np
 import torch
 from transformers import (
@@ -23,14 +26,17 @@ from transformers import (
 )
 from trl.trainer.utils import pad
 
-from ..servers.client import Output
+from ..servers.client import Output, RequestRefusedError, VLLMServer
+from ..servers.pool import ServerPool
 from ..servers.weights import base_model
 from .settings import Decoding, EvaluationError
 from .tasks import Problem
 
 
-# Files of a checkpoint that decide what it writes, unlike the state of its training
-_DECIDING = ("*.safetensors", "config.json", "adapter_config.json", "tokenizer*", "chat_template*")
+logger = logging.getLogger(__name__)
+
+# In vLLM's words
+_TOO_LONG = re.compile(r"maximum context(\s|\\n)+length|maximum model length|max_tokens must be at least 1")
 
 
 @dataclass(frozen=True)
@@ -60,8 +66,6 @@ class TransformersEngine:
     """Generates with a model in this process, `batch_size` completions at a time; `name` is what results call the model."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch_size: int, name: str):
-        if batch_size < 1:
-            raise EvaluationError(f"`batch_size` must be at least 1, got {batch_size}.")
         self.model, self.tokenizer, self.batch_size, self.name = model, tokenizer, batch_size, name
         self.synced = False  # whether all processes must take the same number of forward passes
         ends = model.generation_config.eos_token_id
@@ -91,20 +95,16 @@ class TransformersEngine:
         self, requests: Iterable[SampleRequest], decoding: Decoding
     ) -> Iterator[tuple[SampleRequest, Output]]:
         """Complete requests in batches of similar prompt length, the longest first."""
-        if decoding.max_tokens is None:
-            raise EvaluationError("`max_tokens` must be set to generate in this process.")
         if decoding.presence_penalty:
             raise EvaluationError(
                 f"`presence_penalty={decoding.presence_penalty}` is one of vLLM's settings: transformers has none. Use servers, or 0."
             )
-        prompts = sorted(
-            ((request, self._tokens(request.problem)) for request in requests), key=lambda pair: -len(pair[1])
-        )
+        prompts = [(request, self._tokens(request.problem)) for request in requests]
+        prompts.sort(key=lambda pair: -len(pair[1]))
         for begin in range(0, len(prompts), self.batch_size):
-            batch = prompts[begin : begin + self.batch_size]
-            seeds = [request.seed(decoding) for request, _ in batch]
-            outputs = self._complete([ids for _, ids in batch], seeds, decoding)
-            yield from zip((request for request, _ in batch), outputs, strict=True)
+            asked, ids = zip(*prompts[begin : begin + self.batch_size], strict=True)
+            outputs = self._complete(ids, [request.seed(decoding) for request in asked], decoding)
+            yield from zip(asked, outputs, strict=True)
 
     def _tokens(self, problem: Problem) -> list[int]:
         if isinstance(problem.prompt, str):
@@ -116,7 +116,7 @@ class TransformersEngine:
         encoded: Any = self.tokenizer.apply_chat_template(problem.prompt, add_generation_prompt=True, return_dict=True)
         return encoded["input_ids"]
 
-    def _complete(self, prompts: list[list[int]], seeds: list[int], decoding: Decoding) -> list[Output]:
+    def _complete(self, prompts: Sequence[list[int]], seeds: list[int], decoding: Decoding) -> list[Output]:
         ids = [torch.tensor(prompt, device=self.model.device) for prompt in prompts]
         processors = LogitsProcessorList()
         if decoding.temperature > 0:
@@ -176,13 +176,53 @@ def _only(settings: GenerationConfig, model: PreTrainedModel) -> Iterator[None]:
             owner.generation_config = before
 
 
-def weights_of(model: str, commit: str | None = None) -> str:
-    """
-    What tells the model of a local folder from one that is saved there later: a hash of the names, sizes and times of the
-    files that decide what it writes. Of a Hub id, the name with the commit, if that is known.
-    """
-    files = sorted({path for pattern in _DECIDING for path in Path(model).glob(pattern)})
-    if files:
-        stamps = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-        return sha256(repr(stamps).encode()).hexdigest()[:16]
-    return model if commit is None else f"{model}@{commit}"
+class ServerEngine:
+    """Generates with vLLM servers that serve the same model and are connected; `name` is what results call it."""
+
+    def __init__(self, pool: ServerPool, name: str):
+        self.pool, self.name = pool, name
+
+    @classmethod
+    def connect(
+        cls, urls: list[str], max_concurrent_requests: int = 64, recovery_timeout: float = 60.0
+    ) -> "ServerEngine":
+        """Wait until all servers are up, and check that they serve the same model."""
+        try:
+            pool = ServerPool(urls, max_concurrent_requests, 1800.0, recovery_timeout)
+        except ValueError as error:
+            raise EvaluationError(str(error)) from error
+        pool.connect(recovery_timeout)
+        served = {server.url: server.model for server in pool.servers}
+        if len(set(served.values())) > 1:
+            raise EvaluationError(f"The servers serve different models: {served}. Give those of one model.")
+        return cls(pool, pool.servers[0].model)
+
+    def generate(
+        self, requests: Iterable[SampleRequest], decoding: Decoding
+    ) -> Iterator[tuple[SampleRequest, Output]]:
+        """Complete requests, in whatever order the servers finish."""
+        shortest = min(server.max_model_len for server in self.pool.servers)
+        if decoding.max_tokens is not None and decoding.max_tokens >= shortest:
+            raise EvaluationError(
+                f"`max_tokens={decoding.max_tokens}` leaves no room for a prompt in the servers' context of {shortest} "
+                "tokens. Lower it, or start the servers with a larger `--max-model-len`."
+            )
+        asked = list(requests)
+        for place, output in self.pool.stream([partial(_answer, request, decoding) for request in asked]):
+            yield asked[place], output
+
+
+async def _answer(request: SampleRequest, decoding: Decoding, http: httpx2.AsyncClient, server: VLLMServer) -> Output:
+    """What a server answers. A prompt that is too long for it counts as truncated, without an answer."""
+    # All settings are given, or the server would take the others from the model's own
+    body = {name: vars(decoding)[name] for name in ("temperature", "top_p", "top_k", "max_tokens", "presence_penalty")}
+    body |= {"min_p": 0.0, "repetition_penalty": 1.0, "stop": list(decoding.stop)}
+    if decoding.temperature > 0:
+        body["seed"] = request.seed(decoding)
+    try:
+        return await server.answer(http, request.problem.prompt, body)
+    except RequestRefusedError as error:
+        if _TOO_LONG.search(str(error)) is None:
+            raise
+        logger.warning("Problem %s is too long for the server, and counts as truncated.", request.problem.id)
+        return Output("", 0, True)

@@ -11,8 +11,7 @@ from trl.distributed import DistributedBackend
 from trl.models import unwrap_model_for_generation
 
 from ..servers.client import Output
-from .engines import Sampler, SampleRequest, TransformersEngine
-from .servers import ServerEngine
+from .engines import Sampler, SampleRequest, ServerEngine, TransformersEngine
 from .settings import Decoding
 
 
@@ -45,36 +44,25 @@ def engine_of(trainer: GRPOTrainer) -> OpenSampler:
         ):
             engine = TransformersEngine(unwrapped.eval(), tokenizer, args.per_device_eval_batch_size, args.output_dir)
             engine.synced = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+            shared = SharedEngine(engine, accelerator)
             try:
-                with SharedEngine(engine, accelerator) as shared:
-                    yield shared if accelerator.is_main_process else None
+                while not accelerator.is_main_process and shared.take_part():
+                    pass
+                yield shared if accelerator.is_main_process else None
             finally:
+                if accelerator.is_main_process:
+                    broadcast_object_list([None])  # the end, also of one that fails
                 unwrapped.train(was_training)
 
     return over_http if args.use_vllm and args.vllm_mode == "http" else in_processes
 
 
 class SharedEngine:
-    """
-    Generates on every process what the main one asks for, within a block that all of them enter.
-
-    Args:
-        engine ([`TransformersEngine`]): The engine of this process.
-        accelerator ([`~accelerate.Accelerator`]): The processes.
-    """
+    """Generates on every process what the main one asks for; meanwhile the others take part until it broadcasts `None`."""
 
     def __init__(self, engine: TransformersEngine, accelerator: Accelerator):
         self.engine, self.name = engine, engine.name
         self.count, self.rank = accelerator.num_processes, accelerator.process_index
-
-    def __enter__(self) -> "SharedEngine":
-        while self.rank > 0 and self._take_part():
-            pass
-        return self
-
-    def __exit__(self, *error: object):
-        if self.rank == 0:
-            broadcast_object_list([None])
 
     def generate(
         self, requests: Iterable[SampleRequest], decoding: Decoding
@@ -82,11 +70,12 @@ class SharedEngine:
         """Complete requests, on the main process."""
         requests, size = list(requests), self.engine.batch_size * self.count
         for begin in range(0, len(requests), size):
-            yield from self._take_part((requests[begin : begin + size], decoding))
+            yield from self.take_part((requests[begin : begin + size], decoding))
 
-    def _take_part(
+    def take_part(
         self, asked: tuple[list[SampleRequest], Decoding] | None = None
     ) -> list[tuple[SampleRequest, Output]]:
+        """Complete some of what the main process asks for; all of it is returned, nothing at the end."""
         shared = [asked]
         broadcast_object_list(shared)
         if shared[0] is None:

@@ -1,7 +1,8 @@
 """How completions of an evaluation are decoded, what papers published, and the flags. Imports nothing heavy."""
 
+import argparse
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -11,7 +12,7 @@ class EvaluationError(ValueError):
 
 @dataclass(frozen=True)
 class Decoding:
-    """What decides the text of a completion, besides the model and the problem. Flags of the same names explain themselves."""
+    """What decides the text of a completion, besides the model and the problem; see the flags of the same names."""
 
     temperature: float = 0.0
     top_p: float = 1.0
@@ -33,15 +34,6 @@ class Decoding:
         ):
             if not is_allowed:
                 raise EvaluationError(f"`{name}` must be {allowed}, got {vars(self)[name]}.")
-        if self.system_prompt is not None and not self.chat:
-            raise EvaluationError(
-                "`system_prompt` needs a chat: plain-text prompts have no roles. Leave one of them out."
-            )
-
-    def as_dict(self) -> dict[str, Any]:
-        """As JSON gives it back."""
-        told = asdict(self) | {"stop": list(self.stop)}
-        return told if self.presence_penalty else {name: told[name] for name in told if name != "presence_penalty"}
 
 
 @dataclass(frozen=True)
@@ -102,24 +94,29 @@ _DECODING = {
 def add_arguments(add: Callable):
     """Add the flags, by the `add_argument` of a parser."""
     add("model", metavar="MODEL", nargs="?", help="checkpoint, adapter or Hub id; of a server, whose run it is")
-    add("--tasks", metavar="TASK", nargs="+", help="names (see docs/evaluate.md), or .jsonl files of your own")
+    add("--tasks", metavar="TASK", nargs="+", help="names (see docs/evaluate.md), files, or addresses of datasets")
     add("--preset", choices=PRESETS, help="tasks and decoding as published; other flags win over it")
-    add("--data", metavar="DIR", help="folder with the tasks' files; default: the Hub")
-    add("--limit", type=int, help="number of problems of each task; default: all")
-    add("--samples", type=int, help="samples of each problem; default: 1")
+    add("--limit", type=_count, help="number of problems of each task; default: all")
+    add("--samples", type=_count, help="samples of each problem; default: 1")
     for name, (kind, text) in _DECODING.items():
         add(f"--{name}", type=kind, help=text)
     add("--stop", nargs="+", help="texts that end a completion, with \\n for a line break")
     add("--no_chat", action="store_true", help="plain prompts, without a chat template")
     add("--reward", default="accuracy", help="training reward that scores; default: accuracy")
     add("--server", metavar="URL", nargs="+", help="running vLLM servers of one model, which share the load")
-    add("--concurrent", type=int, default=64, help="requests that one server works on at a time")
-    add("--batch_size", type=int, default=32, help="completions at a time, without a server")
+    add("--concurrent", type=_count, default=64, help="requests that one server works on at a time")
+    add("--batch_size", type=_count, default=32, help="completions at a time, without a server")
     add("--dtype", help="type to compute in, without a server; default: float32 on a CPU, else the model's")
     add("--output", metavar="DIR", help="folder of the evaluation; default: evaluations/ of the run")
-    add("--compare", metavar="OTHER", help="a model, or the folder of an evaluation, that is compared with")
+    add("--compare", metavar="FOLDER", help="evaluation of another model that is compared with, problem by problem")
     add("--contamination", metavar="DATASET", nargs="+", help="training sets to look for the problems in")
     add("--near", type=float, default=0.7, help="least similarity of a near duplicate; default: 0.7")
+
+
+def _count(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+    return int(text)
 
 
 def decoding_flags(flags: Any) -> dict[str, Any]:

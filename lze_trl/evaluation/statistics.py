@@ -14,10 +14,6 @@ from scipy.stats import binomtest, bootstrap
 from ..rewards.majority import answer_classes
 
 
-PASS = 0.5
-"""A reward above this is a pass."""
-
-_CONFIDENCE = 0.95
 _RESAMPLES = 9_999
 _MOST_DRAWN = 2_000_000  # numbers that are drawn at a time
 
@@ -30,16 +26,6 @@ class Estimate(NamedTuple):
     high: float | None
 
 
-class Vote(NamedTuple):
-    """
-    What a majority vote over the samples of a problem gets: the mean over the classes that win, each worth the mean
-    reward of its samples, and whether several do.
-    """
-
-    value: float
-    is_tie: bool
-
-
 class Comparison(NamedTuple):
     """One model less another on the same problems; for passes and fails, also the p-value of McNemar's exact test."""
 
@@ -48,32 +34,29 @@ class Comparison(NamedTuple):
 
 
 def pass_at_k(samples: int, passes: int, k: int) -> float:
-    """
-    Probability that at least one of k samples passes, drawn from those there are without putting them back: the unbiased
-    estimator of arXiv 2107.03374.
-    """
+    """Probability that at least one of k samples passes, drawn without replacement: the unbiased estimator of arXiv 2107.03374."""
     return 1.0 - math.comb(samples - passes, k) / math.comb(samples, k)
 
 
-def majority(rewards: Sequence[float], answers: Sequence[str], same: Callable[[str, str], bool]) -> Vote:
+def majority(rewards: Sequence[float], answers: Sequence[str], same: Callable[[str, str], bool]) -> tuple[float, bool]:
     """
-    The most frequent answer, by equivalence: texts form the classes of [`~lze_trl.rewards.majority.answer_classes`]. A sample
-    without an answer (`""`) has no vote.
+    What the most frequent answer is worth, which is the mean reward of its samples, and whether several are the most frequent,
+    which are worth their mean. Answers are the same by [`~lze_trl.rewards.majority.answer_classes`]; `""` has no vote.
     """
     classes = answer_classes([answer or None for answer in answers], same)
     votes = np.bincount(classes[classes >= 0])
     if not len(votes):
-        return Vote(0.0, False)
+        return 0.0, False
     winners = np.flatnonzero(votes == votes.max())
     values = [np.mean(np.asarray(rewards)[classes == winner]) for winner in winners]
-    return Vote(float(np.mean(values)), len(winners) > 1)
+    return float(np.mean(values)), len(winners) > 1
 
 
 def estimate(values: Sequence[float]) -> Estimate:
     """Mean of one value for each problem, with Wilson's interval if all are 0 or 1, and else the bootstrap's over problems."""
     array = np.asarray(values, dtype=float)
     if np.isin(array, (0.0, 1.0)).all():
-        found = binomtest(int(array.sum()), len(array)).proportion_ci(_CONFIDENCE, method="wilson")
+        found = binomtest(int(array.sum()), len(array)).proportion_ci(method="wilson")
         return Estimate(float(array.mean()), float(found.low), float(found.high))
     return mean_over_tasks([array])
 
@@ -88,7 +71,6 @@ def mean_over_tasks(tasks: Sequence[Sequence[float] | np.ndarray]) -> Estimate:
     interval = bootstrap(
         arrays,
         lambda *drawn, axis: sum(values.mean(axis=axis) for values in drawn) / len(drawn),
-        confidence_level=_CONFIDENCE,
         n_resamples=_RESAMPLES,
         batch=max(1, _MOST_DRAWN // sum(map(len, arrays))),
         method="percentile",
@@ -98,14 +80,10 @@ def mean_over_tasks(tasks: Sequence[Sequence[float] | np.ndarray]) -> Estimate:
 
 
 def compare(first: Sequence[float], second: Sequence[float]) -> Comparison:
-    """
-    Paired comparison of two models by a value for each problem, the same problems in the same order. The interval is the
-    bootstrap's over problems.
-    """
+    """Paired comparison of two models by a value for each problem, the same problems in the same order; bootstrap over problems."""
     one, two = np.asarray(first, dtype=float), np.asarray(second, dtype=float)
     difference = mean_over_tasks([one - two])
     if not np.isin([one, two], (0.0, 1.0)).all():
         return Comparison(difference, None)
-    only_first, only_second = int((one > two).sum()), int((two > one).sum())
-    apart = only_first + only_second
-    return Comparison(difference, float(binomtest(only_first, apart).pvalue) if apart else 1.0)
+    better, apart = int((one > two).sum()), int((one != two).sum())
+    return Comparison(difference, float(binomtest(better, apart).pvalue) if apart else 1.0)

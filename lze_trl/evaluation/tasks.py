@@ -1,22 +1,21 @@
 """The tasks as data, and their problems as training would read them."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
 
 from ..data import DataError, load_prompts
-from ..data.gym import PREFIX
 from ..data.sources import FILE_FORMATS
 from ..names import near
 from ..rewards.gym import COLUMN
 from .settings import Decoding, EvaluationError
 
 
+_REASON = "\nPlease reason step by step, and put "
 SUFFIXES = {
-    "math": "\nPlease reason step by step, and put your final answer within \\boxed{}.",
-    "choice": "\nPlease reason step by step, and put the letter of the right option within \\boxed{}.",
-    "mixed": "\nPlease reason step by step, and put your final answer within \\boxed{}; of options, the letter of the right one.",
+    "math": f"{_REASON}your final answer within \\boxed{{}}.",
+    "choice": f"{_REASON}the letter of the right option within \\boxed{{}}.",
+    "mixed": f"{_REASON}your final answer within \\boxed{{}}; of options, the letter of the right one.",
 }
 """What the prompt asks for, by the kind of the task."""
 
@@ -26,33 +25,28 @@ class Task:
     """A set of problems with gold answers."""
 
     name: str
-    hub: str  # reference on the Hub, or path of a file of the user's
-    file: str  # path under the folder of `--data`
-    kind: Literal["math", "choice", "mixed"] = "math"  # a key of `SUFFIXES`
-    answer_column: str | None = None  # on the Hub, if it is not recognised
-
-
-def _task(name: str, hub: str, **further: Any) -> Task:
-    return Task(name, hub, f"{name}/test.jsonl", **further)
+    address: str  # on the Hub, of reasoning-gym, or path of a file
+    kind: str = "mixed"  # a key of `SUFFIXES`
+    answer_column: str | None = None  # if it is not recognised
 
 
 TASKS = {
     task.name: task
     for task in (
-        _task("gsm8k", "openai/gsm8k?config=main&split=test"),
-        _task("math_500", "HuggingFaceH4/MATH-500?split=test"),
-        _task("math_hard", "lighteval/MATH-Hard?split=test"),
-        _task("aime24", "math-ai/aime24?split=test"),
-        _task("aime25", "math-ai/aime25?split=test"),
-        _task("amc23", "math-ai/amc23?split=test"),
-        _task("svamp", "ChilleD/SVAMP?split=train%2Btest"),  # its 1,000 problems
-        _task("asdiv", "EleutherAI/asdiv?split=validation"),
-        _task("mawps", "MU-NLPC/Calc-mawps?split=test", answer_column="result"),
-        _task("minerva", "math-ai/minervamath?split=test"),
-        _task("olympiadbench", "math-ai/olympiadbench?split=test", answer_column="final_answer"),
-        _task("college_math", "realtreetune/college_math?split=test"),
-        _task("mmlu_pro", "TIGER-Lab/MMLU-Pro?split=test", kind="choice"),
-        _task("tabmwp", "Arietem/tabmwp?split=train", kind="mixed"),
+        Task("gsm8k", "openai/gsm8k?config=main&split=test", "math"),
+        Task("math_500", "HuggingFaceH4/MATH-500?split=test", "math"),
+        Task("math_hard", "lighteval/MATH-Hard?split=test", "math"),
+        Task("aime24", "math-ai/aime24?split=test", "math"),
+        Task("aime25", "math-ai/aime25?split=test", "math"),
+        Task("amc23", "math-ai/amc23?split=test", "math"),
+        Task("svamp", "ChilleD/SVAMP?split=train%2Btest", "math"),  # its 1,000 problems
+        Task("asdiv", "EleutherAI/asdiv?split=validation", "math"),
+        Task("mawps", "MU-NLPC/Calc-mawps?split=test", "math", "result"),
+        Task("minerva", "math-ai/minervamath?split=test", "math"),
+        Task("olympiadbench", "math-ai/olympiadbench?split=test", "math", "final_answer"),
+        Task("college_math", "realtreetune/college_math?split=test", "math"),
+        Task("mmlu_pro", "TIGER-Lab/MMLU-Pro?split=test", "choice"),
+        Task("tabmwp", "Arietem/tabmwp?split=train"),
     )
 }
 
@@ -72,62 +66,43 @@ class Problem:
         return self.prompt if isinstance(self.prompt, str) else "\n".join(part["content"] for part in self.prompt)
 
 
-def find_tasks(names: Iterable[str], data: str | Path | None = None) -> list[Task]:
-    """Tasks by name, from a folder of files or else from the Hub, or by the path of a data file of the user's."""
-    tasks = [_of(name, data) for name in names]
+def find_tasks(names: Iterable[str]) -> list[Task]:
+    """Tasks by name, or by the address of a dataset, as [`~lze_trl.data.load_prompts`] takes it."""
+    tasks = [TASKS[name] if name in TASKS else _of_address(name) for name in names]
     known = [task.name for task in tasks]
     if repeated := sorted({name for name in known if known.count(name) > 1}):
         raise EvaluationError(f"The tasks {repeated} are given twice. Name each once; files need different names.")
     return tasks
 
 
-def _of(name: str, data: str | Path | None) -> Task:
-    if name.startswith(PREFIX):
-        return Task(name.removeprefix(PREFIX).partition("?")[0], name, name)
-    return _of_file(name) if Path(name).suffix in FILE_FORMATS else _of_name(name, data)
-
-
-def _of_file(path: str) -> Task:
-    name = Path(path).stem
+def _of_address(address: str) -> Task:
+    path = Path(address.partition("?")[0])
+    if not path.suffix and not {"/", ":"} & set(address):
+        raise EvaluationError(
+            f"Unknown task {address!r}.{near(address, TASKS)} Known are {sorted(TASKS)}, or give a dataset: the path of a file, "
+            "`org/name?split=test` or `reasoning_gym:TASK`."
+        )
+    name = path.stem if path.suffix in FILE_FORMATS else path.name.rpartition(":")[2]
     if name in ("test", "train", "data"):  # results are kept by name, and many files are called so
-        name = f"{Path(path).resolve().parent.name}_{name}"
-    return Task(name, path, path, "mixed")
-
-
-def _of_name(name: str, data: str | Path | None) -> Task:
-    if name not in TASKS:
-        raise EvaluationError(
-            f"Unknown task {name!r}.{near(name, TASKS)} Known are {sorted(TASKS)}, or give the path of a .jsonl file, or "
-            "`reasoning_gym:TASK`."
-        )
-    task = TASKS[name]
-    if data is None:
-        return task
-    path = Path(data).expanduser() / task.file
-    if not path.is_file():
-        raise EvaluationError(
-            f"Task {name!r} has no file `{path}`. Put it there, or leave out `--data` to read {task.hub!r}."
-        )
-    return replace(task, hub=str(path), answer_column=None)
+        name = f"{path.resolve().parent.name}_{name}"
+    return Task(name, address)
 
 
 def load_problems(task: Task, decoding: Decoding, limit: int | None = None) -> tuple[list[Problem], int]:
     """The problems of a task, each once, and how many rows repeated one."""
-    suffix = SUFFIXES[task.kind] if decoding.prompt_suffix is None else decoding.prompt_suffix
     try:
         table = load_prompts(
-            task.hub,
+            task.address,
             system_prompt=decoding.system_prompt,
-            prompt_suffix=suffix,
+            prompt_suffix=SUFFIXES[task.kind] if decoding.prompt_suffix is None else decoding.prompt_suffix,
             conversational=decoding.chat,
             answer_column=task.answer_column,
         )
     except DataError as error:
-        raise EvaluationError(f"Task {task.name!r}: {error} Or give a folder of files with `--data`.") from error
+        raise EvaluationError(f"Task {task.name!r}: {error}") from error
     problems: dict[str, Problem] = {}
     entries = table[COLUMN] if COLUMN in table.column_names else [None] * len(table)
-    columns = (table["prompt_id"], table["prompt"], table["solution"], entries)
-    for number, prompt, gold, entry in zip(*columns, strict=True):
+    for number, *fields in zip(table["prompt_id"], table["prompt"], table["solution"], entries, strict=True):
         name = f"{number % 2**64:016x}"
-        problems.setdefault(name, Problem(name, prompt, gold, entry))
+        problems.setdefault(name, Problem(name, *fields))
     return list(problems.values())[:limit], len(table) - len(problems)

@@ -208,9 +208,8 @@ def _analyze(namespace: argparse.Namespace, flags: list[str]):
 
 def _eval(namespace: argparse.Namespace, flags: list[str]):
     """Evaluate a model on tasks, with intervals; compare two, or look for the tasks in a training set."""
-    for name in (None if namespace.server else namespace.model, namespace.compare):
-        if name is not None:
-            refuse_missing_model(name)
+    if namespace.model is not None and not namespace.server:
+        refuse_missing_model(namespace.model)
     from ..evaluation.command import run
     from ..hub import add_evaluations
     from ..record.evaluations import FOLDER

@@ -1,7 +1,8 @@
 """LoRA adapters, merged into the weights that are written, never into those that are trained."""
 
+import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from peft import LoraModel, PeftModel
@@ -10,50 +11,46 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.func import functional_call
 
 
-def merged_parameters(model: PeftModel) -> Iterator[tuple[str, nn.Parameter, lora.LoraLayer | None]]:
+_WRAPPERS = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)\.")
+
+
+class Adapter(NamedTuple):
+    """What LoRA adds to a weight: the product B·A, scaled."""
+
+    a: nn.Parameter
+    b: nn.Parameter
+    scaling: float
+    transposed: bool
+
+    def delta(self) -> torch.Tensor:
+        """The whole product."""
+        product = self.scaling * (whole(self.b) @ whole(self.a))
+        return product.T if self.transposed else product
+
+
+def merged_parameters(model: PeftModel) -> Iterator[tuple[str, nn.Parameter, list[Adapter]]]:
     """
-    The parameters that the adapted model would have if its adapters were merged: name in the base model, parameter, and
-    the layer whose adapters are to be merged into it, if any. Raises a `ValueError` unless they are plain LoRA.
+    The parameters that the adapted model would have if its active adapters were merged: name in the base model, parameter, and
+    what is to be added to it. Raises a `ValueError` unless they are plain LoRA.
     """
-    if not isinstance(model.base_model, LoraModel):
-        raise ValueError(f"{_unsupported(type(model.base_model).__name__)} Use `LoraConfig`.")
-    adapted, skipped = {}, set()
+    others = [name for name in model.peft_config if name not in model.active_adapters]
+    adapters, left_out = {}, [".lora_", *(f".modules_to_save.{name}." for name in others)]
     for name, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, (BaseTunerLayer, ModulesToSaveWrapper)):
-            layer: Any = module  # PEFT's layers are modules by a second base class
-            names = [key for key, _ in layer.named_parameters(remove_duplicate=False)]
-            kept = f"{_kept_module(name, layer)}."
-            skipped |= {f"{name}.{key}" for key in names if not key.startswith(kept)}
-            if isinstance(module, lora.LoraLayer):
-                adapted[f"{name}.base_layer.weight"] = module
-        elif isinstance(module, AuxiliaryTrainingWrapper):
-            raise ValueError(f"{_unsupported(type(module).__name__)} Use `modules_to_save` for {name!r}.")
-    wrappers = [".base_layer.", ".original_module.", *(f".modules_to_save.{name}." for name in model.active_adapters)]
+        if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)) and not _is_plain(model, module):
+            raise ValueError(
+                f"The adapter of {name!r} ({type(module).__name__}) cannot be merged for a vLLM server over HTTP. Use `LoraConfig` on "
+                "linear and embedding layers, without DoRA, bias or trainable tokens; `modules_to_save` for whole modules."
+            )
+        if isinstance(module, lora.LoraLayer):
+            adapters[f"{name}.base_layer.weight"] = list(_adapters(module))
+        elif isinstance(module, ModulesToSaveWrapper):
+            left_out.append(f"{name}.{'original_module' if module.active_adapters else 'modules_to_save'}.")
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if name not in skipped:
-            base_name = name.removeprefix("base_model.model.")
-            for wrapper in wrappers:
-                base_name = base_name.replace(wrapper, ".")
-            yield base_name, parameter, adapted.get(name)
-
-
-def adapter_parameters(layer: Any) -> dict[str, nn.Parameter]:
-    """The parameters of the layer that [`merge`] needs besides the weight, by their names in the layer."""
-    return {name: parameter for name, parameter in layer.named_parameters() if not name.startswith("base_layer.")}
-
-
-def merge(layer: Any, weight: torch.Tensor, parameters: dict[str, nn.Parameter]) -> torch.Tensor:
-    """The whole weight of a layer with its active adapters merged; `parameters` are its [`adapter_parameters`]."""
-    weight = whole(weight)
-    tensors = {f"layer.{name}": whole(parameter) for name, parameter in parameters.items()}
-    held = layer.lora_A.keys() | layer.lora_embedding_A.keys()
-    for adapter in layer.active_adapters:
-        if adapter in held and adapter not in layer.merged_adapters:
-            weight = weight + functional_call(_Delta(layer), tensors, (adapter,)).to(weight.dtype)
-    return weight
+        if not any(part in name for part in left_out):
+            base_name = _WRAPPERS.sub(".", name.removeprefix("base_model.model."))
+            yield base_name, parameter, adapters.get(name, [])
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -62,28 +59,17 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-class _Delta(nn.Module):
-    """What an adapter adds to its layer, as a `forward` that `functional_call` can run on other tensors."""
-
-    def __init__(self, layer: Any):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, adapter: str) -> torch.Tensor:
-        return self.layer.get_delta_weight(adapter)
+def _adapters(layer: Any) -> Iterator[Adapter]:
+    for name in layer.active_adapters:
+        if name in layer.lora_A:
+            a, b = layer.lora_A[name].weight, layer.lora_B[name].weight
+            yield Adapter(a, b, layer.scaling[name], layer.fan_in_fan_out)
+        elif name in layer.lora_embedding_A:
+            yield Adapter(layer.lora_embedding_A[name], layer.lora_embedding_B[name], layer.scaling[name], True)
 
 
-def _kept_module(name: str, module: nn.Module) -> str:
-    """The child of a layer with adapters whose parameters are exported."""
-    if isinstance(module, ModulesToSaveWrapper):
-        return f"modules_to_save.{module.active_adapters[0]}" if module.active_adapters else "original_module"
-    if not isinstance(module, (lora.Linear, lora.Embedding)):
-        raise ValueError(f"{_unsupported(f'{type(module).__name__} at {name!r}')} Adapt linear and embedding layers.")
-    for adapter in module.active_adapters:
-        if adapter in module.lora_variant or module.lora_bias.get(adapter, False):
-            raise ValueError(f"{_unsupported(f'the LoRA variant of {name!r}')} Use plain LoRA, without DoRA or bias.")
-    return "base_layer"
-
-
-def _unsupported(what: str) -> str:
-    return f"Adapters of the kind {what} cannot be merged for a vLLM server over HTTP."
+def _is_plain(model: PeftModel, module: Any) -> bool:
+    if isinstance(module, AuxiliaryTrainingWrapper):
+        return isinstance(module, ModulesToSaveWrapper)
+    is_lora = isinstance(model.base_model, LoraModel) and isinstance(module, (lora.Linear, lora.Embedding))
+    return is_lora and not module.lora_variant and not any(module.lora_bias.values())

@@ -25,9 +25,6 @@ _SPREAD_TOKENS = 16
 _MAX_PROBE_TOKENS = 96
 _THIS_HOST = ("localhost", "127.0.0.1", "::1", socket.gethostname())
 
-# Mean absolute difference of log-probs, in nats, that rounding alone may make
-_TOLERANCES = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 5e-2}
-
 
 def identity_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Identity:
     """What a server must be to serve the model that is trained."""
@@ -55,34 +52,30 @@ def logprobs(model: nn.Module, token_ids: list[int], device: torch.device) -> li
     base = base_model(model)
     forward, training = vars(base).get("forward"), model.training
     ids = torch.tensor([token_ids], device=device)  # (1, N)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     model.eval()
-    if add_fused_lm_head is None:
-        with torch.no_grad():
-            logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0, :-1].float()
-        model.train(training)
-        return logits.log_softmax(dim=-1).gather(-1, ids[0, 1:, None])[:, 0].tolist()
-    add_fused_lm_head(base, temperature=1.0)
     try:
         with torch.no_grad():
-            output = model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids, fused_lm_head=True)
-        return output.log_probs[0].float().tolist()  # (N - 1,)
+            if add_fused_lm_head is None:
+                logits = model(**inputs).logits[0, :-1].float()
+                return logits.log_softmax(dim=-1).gather(-1, ids[0, 1:, None])[:, 0].tolist()
+            add_fused_lm_head(base, temperature=1.0)
+            return model(**inputs, labels=ids, fused_lm_head=True).log_probs[0].float().tolist()  # (N - 1,)
     finally:
-        del base.forward
+        vars(base).pop("forward", None)
         if forward is not None:
             base.forward = forward
         model.train(training)
 
 
 def tolerance_for(model: nn.Module, accelerator: Accelerator, servers: list[VLLMServer]) -> float:
-    """The tolerance for the least precise of the types that trainer and servers compute in."""
+    """
+    Mean absolute difference of log-probs, in nats, that rounding alone may make in the least precise of the types that trainer
+    and servers compute in.
+    """
     mixed = {"bf16": "bfloat16", "fp16": "float16"}.get(accelerator.mixed_precision)
     dtypes = {mixed or str(model.dtype).removeprefix("torch."), *(server.dtype for server in servers)}
-    if unknown := sorted(dtypes - set(_TOLERANCES)):
-        raise ValueError(
-            f"`sync_tolerance` of `vllm_server_kwargs` has no default for {unknown}, only for {sorted(_TOLERANCES)}. Set it to the largest "
-            "mean difference of log-probs that rounding may make, in nats."
-        )
-    return max(_TOLERANCES[dtype] for dtype in dtypes)
+    return 1e-3 if dtypes <= {"float32", "float64"} else 5e-2
 
 
 def shared_directory(root: str | None, servers: list[VLLMServer]) -> Path:

@@ -11,14 +11,13 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import is_peft_model
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from trl.distributed import DistributedBackend
 
-from .adapters import adapter_parameters, merge, merged_parameters, whole
+from .adapters import merged_parameters, whole
 
 
 # What wrappers put into the names of the parameters they wrap
@@ -33,8 +32,8 @@ def export_weights(
     max_shard_bytes: int = 512 * 2**20,
 ) -> int:
     """
-    Write the weights of a model in training as a checkpoint, atomically, and return its bytes: 0 on all processes but the
-    main one, which writes. The model is plain, or sharded by DeepSpeed ZeRO or FSDP2; every process must call it.
+    Write the weights of a model in training as a checkpoint, and return its bytes: 0 on all processes but the main one,
+    which writes. The model is plain, or sharded by DeepSpeed ZeRO or FSDP2; every process must call it.
 
     Tensors are gathered one at a time and written under the names of a published checkpoint, floating-point ones as
     `dtype`, in files of `max_shard_bytes`, which is about half of the memory that writing takes (a larger tensor has a file
@@ -47,20 +46,16 @@ def export_weights(
     if not accelerator.is_main_process:
         deque(weights, maxlen=0)  # take part in every gather
         return 0
-    partial = directory.with_name(f".{directory.name}.partial")
     try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
-        size = _write(_published(weights, base, dtype), partial, max_shard_bytes)
-        base.config.save_pretrained(partial)
+        directory.mkdir()
+        base.config.save_pretrained(directory)
         if base.can_generate():
-            base.generation_config.save_pretrained(partial)
-        partial.rename(directory)
+            base.generation_config.save_pretrained(directory)
+        return _write(_published(weights, base, dtype), directory, max_shard_bytes)
     except Exception:
+        shutil.rmtree(directory, ignore_errors=True)
         deque(weights, maxlen=0)  # the other processes wait in the gathers that are left
-        shutil.rmtree(partial, ignore_errors=True)
         raise
-    return size
 
 
 def base_model(model: nn.Module) -> PreTrainedModel:
@@ -75,10 +70,7 @@ def _write(tensors: Iterator[tuple[str, torch.Tensor]], directory: Path, max_sha
     total = 0
     for number, shard in enumerate(_shards(tensors, max_shard_bytes), start=1):
         path = directory / f"model-{number:05d}.safetensors"
-        try:
-            save_file(shard, path, metadata={"format": "pt"})
-        except SafetensorError as error:  # what safetensors makes of a full disk
-            raise OSError(f"`{path}` cannot be written: {error}") from error
+        save_file(shard, path, metadata={"format": "pt"})
         files |= dict.fromkeys(shard, path.name)
         total += sum(tensor.nbytes for tensor in shard.values())
         shard.clear()  # before the next one is gathered
@@ -119,11 +111,12 @@ def _full_tensors(model: nn.Module, backend: DistributedBackend) -> Iterator[tup
         wrapped: Any = model
         parameters = merged_parameters(wrapped)
     else:
-        parameters = ((name, parameter, None) for name, parameter in model.named_parameters(remove_duplicate=False))
-    for name, parameter, layer in parameters:
-        adapter = {} if layer is None else adapter_parameters(layer)
-        with backend.gather_params([parameter, *adapter.values()]):
-            tensor = whole(parameter) if layer is None else merge(layer, parameter, adapter)
+        parameters = ((name, parameter, []) for name, parameter in model.named_parameters(remove_duplicate=False))
+    for name, parameter, adapters in parameters:
+        with backend.gather_params([parameter, *(part for adapter in adapters for part in adapter[:2])]):
+            tensor = whole(parameter)
+            for adapter in adapters:
+                tensor = tensor + adapter.delta().to(tensor.dtype)
             yield _WRAPPERS.sub("", name), tensor
     base = base_model(model)
     persistent = base.state_dict().keys()

@@ -1,11 +1,9 @@
-"""Runs of `LZEGRPOTrainer` under a launcher, with completions from vLLM servers or made in the process, for
-`test_training.py`.
+"""Runs of `LZEGRPOTrainer` under a launcher, with completions from vLLM servers, for `test_training.py`.
 
     accelerate launch --config_file CONFIG tests/server/training_run.py DIRECTORY
 
-`DIRECTORY/settings.json` maps a name to the settings of a run: its model, the servers (none: in-process generation) and
-the reward. Of each run, each process leaves `NAME.RANK.json` with what was decided at every step, and the model is saved
-to `DIRECTORY/NAME/model`.
+`DIRECTORY/settings.json` maps a name to the settings of a run: its model, the servers and others. Of each run, each process
+leaves `NAME.RANK.json` with what was decided at every step.
 """
 
 import json
@@ -26,37 +24,9 @@ from process_run import RecordingSelector
 GROUP = 8
 
 
-class Reward:
-    """Notes the completions that it scores."""
-
-    __name__ = "reward"
-
-    def __init__(self):
-        self.seen = []
-
-    def __call__(self, completions, **kwargs):
-        self.seen.append(list(completions))
-        return self.score(completions)
-
-
-class DigitShare(Reward):
+def digit_share(completions, **kwargs):
     """Passes completions that begin with a digit."""
-
-    def score(self, completions):
-        return [float(text[:1].isdigit()) for text in completions]
-
-
-class ByPlace(Reward):
-    """
-    Passes as many completions of a group as their text says.
-
-    Greedy completions of a group are equal, so that only their places can tell them apart. Another text would pass
-    another number of them, so that the energies tell texts apart.
-    """
-
-    def score(self, completions):
-        begin = PartialState().process_index * len(completions)
-        return [float((begin + i) % GROUP < sum(text.encode()) % (GROUP + 1)) for i, text in enumerate(completions)]
+    return [float(text[:1].isdigit()) for text in completions]
 
 
 class SyncRecorder(TrainerCallback):
@@ -72,27 +42,23 @@ class SyncRecorder(TrainerCallback):
 
 def run(directory: Path, name: str, settings: dict):
     model, urls = settings.pop("model"), settings.pop("urls")
-    reward = {"digit": DigitShare, "place": ByPlace}[settings.pop("reward")]()
-    over_http = {"use_vllm": True, "vllm_mode": "http", "vllm_server_urls": urls} if urls else {}
+    over_http = {"use_vllm": True, "vllm_mode": "http", "vllm_server_urls": urls}
     recorder = SyncRecorder()
     trainer = LZEGRPOTrainer(
         model=model,
-        reward_funcs=reward,
+        reward_funcs=digit_share,
         args=tiny.config(
             directory / name / "run", num_generations=GROUP, planner_kwargs={"streak": 1}, **over_http, **settings
         ),
         train_dataset=tiny.prompts(40),
-        callbacks=[recorder] if urls else None,
+        callbacks=[recorder],
     )
     recorder.trainer = trainer
     trainer.generation_step.selector = RecordingSelector(trainer.selector)
     trainer.train()
-    trainer.save_model(str(directory / name / "model"))
     history = trainer.state.log_history
     result = {
-        "wrapped": type(trainer.model_wrapped).__name__,
         "choices": trainer.selector.choices,
-        "completions": reward.seen,
         "differences": recorder.differences,
         "pass_rates": [entry["lze/pass_rate"] for entry in history if "lze/pass_rate" in entry],
         "trained": trainer.ledger.rows_trained / trainer.ledger.rows_rolled_out,
