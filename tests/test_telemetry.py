@@ -27,9 +27,7 @@ from lze_trl.record import (
 )
 from lze_trl.record import reader as telemetry_reader
 from lze_trl.record import writer as telemetry_writer
-from lze_trl.record.reader import parse_columns
-from lze_trl.record.schema import SCHEMA_VERSION, SQL_TYPES
-from lze_trl.record.status import STATUS_FILE, Status
+from lze_trl.record.schema import SCHEMA_VERSION, SQL_TYPES, STATUS_FILE, Status
 from lze_trl.record.writer import list_parts
 from lze_trl.select.energy import score_groups
 

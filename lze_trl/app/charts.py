@@ -16,12 +16,11 @@ from ..record.curves import (
     held_out_metrics,
     logged_curves,
     outcome_name,
-    phase_seconds,
     reward_curves,
 )
 from ..record.evaluations import read_results
 from ..record.numbers import percent
-from .views import brightest, short_text, title
+from .views import brightest, short_text
 
 
 AXES = {"step": "steps", "tokens": "tokens", "flops": "FLOPs", "seconds": "time (s)"}
@@ -35,7 +34,6 @@ _STATES = {  # colour and marker
     "forgotten": ("#d55e00", "triangle-up"),
     "unscored": ("#cc79a7", "cross"),
 }
-_PHASES = {"rollout": "rollouts", "logprob": "log-probabilities", "update": "updates", "selection": "selection"}
 
 # Metrics that the trainer logs, by the title of their chart
 _LOGGED = {
@@ -47,6 +45,7 @@ _LOGGED = {
     "Learning rate": ["learning_rate"],
     "Tokens of a completion": [f"completions/{name}_length" for name in ("mean", "min", "max")],
     "Share of truncated completions": ["completions/clipped_ratio"],
+    "Pruned prompts": ["lze/pruned_prompts"],
     "FLOPs so far, × plain GRPO": [f"lze/{name}_vs_plain" for name in ("rollouts", "updates", "total")],
     "Foresight of live groups": [f"lze/foresight_{name}" for name in ("auc", "brier", "error")],
     "Majority votes": [f"majority/{name}" for name in ("winner_share", "label_precision", "concentration")],
@@ -54,7 +53,7 @@ _LOGGED = {
         f"majority/abstained_{name}" for name in ("few_votes", "low_share", "high_share", "margin")
     ],
 }
-MOST_CHARTS = len(_LOGGED) + 1
+MOST_CHARTS = len(_LOGGED)
 """Charts that [`training`] makes at most."""
 
 _HELD_OUT = "held_out"
@@ -63,7 +62,6 @@ METRICS = {
     "reward_mean": "reward",
     "energy_mean": "mean energy",
     "dead": "share of dead groups",
-    "pruned": "share of pruned prompts",
     _HELD_OUT: "held-out accuracy",
     **{name: name for names in _LOGGED.values() for name in names},
 }
@@ -79,9 +77,9 @@ def overview(run: Run) -> list[go.Figure]:
     totals = {"total": points["reward_mean"]}
     accuracy = _held_out_lines(run) | _task_lines(read_results(run.directory.parent))
     outcomes = {"all rollouts": points["pass_rate"], "trained on": points["selected_pass_rate"]}
-    shares = {name: points[name] for name in ("selected", "dead", "replayed")} | {"pruned prompts": points["pruned"]}
+    shares = {name: points[name] for name in ("selected", "dead", "replayed")}
     return [
-        lines(title(outcome_name(run)), outcomes, y_range=(0, 1)),
+        lines(outcome_name(run).capitalize(), outcomes, y_range=(0, 1)),
         *([lines("Held-out accuracy", accuracy)] if accuracy else []),
         # A single reward is the total
         lines("Reward", totals | (dict(rewards.items()) if len(rewards.columns) > 1 else {})),
@@ -91,11 +89,9 @@ def overview(run: Run) -> list[go.Figure]:
 
 
 def training(run: Run, smoothing: float = 0.0) -> list[go.Figure]:
-    """What the trainer has logged, and where the time goes."""
+    """What the trainer has logged."""
     logged = logged_curves(run, [name for names in _LOGGED.values() for name in names])
     found = {heading: {name: logged[name] for name in names if name in logged} for heading, names in _LOGGED.items()}
-    seconds = phase_seconds(run)
-    found["Seconds of a generation batch"] = {label: seconds[kind] for kind, label in _PHASES.items()}
     return [lines(heading, shown, smoothing=smoothing) for heading, shown in found.items() if shown]
 
 
@@ -220,7 +216,7 @@ def comparison(runs: dict[str, Run], axis: str, metric: str, smoothing: float = 
     """A metric of several runs, by their ids."""
     found = {id: _points(run, axis, metric) for id, run in runs.items()}
     shown = {id: points for id, points in found.items() if len(points)}
-    return lines(title(METRICS[metric]), shown, AXES[axis], smoothing=smoothing)
+    return lines(METRICS[metric].capitalize(), shown, AXES[axis], smoothing=smoothing)
 
 
 def _points(run: Run, axis: str, metric: str) -> pd.Series:

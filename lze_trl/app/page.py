@@ -10,7 +10,7 @@ import pandas as pd
 from ..record import Run, TelemetryError
 from ..record.evaluations import RESULT_FILES
 from ..record.reader import STATES
-from ..record.status import Status
+from ..record.schema import Status
 from . import charts, views
 from .runs import RunBook
 
@@ -100,9 +100,6 @@ class _Page:
         with gr.Row():
             self.search = gr.Textbox(label="Search", placeholder="text, column or id", elem_id="lze-search")
             self.state = gr.Dropdown(["all", *STATES], value="all", label="State", elem_id="lze-state")
-            self.by = gr.Dropdown(
-                [("–", "")], value="", label="Break down by", allow_custom_value=True, elem_id="lze-by"
-            )
         with gr.Row():
             with gr.Column(scale=3, min_width=320):
                 self.scatter = gr.Plot(show_label=False, elem_id="lze-scatter")
@@ -115,7 +112,6 @@ class _Page:
                     column_widths=[280, 90, 80, 90, 80, 70, 190],
                     datatype=["str", "str", "number", "number", "number", "number", "str"],
                 )
-                self.breakdown = gr.Dataframe(visible=False, interactive=False, elem_id="lze-breakdown")
             with gr.Column(scale=2, min_width=320):
                 self.history = gr.Plot(show_label=False, visible=False)
                 self.visit = gr.Dropdown(
@@ -136,11 +132,11 @@ class _Page:
         )
 
     def _connect(self):
-        names = "tab run smoothing search state by prompt visit runs metric axis"
+        names = "tab run smoothing search state prompt visit runs metric axis"
         self.controls = {name: getattr(self, name) for name in names.split()}
         controls = list(self.controls.values())
         shown = [self.standing, self.numbers, *self.overview_plots, *self.training_plots, self.scatter, self.found]
-        shown += [self.table, self.breakdown, self.by, self.history, self.visit, self.detail]
+        shown += [self.table, self.history, self.visit, self.detail]
         shown += [self.comparison, self.run_table, self.settings, self.seen, self.order]
         # One after the other: the answer to an earlier question never replaces that to a later one
         quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private", "concurrency_id": "page"}
@@ -218,7 +214,7 @@ class _Page:
         places = {id: place for place, id in enumerate(order)}
         found = run.prompts(state, given["search"], limit=views.MOST_PROMPTS)
         found = found.sort_values("prompt_id", key=lambda ids: ids.map(places).fillna(len(places)), kind="stable")
-        counts, columns = run.prompt_counts(given["search"]), run.columns()
+        counts = run.prompt_counts(given["search"])
         total = counts[state] if state else sum(counts.values())
         more = f" Shown are the {len(found):,} of highest energy." if len(found) < total else ""
         return {
@@ -226,11 +222,6 @@ class _Page:
             self.found: f"{total:,} prompts.{more}",
             self.table: views.prompt_table(run, found),
             self.order: found["prompt_id"].tolist(),
-            self.by: gr.update(choices=[("–", ""), *columns]),
-            self.breakdown: gr.update(
-                value=run.breakdown(given["by"]).round(3) if given["by"] in columns else None,
-                visible=given["by"] in columns,
-            ),
         }
 
     def _show_opened(self, id: str, chosen: str, visit: str) -> dict[Any, Any]:

@@ -9,13 +9,13 @@ import numpy as np
 import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
+from tqdm import tqdm
 
 from ..record import Run
 from ..record.curves import curve, held_out, outcome_name
 from ..record.evaluations import first_and_last, read_results, rows_of
 from ..record.ledger import PLAIN, TAUGHT_NOTHING, against_plain, headline, skipped_visits, taught_nothing
-from ..record.numbers import duration, number, percent
-from ..record.reader import parse_columns
+from ..record.numbers import number, percent
 
 
 MOST_PROMPTS = 2000
@@ -78,26 +78,14 @@ def _times(summary: dict[str, Any]) -> dict[str, str]:
 
 
 def _held_out_tile(accuracy: pd.Series) -> tuple[str, str, str]:
-    kind, show = ("accuracy", percent) if are_shares(accuracy) else ("reward", number)
+    kind, show = ("accuracy", percent) if accuracy.between(0, 1).all() else ("reward", number)
     begun = f"{show(accuracy.iloc[0])} at step {accuracy.index[0]}" if len(accuracy) > 1 else ""
     return f"held-out {kind}", show(accuracy.iloc[-1]), begun
-
-
-def are_shares(values: Any) -> bool:
-    """Whether all known values lie within 0 and 1."""
-    known = np.asarray(values, dtype=float)
-    known = known[np.isfinite(known)]
-    return bool(((known >= 0) & (known <= 1)).all())
 
 
 def brightest(shares: np.ndarray) -> float:
     """The share that gets the brightest colour. A few extreme cells at the start of a run would make all others dark."""
     return float(np.quantile(shares[shares > 0], 0.99)) if (shares > 0).any() else 1.0
-
-
-def title(name: str) -> str:
-    """A name with a capital letter."""
-    return name[0].upper() + name[1:]
 
 
 def standing(run: Run) -> Markup:
@@ -111,7 +99,7 @@ def _standing(run: Run) -> dict[str, str]:
     return {
         "state": status["state"],
         "step": f"{status['steps']:,}" + (f" of {status['max_steps']:,}" if status["max_steps"] else ""),
-        "left": "" if left is None else duration(left),
+        "left": "" if left is None else tqdm.format_interval(left),
         "updated": f"{datetime.fromtimestamp(updated):%Y-%m-%d %H:%M:%S}" if updated else "",
     }
 
@@ -140,11 +128,6 @@ def _shown(value: Any) -> str:
     return json.dumps(value, default=str, ensure_ascii=False)
 
 
-def is_of_experiment(name: str) -> bool:
-    """Whether a setting belongs to the experiment, and not to the place or the logs of a run."""
-    return name not in _INCIDENTAL and not name.startswith(_INCIDENTAL_PREFIXES)
-
-
 def run_table(runs: dict[str, Run]) -> pd.DataFrame:
     """One row per run: its standing, accuracy and cost, and the settings of the experiment that differ."""
     rows = []
@@ -155,8 +138,9 @@ def run_table(runs: dict[str, Run]) -> pd.DataFrame:
         row["held-out"] = _held_out_tile(accuracy)[1] if len(accuracy) else "–"
         row["trained on"] = percent(summary["selected"] / max(summary["groups"], 1))
         rows.append(row | {f"{name} (FLOPs)": times[name] for name in times})
-    names = sorted({name for run in runs.values() for name in run.meta.settings if is_of_experiment(name)})
-    for name in names:
+    for name in sorted({name for run in runs.values() for name in run.meta.settings}):
+        if name in _INCIDENTAL or name.startswith(_INCIDENTAL_PREFIXES):
+            continue
         values = [_shown(run.meta.settings.get(name)) for run in runs.values()]
         if len(set(values)) > 1:
             rows = [row | {name: value} for row, value in zip(rows, values, strict=True)]
@@ -190,7 +174,7 @@ def prompt_detail(run: Run, prompt_id: int, generation: int | None = None) -> Ma
         return HTML.problem("This run has no such prompt.")
     row = frame.iloc[0]
     facts = {
-        **parse_columns(row["columns"]),
+        **(json.loads(row["columns"]) if isinstance(row["columns"], str) else {}),
         "visits": row["visits"],
         "trained on": row["times_selected"],
         "re-checks": row["rechecks"],
@@ -203,7 +187,7 @@ def prompt_detail(run: Run, prompt_id: int, generation: int | None = None) -> Ma
     found = run.completions(prompt_id, generation).to_dict("records")
     completions = [_completion(completion, run.meta.reward_labels) for completion in found]
     images = run.images(prompt_id)
-    return HTML.prompt(title(row["state"]), text, images, facts, run.meta.completions, completions)
+    return HTML.prompt(row["state"].capitalize(), text, images, facts, run.meta.completions, completions)
 
 
 def _completion(row: dict[str, Any], labels: list[str]) -> dict[str, Any]:
