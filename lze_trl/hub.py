@@ -4,7 +4,7 @@ import logging
 import re
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from huggingface_hub import HfApi
 
@@ -27,10 +27,10 @@ PICTURE = "lze_summary.png"
 
 CITATION = """\
 @article{cui2026learningzone,
-    title        = {{Learning-Zone Energy: Online Data Selection for Efficient RL Post-Training}},
-    author       = {Peng Cui and Boyao Yang and Jun Zhu},
-    year         = 2026,
-    eprint       = {arXiv:2605.17003},
+  title  = {{Learning-Zone Energy: Online Data Selection for Efficient RL Post-Training}},
+  author = {Peng Cui and Boyao Yang and Jun Zhu},
+  year   = 2026,
+  eprint = {arXiv:2605.17003},
 }"""
 
 _STATE_FILES = ["lze_state.*", "checkpoint-*/lze_state.*", "checkpoint-*/trainer_state.json"]
@@ -67,7 +67,7 @@ def push_run(run_dir: str | Path, repo_id: str, private: bool | None = None, tok
 
     run_dir = Path(run_dir)
     write_report(run_dir)
-    api, repo = HfApi(token=token), {"repo_id": repo_id, "repo_type": "dataset"}
+    api, repo = HfApi(token=token), cast(dict[str, Any], {"repo_id": repo_id, "repo_type": "dataset"})
     url = api.create_repo(**repo, private=private, exist_ok=True)
     api.upload_file(path_or_fileobj=_dataset_card(run_dir, repo_id).encode(), path_in_repo="README.md", **repo)
     api.upload_folder(folder_path=run_dir, **repo, allow_patterns=_RUN_FILES, delete_patterns=_RUN_FILES)
@@ -95,17 +95,17 @@ def correct_model_card(path: str | Path, model_id: str, base_model: str | None, 
     if not isinstance(prompt, str):
         prompt = [{key: message[key] for key in ("role", "content")} for message in prompt]
     links = ", ".join(f"[{dataset}](https://huggingface.co/datasets/{dataset})" for dataset in datasets)
+    of_lze = f"Cite Learning-Zone Energy as:\n\n```bibtex\n{CITATION}\n```\n\nCite TRL as:"
     text = Path(path).read_text(encoding="utf-8")
     for before, after in (
         ("[None](https://huggingface.co/None)", name),
         ('model="None"', f'model="{model_id}"'),
         (f"[{datasets}](https://huggingface.co/datasets/{datasets}) dataset", f"{links} datasets"),
         ('[{"role": "user", "content": question}]', "prompt"),
-        ("Cite TRL as:", f"Cite Learning-Zone Energy as:\n\n```bibtex\n{CITATION}\n```\n\nCite TRL as:"),
+        ("Cite TRL as:", of_lze),
     ):
         text = text.replace(before, after)
-    text = re.sub(r'question = ".*"', lambda _: f"prompt = {prompt!r}", text)
-    write_atomically(Path(path), text.encode())
+    write_atomically(Path(path), re.sub(r'question = ".*"', lambda _: f"prompt = {prompt!r}", text).encode())
 
 
 def extend_model_card(run_dir: str | Path):

@@ -158,7 +158,7 @@ def against_plain(totals: dict[str, float]) -> list[Work]:
     if taught_nothing(totals):
         return []
     works = [
-        Work(name, *(totals.get(f"{kind}_{unit}", 0.0) for unit in UNITS), totals.get(f"plain_{kind}_flops", 0.0))
+        Work(name, *(totals.get(total, 0.0) for total in (*(f"{kind}_{u}" for u in UNITS), f"plain_{kind}_flops")))
         for kind, name in KINDS.items()
     ]
     works = [work for work in works if work.flops or work.plain_flops]
