@@ -13,6 +13,7 @@ from ..record import Run
 from ..record.curves import (
     curve,
     energy_heat_map,
+    held_out,
     held_out_metrics,
     logged_curves,
     outcome_name,
@@ -35,27 +36,6 @@ _STATES = {  # colour and marker
     "unscored": ("#cc79a7", "cross"),
 }
 
-# Metrics that the trainer logs, by the title of their chart
-_LOGGED = {
-    "Loss": ["loss", "policy_loss", "aux_loss"],
-    "Gradient norm": ["grad_norm"],
-    "KL divergence from the reference": ["kl"],
-    "Entropy of the tokens": ["entropy"],
-    "Share of clipped tokens": ["clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"],
-    "Learning rate": ["learning_rate"],
-    "Tokens of a completion": [f"completions/{name}_length" for name in ("mean", "min", "max")],
-    "Share of truncated completions": ["completions/clipped_ratio"],
-    "Pruned prompts": ["lze/pruned_prompts"],
-    "FLOPs so far, × plain GRPO": [f"lze/{name}_vs_plain" for name in ("rollouts", "updates", "total")],
-    "Foresight of live groups": [f"lze/foresight_{name}" for name in ("auc", "brier", "error")],
-    "Majority votes": [f"majority/{name}" for name in ("winner_share", "label_precision", "concentration")],
-    "Votes without a label": [
-        f"majority/abstained_{name}" for name in ("few_votes", "low_share", "high_share", "margin")
-    ],
-}
-MOST_CHARTS = len(_LOGGED)
-"""Charts that [`training`] makes at most."""
-
 _HELD_OUT = "held_out"
 METRICS = {
     "pass_rate": "pass rate (mean outcome)",
@@ -63,9 +43,10 @@ METRICS = {
     "energy_mean": "mean energy",
     "dead": "share of dead groups",
     _HELD_OUT: "held-out accuracy",
-    **{name: name for names in _LOGGED.values() for name in names},
 }
-"""What [`comparison`] can show."""
+"""What [`comparison`] can show besides the metrics that the trainers have logged."""
+OVERVIEW_CHARTS = 5
+"""Charts that [`overview`] makes."""
 
 
 def overview(run: Run) -> list[go.Figure]:
@@ -80,7 +61,7 @@ def overview(run: Run) -> list[go.Figure]:
     shares = {name: points[name] for name in ("selected", "dead", "replayed")}
     return [
         lines(outcome_name(run).capitalize(), outcomes, y_range=(0, 1)),
-        *([lines("Held-out accuracy", accuracy)] if accuracy else []),
+        lines("Held-out accuracy", accuracy),
         # A single reward is the total
         lines("Reward", totals | (dict(rewards.items()) if len(rewards.columns) > 1 else {})),
         _energy(run),
@@ -88,23 +69,17 @@ def overview(run: Run) -> list[go.Figure]:
     ]
 
 
-def training(run: Run, smoothing: float = 0.0) -> list[go.Figure]:
-    """What the trainer has logged."""
-    logged = logged_curves(run, [name for names in _LOGGED.values() for name in names])
-    found = {heading: {name: logged[name] for name in names if name in logged} for heading, names in _LOGGED.items()}
-    return [lines(heading, shown, smoothing=smoothing) for heading, shown in found.items() if shown]
-
-
 def _held_out_lines(run: Run) -> dict[str, pd.Series]:
-    """Every metric on held-out prompts, without the second of two equal ones."""
-    names = held_out_metrics(run)
-    logged = logged_curves(run, names)
-    found: dict[str, pd.Series] = {}
-    for name in names:
-        label = name.removeprefix("eval_").removesuffix("/mean").replace("rewards/", "").replace("_", " ")
-        if not any(logged[name].equals(line) for line in found.values()):
-            found[label if found else "held-out prompts"] = logged[name]
-    return found
+    """Every metric on held-out prompts, without those that are equal to one before."""
+    found = logged_curves(run, names := held_out_metrics(run))
+    labels = {name: name.removeprefix("eval_").removesuffix("/mean") for name in names} | dict.fromkeys(
+        names[:1], "held-out prompts"
+    )
+    return {
+        labels[name]: found[name]
+        for place, name in enumerate(names)
+        if not any(found[name].equals(found[other]) for other in names[:place])
+    }
 
 
 def _task_lines(evaluations: dict[str, dict[str, Any]]) -> dict[str, pd.Series]:
@@ -180,7 +155,7 @@ def _energy(run: Run) -> go.Figure:
 
 
 def prompts(run: Run, frame: pd.DataFrame) -> go.Figure:
-    """Energy of prompts, as of [`Run.prompts`](lze_trl.record.Run.prompts), over their pass rate; a point's id is its `customdata`."""
+    """Energy of prompts, as of [`Run.prompts`](lze_trl.record.Run.prompts), over their pass rate."""
     figure = _figure("Energy of each prompt", outcome_name(run), showlegend=True, hovermode="closest")
     for state, (colour, symbol) in _STATES.items():
         found = frame[frame["state"] == state]
@@ -196,7 +171,6 @@ def prompts(run: Run, frame: pd.DataFrame) -> go.Figure:
             mode="markers",
             marker={"color": colour, "symbol": symbol, "size": 8, "opacity": 0.7},
             text=[f"{text}<br>{percent(rate)}" for text, rate in zip(texts, found["pass_rate"], strict=True)],
-            customdata=found["prompt_id"].astype(str).tolist(),
             hovertemplate="%{text}, energy %{y:.2f}<extra></extra>",
         )
     return figure.update_xaxes(range=(-0.05, 1.05)).update_yaxes(
@@ -216,14 +190,15 @@ def comparison(runs: dict[str, Run], axis: str, metric: str, smoothing: float = 
     """A metric of several runs, by their ids."""
     found = {id: _points(run, axis, metric) for id, run in runs.items()}
     shown = {id: points for id, points in found.items() if len(points)}
-    return lines(METRICS[metric].capitalize(), shown, AXES[axis], smoothing=smoothing)
+    return lines(METRICS.get(metric, metric).capitalize(), shown, AXES[axis], smoothing=smoothing)
 
 
 def _points(run: Run, axis: str, metric: str) -> pd.Series:
     """A metric of a run over an axis."""
     points = curve(run)
-    if points.empty or metric in points:
-        return pd.Series(dtype=float) if points.empty else points.set_index(axis)[metric].dropna()
-    names = held_out_metrics(run)[:1] if metric == _HELD_OUT else [metric]
-    values = next(iter(logged_curves(run, names).values()), pd.Series(dtype=float)).dropna()
-    return values.set_axis(np.interp(values.index, points["step"], points[axis]))
+    if points.empty:
+        return pd.Series(dtype=float)
+    if metric in points:
+        return points.set_index(axis)[metric].dropna()
+    values = held_out(run) if metric == _HELD_OUT else logged_curves(run, [metric]).get(metric, pd.Series(dtype=float))
+    return values.dropna().pipe(lambda known: known.set_axis(np.interp(known.index, points["step"], points[axis])))
