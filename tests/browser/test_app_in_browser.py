@@ -112,7 +112,12 @@ def test_overview_agrees_with_the_files(page, address, runs):
     rollouts, _, updates, total = (work.times for work in against_plain(summary["ledger"]))
     assert tiles["FLOPs of plain GRPO"] == [total, f"rollouts {rollouts}, updates {updates}"]
     assert page.get_by_text(f"Cost, against {PLAIN}", exact=True).count() == 1
-    wait_for(lambda: titles(page) == ["Pass rate", "Reward", "Energy of the groups (below 0: dead)", "Shares"])
+    wait_for(
+        lambda: (
+            titles(page)
+            == ["Pass rate", "Held-out accuracy", "Reward", "Energy of the groups (below 0: dead)", "Shares"]
+        )
+    )
     assert [url for url in requests if not url.startswith((address, "data:", "blob:"))] == []  # it works offline
 
 
@@ -160,7 +165,7 @@ def visits(page):
 
 
 @contextmanager
-def live_run(directory, max_steps=0, **logged):
+def live_run(directory, max_steps=0):
     """A run that records ten generation batches a second for as long as it is looked at."""
     stop = threading.Event()
 
@@ -170,7 +175,7 @@ def live_run(directory, max_steps=0, **logged):
         for record in training.generations(10_000):
             record.max_steps = max_steps
             writer.record(record)
-            writer.record_step(record.step + 1, {name: value(record.step) for name, value in logged.items()})
+            writer.record_step(record.step + 1, {"loss": 1.0 / (1 + record.step)})
             if stop.wait(0.1):
                 break
         writer.close()
@@ -203,18 +208,14 @@ def test_refresh_moves_nothing(page, tmp_path):
 
 
 def test_a_live_run_can_be_paused_and_its_prompts_opened(page, tmp_path):
-    logged = {"loss": lambda step: 1.0 / (1 + step)}
-    with live_run(tmp_path / "live", **logged) as address:
-        open_page(page, address, "Training")
-        wait_for(lambda: titles(page) == ["Loss"])
-        open_tab(page, "Prompts")
+    with live_run(tmp_path / "live") as address:
+        open_page(page, address, "Prompts")
         wait_for(lambda: len(cells(page, "#lze-table")) > 8)
         row = page.locator("#lze-table [data-row='3'][data-col='0']")
         row.click()
         page.wait_for_selector("#lze-detail pre")
-        before, order = visits(page), list(cells(page, "#lze-table"))
+        before = visits(page)
         wait_for(lambda: visits(page) > before)
-        assert list(cells(page, "#lze-table")) == order  # the values change, and the rows keep their places
         page.get_by_role("checkbox", name="Live").uncheck()
         page.wait_for_timeout(2500)
         paused = cells(page, "#lze-table")
@@ -287,20 +288,6 @@ def test_prompts_are_searched_and_opened(page, address, runs):
     detail.get_by_role("heading", name=f"Completions at step {step}", exact=True).wait_for()
     search(page, "no such prompt anywhere")
     wait_for(lambda: found.inner_text().strip() == "0 prompts.")
-
-
-def test_a_click_on_a_point_opens_its_prompt(page, address, runs):
-    open_page(page, address, "Prompts")
-    search(page, "Problem 87 ")
-    wait_for(lambda: page.locator("#lze-scatter .point").count() == 1)
-    point = page.locator("#lze-scatter .point").bounding_box()
-    page.mouse.move(point["x"] + 20, point["y"] + 40)
-    page.mouse.move(point["x"] + point["width"] / 2, point["y"] + point["height"] / 2, steps=5)
-    page.mouse.down()
-    page.mouse.up()
-    text = open_run(runs / "lze-a").prompts(search="Problem 87 ").text.item()
-    wait_for(lambda: text in page.locator("#lze-detail").inner_text())
-    wait_for(lambda: "History" in titles(page))
 
 
 def test_runs_are_compared(page, address):
