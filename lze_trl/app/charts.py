@@ -20,21 +20,13 @@ from ..record.curves import (
     reward_curves,
 )
 from ..record.evaluations import read_results
-from ..record.numbers import percent
+from ..record.reader import STATES
 from .views import brightest, short_text
 
 
 AXES = {"step": "steps", "tokens": "tokens", "flops": "FLOPs", "seconds": "time (s)"}
 _COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#c99700", "#56b4e9"]  # of Okabe and Ito, for the colour-blind
-_DASHES = ["solid", "dash", "dot", "dashdot", "longdash", "longdashdot"]
-_STATES = {  # colour and marker
-    "frontier": ("#0072b2", "circle"),
-    "solved": ("#009e73", "square"),
-    "hopeless": ("#7a8794", "x"),
-    "pruned": ("#c99700", "diamond"),
-    "forgotten": ("#d55e00", "triangle-up"),
-    "unscored": ("#cc79a7", "cross"),
-}
+_STATES = dict(zip(STATES, ("#0072b2", "#009e73", "#7a8794", "#c99700", "#d55e00", "#cc79a7"), strict=True))
 
 _HELD_OUT = "held_out"
 METRICS = {
@@ -103,14 +95,13 @@ def lines(
 ) -> go.Figure:
     """Chart with one line per series over its index. `smoothing` is the weight of earlier values in a moving average."""
     figure = _figure(heading, x_label, showlegend=True, hovermode="x unified")
-    for index, (name, values) in enumerate(series.items()):
+    for name, values in series.items():
         shown = values.ewm(alpha=1 - smoothing, ignore_na=True).mean() if smoothing else values
         figure.add_scatter(
             x=values.index,
             y=shown,
             name=escape(name),
             mode="lines+markers" if len(values) <= 40 else "lines",
-            line={"color": _COLOURS[index % len(_COLOURS)], "dash": _DASHES[index % len(_DASHES)]},
             marker_size=5,
         )
     return figure.update_yaxes(range=y_range)
@@ -122,6 +113,7 @@ def _figure(heading: str, x_label: str, **layout: Any) -> go.Figure:
         layout={
             "title": {"text": escape(heading), "font_size": 15, "x": 0.01, "y": 0.97},
             "height": 320,
+            "colorway": _COLOURS,
             "margin": {"l": 10, "r": 10, "t": 42, "b": 10},
             "font_color": "#44505c",
             "modebar_bgcolor": "rgba(0,0,0,0)",
@@ -156,26 +148,24 @@ def _energy(run: Run) -> go.Figure:
 
 def prompts(run: Run, frame: pd.DataFrame) -> go.Figure:
     """Energy of prompts, as of [`Run.prompts`](lze_trl.record.Run.prompts), over their pass rate."""
-    figure = _figure("Energy of each prompt", outcome_name(run), showlegend=True, hovermode="closest")
-    for state, (colour, symbol) in _STATES.items():
-        found = frame[frame["state"] == state]
-        if found.empty:
-            continue
-        # Pass rates of groups take few values: prompts with the same one are spread a little
-        spread = (found["prompt_id"].to_numpy() % 101 / 100 - 0.5) * 0.04
-        texts = ["<br>".join(map(escape, wrap(short_text(row)[:150], 50))) for row in found.to_dict("records")]
+    outcome = outcome_name(run)
+    figure = _figure("Energy of each prompt", outcome, showlegend=True, hovermode="closest")
+    texts = ["<br>".join(map(escape, wrap(short_text(row)[:150], 50))) for row in frame.to_dict("records")]
+    # Pass rates of groups take few values: prompts with the same one are spread a little
+    spread = (frame["prompt_id"] % 101 / 100 - 0.5) * 0.04
+    points = pd.DataFrame({"x": frame["pass_rate"].fillna(0.0) + spread, "energy": frame["energy"], "text": texts})
+    counts = frame["state"].value_counts()
+    for state, found in points.groupby(frame["state"]):
         figure.add_scatter(
-            x=found["pass_rate"].fillna(0.0) + spread,
+            x=found["x"],
             y=found["energy"],
-            name=f"{state} ({len(found):,})",
+            name=f"{state} ({counts[state]:,})",
             mode="markers",
-            marker={"color": colour, "symbol": symbol, "size": 8, "opacity": 0.7},
-            text=[f"{text}<br>{percent(rate)}" for text, rate in zip(texts, found["pass_rate"], strict=True)],
-            hovertemplate="%{text}, energy %{y:.2f}<extra></extra>",
+            marker={"color": _STATES[str(state)], "size": 8, "opacity": 0.7},
+            text=found["text"],
+            hovertemplate=f"%{{text}}<br>{outcome} %{{x:.2f}}, energy %{{y:.2f}}<extra></extra>",
         )
-    return figure.update_xaxes(range=(-0.05, 1.05)).update_yaxes(
-        range=(-0.05, 1.05 * run.meta.energy_max), title_text="energy"
-    )
+    return figure.update_yaxes(title_text="energy", range=(-0.05, 1.05 * run.meta.energy_max))
 
 
 def history(run: Run, prompt_id: int) -> go.Figure:

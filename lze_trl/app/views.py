@@ -24,12 +24,12 @@ MOST_PROMPTS = 2000
 _BATCHES = 8
 """Latest generation batches that [`warnings`] looks at."""
 
-# Settings that do not describe the experiment: where a run writes, what it logs, where its servers are
-_INCIDENTAL = {
-    *("output_dir", "run_name", "project", "report_to", "push_to_hub", "disable_tqdm", "num_completions_to_print"),
-    *("summary", "vllm_group_port", "local_rank", "resume_from_checkpoint", "eval_on_start", "ignore_data_skip"),
-}
-_INCIDENTAL_PREFIXES = ("hub_", "log_", "logging_", "save_", "telemetry", "trackio_", "vllm_server_")
+# Beginnings of settings that do not describe the experiment: where a run writes, what it logs, where its servers are
+_INCIDENTAL = (
+    *("output_dir", "run_name", "project", "report_to", "push_to_hub", "hub_", "log", "num_completions_to_print"),
+    *("save_", "telemetry", "trackio_", "summary", "disable_tqdm", "vllm_server_", "vllm_group_port", "local_rank"),
+    *("resume_from_checkpoint", "eval_on_start", "ignore_data_skip"),
+)
 
 _environment = Environment(
     loader=FileSystemLoader(Path(__file__).parent),
@@ -139,10 +139,8 @@ def run_table(runs: dict[str, Run]) -> pd.DataFrame:
         row["trained on"] = percent(summary["selected"] / max(summary["groups"], 1))
         rows.append(row | {f"{name} (FLOPs)": times[name] for name in times})
     for name in sorted({name for run in runs.values() for name in run.meta.settings}):
-        if name in _INCIDENTAL or name.startswith(_INCIDENTAL_PREFIXES):
-            continue
         values = [_shown(run.meta.settings.get(name)) for run in runs.values()]
-        if len(set(values)) > 1:
+        if len(set(values)) > 1 and not name.startswith(_INCIDENTAL):
             rows = [row | {name: value} for row, value in zip(rows, values, strict=True)]
     return pd.DataFrame(rows)
 
