@@ -9,14 +9,14 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from contextlib import contextmanager
-from inspect import signature
+from itertools import islice
 from pathlib import Path
 
 import pytest
 
 import lze_trl
 from benchmarks.synthetic import SyntheticTraining, record_synthetic_run
-from lze_trl.app.page import REFRESH_SECONDS, TABS
+from lze_trl.app.page import TABS
 from lze_trl.record import TelemetryWriter, open_run
 from lze_trl.record.ledger import PLAIN, against_plain
 from lze_trl.record.schema import STATUS_FILE
@@ -121,19 +121,7 @@ def test_overview_agrees_with_the_files(page, address, runs):
     assert [url for url in requests if not url.startswith((address, "data:", "blob:"))] == []  # it works offline
 
 
-# Clocks of the browser and of the files are those of the same machine
-WATCH_STEP = """() => {
-    const steps = () => document.querySelector('[data-tile="step"] strong')?.innerText;
-    window.shown = {};
-    new MutationObserver(() => { window.shown[steps()] ??= Date.now() / 1000; })
-        .observe(document.getElementById("lze-overview"), { childList: true, subtree: true, characterData: true });
-}"""
-
-
 def test_page_follows_a_run_within_two_seconds(page, tmp_path):
-    # What is waited for on purpose leaves room for the work
-    flush_seconds = signature(TelemetryWriter).parameters["flush_seconds"].default
-    assert flush_seconds + REFRESH_SECONDS < 2.0
     training = SyntheticTraining(num_prompts=60, groups_per_batch=16)
     writer = TelemetryWriter(tmp_path / "live", completions="all", settings=training.settings)
     records = training.generations(10_000)
@@ -141,19 +129,15 @@ def test_page_follows_a_run_within_two_seconds(page, tmp_path):
     writer.flush()
     with serve(tmp_path / "live") as address:
         open_page(page, address)
-        page.wait_for_selector(".lze-tiles")
-        page.evaluate(WATCH_STEP)
-        recorded = {}
-        for _ in range(6):
-            record = next(records)
-            step = str(record.step + 1)
-            recorded[step] = time.time()
+        step = page.locator('[data-tile="step"] strong')
+        delays = []
+        for record in islice(records, 6):
+            begin = time.time()
             writer.record(record)
-            wait_for(lambda step=step: page.evaluate(f"window.shown[{step}]"), seconds=60)
-        shown = page.evaluate("window.shown")
+            wait_for(lambda record=record: step.inner_text() == str(record.step + 1), seconds=60)
+            delays.append(time.time() - begin)
         writer.close()
-    delays = [shown[step] - begin for step, begin in recorded.items()]
-    assert 0 < min(delays) < 2.0, delays  # a busy machine delays some, but not all of them
+    assert min(delays) < 2.0, delays  # a busy machine delays some, but not all of them
 
 
 TILES = """() => Object.fromEntries([...document.querySelectorAll("[data-tile]")].map(
@@ -191,22 +175,6 @@ def live_run(directory, max_steps=0):
         thread.join()
 
 
-def test_refresh_moves_nothing(page, tmp_path):
-    with live_run(tmp_path / "live") as address:
-        open_page(page, address)
-        page.wait_for_timeout(3000)
-        page.evaluate("""() => {
-            window.shift = 0;
-            new PerformanceObserver((list) => {
-                for (const entry of list.getEntries()) window.shift += entry.value;
-            }).observe({ type: "layout-shift" });
-        }""")
-        first = page.locator('[data-tile="step"] strong').inner_text()
-        wait_for(lambda: page.locator('[data-tile="step"] strong').inner_text() != first)
-        page.wait_for_timeout(3000)
-        assert page.evaluate("window.shift") < 0.02
-
-
 def test_a_live_run_can_be_paused_and_its_prompts_opened(page, tmp_path):
     with live_run(tmp_path / "live") as address:
         open_page(page, address, "Prompts")
@@ -229,27 +197,22 @@ def test_runs_of_a_folder_and_their_status(page, runs, tmp_path):
     for name in ("lze-a", "sweep/full"):
         shutil.copytree(runs / Path(name).name, tmp_path / name)
     status = tmp_path / "sweep" / "full" / "telemetry" / STATUS_FILE
-    status.write_text(json.dumps({"state": "running", "time": time.time() - 3600, "max_steps": 80}))
-    with live_run(tmp_path / "live", max_steps=10_000), serve(tmp_path) as address:
-        open_page(page, address, "Runs")
-        wait_for(lambda: set(cells(page, "#lze-run-table")) == {"live", "lze-a", "sweep/full"})
-        shown = cells(page, "#lze-run-table")
-        assert shown["lze-a"][:3] == ["finished", "60 of 60", "–"]
-        assert shown["sweep/full"][:3] == ["crashed", "60 of 80", "–"]
-        assert shown["live"][0] == "running"
+    with serve(tmp_path) as address:
+        # A run that dies silently is noticed, although nothing is recorded
+        for age, state in ((57, "running"), (3600, "crashed")):
+            status.write_text(json.dumps({"state": "running", "time": time.time() - age, "max_steps": 80}))
+            open_page(page, address, "Runs")
+            wait_for(lambda: set(cells(page, "#lze-run-table")) == {"lze-a", "sweep/full"})
+            shown = cells(page, "#lze-run-table")
+            assert shown["lze-a"][:3] == ["finished", "60 of 60", "–"]
+            assert shown["sweep/full"][:2] == [state, "60 of 80"]
         # A run that begins is found when the page is loaded again
         shutil.copytree(runs / "lze-b", tmp_path / "late")
         open_page(page, address, "Runs")
         wait_for(lambda: "late" in cells(page, "#lze-run-table"))
         open_tab(page, "Overview")
         choose(page, "#lze-run", "late")
-        standing = page.locator("#lze-standing")
-        wait_for(lambda: "finished · step 60 of 60" in standing.inner_text())
-        # A run that dies silently is noticed, although nothing is recorded
-        status = tmp_path / "late" / "telemetry" / STATUS_FILE
-        status.write_text(json.dumps({"state": "running", "time": time.time() - 57, "max_steps": 80}))
-        for state in ("running", "crashed"):
-            wait_for(lambda state=state: f"{state} · step 60 of 80" in standing.inner_text())
+        wait_for(lambda: "finished · step 60 of 60" in page.locator("#lze-standing").inner_text())
 
 
 def test_prompts_are_searched_and_opened(page, address, runs):
