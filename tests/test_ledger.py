@@ -101,11 +101,13 @@ def test_savings_by_hand():
         ([[1, 1], [20] * 8], range(4), 4, 262 / 82, 1.0),
     ],
 )
-@pytest.mark.parametrize("iterations", [1, 3])
-def test_ratios_by_hand(lengths, chosen, batch_rows, rollouts, updates, iterations):
-    found = ratios(ledger_of([(lengths, list(chosen))] * 2, batch_rows, iterations=iterations).summary(COST))
-    total = (2 * rollouts + 6 * iterations * updates) / (2 + 6 * iterations)
-    assert found == pytest.approx({"rollouts": rollouts, "updates": updates, "total": total})
+@pytest.mark.parametrize(("iterations", "passes"), [(1, 0), (3, 2)])
+def test_ratios_by_hand(lengths, chosen, batch_rows, rollouts, updates, iterations, passes):
+    ledger = ledger_of([(lengths, list(chosen))] * 2, batch_rows, passes, iterations=iterations)
+    before = 2 * passes + 6 * iterations  # what old log-probabilities and updates cost a token
+    total = (2 * rollouts + before * updates) / (2 + before)
+    expected = {"rollouts": rollouts, "updates": updates, "total": total} | ({"logprobs": updates} if passes else {})
+    assert ratios(ledger.summary(COST)) == pytest.approx(expected)
 
 
 def test_a_batch_of_which_pruning_left_nothing_is_as_long_as_those_before():
