@@ -137,8 +137,8 @@ def test_prompts_are_found_filtered_and_sorted(tmp_path):
     prompts = ["a <b>50%_</b> sum", "A product", "100% sure"]
     record_run(tmp_path / "telemetry", [make_record(0, outcomes, text=prompts)])
     run = open_run(tmp_path)
-    assert run.prompts(state="frontier", sort="pass_rate").pass_rate.tolist() == [0.5, 0.25]
-    assert run.prompts(sort="pass_rate", limit=2).prompt_id.tolist() == [11, -22]
+    assert run.prompts(state="frontier").energy.tolist() == sorted(run.prompts().energy, reverse=True)[:2]
+    assert run.prompts(limit=2).prompt_id.tolist() == run.prompts().prompt_id.tolist()[:2]
     assert run.prompts(search="PRODUCT").prompt_id.tolist() == [-22]
     # Wildcards are ordinary characters, and an id is found as well
     assert run.prompts(search="50%_").prompt_id.tolist() == [11]
@@ -151,8 +151,8 @@ def test_prompts_are_found_filtered_and_sorted(tmp_path):
     secret.write_text("a\n1\n")
     with pytest.raises(TelemetryError, match="disabled by configuration"):  # a query reads nothing but the run
         run.sql(f"SELECT * FROM '{secret}'")
-    with pytest.raises(ValueError, match="`sort` must be one of"):
-        run.prompts(sort="1; DROP TABLE groups")
+    with pytest.raises(ValueError, match="`state` must be one of"):
+        run.prompts(state="alive")
 
 
 @pytest.mark.parametrize("search", ["GÉOMÉTRIE", "几何", r"\frac{1}{2}", 'say "', "1\n2", '"level": 3'])

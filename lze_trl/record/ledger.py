@@ -19,7 +19,6 @@ if TYPE_CHECKING:  # readers of a recording need no torch
 PLAIN = "plain GRPO for the same number of optimizer steps"
 """What a run is compared with: all rows of `generation_batch_size` rolled out and trained on, in every generation batch."""
 
-SKIPPED = "visits skipped"
 TAUGHT_NOTHING = "No group had a gradient; the model did not change."
 
 KINDS = {"rollout": "rollouts", "logprob": "logprobs", "update": "updates"}
@@ -200,7 +199,7 @@ def headline(totals: dict[str, float]) -> str:
 
 def skipped_visits(totals: dict[str, float]) -> str:
     """What pruning kept out of the passes, in one sentence."""
-    return f"{SKIPPED.capitalize()}: {totals.get('visits_skipped', 0):,.0f} prompts that pruning left out of a pass."
+    return f"Visits skipped: {totals.get('visits_skipped', 0):,.0f} prompts that pruning left out of a pass."
 
 
 def account(ledger: Ledger, drawn: Batch, groups: Table, chosen: np.ndarray, batch_rows: int, logprob_passes: int):

@@ -18,8 +18,6 @@ from .writer import list_parts
 
 _LOADED = ("generations", "steps")  # small tables, of which every view of the app shows something
 _IMAGE = re.compile(r"data:image/png;base64,[A-Za-z0-9+/]+={0,2}")
-SORT_COLUMNS = ("energy", "pass_rate", "first_pass_rate", "visits", "times_selected", "last_step", "ema")
-"""Columns that [`Run.prompts`] sorts by."""
 
 STATES = ("frontier", "solved", "hopeless", "pruned", "forgotten", "unscored")
 """
@@ -155,29 +153,26 @@ class Run:
         self,
         state: str | None = None,
         search: str | None = None,
-        sort: str = "energy",
         limit: int | None = None,
         prompt_id: int | None = None,
     ) -> pd.DataFrame:
         """
-        What is known of each visited prompt, or of one: columns of `prompt_states`, `text` and `columns`, the highest first.
+        What is known of each visited prompt, or of one: columns of `prompt_states`, `text` and `columns`; the highest energy first.
 
-        `state` is one of [`STATES`], and `sort` of [`SORT_COLUMNS`]. `search` finds prompts whose text or columns contain it,
-        whatever the case, or whose id it is.
+        `state` is one of [`STATES`]. `search` finds prompts whose text or columns contain it, whatever the case, or whose id it is.
         """
-        for name, value, allowed in (("sort", sort, SORT_COLUMNS), ("state", state, (*STATES, None))):
-            if value not in allowed:
-                raise ValueError(f"`{name}` must be one of {list(allowed)}, got {value!r}.")
+        if state not in (*STATES, None):
+            raise ValueError(f"`state` must be one of {list(STATES)} or `None`, got {state!r}.")
         condition, parameters = _found(search)
         # The page is cut before the texts are fetched: only its few rows are read in full
         query = f"""WITH page AS (
                 SELECT * FROM prompt_states
                 WHERE {condition} AND state = coalesce(?, state) AND prompt_id = coalesce(?, prompt_id)
-                ORDER BY {sort} DESC NULLS LAST, prompt_id LIMIT ?
+                ORDER BY energy DESC NULLS LAST, prompt_id LIMIT ?
             ), texts AS (
                 SELECT prompt_id, any_value(text) AS text, any_value(columns) AS columns FROM prompts
                 WHERE prompt_id IN (SELECT prompt_id FROM page) GROUP BY prompt_id
-            ) SELECT * FROM page LEFT JOIN texts USING (prompt_id) ORDER BY {sort} DESC NULLS LAST, prompt_id"""
+            ) SELECT * FROM page LEFT JOIN texts USING (prompt_id) ORDER BY energy DESC NULLS LAST, prompt_id"""
         return self.sql(query, [*parameters, state, prompt_id, limit])
 
     def prompt_counts(self, search: str | None = None) -> dict[str, int]:
