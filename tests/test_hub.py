@@ -146,39 +146,6 @@ def test_pushed_run_is_opened_by_its_name(run_dir, tmp_path):
     assert "`me/missing` is neither a directory nor a dataset repo on the Hub that can be read" in missing
 
 
-PUSHING_TWICE = """
-import shutil
-import sys
-from lze_trl.checkpoint import find_state, save
-from lze_trl.hub import push_run, resolve_state
-from lze_trl.record import open_run
-from lze_trl.remote import resolve_run
-from test_telemetry import make_record, record_run
-
-run = sys.argv[1]
-for generations, ids in ((5, (1, 2, 3)), (3, (7, 8, 9))):
-    shutil.rmtree(run, ignore_errors=True)
-    record_run(run, [make_record(generation, ids=ids) for generation in range(generations)])
-    if generations == 5:
-        save(run, "lze_state", {}, {"global_step": 10})
-    push_run(run, "me/run")
-    book = open_run(resolve_run("me/run"))
-    print(sorted(book.groups().prompt_id.unique().tolist()), len(book.generations()))
-    try:
-        print(find_state(resolve_state("me/run")).joinpath("lze_state.json").exists())
-    except FileNotFoundError:
-        print("no state")
-"""
-
-
-@pytest.mark.slow
-def test_a_run_pushed_again_replaces_the_one_before(tmp_path):
-    with serve(tmp_path / "server") as server:
-        result = run_against(server, tmp_path, "-c", PUSHING_TWICE, str(tmp_path / "run"))
-    assert result.returncode == 0, result.stderr[-4000:]
-    assert result.stdout.splitlines() == ["[1, 2, 3] 5", "True", "[7, 8, 9] 3", "no state"]
-
-
 PUSHING_RUN = """
 import sys
 import tiny

@@ -4,14 +4,13 @@ import re
 
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
 from PIL import Image
 
 import tiny
 from benchmarks.synthetic import SyntheticTraining, record_synthetic_run
 from lze_trl import LZEGRPOTrainer
 from lze_trl.app import charts, views
-from lze_trl.app.report import write_report, write_summary_picture
+from lze_trl.app.report import write_report
 from lze_trl.hub import model_card_section
 from lze_trl.record import MissingTelemetryError, TelemetryWriter, open_run
 from lze_trl.record.numbers import number, percent
@@ -73,20 +72,6 @@ def test_held_out_accuracy_is_in_every_view(tmp_path, reward):
     assert charts.comparison({"run": run}, "step", "held_out").data[0].y[-1] == pytest.approx(last)
     card = model_card_section(tmp_path / "run")
     assert f"{last:.3f} at step 3" in card and f"{tile[0].upper()}{tile[1:]} (`eval_reward" in card
-
-
-def test_no_text_of_the_picture_is_cut_off(run_dir, tmp_path, monkeypatch):
-    save, figures = Figure.savefig, []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *a, **b: (save(figure, *a, **b), figures.append(figure)))
-    write_summary_picture(run_dir, tmp_path / "run.png")
-    (figure,) = figures
-    texts = [text for axis in figure.axes for text in (axis.title, axis.xaxis.label, axis.yaxis.label, *axis.texts)]
-    texts = [text for text in texts if text.get_text()]
-    for text in texts:
-        box = text.get_window_extent()
-        assert figure.bbox.contains(box.x0, box.y0) and figure.bbox.contains(box.x1, box.y1), text.get_text()
-        # The layout does not count the length of the labels of axes
-        assert not [other for other in texts if other is not text and box.overlaps(other.get_window_extent())]
 
 
 def test_prompts_by_their_state_at_the_first_visit_and_now(tmp_path):
