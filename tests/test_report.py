@@ -76,12 +76,12 @@ def test_held_out_accuracy_is_in_every_view(tmp_path, reward):
 
 def test_prompts_by_their_state_at_the_first_visit_and_now(tmp_path):
     solved, half, none = (1, 1, 1, 1), (1, 0, 0, 0), (np.nan,) * 4
-    record_run(tmp_path, [make_record(0, [solved, none, half]), make_record(1, [solved, none, solved])])
+    record_run(tmp_path, [make_record(0, [solved, none, half])])
     html = write_report(tmp_path).read_text(encoding="utf-8")
     rows = re.findall(r"<th scope=.row.>(\w+) at the first visit</th>(.*?)</tr>", html)
-    # Now solved or unscored
+    # Now frontier, solved or unscored
     found = {first: re.findall(r"<td>(\d+)</td>", cells) for first, cells in rows}
-    assert found == {"frontier": ["1", "0"], "solved": ["1", "0"], "unscored": ["0", "1"]}
+    assert found == {"frontier": ["1", "0", "0"], "solved": ["0", "1", "0"], "unscored": ["0", "0", "1"]}
 
 
 def test_report_of_one_batch_and_of_none(tmp_path):
