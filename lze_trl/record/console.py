@@ -3,6 +3,7 @@
 import logging
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,27 +46,19 @@ class ProgressBar(ProgressCallback):
         pass
 
 
+@dataclass(eq=False)
 class RunSummary(TrainerCallback):
     """
     Shows one readable line at each log and, at the end of the training, a summary and where the report is.
 
-    All metrics still go to the trackers of `report_to`. Only the main process prints. `savings` returns the totals of the
-    run, `flush` writes what is missing in its telemetry, and `write_report` the report of a run's folder.
+    All metrics still go to the trackers of `report_to`. Only the main process prints.
     """
 
-    def __init__(
-        self,
-        savings: Callable[[], dict[str, float]],
-        flush: Callable[[], None],
-        accuracy_metric: str,
-        write_report: Callable[[Path], Path],
-    ):
-        self.savings = savings
-        self.write_report = write_report
-        self.flush = flush
-        self.accuracy_metric = accuracy_metric
-        self.ends_with_training = True
-        """Whether the run ends with the training: a recipe's does not, it goes on to evaluate and save the model."""
+    savings: Callable[[], dict[str, float]]  # totals of the run
+    flush: Callable[[], None]  # writes what is missing in its telemetry
+    accuracy_metric: str
+    write_report: Callable[[Path], Path]  # of a run's folder
+    ends_with_training: bool = True  # a recipe's run goes on to evaluate and save the model
 
     def on_log(self, args, state, control, logs: dict[str, Any] | None = None, **kwargs: Any):
         line = log_line(state.global_step, logs or {})
@@ -128,7 +121,6 @@ def summary_lines(savings: dict[str, float], accuracy: dict[str, float | None]) 
         for label, name in (("Rolled out", "rolled_out"), ("Trained on", "trained"))
     ]
     lines += [headline(savings), skipped_visits(savings)]
-    if any(value is not None for value in accuracy.values()):
-        shown = ("–" if value is None else f"{value:.3f} {when} the training" for when, value in accuracy.items())
+    if shown := [f"{value:.3f} {when} the training" for when, value in accuracy.items() if value is not None]:
         lines.append(f"Sampled accuracy on held-out prompts: {', '.join(shown)}")
     return lines

@@ -73,7 +73,7 @@ class Recorder:
             self._writer.flush()
 
     def close(self, state: str = "finished"):
-        """Write what is left, and how the run has ended, see [`~lze_trl.record.status.Status`]."""
+        """Write what is left, and how the run has ended, see [`~lze_trl.record.schema.Status`]."""
         if self._writer is not None:
             self._writer.close(state)
             self._writer = None
