@@ -39,7 +39,7 @@ _environment = Environment(
     undefined=StrictUndefined,
 )
 _environment.filters |= {"number": number, "percent": percent}
-_environment.globals |= {"plain": PLAIN, "against_plain": against_plain}
+_environment.globals |= {"plain": PLAIN, "against_plain": against_plain, "zip": zip}
 _environment.globals |= {"headline": headline, "skipped_visits": skipped_visits}
 
 HTML: Any = _environment.get_template("pages.html").module
@@ -182,20 +182,5 @@ def prompt_detail(run: Run, prompt_id: int, generation: int | None = None) -> Ma
         "prompt id": prompt_id,
     }
     text = row["text"] if isinstance(row["text"], str) else "The text of this prompt is not recorded."
-    found = run.completions(prompt_id, generation).to_dict("records")
-    completions = [_completion(completion, run.meta.reward_labels) for completion in found]
-    images = run.images(prompt_id)
-    return HTML.prompt(row["state"].capitalize(), text, images, facts, run.meta.completions, completions)
-
-
-def _completion(row: dict[str, Any], labels: list[str]) -> dict[str, Any]:
-    verdict = "? unscored" if np.isnan(row["outcome"]) else "✓ pass" if row["outcome"] >= 0.5 else "✗ fail"
-    rewards = ", ".join(f"{name} {number(value)}" for name, value in zip(labels, row["rewards"], strict=False))
-    return {
-        "step": row["step"] + 1,
-        "verdict": verdict,
-        "reward": row["reward"],
-        "rewards": rewards,
-        "tokens": row["completion_tokens"],
-        "text": row["completion"],
-    }
+    completions = run.completions(prompt_id, generation).to_dict("records")
+    return HTML.prompt(row["state"].capitalize(), text, run.images(prompt_id), facts, run.meta, completions)
