@@ -8,7 +8,6 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 
@@ -148,35 +147,12 @@ def visits(page):
     return int(page.locator("#lze-detail dl div", has_text="visits").locator("dd").inner_text())
 
 
-@contextmanager
-def live_run(directory, max_steps=0):
-    """A run that records ten generation batches a second for as long as it is looked at."""
-    stop = threading.Event()
-
-    def train():
-        training = SyntheticTraining(num_prompts=60, groups_per_batch=16)
-        writer = TelemetryWriter(directory, completions="all", settings=training.settings)
-        for record in training.generations(10_000):
-            record.max_steps = max_steps
-            writer.record(record)
-            writer.record_step(record.step + 1, {"loss": 1.0 / (1 + record.step)})
-            if stop.wait(0.1):
-                break
-        writer.close()
-
-    thread = threading.Thread(target=train)
-    thread.start()
-    try:
-        wait_for(lambda: (directory / "telemetry" / "generations").exists())
-        with serve(directory) as address:
-            yield address
-    finally:
-        stop.set()
-        thread.join()
-
-
 def test_a_live_run_can_be_paused_and_its_prompts_opened(page, tmp_path):
-    with live_run(tmp_path / "live") as address:
+    training = SyntheticTraining(num_prompts=60, groups_per_batch=16)
+    recording = tmp_path / "live", training, 600, 0.1  # ten generation batches a second, for a minute
+    threading.Thread(target=record_synthetic_run, args=recording, daemon=True).start()
+    wait_for(lambda: (tmp_path / "live" / "telemetry" / "generations").exists())
+    with serve(tmp_path / "live") as address:
         open_page(page, address, "Prompts")
         wait_for(lambda: len(cells(page, "#lze-table")) > 8)
         row = page.locator("#lze-table [data-row='3'][data-col='0']")
