@@ -107,7 +107,7 @@ class Run:
                 query = f"SELECT * REPLACE ({casts}) FROM ({rows})"
                 if table == "steps":
                     # What was logged in the middle of a generation batch, behind its checkpoint, a resumed run logs again
-                    query += " QUALIFY time = max(time) OVER (PARTITION BY step, name)"
+                    query += " QUALIFY row_number() OVER (PARTITION BY step, name ORDER BY time DESC) = 1"
                 kind = "TABLE" if table in _LOADED else "VIEW"
                 self._run(self._database, f"CREATE OR REPLACE {kind} {table} AS {query}")
             self.version, self._has_states = version, False
