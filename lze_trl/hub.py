@@ -1,8 +1,7 @@
 """Runs on the Hugging Face Hub: the model's card; telemetry and state as a dataset repo, and starting from it."""
 
-import logging
 import re
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,8 +18,6 @@ from .record.schema import DIRECTORY
 from .remote import download
 from .version import __version__
 
-
-logger = logging.getLogger(__name__)
 
 PICTURE = "lze_summary.png"
 """Picture of the run, beside the model card."""
@@ -115,13 +112,9 @@ def extend_model_card(run_dir: str | Path):
     """
     from .app.report import write_summary_picture
 
-    run_dir = Path(run_dir)
-    try:
-        write_summary_picture(run_dir, run_dir / PICTURE)
-    except MissingTelemetryError:
-        logger.info("`%s` has no telemetry, so the model card says nothing about the run.", run_dir)
-        return
-    _put(run_dir / "README.md", "run", model_card_section(run_dir))
+    with suppress(MissingTelemetryError):
+        write_summary_picture(run_dir, Path(run_dir, PICTURE))
+        _put(Path(run_dir, "README.md"), "run", model_card_section(run_dir))
 
 
 def add_evaluations(run_dir: str | Path):
