@@ -117,7 +117,9 @@ class _Page:
         names = "tab run smoothing search state prompt visit runs metric axis"
         self.controls = {name: getattr(self, name) for name in names.split()}
         controls = list(self.controls.values())
-        shown = [part for part in (*vars(self).values(), *self.plots) if isinstance(part, gr.components.Component)]
+        chosen = {self.run, self.live, self.tab, self.search, self.state, self.runs, self.axis, self.smoothing}
+        parts = (*vars(self).values(), *self.plots)
+        shown = [part for part in parts if isinstance(part, gr.components.Component) and part not in chosen]
         # One after the other: the answer to an earlier question never replaces that to a later one
         quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private", "concurrency_id": "page"}
         show: dict[str, Any] = {"fn": self._show, "inputs": controls, "outputs": shown, **quiet}
