@@ -1,11 +1,9 @@
 """Runs on the Hugging Face Hub: the model's card; telemetry and state as a dataset repo, and starting from it."""
 
-import logging
 import re
-from contextlib import closing
-from importlib.metadata import version
+from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from huggingface_hub import HfApi
 
@@ -15,40 +13,31 @@ from .record import MissingTelemetryError, open_run
 from .record.curves import held_out
 from .record.evaluations import FOLDER as EVALUATIONS
 from .record.evaluations import RESULT_FILES, first_and_last, markdown, read_results
-from .record.ledger import PLAIN, against_plain, headline, skipped_visits
+from .record.ledger import headline, skipped_visits
 from .record.schema import DIRECTORY
 from .remote import download
+from .version import __version__
 
-
-logger = logging.getLogger(__name__)
 
 PICTURE = "lze_summary.png"
 """Picture of the run, beside the model card."""
 
-SELECTED = (
-    "What to train on was selected by lze-trl, see "
-    "[Learning-Zone Energy: Online Data Selection for Efficient RL Post-Training](https://huggingface.co/papers/2605.17003)."
-)
 CITATION = """\
 @article{cui2026learningzone,
-    title        = {{Learning-Zone Energy: Online Data Selection for Efficient RL Post-Training}},
-    author       = {Peng Cui and Boyao Yang and Jun Zhu},
-    year         = 2026,
-    eprint       = {arXiv:2605.17003},
+  title  = {{Learning-Zone Energy: Online Data Selection for Efficient RL Post-Training}},
+  author = {Peng Cui and Boyao Yang and Jun Zhu},
+  year   = 2026,
+  eprint = {arXiv:2605.17003},
 }"""
 
 _STATE_FILES = ["lze_state.*", "checkpoint-*/lze_state.*", "checkpoint-*/trainer_state.json"]
 _RUN_FILES = [f"{DIRECTORY}/**", "report/**", "lze_state.*", RESULT_FILES]
 _PRIVATE = (f"/{DIRECTORY}/", f"/{DIRECTORY}.*/", "/report/", f"/{EVALUATIONS}/")
-_SECTION_START, _SECTION_END = "<!-- lze:start -->", "<!-- lze:end -->"
 _SHOWN_SETTINGS = (
-    *("strategy", "selector", "selection_ratio", "controller"),
-    *("pruning", "planner", "planner_kwargs.streak", "planner_kwargs.replay_ratio"),
-    *(f"selector_kwargs.{name}" for name in ("difficulty_floor", "momentum_weight", "ema_decay")),
-    *("loss_normalizer", "num_generations", "generation_batch_size", "learning_rate"),
-    *("loss_type", "scale_rewards", "beta", "max_completion_length", "temperature", "seed"),
+    *("strategy", "selector", "selection_ratio", "controller", "pruning", "planner", "loss_normalizer"),
+    *("num_generations", "generation_batch_size", "learning_rate", "loss_type", "scale_rewards", "beta"),
+    *("max_completion_length", "temperature", "seed"),
 )
-_PACKAGES = ("lze-trl", "trl", "transformers", "accelerate", "datasets", "torch")
 
 
 def resolve_state(source: str | Path) -> Path:
@@ -59,44 +48,26 @@ def resolve_state(source: str | Path) -> Path:
     if Path(source).exists():
         return Path(source)
     try:
-        folder = download(str(source), "dataset", _STATE_FILES)
-        find_state(folder)
+        return find_state(download(str(source), "dataset", _STATE_FILES))
     except FileNotFoundError:
-        folder = download(str(source), "model", _STATE_FILES)
-    return folder
+        return download(str(source), "model", _STATE_FILES)
 
 
 def push_run(run_dir: str | Path, repo_id: str, private: bool | None = None, token: str | None = None) -> str:
     """
-    Upload telemetry, prompt state, report and a card as a dataset repo.
+    Upload telemetry, prompt state, report and a card as a dataset repo, which is created if it is missing, `private` or not.
 
     They replace those of a run that the repo held before. Recorded prompts and completions become as public as the repo.
-
-    Args:
-        run_dir (`str` or `Path`): Output directory of a training.
-        repo_id (`str`): Id of the dataset repo, created if missing.
-        private (`bool`, *optional*): Whether a new repo is private.
-        token (`str`, *optional*): Access token, by default that of `hf auth login`.
-
-    Returns:
-        `str`: Address of the repo.
+    `token` is by default that of `hf auth login`. Returns the address of the repo.
     """
     from .app.report import write_report
 
     run_dir = Path(run_dir)
     write_report(run_dir)
-    api = HfApi(token=token)
-    url = api.create_repo(repo_id, repo_type="dataset", private=private, exist_ok=True)
-    card = _dataset_card(run_dir, repo_id)
-    api.upload_file(path_or_fileobj=card.encode(), path_in_repo="README.md", repo_id=repo_id, repo_type="dataset")
-    api.upload_folder(
-        folder_path=run_dir,
-        repo_id=repo_id,
-        repo_type="dataset",
-        allow_patterns=_RUN_FILES,
-        delete_patterns=_RUN_FILES,
-        commit_message="Telemetry and prompt state",
-    )
+    api, repo = HfApi(token=token), cast(dict[str, Any], {"repo_id": repo_id, "repo_type": "dataset"})
+    url = api.create_repo(**repo, private=private, exist_ok=True)
+    api.upload_file(path_or_fileobj=_dataset_card(run_dir, repo_id).encode(), path_in_repo="README.md", **repo)
+    api.upload_folder(folder_path=run_dir, **repo, allow_patterns=_RUN_FILES, delete_patterns=_RUN_FILES)
     return str(url)
 
 
@@ -107,40 +78,31 @@ def keep_private(run_dir: str | Path):
     """
     path = Path(run_dir) / ".gitignore"
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    missing = [line for line in _PRIVATE if line not in lines]
-    if missing:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, "".join(f"{line}\n" for line in [*lines, *missing]).encode())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, "".join(f"{line}\n" for line in dict.fromkeys([*lines, *_PRIVATE])).encode())
 
 
-def correct_model_card(
-    path: str | Path,
-    model_id: str,
-    base_model: str | None,
-    prompt: str | list[dict[str, Any]],
-    datasets: list[str],
-):
+def correct_model_card(path: str | Path, model_id: str, base_model: str | None, prompt: Any, datasets: list[str]):
     """
     Correct what TRL's model card says of every model: where it is, its base model, an example prompt as text or messages,
-    and the training sets if there are several; and say how its training data was selected, and whom to cite for it.
+    and the training sets if there are several; and say whom to cite.
     """
     # TRL names no folder: here one has its last two names, since the last alone is often "model"
     name = f"the local model `{Path(*Path(base_model).parts[-2:])}`" if base_model else "a model without a name"
     if not isinstance(prompt, str):
         prompt = [{key: message[key] for key in ("role", "content")} for message in prompt]
     links = ", ".join(f"[{dataset}](https://huggingface.co/datasets/{dataset})" for dataset in datasets)
+    of_lze = f"Cite Learning-Zone Energy as:\n\n```bibtex\n{CITATION}\n```\n\nCite TRL as:"
     text = Path(path).read_text(encoding="utf-8")
     for before, after in (
         ("[None](https://huggingface.co/None)", name),
         ('model="None"', f'model="{model_id}"'),
         (f"[{datasets}](https://huggingface.co/datasets/{datasets}) dataset", f"{links} datasets"),
         ('[{"role": "user", "content": question}]', "prompt"),
-        ("Cite TRL as:", f"Cite Learning-Zone Energy as:\n\n```bibtex\n{CITATION}\n```\n\nCite TRL as:"),
+        ("Cite TRL as:", of_lze),
     ):
         text = text.replace(before, after)
-    text = re.sub(r"^(This model was trained with GRPO.*)$", rf"\1 {SELECTED}", text, flags=re.M)
-    text = re.sub(r'question = ".*"', lambda _: f"prompt = {prompt!r}", text)
-    write_atomically(Path(path), text.encode())
+    write_atomically(Path(path), re.sub(r'question = ".*"', lambda _: f"prompt = {prompt!r}", text).encode())
 
 
 def extend_model_card(run_dir: str | Path):
@@ -150,51 +112,45 @@ def extend_model_card(run_dir: str | Path):
     """
     from .app.report import write_summary_picture
 
-    run_dir = Path(run_dir)
-    card = run_dir / "README.md"
-    try:
-        write_summary_picture(run_dir, run_dir / PICTURE)
-    except MissingTelemetryError:
-        logger.info("`%s` has no telemetry, so the model card says nothing about the run.", run_dir)
-        return
-    _put(card, model_card_section(run_dir), _SECTION_START, _SECTION_END)
+    with suppress(MissingTelemetryError):
+        write_summary_picture(run_dir, Path(run_dir, PICTURE))
+        _put(Path(run_dir, "README.md"), "run", model_card_section(run_dir))
 
 
 def add_evaluations(run_dir: str | Path):
     """Write the evaluations of a run into its model card, in place of earlier ones; without a card, nothing happens."""
     card, evaluations = Path(run_dir) / "README.md", read_results(run_dir)
     if card.is_file() and evaluations:
-        start, end = "<!-- lze:evaluations -->", "<!-- lze:evaluations:end -->"
-        _put(card, f"{start}\n## Evaluations\n\n{markdown(first_and_last(evaluations))}\n{end}", start, end)
+        _put(card, "evaluations", f"## Evaluations\n\n{markdown(first_and_last(evaluations))}")
 
 
-def _put(card: Path, section: str, start: str, end: str):
-    """Put a section into a card, at its end or in place of what is there between the same two marks."""
+def _put(card: Path, name: str, section: str):
+    """Put a section into a card, at its end or in place of the one of this name."""
     text = card.read_text(encoding="utf-8") if card.exists() else ""
+    start, end = f"<!-- lze:{name} -->", f"<!-- lze:{name}:end -->"
     before, _, rest = text.partition(start)
-    write_atomically(card, f"{before.rstrip()}\n\n{section}\n{rest.partition(end)[2].lstrip()}".encode())
+    after = rest.partition(end)[2].lstrip()
+    write_atomically(card, f"{before.rstrip()}\n\n{start}\n{section}\n{end}\n{after}".encode())
 
 
 def model_card_section(run_dir: str | Path) -> str:
-    """Markdown about the run: settings, savings, picture and versions."""
+    """Markdown about the run: savings, settings and picture."""
     with closing(open_run(run_dir)) as run:
         summary, settings, accuracy = run.summary(), dict(run.meta.settings), held_out(run)
     if settings.get("selector") in ("all", "zero_variance"):
         settings.pop("selection_ratio", None)  # these selectors ignore it
     prompts = summary["prompts"]
-    shown = [f"| `{name}` | `{settings[name]}` |" for name in _SHOWN_SETTINGS if settings.get(name) is not None]
-    newline = "\n"
+    shown = "\n".join(
+        f"| `{name}` | `{settings[name]}` |" for name in _SHOWN_SETTINGS if settings.get(name) is not None
+    )
     learned = ""
     if len(accuracy):
-        values = " → ".join(
-            f"{accuracy[step]:.3f} at step {step}" for step in sorted({accuracy.index[0], accuracy.index[-1]})
-        )
+        values = " → ".join(f"{accuracy[step]:.3f} at step {step}" for step in dict.fromkeys(accuracy.index[[0, -1]]))
         kind = "accuracy" if accuracy.between(0.0, 1.0).all() else "reward"
         learned = f"\nHeld-out {kind} (`{accuracy.name}`, sampled as in training): {values}.\n"
-    return f"""{_SECTION_START}
-## Trained where it learns
+    return f"""## Trained where it learns
 
-This model was trained with lze_trl: GRPO that spends its updates on the prompts with
+This model was trained with lze_trl {__version__}: GRPO that spends its updates on the prompts with
 the most Learning-Zone Energy ([arXiv 2605.17003](https://arxiv.org/abs/2605.17003)).
 
 ![Pass rate and energy over the steps]({PICTURE})
@@ -202,50 +158,33 @@ the most Learning-Zone Energy ([arXiv 2605.17003](https://arxiv.org/abs/2605.170
 In {summary["generations"]:,} generation batches, {summary["selected"]:,} of {summary["groups"]:,} groups were trained on. Of {sum(prompts.values()):,}
 prompts, {prompts["pruned"]:,} were pruned as solved at the end, and {prompts["forgotten"]:,} were forgotten.
 {learned}
-### Savings
-
 {_savings(summary["ledger"])}
 
 ### Settings
 
 | setting | value |
 |---|---|
-{newline.join(shown)}
-
-### Versions
-
-{newline.join(f"- {name} {version(name)}" for name in _PACKAGES)}
-{_SECTION_END}"""
+{shown}"""
 
 
 def _savings(totals: dict[str, float]) -> str:
-    """Markdown about the cost, against plain GRPO: a sentence, a table, and the visits that pruning skipped."""
-    works = against_plain(totals)
-    if not works:
-        return headline(totals)
-    rows = [f"| {work.name} | {work.flops:.3g} | {work.plain_flops:.3g} | {work.times} |" for work in works]
-    table = "\n".join([f"| FLOPs | this run | {PLAIN} | ratio |", "|---|---|---|---|", *rows])
-    return "\n\n".join([headline(totals), table, skipped_visits(totals)])
+    """Markdown about the cost, against plain GRPO."""
+    return f"### Savings\n\n{headline(totals)}\n\n{skipped_visits(totals)}"
 
 
 def _dataset_card(run_dir: Path, repo_id: str) -> str:
-    savings = model_card_section(run_dir).partition("### Savings")[2].partition("### Versions")[0]
+    with closing(open_run(run_dir)) as run:
+        savings = _savings(run.summary()["ledger"])
     return f"""---
-tags:
-- lze
-- grpo
-- telemetry
+tags: [lze, grpo, telemetry]
 viewer: false
 ---
 
 # Training telemetry of {run_dir.name}
 
-Recorded by lze_trl: pass rate and energy of every group, the prompts, and their latest state.
-
-```bash
-lze-trl app {repo_id}
-```
+Recorded by lze_trl: pass rate and energy of every group, the prompts, and their latest state. Look at it with `lze-trl app {repo_id}`.
 
 ![Pass rate and energy over the steps](report/summary.png)
 
-### Savings{savings}"""
+{savings}
+"""

@@ -344,7 +344,6 @@ class GenerationStep:
             "foresight": self.state.foresight,
             "gate": self.state.gate,
             "passes": self.passes,
-            "dead": self.dead,
             "votes": self.votes,
             "labels": self.labels,
             "ledger": self.ledger,

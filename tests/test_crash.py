@@ -85,7 +85,7 @@ def test_killed_and_resumed_is_uninterrupted(tmp_path):
     whole, killed = (torch.load(tmp_path / name / "weights.pt") for name in ("whole", "killed"))
     assert all(torch.equal(whole[name], killed[name]) for name in whole)
     same_state_and_ledger(tmp_path)
-    same_telemetry(open_run(tmp_path / "whole" / "run"), open_run(tmp_path / "killed" / "run"), kills)
+    same_telemetry(open_run(tmp_path / "whole" / "run"), open_run(tmp_path / "killed" / "run"))
 
 
 def same_state_and_ledger(directory: Path):
@@ -98,9 +98,8 @@ def same_state_and_ledger(directory: Path):
     assert whole["rollout_tokens"] > 0
 
 
-def same_telemetry(whole: Run, killed: Run, kills: int):
+def same_telemetry(whole: Run, killed: Run):
     """Read back after the crashes: every batch is there, once, with what an uninterrupted run has recorded."""
-    assert killed.meta.attempts >= 1 + kills // 2
     assert killed.generations().generation.tolist() == list(range(len(whole.generations())))
     for table, key in (("groups", ["generation", "position"]), ("prompts", ["prompt_id"])):
         expected, found = (

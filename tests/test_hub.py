@@ -3,7 +3,6 @@
 import base64
 import json
 import os
-import shutil
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -109,175 +108,42 @@ def run_against(server, directory: Path, *arguments: str, timeout: float = 240) 
     )
 
 
-@pytest.mark.slow
-def test_pushed_run_is_opened_by_its_name(run_dir, tmp_path):
-    with serve(tmp_path / "server") as server:
-
-        def python(code):
-            return run_against(server, tmp_path, "-c", code, timeout=120)
-
-        pushed = python(
-            f"from lze_trl.hub import push_run; push_run({str(run_dir)!r}, 'me/my-run', token='hf_secret')"
-        )
-        assert pushed.returncode == 0, pushed.stderr
-        assert server.tokens == {"Bearer hf_secret"}
-        assert server.private == {"me/my-run": False}
-        files = {
-            file.relative_to(server.folder / "me/my-run").as_posix()
-            for file in (server.folder / "me/my-run").rglob("*")
-            if file.is_file()
-        }
-        assert {"README.md", "telemetry/meta.json", "report/report.html", "lze_state.arrays"} <= files
-        assert "optimizer.pt" not in files
-        card = (server.folder / "me/my-run/README.md").read_text()
-        assert "lze-trl app me/my-run" in card
-        assert "hf_secret" not in card
-
-        opened = python("""
-from lze_trl.hub import resolve_state; from lze_trl.remote import resolve_run
-from lze_trl.record import open_run
-print(open_run(resolve_run("me/my-run")).summary()["groups"])
-# As the app opens it, and what its first page shows
+OPENING = """
 from lze_trl.app import views
 from lze_trl.app.runs import RunBook
+from lze_trl.hub import resolve_state
+from lze_trl.remote import resolve_run
+
 book = RunBook(["me/my-run", "me/missing"])
-assert book.ids == ["my-run", "missing"]
-print(*views.overview(book.open("my-run")).split())
-print(views.run_table({"my-run": book.open("my-run")})["run"].item())
-state = resolve_state("me/my-run")
-print(sorted(path.name for path in state.iterdir()))
+run = book.open("my-run")
+print(book.ids, run.summary()["groups"], len(views.overview(run)) > 1000)
+print(sorted(path.name for path in resolve_state("me/my-run").iterdir()))
 try:
     resolve_run("me/missing")
 except RuntimeError as error:
     print(error)
-""")
-        assert opened.returncode == 0, opened.stderr
-        groups, overview, compared, state, missing = opened.stdout.splitlines()
-        assert int(groups) == open_run(run_dir).summary()["groups"]
-        assert f"<small>of {groups}</small>" in overview
-        assert compared == "my-run"
-        assert "lze_state.json" in state
-        assert "`me/missing` is neither a directory nor a dataset repo on the Hub that can be read" in missing
-
-
-PUSHING_TWICE = """
-import shutil
-import sys
-from pathlib import Path
-from lze_trl.checkpoint import find_state, save
-from lze_trl.hub import push_run; from lze_trl.hub import resolve_state; from lze_trl.remote import resolve_run
-from lze_trl.record import TelemetryWriter, open_run
-from test_telemetry import make_record
-
-run, pushed = Path(sys.argv[1]), Path(sys.argv[2])
-
-def train(generations, ids):
-    # Each generation is a part of its own before the last merge
-    shutil.rmtree(run, ignore_errors=True)
-    writer = TelemetryWriter(run)
-    for generation in range(generations):
-        writer.record(make_record(generation, ids=ids))
-        writer.flush()
-    writer.close()
-
-def opened():
-    book = open_run(resolve_run("me/run"))
-    print(sorted(book.groups().prompt_id.unique().tolist()), len(book.generations()))
-
-train(5, ids=(1, 2, 3))
-save(run, "lze_state", {}, {"global_step": 10})
-push_run(run, "me/run")
-opened()
-resolve_state("me/run")
-train(3, ids=(7, 8, 9))
-push_run(run, "me/run")
-opened()
-print(sorted(path.name for path in pushed.glob("lze_state.*")))
-try:
-    print(find_state(resolve_state("me/run")))
-except FileNotFoundError:
-    print("no state")
 """
 
 
 @pytest.mark.slow
-def test_a_run_pushed_again_replaces_the_one_before(tmp_path):
+def test_pushed_run_is_opened_by_its_name(run_dir, tmp_path):
+    pushing = f"from lze_trl.hub import push_run; push_run({str(run_dir)!r}, 'me/my-run', token='hf_secret')"
     with serve(tmp_path / "server") as server:
-        result = run_against(
-            server, tmp_path, "-c", PUSHING_TWICE, str(tmp_path / "run"), str(tmp_path / "server/me/run")
-        )
-    assert result.returncode == 0, result.stderr[-4000:]
-    assert result.stdout.splitlines() == ["[1, 2, 3] 5", "[7, 8, 9] 3", "[]", "no state"]
-
-
-@pytest.mark.slow
-def test_a_state_that_the_repo_has_no_more_is_not_found(tmp_path):
-    finding = (
-        "from lze_trl.hub import *; from lze_trl.checkpoint import *; print(find_state(resolve_state('me/run')).name)"
-    )
-    repo, older = tmp_path / "server/me/run", tmp_path / "server/me/run/checkpoint-20"
-    save(repo, STATE_NAME, {}, {"global_step": 10})
-    save(older, STATE_NAME, {}, {"global_step": 20})
-    (older / "trainer_state.json").write_text('{"global_step": 20}')
-    with serve(tmp_path / "server") as server:
-        server.repositories["me/run"] = repo
-        first = run_against(server, tmp_path, "-c", finding)
-        shutil.rmtree(older)
-        second = run_against(server, tmp_path, "-c", finding)
-    offline = run_against(server, tmp_path, "-c", finding)
-    assert first.stdout == "checkpoint-20\n", first.stderr
-    assert second.stdout == offline.stdout == "dataset--me--run\n", second.stderr + offline.stderr
-
-
-STARTING_RUN = """
-import sys
-import numpy as np
-import tiny
-from transformers import TrainerCallback
-from lze_trl import LZEGRPOTrainer
-from lze_trl.hub import push_run
-
-first = LZEGRPOTrainer(
-    model=tiny.model(),
-    reward_funcs=tiny.even_length_reward,
-    args=tiny.config(sys.argv[1] + "/first", telemetry=True),
-    train_dataset=tiny.prompts(11),
-    processing_class=tiny.tokenizer(),
-)
-first.train()
-push_run(sys.argv[1] + "/first", "me/first", token="hf_secret")
-second = LZEGRPOTrainer(
-    model=tiny.model(),
-    reward_funcs=tiny.even_length_reward,
-    args=tiny.config(sys.argv[1] + "/second", state_from="me/first", max_steps=1),
-    train_dataset=tiny.prompts(11),
-    processing_class=tiny.tokenizer(),
-)
-
-
-class Beginning(TrainerCallback):
-    def on_train_begin(self, *args, **kwargs):
-        tensors = second.prompt_state.state_dict()
-        for name, array in first.prompt_state.state_dict().items():
-            np.testing.assert_array_equal(tensors[name], array, err_msg=name)
-        self.visits = int(second.prompt_state["visits"].sum())
-
-
-beginning = Beginning()
-second.add_callback(beginning)
-second.train()
-print(beginning.visits, int(second.prompt_state["visits"].sum()))
-"""
-
-
-@pytest.mark.slow
-def test_a_trainer_starts_from_the_state_of_a_repo(tmp_path):
-    (tmp_path / "start.py").write_text(STARTING_RUN)
-    with serve(tmp_path / "server") as server:
-        result = run_against(server, tmp_path, str(tmp_path / "start.py"), str(tmp_path))
-    assert result.returncode == 0, result.stderr[-4000:]
-    # Three batches of three prompts, and one more
-    assert result.stdout.splitlines()[-1] == "9 12"
+        pushed = run_against(server, tmp_path, "-c", pushing)
+        assert pushed.returncode == 0, pushed.stderr
+        assert server.tokens == {"Bearer hf_secret"}
+        assert server.private == {"me/my-run": False}
+        repo = server.folder / "me/my-run"
+        files = {file.relative_to(repo).as_posix() for file in repo.rglob("*") if file.is_file()}
+        assert {"README.md", "telemetry/meta.json", "report/report.html", "lze_state.arrays"} <= files
+        assert "optimizer.pt" not in files
+        assert "lze-trl app me/my-run" in (repo / "README.md").read_text()
+        opened = run_against(server, tmp_path, "-c", OPENING)
+    assert opened.returncode == 0, opened.stderr
+    shown, state, missing = opened.stdout.splitlines()
+    assert shown == f"['my-run', 'missing'] {open_run(run_dir).summary()['groups']} True"
+    assert "lze_state.json" in state
+    assert "`me/missing` is neither a directory nor a dataset repo on the Hub that can be read" in missing
 
 
 PUSHING_RUN = """
@@ -304,19 +170,29 @@ trainer = LZEGRPOTrainer(
 )
 trainer.train()
 trainer.push_to_hub()
+second = LZEGRPOTrainer(
+    model=tiny.model(),
+    reward_funcs=tiny.even_length_reward,
+    args=tiny.config(sys.argv[1] + "/second", state_from="me/model-run", max_steps=1),
+    train_dataset=tiny.prompts(11),
+    processing_class=tiny.tokenizer(),
+)
+second.train()
+print(int(trainer.prompt_state["visits"].sum()), int(second.prompt_state["visits"].sum()))
 """
 
 
 @pytest.mark.slow
-def test_a_trainer_pushes_model_card_and_telemetry(tmp_path):
+def test_a_trainer_pushes_model_card_and_telemetry_and_another_starts_from_its_state(tmp_path):
     (tmp_path / "push.py").write_text(PUSHING_RUN)
     with serve(tmp_path / "server") as server:
         result = run_against(server, tmp_path, str(tmp_path / "push.py"), str(tmp_path / "run"))
     assert result.returncode == 0, result.stderr[-4000:]
+    assert result.stdout.splitlines()[-1] == "9 12"  # three batches of three prompts, and one more
     assert server.private == {"me/model": True, "me/model-run": True}
     model, run = tmp_path / "server/me/model", tmp_path / "server/me/model-run"
     card = (model / "README.md").read_text()
-    for part in ("Trained where it learns", "selection_ratio", "Savings", "lze_summary.png", "Versions"):
+    for part in ("Trained where it learns", "selection_ratio", "Savings", "lze_summary.png"):
         assert part in card, part
     assert 'pipeline("text-generation", model="me/model"' in card and "# Model Card for model" in card
     assert "None" not in card and "time machine" not in card and "prompt = '0+0='" in card
@@ -347,13 +223,6 @@ def test_directories_need_no_hub(run_dir):
         hub.resolve_state("/no/such/folder")
 
 
-def test_a_repo_without_any_of_the_files_is_an_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(remote, "snapshot_download", lambda *args, **kwargs: str(tmp_path / "nothing"))
-    monkeypatch.setattr(remote.constants, "HF_HOME", str(tmp_path))
-    (tmp_path / "lze_trl/dataset--me--empty/telemetry").mkdir(parents=True)  # of an earlier download
-    assert list(remote.resolve_run("me/empty").iterdir()) == []
-
-
 def test_a_dataset_without_a_state_does_not_hide_a_model_with_one(run_dir, tmp_path, monkeypatch):
     (tmp_path / "telemetry-only").mkdir()
     folders = {"dataset": tmp_path / "telemetry-only", "model": run_dir}
@@ -361,21 +230,6 @@ def test_a_dataset_without_a_state_does_not_hide_a_model_with_one(run_dir, tmp_p
     assert hub.resolve_state("me/model") == run_dir
     folders["dataset"], folders["model"] = folders["model"], folders["dataset"]
     assert hub.resolve_state("me/model") == run_dir
-
-
-def test_a_model_card_is_written_whole_or_not_at_all(run_dir, monkeypatch):
-    def fail(path, content):
-        raise OSError("No space left on device")
-
-    (run_dir / "README.md").write_text("# Model card\n")
-    hub.extend_model_card(run_dir)  # the picture is there from now on
-    (run_dir / "README.md").write_text("# Model card\n")
-    before = sorted(run_dir.rglob("*"))
-    monkeypatch.setattr(os, "replace", fail)
-    with pytest.raises(OSError, match="No space left"):
-        hub.extend_model_card(run_dir)
-    assert sorted(run_dir.rglob("*")) == before
-    assert (run_dir / "README.md").read_text() == "# Model card\n"
 
 
 def test_model_card_tells_about_the_run(run_dir):
@@ -386,7 +240,7 @@ def test_model_card_tells_about_the_run(run_dir):
     text = card.read_text(encoding="utf-8")
     assert text.startswith("---\nlibrary_name: transformers\n---\n\n# Model card\n")
     assert text.count("## Trained where it learns") == 1
-    for words in ("| `selection_ratio` | `0.4` |", "| updates |", "- trl 1.16", hub.PICTURE):
+    for words in ("| `selection_ratio` | `0.4` |", "updates 0.", hub.PICTURE):
         assert words in text
     assert (run_dir / hub.PICTURE).stat().st_size > 10_000
 

@@ -4,14 +4,13 @@ import re
 
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
 from PIL import Image
 
 import tiny
 from benchmarks.synthetic import SyntheticTraining, record_synthetic_run
 from lze_trl import LZEGRPOTrainer
 from lze_trl.app import charts, views
-from lze_trl.app.report import write_report, write_summary_picture
+from lze_trl.app.report import write_report
 from lze_trl.hub import model_card_section
 from lze_trl.record import MissingTelemetryError, TelemetryWriter, open_run
 from lze_trl.record.numbers import number, percent
@@ -34,6 +33,9 @@ def test_report_is_self_contained_and_agrees_with_the_run(run_dir):
     summary = open_run(run_dir).summary()
     assert f"{summary['selected']:,} of {summary['groups']:,} groups trained on" in html
     assert "selection_ratio" in html
+    with Image.open(path.with_name("summary.png")) as picture:
+        assert picture.width > 800
+        assert len(picture.convert("RGB").getcolors(2**24)) > 50
 
 
 @pytest.mark.parametrize("reward", ["even_length_reward", None])
@@ -72,64 +74,23 @@ def test_held_out_accuracy_is_in_every_view(tmp_path, reward):
     assert f"{last:.3f} at step 3" in card and f"{tile[0].upper()}{tile[1:]} (`eval_reward" in card
 
 
-def test_the_picture_is_written(run_dir, tmp_path):
-    folder = write_report(run_dir, out=tmp_path / "elsewhere").parent
-    with Image.open(folder / "summary.png") as picture:
-        assert picture.width > 800
-        assert len(picture.convert("RGB").getcolors(2**24)) > 50
-    assert write_summary_picture(run_dir, tmp_path / "docs" / "run.png").exists()
-
-
-def test_no_text_of_the_picture_is_cut_off(run_dir, tmp_path, monkeypatch):
-    save, figures = Figure.savefig, []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *a, **b: (save(figure, *a, **b), figures.append(figure)))
-    write_summary_picture(run_dir, tmp_path / "run.png")
-    (figure,) = figures
-    texts = [text for axis in figure.axes for text in (axis.title, axis.xaxis.label, axis.yaxis.label, *axis.texts)]
-    texts = [text for text in texts if text.get_text()]
-    for text in texts:
-        box = text.get_window_extent()
-        assert figure.bbox.contains(box.x0, box.y0) and figure.bbox.contains(box.x1, box.y1), text.get_text()
-        # The layout does not count the length of the labels of axes
-        assert not [other for other in texts if other is not text and box.overlaps(other.get_window_extent())]
-
-
-def test_report_escapes_what_a_run_says(tmp_path):
-    writer = TelemetryWriter(tmp_path / "<b>run", settings={"</table><script>": "<script>"})
-    writer.record(next(SyntheticTraining(num_prompts=8, groups_per_batch=8).generations(1)))
-    writer.close()
-    html = write_report(tmp_path / "<b>run").read_text(encoding="utf-8")
-    assert "Report of &lt;b&gt;run" in html and "&lt;script&gt;" in html
-    assert "<script>" not in html and "<b>run" not in html
-
-
-def test_prompts_that_were_never_scored_have_a_row_of_their_own(tmp_path):
-    solved, none = (1, 1, 1, 1), (np.nan,) * 4
-    record_run(tmp_path / "some" / "telemetry", [make_record(0, [solved, none, (1, 0, 0, 0)])])
-    record_run(tmp_path / "all" / "telemetry", [make_record(0)])
-
-    def learned(name):
-        html = write_report(tmp_path / name).read_text(encoding="utf-8")
-        rows = re.findall(r"<th scope=.row.>(\w+) at the first visit</th>(.*?)</tr>", html)
-        return {first: re.findall(r"<td>(\d+)</td>", cells) for first, cells in rows}
-
-    # Now frontier, solved, hopeless or unscored, as far as there are any
-    assert learned("some") == {
-        "hopeless": ["0", "0", "0"],
-        "frontier": ["1", "0", "0"],
-        "solved": ["0", "1", "0"],
-        "unscored": ["0", "0", "1"],
-    }
-    assert learned("all") == {
-        "hopeless": ["0", "0", "1"],
-        "frontier": ["1", "0", "0"],
-        "solved": ["0", "1", "0"],
-    }
+def test_prompts_by_their_state_at_the_first_visit_and_now(tmp_path):
+    solved, half, none = (1, 1, 1, 1), (1, 0, 0, 0), (np.nan,) * 4
+    record_run(tmp_path, [make_record(0, [solved, none, half])])
+    html = write_report(tmp_path).read_text(encoding="utf-8")
+    rows = re.findall(r"<th scope=.row.>(\w+) at the first visit</th>(.*?)</tr>", html)
+    # Now frontier, solved or unscored
+    found = {first: re.findall(r"<td>(\d+)</td>", cells) for first, cells in rows}
+    assert found == {"frontier": ["1", "0", "0"], "solved": ["0", "1", "0"], "unscored": ["0", "0", "1"]}
 
 
 def test_report_of_one_batch_and_of_none(tmp_path):
     TelemetryWriter(tmp_path / "none").close()
     with pytest.raises(MissingTelemetryError, match="first batch is not scored yet"):
         write_report(tmp_path / "none")
-    record_synthetic_run(tmp_path / "one", SyntheticTraining(num_prompts=8, groups_per_batch=3), generations=1)
-    assert write_report(tmp_path / "one").exists()
+    writer = TelemetryWriter(tmp_path / "<b>run", settings={"</table><script>": "<script>"})
+    writer.record(next(SyntheticTraining(num_prompts=8, groups_per_batch=8).generations(1)))
+    writer.close()
+    html = write_report(tmp_path / "<b>run", out=tmp_path / "elsewhere").read_text(encoding="utf-8")
+    assert "Report of &lt;b&gt;run" in html and "&lt;script&gt;" in html
+    assert "<script>" not in html and "<b>run" not in html

@@ -1,12 +1,9 @@
 """Console, report, model card, app and trackers tell one and the same saving of a run."""
 
-import io
-import json
 import re
 from html import unescape
 
 import pytest
-from rich.console import Console
 
 import tiny
 from benchmarks.replay import replay
@@ -15,8 +12,8 @@ from lze_trl.app import views
 from lze_trl.app.report import write_report
 from lze_trl.hub import model_card_section
 from lze_trl.record import open_run
-from lze_trl.record.console import summary_tables
-from lze_trl.record.ledger import PLAIN, against_plain, headline, skipped_visits
+from lze_trl.record.console import summary_lines
+from lze_trl.record.ledger import TAUGHT_NOTHING, against_plain, headline, skipped_visits
 
 
 def all_solved(completions, **kwargs):
@@ -52,7 +49,7 @@ CASES = {
 }
 
 
-def train(directory, dataset=11, reward=tiny.even_length_reward, resume=None, **settings):
+def train(directory, dataset=11, reward=tiny.even_length_reward, **settings):
     trainer = LZEGRPOTrainer(
         model=tiny.save(directory.parent / "model"),  # a reference model is loaded from where the model was
         reward_funcs=reward,
@@ -60,7 +57,7 @@ def train(directory, dataset=11, reward=tiny.even_length_reward, resume=None, **
         train_dataset=tiny.prompts(dataset),
         processing_class=tiny.tokenizer(),
     )
-    trainer.train(resume_from_checkpoint=None if resume is None else str(directory / resume))
+    trainer.train()
     return trainer
 
 
@@ -101,14 +98,13 @@ def test_all_tell_the_same(case):
 
     report = write_report(directory).read_text(encoding="utf-8")
     app = views.overview(open_run(directory))
+    assert "nan" not in plain_text(app).lower().replace("nano", "")  # also where pruning left batches empty
     for page in (report, app):
         assert flops_of(totals) in plain_text(page)
         assert skipped_visits(totals) in plain_text(page)
         assert {name: cells[-1] for name, cells in table_of(page).items()} == times
     tile = plain_text(re.search(r'data-tile="FLOPs of plain GRPO">(.*?)</div>', app, re.S)[1])
-    assert tile.split() == (
-        f"FLOPs of plain GRPO {times['total']} rollouts {times['rollouts']}, updates {times['updates']}".split()
-    )
+    assert f"{times['total']} rollouts {times['rollouts']}, updates {times['updates']}" in tile
     (row,) = views.run_table({"run": open_run(directory)}).to_dict("records")
     assert [row[f"{name} (FLOPs)"] for name in ("rollouts", "updates", "total")] == [
         times[name] for name in ("rollouts", "updates", "total")
@@ -117,18 +113,9 @@ def test_all_tell_the_same(case):
     card = model_card_section(directory)
     assert flops_of(totals) in card
     assert skipped_visits(totals) in card
-    for name, ratio in times.items():
-        assert re.search(rf"^\| {name} \|.*\| {ratio} \|$", card, re.M)
 
-    console = Console(file=io.StringIO(), width=120)
-    for heading, table in summary_tables(totals, {"before": None, "after": None}).items():
-        console.print(heading)
-        console.print(table)
-    shown = console.file.getvalue()
-    assert f"Cost, against {PLAIN}" in shown
-    for name, ratio in times.items():
-        assert re.search(rf"^ *{name} .* {ratio} *$", shown, re.M)
-    assert re.search(rf"^ *visits skipped +{totals['visits_skipped']:,} *$", shown, re.M)
+    shown = summary_lines(totals, {"before": None, "after": None})
+    assert headline(totals) in shown and skipped_visits(totals) in shown
 
     again = replay(directory, ["all"]).choices[0]
     assert again.of_plain == pytest.approx(totals["update_flops"] / totals["plain_update_flops"])
@@ -153,43 +140,21 @@ def test_trackers_tell_the_same(case):
 
 def test_the_batches_are_those_of_plain_grpo(case):
     name, directory, trainer = case
-    totals = trainer.savings()
+    totals, groups = trainer.savings(), open_run(directory).generations().groups
     # 3 prompts × 4 completions for every optimizer step, whatever was drawn
     assert totals["plain_rows"] == 12 * trainer.state.global_step
-    ratios = {work.name: work.ratio for work in against_plain(totals)}
-    if name == "refill":
-        assert totals["visits_skipped"] > 0
-        assert ratios["rollouts"] == pytest.approx(1.0)
-        assert 0 < ratios["updates"] < 0.5
-    elif name == "skip":
-        generations = open_run(directory).generations()
-        assert (generations.groups == 0).any() and generations.groups.iloc[-1] == 0
-        assert ratios["rollouts"] == pytest.approx(totals["rows_rolled_out"] / totals["plain_rows"], rel=0.05)
-        assert ratios["rollouts"] < 1.0
-        assert 0.0 < ratios["updates"] < 0.5
-        assert totals["visits_skipped"] == generations.skipped.sum()
-    elif name == "gate":
-        # Prompts that are known to be dead get no completion
-        assert open_run(directory).generations().groups.min() < 3
-        assert totals["rows_rolled_out"] < totals["plain_rows"]
-        assert ratios["rollouts"] < 1.0
+    rollouts, updates = (work.ratio for work in against_plain(totals) if work.name in ("rollouts", "updates"))
+    if name in ("skip", "gate"):  # prompts that are solved, or known to be dead, get no completion
+        assert groups.min() < 3 and totals["rows_rolled_out"] < totals["plain_rows"] and rollouts < 1.0
+    elif name == "refill":
+        assert totals["visits_skipped"] > 0 and rollouts == pytest.approx(1.0) and updates < 0.5
     else:
-        assert totals["rows_rolled_out"] > totals["plain_rows"]
-        assert ratios["rollouts"] > 1.0
-
-
-def test_pages_of_batches_that_pruning_left_empty(case):
-    # The first picture and the report of a run whose last batches hold nothing
-    name, directory, _ = case
-    if name == "skip":
-        page = plain_text(views.overview(open_run(directory)))
-        assert "nan" not in page.lower().replace("nano", "")
-        assert (write_report(directory).parent / "summary.png").is_file()
+        assert totals["rows_rolled_out"] > totals["plain_rows"] and rollouts > 1.0
 
 
 @pytest.mark.parametrize("strategy", ["exact", "lze", "gate"])
 def test_a_run_that_taught_nothing_shows_no_saving(tmp_path, capsys, caplog, strategy):
-    directory, nothing = tmp_path / "run", "No group had a gradient; the model did not change."
+    directory = tmp_path / "run"
     settings = {"strategy": strategy, "max_steps": 6, "summary": True, "eval_strategy": "no"}
     trainer = train(directory, reward=all_solved, **settings)
     # Certain after the first batch, and told once
@@ -200,21 +165,9 @@ def test_a_run_that_taught_nothing_shows_no_saving(tmp_path, capsys, caplog, str
     run = open_run(directory)
     overview = plain_text(views.standing(run) + views.overview(run))
     for shown in (summary, report, overview, model_card_section(directory)):
-        assert nothing in shown
+        assert TAUGHT_NOTHING in shown
         assert not re.search(r"\d ×", shown)
     compared = views.run_table({"run": run}).to_string()
     assert not re.search(r"\d ×", compared)
     assert not [name for name in run.steps() if name.endswith("_vs_plain")]
     assert trainer.ledger.skipped_updates == 6
-
-
-def test_a_checkpoint_with_an_older_ledger_is_refused_with_a_way_out(tmp_path):
-    settings = {"save_strategy": "steps", "save_steps": 2}
-    train(tmp_path / "run", max_steps=2, **settings)
-    path = tmp_path / "run" / "checkpoint-2" / "lze_state.json"
-    meta = json.loads(path.read_text())
-    ledger = meta["parts"]["ledger"]
-    ledger["groups_pruned"] = ledger.pop("visits_skipped")
-    path.write_text(json.dumps(meta))
-    with pytest.raises(ValueError, match="another version of lze_trl wrote it"):
-        train(tmp_path / "run", max_steps=3, resume="checkpoint-2", **settings)

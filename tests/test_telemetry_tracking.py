@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import struct
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -16,7 +15,7 @@ from lze_trl.record.tracking import HISTOGRAM
 
 
 TESTS = Path(__file__).parent
-TRACKERS = [name for name in ("trackio", "wandb", "tensorboard") if find_spec(name)]
+TRACKERS = [name for name in ("trackio", "tensorboard") if find_spec(name)]
 DOCUMENTED = TESTS.parent / "docs" / "telemetry.md"
 
 TRAINING = """
@@ -55,8 +54,6 @@ def train(tmp_path, trackers, program=TRAINING):
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)]),
-        "WANDB_MODE": "offline",
-        "WANDB_DIR": str(tmp_path),
         "TRACKIO_DIR": str(tmp_path / "trackio"),
         "HF_HOME": str(tmp_path / "cache"),
         "HF_HUB_OFFLINE": "1",
@@ -72,37 +69,6 @@ def documented_metrics():
     names = re.findall(row, DOCUMENTED.read_text(encoding="utf-8"), flags=re.MULTILINE)
     assert names
     return set(names)
-
-
-def leveldb_log(content):
-    """Records of an offline run: a 7-byte header, then LevelDB's log format in blocks of 32 KiB."""
-    position, record = 7, b""
-    while position + 7 <= len(content):
-        left = 32_768 - position % 32_768
-        if left < 7:
-            position += left
-            continue
-        _, length, kind = struct.unpack_from("<IHB", content, position)
-        record += content[position + 7 : position + 7 + length]
-        position += 7 + length
-        if kind in (1, 4):  # whole, or the last piece
-            yield record
-            record = b""
-
-
-def wandb_history(tmp_path):
-    """Every entry of the local runs, as name → part → JSON."""
-    from wandb.proto import wandb_internal_pb2
-
-    for run in sorted(tmp_path.rglob("*.wandb")):
-        for data in leveldb_log(run.read_bytes()):
-            record = wandb_internal_pb2.Record()
-            record.ParseFromString(data)
-            entry = {}
-            for item in record.history.item:
-                name, *rest = item.nested_key or [item.key]
-                entry.setdefault(name, {})["/".join(rest)] = item.value_json
-            yield entry
 
 
 def trackio_logs(tmp_path):
@@ -137,14 +103,6 @@ def tracked(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tracked")
     train(folder, TRACKERS)
     return folder
-
-
-@pytest.mark.slow
-def test_wandb_offline_run_has_the_documented_metrics(tracked):
-    pytest.importorskip("wandb")
-    logged = {name.removeprefix("train/"): parts for entry in wandb_history(tracked) for name, parts in entry.items()}
-    assert documented_metrics() - set(logged) == set()
-    assert json.loads(logged["lze/energy_histogram"]["_type"]) == "histogram"
 
 
 @pytest.mark.slow

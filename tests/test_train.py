@@ -21,8 +21,8 @@ from lze_trl.job import cli
 from lze_trl.job.recipe import parse_recipe
 from lze_trl.job.train import build_trainer, main, resume_point, run
 from lze_trl.record import open_run
-from lze_trl.record.console import log_line, summary_tables
-from lze_trl.record.ledger import PLAIN, Ledger, TokenCost
+from lze_trl.record.console import log_line
+from lze_trl.record.ledger import TAUGHT_NOTHING
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -55,9 +55,9 @@ def test_recipe_to_summary(job, capsys):
 
     shown = capsys.readouterr().out
     assert all(
-        text in shown for text in ("rolled out", "visits skipped", "total", "Sampled accuracy", "model:", "report:")
+        text in shown for text in ("Rolled out", "Visits skipped", "total", "Sampled accuracy", "model:", "report:")
     )
-    assert shown.count("Rollouts") == 1
+    assert shown.count("Rolled out") == 1
     run_dir = Path(parse_recipe(["--config", job()])[1].output_dir)
     log = json.loads((run_dir / "trainer_state.json").read_text())["log_history"]
     accuracy = [logs["eval_rewards/accuracy_reward/mean"] for logs in log if "eval_reward" in logs]
@@ -87,8 +87,7 @@ def test_the_model_card_is_of_this_model(job, tmp_path):
     assert f"a fine-tuned version of the local model `{tmp_path.name}/model`." in card
     asked = [{"role": "system", "content": "Add."}, {"role": "user", "content": "0+0="}]
     assert f"prompt = {asked!r}\n" in card and f'pipeline("text-generation", model="{tmp_path / "run"}"' in card
-    method, _, citations = card.partition("## Citations")
-    assert "selected by lze-trl, see [Learning-Zone Energy: " in method
+    citations = card.partition("## Citations")[2]
     assert all(cited in citations for cited in ("DeepSeekMath", "2605.17003", "Cite TRL as:"))
 
 
@@ -102,7 +101,7 @@ def test_a_run_whose_groups_are_all_dead_ends_well(job, tmp_path, capsys):
     summary = open_run(tmp_path / "run").summary()
     assert (summary["groups"], summary["selected"]) == (12, 0)
     shown = capsys.readouterr().out.splitlines()
-    assert "Rollouts" in shown and f"Cost, against {PLAIN}" not in shown
+    assert TAUGHT_NOTHING in shown
 
 
 def test_resumes_from_the_last_complete_checkpoint(job):
@@ -257,8 +256,8 @@ def test_the_command_trains_on_two_processes(job, name):
         *("--accelerate_config", name, "--main_process_port", str(tiny.free_port()), "--max_steps", "2"),
     )
     # By the main process alone
-    for heading in ("Rollouts", f"Cost, against {PLAIN}", "Sampled accuracy on held-out prompts"):
-        assert done.stdout.splitlines().count(heading) == 1
+    for beginning in ("Rolled out: ", "FLOPs, of ", "Sampled accuracy on held-out prompts: "):
+        assert sum(line.startswith(beginning) for line in done.stdout.splitlines()) == 1
     assert len(re.findall(r"^step +\d+  held-out reward", done.stdout, re.M)) == 2
     run_dir = Path(parse_recipe(["--config", job()])[1].output_dir)
     log = json.loads((run_dir / "trainer_state.json").read_text())["log_history"]
@@ -276,41 +275,6 @@ def test_log_line_shows_what_was_logged():
         "step     5  reward 0.500  trained 41% of groups  lr 1.0e-06"
     )
     assert log_line(5, {"train_runtime": 3.0}) == ""
-
-
-def test_summary_of_a_run_that_did_nothing():
-    zero = Ledger().summary(TokenCost(forward=2.0, train=6.0))
-    assert list(summary_tables(zero, {"before": None, "after": None})) == ["Rollouts"]
-    assert len(summary_tables(zero, {"before": 0.1, "after": None})) == 2
-
-
-def test_summary_tells_tokens_and_flops_of_plain_grpo():
-    # 12,500 tokens of 18,750 in plain GRPO, in two iterations after two passes for log-probabilities. With 2 FLOPs a token
-    # forward and 6 in the update, plain GRPO costs 37.5 + 75 + 225 k
-    ledger = Ledger(
-        groups_rolled_out=2,
-        visits_skipped=1_234,
-        rollout_tokens=12_500,
-        plain_tokens=18_750.0,
-        update_tokens=7_000,
-        logprob_passes=2,
-        logprob_tokens=6_000,
-        iterations=2,
-        update_seconds=1.26,
-    )
-    tables = summary_tables(ledger.summary(TokenCost(forward=2.0, train=6.0)), {"before": None, "after": None})
-    cost = tables[f"Cost, against {PLAIN}"]
-    columns = {column.header: list(column.cells) for column in cost.columns}
-    assert columns == {
-        "": ["rollouts", "logprobs", "updates", "total"],
-        "tokens": ["12.5 k", "6,000", "7,000", ""],
-        "seconds": ["0.0", "0.0", "1.3", "1.3"],
-        "FLOPs": ["25 k", "12 k", "42 k", "79 k"],
-        "plain GRPO": ["37.5 k", "75 k", "225 k", "338 k"],
-        "ratio": ["0.67 ×", "0.16 ×", "0.19 ×", "0.23 ×"],
-    }
-    names, groups, _ = (list(column.cells) for column in tables["Rollouts"].columns)
-    assert (names[-1], groups[-1]) == ("visits skipped", "1,234")
 
 
 # ---- The dry run ----

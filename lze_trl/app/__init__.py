@@ -7,19 +7,11 @@ from ..remote import resolve_run
 
 def launch(runs: list[str], host: str = "127.0.0.1", port: int | None = None) -> Any:
     """
-    Start the app, and serve it until interrupted. Returns Gradio's `Blocks`.
+    Start the app over output directories of trainings, folders of such, or Hub ids of dataset repos with telemetry, and serve
+    it until interrupted. Returns Gradio's `Blocks`.
 
-    Args:
-        runs (`list[str]`):
-            Output directories of trainings, folders of such, or Hub ids of dataset repos with telemetry.
-        host (`str`, *optional*, defaults to `"127.0.0.1"`):
-            Address to listen on. The app has no login: choose another one only if everyone may see the runs.
-        port (`int`, *optional*):
-            Port to listen on, by default the first free one from 7860 on.
-
-    Raises:
-        MissingTelemetryError: If a run is neither a folder nor a repo on the Hub.
-        OSError: If the port is in use.
+    The app has no login: choose another `host` only if everyone may see the runs. The default `port` is the first free one
+    from 7860 on; one in use raises an `OSError`. A run that cannot be found raises a [`MissingTelemetryError`].
     """
     for run in runs:
         resolve_run(run)  # fails early for a wrong name

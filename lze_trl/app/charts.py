@@ -13,49 +13,20 @@ from ..record import Run
 from ..record.curves import (
     curve,
     energy_heat_map,
+    held_out,
     held_out_metrics,
     logged_curves,
     outcome_name,
-    phase_seconds,
     reward_curves,
 )
 from ..record.evaluations import read_results
-from ..record.numbers import percent
-from .views import brightest, short_text, title
+from ..record.reader import STATES
+from .views import brightest, short_text
 
 
 AXES = {"step": "steps", "tokens": "tokens", "flops": "FLOPs", "seconds": "time (s)"}
 _COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#c99700", "#56b4e9"]  # of Okabe and Ito, for the colour-blind
-_DASHES = ["solid", "dash", "dot", "dashdot", "longdash", "longdashdot"]
-_STATES = {  # colour and marker
-    "frontier": ("#0072b2", "circle"),
-    "solved": ("#009e73", "square"),
-    "hopeless": ("#7a8794", "x"),
-    "pruned": ("#c99700", "diamond"),
-    "forgotten": ("#d55e00", "triangle-up"),
-    "unscored": ("#cc79a7", "cross"),
-}
-_PHASES = {"rollout": "rollouts", "logprob": "log-probabilities", "update": "updates", "selection": "selection"}
-
-# Metrics that the trainer logs, by the title of their chart
-_LOGGED = {
-    "Loss": ["loss", "policy_loss", "aux_loss"],
-    "Gradient norm": ["grad_norm"],
-    "KL divergence from the reference": ["kl"],
-    "Entropy of the tokens": ["entropy"],
-    "Share of clipped tokens": ["clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"],
-    "Learning rate": ["learning_rate"],
-    "Tokens of a completion": [f"completions/{name}_length" for name in ("mean", "min", "max")],
-    "Share of truncated completions": ["completions/clipped_ratio"],
-    "FLOPs so far, × plain GRPO": [f"lze/{name}_vs_plain" for name in ("rollouts", "updates", "total")],
-    "Foresight of live groups": [f"lze/foresight_{name}" for name in ("auc", "brier", "error")],
-    "Majority votes": [f"majority/{name}" for name in ("winner_share", "label_precision", "concentration")],
-    "Votes without a label": [
-        f"majority/abstained_{name}" for name in ("few_votes", "low_share", "high_share", "margin")
-    ],
-}
-MOST_CHARTS = len(_LOGGED) + 1
-"""Charts that [`training`] makes at most."""
+_STATES = dict(zip(STATES, ("#0072b2", "#009e73", "#7a8794", "#c99700", "#d55e00", "#cc79a7"), strict=True))
 
 _HELD_OUT = "held_out"
 METRICS = {
@@ -63,11 +34,11 @@ METRICS = {
     "reward_mean": "reward",
     "energy_mean": "mean energy",
     "dead": "share of dead groups",
-    "pruned": "share of pruned prompts",
     _HELD_OUT: "held-out accuracy",
-    **{name: name for names in _LOGGED.values() for name in names},
 }
-"""What [`comparison`] can show."""
+"""What [`comparison`] can show besides the metrics that the trainers have logged."""
+OVERVIEW_CHARTS = 5
+"""Charts that [`overview`] makes."""
 
 
 def overview(run: Run) -> list[go.Figure]:
@@ -79,10 +50,10 @@ def overview(run: Run) -> list[go.Figure]:
     totals = {"total": points["reward_mean"]}
     accuracy = _held_out_lines(run) | _task_lines(read_results(run.directory.parent))
     outcomes = {"all rollouts": points["pass_rate"], "trained on": points["selected_pass_rate"]}
-    shares = {name: points[name] for name in ("selected", "dead", "replayed")} | {"pruned prompts": points["pruned"]}
+    shares = {name: points[name] for name in ("selected", "dead", "replayed")}
     return [
-        lines(title(outcome_name(run)), outcomes, y_range=(0, 1)),
-        *([lines("Held-out accuracy", accuracy)] if accuracy else []),
+        lines(outcome_name(run).capitalize(), outcomes, y_range=(0, 1)),
+        lines("Held-out accuracy", accuracy),
         # A single reward is the total
         lines("Reward", totals | (dict(rewards.items()) if len(rewards.columns) > 1 else {})),
         _energy(run),
@@ -90,25 +61,17 @@ def overview(run: Run) -> list[go.Figure]:
     ]
 
 
-def training(run: Run, smoothing: float = 0.0) -> list[go.Figure]:
-    """What the trainer has logged, and where the time goes."""
-    logged = logged_curves(run, [name for names in _LOGGED.values() for name in names])
-    found = {heading: {name: logged[name] for name in names if name in logged} for heading, names in _LOGGED.items()}
-    seconds = phase_seconds(run)
-    found["Seconds of a generation batch"] = {label: seconds[kind] for kind, label in _PHASES.items()}
-    return [lines(heading, shown, smoothing=smoothing) for heading, shown in found.items() if shown]
-
-
 def _held_out_lines(run: Run) -> dict[str, pd.Series]:
-    """Every metric on held-out prompts, without the second of two equal ones."""
-    names = held_out_metrics(run)
-    logged = logged_curves(run, names)
-    found: dict[str, pd.Series] = {}
-    for name in names:
-        label = name.removeprefix("eval_").removesuffix("/mean").replace("rewards/", "").replace("_", " ")
-        if not any(logged[name].equals(line) for line in found.values()):
-            found[label if found else "held-out prompts"] = logged[name]
-    return found
+    """Every metric on held-out prompts, without those that are equal to one before."""
+    found = logged_curves(run, names := held_out_metrics(run))
+    labels = {name: name.removeprefix("eval_").removesuffix("/mean") for name in names} | dict.fromkeys(
+        names[:1], "held-out prompts"
+    )
+    return {
+        labels[name]: found[name]
+        for place, name in enumerate(names)
+        if not any(found[name].equals(found[other]) for other in names[:place])
+    }
 
 
 def _task_lines(evaluations: dict[str, dict[str, Any]]) -> dict[str, pd.Series]:
@@ -132,14 +95,13 @@ def lines(
 ) -> go.Figure:
     """Chart with one line per series over its index. `smoothing` is the weight of earlier values in a moving average."""
     figure = _figure(heading, x_label, showlegend=True, hovermode="x unified")
-    for index, (name, values) in enumerate(series.items()):
+    for name, values in series.items():
         shown = values.ewm(alpha=1 - smoothing, ignore_na=True).mean() if smoothing else values
         figure.add_scatter(
             x=values.index,
             y=shown,
             name=escape(name),
             mode="lines+markers" if len(values) <= 40 else "lines",
-            line={"color": _COLOURS[index % len(_COLOURS)], "dash": _DASHES[index % len(_DASHES)]},
             marker_size=5,
         )
     return figure.update_yaxes(range=y_range)
@@ -151,6 +113,7 @@ def _figure(heading: str, x_label: str, **layout: Any) -> go.Figure:
         layout={
             "title": {"text": escape(heading), "font_size": 15, "x": 0.01, "y": 0.97},
             "height": 320,
+            "colorway": _COLOURS,
             "margin": {"l": 10, "r": 10, "t": 42, "b": 10},
             "font_color": "#44505c",
             "modebar_bgcolor": "rgba(0,0,0,0)",
@@ -184,28 +147,25 @@ def _energy(run: Run) -> go.Figure:
 
 
 def prompts(run: Run, frame: pd.DataFrame) -> go.Figure:
-    """Energy of prompts, as of [`Run.prompts`](lze_trl.record.Run.prompts), over their pass rate; a point's id is its `customdata`."""
-    figure = _figure("Energy of each prompt", outcome_name(run), showlegend=True, hovermode="closest")
-    for state, (colour, symbol) in _STATES.items():
-        found = frame[frame["state"] == state]
-        if found.empty:
-            continue
-        # Pass rates of groups take few values: prompts with the same one are spread a little
-        spread = (found["prompt_id"].to_numpy() % 101 / 100 - 0.5) * 0.04
-        texts = ["<br>".join(map(escape, wrap(short_text(row)[:150], 50))) for row in found.to_dict("records")]
+    """Energy of prompts, as of [`Run.prompts`](lze_trl.record.Run.prompts), over their pass rate."""
+    outcome = outcome_name(run)
+    figure = _figure("Energy of each prompt", outcome, showlegend=True, hovermode="closest")
+    texts = ["<br>".join(map(escape, wrap(short_text(row)[:150], 50))) for row in frame.to_dict("records")]
+    # Pass rates of groups take few values: prompts with the same one are spread a little
+    spread = (frame["prompt_id"] % 101 / 100 - 0.5) * 0.04
+    points = pd.DataFrame({"x": frame["pass_rate"].fillna(0.0) + spread, "energy": frame["energy"], "text": texts})
+    counts = frame["state"].value_counts()
+    for state, found in points.groupby(frame["state"]):
         figure.add_scatter(
-            x=found["pass_rate"].fillna(0.0) + spread,
+            x=found["x"],
             y=found["energy"],
-            name=f"{state} ({len(found):,})",
+            name=f"{state} ({counts[state]:,})",
             mode="markers",
-            marker={"color": colour, "symbol": symbol, "size": 8, "opacity": 0.7},
-            text=[f"{text}<br>{percent(rate)}" for text, rate in zip(texts, found["pass_rate"], strict=True)],
-            customdata=found["prompt_id"].astype(str).tolist(),
-            hovertemplate="%{text}, energy %{y:.2f}<extra></extra>",
+            marker={"color": _STATES[str(state)], "size": 8, "opacity": 0.7},
+            text=found["text"],
+            hovertemplate=f"%{{text}}<br>{outcome} %{{x:.2f}}, energy %{{y:.2f}}<extra></extra>",
         )
-    return figure.update_xaxes(range=(-0.05, 1.05)).update_yaxes(
-        range=(-0.05, 1.05 * run.meta.energy_max), title_text="energy"
-    )
+    return figure.update_yaxes(title_text="energy", range=(-0.05, 1.05 * run.meta.energy_max))
 
 
 def history(run: Run, prompt_id: int) -> go.Figure:
@@ -220,14 +180,15 @@ def comparison(runs: dict[str, Run], axis: str, metric: str, smoothing: float = 
     """A metric of several runs, by their ids."""
     found = {id: _points(run, axis, metric) for id, run in runs.items()}
     shown = {id: points for id, points in found.items() if len(points)}
-    return lines(title(METRICS[metric]), shown, AXES[axis], smoothing=smoothing)
+    return lines(METRICS.get(metric, metric).capitalize(), shown, AXES[axis], smoothing=smoothing)
 
 
 def _points(run: Run, axis: str, metric: str) -> pd.Series:
     """A metric of a run over an axis."""
     points = curve(run)
-    if points.empty or metric in points:
-        return pd.Series(dtype=float) if points.empty else points.set_index(axis)[metric].dropna()
-    names = held_out_metrics(run)[:1] if metric == _HELD_OUT else [metric]
-    values = next(iter(logged_curves(run, names).values()), pd.Series(dtype=float)).dropna()
-    return values.set_axis(np.interp(values.index, points["step"], points[axis]))
+    if points.empty:
+        return pd.Series(dtype=float)
+    if metric in points:
+        return points.set_index(axis)[metric].dropna()
+    values = held_out(run) if metric == _HELD_OUT else logged_curves(run, [metric]).get(metric, pd.Series(dtype=float))
+    return values.dropna().pipe(lambda known: known.set_axis(np.interp(known.index, points["step"], points[axis])))

@@ -9,40 +9,26 @@ import pandas as pd
 
 from ..record import Run, TelemetryError
 from ..record.evaluations import RESULT_FILES
+from ..record.numbers import percent
 from ..record.reader import STATES
-from ..record.status import Status
+from ..record.schema import Status
 from . import charts, views
 from .runs import RunBook
 
 
-TABS = ("Overview", "Training", "Prompts", "Runs", "Settings")
+TABS = ("Overview", "Prompts", "Runs", "Settings")
 REFRESH_SECONDS = 1.0
 """How often the page asks for what is new."""
 
+_METRICS = [(label, name) for name, label in charts.METRICS.items()]
 _VISITS = 12
 """Latest visits of a prompt whose completions can be chosen."""
-
-# A Plotly chart tells the page which point was clicked; Gradio does not pass this on
-_OPEN_POINT = """
-document.addEventListener("pointerover", (event) => {
-  const plot = event.target.closest?.("#lze-scatter .js-plotly-plot");
-  if (!plot || plot.dataset.lze) return;
-  plot.dataset.lze = "listens";
-  plot.on("plotly_click", (data) => trigger("click", { prompt: String(data.points[0].customdata) }));
-});
-"""
-
-
-def build(runs: list[str]) -> gr.Blocks:
-    """The app over runs, given as for [`~lze_trl.app.launch`], not started."""
-    with gr.Blocks(title="Learning-Zone Energy", analytics_enabled=False, fill_width=True) as app:
-        _Page(RunBook(runs))
-    return app
 
 
 def serve(runs: list[str], host: str, port: int | None) -> gr.Blocks:
     """Start the app, and serve it until interrupted; see [`~lze_trl.app.launch`]."""
-    app = build(runs)
+    with gr.Blocks(title="Learning-Zone Energy", analytics_enabled=False, fill_width=True) as app:
+        _Page(RunBook(runs))
     app.launch(
         server_name=host,
         server_port=port,
@@ -71,21 +57,18 @@ class _Page:
         with gr.Row():
             gr.Markdown("## Learning-Zone Energy")
             self.run = gr.Dropdown(ids, value=next(iter(ids), None), label="Run", elem_id="lze-run")
-            self.smoothing = gr.Slider(0.0, 0.99, 0.0, step=0.01, label="Smoothing")
             self.live = gr.Checkbox(True, label="Live", info="Follow the run while it trains", min_width=120)
         self.standing = gr.HTML(elem_classes="lze", elem_id="lze-standing")
         self.tab = gr.State("Overview")
         self.prompt = gr.State("")
         self.seen = gr.State(None)  # what the page shows, as of [`_version`]
-        self.order = gr.State([])  # ids of the prompts in the table, which keep their places at a refresh
         with gr.Tabs():
             self.tabs = [gr.Tab(name) for name in TABS]
-        overview, training, prompts, compare, settings = self.tabs
+        overview, prompts, compare, settings = self.tabs
         with overview:
             self.numbers = gr.HTML(elem_classes="lze", elem_id="lze-overview")
-            self.overview_plots = _plots()
-        with training:
-            self.training_plots = _plots()
+            with gr.Row():  # side by side where the page is wide enough
+                self.plots = [gr.Plot(show_label=False, min_width=400) for _ in range(charts.OVERVIEW_CHARTS)]
         with prompts:
             self._add_prompts()
         with compare:
@@ -100,13 +83,9 @@ class _Page:
         with gr.Row():
             self.search = gr.Textbox(label="Search", placeholder="text, column or id", elem_id="lze-search")
             self.state = gr.Dropdown(["all", *STATES], value="all", label="State", elem_id="lze-state")
-            self.by = gr.Dropdown(
-                [("–", "")], value="", label="Break down by", allow_custom_value=True, elem_id="lze-by"
-            )
         with gr.Row():
             with gr.Column(scale=3, min_width=320):
                 self.scatter = gr.Plot(show_label=False, elem_id="lze-scatter")
-                self.bridge = gr.HTML(js_on_load=_OPEN_POINT)
                 self.found = gr.Markdown(elem_id="lze-found")
                 self.table = gr.Dataframe(
                     label="Prompts: choose one to open it",
@@ -115,7 +94,6 @@ class _Page:
                     column_widths=[280, 90, 80, 90, 80, 70, 190],
                     datatype=["str", "str", "number", "number", "number", "number", "str"],
                 )
-                self.breakdown = gr.Dataframe(visible=False, interactive=False, elem_id="lze-breakdown")
             with gr.Column(scale=2, min_width=320):
                 self.history = gr.Plot(show_label=False, visible=False)
                 self.visit = gr.Dropdown(
@@ -127,8 +105,8 @@ class _Page:
         ids = self.book.ids
         self.runs = gr.CheckboxGroup(ids, value=ids[:8], label="Runs", elem_id="lze-runs")
         with gr.Row():
-            metrics = [(label, name) for name, label in charts.METRICS.items()]
-            self.metric = gr.Dropdown(metrics, value="pass_rate", label="Show", elem_id="lze-metric")
+            self.metric = gr.Dropdown(_METRICS, value="pass_rate", label="Show", elem_id="lze-metric")
+            self.smoothing = gr.Slider(0.0, 0.99, 0.0, step=0.01, label="Smoothing")
             self.axis = gr.Radio([(label, name) for name, label in charts.AXES.items()], value="step", label="Over")
         self.comparison = gr.Plot(show_label=False, elem_id="lze-comparison")
         self.run_table = gr.Dataframe(
@@ -136,12 +114,12 @@ class _Page:
         )
 
     def _connect(self):
-        names = "tab run smoothing search state by prompt visit runs metric axis"
+        names = "tab run smoothing search state prompt visit runs metric axis"
         self.controls = {name: getattr(self, name) for name in names.split()}
         controls = list(self.controls.values())
-        shown = [self.standing, self.numbers, *self.overview_plots, *self.training_plots, self.scatter, self.found]
-        shown += [self.table, self.breakdown, self.by, self.history, self.visit, self.detail]
-        shown += [self.comparison, self.run_table, self.settings, self.seen, self.order]
+        chosen = {self.run, self.live, self.tab, self.search, self.state, self.runs, self.axis, self.smoothing}
+        parts = (*vars(self).values(), *self.plots)
+        shown = [part for part in parts if isinstance(part, gr.components.Component) and part not in chosen]
         # One after the other: the answer to an earlier question never replaces that to a later one
         quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private", "concurrency_id": "page"}
         show: dict[str, Any] = {"fn": self._show, "inputs": controls, "outputs": shown, **quiet}
@@ -153,20 +131,15 @@ class _Page:
                 control.input(trigger_mode="always_last", **show)
         self.run.input(lambda: ("", ""), None, [self.prompt, self.visit], **quiet).then(**show)
         # Opening a prompt leaves the table alone, so that the reader can go on with the keyboard
-        opened = [self.run, self.prompt, self.visit]
-        detail: dict[str, Any] = {"fn": self._show_opened, "inputs": opened, "outputs": shown, **quiet}
-        self.table.select(self._open_row, None, [self.prompt, self.visit], **quiet).then(**detail)
-        self.bridge.click(self._open_point, None, [self.prompt, self.visit], **quiet).then(**detail)
-        self.visit.input(**detail)
+        self.table.select(self._open_row, self.run, shown, **quiet)
+        self.visit.input(self._show_prompt, [self.run, self.prompt, self.visit], shown, **quiet)
         timer = gr.Timer(REFRESH_SECONDS)
-        timer.tick(self._follow, [self.seen, self.order, *controls], shown, **quiet)
+        timer.tick(self._follow, [self.seen, *controls], shown, **quiet)
         self.live.input(lambda live: gr.Timer(active=live), self.live, timer, **quiet)
 
-    def _open_row(self, event: gr.SelectData) -> tuple[str, str]:
-        return str(event.row_value[-1]), ""
-
-    def _open_point(self, event: gr.EventData) -> tuple[str, str]:
-        return str(event._data["prompt"]), ""
+    def _open_row(self, id: str, event: gr.SelectData) -> dict[Any, Any]:
+        chosen = str(event.row_value[-1])
+        return {self.prompt: chosen} | self._show_prompt(id, chosen, "")
 
     def _look(self) -> tuple[Any, Any]:
         """Look for runs that have begun since the app was started."""
@@ -186,12 +159,12 @@ class _Page:
                 versions.append(str(error))
         return versions
 
-    def _follow(self, seen: list[Any] | None, order: list[int], *values: Any) -> Any:
+    def _follow(self, seen: list[Any] | None, *values: Any) -> Any:
         given = dict(zip(self.controls, values, strict=True))
-        return gr.skip() if self._version(given) == seen else self._show(*values, order=order)
+        return gr.skip() if self._version(given) == seen else self._show(*values)
 
-    def _show(self, *values: Any, order: list[int] | None = None) -> dict[Any, Any]:
-        """What changes on the page, by component: only the open tab. The prompts in `order` keep their places."""
+    def _show(self, *values: Any) -> dict[Any, Any]:
+        """What changes on the page, by component: only the open tab."""
         given = dict(zip(self.controls, values, strict=True))
         changes: dict[Any, Any] = {self.seen: self._version(given)}
         try:
@@ -200,58 +173,44 @@ class _Page:
             run = self.book.open(given["run"])
             changes[self.standing] = views.standing(run)
             if given["tab"] == "Overview":
-                changes |= {self.numbers: views.overview(run)} | _filled(self.overview_plots, charts.overview(run))
-            elif given["tab"] == "Training":
-                changes |= _filled(self.training_plots, charts.training(run, given["smoothing"]))
-            elif given["tab"] == "Prompts":
-                changes |= self._show_prompts(run, given, order or []) | self._show_prompt(
-                    run, given["prompt"], given["visit"]
+                changes |= {self.numbers: views.overview(run)} | dict(
+                    zip(self.plots, charts.overview(run), strict=False)
                 )
+            elif given["tab"] == "Prompts":
+                changes |= self._show_prompts(run, given)
             else:
                 changes[self.settings] = views.settings_table(run)
         except TelemetryError as error:
-            changes |= {self.standing: views.HTML.problem(error), self.numbers: ""} | _filled(self.overview_plots, [])
+            changes |= {self.standing: views.HTML.problem(error), self.numbers: ""} | dict.fromkeys(self.plots)
         return changes
 
-    def _show_prompts(self, run: Run, given: dict[str, Any], order: list[int]) -> dict[Any, Any]:
+    def _show_prompts(self, run: Run, given: dict[str, Any]) -> dict[Any, Any]:
         state = None if given["state"] == "all" else given["state"]
-        places = {id: place for place, id in enumerate(order)}
         found = run.prompts(state, given["search"], limit=views.MOST_PROMPTS)
-        found = found.sort_values("prompt_id", key=lambda ids: ids.map(places).fillna(len(places)), kind="stable")
-        counts, columns = run.prompt_counts(given["search"]), run.columns()
+        counts = run.prompt_counts(given["search"])
         total = counts[state] if state else sum(counts.values())
         more = f" Shown are the {len(found):,} of highest energy." if len(found) < total else ""
         return {
             self.scatter: charts.prompts(run, found),
             self.found: f"{total:,} prompts.{more}",
             self.table: views.prompt_table(run, found),
-            self.order: found["prompt_id"].tolist(),
-            self.by: gr.update(choices=[("–", ""), *columns]),
-            self.breakdown: gr.update(
-                value=run.breakdown(given["by"]).round(3) if given["by"] in columns else None,
-                visible=given["by"] in columns,
-            ),
-        }
+        } | self._show_prompt(given["run"], given["prompt"], given["visit"])
 
-    def _show_opened(self, id: str, chosen: str, visit: str) -> dict[Any, Any]:
-        return self._show_prompt(self.book.open(id), chosen, visit)
-
-    def _show_prompt(self, run: Run, chosen: str, visit: str) -> dict[Any, Any]:
+    def _show_prompt(self, id: str, chosen: str, visit: str) -> dict[Any, Any]:
         if not chosen:
             nothing = {part: gr.update(visible=False) for part in (self.history, self.visit)}
             return {self.detail: "Choose a prompt to see its history.", **nothing}
-        prompt_id = int(chosen)
+        run, prompt_id = self.book.open(id), int(chosen)
         visits = run.sql(
             """SELECT generation, step + 1 AS step, avg(outcome) AS outcome FROM completions WHERE prompt_id = ?
             GROUP BY ALL ORDER BY generation DESC LIMIT ?""",
             [prompt_id, _VISITS],
         )
-        choices = [
-            (f"step {row.step}: {views.percent(row.outcome)}", str(row.generation)) for row in visits.itertuples()
-        ]
+        choices = [(f"step {row.step}: {percent(row.outcome)}", str(row.generation)) for row in visits.itertuples()]
+        choices.insert(0, ("the latest visit", ""))
         return {
             self.history: gr.update(value=charts.history(run, prompt_id), visible=True),
-            self.visit: gr.update(choices=[("the latest visit", ""), *choices], visible=bool(choices)),
+            self.visit: gr.update(choices=choices, value=visit, visible=not visits.empty),
             self.detail: views.prompt_detail(run, prompt_id, int(visit) if visit else None),
         }
 
@@ -262,20 +221,10 @@ class _Page:
                 runs[id] = self.book.open(id)
             except TelemetryError as error:
                 problems.append(f"{id}: {error}")
+        names = {name for run in runs.values() for name in run.sql("SELECT DISTINCT name FROM steps")["name"]}
         return {
+            self.metric: gr.update(choices=[*_METRICS, *sorted(names)]),
             self.standing: views.HTML.problem(" ".join(problems)) if problems else "",
             self.comparison: charts.comparison(runs, given["axis"], given["metric"], given["smoothing"]),
             self.run_table: views.run_table(runs) if runs else pd.DataFrame({"run": []}),
         }
-
-
-def _plots() -> list[gr.Plot]:
-    """Places for charts, side by side where the page is wide enough."""
-    with gr.Row():
-        return [gr.Plot(show_label=False, visible=False, min_width=400) for _ in range(charts.MOST_CHARTS)]
-
-
-def _filled(plots: list[gr.Plot], figures: list[Any]) -> dict[Any, Any]:
-    """Charts in the first places, and the others hidden."""
-    shown = {plot: gr.update(value=figure, visible=True) for plot, figure in zip(plots, figures, strict=False)}
-    return shown | {plot: gr.update(visible=False) for plot in plots[len(figures) :]}

@@ -2,12 +2,12 @@
 
 import base64
 import io
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -16,7 +16,7 @@ from ..record import MissingTelemetryError, Run, open_run
 from ..record.curves import curve, energy_heat_map, held_out, outcome_name
 from ..record.reader import STATES
 from ..version import __version__
-from .views import HTML, brightest, overview, settings_table, title
+from .views import HTML, brightest, overview, settings_table
 
 
 _BLUE, _ORANGE, _GREEN, _GREY = "#0072b2", "#d55e00", "#009e73", "#8a96a3"
@@ -29,16 +29,27 @@ def write_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
     Returns the HTML file; `summary.png` lies beside it. A run that cannot be read raises a [`TelemetryError`].
     """
     folder = Path(run_dir) / "report" if out is None else Path(out)
-    with _opened(run_dir) as run:
-        _draw_summary(run, folder / "summary.png")
-        picture = base64.b64encode((folder / "summary.png").read_bytes()).decode()
-        write_atomically(folder / "report.html", _document(run, picture).encode())
+    picture = write_summary_picture(run_dir, folder / "summary.png").read_bytes()
+    with closing(open_run(run_dir)) as run:
+        document = HTML.report(
+            run.name,
+            run.summary(),
+            overview(run),
+            _learned(run),
+            settings_table(run),
+            base64.b64encode(picture).decode(),
+            f"Written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC by lze_trl {__version__}; "
+            f"recorded by lze_trl {run.meta.package_version}.",
+        )
+    write_atomically(folder / "report.html", document.encode())
     return folder / "report.html"
 
 
 def write_summary_picture(run_dir: str | Path, path: str | Path) -> Path:
     """Write the picture of a run: pass rate, reward and energy over the steps."""
-    with _opened(run_dir) as run:
+    with closing(open_run(run_dir)) as run:
+        if curve(run, bins=1).empty:
+            raise MissingTelemetryError("The run has started, and its first batch is not scored yet. Try again later.")
         _draw_summary(run, Path(path))
     return Path(path)
 
@@ -55,38 +66,13 @@ def write_comparison(lines: dict[str, tuple[list[float], list[float]]], path: st
     return Path(path)
 
 
-@contextmanager
-def _opened(run_dir: str | Path) -> Iterator[Run]:
-    with closing(open_run(run_dir)) as run:
-        if curve(run, bins=1).empty:
-            raise MissingTelemetryError("The run has started, and its first batch is not scored yet. Try again later.")
-        yield run
-
-
-def _document(run: Run, picture: str) -> str:
-    """The report as one HTML document, with its picture in base64."""
-    when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    return HTML.report(
-        run.name,
-        run.summary(),
-        overview(run),
-        _learned(run),
-        settings_table(run),
-        picture,
-        f"Written {when} by lze_trl {__version__}; recorded by lze_trl {run.meta.package_version}.",
-    )
-
-
 def _learned(run: Run) -> tuple[list[str], list[list[str]]]:
     """Table of the prompts by their state at the first visit that could be scored, and now."""
-    frame = run.sql("""SELECT
-        CASE WHEN first_pass_rate IS NULL THEN 'unscored' WHEN first_pass_rate = 1 THEN 'solved'
-            WHEN first_pass_rate = 0 THEN 'hopeless' ELSE 'frontier' END AS first,
-        state, count(*) AS prompts FROM prompt_states GROUP BY ALL""")
-    counts = frame.pivot_table("prompts", "first", "state", fill_value=0)
+    frame = run.sql("""SELECT state, CASE WHEN first_pass_rate IS NULL THEN 'unscored' WHEN first_pass_rate = 1 THEN 'solved'
+        WHEN first_pass_rate = 0 THEN 'hopeless' ELSE 'frontier' END AS first FROM prompt_states""")
+    counts = pd.crosstab(frame["first"], frame["state"])
     now = [state for state in STATES if state in counts.columns]
-    begun = ["hopeless", "frontier", "solved", *({"unscored"} & set(counts.index))]
-    rows = counts.reindex(index=begun, columns=now, fill_value=0).astype(int)
+    rows = counts.reindex([state for state in STATES if state in counts.index], columns=now)
     return (
         ["prompts", *(f"now {state}" for state in now)],
         [[f"{first} at the first visit", *(f"{count:,}" for count in row)] for first, *row in rows.itertuples()],
@@ -122,7 +108,7 @@ def _draw_summary(run: Run, path: Path):
     if len(accuracy := held_out(run)):
         outcomes.plot(accuracy.index, accuracy, color="black", marker="o", ms=3, lw=1.0, label="held-out prompts")
     lowest = min(0.0, points["reward_mean"].min(), accuracy.min() if len(accuracy) else 0.0)
-    outcomes.set(title=f"{title(outcome)} and reward", xlabel="step", ylim=(lowest, None))
+    outcomes.set(title=f"{outcome.capitalize()} and reward", xlabel="step", ylim=(lowest, None))
     outcomes.grid(alpha=0.3)
     outcomes.legend(frameon=False, fontsize=8)
     _draw_energy(run, figure, energy)

@@ -1,7 +1,5 @@
 """The runs that the app was given, or that lie below a folder it was given, by name. Nothing else can be opened."""
 
-import os
-import re
 import threading
 from pathlib import Path
 
@@ -23,11 +21,10 @@ class RunBook:
     def look(self):
         """Look for new runs. Runs that are already open stay open."""
         folders: dict[str, str] = {}
-        for folder, name in (found for source in self._sources for found in _runs_below(source)):
-            base = re.sub(r"[^\w./-]+", "-", name).strip("-") or "run"
-            id, count = base, 2
+        for name, folder in (found for source in self._sources for found in _runs_below(source)):
+            id, count = name, 2
             while id in folders:
-                id, count = f"{base}-{count}", count + 1
+                id, count = f"{name}-{count}", count + 1
             folders[id] = folder
         self._folders = folders
 
@@ -54,12 +51,10 @@ class RunBook:
 
 
 def _runs_below(source: str) -> list[tuple[str, str]]:
-    """Folders and names of the runs in a folder; if there are none, the source itself (an empty folder or a Hub id)."""
-    found: list[tuple[str, str]] = []
-    for folder, folders, files in os.walk(source):
-        if Path(folder, DIRECTORY, META_FILE).exists() or (folder == source and META_FILE in files):
-            found.append((folder, os.path.relpath(folder, source)))
-            folders.clear()  # a run contains no other run
-        folders[:] = sorted(name for name in folders if not name.startswith((".", "checkpoint-")))
-    own = (source, Path(source).resolve().name)
-    return [own if name == "." else (folder, name) for folder, name in found] or [own]
+    """Names and folders of the runs in a folder; if there are none, the source itself (an empty folder or a Hub id)."""
+    root, found = Path(source), []
+    for file in sorted(root.rglob(f"{DIRECTORY}/{META_FILE}")):
+        parts = file.relative_to(root).parts[:-2]
+        if not any(part.startswith((".", "checkpoint-")) for part in parts):
+            found.append(("/".join(parts) or root.resolve().name, str(file.parents[1])))
+    return found or [(root.resolve().name, source)]

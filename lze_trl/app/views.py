@@ -9,13 +9,13 @@ import numpy as np
 import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
+from tqdm import tqdm
 
 from ..record import Run
 from ..record.curves import curve, held_out, outcome_name
 from ..record.evaluations import first_and_last, read_results, rows_of
 from ..record.ledger import PLAIN, TAUGHT_NOTHING, against_plain, headline, skipped_visits, taught_nothing
-from ..record.numbers import duration, number, percent
-from ..record.reader import parse_columns
+from ..record.numbers import number, percent
 
 
 MOST_PROMPTS = 2000
@@ -24,12 +24,12 @@ MOST_PROMPTS = 2000
 _BATCHES = 8
 """Latest generation batches that [`warnings`] looks at."""
 
-# Settings that do not describe the experiment: where a run writes, what it logs, where its servers are
-_INCIDENTAL = {
-    *("output_dir", "run_name", "project", "report_to", "push_to_hub", "disable_tqdm", "num_completions_to_print"),
-    *("summary", "vllm_group_port", "local_rank", "resume_from_checkpoint", "eval_on_start", "ignore_data_skip"),
-}
-_INCIDENTAL_PREFIXES = ("hub_", "log_", "logging_", "save_", "telemetry", "trackio_", "vllm_server_")
+# Beginnings of settings that do not describe the experiment: where a run writes, what it logs, where its servers are
+_INCIDENTAL = (
+    *("output_dir", "run_name", "project", "report_to", "push_to_hub", "hub_", "log", "num_completions_to_print"),
+    *("save_", "telemetry", "trackio_", "summary", "disable_tqdm", "vllm_server_", "vllm_group_port", "local_rank"),
+    *("resume_from_checkpoint", "eval_on_start", "ignore_data_skip"),
+)
 
 _environment = Environment(
     loader=FileSystemLoader(Path(__file__).parent),
@@ -39,7 +39,7 @@ _environment = Environment(
     undefined=StrictUndefined,
 )
 _environment.filters |= {"number": number, "percent": percent}
-_environment.globals |= {"plain": PLAIN, "against_plain": against_plain}
+_environment.globals |= {"plain": PLAIN, "against_plain": against_plain, "zip": zip}
 _environment.globals |= {"headline": headline, "skipped_visits": skipped_visits}
 
 HTML: Any = _environment.get_template("pages.html").module
@@ -78,26 +78,14 @@ def _times(summary: dict[str, Any]) -> dict[str, str]:
 
 
 def _held_out_tile(accuracy: pd.Series) -> tuple[str, str, str]:
-    kind, show = ("accuracy", percent) if are_shares(accuracy) else ("reward", number)
+    kind, show = ("accuracy", percent) if accuracy.between(0, 1).all() else ("reward", number)
     begun = f"{show(accuracy.iloc[0])} at step {accuracy.index[0]}" if len(accuracy) > 1 else ""
     return f"held-out {kind}", show(accuracy.iloc[-1]), begun
-
-
-def are_shares(values: Any) -> bool:
-    """Whether all known values lie within 0 and 1."""
-    known = np.asarray(values, dtype=float)
-    known = known[np.isfinite(known)]
-    return bool(((known >= 0) & (known <= 1)).all())
 
 
 def brightest(shares: np.ndarray) -> float:
     """The share that gets the brightest colour. A few extreme cells at the start of a run would make all others dark."""
     return float(np.quantile(shares[shares > 0], 0.99)) if (shares > 0).any() else 1.0
-
-
-def title(name: str) -> str:
-    """A name with a capital letter."""
-    return name[0].upper() + name[1:]
 
 
 def standing(run: Run) -> Markup:
@@ -111,7 +99,7 @@ def _standing(run: Run) -> dict[str, str]:
     return {
         "state": status["state"],
         "step": f"{status['steps']:,}" + (f" of {status['max_steps']:,}" if status["max_steps"] else ""),
-        "left": "" if left is None else duration(left),
+        "left": "" if left is None else tqdm.format_interval(left),
         "updated": f"{datetime.fromtimestamp(updated):%Y-%m-%d %H:%M:%S}" if updated else "",
     }
 
@@ -140,11 +128,6 @@ def _shown(value: Any) -> str:
     return json.dumps(value, default=str, ensure_ascii=False)
 
 
-def is_of_experiment(name: str) -> bool:
-    """Whether a setting belongs to the experiment, and not to the place or the logs of a run."""
-    return name not in _INCIDENTAL and not name.startswith(_INCIDENTAL_PREFIXES)
-
-
 def run_table(runs: dict[str, Run]) -> pd.DataFrame:
     """One row per run: its standing, accuracy and cost, and the settings of the experiment that differ."""
     rows = []
@@ -155,10 +138,9 @@ def run_table(runs: dict[str, Run]) -> pd.DataFrame:
         row["held-out"] = _held_out_tile(accuracy)[1] if len(accuracy) else "–"
         row["trained on"] = percent(summary["selected"] / max(summary["groups"], 1))
         rows.append(row | {f"{name} (FLOPs)": times[name] for name in times})
-    names = sorted({name for run in runs.values() for name in run.meta.settings if is_of_experiment(name)})
-    for name in names:
+    for name in sorted({name for run in runs.values() for name in run.meta.settings}):
         values = [_shown(run.meta.settings.get(name)) for run in runs.values()]
-        if len(set(values)) > 1:
+        if len(set(values)) > 1 and not name.startswith(_INCIDENTAL):
             rows = [row | {name: value} for row, value in zip(rows, values, strict=True)]
     return pd.DataFrame(rows)
 
@@ -190,7 +172,7 @@ def prompt_detail(run: Run, prompt_id: int, generation: int | None = None) -> Ma
         return HTML.problem("This run has no such prompt.")
     row = frame.iloc[0]
     facts = {
-        **parse_columns(row["columns"]),
+        **(json.loads(row["columns"]) if isinstance(row["columns"], str) else {}),
         "visits": row["visits"],
         "trained on": row["times_selected"],
         "re-checks": row["rechecks"],
@@ -200,20 +182,5 @@ def prompt_detail(run: Run, prompt_id: int, generation: int | None = None) -> Ma
         "prompt id": prompt_id,
     }
     text = row["text"] if isinstance(row["text"], str) else "The text of this prompt is not recorded."
-    found = run.completions(prompt_id, generation).to_dict("records")
-    completions = [_completion(completion, run.meta.reward_labels) for completion in found]
-    images = run.images(prompt_id)
-    return HTML.prompt(title(row["state"]), text, images, facts, run.meta.completions, completions)
-
-
-def _completion(row: dict[str, Any], labels: list[str]) -> dict[str, Any]:
-    verdict = "? unscored" if np.isnan(row["outcome"]) else "✓ pass" if row["outcome"] >= 0.5 else "✗ fail"
-    rewards = ", ".join(f"{name} {number(value)}" for name, value in zip(labels, row["rewards"], strict=False))
-    return {
-        "step": row["step"] + 1,
-        "verdict": verdict,
-        "reward": row["reward"],
-        "rewards": rewards,
-        "tokens": row["completion_tokens"],
-        "text": row["completion"],
-    }
+    completions = run.completions(prompt_id, generation).to_dict("records")
+    return HTML.prompt(row["state"].capitalize(), text, run.images(prompt_id), facts, run.meta, completions)

@@ -3,19 +3,16 @@
 import logging
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE
-from rich.console import Console
-from rich.table import Column, Table
 from tqdm.auto import tqdm
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainerState
 from transformers.trainer_callback import CallbackHandler
 
 from .evaluations import first_and_last, read_results, rows_of, text_table
-from .ledger import PLAIN, SKIPPED, TAUGHT_NOTHING, against_plain, taught_nothing, time_of_plain, times
-from .numbers import count
+from .ledger import headline, skipped_visits
 
 
 logger = logging.getLogger(__name__)
@@ -49,27 +46,19 @@ class ProgressBar(ProgressCallback):
         pass
 
 
+@dataclass(eq=False)
 class RunSummary(TrainerCallback):
     """
     Shows one readable line at each log and, at the end of the training, a summary and where the report is.
 
-    All metrics still go to the trackers of `report_to`. Only the main process prints. `savings` returns the totals of the
-    run, `flush` writes what is missing in its telemetry, and `write_report` the report of a run's folder.
+    All metrics still go to the trackers of `report_to`. Only the main process prints.
     """
 
-    def __init__(
-        self,
-        savings: Callable[[], dict[str, float]],
-        flush: Callable[[], None],
-        accuracy_metric: str,
-        write_report: Callable[[Path], Path],
-    ):
-        self.savings = savings
-        self.write_report = write_report
-        self.flush = flush
-        self.accuracy_metric = accuracy_metric
-        self.ends_with_training = True
-        """Whether the run ends with the training: a recipe's does not, it goes on to evaluate and save the model."""
+    savings: Callable[[], dict[str, float]]  # totals of the run
+    flush: Callable[[], None]  # writes what is missing in its telemetry
+    accuracy_metric: str
+    write_report: Callable[[Path], Path]  # of a run's folder
+    ends_with_training: bool = True  # a recipe's run goes on to evaluate and save the model
 
     def on_log(self, args, state, control, logs: dict[str, Any] | None = None, **kwargs: Any):
         line = log_line(state.global_step, logs or {})
@@ -90,29 +79,20 @@ class RunSummary(TrainerCallback):
         files: dict[str, Path | str] = {"telemetry": run_dir / "telemetry"}
         try:
             report = self.write_report(run_dir)
-        except ImportError as error:
-            logger.info("No report was written (%s). Run `pip install -e '.[app]'` in the checkout of lze_trl.", error)
-        except Exception:  # nothing that goes wrong here may cost what comes next
-            logger.exception("No report was written. Try again with `lze-trl report %s`.", run_dir)
-        else:
-            files |= {"report": report, "picture": report.with_name("summary.png")}
-        return files
+        except Exception as error:  # nothing that goes wrong here may cost what comes next
+            logger.warning(
+                "No report was written: %r. It needs lze_trl[app]; try again with `lze-trl report %s`.", error, run_dir
+            )
+            return files
+        return files | {"report": report, "picture": report.with_name("summary.png")}
 
     def show(self, args: Any, state: TrainerState, files: dict[str, Path | str]):
-        """Print the tables of the run, and where its files are."""
-        accuracy = held_out_accuracy(state, self.accuracy_metric)
-        console = Console(highlight=False)
-        savings = self.savings()
-        for heading, table in summary_tables(savings, accuracy).items():
-            console.print(heading, style="bold")
-            console.print(table)
-        if taught_nothing(savings):
-            console.print(TAUGHT_NOTHING, style="bold")
+        """Print what the run did and cost, its evaluations, and where its files are."""
+        lines = summary_lines(self.savings(), held_out_accuracy(state, self.accuracy_metric))
         if evaluations := first_and_last(read_results(args.output_dir)):
-            console.print("Evaluations", style="bold")
-            console.print(text_table(*rows_of(evaluations)), markup=False, soft_wrap=True)
-        for label, path in files.items():
-            console.print(f"{label + ':':<11}{path}", soft_wrap=True, markup=False)
+            lines += ["Evaluations", text_table(*rows_of(evaluations))]
+        lines += [f"{label + ':':<11}{path}" for label, path in files.items()]
+        sys.stdout.write("\n".join(["", *lines, ""]))
 
 
 def replace_printers(callbacks: CallbackHandler, summary: RunSummary, progress_bar: bool):
@@ -134,37 +114,13 @@ def held_out_accuracy(state: TrainerState, metric: str) -> dict[str, float | Non
     return {"before": logged.get(0), "after": logged.get(state.global_step)}
 
 
-def summary_tables(savings: dict[str, float], accuracy: dict[str, float | None]) -> dict[str, Table]:
-    """Tables of what a run did and cost, by their headings, from the totals and accuracies of a run."""
-    rollouts = _table("", "groups", "completions")
-    for label, name in (("rolled out", "rolled_out"), ("trained on", "trained")):
-        rollouts.add_row(label, *(f"{savings[f'{unit}_{name}']:,.0f}" for unit in ("groups", "rows")))
-    pairs = ((savings[f"{unit}_trained"], savings[f"{unit}_rolled_out"]) for unit in ("groups", "rows"))
-    rollouts.add_row("trained on / rolled out", *(f"{part / whole:.1%}" if whole else "–" for part, whole in pairs))
-    rollouts.add_row(SKIPPED, f"{savings['visits_skipped']:,.0f}", "")
-
-    cost = _table("", "tokens", "seconds", "FLOPs", "plain GRPO", "ratio")
-    for work in against_plain(savings):
-        is_total = work.name == "total"
-        flops = (count(work.flops), count(work.plain_flops), work.times)
-        tokens = "" if is_total else count(work.tokens)
-        cost.add_row(work.name, tokens, f"{work.seconds:.1f}", *flops, style="bold" if is_total else None)
-        if is_total and (plain := time_of_plain(savings)) is not None:
-            cost.add_row("time", "", f"{work.seconds:.1f}", "", f"{plain[1]:.1f} s", times(work.seconds / plain[1]))
-
-    tables = {"Rollouts": rollouts}
-    if cost.rows:
-        tables[f"Cost, against {PLAIN}"] = cost
-    before, after = accuracy["before"], accuracy["after"]
-    if before is not None or after is not None:
-        shown = [f"{value:.3f}" if value is not None else "–" for value in (before, after)]
-        gain = f"{after - before:+.3f}" if before is not None and after is not None else "–"
-        tables["Sampled accuracy on held-out prompts"] = table = _table("before", "after", "gain")
-        table.add_row(*shown, gain)
-    return tables
-
-
-def _table(*columns: str) -> Table:
-    """A table of numbers, with labels in the first column if it has no heading."""
-    headers = (Column(name, justify="right" if name else "left") for name in columns)
-    return Table(*headers, box=SIMPLE, pad_edge=False)
+def summary_lines(savings: dict[str, float], accuracy: dict[str, float | None]) -> list[str]:
+    """What a run did and cost, from its totals and accuracies."""
+    lines = [
+        f"{label}: {savings[f'groups_{name}']:,.0f} groups, {savings[f'rows_{name}']:,.0f} completions"
+        for label, name in (("Rolled out", "rolled_out"), ("Trained on", "trained"))
+    ]
+    lines += [headline(savings), skipped_visits(savings)]
+    if shown := [f"{value:.3f} {when} the training" for when, value in accuracy.items() if value is not None]:
+        lines.append(f"Sampled accuracy on held-out prompts: {', '.join(shown)}")
+    return lines

@@ -20,18 +20,15 @@ _HELD_OUT = re.compile(r"eval_reward|eval_rewards/.+/mean|eval_.*(accuracy|pass_
 def curve(run: Run, bins: int = 200) -> pd.DataFrame:
     """
     Neighbouring generation batches in at most `bins` rows: `generation` and `step` at their end; means; shares of the groups
-    `selected`, `dead`, `replayed`; the share of the visited prompts `pruned`; and the work so far by [`UNITS`].
+    `selected`, `dead`, `replayed`; and the work so far by [`UNITS`].
     """
     columns = {"generation": "max(generation)", "step": "max(step) + 1"}
     columns |= {name: f"avg({name})" for name in ("pass_rate", "selected_pass_rate", "reward_mean", "energy_mean")}
     columns |= {name: f"sum({name}) / sum(groups)" for name in ("selected", "dead", "replayed")}
-    columns |= {name: f"sum({name})::BIGINT" for name in ("new_prompts", "pruned_change")}
     for unit in UNITS:
         total = " + ".join(f"coalesce(ledger['{kind}_{unit}'], 0)" for kind in KINDS)
         columns[unit] = f"arg_max({total}, generation)"
-    frame = _binned(run, columns, bins)
-    frame["pruned"] = frame.pop("pruned_change").cumsum() / frame.pop("new_prompts").cumsum().clip(lower=1)
-    return frame
+    return _binned(run, columns, bins)
 
 
 def reward_curves(run: Run, bins: int = 200) -> pd.DataFrame:
@@ -56,12 +53,10 @@ def energy_heat_map(run: Run, bins: int = 120) -> tuple[np.ndarray, np.ndarray]:
 def logged_curves(run: Run, names: list[str], bins: int = 200) -> dict[str, pd.Series]:
     """What the trainer has logged: the means of these metrics over neighbouring steps, indexed by step; none that is missing."""
     frame = run.sql(
-        """WITH logged AS (
-            SELECT step, name, arg_max(value, time) AS value FROM steps WHERE list_contains(?, name) GROUP BY step, name
-        ), whole AS (SELECT max(step) + 1 AS steps FROM logged)
-        SELECT name, max(step) AS step, avg(value) AS value FROM logged, whole
-        GROUP BY name, CASE WHEN steps <= ? THEN step ELSE step * ?::BIGINT // steps END ORDER BY name, step""",
-        [names, bins, bins],
+        """WITH logged AS (SELECT *, max(step) OVER () + 1 AS total FROM steps WHERE list_contains(?, name))
+        SELECT name, max(step) AS step, avg(value) AS value FROM logged
+        GROUP BY name, step * least(?::BIGINT, total) // total ORDER BY name, step""",
+        [names, bins],
     )
     return {str(name): rows.set_index("step")["value"] for name, rows in frame.groupby("name")}
 
@@ -90,15 +85,6 @@ def held_out(run: Run) -> pd.Series:
     return next((values.rename(name) for name, values in logged.items()), pd.Series(dtype=float))
 
 
-def phase_seconds(run: Run, bins: int = 200) -> pd.DataFrame:
-    """Mean seconds of a generation batch by kind of work, indexed by step."""
-    columns = {"generation": "max(generation) + 1", "step": "max(step) + 1"}
-    columns |= {kind: f"arg_max(ledger['{kind}_seconds'], generation)" for kind in (*KINDS, "selection")}
-    totals = _binned(run, columns, bins).set_index("step")
-    changes = totals.diff().fillna(totals)
-    return changes.drop(columns="generation").div(changes["generation"], axis=0)
-
-
 def outcome_name(run: Run) -> str:
     """What the mean outcome of a group is called: a pass rate, unless the latest groups show that outcomes are graded."""
     graded = run.sql("""SELECT bool_or(abs(pass_rate * scored - round(pass_rate * scored)) > 1e-6) AS graded
@@ -112,7 +98,7 @@ def _binned(run: Run, columns: dict[str, str], bins: int) -> pd.DataFrame:
         f"""WITH numbered AS (
             SELECT *, row_number() OVER (ORDER BY generation) - 1 AS position, count(*) OVER () AS total FROM generations
         ) SELECT {", ".join(columns.values())} FROM numbered
-        GROUP BY CASE WHEN total <= ? THEN position ELSE position * ? // total END ORDER BY min(position)""",
-        [bins, bins],
+        GROUP BY position * least(?::BIGINT, total) // total ORDER BY min(position)""",
+        [bins],
     )
     return frame.set_axis(list(columns), axis=1)

@@ -1,15 +1,12 @@
 """Results of evaluations in the folder of a run, and their tables. Imports neither torch nor scipy."""
 
 import html
-import io
 import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
+import pandas as pd
 
 
 FOLDER = "evaluations"
@@ -27,9 +24,8 @@ def read_results(run_dir: str | Path) -> dict[str, dict[str, Any]]:
 
 def first_and_last(evaluations: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Of those during a training, only the first and the last."""
-    between = []
-    for kind in ("step-", "probe-"):
-        between += [name for name in evaluations if name.startswith(kind)][1:-1]
+    kinds = [[name for name in evaluations if name.startswith(kind)] for kind in ("step-", "probe-")]
+    between = {name for names in kinds for name in names[1:-1]}
     return {name: results for name, results in evaluations.items() if name not in between}
 
 
@@ -38,9 +34,8 @@ def rows_of(evaluations: dict[str, dict[str, Any]]) -> tuple[list[str], list[lis
     rows = []
     for name, results in evaluations.items():
         for task, found in results["tasks"].items():
-            further = {key: found[key] for key in ("ties", "truncated") if found[key] is not None}
-            shown = {metric: interval_text(estimate) for metric, estimate in found["metrics"].items()}
-            shown |= {metric: interval_text([share, None, None]) for metric, share in further.items()}
+            further = {key: [found[key], None, None] for key in ("ties", "truncated") if found[key] is not None}
+            shown = {metric: interval_text(estimate) for metric, estimate in (found["metrics"] | further).items()}
             shown["mean tokens"] = f"{found['mean_tokens']:.1f}"
             rows += [[name, task, f"{found['problems']:,}", metric, text] for metric, text in shown.items()]
         for metric, estimate in (results["mean"] or {}).items():
@@ -66,12 +61,6 @@ def _cell(text: str) -> str:
     return " ".join(html.escape(text, quote=False).splitlines()).replace("\\", "\\\\").replace("|", "\\|")
 
 
-def text_table(heading: list[str], rows: list[list[str]], width: int = 160) -> str:
+def text_table(heading: list[str], rows: list[list[str]]) -> str:
     """A plain-text table."""
-    table = Table(*heading, box=box.SIMPLE_HEAD, pad_edge=False)
-    for row in rows:
-        table.add_row(*row)
-    file = io.StringIO()
-    console = Console(file=file, width=width, color_system=None)
-    console.print(table)
-    return file.getvalue()
+    return pd.DataFrame(rows, columns=heading).to_string(index=False) + "\n"

@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, astuple, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +19,6 @@ if TYPE_CHECKING:  # readers of a recording need no torch
 PLAIN = "plain GRPO for the same number of optimizer steps"
 """What a run is compared with: all rows of `generation_batch_size` rolled out and trained on, in every generation batch."""
 
-SKIPPED = "visits skipped"
 TAUGHT_NOTHING = "No group had a gradient; the model did not change."
 
 KINDS = {"rollout": "rollouts", "logprob": "logprobs", "update": "updates"}
@@ -126,8 +125,8 @@ class Work:
 
     name: str
     tokens: float
-    seconds: float
     flops: float
+    seconds: float
     plain_flops: float
 
     @property
@@ -154,23 +153,16 @@ def taught_nothing(totals: dict[str, float]) -> bool:
 def against_plain(totals: dict[str, float]) -> list[Work]:
     """
     Compare the totals of a run with plain GRPO for the same number of optimizer steps: each kind of work, and the total. Empty
-    if the costs of plain GRPO are not known, or nothing was trained on. Visits that pruning skipped are no part of it.
+    if nothing was trained on. Visits that pruning skipped are no part of it.
     """
     if taught_nothing(totals):
         return []
     works = [
-        Work(
-            name,
-            totals.get(f"{kind}_tokens", 0.0),
-            totals.get(f"{kind}_seconds", 0.0),
-            totals.get(f"{kind}_flops", 0.0),
-            totals[f"plain_{kind}_flops"],
-        )
+        Work(name, *(totals.get(total, 0.0) for total in (*(f"{kind}_{u}" for u in UNITS), f"plain_{kind}_flops")))
         for kind, name in KINDS.items()
-        if f"plain_{kind}_flops" in totals
     ]
     works = [work for work in works if work.flops or work.plain_flops]
-    sums = (sum(getattr(work, field.name) for work in works) for field in fields(Work)[1:])
+    sums = map(sum, zip(*(astuple(work)[1:] for work in works), strict=True))
     return [*works, Work("total", *sums)] if works else []
 
 
@@ -194,11 +186,8 @@ def saving_metrics(totals: dict[str, float]) -> dict[str, float]:
 
 def headline(totals: dict[str, float]) -> str:
     """The saving in one sentence."""
-    if taught_nothing(totals):
+    if not (works := against_plain(totals)):
         return TAUGHT_NOTHING
-    works = against_plain(totals)
-    if not works:
-        return "The recording does not say what plain GRPO would have cost."
     flops = f"FLOPs, of {PLAIN}: {', '.join(f'{work.name} {work.times}' for work in works)}."
     if (plain := time_of_plain(totals)) is None:
         return flops
@@ -211,7 +200,7 @@ def headline(totals: dict[str, float]) -> str:
 
 def skipped_visits(totals: dict[str, float]) -> str:
     """What pruning kept out of the passes, in one sentence."""
-    return f"{SKIPPED.capitalize()}: {totals.get('visits_skipped', 0):,.0f} prompts that pruning left out of a pass."
+    return f"Visits skipped: {totals.get('visits_skipped', 0):,.0f} prompts that pruning left out of a pass."
 
 
 def account(ledger: Ledger, drawn: Batch, groups: Table, chosen: np.ndarray, batch_rows: int, logprob_passes: int):

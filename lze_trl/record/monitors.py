@@ -1,7 +1,6 @@
 """Metrics of a generation batch, and warnings of batches that teach nothing."""
 
 import logging
-from typing import Any
 
 import numpy as np
 
@@ -61,15 +60,6 @@ class DeadMonitor:
                 unscored.sum(),
                 len(groups),
             )
-
-    def state_dict(self) -> dict[str, Any]:
-        """What has been warned of."""
-        return {"silent": self._silent, "warned": self._warned, "warned_unscored": self._warned_unscored}
-
-    def load_state_dict(self, state: dict[str, Any]):
-        """Continue from a checkpoint."""
-        self._silent, self._warned = state["silent"], int(state["warned"])
-        self._warned_unscored = state["warned_unscored"]
 
 
 def _cause(rollouts: Batch, rewards_per_func: np.ndarray, silent: int) -> tuple[int, str]:

@@ -73,7 +73,7 @@ class Recorder:
             self._writer.flush()
 
     def close(self, state: str = "finished"):
-        """Write what is left, and how the run has ended, see [`~lze_trl.record.status.Status`]."""
+        """Write what is left, and how the run has ended, see [`~lze_trl.record.schema.Status`]."""
         if self._writer is not None:
             self._writer.close(state)
             self._writer = None
@@ -81,16 +81,13 @@ class Recorder:
     def _open(self, generation: int) -> TelemetryWriter | None:
         """The writer of the main process; `None` on the others, and without telemetry."""
         if self._writer is None and self.args.telemetry and self.accelerator.is_main_process:
-            settings = self.args.to_sanitized_dict()
-            unset = {name: None for name in settings if vars(self.args).get(name) is None}  # not the text "None"
-            blocks = {name: value for name, value in vars(self.args).items() if isinstance(value, dict)}
-            nested = {f"{block}.{name}": value for block in blocks for name, value in blocks[block].items()}
-            settings = {name: value for name, value in settings.items() if name not in blocks} | nested
-            simple = {name: value for name, value in settings.items() if _is_simple(value)}
+            settings = self.args.to_dict()  # without tokens
+            for block in [name for name, value in settings.items() if isinstance(value, dict)]:
+                settings |= {f"{block}.{name}": value for name, value in settings.pop(block).items()}
             self._writer = TelemetryWriter(
                 self.args.output_dir,
-                completions=self.args.telemetry_completions,
-                settings=simple | unset | self.described,
+                self.args.telemetry_completions,
+                settings | self.described,
                 resumed_generation=generation or None,
             )
         return self._writer
@@ -111,15 +108,10 @@ class Recorder:
         completions = batch.gathered_on_main(
             shown, lambda place: _text(batch.held["completion"][place]), self.accelerator
         )
-        names = ("text", "columns", "images")
-        text = {name: _objects(list(values)) for name, values in zip(names, zip(*heads, strict=True), strict=False)}
-        return prompts | text, rows | {"completion": _objects([completions.get(row) for row in range(len(group))])}
-
-
-def _objects(values: list[Any]) -> np.ndarray:
-    array = np.empty(len(values), dtype=object)
-    array[:] = values
-    return array
+        columns = dict(zip(("text", "columns", "images"), zip(*heads, strict=True), strict=False))
+        text = {name: np.array(values, dtype=object) for name, values in columns.items()}
+        shown_text = [completions.get(row) for row in range(len(group))]
+        return prompts | text, rows | {"completion": np.array(shown_text, dtype=object)}
 
 
 def _text(prompt: str | list[dict[str, Any]]) -> str:

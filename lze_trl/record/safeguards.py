@@ -23,20 +23,16 @@ _ERRORS = 2.0  # standard errors that accuracy may fall
 class StopRules:
     """When to stop; `None` switches a rule off."""
 
-    patience: int | None = (
-        2  # probes in a row that are worse than the best by two standard errors, or whose gap is too wide
-    )
+    patience: int | None = 2  # probes in a row, worse than the best by two standard errors, or with too wide a gap
     concentration: float | None = 0.2  # share of the groups with the same winner, unless a third of it was usual
     gap: float | None = 0.15  # how much wider than at the start the mean share may be above the accuracy
 
     def __post_init__(self):
-        for name, value, allowed, words in (
-            ("patience", self.patience, lambda x: x >= 1, "at least 1"),
-            ("concentration", self.concentration, lambda x: 0 < x < 1, "between 0 and 1"),
-            ("gap", self.gap, lambda x: 0 < x < 1, "between 0 and 1"),
-        ):
-            if value is not None and not allowed(value):
-                raise ValueError(f"`{name}` must be {words}, got {value}. Use None to switch the rule off.")
+        for name, value in vars(self).items():
+            whole = name == "patience"
+            if value is not None and not (value >= 1 if whole else 0 < value < 1):
+                allowed = "at least 1" if whole else "between 0 and 1"
+                raise ValueError(f"`{name}` must be {allowed}, got {value}. Use None to switch the rule off.")
 
 
 @dataclass

@@ -1,8 +1,9 @@
-"""Tables of a recording, their columns, and its settings file."""
+"""Tables of a recording, their columns, and its two small files: settings, and whether the run is training."""
 
 import json
 import re
-from dataclasses import asdict, dataclass, field
+import time
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,10 @@ FORMAT = "lze-telemetry"
 DIRECTORY = "telemetry"
 """Folder of the telemetry inside a run's output directory."""
 
-META_FILE = "meta.json"
+META_FILE, STATUS_FILE = "meta.json", "status.json"
+RENEWED_SECONDS, _SILENT_SECONDS = 10.0, 60.0
+"""How often a running training renews its status; after how long without that it has crashed."""
+
 NUM_ENERGY_BINS = 26
 """Bins of the energy histogram: equal widths over (0, 1 + α], live groups only."""
 
@@ -32,8 +36,7 @@ _TABLES = {
         completion_tokens INTEGER, logprob_mean FLOAT, logprob_min FLOAT, logprob_max FLOAT, loss_tokens INTEGER,
         selected BOOLEAN, pruned BOOLEAN, replayed BOOLEAN, dead BOOLEAN""",
     "generations": """generation INTEGER, step INTEGER, pass_index INTEGER, time DOUBLE, groups INTEGER, rows INTEGER,
-        selected INTEGER, dead INTEGER, replayed INTEGER, skipped INTEGER, new_prompts INTEGER, pruned_change INTEGER,
-        pass_rate FLOAT, selected_pass_rate FLOAT, reward_mean FLOAT, rewards FLOAT[], energy_mean FLOAT,
+        selected INTEGER, dead INTEGER, replayed INTEGER, skipped INTEGER, pass_rate FLOAT, selected_pass_rate FLOAT, reward_mean FLOAT, rewards FLOAT[], energy_mean FLOAT,
         energy_histogram INTEGER[], ledger MAP(VARCHAR,DOUBLE)""",
     "steps": "step INTEGER, generation INTEGER, time DOUBLE, name VARCHAR, value DOUBLE",
 }
@@ -66,21 +69,16 @@ class Meta:
     completions: str = "none"  # which ones are recorded
     reward_names: list[str] = field(default_factory=list)  # in the order of the `rewards` columns
     energy_max: float = 1.3  # upper end of the energy histogram, 1 + α
-    attempts: int = 1  # how often the run was begun: 1 and the number of resumes
     schema_version: int = SCHEMA_VERSION
     package_version: str = ""  # of the package that wrote the files
 
     @property
     def reward_labels(self) -> list[str]:
         """`reward_names` with a number where one occurs again: `reward`, `reward (2)`."""
-        labels: list[str] = []
-        for name in self.reward_names:
-            label, count = name, 1
-            while label in labels:
-                count += 1
-                label = f"{name} ({count})"
-            labels.append(label)
-        return labels
+        counts = [self.reward_names[: place + 1].count(name) for place, name in enumerate(self.reward_names)]
+        return [
+            name if count == 1 else f"{name} ({count})" for name, count in zip(self.reward_names, counts, strict=True)
+        ]
 
     def write(self, directory: Path):
         """Write the file atomically."""
@@ -92,23 +90,44 @@ class Meta:
         """Read and check the file; a `TelemetryError` says what is wrong with it."""
         try:
             content = json.loads((directory / META_FILE).read_text(encoding="utf-8"))
+            form, version = content["format"], content["schema_version"]
+            if (form, version) == (FORMAT, SCHEMA_VERSION):
+                return cls(**{own.name: content[own.name] for own in fields(cls)})
         except FileNotFoundError:
             raise MissingTelemetryError(
                 "Nothing has been recorded here yet. A training with `telemetry=True` appears as soon as its first "
                 "batch is scored."
             ) from None
-        except (OSError, ValueError) as error:
-            raise TelemetryError(f"`{META_FILE}` of the run cannot be read: {error}.") from error
-        if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
-            raise TelemetryError(f"`{META_FILE}` was not written by lze_trl, so this is no telemetry folder.")
-        if (version := content.get("schema_version")) != SCHEMA_VERSION:
-            raise OtherSchemaError(
-                f"The run was recorded with telemetry schema {version!r}, and this version of lze_trl reads schema "
-                f"{SCHEMA_VERSION}. Open it with the version of lze_trl that recorded it; a new training needs another "
-                "`output_dir`."
-            )
-        expected = {name: type(value) for name, value in asdict(cls()).items()}
-        wrong = [name for name, kind in expected.items() if not isinstance(content.get(name), kind)]
-        if wrong or set(content) != set(expected):
-            raise TelemetryError(f"`{META_FILE}` of the run is damaged: check {wrong or sorted(content)}.")
-        return cls(**content)
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise TelemetryError(
+                f"`{META_FILE}` of the run cannot be read, or is of something else: {error!r}."
+            ) from error
+        raise OtherSchemaError(
+            f"The run was recorded with telemetry schema {version!r}, and this version of lze_trl reads schema "
+            f"{SCHEMA_VERSION}. Open it with the version of lze_trl that recorded it; a new training needs another "
+            "`output_dir`."
+        )
+
+
+@dataclass
+class Status:
+    """Content of `status.json`."""
+
+    state: str = "unknown"  # running, finished, stopped (by Ctrl-C) or crashed; unknown without a file
+    time: float = 0.0  # of the last renewal, in Unix seconds
+    max_steps: int = 0  # optimizer steps planned, 0 if unknown
+
+    def write(self, directory: Path):
+        """Write the file, with the time of now."""
+        write_atomically(directory / STATUS_FILE, json.dumps(asdict(self) | {"time": time.time()}).encode())
+
+    @classmethod
+    def read(cls, directory: Path) -> "Status":
+        """Status of a run. A running one that has not renewed the file for a minute has crashed."""
+        try:
+            status = cls(**json.loads((directory / STATUS_FILE).read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
+            return cls()
+        if status.state == "running" and time.time() - status.time > _SILENT_SECONDS:
+            status.state = "crashed"
+        return status

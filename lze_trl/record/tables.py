@@ -63,21 +63,29 @@ def row_columns(batch: Batch) -> dict[str, np.ndarray]:
     return {_ROW_COLUMNS.get(name, name): v for name, v in vars(batch.rows).items() if name not in _NO_ROW_COLUMNS}
 
 
-_COUNTED = ("rows", "selected", "dead", "replayed", "new_prompts", "pruned_change")
-
-
 def tables_of(record: GenerationRecord, now: float, energy_max: float, known: set[int]) -> dict[str, pa.Table]:
     """Rows of a generation batch, by table. `known` are the prompts whose text is recorded already."""
     prompts, rows = record.prompts, record.rows
     facts = {"generation": record.generation, "step": record.step}
     summary = facts | {"pass_index": record.pass_index, "time": now, "skipped": record.skipped, "groups": len(record)}
+    ledger = pa.array([list(record.ledger.items())], pa.map_(pa.string(), pa.float64()))
     if not len(record):
-        zeros: dict[str, Any] = dict.fromkeys(_COUNTED, 0)
+        zeros: dict[str, Any] = dict.fromkeys(("rows", "selected", "dead", "replayed"), 0)
         counts = zeros | {"energy_histogram": [0] * NUM_ENERGY_BINS}
-        return {"generations": _generation(summary | counts, record.ledger)}
+        return {"generations": _one_row(summary | counts).append_column("ledger", ledger)}
+    group, count = rows["group"], len(record)
+    derived = {
+        "position": np.arange(count),  # selectors see the groups in this order
+        "scored": np.bincount(group[~np.isnan(rows["outcome"])], minlength=count),
+        "rewards": np.stack([group_mean(column, group, count) for column in rows["rewards"].T], axis=1),
+        "loss_tokens": np.bincount(group, rows["loss_tokens"], minlength=count),
+    }
+    own = {name: values for name, values in prompts.items() if name not in ("text", "columns", "images")}
+    tables = {
+        "groups": to_table(facts | own | derived),
+        "generations": _one_row(summary | _counts(prompts, rows, energy_max)).append_column("ledger", ledger),
+    }
     new = np.array([id not in known for id in prompts["prompt_id"].tolist()])
-    counts = _counts(prompts, rows, new, energy_max)
-    tables = {"groups": _groups(prompts, rows, facts), "generations": _generation(summary | counts, record.ledger)}
     if new.any():
         tables["prompts"] = to_table(
             {
@@ -90,50 +98,29 @@ def tables_of(record: GenerationRecord, now: float, energy_max: float, known: se
         )
     written = np.array([text is not None for text in rows["completion"]])
     if written.any():
-        own = {name: values[written] for name, values in rows.items() if name != "group"}
-        group = pd.Series(rows["group"])
-        places = {
-            "prompt_id": prompts["prompt_id"][rows["group"][written]],
-            "index": group.groupby(group).cumcount()[written].to_numpy(),
-        }
-        tables["completions"] = to_table(facts | places | own)
+        places = {"prompt_id": prompts["prompt_id"][group], "index": pd.Series(group).groupby(group).cumcount()}
+        own = {name: values for name, values in rows.items() if name != "group"}
+        tables["completions"] = to_table(facts | {name: values[written] for name, values in (places | own).items()})
     return tables
 
 
-def _groups(prompts: dict[str, np.ndarray], rows: dict[str, np.ndarray], facts: dict[str, Any]) -> pa.Table:
-    group, count = rows["group"], len(prompts["prompt_id"])
-    derived = {
-        "position": np.arange(count),  # selectors see the groups in this order
-        "scored": np.bincount(group[~np.isnan(rows["outcome"])], minlength=count),
-        "rewards": np.stack([group_mean(column, group, count) for column in rows["rewards"].T], axis=1),
-        "loss_tokens": np.bincount(group, rows["loss_tokens"], minlength=count),
-    }
-    own = {name: values for name, values in prompts.items() if name not in ("text", "columns", "images")}
-    return to_table(facts | own | derived)
-
-
-def _counts(prompts: dict[str, np.ndarray], rows: dict[str, np.ndarray], new: np.ndarray, energy_max: float) -> dict:
-    """Counts and means of `generations`. `new`, shape `(P,)`, says which prompts were not seen before."""
-    edges = np.linspace(0.0, energy_max, NUM_ENERGY_BINS + 1)
-    histogram, _ = np.histogram(np.clip(prompts["energy"][~prompts["dead"]], 0.0, energy_max), bins=edges)
-    pruned, pruned_before = prompts["pruned"], prompts["replayed"] & ~new
+def _counts(prompts: dict[str, np.ndarray], rows: dict[str, np.ndarray], energy_max: float) -> dict[str, Any]:
+    """Counts and means of `generations`."""
+    energies = np.clip(prompts["energy"][~prompts["dead"]], 0.0, energy_max)
     return {
         "rows": len(rows["group"]),
         **{name: prompts[name].sum() for name in ("selected", "dead", "replayed")},
-        "new_prompts": new.sum(),
-        "pruned_change": (pruned & ~pruned_before).sum() - (pruned_before & ~pruned).sum(),
         "pass_rate": _mean(prompts["pass_rate"]),
         "selected_pass_rate": _mean(prompts["pass_rate"][prompts["selected"]]),
         "reward_mean": _mean(rows["reward"]),
         "rewards": [_mean(column) for column in rows["rewards"].T],
         "energy_mean": _mean(prompts["energy"]),
-        "energy_histogram": histogram,
+        "energy_histogram": np.histogram(energies, bins=NUM_ENERGY_BINS, range=(0.0, energy_max))[0],
     }
 
 
-def _generation(row: dict[str, Any], ledger: dict[str, float]) -> pa.Table:
-    totals = pa.array([list(ledger.items())], pa.map_(pa.string(), pa.float64()))
-    return to_table({name: [value] for name, value in row.items()}).append_column("ledger", totals)
+def _one_row(row: dict[str, Any]) -> pa.Table:
+    return to_table({name: [value] for name, value in row.items()})
 
 
 def to_table(columns: dict[str, Any]) -> pa.Table:
@@ -145,5 +132,4 @@ def to_table(columns: dict[str, Any]) -> pa.Table:
 
 def _mean(values: np.ndarray) -> float:
     """Mean of the values that are not NaN, NaN if there are none."""
-    values = values[~np.isnan(values)]
-    return float(values.mean()) if values.size else np.nan
+    return float(pd.Series(values).mean())

@@ -2,10 +2,10 @@
 
 import io
 import logging
-import math
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -17,8 +17,7 @@ import pyarrow.parquet as pq
 
 from ..files import write_atomically
 from ..version import __version__
-from .schema import DIRECTORY, SQL_TYPES, Meta, OtherSchemaError, TelemetryError
-from .status import RENEWED_SECONDS, Status
+from .schema import DIRECTORY, RENEWED_SECONDS, SQL_TYPES, Meta, MissingTelemetryError, Status, TelemetryError
 from .tables import GenerationRecord, tables_of, to_table
 
 
@@ -45,12 +44,12 @@ class TelemetryWriter:
     """
     Writes the telemetry of a run, whose output directory is `directory`, or the folder `telemetry` in it.
 
-    What is queued is written after `flush_seconds`, in a long run after one percent of its time so far, at most a minute; and
-    at once when the trainer asks for it, before a checkpoint. Each write adds one file to every table that has new rows, and
-    no file is ever changed. Failing writes are logged and tried again; they never stop the training.
+    A background thread writes what is queued every `flush_seconds`, in a long run after one percent of its time so far, at
+    most a minute; [`flush`] writes it at once. Each write adds one file to every table that has new rows, and no file is ever
+    changed. Failing writes are logged and tried again; they never stop the training.
 
     `resumed_generation` is the first generation batch that a resumed run records: rows of later batches, which a crashed run
-    left, are removed. Without it, telemetry that the folder holds is moved aside.
+    left, are removed. Telemetry of another run that the folder holds is moved aside.
     """
 
     def __init__(
@@ -63,24 +62,26 @@ class TelemetryWriter:
     ):
         directory = Path(directory)
         self.directory = directory if directory.name == DIRECTORY else directory / DIRECTORY
-        self._flush_seconds, self._begin = flush_seconds, time.monotonic()
         energy_max = 1.0 + float((settings or {}).get("selector_kwargs.momentum_weight", 0.3))
         self._meta = Meta(settings or {}, completions, energy_max=energy_max, package_version=__version__)
-        if resumed_generation is None:
+        try:
+            if resumed_generation is None:
+                raise MissingTelemetryError
+            self._meta.reward_names = Meta.read(self.directory).reward_names
+            _remove_rows(self.directory, resumed_generation)
+        except TelemetryError:  # of another run or version, or damaged
             _move_aside(self.directory)
-        else:
-            earlier = _resume(self.directory, resumed_generation)
-            self._meta.attempts, self._meta.reward_names = earlier.attempts + 1, earlier.reward_names
         self._known = _recorded_prompts(self.directory)
         self.directory.mkdir(parents=True, exist_ok=True)
         self._meta.write(self.directory)
         self._named = self._meta.reward_names  # in the settings file
         self._status = Status("running", max_steps=Status.read(self.directory).max_steps)
+        self._write_status()
         self._last_generation = max((resumed_generation or 0) - 1, 0)  # of what is logged before the first batch
-        self._queue: list[tuple[str, Callable[[], dict[str, pa.Table]]]] = []
+        self._queue: deque[tuple[str, Callable[[], dict[str, pa.Table]]]] = deque()
         self._rows: dict[str, list[pa.Table]] = {table: [] for table in SQL_TYPES}  # not written yet
-        self._condition = threading.Condition()
-        self._closing, self._flush_now, self._unwritten, self._lost = False, False, 0, 0
+        self._lock, self._closing, self._failing, self._lost = threading.Lock(), threading.Event(), False, 0
+        self._flush_seconds = flush_seconds
         self._thread = threading.Thread(target=self._run, name="lze-telemetry", daemon=True)
         self._thread.start()
 
@@ -106,68 +107,53 @@ class TelemetryWriter:
         self._add(f"A log of step {step}", lambda: {"steps": to_table(columns)})
 
     def _add(self, name: str, rows: Callable[[], dict[str, pa.Table]]):
-        with self._condition:
-            if self._unwritten < _MAX_WAITING:  # a disk that is full for hours must not fill the memory as well
-                self._unwritten += 1
-                self._queue.append((name, rows))
-            else:
-                self._lost += 1
-            self._condition.notify_all()
+        if len(self._queue) < _MAX_WAITING:  # a disk that is full for hours must not fill the memory as well
+            self._queue.append((name, rows))
+        else:
+            self._lost += 1
 
-    def flush(self, timeout: float = 30.0):
-        """Wait until everything queued so far is written, at most `timeout` seconds: the disk may be full."""
-        with self._condition:
-            self._flush_now = True
-            self._condition.notify_all()
-            self._condition.wait_for(lambda: self._closing or not self._unwritten, timeout)
+    def flush(self):
+        """Write what is queued. What fails is written the next time, and nothing twice."""
+        with self._lock:
+            try:
+                self._write()
+                self._failing = False
+            except Exception:  # nothing that goes wrong here may stop a training of days
+                if not self._failing:
+                    logger.exception("Writing telemetry to `%s` failed, it is tried again.", self.directory)
+                self._failing = True
 
     def close(self, state: str = "finished"):
         """Write what is queued and how the run has ended, and stop the background thread. May be called twice."""
-        with self._condition:
-            if not self._closing:
-                self._status.state = state
-            self._closing = True
-            self._condition.notify_all()
+        if self._closing.is_set():
+            return
+        self._closing.set()
         self._thread.join()
+        self.flush()
+        if lost := self._lost + sum(map(len, (self._queue, self._rows["generations"], self._rows["steps"]))):
+            logger.error("%d generation batches and logs are lost to the telemetry, which could not be written.", lost)
+        self._status.state = state
+        self._write_status()
 
     def _run(self):
-        failing, ends, written, renewed = False, False, -math.inf, -math.inf
-        while not ends:
-            if time.monotonic() - renewed >= RENEWED_SECONDS:
+        begin = written = renewed = time.monotonic()
+        while not self._closing.wait(self._flush_seconds):
+            now = time.monotonic()
+            if now - renewed >= RENEWED_SECONDS:
                 self._write_status()
-                renewed = time.monotonic()
-            pause = max(self._flush_seconds, min(_MAX_PAUSE, _PAUSE_SHARE * (time.monotonic() - self._begin)))
-            with self._condition:
-                self._condition.wait_for(lambda: self._closing or self._unwritten, RENEWED_SECONDS)
-                left = written + pause - time.monotonic() if written > 0 else self._flush_seconds
-                self._condition.wait_for(
-                    lambda: self._closing or self._flush_now, min(max(left, 0.0), RENEWED_SECONDS)
-                )
-                ends, asked, self._flush_now = self._closing, self._flush_now, False
-            if not (ends or asked or left <= RENEWED_SECONDS):
-                continue  # only the status is due
-            try:
-                self._write()
-                failing = False
-            except Exception:  # nothing that goes wrong here may stop a training of days
-                if not failing:
-                    logger.exception("Writing telemetry to `%s` failed, it is tried again.", self.directory)
-                failing = True
-            written = time.monotonic()
-        if lost := self._lost + self._unwritten:
-            logger.error("%d generation batches and logs are lost to the telemetry, which could not be written.", lost)
-        self._write_status()
+                renewed = now
+            if now - written >= min(_MAX_PAUSE, _PAUSE_SHARE * (now - begin)):
+                self.flush()
+                written = time.monotonic()
 
     def _write_status(self):
         with suppress(OSError):
             self._status.write(self.directory)
 
     def _write(self):
-        """Write what waits, one file a table. What fails is written the next time, and nothing twice."""
-        with self._condition:
-            queue, self._queue = self._queue, []
-            generation, unwritten = self._last_generation, self._unwritten
-        for name, make_rows in queue:
+        self._write_rows()  # what failed the last time
+        while self._queue:
+            name, make_rows = self._queue.popleft()
             try:
                 tables = make_rows()
             except Exception:  # what cannot be expressed as rows now cannot be later either
@@ -178,6 +164,10 @@ class TelemetryWriter:
         if self._meta.reward_names != self._named:
             self._meta.write(self.directory)
             self._named = self._meta.reward_names
+        self._write_rows()
+
+    def _write_rows(self):
+        generation = self._last_generation
         for table, waiting in self._rows.items():
             while waiting:
                 try:
@@ -187,31 +177,21 @@ class TelemetryWriter:
                 # The last generation batch in a file is what a resumed run looks for
                 write_part(self.directory / table / f"{generation:08d}-{time.time_ns()}.parquet", rows)
                 del waiting[:count]
-        with self._condition:
-            self._unwritten -= unwritten
-            self._condition.notify_all()
 
 
 def _move_aside(directory: Path):
-    """Rename the folder of an earlier run, whose rows are none of this run's."""
+    """Rename the folder of another run, whose rows are none of this run's."""
     if not directory.is_dir() or not any(directory.iterdir()):
         return
     number = 1
     while (aside := directory.with_name(f"{directory.name}.{number}")).exists():
         number += 1
     os.replace(directory, aside)
-    logger.warning("`%s` held the telemetry of an earlier run, which is now `%s`.", directory, aside)
+    logger.warning("`%s` held telemetry that this run cannot continue, which is now `%s`.", directory, aside)
 
 
-def _resume(directory: Path, generation: int) -> Meta:
-    """Remove the rows from a generation batch on, and return the settings file."""
-    try:
-        meta = Meta.read(directory)
-    except OtherSchemaError:
-        raise
-    except TelemetryError as error:
-        logger.warning("%s It is written anew.", error)
-        meta = Meta()
+def _remove_rows(directory: Path, generation: int):
+    """Remove the rows from a generation batch on."""
     for table in SQL_TYPES:
         for path in list_parts(directory / table):
             last, _, name = path.name.partition("-")
@@ -221,7 +201,6 @@ def _resume(directory: Path, generation: int) -> Meta:
                 if len(kept):
                     write_part(path.with_name(f"{generation - 1:08d}-{name}"), kept)
                 path.unlink()
-    return meta
 
 
 def _recorded_prompts(directory: Path) -> set[int]:

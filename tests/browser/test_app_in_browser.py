@@ -8,19 +8,17 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from contextlib import contextmanager
-from inspect import signature
+from itertools import islice
 from pathlib import Path
 
 import pytest
 
 import lze_trl
 from benchmarks.synthetic import SyntheticTraining, record_synthetic_run
-from lze_trl.app.page import REFRESH_SECONDS, TABS
+from lze_trl.app.page import TABS
 from lze_trl.record import TelemetryWriter, open_run
 from lze_trl.record.ledger import PLAIN, against_plain
-from lze_trl.record.schema import SCHEMA_VERSION
-from lze_trl.record.status import STATUS_FILE
+from lze_trl.record.schema import STATUS_FILE
 
 from .conftest import serve
 
@@ -113,23 +111,16 @@ def test_overview_agrees_with_the_files(page, address, runs):
     rollouts, _, updates, total = (work.times for work in against_plain(summary["ledger"]))
     assert tiles["FLOPs of plain GRPO"] == [total, f"rollouts {rollouts}, updates {updates}"]
     assert page.get_by_text(f"Cost, against {PLAIN}", exact=True).count() == 1
-    wait_for(lambda: titles(page) == ["Pass rate", "Reward", "Energy of the groups (below 0: dead)", "Shares"])
+    wait_for(
+        lambda: (
+            titles(page)
+            == ["Pass rate", "Held-out accuracy", "Reward", "Energy of the groups (below 0: dead)", "Shares"]
+        )
+    )
     assert [url for url in requests if not url.startswith((address, "data:", "blob:"))] == []  # it works offline
 
 
-# Clocks of the browser and of the files are those of the same machine
-WATCH_STEP = """() => {
-    const steps = () => document.querySelector('[data-tile="step"] strong')?.innerText;
-    window.shown = {};
-    new MutationObserver(() => { window.shown[steps()] ??= Date.now() / 1000; })
-        .observe(document.getElementById("lze-overview"), { childList: true, subtree: true, characterData: true });
-}"""
-
-
 def test_page_follows_a_run_within_two_seconds(page, tmp_path):
-    # What is waited for on purpose leaves room for the work
-    flush_seconds = signature(TelemetryWriter).parameters["flush_seconds"].default
-    assert flush_seconds + REFRESH_SECONDS < 2.0
     training = SyntheticTraining(num_prompts=60, groups_per_batch=16)
     writer = TelemetryWriter(tmp_path / "live", completions="all", settings=training.settings)
     records = training.generations(10_000)
@@ -137,19 +128,15 @@ def test_page_follows_a_run_within_two_seconds(page, tmp_path):
     writer.flush()
     with serve(tmp_path / "live") as address:
         open_page(page, address)
-        page.wait_for_selector(".lze-tiles")
-        page.evaluate(WATCH_STEP)
-        recorded = {}
-        for _ in range(6):
-            record = next(records)
-            step = str(record.step + 1)
-            recorded[step] = time.time()
+        step = page.locator('[data-tile="step"] strong')
+        delays = []
+        for record in islice(records, 6):
+            begin = time.time()
             writer.record(record)
-            wait_for(lambda step=step: page.evaluate(f"window.shown[{step}]"), seconds=60)
-        shown = page.evaluate("window.shown")
+            wait_for(lambda record=record: step.inner_text() == str(record.step + 1), seconds=60)
+            delays.append(time.time() - begin)
         writer.close()
-    delays = [shown[step] - begin for step, begin in recorded.items()]
-    assert 0 < min(delays) < 2.0, delays  # a busy machine delays some, but not all of them
+    assert min(delays) < 2.0, delays  # a busy machine delays some, but not all of them
 
 
 TILES = """() => Object.fromEntries([...document.querySelectorAll("[data-tile]")].map(
@@ -160,62 +147,19 @@ def visits(page):
     return int(page.locator("#lze-detail dl div", has_text="visits").locator("dd").inner_text())
 
 
-@contextmanager
-def live_run(directory, max_steps=0, **logged):
-    """A run that records ten generation batches a second for as long as it is looked at."""
-    stop = threading.Event()
-
-    def train():
-        training = SyntheticTraining(num_prompts=60, groups_per_batch=16)
-        writer = TelemetryWriter(directory, completions="all", settings=training.settings)
-        for record in training.generations(10_000):
-            record.max_steps = max_steps
-            writer.record(record)
-            writer.record_step(record.step + 1, {name: value(record.step) for name, value in logged.items()})
-            if stop.wait(0.1):
-                break
-        writer.close()
-
-    thread = threading.Thread(target=train)
-    thread.start()
-    try:
-        wait_for(lambda: (directory / "telemetry" / "generations").exists())
-        with serve(directory) as address:
-            yield address
-    finally:
-        stop.set()
-        thread.join()
-
-
-def test_refresh_moves_nothing(page, tmp_path):
-    with live_run(tmp_path / "live") as address:
-        open_page(page, address)
-        page.wait_for_timeout(3000)
-        page.evaluate("""() => {
-            window.shift = 0;
-            new PerformanceObserver((list) => {
-                for (const entry of list.getEntries()) window.shift += entry.value;
-            }).observe({ type: "layout-shift" });
-        }""")
-        first = page.locator('[data-tile="step"] strong').inner_text()
-        wait_for(lambda: page.locator('[data-tile="step"] strong').inner_text() != first)
-        page.wait_for_timeout(3000)
-        assert page.evaluate("window.shift") < 0.02
-
-
 def test_a_live_run_can_be_paused_and_its_prompts_opened(page, tmp_path):
-    logged = {"loss": lambda step: 1.0 / (1 + step)}
-    with live_run(tmp_path / "live", **logged) as address:
-        open_page(page, address, "Training")
-        wait_for(lambda: titles(page) == ["Loss", "Seconds of a generation batch"])
-        open_tab(page, "Prompts")
+    training = SyntheticTraining(num_prompts=60, groups_per_batch=16)
+    recording = tmp_path / "live", training, 600, 0.1  # ten generation batches a second, for a minute
+    threading.Thread(target=record_synthetic_run, args=recording, daemon=True).start()
+    wait_for(lambda: (tmp_path / "live" / "telemetry" / "generations").exists())
+    with serve(tmp_path / "live") as address:
+        open_page(page, address, "Prompts")
         wait_for(lambda: len(cells(page, "#lze-table")) > 8)
         row = page.locator("#lze-table [data-row='3'][data-col='0']")
         row.click()
         page.wait_for_selector("#lze-detail pre")
-        before, order = visits(page), list(cells(page, "#lze-table"))
+        before = visits(page)
         wait_for(lambda: visits(page) > before)
-        assert list(cells(page, "#lze-table")) == order  # the values change, and the rows keep their places
         page.get_by_role("checkbox", name="Live").uncheck()
         page.wait_for_timeout(2500)
         paused = cells(page, "#lze-table")
@@ -229,27 +173,22 @@ def test_runs_of_a_folder_and_their_status(page, runs, tmp_path):
     for name in ("lze-a", "sweep/full"):
         shutil.copytree(runs / Path(name).name, tmp_path / name)
     status = tmp_path / "sweep" / "full" / "telemetry" / STATUS_FILE
-    status.write_text(json.dumps({"state": "running", "time": time.time() - 3600, "max_steps": 80}))
-    with live_run(tmp_path / "live", max_steps=10_000), serve(tmp_path) as address:
-        open_page(page, address, "Runs")
-        wait_for(lambda: set(cells(page, "#lze-run-table")) == {"live", "lze-a", "sweep/full"})
-        shown = cells(page, "#lze-run-table")
-        assert shown["lze-a"][:3] == ["finished", "60 of 60", "–"]
-        assert shown["sweep/full"][:3] == ["crashed", "60 of 80", "–"]
-        assert shown["live"][0] == "running"
+    with serve(tmp_path) as address:
+        # A run that dies silently is noticed, although nothing is recorded
+        for age, state in ((57, "running"), (3600, "crashed")):
+            status.write_text(json.dumps({"state": "running", "time": time.time() - age, "max_steps": 80}))
+            open_page(page, address, "Runs")
+            wait_for(lambda: set(cells(page, "#lze-run-table")) == {"lze-a", "sweep/full"})
+            shown = cells(page, "#lze-run-table")
+            assert shown["lze-a"][:3] == ["finished", "60 of 60", "–"]
+            assert shown["sweep/full"][:2] == [state, "60 of 80"]
         # A run that begins is found when the page is loaded again
         shutil.copytree(runs / "lze-b", tmp_path / "late")
         open_page(page, address, "Runs")
         wait_for(lambda: "late" in cells(page, "#lze-run-table"))
         open_tab(page, "Overview")
         choose(page, "#lze-run", "late")
-        standing = page.locator("#lze-standing")
-        wait_for(lambda: "finished · step 60 of 60" in standing.inner_text())
-        # A run that dies silently is noticed, although nothing is recorded
-        status = tmp_path / "late" / "telemetry" / STATUS_FILE
-        status.write_text(json.dumps({"state": "running", "time": time.time() - 57, "max_steps": 80}))
-        for state in ("running", "crashed"):
-            wait_for(lambda state=state: f"{state} · step 60 of 80" in standing.inner_text())
+        wait_for(lambda: "finished · step 60 of 60" in page.locator("#lze-standing").inner_text())
 
 
 def test_prompts_are_searched_and_opened(page, address, runs):
@@ -288,27 +227,6 @@ def test_prompts_are_searched_and_opened(page, address, runs):
     detail.get_by_role("heading", name=f"Completions at step {step}", exact=True).wait_for()
     search(page, "no such prompt anywhere")
     wait_for(lambda: found.inner_text().strip() == "0 prompts.")
-
-
-def test_a_click_on_a_point_opens_its_prompt(page, address, runs):
-    open_page(page, address, "Prompts")
-    search(page, "Problem 87 ")
-    wait_for(lambda: page.locator("#lze-scatter .point").count() == 1)
-    point = page.locator("#lze-scatter .point").bounding_box()
-    page.mouse.move(point["x"] + 20, point["y"] + 40)
-    page.mouse.move(point["x"] + point["width"] / 2, point["y"] + point["height"] / 2, steps=5)
-    page.mouse.down()
-    page.mouse.up()
-    text = open_run(runs / "lze-a").prompts(search="Problem 87 ").text.item()
-    wait_for(lambda: text in page.locator("#lze-detail").inner_text())
-    wait_for(lambda: "History" in titles(page))
-
-
-def test_breakdown_by_a_column(page, address, runs):
-    open_page(page, address, "Prompts")
-    choose(page, "#lze-by", "subject")
-    expected = open_run(runs / "lze-a").breakdown("subject").set_index("value")["prompts"]
-    wait_for(lambda: {k: int(row[0]) for k, row in cells(page, "#lze-breakdown").items()} == expected.to_dict())
 
 
 def test_runs_are_compared(page, address):
@@ -350,18 +268,11 @@ def test_text_of_a_run_is_shown_never_interpreted(page, tmp_path):
 
 def test_states_without_data_are_worded(page, runs, tmp_path):
     (tmp_path / "empty").mkdir()
-    shutil.copytree(runs / "full", tmp_path / "newer")
-    meta = tmp_path / "newer" / "telemetry" / "meta.json"
-    meta.write_text(json.dumps({**json.loads(meta.read_text()), "schema_version": SCHEMA_VERSION + 1}))
     shutil.copytree(runs / "full", tmp_path / "damaged")
     (tmp_path / "damaged" / "telemetry" / "meta.json").write_text("{")
-    with serve(*(tmp_path / name for name in ("empty", "newer", "damaged"))) as address:
+    with serve(tmp_path / "empty", tmp_path / "damaged") as address:
         open_page(page, address)
-        for name, words in {
-            "newer": "was recorded with telemetry schema",
-            "damaged": "cannot be read",
-            "empty": "Nothing has been recorded here yet",
-        }.items():
+        for name, words in {"damaged": "cannot be read", "empty": "Nothing has been recorded here yet"}.items():
             choose(page, "#lze-run", name)
             wait_for(lambda words=words: words in page.locator("#lze-standing").inner_text())
             assert "Traceback" not in page.content()
