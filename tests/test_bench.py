@@ -167,17 +167,7 @@ def test_command_errors_have_no_traceback(monkeypatch, arguments, message):
 def test_small_benchmark_from_end_to_end(files, tmp_path):
     write_rows(files.train, [(f"{i}+1=", str(i % 10)) for i in range(40)])
     write_rows(files.held_out, [(f"{i}+2=", str(i % 10)) for i in range(40)])
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks",
-        "--task",
-        "addition",
-        "--strategies",
-        "lze",
-        "--seeds",
-        "5",
-    ]
+    command = [sys.executable, "-m", "benchmarks", "--task", "addition", "--strategies", "lze", "--seeds", "5"]
     command += ["--steps", "4", "--model", str(files.model), "--data", str(files.train.parent)]
     command += ["--output", str(tmp_path / "out")]
     for _ in range(2):

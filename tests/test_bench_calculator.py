@@ -8,11 +8,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks import calculator
-from benchmarks.calculator import (
-    CalculatorWarmStart,
-    expressions,
-    split,
-)
+from benchmarks.calculator import CalculatorWarmStart, expressions, split
 
 
 SHARED = Path(os.environ.get("LZE_SHARED", Path(__file__).resolve().parents[2] / "shared"))

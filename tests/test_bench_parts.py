@@ -11,10 +11,7 @@ import pytest
 
 import tiny
 from benchmarks.parts import overhead, padding, update
-from benchmarks.parts.shared import (
-    Lengths,
-    log_normal,
-)
+from benchmarks.parts.shared import Lengths, log_normal
 from lze_trl.pack.layout import Geometry
 
 
@@ -68,12 +65,7 @@ def test_real_and_computed_tokens_of_all_processes():
 
 
 def test_overhead_is_compared_with_the_update_of_a_process():
-    result = {
-        "groups": 10,
-        "group_size": 8,
-        "tokens": 1_000,
-        "smallest": {"row_seconds": 0.5, "parameters": 700_000},
-    }
+    result = {"groups": 10, "group_size": 8, "tokens": 1_000, "smallest": {"row_seconds": 0.5, "parameters": 700_000}}
     measured, computed = overhead.step_seconds(result).values()
     assert measured == 16 * 0.5  # ρ = 0.4 of 80 rows on two processes
     assert computed == pytest.approx(16 * 1_200 * 6 * 0.5e9 / 4e14)

@@ -52,12 +52,8 @@ def cases() -> dict[str, dict]:
 
 # Rounds that two processes cannot share evenly: a few rows more are drawn
 UNEVEN = {
-    "reinforce_ada_balanced": {
-        "controller_kwargs": {"round_size": 3, "max_rounds": 4},
-    },
-    "reinforce_ada_positive": {
-        "controller_kwargs": {"round_size": 1, "max_rounds": 7},
-    },
+    "reinforce_ada_balanced": {"controller_kwargs": {"round_size": 3, "max_rounds": 4}},
+    "reinforce_ada_positive": {"controller_kwargs": {"round_size": 1, "max_rounds": 7}},
     "dynamic": {"controller_kwargs": {"max_rounds": 4}, "num_generations": 3, "selection_ratio": 1.0},
 }
 

@@ -203,7 +203,7 @@ def test_the_command_prints_and_writes(tmp_path, capsys):
     shown = capsys.readouterr().out
     lines = {line.split()[0]: line.split() for line in shown.splitlines() if line.strip()}
     assert lines["energy"][1:] == [
-        *("4", "100%", "0.531", "0.375", "0.33", "(0.25)", "50%", "(40%)", "152", "–", "82.6%", "–"),
+        *("4", "100%", "0.531", "0.375", "0.33", "(0.25)", "50%", "(40%)", "152", "–", "82.6%", "–")
     ]
     assert "ρ = 0.4, seed 3" in shown
     content = json.loads(path.read_text())

@@ -147,9 +147,7 @@ def test_a_users_answer(answer):
 
 
 @pytest.mark.parametrize(
-    "answer",
-    [np.array([True, False, True]), [0.0, 1.0], 1, [[0, 1]], None, [0, 0], [0, 3], [-1]],
-    ids=str,
+    "answer", [np.array([True, False, True]), [0.0, 1.0], 1, [[0, 1]], None, [0, 0], [0, 3], [-1]], ids=str
 )
 def test_a_users_wrong_answer(answer):
     message = r"`Returns.select` must return a one-dimensional array of distinct group indices in \[0, 3\), got "

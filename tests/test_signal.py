@@ -110,10 +110,7 @@ def test_dropping_dead_groups_is_the_full_batch(tmp_path, name, scale):
     aggregation = {"multi_objective_aggregation": scale} if scale == "normalize_then_sum" else {"scale_rewards": scale}
     ours, theirs = (
         make(trainer_class, tmp_path / trainer_class.__name__, REWARDS[name], **aggregation, **further)
-        for trainer_class, further in (
-            (LZEGRPOTrainer, {"strategy": "exact"}),
-            (GRPOTrainer, {}),
-        )
+        for trainer_class, further in ((LZEGRPOTrainer, {"strategy": "exact"}), (GRPOTrainer, {}))
     )
     ours.train()
     theirs.train()

@@ -134,12 +134,7 @@ SETTINGS = {
     ),
     "loader with workers, log of completions": (
         [sometimes, letters],
-        {
-            "loss_type": "cispo",
-            "dataloader_num_workers": 2,
-            "log_completions": True,
-            "num_completions_to_print": 1,
-        },
+        {"loss_type": "cispo", "dataloader_num_workers": 2, "log_completions": True, "num_completions_to_print": 1},
     ),
     "float32": ([letters, reward_model()], {"loss_type": "vespo", "bf16": False, "gradient_checkpointing": False}),
     "beams": (

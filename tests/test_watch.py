@@ -166,10 +166,7 @@ def test_continuous_batching_generates_as_in_plain_trl(tmp_path):
             model=tiny.save(tmp_path / "model"),
             reward_funcs=tiny.even_length_reward,
             args=tiny.config(
-                tmp_path / cls.__name__,
-                strategy="exact",
-                use_transformers_continuous_batching=True,
-                max_steps=1,
+                tmp_path / cls.__name__, strategy="exact", use_transformers_continuous_batching=True, max_steps=1
             ),
             train_dataset=tiny.prompts(6),
         )
