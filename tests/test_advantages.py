@@ -47,12 +47,12 @@ def test_divided_by_the_standard_deviation_of_the_batch():
 
 
 @pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("value", [0.1, 0.3, 1 / 3, 1e6 + 0.1])
-def test_a_dead_group_has_exactly_no_advantage(scale, value):
+def test_a_dead_group_has_exactly_no_advantage(scale):
     # Three times 0.1 sums to 0.30000000000000004: its mean is not 0.1
-    advantages = advantages_of([[value] * 3, [value] * 7, [value, value + 1]], scale)
-    assert (advantages[:10] == 0.0).all()
-    assert (advantages[10:] != 0.0).all()
+    for value in (0.1, 1 / 3, 1e6 + 0.1):
+        advantages = advantages_of([[value] * 3, [value] * 7, [value, value + 1]], scale)
+        assert (advantages[:10] == 0.0).all()
+        assert (advantages[10:] != 0.0).all()
 
 
 def test_share_of_completions_without_a_spread():
@@ -111,14 +111,6 @@ def test_advantages_are_centred_rewards(outcomes, scale):
             np.testing.assert_allclose(mine[known] * abs(centred).max(), centred * abs(mine).max(), atol=1e-9)
 
 
-@given(outcome_groups(values=(0.0, 0.5, 1.0, NAN)), st.sampled_from(SCALES), st.randoms(use_true_random=False))
-def test_the_order_of_the_rows_does_not_matter(outcomes, scale, random):
-    drawn = rollouts(dict(enumerate(outcomes)))
-    order = np.array(random.sample(range(drawn.num_rows), drawn.num_rows))
-    shuffled = group_advantages(drawn.rewards[order], drawn.group[order], drawn.num_groups, scale)
-    np.testing.assert_allclose(shuffled, advantages_of(outcomes, scale)[order], rtol=1e-12, atol=1e-12)
-
-
 # ---- Estimators ----
 
 ESTIMATORS = get_args(Estimator)
@@ -161,20 +153,6 @@ def test_estimators_by_force(outcomes, random):
         assert found.tobytes() == same.tobytes()
 
 
-def test_reinforce_plus_plus_weighs_tokens():
-    # Rewards 1 and 0, of 3 tokens and of 1: μ = 3/4, σ² = 3/16. A dead group of another reward has an advantage, too
-    drawn = rollouts({0: [1.0, 0.0]})
-    found = estimate_advantages("reinforce_plus_plus", drawn.rewards, drawn.group, 1, np.array([3, 1]))
-    np.testing.assert_allclose(found, [(1 / 4) / (3 / 16) ** 0.5, (-3 / 4) / (3 / 16) ** 0.5], rtol=1e-14)
-    drawn, tokens = rollouts({0: [1.0, 1.0], 1: [0.0, 0.0], 2: [1.0, 0.0]}), np.array([1, 1, 1, 1, 3, 1])
-    plain = estimate_advantages("reinforce_plus_plus", drawn.rewards, drawn.group, 3, tokens)
-    assert plain[0] == plain[1] > 0 > plain[2] == plain[3]
-    # With the baseline, x = 0 0 0 0 ½ −½ and μ = 1/8 over 8 tokens: −μ/σ for the dead ones
-    with_baseline = estimate_advantages("reinforce_plus_plus_baseline", drawn.rewards, drawn.group, 3, tokens)
-    assert (with_baseline[:4] == with_baseline[0]).all() and with_baseline[0] < 0
-    np.testing.assert_allclose(with_baseline[0], -(1 / 8) / (1 / 8 - 1 / 64) ** 0.5, rtol=1e-14)
-
-
 @pytest.mark.parametrize("estimator", OVER_TOKENS)
 def test_rewards_that_do_not_differ_have_no_advantage(estimator):
     drawn = rollouts({0: [0.1] * 3, 1: [0.1] * 4})
@@ -204,13 +182,10 @@ class NotingTrainer(LZEGRPOTrainer):
         return super().compute_loss(model, inputs, *args, **kwargs)
 
 
-@pytest.mark.parametrize(
-    ("estimator", "selection"),
-    [
-        (name, [{"selection_ratio": 0.34}, {"selector": "all", "selection_ratio": 1.0}][i % 2])
-        for i, name in enumerate(ESTIMATORS)
-    ],
-)
+SOME, ALL = {"selection_ratio": 0.34}, {"selector": "all", "selection_ratio": 1.0}
+
+
+@pytest.mark.parametrize(("estimator", "selection"), zip(ESTIMATORS, [SOME, ALL, SOME, ALL], strict=True))
 def test_advantages_are_of_all_rows_drawn_whatever_is_selected(tmp_path, estimator, selection):
     trainer = NotingTrainer(
         model=tiny.save(tmp_path / "model"),
@@ -222,11 +197,10 @@ def test_advantages_are_of_all_rows_drawn_whatever_is_selected(tmp_path, estimat
     trainer.train()
     expected = {}
     for turn, drawn in enumerate(trainer.drawn):
-        rows = drawn
-        outcomes = [rows.rewards[rows.group == g].tolist() for g in range(rows.num_groups)]
+        outcomes = [drawn.rewards[drawn.group == g].tolist() for g in range(drawn.num_groups)]
         tokens = drawn.loss_tokens.tolist()
         if estimator == "grpo":
-            advantages = group_advantages(rows.rewards, rows.group, rows.num_groups, "group")
+            advantages = group_advantages(drawn.rewards, drawn.group, drawn.num_groups, "group")
         else:
             advantages = by_force(estimator, outcomes, tokens)
         for prompt, ids, advantage in zip(

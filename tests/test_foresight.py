@@ -206,15 +206,6 @@ def test_the_last_visit_is_remembered():
     assert state.history(np.array([7, 8])).last.tolist() == [0.75, 0.5]
 
 
-def test_graded_rewards_are_scaled_when_they_are_read():
-    state = PromptState()
-    for outcomes in ({1: [0.0, 4.0], 2: [2.0, 2.0]}, {3: [-4.0, 0.0]}):
-        batch = rollouts(outcomes)
-        state.observe(batch.scores)
-        state.visit(batch)
-    assert state.history(np.array([1, 2, 3])).last.tolist() == [0.75, 0.75, 0.25]
-
-
 # ---- Groups of other sizes ----
 
 
@@ -227,21 +218,3 @@ def test_only_completions_that_no_outcome_has_called_for_are_learned_from():
     assert alive.tolist() == [True, False, False]  # the last one was dead then
     one = Batch.of(np.arange(2), np.array([0, 1, 1]), values[:3], values[:3], group[:3], group[:3])
     assert first_completions(one)[0] == 1  # too few to learn from
-
-
-def test_adaptive_sizes_do_not_poison_it():
-    adaptive, plain = World(seed=5), World(seed=5)
-    for _ in range(40):
-        plain.visit(size=2)
-        rng, ids = adaptive.rng, adaptive.rng.permutation(len(adaptive.rates))[:120]
-        drawn = (rng.random((120, 2)) < adaptive.rates[ids][:, np.newaxis]).astype(np.float64)
-        rng.exponential(2.0, 240)
-        outcomes = {id: [*row, *([1.0] * 2 if row[0] != row[1] else [])] for id, row in zip(ids, drawn, strict=True)}
-        adaptive.state.visit(rollouts(outcomes))
-    found = []
-    for world in (adaptive, plain):
-        known = world.state.history(np.arange(600))
-        found.append(world.state.foresight.forecasts(known, 2)[0].mean())
-    truth = (2.0 * adaptive.rates * (1.0 - adaptive.rates)).mean()
-    assert found[0] == pytest.approx(truth, abs=0.06)
-    assert found[1] == pytest.approx(truth, abs=0.06)

@@ -167,18 +167,6 @@ def test_a_large_batch_is_judged_by_itself_and_a_small_one_by_what_the_latest_ga
     assert Threshold().needed(prompts_of(1, alive=[0.2]), 4) <= 0.2
 
 
-def test_what_the_latest_groups_were_alike_in_goes_on():
-    all_alive, all_dead = Threshold(), Threshold()
-    for _ in range(30):
-        all_alive.see(
-            prompts_of(3, alive=[0.6] * 3), rollouts({i: [0.0, 1.0, 0.0, 1.0] for i in range(3)}), np.ones(3)
-        )
-        all_dead.see(prompts_of(3, alive=[0.02] * 3), rollouts({i: [0.0] * 4 for i in range(3)}), np.ones(3))
-    assert all_alive.needed(prompts_of(2, alive=[0.6, 0.5]), 4) < 0.5
-    assert all_dead.needed(prompts_of(2, alive=[0.01, 0.02], alive_given_first=[0.001, 0.01]), 4) <= 0.001
-    assert all_dead.needed(prompts_of(2, alive=[0.01, 0.02]), 4) <= 0.01
-
-
 @given(st.lists(st.floats(0.001, 0.999), min_size=1, max_size=7), st.integers(2, 16))
 def test_a_prompt_is_begun_unless_no_first_completion_could_make_it_worth_the_others(alive, size):
     # Nothing is worth more than a first completion that settles whether the group is alive
@@ -187,15 +175,6 @@ def test_a_prompt_is_begun_unless_no_first_completion_could_make_it_worth_the_ot
     at_best = alive * np.maximum(1.0 - elsewhere * (size - 1), 0.0)
     begun = alive >= needed_to_begin(elsewhere, size) * (1.0 - 1e-12)
     np.testing.assert_array_equal(begun, at_best >= elsewhere * (1.0 - 1e-12))
-
-
-@pytest.mark.parametrize("p", [0.0, 0.01, 0.3, 1.0])
-def test_where_all_groups_are_alike_all_are_drawn_to_their_end(p):
-    gate, rng, drawn = Gate(4), np.random.default_rng(0), rollouts({i: [1.0] for i in range(5)})
-    for round, forecasts, counts in ((0, {}, [1] * 5), (1, {"alive_given_first": [p] * 5}, [3] * 5)):
-        prompts = prompts_of(5, alive=[p] * 5, **forecasts)
-        prompts = prompts.with_columns(alive_needed=np.full(5, Threshold().needed(prompts, 4)))
-        assert ask(gate, round, prompts, drawn, rng).tolist() == counts
 
 
 def test_it_draws_one_then_the_others_and_nothing_after():

@@ -87,22 +87,9 @@ def test_widths_are_multiples():
     inputs = micro_batch(build(), 2, multiple=2)
     assert inputs["prompt_ids"].tolist() == [[0, 31, 32, 33]]
     assert inputs["completion_ids"].tolist() == [[31, 0]]
-    # No wider than what TRL has padded
+    # No wider than what TRL has padded, as where nothing is trimmed
+    assert micro_batch(build(), 2, trim=False)["prompt_ids"].tolist() == [[0, 31, 32, 33]]
     assert micro_batch(build(), 2, multiple=64)["completion_ids"].shape == (1, 5)
-
-
-def test_untrimmed():
-    inputs = micro_batch(build(), 2, trim=False)
-    assert inputs["prompt_ids"].tolist() == [[0, 31, 32, 33]]
-    assert inputs["completion_ids"].tolist() == [[31, 0, 0, 0, 0]]
-
-
-def test_values_of_rows_are_not_cut():
-    # A ratio a sequence has one column, or none
-    ratio = torch.tensor([[1.0], [2.0], [3.0]])
-    inputs = micro_batch(build(importance_sampling_ratio=ratio, weight=ratio.squeeze(1)), 2)
-    assert inputs["importance_sampling_ratio"].tolist() == [[3.0]]
-    assert inputs["weight"].tolist() == [3.0]
 
 
 def test_scale_and_normaliser():

@@ -140,22 +140,6 @@ def test_columns_have_one_length():
         _ = Table(a=np.zeros(2)).c
 
 
-def test_rounds_of_the_same_prompts():
-    # Two processes; group 3 joins in round 1, and nobody draws for group 1 after round 0
-    prompts = np.array([7, 8, 9, 10])
-    for rank in range(2):
-        rounds = [part_of([0, 0, 1, 2], 3, rank, 2), part_of([0, 3], 4, rank, 2, first=4)]
-        rounds[1].held["late"] = ["only here"]
-        batch = joined(rounds, prompts)
-        assert batch.prompt_ids.tolist() == [7, 8, 9, 10]
-        assert batch.group.tolist() == [0, 0, 0, 1, 2, 3]
-        assert_rows(batch, [0, 1, 4, 2, 3, 5])
-        assert batch.owner.tolist() == [0, 0, 0, 1, 1, 1]
-        assert batch.place.tolist() == [0, 1, 2, 0, 1, 2]
-        assert batch.held["completion"] == (["t0", "t1", "t4"] if rank == 0 else ["t2", "t3", "t5"])
-        assert batch.held["late"] == [None, None, "only here"]
-
-
 def test_groups_without_rows_are_left_out():
     batch = joined([part_of([3, 1, 3], num_groups=5)], np.arange(5) + 100).without_empty_groups()
     assert batch.prompt_ids.tolist() == [101, 103]
@@ -171,15 +155,22 @@ def drawn_in_rounds(draw):
     return world, num_groups, draw(st.lists(rounds, min_size=1, max_size=4))
 
 
+def views_of(batch) -> list[Batch]:
+    """The joined rounds as each process sees them."""
+    world, num_groups, rounds = batch
+    firsts = np.cumsum([0, *map(len, rounds)])
+    numbered = list(zip(rounds, firsts, strict=False))
+    return [
+        joined([part_of(groups, num_groups, rank, world, first) for groups, first in numbered], np.arange(num_groups))
+        for rank in range(world)
+    ]
+
+
 @given(drawn_in_rounds())
 def test_every_row_is_found_where_it_lies(batch):
     world, num_groups, rounds = batch
     firsts = np.cumsum([0, *map(len, rounds)])
-    parts = [
-        [part_of(groups, num_groups, rank, world, first) for groups, first in zip(rounds, firsts, strict=False)]
-        for rank in range(world)
-    ]
-    views = [joined(part, np.arange(num_groups)) for part in parts]
+    views = views_of(batch)
     in_order = sorted(
         (group, mark)
         for groups, first in zip(rounds, firsts, strict=False)
@@ -196,15 +187,8 @@ def test_every_row_is_found_where_it_lies(batch):
 
 @given(drawn_in_rounds())
 def test_values_of_all_processes_come_in_the_order_of_the_rows(batch):
-    world, num_groups, rounds = batch
-    firsts = np.cumsum([0, *map(len, rounds)])
-    views = [
-        joined(
-            [part_of(groups, num_groups, rank, world, first) for groups, first in zip(rounds, firsts, strict=False)],
-            np.arange(num_groups),
-        ).without_empty_groups()
-        for rank in range(world)
-    ]
+    world, *_ = batch
+    views = [view.without_empty_groups() for view in views_of(batch)]
     with pytest.MonkeyPatch.context() as patch:
         processes = Processes(world)
         patch.setattr("accelerate.utils.gather_object", lambda values: list(itertools.chain(*processes.tell(values))))

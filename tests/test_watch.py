@@ -47,8 +47,7 @@ def expected(model, completions: list[list[int]], temperature: float) -> list[li
     return found
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7, 1.3])
-@pytest.mark.parametrize("adapter", [False, True])
+@pytest.mark.parametrize(("temperature", "adapter"), [(1.3, False), (0.7, True)])
 def test_log_probs_are_those_of_a_forward_pass(temperature, adapter):
     model = tiny.model()
     if adapter:
@@ -162,14 +161,9 @@ def test_a_processor_of_the_user_outlives_every_batch(tmp_path):
 @pytest.mark.slow
 def test_continuous_batching_generates_as_in_plain_trl(tmp_path):
     def lengths(cls):
-        trainer = cls(
-            model=tiny.save(tmp_path / "model"),
-            reward_funcs=tiny.even_length_reward,
-            args=tiny.config(
-                tmp_path / cls.__name__, strategy="exact", use_transformers_continuous_batching=True, max_steps=1
-            ),
-            train_dataset=tiny.prompts(6),
-        )
+        own = {"strategy": "exact", "use_transformers_continuous_batching": True, "max_steps": 1}
+        args = tiny.config(tmp_path / cls.__name__, **own)
+        trainer = cls(tiny.save(tmp_path / "model"), tiny.even_length_reward, args, tiny.prompts(6))
         trainer.train()
         log = trainer.state.log_history[0]
         return [log[f"completions/{name}_length"] for name in ("mean", "min", "max")]
