@@ -31,9 +31,9 @@ ON_CPU = ["--bf16", "false", "--use_cpu", "true"]
 NOT_RUN = {"hub": "uploads to the Hub; tests/test_hub.py runs it against a stand-in"}
 # Pages whose Python has a test of its own, that knows what must come of it
 OWN_TESTS = {
-    "README.md": "test_readme.py",
+    "README.md": "test_docs_pages.py",
     "docs/agents.md": "test_agents.py",
-    "docs/choosing.md": "test_docs_choosing.py",
+    "docs/choosing.md": "test_docs_pages.py",
     "docs/migrate.md": "test_docs_pages.py",
 }
 
@@ -159,11 +159,6 @@ def stopping_after_parsing():
         found |= vars(parsed.value.args[0])
 
 
-def check_python(words: list[str]):
-    assert words[1] == "-m"
-    check_module(words[2], words[3:])
-
-
 def check_module(module: str, arguments: list[str]):
     """A module of `benchmarks` or `recipes` knows these arguments."""
     assert module.partition(".")[0] in ("benchmarks", "recipes")
@@ -218,7 +213,12 @@ def check_make(words: list[str]):
     assert all(re.search(rf"^{target}:", makefile, re.M) for target in words[1:] if "=" not in target)
 
 
-CHECKS = {"accelerate": check_accelerate, "lze-trl": check_lze_trl, "make": check_make, "python": check_python}
+CHECKS = {
+    "accelerate": check_accelerate,
+    "lze-trl": check_lze_trl,
+    "make": check_make,
+    "python": lambda words: check_module(words[2], words[3:]),
+}
 
 
 def check(command: str):
@@ -235,13 +235,3 @@ def test_commands_are_understood(block, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     for command in block.text.replace("\\\n", " ").splitlines():
         check(command)
-
-
-# ---- Text: the trees name what there is ----
-
-
-def test_the_tree_names_what_there_is():
-    (tree,) = [block.text for block in blocks_of("docs/architecture.md") if "trainer.py" in block.text]
-    named = [name for line in tree.splitlines() for name in re.findall(r"[\w./]+(?:\.py|/)(?= |$)", line[:45])]
-    assert len(named) > 15
-    assert [name for name in named if not ((ROOT / name).exists() or (ROOT / "lze_trl" / name).exists())] == []

@@ -168,7 +168,7 @@ def views_of(batch) -> list[Batch]:
 
 @given(drawn_in_rounds())
 def test_every_row_is_found_where_it_lies(batch):
-    world, num_groups, rounds = batch
+    *_, rounds = batch
     firsts = np.cumsum([0, *map(len, rounds)])
     views = views_of(batch)
     in_order = sorted(

@@ -246,13 +246,7 @@ def alike(prompts, trainer):
 
 @pytest.mark.parametrize(
     ("loss_type", "normalizer"),
-    list(
-        zip(
-            ["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "sapo", "cispo", "vespo"],
-            ["selected", "all"] * 4,
-            strict=True,
-        )
-    ),
+    [("grpo", "selected"), ("bnpo", "all"), ("dapo", "all"), ("luspo", "selected"), ("cispo", "all")],
 )
 def test_the_auxiliary_loss_of_experts_is_a_mean_over_the_rows(tmp_path, loss_type, normalizer):
     # All rows are alike and none has an advantage: the router alone learns, and from two thirds of the rows as from all;
@@ -266,15 +260,8 @@ def test_the_auxiliary_loss_of_experts_is_a_mean_over_the_rows(tmp_path, loss_ty
         trainer.train()
         return trainer
 
-    ours = run(
-        LZEGRPOTrainer,
-        strategy="lze",
-        selector="random",
-        pruning="none",
-        selection_ratio=0.6,
-        loss_normalizer=normalizer,
-        router_aux_loss_coef=0.3,
-    )
+    own = {"strategy": "lze", "selector": "random", "pruning": "none", "selection_ratio": 0.6}
+    ours = run(LZEGRPOTrainer, loss_normalizer=normalizer, router_aux_loss_coef=0.3, **own)
     theirs = run(GRPOTrainer, router_aux_loss_coef=0.3 * (2 / 3 if normalizer == "all" else 1.0))
     assert ours.ledger.rows_trained == ours.ledger.rows_rolled_out * 2 / 3
     start = dict(experts().named_parameters())
@@ -296,43 +283,27 @@ def test_a_reward_that_uses_columns_state_and_log(tmp_path, saved):
 
 
 def test_conversational_prompts_with_arguments_of_the_chat_template(tmp_path, saved):
-    tokenizer = tiny.tokenizer()
+    template = {"chat_template_kwargs": {"enable_thinking": False}}
+    trainer = trainer_of(tmp_path, saved, dataset=tiny.prompts(11, conversational=True), **template)
     # Fails unless the argument arrives
-    tokenizer.chat_template = "{{ {true: '', false: '='}[enable_thinking] }}" + tokenizer.chat_template
-    funcs = [reward_model()]
-    trainer = trainer_of(
-        tmp_path,
-        saved,
-        dataset=tiny.prompts(11, conversational=True),
-        reward_funcs=funcs,
-        chat_template_kwargs={"enable_thinking": False},
+    trainer.processing_class.chat_template = (
+        "{{ {true: '', false: '='}[enable_thinking] }}" + tiny.tokenizer().chat_template
     )
-    trainer.processing_class.chat_template = tokenizer.chat_template
     before = weights(trainer.model)
     trainer.train()
     assert not any(torch.equal(old, trainer.model.get_parameter(name)) for name, old in before.items())
 
 
-@pytest.mark.parametrize("conversational", [False, True])
-def test_streamed_data(tmp_path, saved, conversational):
-    train(tmp_path, saved, dataset=tiny.prompts(11, conversational).to_iterable_dataset())
-
-
-def test_data_without_answers(tmp_path, saved):
-    train(tmp_path, saved, dataset=Dataset.from_dict({"prompt": ["1+1", "ab", "2*3=", "x?"] * 2}))
+def test_streamed_data_without_answers(tmp_path, saved):
+    rows = Dataset.from_dict({"prompt": ["1+1", "ab", "2*3=", "x?"] * 2})
+    train(tmp_path, saved, dataset=rows.to_iterable_dataset())
 
 
 def test_evaluation_before_and_while_training(tmp_path, saved):
-    trainer = train(
-        tmp_path,
-        saved,
-        eval_strategy="steps",
-        eval_steps=1,
-        eval_on_start=True,
-        num_generations_eval=2,
-        per_device_eval_batch_size=4,
-        trainer={"eval_dataset": tiny.prompts(4)},
-    )
+    own = {"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True, "num_generations_eval": 2}
+    own |= {"per_device_eval_batch_size": 4, "trainer": {"eval_dataset": tiny.prompts(4)}}
+    trainer = train(tmp_path, saved, **own)
+    assert trainer.ledger.rows_rolled_out == 24  # evaluation leaves the state alone
     assert [line["step"] for line in trainer.state.log_history if "eval_reward" in line] == [0, 1, 2]
 
 

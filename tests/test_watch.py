@@ -73,15 +73,6 @@ def test_log_probs_are_those_of_the_distribution_that_was_sampled_from():
     assert watch.token_logprobs(completions) == [[0.0] * len(row) for row in completions]
 
 
-def test_the_model_is_left_as_it_was():
-    model = tiny.model()
-    before = dict(vars(model))
-    with pytest.raises(RuntimeError), watched(model):
-        assert "_get_logits_processor" in vars(model)
-        raise RuntimeError
-    assert vars(model) == before
-
-
 def test_what_was_not_watched_has_no_log_probs():
     model = tiny.model().eval()
     with watched(model) as watch:
@@ -101,17 +92,11 @@ def test_what_was_not_watched_has_no_log_probs():
 
 def test_a_training_is_the_same_whether_it_is_watched(tmp_path, monkeypatch):
     def train(name):
-        trainer = LZEGRPOTrainer(
-            model=tiny.model(),
-            reward_funcs=tiny.even_length_reward,
-            args=tiny.config(tmp_path / name, temperature=0.8),
-            train_dataset=tiny.prompts(6),
-            processing_class=tiny.tokenizer(),
-        )
+        args = tiny.config(tmp_path / name, temperature=0.8)
+        data, tokenizer = tiny.prompts(6), tiny.tokenizer()
+        trainer = LZEGRPOTrainer(tiny.model(), tiny.even_length_reward, args, data, processing_class=tokenizer)
         seen, visit = [], trainer.prompt_state.visit
-        monkeypatch.setattr(
-            trainer.prompt_state, "visit", lambda rollouts, *rest: seen.append(rollouts) or visit(rollouts, *rest)
-        )
+        trainer.prompt_state.visit = lambda rollouts, *rest: seen.append(rollouts) or visit(rollouts, *rest)
         trainer.train()
         return trainer, seen
 
@@ -126,7 +111,7 @@ def test_a_training_is_the_same_whether_it_is_watched(tmp_path, monkeypatch):
 
 def test_a_processor_of_the_user_outlives_every_batch(tmp_path):
     # Only digits may be sampled, by a method that the user has set on the model object
-    model = tiny.model()
+    model, seen = tiny.model(), []
     digits = torch.tensor(tiny.tokenizer().convert_tokens_to_ids(list("0123456789")))
     original = model._get_logits_processor
 
@@ -135,27 +120,20 @@ def test_a_processor_of_the_user_outlives_every_batch(tmp_path):
         masked[:, digits] = scores[:, digits]
         return masked
 
-    model._get_logits_processor = lambda *args, **kwargs: LogitsProcessorList(
-        [*original(*args, **kwargs), only_digits]
-    )
-    seen = []
+    def processors(*args, **kwargs):
+        return LogitsProcessorList([*original(*args, **kwargs), only_digits])
 
     def reward(completions, **kwargs):
         seen.append(list(completions))
         return tiny.even_length_reward(completions)
 
-    trainer = LZEGRPOTrainer(
-        model=model,
-        reward_funcs=reward,
-        args=tiny.config(tmp_path, strategy="exact"),
-        train_dataset=tiny.prompts(9),
-        processing_class=tiny.tokenizer(),
-    )
-    own = trainer.model._get_logits_processor
+    model._get_logits_processor = processors
+    args = tiny.config(tmp_path, strategy="exact")
+    trainer = LZEGRPOTrainer(model, reward, args, tiny.prompts(9), processing_class=tiny.tokenizer())
     trainer.train()
     assert len(seen) == 3
     assert all(text.isdigit() for batch in seen for text in batch)
-    assert trainer.model._get_logits_processor is own
+    assert trainer.model._get_logits_processor is processors
 
 
 @pytest.mark.slow
