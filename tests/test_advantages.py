@@ -26,11 +26,6 @@ def advantages_of(outcomes: list[list[float]], scale: str) -> np.ndarray:
     return group_advantages(drawn.rewards, drawn.group, drawn.num_groups, scale)
 
 
-def zero_std_of(outcomes: list[list[float]], scale: str) -> float:
-    drawn = rollouts(dict(enumerate(outcomes)))
-    return zero_std_share(drawn.rewards, drawn.group, drawn.num_groups, scale)
-
-
 def test_groups_of_unequal_size():
     # 1 positive of 12 drawn: mean 1/12. Four of them may be kept, their advantages are these all the same
     # 2 of 4: mean 1/2. 3 of 3, and a group of one: no advantage
@@ -53,16 +48,6 @@ def test_a_dead_group_has_exactly_no_advantage(scale):
         advantages = advantages_of([[value] * 3, [value] * 7, [value, value + 1]], scale)
         assert (advantages[:10] == 0.0).all()
         assert (advantages[10:] != 0.0).all()
-
-
-def test_share_of_completions_without_a_spread():
-    # Rows: 3 dead, 2 live, 1 alone, 2 with one known reward. As in TRL, σ of a single reward is not zero but undefined
-    outcomes = [[1, 1, 1], [0, 1], [1], [NAN, 0]]
-    assert zero_std_of(outcomes, "group") == 3 / 8
-    assert zero_std_of(outcomes, "none") == 3 / 8
-    assert zero_std_of(outcomes, "batch") == 0.0
-    assert zero_std_of([[1, 1], [1]], "batch") == 1.0
-    assert zero_std_of([[0.1] * 3, [0.3] * 7], "group") == 1.0
 
 
 def of_trl(rewards: torch.Tensor, num_generations: int, scale: str) -> tuple[np.ndarray, float]:

@@ -44,14 +44,6 @@ def test_split_is_by_expression():
     assert split(train, test, seed=1)[0] != supervised
 
 
-@pytest.mark.parametrize(
-    ("numbers", "operators", "expected"),
-    [(["2", "3", "4"], "+*", 14), (["2", "3", "4"], "*-", 2), (["8", "2", "4"], "/-", 0), (["9", "4", "2"], "--", 3)],
-)
-def test_products_come_first(numbers, operators, expected):
-    assert calculator._value([calculator.Fraction(n) for n in numbers], list(operators)) == expected
-
-
 def test_whole_way_in_small(tmp_path):
     for name, start in (("train", 0), ("test", 9)):
         lines = [

@@ -3,8 +3,6 @@
 import json
 from pathlib import Path
 
-import pytest
-
 from benchmarks import demo as bench
 from lze_trl.job import demo
 from lze_trl.job.side_by_side import ARMS
@@ -47,11 +45,6 @@ def test_finished_runs_are_not_made_again(tmp_path, monkeypatch, capsys):
     assert (folder / "results.jsonl").read_text() == "\n".join(rows)
     assert "| exact (default) | 2 | 0.300 (0.300–0.300) | 0.900 (0.900–0.900) |" in capsys.readouterr().out
     assert (folder / "tables.md").is_file()
-
-
-def test_report_of_nothing_says_what_to_do(tmp_path):
-    with pytest.raises(SystemExit, match="holds no results"):
-        bench.main(["--report_only", "--output", str(tmp_path)])
 
 
 def test_kept_table_and_readme_are_those_of_the_kept_runs():

@@ -53,12 +53,8 @@ def test_a_checkpoint_that_is_being_rewritten_is_incomplete(tmp_path, monkeypatc
     settings = {"max_steps": 2, "save_strategy": "steps", "save_steps": 2}
 
     def train():
-        LZEGRPOTrainer(
-            model=tiny.save(tmp_path / "model"),
-            reward_funcs=tiny.even_length_reward,
-            args=tiny.config(tmp_path / "run", **settings),
-            train_dataset=tiny.prompts(11),
-        ).train()
+        args = tiny.config(tmp_path / "run", **settings)
+        LZEGRPOTrainer(tiny.save(tmp_path / "model"), tiny.even_length_reward, args, tiny.prompts(11)).train()
 
     def killed(*args):
         raise KeyboardInterrupt
@@ -136,19 +132,15 @@ def what_a_kill_leaves(run_dir: Path):
 def finished(tmp_path_factory):
     """A run with three checkpoints."""
     directory = tmp_path_factory.mktemp("finished")
-    trainer = LZEGRPOTrainer(
-        model=tiny.model(),
-        reward_funcs=tiny.even_length_reward,
-        args=tiny.config(directory, save_strategy="steps", save_steps=1),
-        train_dataset=tiny.prompts(11),
-        processing_class=tiny.tokenizer(),
-    )
-    trainer.train()
+    args = tiny.config(directory, save_strategy="steps", save_steps=1)
+    data, tokenizer = tiny.prompts(11), tiny.tokenizer()
+    LZEGRPOTrainer(tiny.model(), tiny.even_length_reward, args, data, processing_class=tokenizer).train()
     return directory
 
 
-@pytest.mark.parametrize("torn", ["trainer_state.json", "lze_state.json", "lze_state.arrays"])
-@pytest.mark.parametrize("how", ["missing", "cut", "empty"])
+@pytest.mark.parametrize(
+    ("torn", "how"), [("trainer_state.json", "cut"), ("lze_state.json", "empty"), ("lze_state.arrays", "missing")]
+)
 def test_a_torn_checkpoint_is_passed_over(tmp_path, finished, torn, how):
     shutil.copytree(finished, tmp_path / "run")
     newest = tmp_path / "run" / "checkpoint-3"

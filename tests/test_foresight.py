@@ -73,22 +73,6 @@ def test_at_first_the_posterior_forecasts():
     np.testing.assert_allclose(Foresight().alive(known, sizes), by_posterior(known, sizes) * (sizes > 1), atol=1e-12)
 
 
-def test_features():
-    rng = np.random.default_rng(1)
-    known = history(200, rng, logprob_mean=np.where(np.arange(200) % 3, -rng.exponential(3.0, 200), NAN))
-    x = features(known, np.zeros(200))
-    assert x.shape == (200, len(FEATURES))
-    assert np.isfinite(x).all()
-    new, columns = known.visits == 0, dict(zip(FEATURES, x.T, strict=True))
-    assert (x[new] == np.eye(len(FEATURES))[0]).all()
-    assert (columns["never_visited"][~new] == 0.0).all()
-    assert (columns["visited"][~new] == 1.0).all()
-    assert (columns["no_logprobs"] == np.isnan(known.logprob_mean) * ~new).all()
-    for name in FEATURES[FEATURES.index("logprob_mean") :]:
-        assert (columns[name][np.isnan(known.logprob_mean)] == 0.0).all()
-        assert columns[name].any()
-
-
 def test_one_batch_by_hand():
     # The weights are the maximum of their posterior: there its gradient vanishes, and the precision is its curvature
     rng, foresight = np.random.default_rng(2), Foresight()
@@ -144,18 +128,6 @@ def test_a_batch_is_forecast_before_it_is_learned_from():
     before = foresight.state_dict()["weights"].copy()
     foresight.see(known, SIZE, alive, learn=False)
     np.testing.assert_array_equal(foresight.weights, before)
-
-
-def test_only_visited_prompts_are_scored():
-    rng, foresight = np.random.default_rng(4), Foresight()
-    known = history(40, rng, visits=np.zeros(40))
-    foresight.see(known, SIZE, np.arange(40) < 10)
-    assert foresight.metrics() == {}
-    assert foresight.weights[0] < 0  # but learned from: a quarter is alive, the uniform prior says 3/5
-    assert (foresight.weights[1:] == 0).all()
-    assert foresight.used
-    foresight.see(history(0, rng), SIZE, np.empty(0, dtype=bool))
-    assert foresight.metrics() == {}
 
 
 @given(st.lists(st.tuples(st.sampled_from([0.0, 0.25, 0.5, 1.0]), st.booleans()), min_size=2, max_size=20))

@@ -113,15 +113,6 @@ def test_what_fits_the_budget_is_one_micro_batch(count):
     assert [batch is None for batch in layout.micro_steps] == [True, True, True, False]
 
 
-def test_no_rows_no_micro_batches():
-    geometry = Geometry(2, steps_per_generation=4, chunk_steps=2, micro_batch_rows=3)
-    none = np.empty(0, dtype=np.int64)
-    for layout in (pack(none, none, none, geometry), unpacked(none, geometry)):
-        assert layout.micro_steps == [None] * 4
-        assert layout.rows_of(1).tolist() == []
-    assert weights_of_chosen(none, none, geometry, keyed_rng(0, 0, "steps")).num_items.tolist() == []
-
-
 def test_unpacked_uses_every_micro_step():
     geometry = Geometry(2, steps_per_generation=4, chunk_steps=2, micro_batch_rows=3)
     layout = unpacked(np.array([0, 1, 0, 0, 0, 0, 1]), geometry)
@@ -168,50 +159,13 @@ def test_weights_of_part():
     assert reference.weight.tolist() == [1.0, 2.0, 1.0]
 
 
-def test_weights_of_full():
-    # S = 2, g = 1, W = 2, two rows a micro-batch. Of the rows 0–7 only 1, 2 and 6 are chosen, but all count
-    #   process 0: rows 0 1 | 2 3, process 1: rows 4 5 | 6 7, each row with 2^row tokens
-    geometry = Geometry(2, steps_per_generation=2, chunk_steps=1, micro_batch_rows=2)
-    slot, process = np.array([0, 0, 1, 1] * 2), np.repeat([0, 1], 4)
-    reference = weights_of_full(slot, process, 2 ** np.arange(8), np.array([1, 2, 6]), np.ones(3), geometry)
-    assert reference.chunk.tolist() == [0, 1, 1]
-    assert reference.norm_rows.tolist() == [4, 4, 4]
-    assert reference.norm_tokens.tolist() == [2 * (1 + 2), 2 * (4 + 8), 2 * (64 + 128)]  # 2 micro-batches a chunk
-    assert set(reference.num_items) == {255.0}
-
-
-def chosen(loss_tokens: np.ndarray, norm_rows: float, norm_tokens: np.ndarray, **columns: np.ndarray) -> Weights:
-    """Chosen rows of one chunk, which all count 1 unless the columns say otherwise."""
-    count, zeros = len(loss_tokens), np.zeros(len(loss_tokens), dtype=int)
-    own = {"norm_rows": np.full(count, norm_rows), "num_items": np.full(count, 99.0), "weight": np.ones(count)}
-    return Weights(**own | columns, chunk=zeros, slot=zeros, norm_tokens=norm_tokens, loss_tokens=loss_tokens)
-
-
-def test_loss_scale():
-    # W = 2, g = 3. The chunk has N = 5 rows, this micro-batch R = 2 on each process: 2 · 2 · 3 / 5 for a mean of rows
-    geometry = Geometry(2, steps_per_generation=3, chunk_steps=3, micro_batch_rows=2)
-    batch = MicroBatch(np.array([[0, 1], [2, 2]]), np.array([[False, False], [False, True]]))
-    tokens = np.array([4, 6, 10])
-    reference = chosen(tokens, norm_rows=5.0, norm_tokens=np.full(3, 40.0))
-    for loss_type in ROW_MEAN_LOSSES:
-        assert loss_scale(loss_type, batch, 0, reference, geometry) == (2.4, None)
-        assert loss_scale(loss_type, batch, 1, reference, geometry) == (2.4, None)
-    for loss_type in BATCH_TOKEN_LOSSES:
-        assert loss_scale(loss_type, batch, 0, reference, geometry) == (1.0, None)
-    # A mean of tokens: TRL divides by the 10 tokens of the micro-batch, the reference by the 40 of the chunk: 10·2·3/40
-    assert loss_scale("bnpo", batch, 0, reference, geometry) == (1.5, None)
-    assert loss_scale("bnpo", batch, 1, reference, geometry) == (1.5, None)  # the filler has no tokens
-    # Where the references differ, rows do: the tokens of rows 0 and 1 count 1/40 and 1/20 each, so row 1 counts double
-    reference = chosen(tokens, norm_rows=5.0, norm_tokens=np.array([40.0, 20.0, 40.0]))
-    scale, weights = loss_scale("bnpo", batch, 0, reference, geometry)
-    assert weights.tolist() == [1.0, 2.0]
-    assert scale == (4 + 6) * 2 * 3 / 40
-
-
 def test_only_fillers_weigh_nothing_and_unknown_losses_are_refused():
     geometry = Geometry(2, steps_per_generation=1, chunk_steps=1, micro_batch_rows=2)
     batch = MicroBatch(np.array([[0], [0]]), np.array([[False], [True]]))
-    reference = chosen(np.array([1]), norm_rows=1.0, norm_tokens=np.ones(1))
+    one = np.ones(1)
+    reference = Weights(
+        chunk=zeros(1), slot=zeros(1), norm_rows=one, norm_tokens=one, num_items=one, weight=one, loss_tokens=one
+    )
     for loss_type in ROW_MEAN_LOSSES + BATCH_TOKEN_LOSSES + MICRO_BATCH_TOKEN_LOSSES:
         assert loss_scale(loss_type, batch, 1, reference, geometry) == (0.0, None)
     with pytest.raises(ValueError, match="`loss_type` must be one known to lze_trl, got 'grpo2'"):

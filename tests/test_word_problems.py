@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lze_trl.data import DataError, load_prompts
+from lze_trl.data import load_prompts
 from recipes import word_problems
 from recipes.word_problems import EVALUATION, TRAIN, WARM_START, Problem, divide, is_calculation, is_first_half
 
@@ -98,20 +98,6 @@ def test_the_files_that_are_written(tmp_path):
     ]
     rows = load_prompts(str(tmp_path / "data" / EVALUATION))
     assert (rows[0]["prompt"], rows[0]["solution"]) == ([{"role": "user", "content": SECOND[1]}], "4")
-
-
-def test_a_data_set_that_is_missing_is_named(tmp_path):
-    with pytest.raises(SystemExit, match=r"no file or folder '.*nowhere\.jsonl'"):
-        word_problems.main(["--asdiv", str(tmp_path / "nowhere.jsonl"), "--output_dir", str(tmp_path / "data")])
-    assert not (tmp_path / "data").exists()
-
-
-def test_asdiv_without_formulas_is_refused(tmp_path):
-    rows = [{"question": question, "answer": "7"} for question in FIRST]
-    references = {name: write(tmp_path / f"{name}.jsonl", rows) for name in word_problems.SOURCES}
-    with pytest.raises(DataError, match=r"No problem of '.*asdiv\.jsonl' has a calculation .* column `formula`"):
-        word_problems.write_data(tmp_path / "data", references)
-    assert not (tmp_path / "data").exists()
 
 
 @pytest.mark.skipif(not (SHARED / "data" / "asdiv").is_dir(), reason=f"{SHARED} has no ASDiv")
