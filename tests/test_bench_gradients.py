@@ -14,7 +14,6 @@ from benchmarks.gradients import Probe, ProbeSettings
 from benchmarks.gradients_plot import spearman
 from benchmarks.group_gradients import Sample, draw, expected_gradient, policy_gradient
 from benchmarks.tasks import TaskData
-from lze_trl import LZEGRPOTrainer
 from lze_trl.job import demo
 from lze_trl.rewards import exact_match_reward
 
@@ -79,9 +78,9 @@ class FirstStep(TrainerCallback):
 def test_group_gradients_sum_to_the_gradient_of_trls_loss(tmp_path):
     own = {"selector": "all", "pruning": "none", "packing": False, "loss_type": "dapo", "scale_rewards": "none"}
     own |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 3, "max_grad_norm": 0.0, "max_steps": 1}
-    args = tiny.config(tmp_path, max_completion_length=24, **own)  # so that some completions end before
-    data, tokenizer = tiny.prompts(7), tiny.tokenizer()
-    trainer = LZEGRPOTrainer(tiny.model(), tiny.even_length_reward, args, data, processing_class=tokenizer)
+    trainer = tiny.make(
+        tmp_path, dataset=tiny.prompts(7), max_completion_length=24, **own
+    )  # some completions end before
     first = FirstStep(trainer)
     trainer.train()
     sample, model = first.sample(tiny.tokenizer(), tiny.even_length_reward), tiny.model()

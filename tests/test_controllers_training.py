@@ -17,6 +17,7 @@ from lze_trl.config import SELECTORS
 from lze_trl.record.reader import open_run
 from lze_trl.rollout.controllers import RolloutController, UniformController
 from test_laws import distance, moved
+from tiny import history
 
 
 # ---- The laws ----
@@ -200,10 +201,6 @@ def scripted(outcomes: dict[str, list[int]]):
             return [8 if script[place % len(script)] else 9, *[10 + place] * (place % 5)]
 
     return ScriptedTrainer
-
-
-def history(trainer, name):
-    return [entry[name] for entry in trainer.state.log_history if name in entry]
 
 
 ONE_STEP = {"gradient_accumulation_steps": 1, "steps_per_generation": 1, "max_steps": 1}

@@ -16,7 +16,6 @@ from trl import GRPOTrainer
 import crash_run
 import tiny
 from launches import fork
-from lze_trl import LZEGRPOTrainer
 from lze_trl.checkpoint import checkpoints, is_complete, last_complete_checkpoint
 from lze_trl.record import Run, open_run
 
@@ -52,18 +51,14 @@ def killed_in_mid_run(directory: Path, delay: float) -> bool:
 def test_a_checkpoint_that_is_being_rewritten_is_incomplete(tmp_path, monkeypatch):
     settings = {"max_steps": 2, "save_strategy": "steps", "save_steps": 2}
 
-    def train():
-        args = tiny.config(tmp_path / "run", **settings)
-        LZEGRPOTrainer(tiny.save(tmp_path / "model"), tiny.even_length_reward, args, tiny.prompts(11)).train()
-
     def killed(*args):
         raise KeyboardInterrupt
 
-    train()
+    tiny.run(tmp_path / "run", **settings)
     assert is_complete(tmp_path / "run" / "checkpoint-2")
     monkeypatch.setattr(GRPOTrainer, "_save_checkpoint", killed)
     with pytest.raises(KeyboardInterrupt):
-        train()
+        tiny.run(tmp_path / "run", **settings)
     assert (tmp_path / "run" / "checkpoint-2" / "lze_state.json").is_file()
     assert not is_complete(tmp_path / "run" / "checkpoint-2")
 
@@ -132,9 +127,7 @@ def what_a_kill_leaves(run_dir: Path):
 def finished(tmp_path_factory):
     """A run with three checkpoints."""
     directory = tmp_path_factory.mktemp("finished")
-    args = tiny.config(directory, save_strategy="steps", save_steps=1)
-    data, tokenizer = tiny.prompts(11), tiny.tokenizer()
-    LZEGRPOTrainer(tiny.model(), tiny.even_length_reward, args, data, processing_class=tokenizer).train()
+    tiny.run(directory, save_strategy="steps", save_steps=1)
     return directory
 
 

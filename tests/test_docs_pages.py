@@ -75,12 +75,7 @@ def test_the_script_of_the_readme_trains_and_ends_with_a_report(tmp_path, monkey
 def test_the_own_selector_of_the_readme(tmp_path):
     names = {}
     exec(example("README.md", "class Frontier"), names)
-    args, selector = tiny.config(tmp_path, selection_ratio=0.34), names["Frontier"]()
-    data, tokenizer = tiny.prompts(11), tiny.tokenizer()
-    trainer = LZEGRPOTrainer(
-        tiny.model(), tiny.even_length_reward, args, data, processing_class=tokenizer, selector=selector
-    )
-    trainer.train()
+    trainer = tiny.run(tmp_path, trainer={"selector": names["Frontier"]()}, selection_ratio=0.34)
     assert trainer.ledger.groups_trained == 3
 
 
@@ -110,14 +105,9 @@ def test_the_script_of_the_page_about_migration_trains_as_trl_does(tmp_path):
 
 
 def test_trl_decays_weights_without_a_gradient_and_the_default_does_not(tmp_path):
-    def trained(trainer_class) -> GRPOTrainer:
-        args = tiny.config(tmp_path, strategy="exact", optim="adamw_torch", weight_decay=0.1)
-        data, tokenizer = tiny.prompts(17), tiny.tokenizer()
-        trainer = trainer_class(
-            tiny.model(), lambda completions, **_: [1.0] * len(completions), args, data, processing_class=tokenizer
-        )
-        trainer.train()
-        return trainer
+    def trained(cls) -> GRPOTrainer:
+        own = {"strategy": "exact", "optim": "adamw_torch", "weight_decay": 0.1}
+        return tiny.run(tmp_path, cls=cls, reward_funcs=lambda completions, **_: [1.0] * len(completions), **own)
 
     assert moved(trained(GRPOTrainer)) > 1e-4
     ours = trained(LZEGRPOTrainer)

@@ -12,16 +12,10 @@ import tiny
 from lze_trl import LZEGRPOTrainer
 
 
-def make(tmp_path, cls=LZEGRPOTrainer, dataset=None, reward_funcs=tiny.even_length_reward, args=None, **settings):
-    arguments = {name: settings.pop(name) for name in ("callbacks", "rollout_func") if name in settings}
-    return cls(
-        model=tiny.save(tmp_path / "model") if settings.get("beta") else tiny.model(),
-        reward_funcs=reward_funcs,
-        args=args or tiny.config(tmp_path, **{"strategy": "exact"} | settings),
-        train_dataset=tiny.prompts(11) if dataset is None else dataset,
-        processing_class=tiny.tokenizer(),
-        **arguments,
-    )
+def make(directory, cls=LZEGRPOTrainer, **settings):
+    own = {"model": tiny.save(directory / "model")} if settings.get("beta") else {}
+    own |= {"callbacks": settings.pop("callbacks")} if "callbacks" in settings else {}
+    return tiny.make(directory, cls, trainer=own, **{"strategy": "exact"} | settings)
 
 
 # ---- Overrides ----
@@ -290,16 +284,20 @@ def test_reward_functions_are_the_users_own(tmp_path):
 def test_settings_may_be_shared(tmp_path):
     args = tiny.config(tmp_path, strategy="lze")
     before = dict(vars(args))
-    trainer = make(tmp_path, args=args)
+
+    def make(dataset):
+        return LZEGRPOTrainer(tiny.model(), tiny.even_length_reward, args, dataset, processing_class=tiny.tokenizer())
+
+    trainer = make(tiny.prompts(11))
     assert trainer.args is args
     assert (trainer.resolved["pruning"], trainer.resolved["deduplicate"]) == ("refill", True)
-    streamed = make(tmp_path, args=args, dataset=tiny.prompts(11).to_iterable_dataset())
+    streamed = make(dataset=tiny.prompts(11).to_iterable_dataset())
     assert (streamed.resolved["pruning"], streamed.resolved["deduplicate"]) == ("none", False)
     assert {name: vars(args)[name] for name in ("pruning", "deduplicate")} == {
         name: before[name] for name in ("pruning", "deduplicate")
     }
     few = Dataset.from_list(tiny.prompts(2).to_list() * 2)
-    assert len(make(tmp_path, args=args, dataset=few).train_dataset) == 4
-    assert len(make(tmp_path, args=args, dataset=Dataset.from_list(tiny.prompts(5).to_list() * 2)).train_dataset) == 5
+    assert len(make(dataset=few).train_dataset) == 4
+    assert len(make(dataset=Dataset.from_list(tiny.prompts(5).to_list() * 2)).train_dataset) == 5
     streamed.train()
     trainer.train()

@@ -11,7 +11,6 @@ import samples
 import tiny
 from benchmarks.replay import groups_of, replay
 from benchmarks.replay.__main__ import main
-from lze_trl import LZEGRPOTrainer
 from lze_trl.memory.state import PromptState, StateSettings
 from lze_trl.record import TelemetryWriter
 from lze_trl.record.tables import tables_of
@@ -167,15 +166,7 @@ def test_the_command_prints_and_writes(tmp_path, capsys):
 
 def train(directory, reward=tiny.even_length_reward, **settings):
     settings = {"telemetry": True, "max_steps": 8, "per_device_train_batch_size": 20} | settings
-    trainer = LZEGRPOTrainer(
-        model=tiny.model(),
-        reward_funcs=reward,
-        args=tiny.config(directory, **settings),
-        train_dataset=tiny.prompts(13),
-        processing_class=tiny.tokenizer(),
-    )
-    trainer.train()
-    return trainer
+    return tiny.run(directory, reward_funcs=reward, dataset=tiny.prompts(13), **settings)
 
 
 def mostly_scored(completions, **kwargs):

@@ -1,6 +1,5 @@
 """From rewards and tokens to the arrays of a rollout batch."""
 
-
 import numpy as np
 import pytest
 from hypothesis import given

@@ -11,27 +11,7 @@ from trl import GRPOConfig
 import tiny
 from lze_trl import LZEGRPOTrainer
 from lze_trl.memory.identity import prompt_id
-
-
-def make(directory, reward_funcs=tiny.even_length_reward, dataset=None, trainer=None, cls=LZEGRPOTrainer, **kwargs):
-    trainer = {"model": tiny.model()} | (trainer or {})
-    return cls(
-        reward_funcs=reward_funcs,
-        args=tiny.config(directory, **kwargs),
-        train_dataset=tiny.prompts(11) if dataset is None else dataset,
-        processing_class=tiny.tokenizer(),
-        **trainer,
-    )
-
-
-def run(directory, **kwargs):
-    trainer = make(directory, **kwargs)
-    trainer.train()
-    return trainer
-
-
-def history(trainer, name):
-    return [entry[name] for entry in trainer.state.log_history if name in entry]
+from tiny import history, make, run
 
 
 def test_metrics_of_the_whole_batch_keep_the_names_of_trl(tmp_path):

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig
-from transformers import Qwen2ForSequenceClassification, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, Qwen2ForSequenceClassification, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from trl import GRPOTrainer
 
 import tiny
@@ -211,6 +211,10 @@ def experts() -> Qwen3MoeForCausalLM:
     )
     torch.manual_seed(0)
     return Qwen3MoeForCausalLM(config)
+
+
+def test_lora_by_model(tmp_path, saved):
+    train(tmp_path, get_peft_model(AutoModelForCausalLM.from_pretrained(saved, dtype="float32"), lora()), beta=0.1)
 
 
 def test_mixture_of_experts(tmp_path):

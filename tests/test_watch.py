@@ -92,9 +92,7 @@ def test_what_was_not_watched_has_no_log_probs():
 
 def test_a_training_is_the_same_whether_it_is_watched(tmp_path, monkeypatch):
     def train(name):
-        args = tiny.config(tmp_path / name, temperature=0.8)
-        data, tokenizer = tiny.prompts(6), tiny.tokenizer()
-        trainer = LZEGRPOTrainer(tiny.model(), tiny.even_length_reward, args, data, processing_class=tokenizer)
+        trainer = tiny.make(tmp_path / name, temperature=0.8)
         seen, visit = [], trainer.prompt_state.visit
         trainer.prompt_state.visit = lambda rollouts, *rest: seen.append(rollouts) or visit(rollouts, *rest)
         trainer.train()
@@ -128,8 +126,7 @@ def test_a_processor_of_the_user_outlives_every_batch(tmp_path):
         return tiny.even_length_reward(completions)
 
     model._get_logits_processor = processors
-    args = tiny.config(tmp_path, strategy="exact")
-    trainer = LZEGRPOTrainer(model, reward, args, tiny.prompts(9), processing_class=tiny.tokenizer())
+    trainer = tiny.make(tmp_path, reward_funcs=reward, trainer={"model": model}, strategy="exact")
     trainer.train()
     assert len(seen) == 3
     assert all(text.isdigit() for batch in seen for text in batch)
