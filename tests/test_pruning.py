@@ -138,22 +138,6 @@ def test_the_first_pass_adjusts_nothing():
 # ---- The mode "skip" ----
 
 
-@pytest.mark.parametrize(
-    ("keeps", "group_size", "processes", "plan"),
-    [
-        ("1.1..1", 4, 1, [0, 2, 5]),
-        # W = 8, G = 4: a group gives half of the processes a row, so groups come in twos; the first pruned one helps out
-        ("1.1..1", 4, 8, [0, 1, 2, 5]),
-        # W = 3, G = 4: groups come in threes
-        (".1....", 4, 3, [0, 1, 2]),
-    ],
-)
-def test_skip_plan(keeps, group_size, processes, plan):
-    kept = np.array([mark == "1" for mark in keeps])
-    assert skip_plan(kept, group_size, processes).tolist() == plan
-    assert "".join("1" if mark else "." for mark in kept) == keeps  # the argument is left alone
-
-
 @given(st.integers(1, 5), st.integers(1, 6), st.integers(1, 4), st.randoms(use_true_random=False))
 def test_skip_plan_gives_every_process_the_same_number_of_rows(group_size, processes, scale, random):
     num_groups = processes * scale

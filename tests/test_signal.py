@@ -223,25 +223,23 @@ def test_reinforce_ada_counts_what_is_named(tmp_path):
 
 # ---- What is said when nothing is alive ----
 
-CAUSES = {
-    "all None": (lambda completions, **kwargs: [None] * len(completions), {}, "returned None for every completion"),
-    "by prompt": (
-        lambda prompts, **kwargs: [float(len(prompt)) for prompt in prompts],
-        {},
-        "differ between prompts, but not between the completions of any prompt.*Raise `temperature`",
-    ),
-    "weights": (error_reward, {"reward_weights": [0.0]}, "totals do not.*Check `reward_weights`"),
-}
 
-
-@pytest.mark.parametrize("name", CAUSES)
-def test_the_first_dead_batch_says_why(tmp_path, caplog, name):
-    reward, settings, message = CAUSES[name]
-    trainer = make(LZEGRPOTrainer, tmp_path, {"reward_funcs": reward}, rollout_func=None, **settings, max_steps=1)
-    trainer.train()
-    warnings = [record.getMessage() for record in caplog.records if "has a gradient" in record.getMessage()]
-    assert len(warnings) == 1
-    assert re.search(message, warnings[0])
+@pytest.mark.parametrize(
+    ("reward", "settings", "message"),
+    [
+        (lambda completions, **kwargs: [None] * len(completions), {}, "returned None for every completion"),
+        (
+            lambda prompts, **kwargs: [float(len(prompt)) for prompt in prompts],
+            {},
+            "differ between prompts, but not between the completions of any prompt.*Raise `temperature`",
+        ),
+        (error_reward, {"reward_weights": [0.0]}, "totals do not.*Check `reward_weights`"),
+    ],
+)
+def test_the_first_dead_batch_says_why(tmp_path, caplog, reward, settings, message):
+    make(LZEGRPOTrainer, tmp_path, {"reward_funcs": reward}, rollout_func=None, **settings, max_steps=1).train()
+    (warning,) = [record.getMessage() for record in caplog.records if "has a gradient" in record.getMessage()]
+    assert re.search(message, warning)
 
 
 # ---- Rewards of 0 and 1 are passes and fails ----
