@@ -47,22 +47,6 @@ def test_held_out_prompts_are_not_trained_on_and_split_once(files):
         load(TASKS["calculator"], files, "tests")
 
 
-def test_the_addition_task_trains_on_some_of_its_prompts(files):
-    write_rows(files.train, [(f"{i}+3=", str(i + 3)) for i in range(600)], answer="solution")
-    data = load(TASKS["addition"], files, "test")
-    assert [row["prompt"] for row in data.train[:2]] == ["0+3=", "1+3="]
-    assert (len(data.train), len(data.evaluation["train"])) == (512, 256)
-
-
-@pytest.mark.parametrize("task", TASKS)
-def test_an_update_follows_each_generation_batch(task):
-    training = TASKS[task].training
-    rows = training["per_device_train_batch_size"] * training["gradient_accumulation_steps"]
-    assert rows == training["generation_batch_size"] == {"calculator": 64 * 8}.get(task, 32 * 8)
-    on_gpu = training | TASKS[task].on_gpu
-    assert on_gpu["per_device_train_batch_size"] * on_gpu["gradient_accumulation_steps"] == rows
-
-
 # ---- Plans ----
 
 

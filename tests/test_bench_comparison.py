@@ -144,25 +144,3 @@ def run_of(smoothed, strategy="grpo", seed=0, flops=100.0):
     """A run whose smoothed accuracy is given."""
     (curve,) = curves(result(list(smoothed), strategy, seed, flops))
     return replace(curve, accuracy=np.array(smoothed))
-
-
-def test_costs_on_curves_averaged_over_the_seeds():
-    # The mean baseline is at 0.1, 0.2, 0.4, 0.3, its target first reached half-way from 100 to 200, and for good from there.
-    # The other one costs 50 and 150 FLOPs an evaluation, 100 on average, and is averaged as far as the shorter run goes: 0.1,
-    # 0.4, 0.2, 0.4. It is at 0.3 first after 2/3 of 100, and again half-way from 200 to 300
-    runs = [run_of([0.1, 0.1, 0.3, 0.2], seed=0), run_of([0.1, 0.3, 0.5, 0.4], seed=1)]
-    runs += [run_of([0.1, 0.3, 0.1, 0.3], "lze", 0, 50.0), run_of([0.1, 0.5, 0.3, 0.5, 0.0], "lze", 1, 150.0)]
-    found = pairs(runs, "lze", "grpo")
-    assert mean_cost_to_target(found, "flops") == pytest.approx((100 * 2 / 3) / 150)
-    assert mean_cost_to_target(found, "flops", lasting_crossing) == pytest.approx(250 / 150)
-    assert mean_cost_to_target(found, "tokens") == pytest.approx((1000 * 2 / 3) / 1500)
-    baselines = pairs(runs, "grpo", "grpo")
-    assert [mean_cost_to_target(baselines, "flops", crossing) for crossing in (first_crossing, lasting_crossing)] == [
-        1,
-        1,
-    ]
-
-
-def test_nothing_is_compared_with_a_baseline_that_has_not_improved():
-    found = pairs(curves(result([0.3, 0.2, 0.2]), result([0.3, 0.5], "lze")), "lze", "grpo")
-    assert cost_to_target(found, "flops") is None

@@ -2,7 +2,6 @@
 
 import functools
 import os
-import shutil
 import signal
 import tempfile
 from importlib.metadata import version
@@ -88,13 +87,15 @@ def distance(a, b) -> float:
     return max(float((first[name] - second[name]).abs().max()) for name in first)
 
 
-def assert_same_memory(a, b):
-    for first, second in zip(
-        *([t.prompt_state.state_dict(), t.prompt_state.foresight.state_dict()] for t in (a, b)), strict=True
-    ):
-        for name, values in first.items():
-            np.testing.assert_array_equal(values, second[name])
+def assert_same(a, b):
+    """The same weights, memory and counts, bit for bit."""
+    assert distance(a, b) == 0.0
+    memories = [trainer.prompt_state.state_dict() | trainer.prompt_state.foresight.state_dict() for trainer in (a, b)]
+    for name, values in memories[0].items():
+        np.testing.assert_array_equal(values, memories[1][name])
     assert a.prompt_state.foresight.weights.any()
+    counts = [name for name in vars(a.ledger) if not name.endswith("seconds")]
+    assert {name: getattr(a.ledger, name) for name in counts} == {name: getattr(b.ledger, name) for name in counts}
 
 
 def moved(trainer) -> float:
@@ -265,11 +266,25 @@ def test_packing_and_a_token_budget_change_neither_weights_nor_logs(tmp_path, sh
 
 
 RESUMED = {
-    "between batches": {"per_device_train_batch_size": 6, "gradient_accumulation_steps": 2},
+    "between batches": shape("accumulated"),
     "in the middle of a batch": shape("two optimizer steps a batch"),
     "between iterations": shape("iterated"),
     "neither divides": shape("neither divides"),
 }
+
+
+def whole_and_resumed(directory, again=None, **settings):
+    """A run, and one that goes on from its checkpoint after 5 steps, `again` with other settings: the trainers of both."""
+    settings = {"max_steps": 8, "save_strategy": "steps", "save_steps": 5, "selection_ratio": 0.7} | settings
+    whole = train(LZEGRPOTrainer, directory, **settings)
+    resumed = make(LZEGRPOTrainer, directory, **settings | (again or {}))
+    resumed.train(resume_from_checkpoint=str(directory / "checkpoint-5"))
+    assert resumed.state.global_step == whole.state.global_step == settings["max_steps"]
+    assert (adapters_moved if "lora" in settings else moved)(whole) > 1e-3
+    return whole, resumed
+
+
+ADAM = {"optim": "adamw_torch", "learning_rate": 5e-2, "beta": 0.05, "planner_kwargs": {"streak": 1}}
 
 
 @pytest.mark.parametrize(
@@ -277,40 +292,11 @@ RESUMED = {
     [*zip(RESUMED, ["none", "skip", "refill", "skip"], strict=True), ("neither divides", "refill")],
 )
 def test_resumed_is_uninterrupted_bit_for_bit(tmp_path, moment, pruning):
-    settings = RESUMED[moment] | {
-        "max_steps": 14,  # three epochs of 5 batches, so that replays and a new permutation fall behind the resume
-        "pruning": pruning,
-        "planner_kwargs": {"streak": 1},
-        "save_strategy": "steps",
-        "save_steps": 5,
-        "optim": "adamw_torch",
-        "learning_rate": 5e-2,
-        "beta": 0.05,
-        **ADAPTIVE,
-    }
-    whole = train(LZEGRPOTrainer, tmp_path / "run", **settings)
-    for step in (10, 14):
-        shutil.rmtree(tmp_path / "run" / f"checkpoint-{step}")
-    resumed = make(LZEGRPOTrainer, tmp_path / "run", **settings)
-    resumed.train(resume_from_checkpoint=True)
-    assert resumed.state.global_step == whole.state.global_step == 14
-    assert distance(whole, resumed) == 0.0
-    assert_same_memory(whole, resumed)
+    # Three epochs of 5 batches, so that replays and a new permutation fall behind the resume
+    settings = RESUMED[moment] | ADAM | ADAPTIVE | {"max_steps": 14, "pruning": pruning, "selection_ratio": 0.4}
+    whole, resumed = whole_and_resumed(tmp_path, **settings)
+    assert_same(whole, resumed)
     assert resumed.entropy_coef == whole.entropy_coef > 0.1
-    counts = [name for name in vars(whole.ledger) if not name.endswith("seconds")]
-    assert {n: getattr(whole.ledger, n) for n in counts} == {n: getattr(resumed.ledger, n) for n in counts}
-
-
-def resumed_from_the_middle(directory, **settings):
-    """A run of 8 steps, and one that goes on from its checkpoint after 5: the trainers of both."""
-    settings |= {"max_steps": 8, "save_strategy": "steps", "save_steps": 5, "selection_ratio": 0.7}
-    whole = train(LZEGRPOTrainer, directory / "run", **settings)
-    shutil.rmtree(directory / "run" / "checkpoint-8")
-    resumed = make(LZEGRPOTrainer, directory / "run", **settings)
-    resumed.train(resume_from_checkpoint=True)
-    assert resumed.state.global_step == whole.state.global_step == 8
-    assert_same_memory(whole, resumed)
-    return whole, resumed
 
 
 @pytest.mark.skipif(
@@ -319,15 +305,11 @@ def resumed_from_the_middle(directory, **settings):
 )
 def test_a_resume_may_share_out_an_optimizer_step_in_another_way(tmp_path):
     # 24 completions a step: 2 micro-steps of 12 until step 5, then 8 of 3. 10 micro-steps are no multiple of 8
-    settings = {"max_steps": 8, "save_strategy": "steps", "save_steps": 5, "selection_ratio": 0.7, "packing": False}
-    coarse = settings | {"per_device_train_batch_size": 12, "gradient_accumulation_steps": 2}
-    whole = train(LZEGRPOTrainer, tmp_path / "run", **coarse)
-    shutil.rmtree(tmp_path / "run" / "checkpoint-8")
-    fine = settings | {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 8}
-    resumed = make(LZEGRPOTrainer, tmp_path / "run", **fine)
-    resumed.train(resume_from_checkpoint=True)
+    coarse, fine = (
+        {"per_device_train_batch_size": rows, "gradient_accumulation_steps": 24 // rows} for rows in (12, 3)
+    )
+    whole, resumed = whole_and_resumed(tmp_path, packing=False, again=fine, **coarse)
     assert resumed.generation_step.micro_step == 8 * 3
-    assert moved(whole) > 1e-3
     assert distance(whole, resumed) < 1e-5
 
 
@@ -349,27 +331,19 @@ def test_a_run_that_is_resumed_at_its_end_stays_as_it_is(tmp_path, caplog, lengt
     resumed.train(resume_from_checkpoint=True)
     assert "is the end of its run: it is loaded, and no step is taken" in caplog.text
     assert resumed.state.global_step == whole.state.global_step == (3 if length == {"max_steps": 3} else 5)
-    assert distance(whole, resumed) == 0.0 and moved(whole) > 1e-3
-    assert_same_memory(whole, resumed)
-    assert vars(resumed.ledger) == vars(whole.ledger)
+    assert_same(whole, resumed)
+    assert moved(whole) > 1e-3
 
 
 def test_resumed_with_lora_is_uninterrupted(tmp_path):
-    settings = RESUMED["neither divides"] | {"optim": "adamw_torch", "learning_rate": 5e-2, "beta": 0.05}
-    whole, resumed = resumed_from_the_middle(
-        tmp_path, lora=lora(dropout=0.2), **settings, planner_kwargs={"streak": 1}
-    )
-    assert adapters_moved(whole) > 1e-3
-    assert distance(whole, resumed) == 0.0
+    assert_same(*whole_and_resumed(tmp_path, lora=lora(dropout=0.2), **RESUMED["neither divides"] | ADAM))
 
 
 def test_resumed_on_a_stream_is_uninterrupted(tmp_path):
     # One pass: in a later one, the trainer of transformers, which does not know where a stream ends, resumes at its start
     rows = tiny.prompts(20).select([0, 0, 0, *range(20), 1, 2, 1]).to_iterable_dataset()
     own = RESUMED["in the middle of a batch"] | {"pruning": "none", "deduplicate": False}
-    whole, resumed = resumed_from_the_middle(tmp_path, dataset=rows, **own)
-    assert moved(whole) > 1e-3
-    assert distance(whole, resumed) == 0.0
+    assert_same(*whole_and_resumed(tmp_path, dataset=rows, **own))
 
 
 @pytest.mark.parametrize(
