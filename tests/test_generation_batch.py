@@ -45,22 +45,11 @@ def build(norm_tokens=(40.0,) * 4, weights=(1.0,) * 4, process: int = 0, **held:
         "advantages": torch.tensor([0.5, -1.0, 1.5, 2.0])[local],
         "old_per_token_logps": -completions.float(),
     }
-    layout = Layout(
-        [
-            None,
-            MicroBatch(np.array([[0, 1], [2, 2]]), np.array([[False, False], [False, True]])),
-            MicroBatch(np.array([[3], [3]]), np.array([[False], [True]])),
-        ]
-    )
-    rows = Table(
-        prompt_tokens=PROMPTS,
-        completion_tokens=COMPLETIONS,
-        loss_tokens=COMPLETIONS,
-        norm_rows=np.full(4, 4.0),
-        norm_tokens=np.array(norm_tokens),
-        num_items=np.full(4, 11.0),
-        weight=np.array(weights),
-    )
+    first = MicroBatch(np.array([[0, 1], [2, 2]]), np.array([[False, False], [False, True]]))
+    layout = Layout([None, first, MicroBatch(np.array([[3], [3]]), np.array([[False], [True]]))])
+    lengths = {"prompt_tokens": PROMPTS, "completion_tokens": COMPLETIONS, "loss_tokens": COMPLETIONS}
+    norms = {"norm_rows": np.full(4, 4.0), "norm_tokens": np.array(norm_tokens), "num_items": np.full(4, 11.0)}
+    rows = Table(**lengths, **norms, weight=np.array(weights))
     return Batch(Table(), rows, tensors | held | {"row": local}, layout=layout)
 
 

@@ -41,12 +41,10 @@ def calculation(question: str, formula: str = "3+4=7", answer: str = "7") -> Pro
         ("7+2=9", "9", True),
         ("(4+4)+(2+2)=12", "12", True),
         ("0.5*3=1.5", "1.50", True),
-        ("20 - 25 = -5", "-5", True),
         ("7+2=9", "8", False),  # the formula does not give the gold answer
         ("7+2=9; 9*2=18", "18", False),
         ("1*60 (min/hour)=60", "60", False),
         ("28/25=1 r3", "3", False),
-        ("x=9", "9", False),
         ("7+2=9", "9 o'clock", False),
         (None, "9", False),
     ],
