@@ -34,7 +34,7 @@ def records(directory: Path, name: str, processes: int) -> list[dict]:
 
 
 def cases() -> dict[str, dict]:
-    """Every controller with two selectors, in turn."""
+    """Every controller with a selector or two, in turn."""
     turns = [(name, SELECTORS[(i + turn) % len(SELECTORS)]) for i, name in enumerate(CONTROLLERS) for turn in (0, 3)]
     return {
         f"{controller}-{selector}": SETTINGS

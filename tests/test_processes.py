@@ -24,8 +24,8 @@ SHAPES = {
 CASES = [
     ("accumulated", True, "selected", "dapo"),
     ("accumulated", False, "all", "grpo"),
-    ("two-steps", True, "selected", "dr_grpo"),
-    ("two-batches", True, "all", "sapo"),
+    ("two-steps", True, "selected", "sapo"),
+    ("two-batches", True, "all", "dr_grpo"),
     ("two-batches", False, "selected", "cispo"),
     ("iterated", True, "selected", "vespo"),
     ("iterated", False, "all", "luspo"),
