@@ -123,7 +123,7 @@ def test_everything_selected_is_trl(tmp_path, loss_type, shape_name, packing, bo
         assert mine["loss"] == pytest.approx(trl["loss"], abs=2e-4)  # rounded to four digits
         if bonus:
             assert mine["entropy_coef"] == trl["entropy_coef"]
-            assert mine["policy_loss"] == pytest.approx(trl["policy_loss"], abs=1e-5)
+            assert mine["policy_loss"] == pytest.approx(trl["policy_loss"], abs=1e-4)
 
 
 @pytest.mark.parametrize(
