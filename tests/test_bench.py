@@ -110,19 +110,10 @@ def test_report_from_kept_results(tmp_path):
 # ---- The command ----
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--task", "calcualtor"], "error: Unknown task `calcualtor`. Did you mean `calculator`?"),
-        (["--seeds", "1", "1"], "error: `--seeds` must be one or several different numbers"),
-        (["--report_only", "--output", "no-such-folder"], "error: `no-such-folder` holds no finished run"),
-    ],
-)
-def test_command_errors_have_no_traceback(monkeypatch, arguments, message):
+def test_command_errors_have_no_traceback(monkeypatch):
     monkeypatch.setattr(command.os, "environ", dict(os.environ))
-    with pytest.raises(SystemExit) as error:
-        command.main(arguments)
-    assert str(error.value).startswith(message)
+    with pytest.raises(SystemExit, match=r"^error: Unknown task `calcualtor`\. Did you mean `calculator`\?"):
+        command.main(["--task", "calcualtor"])
 
 
 @pytest.mark.slow

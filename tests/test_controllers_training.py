@@ -1,6 +1,5 @@
 """Rollout controllers in training, on one process: what every selector and controller keeps to, and goldens."""
 
-import asyncio
 import hashlib
 import math
 from collections import Counter, defaultdict
@@ -711,36 +710,6 @@ def test_the_expected_normaliser_is_that_of_the_full_batch(tmp_path, kind):
     # Completions have 3 tokens on average: 1 or 5, or 1, 2, 4 or 5, of which eight prompts of 17 are long
     expected = 48 * (3.0 if kind == "stopped" else (9 * 1.5 + 8 * 4.5) / 17)
     assert np.mean(trainer.normalisers) == pytest.approx(expected, rel=0.05)
-
-
-# ---- Whatever else a run may be ----
-
-
-@pytest.mark.parametrize("controller", ["gate", "reinforce_ada_positive", "dynamic"])
-def test_unscored_completions_and_async_rewards(tmp_path, controller):
-    async def picky_reward(completion_ids, **kwargs):
-        await asyncio.sleep(0)
-        return [None if ids[0] % 4 == 1 else passes(ids) for ids in completion_ids]
-
-    trainer = run(
-        tmp_path,
-        rewards=picky_reward,
-        controller=controller,
-        selector="all",
-        selection_ratio=1.0,
-        scale_rewards="none",
-        **CONTROLLERS[controller] | ({"controller_kwargs": {"kept": None}} if controller == "gate" else {}),
-    )
-    groups, rows = drawn_groups(trainer.record()), 0
-    for batch in trainer.micro_batches:
-        for prompt, completion, advantage in batch["rows"]:
-            scored = [passes(ids) for ids in groups[batch["generation"]][prompt] if ids[0] % 4 != 1]
-            unscored = completion[0] % 4 == 1
-            assert advantage == pytest.approx(0.0 if unscored else passes(completion) - np.mean(scored), abs=1e-6)
-            assert not (unscored and controller.startswith("reinforce_ada"))  # never kept
-            rows += 1
-    assert rows == trainer.ledger.rows_trained > 0
-    assert all(math.isfinite(loss) for loss in history(trainer, "loss"))
 
 
 # ---- What is refused ----

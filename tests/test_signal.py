@@ -158,22 +158,6 @@ def known(rewards: torch.Tensor, group: np.ndarray) -> np.ndarray:
 # ---- Scripts of a new user ----
 
 
-@pytest.mark.parametrize(
-    ("controller", "name"),
-    [("uniform", "reward model"), ("gate", "graded"), ("dynamic", "format and correct")],
-)
-def test_every_reward_trains_by_default(tmp_path, name, controller):
-    settings = {"controller": controller, "max_steps": 4, "learning_rate": 0.01}
-    trainer = make(LZEGRPOTrainer, tmp_path, REWARDS[name], rollout_func=None, **settings)
-    trainer.train()
-    assert moved(trainer) > 1e-4
-    assert trainer.ledger.groups_trained >= 2  # of one wanted in each of 4 batches
-    assert trainer.prompt_state.num_pruned == 0
-    if controller == "uniform":
-        equal = [entry["frac_reward_zero_std"] for entry in trainer.state.log_history if "reward" in entry]
-        assert trainer.ledger.groups_dead == round(3 * sum(equal))
-
-
 def test_a_named_reward_ranks_and_prunes_but_kills_no_group(tmp_path):
     # `pass_reward` is the same for all completions, so that no group has an energy; the other one differs
     named = {"rewards": {"reward_funcs": [format_reward, error_reward]}, "pass_reward": "format_reward"}

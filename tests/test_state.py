@@ -249,12 +249,10 @@ def damaged(**changes) -> dict[str, np.ndarray]:
     ("tensors", "message"),
     [
         (damaged(ema=None), r"must have the arrays .*'ema'.*, got"),
-        (damaged(mood=np.zeros(2)), "must have the arrays .*, got .*'mood'"),
-        (damaged(ema=np.zeros(3, dtype=np.float32)), "damaged"),
         (damaged(ema=np.zeros(2)), "damaged"),
         (damaged(prompt_ids=np.array([1, 1])), "damaged"),
     ],
-    ids=["missing", "unknown", "length", "type", "twice"],
+    ids=["missing", "type", "twice"],
 )
 def test_damaged_state(tensors, message):
     state = PromptState()

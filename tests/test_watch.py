@@ -77,14 +77,12 @@ def test_what_was_not_watched_has_no_log_probs():
     model = tiny.model().eval()
     with watched(model) as watch:
         assert watch.token_logprobs([[5], [6]]) is None  # nothing was generated
-        completions = generate(model)
-        assert watch.token_logprobs(completions[::-1]) is None
-        assert watch.token_logprobs(completions[:2]) is None
-        assert watch.token_logprobs([[*row, 5] for row in completions]) is None
-        assert watch.token_logprobs([[10**6]] * 3) is None  # no token of this model
+        generate(model)
+        completions = generate(model, seed=5)  # the last generation counts
+        others = completions[::-1], completions[:2], [[*row, 5] for row in completions], [[10**6]] * 3
+        assert [watch.token_logprobs(other) for other in others] == [None] * 4
         assert watch.token_logprobs(completions) is not None
-        again = generate(model, seed=5)  # the last generation counts
-        assert watch.token_logprobs(again) is not None
+    assert "_get_logits_processor" not in vars(model)
     with watched(torch.nn.Linear(2, 2)) as watch:
         pass
     assert watch.token_logprobs([[5]]) is None
