@@ -45,18 +45,16 @@ class World:
         self.rates = self.rng.beta(0.25, 0.25, prompts)
         self.state = PromptState(StateSettings(group_size=group_size))
 
-    def visit(self, count: int = 120, size: int = SIZE, logprobs: bool = True):
+    def visit(self, count: int = 120, size: int = SIZE):
         """Roll out a batch: which prompts were visited, forecasts by the model and the posterior, and what is alive."""
         rng, ids = self.rng, self.rng.permutation(len(self.rates))[:count]
         group = np.repeat(np.arange(count), size)
         outcomes = (rng.random(len(group)) < self.rates[ids][group]).astype(np.float64)
         entropy = 1e-3 + 4.0 * self.rates[ids] * (1.0 - self.rates[ids])
         tokens = np.ones(len(group), dtype=np.int64)
-        sampled = -entropy[group] * rng.exponential(2.0, len(group)) if logprobs else None
+        sampled = -entropy[group] * rng.exponential(2.0, len(group))
         known = self.state.history(ids)
-        batch = Batch.of(
-            ids, group, outcomes, outcomes, tokens, tokens, **({} if sampled is None else {"logprobs": sampled})
-        )
+        batch = Batch.of(ids, group, outcomes, outcomes, tokens, tokens, logprobs=sampled)
         expected = self.state.foresight.forecasts(known, size)
         groups = self.state.visit(batch)
         return known.visits > 0, *expected, groups.alive
@@ -85,21 +83,18 @@ def test_one_batch_by_hand():
     np.testing.assert_allclose(foresight.model.precision, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("logprobs", [True, False])
-def test_what_is_learned_is_calibrated_and_better_than_the_posterior(logprobs):
-    world, found = World(), []
-    for _ in range(60):
-        found.append(world.visit(logprobs=logprobs))
+def test_what_is_learned_is_calibrated_and_better_than_the_posterior():
+    world = World()
+    found = [world.visit() for _ in range(60)]
     visited, model, posterior, alive = (np.concatenate(x) for x in zip(*found[20:], strict=True))
     model, posterior, alive = model[visited], posterior[visited], alive[visited]
     errors = [((forecast - alive) ** 2).mean() for forecast in (model, posterior)]
-    assert errors[0] < errors[1] - (0.005 if logprobs else 0.0)
-    if logprobs:
-        assert auc(model, alive) > auc(posterior, alive) + 0.01
-        calibration = Calibration()
-        calibration.see(model, alive)
-        assert calibration.error < 0.03
-        assert world.state.foresight.used
+    assert errors[0] < errors[1] - 0.005
+    assert auc(model, alive) > auc(posterior, alive) + 0.01
+    calibration = Calibration()
+    calibration.see(model, alive)
+    assert calibration.error < 0.03
+    assert world.state.foresight.used
 
 
 def test_a_model_that_is_not_calibrated_is_not_used():

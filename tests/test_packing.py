@@ -55,20 +55,11 @@ def test_pack_one_process():
     assert layout.rows_of(0).tolist() == [0, 1, 2, 3, 4]
 
 
-def test_pack_deals_rows_to_the_processes():
-    # W = 2, one row a micro-batch: pairs of similar length; the odd one out has a filler beside it, itself
-    geometry = Geometry(num_processes=2, steps_per_generation=3, chunk_steps=3, micro_batch_rows=1)
-    lengths = np.array([5, 1, 9, 4, 8])
-    layout = pack(np.ones(5, dtype=int), lengths, np.zeros(5, dtype=int), geometry)
-    assert rows_of(layout) == [[[2], [4]], [[0], [3]], [[1], [-1]]]
-    assert layout.micro_steps[2].rows.tolist() == [[1], [1]]
-    assert layout.rows_of(0).tolist() == [0, 1, 2]
-    assert layout.rows_of(1).tolist() == [1, 3, 4]
-
-
 @pytest.mark.parametrize(
     ("shape", "prompts", "completions", "rows"),
     [
+        # W = 2, one row a micro-batch: pairs of similar length; the odd one out has a filler beside it
+        ((2, 3, 3, 1), [1] * 5, [5, 1, 9, 4, 8], [[[2], [4]], [[0], [3]], [[1], [-1]]]),
         # Of rows of one length, the longer completion comes first
         ((1, 1, 1, 4), [5, 7, 3, 5], [4, 2, 6, 5], [[[3, 2, 0, 1]]]),
         # Two rows a micro-batch, the longest with 10 + 50 tokens: room for 120, and for 100 of completions. Five rows of

@@ -128,21 +128,6 @@ def test_groups_have_their_places_and_their_random_numbers(tmp_path):
     assert replay(tmp_path, ["random"], seed=4).choices[1].jaccard < 1.0
 
 
-def test_groups_of_unequal_size_and_rows_that_are_not_kept(tmp_path):
-    # Tokens: 2·5 + 1 + 2 = 13 of two rows; of 4 rows 20 + 3 + 4 + 5 + 6 = 38, of which 3 are kept: 3/4
-    batch = {1: [1, 0], 2: [0, 0, 0, 1]}
-    kept = {"controller": "reinforce_ada_balanced", "controller_kwargs.kept": 3, "num_generations": 9}
-    record_run(tmp_path / "kept", [batch], [{1, 2}], **kept)
-    result = replay(tmp_path / "kept", ["all"])
-    assert result.choices[1].update_tokens == 13 + 28.5
-    assert result.kept == 3
-    record_run(tmp_path / "uneven", [batch], [{1, 2}], controller="gate")
-    assert replay(tmp_path / "uneven", ["all"]).choices[1].update_tokens == 13 + 38
-    # Unset, as the trainer records it
-    record_run(tmp_path / "unset", [batch], [{1, 2}], **kept | {"controller_kwargs.kept": None, "num_generations": 3})
-    assert replay(tmp_path / "unset", ["all"]).choices[1].update_tokens == 13 + 28.5
-
-
 # ---- Selectors, settings, the command ----
 
 
