@@ -104,10 +104,6 @@ ITERATED = ACCUMULATED | {"num_iterations": 2}
 # Every loss type, way to scale rewards, set of reward functions and further setting of TRL, several in one training
 SETTINGS = {
     "KL": ([length], {"loss_type": "grpo", "beta": 0.1, "scale_rewards": True} | ACCUMULATED),
-    "KL without correction": (
-        [length, letters],
-        {"loss_type": "bnpo", "beta": 0.1, "use_bias_correction_kl": False, "scale_rewards": False} | ACCUMULATED,
-    ),
     "off-policy mask": (
         [length, letters],
         {"loss_type": "dr_grpo", "off_policy_mask_threshold": 0.5, "reward_weights": [0.7, -0.3]} | ITERATED,
@@ -124,6 +120,7 @@ SETTINGS = {
         [length, not_applicable],
         {
             "loss_type": "sapo",
+            "per_device_train_batch_size": 4,  # one group a batch
             "pad_to_multiple_of": 8,
             "top_p": 0.9,
             "top_k": 10,
@@ -136,10 +133,14 @@ SETTINGS = {
         [sometimes, letters],
         {"loss_type": "cispo", "dataloader_num_workers": 2, "log_completions": True, "num_completions_to_print": 1},
     ),
-    "float32": ([letters, reward_model()], {"loss_type": "vespo", "bf16": False, "gradient_checkpointing": False}),
-    "beams": (
-        [reward_model(), reward_model(1)],
-        {"loss_type": "grpo", "generation_kwargs": {"num_beams": 2, "length_penalty": -0.1}},
+    "float32, beams": (
+        [letters, reward_model()],
+        {
+            "loss_type": "vespo",
+            "bf16": False,
+            "gradient_checkpointing": False,
+            "generation_kwargs": {"num_beams": 2, "length_penalty": -0.1},
+        },
     ),
     "several optimizer steps, entropy filter": (
         [length, letters],
@@ -153,6 +154,7 @@ SETTINGS = {
     "small micro-batches, truncated completions masked": (
         None,
         {
+            "loss_type": "bnpo",
             "per_device_train_batch_size": 3,
             "gradient_accumulation_steps": 4,
             "mask_truncated_completions": True,
@@ -160,7 +162,6 @@ SETTINGS = {
             "loss_normalizer": "all",
         },
     ),
-    "one group a batch": (None, {"per_device_train_batch_size": 4}),
 }
 
 
