@@ -10,7 +10,6 @@ import pytest
 
 import tiny
 from controllers_run import CONTROLLERS, PROMPTS, FixedTrainer, WatchedTrainer, passes, quarter_reward
-from fake_vllm import FakeVLLM
 from lze_trl.config import SELECTORS
 from lze_trl.record.reader import open_run
 from lze_trl.rollout.controllers import RolloutController, UniformController
@@ -294,60 +293,6 @@ def test_all_prompts_dead_for_ten_batches(tmp_path, caplog):
     assert trainer.micro_batches == []
     first, told = [record.message for record in caplog.records if "this batch teaches nothing" in record.message]
     assert "got the reward 0" in first and "the last 10 generation batches" in told
-
-
-# ---- vLLM over HTTP ----
-
-
-def by_place(prompts, completions, **kwargs):
-    """Of the completions of prompt i that come in one call, the first i modulo 3 pass."""
-    rewards, seen = [], Counter()
-    for prompt in prompts:
-        rewards.append(float(seen[prompt] < int(prompt.split("+")[0]) % 3))
-        seen[prompt] += 1
-    return rewards
-
-
-@pytest.fixture
-def fake():
-    tokenizer = tiny.tokenizer()
-    fake = FakeVLLM(max_model_len=64, tokens=lambda text: tokenizer(text)["input_ids"], vocab_size=len(tokenizer))
-    yield fake
-    fake.stop()
-
-
-@pytest.mark.parametrize("controller", ["gate", "reinforce_ada_balanced"])
-def test_a_server_gets_active_prompts_only(tmp_path, fake, controller):
-    trainer = run(
-        tmp_path,
-        cls=WatchedTrainer,
-        rewards=by_place,
-        controller=controller,
-        selection_ratio=0.5,
-        use_vllm=True,
-        vllm_mode="http",
-        vllm_server_urls=[fake.url],
-        vllm_server_kwargs={"sync_dir": str(tmp_path / "sync"), "sync_tolerance": 100.0, "max_concurrent_requests": 2},
-        max_steps=2,
-        **CONTROLLERS[controller],
-    )
-    requests = [body for body in fake.bodies if "seed" in body]  # not the probes of weights and vocabulary
-    assert len({body["seed"] for body in requests}) == len(requests)
-    for entry in trainer.rounds:
-        wanted, given = Counter(prompt for prompt, _ in entry["rows"]), Counter()
-        sent = 0
-        while given.total() < wanted.total():
-            body = requests.pop(0)
-            given[trainer._tokenizer.decode(body["prompt"])] += body["n"]
-            sent += 1
-        assert given == wanted
-        assert sent == len(wanted)
-    assert requests == []
-    assert fake.loads == 2  # once an update, not once a round
-    if controller.startswith("reinforce_ada"):
-        actives = [len({prompt for prompt, _ in entry["rows"]}) for entry in trainer.rounds_of(0)]
-        assert actives == sorted(actives, reverse=True) and actives[0] == 6 > actives[-1] > 0
-    assert trainer.ledger.rows_trained > 0
 
 
 # ---- Strategies of the user ----
