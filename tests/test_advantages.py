@@ -183,7 +183,7 @@ def by_groups(drawn, values) -> list[list[float]]:
 SOME, ALL = {"selection_ratio": 0.34}, {"selector": "all", "selection_ratio": 1.0}
 
 
-@pytest.mark.parametrize(("estimator", "selection"), zip(ESTIMATORS, [SOME, ALL, SOME, ALL], strict=True))
+@pytest.mark.parametrize(("estimator", "selection"), [*zip(ESTIMATORS, [SOME, ALL, SOME, ALL], strict=True)])
 def test_advantages_are_of_all_rows_drawn_whatever_is_selected(tmp_path, estimator, selection):
     own = {"advantage_estimator": estimator, "pruning": "none", "trainer": {"rollout_func": tiny.fixed_rollouts}}
     trainer = tiny.run(tmp_path, cls=NotingTrainer, **own, **selection)

@@ -92,7 +92,7 @@ REWARDS = {
 SCALES = ["group", "batch", "none", "normalize_then_sum"]
 
 
-@pytest.mark.parametrize(("name", "scale"), zip(REWARDS, SCALES * 2, strict=True))
+@pytest.mark.parametrize(("name", "scale"), [*zip(REWARDS, SCALES * 2, strict=True)])
 def test_dropping_dead_groups_is_the_full_batch(tmp_path, name, scale):
     aggregation = {"multi_objective_aggregation": scale} if scale == "normalize_then_sum" else {"scale_rewards": scale}
     ours = make(LZEGRPOTrainer, tmp_path / "ours", REWARDS[name], strategy="exact", **aggregation)
