@@ -667,12 +667,8 @@ def test_bad_settings_are_refused_when_the_config_is_read(tmp_path, settings, me
         tiny.config(tmp_path, **SHAPE | settings)
 
 
-def test_what_unequal_groups_cannot_be_is_refused(tmp_path):
+def test_an_own_controller_is_held_to_the_same(tmp_path):
     sums = {"multi_objective_aggregation": "normalize_then_sum"}
-    with pytest.raises(ValueError, match="`multi_objective_aggregation='normalize_then_sum'` needs"):
-        make(tmp_path, controller="gate", **sums)
-    with pytest.raises(ValueError, match=r"`train_dataset` is an `IterableDataset`. Use `controller='uniform'`"):
-        make(tmp_path, controller="dynamic", dataset=tiny.prompts(PROMPTS).to_iterable_dataset(), pruning="none")
     with pytest.raises(ValueError, match="needs groups of one size, and `Fours` draws others"):
         make(tmp_path, trainer={"controller": Fours()}, **sums)
     own = make(tmp_path, controller="dynamic", trainer={"controller": UniformController(4)}, **sums)

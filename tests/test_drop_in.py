@@ -217,7 +217,7 @@ def test_data_that_cannot_be_trained_on_is_refused_where_it_is_assigned(tmp_path
     trainer = make(tmp_path, strategy="lze")
     before = trainer.train_dataset
     for other, error in (
-        (tiny.prompts(11).to_iterable_dataset(), r"`pruning='refill'` needs a dataset whose rows can be read again"),
+        (tiny.prompts(11).to_iterable_dataset(), "needs a dataset whose rows can be read again"),
         (tiny.prompts(2), "has 2 different prompts"),
         (tiny.prompts(11).rename_column("prompt", "question"), "has no `prompt` column"),
         (None, "`train_dataset` is required"),
