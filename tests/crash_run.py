@@ -8,20 +8,14 @@ import numpy as np
 import torch
 
 import tiny
-from lze_trl import LZEGRPOTrainer
 from lze_trl.checkpoint import last_complete_checkpoint
 
 
 def main(directory: Path):
     settings = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2, "max_steps": 24}
     settings |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "steps_per_generation": 6}
-    trainer = LZEGRPOTrainer(
-        model=tiny.model(),
-        reward_funcs=tiny.even_length_reward,
-        args=tiny.config(directory / "run", planner_kwargs={"streak": 1}, telemetry=True, **settings),
-        train_dataset=tiny.prompts(17),
-        processing_class=tiny.tokenizer(),
-    )
+    own = {"planner_kwargs": {"streak": 1}, "telemetry": True, "dataset": tiny.prompts(17)}
+    trainer = tiny.make(directory / "run", **own, **settings)
     trainer.train(resume_from_checkpoint=last_complete_checkpoint(directory / "run"))
     torch.save(trainer.model.state_dict(), directory / "weights.pt")
     np.savez(directory / "state.npz", **trainer.prompt_state.state_dict())

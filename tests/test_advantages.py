@@ -26,11 +26,6 @@ def advantages_of(outcomes: list[list[float]], scale: str) -> np.ndarray:
     return group_advantages(drawn.rewards, drawn.group, drawn.num_groups, scale)
 
 
-def zero_std_of(outcomes: list[list[float]], scale: str) -> float:
-    drawn = rollouts(dict(enumerate(outcomes)))
-    return zero_std_share(drawn.rewards, drawn.group, drawn.num_groups, scale)
-
-
 def test_groups_of_unequal_size():
     # 1 positive of 12 drawn: mean 1/12. Four of them may be kept, their advantages are these all the same
     # 2 of 4: mean 1/2. 3 of 3, and a group of one: no advantage
@@ -47,22 +42,12 @@ def test_divided_by_the_standard_deviation_of_the_batch():
 
 
 @pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("value", [0.1, 0.3, 1 / 3, 1e6 + 0.1])
-def test_a_dead_group_has_exactly_no_advantage(scale, value):
+def test_a_dead_group_has_exactly_no_advantage(scale):
     # Three times 0.1 sums to 0.30000000000000004: its mean is not 0.1
-    advantages = advantages_of([[value] * 3, [value] * 7, [value, value + 1]], scale)
-    assert (advantages[:10] == 0.0).all()
-    assert (advantages[10:] != 0.0).all()
-
-
-def test_share_of_completions_without_a_spread():
-    # Rows: 3 dead, 2 live, 1 alone, 2 with one known reward. As in TRL, σ of a single reward is not zero but undefined
-    outcomes = [[1, 1, 1], [0, 1], [1], [NAN, 0]]
-    assert zero_std_of(outcomes, "group") == 3 / 8
-    assert zero_std_of(outcomes, "none") == 3 / 8
-    assert zero_std_of(outcomes, "batch") == 0.0
-    assert zero_std_of([[1, 1], [1]], "batch") == 1.0
-    assert zero_std_of([[0.1] * 3, [0.3] * 7], "group") == 1.0
+    for value in (0.1, 1 / 3, 1e6 + 0.1):
+        advantages = advantages_of([[value] * 3, [value] * 7, [value, value + 1]], scale)
+        assert (advantages[:10] == 0.0).all()
+        assert (advantages[10:] != 0.0).all()
 
 
 def of_trl(rewards: torch.Tensor, num_generations: int, scale: str) -> tuple[np.ndarray, float]:
@@ -111,14 +96,6 @@ def test_advantages_are_centred_rewards(outcomes, scale):
             np.testing.assert_allclose(mine[known] * abs(centred).max(), centred * abs(mine).max(), atol=1e-9)
 
 
-@given(outcome_groups(values=(0.0, 0.5, 1.0, NAN)), st.sampled_from(SCALES), st.randoms(use_true_random=False))
-def test_the_order_of_the_rows_does_not_matter(outcomes, scale, random):
-    drawn = rollouts(dict(enumerate(outcomes)))
-    order = np.array(random.sample(range(drawn.num_rows), drawn.num_rows))
-    shuffled = group_advantages(drawn.rewards[order], drawn.group[order], drawn.num_groups, scale)
-    np.testing.assert_allclose(shuffled, advantages_of(outcomes, scale)[order], rtol=1e-12, atol=1e-12)
-
-
 # ---- Estimators ----
 
 ESTIMATORS = get_args(Estimator)
@@ -161,20 +138,6 @@ def test_estimators_by_force(outcomes, random):
         assert found.tobytes() == same.tobytes()
 
 
-def test_reinforce_plus_plus_weighs_tokens():
-    # Rewards 1 and 0, of 3 tokens and of 1: μ = 3/4, σ² = 3/16. A dead group of another reward has an advantage, too
-    drawn = rollouts({0: [1.0, 0.0]})
-    found = estimate_advantages("reinforce_plus_plus", drawn.rewards, drawn.group, 1, np.array([3, 1]))
-    np.testing.assert_allclose(found, [(1 / 4) / (3 / 16) ** 0.5, (-3 / 4) / (3 / 16) ** 0.5], rtol=1e-14)
-    drawn, tokens = rollouts({0: [1.0, 1.0], 1: [0.0, 0.0], 2: [1.0, 0.0]}), np.array([1, 1, 1, 1, 3, 1])
-    plain = estimate_advantages("reinforce_plus_plus", drawn.rewards, drawn.group, 3, tokens)
-    assert plain[0] == plain[1] > 0 > plain[2] == plain[3]
-    # With the baseline, x = 0 0 0 0 ½ −½ and μ = 1/8 over 8 tokens: −μ/σ for the dead ones
-    with_baseline = estimate_advantages("reinforce_plus_plus_baseline", drawn.rewards, drawn.group, 3, tokens)
-    assert (with_baseline[:4] == with_baseline[0]).all() and with_baseline[0] < 0
-    np.testing.assert_allclose(with_baseline[0], -(1 / 8) / (1 / 8 - 1 / 64) ** 0.5, rtol=1e-14)
-
-
 @pytest.mark.parametrize("estimator", OVER_TOKENS)
 def test_rewards_that_do_not_differ_have_no_advantage(estimator):
     drawn = rollouts({0: [0.1] * 3, 1: [0.1] * 4})
@@ -203,81 +166,64 @@ class NotingTrainer(LZEGRPOTrainer):
                 self.trained.append((len(self.drawn), prompt, tuple(ids[mask.bool()].tolist()), float(advantage)))
         return super().compute_loss(model, inputs, *args, **kwargs)
 
+    def assert_trained_by(self, advantages_of):
+        """All that was trained on has the advantages that a function gives the rows drawn."""
+        expected = {}
+        for turn, drawn in enumerate(self.drawn, start=1):
+            texts = zip(drawn.held["prompt_ids"], drawn.held["completion_ids"], advantages_of(drawn), strict=True)
+            expected |= {(turn, tuple(prompt), tuple(ids)): advantage for prompt, ids, advantage in texts}
+        for turn, prompt, ids, advantage in self.trained:
+            assert advantage == pytest.approx(expected[turn, prompt, ids], abs=1e-5)
 
-@pytest.mark.parametrize(
-    ("estimator", "selection"),
-    [
-        (name, [{"selection_ratio": 0.34}, {"selector": "all", "selection_ratio": 1.0}][i % 2])
-        for i, name in enumerate(ESTIMATORS)
-    ],
-)
+
+def by_groups(drawn, values) -> list[list[float]]:
+    return [values[drawn.group == g].tolist() for g in range(drawn.num_groups)]
+
+
+SOME, ALL = {"selection_ratio": 0.34}, {"selector": "all", "selection_ratio": 1.0}
+
+
+@pytest.mark.parametrize(("estimator", "selection"), [*zip(ESTIMATORS, [SOME, ALL, SOME, ALL], strict=True)])
 def test_advantages_are_of_all_rows_drawn_whatever_is_selected(tmp_path, estimator, selection):
-    trainer = NotingTrainer(
-        model=tiny.save(tmp_path / "model"),
-        reward_funcs=tiny.even_length_reward,
-        args=tiny.config(tmp_path, advantage_estimator=estimator, pruning="none", **selection),
-        train_dataset=tiny.prompts(11),
-        rollout_func=tiny.fixed_rollouts,
-    )
-    trainer.train()
-    expected = {}
-    for turn, drawn in enumerate(trainer.drawn):
-        rows = drawn
-        outcomes = [rows.rewards[rows.group == g].tolist() for g in range(rows.num_groups)]
-        tokens = drawn.loss_tokens.tolist()
+    own = {"advantage_estimator": estimator, "pruning": "none", "trainer": {"rollout_func": tiny.fixed_rollouts}}
+    trainer = tiny.run(tmp_path, cls=NotingTrainer, **own, **selection)
+
+    def advantages_of(drawn):
         if estimator == "grpo":
-            advantages = group_advantages(rows.rewards, rows.group, rows.num_groups, "group")
-        else:
-            advantages = by_force(estimator, outcomes, tokens)
-        for prompt, ids, advantage in zip(
-            drawn.held["prompt_ids"], drawn.held["completion_ids"], advantages, strict=True
-        ):
-            expected[turn + 1, tuple(prompt), tuple(ids)] = advantage
-    assert len(trainer.trained) == (3 * 12 if "selector" in selection else 3 * 4)
-    for turn, prompt, ids, advantage in trainer.trained:
-        assert advantage == pytest.approx(expected[turn, prompt, ids], abs=1e-5)
+            return group_advantages(drawn.rewards, drawn.group, drawn.num_groups, "group")
+        return by_force(estimator, by_groups(drawn, drawn.rewards), drawn.loss_tokens.tolist())
+
+    trainer.assert_trained_by(advantages_of)
+    assert len(trainer.trained) == (3 * 12 if selection is ALL else 3 * 4)
     assert len({round(advantage, 4) for *_, advantage in trainer.trained}) > 2
 
 
 @pytest.mark.parametrize(("estimator", "statistics"), [*zip(OVER_TOKENS, ["scored", "drawn"], strict=True)])
 def test_statistics_may_count_groups_that_the_vote_drops(tmp_path, estimator, statistics):
     """Published by SeRL: mean and deviation over all groups, of which some are dropped afterwards."""
-    trainer = NotingTrainer(
-        model=votes_run.save(tmp_path / "model"),
-        reward_funcs=MajorityReward(bounds=(0.3, 0.8), margin=1),
-        args=tiny.config(
-            tmp_path,
-            advantage_estimator=estimator,
-            self_play={"advantage_statistics": statistics},
-            selector="zero_variance",
-            pruning="none",
-            num_generations=6,
-            per_device_train_batch_size=30,
-        ),
-        train_dataset=tiny.prompts(11).remove_columns("solution"),
-        rollout_func=votes_run.boxed_rollouts,
-    )
+    settings = {"advantage_estimator": estimator, "self_play": {"advantage_statistics": statistics}}
+    settings |= {"selector": "zero_variance", "pruning": "none", "num_generations": 6}
+    args = tiny.config(tmp_path, per_device_train_batch_size=30, **settings)
+    model, data = votes_run.save(tmp_path / "model"), tiny.prompts(11).remove_columns("solution")
+    reward = MajorityReward(bounds=(0.3, 0.8), margin=1)
+    trainer = NotingTrainer(model, reward, args, data, rollout_func=votes_run.boxed_rollouts)
     trainer.train()
-    expected, dropped = {}, 0
-    for turn, drawn in enumerate(trainer.drawn):
-        voted, rows, end = [], drawn, trainer._tokenizer.eos_token_id
-        for g in range(rows.num_groups):
-            texts, ids = drawn.held["completion"], drawn.held["completion_ids"]
-            own = [(texts[i], ids[i][-1] != end) for i in np.flatnonzero(rows.group == g)]
-            votes = [read_vote(text, truncated) for text, truncated in own]
-            counts = {vote: votes.count(vote) for vote in sorted(set(votes) - {None})}
-            voted.append([float(vote == max(counts, key=counts.get)) for vote in votes])
-        kept = ~np.isnan(rows.rewards)
-        assert rows.rewards[kept].tolist() == np.concatenate(voted)[kept].tolist()
-        dropped += int((~kept).sum())
-        counted = (
-            voted if statistics == "drawn" else [[NAN] * 6 if not kept[6 * g] else v for g, v in enumerate(voted)]
-        )
-        advantages = by_force(estimator, counted, drawn.loss_tokens.tolist())
-        for prompt, ids, known, advantage in zip(
-            drawn.held["prompt_ids"], drawn.held["completion_ids"], kept, advantages, strict=True
-        ):
-            expected[turn + 1, tuple(prompt), tuple(ids)] = advantage if known else None
-    assert dropped and trainer.trained
-    for turn, prompt, ids, advantage in trainer.trained:
-        assert advantage == pytest.approx(expected[turn, prompt, ids], abs=1e-5)
+
+    def voted(drawn) -> list[list[float]]:
+        ends = [ids[-1] == trainer._tokenizer.eos_token_id for ids in drawn.held["completion_ids"]]
+        votes = [read_vote(text, not end) for text, end in zip(drawn.held["completion"], ends, strict=True)]
+        found = []
+        for group in by_groups(drawn, np.array(votes, dtype=object)):
+            counts = {vote: group.count(vote) for vote in sorted(set(group) - {None})}
+            found.append([float(vote == max(counts, key=counts.get)) for vote in group])
+        return found
+
+    def advantages_of(drawn):
+        rewards, dropped = voted(drawn), np.isnan(drawn.rewards)
+        assert drawn.rewards[~dropped].tolist() == np.concatenate(rewards)[~dropped].tolist()
+        if statistics == "scored":
+            rewards = [[NAN] * 6 if dropped[6 * g] else values for g, values in enumerate(rewards)]
+        return np.where(dropped, NAN, by_force(estimator, rewards, drawn.loss_tokens.tolist()))
+
+    assert trainer.trained and any(np.isnan(drawn.rewards).any() for drawn in trainer.drawn)
+    trainer.assert_trained_by(advantages_of)

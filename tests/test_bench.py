@@ -15,7 +15,6 @@ from benchmarks import __main__ as command
 from benchmarks import suite
 from benchmarks.jobs import Options, plan
 from benchmarks.settings import BenchError, RunSettings
-from benchmarks.strategies import STRATEGIES, chosen_strategies
 from benchmarks.tasks import TASKS, TaskFiles, load, read_rows
 
 
@@ -30,14 +29,6 @@ def files(tmp_path):
 
 def write_rows(path, pairs, answer="answer"):
     path.write_text("".join(json.dumps({"prompt": prompt, answer: gold}) + "\n" for prompt, gold in pairs))
-
-
-# ---- Names and options ----
-
-
-def test_the_baseline_is_always_among_the_strategies():
-    assert chosen_strategies(["lze", "random", "lze"]) == ["grpo", "random", "lze"]
-    assert chosen_strategies(list(STRATEGIES)) == list(STRATEGIES)
 
 
 # ---- Data ----
@@ -56,46 +47,22 @@ def test_held_out_prompts_are_not_trained_on_and_split_once(files):
         load(TASKS["calculator"], files, "tests")
 
 
-def test_the_addition_task_trains_on_some_of_its_prompts(files):
-    write_rows(files.train, [(f"{i}+3=", str(i + 3)) for i in range(600)], answer="solution")
-    data = load(TASKS["addition"], files, "test")
-    assert [row["prompt"] for row in data.train[:2]] == ["0+3=", "1+3="]
-    assert (len(data.train), len(data.evaluation["train"])) == (512, 256)
-
-
-@pytest.mark.parametrize("task", TASKS)
-def test_an_update_follows_each_generation_batch(task):
-    training = TASKS[task].training
-    rows = training["per_device_train_batch_size"] * training["gradient_accumulation_steps"]
-    assert rows == training["generation_batch_size"] == {"calculator": 64 * 8}.get(task, 32 * 8)
-    on_gpu = training | TASKS[task].on_gpu
-    assert on_gpu["per_device_train_batch_size"] * on_gpu["gradient_accumulation_steps"] == rows
-
-
 # ---- Plans ----
 
 
 def test_key_names_everything_that_a_result_depends_on():
-    keys = {
-        settings().key,
-        settings("lze").key,
-        *(
-            settings(**change).key
-            for change in (
-                {"seed": 1},
-                {"steps": 41},
-                {"learning_rate": 1e-3},
-                {"overrides": {"selector": "all"}},
-                {"training": TASKS["calculator"].training},
-                {"model_hash": "other"},
-                {"data_hash": "other"},
-                {"held_out": "validation"},
-                {"threads": 2},
-            )
-        ),
-    }
-    assert len(keys) == 11
-    assert settings().key == settings().key
+    changes = [
+        {"seed": 1},
+        {"steps": 41},
+        {"learning_rate": 1e-3},
+        {"overrides": {"selector": "all"}},
+        {"training": TASKS["calculator"].training},
+        {"model_hash": "other"},
+        {"data_hash": "other"},
+        {"held_out": "validation"},
+        {"threads": 2},
+    ]
+    assert len({settings().key, settings("lze").key, *(settings(**change).key for change in changes)}) == 11
     assert settings("lze", 3, learning_rate=1.0, stretch=2.0, held_out="validation").protocol == settings().protocol
     assert settings(steps=41).protocol != settings().protocol
     assert RunSettings.from_dict(json.loads(json.dumps(vars(settings("dapo"))))) == settings("dapo")
@@ -124,23 +91,18 @@ def quiet():
 def test_report_from_kept_results(tmp_path):
     results = [result([0.1, 0.2, 0.3]), result([0.1, 0.3, 0.4], "lze", stretch=1.5)]
     results += [result([0.1, 0.2], "lze", overrides={"x": 1}), result([0.1, 0.2], "lze", steps=7)]
-    results += [
-        result([0.1, 0.3], "lze"),
-        result([0.1, 0.3], "lze", learning_rate=1.0),
-    ]  # shorter; at a rate of no table
+    # Shorter; at a rate of no table
+    results += [result([0.1, 0.3], "lze"), result([0.1, 0.3], "lze", learning_rate=1.0)]
     kept = tmp_path / "results.jsonl"
     kept.write_text("".join(json.dumps(r) + "\n" for r in [*results, results[0]]))
-    (section,) = suite.report(tmp_path, quiet())
+    for _ in range(2):
+        (section,) = suite.report(tmp_path, quiet())
+        assert [json.loads(line) for line in kept.read_text().splitlines()] == results
     assert (tmp_path / f"{section.name}.png").is_file()
     text = (tmp_path / "tables.md").read_text()
     assert "| LZE, 40 % | 1 |" in text
-    assert text.endswith(
-        "1 run(s) left out: their strategies were defined in another way.\n\n"
-        "1 run(s) left out: there is no baseline to compare with.\n"
-    )
-    assert [json.loads(line) for line in kept.read_text().splitlines()] == results
-    suite.report(tmp_path, quiet())
-    assert [json.loads(line) for line in kept.read_text().splitlines()] == results
+    assert "1 run(s) left out: their strategies were defined in another way." in text
+    assert "1 run(s) left out: there is no baseline to compare with." in text
     with pytest.raises(BenchError, match="holds no finished run of the baseline"):
         suite.report(tmp_path / "none", quiet())
 
@@ -148,36 +110,17 @@ def test_report_from_kept_results(tmp_path):
 # ---- The command ----
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--task", "calcualtor"], "error: Unknown task `calcualtor`. Did you mean `calculator`?"),
-        (["--seeds", "1", "1"], "error: `--seeds` must be one or several different numbers"),
-        (["--report_only", "--output", "no-such-folder"], "error: `no-such-folder` holds no finished run"),
-    ],
-)
-def test_command_errors_have_no_traceback(monkeypatch, arguments, message):
+def test_command_errors_have_no_traceback(monkeypatch):
     monkeypatch.setattr(command.os, "environ", dict(os.environ))
-    with pytest.raises(SystemExit) as error:
-        command.main(arguments)
-    assert str(error.value).startswith(message)
+    with pytest.raises(SystemExit, match=r"^error: Unknown task `calcualtor`\. Did you mean `calculator`\?"):
+        command.main(["--task", "calcualtor"])
 
 
 @pytest.mark.slow
 def test_small_benchmark_from_end_to_end(files, tmp_path):
     write_rows(files.train, [(f"{i}+1=", str(i % 10)) for i in range(40)])
     write_rows(files.held_out, [(f"{i}+2=", str(i % 10)) for i in range(40)])
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks",
-        "--task",
-        "addition",
-        "--strategies",
-        "lze",
-        "--seeds",
-        "5",
-    ]
+    command = [sys.executable, "-m", "benchmarks", "--task", "addition", "--strategies", "lze", "--seeds", "5"]
     command += ["--steps", "4", "--model", str(files.model), "--data", str(files.train.parent)]
     command += ["--output", str(tmp_path / "out")]
     for _ in range(2):

@@ -8,11 +8,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks import calculator
-from benchmarks.calculator import (
-    CalculatorWarmStart,
-    expressions,
-    split,
-)
+from benchmarks.calculator import CalculatorWarmStart, expressions, split
 
 
 SHARED = Path(os.environ.get("LZE_SHARED", Path(__file__).resolve().parents[2] / "shared"))
@@ -46,14 +42,6 @@ def test_split_is_by_expression():
     assert held_out == {"50+1=": "51"}
     assert split(train, test, seed=0) == (supervised, rest, held_out)
     assert split(train, test, seed=1)[0] != supervised
-
-
-@pytest.mark.parametrize(
-    ("numbers", "operators", "expected"),
-    [(["2", "3", "4"], "+*", 14), (["2", "3", "4"], "*-", 2), (["8", "2", "4"], "/-", 0), (["9", "4", "2"], "--", 3)],
-)
-def test_products_come_first(numbers, operators, expected):
-    assert calculator._value([calculator.Fraction(n) for n in numbers], list(operators)) == expected
 
 
 def test_whole_way_in_small(tmp_path):

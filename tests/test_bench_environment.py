@@ -3,7 +3,7 @@
 import pytest
 from trl.chat_template_utils import parse_response
 
-from benchmarks.environment import PLAIN, TwoSums, called, held_out, make_tokenizer, markdown, result
+from benchmarks.environment import TwoSums, called, held_out, make_tokenizer, result
 
 
 def turn(value):
@@ -48,26 +48,3 @@ def test_an_episode(answers, told, reward):
     environment.reset("1+2", "3+4")
     assert [environment.answer(answer) for answer in answers] == told
     assert environment.get_reward() == reward and TwoSums.steps == before + len(answers)
-
-
-def test_the_table_compares_by_seed():
-    def kept(arm, costs, success):
-        curve = [
-            {"step": i, "environment_seconds": c, "success": s}
-            for i, (c, s) in enumerate(zip(costs, success, strict=True))
-        ]
-        return {"run": {"arm": arm, "seed": 0}, "result": {"curve": curve}, "machine": "one", "date": "today"}
-
-    lines = markdown(
-        [
-            kept(PLAIN, [0.0, 100.0, 200.0], [0.0, 0.3, 0.6]),
-            kept("gate", [0.0, 50.0, 100.0], [0.0, 0.3, 0.6]),
-            kept("exact", [0.0, 100.0, 200.0], [0.0, 0.1, 0.2]),
-        ]
-    ).splitlines()
-    rows = {
-        line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[3:7]] for line in lines if "`" in line
-    }
-    assert rows["plain `trl.GRPOTrainer`"] == ["0.300", "1.00", "1.00", "0"]
-    assert rows["`gate`"] == ["0.300", "0.50", "0.50", "0"]
-    assert rows["`exact`"] == ["0.100", "1.00", "not reached", "1"]

@@ -58,23 +58,11 @@ def test_instruments_and_evaluations_change_no_weight(files, tmp_path, strategy,
     trainer.train()
     assert [point["step"] for point in recorder.curve] == [0, 1, 2]
 
-    config_class = GRPOConfig if plain_class is GRPOTrainer else LZEGRPOConfig
+    config_class, own_class = (GRPOConfig, {}) if plain_class is GRPOTrainer else (LZEGRPOConfig, {"strategy": "lze"})
+    common = {"learning_rate": 1e-2, "max_steps": 2, "seed": 0, "report_to": "none", "save_strategy": "no"}
+    common |= TRAINING | own.overrides | own_class | {"disable_tqdm": True, "output_dir": str(tmp_path / "plain")}
     plain = plain_class(
-        model=str(files.model),
-        reward_funcs=tiny.even_length_reward,
-        args=config_class(
-            output_dir=str(tmp_path / "plain"),
-            learning_rate=1e-2,
-            max_steps=2,
-            seed=0,
-            report_to="none",
-            save_strategy="no",
-            disable_tqdm=True,
-            **TRAINING,
-            **own.overrides,
-            **({} if plain_class is GRPOTrainer else {"strategy": "lze"}),
-        ),
-        train_dataset=trainer.train_dataset,
+        str(files.model), tiny.even_length_reward, config_class(**common), train_dataset=trainer.train_dataset
     )
     plain.train()
     before = tiny.model().state_dict()
@@ -115,7 +103,7 @@ def test_plain_trl_by_hand(files, tmp_path):
 @pytest.mark.parametrize(
     ("strategy", "changes"),
     [
-        *((name, {}) for name in [name for name in STRATEGIES if name != BASELINE][::3]),
+        *((name, {}) for name in [name for name in STRATEGIES if name != BASELINE][::5]),
         ("dapo", {"selection_ratio": 0.3}),
     ],
 )
@@ -139,14 +127,6 @@ def test_meter_and_ledger_agree(files, tmp_path, strategy, changes):
         "update": ledger.update_tokens,
     }
     assert all(meter.computed_tokens[phase] >= meter.tokens[phase] for phase in ("logprob", "update"))
-
-
-def test_a_cheap_run_goes_on_and_a_dear_one_does_not(files, tmp_path):
-    cheap = bench_run.run(small("lze", stretch=2.0), files, tmp_path)  # every group is dead: nothing is trained on
-    assert [point["step"] for point in cheap["curve"]] == [0, 1, 2, 3, 4]
-    assert cheap["curve"][-1]["rows_trained"] == 0
-    dear = bench_run.run(small("all", stretch=2.0), files, tmp_path)
-    assert [point["step"] for point in dear["curve"]] == [0, 1, 2]
 
 
 # ---- Evaluation ----

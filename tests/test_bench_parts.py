@@ -11,27 +11,11 @@ import pytest
 
 import tiny
 from benchmarks.parts import overhead, padding, update
-from benchmarks.parts.shared import (
-    Lengths,
-    log_normal,
-)
+from benchmarks.parts.shared import Lengths
 from lze_trl.pack.layout import Geometry
 
 
 ROOT = Path(__file__).parents[1]
-
-
-# ---- Lengths and statistics ----
-
-
-def test_log_normal_lengths():
-    lengths = log_normal(100_000, 16_384, np.random.default_rng(0))
-    assert lengths.min() >= 1
-    assert lengths.max() == 16_384
-    assert np.median(lengths) == pytest.approx(2_048, rel=0.02)  # an eighth of the longest
-    # z = ln 8 / 0.8 = 2.60 standard deviations are cut off, 0.47 % of all
-    assert (lengths == 16_384).mean() == pytest.approx(0.0047, rel=0.15)
-    assert np.log(lengths[lengths < 16_384]).std() == pytest.approx(0.8, rel=0.03)
 
 
 # ---- Padding ----
@@ -56,27 +40,6 @@ def test_real_and_computed_tokens_of_all_processes():
     assert padding.computed(batch, rows, single, processes=2) == (4_100, 8_040)
     # Each row stays on the process that holds it
     assert sorted(layout.rows_of(0).tolist()) == [0, 1]
-
-
-# ---- Under ZeRO-3 ----
-
-
-# ---- State ----
-
-
-# ---- Overhead ----
-
-
-def test_overhead_is_compared_with_the_update_of_a_process():
-    result = {
-        "groups": 10,
-        "group_size": 8,
-        "tokens": 1_000,
-        "smallest": {"row_seconds": 0.5, "parameters": 700_000},
-    }
-    measured, computed = overhead.step_seconds(result).values()
-    assert measured == 16 * 0.5  # ρ = 0.4 of 80 rows on two processes
-    assert computed == pytest.approx(16 * 1_200 * 6 * 0.5e9 / 4e14)
 
 
 # ---- Update ----

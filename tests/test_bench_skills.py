@@ -35,6 +35,6 @@ def test_prompts_are_seeded_and_answers_are_true(task):
 
 def test_numbers_in_words():
     assert [in_words(n) for n in (0, 13, 40, 206, 1042)] == [
-        *("zero", "thirteen", "forty", "two hundred and six", "one thousand and forty two"),
+        *("zero", "thirteen", "forty", "two hundred and six", "one thousand and forty two")
     ]
     assert not any(re.search(r"\d", in_words(n)) for n in range(0, 10_000, 7))

@@ -7,13 +7,7 @@ import pytest
 from bench_samples import result
 from benchmarks.comparison import Spread
 from benchmarks.sections import sort_results
-from benchmarks.tables import (
-    averaged_table,
-    price_table,
-    ratio,
-    short_table,
-    target_table,
-)
+from benchmarks.tables import averaged_table, price_table, ratio, short_table, target_table
 
 
 @pytest.mark.parametrize(

@@ -62,52 +62,37 @@ def play(controller: RolloutController, outcomes: list[list[float]], first: int 
 # ---- Reinforce-Ada: who is drawn again ----
 
 
-def test_balanced_exit_after_each_round():
-    # M = 4, R = 3, n = 4: a prompt is done with two positives and two negatives
-    outcomes = [
-        [1, 0, 1, 0],  # done after round 0
-        [1, 1, 1, 0, 1, 1, 1, 0],  # three and one, then six and two: done after round 1
-        [0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 1],  # the second positive is the last completion of all
-        [0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0],  # never
-        [1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1],  # never
-    ]
-    counts, drawn = play(ReinforceAda("balanced", round_size=4, max_rounds=3, kept=4), outcomes)
-    assert counts == [[4, 4, 4, 4, 4], [0, 4, 4, 4, 4], [0, 0, 4, 4, 4]]
-    assert drawn.sizes.tolist() == [4, 8, 12, 12, 12]
-
-
-def test_positive_exit_after_each_round():
-    outcomes = [
-        [0, 0, 1],  # done after round 0
-        [0, 0, 0, 1, 1, 0],  # after round 1
-        [0, 0, 0, 0, 0, 0],  # never
-        [1, 1, 1],  # no negative is asked for
-    ]
-    counts, _ = play(ReinforceAda("positive", round_size=3, max_rounds=3, kept=4), outcomes)
-    assert counts == [[3, 3, 3, 3], [0, 3, 3, 0], [0, 0, 3, 0]]
+@pytest.mark.parametrize(
+    ("controller", "outcomes", "counts"),
+    [
+        (  # M = 4, R = 3, n = 4: a prompt is done with two positives and two negatives
+            ReinforceAda("balanced", round_size=4, max_rounds=3, kept=4),
+            [
+                [1, 0, 1, 0],  # done after round 0
+                [1, 1, 1, 0, 1, 1, 1, 0],  # three and one, then six and two: done after round 1
+                [0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 1],  # the second positive is the last completion of all
+                [1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1],  # never
+            ],
+            [[4, 4, 4, 4], [0, 4, 4, 4], [0, 0, 4, 4]],
+        ),
+        (
+            ReinforceAda("positive", round_size=3, max_rounds=3, kept=4),
+            [
+                [0, 0, 1],  # done after round 0
+                [0, 0, 0, 1, 1, 0],  # after round 1
+                [0, 0, 0, 0, 0, 0],  # never
+                [1, 1, 1],  # no negative is asked for
+            ],
+            [[3, 3, 3, 3], [0, 3, 3, 0], [0, 0, 3, 0]],
+        ),
+    ],
+    ids=["balanced", "positive"],
+)
+def test_exit_after_each_round(controller, outcomes, counts):
+    assert play(controller, outcomes)[0] == counts
 
 
 # ---- Reinforce-Ada: what is kept ----
-
-
-@pytest.mark.parametrize(
-    ("outcomes", "n", "kept"),
-    [
-        ([1, 1, 1, 0, 0, 0], 4, [0, 1, 3, 4]),
-        ([0, 1, 0, 0, 0, 1, 0, 0], 2, [0, 1]),
-        ([0] * 11 + [1], 4, [0, 1, 2, 11]),  # one positive of twelve: three negatives
-        ([0] + [1] * 7, 4, [0, 1, 2, 3]),  # one negative of eight: three positives
-        ([1] * 5, 4, [0, 1, 2, 3]),
-        ([0, 1, 0], 4, [0, 1, 2]),  # fewer than n: all
-        ([1, 1, 1, 0, 0, 0, 0], 5, [0, 1, 3, 4, 5]),  # of an odd number, one more negative
-        ([NAN, 1, NAN, 0, 0], 4, [1, 3, 4]),  # what could not be scored is never kept
-        ([NAN, NAN], 4, []),
-    ],
-    ids=str,
-)
-def test_kept_rows(outcomes, n, kept):
-    found = ask_keep(ReinforceAda("positive", kept=n), rollouts({0: outcomes}), keyed_rng(0, 0, "keep"))
-    assert np.flatnonzero(found).tolist() == kept
 
 
 @pytest.mark.parametrize(
@@ -209,12 +194,8 @@ def test_dynamic_sampling_draws_only_prompts_without_rows():
 @pytest.mark.parametrize(
     ("round", "outcomes", "k", "expected"),
     [
-        (
-            1,
-            [[1, 0], [0, 0], [1, 1], []],
-            3,
-            6,
-        ),  # 2 are missing, and 1 of 3 lived so far (the last has no completions)
+        # 2 are missing, and 1 of 3 lived so far (the last has no completions)
+        (1, [[1, 0], [0, 0], [1, 1], []], 3, 6),
         (2, [[1, 0], [0, 0], [1, 1]], 9, 8),  # 24 would be needed; never more than the first round had
         (1, [[1, 0], [0, 1], [1, 1]], 5, 5),  # 4.5 is rounded up
         (1, [[1, 0], [0, 0]], 1, 0),
@@ -225,13 +206,6 @@ def test_dynamic_sampling_draws_only_prompts_without_rows():
 def test_further_prompts(round, outcomes, k, expected):
     controller = DynamicSampling(group_size=2, max_rounds=3, num_prompts=8)
     assert ask_more(controller, round, prompts_of(len(outcomes)), rollouts(dict(enumerate(outcomes))), k) == expected
-
-
-def test_refill_until_enough_groups_live():
-    # P = 3, K = 3, every third prompt lives. Round 0: 1 of 3, so 6 more; round 1: 3 of 9
-    counts, drawn = play(DynamicSampling(2, 5, 8), [[1, 1], [0, 1], [0, 0]], first=3, k=3)
-    assert counts == [[2] * 3, [0] * 3 + [2] * 6]
-    assert drawn.sizes.tolist() == [2] * 9
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=9), st.integers(1, 7), st.integers(1, 7), st.integers(1, 4))
@@ -263,15 +237,10 @@ def test_expected_energy():
     ("controller", "settings", "message"),
     [
         (ReinforceAda, {"exit": "negative"}, "`exit` must be 'positive' or 'balanced', got 'negative'"),
-        (ReinforceAda, {"exit": "positive", "kept": 33}, r"`kept` must be at most .*: 32, got 33"),
+        (ReinforceAda, {"exit": "positive", "kept": 1}, "`kept` must be at least 2, got 1"),
         (ReinforceAda, {"exit": "balanced", "kept": 5}, "`kept` must be even .* got 5"),
         (ReinforceAda, {"exit": "positive", "round_size": 0}, "`round_size` must be at least 1, got 0"),
         (UniformController, {"group_size": 4, "kept": 1}, "at least 2, got 1. A group of one has no"),
-        (
-            DynamicSampling,
-            {"group_size": 4, "max_rounds": 0, "num_prompts": 5},
-            "`max_rounds` must be at least 1, got 0",
-        ),
         (Gate, {"group_size": 4, "explore": 0.0}, r"`explore` must be in \(0, 1\], got 0.0"),
         (Gate, {"group_size": 4, "recheck": 1.5}, r"`recheck` must be in \[0, 1\], got 1.5"),
     ],
@@ -299,15 +268,15 @@ class Own(RolloutController):
 def asked(method: str, answer):
     """The checked answer of a user's controller, for three prompts or three completions."""
     own, drawn = Own(answer), rollouts({0: [1, 0], 1: [0]})
-    if method == "draw":
-        return ask(own, 0, prompts_of(3), batch([], 3), keyed_rng(0, 0, "rollouts"))
-    if method == "chances":
-        return ask_chances(own, 1, prompts_of(3), batch([], 3), np.array([4, 0, 4]))
-    return (
-        ask_more(own, 1, prompts_of(3), drawn, 2)
-        if method == "more"
-        else ask_keep(own, drawn, keyed_rng(0, 0, "keep"))
-    )
+    none, rng = batch([], 3), keyed_rng(0, 0, "rollouts")
+    match method:
+        case "draw":
+            return ask(own, 0, prompts_of(3), none, rng)
+        case "chances":
+            return ask_chances(own, 1, prompts_of(3), none, np.array([4, 0, 4]))
+        case "more":
+            return ask_more(own, 1, prompts_of(3), drawn, 2)
+    return ask_keep(own, drawn, rng)
 
 
 @pytest.mark.parametrize(
@@ -330,22 +299,18 @@ def test_a_users_answers(method, answer, checked):
 @pytest.mark.parametrize(
     ("method", "answer"),
     [
-        *(
-            ("draw", answer)
-            for answer in ([2, 0], 4, [[4, 4, 4]], [4.0, 4.0, 4.0], [True, False, True], None, [4, 0, -1])
-        ),
-        *(("more", answer) for answer in (-1, 2.0, None)),
-        *(
-            ("chances", answer)
-            for answer in ([0.5, 0.5], [1, 1, 1], [1.0, 0.5, NAN], [2.0, 0.5, 1.0], [1.0, -0.1, 1.0])
-        ),
-        *(
-            ("keep", answer)
-            for answer in ([1, 0, 1], [True, False], None, [1.0, -0.5, 1.0], [1.0, 1.0, NAN], [math.inf] * 3)
-        ),
+        *(("draw", answer) for answer in ([2, 0], 4, [4.0, 4.0, 4.0], [True, False, True], None, [4, 0, -1])),
+        *(("more", answer) for answer in (-1, 2.0)),
+        *(("chances", answer) for answer in ([0.5, 0.5], [1, 1, 1], [1.0, 0.5, NAN], [2.0, 0.5, 1.0])),
+        *(("keep", answer) for answer in ([1, 0, 1], [True, False], [1.0, -0.5, 1.0], [math.inf] * 3)),
     ],
     ids=str,
 )
 def test_a_users_wrong_answers(method, answer):
     with pytest.raises(ValueError, match=rf"`Own.{method}` must return an .*, got "):
         asked(method, answer)
+
+
+def test_what_is_drawn_has_a_chance():
+    with pytest.raises(ValueError, match=r"`Own.chances` must be above 0 where `draw` asks .*, got 0 for prompt 2"):
+        asked("chances", [1.0, 0.5, 0.0])

@@ -24,8 +24,6 @@ SETTINGS = SHAPE | {"optim": "sgd", "learning_rate": 0.2}
 
 def launch(directory: Path, processes: int, cases: dict[str, dict]):
     """Run cases on some processes; `directory` gets their records."""
-    if not (directory / "model").exists():
-        tiny.save(directory / "model")
     path = directory / "cases.json"
     path.write_text(json.dumps(cases))
     on_processes(processes, directory / "log.txt", run_all, run_case, path)
@@ -35,29 +33,21 @@ def records(directory: Path, name: str, processes: int) -> list[dict]:
     return [json.loads((directory / f"{name}.{processes}.{rank}.json").read_text()) for rank in range(processes)]
 
 
-def pairs() -> list[tuple[str, str]]:
-    """Every controller with two selectors, every selector with two controllers."""
-    turns = range(len(SELECTORS))
-    return [(name, SELECTORS[(i + turn) % len(turns)]) for i, name in enumerate(CONTROLLERS) for turn in (0, 3)]
-
-
 def cases() -> dict[str, dict]:
+    """Every controller with a selector or two, in turn."""
+    turns = [(name, SELECTORS[(i + turn) % len(SELECTORS)]) for i, name in enumerate(CONTROLLERS) for turn in (0, 3)]
     return {
         f"{controller}-{selector}": SETTINGS
         | CONTROLLERS[controller]
         | {"controller": controller, "selector": selector}
-        for controller, selector in pairs()
+        for controller, selector in turns[::2] + turns[3::4]
     }
 
 
 # Rounds that two processes cannot share evenly: a few rows more are drawn
 UNEVEN = {
-    "reinforce_ada_balanced": {
-        "controller_kwargs": {"round_size": 3, "max_rounds": 4},
-    },
-    "reinforce_ada_positive": {
-        "controller_kwargs": {"round_size": 1, "max_rounds": 7},
-    },
+    "reinforce_ada_balanced": {"controller_kwargs": {"round_size": 3, "max_rounds": 4}},
+    "reinforce_ada_positive": {"controller_kwargs": {"round_size": 1, "max_rounds": 7}},
     "dynamic": {"controller_kwargs": {"max_rounds": 4}, "num_generations": 3, "selection_ratio": 1.0},
 }
 

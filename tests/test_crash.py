@@ -16,7 +16,6 @@ from trl import GRPOTrainer
 import crash_run
 import tiny
 from launches import fork
-from lze_trl import LZEGRPOTrainer
 from lze_trl.checkpoint import checkpoints, is_complete, last_complete_checkpoint
 from lze_trl.record import Run, open_run
 
@@ -52,22 +51,14 @@ def killed_in_mid_run(directory: Path, delay: float) -> bool:
 def test_a_checkpoint_that_is_being_rewritten_is_incomplete(tmp_path, monkeypatch):
     settings = {"max_steps": 2, "save_strategy": "steps", "save_steps": 2}
 
-    def train():
-        LZEGRPOTrainer(
-            model=tiny.save(tmp_path / "model"),
-            reward_funcs=tiny.even_length_reward,
-            args=tiny.config(tmp_path / "run", **settings),
-            train_dataset=tiny.prompts(11),
-        ).train()
-
     def killed(*args):
         raise KeyboardInterrupt
 
-    train()
+    tiny.run(tmp_path / "run", **settings)
     assert is_complete(tmp_path / "run" / "checkpoint-2")
     monkeypatch.setattr(GRPOTrainer, "_save_checkpoint", killed)
     with pytest.raises(KeyboardInterrupt):
-        train()
+        tiny.run(tmp_path / "run", **settings)
     assert (tmp_path / "run" / "checkpoint-2" / "lze_state.json").is_file()
     assert not is_complete(tmp_path / "run" / "checkpoint-2")
 
@@ -135,19 +126,13 @@ def what_a_kill_leaves(run_dir: Path):
 def finished(tmp_path_factory):
     """A run with three checkpoints."""
     directory = tmp_path_factory.mktemp("finished")
-    trainer = LZEGRPOTrainer(
-        model=tiny.model(),
-        reward_funcs=tiny.even_length_reward,
-        args=tiny.config(directory, save_strategy="steps", save_steps=1),
-        train_dataset=tiny.prompts(11),
-        processing_class=tiny.tokenizer(),
-    )
-    trainer.train()
+    tiny.run(directory, save_strategy="steps", save_steps=1)
     return directory
 
 
-@pytest.mark.parametrize("torn", ["trainer_state.json", "lze_state.json", "lze_state.arrays"])
-@pytest.mark.parametrize("how", ["missing", "cut", "empty"])
+@pytest.mark.parametrize(
+    ("torn", "how"), [("trainer_state.json", "cut"), ("lze_state.json", "empty"), ("lze_state.arrays", "missing")]
+)
 def test_a_torn_checkpoint_is_passed_over(tmp_path, finished, torn, how):
     shutil.copytree(finished, tmp_path / "run")
     newest = tmp_path / "run" / "checkpoint-3"

@@ -1,66 +1,34 @@
-"""Pages about migration, errors, papers and gradients: their script runs, and what their tables name exists."""
+"""Pages whose examples have a test of their own: what is printed runs, and what must come of it. Links of all pages resolve."""
 
-import ast
-import inspect
+import json
 import re
-from dataclasses import fields
 from pathlib import Path
-from typing import get_args, get_type_hints
+from typing import Any
 
+import matplotlib as mpl
 import pytest
 from trl import GRPOTrainer
 
 import tiny
-from lze_trl import LZEGRPOConfig, LZEGRPOTrainer
-from lze_trl.evaluation.settings import PRESETS
-from lze_trl.job.recipe import KEYS
-from lze_trl.rewards.named import MAJORITY, REWARDS, SOFT_OVERLONG
-from lze_trl.strategies import MOVED
-from test_docs_choosing import code
+from lze_trl import LZEGRPOTrainer
 from test_laws import distance, moved
 
 
 ROOT = Path(__file__).parents[1]
-DOCS = ROOT / "docs"
-PAGES = ["migrate.md", "troubleshooting.md", "papers.md", "lab/energy-and-gradients.md"]
 SITE = {
     path.relative_to(ROOT).as_posix(): path
     for folder in (".", "app", "benchmarks/**", "docs/**", "recipes/**")
     for path in ROOT.glob(f"{folder}/*.md")
 }
 ARXIV = re.compile(r"\[arXiv ([\d.]+)\]\(https://arxiv\.org/abs/([\d.]+)\)")
-NAME = re.compile(r"([a-z][a-z0-9_]*)(?:(?:=|: )(.+))?")
-HINTS = get_type_hints(LZEGRPOConfig)
-ARGUMENTS = {*inspect.signature(LZEGRPOTrainer).parameters, *inspect.signature(GRPOTrainer).parameters}
-IN_BLOCKS = {new for _, new in MOVED.values()}
-SETTINGS = {*(field.name for field in fields(LZEGRPOConfig)), *KEYS, *ARGUMENTS, *IN_BLOCKS}
-COLUMNS = {"image", "images"}  # of a dataset
-METRICS = {"entropy"}
-
-
-def read(page: str) -> str:
-    return (DOCS / page).read_text(encoding="utf-8")
-
-
-def rows(page: str) -> list[list[str]]:
-    """Cells of all tables of a page, without their headings."""
-    tables = re.findall(r"^\|.*\n\|[-:| ]+\|\n((?:\|.*\n)+)", read(page), re.M)
-    lines = [line for table in tables for line in table.splitlines()]
-    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
+NOTEBOOK = json.loads((ROOT / "examples" / "own_selector.ipynb").read_text(encoding="utf-8"))
+CELLS = [cell for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
 
 
 def anchors(page: Path) -> set[str]:
     """Anchors that GitHub gives the headings of a page."""
     headings = re.findall(r"^#+ (.+)", re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.S), re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
-def literals(hint) -> tuple:
-    """Strings that a setting with choices may have."""
-    return tuple(value for value in get_args(hint) if isinstance(value, str))
-
-
-# ---- All pages ----
 
 
 @pytest.mark.parametrize("page", SITE)
@@ -77,112 +45,78 @@ def test_links_resolve(page):
         assert link[0] == link[1]
 
 
-@pytest.mark.parametrize("page", PAGES[:3])
-def test_settings_of_the_tables_exist(page):
-    """What is in backticks outside of messages: a setting, with or without a value, or a value of one."""
-    values = {value for hint in HINTS.values() for value in literals(hint)} | {
-        "sum_then_normalize",
-        "normalize_then_sum",
-    }
-    values |= (
-        {"token_truncate", "token_mask", "group", "None", "True", "False", *REWARDS, SOFT_OVERLONG, MAJORITY, *PRESETS}
-        | COLUMNS
-        | METRICS
-    )
-    found = 0
-    for cell in (re.sub(r"“[^”]*”", "", cell) for row in rows(page) for cell in row):
-        for text in code(cell):
-            match = NAME.fullmatch(text)
-            if text in values or match is None:  # a command, a class, a metric or a file
-                continue
-            name, value = match.groups()
-            assert name in SETTINGS, text
-            found += 1
-            if value is not None and (choices := literals(HINTS.get(name))):
-                assert value.strip('"') in choices, text
-    assert found > 15
+def example(page: str, word: str = "") -> str:
+    """The Python of a page, the block with a word if there are several."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    (found,) = [block for block in re.findall(r"```python\n(.+?)```", text, re.S) if word in block]
+    return found
 
 
-def test_metrics_of_the_tables_are_documented():
-    documented = set(re.findall(r"^(?:\||-) `(lze/\w+)`", read("telemetry.md"), re.M))
-    named = {text for page in PAGES for text in code(read(page)) if re.fullmatch(r"lze/\w+", text)}
-    assert {"lze/dead_share", "lze/skipped_update"} <= named <= documented
+def result(text: str, **names: Any) -> LZEGRPOTrainer:
+    """The trainer of an example that trains a tiny model."""
+    exec(text, names)
+    return names["trainer"]
 
 
-# ---- Migration ----
+def given(directory: Path) -> dict[str, Any]:
+    return {"model": tiny.save(directory / "model"), "reward": tiny.even_length_reward, "dataset": tiny.prompts(17)}
 
 
-def test_the_script_trains_as_trl_does(tmp_path):
-    (script,) = re.findall(r"```python\n(.+?)```", read("migrate.md"), re.S)
+def test_the_script_of_the_readme_trains_and_ends_with_a_report(tmp_path, monkeypatch, capsys):
+    script = example("README.md", "HuggingFaceTB/SmolLM2-135M-Instruct")
+    monkeypatch.chdir(tmp_path)
+    tiny.save("model")
+    exec(script.replace("HuggingFaceTB/SmolLM2-135M-Instruct", "model").replace("max_steps=10", "max_steps=2"), {})
+    shown = capsys.readouterr().out
+    assert "No group had a gradient; the model did not change." in shown  # a random model solves no sum
+    assert (tmp_path / "runs/sums/report/report.html").is_file()
 
-    def trained(text: str) -> GRPOTrainer:
-        settings = {
-            "output_dir": str(tmp_path / text[:10]),
-            "use_cpu": True,
-            "bf16": False,
-            "report_to": "none",
-            "per_device_train_batch_size": 12,
-            "num_generations": 4,
-            "max_completion_length": 5,
-            "max_steps": 4,
-            "optim": "sgd",
-            "learning_rate": 0.5,
-            "save_strategy": "no",
-            "disable_tqdm": True,
-        }
-        names = {
-            "model": tiny.save(tmp_path / "model"),
-            "reward": tiny.even_length_reward,
-            "dataset": tiny.prompts(17),
-            "settings": settings,
-        }
-        exec(text, names)
-        return names["trainer"]
 
-    theirs = trained(script.replace("lze_trl", "trl").replace("LZEGRPO", "GRPO"))
-    ours = trained(script)
+def test_the_own_selector_of_the_readme(tmp_path):
+    names = {}
+    exec(example("README.md", "class Frontier"), names)
+    trainer = tiny.run(tmp_path, trainer={"selector": names["Frontier"]()}, selection_ratio=0.34)
+    assert trainer.ledger.groups_trained == 3
+
+
+def test_the_own_controller_of_the_page_about_choosing(tmp_path):
+    own = {"args": tiny.config(tmp_path / "run", selection_ratio=0.67), "reward": tiny.digit_reward}
+    trainer = result(example("docs/choosing.md"), **given(tmp_path) | own)
+    assert trainer.state.global_step == 3
+    sizes = [logs["lze/group_size"] for logs in trainer.state.log_history if "lze/group_size" in logs]
+    # About one completion in seven passes, so some prompts get a second chance, of 4 completions
+    assert all(4.0 <= size <= 8.0 for size in sizes)
+    assert trainer.ledger.rows_rolled_out == sum(sizes) * 3 > 3 * 3 * 4
+    assert 0 < trainer.ledger.groups_trained <= trainer.ledger.groups_rolled_out - trainer.ledger.groups_dead
+
+
+def test_the_script_of_the_page_about_migration_trains_as_trl_does(tmp_path):
+    script = example("docs/migrate.md")
+    settings = {"per_device_train_batch_size": 12, "num_generations": 4, "max_completion_length": 5, "max_steps": 4}
+    settings |= {"optim": "sgd", "learning_rate": 0.5, "save_strategy": "no", "disable_tqdm": True}
+    settings |= {"use_cpu": True, "bf16": False, "report_to": "none", "output_dir": str(tmp_path / "run")}
+    names = given(tmp_path) | {"settings": settings}
+    theirs = result(script.replace("lze_trl", "trl").replace("LZEGRPO", "GRPO"), **names)
+    ours = result(script, **names)
     assert type(theirs) is GRPOTrainer
-    assert isinstance(ours, LZEGRPOTrainer)
     assert 0 < ours.ledger.rows_trained < ours.ledger.rows_rolled_out
     assert moved(theirs) > 1e-3
     assert distance(ours, theirs) < 1e-5
 
 
-def test_trl_decays_weights_without_a_gradient_and_the_default_does_not(tmp_path):
-    def trained(trainer_class) -> GRPOTrainer:
-        args = tiny.config(tmp_path, strategy="exact", optim="adamw_torch", weight_decay=0.1)
-        trainer = trainer_class(
-            model=tiny.model(),
-            reward_funcs=lambda completions, **kwargs: [1.0] * len(completions),
-            args=args,
-            train_dataset=tiny.prompts(17),
-            processing_class=tiny.tokenizer(),
-        )
-        trainer.train()
-        return trainer
-
-    assert moved(trained(GRPOTrainer)) > 1e-4
-    ours = trained(LZEGRPOTrainer)
-    assert moved(ours) == 0.0
-    assert ours.ledger.skipped_updates == 3
+def test_the_notebook_is_kept_without_outputs():
+    assert len(CELLS) > 5
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in CELLS)
 
 
-# ---- Messages ----
-
-
-def messages() -> list[str]:
-    """Strings of the package, with NUL for each value that is put in."""
-    found = []
-    for path in (ROOT / "lze_trl").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.JoinedStr):
-                found.append("".join(part.value if isinstance(part, ast.Constant) else "\0" for part in node.values))
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                found.append(re.sub(r"%[\d.]*[sdgrf]", "\0", node.value))
-    return found
-
-
-# ---- Papers ----
-
-
-# ---- Gradients ----
+@pytest.mark.slow
+def test_the_notebook_runs_from_top_to_bottom(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    mpl.use("agg")
+    names = {}
+    for cell in CELLS:  # without Jupyter
+        exec("".join(cell["source"]), names)
+    comparison = names["comparison"]
+    assert list(comparison.index) == ["exact", "frontier", "energy"]
+    assert (comparison["accuracy after"] > comparison["accuracy before"]).all()
+    assert (comparison["updates ×"] < 1).all()

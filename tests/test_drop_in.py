@@ -12,16 +12,10 @@ import tiny
 from lze_trl import LZEGRPOTrainer
 
 
-def make(tmp_path, cls=LZEGRPOTrainer, dataset=None, reward_funcs=tiny.even_length_reward, args=None, **settings):
-    arguments = {name: settings.pop(name) for name in ("callbacks", "rollout_func") if name in settings}
-    return cls(
-        model=tiny.save(tmp_path / "model") if settings.get("beta") else tiny.model(),
-        reward_funcs=reward_funcs,
-        args=args or tiny.config(tmp_path, **{"strategy": "exact"} | settings),
-        train_dataset=tiny.prompts(11) if dataset is None else dataset,
-        processing_class=tiny.tokenizer(),
-        **arguments,
-    )
+def make(directory, cls=LZEGRPOTrainer, **settings):
+    own = {"model": tiny.save(directory / "model")} if settings.get("beta") else {}
+    own |= {"callbacks": settings.pop("callbacks")} if "callbacks" in settings else {}
+    return tiny.make(directory, cls, trainer=own, **{"strategy": "exact"} | settings)
 
 
 # ---- Overrides ----
@@ -47,12 +41,10 @@ def noting(base, called):
     return noting_class
 
 
-@pytest.mark.parametrize("strategy", ["exact", "lze", "gate", "reinforce_ada"])
+@pytest.mark.parametrize("strategy", ["exact", "gate"])
 def test_overrides_are_called(tmp_path, strategy):
     called = set()
     settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1, "remove_unused_columns": True}
-    if strategy == "reinforce_ada":
-        settings |= {"controller_kwargs": {"max_rounds": 2}}
     make(tmp_path, noting(LZEGRPOTrainer, called), strategy=strategy, beta=0.1, **settings).train()
     assert called == set(HOOKS)
 
@@ -71,9 +63,8 @@ def zeroed(self, inputs):
     return output | {"advantages": output["advantages"] * 0}
 
 
-@pytest.mark.parametrize("strategy", ["grpo", "exact", "lze"])
 @pytest.mark.parametrize("place", ["subclass", "mixin", "last mixin"])
-def test_an_override_that_would_not_be_called_is_refused(tmp_path, strategy, place):
+def test_an_override_that_would_not_be_called_is_refused(tmp_path, place):
     body = {"_generate_and_score_completions": zeroed}
     if place == "subclass":
         cls = type("Zeroed", (LZEGRPOTrainer,), body)
@@ -82,7 +73,7 @@ def test_an_override_that_would_not_be_called_is_refused(tmp_path, strategy, pla
     else:
         cls = type("Mine", (LZEGRPOTrainer, type("Zeroed", (GRPOTrainer,), body)), {})
     with pytest.raises(TypeError, match=r"`Zeroed._generate_and_score_completions` would never .*`_compute_loss`"):
-        make(tmp_path, cls, strategy=strategy)
+        make(tmp_path, cls)
 
 
 class Backwards(LZEGRPOTrainer):
@@ -104,7 +95,7 @@ def seen_prompts(trainer):
     return batches
 
 
-@pytest.mark.parametrize("strategy", ["exact", "lze", "gate"])
+@pytest.mark.parametrize("strategy", ["exact", "gate"])
 def test_an_own_sampler_orders_the_prompts(tmp_path, strategy):
     backwards = [row["prompt"] for row in tiny.prompts(11)][::-1]
     batches = seen_prompts(make(tmp_path, Backwards, strategy=strategy, max_steps=2))
@@ -112,14 +103,12 @@ def test_an_own_sampler_orders_the_prompts(tmp_path, strategy):
     assert {prompt for batch in batches for prompt in batch} == set(backwards[:6])
 
 
-@pytest.mark.parametrize("settings", [{"strategy": "lze", "pruning": "refill"}, {"strategy": "dapo"}])
-def test_an_own_sampler_that_would_be_ignored_is_refused(tmp_path, settings):
+def test_an_own_sampler_that_would_be_ignored_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"`Backwards._get_train_sampler` orders the prompts"):
-        make(tmp_path, Backwards, **settings)
+        make(tmp_path, Backwards, strategy="lze", pruning="refill")
 
 
-@pytest.mark.parametrize("packing", [True, False])
-def test_a_loss_can_read_what_was_logged_of_the_batch(tmp_path, packing):
+def test_a_loss_can_read_what_was_logged_of_the_batch(tmp_path):
     seen = []
 
     class Reading(LZEGRPOTrainer):
@@ -128,7 +117,7 @@ def test_a_loss_can_read_what_was_logged_of_the_batch(tmp_path, packing):
             seen.append((self._metrics["train"]["reward"][-1], self._metrics["train"]["entropy"][-1]))
             return loss
 
-    trainer = make(tmp_path, Reading, packing=packing, selector="all")
+    trainer = make(tmp_path, Reading, selector="all")
     trainer.train()
     logged = [line["reward"] for line in trainer.state.log_history if "reward" in line]
     assert [reward for reward, _ in seen] == pytest.approx(logged)
@@ -141,12 +130,8 @@ def test_a_trainer_may_trim_what_is_pickled(tmp_path):
         def __getstate__(self):
             return {"args": self.args}
 
-    rewards = []
-    for cls in (Trimmed, LZEGRPOTrainer):
-        trainer = make(tmp_path, cls, save_strategy="steps", save_steps=1)
-        trainer.train()
-        rewards.append([line["reward"] for line in trainer.state.log_history if "reward" in line])
-    assert rewards[0] == rewards[1]
+    trimmed, usual = (tiny.history(tiny.run(tmp_path, cls=cls), "reward") for cls in (Trimmed, LZEGRPOTrainer))
+    assert trimmed == usual
 
 
 def test_the_table_of_completions_is_filled_as_by_trl(tmp_path):
@@ -164,17 +149,9 @@ def test_the_table_of_completions_is_filled_as_by_trl(tmp_path):
 # ---- Callbacks ----
 
 
-class MyProgress(ProgressCallback):
-    pass
-
-
-class MyPrinter(PrinterCallback):
-    pass
-
-
-@pytest.mark.parametrize("quiet", [True, False])
-@pytest.mark.parametrize("own", [MyProgress, MyPrinter])
-def test_a_users_own_printer_stays(tmp_path, own, quiet):
+@pytest.mark.parametrize(("base", "quiet"), [(ProgressCallback, False), (PrinterCallback, True)])
+def test_a_users_own_printer_stays(tmp_path, base, quiet):
+    own = type("Mine", (base,), {})
     trainer = make(tmp_path, callbacks=[own], summary=True, disable_tqdm=quiet)
     kinds = [type(callback) for callback in trainer.callback_handler.callbacks]
     assert own in kinds
@@ -188,14 +165,13 @@ def shouted(batch):
     return {**batch, "prompt": [f"{prompt} please" for prompt in batch["prompt"]]}
 
 
-@pytest.mark.parametrize("strategy", ["exact", "lze", "gate"])
+@pytest.mark.parametrize("strategy", ["exact", "gate"])
 def test_a_transform_is_applied_before_the_rollout(tmp_path, strategy):
     prompts = seen_prompts(make(tmp_path, dataset=tiny.prompts(11).with_transform(shouted), strategy=strategy))
     assert prompts and all(prompt.endswith("= please") for batch in prompts for prompt in batch)
 
 
-@pytest.mark.parametrize("strategy", ["exact", "lze"])
-def test_a_transform_may_make_the_prompt(tmp_path, strategy):
+def test_a_transform_may_make_the_prompt(tmp_path):
     def reward(completions, gold, **kwargs):
         assert "lze_prompt_id" not in kwargs and all(gold)
         return tiny.even_length_reward(completions)
@@ -205,10 +181,10 @@ def test_a_transform_may_make_the_prompt(tmp_path, strategy):
     made = repeated.with_transform(
         lambda batch: {"prompt": [f"{q} ?" for q in batch["question"]], "gold": batch["final"]}
     )
-    trainer = make(tmp_path, dataset=made, reward_funcs=reward, strategy=strategy)
+    trainer = make(tmp_path, dataset=made, reward_funcs=reward, strategy="lze")
     assert len(trainer.train_dataset) == 11
     assert all(prompt.endswith("= ?") for batch in seen_prompts(trainer) for prompt in batch)
-    again = make(tmp_path / "again", dataset=trainer.train_dataset, reward_funcs=reward, strategy=strategy)
+    again = make(tmp_path / "again", dataset=trainer.train_dataset, reward_funcs=reward)
     assert again.train_dataset[:] == trainer.train_dataset[:]  # a set that has ids already
 
 
@@ -224,7 +200,7 @@ def test_a_random_transform_does_not_change_which_prompt_it_is(tmp_path):
     assert set(trainer.prompt_state["prompt_ids"]) <= set(plain.train_dataset["lze_prompt_id"])
 
 
-@pytest.mark.parametrize("strategy", ["exact", "lze", "gate", "dapo"])
+@pytest.mark.parametrize("strategy", ["exact", "dapo"])
 def test_other_training_data_is_trained_on(tmp_path, strategy):
     trainer = make(tmp_path, strategy=strategy, max_steps=2)
     trainer.train()
@@ -241,7 +217,7 @@ def test_data_that_cannot_be_trained_on_is_refused_where_it_is_assigned(tmp_path
     trainer = make(tmp_path, strategy="lze")
     before = trainer.train_dataset
     for other, error in (
-        (tiny.prompts(11).to_iterable_dataset(), r"`pruning='refill'` needs a dataset whose rows can be read again"),
+        (tiny.prompts(11).to_iterable_dataset(), "needs a dataset whose rows can be read again"),
         (tiny.prompts(2), "has 2 different prompts"),
         (tiny.prompts(11).rename_column("prompt", "question"), "has no `prompt` column"),
         (None, "`train_dataset` is required"),
@@ -263,18 +239,6 @@ def test_data_cannot_be_changed_while_it_is_trained_on(tmp_path):
         (trainer := make(tmp_path, Switching)).train()
     trainer.train_dataset = tiny.prompts(5)  # the training has ended
     assert len(trainer.train_dataset) == 5
-
-
-def test_rows_that_differ_in_what_a_reward_reads_are_different_prompts(tmp_path):
-    rows = [
-        {"prompt": f"{i}+{i}=", "solution": str(2 * i), "task": task, "tests": [task, str(i)]}
-        for i in range(9)
-        for task in ("sum", "code", "proof", "code")
-    ]
-    trainer = make(tmp_path, dataset=Dataset.from_list(rows))
-    assert len(trainer.train_dataset) == 27
-    plain = make(tmp_path / "plain", dataset=Dataset.from_list(rows).select_columns(["prompt", "solution"]))
-    assert len(plain.train_dataset) == 9
 
 
 # ---- Objects that users keep hold of ----
@@ -316,16 +280,20 @@ def test_reward_functions_are_the_users_own(tmp_path):
 def test_settings_may_be_shared(tmp_path):
     args = tiny.config(tmp_path, strategy="lze")
     before = dict(vars(args))
-    trainer = make(tmp_path, args=args)
+
+    def make(dataset):
+        return LZEGRPOTrainer(tiny.model(), tiny.even_length_reward, args, dataset, processing_class=tiny.tokenizer())
+
+    trainer = make(tiny.prompts(11))
     assert trainer.args is args
     assert (trainer.resolved["pruning"], trainer.resolved["deduplicate"]) == ("refill", True)
-    streamed = make(tmp_path, args=args, dataset=tiny.prompts(11).to_iterable_dataset())
+    streamed = make(dataset=tiny.prompts(11).to_iterable_dataset())
     assert (streamed.resolved["pruning"], streamed.resolved["deduplicate"]) == ("none", False)
     assert {name: vars(args)[name] for name in ("pruning", "deduplicate")} == {
         name: before[name] for name in ("pruning", "deduplicate")
     }
     few = Dataset.from_list(tiny.prompts(2).to_list() * 2)
-    assert len(make(tmp_path, args=args, dataset=few).train_dataset) == 4
-    assert len(make(tmp_path, args=args, dataset=Dataset.from_list(tiny.prompts(5).to_list() * 2)).train_dataset) == 5
+    assert len(make(dataset=few).train_dataset) == 4
+    assert len(make(dataset=Dataset.from_list(tiny.prompts(5).to_list() * 2)).train_dataset) == 5
     streamed.train()
     trainer.train()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lze_trl.batch import Batch
 from lze_trl.memory.state import PromptState, StateSettings
-from lze_trl.memory.threshold import FEATURES, Threshold, best_yield, features, needed_to_begin
+from lze_trl.memory.threshold import Threshold, best_yield, needed_to_begin
 from lze_trl.rollout.controllers import Gate, ask
 from samples import NAN, prompts_of, rollouts
 
@@ -110,16 +110,6 @@ def test_a_completion_yields_more_live_groups_than_without_a_gate():
     assert np.mean(told) == pytest.approx(kept, abs=0.1)
 
 
-def test_foresight_is_not_fooled_by_groups_that_were_stopped():
-    world = World(prompts=600, seed=1)
-    for _ in range(60):
-        world.visit()
-    alive = 1.0 - world.rates**SIZE - (1.0 - world.rates) ** SIZE
-    foreseen = world.state.prompts(np.arange(600)).alive
-    assert foreseen.mean() == pytest.approx(alive.mean(), abs=0.06)
-    assert np.corrcoef(foreseen, alive)[0, 1] > 0.6
-
-
 def test_a_batch_of_one_prompt_gains_nearly_as_much_as_one_of_sixteen():
     gain = {}
     for prompts in (1, 16):
@@ -174,20 +164,6 @@ def test_a_prompt_is_begun_by_the_forecasts_of_its_batch_and_of_the_latest():
     assert gate.needed(prompts_of(1, alive=[0.2])) == pytest.approx(needed_to_begin(mean / 4, 4))
     assert gate.needed(prompts_of(many, alive=[0.2] * many)) == pytest.approx(needed_to_begin(0.2 / 4, 4))
     assert Threshold(4).needed(prompts_of(1, alive=[0.2])) <= 0.2
-
-
-def test_what_the_latest_groups_were_alike_in_goes_on():
-    all_alive, all_dead, first = Threshold(4), Threshold(4), rollouts({i: [0.0] for i in range(3)})
-    for _ in range(30):
-        all_alive.see(
-            prompts_of(3, alive=[0.6] * 3), rollouts({i: [0.0, 1.0, 0.0, 1.0] for i in range(3)}), np.ones(3)
-        )
-        all_dead.see(prompts_of(3, alive=[0.02] * 3), rollouts({i: [0.0] * 4 for i in range(3)}), np.ones(3))
-    assert all_alive.needed(prompts_of(2, alive=[0.6, 0.5])) < 0.5
-    alike = prompts_of(3, alive=[0.02] * 3)
-    alike = alike.with_columns(alive_given_first=all_dead.alive(alike, first))
-    assert all_dead.needed(alike) <= alike.alive_given_first.min() < 0.02
-    assert all_dead.needed(prompts_of(2, alive=[0.01, 0.02])) <= 0.01
 
 
 @given(st.lists(st.floats(0.001, 0.999), min_size=1, max_size=7), st.integers(2, 16))
@@ -249,19 +225,6 @@ def test_at_first_it_is_what_was_expected_before():
     np.testing.assert_allclose(Threshold().alive(prompts, drawn), [0.2, 0.9, NAN, 1.0])
 
 
-def test_features_are_bounded_and_tell_new_prompts_from_known_ones():
-    prompts = prompts_of(4, visits=[0, 3, 0, 1], pass_rates=[0.5, 0.9, 0.5, 0.1])
-    x = features(prompts, np.array([1.0, 0.0, 0.5, 0.0]), np.array([-1e6, 0.0, NAN, -2.0]))
-    assert x.shape == (4, len(FEATURES))
-    assert (np.abs(x) < 4.0).all()
-    columns = dict(zip(FEATURES, x.T, strict=True))
-    assert columns["new_one"].tolist() == [1, 0, 1, 0]
-    assert columns["known_one"].tolist() == [0, 1, 0, 1]
-    assert columns["new_no_logprob"].tolist() == [0, 0, 1, 0]
-    np.testing.assert_allclose(columns["surprise"], [0.0, 0.9, 0.0, 0.1])
-    np.testing.assert_allclose(columns["known_chance"], [0.0, 1.0, 0.0, np.exp(-2.0)])
-
-
 def test_one_group_stands_for_those_that_chance_left_out():
     # Half a batch of which each counts twice is the batch twice
     rng, halves = np.random.default_rng(3), []
@@ -284,28 +247,6 @@ def test_groups_that_were_stopped_teach_nothing():
         gates.append(gate.state_dict())
     for name, values in gates[0].items():
         np.testing.assert_array_equal(values, gates[1][name])
-
-
-def test_forecasts_go_on_from_a_checkpoint_bit_for_bit():
-    whole, part = World(seed=2), World(seed=2)
-    for turn in range(8):
-        whole.visit()
-        part.visit()
-        if turn == 4:
-            saved, part.state = part.state, PromptState(StateSettings(group_size=SIZE))
-            part.state.load_state_dict(saved.state_dict())
-            part.state.foresight.load_state_dict(saved.foresight.state_dict())
-            part.state.gate.load_state_dict(saved.gate.state_dict())
-    ids = np.arange(2000)
-    for mine, other in (
-        (whole.state.gate.state_dict(), part.state.gate.state_dict()),
-        (whole.state.foresight.state_dict(), part.state.foresight.state_dict()),
-        (vars(whole.state.prompts(ids)), vars(part.state.prompts(ids))),
-    ):
-        for name, values in mine.items():
-            np.testing.assert_array_equal(values, other[name])
-    assert whole.state.gate.metrics() == part.state.gate.metrics()
-    assert whole.state.foresight.metrics() == part.state.foresight.metrics()
 
 
 # ---- What the state makes of one completion ----

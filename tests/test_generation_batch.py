@@ -45,22 +45,11 @@ def build(norm_tokens=(40.0,) * 4, weights=(1.0,) * 4, process: int = 0, **held:
         "advantages": torch.tensor([0.5, -1.0, 1.5, 2.0])[local],
         "old_per_token_logps": -completions.float(),
     }
-    layout = Layout(
-        [
-            None,
-            MicroBatch(np.array([[0, 1], [2, 2]]), np.array([[False, False], [False, True]])),
-            MicroBatch(np.array([[3], [3]]), np.array([[False], [True]])),
-        ]
-    )
-    rows = Table(
-        prompt_tokens=PROMPTS,
-        completion_tokens=COMPLETIONS,
-        loss_tokens=COMPLETIONS,
-        norm_rows=np.full(4, 4.0),
-        norm_tokens=np.array(norm_tokens),
-        num_items=np.full(4, 11.0),
-        weight=np.array(weights),
-    )
+    first = MicroBatch(np.array([[0, 1], [2, 2]]), np.array([[False, False], [False, True]]))
+    layout = Layout([None, first, MicroBatch(np.array([[3], [3]]), np.array([[False], [True]]))])
+    lengths = {"prompt_tokens": PROMPTS, "completion_tokens": COMPLETIONS, "loss_tokens": COMPLETIONS}
+    norms = {"norm_rows": np.full(4, 4.0), "norm_tokens": np.array(norm_tokens), "num_items": np.full(4, 11.0)}
+    rows = Table(**lengths, **norms, weight=np.array(weights))
     return Batch(Table(), rows, tensors | held | {"row": local}, layout=layout)
 
 
@@ -87,22 +76,9 @@ def test_widths_are_multiples():
     inputs = micro_batch(build(), 2, multiple=2)
     assert inputs["prompt_ids"].tolist() == [[0, 31, 32, 33]]
     assert inputs["completion_ids"].tolist() == [[31, 0]]
-    # No wider than what TRL has padded
+    # No wider than what TRL has padded, as where nothing is trimmed
+    assert micro_batch(build(), 2, trim=False)["prompt_ids"].tolist() == [[0, 31, 32, 33]]
     assert micro_batch(build(), 2, multiple=64)["completion_ids"].shape == (1, 5)
-
-
-def test_untrimmed():
-    inputs = micro_batch(build(), 2, trim=False)
-    assert inputs["prompt_ids"].tolist() == [[0, 31, 32, 33]]
-    assert inputs["completion_ids"].tolist() == [[31, 0, 0, 0, 0]]
-
-
-def test_values_of_rows_are_not_cut():
-    # A ratio a sequence has one column, or none
-    ratio = torch.tensor([[1.0], [2.0], [3.0]])
-    inputs = micro_batch(build(importance_sampling_ratio=ratio, weight=ratio.squeeze(1)), 2)
-    assert inputs["importance_sampling_ratio"].tolist() == [[3.0]]
-    assert inputs["weight"].tolist() == [3.0]
 
 
 def test_scale_and_normaliser():

@@ -1,19 +1,11 @@
-"""The exactness laws of what a row weighs: kept rows stand for those left out, and the entropy bonus knows no packing."""
-
-import shutil
+"""The exactness law of what a row weighs: kept rows stand for those left out, in policy term, KL and entropy bonus."""
 
 import pytest
 from trl import GRPOTrainer
 
 import tiny
 from lze_trl import LZEGRPOTrainer
-from test_laws import LOSS_TYPES, PLAIN, SHAPES, distance, make, moved, shape, train
-
-
-STATIC, ADAPTIVE = (
-    {"entropy_coef": 0.3},
-    {"use_adaptive_entropy": True, "entropy_coef_delta": 0.1, "entropy_target": 10.0},
-)
+from test_laws import ADAPTIVE, LOSS_TYPES, STATIC, distance, moved
 
 
 def twins(prompts, trainer):
@@ -40,31 +32,26 @@ def digits(completions, **kwargs):
 
 
 @pytest.mark.parametrize(
-    ("settings", "normalizer"),
-    [({"beta": 0.3} | STATIC, "selected"), (ADAPTIVE | {"beta": 0.3}, "all"), ({}, "all")],
-    ids=["KL and bonus", "KL and adaptive bonus", "several rewards"],
+    ("loss_type", "settings", "normalizer"),
+    [
+        *((loss, {"beta": 0.3} | STATIC, "selected") for loss in LOSS_TYPES),
+        *((loss, {"beta": 0.3} | ADAPTIVE, "all") for loss in ("grpo", "bnpo", "dapo")),
+        ("dr_grpo", {}, "all"),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_kept_rows_with_weights_are_the_full_batch(tmp_path, loss_type, settings, normalizer):
     # Of two twins one is kept and stands for both: KL and entropy bonus have to count it twice, as the policy term does
     settings = settings | {"loss_type": loss_type, "num_iterations": 2, "max_steps": 6}
     rewards = [even_tokens] if "beta" in settings else [even_tokens, digits]
 
     def run(cls, name, **own):
-        trainer = cls(
-            model=tiny.save(tmp_path / "model"),
-            reward_funcs=rewards,
-            args=tiny.config(
-                tmp_path / name,
-                optim="sgd",
-                learning_rate=0.5,
-                reward_weights=[1.0, 0.7][: len(rewards)],
-                **settings,
-                **own,
-            ),
-            train_dataset=tiny.prompts(17),
-            rollout_func=twins,
+        settings_of = (
+            {"optim": "sgd", "learning_rate": 0.5, "reward_weights": [1.0, 0.7][: len(rewards)]} | settings | own
         )
+        args = tiny.config(tmp_path / name, **settings_of)
+        model, data = tiny.save(tmp_path / "model"), tiny.prompts(17)
+        trainer = cls(model, rewards, args, data, rollout_func=twins)
         trainer.train()
         return trainer
 
@@ -74,57 +61,3 @@ def test_kept_rows_with_weights_are_the_full_batch(tmp_path, loss_type, settings
     assert ours.ledger.rows_trained == ours.ledger.rows_rolled_out / 2
     assert moved(theirs) > 1e-3
     assert distance(ours, theirs) < 1e-5
-
-
-@pytest.mark.parametrize("bonus", [STATIC, ADAPTIVE], ids=["static", "adaptive"])
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_packing_changes_nothing_of_an_entropy_bonus(tmp_path, loss_type, bonus):
-    turn = LOSS_TYPES.index(loss_type) // 2 + (bonus is STATIC)
-    shape_name = ["two optimizer steps a batch", "two batches an optimizer step"][turn % 2]
-    settings = bonus | shape(shape_name) | {"loss_type": loss_type, "selection_ratio": 0.7, "pruning": "none"}
-    settings["loss_normalizer"] = "all" if LOSS_TYPES.index(loss_type) % 2 else "selected"
-    on = train(LZEGRPOTrainer, tmp_path / "on", packing=True, **settings)
-    off = train(LZEGRPOTrainer, tmp_path / "off", packing=False, **settings)
-    assert moved(on) > 1e-3
-    assert distance(on, off) < 1e-5
-    assert on.entropy_coef == off.entropy_coef
-    assert on._last_world_entropy == pytest.approx(off._last_world_entropy, abs=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("loss_type", "shape_name", "bonus"),
-    list(zip(["grpo", "bnpo", "dapo"] * 2, SHAPES, [STATIC, ADAPTIVE] * 3, strict=True)),
-)
-def test_packing_everything_with_an_entropy_bonus_is_trl(tmp_path, loss_type, shape_name, bonus):
-    settings = bonus | shape(shape_name) | {"loss_type": loss_type}
-    ours = train(LZEGRPOTrainer, tmp_path / "ours", selector="all", pruning="none", packing=True, **settings)
-    theirs = train(GRPOTrainer, tmp_path / "theirs", **settings)
-    assert moved(theirs) > 1e-3
-    assert distance(ours, theirs) < 1e-5
-    for mine, trl in zip(ours.state.log_history[:-1], theirs.state.log_history[:-1], strict=True):
-        assert mine["entropy_coef"] == trl["entropy_coef"]
-        assert mine["policy_loss"] == pytest.approx(trl["policy_loss"], abs=1e-5)
-        assert mine["loss"] == pytest.approx(trl["loss"], abs=2e-4)  # rounded to four digits
-
-
-@pytest.mark.parametrize("bonus", [STATIC, ADAPTIVE], ids=["static", "adaptive"])
-def test_an_entropy_bonus_on_everything_is_trl_bit_for_bit(tmp_path, bonus):
-    for loss_type in ("grpo", "dapo", "bnpo"):
-        settings = bonus | shape("neither divides") | {"loss_type": loss_type}
-        ours = train(LZEGRPOTrainer, tmp_path / f"ours-{loss_type}", **PLAIN, **settings)
-        theirs = train(GRPOTrainer, tmp_path / f"theirs-{loss_type}", **settings)
-        assert moved(theirs) > 0
-        assert distance(ours, theirs) == 0.0
-        assert ours.entropy_coef == theirs.entropy_coef
-
-
-def test_a_resume_keeps_the_adaptive_entropy(tmp_path):
-    settings = (
-        ADAPTIVE | shape("two optimizer steps a batch") | {"max_steps": 8, "save_strategy": "steps", "save_steps": 5}
-    )
-    whole = train(LZEGRPOTrainer, tmp_path / "run", **settings)
-    shutil.rmtree(tmp_path / "run" / "checkpoint-8")
-    resumed = make(LZEGRPOTrainer, tmp_path / "run", **settings)
-    resumed.train(resume_from_checkpoint=True)
-    assert resumed.entropy_coef == whole.entropy_coef > 0.1
-    assert distance(whole, resumed) == 0.0 < moved(whole)

@@ -32,6 +32,11 @@ from lze_trl.pack.weights import (
 from lze_trl.seeding import keyed_rng
 
 
+def zeros(count: int) -> np.ndarray:
+    """The only chunk, of each row."""
+    return np.zeros(count, dtype=int)
+
+
 def rows_of(layout: Layout) -> list[list[list[int]] | None]:
     """Rows of each micro-step by process, fillers as −1."""
     return [None if batch is None else np.where(batch.filler, -1, batch.rows).tolist() for batch in layout.micro_steps]
@@ -50,93 +55,53 @@ def test_pack_one_process():
     assert layout.rows_of(0).tolist() == [0, 1, 2, 3, 4]
 
 
-def test_pack_deals_rows_to_the_processes():
-    # W = 2, one row a micro-batch: pairs of similar length; the odd one out has a filler beside it, itself
-    geometry = Geometry(num_processes=2, steps_per_generation=3, chunk_steps=3, micro_batch_rows=1)
-    lengths = np.array([5, 1, 9, 4, 8])
-    layout = pack(np.ones(5, dtype=int), lengths, np.zeros(5, dtype=int), geometry)
-    assert rows_of(layout) == [[[2], [4]], [[0], [3]], [[1], [-1]]]
-    assert layout.micro_steps[2].rows.tolist() == [[1], [1]]
-    assert layout.rows_of(0).tolist() == [0, 1, 2]
-    assert layout.rows_of(1).tolist() == [1, 3, 4]
+@pytest.mark.parametrize(
+    ("shape", "prompts", "completions", "rows"),
+    [
+        # W = 2, one row a micro-batch: pairs of similar length; the odd one out has a filler beside it
+        ((2, 3, 3, 1), [1] * 5, [5, 1, 9, 4, 8], [[[2], [4]], [[0], [3]], [[1], [-1]]]),
+        # Of rows of one length, the longer completion comes first
+        ((1, 1, 1, 4), [5, 7, 3, 5], [4, 2, 6, 5], [[[3, 2, 0, 1]]]),
+        # Two rows a micro-batch, the longest with 10 + 50 tokens: room for 120, and for 100 of completions. Five rows of
+        # 10 + 10 take exactly as many completion tokens as 10 + 50 twice would, but more rows
+        ((1, 4, 4, 2), [10] * 7, [10, 50, 10, 50, 10, 10, 10], [None, None, [[1, 3]], [[0, 2, 4, 5, 6]]]),
+        # Up to 40 tokens: 2 × (10 + 9) = 38 fit, 3 × 19 do not; then 3 × (10 + 3) = 39
+        ((1, 5, 5, 1, 40), [10] * 5, [9, 8, 3, 2, 1], [None, None, None, [[0, 1]], [[2, 3, 4]]]),
+        # A row longer than the budget is computed alone
+        ((1, 3, 3, 1, 15), [10] * 3, [90, 3, 2], [[[0]], [[1]], [[2]]]),
+        # A budget too small for the micro-steps shares the rows out
+        ((1, 2, 2, 1, 1), [10] * 5, [5, 4, 3, 2, 1], [[[0, 1]], [[2, 3, 4]]]),
+    ],
+)
+def test_pack_by_length(shape, prompts, completions, rows):
+    layout = pack(np.array(prompts), np.array(completions), zeros(len(prompts)), Geometry(*shape))
+    assert rows_of(layout) == rows
 
 
-def test_of_rows_of_one_length_the_longer_completion_comes_first():
-    geometry = Geometry(num_processes=1, steps_per_generation=1, chunk_steps=1, micro_batch_rows=4)
-    prompts, completions = np.array([5, 7, 3, 5]), np.array([4, 2, 6, 5])
-    assert rows_of(pack(prompts, completions, np.zeros(4, dtype=int), geometry)) == [[[3, 2, 0, 1]]]
+@pytest.mark.parametrize(
+    ("shape", "completions", "owner", "rows"),
+    [
+        # W = 2, two micro-batches of two rows each. Process 0 holds the longest three: one of them has to move
+        ((2, 1, 1, 2), [9, 8, 7, 6], [0, 0, 0, 1], [[[0, 1], [2, 3]]]),
+        ((2, 1, 1, 2), [9, 8, 7, 6], [1, 1, 1, 0], [[[2, 3], [0, 1]]]),
+        # Rows of one length, a block on each process, as after generation: nothing has to move
+        ((2, 2, 2, 2), [1] * 8, [0] * 4 + [1] * 4, [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]),
+        # W = 3 and five rows, two each: process 1 holds one row, and gets a filler
+        ((3, 1, 1, 2), [9, 8, 7, 6, 5], [0, 2, 2, 1, 0], [[[0, 4], [3, -1], [1, 2]]]),
+    ],
+)
+def test_rows_stay_with_their_owner(shape, completions, owner, rows):
+    count = len(completions)
+    layout = pack(np.ones(count, dtype=int), np.array(completions), zeros(count), Geometry(*shape), np.array(owner))
+    assert rows_of(layout) == rows
 
 
-def test_short_rows_share_the_room_of_the_longest():
-    # Two rows a micro-batch, the longest with 10 + 50 tokens: room for 120, and for 100 of completions. Five rows of
-    # 10 + 10 take exactly as many completion tokens as 10 + 50 twice would, but more rows
-    geometry = Geometry(num_processes=1, steps_per_generation=4, chunk_steps=4, micro_batch_rows=2)
-    completions = np.array([10, 50, 10, 50, 10, 10, 10])
-    layout = pack(np.full(7, 10), completions, np.zeros(7, dtype=int), geometry)
-    assert rows_of(layout) == [None, None, [[1, 3]], [[0, 2, 4, 5, 6]]]
-
-
-def test_rows_stay_with_their_owner():
-    # W = 2, two micro-batches of two rows each. Process 0 holds the longest three: one of them has to move
-    geometry = Geometry(num_processes=2, steps_per_generation=1, chunk_steps=1, micro_batch_rows=2)
-    owner = np.array([0, 0, 0, 1])
-    layout = pack(np.ones(4, dtype=int), np.array([9, 8, 7, 6]), np.zeros(4, dtype=int), geometry, owner)
-    assert rows_of(layout) == [[[0, 1], [2, 3]]]
-    layout = pack(np.ones(4, dtype=int), np.array([9, 8, 7, 6]), np.zeros(4, dtype=int), geometry, 1 - owner)
-    assert rows_of(layout) == [[[2, 3], [0, 1]]]
-
-
-def test_rows_of_one_length_come_from_all_processes():
-    # Each process holds a block of the batch, as after generation: nothing has to move
-    geometry = Geometry(num_processes=2, steps_per_generation=2, chunk_steps=2, micro_batch_rows=2)
-    layout = pack(np.ones(8, int), np.ones(8, int), np.zeros(8, int), geometry, np.repeat([0, 1], 4))
-    assert rows_of(layout) == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
-
-
-def test_the_filler_goes_to_who_holds_least():
-    # W = 3 and five rows, two each: process 1 holds one row, and gets no other
-    geometry = Geometry(num_processes=3, steps_per_generation=1, chunk_steps=1, micro_batch_rows=2)
-    owner = np.array([0, 2, 2, 1, 0])
-    layout = pack(np.ones(5, dtype=int), np.array([9, 8, 7, 6, 5]), np.zeros(5, dtype=int), geometry, owner)
-    assert rows_of(layout) == [[[0, 4], [3, -1], [1, 2]]]
-    assert layout.micro_steps[0].rows[1].tolist() == [3, 4]  # a copy of the shortest row
-
-
-def test_pack_by_token_budget():
-    # Up to 40 tokens: 2 × (10 + 9) = 38 fit, 3 × 19 do not; then 3 × (10 + 3) = 39
-    geometry = Geometry(1, steps_per_generation=5, chunk_steps=5, micro_batch_rows=1, max_tokens=40)
-    completions = np.array([9, 8, 3, 2, 1])
-    layout = pack(np.full(5, 10), completions, np.zeros(5, dtype=int), geometry)
-    assert rows_of(layout) == [None, None, None, [[0, 1]], [[2, 3, 4]]]
-
-
-def test_a_row_longer_than_the_budget_is_computed_alone():
-    geometry = Geometry(1, steps_per_generation=3, chunk_steps=3, micro_batch_rows=1, max_tokens=15)
-    layout = pack(np.full(3, 10), np.array([90, 3, 2]), np.zeros(3, dtype=int), geometry)
-    assert rows_of(layout) == [[[0]], [[1]], [[2]]]
-
-
-def test_a_budget_too_small_for_the_micro_steps_shares_the_rows_out():
-    geometry = Geometry(1, steps_per_generation=2, chunk_steps=2, micro_batch_rows=1, max_tokens=1)
-    layout = pack(np.full(5, 10), np.array([5, 4, 3, 2, 1]), np.zeros(5, dtype=int), geometry)
-    assert rows_of(layout) == [[[0, 1]], [[2, 3, 4]]]
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 7])
+@pytest.mark.parametrize("count", [1, 4, 7])
 def test_what_fits_the_budget_is_one_micro_batch(count):
     # W = 2 and room for ten rows each: an odd number of rows is no reason for a second micro-step
     geometry = Geometry(2, steps_per_generation=4, chunk_steps=4, micro_batch_rows=1, max_tokens=100)
     layout = pack(np.full(count, 5), np.full(count, 5), np.zeros(count, dtype=int), geometry)
     assert [batch is None for batch in layout.micro_steps] == [True, True, True, False]
-
-
-def test_no_rows_no_micro_batches():
-    geometry = Geometry(2, steps_per_generation=4, chunk_steps=2, micro_batch_rows=3)
-    none = np.empty(0, dtype=np.int64)
-    for layout in (pack(none, none, none, geometry), unpacked(none, geometry)):
-        assert layout.micro_steps == [None] * 4
-        assert layout.rows_of(1).tolist() == []
-    assert weights_of_chosen(none, none, geometry, keyed_rng(0, 0, "steps")).num_items.tolist() == []
 
 
 def test_unpacked_uses_every_micro_step():
@@ -154,31 +119,23 @@ def test_trl_layout_is_the_shuffled_batch():
     assert rows_of(trl_layout(slot, process, order, geometry)) == [[[1, 3], [4, 5]], [[0, 2], [6, 7]]]
 
 
-def test_weights_of_chosen():
-    # n = 5 rows of 1, 2, 4, 8, 16 tokens in 2 chunks: 3 and 2 rows, drawn at random
+@pytest.mark.parametrize("weights", [[1, 1, 1, 1, 1], [2, 0.5, 1, 1, 3]])
+def test_weights_of_chosen(weights):
+    # n = 5 rows of 1, 2, 4, 8, 16 tokens in 2 chunks: 3 and 2 rows, drawn at random. A row of weight w counts as w rows
     geometry = Geometry(1, steps_per_generation=4, chunk_steps=2, micro_batch_rows=3)
-    tokens = np.array([1, 2, 4, 8, 16])
-    ones = np.ones(5)
-    reference = weights_of_chosen(tokens, ones, geometry, keyed_rng(0, 0, "steps"))
-    assert sorted(np.bincount(reference.chunk).tolist()) == [2, 3]
+    tokens, weights = np.array([1, 2, 4, 8, 16]), np.array(weights)
+
+    def reference(seed):
+        return weights_of_chosen(tokens, weights, geometry, keyed_rng(0, seed, "steps"))
+
+    found = reference(0)
+    assert sorted(np.bincount(found.chunk).tolist()) == [2, 3]
     for chunk in (0, 1):
-        mine = reference.chunk == chunk
-        assert (reference.norm_rows[mine] == mine.sum()).all()
-        assert (reference.norm_tokens[mine] == tokens[mine].sum()).all()
-    assert set(reference.num_items) == {31.0}
-    spread = {
-        tuple(weights_of_chosen(tokens, ones, geometry, keyed_rng(0, step, "steps")).chunk) for step in range(20)
-    }
-    assert len(spread) > 1
-    # A row of weight w counts as w rows
-    weights = np.array([2, 0.5, 1, 1, 3])
-    weighted = weights_of_chosen(tokens, weights, geometry, keyed_rng(0, 0, "steps"))
-    assert (weighted.chunk == reference.chunk).all()
-    for chunk in (0, 1):
-        mine = weighted.chunk == chunk
-        assert (weighted.norm_rows[mine] == weights[mine].sum()).all()
-        assert (weighted.norm_tokens[mine] == (weights * tokens)[mine].sum()).all()
-    assert weighted.num_items[0] == 2 + 1 + 4 + 8 + 48
+        mine = found.chunk == chunk
+        assert (found.norm_rows[mine] == weights[mine].sum()).all()
+        assert (found.norm_tokens[mine] == (weights * tokens)[mine].sum()).all()
+    assert set(found.num_items) == {(weights * tokens).sum()}
+    assert len({tuple(reference(seed).chunk) for seed in range(20)}) > 1
 
 
 def test_weights_of_part():
@@ -193,58 +150,15 @@ def test_weights_of_part():
     assert reference.weight.tolist() == [1.0, 2.0, 1.0]
 
 
-def test_weights_of_full():
-    # S = 2, g = 1, W = 2, two rows a micro-batch. Of the rows 0–7 only 1, 2 and 6 are chosen, but all count
-    #   process 0: rows 0 1 | 2 3, process 1: rows 4 5 | 6 7, each row with 2^row tokens
-    geometry = Geometry(2, steps_per_generation=2, chunk_steps=1, micro_batch_rows=2)
-    slot, process = np.array([0, 0, 1, 1] * 2), np.repeat([0, 1], 4)
-    reference = weights_of_full(slot, process, 2 ** np.arange(8), np.array([1, 2, 6]), np.ones(3), geometry)
-    assert reference.chunk.tolist() == [0, 1, 1]
-    assert reference.norm_rows.tolist() == [4, 4, 4]
-    assert reference.norm_tokens.tolist() == [2 * (1 + 2), 2 * (4 + 8), 2 * (64 + 128)]  # 2 micro-batches a chunk
-    assert set(reference.num_items) == {255.0}
-
-
-def chosen(loss_tokens: np.ndarray, norm_rows: float, norm_tokens: np.ndarray, **columns: np.ndarray) -> Weights:
-    """Chosen rows of one chunk, which all count 1 unless the columns say otherwise."""
-    count, zeros = len(loss_tokens), np.zeros(len(loss_tokens), dtype=int)
-    own = {"norm_rows": np.full(count, norm_rows), "num_items": np.full(count, 99.0), "weight": np.ones(count)}
-    return Weights(**own | columns, chunk=zeros, slot=zeros, norm_tokens=norm_tokens, loss_tokens=loss_tokens)
-
-
-def test_loss_scale():
-    # W = 2, g = 3. The chunk has N = 5 rows, this micro-batch R = 2 on each process: 2 · 2 · 3 / 5 for a mean of rows
-    geometry = Geometry(2, steps_per_generation=3, chunk_steps=3, micro_batch_rows=2)
-    batch = MicroBatch(np.array([[0, 1], [2, 2]]), np.array([[False, False], [False, True]]))
-    tokens = np.array([4, 6, 10])
-    reference = chosen(tokens, norm_rows=5.0, norm_tokens=np.full(3, 40.0))
-    for loss_type in ROW_MEAN_LOSSES:
-        assert loss_scale(loss_type, batch, 0, reference, geometry) == (2.4, None)
-        assert loss_scale(loss_type, batch, 1, reference, geometry) == (2.4, None)
-    for loss_type in BATCH_TOKEN_LOSSES:
-        assert loss_scale(loss_type, batch, 0, reference, geometry) == (1.0, None)
-    # A mean of tokens: TRL divides by the 10 tokens of the micro-batch, the reference by the 40 of the chunk: 10·2·3/40
-    assert loss_scale("bnpo", batch, 0, reference, geometry) == (1.5, None)
-    assert loss_scale("bnpo", batch, 1, reference, geometry) == (1.5, None)  # the filler has no tokens
-    # Where the references differ, rows do: the tokens of rows 0 and 1 count 1/40 and 1/20 each, so row 1 counts double
-    reference = chosen(tokens, norm_rows=5.0, norm_tokens=np.array([40.0, 20.0, 40.0]))
-    scale, weights = loss_scale("bnpo", batch, 0, reference, geometry)
-    assert weights.tolist() == [1.0, 2.0]
-    assert scale == (4 + 6) * 2 * 3 / 40
-
-
-def test_only_fillers_weigh_nothing():
+def test_only_fillers_weigh_nothing_and_unknown_losses_are_refused():
     geometry = Geometry(2, steps_per_generation=1, chunk_steps=1, micro_batch_rows=2)
     batch = MicroBatch(np.array([[0], [0]]), np.array([[False], [True]]))
-    reference = chosen(np.array([1]), norm_rows=1.0, norm_tokens=np.ones(1))
+    one = np.ones(1)
+    reference = Weights(
+        chunk=zeros(1), slot=zeros(1), norm_rows=one, norm_tokens=one, num_items=one, weight=one, loss_tokens=one
+    )
     for loss_type in ROW_MEAN_LOSSES + BATCH_TOKEN_LOSSES + MICRO_BATCH_TOKEN_LOSSES:
         assert loss_scale(loss_type, batch, 1, reference, geometry) == (0.0, None)
-
-
-def test_unknown_loss_type():
-    geometry = Geometry(1, steps_per_generation=1, chunk_steps=1, micro_batch_rows=1)
-    batch = MicroBatch(np.array([[0]]), np.array([[False]]))
-    reference = chosen(np.array([1]), norm_rows=1.0, norm_tokens=np.ones(1))
     with pytest.raises(ValueError, match="`loss_type` must be one known to lze_trl, got 'grpo2'"):
         loss_scale("grpo2", batch, 0, reference, geometry)
 
@@ -288,10 +202,8 @@ def batches(draw, budget: bool = True):
 
 
 LAYOUTS = {
-    "packed": lambda geometry, prompts, completions, chunk: pack(prompts, completions, chunk, geometry),
-    "packed-in-place": lambda geometry, prompts, completions, chunk: pack(
-        prompts, completions, chunk, geometry, (7 * prompts + completions) % geometry.num_processes
-    ),
+    "packed": lambda geometry, *rows: pack(*rows, geometry),
+    "packed-in-place": lambda geometry, *rows: pack(*rows, geometry, (7 * rows[0] + rows[1]) % geometry.num_processes),
     "unpacked": lambda geometry, prompts, completions, chunk: unpacked(chunk, geometry),
 }
 
@@ -307,6 +219,9 @@ def test_every_layout(name, batch):
         window = layout.micro_steps[start : start + geometry.chunk_steps]
         empty = [micro_batch is None for micro_batch in window]
         assert empty == sorted(empty, reverse=True)  # empty ones first
+        if name == "packed":  # long rows first
+            lengths = [(prompts + completions)[step.rows] for step in window if step is not None]
+            assert all(longer.min() >= shorter.max() for longer, shorter in itertools.pairwise(lengths))
         for micro_batch in filter(None, window):
             # The same number of rows on every process, and only rows of this chunk
             assert micro_batch.rows.shape == micro_batch.filler.shape
@@ -321,17 +236,6 @@ def test_every_layout(name, batch):
     for process in range(geometry.num_processes):
         needed = {row for m in filter(None, layout.micro_steps) for row in m.rows[process].tolist()}
         assert layout.rows_of(process).tolist() == sorted(needed)
-
-
-@given(batches())
-def test_packed_rows_are_sorted_by_length(batch):
-    geometry, prompts, completions, reference = batch
-    layout = pack(prompts, completions, reference.chunk, geometry)
-    lengths = prompts + completions
-    for start in range(0, geometry.steps_per_generation, geometry.chunk_steps):
-        window = [m for m in layout.micro_steps[start : start + geometry.chunk_steps] if m is not None]
-        for longer, shorter in itertools.pairwise(window):
-            assert lengths[longer.rows].min() >= lengths[shorter.rows].max()
 
 
 @given(batches(), st.integers(0, 2**16))
@@ -386,12 +290,6 @@ def test_a_batch_of_uneven_lengths_takes_no_more_micro_steps_than_its_rows(cost)
     assert real_steps(layout) <= 1.1 * 103
     real, computed = np.sum([padding_efficiency(layout, prompts, completions, rank) for rank in range(8)], axis=0)
     assert real / computed > (0.85 if cost == 256 else 0.7)  # TRL, which pads all rows to the longest: 0.17
-
-
-def test_a_micro_step_costs_more_where_weights_are_gathered():
-    costs = [micro_step_cost(*where) for where in ((False, False), (True, False), (True, True))]
-    assert costs == sorted(costs)
-    assert micro_step_cost(sharded=False, several_nodes=True) == costs[0]
 
 
 @given(batches(), st.sampled_from([0, 10, 300]))
@@ -494,14 +392,13 @@ def entropy_weights_of(
     return weights
 
 
-LOSSES = [*ROW_MEAN_LOSSES, *MICRO_BATCH_TOKEN_LOSSES, *BATCH_TOKEN_LOSSES]
+LOSSES = [ROW_MEAN_LOSSES[0], *MICRO_BATCH_TOKEN_LOSSES, BATCH_TOKEN_LOSSES[0]]  # one of each kind
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("loss_type", LOSSES)
-@settings(max_examples=40)
-@given(batches())
-def test_the_layout_does_not_change_what_a_chosen_row_weighs(loss_type, name, batch):
+@settings(max_examples=60)
+@given(batches(), st.sampled_from(sorted(LAYOUTS)))
+def test_the_layout_does_not_change_what_a_chosen_row_weighs(loss_type, batch, name):
     geometry, prompts, loss_tokens, reference = batch
     layout = LAYOUTS[name](geometry, prompts, loss_tokens, reference.chunk)
     weights = trl_weights(loss_type, layout, loss_tokens, reference, geometry)
@@ -515,11 +412,10 @@ def test_the_layout_does_not_change_what_a_chosen_row_weighs(loss_type, name, ba
         np.testing.assert_allclose(totals[np.unique(reference.chunk)], 1.0)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("loss_type", LOSSES)
-@settings(max_examples=40)
-@given(geometries(budget=True), st.integers(0, 2**16), st.data())
-def test_dropping_rows_does_not_change_what_the_others_weigh(loss_type, name, geometry, seed, data):
+@settings(max_examples=60)
+@given(geometries(budget=True), st.sampled_from(sorted(LAYOUTS)), st.integers(0, 2**16), st.data())
+def test_dropping_rows_does_not_change_what_the_others_weigh(loss_type, geometry, name, seed, data):
     # loss_normalizer="all": the weights are those of the full batch as TRL lays it out
     rng = np.random.default_rng(seed)
     per_process = geometry.steps_per_generation * geometry.micro_batch_rows

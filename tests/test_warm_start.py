@@ -66,9 +66,3 @@ def test_the_adapter_is_trained_and_merged(base, tmp_path, monkeypatch):
     again = load_file(tmp_path / "again" / "model.safetensors")
     for name, weight in load_file(tmp_path / "model" / "model.safetensors").items():
         assert torch.equal(again[name], weight), name
-
-
-def test_without_data_the_error_names_the_command(base, tmp_path, monkeypatch):
-    monkeypatch.setattr(warm_start, "DATA_DIR", tmp_path / "nowhere")
-    with pytest.raises(SystemExit, match=r"Make it with: python -m recipes\.word_problems"):
-        train(base, tmp_path)

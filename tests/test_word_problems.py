@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lze_trl.data import DataError, load_prompts
+from lze_trl.data import load_prompts
 from recipes import word_problems
 from recipes.word_problems import EVALUATION, TRAIN, WARM_START, Problem, divide, is_calculation, is_first_half
 
@@ -41,12 +41,10 @@ def calculation(question: str, formula: str = "3+4=7", answer: str = "7") -> Pro
         ("7+2=9", "9", True),
         ("(4+4)+(2+2)=12", "12", True),
         ("0.5*3=1.5", "1.50", True),
-        ("20 - 25 = -5", "-5", True),
         ("7+2=9", "8", False),  # the formula does not give the gold answer
         ("7+2=9; 9*2=18", "18", False),
         ("1*60 (min/hour)=60", "60", False),
         ("28/25=1 r3", "3", False),
-        ("x=9", "9", False),
         ("7+2=9", "9 o'clock", False),
         (None, "9", False),
     ],
@@ -98,20 +96,6 @@ def test_the_files_that_are_written(tmp_path):
     ]
     rows = load_prompts(str(tmp_path / "data" / EVALUATION))
     assert (rows[0]["prompt"], rows[0]["solution"]) == ([{"role": "user", "content": SECOND[1]}], "4")
-
-
-def test_a_data_set_that_is_missing_is_named(tmp_path):
-    with pytest.raises(SystemExit, match=r"no file or folder '.*nowhere\.jsonl'"):
-        word_problems.main(["--asdiv", str(tmp_path / "nowhere.jsonl"), "--output_dir", str(tmp_path / "data")])
-    assert not (tmp_path / "data").exists()
-
-
-def test_asdiv_without_formulas_is_refused(tmp_path):
-    rows = [{"question": question, "answer": "7"} for question in FIRST]
-    references = {name: write(tmp_path / f"{name}.jsonl", rows) for name in word_problems.SOURCES}
-    with pytest.raises(DataError, match=r"No problem of '.*asdiv\.jsonl' has a calculation .* column `formula`"):
-        word_problems.write_data(tmp_path / "data", references)
-    assert not (tmp_path / "data").exists()
 
 
 @pytest.mark.skipif(not (SHARED / "data" / "asdiv").is_dir(), reason=f"{SHARED} has no ASDiv")

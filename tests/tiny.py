@@ -16,7 +16,7 @@ from datasets import Dataset
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from lze_trl import LZEGRPOConfig
+from lze_trl import LZEGRPOConfig, LZEGRPOTrainer
 
 
 ALPHABET = string.digits + "+-*/= ?" + string.ascii_letters
@@ -138,6 +138,25 @@ def config(output_dir, **kwargs) -> LZEGRPOConfig:
         "seed": 7,
     }
     return LZEGRPOConfig(output_dir=str(output_dir), **(defaults | kwargs))
+
+
+def make(directory, cls=LZEGRPOTrainer, reward_funcs=even_length_reward, dataset=None, trainer=None, **settings):
+    """A trainer of the tiny model on 11 prompts; `trainer` are further arguments of it, the others are settings."""
+    arguments = {"model": model(), "processing_class": tokenizer()} | (trainer or {})
+    data = prompts(11) if dataset is None else dataset
+    return cls(reward_funcs=reward_funcs, args=config(directory, **settings), train_dataset=data, **arguments)
+
+
+def run(directory, **kwargs):
+    """A trainer as of `make` that has trained."""
+    trainer = make(directory, **kwargs)
+    trainer.train()
+    return trainer
+
+
+def history(trainer, name: str) -> list:
+    """All that was logged by a name."""
+    return [entry[name] for entry in trainer.state.log_history if name in entry]
 
 
 def recipe(directory: Path, **keys) -> str:
