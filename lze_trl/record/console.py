@@ -54,7 +54,8 @@ class RunSummary(TrainerCallback):
     Shows one readable line at each log and, at the end of the training, a summary and where the report is.
 
     All metrics still go to the trackers of `report_to`. Only the main process prints. `savings` returns the totals of the
-    run, `flush` writes what is missing in its telemetry, and `write_report` the report of a run's folder.
+    run, `flush` writes what is missing in its telemetry, and `write_report` the report of a run's folder. `advice` returns the
+    sentences that are due, see [`~lze_trl.record.advice.Advice.lines`]: each is shown once, and all at the end.
     """
 
     def __init__(
@@ -63,11 +64,14 @@ class RunSummary(TrainerCallback):
         flush: Callable[[], None],
         accuracy_metric: str,
         write_report: Callable[[Path], Path],
+        advice: Callable[[bool], dict[str, str]] = lambda ended: {},
     ):
         self.savings = savings
         self.write_report = write_report
         self.flush = flush
         self.accuracy_metric = accuracy_metric
+        self.advice = advice
+        self._advised: set[str] = set()
         self.ends_with_training = True
         """Whether the run ends with the training: a recipe's does not, it goes on to evaluate and save the model."""
 
@@ -75,6 +79,10 @@ class RunSummary(TrainerCallback):
         line = log_line(state.global_step, logs or {})
         if line and state.is_world_process_zero:
             tqdm.write(line)  # above the progress bar, if there is one
+            advice = self.advice(False)
+            for cause in advice.keys() - self._advised:
+                tqdm.write(f"advice: {advice[cause]}")
+            self._advised |= advice.keys()
             sys.stdout.flush()  # a log file is read while it grows
 
     def on_train_end(self, args, state, control, **kwargs: Any):
@@ -108,6 +116,8 @@ class RunSummary(TrainerCallback):
             console.print(table)
         if taught_nothing(savings):
             console.print(TAUGHT_NOTHING, style="bold")
+        for line in self.advice(True).values():
+            console.print(f"advice: {line}", soft_wrap=True, markup=False)
         if evaluations := first_and_last(read_results(args.output_dir)):
             console.print("Evaluations", style="bold")
             console.print(text_table(*rows_of(evaluations)), markup=False, soft_wrap=True)

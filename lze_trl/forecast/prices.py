@@ -1,0 +1,93 @@
+"""
+Prices of the strategies to plain GRPO's accuracy, by one rule: a live group teaches the same, whichever strategy has drawn it.
+
+So a strategy needs as many live groups as plain GRPO, and its price is what it pays for each over what plain GRPO pays.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from .gate import gate_price
+from .sample import Sample
+from .shares import Estimate, resampled_means
+
+
+DRIFT = 0.25
+"""Standard deviation of log(live share over a run / live share at its start): pass rates move. From the benchmark's kept runs."""
+
+WORTH = 0.9
+"""Price from which a strategy is not worth the change."""
+
+GENERATION = 0.7
+"""Share of plain GRPO's time that generation takes, where seconds are not known."""
+
+_DRAWS, _SIMULATIONS = 2000, 10
+_QUOTA = 0.4  # `selection_ratio` of `lze`
+
+
+@dataclass(frozen=True)
+class Price:
+    """What a strategy costs over plain GRPO: rollouts, updates, tokens and seconds; `settings` to paste."""
+
+    name: str
+    settings: str
+    rollouts: Estimate
+    updates: Estimate
+    tokens: Estimate
+    seconds: Estimate
+
+
+def prices(sample: Sample, rng: np.random.Generator) -> list[Price]:
+    """Prices of `exact`, `lze`, and, where its completions are known, the gate with G and with G / 2 of twice the prompts."""
+    alive = resampled_means(sample.batch.alive.astype(np.float64), rng)
+    return [_price(sample, *parts) for parts in _parts(sample, alive, rng.standard_normal(_DRAWS), rng)]
+
+
+def _parts(
+    sample: Sample, alive: np.ndarray, drift: np.ndarray, rng: np.random.Generator
+) -> Iterator[tuple[str, str, np.ndarray, np.ndarray]]:
+    """Name, settings, and draws of rollouts × and updates × of each strategy."""
+    live = np.clip(alive * np.exp(DRIFT * drift), 1e-3, 1.0)
+    yield "exact", "strategy: exact", np.ones(_DRAWS), live
+    size = sample.size
+    for group_size in (size, size // 2) if sample.settled and sample.batch.alive.any() else ():
+        if group_size < 2:
+            continue
+        simulated = np.log([gate_price(sample, group_size, sample.horizon, rng) for _ in range(_SIMULATIONS)])
+        if not np.isfinite(simulated).all():
+            continue
+        noise = simulated.std(ddof=1) * rng.standard_normal(_DRAWS)
+        rollouts = np.exp(simulated.mean() + noise + DRIFT * drift)
+        half = group_size != size
+        name = f"gate, G = {group_size}" + (", twice the prompts" if half else "")
+        settings = "strategy: gate" + (f"  num_generations: {group_size}  # of twice the prompts" if half else "")
+        yield name, settings, rollouts, live * group_size / size
+    yield "lze, 40 %", "strategy: lze", np.maximum(1.0, live / _QUOTA), live
+
+
+def _price(sample: Sample, name: str, settings: str, rollouts: np.ndarray, updates: np.ndarray) -> Price:
+    share = GENERATION
+    if sample.costs is not None:
+        share = sample.costs.rollout / (sample.costs.rollout + sample.costs.update)
+    tokens = (rollouts + updates * sample.iterations) / (1.0 + sample.iterations)
+    seconds = share * rollouts + (1.0 - share) * updates
+    columns = (_estimate(draws) for draws in (rollouts, updates, tokens, seconds))
+    return Price(name, settings, *columns)
+
+
+def _estimate(draws: np.ndarray) -> Estimate:
+    low, middle, high = np.quantile(draws, (0.1, 0.5, 0.9))
+    return Estimate(float(middle), float(low), float(high))
+
+
+def chosen(found: list[Price]) -> Price | None:
+    """
+    The cheapest strategy in seconds: `exact`, unless the whole interval of another one lies below its price; `None` if it saves less
+    than a tenth.
+    """
+    exact = next(price for price in found if price.name == "exact")
+    better = [price for price in found if price.seconds.high < exact.seconds.value]
+    best = min(better, key=lambda price: price.seconds.value, default=exact)
+    return best if best.seconds.value <= WORTH else None

@@ -1,0 +1,102 @@
+"""Shares of dead groups for any group size, what there is to gain, and intervals for both."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from scipy.optimize import minimize
+from scipy.special import betaln, comb
+
+from ..memory.posterior import dead_probability
+from .sample import Sample
+
+
+_RESAMPLES = 2000
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A number with its 80 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+    def __format__(self, form: str) -> str:
+        return f"{self.value:{form}} [{self.low:{form}}, {self.high:{form}}]"
+
+    def covers(self, number: float) -> bool:
+        """Whether a number lies in the interval."""
+        return self.low <= number <= self.high
+
+
+def resampled_means(values: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Means of bootstrap samples of the prompts' values, shape `(2000,)`. A share that is seen in none, or all, may still be there:
+    one prompt that has it, and one that has not, are added with the weight 1/2 each where all are equal."""
+    count = len(values)
+    if (values == values[0]).all() and values[0] in (0.0, 1.0):  # Jeffreys' interval: a bootstrap has none
+        hits = values.sum()
+        return rng.beta(hits + 0.5, count - hits + 0.5, _RESAMPLES)
+    return rng.multinomial(count, np.full(count, 1.0 / count), _RESAMPLES) @ values / count
+
+
+def mean(values: np.ndarray, rng: np.random.Generator) -> Estimate:
+    """Mean over the prompts, `values` of shape `(P,)`, with the 80 % interval of a bootstrap over them."""
+    low, high = np.quantile(resampled_means(values, rng), (0.1, 0.9))
+    return Estimate(float(values.mean()), float(low), float(high))
+
+
+def fit_beta(passes: np.ndarray, sizes: np.ndarray) -> tuple[float, float]:
+    """a and b of the Beta distribution of pass rates with the highest likelihood, from passes of completions of each prompt."""
+    return _fitted(tuple(passes.tolist()), tuple(sizes.tolist()))
+
+
+@lru_cache(maxsize=8)
+def _fitted(passes: tuple[float, ...], sizes: tuple[float, ...]) -> tuple[float, float]:
+    hits, counts = np.array(passes), np.array(sizes)
+
+    def loss(logs: np.ndarray) -> float:
+        a, b = np.exp(logs)
+        likelihood = (betaln(hits + a, counts - hits + b) - betaln(a, b)).sum()
+        return float(
+            -likelihood + 0.05 * (logs**2).sum()
+        )  # a weak prior: all prompts alike have no highest likelihood
+
+    a, b = np.exp(minimize(loss, np.zeros(2), method="Nelder-Mead").x)
+    return float(a), float(b)
+
+
+def posteriors(sample: Sample) -> tuple[np.ndarray, np.ndarray]:
+    """a and b of each prompt's pass rate, shape `(P,)`, by the fitted Beta distribution and its own completions."""
+    sizes = sample.batch.sizes
+    passes = np.bincount(sample.batch.group, sample.batch.outcomes, minlength=len(sample))
+    a, b = fit_beta(passes, sizes)
+    return passes + a, sizes - passes + b
+
+
+def dead_share(sample: Sample, size: int, rng: np.random.Generator) -> Estimate | None:
+    """
+    Share of dead groups of `size` completions. Up to the size that was drawn, the share of all its subsets (hypergeometric); above
+    it, the beta-binomial of [`posteriors`]. `None` where completions are not 0 or 1, or not known.
+    """
+    own = sample.size
+    if size == own:
+        return mean(1.0 - sample.batch.alive, rng)
+    if not sample.settled or (size > own and not sample.binary):
+        return None
+    if size > own:
+        return mean(dead_probability(*posteriors(sample), size), rng)
+    values = np.sort(np.nan_to_num(sample.table("signals"), nan=np.inf), axis=1)
+    dead = np.zeros(len(sample))
+    for column in range(own):  # the subsets whose last member in sorted order is this one, all equal to it
+        equal_before = (values[:, :column] == values[:, [column]]).sum(axis=1)
+        dead += comb(equal_before, size - 1) / comb(own, size)
+    return mean(dead, rng)
+
+
+def to_gain(sample: Sample, of: int, rng: np.random.Generator) -> tuple[Estimate, Estimate, int]:
+    """Mean outcome of a completion, that of the best of `of` less it, and how many completions the best is of: no more than were drawn."""
+    outcomes, of = np.sort(np.nan_to_num(sample.table("outcomes")), axis=1), min(of, sample.size)
+    chances = comb(np.arange(sample.size), of - 1) / comb(sample.size, of)  # that the i-th in order is the best
+    averages = outcomes.mean(axis=1)
+    return mean(averages, rng), mean(outcomes @ chances - averages, rng), of
