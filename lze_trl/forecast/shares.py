@@ -11,7 +11,8 @@ from ..memory.posterior import dead_probability
 from .sample import Sample
 
 
-_RESAMPLES = 2000
+_RESAMPLES, _FITS = 2000, 24
+_OF_NORMAL = 1.2816  # standard deviations, of half an 80 % interval
 
 
 @dataclass(frozen=True)
@@ -68,10 +69,13 @@ def _fitted(passes: tuple[float, ...], sizes: tuple[float, ...]) -> tuple[float,
 
 def posteriors(sample: Sample) -> tuple[np.ndarray, np.ndarray]:
     """a and b of each prompt's pass rate, shape `(P,)`, by the fitted Beta distribution and its own completions."""
-    sizes = sample.batch.sizes
-    passes = np.bincount(sample.batch.group, sample.batch.outcomes, minlength=len(sample))
+    sizes, passes = sample.batch.sizes, _passes(sample)
     a, b = fit_beta(passes, sizes)
     return passes + a, sizes - passes + b
+
+
+def _passes(sample: Sample) -> np.ndarray:
+    return np.bincount(sample.batch.group, sample.batch.outcomes, minlength=len(sample))
 
 
 def dead_share(sample: Sample, size: int, rng: np.random.Generator) -> Estimate | None:
@@ -85,13 +89,26 @@ def dead_share(sample: Sample, size: int, rng: np.random.Generator) -> Estimate 
     if not sample.settled or (size > own and not sample.binary):
         return None
     if size > own:
-        return mean(dead_probability(*posteriors(sample), size), rng)
+        return _beyond(sample, size, rng)
     values = np.sort(np.nan_to_num(sample.table("signals"), nan=np.inf), axis=1)
     dead = np.zeros(len(sample))
     for column in range(own):  # the subsets whose last member in sorted order is this one, all equal to it
         equal_before = (values[:, :column] == values[:, [column]]).sum(axis=1)
         dead += comb(equal_before, size - 1) / comb(own, size)
     return mean(dead, rng)
+
+
+def _beyond(sample: Sample, size: int, rng: np.random.Generator) -> Estimate:
+    """Share of dead groups of more completions than were drawn. The interval is that of fits to bootstrap samples."""
+    passes, sizes = _passes(sample), sample.batch.sizes
+    value = dead_probability(*posteriors(sample), size).mean()
+    of_fits = []
+    for _ in range(_FITS):
+        rows = rng.integers(len(sizes), size=len(sizes))
+        a, b = fit_beta(passes[rows], sizes[rows])
+        of_fits.append(dead_probability(np.array([a]), np.array([b]), size)[0])
+    reach = _OF_NORMAL * float(np.std(of_fits, ddof=1))
+    return Estimate(float(value), max(0.0, float(value) - reach), min(1.0, float(value) + reach))
 
 
 def to_gain(sample: Sample, of: int, rng: np.random.Generator) -> tuple[Estimate, Estimate, int]:
