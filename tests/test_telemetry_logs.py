@@ -9,7 +9,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 import tiny
 from lze_trl.record import MissingTelemetryError, TelemetryError
-from lze_trl.record.trl_logs import analyze
+from lze_trl.record.trl_logs import read_logs
 
 
 def write_log(directory, step, groups, prompt=str, batch=None):
