@@ -1,10 +1,6 @@
-"""
-Forecasts: what a GRPO training would waste, why, and what each strategy would cost, before it is run or from what was recorded.
+"""Forecasts: what a GRPO training would waste, why, and what each strategy would cost. The core imports this when someone asks."""
 
-Not imported by the trainer until someone asks.
-"""
-
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,101 +21,67 @@ SIZES = (4, 8, 16)
 
 @dataclass(frozen=True)
 class Forecast:
-    """
-    A forecast. `print` shows it; `to_dict` has all its numbers.
+    """A forecast. `print` shows it, and `to_dict` has all its numbers; intervals are those of 80 %."""
 
-    Attributes:
-        source (`str`): What it rests on.
-        groups, group_size (`int`): Groups that were looked at, and their completions.
-        dead (`dict[int, Estimate]`): Share of dead groups by group size.
-        causes (`dict[str, Estimate]`): Share of all groups that are dead by each cause that occurs.
-        constant (`dict[str, float]`): Reward functions that never differed, with their value.
-        accuracy, gain (`Estimate`): Mean outcome of a completion; that of the best of `best_of` less it.
-        best_of (`int`): Of how many completions the best is.
-        step (`dict[str, float]`): A step of plain GRPO: its completions, tokens or characters, and, where known, seconds of rollouts and
-            updates, and bytes of memory.
-        prices (`list[Price]`): Of the strategies.
-        chosen (`Price`, *optional*): The strategy to use; `None` if nothing is to be saved.
-        assumed (`list[str]`): What the numbers take for granted.
-    """
-
-    source: str
-    groups: int
-    group_size: int
-    dead: dict[int, Estimate]
-    causes: dict[str, Estimate]
-    constant: dict[str, float]
-    accuracy: Estimate
-    gain: Estimate
+    sample: Sample  # what it rests on
+    dead: dict[int, Estimate]  # share of dead groups by group size
+    causes: dict[str, Estimate]  # share of all groups that are dead by each cause
+    accuracy: Estimate  # mean outcome of a completion
+    gain: Estimate  # mean outcome of the best of `best_of` completions, less that
     best_of: int
-    step: dict[str, float]
+    step: dict[
+        str, float
+    ]  # of plain GRPO: `rows`, `length`; where known seconds of `rollout` and `update`, and bytes of `memory`
     prices: list[Price]
-    chosen: Price | None
-    assumed: list[str] = field(default_factory=list)
-    unit: str = "tokens"
+    chosen: Price | None  # `None` if nothing is to be saved
 
     def to_dict(self) -> dict[str, Any]:
         """All numbers, as JSON can hold them."""
-        return asdict(self)
+        own = asdict(replace(self, sample=None))  # type: ignore[arg-type]  # its rows are no numbers of the forecast
+        return own | {"sample": self.sample.source, "groups": len(self.sample), "unit": self.sample.unit}
 
     def __str__(self) -> str:
-        sections = (self._dead(), self._gain(), self._step(), self._prices(), self._choice(), self._assumed())
-        return "\n".join(line for lines in sections for line in lines)
-
-    def _dead(self) -> list[str]:
+        step = self.step
         lines = [
             f"{self.source}: {self.groups:,} groups of {self.group_size} completions. In brackets 80 % intervals."
         ]
         lines += ["", "Dead groups"]
         lines += [f"  G = {size:<3} {_percent(estimate)}" for size, estimate in self.dead.items()]
         lines += [f"  because  {_percent(share)} {CAUSES[cause]}" for cause, share in self.causes.items()]
-        for name, value in self.constant.items():
-            was = "None" if np.isnan(value) else f"{value:g}"
-            lines.append(f"  the reward `{name}` was {was} for every completion")
-        return lines
-
-    def _gain(self) -> list[str]:
-        return [
+        for name, value in sample.constant.items():
+            lines.append(
+                f"  the reward `{name}` was {'None' if np.isnan(value) else f'{value:g}'} for every completion"
+            )
+        lines += [
             "",
             "To gain",
-            f"  mean outcome of a completion {self.accuracy:.2f}; the best of {self.best_of} has {self.gain:+.2f} more",
+            f"  mean outcome {self.accuracy:.2f}; the best of {self.best_of} has {self.gain:+.2f} more",
         ]
-
-    def _step(self) -> list[str]:
-        step = self.step
-        lines = [
+        lines += [
             "",
             "A step of plain GRPO",
-            f"  {count(step['rows'])} completions, {count(step['tokens'])} {self.unit}",
+            f"  {count(step['rows'])} completions, {count(step['length'])} {self.unit}",
         ]
         if "rollout" in step:
             share = step["rollout"] / (step["rollout"] + step["update"])
-            lines.append(
-                f"  rollouts {step['rollout']:.2f} s, update {step['update']:.2f} s: R : U = {share:.0%} : {1 - share:.0%}"
-            )
+            seconds = f"rollouts {step['rollout']:.2f} s, update {step['update']:.2f} s"
+            lines.append(f"  {seconds}: R : U = {share:.0%} : {1 - share:.0%}")
         if "memory" in step:
             lines.append(f"  peak memory of the largest micro-batch {step['memory'] / 2**30:.1f} GiB")
-        return lines
+        lines += ["", "Price to plain GRPO's accuracy, × plain GRPO", self._prices(), "", self._choice()]
+        return "\n".join([*lines, "", "Assumed", *(f"  {line}" for line in _assumed(sample))])
 
-    def _prices(self) -> list[str]:
+    def _prices(self) -> str:
         last = "seconds ×" if "rollout" in self.step else f"time × at {GENERATION:.0%} rollouts"
-        heading = ["strategy", "rollouts ×", "updates ×", f"{self.unit} ×", last]
-        rows = [
-            [price.name, *(f"{e:.2f}" for e in (price.rollouts, price.updates, price.tokens, price.seconds))]
-            for price in self.prices
-        ]
-        return ["", "Price to plain GRPO's accuracy, × plain GRPO", text_table(heading, rows).rstrip()]
+        heading = ["strategy", "rollouts ×", "updates ×", f"{self.sample.unit} ×", last]
+        numbers = [(price.rollouts, price.updates, price.tokens, price.seconds) for price in self.prices]
+        rows = [[p.name, *(f"{e:.2f}" for e in own)] for p, own in zip(self.prices, numbers, strict=True)]
+        return text_table(heading, rows).rstrip()
 
-    def _choice(self) -> list[str]:
+    def _choice(self) -> str:
         if self.chosen is None:
-            return [
-                "",
-                "Do not bother: no strategy surely saves a tenth. `exact`, the default, gives plain GRPO's weights and costs no more.",
-            ]
-        return ["", "Choose", f"  {self.chosen.settings}"]
-
-    def _assumed(self) -> list[str]:
-        return ["", "Assumed", *(f"  {line}" for line in self.assumed)]
+            return "Do not bother: no strategy surely saves a tenth. `exact`, the default, has plain GRPO's weights and costs no more."
+        return f"Choose: {self.chosen.settings}"
 
 
 def _percent(share: Estimate) -> str:
@@ -136,58 +98,32 @@ def forecast(sample: Sample, seed: int = 0) -> Forecast:
     rng, batch = np.random.default_rng(seed), sample.batch
     of_size = {size: dead_share(sample, size, rng) for size in sorted({*SIZES, sample.size})}
     accuracy, gain, best_of = to_gain(sample, 8, rng)
-    found = prices(sample, rng)
-    rows = sample.horizon.per_batch * sample.size
-    step: dict[str, float] = {
-        "rows": rows,
-        "tokens": rows * float((batch.prompt_tokens + batch.completion_tokens).mean()),
-    }
+    found, rows = prices(sample, rng), sample.horizon.per_batch * sample.size
+    step = {"rows": rows, "length": rows * float((batch.prompt_tokens + batch.completion_tokens).mean())}
     if sample.costs is not None:
         step |= {"rollout": rows * sample.costs.rollout, "update": rows * sample.costs.update}
-        if sample.costs.memory is not None:
-            step["memory"] = sample.costs.memory
+        step |= {} if sample.costs.memory is None else {"memory": sample.costs.memory}
     causes = {cause: mean(sample.causes == cause, rng) for cause in CAUSES if (sample.causes == cause).any()}
-    return Forecast(
-        source=sample.source,
-        groups=len(sample),
-        group_size=sample.size,
-        dead={size: estimate for size, estimate in of_size.items() if estimate is not None},
-        causes=dict(sorted(causes.items(), key=lambda item: -item[1].value)),
-        constant=sample.constant,
-        accuracy=accuracy,
-        gain=gain,
-        best_of=best_of,
-        step=step,
-        prices=found,
-        chosen=chosen(found),
-        assumed=_assumed(sample),
-        unit=sample.unit,
-    )
+    sizes = {size: estimate for size, estimate in of_size.items() if estimate is not None}
+    causes = dict(sorted(causes.items(), key=lambda item: -item[1].value))
+    return Forecast(sample, sizes, causes, accuracy, gain, best_of, step, found, chosen(found))
 
 
 def _assumed(sample: Sample) -> list[str]:
     horizon = sample.horizon
-    lines = [
+    how = (
+        "with pass rates as they are now" if sample.binary else "with the graded groups as they are, without smoothing"
+    )
+    return [
         "A live group teaches the same, whichever strategy has drawn it.",
-        f"While the model learns, the live share changes by a factor of e^±{DRIFT} (one standard deviation): widened intervals.",
+        f"While the model learns, live shares change by a factor of e^±{DRIFT} (one standard deviation); intervals include that.",
         f"The training: {horizon.batches:,} generation batches of {horizon.per_batch:,} prompts, {horizon.prompts:,} different ones.",
-        "Group sizes above the one that was drawn: a beta-binomial fit. Below it: all subsets of the group.",
+        "Group sizes below the one that was drawn: all subsets of each group. Above it: a beta-binomial fit.",
+        f"The gate: its own rule, simulated {how}."
+        if sample.settled
+        else "The recording lacks the rewards of single completions: nothing is said of other group sizes, and of the gate.",
+        f"Seconds are not known: generation takes {GENERATION:.0%} of plain GRPO's time."
+        if sample.costs is None
+        else "Seconds of rollouts follow their tokens; two rounds on a server that is not full save less. An update is forward and "
+        "backward passes.",
     ]
-    if not sample.settled:
-        lines.append(
-            "The recording lacks what single completions got: nothing is said of other group sizes, and of the gate."
-        )
-    else:
-        lines.append(
-            "The gate: its own rule, simulated with pass rates as they are now"
-            if sample.binary
-            else "The gate: its own rule, simulated with the groups as they are, without smoothing: graded rewards"
-        )
-    if sample.costs is None:
-        lines.append(f"Seconds are not known: generation takes {GENERATION:.0%} of plain GRPO's time.")
-    else:
-        lines.append(
-            "Seconds of rollouts follow their tokens: two rounds of the gate on a server that is not full save less. An update is "
-            "forward and backward passes."
-        )
-    return lines

@@ -11,7 +11,7 @@ import numpy as np
 
 from .gate import gate_price
 from .sample import Sample
-from .shares import Estimate, resampled_means
+from .shares import DRAWS, Estimate, resampled_means
 
 
 DRIFT = 0.25
@@ -23,7 +23,7 @@ WORTH = 0.9
 GENERATION = 0.7
 """Share of plain GRPO's time that generation takes, where seconds are not known."""
 
-_DRAWS, _SIMULATIONS = 2000, 10
+_SIMULATIONS = 10
 _QUOTA = 0.4  # `selection_ratio` of `lze`
 
 
@@ -42,7 +42,7 @@ class Price:
 def prices(sample: Sample, rng: np.random.Generator) -> list[Price]:
     """Prices of `exact`, `lze`, and, where its completions are known, the gate with G and with G / 2 of twice the prompts."""
     alive = resampled_means(sample.batch.alive.astype(np.float64), rng)
-    return [_price(sample, *parts) for parts in _parts(sample, alive, rng.standard_normal(_DRAWS), rng)]
+    return [_price(sample, *parts) for parts in _parts(sample, alive, rng.standard_normal(DRAWS), rng)]
 
 
 def _parts(
@@ -50,7 +50,7 @@ def _parts(
 ) -> Iterator[tuple[str, str, np.ndarray, np.ndarray]]:
     """Name, settings, and draws of rollouts × and updates × of each strategy."""
     live = np.clip(alive * np.exp(DRIFT * drift), 1e-3, 1.0)
-    yield "exact", "strategy: exact", np.ones(_DRAWS), live
+    yield "exact", "strategy: exact", np.ones(DRAWS), live
     size = sample.size
     for group_size in (size, size // 2) if sample.settled and sample.batch.alive.any() else ():
         if group_size < 2:
@@ -58,7 +58,7 @@ def _parts(
         simulated = np.log([gate_price(sample, group_size, sample.horizon, rng) for _ in range(_SIMULATIONS)])
         if not np.isfinite(simulated).all():
             continue
-        noise = simulated.std(ddof=1) * rng.standard_normal(_DRAWS)
+        noise = simulated.std(ddof=1) * rng.standard_normal(DRAWS)
         rollouts = np.exp(simulated.mean() + noise + DRIFT * drift)
         half = group_size != size
         name = f"gate, G = {group_size}" + (", twice the prompts" if half else "")

@@ -1,5 +1,6 @@
 """The forecast of a trainer: its own rollouts and one update, none of which reaches its training."""
 
+import time
 from typing import Any
 
 import numpy as np
@@ -13,15 +14,8 @@ from ..rollout.rounds import Rounds
 from .sample import Costs, Horizon, Sample, constant_rewards
 
 
-PLAIN = {
-    "selector": "all",
-    "selection_ratio": 1.0,
-    "loss_normalizer": "all",
-    "controller": "uniform",
-    "controller_kwargs": {},
-    "telemetry": False,
-}
-"""Settings of plain GRPO: every group is drawn whole and trained on, and nothing is recorded."""
+PLAIN: dict[str, Any] = {"selector": "all", "selection_ratio": 1.0, "loss_normalizer": "all", "controller": "uniform"}
+"""Settings of plain GRPO: every group is drawn whole and trained on."""
 
 
 class Kept(Rounds):
@@ -29,67 +23,57 @@ class Kept(Rounds):
 
     drawn: list[Batch]
 
-    def finish(self, *args: Any) -> Batch | None:
-        found = super().finish(*args)
-        if found is not None:
-            self.drawn.append(found)
-        return found
+    def finish(self, *args: Any) -> Any:
+        self.drawn.append(super().finish(*args))
+        return self.drawn[-1]
 
 
 def sample_of(trainer: Any, num_prompts: int) -> Sample:
     """
     Roll out `num_prompts` prompts of a trainer's training set with `num_generations` each, by its own engine and rewards, in
-    generation batches of its own size, and compute the gradients of one more.
+    generation batches of its own size, and compute the gradients of the last one. None of it reaches its training.
 
     Raises:
-        ValueError: The trainer runs in several processes or by DeepSpeed or FSDP.
+        ValueError: The trainer runs in several processes or by DeepSpeed or FSDP, or has too few prompts.
     """
-    accelerator, args = trainer.accelerator, trainer.args
-    if accelerator.num_processes > 1 or accelerator.distributed_type in (
-        DistributedType.DEEPSPEED,
-        DistributedType.FSDP,
-    ):
+    accelerator, args, size = trainer.accelerator, trainer.args, trainer.num_generations
+    kind, sharded = accelerator.distributed_type, (DistributedType.DEEPSPEED, DistributedType.FSDP)
+    if accelerator.num_processes > 1 or kind in sharded:
         raise ValueError(
-            f"A forecast needs one process without DeepSpeed or FSDP, got {accelerator.num_processes} of the type "
-            f"`{accelerator.distributed_type.value}`. Run it on one device; with vLLM servers, their number changes nothing."
+            f"A forecast needs one process without DeepSpeed or FSDP, got {accelerator.num_processes} of the type `{kind.value}`. Run it "
+            "on one device."
         )
     if num_prompts < 2:
         raise ValueError(f"`num_prompts` must be at least 2, got {num_prompts}. Use 128.")
-    size = args.num_generations
-    per_batch = args.generation_batch_size // size
-    with trainer.rehearsal(**PLAIN) as view, accelerator.autocast():
+    per_batch, gpu = args.generation_batch_size // size, torch.cuda.is_available()
+    with trainer.rehearsal(**PLAIN, controller_kwargs={}, telemetry=False) as view, accelerator.autocast():
         rows, known = _rows(view, num_prompts)
-        batches = [rows[i : i + per_batch] for i in range(0, len(rows), per_batch)]
         step = view.generation_step
         step.rounds.__class__, step.rounds.drawn = Kept, []
-        if torch.cuda.is_available():
+        for start in range(0, len(rows), per_batch):
+            batch = rows[start : start + per_batch]
+            step.passes.num_groups, step.batch, step.micro_step = len(batch), None, 0
+            step.prepare([row for row in batch for _ in range(size)], Engine(view))
+        if gpu:
             torch.cuda.reset_peak_memory_stats()
-        for batch in batches:
-            _roll_out(view, [row for row in batch for _ in range(size)])
-        # The first update also loads kernels and takes memory: one batch more than once, the last counts
-        seconds = [_update(view) for _ in range(2)][-1]
+        update = [_seconds_of_update(view) for _ in range(2)][-1]  # the first one loads kernels
         ledger, drawn = step.ledger, step.rounds.drawn
-        updated = drawn[-1].num_rows
-        memory = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
-        costs = Costs(
-            ledger.rollout_seconds / ledger.rows_rolled_out,
-            seconds / updated + ledger.logprob_seconds / ledger.rows_rolled_out,
-            memory,
-        )
-    joined, texts = _joined(drawn)
-    steps = args.max_steps if args.max_steps > 0 else None
-    per_step = args.gradient_accumulation_steps / (args.steps_per_generation * args.num_iterations)
-    epochs = int(args.num_train_epochs * known / per_batch) if known else len(batches)
-    horizon = Horizon(known or num_prompts, per_batch, max(1, round(steps * per_step) if steps else epochs))
+        each = ledger.rows_rolled_out
+        update = update / drawn[-1].num_rows + ledger.logprob_seconds / each
+        costs = Costs(ledger.rollout_seconds / each, update, torch.cuda.max_memory_allocated() if gpu else None)
+        joined = _joined(drawn)
+        joined = joined.with_rows(outcomes=view.prompt_state.range.outcomes(joined.scores))
+    batches = args.num_train_epochs * (known or len(rows)) / per_batch
+    if args.max_steps > 0:
+        batches = args.max_steps * args.gradient_accumulation_steps / (args.steps_per_generation * args.num_iterations)
     return Sample(
         joined,
-        causes(joined, texts),
+        causes(joined),
         f"{len(rows)} prompts rolled out by the policy of now",
-        horizon,
+        Horizon(known or max(len(rows), round(batches * per_batch)), per_batch, max(1, round(batches))),
         costs,
         iterations=args.num_iterations,
         constant=constant_rewards(trainer.reward_func_names, joined.rewards_per_func),
-        limit=args.max_completion_length,
     )
 
 
@@ -102,51 +86,21 @@ def _rows(view: Any, count: int) -> tuple[list[dict[str, Any]], int]:
     return list(dataset.select(order)), len(dataset)
 
 
-def _roll_out(view: Any, inputs: list[dict[str, Any]]):
-    """Make a generation batch of some inputs."""
-    step = view.generation_step
-    step.passes.num_groups = len(inputs) // view.num_generations
-    step.batch, step.micro_step = None, 0
-    step.prepare(inputs, Engine(view))
-    _synchronise()
-
-
-def _update(view: Any) -> float:
+def _seconds_of_update(view: Any) -> float:
     """Seconds of the gradients of the last generation batch."""
-    step = view.generation_step
-    before = step.ledger.update_seconds
-    step.micro_step = 0
+    view.generation_step.micro_step, begin = 0, time.perf_counter()
     for _ in range(view.args.steps_per_generation):
         view.training_step(view.model, [])
-    _synchronise()
-    view.model.zero_grad()
-    return step.ledger.update_seconds - before
-
-
-def _synchronise():
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+    view.model.zero_grad()
+    return time.perf_counter() - begin
 
 
-def _joined(drawn: list[Batch]) -> tuple[Batch, np.ndarray]:
-    """Batches as one, and whether the completions of each of its groups have one text."""
+def _joined(drawn: list[Batch]) -> Batch:
+    """Batches as one."""
     first = np.cumsum([0, *(batch.num_groups for batch in drawn)])
     names = set.intersection(*(set(vars(batch.rows)) for batch in drawn))
     columns = {name: np.concatenate([getattr(batch, name) for batch in drawn]) for name in names}
     columns["group"] = np.concatenate([batch.group + start for batch, start in zip(drawn, first, strict=False)])
-    same = [
-        len({tuple(batch.held["completion_ids"][batch.place[row]]) for row in np.flatnonzero(batch.group == group)})
-        == 1
-        for batch in drawn
-        for group in range(batch.num_groups)
-    ]
-    joined = Batch(Table(prompt_ids=np.arange(first[-1])), Table(**columns))
-    # The range of rewards is that of all batches
-    low, high = np.nanmin(joined.scores, initial=np.inf), np.nanmax(joined.scores, initial=-np.inf)
-    if (
-        np.isfinite([low, high]).all()
-        and not np.isin(joined.scores[~np.isnan(joined.scores)], (0.0, 1.0)).all()
-        and high > low
-    ):
-        joined = joined.with_rows(outcomes=(joined.scores - low) / (high - low))
-    return joined, np.array(same)
+    return Batch(Table(prompt_ids=np.arange(first[-1])), Table(**columns))

@@ -1,23 +1,22 @@
 """What a forecast rests on: scored groups of completions, what they cost here, and how long the training is to be."""
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from ..batch import Batch, extremes
 
 
-@dataclass(frozen=True)
-class Costs:
-    """Plain GRPO's costs on this machine, in seconds for each completion; peak memory of the largest micro-batch in bytes, on a GPU."""
+class Costs(NamedTuple):
+    """Plain GRPO's costs on this machine: seconds a completion, and peak bytes of an update on a GPU."""
 
     rollout: float
     update: float
     memory: int | None = None
 
 
-@dataclass(frozen=True)
-class Horizon:
+class Horizon(NamedTuple):
     """The training that is forecast: different prompts, prompts of a generation batch, and generation batches."""
 
     prompts: int
@@ -27,33 +26,24 @@ class Horizon:
 
 @dataclass
 class Sample:
-    """
-    P groups of completions, each of another prompt or visit.
-
-    Attributes:
-        batch ([`~lze_trl.batch.Batch`]): Its row columns are `outcomes`, `signals`, `logprobs`, `prompt_tokens` and `completion_tokens`.
-        causes (text, `(P,)`): Why each group is dead, see [`~lze_trl.record.causes.causes`].
-        source (`str`): Where the groups come from, for the heading.
-        horizon ([`Horizon`]): The training.
-        costs ([`Costs`], *optional*): Seconds; `None` where they are not known.
-        unit (`str`): What lengths count: tokens or characters.
-        iterations (`int`): Updates with each completion.
-        constant (`dict[str, float]`): Value of each reward function that never differed; NaN for one that was always `None`.
-        limit (`int`, *optional*): `max_completion_length`.
-        settled (`bool`): Whether the values of the completions are known. `False` if only the groups are: then nothing is said of other
-            group sizes, and of the gate.
-    """
+    """P groups of completions, each of another prompt or visit, in a [`~lze_trl.batch.Batch`] with the row columns of `Batch.of`."""
 
     batch: Batch
-    causes: np.ndarray
-    source: str
+    causes: np.ndarray  # (P,), text: why each group is dead, see `record.causes`
+    source: str  # where the groups come from, for the heading
     horizon: Horizon
-    costs: Costs | None = None
-    unit: str = "tokens"
-    iterations: int = 1
-    constant: dict[str, float] = field(default_factory=dict)
-    limit: int | None = None
-    settled: bool = True
+    costs: Costs | None = None  # `None` where they are not known
+    unit: str = "tokens"  # of lengths; or characters
+    iterations: int = 1  # updates with each completion
+    constant: dict[str, float] = field(
+        default_factory=dict
+    )  # reward functions that never differed: value, or NaN for None
+    settled: bool = True  # whether the values of single completions are known
+
+    def __post_init__(self):
+        self.batch = self.batch.with_rows(
+            outcomes=np.nan_to_num(self.batch.outcomes)
+        )  # without a reward, nothing is passed
 
     @property
     def size(self) -> int:
@@ -66,6 +56,11 @@ class Sample:
         outcomes, (low, high) = self.batch.outcomes, extremes(self.batch.outcomes, self.batch.group, len(self))
         return bool(np.isin(outcomes, (0.0, 1.0)).all() and ((high > low) == self.batch.alive).all())
 
+    @property
+    def passes(self) -> np.ndarray:
+        """Sum of the outcomes of each group, shape `(P,)`."""
+        return np.bincount(self.batch.group, self.batch.outcomes, minlength=len(self))
+
     def __len__(self) -> int:
         return self.batch.num_groups
 
@@ -77,9 +72,5 @@ class Sample:
 
 def constant_rewards(names: list[str], rewards: np.ndarray) -> dict[str, float]:
     """Reward functions that gave every completion the same, with the value, from rewards `(B, F)`; NaN for no reward."""
-    found = {}
-    for name, column in zip(names, rewards.T, strict=True):
-        values = np.unique(column[~np.isnan(column)])
-        if len(values) < 2:
-            found[name] = float(values[0]) if len(values) else np.nan
-    return found
+    values = {name: np.unique(column[~np.isnan(column)]) for name, column in zip(names, rewards.T, strict=True)}
+    return {name: float(seen[0]) if len(seen) else np.nan for name, seen in values.items() if len(seen) < 2}

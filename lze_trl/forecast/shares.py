@@ -1,7 +1,6 @@
 """Shares of dead groups for any group size, what there is to gain, and intervals for both."""
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 from scipy.optimize import minimize
@@ -11,8 +10,8 @@ from ..memory.posterior import dead_probability
 from .sample import Sample
 
 
-_RESAMPLES, _FITS = 2000, 24
-_OF_NORMAL = 1.2816  # standard deviations, of half an 80 % interval
+DRAWS = 2000
+_FITS, _OF_NORMAL = 16, 1.2816  # standard deviations, of half an 80 % interval
 
 
 @dataclass(frozen=True)
@@ -26,19 +25,13 @@ class Estimate:
     def __format__(self, form: str) -> str:
         return f"{self.value:{form}} [{self.low:{form}}, {self.high:{form}}]"
 
-    def covers(self, number: float) -> bool:
-        """Whether a number lies in the interval."""
-        return self.low <= number <= self.high
-
 
 def resampled_means(values: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Means of bootstrap samples of the prompts' values, shape `(2000,)`. A share that is seen in none, or all, may still be there:
-    one prompt that has it, and one that has not, are added with the weight 1/2 each where all are equal."""
+    """Means of bootstrap samples of the prompts' values, shape `(DRAWS,)`. For none, or all, of them: Jeffreys' posterior."""
     count = len(values)
-    if (values == values[0]).all() and values[0] in (0.0, 1.0):  # Jeffreys' interval: a bootstrap has none
-        hits = values.sum()
-        return rng.beta(hits + 0.5, count - hits + 0.5, _RESAMPLES)
-    return rng.multinomial(count, np.full(count, 1.0 / count), _RESAMPLES) @ values / count
+    if (values == values[0]).all() and values[0] in (0.0, 1.0):
+        return rng.beta(values.sum() + 0.5, count - values.sum() + 0.5, DRAWS)
+    return rng.multinomial(count, np.full(count, 1.0 / count), DRAWS) @ values / count
 
 
 def mean(values: np.ndarray, rng: np.random.Generator) -> Estimate:
@@ -49,39 +42,29 @@ def mean(values: np.ndarray, rng: np.random.Generator) -> Estimate:
 
 def fit_beta(passes: np.ndarray, sizes: np.ndarray) -> tuple[float, float]:
     """a and b of the Beta distribution of pass rates with the highest likelihood, from passes of completions of each prompt."""
-    return _fitted(tuple(passes.tolist()), tuple(sizes.tolist()))
-
-
-@lru_cache(maxsize=8)
-def _fitted(passes: tuple[float, ...], sizes: tuple[float, ...]) -> tuple[float, float]:
-    hits, counts = np.array(passes), np.array(sizes)
 
     def loss(logs: np.ndarray) -> float:
         a, b = np.exp(logs)
-        likelihood = (betaln(hits + a, counts - hits + b) - betaln(a, b)).sum()
+        likelihood = (betaln(passes + a, sizes - passes + b) - betaln(a, b)).sum()
         return float(
             -likelihood + 0.05 * (logs**2).sum()
         )  # a weak prior: all prompts alike have no highest likelihood
 
-    a, b = np.exp(minimize(loss, np.zeros(2), method="Nelder-Mead").x)
+    a, b = np.exp(minimize(loss, np.zeros(2), method="Nelder-Mead", options={"xatol": 0.01, "fatol": 0.01}).x)
     return float(a), float(b)
 
 
 def posteriors(sample: Sample) -> tuple[np.ndarray, np.ndarray]:
     """a and b of each prompt's pass rate, shape `(P,)`, by the fitted Beta distribution and its own completions."""
-    sizes, passes = sample.batch.sizes, _passes(sample)
+    sizes, passes = sample.batch.sizes, sample.passes
     a, b = fit_beta(passes, sizes)
     return passes + a, sizes - passes + b
 
 
-def _passes(sample: Sample) -> np.ndarray:
-    return np.bincount(sample.batch.group, sample.batch.outcomes, minlength=len(sample))
-
-
 def dead_share(sample: Sample, size: int, rng: np.random.Generator) -> Estimate | None:
     """
-    Share of dead groups of `size` completions. Up to the size that was drawn, the share of all its subsets (hypergeometric); above
-    it, the beta-binomial of [`posteriors`]. `None` where completions are not 0 or 1, or not known.
+    Share of dead groups of `size` completions. Up to the size that was drawn, over all subsets of each group (hypergeometric); above it,
+    the beta-binomial of [`posteriors`]. `None` where completions are not 0 or 1, or not known.
     """
     own = sample.size
     if size == own:
@@ -100,20 +83,18 @@ def dead_share(sample: Sample, size: int, rng: np.random.Generator) -> Estimate 
 
 def _beyond(sample: Sample, size: int, rng: np.random.Generator) -> Estimate:
     """Share of dead groups of more completions than were drawn. The interval is that of fits to bootstrap samples."""
-    passes, sizes = _passes(sample), sample.batch.sizes
-    value = dead_probability(*posteriors(sample), size).mean()
-    of_fits = []
+    value, of_fits = float(dead_probability(*posteriors(sample), size).mean()), []
     for _ in range(_FITS):
-        rows = rng.integers(len(sizes), size=len(sizes))
-        a, b = fit_beta(passes[rows], sizes[rows])
+        rows = rng.integers(len(sample), size=len(sample))
+        a, b = fit_beta(sample.passes[rows], sample.batch.sizes[rows])
         of_fits.append(dead_probability(np.array([a]), np.array([b]), size)[0])
     reach = _OF_NORMAL * float(np.std(of_fits, ddof=1))
-    return Estimate(float(value), max(0.0, float(value) - reach), min(1.0, float(value) + reach))
+    return Estimate(value, max(0.0, value - reach), min(1.0, value + reach))
 
 
 def to_gain(sample: Sample, of: int, rng: np.random.Generator) -> tuple[Estimate, Estimate, int]:
-    """Mean outcome of a completion, that of the best of `of` less it, and how many completions the best is of: no more than were drawn."""
-    outcomes, of = np.sort(np.nan_to_num(sample.table("outcomes")), axis=1), min(of, sample.size)
+    """Mean outcome; that of the best of `of` completions less it; and how many the best is of: no more than were drawn."""
+    outcomes, of = np.sort(sample.table("outcomes"), axis=1), min(of, sample.size)
     chances = comb(np.arange(sample.size), of - 1) / comb(sample.size, of)  # that the i-th in order is the best
     averages = outcomes.mean(axis=1)
     return mean(averages, rng), mean(outcomes @ chances - averages, rng), of
