@@ -41,26 +41,19 @@ class Forecast:
         return own | {"sample": self.sample.source, "groups": len(self.sample), "unit": self.sample.unit}
 
     def __str__(self) -> str:
-        step = self.step
-        lines = [
-            f"{self.source}: {self.groups:,} groups of {self.group_size} completions. In brackets 80 % intervals."
-        ]
-        lines += ["", "Dead groups"]
-        lines += [f"  G = {size:<3} {_percent(estimate)}" for size, estimate in self.dead.items()]
+        step, sample = self.step, self.sample
+        lines = [f"{sample.source}: {len(sample):,} groups of {sample.size} completions. In brackets 80 % intervals."]
+        lines += ["", "Dead groups", *(f"  G = {size:<3} {_percent(share)}" for size, share in self.dead.items())]
         lines += [f"  because  {_percent(share)} {CAUSES[cause]}" for cause, share in self.causes.items()]
-        for name, value in sample.constant.items():
-            lines.append(
-                f"  the reward `{name}` was {'None' if np.isnan(value) else f'{value:g}'} for every completion"
-            )
+        constant = {name: "None" if np.isnan(value) else f"{value:g}" for name, value in sample.constant.items()}
+        lines += [f"  the reward `{name}` was {value} for every completion" for name, value in constant.items()]
         lines += [
             "",
-            "To gain",
-            f"  mean outcome {self.accuracy:.2f}; the best of {self.best_of} has {self.gain:+.2f} more",
+            f"To gain\n  mean outcome {self.accuracy:.2f}; the best of {self.best_of} has {self.gain:+.2f} more",
         ]
         lines += [
             "",
-            "A step of plain GRPO",
-            f"  {count(step['rows'])} completions, {count(step['length'])} {self.unit}",
+            f"A step of plain GRPO\n  {count(step['rows'])} completions, {count(step['length'])} {sample.unit}",
         ]
         if "rollout" in step:
             share = step["rollout"] / (step["rollout"] + step["update"])
@@ -68,20 +61,15 @@ class Forecast:
             lines.append(f"  {seconds}: R : U = {share:.0%} : {1 - share:.0%}")
         if "memory" in step:
             lines.append(f"  peak memory of the largest micro-batch {step['memory'] / 2**30:.1f} GiB")
-        lines += ["", "Price to plain GRPO's accuracy, × plain GRPO", self._prices(), "", self._choice()]
-        return "\n".join([*lines, "", "Assumed", *(f"  {line}" for line in _assumed(sample))])
-
-    def _prices(self) -> str:
-        last = "seconds ×" if "rollout" in self.step else f"time × at {GENERATION:.0%} rollouts"
-        heading = ["strategy", "rollouts ×", "updates ×", f"{self.sample.unit} ×", last]
+        last = "seconds ×" if "rollout" in step else f"time × at {GENERATION:.0%} rollouts"
         numbers = [(price.rollouts, price.updates, price.tokens, price.seconds) for price in self.prices]
         rows = [[p.name, *(f"{e:.2f}" for e in own)] for p, own in zip(self.prices, numbers, strict=True)]
-        return text_table(heading, rows).rstrip()
-
-    def _choice(self) -> str:
-        if self.chosen is None:
-            return "Do not bother: no strategy surely saves a tenth. `exact`, the default, has plain GRPO's weights and costs no more."
-        return f"Choose: {self.chosen.settings}"
+        table = text_table(["strategy", "rollouts ×", "updates ×", f"{sample.unit} ×", last], rows).rstrip()
+        choice = "Do not bother: no strategy surely saves a tenth. `exact`, the default, has plain GRPO's weights and costs no more."
+        if self.chosen is not None:
+            choice = "\n  ".join(["Choose", *self.chosen.settings.splitlines()])
+        lines += ["", "Price to plain GRPO's accuracy, × plain GRPO", table, "", choice]
+        return "\n".join([*lines, "", "Assumed", *(f"  {line}" for line in _assumed(sample))])
 
 
 def _percent(share: Estimate) -> str:

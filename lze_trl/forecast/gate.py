@@ -22,17 +22,12 @@ class World:
         # Of a bootstrap sample of the prompts
         self._of = rng.integers(len(sample), size=len(sample))[rng.integers(len(sample), size=count)]
         self._outcomes, self._signals, self._logprobs = map(sample.table, ("outcomes", "signals", "logprobs"))
-        self._prompt_tokens = sample.table("prompt_tokens")[self._of, 0]
-        self._tokens = sample.table("completion_tokens")[self._of].mean(axis=1)
+        self.tokens = sample.table("prompt_tokens")[:, 0] + sample.table("completion_tokens").mean(axis=1)
+        self.tokens = self.tokens[self._of]
         self._rates: np.ndarray | None = None
         if sample.binary:
             a, b = posteriors(sample)
             self._rates = rng.beta(a[self._of], b[self._of])
-
-    @property
-    def tokens(self) -> np.ndarray:
-        """Tokens of prompt and completion, expected of each prompt."""
-        return self._prompt_tokens + self._tokens
 
     def live_share(self, size: int) -> float:
         """Share of live groups of `size` completions."""
@@ -42,24 +37,20 @@ class World:
 
     def group(self, prompts: np.ndarray, size: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
         """A group of each of some prompts: columns of shape `(n, size)`."""
-        own = self._of[prompts]
-        order = np.argsort(rng.random((len(own), self._outcomes.shape[1])), axis=1)
+        own, shape = self._of[prompts][:, np.newaxis], (len(prompts), size)
+        order = np.argsort(rng.random((len(prompts), self._outcomes.shape[1])), axis=1)
         order = order[:, np.arange(size) % order.shape[1]]
-        rows, shape = own[:, np.newaxis], (len(own), size)
-        if self._rates is None:
-            columns = {"outcomes": self._outcomes[rows, order], "rewards": self._signals[rows, order]}
-            logprobs = self._logprobs[rows, order]
-        else:
-            outcomes = (rng.random(shape) < self._rates[prompts][:, np.newaxis]).astype(np.float64)
-            columns = {"outcomes": outcomes, "rewards": outcomes}
-            # Of a completion of the prompt with this outcome, or else of any with it
-            right = self._outcomes[rows, order] == outcomes
-            known = [self._logprobs[self._outcomes == outcome] for outcome in (0.0, 1.0)]
-            fallback = [rng.choice(values, shape) if len(values) else np.full(shape, np.nan) for values in known]
-            logprobs = np.where(right, self._logprobs[rows, order], np.where(outcomes > 0, fallback[1], fallback[0]))
-        tokens = np.broadcast_to(self._tokens[prompts][:, np.newaxis], shape)
-        prompt_tokens = np.broadcast_to(self._prompt_tokens[prompts][:, np.newaxis], shape)
-        return columns | {"logprobs": logprobs, "completion_tokens": tokens, "prompt_tokens": prompt_tokens}
+        outcomes, rewards, logprobs = (
+            values[own, order] for values in (self._outcomes, self._signals, self._logprobs)
+        )
+        if self._rates is not None:
+            seen, outcomes = outcomes, (rng.random(shape) < self._rates[prompts][:, np.newaxis]).astype(np.float64)
+            rewards = outcomes
+            for outcome in (0.0, 1.0):  # where the prompt's own completion came out otherwise, any with this outcome
+                others, known = (outcomes == outcome) & (seen != outcome), self._logprobs[self._outcomes == outcome]
+                logprobs = np.where(others, rng.choice(known, shape) if len(known) else np.nan, logprobs)
+        columns = {"outcomes": outcomes, "rewards": rewards, "logprobs": logprobs, "prompt_tokens": np.zeros(shape)}
+        return columns | {"completion_tokens": np.broadcast_to(self.tokens[prompts][:, np.newaxis], shape)}
 
 
 def _batch(ids: np.ndarray, columns: dict[str, np.ndarray], drawn: np.ndarray) -> Batch:
@@ -92,7 +83,7 @@ def gate_price(sample: Sample, size: int, horizon: Horizon, rng: np.random.Gener
         batch = _batch(ids, columns, begun[:, np.newaxis] & (one | goes_on[:, np.newaxis]))
         state.observe(batch.scores)
         state.visit(batch.without_empty_groups(), np.where(goes_on, chances, 0.0)[begun])
-        tokens += float((batch.prompt_tokens + batch.completion_tokens).sum())
+        tokens += float(batch.completion_tokens.sum())
         live += float(batch.alive.sum())
     plain = float(world.tokens.mean()) * sample.size / max(world.live_share(sample.size), 1e-9)
     return tokens / live / plain if live else np.inf

@@ -4,7 +4,6 @@ Prices of the strategies to plain GRPO's accuracy, by one rule: a live group tea
 So a strategy needs as many live groups as plain GRPO, and its price is what it pays for each over what plain GRPO pays.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,45 +40,35 @@ class Price:
 
 def prices(sample: Sample, rng: np.random.Generator) -> list[Price]:
     """Prices of `exact`, `lze`, and, where its completions are known, the gate with G and with G / 2 of twice the prompts."""
+    drift, size = rng.standard_normal(DRAWS), sample.size
     alive = resampled_means(sample.batch.alive.astype(np.float64), rng)
-    return [_price(sample, *parts) for parts in _parts(sample, alive, rng.standard_normal(DRAWS), rng)]
-
-
-def _parts(
-    sample: Sample, alive: np.ndarray, drift: np.ndarray, rng: np.random.Generator
-) -> Iterator[tuple[str, str, np.ndarray, np.ndarray]]:
-    """Name, settings, and draws of rollouts × and updates × of each strategy."""
     live = np.clip(alive * np.exp(DRIFT * drift), 1e-3, 1.0)
-    yield "exact", "strategy: exact", np.ones(DRAWS), live
-    size = sample.size
+    found = [_price(sample, "exact", "strategy: exact", np.ones(DRAWS), live)]
     for group_size in (size, size // 2) if sample.settled and sample.batch.alive.any() else ():
-        if group_size < 2:
+        simulated = [
+            gate_price(sample, group_size, sample.horizon, rng) for _ in range(_SIMULATIONS if group_size > 1 else 0)
+        ]
+        if not simulated or not np.isfinite(simulated).all():
             continue
-        simulated = np.log([gate_price(sample, group_size, sample.horizon, rng) for _ in range(_SIMULATIONS)])
-        if not np.isfinite(simulated).all():
-            continue
-        noise = simulated.std(ddof=1) * rng.standard_normal(DRAWS)
-        rollouts = np.exp(simulated.mean() + noise + DRIFT * drift)
-        half = group_size != size
-        name = f"gate, G = {group_size}" + (", twice the prompts" if half else "")
-        settings = "strategy: gate" + (f"  num_generations: {group_size}  # of twice the prompts" if half else "")
-        yield name, settings, rollouts, live * group_size / size
-    yield "lze, 40 %", "strategy: lze", np.maximum(1.0, live / _QUOTA), live
+        noise = np.log(simulated).std(ddof=1) * rng.standard_normal(DRAWS)
+        rollouts = np.exp(np.log(simulated).mean() + noise + DRIFT * drift)
+        name, settings = f"gate, G = {group_size}", "strategy: gate"
+        if group_size < size:
+            name, settings = f"{name}, twice the prompts", f"{settings}\nnum_generations: {group_size}"
+        found.append(_price(sample, name, settings, rollouts, live * group_size / size))
+    return [*found, _price(sample, "lze, 40 %", "strategy: lze", np.maximum(1.0, live / _QUOTA), live)]
 
 
 def _price(sample: Sample, name: str, settings: str, rollouts: np.ndarray, updates: np.ndarray) -> Price:
-    share = GENERATION
-    if sample.costs is not None:
-        share = sample.costs.rollout / (sample.costs.rollout + sample.costs.update)
+    """The price from draws of rollouts × and updates ×."""
+    costs, share = sample.costs, GENERATION
+    if costs is not None:
+        share = costs.rollout / (costs.rollout + costs.update)
     tokens = (rollouts + updates * sample.iterations) / (1.0 + sample.iterations)
-    seconds = share * rollouts + (1.0 - share) * updates
-    columns = (_estimate(draws) for draws in (rollouts, updates, tokens, seconds))
-    return Price(name, settings, *columns)
-
-
-def _estimate(draws: np.ndarray) -> Estimate:
-    low, middle, high = np.quantile(draws, (0.1, 0.5, 0.9))
-    return Estimate(float(middle), float(low), float(high))
+    low, middle, high = np.quantile(
+        [rollouts, updates, tokens, share * rollouts + (1.0 - share) * updates], (0.1, 0.5, 0.9), axis=1
+    )
+    return Price(name, settings, *map(Estimate, middle.tolist(), low.tolist(), high.tolist()))
 
 
 def chosen(found: list[Price]) -> Price | None:
