@@ -123,7 +123,10 @@ def report(rows: Sequence[dict[str, Any]]) -> str:
                     shown.append((price["value"], price["low"], price["high"], real))
                 if hits:
                     value, low, high, real = np.median(shown, axis=0)
-                    cells = (f"{value:.2f} ({low:.2f}–{high:.2f})", "not reached" if math.isinf(real) else f"{real:.2f}")
+                    cells = (
+                        f"{value:.2f} ({low:.2f}–{high:.2f})",
+                        "not reached" if math.isinf(real) else f"{real:.2f}",
+                    )
                     prices.append([task, strategy, f"{cost} ×", *cells, f"{sum(hits)} of {len(hits)}"])
                     covered += hits
     seconds = []

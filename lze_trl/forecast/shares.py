@@ -50,7 +50,7 @@ def fit_beta(passes: np.ndarray, sizes: np.ndarray) -> tuple[float, float]:
             -likelihood + 0.05 * (logs**2).sum()
         )  # a weak prior: all prompts alike have no highest likelihood
 
-    a, b = np.exp(minimize(loss, np.zeros(2), method="Nelder-Mead", options={"xatol": 0.01, "fatol": 0.01}).x)
+    a, b = np.exp(minimize(loss, np.zeros(2), method="L-BFGS-B", bounds=[(-7.0, 7.0)] * 2).x)
     return float(a), float(b)
 
 
