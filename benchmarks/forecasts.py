@@ -61,8 +61,9 @@ def forecast_of(settings: RunSettings, files: TaskFiles, timed: bool) -> dict[st
     with tempfile.TemporaryDirectory() as folder:
         ours = replace(settings, strategy="exact", overrides=STRATEGIES["exact"].overrides)
         found = build_trainer(ours, files, data.train, Path(folder)).forecast(_PROMPTS)
+        result = {"forecast": found.to_dict(), "passes": found.sample.passes.tolist()}
         if not timed:
-            return {"forecast": found.to_dict()}
+            return result
         plain = build_trainer(
             replace(settings, steps=_WARM + _STEPS, stretch=1.0, eval_every=1000), files, data.train, Path(folder)
         )
@@ -70,7 +71,7 @@ def forecast_of(settings: RunSettings, files: TaskFiles, timed: bool) -> dict[st
         plain.add_callback(seconds)
         plain.train()
     spent = {name: (seconds.after[name] - seconds.before[name]) / _STEPS for name in ("rollout", "update")}
-    return {"forecast": found.to_dict(), "seconds": spent}
+    return result | {"seconds": spent}
 
 
 def measured(task: str) -> dict[tuple[str, int], dict[str, float]]:

@@ -8,7 +8,7 @@ import numpy as np
 from ..record.causes import CAUSES
 from ..record.evaluations import text_table
 from ..record.numbers import count
-from .prices import DRIFT, GENERATION, Price, chosen, prices
+from .prices import DRIFT, GENERATION, LUCK, Price, chosen, prices
 from .sample import Sample
 from .shares import Estimate, dead_share, mean, to_gain
 
@@ -104,7 +104,7 @@ def _assumed(sample: Sample) -> list[str]:
     )
     return [
         "A live group teaches the same, whichever strategy has drawn it.",
-        f"While the model learns, live shares change by a factor of e^±{DRIFT} (one standard deviation); intervals include that.",
+        f"While the model learns, live shares change by a factor of e^±{DRIFT}, and a seed's luck is e^±{LUCK} (one standard deviation each).",
         f"The training: {horizon.batches:,} generation batches of {horizon.per_batch:,} prompts, {horizon.prompts:,} different ones.",
         "Group sizes below the one that was drawn: all subsets of each group. Above it: a beta-binomial fit.",
         f"The gate: its own rule, simulated {how}."

@@ -5,11 +5,11 @@ import numpy as np
 from ..batch import Batch
 from ..memory.state import PromptState, StateSettings
 from ..rollout.controllers import Gate
-from .sample import Horizon, Sample
+from .sample import Sample
 from .shares import posteriors
 
 
-_MOST_PROMPTS, _MOST_BATCHES, _MOST_PER_BATCH = 1024, 60, 64
+_MOST_PROMPTS, _MOST_BATCHES, _MOST_PER_BATCH = 1024, 80, 64
 
 
 class World:
@@ -58,10 +58,14 @@ def _batch(ids: np.ndarray, columns: dict[str, np.ndarray], drawn: np.ndarray) -
     return Batch.of(ids, np.nonzero(drawn)[0], **{name: values[drawn] for name, values in columns.items()})
 
 
-def gate_price(sample: Sample, size: int, horizon: Horizon, rng: np.random.Generator) -> float:
-    """Tokens that the gate, with groups of `size`, rolls out for each live group over those of plain GRPO with the sample's size."""
-    per_batch = min(horizon.per_batch, _MOST_PER_BATCH)
-    visits = horizon.batches * horizon.per_batch / horizon.prompts
+def gate_price(sample: Sample, size: int, rng: np.random.Generator) -> float:
+    """
+    Tokens that the gate rolls out for each live group over those of plain GRPO with the sample's size. Groups have `size` completions,
+    and a generation batch as many completions as plain GRPO's.
+    """
+    horizon, prompts_of_batch = sample.horizon, sample.horizon.per_batch * sample.size // size
+    per_batch = min(prompts_of_batch, _MOST_PER_BATCH)
+    visits = horizon.batches * prompts_of_batch / horizon.prompts
     count = int(min(horizon.prompts, _MOST_PROMPTS, _MOST_BATCHES * per_batch / max(visits, 1.0)))
     count = max(count, per_batch)
     world = World(sample, count, rng)

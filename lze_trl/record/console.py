@@ -80,8 +80,9 @@ class RunSummary(TrainerCallback):
         if line and state.is_world_process_zero:
             tqdm.write(line)  # above the progress bar, if there is one
             advice = self.advice(False)
-            for cause in advice.keys() - self._advised:
-                tqdm.write(f"advice: {advice[cause]}")
+            for cause in advice:
+                if cause not in self._advised:
+                    tqdm.write(f"advice: {advice[cause]}")
             self._advised |= advice.keys()
             sys.stdout.flush()  # a log file is read while it grows
 
