@@ -83,7 +83,7 @@ def test_larger_groups_are_those_of_the_population():
 def test_intervals_cover_the_population():
     rates = np.random.default_rng(1).beta(0.5, 0.5, 100_000)
     for size in (4, 8, 16):
-        true, count = np.mean(rates**size + (1 - rates) ** size), 40
+        true, count = np.mean(rates**size + (1 - rates) ** size), 30
         found = [dead_share(drawn(0.5, 0.5, count=64, seed=seed), size, rng()) for seed in range(count)]
         assert 0.6 <= np.mean([estimate.low <= true <= estimate.high for estimate in found]) <= 0.98, size
 

@@ -15,8 +15,7 @@ from .shares import Estimate, dead_share, mean, to_gain
 
 __all__ = ["Estimate", "Forecast", "Price", "Sample", "forecast"]
 
-SIZES = (4, 8, 16)
-"""Group sizes for which dead groups are forecast."""
+SIZES = (4, 8, 16)  # of groups, for which dead groups are forecast
 
 
 @dataclass(frozen=True)

@@ -59,10 +59,7 @@ def _batch(ids: np.ndarray, columns: dict[str, np.ndarray], drawn: np.ndarray) -
 
 
 def gate_price(sample: Sample, size: int, rng: np.random.Generator) -> float:
-    """
-    Tokens that the gate rolls out for each live group over those of plain GRPO with the sample's size. Groups have `size` completions,
-    and a generation batch as many completions as plain GRPO's.
-    """
+    """Tokens that the gate, with groups of `size` in batches of as many completions, takes a live group over those of plain GRPO."""
     horizon, prompts_of_batch = sample.horizon, sample.horizon.per_batch * sample.size // size
     per_batch = min(prompts_of_batch, _MOST_PER_BATCH)
     visits = horizon.batches * prompts_of_batch / horizon.prompts

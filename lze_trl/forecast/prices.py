@@ -19,14 +19,9 @@ Standard deviations of logarithms, from the benchmark's kept runs: of the live s
 of when a run reaches plain GRPO's accuracy, by its seed. `exact` has plain GRPO's weights, and so its luck.
 """
 
-WORTH = 0.9
-"""Price from which a strategy is not worth the change."""
-
-GENERATION = 0.7
-"""Share of plain GRPO's time that generation takes, where seconds are not known."""
-
-_SIMULATIONS = 6
-_QUOTA = 0.4  # `selection_ratio` of `lze`
+GENERATION = 0.7  # share of plain GRPO's time that generation takes, where seconds are not known
+_WORTH = 0.9  # price from which a strategy is not worth the change
+_SIMULATIONS, _QUOTA = 6, 0.4  # of the gate; `selection_ratio` of `lze`
 
 
 @dataclass(frozen=True)
@@ -80,4 +75,4 @@ def chosen(found: list[Price]) -> Price | None:
     exact = next(price for price in found if price.name == "exact")
     better = [price for price in found if price.seconds.high < exact.seconds.value]
     best = min(better, key=lambda price: price.seconds.value, default=exact)
-    return best if best.seconds.value <= WORTH else None
+    return best if best.seconds.value <= _WORTH else None

@@ -21,8 +21,6 @@ PLAIN: dict[str, Any] = {"selector": "all", "selection_ratio": 1.0, "loss_normal
 class Kept(Rounds):
     """Rounds that keep what they have drawn."""
 
-    drawn: list[Batch]
-
     def finish(self, *args: Any) -> Any:
         self.drawn.append(super().finish(*args))
         return self.drawn[-1]
@@ -66,14 +64,13 @@ def sample_of(trainer: Any, num_prompts: int) -> Sample:
     batches = args.num_train_epochs * (known or len(rows)) / per_batch
     if args.max_steps > 0:
         batches = args.max_steps * args.gradient_accumulation_steps / (args.steps_per_generation * args.num_iterations)
+    horizon = Horizon(known or max(len(rows), round(batches * per_batch)), per_batch, max(1, round(batches)))
+    facts = {
+        "iterations": args.num_iterations,
+        "constant": constant_rewards(trainer.reward_func_names, joined.rewards_per_func),
+    }
     return Sample(
-        joined,
-        causes(joined),
-        f"{len(rows)} prompts rolled out by the policy of now",
-        Horizon(known or max(len(rows), round(batches * per_batch)), per_batch, max(1, round(batches))),
-        costs,
-        iterations=args.num_iterations,
-        constant=constant_rewards(trainer.reward_func_names, joined.rewards_per_func),
+        joined, causes(joined), f"{len(rows)} prompts rolled out by the policy of now", horizon, costs, **facts
     )
 
 

@@ -2,6 +2,7 @@
 
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -65,16 +66,10 @@ def _of_run(run: Run) -> Sample:
         update = ledger["update_seconds"] / ledger["update_tokens"] * length
         costs = Costs(ledger["rollout_seconds"] / ledger["rows_rolled_out"], update)
     per_batch = max(1, round(summary["groups"] / summary["generations"]))
-    return Sample(
-        batch,
-        why,
-        f"The run `{run.name}`",
-        Horizon(sum(summary["prompts"].values()), per_batch, summary["generations"]),
-        costs,
-        iterations=int(settings.get("num_iterations") or 1),
-        constant=constant_rewards(run.meta.reward_labels, rewards),
-        settled=binary,
-    )
+    horizon = Horizon(sum(summary["prompts"].values()), per_batch, summary["generations"])
+    facts: dict[str, Any] = {"iterations": int(settings.get("num_iterations") or 1), "settled": binary}
+    facts["constant"] = constant_rewards(run.meta.reward_labels, rewards)
+    return Sample(batch, why, f"The run `{run.name}`", horizon, costs, **facts)
 
 
 def _of_logs(folder: Path, reward: str | None) -> Sample:
@@ -90,11 +85,7 @@ def _of_logs(folder: Path, reward: str | None) -> Sample:
     length = rows["completion"].str.len().to_numpy()
     batch = Batch.of(np.arange(count), group, scale.outcomes(scores), scores, none, length, **columns)
     low, high = extremes(pd.factorize(rows["completion"])[0].astype(np.float64), group, count)
-    return Sample(
-        batch,
-        causes(batch, low == high),
-        f"TRL's logs in `{folder.name}`",
-        Horizon(rows["prompt"].nunique(), max(1, count // len(logs)), len(logs)),
-        unit="characters",
-        constant=constant_rewards(list(rewards), batch.rewards_per_func),
-    )
+    horizon = Horizon(rows["prompt"].nunique(), max(1, count // len(logs)), len(logs))
+    constant = constant_rewards(list(rewards), batch.rewards_per_func)
+    why, source = causes(batch, low == high), f"TRL's logs in `{folder.name}`"
+    return Sample(batch, why, source, horizon, unit="characters", constant=constant)
