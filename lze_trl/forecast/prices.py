@@ -22,6 +22,10 @@ of when a run reaches plain GRPO's accuracy, by its seed. `exact` has plain GRPO
 GENERATION = 0.7  # share of plain GRPO's time that generation takes, where seconds are not known
 _WORTH = 0.9  # price from which a strategy is not worth the change
 _SIMULATIONS, _QUOTA = 6, 0.4  # of the gate; `selection_ratio` of `lze`
+_HALF, _MOST_LIVE = (
+    0.88,
+    0.9,
+)  # what a live group of half the size teaches, by kept runs; they have no higher live share
 
 
 @dataclass(frozen=True)
@@ -50,8 +54,13 @@ def prices(sample: Sample, rng: np.random.Generator) -> list[Price]:
         rollouts = np.exp(np.log(simulated).mean() + noise + DRIFT * drift)
         name, settings = f"gate, G = {group_size}", "strategy: gate"
         if group_size < size:
+            if sample.batch.alive.mean() > _MOST_LIVE:
+                continue
+            rollouts = rollouts / _HALF
             name, settings = f"{name}, twice the prompts", f"{settings}\nnum_generations: {group_size}"
-        found.append(_price(sample, name, settings, luck * rollouts, luck * live * group_size / size))
+        found.append(
+            _price(sample, name, settings, luck * rollouts, luck * live * min(1.0, group_size / size / _HALF))
+        )
     return [*found, _price(sample, "lze, 40 %", "strategy: lze", luck * np.maximum(1.0, live / _QUOTA), luck * live)]
 
 

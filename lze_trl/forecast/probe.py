@@ -21,6 +21,8 @@ PLAIN: dict[str, Any] = {"selector": "all", "selection_ratio": 1.0, "loss_normal
 class Kept(Rounds):
     """Rounds that keep what they have drawn."""
 
+    drawn: list[Any]
+
     def finish(self, *args: Any) -> Any:
         self.drawn.append(super().finish(*args))
         return self.drawn[-1]
