@@ -10,22 +10,11 @@ from accelerate.utils import DistributedType
 from ..batch import Batch, Table
 from ..engine import Engine
 from ..record.causes import causes
-from ..rollout.rounds import Rounds
 from .sample import Costs, Horizon, Sample, constant_rewards
 
 
 PLAIN: dict[str, Any] = {"selector": "all", "selection_ratio": 1.0, "loss_normalizer": "all", "controller": "uniform"}
 """Settings of plain GRPO: every group is drawn whole and trained on."""
-
-
-class Kept(Rounds):
-    """Rounds that keep what they have drawn."""
-
-    drawn: list[Any]
-
-    def finish(self, *args: Any) -> Any:
-        self.drawn.append(super().finish(*args))
-        return self.drawn[-1]
 
 
 def sample_of(trainer: Any, num_prompts: int) -> Sample:
@@ -49,7 +38,9 @@ def sample_of(trainer: Any, num_prompts: int) -> Sample:
     with trainer.rehearsal(**PLAIN, controller_kwargs={}, telemetry=False) as view, accelerator.autocast():
         rows, known = _rows(view, num_prompts)
         step = view.generation_step
-        step.rounds.__class__, step.rounds.drawn = Kept, []
+        drawn: list[Batch] = []
+        roll_out = step.rounds.finish
+        step.rounds.finish = lambda *given: drawn.append(roll_out(*given)) or drawn[-1]
         for start in range(0, len(rows), per_batch):
             batch = rows[start : start + per_batch]
             step.passes.num_groups, step.batch, step.micro_step = len(batch), None, 0
@@ -57,8 +48,7 @@ def sample_of(trainer: Any, num_prompts: int) -> Sample:
         if gpu:
             torch.cuda.reset_peak_memory_stats()
         update = [_seconds_of_update(view) for _ in range(2)][-1]  # the first one loads kernels
-        ledger, drawn = step.ledger, step.rounds.drawn
-        each = ledger.rows_rolled_out
+        ledger, each = step.ledger, step.ledger.rows_rolled_out
         update = update / drawn[-1].num_rows + ledger.logprob_seconds / each
         costs = Costs(ledger.rollout_seconds / each, update, torch.cuda.max_memory_allocated() if gpu else None)
         joined = _joined(drawn)
