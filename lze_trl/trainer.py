@@ -228,7 +228,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         if args.summary:
             metric = accuracy_metric(args.pass_reward, self.reward_func_names)
             self.summary = RunSummary(
-                self.savings, self.flush_telemetry, metric, _write_report, self._own_step.advice.lines
+                self.savings, self._flush_at_the_end, metric, _write_report, self._own_step.advice.lines
             )
             replace_printers(self.callback_handler, self.summary, progress_bar=not args.disable_tqdm)
 
@@ -514,10 +514,13 @@ class LZEGRPOTrainer(GRPOTrainer):
 
     def flush_telemetry(self):
         """Write what was recorded and is not on disk yet."""
+        self._own_step.recorder.flush()
+
+    def _flush_at_the_end(self):
         step = self._own_step
-        step.recorder.flush()
-        if not self.is_in_train and step.generation:
+        if step.generation:
             step.recorder.advise(step.advice.lines(ended=True))
+        step.recorder.flush()
 
     def evaluation_loop(self, *args: Any, **kwargs: Any):
         # Differs from TRL: trackio's run, which TRL's timings need, is open outside of the training as well
@@ -615,6 +618,7 @@ class LZEGRPOTrainer(GRPOTrainer):
             raise
         finally:
             Engine(self).training_ended()
+            self._flush_at_the_end()
             self._own_step.recorder.close(ended)
         if self.args.should_save:
             self._save_parts(run_dir)

@@ -219,6 +219,7 @@ def test_a_run_and_its_telemetry_say_the_same(tmp_path, capsys):
     told = forecast(found)
     plain = summary["ledger"]["plain_tokens"] / summary["generations"]
     assert told.step["length"] == pytest.approx(plain, rel=0.01)
+    capsys.readouterr()
     cli.main(["forecast", str(tmp_path)])
     assert capsys.readouterr().out == f"{told}\n"
 

@@ -88,7 +88,7 @@ def test_a_completion_that_is_missing_has_no_text(tmp_path):
     log = pd.read_parquet(path)
     log.loc[0, "completion"] = None
     log.to_parquet(path)
-    assert logs_of(tmp_path)[0]["completion"].tolist() == ["", "00001"]
+    assert logs_of(tmp_path)[0]["completion"].tolist() == ["", "xxxx1"]
 
 
 def test_no_logs_and_damaged_ones_are_worded(tmp_path):
