@@ -66,8 +66,8 @@ def rehearsal(trainer: GRPOTrainer, **changes: Any) -> Iterator[Any]:
     A shallow copy of the trainer in which some attributes differ, to roll out and compute gradients with. Nothing of it comes
     back: weights, gradients, metrics, counters, environments and the state of random number generators stay as they are.
     """
-    view, model = object.__new__(type(trainer)), trainer.model
-    own: Any = vars(trainer)
+    view, own = object.__new__(type(trainer)), vars(trainer)
+    model: Any = trainer.model
     kept = {name: copy.deepcopy(own[name]) for name in ("state", "_metrics", "_logs")}
     if own.get("_environment_pool"):
         kept["_environment_pool"] = {name: [] for name in own["_environment_pool"]}

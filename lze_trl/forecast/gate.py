@@ -80,7 +80,7 @@ def gate_price(sample: Sample, size: int, rng: np.random.Generator) -> float:
             continue
         first = _batch(ids, columns, begun[:, np.newaxis] & one)
         known = state.prompts(ids, first)
-        goes_on, chances = gate.draw(1, known, first, rng) > 0, gate.chances(1, known, first)
+        goes_on, chances = gate.draw(1, known, first, rng) > 0, np.asarray(gate.chances(1, known, first))
         batch = _batch(ids, columns, begun[:, np.newaxis] & (one | goes_on[:, np.newaxis]))
         state.observe(batch.scores)
         state.visit(batch.without_empty_groups(), np.where(goes_on, chances, 0.0)[begun])

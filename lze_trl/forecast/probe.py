@@ -38,9 +38,13 @@ def sample_of(trainer: Any, num_prompts: int) -> Sample:
     with trainer.rehearsal(**PLAIN, controller_kwargs={}, telemetry=False) as view, accelerator.autocast():
         rows, known = _rows(view, num_prompts)
         step = view.generation_step
-        drawn: list[Batch] = []
-        roll_out = step.rounds.finish
-        step.rounds.finish = lambda *given: drawn.append(roll_out(*given)) or drawn[-1]
+        drawn, roll_out = list[Batch](), step.rounds.finish
+
+        def kept(*given: Any) -> Batch:
+            drawn.append(roll_out(*given))
+            return drawn[-1]
+
+        step.rounds.finish = kept
         for start in range(0, len(rows), per_batch):
             batch = rows[start : start + per_batch]
             step.passes.num_groups, step.batch, step.micro_step = len(batch), None, 0
