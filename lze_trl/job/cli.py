@@ -89,9 +89,7 @@ def build_parser() -> argparse.ArgumentParser:
     for command in (_forecast, _analyze):
         forecast = add(command, "SOURCE [--num_prompts N]" if command is _forecast else "")
         forecast("source", metavar="SOURCE", help="a recipe, the folder of a run, or that of TRL's logs")
-        forecast(
-            "--num_prompts", "--num-prompts", type=_at_least_one, default=128, help="prompts to roll out, of a recipe"
-        )
+        forecast("--num_prompts", type=_at_least_one, default=128, help="prompts to roll out, of a recipe")
         forecast("--reward", help="reward that a completion passes by, of TRL's logs; default: the sum of all")
 
     add_arguments(add(_eval))
