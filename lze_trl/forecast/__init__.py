@@ -13,8 +13,6 @@ from .sample import Sample
 from .shares import Estimate, dead_share, mean, to_gain
 
 
-__all__ = ["Estimate", "Forecast", "Price", "Sample", "forecast"]
-
 SIZES = (4, 8, 16)  # of groups, for which dead groups are forecast
 
 
@@ -89,7 +87,7 @@ def forecast(sample: Sample, seed: int = 0) -> Forecast:
     step = {"rows": rows, "length": rows * float((batch.prompt_tokens + batch.completion_tokens).mean())}
     if sample.costs is not None:
         step |= {"rollout": rows * sample.costs.rollout, "update": rows * sample.costs.update}
-        step |= {} if sample.costs.memory is None else {"memory": sample.costs.memory}
+        step |= {"memory": sample.costs.memory} if sample.costs.memory else {}
     causes = {cause: mean(sample.causes == cause, rng) for cause in CAUSES if (sample.causes == cause).any()}
     sizes = {size: estimate for size, estimate in of_size.items() if estimate is not None}
     causes = dict(sorted(causes.items(), key=lambda item: -item[1].value))

@@ -22,8 +22,7 @@ class World:
         # Of a bootstrap sample of the prompts
         self._of = rng.integers(len(sample), size=len(sample))[rng.integers(len(sample), size=count)]
         self._outcomes, self._signals, self._logprobs = map(sample.table, ("outcomes", "signals", "logprobs"))
-        self.tokens = sample.table("prompt_tokens")[:, 0] + sample.table("completion_tokens").mean(axis=1)
-        self.tokens = self.tokens[self._of]
+        self.tokens = (sample.table("prompt_tokens") + sample.table("completion_tokens")).mean(axis=1)[self._of]
         self._rates: np.ndarray | None = None
         if sample.binary:
             a, b = posteriors(sample)
@@ -63,9 +62,8 @@ def gate_price(sample: Sample, size: int, rng: np.random.Generator) -> float:
     horizon, prompts_of_batch = sample.horizon, sample.horizon.per_batch * sample.size // size
     per_batch = min(prompts_of_batch, _MOST_PER_BATCH)
     visits = horizon.batches * prompts_of_batch / horizon.prompts
-    count = int(min(horizon.prompts, _MOST_PROMPTS, _MOST_BATCHES * per_batch / max(visits, 1.0)))
-    count = max(count, per_batch)
-    world = World(sample, count, rng)
+    most = min(horizon.prompts, _MOST_PROMPTS, _MOST_BATCHES * per_batch / max(visits, 1.0))
+    world = World(sample, count := max(int(most), per_batch), rng)
     state, gate = PromptState(StateSettings(group_size=size, prune=False), expected=count), Gate(size)
     tokens = live = 0.0
     order: list[int] = []

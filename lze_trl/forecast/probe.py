@@ -13,10 +13,6 @@ from ..record.causes import causes
 from .sample import Costs, Horizon, Sample, constant_rewards
 
 
-PLAIN: dict[str, Any] = {"selector": "all", "selection_ratio": 1.0, "loss_normalizer": "all", "controller": "uniform"}
-"""Settings of plain GRPO: every group is drawn whole and trained on."""
-
-
 def sample_of(trainer: Any, num_prompts: int) -> Sample:
     """
     Roll out `num_prompts` prompts of a trainer's training set with `num_generations` each, by its own engine and rewards, in
@@ -29,13 +25,15 @@ def sample_of(trainer: Any, num_prompts: int) -> Sample:
     kind, sharded = accelerator.distributed_type, (DistributedType.DEEPSPEED, DistributedType.FSDP)
     if accelerator.num_processes > 1 or kind in sharded:
         raise ValueError(
-            f"A forecast needs one process without DeepSpeed or FSDP, got {accelerator.num_processes} of the type `{kind.value}`. Run it "
-            "on one device."
+            "A forecast needs one process without DeepSpeed or FSDP, and runs on one device. Got "
+            f"{accelerator.num_processes} of the type `{kind.value}`."
         )
     if num_prompts < 2:
         raise ValueError(f"`num_prompts` must be at least 2, got {num_prompts}. Use 128.")
     per_batch, gpu = args.generation_batch_size // size, torch.cuda.is_available()
-    with trainer.rehearsal(**PLAIN, controller_kwargs={}, telemetry=False) as view, accelerator.autocast():
+    plain = {"selector": "all", "selection_ratio": 1.0, "loss_normalizer": "all"}  # every group is trained on
+    plain |= {"controller": "uniform", "controller_kwargs": {}, "telemetry": False}
+    with trainer.rehearsal(**plain) as view, accelerator.autocast():
         rows, known = _rows(view, num_prompts)
         step = view.generation_step
         drawn, roll_out = list[Batch](), step.rounds.finish

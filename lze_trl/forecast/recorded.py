@@ -16,9 +16,6 @@ from ..record.trl_logs import read_logs
 from .sample import Costs, Horizon, Sample, constant_rewards
 
 
-_MOST_GROUPS = 4096
-
-
 def sample_of_folder(folder: str | Path, reward: str | None = None) -> Sample:
     """
     The sample of a run's folder: of its telemetry if it has some, and else of TRL's logs, in which `reward` names what a completion
@@ -41,7 +38,7 @@ def _of_run(run: Run) -> Sample:
     groups = run.groups()
     if groups.empty:
         raise TelemetryError(f"`{run.name}` holds no group yet. Wait for its first generation batch.")
-    groups = groups.iloc[np.unique(np.linspace(0, len(groups) - 1, _MOST_GROUPS).astype(int))]
+    groups = groups.iloc[np.unique(np.linspace(0, len(groups) - 1, 4096).astype(int))]
     names = ("size", "pass_rate", "prompt_tokens", "completion_tokens", "logprob_mean")
     sizes, rates, prompt_tokens, tokens, logprobs = (groups[name].to_numpy(dtype=np.float64) for name in names)
     dead, rates = groups["dead"].to_numpy(dtype=bool), np.nan_to_num(rates)
@@ -54,10 +51,9 @@ def _of_run(run: Run) -> Sample:
     signals = outcomes if binary else np.where(dead[group], 0.0, place)
     lengths = prompt_tokens[group], (tokens / sizes)[group]
     batch = Batch.of(np.arange(len(groups)), group, outcomes, signals, *lengths, logprobs=logprobs[group])
-    recorded = groups["cause"].fillna("")
     # Of a version without causes, what the pass rates say
     derived = np.select([rates == 1.0, rates == 0.0], ["solved", "hopeless"], "equal")
-    why = np.where(dead, np.where(recorded.isin(CAUSES), recorded, derived), "")
+    why = np.where(dead, np.where(groups["cause"].isin(CAUSES), groups["cause"], derived), "")
     rewards = np.stack([np.asarray(row, dtype=np.float64) for row in groups["rewards"]])
     summary = run.summary()
     ledger, costs = summary["ledger"], None

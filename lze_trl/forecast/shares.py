@@ -76,8 +76,7 @@ def dead_share(sample: Sample, size: int, rng: np.random.Generator) -> Estimate 
     values = np.sort(np.nan_to_num(sample.table("signals"), nan=np.inf), axis=1)
     dead = np.zeros(len(sample))
     for column in range(own):  # the subsets whose last member in sorted order is this one, all equal to it
-        equal_before = (values[:, :column] == values[:, [column]]).sum(axis=1)
-        dead += comb(equal_before, size - 1) / comb(own, size)
+        dead += comb((values[:, :column] == values[:, [column]]).sum(axis=1), size - 1) / comb(own, size)
     return mean(dead, rng)
 
 
