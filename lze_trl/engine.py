@@ -5,7 +5,9 @@ Everything private that this package touches stands in [`~lze_trl.trl_contract`]
 changed and put back.
 """
 
+import copy
 import math
+import random
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -59,6 +61,35 @@ def altered(trainer: GRPOTrainer, **changes: Any) -> Iterator[Any]:
         for name, value in vars(view).items():
             if name not in changes and (name not in before or before[name] is not value):
                 setattr(trainer, name, value)
+
+
+@contextmanager
+def rehearsal(trainer: GRPOTrainer, **changes: Any) -> Iterator[Any]:
+    """
+    A shallow copy of the trainer in which some attributes differ, to roll out and compute gradients with. Nothing of it comes
+    back: weights, gradients, metrics, counters, environments and the state of random number generators stay as they are.
+    """
+    view, own = object.__new__(type(trainer)), vars(trainer)
+    model: Any = trainer.model
+    kept = {name: copy.deepcopy(own[name]) for name in ("state", "_metrics", "_logs")}
+    if own.get("_environment_pool"):
+        kept["_environment_pool"] = {name: [] for name in own["_environment_pool"]}
+    accumulation = {"current_gradient_accumulation_steps": trainer.args.gradient_accumulation_steps}
+    vars(view).update(own | kept | accumulation | changes)
+    gradients, training = [parameter.grad for parameter in model.parameters()], model.training
+    numbers, python = np.random.get_state(), random.getstate()
+    try:
+        with torch.random.fork_rng():
+            model.train()
+            for parameter in model.parameters():
+                parameter.grad = None
+            yield view
+    finally:
+        np.random.set_state(numbers)
+        random.setstate(python)
+        model.train(training)
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            parameter.grad = gradient
 
 
 @contextmanager
@@ -119,6 +150,12 @@ class Engine:
     def optimizer_step(self) -> int:
         """Optimizer steps so far."""
         return self._trainer.state.global_step
+
+    @property
+    def learning_rate(self) -> float:
+        """Learning rate of the next optimizer step, of its first parameters; NaN before there is an optimizer."""
+        optimizer = self._trainer.optimizer
+        return math.nan if optimizer is None else float(optimizer.param_groups[0]["lr"])
 
     @property
     def max_steps(self) -> int:
@@ -279,15 +316,18 @@ class Engine:
         held |= {f"{BALLOTS}{column}": values for column, values in noted.ballots.items()}
         if logprobs is None and watch is not None:
             logprobs = watch.token_logprobs(completion_ids)
-        ends = self.end_tokens if trainer.mask_truncated_completions else None
+        ends = self.end_tokens
         numbers = {
             ID_COLUMN: np.array([row[ID_COLUMN] for row in inputs], dtype=np.int64),
             "prompt_tokens": np.array([len(ids) for ids in prompt_ids]),
             "completion_tokens": np.array([len(ids) for ids in completion_ids]),
-            "loss_tokens": loss_tokens(completion_ids, loss_mask, ends),
+            "loss_tokens": loss_tokens(
+                completion_ids, loss_mask, ends if trainer.mask_truncated_completions else None
+            ),
             # Places after the shuffle that TRL would do here
             "shuffled": torch.argsort(torch.randperm(len(inputs))).numpy(),
             "logprobs": sequence_logprobs(logprobs, loss_mask, len(inputs)),
+            "cut_off": np.array([not ids or ids[-1] not in ends for ids in completion_ids], dtype=np.int64),
         }
         if reasons:
             numbers["failed"] = np.array([reason is not None for reason in reasons], dtype=np.int64)

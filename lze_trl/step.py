@@ -17,6 +17,8 @@ from .pack.micro_batch import filler_inputs, micro_batch
 from .pack.weights import Weights, weights_of_chosen, weights_of_full, weights_of_part
 from .pack.window import Window
 from .plan.passes import Passes, Plan, PromptSource
+from .record.advice import Advice
+from .record.causes import causes
 from .record.ledger import Ledger, account
 from .record.monitors import DeadMonitor, batch_metrics
 from .record.recorder import Recorder
@@ -54,6 +56,7 @@ class GenerationStep:
         self.batch: Batch | None = None  # the last one, as it is trained on
         self.window = Window()  # the optimizer step under way
         self.dead, self.votes = DeadMonitor(), VoteHistory()
+        self.advice = Advice(self.args, self.recorder.reward_names)
         self.labels = Calibration()  # majority labels, where gold answers tell
         self._chunk_steps = self.geometry.chunk_steps  # fewer after an interrupted training
         self._made_at = -1  # micro-step at which the batch was made; -1 if that was before a resume
@@ -196,7 +199,9 @@ class GenerationStep:
         if drawn is None:
             return self._nothing(pending.plan, engine)
         with timed("selection"):
+            forecasts = self.state.prompts(drawn.prompt_ids).alive
             drawn = self._remember(drawn)
+            self.advice.see(drawn, drawn.prompts.cause, forecasts, engine.learning_rate)
             chosen = self._select(drawn, wanted)
             weights = ask_keep(self.controller, drawn, self._rng("keep"))
             rows = np.flatnonzero(chosen[drawn.group] & (weights > 0))
@@ -222,7 +227,7 @@ class GenerationStep:
         if self.instruction is not None:
             self.instruction.observe(groups)
         self.dead.update(groups, drawn, drawn.rewards_per_func)
-        return drawn.with_prompts(**vars(groups))
+        return drawn.with_prompts(**vars(groups), cause=causes(drawn))
 
     def _confidence(self, drawn: Batch) -> np.ndarray | None:
         """Probability that the label of each group is right, shape `(P,)`; `None` if energies do not go by it."""
@@ -300,7 +305,7 @@ class GenerationStep:
             remembered = self.state.range.outcomes(sample.remembered)
             metrics["pass_rate"] = sample.moments(drawn.outcomes, remembered)[0]
             metrics["dead_share"] = 1.0 - sample.live_share
-        metrics |= self.state.foresight.metrics() | self.state.gate.metrics()
+        metrics |= self.state.foresight.metrics() | self.state.gate.metrics() | self.advice.metrics()
         if self.instruction is not None:
             metrics |= self.instruction.metrics()
         lengths = batch.prompt_tokens, batch.completion_tokens
@@ -332,6 +337,7 @@ class GenerationStep:
             pass_index=plan.pass_index,
             skipped=len(plan.skipped),
         )
+        self.recorder.advise(self.advice.lines())
 
     # ---- Checkpoints ----
 
@@ -344,6 +350,7 @@ class GenerationStep:
             "foresight": self.state.foresight,
             "gate": self.state.gate,
             "passes": self.passes,
+            "advice": self.advice,
             "votes": self.votes,
             "labels": self.labels,
             "ledger": self.ledger,

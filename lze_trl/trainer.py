@@ -4,7 +4,8 @@ import copy
 import inspect
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
@@ -23,7 +24,7 @@ from . import checkpoint as store
 from . import checks
 from .build import make_geometry, make_passes, make_state, placeholders
 from .config import LZEGRPOConfig
-from .engine import Engine, altered, without_vllm
+from .engine import Engine, altered, rehearsal, without_vllm
 from .memory.identity import ID_COLUMN
 from .names import refuse_missing_model
 from .plan.passes import PromptSource
@@ -228,7 +229,9 @@ class LZEGRPOTrainer(GRPOTrainer):
         self.summary: RunSummary | None = None
         if args.summary:
             metric = accuracy_metric(args.pass_reward, self.reward_func_names)
-            self.summary = RunSummary(self.savings, self.flush_telemetry, metric, _write_report)
+            self.summary = RunSummary(
+                self.savings, self._flush_at_the_end, metric, _write_report, self._own_step.advice.lines
+            )
             replace_printers(self.callback_handler, self.summary, progress_bar=not args.disable_tqdm)
 
     def _build_parts(
@@ -448,6 +451,41 @@ class LZEGRPOTrainer(GRPOTrainer):
         arguments = model, inputs, return_outputs, num_items_in_batch
         return Engine(self).weighted_loss(self._own_step.window, _loss_by_trl, *arguments)
 
+    # ---- Forecasts ----
+
+    @contextmanager
+    def rehearsal(self, **settings: Any) -> Iterator["LZEGRPOTrainer"]:
+        """
+        A copy of this trainer with other settings and parts of its own, which have seen nothing. What it rolls out and computes
+        leaves no trace in this one.
+        """
+        args = copy.copy(self.args)
+        vars(args).update(settings | {"self_play": self.args.self_play | {"instruct": False}})
+        own = {"args": args, "resolved": {**self.resolved, "pruning": "none"}, "generation_step": None}
+        with rehearsal(self, reward_notes=RewardNotes(), episodes=Episodes(), **own) as view:
+            view._build_parts(args.make_planner(), args.make_controller(), args.make_selector(), None, recurring=True)
+            yield view
+
+    def forecast(self, num_prompts: int = 128) -> Any:
+        """
+        What this training would waste, why, and what each strategy would cost: rolls out some prompts of the training set with
+        `num_generations` completions each, and computes the gradients of one generation batch. The training is not changed:
+        weights, random numbers, memory, and the order of the data stay as they are.
+
+        Args:
+            num_prompts (`int`, *optional*, defaults to `128`): Prompts to roll out, at least 2.
+
+        Returns:
+            [`~lze_trl.forecast.Forecast`]: Print it.
+
+        Raises:
+            ValueError: The trainer runs in several processes, or by DeepSpeed or FSDP.
+        """
+        from .forecast import forecast
+        from .forecast.probe import sample_of
+
+        return forecast(sample_of(self, num_prompts), self.args.seed)
+
     # ---- Accounts and records ----
 
     def savings(self) -> dict[str, float]:
@@ -479,6 +517,12 @@ class LZEGRPOTrainer(GRPOTrainer):
     def flush_telemetry(self):
         """Write what was recorded and is not on disk yet."""
         self._own_step.recorder.flush()
+
+    def _flush_at_the_end(self):
+        step = self._own_step
+        if step.generation:
+            step.recorder.advise(step.advice.lines(ended=True))
+        step.recorder.flush()
 
     def evaluation_loop(self, *args: Any, **kwargs: Any):
         # Differs from TRL: trackio's run, which TRL's timings need, is open outside of the training as well
@@ -577,6 +621,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         finally:
             Engine(self).training_ended()
             self._own_step.give_up(Engine(self))
+            self._flush_at_the_end()
             self._own_step.recorder.close(ended)
         if self.args.should_save:
             self._save_parts(run_dir)

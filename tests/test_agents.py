@@ -440,3 +440,13 @@ def test_a_recipe_names_tools_and_environments(tmp_path):
         RecipeError, match=r"`tools: agents.ad` is no function or class of a module. Did you mean 'add'"
     ):
         of_recipe(tools="agents.ad")
+
+
+@pytest.mark.parametrize("name", ["a tool", "two environments", "two images"])
+def test_a_forecast_leaves_no_trace(tmp_path, name):
+    alone = train(LZEGRPOTrainer, tmp_path / "alone", CASES[name])
+    asked = make(LZEGRPOTrainer, tmp_path / "asked", CASES[name])
+    told = asked.forecast(4)
+    assert len(told.sample) == 4
+    asked.train()
+    assert distance(alone, asked) == 0.0

@@ -49,10 +49,11 @@ ROOMS = {
     "hub": "app checkpoint files record remote version",
     "engine": "batch checks evaluation memory pack rollout select",
     "build": "batch config memory pack plan rollout select",
+    "forecast": "batch engine memory record rollout",
     "step": "batch engine memory pack plan record rollout seeding select",
-    "trainer": "app build checkpoint checks config engine hub selfplay memory names plan record rollout select servers step "
+    "trainer": "app build checkpoint checks config engine forecast hub selfplay memory names plan record rollout select servers step "
     "trl_contract",
-    "job": "app checkpoint checks config data evaluation files hub names record rewards rollout selfplay settings "
+    "job": "app checkpoint checks config data evaluation files forecast hub names record rewards rollout selfplay settings "
     "strategies trainer version",
 }
 PURE = (
@@ -197,7 +198,7 @@ def test_what_is_private_to_trl_stands_in_one_table():
 def test_the_core_imports_what_users_ask_for_only_then():
     program = "import sys, lze_trl.trainer\n" + (
         "sys.exit(str([name for name in sys.modules if name.startswith(tuple(f'lze_trl.{room}' for room in "
-        "('selfplay', 'evaluation', 'app', 'hub', 'job', 'data', 'servers')))]))"
+        "('selfplay', 'evaluation', 'app', 'forecast', 'hub', 'job', 'data', 'servers')))]))"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert result.stderr.splitlines()[-1] == "[]", result.stdout + result.stderr  # libraries write before it

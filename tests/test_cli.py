@@ -61,7 +61,7 @@ def test_errors_have_no_traceback(monkeypatch, arguments, message):
     ("arguments", "message"),
     [
         (["data", "x.jsonl", "--limit", "0"], "argument --limit: must be at least 1, got 0"),
-        (["analyze", "run", "--selection_ratio", "nan"], "argument --selection_ratio: must be in (0, 1], got nan"),
+        (["forecast", "run", "--num_prompts", "0"], "argument --num_prompts: must be at least 1, got 0"),
         (["report", "run", "--max_steps", "3"], "unrecognized arguments: --max_steps 3"),
     ],
 )
@@ -117,12 +117,12 @@ def test_a_defect_keeps_its_traceback(monkeypatch):
         cli.main(["data", "x.jsonl"])
 
 
-COMMANDS = ("train", "demo", "data", "app", "analyze", "eval", "report")
+COMMANDS = ("train", "demo", "data", "app", "forecast", "analyze", "eval", "report")
 WRONG = {
     "train none.yaml": "There is no recipe `none.yaml`",
     "data none.jsonl": "There is no file or folder 'none.jsonl'",
     "app none": "`none` is neither a directory nor",
-    "analyze none": "There are no TRL logs in `none`",
+    "forecast none": "There is no recipe `none`",
     "report none": "There is no run at `none`",
 }
 # Runs commands one after the other, and says which of them has imported what takes seconds

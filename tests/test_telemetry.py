@@ -40,6 +40,7 @@ def make_record(
     rollouts = made.with_rows(rewards=2 * made.outcomes, **tokens)
     unknown = np.full(len(outcomes), np.nan)
     groups = score_groups(rollouts, unknown, unknown, np.full(len(outcomes), generation), np.isin(ids, replayed))
+    groups = groups.with_columns(cause=np.where(groups.alive, "", np.where(groups.solved, "solved", "hopeless")))
     fields = {
         "step": generation * 2,
         "pass_index": 1,

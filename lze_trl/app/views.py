@@ -12,6 +12,7 @@ from markupsafe import Markup
 from tqdm import tqdm
 
 from ..record import Run
+from ..record.advice import read_advice
 from ..record.curves import curve, held_out, outcome_name
 from ..record.evaluations import first_and_last, read_results, rows_of
 from ..record.ledger import PLAIN, TAUGHT_NOTHING, against_plain, headline, skipped_visits, taught_nothing
@@ -52,7 +53,7 @@ def overview(run: Run) -> Markup:
     if not summary["generations"]:
         return HTML.problem("The run has started, and its first batch is not scored yet.")
     evaluations = rows_of(first_and_last(read_results(run.directory.parent)))
-    return HTML.overview(_tiles(run, summary), summary["ledger"], evaluations)
+    return HTML.overview(_tiles(run, summary), read_advice(run.directory), summary["ledger"], evaluations)
 
 
 def _tiles(run: Run, summary: dict[str, Any]) -> list[tuple[str, str, str]]:

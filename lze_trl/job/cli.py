@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None):
     """Entry point of the console command."""
     parser = build_parser()
     namespace, flags = parser.parse_known_args(arguments)
-    if flags and namespace.command not in (_train, _demo):
+    if flags and namespace.command not in (_train, _demo, _forecast):
         parser.error(f"unrecognized arguments: {' '.join(flags)}")
     with reported_errors(OSError):
         try:
@@ -86,10 +86,11 @@ def build_parser() -> argparse.ArgumentParser:
     app("--host", default="127.0.0.1", help="address to listen on; the app has no login")
     app("--port", type=int, help="port to listen on; default: the first free one from 7860 on")
 
-    analyze = add(_analyze)
-    analyze("run", metavar="RUN", help="output folder of the run")
-    analyze("--selection_ratio", type=_share, default=0.4, help="share of the groups to train on")
-    analyze("--reward", help="reward that ranks the groups; default: the sum of all")
+    for command in (_forecast, _analyze):
+        forecast = add(command, "SOURCE [--num_prompts N]" if command is _forecast else "")
+        forecast("source", metavar="SOURCE", help="a recipe, the folder of a run, or that of TRL's logs")
+        forecast("--num_prompts", type=_at_least_one, default=128, help="prompts to roll out, of a recipe")
+        forecast("--reward", help="reward that a completion passes by, of TRL's logs; default: the sum of all")
 
     add_arguments(add(_eval))
     add(_report)("run", metavar="RUN", help="output folder of the run")
@@ -100,12 +101,6 @@ def _at_least_one(text: str) -> int:
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
     return int(text)
-
-
-def _share(text: str) -> float:
-    if not 0 < float(text) <= 1:
-        raise argparse.ArgumentTypeError(f"must be in (0, 1], got {text}")
-    return float(text)
 
 
 # ---- train ----
@@ -199,11 +194,27 @@ def _app(namespace: argparse.Namespace, flags: list[str]):
     launch(namespace.runs, namespace.host, namespace.port)
 
 
-def _analyze(namespace: argparse.Namespace, flags: list[str]):
-    """Estimate from the logs of any TRL GRPO run what selection would have saved."""
-    from ..record.trl_logs import analyze
+def _forecast(namespace: argparse.Namespace, flags: list[str]):
+    """Say what a training would waste, why, and what each strategy would cost: of a recipe, a run, or TRL's logs."""
+    path = Path(namespace.source)
+    if path.is_dir():
+        if flags:
+            raise CommandError(f"A folder was recorded and takes no flags of a recipe, got {' '.join(flags)}.")
+        from ..forecast import forecast
+        from ..forecast.recorded import sample_of_folder
 
-    sys.stdout.write(f"{analyze(namespace.run, namespace.selection_ratio, namespace.reward)}\n")
+        shown = forecast(sample_of_folder(path, namespace.reward))
+    else:
+        read_recipe(namespace.source)  # a wrong path is reported before the imports
+        from .train import forecast_recipe
+
+        shown = forecast_recipe([namespace.source, *flags], namespace.num_prompts)
+    sys.stdout.write(f"{shown}\n")
+
+
+def _analyze(namespace: argparse.Namespace, flags: list[str]):
+    """The former name of `forecast`."""
+    _forecast(namespace, flags)
 
 
 def _eval(namespace: argparse.Namespace, flags: list[str]):

@@ -60,6 +60,17 @@ def build_trainer(
     return trainer
 
 
+def forecast_recipe(arguments: Sequence[str], num_prompts: int) -> Any:
+    """The [`~lze_trl.forecast.Forecast`] of a recipe and flags, which trains and writes nothing."""
+    setup_logging(is_main=True)
+    disable_progress_bars()
+    script_args, training_args, model_args = parse_recipe(arguments)
+    training_args.report_to, training_args.summary = [], False
+    with user_errors():
+        trainer = LZEGRPOTrainer(**trainer_arguments(script_args, training_args, model_args))
+        return trainer.forecast(num_prompts)
+
+
 def trainer_arguments(
     script_args: LZEScriptArguments, training_args: LZEGRPOConfig, model_args: ModelConfig
 ) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import logging
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -51,19 +51,27 @@ class RunSummary(TrainerCallback):
     """
     Shows one readable line at each log and, at the end of the training, a summary and where the report is.
 
-    All metrics still go to the trackers of `report_to`. Only the main process prints.
+    All metrics still go to the trackers of `report_to`. Only the main process prints. `advice` returns the sentences that are due, see
+    [`~lze_trl.record.advice.Advice.lines`]: each is shown once, and all at the end.
     """
 
     savings: Callable[[], dict[str, float]]  # totals of the run
     flush: Callable[[], None]  # writes what is missing in its telemetry
     accuracy_metric: str
     write_report: Callable[[Path], Path]  # of a run's folder
+    advice: Callable[[bool], dict[str, str]] = lambda ended: {}
     ends_with_training: bool = True  # a recipe's run goes on to evaluate and save the model
+    _advised: set[str] = field(default_factory=set)
 
     def on_log(self, args, state, control, logs: dict[str, Any] | None = None, **kwargs: Any):
         line = log_line(state.global_step, logs or {})
         if line and state.is_world_process_zero:
             tqdm.write(line)  # above the progress bar, if there is one
+            advice = self.advice(False)
+            for cause in advice:
+                if cause not in self._advised:
+                    tqdm.write(f"advice: {advice[cause]}")
+            self._advised |= advice.keys()
             sys.stdout.flush()  # a log file is read while it grows
 
     def on_train_end(self, args, state, control, **kwargs: Any):
@@ -89,6 +97,7 @@ class RunSummary(TrainerCallback):
     def show(self, args: Any, state: TrainerState, files: dict[str, Path | str]):
         """Print what the run did and cost, its evaluations, and where its files are."""
         lines = summary_lines(self.savings(), held_out_accuracy(state, self.accuracy_metric))
+        lines += [f"advice: {line}" for line in self.advice(True).values()]
         if evaluations := first_and_last(read_results(args.output_dir)):
             lines += ["Evaluations", text_table(*rows_of(evaluations))]
         lines += [f"{label + ':':<11}{path}" for label, path in files.items()]

@@ -5,12 +5,15 @@ from base64 import b64encode
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from accelerate import Accelerator
 
 from ..memory.identity import ID_COLUMN
+from .advice import write_advice
+from .schema import DIRECTORY
 from .tables import GenerationRecord
 from .writer import TelemetryWriter
 
@@ -47,6 +50,7 @@ class Recorder:
     totals: Callable[[], dict[str, float]]  # of the run, see [`~lze_trl.record.ledger.Ledger.summary`]
     accelerator: Accelerator
     _writer: TelemetryWriter | None = field(default=None, init=False)
+    _advice: dict[str, str] = field(default_factory=dict, init=False)  # as it was written
 
     def record(
         self, prompts: dict[str, np.ndarray], rows: dict[str, np.ndarray], batch: Any, generation: int, **facts: Any
@@ -66,6 +70,12 @@ class Recorder:
         """Record the metrics of a log line."""
         if writer := self._open(generation):
             writer.record_step(step, logs)
+
+    def advise(self, lines: dict[str, str]):
+        """Record the sentences of [`~lze_trl.record.advice.Advice`], if others are due than before."""
+        if self.args.telemetry and self.accelerator.is_main_process and list(lines) != list(self._advice):
+            self._advice = lines
+            write_advice(Path(self.args.output_dir) / DIRECTORY, list(lines.values()))
 
     def flush(self):
         """Write what has been recorded so far."""

@@ -34,7 +34,7 @@ _TABLES = {
         scored INTEGER, pass_rate DOUBLE, difficulty DOUBLE, uncertainty DOUBLE, momentum DOUBLE, energy DOUBLE, ema DOUBLE,
         first_pass_rate DOUBLE, reward_mean DOUBLE, reward_std DOUBLE, rewards FLOAT[], prompt_tokens INTEGER,
         completion_tokens INTEGER, logprob_mean FLOAT, logprob_min FLOAT, logprob_max FLOAT, loss_tokens INTEGER,
-        selected BOOLEAN, pruned BOOLEAN, replayed BOOLEAN, dead BOOLEAN""",
+        selected BOOLEAN, pruned BOOLEAN, replayed BOOLEAN, dead BOOLEAN, cause VARCHAR""",
     "generations": """generation INTEGER, step INTEGER, pass_index INTEGER, time DOUBLE, groups INTEGER, rows INTEGER,
         selected INTEGER, dead INTEGER, replayed INTEGER, skipped INTEGER, pass_rate FLOAT, selected_pass_rate FLOAT, reward_mean FLOAT, rewards FLOAT[], energy_mean FLOAT,
         energy_histogram INTEGER[], ledger MAP(VARCHAR,DOUBLE)""",

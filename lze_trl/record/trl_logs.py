@@ -1,112 +1,54 @@
-"""What Learning-Zone Energy would have kept in a run of plain TRL, and what it would have cost, from its `completions/*.parquet` logs."""
+"""Completions of a run of plain TRL, from its `completions/*.parquet` logs."""
 
 import json
 import logging
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
-from ..batch import Batch
-from ..memory.identity import prompt_id
-from ..memory.state import PromptState, StateSettings
-from ..select.selectors import EnergySelector, choose, quota
-from .ledger import Ledger, TokenCost, account, against_plain, headline, skipped_visits
 from .schema import MissingTelemetryError, TelemetryError
 
 
 logger = logging.getLogger(__name__)
 
 _LOG_NAME = re.compile(r"completions_(\d+)\.parquet")
-_REPLAY_RATIO = 0.1
-_GENERATION = (0.25, 0.5, 0.7, 0.9)  # shares of plain GRPO's time: the logs do not say what it was
 
 
-# An update of all weights costs as much as three forward passes
-_COST = TokenCost(forward=1.0, train=3.0)
-
-
-@dataclass(frozen=True)
-class Analysis:
-    """What selection and pruning would have done to a run."""
-
-    steps: int  # logged steps with new completions of the training
-    prompts: int  # different ones
-    ledger: Ledger  # groups, completions and their text in characters; dead are those whose advantages are all equal
-    exact: Ledger  # the same, had every group with a gradient been trained on
-    reward: str  # that ranked the groups; "total" for the sum of all
-    selection_ratio: float
-
-    def __str__(self) -> str:
-        ledger = self.ledger
-        totals = ledger.summary(_COST)
-        lines = [
-            f"{self.steps:,} logged steps, {self.prompts:,} prompts, {ledger.groups_rolled_out:,} groups, "
-            f"{ledger.rows_rolled_out:,} completions",
-            f"a completion passes by `{self.reward}`",
-            f"dead groups (no gradient):      {self._share(ledger.groups_dead)}",
-            f"LZE at ρ = {self.selection_ratio:g} trains on:      {self._share(ledger.groups_trained)}",
-            headline(totals),
-            skipped_visits(totals),
-            "time, if generation takes" + "".join(f"{share:>7.0%}" for share in _GENERATION),
-            f"  {'every live group (`exact`)':<23}{_prices(self.exact)}",
-            f"  {f'LZE at ρ = {self.selection_ratio:g}':<23}{_prices(ledger)}",
-        ]
-        return "\n".join(lines)
-
-    def _share(self, groups: int) -> str:
-        return f"{groups:>9,}  {100 * groups / self.ledger.groups_rolled_out:5.1f} %"
-
-
-def _prices(ledger: Ledger) -> str:
-    """Time over that of plain GRPO, by the share that generation has in the latter."""
-    ratio = {work.name: work.ratio for work in against_plain(ledger.summary(_COST))}
-    prices = (share * ratio["rollouts"] + (1.0 - share) * ratio["updates"] for share in _GENERATION)
-    return "".join(f"{price:7.2f}" for price in prices)
-
-
-def analyze(run_dir: str | Path, selection_ratio: float = 0.4, reward: str | None = None) -> Analysis:
+def read_logs(run_dir: str | Path, reward: str | None = None) -> Iterator[pd.DataFrame]:
     """
-    Replay the logs of a TRL GRPO run that had `log_completions=True`, from its output directory or its `completions` folder.
+    Completions of a TRL GRPO run that had `log_completions=True`, one frame a logged step, from its output directory or its
+    `completions` folder: `prompt` and `completion` as text; `group`, in [0, P); `signal`, what advantages compare; `score`, the named
+    reward or the sum of all, NaN where there is none; and `reward.NAME` of each reward function.
 
-    The logs hold neither tokens nor reward weights: text is counted in characters, and groups are ranked by the named reward,
-    or the sum of all. Completions that several updates use are counted once. The log of a step with an evaluation holds the
-    evaluation's completions, and is left out if a `trainer_state.json` of the run mentions it.
+    The logs hold neither tokens nor reward weights. Completions that several updates use are returned once. The log of a step with an
+    evaluation holds the evaluation's completions, and is left out if a `trainer_state.json` of the run mentions it.
+
+    Raises:
+        MissingTelemetryError: There are no logs, or no completion in them.
+        TelemetryError: One cannot be read, or has no such reward.
     """
-    if not 0 < selection_ratio <= 1:
-        raise ValueError(
-            f"`selection_ratio` must be in (0, 1], got {selection_ratio}. Use 1.0 to train on every live group."
-        )
-    state = PromptState(StateSettings(named_outcome=reward is not None))
-    ledger, exact, steps, pruned = Ledger(), Ledger(), 0, 0
-    for number, log in enumerate(_logs(Path(run_dir))):
+    found = False
+    for log in _logs(Path(run_dir)):
         if log.empty:
             continue
-        rollouts = _rollouts(log, _reward_names(log, reward), state)
-        pruned += int(state.pruned(rollouts.prompt_ids).sum())
-        groups = state.visit(rollouts)
-        k, rng = quota(selection_ratio, len(groups)), np.random.default_rng(number)
-        rows = np.flatnonzero(choose(EnergySelector(), groups, k, rng)[rollouts.group])
-        live = np.flatnonzero(groups.alive[rollouts.group])
-        for total, trained in ((ledger, rows), (exact, live)):
-            account(total, rollouts, groups, trained, rollouts.num_rows, logprob_passes=0)
-        steps += 1
-    if not steps:
+        found, names = True, _reward_names(log, None)
+        chosen = _reward_names(log, reward)
+        score = log[chosen].sum(axis=1, min_count=1).astype(np.float64)
+        yield pd.DataFrame(
+            {
+                "prompt": log["prompt"],
+                "completion": log["completion"],
+                "group": pd.factorize(log["prompt"])[0],
+                "score": score,
+                "signal": log["advantage"].astype(np.float64) if "advantage" in log else score,
+                **{f"reward.{name}": log[name].astype(np.float64) for name in names},
+            }
+        )
+    if not found:
         raise MissingTelemetryError(f"The logs under `{run_dir}` hold no completion.")
-    ledger.visits_skipped = round(pruned * (1 - _REPLAY_RATIO))
-    for total in (ledger, exact):
-        total.plain_tokens = total.rollout_tokens  # other prompts take the slots of the pruned ones
-    return Analysis(
-        steps=steps,
-        prompts=len(state),
-        ledger=ledger,
-        exact=exact,
-        reward="total" if reward is None else reward,
-        selection_ratio=selection_ratio,
-    )
 
 
 def _logs(run_dir: Path) -> Iterator[pd.DataFrame]:
@@ -169,22 +111,3 @@ def _reward_names(log: pd.DataFrame, given: str | None) -> list[str]:
     if given is None or given not in numeric:
         raise TelemetryError(f"The logs have the rewards {numeric}, got {given!r}. Name one of them.")
     return [given]
-
-
-def _rollouts(log: pd.DataFrame, reward_names: list[str], state: PromptState) -> Batch:
-    """Completions of one step, their lengths in characters."""
-    ids = np.array([prompt_id(text) for text in log["prompt"]], dtype=np.int64)
-    unique, group = np.unique(ids, return_inverse=True)
-    rewards = log[reward_names].sum(axis=1, min_count=1).to_numpy(dtype=np.float64)  # NaN where there is none
-    state.observe(rewards)
-    return Batch.of(
-        prompt_ids=unique,
-        group=group,
-        outcomes=state.range.outcomes(rewards),
-        rewards=rewards,
-        scores=rewards,
-        # Advantages are by the run's weights
-        signals=log["advantage"].to_numpy(dtype=np.float64) if "advantage" in log else rewards,
-        prompt_tokens=np.zeros(len(group), dtype=np.int64),
-        completion_tokens=log["completion"].str.len().to_numpy(),
-    )

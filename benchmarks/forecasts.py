@@ -1,0 +1,169 @@
+"""
+Forecasts held against runs: `trainer.forecast()` before the first step, against what the benchmark's kept runs have cost, and
+against the seconds of a few steps of plain TRL on this machine.
+
+python -m benchmarks.forecasts [--tasks addition calculator] [--seeds 0 1 2 3 4] [--output DIR] [--report_only]
+"""
+
+import argparse
+import json
+import math
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import TrainerCallback
+
+from .comparison import cost_to_target, pairs
+from .run import build_trainer, circumstances
+from .sections import sort_results
+from .settings import RunSettings, write_text
+from .strategies import BASELINE, STRATEGIES
+from .suite import read_results
+from .tables import table
+from .tasks import CHECKOUT, TASKS, TaskFiles, load, locate
+
+
+KEPT = CHECKOUT / "benchmarks" / "results"
+OUTPUT = CHECKOUT / "runs" / "bench" / "forecasts"
+RESULTS_FILE, TABLES_FILE = "results.jsonl", "tables.md"
+NAMES = {"exact": "exact", "gate": "gate, G = 8", "gate_g4": "gate, G = 4, twice the prompts", "lze": "lze, 40 %"}
+"""Strategies of the benchmark, and what the forecast calls them."""
+COSTS = ("rollouts", "updates")
+TIMED = ("addition",)
+"""Tasks of which a few steps are made as well."""
+_WARM, _STEPS, _PROMPTS = 2, 10, 128
+
+
+class Seconds(TrainerCallback):
+    """Seconds of rollouts and updates of the steps after the first few, by the instruments of the benchmark."""
+
+    def __init__(self, trainer: Any):
+        self.trainer, self.before, self.after = trainer, {}, {}
+
+    def on_step_end(self, args, state, control, **kwargs: Any):
+        """Read the clock."""
+        meter = self.trainer.meter
+        meter.clock.switch(meter.clock.phase)
+        if state.global_step == _WARM:
+            self.before = dict(meter.clock.seconds)
+        self.after = dict(meter.clock.seconds)
+
+
+def forecast_of(settings: RunSettings, files: TaskFiles, timed: bool) -> dict[str, Any]:
+    """The forecast of a run, and, if it is `timed`, seconds of the steps of plain TRL that follow."""
+    torch.set_num_threads(settings.threads)
+    data = load(TASKS[settings.task], files, settings.held_out)
+    with tempfile.TemporaryDirectory() as folder:
+        ours = replace(settings, strategy="exact", overrides=STRATEGIES["exact"].overrides)
+        found = build_trainer(ours, files, data.train, Path(folder)).forecast(_PROMPTS)
+        result = {"forecast": found.to_dict(), "passes": found.sample.passes.tolist()}
+        if not timed:
+            return result
+        plain = build_trainer(
+            replace(settings, steps=_WARM + _STEPS, stretch=1.0, eval_every=1000), files, data.train, Path(folder)
+        )
+        seconds = Seconds(plain)
+        plain.add_callback(seconds)
+        plain.train()
+    spent = {name: (seconds.after[name] - seconds.before[name]) / _STEPS for name in ("rollout", "update")}
+    return result | {"seconds": spent}
+
+
+def measured(task: str) -> dict[tuple[str, int], dict[str, float]]:
+    """What kept runs have cost over plain GRPO until its accuracy, by strategy and seed; infinite where it was not reached."""
+    sections, _ = sort_results(read_results(KEPT / task))
+    curves = [curve for section in sections for curve in section.curves()]
+    found = {}
+    for strategy in NAMES:
+        for run, base in pairs(curves, strategy, BASELINE):
+            spreads = {cost: cost_to_target([(run, base)], cost) for cost in COSTS}
+            found[strategy, run.seed] = {name: s.values[0] if s else math.nan for name, s in spreads.items()}
+    return found
+
+
+def make(tasks: Sequence[str], seeds: Sequence[int], output: Path):
+    """Make the forecasts that are not there yet, each written when it is finished."""
+    output.mkdir(parents=True, exist_ok=True)
+    done = {(row["task"], row["seed"]) for row in read(output)}
+    for task in tasks:
+        files = locate(task, None, None)
+        kept = [RunSettings.from_dict(row["settings"]) for row in read_results(KEPT / task)]
+        for seed in seeds:
+            settings = next(one for one in kept if one.strategy == BASELINE and one.seed == seed)
+            if (task, seed) in done:
+                continue
+            row = {"task": task, "seed": seed, "same_model": files.model_hash == settings.model_hash}
+            row |= forecast_of(settings, files, task in TIMED) | circumstances()
+            with (output / RESULTS_FILE).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+
+
+def read(output: Path) -> list[dict[str, Any]]:
+    """The forecasts of a folder."""
+    file = output / RESULTS_FILE
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.is_file() else []
+
+
+def report(rows: Sequence[dict[str, Any]]) -> str:
+    """Tables: price by price, with the share of measured prices in the 80 % intervals; and seconds."""
+    prices, covered = [], []
+    for task in dict.fromkeys(row["task"] for row in rows):
+        runs = measured(task)
+        for strategy, name in NAMES.items():
+            for cost in COSTS if strategy != "exact" else COSTS[1:]:  # all of exact's rollouts, by definition
+                shown, hits = [], []
+                for row in (row for row in rows if row["task"] == task and (strategy, row["seed"]) in runs):
+                    price = next(p for p in row["forecast"]["prices"] if p["name"] == name)[cost]
+                    real = runs[strategy, row["seed"]][cost]
+                    hits.append(price["low"] <= real <= price["high"])
+                    shown.append((price["value"], price["low"], price["high"], real))
+                if hits:
+                    value, low, high, real = np.median(shown, axis=0)
+                    cells = (
+                        f"{value:.2f} ({low:.2f}–{high:.2f})",
+                        "not reached" if math.isinf(real) else f"{real:.2f}",
+                    )
+                    prices.append([task, strategy, f"{cost} ×", *cells, f"{sum(hits)} of {len(hits)}"])
+                    covered += hits
+    seconds = []
+    for row in (row for row in rows if "seconds" in row):
+        step, real = row["forecast"]["step"], row["seconds"]
+        total = step["rollout"] + step["update"], real["rollout"] + real["update"]
+        pair = (f"{step[name]:.2f} / {real[name]:.2f}" for name in ("rollout", "update"))
+        seconds.append([row["task"], str(row["seed"]), *pair, f"{total[0] / total[1] - 1:+.0%}"])
+    errors = [abs(float(row[-1].rstrip("%"))) for row in seconds]
+    same = "" if all(row["same_model"] for row in rows) else " Some warm starts differ from those of the kept runs."
+    return "\n\n".join(
+        [
+            "# Forecasts against runs",
+            f"`trainer.forecast()` of {_PROMPTS} prompts × 8 before the first step; medians over the seeds. *Measured* are the kept runs of the "
+            "benchmark, to plain GRPO's accuracy; a run that never reaches it is outside of every interval." + same,
+            f"**{sum(covered)} of {len(covered)} measured prices ({sum(covered) / len(covered):.0%}) lie in their 80 % interval.**",
+            table(["task", "strategy", "price", "forecast (80 %)", "measured", "inside"], prices),
+            f"Seconds of a step of plain TRL, forecast / measured over {_STEPS} steps that follow. Median error **{np.median(errors):.0f} %**, "
+            f"largest {max(errors):.0f} %.",
+            table(["task", "seed", "rollouts", "update", "error of the sum"], seconds),
+        ]
+    )
+
+
+def main():
+    """Entry point."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.forecasts", description=__doc__)
+    parser.add_argument("--tasks", nargs="+", default=["addition", "calculator"])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
+    parser.add_argument("--output", type=Path, default=OUTPUT)
+    parser.add_argument("--report_only", action="store_true")
+    given = parser.parse_args()
+    if not given.report_only:
+        make(given.tasks, given.seeds, given.output)
+    write_text(given.output / TABLES_FILE, report(read(given.output)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""What the gate would roll out: `lze_trl`'s own gate, threshold and memory, over completions that are drawn from a sample."""
+
+import numpy as np
+
+from ..batch import Batch
+from ..memory.state import PromptState, StateSettings
+from ..rollout.controllers import Gate
+from .sample import Sample
+from .shares import posteriors
+
+
+_MOST_PROMPTS, _MOST_BATCHES, _MOST_PER_BATCH = 1024, 80, 64
+
+
+class World:
+    """
+    Prompts that stand for the training set: drawn from those of a sample with replacement. Where completions pass or fail, each has
+    a pass rate from its posterior; else its groups are its own completions in another order.
+    """
+
+    def __init__(self, sample: Sample, count: int, rng: np.random.Generator):
+        # Of a bootstrap sample of the prompts
+        self._of = rng.integers(len(sample), size=len(sample))[rng.integers(len(sample), size=count)]
+        self._outcomes, self._signals, self._logprobs = map(sample.table, ("outcomes", "signals", "logprobs"))
+        self.tokens = (sample.table("prompt_tokens") + sample.table("completion_tokens")).mean(axis=1)[self._of]
+        self._rates: np.ndarray | None = None
+        if sample.binary:
+            a, b = posteriors(sample)
+            self._rates = rng.beta(a[self._of], b[self._of])
+
+    def live_share(self, size: int) -> float:
+        """Share of live groups of `size` completions."""
+        if self._rates is None:
+            return float((self._signals.max(axis=1) > self._signals.min(axis=1))[self._of].mean())
+        return float(1.0 - (self._rates**size + (1.0 - self._rates) ** size).mean())
+
+    def group(self, prompts: np.ndarray, size: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
+        """A group of each of some prompts: columns of shape `(n, size)`."""
+        own, shape = self._of[prompts][:, np.newaxis], (len(prompts), size)
+        order = np.argsort(rng.random((len(prompts), self._outcomes.shape[1])), axis=1)
+        order = order[:, np.arange(size) % order.shape[1]]
+        outcomes, rewards, logprobs = (
+            values[own, order] for values in (self._outcomes, self._signals, self._logprobs)
+        )
+        if self._rates is not None:
+            seen, outcomes = outcomes, (rng.random(shape) < self._rates[prompts][:, np.newaxis]).astype(np.float64)
+            rewards = outcomes
+            for outcome in (0.0, 1.0):  # where the prompt's own completion came out otherwise, any with this outcome
+                others, known = (outcomes == outcome) & (seen != outcome), self._logprobs[self._outcomes == outcome]
+                logprobs = np.where(others, rng.choice(known, shape) if len(known) else np.nan, logprobs)
+        columns = {"outcomes": outcomes, "rewards": rewards, "logprobs": logprobs, "prompt_tokens": np.zeros(shape)}
+        return columns | {"completion_tokens": np.broadcast_to(self.tokens[prompts][:, np.newaxis], shape)}
+
+
+def _batch(ids: np.ndarray, columns: dict[str, np.ndarray], drawn: np.ndarray) -> Batch:
+    """The completions of groups that were `drawn`, bool of shape `(n, size)`."""
+    return Batch.of(ids, np.nonzero(drawn)[0], **{name: values[drawn] for name, values in columns.items()})
+
+
+def gate_price(sample: Sample, size: int, rng: np.random.Generator) -> float:
+    """Tokens that the gate, with groups of `size` in batches of as many completions, takes a live group over those of plain GRPO."""
+    horizon, prompts_of_batch = sample.horizon, sample.horizon.per_batch * sample.size // size
+    per_batch = min(prompts_of_batch, _MOST_PER_BATCH)
+    visits = horizon.batches * prompts_of_batch / horizon.prompts
+    most = min(horizon.prompts, _MOST_PROMPTS, _MOST_BATCHES * per_batch / max(visits, 1.0))
+    world = World(sample, count := max(int(most), per_batch), rng)
+    state, gate = PromptState(StateSettings(group_size=size, prune=False), expected=count), Gate(size)
+    tokens = live = 0.0
+    order: list[int] = []
+    for _ in range(max(1, min(_MOST_BATCHES, round(visits * count / per_batch)))):
+        if len(order) < per_batch:
+            order = rng.permutation(count).tolist()
+        prompts, order = np.array(order[:per_batch]), order[per_batch:]
+        ids, columns = prompts + 1, world.group(prompts, size, rng)
+        none, one = Batch.empty(ids), np.arange(size) == 0
+        begun = gate.draw(0, state.prompts(ids, none), none, rng) > 0
+        if not begun.any():
+            continue
+        first = _batch(ids, columns, begun[:, np.newaxis] & one)
+        known = state.prompts(ids, first)
+        goes_on, chances = gate.draw(1, known, first, rng) > 0, np.asarray(gate.chances(1, known, first))
+        batch = _batch(ids, columns, begun[:, np.newaxis] & (one | goes_on[:, np.newaxis]))
+        state.observe(batch.scores)
+        state.visit(batch.without_empty_groups(), np.where(goes_on, chances, 0.0)[begun])
+        tokens += float(batch.completion_tokens.sum())
+        live += float(batch.alive.sum())
+    plain = float(world.tokens.mean()) * sample.size / max(world.live_share(sample.size), 1e-9)
+    return tokens / live / plain if live else np.inf

@@ -1,0 +1,97 @@
+"""The forecast of a trainer: its own rollouts and one update, none of which reaches its training."""
+
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate.utils import DistributedType
+
+from ..batch import Batch, Table
+from ..engine import Engine
+from ..record.causes import causes
+from .sample import Costs, Horizon, Sample, constant_rewards
+
+
+def sample_of(trainer: Any, num_prompts: int) -> Sample:
+    """
+    Roll out `num_prompts` prompts of a trainer's training set with `num_generations` each, by its own engine and rewards, in
+    generation batches of its own size, and compute the gradients of the last one. None of it reaches its training.
+
+    Raises:
+        ValueError: The trainer runs in several processes or by DeepSpeed or FSDP, or has too few prompts.
+    """
+    accelerator, args, size = trainer.accelerator, trainer.args, trainer.num_generations
+    kind, sharded = accelerator.distributed_type, (DistributedType.DEEPSPEED, DistributedType.FSDP)
+    if accelerator.num_processes > 1 or kind in sharded:
+        raise ValueError(
+            "A forecast needs one process without DeepSpeed or FSDP, and runs on one device. Got "
+            f"{accelerator.num_processes} of the type `{kind.value}`."
+        )
+    if num_prompts < 2:
+        raise ValueError(f"`num_prompts` must be at least 2, got {num_prompts}. Use 128.")
+    per_batch, gpu = args.generation_batch_size // size, torch.cuda.is_available()
+    plain = {"selector": "all", "selection_ratio": 1.0, "loss_normalizer": "all"}  # every group is trained on
+    plain |= {"controller": "uniform", "controller_kwargs": {}, "telemetry": False}
+    with trainer.rehearsal(**plain) as view, accelerator.autocast():
+        rows, known = _rows(view, num_prompts)
+        step = view.generation_step
+        drawn, roll_out = list[Batch](), step.rounds.finish
+
+        def kept(*given: Any) -> Batch:
+            drawn.append(roll_out(*given))
+            return drawn[-1]
+
+        step.rounds.finish = kept
+        for start in range(0, len(rows), per_batch):
+            batch = rows[start : start + per_batch]
+            step.passes.num_groups, step.batch, step.micro_step = len(batch), None, 0
+            step.prepare([row for row in batch for _ in range(size)], Engine(view))
+        if gpu:
+            torch.cuda.reset_peak_memory_stats()
+        update = [_seconds_of_update(view) for _ in range(2)][-1]  # the first one loads kernels
+        ledger, each = step.ledger, step.ledger.rows_rolled_out
+        update = update / drawn[-1].num_rows + ledger.logprob_seconds / each
+        costs = Costs(ledger.rollout_seconds / each, update, torch.cuda.max_memory_allocated() if gpu else None)
+        joined = _joined(drawn)
+        joined = joined.with_rows(outcomes=view.prompt_state.range.outcomes(joined.scores))
+    batches = args.num_train_epochs * (known or len(rows)) / per_batch
+    if args.max_steps > 0:
+        batches = args.max_steps * args.gradient_accumulation_steps / (args.steps_per_generation * args.num_iterations)
+    horizon = Horizon(known or max(len(rows), round(batches * per_batch)), per_batch, max(1, round(batches)))
+    facts = {
+        "iterations": args.num_iterations,
+        "constant": constant_rewards(trainer.reward_func_names, joined.rewards_per_func),
+    }
+    return Sample(
+        joined, causes(joined), f"{len(rows)} prompts rolled out by the policy of now", horizon, costs, **facts
+    )
+
+
+def _rows(view: Any, count: int) -> tuple[list[dict[str, Any]], int]:
+    """Rows of the training set, at random, and how many it has; the first ones of a stream, of which that is not known: 0."""
+    dataset = view.passes.dataset
+    if dataset is None:
+        return list(view.train_dataset.take(count)), 0
+    order = np.random.default_rng(view.args.seed).permutation(len(dataset))[:count]
+    return list(dataset.select(order)), len(dataset)
+
+
+def _seconds_of_update(view: Any) -> float:
+    """Seconds of the gradients of the last generation batch."""
+    view.generation_step.micro_step, begin = 0, time.perf_counter()
+    for _ in range(view.args.steps_per_generation):
+        view.training_step(view.model, [])
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    view.model.zero_grad()
+    return time.perf_counter() - begin
+
+
+def _joined(drawn: list[Batch]) -> Batch:
+    """Batches as one."""
+    first = np.cumsum([0, *(batch.num_groups for batch in drawn)])
+    names = set.intersection(*(set(vars(batch.rows)) for batch in drawn))
+    columns = {name: np.concatenate([getattr(batch, name) for batch in drawn]) for name in names}
+    columns["group"] = np.concatenate([batch.group + start for batch, start in zip(drawn, first, strict=False)])
+    return Batch(Table(prompt_ids=np.arange(first[-1])), Table(**columns))

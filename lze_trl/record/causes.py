@@ -1,0 +1,53 @@
+"""Why groups are dead: one cause for each, the first that applies."""
+
+import numpy as np
+
+from ..batch import Batch, differ, extremes
+
+
+CAUSES = {
+    "unscored": "no reward function returned a number",
+    "weights": "rewards differ, their weighted totals do not",
+    "solved": "all right",
+    "constant": "one reward for every completion of every prompt",
+    "cut_off": "all cut off",
+    "same_text": "all the same text",
+    "hopeless": "all wrong",
+    "equal": "one reward, neither the lowest nor the highest",
+}
+"""Causes, in the order in which they are looked for, and what they say of the completions of a group."""
+
+
+def causes(batch: Batch, same_text: np.ndarray | None = None) -> np.ndarray:
+    """
+    Why each group is dead, one of [`CAUSES`], `""` for a live one, and `"stopped"` for one of a single completion; shape `(P,)`, text.
+
+    The batch has the row columns `rewards_per_func`, shape `(B, F)`, and, where that is known, `cut_off`, 1 for a completion that
+    does not end. `same_text`, shape `(P,)`, says which groups have one text. By default those whose completions have one length
+    and one log-probability: equal texts differ in rounding alone.
+    """
+    group, count = batch.group, batch.num_groups
+    lowest, highest = extremes(batch.outcomes, group, count)
+    unscored = ~np.isfinite(lowest)
+    values = np.unique(batch.rewards[~np.isnan(batch.rewards)])
+    cut_off = (
+        np.bincount(group, batch.rows.cut_off, minlength=count) == batch.sizes
+        if "cut_off" in batch.rows
+        else np.zeros(count, dtype=bool)
+    )
+    if same_text is None:
+        low, high = extremes(batch.logprobs, group, count)
+        with np.errstate(invalid="ignore"):
+            same_text = ~differ(batch.completion_tokens, group, count) & (high - low <= 1e-3 * (1.0 - low))
+    weighted_away = np.any([differ(column, group, count) for column in batch.rewards_per_func.T], axis=0)
+    found = {
+        "unscored": unscored,
+        "weights": weighted_away,
+        "solved": lowest == 1.0,
+        "constant": np.full(count, len(values) == 1 and values[0] not in (0.0, 1.0)),
+        "cut_off": cut_off,
+        "same_text": same_text,
+        "hopeless": highest == 0.0,
+    }
+    names = np.select(list(found.values()), list(found), default="equal")
+    return np.where(batch.alive, "", np.where(batch.sizes < 2, "stopped", names))

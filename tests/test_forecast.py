@@ -1,0 +1,361 @@
+"""Forecasts say what a training wastes and why, and change nothing of it."""
+
+import itertools
+import json
+import random
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+import tiny
+from lze_trl import LZEGRPOTrainer
+from lze_trl.batch import Batch
+from lze_trl.forecast import Sample, forecast
+from lze_trl.forecast.gate import gate_price
+from lze_trl.forecast.prices import chosen, prices
+from lze_trl.forecast.recorded import sample_of_folder
+from lze_trl.forecast.sample import Costs, Horizon
+from lze_trl.forecast.shares import dead_share, fit_beta, to_gain
+from lze_trl.job import cli
+from lze_trl.record import TelemetryError, open_run
+from lze_trl.record.advice import PATIENCE, Advice, read_advice
+from lze_trl.record.causes import CAUSES, causes
+
+
+HORIZON = Horizon(prompts=64, per_batch=16, batches=12)
+
+
+def rng():
+    return np.random.default_rng(0)
+
+
+def sample(outcomes, rewards=None, costs=None, **columns) -> Sample:
+    """A sample from outcomes of shape (P, G); rewards are the outcomes unless they are given."""
+    outcomes = np.asarray(outcomes, dtype=np.float64)
+    count, size = outcomes.shape
+    flat = outcomes.ravel()
+    rewards = flat if rewards is None else np.asarray(rewards, dtype=np.float64).ravel()
+    columns = {name: np.asarray(values).ravel() for name, values in columns.items()}
+    lengths = np.full(count * size, 3), np.full(count * size, 5)
+    columns = {"rewards_per_func": rewards[:, np.newaxis]} | columns
+    batch = Batch.of(np.arange(count), np.repeat(np.arange(count), size), flat, rewards, *lengths, **columns)
+    return Sample(batch, causes(batch), "a sample", HORIZON, costs)
+
+
+def drawn(a, b, count=128, size=8, seed=0):
+    """A sample of prompts whose pass rates are Beta(a, b)."""
+    generator = np.random.default_rng(seed)
+    rates = generator.beta(a, b, count)
+    return sample(generator.random((count, size)) < rates[:, np.newaxis])
+
+
+# ---- Shares ----
+
+
+@pytest.mark.parametrize(
+    "values", [[[1, 0, 1, 1, 0], [1, 1, 1, 1, 1], [0, 0, 0, 1, 0]], [[0.5, 0.5, 0.2, 0.2, 0.9]] * 2]
+)
+def test_smaller_groups_are_all_subsets_of_a_group(values):
+    for size in (2, 3, 4):
+        subsets = [len(set(subset)) == 1 for row in values for subset in itertools.combinations(row, size)]
+        assert dead_share(sample(values), size, rng()).value == pytest.approx(np.mean(subsets))
+
+
+def test_the_best_of_some_is_the_mean_over_all_subsets():
+    values = [[0.0, 0.3, 1.0, 0.1], [0.0, 0.0, 0.0, 0.0]]
+    accuracy, gain, best_of = to_gain(sample(values), 3, rng())
+    best = np.mean([max(subset) for row in values for subset in itertools.combinations(row, 3)])
+    assert (accuracy.value, best_of) == (pytest.approx(np.mean(values)), 3)
+    assert gain.value == pytest.approx(best - np.mean(values))
+    assert to_gain(sample(values), 8, rng())[2] == 4  # no more than were drawn
+
+
+def test_larger_groups_are_those_of_the_population():
+    found = drawn(0.4, 0.8, count=2000)
+    a, b = fit_beta(found.passes, found.batch.sizes)
+    assert (a, b) == (pytest.approx(0.4, rel=0.15), pytest.approx(0.8, rel=0.15))
+    rates = np.random.default_rng(1).beta(0.4, 0.8, 100_000)
+    assert dead_share(found, 16, rng()).value == pytest.approx(np.mean(rates**16 + (1 - rates) ** 16), abs=0.02)
+
+
+def test_intervals_cover_the_population():
+    rates = np.random.default_rng(1).beta(0.5, 0.5, 100_000)
+    for size in (4, 8, 16):
+        true, count = np.mean(rates**size + (1 - rates) ** size), 30
+        found = [dead_share(drawn(0.5, 0.5, count=64, seed=seed), size, rng()) for seed in range(count)]
+        assert 0.6 <= np.mean([estimate.low <= true <= estimate.high for estimate in found]) <= 0.98, size
+
+
+# ---- Causes ----
+
+
+def test_every_dead_group_has_one_cause():
+    nan = np.nan
+    outcomes = np.array([[nan, nan], [1, 1], [0, 0], [0, 0], [0, 0], [0.5, 0.5], [1, 0]])
+    total, cut_off = outcomes.copy(), np.zeros((7, 2))
+    cut_off[2], logprobs = 1, np.array([[-1.0, -2.0]] * 7)
+    logprobs[3] = -1.5
+    found = sample(outcomes, total, cut_off=cut_off.astype(int), logprobs=logprobs)
+    assert found.causes.tolist() == ["unscored", "solved", "cut_off", "same_text", "hopeless", "equal", ""]
+    two = np.stack([[1, 0, 1, 1], [0, 1, 1, 1]], axis=1)  # totals 1, 1, 2, 2
+    batch = Batch.of(
+        np.arange(2), np.repeat([0, 1], 2), np.array([0.0, 0, 1, 1]), two.sum(axis=1) * 1.0, *[np.ones(4, int)] * 2,
+        rewards_per_func=two * 1.0,
+    )  # fmt: skip
+    assert causes(batch).tolist() == ["weights", "solved"]
+    assert sample(np.zeros((3, 2)), np.full((3, 2), 0.5)).causes.tolist() == ["constant"] * 3
+    assert set(found.causes) - {""} <= set(CAUSES)
+
+
+# ---- Prices ----
+
+
+def test_where_most_groups_are_dead_the_gate_saves_and_where_none_is_nothing_does():
+    dead, alive = drawn(0.05, 0.1), sample(np.tile([1.0, 0.0] * 4, (128, 1)))
+    assert gate_price(dead, 8, rng()) < 0.75
+    assert gate_price(alive, 8, rng()) == pytest.approx(1.0, abs=0.15)
+    costs = Costs(rollout=0.7, update=0.3)
+    alive.costs = dead.costs = costs
+    assert chosen(prices(alive, rng())) is None
+    assert "Do not bother" in str(forecast(alive))
+    best = chosen(prices(dead, rng()))
+    assert best.settings.startswith("strategy: gate")
+    assert best.settings in str(forecast(dead)).replace("\n  num", "\nnum")
+
+
+def test_prices_go_by_live_groups():
+    half = sample(np.concatenate([np.tile([1.0, 0.0] * 4, (64, 1)), np.ones((64, 8))]), costs=Costs(3.0, 1.0))
+    found = {price.name: price for price in prices(half, rng())}
+    exact, lze = found["exact"], found["lze, 40 %"]
+    assert (exact.rollouts.value, exact.updates.value) == (1.0, pytest.approx(0.5, abs=0.02))
+    assert exact.seconds.value == pytest.approx(0.75 + 0.25 * 0.5, abs=0.02)
+    assert exact.tokens.value == pytest.approx((1 + 0.5) / 2, abs=0.02)
+    assert lze.rollouts.value == pytest.approx(0.5 / 0.4, abs=0.08)  # it leaves a fifth of the live groups out
+    assert exact.updates.low < 0.45 < 0.55 < exact.updates.high
+
+
+def test_too_few_groups_are_refused():
+    with pytest.raises(ValueError, match="two groups of two completions or more, got 1 groups"):
+        forecast(sample([[1.0, 0.0]]))
+
+
+# ---- A trainer ----
+
+
+def make(directory, reward=tiny.even_length_reward, dataset=None, rollout=None, **settings):
+    return LZEGRPOTrainer(
+        model=tiny.model(),
+        reward_funcs=reward,
+        args=tiny.config(directory, **({"telemetry": True, "strategy": "exact"} | settings)),
+        train_dataset=tiny.prompts(24) if dataset is None else dataset,
+        processing_class=tiny.tokenizer(),
+        rollout_func=rollout,
+    )
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"strategy": "gate"}, {"strategy": "lze", "gradient_accumulation_steps": 2}], ids=str
+)
+def test_a_forecast_changes_nothing_of_the_training(tmp_path, settings):
+    runs = []
+    for name, asked in (("plain", False), ("forecast", True)):
+        trainer = make(tmp_path / name, **settings)
+        before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
+        state = json.dumps(trainer.state.__dict__, default=str)
+        if asked:
+            told = trainer.forecast(7)
+            assert len(told.sample) == 7
+            assert (
+                trainer.generation_step.generation == len(trainer.prompt_state) == trainer.ledger.rows_rolled_out == 0
+            )
+            assert json.dumps(trainer.state.__dict__, default=str) == state
+            assert all(parameter.grad is None for parameter in trainer.model.parameters())
+            assert not (tmp_path / name / "telemetry").exists()
+        after = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
+        assert torch.equal(before[0], after[0])
+        assert before[1:] == after[1:]
+        trainer.train()
+        if asked:
+            trainer.forecast(4)  # after a training as well
+        runs.append(trainer)
+    plain, other = runs
+    for name, value in plain.model.state_dict().items():
+        assert torch.equal(value, other.model.state_dict()[name]), name
+    for part in ("prompt_state", "passes"):
+        theirs, ours = getattr(plain, part).state_dict(), getattr(other, part).state_dict()
+        assert all(np.array_equal(theirs[name], ours[name], equal_nan=True) for name in theirs)
+    assert [entry.get("reward") for entry in plain.state.log_history] == [
+        entry.get("reward") for entry in other.state.log_history
+    ]
+
+
+def test_a_stream_can_be_forecast(tmp_path):
+    told = make(tmp_path, dataset=tiny.prompts(24).to_iterable_dataset()).forecast(6)
+    assert (len(told.sample), told.sample.size) == (6, 4)
+    assert 0 < told.step["rollout"] < 60
+    assert 0 < told.step["update"] < 60
+    assert json.loads(json.dumps(told.to_dict()))["dead"]["4"]["value"] == told.dead[4].value
+
+
+def test_wrong_numbers_of_prompts_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="`num_prompts` must be at least 2, got 1"):
+        make(tmp_path).forecast(1)
+
+
+# ---- What was recorded ----
+
+
+def test_a_run_and_its_telemetry_say_the_same(tmp_path, capsys):
+    make(tmp_path, max_steps=6).train()
+    found = sample_of_folder(tmp_path)
+    run = open_run(tmp_path)
+    summary = run.summary()
+    assert (len(found), found.size, found.settled) == (summary["groups"], 4, True)
+    assert np.mean(found.causes != "") == summary["dead"] / summary["groups"] > 0
+    np.testing.assert_array_equal(found.batch.alive, found.causes == "")
+    np.testing.assert_allclose(found.passes / 4, run.groups()["pass_rate"])
+    told = forecast(found)
+    plain = summary["ledger"]["plain_tokens"] / summary["generations"]
+    assert told.step["length"] == pytest.approx(plain, rel=0.01)
+    capsys.readouterr()
+    cli.main(["forecast", str(tmp_path)])
+    assert capsys.readouterr().out == f"{told}\n"
+
+
+def test_a_run_whose_groups_were_chosen_is_refused(tmp_path):
+    make(tmp_path, strategy="gate").train()
+    with pytest.raises(TelemetryError, match=r"was drawn by `controller: gate`.*Forecast its recipe"):
+        sample_of_folder(tmp_path)
+
+
+def write_logs(folder):
+    """Two logs of TRL: of three groups a step, one alive, one solved, and one whose texts are all the same."""
+    (folder / "completions").mkdir(parents=True)
+    for step in (1, 2):
+        rows = [
+            {
+                "prompt": name,
+                "completion": f"{text}{step}",
+                "accuracy": reward,
+                "format": 0.0,
+                "advantage": reward - mean,
+            }
+            for name, texts, rewards in (("a", "xyz", (1, 0, 0)), ("b", "xyz", (1, 1, 1)), ("c", "xxx", (0, 0, 0)))
+            for text, reward in zip(texts, rewards, strict=True)
+            for mean in [np.mean(rewards)]
+        ]
+        pd.DataFrame(rows).to_parquet(folder / "completions" / f"completions_{step:05d}.parquet")
+
+
+def test_logs_of_plain_trl(tmp_path, capsys):
+    write_logs(tmp_path)
+    found = sample_of_folder(tmp_path)
+    assert sorted(found.causes) == ["", "", "same_text", "same_text", "solved", "solved"]
+    assert (found.constant, found.unit, found.horizon) == ({"format": 0.0}, "characters", Horizon(3, 3, 2))
+    cli.main(["forecast", str(tmp_path)])
+    new = capsys.readouterr().out
+    cli.main(["analyze", str(tmp_path)])
+    assert capsys.readouterr().out == new
+    assert "the reward `format` was 0 for every completion" in new
+
+
+def test_a_recipe_is_forecast_from_the_command_line(tmp_path, capsys):
+    cli.main(["forecast", tiny.recipe(tmp_path, **tiny.job(tmp_path, train=12)), "--num_prompts", "6", "--seed", "3"])
+    out = capsys.readouterr().out
+    assert "6 groups of 4 completions" in out
+    assert "R : U =" in out
+    assert not (tmp_path / "run" / "telemetry").exists()
+    with pytest.raises(SystemExit, match="takes no flags of a recipe, got --seed 3"):
+        cli.main(["forecast", str(tmp_path), "--seed", "3"])
+
+
+# ---- Advice ----
+
+
+def ended(prompts, trainer):
+    """Completions that end."""
+    found = tiny.fixed_rollouts(prompts, trainer)
+    end = trainer.processing_class.eos_token_id
+    found["completion_ids"] = [[*(token for token in ids if token != end), end] for ids in found["completion_ids"]]
+    found["logprobs"] = [[-1.0] * len(ids) for ids in found["completion_ids"]]
+    return found
+
+
+def cut(prompts, trainer):
+    """Completions that do not."""
+    return tiny.fixed_rollouts(prompts, trainer, length=5)
+
+
+def always(value):
+    def reward(completions, **kwargs):
+        return [value] * len(completions)
+
+    return reward
+
+
+FLAT = {
+    "cut_off": (always(0.0), cut, {}),
+    "unscored": (always(None), ended, {}),
+    "constant": (always(0.5), ended, {}),
+    "solved": (always(1.0), ended, {}),
+    "hopeless": (always(0.0), ended, {}),
+    "learning_rate": (tiny.even_length_reward, ended, {"learning_rate": 0.0}),
+}
+
+
+@pytest.mark.parametrize("cause", FLAT)
+def test_a_flat_run_is_named_by_its_cause(tmp_path, cause, capsys):
+    reward, rollout, settings = FLAT[cause]
+    trainer = make(tmp_path, reward, rollout=rollout, summary=True, **settings)
+    trainer.train()
+    lines = trainer.generation_step.advice.lines(ended=True)
+    assert cause in lines
+    assert not set(lines) & (set(FLAT) - {cause})
+    assert f"advice: {lines[cause]}" in capsys.readouterr().out
+    assert lines[cause] in read_advice(tmp_path / "telemetry")
+    if cause != "learning_rate":
+        assert set(open_run(tmp_path).groups()["cause"]) == {cause}
+        assert f'<p class="lze-advice">{lines[cause][:20]}' in (tmp_path / "report/report.html").read_text()
+
+
+def see(advice, outcomes, funcs=None, rate=1e-3, forecasts=0.5):
+    batch = sample(outcomes, *([] if funcs is None else [funcs.sum(axis=1)])).batch
+    if funcs is not None:
+        batch = batch.with_rows(rewards_per_func=funcs)
+    advice.see(batch, causes(batch), np.broadcast_to(forecasts, batch.num_groups), rate)
+
+
+def test_a_cause_must_have_held(tmp_path):
+    advice = Advice(tiny.config(tmp_path, strategy="exact"), ["reward"])
+    for count in range(PATIENCE):
+        assert not advice.lines(), count
+        see(advice, np.ones((4, 4)))
+    assert set(advice.lines()) == {"solved"}
+    assert advice.metrics() == {"advice": 1.0}
+    resumed = Advice(tiny.config(tmp_path, strategy="exact"), ["reward"])
+    resumed.load_state_dict(advice.state_dict())
+    assert resumed.lines() == advice.lines()
+    for _ in range(PATIENCE // 2 + 1):
+        see(advice, [[1, 0, 1, 0]] * 4)
+    assert not advice.lines()
+
+
+def test_shaping_and_a_format_that_is_never_met_are_named(tmp_path):
+    advice = Advice(tiny.config(tmp_path, strategy="exact"), ["accuracy", "brevity", "format"])
+    for step in range(PATIENCE):
+        brevity = np.linspace(0, 1, 16) + step
+        see(advice, np.zeros((4, 4)), np.stack([np.zeros(16), brevity, np.zeros(16)], axis=1))
+    lines = advice.lines()
+    assert set(lines) == {"reward.0", "shaping.1", "reward.2"}
+    assert "100% of the groups" in lines["shaping.1"]
+
+
+def test_what_the_gate_would_have_saved(tmp_path):
+    advice = Advice(tiny.config(tmp_path, strategy="exact"), ["reward"])
+    outcomes = np.concatenate([np.tile([1, 0, 1, 0], (2, 1)), np.ones((6, 4))])
+    for _ in range(PATIENCE):
+        see(advice, outcomes, forecasts=np.array([0.9] * 2 + [0.05] * 6))
+    # 8 first completions, and 3 more of each of the two that are foreseen: 14 of 32
+    assert "at most 0.44 ×" in advice.lines()["gate"]
