@@ -1,0 +1,124 @@
+"""A plugin of pytest: each test runs once for each of some trainers, which it finds under the name `GRPOTrainer`."""
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+
+import pytest
+import transformers
+from trl import GRPOConfig, GRPOTrainer, import_utils
+
+from agents import ImagesOnly
+from lze_trl import LZEGRPOConfig, LZEGRPOTrainer
+
+from .stand_ins import IMAGES_ONLY
+
+
+@dataclass
+class NothingLeftOut(LZEGRPOConfig):
+    """Settings with which our trainer trains on every group, as TRL's does."""
+
+    strategy: str = "grpo"
+
+
+SIDES = {
+    "trl": (GRPOTrainer, GRPOConfig),
+    "lze": (LZEGRPOTrainer, LZEGRPOConfig),
+    "lze-grpo": (LZEGRPOTrainer, NothingLeftOut),
+}
+KINDS = BY_BOTH, BY_TRL, BY_OURS, BY_NONE, SKIPPED = (
+    "passed with both",
+    "passed with TRL only",
+    "passed with ours only",
+    "failed with both",
+    "skipped with both",
+)
+MARK = "by {}"  # in the name of a test
+
+
+def pytest_addoption(parser):
+    parser.addoption("--sides", default="trl,lze", help=f"trainers to compare, of {', '.join(SIDES)}")
+
+
+def _gone(name: str):
+    """Tests of an older TRL ask for optional packages that the installed one no longer knows: those are not there."""
+    if name.startswith("is_") and name.endswith("_available"):
+        return lambda *args, **kwargs: False
+    raise AttributeError(name)
+
+
+def pytest_configure(config):
+    import_utils.__getattr__ = _gone
+    # The trainer itself asks for jmespath where it needs it: below transformers 5.13
+    import_utils.is_jmespath_available = lambda: True
+    for name in IMAGES_ONLY:
+        transformers.AutoProcessor.register(getattr(transformers, name), ImagesOnly, exist_ok=True)
+    config.pluginmanager.register(Comparison())
+
+
+def pytest_generate_tests(metafunc):
+    metafunc.parametrize("side", metafunc.config.getoption("sides").split(","), indirect=True, ids=MARK.format)
+
+
+@pytest.fixture(autouse=True)
+def side(request, monkeypatch):
+    """Give the classes of a side TRL's names."""
+    trainer, config = SIDES[request.param]
+    monkeypatch.setattr(request.module, "GRPOTrainer", trainer)
+    monkeypatch.setattr(request.module, "GRPOConfig", config)
+
+
+class Comparison:
+    """How each test ended, by side."""
+
+    def __init__(self):
+        self.ended: dict[str, dict[str, str]] = defaultdict(dict)
+        self.reasons: dict[tuple[str, str], str] = {}
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item, call):
+        """Note the outcome of a test, and why it failed or was skipped."""
+        report = yield
+        side = item.callspec.params["side"]
+        mark = MARK.format(side)
+        name = item.nodeid.partition("::")[2]
+        for form in (f"[{mark}]", f"-{mark}", f"{mark}-"):
+            name = name.replace(form, "")
+        if report.when == "call" or report.outcome != "passed":
+            self.ended[name].setdefault(side, report.outcome)
+        if call.excinfo is not None:
+            reason = call.excinfo.exconly().partition("\n")[0]
+            self.reasons.setdefault((name, side), reason)
+        return report
+
+    def kind(self, name: str, side: str) -> str:
+        """How a test of one side compares with that of TRL's trainer."""
+        theirs, ours = self.ended[name].get("trl"), self.ended[name].get(side)
+        if "skipped" in (theirs, ours):
+            return SKIPPED if theirs == ours else BY_TRL
+        return {(True, True): BY_BOTH, (True, False): BY_TRL, (False, True): BY_OURS, (False, False): BY_NONE}[
+            theirs == "passed", ours == "passed"
+        ]
+
+    def pytest_terminal_summary(self, terminalreporter, config):
+        """Print the table, and every test that did not pass with both."""
+        write = terminalreporter.write_line
+        for side in config.getoption("sides").split(",")[1:]:
+            kinds = {name: self.kind(name, side) for name in self.ended}
+            counts = Counter(kinds.values())
+            terminalreporter.section(f"trl and {side}")
+            for kind in KINDS:
+                write(f"{counts[kind]:4d} {kind}")
+            for kind in (BY_TRL, BY_OURS, BY_NONE):
+                for name in (name for name in kinds if kinds[name] == kind):
+                    write(f"{kind}: {name}")
+                    write(f"     {self.reasons.get((name, side)) or self.reasons.get((name, 'trl'), '')}")
+            skipped = Counter(self.reasons.get((name, side), "") for name in kinds if kinds[name] == SKIPPED)
+            for reason, count in skipped.most_common():
+                write(f"{SKIPPED}: {count} for {reason}")
+
+    def pytest_sessionfinish(self, session):
+        """Fail if a test passes with TRL's trainer only; what fails with both is not ours."""
+        if session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+            sides = session.config.getoption("sides").split(",")[1:]
+            worse = any(self.kind(name, side) == BY_TRL for name in self.ended for side in sides)
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED if worse else pytest.ExitCode.OK
