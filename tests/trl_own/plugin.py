@@ -1,5 +1,8 @@
 """A plugin of pytest: each test runs once for each of some trainers, which it finds under the name `GRPOTrainer`."""
 
+import functools
+import gc
+import importlib.metadata
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 
@@ -53,6 +56,17 @@ def pytest_configure(config):
     for name in IMAGES_ONLY:
         transformers.AutoProcessor.register(getattr(transformers, name), ImagesOnly, exist_ok=True)
     config.pluginmanager.register(Comparison())
+
+
+def pytest_collection_finish():
+    # TRL collects garbage after each test, and accelerate parses the same metadata in each training
+    gc.collect()
+    gc.freeze()
+    importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)
+
+
+def pytest_unconfigure():
+    gc.unfreeze()
 
 
 def pytest_generate_tests(metafunc):

@@ -2,7 +2,6 @@
 
 import re
 import runpy
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,15 @@ DATASETS = {
 
 SIZE = 4096
 # What Qwen adds to its vocabulary, in the order of the ids
-ADDED = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>", "<|box_end|>", "<|quad_start|>", "<|quad_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>", "<tool_call>", "</tool_call>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
+ADDED = re.findall(
+    r"<\S+>",
+    """
+    <|endoftext|> <|im_start|> <|im_end|> <|object_ref_start|> <|object_ref_end|> <|box_start|> <|box_end|>
+    <|quad_start|> <|quad_end|> <|vision_start|> <|vision_end|> <|vision_pad|> <|image_pad|> <|video_pad|> <tool_call>
+    </tool_call> <|fim_prefix|> <|fim_middle|> <|fim_suffix|> <|fim_pad|> <|repo_name|> <|file_sep|> <tool_response>
+    </tool_response> <think> </think>
+    """,
+)
 SHOWN = {"<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"}
 FIRST_ADDED = (151_643, 248_044)  # by Qwen2.5 and Qwen3, and by Qwen3.5
 # Other ids in completions of TRL's tests, and what they are in those vocabularies. The first 256 are the bytes here too.
@@ -313,14 +320,18 @@ def prepare(source: Path, folder: Path, rows: int | None = None) -> None:
             f"{source} is no checkout of TRL: it has no {TESTS}. Make one by `git clone https://github.com/huggingface/trl`."
         )
     # Tests alone: the package beside them would hide the installed one
-    shutil.rmtree(folder / "tests", ignore_errors=True)
-    shutil.copytree(source / "tests", folder / "tests")
-    tests = folder / TESTS
-    text = tests.read_text()
-    tests.write_text(with_own_ids(text))
+    (folder / "tests").mkdir(parents=True, exist_ok=True)
+    for file in (source / "tests").glob("*.py"):
+        text, copy = with_own_ids(file.read_text()), folder / "tests" / file.name
+        if not copy.exists() or copy.read_text() != text:
+            copy.write_text(text)
+    text = (source / TESTS).read_text()
     named = set(re.findall(rf"{ORGANIZATION}/([\w.-]+)", text))
     for name in sorted(named & DATASETS.keys()):
-        save_datasets(source / DATASETS[name], folder / ORGANIZATION / name, rows)
+        kept = folder / ORGANIZATION / name / "rows"
+        if not kept.exists() or kept.read_text() != str(rows):
+            save_datasets(source / DATASETS[name], kept.parent, rows)
+            kept.write_text(str(rows))
     for name in sorted(named & MODELS.keys()):
         if not (folder / ORGANIZATION / name / "tokenizer.json").exists():  # which is saved last
             save_model(name, folder / ORGANIZATION / name)
