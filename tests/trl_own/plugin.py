@@ -44,7 +44,7 @@ MARK = "by {}"  # in the name of a test
 
 
 def pytest_addoption(parser):
-    parser.addoption("--sides", default="trl,lze", help=f"trainers to compare, of {', '.join(SIDES)}")
+    parser.addoption("--ours", default="lze", help=f"what to compare TRL's trainer with, of {', '.join(SIDES)}")
 
 
 def _gone(name: str):
@@ -75,7 +75,8 @@ def pytest_unconfigure():
 
 
 def pytest_generate_tests(metafunc):
-    metafunc.parametrize("side", metafunc.config.getoption("sides").split(","), indirect=True, ids=MARK.format)
+    sides = ["trl", *metafunc.config.getoption("ours").split(",")]
+    metafunc.parametrize("side", sides, indirect=True, ids=MARK.format)
 
 
 @pytest.fixture(autouse=True)
@@ -84,6 +85,15 @@ def side(request, monkeypatch):
     trainer, config = SIDES[request.param]
     monkeypatch.setattr(request.module, "GRPOTrainer", trainer)
     monkeypatch.setattr(request.module, "GRPOConfig", config)
+
+
+def kind_of(name: str, theirs: str, ours: str) -> str:
+    """One of `KINDS`, by the outcomes with both trainers."""
+    if theirs == ours:
+        return {"passed": BY_BOTH, "failed": BY_NONE, "skipped": SKIPPED}[ours]
+    if theirs == "passed":
+        return EXPLAINED if name in REASONS else BY_TRL
+    return BY_OURS if ours == "passed" else BY_NONE
 
 
 class Comparison:
@@ -109,20 +119,19 @@ class Comparison:
             self.reasons.setdefault((name, side), reason)
         return report
 
-    def kind(self, name: str, side: str) -> str:
-        """How a test of one side compares with that of TRL's trainer."""
-        theirs, ours = self.ended[name]["trl"], self.ended[name][side]
-        if theirs == ours:
-            return {"passed": BY_BOTH, "failed": BY_NONE, "skipped": SKIPPED}[ours]
-        if theirs == "passed":
-            return EXPLAINED if name in REASONS else BY_TRL
-        return BY_OURS if ours == "passed" else BY_NONE
+    def kinds(self, side: str) -> dict[str, str]:
+        """How each test of one side compares with that of TRL's trainer."""
+        return {
+            name: kind_of(name, ended["trl"], ended[side])
+            for name, ended in self.ended.items()
+            if ended.keys() >= {"trl", side}  # a run may be interrupted
+        }
 
     def pytest_terminal_summary(self, terminalreporter, config):
         """Print the table, and every test that did not pass with both."""
         write = terminalreporter.write_line
-        for side in config.getoption("sides").split(",")[1:]:
-            kinds = {name: self.kind(name, side) for name in self.ended}
+        for side in config.getoption("ours").split(","):
+            kinds = self.kinds(side)
             counts = Counter(kinds.values())
             terminalreporter.section(f"trl and {side}")
             for kind in KINDS:
@@ -140,6 +149,5 @@ class Comparison:
     def pytest_sessionfinish(self, session):
         """Fail if a test passes with TRL's trainer only; what fails with both is not ours."""
         if session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
-            sides = session.config.getoption("sides").split(",")[1:]
-            worse = any(self.kind(name, side) == BY_TRL for name in self.ended for side in sides)
+            worse = any(BY_TRL in self.kinds(side).values() for side in session.config.getoption("ours").split(","))
             session.exitstatus = pytest.ExitCode.TESTS_FAILED if worse else pytest.ExitCode.OK
