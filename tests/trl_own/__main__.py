@@ -15,9 +15,7 @@ def main(given: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m trl_own", description=__doc__)
     parser.add_argument("source", type=Path, help="a checkout of TRL")
     parser.add_argument("--folder", type=Path, default=Path("build/trl-own"), help="where models and data go")
-    parser.add_argument(
-        "--rows", type=int, help="rows of each data set; all by default, which trains three times as long as 6"
-    )
+    parser.add_argument("--rows", type=int, help="how many rows of each data set to train on; all by default")
     arguments, further = parser.parse_known_args(given)
     folder = arguments.folder.resolve()
     stand_ins.prepare(arguments.source.resolve(), folder, arguments.rows)

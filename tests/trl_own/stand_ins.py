@@ -112,7 +112,8 @@ def tokenizer(template: str = "qwen2_5", **special: str) -> PreTrainedTokenizerF
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     other = [byte for byte in range(256) if byte not in printable]
     letter = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(other)}
-    texts = [*OWN, *(f" {number}" for number in range(256 + len(OWN), SIZE))]
+    # Of many lengths, which some rewards go by
+    texts = [*OWN, *(f" {number}{'x' * (number % 11)}" for number in range(256 + len(OWN), SIZE))]
     tokens = [letter[byte] for byte in printable + other] + [
         "".join(letter[byte] for byte in text.encode()) for text in texts
     ]
@@ -222,7 +223,7 @@ def gemma3() -> tuple[Any, Any]:
     ids = {name: encoder.convert_tokens_to_ids(token) for name, token in special.items()}
     config = transformers.Gemma3Config(
         text_config=transformers.Gemma3TextConfig(**WIDER | _ids(encoder) | {"head_dim": 4}),
-        vision_config=transformers.SiglipVisionConfig(image_size=16, patch_size=4, **vision),
+        vision_config=transformers.SiglipVisionConfig(image_size=16, patch_size=4, vision_use_head=False, **vision),
         mm_tokens_per_image=16,
         boi_token_index=ids["boi_token"],
         eoi_token_index=ids["eoi_token"],
@@ -333,5 +334,6 @@ def prepare(source: Path, folder: Path, rows: int | None = None) -> None:
             save_datasets(source / DATASETS[name], kept.parent, rows)
             kept.write_text(str(rows))
     for name in sorted(named & MODELS.keys()):
-        if not (folder / ORGANIZATION / name / "tokenizer.json").exists():  # which is saved last
-            save_model(name, folder / ORGANIZATION / name)
+        built = folder / ORGANIZATION / name / "tokenizer.json"  # which is saved last
+        if not built.exists() or built.stat().st_mtime < Path(__file__).stat().st_mtime:
+            save_model(name, built.parent)
