@@ -309,6 +309,7 @@ def save_datasets(script: Path, folder: Path, rows: int | None) -> None:
             table.select(range(min(len(table), rows or len(table)))).to_parquet(folder / file)
             configs.append(f"  - {{split: {split}, path: {file}}}")
 
+    transformers.set_seed(0)
     with patch.object(DatasetDict, "push_to_hub", keep):
         runpy.run_path(str(script))["main"](0.1, True, folder.name)
     (folder / "README.md").write_text("\n".join(["---", "configs:", *configs, "---", ""]))
