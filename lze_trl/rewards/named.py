@@ -4,7 +4,7 @@ from typing import Any
 
 from trl.rewards import get_soft_overlong_punishment
 
-from ..names import members_of, near
+from ..names import imported, near
 from .functions import (
     RewardFunction,
     accuracy_reward,
@@ -49,17 +49,13 @@ def get_reward(
         return MajorityReward(**(majority or {}))
     if name in REWARDS:
         return REWARDS[name]
-    module_name, _, attribute = name.rpartition(".")
-    if not module_name:
-        known = sorted([*REWARDS, SOFT_OVERLONG, MAJORITY])
-        raise ValueError(
-            f"Unknown reward function {name!r}.{near(name, known)} Known are {known}; for one of your own, give its import path, "
-            "such as 'my_package.my_module.my_reward'."
-        )
-    found = members_of(module_name, f"Reward function {name!r}")
-    if not callable(found.get(attribute)):
-        raise ValueError(f"Module {module_name!r} has no reward function {attribute!r}.{near(attribute, found)}")
-    return found[attribute]
+    if "." in name:
+        return imported(name, f"The reward function {name!r}")
+    known = sorted([*REWARDS, SOFT_OVERLONG, MAJORITY])
+    raise ValueError(
+        f"Unknown reward function {name!r}.{near(name, known)} Known are {known}; for one of your own, give its import path, "
+        "such as 'my_package.my_module.my_reward'."
+    )
 
 
 def _soft_overlong(limit: int | None, cache: int | None) -> RewardFunction:
