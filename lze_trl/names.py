@@ -26,7 +26,7 @@ def imported(path: str, named: str) -> Any:
             f"{named} cannot be imported: {error}. Install its package, or put the folder that holds it on PYTHONPATH."
         ) from error
     if not callable(found.get(attribute)):
-        raise ValueError(f"{named} is no function or class of a module.{near(attribute, found)}")
+        raise ValueError(f"{named} is no function or class of a module.{near(attribute, found.keys() - {attribute})}")
     return found[attribute]
 
 

@@ -52,14 +52,10 @@ class Instruction:
 
 class OnlineInstruction:
     """
-    Fills a pool of problems. The pool is saved in checkpoints, so no problem is accepted twice in a run.
+    Fills a pool of problems by the policy, or by the generator of an [`Instruction`]; without one, the prompts of `dataset` are the
+    seeds. The pool is saved in checkpoints, so no problem is accepted twice in a run. The main process filters, all have the pool.
 
-    Args:
-        args ([`LZEGRPOConfig`]): Settings of the run.
-        instruction ([`Instruction`], *optional*): Seeds, prompts and, perhaps, a generator. By default, those of `dataset`.
-        dataset (`~datasets.Dataset`): The training set, with the columns that reward functions may ask for.
-        state ([`~lze_trl.memory.state.PromptState`]): What is known of the problems that were visited.
-        accelerator ([`~accelerate.Accelerator`]): The processes. The main one filters, all have the pool.
+    `args` is the [`LZEGRPOConfig`] of the run, and `state` what is known of the problems that were visited.
     """
 
     def __init__(
@@ -73,41 +69,35 @@ class OnlineInstruction:
         self._args, self._state, self._accelerator = args, state, accelerator
         self._instruction = instruction or Instruction.of(dataset)
         self.writer = self._instruction.writer(args)
-        self.pool = PromptPool(
-            self._instruction.style.around, [name for name in columns_of(dataset) if name != "prompt"]
-        )
+        columns = [name for name in columns_of(dataset) if name != "prompt"]
+        self.pool = PromptPool(self._instruction.style.around, columns)
         state.priors = self.pool.priors
 
     def restock(self, missing: int, generation: int, policy: Callable[[], AbstractContextManager[Sampler | None]]):
         """
-        Add at least `missing` problems to the pool. All processes call it.
-
-        Raises:
-            InstructError: If `max_rounds` rounds in a row give no acceptable problem.
+        Add at least `missing` problems to the pool. All processes call it, and raise an [`InstructError`] if `max_rounds` rounds in a
+        row give no acceptable problem.
         """
         shared: list[Any] = [None]
         with nullcontext() if self.writer.generator else policy() as engine:
             if self._accelerator.is_main_process:
-                shared = [self._written(missing, engine)]
+                try:
+                    shared = [self._written(missing, engine)]
+                except InstructError as error:
+                    shared = [error]
         broadcast_object_list(shared)
         if isinstance(shared[0], InstructError):
             raise shared[0]
         problems, priors, self.writer.rounds, self.writer.rejected = shared[0]
         self.pool.add(problems, generation, priors)
 
-    def _written(
-        self, missing: int, engine: Any
-    ) -> tuple[list[NewProblem], list[float], int, Counter[str]] | InstructError:
-        """New problems, their priors, the number of rounds and rejections by reason; or an error for all processes to raise."""
+    def _written(self, missing: int, engine: Any) -> tuple[list[NewProblem], list[float], int, Counter[str]]:
+        """New problems, their priors, the number of rounds and rejections by reason."""
         proved = self.pool.proved
         own, known = proved["text"].tolist(), self._state.prompts(proved.index.to_numpy())
         by_energy = self._args.self_play["exemplars"] == "energy" and own
         chances = exemplar_chances(known, self._args.self_play["label_confidence"] == "share") if by_energy else None
-        ask = engine.generate if engine is not None else None
-        try:
-            found = self.writer.write(missing, own, ask, chances)
-        except InstructError as error:
-            return error
+        found = self.writer.write(missing, own, engine.generate if engine is not None else None, chances)
         rates = dict(zip(map(id_in_words, own), known.pass_rates.tolist(), strict=True))
         return found, [inherited(problem, rates) for problem in found], self.writer.rounds, self.writer.rejected
 

@@ -10,16 +10,16 @@ from ..memory.identity import ID_COLUMN, prompt_id
 from .writer import NewProblem, id_in_words
 
 
-_KINDS = {
-    "text": object,
-    "parents": object,  # ids of the exemplars, with blanks between
-    "overlap": np.float64,
-    "birth": np.int64,  # generation batch
-    "prior": np.float64,  # expected pass rate at birth
-    "visits": np.int64,
-    "share": np.float64,  # pass rate of the last visit; by a majority, the winner's share
+_KINDS: dict[str, Any] = {
+    **dict.fromkeys(("text", "parents"), object),  # parents: ids of the exemplars, with blanks between
+    **dict.fromkeys(("overlap", "prior", "share"), np.float64),
+    **dict.fromkeys(("birth", "visits"), np.int64),  # birth: generation batch
     "alive": np.bool_,  # whether the last visit had a gradient
 }
+"""
+Columns of the pool. `prior` is the pass rate that was expected when the problem was written, `share` that of its last visit: by a
+majority, the winner's share.
+"""
 
 
 class PromptPool:

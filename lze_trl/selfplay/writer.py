@@ -115,9 +115,8 @@ class Writer:
                 "`own` in `self_play`."
             )
         if dropped:
-            logger.warning(
-                "%d of %d seeds are not shown to the model: %s.", dropped.total(), len(texts), in_words(dropped)
-            )
+            lost = dropped.total(), len(texts), in_words(dropped)
+            logger.warning("%d of %d seeds are not shown to the model: %s.", *lost)
 
     @cached_property
     def known(self) -> OverlapIndex:
@@ -137,8 +136,7 @@ class Writer:
         barren = 0
         while len(found) < count:
             admitted = self.round(own, ask, chances)
-            found += admitted
-            barren = 0 if admitted else barren + 1
+            found, barren = found + admitted, 0 if admitted else barren + 1
             if barren == self.settings.max_rounds:
                 raise InstructError(
                     f"{barren} rounds in a row gave no acceptable problem, after {len(found)} of {count}. Rejected so far: "
@@ -151,8 +149,8 @@ class Writer:
         shown = [self._exemplars(place, own, chances) for place in range(self.settings.requests)]
         answers = self._generated(shown) if self.generator else self._asked(shown, ask)
         self.rounds += 1
-        parents = [" ".join(map(id_in_words, texts)) for texts in shown]
         self.rejected[UNREAD] += sum(not items for items in answers)
+        parents = [" ".join(map(id_in_words, texts)) for texts in shown]
         return self._admitted([(item, ids) for items, ids in zip(answers, parents, strict=True) for item in items])
 
     def _admitted(self, proposals: Sequence[tuple[Item, str]]) -> list[NewProblem]:
