@@ -1,7 +1,6 @@
 """A strategy is a name for settings: however it is given, it is the settings; and whatever is given besides wins."""
 
 import json
-import logging
 from dataclasses import fields, replace
 
 import pytest
@@ -167,7 +166,7 @@ def recorded(directory) -> dict:
     return json.loads((directory / "telemetry" / "meta.json").read_text())["settings"]
 
 
-def test_a_run_records_the_settings_and_goes_on_under_another_name(tmp_path, caplog):
+def test_a_run_records_the_settings_and_goes_on_under_another_name(tmp_path):
     run = {"save_strategy": "steps", "save_steps": 2, "telemetry": True}
     train(LZEGRPOTrainer, tmp_path, strategy="reinforce_ada", max_steps=2, **run)
     spelled = train(LZEGRPOTrainer, tmp_path / "other", max_steps=2, **run, **settings_of("reinforce_ada"))
@@ -176,23 +175,10 @@ def test_a_run_records_the_settings_and_goes_on_under_another_name(tmp_path, cap
     assert rules_of(named) == rules_of(other)
     assert rules_of(named).selection_ratio == 1.0
 
-    def resumed(**settings):
-        caplog.clear()
-        args = tiny.config(tmp_path, max_steps=3, optim="sgd", learning_rate=0.5, **run, **settings)
-        trainer = LZEGRPOTrainer(
-            model=spelled.model.name_or_path,
-            reward_funcs=tiny.even_length_reward,
-            args=args,
-            train_dataset=tiny.prompts(17),
-        )
-        with caplog.at_level(logging.WARNING):
-            trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-        return [record.getMessage() for record in caplog.records if "other settings" in record.getMessage()]
-
-    assert resumed(**settings_of("reinforce_ada")) == []
-    (changes,) = resumed(strategy="lze", selector="random", pruning="none")
-    assert "`selector` was 'all' and is 'random'" in changes
-    assert "strategy" not in changes
+    args = tiny.config(tmp_path, max_steps=3, optim="sgd", learning_rate=0.5, **run, **settings_of("reinforce_ada"))
+    resumed = LZEGRPOTrainer(spelled.model.name_or_path, tiny.even_length_reward, args, tiny.prompts(17))
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert resumed.state.global_step == 3
 
 
 @pytest.mark.parametrize("name", REMOVED)
@@ -200,11 +186,7 @@ def test_a_setting_of_an_earlier_version_says_what_to_write(tmp_path, name):
     message = f"`{name}`.* is no setting any more. {REMOVED[name].split(':')[0]}"
     with pytest.raises(ValueError, match=message):
         LZEGRPOConfig(str(tmp_path), **{name: 1})
-    recipe = tmp_path / "old.yaml"
-    recipe.write_text(f"output_dir: {tmp_path}\n{name}: 1\n")
     with pytest.raises(RecipeError, match=message):
-        parse_recipe([str(recipe)])
-    with pytest.raises(RecipeError, match=f"`{name}` is no setting any more"):
         check_recipe([f"--{name}=1"])
 
 
