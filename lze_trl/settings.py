@@ -43,7 +43,6 @@ class SelfPlaySettings:
     template: Literal["tagged", "serl"] = "tagged"
     examples: int = 8
     own: int = 2
-    exemplars: Literal["energy", "uniform"] = "energy"
     requests: int = 16
     temperature: float = 0.8
     top_p: float = 0.95

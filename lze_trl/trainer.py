@@ -246,7 +246,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         if args.self_play["instruct"]:
             from .selfplay.online import OnlineInstruction
 
-            writes = OnlineInstruction(args, instruction, dataset, self.prompt_state, self.accelerator)
+            writes = OnlineInstruction(args, instruction, dataset, self.accelerator)
         prompts = dataset if writes is None else writes.pool
         self.passes = make_passes(args, self.accelerator, prompts, self.prompt_state, planner, controller, pruning)
         self.ledger = Ledger(iterations=self.num_iterations, logprob_passes=Engine(self).logprob_passes)

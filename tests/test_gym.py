@@ -1,14 +1,10 @@
 """Problems of reasoning-gym: as data, as a reward, in an evaluation."""
 
-import json
-
 import pytest
 
 
 pytest.importorskip("reasoning_gym")
 
-import tiny
-from lze_trl import LZEGRPOTrainer
 from lze_trl.data import DataError, load_prompts
 from lze_trl.data.gym import load_gym
 from lze_trl.evaluation.run import score
@@ -60,15 +56,6 @@ def test_the_answer_may_be_tagged_or_boxed_or_all():
     assert get_reward("reasoning_gym")(chat, reasoning_gym=[None]) == [None]
 
 
-def test_problems_are_those_of_the_seed_and_the_fields():
-    def problems(query):
-        return load_gym(f"reasoning_gym:chain_sum?{query}")["problem"]
-
-    assert problems("size=5") == problems("size=5&seed=0") != problems("size=5&seed=1")
-    long = load_gym("reasoning_gym:chain_sum?size=20&min_terms=6&max_terms=6")["reasoning_gym"]
-    assert {json.loads(entry)["metadata"]["num_terms"] for entry in long} == {6}
-
-
 @pytest.mark.parametrize(
     ("reference", "told"),
     [
@@ -96,12 +83,6 @@ def test_no_verifier_runs_an_answer(tmp_path):
         assert not mark.exists(), task
 
 
-def test_a_recorded_entry_cannot_name_a_task_that_is_refused():
-    entry = json.dumps({"question": "", "answer": "1", "metadata": {"source_dataset": "n_queens"}})
-    with pytest.raises(ValueError, match="runs answers of the model as Python code"):
-        reasoning_gym_reward(["1"], [entry])
-
-
 def test_an_evaluation_scores_by_the_verifier(capsys):
     (task,) = find_tasks(["reasoning_gym:word_sorting?size=4"])
     problems, repeated = load_problems(task, Decoding())
@@ -111,22 +92,3 @@ def test_an_evaluation_scores_by_the_verifier(capsys):
         assert score(accuracy_reward, problem, "<answer>none</answer>")[0] < 1.0
     main(["data", "reasoning_gym:chain_sum?size=20"])
     assert "20" in capsys.readouterr().out
-
-
-def test_a_run_trains_on_them(tmp_path):
-    data = load_prompts("reasoning_gym:chain_sum?size=8", conversational=False)
-    rewards = []
-
-    def length(completions, reasoning_gym, **kwargs):
-        rewards.extend(reasoning_gym_reward(completions, reasoning_gym))
-        return [float(len(text) % 2) for text in completions]
-
-    trainer = LZEGRPOTrainer(
-        model=tiny.save(tmp_path / "model"),
-        reward_funcs=[reasoning_gym_reward, length],
-        args=tiny.config(tmp_path),
-        train_dataset=data,
-    )
-    trainer.train()
-    assert len(rewards) == 36 and set(rewards) <= {0.0, 1.0}
-    assert trainer.reward_func_names[0] == "reasoning_gym_reward"

@@ -197,7 +197,7 @@ def test_evaluation_problems_that_resemble_a_seed_are_named():
     assert Seeds(PLAIN).overlapping(0.7) == []
 
 
-def shown_of(own, requests, rounds=0, chances=None):
+def shown_of(own, requests, rounds=0):
     """The exemplars of every request of a round."""
     shown = []
     writer = Writer(
@@ -207,7 +207,7 @@ def shown_of(own, requests, rounds=0, chances=None):
         generator=lambda texts, rng: shown.append(texts) or [],
     )
     writer.rounds = rounds
-    writer.round(own, None, chances)
+    writer.round(own, None)
     return shown
 
 

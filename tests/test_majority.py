@@ -18,7 +18,7 @@ from case_runs import run_all
 from launches import on_processes
 from lze_trl import LZEGRPOTrainer
 from lze_trl.evaluation.statistics import majority
-from lze_trl.rewards import MajorityReward, accuracy_reward
+from lze_trl.rewards import MajorityReward
 from lze_trl.rewards.majority import REASONS_TO_ABSTAIN, answer_classes, consensus, read_vote, same_answer
 from votes_run import VotingTrainer, answer, boxed_rollouts, parity_reward
 
@@ -49,13 +49,11 @@ def test_votes_are_closed_boxes(text, vote):
 
 
 NO_ANSWERS = r"""
-    \; | ? | \text{ } | \quad | \square | \underline{\hspace{1cm}} | \frac{\square}{\square} | \left( \right) | ___ | \ldots | N/A
-    | answer | \text{unknown} | \textbf{your answer here} | \text{[insert answer]} | \text{No answer} | \text{cannot be found}
-    | \text{Cannot be determined.} | \text{It is not possible to calculate} | \text{Not enough information}
+    \; | ? | \text{ } | \underline{\hspace{1cm}} | \frac{\square}{\square} | \left( \right) | ___ | N/A | \text{unknown}
+    | \textbf{your answer here} | \text{[insert answer]} | \text{Cannot be determined.} | \text{Not enough information}
 """
 ANSWERS = r"""
-    0 | x | A | na | \frac{n}{a} | \pi | ∞ | < | \ge | \text{even} | 7\text{ cm} | \text{none} | \text{no solution} | \emptyset
-    | \text{undefined} | \text{does not exist} | \text{impossible} | \text{cannot be factored} | \triangle ABC
+    0 | x | na | \frac{n}{a} | \pi | ∞ | < | \text{even} | \text{none} | \text{no solution} | \emptyset | \text{cannot be factored}
 """
 
 
@@ -166,18 +164,6 @@ def test_the_reason_of_an_abstention_is_logged(reason, answers):
 DIGITS = st.lists(st.sampled_from(["1", "2", "3", None]), min_size=2, max_size=9)
 
 
-@given(DIGITS)
-@settings(deadline=None)
-def test_where_the_winner_is_gold_majority_is_accuracy(answers):
-    counts = Counter(vote for vote in answers if vote is not None).most_common(2)
-    leads = bool(counts) and (len(counts) == 1 or counts[0][1] > counts[1][1])
-    rewards = judge(*answers)
-    if leads:
-        assert rewards == accuracy_reward(votes(*answers), [counts[0][0]] * len(answers))
-    else:
-        assert rewards == [None] * len(answers)
-
-
 @given(DIGITS, st.randoms())
 @settings(deadline=None)
 def test_the_order_of_completions_does_not_matter(answers, random):
@@ -210,10 +196,7 @@ def test_labels_are_checked_whether_or_not_gold_decides(labelled, gold, right):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            {"bounds": [0.8, 0.2]},
-            r"`majority_bounds` must be two increasing numbers in \[0, 1\], got \(0.8, 0.2\)",
-        ),
+        ({"bounds": [0.8, 0.2]}, r"`majority_bounds` must be two increasing numbers in .* got \(0.8, 0.2\)"),
         ({"margin": 0}, "`majority_margin` must be a whole number of at least 1, got 0"),
         ({"min_valid": 1.01}, r"`majority_min_valid` must be in \[0, 1\], got 1.01"),
         ({"labelled": "both"}, r"`majority_labelled` must be 'gold' .* got 'both'"),
@@ -262,11 +245,7 @@ ADA = {"controller": "reinforce_ada_positive", "controller_kwargs": {"round_size
         (ADA, "by 'majority_reward' every group has one"),
         ({"multi_objective_aggregation": "normalize_then_sum"}, "for which 'majority_reward' abstains"),
         ({"majority": Broken(ballots=[])}, "`majority_reward.read` returned 0 ballots for 12 completions"),
-        (
-            {"majority": Broken(rewards=[1.0])},
-            "`majority_reward.settle` returned 1 rewards for a group of 4 completions",
-        ),
-        ({"majority": Broken(rewards=[1.0, None, float("nan"), 0.0])}, "settle` returned the reward nan"),
+        ({"majority": Broken(rewards=[1.0])}, "settle` returned 1 rewards for a group of 4 completions"),
     ],
 )
 def test_what_does_not_go_with_votes_is_refused(tmp_path, settings, message):
@@ -298,9 +277,9 @@ def expected_rewards(prompt: str, turn: int, size: int) -> list[float | None]:
 
 
 ROWS = {"rows": 30, "num_generations": 6, "max_steps": 3, "optim": "sgd", "learning_rate": 0.5}
-"""P = 5 and G = 6: groups straddle two processes, which have 15 rows each, and three, which have 10."""
+"""P = 5 and G = 6: groups straddle three processes, which have 10 rows each."""
 SIX = ROWS | EVERY | {"rows": 36}
-"""P = 6. In rounds, two processes have 9 rows each, or 6, of prompts that get 2 and 4, or 1 and 3."""
+"""P = 6. In rounds, prompts get 1 and 3 completions in turn."""
 CALIBRATED = {
     "selection_ratio": 0.4,
     "self_play": {"label_confidence": "calibrated"},
@@ -321,8 +300,7 @@ def runs(tmp_path_factory):
     votes_run.save(directory / "model")
     (directory / "cases.json").write_text(json.dumps(CASES))
     run_all(votes_run.run, directory / "cases.json")
-    for processes in (2, 3):
-        on_processes(processes, directory / f"log{processes}.txt", run_all, votes_run.run, directory / "cases.json")
+    on_processes(3, directory / "log.txt", run_all, votes_run.run, directory / "cases.json")
     return directory
 
 
@@ -364,10 +342,9 @@ def test_an_abstained_group_leaves_no_trace(runs):
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("processes", [2, 3])
-def test_processes_settle_as_one(runs, name, processes):
-    assert groups_of(runs, name, processes) == groups_of(runs, name, 1)
-    assert weights_apart(runs, f"{name}.{processes}", f"{name}.1") < 1e-5
+def test_processes_settle_as_one(runs, name):
+    assert groups_of(runs, name, 3) == groups_of(runs, name, 1)
+    assert weights_apart(runs, f"{name}.3", f"{name}.1") < 1e-5
 
 
 def test_rounds_are_settled_as_one(runs):

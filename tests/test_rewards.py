@@ -219,10 +219,10 @@ def test_rewards_are_found_by_name_and_by_import_path():
     assert (type(reward), reward.margin, reward.labelled) == (MajorityReward, 3, "none")
 
 
-@pytest.mark.parametrize(("cache", "length"), [(None, 10), (2, 10), (None, 4)])
-def test_soft_overlong_is_the_penalty_of_dapo_from_trl(cache, length):
+@pytest.mark.parametrize("length", [10, 4])
+def test_soft_overlong_is_the_penalty_of_dapo_from_trl(length):
     # L_max = 10, L_cache = 2, a fifth: 0 up to 8 tokens, then (8 − |y|) / 2 down to −1 at the limit; at least one token
-    reward = get_reward("soft_overlong", max_completion_length=length, soft_overlong_cache=cache)
+    reward = get_reward("soft_overlong", max_completion_length=length)
     expected = {10: {0: 0.0, 8: 0.0, 9: -0.5, 10: -1.0, 11: -1.0}, 4: {3: 0.0, 4: -1.0}}[length]
     assert reward(completion_ids=[[5] * tokens for tokens in expected]) == list(expected.values())
     assert type(reward) is type(get_soft_overlong_punishment(10, 2))
@@ -232,10 +232,6 @@ def test_soft_overlong_is_the_penalty_of_dapo_from_trl(cache, length):
     ("arguments", "message"),
     [
         (("soft_overlong",), "Set `max_completion_length`"),
-        (
-            ("soft_overlong", 10, 11),
-            "`soft_overlong_cache` must be between 1 and `max_completion_length` = 10, got 11",
-        ),
         (("acuracy",), "Did you mean 'accuracy'"),
         (("zzz",), r"Known are \['accuracy', "),
         (("no_such_package.my_reward",), "cannot be imported: No module named 'no_such_package'"),

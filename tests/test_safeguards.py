@@ -15,7 +15,6 @@ import tiny
 import votes_run
 from launches import on_processes
 from lze_trl import LZEGRPOTrainer
-from lze_trl.checkpoint import load_parts, save_parts
 from lze_trl.job.recipe import RecipeError, parse_recipe
 from lze_trl.job.train import run
 from lze_trl.record.evaluations import read_results
@@ -89,25 +88,6 @@ def test_shares_that_rise_without_accuracy():
     )
     assert history.reason(StopRules(gap=0.3)) is None
     assert history.reason(StopRules(gap=None)) is None
-
-
-@given(st.integers(0, 30))
-def test_a_history_goes_on_from_a_checkpoint(tmp_path_factory, cut):
-    directory = tmp_path_factory.mktemp("history")
-    rng = np.random.default_rng(cut)
-    shares, concentrations = rng.random((2, 30)).tolist()
-    whole, part = VoteHistory(), VoteHistory()
-    for step in range(30):
-        if step == cut:
-            save_parts(directory, "state", {"votes": part}, {})
-            part = VoteHistory()
-            load_parts(directory, "state", {"votes": part})
-        for history in (whole, part):
-            batch(history, shares[step], concentrations[step])
-            if step % 4 == 0:
-                history.add_probe(step, shares[step] / 2, ERROR)
-        assert part == whole
-        assert part.reason(RULES) == whole.reason(RULES)
 
 
 # ---- Training ----
@@ -207,16 +187,6 @@ def test_bad_input(job, tmp_path):
 def trained_by_energy(tmp_path, **settings):
     trainer = votes_run.train(tmp_path, "run", {"rows": 30, "num_generations": 6, "max_steps": 3} | settings)
     return trainer.generation_step.state
-
-
-def test_energy_times_the_share_of_the_vote(tmp_path):
-    votes_run.save(tmp_path / "model")
-    common = {"selection_ratio": 0.4, "learning_rate": 0.0, "majority": {"bounds": [0.0, 1.0]}}
-    plain = trained_by_energy(tmp_path, **common)
-    corrected = trained_by_energy(tmp_path, **common, self_play={"label_confidence": "share"})
-    assert (plain["prompt_ids"] == corrected["prompt_ids"]).all()
-    assert np.allclose(corrected["energy"], plain["energy"] * plain["last"], atol=1e-6)  # wins are the outcomes
-    assert (corrected["energy"] != plain["energy"]).any()
 
 
 def test_a_calibrated_share_goes_by_the_labels_before(tmp_path):

@@ -17,7 +17,7 @@ from lze_trl.plan.planners import SolvedPlanner
 from lze_trl.plan.stream import GrowingStream
 from lze_trl.selfplay.online import Instruction
 from lze_trl.selfplay.pool import PromptPool
-from lze_trl.selfplay.writer import KNOWN, InstructError, NewProblem, Seeds, Writer, id_in_words
+from lze_trl.selfplay.writer import KNOWN, InstructError, NewProblem, Seeds, id_in_words
 
 
 @pytest.fixture(scope="module")
@@ -52,11 +52,11 @@ def same(one, other):
 
 def test_a_pool_is_saved_and_read_whole():
     pool = PromptPool(lambda text: f"{text} Box it.", ["solution", "source"])
-    assert (len(pool), len(pool.proved), pool.priors(np.array([7])).tolist()) == (0, 0, [0.5])
-    pool.add([NewProblem("Fünf $\\alpha$?", "a b", 0.25), NewProblem("", "", 0.0)], 4, [0.25, 0.5])
+    assert (len(pool), len(pool.proved)) == (0, 0)
+    pool.add([NewProblem("Fünf $\\alpha$?", "a b", 0.25), NewProblem("", "", 0.0)], 4)
     pool.observe(pool.prompt_ids[[1]], np.array([0.75]), np.array([True]))
-    pool.add([NewProblem("A\nB?", "c", 0.5)], 5, [0.75])
-    pool.add([], 6, [])
+    pool.add([NewProblem("A\nB?", "c", 0.5)], 5)
+    pool.add([], 6)
     other = PromptPool(lambda text: f"{text} Box it.", ["solution", "source"])
     state = pool.state_dict()
     arrays = {name: value for name, value in state.items() if isinstance(value, np.ndarray)}
@@ -65,7 +65,6 @@ def test_a_pool_is_saved_and_read_whole():
     rows = other.rows.reset_index(drop=True)
     assert rows[["parents", "birth", "visits"]].values.tolist() == [["a b", 4, 0], ["", 4, 1], ["c", 5, 0]]
     assert other.proved["text"].tolist() == [""]
-    assert other.priors(np.array([*pool.prompt_ids[[2, 0]], 7])).tolist() == [0.75, 0.25, 0.5]
     own = {"problem_id": id_in_words("A\nB?"), "parents": "c", "overlap": 0.5, "written_in_batch": 5}
     columns = {"solution": None, "source": "self-instruct"}
     assert pool.__getitems__([2]) == [
@@ -127,7 +126,7 @@ def test_the_policy_writes_what_it_is_trained_on(model, tmp_path):
             "controller": "dynamic",
             "controller_kwargs": {"max_rounds": 2},
             "selector": "zero_variance",
-            "self_play": {"exemplars": "uniform", "stock": 4},
+            "self_play": {"stock": 4},
         },
     ],
 )
@@ -142,32 +141,7 @@ def test_a_resumed_run_ends_as_the_uninterrupted_one(model, tmp_path, settings):
     assert len(part.writer.known) == 2 + len(part.pool)
 
 
-def test_exemplars_are_drawn_by_expected_energy(model, tmp_path, monkeypatch):
-    settings = {"selector": "energy", "selection_ratio": 0.67}
-    made = play_run.trainer(model, tmp_path / "run", **settings, self_play={"label_confidence": "share", "own": 2})
-    part, given, known = made.generation_step.instruction, [], made.prompt_state
-    write = Writer.round
-
-    def watched(writer, own, ask, chances):
-        proved = part.pool.proved
-        rows = known.find(proved.index.to_numpy())
-        rate = known["last"][rows].astype(float)
-        given.append((own, chances, proved["prior"].to_numpy(), rate, known["rollouts"][rows]))
-        return write(writer, own, ask, chances)
-
-    monkeypatch.setattr(Writer, "round", watched)
-    made.train()
-    assert given[0][:2] == ([], None)
-    own, chances, prior, rate, rollouts = given[-1]
-    assert len(own) == len(chances) > 4 and (rollouts == 4).all()  # each was visited once
-    # Beta(2m₀ + 4p, 2(1 − m₀) + 4(1 − p)): E = 4·D·m·(1 − m)·6/7, times the share that is expected, and τ = 0.2
-    mean = (2 * prior + 4 * rate) / 6
-    weights = np.exp(4 * np.maximum(1 - rate, 0.05) * mean * (1 - mean) * 6 / 7 * mean / 0.2)
-    assert chances == pytest.approx(weights / weights.sum(), rel=1e-5)
-    assert chances.max() > 1.2 * chances.min()
-
-
-CASES = {"twice": {"self_play": {"reuse": 2, "requests": 3, "exemplars": "uniform"}}}
+CASES = {"twice": {"self_play": {"reuse": 2, "requests": 3}}}
 
 
 @pytest.fixture(scope="module")

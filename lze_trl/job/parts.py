@@ -40,7 +40,7 @@ def load_data(args: LZEScriptArguments, training_args: LZEGRPOConfig) -> tuple[D
 
 def make_rewards(script_args: LZEScriptArguments, args: LZEGRPOConfig) -> list[Any]:
     """The reward functions of a recipe."""
-    settings = args.max_completion_length, script_args.soft_overlong_cache, script_args.majority
+    settings = args.max_completion_length, script_args.majority
     return instances([get_reward(name, *settings) for name in script_args.reward_funcs])
 
 

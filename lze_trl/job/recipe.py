@@ -67,9 +67,6 @@ class LZEScriptArguments:
     system_prompt: str | None = _flag(None, "System prompt of every conversation.")
     prompt_suffix: str | None = _flag(None, "Text added to every question.")
     reward_funcs: list[str] = _flag(["accuracy"], "Reward functions by name or import path. See `reward_weights`.")
-    soft_overlong_cache: int | None = _flag(
-        None, "Last tokens over which the reward 'soft_overlong' falls from 0 to -1. Default: a fifth of the limit."
-    )
     majority_bounds: list[float] | None = _flag(
         None, "Share of the votes that the winner must have for the reward 'majority'. Default: [0.2, 0.8]."
     )

@@ -123,19 +123,15 @@ class Writer:
         """Texts that no new problem may resemble. Built on first use, because only the main process compares."""
         return OverlapIndex([*self.seeds.problems, *self.seeds.references])
 
-    def write(
-        self, count: int, own: Sequence[str], ask: Ask | None, chances: np.ndarray | None = None
-    ) -> list[NewProblem]:
+    def write(self, count: int, own: Sequence[str], ask: Ask | None) -> list[NewProblem]:
         """
-        Write in rounds until at least `count` problems are admitted.
-
-        `own` are problems that the model wrote before; `chances` are their probabilities to be shown, equal by default. Raises
+        Write in rounds until at least `count` problems are admitted; `own` are problems that the model wrote before. Raises
         [`InstructError`] if `max_rounds` rounds in a row give nothing.
         """
         found: list[NewProblem] = []
         barren = 0
         while len(found) < count:
-            admitted = self.round(own, ask, chances)
+            admitted = self.round(own, ask)
             found, barren = found + admitted, 0 if admitted else barren + 1
             if barren == self.settings.max_rounds:
                 raise InstructError(
@@ -144,9 +140,9 @@ class Writer:
                 )
         return found
 
-    def round(self, own: Sequence[str], ask: Ask | None, chances: np.ndarray | None = None) -> list[NewProblem]:
+    def round(self, own: Sequence[str], ask: Ask | None) -> list[NewProblem]:
         """Write one round of problems, in an order that does not depend on when answers arrive."""
-        shown = [self._exemplars(place, own, chances) for place in range(self.settings.requests)]
+        shown = [self._exemplars(place, own) for place in range(self.settings.requests)]
         answers = self._generated(shown) if self.generator else self._asked(shown, ask)
         self.rounds += 1
         self.rejected[UNREAD] += sum(not items for items in answers)
@@ -169,10 +165,10 @@ class Writer:
         self.known.add([texts[row] for row in taken])
         return [NewProblem(*fit[row], float(nearest[row])) for row in taken]
 
-    def _exemplars(self, place: int, own: Sequence[str], chances: np.ndarray | None) -> list[str]:
+    def _exemplars(self, place: int, own: Sequence[str]) -> list[str]:
         rng, settings = self._rng(place, "exemplars"), self.settings
         mine = min(settings.own, len(own))
-        chosen = [own[i] for i in rng.choice(len(own), mine, replace=False, p=chances)] if mine else []
+        chosen = [own[i] for i in rng.choice(len(own), mine, replace=False)] if mine else []
         seeds = rng.choice(len(self._shown), settings.examples - mine, replace=False)
         chosen += [self._shown[i] for i in seeds]
         return [chosen[i] for i in rng.permutation(len(chosen))]
