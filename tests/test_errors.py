@@ -89,7 +89,6 @@ def test_what_does_not_go_together_is_refused_before_anything_is_loaded(tmp_path
     ("named", "settings", "given"),
     [
         ("`pruning='refill'`", {"pruning": "refill"}, {}),
-        ("`planner`", {"planner": "greso"}, {}),
         ("`planner`", {}, {"planner": SolvedPlanner()}),
         ("`controller='uniform'`", {"controller": "dynamic"}, {}),
         ("`self_play={'instruct': True}`", INSTRUCT, {}),
@@ -122,7 +121,7 @@ def test_a_row_without_a_prompt_is_named_before_anything_is_loaded(tmp_path, pro
         make(tmp_path, trainer={**model, "eval_dataset": {"easy": tiny.prompts(4), "hard": wrong}})
 
 
-@pytest.mark.parametrize("given", [{"selector": "energy"}, {"controller": Gate}, {"planner": 3}])
+@pytest.mark.parametrize("given", [{"selector": "energy"}, {"controller": Gate}])
 def test_a_name_or_a_class_is_no_strategy(tmp_path, given):
     with pytest.raises(TypeError, match=f"`{next(iter(given))}` must be an object of your own"):
         make(tmp_path, trainer={"model": "me/no-model", **given})
@@ -291,16 +290,6 @@ def test_an_interrupted_script_says_how_to_go_on(tmp_path):
     resumed = make(tmp_path, telemetry=True, **SAVED)
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == 3
-
-
-def test_a_job_that_cannot_go_on_ends_with_one_line(tmp_path, monkeypatch):
-    (tmp_path / "worthless.py").write_text("def none(completions, **kwargs):\n    return None\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as ended:
-        job(["--config", tiny.recipe(tmp_path, **tiny.job(tmp_path, train=12), reward_funcs=["worthless.none"])])
-    assert str(ended.value).startswith("error: The reward function 'none' returned None instead of a list.")
-    assert len(str(ended.value).splitlines()) == 1
 
 
 STOPPING = """

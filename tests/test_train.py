@@ -105,13 +105,6 @@ def test_a_run_whose_groups_are_all_dead_ends_well(job, tmp_path, capsys):
     assert "Rollouts" in shown and f"Cost, against {PLAIN}" not in shown
 
 
-def test_resumes_from_the_last_complete_checkpoint(job):
-    first = train(job(max_steps=2))
-    resumed = train(job(max_steps=4, resume_from_checkpoint="auto"))
-    assert resumed["rows_rolled_out"] == 2 * first["rows_rolled_out"]
-    assert resumed["accuracy_before"] == first["accuracy_before"]
-
-
 @pytest.mark.parametrize("stopped_at", ["evaluate", "push_to_hub"])
 def test_a_run_that_was_stopped_after_its_last_step_is_finished(job, tmp_path, monkeypatch, stopped_at):
     def upload(self, commit_message="End of training", **kwargs):

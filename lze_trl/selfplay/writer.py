@@ -46,21 +46,10 @@ class NewProblem(NamedTuple):
 
 @dataclass(frozen=True)
 class Seeds:
-    """
-    Problems without the prompt around them, which are shown as exemplars. `references` are evaluation problems, which no new
-    problem may resemble.
-    """
+    """Problems without the prompt around them, shown as exemplars, and evaluation problems, which no new one may resemble."""
 
     problems: tuple[str, ...]
     references: tuple[str, ...] = ()
-
-    def __post_init__(self):
-        blank = [i for i, text in enumerate(self.problems) if not isinstance(text, str) or not text.strip()]
-        if blank:
-            raise InstructError(
-                f"{len(blank)} of {len(self.problems)} seeds have no text, the first in row {blank[0]}. Remove them, or name the "
-                "column with the problem by `dataset_prompt_column`."
-            )
 
     def overlapping(self, limit: float) -> list[tuple[str, str, float]]:
         """Triples of a reference, a seed that resembles it, and their ROUGE-L F1 above the limit."""
@@ -73,15 +62,11 @@ class Seeds:
 
 class Writer:
     """
-    Writes problems in rounds, by asking a model with exemplars or by calling a `generator`. It admits problems that pass the filters
-    and resemble no seed, no reference and no problem admitted before.
+    Writes problems in rounds, by asking a model with exemplars or by calling a `generator` in its place. It admits problems that pass
+    the filters and resemble no seed, no reference and no problem admitted before. Seeds that the filters reject are not shown: a
+    figure teaches the model to write figures.
 
-    Args:
-        settings ([`~lze_trl.settings.SelfPlaySettings`]): How problems are written, and which are accepted.
-        seeds ([`Seeds`]): Exemplars. Seeds that the filters reject are not shown: a figure teaches the model to write figures.
-        seed (`int`): Seed of exemplars and requests.
-        conversational (`bool`): Whether to ask with the chat template; otherwise the model continues a text.
-        generator (`Callable`, *optional*): Writes problems in place of a model.
+    `seed` is that of exemplars and requests; `conversational` asks with the chat template, else the model continues a text.
     """
 
     def __init__(
@@ -104,7 +89,7 @@ class Writer:
         )
         self.rounds = 0
         self.rejected: Counter[str] = Counter()
-        texts = list(dict.fromkeys(map(str.strip, seeds.problems)))
+        texts = list(dict.fromkeys(text.strip() for text in seeds.problems if text))
         reasons = [reason_to_reject(Item(text, True, trusted=generator is not None)) for text in texts]
         self._shown = [text for text, reason in zip(texts, reasons, strict=True) if reason is None]
         dropped = Counter(reason for reason in reasons if reason is not None)
@@ -121,7 +106,7 @@ class Writer:
     @cached_property
     def known(self) -> OverlapIndex:
         """Texts that no new problem may resemble. Built on first use, because only the main process compares."""
-        return OverlapIndex([*self.seeds.problems, *self.seeds.references])
+        return OverlapIndex([text for text in (*self.seeds.problems, *self.seeds.references) if text])
 
     def write(self, count: int, own: Sequence[str], ask: Ask | None) -> list[NewProblem]:
         """
