@@ -83,13 +83,10 @@ def test_plain_lines_only(job, capsys, monkeypatch):
 def test_the_model_card_is_of_this_model(job, tmp_path):
     train(job(max_steps=1, eval_datasets=[], conversational=True, system_prompt="Add."))
     card = (tmp_path / "run" / "README.md").read_text()
-    assert "None" not in card and "time machine" not in card
-    assert f"a fine-tuned version of the local model `{tmp_path.name}/model`." in card
+    assert "None" not in card and f"a fine-tuned version of the local model `{tmp_path.name}/model`." in card
     asked = [{"role": "system", "content": "Add."}, {"role": "user", "content": "0+0="}]
-    assert f"prompt = {asked!r}\n" in card and f'pipeline("text-generation", model="{tmp_path / "run"}"' in card
-    method, _, citations = card.partition("## Citations")
-    assert "selected by lze-trl, see [Learning-Zone Energy: " in method
-    assert all(cited in citations for cited in ("DeepSeekMath", "2605.17003", "Cite TRL as:"))
+    assert f"prompt = {asked!r}\n" in card
+    assert all(cited in card.partition("## Citations")[2] for cited in ("DeepSeekMath", "2605.17003", "Cite TRL as:"))
 
 
 def test_a_run_whose_groups_are_all_dead_ends_well(job, tmp_path, capsys):
@@ -265,15 +262,9 @@ def dry_run(capsys, *arguments):
     return dict(re.split(r"\s{2,}", line, maxsplit=1) for line in capsys.readouterr().out.splitlines())
 
 
-@pytest.mark.parametrize(
-    "keys",
-    [
-        {"num_train_epochs": 1.5, "max_steps": -1, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2},
-        {"num_train_epochs": 2, "max_steps": -1, "per_device_train_batch_size": 4, "steps_per_generation": 5},
-    ],
-)
-def test_a_dry_run_says_what_the_run_then_does(job, capsys, tmp_path, keys):
-    recipe = job(**{"strategy": "grpo", "selection_ratio": 1.0} | keys)
+def test_a_dry_run_says_what_the_run_then_does(job, capsys, tmp_path):
+    keys = {"num_train_epochs": 1.5, "max_steps": -1, "per_device_train_batch_size": 4, "steps_per_generation": 5}
+    recipe = job(strategy="grpo", selection_ratio=1.0, **keys)
     before = set(tmp_path.rglob("*"))
     shown = dry_run(capsys, recipe)
     assert set(tmp_path.rglob("*")) == before

@@ -53,7 +53,7 @@ class Seeds:
 
     def overlapping(self, limit: float) -> list[tuple[str, str, float]]:
         """Triples of a reference, a seed that resembles it, and their ROUGE-L F1 above the limit."""
-        found = OverlapIndex(self.problems).nearest(self.references, limit)
+        found = OverlapIndex([text or "" for text in self.problems]).nearest(self.references, limit)
         return [
             (self.references[row], self.problems[found.place[row]], float(found.similarity[row]))
             for row in np.flatnonzero(found.similarity > limit)
