@@ -89,6 +89,7 @@ def train_plain(arguments: Sequence[str]):
     classes: Any = (LZEScriptArguments, GRPOConfig, ModelConfig)
     _, args, _, _ = TrlParser(classes).parse_args_and_config(arguments, return_remaining_strings=True)
     args.model_init_kwargs, args.eval_on_start, args.disable_tqdm = own_args.model_init_kwargs, True, True
+    args.per_device_eval_batch_size = own_args.per_device_eval_batch_size
     trainer = GRPOTrainer(**given | {"args": args})
     trainer.add_callback(CurveRecorder(PLAIN_ARM, trainer, own_args.pass_reward))
     trainer.train()
