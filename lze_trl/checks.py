@@ -73,7 +73,8 @@ def prepare(
     funcs = given.get("reward_funcs")
     funcs = funcs if isinstance(funcs, list) else [funcs]
     controller, pruning = controller or args.make_controller(), pruning or args.pruning
-    votes = next((get_callable_name(func) for func in funcs if isinstance(func, GroupReward)), None)
+    voting: list[Any] = [func for func in funcs if isinstance(func, GroupReward)]
+    votes = get_callable_name(voting[0]) if voting else None
     run = Run(args, train_dataset, controller, pruning, planner, selector, votes, own_sampler)
     _refuse([*_of_settings(args), *_of_data(run), *_of_parts(run), *_of_self_play(run)])
     run = run._replace(pruning=_resolved_pruning(run))
