@@ -14,7 +14,7 @@ import tiny
 from lze_trl import LZEGRPOConfig, LZEGRPOTrainer
 from lze_trl.evaluation.settings import PRESETS
 from lze_trl.job.recipe import KEYS
-from lze_trl.rewards.named import MAJORITY, REWARDS, SOFT_OVERLONG
+from lze_trl.rewards import MAJORITY, REWARDS, SOFT_OVERLONG
 from lze_trl.strategies import MOVED
 from test_docs_choosing import code
 from test_laws import distance, moved
