@@ -1,10 +1,8 @@
 """Saving and loading of what TRL's checkpoint lacks: safetensors and JSON, written atomically, read strictly."""
 
 import json
-import logging
 import re
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +11,12 @@ import safetensors.numpy
 import xxhash
 from accelerate.utils import is_peft_model
 from safetensors import SafetensorError
-from transformers import PreTrainedModel, TrainingArguments
+from transformers import PreTrainedModel
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from .files import write_atomically
 
-
-logger = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 8
 STATE_NAME = "lze_state"
@@ -33,18 +29,8 @@ _ARCHITECTURE = (
     *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
     *("num_attention_heads", "num_key_value_heads", "head_dim", "tie_word_embeddings"),
 )
-# The optimizer and its schedule go on with what the checkpoint holds, whatever the settings say
-_OF_OPTIMIZER = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
 _OF_ROWS = ("steps_per_generation", "gradient_accumulation_steps", "num_iterations")
 _OF_PASSES = ("pruning", "planner")
-_OF_TRAINING = ("lr_scheduler_type", "optim", "max_grad_norm", "seed", *_OF_OPTIMIZER)
-# Beginnings of settings of TRL and of data selection by which a run trains no differently: where and how things are
-# computed, shown and recorded. A strategy is only a name: what it sets is compared
-_HARMLESS = (
-    *("vllm_", "use_vllm", "use_transformers_", "transformers_", "telemetry", "log_", "hub_", "ds3_", "summary"),
-    *("num_completions_to", "strategy", "packing", "max_tokens_per", "pad_to", "trust_remote"),
-    *("cache_implementation", "model_init", "state_from", "steps_per_generation", "num_generations_eval"),
-)
 
 
 class CheckpointError(ValueError):
@@ -53,25 +39,16 @@ class CheckpointError(ValueError):
 
 def save(directory: str | Path, name: str, tensors: dict[str, np.ndarray], meta: dict[str, Any]):
     """
-    Write arrays and their description, of values that JSON can express, as `name.arrays` (the format is safetensors) and
-    `name.json`.
-
-    Each file appears whole or not at all, and the description, which vouches for the arrays, appears last.
+    Write arrays as `name.arrays` (the format is safetensors) and their description, of values that JSON can express, as
+    `name.json`. Each file appears whole or not at all, and the description, which vouches for the arrays, appears last.
     """
     # safetensors writes the memory of an array as it lies there
     data = safetensors.numpy.save({key: np.asarray(array, order="C") for key, array in tensors.items()})
-    description = {
-        "format": _FORMAT,
-        "schema_version": SCHEMA_VERSION,
-        "arrays": {key: [str(array.dtype), list(array.shape)] for key, array in tensors.items()},
-        "checksum": xxhash.xxh64(data).hexdigest(),
-        **meta,
-    }
-    text = json.dumps(description, indent=2).encode()
+    head = {"format": _FORMAT, "schema_version": SCHEMA_VERSION, "checksum": xxhash.xxh64(data).hexdigest()}
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     write_atomically(directory / f"{name}.{ARRAYS}", data)
-    write_atomically(directory / f"{name}.json", text)
+    write_atomically(directory / f"{name}.json", json.dumps(head | meta, indent=2).encode())
 
 
 def load(directory: str | Path, name: str) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
@@ -109,14 +86,12 @@ def _parsed(file: Path, data: bytes, parse: Callable) -> Any:
 
 def save_parts(directory: str | Path, name: str, parts: dict[str, Any], meta: dict[str, Any]):
     """Write what `state_dict()` of each part returns: arrays, and values that JSON can express."""
-    arrays: dict[str, Any] = {}
+    states = {(part, key): value for part, owner in parts.items() for key, value in owner.state_dict().items()}
+    arrays = {f"{part}/{key}": value for (part, key), value in states.items() if isinstance(value, np.ndarray)}
     values: dict[str, dict[str, Any]] = {part: {} for part in parts}
-    for part, owner in parts.items():
-        for key, value in owner.state_dict().items():
-            if isinstance(value, np.ndarray):
-                arrays[f"{part}/{key}"] = value
-            else:
-                values[part][key] = value
+    for (part, key), value in states.items():
+        if not isinstance(value, np.ndarray):
+            values[part][key] = value
     save(directory, name, arrays, {**meta, "parts": values})
 
 
@@ -125,8 +100,7 @@ def load_parts(directory: str | Path, name: str, parts: dict[str, Any]) -> dict[
     arrays, meta = load(directory, name)
     for part, owner in parts.items():
         if part in meta["parts"]:  # not the servers of a run that had none
-            prefix = f"{part}/"
-            own = {key.removeprefix(prefix): array for key, array in arrays.items() if key.startswith(prefix)}
+            own = {key.partition("/")[2]: array for key, array in arrays.items() if key.startswith(f"{part}/")}
             owner.load_state_dict(own | meta["parts"][part])
     return meta
 
@@ -175,25 +149,14 @@ def refuse_non_checkpoint(directory: str | Path) -> dict[str, Any]:
     )
 
 
-# ---- What a checkpoint says of the run that wrote it ----
+# ---- The run that wrote a checkpoint ----
 
 
 def described(args: Any, model: PreTrainedModel, draws_prompts: bool, used: dict[str, Any]) -> dict[str, Any]:
-    """
-    What a checkpoint says of the run that wrote it. `used` stands in for settings: names of the reward functions, of the
-    user's own selector, …
-    """
-    general = {field.name for field in fields(TrainingArguments)}
-    special = [field.name for field in fields(args) if field.name not in general]
-    names = [*_OF_TRAINING, *(name for name in special if not name.startswith(_HARMLESS))]
-    settings = {name: vars(args)[name] for name in names} | used
-    run = {
-        "num_processes": args.world_size,
-        **{name: (vars(args) | used)[name] for name in (*_OF_ROWS, *_OF_PASSES)},
-        "draws_prompts": draws_prompts,
-        "model": _architecture(model),
-        "settings": settings,
-    }
+    """What a checkpoint says of the run that wrote it. `used` holds settings that have adapted to the data."""
+    settings = vars(args) | used
+    run = {"num_processes": args.world_size, **{name: settings[name] for name in (*_OF_ROWS, *_OF_PASSES)}}
+    run |= {"draws_prompts": draws_prompts, "model": _architecture(model)}
     return json.loads(json.dumps(run, default=str))
 
 
@@ -225,37 +188,6 @@ def refuse_other_run(directory: str, run: dict[str, Any]):
             )
 
 
-def warn_of_changes(before: dict[str, Any], now: dict[str, Any]):
-    """Warn of settings that the run had otherwise before."""
-    changed = [name for name in now if name in before and before[name] != now[name]]
-    kept = ", ".join(f"`{name}`" for name in changed if name in _OF_OPTIMIZER)
-    if changed:
-        logger.warning(
-            "The run goes on with other settings than it had: %s. What was trained before is kept.%s To compare runs, start "
-            "a new one in another `output_dir`.",
-            ", ".join(f"`{name}` was {before[name]!r} and is {now[name]!r}" for name in changed),
-            f" The optimizer keeps the {kept} of the checkpoint." if kept else "",
-        )
-
-
-# ---- The end of a run, and its state ----
-
-
-def has_ended(checkpoint: str | Path, args: TrainingArguments) -> bool:
-    """
-    Whether a complete checkpoint is the end of its run; a missing one is not.
-
-    The `max_steps` of the resumed run count if they are given; else it goes on if it has more epochs.
-    """
-    file = Path(checkpoint, TRAINER_STATE_NAME)
-    if not file.is_file():
-        return False
-    state = json.loads(file.read_text())
-    if args.max_steps > 0:
-        return state["global_step"] >= args.max_steps
-    return state["global_step"] >= state["max_steps"] and args.num_train_epochs <= state["num_train_epochs"]
-
-
 def how_to_resume(run_dir: str | Path, command: str) -> str:
     """A line on how to go on with a run that was interrupted, by `command`."""
     checkpoint = last_complete_checkpoint(run_dir)
@@ -265,10 +197,7 @@ def how_to_resume(run_dir: str | Path, command: str) -> str:
 
 
 def find_state(directory: str | Path) -> Path:
-    """
-    Folder with the newest prompt state of a run: the run itself once it has ended, or its last complete checkpoint.
-    `FileNotFoundError` is raised if there is none.
-    """
+    """Folder with the newest prompt state of a run: its own, or its last complete checkpoint; else a `FileNotFoundError`."""
     candidates = [directory, last_complete_checkpoint(directory)]
     found = [Path(path) for path in candidates if path is not None and Path(path, f"{STATE_NAME}.json").is_file()]
     if not found:

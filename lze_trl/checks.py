@@ -1,9 +1,6 @@
 """What cannot be trained is refused once, when the trainer is made; and the defaults that a training set allows."""
 
-import inspect
 import logging
-from collections.abc import Iterator
-from itertools import chain
 from typing import Any, NamedTuple
 
 from datasets import Dataset, IterableDataset
@@ -24,11 +21,6 @@ logger = logging.getLogger(__name__)
 PUBLISHED_THRESHOLD = 0.7
 """Reward above which Reinforce-Ada's published runs count a completion as positive (arXiv 2510.04996)."""
 
-_ALWAYS_PASSED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
-"""What TRL calls every reward function with, besides the columns of the dataset."""
-_NEVER_PASSED = ("prompt", "completion", "completion_ids")
-"""Columns that TRL keeps from reward functions."""
-
 OWN: dict[str, Any] = {"selector": Selector, "controller": RolloutController, "planner": Planner}
 """What the user's own strategies, arguments of the trainer, are derived from."""
 
@@ -44,6 +36,11 @@ class Run(NamedTuple):
     selector: Selector | None
     votes: str | None  # name of a reward of whole groups
     sampler: str | None
+
+    @property
+    def ranks(self) -> bool:
+        """Whether a planner was asked for."""
+        return self.planner is not None or self.args.planner != "solved"
 
 
 def prepare(
@@ -65,164 +62,129 @@ def prepare(
         raise TypeError(
             f"`args` must be an `LZEGRPOConfig`, got `{type(args).__name__}`. It takes every field of `GRPOConfig`."
         )
-    _refuse_unfit_data(train_dataset, given)
-    _refuse_unfit_rewards(args, given)
-    controller, pruning = controller or args.make_controller(), pruning or args.pruning
+    makes_prompts = bool(given.get("environment_factory"))  # by its `reset`
+    if train_dataset is None and not makes_prompts:
+        raise ValueError("`train_dataset` is required, unless an `environment_factory` makes the prompts.")
+    if not makes_prompts and not given.get("rollout_func"):  # which takes what it likes
+        _refuse_unfit_prompts("The training set", train_dataset)
+        held_out = given.get("eval_dataset")
+        for name, rows in (held_out if isinstance(held_out, dict) else {"": held_out}).items():
+            _refuse_unfit_prompts(f"The evaluation set{name and f' {name!r}'}", rows)
     funcs = given.get("reward_funcs")
-    votes: list[Any] = [
-        func for func in (funcs if isinstance(funcs, list) else [funcs]) if isinstance(func, GroupReward)
-    ]
-    name = get_callable_name(votes[0]) if votes else None
-    run = Run(args, train_dataset, controller, pruning, planner, selector, name, own_sampler)
-    _refuse(_contradictions_of_settings(args), _contradictions_of_parts(run), _contradictions_of_self_play(run))
-    _refuse(_contradictions_of_overlap(run, given))
+    funcs = funcs if isinstance(funcs, list) else [funcs]
+    controller, pruning = controller or args.make_controller(), pruning or args.pruning
+    voting: list[Any] = [func for func in funcs if isinstance(func, GroupReward)]
+    votes = get_callable_name(voting[0]) if voting else None
+    run = Run(args, train_dataset, controller, pruning, planner, selector, votes, own_sampler)
+    _refuse([*_of_settings(args), *_of_data(run), *_of_parts(run), *_of_self_play(run), *_of_overlap(run, given)])
     run = run._replace(pruning=_resolved_pruning(run))
-    _refuse(_contradictions_of_sampler(run))
-    dataset, deduplicate = _with_prompt_ids(train_dataset, args, not given.get("environment_factory"))
+    if own_sampler and (args.self_play["instruct"] or controller.draws_prompts or run.pruning == "refill"):
+        raise ValueError(
+            f"`{own_sampler}` orders the prompts, and would be ignored: with `pruning='refill'`, a controller that draws prompts, or "
+            "`self_play={'instruct': True}` they have an order of their own. Set `pruning='skip'` or 'none', or remove it."
+        )
+    dataset, deduplicate = _with_prompt_ids(train_dataset, args, not makes_prompts)
     return dataset, controller, {"pruning": run.pruning, "deduplicate": deduplicate}
 
 
 def refuse_contradictions(args: LZEGRPOConfig):
     """Refuse settings that do not go together, whatever the data: before anything is loaded."""
-    _refuse(_contradictions_of_settings(args))
+    _refuse(_of_settings(args))
 
 
-def _refuse(*contradictions: Iterator[str]):
-    for sentence in chain(*contradictions):
-        raise ValueError(sentence)
+# ---- What does not go together: whether it applies, and what to do ----
+
+Contradictions = list[tuple[Any, str]]
 
 
-# ---- Settings and parts that do not go together: each with what to do ----
+def _refuse(contradictions: Contradictions):
+    for applies, sentence in contradictions:
+        if applies:
+            raise ValueError(sentence)
 
 
-def _contradictions_of_settings(args: LZEGRPOConfig) -> Iterator[str]:
-    estimator, http = args.advantage_estimator, args.use_vllm and args.vllm_mode == "http"
-    reinforce = estimator.startswith("reinforce")
-    if args.reward_range is not None and args.pass_threshold is not None:
-        yield "`reward_range` grades outcomes, and `pass_threshold` makes them passes and fails. Set one of them."
-    if args.reward_range is not None and str(args.controller).startswith("reinforce_ada"):
-        yield f"`controller={args.controller!r}` counts passes. Set a `pass_threshold` instead of `reward_range`."
-    if args.self_play["advantage_statistics"] != "scored" and not reinforce:
-        yield f"`advantage_statistics` is of REINFORCE++, not of `advantage_estimator={estimator!r}`. Leave it unset."
-    if estimator != "grpo" and args.scale_rewards != "none":
-        yield f"`scale_rewards` is of 'grpo': `advantage_estimator={estimator!r}` has its own scale. Leave it unset."
-    if estimator != "grpo" and args.multi_objective_aggregation != "sum_then_normalize":
-        yield f"`advantage_estimator={estimator!r}` needs `multi_objective_aggregation='sum_then_normalize'`. Set it."
-    if reinforce and args.loss_normalizer == "all":
-        yield f"`loss_normalizer='all'` drops groups that have a gradient by {estimator!r}. Use 'selected'."
-    if args.planner == "greso" and args.pruning == "none":
-        yield "`planner='greso'` needs pruning, and `pruning='none'`. Set `pruning='refill'` or 'skip'."
-    if http and not args.vllm_server_urls:
-        yield "`vllm_mode='http'` needs `vllm_server_urls`. Give base URLs, such as ['http://127.0.0.1:8000']."
-    mode, allowed = args.vllm_importance_sampling_mode, ("token_truncate", "token_mask")
-    corrects = args.loss_type == "vespo" and args.vllm_importance_sampling_correction
-    if http and corrects and mode not in allowed:  # TRL's own check only sees its own engine
-        yield f"`loss_type='vespo'` needs `vllm_importance_sampling_mode` to be one of {allowed}, got {mode!r}. Set it."
-    if args.packing and args.top_entropy_quantile < 1.0:
-        yield "`packing=True` changes the micro-batches that `top_entropy_quantile` is taken of. Leave `packing` unset."
-    if not args.packing and args.max_tokens_per_micro_batch is not None:
-        yield "`max_tokens_per_micro_batch` needs packing, which is off. Leave it unset."
+def _of_settings(args: LZEGRPOConfig) -> Contradictions:
+    estimator, http, mode = args.advantage_estimator, _is_http(args), args.vllm_importance_sampling_mode
+    graded, reinforce, by = args.reward_range is not None, estimator.startswith("reinforce"), f"{estimator!r}"
+    corrects = http and args.loss_type == "vespo" and args.vllm_importance_sampling_correction
+    allowed = ("token_truncate", "token_mask")  # TRL's own check only sees its own engine
+    return [
+        (graded and args.pass_threshold is not None, "`reward_range` grades outcomes, and `pass_threshold` makes them passes and fails. Set one of them."),
+        (graded and str(args.controller).startswith("reinforce_ada"), f"`controller={args.controller!r}` counts passes. Set a `pass_threshold` instead of `reward_range`."),
+        (args.self_play["advantage_statistics"] != "scored" and not reinforce, f"`advantage_statistics` is of REINFORCE++, not of `advantage_estimator={by}`. Leave it unset."),
+        (estimator != "grpo" and args.scale_rewards != "none", f"`scale_rewards` is of 'grpo': `advantage_estimator={by}` has its own scale. Leave it unset."),
+        (estimator != "grpo" and args.multi_objective_aggregation != "sum_then_normalize", f"`advantage_estimator={by}` needs `multi_objective_aggregation='sum_then_normalize'`. Set it."),
+        (reinforce and args.loss_normalizer == "all", f"`loss_normalizer='all'` drops groups that have a gradient by {by}. Use 'selected'."),
+        (args.planner == "greso" and args.pruning == "none", "`planner='greso'` needs pruning, and `pruning='none'`. Set `pruning='refill'` or 'skip'."),
+        (http and not args.vllm_server_urls, "`vllm_mode='http'` needs `vllm_server_urls`. Give base URLs, such as ['http://127.0.0.1:8000']."),
+        (corrects and mode not in allowed, f"`loss_type='vespo'` needs `vllm_importance_sampling_mode` to be one of {allowed}, got {mode!r}. Set it."),
+        (args.packing and args.top_entropy_quantile < 1.0, "`packing=True` changes the micro-batches that `top_entropy_quantile` is taken of. Leave `packing` unset."),
+        (not args.packing and args.max_tokens_per_micro_batch is not None, "`max_tokens_per_micro_batch` needs packing, which is off. Leave it unset."),
+    ]  # fmt: skip
 
 
-def _contradictions_of_overlap(run: Run, given: dict[str, Any]) -> Iterator[str]:
-    if run.args.overlap == "none":
-        return
-    if not (run.args.use_vllm and run.args.vllm_mode == "http"):
-        yield "`overlap='one_step'` needs servers of its own: set `use_vllm=True` and `vllm_mode='http'`, or `overlap='none'`."
-    if not isinstance(run.dataset, Dataset) or run.sampler:
-        yield (
-            "`overlap='one_step'` has to know the prompts of the next batch: it needs a `train_dataset` that is not streamed, and TRL's "
-            "own `_get_train_sampler`. Set `overlap='none'`."
-        )
-    if run.pruning == "skip":
-        yield "`overlap='one_step'` plans batches of one size, and `pruning='skip'` makes smaller ones. Use `pruning='refill'`."
-    for name in ("tools", "environment_factory", "rollout_func"):
-        if given.get(name):
-            yield f"`overlap='one_step'` begins plain completions ahead, and `{name}` is given. Set `overlap='none'`."
-    if run.args.self_play["instruct"]:
-        yield "`overlap='one_step'` has to know the next prompts, and `self_play` writes them. Set `overlap='none'`."
+def _is_http(args: LZEGRPOConfig) -> bool:
+    return args.use_vllm and args.vllm_mode == "http"
 
 
-def _contradictions_of_parts(run: Run) -> Iterator[str]:
-    args, pruning = run.args, run.pruning
+def _of_data(run: Run) -> Contradictions:
+    streamed, prunes = isinstance(run.dataset, IterableDataset), run.pruning not in (None, "none")
+    needs = "needs a dataset whose rows can be read again, and `train_dataset` is an `IterableDataset`"
+    instead = "or load the dataset without streaming"
+    return [
+        (streamed and prunes, f"`pruning={run.pruning!r}` {needs}. Set `pruning='none'`, {instead}."),
+        (streamed and run.ranks, f"`planner` {needs}. Leave it unset, {instead}."),
+        (streamed and not _is_uniform(run), f"`{type(run.controller).__name__}` {needs}. Use `controller='uniform'`, {instead}."),
+        (run.dataset is None and (prunes or run.ranks), "`pruning` and `planner` need prompts that come again, and there is no `train_dataset`: the environment makes them. Leave them unset, or pass a dataset whose rows `reset` reads."),
+    ]  # fmt: skip
+
+
+def _is_uniform(run: Run) -> bool:
+    return is_plain(run.controller, run.args.num_generations)
+
+
+def _of_overlap(run: Run, given: dict[str, Any]) -> Contradictions:
+    overlaps = run.args.overlap != "none"
+    unplanned = not isinstance(run.dataset, Dataset) or run.sampler is not None
+    harness = next((name for name in ("tools", "environment_factory", "rollout_func") if given.get(name)), None)
+    return [
+        (overlaps and not _is_http(run.args), "`overlap='one_step'` needs servers of its own: set `use_vllm=True` and `vllm_mode='http'`, or `overlap='none'`."),
+        (overlaps and unplanned, "`overlap='one_step'` has to know the prompts of the next batch: it needs a `train_dataset` that is not streamed, and TRL's own `_get_train_sampler`. Set `overlap='none'`."),
+        (overlaps and run.pruning == "skip", "`overlap='one_step'` plans batches of one size, and `pruning='skip'` makes smaller ones. Use `pruning='refill'`."),
+        (overlaps and harness, f"`overlap='one_step'` begins plain completions ahead, and `{harness}` is given. Set `overlap='none'`."),
+        (overlaps and run.args.self_play["instruct"], "`overlap='one_step'` has to know the next prompts, and `self_play` writes them. Set `overlap='none'`."),
+    ]  # fmt: skip
+
+
+def _of_parts(run: Run) -> Contradictions:
     ranks, draws = f"`{type(run.planner).__name__}`", f"`{type(run.controller).__name__}`"
-    uniform, aggregation = is_plain(run.controller, args.num_generations), args.multi_objective_aggregation
-    if isinstance(run.dataset, IterableDataset):
-        stream = "needs a dataset whose rows can be read again, and `train_dataset` is an `IterableDataset`"
-        instead = "or load the dataset without streaming"
-        if pruning not in (None, "none"):
-            yield f"`pruning={pruning!r}` {stream}. Set `pruning='none'`, {instead}."
-        if run.planner is not None or args.planner != "solved":
-            yield f"`planner` {stream}. Leave it unset, {instead}."
-        if not uniform:
-            yield f"{draws} {stream}. Use `controller='uniform'`, {instead}."
-    if run.dataset is None and (pruning not in (None, "none") or run.planner is not None or args.planner != "solved"):
-        yield (
-            "`pruning` and `planner` need prompts that come again, and there is no `train_dataset`: the environment makes them. "
-            "Leave them unset, or pass a dataset whose rows `reset` reads."
-        )
-    if run.planner is not None and pruning == "none":
-        yield f"`pruning='none'` rolls out every prompt, and {ranks} was passed to rank them. Set 'refill' or 'skip'."
-    if run.controller.draws_prompts and pruning == "skip":
-        yield f"`pruning='skip'` makes batches smaller, and {draws} fills them. Use 'refill' or 'none'."
-    if not uniform and aggregation != "sum_then_normalize":
-        yield (
-            f"`multi_objective_aggregation={aggregation!r}` needs groups of one size, and {draws} draws others. Use "
-            "'sum_then_normalize'."
-        )
-    if run.votes is None:
-        return
-    if isinstance(run.controller, ReinforceAda) and run.controller.exit == "positive":
-        yield f"`controller='reinforce_ada_positive'` stops at a pass: by '{run.votes}' every group has one. Use another."
-    if aggregation != "sum_then_normalize":
-        yield f"`multi_objective_aggregation={aggregation!r}` trains groups for which '{run.votes}' abstains. Unset it."
+    aggregation = run.args.multi_objective_aggregation
+    normalizes = aggregation != "sum_then_normalize"
+    stops_at_pass = isinstance(run.controller, ReinforceAda) and run.controller.exit == "positive"
+    return [
+        (run.planner is not None and run.pruning == "none", f"`pruning='none'` rolls out every prompt, and {ranks} was passed to rank them. Set 'refill' or 'skip'."),
+        (run.controller.draws_prompts and run.pruning == "skip", f"`pruning='skip'` makes batches smaller, and {draws} fills them. Use 'refill' or 'none'."),
+        (normalizes and not _is_uniform(run), f"`multi_objective_aggregation={aggregation!r}` needs groups of one size, and {draws} draws others. Use 'sum_then_normalize'."),
+        (run.votes and stops_at_pass, f"`controller='reinforce_ada_positive'` stops at a pass: by '{run.votes}' every group has one. Use another."),
+        (run.votes and normalizes, f"`multi_objective_aggregation={aggregation!r}` trains groups for which '{run.votes}' abstains. Unset it."),
+    ]  # fmt: skip
 
 
-def _contradictions_of_self_play(run: Run) -> Iterator[str]:
+def _of_self_play(run: Run) -> Contradictions:
     args, writes = run.args, run.args.self_play["instruct"]
     confidence = args.self_play["label_confidence"]
-    value, itself = f"`label_confidence={confidence!r}`", "`self_play={'instruct': True}`"
-    if confidence != "none" and run.votes is None:
-        yield f"{value} is about a majority vote. Add 'majority' to the reward functions, or leave it unset."
-    if confidence != "none" and run.selector is None and args.selector != "energy":
-        yield f"{value} corrects the energy. Set `selector='energy'` and a `selection_ratio`, or leave it unset."
-    if confidence == "calibrated" and (why := _why_without_labels(run)):
-        yield f"{value} learns from gold answers how often votes are right, and {why}. Add some, or use 'share'."
-    if not writes:
-        return
-    if not isinstance(run.dataset, Dataset):
-        yield f"{itself} reads all seeds. Load the training set without streaming."
-    if args.max_steps <= 0:
-        yield f"{itself} has no end of its own. Set `max_steps`."
-    if run.planner is not None or args.planner != "solved" or run.pruning == "skip":
-        yield f"{itself} has no passes over the data. Leave `planner` and `pruning` unset."
-    if args.self_play["presence_penalty"] and not (args.use_vllm and args.vllm_mode == "http"):
-        yield f"{itself} writes by transformers here, which has no `presence_penalty`. Set it to 0, or use servers."
-
-
-def _why_without_labels(run: Run) -> str | None:
-    """Why no gold answer will ever tell what votes are worth; `None` where one can."""
-    if run.args.self_play["instruct"]:
-        return "the problems of `self_play={'instruct': True}` have none"
-    if "solution" not in columns_of(run.dataset):
-        return "the training set has no column `solution`"
-    stored = run.dataset.with_format(None) if isinstance(run.dataset, Dataset) else None
-    if stored and "solution" in stored.column_names and all(gold is None for gold in stored["solution"]):
-        return "the column `solution` of the training set is empty"
-    return None
-
-
-def _contradictions_of_sampler(run: Run) -> Iterator[str]:
-    """Where prompts do not come from the data loader."""
-    ignored = f"`{run.sampler}` orders the prompts, and would be ignored:"
-    if run.sampler is None:
-        return
-    if run.args.self_play["instruct"]:
-        yield f"{ignored} `self_play={{'instruct': True}}` trains on prompts that the model writes. Remove it."
-    if run.controller.draws_prompts:
-        yield f"{ignored} `{type(run.controller).__name__}` has an order of its own. Remove it, or use another controller."
-    if run.pruning == "refill":
-        yield f"{ignored} `pruning='refill'` has an order of its own. Set 'skip' or 'none', or remove it."
+    corrects, value = confidence != "none", f"`label_confidence={confidence!r}`"
+    learns, itself = confidence == "calibrated", "`self_play={'instruct': True}`"
+    unlabelled = learns and (writes or run.dataset is None or "solution" not in columns_of(run.dataset))
+    return [
+        (corrects and run.votes is None, f"{value} is about a majority vote. Add 'majority' to the reward functions, or leave it unset."),
+        (corrects and run.selector is None and args.selector != "energy", f"{value} corrects the energy. Set `selector='energy'` and a `selection_ratio`, or leave it unset."),
+        (unlabelled, f"{value} learns from a column `solution` how often votes are right, and there is none. Add it, or use 'share'."),
+        (writes and not isinstance(run.dataset, Dataset), f"{itself} reads all seeds. Load the training set without streaming."),
+        (writes and args.max_steps <= 0, f"{itself} has no end of its own. Set `max_steps`."),
+        (writes and (run.ranks or run.pruning == "skip"), f"{itself} has no passes over the data. Leave `planner` and `pruning` unset."),
+        (writes and args.self_play["presence_penalty"] and not _is_http(args), f"{itself} writes by transformers here, which has no `presence_penalty`. Set it to 0, or use servers."),
+    ]  # fmt: skip
 
 
 # ---- What the trainer is given ----
@@ -249,68 +211,20 @@ def refuse_unfit_objects(**given: Any):
         raise TypeError(f"`{name}` must be an object of your own, a `{kind.__name__}`, got {value!r}. {advice}.")
 
 
-def _refuse_unfit_data(train_dataset: Any, given: dict[str, Any]):
-    if train_dataset is None and not given.get("environment_factory"):
-        raise ValueError("`train_dataset` is required, unless an `environment_factory` makes the prompts.")
-    if given.get("environment_factory"):  # whose `reset` may make the prompts
-        return
-    if not given.get("rollout_func"):  # which takes what it likes
-        for place, dataset in _datasets(given):
-            _refuse_unfit_prompts(place, dataset)
-
-
-def _refuse_unfit_prompts(place: str, dataset: Dataset | IterableDataset):
+def _refuse_unfit_prompts(place: str, dataset: Any):
     """Refuse rows without a prompt, which fail in the tokenizer or train on nothing."""
-    if isinstance(dataset, IterableDataset) or "prompt" not in dataset.column_names:
+    if not isinstance(dataset, Dataset) or "prompt" not in dataset.column_names:
         return
     if dataset.format["type"] == "custom":  # a transform makes them
         return
     batches = dataset.select_columns("prompt").with_format("arrow").iter(1000)
     for row, prompt in enumerate(prompt for batch in batches for prompt in batch["prompt"].to_pylist()):
-        if isinstance(prompt, list):
-            fits = any(isinstance(message, dict) and message.get("content") for message in prompt)
-        else:
-            fits = isinstance(prompt, str) and prompt != ""
-        if not fits:
+        messages = prompt if isinstance(prompt, list) else [{"content": isinstance(prompt, str) and prompt}]
+        if not any(isinstance(message, dict) and message.get("content") for message in messages):
             raise ValueError(
                 f"{place} has {prompt!r} as the prompt of row {row}. A prompt is a text that is not empty, or a list of messages "
                 "with content. Mend the row, or leave such rows out (`dataset.filter`)."
             )
-
-
-def _refuse_unfit_rewards(args: LZEGRPOConfig, given: dict[str, Any]):
-    """Refuse reward functions that cannot be called with what the datasets hold."""
-    funcs = given.get("reward_funcs")
-    for func in funcs if isinstance(funcs, list) else [funcs]:
-        if isinstance(func, (str, nn.Module)) or not callable(func):
-            continue
-        try:
-            signature = inspect.signature(func)
-        except ValueError:  # some builtins have no signature to read
-            continue
-        passed = [*_ALWAYS_PASSED, *(["environments"] if given.get("environment_factory") else [])]
-        bind = signature.bind_partial if given.get("rollout_func") else signature.bind  # it can return further columns
-        for place, dataset in _datasets(given):
-            columns = [] if args.remove_unused_columns else sorted({*columns_of(dataset)} - {*_NEVER_PASSED})
-            try:
-                bind(**dict.fromkeys([*passed, *columns]))
-            except TypeError as error:
-                raise ValueError(
-                    f"The reward function '{get_callable_name(func)}' cannot be called with the columns of "
-                    f"{place[0].lower()}{place[1:]}, {columns}: {error}. Rename the column that holds it "
-                    "(`dataset.rename_column`), set `remove_unused_columns=False`, or add `**kwargs` to its parameters."
-                ) from error
-
-
-def _datasets(given: dict[str, Any]) -> list[tuple[str, Dataset | IterableDataset]]:
-    """The training set and the evaluation sets, each with words for it; TRL says what is wrong with other kinds of data."""
-    held_out = given.get("eval_dataset")
-    places = [("The training set", given.get("train_dataset"))]
-    if isinstance(held_out, dict):
-        places += [(f"The evaluation set '{name}'", dataset) for name, dataset in held_out.items()]
-    else:
-        places.append(("The evaluation set", held_out))
-    return [(place, data) for place, data in places if isinstance(data, (Dataset, IterableDataset))]
 
 
 # ---- What adapts to the data ----
@@ -318,7 +232,6 @@ def _datasets(given: dict[str, Any]) -> list[tuple[str, Dataset | IterableDatase
 
 def _resolved_pruning(run: Run) -> str:
     """`pruning`, or what this training set, and what else is given, allows if it is unset."""
-    args = run.args
     if run.dataset is None:
         logger.warning(
             "There is no `train_dataset`: the environment makes the prompts, and none is recognised when it comes again. Pruning "
@@ -326,19 +239,18 @@ def _resolved_pruning(run: Run) -> str:
         )
         return "none"
     if isinstance(run.dataset, IterableDataset):
-        if run.pruning is None or args.deduplicate is None:
+        if run.pruning is None or run.args.deduplicate is None:
             logger.warning(
                 "`train_dataset` is streamed, its rows cannot be read again: prompts are neither pruned nor deduplicated. "
                 "Selection works; for the rest, load the dataset without streaming."
             )
         return run.pruning or "none"
-    ranked = run.planner is not None or args.planner != "solved"
-    if not ranked and args.loss_normalizer != "selected":
-        return run.pruning or "none"
-    if not ranked and run.pruning is None and run.sampler is not None:
+    if run.ranks or run.pruning is not None:
+        return run.pruning or "refill"
+    if run.args.loss_normalizer == "selected" and run.sampler is not None:
         logger.warning("`%s` orders the prompts, so `pruning` is off: it would change the order.", run.sampler)
         return "none"
-    return run.pruning or "refill"
+    return "refill" if run.args.loss_normalizer == "selected" else "none"
 
 
 def outcome_rule(

@@ -13,14 +13,21 @@ def near(name: str, known: Iterable[str], form: Callable[[str], str] = repr, mos
     return f" Did you mean {' or '.join(map(form, matches))}?" if matches else ""
 
 
-def members_of(module: str, named: str, error_type: type[ValueError] = ValueError) -> dict[str, Any]:
-    """What a module holds, by name. `named` is what the user asked for, in the error if there is no such module."""
+def imported(path: str, named: str) -> Any:
+    """
+    The function or class at an import path such as `my_package.my_module.my_reward`; a `ValueError` if there is none. `named` is what
+    the user asked for, for the error.
+    """
+    module, _, attribute = path.rpartition(".")
     try:
-        return vars(importlib.import_module(module))
+        found = vars(importlib.import_module(module or path))
     except ModuleNotFoundError as error:
-        raise error_type(
+        raise ValueError(
             f"{named} cannot be imported: {error}. Install its package, or put the folder that holds it on PYTHONPATH."
         ) from error
+    if not callable(found.get(attribute)):
+        raise ValueError(f"{named} is no function or class of a module.{near(attribute, found.keys() - {attribute})}")
+    return found[attribute]
 
 
 def refuse_missing_model(name: str):

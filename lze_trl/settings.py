@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from numbers import Integral, Real
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from .memory.state import MAX_STREAK
 from .names import near
@@ -42,14 +43,12 @@ class SelfPlaySettings:
     template: Literal["tagged", "serl"] = "tagged"
     examples: int = 8
     own: int = 2
-    exemplars: Literal["energy", "uniform"] = "energy"
     requests: int = 16
     temperature: float = 0.8
     top_p: float = 0.95
     max_tokens: int = 1024
     presence_penalty: float = 0.0
     overlap: float = 0.7
-    refuse_overlap: bool = False
     max_rounds: int = 16
     stock: int | None = None
     reuse: int = 1
@@ -57,12 +56,16 @@ class SelfPlaySettings:
     advantage_statistics: Literal["scored", "drawn"] = "scored"
 
 
-_KINDS = (
-    (bool, (bool,), "true or false"),
-    (int, (Integral,), "a whole number"),
-    (float, (Real,), "a number"),
-    (str, (str,), "a text"),
-)
+_KINDS: dict[Any, tuple[Any, str]] = {
+    bool: (bool, "true or false"),
+    int: (Integral, "a whole number"),
+    float: (Real, "a number"),
+    str: (str, "a text"),
+    list: (list | tuple, "a list"),
+    dict: (Mapping, "a mapping"),
+    type(None): (type(None), "null"),
+}
+"""What fits a type, and its name in errors. Any value fits another type."""
 RANGES = {
     "": {
         "selection_ratio": "(0, 1]",
@@ -76,23 +79,20 @@ RANGES = {
         "max_completion_length": "[1, inf)",
     },
     "selector_kwargs": {
-        "gumbel_scale": "[0, inf)",
+        **dict.fromkeys(("gumbel_scale", "momentum_weight"), "[0, inf)"),
         "difficulty_floor": "[0, 1]",
-        "momentum_weight": "[0, inf)",
         "ema_decay": "[0, 1)",
     },
     "planner_kwargs": {
         "streak": f"[1, {MAX_STREAK}]",
         "replay_ratio": "[0, 1]",
         "exploration": "[0.05, 0.95]",
-        "target": "(0, 1)",
-        "step": "(0, 1)",
+        **dict.fromkeys(("target", "step"), "(0, 1)"),
     },
     "controller_kwargs": {"explore": "(0, 1]", "recheck": "[0, 1]"},
     "vllm_server_kwargs": {
-        "sync_tolerance": "(0, inf]",
+        **dict.fromkeys(("sync_tolerance", "request_timeout"), "(0, inf]"),
         "max_concurrent_requests": "[1, inf)",
-        "request_timeout": "(0, inf]",
         "recovery_timeout": "[0, inf]",
     },
     "self_play": {
@@ -112,19 +112,16 @@ _SET_ELSEWHERE = ("group_size", "num_prompts", "exit")
 
 def filled(block: str, owner: type, given: Any, **defaults: Any) -> dict[str, Any]:
     """
-    All settings of a block: those that are `given`, and the defaults of the dataclass that the block configures.
-
-    Raises:
-        ValueError: A setting is unknown, or its value has another type than its field or is out of its range.
+    All settings of a block: those that are `given`, and the defaults of the dataclass that the block configures. A
+    `ValueError` is raised for an unknown setting, and for a value of another type or out of its range.
     """
     if not isinstance(given, Mapping):
         raise ValueError(f"`{block}` must be a mapping of settings to values, got {given!r}.")
     known = {f.name: f.default for f in fields(owner) if f.name not in _SET_ELSEWHERE}
     for name in given:
         if name not in known:
-            raise ValueError(
-                f"`{block}` has no setting {name!r} here.{near(str(name), known)} It takes {list(known)}."
-            )
+            hint = near(str(name), known)
+            raise ValueError(f"`{block}` has no setting {name!r} here.{hint} It takes {list(known)}.")
     values = known | defaults | dict(given)
     hints = get_type_hints(owner)
     for name, value in values.items():
@@ -135,20 +132,32 @@ def filled(block: str, owner: type, given: Any, **defaults: Any) -> dict[str, An
 
 
 def check_value(name: str, value: Any, hint: Any, block: str = ""):
-    """Refuse a value of another type than its field's, or out of its range."""
+    """Refuse a value of another type than its field's, or out of its range, with a `ValueError`."""
     place = f"`{block}`: `{name}`" if block else f"`{name}`"
-    options = get_args(hint) or (hint,)
-    if get_origin(hint) is Literal and value not in options:
-        named = [choice for choice in options if choice is not None]
-        raise ValueError(f"{place} must be one of {named}, got {value!r}.{near(str(value), named)}")
-    if value is None and type(None) in options:
+    if get_origin(hint) is Literal:
+        if value not in get_args(hint):
+            named = [choice for choice in get_args(hint) if choice is not None]
+            raise ValueError(f"{place} must be one of {named}, got {value!r}.{near(str(value), named)}")
         return
-    for kind, accepted, words in _KINDS:
-        if kind in options and (not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool)):
-            raise ValueError(f"{place} must be {words}, got {value!r}.")
+    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    if not any(_fits(value, kind) for kind in kinds):
+        raise ValueError(f"{place} must be {' or '.join(map(_in_words, kinds))}, got {value!r}.")
     interval = RANGES.get(block, {}).get(name)
-    if interval is not None and not _contains(interval, value):
+    if interval is not None and value is not None and not _contains(interval, value):
         raise ValueError(f"{place} must be in {interval}, got {value}.")
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    accepted, _ = _KINDS.get(get_origin(kind) or kind, (object, ""))
+    if not isinstance(value, accepted) or (isinstance(value, bool) and kind in (int, float)):
+        return False
+    return get_origin(kind) is not list or all(_fits(item, get_args(kind)[0]) for item in value)
+
+
+def _in_words(kind: Any) -> str:
+    origin = get_origin(kind) or kind
+    words = _KINDS[origin][1] if origin in _KINDS else str(kind)
+    return f"{words}, each item {_in_words(get_args(kind)[0])}" if get_origin(kind) is list else words
 
 
 def _contains(interval: str, value: float) -> bool:

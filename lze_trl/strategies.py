@@ -25,8 +25,8 @@ MOVED = {
     **{
         f"instruct_{name}": ("self_play", name)
         for name in (
-            *("template", "examples", "own", "exemplars", "requests", "temperature", "top_p", "max_tokens"),
-            *("presence_penalty", "overlap", "refuse_overlap", "max_rounds", "stock", "reuse"),
+            *("template", "examples", "own", "requests", "temperature", "top_p", "max_tokens"),
+            *("presence_penalty", "overlap", "max_rounds", "stock", "reuse"),
         )
     },
     "label_confidence": ("self_play", "label_confidence"),
@@ -44,6 +44,8 @@ REMOVED: dict[str, str] = {
         ("rollout_budget", "allocation_temperature", "min_rollouts", "max_rollouts", "young_rollouts"),
         "Leave it out: `controller: allocation` is gone.",
     ),
+    "instruct_exemplars": "Leave it out: its own exemplars are drawn alike.",
+    "instruct_refuse_overlap": "Leave it out: evaluation problems that resemble a seed are counted in a warning.",
     "surplus_max_age": "Leave it out: live groups that an update has no room for are dropped and counted.",
     "micro_step_cost": "Leave it out. `max_tokens_per_micro_batch` bounds micro-batches.",
 }

@@ -251,7 +251,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         if args.self_play["instruct"]:
             from .selfplay.online import OnlineInstruction
 
-            writes = OnlineInstruction(args, instruction, dataset, self.prompt_state, self.accelerator)
+            writes = OnlineInstruction(args, instruction, dataset, self.accelerator)
         prompts = dataset if writes is None else writes.pool
         self.passes = make_passes(args, self.accelerator, prompts, self.prompt_state, planner, controller, pruning)
         self.ledger = Ledger(iterations=self.num_iterations, logprob_passes=Engine(self).logprob_passes)
@@ -594,12 +594,6 @@ class LZEGRPOTrainer(GRPOTrainer):
                 )
         if resume_from_checkpoint:
             store.refuse_other_run(resume_from_checkpoint, self._described)
-            if store.has_ended(resume_from_checkpoint, self.args):
-                logger.warning(
-                    "`%s` is the end of its run: it is loaded, and no step is taken. For more, set a larger `max_steps` or "
-                    "`num_train_epochs`, or start a new run from its model.",
-                    resume_from_checkpoint,
-                )
         elif self.args.state_from is not None and not self._own_step.generation:
             from .hub import resolve_state
 
@@ -632,6 +626,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         if self.state.global_step < self.state.max_steps and not self.control.should_training_stop:
             super()._run_epoch(*args, **kwargs)
         else:
+            logger.info("There is no step left to take. For more, set a larger `max_steps` or `num_train_epochs`.")
             self.control.should_training_stop = True
 
     def _save_checkpoint(self, model, trial):
@@ -652,9 +647,7 @@ class LZEGRPOTrainer(GRPOTrainer):
 
     def _resume(self, checkpoint: str):
         """Our parts continue from a checkpoint, when TRL's have."""
-        meta = store.load_parts(checkpoint, store.STATE_NAME, self._parts)
-        if self.is_world_process_zero():
-            store.warn_of_changes(meta["settings"], self._described["settings"])
+        store.load_parts(checkpoint, store.STATE_NAME, self._parts)
         if rows := self._own_step.row_parts():
             store.load_parts(checkpoint, f"{store.ROWS_NAME}_{self.accelerator.process_index}", rows)
         Engine(self).weights_changed()
@@ -673,14 +666,8 @@ class LZEGRPOTrainer(GRPOTrainer):
     @property
     def _described(self) -> dict[str, Any]:
         """What a checkpoint says of this run."""
-        args = self.args
-        used: dict[str, Any] = {"reward_funcs": self.reward_func_names, **self.resolved}
-        for name, own, built_in in (
-            ("selector", self.selector, args.make_selector()),
-            ("controller", self.controller, args.make_controller()),
-            ("planner", self.planner, args.make_planner()),
-        ):
-            if type(own) is not type(built_in):  # an object that was passed to the trainer
-                used[name] = type(own).__name__
+        used = dict(self.resolved)
+        if type(self.planner) is not type(self.args.make_planner()):  # an object that was passed to the trainer
+            used["planner"] = type(self.planner).__name__
         model = self.accelerator.unwrap_model(self.model)
-        return store.described(args, model, self.controller.draws_prompts, used)
+        return store.described(self.args, model, self.controller.draws_prompts, used)

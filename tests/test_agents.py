@@ -32,9 +32,9 @@ from case_runs import leave, run_all
 from launches import on_processes
 from lze_trl import LZEGRPOTrainer
 from lze_trl.app.views import prompt_detail
+from lze_trl.job import RecipeError
 from lze_trl.job.recipe import parse_recipe
 from lze_trl.job.train import build_trainer
-from lze_trl.job.yaml_file import RecipeError
 from lze_trl.record import open_run
 from lze_trl.rollout.episodes import EpisodeError
 from test_laws import distance

@@ -6,14 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from transformers import TrainingArguments
 
 from lze_trl.checkpoint import (
     SCHEMA_VERSION,
     STATE_NAME,
     checkpoints,
     find_state,
-    has_ended,
     is_complete,
     last_complete_checkpoint,
     load,
@@ -24,6 +22,8 @@ from lze_trl.checkpoint import (
 
 
 ARRAYS = {
+    "transposed": np.arange(12).reshape(3, 4).T,
+    "reversed": np.arange(4)[::-1],
     "ids": np.array([-(2**63), 5, 2**63 - 1]),
     "rates": np.array([[0.25, np.nan], [1.0, np.inf]], dtype=np.float32),
     "pruned": np.array([True, False]),
@@ -54,45 +54,28 @@ def test_what_was_saved_is_loaded(tmp_path):
     assert files(tmp_path / "new" / "folder") == ["pair.arrays", "pair.json"]
 
 
-def test_the_layout_in_memory_does_not_matter(tmp_path):
-    square = np.arange(12).reshape(3, 4)
-    save(tmp_path, "pair", {"transposed": square.T, "strided": square[:, ::2], "reversed": square[::-1]}, {})
-    tensors, _ = load(tmp_path, "pair")
-    assert same(tensors, {"transposed": square.T, "strided": square[:, ::2], "reversed": square[::-1]})
-
-
-def fail_after(monkeypatch, replaced: int):
-    """Let the disk fill up after some files were put in their place."""
+@pytest.mark.parametrize("written", [0, 1])
+def test_a_writer_that_fails_leaves_the_old_files_or_nothing_to_trust(tmp_path, monkeypatch, written):
+    """When the disk fills up before the first or the second file is put in its place."""
+    save(tmp_path, "pair", ARRAYS, {"step": 1})
     done, replace = [], os.replace
 
     def fill_up(source, target):
-        if len(done) == replaced:
+        if len(done) == written:
             raise OSError("No space left on device")
         done.append(target)
         replace(source, target)
 
     monkeypatch.setattr("os.replace", fill_up)
-
-
-def test_a_writer_that_fails_leaves_the_old_files(tmp_path, monkeypatch):
-    save(tmp_path, "pair", ARRAYS, {"step": 1})
-    fail_after(monkeypatch, 0)
     with pytest.raises(OSError, match="No space left on device"):
         save(tmp_path, "pair", {"other": np.arange(2)}, {"step": 2})
-    tensors, meta = load(tmp_path, "pair")
-    assert same(tensors, ARRAYS)
-    assert meta["step"] == 1
     assert files(tmp_path) == ["pair.arrays", "pair.json"]
-
-
-def test_a_writer_that_fails_between_the_files_leaves_nothing_to_trust(tmp_path, monkeypatch):
-    save(tmp_path, "pair", ARRAYS, {"step": 1})
-    fail_after(monkeypatch, 1)
-    with pytest.raises(OSError, match="No space left on device"):
-        save(tmp_path, "pair", {"other": np.arange(2)}, {"step": 2})
-    with pytest.raises(ValueError, match="belong to different checkpoints"):
-        load(tmp_path, "pair")
-    assert files(tmp_path) == ["pair.arrays", "pair.json"]
+    if written:
+        with pytest.raises(ValueError, match="belong to different checkpoints"):
+            load(tmp_path, "pair")
+    else:
+        tensors, meta = load(tmp_path, "pair")
+        assert same(tensors, ARRAYS) and meta["step"] == 1
 
 
 def test_a_missing_file(tmp_path):
@@ -122,18 +105,10 @@ def swap_arrays(directory: Path, tensors: dict[str, np.ndarray]):
     ("damage", "message"),
     [
         (lambda d: cut(d / "pair.json"), "pair.json` is damaged"),
-        (lambda d: (d / "pair.json").write_bytes(b"\xff\xfe\x00"), "pair.json` is damaged"),
         (lambda d: (d / "pair.json").write_text("[1]"), "was not written by lze_trl"),
         (lambda d: rewrite(d / "pair.json", format="other"), "was not written by lze_trl"),
         (lambda d: rewrite(d / "pair.json", schema_version=SCHEMA_VERSION + 1), "has schema version"),
-        (lambda d: rewrite(d / "pair.json", schema_version=None), "has schema version None"),
         (lambda d: cut(d / "pair.arrays"), "pair.arrays` is damaged"),
-        (lambda d: (d / "pair.arrays").write_bytes(b""), "pair.arrays` is damaged"),
-        (lambda d: swap_arrays(d, {"ids": ARRAYS["ids"]}), "belong to different checkpoints"),
-        (
-            lambda d: swap_arrays(d, ARRAYS | {"ids": ARRAYS["ids"].astype(np.float64)}),
-            "belong to different checkpoints",
-        ),
         # The arrays of the next save, when it was killed before its description: the same shapes, other values
         (lambda d: swap_arrays(d, ARRAYS | {"ids": ARRAYS["ids"] // 2}), "belong to different checkpoints"),
     ],
@@ -170,11 +145,10 @@ def test_parts_continue_with_what_they_have_saved(tmp_path):
 # ---- The checkpoints of a run ----
 
 
-def make_checkpoint(run: Path, step: int, max_steps: int = 30) -> Path:
+def make_checkpoint(run: Path, step: int) -> Path:
     checkpoint = run / f"checkpoint-{step}"
     save(checkpoint, STATE_NAME, {"ids": np.arange(step)}, {"global_step": step})
-    state = {"global_step": step, "max_steps": max_steps, "num_train_epochs": 2}
-    (checkpoint / "trainer_state.json").write_text(json.dumps(state))
+    (checkpoint / "trainer_state.json").write_text(json.dumps({"global_step": step}))
     return checkpoint
 
 
@@ -192,18 +166,11 @@ def test_checkpoints_by_number_not_by_name(tmp_path):
     [
         lambda c: (c / "trainer_state.json").unlink(),
         lambda c: cut(c / "trainer_state.json"),
-        lambda c: (c / "trainer_state.json").write_text("[]"),
         lambda c: rewrite(c / "trainer_state.json", global_step=19),  # copied from another checkpoint
-        lambda c: (c / f"{STATE_NAME}.json").unlink(),
         lambda c: cut(c / f"{STATE_NAME}.json"),
         lambda c: (c / f"{STATE_NAME}.arrays").unlink(),
-        lambda c: cut(c / f"{STATE_NAME}.arrays"),
     ],
-    ids=[
-        "no trainer state", "trainer state cut", "trainer state of nobody", "other step", "no description",
-        "description cut", "no arrays", "arrays cut",
-    ],
-)  # fmt: skip
+)
 def test_an_incomplete_checkpoint_is_passed_over(tmp_path, damage):
     make_checkpoint(tmp_path, 10)
     newest = make_checkpoint(tmp_path, 20)
@@ -211,20 +178,6 @@ def test_an_incomplete_checkpoint_is_passed_over(tmp_path, damage):
     damage(newest)
     assert not is_complete(newest)
     assert last_complete_checkpoint(tmp_path) == str(tmp_path / "checkpoint-10")
-
-
-def test_the_end_of_a_run(tmp_path):
-    def args(**settings):
-        return TrainingArguments(str(tmp_path), use_cpu=True, **settings)
-
-    checkpoint = make_checkpoint(tmp_path, 20, max_steps=30)
-    assert not has_ended(checkpoint, args(num_train_epochs=2))
-    assert has_ended(checkpoint, args(max_steps=20))
-    assert not has_ended(checkpoint, args(max_steps=21))
-    checkpoint = make_checkpoint(tmp_path, 30, max_steps=30)
-    assert has_ended(checkpoint, args(num_train_epochs=1.5))
-    assert has_ended(checkpoint, args(num_train_epochs=2))
-    assert not has_ended(checkpoint, args(num_train_epochs=2.5))
 
 
 def test_the_state_of_a_run(tmp_path):

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lze_trl.batch import Batch
-from lze_trl.memory.posterior import expected_energy
 from lze_trl.rollout.controllers import (
     DynamicSampling,
     Gate,
@@ -220,14 +219,6 @@ def test_refill_ends(lives, num_prompts, k, max_rounds):
 
 
 # ---- Expected energy ----
-
-
-def test_expected_energy():
-    # m = 1/2, n = 0, D = 1:   a = b = 1:       E[p(1−p)] = 1·1/(2·3)       = 1/6,  times 4 = 2/3
-    # m = 3/4, n = 2, D = 1/2: a = 3, b = 1:    E[p(1−p)] = 3·1/(4·5)       = 3/20, times 2 = 3/10
-    # m = 1/10, n = 8, D = 1:  a = 1, b = 9:    E[p(1−p)] = 9/(10·11)       = 9/110, times 4 = 18/55
-    prompts = prompts_of(3, pass_rates=[0.5, 0.75, 0.1], strength=[0.0, 2.0, 8.0], difficulty=[1.0, 0.5, 1.0])
-    np.testing.assert_allclose(expected_energy(prompts), [2 / 3, 3 / 10, 18 / 55], rtol=1e-14)
 
 
 # ---- Settings ----

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from lze_trl.data import DataError, load_prompts
+from lze_trl.data import load_prompts
 from recipes import generated_problems, word_problems
 from recipes.demo_llm import ServerStartError, find_problems, serving, write_generated
 
@@ -56,11 +56,6 @@ def test_without_the_hub_problems_are_generated(caplog):
         record.getMessage() for record in warnings if not record.name.startswith(("huggingface_hub", "datasets"))
     )
     assert warning == "The Hub cannot be reached: NOT ASDiv, MAWPS and SVAMP, but problems generated from templates."
-
-
-def test_data_that_was_named_is_not_replaced(tmp_path):
-    with pytest.raises(DataError, match="nowhere"):
-        find_problems({"asdiv": str(tmp_path / "nowhere.jsonl")})
 
 
 def test_data_that_was_made_is_reused(tmp_path):

@@ -1,6 +1,5 @@
 """What cannot work is refused early, with the setting and what to do; nothing that was paid for is lost."""
 
-import functools
 import json
 import shutil
 import signal
@@ -10,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
 from peft import LoraConfig
 from trl import GRPOConfig, GRPOTrainer
 
@@ -21,7 +20,6 @@ from lze_trl.checkpoint import CheckpointError
 from lze_trl.job.train import main as job
 from lze_trl.plan.planners import SolvedPlanner
 from lze_trl.record import open_run
-from lze_trl.rewards import accuracy_reward
 from lze_trl.rollout.controllers import Gate
 
 
@@ -39,8 +37,8 @@ def make(directory, reward_funcs=tiny.even_length_reward, dataset=None, trainer=
     )
 
 
-def run(directory, **kwargs):
-    trainer = make(directory, **kwargs)
+def run(directory, *args, **kwargs):
+    trainer = make(directory, *args, **kwargs)
     trainer.train()
     return trainer
 
@@ -91,7 +89,6 @@ def test_what_does_not_go_together_is_refused_before_anything_is_loaded(tmp_path
     ("named", "settings", "given"),
     [
         ("`pruning='refill'`", {"pruning": "refill"}, {}),
-        ("`planner`", {"planner": "greso"}, {}),
         ("`planner`", {}, {"planner": SolvedPlanner()}),
         ("`controller='uniform'`", {"controller": "dynamic"}, {}),
         ("`self_play={'instruct': True}`", INSTRUCT, {}),
@@ -100,73 +97,6 @@ def test_what_does_not_go_together_is_refused_before_anything_is_loaded(tmp_path
 def test_what_needs_data_in_memory_is_refused_for_a_stream(tmp_path, named, settings, given):
     with pytest.raises(ValueError, match=named):
         make(tmp_path, dataset=tiny.prompts(11).to_iterable_dataset(), trainer=given, **settings)
-
-
-# ---- Reward functions and the columns they are called with ----
-
-
-class Judge:
-    def __call__(self, prompts, completions, grade, **kwargs):
-        return [1.0] * len(completions)
-
-
-def graded_by(scale, completions, grade, **kwargs):
-    return [scale] * len(completions)
-
-
-async def later(completions, grade, **kwargs):
-    return [1.0] * len(completions)
-
-
-def narrow(prompts, completions):
-    return [1.0] * len(completions)
-
-
-def with_default(completions, grade=None, *, trainer_state, log_extra, log_metric, completion_ids, **kwargs):
-    return [float(len(text) % 2) for text in completions]
-
-
-UNFIT = {
-    "our accuracy": (accuracy_reward, "'accuracy_reward' .* the training set, .*'solution'"),
-    "an object": (Judge(), "'Judge' .* 'grade'"),
-    "a partial": (functools.partial(graded_by, 2.0), "'graded_by' .* 'grade'"),
-    "async": (later, "'later' .* 'grade'"),
-    "among others": ([with_default, Judge()], "'Judge' .* 'grade'"),
-    "no place for the rest": (narrow, r"'narrow' .* unexpected keyword argument .* add `\*\*kwargs`"),
-    "a class": (Judge, "'Judge' cannot be called"),
-}
-
-
-def tasks():
-    return tiny.prompts(11).rename_column("solution", "task")
-
-
-@pytest.mark.parametrize("name", UNFIT)
-@pytest.mark.parametrize("streamed", [False, True])
-def test_a_reward_without_its_column_is_refused_before_anything_is_loaded(tmp_path, name, streamed):
-    func, message = UNFIT[name]
-    data, settings = tasks(), {}
-    if streamed:  # its columns are not known before the first row
-        rows = data.to_list()
-        data, settings = IterableDataset.from_generator(lambda: iter(rows)), {"pruning": "none", "deduplicate": False}
-    with pytest.raises(ValueError, match=message):
-        make(tmp_path, func, data, {"model": str(tmp_path / "no model")}, **settings)
-
-
-def test_evaluation_sets_need_the_columns_too(tmp_path):
-    with pytest.raises(ValueError, match=r"the evaluation set 'hard', .*'solution'"):
-        make(tmp_path, accuracy_reward, trainer={"eval_dataset": {"easy": tiny.prompts(4), "hard": tasks()}})
-
-
-def test_a_rollout_function_can_bring_the_column(tmp_path):
-    def rollouts(prompts, trainer):
-        return {**tiny.fixed_rollouts(prompts, trainer), "grade": [1.0] * len(prompts)}
-
-    def echo(completions, grade, **kwargs):
-        return grade
-
-    trainer = run(tmp_path, reward_funcs=echo, trainer={"rollout_func": rollouts}, max_steps=1)
-    assert trainer.state.log_history[0]["reward"] == 1.0
 
 
 # ---- Prompts and other arguments ----
@@ -183,24 +113,23 @@ TEXTS = [f"{i}+{i}=" for i in range(11)]
         ([[{"role": "user", "content": "1"}], [{"role": "user", "content": None}]], 1),
     ],
 )
-@pytest.mark.parametrize("held_out", [False, True])
-def test_a_row_without_a_prompt_is_named_before_anything_is_loaded(tmp_path, prompts, row, held_out):
-    wrong, place = Dataset.from_dict({"prompt": prompts}), "evaluation" if held_out else "training"
-    dataset, more = (tiny.prompts(11), {"eval_dataset": wrong}) if held_out else (wrong, {})
-    with pytest.raises(ValueError, match=rf"The {place} set has .* as the prompt of row {row}\."):
-        make(tmp_path, dataset=dataset, trainer={"model": "me/no-model", **more})
+def test_a_row_without_a_prompt_is_named_before_anything_is_loaded(tmp_path, prompts, row):
+    wrong, model = Dataset.from_dict({"prompt": prompts}), {"model": "me/no-model"}
+    with pytest.raises(ValueError, match=rf"The training set has .* as the prompt of row {row}\."):
+        make(tmp_path, dataset=wrong, trainer=model)
+    with pytest.raises(ValueError, match=rf"The evaluation set 'hard' has .* as the prompt of row {row}\."):
+        make(tmp_path, trainer={**model, "eval_dataset": {"easy": tiny.prompts(4), "hard": wrong}})
 
 
-@pytest.mark.parametrize("given", [{"selector": "energy"}, {"controller": Gate}, {"planner": 3}])
+@pytest.mark.parametrize("given", [{"selector": "energy"}, {"controller": Gate}])
 def test_a_name_or_a_class_is_no_strategy(tmp_path, given):
     with pytest.raises(TypeError, match=f"`{next(iter(given))}` must be an object of your own"):
         make(tmp_path, trainer={"model": "me/no-model", **given})
 
 
-@pytest.mark.parametrize("path", ["/none/model", "~/none/model", "runs/none/model"])
-def test_a_missing_model_folder_is_named(tmp_path, path):
-    with pytest.raises(FileNotFoundError, match=rf"There is no model folder `{path}`"):
-        make(tmp_path, trainer={"model": path})
+def test_a_missing_model_folder_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match="There is no model folder `runs/none/model`"):
+        make(tmp_path, trainer={"model": "runs/none/model"})
 
 
 # ---- What reward functions return ----
@@ -208,12 +137,8 @@ def test_a_missing_model_folder_is_named(tmp_path, path):
 RETURNED = {
     "nothing": (lambda count: None, "returned None instead of a list"),
     "a number": (lambda count: 0.5, r"returned 0\.5 \(float\) instead of a list"),
-    "a tensor of one number": (lambda count: torch.tensor(0.5), r"\(Tensor\) instead of a list"),
-    "a text": (lambda count: "1" * count, r"returned '111111111111' \(str\) instead of a list"),
-    "a dictionary": (lambda count: dict.fromkeys(range(count), 1.0), r"\(dict\) instead of a list"),
     "texts": (lambda count: ["1.0"] * count, r"returned '1\.0' \(str\) for completion 0 of 12"),
     "lists": (lambda count: [1.0] * (count - 1) + [[1.0]], r"returned \[1\.0\] \(list\) for completion 11 of 12"),
-    "too few": (lambda count: [1.0] * (count - 1), "returned 11 rewards for 12 completions"),
     "too many": (lambda count: np.ones(count + 1), "returned 13 rewards for 12 completions"),
 }
 
@@ -238,21 +163,10 @@ def test_what_is_no_list_of_numbers_is_refused(tmp_path, name, asynchronous):
     assert trainer.state.global_step == 0
 
 
-@pytest.mark.parametrize(
-    "form",
-    [
-        np.array,
-        torch.tensor,
-        tuple,
-        iter,
-        lambda values: [np.float32(value) for value in values],
-        lambda values: torch.tensor(values, dtype=torch.bfloat16).unsqueeze(1),
-        lambda values: [bool(value) for value in values],
-    ],
-)
+@pytest.mark.parametrize("form", [iter, lambda values: torch.tensor(values, dtype=torch.bfloat16).unsqueeze(1)])
 def test_numbers_of_any_kind_are_rewards(tmp_path, form):
     plain = run(tmp_path / "plain", max_steps=1)
-    other = run(tmp_path / "other", reward_funcs=lambda **kwargs: form(tiny.even_length_reward(**kwargs)), max_steps=1)
+    other = run(tmp_path / "other", lambda **kwargs: form(tiny.even_length_reward(**kwargs)), max_steps=1)
     assert other.state.log_history[0]["reward"] == plain.state.log_history[0]["reward"]
     assert torch.equal(other.model.lm_head.weight, plain.model.lm_head.weight)
 
@@ -260,16 +174,12 @@ def test_numbers_of_any_kind_are_rewards(tmp_path, form):
 # ---- Columns that reward functions log ----
 
 
-@pytest.mark.parametrize("values", [["a"], ["a"] * 13, "twelve chars"])
-def test_a_logged_column_has_a_value_for_each_completion(tmp_path, values):
+def test_a_logged_column_has_a_value_for_each_completion(tmp_path):
     def told(completions, log_extra, **kwargs):
-        log_extra("note", values)
+        log_extra("note", ["a"] * 13)
         return [1.0] * len(completions)
 
-    count = 1 if isinstance(values, str) else len(values)
-    with pytest.raises(
-        ValueError, match=rf"'told' gave `log_extra` {count} values for the column 'note' and 12 completions"
-    ):
+    with pytest.raises(ValueError, match="'told' gave `log_extra` 13 values for the column 'note' and 12 completions"):
         run(tmp_path, reward_funcs=told)
 
 
@@ -316,14 +226,6 @@ def finished(tmp_path_factory):
     return directory
 
 
-def cut_off(path):
-    (path / "trainer_state.json").unlink()
-
-
-def damaged(path):
-    (path / "trainer_state.json").write_text("{")
-
-
 def of_plain_trl(path):
     for file in path.glob("lze_*"):
         file.unlink()
@@ -333,8 +235,6 @@ def of_plain_trl(path):
     ("spoil", "message"),
     [
         (shutil.rmtree, r"trainer_state\.json.* such as `.*checkpoint-1`"),
-        (cut_off, r"trainer_state\.json.* such as `.*checkpoint-1`"),
-        (damaged, "is no complete checkpoint"),
         (of_plain_trl, r"lze_state\.json"),
     ],
 )
@@ -355,9 +255,7 @@ LORA = {"peft_config": LoraConfig(r=2, target_modules=["q_proj"])}
     ("written", "resumed", "named"),
     [
         ({}, {"model": tiny.model(layers=2)}, "num_hidden_layers=1"),
-        ({}, LORA, "adapter=None"),
         (LORA, {}, "adapter='LORA'"),
-        (LORA, {"peft_config": LoraConfig(r=3, target_modules=["q_proj"])}, "r=2"),
         (LORA, {"peft_config": LoraConfig(r=2, target_modules=["v_proj"])}, r"target_modules=\['q_proj'\]"),
     ],
 )
@@ -368,21 +266,6 @@ def test_another_model_is_refused_and_the_same_one_goes_on(tmp_path, written, re
     same = make(tmp_path, trainer=dict(written), max_steps=2)
     same.train(resume_from_checkpoint=True)
     assert same.state.global_step == 2
-
-
-def test_the_source_of_the_state_is_not_needed_to_resume(tmp_path):
-    run(tmp_path / "first", max_steps=3)
-    settings = SAVED | {"state_from": str(tmp_path / "first")}
-    second = run(tmp_path / "second", **settings, max_steps=1)
-    assert len(second.prompt_state) > 3
-    shutil.rmtree(tmp_path / "first")
-    resumed = make(tmp_path / "second", **settings, max_steps=2)
-    resumed.train(resume_from_checkpoint=True)
-    assert resumed.state.global_step == 2
-    fresh = make(tmp_path / "third", **settings)
-    with pytest.raises(FileNotFoundError, match="neither a directory nor"):
-        fresh.train()
-    assert fresh.ledger.rows_rolled_out == 0
 
 
 # ---- Ctrl-C ----
@@ -407,16 +290,6 @@ def test_an_interrupted_script_says_how_to_go_on(tmp_path):
     resumed = make(tmp_path, telemetry=True, **SAVED)
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == 3
-
-
-def test_a_job_that_cannot_go_on_ends_with_one_line(tmp_path, monkeypatch):
-    (tmp_path / "worthless.py").write_text("def none(completions, **kwargs):\n    return None\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as ended:
-        job(["--config", tiny.recipe(tmp_path, **tiny.job(tmp_path, train=12), reward_funcs=["worthless.none"])])
-    assert str(ended.value).startswith("error: The reward function 'none' returned None instead of a list.")
-    assert len(str(ended.value).splitlines()) == 1
 
 
 STOPPING = """

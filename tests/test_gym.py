@@ -1,7 +1,5 @@
 """Problems of reasoning-gym: as data, as a reward, in an evaluation."""
 
-import json
-
 import pytest
 
 
@@ -51,15 +49,6 @@ def test_the_answer_may_be_tagged_or_boxed_or_all():
     assert get_reward("reasoning_gym")(chat, reasoning_gym=[None]) == [None]
 
 
-def test_problems_are_those_of_the_seed_and_the_fields():
-    def problems(query):
-        return load_gym(f"reasoning_gym:chain_sum?{query}")["problem"]
-
-    assert problems("size=5") == problems("size=5&seed=0") != problems("size=5&seed=1")
-    long = load_gym("reasoning_gym:chain_sum?size=20&min_terms=6&max_terms=6")["reasoning_gym"]
-    assert {json.loads(entry)["metadata"]["num_terms"] for entry in long} == {6}
-
-
 @pytest.mark.parametrize(
     ("reference", "told"),
     [
@@ -83,12 +72,6 @@ def test_no_verifier_runs_an_answer(tmp_path):
         scores = reasoning_gym_reward(texts, [*recorded["reasoning_gym"]] * 3)
         assert all(0.0 <= value <= 1.0 for value in scores), task
         assert not mark.exists(), task
-
-
-def test_a_recorded_entry_cannot_name_a_task_that_is_refused():
-    entry = json.dumps({"question": "", "answer": "1", "metadata": {"source_dataset": "n_queens"}})
-    with pytest.raises(ValueError, match="runs answers of the model as Python code"):
-        reasoning_gym_reward(["1"], [entry])
 
 
 def test_an_evaluation_scores_by_the_verifier(capsys):

@@ -1,41 +1,24 @@
 """Self-instruction, its pure parts: what is read from answers, what is refused and why, and what is too similar."""
 
-import json
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lze_trl.data.overlap import OverlapIndex, math_tokens
+from lze_trl.data.overlap import OverlapIndex
 from lze_trl.selfplay.filters import MAX_WORDS, REASONS, reason_to_reject
-from lze_trl.selfplay.templates import TEMPLATES, Item, one_line
+from lze_trl.selfplay.templates import TEMPLATES, Item
 from lze_trl.selfplay.writer import KNOWN, UNREAD, InstructError, Seeds, Writer, id_in_words
 from lze_trl.settings import SelfPlaySettings
 
 
-SHARED = Path(__file__).resolve().parents[2] / "shared" / "data" / "serl_seeds" / "seeds_500.jsonl"
 NUMBERED, TAGGED = TEMPLATES["serl"], TEMPLATES["tagged"]
-
-
-@pytest.fixture(scope="module")
-def seed_problems():
-    if not SHARED.is_file():
-        pytest.skip("needs the seed problems of the authors")
-    return [json.loads(line)["problem"] for line in SHARED.read_text().splitlines()]
 
 
 def read(template, text, truncated=False, after=8):
     return [item.text for item in template.read(text, after, truncated) if item.complete]
-
-
-def answer(template, texts, after):
-    """An answer that gives these problems, after k exemplars."""
-    if template is TAGGED:
-        return "\n".join(f"<question>{text}</question>" for text in texts)
-    return "\n".join(f"{i}. {one_line(text)}" for i, text in enumerate(texts, after + 1)).partition(". ")[2]
 
 
 # ---- Templates ----
@@ -51,16 +34,11 @@ def test_the_answer_begins_with_the_open_item():
     items = ["How many legs have 3 cats?", "A train leaves at 3. It goes 40 miles in 2 hours. How fast is it?"]
     assert read(NUMBERED, text) == items
     assert read(NUMBERED, "9. " + text) == items == read(NUMBERED, "**9.** " + text.replace("\n10.", "\n**10.**"))
-    assert read(NUMBERED, "Sure! Here are some questions:\n\n9. " + text) == items
 
 
 def test_only_numbers_that_continue_the_count_begin_items():
     text = "Ann lists:\n1. 4 apples\n2. 7 pears\nHow many fruits has she?\n10. What is 3 + 4 + 8?"
     assert read(NUMBERED, text) == ["Ann lists: 1. 4 apples 2. 7 pears How many fruits has she?", "What is 3 + 4 + 8?"]
-
-
-def test_a_model_may_begin_its_own_list():
-    assert read(NUMBERED, "1. What is 2?\n2. What is 3?\n3. What is 4?") == ["What is 2?", "What is 3?", "What is 4?"]
 
 
 def test_an_item_that_was_cut_off_is_not_complete():
@@ -70,21 +48,10 @@ def test_an_item_that_was_cut_off_is_not_complete():
     assert read(TAGGED, "<question>What is 2 + 3?</question><question>Tom has 5") == ["What is 2 + 3?"]
 
 
-def test_closing_words_and_answers_are_no_part_of_an_item():
+def test_closing_words_are_no_part_of_an_item():
     text = "What is 2 + 3?\n\nAnswer: 5\n10. What is 4 + 4?\n\nI hope these help!"
     assert read(NUMBERED, text) == ["What is 2 + 3?", "What is 4 + 4?"]
-    text = "What is 2 + 3?\nAnswer: 5\n10. What is 4 + 4?\nQuestion 11: What is 1 + 1?"
-    assert read(NUMBERED, text) == ["What is 2 + 3?", "What is 4 + 4?"]
     assert read(TAGGED, "Sure!\n<question> What is 2? </question>\nThe answer is 2.") == ["What is 2?"]
-
-
-@pytest.mark.parametrize("template", [NUMBERED, TAGGED])
-@pytest.mark.parametrize("after", [1, 8])
-def test_what_an_answer_gives_is_read_as_it_is_capitals_kept(template, after, seed_problems):
-    texts = [" ".join(text.split()) for text in seed_problems]
-    for begin in range(0, len(texts), 5):
-        part = texts[begin : begin + 5]
-        assert read(template, answer(template, part, after), after=after) == part
 
 
 line = st.text(st.characters(codec="ascii", categories=["L", "N", "P", "S", "Zs"]), min_size=1).map(
@@ -95,45 +62,36 @@ line = st.text(st.characters(codec="ascii", categories=["L", "N", "P", "S", "Zs"
 @settings(max_examples=200)
 @given(st.lists(line.filter(lambda text: re.match(r"\w", text) and not re.match(r"\d+[.)]", text)), min_size=1))
 def test_a_numbered_answer_gives_back_any_lines(texts):
-    assert read(NUMBERED, answer(NUMBERED, texts, 8)) == texts
+    answer = "\n".join(f"{i}. {text}" for i, text in enumerate(texts, 9))
+    assert read(NUMBERED, answer) == texts
 
 
 # ---- Filters ----
 
 REJECTED = [
     ("figure", "In the diagram, $AB = 3$ and $BC = 4$. Find $AC$."),
-    ("figure", "What is the area? [asy] draw((0,0)--(1,1)); [/asy]"),
     ("program", "Write a Python program that adds two numbers."),
     ("too short", "Why?"),
     ("too long", "What is the sum of " + "1 and " * MAX_WORDS + "2?"),
     ("first character", "- What is the sum of 3 and 4?"),
     ("language", "这是一个数学问题, 三加四是多少 3 + 4?"),
     ("holds a solution", "What is 3 + 4? Answer: 7"),
-    ("holds a solution", r"What is 3 + 4, so \boxed{7}?"),
     ("proof", "Verify that 12 is even and show that 13 is odd."),
-    ("several questions", "What is 3 + 4? What is 5 + 6?"),
     ("several questions", "How far does it go in 2 hours? It goes 40 miles in one. When does it stop?"),
     ("several questions", "Let $x = 3$. (a) Find $2x$. (b) Find $3x$."),
     ("no question", "The sun is warm and yellow today."),
     ("unfinished", "What is the value of $x if x is 3?"),
-    ("unfinished", "What is the value of $2 x + 3 if $x$ is 3?"),
     ("unfinished", "If $x = 3$, what is the value of $3 \\cdot x"),
     ("unfinished", "Tom has $5 and gives $2 of them to"),
-    ("unfinished", "Tom has 5 apples and gives 2 of them to"),
 ]
 ACCEPTED = [
     "How many ways are there to draw 2 cards from 52?",  # published: refused by a word each
-    "A map has a scale of 1:1000. How long is 3 cm of it?",
-    "Ann saves 3 files a day. How many files are there after 4 days?",
     "Factor $t^2-49$.",
-    "$f(x) = x^2$ has how many roots?",
     "Write a function $f$ with $f(0) = 1$ and $f(1) = 3$ that is linear.",
     "Verify that 12 is even and find its half.",  # has an answer, too
     "Let $n = 3$. Show that $n$ is odd. What is $n^2$?",
     "Weng earns $12 an hour for babysitting. How much does she earn in 50 minutes?",
-    "Maria's monthly salary is $2,000.50. 20% of it goes to taxes. How much is left?",
     "A pen costs $.50 and a car costs $5k. How much are $x$ pens and a car, if $x = 3$ and the tax is $20/hour?",
-    "Tom is 3 cm taller than Ann, who is 150 cm tall. How tall is Tom?",
 ]
 
 
@@ -151,23 +109,6 @@ def test_problems_are_not_rejected_for_a_word(text):
 def test_every_reason_is_tested_and_a_cut_off_text_is_rejected():
     assert {reason for reason, _ in REJECTED} == set(REASONS)
     assert reason_to_reject(Item("What is 3 + 4?", False)) == "unfinished"
-
-
-def test_prices_of_gsm8k_are_not_unfinished():
-    path = SHARED.parents[1] / "gsm8k" / "train.jsonl"
-    if not path.is_file():
-        pytest.skip("needs GSM8K")
-    problems = [json.loads(line)["question"] for line in path.read_text().splitlines()]
-    refused = [text for text in problems if reason_to_reject(Item(text.strip(), True)) == "unfinished"]
-    assert len(refused) <= 4  # of 7,473; "32$" could as well be the end of a formula
-
-
-def test_seeds_are_refused_for_figures_and_length_alone(seed_problems):
-    reasons = [reason_to_reject(Item(text.strip(), True)) for text in seed_problems]
-    assert set(reasons) == {None, "figure", "too long"}
-    refused = [text for text, reason in zip(seed_problems, reasons, strict=True) if reason == "figure"]
-    assert sum("[asy]" in text for text in refused) >= len(refused) - 2
-    assert not any("[asy]" in text for text, reason in zip(seed_problems, reasons, strict=True) if reason is None)
 
 
 # ---- Overlap ----
@@ -189,11 +130,6 @@ def test_similarity_is_rouge_l(one, other):
     expected = 2 * precision * recall / (precision + recall) if common else 0.0
     found = OverlapIndex([" ".join(one)]).nearest([" ".join(other)]).similarity[0]
     assert found == pytest.approx(expected, abs=1e-12)
-
-
-def test_tokens_keep_operators_and_commands():
-    assert math_tokens(r"Find $\frac{1}{2} + X$.") == ["find", "$", r"\frac", *"{1}{2}+", "x", "$", "."]
-    assert OverlapIndex(["What is $3 + 4$?"]).nearest(["What is $3 - 4$?"]).similarity[0] < 1
 
 
 def test_the_nearest_is_found_in_every_part_of_the_index(monkeypatch):
@@ -246,33 +182,9 @@ def test_nothing_that_resembles_what_is_known_is_admitted():
     assert +writer.rejected == {KNOWN: 4, "too short": 1, UNREAD: 1}
 
 
-@settings(max_examples=25, deadline=None)
-@given(st.integers(0, 2**32 - 1))
-def test_no_two_problems_of_the_history_resemble_each_other(seed):
-    rng = np.random.default_rng(seed)
-    words = np.array(
-        ["how", "many", "red", "blue", "cats", "dogs", "run", "walk", "in", "the", "big", "old", "house", "today"]
-    )
-    writer, history = writer_of(lambda shown, rng: []), []
-    for _ in range(4):
-        texts = [" ".join([*rng.choice(words, rng.integers(4, 9)), "?"]) for _ in range(12)]
-        history += [problem.text for problem in admitted(writer, *texts)]
-    everything = [*SEEDS.problems, *SEEDS.references, *history]
-    between = OverlapIndex().among(everything) - np.eye(len(everything))
-    assert between.max() <= 0.7
-
-
 def test_seeds_that_cannot_be_used_are_refused():
-    with pytest.raises(InstructError, match="2 of 3 seeds have no text, the first in row 1"):
-        Seeds(("What is 2?", " ", None))
     with pytest.raises(InstructError, match=r"shows 8 .* 1 of 2 seeds can be shown \(1 figure\)"):
         Writer(SelfPlaySettings(), Seeds(("What is 2 + 3?", "In the diagram, find the length of $AB$.")))
-
-
-def test_seeds_that_are_never_shown_are_counted(caplog):
-    Writer(SelfPlaySettings(), Seeds((*PLAIN, "In the diagram, find $AB$.", "Why?", PLAIN[0])))
-    (record,) = caplog.records
-    assert "2 of 12 seeds are not shown to the model: 1 figure, 1 too short." in record.getMessage()
 
 
 def test_evaluation_problems_that_resemble_a_seed_are_named():
@@ -283,7 +195,7 @@ def test_evaluation_problems_that_resemble_a_seed_are_named():
     assert Seeds(PLAIN).overlapping(0.7) == []
 
 
-def shown_of(own, requests, rounds=0, chances=None):
+def shown_of(own, requests, rounds=0):
     """The exemplars of every request of a round."""
     shown = []
     writer = Writer(
@@ -293,7 +205,7 @@ def shown_of(own, requests, rounds=0, chances=None):
         generator=lambda texts, rng: shown.append(texts) or [],
     )
     writer.rounds = rounds
-    writer.round(own, None, chances)
+    writer.round(own, None)
     return shown
 
 
@@ -303,16 +215,6 @@ def test_exemplars_are_own_and_seeds_and_the_same_for_the_same_key():
     assert all(sum(text in own for text in texts) == 2 and len(set(texts)) == 4 for texts in shown)
     assert shown == shown_of(own, 6, rounds=5) != shown_of(own, 6, rounds=6)
     assert [sum(text in own for text in texts) for texts in shown_of(own[:1], 3)] == [1] * 3  # as far as there are any
-
-
-def test_own_exemplars_are_drawn_by_their_chances():
-    own, chances = [f"own {i}" for i in range(5)], np.array([0.0, 0.1, 0.0, 0.2, 0.7])
-    drawn = [text for texts in shown_of(own, 400, chances=chances) for text in texts if text in own]
-    shares = [drawn.count(text) / 400 for text in own]
-    # One of two is left out: the first with 0.1·(0.2/0.3) + … by the order in which they are drawn
-    order = {(i, j): chances[i] * chances[j] / (1 - chances[i]) for i in (1, 3, 4) for j in (1, 3, 4) if i != j}
-    expected = [sum(chance for pair, chance in order.items() if i in pair) for i in range(5)]
-    assert shares == pytest.approx(expected, abs=0.08)
 
 
 def test_items_of_a_generator_pass_the_filters_and_its_texts_do_not():

@@ -3,7 +3,6 @@
 import copy
 import itertools
 import json
-import logging
 from collections import Counter, defaultdict
 
 import numpy as np
@@ -19,9 +18,8 @@ from case_runs import run_all
 from launches import on_processes
 from lze_trl import LZEGRPOTrainer
 from lze_trl.evaluation.statistics import majority
-from lze_trl.job.recipe import LZEScriptArguments
-from lze_trl.rewards import MajorityReward, accuracy_reward
-from lze_trl.rewards.majority import REASONS_TO_ABSTAIN, Verdict, answer_classes, consensus, read_vote, same_answer
+from lze_trl.rewards import MajorityReward
+from lze_trl.rewards.majority import REASONS_TO_ABSTAIN, answer_classes, consensus, read_vote, same_answer
 from votes_run import VotingTrainer, answer, boxed_rollouts, parity_reward
 
 
@@ -51,13 +49,11 @@ def test_votes_are_closed_boxes(text, vote):
 
 
 NO_ANSWERS = r"""
-    \; | ? | \text{ } | \quad | \square | \underline{\hspace{1cm}} | \frac{\square}{\square} | \left( \right) | ___ | \ldots | N/A
-    | answer | \text{unknown} | \textbf{your answer here} | \text{[insert answer]} | \text{No answer} | \text{cannot be found}
-    | \text{Cannot be determined.} | \text{It is not possible to calculate} | \text{Not enough information}
+    \; | ? | \text{ } | \underline{\hspace{1cm}} | \frac{\square}{\square} | \left( \right) | ___ | N/A | \text{unknown}
+    | \textbf{your answer here} | \text{[insert answer]} | \text{Cannot be determined.} | \text{Not enough information}
 """
 ANSWERS = r"""
-    0 | x | A | na | \frac{n}{a} | \pi | ∞ | < | \ge | \text{even} | 7\text{ cm} | \text{none} | \text{no solution} | \emptyset
-    | \text{undefined} | \text{does not exist} | \text{impossible} | \text{cannot be factored} | \triangle ABC
+    0 | x | na | \frac{n}{a} | \pi | ∞ | < | \text{even} | \text{none} | \text{no solution} | \emptyset | \text{cannot be factored}
 """
 
 
@@ -78,13 +74,6 @@ def test_equality_is_not_transitive_and_classes_are_cliques():
     assert answer_classes(["y=5", "5", "x=5", "5"], same_answer).tolist() == [1, 0, 0, 0]
     # Without the 5 in the middle nothing joins them
     assert answer_classes(["y=5", "x=5", "y=5"], same_answer).tolist() == [0, 1, 0]
-
-
-def test_answers_are_equal_in_either_direction():
-    for one, other in [("0.5", r"\frac{1}{2}"), ("1,234", "1234"), ("x=5", "5"), (r"50\%", "0.5"), ("}", "}")]:
-        assert same_answer(one, other) and same_answer(other, one)
-    for one, other in [("0.5", "5"), ("}", "5"), ("C", "D")]:
-        assert not same_answer(one, other) and not same_answer(other, one)
 
 
 TEXTS = "abcde"
@@ -117,13 +106,6 @@ def test_classes_of_any_relation(votes, same, random):
     )
 
 
-@given(VOTES)
-def test_consensus_by_counting(votes):
-    found = consensus(answer_classes(votes, lambda one, other: False))
-    counts = [*sorted(Counter(vote for vote in votes if vote is not None).values(), reverse=True), 0, 0]
-    assert found[1:] == (counts[0] / len(votes), counts[0] - counts[1], sum(counts) / len(votes))
-
-
 # ---- One group ----
 
 
@@ -147,12 +129,6 @@ def test_the_winner_gets_one_and_all_others_nothing():
     assert judge("7", "0.5", r"\frac12", "1/2", None) == [0.0, 1.0, 1.0, 1.0, 0.0]
     assert judge("7", "7", "7", truncated=[2]) == [1.0, 1.0, 0.0]
     assert judge(None, None, None) == [None] * 3  # answerless completions agree on nothing
-
-
-def test_ties_abstain_with_any_margin():
-    assert judge("1", "1", "2", "2") == [None] * 4
-    assert judge("1", "1", "1", "2", "2", margin=2) == [None] * 5
-    assert judge("1", "1", "1", "2", "2", margin=1) == [1.0, 1.0, 1.0, 0.0, 0.0]
 
 
 def test_bounds_are_inclusive_and_of_all_completions():
@@ -188,25 +164,12 @@ def test_the_reason_of_an_abstention_is_logged(reason, answers):
 DIGITS = st.lists(st.sampled_from(["1", "2", "3", None]), min_size=2, max_size=9)
 
 
-@given(DIGITS)
-@settings(deadline=None)
-def test_where_the_winner_is_gold_majority_is_accuracy(answers):
-    counts = Counter(vote for vote in answers if vote is not None).most_common(2)
-    leads = bool(counts) and (len(counts) == 1 or counts[0][1] > counts[1][1])
-    rewards = judge(*answers)
-    if leads:
-        assert rewards == accuracy_reward(votes(*answers), [counts[0][0]] * len(answers))
-    else:
-        assert rewards == [None] * len(answers)
-
-
 @given(DIGITS, st.randoms())
 @settings(deadline=None)
 def test_the_order_of_completions_does_not_matter(answers, random):
     order = random.sample(range(len(answers)), len(answers))
-    for arguments in ({}, {"bounds": (0.2, 0.8), "margin": 2, "min_valid": 0.5}):
-        rewards = judge(*answers, **arguments)
-        assert judge(*(answers[i] for i in order), **arguments) == [rewards[i] for i in order]
+    rewards = judge(*answers)
+    assert judge(*(answers[i] for i in order)) == [rewards[i] for i in order]
 
 
 def test_gold_decides_where_there_is_gold():
@@ -227,26 +190,14 @@ def test_labels_are_checked_whether_or_not_gold_decides(labelled, gold, right):
     assert verdict.confidence == (1.0 if labelled == "gold" else 0.75)
 
 
-def test_labels_that_are_not_known_are_not_checked():
-    unknown, tied = verdict_of("3", "3", "3", "2"), verdict_of("3", "2", gold="3", labelled="none")
-    assert ("label_precision" in unknown.metrics, unknown.evidence) == (False, None)
-    assert (tied.rewards[0], tied.confidence, tied.evidence) == (None, 1.0, None)
-
-
 # ---- Bad input ----
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            {"bounds": [0.8, 0.2]},
-            r"`majority_bounds` must be two increasing numbers in \[0, 1\], got \(0.8, 0.2\)",
-        ),
-        ({"bounds": [0.2]}, r"got \(0.2,\)"),
-        ({"bounds": [float("nan"), 1.0]}, "two increasing numbers"),
+        ({"bounds": [0.8, 0.2]}, r"`majority_bounds` must be two increasing numbers in .* got \(0.8, 0.2\)"),
         ({"margin": 0}, "`majority_margin` must be a whole number of at least 1, got 0"),
-        ({"margin": 1.5}, "got 1.5"),
         ({"min_valid": 1.01}, r"`majority_min_valid` must be in \[0, 1\], got 1.01"),
         ({"labelled": "both"}, r"`majority_labelled` must be 'gold' .* got 'both'"),
     ],
@@ -254,15 +205,6 @@ def test_labels_that_are_not_known_are_not_checked():
 def test_values_out_of_range(arguments, message):
     with pytest.raises(ValueError, match=message):
         MajorityReward(**arguments)
-
-
-def test_the_settings_of_a_recipe():
-    given = {"bounds": [0.1, 0.9], "margin": 3, "min_valid": 0.25, "labelled": "none"}
-    args = LZEScriptArguments(reward_funcs=["majority"], **{f"majority_{name}": v for name, v in given.items()})
-    assert args.majority == given
-    assert LZEScriptArguments().majority == {}
-    with pytest.raises(ValueError, match="`majority_margin` must be a whole number of at least 1, got 0"):
-        LZEScriptArguments(reward_funcs=["majority"], majority_margin=0)
 
 
 def make(tmp_path, cls=LZEGRPOTrainer, majority=None, columns=(), **kwargs):
@@ -303,11 +245,7 @@ ADA = {"controller": "reinforce_ada_positive", "controller_kwargs": {"round_size
         (ADA, "by 'majority_reward' every group has one"),
         ({"multi_objective_aggregation": "normalize_then_sum"}, "for which 'majority_reward' abstains"),
         ({"majority": Broken(ballots=[])}, "`majority_reward.read` returned 0 ballots for 12 completions"),
-        (
-            {"majority": Broken(rewards=[1.0])},
-            "`majority_reward.settle` returned 1 rewards for a group of 4 completions",
-        ),
-        ({"majority": Broken(rewards=[1.0, None, float("nan"), 0.0])}, "settle` returned the reward nan"),
+        ({"majority": Broken(rewards=[1.0])}, "settle` returned 1 rewards for a group of 4 completions"),
     ],
 )
 def test_what_does_not_go_with_votes_is_refused(tmp_path, settings, message):
@@ -339,9 +277,9 @@ def expected_rewards(prompt: str, turn: int, size: int) -> list[float | None]:
 
 
 ROWS = {"rows": 30, "num_generations": 6, "max_steps": 3, "optim": "sgd", "learning_rate": 0.5}
-"""P = 5 and G = 6: groups straddle two processes, which have 15 rows each, and three, which have 10."""
+"""P = 5 and G = 6: groups straddle three processes, which have 10 rows each."""
 SIX = ROWS | EVERY | {"rows": 36}
-"""P = 6. In rounds, two processes have 9 rows each, or 6, of prompts that get 2 and 4, or 1 and 3."""
+"""P = 6. In rounds, prompts get 1 and 3 completions in turn."""
 CALIBRATED = {
     "selection_ratio": 0.4,
     "self_play": {"label_confidence": "calibrated"},
@@ -350,10 +288,8 @@ CALIBRATED = {
 }
 CASES = {
     "one round": ROWS | EVERY,
-    "by energy times share": ROWS | {"selection_ratio": 0.4, "self_play": {"label_confidence": "share"}},
     "by energy, calibrated": ROWS | CALIBRATED,
     "six prompts": SIX,
-    "two rounds": SIX | {"sizes": [[2, 4], [4, 2]]},
     "three rounds": SIX | {"sizes": [[1, 3], [3, 1], [2, 2]]},
 }
 
@@ -364,8 +300,7 @@ def runs(tmp_path_factory):
     votes_run.save(directory / "model")
     (directory / "cases.json").write_text(json.dumps(CASES))
     run_all(votes_run.run, directory / "cases.json")
-    for processes in (2, 3):
-        on_processes(processes, directory / f"log{processes}.txt", run_all, votes_run.run, directory / "cases.json")
+    on_processes(3, directory / "log.txt", run_all, votes_run.run, directory / "cases.json")
     return directory
 
 
@@ -407,16 +342,14 @@ def test_an_abstained_group_leaves_no_trace(runs):
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("processes", [2, 3])
-def test_processes_settle_as_one(runs, name, processes):
-    assert groups_of(runs, name, processes) == groups_of(runs, name, 1)
-    assert weights_apart(runs, f"{name}.{processes}", f"{name}.1") < 1e-5
+def test_processes_settle_as_one(runs, name):
+    assert groups_of(runs, name, 3) == groups_of(runs, name, 1)
+    assert weights_apart(runs, f"{name}.3", f"{name}.1") < 1e-5
 
 
-@pytest.mark.parametrize("name", ["two rounds", "three rounds"])
-def test_rounds_are_settled_as_one(runs, name):
-    assert groups_of(runs, name, 1) == groups_of(runs, "six prompts", 1)
-    assert weights_apart(runs, f"{name}.1", "six prompts.1") < 1e-5
+def test_rounds_are_settled_as_one(runs):
+    assert groups_of(runs, "three rounds", 1) == groups_of(runs, "six prompts", 1)
+    assert weights_apart(runs, "three rounds.1", "six prompts.1") < 1e-5
 
 
 def plain_majority(completions, completion_ids, log_metric, **kwargs):
@@ -428,11 +361,10 @@ def plain_majority(completions, completion_ids, log_metric, **kwargs):
     return [reward for verdict in verdicts for reward in verdict.rewards]
 
 
-@pytest.mark.parametrize("scale", ["group", "none"])
-def test_every_group_is_plain_trl(tmp_path, scale):
-    theirs = make(tmp_path, GRPOTrainer, majority=plain_majority, scale_rewards=scale)
+def test_every_group_is_plain_trl(tmp_path):
+    theirs = make(tmp_path, GRPOTrainer, majority=plain_majority)
     theirs.train()
-    ours = make(tmp_path, scale_rewards=scale, packing=False, **EVERY)
+    ours = make(tmp_path, packing=False, **EVERY)
     start = copy.deepcopy(dict(ours.model.named_parameters()))
     ours.train()
     ends = [dict(trainer.model.named_parameters()) for trainer in (ours, theirs)]
@@ -463,7 +395,7 @@ def test_an_evaluation_votes_by_its_own_groups(tmp_path):
 
 @pytest.mark.parametrize(
     ("controller", "settings"),
-    [("dynamic", {"max_rounds": 3}), ("gate", {}), ("reinforce_ada_balanced", ADA_BALANCED)],
+    [("gate", {}), ("reinforce_ada_balanced", ADA_BALANCED)],
 )
 def test_every_controller_trains_by_votes(tmp_path, controller, settings):
     own = {"num_generations": 8, "per_device_train_batch_size": 24, "controller_kwargs": settings}
@@ -476,45 +408,3 @@ def test_every_controller_trains_by_votes(tmp_path, controller, settings):
         assert controller != "gate" or size in (1, 8)
     logged = [entry["majority/abstained"] for entry in trainer.state.log_history if "majority/abstained" in entry]
     assert len(logged) == trainer.state.global_step and all(0 <= share <= 1 for share in logged)
-
-
-def test_ttrl_votes_with_more_than_it_trains_on(tmp_path):
-    trainer = make(tmp_path, num_generations=8, per_device_train_batch_size=24, controller_kwargs={"kept": 4}, **EVERY)
-    trainer.train()
-    assert trainer.ledger.rows_rolled_out == 3 * 24
-    logged = [entry["majority/abstained"] for entry in trainer.state.log_history if "majority/abstained" in entry]
-    judged = sum(round(3 * (1 - share)) for share in logged)
-    assert 0 < trainer.ledger.rows_trained == 4 * judged < 3 * 12
-
-
-class Shortest:
-    """A group reward that is not ours: 1 for the shortest completions."""
-
-    def read(self, completions, truncated, **columns):
-        return list(map(len, completions))
-
-    def settle(self, ballots, final=True):
-        return Verdict([float(length == min(ballots)) for length in ballots], {"shortest": min(ballots)})
-
-
-def test_any_object_with_both_methods_is_a_group_reward(tmp_path):
-    trainer = make(tmp_path, majority=Shortest(), **EVERY)
-    trainer.train()
-    logged = [entry for entry in trainer.state.log_history if "rewards/Shortest/mean" in entry]
-    assert len(logged) == 3
-    assert all(entry["rewards/Shortest/mean"] >= 1 / 4 and entry["Shortest/shortest"] > 0 for entry in logged)
-
-
-@pytest.mark.parametrize(
-    ("columns", "labelled", "warnings"), [([], "gold", 0), (["solution"], "gold", 1), (["solution"], "none", 0)]
-)
-def test_labels_that_leave_nothing_to_vote_on_are_told(tmp_path, caplog, columns, labelled, warnings):
-    evaluated = {"eval_dataset": tiny.prompts(3), "per_device_eval_batch_size": 12}
-    trainer = make(tmp_path, majority=MajorityReward(labelled=labelled), columns=columns, **evaluated)
-    with caplog.at_level(logging.WARNING):
-        trainer.evaluate()  # labels of an evaluation set are not those of the training
-        assert "nothing is voted on" not in caplog.text
-        trainer.train()
-    assert caplog.text.count("nothing is voted on") == warnings
-    logged = [entry["majority/gold_share"] for entry in trainer.state.log_history if "majority/gold_share" in entry]
-    assert set(logged) == {float(warnings)}

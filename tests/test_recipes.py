@@ -1,6 +1,5 @@
 """Every shipped recipe and accelerate configuration can be read, and wrong recipes and flags are refused."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ from trl.scripts.sft import make_parser
 from lze_trl.config import LZEGRPOConfig
 from lze_trl.job.recipe import RecipeError, check_recipe, parse_recipe
 from lze_trl.rollout.controllers import DynamicSampling, ReinforceAda
-from lze_trl.select.selectors import quota
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -86,19 +84,6 @@ def test_one_flag_generates_inside_the_training_processes(path, monkeypatch):
     assert args.vllm_max_model_length > args.max_completion_length
 
 
-@pytest.mark.parametrize("model", ["Llama-3.2-3B-Instruct", "Qwen2.5-7B-Instruct"])
-def test_serl_of_ours_trains_on_as_much_as_the_published_one(model):
-    folder = ROOT / "recipes" / model / "math"
-    published, ours = (read(folder / f"{name}.yaml") for name in ("serl", "serl_lze"))
-    own = {key for key in ours if key in LZE_FIELDS or key.startswith(("majority_", "probe_"))}
-    assert differing(published, ours) - own == {"output_dir", "generation_batch_size", "gradient_accumulation_steps"}
-    assert not set(ours["probe_datasets"]) & set(ours["eval_tasks"])
-    steps = [recipe["generation_batch_size"] // recipe["gradient_accumulation_steps"] for recipe in (published, ours)]
-    assert steps[0] == steps[1]
-    prompts = [recipe["generation_batch_size"] // recipe["num_generations"] for recipe in (published, ours)]
-    assert prompts[0] == quota(ours["selection_ratio"], prompts[1])
-
-
 # What Reinforce-Ada and DAPO have in common: clip 0.2/0.28, token mean, no KL, and 512 prompts a batch at 1e-6
 PUBLISHED = {"epsilon": 0.2, "epsilon_high": 0.28, "loss_type": "dapo", "beta": 0.0, "learning_rate": 1e-6}
 NUM_PROMPTS = 512
@@ -124,7 +109,6 @@ def test_dapo_has_the_published_settings():
     assert args.make_controller() == DynamicSampling(16, max_rounds=10, num_prompts=NUM_PROMPTS)
     # The reward is 1 or −1 in the paper: 2 apart, at a penalty of up to 1 over the last fifth of the length
     assert (script_args.reward_funcs, args.reward_weights) == (["accuracy", "soft_overlong"], [2.0, 1.0])
-    assert script_args.soft_overlong_cache == args.max_completion_length // 5
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "accelerate_configs").glob("*.yaml")), ids=shown)
@@ -135,24 +119,16 @@ def test_accelerate_config_loads(path):
 
 
 def test_flags_override_the_recipe(recipe):
-    path = recipe("selection_ratio: 0.3\nlearning_rate: 1e-6\nnum_generations: 4\ndatasets: [a.jsonl]\n")
-    script_args, training_args, _ = parse_recipe(["--config", path, "--selection_ratio", "0.5", *ON_CPU])
-    assert (training_args.selection_ratio, training_args.learning_rate) == (0.5, 1e-6)
-    assert training_args.num_generations == 4
-    assert script_args.datasets == ["a.jsonl"]
-
-
-def test_a_mapping_is_given_in_yaml_or_as_json(recipe):
-    path = recipe("strategy: reinforce_ada\ncontroller_kwargs: {kept: 4, max_rounds: 2}\n")
-    assert parse_recipe([path, *ON_CPU])[1].controller_kwargs == {"round_size": 8, "max_rounds": 2, "kept": 4}
-    args = parse_recipe([path, "--controller_kwargs", '{"kept": 2}', *ON_CPU])[1]
-    assert args.controller_kwargs == {"round_size": 8, "max_rounds": 4, "kept": 2}
-
-
-def test_env_sets_variables(recipe, monkeypatch):
-    monkeypatch.setenv("LZE_TEST_RECIPE", "2")
-    parse_recipe([recipe("env: {LZE_TEST_RECIPE: 3}\n"), *ON_CPU])
-    assert os.environ["LZE_TEST_RECIPE"] == "3"
+    path = recipe(
+        "strategy: reinforce_ada\ncontroller_kwargs: {kept: 4, max_rounds: 2}\nlearning_rate: 1e-6\ndatasets: [a.jsonl]\n"
+    )
+    script_args, training_args, _ = parse_recipe([path, *ON_CPU])
+    assert (training_args.learning_rate, script_args.datasets) == (1e-6, ["a.jsonl"])
+    assert training_args.controller_kwargs == {"round_size": 8, "max_rounds": 2, "kept": 4}
+    flags = ["--learning_rate", "0.5", "--controller_kwargs", '{"kept": 2}']  # a mapping as JSON
+    _, training_args, _ = parse_recipe(["--config", path, *flags, *ON_CPU])
+    assert training_args.learning_rate == 0.5
+    assert training_args.controller_kwargs == {"round_size": 8, "max_rounds": 4, "kept": 2}
 
 
 @pytest.mark.parametrize(
@@ -160,20 +136,18 @@ def test_env_sets_variables(recipe, monkeypatch):
     [
         ("selection_ration: 0.4", r"no setting `selection_ration`\. Did you mean `selection_ratio`"),
         ("learning_rate: fast", r"learning_rate.*invalid float value: 'fast'"),
-        ("num_generations: [8]", r"`num_generations` cannot be \[8\]: it takes int"),
-        ("num_generations: 8.5", r"`num_generations` cannot be 8\.5: it takes int"),
-        ("datasets: a.jsonl", r"`datasets` cannot be 'a\.jsonl': it takes list\[str\]"),
-        ("datasets: [a.jsonl, null]", r"`datasets` cannot be .*: it takes list\[str\]"),
-        ("seed: null", r"`seed` cannot be None: it takes int"),
-        ("packing: 3", r"`packing` cannot be 3: it takes bool"),
+        ("num_generations: [8]", r"`num_generations` must be a whole number.*, got \[8\]"),
+        ("datasets: a.jsonl", r"`datasets` must be a list, each item a text, got 'a\.jsonl'"),
+        ("datasets: [a.jsonl, null]", r"`datasets` must be a list, each item a text"),
+        ("seed: null", r"`seed` must be a whole number, got None"),
+        ("packing: 3", r"`packing` must be true or false or null, got 3"),
         ("selector: enery", r"`selector` must be one of .*'energy'.*Did you mean 'energy'"),
         ("selection_ratio: 1.4", r"`selection_ratio` must be in \(0, 1\], got 1\.4"),
         ("a: [", r"cannot be read: "),
         ("- 1", r"must be a YAML mapping"),
-        ("", r"must be a YAML mapping"),
         ("generation_batch_size: 12\nper_device_train_batch_size: 8", r"must be divisible"),
         ("max_train_samples: 0", r"`max_train_samples` must be at least 1, got 0"),
-        ("conversational: false\nsystem_prompt: Think.", r"`system_prompt` needs `conversational: true`"),
+        ("conversational: false\nsystem_prompt: Think.", r"`system_prompt='Think\.'` needs `conversational=True`"),
     ],
 )
 def test_bad_recipes(recipe, text, message):

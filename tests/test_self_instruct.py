@@ -3,6 +3,8 @@
 import json
 import logging
 import random
+import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,7 +17,6 @@ from lze_trl.job.cli import main
 from lze_trl.job.parts import make_instruction
 from lze_trl.job.recipe import parse_recipe
 from lze_trl.job.train import run as train
-from lze_trl.job.yaml_file import RecipeError
 from lze_trl.memory.identity import prompt_id
 from lze_trl.selfplay.writer import KNOWN, UNREAD, InstructError, Seeds, Writer, id_in_words
 from lze_trl.servers.client import Output
@@ -93,24 +94,16 @@ def recipe(tmp_path):
     return write
 
 
-def test_evaluation_problems_among_the_seeds_are_counted_and_refused_on_request(recipe, tmp_path, caplog):
+def test_evaluation_problems_among_the_seeds_are_counted(recipe, tmp_path, caplog):
     held_out = tmp_path / "held_out.jsonl"
     rows = [{"problem": SEEDS[3], "answer": "9"}, {"problem": "What is the smallest prime number?", "answer": "2"}]
     held_out.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = r"1 of 2 evaluation problems resemble a seed.*'Ann counts 3 dogs.*\(1\.00\)"
-
-    def begin(**changes):
-        script_args, args, _ = parse_recipe(["--config", recipe(**changes)])
-        return make_instruction(script_args, args)
-
     with caplog.at_level(logging.WARNING):
-        assert len(begin(eval_datasets=[str(held_out)]).seeds.references) == 2
-    assert "1 of 2 evaluation problems resemble a seed" in caplog.text
-    for name in ("eval_datasets", "probe_datasets"):
-        with pytest.raises(RecipeError, match=found):
-            begin(**{name: [str(held_out)]}, self_play={"refuse_overlap": True})
-    with pytest.raises(RecipeError, match=r"`instruct_generator: nothing.here` cannot be imported"):
-        begin(instruct_generator="nothing.here")
+        script_args, args, _ = parse_recipe(["--config", recipe(probe_datasets=[str(held_out)])])
+        assert len(make_instruction(script_args, args).seeds.references) == 2
+    assert re.search(r"1 of 2 evaluation problems resemble a seed.*'Ann counts 3 dogs.*\(1\.00\)", caplog.text)
+    with pytest.raises(ValueError, match=r"`instruct_generator: nothing.here` cannot be imported"):
+        make_instruction(replace(script_args, instruct_generator="nothing.here"), args)
 
 
 def test_a_recipe_trains_on_what_its_generator_writes(recipe, tmp_path, capsys):

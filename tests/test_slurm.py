@@ -7,9 +7,6 @@ import time
 from pathlib import Path
 
 import pytest
-from transformers import TrainingArguments
-
-from lze_trl.job.recipe import parse_recipe, read_recipe
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -25,38 +22,6 @@ def test_scripts_are_valid_bash(script):
 def program(folder: Path, name: str, body: str):
     (folder / name).write_text(f"#!/bin/bash\n{body}\n")
     (folder / name).chmod(0o755)
-
-
-@pytest.mark.parametrize("script", ["one_node", "multi_node"])
-def test_the_job_trains_by_the_recipe_on_the_gpus_that_are_left(script, tmp_path, monkeypatch):
-    nodes = {"one_node": 1, "multi_node": 3}[script]
-    program(tmp_path, "accelerate", 'printf "%s\\n" "$@" >arguments')
-    program(tmp_path, "vllm", "exit 0")
-    program(tmp_path, "scontrol", 'tr , "\\n" <<<"$3"')
-    program(tmp_path, "srun", 'while [[ $1 == --* ]]; do shift; done; SLURM_PROCID=0 "$@"')
-    for name in ("recipes", "accelerate_configs", "scripts"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    recipe = "recipes/Qwen2.5-Math-1.5B/math/lze.yaml"
-    given = {"MODEL": "some/model", "RECIPE": recipe, "SYNC_DIR": "/shared/lze"}
-    given["SLURM_JOB_NODELIST"] = ",".join(f"node{i}" for i in range(nodes))
-    command = ["bash", ROOT / "scripts" / "slurm" / f"{script}.sbatch"]
-    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", **given}
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    arguments = (tmp_path / "arguments").read_text().splitlines()
-    assert (ROOT / arguments[arguments.index("--config_file") + 1]).is_file()
-    processes = int(arguments[arguments.index("--num_processes") + 1])
-    monkeypatch.setattr(TrainingArguments, "world_size", property(lambda self: processes))
-    monkeypatch.chdir(ROOT)
-    flags = arguments[arguments.index("lze_trl.job.train") + 1 :]
-    args = parse_recipe([*flags, "--bf16", "false", "--use_cpu", "true"])[1]
-    assert processes + len(set(args.vllm_server_urls)) == 8 * nodes
-    # An optimizer step keeps the size that the recipe has on its 4 GPUs
-    wanted = read_recipe(recipe)
-    assert processes * args.gradient_accumulation_steps == 4 * wanted["gradient_accumulation_steps"]
-    assert args.generation_batch_size == wanted["generation_batch_size"]
 
 
 def test_servers_on_gpus_start_together_and_end_together(tmp_path):

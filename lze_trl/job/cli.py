@@ -14,16 +14,11 @@ import yaml
 from ..evaluation.settings import add_arguments
 from ..names import refuse_missing_model
 from ..version import __version__
-from . import CHECKOUT, reported_errors
-from .yaml_file import read_recipe
+from . import CHECKOUT, RecipeError, read_recipe, reported_errors
 
 
 LAUNCH_FLAGS = ("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port")
 """Flags of `accelerate launch` that `lze-trl train` passes to it; all others are the recipe's."""
-
-
-class CommandError(Exception):
-    """Something that the caller can fix; shown without a traceback."""
 
 
 def main(arguments: Sequence[str] | None = None):
@@ -38,7 +33,7 @@ def main(arguments: Sequence[str] | None = None):
         except ModuleNotFoundError as error:
             if namespace.command not in (_app, _report):
                 raise
-            raise CommandError(
+            raise RecipeError(
                 f"This command needs `{error.name}`. Install it with `pip install 'lze-trl[app]'`."
             ) from error
 
@@ -112,8 +107,6 @@ def launch_command(namespace: argparse.Namespace, flags: Sequence[str]) -> tuple
     if namespace.accelerate_config is not None:
         path = find_accelerate_config(namespace.accelerate_config)
         config = yaml.safe_load(path.read_text(encoding="utf-8"))
-        if not isinstance(config, dict) or "distributed_type" not in config:
-            raise CommandError(f"`{path}` is no configuration of accelerate: it has no `distributed_type`.")
         command += ["--config_file", str(path)]
     for flag in LAUNCH_FLAGS:
         if vars(namespace)[flag] is not None:
@@ -128,7 +121,7 @@ def find_accelerate_config(name: str) -> Path:
         if path.is_file():
             return path
     known = sorted({path.stem for folder in folders for path in folder.glob("*.yaml")})
-    raise CommandError(f"There is no accelerate configuration `{name}`. Use one of {known}, or the path of a file.")
+    raise RecipeError(f"There is no accelerate configuration `{name}`. Use one of {known}, or the path of a file.")
 
 
 def run_accelerate(arguments: Sequence[str]):
@@ -199,7 +192,7 @@ def _forecast(namespace: argparse.Namespace, flags: list[str]):
     path = Path(namespace.source)
     if path.is_dir():
         if flags:
-            raise CommandError(f"A folder was recorded and takes no flags of a recipe, got {' '.join(flags)}.")
+            raise RecipeError(f"A folder was recorded and takes no flags of a recipe, got {' '.join(flags)}.")
         from ..forecast import forecast
         from ..forecast.recorded import sample_of_folder
 

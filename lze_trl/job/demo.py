@@ -20,11 +20,10 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM,
 from trl import SFTConfig, SFTTrainer
 
 from ..files import made_aside
-from . import CHECKOUT
+from . import CHECKOUT, RecipeError, read_recipe
 from .recipe import parse_recipe
 from .side_by_side import compare
 from .train import setup_logging
-from .yaml_file import RecipeError, read_recipe
 
 
 logger = logging.getLogger(__name__)
@@ -98,33 +97,26 @@ def build_tokenizer(tokens: Iterable[str] = CHARACTERS) -> PreTrainedTokenizerFa
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        eos_token="<eos>",
-        unk_token="<unk>",
-        padding_side="left",
-        model_max_length=64,
-    )
+    special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, padding_side="left", model_max_length=64, **special)
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, settings: WarmStart) -> Qwen2ForCausalLM:
     """A small Qwen2 model with random weights."""
-    return Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=len(tokenizer),
-            hidden_size=settings.hidden_size,
-            intermediate_size=settings.intermediate_size,
-            num_hidden_layers=settings.num_layers,
-            num_attention_heads=settings.num_heads,
-            num_key_value_heads=settings.num_kv_heads,
-            max_position_embeddings=64,
-            pad_token_id=tokenizer.pad_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            bos_token_id=None,
-            tie_word_embeddings=False,
-        )
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=settings.hidden_size,
+        intermediate_size=settings.intermediate_size,
+        num_hidden_layers=settings.num_layers,
+        num_attention_heads=settings.num_heads,
+        num_key_value_heads=settings.num_kv_heads,
+        max_position_embeddings=64,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+        tie_word_embeddings=False,
     )
+    return Qwen2ForCausalLM(config)
 
 
 def warm_start(directory: Path, settings: WarmStart) -> bool:
@@ -137,11 +129,11 @@ def warm_start(directory: Path, settings: WarmStart) -> bool:
     with made_aside(directory) as unfinished:
         train, held_out = problems(settings)
         for name, pairs in ((TRAIN_FILE, train), (HELD_OUT_FILE, held_out)):
-            rows = (
+            rows = [
                 {"prompt": f"{a}+{b}=", "solution": str(a + b), "level": LEVELS[difficulty_class(a, b)]}
                 for a, b in pairs
-            )
-            (unfinished / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+            ]
+            Dataset.from_list(rows).to_json(unfinished / name)
         set_seed(settings.seed)
         tokenizer = build_tokenizer()
         model = build_model(tokenizer, settings)

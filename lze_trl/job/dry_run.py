@@ -11,10 +11,10 @@ from trl.trainer.utils import get_callable_name
 
 from ..checks import outcome_rule, prepare
 from ..config import LZEGRPOConfig
+from . import user_errors
 from .parts import make_evaluation
 from .recipe import LZEScriptArguments, parse_recipe
 from .train import disable_progress_bars, setup_logging, starting_point, trainer_arguments
-from .yaml_file import user_errors
 
 
 def dry_run(arguments: Sequence[str], num_processes: int):
@@ -28,8 +28,8 @@ def dry_run(arguments: Sequence[str], num_processes: int):
     config = type("LZEGRPOConfig", (LZEGRPOConfig,), alone)
     script_args, args, model_args = parse_recipe(arguments, (LZEScriptArguments, config, ModelConfig))
     with user_errors():
-        _, ended = starting_point(script_args, args)
-        facts = {} if ended else describe(script_args, args, model_args)
+        starting_point(script_args, args)
+        facts = describe(script_args, args, model_args)
     for name, fact in facts.items():
         sys.stdout.write(f"{name:<30}  {fact}\n")
 
@@ -40,36 +40,27 @@ def describe(script_args: LZEScriptArguments, args: LZEGRPOConfig, model_args: M
     rows, funcs, held_out = given["train_dataset"], given["reward_funcs"], given["eval_dataset"]
     dataset, controller, resolved = prepare(args, rows, given)
     outcome_rule(args, funcs, [get_callable_name(func) for func in funcs], controller)
-    instruct = args.self_play["instruct"]
-    # Self-instruction writes its own problems without end
-    steps = optimizer_steps(args, args.generation_batch_size if instruct else len(dataset))
+    groups, steps = args.generation_batch_size // args.num_generations, args.max_steps
+    if steps <= 0:  # as transformers and TRL count them
+        micro_steps = len(dataset) // groups * args.steps_per_generation * args.num_iterations
+        steps = math.ceil(args.num_train_epochs * math.ceil(micro_steps / args.gradient_accumulation_steps))
+    writes = args.self_play["instruct"]
     facts = {
         "model": str(model_args.model_name_or_path),
         "strategy": f"{args.strategy}: selector {args.selector}, selection_ratio {args.selection_ratio}, "
         f"controller {args.controller}, pruning {resolved['pruning']}",
-        "prompts": f"{len(dataset):,} of {len(rows):,} rows are different",
+        "prompts": f"written by the model, from {len(dataset):,} seeds"
+        if writes
+        else f"{len(dataset):,} of {len(rows):,} rows are different",
         "processes": f"{args.world_size:,}",
-        "prompts a generation batch": f"{args.generation_batch_size // args.num_generations:,}",
+        "prompts a generation batch": f"{groups:,}",
         "completions a generation batch": f"{args.generation_batch_size:,}",
         "optimizer steps": f"{steps:,}",
         "output": str(args.output_dir),
     }
-    if instruct:
-        facts["prompts"] = f"written by the model, from {len(dataset):,} seeds"
     if held_out is not None:
         facts["held-out prompts"] = f"{len(held_out):,}"
     if script_args.eval_tasks:
-        tasks = make_evaluation(script_args, args).tasks
-        facts["evaluation tasks"] = ", ".join(
-            f"{name} ({len(of_it):,} problems)" for name, (of_it, _) in tasks.items()
-        )
+        tasks = make_evaluation(script_args, args).tasks.items()
+        facts["evaluation tasks"] = ", ".join(f"{name} ({len(of_it):,} problems)" for name, (of_it, _) in tasks)
     return facts
-
-
-def optimizer_steps(args: LZEGRPOConfig, num_prompts: int) -> int:
-    """Optimizer steps of a run, as transformers and TRL count them."""
-    if args.max_steps > 0:
-        return args.max_steps
-    batches = num_prompts // (args.generation_batch_size // args.num_generations)
-    micro_steps = batches * args.steps_per_generation * args.num_iterations
-    return math.ceil(args.num_train_epochs * math.ceil(micro_steps / args.gradient_accumulation_steps))

@@ -12,13 +12,13 @@ from ..data import PromptStyle, load_mixture
 from ..evaluation.run import Evaluation
 from ..evaluation.settings import Decoding
 from ..evaluation.tasks import find_tasks, load_problems
-from ..names import members_of, near
+from ..names import imported
 from ..rewards import accuracy_reward, get_reward
 from ..rollout.settling import GroupReward, instances
 from ..selfplay.online import Instruction
 from ..selfplay.writer import Seeds
+from . import RecipeError
 from .recipe import LZEScriptArguments
-from .yaml_file import RecipeError
 
 
 logger = logging.getLogger(__name__)
@@ -28,35 +28,28 @@ def load_data(args: LZEScriptArguments, training_args: LZEGRPOConfig) -> tuple[D
     """Training set, and evaluation set if the recipe names one."""
     if not args.datasets:
         raise RecipeError("`datasets` names no training set. Give a Hub id or a local file.")
-    names = ("system_prompt", "prompt_suffix", "conversational")
+    shared = {name: vars(args)[name] for name in ("system_prompt", "prompt_suffix", "conversational")}
     columns = ("prompt_column", "answer_column", "context_columns", "option_column")
-    shared = {name: vars(args)[name] for name in names} | {name: vars(args)[f"dataset_{name}"] for name in columns}
-    evaluation = None
+    shared |= {name: vars(args)[f"dataset_{name}"] for name in columns}
+    of_train = {"split": args.dataset_split, "config": args.dataset_config, "limit": args.max_train_samples}
+    of_eval = {"split": args.eval_dataset_split, "config": args.eval_dataset_config, "limit": args.max_eval_samples}
     with training_args.main_process_first(desc="datasets"):
-        split, config, limit = args.dataset_split, args.dataset_config, args.max_train_samples
-        train = load_mixture(
-            args.datasets, split=split, config=config, limit=limit, unlabelled=args.unlabelled, **shared
-        )
-        if args.eval_datasets:
-            split, config, limit = args.eval_dataset_split, args.eval_dataset_config, args.max_eval_samples
-            evaluation = load_mixture(args.eval_datasets, split=split, config=config, limit=limit, **shared)
-    return train, evaluation
+        train = load_mixture(args.datasets, unlabelled=args.unlabelled, **of_train, **shared)
+        return train, load_mixture(args.eval_datasets, **of_eval, **shared) if args.eval_datasets else None
 
 
 def make_rewards(script_args: LZEScriptArguments, args: LZEGRPOConfig) -> list[Any]:
     """The reward functions of a recipe."""
-    settings = args.max_completion_length, script_args.soft_overlong_cache, script_args.majority
+    settings = args.max_completion_length, script_args.majority
     return instances([get_reward(name, *settings) for name in script_args.reward_funcs])
 
 
 def make_evaluation(script_args: LZEScriptArguments, args: LZEGRPOConfig) -> Evaluation:
     """The evaluation on `eval_tasks`, with the prompts, the reward and the decoding of the training."""
     samples = script_args.eval_tasks_samples
-    sampling: dict[str, Any] = (
-        {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k} if samples > 1 else {}
-    )
+    sampling: dict[str, Any] = {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k}
     decoding = Decoding(
-        **sampling,
+        **(sampling if samples > 1 else {}),
         max_tokens=args.max_completion_length,
         seed=args.seed,
         chat=script_args.conversational,
@@ -91,39 +84,21 @@ def make_instruction(script_args: LZEScriptArguments, args: LZEGRPOConfig) -> In
     """
     plain: dict[str, Any] = {"conversational": False, "system_prompt": None, "prompt_suffix": None, "unlabelled": True}
     train, held_out = load_data(replace(script_args, **plain), args)
-    if not isinstance(train, Dataset):
-        raise RecipeError("Seeds cannot be streamed.")
     references = [] if held_out is None else list(held_out["prompt"])
     for task in find_tasks([*script_args.eval_tasks, *script_args.probe_datasets]):
         problems, _ = load_problems(task, Decoding(chat=False, prompt_suffix=""))
         references += [problem.text for problem in problems]
-    seeds = Seeds(tuple(train["prompt"]), tuple(dict.fromkeys(references)))
-    report_overlap(seeds, args.self_play)
+    seeds, limit = Seeds(tuple(train["prompt"]), tuple(dict.fromkeys(references))), args.self_play["overlap"]
+    if found := seeds.overlapping(limit):
+        logger.warning(
+            "%d of %d evaluation problems resemble a seed, with a ROUGE-L F1 above %s, such as %r (%.2f). New problems may not "
+            "resemble them, but the seeds themselves may teach their answers.",
+            *(len(found), len(seeds.references), limit, found[0][0][:60], found[0][2]),
+        )
     style = PromptStyle(script_args.conversational, script_args.system_prompt, script_args.prompt_suffix)
     return Instruction(seeds, style, load_named("instruct_generator", script_args.instruct_generator))
 
 
-def report_overlap(seeds: Seeds, self_play: dict[str, Any]):
-    """Count and name the evaluation problems that a seed resembles, or refuse them on request."""
-    found = seeds.overlapping(self_play["overlap"])
-    if not found:
-        return
-    shown = "; ".join(f"{reference[:60]!r} ({similarity:.2f})" for reference, _, similarity in found[:3])
-    text = (
-        f"{len(found)} of {len(seeds.references)} evaluation problems resemble a seed, with a ROUGE-L F1 above "
-        f"{self_play['overlap']}: {shown}{', …' if len(found) > 3 else ''}."
-    )
-    if self_play["refuse_overlap"]:
-        raise RecipeError(f"{text} Remove these seeds, or set `refuse_overlap: false` in `self_play`.")
-    logger.warning("%s New problems may not resemble them, but the seeds themselves may teach their answers.", text)
-
-
 def load_named(key: str, name: str | None) -> Any:
     """What a setting of the recipe names by its import path: a function or a class; `None` where it is unset."""
-    if name is None:
-        return None
-    module, _, attribute = name.rpartition(".")
-    found = members_of(module or name, f"`{key}: {name}`", RecipeError)
-    if not callable(found.get(attribute)):
-        raise RecipeError(f"`{key}: {name}` is no function or class of a module.{near(attribute, found)}")
-    return found[attribute]
+    return None if name is None else imported(name, f"`{key}: {name}`")

@@ -2,22 +2,20 @@
 # ruff: noqa: RUF009 - HfArg returns a field
 
 import argparse
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from enum import Enum
-from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 from transformers.hf_argparser import HfArg
 from trl import ModelConfig, TrlParser
 
 from ..checks import refuse_contradictions
 from ..config import LZEGRPOConfig
+from ..data import PromptStyle
 from ..rewards import MajorityReward
 from ..settings import check_value
 from ..strategies import REMOVED, settings_of
-from .yaml_file import RecipeError, near_names, read_recipe, user_errors
+from . import RecipeError, near_names, read_recipe, user_errors
 
 
 def _flag(default: Any = None, help: str = "") -> Any:
@@ -69,9 +67,6 @@ class LZEScriptArguments:
     system_prompt: str | None = _flag(None, "System prompt of every conversation.")
     prompt_suffix: str | None = _flag(None, "Text added to every question.")
     reward_funcs: list[str] = _flag(["accuracy"], "Reward functions by name or import path. See `reward_weights`.")
-    soft_overlong_cache: int | None = _flag(
-        None, "Last tokens over which the reward 'soft_overlong' falls from 0 to -1. Default: a fifth of the limit."
-    )
     majority_bounds: list[float] | None = _flag(
         None, "Share of the votes that the winner must have for the reward 'majority'. Default: [0.2, 0.8]."
     )
@@ -95,9 +90,9 @@ class LZEScriptArguments:
             value = vars(self)[name]
             if value is not None and value < 1:
                 raise ValueError(f"`{name}` must be at least 1, got {value}.")
-        if self.system_prompt is not None and not self.conversational:
-            raise ValueError("`system_prompt` needs `conversational: true`: plain-text prompts have no roles.")
-        MajorityReward(**self.majority)  # refuses values out of range
+        # These refuse values out of range
+        PromptStyle(self.conversational, self.system_prompt)
+        MajorityReward(**self.majority)
 
     @property
     def majority(self) -> dict[str, Any]:
@@ -139,16 +134,17 @@ def check_recipe(arguments: Sequence[str]) -> list[str]:
         namespace, unknown = parser.parse_known_args(arguments)
         recipe = read_recipe(namespace.config) if namespace.config else {}
         recipe.pop("env", None)  # variables of the environment, set by TRL
-        unknown = [f"--{key}" for key in recipe.keys() - KEYS] + unknown
-        if unknown:
-            _refuse(unknown[0].partition("=")[0])
+        for name in [f"--{key}" for key in recipe.keys() - KEYS] + unknown:
+            _refuse(name.partition("=")[0])
         parser.set_defaults_with_config(**recipe)
         values = vars(parser.parse_args(arguments))  # text is converted, `1e-6` for example
     except argparse.ArgumentError as error:
         raise RecipeError(f"{error}.") from error
     hints = {name: hint for recipe_class in RECIPE_CLASSES for name, hint in get_type_hints(recipe_class).items()}
-    for name in recipe:
-        _check_type(name, values[name], hints[name])
+    with user_errors():
+        settings_of(values["strategy"])
+        for name in recipe.keys() - {"strategy", "resume_from_checkpoint"}:  # which may be true
+            check_value(name, values[name], hints[name])
     return arguments
 
 
@@ -160,30 +156,3 @@ def _refuse(unknown: str):
     if name in REMOVED:
         raise RecipeError(f"`{name}` is no setting any more. {REMOVED[name]}")
     raise RecipeError(f"There is no setting `{name}`.{near_names(name, KEYS)}")
-
-
-def _check_type(name: str, value: Any, hint: Any):
-    """Refuse a value of another type than its field's; the configuration itself checks ranges."""
-    with user_errors():
-        if name == "strategy":
-            settings_of(value)
-        elif get_origin(hint) is Literal:
-            check_value(name, value, hint)
-    if not _fits(value, hint):
-        raise RecipeError(f"`{name}` cannot be {value!r}: it takes {inspect.formatannotation(hint)}.")
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    origin, options = get_origin(hint), get_args(hint)
-    if origin in (Union, UnionType):
-        return any(_fits(value, option) for option in options)
-    if origin is list:
-        return isinstance(value, list) and all(_fits(item, options[0]) for item in value)
-    if origin is Literal or hint is Any:
-        return True
-    if isinstance(value, bool):
-        return hint in (bool, str)  # `resume_from_checkpoint: true`
-    if hint is float:
-        return isinstance(value, int | float)
-    kind = origin or hint
-    return isinstance(value, str if issubclass(kind, Enum) else kind)

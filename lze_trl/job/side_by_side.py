@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ from trl import GRPOConfig, GRPOTrainer, ModelConfig, TrlParser
 from ..files import write_atomically
 from ..record.curves import accuracy_metric
 from ..record.ledger import PLAIN, against_plain, times
-from ..trainer import LZEGRPOTrainer
 from .recipe import LZEScriptArguments, parse_recipe
 from .train import disable_progress_bars, run, setup_logging, trainer_arguments
 
@@ -37,10 +37,8 @@ _WORKS = ("rollouts", "updates", "total")
 
 class CurveRecorder(TrainerCallback):
     """
-    Writes the held-out accuracy at each evaluation, and what the training has cost so far: FLOPs of rollouts, updates and
-    all work as multiples of plain GRPO's, and seconds of this process's core without the evaluations.
-
-    `totals` returns the totals of the run as [`~lze_trl.record.ledger.against_plain`] takes them; plain TRL has none.
+    Writes at each evaluation the held-out accuracy, and what the training has cost so far: FLOPs of rollouts, updates and
+    all work as multiples of plain GRPO's, by the `totals` of the run, and seconds of this process's core.
     """
 
     def __init__(self, arm: str, trainer: GRPOTrainer, pass_reward: str | None, totals: Callable | None = None):
@@ -79,11 +77,8 @@ def train_arm(arm: str, arguments: Sequence[str]):
     if arm == PLAIN_ARM:
         train_plain(arguments)
         return
-
-    def record(trainer: LZEGRPOTrainer):
-        trainer.add_callback(CurveRecorder(arm, trainer, trainer.args.pass_reward, trainer.savings))
-
-    run(*parse_recipe([*arguments, "--strategy", arm]), before_training=record)
+    config = parse_recipe([*arguments, "--strategy", arm])
+    run(*config, before_training=lambda t: t.add_callback(CurveRecorder(arm, t, t.args.pass_reward, t.savings)))
 
 
 def train_plain(arguments: Sequence[str]):
@@ -94,6 +89,7 @@ def train_plain(arguments: Sequence[str]):
     classes: Any = (LZEScriptArguments, GRPOConfig, ModelConfig)
     _, args, _, _ = TrlParser(classes).parse_args_and_config(arguments, return_remaining_strings=True)
     args.model_init_kwargs, args.eval_on_start, args.disable_tqdm = own_args.model_init_kwargs, True, True
+    args.per_device_eval_batch_size = own_args.per_device_eval_batch_size
     trainer = GRPOTrainer(**given | {"args": args})
     trainer.add_callback(CurveRecorder(PLAIN_ARM, trainer, own_args.pass_reward))
     trainer.train()
@@ -101,8 +97,8 @@ def train_plain(arguments: Sequence[str]):
     trainer.save_state()
 
 
-def _train_with_log(of_arm: tuple[str, Path, Sequence[str]]):
-    arm, folder, arguments = of_arm
+def _train_with_log(arguments: Sequence[str], of_arm: tuple[str, Path]):
+    arm, folder = of_arm
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # at Ctrl-C, the main process ends this one
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / LOG_FILE).open("w") as log, redirect_stdout(log), redirect_stderr(log):
@@ -112,12 +108,11 @@ def _train_with_log(of_arm: tuple[str, Path, Sequence[str]]):
 
 def train_arms(folders: Mapping[str, Path], recipe: Path, flags: Sequence[str]):
     """Train arms into their folders, one process a core. If one fails, or at Ctrl-C, all are stopped."""
-    arguments = ["--config", str(recipe), *flags]
+    train = partial(_train_with_log, ["--config", str(recipe), *flags])
     processes = min(len(folders), len(os.sched_getaffinity(0)))
     # The processes end with the block
     with multiprocessing.get_context("spawn").Pool(processes, maxtasksperchild=1) as pool:
-        for _ in pool.imap_unordered(_train_with_log, [(arm, folder, arguments) for arm, folder in folders.items()]):
-            pass
+        list(pool.imap_unordered(train, folders.items()))
 
 
 def compare(recipe: Path, folder: Path, flags: Sequence[str]):

@@ -7,6 +7,7 @@ accelerate launch [--config_file accelerate_configs/zero3.yaml] -m lze_trl.job.t
 """
 
 import logging
+import math
 import os
 import sys
 import warnings
@@ -21,7 +22,7 @@ import transformers
 from transformers.trainer import TRAINER_STATE_NAME
 from trl import ModelConfig, get_peft_config, get_quantization_config
 
-from ..checkpoint import has_ended, how_to_resume, last_complete_checkpoint, refuse_non_checkpoint
+from ..checkpoint import how_to_resume, last_complete_checkpoint, refuse_non_checkpoint
 from ..config import LZEGRPOConfig
 from ..data import parse_reference
 from ..evaluation.during import Probe, TaskEvaluation, remove_evaluations
@@ -30,10 +31,9 @@ from ..record.console import held_out_accuracy
 from ..record.curves import accuracy_metric
 from ..record.safeguards import StopRules
 from ..trainer import LZEGRPOTrainer
-from . import reported_errors
+from . import RecipeError, reported_errors, user_errors
 from .parts import load_data, load_named, make_evaluation, make_instruction, make_rewards, refuse_shown
 from .recipe import LZEScriptArguments, parse_recipe
-from .yaml_file import RecipeError, user_errors
 
 
 logger = logging.getLogger("lze_trl.job.train")  # by name, since this module is `__main__` under `python -m`
@@ -48,13 +48,12 @@ def build_trainer(
         evaluation = make_evaluation(script_args, training_args)
         trainer.add_callback(TaskEvaluation(trainer, evaluation, script_args.eval_tasks_steps))
     if script_args.probe_datasets:
-        # Greedy, and on all problems
         own: dict[str, Any] = {
             "eval_tasks": script_args.probe_datasets,
             "eval_tasks_samples": 1,
             "eval_tasks_limit": None,
         }
-        probe = make_evaluation(replace(script_args, **own), training_args)
+        probe = make_evaluation(replace(script_args, **own), training_args)  # greedy, and on all problems
         refuse_shown(probe, trainer.train_dataset)
         trainer.add_callback(Probe(trainer, probe, script_args.probe_every, StopRules()))
     return trainer
@@ -80,13 +79,10 @@ def trainer_arguments(
     refuse_missing_model(model_args.model_name_or_path)  # before the data is read
     reward_funcs = make_rewards(script_args, training_args)
     train_dataset, eval_dataset = load_data(script_args, training_args)
-    generations = training_args.num_generations_eval or training_args.num_generations
-    rows = training_args.per_device_eval_batch_size * training_args.world_size
-    if eval_dataset is not None and rows % generations:
-        raise RecipeError(
-            f"The evaluation batch of {rows} completions (`per_device_eval_batch_size` × {training_args.world_size} "
-            f"processes) must be divisible by `num_generations_eval={generations}`."
-        )
+    if eval_dataset is not None:  # in whole groups
+        size = training_args.num_generations_eval or training_args.num_generations
+        rows = training_args.per_device_eval_batch_size * training_args.world_size
+        training_args.per_device_eval_batch_size *= size // math.gcd(rows, size)
     given: Any = training_args.model_init_kwargs or {}
     training_args.model_init_kwargs = {
         "revision": model_args.model_revision,
@@ -109,38 +105,29 @@ def trainer_arguments(
     }
 
 
-def resume_point(args: LZEGRPOConfig) -> str | None:
-    """Checkpoint to resume: the one named, or for `auto` and `true` the last complete one of `output_dir`, if any."""
-    wanted = str(args.resume_from_checkpoint or "false").lower()
-    if wanted in ("false", "no", "none"):
-        return None
+def starting_point(script_args: LZEScriptArguments, args: LZEGRPOConfig) -> str | None:
+    """
+    Checkpoint to resume: the one named, or for `auto` and `true` the last complete one of `output_dir`, if any. The log says
+    what happens to an earlier run.
+    """
+    wanted, checkpoint = str(args.resume_from_checkpoint or "false").lower(), args.resume_from_checkpoint
+    earlier = last_complete_checkpoint(args.output_dir)
     if wanted in ("true", "auto"):
-        return last_complete_checkpoint(args.output_dir)
-    refuse_non_checkpoint(str(args.resume_from_checkpoint))
-    return args.resume_from_checkpoint
-
-
-def starting_point(script_args: LZEScriptArguments, args: LZEGRPOConfig) -> tuple[str | None, bool]:
-    """Checkpoint to resume, if any, and whether the run has ended with it. The log says what happens to an earlier run."""
-    output_dir, checkpoint = args.output_dir, resume_point(args)
+        checkpoint = earlier
+    elif wanted in ("false", "no", "none"):
+        checkpoint = None
+    else:
+        refuse_non_checkpoint(str(checkpoint))
     # By the trainer, because DeepSpeed cannot train a model that was evaluated before; a resumed run has it in its log
     args.eval_on_start = bool(script_args.eval_datasets) and checkpoint is None
-    # The state of the trainer is the last thing that a run writes into its output folder
-    ended = checkpoint is not None and has_ended(checkpoint, args) and has_ended(output_dir, args)
-    if ended:
-        logger.info(
-            "The run in `%s` has ended: there is nothing left to do. To continue it, raise `max_steps` or "
-            "`num_train_epochs`; to replace it, set `resume_from_checkpoint: false`.",
-            output_dir,
-        )
-    elif checkpoint is not None:
+    if checkpoint is not None:
         logger.info("Resuming from `%s`.", checkpoint)
-    elif last_complete_checkpoint(output_dir) is not None:
+    elif earlier is not None:
         logger.info(
             "`%s` holds an earlier run, which this one replaces. To continue that one, set `resume_from_checkpoint: auto`.",
-            output_dir,
+            args.output_dir,
         )
-    return checkpoint, ended
+    return checkpoint
 
 
 def disable_progress_bars():
@@ -158,16 +145,13 @@ def run(
 ) -> dict[str, float | None]:
     """
     Train by a recipe. `before_training` gets the trainer, to add callbacks. Returns the totals of
-    [`~lze_trl.record.ledger.Ledger.summary`], and `accuracy_before` and `accuracy_after`, `None` where not measured; nothing
-    if the run has ended before.
+    [`~lze_trl.record.ledger.Ledger.summary`], and `accuracy_before` and `accuracy_after`, `None` where not measured.
     """
     if training_args.disable_tqdm or not sys.stdout.isatty():
         disable_progress_bars()
     output_dir = Path(training_args.output_dir)
     with user_errors():
-        checkpoint, ended = starting_point(script_args, training_args)
-        if ended:
-            return {}
+        checkpoint = starting_point(script_args, training_args)
         trainer = build_trainer(script_args, training_args, model_args)
     if trainer.is_world_process_zero():  # that of an earlier run
         (output_dir / TRAINER_STATE_NAME).unlink(missing_ok=True)

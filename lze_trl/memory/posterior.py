@@ -2,8 +2,6 @@
 
 import numpy as np
 
-from ..batch import Prompts
-
 
 def posterior_strength(rollouts: np.ndarray, memory: float) -> np.ndarray:
     """Completions n = min(rollouts, memory) that the posterior rests on, float64."""
@@ -21,12 +19,10 @@ def remembered_mean(
     return (expected.astype(np.float64) * strength + pass_rates * scored) / (strength + scored)
 
 
-def posterior_mean(
-    expected: np.ndarray, rollouts: np.ndarray, memory: float, prior: np.ndarray | float = 0.5
-) -> np.ndarray:
-    """Posterior mean a / (a + b) of the pass rate: a = 2·m + e·n, b = 2·(1 − m) + (1 − e)·n, and m is the mean of the prior."""
+def posterior_mean(expected: np.ndarray, rollouts: np.ndarray, memory: float) -> np.ndarray:
+    """Posterior mean a / (a + b) of the pass rate: a = 1 + e·n, and b = 1 + (1 − e)·n."""
     strength = posterior_strength(rollouts, memory)
-    return (2.0 * prior + expected.astype(np.float64) * strength) / (2.0 + strength)
+    return (1.0 + expected.astype(np.float64) * strength) / (2.0 + strength)
 
 
 def beta_parameters(pass_rates: np.ndarray, strength: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -49,13 +45,3 @@ def dead_probability(a: np.ndarray, b: np.ndarray, size: int | np.ndarray) -> np
     all_pass = np.prod((a[:, np.newaxis] + drawn) / total, axis=1, where=counts)
     all_fail = np.prod((b[:, np.newaxis] + drawn) / total, axis=1, where=counts)
     return np.where(sizes < 2, 1.0, all_pass + all_fail)
-
-
-def expected_energy(prompts: Prompts) -> np.ndarray:
-    """
-    Expected energy of the next visit, without momentum: 4·D·E[p·(1 − p)], in [0, 1].
-
-    For a Beta posterior with mean m and strength n, E[p·(1 − p)] = m·(1 − m)·(n + 2) / (n + 3).
-    """
-    mean, total = prompts.pass_rates, prompts.strength + 2.0
-    return 4.0 * prompts.difficulty * mean * (1.0 - mean) * total / (total + 1.0)

@@ -1,6 +1,5 @@
 """The memory of all visited prompts: a table with one row per prompt."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -68,7 +67,6 @@ class PromptState:
         self.range = RewardRange(bounds)
         self.foresight = Foresight()
         self.gate = Threshold(self.settings.group_size)
-        self.priors: Callable[[np.ndarray], np.ndarray] | None = None  # prior means by prompt ids; None for 0.5
         self.batches = 0  # generation batches so far
         self._table = np.zeros(max(expected, 16), dtype=_RECORD)
         self._index = RowIndex()
@@ -203,9 +201,8 @@ class PromptState:
         """What forecasts are made from."""
         record, memory = self._records(prompt_ids), self.settings.posterior_memory
         rollouts = record["rollouts"].astype(np.int64)
-        prior = 0.5 if self.priors is None else self.priors(prompt_ids)
         return History(
-            pass_rates=posterior_mean(self._scaled(record["expected"]), rollouts, memory, prior),
+            pass_rates=posterior_mean(self._scaled(record["expected"]), rollouts, memory),
             strength=posterior_strength(rollouts, memory),
             last=self._scaled(record["last"]),
             age=(self.batches - record["last_batch"]).astype(np.float64),

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from trl.rewards import think_format_reward as trl_think_format_reward
 
-from .grading import equal, gold_text, last_boxed, read_answer, read_gold
+from .grading import Answer, equal, gold_text, last_boxed, read_answer, read_gold
 from .limit import GradingTimeout, budget, in_time
 
 
@@ -22,13 +22,9 @@ Completion = str | list[dict[str, Any]]
 RewardFunction = Callable[..., Sequence[float | None]]
 
 
-UNREADABLE_GOLD = (
-    "%d completions so far have no accuracy, since math-verify cannot read the gold answer; the latest one is %s. "
-    "`lze-trl data` lists such answers."
-)
-SLOW_ANSWER = (
-    "%d completions so far have no accuracy, since math-verify did not finish in time; the latest answer is %s."
-)
+_UNSCORED = "%d completions so far have no accuracy, since math-verify "
+UNREADABLE_GOLD = f"{_UNSCORED}cannot read the gold answer; the latest one is %s. `lze-trl data` lists such answers."
+SLOW_ANSWER = f"{_UNSCORED}did not finish in time; the latest answer is %s."
 
 cases: Counter[str] = Counter()
 """How often a warning applied so far."""
@@ -69,9 +65,8 @@ def accuracy_reward(
     r"""
     Reward function that checks whether a completion's answer equals the gold answer, by math-verify.
 
-    Differs from [`~trl.rewards.accuracy_reward`] in how a gold answer is read: a bare one such as `2^{10}`, `1,2` or
-    `(0,5)` is taken as a whole, where TRL's is read as prose (2, 1.2 and no answer). It takes plain completions too, and
-    numbers that are not in LaTeX.
+    Differs from [`~trl.rewards.accuracy_reward`]: a bare gold answer such as `2^{10}`, `1,2` or `(0,5)` is taken as a whole, where
+    TRL reads it as prose (2, 1.2 and no answer). Plain completions are taken too, and numbers that are not in LaTeX.
 
     Gold answers (`solution`) are text in LaTeX or plain, worked solutions that box, mark (`####`) or announce the answer, or
     numbers; `None` for a prompt without one. TRL's `log_extra` receives the answers that were read, its `log_metric`
@@ -102,27 +97,24 @@ def accuracy_reward(
 
 def grade(completion: str, gold: Any) -> Grade:
     """Compare the answer of a completion with a gold answer. Counts what cannot be read, and what takes too long."""
+    gold_answer = None
     try:
         text = gold_text(gold)
-        gold_answer = read_gold(text) if text is not None else None
+        gold_answer = None if text is None else read_gold(text)
+        if gold_answer is not None:
+            return in_time(_compared, gold_answer, completion)
     except GradingTimeout:
-        warn_of(SLOW_ANSWER, gold)
-        return Grade(None)
-    if gold_answer is None:
-        if gold is not None:
-            warn_of(UNREADABLE_GOLD, gold)
-        return Grade(None)
+        shown = "" if gold_answer is None else last_boxed(completion) or completion.strip()[-100:]
+        warn_of(SLOW_ANSWER, shown or gold)
+        return Grade(None, shown, gold_answer is not None)
+    if gold is not None:
+        warn_of(UNREADABLE_GOLD, gold)
+    return Grade(None)
 
-    def compared() -> Grade:
-        answer = read_answer(completion)
-        return Grade(0.0, "", True) if answer is None else Grade(float(equal(gold_answer, answer)), answer.text, True)
 
-    try:
-        return in_time(compared)
-    except GradingTimeout:
-        shown = last_boxed(completion) or completion.strip()[-100:]
-        warn_of(SLOW_ANSWER, shown)
-        return Grade(None, shown, True)
+def _compared(gold: Answer, completion: str) -> Grade:
+    answer = read_answer(completion)
+    return Grade(0.0, "", True) if answer is None else Grade(float(equal(gold, answer)), answer.text, True)
 
 
 def exact_match_reward(

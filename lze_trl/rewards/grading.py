@@ -1,8 +1,7 @@
 """Reading and comparing answers with math-verify.
 
-Gold answers and completions go through the same parser. A bare answer is read as the contents of a `\\boxed{}`, never as
-prose: math-verify's search in prose takes "2^{10}" for 2, "6+9i" for 6 and "1,2" for 1.2. It also takes any number near
-the word "answer", so announcements are found here.
+A bare answer is read as the contents of a `\\boxed{}`, never as prose: math-verify's search in prose takes "2^{10}" for 2, "6+9i"
+for 6 and "1,2" for 1.2. It also takes any number near the word "answer", so announcements are found here.
 """
 
 import logging
@@ -149,11 +148,9 @@ def _read_gold(gold: str) -> Answer | type[GradingTimeout] | None:
 
 def read_answer(completion: str) -> Answer | None:
     r"""
-    Read the answer that a completion gives in its [`final_part`].
-
-    It is, in this order: the last `\boxed{}`, what follows the last `####`, an announced answer ("the answer is …", "Answer: …"),
-    or all of a short text. An announced answer comes before words after `####`, which Markdown makes a heading. A number somewhere
-    in the text is not an answer.
+    Read the answer that a completion gives in its [`final_part`]: the last `\boxed{}`, what follows the last `####`, an announced
+    answer ("the answer is …", "Answer: …"), or all of a short text. An announced answer comes before words after `####`, which
+    Markdown makes a heading. A number somewhere in the text is not an answer.
 
     Returns `None` if there is no answer, and raises [`GradingTimeout`] if it cannot be read in time.
     """
@@ -174,18 +171,14 @@ def equal(gold: Answer, answer: Answer) -> bool:
     """Whether two answers are equal, as far as math-verify can tell; raises [`GradingTimeout`] if it takes too long."""
     if gold.text == answer.text:
         return True
-    return not differ_as_text(gold.text, answer.text) and in_time(_equal_expressions, gold, answer)
-
-
-def _equal_expressions(gold: Answer, answer: Answer) -> bool:
-    return any(_equal_values(*pair) for pair in product(gold.expressions, answer.expressions))
+    pairs = product(gold.expressions, answer.expressions)
+    return not differ_as_text(gold.text, answer.text) and in_time(lambda: any(_equal_values(*pair) for pair in pairs))
 
 
 def _equal_values(gold: Any, value: Any) -> bool:
+    settings: dict[str, Any] = {"timeout_seconds": None, "raise_on_error": True, "allow_set_relation_comp": True}
     try:
-        return verify(
-            gold, value, timeout_seconds=None, raise_on_error=True, allow_set_relation_comp=True
-        ) and is_really_equal(gold, value)
+        return verify(gold, value, **settings) and is_really_equal(gold, value)
     except Exception:  # SymPy raises anything on what a model can write; such a pair is not known to be equal
         logger.debug("math-verify could not compare two answers.", exc_info=True)
         return False

@@ -19,22 +19,18 @@ COLUMN = "reasoning_gym"
 """Column with the entry of a problem, as JSON."""
 
 # Their verifiers pass the answer of the model, or text of the data, to Python's `eval`, themselves or by sympy's parser
-_EVALUATING = frozenset(
-    [
+_EVALUATING = {
+    *(
         "binary_matrix",
         "bitwise_arithmetic",
         "codeio",
         "countdown",
         "intermediate_integration",
         "n_queens",
-        "number_sorting",
-        "polynomial_multiplication",
         "puzzle24",
-        "simple_integration",
-        "spiral_matrix",
-        "string_insertion",
-    ]
-)
+    ),
+    *("number_sorting", "polynomial_multiplication", "simple_integration", "spiral_matrix", "string_insertion"),
+}
 # Others that JSON does not fit: Python tuples are compared, or tasks are mixed by a list
 _UNFIT = frozenset({"arc_agi", "composite", "rearc"})
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)

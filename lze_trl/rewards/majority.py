@@ -5,7 +5,6 @@ It depends on all completions of a prompt, which may lie on several processes an
 `read` makes a ballot of each completion where it is, and `settle` judges the ballots of one whole group.
 """
 
-import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -19,8 +18,6 @@ from .functions import Completion, Grade, completion_text, grade, warn_of
 from .grading import equal, final_part, last_boxed, read_gold
 from .limit import GradingTimeout, budget, in_time
 
-
-logger = logging.getLogger(__name__)
 
 Labelled = Literal["gold", "none"]
 
@@ -49,6 +46,10 @@ _PLACEHOLDER = re.compile(
 SLOW_VOTES = (
     "%d pairs of votes so far count as different, since math-verify did not finish in time; the latest one is %s."
 )
+
+
+REASONS_TO_ABSTAIN = ("few_votes", "low_share", "high_share", "margin")
+"""Names of the reasons in metrics (`abstained_…`). The first that applies counts."""
 
 
 class Consensus(NamedTuple):
@@ -171,18 +172,13 @@ class MajorityReward:
     ):
         self.__name__ = "majority_reward"  # by which TRL logs it
         self.bounds, self.margin, self.min_valid, self.labelled = tuple(bounds), margin, min_valid, labelled
-        self._warned = False
         is_range = len(self.bounds) == 2 and 0 <= self.bounds[0] < self.bounds[1] <= 1
-        allowed = {
-            "bounds": (is_range, "two increasing numbers in [0, 1]"),
-            "margin": (isinstance(margin, Integral) and margin >= 1, "a whole number of at least 1"),
-            "min_valid": (0 <= min_valid <= 1, "in [0, 1]"),
-            "labelled": (
-                labelled in get_args(Labelled),
-                "'gold' (gold answers decide where there are some) or 'none'",
-            ),
-        }
-        for name, (is_allowed, words) in allowed.items():
+        for name, is_allowed, words in (
+            ("bounds", is_range, "two increasing numbers in [0, 1]"),
+            ("margin", isinstance(margin, Integral) and margin >= 1, "a whole number of at least 1"),
+            ("min_valid", 0 <= min_valid <= 1, "in [0, 1]"),
+            ("labelled", labelled in get_args(Labelled), "'gold' (gold answers decide) or 'none'"),
+        ):
             if not is_allowed:
                 raise ValueError(f"`majority_{name}` must be {words}, got {vars(self)[name]!r}.")
 
@@ -192,12 +188,11 @@ class MajorityReward:
         truncated: list[bool],
         solution: list[Any] | None = None,
         log_extra: Callable[[str, list], None] | None = None,
-        training: bool = True,
         **kwargs: Any,
     ) -> list[Ballot]:
         """
         Read completions, whichever groups they belong to. `solution` are gold answers, `None` for a prompt without; `log_extra`
-        receives the column `vote`. Labels of an evaluation set (`training=False`) are no reason for a warning.
+        receives the column `vote`.
         """
         texts = [completion_text(completion) for completion in completions]
         votes = [read_vote(text, cut) for text, cut in zip(texts, truncated, strict=True)]
@@ -208,65 +203,31 @@ class MajorityReward:
             return [Ballot(vote, gold) for vote, gold in zip(votes, golds, strict=True)]
         with budget():
             grades = [grade(text, gold) for text, gold in zip(texts, golds, strict=True)]
-        if training and not self._warned and grades and all(grade.has_gold for grade in grades):
-            self._warned = True
-            logger.warning(
-                "Every prompt of these completions has a gold answer, which decides, so nothing is voted on. Set "
-                "`majority_labelled='none'` (in a script, `MajorityReward(labelled='none')`) to reward the majority all the same."
-            )
         rows = zip(votes, golds, grades, strict=True)
         return [Ballot(vote, gold, grade if grade.has_gold else None) for vote, gold, grade in rows]
 
     def settle(self, ballots: Sequence[Ballot], final: bool = True) -> Verdict:
         """Judge one whole group. While votes may still be added (`final=False`), it does not abstain."""
-        votes = [ballot.vote for ballot in ballots]
+        votes, gold, (low, high) = [ballot.vote for ballot in ballots], ballots[0].gold, self.bounds
         with budget(_GROUP_SECONDS):
             classes = answer_classes(votes, same_answer)
         found = consensus(classes)
-        reason = self._reason_to_abstain(found) if final else None
+        few = found.valid < self.min_valid or found.valid == 0.0
+        applies = few, found.share < low, found.share > high, found.margin < self.margin
+        reasons = dict(zip(REASONS_TO_ABSTAIN, applies, strict=True)) if final else {}
+        reason = next((name for name, holds in reasons.items() if holds), None)
         wins = (classes == found.winner) & (classes >= 0)
-        winner = _commonest(votes, wins)
-        right = _is_right(winner, ballots[0].gold) if final and reason is None else None
-        checked = {} if right is None else {"label_precision": right}
-        evidence = None if right is None else (found.share, right)
+        counts = Counter(vote for vote, won in zip(votes, wins, strict=True) if won)
+        winner = min(counts, key=lambda text: (-counts[text], text or ""), default=None)  # its most frequent text
+        checks = final and reason is None and winner is not None and gold is not None
+        right = grade(f"\\boxed{{{winner}}}", gold).score if checks else None
+        checked, evidence = ({}, None) if right is None else ({"label_precision": right}, (found.share, right))
         if any(ballot.grade is not None for ballot in ballots):
             scores = [None if ballot.grade is None else ballot.grade.score for ballot in ballots]
             return Verdict(scores, {"gold_share": 1.0, **checked}, 1.0, winner, evidence)
-        reasons = {f"abstained_{name}": float(name == reason) for name in REASONS_TO_ABSTAIN} if final else {}
-        metrics = {
-            "gold_share": 0.0,
-            "winner_share": found.share,
-            "no_vote_share": 1.0 - found.valid,
-            "abstained": float(reason is not None),
-            **reasons,
-            **checked,
-        }
+        metrics = {"gold_share": 0.0, "winner_share": found.share, "no_vote_share": 1.0 - found.valid}
+        metrics |= {"abstained": float(reason is not None), **checked}
+        metrics |= {f"abstained_{name}": float(name == reason) for name in reasons}
         if reason is not None:
             return Verdict([None] * len(ballots), metrics, winner=winner)
         return Verdict(wins.astype(np.float64).tolist(), metrics, found.share, winner, evidence)
-
-    def _reason_to_abstain(self, found: Consensus) -> str | None:
-        """The first reason that applies."""
-        low, high = self.bounds
-        applies = (
-            found.valid < self.min_valid or found.valid == 0.0,
-            found.share < low,
-            found.share > high,
-            found.margin < self.margin,
-        )
-        return next((name for name, holds in zip(REASONS_TO_ABSTAIN, applies, strict=True) if holds), None)
-
-
-REASONS_TO_ABSTAIN = ("few_votes", "low_share", "high_share", "margin")
-"""Names of the reasons in metrics (`abstained_…`)."""
-
-
-def _commonest(votes: list[str | None], wins: np.ndarray) -> str | None:
-    """The most frequent text of the winning class, the first in the alphabet of several."""
-    counts = Counter(vote for vote, won in zip(votes, wins, strict=True) if won and vote is not None)
-    return min(counts, key=lambda text: (-counts[text], text), default=None)
-
-
-def _is_right(winner: str | None, gold: Any) -> float | None:
-    """Whether a label is right, where a gold answer can tell."""
-    return None if winner is None or gold is None else grade(f"\\boxed{{{winner}}}", gold).score

@@ -7,6 +7,7 @@ They are the filters of SeRL (arXiv 2505.20347), except that figures are recogni
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 from ..data.overlap import math_tokens
 from .templates import Item
@@ -74,26 +75,22 @@ def _unfinished(item: Item, text: str) -> bool:
     return not item.complete or open_formula or braces != 0 or _DANGLING.search(text) is not None
 
 
-def _foreign(text: str) -> bool:
+def _foreign(item: Item, text: str) -> bool:
     letters = [character for character in text if character.isalpha()]
     return sum(letter.isascii() for letter in letters) < _ASCII_LETTERS * len(letters)
 
 
-def _asks_nothing(text: str) -> bool:
-    return "?" not in text and _ASKS.search(text) is None
-
-
-REASONS: dict[str, Callable[[Item, str], bool]] = {
+REASONS: dict[str, Callable[[Item, str], Any]] = {
     "unfinished": _unfinished,
     "too short": lambda item, text: len(math_tokens(text)) < MIN_TOKENS,
     "too long": lambda item, text: len(text.split()) > MAX_WORDS,
-    "figure": lambda item, text: _FIGURE.search(text) is not None,
-    "program": lambda item, text: _PROGRAM.match(text) is not None,
+    "figure": lambda item, text: _FIGURE.search(text),
+    "program": lambda item, text: _PROGRAM.match(text),
     "first character": lambda item, text: not (text[0].isalnum() or text[0] in _OPENERS),
-    "language": lambda item, text: _foreign(text),
-    "holds a solution": lambda item, text: _SOLUTION.search(text) is not None,
-    "proof": lambda item, text: _PROOF.search(text) is not None and _AND_ASKS.search(text) is None,
-    "several questions": lambda item, text: _SEVERAL.search(text) is not None,
-    "no question": lambda item, text: _asks_nothing(text),
+    "language": _foreign,
+    "holds a solution": lambda item, text: _SOLUTION.search(text),
+    "proof": lambda item, text: _PROOF.search(text) and not _AND_ASKS.search(text),
+    "several questions": lambda item, text: _SEVERAL.search(text),
+    "no question": lambda item, text: "?" not in text and not _ASKS.search(text),
 }
 """Why a text is rejected, in the order of the checks."""

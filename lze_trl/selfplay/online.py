@@ -6,25 +6,17 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from datasets import Dataset
-from scipy.special import softmax
 
-from ..batch import Prompts, Table
+from ..batch import Table
 from ..data import PromptStyle
 from ..evaluation.engines import Sampler
 from ..memory.identity import columns_of
-from ..memory.posterior import expected_energy
-from ..memory.state import PromptState
 from ..settings import SelfPlaySettings
 from .pool import PromptPool
-from .writer import Generator, InstructError, NewProblem, Seeds, Writer, id_in_words
-
-
-EXEMPLAR_TEMPERATURE = 0.2
-"""τ of the softmax by which exemplars are drawn, in units of energy."""
+from .writer import Generator, InstructError, NewProblem, Seeds, Writer
 
 
 @dataclass(frozen=True)
@@ -52,14 +44,10 @@ class Instruction:
 
 class OnlineInstruction:
     """
-    Fills a pool of problems. The pool is saved in checkpoints, so no problem is accepted twice in a run.
+    Fills a pool of problems by the policy, or by the generator of an [`Instruction`]; without one, the prompts of `dataset` are the
+    seeds. The pool is saved in checkpoints, so no problem is accepted twice in a run. The main process filters, all have the pool.
 
-    Args:
-        args ([`LZEGRPOConfig`]): Settings of the run.
-        instruction ([`Instruction`], *optional*): Seeds, prompts and, perhaps, a generator. By default, those of `dataset`.
-        dataset (`~datasets.Dataset`): The training set, with the columns that reward functions may ask for.
-        state ([`~lze_trl.memory.state.PromptState`]): What is known of the problems that were visited.
-        accelerator ([`~accelerate.Accelerator`]): The processes. The main one filters, all have the pool.
+    `args` is the [`LZEGRPOConfig`] of the run.
     """
 
     def __init__(
@@ -67,49 +55,36 @@ class OnlineInstruction:
         args: Any,
         instruction: Instruction | None,
         dataset: Dataset,
-        state: PromptState,
         accelerator: Accelerator,
     ):
-        self._args, self._state, self._accelerator = args, state, accelerator
+        self._args, self._accelerator = args, accelerator
         self._instruction = instruction or Instruction.of(dataset)
         self.writer = self._instruction.writer(args)
-        self.pool = PromptPool(
-            self._instruction.style.around, [name for name in columns_of(dataset) if name != "prompt"]
-        )
-        state.priors = self.pool.priors
+        columns = [name for name in columns_of(dataset) if name != "prompt"]
+        self.pool = PromptPool(self._instruction.style.around, columns)
 
     def restock(self, missing: int, generation: int, policy: Callable[[], AbstractContextManager[Sampler | None]]):
         """
-        Add at least `missing` problems to the pool. All processes call it.
-
-        Raises:
-            InstructError: If `max_rounds` rounds in a row give no acceptable problem.
+        Add at least `missing` problems to the pool. All processes call it, and raise an [`InstructError`] if `max_rounds` rounds in a
+        row give no acceptable problem.
         """
         shared: list[Any] = [None]
         with nullcontext() if self.writer.generator else policy() as engine:
             if self._accelerator.is_main_process:
-                shared = [self._written(missing, engine)]
+                try:
+                    shared = [self._written(missing, engine)]
+                except InstructError as error:
+                    shared = [error]
         broadcast_object_list(shared)
         if isinstance(shared[0], InstructError):
             raise shared[0]
-        problems, priors, self.writer.rounds, self.writer.rejected = shared[0]
-        self.pool.add(problems, generation, priors)
+        problems, self.writer.rounds, self.writer.rejected = shared[0]
+        self.pool.add(problems, generation)
 
-    def _written(
-        self, missing: int, engine: Any
-    ) -> tuple[list[NewProblem], list[float], int, Counter[str]] | InstructError:
-        """New problems, their priors, the number of rounds and rejections by reason; or an error for all processes to raise."""
-        proved = self.pool.proved
-        own, known = proved["text"].tolist(), self._state.prompts(proved.index.to_numpy())
-        by_energy = self._args.self_play["exemplars"] == "energy" and own
-        chances = exemplar_chances(known, self._args.self_play["label_confidence"] == "share") if by_energy else None
-        ask = engine.generate if engine is not None else None
-        try:
-            found = self.writer.write(missing, own, ask, chances)
-        except InstructError as error:
-            return error
-        rates = dict(zip(map(id_in_words, own), known.pass_rates.tolist(), strict=True))
-        return found, [inherited(problem, rates) for problem in found], self.writer.rounds, self.writer.rejected
+    def _written(self, missing: int, engine: Any) -> tuple[list[NewProblem], int, Counter[str]]:
+        """New problems, the number of rounds, and rejections by reason."""
+        found = self.writer.write(missing, self.pool.proved["text"].tolist(), engine.generate if engine else None)
+        return found, self.writer.rounds, self.writer.rejected
 
     def observe(self, groups: Table):
         """Record the pass rates of a generation batch."""
@@ -139,18 +114,3 @@ class OnlineInstruction:
         self.writer.rounds, self.writer.rejected = state["rounds"], Counter(state["rejected"])
         if self._accelerator.is_main_process:
             self.writer.known.add(self.pool.rows["text"])
-
-
-def inherited(problem: NewProblem, rates: dict[str, float]) -> float:
-    """Mean of the expected pass rates of the parents of a problem; 0.5 if none is known."""
-    own = [rates[parent] for parent in problem.parents.split() if parent in rates]
-    return float(np.mean(own)) if own else 0.5
-
-
-def exemplar_chances(prompts: Prompts, by_share: bool) -> np.ndarray:
-    """
-    Softmax of the expected energy of each prompt's next visit, shape `(P,)`. `by_share` multiplies the energy by the expected
-    share of the winner.
-    """
-    scores = expected_energy(prompts) * (prompts.pass_rates if by_share else 1.0)
-    return softmax(scores / EXEMPLAR_TEMPERATURE)

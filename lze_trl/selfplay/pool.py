@@ -10,16 +10,13 @@ from ..memory.identity import ID_COLUMN, prompt_id
 from .writer import NewProblem, id_in_words
 
 
-_KINDS = {
-    "text": object,
-    "parents": object,  # ids of the exemplars, with blanks between
-    "overlap": np.float64,
-    "birth": np.int64,  # generation batch
-    "prior": np.float64,  # expected pass rate at birth
-    "visits": np.int64,
-    "share": np.float64,  # pass rate of the last visit; by a majority, the winner's share
+_KINDS: dict[str, Any] = {
+    **dict.fromkeys(("text", "parents"), object),  # parents: ids of the exemplars, with blanks between
+    **dict.fromkeys(("overlap", "share"), np.float64),
+    **dict.fromkeys(("birth", "visits"), np.int64),  # birth: generation batch
     "alive": np.bool_,  # whether the last visit had a gradient
 }
+"""Columns of the pool. `share` is the pass rate of the last visit: by a majority, the winner's share."""
 
 
 class PromptPool:
@@ -62,15 +59,11 @@ class PromptPool:
         """Hash of each final prompt, which has no answer, shape `(n,)`."""
         return self.rows.index.to_numpy()
 
-    def priors(self, prompt_ids: np.ndarray) -> np.ndarray:
-        """Pass rates that were expected when problems were written, by the hashes of their prompts; 0.5 for unknown prompts."""
-        return self.rows["prior"].reindex(prompt_ids).fillna(0.5).to_numpy()
-
-    def add(self, problems: Sequence[NewProblem], generation: int, priors: Sequence[float]):
-        """Add problems at the end; `priors` are their expected pass rates."""
+    def add(self, problems: Sequence[NewProblem], generation: int):
+        """Add problems at the end."""
         index = pd.Index([prompt_id(self._write(problem.text)) for problem in problems], dtype=np.int64)
         new = pd.DataFrame(list(problems), columns=list(NewProblem._fields), index=index)
-        new = new.assign(birth=generation, prior=priors, visits=0, share=np.nan, alive=False)
+        new = new.assign(birth=generation, visits=0, share=np.nan, alive=False)
         self.rows = pd.concat([self.rows, new]).astype(_KINDS) if len(new) else self.rows
 
     def observe(self, prompt_ids: np.ndarray, shares: np.ndarray, alive: np.ndarray):

@@ -18,15 +18,6 @@ SYSTEM_PROMPT = (
 
 _OPEN, _CLOSE = "<question>", "</question>"
 
-_CHATTER = re.compile(
-    r"(?i)(?:i hope|let me know|feel free|please (?:let|note|feel)|note\b|would you|do you want|these (?:are|questions|problems)|"
-    r"here (?:are|is)|good luck|remember\b|\*{0,2}(?:answers?|solutions?)\b|---+\s*$)"
-)
-_LABEL = re.compile(r"\n\s*\**(?:question|problem|answer|solution)s?\b[ \d*]*[:.]", re.IGNORECASE)
-_ANNOUNCED = re.compile(
-    r"\A(?i:sure|certainly|of course|okay|great|here (?:are|is))\b[^\n]*:\s*\n+(?=\s*\**\d+[.)]\**\s)"
-)
-
 
 class Item(NamedTuple):
     """A problem as it was read."""
@@ -57,7 +48,8 @@ class Numbered:
     """
     A list that the model goes on with: the answer begins with item k + 1, whether it repeats the number or not.
 
-    A number begins an item only at the beginning of a line, and only if it continues the count: "leaves at 3. It…" does not.
+    A number begins an item only at the beginning of a line, and only if it continues the count: "leaves at 3. It…" does not. An
+    item ends with its paragraph: what a model says between items is no part of them.
     """
 
     def request(self, exemplars: Sequence[str]) -> str:
@@ -65,27 +57,17 @@ class Numbered:
         return "\n".join(["Come up with a series of questions:", *lines, f"{len(exemplars) + 1}."])
 
     def read(self, text: str, after: int, truncated: bool) -> list[Item]:
-        rest, count, texts = _ANNOUNCED.sub("", text.strip()), after + 1, []
+        rest, count, texts = text.strip(), after + 1, []
         start = re.match(r"\**(\d+)[.)]\**\s", rest)
         if start and int(start[1]) in (1, count):  # a model may begin its own list
             count, rest = int(start[1]), rest[start.end() :]
-        while True:
+        while rest:
             count += 1
-            cut = re.search(rf"\n[ \t]*\**{count}[.)]\**[ \t]", rest)
-            texts.append(one_line(_without_chatter(rest[: cut.start() if cut else None])))
-            if cut is None:
-                break
-            rest = rest[cut.end() :]
-        items = [Item(text, True) for text in texts]
-        items[-1] = items[-1]._replace(complete=not truncated)
-        return [item for item in items if item.text]
-
-
-def _without_chatter(item: str) -> str:
-    """An item without what a model says between its items, or after the last one."""
-    paragraphs = re.split(r"\n\s*\n", _LABEL.split(item.strip())[0])
-    kept = 1 + next((i for i, text in enumerate(paragraphs[1:]) if _CHATTER.match(text)), len(paragraphs))
-    return "\n".join(paragraphs[:kept])
+            item, *further = re.split(rf"\n[ \t]*\**{count}[.)]\**[ \t]", rest, maxsplit=1)
+            texts.append(one_line(re.split(r"\n\s*\n", item.strip())[0]))
+            rest = "".join(further)
+        last = len(texts) - 1
+        return [Item(text, not truncated or i < last) for i, text in enumerate(texts) if text]
 
 
 def one_line(text: str) -> str:

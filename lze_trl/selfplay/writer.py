@@ -46,25 +46,14 @@ class NewProblem(NamedTuple):
 
 @dataclass(frozen=True)
 class Seeds:
-    """
-    Problems without the prompt around them, which are shown as exemplars. `references` are evaluation problems, which no new
-    problem may resemble.
-    """
+    """Problems without the prompt around them, shown as exemplars, and evaluation problems, which no new one may resemble."""
 
     problems: tuple[str, ...]
     references: tuple[str, ...] = ()
 
-    def __post_init__(self):
-        blank = [i for i, text in enumerate(self.problems) if not isinstance(text, str) or not text.strip()]
-        if blank:
-            raise InstructError(
-                f"{len(blank)} of {len(self.problems)} seeds have no text, the first in row {blank[0]}. Remove them, or name the "
-                "column with the problem by `dataset_prompt_column`."
-            )
-
     def overlapping(self, limit: float) -> list[tuple[str, str, float]]:
         """Triples of a reference, a seed that resembles it, and their ROUGE-L F1 above the limit."""
-        found = OverlapIndex(self.problems).nearest(self.references, limit)
+        found = OverlapIndex([text or "" for text in self.problems]).nearest(self.references, limit)
         return [
             (self.references[row], self.problems[found.place[row]], float(found.similarity[row]))
             for row in np.flatnonzero(found.similarity > limit)
@@ -73,15 +62,11 @@ class Seeds:
 
 class Writer:
     """
-    Writes problems in rounds, by asking a model with exemplars or by calling a `generator`. It admits problems that pass the filters
-    and resemble no seed, no reference and no problem admitted before.
+    Writes problems in rounds, by asking a model with exemplars or by calling a `generator` in its place. It admits problems that pass
+    the filters and resemble no seed, no reference and no problem admitted before. Seeds that the filters reject are not shown: a
+    figure teaches the model to write figures.
 
-    Args:
-        settings ([`~lze_trl.settings.SelfPlaySettings`]): How problems are written, and which are accepted.
-        seeds ([`Seeds`]): Exemplars. Seeds that the filters reject are not shown: a figure teaches the model to write figures.
-        seed (`int`): Seed of exemplars and requests.
-        conversational (`bool`): Whether to ask with the chat template; otherwise the model continues a text.
-        generator (`Callable`, *optional*): Writes problems in place of a model.
+    `seed` is that of exemplars and requests; `conversational` asks with the chat template, else the model continues a text.
     """
 
     def __init__(
@@ -104,7 +89,7 @@ class Writer:
         )
         self.rounds = 0
         self.rejected: Counter[str] = Counter()
-        texts = list(dict.fromkeys(map(str.strip, seeds.problems)))
+        texts = list(dict.fromkeys(text.strip() for text in seeds.problems if text))
         reasons = [reason_to_reject(Item(text, True, trusted=generator is not None)) for text in texts]
         self._shown = [text for text, reason in zip(texts, reasons, strict=True) if reason is None]
         dropped = Counter(reason for reason in reasons if reason is not None)
@@ -115,30 +100,24 @@ class Writer:
                 "`own` in `self_play`."
             )
         if dropped:
-            logger.warning(
-                "%d of %d seeds are not shown to the model: %s.", dropped.total(), len(texts), in_words(dropped)
-            )
+            lost = dropped.total(), len(texts), in_words(dropped)
+            logger.warning("%d of %d seeds are not shown to the model: %s.", *lost)
 
     @cached_property
     def known(self) -> OverlapIndex:
         """Texts that no new problem may resemble. Built on first use, because only the main process compares."""
-        return OverlapIndex([*self.seeds.problems, *self.seeds.references])
+        return OverlapIndex([text for text in (*self.seeds.problems, *self.seeds.references) if text])
 
-    def write(
-        self, count: int, own: Sequence[str], ask: Ask | None, chances: np.ndarray | None = None
-    ) -> list[NewProblem]:
+    def write(self, count: int, own: Sequence[str], ask: Ask | None) -> list[NewProblem]:
         """
-        Write in rounds until at least `count` problems are admitted.
-
-        `own` are problems that the model wrote before; `chances` are their probabilities to be shown, equal by default. Raises
+        Write in rounds until at least `count` problems are admitted; `own` are problems that the model wrote before. Raises
         [`InstructError`] if `max_rounds` rounds in a row give nothing.
         """
         found: list[NewProblem] = []
         barren = 0
         while len(found) < count:
-            admitted = self.round(own, ask, chances)
-            found += admitted
-            barren = 0 if admitted else barren + 1
+            admitted = self.round(own, ask)
+            found, barren = found + admitted, 0 if admitted else barren + 1
             if barren == self.settings.max_rounds:
                 raise InstructError(
                     f"{barren} rounds in a row gave no acceptable problem, after {len(found)} of {count}. Rejected so far: "
@@ -146,13 +125,13 @@ class Writer:
                 )
         return found
 
-    def round(self, own: Sequence[str], ask: Ask | None, chances: np.ndarray | None = None) -> list[NewProblem]:
+    def round(self, own: Sequence[str], ask: Ask | None) -> list[NewProblem]:
         """Write one round of problems, in an order that does not depend on when answers arrive."""
-        shown = [self._exemplars(place, own, chances) for place in range(self.settings.requests)]
+        shown = [self._exemplars(place, own) for place in range(self.settings.requests)]
         answers = self._generated(shown) if self.generator else self._asked(shown, ask)
         self.rounds += 1
-        parents = [" ".join(map(id_in_words, texts)) for texts in shown]
         self.rejected[UNREAD] += sum(not items for items in answers)
+        parents = [" ".join(map(id_in_words, texts)) for texts in shown]
         return self._admitted([(item, ids) for items, ids in zip(answers, parents, strict=True) for item in items])
 
     def _admitted(self, proposals: Sequence[tuple[Item, str]]) -> list[NewProblem]:
@@ -171,10 +150,10 @@ class Writer:
         self.known.add([texts[row] for row in taken])
         return [NewProblem(*fit[row], float(nearest[row])) for row in taken]
 
-    def _exemplars(self, place: int, own: Sequence[str], chances: np.ndarray | None) -> list[str]:
+    def _exemplars(self, place: int, own: Sequence[str]) -> list[str]:
         rng, settings = self._rng(place, "exemplars"), self.settings
         mine = min(settings.own, len(own))
-        chosen = [own[i] for i in rng.choice(len(own), mine, replace=False, p=chances)] if mine else []
+        chosen = [own[i] for i in rng.choice(len(own), mine, replace=False)] if mine else []
         seeds = rng.choice(len(self._shown), settings.examples - mine, replace=False)
         chosen += [self._shown[i] for i in seeds]
         return [chosen[i] for i in rng.permutation(len(chosen))]
