@@ -24,7 +24,7 @@ TRL_TESTS ?= $(addprefix tests/test_,laws.py laws_weights.py agents.py trl_contr
 NOT_HERE := not server and not browser and not gpu
 
 .PHONY: help demo demo-llm smollm2 bench test test-slow test-server test-sharded test-trl test-trl-own test-integration test-browser quality types format docs \
-	vllm-env vllm-serve openenv-serve install clean
+	vllm-env vllm-serve openenv-serve two-nodes install clean
 
 help:  ## Show what can be made
 	@grep -hE '^[a-z0-9-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/:.*  ## /\t/' | expand -t 20
@@ -87,6 +87,12 @@ vllm-env: $(VENV)/.installed  ## Make the environment of the CPU vLLM server
 vllm-serve: vllm-env  ## Start a CPU vLLM server on 127.0.0.1:8000 with the demo's model, or MODEL=DIR; more: ARGS="--port …"
 	@[ "$(MODEL)" != "$(DEMO_MODEL)" ] || OMP_NUM_THREADS=1 $(BIN)/python -m lze_trl.job.demo
 	@scripts/vllm_serve.sh --model $(MODEL) $(ARGS)
+
+two-nodes: vllm-env $(VENV)/.installed-deepspeed  ## Rehearse a run on two nodes and a vLLM server, in network namespaces of this machine
+	@[ -d $(DEMO_MODEL) ] || OMP_NUM_THREADS=1 $(BIN)/python -m lze_trl.job.demo
+	@SERVER='scripts/vllm_serve.sh --model $(DEMO_MODEL) --host 10.77.0.3' scripts/two_nodes.sh -m lze_trl.job.train \
+		--config recipes/demo/lze.yaml --output_dir runs/two_nodes/run --use_vllm true --vllm_mode http \
+		--vllm_server_urls http://10.77.0.3:8000 --max_steps 5 --save_steps 5 --eval_strategy no $(ARGS)
 
 openenv-serve: $(VENV)/.installed-openenv  ## Start an OpenEnv server on 127.0.0.1:8010 with problems of reasoning-gym, or PROBLEMS=reasoning_gym:…
 	@$(BIN)/python examples/openenv_server.py $(foreach p,$(PROBLEMS),'$(p)') $(ARGS)
