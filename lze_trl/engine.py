@@ -33,7 +33,6 @@ from .rollout.settling import settle, with_columns
 from .rollout.uniform import UniformSample
 from .rollout.watch import watched
 from .select.advantages import Drawn, estimate_advantages, zero_std_share
-from .servers.generation import Begun
 
 
 TENSOR_SOURCES = (
@@ -248,7 +247,7 @@ class Engine:
 
     def start(self, request: Request, foresight: Any = None):
         """Let servers begin what was asked for, by the weights of the moment; [`finish`] then finds it under way."""
-        with self._looking_ahead(foresight, begins=True), suppress(Begun):
+        with self._looking_ahead(foresight, begins=True), suppress(self._trainer.vllm_generation.Begun):
             self._rolled_out(request)
 
     @contextmanager

@@ -50,12 +50,14 @@ if [ -n "${SERVER:-}" ]; then
     done
 fi
 
+# Without a GPU; the flag --cpu would start every node on its own
+sed 's/^use_cpu:.*/use_cpu: true/' accelerate_configs/zero3_multi_node.yaml >"$logs/accelerate.yaml"
 pids=()
 for rank in 0 1; do
     ip netns exec "${nodes[$rank]}" env GLOO_SOCKET_IFNAME=eth0 DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 \
-        "$python" -m accelerate.commands.launch --config_file accelerate_configs/zero3_multi_node.yaml \
+        "$python" -m accelerate.commands.launch --config_file "$logs/accelerate.yaml" \
         --num_machines 2 --num_processes 2 --machine_rank "$rank" --main_process_ip 10.77.0.1 \
-        --cpu --mixed_precision no --zero3_init_flag false "$@" >"$logs/node$rank.log" 2>&1 &
+        --mixed_precision no --zero3_init_flag false "$@" >"$logs/node$rank.log" 2>&1 &
     pids+=($!)
 done
 echo "Two nodes train, 10.77.0.1 and 10.77.0.2: $logs/node0.log, $logs/node1.log"

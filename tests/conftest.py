@@ -5,6 +5,7 @@ import gc
 import importlib.metadata
 import os
 import signal
+import tempfile
 
 import datasets
 import pytest
@@ -18,6 +19,8 @@ settings.load_profile("lze")
 torch.set_num_threads(1)
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+# DeepSpeed compiles here. A run that is killed while it does leaves a lock, for which every later one would wait for ever
+os.environ.setdefault("TORCH_EXTENSIONS_DIR", tempfile.mkdtemp(prefix="torch-extensions-"))
 # A suite that was started in the background ignores Ctrl-C, and so would the runs that tests interrupt
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # accelerate parses the metadata of the same few packages many times in every training

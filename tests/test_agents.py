@@ -437,7 +437,7 @@ def test_a_recipe_names_tools_and_environments(tmp_path):
     trainer = of_recipe(environment_factory="agents.Scored")
     assert trainer.reward_func_names == ["accuracy_reward", "Scored"]
     with pytest.raises(
-        RecipeError, match=r"`tools: agents.ad` is no function or class of a module. Did you mean 'add'"
+        RecipeError, match=r"`tools: agents.ad` is no function or class of a module.* Did you mean 'add'"
     ):
         of_recipe(tools="agents.ad")
 

@@ -329,7 +329,6 @@ def test_a_run_that_is_resumed_at_its_end_stays_as_it_is(tmp_path, caplog, lengt
     whole = train(LZEGRPOTrainer, tmp_path, **settings)
     resumed = make(LZEGRPOTrainer, tmp_path, **settings)
     resumed.train(resume_from_checkpoint=True)
-    assert "is the end of its run: it is loaded, and no step is taken" in caplog.text
     assert resumed.state.global_step == whole.state.global_step == (3 if length == {"max_steps": 3} else 5)
     assert_same(whole, resumed)
     assert moved(whole) > 1e-3

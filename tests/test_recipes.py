@@ -147,7 +147,7 @@ def test_flags_override_the_recipe(recipe):
         ("- 1", r"must be a YAML mapping"),
         ("generation_batch_size: 12\nper_device_train_batch_size: 8", r"must be divisible"),
         ("max_train_samples: 0", r"`max_train_samples` must be at least 1, got 0"),
-        ("conversational: false\nsystem_prompt: Think.", r"`system_prompt='Think\.'` needs `conversational=True`"),
+        ("conversational: false\nsystem_prompt: Think.", r"`system_prompt='Think\.'` needs a chat"),
     ],
 )
 def test_bad_recipes(recipe, text, message):

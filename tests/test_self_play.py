@@ -138,7 +138,7 @@ def test_a_resumed_run_ends_as_the_uninterrupted_one(model, tmp_path, settings):
     assert json.dumps(play_run.record(resumed)) == json.dumps(play_run.record(whole))
     assert same(whole, resumed)
     part = resumed.generation_step.instruction
-    assert len(part.writer.known) == 2 + len(part.pool)
+    assert len(part.writer.known._rows) == 2 + len(part.pool)
 
 
 CASES = {"twice": {"self_play": {"reuse": 2, "requests": 3}}}

@@ -46,8 +46,8 @@ def test_a_new_column_goes_all_the_way(tmp_path, monkeypatch):
     """A number and an object for each completion, made with it: no other module knows of them."""
     finish = Engine.finish
 
-    def with_columns(self, request):
-        held, numbers, rewards = finish(self, request)
+    def with_columns(self, request, foresight=None):
+        held, numbers, rewards = finish(self, request, foresight)
         held["mood"] = [
             {"prompt": row["prompt"], "length": len(ids)}
             for row, ids in zip(held["input"], held["completion_ids"], strict=True)

@@ -137,7 +137,7 @@ def test_a_report_that_fails_does_not_cost_the_upload(job, monkeypatch, caplog):
 
     monkeypatch.setattr("lze_trl.app.report.write_report", fail)
     train(job(max_steps=1))
-    assert "No report was written. Try again with `lze-trl report" in caplog.text
+    assert "try again with `lze-trl report" in caplog.text
 
 
 def test_resume_points(job, tmp_path, caplog):

@@ -17,6 +17,7 @@ from seeded_vllm import SeededVLLM
 
 
 ROOT = Path(__file__).parents[1]
+NAME = f"test{os.getpid()}"  # of the namespaces
 SCRIPT, SERVER = ROOT / "tests" / "nodes_run.py", ROOT / "tests" / "seeded_vllm.py"
 
 
@@ -38,6 +39,7 @@ def start(directory: Path, steps: int) -> subprocess.Popen:
     """Two nodes that train for some steps, and a server in a third namespace."""
     directory.mkdir(exist_ok=True)
     environment = os.environ | {
+        "ID": NAME,
         "LOGS": str(directory / "logs"),
         "PYTHON": sys.executable,
         "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
@@ -70,8 +72,10 @@ def test_two_nodes_are_one_and_a_node_that_dies_ends_the_run_with_a_good_checkpo
     while not [c for c in checkpoints(nodes / "run") if is_complete(c)] and time.monotonic() < deadline:
         assert run.poll() is None, run.communicate()[0]
         time.sleep(0.2)
-    (one,) = _processes_of(nodes, machine_rank=1)
-    os.kill(one, signal.SIGKILL)
+    died = subprocess.run(["ip", "netns", "pids", f"lze-{NAME}-1"], capture_output=True, text=True).stdout.split()
+    assert died
+    for process in died:
+        os.kill(int(process), signal.SIGKILL)
     status = finish(run, nodes)
     assert status != 0
     said = (nodes / "said.txt").read_text()
@@ -84,16 +88,3 @@ def test_two_nodes_are_one_and_a_node_that_dies_ends_the_run_with_a_good_checkpo
     first, second = torch.load(single / "weights.pt"), torch.load(nodes / "weights.pt")
     assert max(float((first[name] - second[name]).abs().max()) for name in first) < 1e-6
 
-
-def _processes_of(directory: Path, machine_rank: int) -> list[int]:
-    """Training processes of a node."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (process / "cmdline").read_bytes().decode().split("\0")
-            environment = (process / "environ").read_bytes().decode().split("\0")
-        except OSError:
-            continue
-        if str(directory) in words and f"RANK={machine_rank}" in environment:
-            found.append(int(process.name))
-    return found

@@ -22,14 +22,15 @@ class Threshold:
     represents 1 / probability groups. Groups have `group_size` completions, G.
     """
 
-    RECENT = 16  # batches of fewer prompts are judged together with the latest ones, up to this many prompts
+    RECENT = 16  # prompts by which a batch of fewer is judged as well
+    WINDOW = 128  # prompts whose yield sets the threshold of the other completions
 
     def __init__(self, group_size: int = 8):
         self.group_size = group_size
         self.model = OnlineRegression(len(FEATURES))
         self._live = np.zeros(2)  # decayed: live groups kept deterministically; estimated total
-        self._recent = np.zeros(4)  # decayed: prompts, live groups forecast, live groups seen, completions
-        self._best_yield = 0.0  # λ: live groups per completion that the best choice of groups to complete has given
+        self._recent = np.zeros(2)  # decayed: prompts, live groups forecast
+        self._yield = np.zeros(2)  # decayed: live groups, completions
         self._metrics: dict[str, float] = {}
 
     def alive(self, prompts: Prompts, drawn: Batch) -> np.ndarray:
@@ -46,35 +47,27 @@ class Threshold:
         Probability of being alive from which further completions of a group yield more live groups each than elsewhere: its
         first completion, or the remaining ones once `prompts.alive_given_first` are known.
 
-        The remaining ones are worth drawing from (G − 1)·λ on, where λ is the best yield of the batches before: whether a group
-        goes on depends on its own first completion and on nothing else of its batch, so that no group waits for another one.
+        The remaining ones are worth drawing from (G − 1)·λ on, where λ is the number of live groups that a completion has given
+        lately (Dinkelbach's iteration: where that is less than the best choice would give, λ falls and then rises with what it
+        brings). Whether a group goes on depends on its own first completion and on nothing else of its batch, so that no group
+        waits for another one.
         """
         if not np.isnan(prompts.alive_given_first).all():
-            return (self.group_size - 1) * self._best_yield
-        count, forecast = self._recent[:2] * self._kept(prompts)
+            live, completions = self._yield
+            return (self.group_size - 1) * live / completions if completions else 0.0
+        count, forecast = self._recent * _kept(prompts, self.RECENT)
         mean = (prompts.alive.sum() + forecast) / (len(prompts) + count)
         return needed_to_begin(mean / self.group_size, self.group_size)
-
-    def _kept(self, prompts: Prompts) -> float:
-        """Share of the recent batches that still counts beside a batch of these prompts."""
-        return max(1.0 - len(prompts) / self.RECENT, 0.0)
 
     def see(self, prompts: Prompts, drawn: Batch, counts: np.ndarray):
         """
         Score the forecasts of a generation batch, then learn from it. `prompts` are from before the batch; each group
         represents `counts` groups, 0 if it was stopped.
-
-        Batches of few prompts are judged together with the live groups that recent ones have given, so that all groups go on
-        while none was alive.
         """
         complete = counts > 0
         offset, inputs = _examples(prompts, drawn)
-        model, posterior = self.model.forecasts(offset, inputs)
-        earlier = self._recent * self._kept(prompts)
-        forecasts = model if self.model.used else posterior
-        self._best_yield = best_yield(forecasts, self.group_size - 1, earlier[2], earlier[3])
-        seen = np.array([len(prompts), prompts.alive.sum(), drawn.alive.sum(), drawn.num_rows], dtype=np.float64)
-        self._recent = earlier + seen
+        self._recent = self._recent * _kept(prompts, self.RECENT) + np.array([len(prompts), prompts.alive.sum()])
+        self._yield = self._yield * _kept(prompts, self.WINDOW) + np.array([drawn.alive.sum(), drawn.num_rows])
         examples = offset[complete], inputs[complete]
         alive, counts = drawn.alive[complete], counts[complete]
         quality = self.model.score(*self.model.forecasts(*examples), alive, counts)
@@ -91,13 +84,13 @@ class Threshold:
         return self._metrics
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        own = {"live": self._live, "recent": self._recent, "best_yield": np.array([self._best_yield])}
+        own = {"live": self._live, "recent": self._recent, "yield": self._yield}
         return self.model.state_dict() | own
 
     def load_state_dict(self, state: dict[str, np.ndarray]):
         self.model.load_state_dict(state)
         self._live, self._recent, self._metrics = state["live"].copy(), state["recent"].copy(), {}
-        self._best_yield = float(state["best_yield"][0])
+        self._yield = state["yield"].copy()
 
 
 def _examples(prompts: Prompts, drawn: Batch) -> tuple[np.ndarray, np.ndarray]:
@@ -120,19 +113,22 @@ def features(prompts: Prompts, outcomes: np.ndarray, logprobs: np.ndarray) -> np
     return np.concatenate([first * (1.0 - known), first * known, against * known], axis=1)
 
 
-def best_yield(alive: np.ndarray, cost: int, live: float = 0.0, completions: float = 0.0) -> float:
+def _kept(prompts: Prompts, window: int) -> float:
+    """Share of what the batches before have shown that still counts beside a batch of these prompts."""
+    return max(1.0 - len(prompts) / window, 0.0)
+
+
+def best_yield(alive: np.ndarray, cost: int) -> float:
     """
     The most live groups per completion that the best choice of groups to complete gives, for groups with one completion each.
 
-    Completing a group takes `cost` more completions. The k likeliest groups are completed, with the k that maximises
-    (live + sum of their probabilities) / (completions + groups + k·cost); they are also the groups whose probability is at
-    least cost · the result (Dinkelbach). NaN (no completion) is left out; 0 without groups.
+    Completing a group takes `cost` more completions. The groups whose probability is at least cost · the result are completed
+    (Dinkelbach). 0 without groups.
     """
-    forecasts = -np.sort(-alive[~np.isnan(alive)])
-    if not completions + len(forecasts):
+    if not len(alive):
         return 0.0
-    sums = live + np.cumsum([0.0, *forecasts])
-    return float((sums / (completions + len(forecasts) + cost * np.arange(len(sums)))).max())
+    sums = np.cumsum([0.0, *-np.sort(-alive)])
+    return float((sums / (len(alive) + cost * np.arange(len(sums)))).max())
 
 
 def needed_to_begin(elsewhere: float, group_size: int) -> float:

@@ -41,10 +41,6 @@ places: pairs of the place of a prompt and a number of further completions.
 """
 
 
-class Begun(Exception):  # noqa: N818 - a signal, no error
-    """Raised in place of completions where they were only to be begun."""
-
-
 class HTTPGeneration:
     """
     Generates with one or several vLLM servers, and keeps their weights those of the model in training.
@@ -53,6 +49,9 @@ class HTTPGeneration:
     methods. The weights go through a file system, so that neither vLLM nor CUDA is needed where the trainer runs. Only
     the main process talks to the servers; every method is called by all of them.
     """
+
+    class Begun(Exception):  # noqa: N818 - a signal, no error
+        """Raised in place of completions where they were only to be begun."""
 
     def __init__(
         self, model: nn.Module, accelerator: Accelerator, processing_class: PreTrainedTokenizerBase, args: Any
@@ -184,7 +183,7 @@ class HTTPGeneration:
         groups = self._groups(prompts, counts, f"{mode}/{self.batches[mode]}")
         if self._begins:
             self._on_main_process(lambda: self._begin(groups))
-            raise Begun
+            raise self.Begun
         self.batches[mode] += 1
         return self._on_main_process(lambda: self._complete(groups))
 
@@ -193,7 +192,7 @@ class HTTPGeneration:
         """
         Ask for the completions that the next call will want as soon as a group of this call says so. Whoever foresees wrongly loses
         time, and nothing else: a call gets what it asks for, whether that was under way or not. With `begins`, calls only begin
-        their requests and raise [`Begun`]; the same call later finds them under way.
+        their requests and raise [`HTTPGeneration.Begun`]; the same call later finds them under way.
         """
         self._foresight, self._begins = foresight, begins
         try:
