@@ -202,7 +202,10 @@ BAD_CONFIGS = {
     "controller_kwargs": {"kept": ([2.5, True, "4"], "a whole number")},
     "packing": (["no"], "true or false"),
     "vllm_server_kwargs": {"request_timeout": (["60"], "a number")},
-    "reward_range": ([[1.0, 0.0], [0.0], [0.0, NOT_FINITE[0]], ["0", "1"]], "two increasing, finite numbers|each item a number"),
+    "reward_range": (
+        [[1.0, 0.0], [0.0], [0.0, NOT_FINITE[0]], ["0", "1"]],
+        "two increasing, finite numbers|each item a number",
+    ),
     "max_tokens_per_micro_batch": ([0], r"in \[1, inf\)"),
     "selector": (["best"], "must be one of"),
     "loss_normalizer": (["rows"], "must be one of"),

@@ -87,4 +87,3 @@ def test_two_nodes_are_one_and_a_node_that_dies_ends_the_run_with_a_good_checkpo
     assert finish(start(nodes, steps=3), nodes) == 0, (nodes / "said.txt").read_text()
     first, second = torch.load(single / "weights.pt"), torch.load(nodes / "weights.pt")
     assert max(float((first[name] - second[name]).abs().max()) for name in first) < 1e-6
-
