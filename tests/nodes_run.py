@@ -19,6 +19,7 @@ def main(directory: Path, url: str, steps: int):
             strategy="gate",
             per_device_train_batch_size=12,
             max_steps=steps,
+            lr_scheduler_type="constant",
             save_strategy="steps",
             save_steps=1,
             telemetry=True,

@@ -32,7 +32,6 @@ from case_runs import leave, run_all
 from launches import on_processes
 from lze_trl import LZEGRPOTrainer
 from lze_trl.app.views import prompt_detail
-from lze_trl.job import RecipeError
 from lze_trl.job.recipe import parse_recipe
 from lze_trl.job.train import build_trainer
 from lze_trl.record import open_run
@@ -437,7 +436,7 @@ def test_a_recipe_names_tools_and_environments(tmp_path):
     trainer = of_recipe(environment_factory="agents.Scored")
     assert trainer.reward_func_names == ["accuracy_reward", "Scored"]
     with pytest.raises(
-        RecipeError, match=r"`tools: agents.ad` is no function or class of a module.* Did you mean 'add'"
+        ValueError, match=r"`tools: agents.ad` is no function or class of a module.* Did you mean 'add'"
     ):
         of_recipe(tools="agents.ad")
 
