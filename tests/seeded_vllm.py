@@ -17,13 +17,14 @@ EOS = 1
 class SeededVLLM(FakeVLLM):
     """
     Completions follow from the weights that are loaded, the prompt, the seed and the place in the group. `delays` are the
-    shortest and longest seconds that a request takes; with every `restart_every`-th request it loses its weights.
+    shortest and longest seconds that a request takes; with every `restart_every`-th request it loses its weights. With `by_loads`, the number
+    of loads stands for the weights: two processes have those of one up to rounding.
     """
 
-    def __init__(self, delays=(0.0, 0.0), restart_every: int = 0, **kwargs):
+    def __init__(self, delays=(0.0, 0.0), restart_every: int = 0, by_loads: bool = False, **kwargs):
         tokenizer = tiny.tokenizer()
         kwargs |= {"tokens": lambda text: tokenizer(text)["input_ids"], "vocab_size": len(tokenizer)}
-        self.delays, self.restart_every = delays, restart_every
+        self.delays, self.restart_every, self.by_loads = delays, restart_every, by_loads
         self.weights, self.versions = "", []  # content hash; of each request for completions
         self.order: list[tuple[str, int]] = []  # ("begun" or "ended", n) of each request
         self._rng, self._guard = random.Random(), threading.Lock()
@@ -33,7 +34,10 @@ class SeededVLLM(FakeVLLM):
         if path == "/collective_rpc":
             files = sorted(Path(body["kwargs"]["weights_path"]).glob("*.safetensors"))
             self.weights = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
-        return super()._outcome(path, body, fault)
+        status, content = super()._outcome(path, body, fault)
+        if path == "/collective_rpc" and self.by_loads:
+            self.weights = str(self.loads)
+        return status, content
 
     def _complete(self, body, fault):
         if "prompt_logprobs" in body:

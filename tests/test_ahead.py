@@ -6,9 +6,12 @@ import shutil
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from transformers import TrainerCallback
 
+import nodes_run
 import tiny
+from launches import on_processes
 from lze_trl import LZEGRPOTrainer
 from lze_trl.engine import Engine
 from lze_trl.record import open_run
@@ -162,6 +165,21 @@ def test_a_resumed_run_is_the_uninterrupted_one(serve, tmp_path, at):
             shutil.rmtree(checkpoint)
     resumed = train(tmp_path / "resumed", [serve()], resume=True, **settings)
     assert_same(told(resumed), told(whole))
+
+
+def overlapped(directory, url, size):
+    """A process of a run with overlap. A gate would draw a group more where two processes cannot share its round evenly."""
+    settings = {"strategy": "exact", "generation_batch_size": 24, "overlap": "one_step", "save_steps": 3}
+    nodes_run.main(directory, url, 6, per_device_train_batch_size=size, **settings)
+
+
+def test_two_processes_overlap_as_one(serve, tmp_path):
+    for count in (1, 2):
+        directory = tmp_path / str(count)
+        server = serve(delays=(0.0, 0.1), by_loads=True)
+        on_processes(count, tmp_path / f"{count}.log", overlapped, directory, server.url, 24 // count)
+    one, two = (torch.load(tmp_path / str(count) / "weights.pt") for count in (1, 2))
+    assert max(float((one[name] - two[name]).abs().max()) for name in one) < 1e-6
 
 
 def test_evaluation_waits_for_what_is_under_way(serve, tmp_path):
