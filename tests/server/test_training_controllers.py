@@ -40,8 +40,8 @@ def test_selectors_and_controllers(server, models, tmp_path, controller, selecto
         **over_http(server),
         **settings,
     )
-    pool, sent = trainer.vllm_generation.pool, []
-    complete = pool.complete
+    generation, sent = trainer.vllm_generation, []
+    complete = generation._complete
 
     def watched(groups):
         counts = Counter()
@@ -50,9 +50,9 @@ def test_selectors_and_controllers(server, models, tmp_path, controller, selecto
         sent.append(counts)
         return complete(groups)
 
-    pool.complete = watched
+    generation._complete = watched
     trainer.train()
     assert_laws([trainer.record()], controller, settings)
-    # In every round exactly the active prompts were sent, each with its number
+    # Every round got the completions of exactly the active prompts, each with its number
     assert sent == [Counter(prompt for prompt, _ in entry["rows"]) for entry in trainer.rounds]
     assert max(difference.mean for difference in trainer.vllm_generation.differences.values()) < 1e-3

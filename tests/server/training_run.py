@@ -64,6 +64,7 @@ def run(directory: Path, name: str, settings: dict):
         "trained": trainer.ledger.rows_trained / trainer.ledger.rows_rolled_out,
         "pruned": trainer.ledger.visits_skipped,
         "steps": trainer.state.global_step,
+        "skipped": trainer.ledger.skipped_updates,
     }
     (directory / f"{name}.{trainer.accelerator.process_index}.json").write_text(json.dumps(result))
     trainer.accelerator.wait_for_everyone()
