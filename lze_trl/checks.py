@@ -109,6 +109,7 @@ def _of_settings(args: LZEGRPOConfig) -> Contradictions:
     corrects = http and args.loss_type == "vespo" and args.vllm_importance_sampling_correction
     allowed = ("token_truncate", "token_mask")  # TRL's own check only sees its own engine
     return [
+        (args.alive == "outcome" and args.pass_reward in (None, "total"), "`alive='outcome'` is about a named reward. Set `pass_reward` to that of right answers, or leave `alive` unset."),
         (graded and args.pass_threshold is not None, "`reward_range` grades outcomes, and `pass_threshold` makes them passes and fails. Set one of them."),
         (graded and str(args.controller).startswith("reinforce_ada"), f"`controller={args.controller!r}` counts passes. Set a `pass_threshold` instead of `reward_range`."),
         (args.self_play["advantage_statistics"] != "scored" and not reinforce, f"`advantage_statistics` is of REINFORCE++, not of `advantage_estimator={by}`. Leave it unset."),

@@ -101,6 +101,10 @@ class LZEGRPOConfig(GRPOConfig):
         reward_range (`list[float]`, *optional*):
             Lowest and highest reward that graded outcomes are scaled from; rewards outside are clipped. Defaults to the
             range of the last 100 rounds of completions.
+        alive (`str`, *optional*, defaults to `"total"`):
+            Which groups can be trained on: those whose `"total"` rewards differ, which alone leaves plain GRPO's gradient as it is, or
+            with a `pass_reward` those whose `"outcome"` by it differs. A shaped total (length, format) differs in nearly every group,
+            also where all answers are wrong; then little but the shaping is learned there.
         environment_timeout (`float`, *optional*):
             Seconds that `reset`, a tool or `get_reward` of an environment may take. An episode that takes longer, whose `reset`
             or `get_reward` raises, or which loses its server, gets no reward and is left out; three in a row of one prompt end
@@ -209,6 +213,7 @@ class LZEGRPOConfig(GRPOConfig):
     pass_reward: str | None = None
     pass_threshold: float | None = None
     reward_range: list[float] | None = None
+    alive: Literal["total", "outcome"] = "total"
     environment_timeout: float | None = None
     pruning: Literal["none", "skip", "refill", None] = None
     planner: Literal[*PLANNERS, None] = None  # type: ignore[valid-type]

@@ -104,6 +104,27 @@ def test_dropping_dead_groups_is_the_full_batch(tmp_path, name, scale):
     assert distance(ours, theirs) < 1e-5
 
 
+def only_where_right_and_wrong_differ(prompts, completions, **kwargs):
+    """`tiny.digit_reward` and `error_reward` together, and 0 for the groups of which every answer, or none, is right."""
+    right, shaped = tiny.digit_reward(completions), error_reward(completions)
+    mixed = {prompt for prompt in prompts if len({r for p, r in zip(prompts, right, strict=True) if p == prompt}) > 1}
+    return [r + e if p in mixed else 0.0 for p, r, e in zip(prompts, right, shaped, strict=True)]
+
+
+def test_alive_by_outcome_is_plain_grpo_without_the_shaping_of_the_other_groups(tmp_path):
+    both = {"reward_funcs": [tiny.digit_reward, error_reward]}
+    named = {"alive": "outcome", "pass_reward": "digit_reward", "strategy": "exact"}
+    ours = make(LZEGRPOTrainer, tmp_path / "ours", both, **named)
+    theirs = make(GRPOTrainer, tmp_path / "theirs", {"reward_funcs": only_where_right_and_wrong_differ})
+    by_total = make(LZEGRPOTrainer, tmp_path / "total", both, strategy="exact")
+    for trainer in (ours, theirs, by_total):
+        trainer.train()
+    assert 0 < ours.ledger.rows_trained < by_total.ledger.rows_trained
+    assert distance(ours, theirs) < 1e-5 < 1e-3 < distance(by_total, theirs)
+    with pytest.raises(ValueError, match="Set `pass_reward`"):
+        make(LZEGRPOTrainer, tmp_path / "unnamed", both, alive="outcome")
+
+
 # ---- Nothing with an advantage is dead ----
 
 

@@ -137,7 +137,7 @@ class Advice:
             elif dead <= 1.0 - _MOST and without - dead >= _MOST:
                 said[f"shaping.{i}"] = (
                     f"{without - dead:.0%} of the groups of the last {batches} were alive only because `{name}` differed within "
-                    "them. Give it the weight 0 in `reward_weights`, unless it is what you want to train."
+                    "them. Give it the weight 0 in `reward_weights`, or set `alive: outcome` with `pass_reward`, unless it is what you want to train."
                 )
         return said
 

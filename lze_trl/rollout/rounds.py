@@ -272,7 +272,8 @@ class Rounds:
             absent = unsettled(rewards_per_func, weights, of_groups)
             totals[absent] = compared[absent] = torch.nan
         total, signal, per_func = (x.double().cpu().numpy() for x in (totals, compared, rewards_per_func))
-        return {"scores": self.rule.scores(per_func, total), "rewards": total, "signals": signal}
+        scores = self.rule.scores(per_func, total)
+        return {"scores": scores, "rewards": total, "signals": scores if self.args.alive == "outcome" else signal}
 
     def _observe(self, scores: np.ndarray):
         """Enter the scores of new completions into the range of the run."""
