@@ -202,12 +202,13 @@ class HTTPGeneration:
 
     def give_up(self):
         """Give up what was begun, or foreseen, and is not wanted any more."""
-        serving, self._serving, self._ahead = self._serving, None, {}
+        serving, self._serving = self._serving, None
         if serving is not None:
             serving.close()
         if self._follower is not None:
             self._follower.join()
             self._follower = None
+        self._ahead = {}
 
     def _begin(self, groups: list[Group]):
         self.give_up()

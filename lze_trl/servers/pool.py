@@ -2,14 +2,16 @@
 
 import asyncio
 import logging
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, as_completed
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx2
-from anyio.from_thread import start_blocking_portal
+from anyio.from_thread import BlockingPortal, start_blocking_portal
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_delay, wait_fixed
 
 from .client import Completion, Identity, ServerError, Snapshot, VLLMServer, open_client
@@ -58,7 +60,8 @@ class Serving:
         self._open: set[Job] = set()
         self._failure: BaseException | None = None
         self._ended = False
-        self._context = start_blocking_portal()
+        self._closing = threading.Lock()  # one thread may ask for more while another closes
+        self._context: AbstractContextManager[BlockingPortal] | None = start_blocking_portal()
         self._portal = self._context.__enter__()
         self._end = self._portal.start_task_soon(self._run, serve)
 
@@ -76,7 +79,11 @@ class Serving:
     def submit(self, send: Send) -> Job:
         """Send a request as soon as a server takes it; the job has its result, or the error that ended all requests."""
         job = Job(send)
-        self._portal.call(self._add, job)
+        with self._closing:
+            if self._context is None:
+                self.answer(job, failure=CancelledError("These requests were given up."))
+            else:
+                self._portal.call(self._add, job)
         return job
 
     async def _add(self, job: Job):
@@ -107,8 +114,11 @@ class Serving:
 
     def close(self):
         """Give up what is under way."""
-        self._end.cancel()
-        self._context.__exit__(None, None, None)
+        with self._closing:
+            context, self._context = self._context, None
+        if context is not None:
+            self._end.cancel()
+            context.__exit__(None, None, None)
 
     def __enter__(self) -> "Serving":
         return self
