@@ -24,7 +24,7 @@ class World:
         self.rng = np.random.default_rng(seed)
         self.rates = self.rng.beta(0.15, 0.15, prompts)
         self.state = PromptState(StateSettings(group_size=SIZE, alone=alone))
-        self.controller = Gate(SIZE, explore)
+        self.controller = Gate(SIZE, explore, control=0.0)
         self.forget()
         self._next = np.empty(0, dtype=np.int64)
 
@@ -203,7 +203,7 @@ def test_where_all_groups_are_alike_all_are_drawn_to_their_end(p):
 
 
 def test_it_draws_one_then_the_others_and_nothing_after():
-    rng, controller = np.random.default_rng(0), Gate(4, explore=1e-9, recheck=0.0)
+    rng, controller = np.random.default_rng(0), Gate(4, explore=1e-9, recheck=0.0, control=0.0)
     prompts = prompts_of(
         4, alive=[0.4, 0.4, 0.4, 0.01], alive_given_first=[0.1, 0.8, 0.1, NAN], alive_needed=[0.2] * 4
     )
@@ -219,7 +219,7 @@ def test_those_that_would_be_left_go_on_at_random_as_often_as_set():
     unlikely = np.where(np.arange(count) == 0, 1.0, 1e-9)
     prompts = prompts_of(count, alive=unlikely, alive_given_first=unlikely, alive_needed=np.full(count, 0.1))
     drawn = rollouts({i: [1.0] for i in range(count)})
-    gate = Gate(2, explore=0.2, recheck=0.1)
+    gate = Gate(2, explore=0.2, recheck=0.1, control=0.0)
     for round, share in [(0, 0.1), (1, 0.2)]:
         goes_on = gate.draw(round, prompts, drawn, np.random.default_rng(0)) > 0
         assert goes_on[0]
