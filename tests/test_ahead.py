@@ -45,6 +45,8 @@ def train(directory, servers, resume=False, callbacks=(), rollout_func=None, **s
         "vllm_server_kwargs": {"sync_tolerance": 100.0, "sync_dir": str(directory / "sync")},
         "telemetry": True,
     }
+    if "strategy" not in settings:
+        own["controller_kwargs"] = {"control": 0.0}  # in two rounds from the first batch on
     trainer = LZEGRPOTrainer(
         model=tiny.model(),
         processing_class=tiny.tokenizer(),

@@ -11,6 +11,7 @@ from lze_trl.batch import Batch
 from lze_trl.memory.state import PromptState, StateSettings
 from lze_trl.memory.threshold import Threshold, best_yield, needed_to_begin
 from lze_trl.rollout.controllers import Gate, ask
+from lze_trl.rollout.payoff import Guard, gated
 from samples import NAN, prompts_of, rollouts
 
 
@@ -20,11 +21,13 @@ SIZE = 6
 class World:
     """Prompts with true pass rates; a policy that is sure of its answer, right or wrong, has log-probs near 0."""
 
-    def __init__(self, prompts: int = 2000, seed: int = 0, explore: float = 0.05, alone: bool = False):
+    def __init__(
+        self, prompts: int = 2000, seed: int = 0, explore: float = 0.05, alone: bool = False, control: float = 0.0
+    ):
         self.rng = np.random.default_rng(seed)
         self.rates = self.rng.beta(0.15, 0.15, prompts)
         self.state = PromptState(StateSettings(group_size=SIZE, alone=alone))
-        self.controller = Gate(SIZE, explore, control=0.0)
+        self.controller, self.guard = Gate(SIZE, explore, control=control), Guard(on=control > 0)
         self.forget()
         self._next = np.empty(0, dtype=np.int64)
 
@@ -47,17 +50,31 @@ class World:
         outcomes = (self.rng.random(len(group)) < self.rates[ids][group]).astype(np.float64)
         entropy = 1e-3 + 4.0 * self.rates[ids] * (1.0 - self.rates[ids])
         whole = _batch(ids, group, outcomes, -entropy[group] * self.rng.exponential(2.0, len(group)))
-        prompts = self.state.prompts(ids)
-        begun = ask(self.controller, 0, prompts, whole, self.rng)
-        assert set(begun) <= {0, 1}
+        lots = self.rng.random(count) if self.guard.on else np.ones(count)
+        none, unsure = np.zeros(count, dtype=bool), np.ones(count)
+        prompts = self.guard.told(self.state.prompts(ids), lots, unsure)
+        begins, begun = (
+            self.controller.chances(0, prompts, whole),
+            ask(self.controller, 0, prompts, whole, self.rng),
+        )
         if not begun.any():
             return
-        none = np.zeros(count, dtype=bool)
+        if self.guard.draws_whole:
+            assert set(begun) == {SIZE}
+            self.guard.see(whole, *gated(self.controller, self.state, whole, unsure, None), SIZE)
+            self._count(whole, unsure, ~none, unsure)
+            self.state.visit(whole, unsure)
+            return
+        assert set(begun) <= {0, 1}
+        begins = np.where(begun > 0, begins, 0.0)
         first = _some(whole, none, begun > 0)
-        prompts = self.state.prompts(ids, first)
+        prompts = self.guard.told(self.state.prompts(ids, first), lots, begins)
         chances = self.controller.chances(1, prompts, first)
         goes_on = ask(self.controller, 1, prompts, first, self.rng)
         assert set(goes_on) <= {0, SIZE - 1}
+        finished = np.where(goes_on > 0, chances, 0.0)
+        drawn = _some(whole, goes_on > 0, begun > 0)
+        self.guard.see(drawn, *gated(self.controller, self.state, drawn, begins, finished), SIZE)
         whole, prompts = _of(whole, begun > 0), prompts.take(begun > 0)
         chances, goes_on = chances[begun > 0], goes_on[begun > 0]
         self._count(whole, prompts.alive_given_first, goes_on > 0, chances)
@@ -102,7 +119,7 @@ def test_a_completion_yields_more_live_groups_than_without_a_gate(alone):
     told = []
     for _ in range(60):
         world.visit()
-        told.append(world.state.gate.metrics()["gate_live_kept"])
+        told.append(world.guard.metrics()["gate_live_kept"])
     assert world.gain > 1.5
     assert world.expected / world.live == pytest.approx(1.0, abs=0.1)  # it is calibrated, also where it stops groups
     # It tells itself what it keeps, without having seen what it stopped

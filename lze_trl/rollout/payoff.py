@@ -5,8 +5,10 @@ import logging
 import numpy as np
 import pandas as pd
 
-from ..batch import Batch
+from ..batch import Batch, Prompts
 from ..memory.regression import SCORE_MEMORY
+from ..memory.state import PromptState
+from .controllers import Gate
 
 
 logger = logging.getLogger(__name__)
@@ -14,7 +16,8 @@ logger = logging.getLogger(__name__)
 TO_STOP, TO_GO_ON = 10.0, 20.0
 """Capital from which the guard stops the gate, and lets it go on: a closer look costs a batch or two, a gate that does not pay many."""
 _BETS = 0.9 * 0.5 ** np.arange(7)  # share of the capital that one group can lose
-_NAMES = ("live", "signal", "tokens", "completions")
+_RECENT = 128  # prompts on which λ rests
+_NAMES = ("live", "signal", "tokens")
 
 
 class Guard:
@@ -34,7 +37,14 @@ class Guard:
     def __init__(self, on: bool = True):
         self.on, self.draws_whole = on, on
         self._gate, self._uniform = np.zeros(len(_NAMES)), np.zeros(len(_NAMES))  # decayed totals
+        self._recent = np.zeros(2)  # decayed: live groups, and completions, of which λ is made
         self._capital = np.ones(len(_BETS))  # one for each bet, since the last change
+
+    def told(self, prompts: Prompts, lots: np.ndarray, begun: np.ndarray) -> Prompts:
+        """What a gate goes by: its prompts, with a random number and the probability of having been `begun` (0: it was not) of each."""
+        columns = {"lot": lots, "begin_chance": np.where(begun > 0, begun, 1.0)}
+        needed = np.full(len(prompts), -np.inf) if self.draws_whole else prompts.alive_needed
+        return prompts.with_columns(alive_needed=needed, **columns)
 
     def see(self, drawn: Batch, seen: np.ndarray, begun: np.ndarray, whole: np.ndarray, size: int):
         """
@@ -46,13 +56,13 @@ class Guard:
         completions = begun + (size - 1) * whole
         # λ rests on what was certain in this batch: chance decides about the others
         counts = np.array([live[certain].sum(), completions[certain].sum() + begun[~certain].sum()])
-        counts += self._gate[[_NAMES.index("live"), _NAMES.index("completions")]]
-        per_completion = counts[0] / counts[1] if counts[1] else 0.0
+        self._recent = max(1.0 - len(seen) / _RECENT, 0.0) * self._recent + counts
+        per_completion = self._recent[0] / max(self._recent[1], 1.0)
         lost, saved = live * (stands_for - whole), size - completions
         first, others = _tokens(drawn)
         worth = np.stack([live, live * _variances(drawn)])
-        gate = [*(worth @ whole), first @ begun + others @ whole, completions.sum()]
-        uniform = [*(worth @ stands_for), (first + others) @ stands_for, float(size * len(seen))]
+        gate = [*(worth @ whole), first @ begun + others @ whole]
+        uniform = [*(worth @ stands_for), (first + others) @ stands_for]
         self._gate = SCORE_MEMORY * self._gate + np.array(gate)
         self._uniform = SCORE_MEMORY * self._uniform + np.array(uniform)
         self._bet(lost - per_completion * saved)
@@ -97,12 +107,31 @@ class Guard:
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Totals, capital and belief."""
-        return {"gate": self._gate, "uniform": self._uniform, "capital": self._capital, "whole": np.array([self.draws_whole])}
+        totals = {"gate": self._gate, "uniform": self._uniform, "recent": self._recent}
+        return totals | {"capital": self._capital, "whole": np.array([self.draws_whole])}
 
     def load_state_dict(self, state: dict[str, np.ndarray]):
         """Continue from a checkpoint; a run without a guard lets the gate decide."""
-        self._gate, self._uniform, self._capital = (state[name].copy() for name in ("gate", "uniform", "capital"))
+        self._gate, self._uniform, self._recent = (state[name].copy() for name in ("gate", "uniform", "recent"))
+        self._capital = state["capital"].copy()
         self.draws_whole = self.on and bool(state["whole"][0])
+
+
+def gated(
+    gate: Gate, state: PromptState, drawn: Batch, begun: np.ndarray, finished: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """
+    What [`Guard.see`] is told of each prompt. `begun` and `finished`, shape `(P,)`, are the probabilities with which prompts were begun and
+    groups completed, 0 where they were not; without the latter all groups were drawn whole, and the gate is asked what it would have done.
+    """
+    if finished is not None:
+        return begun * finished, (drawn.sizes > 0).astype(np.float64), (finished > 0).astype(np.float64)
+    prompts = state.prompts(drawn.prompt_ids)
+    begins = np.asarray(gate.chances(0, prompts, drawn))
+    rows = np.unique(drawn.group, return_index=True)[1]
+    first = drawn.take(rows[begins[drawn.group[rows]] == 1.0])
+    prompts = state.prompts(drawn.prompt_ids, first).with_columns(begin_chance=begins)
+    return np.ones(len(begins)), begins, begins * np.asarray(gate.chances(1, prompts, first))
 
 
 def _tokens(drawn: Batch) -> np.ndarray:

@@ -25,7 +25,7 @@ from ..seeding import keyed_rng
 from .ahead import LookAhead
 from .controllers import Gate, RolloutController, ask, ask_chances, ask_more
 from .estimates import mean_over_full_batch, represented
-from .payoff import Guard
+from .payoff import Guard, gated
 from .settling import settle, unsettled, with_columns
 from .signals import signals, total_rewards
 from .uniform import uniform_sample
@@ -140,12 +140,9 @@ class Rounds:
 
     def known(self, pending: Pending, drawn: Batch) -> Prompts:
         """What is known of the prompts of a batch once completions are `drawn`, and what its guard wants."""
-        prompts, count = self.state.prompts(drawn.prompt_ids, drawn), drawn.num_groups
+        count = drawn.num_groups
         begun = np.ones(count) if pending.begun is None else _padded(pending.begun, count, 1.0)
-        columns = {"lot": _padded(pending.lots, count, 1.0), "begin_chance": np.where(begun > 0, begun, 1.0)}
-        if self.guard.draws_whole:
-            columns["alive_needed"] = np.full(count, -np.inf)
-        return prompts.with_columns(**columns)
+        return self.guard.told(self.state.prompts(drawn.prompt_ids, drawn), _padded(pending.lots, count, 1.0), begun)
 
     def _collect(self, pending: Pending, engine: Any) -> Batch:
         """
@@ -236,8 +233,8 @@ class Rounds:
             None if columns[name] is None else _padded(columns[name], count, 1.0)
             for name in ("chances", "begun", "finished")
         )
-        if isinstance(self.controller, Gate):
-            self.guard.see(batch, *self._gated(batch, self.controller, begun, finished), self.controller.group_size)
+        if isinstance(self.controller, Gate) and begun is not None:
+            self.guard.see(batch, *gated(self.controller, self.state, batch, begun, finished), self.controller.group_size)
         remembered = self.state.mean_scores(batch.prompt_ids[first == 0])
         sample = uniform_sample(batch, given, finished, remembered)
         weights = np.ones(count) if begun is None else represented(np.ones(count), begun)
@@ -251,19 +248,6 @@ class Rounds:
             weights = represented(weights, finished[has_rows])
         batch.facts |= {"uniform": sample, "mean_tokens": mean}
         return batch.with_prompts(weights=weights)
-
-    def _gated(
-        self, batch: Batch, gate: Gate, begun: np.ndarray | None, finished: np.ndarray | None
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """What [`Guard.see`] asks of each prompt: how likely it was seen whole, and what the gate has drawn, or would have."""
-        if begun is not None and finished is not None:
-            return begun * finished, (batch.sizes > 0).astype(np.float64), (finished > 0).astype(np.float64)
-        prompts = self.state.prompts(batch.prompt_ids)
-        begins = np.asarray(gate.chances(0, prompts, batch))
-        rows = np.unique(batch.group, return_index=True)[1]
-        first = batch.take(rows[begins[batch.group[rows]] == 1.0])
-        prompts = self.state.prompts(batch.prompt_ids, first).with_columns(begin_chance=begins)
-        return np.ones(len(begins)), begins, begins * np.asarray(gate.chances(1, prompts, first))
 
     def _extended(self, pending: Pending, drawn: Batch, wanted: int) -> Plan:
         """The plan, with further prompts if the controller wants them."""
