@@ -64,7 +64,11 @@ GUARDED = SETTINGS | {
     "controller": "gate",
     "selector": "zero_variance",
     "num_generations": 3,
-    "controller_kwargs": {"control": 0.2, "explore": 0.2, "recheck": 1.0},  # an even number of completions in each round
+    "controller_kwargs": {
+        "control": 0.2,
+        "explore": 0.2,
+        "recheck": 1.0,
+    },  # an even number of completions in each round
     "reward": "half_reward",
     "max_steps": 12,
 }

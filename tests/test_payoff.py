@@ -62,7 +62,9 @@ def test_each_group_is_seen_whole_as_often_as_its_chances_say(explore, recheck):
 def test_controls_are_drawn_whole_whatever_is_forecast():
     lots = np.array([0.01, 0.99])
     for forecast in (0.0, 1.0):
-        prompts = prompts_of(2, alive=[forecast] * 2, alive_given_first=[forecast] * 2, alive_needed=[0.5] * 2, lot=lots)
+        prompts = prompts_of(
+            2, alive=[forecast] * 2, alive_given_first=[forecast] * 2, alive_needed=[0.5] * 2, lot=lots
+        )
         gate, first = Gate(4, explore=1e-9, recheck=0.0), rollouts({0: [1.0], 1: [1.0]})
         draws = [gate.draw(round, prompts, first, np.random.default_rng(0)).tolist() for round in (0, 1)]
         assert draws == [[1, int(forecast)], [3, 3 * int(forecast)]]
@@ -91,7 +93,9 @@ def test_what_the_gate_keeps_and_costs_is_estimated_without_bias():
     live = third * np.array([1 / 3, 1.0, 3 / 4])
     tokens = np.array([30 * (0.1 + 3 * 0.1), 10 * (1 + 3 * 0.05), 40.0]).sum() / np.array([120.0, 40.0, 40.0]).sum()
     assert told["gate_live_kept"] == pytest.approx(chances @ live / live.sum(), rel=0.03)
-    assert told["gate_signal_kept"] == pytest.approx(told["gate_live_kept"], rel=1e-9)  # all live groups have one variance
+    assert told["gate_signal_kept"] == pytest.approx(
+        told["gate_live_kept"], rel=1e-9
+    )  # all live groups have one variance
     assert told["gate_price"] == pytest.approx(tokens / (chances @ live / live.sum()), rel=0.03)
 
 
@@ -106,9 +110,7 @@ def batches(guard: Guard, live_stopped: float, seed: int, most: int, prompts: in
     for batch in range(1, most + 1):
         live = rng.random(prompts) < np.where(kept, 0.5, live_stopped)
         drawn = np.ones(prompts, dtype=bool) if before else rng.random(prompts) < whole
-        outcomes = {
-            i: [float(live[i]), *[0.0] * (SIZE - 1)] if drawn[i] else [0.0] for i in range(prompts)
-        }
+        outcomes = {i: [float(live[i]), *[0.0] * (SIZE - 1)] if drawn[i] else [0.0] for i in range(prompts)}
         by_gate = whole if before else drawn * 1.0
         guard.see(rollouts(outcomes), np.where(drawn, 1.0 if before else whole, 0.0), np.ones(prompts), by_gate, SIZE)
         if guard.draws_whole != before:

@@ -197,7 +197,9 @@ class Gate(SubsamplingController):
         if not 0 <= self.recheck <= 1:
             raise ValueError(f"`recheck` must be in [0, 1], got {self.recheck}.")
         if not 0 <= self.control < 1:
-            raise ValueError(f"`control` must be in [0, 1), got {self.control}. Use 0.05, or 0 for a gate without a guard.")
+            raise ValueError(
+                f"`control` must be in [0, 1), got {self.control}. Use 0.05, or 0 for a gate without a guard."
+            )
 
     def chances(self, round: int, prompts: Prompts, drawn: Batch) -> np.ndarray | None:
         if round > 1 or (round == 1 and draws_whole(prompts)):

@@ -87,7 +87,8 @@ class Guard:
             )
         else:
             logger.warning(
-                "The gate pays: live groups cost %.2f × the tokens that they cost without it. It decides from here on.", self.price
+                "The gate pays: live groups cost %.2f × the tokens that they cost without it. It decides from here on.",
+                self.price,
             )
 
     @property

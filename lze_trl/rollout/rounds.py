@@ -234,7 +234,9 @@ class Rounds:
             for name in ("chances", "begun", "finished")
         )
         if isinstance(self.controller, Gate) and begun is not None:
-            self.guard.see(batch, *gated(self.controller, self.state, batch, begun, finished), self.controller.group_size)
+            self.guard.see(
+                batch, *gated(self.controller, self.state, batch, begun, finished), self.controller.group_size
+            )
         remembered = self.state.mean_scores(batch.prompt_ids[first == 0])
         sample = uniform_sample(batch, given, finished, remembered)
         weights = np.ones(count) if begun is None else represented(np.ones(count), begun)
