@@ -17,7 +17,6 @@ TO_STOP, TO_GO_ON = 10.0, 20.0
 """Capital from which the guard stops the gate, and lets it go on: a closer look costs a batch or two, a gate that does not pay many."""
 _BETS = 0.9 * 0.5 ** np.arange(7)  # share of the capital that one group can lose
 _RECENT = 128  # prompts on which λ rests
-_NAMES = ("live", "signal", "tokens")
 
 
 class Guard:
@@ -36,7 +35,7 @@ class Guard:
 
     def __init__(self, on: bool = True):
         self.on, self.draws_whole = on, on
-        self._gate, self._uniform = np.zeros(len(_NAMES)), np.zeros(len(_NAMES))  # decayed totals
+        self._gate, self._uniform = np.zeros(3), np.zeros(3)  # decayed: live groups, their signal, tokens
         self._recent = np.zeros(2)  # decayed: live groups, and completions, of which λ is made
         self._capital = np.ones(len(_BETS))  # one for each bet, since the last change
 
@@ -88,23 +87,16 @@ class Guard:
         else:
             logger.warning(
                 "The gate pays: live groups cost %.2f × the tokens that they cost without it. It decides from here on.",
-                self.price,
+                self.metrics()["gate_price"],
             )
-
-    @property
-    def price(self) -> float:
-        """Tokens for each live group with the gate / without it, of the latest batches; NaN without live groups."""
-        gate, uniform = (dict(zip(_NAMES, totals, strict=True)) for totals in (self._gate, self._uniform))
-        cost = gate["tokens"] * uniform["live"]
-        return cost / (uniform["tokens"] * gate["live"]) if cost and gate["live"] else np.nan
 
     def metrics(self) -> dict[str, float]:
         """Whether the gate decides, and of the latest batches what it keeps and costs; empty without a gate."""
         if not self._uniform.any():
             return {}
-        kept = dict(zip(_NAMES, self._gate / np.where(self._uniform, self._uniform, np.nan), strict=True))
-        told = {"gate_live_kept": kept["live"], "gate_signal_kept": kept["signal"], "gate_price": self.price}
-        return {"guard": float(not self.draws_whole)} | {name: value for name, value in told.items() if value == value}
+        live, signal, tokens = np.divide(self._gate, self._uniform, out=np.zeros(3), where=self._uniform > 0).tolist()
+        told = {"gate_live_kept": live, "gate_signal_kept": signal, "gate_price": tokens / live} if live else {}
+        return {"guard": float(not self.draws_whole)} | told
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Totals, capital and belief."""
