@@ -239,8 +239,10 @@ def compared(exact: dict[str, Any], gate: dict[str, Any]) -> dict[str, float]:
         "tokens": gate["tokens"][-1] / exact["tokens"][-1],
         "at_equal_tokens": 100.0 * (mine[-1] - np.interp(gate["tokens"][-1], exact["tokens"], theirs)),
         "price": gate["tokens"][-1] / exact["tokens"][first[0] if len(first) else -1],
-        "first": 1.0 + decided.index(True) if any(decided) else np.inf,
+        "first": 1.0 + decided.index(True) if any(decided) else np.nan,
         "decided": float(np.mean(decided)),
+        "live": gate["gate_live_kept"][-1],
+        "signal": gate["gate_signal_kept"][-1],
         "stops": float(sum(before and not after for before, after in pairwise(decided))),
         "dead": float(np.mean(exact["dead_share"])),
     }
@@ -259,6 +261,8 @@ def markdown(results: Sequence[dict[str, Any]]) -> str:
         "at_equal_tokens": ("after as many tokens", "{:+.1f}"),
         "tokens": ("tokens × of as many steps", "{:.2f}"),
         "price": ("price of its accuracy, tokens ×", "{:.2f}"),
+        "live": ("live groups kept, last 20 batches", "{:.0%}"),
+        "signal": ("of their signal", "{:.0%}"),
         "first": ("first batch in which the gate decides", "{:.0f}"),
         "decided": ("batches in which it decides", "{:.0%}"),
         "stops": ("times it was stopped", "{:.0f}"),
@@ -275,7 +279,7 @@ def markdown(results: Sequence[dict[str, Any]]) -> str:
     return "\n\n".join(["# The gate and its guard", about, made, table(header, rows)])
 
 
-def main():
+def main(arguments: Sequence[str] | None = None):
     """Entry point of `python -m benchmarks.guard`."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.guard", description=__doc__.splitlines()[1])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
@@ -283,7 +287,7 @@ def main():
     parser.add_argument("--scenarios", nargs="+", choices=list(SCENARIOS), default=list(SCENARIOS))
     parser.add_argument("--output", type=Path, default=OUTPUT)
     parser.add_argument("--report_only", action="store_true")
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
     runs = [Run(name, arm, seed, given.steps) for seed in given.seeds for name in given.scenarios for arm in ARMS]
     if given.report_only:
         runs = [run for run in runs if (given.output / run.name).is_file()]
