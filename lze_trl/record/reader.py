@@ -71,7 +71,7 @@ class Run:
         self._database = duckdb.connect(":memory:", config={"threads": 2, "memory_limit": "1GB"})
         # In the cache of the Hub, files are links to another folder
         folders = {f"{folder}{os.sep}" for folder in (self.directory, (self.directory / META_FILE).resolve().parent)}
-        self._database.execute(f"""SET parquet_metadata_cache = true; SET enable_progress_bar = false;
+        self._database.execute(f"""SET parquet_metadata_cache = true;
             SET allowed_directories = [{", ".join(map(_quoted, folders))}]; SET enable_external_access = false;
             SET lock_configuration = true""")
         self.refresh()
