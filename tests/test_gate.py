@@ -11,7 +11,7 @@ from lze_trl.batch import Batch
 from lze_trl.memory.state import PromptState, StateSettings
 from lze_trl.memory.threshold import Threshold, best_yield, needed_to_begin
 from lze_trl.rollout.controllers import Gate, ask
-from lze_trl.rollout.payoff import Guard, gated
+from lze_trl.rollout.payoff import GateGuard, gated
 from samples import NAN, prompts_of, rollouts
 
 
@@ -27,7 +27,7 @@ class World:
         self.rng = np.random.default_rng(seed)
         self.rates = self.rng.beta(0.15, 0.15, prompts)
         self.state = PromptState(StateSettings(group_size=SIZE, alone=alone))
-        self.controller, self.guard = Gate(SIZE, explore, control=control), Guard(on=control > 0)
+        self.controller, self.guard = Gate(SIZE, explore, control=control), GateGuard(on=control > 0)
         self.forget()
         self._next = np.empty(0, dtype=np.int64)
 

@@ -6,7 +6,7 @@ import pytest
 import tiny
 from lze_trl.batch import Batch
 from lze_trl.rollout.controllers import Gate, ask
-from lze_trl.rollout.payoff import TO_GO_ON, TO_STOP, Guard
+from lze_trl.rollout.payoff import TO_GO_ON, TO_STOP, GateGuard
 from samples import prompts_of, rollouts
 from test_controllers_training import HALF_DEAD, make, run, scripted
 from test_gate import SIZE, World
@@ -27,7 +27,7 @@ def test_without_a_control_the_gate_draws_as_it_would_alone():
         gate = Gate(SIZE, control=0.0)
         np.testing.assert_array_equal(gate.chances(round, prompts, drawn), chances)
         np.testing.assert_array_equal(gate.draw(round, prompts, drawn, np.random.default_rng(round)), expected)
-    assert not Guard(on=False).draws_whole
+    assert not GateGuard(on=False).draws_whole
 
 
 KINDS = {"unlikely": (0.0, 1.0), "stopped": (1.0, 0.0), "kept": (1.0, 1.0)}
@@ -38,7 +38,7 @@ def drawn_by(gate: Gate, count: int, rng: np.random.Generator):
     """For some prompts of each kind, in turn: chances of being begun and completed, 0 where they were not, and completions drawn."""
     alive, given = np.array([KINDS[name] for name in KINDS] * count).T
     lots, known = rng.random(len(alive)), {"alive": alive, "alive_needed": np.full(len(alive), 0.5)}
-    guard, none = Guard(on=False), rollouts({i: [] for i in range(len(alive))})
+    guard, none = GateGuard(on=False), rollouts({i: [] for i in range(len(alive))})
     prompts = guard.told(prompts_of(len(alive), **known), lots, np.ones(len(alive)))
     begun = ask(gate, 0, prompts, none, rng)
     begins = np.where(begun > 0, gate.chances(0, prompts, none), 0.0)
@@ -79,7 +79,7 @@ def test_what_the_gate_keeps_and_costs_is_estimated_without_bias():
     rng, gate, prompts = np.random.default_rng(1), Gate(4), 3 * 400
     kind, alive = np.arange(prompts) % 3, np.arange(prompts) // 3 % 12
     alive = np.select([kind == 0, kind == 1], [alive % 3 == 0, alive >= 0], alive % 4 > 0)
-    guard = Guard(on=False)
+    guard = GateGuard(on=False)
     for _ in range(60):
         begins, finished, sizes = drawn_by(gate, prompts // 3, rng)
         outcomes = {
@@ -103,7 +103,7 @@ def test_what_the_gate_keeps_and_costs_is_estimated_without_bias():
 # ---- When the gate is stopped, and goes on ----
 
 
-def batches(guard: Guard, live_stopped: float, seed: int, most: int, prompts: int = 32) -> int:
+def batches(guard: GateGuard, live_stopped: float, seed: int, most: int, prompts: int = 32) -> int:
     """Batches until the guard changes its mind, at most so many. Half of the groups are kept, and half of those alive; the others are stopped."""
     rng, before = np.random.default_rng(seed), guard.draws_whole
     kept = np.arange(prompts) % 2 == 0
@@ -127,8 +127,8 @@ def batches(guard: Guard, live_stopped: float, seed: int, most: int, prompts: in
     return most
 
 
-def stopped_guard(whole: bool) -> Guard:
-    guard = Guard()
+def stopped_guard(whole: bool) -> GateGuard:
+    guard = GateGuard()
     guard.draws_whole = whole
     return guard
 

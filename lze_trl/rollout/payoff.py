@@ -19,7 +19,7 @@ _BETS = 0.9 * 0.5 ** np.arange(7)  # share of the capital that one group can los
 _RECENT = 128  # prompts on which λ rests
 
 
-class Guard:
+class GateGuard:
     """
     Tests after every batch whether a gate pays, and has all groups drawn whole as long as it does not.
 
@@ -114,7 +114,7 @@ def gated(
     gate: Gate, state: PromptState, drawn: Batch, begun: np.ndarray, finished: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """
-    What [`Guard.see`] is told of each prompt. `begun` and `finished`, shape `(P,)`, are the probabilities with which prompts were begun and
+    What [`GateGuard.see`] is told of each prompt. `begun` and `finished`, shape `(P,)`, are the probabilities with which prompts were begun and
     groups completed, 0 where they were not; without the latter all groups were drawn whole, and the gate is asked what it would have done.
     """
     if finished is not None:

@@ -25,7 +25,7 @@ from ..seeding import keyed_rng
 from .ahead import LookAhead
 from .controllers import Gate, RolloutController, ask, ask_chances, ask_more
 from .estimates import mean_over_full_batch, represented
-from .payoff import Guard, gated
+from .payoff import GateGuard, gated
 from .settling import settle, unsettled, with_columns
 from .signals import signals, total_rewards
 from .uniform import uniform_sample
@@ -84,7 +84,7 @@ class Rounds:
     _told: bool = field(default=False, init=False)  # that there are no log-probabilities
 
     def __post_init__(self):
-        self.guard = Guard(on=isinstance(self.controller, Gate) and self.controller.control > 0)
+        self.guard = GateGuard(on=isinstance(self.controller, Gate) and self.controller.control > 0)
 
     def begin(self, plan: Plan, engine: Any, generation: int) -> Pending:
         """Ask for the first round of a plan."""
