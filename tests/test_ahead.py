@@ -88,7 +88,11 @@ def begun_early(server) -> int:
     return early
 
 
-@pytest.mark.parametrize("settings", [{}, {"strategy": "reinforce_ada", "scale_rewards": "none"}], ids=["gate", "ada"])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"controller_kwargs": {}}, {"strategy": "reinforce_ada", "scale_rewards": "none"}],
+    ids=["gate", "guarded", "ada"],
+)
 def test_timing_never_changes_a_result(serve, tmp_path, monkeypatch, settings):
     with monkeypatch.context() as patch:
         patch.setattr(Engine, "scores_alone", False)
