@@ -25,6 +25,9 @@ States of a prompt. A hopeless one had equal rewards at its last visit, not the 
 failed its re-check, and has not been fully correct since.
 """
 
+ORDERS = ("text", "state", "energy", "difficulty", "uncertainty", "momentum", "pass_rate", "first_pass_rate", "visits")
+"""What [`Run.prompts`] sorts by."""
+
 # One row per visited prompt: its latest visit, and sums over all visits
 _PROMPT_STATES = """CREATE OR REPLACE TABLE prompt_states AS WITH sums AS (
     SELECT prompt_id, max(generation) AS last_generation, max(step) AS last_step,
@@ -155,24 +158,30 @@ class Run:
         search: str | None = None,
         limit: int | None = None,
         prompt_id: int | None = None,
+        order: str = "-energy",
     ) -> pd.DataFrame:
         """
-        What is known of each visited prompt, or of one: columns of `prompt_states`, `text` and `columns`; the highest energy first.
+        What is known of each visited prompt, or of one: columns of `prompt_states`, `text` and `columns`.
 
         `state` is one of [`STATES`]. `search` finds prompts whose text or columns contain it, whatever the case, or whose id it is.
+        `order` is one of [`ORDERS`], the highest first with a `-` before it.
         """
         if state not in (*STATES, None):
             raise ValueError(f"`state` must be one of {list(STATES)} or `None`, got {state!r}.")
+        if (column := order.removeprefix("-")) not in ORDERS:
+            raise ValueError(f"`order` must be one of {list(ORDERS)}, with or without `-` before it, got {order!r}.")
+        by = f"{column} {'ASC' if column == order else 'DESC'} NULLS LAST, prompt_id"
+        texts = "JOIN (SELECT prompt_id, any_value(text) AS text FROM prompts GROUP BY ALL) USING (prompt_id)"
         condition, parameters = _found(search)
         # The page is cut before the texts are fetched: only its few rows are read in full
         query = f"""WITH page AS (
-                SELECT * FROM prompt_states
+                SELECT prompt_states.* FROM prompt_states {texts if column == "text" else ""}
                 WHERE {condition} AND state = coalesce(?, state) AND prompt_id = coalesce(?, prompt_id)
-                ORDER BY energy DESC NULLS LAST, prompt_id LIMIT ?
+                ORDER BY {by} LIMIT ?
             ), texts AS (
                 SELECT prompt_id, any_value(text) AS text, any_value(columns) AS columns FROM prompts
                 WHERE prompt_id IN (SELECT prompt_id FROM page) GROUP BY prompt_id
-            ) SELECT * FROM page LEFT JOIN texts USING (prompt_id) ORDER BY energy DESC NULLS LAST, prompt_id"""
+            ) SELECT * FROM page LEFT JOIN texts USING (prompt_id) ORDER BY {by}"""
         return self.sql(query, [*parameters, state, prompt_id, limit])
 
     def prompt_counts(self, search: str | None = None) -> dict[str, int]:
