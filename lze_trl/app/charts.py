@@ -1,7 +1,6 @@
 """The app's charts, as Plotly figures. Plotly interprets some HTML in labels, so text of a run is escaped."""
 
 from html import escape
-from textwrap import wrap
 from typing import Any
 
 import numpy as np
@@ -23,8 +22,8 @@ METRICS = {
     HELD_OUT: "held-out accuracy",
     "pass_rate": "pass rate (mean outcome)",
     "reward_mean": "reward",
-    "energy_mean": "mean energy",
     "dead": "share of dead groups",
+    "energy_mean": "mean energy",
 }
 """What [`comparison`] can show besides the metrics that the trainers have logged."""
 OVERVIEW_CHARTS = 5
@@ -115,7 +114,7 @@ def prompts(run: Run, frame: pd.DataFrame) -> go.Figure:
     """Energy of prompts, as of [`Run.prompts`](lze_trl.record.Run.prompts), over their pass rate."""
     outcome = outcome_name(run)
     figure = _figure("Energy of each prompt", outcome, showlegend=True, hovermode="closest")
-    texts = ["<br>".join(map(escape, wrap(short_text(row)[:150], 50))) for row in frame.to_dict("records")]
+    texts = [escape(short_text(row)[:80]) for row in frame.to_dict("records")]
     # Pass rates of groups take few values: prompts with the same one are spread a little
     spread = (frame["prompt_id"] % 101 / 100 - 0.5) * 0.04
     points = pd.DataFrame({"x": frame["pass_rate"].fillna(0.0) + spread, "energy": frame["energy"], "text": texts})
@@ -156,4 +155,5 @@ def _points(run: Run, axis: str, metric: str) -> pd.Series:
         return points.set_index(axis)[metric].dropna()
     known = accuracies(run)
     values = known[metric] if metric in known else logged_curves(run, [metric]).get(metric, pd.Series(dtype=float))
-    return values.dropna().pipe(lambda known: known.set_axis(np.interp(known.index, points["step"], points[axis])))
+    places = {name: [0, *points[name]] for name in ("step", axis)}  # nothing is spent before the first step
+    return values.dropna().pipe(lambda known: known.set_axis(np.interp(known.index, places["step"], places[axis])))

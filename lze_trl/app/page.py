@@ -31,7 +31,10 @@ _TABLES = """
 const act = ({target}) => {
   const heading = target.closest("th[data-sort]"), row = target.closest("tr[data-row]");
   if (heading) trigger("select", {...heading.dataset});
-  else if (row) trigger("click", {...row.dataset});
+  else if (row) {
+    trigger("click", {...row.dataset});
+    if (innerWidth < 700) document.querySelector("#lze-detail")?.scrollIntoView({behavior: "smooth"});
+  }
 };
 element.addEventListener("click", act);
 element.addEventListener("keydown", (event) => {
@@ -66,7 +69,7 @@ def serve(runs: list[str], host: str, port: int | None) -> gr.Blocks:
 
 
 def _html(id: str, **settings: Any) -> gr.HTML:
-    return gr.HTML(elem_classes="lze", elem_id=f"lze-{id}", js_on_load=_TABLES, **settings)
+    return gr.HTML(elem_classes="lze", elem_id=f"lze-{id}", js_on_load=_TABLES, apply_default_css=False, **settings)
 
 
 def _plots(count: int) -> list[gr.Plot]:
@@ -82,10 +85,11 @@ class _Page:
         self.book = book
         ids = book.ids
         with gr.Row(elem_id="lze-head"):
-            gr.HTML("<h1>Learning-Zone Energy</h1>", elem_classes="lze", min_width=230)
+            with gr.Column(scale=3, min_width=280):
+                _html("title", value="<h1>Learning-Zone Energy</h1>")
+                self.standing = _html("standing")
             self.run = gr.Dropdown(ids, value=next(iter(ids), None), label="Run", elem_id="lze-run", min_width=200)
-            self.live = gr.Checkbox(True, label="Live", info="Follow the run", min_width=100, scale=0)
-        self.standing = _html("standing")
+            self.live = gr.Checkbox(True, label="Live", min_width=100, scale=0)
         self.tab = gr.State(TABS[0])
         self.prompt = gr.State("")
         self.orders = gr.State({})  # of the tables, see [`views.Orders`]
@@ -115,7 +119,7 @@ class _Page:
         with gr.Row():
             self.search = gr.Textbox(label="Search", placeholder="text, column or id", elem_id="lze-search")
             self.state = gr.Dropdown(["all", *STATES], value="all", label="State", elem_id="lze-state", min_width=100)
-        with gr.Row():
+        with gr.Row(elem_id="lze-panes"):
             with gr.Column(scale=3, min_width=320):
                 self.table = _html("prompt-table")
                 self.scatter = gr.Plot(show_label=False, elem_id="lze-scatter")

@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
-from pandas.api.types import is_float_dtype, is_numeric_dtype
+from pandas.api.types import is_float_dtype, is_integer_dtype, is_numeric_dtype
 from tqdm import tqdm
 
 from ..record import Run
@@ -28,7 +28,6 @@ from .meanings import MEANINGS
 MOST_PROMPTS, MOST_ROWS = 2000, 200
 """Prompts that the chart, and the table, show at most: the first ones in the order of the table."""
 
-CHANGED = "Differs from the defaults"
 Orders = Mapping[str, str]
 """Column by which a table is sorted, by its id; with a `-` before it the highest first."""
 NO_ORDERS: Orders = MappingProxyType({})
@@ -108,7 +107,11 @@ def table(id: str, frame: pd.DataFrame, orders: Orders = NO_ORDERS, opened: str 
         )
         for name in frame
     ]
-    cells = [frame[name].map(number if is_float_dtype(frame[name]) else _shown) for name in frame]
+    forms = [
+        number if is_float_dtype(kind) else "{:,}".format if is_integer_dtype(kind) else _shown
+        for kind in frame.dtypes
+    ]
+    cells = [frame[name].map(form) for name, form in zip(frame, forms, strict=True)]
     keys = frame.index if frame.index.name else [None] * len(frame)
     return HTML.table(id, heads, order, zip(keys, zip(*cells, strict=True), strict=True), opened)
 
@@ -186,29 +189,21 @@ def warnings(run: Run) -> list[str]:
 
 def settings(run: Run, orders: Orders = NO_ORDERS) -> Markup:
     """The settings: those that differ from their defaults first, then all of them by topic."""
-    known, topics = run.meta.known, dict[str, list[tuple[str, str, str]]]({CHANGED: []})
-    names = dict.fromkeys([name for name in known if name in run.meta.settings] + sorted(run.meta.settings))
-    for name in names:
-        topic, default = known.get(name, known.get(name.partition(".")[0], [""]) + [None])[:2]
-        value, default = _shown(run.meta.settings[name]), _shown(default)
-        if name in known and value != default:
-            topics[CHANGED].append((name, value, default))
-        topics.setdefault(topic or "General", []).append((name, value, default))
-    return Markup().join(
-        HTML.section(
-            topic, table(f"settings {topic}", pd.DataFrame(rows, columns=["setting", "value", "default"]), orders)
-        )
-        for topic, rows in topics.items()
-        if rows
-    )
+    known, own, rows = run.meta.known, run.meta.settings, []
+    for name in dict.fromkeys([name for name in known if name in own] + sorted(own)):
+        topic, default = known.get(name) or (known.get(name.partition(".")[0], [""])[0], None)
+        rows.append([name, _shown(own[name]), _shown(default), topic])
+    table_of_all = pd.DataFrame(rows, columns=["setting", "value", "default", "topic"])
+    differs = table_of_all["setting"].isin(known) & (table_of_all["value"] != table_of_all["default"])
+    return HTML.section(
+        "What differs from the defaults", table("changed", table_of_all[differs], orders)
+    ) + HTML.section("All settings, by topic", table("settings-all", table_of_all, orders))
 
 
 def _shown(value: Any) -> str:
     """A value as it reads in a recipe, a dash for none."""
     if value is None or value != value or value in ("", "None") or value == []:
         return "–"
-    if isinstance(value, (int, np.integer)) and not isinstance(value, bool):
-        return f"{value:,}"
     return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
 
 
