@@ -133,7 +133,7 @@ class _Page:
 
     def _add_comparison(self):
         ids = self.book.ids
-        self.runs = gr.Dropdown(ids, value=ids[:8], multiselect=True, label="Runs", elem_id="lze-runs")
+        self.runs = gr.Dropdown(ids, value=ids[:8], multiselect=True, label="Runs", elem_id="lze-compared")
         with gr.Row():
             self.metrics = gr.Dropdown(
                 _METRICS,
@@ -146,7 +146,7 @@ class _Page:
             self.smoothing = gr.Slider(0.0, 0.99, 0.0, step=0.01, label="Smoothing")
             self.axis = gr.Radio([(label, name) for name, label in charts.AXES.items()], value="step", label="Over")
         self.comparisons = _plots(_COMPARED)
-        self.differing = _html("differing")
+        self.differing = _html("differences")
 
     def _connect(self):
         names = "tab run orders smoothing search state prompt visit words runs metrics axis"
