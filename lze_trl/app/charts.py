@@ -113,11 +113,12 @@ def _energy(run: Run) -> go.Figure:
 def prompts(run: Run, frame: pd.DataFrame) -> go.Figure:
     """Energy of prompts, as of [`Run.prompts`](lze_trl.record.Run.prompts), over their pass rate."""
     outcome = outcome_name(run)
-    figure = _figure("Energy of each prompt", outcome, showlegend=True, hovermode="closest")
+    figure = _figure("Energy of each prompt: click one to open it", outcome, showlegend=True, hovermode="closest")
     texts = [escape(short_text(row)[:80]) for row in frame.to_dict("records")]
     # Pass rates of groups take few values: prompts with the same one are spread a little
     spread = (frame["prompt_id"] % 101 / 100 - 0.5) * 0.04
     points = pd.DataFrame({"x": frame["pass_rate"].fillna(0.0) + spread, "energy": frame["energy"], "text": texts})
+    points["id"] = frame["prompt_id"].astype(str)  # too large for a JavaScript number
     counts = frame["state"].value_counts()
     for state, found in points.groupby(frame["state"]):
         figure.add_scatter(
@@ -127,6 +128,7 @@ def prompts(run: Run, frame: pd.DataFrame) -> go.Figure:
             mode="markers",
             marker={"color": _STATES[str(state)], "size": 8, "opacity": 0.7},
             text=found["text"],
+            customdata=found["id"],
             hovertemplate=f"%{{text}}<br>{outcome} %{{x:.2f}}, energy %{{y:.2f}}<extra></extra>",
         )
     return figure.update_yaxes(title_text="energy", range=(-0.05, 1.05 * run.meta.energy_max))

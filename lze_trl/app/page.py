@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import gradio as gr
+import plotly
 
 from ..record import Run, TelemetryError
 from ..record.curves import HELD_OUT, accuracies
@@ -54,7 +55,9 @@ def serve(runs: list[str], host: str, port: int | None) -> gr.Blocks:
         server_port=port,
         # Fonts of the reader's machine: the page asks no other server for anything
         theme=gr.themes.Base(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"]),
-        head=f"<style>{(Path(__file__).parent / 'style.css').read_text(encoding='utf-8')}</style>",
+        head=f"""<style>{(Path(__file__).parent / "style.css").read_text(encoding="utf-8")}</style>
+            <script defer src="gradio_api/file={_PLOTLY}"></script>""",
+        allowed_paths=[str(_PLOTLY)],
         footer_links=[],
         ssr_mode=False,
         share=False,
@@ -68,14 +71,36 @@ def serve(runs: list[str], host: str, port: int | None) -> gr.Blocks:
     return app
 
 
+# Not `gr.Plot`, which draws a chart anew at each change, so that it flickers and forgets the reader's zoom
+_CHART = """
+const draw = () => {
+  if (!window.Plotly) return setTimeout(draw, 50);
+  const chart = element.querySelector(".lze-chart"), isNew = !chart.data;
+  if (!props.value) return Plotly.purge(chart);
+  const {data, layout} = JSON.parse(props.value);
+  Plotly.react(chart, data, layout, {responsive: true, displaylogo: false});
+  if (isNew) chart.on("plotly_click", ({points: [{customdata}]}) => customdata && trigger("click", {row: customdata}));
+};
+watch("value", draw);
+draw();
+"""
+_PLOTLY = Path(plotly.__file__).parent / "package_data" / "plotly.min.js"
+
+
 def _html(id: str, **settings: Any) -> gr.HTML:
     return gr.HTML(elem_classes="lze", elem_id=f"lze-{id}", js_on_load=_TABLES, apply_default_css=False, **settings)
 
 
-def _plots(count: int) -> list[gr.Plot]:
+def _chart(**settings: Any) -> gr.HTML:
+    """Shows a figure that is given as JSON."""
+    template = '<div class="lze-chart"></div>'
+    return gr.HTML(html_template=template, js_on_load=_CHART, elem_classes="lze-box", container=True, **settings)
+
+
+def _charts(count: int) -> list[gr.HTML]:
     """Charts side by side, where the page is wide enough."""
     with gr.Row():
-        return [gr.Plot(show_label=False, min_width=400) for _ in range(count)]
+        return [_chart() for _ in range(count)]
 
 
 class _Page:
@@ -99,7 +124,7 @@ class _Page:
         overview, prompts, runs, compare, settings = self.tabs
         with overview:
             self.tiles = _html("overview")
-            self.plots = _plots(charts.OVERVIEW_CHARTS)
+            self.plots = _charts(charts.OVERVIEW_CHARTS)
             self.costs = _html("cost")
             with gr.Accordion("What other strategies would cost", open=False):
                 self.ask = gr.Button("Forecast from what this run has recorded", size="sm")
@@ -122,10 +147,10 @@ class _Page:
         with gr.Row(elem_id="lze-panes"):
             with gr.Column(scale=3, min_width=320):
                 self.table = _html("prompt-table")
-                self.scatter = gr.Plot(show_label=False, elem_id="lze-scatter")
+                self.scatter = _chart(elem_id="lze-scatter")
             with gr.Column(scale=2, min_width=320):
                 self.detail = _html("detail", value=_WAITS)
-                self.history = gr.Plot(show_label=False, visible=False)
+                self.history = _chart(visible=False)
                 self.visit = gr.Dropdown(
                     [("the latest visit", "")], value="", label="Completions at", visible=False, elem_id="lze-visit"
                 )
@@ -145,7 +170,7 @@ class _Page:
             )
             self.smoothing = gr.Slider(0.0, 0.99, 0.0, step=0.01, label="Smoothing")
             self.axis = gr.Radio([(label, name) for name, label in charts.AXES.items()], value="step", label="Over")
-        self.comparisons = _plots(_COMPARED)
+        self.comparisons = _charts(_COMPARED)
         self.differing = _html("differences")
 
     def _connect(self):
@@ -169,7 +194,8 @@ class _Page:
         self.run.change(lambda: gr.update(visible=False), None, self.forecast, **quiet)
         for part in (self.costs, self.table, self.run_table, self.differing, self.settings):
             part.select(self._sort, self.orders, self.orders, **quiet).then(**show)
-        self.table.click(self._open_prompt, None, of_prompt, **quiet).then(**show)
+        for part in (self.table, self.scatter):
+            part.click(self._open_prompt, None, of_prompt, **quiet).then(**show)
         self.run_table.click(self._open_run, None, [self.run, self.tab, self.pages, *of_prompt], **quiet).then(**show)
         self.visit.input(self._show_prompt, [self.run, self.prompt, self.visit], shown, **quiet)
         timer = gr.Timer(REFRESH_SECONDS)
@@ -230,14 +256,14 @@ class _Page:
             changes[self.standing] = views.standing(run)
             if given["tab"] == "Overview":
                 changes |= {self.tiles: views.tiles(run), self.costs: views.costs(run, given["orders"])}
-                changes |= dict(zip(self.plots, charts.overview(run), strict=False))
+                changes |= dict(zip(self.plots, (figure.to_json() for figure in charts.overview(run)), strict=False))
             elif given["tab"] == "Prompts":
                 changes |= self._show_prompts(run, given)
             else:
                 changes[self.settings] = views.settings(run, given["orders"])
         except TelemetryError as error:
             changes |= {self.standing: views.HTML.problem(error), self.tiles: "", self.costs: ""}
-            changes |= dict.fromkeys(self.plots)
+            changes |= dict.fromkeys(self.plots, "")
         return changes
 
     def _show_prompts(self, run: Run, given: dict[str, Any]) -> dict[Any, Any]:
@@ -246,7 +272,7 @@ class _Page:
         counts = run.prompt_counts(search)
         total = counts[state] if state else sum(counts.values())
         return {
-            self.scatter: charts.prompts(run, found),
+            self.scatter: charts.prompts(run, found).to_json(),
             self.table: views.prompts(run, found, total, orders, given["prompt"]),
         } | self._show_prompt(given["run"], given["prompt"], given["visit"])
 
@@ -263,7 +289,7 @@ class _Page:
         choices = [(f"step {row.step}: {percent(row.outcome)}", str(row.generation)) for row in visits.itertuples()]
         choices.insert(0, ("the latest visit", ""))
         return {
-            self.history: gr.update(value=charts.history(run, prompt_id), visible=True),
+            self.history: gr.update(value=charts.history(run, prompt_id).to_json(), visible=True),
             self.visit: gr.update(choices=choices, value=visit, visible=not visits.empty),
             self.detail: views.prompt_detail(run, prompt_id),
             self.completions: views.completions(run, prompt_id, int(visit) if visit else None),
@@ -283,7 +309,7 @@ class _Page:
         logged = {name for run in runs.values() for name in run.sql("SELECT DISTINCT name FROM steps")["name"]}
         tasks = {name for run in runs.values() for name in accuracies(run)} - {HELD_OUT}
         figures = [charts.comparison(runs, given["axis"], name, given["smoothing"]) for name in given["metrics"]]
-        shown = [gr.update(value=figure, visible=True) for figure in figures]
+        shown = [gr.update(value=figure.to_json(), visible=True) for figure in figures]
         shown += [gr.update(visible=False)] * (_COMPARED - len(shown))
         return changes | {
             **dict(zip(self.comparisons, shown, strict=True)),
