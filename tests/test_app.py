@@ -202,8 +202,7 @@ def test_every_explained_word_is_shown_somewhere(runs, tmp_path):
         views.overview(run) + views.prompts(run, frame, len(frame)) + views.prompt_detail(run, int(frame.prompt_id[0]))
     )
     pages += views.table("runs", views.run_table({"a": run}))
-    explained = set(re.findall(r'(?:data-tile="|<div)[^>]*? title="([^"]+)"|<th[^>]* title="([^"]+)"', pages))
-    texts = {text for pair in explained for text in pair if text}
+    texts = set(re.findall(r'<(?:div|th)[^>]* title="([^"]+)"', pages))
     only_elsewhere = {"held-out accuracy", "held-out prompts", "held-out reward", "mean outcome", "problems"}
     assert texts == {escape(text) for name, text in MEANINGS.items() if name not in only_elsewhere}
 

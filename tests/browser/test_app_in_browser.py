@@ -263,6 +263,18 @@ def test_prompts_are_searched_and_opened(page, address, runs):
     page.locator("#lze-visit input").click()
     page.get_by_role("option", name=f"step {step}:").click()
     shown.get_by_role("heading", name=f"Completions at step {step}", exact=True).wait_for()
+    # A point of the chart opens its prompt
+    search(page, str(prompts.prompt_id[1]))
+    wait_for(lambda: found.inner_text().strip() == "1 prompts.")
+    point = page.locator("#lze-scatter .point")
+    wait_for(lambda: point.count() == 1)
+    point.scroll_into_view_if_needed()
+    box = point.bounding_box()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    page.locator("#lze-scatter .hovertext").wait_for()
+    page.mouse.down()
+    page.mouse.up()
+    wait_for(lambda: prompts.text[1] in detail.inner_text())
     search(page, "no such prompt anywhere")
     wait_for(lambda: found.inner_text().strip() == "0 prompts.")
 
