@@ -67,7 +67,7 @@ def _files(options: Options, console: Console) -> tuple[dict[str, TaskFiles], li
     files, errors = {}, []
     for task in chosen_tasks(options.task):
         try:
-            files[task] = _ready(task, options, console)
+            files[task] = ready(task, options, console)
         except BenchError as error:
             if options.task != "all":
                 raise
@@ -76,7 +76,7 @@ def _files(options: Options, console: Console) -> tuple[dict[str, TaskFiles], li
     return files, errors
 
 
-def _ready(task: str, options: Options, console: Console) -> TaskFiles:
+def ready(task: str, options: Options, console: Console) -> TaskFiles:
     """Files of a task; the warm start of the addition task is made here."""
     files = locate(task, options.model, options.data)
     if task == "addition" and options.model is None:

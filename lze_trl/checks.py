@@ -25,7 +25,7 @@ OWN: dict[str, Any] = {"selector": Selector, "controller": RolloutController, "p
 """What the user's own strategies, arguments of the trainer, are derived from."""
 
 
-class Run(NamedTuple):
+class Setup(NamedTuple):
     """What a trainer is made of; the planner, the selector and the sampler are those of the user's own, if any."""
 
     args: LZEGRPOConfig
@@ -75,7 +75,7 @@ def prepare(
     controller, pruning = controller or args.make_controller(), pruning or args.pruning
     voting: list[Any] = [func for func in funcs if isinstance(func, GroupReward)]
     votes = get_callable_name(voting[0]) if voting else None
-    run = Run(args, train_dataset, controller, pruning, planner, selector, votes, own_sampler)
+    run = Setup(args, train_dataset, controller, pruning, planner, selector, votes, own_sampler)
     _refuse([*_of_settings(args), *_of_data(run), *_of_parts(run), *_of_self_play(run), *_of_overlap(run, given)])
     run = run._replace(pruning=_resolved_pruning(run))
     if own_sampler and (args.self_play["instruct"] or controller.draws_prompts or run.pruning == "refill"):
@@ -128,7 +128,7 @@ def _is_http(args: LZEGRPOConfig) -> bool:
     return args.use_vllm and args.vllm_mode == "http"
 
 
-def _of_data(run: Run) -> Contradictions:
+def _of_data(run: Setup) -> Contradictions:
     streamed, prunes = isinstance(run.dataset, IterableDataset), run.pruning not in (None, "none")
     needs = "needs a dataset whose rows can be read again, and `train_dataset` is an `IterableDataset`"
     instead = "or load the dataset without streaming"
@@ -140,11 +140,11 @@ def _of_data(run: Run) -> Contradictions:
     ]  # fmt: skip
 
 
-def _is_uniform(run: Run) -> bool:
+def _is_uniform(run: Setup) -> bool:
     return is_plain(run.controller, run.args.num_generations)
 
 
-def _of_overlap(run: Run, given: dict[str, Any]) -> Contradictions:
+def _of_overlap(run: Setup, given: dict[str, Any]) -> Contradictions:
     overlaps = run.args.overlap != "none"
     unplanned = not isinstance(run.dataset, Dataset) or run.sampler is not None
     harness = next((name for name in ("tools", "environment_factory", "rollout_func") if given.get(name)), None)
@@ -157,7 +157,7 @@ def _of_overlap(run: Run, given: dict[str, Any]) -> Contradictions:
     ]  # fmt: skip
 
 
-def _of_parts(run: Run) -> Contradictions:
+def _of_parts(run: Setup) -> Contradictions:
     ranks, draws = f"`{type(run.planner).__name__}`", f"`{type(run.controller).__name__}`"
     aggregation = run.args.multi_objective_aggregation
     normalizes = aggregation != "sum_then_normalize"
@@ -171,7 +171,7 @@ def _of_parts(run: Run) -> Contradictions:
     ]  # fmt: skip
 
 
-def _of_self_play(run: Run) -> Contradictions:
+def _of_self_play(run: Setup) -> Contradictions:
     args, writes = run.args, run.args.self_play["instruct"]
     confidence = args.self_play["label_confidence"]
     corrects, value = confidence != "none", f"`label_confidence={confidence!r}`"
@@ -231,7 +231,7 @@ def _refuse_unfit_prompts(place: str, dataset: Any):
 # ---- What adapts to the data ----
 
 
-def _resolved_pruning(run: Run) -> str:
+def _resolved_pruning(run: Setup) -> str:
     """`pruning`, or what this training set, and what else is given, allows if it is unset."""
     if run.dataset is None:
         logger.warning(

@@ -5,7 +5,7 @@ import graphlib
 import inspect
 import subprocess
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
@@ -224,6 +224,12 @@ def test_no_two_modules_of_a_room_differ_only_in_an_ending():
         if room == other and first != second and second.startswith(first)
     }
     assert not pairs
+
+
+def test_no_two_classes_have_one_name():
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in modules().values()]
+    names = Counter(node.name for tree in trees for node in tree.body if isinstance(node, ast.ClassDef))
+    assert not {name for name, count in names.items() if count > 1}
 
 
 # ---- Size ----

@@ -376,5 +376,5 @@ def test_hub_then_its_cache_without_network(repositories, tmp_path):
     assert "validation" in lines[7]
     offline, errors = run(HUB_CODE, tmp_path, HF_HUB_OFFLINE="1")
     assert offline.splitlines()[:3] == lines[:3], errors
-    assert offline.splitlines()[6].startswith("HubUnreachableError The Hugging Face Hub cannot be reached")
+    assert offline.splitlines()[6].startswith("DataError The Hugging Face Hub cannot be reached")
     assert "hf download --repo-type dataset openai/none" in offline

@@ -12,7 +12,7 @@ import torch
 import tiny
 from lze_trl import LZEGRPOTrainer
 from lze_trl.batch import Batch
-from lze_trl.forecast import Sample, forecast
+from lze_trl.forecast import GroupSample, forecast
 from lze_trl.forecast.gate import gate_price
 from lze_trl.forecast.prices import chosen, prices
 from lze_trl.forecast.recorded import sample_of_folder
@@ -31,7 +31,7 @@ def rng():
     return np.random.default_rng(0)
 
 
-def sample(outcomes, rewards=None, costs=None, **columns) -> Sample:
+def sample(outcomes, rewards=None, costs=None, **columns) -> GroupSample:
     """A sample from outcomes of shape (P, G); rewards are the outcomes unless they are given."""
     outcomes = np.asarray(outcomes, dtype=np.float64)
     count, size = outcomes.shape
@@ -41,7 +41,7 @@ def sample(outcomes, rewards=None, costs=None, **columns) -> Sample:
     lengths = np.full(count * size, 3), np.full(count * size, 5)
     columns = {"rewards_per_func": rewards[:, np.newaxis]} | columns
     batch = Batch.of(np.arange(count), np.repeat(np.arange(count), size), flat, rewards, *lengths, **columns)
-    return Sample(batch, causes(batch), "a sample", HORIZON, costs)
+    return GroupSample(batch, causes(batch), "a sample", HORIZON, costs)
 
 
 def drawn(a, b, count=128, size=8, seed=0):

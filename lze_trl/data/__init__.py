@@ -1,8 +1,8 @@
 """Training and evaluation sets: from a reference to prompts with gold answers."""
 
 from .prompts import PromptStyle, load_mixture, load_prompts
-from .sources import DataError, HubUnreachableError, Reference, parse_reference
+from .sources import DataError, Reference, parse_reference
 
 
-__all__ = ["DataError", "HubUnreachableError", "PromptStyle", "Reference"]
+__all__ = ["DataError", "PromptStyle", "Reference"]
 __all__ += ["load_mixture", "load_prompts", "parse_reference"]

@@ -22,10 +22,6 @@ class DataError(ValueError):
     """A dataset that cannot be found, read or understood; the message says what to do."""
 
 
-class HubUnreachableError(DataError):
-    """The Hub does not answer, and the dataset is not in the cache."""
-
-
 @dataclass(frozen=True)
 class Reference:
     """A dataset by its Hub id, by the path of a file or folder, or of `reasoning-gym`."""
@@ -79,7 +75,7 @@ def load_table(reference: Reference, streaming: bool = False) -> Dataset | Itera
     except DataError:
         raise
     except ConnectionError as error:
-        raise HubUnreachableError(
+        raise DataError(
             f"The Hugging Face Hub cannot be reached, and {name} is not in the cache ({error}). Connect once and run "
             f"`hf download --repo-type dataset {reference.path}`, or give the path of a local copy."
         ) from error

@@ -9,8 +9,8 @@ from ..record.causes import CAUSES
 from ..record.evaluations import text_table
 from ..record.numbers import number
 from .prices import DRIFT, GENERATION, LUCK, Price, chosen, prices
-from .sample import Sample
-from .shares import Estimate, dead_share, mean, to_gain
+from .sample import GroupSample
+from .shares import Interval, dead_share, mean, to_gain
 
 
 SIZES = (4, 8, 16)  # of groups, for which dead groups are forecast
@@ -20,11 +20,11 @@ SIZES = (4, 8, 16)  # of groups, for which dead groups are forecast
 class Forecast:
     """A forecast. `print` shows it, and `to_dict` has all its numbers; intervals are those of 80 %."""
 
-    sample: Sample  # what it rests on
-    dead: dict[int, Estimate]  # share of dead groups by group size
-    causes: dict[str, Estimate]  # share of all groups that are dead by each cause
-    accuracy: Estimate  # mean outcome of a completion
-    gain: Estimate  # mean outcome of the best of `best_of` completions, less that
+    sample: GroupSample  # what it rests on
+    dead: dict[int, Interval]  # share of dead groups by group size
+    causes: dict[str, Interval]  # share of all groups that are dead by each cause
+    accuracy: Interval  # mean outcome of a completion
+    gain: Interval  # mean outcome of the best of `best_of` completions, less that
     best_of: int
     step: dict[
         str, float
@@ -69,11 +69,11 @@ class Forecast:
         return "\n".join([*lines, "", "Assumed", *(f"  {line}" for line in _assumed(sample))])
 
 
-def _percent(share: Estimate) -> str:
+def _percent(share: Interval) -> str:
     return f"{100 * share.value:.0f} % [{100 * share.low:.0f}, {100 * share.high:.0f}]"
 
 
-def forecast(sample: Sample, seed: int = 0) -> Forecast:
+def forecast(sample: GroupSample, seed: int = 0) -> Forecast:
     """The forecast of a sample. Raises a `ValueError` if it has fewer than two groups of two completions."""
     if len(sample) < 2 or sample.size < 2:
         raise ValueError(
@@ -94,7 +94,7 @@ def forecast(sample: Sample, seed: int = 0) -> Forecast:
     return Forecast(sample, sizes, causes, accuracy, gain, best_of, step, found, chosen(found))
 
 
-def _assumed(sample: Sample) -> list[str]:
+def _assumed(sample: GroupSample) -> list[str]:
     horizon = sample.horizon
     how = (
         "with pass rates as they are now" if sample.binary else "with the graded groups as they are, without smoothing"

@@ -5,7 +5,7 @@ import numpy as np
 from ..batch import Batch
 from ..memory.state import PromptState, StateSettings
 from ..rollout.controllers import Gate
-from .sample import Sample
+from .sample import GroupSample
 from .shares import posteriors
 
 
@@ -18,7 +18,7 @@ class World:
     a pass rate from its posterior; else its groups are its own completions in another order.
     """
 
-    def __init__(self, sample: Sample, count: int, rng: np.random.Generator):
+    def __init__(self, sample: GroupSample, count: int, rng: np.random.Generator):
         # Of a bootstrap sample of the prompts
         self._of = rng.integers(len(sample), size=len(sample))[rng.integers(len(sample), size=count)]
         self._outcomes, self._signals, self._logprobs = map(sample.table, ("outcomes", "signals", "logprobs"))
@@ -57,7 +57,7 @@ def _batch(ids: np.ndarray, columns: dict[str, np.ndarray], drawn: np.ndarray) -
     return Batch.of(ids, np.nonzero(drawn)[0], **{name: values[drawn] for name, values in columns.items()})
 
 
-def gate_price(sample: Sample, size: int, rng: np.random.Generator) -> float:
+def gate_price(sample: GroupSample, size: int, rng: np.random.Generator) -> float:
     """Tokens that the gate, with groups of `size` in batches of as many completions, takes a live group over those of plain GRPO."""
     horizon, prompts_of_batch = sample.horizon, sample.horizon.per_batch * sample.size // size
     per_batch = min(prompts_of_batch, _MOST_PER_BATCH)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from .gate import gate_price
-from .sample import Sample
-from .shares import DRAWS, Estimate, resampled_means
+from .sample import GroupSample
+from .shares import DRAWS, Interval, resampled_means
 
 
 DRIFT, LUCK = 0.3, 0.25
@@ -34,13 +34,13 @@ class Price:
 
     name: str
     settings: str
-    rollouts: Estimate
-    updates: Estimate
-    tokens: Estimate
-    seconds: Estimate
+    rollouts: Interval
+    updates: Interval
+    tokens: Interval
+    seconds: Interval
 
 
-def prices(sample: Sample, rng: np.random.Generator) -> list[Price]:
+def prices(sample: GroupSample, rng: np.random.Generator) -> list[Price]:
     """Prices of `exact`, `lze`, and, where its completions are known, the gate with G and with G / 2 of twice the prompts."""
     drift, size = rng.standard_normal(DRAWS), sample.size
     alive = resampled_means(sample.batch.alive.astype(np.float64), rng)
@@ -64,7 +64,7 @@ def prices(sample: Sample, rng: np.random.Generator) -> list[Price]:
     return [*found, _price(sample, "lze, 40 %", "strategy: lze", luck * np.maximum(1.0, live / _QUOTA), luck * live)]
 
 
-def _price(sample: Sample, name: str, settings: str, rollouts: np.ndarray, updates: np.ndarray) -> Price:
+def _price(sample: GroupSample, name: str, settings: str, rollouts: np.ndarray, updates: np.ndarray) -> Price:
     """The price from draws of rollouts × and updates ×."""
     costs, share = sample.costs, GENERATION
     if costs is not None:
@@ -73,7 +73,7 @@ def _price(sample: Sample, name: str, settings: str, rollouts: np.ndarray, updat
     low, middle, high = np.quantile(
         [rollouts, updates, tokens, share * rollouts + (1.0 - share) * updates], (0.1, 0.5, 0.9), axis=1
     )
-    return Price(name, settings, *map(Estimate, middle.tolist(), low.tolist(), high.tolist()))
+    return Price(name, settings, *map(Interval, middle.tolist(), low.tolist(), high.tolist()))
 
 
 def chosen(found: list[Price]) -> Price | None:

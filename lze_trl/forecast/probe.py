@@ -10,10 +10,10 @@ from accelerate.utils import DistributedType
 from ..batch import Batch, Table
 from ..engine import Engine
 from ..record.causes import causes
-from .sample import Costs, Horizon, Sample, constant_rewards
+from .sample import Costs, GroupSample, Horizon, constant_rewards
 
 
-def sample_of(trainer: Any, num_prompts: int) -> Sample:
+def sample_of(trainer: Any, num_prompts: int) -> GroupSample:
     """
     Roll out `num_prompts` prompts of a trainer's training set with `num_generations` each, by its own engine and rewards, in
     generation batches of its own size, and compute the gradients of the last one. None of it reaches its training.
@@ -63,7 +63,7 @@ def sample_of(trainer: Any, num_prompts: int) -> Sample:
         "iterations": args.num_iterations,
         "constant": constant_rewards(trainer.reward_func_names, joined.rewards_per_func),
     }
-    return Sample(
+    return GroupSample(
         joined, causes(joined), f"{len(rows)} prompts rolled out by the policy of now", horizon, costs, **facts
     )
 

@@ -13,10 +13,10 @@ from ..record import Run, TelemetryError, open_run
 from ..record.causes import CAUSES, causes
 from ..record.schema import DIRECTORY
 from ..record.trl_logs import read_logs
-from .sample import Costs, Horizon, Sample, constant_rewards
+from .sample import Costs, GroupSample, Horizon, constant_rewards
 
 
-def sample_of_folder(folder: str | Path, reward: str | None = None) -> Sample:
+def sample_of_folder(folder: str | Path, reward: str | None = None) -> GroupSample:
     """
     The sample of a run's folder: of its telemetry if it has some, and else of TRL's logs, in which `reward` names what a completion
     passes by (default: the sum of all). A [`~lze_trl.record.TelemetryError`] if neither can be read.
@@ -28,7 +28,7 @@ def sample_of_folder(folder: str | Path, reward: str | None = None) -> Sample:
     return _of_logs(folder, reward)
 
 
-def _of_run(run: Run) -> Sample:
+def _of_run(run: Run) -> GroupSample:
     settings = run.meta.settings
     if (controller := settings.get("controller", "uniform")) != "uniform":
         raise TelemetryError(
@@ -65,10 +65,10 @@ def _of_run(run: Run) -> Sample:
     horizon = Horizon(sum(summary["prompts"].values()), per_batch, summary["generations"])
     facts: dict[str, Any] = {"iterations": int(settings.get("num_iterations") or 1), "settled": binary}
     facts["constant"] = constant_rewards(run.meta.reward_labels, rewards)
-    return Sample(batch, why, f"The run `{run.name}`", horizon, costs, **facts)
+    return GroupSample(batch, why, f"The run `{run.name}`", horizon, costs, **facts)
 
 
-def _of_logs(folder: Path, reward: str | None) -> Sample:
+def _of_logs(folder: Path, reward: str | None) -> GroupSample:
     logs = list(read_logs(folder, reward))
     rows = pd.concat(logs, keys=range(len(logs)), names=["log"]).reset_index("log")
     group = rows.groupby(["log", "group"], sort=True).ngroup().to_numpy()
@@ -84,4 +84,4 @@ def _of_logs(folder: Path, reward: str | None) -> Sample:
     horizon = Horizon(rows["prompt"].nunique(), max(1, count // len(logs)), len(logs))
     constant = constant_rewards(list(rewards), batch.rewards_per_func)
     why, source = causes(batch, low == high), f"TRL's logs in `{folder.name}`"
-    return Sample(batch, why, source, horizon, unit="characters", constant=constant)
+    return GroupSample(batch, why, source, horizon, unit="characters", constant=constant)

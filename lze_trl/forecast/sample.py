@@ -25,7 +25,7 @@ class Horizon(NamedTuple):
 
 
 @dataclass
-class Sample:
+class GroupSample:
     """P groups of completions, each of another prompt or visit, in a [`~lze_trl.batch.Batch`] with the row columns of `Batch.of`."""
 
     batch: Batch

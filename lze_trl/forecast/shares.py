@@ -7,7 +7,7 @@ from scipy.optimize import minimize
 from scipy.special import betaln, comb
 
 from ..memory.posterior import dead_probability
-from .sample import Sample
+from .sample import GroupSample
 
 
 DRAWS = 2000
@@ -15,7 +15,7 @@ _FITS, _OF_NORMAL = 16, 1.2816  # standard deviations, of half an 80 % interval
 
 
 @dataclass(frozen=True)
-class Estimate:
+class Interval:
     """A number with its 80 % interval."""
 
     value: float
@@ -34,10 +34,10 @@ def resampled_means(values: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     return rng.multinomial(count, np.full(count, 1.0 / count), DRAWS) @ values / count
 
 
-def mean(values: np.ndarray, rng: np.random.Generator) -> Estimate:
+def mean(values: np.ndarray, rng: np.random.Generator) -> Interval:
     """Mean over the prompts, `values` of shape `(P,)`, with the 80 % interval of a bootstrap over them."""
     low, high = np.quantile(resampled_means(values, rng), (0.1, 0.9))
-    return Estimate(float(values.mean()), float(low), float(high))
+    return Interval(float(values.mean()), float(low), float(high))
 
 
 def fit_beta(passes: np.ndarray, sizes: np.ndarray) -> tuple[float, float]:
@@ -54,14 +54,14 @@ def fit_beta(passes: np.ndarray, sizes: np.ndarray) -> tuple[float, float]:
     return float(a), float(b)
 
 
-def posteriors(sample: Sample) -> tuple[np.ndarray, np.ndarray]:
+def posteriors(sample: GroupSample) -> tuple[np.ndarray, np.ndarray]:
     """a and b of each prompt's pass rate, shape `(P,)`, by the fitted Beta distribution and its own completions."""
     sizes, passes = sample.batch.sizes, sample.passes
     a, b = fit_beta(passes, sizes)
     return passes + a, sizes - passes + b
 
 
-def dead_share(sample: Sample, size: int, rng: np.random.Generator) -> Estimate | None:
+def dead_share(sample: GroupSample, size: int, rng: np.random.Generator) -> Interval | None:
     """
     Share of dead groups of `size` completions. Up to the size that was drawn, over all subsets of each group (hypergeometric); above it,
     the beta-binomial of [`posteriors`]. `None` where completions are not 0 or 1, or not known.
@@ -80,7 +80,7 @@ def dead_share(sample: Sample, size: int, rng: np.random.Generator) -> Estimate 
     return mean(dead, rng)
 
 
-def _beyond(sample: Sample, size: int, rng: np.random.Generator) -> Estimate:
+def _beyond(sample: GroupSample, size: int, rng: np.random.Generator) -> Interval:
     """Share of dead groups of more completions than were drawn. The interval is that of fits to bootstrap samples."""
     value, of_fits = float(dead_probability(*posteriors(sample), size).mean()), []
     for _ in range(_FITS):
@@ -88,10 +88,10 @@ def _beyond(sample: Sample, size: int, rng: np.random.Generator) -> Estimate:
         a, b = fit_beta(sample.passes[rows], sample.batch.sizes[rows])
         of_fits.append(dead_probability(np.array([a]), np.array([b]), size)[0])
     reach = _OF_NORMAL * float(np.std(of_fits, ddof=1))
-    return Estimate(value, max(0.0, value - reach), min(1.0, value + reach))
+    return Interval(value, max(0.0, value - reach), min(1.0, value + reach))
 
 
-def to_gain(sample: Sample, of: int, rng: np.random.Generator) -> tuple[Estimate, Estimate, int]:
+def to_gain(sample: GroupSample, of: int, rng: np.random.Generator) -> tuple[Interval, Interval, int]:
     """Mean outcome; that of the best of `of` completions less it; and how many the best is of: no more than were drawn."""
     outcomes, of = np.sort(sample.table("outcomes"), axis=1), min(of, sample.size)
     chances = comb(np.arange(sample.size), of - 1) / comb(sample.size, of)  # that the i-th in order is the best

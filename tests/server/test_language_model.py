@@ -4,7 +4,6 @@
 
 import json
 import os
-import re
 from pathlib import Path
 
 import httpx2
@@ -17,7 +16,7 @@ from lze_trl.job.recipe import parse_recipe
 from lze_trl.job.train import build_trainer
 from lze_trl.record.evaluations import read_results
 from lze_trl.servers import sync
-from recipes import demo_llm, smollm2, warm_start, word_problems
+from recipes import smollm2, warm_start
 
 
 CORES = os.cpu_count() or 1
@@ -152,23 +151,3 @@ def moved(model, start: Path) -> float:
     """The largest change of a weight."""
     before = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32).state_dict()
     return max(float((weight - before[name]).abs().max()) for name, weight in model.state_dict().items())
-
-
-@pytest.mark.timeout(1200)
-def test_the_demo_goes_all_the_way(model, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(REPOSITORY)
-    monkeypatch.setattr(demo_llm, "RUN_DIR", tmp_path)
-    monkeypatch.setattr(word_problems, "DATA_DIR", tmp_path / "data")
-    monkeypatch.setattr(
-        demo_llm, "find_model", lambda: str(model)
-    )  # the adapter once more changes nothing that is tested
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("OMP_NUM_THREADS", str(CORES))  # of its server
-    settings = {"output_dir": tmp_path / "run", "max_steps": 1, "eval_tasks_limit": 16, **SMALL}
-    demo_llm.run_demo({}, [part for name, value in settings.items() for part in (f"--{name}", str(value))])
-    shown = capsys.readouterr().out
-    assert re.search(r"step-000000 +other_templates +16 +avg@1 +\d+\.\d \[.*\]", shown)
-    assert re.search(r"step-000001 +other_templates +16 +avg@1 +\d+\.\d \[.*\]", shown)
-    assert (tmp_path / "run" / "report" / "summary.png").is_file()
-    with serving(tmp_path / "run", tmp_path / "trained.log"):
-        pass  # the folder of a run is a model to serve

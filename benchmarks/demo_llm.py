@@ -1,0 +1,85 @@
+"""
+`make demo-llm`: a real language model learns to write numbers that stand in words, on one core of this machine's CPU.
+
+    python -m benchmarks.demo_llm [--plain] [--output DIR]
+
+SmolLM2-135M-Instruct is made from a package of the index, and trained by `gate` with 64 prompts × 4 on the task `words`. Plain GRPO's run with the
+same model, data and settings is the one that is kept in `benchmarks/results/words`: what it took in rollouts, updates and FLOPs holds for any
+machine, seconds do not. With `--plain`, it is made here too, which takes about half an hour.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from recipes import smollm2
+
+from .jobs import RESULT_FILE, Options, plan
+from .settings import BenchError, write_json
+from .strategies import BASELINE
+from .suite import RESULTS_FILE, bench, read_results, ready
+from .tasks import CHECKOUT
+
+
+OUTPUT = CHECKOUT / "runs" / "demo-llm"
+KEPT = CHECKOUT / "benchmarks" / "results" / "words" / RESULTS_FILE
+TASK, ARM = "words", "gate_g4"
+
+
+def run(options: Options, plain: bool, console: Console):
+    """Train, unless that was done before, and say what came out."""
+    if not (smollm2.MODEL_DIR / "config.json").is_file():
+        smollm2.make_model(smollm2.MODEL_DIR)
+    baseline = next(
+        job for job in plan(options, {TASK: ready(TASK, options, console)}) if job.settings.strategy == BASELINE
+    )
+    kept = {result["key"]: result for result in map(json.loads, KEPT.read_text(encoding="utf-8").splitlines())}
+    if baseline.settings.key in kept and not plain and not baseline.finished:
+        baseline.folder.mkdir(parents=True, exist_ok=True)
+        write_json(baseline.folder / RESULT_FILE, kept[baseline.settings.key])
+    elif not baseline.finished:
+        console.print(
+            "Plain GRPO has no kept run with this model, data and settings, so it is trained here first: half an hour more."
+        )
+    console.print("The model learns, and is evaluated after each step: about 12 minutes on an idle core.")
+    bench(options)
+    console.print("\n".join(told(options.output)), soft_wrap=True, markup=False)
+
+
+def told(output: Path) -> list[str]:
+    """Accuracy before and after, with 95 % intervals over the held-out prompts, and what each run has cost."""
+    lines = ["Probability of the right answer on held-out numbers, and its 95 % interval:"]
+    for result in sorted(read_results(output), key=lambda result: result["settings"]["strategy"] == BASELINE):
+        first, last = result["curve"][0], result["curve"][-1]
+        before, after = (
+            f"{of['mean']:.3f} ± {1.96 * of['standard_error']:.3f}"
+            for of in (point["accuracy"]["held_out"] for point in (first, last))
+        )
+        lines.append(
+            f"  {result['settings']['strategy']}: {before} before, {after} after {last['step']} steps, {last['rows_rolled_out']:,} completions, "
+            f"{last['rows_trained']:,} of them trained on, {last['flops']['total']:.1e} FLOPs"
+        )
+    return lines
+
+
+def main(arguments: Sequence[str] | None = None):
+    """Entry point of `python -m benchmarks.demo_llm`."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.demo_llm", description=__doc__.splitlines()[1])
+    parser.add_argument("--plain", action="store_true", help="train plain GRPO here, too")
+    parser.add_argument("--output", type=Path, default=OUTPUT, metavar="DIR", help="default: runs/demo-llm")
+    given = parser.parse_args(arguments)
+    options = Options(task=TASK, strategies=(ARM,), seeds=(0,), stretch=1.25, output=given.output)
+    try:
+        run(options, given.plain, Console(highlight=False, soft_wrap=True))
+    except (BenchError, smollm2.NoWheelError) as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""What a run needs, from its model's configuration alone: memory of a GPU and FLOPs. No weights are loaded."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import transformers
+from peft import PeftConfig, get_peft_model
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoConfig, AutoProcessor, PreTrainedConfig, PreTrainedModel
+from trl.trainer.utils import selective_log_softmax
+
+from ..record.ledger import token_cost
+
+
+_GIB = 2**30
+_SHOWN_PROMPTS = 256  # that are tokenized for the longest one
+
+
+def estimated(
+    model: str, prompts: Sequence[Any], args: Any, kwargs: dict[str, Any], peft_config: PeftConfig | None, steps: int
+) -> dict[str, str]:
+    """
+    Memory of a process that holds the whole model, and FLOPs of plain GRPO if all completions are as long as allowed, in words.
+    `kwargs` are those of `from_pretrained`. Where neither configuration nor tokenizer can be read, says so.
+    """
+    own = {name: value for name, value in kwargs.items() if name in ("revision", "trust_remote_code")}
+    try:
+        config = AutoConfig.from_pretrained(model, **own)
+        tokenizer = AutoProcessor.from_pretrained(model, **own)
+    except (OSError, ValueError):
+        return {
+            "memory": "not known: neither here nor in the cache are the configuration and the tokenizer of the model"
+        }
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
+    longest = max(_tokens(tokenizer, prompt) for prompt in prompts[:_SHOWN_PROMPTS])
+    rows, tokens = args.per_device_train_batch_size, longest + args.max_completion_length
+    dtype = kwargs.get("dtype") or "float32"  # as in TRL
+    dtype = getattr(config, "dtype", None) or torch.float32 if dtype == "auto" else getattr(torch, str(dtype))
+    with torch.device("meta"):
+        built: Any = _built(config, dtype)
+        built = built if peft_config is None else get_peft_model(built, peft_config)
+    cost = token_cost(built, args.gradient_checkpointing)
+    held = sum(p.numel() * p.element_size() for p in built.parameters())
+    trained = [p for p in built.parameters() if p.requires_grad]
+    state = sum(3 * p.numel() * p.element_size() for p in trained)  # gradient and both moments of Adam
+    batch = micro_batch_bytes(config, rows, tokens, args.max_completion_length, args.gradient_checkpointing)
+    parts = {"weights": held, "gradients and Adam": state, f"{rows} rows of {tokens:,} tokens": batch}
+    memory = ", ".join(f"{part} {size / _GIB:.1f}" for part, size in parts.items())
+    if args.use_vllm and args.vllm_mode == "colocate":
+        memory += f"; vLLM takes {args.vllm_gpu_memory_utilization:.0%} of the GPU besides"
+    completions = steps * args.generation_batch_size * args.gradient_accumulation_steps
+    completions //= args.steps_per_generation * args.num_iterations
+    passes = cost.forward + cost.train * args.num_iterations
+    return {
+        "parameters": f"{sum(p.numel() for p in trained):,} trained of {sum(p.numel() for p in built.parameters()):,}",
+        "memory": f"about {sum(parts.values()) / _GIB:.1f} GiB: {memory}",
+        "at most, by plain GRPO": f"{completions:,} completions, {completions * tokens * passes:.1e} FLOPs",
+    }
+
+
+def micro_batch_bytes(config: PreTrainedConfig, rows: int, tokens: int, completion: int, checkpointing: bool) -> int:
+    """
+    Bytes of a forward and backward pass in bfloat16: what autograd keeps, by running the model's own code without memory, and the
+    gradients of the logits. With `checkpointing`, the input of each layer, and all that one layer keeps.
+    """
+    text, kept = config.get_text_config(), dict[int, Any]()
+    with FakeTensorMode(), torch.autocast("cpu", torch.bfloat16, enabled=False):
+        model = _built(config, torch.bfloat16).train()
+        weights = {p.untyped_storage()._cdata for p in model.parameters()}
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in weights:
+                kept[storage._cdata] = (storage.nbytes(), tensor.shape[-1:] == (text.vocab_size,), storage)
+            return tensor
+
+        ids = torch.zeros(rows, tokens, dtype=torch.long)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            logits = model(
+                ids, attention_mask=torch.ones_like(ids), logits_to_keep=completion + 1, use_cache=False
+            ).logits
+            selective_log_softmax(logits[:, :-1], ids[:, -completion:])
+    head = sum(size for size, of_head, _ in kept.values() if of_head)
+    body = sum(size for size, _, _ in kept.values()) - head
+    if checkpointing:
+        body = body // text.num_hidden_layers + text.num_hidden_layers * rows * tokens * text.hidden_size * 2
+    return body + head + logits.nbytes
+
+
+def _built(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The model of a configuration, as TRL chooses its class, on the device of the context."""
+    name = (config.architectures or ["AutoModelForCausalLM"])[0]
+    return getattr(transformers, name)._from_config(config, dtype=dtype)
+
+
+def _tokens(tokenizer: Any, prompt: Any) -> int:
+    if isinstance(prompt, str):
+        return len(tokenizer(prompt)["input_ids"])
+    return len(
+        tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=True)["input_ids"]
+    )

@@ -1,0 +1,28 @@
+"""The benchmark of a shaped reward: its data, and its arms for a step."""
+
+import json
+
+import pytest
+
+from benchmarks import shaped
+from lze_trl.job import demo
+
+
+def test_a_share_of_the_sums_gets_a_third_number():
+    rows = [{"prompt": f"{a}+{a}=", "solution": str(2 * a)} for a in range(10, 30)]
+    found = shaped.mixed(rows, 0.75)
+    assert [row["prompt"].count("+") for row in found] == [2] * 15 + [1] * 5
+    assert all(sum(map(int, row["prompt"][:-1].split("+"))) == int(row["solution"]) for row in found)
+    assert shaped.mixed(rows, 0.0) == rows
+
+
+@pytest.mark.slow
+def test_from_the_command_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(demo, "WARM_START_DIR", tmp_path / "warm-start")
+    small = demo.WarmStart(steps=20, hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, num_kv_heads=1)
+    monkeypatch.setattr(demo, "WarmStart", lambda: small)
+    shaped.main(["--seeds", "0", "--steps", "10", "--output", str(tmp_path / "out")])
+    results = [json.loads(path.read_text())["result"] for path in (tmp_path / "out").glob("*.json")]
+    assert len(results) == len(shaped.ARMS)
+    assert len({result["before"] for result in results}) == 1  # one model for all
+    assert all(title in (tmp_path / "out" / "tables.md").read_text() for title in shaped.TITLES.values())
