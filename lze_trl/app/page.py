@@ -311,10 +311,13 @@ class _Page:
         figures = [charts.comparison(runs, given["axis"], name, given["smoothing"]) for name in given["metrics"]]
         shown = [gr.update(value=figure.to_json(), visible=True) for figure in figures]
         shown += [gr.update(visible=False)] * (_COMPARED - len(shown))
-        return changes | {
-            **dict(zip(self.comparisons, shown, strict=True)),
-            self.metrics: gr.update(choices=[*_METRICS, *sorted(tasks), *sorted(logged)]),
-            self.differing: views.HTML.section(
-                "Settings that differ", views.table("differing", views.differing_settings(runs), orders)
-            ),
-        }
+        return (
+            changes
+            | dict(zip(self.comparisons, shown, strict=True))
+            | {
+                self.metrics: gr.update(choices=[*_METRICS, *sorted(tasks), *sorted(logged)]),
+                self.differing: views.HTML.section(
+                    "Settings that differ", views.table("differing", views.differing_settings(runs), orders)
+                ),
+            }
+        )
