@@ -300,8 +300,10 @@ class _Page:
         for id in self.book.ids if given["tab"] == "Runs" else given["runs"]:
             try:
                 runs[id] = self.book.open(id)
+                views.run_row(runs[id])  # fails here for one that cannot be read
             except TelemetryError as error:
                 problems.append(f"{id}: {error}")
+                runs.pop(id, None)
         changes: dict[Any, Any] = {self.standing: views.HTML.problem(" ".join(problems)) if problems else ""}
         if given["tab"] == "Runs":
             table = views.run_table(runs, given["words"])

@@ -19,9 +19,10 @@ from tqdm import tqdm
 from ..record import Run
 from ..record.advice import read_advice
 from ..record.curves import GRADED, HELD_OUT, accuracies, curve, outcome_name
-from ..record.evaluations import first_and_last, read_results, rows_of
+from ..record.evaluations import RESULT_FILES, first_and_last, read_results, rows_of
 from ..record.ledger import PLAIN, TAUGHT_NOTHING, against_plain, headline, skipped_visits, taught_nothing
 from ..record.numbers import number, percent
+from ..record.schema import Status
 from .meanings import MEANINGS
 
 
@@ -209,34 +210,30 @@ def _shown(value: Any) -> str:
 
 def run_table(runs: dict[str, Run], search: str = "") -> pd.DataFrame:
     """One row per run that has every word of `search` in it: strategy, standing, accuracy and cost."""
-    rows = {id: _run_row(run, run.version) | _standing_cells(run) for id, run in runs.items()}
-    frame = pd.DataFrame([{"run": id} | row for id, row in rows.items()], index=pd.Index(rows, name="run id"))
-    words = search.lower().split()
-    found = [
-        all(word in " ".join(map(_shown, row)).lower() for word in words) for row in frame.itertuples(index=False)
-    ]
-    columns = ["run", "strategy", "state", "step"]
-    return frame.loc[found, columns + [name for name in frame if name not in columns]] if len(frame) else frame
+    rows = {id: {"run": id} | run_row(run) for id, run in runs.items()}
+    frame = pd.DataFrame(rows.values(), index=pd.Index(rows, name="run id"))
+    texts = [" ".join(map(_shown, row)).lower() for row in frame.itertuples(index=False)]
+    return frame[[all(word in text for word in search.lower().split()) for text in texts]]
 
 
-def _standing_cells(run: Run) -> dict[str, str]:
-    standing = _standing(run)
-    return {
-        "state": f"{standing['state']}, {standing['left']} left" if standing["left"] else standing["state"],
-        "step": standing["step"],
-    }
+def run_row(run: Run) -> dict[str, Any]:
+    """The row of a run, which is looked up once until something is recorded or evaluated, or the run ends."""
+    evaluations = sorted(run.directory.parent.glob(RESULT_FILES))
+    return _run_row(run, (run.version, *evaluations), Status.read(run.directory).state)
 
 
 @lru_cache(maxsize=1024)
-def _run_row(run: Run, version: tuple) -> dict[str, Any]:
-    """What changes with what is recorded, which `version` stands for."""
-    summary, points = run.summary(), curve(run)
+def _run_row(run: Run, version: tuple, state: str) -> dict[str, Any]:
+    summary, points, standing = run.summary(), curve(run), _standing(run)
     last = points.iloc[-1] if len(points) else dict.fromkeys(points, np.nan)
     works = {work.name: work.ratio for work in against_plain(summary["ledger"])}
-    groups = max(summary["groups"], 1)
+    groups, known = max(summary["groups"], 1), accuracies(run)
+    run.close()  # of hundreds of runs, only those on the page are open
     return {
         "strategy": run.meta.settings.get("strategy", "–"),
-        **{name: float(line.iloc[-1]) for name, line in accuracies(run).items()},
+        "state": f"{state}, {standing['left']} left" if standing["left"] else state,
+        "step": standing["step"],
+        **{name: float(line.iloc[-1]) for name, line in known.items()},
         "pass rate": float(last["pass_rate"]),
         "dead": summary["dead"] / groups,
         "trained on": summary["selected"] / groups,

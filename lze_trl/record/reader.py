@@ -71,12 +71,7 @@ class Run:
         self._lock = threading.RLock()
         self.version: tuple | None = None  # changes when `refresh` finds something new
         self._has_states = False  # whether the states of the prompts are those of this version
-        self._database = duckdb.connect(":memory:", config={"threads": 2, "memory_limit": "1GB"})
-        # In the cache of the Hub, files are links to another folder
-        folders = {f"{folder}{os.sep}" for folder in (self.directory, (self.directory / META_FILE).resolve().parent)}
-        self._database.execute(f"""SET parquet_metadata_cache = true; SET enable_progress_bar = false;
-            SET allowed_directories = [{", ".join(map(_quoted, folders))}]; SET enable_external_access = false;
-            SET lock_configuration = true""")
+        self._database: duckdb.DuckDBPyConnection | None = None  # while it is not closed
         self.refresh()
 
     @property
@@ -85,8 +80,11 @@ class Run:
         return self.directory.parent.name if self.directory.name == DIRECTORY else self.directory.name
 
     def close(self):
-        """Release the query engine's memory."""
-        self._database.close()
+        """Release the query engine's memory; the next query opens it again."""
+        with self._lock:
+            if self._database is not None:
+                self._database.close()
+                self._database, self._has_states, self._defined = None, False, False
 
     def refresh(self) -> bool:
         """Look for rows that were recorded since, and return whether there are any."""
@@ -98,23 +96,41 @@ class Run:
             version = (written, *map(tuple, parts.values()))
             if version == self.version:
                 return False
-            for table, types in SQL_TYPES.items():
-                # Columns that no file has are NULL, and values of another type are refused when they are read
-                empty = ", ".join(f'NULL::{kind} AS "{name}"' for name, kind in types.items())
-                casts = ", ".join(f'CAST("{name}" AS {kind}) AS "{name}"' for name, kind in types.items())
-                rows = f"(SELECT {empty} WHERE false)"
-                if parts[table]:
-                    # No folder above them that is named `key=value` adds a column
-                    files = ", ".join(_quoted(str(path)) for path in parts[table])
-                    rows += f" UNION ALL BY NAME FROM read_parquet([{files}], union_by_name = true, hive_partitioning = false)"
-                query = f"SELECT * REPLACE ({casts}) FROM ({rows})"
-                if table == "steps":
-                    # What was logged in the middle of a generation batch, behind its checkpoint, a resumed run logs again
-                    query += " QUALIFY row_number() OVER (PARTITION BY step, name ORDER BY time DESC) = 1"
-                kind = "TABLE" if table in _LOADED else "VIEW"
-                self._run(self._database, f"CREATE OR REPLACE {kind} {table} AS {query}")
-            self.version, self._has_states = version, False
+            self.version, self._parts, self._has_states, self._defined = version, parts, False, False
             return True
+
+    def _define(self) -> duckdb.DuckDBPyConnection:
+        """The database, with tables over their files."""
+        if self._database is not None and self._defined:
+            return self._database
+        if self._database is None:
+            self._database = duckdb.connect(":memory:", config={"threads": 2, "memory_limit": "1GB"})
+            # In the cache of the Hub, files are links to another folder
+            folders = {
+                f"{folder}{os.sep}" for folder in (self.directory, (self.directory / META_FILE).resolve().parent)
+            }
+            self._database.execute(f"""SET parquet_metadata_cache = true; SET enable_progress_bar = false;
+                SET allowed_directories = [{", ".join(map(_quoted, folders))}]; SET enable_external_access = false;
+                SET lock_configuration = true""")
+        for table, types in SQL_TYPES.items():
+            # Columns that no file has are NULL, and values of another type are refused when they are read
+            empty = ", ".join(f'NULL::{kind} AS "{name}"' for name, kind in types.items())
+            casts = ", ".join(f'CAST("{name}" AS {kind}) AS "{name}"' for name, kind in types.items())
+            rows = f"(SELECT {empty} WHERE false)"
+            if self._parts[table]:
+                # No folder above them that is named `key=value` adds a column
+                files = ", ".join(_quoted(str(path)) for path in self._parts[table])
+                rows += (
+                    f" UNION ALL BY NAME FROM read_parquet([{files}], union_by_name = true, hive_partitioning = false)"
+                )
+            query = f"SELECT * REPLACE ({casts}) FROM ({rows})"
+            if table == "steps":
+                # What was logged in the middle of a generation batch, behind its checkpoint, a resumed run logs again
+                query += " QUALIFY row_number() OVER (PARTITION BY step, name ORDER BY time DESC) = 1"
+            kind = "TABLE" if table in _LOADED else "VIEW"
+            self._run(self._database, f"CREATE OR REPLACE {kind} {table} AS {query}")
+        self._defined = True
+        return self._database
 
     def _run(self, database: duckdb.DuckDBPyConnection, query: str, parameters: list[Any] | None = None) -> Any:
         try:
@@ -126,10 +142,11 @@ class Run:
     def arrow(self, query: str, parameters: list[Any] | None = None) -> pa.Table:
         """Run DuckDB SQL over the run's tables, with `?` for parameters."""
         with self._lock:
+            database = self._define()
             if "prompt_states" in query and not self._has_states:
-                self._run(self._database, _PROMPT_STATES)
+                self._run(database, _PROMPT_STATES)
                 self._has_states = True
-            cursor = self._database.cursor()
+            cursor = database.cursor()
         with cursor:
             return self._run(cursor, query, parameters)
 
