@@ -18,7 +18,7 @@ _PANELS = {
     _LEADING: f"price at {GENERATION_SHARES[0]:.0%} generation, baseline's run = 1",
     "completions": "completions rolled out",
     "steps": "optimizer steps",
-    "flops": "FLOPs",
+    "seconds": "seconds, evaluations left out",
 }
 _SHOWN = 2.0  # of what the baseline spends: some strategies spend far more
 _GREY = "#4d5760"
@@ -52,7 +52,7 @@ def colour(strategy: str) -> str:
 
 def write_picture(path: Path, title: str, curves: Sequence[Curve]):
     """
-    Draw accuracy over price, completions, steps and FLOPs: the mean over the seeds, and their range as a band.
+    Draw accuracy over price, completions, steps and seconds: the mean over the seeds, and their range as a band.
 
     Args:
         path (`Path`): PNG to write.

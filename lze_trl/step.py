@@ -306,6 +306,7 @@ class GenerationStep:
             metrics["pass_rate"] = sample.moments(drawn.outcomes, remembered)[0]
             metrics["dead_share"] = 1.0 - sample.live_share
         metrics |= self.state.foresight.metrics() | self.state.gate.metrics() | self.advice.metrics()
+        metrics |= self.rounds.guard.metrics()
         if self.instruction is not None:
             metrics |= self.instruction.metrics()
         lengths = batch.prompt_tokens, batch.completion_tokens
@@ -349,6 +350,7 @@ class GenerationStep:
             "prompts": self.state,
             "foresight": self.state.foresight,
             "gate": self.state.gate,
+            "guard": self.rounds.guard,
             "passes": self.passes,
             "advice": self.advice,
             "votes": self.votes,

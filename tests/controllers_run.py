@@ -27,7 +27,7 @@ CONTROLLERS = {
     "reinforce_ada_positive": {"controller_kwargs": {"round_size": 2, "max_rounds": 3}},
     "reinforce_ada_balanced": {"controller_kwargs": {"round_size": 4, "max_rounds": 3}},
     "dynamic": {"controller_kwargs": {"max_rounds": 2}},
-    "gate": {"num_generations": 3, "controller_kwargs": {"kept": 2}},
+    "gate": {"num_generations": 3, "controller_kwargs": {"kept": 2, "control": 0.0}},
 }
 """Settings of every controller for batches of 6 prompts; their numbers divide evenly over two processes."""
 
@@ -40,6 +40,12 @@ def passes(completion: list[int]) -> float:
 def quarter_reward(completion_ids, **kwargs):
     """Passes about one completion in four."""
     return [passes(completion) for completion in completion_ids]
+
+
+def half_reward(prompts, completion_ids, **kwargs):
+    """Passes two in three completions of every other prompt."""
+    odd = [int(prompt[0]) % 2 for prompt in prompts]
+    return [float(completion[0] % 3 > 0) * one for completion, one in zip(completion_ids, odd, strict=True)]
 
 
 def no_reward(completion_ids, **kwargs):
@@ -150,13 +156,13 @@ def run(directory: Path, name: str, settings: dict):
     world = int(os.environ.get("WORLD_SIZE", "1"))
     settings = dict(settings)
     resume = settings.pop("resume", None)  # name of a run before this one, and its checkpoint
-    urls, dead = settings.pop("urls", None), settings.pop("dead", False)
+    urls, reward = settings.pop("urls", None), settings.pop("reward", "quarter_reward")
     rows = settings.pop("rows") // world  # of a micro-step, on all processes
     if urls:
         settings |= {"use_vllm": True, "vllm_mode": "http", "vllm_server_urls": urls}
     trainer = (WatchedTrainer if urls else FixedTrainer)(
         model=str(directory / "model"),
-        reward_funcs=no_reward if dead else quarter_reward,
+        reward_funcs=globals()[reward],
         args=tiny.config(directory / f"{name}-{world}", per_device_train_batch_size=rows, **settings),
         train_dataset=tiny.prompts(PROMPTS),
     )

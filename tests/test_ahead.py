@@ -45,6 +45,8 @@ def train(directory, servers, resume=False, callbacks=(), rollout_func=None, **s
         "vllm_server_kwargs": {"sync_tolerance": 100.0, "sync_dir": str(directory / "sync")},
         "telemetry": True,
     }
+    if "strategy" not in settings:
+        own["controller_kwargs"] = {"control": 0.0}  # in two rounds from the first batch on
     trainer = LZEGRPOTrainer(
         model=tiny.model(),
         processing_class=tiny.tokenizer(),
@@ -86,7 +88,11 @@ def begun_early(server) -> int:
     return early
 
 
-@pytest.mark.parametrize("settings", [{}, {"strategy": "reinforce_ada", "scale_rewards": "none"}], ids=["gate", "ada"])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"controller_kwargs": {}}, {"strategy": "reinforce_ada", "scale_rewards": "none"}],
+    ids=["gate", "guarded", "ada"],
+)
 def test_timing_never_changes_a_result(serve, tmp_path, monkeypatch, settings):
     with monkeypatch.context() as patch:
         patch.setattr(Engine, "scores_alone", False)

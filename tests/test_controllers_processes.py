@@ -60,6 +60,18 @@ SAVED = SETTINGS | {
     "optim": "adamw_torch",
     "learning_rate": 5e-2,
 }
+GUARDED = SETTINGS | {
+    "controller": "gate",
+    "selector": "zero_variance",
+    "num_generations": 3,
+    "controller_kwargs": {
+        "control": 0.2,
+        "explore": 0.2,
+        "recheck": 1.0,
+    },  # an even number of completions in each round
+    "reward": "half_reward",
+    "max_steps": 12,
+}
 TABLE = SETTINGS | {
     "controller": "reinforce_ada_balanced",
     "controller_kwargs": {"round_size": 3, "max_rounds": 4},  # groups that begin on one process and end on the other
@@ -78,8 +90,9 @@ def runs(tmp_path_factory):
         run_case(directory, name, settings)
     further = {f"uneven-{name}": SETTINGS | settings | {"controller": name} for name, settings in UNEVEN.items()}
     further |= {"table": TABLE, "whole": SAVED, "resumed": SAVED | {"resume": ["whole", "checkpoint-2"]}}
-    further["dead"] = SETTINGS | {"controller": "dynamic", "dead": True, "beta": 0.05}
-    launch(directory, 2, cases() | further)
+    further["dead"] = SETTINGS | {"controller": "dynamic", "reward": "no_reward", "beta": 0.05}
+    run_case(directory, "guarded", GUARDED)
+    launch(directory, 2, cases() | further | {"guarded": GUARDED})
     return directory
 
 
@@ -105,6 +118,16 @@ def test_rounds_that_do_not_divide(runs, controller):
         assert len(counts) > 3
     else:
         assert any(len(set(given.values())) == 2 for given in counts)
+
+
+def test_the_guard_of_two_processes_is_that_of_one(runs):
+    one, two = records(runs, "guarded", 1), records(runs, "guarded", 2)
+    assert one[0]["batches"] == two[0]["batches"] == two[1]["batches"]
+    sizes = [[len(entry["rows"]) for entry in record["rounds"]] for record in (one[0], *two)]
+    assert sizes[0] == sizes[1] == sizes[2]
+    guard = [entry["lze/guard"] for entry in one[0]["log"]]
+    assert guard == [entry["lze/guard"] for entry in two[0]["log"]]
+    assert (guard[0], guard[-1]) == (0.0, 1.0)  # whole groups first, then the gate
 
 
 def test_two_processes_without_a_signal(runs):

@@ -11,6 +11,7 @@ from lze_trl.batch import Batch
 from lze_trl.memory.state import PromptState, StateSettings
 from lze_trl.memory.threshold import Threshold, best_yield, needed_to_begin
 from lze_trl.rollout.controllers import Gate, ask
+from lze_trl.rollout.payoff import GateGuard, gated
 from samples import NAN, prompts_of, rollouts
 
 
@@ -20,11 +21,13 @@ SIZE = 6
 class World:
     """Prompts with true pass rates; a policy that is sure of its answer, right or wrong, has log-probs near 0."""
 
-    def __init__(self, prompts: int = 2000, seed: int = 0, explore: float = 0.05, alone: bool = False):
+    def __init__(
+        self, prompts: int = 2000, seed: int = 0, explore: float = 0.05, alone: bool = False, control: float = 0.0
+    ):
         self.rng = np.random.default_rng(seed)
         self.rates = self.rng.beta(0.15, 0.15, prompts)
         self.state = PromptState(StateSettings(group_size=SIZE, alone=alone))
-        self.controller = Gate(SIZE, explore)
+        self.controller, self.guard = Gate(SIZE, explore, control=control), GateGuard(on=control > 0)
         self.forget()
         self._next = np.empty(0, dtype=np.int64)
 
@@ -47,17 +50,31 @@ class World:
         outcomes = (self.rng.random(len(group)) < self.rates[ids][group]).astype(np.float64)
         entropy = 1e-3 + 4.0 * self.rates[ids] * (1.0 - self.rates[ids])
         whole = _batch(ids, group, outcomes, -entropy[group] * self.rng.exponential(2.0, len(group)))
-        prompts = self.state.prompts(ids)
-        begun = ask(self.controller, 0, prompts, whole, self.rng)
-        assert set(begun) <= {0, 1}
+        lots = self.rng.random(count) if self.guard.on else np.ones(count)
+        none, unsure = np.zeros(count, dtype=bool), np.ones(count)
+        prompts = self.guard.told(self.state.prompts(ids), lots, unsure)
+        begins, begun = (
+            self.controller.chances(0, prompts, whole),
+            ask(self.controller, 0, prompts, whole, self.rng),
+        )
         if not begun.any():
             return
-        none = np.zeros(count, dtype=bool)
+        if self.guard.draws_whole:
+            assert set(begun) == {SIZE}
+            self.guard.see(whole, *gated(self.controller, self.state, whole, unsure, None), SIZE)
+            self._count(whole, unsure, ~none, unsure)
+            self.state.visit(whole, unsure)
+            return
+        assert set(begun) <= {0, 1}
+        begins = np.where(begun > 0, begins, 0.0)
         first = _some(whole, none, begun > 0)
-        prompts = self.state.prompts(ids, first)
+        prompts = self.guard.told(self.state.prompts(ids, first), lots, begins)
         chances = self.controller.chances(1, prompts, first)
         goes_on = ask(self.controller, 1, prompts, first, self.rng)
         assert set(goes_on) <= {0, SIZE - 1}
+        finished = np.where(goes_on > 0, chances, 0.0)
+        drawn = _some(whole, goes_on > 0, begun > 0)
+        self.guard.see(drawn, *gated(self.controller, self.state, drawn, begins, finished), SIZE)
         whole, prompts = _of(whole, begun > 0), prompts.take(begun > 0)
         chances, goes_on = chances[begun > 0], goes_on[begun > 0]
         self._count(whole, prompts.alive_given_first, goes_on > 0, chances)
@@ -102,7 +119,7 @@ def test_a_completion_yields_more_live_groups_than_without_a_gate(alone):
     told = []
     for _ in range(60):
         world.visit()
-        told.append(world.state.gate.metrics()["gate_live_kept"])
+        told.append(world.guard.metrics()["gate_live_kept"])
     assert world.gain > 1.5
     assert world.expected / world.live == pytest.approx(1.0, abs=0.1)  # it is calibrated, also where it stops groups
     # It tells itself what it keeps, without having seen what it stopped
@@ -203,7 +220,7 @@ def test_where_all_groups_are_alike_all_are_drawn_to_their_end(p):
 
 
 def test_it_draws_one_then_the_others_and_nothing_after():
-    rng, controller = np.random.default_rng(0), Gate(4, explore=1e-9, recheck=0.0)
+    rng, controller = np.random.default_rng(0), Gate(4, explore=1e-9, recheck=0.0, control=0.0)
     prompts = prompts_of(
         4, alive=[0.4, 0.4, 0.4, 0.01], alive_given_first=[0.1, 0.8, 0.1, NAN], alive_needed=[0.2] * 4
     )
@@ -219,7 +236,7 @@ def test_those_that_would_be_left_go_on_at_random_as_often_as_set():
     unlikely = np.where(np.arange(count) == 0, 1.0, 1e-9)
     prompts = prompts_of(count, alive=unlikely, alive_given_first=unlikely, alive_needed=np.full(count, 0.1))
     drawn = rollouts({i: [1.0] for i in range(count)})
-    gate = Gate(2, explore=0.2, recheck=0.1)
+    gate = Gate(2, explore=0.2, recheck=0.1, control=0.0)
     for round, share in [(0, 0.1), (1, 0.2)]:
         goes_on = gate.draw(round, prompts, drawn, np.random.default_rng(0)) > 0
         assert goes_on[0]

@@ -41,7 +41,12 @@ CASES = {
         "max_steps": 6,
     },
     "dynamic": {"controller": "dynamic", "reward": tiny.digit_reward, "selection_ratio": 1.0},
-    "gate": {"controller": "gate", "reward": short_prompts_solved, "max_steps": 24},
+    "gate": {
+        "controller": "gate",
+        "controller_kwargs": {"control": 0.0},
+        "reward": short_prompts_solved,
+        "max_steps": 24,
+    },
     "reinforce_ada": {
         "controller": "reinforce_ada_balanced",
         "controller_kwargs": {"round_size": 4, "max_rounds": 3},

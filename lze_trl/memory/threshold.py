@@ -3,7 +3,7 @@
 import numpy as np
 
 from ..batch import Batch, Prompts
-from .regression import SCORE_MEMORY, OnlineRegression, bounded_logprob, log_odds
+from .regression import OnlineRegression, bounded_logprob, log_odds
 
 
 _FIRST = ("one", "outcome", "no_logprob", "logprob", "chance", "outcome_logprob", "outcome_chance")
@@ -28,7 +28,6 @@ class Threshold:
     def __init__(self, group_size: int = 8, alone: bool = False):
         self.group_size, self.alone = group_size, alone
         self.model = OnlineRegression(len(FEATURES))
-        self._live = np.zeros(2)  # decayed: live groups kept deterministically; estimated total
         self._recent = np.zeros(4)  # decayed: prompts, live groups forecast, live groups seen, completions
         self._yield = np.zeros(2)  # decayed: live groups, completions
         self._metrics: dict[str, float] = {}
@@ -77,24 +76,18 @@ class Threshold:
         quality = self.model.score(*self.model.forecasts(*examples), alive, counts)
         self._metrics = {"gate_share": float(complete.mean())}
         self._metrics |= {f"gate_{name}": value for name, value in quality.items()}
-        live = [float((alive & (counts == 1.0)).sum()), float(counts[alive].sum())]
-        self._live = SCORE_MEMORY * self._live + np.array(live)
-        if self._live[1] > 0:
-            self._metrics["gate_live_kept"] = float(self._live[0] / self._live[1])
         self.model.learn(*examples, alive, counts)
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of the last generation batch, and the share of live groups kept lately; empty without a gate."""
+        """Metrics of the last generation batch; empty without a gate."""
         return self._metrics
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        own = {"live": self._live, "recent": self._recent, "yield": self._yield}
-        return self.model.state_dict() | own
+        return self.model.state_dict() | {"recent": self._recent, "yield": self._yield}
 
     def load_state_dict(self, state: dict[str, np.ndarray]):
         self.model.load_state_dict(state)
-        self._live, self._recent, self._metrics = state["live"].copy(), state["recent"].copy(), {}
-        self._yield = state["yield"].copy()
+        self._recent, self._yield, self._metrics = state["recent"].copy(), state["yield"].copy(), {}
 
 
 def _examples(prompts: Prompts, drawn: Batch) -> tuple[np.ndarray, np.ndarray]:

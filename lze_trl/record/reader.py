@@ -109,7 +109,7 @@ class Run:
             folders = {
                 f"{folder}{os.sep}" for folder in (self.directory, (self.directory / META_FILE).resolve().parent)
             }
-            self._database.execute(f"""SET parquet_metadata_cache = true; SET enable_progress_bar = false;
+            self._database.execute(f"""SET parquet_metadata_cache = true;
                 SET allowed_directories = [{", ".join(map(_quoted, folders))}]; SET enable_external_access = false;
                 SET lock_configuration = true""")
         for table, types in SQL_TYPES.items():

@@ -29,7 +29,7 @@ class LookAhead:
     """
 
     def __init__(self, rounds: Any, pending: Any, drawn: Batch, engine: Any):
-        self.rounds, self.drawn, self.engine = rounds, drawn, engine
+        self.rounds, self.pending, self.drawn, self.engine = rounds, pending, drawn, engine
         self.round, self.rng = pending.round + 1, copy.deepcopy(pending.rng)
         self.active = np.flatnonzero(pending.counts)  # group of each place
         self.rows = pending.plan.rows[self.active]
@@ -66,7 +66,7 @@ class LookAhead:
         counts = ask(
             self.rounds.controller,
             self.round,
-            self.rounds.state.prompts(drawn.prompt_ids, drawn),
+            self.rounds.known(self.pending, drawn),
             drawn,
             copy.deepcopy(self.rng),
         )

@@ -176,6 +176,9 @@ class Gate(SubsamplingController):
     reaches `Prompts.alive_needed`, from which its completions yield more live groups each than others do. Below it, a few are
     drawn at random, so that the forecasts learn what they miss. This favours medium pass rates: where hardly any, or nearly
     every, completion passes, the first one of a live group looks like that of a dead one.
+
+    A share `control` of the prompts is drawn whole, whatever is forecast. They are among those that are drawn at random, and tell
+    [`~lze_trl.rollout.payoff.GateGuard`] whether the gate pays; as long as it does not, all groups are drawn whole, in one round.
     """
 
     by_group = True
@@ -183,6 +186,7 @@ class Gate(SubsamplingController):
     group_size: int  # G
     explore: float = 0.05  # probability of completing a group below the threshold
     recheck: float = 0.1  # probability of beginning a prompt below it
+    control: float = 0.05  # probability of drawing a group whole, whatever is forecast; 0 for no guard
 
     def __post_init__(self):
         super().__post_init__()
@@ -192,20 +196,36 @@ class Gate(SubsamplingController):
             )
         if not 0 <= self.recheck <= 1:
             raise ValueError(f"`recheck` must be in [0, 1], got {self.recheck}.")
+        if not 0 <= self.control < 1:
+            raise ValueError(
+                f"`control` must be in [0, 1), got {self.control}. Use 0.05, or 0 for a gate without a guard."
+            )
 
     def chances(self, round: int, prompts: Prompts, drawn: Batch) -> np.ndarray | None:
-        if round == 0:
-            return np.where(prompts.alive >= prompts.alive_needed, 1.0, self.recheck)
-        return np.where(prompts.alive_given_first >= prompts.alive_needed, 1.0, self.explore) if round == 1 else None
+        if round > 1 or (round == 1 and draws_whole(prompts)):
+            return None
+        likely = (prompts.alive_given_first if round else prompts.alive) >= prompts.alive_needed
+        share = self.explore if round else self.recheck
+        return np.where(likely, 1.0, np.maximum(share, self._control(prompts)))
 
     def draw(self, round: int, prompts: Prompts, drawn: Batch, rng: np.random.Generator) -> np.ndarray:
-        chances = self.chances(round, prompts, drawn)
+        chances, control = self.chances(round, prompts, drawn), self._control(prompts)
         if chances is None:
             return np.zeros(len(prompts), dtype=np.int64)
-        drawn_on = rng.random(len(prompts)) < chances
+        others = np.divide(chances - control, 1.0 - control, out=np.ones(len(prompts)), where=control < 1.0)
+        drawn_on = (rng.random(len(prompts)) < others) | (prompts.lot < self.control)
         if round == 0:
-            return drawn_on.astype(np.int64)
+            return np.where(drawn_on, self.group_size if draws_whole(prompts) else 1, 0)
         return np.where(drawn_on & (drawn.sizes > 0), self.group_size - 1, 0)
+
+    def _control(self, prompts: Prompts) -> np.ndarray:
+        """Probability that a prompt is drawn whole whatever is forecast, once it has been begun."""
+        return self.control / prompts.begin_chance
+
+
+def draws_whole(prompts: Prompts) -> bool:
+    """Whether a guard has all groups drawn whole."""
+    return bool((prompts.alive_needed == -np.inf).all())
 
 
 def _kinds(drawn: Batch) -> tuple[np.ndarray, np.ndarray]:

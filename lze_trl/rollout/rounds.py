@@ -16,15 +16,16 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 
-from ..batch import Batch, Table
+from ..batch import Batch, Prompts, Table
 from ..memory.identity import ID_COLUMN
 from ..memory.outcomes import OutcomeRule
 from ..memory.state import PromptState
 from ..plan.passes import Passes, Plan
 from ..seeding import keyed_rng
 from .ahead import LookAhead
-from .controllers import RolloutController, ask, ask_chances, ask_more
+from .controllers import Gate, RolloutController, ask, ask_chances, ask_more
 from .estimates import mean_over_full_batch, represented
+from .payoff import GateGuard, gated
 from .settling import settle, unsettled, with_columns
 from .signals import signals, total_rewards
 from .uniform import uniform_sample
@@ -45,6 +46,7 @@ class Pending:
 
     plan: Plan
     rng: np.random.Generator
+    lots: np.ndarray  # a random number of each prompt that was planned
     request: Any = None  # of the round under way, the engine's own; `None` if no completions are wanted
     ahead: LookAhead | None = None  # to the next round
     counts: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))  # (P,): completions asked for
@@ -81,9 +83,13 @@ class Rounds:
     accelerator: Accelerator
     _told: bool = field(default=False, init=False)  # that there are no log-probabilities
 
+    def __post_init__(self):
+        self.guard = GateGuard(on=isinstance(self.controller, Gate) and self.controller.control > 0)
+
     def begin(self, plan: Plan, engine: Any, generation: int) -> Pending:
         """Ask for the first round of a plan."""
-        pending = Pending(plan, keyed_rng(self.args.seed, generation, "rollouts"))
+        lots = keyed_rng(self.args.seed, generation, "control").random(plan.num_prompts)
+        pending = Pending(plan, keyed_rng(self.args.seed, generation, "rollouts"), lots)
         if self.passes.by_prompt:
             self._ask(pending, Batch.empty(self.passes.ids_of(plan.rows)), engine)
         elif plan.num_prompts:
@@ -120,7 +126,7 @@ class Rounds:
 
     def _ask(self, pending: Pending, drawn: Batch, engine: Any):
         """Ask for the completions that the controller wants next, if any."""
-        prompts = self.state.prompts(drawn.prompt_ids, drawn)
+        prompts = self.known(pending, drawn)
         counts = ask(self.controller, pending.round, prompts, drawn, pending.rng)
         chances = ask_chances(self.controller, pending.round, prompts, drawn, counts)
         counts = self._divisible(counts) if counts.any() else counts
@@ -131,6 +137,12 @@ class Rounds:
             pending.request = engine.begin(self.passes.local(rows), unit)
             if self.controller.by_group and counts.max() == unit and engine.scores_alone:
                 pending.ahead = LookAhead(self, pending, drawn, engine)
+
+    def known(self, pending: Pending, drawn: Batch) -> Prompts:
+        """What is known of the prompts of a batch once completions are `drawn`, and what its guard wants."""
+        count = drawn.num_groups
+        begun = np.ones(count) if pending.begun is None else _padded(pending.begun, count, 1.0)
+        return self.guard.told(self.state.prompts(drawn.prompt_ids, drawn), _padded(pending.lots, count, 1.0), begun)
 
     def _collect(self, pending: Pending, engine: Any) -> Batch:
         """
@@ -221,6 +233,10 @@ class Rounds:
             None if columns[name] is None else _padded(columns[name], count, 1.0)
             for name in ("chances", "begun", "finished")
         )
+        if isinstance(self.controller, Gate) and begun is not None:
+            self.guard.see(
+                batch, *gated(self.controller, self.state, batch, begun, finished), self.controller.group_size
+            )
         remembered = self.state.mean_scores(batch.prompt_ids[first == 0])
         sample = uniform_sample(batch, given, finished, remembered)
         weights = np.ones(count) if begun is None else represented(np.ones(count), begun)

@@ -1,0 +1,42 @@
+"""The benchmark of situations for the gate's guard: how runs are compared, and both arms for a few steps."""
+
+import json
+
+import numpy as np
+import pytest
+
+from benchmarks import guard
+from lze_trl.job import demo
+
+
+def test_a_gate_that_takes_half_the_tokens_for_the_same_accuracies():
+    exact = {"accuracy": [0.2, 0.4, 0.6, 0.8], "tokens": [10, 20, 30, 40], "dead_share": [0.5, 0.5]}
+    gate = {"tokens": [5, 10, 15, 20], "guard": [0.0, 1.0, 0.0, 1.0], "gate_live_kept": [1.0, 0.9]}
+    gate |= {"accuracy": exact["accuracy"], "gate_signal_kept": [1.0, 0.95]}
+    found = guard.compared(exact, gate)
+    assert (found["price"], found["tokens"], found["difference"]) == (0.5, 0.5, 0.0)
+    assert (found["first"], found["stops"], found["decided"]) == (2.0, 1.0, 0.5)
+    assert found["at_equal_tokens"] == pytest.approx(100 * (0.6 - 0.3))  # means of three, and `exact` at 20 tokens
+
+
+def test_what_is_done_to_the_data():
+    every = [{"prompt": f"{a}+{b}=", "solution": str(a + b)} for a in range(10, 100) for b in range(10, 100)]
+    rng = np.random.default_rng(0)
+    wrong = guard._wrong_labels(every, every, rng)
+    shares = [row["solution"] != known["solution"] for row, known in zip(wrong, every, strict=True)]
+    assert np.mean(shares) == pytest.approx(0.2, abs=0.02)
+    harder = [int(row["solution"]) >= 100 for row in guard._harder(every[:9], every, rng)]
+    assert harder == sorted(harder) and harder.index(True) == 32 * 30
+
+
+@pytest.mark.slow
+def test_from_the_command_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(demo, "WARM_START_DIR", tmp_path / "warm-start")
+    small = demo.WarmStart(steps=20, hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, num_kv_heads=1)
+    monkeypatch.setattr(demo, "WarmStart", lambda: small)
+    scenarios = ["long_tail", "scale"]
+    guard.main(["--seeds", "0", "--steps", "5", "--output", str(tmp_path / "out"), "--scenarios", *scenarios])
+    results = [json.loads(path.read_text())["result"] for path in (tmp_path / "out").glob("*.json")]
+    assert len(results) == 4
+    table = (tmp_path / "out" / "tables.md").read_text()
+    assert all(guard.SCENARIOS[name].title in table for name in scenarios)

@@ -1,0 +1,239 @@
+"""The guard of a gate: what is drawn as a control, what it tells, and when the gate is stopped and goes on."""
+
+import numpy as np
+import pytest
+
+import tiny
+from lze_trl.batch import Batch
+from lze_trl.rollout.controllers import Gate, ask
+from lze_trl.rollout.payoff import TO_GO_ON, TO_STOP, GateGuard
+from samples import prompts_of, rollouts
+from test_controllers_training import HALF_DEAD, make, run, scripted
+from test_gate import SIZE, World
+from test_laws import distance, moved
+
+
+# ---- Who is drawn ----
+
+
+def test_without_a_control_the_gate_draws_as_it_would_alone():
+    rng = np.random.default_rng(0)
+    alive, given, needed = rng.random((3, 500))
+    prompts = prompts_of(500, alive=alive, alive_given_first=given, alive_needed=needed, lot=rng.random(500))
+    drawn = rollouts({i: [1.0] for i in range(500)})
+    for round, forecast, share, count in ((0, alive, 0.1, 1), (1, given, 0.05, SIZE - 1)):
+        chances = np.where(forecast >= needed, 1.0, share)
+        expected = np.where(np.random.default_rng(round).random(500) < chances, count, 0)
+        gate = Gate(SIZE, control=0.0)
+        np.testing.assert_array_equal(gate.chances(round, prompts, drawn), chances)
+        np.testing.assert_array_equal(gate.draw(round, prompts, drawn, np.random.default_rng(round)), expected)
+    assert not GateGuard(on=False).draws_whole
+
+
+KINDS = {"unlikely": (0.0, 1.0), "stopped": (1.0, 0.0), "kept": (1.0, 1.0)}
+"""Forecasts before and after the first completion, where 1/2 is needed."""
+
+
+def drawn_by(gate: Gate, count: int, rng: np.random.Generator):
+    """For some prompts of each kind, in turn: chances of being begun and completed, 0 where they were not, and completions drawn."""
+    alive, given = np.array([KINDS[name] for name in KINDS] * count).T
+    lots, known = rng.random(len(alive)), {"alive": alive, "alive_needed": np.full(len(alive), 0.5)}
+    guard, none = GateGuard(on=False), rollouts({i: [] for i in range(len(alive))})
+    prompts = guard.told(prompts_of(len(alive), **known), lots, np.ones(len(alive)))
+    begun = ask(gate, 0, prompts, none, rng)
+    begins = np.where(begun > 0, gate.chances(0, prompts, none), 0.0)
+    first = rollouts({i: [1.0] * count for i, count in enumerate(begun)})
+    seen = {"alive_given_first": np.where(begun > 0, given, np.nan)}
+    prompts = guard.told(prompts_of(len(alive), **known, **seen), lots, begins)
+    others = ask(gate, 1, prompts, first, rng)
+    return begins, np.where(others > 0, gate.chances(1, prompts, first), 0.0), begun + others
+
+
+@pytest.mark.parametrize(("explore", "recheck"), [(0.05, 0.1), (0.3, 0.5), (0.01, 0.0)])
+def test_each_group_is_seen_whole_as_often_as_its_chances_say(explore, recheck):
+    begins, finished, sizes = drawn_by(Gate(SIZE, explore, recheck), 20_000, np.random.default_rng(0))
+    whole, begun = (sizes == SIZE).reshape(-1, 3).mean(axis=0), (sizes > 0).reshape(-1, 3).mean(axis=0)
+    assert begun == pytest.approx([max(recheck, 0.05), 1.0, 1.0], abs=0.01)
+    assert whole == pytest.approx([max(recheck, 0.05), max(explore, 0.05), 1.0], abs=0.01)
+    # 1 / probability of those that were drawn: as many as there are, of each kind
+    seen = np.divide(1.0, begins * finished, out=np.zeros(len(sizes)), where=sizes == SIZE)
+    assert seen.reshape(-1, 3).mean(axis=0) == pytest.approx([1.0, 1.0, 1.0], abs=0.05)
+
+
+def test_controls_are_drawn_whole_whatever_is_forecast():
+    lots = np.array([0.01, 0.99])
+    for forecast in (0.0, 1.0):
+        prompts = prompts_of(
+            2, alive=[forecast] * 2, alive_given_first=[forecast] * 2, alive_needed=[0.5] * 2, lot=lots
+        )
+        gate, first = Gate(4, explore=1e-9, recheck=0.0), rollouts({0: [1.0], 1: [1.0]})
+        draws = [gate.draw(round, prompts, first, np.random.default_rng(0)).tolist() for round in (0, 1)]
+        assert draws == [[1, int(forecast)], [3, 3 * int(forecast)]]
+
+
+# ---- What they tell ----
+
+
+def test_what_the_gate_keeps_and_costs_is_estimated_without_bias():
+    # 2 of 3 "unlikely" groups are dead and long, all "stopped" ones are alive, and 3 of 4 of those kept
+    rng, gate, prompts = np.random.default_rng(1), Gate(4), 3 * 400
+    kind, alive = np.arange(prompts) % 3, np.arange(prompts) // 3 % 12
+    alive = np.select([kind == 0, kind == 1], [alive % 3 == 0, alive >= 0], alive % 4 > 0)
+    guard = GateGuard(on=False)
+    for _ in range(60):
+        begins, finished, sizes = drawn_by(gate, prompts // 3, rng)
+        outcomes = {
+            i: [1.0, *[0.0] * (sizes[i] - 1)] if alive[i] and sizes[i] else [0.0] * sizes[i] for i in range(prompts)
+        }
+        drawn = rollouts(outcomes)
+        tokens = np.where(kind == 0, 30, 10)[drawn.group]
+        drawn = drawn.with_rows(prompt_tokens=0 * tokens, completion_tokens=tokens)
+        guard.see(drawn, begins * finished, (sizes > 0) * 1.0, (finished > 0) * 1.0, 4)
+    told, third = guard.metrics(), prompts / 3
+    chances = np.array([0.1 * 1.0, 0.05, 1.0])  # of being whole
+    live = third * np.array([1 / 3, 1.0, 3 / 4])
+    tokens = np.array([30 * (0.1 + 3 * 0.1), 10 * (1 + 3 * 0.05), 40.0]).sum() / np.array([120.0, 40.0, 40.0]).sum()
+    assert told["gate_live_kept"] == pytest.approx(chances @ live / live.sum(), rel=0.03)
+    assert told["gate_signal_kept"] == pytest.approx(
+        told["gate_live_kept"], rel=1e-9
+    )  # all live groups have one variance
+    assert told["gate_price"] == pytest.approx(tokens / (chances @ live / live.sum()), rel=0.03)
+
+
+# ---- When the gate is stopped, and goes on ----
+
+
+def batches(guard: GateGuard, live_stopped: float, seed: int, most: int, prompts: int = 32) -> int:
+    """Batches until the guard changes its mind, at most so many. Half of the groups are kept, and half of those alive; the others are stopped."""
+    rng, before = np.random.default_rng(seed), guard.draws_whole
+    kept = np.arange(prompts) % 2 == 0
+    whole = np.where(kept, 1.0, 0.05)
+    for batch in range(1, most + 1):
+        live = rng.random(prompts) < np.where(kept, 0.5, live_stopped)
+        drawn = np.ones(prompts, dtype=bool) if before else rng.random(prompts) < whole
+        group = np.repeat(np.arange(prompts), np.where(drawn, SIZE, 1))
+        outcomes, ones = np.zeros(len(group)), np.ones(len(group), dtype=np.int64)
+        outcomes[np.unique(group, return_index=True)[1]] = live
+        seen = np.where(drawn, 1.0 if before else whole, 0.0)
+        guard.see(
+            Batch.of(np.arange(prompts), group, outcomes, outcomes, ones, ones),
+            seen,
+            np.ones(prompts),
+            whole if before else drawn * 1.0,
+            SIZE,
+        )
+        if guard.draws_whole != before:
+            return batch
+    return most
+
+
+def stopped_guard(whole: bool) -> GateGuard:
+    guard = GateGuard()
+    guard.draws_whole = whole
+    return guard
+
+
+@pytest.mark.parametrize(("whole", "needed"), [(True, TO_GO_ON), (False, TO_STOP)])
+def test_it_changes_its_mind_wrongly_as_seldom_as_it_says(whole, needed):
+    # The hardest case: the gate neither pays nor costs, so that each belief is right. λ counts first completions of stopped groups
+    share = 0.5 * (SIZE - 1) / (SIZE + 1)
+    lasted = [batches(stopped_guard(whole), share, seed, most=4 * int(needed)) for seed in range(12)]
+    assert np.mean(lasted) >= needed
+
+
+def test_it_changes_its_mind_within_a_few_batches_where_that_is_worth_something():
+    goes_on = [batches(stopped_guard(True), 0.05, seed, most=50) for seed in range(20)]
+    assert np.quantile(goes_on, 0.9) <= 5
+    stops = [batches(stopped_guard(False), 1.0, seed, most=100) for seed in range(20)]
+    assert np.median(stops) <= 10
+    assert np.quantile([batches(stopped_guard(False), 1.0, seed, 100, prompts=256) for seed in range(10)], 0.9) <= 10
+
+
+@pytest.mark.parametrize("live", [0.5, 1.0])
+def test_a_gate_that_does_not_pay_never_begins(live):
+    assert [batches(stopped_guard(True), live, seed, most=100) for seed in range(3)] == [100] * 3
+
+
+def test_a_gate_that_stops_nothing_stays_as_it_is():
+    for whole in (True, False):
+        guard, drawn = stopped_guard(whole), rollouts({i: [1.0, 0.0] for i in range(8)})
+        for _ in range(200):
+            guard.see(drawn, np.ones(8), np.ones(8), np.ones(8), 2)
+        assert guard.draws_whole == whole
+        assert guard.metrics() == {
+            "guard": 1.0 - whole,
+            "gate_live_kept": 1.0,
+            "gate_signal_kept": 1.0,
+            "gate_price": 1.0,
+        }
+
+
+class Moody(Gate):
+    """A gate that, in a bad mood, takes groups for alive where it would take them for dead."""
+
+    bad = False
+
+    def chances(self, round, prompts, drawn):
+        if Moody.bad:
+            name = "alive_given_first" if round else "alive"
+            prompts = prompts.with_columns(**{name: 2.0 * prompts.alive_needed - getattr(prompts, name)})
+        return super().chances(round, prompts, drawn)
+
+
+def test_the_gate_takes_over_is_stopped_while_it_is_wrong_and_returns(caplog, monkeypatch):
+    world, decided = World(prompts=500, control=0.05), []
+    world.controller = Moody(SIZE)
+    for mood in (False, True, False):
+        monkeypatch.setattr(Moody, "bad", mood)
+        for _ in range(20):
+            world.visit()
+            decided.append(not world.guard.draws_whole)
+    assert not decided[0] and all(decided[5:20])
+    assert decided[20:].index(False) < 10 and not any(decided[30:40])
+    assert all(decided[45:])
+    says = ["The gate pays", "The gate does not pay", "The gate pays"]
+    assert [record.message.partition(":")[0] for record in caplog.records] == says
+    assert world.guard.metrics()["gate_price"] < 0.8
+
+
+# ---- In training ----
+
+ONE_STEP = {"per_device_train_batch_size": 12, "num_generations": 4}
+
+
+def differing(completions, **columns):
+    """Rewards of which no two of a batch are equal."""
+    return [float(i) for i, _ in enumerate(completions)]
+
+
+def test_where_it_cannot_pay_the_run_is_that_of_exact(tmp_path):
+    settings = ONE_STEP | {"max_steps": 5, "reward_funcs": differing, "optim": "sgd", "learning_rate": 0.1}
+    gate, exact = (tiny.run(tmp_path / name, strategy=name, **settings) for name in ("gate", "exact"))
+    assert moved(exact) > 1e-3
+    assert distance(gate, exact) < 1e-5
+    assert gate.ledger.rows_rolled_out == exact.ledger.rows_rolled_out == 5 * 12
+    assert set(tiny.history(gate, "lze/guard")) == {0.0}
+
+
+GUARDED = {
+    "cls": scripted(HALF_DEAD),
+    "strategy": "gate",
+    "per_device_train_batch_size": 24,
+    "num_generations": 4,
+    "controller_kwargs": {"control": 0.2, "explore": 0.2},
+    "learning_rate": 5e-2,
+}
+
+
+def test_resumed_it_is_the_uninterrupted_run_bit_for_bit(tmp_path):
+    settings = GUARDED | {"save_strategy": "steps", "save_steps": 4, "max_steps": 12}
+    whole, resumed = run(tmp_path, **settings), make(tmp_path, **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert distance(whole, resumed) == 0.0
+    guards = [trainer.generation_step.rounds.guard for trainer in (whole, resumed)]
+    first, second = (guard.state_dict() for guard in guards)
+    assert all((first[name] == second[name]).all() for name in first)
+    decided = tiny.history(whole, "lze/guard")
+    assert decided[0] == 0.0 and decided[-1] == 1.0
+    assert tiny.history(resumed, "lze/guard") == decided
+    assert whole.ledger.rows_rolled_out == resumed.ledger.rows_rolled_out < 12 * 48
