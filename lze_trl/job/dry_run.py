@@ -4,6 +4,7 @@ import math
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from trl import ModelConfig
@@ -38,6 +39,7 @@ def dry_run(arguments: Sequence[str], num_processes: int):
 def describe(script_args: LZEScriptArguments, args: LZEGRPOConfig, model_args: ModelConfig) -> dict[str, str]:
     """What a run trains on, in words. Refuses what the run would refuse."""
     given = trainer_arguments(script_args, args, model_args)
+    init_kwargs: Any = args.model_init_kwargs
     rows, funcs, held_out = given["train_dataset"], given["reward_funcs"], given["eval_dataset"]
     dataset, controller, resolved = prepare(args, rows, given)
     outcome_rule(args, funcs, [get_callable_name(func) for func in funcs], controller)
@@ -57,7 +59,7 @@ def describe(script_args: LZEScriptArguments, args: LZEGRPOConfig, model_args: M
         "prompts a generation batch": f"{groups:,}",
         "completions a generation batch": f"{args.generation_batch_size:,}",
         "optimizer steps": f"{steps:,}",
-        **estimated(given["model"], dataset["prompt"], args, args.model_init_kwargs, given["peft_config"], steps),
+        **estimated(given["model"], dataset["prompt"], args, init_kwargs, given["peft_config"], steps),
         "output": str(args.output_dir),
     }
     if held_out is not None:
