@@ -85,7 +85,8 @@ def measure(directory: str | Path) -> dict[str, float]:
     def prompts(state: str | None = None, search: str | None = None) -> Callable:
         def shown(run: Run) -> Any:
             found = run.prompts(state, search, limit=MOST_PROMPTS)
-            return charts.prompts(run, found), views.prompt_table(run, found), run.prompt_counts(search)
+            total = sum(run.prompt_counts(search).values())
+            return charts.prompts(run, found).to_json(), views.prompts(run, found, total)
 
         return shown
 

@@ -2,8 +2,8 @@
 
 import math
 import re
-from copy import deepcopy
-from dataclasses import dataclass, field, fields
+from copy import copy, deepcopy
+from dataclasses import MISSING, dataclass, field, fields
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
@@ -307,6 +307,16 @@ class LZEGRPOConfig(GRPOConfig):
         self.controller_kwargs = filled("controller_kwargs", controller, given["controller_kwargs"], **defaults)
         self.vllm_server_kwargs = filled("vllm_server_kwargs", ServerSettings, given["vllm_server_kwargs"])
         self.self_play = filled("self_play", SelfPlaySettings, given["self_play"])
+
+    def defaults(self) -> dict[str, Any]:
+        """The value of each setting where it is not given, with this strategy, controller and planner."""
+        plain, of_strategy = copy(self), settings_of(self.strategy) | self._adapted()
+        vars(plain).update(dict.fromkeys(SETTING_BLOCKS))
+        plain._fill_blocks(of_strategy.pop("controller_kwargs", {}))
+        found = {own.name: own.default for own in fields(self) if own.default is not MISSING}
+        return {name: of_strategy.get(name) if default is None else default for name, default in found.items()} | {
+            name: vars(plain)[name] for name in SETTING_BLOCKS
+        }
 
     def make_selector(self) -> Selector:
         """The selector that the settings describe."""

@@ -1,19 +1,24 @@
 """The app without a browser: what it opens, what its charts and tables say, and the Space that deploys it."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
 from html import escape
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pandas as pd
 import pytest
 import yaml
 
+import tiny
 from benchmarks.synthetic import SyntheticTraining, record_synthetic_run
+from lze_trl import LZEGRPOTrainer
 from lze_trl.app import charts, views
+from lze_trl.app.meanings import MEANINGS
 from lze_trl.app.runs import RunBook
 from lze_trl.record import GenerationRecord, MissingTelemetryError, TelemetryWriter, open_run
 from lze_trl.record.curves import curve, energy_heat_map, logged_curves, outcome_name, reward_curves
@@ -37,6 +42,12 @@ def runs(tmp_path_factory):
 def shown_lines(figures):
     """Values of every line, by the title of its chart and its name."""
     return {figure.layout.title.text: {line.name: line for line in figure.data} for figure in figures}
+
+
+def rows_of(html, table):
+    """Texts of the cells of each row."""
+    tree = ElementTree.fromstring(re.search(rf'<table[^>]* id="lze-{table}".*?</table>', html, re.S)[0])
+    return [[cell.text for cell in row] for row in tree.find("tbody")]
 
 
 def recorded(directory, *records, **settings):
@@ -81,12 +92,119 @@ def test_settings_that_differ_are_those_of_the_experiment(tmp_path):
     for name, changes in (("a", {"seed": 1}), ("b", {"seed": 2, "beta": 0.1, "epsilon": 0.3}), ("c", {"seed": 1})):
         settings = {**common, **changes, "output_dir": name, "save_steps": name, "logging_steps": name}
         TelemetryWriter(tmp_path / name, settings=settings).close()
-    opened = {name: open_run(tmp_path / name) for name in "abc"}
-    table = views.run_table(opened)
-    assert table["run"].tolist() == ["a", "b", "c"]
-    shown = table.loc[:, "total (FLOPs)":].iloc[:, 1:].to_dict("list")
+    table = views.differing_settings({name: open_run(tmp_path / name) for name in "abc"})
+    shown = table.set_index("setting").T.to_dict("list")
     assert shown == {"beta": ["0.0", "0.1", "0.0"], "epsilon": ["–", "0.3", "–"], "seed": ["1", "2", "1"]}
-    assert ("epsilon", "0.3") in views.settings_table(opened["b"])
+
+
+def test_settings_that_differ_from_their_defaults_come_first(tmp_path):
+    settings = {
+        "seed": 1,
+        "beta": 0.1,
+        "strategy": "gate",
+        "run_name": None,
+        "data_seed": "None",
+        "debug": [],
+        "own": 3,
+    }
+    known = {
+        "strategy": ["What", "exact"],
+        "beta": ["Training", 0.0],
+        "seed": ["Training", 1],
+        "run_name": ["Logs", None],
+    }
+    TelemetryWriter(tmp_path, settings=settings, known=known | {"debug": ["Logs", ""]}).close()
+    html = views.settings(open_run(tmp_path))
+    assert rows_of(html, "changed") == [["strategy", "gate", "exact", "What"], ["beta", "0.1", "0.0", "Training"]]
+    every = {name: value for name, value, *_ in rows_of(html, "settings-all")}
+    assert list(every) == [*known, "debug", "data_seed", "own"]
+    assert list(every.values()) == ["gate", "0.1", "1", "–", "–", "–", "3"]
+    assert "None" not in html
+
+
+def test_a_run_knows_topics_and_defaults_of_its_settings(tmp_path):
+    args = tiny.config(tmp_path, telemetry=True, strategy="lze", selector_kwargs={"momentum_weight": 0.5}, max_steps=1)
+    LZEGRPOTrainer(tiny.model(), tiny.digit_reward, args, tiny.prompts(3), processing_class=tiny.tokenizer()).train()
+    meta = open_run(tmp_path).meta
+    changed = {name for name, (_, default) in meta.known.items() if meta.settings.get(name, default) != default}
+    assert {"strategy", "selector_kwargs.momentum_weight", "max_steps"} <= changed
+    # What follows from the strategy, or is left as it is, has not changed
+    assert not changed & {
+        "selector",
+        "selection_ratio",
+        "selector_kwargs.ema_decay",
+        "planner_kwargs.streak",
+        "epsilon",
+    }
+    topics = {name: topic for name, (topic, _) in meta.known.items()}
+    assert topics["selector_kwargs.momentum_weight"] == topics["selector"] == "Which groups are trained on"
+    assert (topics["learning_rate"], topics["temperature"]) == ("Learning Rate & Scheduler", "Generation")
+    assert "hub_token" not in meta.settings
+
+
+def test_tables_are_sorted_by_the_values_of_a_column():
+    frame = pd.DataFrame(
+        {"run": ["b", "A", "c"], "count": ["1,319", "–", "27"], "%": ["9.1 [8, 10]", "12.5 [9, 16]", "–"]}
+    )
+    frame["number"] = [0.5, np.nan, 1234.5]
+
+    def column(order):
+        return [row[0] for row in rows_of(views.table("t", frame, {"t": order}), "t")]
+
+    assert column("") == ["b", "A", "c"]
+    assert column("run") == ["A", "b", "c"] and column("-run") == ["c", "b", "A"]
+    assert column("count") == ["c", "b", "A"] and column("-count") == ["b", "c", "A"]  # none comes last
+    assert column("%") == ["b", "A", "c"] and column("-%") == ["A", "b", "c"]
+    assert column("-number") == ["c", "b", "A"] and column("another") == ["b", "A", "c"]
+    html = views.table("t", frame, {"t": "-count"})
+    assert 'data-sort="count" aria-sort="descending"' in html and 'data-sort="-number"' in html
+    assert 'data-sort="run"' in html and "data-row" not in html
+
+
+def test_runs_are_found_by_any_words_of_a_row(runs):
+    opened = {name: open_run(runs / name) for name in "ab"}
+    table = views.run_table(opened)
+    assert table["run"].tolist() == ["a", "b"] and table["state"].tolist() == ["finished"] * 2
+    totals = {id: curve(run).iloc[-1] for id, run in opened.items()}
+    assert table["tokens"].tolist() == [totals[id].tokens for id in "ab"]
+    assert table["seconds"].tolist() == [totals[id].seconds for id in "ab"]
+    assert views.run_table(opened, "FINISHED b")["run"].tolist() == ["b"]
+    assert views.run_table(opened, "crashed").empty and views.run_table({}).empty
+
+
+def test_prompts_are_sorted_before_they_are_cut_off(runs):
+    run = open_run(runs / "a")
+    table = views.prompt_table(run, run.prompts())
+    for name in table:
+        for order in (name, f"-{name}"):
+            found = run.prompts(order=views.prompt_order(order), limit=7)
+            shown = views.prompt_table(run, found)[name].tolist()
+            texts = run.prompts()["text"] if name == "prompt" else table[name]
+            expected = sorted(texts, reverse=order != name)[:7]
+            assert (found["text"].tolist() if name == "prompt" else shown) == expected, order
+    with pytest.raises(ValueError, match=r"`order` must be one of \['text', .*got 'nonsense'"):
+        run.prompts(order="nonsense")
+
+
+def test_episodes_are_shown_turn_by_turn():
+    episode = "[assistant]\nLet me see.\nadd({'a': 1})\n\n[tool]\n[1, 2]\n\nmore\n\n[assistant]\n3"
+    calls = "Let me see.\nadd({'a': 1})"
+    assert views.turns(episode) == [("assistant", calls), ("tool", "[1, 2]\n\nmore"), ("assistant", "3")]
+    for text in ("", "plain", "[note]\nno role"):
+        assert views.turns(text) == [("", text)]
+    assert views.turns("before\n\n[user]\nx") == [("", "before"), ("user", "x")]
+
+
+def test_every_explained_word_is_shown_somewhere(runs, tmp_path):
+    run = open_run(runs / "a")
+    frame = run.prompts()
+    pages = (
+        views.overview(run) + views.prompts(run, frame, len(frame)) + views.prompt_detail(run, int(frame.prompt_id[0]))
+    )
+    pages += views.table("runs", views.run_table({"a": run}))
+    texts = set(re.findall(r'<(?:div|th)[^>]* title="([^"]+)"', pages))
+    only_elsewhere = {"held-out accuracy", "held-out prompts", "held-out reward", "mean outcome", "problems"}
+    assert texts == {escape(text) for name, text in MEANINGS.items() if name not in only_elsewhere}
 
 
 def test_warnings_say_what_is_wrong(tmp_path):
@@ -161,7 +279,7 @@ def test_reward_functions_of_one_name_are_told_apart(tmp_path):
     assert reward_curves(run).iloc[0].to_dict() == means
     shown = shown_lines(charts.overview(run))["Reward"]
     assert {name: line.y[0] for name, line in shown.items() if name != "total"} == means
-    detail = views.prompt_detail(run, int(record.prompts["prompt_id"][0]))
+    detail = views.completions(run, int(record.prompts["prompt_id"][0]))
     assert "step 0, reward 0.25, reward (2) 0.5" in detail
 
 
@@ -169,9 +287,8 @@ def test_every_prompt_is_a_point_and_a_row(runs):
     run = open_run(runs / "a")
     frame = run.prompts()
     table, figure = views.prompt_table(run, frame), charts.prompts(run, frame)
-    ids = [str(id) for id in frame.prompt_id]
-    assert table["id"].tolist() == ids
-    assert table["energy"].tolist() == pytest.approx(frame.energy.tolist(), abs=5e-4)
+    assert table.index.tolist() == [str(id) for id in frame.prompt_id]
+    assert table["energy"].tolist() == frame.energy.tolist()
     for line in figure.data:
         found = frame[frame.state == line.name.partition(" ")[0]]
         assert line.y == pytest.approx(found.energy.tolist())
@@ -219,8 +336,12 @@ def test_training_shows_what_the_trainer_logged(tmp_path):
     }
     loss = charts.comparison({"run": run}, "step", "loss").data[0]
     assert list(loss.y[-2:]) == [14.0, 14.5]
-    compared = charts.comparison({"run": run}, "tokens", "held_out").data[0]
-    assert list(compared.y) == [0.25, 0.5] and compared.x[-1] == curve(run).tokens.iloc[-1]
+    for name, expected in {"held-out prompts": [0.25, 0.5], "svamp avg@1": [0.125, 0.375]}.items():
+        compared = charts.comparison({"run": run}, "tokens", name).data[0]
+        assert list(compared.y) == expected and list(compared.x) == [0, curve(run).tokens.iloc[-1]]
+        assert views.run_table({"run": run})[name].tolist() == expected[-1:]
+    for text in ("held-out accuracy</span><strong>50.0 %", "svamp avg@1</span><strong>37.5 %"):
+        assert text in views.tiles(run)
 
 
 def test_text_of_a_run_is_escaped(tmp_path):
@@ -229,8 +350,9 @@ def test_text_of_a_run_is_escaped(tmp_path):
     record.prompts["columns"][:] = [{NASTY: NASTY}] * len(record)
     record.reward_names = [NASTY, "b"]
     run = recorded(tmp_path / NASTY.replace("/", ""), record, **{NASTY: NASTY})
-    detail = views.prompt_detail(run, int(record.prompts["prompt_id"][0]))
-    assert detail.count(escape(NASTY)) >= 5 and "<script" not in detail and "<b>x" not in detail
+    prompt = int(record.prompts["prompt_id"][0])
+    detail = views.prompt_detail(run, prompt) + views.completions(run, prompt) + views.settings(run)
+    assert detail.count(escape(NASTY)) >= 7 and "<script" not in detail and "<b>x" not in detail
     figures = [
         *charts.overview(run),
         charts.prompts(run, run.prompts()),

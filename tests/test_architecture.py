@@ -40,7 +40,7 @@ ROOMS = {
     "rewards": "names",
     "data": "memory names rewards",
     "evaluation": "data files names record rewards servers",
-    "app": "files record remote strategies version",
+    "app": "files forecast record remote strategies version",
     "selfplay": "batch data evaluation memory rewards seeding settings",
     "trl_contract": "",
     "config": "memory plan rollout select settings strategies",

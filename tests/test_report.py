@@ -68,8 +68,8 @@ def test_held_out_accuracy_is_in_every_view(tmp_path, reward):
         assert f'data-tile="{tile}"><span>{tile}</span><strong>{shown}</strong>' in page
     (line,) = [line for figure in charts.overview(run) for line in figure.data if line.name == "held-out prompts"]
     assert line.y[-1] == pytest.approx(last)
-    assert views.run_table({"run": run})["held-out"].tolist() == [shown]
-    assert charts.comparison({"run": run}, "step", "held_out").data[0].y[-1] == pytest.approx(last)
+    assert views.run_table({"run": run})["held-out prompts"].tolist() == pytest.approx([last])
+    assert charts.comparison({"run": run}, "step", "held-out prompts").data[0].y[-1] == pytest.approx(last)
     card = model_card_section(tmp_path / "run")
     assert f"{last:.3f} at step 3" in card and f"{tile[0].upper()}{tile[1:]} (`eval_reward" in card
 
@@ -78,9 +78,9 @@ def test_prompts_by_their_state_at_the_first_visit_and_now(tmp_path):
     solved, half, none = (1, 1, 1, 1), (1, 0, 0, 0), (np.nan,) * 4
     record_run(tmp_path, [make_record(0, [solved, none, half])])
     html = write_report(tmp_path).read_text(encoding="utf-8")
-    rows = re.findall(r"<th scope=.row.>(\w+) at the first visit</th>(.*?)</tr>", html)
+    rows = re.findall(r"<td>(\w+) at the first visit</td>(.*?)</tr>", html)
     # Now frontier, solved or unscored
-    found = {first: re.findall(r"<td>(\d+)</td>", cells) for first, cells in rows}
+    found = {first: re.findall(r">(\d+)</td>", cells) for first, cells in rows}
     assert found == {"frontier": ["1", "0", "0"], "solved": ["0", "1", "0"], "unscored": ["0", "0", "1"]}
 
 

@@ -1,8 +1,6 @@
 """The app's charts, as Plotly figures. Plotly interprets some HTML in labels, so text of a run is escaped."""
 
-import re
 from html import escape
-from textwrap import wrap
 from typing import Any
 
 import numpy as np
@@ -10,31 +8,22 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from ..record import Run
-from ..record.curves import (
-    curve,
-    energy_heat_map,
-    held_out,
-    held_out_metrics,
-    logged_curves,
-    outcome_name,
-    reward_curves,
-)
-from ..record.evaluations import read_results
+from ..record.curves import HELD_OUT, accuracies, curve, energy_heat_map, logged_curves, outcome_name, reward_curves
 from ..record.reader import STATES
 from .views import brightest, short_text
 
 
 AXES = {"step": "steps", "tokens": "tokens", "flops": "FLOPs", "seconds": "time (s)"}
 _COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#c99700", "#56b4e9"]  # of Okabe and Ito, for the colour-blind
+_DASHES = ("solid", "dash", "dot")  # once the colours are used up
 _STATES = dict(zip(STATES, ("#0072b2", "#009e73", "#7a8794", "#c99700", "#d55e00", "#cc79a7"), strict=True))
 
-_HELD_OUT = "held_out"
 METRICS = {
+    HELD_OUT: "held-out accuracy",
     "pass_rate": "pass rate (mean outcome)",
     "reward_mean": "reward",
-    "energy_mean": "mean energy",
     "dead": "share of dead groups",
-    _HELD_OUT: "held-out accuracy",
+    "energy_mean": "mean energy",
 }
 """What [`comparison`] can show besides the metrics that the trainers have logged."""
 OVERVIEW_CHARTS = 5
@@ -48,42 +37,16 @@ def overview(run: Run) -> list[go.Figure]:
         return []
     rewards = reward_curves(run)
     totals = {"total": points["reward_mean"]}
-    accuracy = _held_out_lines(run) | _task_lines(read_results(run.directory.parent))
     outcomes = {"all rollouts": points["pass_rate"], "trained on": points["selected_pass_rate"]}
     shares = {name: points[name] for name in ("selected", "dead", "replayed")}
     return [
         lines(outcome_name(run).capitalize(), outcomes, y_range=(0, 1)),
-        lines("Held-out accuracy", accuracy),
+        lines("Held-out accuracy", accuracies(run)),
         # A single reward is the total
         lines("Reward", totals | (dict(rewards.items()) if len(rewards.columns) > 1 else {})),
         _energy(run),
         lines("Shares", shares, y_range=(0, 1)),
     ]
-
-
-def _held_out_lines(run: Run) -> dict[str, pd.Series]:
-    """Every metric on held-out prompts, without those that are equal to one before."""
-    found = logged_curves(run, names := held_out_metrics(run))
-    labels = {name: name.removeprefix("eval_").removesuffix("/mean") for name in names} | dict.fromkeys(
-        names[:1], "held-out prompts"
-    )
-    return {
-        labels[name]: found[name]
-        for place, name in enumerate(names)
-        if not any(found[name].equals(found[other]) for other in names[:place])
-    }
-
-
-def _task_lines(evaluations: dict[str, dict[str, Any]]) -> dict[str, pd.Series]:
-    """Results of the tasks that were evaluated during the training: a line for each task and metric."""
-    found: dict[str, dict[int, float]] = {}
-    for name, results in evaluations.items():
-        if match := re.fullmatch(r"(step|probe)-(\d+)", name):
-            for task, result in results["tasks"].items():
-                for metric, (value, *_) in result["metrics"].items():
-                    label = f"{'probe ' if match[1] == 'probe' else ''}{task} {metric}"
-                    found.setdefault(label, {})[int(match[2])] = value
-    return {name: pd.Series(values, dtype=float) for name, values in found.items()}
 
 
 def lines(
@@ -95,7 +58,7 @@ def lines(
 ) -> go.Figure:
     """Chart with one line per series over its index. `smoothing` is the weight of earlier values in a moving average."""
     figure = _figure(heading, x_label, showlegend=True, hovermode="x unified")
-    for name, values in series.items():
+    for place, (name, values) in enumerate(series.items()):
         shown = values.ewm(alpha=1 - smoothing, ignore_na=True).mean() if smoothing else values
         figure.add_scatter(
             x=values.index,
@@ -103,6 +66,7 @@ def lines(
             name=escape(name),
             mode="lines+markers" if len(values) <= 40 else "lines",
             marker_size=5,
+            line_dash=_DASHES[place // len(_COLOURS) % len(_DASHES)],
         )
     return figure.update_yaxes(range=y_range)
 
@@ -149,11 +113,12 @@ def _energy(run: Run) -> go.Figure:
 def prompts(run: Run, frame: pd.DataFrame) -> go.Figure:
     """Energy of prompts, as of [`Run.prompts`](lze_trl.record.Run.prompts), over their pass rate."""
     outcome = outcome_name(run)
-    figure = _figure("Energy of each prompt", outcome, showlegend=True, hovermode="closest")
-    texts = ["<br>".join(map(escape, wrap(short_text(row)[:150], 50))) for row in frame.to_dict("records")]
+    figure = _figure("Energy of each prompt: click one to open it", outcome, showlegend=True, hovermode="closest")
+    texts = [escape(short_text(row)[:80]) for row in frame.to_dict("records")]
     # Pass rates of groups take few values: prompts with the same one are spread a little
     spread = (frame["prompt_id"] % 101 / 100 - 0.5) * 0.04
     points = pd.DataFrame({"x": frame["pass_rate"].fillna(0.0) + spread, "energy": frame["energy"], "text": texts})
+    points["id"] = frame["prompt_id"].astype(str)  # too large for a JavaScript number
     counts = frame["state"].value_counts()
     for state, found in points.groupby(frame["state"]):
         figure.add_scatter(
@@ -163,6 +128,7 @@ def prompts(run: Run, frame: pd.DataFrame) -> go.Figure:
             mode="markers",
             marker={"color": _STATES[str(state)], "size": 8, "opacity": 0.7},
             text=found["text"],
+            customdata=found["id"],
             hovertemplate=f"%{{text}}<br>{outcome} %{{x:.2f}}, energy %{{y:.2f}}<extra></extra>",
         )
     return figure.update_yaxes(title_text="energy", range=(-0.05, 1.05 * run.meta.energy_max))
@@ -178,8 +144,7 @@ def history(run: Run, prompt_id: int) -> go.Figure:
 
 def comparison(runs: dict[str, Run], axis: str, metric: str, smoothing: float = 0.0) -> go.Figure:
     """A metric of several runs, by their ids."""
-    found = {id: _points(run, axis, metric) for id, run in runs.items()}
-    shown = {id: points for id, points in found.items() if len(points)}
+    shown = {id: _points(run, axis, metric) for id, run in runs.items()}  # each keeps its colour in all charts
     return lines(METRICS.get(metric, metric).capitalize(), shown, AXES[axis], smoothing=smoothing)
 
 
@@ -190,5 +155,7 @@ def _points(run: Run, axis: str, metric: str) -> pd.Series:
         return pd.Series(dtype=float)
     if metric in points:
         return points.set_index(axis)[metric].dropna()
-    values = held_out(run) if metric == _HELD_OUT else logged_curves(run, [metric]).get(metric, pd.Series(dtype=float))
-    return values.dropna().pipe(lambda known: known.set_axis(np.interp(known.index, points["step"], points[axis])))
+    known = accuracies(run)
+    values = known[metric] if metric in known else logged_curves(run, [metric]).get(metric, pd.Series(dtype=float))
+    places = {name: [0, *points[name]] for name in ("step", axis)}  # nothing is spent before the first step
+    return values.dropna().pipe(lambda known: known.set_axis(np.interp(known.index, places["step"], places[axis])))

@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import gradio as gr
-import pandas as pd
+import plotly
 
 from ..record import Run, TelemetryError
+from ..record.curves import HELD_OUT, accuracies
 from ..record.evaluations import RESULT_FILES
 from ..record.numbers import percent
 from ..record.reader import STATES
@@ -16,13 +17,33 @@ from . import charts, views
 from .runs import RunBook
 
 
-TABS = ("Overview", "Prompts", "Runs", "Settings")
+TABS = ("Overview", "Prompts", "Runs", "Compare", "Settings")
 REFRESH_SECONDS = 1.0
 """How often the page asks for what is new."""
 
 _METRICS = [(label, name) for name, label in charts.METRICS.items()]
+_COMPARED = 4
+"""Charts that runs are compared by, at most."""
 _VISITS = 12
 """Latest visits of a prompt whose completions can be chosen."""
+_WAITS = "Choose a prompt to see its history."
+# A click on a heading sorts, one anywhere on a row opens it; so does the Enter key, and arrows move between rows
+_TABLES = """
+const act = ({target}) => {
+  const heading = target.closest("th[data-sort]"), row = target.closest("tr[data-row]");
+  if (heading) trigger("select", {...heading.dataset});
+  else if (row) {
+    trigger("click", {...row.dataset});
+    if (innerWidth < 700) document.querySelector("#lze-detail")?.scrollIntoView({behavior: "smooth"});
+  }
+};
+element.addEventListener("click", act);
+element.addEventListener("keydown", (event) => {
+  const step = {ArrowDown: "nextElementSibling", ArrowUp: "previousElementSibling"}[event.key];
+  if (event.key === "Enter") act(event);
+  else if (step && event.target.matches("tr[data-row]")) { event.preventDefault(); event.target[step]?.focus(); }
+});
+"""
 
 
 def serve(runs: list[str], host: str, port: int | None) -> gr.Blocks:
@@ -34,7 +55,9 @@ def serve(runs: list[str], host: str, port: int | None) -> gr.Blocks:
         server_port=port,
         # Fonts of the reader's machine: the page asks no other server for anything
         theme=gr.themes.Base(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"]),
-        head=f"<style>{(Path(__file__).parent / 'style.css').read_text(encoding='utf-8')}</style>",
+        head=f"""<style>{(Path(__file__).parent / "style.css").read_text(encoding="utf-8")}</style>
+            <script defer src="gradio_api/file={_PLOTLY}"></script>""",
+        allowed_paths=[str(_PLOTLY)],
         footer_links=[],
         ssr_mode=False,
         share=False,
@@ -48,77 +71,114 @@ def serve(runs: list[str], host: str, port: int | None) -> gr.Blocks:
     return app
 
 
+# Not `gr.Plot`, which draws a chart anew at each change, so that it flickers and forgets the reader's zoom
+_CHART = """
+const draw = () => {
+  if (!window.Plotly) return setTimeout(draw, 50);
+  const chart = element.querySelector(".lze-chart"), isNew = !chart.data;
+  if (!props.value) return Plotly.purge(chart);
+  const {data, layout} = JSON.parse(props.value);
+  Plotly.react(chart, data, layout, {responsive: true, displaylogo: false});
+  if (isNew) chart.on("plotly_click", ({points: [{customdata}]}) => customdata && trigger("click", {row: customdata}));
+};
+watch("value", draw);
+draw();
+"""
+_PLOTLY = Path(plotly.__file__).parent / "package_data" / "plotly.min.js"
+
+
+def _html(id: str, **settings: Any) -> gr.HTML:
+    return gr.HTML(elem_classes="lze", elem_id=f"lze-{id}", js_on_load=_TABLES, apply_default_css=False, **settings)
+
+
+def _chart(**settings: Any) -> gr.HTML:
+    """Shows a figure that is given as JSON."""
+    template = '<div class="lze-chart"></div>'
+    return gr.HTML(html_template=template, js_on_load=_CHART, elem_classes="lze-box", container=True, **settings)
+
+
+def _charts(count: int) -> list[gr.HTML]:
+    """Charts side by side, where the page is wide enough."""
+    with gr.Row():
+        return [_chart() for _ in range(count)]
+
+
 class _Page:
     """Components, and the handlers that fill them."""
 
     def __init__(self, book: RunBook):
         self.book = book
         ids = book.ids
-        with gr.Row():
-            gr.Markdown("## Learning-Zone Energy")
-            self.run = gr.Dropdown(ids, value=next(iter(ids), None), label="Run", elem_id="lze-run")
-            self.live = gr.Checkbox(True, label="Live", info="Follow the run while it trains", min_width=120)
-        self.standing = gr.HTML(elem_classes="lze", elem_id="lze-standing")
-        self.tab = gr.State("Overview")
+        with gr.Row(elem_id="lze-head"):
+            with gr.Column(scale=3, min_width=280):
+                _html("title", value="<h1>Learning-Zone Energy</h1>")
+                self.standing = _html("standing")
+            self.run = gr.Dropdown(ids, value=next(iter(ids), None), label="Run", elem_id="lze-run", min_width=200)
+            self.live = gr.Checkbox(True, label="Live", min_width=100, scale=0)
+        self.tab = gr.State(TABS[0])
         self.prompt = gr.State("")
+        self.orders = gr.State({})  # of the tables, see [`views.Orders`]
         self.seen = gr.State(None)  # what the page shows, as of [`_version`]
-        with gr.Tabs():
-            self.tabs = [gr.Tab(name) for name in TABS]
-        overview, prompts, compare, settings = self.tabs
+        with gr.Tabs(elem_id="lze-tabs", overflow_behavior="wrap") as self.pages:
+            self.tabs = [gr.Tab(name, id=name) for name in TABS]
+        overview, prompts, runs, compare, settings = self.tabs
         with overview:
-            self.numbers = gr.HTML(elem_classes="lze", elem_id="lze-overview")
-            with gr.Row():  # side by side where the page is wide enough
-                self.plots = [gr.Plot(show_label=False, min_width=400) for _ in range(charts.OVERVIEW_CHARTS)]
+            self.tiles = _html("overview")
+            self.plots = _charts(charts.OVERVIEW_CHARTS)
+            self.costs = _html("cost")
+            with gr.Accordion("What other strategies would cost", open=False):
+                self.ask = gr.Button("Forecast from what this run has recorded", size="sm")
+                self.forecast = gr.Code(show_label=False, language=None, visible=False, elem_id="lze-forecast")
         with prompts:
             self._add_prompts()
+        with runs:
+            self.words = gr.Textbox(label="Search", placeholder="words of a row", elem_id="lze-words")
+            self.run_table = _html("run-table")
         with compare:
             self._add_comparison()
         with settings:
-            self.settings = gr.Dataframe(
-                headers=["setting", "value"], label="Settings", wrap=True, interactive=False, elem_id="lze-settings"
-            )
+            self.settings = _html("settings")
         self._connect()
 
     def _add_prompts(self):
         with gr.Row():
             self.search = gr.Textbox(label="Search", placeholder="text, column or id", elem_id="lze-search")
-            self.state = gr.Dropdown(["all", *STATES], value="all", label="State", elem_id="lze-state")
-        with gr.Row():
+            self.state = gr.Dropdown(["all", *STATES], value="all", label="State", elem_id="lze-state", min_width=100)
+        with gr.Row(elem_id="lze-panes"):
             with gr.Column(scale=3, min_width=320):
-                self.scatter = gr.Plot(show_label=False, elem_id="lze-scatter")
-                self.found = gr.Markdown(elem_id="lze-found")
-                self.table = gr.Dataframe(
-                    label="Prompts: choose one to open it",
-                    interactive=False,
-                    elem_id="lze-table",
-                    column_widths=[280, 90, 80, 90, 80, 70, 190],
-                    datatype=["str", "str", "number", "number", "number", "number", "str"],
-                )
+                self.table = _html("prompt-table")
+                self.scatter = _chart(elem_id="lze-scatter")
             with gr.Column(scale=2, min_width=320):
-                self.history = gr.Plot(show_label=False, visible=False)
+                self.detail = _html("detail", value=_WAITS)
+                self.history = _chart(visible=False)
                 self.visit = gr.Dropdown(
                     [("the latest visit", "")], value="", label="Completions at", visible=False, elem_id="lze-visit"
                 )
-                self.detail = gr.HTML("Choose a prompt to see its history.", elem_classes="lze", elem_id="lze-detail")
+                self.completions = _html("completions")
 
     def _add_comparison(self):
         ids = self.book.ids
-        self.runs = gr.CheckboxGroup(ids, value=ids[:8], label="Runs", elem_id="lze-runs")
+        self.runs = gr.Dropdown(ids, value=ids[:8], multiselect=True, label="Runs", elem_id="lze-compared")
         with gr.Row():
-            self.metric = gr.Dropdown(_METRICS, value="pass_rate", label="Show", elem_id="lze-metric")
+            self.metrics = gr.Dropdown(
+                _METRICS,
+                value=[name for _, name in _METRICS[:_COMPARED]],
+                multiselect=True,
+                max_choices=_COMPARED,
+                label="Show",
+                elem_id="lze-metrics",
+            )
             self.smoothing = gr.Slider(0.0, 0.99, 0.0, step=0.01, label="Smoothing")
             self.axis = gr.Radio([(label, name) for name, label in charts.AXES.items()], value="step", label="Over")
-        self.comparison = gr.Plot(show_label=False, elem_id="lze-comparison")
-        self.run_table = gr.Dataframe(
-            label="Runs, and the settings that differ", interactive=False, elem_id="lze-run-table"
-        )
+        self.comparisons = _charts(_COMPARED)
+        self.differing = _html("differences")
 
     def _connect(self):
-        names = "tab run smoothing search state prompt visit runs metric axis"
+        names = "tab run orders smoothing search state prompt visit words runs metrics axis"
         self.controls = {name: getattr(self, name) for name in names.split()}
         controls = list(self.controls.values())
-        chosen = {self.run, self.live, self.tab, self.search, self.state, self.runs, self.axis, self.smoothing}
-        parts = (*vars(self).values(), *self.plots)
+        chosen = {*controls, self.live, self.ask, self.forecast} - {self.prompt, self.visit, self.metrics}
+        parts = (*vars(self).values(), *self.plots, *self.comparisons)
         shown = [part for part in parts if isinstance(part, gr.components.Component) and part not in chosen]
         # One after the other: the answer to an earlier question never replaces that to a later one
         quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private", "concurrency_id": "page"}
@@ -127,19 +187,40 @@ class _Page:
         for tab in self.tabs:
             tab.select(lambda name=tab.label: name, None, self.tab, **quiet).then(**show)
         for name, control in self.controls.items():
-            if name not in ("tab", "run", "prompt", "visit"):
+            if name not in ("tab", "run", "orders", "prompt", "visit"):
                 control.input(trigger_mode="always_last", **show)
-        self.run.input(lambda: ("", ""), None, [self.prompt, self.visit], **quiet).then(**show)
-        # Opening a prompt leaves the table alone, so that the reader can go on with the keyboard
-        self.table.select(self._open_row, self.run, shown, **quiet)
+        of_prompt = [self.prompt, self.visit]
+        self.run.input(lambda: ("", ""), None, of_prompt, **quiet).then(**show)
+        self.run.change(lambda: gr.update(visible=False), None, self.forecast, **quiet)
+        for part in (self.costs, self.table, self.run_table, self.differing, self.settings):
+            part.select(self._sort, self.orders, self.orders, **quiet).then(**show)
+        for part in (self.table, self.scatter):
+            part.click(self._open_prompt, None, of_prompt, **quiet).then(**show)
+        self.run_table.click(self._open_run, None, [self.run, self.tab, self.pages, *of_prompt], **quiet).then(**show)
         self.visit.input(self._show_prompt, [self.run, self.prompt, self.visit], shown, **quiet)
         timer = gr.Timer(REFRESH_SECONDS)
         timer.tick(self._follow, [self.seen, *controls], shown, **quiet)
         self.live.input(lambda live: gr.Timer(active=live), self.live, timer, **quiet)
+        self.ask.click(self._forecast, self.run, self.forecast, api_visibility="private")
 
-    def _open_row(self, id: str, event: gr.SelectData) -> dict[Any, Any]:
-        chosen = str(event.row_value[-1])
-        return {self.prompt: chosen} | self._show_prompt(id, chosen, "")
+    def _sort(self, orders: dict[str, str], event: gr.EventData) -> dict[str, str]:
+        return orders | {event.table: event.sort}
+
+    def _open_prompt(self, event: gr.EventData) -> tuple[str, str]:
+        return event.row, ""
+
+    def _open_run(self, event: gr.EventData) -> tuple[Any, ...]:
+        return event.row, TABS[0], gr.Tabs(selected=TABS[0]), "", ""
+
+    def _forecast(self, id: str) -> Any:
+        from ..forecast import forecast
+        from ..forecast.recorded import sample_of_folder
+
+        try:
+            found = str(forecast(sample_of_folder(self.book.open(id).directory)))
+        except (TelemetryError, ValueError) as error:
+            found = str(error)
+        return gr.update(value=found, visible=True)
 
     def _look(self) -> tuple[Any, Any]:
         """Look for runs that have begun since the app was started."""
@@ -149,8 +230,9 @@ class _Page:
 
     def _version(self, given: dict[str, Any]) -> list[Any]:
         """Changes with the controls, and when a run on the page has recorded or evaluated something, or ended."""
-        versions: list[Any] = [{name: value for name, value in given.items() if name not in ("prompt", "visit")}]
-        for id in given["runs"] if given["tab"] == "Runs" else [given["run"]]:
+        own = {name: value for name, value in given.items() if name not in ("prompt", "visit")}
+        versions: list[Any] = [own]
+        for id in {"Runs": self.book.ids, "Compare": given["runs"]}.get(given["tab"], [given["run"]]):
             try:
                 run = self.book.open(id)
                 evaluations = sorted(map(str, run.directory.parent.glob(RESULT_FILES)))
@@ -168,38 +250,36 @@ class _Page:
         given = dict(zip(self.controls, values, strict=True))
         changes: dict[Any, Any] = {self.seen: self._version(given)}
         try:
-            if given["tab"] == "Runs":
+            if given["tab"] in ("Runs", "Compare"):
                 return changes | self._show_runs(given)
             run = self.book.open(given["run"])
             changes[self.standing] = views.standing(run)
             if given["tab"] == "Overview":
-                changes |= {self.numbers: views.overview(run)} | dict(
-                    zip(self.plots, charts.overview(run), strict=False)
-                )
+                changes |= {self.tiles: views.tiles(run), self.costs: views.costs(run, given["orders"])}
+                changes |= dict(zip(self.plots, (figure.to_json() for figure in charts.overview(run)), strict=False))
             elif given["tab"] == "Prompts":
                 changes |= self._show_prompts(run, given)
             else:
-                changes[self.settings] = views.settings_table(run)
+                changes[self.settings] = views.settings(run, given["orders"])
         except TelemetryError as error:
-            changes |= {self.standing: views.HTML.problem(error), self.numbers: ""} | dict.fromkeys(self.plots)
+            changes |= {self.standing: views.HTML.problem(error), self.tiles: "", self.costs: ""}
+            changes |= dict.fromkeys(self.plots, "")
         return changes
 
     def _show_prompts(self, run: Run, given: dict[str, Any]) -> dict[Any, Any]:
-        state = None if given["state"] == "all" else given["state"]
-        found = run.prompts(state, given["search"], limit=views.MOST_PROMPTS)
-        counts = run.prompt_counts(given["search"])
+        state, search, orders = None if given["state"] == "all" else given["state"], given["search"], given["orders"]
+        found = run.prompts(state, search, views.MOST_PROMPTS, order=views.prompt_order(orders.get(views.PROMPTS, "")))
+        counts = run.prompt_counts(search)
         total = counts[state] if state else sum(counts.values())
-        more = f" Shown are the {len(found):,} of highest energy." if len(found) < total else ""
         return {
-            self.scatter: charts.prompts(run, found),
-            self.found: f"{total:,} prompts.{more}",
-            self.table: views.prompt_table(run, found),
+            self.scatter: charts.prompts(run, found).to_json(),
+            self.table: views.prompts(run, found, total, orders, given["prompt"]),
         } | self._show_prompt(given["run"], given["prompt"], given["visit"])
 
     def _show_prompt(self, id: str, chosen: str, visit: str) -> dict[Any, Any]:
         if not chosen:
             nothing = {part: gr.update(visible=False) for part in (self.history, self.visit)}
-            return {self.detail: "Choose a prompt to see its history.", **nothing}
+            return {self.detail: _WAITS, self.completions: "", **nothing}
         run, prompt_id = self.book.open(id), int(chosen)
         visits = run.sql(
             """SELECT generation, step + 1 AS step, avg(outcome) AS outcome FROM completions WHERE prompt_id = ?
@@ -209,22 +289,37 @@ class _Page:
         choices = [(f"step {row.step}: {percent(row.outcome)}", str(row.generation)) for row in visits.itertuples()]
         choices.insert(0, ("the latest visit", ""))
         return {
-            self.history: gr.update(value=charts.history(run, prompt_id), visible=True),
+            self.history: gr.update(value=charts.history(run, prompt_id).to_json(), visible=True),
             self.visit: gr.update(choices=choices, value=visit, visible=not visits.empty),
-            self.detail: views.prompt_detail(run, prompt_id, int(visit) if visit else None),
+            self.detail: views.prompt_detail(run, prompt_id),
+            self.completions: views.completions(run, prompt_id, int(visit) if visit else None),
         }
 
     def _show_runs(self, given: dict[str, Any]) -> dict[Any, Any]:
-        runs, problems = {}, []
-        for id in given["runs"]:
+        runs, problems, orders = {}, [], given["orders"]
+        for id in self.book.ids if given["tab"] == "Runs" else given["runs"]:
             try:
                 runs[id] = self.book.open(id)
+                views.run_row(runs[id])  # fails here for one that cannot be read
             except TelemetryError as error:
                 problems.append(f"{id}: {error}")
-        names = {name for run in runs.values() for name in run.sql("SELECT DISTINCT name FROM steps")["name"]}
-        return {
-            self.metric: gr.update(choices=[*_METRICS, *sorted(names)]),
-            self.standing: views.HTML.problem(" ".join(problems)) if problems else "",
-            self.comparison: charts.comparison(runs, given["axis"], given["metric"], given["smoothing"]),
-            self.run_table: views.run_table(runs) if runs else pd.DataFrame({"run": []}),
-        }
+                runs.pop(id, None)
+        changes: dict[Any, Any] = {self.standing: views.HTML.problem(" ".join(problems)) if problems else ""}
+        if given["tab"] == "Runs":
+            table = views.run_table(runs, given["words"])
+            return changes | {self.run_table: views.table("runs", table, orders, given["run"])}
+        logged = {name for run in runs.values() for name in run.sql("SELECT DISTINCT name FROM steps")["name"]}
+        tasks = {name for run in runs.values() for name in accuracies(run)} - {HELD_OUT}
+        figures = [charts.comparison(runs, given["axis"], name, given["smoothing"]) for name in given["metrics"]]
+        shown = [gr.update(value=figure.to_json(), visible=True) for figure in figures]
+        shown += [gr.update(visible=False)] * (_COMPARED - len(shown))
+        return (
+            changes
+            | dict(zip(self.comparisons, shown, strict=True))
+            | {
+                self.metrics: gr.update(choices=[*_METRICS, *sorted(tasks), *sorted(logged)]),
+                self.differing: views.HTML.section(
+                    "Settings that differ", views.table("differing", views.differing_settings(runs), orders)
+                ),
+            }
+        )

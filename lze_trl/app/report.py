@@ -8,15 +8,16 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ..files import write_atomically
 from ..record import MissingTelemetryError, Run, open_run
-from ..record.curves import curve, energy_heat_map, held_out, outcome_name
+from ..record.curves import accuracies, curve, energy_heat_map, outcome_name
 from ..record.reader import STATES
 from ..version import __version__
-from .views import HTML, brightest, overview, settings_table
+from .views import HTML, brightest, overview, settings, table
 
 
 _BLUE, _ORANGE, _GREEN, _GREY = "#0072b2", "#d55e00", "#009e73", "#8a96a3"
@@ -36,7 +37,7 @@ def write_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
             run.summary(),
             overview(run),
             _learned(run),
-            settings_table(run),
+            settings(run),
             base64.b64encode(picture).decode(),
             f"Written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC by lze_trl {__version__}; "
             f"recorded by lze_trl {run.meta.package_version}.",
@@ -57,8 +58,8 @@ def write_summary_picture(run_dir: str | Path, path: str | Path) -> Path:
 def write_comparison(lines: dict[str, tuple[list[float], list[float]]], path: str | Path) -> Path:
     """Write the picture of several runs: held-out accuracy over cost, a line for each, by name."""
     figure, (axis,) = _figure(7.0, 4.2, 1)
-    for (name, (costs, accuracies)), colour in zip(lines.items(), (_GREY, _BLUE, _ORANGE), strict=True):
-        axis.plot(costs, accuracies, color=colour, lw=1.6, marker="o", ms=3.5, label=name)
+    for (name, (costs, reached)), colour in zip(lines.items(), (_GREY, _BLUE, _ORANGE), strict=True):
+        axis.plot(costs, reached, color=colour, lw=1.6, marker="o", ms=3.5, label=name)
     axis.set(xlabel="FLOPs so far (plain GRPO's, all steps: 1)", ylabel="held-out accuracy", ylim=(0.0, 1.0))
     axis.grid(alpha=0.3)
     axis.legend(frameon=False, loc="lower right")
@@ -66,17 +67,14 @@ def write_comparison(lines: dict[str, tuple[list[float], list[float]]], path: st
     return Path(path)
 
 
-def _learned(run: Run) -> tuple[list[str], list[list[str]]]:
+def _learned(run: Run) -> Markup:
     """Table of the prompts by their state at the first visit that could be scored, and now."""
     frame = run.sql("""SELECT state, CASE WHEN first_pass_rate IS NULL THEN 'unscored' WHEN first_pass_rate = 1 THEN 'solved'
         WHEN first_pass_rate = 0 THEN 'hopeless' ELSE 'frontier' END AS first FROM prompt_states""")
-    counts = pd.crosstab(frame["first"], frame["state"])
-    now = [state for state in STATES if state in counts.columns]
-    rows = counts.reindex([state for state in STATES if state in counts.index], columns=now)
-    return (
-        ["prompts", *(f"now {state}" for state in now)],
-        [[f"{first} at the first visit", *(f"{count:,}" for count in row)] for first, *row in rows.itertuples()],
-    )
+    counts = pd.crosstab(frame["first"] + " at the first visit", "now " + frame["state"])
+    now = [f"now {state}" for state in STATES if f"now {state}" in counts]
+    rows = counts.reindex([f"{state} at the first visit" for state in STATES], columns=now).dropna().astype(int)
+    return table("learned", rows.rename_axis("prompts").reset_index())
 
 
 def _figure(width: float, height: float, columns: int) -> tuple[Figure, list[Axes]]:
@@ -105,9 +103,10 @@ def _draw_summary(run: Run, path: Path):
         ("dead", "share of dead groups", _GREY, "-."),
     ):
         outcomes.plot(points["step"], points[name], color=colour, ls=dashes, lw=1.6, label=label)
-    if len(accuracy := held_out(run)):
-        outcomes.plot(accuracy.index, accuracy, color="black", marker="o", ms=3, lw=1.0, label="held-out prompts")
-    lowest = min(0.0, points["reward_mean"].min(), accuracy.min() if len(accuracy) else 0.0)
+    known = accuracies(run)
+    for (name, accuracy), marker in zip(known.items(), "osv^D", strict=False):
+        outcomes.plot(accuracy.index, accuracy, color="black", marker=marker, ms=3, lw=1.0, label=name)
+    lowest = min([0.0, points["reward_mean"].min(), *(accuracy.min() for accuracy in known.values())])
     outcomes.set(title=f"{outcome.capitalize()} and reward", xlabel="step", ylim=(lowest, None))
     outcomes.grid(alpha=0.3)
     outcomes.legend(frameon=False, fontsize=8)

@@ -1,27 +1,39 @@
 """What the app and the report say about a run: its numbers, tables and warnings, as escaped HTML or data frames."""
 
 import json
+import re
+from collections.abc import Mapping
 from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
+from pandas.api.types import is_float_dtype, is_integer_dtype, is_numeric_dtype
 from tqdm import tqdm
 
 from ..record import Run
 from ..record.advice import read_advice
-from ..record.curves import curve, held_out, outcome_name
-from ..record.evaluations import first_and_last, read_results, rows_of
+from ..record.curves import GRADED, HELD_OUT, accuracies, curve, outcome_name
+from ..record.evaluations import RESULT_FILES, first_and_last, read_results, rows_of
 from ..record.ledger import PLAIN, TAUGHT_NOTHING, against_plain, headline, skipped_visits, taught_nothing
 from ..record.numbers import number, percent
+from ..record.schema import Status
+from .meanings import MEANINGS
 
 
-MOST_PROMPTS = 2000
-"""Prompts that the app shows at once, at most: those of highest energy."""
+MOST_PROMPTS, MOST_ROWS = 2000, 200
+"""Prompts that the chart, and the table, show at most: the first ones in the order of the table."""
 
+Orders = Mapping[str, str]
+"""Column by which a table is sorted, by its id; with a `-` before it the highest first."""
+NO_ORDERS: Orders = MappingProxyType({})
+
+_TURN = re.compile(r"(?:^|\n\n)\[(system|user|assistant|tool)\]\n")  # as the recorder writes messages
 _BATCHES = 8
 """Latest generation batches that [`warnings`] looks at."""
 
@@ -40,7 +52,7 @@ _environment = Environment(
     undefined=StrictUndefined,
 )
 _environment.filters |= {"number": number, "percent": percent}
-_environment.globals |= {"plain": PLAIN, "against_plain": against_plain, "zip": zip}
+_environment.globals |= {"plain": PLAIN, "zip": zip, "meanings": MEANINGS}
 _environment.globals |= {"headline": headline, "skipped_visits": skipped_visits}
 
 HTML: Any = _environment.get_template("pages.html").module
@@ -48,22 +60,80 @@ HTML: Any = _environment.get_template("pages.html").module
 
 
 def overview(run: Run) -> Markup:
-    """Where the run stands: its numbers, what was saved, and evaluations."""
+    """Where the run stands, and what it cost."""
+    return tiles(run) + costs(run)
+
+
+def tiles(run: Run) -> Markup:
+    """The numbers of the run, and advice."""
     summary = run.summary()
     if not summary["generations"]:
         return HTML.problem("The run has started, and its first batch is not scored yet.")
-    evaluations = rows_of(first_and_last(read_results(run.directory.parent)))
-    return HTML.overview(_tiles(run, summary), read_advice(run.directory), summary["ledger"], evaluations)
+    return HTML.tiles(_tiles(run, summary), read_advice(run.directory))
+
+
+def costs(run: Run, orders: Orders = NO_ORDERS) -> Markup:
+    """Costs of the run against plain GRPO, and its evaluations."""
+    totals = run.summary()["ledger"]
+    works = pd.DataFrame(
+        [
+            [work.name, work.tokens, work.seconds, work.flops, work.plain_flops, work.times]
+            for work in against_plain(totals)
+        ],
+        columns=["work", "tokens", "seconds", "FLOPs", "plain GRPO", "ratio"],
+    )
+    works.loc[works["work"] == "total", "tokens"] = np.nan  # one token is rolled out and trained on
+    heading, rows = rows_of(first_and_last(read_results(run.directory.parent)))
+    return HTML.costs(
+        totals, table("costs", works, orders), table("evaluations", pd.DataFrame(rows, columns=heading), orders)
+    )
+
+
+def table(id: str, frame: pd.DataFrame, orders: Orders = NO_ORDERS, opened: str | None = None) -> Markup:
+    """
+    A table, empty without rows. Its rows are sorted by the column in `orders`, the highest first with a `-` before it. If the index of the frame has
+    a name, it holds the keys by which rows are opened, `opened` is that of the open one.
+    """
+    if frame.empty:
+        return Markup()
+    order = orders.get(id, "")
+    if (column := order.removeprefix("-")) in frame and id != PROMPTS:  # prompts are sorted before they are cut off
+        frame = frame.sort_values(column, ascending=column == order, key=_sortable, kind="stable")
+    numeric = {name: is_numeric_dtype(_sortable(frame[name])) for name in frame}
+    heads = [
+        (
+            name,
+            numeric[name],
+            f"-{name}" if numeric[name] != (order in (name, f"-{name}") and order[0] == "-") else name,
+        )
+        for name in frame
+    ]
+    forms = [
+        number if is_float_dtype(kind) else "{:,}".format if is_integer_dtype(kind) else _shown
+        for kind in frame.dtypes
+    ]
+    cells = [frame[name].map(form) for name, form in zip(frame, forms, strict=True)]
+    keys = frame.index if frame.index.name else [None] * len(frame)
+    return HTML.table(id, heads, order, zip(keys, zip(*cells, strict=True), strict=True), opened)
+
+
+def _sortable(values: pd.Series) -> pd.Series:
+    """Numbers if every text that is no dash begins with one, such as `1,319` or `9.1 [8.0, 10.2]`; else text without case."""
+    if is_numeric_dtype(values):
+        return values
+    text = values.map(_shown).replace({"–": np.nan, "": np.nan})
+    numbers = text.str.extract(r"^([-+]?[\d,]+\.?\d*)(?![\w.])", expand=False).str.replace(",", "")
+    return pd.to_numeric(numbers) if numbers.notna().equals(text.notna()) else text.str.casefold()
 
 
 def _tiles(run: Run, summary: dict[str, Any]) -> list[tuple[str, str, str]]:
     """Name, value and note of each number at the top."""
-    prompts, times, accuracy = summary["prompts"], _times(summary), held_out(run)
+    prompts, times = summary["prompts"], _times(summary)
     pass_rates = curve(run)["pass_rate"].dropna()  # NaN for a batch that pruning left empty
     first, last = (pass_rates.iloc[0], pass_rates.iloc[-1]) if len(pass_rates) else (None, None)
     return [
         ("step", f"{summary['steps']:,}", f"pass {summary['pass_index'] + 1} over the data"),
-        *([_held_out_tile(accuracy)] if len(accuracy) else []),
+        *(_held_out_tile(*line) for line in list(accuracies(run).items())[:2]),
         (outcome_name(run), percent(last), f"{percent(first)} at the start"),
         ("prompts seen", f"{sum(prompts.values()):,}", f"{prompts['frontier']:,} on the frontier"),
         ("solved or pruned", f"{prompts['solved'] + prompts['pruned']:,}", f"{prompts['forgotten']:,} forgotten"),
@@ -78,10 +148,10 @@ def _times(summary: dict[str, Any]) -> dict[str, str]:
     return shown | {work.name: work.times for work in against_plain(summary["ledger"]) if work.name in shown}
 
 
-def _held_out_tile(accuracy: pd.Series) -> tuple[str, str, str]:
+def _held_out_tile(name: str, accuracy: pd.Series) -> tuple[str, str, str]:
     kind, show = ("accuracy", percent) if accuracy.between(0, 1).all() else ("reward", number)
     begun = f"{show(accuracy.iloc[0])} at step {accuracy.index[0]}" if len(accuracy) > 1 else ""
-    return f"held-out {kind}", show(accuracy.iloc[-1]), begun
+    return f"held-out {kind}" if name == HELD_OUT else name, show(accuracy.iloc[-1]), begun
 
 
 def brightest(shares: np.ndarray) -> float:
@@ -118,47 +188,99 @@ def warnings(run: Run) -> list[str]:
     return [f"All groups of the latest {_BATCHES} generation batches are dead: nothing is learned."]
 
 
-def settings_table(run: Run) -> list[tuple[str, str]]:
-    """Names and values of the settings."""
-    return [(name, _shown(value)) for name, value in sorted(run.meta.settings.items())]
+def settings(run: Run, orders: Orders = NO_ORDERS) -> Markup:
+    """The settings: those that differ from their defaults first, then all of them by topic."""
+    known, own, rows = run.meta.known, run.meta.settings, []
+    for name in dict.fromkeys([name for name in known if name in own] + sorted(own)):
+        topic, default = known.get(name) or (known.get(name.partition(".")[0], [""])[0], None)
+        rows.append([name, _shown(own[name]), _shown(default), topic])
+    table_of_all = pd.DataFrame(rows, columns=["setting", "value", "default", "topic"])
+    differs = table_of_all["setting"].isin(known) & (table_of_all["value"] != table_of_all["default"])
+    return HTML.section(
+        "What differs from the defaults", table("changed", table_of_all[differs], orders)
+    ) + HTML.section("All settings, by topic", table("settings-all", table_of_all, orders))
 
 
 def _shown(value: Any) -> str:
-    if value is None or isinstance(value, str):
-        return value or "–"
-    return json.dumps(value, default=str, ensure_ascii=False)
+    """A value as it reads in a recipe, a dash for none."""
+    if value is None or value != value or value in ("", "None") or value == []:
+        return "–"
+    return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
 
 
-def run_table(runs: dict[str, Run]) -> pd.DataFrame:
-    """One row per run: its standing, accuracy and cost, and the settings of the experiment that differ."""
+def run_table(runs: dict[str, Run], search: str = "") -> pd.DataFrame:
+    """One row per run that has every word of `search` in it: strategy, standing, accuracy and cost."""
+    rows = {id: {"run": id} | run_row(run) for id, run in runs.items()}
+    frame = pd.DataFrame(rows.values(), index=pd.Index(rows, name="run id"))
+    texts = [" ".join(map(_shown, row)).lower() for row in frame.itertuples(index=False)]
+    return frame[[all(word in text for word in search.lower().split()) for text in texts]]
+
+
+def run_row(run: Run) -> dict[str, Any]:
+    """The row of a run, which is looked up once until something is recorded or evaluated, or the run ends."""
+    evaluations = sorted(run.directory.parent.glob(RESULT_FILES))
+    return _run_row(run, (run.version, *evaluations), Status.read(run.directory).state)
+
+
+@lru_cache(maxsize=1024)
+def _run_row(run: Run, version: tuple, state: str) -> dict[str, Any]:
+    summary, points, standing = run.summary(), curve(run), _standing(run)
+    last = points.iloc[-1] if len(points) else dict.fromkeys(points, np.nan)
+    works = {work.name: work.ratio for work in against_plain(summary["ledger"])}
+    groups, known = max(summary["groups"], 1), accuracies(run)
+    run.close()  # of hundreds of runs, only those on the page are open
+    return {
+        "strategy": run.meta.settings.get("strategy", "–"),
+        "state": f"{state}, {standing['left']} left" if standing["left"] else state,
+        "step": standing["step"],
+        **{name: float(line.iloc[-1]) for name, line in known.items()},
+        "pass rate": float(last["pass_rate"]),
+        "dead": summary["dead"] / groups,
+        "trained on": summary["selected"] / groups,
+        "tokens": float(last["tokens"]),
+        "seconds": float(last["seconds"]),
+        "cost ×": works.get("total", np.nan),
+    }
+
+
+def differing_settings(runs: dict[str, Run]) -> pd.DataFrame:
+    """The settings of the experiment that differ between runs, a column for each run."""
     rows = []
-    for id, run in runs.items():
-        summary, accuracy = run.summary(), held_out(run)
-        standing, times = _standing(run), _times(summary)
-        row = {"run": id, "state": standing["state"], "step": standing["step"], "left": standing["left"] or "–"}
-        row["held-out"] = _held_out_tile(accuracy)[1] if len(accuracy) else "–"
-        row["trained on"] = percent(summary["selected"] / max(summary["groups"], 1))
-        rows.append(row | {f"{name} (FLOPs)": times[name] for name in times})
     for name in sorted({name for run in runs.values() for name in run.meta.settings}):
         values = [_shown(run.meta.settings.get(name)) for run in runs.values()]
         if len(set(values)) > 1 and not name.startswith(_INCIDENTAL):
-            rows = [row | {name: value} for row, value in zip(rows, values, strict=True)]
-    return pd.DataFrame(rows)
+            rows.append([name, *values])
+    return pd.DataFrame(rows, columns=["setting", *runs])
+
+
+PROMPTS = "prompts"
+"""Id of the table of prompts, whose columns are those of [`Run.prompts`](lze_trl.record.Run.prompts) by other names."""
+_PROMPT_COLUMNS = {
+    "prompt": "text",
+    "state": "state",
+    "energy": "energy",
+    "pass rate": "pass_rate",
+    "first": "first_pass_rate",
+    "D": "difficulty",
+    "u": "uncertainty",
+    "m": "momentum",
+    "visits": "visits",
+}
+
+
+def prompt_order(order: str) -> str:
+    """The order of [`Run.prompts`](lze_trl.record.Run.prompts) that an order of the table asks for, by default the highest energy first."""
+    name = order.removeprefix("-")
+    column = _PROMPT_COLUMNS.get("pass rate" if name == GRADED else name, "energy")
+    return f"-{column}" if order.startswith("-") or not order else column
 
 
 def prompt_table(run: Run, frame: pd.DataFrame) -> pd.DataFrame:
-    """Rows of [`Run.prompts`](lze_trl.record.Run.prompts) with short texts; the last column is the id, as text."""
-    return pd.DataFrame(
-        {
-            "prompt": [short_text(row) for row in frame.to_dict("records")],
-            "state": frame["state"],
-            "energy": frame["energy"].round(3),
-            outcome_name(run): frame["pass_rate"].round(3),
-            "first": frame["first_pass_rate"].round(3),
-            "visits": frame["visits"],
-            "id": frame["prompt_id"].astype(str),  # too large for a JavaScript number
-        }
-    )
+    """Rows of [`Run.prompts`](lze_trl.record.Run.prompts) with short texts, by their ids as text."""
+    rows = frame[list(_PROMPT_COLUMNS.values())].set_axis(list(_PROMPT_COLUMNS), axis=1)
+    rows["prompt"] = [short_text(row) for row in frame.to_dict("records")]
+    rows.index = pd.Index(frame["prompt_id"].astype(str), name="prompt id")
+    return rows.rename(columns={"pass rate": outcome_name(run)})
 
 
 def short_text(row: dict[str, Any]) -> str:
@@ -166,8 +288,15 @@ def short_text(row: dict[str, Any]) -> str:
     return " ".join(row["text"][:300].split()) if isinstance(row["text"], str) else f"prompt {row['prompt_id']}"
 
 
-def prompt_detail(run: Run, prompt_id: int, generation: int | None = None) -> Markup:
-    """One prompt and its completions at a generation batch, by default the latest with recorded completions."""
+def prompts(run: Run, frame: pd.DataFrame, total: int, orders: Orders = NO_ORDERS, opened: str = "") -> Markup:
+    """The table of the first prompts in a frame, of `total` that were found."""
+    shown = table(PROMPTS, prompt_table(run, frame.head(MOST_ROWS)), orders, opened)
+    more = f" The first {MOST_ROWS:,} are listed: sort or search to see others." if total > MOST_ROWS else ""
+    return HTML.prompts(f"{total:,} prompts.{more}", shown)
+
+
+def prompt_detail(run: Run, prompt_id: int) -> Markup:
+    """One prompt: its text, images and facts."""
     frame = run.prompts(prompt_id=prompt_id)
     if frame.empty:
         return HTML.problem("This run has no such prompt.")
@@ -180,8 +309,20 @@ def prompt_detail(run: Run, prompt_id: int, generation: int | None = None) -> Ma
         "difficulty D": number(row["difficulty"]),
         "uncertainty u": number(row["uncertainty"]),
         "momentum m": number(row["momentum"]),
+        "energy": number(row["energy"]),
         "prompt id": prompt_id,
     }
     text = row["text"] if isinstance(row["text"], str) else "The text of this prompt is not recorded."
-    completions = run.completions(prompt_id, generation).to_dict("records")
-    return HTML.prompt(row["state"].capitalize(), text, run.images(prompt_id), facts, run.meta, completions)
+    return HTML.prompt(row["state"].capitalize(), turns(text), run.images(prompt_id), facts)
+
+
+def completions(run: Run, prompt_id: int, generation: int | None = None) -> Markup:
+    """Completions of a prompt at a generation batch, by default the latest with recorded ones, episodes turn by turn."""
+    rows = run.completions(prompt_id, generation).to_dict("records")
+    return HTML.completions([row | {"turns": turns(row["completion"])} for row in rows], run.meta)
+
+
+def turns(text: str) -> list[tuple[str, str]]:
+    """Role and content of each message of a recorded text; the role of a text that is no conversation is empty."""
+    before, *parts = _TURN.split(text)
+    return [("", before)] * bool(before or not parts) + list(zip(parts[::2], parts[1::2], strict=True))

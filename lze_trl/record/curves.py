@@ -9,12 +9,18 @@ import re
 import numpy as np
 import pandas as pd
 
+from .evaluations import task_curves
 from .ledger import KINDS, UNITS
 from .reader import Run
 from .schema import NUM_ENERGY_BINS
 
 
-_HELD_OUT = re.compile(r"eval_reward|eval_rewards/.+/mean|eval_.*(accuracy|pass_rate|pass@).*(?<!std)")
+HELD_OUT = "held-out prompts"
+"""What the accuracy of [`held_out`] is called among [`accuracies`]."""
+
+GRADED = "mean outcome"
+
+_METRICS = re.compile(r"eval_reward|eval_rewards/.+/mean|eval_.*(accuracy|pass_rate|pass@).*(?<!std)")
 
 
 def curve(run: Run, bins: int = 200) -> pd.DataFrame:
@@ -74,7 +80,7 @@ def accuracy_metric(pass_reward: str | None, reward_names: list[str]) -> str:
 def held_out_metrics(run: Run) -> list[str]:
     """Accuracies, pass rates and mean rewards on held-out prompts that the run has logged, that of [`accuracy_metric`] first."""
     logged = run.sql("SELECT DISTINCT name FROM steps WHERE starts_with(name, 'eval_') ORDER BY name")["name"]
-    found = [name for name in logged if _HELD_OUT.fullmatch(name)]
+    found = [name for name in logged if _METRICS.fullmatch(name)]
     wanted = accuracy_metric(run.meta.settings.get("pass_reward"), run.meta.reward_names)
     return sorted(found, key=lambda name: (name != wanted, "accuracy" not in name, name))
 
@@ -85,11 +91,25 @@ def held_out(run: Run) -> pd.Series:
     return next((values.rename(name) for name, values in logged.items()), pd.Series(dtype=float))
 
 
+def accuracies(run: Run) -> dict[str, pd.Series]:
+    """Every accuracy by step, that of [`held_out`] first: on held-out prompts, then on the tasks that the run was evaluated on."""
+    names = held_out_metrics(run)
+    found = logged_curves(run, names, bins=10**9)
+    labels = {name: name.removeprefix("eval_").removesuffix("/mean") for name in names}
+    labels |= dict.fromkeys(names[:1], HELD_OUT)
+    own = {
+        labels[name]: found[name]
+        for place, name in enumerate(names)
+        if not any(found[name].equals(found[other]) for other in names[:place])
+    }
+    return own | task_curves(run.directory.parent)
+
+
 def outcome_name(run: Run) -> str:
     """What the mean outcome of a group is called: a pass rate, unless the latest groups show that outcomes are graded."""
     graded = run.sql("""SELECT bool_or(abs(pass_rate * scored - round(pass_rate * scored)) > 1e-6) AS graded
         FROM groups WHERE generation > (SELECT max(generation) - 8 FROM generations)""")
-    return "mean outcome" if graded["graded"].eq(True).any() else "pass rate"
+    return GRADED if graded["graded"].eq(True).any() else "pass rate"
 
 
 def _binned(run: Run, columns: dict[str, str], bins: int) -> pd.DataFrame:

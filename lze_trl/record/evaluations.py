@@ -29,6 +29,19 @@ def first_and_last(evaluations: dict[str, dict[str, Any]]) -> dict[str, dict[str
     return {name: results for name, results in evaluations.items() if name not in between}
 
 
+def task_curves(run_dir: str | Path) -> dict[str, pd.Series]:
+    """Results by step of the tasks that were evaluated during a training, for each task and metric."""
+    found: dict[str, dict[int, float]] = {}
+    for name, results in read_results(run_dir).items():
+        kind, _, step = name.rpartition("-")
+        if kind in ("step", "probe") and step.isdecimal():
+            for task, result in results["tasks"].items():
+                for metric, (value, *_) in result["metrics"].items():
+                    label = f"{'probe ' if kind == 'probe' else ''}{task} {metric}"
+                    found.setdefault(label, {})[int(step)] = value
+    return {name: pd.Series(values, dtype=float) for name, values in found.items()}
+
+
 def rows_of(evaluations: dict[str, dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     """Heading and rows of a table of evaluations, one row for each task and metric, shares in percent."""
     rows = []

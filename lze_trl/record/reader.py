@@ -25,6 +25,9 @@ States of a prompt. A hopeless one had equal rewards at its last visit, not the 
 failed its re-check, and has not been fully correct since.
 """
 
+ORDERS = ("text", "state", "energy", "difficulty", "uncertainty", "momentum", "pass_rate", "first_pass_rate", "visits")
+"""What [`Run.prompts`] sorts by."""
+
 # One row per visited prompt: its latest visit, and sums over all visits
 _PROMPT_STATES = """CREATE OR REPLACE TABLE prompt_states AS WITH sums AS (
     SELECT prompt_id, max(generation) AS last_generation, max(step) AS last_step,
@@ -68,12 +71,7 @@ class Run:
         self._lock = threading.RLock()
         self.version: tuple | None = None  # changes when `refresh` finds something new
         self._has_states = False  # whether the states of the prompts are those of this version
-        self._database = duckdb.connect(":memory:", config={"threads": 2, "memory_limit": "1GB"})
-        # In the cache of the Hub, files are links to another folder
-        folders = {f"{folder}{os.sep}" for folder in (self.directory, (self.directory / META_FILE).resolve().parent)}
-        self._database.execute(f"""SET parquet_metadata_cache = true;
-            SET allowed_directories = [{", ".join(map(_quoted, folders))}]; SET enable_external_access = false;
-            SET lock_configuration = true""")
+        self._database: duckdb.DuckDBPyConnection | None = None  # while it is not closed
         self.refresh()
 
     @property
@@ -82,8 +80,11 @@ class Run:
         return self.directory.parent.name if self.directory.name == DIRECTORY else self.directory.name
 
     def close(self):
-        """Release the query engine's memory."""
-        self._database.close()
+        """Release the query engine's memory; the next query opens it again."""
+        with self._lock:
+            if self._database is not None:
+                self._database.close()
+                self._database, self._has_states, self._defined = None, False, False
 
     def refresh(self) -> bool:
         """Look for rows that were recorded since, and return whether there are any."""
@@ -95,23 +96,41 @@ class Run:
             version = (written, *map(tuple, parts.values()))
             if version == self.version:
                 return False
-            for table, types in SQL_TYPES.items():
-                # Columns that no file has are NULL, and values of another type are refused when they are read
-                empty = ", ".join(f'NULL::{kind} AS "{name}"' for name, kind in types.items())
-                casts = ", ".join(f'CAST("{name}" AS {kind}) AS "{name}"' for name, kind in types.items())
-                rows = f"(SELECT {empty} WHERE false)"
-                if parts[table]:
-                    # No folder above them that is named `key=value` adds a column
-                    files = ", ".join(_quoted(str(path)) for path in parts[table])
-                    rows += f" UNION ALL BY NAME FROM read_parquet([{files}], union_by_name = true, hive_partitioning = false)"
-                query = f"SELECT * REPLACE ({casts}) FROM ({rows})"
-                if table == "steps":
-                    # What was logged in the middle of a generation batch, behind its checkpoint, a resumed run logs again
-                    query += " QUALIFY row_number() OVER (PARTITION BY step, name ORDER BY time DESC) = 1"
-                kind = "TABLE" if table in _LOADED else "VIEW"
-                self._run(self._database, f"CREATE OR REPLACE {kind} {table} AS {query}")
-            self.version, self._has_states = version, False
+            self.version, self._parts, self._has_states, self._defined = version, parts, False, False
             return True
+
+    def _define(self) -> duckdb.DuckDBPyConnection:
+        """The database, with tables over their files."""
+        if self._database is not None and self._defined:
+            return self._database
+        if self._database is None:
+            self._database = duckdb.connect(":memory:", config={"threads": 2, "memory_limit": "1GB"})
+            # In the cache of the Hub, files are links to another folder
+            folders = {
+                f"{folder}{os.sep}" for folder in (self.directory, (self.directory / META_FILE).resolve().parent)
+            }
+            self._database.execute(f"""SET parquet_metadata_cache = true;
+                SET allowed_directories = [{", ".join(map(_quoted, folders))}]; SET enable_external_access = false;
+                SET lock_configuration = true""")
+        for table, types in SQL_TYPES.items():
+            # Columns that no file has are NULL, and values of another type are refused when they are read
+            empty = ", ".join(f'NULL::{kind} AS "{name}"' for name, kind in types.items())
+            casts = ", ".join(f'CAST("{name}" AS {kind}) AS "{name}"' for name, kind in types.items())
+            rows = f"(SELECT {empty} WHERE false)"
+            if self._parts[table]:
+                # No folder above them that is named `key=value` adds a column
+                files = ", ".join(_quoted(str(path)) for path in self._parts[table])
+                rows += (
+                    f" UNION ALL BY NAME FROM read_parquet([{files}], union_by_name = true, hive_partitioning = false)"
+                )
+            query = f"SELECT * REPLACE ({casts}) FROM ({rows})"
+            if table == "steps":
+                # What was logged in the middle of a generation batch, behind its checkpoint, a resumed run logs again
+                query += " QUALIFY row_number() OVER (PARTITION BY step, name ORDER BY time DESC) = 1"
+            kind = "TABLE" if table in _LOADED else "VIEW"
+            self._run(self._database, f"CREATE OR REPLACE {kind} {table} AS {query}")
+        self._defined = True
+        return self._database
 
     def _run(self, database: duckdb.DuckDBPyConnection, query: str, parameters: list[Any] | None = None) -> Any:
         try:
@@ -123,10 +142,11 @@ class Run:
     def arrow(self, query: str, parameters: list[Any] | None = None) -> pa.Table:
         """Run DuckDB SQL over the run's tables, with `?` for parameters."""
         with self._lock:
+            database = self._define()
             if "prompt_states" in query and not self._has_states:
-                self._run(self._database, _PROMPT_STATES)
+                self._run(database, _PROMPT_STATES)
                 self._has_states = True
-            cursor = self._database.cursor()
+            cursor = database.cursor()
         with cursor:
             return self._run(cursor, query, parameters)
 
@@ -155,24 +175,30 @@ class Run:
         search: str | None = None,
         limit: int | None = None,
         prompt_id: int | None = None,
+        order: str = "-energy",
     ) -> pd.DataFrame:
         """
-        What is known of each visited prompt, or of one: columns of `prompt_states`, `text` and `columns`; the highest energy first.
+        What is known of each visited prompt, or of one: columns of `prompt_states`, `text` and `columns`.
 
         `state` is one of [`STATES`]. `search` finds prompts whose text or columns contain it, whatever the case, or whose id it is.
+        `order` is one of [`ORDERS`], the highest first with a `-` before it.
         """
         if state not in (*STATES, None):
             raise ValueError(f"`state` must be one of {list(STATES)} or `None`, got {state!r}.")
+        if (column := order.removeprefix("-")) not in ORDERS:
+            raise ValueError(f"`order` must be one of {list(ORDERS)}, with or without `-` before it, got {order!r}.")
+        by = f"{column} {'ASC' if column == order else 'DESC'} NULLS LAST, prompt_id"
+        texts = "JOIN (SELECT prompt_id, any_value(text) AS text FROM prompts GROUP BY ALL) USING (prompt_id)"
         condition, parameters = _found(search)
         # The page is cut before the texts are fetched: only its few rows are read in full
         query = f"""WITH page AS (
-                SELECT * FROM prompt_states
+                SELECT prompt_states.* FROM prompt_states {texts if column == "text" else ""}
                 WHERE {condition} AND state = coalesce(?, state) AND prompt_id = coalesce(?, prompt_id)
-                ORDER BY energy DESC NULLS LAST, prompt_id LIMIT ?
+                ORDER BY {by} LIMIT ?
             ), texts AS (
                 SELECT prompt_id, any_value(text) AS text, any_value(columns) AS columns FROM prompts
                 WHERE prompt_id IN (SELECT prompt_id FROM page) GROUP BY prompt_id
-            ) SELECT * FROM page LEFT JOIN texts USING (prompt_id) ORDER BY energy DESC NULLS LAST, prompt_id"""
+            ) SELECT * FROM page LEFT JOIN texts USING (prompt_id) ORDER BY {by}"""
         return self.sql(query, [*parameters, state, prompt_id, limit])
 
     def prompt_counts(self, search: str | None = None) -> dict[str, int]:

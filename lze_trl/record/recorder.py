@@ -1,6 +1,7 @@
 """From the trainer's batches to the telemetry of a run."""
 
 import json
+import re
 from base64 import b64encode
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from .writer import TelemetryWriter
 
 
 _HIGHEST = 3
+_HEADING = re.compile(r"^ {8}(?:> (\w.*)|(\w+) ?\(`.*)$", re.M)  # or name of a setting, in a docstring
 _SHOWN_IMAGES, _THUMBNAIL = 4, 96  # of a prompt; pixels of the longer side
 
 
@@ -91,14 +93,14 @@ class Recorder:
     def _open(self, generation: int) -> TelemetryWriter | None:
         """The writer of the main process; `None` on the others, and without telemetry."""
         if self._writer is None and self.args.telemetry and self.accelerator.is_main_process:
-            settings = self.args.to_dict()  # without tokens
-            for block in [name for name, value in settings.items() if isinstance(value, dict)]:
-                settings |= {f"{block}.{name}": value for name, value in settings.pop(block).items()}
+            topics, defaults = topics_of(type(self.args)), _flat(self.args.defaults())
+            settings = _flat({name: value for name, value in self.args.to_dict().items() if name != "hub_token"})
             self._writer = TelemetryWriter(
                 self.args.output_dir,
                 self.args.telemetry_completions,
                 settings | self.described,
                 resumed_generation=generation or None,
+                known={name: [topics.get(name.partition(".")[0], ""), default] for name, default in defaults.items()},
             )
         return self._writer
 
@@ -122,6 +124,25 @@ class Recorder:
         text = {name: np.array(values, dtype=object) for name, values in columns.items()}
         shown_text = [completions.get(row) for row in range(len(group))]
         return prompts | text, rows | {"completion": np.array(shown_text, dtype=object)}
+
+
+def topics_of(config: type) -> dict[str, str]:
+    """The topic of each setting, by the headings in the docstrings of the configuration and of those that it derives from."""
+    topics: dict[str, str] = {}
+    for one in config.__mro__:
+        topic = ""
+        for heading, name in _HEADING.findall(one.__doc__ or ""):
+            topic = re.sub("Parameters that (control|define) (the |a )?| \\(.*", "", heading) or topic
+            if name and topic:
+                topics.setdefault(name, topic[:1].upper() + topic[1:])
+    return topics
+
+
+def _flat(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings, those in blocks as `block.name`."""
+    blocks = {name: value for name, value in settings.items() if isinstance(value, dict)}
+    inner = {f"{block}.{name}": value for block, values in blocks.items() for name, value in values.items()}
+    return {name: value for name, value in settings.items() if name not in blocks} | inner
 
 
 def _text(prompt: str | list[dict[str, Any]]) -> str:

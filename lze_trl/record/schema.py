@@ -71,6 +71,7 @@ class Meta:
     energy_max: float = 1.3  # upper end of the energy histogram, 1 + α
     schema_version: int = SCHEMA_VERSION
     package_version: str = ""  # of the package that wrote the files
+    known: dict[str, list[Any]] = field(default_factory=dict)  # topic and default of each setting that has them
 
     @property
     def reward_labels(self) -> list[str]:
@@ -92,6 +93,7 @@ class Meta:
             content = json.loads((directory / META_FILE).read_text(encoding="utf-8"))
             form, version = content["format"], content["schema_version"]
             if (form, version) == (FORMAT, SCHEMA_VERSION):
+                content.setdefault("known", {})  # which an earlier version did not write
                 return cls(**{own.name: content[own.name] for own in fields(cls)})
         except FileNotFoundError:
             raise MissingTelemetryError(

@@ -49,7 +49,7 @@ class TelemetryWriter:
     changed. Failing writes are logged and tried again; they never stop the training.
 
     `resumed_generation` is the first generation batch that a resumed run records: rows of later batches, which a crashed run
-    left, are removed. Telemetry of another run that the folder holds is moved aside.
+    left, are removed. Telemetry of another run that the folder holds is moved aside. `known` has topic and default of each setting.
     """
 
     def __init__(
@@ -59,11 +59,14 @@ class TelemetryWriter:
         settings: dict[str, Any] | None = None,
         resumed_generation: int | None = None,
         flush_seconds: float = 0.75,
+        known: dict[str, list[Any]] | None = None,
     ):
         directory = Path(directory)
         self.directory = directory if directory.name == DIRECTORY else directory / DIRECTORY
         energy_max = 1.0 + float((settings or {}).get("selector_kwargs.momentum_weight", 0.3))
-        self._meta = Meta(settings or {}, completions, energy_max=energy_max, package_version=__version__)
+        self._meta = Meta(
+            settings or {}, completions, energy_max=energy_max, package_version=__version__, known=known or {}
+        )
         try:
             if resumed_generation is None:
                 raise MissingTelemetryError
