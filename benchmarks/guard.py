@@ -241,8 +241,8 @@ def compared(exact: dict[str, Any], gate: dict[str, Any]) -> dict[str, float]:
         "price": gate["tokens"][-1] / exact["tokens"][first[0] if len(first) else -1],
         "first": 1.0 + decided.index(True) if any(decided) else np.nan,
         "decided": float(np.mean(decided)),
-        "live": gate["gate_live_kept"][-1],
-        "signal": gate["gate_signal_kept"][-1],
+        "live": gate["gate_live_kept"][-1] or np.nan,
+        "signal": gate["gate_signal_kept"][-1] or np.nan,
         "stops": float(sum(before and not after for before, after in pairwise(decided))),
         "dead": float(np.mean(exact["dead_share"])),
     }

@@ -125,9 +125,9 @@ def test_the_guard_of_two_processes_is_that_of_one(runs):
     assert one[0]["batches"] == two[0]["batches"] == two[1]["batches"]
     sizes = [[len(entry["rows"]) for entry in record["rounds"]] for record in (one[0], *two)]
     assert sizes[0] == sizes[1] == sizes[2]
-    guard = [entry["lze/guard"] for entry in one[0]["log"]]
-    assert guard == [entry["lze/guard"] for entry in two[0]["log"]]
-    assert (guard[0], guard[-1]) == (0.0, 1.0)  # whole groups first, then the gate
+    for name in ("lze/guard", "lze/gate_live_kept", "lze/gate_price"):
+        told = [entry.get(name) for entry in one[0]["log"]]
+        assert told == [entry.get(name) for entry in two[0]["log"]] and told[-1] is not None
 
 
 def test_two_processes_without_a_signal(runs):

@@ -8,7 +8,7 @@ from lze_trl.batch import Batch
 from lze_trl.rollout.controllers import Gate, ask
 from lze_trl.rollout.payoff import TO_GO_ON, TO_STOP, GateGuard
 from samples import prompts_of, rollouts
-from test_controllers_training import HALF_DEAD, make, run, scripted
+from test_controllers_training import HALF_DEAD, make, scripted
 from test_gate import SIZE, World
 from test_laws import distance, moved
 
@@ -180,7 +180,7 @@ class Moody(Gate):
         return super().chances(round, prompts, drawn)
 
 
-def test_the_gate_takes_over_is_stopped_while_it_is_wrong_and_returns(caplog, monkeypatch):
+def test_the_gate_is_stopped_while_it_is_wrong_and_returns(caplog, monkeypatch):
     world, decided = World(prompts=500, control=0.05), []
     world.controller = Moody(SIZE)
     for mood in (False, True, False):
@@ -188,10 +188,10 @@ def test_the_gate_takes_over_is_stopped_while_it_is_wrong_and_returns(caplog, mo
         for _ in range(20):
             world.visit()
             decided.append(not world.guard.draws_whole)
-    assert not decided[0] and all(decided[5:20])
+    assert all(decided[:20])
     assert decided[20:].index(False) < 10 and not any(decided[30:40])
     assert all(decided[45:])
-    says = ["The gate pays", "The gate does not pay", "The gate pays"]
+    says = ["The gate does not pay", "The gate pays"]
     assert [record.message.partition(":")[0] for record in caplog.records] == says
     assert world.guard.metrics()["gate_price"] < 0.8
 
@@ -206,9 +206,12 @@ def differing(completions, **columns):
     return [float(i) for i, _ in enumerate(completions)]
 
 
-def test_where_it_cannot_pay_the_run_is_that_of_exact(tmp_path):
+def test_where_it_has_stopped_the_gate_the_run_is_that_of_exact(tmp_path):
     settings = ONE_STEP | {"max_steps": 5, "reward_funcs": differing, "optim": "sgd", "learning_rate": 0.1}
-    gate, exact = (tiny.run(tmp_path / name, strategy=name, **settings) for name in ("gate", "exact"))
+    gate = tiny.make(tmp_path / "gate", strategy="gate", **settings)
+    gate.generation_step.rounds.guard.draws_whole = True
+    gate.train()
+    exact = tiny.run(tmp_path / "exact", strategy="exact", **settings)
     assert moved(exact) > 1e-3
     assert distance(gate, exact) < 1e-5
     assert gate.ledger.rows_rolled_out == exact.ledger.rows_rolled_out == 5 * 12
@@ -227,7 +230,9 @@ GUARDED = {
 
 def test_resumed_it_is_the_uninterrupted_run_bit_for_bit(tmp_path):
     settings = GUARDED | {"save_strategy": "steps", "save_steps": 4, "max_steps": 12}
-    whole, resumed = run(tmp_path, **settings), make(tmp_path, **settings)
+    whole, resumed = make(tmp_path, **settings), make(tmp_path, **settings)
+    whole.generation_step.rounds.guard.draws_whole = True
+    whole.train()
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
     assert distance(whole, resumed) == 0.0
     guards = [trainer.generation_step.rounds.guard for trainer in (whole, resumed)]

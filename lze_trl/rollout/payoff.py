@@ -29,12 +29,11 @@ class GateGuard:
     below 1: an e-detector (Shin, Ramdas and Rinaldo, arXiv 2203.03532). As long as the belief is right in every batch, the capital
     is expected to be at most n after n batches, and takes at least c batches on average to reach c, however often one looks.
 
-    A run begins with whole groups, where nothing has to be estimated: a gate that pays takes over after a few batches. Without `on`, the
-    gate always decides, and only the metrics are kept.
+    A run begins with the gate. Without `on`, the gate always decides, and only the metrics are kept.
     """
 
     def __init__(self, on: bool = True):
-        self.on, self.draws_whole = on, on
+        self.on, self.draws_whole = on, False
         self._gate, self._uniform = np.zeros(3), np.zeros(3)  # decayed: live groups, their signal, tokens
         self._recent = np.zeros(2)  # decayed: live groups, and completions, of which λ is made
         self._capital = np.ones(len(_BETS))  # one for each bet, since the last change
