@@ -1,0 +1,42 @@
+"""The demo with a language model: what it tells of the runs, and what plain GRPO's kept run is for."""
+
+import json
+
+import pytest
+from rich.console import Console
+
+from benchmarks import demo_llm
+from benchmarks.jobs import Options, plan
+from benchmarks.strategies import BASELINE
+from benchmarks.tasks import TaskFiles
+
+
+def test_each_run_is_told_with_its_interval_and_its_cost():
+    lines = demo_llm.told(demo_llm.KEPT.parent)
+    kept = [json.loads(line) for line in demo_llm.KEPT.read_text().splitlines()]
+    assert len(lines) == 1 + len(kept)
+    (plain,) = (
+        run["curve"] for run in kept if run["settings"]["strategy"] == BASELINE and run["settings"]["seed"] == 0
+    )
+    mean = plain[-1]["accuracy"]["held_out"]["mean"]
+    (told,) = (line for line in lines if line.startswith(f"  {BASELINE}") and f"{mean:.3f} ± 0.0" in line)
+    assert f"{plain[-1]['rows_rolled_out']:,} completions" in told
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_plain_grpos_kept_run_is_used_if_it_has_this_model_data_and_settings(tmp_path, monkeypatch, known):
+    files = TaskFiles(*(tmp_path / name for name in ("model", "train.jsonl", "test.jsonl")))
+    files.model.mkdir()
+    (files.model / "config.json").write_text("{}")
+    for path in (files.train, files.held_out):
+        path.write_text('{"prompt": "a", "solution": "b"}\n')
+    options = Options(task="words", strategies=("gate_g4",), seeds=(0,), output=tmp_path / "out")
+    (baseline,) = (job for job in plan(options, {"words": files}) if job.settings.strategy == BASELINE)
+    kept = json.loads(demo_llm.KEPT.read_text().splitlines()[0]) | ({"key": baseline.settings.key} if known else {})
+    (tmp_path / "kept.jsonl").write_text(json.dumps(kept) + "\n")
+    monkeypatch.setattr(demo_llm, "KEPT", tmp_path / "kept.jsonl")
+    monkeypatch.setattr(demo_llm.smollm2, "MODEL_DIR", files.model)
+    monkeypatch.setattr(demo_llm, "ready", lambda *given: files)
+    monkeypatch.setattr(demo_llm, "bench", lambda options: baseline.folder.mkdir(parents=True, exist_ok=True))
+    demo_llm.run(options, plain=False, console=Console(quiet=True))
+    assert baseline.finished == known
