@@ -234,7 +234,7 @@ def test_no_two_classes_have_one_name():
 
 # ---- Size ----
 
-LINES = {"package": 18_040, "core": 12_980, "tests": 22_150}
+LINES = {"package": 18_040, "core": 12_980, "tests": 22_160}
 """Most lines of Python, scripts and styles. Raised for the guard of the gate and the tables of the app; else it goes down."""
 
 
