@@ -44,7 +44,6 @@ from .tasks import CHECKOUT, SHARED
 
 OUTPUT = CHECKOUT / "runs" / "bench" / "environment"
 DELAY = 0.2  # seconds of a step
-EPISODES = 512
 PLAIN = "plain"
 ARMS: dict[str, dict[str, Any]] = {
     PLAIN: {},
@@ -85,7 +84,6 @@ class Run:
     seed: int
     steps: int = 30
     learning_rate: float = 2e-4
-    broken: float = 0.0  # share of the episodes that cannot be won
     wait: bool = False  # whether a call takes its time, or only counts it
 
     @property
@@ -100,9 +98,9 @@ class TwoSums:
     steps = 0
     delay = 0.0  # seconds that a call really takes
 
-    def reset(self, first: str, second: str, broken: bool = False, **row: Any):
-        """Begin an episode; its prompt has the first sum. A broken one accepts no answer to the second."""
-        self.sums, self.right, self.broken = [first, second], 0, broken
+    def reset(self, first: str, second: str, **row: Any):
+        """Begin an episode; its prompt has the first sum."""
+        self.sums, self.right = [first, second], 0
 
     def answer(self, value: str) -> str:
         """
@@ -116,14 +114,11 @@ class TwoSums:
         """
         TwoSums.steps += 1
         time.sleep(TwoSums.delay)
-        if self.right == len(self.sums) or self.right < 0 or not self._accepts(value):
+        if self.right == len(self.sums) or self.right < 0 or value != result(self.sums[self.right]):
             self.right = -1
             return "?"
         self.right += 1
         return self.sums[self.right] if self.right < len(self.sums) else "!"
-
-    def _accepts(self, value: str) -> bool:
-        return value == result(self.sums[self.right]) and not (self.broken and self.right)
 
     def get_reward(self) -> float:
         """Whether both answers were right."""
@@ -243,13 +238,8 @@ def train(run: Run, model: Path, folder: Path) -> dict[str, Any]:
         "disable_tqdm": True,
     }
     rows = [
-        {
-            "prompt": [{"role": "user", "content": first}],
-            "first": first,
-            "second": second,
-            "broken": place < run.broken * EPISODES,
-        }
-        for place, (first, second) in enumerate(episodes(EPISODES, seed=2))
+        {"prompt": [{"role": "user", "content": first}], "first": first, "second": second}
+        for first, second in episodes(512, seed=2)
     ]
     plain = run.arm == PLAIN
     own = {"summary": False, "telemetry": False} | ARMS[run.arm]
@@ -313,16 +303,13 @@ def main():
         default=Run.steps,
         help="optimizer steps of plain and exact, half of those of the others; default: %(default)s",
     )
-    parser.add_argument("--broken", type=float, default=0.0, help="share of the episodes that cannot be won")
     parser.add_argument("--output", type=Path, default=OUTPUT, metavar="DIR")
     parser.add_argument("--wait", action="store_true", help="let each call take its time")
     parser.add_argument("--report_only", action="store_true", help="the table of the finished runs")
     given = parser.parse_args()
     console = Console(highlight=False, soft_wrap=True)
     steps = {arm: given.steps if arm in (PLAIN, "exact") else 2 * given.steps for arm in ARMS}
-    runs = [
-        Run(arm, seed, steps[arm], broken=given.broken, wait=given.wait) for seed in given.seeds for arm in given.arms
-    ]
+    runs = [Run(arm, seed, steps[arm], wait=given.wait) for seed in given.seeds for arm in given.arms]
     if given.report_only:
         runs = [run for run in runs if (given.output / run.name).is_file()]
     else:
