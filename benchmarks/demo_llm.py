@@ -38,13 +38,12 @@ def run(options: Options, plain: bool, console: Console):
         job for job in plan(options, {TASK: ready(TASK, options, console)}) if job.settings.strategy == BASELINE
     )
     kept = {result["key"]: result for result in map(json.loads, KEPT.read_text(encoding="utf-8").splitlines())}
-    if baseline.settings.key in kept and not plain and not baseline.finished:
+    if not plain and not baseline.finished and baseline.settings.key in kept:
         baseline.folder.mkdir(parents=True, exist_ok=True)
         write_json(baseline.folder / RESULT_FILE, kept[baseline.settings.key])
-    elif not baseline.finished:
-        console.print(
-            "Plain GRPO has no kept run with this model, data and settings, so it is trained here first: half an hour more."
-        )
+    if not baseline.finished:
+        why = "" if plain else "Plain GRPO has no kept run with this model, data and settings. "
+        console.print(f"{why}It is trained here first: half an hour more.")
     console.print("The model learns, and is evaluated after each step: about 12 minutes on an idle core.")
     bench(options)
     console.print("\n".join(told(options.output)), soft_wrap=True, markup=False)

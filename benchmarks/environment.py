@@ -25,7 +25,6 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import Dataset
-from rich.console import Console
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback, set_seed
 from trl import GRPOConfig, GRPOTrainer
 
@@ -35,9 +34,8 @@ from lze_trl.job import demo
 
 from .comparison import first_crossing, smooth
 from .evaluation import Evaluation
-from .kept import file_name, run_all
+from .kept import file_name, tabulate
 from .sampling import spread
-from .settings import write_text
 from .tables import table
 from .tasks import CHECKOUT, SHARED
 
@@ -307,18 +305,17 @@ def main():
     parser.add_argument("--wait", action="store_true", help="let each call take its time")
     parser.add_argument("--report_only", action="store_true", help="the table of the finished runs")
     given = parser.parse_args()
-    console = Console(highlight=False, soft_wrap=True)
     steps = {arm: given.steps if arm in (PLAIN, "exact") else 2 * given.steps for arm in ARMS}
     runs = [Run(arm, seed, steps[arm], wait=given.wait) for seed in given.seeds for arm in given.arms]
-    if given.report_only:
-        runs = [run for run in runs if (given.output / run.name).is_file()]
-    else:
-        warm_start(given.output / "model")
-    results = run_all(
-        runs, given.output, lambda run: train(run, given.output / "model", given.output / "run"), console
+    model, folder = given.output / "model", given.output / "run"
+    tabulate(
+        runs,
+        given.output,
+        lambda run: train(run, model, folder),
+        markdown,
+        given.report_only,
+        lambda: warm_start(model),
     )
-    write_text(given.output / "tables.md", markdown(results))
-    console.print(f"{given.output / 'tables.md'}")
 
 
 if __name__ == "__main__":

@@ -20,17 +20,16 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import Dataset
-from rich.console import Console
 from transformers import TrainerCallback
 
 from lze_trl import LZEGRPOConfig, LZEGRPOTrainer
 from lze_trl.job import demo
 from lze_trl.rewards import exact_match_reward
 
+from .comparison import smooth
 from .evaluation import Evaluation
-from .kept import file_name, run_all
+from .kept import file_name, tabulate
 from .sampling import spread
-from .settings import write_text
 from .tables import table
 from .tasks import CHECKOUT, TASKS, load, locate, read_rows
 
@@ -223,14 +222,9 @@ def train(run: Run) -> dict[str, Any]:
     return {"accuracy": curve.accuracies, "tokens": curve.tokens} | logged
 
 
-def _smooth(values: Sequence[float]) -> np.ndarray:
-    """Mean of the last three values, at each of them."""
-    return np.array([np.mean(values[max(0, i - 2) : i + 1]) for i in range(len(values))])
-
-
 def compared(exact: dict[str, Any], gate: dict[str, Any]) -> dict[str, float]:
     """A run of the gate against that of `exact` with the same seed."""
-    mine, theirs = _smooth(gate["accuracy"]), _smooth(exact["accuracy"])
+    mine, theirs = smooth(gate["accuracy"]), smooth(exact["accuracy"])
     first = np.flatnonzero(theirs >= mine[-1])  # where `exact` is as good
     decided = [value == 1.0 for value in gate["guard"]]
     return {
@@ -289,13 +283,14 @@ def main(arguments: Sequence[str] | None = None):
     parser.add_argument("--report_only", action="store_true")
     given = parser.parse_args(arguments)
     runs = [Run(name, arm, seed, given.steps) for seed in given.seeds for name in given.scenarios for arm in ARMS]
-    if given.report_only:
-        runs = [run for run in runs if (given.output / run.name).is_file()]
-    else:
-        demo.warm_start(demo.WARM_START_DIR, demo.WarmStart())
-    results = run_all(runs, given.output, train, Console(highlight=False))
-    write_text(given.output / "tables.md", markdown(results))
-    Console(highlight=False).print(markdown(results), markup=False)
+    tabulate(
+        runs,
+        given.output,
+        train,
+        markdown,
+        given.report_only,
+        lambda: demo.warm_start(demo.WARM_START_DIR, demo.WarmStart()),
+    )
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 from .run import machine
-from .settings import write_json
+from .settings import write_json, write_text
 
 
 def file_name(words: str, seed: int, content: Any) -> str:
@@ -47,3 +47,25 @@ def run_all(runs: Sequence[Any], folder: Path, train: Callable[[Any], Any], cons
             console.print(f"{number}/{len(runs)}  {run.name.rpartition('-')[0]}", markup=False)
             write_json(folder / run.name, stamped(run=asdict(run), result=train(run)))
     return [json.loads((folder / run.name).read_text(encoding="utf-8")) for run in runs]
+
+
+def tabulate(
+    runs: Sequence[Any],
+    folder: Path,
+    train: Callable[[Any], Any],
+    markdown: Callable[[list[dict[str, Any]]], str],
+    finished_only: bool = False,
+    prepare: Callable[[], Any] = lambda: None,
+):
+    """
+    Make the runs as [`run_all`] does, after `prepare`, or with `finished_only` none; write the table of their results by `markdown` into
+    `tables.md`, and show it.
+    """
+    console = Console(highlight=False)
+    if finished_only:
+        runs = [run for run in runs if (folder / run.name).is_file()]
+    else:
+        prepare()
+    text = markdown(run_all(runs, folder, train, console))
+    write_text(folder / "tables.md", text)
+    console.print(text, markup=False, soft_wrap=True)

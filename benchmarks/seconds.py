@@ -23,15 +23,13 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import Dataset
-from rich.console import Console
 from transformers import Qwen2Config, Qwen2ForCausalLM, TrainerCallback
 
 from lze_trl import LZEGRPOConfig, LZEGRPOTrainer
 
 from .environment import make_tokenizer
-from .kept import file_name, run_all
+from .kept import file_name, tabulate
 from .sampling import spread
-from .settings import write_text
 from .tables import table
 from .tasks import CHECKOUT
 from .timed_server import PASS, Timing, dead_share, on_paper, serving
@@ -247,11 +245,7 @@ def main():
         for arm in ARMS
         if arm in given.arms or arm == PLAIN
     ]
-    if given.report_only:
-        runs = [run for run in runs if (given.output / run.name).is_file()]
-    results = run_all(runs, given.output, train, Console(highlight=False))
-    write_text(given.output / "tables.md", markdown(results))
-    Console(highlight=False).print(markdown(results), markup=False)
+    tabulate(runs, given.output, train, markdown, given.report_only)
 
 
 if __name__ == "__main__":

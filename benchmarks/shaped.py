@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from rich.console import Console
 from trl import GRPOConfig, GRPOTrainer
 
 from lze_trl import LZEGRPOConfig, LZEGRPOTrainer
@@ -28,9 +27,8 @@ from lze_trl.job import demo
 from lze_trl.rewards import exact_match_reward
 
 from .evaluation import Evaluation
-from .kept import file_name, run_all
+from .kept import file_name, tabulate
 from .sampling import spread
-from .settings import write_text
 from .tables import table
 from .tasks import CHECKOUT, TASKS, load, locate
 
@@ -154,13 +152,14 @@ def main(arguments: Sequence[str] | None = None):
     parser.add_argument("--report_only", action="store_true")
     given = parser.parse_args(arguments)
     runs = [Run(arm, seed, given.steps, given.weight, given.hard) for seed in given.seeds for arm in ARMS]
-    if given.report_only:
-        runs = [run for run in runs if (given.output / run.name).is_file()]
-    else:
-        demo.warm_start(demo.WARM_START_DIR, demo.WarmStart())
-    results = run_all(runs, given.output, train, Console(highlight=False))
-    write_text(given.output / "tables.md", markdown(results))
-    Console(highlight=False).print(markdown(results), markup=False)
+    tabulate(
+        runs,
+        given.output,
+        train,
+        markdown,
+        given.report_only,
+        lambda: demo.warm_start(demo.WARM_START_DIR, demo.WarmStart()),
+    )
 
 
 if __name__ == "__main__":

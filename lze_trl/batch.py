@@ -163,6 +163,11 @@ class Batch:
         return np.bincount(self.group, minlength=self.num_groups)
 
     @property
+    def first_rows(self) -> np.ndarray:
+        """The first row of each group that has rows, by group."""
+        return np.unique(self.group, return_index=True)[1]
+
+    @property
     def alive(self) -> np.ndarray:
         """Groups with a gradient, those whose signals differ; shape `(P,)`, bool."""
         return differ(self.signals, self.group, self.num_groups)
@@ -333,3 +338,16 @@ def section(arrays: dict[str, Any], name: str) -> dict[str, Any]:
     """The entries whose names begin with `name.`, without it."""
     prefix = f"{name}."
     return {key.removeprefix(prefix): array for key, array in arrays.items() if key.startswith(prefix)}
+
+
+def group_mean(values: np.ndarray, group: np.ndarray, num_groups: int) -> np.ndarray:
+    """Mean of the values of each group, shape `(P,)`; NaN values are left out, and a group without values has NaN."""
+    scored = ~np.isnan(values)
+    counts = np.bincount(group[scored], minlength=num_groups)
+    sums = np.bincount(group[scored], weights=values[scored], minlength=num_groups)
+    return np.divide(sums, counts, out=np.full(num_groups, np.nan), where=counts > 0)
+
+
+def group_variance(values: np.ndarray, group: np.ndarray, num_groups: int) -> np.ndarray:
+    """Variance of the values of each group, shape `(P,)`, as [`group_mean`] takes means; 0 for a group of one value."""
+    return group_mean((values - group_mean(values, group, num_groups)[group]) ** 2, group, num_groups)

@@ -34,7 +34,7 @@ ROOMS = {
     "memory": "batch select",
     "plan": "batch memory seeding select",
     "rollout": "batch memory plan seeding",
-    "record": "batch files memory select version",
+    "record": "batch files memory version",
     "servers": "",
     "remote": "record",
     "rewards": "names",

@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks import guard
 from lze_trl.job import demo
+from test_bench_gradients import SMALL
 
 
 def test_a_gate_that_takes_half_the_tokens_for_the_same_accuracies():
@@ -32,8 +33,7 @@ def test_what_is_done_to_the_data():
 @pytest.mark.slow
 def test_from_the_command_line(tmp_path, monkeypatch):
     monkeypatch.setattr(demo, "WARM_START_DIR", tmp_path / "warm-start")
-    small = demo.WarmStart(steps=20, hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, num_kv_heads=1)
-    monkeypatch.setattr(demo, "WarmStart", lambda: small)
+    monkeypatch.setattr(demo, "WarmStart", lambda: SMALL)
     scenarios = ["long_tail", "scale"]
     guard.main(["--seeds", "0", "--steps", "5", "--output", str(tmp_path / "out"), "--scenarios", *scenarios])
     results = [json.loads(path.read_text())["result"] for path in (tmp_path / "out").glob("*.json")]

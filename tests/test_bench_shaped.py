@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks import shaped
 from lze_trl.job import demo
+from test_bench_gradients import SMALL
 
 
 def test_a_share_of_the_sums_gets_a_third_number():
@@ -19,8 +20,7 @@ def test_a_share_of_the_sums_gets_a_third_number():
 @pytest.mark.slow
 def test_from_the_command_line(tmp_path, monkeypatch):
     monkeypatch.setattr(demo, "WARM_START_DIR", tmp_path / "warm-start")
-    small = demo.WarmStart(steps=20, hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, num_kv_heads=1)
-    monkeypatch.setattr(demo, "WarmStart", lambda: small)
+    monkeypatch.setattr(demo, "WarmStart", lambda: SMALL)
     shaped.main(["--seeds", "0", "--steps", "10", "--output", str(tmp_path / "out")])
     results = [json.loads(path.read_text())["result"] for path in (tmp_path / "out").glob("*.json")]
     assert len(results) == len(shaped.ARMS)

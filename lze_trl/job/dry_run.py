@@ -13,7 +13,7 @@ from trl.trainer.utils import get_callable_name
 from ..checks import outcome_rule, prepare
 from ..config import LZEGRPOConfig
 from . import user_errors
-from .estimate import estimated
+from .estimate import UNKNOWN, estimated
 from .parts import make_evaluation
 from .recipe import LZEScriptArguments, parse_recipe
 from .train import disable_progress_bars, setup_logging, starting_point, trainer_arguments
@@ -59,9 +59,12 @@ def describe(script_args: LZEScriptArguments, args: LZEGRPOConfig, model_args: M
         "prompts a generation batch": f"{groups:,}",
         "completions a generation batch": f"{args.generation_batch_size:,}",
         "optimizer steps": f"{steps:,}",
-        **estimated(given["model"], dataset["prompt"], args, init_kwargs, given["peft_config"], steps),
-        "output": str(args.output_dir),
     }
+    try:
+        facts |= estimated(given["model"], dataset["prompt"], args, init_kwargs, given["peft_config"], steps)
+    except UNKNOWN as error:
+        facts["memory"] = f"not known: {str(error).partition(chr(10))[0]}"
+    facts["output"] = str(args.output_dir)
     if held_out is not None:
         facts["held-out prompts"] = f"{len(held_out):,}"
     if script_args.eval_tasks:

@@ -7,11 +7,14 @@ import torch
 import transformers
 from peft import PeftConfig, get_peft_model
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AutoConfig, AutoProcessor, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoProcessor, PreTrainedConfig, PreTrainedModel
 from trl.trainer.utils import selective_log_softmax
 
 from ..record.ledger import token_cost
 
+
+UNKNOWN = (OSError, ValueError, AttributeError, RuntimeError, TypeError)
+"""Errors of the Hub, and of a model's own code."""
 
 _GIB = 2**30
 _SHOWN_PROMPTS = 256  # that are tokenized for the longest one
@@ -22,16 +25,11 @@ def estimated(
 ) -> dict[str, str]:
     """
     Memory of a process that holds the whole model, and FLOPs of plain GRPO if all completions are as long as allowed, in words.
-    `kwargs` are those of `from_pretrained`. Where neither configuration nor tokenizer can be read, says so.
+    `kwargs` are those of `from_pretrained`. Raises one of [`UNKNOWN`] for a configuration or a tokenizer that cannot be read here, and for a
+    model that cannot be run without memory.
     """
     own = {name: value for name, value in kwargs.items() if name in ("revision", "trust_remote_code")}
-    try:
-        config = AutoConfig.from_pretrained(model, **own)
-        tokenizer = AutoProcessor.from_pretrained(model, **own)
-    except (OSError, ValueError):
-        return {
-            "memory": "not known: neither here nor in the cache are the configuration and the tokenizer of the model"
-        }
+    config, tokenizer = AutoConfig.from_pretrained(model, **own), AutoProcessor.from_pretrained(model, **own)
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
     longest = max(_tokens(tokenizer, prompt) for prompt in prompts[:_SHOWN_PROMPTS])
     rows, tokens = args.per_device_train_batch_size, longest + args.max_completion_length
@@ -90,8 +88,10 @@ def micro_batch_bytes(config: PreTrainedConfig, rows: int, tokens: int, completi
 
 def _built(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The model of a configuration, as TRL chooses its class, on the device of the context."""
-    name = (config.architectures or ["AutoModelForCausalLM"])[0]
-    return getattr(transformers, name)._from_config(config, dtype=dtype)
+    architecture = getattr(transformers, (config.architectures or [""])[0], None)
+    if architecture is None:
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return architecture._from_config(config, dtype=dtype)
 
 
 def _tokens(tokenizer: Any, prompt: Any) -> int:

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from ..batch import Batch, Prompts, Table, differ
-from ..select.energy import anchor, group_mean, score_groups
+from ..batch import Batch, Prompts, Table, differ, group_mean
+from ..select.energy import anchor, score_groups
 from .foresight import Foresight, History
 from .index import RowIndex
 from .outcomes import RewardRange

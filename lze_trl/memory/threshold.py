@@ -92,7 +92,7 @@ class Threshold:
 
 def _examples(prompts: Prompts, drawn: Batch) -> tuple[np.ndarray, np.ndarray]:
     """Log-odds of the earlier forecast, and features, of prompts with completions. A missing outcome counts as 1/2."""
-    rows = np.unique(drawn.group, return_index=True)[1]
+    rows = drawn.first_rows
     outcomes = np.nan_to_num(drawn.outcomes[rows], nan=0.5)
     return log_odds(prompts.alive), features(prompts, outcomes, drawn.logprobs[rows])
 

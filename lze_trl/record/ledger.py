@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..batch import Batch, Table
-from ..select.energy import group_mean
+from ..batch import Batch, Table, group_mean
 
 
 if TYPE_CHECKING:  # readers of a recording need no torch

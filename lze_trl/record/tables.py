@@ -8,8 +8,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
-from ..batch import Batch, Table
-from ..select.energy import group_mean
+from ..batch import Batch, Table, group_mean
 from .schema import NUM_ENERGY_BINS
 
 

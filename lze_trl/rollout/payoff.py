@@ -3,9 +3,8 @@
 import logging
 
 import numpy as np
-import pandas as pd
 
-from ..batch import Batch, Prompts
+from ..batch import Batch, Prompts, group_variance
 from ..memory.regression import SCORE_MEMORY
 from ..memory.state import PromptState
 from .controllers import Gate
@@ -58,7 +57,8 @@ class GateGuard:
         per_completion = self._recent[0] / max(self._recent[1], 1.0)
         lost, saved = live * (stands_for - whole), size - completions
         first, others = _tokens(drawn)
-        worth = np.stack([live, live * _variances(drawn)])
+        variances = np.nan_to_num(group_variance(drawn.signals, drawn.group, drawn.num_groups))
+        worth = np.stack([live, live * variances])
         gate = [*(worth @ whole), first @ begun + others @ whole]
         uniform = [*(worth @ stands_for), (first + others) @ stands_for]
         self._gate = SCORE_MEMORY * self._gate + np.array(gate)
@@ -120,7 +120,7 @@ def gated(
         return begun * finished, (drawn.sizes > 0).astype(np.float64), (finished > 0).astype(np.float64)
     prompts = state.prompts(drawn.prompt_ids)
     begins = np.asarray(gate.chances(0, prompts, drawn))
-    rows = np.unique(drawn.group, return_index=True)[1]
+    rows = drawn.first_rows
     first = drawn.take(rows[begins[drawn.group[rows]] == 1.0])
     prompts = state.prompts(drawn.prompt_ids, first).with_columns(begin_chance=begins)
     return np.ones(len(begins)), begins, begins * np.asarray(gate.chances(1, prompts, first))
@@ -129,11 +129,5 @@ def gated(
 def _tokens(drawn: Batch) -> np.ndarray:
     """Tokens of the first completion of each group, and of the others, shape `(2, P)`."""
     tokens, rows = drawn.prompt_tokens + drawn.completion_tokens, np.zeros(drawn.num_rows, dtype=bool)
-    rows[np.unique(drawn.group, return_index=True)[1]] = True
+    rows[drawn.first_rows] = True
     return np.stack([np.bincount(drawn.group, tokens * some, drawn.num_groups) for some in (rows, ~rows)])
-
-
-def _variances(drawn: Batch) -> np.ndarray:
-    """Variance of the signals of each group, 0 for one of a single completion; shape `(P,)`."""
-    found = pd.Series(drawn.signals).groupby(drawn.group).var(ddof=0)
-    return found.reindex(np.arange(drawn.num_groups), fill_value=0.0).fillna(0.0).to_numpy()

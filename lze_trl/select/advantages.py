@@ -7,8 +7,7 @@ from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
-from ..batch import differ
-from .energy import group_mean
+from ..batch import differ, group_mean, group_variance
 
 
 Scale = Literal["none", "group", "batch"]
@@ -119,8 +118,7 @@ def _deviations(
     if scale == "batch":
         return np.full(len(rewards), _batch_deviation(rewards, np.ones(len(rewards)) if weights is None else weights))
     counts = np.bincount(group[~np.isnan(rewards)], minlength=num_groups)
-    squares = (rewards - group_mean(rewards, group, num_groups)[group]) ** 2
-    variance = group_mean(squares, group, num_groups)
+    variance = group_variance(rewards, group, num_groups)
     correction = np.divide(counts, counts - 1, out=np.full(num_groups, np.nan), where=counts > 1)
     return np.sqrt(variance * correction)[group]
 

@@ -2,15 +2,7 @@
 
 import numpy as np
 
-from ..batch import Batch, Table, differ, extremes
-
-
-def group_mean(values: np.ndarray, group: np.ndarray, num_groups: int) -> np.ndarray:
-    """Mean of the values of each group, shape `(P,)`; NaN values are left out, and a group without values has NaN."""
-    scored = ~np.isnan(values)
-    counts = np.bincount(group[scored], minlength=num_groups)
-    sums = np.bincount(group[scored], weights=values[scored], minlength=num_groups)
-    return np.divide(sums, counts, out=np.full(num_groups, np.nan), where=counts > 0)
+from ..batch import Batch, Table, differ, extremes, group_mean, group_variance
 
 
 def anchor(first_pass_rates: np.ndarray, difficulty_floor: float = 0.05) -> np.ndarray:
@@ -23,8 +15,7 @@ def outcome_uncertainty(outcomes: np.ndarray, group: np.ndarray, num_groups: int
     Outcome uncertainty u, four times the variance of the outcomes of each group, shape `(P,)`: 4·p·(1 − p) for passes and
     fails. Exactly 0 if all scored outcomes are equal.
     """
-    mean = group_mean(outcomes, group, num_groups)
-    uncertainty = 4.0 * group_mean((outcomes - mean[group]) ** 2, group, num_groups)
+    uncertainty = 4.0 * group_variance(outcomes, group, num_groups)
     return np.where(differ(outcomes, group, num_groups), np.minimum(uncertainty, 1.0), 0.0)
 
 
