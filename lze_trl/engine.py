@@ -19,6 +19,7 @@ import torch
 from accelerate.utils import gather_object
 from transformers import ProcessorMixin
 from trl import GRPOTrainer
+from trl.chat_template_utils import parse_response
 from trl.data_utils import is_conversational
 from trl.trainer.utils import split_pixel_values_by_grid
 
@@ -216,26 +217,33 @@ class Engine:
         return self._trainer.use_vllm and self._trainer.args.vllm_mode == "http"
 
     @property
-    def scores_alone(self) -> bool:
-        """
-        Whether each completion can be scored as soon as it is there, before others are: servers complete prompts one by one, and
-        neither a tool, an environment, a reward model, a coroutine nor a reward that compares completions has a say.
-        """
+    def waits_for(self) -> str | None:
+        """Why completions can only be scored when a whole round is there; None if each can be as soon as it is there itself."""
         trainer = self._trainer
-        as_text = not trainer.tools and trainer.rollout_func is None and trainer.environments is None
-        parsed = any(getattr(trainer.processing_class, f"response_{kind}", None) for kind in ("template", "schema"))
-        return self._over_http and as_text and not parsed and all(map(is_alone, trainer.reward_funcs))
+        if not self._over_http:
+            return "`vllm_mode: http` is not used"
+        if trainer.tools or trainer.rollout_func is not None or trainer.environments is not None:
+            return "tools, environments or a `rollout_func` make the completions"
+        together = [n for n, f in zip(trainer.reward_func_names, trainer.reward_funcs, strict=True) if not is_alone(f)]
+        return f"`{together[0]}` is a model, a coroutine, or compares completions" if together else None
 
-    def scored(self, inputs: list[dict[str, Any]], completion_ids: list[list[int]]) -> torch.Tensor:
+    def scored(
+        self, inputs: list[dict[str, Any]], prompt_ids: list[list[int]], completion_ids: list[list[int]]
+    ) -> torch.Tensor:
         """
         Rewards of some completions, by plain reward functions on this process, shape `(n, F)`; NaN where not applicable. What the
         functions log is dropped.
         """
         trainer, rows = self._trainer, as_given(inputs)
         prompts = [row["prompt"] for row in rows]
+        tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
         completions: list[Any] = trainer.processing_class.batch_decode(completion_ids, skip_special_tokens=True)
-        if is_conversational({"prompt": prompts[0]}):
-            completions = [[{"role": "assistant", "content": text}] for text in completions]
+        if is_conversational({"prompt": prompts[0]}):  # as TRL reads them
+            if any(getattr(tokenizer, f"response_{kind}", None) for kind in ("template", "schema")):
+                answers = zip(completion_ids, prompt_ids, strict=True)
+                completions = [[parse_response(tokenizer, ids, prefix=prefix)] for ids, prefix in answers]
+            else:
+                completions = [[{"role": "assistant", "content": text}] for text in completions]
         columns = {name: [row[name] for row in rows] for name in rows[0] if name not in ("prompt", "completion")}
         columns |= {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
         silent: dict[str, Any] = dict.fromkeys(("log_extra", "log_metric"), lambda name, values: None)

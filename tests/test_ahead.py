@@ -11,6 +11,7 @@ from transformers import TrainerCallback
 
 import nodes_run
 import tiny
+from benchmarks.environment import RESPONSE
 from launches import on_processes
 from lze_trl import LZEGRPOTrainer
 from lze_trl.engine import Engine
@@ -32,8 +33,11 @@ def serve(tmp_path):
         server.stop()
 
 
-def train(directory, servers, resume=False, callbacks=(), rollout_func=None, **settings):
+def train(directory, servers, resume=False, callbacks=(), rollout_func=None, chat=False, **settings):
     """Three batches of 6 prompts × 4 by vLLM servers."""
+    tokenizer = tiny.tokenizer()
+    if chat:
+        tokenizer.response_template = RESPONSE
     own = {
         "strategy": "gate",
         "generation_batch_size": 24,
@@ -49,10 +53,10 @@ def train(directory, servers, resume=False, callbacks=(), rollout_func=None, **s
         own["controller_kwargs"] = {"control": 0.0}  # in two rounds from the first batch on
     trainer = LZEGRPOTrainer(
         model=tiny.model(),
-        processing_class=tiny.tokenizer(),
+        processing_class=tokenizer,
         reward_funcs=tiny.even_length_reward,
         args=tiny.config(directory / "run", **(own | settings)),
-        train_dataset=tiny.prompts(12),
+        train_dataset=tiny.prompts(12, conversational=chat),
         eval_dataset=tiny.prompts(3),
         callbacks=list(callbacks),
         rollout_func=rollout_func,
@@ -90,19 +94,18 @@ def begun_early(server) -> int:
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"controller_kwargs": {}}, {"strategy": "reinforce_ada", "scale_rewards": "none"}],
-    ids=["gate", "guarded", "ada"],
+    [{}, {"chat": True}, {"controller_kwargs": {}}, {"strategy": "reinforce_ada", "scale_rewards": "none"}],
+    ids=["gate", "chat", "guarded", "ada"],
 )
 def test_timing_never_changes_a_result(serve, tmp_path, monkeypatch, settings):
     with monkeypatch.context() as patch:
-        patch.setattr(Engine, "scores_alone", False)
+        patch.setattr(Engine, "waits_for", "the test")
         in_rounds = told(train(tmp_path / "rounds", [serve()], **settings))
     slow = serve(delays=(0.0, 0.3))
     assert_same(told(train(tmp_path / "slow", [slow], **settings)), in_rounds)
     restarted = [serve(delays=(0.0, 0.03), restart_every=7), serve(delays=(0.0, 0.01))]
     assert_same(told(train(tmp_path / "restarted", restarted, **settings)), in_rounds)
-    if not settings:
-        assert begun_early(slow)
+    assert begun_early(slow) or "strategy" in settings
 
 
 # ---- One step of overlap ----
@@ -116,7 +119,7 @@ def test_overlap_is_the_sequential_run_that_keeps_the_weights_of_the_step_before
 
     start = Engine.start
     with monkeypatch.context() as patch:
-        patch.setattr(Engine, "scores_alone", False)
+        patch.setattr(Engine, "waits_for", "the test")
         patch.setattr(Engine, "start", completed_at_once)
         reference = told(train(tmp_path / "reference", [serve()], overlap="one_step"))
     slow = [serve(delays=(0.0, 0.2)), serve(delays=(0.0, 0.05), restart_every=9)]

@@ -37,12 +37,12 @@ class LookAhead:
         self._columns: dict[str, list[float]] = {name: [] for name in _COLUMNS}
         self._failed = False
 
-    def __call__(self, completions: dict[int, list[Any]]) -> list[tuple[int, int]]:
+    def __call__(self, arrived: dict[int, tuple[list[int], list[Any]]]) -> list[tuple[int, int]]:
         """
-        What the next round will ask for: pairs of a place and a number of completions. `completions` are those of the groups at
-        some places; those that it has seen before are ignored.
+        What the next round will ask for: pairs of a place and a number of completions. Arrived are the prompt tokens and the
+        completions of the groups at some places; those that it has seen before are ignored.
         """
-        new = {place: group for place, group in completions.items() if place not in self._arrived}
+        new = {place: group for place, group in arrived.items() if place not in self._arrived}
         if not new or self._failed:
             return []
         try:
@@ -52,16 +52,17 @@ class LookAhead:
             self._failed = True
             return []
 
-    def _wanted(self, completions: dict[int, list[Any]]) -> list[tuple[int, int]]:
-        places = [place for place, group in completions.items() for _ in group]
-        flat = [completion for group in completions.values() for completion in group]
+    def _wanted(self, arrived: dict[int, tuple[list[int], list[Any]]]) -> list[tuple[int, int]]:
+        places = [place for place, (_, group) in arrived.items() for _ in group]
+        prompts = [prompt for prompt, group in arrived.values() for _ in group]
+        flat = [completion for _, group in arrived.values() for completion in group]
         inputs = self.rounds.passes.load(self.rows[places])
-        rewards = self.engine.scored(inputs, [completion.token_ids for completion in flat])
+        rewards = self.engine.scored(inputs, prompts, [completion.token_ids for completion in flat])
         judged = self.rounds.judge(rewards, self.engine.reward_weights.cpu(), 1)
         judged |= {"group": self.active[places], "logprobs": [sum(completion.logprobs) for completion in flat]}
         for name, values in self._columns.items():
             values.extend(judged[name])
-        self._arrived |= set(completions)
+        self._arrived |= set(arrived)
         drawn = self._so_far()
         counts = ask(
             self.rounds.controller,
@@ -70,7 +71,7 @@ class LookAhead:
             drawn,
             copy.deepcopy(self.rng),
         )
-        wanted = [(place, int(counts[self.active[place]])) for place in completions]
+        wanted = [(place, int(counts[self.active[place]])) for place in arrived]
         return [(place, count) for place, count in wanted if count]
 
     def _so_far(self) -> Batch:

@@ -82,6 +82,7 @@ class Rounds:
     rule: OutcomeRule
     accelerator: Accelerator
     _told: bool = field(default=False, init=False)  # that there are no log-probabilities
+    _in_rounds: bool = field(default=False, init=False)  # whether it was said that, and why, groups wait for each other
 
     def __post_init__(self):
         self.guard = GateGuard(on=isinstance(self.controller, Gate) and self.controller.control > 0)
@@ -135,8 +136,12 @@ class Rounds:
         if counts.any():
             rows, unit = np.repeat(pending.plan.rows, counts), int(np.gcd.reduce(counts))
             pending.request = engine.begin(self.passes.local(rows), unit)
-            if self.controller.by_group and counts.max() == unit and engine.scores_alone:
-                pending.ahead = LookAhead(self, pending, drawn, engine)
+            if self.controller.by_group and counts.max() == unit:
+                if engine.waits_for is None:
+                    pending.ahead = LookAhead(self, pending, drawn, engine)
+                elif not self._in_rounds:
+                    self._in_rounds = True
+                    logger.info("Groups wait for the slowest completion of each round: %s.", engine.waits_for)
 
     def known(self, pending: Pending, drawn: Batch) -> Prompts:
         """What is known of the prompts of a batch once completions are `drawn`, and what its guard wants."""

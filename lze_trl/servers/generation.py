@@ -34,10 +34,10 @@ _RESERVED = (
 _UNPROCESSED = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
-Foresight = Callable[[dict[int, list[Completion]]], Sequence[tuple[int, int]]]
+Foresight = Callable[[dict[int, tuple[list[int], list[Completion]]]], Sequence[tuple[int, int]]]
 """
-Says what the next call will ask for, from the groups of this call that have been completed since it was last asked, by their
-places: pairs of the place of a prompt and a number of further completions.
+Says what the next call will ask for, from the prompt tokens and completions of the groups of this call that have been completed
+since it was last asked, by their places: pairs of the place of a prompt and a number of further completions.
 """
 
 
@@ -259,7 +259,8 @@ class HTTPGeneration:
                 return
             if foresight is None:
                 continue
-            for place, count in foresight({place: jobs[place].result.result() for place in places}):
+            arrived = {place: (groups[place].prompt, jobs[place].result.result()) for place in places}
+            for place, count in foresight(arrived):
                 group = Group(following[place].prompt, count, following[place].body)
                 self._ahead[_key(group)] = serving.submit(group)
 
