@@ -150,7 +150,7 @@ def supervised(problem: Problem) -> dict[str, list[dict[str, str]]]:
     return {
         "prompt": [{"role": "user", "content": problem.question}],
         "completion": [{"role": "assistant", "content": answer}],
-        "answer": problem.answer,  # not trained on: with it, `lze-trl data` and `lze-trl eval --contamination` read the file
+        "answer": problem.answer,  # not trained on: with it, `lze-trl data` reads the file
     }
 
 

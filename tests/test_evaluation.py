@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from scipy.stats import binomtest
 
 import tiny
-from lze_trl.evaluation.contamination import overlaps
 from lze_trl.evaluation.engines import Output, SampleRequest, TransformersEngine
 from lze_trl.evaluation.run import Evaluation, read_samples
 from lze_trl.evaluation.settings import PRESETS, Decoding, EvaluationError
@@ -333,17 +332,6 @@ def test_presets_name_tasks_and_can_be_decoded(name):
     assert "arXiv" in preset.source
 
 
-# ---- Contamination ----
-
-
-def test_equal_and_near_duplicates_are_told_apart():
-    tasks = ["Tom has 3 apples and buys 4. How many has he?", "What is $\\frac{1}{2}+x$?", "Name a prime."]
-    training = ["tom has 3 APPLES, and buys 4.  How many has he?", "What is $ \\frac{1}{2} + x $?", "Draw a cat."]
-    # One comma more: 13 of 13 and of 14 tokens are common
-    assert overlaps(training, tasks) == [(tasks[1], training[1], 1.0), (tasks[0], training[0], pytest.approx(26 / 27))]
-    assert overlaps(training[:1], tasks, near=0.97) == []
-
-
 # ---- The command ----
 
 
@@ -393,21 +381,6 @@ def test_names_do_not_break_the_table_of_the_model_card(tmp_path):
     lines = markdown({"x<!-- y": found}).splitlines()
     assert len(lines) == 5
     assert lines[2].startswith("| x&lt;!-- y | a\\|b &lt;script&gt; | 6 | avg@1 |")
-
-
-def test_the_command_looks_for_the_tasks_in_a_training_set(tmp_path, sums, capsys):
-    """Instructions that all training problems share hide none."""
-    training = tmp_path / "train.jsonl"
-    frame = "Solve the following problem step by step. The last line is the answer.\n\n{}\n\nRemember to box it."
-    rows = [{"question": frame.format(f"{i}+{i + i % 2}="), "answer": str(2 * i)} for i in range(20)]
-    training.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    flags = ["--output", str(tmp_path / "found"), "--near", "0.9"]
-    main(["eval", "--tasks", str(sums), "--contamination", str(training), *flags])
-    (row,) = [line.split() for line in capsys.readouterr().out.splitlines() if " sums " in line]
-    assert row[1:] == ["sums", "20", "4", "0"]
-    lines = [json.loads(line) for line in (tmp_path / "found" / "contamination.jsonl").read_text().splitlines()]
-    found = {"dataset": str(training), "task": "sums", "problem": "2+2=", "training": "2+2=", "similarity": 1.0}
-    assert len(lines) == 4 and found in lines
 
 
 @pytest.mark.parametrize(

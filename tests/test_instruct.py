@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lze_trl.data.overlap import OverlapIndex
 from lze_trl.selfplay.filters import MAX_WORDS, REASONS, reason_to_reject
+from lze_trl.selfplay.overlap import OverlapIndex
 from lze_trl.selfplay.templates import TEMPLATES, Item
 from lze_trl.selfplay.writer import KNOWN, UNREAD, InstructError, Seeds, Writer, id_in_words
 from lze_trl.settings import SelfPlaySettings
@@ -133,7 +133,7 @@ def test_similarity_is_rouge_l(one, other):
 
 
 def test_the_nearest_is_found_in_every_part_of_the_index(monkeypatch):
-    monkeypatch.setattr("lze_trl.data.overlap._CELLS", 6)
+    monkeypatch.setattr("lze_trl.selfplay.overlap._CELLS", 6)
     texts = [f"word{i} word{i + 1} word{i + 2} end" for i in range(20)]
     index = OverlapIndex(texts[:13])
     index.add(texts[13:])

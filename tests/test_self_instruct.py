@@ -12,12 +12,12 @@ import yaml
 
 import tiny
 from lze_trl import checkpoint as store
-from lze_trl.data.overlap import OverlapIndex
 from lze_trl.job.cli import main
 from lze_trl.job.parts import make_instruction
 from lze_trl.job.recipe import parse_recipe
 from lze_trl.job.train import run as train
 from lze_trl.memory.identity import prompt_id
+from lze_trl.selfplay.overlap import OverlapIndex
 from lze_trl.selfplay.writer import KNOWN, UNREAD, InstructError, Seeds, Writer, id_in_words
 from lze_trl.servers.client import Output
 from lze_trl.settings import SelfPlaySettings

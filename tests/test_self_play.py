@@ -10,12 +10,12 @@ import play_run
 import votes_run
 from launches import on_processes
 from lze_trl.data import PromptStyle
-from lze_trl.data.overlap import OverlapIndex
 from lze_trl.memory.identity import ID_COLUMN, prompt_id
 from lze_trl.memory.state import PromptState
 from lze_trl.plan.planners import SolvedPlanner
 from lze_trl.plan.stream import GrowingStream
 from lze_trl.selfplay.online import Instruction
+from lze_trl.selfplay.overlap import OverlapIndex
 from lze_trl.selfplay.pool import PromptPool
 from lze_trl.selfplay.writer import KNOWN, InstructError, NewProblem, Seeds, id_in_words
 

@@ -89,7 +89,7 @@ def test_the_files_that_are_written(tmp_path):
             "answer": "7",
         }
     ]
-    assert load_prompts(str(tmp_path / "data" / WARM_START))["solution"] == ["7"]  # for `lze-trl eval --contamination`
+    assert load_prompts(str(tmp_path / "data" / WARM_START))["solution"] == ["7"]  # for `lze-trl data`
     assert read(tmp_path / "data" / TRAIN) == [
         {"question": SECOND[0], "answer": "7", "from": "asdiv"},
         {"question": "Two and two?", "answer": "4.0", "from": "mawps"},

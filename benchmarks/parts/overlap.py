@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from lze_trl.data.overlap import OverlapIndex
+from lze_trl.selfplay.overlap import OverlapIndex
 
 from ..comparison import Spread
 from ..tables import table

@@ -12,7 +12,6 @@ from transformers.utils.logging import disable_progress_bar
 
 from ..record.evaluations import FILE, FOLDER, interval_text, rows_of, text_table
 from ..rewards import get_reward
-from .contamination import resembling, write_report
 from .engines import Sampler, ServerEngine, TransformersEngine
 from .run import Evaluation, read_samples, scores_of
 from .settings import PRESETS, Decoding, EvaluationError, Preset, decoding_flags
@@ -20,22 +19,16 @@ from .statistics import compare
 from .tasks import find_tasks, load_problems
 
 
-def run(flags: argparse.Namespace) -> Path | None:
-    """Do what the flags say, print tables, and return the folder of the evaluation, if there was one."""
+def run(flags: argparse.Namespace) -> Path:
+    """Do what the flags say, print tables, and return the folder of the evaluation."""
     preset = PRESETS[flags.preset] if flags.preset else Preset("", ())
-    names, has_model = flags.tasks or preset.tasks, flags.model is not None or flags.server is not None
-    if not names or not (has_model or flags.contamination):
+    names = flags.tasks or preset.tasks
+    if not names or (flags.model is None and flags.server is None):
         raise EvaluationError(
             "Nothing to evaluate. Give a model, or a running server with `--server URL`, and name tasks with `--tasks` or a `--preset`."
         )
     datasets.disable_progress_bars()
     disable_progress_bar()
-    if flags.contamination:
-        found = resembling(flags.contamination, names, flags.near)
-        sys.stdout.write(f"Problems that resemble those of a task; near is a similarity of at least {flags.near}\n")
-        sys.stdout.write(write_report(found, Path(flags.output or ".") / "contamination.jsonl"))
-    if not has_model:
-        return None
     evaluation = _evaluation(flags, preset, names)
     if flags.compare:
         check_comparable(Path(flags.compare), evaluation)

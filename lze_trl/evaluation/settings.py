@@ -109,8 +109,6 @@ def add_arguments(add: Callable):
     add("--dtype", help="type to compute in, without a server; default: float32 on a CPU, else the model's")
     add("--output", metavar="DIR", help="folder of the evaluation; default: evaluations/ of the run")
     add("--compare", metavar="FOLDER", help="evaluation of another model that is compared with, problem by problem")
-    add("--contamination", metavar="DATASET", nargs="+", help="training sets to look for the problems in")
-    add("--near", type=float, default=0.7, help="least similarity of a near duplicate; default: 0.7")
 
 
 def _count(text: str) -> int:

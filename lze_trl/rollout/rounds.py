@@ -82,7 +82,9 @@ class Rounds:
     rule: OutcomeRule
     accelerator: Accelerator
     _told: bool = field(default=False, init=False)  # that there are no log-probabilities
-    _in_rounds: bool = field(default=False, init=False)  # whether it was said that, and why, groups wait for each other
+    _in_rounds: bool = field(
+        default=False, init=False
+    )  # whether it was said that, and why, groups wait for each other
 
     def __post_init__(self):
         self.guard = GateGuard(on=isinstance(self.controller, Gate) and self.controller.control > 0)

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from ..data.overlap import math_tokens
+from .overlap import math_tokens
 from .templates import Item
 
 

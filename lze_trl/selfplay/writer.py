@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..data.overlap import OverlapIndex
 from ..evaluation.engines import Output, SampleRequest
 from ..evaluation.settings import Decoding
 from ..evaluation.tasks import Problem
@@ -17,6 +16,7 @@ from ..memory.identity import prompt_id
 from ..seeding import keyed_rng
 from ..settings import SelfPlaySettings
 from .filters import reason_to_reject
+from .overlap import OverlapIndex
 from .templates import SYSTEM_PROMPT, TEMPLATES, Item
 
 

@@ -14,9 +14,6 @@ from rapidfuzz import process
 from rapidfuzz.distance import Indel
 
 
-NEAR = 0.7
-"""ROUGE-L F1 above which SeRL (arXiv 2505.20347) rejects a generated problem."""
-
 _TOKEN = re.compile(r"\\[a-z]+|[^\W\d_]+|\d+(?:\.\d+)?|[^\w\s]")
 _CELLS = 4_000_000  # similarities that are held at a time
 _CHARACTERS = 0x110000  # that Python knows; more distinct tokens than this share some
