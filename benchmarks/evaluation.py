@@ -3,77 +3,21 @@ How good a model is at a task.
 
 Where completions are nothing but the answer, the pass rate of a prompt, sampled at temperature 1, has the expectation
 p(answer | prompt): the probability of the answer's tokens and of the end of the text. It is computed, not sampled, so an
-evaluation has no noise of its own. Where they work towards the answer, it is read from the greedy completion.
+evaluation has no noise of its own.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lze_trl.rewards import accuracy_reward, exact_match_reward
+from lze_trl.rewards import exact_match_reward
 
 
 _BATCH = 64
-
-
-def as_chat(row: dict[str, str]) -> dict[str, Any]:
-    """A row with its prompt as messages."""
-    return row | {"prompt": [{"role": "user", "content": row["prompt"]}]}
-
-
-class GreedyEvaluation:
-    """
-    Whether the greedy completions of chat prompts give the gold answer, by the reward of the training.
-
-    Args:
-        rows (`Sequence[dict]`): Prompts with `prompt` and `solution`.
-        tokenizer (`PreTrainedTokenizerBase`): Tokenizer with a chat template.
-        max_completion_length (`int`): Completions are cut after so many tokens.
-    """
-
-    def __init__(self, rows: Sequence[dict[str, str]], tokenizer: PreTrainedTokenizerBase, max_completion_length: int):
-        texts = [
-            tokenizer.apply_chat_template(as_chat(row)["prompt"], tokenize=False, add_generation_prompt=True)
-            for row in rows
-        ]
-        order = sorted(range(len(rows)), key=lambda i: len(texts[i]))  # less padding
-        self.golds = [rows[i]["solution"] for i in order]
-        self.texts = [texts[i] for i in order]
-        self.tokenizer = tokenizer
-        self.max_completion_length = max_completion_length
-
-    @torch.no_grad()
-    def accuracy(self, model: PreTrainedModel) -> dict[str, float]:
-        """
-        Share of the problems that are solved.
-
-        Returns:
-            `dict[str, float]`: `mean`, and `standard_error`, with which it stands for other prompts of the same kind.
-        """
-        passes: list[float] = []
-        for start in range(0, len(self.texts), _BATCH):
-            part = slice(start, start + _BATCH)
-            prompts = self.tokenizer(
-                self.texts[part], add_special_tokens=False, padding=True, padding_side="left", return_tensors="pt"
-            ).to(model.device)
-            tokens = model.generate(
-                **prompts,
-                do_sample=False,
-                max_new_tokens=self.max_completion_length,
-                eos_token_id=self.tokenizer.eos_token_id,
-                pad_token_id=self.tokenizer.pad_token_id,
-            )
-            answers = self.tokenizer.batch_decode(tokens[:, prompts.input_ids.size(1) :], skip_special_tokens=True)
-            scores = accuracy_reward(
-                [[{"role": "assistant", "content": answer}] for answer in answers], self.golds[part]
-            )
-            passes += [score or 0.0 for score in scores]
-        return {"mean": float(np.mean(passes)), "standard_error": float(np.std(passes, ddof=1) / np.sqrt(len(passes)))}
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,10 @@ from trl import GRPOConfig, GRPOTrainer
 import lze_trl
 from lze_trl.config import LZEGRPOConfig
 from lze_trl.record.ledger import TokenCost, token_cost
-from lze_trl.rewards import accuracy_reward, exact_match_reward
+from lze_trl.rewards import exact_match_reward
 from lze_trl.trainer import LZEGRPOTrainer
 
-from .evaluation import Evaluation, GreedyEvaluation, as_chat
+from .evaluation import Evaluation
 from .jobs import PROGRESS_FILE, RESULT_FILE
 from .meter import Meter, metered
 from .oracle import Oracle
@@ -79,7 +79,7 @@ class Recorder(TrainerCallback):
         self,
         trainer: GRPOTrainer,
         settings: RunSettings,
-        evaluations: dict[str, Evaluation | GreedyEvaluation],
+        evaluations: dict[str, Evaluation],
         progress_file: Path,
     ):
         self.trainer = trainer
@@ -132,7 +132,7 @@ def build_trainer(settings: RunSettings, files: TaskFiles, rows: list[dict[str, 
         "report_to": "none",
         "disable_tqdm": True,
     }
-    plain, chat = settings.strategy == BASELINE, TASKS[settings.task].chat
+    plain = settings.strategy == BASELINE
     # What is not overridden is as published
     ours = {"strategy": "lze", "summary": False} | shared | settings.overrides
     share, times = ours.pop("oracle", None), ours.pop("prompts", 1)
@@ -140,9 +140,9 @@ def build_trainer(settings: RunSettings, files: TaskFiles, rows: list[dict[str, 
     oracle = share and Oracle(shared["num_generations"], share, rows, shared["max_completion_length"])
     trainer = metered(GRPOTrainer if plain else LZEGRPOTrainer)(
         model=str(files.model),
-        reward_funcs=accuracy_reward if chat else exact_match_reward,
+        reward_funcs=exact_match_reward,
         args=GRPOConfig(**shared) if plain else LZEGRPOConfig(**ours),
-        train_dataset=Dataset.from_list([as_chat(row) for row in rows] if chat else rows),
+        train_dataset=Dataset.from_list(rows),
         **({"controller": oracle} if oracle else {}),
     )
     if oracle:
@@ -174,9 +174,7 @@ def run(settings: RunSettings, files: TaskFiles, folder: Path, at_once: int = 1)
     data = load(task, files, settings.held_out)
     trainer = build_trainer(settings, files, data.train, folder)
     evaluations = {
-        name: (GreedyEvaluation if task.chat else Evaluation)(
-            rows, trainer.processing_class, settings.training["max_completion_length"]
-        )
+        name: Evaluation(rows, trainer.processing_class, settings.training["max_completion_length"])
         for name, rows in data.evaluation.items()
     }
     recorder = Recorder(trainer, settings, evaluations, folder / PROGRESS_FILE)

@@ -4,19 +4,23 @@
     example
     question =
 
-The answer is the rest of the line. Sampled accuracy begins 15 to 35 points below greedy accuracy, so that there is something
+The answer is the rest of the line. `python -m benchmarks.skills` writes the data, and the model whose answers end with the line, under
+`runs/skills`. Sampled accuracy begins 15 to 35 points below greedy accuracy, so that there is something
 to learn in few steps.
 """
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
 from lze_trl.files import made_aside
+from recipes.smollm2 import MODEL_DIR
 
 
+FOLDER = Path(__file__).resolve().parents[1] / "runs" / "skills"
 TRAIN_ROWS, HELD_OUT_ROWS = 2_048, 700  # a quarter of the held-out ones is for tuning only
 _SEED = 2605
 
@@ -199,3 +203,16 @@ def write_data(task: str, train: Path, held_out: Path):
     for path, part in ((train, rows), (held_out, others)):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(f"{json.dumps(row)}\n" for row in part), encoding="utf-8")
+
+
+def main():
+    """Entry point of `python -m benchmarks.skills`."""
+    if not (MODEL_DIR / "config.json").is_file():
+        sys.exit(f"error: There is no `{MODEL_DIR}`. Make it with: make smollm2")
+    for task in MIXES:
+        write_data(task, FOLDER / task / "train.jsonl", FOLDER / task / "test.jsonl")
+    write_model(MODEL_DIR, FOLDER / "model")
+
+
+if __name__ == "__main__":
+    main()

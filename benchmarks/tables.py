@@ -23,7 +23,6 @@ from .comparison import (
 )
 from .sections import Section
 from .strategies import BASELINE, STRATEGIES
-from .tasks import TASKS
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -256,12 +255,6 @@ def section_text(section: Section, pictures: Sequence[str]) -> str:
     return "\n\n".join(parts)
 
 
-_ACCURACY = {
-    False: "expected of completions sampled at temperature 1, computed exactly",
-    True: "of greedy completions, read from them by the reward of the training",
-}
-
-
 def _conditions(section: Section) -> str:
     """How the runs of a section were made."""
     results, every = section.main, section.results
@@ -277,7 +270,7 @@ def _conditions(section: Section) -> str:
             f"{settings['learning_rate']:.1e}; the baseline makes {settings['steps']} steps, and the others go on until they "
             f"have cost as many FLOPs, for at most {stretch:g} times as many steps. The model has "
             f"{results[0]['parameters'] / 1e6:.1f} M parameters; {prompts['trained on']:,} prompts are trained on.",
-            f"Accuracy is that {_ACCURACY[TASKS[section.task].chat]}, on {prompts['held_out']:,} "
+            f"Accuracy is that expected of completions sampled at temperature 1, computed exactly, on {prompts['held_out']:,} "
             f"held-out prompts and on {prompts['train']:,} of those trained on, every {settings['eval_every']} steps, and "
             f"smoothed over {WINDOW} evaluations. The time of evaluations is not counted. {_check(results)}".rstrip(),
             f"Measured on {'; '.join(sorted({_machine(result['machine']) for result in every}))}. "

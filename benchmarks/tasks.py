@@ -8,14 +8,13 @@ from typing import Any
 import numpy as np
 
 from .settings import BenchError, content_hash, unknown_name
-from .skills import MIXES
+from .skills import FOLDER, MIXES
 
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 CALCULATOR_DIR = CHECKOUT / "runs" / "calculator"
 TRAIN_FILE, HELD_OUT_FILE = "train.jsonl", "test.jsonl"
 _READY_MADE = CHECKOUT.parent / "shared"
-_WORD_PROBLEMS = CHECKOUT / "runs" / "SmolLM2-135M-Instruct"
 _VALIDATION_SHARE = 4  # one in so many of the held-out prompts is for tuning only
 
 SHARED: dict[str, Any] = {
@@ -49,14 +48,7 @@ class Task:
         quick_steps (`int`): The same with `--quick`.
         eval_every (`int`): Optimizer steps between evaluations.
         train_limit (`int`, *optional*): Number of training prompts. Defaults to all.
-        chat (`bool`):
-            Whether prompts are messages and completions work towards the answer, which is read from them; accuracy is that
-            of greedy answers. Otherwise completions are nothing but the answer, and accuracy is computed, see
-            [`~benchmarks.evaluation`].
-        eval_limit (`int`, *optional*): Number of held-out prompts to evaluate on. Defaults to all.
         eval_train (`int`): Number of training prompts to evaluate on.
-        threads (`int`): Threads of PyTorch in a run: on matrices as small as those of the first two tasks, threads that wait
-            for each other cost more than they save.
         on_gpu (`dict`): What replaces fields of `training` where there is a GPU.
     """
 
@@ -67,10 +59,7 @@ class Task:
     quick_steps: int
     eval_every: int
     train_limit: int | None = None
-    chat: bool = False
-    eval_limit: int | None = None
     eval_train: int = 256
-    threads: int = 1
     on_gpu: dict[str, Any] = field(default_factory=dict)
 
 
@@ -104,25 +93,6 @@ TASKS: dict[str, Task] = {
         steps=200,
         quick_steps=50,
         eval_every=5,
-    ),
-    "word_problems": Task(
-        title="Word problems, SmolLM2-135M",
-        training={
-            **SHARED,
-            "generation_batch_size": 256,
-            "per_device_train_batch_size": 16,
-            "gradient_accumulation_steps": 16,
-            "max_completion_length": 48,
-        },
-        learning_rate=1e-5,
-        steps=6,
-        quick_steps=2,
-        eval_every=3,
-        chat=True,
-        eval_limit=150,
-        eval_train=30,
-        threads=2,
-        on_gpu={"use_cpu": False, "bf16": True, "per_device_train_batch_size": 64, "gradient_accumulation_steps": 4},
     ),
 }
 
@@ -194,7 +164,7 @@ class TaskData:
 
 def chosen_tasks(name: str) -> list[str]:
     """
-    Names of the tasks that `--task` means; `all` leaves out the word problems, which take far longer on a CPU.
+    Names of the tasks that `--task` means; `all` leaves out those of a language model, which take far longer on a CPU.
 
     Raises:
         BenchError: There is no such task.
@@ -229,18 +199,7 @@ def locate(task: str, model: str | None = None, data: str | None = None) -> Task
         folder = demo.WARM_START_DIR
         return TaskFiles(folder / demo.MODEL_DIR, folder / demo.TRAIN_FILE, folder / demo.HELD_OUT_FILE)
     if task in MIXES:
-        folder = CHECKOUT / "runs" / "skills"
-        return TaskFiles(folder / "model", folder / task / TRAIN_FILE, folder / task / HELD_OUT_FILE)
-    if task == "word_problems":
-        data = _WORD_PROBLEMS / "data"
-        files = TaskFiles(_WORD_PROBLEMS / "warm-start", data / TRAIN_FILE, data / "svamp.jsonl")
-        if not files.model.is_dir():
-            raise BenchError(
-                "The word problems have no warm start yet. Make it with `make smollm2` (where there is no hub), "
-                "`python -m recipes.word_problems` and `python -m recipes.warm_start`, or give `--model DIR --data DIR`, "
-                "the second with `train.jsonl` and `test.jsonl`."
-            )
-        return _checked(files)
+        return TaskFiles(FOLDER / "model", FOLDER / task / TRAIN_FILE, FOLDER / task / HELD_OUT_FILE)
     shared = _READY_MADE / "data" / "gsm8k_calc"
     for files in (
         TaskFiles(CALCULATOR_DIR / "model", CALCULATOR_DIR / TRAIN_FILE, CALCULATOR_DIR / HELD_OUT_FILE),
@@ -301,8 +260,6 @@ def load(task: Task, files: TaskFiles, held_out: str) -> TaskData:
     order = generator.permutation(len(unseen))
     cut = len(unseen) // _VALIDATION_SHARE
     part = order[cut:] if held_out == "test" else order[:cut]
-    if task.eval_limit is not None:
-        part = part[: task.eval_limit]
     sample = generator.permutation(len(train))[: task.eval_train]
     return TaskData(
         train=train,

@@ -85,14 +85,14 @@ def test_quick_measurement(part, tmp_path):
 
 
 @pytest.mark.slow
-def test_gpu_script_on_word_problems(tmp_path):
+def test_gpu_script_on_words(tmp_path):
     tiny.save(tmp_path / "model")
     rows = "".join(json.dumps({"question": f"{i}+1=", "answer": str(i + 1)}) + "\n" for i in range(40))
     for name in ("train", "test"):
         (tmp_path / f"{name}.jsonl").write_text(rows if name == "train" else rows.replace("+1", "+2"))
-    flags = ["--strategies", "lze", "--steps", "1", "--model", str(tmp_path / "model"), "--data", str(tmp_path)]
+    flags = ["--strategies", "exact", "--steps", "1", "--model", str(tmp_path / "model"), "--data", str(tmp_path)]
     result = subprocess.run(
-        [ROOT / "benchmarks" / "gpu.sh", str(tmp_path / "out"), "word_problems", *flags],
+        [ROOT / "benchmarks" / "gpu.sh", str(tmp_path / "out"), "words", *flags],
         env=os.environ | {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -101,4 +101,4 @@ def test_gpu_script_on_word_problems(tmp_path):
     )
     assert result.returncode == 0, result.stdout + result.stderr
     assert "rollouts : update =" in result.stdout
-    assert "| LZE, 40 % | 1 |" in (tmp_path / "out" / "CPU" / "word_problems" / "tables.md").read_text()
+    assert "| exact: live groups" in (tmp_path / "out" / "CPU" / "words" / "tables.md").read_text()

@@ -6,7 +6,6 @@ import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from trl import GRPOConfig
-from trl.scripts.sft import make_parser
 
 from lze_trl.config import LZEGRPOConfig
 from lze_trl.job.recipe import RecipeError, check_recipe, parse_recipe
@@ -14,8 +13,7 @@ from lze_trl.rollout.controllers import DynamicSampling, ReinforceAda
 
 
 ROOT = Path(__file__).resolve().parents[1]
-WARM_START = ROOT / "recipes" / "SmolLM2-135M-Instruct" / "warm_start.yaml"  # for TRL's supervised training
-RECIPES = sorted(path for path in (ROOT / "recipes").rglob("*.yaml") if path != WARM_START)
+RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
 FOR_GPUS = [path for path in RECIPES if path.parts[-3].startswith(("Qwen", "Llama"))]
 MATH = ROOT / "recipes" / "Qwen2.5-Math-1.5B" / "math"
 LZE_FIELDS = set(LZEGRPOConfig.__dataclass_fields__) - set(GRPOConfig.__dataclass_fields__)
@@ -57,17 +55,7 @@ def test_recipe_is_parsed_by_its_classes(path, monkeypatch):
     assert not training_args.trust_remote_code
 
 
-def test_the_warm_start_is_parsed_by_trl(monkeypatch):
-    monkeypatch.chdir(ROOT)
-    _, training, model, _ = make_parser().parse_args_and_config(
-        ["--config", str(WARM_START)], fail_with_unknown_args=True
-    )
-    assert model.model_name_or_path == "HuggingFaceTB/SmolLM2-135M-Instruct"
-    assert training.output_dir == "runs/SmolLM2-135M-Instruct/adapter"
-
-
 TWINS = [(path, path.with_name("lze.yaml")) for path in RECIPES if path.name == "baseline.yaml"]
-TWINS.append((WARM_START.with_name("baseline.yaml"), WARM_START.with_name("gate.yaml")))
 
 
 @pytest.mark.parametrize(("baseline", "lze"), TWINS, ids=shown)

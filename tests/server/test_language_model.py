@@ -1,6 +1,4 @@
-"""A real language model, from its warm start, with completions from a real vLLM server: the path of
-`recipes/SmolLM2-135M-Instruct`, in two steps.
-"""
+"""A real language model, with completions from a real vLLM server: `recipes/SmolLM2-135M-Instruct/words.yaml`, in two steps."""
 
 import json
 import os
@@ -12,37 +10,17 @@ import torch
 from real_vllm import ENVIRONMENT, REPOSITORY, RealServer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.skills import make_rows, write_model
 from lze_trl.job.recipe import parse_recipe
 from lze_trl.job.train import build_trainer
 from lze_trl.record.evaluations import read_results
 from lze_trl.servers import sync
-from recipes import smollm2, warm_start
+from recipes import smollm2
 
 
 CORES = os.cpu_count() or 1
-RECIPE = REPOSITORY / "recipes" / "SmolLM2-135M-Instruct" / "lze.yaml"
-SMALL = {"generation_batch_size": 64, "gradient_accumulation_steps": 4}  # 8 prompts × 8
-# Easy ones and hard ones, so that some groups of a batch have passes and fails
-TRAIN = [
-    ("Ida has 7 pears. She buys 5 more pears. How many pears does she have now?", "12"),
-    ("There were 18 birds on a roof. 6 of them flew away. How many birds are left on the roof?", "12"),
-    ("Omar read 14 pages on Monday and 9 pages on Tuesday. How many pages did he read in all?", "23"),
-    ("A baker put 24 rolls into bags of 6 rolls. How many bags did he fill?", "4"),
-    ("Each of 5 tables has 8 chairs. How many chairs are there?", "40"),
-    ("Nora had 31 stickers and gave 13 of them to her brother. How many stickers does Nora have left?", "18"),
-    ("A train has 12 cars. Each car has 34 seats. How many seats does the train have?", "408"),
-    ("Lena saved 45 dollars. A bike costs 120 dollars. How many dollars does she still need?", "75"),
-]
-HELD_OUT = [
-    ("Paul caught 8 fish and his sister caught 6 fish. How many fish did they catch together?", "14"),
-    ("There are 20 cookies in a jar. The children eat 11 of them. How many cookies are left in the jar?", "9"),
-    ("Mia has 3 boxes with 10 crayons in each box. How many crayons does she have?", "30"),
-    ("A farmer shares 36 eggs equally among 4 baskets. How many eggs are in each basket?", "9"),
-    ("Sam had 52 cards. He lost 7 of them. How many cards does Sam have now?", "45"),
-    ("A shop sold 63 hats in May and 28 hats in June. How many hats did it sell in both months?", "91"),
-    ("Eva runs 4 miles every day. How many miles does she run in 14 days?", "56"),
-    ("Ben is 9 years old. His mother is 27 years older. How old is his mother?", "36"),
-]
+RECIPE = REPOSITORY / "recipes" / "SmolLM2-135M-Instruct" / "words.yaml"
+SMALL = {"generation_batch_size": 64, "gradient_accumulation_steps": 2}  # 8 prompts × 8
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -59,7 +37,7 @@ def serving(model: Path, log: Path) -> RealServer:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    """The model of the package, with the adapter that is kept in the repository merged into it."""
+    """The model of the package, whose answers end with the line."""
     if not (ENVIRONMENT / ".installed").exists():
         pytest.skip(f"{ENVIRONMENT.name} is not there: make vllm-env")
     folder = tmp_path_factory.mktemp("smollm2")
@@ -71,8 +49,8 @@ def model(tmp_path_factory) -> Path:
             smollm2.make_model(base)
         except smollm2.NoWheelError as error:
             pytest.skip(str(error))
-    warm_start.merge(str(base), warm_start.KEPT_ADAPTER, folder / "warm-start")
-    return folder / "warm-start"
+    write_model(base, folder / "model")
+    return folder / "model"
 
 
 @pytest.fixture
@@ -81,8 +59,10 @@ def server(model, tmp_path):
         yield server
 
 
-def write(path: Path, problems: list[tuple[str, str]]) -> str:
-    path.write_text("".join(json.dumps({"question": q, "answer": a}) + "\n" for q, a in problems))
+def write(path: Path, seed: int, keys: tuple[str, str]) -> str:
+    """Eight prompts."""
+    rows = [dict(zip(keys, (row["prompt"], row["solution"]), strict=True)) for row in make_rows("words", 8, seed)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
 
 
@@ -90,8 +70,12 @@ def flags(model: Path, server: RealServer, directory: Path) -> list[str]:
     settings = {
         "model_name_or_path": model,
         "output_dir": directory / "run",
-        "datasets": write(directory / "train.jsonl", TRAIN),
-        "eval_tasks": write(directory / "held_out.jsonl", HELD_OUT),
+        "datasets": write(directory / "train.jsonl", 0, ("prompt", "solution")),
+        "eval_tasks": write(directory / "held_out.jsonl", 1, ("question", "answer")),
+        "eval_strategy": "no",
+        "bf16": False,  # in float32, server and trainer agree to five digits
+        "use_vllm": True,
+        "vllm_mode": "http",
         "vllm_server_urls": server.url,
         "max_steps": 2,
         "save_strategy": "no",
@@ -106,15 +90,13 @@ def test_two_steps_of_a_language_model(model, server, tmp_path):
     trainer.train()
     log, ledger = trainer.state.log_history, trainer.ledger
 
-    # Selection: 40 % of the groups of both batches at most, and none without a gradient
+    # Selection: no group without a gradient
     assert trainer.state.global_step == 2
     assert (ledger.groups_rolled_out, ledger.rows_rolled_out) == (16, 128)
-    assert 0 < ledger.groups_trained <= 6
+    assert 0 < ledger.groups_trained == 16 - ledger.groups_dead
     assert ledger.rows_trained == 8 * ledger.groups_trained
     pass_rates = [entry["lze/pass_rate"] for entry in log if "lze/pass_rate" in entry]
     assert len(pass_rates) == 2 and 0 < max(pass_rates) < 1
-    # The model answers in a line and ends
-    assert all(entry["completions/clipped_ratio"] < 0.5 for entry in log if "completions/clipped_ratio" in entry)
 
     # Weights: every sync was checked, the last one for the evaluation after the second step
     (difference,) = trainer.vllm_generation.differences.values()
@@ -122,7 +104,7 @@ def test_two_steps_of_a_language_model(model, server, tmp_path):
     assert moved(trainer.model, model) > 1e-6
     # The server computes with the trained weights, and no longer with those that it was started with
     tokenizer = AutoTokenizer.from_pretrained(model)
-    tokens = tokenizer("7+5=12\n#### 12").input_ids
+    tokens = tokenizer("forty one = 41").input_ids
     served = torch.tensor(served_logprobs(server, tokens))
     trained, start = (
         torch.tensor(sync.logprobs(one, tokens, torch.device("cpu")))
@@ -136,7 +118,7 @@ def test_two_steps_of_a_language_model(model, server, tmp_path):
     before, after = (results["tasks"]["held_out"] for results in evaluations.values())
     assert before["problems"] == after["problems"] == 8
     accuracies = [found["metrics"]["avg@1"][0] for found in (before, after)]
-    assert all(0 < accuracy <= 1 and accuracy * 8 == int(accuracy * 8) for accuracy in accuracies)
+    assert all(0 <= accuracy <= 1 and accuracy * 8 == int(accuracy * 8) for accuracy in accuracies)
 
 
 def served_logprobs(server: RealServer, tokens: list[int]) -> list[float]:
