@@ -146,7 +146,11 @@ def test_without_a_lag_overlap_is_the_run_without(serve, tmp_path, monkeypatch):
 
     begin = GenerationStep.begin
     monkeypatch.setattr(GenerationStep, "begin", begin_and_start)
-    assert_same(told(train(tmp_path / "started", [serve(delays=(0.0, 0.1))])), whole)
+    server = serve(delays=(0.0, 0.1))
+    started = train(tmp_path / "started", [server])
+    assert_same(told(started), whole)
+    # What was begun, also of the second round, is not asked for again
+    assert sum(count for what, count in server.order if what == "begun") == started.ledger.rows_rolled_out
 
 
 def test_with_a_learning_rate_of_zero_overlap_draws_the_same_completions(serve, tmp_path):

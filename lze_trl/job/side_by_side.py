@@ -110,9 +110,12 @@ def train_arms(folders: Mapping[str, Path], recipe: Path, flags: Sequence[str]):
     """Train arms into their folders, one process a core. If one fails, or at Ctrl-C, all are stopped."""
     train = partial(_train_with_log, ["--config", str(recipe), *flags])
     processes = min(len(folders), len(os.sched_getaffinity(0)))
-    # The processes end with the block
-    with multiprocessing.get_context("spawn").Pool(processes, maxtasksperchild=1) as pool:
+    with multiprocessing.get_context("spawn").Pool(
+        processes, maxtasksperchild=1
+    ) as pool:  # ends the processes with the block
         list(pool.imap_unordered(train, folders.items()))
+        pool.close()
+        pool.join()  # those that are done end by themselves, and clean up
 
 
 def compare(recipe: Path, folder: Path, flags: Sequence[str]):

@@ -219,15 +219,16 @@ class HTTPGeneration:
         self._follower.start()
 
     def _complete(self, groups: list[Group]) -> list[list[Completion]]:
-        if self._follower is not None:
-            self._follower.join()
+        begun, completed = self._follower, False
+        if begun is not None:
+            begun.join()
             self._follower = None
-        completed = False
         try:
             serving, jobs = self._asked(groups)
-            for job in self._ahead.values():  # foreseen for this call, which does not want them
-                serving.give_up(job)
-            self._ahead = {}
+            if begun is None:  # the others were foreseen for this call, which does not want them; else they are for the next one
+                for job in self._ahead.values():
+                    serving.give_up(job)
+                self._ahead = {}
             self._follow(serving, groups, jobs, self._foresight, self.batches["train"])
             results = [job.result.result() for job in jobs]
             completed = True
