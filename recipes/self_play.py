@@ -7,6 +7,8 @@ with a language model.
 import numpy as np
 
 from lze_trl.rewards import MajorityReward
+from lze_trl.rewards.functions import completion_text
+from lze_trl.rewards.grading import marked_answer
 
 
 def write_sum(exemplars: list[str], rng: np.random.Generator) -> list[str]:
@@ -35,3 +37,12 @@ def accuracy_reward(prompts: list[str], completions: list[str], **kwargs) -> lis
     """Whether the sum is right: what the votes are worth can be told here, since a sum is its own label."""
     numbers = [prompt.rstrip("=").split("+") for prompt in prompts]
     return [float(text.strip() == str(int(a) + int(b))) for (a, b), text in zip(numbers, completions, strict=True)]
+
+
+class MarkedMajority(MajorityReward):
+    """The majority reward for completions that mark their answer by `####`."""
+
+    def read(self, completions, truncated, **columns):
+        """Box what follows the mark, and read it."""
+        answers = [marked_answer(completion_text(completion)) or "" for completion in completions]
+        return super().read([rf"\boxed{{{answer}}}" for answer in answers], truncated, **columns)

@@ -225,7 +225,7 @@ class HTTPGeneration:
             self._follower = None
         try:
             serving, jobs = self._asked(groups)
-            if begun is None:  # the others were foreseen for this call, which does not want them; else they are for the next one
+            if begun is None:  # the others were foreseen for this call, which does not want them
                 for job in self._ahead.values():
                     serving.give_up(job)
                 self._ahead = {}
