@@ -1,17 +1,18 @@
 """
 The door to TRL: generation, rewards, tensors and loss.
 
-Everything private that this package touches stands in [`~lze_trl.trl_contract`]. TRL's own code runs on a shallow copy of the trainer in which a few attributes differ, see [`altered`]: nothing is
-changed and put back.
+Everything private that this package touches stands in [`~lze_trl.trl_contract`]. TRL's own code runs on a shallow copy of the trainer in
+which a few attributes differ, see [`altered`]: nothing is changed and put back.
 """
 
 import copy
 import math
 import random
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -691,15 +692,16 @@ def sequence_logprobs(
     """
     if logprobs is None:
         return np.full(count, np.nan)
-    lengths = np.array([len(row) for row in logprobs])
-    flat = np.array([value for row in logprobs for value in row], dtype=np.float64)  # vLLM says `None` for NaN
-    if masks is not None:
-        flat = np.where(np.array([m for mask in masks for m in mask], dtype=bool), flat, 0.0)
-    sums = np.zeros(count)
-    filled = lengths > 0
-    if filled.any():
-        sums[filled] = np.add.reduceat(flat, (np.cumsum(lengths) - lengths)[filled])
+    sums = np.array([_total(row) for row in (logprobs if masks is None else map(compress, logprobs, masks))])
     return np.where(np.isfinite(sums), sums, np.nan)
+
+
+def _total(values: Iterable[float | None]) -> float:
+    """The sum of Python numbers, which `sum` has before NumPy has an array of them; vLLM says `None` for NaN."""
+    try:
+        return float(sum(values))  # type: ignore[arg-type]
+    except TypeError:
+        return math.nan
 
 
 def _filled(table: dict[str, Any], batch: Batch, with_images: bool) -> dict[str, Any]:
