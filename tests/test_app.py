@@ -1,6 +1,7 @@
 """The app without a browser: what it opens, what its charts and tables say, and the Space that deploys it."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -85,6 +86,8 @@ def test_a_folder_stands_for_the_runs_below_it(runs, tmp_path):
     assert book.ids == ["a", "deep/b 2", "late", "b"]
     assert book.open("a") is opened
     assert book.open("late").summary() == book.open("b").summary()
+    os.utime(tmp_path / "sweep/deep/b 2/telemetry/status.json", (2e9, 2e9))  # it trains, and the others do not
+    assert (book.latest, RunBook([]).latest) == ("deep/b 2", None)
 
 
 def test_settings_that_differ_are_those_of_the_experiment(tmp_path):

@@ -113,7 +113,7 @@ class _Page:
             with gr.Column(scale=3, min_width=280):
                 _html("title", value="<h1>Learning-Zone Energy</h1>")
                 self.standing = _html("standing")
-            self.run = gr.Dropdown(ids, value=next(iter(ids), None), label="Run", elem_id="lze-run", min_width=200)
+            self.run = gr.Dropdown(ids, value=book.latest, label="Run", elem_id="lze-run", min_width=200)
             self.live = gr.Checkbox(True, label="Live", min_width=100, scale=0)
         self.tab = gr.State(TABS[0])
         self.prompt = gr.State("")
@@ -226,7 +226,7 @@ class _Page:
         """Look for runs that have begun since the app was started."""
         self.book.look()
         ids = self.book.ids
-        return gr.update(choices=ids, value=next(iter(ids), None)), gr.update(choices=ids, value=ids[:8])
+        return gr.update(choices=ids, value=self.book.latest), gr.update(choices=ids, value=ids[:8])
 
     def _version(self, given: dict[str, Any]) -> list[Any]:
         """Changes with the controls, and when a run on the page has recorded or evaluated something, or ended."""

@@ -4,7 +4,7 @@ import threading
 from pathlib import Path
 
 from ..record import MissingTelemetryError, Run, open_run
-from ..record.schema import DIRECTORY, META_FILE
+from ..record.schema import DIRECTORY, META_FILE, STATUS_FILE
 from ..remote import resolve_run
 
 
@@ -32,6 +32,16 @@ class RunBook:
     def ids(self) -> list[str]:
         """Ids in the order in which the runs were given."""
         return list(self._folders)
+
+    @property
+    def latest(self) -> str | None:
+        """Id of the run that recorded something last: the one that trains, if one does. The first one if none is on this machine."""
+
+        def recorded(id: str) -> float:
+            file = Path(self._folders[id], DIRECTORY, STATUS_FILE)
+            return file.stat().st_mtime if file.is_file() else 0.0
+
+        return max(self._folders, key=recorded, default=None)
 
     def open(self, id: str | None) -> Run:
         """The run of an id, with everything recorded until now. Raises a [`TelemetryError`] if it cannot be shown."""
