@@ -25,10 +25,10 @@ class Threshold:
     RECENT = 16  # prompts by which a batch of fewer is judged as well
     WINDOW = 128  # prompts whose yield sets the threshold of the other completions
 
-    def __init__(self, group_size: int = 8, alone: bool = False):
-        self.group_size, self.alone = group_size, alone
+    def __init__(self, group_size: int = 8):
+        self.group_size = group_size
         self.model = OnlineRegression(len(FEATURES))
-        self._recent = np.zeros(4)  # decayed: prompts, live groups forecast, live groups seen, completions
+        self._recent = np.zeros(2)  # decayed: prompts, live groups forecast
         self._yield = np.zeros(2)  # decayed: live groups, completions
         self._metrics: dict[str, float] = {}
 
@@ -46,18 +46,14 @@ class Threshold:
         Probability of being alive from which further completions of a group yield more live groups each than elsewhere: its
         first completion, or the remaining ones once `prompts.alive_given_first` are known.
 
-        Where the groups of a batch wait for each other, those go on that together yield the most. Recent batches contribute their
-        live groups, so that all groups continue while none was alive. Where each goes on by itself (`alone`), further ones are worth
-        drawing from (G − 1)·λ on, where λ is what completions have yielded lately (Dinkelbach's iteration), less one standard
-        deviation of the number of live groups: it depends on the group's own first completion, and on nothing else of its batch.
+        The others are worth drawing from (G − 1)·λ on, where λ is the live groups for each completion of the latest batches
+        (Dinkelbach's iteration), less one standard deviation of their number. So it depends on the group's own first completion
+        and on the batches before, and no group has to wait for another. All go on while none was alive.
         """
-        others, forecasts = self.group_size - 1, prompts.alive_given_first
-        count, forecast, *recent = self._recent * _kept(prompts, self.RECENT)
-        if not np.isnan(forecasts).all():
-            if not self.alone:
-                return others * best_yield(forecasts[~np.isnan(forecasts)], others, *recent)
+        if not np.isnan(prompts.alive_given_first).all():
             live, completions = self._yield
-            return others * max(live - live**0.5, 0.0) / max(completions, 1.0)
+            return (self.group_size - 1) * max(live - live**0.5, 0.0) / max(completions, 1.0)
+        count, forecast = self._recent * _kept(prompts, self.RECENT)
         mean = (prompts.alive.sum() + forecast) / (len(prompts) + count)
         return needed_to_begin(mean / self.group_size, self.group_size)
 
@@ -68,9 +64,8 @@ class Threshold:
         """
         complete = counts > 0
         offset, inputs = _examples(prompts, drawn)
-        seen = np.array([len(prompts), prompts.alive.sum(), drawn.alive.sum(), drawn.num_rows], dtype=np.float64)
-        self._recent = self._recent * _kept(prompts, self.RECENT) + seen
-        self._yield = self._yield * _kept(prompts, self.WINDOW) + seen[2:]
+        self._recent = self._recent * _kept(prompts, self.RECENT) + [len(prompts), prompts.alive.sum()]
+        self._yield = self._yield * _kept(prompts, self.WINDOW) + [drawn.alive.sum(), drawn.num_rows]
         examples = offset[complete], inputs[complete]
         alive, counts = drawn.alive[complete], counts[complete]
         quality = self.model.score(*self.model.forecasts(*examples), alive, counts)
@@ -115,18 +110,18 @@ def _kept(prompts: Prompts, window: int) -> float:
     return max(1.0 - len(prompts) / window, 0.0)
 
 
-def best_yield(alive: np.ndarray, cost: int, live: float = 0.0, completions: float = 0.0) -> float:
+def best_yield(alive: np.ndarray, cost: int) -> float:
     """
-    The most live groups per completion that the best choice of groups to complete gives, for groups with one completion each.
+    The most live groups per completion that a choice of groups to complete gives, for groups with one completion each: λ where
+    Dinkelbach's iteration ends. 0 without groups.
 
     Completing a group takes `cost` more completions. The k likeliest groups are completed, with the k that maximises
-    (live + sum of their probabilities) / (completions + groups + k·cost); they are also the groups whose probability is at
-    least cost · the result (Dinkelbach). 0 without groups.
+    (sum of their probabilities) / (groups + k·cost); they are also the groups whose probability is at least cost · λ.
     """
-    if not completions + len(alive):
+    if not len(alive):
         return 0.0
-    sums = live + np.cumsum([0.0, *-np.sort(-alive)])
-    return float((sums / (completions + len(alive) + cost * np.arange(len(sums)))).max())
+    sums = np.cumsum([0.0, *-np.sort(-alive)])
+    return float((sums / (len(alive) + cost * np.arange(len(sums)))).max())
 
 
 def needed_to_begin(elsewhere: float, group_size: int) -> float:
