@@ -219,10 +219,13 @@ class Engine:
 
     @property
     def waits_for(self) -> str | None:
-        """Why completions can only be scored when a whole round is there; None if each can be as soon as it is there itself."""
+        """
+        Why completions can only be scored when a whole round is there, "" if no servers make them; None if each can be as soon as
+        it is there itself.
+        """
         trainer = self._trainer
         if not self._over_http:
-            return "`vllm_mode: http` is not used"
+            return ""
         if trainer.tools or trainer.rollout_func is not None or trainer.environments is not None:
             return "tools, environments or a `rollout_func` make the completions"
         together = [n for n, f in zip(trainer.reward_func_names, trainer.reward_funcs, strict=True) if not is_alone(f)]

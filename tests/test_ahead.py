@@ -33,7 +33,16 @@ def serve(tmp_path):
         server.stop()
 
 
-def train(directory, servers, resume=False, callbacks=(), rollout_func=None, chat=False, **settings):
+def train(
+    directory,
+    servers,
+    resume=False,
+    callbacks=(),
+    rollout_func=None,
+    chat=False,
+    reward=tiny.even_length_reward,
+    **settings,
+):
     """Three batches of 6 prompts × 4 by vLLM servers."""
     tokenizer = tiny.tokenizer()
     if chat:
@@ -54,7 +63,7 @@ def train(directory, servers, resume=False, callbacks=(), rollout_func=None, cha
     trainer = LZEGRPOTrainer(
         model=tiny.model(),
         processing_class=tokenizer,
-        reward_funcs=tiny.even_length_reward,
+        reward_funcs=reward,
         args=tiny.config(directory / "run", **(own | settings)),
         train_dataset=tiny.prompts(12, conversational=chat),
         eval_dataset=tiny.prompts(3),
@@ -106,6 +115,17 @@ def test_timing_never_changes_a_result(serve, tmp_path, monkeypatch, settings):
     restarted = [serve(delays=(0.0, 0.03), restart_every=7), serve(delays=(0.0, 0.01))]
     assert_same(told(train(tmp_path / "restarted", restarted, **settings)), in_rounds)
     assert begun_early(slow) or "strategy" in settings
+
+
+def test_a_reward_that_compares_completions_waits_for_whole_rounds_and_says_so(serve, tmp_path, caplog):
+    def ranked(completions, **kwargs):
+        return tiny.even_length_reward(completions)
+
+    ranked.compares_completions = True
+    server = serve(delays=(0.0, 0.1))
+    train(tmp_path, [server], reward=ranked)
+    assert not begun_early(server)
+    assert sum("`ranked` is a model, a coroutine, or compares completions" in line for line in caplog.messages) == 1
 
 
 # ---- One step of overlap ----

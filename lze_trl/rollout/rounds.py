@@ -139,11 +139,12 @@ class Rounds:
             rows, unit = np.repeat(pending.plan.rows, counts), int(np.gcd.reduce(counts))
             pending.request = engine.begin(self.passes.local(rows), unit)
             if self.controller.by_group and counts.max() == unit:
-                if engine.waits_for is None:
+                reason = engine.waits_for
+                if reason is None:
                     pending.ahead = LookAhead(self, pending, drawn, engine)
-                elif not self._in_rounds:
+                elif reason and not self._in_rounds:
                     self._in_rounds = True
-                    logger.info("Groups wait for the slowest completion of each round: %s.", engine.waits_for)
+                    logger.warning("Groups wait for the slowest completion of each round: %s.", reason)
 
     def known(self, pending: Pending, drawn: Batch) -> Prompts:
         """What is known of the prompts of a batch once completions are `drawn`, and what its guard wants."""
