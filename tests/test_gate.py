@@ -21,10 +21,12 @@ SIZE = 6
 class World:
     """Prompts with true pass rates; a policy that is sure of its answer, right or wrong, has log-probs near 0."""
 
-    def __init__(self, prompts: int = 2000, seed: int = 0, explore: float = 0.05, control: float = 0.0):
+    def __init__(
+        self, prompts: int = 2000, seed: int = 0, explore: float = 0.05, alone: bool = False, control: float = 0.0
+    ):
         self.rng = np.random.default_rng(seed)
         self.rates = self.rng.beta(0.15, 0.15, prompts)
-        self.state = PromptState(StateSettings(group_size=SIZE))
+        self.state = PromptState(StateSettings(group_size=SIZE, alone=alone))
         self.controller, self.guard = Gate(SIZE, explore, control=control), GateGuard(on=control > 0)
         self.forget()
         self._next = np.empty(0, dtype=np.int64)
@@ -108,8 +110,9 @@ def _some(whole: Batch, all_of: np.ndarray, begun: bool | np.ndarray = True) -> 
 # ---- The law ----
 
 
-def test_a_completion_yields_more_live_groups_than_without_a_gate():
-    world = World()
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_completion_yields_more_live_groups_than_without_a_gate(alone):
+    world = World(alone=alone)
     for _ in range(30):
         world.visit()
     world.forget()
@@ -153,8 +156,21 @@ def test_no_other_choice_yields_more_for_each_completion(alive, cost):
     assert live_per_completion(chosen) == pytest.approx(best_yield(alive, cost))
 
 
-def test_a_group_goes_on_by_what_completions_have_yielded():
-    gate = Threshold(4)
+def test_a_large_batch_is_judged_by_itself_and_a_small_one_by_what_the_latest_gave():
+    gate, many = Threshold(4), Threshold.RECENT
+    drawn = rollouts({i: [float(i < 8), 0.0, 0.0, 0.0] for i in range(32)})  # 8 live groups by 128 completions
+    gate.see(prompts_of(32), drawn, np.zeros(32))
+
+    def needed(forecasts):
+        return gate.needed(prompts_of(len(forecasts), alive_given_first=forecasts))
+
+    share = 1.0 - 1.0 / many  # with the prompt itself, as many as `many`
+    assert needed([0.2]) == pytest.approx(3 * best_yield(np.array([0.2]), 3, 8 * share, 128 * share))
+    assert needed([0.2] * many) == pytest.approx(3 * best_yield(np.full(many, 0.2), 3))
+
+
+def test_a_group_that_goes_on_alone_is_judged_by_what_completions_have_yielded():
+    gate = Threshold(4, alone=True)
     drawn = rollouts({i: [float(i < 16), 0.0, 0.0, 0.0] for i in range(128)})  # 16 live groups by 512 completions
 
     def needed(forecasts):

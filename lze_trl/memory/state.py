@@ -44,6 +44,7 @@ class StateSettings:
     posterior_memory: float = 16.0  # most completions that the past of a prompt counts for, because the policy changes
     group_size: int = 8  # completions of a group whose chances are forecast
     recurring: bool = True  # whether prompts come again; nothing is remembered of those that do not
+    alone: bool = False  # whether a group goes on by its own first completion, see [`Threshold`]
     named_outcome: bool = False  # a prompt is solved when all its completions pass the reward that the user named
 
 
@@ -66,7 +67,7 @@ class PromptState:
         self.settings = settings or StateSettings()
         self.range = RewardRange(bounds)
         self.foresight = Foresight()
-        self.gate = Threshold(self.settings.group_size)
+        self.gate = Threshold(self.settings.group_size, self.settings.alone)
         self.batches = 0  # generation batches so far
         self._table = np.zeros(max(expected, 16), dtype=_RECORD)
         self._index = RowIndex()

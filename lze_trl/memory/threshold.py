@@ -25,10 +25,10 @@ class Threshold:
     RECENT = 16  # prompts by which a batch of fewer is judged as well
     WINDOW = 128  # prompts whose yield sets the threshold of the other completions
 
-    def __init__(self, group_size: int = 8):
-        self.group_size = group_size
+    def __init__(self, group_size: int = 8, alone: bool = False):
+        self.group_size, self.alone = group_size, alone
         self.model = OnlineRegression(len(FEATURES))
-        self._recent = np.zeros(2)  # decayed: prompts, live groups forecast
+        self._recent = np.zeros(4)  # decayed: prompts, live groups forecast, live groups seen, completions
         self._yield = np.zeros(2)  # decayed: live groups, completions
         self._metrics: dict[str, float] = {}
 
@@ -46,14 +46,18 @@ class Threshold:
         Probability of being alive from which further completions of a group yield more live groups each than elsewhere: its
         first completion, or the remaining ones once `prompts.alive_given_first` are known.
 
-        The others are worth drawing from (G − 1)·λ on, where λ is the live groups for each completion of the latest batches
-        (Dinkelbach's iteration), less one standard deviation of their number. So it depends on the group's own first completion
-        and on the batches before, and no group has to wait for another. All go on while none was alive.
+        Where the groups of a batch wait for each other, those go on that together yield the most. Recent batches contribute their
+        live groups, so that all groups continue while none was alive. Where each goes on by itself (`alone`), further ones are worth
+        drawing from (G − 1)·λ on, where λ is what completions have yielded lately (Dinkelbach's iteration), less one standard
+        deviation of the number of live groups: it depends on the group's own first completion, and on nothing else of its batch.
         """
-        if not np.isnan(prompts.alive_given_first).all():
+        others, forecasts = self.group_size - 1, prompts.alive_given_first
+        count, forecast, *recent = self._recent * _kept(prompts, self.RECENT)
+        if not np.isnan(forecasts).all():
+            if not self.alone:
+                return others * best_yield(forecasts[~np.isnan(forecasts)], others, *recent)
             live, completions = self._yield
-            return (self.group_size - 1) * max(live - live**0.5, 0.0) / max(completions, 1.0)
-        count, forecast = self._recent * _kept(prompts, self.RECENT)
+            return others * max(live - live**0.5, 0.0) / max(completions, 1.0)
         mean = (prompts.alive.sum() + forecast) / (len(prompts) + count)
         return needed_to_begin(mean / self.group_size, self.group_size)
 
@@ -64,8 +68,9 @@ class Threshold:
         """
         complete = counts > 0
         offset, inputs = _examples(prompts, drawn)
-        self._recent = self._recent * _kept(prompts, self.RECENT) + [len(prompts), prompts.alive.sum()]
-        self._yield = self._yield * _kept(prompts, self.WINDOW) + [drawn.alive.sum(), drawn.num_rows]
+        seen = np.array([len(prompts), prompts.alive.sum(), drawn.alive.sum(), drawn.num_rows], dtype=np.float64)
+        self._recent = self._recent * _kept(prompts, self.RECENT) + seen
+        self._yield = self._yield * _kept(prompts, self.WINDOW) + seen[2:]
         examples = offset[complete], inputs[complete]
         alive, counts = drawn.alive[complete], counts[complete]
         quality = self.model.score(*self.model.forecasts(*examples), alive, counts)
@@ -110,18 +115,18 @@ def _kept(prompts: Prompts, window: int) -> float:
     return max(1.0 - len(prompts) / window, 0.0)
 
 
-def best_yield(alive: np.ndarray, cost: int) -> float:
+def best_yield(alive: np.ndarray, cost: int, live: float = 0.0, completions: float = 0.0) -> float:
     """
-    The most live groups per completion that a choice of groups to complete gives, for groups with one completion each: λ where
-    Dinkelbach's iteration ends. 0 without groups.
+    The most live groups per completion that the best choice of groups to complete gives, for groups with one completion each.
 
     Completing a group takes `cost` more completions. The k likeliest groups are completed, with the k that maximises
-    (sum of their probabilities) / (groups + k·cost); they are also the groups whose probability is at least cost · λ.
+    (live + sum of their probabilities) / (completions + groups + k·cost); they are also the groups whose probability is at
+    least cost · the result (Dinkelbach). 0 without groups.
     """
-    if not len(alive):
+    if not completions + len(alive):
         return 0.0
-    sums = np.cumsum([0.0, *-np.sort(-alive)])
-    return float((sums / (len(alive) + cost * np.arange(len(sums)))).max())
+    sums = live + np.cumsum([0.0, *-np.sort(-alive)])
+    return float((sums / (completions + len(alive) + cost * np.arange(len(sums)))).max())
 
 
 def needed_to_begin(elsewhere: float, group_size: int) -> float:
