@@ -9,6 +9,7 @@ The answer is the rest of the line. `python -m benchmarks.skills` writes the dat
 to learn in few steps.
 """
 
+import argparse
 import json
 import sys
 from collections.abc import Callable
@@ -114,7 +115,7 @@ def _extreme(rng: np.random.Generator) -> Row:
 
 def _count(least: int, most: int) -> Maker:
     def make(rng: np.random.Generator) -> Row:
-        first, length = int(rng.integers(1, 60)), int(rng.integers(least, most + 1))
+        first, length = int(rng.integers(1, 700)), int(rng.integers(least, most + 1))
         return f"{first} to {first + length - 1}:", " ".join(map(str, range(first, first + length)))
 
     return make
@@ -207,6 +208,8 @@ def write_data(task: str, train: Path, held_out: Path):
 
 def main():
     """Entry point of `python -m benchmarks.skills`."""
+    about = "Write the data of the tasks of SmolLM2, and its model, under runs/skills."
+    argparse.ArgumentParser(prog="python -m benchmarks.skills", description=about).parse_args()
     if not (MODEL_DIR / "config.json").is_file():
         sys.exit(f"error: There is no `{MODEL_DIR}`. Make it with: make smollm2")
     for task in MIXES:

@@ -117,8 +117,8 @@ def _of_skills(title: str, max_completion_length: int) -> Task:
 
 TASKS |= {
     "words": _of_skills("Words to numbers", 10),
-    "skills": _of_skills("Five skills", 20),
-    "count": _of_skills("Counting", 46),
+    "skills": _of_skills("Five skills", 26),
+    "count": _of_skills("Counting", 58),
 }
 
 
