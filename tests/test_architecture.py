@@ -234,8 +234,8 @@ def test_no_two_classes_have_one_name():
 
 # ---- Size ----
 
-LINES = {"package": 18_040, "core": 12_980, "tests": 22_160}
-"""Most lines of Python, scripts and styles. Raised for the guard of the gate and the tables of the app; else it goes down."""
+LINES = {"package": 17_970, "core": 12_921, "tests": 21_903}
+"""Most lines of Python, scripts and styles. It goes down."""
 
 
 def test_the_house_does_not_grow():
