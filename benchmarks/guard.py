@@ -23,9 +23,9 @@ from datasets import Dataset
 from transformers import TrainerCallback
 
 from lze_trl import LZEGRPOConfig, LZEGRPOTrainer
-from lze_trl.job import demo
 from lze_trl.rewards import exact_match_reward
 
+from . import addition
 from .comparison import smooth
 from .evaluation import Evaluation
 from .kept import file_name, tabulate
@@ -283,14 +283,7 @@ def main(arguments: Sequence[str] | None = None):
     parser.add_argument("--report_only", action="store_true")
     given = parser.parse_args(arguments)
     runs = [Run(name, arm, seed, given.steps) for seed in given.seeds for name in given.scenarios for arm in ARMS]
-    tabulate(
-        runs,
-        given.output,
-        train,
-        markdown,
-        given.report_only,
-        lambda: demo.warm_start(demo.WARM_START_DIR, demo.WarmStart()),
-    )
+    tabulate(runs, given.output, train, markdown, given.report_only, addition.prepare)
 
 
 if __name__ == "__main__":

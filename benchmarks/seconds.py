@@ -178,9 +178,7 @@ def train(run: Run) -> dict[str, float]:
         trainer.row_seconds = row_seconds
         waits_for = Engine(trainer).waits_for
         if (waits_for is not None) != ("rounds" in run.arm):
-            raise RuntimeError(
-                f"This is not the arm {run.arm!r}: {'no group waits for another' if waits_for is None else waits_for}."
-            )
+            raise RuntimeError(f"This is not the arm {run.arm!r}: {waits_for or 'no group waits for another'}.")
 
         def read() -> dict[str, float]:
             ledger = trainer.ledger

@@ -23,9 +23,9 @@ from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
 from lze_trl import LZEGRPOConfig, LZEGRPOTrainer
-from lze_trl.job import demo
 from lze_trl.rewards import exact_match_reward
 
+from . import addition
 from .evaluation import Evaluation
 from .kept import file_name, tabulate
 from .sampling import spread
@@ -152,14 +152,7 @@ def main(arguments: Sequence[str] | None = None):
     parser.add_argument("--report_only", action="store_true")
     given = parser.parse_args(arguments)
     runs = [Run(arm, seed, given.steps, given.weight, given.hard) for seed in given.seeds for arm in ARMS]
-    tabulate(
-        runs,
-        given.output,
-        train,
-        markdown,
-        given.report_only,
-        lambda: demo.warm_start(demo.WARM_START_DIR, demo.WarmStart()),
-    )
+    tabulate(runs, given.output, train, markdown, given.report_only, addition.prepare)
 
 
 if __name__ == "__main__":

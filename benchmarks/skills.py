@@ -20,8 +20,9 @@ import numpy as np
 from lze_trl.files import made_aside
 from recipes.smollm2 import MODEL_DIR
 
+from .settings import BenchError
 
-FOLDER = Path(__file__).resolve().parents[1] / "runs" / "skills"
+
 TRAIN_ROWS, HELD_OUT_ROWS = 2_048, 700  # a quarter of the held-out ones is for tuning only
 _SEED = 2605
 
@@ -206,15 +207,33 @@ def write_data(task: str, train: Path, held_out: Path):
         path.write_text("".join(f"{json.dumps(row)}\n" for row in part), encoding="utf-8")
 
 
+def make(task: str, model: Path, train: Path, held_out: Path):
+    """
+    Write the model and the prompts of a task, unless they are there.
+
+    Raises:
+        BenchError: There is no SmolLM2 to make the model from.
+    """
+    if not (MODEL_DIR / "config.json").is_file():
+        raise BenchError(f"The task '{task}' trains SmolLM2-135M-Instruct. Make it first: `make smollm2`.")
+    if not model.is_dir():
+        write_model(MODEL_DIR, model)
+    if not (train.is_file() and held_out.is_file()):
+        write_data(task, train, held_out)
+
+
 def main():
     """Entry point of `python -m benchmarks.skills`."""
+    from .tasks import locate  # which imports this module
+
     about = "Write the data of the tasks of SmolLM2, and its model, under runs/skills."
     argparse.ArgumentParser(prog="python -m benchmarks.skills", description=about).parse_args()
-    if not (MODEL_DIR / "config.json").is_file():
-        sys.exit(f"error: There is no `{MODEL_DIR}`. Make it with: make smollm2")
     for task in MIXES:
-        write_data(task, FOLDER / task / "train.jsonl", FOLDER / task / "test.jsonl")
-    write_model(MODEL_DIR, FOLDER / "model")
+        files = locate(task)
+        try:
+            make(task, files.model, files.train, files.held_out)
+        except BenchError as error:
+            sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

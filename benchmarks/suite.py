@@ -13,13 +13,11 @@ from rich.console import Console
 from rich.markdown import Markdown
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from recipes.smollm2 import MODEL_DIR
-
 from .jobs import LOG_FILE, RESULT_FILE, RUNS_DIR, Job, Options, plan, plan_tuned, plan_tuning
 from .plots import write_picture
 from .sections import Result, Section, sort_results
 from .settings import BenchError, write_text
-from .skills import MIXES, write_data, write_model
+from .skills import MIXES, make
 from .tables import section_text, short_table
 from .tasks import TaskFiles, chosen_tasks, locate
 
@@ -80,19 +78,13 @@ def ready(task: str, options: Options, console: Console) -> TaskFiles:
     """Files of a task; the warm start of the addition task is made here."""
     files = locate(task, options.model, options.data)
     if task == "addition" and options.model is None:
-        from lze_trl.job import demo
+        from .addition import prepare
 
-        demo.setup_logging(is_main=True)
         if not files.model.is_dir():
             console.print("The warm start of the addition task is made first: about 3 minutes.")
-        demo.warm_start(demo.WARM_START_DIR, demo.WarmStart())
+        prepare()
     if task in MIXES and options.model is None:
-        if not (MODEL_DIR / "config.json").is_file():
-            raise BenchError(f"The task '{task}' trains SmolLM2-135M-Instruct. Make it first: `make smollm2`.")
-        if not files.model.is_dir():
-            write_model(MODEL_DIR, files.model)
-        if not (files.train.is_file() and files.held_out.is_file()):
-            write_data(task, files.train, files.held_out)
+        make(task, files.model, files.train, files.held_out)
     return files
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from .settings import BenchError, content_hash, unknown_name
-from .skills import FOLDER, MIXES
+from .skills import MIXES
 
 
 CHECKOUT = Path(__file__).resolve().parents[1]
@@ -199,7 +199,8 @@ def locate(task: str, model: str | None = None, data: str | None = None) -> Task
         folder = demo.WARM_START_DIR
         return TaskFiles(folder / demo.MODEL_DIR, folder / demo.TRAIN_FILE, folder / demo.HELD_OUT_FILE)
     if task in MIXES:
-        return TaskFiles(FOLDER / "model", FOLDER / task / TRAIN_FILE, FOLDER / task / HELD_OUT_FILE)
+        folder = CHECKOUT / "runs" / "skills"
+        return TaskFiles(folder / "model", folder / task / TRAIN_FILE, folder / task / HELD_OUT_FILE)
     shared = _READY_MADE / "data" / "gsm8k_calc"
     for files in (
         TaskFiles(CALCULATOR_DIR / "model", CALCULATOR_DIR / TRAIN_FILE, CALCULATOR_DIR / HELD_OUT_FILE),

@@ -176,10 +176,15 @@ class Engine:
     @property
     def end_tokens(self) -> list[int]:
         """Tokens of which one ends a completion that is not truncated."""
-        processing: Any = self._trainer.processing_class
-        tokenizer = processing.tokenizer if isinstance(processing, ProcessorMixin) else processing
+        tokenizer = self.tokenizer
         ends = getattr(self._trainer, "eos_token_ids", [tokenizer.eos_token_id])  # TRL 1.13 knows one only
         return [*ends, tokenizer.pad_token_id]
+
+    @property
+    def tokenizer(self) -> Any:
+        """What encodes text, without the part of a processor that reads images."""
+        processing: Any = self._trainer.processing_class
+        return processing.tokenizer if isinstance(processing, ProcessorMixin) else processing
 
     @property
     def corrects_sampling(self) -> bool:
@@ -214,18 +219,14 @@ class Engine:
         return Request(inputs, group_size)
 
     @property
-    def _over_http(self) -> bool:
+    def over_http(self) -> bool:
+        """Whether vLLM servers generate, which complete prompts one by one."""
         return self._trainer.use_vllm and self._trainer.args.vllm_mode == "http"
 
     @property
     def waits_for(self) -> str | None:
-        """
-        Why completions can only be scored when a whole round is there, "" if no servers make them; None if each can be as soon as
-        it is there itself.
-        """
+        """Why completions by servers can only be scored when a whole round is there; None if each can be as soon as it is there."""
         trainer = self._trainer
-        if not self._over_http:
-            return ""
         if trainer.tools or trainer.rollout_func is not None or trainer.environments is not None:
             return "tools, environments or a `rollout_func` make the completions"
         together = [n for n, f in zip(trainer.reward_func_names, trainer.reward_funcs, strict=True) if not is_alone(f)]
@@ -240,14 +241,15 @@ class Engine:
         """
         trainer, rows = self._trainer, as_given(inputs)
         prompts = [row["prompt"] for row in rows]
-        tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
-        completions: list[Any] = trainer.processing_class.batch_decode(completion_ids, skip_special_tokens=True)
-        if is_conversational({"prompt": prompts[0]}):  # as TRL reads them
-            if any(getattr(tokenizer, f"response_{kind}", None) for kind in ("template", "schema")):
-                answers = zip(completion_ids, prompt_ids, strict=True)
-                completions = [[parse_response(tokenizer, ids, prefix=prefix)] for ids, prefix in answers]
-            else:
-                completions = [[{"role": "assistant", "content": text}] for text in completions]
+        tokenizer = self.tokenizer
+        completions: list[Any]
+        chat = is_conversational({"prompt": prompts[0]})
+        if chat and any(getattr(tokenizer, f"response_{kind}", None) for kind in ("template", "schema")):  # as in TRL
+            answers = zip(completion_ids, prompt_ids, strict=True)
+            completions = [[parse_response(tokenizer, ids, prefix=prefix)] for ids, prefix in answers]
+        else:
+            texts = trainer.processing_class.batch_decode(completion_ids, skip_special_tokens=True)
+            completions = [[{"role": "assistant", "content": text}] for text in texts] if chat else texts
         columns = {name: [row[name] for row in rows] for name in rows[0] if name not in ("prompt", "completion")}
         columns |= {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
         silent: dict[str, Any] = dict.fromkeys(("log_extra", "log_metric"), lambda name, values: None)
@@ -281,7 +283,7 @@ class Engine:
 
     def rounds_ended(self):
         """All completions of a generation batch are there."""
-        if self._over_http:
+        if self.over_http:
             self._trainer.vllm_generation.give_up()
 
     def finish(

@@ -82,9 +82,7 @@ class Rounds:
     rule: OutcomeRule
     accelerator: Accelerator
     _told: bool = field(default=False, init=False)  # that there are no log-probabilities
-    _in_rounds: bool = field(
-        default=False, init=False
-    )  # whether it was said that, and why, groups wait for each other
+    _in_rounds: bool = field(default=False, init=False)  # that groups wait for each other was told
 
     def __post_init__(self):
         self.guard = GateGuard(on=isinstance(self.controller, Gate) and self.controller.control > 0)
@@ -138,11 +136,11 @@ class Rounds:
         if counts.any():
             rows, unit = np.repeat(pending.plan.rows, counts), int(np.gcd.reduce(counts))
             pending.request = engine.begin(self.passes.local(rows), unit)
-            if self.controller.by_group and counts.max() == unit:
+            if engine.over_http and self.controller.by_group and counts.max() == unit:
                 reason = engine.waits_for
                 if reason is None:
                     pending.ahead = LookAhead(self, pending, drawn, engine)
-                elif reason and not self._in_rounds:
+                elif not self._in_rounds:
                     self._in_rounds = True
                     logger.warning("Groups wait for the slowest completion of each round: %s.", reason)
 

@@ -64,8 +64,10 @@ class HTTPGeneration:
         self.before_sync: Callable[[], None] = lambda: None  # called before the servers get other weights
         self._foresight: Foresight | None = None  # of the call under way
         self._begins = False  # whether calls only begin
-        # On the main process: requests that a later call will ask for, by seed and number of completions
+        # On the main process, by seed and number of completions: requests that the next call will ask for, and those that were
+        # foreseen during that call, for the one after it
         self._ahead: dict[tuple[int, int], Job] = {}
+        self._foreseen: dict[tuple[int, int], Job] = {}
         self._serving: Serving | None = None
         self._follower: threading.Thread | None = None  # asks for what follows while the caller does something else
         given = args.generation_kwargs or {}
@@ -208,7 +210,7 @@ class HTTPGeneration:
         if self._follower is not None:
             self._follower.join()
             self._follower = None
-        self._ahead = {}
+        self._ahead, self._foreseen = {}, {}
 
     def _begin(self, groups: list[Group]):
         self.give_up()
@@ -219,18 +221,17 @@ class HTTPGeneration:
         self._follower.start()
 
     def _complete(self, groups: list[Group]) -> list[list[Completion]]:
-        begun, completed = self._follower, False
-        if begun is not None:
-            begun.join()
+        if self._follower is not None:
+            self._follower.join()
             self._follower = None
+        completed = False
         try:
             serving, jobs = self._asked(groups)
-            if begun is None:  # the others were foreseen for this call, which does not want them
-                for job in self._ahead.values():
-                    serving.give_up(job)
-                self._ahead = {}
+            for job in self._ahead.values():  # foreseen for this call, which does not want them
+                serving.give_up(job)
             self._follow(serving, groups, jobs, self._foresight, self.batches["train"])
             results = [job.result.result() for job in jobs]
+            self._ahead, self._foreseen = self._foreseen, {}
             completed = True
             return results
         finally:
@@ -263,7 +264,7 @@ class HTTPGeneration:
             arrived = {place: (groups[place].prompt, jobs[place].result.result()) for place in places}
             for place, count in foresight(arrived):
                 group = Group(following[place].prompt, count, following[place].body)
-                self._ahead[_key(group)] = serving.submit(group)
+                self._foreseen[_key(group)] = serving.submit(group)
 
     def _groups(self, prompts: list[list[int]], counts: list[int], batch: str) -> list[Group]:
         """Requests of a call. Each has a seed that depends on the name of the batch, and on neither server nor time."""
