@@ -176,9 +176,8 @@ class Engine:
     @property
     def end_tokens(self) -> list[int]:
         """Tokens of which one ends a completion that is not truncated."""
-        tokenizer = self.tokenizer
-        ends = getattr(self._trainer, "eos_token_ids", [tokenizer.eos_token_id])  # TRL 1.13 knows one only
-        return [*ends, tokenizer.pad_token_id]
+        ends = getattr(self._trainer, "eos_token_ids", [self.tokenizer.eos_token_id])  # TRL 1.13 knows one only
+        return [*ends, self.tokenizer.pad_token_id]
 
     @property
     def tokenizer(self) -> Any:
@@ -241,8 +240,8 @@ class Engine:
         """
         trainer, rows = self._trainer, as_given(inputs)
         prompts = [row["prompt"] for row in rows]
-        tokenizer = self.tokenizer
         completions: list[Any]
+        tokenizer = self.tokenizer
         chat = is_conversational({"prompt": prompts[0]})
         if chat and any(getattr(tokenizer, f"response_{kind}", None) for kind in ("template", "schema")):  # as in TRL
             answers = zip(completion_ids, prompt_ids, strict=True)

@@ -64,8 +64,7 @@ class HTTPGeneration:
         self.before_sync: Callable[[], None] = lambda: None  # called before the servers get other weights
         self._foresight: Foresight | None = None  # of the call under way
         self._begins = False  # whether calls only begin
-        # On the main process, by seed and number of completions: requests that the next call will ask for, and those that were
-        # foreseen during that call, for the one after it
+        # On the main process, by seed and number of completions: requests of the next call, and those foreseen for the one after it
         self._ahead: dict[tuple[int, int], Job] = {}
         self._foreseen: dict[tuple[int, int], Job] = {}
         self._serving: Serving | None = None
