@@ -10,6 +10,8 @@ import tempfile
 import datasets
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from hypothesis import settings
 
 
@@ -41,6 +43,13 @@ def frozen():
     """Every training begins with a full garbage collection: it need not search what is already here."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def accelerator():
+    """An accelerator on a CPU in float32: a process shares its precision, and trainings before may have left another one."""
+    AcceleratorState._reset_state()
+    return Accelerator(cpu=True)
 
 
 def pytest_unconfigure():

@@ -3,7 +3,6 @@
 import inspect
 
 import pytest
-from accelerate import Accelerator
 from safetensors import SafetensorError
 from trl.generation.vllm_generation import VLLMGeneration
 
@@ -13,11 +12,6 @@ from lze_trl import LZEGRPOTrainer
 from lze_trl.servers import sync, weights
 from lze_trl.servers.client import RequestRefusedError, ServerMismatchError
 from lze_trl.servers.generation import HTTPGeneration
-
-
-@pytest.fixture(scope="module")
-def accelerator():
-    return Accelerator(cpu=True)
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -14,11 +13,6 @@ import tiny
 from benchmarks.sync_memory import measure
 from lze_trl.servers import weights
 from lze_trl.servers.weights import export_weights
-
-
-@pytest.fixture(scope="module")
-def accelerator():
-    return Accelerator(cpu=True)
 
 
 def exported(directory) -> dict[str, torch.Tensor]:
