@@ -71,6 +71,7 @@ def flags(model: Path, server: RealServer, directory: Path) -> list[str]:
         "model_name_or_path": model,
         "output_dir": directory / "run",
         "datasets": write(directory / "train.jsonl", 0, ("prompt", "solution")),
+        "eval_datasets": write(directory / "test.jsonl", 1, ("prompt", "solution")),
         "eval_tasks": write(directory / "held_out.jsonl", 1, ("question", "answer")),
         "eval_strategy": "no",
         "bf16": False,  # in float32, server and trainer agree to five digits
