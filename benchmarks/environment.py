@@ -1,9 +1,11 @@
 """
 Agents: what a strategy saves where each step of the environment takes time.
 
-    python -m benchmarks.environment [--seeds 0 1 2] [--arms plain exact gate gate_g4] [--steps N] [--output DIR] [--wait] [--report_only]
+    python -m benchmarks.environment [--digits 1 2 3] [--seeds 0 1 2] [--arms plain exact gate gate_g4] [--steps N] [--output DIR] [--wait]
+                                     [--report_only]
 
-An episode is two sums. The model answers each by a tool call, which takes 0.2 seconds as the call of a browser or a sandbox would; the
+An episode is two sums of numbers with as many digits as `--digits` says, in equal parts: with one the model begins almost perfect, with
+two it learns, and it has never seen three. `--digits 2` leaves what it learns alone, of which few groups are dead. The model answers each by a tool call, which takes 0.2 seconds as the call of a browser or a sandbox would; the
 answer to the first brings the second, a wrong one ends the episode. The reward is 1 if both are right. TRL makes the calls of a batch one
 after the other, so *environment-seconds*, 0.2 × the calls, are what a training waits. They are counted; with `--wait` each call really takes them,
 with the same decisions (`python -m benchmarks.environment --wait --arms gate --seeds 0 --steps 3`).
@@ -14,6 +16,7 @@ twice as many steps.
 """
 
 import argparse
+import itertools
 import random
 import shutil
 import time
@@ -81,6 +84,7 @@ class Run:
     arm: str
     seed: int
     steps: int = 30
+    digits: tuple[int, ...] = (1, 2, 3)
     learning_rate: float = 2e-4
     wait: bool = False  # whether a call takes its time, or only counts it
 
@@ -132,20 +136,20 @@ def result(question: str) -> str:
 # ---- Data and warm start ----
 
 
-def episodes(count: int, seed: int) -> list[tuple[str, str]]:
-    """Pairs of sums of two-digit numbers, by a seeded generator."""
+def episodes(count: int, seed: int, digits: Sequence[int]) -> list[tuple[str, str]]:
+    """Pairs of sums by a seeded generator, with each number of digits in turn."""
     generator = random.Random(seed)
 
-    def question() -> str:
-        return f"{generator.randrange(10, 100)}+{generator.randrange(10, 100)}"
+    def question(digits: int) -> str:
+        return "+".join(str(generator.randrange(10 ** (digits - 1), 10**digits)) for _ in range(2))
 
-    return [(question(), question()) for _ in range(count)]
+    return [(question(one), question(one)) for one in itertools.islice(itertools.cycle(digits), count)]
 
 
-def held_out(count: int) -> list[dict[str, str]]:
+def held_out(count: int, digits: Sequence[int]) -> list[dict[str, str]]:
     """Both turns of each episode, with what was right before: prompt and the model's own text, without the end."""
     rows = []
-    for first, second in episodes(count, seed=-1):
+    for first, second in episodes(count, -1, digits):
         beginning = f"u:{first}a:"
         rows.append({"prompt": beginning, "solution": called(result(first))})
         following = f"{beginning}{called(result(first))}<eos>t:{second}a:"
@@ -165,15 +169,18 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def warm_start(folder: Path):
-    """Make the model under `folder`, unless it is there: it can play, and is often wrong in what the demo's is wrong in."""
+def warm_start(folder: Path, digits: Sequence[int]):
+    """
+    Make the model under `folder`, unless it is there: it can play with one and two digits, and is often wrong in what the demo's is wrong
+    in.
+    """
     if folder.is_dir():
         return
     settings = demo.WarmStart(steps=700)
     with made_aside(folder) as unfinished:
         generator, rows = random.Random(1), []
         total = settings.steps * settings.batch_size
-        for place, (first, second) in enumerate(episodes(total, seed=0)):
+        for place, (first, second) in enumerate(episodes(total, 0, [one for one in digits if one < 3])):
             noisy, text = place >= settings.clean_share * total, ""
             for question, following in ((first, f"t:{second}a:"), (second, "t:!a:")):
                 a, b = map(int, question.split("+"))
@@ -199,7 +206,8 @@ class Recorder(TrainerCallback):
     def __init__(self, trainer: GRPOTrainer, run: Run):
         self.trainer, self.run = trainer, run
         self.curve: list[dict[str, float]] = []
-        self.evaluation = Evaluation(held_out(128), trainer.processing_class, max_completion_length=64)
+        problems = held_out(128, run.digits)
+        self.evaluation = Evaluation(problems, trainer.processing_class, max_completion_length=64)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any):
         TwoSums.steps, TwoSums.delay = 0, DELAY if self.run.wait else 0.0
@@ -237,7 +245,7 @@ def train(run: Run, model: Path, folder: Path) -> dict[str, Any]:
     }
     rows = [
         {"prompt": [{"role": "user", "content": first}], "first": first, "second": second}
-        for first, second in episodes(512, seed=2)
+        for first, second in episodes(512, 2, run.digits)
     ]
     plain = run.arm == PLAIN
     own = {"summary": False, "telemetry": False} | ARMS[run.arm]
@@ -251,37 +259,49 @@ def train(run: Run, model: Path, folder: Path) -> dict[str, Any]:
     trainer.add_callback(recorder := Recorder(trainer, run))
     trainer.train()
     shutil.rmtree(folder, ignore_errors=True)
-    return {"curve": recorder.curve}
+    dead = None if plain else trainer.ledger.groups_dead / trainer.ledger.groups_rolled_out
+    return {"curve": recorder.curve, "dead": dead}
 
 
 def markdown(results: Sequence[dict[str, Any]]) -> str:
-    """A table with an arm a row: mean over the seeds, smallest and largest."""
-    curves = {(kept["run"]["arm"], kept["run"]["seed"]): kept["result"]["curve"] for kept in results}
+    """A table for each `--digits`, with an arm a row: mean over the seeds, smallest and largest."""
+    parts = [f"# Agents: two sums by tool calls of {DELAY} seconds"]
+    for digits in sorted({tuple(kept["run"]["digits"]) for kept in results}, key=len, reverse=True):
+        own = [kept for kept in results if tuple(kept["run"]["digits"]) == digits]
+        about = "; ".join(sorted({f"{kept['machine']}, {kept['date']}" for kept in own}))
+        start = own[0]["result"]["curve"][0]["success"]
+        words = " and ".join([", ".join(map(str, digits[:-1]))] * (len(digits) > 1) + [str(digits[-1])])
+        parts += [f"## Numbers of {words} digits", f"Success before: {start:.3f}. {about}.", _table(own)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _table(kept: Sequence[dict[str, Any]]) -> str:
+    """The arms of one `--digits`."""
+    found = {(one["run"]["arm"], one["run"]["seed"]): one["result"] for one in kept}
     rows = []
     for arm, title in TITLES.items():
-        seeds = sorted(seed for of_arm, seed in curves if of_arm == arm and (PLAIN, seed) in curves)
+        seeds = sorted(seed for of_arm, seed in found if of_arm == arm and (PLAIN, seed) in found)
         if not seeds:
             continue
         ratios, missed, last, whole = [], 0, [], []
         for seed in seeds:
-            (costs, success), (plain_costs, plain) = (_columns(curves[name, seed]) for name in (arm, PLAIN))
+            (costs, success), (plain_costs, plain) = (_columns(found[name, seed]["curve"]) for name in (arm, PLAIN))
             target = plain[-1]
             own, base = first_crossing(costs, success, target), first_crossing(plain_costs, plain, target)
             missed += own is None
             ratios += [] if own is None or base is None else [own / base]
             last.append(success[-1])
             whole.append(costs[-1] / plain_costs[-1])
+        dead = [found[arm, seed]["dead"] for seed in seeds]
         cells = [
+            spread(dead, "{:.0%}") if None not in dead else "",
             spread(last, "{:.3f}"),
             spread(whole, "{:.2f}"),
             spread(ratios, "{:.2f}") if ratios else "not reached",
         ]
         rows.append([title, str(len(seeds)), *cells, str(missed)])
-    header = ["arm", "seeds", "success after", "environment-seconds ×", "… to plain's success ×", "not reached"]
-    text = table(header, rows)
-    about = "; ".join(sorted({f"{result['machine']}, {result['date']}" for result in results}))
-    start = curves[next(iter(curves))][0]["success"] if curves else float("nan")
-    return f"# Agents: two sums by tool calls of {DELAY} seconds\n\nSuccess before: {start:.3f}. {about}.\n\n{text}\n"
+    header = ["arm", "seeds", "dead groups", "success after", "environment-seconds ×", "… to plain's success ×", "not reached"]
+    return table(header, rows)
 
 
 def _columns(curve: list[dict[str, float]]) -> tuple[np.ndarray, np.ndarray]:
@@ -293,6 +313,7 @@ def _columns(curve: list[dict[str, float]]) -> tuple[np.ndarray, np.ndarray]:
 def main():
     """Make the runs that are missing, and write the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[1])
+    parser.add_argument("--digits", type=int, nargs="+", default=list(Run.digits), choices=(1, 2, 3))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], metavar="SEED")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), metavar="NAME")
     parser.add_argument(
@@ -306,15 +327,16 @@ def main():
     parser.add_argument("--report_only", action="store_true", help="the table of the finished runs")
     given = parser.parse_args()
     steps = {arm: given.steps if arm in (PLAIN, "exact") else 2 * given.steps for arm in ARMS}
-    runs = [Run(arm, seed, steps[arm], wait=given.wait) for seed in given.seeds for arm in given.arms]
-    model, folder = given.output / "model", given.output / "run"
+    digits = tuple(given.digits)
+    runs = [Run(arm, seed, steps[arm], digits, wait=given.wait) for seed in given.seeds for arm in given.arms]
+    model, folder = given.output / f"model-{'-'.join(map(str, digits))}", given.output / "run"
     tabulate(
         runs,
         given.output,
         lambda run: train(run, model, folder),
         markdown,
         given.report_only,
-        lambda: warm_start(model),
+        lambda: warm_start(model, digits),
     )
 
 

@@ -13,7 +13,7 @@ def turn(value):
 
 def test_the_evaluated_text_is_that_of_the_chat_template():
     tokenizer = make_tokenizer()
-    for first, second in zip(*[iter(held_out(5))] * 2, strict=True):
+    for first, second in zip(*[iter(held_out(5, (1, 2, 3)))] * 2, strict=True):
         sums = first["prompt"][2:-2], second["prompt"].rpartition("t:")[2][:-2]
         messages = [{"role": "user", "content": sums[0]}]
         shown = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
