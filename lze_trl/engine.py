@@ -326,8 +326,7 @@ class Engine:
             held["environment"] = [row["environment"] for row in inputs]
         held |= {f"extra.{name}": values for name, values in noted.columns.items()}
         held |= {f"{BALLOTS}{column}": values for column, values in noted.ballots.items()}
-        if logprobs is None and watch is not None:
-            logprobs = watch.token_logprobs(completion_ids)
+        sampled = None if watch is None else watch.token_logprobs(completion_ids, loss_mask)
         ends = self.end_tokens
         numbers = {
             ID_COLUMN: np.array([row[ID_COLUMN] for row in inputs], dtype=np.int64),
@@ -338,7 +337,9 @@ class Engine:
             ),
             # Places after the shuffle that TRL would do here
             "shuffled": torch.argsort(torch.randperm(len(inputs))).numpy(),
-            "logprobs": sequence_logprobs(logprobs, loss_mask, len(inputs)),
+            "logprobs": sequence_logprobs(logprobs, loss_mask, len(inputs))
+            if sampled is None
+            else sequence_logprobs(sampled, None, len(inputs)),
             "cut_off": np.array([not ids or ids[-1] not in ends for ids in completion_ids], dtype=np.int64),
         }
         if reasons:

@@ -16,11 +16,12 @@ PROMPTS = ["1+1=", "20+400=", "3*3="]
 END = [1, *range(4, 20)]
 
 
-def generate(model, seed: int = 3, **settings) -> list[list[int]]:
+def generate(model, seed: int = 3, prompts: list[list[int]] | None = None, **settings) -> list[list[int]]:
     """Completions of left-padded prompts, without what follows their end token."""
     encode = tiny.tokenizer()
     encode.padding_side = "left"
-    inputs = encode(PROMPTS, padding=True, return_tensors="pt")
+    prompts = prompts or encode(PROMPTS)["input_ids"]
+    inputs = encode.pad({"input_ids": prompts}, padding=True, return_tensors="pt")
     config = GenerationConfig(
         do_sample=True,
         max_new_tokens=6,
@@ -36,8 +37,8 @@ def generate(model, seed: int = 3, **settings) -> list[list[int]]:
     return [row[: end + 1] for row, end in zip(found, ends, strict=True)]
 
 
-def expected(model, completions: list[list[int]], temperature: float) -> list[list[float]]:
-    """The same log-probabilities by a forward pass of each whole text."""
+def expected(model, completions: list[list[int]], temperature: float = 1.0) -> list[list[float]]:
+    """Log-probabilities of all tokens by a forward pass of each whole text."""
     found = []
     for prompt, completion in zip(PROMPTS, completions, strict=True):
         ids = [*tiny.tokenizer()(prompt)["input_ids"], *completion]
@@ -73,16 +74,35 @@ def test_log_probs_are_those_of_the_distribution_that_was_sampled_from():
     assert watch.token_logprobs(completions) == [[0.0] * len(row) for row in completions]
 
 
+def test_each_turn_of_an_agent_is_watched():
+    model, tool = tiny.model().eval(), [7, 8, 9]
+    ids = tiny.tokenizer()(PROMPTS)["input_ids"]
+    with watched(model) as watch:
+        first = generate(model)
+        again = {0: 6, 2: 1}  # completions that call a tool, and how many tokens of the answer TRL keeps
+        second = generate(model, prompts=[ids[i] + first[i] + tool for i in again])
+    answers = {i: answer[:kept] for (i, kept), answer in zip(again.items(), second, strict=True)}
+    completions = [row + tool + answers[i] if i in again else row for i, row in enumerate(first)]
+    masks = [[1] * len(row) + ([0] * 3 + [1] * len(answers[i]) if i in again else []) for i, row in enumerate(first)]
+    logprobs = watch.token_logprobs(completions, masks)
+    for ours, mask, theirs in zip(logprobs, masks, expected(model, completions), strict=True):
+        np.testing.assert_allclose(ours, np.array(theirs)[np.array(mask) == 1], atol=1e-4)
+    # An answer that was cut off whole leaves the tool's result
+    assert watch.token_logprobs([*completions[:2], first[2] + tool], [*masks[:2], masks[2][:-1]]) is not None
+    assert watch.token_logprobs(completions) is None
+
+
 def test_what_was_not_watched_has_no_log_probs():
     model = tiny.model().eval()
     with watched(model) as watch:
         assert watch.token_logprobs([[5], [6]]) is None  # nothing was generated
-        generate(model)
-        completions = generate(model, seed=5)  # the last generation counts
+        completions = generate(model, seed=5)
         others = completions[::-1], completions[:2], [[*row, 5] for row in completions], [[10**6]] * 3
         assert [watch.token_logprobs(other) for other in others] == [None] * 4
         assert watch.token_logprobs(completions) is not None
-    assert "_get_logits_processor" not in vars(model)
+        generate(model)
+        assert watch.token_logprobs(completions) is None  # it was generated twice, and there is one turn
+    assert not {"_get_logits_processor", "generate"} & set(vars(model))
     with watched(torch.nn.Linear(2, 2)) as watch:
         pass
     assert watch.token_logprobs([[5]]) is None
@@ -97,7 +117,7 @@ def test_a_training_is_the_same_whether_it_is_watched(tmp_path, monkeypatch):
         return trainer, seen
 
     one, watching = train("watched")
-    monkeypatch.setattr(SamplingWatch, "token_logprobs", lambda self, completion_ids: None)
+    monkeypatch.setattr(SamplingWatch, "token_logprobs", lambda *_: None)
     other, blind = train("blind")
     for name, weights in one.model.state_dict().items():
         assert torch.equal(weights, other.model.state_dict()[name])

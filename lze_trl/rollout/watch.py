@@ -2,11 +2,15 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import groupby
 from typing import Any
 
 import torch
 from transformers import LogitsProcessor
 from transformers.generation import GenerationMixin
+
+
+_WATCHED = ("_get_logits_processor", "generate")
 
 
 class SamplingWatch(LogitsProcessor):
@@ -17,10 +21,8 @@ class SamplingWatch(LogitsProcessor):
     """
 
     def __init__(self):
-        self._lost = False  # whether generation calls it in a way that cannot be watched
-        self._scores: torch.Tensor | None = None  # (n, V), of the last call
-        # Tokens of each call but the last, and their log-probabilities, (n,) each
-        self._sampled: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._turns: list[list[tuple[list[int], list[float]]] | None] = []  # of each generation, by row; `None`: lost
+        self.begin()
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if self._lost or input_ids.ndim != 2 or scores.ndim != 2 or len(input_ids) != len(scores):
@@ -35,32 +37,59 @@ class SamplingWatch(LogitsProcessor):
 
     def begin(self):
         """A new generation begins."""
-        self._lost, self._scores, self._sampled = False, None, []
+        self._lost = False  # whether generation calls it in a way that cannot be watched
+        self._scores: torch.Tensor | None = None  # (n, V), of the last call
+        # Tokens of each call but the last, and their log-probabilities, (n,) each
+        self._sampled: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def token_logprobs(self, completion_ids: list[list[int]]) -> list[list[float]] | None:
+    def end(self, sequences: torch.Tensor):
+        """The generation has ended, with these tokens, shape `(n, length)`."""
+        turn = None
+        if not self._lost and self._scores is not None and len(self._scores) == len(sequences):
+            sampled = [*self._sampled, self._of(self._scores, sequences[:, -1])]
+            tokens, logprobs = (torch.stack(values, dim=1).tolist() for values in zip(*sampled, strict=True))
+            turn = list(zip(tokens, logprobs, strict=True))
+        self._turns.append(turn)
+        self.begin()
+
+    def token_logprobs(
+        self, completion_ids: list[list[int]], masks: list[list[int]] | None = None
+    ) -> list[list[float]] | None:
         """
-        Of each token of the completions that were generated; `None` if others were: by an engine that cannot be watched, or
-        in an order of its own.
+        Of each token of the completions that was generated, which is 1 in its mask. An answer to a tool's result is a generation of its
+        own, of the completions that have one. `None` if others were generated: by an engine that cannot be watched, or in an order of its own.
         """
-        count, longest = len(completion_ids), max(map(len, completion_ids), default=0)
-        if self._lost or self._scores is None or len(self._scores) != count or not longest:
+        masks = masks or [[1] * len(ids) for ids in completion_ids]
+        turns = [_turns(ids, mask) for ids, mask in zip(completion_ids, masks, strict=True)]
+        if max(map(len, turns), default=0) != len(self._turns):
             return None
-        last = [row[-1] if len(row) == longest else 0 for row in completion_ids]
-        if not all(0 <= token < self._scores.size(1) for token in last):
-            return None
-        sampled = [*self._sampled, self._of(self._scores, torch.tensor(last, device=self._scores.device))]
-        if longest > len(sampled):
-            return None
-        tokens, logprobs = (torch.stack(values, dim=1).tolist() for values in zip(*sampled, strict=True))
-        rows = list(zip(completion_ids, tokens, logprobs, strict=True))
-        if any(sampled[: len(ids)] != ids for ids, sampled, _ in rows):
-            return None
-        return [values[: len(ids)] for ids, _, values in rows]
+        found: list[list[float]] = [[] for _ in turns]
+        for number, watched in enumerate(self._turns):
+            rows = [row for row, of_row in enumerate(turns) if len(of_row) > number]
+            if watched is None or len(watched) != len(rows):
+                return None
+            for row, (tokens, logprobs) in zip(rows, watched, strict=True):
+                ids = turns[row][number]
+                if tokens[: len(ids)] != ids:
+                    return None
+                found[row] += logprobs[: len(ids)]
+        return found
 
     def _of(self, scores: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens that were sampled by these scores, shape `(n,)`, and their log-probabilities."""
         scores = scores.float()
         return tokens, scores.gather(1, tokens.unsqueeze(1)).squeeze(1) - scores.logsumexp(dim=1)
+
+
+def _turns(ids: list[int], mask: list[int]) -> list[list[int]]:
+    """Tokens that the model generated, before, between and after the results of tools; nothing where an answer was cut off whole."""
+    turns: list[list[int]] = [[]]
+    for generated, run in groupby(zip(ids, mask, strict=True), key=lambda token: bool(token[1])):
+        if generated:
+            turns[-1].extend(token for token, _ in run)
+        else:
+            turns.append([])
+    return turns
 
 
 @contextmanager
@@ -71,20 +100,24 @@ def watched(model: Any) -> Iterator[SamplingWatch]:
     if inner is None:
         yield watch
         return
-    original = inner._get_logits_processor
-    own = vars(inner).get("_get_logits_processor")  # a user may have set it on the object
+    processors, generate = inner._get_logits_processor, inner.generate
+    own = {name: vars(inner)[name] for name in _WATCHED if name in vars(inner)}  # a user may have set them on the object
 
     def with_watch(*args: Any, **kwargs: Any) -> list:
         watch.begin()
-        processors = original(*args, **kwargs)
-        processors.append(watch)
-        return processors
+        found = processors(*args, **kwargs)
+        found.append(watch)
+        return found
 
-    inner._get_logits_processor = with_watch
+    def watched_generate(*args: Any, **kwargs: Any) -> Any:
+        found = generate(*args, **kwargs)
+        watch.end(getattr(found, "sequences", found))
+        return found
+
+    vars(inner).update(zip(_WATCHED, (with_watch, watched_generate), strict=True))
     try:
         yield watch
     finally:
-        if own is None:
-            del inner._get_logits_processor
-        else:
-            inner._get_logits_processor = own
+        for name in _WATCHED:
+            del vars(inner)[name]
+        vars(inner).update(own)
