@@ -213,7 +213,8 @@ def markdown(results: Sequence[dict[str, Any]]) -> str:
     parts = ["# Seconds of a step", " ".join(__doc__.split("\n\n")[2].split())]
     shapes = sorted({key[:2] for key in runs})
     dead = "; ".join(f"{size} completions {dead_share(Timing(), size):.0%}" for size in sorted({s[1] for s in shapes}))
-    parts.append(f"Expected share of dead groups: {dead}. {results[0]['machine']}, {results[0]['date']}.")
+    about = "; ".join(sorted({f"{result['machine']}, {result['date']}" for result in results}))
+    parts.append(f"Expected share of dead groups: {dead}. {about}.")
     for update in sorted({key[3] for key in runs}):
         title = (
             "rollouts alone" if update == 0 else f"rollouts {100 - update} %, update {update} % of plain GRPO's step"
