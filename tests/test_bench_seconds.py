@@ -3,7 +3,7 @@
 import httpx2
 import pytest
 
-from benchmarks.seconds import ARMS, Run
+from benchmarks.seconds import ARMS, Run, least_overlapped
 from benchmarks.timed_server import Timing, dead_share, on_paper, serving
 
 
@@ -43,3 +43,10 @@ def test_the_clock_is_scaled_to_the_shape():
     small, large = (Run(prompts, 4, 0.5, 0, "plain", 0).timing.scale for prompts in (8, 64))
     assert small > large > 0
     assert all(settings.get("overlap") == "one_step" for arm, settings in ARMS.items() if "overlap" in arm)
+
+
+def test_batches_that_differ_leave_less_to_overlap():
+    equal, different = (least_overlapped(Timing(sigma=sigma), 16, 4, 50) for sigma in (0.0, 1.0))
+    assert equal == pytest.approx(0.5)
+    assert 0.5 < different < 1.0
+    assert least_overlapped(Timing(sigma=0.0), 16, 4, 0) == 1.0
