@@ -36,7 +36,7 @@ NAMES = {"exact": "exact", "gate": "gate, G = 8", "gate_g4": "gate, G = 4, twice
 COSTS = ("rollouts", "updates")
 TIMED = ("addition",)
 """Tasks of which a few steps are made as well."""
-_WARM, _STEPS, _PROMPTS = 2, 10, 128
+_WARM, _STEPS, _PROMPTS = 2, 40, 128
 
 
 class Seconds(TrainerCallback):
