@@ -8,17 +8,16 @@ import torch
 from transformers import TrainerCallback
 
 import tiny
-from benchmarks import gradients
+from benchmarks import addition, gradients, tasks
 from benchmarks.evaluation import Evaluation
 from benchmarks.gradients import Probe, ProbeSettings
 from benchmarks.gradients_plot import spearman
 from benchmarks.group_gradients import Sample, draw, expected_gradient, policy_gradient
 from benchmarks.tasks import TaskData
-from lze_trl.job import demo
 from lze_trl.rewards import exact_match_reward
 
 
-SMALL = demo.WarmStart(steps=2, batch_size=8, hidden_size=16, intermediate_size=32, num_layers=1)
+SMALL = addition.WarmStart(steps=2, batch_size=8, hidden_size=16, intermediate_size=32, num_layers=1)
 ROWS = [
     {"prompt": "12+3=", "solution": "15"},
     {"prompt": "1+1=", "solution": "2"},
@@ -28,8 +27,8 @@ ROWS = [
 
 def small_model():
     torch.manual_seed(0)
-    tokenizer = demo.build_tokenizer()
-    return demo.build_model(tokenizer, SMALL), tokenizer
+    tokenizer = addition.build_tokenizer()
+    return addition.build_model(tokenizer, SMALL), tokenizer
 
 
 def settings(**changes) -> ProbeSettings:
@@ -165,8 +164,8 @@ def test_spearman_by_hand():
 
 @pytest.mark.slow
 def test_from_the_command_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(demo, "WARM_START_DIR", tmp_path / "warm-start")
-    monkeypatch.setattr(demo, "WarmStart", lambda: SMALL)
+    monkeypatch.setattr(tasks, "ADDITION_DIR", tmp_path / "warm-start")
+    monkeypatch.setattr(addition, "WarmStart", lambda: SMALL)
     flags = ["--group_sizes", "4", "--seeds", "7", "--steps", "4", "--probes", "3", "--prompts", "9"]
     gradients.main([*flags, "--output", str(tmp_path / "out")])
     (run,) = (tmp_path / "out").glob("G4-seed7-*.json")

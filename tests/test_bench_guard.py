@@ -5,8 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from benchmarks import guard
-from lze_trl.job import demo
+from benchmarks import addition, guard, tasks
 from test_bench_gradients import SMALL
 
 
@@ -32,8 +31,8 @@ def test_what_is_done_to_the_data():
 
 @pytest.mark.slow
 def test_from_the_command_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(demo, "WARM_START_DIR", tmp_path / "warm-start")
-    monkeypatch.setattr(demo, "WarmStart", lambda: SMALL)
+    monkeypatch.setattr(tasks, "ADDITION_DIR", tmp_path / "warm-start")
+    monkeypatch.setattr(addition, "WarmStart", lambda: SMALL)
     scenarios = ["long_tail", "scale"]
     guard.main(["--seeds", "0", "--steps", "5", "--output", str(tmp_path / "out"), "--scenarios", *scenarios])
     results = [json.loads(path.read_text())["result"] for path in (tmp_path / "out").glob("*.json")]

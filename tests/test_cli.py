@@ -44,7 +44,6 @@ def test_train_hands_everything_else_to_the_job(monkeypatch, tmp_path):
             ["train", "recipes/demo/lze.yaml", "--accelerate_config", "x"],
             "There is no accelerate configuration `x`. Use",
         ),
-        (["demo", "--max_stepz", "3"], "There is no setting `max_stepz`. Did you mean `max_steps`"),
         (["report", "no-run"], "There is no run at `no-run`"),
     ],
 )
@@ -106,7 +105,7 @@ def test_missing_extra_is_named(monkeypatch):
         cli.main(["report", "run"])
 
 
-COMMANDS = ("train", "demo", "data", "app", "forecast", "analyze", "eval", "report")
+COMMANDS = ("train", "data", "app", "forecast", "eval", "report")
 WRONG = {
     "train none.yaml": "There is no recipe `none.yaml`",
     "data none.jsonl": "There is no file or folder 'none.jsonl'",

@@ -1,4 +1,4 @@
-"""The demo: its task, its cache, and what it must reach."""
+"""The demo: its warm start and its arms, and what they must reach."""
 
 import json
 import signal
@@ -14,20 +14,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tiny
+from benchmarks import addition, demo, tasks
+from benchmarks.addition import WarmStart, difficulty_class, noisy_examples, problems, warm_start
+from benchmarks.demo import ARMS, read_curve, show, train_arm
 from lze_trl.app.runs import RunBook
-from lze_trl.job import demo
-from lze_trl.job.demo import (
-    WarmStart,
-    difficulty_class,
-    noisy_examples,
-    problems,
-    run_demo,
-    warm_start,
-)
-from lze_trl.job.recipe import RecipeError
-from lze_trl.job.side_by_side import ARMS, read_curve, show, train_arm
 
 
+ROOT = Path(__file__).parents[1]
 SMALL = WarmStart(steps=2, batch_size=8, hidden_size=16, intermediate_size=32, num_layers=1)
 
 
@@ -54,25 +47,24 @@ def test_warm_start_is_cached_and_rebuilt_when_settings_change(tmp_path):
     directory = tmp_path / "demo" / "warm-start"
     assert warm_start(directory, SMALL)
     assert not warm_start(directory, SMALL)
-    assert AutoModelForCausalLM.from_pretrained(directory / demo.MODEL_DIR).config.hidden_size == 16
-    assert AutoTokenizer.from_pretrained(directory / demo.MODEL_DIR).decode([4, 5]) == "12"
-    rows = [json.loads(line) for line in (directory / demo.TRAIN_FILE).read_text().splitlines()]
+    assert AutoModelForCausalLM.from_pretrained(directory / addition.MODEL_DIR).config.hidden_size == 16
+    assert AutoTokenizer.from_pretrained(directory / addition.MODEL_DIR).decode([4, 5]) == "12"
+    rows = [json.loads(line) for line in (directory / addition.TRAIN_FILE).read_text().splitlines()]
     assert len(rows) == 90 * 90 - SMALL.num_held_out
     assert all(sum(map(int, row["prompt"].rstrip("=").split("+"))) == int(row["solution"]) for row in rows)
 
     other = WarmStart(steps=1, batch_size=8, hidden_size=32, intermediate_size=32, num_layers=1)
     assert warm_start(directory, other)
-    assert AutoModelForCausalLM.from_pretrained(directory / demo.MODEL_DIR).config.hidden_size == 32
+    assert AutoModelForCausalLM.from_pretrained(directory / addition.MODEL_DIR).config.hidden_size == 32
     assert list(directory.parent.iterdir()) == [directory]  # nothing unfinished is left
 
 
 @pytest.fixture
 def home(tmp_path, monkeypatch):
     """A folder without an earlier warm start, in which the demo runs with a smaller one."""
-    monkeypatch.setattr(demo, "HOME", tmp_path)
-    monkeypatch.setattr(demo, "WARM_START_DIR", tmp_path / "runs" / "demo" / "warm-start")
-    monkeypatch.setattr(demo, "WarmStart", lambda: SMALL)
-    monkeypatch.setenv("PYTHONPATH", str(Path(demo.__file__).parents[2]))
+    monkeypatch.setattr(tasks, "ADDITION_DIR", tmp_path / "runs" / "demo" / "warm-start")
+    monkeypatch.setattr(addition, "WarmStart", lambda: SMALL)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -131,19 +123,17 @@ def test_a_wrong_flag_is_refused_before_anything_is_trained(home):
         "--strategy=gate": "For one alone",
     }
     for flags, message in wrong.items():
-        with pytest.raises(RecipeError, match=message):
-            run_demo([flags, "--pruning=none"])
+        with pytest.raises(SystemExit, match=f"^error: .*{message}"):
+            demo.main([flags, "--pruning=none"])
     assert not (home / "runs").exists()
 
 
 @pytest.mark.slow
 def test_a_stopped_demo_leaves_no_process(home):
     folder = home / "runs" / "demo"
-    script = "from lze_trl.job import cli, demo; from pathlib import Path; demo.HOME = Path.cwd();"
-    script += (
-        "demo.WARM_START_DIR = demo.HOME / 'runs/demo/warm-start'; settings = demo.WarmStart(steps=2, num_layers=1);"
-    )
-    script += "demo.WarmStart = lambda: settings; cli.main(['demo', '--eval_steps', '2'])"
+    script = "from pathlib import Path; from benchmarks import addition, demo, tasks;"
+    script += "tasks.ADDITION_DIR = Path('runs/demo/warm-start'); small = addition.WarmStart(steps=2, num_layers=1);"
+    script += "addition.WarmStart = lambda: small; demo.main(['--eval_steps', '2'])"
     process = subprocess.Popen([sys.executable, "-c", script])
     while not (folder / "plain" / "curve.json").is_file():
         assert process.poll() is None
@@ -159,8 +149,8 @@ def test_a_stopped_demo_leaves_no_process(home):
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_demo_reaches_its_promise(home, monkeypatch, capsys):
-    monkeypatch.setattr(demo, "WarmStart", WarmStart)
-    run_demo(["--max_steps", "45"])
+    monkeypatch.setattr(addition, "WarmStart", WarmStart)
+    demo.main(["--max_steps", "45"])
     folder = home / "runs" / "demo"
     before, after = ({arm: read_curve(folder / arm)["points"][place] for arm in ARMS} for place in (0, -1))
     for arm in ARMS:

@@ -172,8 +172,6 @@ def check_lze_trl(words: list[str]):
     if namespace.command is cli._train:
         cli.launch_command(namespace, flags)
         check_recipe(["--config", namespace.recipe, *flags])
-    elif namespace.command is cli._demo:
-        check_recipe(["--config", "recipes/demo/lze.yaml", *flags])
     else:
         assert flags == []
     given = vars(namespace)

@@ -55,18 +55,6 @@ def write_summary_picture(run_dir: str | Path, path: str | Path) -> Path:
     return Path(path)
 
 
-def write_comparison(lines: dict[str, tuple[list[float], list[float]]], path: str | Path) -> Path:
-    """Write the picture of several runs: held-out accuracy over cost, a line for each, by name."""
-    figure, (axis,) = _figure(7.0, 4.2, 1)
-    for (name, (costs, reached)), colour in zip(lines.items(), (_GREY, _BLUE, _ORANGE), strict=True):
-        axis.plot(costs, reached, color=colour, lw=1.6, marker="o", ms=3.5, label=name)
-    axis.set(xlabel="FLOPs so far (plain GRPO's, all steps: 1)", ylabel="held-out accuracy", ylim=(0.0, 1.0))
-    axis.grid(alpha=0.3)
-    axis.legend(frameon=False, loc="lower right")
-    _save(figure, Path(path))
-    return Path(path)
-
-
 def _learned(run: Run) -> Markup:
     """Table of the prompts by their state at the first visit that could be scored, and now."""
     frame = run.sql("""SELECT state, CASE WHEN first_pass_rate IS NULL THEN 'unscored' WHEN first_pass_rate = 1 THEN 'solved'
