@@ -51,7 +51,10 @@ def write_summary_picture(run_dir: str | Path, path: str | Path) -> Path:
     with closing(open_run(run_dir)) as run:
         if curve(run, bins=1).empty:
             raise MissingTelemetryError("The run has started, and its first batch is not scored yet. Try again later.")
-        _draw_summary(run, Path(path))
+        figure, picture = _draw_summary(run), io.BytesIO()
+    figure.savefig(picture, format="png")
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(Path(path), picture.getvalue())
     return Path(path)
 
 
@@ -65,24 +68,12 @@ def _learned(run: Run) -> Markup:
     return table("learned", rows.rename_axis("prompts").reset_index())
 
 
-def _figure(width: float, height: float, columns: int) -> tuple[Figure, list[Axes]]:
+def _draw_summary(run: Run) -> Figure:
     # Without pyplot: a training may have chosen a backend of its own, and its figures would never be freed
-    figure = Figure(figsize=(width, height), dpi=110, layout="constrained", facecolor="white")
-    axes = figure.subplots(1, columns, squeeze=False)[0].tolist()
-    for axis in axes:
+    figure = Figure(figsize=(11.0, 3.6), dpi=110, layout="constrained", facecolor="white")
+    outcomes, energy = figure.subplots(1, 2)
+    for axis in (outcomes, energy):
         axis.spines[["top", "right"]].set_visible(False)
-    return figure, axes
-
-
-def _save(figure: Figure, path: Path):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png")
-    write_atomically(path, buffer.getvalue())
-
-
-def _draw_summary(run: Run, path: Path):
-    figure, (outcomes, energy) = _figure(11.0, 3.6, 2)
     points, outcome = curve(run), outcome_name(run)
     for name, label, colour, dashes in (
         ("pass_rate", f"{outcome}, all rollouts", _BLUE, "-"),
@@ -99,7 +90,7 @@ def _draw_summary(run: Run, path: Path):
     outcomes.grid(alpha=0.3)
     outcomes.legend(frameon=False, fontsize=8)
     _draw_energy(run, figure, energy)
-    _save(figure, path)
+    return figure
 
 
 def _draw_energy(run: Run, figure: Figure, axis: Axes):
