@@ -23,13 +23,13 @@ from .views import HTML, brightest, overview, settings, table
 _BLUE, _ORANGE, _GREEN, _GREY = "#0072b2", "#d55e00", "#009e73", "#8a96a3"
 
 
-def write_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
+def write_report(run_dir: str | Path) -> Path:
     """
-    Write the report of a run, finished or not, into a folder, by default `<run_dir>/report`.
+    Write the report of a run, finished or not, into `<run_dir>/report`.
 
     Returns the HTML file; `summary.png` lies beside it. A run that cannot be read raises a [`TelemetryError`].
     """
-    folder = Path(run_dir) / "report" if out is None else Path(out)
+    folder = Path(run_dir) / "report"
     picture = write_summary_picture(run_dir, folder / "summary.png").read_bytes()
     with closing(open_run(run_dir)) as run:
         document = HTML.report(
