@@ -13,7 +13,6 @@ import tiny
 from bench_samples import result, settings
 from benchmarks import __main__ as command
 from benchmarks import suite
-from benchmarks.jobs import Options, plan
 from benchmarks.settings import BenchError, RunSettings
 from benchmarks.tasks import TASKS, TaskFiles, load, read_rows
 
@@ -66,19 +65,6 @@ def test_key_names_everything_that_a_result_depends_on():
     assert settings("lze", 3, learning_rate=1.0, stretch=2.0, held_out="validation").protocol == settings().protocol
     assert settings(steps=41).protocol != settings().protocol
     assert RunSettings.from_dict(json.loads(json.dumps(vars(settings("dapo"))))) == settings("dapo")
-
-
-def test_plan_goes_seed_by_seed_and_begins_with_the_baseline(files, tmp_path):
-    options = Options(task="addition", strategies=("lze", "random"), seeds=(3, 1), steps=20, output=tmp_path)
-    planned = [job.settings for job in plan(options, {"addition": files})]
-    assert [(job.seed, job.strategy) for job in planned] == [
-        *((3, strategy) for strategy in ("grpo", "random", "lze")),
-        *((1, strategy) for strategy in ("grpo", "random", "lze")),
-    ]
-    assert {job.strategy: job.max_steps for job in planned} == {"grpo": 20, "random": 30, "lze": 30}
-    assert {job.learning_rate for job in planned} == {2e-4}
-    assert {job.held_out for job in planned} == {"test"}
-    assert len({job.protocol for job in planned}) == 1
 
 
 # ---- Runs ----

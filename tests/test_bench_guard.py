@@ -2,7 +2,6 @@
 
 import json
 
-import numpy as np
 import pytest
 
 from benchmarks import addition, guard, tasks
@@ -17,16 +16,6 @@ def test_a_gate_that_takes_half_the_tokens_for_the_same_accuracies():
     assert (found["price"], found["tokens"], found["difference"]) == (0.5, 0.5, 0.0)
     assert (found["first"], found["stops"], found["decided"]) == (2.0, 1.0, 0.5)
     assert found["at_equal_tokens"] == pytest.approx(100 * (0.6 - 0.3))  # means of three, and `exact` at 20 tokens
-
-
-def test_what_is_done_to_the_data():
-    every = [{"prompt": f"{a}+{b}=", "solution": str(a + b)} for a in range(10, 100) for b in range(10, 100)]
-    rng = np.random.default_rng(0)
-    wrong = guard._wrong_labels(every, every, rng)
-    shares = [row["solution"] != known["solution"] for row, known in zip(wrong, every, strict=True)]
-    assert np.mean(shares) == pytest.approx(0.2, abs=0.02)
-    harder = [int(row["solution"]) >= 100 for row in guard._harder(every[:9], every, rng)]
-    assert harder == sorted(harder) and harder.index(True) == 32 * 30
 
 
 @pytest.mark.slow

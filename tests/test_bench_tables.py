@@ -1,27 +1,8 @@
 """Tables and pictures say what the results say."""
 
-import math
-
-import pytest
-
 from bench_samples import result
-from benchmarks.comparison import Spread
 from benchmarks.sections import sort_results
-from benchmarks.tables import averaged_table, price_table, ratio, short_table, target_table
-
-
-@pytest.mark.parametrize(
-    ("values", "text"),
-    [
-        ((0.4,), "0.40"),
-        ((0.5, 0.3, 0.4), "0.40 (0.30–0.50)"),
-        ((0.5, math.inf, 0.4), "0.50 (0.40–0.50; 1 of 3 not reached)"),
-        ((math.inf, 0.4, math.inf), "not reached (2 of 3; else 0.40)"),
-        ((math.inf, math.inf), "not reached"),
-    ],
-)
-def test_ratios(values, text):
-    assert ratio(Spread(values)) == text
+from benchmarks.tables import averaged_table, price_table, short_table, target_table
 
 
 def compared():
@@ -58,11 +39,3 @@ def test_tables_of_costs():
         "| GRPO (TRL) | 2 | 1.00 | 1.00 | 1.00 | 1.00 | 1.00 | 1.00 |",
         "| LZE, 40 % | 2 | 0.33 | 0.33 | 0.33 | 0.33 | 0.67 | 0.67 |",
     ]
-
-
-def test_the_longest_of_equal_runs_counts():
-    short, long = result([0.1, 0.2], "lze"), result([0.1, 0.2, 0.3], "lze", stretch=1.5)
-    for order in ([short, long], [long, short]):
-        (section,), left_out = sort_results([result([0.1, 0.2, 0.3]), *order])
-        assert [len(curve.accuracy) for curve in section.curves() if curve.strategy == "lze"] == [3]
-        assert left_out == {}

@@ -1,46 +1,22 @@
 """The demo: its warm start and its arms, and what they must reach."""
 
 import json
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tiny
 from benchmarks import addition, demo, tasks
-from benchmarks.addition import WarmStart, difficulty_class, noisy_examples, problems, warm_start
-from benchmarks.demo import ARMS, read_curve, show, train_arm
+from benchmarks.addition import WarmStart, warm_start
+from benchmarks.demo import ARMS, read_curve, train_arm
 from lze_trl.app.runs import RunBook
 
 
 ROOT = Path(__file__).parents[1]
 SMALL = WarmStart(steps=2, batch_size=8, hidden_size=16, intermediate_size=32, num_layers=1)
-
-
-def test_answers_are_right_first_and_then_wrong_at_the_rate_of_the_class():
-    settings = WarmStart(steps=100, batch_size=200)
-    train, held_out = problems(settings)
-    assert len({*train, *held_out}) == 90 * 90
-    assert [difficulty_class(*pair) for pair in ((12, 34), (17, 25), (60, 45), (55, 45))] == [0, 1, 2, 3]
-    examples = noisy_examples(train, settings)
-    wrong = {i: [] for i in range(4)}
-    for i, example in enumerate(examples):
-        a, b = map(int, example["prompt"].rstrip("=").split("+"))
-        error = abs(int(example["completion"]) - a - b)
-        assert error <= settings.max_error
-        if i < 14_000:
-            assert error == 0
-        else:
-            wrong[difficulty_class(a, b)].append(error > 0)
-    for i, rate in enumerate(settings.error_rates):
-        assert sum(wrong[i]) / len(wrong[i]) == pytest.approx(rate, abs=0.05)
 
 
 def test_warm_start_is_cached_and_rebuilt_when_settings_change(tmp_path):
@@ -100,22 +76,6 @@ def test_arms_train_on_the_same_prompts_and_exact_ends_with_the_weights_of_plain
     assert totals["plain_tokens"] == pytest.approx(counted)
 
 
-def test_the_table_shows_the_curves(tmp_path, capsys):
-    for arm, ratio, seconds in (("plain", 1.0, 45.25), ("exact", 0.614, 31.0), ("lze", 0.537, 28.0)):
-        points = [
-            {"step": step, "accuracy": 0.3 + step / 10, **dict.fromkeys(("rollouts", "updates", "total"), cost)}
-            | {"seconds": seconds * step / 6}
-            for step, cost in ((0, 0.0), (3, 0.8 * ratio), (6, ratio))
-        ]
-        (tmp_path / arm).mkdir()
-        (tmp_path / arm / "curve.json").write_text(json.dumps({"max_steps": 6, "points": points}))
-    show(tmp_path, Console(width=80))
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "trl.GRPOTrainer 0.300 → 0.900 1.00 × 1.00 × 1.00 × 45" in shown
-    assert "exact (default) 0.300 → 0.900 0.61 × 0.61 × 0.61 × 31" in shown
-    assert (tmp_path / "demo.png").is_file()
-
-
 def test_a_wrong_flag_is_refused_before_anything_is_trained(home):
     wrong = {
         "--learning_rate=fast": "learning_rate",
@@ -126,24 +86,6 @@ def test_a_wrong_flag_is_refused_before_anything_is_trained(home):
         with pytest.raises(SystemExit, match=f"^error: .*{message}"):
             demo.main([flags, "--pruning=none"])
     assert not (home / "runs").exists()
-
-
-@pytest.mark.slow
-def test_a_stopped_demo_leaves_no_process(home):
-    folder = home / "runs" / "demo"
-    script = "from pathlib import Path; from benchmarks import addition, demo, tasks;"
-    script += "tasks.ADDITION_DIR = Path('runs/demo/warm-start'); small = addition.WarmStart(steps=2, num_layers=1);"
-    script += "addition.WarmStart = lambda: small; demo.main(['--eval_steps', '2'])"
-    process = subprocess.Popen([sys.executable, "-c", script])
-    while not (folder / "plain" / "curve.json").is_file():
-        assert process.poll() is None
-        time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=60) == 130
-    stopped = read_curve(folder / "plain")
-    assert stopped["points"][-1]["step"] < 150
-    time.sleep(2)
-    assert read_curve(folder / "plain") == stopped
 
 
 @pytest.mark.slow
