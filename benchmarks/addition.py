@@ -24,12 +24,12 @@ from transformers.utils import logging as transformers_logging
 from trl import SFTConfig, SFTTrainer
 
 from lze_trl.config import LZEGRPOConfig
-from lze_trl.files import made_aside
 from lze_trl.job.train import setup_logging
 from lze_trl.rewards import exact_match_reward
 from lze_trl.trainer import LZEGRPOTrainer
 
 from . import tasks
+from .settings import made_aside
 from .tasks import TaskFiles, locate
 
 

@@ -20,11 +20,11 @@ from pathlib import Path
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, set_seed
 
 from lze_trl.data import load_prompts
-from lze_trl.files import made_aside
 from lze_trl.job.train import setup_logging
 
 from . import addition
 from .evaluation import Evaluation
+from .settings import made_aside
 from .tasks import CALCULATOR_DIR, HELD_OUT_FILE, TASKS, TRAIN_FILE, read_rows
 
 

@@ -32,13 +32,13 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerC
 from trl import GRPOConfig, GRPOTrainer
 
 from lze_trl import LZEGRPOConfig, LZEGRPOTrainer
-from lze_trl.files import made_aside
 
 from . import addition
 from .comparison import first_crossing, smooth
 from .evaluation import Evaluation
 from .kept import file_name, tabulate
 from .sampling import spread
+from .settings import made_aside
 from .tables import table
 from .tasks import CHECKOUT, SHARED
 
