@@ -191,7 +191,7 @@ def _forecast(namespace: argparse.Namespace, flags: list[str]):
 
 
 def _eval(namespace: argparse.Namespace, flags: list[str]):
-    """Evaluate a model on tasks, with intervals; compare two, or look for the tasks in a training set."""
+    """Evaluate a model on tasks, with intervals, and compare two."""
     if namespace.model is not None and not namespace.server:
         refuse_missing_model(namespace.model)
     from ..evaluation.command import run
@@ -199,8 +199,6 @@ def _eval(namespace: argparse.Namespace, flags: list[str]):
     from ..record.evaluations import FOLDER
 
     folder = run(namespace)
-    if folder is None:
-        return
     place = folder.resolve().parent
     is_of_run = any((place.parent / name).is_file() for name in ("config.json", "adapter_config.json"))
     if place.name == FOLDER and is_of_run:  # any other README.md is not ours to write into
