@@ -1,8 +1,10 @@
 """The timed server: its timing model on paper, and its answers."""
 
 import httpx2
+import pytest
 
-from benchmarks.timed_server import Timing, on_paper, serving
+from benchmarks.seconds import ARMS, Run
+from benchmarks.timed_server import Timing, dead_share, on_paper, serving
 
 
 def test_continuous_batching_on_paper():
@@ -12,6 +14,17 @@ def test_continuous_batching_on_paper():
     # The third waits for a place, the second leaves it after one step, and it ends with the first or after it
     assert on_paper(timing, [[3, 1], [2]]) == 3 * 1.5
     assert on_paper(timing, [[3, 1], [4]]) == 3 * 1.5 + 2 * 1.0
+
+
+def test_half_of_the_prompts_pass_and_most_groups_are_dead():
+    timing = Timing()
+    drawn = [
+        timing.completion([prompt], seed, index) for prompt in range(100) for seed in range(3) for index in (0, 1)
+    ]
+    assert 0.35 < sum(passed for _, passed, _ in drawn) / len(drawn) < 0.65
+    assert all(length >= 1 and logprob <= 0.0 for length, _, logprob in drawn)
+    assert dead_share(timing, 8) == pytest.approx(0.79, abs=0.01)
+    assert dead_share(timing, 4) > dead_share(timing, 8)
 
 
 def test_answers_follow_from_prompt_and_seed_and_not_from_their_order():
@@ -24,3 +37,9 @@ def test_answers_follow_from_prompt_and_seed_and_not_from_their_order():
     with serving(Timing(scale=1e-6), lambda text: []) as (url, engine):
         assert ask(url, range(5)) == ask(url, reversed(range(5)))
         assert engine.tokens == 2 * sum(sum(engine.timing.lengths([p], 7 * p, 3)) for p in range(5))
+
+
+def test_the_clock_is_scaled_to_the_shape():
+    small, large = (Run(prompts, 4, 0.5, 0, "plain", 0).timing.scale for prompts in (8, 64))
+    assert small > large > 0
+    assert all(settings.get("overlap") == "one_step" for arm, settings in ARMS.items() if "overlap" in arm)
