@@ -30,7 +30,7 @@ help:  ## Show what can be made
 	@grep -hE '^[a-z0-9-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/:.*  ## /\t/' | expand -t 20
 
 demo: $(VENV)/.installed  ## Train a small model on this CPU by plain TRL, exact and lze, and compare them, in five minutes
-	@$(BIN)/lze-trl demo
+	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.demo $(ARGS)
 
 demo-llm: $(VENV)/.installed  ## Train a real language model on this machine's CPU, in a quarter of an hour
 	@HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.demo_llm $(ARGS)
@@ -85,11 +85,11 @@ vllm-env: $(VENV)/.installed  ## Make the environment of the CPU vLLM server
 	@scripts/vllm_cpu_env.sh
 
 vllm-serve: vllm-env  ## Start a CPU vLLM server on 127.0.0.1:8000 with the demo's model, or MODEL=DIR; more: ARGS="--port …"
-	@[ "$(MODEL)" != "$(DEMO_MODEL)" ] || OMP_NUM_THREADS=1 $(BIN)/python -m lze_trl.job.demo
+	@[ "$(MODEL)" != "$(DEMO_MODEL)" ] || OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.addition
 	@scripts/vllm_serve.sh --model $(MODEL) $(ARGS)
 
 two-nodes: vllm-env $(VENV)/.installed-deepspeed  ## Rehearse a run on two nodes and a vLLM server, in network namespaces of this machine
-	@[ -d $(DEMO_MODEL) ] || OMP_NUM_THREADS=1 $(BIN)/python -m lze_trl.job.demo
+	@[ -d $(DEMO_MODEL) ] || OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.addition
 	@SERVER='scripts/vllm_serve.sh --model $(DEMO_MODEL) --host 10.77.0.3' scripts/two_nodes.sh -m lze_trl.job.train \
 		--config recipes/demo/lze.yaml --output_dir runs/two_nodes/run --use_vllm true --vllm_mode http \
 		--vllm_server_urls http://10.77.0.3:8000 --max_steps 5 --save_steps 5 --eval_strategy no $(ARGS)

@@ -20,10 +20,11 @@ from pathlib import Path
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, set_seed
 
 from lze_trl.data import load_prompts
-from lze_trl.files import made_aside
-from lze_trl.job import demo
+from lze_trl.job.train import setup_logging
 
+from . import addition
 from .evaluation import Evaluation
+from .settings import made_aside
 from .tasks import CALCULATOR_DIR, HELD_OUT_FILE, TASKS, TRAIN_FILE, read_rows
 
 
@@ -160,7 +161,7 @@ def examples(real: dict[str, str], settings: CalculatorWarmStart) -> list[dict[s
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """A tokenizer with one token for each character of an expression."""
-    return demo.build_tokenizer(CHARACTERS + "=")
+    return addition.build_tokenizer(CHARACTERS + "=")
 
 
 def make(gsm8k: str, output: Path, settings: CalculatorWarmStart) -> dict[str, float]:
@@ -185,8 +186,8 @@ def make(gsm8k: str, output: Path, settings: CalculatorWarmStart) -> dict[str, f
             (unfinished / name).write_text("".join(lines), encoding="utf-8")
         set_seed(settings.seed)
         tokenizer = build_tokenizer()
-        model = demo.build_model(tokenizer, settings)
-        demo.train_supervised(model, tokenizer, examples(supervised, settings), unfinished / "model", settings)
+        model = addition.build_model(tokenizer, settings)
+        addition.train_supervised(model, tokenizer, examples(supervised, settings), unfinished / "model", settings)
         accuracy = _accuracy(unfinished)
         (unfinished / "settings.json").write_text(json.dumps({**asdict(settings), "accuracy": accuracy}, indent=2))
     return accuracy
@@ -215,7 +216,7 @@ def main(arguments: list[str] | None = None):
     parser.add_argument("--output", type=Path, default=CALCULATOR_DIR, help="folder to write")
     parser.add_argument("--steps", type=int, default=CalculatorWarmStart.steps, help="supervised steps")
     namespace = parser.parse_args(arguments)
-    demo.setup_logging(is_main=True)
+    setup_logging(is_main=True)
     accuracy = make(namespace.gsm8k, namespace.output, CalculatorWarmStart(steps=namespace.steps))
     logger.info(
         "Expected accuracy %.3f on train, %.3f held out. Written to `%s`.", *accuracy.values(), namespace.output

@@ -32,13 +32,13 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerC
 from trl import GRPOConfig, GRPOTrainer
 
 from lze_trl import LZEGRPOConfig, LZEGRPOTrainer
-from lze_trl.files import made_aside
-from lze_trl.job import demo
 
+from . import addition
 from .comparison import first_crossing, smooth
 from .evaluation import Evaluation
 from .kept import file_name, tabulate
 from .sampling import spread
+from .settings import made_aside
 from .tables import table
 from .tasks import CHECKOUT, SHARED
 
@@ -164,7 +164,7 @@ def called(value: str) -> str:
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """One token a character, and one for each part of a tool call."""
-    tokenizer = demo.build_tokenizer([_OPEN, _CLOSE, *"uat:0123456789+?!"])
+    tokenizer = addition.build_tokenizer([_OPEN, _CLOSE, *"uat:0123456789+?!"])
     tokenizer.chat_template, tokenizer.response_template = _TEMPLATE, RESPONSE
     return tokenizer
 
@@ -176,7 +176,7 @@ def warm_start(folder: Path, digits: Sequence[int]):
     """
     if folder.is_dir():
         return
-    settings = demo.WarmStart(steps=700)
+    settings = addition.WarmStart(steps=700)
     with made_aside(folder) as unfinished:
         generator, rows = random.Random(1), []
         total = settings.steps * settings.batch_size
@@ -184,7 +184,7 @@ def warm_start(folder: Path, digits: Sequence[int]):
             noisy, text = place >= settings.clean_share * total, ""
             for question, following in ((first, f"t:{second}a:"), (second, "t:!a:")):
                 a, b = map(int, question.split("+"))
-                rate = settings.error_rates[demo.difficulty_class(a, b)] if noisy else 0.0
+                rate = settings.error_rates[addition.difficulty_class(a, b)] if noisy else 0.0
                 off = generator.choice([-2, -1, 1, 2]) if generator.random() < rate else 0
                 text += f"{called(str(a + b + off))}<eos>" + ("t:?a:" if off else following)
                 if off:
@@ -192,8 +192,8 @@ def warm_start(folder: Path, digits: Sequence[int]):
             rows.append({"prompt": f"u:{first}a:", "completion": text})
         set_seed(settings.seed)
         tokenizer = make_tokenizer()
-        model = demo.build_model(tokenizer, settings)
-        demo.train_supervised(model, tokenizer, rows, unfinished, settings)
+        model = addition.build_model(tokenizer, settings)
+        addition.train_supervised(model, tokenizer, rows, unfinished, settings)
         tokenizer.save_pretrained(unfinished)
 
 

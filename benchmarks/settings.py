@@ -2,7 +2,10 @@
 
 import hashlib
 import json
-from collections.abc import Iterable
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -126,3 +129,16 @@ def write_json(path: Path, content: Any):
 def write_text(path: Path, text: str):
     """Write a text file, which gets a last line end, in one piece."""
     write_atomically(path, f"{text}\n".encode())
+
+
+@contextmanager
+def made_aside(folder: Path) -> Iterator[Path]:
+    """Make an empty folder to fill; at the end of the block it takes the place of the old one, unless the block fails."""
+    unfinished = folder.with_name(f"{folder.name}.unfinished-{os.getpid()}")
+    try:
+        unfinished.mkdir(parents=True)
+        yield unfinished
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(unfinished, folder)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)

@@ -17,10 +17,9 @@ from pathlib import Path
 
 import numpy as np
 
-from lze_trl.files import made_aside
 from recipes.smollm2 import MODEL_DIR
 
-from .settings import BenchError
+from .settings import BenchError, made_aside
 
 
 TRAIN_ROWS, HELD_OUT_ROWS = 2_048, 700  # a quarter of the held-out ones is for tuning only

@@ -12,6 +12,7 @@ from .skills import MIXES
 
 
 CHECKOUT = Path(__file__).resolve().parents[1]
+ADDITION_DIR = CHECKOUT / "runs" / "demo" / "warm-start"
 CALCULATOR_DIR = CHECKOUT / "runs" / "calculator"
 TRAIN_FILE, HELD_OUT_FILE = "train.jsonl", "test.jsonl"
 _READY_MADE = CHECKOUT.parent / "shared"
@@ -194,10 +195,8 @@ def locate(task: str, model: str | None = None, data: str | None = None) -> Task
     if model is not None:
         return _checked(TaskFiles(Path(model), Path(data) / TRAIN_FILE, Path(data) / HELD_OUT_FILE))
     if task == "addition":
-        from lze_trl.job import demo
-
-        folder = demo.WARM_START_DIR
-        return TaskFiles(folder / demo.MODEL_DIR, folder / demo.TRAIN_FILE, folder / demo.HELD_OUT_FILE)
+        folder = ADDITION_DIR
+        return TaskFiles(folder / "model", folder / TRAIN_FILE, folder / "held_out.jsonl")
     if task in MIXES:
         folder = CHECKOUT / "runs" / "skills"
         return TaskFiles(folder / "model", folder / task / TRAIN_FILE, folder / task / HELD_OUT_FILE)

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from lze_trl.files import made_aside
+from benchmarks.settings import made_aside
 
 
 logger = logging.getLogger(__name__)

@@ -1,19 +1,15 @@
 """The benchmark as a whole: what is planned, what is run again, and how it tells what is wrong."""
 
-import io
 import json
 import os
 import subprocess
 import sys
 
 import pytest
-from rich.console import Console
 
 import tiny
-from bench_samples import result, settings
+from bench_samples import settings
 from benchmarks import __main__ as command
-from benchmarks import suite
-from benchmarks.jobs import Options, plan
 from benchmarks.settings import BenchError, RunSettings
 from benchmarks.tasks import TASKS, TaskFiles, load, read_rows
 
@@ -68,43 +64,7 @@ def test_key_names_everything_that_a_result_depends_on():
     assert RunSettings.from_dict(json.loads(json.dumps(vars(settings("dapo"))))) == settings("dapo")
 
 
-def test_plan_goes_seed_by_seed_and_begins_with_the_baseline(files, tmp_path):
-    options = Options(task="addition", strategies=("lze", "random"), seeds=(3, 1), steps=20, output=tmp_path)
-    planned = [job.settings for job in plan(options, {"addition": files})]
-    assert [(job.seed, job.strategy) for job in planned] == [
-        *((3, strategy) for strategy in ("grpo", "random", "lze")),
-        *((1, strategy) for strategy in ("grpo", "random", "lze")),
-    ]
-    assert {job.strategy: job.max_steps for job in planned} == {"grpo": 20, "random": 30, "lze": 30}
-    assert {job.learning_rate for job in planned} == {2e-4}
-    assert {job.held_out for job in planned} == {"test"}
-    assert len({job.protocol for job in planned}) == 1
-
-
 # ---- Runs ----
-
-
-def quiet():
-    return Console(file=io.StringIO(), width=200)
-
-
-def test_report_from_kept_results(tmp_path):
-    results = [result([0.1, 0.2, 0.3]), result([0.1, 0.3, 0.4], "lze", stretch=1.5)]
-    results += [result([0.1, 0.2], "lze", overrides={"x": 1}), result([0.1, 0.2], "lze", steps=7)]
-    # Shorter; at a rate of no table
-    results += [result([0.1, 0.3], "lze"), result([0.1, 0.3], "lze", learning_rate=1.0)]
-    kept = tmp_path / "results.jsonl"
-    kept.write_text("".join(json.dumps(r) + "\n" for r in [*results, results[0]]))
-    for _ in range(2):
-        (section,) = suite.report(tmp_path, quiet())
-        assert [json.loads(line) for line in kept.read_text().splitlines()] == results
-    assert (tmp_path / f"{section.name}.png").is_file()
-    text = (tmp_path / "tables.md").read_text()
-    assert "| LZE, 40 % | 1 |" in text
-    assert "1 run(s) left out: their strategies were defined in another way." in text
-    assert "1 run(s) left out: there is no baseline to compare with." in text
-    with pytest.raises(BenchError, match="holds no finished run of the baseline"):
-        suite.report(tmp_path / "none", quiet())
 
 
 # ---- The command ----

@@ -1,18 +1,11 @@
 """The calculator task: expressions of GSM8K, split by what is seen when."""
 
 import json
-import os
-from pathlib import Path
 
-import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks import calculator
-from benchmarks.calculator import CalculatorWarmStart, expressions, split
-
-
-SHARED = Path(os.environ.get("LZE_SHARED", Path(__file__).resolve().parents[2] / "shared"))
-GSM8K = SHARED / "data" / "gsm8k"
+from benchmarks.calculator import CalculatorWarmStart, expressions
 
 
 def test_expressions_of_worked_solutions():
@@ -33,17 +26,6 @@ def test_expressions_of_worked_solutions():
     }
 
 
-def test_split_is_by_expression():
-    train = {f"{i}+1=": str(i + 1) for i in range(11)}
-    test = {"3+1=": "4.00", "50+1=": "51"}
-    supervised, rest, held_out = split(train, test, seed=0)
-    assert (len(supervised), len(rest)) == (5, 6)
-    assert supervised | rest == train
-    assert held_out == {"50+1=": "51"}
-    assert split(train, test, seed=0) == (supervised, rest, held_out)
-    assert split(train, test, seed=1)[0] != supervised
-
-
 def test_whole_way_in_small(tmp_path):
     for name, start in (("train", 0), ("test", 9)):
         lines = [
@@ -62,11 +44,3 @@ def test_whole_way_in_small(tmp_path):
     assert {row["prompt"] for row in rows["test"]} == {f"{i}*2=" for i in range(12, 21)}
     assert json.loads((output / "settings.json").read_text())["accuracy"] == accuracy
     assert not list(tmp_path.glob("*.unfinished*"))
-
-
-@pytest.mark.skipif(not GSM8K.is_dir(), reason="the GSM8K files are not there")
-def test_real_gsm8k_has_thousands_of_expressions():
-    parts = {name: calculator._read(str(GSM8K), name) for name in ("train", "test")}
-    supervised, rest, held_out = split(parts["train"], parts["test"], seed=0)
-    assert (len(supervised), len(rest), len(held_out)) == (5377, 5378, 1373)
-    assert not set(held_out) & (set(supervised) | set(rest))

@@ -5,20 +5,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from bench_samples import result
 from benchmarks.comparison import (
     PRICES,
-    Spread,
     cost_to_target,
-    exchanged,
     first_crossing,
     lasting_crossing,
     mean_cost_to_target,
     pairs,
-    reaches,
     read_curve,
 )
 
@@ -42,33 +37,6 @@ def test_crossings(accuracy, target, first, lasting):
     for crossing, expected in ((first_crossing, first), (lasting_crossing, lasting)):
         found = crossing(COSTS, np.array(accuracy), target)
         assert found == (None if expected is None else pytest.approx(expected))
-
-
-POINTS = st.lists(st.tuples(st.floats(0.1, 9.0), st.floats(0.0, 1.0)), min_size=1, max_size=8)
-
-
-@given(POINTS, st.floats(0.0, 1.0), st.floats(0.0, 1.0))
-def test_a_higher_target_never_costs_less(points, one, other):
-    steps, accuracy = np.array(points).T
-    costs = np.cumsum(steps)
-    low, high = (first_crossing(costs, accuracy, target) for target in sorted((one, other)))
-    assert (high is None) == (not reaches(accuracy, max(one, other)).any())
-    if high is not None:
-        assert costs[0] <= low <= high <= costs[-1]
-
-
-@pytest.mark.parametrize(
-    ("values", "median", "reached"),
-    [
-        ((5.0, 1.0, 3.0), 3.0, 3),
-        ((1.0, 4.0), 2.5, 2),
-        ((1.0, math.inf, 2.0), 2.0, 2),
-        ((1.0, math.inf), math.inf, 1),
-    ],
-)
-def test_spread_counts_what_was_not_reached_as_infinite(values, median, reached):
-    spread = Spread(values)
-    assert (spread.median, spread.reached) == (median, reached)
 
 
 def curves(*results):
@@ -111,13 +79,6 @@ def test_a_price_weighs_rollouts_and_updates():
     assert mean_cost_to_target(found, "price_70") == pytest.approx(prices["price_70"])
 
 
-def test_the_baseline_costs_one_of_itself():
-    rising, wavering = result([0.1, 0.2, 0.3, 0.4]), result([0.1, 0.6, 0.1, 0.5, 0.3, 0.2], seed=1)
-    found = pairs(curves(rising, wavering), "grpo", "grpo")
-    assert cost_to_target(found, "flops").values == (1.0, 1.0)
-    assert cost_to_target(found, "flops", whole=True).values[0] == 1.0
-
-
 def test_each_seed_has_its_own_baseline_and_target():
     # Smoothed: baselines end at 0.2 and 0.4, both after 200; the other is at 0.3 after 200 with both seeds
     results = [result([0.1, 0.2, 0.3], seed=0), result([0.2, 0.4, 0.6], seed=1)]
@@ -127,20 +88,3 @@ def test_each_seed_has_its_own_baseline_and_target():
     spread = cost_to_target(found, "flops")
     assert spread.values == (pytest.approx(0.5), math.inf)
     assert (spread.median, spread.reached) == (math.inf, 1)
-
-
-def test_each_baseline_against_the_target_of_every_other_seed():
-    # Smoothed: 0.1, 0.15, 0.2 and 0.1, 0.2, 0.3: the second is at 0.2 after 100 of its 200; the first never at 0.3
-    found = exchanged(
-        curves(result([0.1, 0.3, 0.5], seed=1), result([0.1, 0.2, 0.3]), result([0.9, 0.9], "lze")), "grpo"
-    )
-    assert [(run.seed, other.seed) for run, other in found] == [(0, 1), (1, 0)]
-    assert cost_to_target(found, "flops").values == (math.inf, pytest.approx(100 / 200))
-    assert exchanged(curves(result([0.1, 0.2])), "grpo") == []
-    assert len(exchanged(curves(*(result([0.1, 0.2], seed=seed) for seed in range(3))), "grpo")) == 6
-
-
-def run_of(smoothed, strategy="grpo", seed=0, flops=100.0):
-    """A run whose smoothed accuracy is given."""
-    (curve,) = curves(result(list(smoothed), strategy, seed, flops))
-    return replace(curve, accuracy=np.array(smoothed))

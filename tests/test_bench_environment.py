@@ -1,7 +1,6 @@
 """The benchmark of agents: what is evaluated is what TRL shows the model, and what its model writes is read as a call."""
 
 import pytest
-from trl.chat_template_utils import parse_response
 
 from benchmarks.environment import TwoSums, called, held_out, make_tokenizer, result
 
@@ -23,14 +22,6 @@ def test_the_evaluated_text_is_that_of_the_chat_template():
         assert shown == second["prompt"]
         assert second["solution"] == called(result(sums[1]))
         assert tokenizer.unk_token_id not in tokenizer(second["prompt"] + second["solution"]).input_ids
-
-
-def test_what_the_model_writes_is_a_call():
-    tokenizer = make_tokenizer()
-    ids = tokenizer(called("46") + "<eos>").input_ids
-    assert len(ids) == 5  # both parts of a call are one token each
-    (call,) = parse_response(tokenizer, ids, prefix=tokenizer("u:12+34a:").input_ids)["tool_calls"]
-    assert call["function"] == {"name": "answer", "arguments": {"value": "46"}}
 
 
 @pytest.mark.parametrize(

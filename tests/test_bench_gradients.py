@@ -8,17 +8,14 @@ import torch
 from transformers import TrainerCallback
 
 import tiny
-from benchmarks import gradients
+from benchmarks import addition, gradients, tasks
 from benchmarks.evaluation import Evaluation
 from benchmarks.gradients import Probe, ProbeSettings
-from benchmarks.gradients_plot import spearman
-from benchmarks.group_gradients import Sample, draw, expected_gradient, policy_gradient
+from benchmarks.group_gradients import Sample, draw, policy_gradient
 from benchmarks.tasks import TaskData
-from lze_trl.job import demo
-from lze_trl.rewards import exact_match_reward
 
 
-SMALL = demo.WarmStart(steps=2, batch_size=8, hidden_size=16, intermediate_size=32, num_layers=1)
+SMALL = addition.WarmStart(steps=2, batch_size=8, hidden_size=16, intermediate_size=32, num_layers=1)
 ROWS = [
     {"prompt": "12+3=", "solution": "15"},
     {"prompt": "1+1=", "solution": "2"},
@@ -28,8 +25,8 @@ ROWS = [
 
 def small_model():
     torch.manual_seed(0)
-    tokenizer = demo.build_tokenizer()
-    return demo.build_model(tokenizer, SMALL), tokenizer
+    tokenizer = addition.build_tokenizer()
+    return addition.build_model(tokenizer, SMALL), tokenizer
 
 
 def settings(**changes) -> ProbeSettings:
@@ -111,18 +108,6 @@ def test_a_dead_group_has_exactly_no_gradient():
     assert policy_gradient(model, sample.of_group(2)).abs().max() > 0.0
 
 
-def test_policy_gradient_is_on_average_the_expected_gradient():
-    # One token a completion, so the mean over tokens is that over completions, and p = π("3") is about 1/15. With N
-    # completions the noise is 1/√(pN) of the gradient, about 4 %.
-    model, tokenizer = small_model()
-    row = {"prompt": "1+2=", "solution": "3"}
-    sample = draw(model, tokenizer, [row], 8192, 1, exact_match_reward, seed=0)
-    sampled = policy_gradient(model, sample)
-    expected = expected_gradient(model, Evaluation([row], tokenizer, max_completion_length=1).batches)
-    assert torch.cosine_similarity(sampled, expected, dim=0) > 0.99
-    assert float(sampled.norm() / expected.norm()) == pytest.approx(1.0, abs=0.1)
-
-
 # ---- Probes ----
 
 
@@ -155,18 +140,10 @@ def test_a_visit_measures_every_prompt_and_leaves_the_training_alone():
 # ---- Rank correlations ----
 
 
-def test_spearman_by_hand():
-    assert spearman([1, 2, 3], [10, 30, 20]) == pytest.approx(0.5)  # 1 − 6·(0 + 1 + 1)/(3·8)
-    # Ties: ranks 1, 2.5, 2.5, 4 and 1, 4, 2.5, 2.5; deviations −1.5, 0, 0, 1.5 and −1.5, 1.5, 0, 0: 2.25/4.5
-    assert spearman([1, 2, 2, 4], [10, 30, 20, 20]) == pytest.approx(0.5)
-    assert spearman([1, 2, 3, 4], [8, 6, 4, 2]) == pytest.approx(-1.0)
-    assert np.isnan(spearman([5, 5, 5], [1, 2, 3]))
-
-
 @pytest.mark.slow
 def test_from_the_command_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(demo, "WARM_START_DIR", tmp_path / "warm-start")
-    monkeypatch.setattr(demo, "WarmStart", lambda: SMALL)
+    monkeypatch.setattr(tasks, "ADDITION_DIR", tmp_path / "warm-start")
+    monkeypatch.setattr(addition, "WarmStart", lambda: SMALL)
     flags = ["--group_sizes", "4", "--seeds", "7", "--steps", "4", "--probes", "3", "--prompts", "9"]
     gradients.main([*flags, "--output", str(tmp_path / "out")])
     (run,) = (tmp_path / "out").glob("G4-seed7-*.json")

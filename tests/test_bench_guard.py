@@ -2,11 +2,9 @@
 
 import json
 
-import numpy as np
 import pytest
 
-from benchmarks import guard
-from lze_trl.job import demo
+from benchmarks import addition, guard, tasks
 from test_bench_gradients import SMALL
 
 
@@ -20,20 +18,10 @@ def test_a_gate_that_takes_half_the_tokens_for_the_same_accuracies():
     assert found["at_equal_tokens"] == pytest.approx(100 * (0.6 - 0.3))  # means of three, and `exact` at 20 tokens
 
 
-def test_what_is_done_to_the_data():
-    every = [{"prompt": f"{a}+{b}=", "solution": str(a + b)} for a in range(10, 100) for b in range(10, 100)]
-    rng = np.random.default_rng(0)
-    wrong = guard._wrong_labels(every, every, rng)
-    shares = [row["solution"] != known["solution"] for row, known in zip(wrong, every, strict=True)]
-    assert np.mean(shares) == pytest.approx(0.2, abs=0.02)
-    harder = [int(row["solution"]) >= 100 for row in guard._harder(every[:9], every, rng)]
-    assert harder == sorted(harder) and harder.index(True) == 32 * 30
-
-
 @pytest.mark.slow
 def test_from_the_command_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(demo, "WARM_START_DIR", tmp_path / "warm-start")
-    monkeypatch.setattr(demo, "WarmStart", lambda: SMALL)
+    monkeypatch.setattr(tasks, "ADDITION_DIR", tmp_path / "warm-start")
+    monkeypatch.setattr(addition, "WarmStart", lambda: SMALL)
     scenarios = ["long_tail", "scale"]
     guard.main(["--seeds", "0", "--steps", "5", "--output", str(tmp_path / "out"), "--scenarios", *scenarios])
     results = [json.loads(path.read_text())["result"] for path in (tmp_path / "out").glob("*.json")]

@@ -1,7 +1,6 @@
 """Measuring the parts: what is measured is what is said, and every part runs from end to end."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import tiny
-from benchmarks.parts import overhead, padding, update
+from benchmarks.parts import overhead, padding
 from benchmarks.parts.shared import Lengths
 from lze_trl.pack.layout import Geometry
 
@@ -45,16 +43,6 @@ def test_real_and_computed_tokens_of_all_processes():
 # ---- Update ----
 
 
-def test_every_method_gets_the_same_rows():
-    batches = [Lengths(np.array([1, 1]), np.array([3, 2])), Lengths(np.array([2, 2]), np.array([1, 4]))]
-    first, second = (update.Rows(batches, vocabulary=9) for _ in range(2))
-    answers = [first.rollouts(["", ""], None) for _ in range(3)]
-    assert answers == [second.rollouts(["", ""], None) for _ in range(3)]
-    assert [[len(ids) for ids in answer["completion_ids"]] for answer in answers] == [[3, 2], [1, 4], [3, 2]]
-    assert [len(ids) for ids in answers[1]["prompt_ids"]] == [2, 2]
-    assert all(3 <= token < 9 for ids in answers[0]["completion_ids"] for token in ids)
-
-
 # ---- End to end ----
 
 
@@ -82,23 +70,3 @@ def test_quick_measurement(part, tmp_path):
         assert max(methods["default"]["computed_tokens"]) < min(methods["trl"]["computed_tokens"])
     if part == "state":
         assert [case["prompts"] for case in content["rows"]] == [10**4, 10**5]
-
-
-@pytest.mark.slow
-def test_gpu_script_on_words(tmp_path):
-    tiny.save(tmp_path / "model")
-    rows = "".join(json.dumps({"question": f"{i}+1=", "answer": str(i + 1)}) + "\n" for i in range(40))
-    for name in ("train", "test"):
-        (tmp_path / f"{name}.jsonl").write_text(rows if name == "train" else rows.replace("+1", "+2"))
-    flags = ["--strategies", "exact", "--steps", "1", "--model", str(tmp_path / "model"), "--data", str(tmp_path)]
-    result = subprocess.run(
-        [ROOT / "benchmarks" / "gpu.sh", str(tmp_path / "out"), "words", *flags],
-        env=os.environ | {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "rollouts : update =" in result.stdout
-    assert "| exact: live groups" in (tmp_path / "out" / "CPU" / "words" / "tables.md").read_text()

@@ -4,18 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.sampling import STRATEGIES, SamplingRun, TokenBudget, markdown
+from benchmarks.sampling import STRATEGIES, SamplingRun, TokenBudget
 from lze_trl import LZEGRPOConfig
 from lze_trl.record.ledger import Ledger
 from lze_trl.rollout.controllers import DynamicSampling, ReinforceAda, UniformController
-
-
-def result(seed, **changes):
-    values = {"accuracy_before": 0.3, "accuracy_after": 0.5, "optimizer_steps": 10, "seconds": 3.4}
-    values |= {"rollout_tokens": 1200, "update_tokens": 600, "rows_rolled_out": 80, "rows_trained": 40}
-    values |= {"groups_rolled_out": 20, "groups_trained": 20, "groups_with_gradient": 10}
-    run = {"strategy": "a", "seed": seed, "rollout_tokens": 1000, "inputs": "x"}
-    return {"run": run, "machine": "a machine", "date": "2026-01-0" + str(seed), "result": values | changes}
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -42,13 +34,3 @@ def test_a_training_ends_when_its_tokens_are_spent(spent, stops):
     control = SimpleNamespace(should_training_stop=False)
     TokenBudget(Ledger(rollout_tokens=spent), 100).on_step_end(None, None, control)
     assert control.should_training_stop == stops
-
-
-def test_the_table_by_hand():
-    # 10 and 15 of 20 groups; 1200 tokens for 10 and for 15 of them
-    text = markdown([result(1), result(2, groups_with_gradient=15, update_tokens=900, accuracy_after=0.75)])
-    cells = [cell.strip() for cell in text.splitlines()[2].strip("|").split("|")]
-    assert cells == [
-        *("a", "62.5% (50.0%–75.0%)", "12 (10–15)", "100 (80–120)", "4.0 (4.0–4.0)", "1,200 (1,200–1,200)"),
-        *("750 (600–900)", "10 (10–10)", "0.625 (0.500–0.750)", "3 (3–3)"),
-    ]

@@ -9,8 +9,8 @@ from rich.console import Console
 import tiny
 from benchmarks import self_play
 from benchmarks.kept import run_all
-from benchmarks.self_play import ARMS, held_out_sets, planned, read_results, report
-from benchmarks.self_play_report import precision_by_votes, stopped_at
+from benchmarks.self_play import ARMS, planned, read_results, report
+from benchmarks.self_play_report import stopped_at
 from benchmarks.tasks import TaskFiles
 
 
@@ -37,12 +37,6 @@ def test_where_the_rules_would_have_stopped():
     assert stopped_at(result([0.05] * 20, [0.4, 0.3, 0.3]), 16) == (20, "accuracy")
 
 
-def test_labels_by_votes():
-    labels = result([0.05], [0.4])["labels"]
-    assert precision_by_votes(labels, last=False) == {3: (1, 4), 8: (30, 30)}
-    assert precision_by_votes(labels, last=True) == {8: (2, 8)}
-
-
 @pytest.mark.parametrize("arm", ARMS)
 def test_every_arm_trains_and_is_kept(arm, tmp_path, monkeypatch):
     for name, rows in (("train", tiny.prompts(40)), ("held_out", tiny.prompts(60).select(range(30, 60)))):
@@ -67,11 +61,3 @@ def test_every_arm_trains_and_is_kept(arm, tmp_path, monkeypatch):
     (options.output / "runs" / run.name).unlink()
     assert read_results(options.output) == [kept]
     assert json.loads((options.output / "results.jsonl").read_text()) == kept
-
-
-def test_held_out_problems_are_not_trained_on():
-    rows = [{"prompt": str(i), "solution": "1"} for i in range(100)]
-    sets = held_out_sets(rows, {str(i) for i in range(50)})
-    prompts = [{row["prompt"] for row in part} for part in sets.values()]
-    assert [len(part) for part in prompts] == [12, 38]
-    assert not prompts[0] & prompts[1] and prompts[0] | prompts[1] == {str(i) for i in range(50, 100)}

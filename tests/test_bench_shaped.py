@@ -4,23 +4,14 @@ import json
 
 import pytest
 
-from benchmarks import shaped
-from lze_trl.job import demo
+from benchmarks import addition, shaped, tasks
 from test_bench_gradients import SMALL
-
-
-def test_a_share_of_the_sums_gets_a_third_number():
-    rows = [{"prompt": f"{a}+{a}=", "solution": str(2 * a)} for a in range(10, 30)]
-    found = shaped.mixed(rows, 0.75)
-    assert [row["prompt"].count("+") for row in found] == [2] * 15 + [1] * 5
-    assert all(sum(map(int, row["prompt"][:-1].split("+"))) == int(row["solution"]) for row in found)
-    assert shaped.mixed(rows, 0.0) == rows
 
 
 @pytest.mark.slow
 def test_from_the_command_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(demo, "WARM_START_DIR", tmp_path / "warm-start")
-    monkeypatch.setattr(demo, "WarmStart", lambda: SMALL)
+    monkeypatch.setattr(tasks, "ADDITION_DIR", tmp_path / "warm-start")
+    monkeypatch.setattr(addition, "WarmStart", lambda: SMALL)
     shaped.main(["--seeds", "0", "--steps", "10", "--output", str(tmp_path / "out")])
     results = [json.loads(path.read_text())["result"] for path in (tmp_path / "out").glob("*.json")]
     assert len(results) == len(shaped.ARMS)

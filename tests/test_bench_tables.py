@@ -1,68 +1,26 @@
-"""Tables and pictures say what the results say."""
+"""The kept tables of the benchmark are those of the kept runs."""
 
-import math
+import io
+import shutil
+from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from bench_samples import result
-from benchmarks.comparison import Spread
-from benchmarks.sections import sort_results
-from benchmarks.tables import averaged_table, price_table, ratio, short_table, target_table
-
-
-@pytest.mark.parametrize(
-    ("values", "text"),
-    [
-        ((0.4,), "0.40"),
-        ((0.5, 0.3, 0.4), "0.40 (0.30–0.50)"),
-        ((0.5, math.inf, 0.4), "0.50 (0.40–0.50; 1 of 3 not reached)"),
-        ((math.inf, 0.4, math.inf), "not reached (2 of 3; else 0.40)"),
-        ((math.inf, math.inf), "not reached"),
-    ],
-)
-def test_ratios(values, text):
-    assert ratio(Spread(values)) == text
+from benchmarks import suite
+from benchmarks.settings import BenchError
 
 
-def compared():
-    """Smoothed, the baselines end at 0.3 after 3 evaluations; LZE is there after 2, at half the FLOPs each."""
-    return [
-        *(result([0.1, 0.2, 0.3, 0.4], seed=seed) for seed in (0, 1)),
-        *(result([0.1, 0.3, 0.5, 0.5], "lze", seed, flops=50.0) for seed in (0, 1)),
-    ]
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "words"
 
 
-def test_tables_of_costs():
-    (section,), _ = sort_results(compared())
-    one = "1.00 (1.00–1.00)"
-    lines = price_table(section.curves()).splitlines()
-    assert lines[0] == (
-        "| strategy | seeds | steps | final accuracy | price at 70 % | rollouts × | updates × | price at 25 % "
-        "| price at 50 % | price at 90 % | completions per live group |"
-    )
-    assert lines[2:] == [
-        f"| GRPO (TRL) | 2 | 30 | 0.300 ± 0.000 | {' | '.join([one] * 6)} | – |",
-        f"| GRPO (TRL), target of another seed | 2 pairs |  |  | {' | '.join([one] * 6)} |  |",
-        f"| LZE, 40 % | 2 | 30 | 0.433 ± 0.000 | {' | '.join(['0.33 (0.33–0.33)'] * 6)} | – |",
-    ]
-    lines = target_table(section.curves()).splitlines()
-    assert lines[2:] == [
-        f"| GRPO (TRL) | 2 | {' | '.join([one] * 4)} | 25 / 0 / 75 | 20 / 0 / 60 |",
-        f"| GRPO (TRL), target of another seed | 2 pairs | {' | '.join([one] * 4)} |  |  |",
-        "| LZE, 40 % | 2 | 0.33 (0.33–0.33) | 0.67 (0.67–0.67) | 0.67 (0.67–0.67) | 0.33 (0.33–0.33) "
-        "| 25 / 0 / 75 | 20 / 0 / 60 |",
-    ]
-    short = short_table(section.curves()).splitlines()
-    assert short[3] == "| LZE, 40 % | 2 | 0.433 ± 0.000 | 0.33 (0.33–0.33) | 0.33 (0.33–0.33) | 0.33 (0.33–0.33) |"
-    assert averaged_table(section.curves()).splitlines()[2:] == [
-        "| GRPO (TRL) | 2 | 1.00 | 1.00 | 1.00 | 1.00 | 1.00 | 1.00 |",
-        "| LZE, 40 % | 2 | 0.33 | 0.33 | 0.33 | 0.33 | 0.67 | 0.67 |",
-    ]
+def test_a_report_of_kept_results_is_the_kept_one(tmp_path):
+    kept = shutil.copytree(RESULTS, tmp_path / "kept")
+    suite.report(kept, Console(file=io.StringIO(), width=200))
+    for name in ("tables.md", "results.jsonl"):
+        assert (kept / name).read_text() == (RESULTS / name).read_text()
 
 
-def test_the_longest_of_equal_runs_counts():
-    short, long = result([0.1, 0.2], "lze"), result([0.1, 0.2, 0.3], "lze", stretch=1.5)
-    for order in ([short, long], [long, short]):
-        (section,), left_out = sort_results([result([0.1, 0.2, 0.3]), *order])
-        assert [len(curve.accuracy) for curve in section.curves() if curve.strategy == "lze"] == [3]
-        assert left_out == {}
+def test_a_report_without_a_baseline_is_refused(tmp_path):
+    with pytest.raises(BenchError, match="holds no finished run of the baseline"):
+        suite.report(tmp_path)

@@ -38,14 +38,11 @@ def test_train_hands_everything_else_to_the_job(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["train", "recipes/demo/lzee.yaml"], "There is no recipe `recipes/demo/lzee.yaml`. Did you mean"),
         (["train", "recipes/demo/lze.yaml", "--pakcing", "false"], "There is no setting `pakcing`. Did you mean"),
         (
             ["train", "recipes/demo/lze.yaml", "--accelerate_config", "x"],
             "There is no accelerate configuration `x`. Use",
         ),
-        (["demo", "--max_stepz", "3"], "There is no setting `max_stepz`. Did you mean `max_steps`"),
-        (["report", "no-run"], "There is no run at `no-run`"),
     ],
 )
 def test_errors_have_no_traceback(monkeypatch, arguments, message):
@@ -59,7 +56,6 @@ def test_errors_have_no_traceback(monkeypatch, arguments, message):
     ("arguments", "message"),
     [
         (["data", "x.jsonl", "--limit", "0"], "argument --limit: must be at least 1, got 0"),
-        (["forecast", "run", "--num_prompts", "0"], "argument --num_prompts: must be at least 1, got 0"),
         (["report", "run", "--max_steps", "3"], "unrecognized arguments: --max_steps 3"),
     ],
 )
@@ -92,12 +88,8 @@ def test_data_shows_what_a_source_holds_or_what_is_wrong(monkeypatch, tmp_path, 
     cli.main(["data", "good.jsonl", *columns, "--option_column", "list"])
     out = capsys.readouterr().out
     assert "problem from facts + task, options from list, gold answer from meta.gold" in out
-    for name, message in (
-        ("none.jsonl", "There is no file or folder"),
-        ("good.jsonl", r"`prompt_column` \(in a recipe, `dataset_prompt_column`\)"),
-    ):
-        with pytest.raises(SystemExit, match=f"error: .*{message}"):
-            cli.main(["data", name])
+    with pytest.raises(SystemExit, match=r"error: .*`prompt_column` \(in a recipe, `dataset_prompt_column`\)"):
+        cli.main(["data", "good.jsonl"])
 
 
 def test_missing_extra_is_named(monkeypatch):
@@ -106,7 +98,7 @@ def test_missing_extra_is_named(monkeypatch):
         cli.main(["report", "run"])
 
 
-COMMANDS = ("train", "demo", "data", "app", "forecast", "analyze", "eval", "report")
+COMMANDS = ("train", "data", "app", "forecast", "eval", "report")
 WRONG = {
     "train none.yaml": "There is no recipe `none.yaml`",
     "data none.jsonl": "There is no file or folder 'none.jsonl'",

@@ -1,78 +1,46 @@
-"""The demo: its task, its cache, and what it must reach."""
+"""The demo: its warm start and its arms, and what they must reach."""
 
 import json
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tiny
+from benchmarks import addition, demo, tasks
+from benchmarks.addition import WarmStart, warm_start
+from benchmarks.demo import ARMS, read_curve, train_arm
 from lze_trl.app.runs import RunBook
-from lze_trl.job import demo
-from lze_trl.job.demo import (
-    WarmStart,
-    difficulty_class,
-    noisy_examples,
-    problems,
-    run_demo,
-    warm_start,
-)
-from lze_trl.job.recipe import RecipeError
-from lze_trl.job.side_by_side import ARMS, read_curve, show, train_arm
 
 
+ROOT = Path(__file__).parents[1]
 SMALL = WarmStart(steps=2, batch_size=8, hidden_size=16, intermediate_size=32, num_layers=1)
-
-
-def test_answers_are_right_first_and_then_wrong_at_the_rate_of_the_class():
-    settings = WarmStart(steps=100, batch_size=200)
-    train, held_out = problems(settings)
-    assert len({*train, *held_out}) == 90 * 90
-    assert [difficulty_class(*pair) for pair in ((12, 34), (17, 25), (60, 45), (55, 45))] == [0, 1, 2, 3]
-    examples = noisy_examples(train, settings)
-    wrong = {i: [] for i in range(4)}
-    for i, example in enumerate(examples):
-        a, b = map(int, example["prompt"].rstrip("=").split("+"))
-        error = abs(int(example["completion"]) - a - b)
-        assert error <= settings.max_error
-        if i < 14_000:
-            assert error == 0
-        else:
-            wrong[difficulty_class(a, b)].append(error > 0)
-    for i, rate in enumerate(settings.error_rates):
-        assert sum(wrong[i]) / len(wrong[i]) == pytest.approx(rate, abs=0.05)
 
 
 def test_warm_start_is_cached_and_rebuilt_when_settings_change(tmp_path):
     directory = tmp_path / "demo" / "warm-start"
     assert warm_start(directory, SMALL)
     assert not warm_start(directory, SMALL)
-    assert AutoModelForCausalLM.from_pretrained(directory / demo.MODEL_DIR).config.hidden_size == 16
-    assert AutoTokenizer.from_pretrained(directory / demo.MODEL_DIR).decode([4, 5]) == "12"
-    rows = [json.loads(line) for line in (directory / demo.TRAIN_FILE).read_text().splitlines()]
+    assert AutoModelForCausalLM.from_pretrained(directory / addition.MODEL_DIR).config.hidden_size == 16
+    assert AutoTokenizer.from_pretrained(directory / addition.MODEL_DIR).decode([4, 5]) == "12"
+    rows = [json.loads(line) for line in (directory / addition.TRAIN_FILE).read_text().splitlines()]
     assert len(rows) == 90 * 90 - SMALL.num_held_out
     assert all(sum(map(int, row["prompt"].rstrip("=").split("+"))) == int(row["solution"]) for row in rows)
 
     other = WarmStart(steps=1, batch_size=8, hidden_size=32, intermediate_size=32, num_layers=1)
     assert warm_start(directory, other)
-    assert AutoModelForCausalLM.from_pretrained(directory / demo.MODEL_DIR).config.hidden_size == 32
+    assert AutoModelForCausalLM.from_pretrained(directory / addition.MODEL_DIR).config.hidden_size == 32
     assert list(directory.parent.iterdir()) == [directory]  # nothing unfinished is left
 
 
 @pytest.fixture
 def home(tmp_path, monkeypatch):
     """A folder without an earlier warm start, in which the demo runs with a smaller one."""
-    monkeypatch.setattr(demo, "HOME", tmp_path)
-    monkeypatch.setattr(demo, "WARM_START_DIR", tmp_path / "runs" / "demo" / "warm-start")
-    monkeypatch.setattr(demo, "WarmStart", lambda: SMALL)
-    monkeypatch.setenv("PYTHONPATH", str(Path(demo.__file__).parents[2]))
+    monkeypatch.setattr(tasks, "ADDITION_DIR", tmp_path / "runs" / "demo" / "warm-start")
+    monkeypatch.setattr(addition, "WarmStart", lambda: SMALL)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -108,22 +76,6 @@ def test_arms_train_on_the_same_prompts_and_exact_ends_with_the_weights_of_plain
     assert totals["plain_tokens"] == pytest.approx(counted)
 
 
-def test_the_table_shows_the_curves(tmp_path, capsys):
-    for arm, ratio, seconds in (("plain", 1.0, 45.25), ("exact", 0.614, 31.0), ("lze", 0.537, 28.0)):
-        points = [
-            {"step": step, "accuracy": 0.3 + step / 10, **dict.fromkeys(("rollouts", "updates", "total"), cost)}
-            | {"seconds": seconds * step / 6}
-            for step, cost in ((0, 0.0), (3, 0.8 * ratio), (6, ratio))
-        ]
-        (tmp_path / arm).mkdir()
-        (tmp_path / arm / "curve.json").write_text(json.dumps({"max_steps": 6, "points": points}))
-    show(tmp_path, Console(width=80))
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "trl.GRPOTrainer 0.300 → 0.900 1.00 × 1.00 × 1.00 × 45" in shown
-    assert "exact (default) 0.300 → 0.900 0.61 × 0.61 × 0.61 × 31" in shown
-    assert (tmp_path / "demo.png").is_file()
-
-
 def test_a_wrong_flag_is_refused_before_anything_is_trained(home):
     wrong = {
         "--learning_rate=fast": "learning_rate",
@@ -131,36 +83,16 @@ def test_a_wrong_flag_is_refused_before_anything_is_trained(home):
         "--strategy=gate": "For one alone",
     }
     for flags, message in wrong.items():
-        with pytest.raises(RecipeError, match=message):
-            run_demo([flags, "--pruning=none"])
+        with pytest.raises(SystemExit, match=f"^error: .*{message}"):
+            demo.main([flags, "--pruning=none"])
     assert not (home / "runs").exists()
-
-
-@pytest.mark.slow
-def test_a_stopped_demo_leaves_no_process(home):
-    folder = home / "runs" / "demo"
-    script = "from lze_trl.job import cli, demo; from pathlib import Path; demo.HOME = Path.cwd();"
-    script += (
-        "demo.WARM_START_DIR = demo.HOME / 'runs/demo/warm-start'; settings = demo.WarmStart(steps=2, num_layers=1);"
-    )
-    script += "demo.WarmStart = lambda: settings; cli.main(['demo', '--eval_steps', '2'])"
-    process = subprocess.Popen([sys.executable, "-c", script])
-    while not (folder / "plain" / "curve.json").is_file():
-        assert process.poll() is None
-        time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=60) == 130
-    stopped = read_curve(folder / "plain")
-    assert stopped["points"][-1]["step"] < 150
-    time.sleep(2)
-    assert read_curve(folder / "plain") == stopped
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_demo_reaches_its_promise(home, monkeypatch, capsys):
-    monkeypatch.setattr(demo, "WarmStart", WarmStart)
-    run_demo(["--max_steps", "45"])
+    monkeypatch.setattr(addition, "WarmStart", WarmStart)
+    demo.main(["--max_steps", "45"])
     folder = home / "runs" / "demo"
     before, after = ({arm: read_curve(folder / arm)["points"][place] for arm in ARMS} for place in (0, -1))
     for arm in ARMS:

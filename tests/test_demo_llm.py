@@ -11,16 +11,6 @@ from benchmarks.strategies import BASELINE
 from benchmarks.tasks import TaskFiles
 
 
-def test_each_run_is_told_with_its_interval_and_its_cost():
-    lines = demo_llm.told(demo_llm.KEPT.parent)
-    kept = [json.loads(line) for line in demo_llm.KEPT.read_text().splitlines()]
-    assert len(lines) == 1 + len(kept)
-    (plain,) = (run["curve"] for run in kept if run["settings"] | {"strategy": BASELINE, "seed": 0} == run["settings"])
-    mean = plain[-1]["accuracy"]["held_out"]["mean"]
-    (told,) = (line for line in lines if line.startswith(f"  {BASELINE}") and f"{mean:.3f} ± 0.0" in line)
-    assert f"{plain[-1]['rows_rolled_out']:,} completions" in told
-
-
 @pytest.mark.parametrize("known", [True, False])
 def test_plain_grpos_kept_run_is_used_if_it_has_this_model_data_and_settings(tmp_path, monkeypatch, known):
     files = TaskFiles(*(tmp_path / name for name in ("model", "train.jsonl", "test.jsonl")))

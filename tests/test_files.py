@@ -4,7 +4,8 @@ import os
 
 import pytest
 
-from lze_trl.files import made_aside, write_atomically
+from benchmarks.settings import made_aside
+from lze_trl.files import write_atomically
 
 
 def test_write_that_fails_leaves_the_old_file_alone(tmp_path, monkeypatch):

@@ -255,10 +255,7 @@ def test_logs_of_plain_trl(tmp_path, capsys):
     assert sorted(found.causes) == ["", "", "same_text", "same_text", "solved", "solved"]
     assert (found.constant, found.unit, found.horizon) == ({"format": 0.0}, "characters", Horizon(3, 3, 2))
     cli.main(["forecast", str(tmp_path)])
-    new = capsys.readouterr().out
-    cli.main(["analyze", str(tmp_path)])
-    assert capsys.readouterr().out == new
-    assert "the reward `format` was 0 for every completion" in new
+    assert "the reward `format` was 0 for every completion" in capsys.readouterr().out
 
 
 def test_a_recipe_is_forecast_from_the_command_line(tmp_path, capsys):

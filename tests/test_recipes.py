@@ -124,15 +124,10 @@ def test_flags_override_the_recipe(recipe):
     [
         ("selection_ration: 0.4", r"no setting `selection_ration`\. Did you mean `selection_ratio`"),
         ("learning_rate: fast", r"learning_rate.*invalid float value: 'fast'"),
-        ("num_generations: [8]", r"`num_generations` must be a whole number.*, got \[8\]"),
         ("datasets: a.jsonl", r"`datasets` must be a list, each item a text, got 'a\.jsonl'"),
-        ("datasets: [a.jsonl, null]", r"`datasets` must be a list, each item a text"),
         ("seed: null", r"`seed` must be a whole number, got None"),
-        ("packing: 3", r"`packing` must be true or false or null, got 3"),
-        ("selector: enery", r"`selector` must be one of .*'energy'.*Did you mean 'energy'"),
         ("selection_ratio: 1.4", r"`selection_ratio` must be in \(0, 1\], got 1\.4"),
         ("a: [", r"cannot be read: "),
-        ("- 1", r"must be a YAML mapping"),
         ("generation_batch_size: 12\nper_device_train_batch_size: 8", r"must be divisible"),
         ("max_train_samples: 0", r"`max_train_samples` must be at least 1, got 0"),
         ("conversational: false\nsystem_prompt: Think.", r"`system_prompt='Think\.'` needs a chat"),
@@ -147,11 +142,8 @@ def test_bad_recipes(recipe, text, message):
     ("flags", "message"),
     [
         (["--selection-rato", "0.3"], r"no setting `selection_rato`\. Did you mean `selection_ratio`"),
-        (["--selection", "0.3"], r"no setting `selection`"),  # no abbreviations
         (["stray"], r"Unexpected argument `stray`"),
         (["--selector", "enery"], r"--selector: invalid choice: 'enery' \(choose from .*energy"),
-        (["--selection_ratio", "much"], r"invalid float value: 'much'"),
-        (["--config"], r"--config: expected one argument"),
         (
             ["--config", "recipes/demo/lzee.yaml"],
             r"There is no recipe `recipes/demo/lzee\.yaml`\. Did you mean `recipes",

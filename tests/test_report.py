@@ -91,6 +91,6 @@ def test_report_of_one_batch_and_of_none(tmp_path):
     writer = TelemetryWriter(tmp_path / "<b>run", settings={"</table><script>": "<script>"})
     writer.record(next(SyntheticTraining(num_prompts=8, groups_per_batch=8).generations(1)))
     writer.close()
-    html = write_report(tmp_path / "<b>run", out=tmp_path / "elsewhere").read_text(encoding="utf-8")
+    html = write_report(tmp_path / "<b>run").read_text(encoding="utf-8")
     assert "Report of &lt;b&gt;run" in html and "&lt;script&gt;" in html
     assert "<script>" not in html and "<b>run" not in html

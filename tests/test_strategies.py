@@ -8,7 +8,6 @@ import yaml
 from trl import GRPOConfig, GRPOTrainer, TrlParser
 
 import tiny
-from benchmarks.replay import rules_of
 from lze_trl import LZEGRPOConfig, LZEGRPOTrainer
 from lze_trl.checks import prepare
 from lze_trl.job.recipe import RecipeError, check_recipe, parse_recipe
@@ -159,8 +158,7 @@ def test_a_run_records_the_settings_and_goes_on_under_another_name(tmp_path):
     spelled = train(LZEGRPOTrainer, tmp_path / "other", max_steps=2, **run, **settings_of("reinforce_ada"))
     named, other = recorded(tmp_path), recorded(tmp_path / "other")
     assert {name for name in named if named[name] != other[name]} == {"strategy", "output_dir", "model"}
-    assert rules_of(named) == rules_of(other)
-    assert rules_of(named).selection_ratio == 1.0
+    assert named["selection_ratio"] == 1.0
 
     args = tiny.config(tmp_path, max_steps=3, optim="sgd", learning_rate=0.5, **run, **settings_of("reinforce_ada"))
     resumed = LZEGRPOTrainer(spelled.model.name_or_path, tiny.even_length_reward, args, tiny.prompts(17))

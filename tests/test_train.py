@@ -7,11 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import datasets
-import huggingface_hub
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file
 
 import tiny
@@ -20,8 +17,6 @@ from lze_trl import LZEGRPOTrainer
 from lze_trl.job import cli
 from lze_trl.job.recipe import parse_recipe
 from lze_trl.job.train import build_trainer, main, run, starting_point
-from lze_trl.record import open_run
-from lze_trl.record.ledger import TAUGHT_NOTHING
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -67,18 +62,6 @@ def test_recipe_to_summary(job, capsys):
     assert (run_dir / "report" / "summary.png").is_file()
 
 
-def test_plain_lines_only(job, capsys, monkeypatch):
-    for library in (datasets, huggingface_hub.utils):
-        library.enable_progress_bars()
-    transformers.utils.logging.enable_progress_bar()
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    train(job(disable_tqdm=True, max_steps=2, logging_steps=1))
-    shown, errors = capsys.readouterr()
-    assert "it/s" not in shown + errors and "%|" not in shown + errors
-    assert "{'" not in shown
-    assert [int(line.split()[1]) for line in shown.splitlines() if line.startswith("step")] == [0, 1, 2, 2]
-
-
 def test_the_model_card_is_of_this_model(job, tmp_path):
     train(job(max_steps=1, eval_datasets=[], conversational=True, system_prompt="Add."))
     card = (tmp_path / "run" / "README.md").read_text()
@@ -86,19 +69,6 @@ def test_the_model_card_is_of_this_model(job, tmp_path):
     asked = [{"role": "system", "content": "Add."}, {"role": "user", "content": "0+0="}]
     assert f"prompt = {asked!r}\n" in card
     assert all(cited in card.partition("## Citations")[2] for cited in ("DeepSeekMath", "2605.17003", "Cite TRL as:"))
-
-
-def test_a_run_whose_groups_are_all_dead_ends_well(job, tmp_path, capsys):
-    result = train(job(reward_funcs=["accuracy"], reward_weights=[1.0], logging_steps=1))
-    assert (result["rows_rolled_out"], result["rows_trained"], result["update_flops"]) == (48, 0, 0)
-    assert (result["groups_dead"], result["skipped_updates"]) == (12, 4)
-    assert result["accuracy_before"] == result["accuracy_after"] == 0.0
-    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "run"))
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    summary = open_run(tmp_path / "run").summary()
-    assert (summary["groups"], summary["selected"]) == (12, 0)
-    shown = capsys.readouterr().out.splitlines()
-    assert TAUGHT_NOTHING in shown
 
 
 @pytest.mark.parametrize("stopped_at", ["evaluate", "push_to_hub"])
@@ -170,10 +140,8 @@ def test_peft_recipe(job):
     [
         ({"datasets": []}, "`datasets` names no training set"),
         ({"model_name_or_path": None}, "`model_name_or_path` is not set"),
-        ({"model_name_or_path": "./no-model"}, "no-model"),
         ({"reward_funcs": ["acuracy"]}, "Unknown reward function 'acuracy'. Did you mean 'accuracy'"),
         ({"per_device_train_batch_size": 52}, "12 different prompts, and a generation batch takes 13"),
-        ({"pass_reward": "speed"}, "`pass_reward='speed'` is none of the reward functions"),
     ],
 )
 def test_what_cannot_be_trained_is_refused_by_the_run_and_the_dry_run(job, keys, message):

@@ -1,4 +1,4 @@
-"""What users install: the package and nothing else, which needs nothing but what it names, and runs the demo."""
+"""What users install: the package and nothing else, which needs nothing but what it names."""
 
 import ast
 import email
@@ -25,7 +25,7 @@ def wheel_file(tmp_path_factory) -> Path:
     source = tmp_path_factory.mktemp("source")
     for file in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / file, source)
-    for folder in ("lze_trl", "benchmarks", "tests", "app", "recipes"):
+    for folder in ("lze_trl", "benchmarks", "tests", "app"):
         shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
     build = "from setuptools.build_meta import build_wheel; build_wheel('dist')"
     done = subprocess.run([sys.executable, "-c", build], cwd=source, capture_output=True, text=True, timeout=120)
@@ -37,12 +37,9 @@ def wheel_file(tmp_path_factory) -> Path:
 def test_the_wheel_holds_the_whole_package_and_nothing_else(wheel_file):
     names = zipfile.ZipFile(wheel_file).namelist()
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {"lze_trl"}
-    kinds = ("py", "css", "html", "js", "typed", "yaml")
+    kinds = ("py", "css", "html", "js", "typed")
     files = [path for kind in kinds for path in (ROOT / "lze_trl").rglob(f"*.{kind}")]
     assert {path.relative_to(ROOT).as_posix() for path in files} <= set(names)
-    # A link in the clone
-    recipe = (ROOT / "recipes" / "demo" / "baseline.yaml").read_bytes()
-    assert zipfile.ZipFile(wheel_file).read("lze_trl/job/demo.yaml") == recipe
 
 
 def imported(path: Path) -> set[str]:

@@ -17,9 +17,9 @@ from transformers import PrinterCallback, Qwen2Config, Qwen2ForCausalLM, Trainer
 from trl import GRPOConfig, GRPOTrainer
 
 from lze_trl.config import LZEGRPOConfig
-from lze_trl.job.demo import build_tokenizer
 from lze_trl.trainer import LZEGRPOTrainer
 
+from ..addition import build_tokenizer
 from ..comparison import Spread
 from ..tables import table
 from .shared import Lengths, circumstances, equal_batch, measured_on, ratios, reasoning_batch, shown, verdict

@@ -117,7 +117,7 @@ class _Page:
             self.live = gr.Checkbox(True, label="Live", min_width=100, scale=0)
         self.tab = gr.State(TABS[0])
         self.prompt = gr.State("")
-        self.orders = gr.State({})  # of the tables, see [`views.Orders`]
+        self.orders = gr.State({})  # by the id of a table, see [`views.table`]
         self.seen = gr.State(None)  # what the page shows, as of [`_version`]
         with gr.Tabs(elem_id="lze-tabs", overflow_behavior="wrap") as self.pages:
             self.tabs = [gr.Tab(name, id=name) for name in TABS]
@@ -126,9 +126,6 @@ class _Page:
             self.tiles = _html("overview")
             self.plots = _charts(charts.OVERVIEW_CHARTS)
             self.costs = _html("cost")
-            with gr.Accordion("What other strategies would cost", open=False):
-                self.ask = gr.Button("Forecast from what this run has recorded", size="sm")
-                self.forecast = gr.Code(show_label=False, language=None, visible=False, elem_id="lze-forecast")
         with prompts:
             self._add_prompts()
         with runs:
@@ -177,7 +174,7 @@ class _Page:
         names = "tab run orders smoothing search state prompt visit words runs metrics axis"
         self.controls = {name: getattr(self, name) for name in names.split()}
         controls = list(self.controls.values())
-        chosen = {*controls, self.live, self.ask, self.forecast} - {self.prompt, self.visit, self.metrics}
+        chosen = {*controls, self.live} - {self.prompt, self.visit, self.metrics}
         parts = (*vars(self).values(), *self.plots, *self.comparisons)
         shown = [part for part in parts if isinstance(part, gr.components.Component) and part not in chosen]
         # One after the other: the answer to an earlier question never replaces that to a later one
@@ -191,8 +188,7 @@ class _Page:
                 control.input(trigger_mode="always_last", **show)
         of_prompt = [self.prompt, self.visit]
         self.run.input(lambda: ("", ""), None, of_prompt, **quiet).then(**show)
-        self.run.change(lambda: gr.update(visible=False), None, self.forecast, **quiet)
-        for part in (self.costs, self.table, self.run_table, self.differing, self.settings):
+        for part in (self.table, self.run_table):
             part.select(self._sort, self.orders, self.orders, **quiet).then(**show)
         for part in (self.table, self.scatter):
             part.click(self._open_prompt, None, of_prompt, **quiet).then(**show)
@@ -201,7 +197,6 @@ class _Page:
         timer = gr.Timer(REFRESH_SECONDS)
         timer.tick(self._follow, [self.seen, *controls], shown, **quiet)
         self.live.input(lambda live: gr.Timer(active=live), self.live, timer, **quiet)
-        self.ask.click(self._forecast, self.run, self.forecast, api_visibility="private")
 
     def _sort(self, orders: dict[str, str], event: gr.EventData) -> dict[str, str]:
         return orders | {event.table: event.sort}
@@ -211,16 +206,6 @@ class _Page:
 
     def _open_run(self, event: gr.EventData) -> tuple[Any, ...]:
         return event.row, TABS[0], gr.Tabs(selected=TABS[0]), "", ""
-
-    def _forecast(self, id: str) -> Any:
-        from ..forecast import forecast
-        from ..forecast.recorded import sample_of_folder
-
-        try:
-            found = str(forecast(sample_of_folder(self.book.open(id).directory)))
-        except (TelemetryError, ValueError) as error:
-            found = str(error)
-        return gr.update(value=found, visible=True)
 
     def _look(self) -> tuple[Any, Any]:
         """Look for runs that have begun since the app was started."""
@@ -255,25 +240,26 @@ class _Page:
             run = self.book.open(given["run"])
             changes[self.standing] = views.standing(run)
             if given["tab"] == "Overview":
-                changes |= {self.tiles: views.tiles(run), self.costs: views.costs(run, given["orders"])}
+                changes |= {self.tiles: views.tiles(run), self.costs: views.costs(run)}
                 changes |= dict(zip(self.plots, (figure.to_json() for figure in charts.overview(run)), strict=False))
             elif given["tab"] == "Prompts":
                 changes |= self._show_prompts(run, given)
             else:
-                changes[self.settings] = views.settings(run, given["orders"])
+                changes[self.settings] = views.settings(run)
         except TelemetryError as error:
             changes |= {self.standing: views.HTML.problem(error), self.tiles: "", self.costs: ""}
             changes |= dict.fromkeys(self.plots, "")
         return changes
 
     def _show_prompts(self, run: Run, given: dict[str, Any]) -> dict[Any, Any]:
-        state, search, orders = None if given["state"] == "all" else given["state"], given["search"], given["orders"]
-        found = run.prompts(state, search, views.MOST_PROMPTS, order=views.prompt_order(orders.get(views.PROMPTS, "")))
+        state, search = None if given["state"] == "all" else given["state"], given["search"]
+        order = given["orders"].get(views.PROMPTS, "")
+        found = run.prompts(state, search, views.MOST_PROMPTS, order=views.prompt_order(order))
         counts = run.prompt_counts(search)
         total = counts[state] if state else sum(counts.values())
         return {
             self.scatter: charts.prompts(run, found).to_json(),
-            self.table: views.prompts(run, found, total, orders, given["prompt"]),
+            self.table: views.prompts(run, found, total, order, given["prompt"]),
         } | self._show_prompt(given["run"], given["prompt"], given["visit"])
 
     def _show_prompt(self, id: str, chosen: str, visit: str) -> dict[Any, Any]:
@@ -296,7 +282,7 @@ class _Page:
         }
 
     def _show_runs(self, given: dict[str, Any]) -> dict[Any, Any]:
-        runs, problems, orders = {}, [], given["orders"]
+        runs, problems, order = {}, [], given["orders"].get("runs", "")
         for id in self.book.ids if given["tab"] == "Runs" else given["runs"]:
             try:
                 runs[id] = self.book.open(id)
@@ -306,8 +292,8 @@ class _Page:
                 runs.pop(id, None)
         changes: dict[Any, Any] = {self.standing: views.HTML.problem(" ".join(problems)) if problems else ""}
         if given["tab"] == "Runs":
-            table = views.run_table(runs, given["words"])
-            return changes | {self.run_table: views.table("runs", table, orders, given["run"])}
+            table = views.run_table(runs, given["words"], order)
+            return changes | {self.run_table: views.table("runs", table, order, given["run"])}
         logged = {name for run in runs.values() for name in run.sql("SELECT DISTINCT name FROM steps")["name"]}
         tasks = {name for run in runs.values() for name in accuracies(run)} - {HELD_OUT}
         figures = [charts.comparison(runs, given["axis"], name, given["smoothing"]) for name in given["metrics"]]
@@ -319,7 +305,7 @@ class _Page:
             | {
                 self.metrics: gr.update(choices=[*_METRICS, *sorted(tasks), *sorted(logged)]),
                 self.differing: views.HTML.section(
-                    "Settings that differ", views.table("differing", views.differing_settings(runs), orders)
+                    "Settings that differ", views.table("differing", views.differing_settings(runs))
                 ),
             }
         )

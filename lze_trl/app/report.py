@@ -23,13 +23,13 @@ from .views import HTML, brightest, overview, settings, table
 _BLUE, _ORANGE, _GREEN, _GREY = "#0072b2", "#d55e00", "#009e73", "#8a96a3"
 
 
-def write_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
+def write_report(run_dir: str | Path) -> Path:
     """
-    Write the report of a run, finished or not, into a folder, by default `<run_dir>/report`.
+    Write the report of a run, finished or not, into `<run_dir>/report`.
 
     Returns the HTML file; `summary.png` lies beside it. A run that cannot be read raises a [`TelemetryError`].
     """
-    folder = Path(run_dir) / "report" if out is None else Path(out)
+    folder = Path(run_dir) / "report"
     picture = write_summary_picture(run_dir, folder / "summary.png").read_bytes()
     with closing(open_run(run_dir)) as run:
         document = HTML.report(
@@ -51,19 +51,10 @@ def write_summary_picture(run_dir: str | Path, path: str | Path) -> Path:
     with closing(open_run(run_dir)) as run:
         if curve(run, bins=1).empty:
             raise MissingTelemetryError("The run has started, and its first batch is not scored yet. Try again later.")
-        _draw_summary(run, Path(path))
-    return Path(path)
-
-
-def write_comparison(lines: dict[str, tuple[list[float], list[float]]], path: str | Path) -> Path:
-    """Write the picture of several runs: held-out accuracy over cost, a line for each, by name."""
-    figure, (axis,) = _figure(7.0, 4.2, 1)
-    for (name, (costs, reached)), colour in zip(lines.items(), (_GREY, _BLUE, _ORANGE), strict=True):
-        axis.plot(costs, reached, color=colour, lw=1.6, marker="o", ms=3.5, label=name)
-    axis.set(xlabel="FLOPs so far (plain GRPO's, all steps: 1)", ylabel="held-out accuracy", ylim=(0.0, 1.0))
-    axis.grid(alpha=0.3)
-    axis.legend(frameon=False, loc="lower right")
-    _save(figure, Path(path))
+        figure, picture = _draw_summary(run), io.BytesIO()
+    figure.savefig(picture, format="png")
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(Path(path), picture.getvalue())
     return Path(path)
 
 
@@ -77,24 +68,12 @@ def _learned(run: Run) -> Markup:
     return table("learned", rows.rename_axis("prompts").reset_index())
 
 
-def _figure(width: float, height: float, columns: int) -> tuple[Figure, list[Axes]]:
+def _draw_summary(run: Run) -> Figure:
     # Without pyplot: a training may have chosen a backend of its own, and its figures would never be freed
-    figure = Figure(figsize=(width, height), dpi=110, layout="constrained", facecolor="white")
-    axes = figure.subplots(1, columns, squeeze=False)[0].tolist()
-    for axis in axes:
+    figure = Figure(figsize=(11.0, 3.6), dpi=110, layout="constrained", facecolor="white")
+    outcomes, energy = figure.subplots(1, 2)
+    for axis in (outcomes, energy):
         axis.spines[["top", "right"]].set_visible(False)
-    return figure, axes
-
-
-def _save(figure: Figure, path: Path):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png")
-    write_atomically(path, buffer.getvalue())
-
-
-def _draw_summary(run: Run, path: Path):
-    figure, (outcomes, energy) = _figure(11.0, 3.6, 2)
     points, outcome = curve(run), outcome_name(run)
     for name, label, colour, dashes in (
         ("pass_rate", f"{outcome}, all rollouts", _BLUE, "-"),
@@ -111,7 +90,7 @@ def _draw_summary(run: Run, path: Path):
     outcomes.grid(alpha=0.3)
     outcomes.legend(frameon=False, fontsize=8)
     _draw_energy(run, figure, energy)
-    _save(figure, path)
+    return figure
 
 
 def _draw_energy(run: Run, figure: Figure, axis: Axes):

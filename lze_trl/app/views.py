@@ -1,12 +1,10 @@
-"""What the app and the report say about a run: its numbers, tables and warnings, as escaped HTML or data frames."""
+"""What the app and the report say about a run: its numbers and tables, as escaped HTML or data frames."""
 
 import json
 import re
-from collections.abc import Mapping
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -20,7 +18,7 @@ from ..record import Run
 from ..record.advice import read_advice
 from ..record.curves import GRADED, HELD_OUT, accuracies, curve, outcome_name
 from ..record.evaluations import RESULT_FILES, first_and_last, read_results, rows_of
-from ..record.ledger import PLAIN, TAUGHT_NOTHING, against_plain, headline, skipped_visits, taught_nothing
+from ..record.ledger import PLAIN, against_plain, headline, skipped_visits
 from ..record.numbers import number, percent
 from ..record.schema import Status
 from .meanings import MEANINGS
@@ -29,13 +27,7 @@ from .meanings import MEANINGS
 MOST_PROMPTS, MOST_ROWS = 2000, 200
 """Prompts that the chart, and the table, show at most: the first ones in the order of the table."""
 
-Orders = Mapping[str, str]
-"""Column by which a table is sorted, by its id; with a `-` before it the highest first."""
-NO_ORDERS: Orders = MappingProxyType({})
-
 _TURN = re.compile(r"(?:^|\n\n)\[(system|user|assistant|tool)\]\n")  # as the recorder writes messages
-_BATCHES = 8
-"""Latest generation batches that [`warnings`] looks at."""
 
 # Beginnings of settings that do not describe the experiment: where a run writes, what it logs, where its servers are
 _INCIDENTAL = (
@@ -72,7 +64,7 @@ def tiles(run: Run) -> Markup:
     return HTML.tiles(_tiles(run, summary), read_advice(run.directory))
 
 
-def costs(run: Run, orders: Orders = NO_ORDERS) -> Markup:
+def costs(run: Run) -> Markup:
     """Costs of the run against plain GRPO, and its evaluations."""
     totals = run.summary()["ledger"]
     works = pd.DataFrame(
@@ -84,30 +76,20 @@ def costs(run: Run, orders: Orders = NO_ORDERS) -> Markup:
     )
     works.loc[works["work"] == "total", "tokens"] = np.nan  # one token is rolled out and trained on
     heading, rows = rows_of(first_and_last(read_results(run.directory.parent)))
-    return HTML.costs(
-        totals, table("costs", works, orders), table("evaluations", pd.DataFrame(rows, columns=heading), orders)
-    )
+    evaluations = pd.DataFrame(rows, columns=heading)
+    return HTML.costs(totals, table("costs", works), table("evaluations", evaluations))
 
 
-def table(id: str, frame: pd.DataFrame, orders: Orders = NO_ORDERS, opened: str | None = None) -> Markup:
+def table(id: str, frame: pd.DataFrame, order: str | None = None, opened: str | None = None) -> Markup:
     """
-    A table, empty without rows. Its rows are sorted by the column in `orders`, the highest first with a `-` before it. If the index of the frame has
-    a name, it holds the keys by which rows are opened, `opened` is that of the open one.
+    A table, empty without rows. One with an `order` is sorted by a click on a heading: it names the column by which it is sorted now, the
+    highest first with a `-` before it. If the index of the frame has a name, it holds the keys by which rows are opened, `opened` is that
+    of the open one.
     """
     if frame.empty:
         return Markup()
-    order = orders.get(id, "")
-    if (column := order.removeprefix("-")) in frame and id != PROMPTS:  # prompts are sorted before they are cut off
-        frame = frame.sort_values(column, ascending=column == order, key=_sortable, kind="stable")
-    numeric = {name: is_numeric_dtype(_sortable(frame[name])) for name in frame}
-    heads = [
-        (
-            name,
-            numeric[name],
-            f"-{name}" if numeric[name] != (order in (name, f"-{name}") and order[0] == "-") else name,
-        )
-        for name in frame
-    ]
+    numeric = {name: is_numeric_dtype(frame[name]) for name in frame}
+    heads = [(name, is_number, _next(name, is_number, order)) for name, is_number in numeric.items()]
     forms = [
         number if is_float_dtype(kind) else "{:,}".format if is_integer_dtype(kind) else _shown
         for kind in frame.dtypes
@@ -117,13 +99,11 @@ def table(id: str, frame: pd.DataFrame, orders: Orders = NO_ORDERS, opened: str 
     return HTML.table(id, heads, order, zip(keys, zip(*cells, strict=True), strict=True), opened)
 
 
-def _sortable(values: pd.Series) -> pd.Series:
-    """Numbers if every text that is no dash begins with one, such as `1,319` or `9.1 [8.0, 10.2]`; else text without case."""
-    if is_numeric_dtype(values):
-        return values
-    text = values.map(_shown).replace({"–": np.nan, "": np.nan})
-    numbers = text.str.extract(r"^([-+]?[\d,]+\.?\d*)(?![\w.])", expand=False).str.replace(",", "")
-    return pd.to_numeric(numbers) if numbers.notna().equals(text.notna()) else text.str.casefold()
+def _next(name: str, is_number: bool, order: str | None) -> str | None:
+    """The order that a click on a heading asks for: numbers begin with the highest; another click turns it round."""
+    if order is None:
+        return None
+    return name if order == f"-{name}" or (not is_number and order != name) else f"-{name}"
 
 
 def _tiles(run: Run, summary: dict[str, Any]) -> list[tuple[str, str, str]]:
@@ -160,8 +140,8 @@ def brightest(shares: np.ndarray) -> float:
 
 
 def standing(run: Run) -> Markup:
-    """Whether the run is training, and warnings."""
-    return HTML.standing(_standing(run), warnings(run))
+    """Whether the run is training."""
+    return HTML.standing(_standing(run))
 
 
 def _standing(run: Run) -> dict[str, str]:
@@ -175,20 +155,7 @@ def _standing(run: Run) -> dict[str, str]:
     }
 
 
-def warnings(run: Run) -> list[str]:
-    """What is wrong with the latest generation batches."""
-    summary = run.summary()
-    if taught_nothing(summary["ledger"]):
-        return [f"{TAUGHT_NOTHING} Check the reward, or train on prompts that the model passes some of the time."]
-    latest = run.sql("SELECT groups, dead FROM generations ORDER BY generation DESC LIMIT ?", [_BATCHES]).sum()
-    if summary["generations"] < _BATCHES or latest["dead"] < latest["groups"]:
-        return []
-    if not latest["groups"]:
-        return [f"The latest {_BATCHES} generation batches are empty: every prompt is pruned. Add prompts, or stop."]
-    return [f"All groups of the latest {_BATCHES} generation batches are dead: nothing is learned."]
-
-
-def settings(run: Run, orders: Orders = NO_ORDERS) -> Markup:
+def settings(run: Run) -> Markup:
     """The settings: those that differ from their defaults first, then all of them by topic."""
     known, own, rows = run.meta.known, run.meta.settings, []
     for name in dict.fromkeys([name for name in known if name in own] + sorted(own)):
@@ -196,9 +163,8 @@ def settings(run: Run, orders: Orders = NO_ORDERS) -> Markup:
         rows.append([name, _shown(own[name]), _shown(default), topic])
     table_of_all = pd.DataFrame(rows, columns=["setting", "value", "default", "topic"])
     differs = table_of_all["setting"].isin(known) & (table_of_all["value"] != table_of_all["default"])
-    return HTML.section(
-        "What differs from the defaults", table("changed", table_of_all[differs], orders)
-    ) + HTML.section("All settings, by topic", table("settings-all", table_of_all, orders))
+    changed = HTML.section("What differs from the defaults", table("changed", table_of_all[differs]))
+    return changed + HTML.section("All settings, by topic", table("settings-all", table_of_all))
 
 
 def _shown(value: Any) -> str:
@@ -208,10 +174,12 @@ def _shown(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
 
 
-def run_table(runs: dict[str, Run], search: str = "") -> pd.DataFrame:
-    """One row per run that has every word of `search` in it: strategy, standing, accuracy and cost."""
+def run_table(runs: dict[str, Run], search: str = "", order: str = "") -> pd.DataFrame:
+    """One row per run that has every word of `search` in it, in the `order` of a [`table`]: strategy, standing, accuracy and cost."""
     rows = {id: {"run": id} | run_row(run) for id, run in runs.items()}
     frame = pd.DataFrame(rows.values(), index=pd.Index(rows, name="run id"))
+    if (column := order.removeprefix("-")) in frame:
+        frame = frame.sort_values(column, ascending=column == order, kind="stable")
     texts = [" ".join(map(_shown, row)).lower() for row in frame.itertuples(index=False)]
     return frame[[all(word in text for word in search.lower().split()) for text in texts]]
 
@@ -232,7 +200,7 @@ def _run_row(run: Run, version: tuple, state: str) -> dict[str, Any]:
     return {
         "strategy": run.meta.settings.get("strategy", "–"),
         "state": f"{state}, {standing['left']} left" if standing["left"] else state,
-        "step": standing["step"],
+        "step": summary["steps"],
         **{name: float(line.iloc[-1]) for name, line in known.items()},
         "pass rate": float(last["pass_rate"]),
         "dead": summary["dead"] / groups,
@@ -288,9 +256,9 @@ def short_text(row: dict[str, Any]) -> str:
     return " ".join(row["text"][:300].split()) if isinstance(row["text"], str) else f"prompt {row['prompt_id']}"
 
 
-def prompts(run: Run, frame: pd.DataFrame, total: int, orders: Orders = NO_ORDERS, opened: str = "") -> Markup:
+def prompts(run: Run, frame: pd.DataFrame, total: int, order: str = "", opened: str = "") -> Markup:
     """The table of the first prompts in a frame, of `total` that were found."""
-    shown = table(PROMPTS, prompt_table(run, frame.head(MOST_ROWS)), orders, opened)
+    shown = table(PROMPTS, prompt_table(run, frame.head(MOST_ROWS)), order, opened)
     more = f" The first {MOST_ROWS:,} are listed: sort or search to see others." if total > MOST_ROWS else ""
     return HTML.prompts(f"{total:,} prompts.{more}", shown)
 

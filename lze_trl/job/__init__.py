@@ -1,4 +1,4 @@
-"""The job around the trainer: recipes, the command, training, the demo and the Hub. This module imports nothing slow."""
+"""The job around the trainer: recipes, the command, training and forecasts. This module imports nothing slow."""
 
 import sys
 from collections.abc import Iterator

@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None):
     """Entry point of the console command."""
     parser = build_parser()
     namespace, flags = parser.parse_known_args(arguments)
-    if flags and namespace.command not in (_train, _demo, _forecast):
+    if flags and namespace.command not in (_train, _forecast):
         parser.error(f"unrecognized arguments: {' '.join(flags)}")
     with reported_errors(OSError):
         try:
@@ -64,8 +64,6 @@ def build_parser() -> argparse.ArgumentParser:
     for flag in LAUNCH_FLAGS:
         train(f"--{flag}", metavar="VALUE", help="passed to `accelerate launch`")
 
-    add(_demo, "[--output_dir FOLDER]")
-
     data = add(_data)
     data("references", metavar="DATASET", nargs="+", help="Hub id or local file")
     data("--split", help="default: train, or the only one")
@@ -81,11 +79,10 @@ def build_parser() -> argparse.ArgumentParser:
     app("--host", default="127.0.0.1", help="address to listen on; the app has no login")
     app("--port", type=int, help="port to listen on; default: the first free one from 7860 on")
 
-    for command in (_forecast, _analyze):
-        forecast = add(command, "SOURCE [--num_prompts N]" if command is _forecast else "")
-        forecast("source", metavar="SOURCE", help="a recipe, the folder of a run, or that of TRL's logs")
-        forecast("--num_prompts", type=_at_least_one, default=128, help="prompts to roll out, of a recipe")
-        forecast("--reward", help="reward that a completion passes by, of TRL's logs; default: the sum of all")
+    forecast = add(_forecast, "SOURCE [--num_prompts N]")
+    forecast("source", metavar="SOURCE", help="a recipe, the folder of a run, or that of TRL's logs")
+    forecast("--num_prompts", type=_at_least_one, default=128, help="prompts to roll out, of a recipe")
+    forecast("--reward", help="reward that a completion passes by, of TRL's logs; default: the sum of all")
 
     add_arguments(add(_eval))
     add(_report)("run", metavar="RUN", help="output folder of the run")
@@ -159,18 +156,6 @@ def _train(namespace: argparse.Namespace, flags: list[str]):
 # ---- The others ----
 
 
-def _demo(namespace: argparse.Namespace, flags: list[str]):
-    """Train a small model on this machine's CPU by plain TRL, by `exact` and by `lze`, and compare them, in minutes."""
-    # The libraries read these when they are imported. Everything is on this machine; and on matrices this small, threads
-    # that wait for each other cost more than they save
-    os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "TOKENIZERS_PARALLELISM": "false"}
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    from .demo import run_demo
-
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # its trainings end with this process
-    run_demo(flags)
-
-
 def _data(namespace: argparse.Namespace, flags: list[str]):
     """Read data sets as training would, and count duplicates and unreadable answers."""
     from ..data.audit import audit, render
@@ -205,13 +190,8 @@ def _forecast(namespace: argparse.Namespace, flags: list[str]):
     sys.stdout.write(f"{shown}\n")
 
 
-def _analyze(namespace: argparse.Namespace, flags: list[str]):
-    """The former name of `forecast`."""
-    _forecast(namespace, flags)
-
-
 def _eval(namespace: argparse.Namespace, flags: list[str]):
-    """Evaluate a model on tasks, with intervals; compare two, or look for the tasks in a training set."""
+    """Evaluate a model on tasks, with intervals, and compare two."""
     if namespace.model is not None and not namespace.server:
         refuse_missing_model(namespace.model)
     from ..evaluation.command import run
@@ -219,8 +199,6 @@ def _eval(namespace: argparse.Namespace, flags: list[str]):
     from ..record.evaluations import FOLDER
 
     folder = run(namespace)
-    if folder is None:
-        return
     place = folder.resolve().parent
     is_of_run = any((place.parent / name).is_file() for name in ("config.json", "adapter_config.json"))
     if place.name == FOLDER and is_of_run:  # any other README.md is not ours to write into

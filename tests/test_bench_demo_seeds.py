@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from benchmarks import demo as bench
+from benchmarks import demo_seeds as bench
 
 
 ROOT = Path(__file__).parents[1]
