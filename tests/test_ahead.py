@@ -134,8 +134,8 @@ def test_a_reward_that_compares_completions_waits_for_whole_rounds_and_says_so(s
 def test_overlap_is_the_sequential_run_that_keeps_the_weights_of_the_step_before(serve, tmp_path, monkeypatch):
     def completed_at_once(engine, request, foresight=None):
         start(engine, request, foresight)
-        for job in list(engine._trainer.vllm_generation._ahead.values()):
-            job.result.result()  # before the update begins: no two things at a time
+        for result in list(engine._trainer.vllm_generation._ahead.values()):
+            result.result()  # before the update begins: no two things at a time
 
     start = Engine.start
     with monkeypatch.context() as patch:
