@@ -23,7 +23,7 @@ from ..memory.state import PromptState
 from ..plan.passes import Passes, Plan
 from ..seeding import keyed_rng
 from .ahead import LookAhead
-from .controllers import Gate, RolloutController, ask, ask_chances, ask_more
+from .controllers import Gate, RolloutController, ask, ask_more
 from .estimates import mean_over_full_batch, represented
 from .payoff import GateGuard, gated
 from .settling import settle, unsettled, with_columns
@@ -129,7 +129,8 @@ class Rounds:
         """Ask for the completions that the controller wants next, if any."""
         prompts = self.known(pending, drawn)
         counts = ask(self.controller, pending.round, prompts, drawn, pending.rng)
-        chances = ask_chances(self.controller, pending.round, prompts, drawn, counts)
+        chances = self.controller.chances(pending.round, prompts, drawn)
+        chances = None if chances is None else np.where(counts > 0, chances, 0.0)
         counts = self._divisible(counts) if counts.any() else counts
         pending.ask(counts, chances)
         pending.request = pending.ahead = None
