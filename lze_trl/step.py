@@ -288,7 +288,6 @@ class GenerationStep:
         groups = drawn.prompts
         metrics = batch_metrics(groups, chosen, self.state, plan.pass_index) | self.passes.metrics()
         if (sample := drawn.facts.get("uniform")) is not None:
-            metrics |= {f"drawn_{name}": metrics[name] for name in ("pass_rate", "dead_share")}
             remembered = self.state.range.outcomes(sample.remembered)
             metrics["pass_rate"] = sample.moments(drawn.outcomes, remembered)[0]
             metrics["dead_share"] = 1.0 - sample.live_share

@@ -81,7 +81,6 @@ class Rounds:
     state: PromptState
     rule: OutcomeRule
     accelerator: Accelerator
-    _told: bool = field(default=False, init=False)  # that there are no log-probabilities
     _in_rounds: bool = field(default=False, init=False)  # that groups wait for each other was told
 
     def __post_init__(self):
@@ -122,7 +121,7 @@ class Rounds:
         engine.rounds_ended()
         if not parts:
             return None
-        keep_first_round(engine.metrics, [part.num_rows for part in parts])
+        keep_first_round(engine.metrics, len(parts))
         return self._with_estimates(self._joined(parts, pending.plan, engine, final=True), pending)
 
     def _ask(self, pending: Pending, drawn: Batch, engine: Any):
@@ -177,12 +176,6 @@ class Rounds:
             owner=owner,
             place=place,
         )
-        if not self._told and np.isnan(batch.logprobs).all():
-            self._told = True
-            logger.info(
-                "Log-probabilities of the completions are neither reported nor can they be watched: foresight works with "
-                "pass rates alone."
-            )
         return replace(batch, held=held)
 
     def _joined(self, parts: list[Batch], plan: Plan, engine: Any, final: bool) -> Batch:
@@ -323,13 +316,8 @@ def _padded(values: np.ndarray, length: int, value: float) -> np.ndarray:
     return np.pad(values, (0, length - len(values)), constant_values=value)
 
 
-def keep_first_round(metrics: dict[str, list[float]], rows: list[int]):
-    """
-    Of TRL's metrics of several rounds, the last ones entered, keep those of the first, which uniform sampling would have seen too;
-    `rows` were drawn in each.
-    """
-    lengths = metrics["completions/mean_length"][-len(rows) :]
-    metrics["lze/drawn_length"].append(float(np.average(lengths, weights=rows)))
+def keep_first_round(metrics: dict[str, list[float]], rounds: int):
+    """Of TRL's metrics of some rounds, the last ones entered, keep those of the first, which uniform sampling would have seen too."""
     for name in metrics:
         if name.startswith(("completions/", "tools/")):
-            del metrics[name][len(metrics[name]) - len(rows) + 1 :]
+            del metrics[name][len(metrics[name]) - rounds + 1 :]
