@@ -60,7 +60,6 @@ class GenerationStep:
         self._made_at = -1  # micro-step at which the batch was made; -1 if that was before a resume
         self._in_use = False  # whether the next optimizer step goes on with the batch
         self._ahead: Pending | None = None  # the next batch, while servers work on it
-        self._planned: Plan | None = None  # of a batch that was given up
         self._ready: Batch | None = None  # the next batch, finished before its time
         self._keeps_ready = False  # whether a checkpoint holds one
 
@@ -107,10 +106,9 @@ class GenerationStep:
         return engine.optimizer_step + micro_steps / self.args.gradient_accumulation_steps < engine.max_steps
 
     def _plan(self, inputs: list[dict[str, Any]]) -> Plan:
-        """The plan of the next batch, that of a batch which was given up if there is one."""
-        plan, self._planned = self._planned, None
+        """The plan of the next batch."""
         with self.ledger.timed("selection"):
-            return plan or self.passes.plan(inputs, self.generation)
+            return self.passes.plan(inputs, self.generation)
 
     def _start_next(self, engine: Engine):
         """Let servers work on the next batch, by the weights of the moment, while this one is trained on."""
@@ -121,10 +119,10 @@ class GenerationStep:
         self._ahead = pending  # the servers now have the weights by which it is to be finished
 
     def give_up(self, engine: Engine):
-        """The training ends: what servers work on is not wanted. Another training begins with the same prompts."""
+        """The training ends: what servers work on is not wanted."""
         if self._ahead is not None:
             self.ledger.rows_given_up += int(self._ahead.counts.sum())
-            self._planned, self._ahead = self._ahead.plan, None
+            self._ahead = None
             engine.rounds_ended()
 
     def drain(self, engine: Engine):
@@ -354,7 +352,7 @@ class GenerationStep:
         # Counted from the beginning of a generation batch, however many micro-steps this run makes of one
         self.micro_step = state["micro_step"] if self._in_use else 0
         self.batch, self._made_at = None, -1
-        self._ahead = self._planned = self._ready = None
+        self._ahead = self._ready = None
         self.window.reset()
 
     @property
