@@ -131,9 +131,9 @@ class LZEGRPOConfig(GRPOConfig):
             rounds, until a prompt has a pass, or enough passes and fails), `"dynamic"` (DAPO: further prompts until enough
             groups are alive) or `"gate"` (one first). A controller object passed to the trainer wins.
         controller_kwargs (`dict[str, Any]`, *optional*):
-            Settings of the controller: `kept` (the most completions of a prompt that are trained on; default: all, with
-            Reinforce-Ada `num_generations`); `round_size` (8) and `max_rounds` (4) of Reinforce-Ada; `max_rounds` (4) of
-            `"dynamic"`; `explore` (0.05) and `recheck` (0.1), the shares of stopped groups and prompts that `"gate"` draws, and
+            Settings of the controller: `kept` of `"uniform"` and Reinforce-Ada (the most completions of a prompt that are
+            trained on; default: all, and `num_generations`); `round_size` (8) and `max_rounds` (4) of Reinforce-Ada;
+            `max_rounds` (4) of `"dynamic"`; `explore` (0.05) and `recheck` (0.1), the shares of stopped groups and prompts that `"gate"` draws, and
             `control` (0.05), the share that it draws whole whatever it forecasts, to see whether it pays (0: no such guard).
 
         > Parameters that control identity and state

@@ -468,7 +468,6 @@ class Engine:
     def _log_uniform(self, batch: Batch, sample: UniformSample):
         """Let TRL's metrics of the rewards, and the mean length, be those that uniform sampling would have seen."""
         metrics, rewards = self.metrics, batch.rewards
-        metrics["lze/drawn_reward"].append(metrics["reward"][-1])
         # What is remembered of other prompts is of the scores
         of_scores = np.array_equal(batch.scores, rewards, equal_nan=True)
         remembered = sample.remembered if of_scores else None

@@ -52,7 +52,7 @@ class SelfPlaySettings:
     max_rounds: int = 16
     stock: int | None = None
     reuse: int = 1
-    label_confidence: Literal["none", "share", "calibrated"] = "none"
+    label_confidence: Literal["none", "share"] = "none"
     advantage_statistics: Literal["scored", "drawn"] = "scored"
 
 
@@ -89,7 +89,13 @@ RANGES = {
         "exploration": "[0.05, 0.95]",
         **dict.fromkeys(("target", "step"), "(0, 1)"),
     },
-    "controller_kwargs": {"explore": "(0, 1]", "recheck": "[0, 1]", "control": "[0, 1)"},
+    "controller_kwargs": {
+        **dict.fromkeys(("round_size", "max_rounds"), "[1, inf)"),
+        "kept": "[2, inf)",
+        "explore": "(0, 1]",
+        "recheck": "[0, 1]",
+        "control": "[0, 1)",
+    },
     "vllm_server_kwargs": {
         **dict.fromkeys(("sync_tolerance", "request_timeout"), "(0, inf]"),
         "max_concurrent_requests": "[1, inf)",

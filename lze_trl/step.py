@@ -10,7 +10,6 @@ from accelerate import Accelerator
 
 from .batch import Batch, Table
 from .engine import TENSOR_SOURCES, Engine
-from .memory.regression import Calibration
 from .memory.state import PromptState
 from .pack.layout import Geometry, Layout, pack, padding_efficiency, relaid, trl_layout, unpacked
 from .pack.micro_batch import filler_inputs, micro_batch
@@ -57,12 +56,10 @@ class GenerationStep:
         self.window = Window()  # the optimizer step under way
         self.dead, self.votes = DeadMonitor(), VoteHistory()
         self.advice = Advice(self.args, self.recorder.reward_names)
-        self.labels = Calibration()  # majority labels, where gold answers tell
         self._chunk_steps = self.geometry.chunk_steps  # fewer after an interrupted training
         self._made_at = -1  # micro-step at which the batch was made; -1 if that was before a resume
         self._in_use = False  # whether the next optimizer step goes on with the batch
         self._ahead: Pending | None = None  # the next batch, while servers work on it
-        self._planned: Plan | None = None  # of a batch that was given up
         self._ready: Batch | None = None  # the next batch, finished before its time
         self._keeps_ready = False  # whether a checkpoint holds one
 
@@ -109,10 +106,9 @@ class GenerationStep:
         return engine.optimizer_step + micro_steps / self.args.gradient_accumulation_steps < engine.max_steps
 
     def _plan(self, inputs: list[dict[str, Any]]) -> Plan:
-        """The plan of the next batch, that of a batch which was given up if there is one."""
-        plan, self._planned = self._planned, None
+        """The plan of the next batch."""
         with self.ledger.timed("selection"):
-            return plan or self.passes.plan(inputs, self.generation)
+            return self.passes.plan(inputs, self.generation)
 
     def _start_next(self, engine: Engine):
         """Let servers work on the next batch, by the weights of the moment, while this one is trained on."""
@@ -123,10 +119,10 @@ class GenerationStep:
         self._ahead = pending  # the servers now have the weights by which it is to be finished
 
     def give_up(self, engine: Engine):
-        """The training ends: what servers work on is not wanted. Another training begins with the same prompts."""
+        """The training ends: what servers work on is not wanted."""
         if self._ahead is not None:
             self.ledger.rows_given_up += int(self._ahead.counts.sum())
-            self._planned, self._ahead = self._ahead.plan, None
+            self._ahead = None
             engine.rounds_ended()
 
     def drain(self, engine: Engine):
@@ -221,25 +217,14 @@ class GenerationStep:
     def _remember(self, drawn: Batch) -> Batch:
         """Score the groups, remember their prompts, and add what is known of them."""
         chances = drawn.prompts.chances if "chances" in drawn.prompts else None
-        groups = self.state.visit(drawn, chances, self._confidence(drawn))
+        known = self.args.self_play["label_confidence"] == "share" and "confidence" in drawn.prompts
+        groups = self.state.visit(drawn, chances, drawn.prompts.confidence if known else None)
         self.votes.add_batch(drawn.facts.get("logged", {}), len(groups))
         self.passes.planner.observe(groups)
         if self.instruction is not None:
             self.instruction.observe(groups)
         self.dead.update(groups, drawn, drawn.rewards_per_func)
         return drawn.with_prompts(**vars(groups), cause=causes(drawn))
-
-    def _confidence(self, drawn: Batch) -> np.ndarray | None:
-        """Probability that the label of each group is right, shape `(P,)`; `None` if energies do not go by it."""
-        if self.args.self_play["label_confidence"] == "none" or "confidence" not in drawn.prompts:
-            return None
-        confidence = drawn.prompts.confidence
-        if self.args.self_play["label_confidence"] == "share":
-            return confidence
-        known = confidence == 1.0  # gold answers; votes that all agree have no energy
-        corrected = np.where(known, 1.0, self.labels.corrected(confidence))
-        self.labels.see(*drawn.facts["evidence"].T)
-        return corrected
 
     def _select(self, drawn: Batch, wanted: int) -> np.ndarray:
         """Whether each group is trained on, shape `(P,)`; the update wants K = `wanted` of them."""
@@ -301,7 +286,6 @@ class GenerationStep:
         groups = drawn.prompts
         metrics = batch_metrics(groups, chosen, self.state, plan.pass_index) | self.passes.metrics()
         if (sample := drawn.facts.get("uniform")) is not None:
-            metrics |= {f"drawn_{name}": metrics[name] for name in ("pass_rate", "dead_share")}
             remembered = self.state.range.outcomes(sample.remembered)
             metrics["pass_rate"] = sample.moments(drawn.outcomes, remembered)[0]
             metrics["dead_share"] = 1.0 - sample.live_share
@@ -354,7 +338,6 @@ class GenerationStep:
             "passes": self.passes,
             "advice": self.advice,
             "votes": self.votes,
-            "labels": self.labels,
             "ledger": self.ledger,
         }
 
@@ -369,7 +352,7 @@ class GenerationStep:
         # Counted from the beginning of a generation batch, however many micro-steps this run makes of one
         self.micro_step = state["micro_step"] if self._in_use else 0
         self.batch, self._made_at = None, -1
-        self._ahead = self._planned = self._ready = None
+        self._ahead = self._ready = None
         self.window.reset()
 
     @property

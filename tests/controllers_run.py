@@ -23,11 +23,11 @@ from lze_trl.memory.identity import ID_COLUMN
 
 PROMPTS = 17
 CONTROLLERS = {
-    "uniform": {},
+    "uniform": {"controller_kwargs": {"kept": 2}},
     "reinforce_ada_positive": {"controller_kwargs": {"round_size": 2, "max_rounds": 3}},
     "reinforce_ada_balanced": {"controller_kwargs": {"round_size": 4, "max_rounds": 3}},
     "dynamic": {"controller_kwargs": {"max_rounds": 2}},
-    "gate": {"num_generations": 3, "controller_kwargs": {"kept": 2, "control": 0.0}},
+    "gate": {"num_generations": 3, "controller_kwargs": {"control": 0.0}},
 }
 """Settings of every controller for batches of 6 prompts; their numbers divide evenly over two processes."""
 

@@ -67,6 +67,7 @@ REFUSED = [
         {**SERVERS, "vllm_mode": "http", "loss_type": "vespo", "vllm_importance_sampling_mode": "sequence_mask"},
         {},
     ),
+    ("overlap", {"overlap": "one_step"}, {}),
     ("packing", {"packing": True, "top_entropy_quantile": 0.5}, {}),
     ("max_tokens_per_micro_batch", {"packing": False, "max_tokens_per_micro_batch": 64}, {}),
     ("pruning", {"pruning": "none"}, {"planner": SolvedPlanner()}),

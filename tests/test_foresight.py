@@ -134,21 +134,10 @@ def test_auc_by_brute_force(pairs):
     assert auc(expected, alive) == pytest.approx(np.mean(wins))
 
 
-def test_forecasts_are_corrected_by_what_came_of_them():
-    calibration, forecasts = Calibration(), np.array([0.25, 0.29, 0.5, 0.75])
-    assert calibration.corrected(forecasts).tolist() == forecasts.tolist()  # nothing was seen
-    for _ in range(50):  # what comes true as often as it was said to changes nothing
-        calibration.see(np.repeat(forecasts[[0, 2, 3]], 4), np.array([1, 0, 0, 0, 1, 1, 0, 0, 1, 1, 1, 0]))
-    assert calibration.corrected(forecasts).tolist() == forecasts.tolist()
-    assert calibration.error == 0.0
+def test_the_calibration_error_is_that_of_the_bins():
     calibration = Calibration()
-    calibration.see(np.full(10, 0.75), np.zeros(10))
-    # 10 labels count half, then 10 and 9.5 of them; and no other bin
-    assert calibration.corrected(forecasts) == pytest.approx([0.25, 0.29, 0.5, 0.75 - 7.5 / 20])
-    calibration.see(np.full(10, 0.75), np.zeros(10))
-    assert calibration.corrected(forecasts)[3] == pytest.approx(0.75 - 0.75 * 19.5 / 29.5)
-    calibration.see(np.full(990, 0.05), np.ones(990))
-    assert calibration.corrected(np.array([0.05, 0.09])) == pytest.approx([0.05 + 0.95 * 0.99, 1.0])
+    calibration.see(np.repeat([0.25, 0.5, 0.75], 4), np.array([1, 0, 0, 0, 1, 1, 0, 0, 1, 1, 1, 0]))
+    assert calibration.error == 0.0
     calibration.load_state_dict({"bins": np.array([[4.0, 1.0, 2.0], [0.0, 0.0, 0.0], [6.0, 5.5, 5.0]])})
     assert calibration.error == pytest.approx(0.15)
 

@@ -128,18 +128,6 @@ def test_a_completion_yields_more_live_groups_than_without_a_gate(alone):
     assert np.mean(told) == pytest.approx(kept, abs=0.1)
 
 
-def test_a_batch_of_one_prompt_gains_nearly_as_much_as_one_of_sixteen():
-    gain = {}
-    for prompts in (1, 16):
-        world = World(prompts=100)
-        for share in (400, 800):
-            world.forget()
-            for _ in range(share // prompts):
-                world.visit(prompts)
-        gain[prompts] = world.gain
-    assert gain[1] > 0.75 * gain[16] > 1.5
-
-
 # ---- Which groups go on ----
 
 
@@ -156,19 +144,6 @@ def test_no_other_choice_yields_more_for_each_completion(alive, cost):
     assert live_per_completion(chosen) == pytest.approx(best_yield(alive, cost))
 
 
-def test_a_large_batch_is_judged_by_itself_and_a_small_one_by_what_the_latest_gave():
-    gate, many = Threshold(4), Threshold.RECENT
-    drawn = rollouts({i: [float(i < 8), 0.0, 0.0, 0.0] for i in range(32)})  # 8 live groups by 128 completions
-    gate.see(prompts_of(32), drawn, np.zeros(32))
-
-    def needed(forecasts):
-        return gate.needed(prompts_of(len(forecasts), alive_given_first=forecasts))
-
-    share = 1.0 - 1.0 / many  # with the prompt itself, as many as `many`
-    assert needed([0.2]) == pytest.approx(3 * best_yield(np.array([0.2]), 3, 8 * share, 128 * share))
-    assert needed([0.2] * many) == pytest.approx(3 * best_yield(np.full(many, 0.2), 3))
-
-
 def test_a_group_that_goes_on_alone_is_judged_by_what_completions_have_yielded():
     gate = Threshold(4, alone=True)
     drawn = rollouts({i: [float(i < 16), 0.0, 0.0, 0.0] for i in range(128)})  # 16 live groups by 512 completions
@@ -183,16 +158,6 @@ def test_a_group_that_goes_on_alone_is_judged_by_what_completions_have_yielded()
     assert needed([0.2]) == pytest.approx(3 * (8 - 8**0.5) / (256 + 64))  # half of the window is left
 
 
-def test_a_prompt_is_begun_by_the_forecasts_of_its_batch_and_of_the_latest():
-    gate, many = Threshold(4), Threshold.RECENT
-    gate.see(prompts_of(32), rollouts({i: [0.0] for i in range(32)}), np.zeros(32))
-    share = 1.0 - 1.0 / many
-    mean = (0.2 + 32 * 0.5 * share) / (1 + 32 * share)
-    assert gate.needed(prompts_of(1, alive=[0.2])) == pytest.approx(needed_to_begin(mean / 4, 4))
-    assert gate.needed(prompts_of(many, alive=[0.2] * many)) == pytest.approx(needed_to_begin(0.2 / 4, 4))
-    assert Threshold(4).needed(prompts_of(1, alive=[0.2])) <= 0.2
-
-
 @given(st.lists(st.floats(0.001, 0.999), min_size=1, max_size=7), st.integers(2, 16))
 def test_a_prompt_is_begun_unless_no_first_completion_could_make_it_worth_the_others(alive, size):
     # Nothing is worth more than a first completion that settles whether the group is alive
@@ -201,22 +166,6 @@ def test_a_prompt_is_begun_unless_no_first_completion_could_make_it_worth_the_ot
     at_best = alive * np.maximum(1.0 - elsewhere * (size - 1), 0.0)
     begun = alive >= needed_to_begin(elsewhere, size) * (1.0 - 1e-12)
     np.testing.assert_array_equal(begun, at_best >= elsewhere * (1.0 - 1e-12))
-
-
-@pytest.mark.parametrize("p", [0.01, 0.3, 0.99])
-def test_where_all_groups_are_alike_all_are_drawn_to_their_end(p):
-    gate, threshold, rng, first = (
-        Gate(4),
-        Threshold(4),
-        np.random.default_rng(0),
-        rollouts({i: [1.0] for i in range(5)}),
-    )
-    for _ in range(2):  # the first batch, and the next one of the same prompts
-        for round, counts in ((0, [1] * 5), (1, [3] * 5)):
-            prompts = prompts_of(5, alive=[p] * 5, **({"alive_given_first": [p] * 5} if round else {}))
-            prompts = prompts.with_columns(alive_needed=np.full(5, threshold.needed(prompts)))
-            assert ask(gate, round, prompts, first, rng).tolist() == counts
-        threshold.see(prompts_of(5, alive=[p] * 5), first, np.zeros(5))
 
 
 def test_it_draws_one_then_the_others_and_nothing_after():
@@ -231,25 +180,7 @@ def test_it_draws_one_then_the_others_and_nothing_after():
     assert begins.tolist() == [1.0, 1.0, 1.0, 0.0] and finishes[:3].tolist() == [1e-9, 1.0, 1e-9] and nothing is None
 
 
-def test_those_that_would_be_left_go_on_at_random_as_often_as_set():
-    count = 4000
-    unlikely = np.where(np.arange(count) == 0, 1.0, 1e-9)
-    prompts = prompts_of(count, alive=unlikely, alive_given_first=unlikely, alive_needed=np.full(count, 0.1))
-    drawn = rollouts({i: [1.0] for i in range(count)})
-    gate = Gate(2, explore=0.2, recheck=0.1, control=0.0)
-    for round, share in [(0, 0.1), (1, 0.2)]:
-        goes_on = gate.draw(round, prompts, drawn, np.random.default_rng(0)) > 0
-        assert goes_on[0]
-        assert goes_on.mean() == pytest.approx(share, abs=0.03)
-
-
 # ---- The forecast ----
-
-
-def test_at_first_it_is_what_was_expected_before():
-    prompts = prompts_of(4, alive=[0.2, 0.9, 0.5, 0.4])
-    drawn = rollouts({0: [1.0], 1: [0.0], 2: [], 3: [1.0, 0.0]})
-    np.testing.assert_allclose(Threshold().alive(prompts, drawn), [0.2, 0.9, NAN, 1.0])
 
 
 def test_one_group_stands_for_those_that_chance_left_out():

@@ -60,17 +60,6 @@ def test_each_group_is_seen_whole_as_often_as_its_chances_say(explore, recheck):
     assert seen.reshape(-1, 3).mean(axis=0) == pytest.approx([1.0, 1.0, 1.0], abs=0.05)
 
 
-def test_controls_are_drawn_whole_whatever_is_forecast():
-    lots = np.array([0.01, 0.99])
-    for forecast in (0.0, 1.0):
-        prompts = prompts_of(
-            2, alive=[forecast] * 2, alive_given_first=[forecast] * 2, alive_needed=[0.5] * 2, lot=lots
-        )
-        gate, first = Gate(4, explore=1e-9, recheck=0.0), rollouts({0: [1.0], 1: [1.0]})
-        draws = [gate.draw(round, prompts, first, np.random.default_rng(0)).tolist() for round in (0, 1)]
-        assert draws == [[1, int(forecast)], [3, 3 * int(forecast)]]
-
-
 # ---- What they tell ----
 
 
@@ -152,20 +141,6 @@ def test_it_changes_its_mind_within_a_few_batches_where_that_is_worth_something(
 @pytest.mark.parametrize("live", [0.5, 1.0])
 def test_a_gate_that_does_not_pay_never_begins(live):
     assert [batches(stopped_guard(True), live, seed, most=100) for seed in range(3)] == [100] * 3
-
-
-def test_a_gate_that_stops_nothing_stays_as_it_is():
-    for whole in (True, False):
-        guard, drawn = stopped_guard(whole), rollouts({i: [1.0, 0.0] for i in range(8)})
-        for _ in range(200):
-            guard.see(drawn, np.ones(8), np.ones(8), np.ones(8), 2)
-        assert guard.draws_whole == whole
-        assert guard.metrics() == {
-            "guard": 1.0 - whole,
-            "gate_live_kept": 1.0,
-            "gate_signal_kept": 1.0,
-            "gate_price": 1.0,
-        }
 
 
 class Moody(Gate):

@@ -24,7 +24,7 @@ OTHERS = {
     "packing": True,
     "loss_normalizer": "all",
     "controller": "reinforce_ada_positive",
-    "controller_kwargs": {"kept": 2},
+    "selector_kwargs": {"ema_decay": 0.5},
     "pass_threshold": 0.2,
     "scale_rewards": "batch",
 }

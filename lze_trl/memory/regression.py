@@ -13,7 +13,6 @@ _FORGETTING = 0.99  # weight of earlier generation batches in what is learned: t
 _NEWTON_STEPS = 6
 _HALVINGS = 20
 NUM_BINS = 10
-_ENOUGH = 10.0  # examples of a bin that count as much as the forecast itself
 
 
 class OnlineRegression:
@@ -96,11 +95,6 @@ class Calibration:
         self._bins *= SCORE_MEMORY
         examples = np.stack([np.ones_like(forecasts), forecasts, true], axis=1) * np.reshape(counts, (-1, 1))
         np.add.at(self._bins, _bin_of(forecasts), examples)
-
-    def corrected(self, forecasts: np.ndarray) -> np.ndarray:
-        """Forecasts, shape `(n,)`, moved towards how often those of their bin came true; half the way after ten."""
-        examples, expected, true = self._bins[_bin_of(forecasts)].T
-        return np.clip(forecasts + (true - expected) / (examples + _ENOUGH), 0.0, 1.0)
 
     @property
     def error(self) -> float:

@@ -23,7 +23,7 @@ from ..memory.state import PromptState
 from ..plan.passes import Passes, Plan
 from ..seeding import keyed_rng
 from .ahead import LookAhead
-from .controllers import Gate, RolloutController, ask, ask_chances, ask_more
+from .controllers import Gate, RolloutController, ask, ask_more
 from .estimates import mean_over_full_batch, represented
 from .payoff import GateGuard, gated
 from .settling import settle, unsettled, with_columns
@@ -81,7 +81,6 @@ class Rounds:
     state: PromptState
     rule: OutcomeRule
     accelerator: Accelerator
-    _told: bool = field(default=False, init=False)  # that there are no log-probabilities
     _in_rounds: bool = field(default=False, init=False)  # that groups wait for each other was told
 
     def __post_init__(self):
@@ -122,14 +121,15 @@ class Rounds:
         engine.rounds_ended()
         if not parts:
             return None
-        keep_first_round(engine.metrics, [part.num_rows for part in parts])
+        keep_first_round(engine.metrics, len(parts))
         return self._with_estimates(self._joined(parts, pending.plan, engine, final=True), pending)
 
     def _ask(self, pending: Pending, drawn: Batch, engine: Any):
         """Ask for the completions that the controller wants next, if any."""
         prompts = self.known(pending, drawn)
         counts = ask(self.controller, pending.round, prompts, drawn, pending.rng)
-        chances = ask_chances(self.controller, pending.round, prompts, drawn, counts)
+        chances = self.controller.chances(pending.round, prompts, drawn)
+        chances = None if chances is None else np.where(counts > 0, chances, 0.0)
         counts = self._divisible(counts) if counts.any() else counts
         pending.ask(counts, chances)
         pending.request = pending.ahead = None
@@ -176,12 +176,6 @@ class Rounds:
             owner=owner,
             place=place,
         )
-        if not self._told and np.isnan(batch.logprobs).all():
-            self._told = True
-            logger.info(
-                "Log-probabilities of the completions are neither reported nor can they be watched: foresight works with "
-                "pass rates alone."
-            )
         return replace(batch, held=held)
 
     def _joined(self, parts: list[Batch], plan: Plan, engine: Any, final: bool) -> Batch:
@@ -202,7 +196,7 @@ class Rounds:
             return batch
         ballots = {column: batch.gathered(values) for column, values in columns.items()}
         rewards, weights, group = engine.group_rewards, engine.reward_weights.cpu(), batch.group
-        settled, metrics, confidence, evidence = settle(rewards, ballots, group, self.accelerator)
+        settled, metrics, confidence = settle(rewards, ballots, group, self.accelerator)
         per_func = with_columns(torch.from_numpy(batch.rewards_per_func), settled)
         judged = self.judge(per_func, weights, self.args.num_generations, list(rewards))
         if final:
@@ -225,7 +219,7 @@ class Rounds:
         for name, value in metrics.items():
             engine.metrics[name].append(value)
         batch.held = {name: values for name, values in batch.held.items() if not name.startswith(BALLOTS)}
-        batch.facts = {"logged": metrics, "evidence": evidence}
+        batch.facts = {"logged": metrics}
         return batch.with_prompts(confidence=_padded(confidence, batch.num_groups, 1.0))
 
     def _with_estimates(self, batch: Batch, pending: Pending) -> Batch:
@@ -322,13 +316,8 @@ def _padded(values: np.ndarray, length: int, value: float) -> np.ndarray:
     return np.pad(values, (0, length - len(values)), constant_values=value)
 
 
-def keep_first_round(metrics: dict[str, list[float]], rows: list[int]):
-    """
-    Of TRL's metrics of several rounds, the last ones entered, keep those of the first, which uniform sampling would have seen too;
-    `rows` were drawn in each.
-    """
-    lengths = metrics["completions/mean_length"][-len(rows) :]
-    metrics["lze/drawn_length"].append(float(np.average(lengths, weights=rows)))
+def keep_first_round(metrics: dict[str, list[float]], rounds: int):
+    """Of TRL's metrics of some rounds, the last ones entered, keep those of the first, which uniform sampling would have seen too."""
     for name in metrics:
         if name.startswith(("completions/", "tools/")):
-            del metrics[name][len(metrics[name]) - len(rows) + 1 :]
+            del metrics[name][len(metrics[name]) - rounds + 1 :]

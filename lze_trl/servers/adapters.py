@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from peft import LoraModel, PeftModel
@@ -16,27 +16,13 @@ from torch.distributed.tensor import DTensor
 _WRAPPERS = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)\.")
 
 
-class Adapter(NamedTuple):
-    """What LoRA adds to a weight: the product B·A, scaled."""
-
-    a: nn.Parameter
-    b: nn.Parameter
-    scaling: float
-    transposed: bool
-
-    def delta(self) -> torch.Tensor:
-        """The whole product."""
-        product = self.scaling * (whole(self.b) @ whole(self.a))
-        return product.T if self.transposed else product
-
-
-def merged_parameters(model: PeftModel) -> Iterator[tuple[str, nn.Parameter, list[Adapter]]]:
+def merged_parameters(model: PeftModel) -> Iterator[tuple[str, nn.Parameter, lora.LoraLayer | None]]:
     """
     The parameters that the adapted model would have if its active adapters were merged: name in the base model, parameter, and
-    what is to be added to it. Raises a `ValueError` unless they are plain LoRA.
+    the layer that adds to it, see [`deltas`]. Raises a `ValueError` unless they are plain LoRA.
     """
     others = [name for name in model.peft_config if name not in model.active_adapters]
-    adapters, left_out = {}, [".lora_", *(f".modules_to_save.{name}." for name in others)]
+    layers, left_out = {}, [".lora_", *(f".modules_to_save.{name}." for name in others)]
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)) and not _is_plain(model, module):
             raise ValueError(
@@ -44,13 +30,13 @@ def merged_parameters(model: PeftModel) -> Iterator[tuple[str, nn.Parameter, lis
                 "linear and embedding layers, without DoRA, bias or trainable tokens; `modules_to_save` for whole modules."
             )
         if isinstance(module, lora.LoraLayer):
-            adapters[f"{name}.base_layer.weight"] = list(_adapters(module))
+            layers[f"{name}.base_layer.weight"] = module
         elif isinstance(module, ModulesToSaveWrapper):
             left_out.append(f"{name}.{'original_module' if module.active_adapters else 'modules_to_save'}.")
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if not any(part in name for part in left_out):
             base_name = _WRAPPERS.sub(".", name.removeprefix("base_model.model."))
-            yield base_name, parameter, adapters.get(name, [])
+            yield base_name, parameter, layers.get(name)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -59,13 +45,10 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _adapters(layer: Any) -> Iterator[Adapter]:
-    for name in layer.active_adapters:
-        if name in layer.lora_A:
-            a, b = layer.lora_A[name].weight, layer.lora_B[name].weight
-            yield Adapter(a, b, layer.scaling[name], layer.fan_in_fan_out)
-        elif name in layer.lora_embedding_A:
-            yield Adapter(layer.lora_embedding_A[name], layer.lora_embedding_B[name], layer.scaling[name], True)
+def deltas(layer: Any) -> list[torch.Tensor]:
+    """What the active adapters of a layer add to its weight, whose parameters must be gathered."""
+    own = {*layer.lora_A, *layer.lora_embedding_A}
+    return [whole(layer.get_delta_weight(name)) for name in layer.active_adapters if name in own]
 
 
 def _is_plain(model: PeftModel, module: Any) -> bool:

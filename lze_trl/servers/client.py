@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx2
@@ -13,7 +13,6 @@ import httpx2
 _CONNECT_TIMEOUT = 10.0  # a server that is up answers at once, however busy it is
 # What reading an answer of another form raises
 _MISREADINGS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-_LARGEST_TOKEN = 2**31 - 1
 _LOWEST_LOGPROB = -1e4  # vLLM sends -9999 for minus infinity
 _ROUNDING = 1e-3  # by which a log-prob may be above 0
 
@@ -58,20 +57,13 @@ class Snapshot:
     tolerance: float  # largest mean absolute difference of the log-probs
 
 
-class Difference(NamedTuple):
-    """Absolute differences between a server's and the trainer's log-probs, in nats."""
-
-    mean: float
-    max: float
-
-
 @dataclass(frozen=True)
 class Identity:
     """What the trainer needs a server to be."""
 
     text: str  # to compare the tokenizers on
     token_ids: list[int]  # of the text, without special tokens
-    last_token_id: int  # largest that the model or the tokenizer knows
+    last_token_id: int  # largest that the model or the tokenizer has
 
 
 class VLLMServer:
@@ -89,8 +81,10 @@ class VLLMServer:
         self.url, self.host, self.request_timeout = url.rstrip("/"), parts.hostname, request_timeout
         self.model = self.dtype = self.logprobs_mode = ""
         self.max_model_len = 0
-        self.last_token_id = _LARGEST_TOKEN  # that it may send
-        self.difference: Difference | None = None  # after the last load
+        self.last_token_id = 2**31 - 1  # that it may send
+        self.difference: float | None = (
+            None  # mean absolute one from the trainer's log-probs, in nats, after the last load
+        )
         self.ready = False  # known to hold the current weights
         self.running = 0  # requests in progress
         self.problem: ServerError | None = None  # of the outage that it is in
@@ -132,7 +126,7 @@ class VLLMServer:
 
         def own_card(models: dict) -> tuple[str, int]:
             card, *_ = (card for card in models["data"] if card.get("parent") is None)  # the others are adapters
-            return _checked(card["id"], str), _checked(card["max_model_len"], int, 1)
+            return card["id"], int(card["max_model_len"])
 
         self.model, self.max_model_len = await self._request(http, "/v1/models", read=own_card)
 
@@ -142,7 +136,7 @@ class VLLMServer:
 
         def settings(info: dict) -> tuple[str, str]:
             config = info["vllm_config"]["model_config"]
-            return config["dtype"].removeprefix("torch."), _checked(config["logprobs_mode"], str)
+            return config["dtype"].removeprefix("torch."), config["logprobs_mode"]
 
         path = "/server_info?config_format=json"
         self.dtype, self.logprobs_mode = await self._request(http, path, read=settings)
@@ -170,13 +164,15 @@ class VLLMServer:
         return await self._request(http, "/v1/completions", body, read=completions)
 
     def _completion(self, choice: dict, most_tokens: int) -> Completion:
-        _checked(choice["finish_reason"], str, among=("stop", "length"))
-        token_ids = _checked(choice["token_ids"], list)
-        logprobs = _checked(choice["logprobs"]["token_logprobs"], list)
-        _checked(len(token_ids), int, 1, most_tokens)
-        for token_id, logprob in zip(token_ids, logprobs, strict=True):
-            _checked(token_id, int, 0, self.last_token_id)
-            _checked(logprob, (int, float), _LOWEST_LOGPROB, _ROUNDING)
+        token_ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+        _check_reason(choice)
+        if not 0 < len(token_ids) == len(logprobs) <= most_tokens:
+            raise ValueError(
+                f"{len(token_ids)} tokens and {len(logprobs)} log-probs, where {most_tokens} is the limit"
+            )
+        known = all(0 <= token_id <= self.last_token_id for token_id in token_ids)
+        if not known or not all(_LOWEST_LOGPROB <= logprob <= _ROUNDING for logprob in logprobs):  # nor NaN
+            raise ValueError("tokens that the model does not have, or impossible log-probs")
         return Completion(token_ids, logprobs)
 
     async def answer(self, http: httpx2.AsyncClient, prompt: str | list[dict[str, str]], body: dict) -> Output:
@@ -186,10 +182,10 @@ class VLLMServer:
 
         def read(answer: dict) -> Output:
             (choice,) = answer["choices"]
-            reason = _checked(choice["finish_reason"], str, among=("stop", "length"))
             text = choice["text"] if is_text else choice["message"]["content"] or ""
-            tokens = _checked(answer["usage"]["completion_tokens"], int, 0, body["max_tokens"])
-            return Output(_checked(text, str), tokens, reason == "length")
+            if not isinstance(text, str):
+                raise TypeError(f"{text!r} as a text")
+            return Output(text, int(answer["usage"]["completion_tokens"]), _check_reason(choice) == "length")
 
         return await self._request(
             http, path, body | {"model": self.model, "prompt" if is_text else "messages": prompt}, read
@@ -238,28 +234,22 @@ class VLLMServer:
     async def _compare(self, http: httpx2.AsyncClient, snapshot: Snapshot):
         logprobs = await self.prompt_logprobs(http, snapshot.probe)
         gaps = [abs(theirs - ours) for theirs, ours in zip(logprobs, snapshot.reference, strict=True)]
-        self.difference = Difference(sum(gaps) / len(gaps), max(gaps))
-        if not self.difference.mean <= snapshot.tolerance:  # also when it is not a number
+        self.difference = sum(gaps) / len(gaps)
+        if not self.difference <= snapshot.tolerance:  # also when it is not a number
             raise ServerMismatchError(
                 f"After a weight sync, the log-probs of the vLLM server {self.url} (model {self.model!r} in {self.dtype}) "
-                f"differ from the trainer's by {self.difference.mean:.2e} nats on average (at most "
-                f"{self.difference.max:.2e}), and `sync_tolerance` is {snapshot.tolerance:g}. Check that it serves the "
-                "model that is trained, without quantization or adapters, and that every weight is in "
-                f"{snapshot.directory}, `lm_head.weight` included. If only the precision differs, raise the tolerance."
+                f"differ from the trainer's by {self.difference:.2e} nats on average, and `sync_tolerance` is "
+                f"{snapshot.tolerance:g}. Check that it serves the model that is trained, without quantization or adapters, "
+                f"and that every weight is in {snapshot.directory}, `lm_head.weight` included. If only the precision "
+                "differs, raise the tolerance."
             )
 
 
-def _checked(value: Any, kind: type | tuple[type, ...], least: Any = None, most: Any = None, among: Any = None) -> Any:
-    """
-    A value that a server sent, if it is exactly of that kind and in that range; otherwise raises a `ValueError`. In JSON,
-    `true` would pass for 1 and `7.0` for 7. A comparison with "not a number" is false.
-    """
-    fits = type(value) in (kind if isinstance(kind, tuple) else (kind,)) and (among is None or value in among)
-    if not (fits and (least is None or value >= least) and (most is None or value <= most)):
-        limits = {"least": least, "most": most, "among": among}
-        shown = ", ".join(f"{name} {limit}" for name, limit in limits.items() if limit is not None)
-        raise ValueError(f"{_short(repr(value))} is not a valid value ({shown or kind})")
-    return value
+def _check_reason(choice: dict) -> str:
+    """Why a completion has ended, if it has: an aborted one raises a `ValueError`."""
+    if choice["finish_reason"] not in ("stop", "length"):
+        raise ValueError(f"a completion that ended by {choice['finish_reason']!r}")
+    return choice["finish_reason"]
 
 
 def _short(value: Any) -> str:

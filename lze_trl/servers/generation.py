@@ -6,7 +6,7 @@ import shutil
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,8 @@ from accelerate.utils import broadcast_object_list, gather_object
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from .client import Completion, Difference, Snapshot
-from .pool import Group, Job, ServerPool, Serving
+from .client import Completion, Snapshot
+from .pool import Group, ServerPool, Serving
 from .sync import identity_of, logprobs, probe_tokens, shared_directory, tolerance_for
 from .weights import base_model, export_weights
 
@@ -59,14 +59,14 @@ class HTTPGeneration:
         self.model, self.accelerator, self.processing_class, self.args = model, accelerator, processing_class, args
         self.batches = Counter(train=0, eval=0)  # generated so far; part of the seeds
         self.version = ""  # name of the weights that the servers hold
-        self.differences: dict[str, Difference] = {}  # of their log-probs, by the URL of each server that is up
+        self.differences: dict[str, float] = {}  # mean one of their log-probs, by the URL of each server that is up
         self._syncs = 0
         self.before_sync: Callable[[], None] = lambda: None  # called before the servers get other weights
         self._foresight: Foresight | None = None  # of the call under way
         self._begins = False  # whether calls only begin
         # On the main process, by seed and number of completions: requests of the next call, and those foreseen for the one after it
-        self._ahead: dict[tuple[int, int], Job] = {}
-        self._foreseen: dict[tuple[int, int], Job] = {}
+        self._ahead: dict[tuple[int, int], Future] = {}
+        self._foreseen: dict[tuple[int, int], Future] = {}
         self._serving: Serving | None = None
         self._follower: threading.Thread | None = None  # asks for what follows while the caller does something else
         given = args.generation_kwargs or {}
@@ -122,7 +122,7 @@ class HTTPGeneration:
             failure = error
         reference = logprobs(self.model, self._probe, self.accelerator.device)
 
-        def load() -> tuple[str, dict[str, Difference]]:
+        def load() -> tuple[str, dict[str, float]]:
             if failure is not None:
                 raise failure
             tolerance = self.args.vllm_server_kwargs["sync_tolerance"]
@@ -213,9 +213,9 @@ class HTTPGeneration:
 
     def _begin(self, groups: list[Group]):
         self.give_up()
-        serving, jobs = self._asked(groups)
-        self._ahead.update(zip(map(_key, groups), jobs, strict=True))
-        arguments = serving, groups, jobs, self._foresight, self.batches["train"] + 1
+        serving, results = self._asked(groups)
+        self._ahead.update(zip(map(_key, groups), results, strict=True))
+        arguments = serving, groups, results, self._foresight, self.batches["train"] + 1
         self._follower = threading.Thread(target=self._follow, args=arguments, daemon=True)
         self._follower.start()
 
@@ -225,42 +225,46 @@ class HTTPGeneration:
             self._follower = None
         completed = False
         try:
-            serving, jobs = self._asked(groups)
-            for job in self._ahead.values():  # foreseen for this call, which does not want them
-                serving.give_up(job)
-            self._follow(serving, groups, jobs, self._foresight, self.batches["train"])
-            results = [job.result.result() for job in jobs]
+            serving, results = self._asked(groups)
+            self._follow(serving, groups, results, self._foresight, self.batches["train"])
+            if serving.end.done():
+                serving.end.result()
             self._ahead, self._foreseen = self._foreseen, {}
             completed = True
-            return results
+            return [result.result() for result in results]
         finally:
             if not (completed and self._ahead):
                 self.give_up()
 
-    def _asked(self, groups: list[Group]) -> tuple[Serving, list[Job]]:
-        """The requests of groups, whether they are under way or not, and who works on them."""
+    def _asked(self, groups: list[Group]) -> tuple[Serving, list[Future]]:
+        """Who works on the requests of groups, and their results, whether they are under way or not."""
         serving = self._serving = self._serving or self.pool.serving()
         keys = [_key(group) for group in groups]
-        jobs = [
+        results = [
             self._ahead.pop(key) if key in self._ahead else serving.submit(group)
             for key, group in zip(keys, groups, strict=True)
         ]
-        return serving, jobs
+        return serving, results
 
     def _follow(
-        self, serving: Serving, groups: list[Group], jobs: list[Job], foresight: Foresight | None, next_batch: int
+        self,
+        serving: Serving,
+        groups: list[Group],
+        results: list[Future],
+        foresight: Foresight | None,
+        next_batch: int,
     ):
-        """Wait for requests, and meanwhile ask for what the next call will ask for."""
-        open_jobs = {job.result: place for place, job in enumerate(jobs)}
+        """Wait for results, or for the end of all requests, and meanwhile ask for what the next call will ask for."""
+        waiting = {result: place for place, result in enumerate(results)}
         following = self._groups([group.prompt for group in groups], [0] * len(groups), f"train/{next_batch}")
-        while open_jobs:
-            done, _ = wait(open_jobs, return_when=FIRST_COMPLETED)
-            places = sorted(open_jobs.pop(result) for result in done)  # small batches, in the order of the prompts
-            if any(result.exception() is not None for result in done):
+        while waiting:
+            done, _ = wait([*waiting, serving.end], return_when=FIRST_COMPLETED)
+            if serving.end in done:
                 return
+            places = sorted(waiting.pop(result) for result in done)  # small batches, in the order of the prompts
             if foresight is None:
                 continue
-            arrived = {place: (groups[place].prompt, jobs[place].result.result()) for place in places}
+            arrived = {place: (groups[place].prompt, results[place].result()) for place in places}
             for place, count in foresight(arrived):
                 group = Group(following[place].prompt, count, following[place].body)
                 self._foreseen[_key(group)] = serving.submit(group)
@@ -275,11 +279,6 @@ class HTTPGeneration:
             seed = int.from_bytes(digest[:8], "big") >> 1  # vLLM takes signed 64-bit seeds
             groups.append(Group(prompt, count, self._body | {"seed": seed}))
         return groups
-
-    def close(self):
-        """Remove the weights from the sync directory."""
-        if self.accelerator.is_main_process:
-            shutil.rmtree(self._directory, ignore_errors=True)
 
     def _on_main_process(self, function: Callable[[], Any]) -> Any:
         """Run a function on the main process. Every process gets its result, or fails with it instead of waiting."""

@@ -5,9 +5,10 @@ import logging
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from concurrent.futures import CancelledError, Future, as_completed
-from contextlib import AbstractContextManager
+from concurrent.futures import Future, as_completed
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import httpx2
@@ -46,85 +47,36 @@ class Job:
     send: Send
     result: Future = field(default_factory=Future)
     failures: int = 0
-    task: asyncio.Future | None = None  # while a server works on it
 
 
 class Serving:
     """
     Servers at work on requests, on a thread of its own, until it is closed: the caller may have an event loop running, or go on
-    with something else.
+    with something else. Whoever waits for a result also waits for `end`: with the error that has ended all requests, or cancelled.
     """
 
-    def __init__(self, serve: Callable[["Serving"], Awaitable[None]]):
-        self.jobs: asyncio.Queue[Job] = asyncio.Queue()
-        self._open: set[Job] = set()
-        self._failure: BaseException | None = None
-        self._ended = False
+    def __init__(self, serve: Callable[["asyncio.Queue[Job]"], Awaitable[None]]):
+        self._jobs: asyncio.Queue[Job] = asyncio.Queue()
         self._closing = threading.Lock()  # one thread may ask for more while another closes
         self._context: AbstractContextManager[BlockingPortal] | None = start_blocking_portal()
         self._portal = self._context.__enter__()
-        self._end = self._portal.start_task_soon(self._run, serve)
+        self.end: Future = self._portal.start_task_soon(serve, self._jobs)
 
-    async def _run(self, serve: Callable[["Serving"], Awaitable[None]]):
-        self._failure = CancelledError("These requests were given up.")
-        try:
-            await serve(self)
-        except BaseExceptionGroup as failures:
-            self._failure = failures.exceptions[0]
-        finally:
-            for job in list(self._open):
-                self.answer(job, failure=self._failure)
-            self._ended = True
-
-    def submit(self, send: Send) -> Job:
-        """Send a request as soon as a server takes it; the job has its result, or the error that ended all requests."""
+    def submit(self, send: Send) -> Future:
+        """Send a request as soon as a server takes it; its result."""
         job = Job(send)
         with self._closing:
-            if self._context is None:
-                self.answer(job, failure=CancelledError("These requests were given up."))
-            else:
-                self._portal.call(self._add, job)
-        return job
-
-    async def _add(self, job: Job):
-        self._open.add(job)
-        if self._ended:
-            self.answer(job, failure=self._failure)
-        self.jobs.put_nowait(job)
-
-    def answer(self, job: Job, result: Any = None, failure: BaseException | None = None):
-        """End a request, unless it has ended."""
-        self._open.discard(job)
-        if job.result.done():
-            return
-        if failure is None:
-            job.result.set_result(result)
-        else:
-            job.result.set_exception(failure)
-
-    def give_up(self, job: Job):
-        """End a request whose result nobody wants any more: its connection is closed, which frees its place in the engine."""
-
-        async def cancel():
-            self.answer(job, failure=CancelledError("This request was given up."))
-            if job.task is not None:
-                job.task.cancel()
-
-        self._portal.call(cancel)
+            if self._context is not None:
+                self._portal.call(self._jobs.put_nowait, job)
+        return job.result
 
     def close(self):
-        """Give up what is under way."""
+        """Give up what is under way: connections are closed, which frees the places in the engines."""
         with self._closing:
             context, self._context = self._context, None
         if context is not None:
-            self._end.cancel()
+            self.end.cancel()
             context.__exit__(None, None, None)
-
-    def __enter__(self) -> "Serving":
-        return self
-
-    def __exit__(self, *exception: Any):
-        self.close()
 
 
 class ServerPool:
@@ -191,22 +143,16 @@ class ServerPool:
         self.snapshot = snapshot
         self._forget()
 
-        async def prepare_all(http: httpx2.AsyncClient):
-            results = await asyncio.gather(
-                *(self._prepare(http, server) for server in self.servers), return_exceptions=True
-            )
-            failures = [result for result in results if result is not None]
-            for failure in failures:
-                if not isinstance(failure, ServerError):
-                    raise failure
-            if len(failures) == len(self.servers):
-                raise failures[0]
-
-        async def prepare_at_least_one():
+        async def prepare_all():
             async with open_client() as http:
-                await self._until_hopeless(prepare_all, http)
+                preparing = [self._prepare(http, server) for server in self.servers]
+                results = await asyncio.gather(*preparing, return_exceptions=True)
+            failures = [result for result in results if result is not None]
+            wrong = [failure for failure in failures if not isinstance(failure, ServerError)]
+            if wrong or len(failures) == len(self.servers):
+                raise (wrong or failures)[0]
 
-        _run(prepare_at_least_one)
+        _run(partial(self._until_hopeless, prepare_all))
         return [server for server in self.servers if server.ready]
 
     def _forget(self):
@@ -261,11 +207,6 @@ class ServerPool:
         self._forget()
         return Serving(self._serve)
 
-    def complete(self, requests: Sequence[Send]) -> list[Any]:
-        """The results of all requests, in their order; see [`stream`]."""
-        results = dict(self.stream(requests))
-        return [results[place] for place in range(len(requests))]
-
     def stream(self, requests: Sequence[Send]) -> Iterator[tuple[int, Any]]:
         """
         Results of requests with their places, in whatever order the servers finish.
@@ -273,51 +214,53 @@ class ServerPool:
         Raises a `ConnectionError` if no server is left and none returns within the recovery timeout, [`ServerError`] if
         one request fails again and again, [`RequestRefusedError`] if a server refuses one.
         """
-        with self.serving() as serving:
-            places = {serving.submit(send).result: place for place, send in enumerate(requests)}
-            for result in as_completed(places):
-                yield places[result], result.result()
+        if not requests:
+            return
+        with closing(self.serving()) as serving:
+            places = {serving.submit(send): place for place, send in enumerate(requests)}
+            for result in as_completed([*places, serving.end]):
+                found = result.result()
+                yield places.pop(result), found
+                if not places:
+                    return
 
-    async def _serve(self, serving: Serving):
+    async def _serve(self, jobs: "asyncio.Queue[Job]"):
         """Let every server work on the jobs, without an end."""
-        async with open_client() as http, asyncio.TaskGroup() as tasks:
-            for server in self.servers:
-                lock = asyncio.Lock()  # one worker makes the server ready for all of its workers
-                for _ in range(self.max_concurrent_requests):
-                    tasks.create_task(self._work(http, server, lock, serving))
+        try:
+            async with open_client() as http, asyncio.TaskGroup() as tasks:
+                for server in self.servers:
+                    lock = asyncio.Lock()  # one worker makes the server ready for all of its workers
+                    for _ in range(self.max_concurrent_requests):
+                        tasks.create_task(self._work(http, server, lock, jobs))
+        except BaseExceptionGroup as failures:
+            failure = failures.exceptions[0]
+        raise failure
 
-    async def _work(self, http: httpx2.AsyncClient, server: VLLMServer, lock: asyncio.Lock, serving: Serving):
+    async def _work(
+        self, http: httpx2.AsyncClient, server: VLLMServer, lock: asyncio.Lock, jobs: "asyncio.Queue[Job]"
+    ):
         """One of the requests that a server works on at a time."""
         while True:
             async with lock:
                 if not server.ready:
                     await self._until_hopeless(self._prepare, http, server)
-            job = await serving.jobs.get()
+            job = await jobs.get()
             if not server.ready:  # it was idle or failed in the meantime
-                serving.jobs.put_nowait(job)
-            elif not job.result.done():
-                await self._send(http, server, job, serving)
-
-    async def _send(self, http: httpx2.AsyncClient, server: VLLMServer, job: Job, serving: Serving):
-        server.running += 1
-        job.task = asyncio.ensure_future(job.send(http, server))
-        try:
-            await asyncio.wait([job.task])
-            if not job.task.cancelled():  # given up
-                serving.answer(job, job.task.result())
-        except asyncio.CancelledError:  # all requests end
-            job.task.cancel()
-            raise
-        except ServerError as error:
-            self._fail(server, error)
-            job.failures += 1
-            if job.failures == _MOST_FAILURES:
-                raise ServerError(f"A request failed {_MOST_FAILURES} times. The last time: {error}") from error
-            serving.jobs.put_nowait(job)
-        finally:
-            server.running -= 1
-            if server.running == 0:
-                server.ready = False  # idle, it might restart unnoticed
+                jobs.put_nowait(job)
+                continue
+            server.running += 1
+            try:
+                job.result.set_result(await job.send(http, server))
+            except ServerError as error:
+                self._fail(server, error)
+                job.failures += 1
+                if job.failures == _MOST_FAILURES:
+                    raise ServerError(f"A request failed {_MOST_FAILURES} times. The last time: {error}") from error
+                jobs.put_nowait(job)
+            finally:
+                server.running -= 1
+                if server.running == 0:
+                    server.ready = False  # idle, it might restart unnoticed
 
 
 def _retrying(stop: Callable[[RetryCallState], bool]) -> AsyncRetrying:

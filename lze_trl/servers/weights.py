@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from trl.distributed import DistributedBackend
 
-from .adapters import merged_parameters, whole
+from .adapters import deltas, merged_parameters, whole
 
 
 # What wrappers put into the names of the parameters they wrap
@@ -111,12 +111,12 @@ def _full_tensors(model: nn.Module, backend: DistributedBackend) -> Iterator[tup
         wrapped: Any = model
         parameters = merged_parameters(wrapped)
     else:
-        parameters = ((name, parameter, []) for name, parameter in model.named_parameters(remove_duplicate=False))
-    for name, parameter, adapters in parameters:
-        with backend.gather_params([parameter, *(part for adapter in adapters for part in adapter[:2])]):
+        parameters = ((name, parameter, None) for name, parameter in model.named_parameters(remove_duplicate=False))
+    for name, parameter, layer in parameters:
+        with backend.gather_params([parameter] if layer is None else list(layer.parameters())):
             tensor = whole(parameter)
-            for adapter in adapters:
-                tensor = tensor + adapter.delta().to(tensor.dtype)
+            for delta in [] if layer is None else deltas(layer):
+                tensor = tensor + delta.to(tensor.dtype)
             yield _WRAPPERS.sub("", name), tensor
     base = base_model(model)
     persistent = base.state_dict().keys()

@@ -45,8 +45,7 @@ def test_twenty_steps_under_zero3(sampled):
     # The servers compute with the trainer's weights after every sync, and there was one whenever the weights had moved
     differences = [difference for _, *of_servers in first["differences"] for difference in of_servers]
     assert len(differences) == 20
-    assert max(largest for _, largest in differences) < 1e-3
-    assert all(mean <= largest for mean, largest in differences)
+    assert max(differences) < 1e-3
     assert len({version for version, *_ in first["differences"]}) + first["skipped"] in (
         20,
         21,
@@ -124,4 +123,4 @@ def test_a_server_writes_the_problems(servers, models, tmp_path, monkeypatch):
     assert set(trainer.prompt_state["prompt_ids"].tolist()) <= set(part.pool.prompt_ids.tolist())
     # By the policy of the moment, which the servers get once a step, whatever they are asked for
     assert trainer.vllm_generation.version.endswith("-5")
-    assert max(d.max for d in trainer.vllm_generation.differences.values()) < 1e-3
+    assert max(trainer.vllm_generation.differences.values()) < 1e-3

@@ -37,7 +37,7 @@ class SyncRecorder(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         generation = self.trainer.vllm_generation
-        self.differences.append([generation.version, *([d.mean, d.max] for d in generation.differences.values())])
+        self.differences.append([generation.version, *generation.differences.values()])
 
 
 def run(directory: Path, name: str, settings: dict):
