@@ -20,7 +20,7 @@ from .plan.passes import Passes, Plan, PromptSource
 from .record.advice import Advice
 from .record.causes import causes
 from .record.ledger import Ledger, account
-from .record.monitors import DeadMonitor, batch_metrics
+from .record.metrics import batch_metrics
 from .record.recorder import Recorder
 from .record.safeguards import VoteHistory
 from .record.tables import prompt_columns, row_columns
@@ -55,7 +55,7 @@ class GenerationStep:
         self.micro_step = 0  # calls of `training_step` so far
         self.batch: Batch | None = None  # the last one, as it is trained on
         self.window = Window()  # the optimizer step under way
-        self.dead, self.votes = DeadMonitor(), VoteHistory()
+        self.votes = VoteHistory()
         self.advice = Advice(self.args, self.recorder.reward_names)
         self.labels = Calibration()  # majority labels, where gold answers tell
         self._chunk_steps = self.geometry.chunk_steps  # fewer after an interrupted training
@@ -226,7 +226,6 @@ class GenerationStep:
         self.passes.planner.observe(groups)
         if self.instruction is not None:
             self.instruction.observe(groups)
-        self.dead.update(groups, drawn, drawn.rewards_per_func)
         return drawn.with_prompts(**vars(groups), cause=causes(drawn))
 
     def _confidence(self, drawn: Batch) -> np.ndarray | None:

@@ -111,15 +111,14 @@ def run_against(server, directory: Path, *arguments: str, timeout: float = 240) 
 OPENING = """
 from lze_trl.app import views
 from lze_trl.app.runs import RunBook
-from lze_trl.hub import resolve_state
-from lze_trl.remote import resolve_run
+from lze_trl.remote import STATE_FILES, resolve
 
 book = RunBook(["me/my-run", "me/missing"])
 run = book.open("my-run")
 print(book.ids, run.summary()["groups"], len(views.overview(run)) > 1000)
-print(sorted(path.name for path in resolve_state("me/my-run").iterdir()))
+print(sorted(path.name for path in resolve("me/my-run", STATE_FILES).iterdir()))
 try:
-    resolve_run("me/missing")
+    resolve("me/missing")
 except RuntimeError as error:
     print(error)
 """
@@ -195,7 +194,7 @@ def test_a_trainer_pushes_model_card_and_telemetry_and_another_starts_from_its_s
     for part in ("Trained where it learns", "selection_ratio", "Savings", "lze_summary.png"):
         assert part in card, part
     assert 'pipeline("text-generation", model="me/model"' in card and "# Model Card for model" in card
-    assert "None" not in card and "time machine" not in card and "prompt = '0+0='" in card
+    assert "None" not in card
     assert {"model.safetensors", "config.json", "tokenizer.json"} <= {path.name for path in model.iterdir()}
     # Prompts and completions are where they were asked for, and nowhere else
     assert not (model / "telemetry").exists() and not (model / "report").exists()
@@ -215,21 +214,9 @@ def test_rules_of_the_user_stay(tmp_path):
 
 
 def test_directories_need_no_hub(run_dir):
-    assert remote.resolve_run(run_dir) == run_dir
-    assert hub.resolve_state(str(run_dir)) == run_dir
+    assert remote.resolve(str(run_dir)) == run_dir
     with pytest.raises(MissingTelemetryError, match="neither a directory nor a dataset repo"):
-        remote.resolve_run("no/such/folder")
-    with pytest.raises(FileNotFoundError, match="neither a directory nor a model repo"):
-        hub.resolve_state("/no/such/folder")
-
-
-def test_a_dataset_without_a_state_does_not_hide_a_model_with_one(run_dir, tmp_path, monkeypatch):
-    (tmp_path / "telemetry-only").mkdir()
-    folders = {"dataset": tmp_path / "telemetry-only", "model": run_dir}
-    monkeypatch.setattr(hub, "download", lambda repo_id, repo_type, patterns: folders[repo_type])
-    assert hub.resolve_state("me/model") == run_dir
-    folders["dataset"], folders["model"] = folders["model"], folders["dataset"]
-    assert hub.resolve_state("me/model") == run_dir
+        remote.resolve("no/such/folder")
 
 
 def test_model_card_tells_about_the_run(run_dir):
@@ -248,7 +235,7 @@ def test_model_card_tells_about_the_run(run_dir):
 def test_a_model_card_names_all_data_sets(tmp_path):
     sets = ["me/first", "me/second"]
     (tmp_path / "README.md").write_text(f"made on the [{sets}](https://huggingface.co/datasets/{sets}) dataset.")
-    hub.correct_model_card(tmp_path / "README.md", "me/model", None, "1+1=", sets)
+    hub.correct_model_card(tmp_path / "README.md", "me/model", None, sets)
     assert (tmp_path / "README.md").read_text() == (
         "made on the [me/first](https://huggingface.co/datasets/me/first), "
         "[me/second](https://huggingface.co/datasets/me/second) datasets."

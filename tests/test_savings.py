@@ -156,13 +156,10 @@ def test_the_batches_are_those_of_plain_grpo(case):
 
 
 @pytest.mark.parametrize("strategy", ["exact", "lze", "gate"])
-def test_a_run_that_taught_nothing_shows_no_saving(tmp_path, capsys, caplog, strategy):
+def test_a_run_that_taught_nothing_shows_no_saving(tmp_path, capsys, strategy):
     directory = tmp_path / "run"
     settings = {"strategy": strategy, "max_steps": 6, "summary": True, "eval_strategy": "no"}
     trainer = train(directory, reward=all_solved, **settings)
-    # Certain after the first batch, and told once
-    (told,) = [record for record in caplog.records if "has a gradient" in record.message]
-    assert told.levelname == "WARNING" and "got the reward 1" in told.message
     summary = capsys.readouterr().out
     report = plain_text(write_report(directory).read_text(encoding="utf-8"))
     run = open_run(directory)

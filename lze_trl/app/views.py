@@ -17,7 +17,6 @@ from pandas.api.types import is_float_dtype, is_integer_dtype, is_numeric_dtype
 from tqdm import tqdm
 
 from ..record import Run
-from ..record.advice import read_advice
 from ..record.curves import GRADED, HELD_OUT, accuracies, curve, outcome_name
 from ..record.evaluations import RESULT_FILES, first_and_last, read_results, rows_of
 from ..record.ledger import PLAIN, TAUGHT_NOTHING, against_plain, headline, skipped_visits, taught_nothing
@@ -69,7 +68,7 @@ def tiles(run: Run) -> Markup:
     summary = run.summary()
     if not summary["generations"]:
         return HTML.problem("The run has started, and its first batch is not scored yet.")
-    return HTML.tiles(_tiles(run, summary), read_advice(run.directory))
+    return HTML.tiles(_tiles(run, summary), Status.read(run.directory).advice)
 
 
 def costs(run: Run, orders: Orders = NO_ORDERS) -> Markup:
@@ -189,16 +188,15 @@ def warnings(run: Run) -> list[str]:
 
 
 def settings(run: Run, orders: Orders = NO_ORDERS) -> Markup:
-    """The settings: those that differ from their defaults first, then all of them by topic."""
-    known, own, rows = run.meta.known, run.meta.settings, []
-    for name in dict.fromkeys([name for name in known if name in own] + sorted(own)):
-        topic, default = known.get(name) or (known.get(name.partition(".")[0], [""])[0], None)
-        rows.append([name, _shown(own[name]), _shown(default), topic])
-    table_of_all = pd.DataFrame(rows, columns=["setting", "value", "default", "topic"])
-    differs = table_of_all["setting"].isin(known) & (table_of_all["value"] != table_of_all["default"])
+    """The settings: those that differ from their defaults first, then all of them."""
+    defaults, own = run.meta.defaults, run.meta.settings
+    names = dict.fromkeys([name for name in defaults if name in own] + sorted(own))
+    rows = [[name, _shown(own[name]), _shown(defaults.get(name))] for name in names]
+    table_of_all = pd.DataFrame(rows, columns=["setting", "value", "default"])
+    differs = table_of_all["setting"].isin(defaults) & (table_of_all["value"] != table_of_all["default"])
     return HTML.section(
         "What differs from the defaults", table("changed", table_of_all[differs], orders)
-    ) + HTML.section("All settings, by topic", table("settings-all", table_of_all, orders))
+    ) + HTML.section("All settings", table("settings-all", table_of_all, orders))
 
 
 def _shown(value: Any) -> str:

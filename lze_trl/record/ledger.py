@@ -83,11 +83,6 @@ class Ledger:
 
     def load_state_dict(self, state: dict[str, float]):
         """Continue the totals of a checkpoint, with the settings of this run."""
-        if different := sorted(set(state) ^ set(vars(self))):
-            raise ValueError(
-                f"The ledger of the checkpoint differs in {different}: another version of lze_trl wrote it. Resume with "
-                "that version, or start a new run with `state_from`."
-            )
         vars(self).update(state | {"iterations": self.iterations, "logprob_passes": self.logprob_passes})
 
     @contextmanager

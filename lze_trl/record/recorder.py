@@ -1,26 +1,21 @@
 """From the trainer's batches to the telemetry of a run."""
 
 import json
-import re
 from base64 import b64encode
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from io import BytesIO
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from accelerate import Accelerator
 
 from ..memory.identity import ID_COLUMN
-from .advice import write_advice
-from .schema import DIRECTORY
 from .tables import GenerationRecord
 from .writer import TelemetryWriter
 
 
 _HIGHEST = 3
-_HEADING = re.compile(r"^ {8}(?:> (\w.*)|(\w+) ?\(`.*)$", re.M)  # or name of a setting, in a docstring
 _SHOWN_IMAGES, _THUMBNAIL = 4, 96  # of a prompt; pixels of the longer side
 
 
@@ -52,7 +47,6 @@ class Recorder:
     totals: Callable[[], dict[str, float]]  # of the run, see [`~lze_trl.record.ledger.Ledger.summary`]
     accelerator: Accelerator
     _writer: TelemetryWriter | None = field(default=None, init=False)
-    _advice: dict[str, str] = field(default_factory=dict, init=False)  # as it was written
 
     def record(
         self, prompts: dict[str, np.ndarray], rows: dict[str, np.ndarray], batch: Any, generation: int, **facts: Any
@@ -74,10 +68,9 @@ class Recorder:
             writer.record_step(step, logs)
 
     def advise(self, lines: dict[str, str]):
-        """Record the sentences of [`~lze_trl.record.advice.Advice`], if others are due than before."""
-        if self.args.telemetry and self.accelerator.is_main_process and list(lines) != list(self._advice):
-            self._advice = lines
-            write_advice(Path(self.args.output_dir) / DIRECTORY, list(lines.values()))
+        """Record the sentences of [`~lze_trl.record.advice.Advice`]."""
+        if self._writer is not None:
+            self._writer.advise(list(lines.values()))
 
     def flush(self):
         """Write what has been recorded so far."""
@@ -93,14 +86,13 @@ class Recorder:
     def _open(self, generation: int) -> TelemetryWriter | None:
         """The writer of the main process; `None` on the others, and without telemetry."""
         if self._writer is None and self.args.telemetry and self.accelerator.is_main_process:
-            topics, defaults = topics_of(type(self.args)), _flat(self.args.defaults())
             settings = _flat({name: value for name, value in self.args.to_dict().items() if name != "hub_token"})
             self._writer = TelemetryWriter(
                 self.args.output_dir,
                 self.args.telemetry_completions,
                 settings | self.described,
                 resumed_generation=generation or None,
-                known={name: [topics.get(name.partition(".")[0], ""), default] for name, default in defaults.items()},
+                defaults=_flat(self.args.defaults()),
             )
         return self._writer
 
@@ -114,28 +106,16 @@ class Recorder:
 
         def head(place: int) -> tuple[str, dict[str, Any], str]:
             row = batch.held["input"][place]
-            return _text(batch.held["prompt"][place]), _facts(row), _thumbnails(row)
+            return plain_text(batch.held["prompt"][place]), _facts(row), _thumbnails(row)
 
         heads = batch.gathered_on_main(first, head, self.accelerator).values()
         completions = batch.gathered_on_main(
-            shown, lambda place: _text(batch.held["completion"][place]), self.accelerator
+            shown, lambda place: plain_text(batch.held["completion"][place]), self.accelerator
         )
         columns = dict(zip(("text", "columns", "images"), zip(*heads, strict=True), strict=False))
         text = {name: np.array(values, dtype=object) for name, values in columns.items()}
         shown_text = [completions.get(row) for row in range(len(group))]
         return prompts | text, rows | {"completion": np.array(shown_text, dtype=object)}
-
-
-def topics_of(config: type) -> dict[str, str]:
-    """The topic of each setting, by the headings in the docstrings of the configuration and of those that it derives from."""
-    topics: dict[str, str] = {}
-    for one in config.__mro__:
-        topic = ""
-        for heading, name in _HEADING.findall(one.__doc__ or ""):
-            topic = re.sub("Parameters that (control|define) (the |a )?| \\(.*", "", heading) or topic
-            if name and topic:
-                topics.setdefault(name, topic[:1].upper() + topic[1:])
-    return topics
 
 
 def _flat(settings: dict[str, Any]) -> dict[str, Any]:
@@ -145,7 +125,7 @@ def _flat(settings: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if name not in blocks} | inner
 
 
-def _text(prompt: str | list[dict[str, Any]]) -> str:
+def plain_text(prompt: str | list[dict[str, Any]]) -> str:
     """A prompt or completion as plain text."""
     if isinstance(prompt, str):
         return prompt

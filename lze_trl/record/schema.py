@@ -57,10 +57,6 @@ class MissingTelemetryError(TelemetryError):
     """There is no run, or it has not recorded anything yet."""
 
 
-class OtherSchemaError(TelemetryError):
-    """The run was recorded by a version of the package whose files this one does not read."""
-
-
 @dataclass
 class Meta:
     """Content of `meta.json`."""
@@ -71,7 +67,7 @@ class Meta:
     energy_max: float = 1.3  # upper end of the energy histogram, 1 + α
     schema_version: int = SCHEMA_VERSION
     package_version: str = ""  # of the package that wrote the files
-    known: dict[str, list[Any]] = field(default_factory=dict)  # topic and default of each setting that has them
+    defaults: dict[str, Any] = field(default_factory=dict)  # of the settings that have one
 
     @property
     def reward_labels(self) -> list[str]:
@@ -93,7 +89,7 @@ class Meta:
             content = json.loads((directory / META_FILE).read_text(encoding="utf-8"))
             form, version = content["format"], content["schema_version"]
             if (form, version) == (FORMAT, SCHEMA_VERSION):
-                content.setdefault("known", {})  # which an earlier version did not write
+                content.setdefault("defaults", {})  # which an earlier version did not write
                 return cls(**{own.name: content[own.name] for own in fields(cls)})
         except FileNotFoundError:
             raise MissingTelemetryError(
@@ -104,7 +100,7 @@ class Meta:
             raise TelemetryError(
                 f"`{META_FILE}` of the run cannot be read, or is of something else: {error!r}."
             ) from error
-        raise OtherSchemaError(
+        raise TelemetryError(
             f"The run was recorded with telemetry schema {version!r}, and this version of lze_trl reads schema "
             f"{SCHEMA_VERSION}. Open it with the version of lze_trl that recorded it; a new training needs another "
             "`output_dir`."
@@ -118,6 +114,7 @@ class Status:
     state: str = "unknown"  # running, finished, stopped (by Ctrl-C) or crashed; unknown without a file
     time: float = 0.0  # of the last renewal, in Unix seconds
     max_steps: int = 0  # optimizer steps planned, 0 if unknown
+    advice: list[str] = field(default_factory=list)  # sentences that are due, see [`~lze_trl.record.advice.Advice`]
 
     def write(self, directory: Path):
         """Write the file, with the time of now."""
