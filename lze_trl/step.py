@@ -209,8 +209,6 @@ class GenerationStep:
             batch = self._pack(drawn, rows, weights, engine)
         with timed("selection"):
             account(self.ledger, drawn, drawn.prompts, rows, self.args.generation_batch_size, engine.logprob_passes)
-            if self.controller.draws_prompts:
-                self.ledger.surplus_dropped += int((drawn.prompts.alive & ~chosen).sum())
             self._log(pending.plan, drawn, chosen, batch, engine)
             self._record(pending.plan, engine, drawn, chosen)
         return batch
@@ -314,8 +312,6 @@ class GenerationStep:
             metrics["padding_efficiency"] = real / computed
         if "failed" in drawn.rows:
             metrics["failed_episodes"] = drawn.failed.sum()
-        if self.controller.draws_prompts:
-            metrics["surplus_dropped"] = self.ledger.surplus_dropped
         for name, value in metrics.items():
             engine.metrics[f"lze/{name}"].append(float(value))
 
