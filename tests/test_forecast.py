@@ -246,10 +246,7 @@ def test_logs_of_plain_trl(tmp_path, capsys):
     assert sorted(found.causes) == ["", "", "same_text", "same_text", "solved", "solved"]
     assert (found.constant, found.unit, found.horizon) == ({"format": 0.0}, "characters", Horizon(3, 3, 2))
     cli.main(["forecast", str(tmp_path)])
-    new = capsys.readouterr().out
-    cli.main(["analyze", str(tmp_path)])
-    assert capsys.readouterr().out == new
-    assert "the reward `format` was 0 for every completion" in new
+    assert "the reward `format` was 0 for every completion" in capsys.readouterr().out
     by_format = sample_of_folder(tmp_path, reward="format").batch
     assert set(by_format.scores) == {0.0} and by_format.alive.sum() == 2  # advantages say it, whatever passes
     with pytest.raises(TelemetryError, match="rewards \\['accuracy', 'format'\\], got 'advantage'"):

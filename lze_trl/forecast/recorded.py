@@ -12,8 +12,8 @@ from ..batch import Batch, extremes
 from ..memory.outcomes import RewardRange
 from ..record import MissingTelemetryError, Run, TelemetryError, open_run
 from ..record.causes import causes
-from ..record.recorder import plain_text
 from ..record.schema import DIRECTORY
+from ..record.tables import plain_text
 from .sample import Costs, GroupSample, Horizon, constant_rewards
 
 

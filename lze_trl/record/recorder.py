@@ -11,7 +11,7 @@ import numpy as np
 from accelerate import Accelerator
 
 from ..memory.identity import ID_COLUMN
-from .tables import GenerationRecord
+from .tables import GenerationRecord, plain_text
 from .writer import TelemetryWriter
 
 
@@ -123,26 +123,6 @@ def _flat(settings: dict[str, Any]) -> dict[str, Any]:
     blocks = {name: value for name, value in settings.items() if isinstance(value, dict)}
     inner = {f"{block}.{name}": value for block, values in blocks.items() for name, value in values.items()}
     return {name: value for name, value in settings.items() if name not in blocks} | inner
-
-
-def plain_text(prompt: str | list[dict[str, Any]]) -> str:
-    """A prompt or completion as plain text."""
-    if isinstance(prompt, str):
-        return prompt
-    if len(prompt) == 1:
-        return _content(prompt[0])
-    return "\n\n".join(f"[{message['role']}]\n{_content(message)}" for message in prompt)
-
-
-def _content(message: dict[str, Any]) -> str:
-    """A message as plain text: its parts, and its tool calls."""
-    content = message.get("content") or ""
-    if isinstance(content, list):
-        content = "".join(part.get("text") or f"[{part['type']}]" for part in content)
-    calls = [
-        f"{call['function']['name']}({call['function']['arguments']})" for call in message.get("tool_calls") or ()
-    ]
-    return "\n".join([*([str(content)] if content or not calls else []), *calls])
 
 
 def _facts(row: dict[str, Any]) -> dict[str, Any]:
