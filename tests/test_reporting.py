@@ -131,13 +131,14 @@ def test_a_resume_in_the_middle_of_a_generation_batch_records_every_step_once(tm
 TRACKED = """
 import sys
 import test_reporting
-from trackio import SQLiteStorage
+import trackio
 
 trainer = test_reporting.make(sys.argv[1], max_steps=1, report_to=["trackio"], run_name="tiny", project="lze")
 trainer.evaluate()
 trainer.train()
 trainer.evaluate()
-print([log["train/global_step"] for log in SQLiteStorage.get_logs("lze", "tiny") if "eval/reward" in log])
+trackio.finish()
+print([log["train/global_step"] for log in trackio.SQLiteStorage.get_logs("lze", "tiny") if "eval/reward" in log])
 """
 
 
@@ -149,4 +150,4 @@ def test_trackio_is_open_in_an_evaluation_before_and_after_the_training(tmp_path
     command = [sys.executable, "-c", TRACKED, str(tmp_path / "run")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "[0, 1]"
+    assert "[0, 1]" in done.stdout.splitlines()
