@@ -280,7 +280,7 @@ def test_all_prompts_dead_for_ten_batches(tmp_path):
     assert [len(entry["rows"]) for entry in trainer.rounds] == [12] * 33
     assert history(trainer, "lze/groups") == [9] * 11
     assert trainer.micro_batches == []
-    assert "hopeless" in trainer.generation_step.advice.lines()
+    assert "cut_off" in trainer.generation_step.advice.lines()
 
 
 # ---- Strategies of the user ----
