@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from lze_trl.record.safeguards import StopRules, VoteHistory
+from lze_trl.record.safeguards import VoteHistory
 
 from .sampling import spread
 from .tables import table
@@ -23,7 +23,7 @@ _COLOURS = ("#4d5760", "#d55e00", "#0072b2", "#e69f00", "#56b4e9", "#009e73", "#
 
 def stopped_at(result: dict[str, Any], groups: int) -> tuple[int, str] | None:
     """Step at which the stop rules would have ended a run, and by which of them."""
-    history, rules, steps = VoteHistory(), StopRules(), result["steps"]
+    history, steps = VoteHistory(), result["steps"]
     probes = {point["step"]: point["probe"] for point in result["accuracy"]}
     for step in range(len(steps["share"]) + 1):
         if step:
@@ -32,7 +32,7 @@ def stopped_at(result: dict[str, Any], groups: int) -> tuple[int, str] | None:
             history.add_batch(logged, groups)
         if step in probes:
             history.add_probe(step, probes[step]["mean"], probes[step]["standard_error"])
-        if (reason := history.reason(rules)) is not None:
+        if (reason := history.reason()) is not None:
             return step, reason.partition(":")[0]
     return None
 

@@ -1,56 +1,32 @@
-"""Runs on the Hugging Face Hub: the model's card; telemetry and state as a dataset repo, and starting from it."""
+"""Runs on the Hugging Face Hub: the model's card; telemetry and state as a dataset repo."""
 
-import re
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, cast
 
 from huggingface_hub import HfApi
 
-from .checkpoint import find_state
 from .files import write_atomically
 from .record import MissingTelemetryError, open_run
 from .record.curves import held_out
 from .record.evaluations import FOLDER as EVALUATIONS
-from .record.evaluations import RESULT_FILES, first_and_last, markdown, read_results
+from .record.evaluations import first_and_last, markdown, read_results
 from .record.ledger import headline, skipped_visits
 from .record.schema import DIRECTORY
-from .remote import download
+from .remote import RUN_FILES, STATE_FILES
 from .version import __version__
 
 
 PICTURE = "lze_summary.png"
 """Picture of the run, beside the model card."""
 
-CITATION = """\
-@article{cui2026learningzone,
-  title  = {{Learning-Zone Energy: Online Data Selection for Efficient RL Post-Training}},
-  author = {Peng Cui and Boyao Yang and Jun Zhu},
-  year   = 2026,
-  eprint = {arXiv:2605.17003},
-}"""
-
-_STATE_FILES = ["lze_state.*", "checkpoint-*/lze_state.*", "checkpoint-*/trainer_state.json"]
-_RUN_FILES = [f"{DIRECTORY}/**", "report/**", "lze_state.*", RESULT_FILES]
+_PUSHED = [*RUN_FILES, *STATE_FILES, "report/**"]
 _PRIVATE = (f"/{DIRECTORY}/", f"/{DIRECTORY}.*/", "/report/", f"/{EVALUATIONS}/")
 _SHOWN_SETTINGS = (
     *("strategy", "selector", "selection_ratio", "controller", "pruning", "planner", "loss_normalizer"),
     *("num_generations", "generation_batch_size", "learning_rate", "loss_type", "scale_rewards", "beta"),
     *("max_completion_length", "temperature", "seed"),
 )
-
-
-def resolve_state(source: str | Path) -> Path:
-    """
-    Directory with the prompt state of an earlier run, given as the directory of a run or checkpoint, or as a Hub id. Of
-    two repos of the same name, the dataset comes first, unless it holds no prompt state.
-    """
-    if Path(source).exists():
-        return Path(source)
-    try:
-        return find_state(download(str(source), "dataset", _STATE_FILES))
-    except FileNotFoundError:
-        return download(str(source), "model", _STATE_FILES)
 
 
 def push_run(run_dir: str | Path, repo_id: str, private: bool | None = None, token: str | None = None) -> str:
@@ -67,7 +43,7 @@ def push_run(run_dir: str | Path, repo_id: str, private: bool | None = None, tok
     api, repo = HfApi(token=token), cast(dict[str, Any], {"repo_id": repo_id, "repo_type": "dataset"})
     url = api.create_repo(**repo, private=private, exist_ok=True)
     api.upload_file(path_or_fileobj=_dataset_card(run_dir, repo_id).encode(), path_in_repo="README.md", **repo)
-    api.upload_folder(folder_path=run_dir, **repo, allow_patterns=_RUN_FILES, delete_patterns=_RUN_FILES)
+    api.upload_folder(folder_path=run_dir, **repo, allow_patterns=_PUSHED, delete_patterns=_PUSHED)
     return str(url)
 
 
@@ -82,27 +58,19 @@ def keep_private(run_dir: str | Path):
     write_atomically(path, "".join(f"{line}\n" for line in dict.fromkeys([*lines, *_PRIVATE])).encode())
 
 
-def correct_model_card(path: str | Path, model_id: str, base_model: str | None, prompt: Any, datasets: list[str]):
-    """
-    Correct what TRL's model card says of every model: where it is, its base model, an example prompt as text or messages,
-    and the training sets if there are several; and say whom to cite.
-    """
+def correct_model_card(path: str | Path, model_id: str, base_model: str | None, datasets: list[str]):
+    """Correct what TRL's card says of a model in a folder, and of several training sets."""
     # TRL names no folder: here one has its last two names, since the last alone is often "model"
     name = f"the local model `{Path(*Path(base_model).parts[-2:])}`" if base_model else "a model without a name"
-    if not isinstance(prompt, str):
-        prompt = [{key: message[key] for key in ("role", "content")} for message in prompt]
     links = ", ".join(f"[{dataset}](https://huggingface.co/datasets/{dataset})" for dataset in datasets)
-    of_lze = f"Cite Learning-Zone Energy as:\n\n```bibtex\n{CITATION}\n```\n\nCite TRL as:"
     text = Path(path).read_text(encoding="utf-8")
     for before, after in (
         ("[None](https://huggingface.co/None)", name),
         ('model="None"', f'model="{model_id}"'),
         (f"[{datasets}](https://huggingface.co/datasets/{datasets}) dataset", f"{links} datasets"),
-        ('[{"role": "user", "content": question}]', "prompt"),
-        ("Cite TRL as:", of_lze),
     ):
         text = text.replace(before, after)
-    write_atomically(Path(path), re.sub(r'question = ".*"', lambda _: f"prompt = {prompt!r}", text).encode())
+    write_atomically(Path(path), text.encode())
 
 
 def extend_model_card(run_dir: str | Path):

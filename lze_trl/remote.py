@@ -10,27 +10,25 @@ from .record.evaluations import RESULT_FILES
 from .record.schema import DIRECTORY
 
 
-def resolve_run(source: str | Path) -> Path:
-    """
-    Directory of a run that is given as a directory or as the Hub id of a dataset repo, such as `"me/my-run"`.
+RUN_FILES = (f"{DIRECTORY}/**", RESULT_FILES)
+"""What is shown of a run."""
 
-    Of a repo, only telemetry and evaluations are downloaded. Neither of the two raises [`MissingTelemetryError`].
+STATE_FILES = ("lze_state.*",)
+"""What another run can begin with."""
+
+
+def resolve(source: str | Path, files: tuple[str, ...] = RUN_FILES) -> Path:
+    """
+    Directory of a run that is given as a directory or as the Hub id of a dataset repo, such as `"me/my-run"`, of which some
+    `files` are downloaded. Neither of the two raises [`MissingTelemetryError`].
     """
     if Path(source).exists():
         return Path(source)
     try:
-        return download(str(source), "dataset", [f"{DIRECTORY}/**", RESULT_FILES])
-    except FileNotFoundError as error:
-        raise MissingTelemetryError(str(error)) from error
-
-
-def download(repo_id: str, repo_type: str, patterns: list[str]) -> Path:
-    """Folder with some files of a repo on the Hub. `FileNotFoundError` is raised if it cannot be read."""
-    try:
-        return Path(snapshot_download(repo_id, repo_type=repo_type, allow_patterns=patterns))
+        return Path(snapshot_download(str(source), repo_type="dataset", allow_patterns=list(files)))
     except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError) as error:
-        raise FileNotFoundError(
-            f"`{repo_id}` is neither a directory nor a {repo_type} repo on the Hub that can be read: "
+        raise MissingTelemetryError(
+            f"`{source}` is neither a directory nor a dataset repo on the Hub that can be read: "
             f"{str(error).splitlines()[0]} Give the `output_dir` of a training or an id such as `me/my-run`, and check "
             "`hf auth login` if it is private."
         ) from error

@@ -19,7 +19,7 @@ from .plan.passes import Passes, Plan, PromptSource
 from .record.advice import Advice
 from .record.causes import causes
 from .record.ledger import Ledger, account
-from .record.monitors import DeadMonitor, batch_metrics
+from .record.metrics import batch_metrics
 from .record.recorder import Recorder
 from .record.safeguards import VoteHistory
 from .record.tables import prompt_columns, row_columns
@@ -54,7 +54,7 @@ class GenerationStep:
         self.micro_step = 0  # calls of `training_step` so far
         self.batch: Batch | None = None  # the last one, as it is trained on
         self.window = Window()  # the optimizer step under way
-        self.dead, self.votes = DeadMonitor(), VoteHistory()
+        self.votes = VoteHistory()
         self.advice = Advice(self.args, self.recorder.reward_names)
         self._chunk_steps = self.geometry.chunk_steps  # fewer after an interrupted training
         self._made_at = -1  # micro-step at which the batch was made; -1 if that was before a resume
@@ -205,8 +205,6 @@ class GenerationStep:
             batch = self._pack(drawn, rows, weights, engine)
         with timed("selection"):
             account(self.ledger, drawn, drawn.prompts, rows, self.args.generation_batch_size, engine.logprob_passes)
-            if self.controller.draws_prompts:
-                self.ledger.surplus_dropped += int((drawn.prompts.alive & ~chosen).sum())
             self._log(pending.plan, drawn, chosen, batch, engine)
             self._record(pending.plan, engine, drawn, chosen)
         return batch
@@ -223,7 +221,6 @@ class GenerationStep:
         self.passes.planner.observe(groups)
         if self.instruction is not None:
             self.instruction.observe(groups)
-        self.dead.update(groups, drawn, drawn.rewards_per_func)
         return drawn.with_prompts(**vars(groups), cause=causes(drawn))
 
     def _select(self, drawn: Batch, wanted: int) -> np.ndarray:
@@ -299,8 +296,6 @@ class GenerationStep:
             metrics["padding_efficiency"] = real / computed
         if "failed" in drawn.rows:
             metrics["failed_episodes"] = drawn.failed.sum()
-        if self.controller.draws_prompts:
-            metrics["surplus_dropped"] = self.ledger.surplus_dropped
         for name, value in metrics.items():
             engine.metrics[f"lze/{name}"].append(float(value))
 

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property, partial
-from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedModel, TrainerCallback
+from transformers.integrations import TrackioCallback
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 from trl import GRPOTrainer
@@ -218,14 +218,6 @@ class LZEGRPOTrainer(GRPOTrainer):
             Engine(self).connect(generation)
         parts = planner or args.make_planner(), controller, selector or args.make_selector()
         self._build_parts(*parts, instruction, recurring)
-        if args.telemetry and {"wandb", "trackio"} & set(args.report_to):
-            from .record.tracking import EnergyTrackingCallback
-
-            self.add_callback(EnergyTrackingCallback(self.prompt_state))
-        if "trackio" in args.report_to:
-            from .record.tracking import TrackioRunCallback
-
-            self.add_callback(TrackioRunCallback())
         self.summary: RunSummary | None = None
         if args.summary:
             metric = accuracy_metric(args.pass_reward, self.reward_func_names)
@@ -352,7 +344,6 @@ class LZEGRPOTrainer(GRPOTrainer):
         rows, parts = self._used_columns(dataset), (self.prompt_state, self.planner, self.controller, pruning)
         self.passes, self.resolved = make_passes(self.args, self.accelerator, rows, *parts), resolved
         self._own_step.replace_passes(self.passes)
-        vars(self).pop("_example_prompt", None)
         return dataset
 
     def _used_columns(self, dataset: Any) -> Any:
@@ -526,10 +517,9 @@ class LZEGRPOTrainer(GRPOTrainer):
 
     def evaluation_loop(self, *args: Any, **kwargs: Any):
         # Differs from TRL: trackio's run, which TRL's timings need, is open outside of the training as well
-        if "trackio" in self.args.report_to:
-            from .record.tracking import open_trackio
-
-            open_trackio(self)
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, TrackioCallback):
+                callback.on_train_begin(self.args, self.state, self.control, model=self.model)
         return super().evaluation_loop(*args, **kwargs)
 
     def create_model_card(  # type: ignore[override]  # TRL's signature, not that of transformers
@@ -538,7 +528,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         dataset_name: str | list[str] | None = None,
         tags: str | list[str] | None = None,
     ):
-        # Differs from TRL: says where the model is and what to ask it; that of a finished run, what it has saved
+        # Differs from TRL: says where the model is; that of a finished run, what it has saved
         model_id = self.hub_model_id or self.args.hub_model_id or self.args.output_dir
         tags = ["lze", *([tags] if isinstance(tags, str) else tags or ())]
         super().create_model_card(model_name or Path(model_id).name, dataset_name or None, tags)  # type: ignore[arg-type]  # it takes lists as well
@@ -550,18 +540,11 @@ class LZEGRPOTrainer(GRPOTrainer):
             Path(self.args.output_dir, "README.md"),
             model_id,
             get_config_model_id(self.model.config),
-            self._example_prompt,
             datasets=dataset_name if isinstance(dataset_name, list) else [],
         )
         if self.args.telemetry and not self.is_in_train:
             extend_model_card(self.args.output_dir)
         add_evaluations(self.args.output_dir)
-
-    @cached_property
-    def _example_prompt(self) -> str | list[dict[str, Any]]:
-        """A short prompt of the training set."""
-        dataset: Any = self.train_dataset
-        return min((row.get("prompt", "") for row in islice(dataset, 16)), key=lambda prompt: len(str(prompt)))
 
     def init_hf_repo(self, *args: Any, **kwargs: Any):
         # Differs from TRL: what was recorded of prompts and completions stays out of the model repo
@@ -595,9 +578,9 @@ class LZEGRPOTrainer(GRPOTrainer):
         if resume_from_checkpoint:
             store.refuse_other_run(resume_from_checkpoint, self._described)
         elif self.args.state_from is not None and not self._own_step.generation:
-            from .hub import resolve_state
+            from .remote import STATE_FILES, resolve
 
-            source = resolve_state(self.args.state_from)
+            source = resolve(self.args.state_from, STATE_FILES)
             state = self.prompt_state
             known = {"prompts": state, "foresight": state.foresight, "gate": state.gate}
             store.load_parts(store.find_state(source), store.STATE_NAME, known)

@@ -15,7 +15,6 @@ from lze_trl.evaluation.during import Probe
 from lze_trl.evaluation.run import Evaluation
 from lze_trl.evaluation.settings import Decoding
 from lze_trl.evaluation.tasks import Problem
-from lze_trl.record.safeguards import StopRules
 from lze_trl.rewards import MajorityReward
 from votes_run import BOX, CLOSE, boxed_rollouts
 
@@ -34,7 +33,7 @@ def lottery_reward(prompts, completions, **kwargs):
     return [float(hashlib.sha256(f"{prompt}|{text}".encode()).digest()[0] % 2) for prompt, text in pairs]
 
 
-def make(directory: Path, rollouts=constant_rollouts, world: int = 1, rules: StopRules | None = None, **settings):
+def make(directory: Path, rollouts=constant_rollouts, world: int = 1, **settings):
     """A trainer with six prompts a generation batch, and a probe of seven problems at every other step."""
     own = {"num_generations": 4, "per_device_train_batch_size": 24 // world, "max_steps": 8, "save_steps": 1}
     trainer = LZEGRPOTrainer(
@@ -47,7 +46,7 @@ def make(directory: Path, rollouts=constant_rollouts, world: int = 1, rules: Sto
     rows = tiny.prompts(19).select(range(12, 19))
     problems = [Problem(str(i), row["prompt"], row["solution"]) for i, row in enumerate(rows)]
     probe = Evaluation({"sums": (problems, 0)}, Decoding(max_tokens=5, chat=False, prompt_suffix=""))
-    trainer.add_callback(Probe(trainer, probe, 2, rules or StopRules()))
+    trainer.add_callback(Probe(trainer, probe, 2))
     return trainer
 
 

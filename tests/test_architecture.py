@@ -46,13 +46,13 @@ ROOMS = {
     "config": "memory plan rollout select settings strategies",
     "checks": "config memory plan rollout select",
     "checkpoint": "files",
-    "hub": "app checkpoint files record remote version",
+    "hub": "app files record remote version",
     "engine": "batch checks evaluation memory pack rollout select",
     "build": "batch config memory pack plan rollout select",
     "forecast": "batch engine memory record rollout",
     "step": "batch engine memory pack plan record rollout seeding select",
-    "trainer": "app build checkpoint checks config engine forecast hub selfplay memory names plan record rollout select servers step "
-    "trl_contract",
+    "trainer": "app build checkpoint checks config engine forecast hub selfplay memory names plan record remote rollout select servers "
+    "step trl_contract",
     "job": "app checkpoint checks config data evaluation files forecast hub names record rewards rollout selfplay settings "
     "strategies trainer version",
 }

@@ -318,7 +318,6 @@ def test_an_own_controller_with_an_own_selector(tmp_path):
     rows = [row for batch in trainer.micro_batches for row in batch["rows"]]
     # The quota of 2 of 6 prompts takes the first two, of which the fifth completion is not kept
     assert Counter(prompt for prompt, _, _ in rows) == {ALL[2]: 4, ALL[4]: 4}
-    assert history(trainer, "lze/surplus_dropped") == [1.0]
 
 
 def test_a_controller_that_never_ends_is_stopped(tmp_path):

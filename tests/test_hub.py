@@ -15,7 +15,7 @@ from benchmarks.synthetic import SyntheticTraining, record_synthetic_run
 from hub import Handler, commit
 from lze_trl import hub, remote
 from lze_trl.checkpoint import STATE_NAME, save
-from lze_trl.record import MissingTelemetryError, TelemetryWriter, open_run
+from lze_trl.record import MissingTelemetryError, TelemetryWriter
 
 
 class WritableHandler(Handler):
@@ -108,48 +108,11 @@ def run_against(server, directory: Path, *arguments: str, timeout: float = 240) 
     )
 
 
-OPENING = """
-from lze_trl.app import views
-from lze_trl.app.runs import RunBook
-from lze_trl.hub import resolve_state
-from lze_trl.remote import resolve_run
-
-book = RunBook(["me/my-run", "me/missing"])
-run = book.open("my-run")
-print(book.ids, run.summary()["groups"], len(views.overview(run)) > 1000)
-print(sorted(path.name for path in resolve_state("me/my-run").iterdir()))
-try:
-    resolve_run("me/missing")
-except RuntimeError as error:
-    print(error)
-"""
-
-
-@pytest.mark.slow
-def test_pushed_run_is_opened_by_its_name(run_dir, tmp_path):
-    pushing = f"from lze_trl.hub import push_run; push_run({str(run_dir)!r}, 'me/my-run', token='hf_secret')"
-    with serve(tmp_path / "server") as server:
-        pushed = run_against(server, tmp_path, "-c", pushing)
-        assert pushed.returncode == 0, pushed.stderr
-        assert server.tokens == {"Bearer hf_secret"}
-        assert server.private == {"me/my-run": False}
-        repo = server.folder / "me/my-run"
-        files = {file.relative_to(repo).as_posix() for file in repo.rglob("*") if file.is_file()}
-        assert {"README.md", "telemetry/meta.json", "report/report.html", "lze_state.arrays"} <= files
-        assert "optimizer.pt" not in files
-        assert "lze-trl app me/my-run" in (repo / "README.md").read_text()
-        opened = run_against(server, tmp_path, "-c", OPENING)
-    assert opened.returncode == 0, opened.stderr
-    shown, state, missing = opened.stdout.splitlines()
-    assert shown == f"['my-run', 'missing'] {open_run(run_dir).summary()['groups']} True"
-    assert "lze_state.json" in state
-    assert "`me/missing` is neither a directory nor a dataset repo on the Hub that can be read" in missing
-
-
 PUSHING_RUN = """
 import sys
 import tiny
 from lze_trl import LZEGRPOTrainer
+from lze_trl.app.runs import RunBook
 
 trainer = LZEGRPOTrainer(
     model=tiny.model(),
@@ -178,6 +141,7 @@ second = LZEGRPOTrainer(
     processing_class=tiny.tokenizer(),
 )
 second.train()
+print(RunBook(["me/model-run"]).open("model-run").summary()["generations"])
 print(int(trainer.prompt_state["visits"].sum()), int(second.prompt_state["visits"].sum()))
 """
 
@@ -188,14 +152,15 @@ def test_a_trainer_pushes_model_card_and_telemetry_and_another_starts_from_its_s
     with serve(tmp_path / "server") as server:
         result = run_against(server, tmp_path, str(tmp_path / "push.py"), str(tmp_path / "run"))
     assert result.returncode == 0, result.stderr[-4000:]
-    assert result.stdout.splitlines()[-1] == "9 12"  # three batches of three prompts, and one more
+    assert server.tokens == {"Bearer hf_secret"}
+    assert result.stdout.splitlines()[-2:] == ["3", "9 12"]  # three batches of three prompts, and one more
     assert server.private == {"me/model": True, "me/model-run": True}
     model, run = tmp_path / "server/me/model", tmp_path / "server/me/model-run"
     card = (model / "README.md").read_text()
     for part in ("Trained where it learns", "selection_ratio", "Savings", "lze_summary.png"):
         assert part in card, part
     assert 'pipeline("text-generation", model="me/model"' in card and "# Model Card for model" in card
-    assert "None" not in card and "time machine" not in card and "prompt = '0+0='" in card
+    assert "None" not in card
     assert {"model.safetensors", "config.json", "tokenizer.json"} <= {path.name for path in model.iterdir()}
     # Prompts and completions are where they were asked for, and nowhere else
     assert not (model / "telemetry").exists() and not (model / "report").exists()
@@ -215,21 +180,9 @@ def test_rules_of_the_user_stay(tmp_path):
 
 
 def test_directories_need_no_hub(run_dir):
-    assert remote.resolve_run(run_dir) == run_dir
-    assert hub.resolve_state(str(run_dir)) == run_dir
+    assert remote.resolve(str(run_dir)) == run_dir
     with pytest.raises(MissingTelemetryError, match="neither a directory nor a dataset repo"):
-        remote.resolve_run("no/such/folder")
-    with pytest.raises(FileNotFoundError, match="neither a directory nor a model repo"):
-        hub.resolve_state("/no/such/folder")
-
-
-def test_a_dataset_without_a_state_does_not_hide_a_model_with_one(run_dir, tmp_path, monkeypatch):
-    (tmp_path / "telemetry-only").mkdir()
-    folders = {"dataset": tmp_path / "telemetry-only", "model": run_dir}
-    monkeypatch.setattr(hub, "download", lambda repo_id, repo_type, patterns: folders[repo_type])
-    assert hub.resolve_state("me/model") == run_dir
-    folders["dataset"], folders["model"] = folders["model"], folders["dataset"]
-    assert hub.resolve_state("me/model") == run_dir
+        remote.resolve("no/such/folder")
 
 
 def test_model_card_tells_about_the_run(run_dir):
@@ -248,7 +201,7 @@ def test_model_card_tells_about_the_run(run_dir):
 def test_a_model_card_names_all_data_sets(tmp_path):
     sets = ["me/first", "me/second"]
     (tmp_path / "README.md").write_text(f"made on the [{sets}](https://huggingface.co/datasets/{sets}) dataset.")
-    hub.correct_model_card(tmp_path / "README.md", "me/model", None, "1+1=", sets)
+    hub.correct_model_card(tmp_path / "README.md", "me/model", None, sets)
     assert (tmp_path / "README.md").read_text() == (
         "made on the [me/first](https://huggingface.co/datasets/me/first), "
         "[me/second](https://huggingface.co/datasets/me/second) datasets."

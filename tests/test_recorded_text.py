@@ -1,15 +1,11 @@
-"""Which completions are recorded, and that their text travels to the main process alone."""
+"""Which completions are recorded."""
 
-import json
-import sys
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 
 import tiny
-from launches import by_torchrun, run_to_end
 from lze_trl import LZEGRPOTrainer
 from lze_trl.batch import Batch
 from lze_trl.record import open_run
@@ -69,62 +65,7 @@ def test_a_training_records_what_it_was_asked_for(tmp_path, mode, recorded):
     assert rows.reward.tolist() == [float(len(text.strip()) % 2 == 0) for text in rows.completion]
 
 
-@pytest.mark.parametrize("id", [4577, "sum 77"])
-def test_a_search_finds_no_prompt_by_a_part_of_a_number_that_is_its_id(tmp_path, id):
-    prompts = tiny.prompts(3)
-    trainer = LZEGRPOTrainer(
-        model=tiny.model(),
-        reward_funcs=tiny.even_length_reward,
-        args=tiny.config(tmp_path, telemetry=True, max_steps=1),
-        train_dataset=prompts.add_column("prompt_id", [id, *([1, 2] if isinstance(id, int) else "ab")]),
-        processing_class=tiny.tokenizer(),
-    )
-    trainer.train()
-    run = open_run(tmp_path)
-    assert len(run.prompts(search="77")) == isinstance(id, str)  # a text is a column like others
-    assert run.prompts(search=str(id)).text.tolist() == ["0+0="]
-
-
-# Rows 0 to 6, dealt to three processes: each row's text is its number
-OWNER, POSITION = np.array([2, 0, 1, 2, 0, 2, 1]), np.array([0, 1, 1, 2, 0, 1, 0])
-
-
-def main():
-    """What each process learns, and which texts it was asked for."""
-    from accelerate import Accelerator
-
-    accelerator = Accelerator(cpu=True)
-    rank = accelerator.process_index
-    texts = {int(POSITION[row]): f"text {row}" for row in np.flatnonzero(rank == OWNER)}
-    asked = []
-    scored = rollouts_of(3, 4, owner=OWNER, place=POSITION)
-
-    def text(position):
-        asked.append(texts[position])
-        return texts[position]
-
-    found = scored.gathered_on_main(np.array([5, 1, 2]), text, accelerator)
-    nobody = scored.gathered_on_main(np.array([], dtype=np.int64), text, accelerator)
-    told = [None] * accelerator.num_processes
-    torch.distributed.all_gather_object(told, (list(found.items()), asked, nobody))
-    if accelerator.is_main_process:
-        sys.stdout.write(json.dumps(told) + "\n")
-
-
-@pytest.mark.slow
-def test_text_travels_to_the_main_process_alone():
-    shown = run_to_end([*by_torchrun(3), __file__]).stdout
-    told = json.loads(shown[shown.index("[[") :].splitlines()[0])
-    assert [found for found, *_ in told] == [[[5, "text 5"], [1, "text 1"], [2, "text 2"]], [], []]
-    assert [asked for _, asked, _ in told] == [["text 1"], ["text 2"], ["text 5"]]
-    assert [nobody for *_, nobody in told] == [{}, {}, {}]
-
-
 def test_one_process_needs_no_other():
     scored = rollouts_of(3, owner=np.zeros(3), place=np.arange(3))
     alone = SimpleNamespace(process_index=0, num_processes=1, is_main_process=True)
     assert scored.gathered_on_main(np.array([2, 0]), lambda place: -place, alone) == {2: -2, 0: 0}
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,9 @@
 """Every metric that a training logs under `lze/` is documented."""
 
+import os
 import re
+import subprocess
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -41,8 +44,8 @@ def test_documented_metrics_are_those_that_are_logged(tmp_path):
         logged |= {name for entry in trainer.state.log_history for name in entry if name.startswith("lze/")}
     page = (Path(__file__).parents[1] / "docs" / "telemetry.md").read_text()
     documented = set(re.findall(r"^\| `(lze/\w+)` \|", page, re.M))
-    # Trackers alone get the first; the second is of environments, see test_agents.py
-    assert documented - {"lze/energy_histogram", "lze/failed_episodes"} == logged
+    # That of environments: see test_agents.py
+    assert documented - {"lze/failed_episodes"} == logged
 
 
 def make(directory, callbacks=(), **settings):
@@ -123,3 +126,28 @@ def test_a_resume_in_the_middle_of_a_generation_batch_records_every_step_once(tm
     assert [step for step, _ in logged(resumed, "loss")] == [1, 2, 3, 4, 5, 6]
     for name in ("loss", "lze/pass_rate", "learning_rate"):
         assert recorded(tmp_path, name) == logged(resumed, name)
+
+
+TRACKED = """
+import sys
+import test_reporting
+import trackio
+
+trainer = test_reporting.make(sys.argv[1], max_steps=1, report_to=["trackio"], run_name="tiny", project="lze")
+trainer.evaluate()
+trainer.train()
+trainer.evaluate()
+trackio.finish()
+print([log["train/global_step"] for log in trackio.SQLiteStorage.get_logs("lze", "tiny") if "eval/reward" in log])
+"""
+
+
+@pytest.mark.slow
+def test_trackio_is_open_in_an_evaluation_before_and_after_the_training(tmp_path):
+    pytest.importorskip("trackio")
+    paths = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1])])
+    environment = os.environ | {"PYTHONPATH": paths, "TRACKIO_DIR": str(tmp_path / "trackio"), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", TRACKED, str(tmp_path / "run")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "[0, 1]" in done.stdout.splitlines()

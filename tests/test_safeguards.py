@@ -17,10 +17,9 @@ from launches import on_processes
 from lze_trl.job.recipe import RecipeError, parse_recipe
 from lze_trl.job.train import run
 from lze_trl.record.evaluations import read_results
-from lze_trl.record.safeguards import StopRules, VoteHistory
+from lze_trl.record.safeguards import VoteHistory
 
 
-RULES = StopRules()
 ERROR = 0.03
 
 
@@ -36,7 +35,7 @@ def history_of(shares, concentrations, accuracies, every=5):
         batch(history, share, concentration)
         if step % every == 0:
             history.add_probe(step, accuracies[step // every], ERROR)
-        if stopped is None and history.reason(RULES):
+        if stopped is None and history.reason():
             stopped = step
     return history, stopped
 
@@ -69,10 +68,8 @@ def test_accuracy_that_falls_by_two_errors_at_two_probes_in_a_row():
     history, _ = history_of(**flat, accuracies=[0.4, 0.5, 0.5, 0.3, 0.2])
     assert history.best == (5, 0.5)
     assert "it was 50.0% at step 5, and is lower by more than two standard errors at 2 probes in a row, now 20.0%" in (
-        history.reason(RULES) or ""
+        history.reason() or ""
     )
-    assert history.reason(StopRules(patience=3)) is None
-    assert history.reason(StopRules(patience=None, gap=None)) is None
 
 
 def test_shares_that_rise_without_accuracy():
@@ -82,10 +79,8 @@ def test_shares_that_rise_without_accuracy():
     assert stopped is None  # at its best two probes before
     history, stopped = history_of(shares, [0.1] * 20, [0.42, 0.43, 0.43, 0.42, 0.42])
     assert stopped == 20 and "the mean share is +0.28 above the accuracy on the probe set, at the start +0.08" in (
-        history.reason(RULES) or ""
+        history.reason() or ""
     )
-    assert history.reason(StopRules(gap=0.3)) is None
-    assert history.reason(StopRules(gap=None)) is None
 
 
 # ---- Training ----
@@ -119,9 +114,6 @@ def test_answers_that_depend_on_the_prompt_are_not_stopped(tmp_path):
     assert [probe[:2] for probe in trainer.vote_history.probes] == [(0, 0), (2, 2), (4, 4), (6, 6), (8, 8)]
     logged = {entry["step"] for entry in trainer.state.log_history if "probe/accuracy" in entry}
     assert logged == {0, 2, 4, 6, 8}
-    unchecked = probe_run.make(tmp_path, rules=StopRules(concentration=None))
-    unchecked.train()
-    assert unchecked.state.global_step == 8
 
 
 def test_two_processes_stop_as_one(tmp_path):
@@ -166,9 +158,6 @@ def test_the_training_ends_with_the_best_probe(job, tmp_path):
 def test_bad_input(job, tmp_path):
     with pytest.raises(RecipeError, match="12 of the 12 problems of `probe_datasets` are trained on as well"):
         train(job(probe_datasets=[str(tmp_path / "train.jsonl")]))
-    for name, value in {"patience": 0, "concentration": 1.5, "gap": 0.0}.items():
-        with pytest.raises(ValueError, match=f"`{name}` must be"):
-            StopRules(**{name: value})
 
 
 # ---- Labels that may be wrong ----

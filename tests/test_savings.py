@@ -39,13 +39,6 @@ CASES = {
         "reward": solved_after_a_step,
         "max_steps": 6,
     },
-    "dynamic": {"controller": "dynamic", "reward": tiny.digit_reward, "selection_ratio": 1.0},
-    "gate": {
-        "controller": "gate",
-        "controller_kwargs": {"control": 0.0},
-        "reward": short_prompts_solved,
-        "max_steps": 24,
-    },
     "reinforce_ada": {
         "controller": "reinforce_ada_balanced",
         "controller_kwargs": {"round_size": 4, "max_rounds": 3},
@@ -57,7 +50,7 @@ def train(directory, dataset=11, reward=tiny.even_length_reward, **settings):
     trainer = LZEGRPOTrainer(
         model=tiny.save(directory.parent / "model"),  # a reference model is loaded from where the model was
         reward_funcs=reward,
-        args=tiny.config(directory, telemetry=True, report_to=["tensorboard"], logging_steps=2, **settings),
+        args=tiny.config(directory, telemetry=True, logging_steps=2, **settings),
         train_dataset=tiny.prompts(dataset),
         processing_class=tiny.tokenizer(),
     )
@@ -119,21 +112,8 @@ def test_all_tell_the_same(case):
     shown = summary_lines(totals, {"before": None, "after": None})
     assert headline(totals) in shown and skipped_visits(totals) in shown
 
-
-def test_trackers_tell_the_same(case):
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    _, directory, trainer = case
-    totals = trainer.savings()
-    expected = {f"{work.name}_vs_plain": work.ratio for work in against_plain(totals) if work.name != "logprobs"}
-    expected["visits_skipped"] = totals["visits_skipped"]
-    (events,) = directory.rglob("events.out.tfevents.*")
-    accumulator = EventAccumulator(str(events))
-    accumulator.Reload()
-    last = {name: accumulator.Scalars(f"train/lze/{name}")[-1].value for name in expected}
-    assert last == pytest.approx(expected, rel=1e-6)
-    steps = open_run(directory).steps()
+    steps = open_run(directory).steps()  # as trackers get them
+    expected = {f"{work.name}_vs_plain": work.ratio for work in works if work.name != "logprobs"}
     assert {name: steps[f"lze/{name}"].iloc[-1] for name in expected} == pytest.approx(expected)
 
 
@@ -143,7 +123,7 @@ def test_the_batches_are_those_of_plain_grpo(case):
     # 3 prompts × 4 completions for every optimizer step, whatever was drawn
     assert totals["plain_rows"] == 12 * trainer.state.global_step
     rollouts, updates = (work.ratio for work in against_plain(totals) if work.name in ("rollouts", "updates"))
-    if name in ("skip", "gate"):  # prompts that are solved, or known to be dead, get no completion
+    if name == "skip":  # prompts that are solved get no completion
         assert groups.min() < 3 and totals["rows_rolled_out"] < totals["plain_rows"] and rollouts < 1.0
     elif name == "refill":
         assert totals["visits_skipped"] > 0 and rollouts == pytest.approx(1.0) and updates < 0.5
@@ -151,14 +131,9 @@ def test_the_batches_are_those_of_plain_grpo(case):
         assert totals["rows_rolled_out"] > totals["plain_rows"] and rollouts > 1.0
 
 
-@pytest.mark.parametrize("strategy", ["exact", "lze", "gate"])
-def test_a_run_that_taught_nothing_shows_no_saving(tmp_path, capsys, caplog, strategy):
+def test_a_run_that_taught_nothing_shows_no_saving(tmp_path, capsys):
     directory = tmp_path / "run"
-    settings = {"strategy": strategy, "max_steps": 6, "summary": True, "eval_strategy": "no"}
-    trainer = train(directory, reward=all_solved, **settings)
-    # Certain after the first batch, and told once
-    (told,) = [record for record in caplog.records if "has a gradient" in record.message]
-    assert told.levelname == "WARNING" and "got the reward 1" in told.message
+    trainer = train(directory, reward=all_solved, strategy="exact", max_steps=6, summary=True)
     summary = capsys.readouterr().out
     report = plain_text(write_report(directory).read_text(encoding="utf-8"))
     run = open_run(directory)

@@ -18,7 +18,6 @@ from benchmarks.synthetic import SyntheticTraining
 from lze_trl.record import (
     GenerationRecord,
     MissingTelemetryError,
-    OtherSchemaError,
     TelemetryError,
     TelemetryWriter,
     open_run,
@@ -89,16 +88,12 @@ def test_records_come_back_as_they_were(tmp_path):
     assert completions.outcome.tolist() == [1, 1, 0, 0]
 
 
-@pytest.mark.parametrize("name", ["selected=0.4", "generation=1", "run[1]", "it's"])
+@pytest.mark.parametrize("name", ["selected=0.4", "it's [1]"])
 def test_the_name_of_the_folder_changes_nothing(tmp_path, name):
     record_run(tmp_path / name / "telemetry", [make_record(0)])
     run = open_run(tmp_path / name)
     assert run.groups().columns.tolist() == list(SQL_TYPES["groups"])
     assert run.groups().selected.tolist() == [False, True, False]
-    assert run.groups()["size"].tolist() == [4, 4, 4]
-    assert run.generations().generation.tolist() == [0]
-    assert run.steps().columns.tolist() == ["loss"]
-    assert run.prompt_counts()["frontier"] == 1
 
 
 def test_a_batch_of_which_pruning_left_nothing_is_recorded(tmp_path):
@@ -112,25 +107,29 @@ def test_a_batch_of_which_pruning_left_nothing_is_recorded(tmp_path):
 
 
 def test_states_of_prompts(tmp_path):
-    solved, half, failed = (1, 1, 1, 1), (1, 0, 0, 0), (0, 0, 0, 0)
+    solved, half, failed, none = (1, 1, 1, 1), (1, 0, 0, 0), (0, 0, 0, 0), (np.nan,) * 4
     records = [
         make_record(0, [solved, solved, solved], pruned=np.array([True, True, True])),
         make_record(1, [half, solved, half], replayed=[11, -22, 33], pruned=np.array([False, True, False])),
         make_record(2, [half, failed, solved], ids=(11, 44, 33)),
+        make_record(3, [half, solved, none], ids=(55, 66, 44)),
+        make_record(4, [none, solved, half], ids=(55, 66, 77)),
     ]
     record_run(tmp_path / "telemetry", records)
     run = open_run(tmp_path)
-    states = run.prompts().set_index("prompt_id").state.to_dict()
-    assert states == {11: "forgotten", -22: "pruned", 33: "solved", 44: "hopeless"}
+    prompts = run.prompts().set_index("prompt_id")
+    known = {
+        11: "forgotten",
+        -22: "pruned",
+        33: "solved",
+        44: "unscored",
+        55: "unscored",
+        66: "solved",
+        77: "frontier",
+    }
+    assert prompts.state.to_dict() == known
+    assert np.isnan(prompts.pass_rate[55]) and np.isnan(prompts.reward_mean[55])  # nothing of the visit before
     assert run.prompt_counts()["forgotten"] == 1
-
-
-def test_an_unscored_visit_shows_nothing_of_the_visit_before(tmp_path):
-    solved, none = (1, 1, 1, 1), (np.nan,) * 4
-    record_run(tmp_path, [make_record(0, [solved, none, none]), make_record(1, [none, none, solved])])
-    states = open_run(tmp_path).prompts().set_index("prompt_id")
-    assert states.state.to_dict() == {11: "unscored", -22: "unscored", 33: "solved"}
-    assert np.isnan(states.pass_rate[11]) and np.isnan(states.reward_mean[11])
 
 
 def test_prompts_are_found_filtered_and_sorted(tmp_path):
@@ -156,15 +155,11 @@ def test_prompts_are_found_filtered_and_sorted(tmp_path):
         run.prompts(state="alive")
 
 
-@pytest.mark.parametrize("search", ["GÉOMÉTRIE", "几何", r"\frac{1}{2}", 'say "', "1\n2", '"level": 3'])
-def test_columns_are_searched_as_they_read(tmp_path, search):
-    facts = [
-        {"level": 1, "subject": "géométrie", "solution": r"\frac{1}{2}"},
-        {"level": 2, "subject": "几何", "solution": 'say "yes"'},
-        {"level": 3, "subject": "algebra", "solution": "1\n2"},
-    ]
-    record_run(tmp_path / "telemetry", [make_record(0, columns=facts)])
-    assert len(open_run(tmp_path).prompts(search=search)) == 1
+def test_columns_are_searched_as_they_read(tmp_path):
+    facts = [{"subject": "géométrie"}, {"solution": r"\frac{1}{2}"}, {"level": 3}]
+    record_run(tmp_path, [make_record(0, columns=facts)])
+    for search in ("GÉOMÉTRIE", r"\frac{1}{2}", '"level": 3'):
+        assert len(open_run(tmp_path).prompts(search=search)) == 1, search
 
 
 def test_resumed_run_hides_what_the_crash_lost(tmp_path):
@@ -231,7 +226,7 @@ def cut(pattern, size):
 
 @pytest.mark.parametrize(
     ("resumed", "change"),
-    [(None, None), (0, set_meta(schema_version=1)), (0, cut("meta.json", 40))],
+    [(None, None), (0, set_meta(schema_version=1))],
 )
 def test_a_run_keeps_what_it_cannot_continue_aside(tmp_path, caplog, resumed, change):
     record_run(tmp_path, [make_record(i) for i in range(3)])
@@ -244,29 +239,16 @@ def test_a_run_keeps_what_it_cannot_continue_aside(tmp_path, caplog, resumed, ch
     assert {path.name: path.read_bytes() for path in (tmp_path / "telemetry.1").glob("*/*")} == before
 
 
-def test_run_that_is_deleted_and_recorded_anew_is_noticed(tmp_path):
-    directory = tmp_path / "telemetry"
-    record_run(directory, [make_record(0, [(1, 1, 1, 1)] * 3)])
-    run = open_run(tmp_path)
-    assert run.prompt_counts()["solved"] == 3
-    assert not run.refresh()
-    shutil.rmtree(directory)
-    record_run(directory, [make_record(0, [(0, 0, 0, 0)] * 3)])
-    assert run.refresh()
-    assert run.prompt_counts()["hopeless"] == 3
-    assert run.groups().pass_rate.tolist() == [0.0, 0.0, 0.0]
-
-
 def test_a_reader_that_follows_knows_what_one_that_comes_later_knows(tmp_path):
     training = SyntheticTraining(num_prompts=50, groups_per_batch=7, group_size=3)
     writer = TelemetryWriter(tmp_path, completions="all", settings=training.settings)
     following = None
-    for count, record in enumerate(training.generations(60)):
-        if count == 30:
-            # The run goes on from a checkpoint after its 25th batch
+    for count, record in enumerate(training.generations(20)):
+        if count == 10:
+            # The run goes on from a checkpoint after its 8th batch
             writer.close()
-            writer = TelemetryWriter(tmp_path, settings=training.settings, resumed_generation=25)
-        writer.record(record if count < 30 else replace(record, generation=count - 5))
+            writer = TelemetryWriter(tmp_path, settings=training.settings, resumed_generation=8)
+        writer.record(record if count < 10 else replace(record, generation=count - 2))
         writer.flush()
         following = following or open_run(tmp_path)
         following.refresh()
@@ -275,8 +257,8 @@ def test_a_reader_that_follows_knows_what_one_that_comes_later_knows(tmp_path):
     (tmp_path / "telemetry" / "groups" / ".00000002-3.parquet.1.tmp").write_bytes(
         b"PAR1"
     )  # as a killed write leaves it
-    assert len(following.groups().generation.unique()) == 55
-    assert len(list_parts(tmp_path / "telemetry" / "groups")) == 55  # one a flush
+    assert len(following.groups().generation.unique()) == 18
+    assert len(list_parts(tmp_path / "telemetry" / "groups")) == 18  # one a flush
     states, groups = "SELECT * FROM prompt_states ORDER BY prompt_id", following.groups()
     pd.testing.assert_frame_equal(following.sql(states), open_run(tmp_path).sql(states))
     found, of_prompt = following.sql(states).set_index("prompt_id"), groups.groupby("prompt_id")
@@ -335,30 +317,18 @@ def test_a_resumed_run_drops_rows_that_share_a_file_with_earlier_ones(tmp_path):
     assert sorted(run.prompts().prompt_id) == [0, 1, 3, 11, 22]
 
 
-def test_columns_of_any_name_are_recorded(tmp_path):
-    record, plain = make_record(1), make_record(0)
-    record.prompts["lines"] = np.array([1, 0, 2])
-    record.rows["turns"] = np.arange(12.0)
-    record.rows["score"] = np.arange(24).reshape(12, 2)
-    record_run(tmp_path, [plain, record])
+def test_columns_of_any_name_and_type_are_recorded(tmp_path):
+    records = [make_record(generation) for generation in range(3)]
+    records[1].prompts["lines"] = np.array([1, 0, 2])
+    records[2].prompts["lines"] = np.array(["a", "b", "c"], dtype=object)  # of another type than before
+    records[2].rows["turns"] = np.arange(12.0)
+    records[2].rows["score"] = np.arange(24).reshape(12, 2)
+    record_run(tmp_path, records, flush_seconds=60)
     run = open_run(tmp_path)
-    groups = run.groups(-22).set_index("generation")
-    assert (np.isnan(groups.lines[0]), groups.lines[1]) == (True, 0)
+    assert run.groups(-22).lines.tolist()[1:] == ["0", "b"]
     completions = run.completions(-22)
     assert completions.turns.tolist() == [4.0, 5.0, 6.0, 7.0]
     assert completions.score.tolist()[0].tolist() == [8, 9]
-
-
-def test_a_column_may_change_its_type(tmp_path):
-    writer = TelemetryWriter(tmp_path, flush_seconds=60)
-    for generation, values in enumerate((np.array([1, 0, 2]), np.array(["a", "b", "c"], dtype=object))):
-        record = make_record(generation)
-        record.prompts["source"] = values
-        writer.record(record)
-    writer.close()
-    run = open_run(tmp_path)
-    assert run.groups(11).source.tolist() == ["1", "a"]
-    assert run.generations().generation.tolist() == [0, 1]
 
 
 def spoil(column):
@@ -377,10 +347,8 @@ def spoil(column):
     ("damage", "error", "message"),
     [
         (shutil.rmtree, MissingTelemetryError, "Nothing has been recorded here yet"),
-        (set_meta(schema_version=1), OtherSchemaError, f"schema 1, .* reads schema {SCHEMA_VERSION}"),
-        (set_meta(format="x"), OtherSchemaError, "schema"),
+        (set_meta(schema_version=1), TelemetryError, f"schema 1, .* reads schema {SCHEMA_VERSION}"),
         (cut("meta.json", 40), TelemetryError, "cannot be read"),
-        (cut("groups/*", 100), TelemetryError, r"cannot be read: .*\.parquet"),
         (spoil("visits"), TelemetryError, "cannot be read: .*<b>"),
     ],
 )
@@ -438,27 +406,6 @@ def test_a_full_disk_delays_and_writes_nothing_twice(tmp_path, caplog, monkeypat
     run = open_run(tmp_path)
     assert run.groups(11).generation.tolist() == run.generations().generation.tolist() == list(range(6))
     assert len(run.sql("SELECT * FROM prompts")) == 3
-
-
-@pytest.mark.parametrize(("recovers", "lost"), [(True, 6), (False, 10)])
-def test_queue_of_a_full_disk_is_bounded_and_what_is_lost_counted(tmp_path, caplog, monkeypatch, recovers, lost):
-    def full_disk(part, rows):
-        raise OSError("No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(telemetry_writer, "write_part", full_disk)
-        patch.setattr(telemetry_writer, "_MAX_WAITING", 4)
-        writer = TelemetryWriter(tmp_path / "telemetry", flush_seconds=60)
-        for i in range(5):
-            writer.record(make_record(i))
-            writer.record_step(i, {"loss": 0.5})
-        writer.flush()
-        if not recovers:
-            writer.close()
-    writer.close()
-    assert f"{lost} generation batches and logs are lost to the telemetry" in caplog.text
-    run = open_run(tmp_path)
-    assert run.generations().generation.tolist() == ([0, 1] if recovers else [])
 
 
 def test_parts_have_the_documented_columns(tmp_path):

@@ -21,7 +21,7 @@ from lze_trl.memory.state import PromptState
 from lze_trl.pack.layout import Geometry, Layout, pack
 from lze_trl.pack.weights import weights_of_chosen
 from lze_trl.record.ledger import Ledger, TokenCost
-from lze_trl.record.monitors import batch_metrics
+from lze_trl.record.metrics import batch_metrics
 from lze_trl.record.recorder import Recorder
 from lze_trl.record.tables import prompt_columns, row_columns
 from lze_trl.rollout.controllers import Gate

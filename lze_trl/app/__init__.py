@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ..remote import resolve_run
+from ..remote import resolve
 
 
 def launch(runs: list[str], host: str = "127.0.0.1", port: int | None = None) -> Any:
@@ -14,7 +14,7 @@ def launch(runs: list[str], host: str = "127.0.0.1", port: int | None = None) ->
     from 7860 on; one in use raises an `OSError`. A run that cannot be found raises a [`MissingTelemetryError`].
     """
     for run in runs:
-        resolve_run(run)  # fails early for a wrong name
+        resolve(run)  # fails early for a wrong name
     from .page import serve  # imports Gradio, which takes seconds
 
     return serve(runs, host, port)

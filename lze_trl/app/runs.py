@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ..record import MissingTelemetryError, Run, open_run
 from ..record.schema import DIRECTORY, META_FILE, STATUS_FILE
-from ..remote import resolve_run
+from ..remote import resolve
 
 
 class RunBook:
@@ -56,7 +56,7 @@ class RunBook:
             if folder in self._open:
                 self._open[folder].refresh()
             else:
-                self._open[folder] = open_run(resolve_run(folder))
+                self._open[folder] = open_run(resolve(folder))
             return self._open[folder]
 
 

@@ -15,7 +15,6 @@ from pandas.api.types import is_float_dtype, is_integer_dtype, is_numeric_dtype
 from tqdm import tqdm
 
 from ..record import Run
-from ..record.advice import read_advice
 from ..record.curves import GRADED, HELD_OUT, accuracies, curve, outcome_name
 from ..record.evaluations import RESULT_FILES, first_and_last, read_results, rows_of
 from ..record.ledger import PLAIN, against_plain, headline, skipped_visits
@@ -61,7 +60,7 @@ def tiles(run: Run) -> Markup:
     summary = run.summary()
     if not summary["generations"]:
         return HTML.problem("The run has started, and its first batch is not scored yet.")
-    return HTML.tiles(_tiles(run, summary), read_advice(run.directory))
+    return HTML.tiles(_tiles(run, summary), Status.read(run.directory).advice)
 
 
 def costs(run: Run) -> Markup:

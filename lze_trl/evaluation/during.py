@@ -87,15 +87,14 @@ class Probe(TaskEvaluation):
         trainer ([`LZEGRPOTrainer`]): The trainer that it is added to; it has a majority reward.
         evaluation ([`Evaluation`]): The problems, how they are decoded, and how they are scored.
         every (`int`): Steps between probes.
-        rules ([`~lze_trl.record.safeguards.StopRules`]): When to stop.
     """
 
     name = "probe"
 
-    def __init__(self, trainer: Any, evaluation: Evaluation, every: int, rules: Any):
+    def __init__(self, trainer: Any, evaluation: Evaluation, every: int):
         super().__init__(trainer, evaluation, every)
         self._accuracy = math.nan  # of the last probe
-        self.history, self.rules = trainer.vote_history, rules
+        self.history = trainer.vote_history
         trainer.args.load_best_model_at_end = True
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: object):
@@ -134,7 +133,7 @@ class Probe(TaskEvaluation):
         logger.info("step %d  probe  accuracy %.1f %% ± %.1f", step, 100 * accuracy, 100 * error)
 
     def _stops(self) -> bool:
-        reason = self.history.reason(self.rules)
+        reason = self.history.reason()
         if reason is not None:
             logger.warning("Training stops, %s.", reason)
         return reason is not None

@@ -6,14 +6,18 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow.parquet as pq
 
 from ..batch import Batch, extremes
 from ..memory.outcomes import RewardRange
-from ..record import Run, TelemetryError, open_run
-from ..record.causes import CAUSES, causes
+from ..record import MissingTelemetryError, Run, TelemetryError, open_run
+from ..record.causes import causes
 from ..record.schema import DIRECTORY
-from ..record.trl_logs import read_logs
+from ..record.tables import plain_text
 from .sample import Costs, GroupSample, Horizon, constant_rewards
+
+
+_LOGS = "completions_*.parquet"
 
 
 def sample_of_folder(folder: str | Path, reward: str | None = None) -> GroupSample:
@@ -51,9 +55,7 @@ def _of_run(run: Run) -> GroupSample:
     signals = outcomes if binary else np.where(dead[group], 0.0, place)
     lengths = prompt_tokens[group], (tokens / sizes)[group]
     batch = Batch.of(np.arange(len(groups)), group, outcomes, signals, *lengths, logprobs=logprobs[group])
-    # Of a version without causes, what the pass rates say
-    derived = np.select([rates == 1.0, rates == 0.0], ["solved", "hopeless"], "equal")
-    why = np.where(dead, np.where(groups["cause"].isin(CAUSES), groups["cause"], derived), "")
+    why = np.where(dead, groups["cause"], "")
     rewards = np.stack([np.asarray(row, dtype=np.float64) for row in groups["rewards"]])
     summary = run.summary()
     ledger, costs = summary["ledger"], None
@@ -69,19 +71,63 @@ def _of_run(run: Run) -> GroupSample:
 
 
 def _of_logs(folder: Path, reward: str | None) -> GroupSample:
-    logs = list(read_logs(folder, reward))
-    rows = pd.concat(logs, keys=range(len(logs)), names=["log"]).reset_index("log")
-    group = rows.groupby(["log", "group"], sort=True).ngroup().to_numpy()
+    rows = read_logs(folder)
+    numeric = rows.drop(columns=["log", "step", "advantage"], errors="ignore").select_dtypes("number")
+    if numeric.empty or (reward is not None and reward not in numeric):
+        raise TelemetryError(f"The logs have the rewards {list(numeric)}, got {reward!r}. Name one of them.")
+    group = rows.groupby(["log", "prompt"], sort=False).ngroup().to_numpy()
     order = np.argsort(group, kind="stable")
-    rows, group, count = rows.iloc[order], group[order], int(group.max()) + 1
-    scores, scale, none = rows["score"].to_numpy(), RewardRange(), np.zeros(len(rows))
+    rows, rewards, group, count = rows.iloc[order], numeric.iloc[order], group[order], int(group.max()) + 1
+    chosen = rewards if reward is None else rewards[[reward]]
+    scores, scale = chosen.sum(axis=1, min_count=1).to_numpy(dtype=np.float64), RewardRange()
     scale.observe(scores)
-    rewards = rows.filter(regex="^reward[.]").rename(columns=lambda name: name.removeprefix("reward."))
-    columns = {"signals": rows["signal"].to_numpy(), "rewards_per_func": rewards.to_numpy()}
-    length = rows["completion"].str.len().to_numpy()
+    signals = rows["advantage"].to_numpy(dtype=np.float64) if "advantage" in rows else scores
+    columns = {"signals": signals, "rewards_per_func": rewards.to_numpy(dtype=np.float64)}
+    none, length = np.zeros(len(rows)), rows["completion"].str.len().to_numpy()
     batch = Batch.of(np.arange(count), group, scale.outcomes(scores), scores, none, length, **columns)
     low, high = extremes(pd.factorize(rows["completion"])[0].astype(np.float64), group, count)
-    horizon = Horizon(rows["prompt"].nunique(), max(1, count // len(logs)), len(logs))
+    logs = rows["log"].nunique()
+    horizon = Horizon(rows["prompt"].nunique(), max(1, count // logs), logs)
     constant = constant_rewards(list(rewards), batch.rewards_per_func)
     why, source = causes(batch, low == high), f"TRL's logs in `{folder.name}`"
     return GroupSample(batch, why, source, horizon, unit="characters", constant=constant)
+
+
+def read_logs(folder: Path) -> pd.DataFrame:
+    """
+    Completions of a run of TRL's GRPO that had `log_completions=True`, from its output directory or its `completions` folder: the
+    columns of its logs, prompts and completions as text, and `log`, the number of the log. Completions that several updates use are
+    there once; neither tokens nor reward weights are logged.
+
+    Raises:
+        MissingTelemetryError: There are no logs, or no completion in them.
+        TelemetryError: One cannot be read.
+    """
+    files = sorted(
+        [*folder.glob(_LOGS), *folder.glob(f"completions/{_LOGS}")], key=lambda path: (len(path.name), path.name)
+    )
+    logs: list[pd.DataFrame] = []
+    for path in files:
+        try:
+            log = pd.DataFrame(pq.read_table(path, partitioning=None).to_pylist())
+        except (OSError, ValueError) as error:
+            raise TelemetryError(
+                f"`{path}` cannot be read: {error}. Remove the file to leave its step out."
+            ) from error
+        if missing := [name for name in ("prompt", "completion") if len(log) and name not in log]:
+            raise TelemetryError(f"`{path}` lacks the columns {missing}, so it is no completions log of TRL's GRPO.")
+        if log.empty:
+            continue
+        texts = {name: log[name].map(_text) for name in ("prompt", "completion")}
+        if not logs or not all(texts[name].equals(logs[-1][name]) for name in texts):
+            logs.append(log.assign(log=len(logs), **texts))
+    if not logs:
+        raise MissingTelemetryError(
+            f"There are no completions in TRL's logs under `{folder}`. They are `completions/completions_*.parquet`, which TRL writes "
+            "with `log_completions=True`."
+        )
+    return pd.concat(logs, ignore_index=True)
+
+
+def _text(value: str | list[dict[str, Any]] | None) -> str:
+    return plain_text(value) if isinstance(value, (str, list)) else ""

@@ -29,7 +29,6 @@ from ..evaluation.during import Probe, TaskEvaluation, remove_evaluations
 from ..names import refuse_missing_model
 from ..record.console import held_out_accuracy
 from ..record.curves import accuracy_metric
-from ..record.safeguards import StopRules
 from ..trainer import LZEGRPOTrainer
 from . import RecipeError, reported_errors, user_errors
 from .parts import load_data, load_named, make_evaluation, make_instruction, make_rewards, refuse_shown
@@ -55,7 +54,7 @@ def build_trainer(
         }
         probe = make_evaluation(replace(script_args, **own), training_args)  # greedy, and on all problems
         refuse_shown(probe, trainer.train_dataset)
-        trainer.add_callback(Probe(trainer, probe, script_args.probe_every, StopRules()))
+        trainer.add_callback(Probe(trainer, probe, script_args.probe_every))
     return trainer
 
 

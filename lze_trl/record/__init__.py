@@ -1,7 +1,7 @@
 """Telemetry: every group of every generation batch on disk, and the reading of it."""
 
 from .reader import Run, open_run
-from .schema import MissingTelemetryError, OtherSchemaError, TelemetryError
+from .schema import MissingTelemetryError, TelemetryError
 from .tables import GenerationRecord
 from .writer import TelemetryWriter
 
@@ -9,7 +9,6 @@ from .writer import TelemetryWriter
 __all__ = [
     "GenerationRecord",
     "MissingTelemetryError",
-    "OtherSchemaError",
     "Run",
     "TelemetryError",
     "TelemetryWriter",

@@ -1,14 +1,11 @@
 """Advice while a training goes on: what keeps its groups from teaching, and which setting would help."""
 
-import json
 from collections import deque
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ..batch import Batch, differ
-from ..files import write_atomically
 from ..memory.threshold import best_yield
 from .causes import CAUSES
 
@@ -16,7 +13,7 @@ from .causes import CAUSES
 PATIENCE = 50
 """Generation batches over which a cause must have held."""
 
-_FILE = "advice.json"
+_FEW = 10  # are enough where every group was dead
 _OF_GROUPS = 0.2  # share of the groups that one cause must have killed
 _MOST = 0.5  # share of rows, or groups, from which a sentence is due
 _WORTH = 0.9  # price below which another strategy is named
@@ -34,7 +31,8 @@ _CURES = {
 
 class Advice:
     """
-    Sentences on the latest generation batches, at most one a cause, and only where it has held for [`PATIENCE`] batches.
+    Sentences on the latest generation batches, at most one a cause, and only where it has held for [`PATIENCE`] batches, or
+    where every group of ten batches or more was dead.
 
     Numbers of each batch are kept, a few dozen, so that a resumed run says what an uninterrupted one says.
     """
@@ -86,19 +84,14 @@ class Advice:
 
     def lines(self, ended: bool = False) -> dict[str, str]:
         """Sentences by their cause. Once a run has `ended`, its batches are enough even if they are few."""
-        if not self._recent or (len(self._recent) < PATIENCE and not ended):
+        if not self._recent:
             return {}
         table = dict(zip(self._names, np.stack(self._recent, axis=1), strict=True))
+        flat = len(self._recent) >= _FEW and (table["dead"] == 1.0).all()
+        if not (ended or flat or len(self._recent) == PATIENCE):
+            return {}
         batches = f"{len(self._recent)} generation batches" if len(self._recent) > 1 else "generation batch"
-        self._join_constant(table)
         return self._of_groups(table, batches) | self._of_rewards(table, batches) | self._of_settings(table, batches)
-
-    def _join_constant(self, table: dict[str, np.ndarray]):
-        """A reward that is constant within each batch, and not over all of them, is no constant one."""
-        of_funcs = range(len(self.reward_names))
-        if any(table[f"low.{i}"].min() < table[f"high.{i}"].max() for i in of_funcs):
-            table["equal"] = table["equal"] + table["constant"]
-            table["constant"] = np.zeros_like(table["equal"])
 
     def _of_groups(self, table: dict[str, np.ndarray], batches: str) -> dict[str, str]:
         said, dead = {}, table["dead"].mean()
@@ -169,16 +162,3 @@ class Advice:
         self._recent.clear()
         if recent.shape[1:] == (len(self._names),):
             self._recent.extend(recent)
-
-
-def write_advice(directory: Path, lines: list[str]):
-    """Write the sentences that are due into a folder of telemetry."""
-    write_atomically(directory / _FILE, json.dumps(lines).encode())
-
-
-def read_advice(directory: Path) -> list[str]:
-    """The sentences of a run, none if it has none."""
-    try:
-        return [str(line) for line in json.loads((directory / _FILE).read_text(encoding="utf-8"))]
-    except (OSError, ValueError):
-        return []

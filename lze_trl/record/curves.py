@@ -4,8 +4,6 @@ Curves over a run, reduced to a few hundred points however long it is.
 Steps count from 1: that of a generation batch is the optimizer step that it is rolled out for.
 """
 
-import re
-
 import numpy as np
 import pandas as pd
 
@@ -19,8 +17,6 @@ HELD_OUT = "held-out prompts"
 """What the accuracy of [`held_out`] is called among [`accuracies`]."""
 
 GRADED = "mean outcome"
-
-_METRICS = re.compile(r"eval_reward|eval_rewards/.+/mean|eval_.*(accuracy|pass_rate|pass@).*(?<!std)")
 
 
 def curve(run: Run, bins: int = 200) -> pd.DataFrame:
@@ -77,32 +73,16 @@ def accuracy_metric(pass_reward: str | None, reward_names: list[str]) -> str:
     return "eval_reward" if pass_reward in (None, "total") else f"eval_rewards/{pass_reward}/mean"
 
 
-def held_out_metrics(run: Run) -> list[str]:
-    """Accuracies, pass rates and mean rewards on held-out prompts that the run has logged, that of [`accuracy_metric`] first."""
-    logged = run.sql("SELECT DISTINCT name FROM steps WHERE starts_with(name, 'eval_') ORDER BY name")["name"]
-    found = [name for name in logged if _METRICS.fullmatch(name)]
-    wanted = accuracy_metric(run.meta.settings.get("pass_reward"), run.meta.reward_names)
-    return sorted(found, key=lambda name: (name != wanted, "accuracy" not in name, name))
-
-
 def held_out(run: Run) -> pd.Series:
-    """The first of [`held_out_metrics`] by step, as it was logged, under its name; empty if there is none."""
-    logged = logged_curves(run, held_out_metrics(run)[:1], bins=10**9)
-    return next((values.rename(name) for name, values in logged.items()), pd.Series(dtype=float))
+    """Held-out accuracy by step, as it was logged, under the name of [`accuracy_metric`]; empty if it was not."""
+    name = accuracy_metric(run.meta.settings.get("pass_reward"), run.meta.reward_names)
+    return logged_curves(run, [name], bins=10**9).get(name, pd.Series(dtype=float)).rename(name)
 
 
 def accuracies(run: Run) -> dict[str, pd.Series]:
-    """Every accuracy by step, that of [`held_out`] first: on held-out prompts, then on the tasks that the run was evaluated on."""
-    names = held_out_metrics(run)
-    found = logged_curves(run, names, bins=10**9)
-    labels = {name: name.removeprefix("eval_").removesuffix("/mean") for name in names}
-    labels |= dict.fromkeys(names[:1], HELD_OUT)
-    own = {
-        labels[name]: found[name]
-        for place, name in enumerate(names)
-        if not any(found[name].equals(found[other]) for other in names[:place])
-    }
-    return own | task_curves(run.directory.parent)
+    """Every accuracy by step: that of [`held_out`], then those on the tasks that the run was evaluated on."""
+    own = held_out(run)
+    return ({HELD_OUT: own} if len(own) else {}) | task_curves(run.directory.parent)
 
 
 def outcome_name(run: Run) -> str:

@@ -69,7 +69,6 @@ class Ledger:
     iterations: int = 1  # over a generation batch
     plain_rows: int = 0  # `generation_batch_size` a batch
     plain_tokens: float = 0.0  # as `account` estimates them
-    surplus_dropped: int = 0  # live groups that the update had no room for
     rows_given_up: int = 0  # completions that were begun for a batch that no update followed
     skipped_updates: int = 0  # optimizer steps in which nothing was worth a gradient
     rollout_seconds: float = 0.0  # generation and reward functions
@@ -83,11 +82,6 @@ class Ledger:
 
     def load_state_dict(self, state: dict[str, float]):
         """Continue the totals of a checkpoint, with the settings of this run."""
-        if different := sorted(set(state) ^ set(vars(self))):
-            raise ValueError(
-                f"The ledger of the checkpoint differs in {different}: another version of lze_trl wrote it. Resume with "
-                "that version, or start a new run with `state_from`."
-            )
         vars(self).update(state | {"iterations": self.iterations, "logprob_passes": self.logprob_passes})
 
     @contextmanager

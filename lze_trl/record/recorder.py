@@ -6,16 +6,13 @@ from base64 import b64encode
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from io import BytesIO
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from accelerate import Accelerator
 
 from ..memory.identity import ID_COLUMN
-from .advice import write_advice
-from .schema import DIRECTORY
-from .tables import GenerationRecord
+from .tables import GenerationRecord, plain_text
 from .writer import TelemetryWriter
 
 
@@ -52,7 +49,6 @@ class Recorder:
     totals: Callable[[], dict[str, float]]  # of the run, see [`~lze_trl.record.ledger.Ledger.summary`]
     accelerator: Accelerator
     _writer: TelemetryWriter | None = field(default=None, init=False)
-    _advice: dict[str, str] = field(default_factory=dict, init=False)  # as it was written
 
     def record(
         self, prompts: dict[str, np.ndarray], rows: dict[str, np.ndarray], batch: Any, generation: int, **facts: Any
@@ -74,10 +70,9 @@ class Recorder:
             writer.record_step(step, logs)
 
     def advise(self, lines: dict[str, str]):
-        """Record the sentences of [`~lze_trl.record.advice.Advice`], if others are due than before."""
-        if self.args.telemetry and self.accelerator.is_main_process and list(lines) != list(self._advice):
-            self._advice = lines
-            write_advice(Path(self.args.output_dir) / DIRECTORY, list(lines.values()))
+        """Record the sentences of [`~lze_trl.record.advice.Advice`]."""
+        if self._writer is not None:
+            self._writer.advise(list(lines.values()))
 
     def flush(self):
         """Write what has been recorded so far."""
@@ -114,11 +109,11 @@ class Recorder:
 
         def head(place: int) -> tuple[str, dict[str, Any], str]:
             row = batch.held["input"][place]
-            return _text(batch.held["prompt"][place]), _facts(row), _thumbnails(row)
+            return plain_text(batch.held["prompt"][place]), _facts(row), _thumbnails(row)
 
         heads = batch.gathered_on_main(first, head, self.accelerator).values()
         completions = batch.gathered_on_main(
-            shown, lambda place: _text(batch.held["completion"][place]), self.accelerator
+            shown, lambda place: plain_text(batch.held["completion"][place]), self.accelerator
         )
         columns = dict(zip(("text", "columns", "images"), zip(*heads, strict=True), strict=False))
         text = {name: np.array(values, dtype=object) for name, values in columns.items()}
@@ -145,24 +140,11 @@ def _flat(settings: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if name not in blocks} | inner
 
 
-def _text(prompt: str | list[dict[str, Any]]) -> str:
-    """A prompt or completion as plain text."""
-    if isinstance(prompt, str):
-        return prompt
-    if len(prompt) == 1:
-        return _content(prompt[0])
-    return "\n\n".join(f"[{message['role']}]\n{_content(message)}" for message in prompt)
-
-
-def _content(message: dict[str, Any]) -> str:
-    """A message as plain text: its parts, and its tool calls."""
-    content = message.get("content") or ""
-    if isinstance(content, list):
-        content = "".join(part.get("text") or f"[{part['type']}]" for part in content)
-    calls = [
-        f"{call['function']['name']}({call['function']['arguments']})" for call in message.get("tool_calls") or ()
-    ]
-    return "\n".join([*([str(content)] if content or not calls else []), *calls])
+def _flat(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings, those in blocks as `block.name`."""
+    blocks = {name: value for name, value in settings.items() if isinstance(value, dict)}
+    inner = {f"{block}.{name}": value for block, values in blocks.items() for name, value in values.items()}
+    return {name: value for name, value in settings.items() if name not in blocks} | inner
 
 
 def _facts(row: dict[str, Any]) -> dict[str, Any]:

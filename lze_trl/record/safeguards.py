@@ -12,27 +12,20 @@ from typing import Any
 import numpy as np
 
 
+PATIENCE = 2
+"""Probes in a row that are worse than the best by two standard errors, or have too wide a gap, before training stops."""
+
+CONCENTRATION = 0.2
+"""Share of the groups with the same winner that is too large, unless a third of it was usual."""
+
+GAP = 0.15
+"""How much wider than at the start the mean share may be above the accuracy."""
+
 _FIRST = 10  # generation batches that say what concentration is usual
 _BATCHES = 3  # in a row that are more concentrated
 _FEWEST = 4  # groups of a batch in which the same answer is no chance
 _ALMOST_ALL = 0.9  # of the groups: too concentrated, whatever was usual
 _ERRORS = 2.0  # standard errors that accuracy may fall
-
-
-@dataclass(frozen=True)
-class StopRules:
-    """When to stop; `None` switches a rule off."""
-
-    patience: int | None = 2  # probes in a row, worse than the best by two standard errors, or with too wide a gap
-    concentration: float | None = 0.2  # share of the groups with the same winner, unless a third of it was usual
-    gap: float | None = 0.15  # how much wider than at the start the mean share may be above the accuracy
-
-    def __post_init__(self):
-        for name, value in vars(self).items():
-            whole = name == "patience"
-            if value is not None and not (value >= 1 if whole else 0 < value < 1):
-                allowed = "at least 1" if whole else "between 0 and 1"
-                raise ValueError(f"`{name}` must be {allowed}, got {value}. Use None to switch the rule off.")
 
 
 @dataclass
@@ -74,39 +67,39 @@ class VoteHistory:
         means = [np.nanmean(self.shares[a:b]) if np.isfinite(self.shares[a:b]).any() else np.nan for a, b in spans]
         return [float(mean - probe[2]) for mean, probe in zip(means, self.probes, strict=True)]
 
-    def reason(self, rules: StopRules) -> str | None:
+    def reason(self) -> str | None:
         """Why to stop, beginning with the rule and a colon; `None` if there is no reason to."""
-        return self._fallen(rules) or self._concentrated(rules) or self._overconfident(rules)
+        return self._fallen() or self._concentrated() or self._overconfident()
 
-    def _fallen(self, rules: StopRules) -> str | None:
-        latest = self.probes[-rules.patience :] if rules.patience else []
-        if not latest or len(latest) < (rules.patience or 1):
+    def _fallen(self) -> str | None:
+        latest = self.probes[-PATIENCE:]
+        if len(latest) < PATIENCE:
             return None
         step, _, best, error = max(self.probes, key=lambda probe: probe[2])
         if any(probe[2] >= best - _ERRORS * error for probe in latest):
             return None
         return (
             f"accuracy: on the probe set it was {best:.1%} at step {step:.0f}, and is lower by more than two standard errors "
-            f"at {rules.patience} probes in a row, now {latest[-1][2]:.1%}"
+            f"at {PATIENCE} probes in a row, now {latest[-1][2]:.1%}"
         )
 
-    def _concentrated(self, rules: StopRules) -> str | None:
+    def _concentrated(self) -> str | None:
         latest = np.array(self.concentrations[-_BATCHES:])
-        if rules.concentration is None or len(latest) < _BATCHES:
+        if len(latest) < _BATCHES:
             return None
         first, limit = self.concentrations[:_FIRST], _ALMOST_ALL
         if len(self.concentrations) > _FIRST and np.isfinite(first).any():
-            limit = min(limit, max(rules.concentration, 3.0 * float(np.nanmean(first))))
+            limit = min(limit, max(CONCENTRATION, 3.0 * float(np.nanmean(first))))
         if not (latest > limit).all():
             return None
         return f"concentration: {latest[-1]:.0%} of the groups have the same answer, in {_BATCHES} batches in a row more than {limit:.0%}"
 
-    def _overconfident(self, rules: StopRules) -> str | None:
-        gaps, accuracies, patience = self.gaps, [probe[2] for probe in self.probes], rules.patience or 1
-        if rules.gap is None or len(gaps) <= patience:
+    def _overconfident(self) -> str | None:
+        gaps, accuracies = self.gaps, [probe[2] for probe in self.probes]
+        if len(gaps) <= PATIENCE:
             return None
-        latest = list(zip(gaps, accuracies, strict=True))[-patience:]
-        if any(not gap - gaps[0] > rules.gap or accuracy >= max(accuracies) for gap, accuracy in latest):
+        latest = list(zip(gaps, accuracies, strict=True))[-PATIENCE:]
+        if any(not gap - gaps[0] > GAP or accuracy >= max(accuracies) for gap, accuracy in latest):
             return None
         return (
             f"gap: completions agree more and are right no more often: the mean share is {gaps[-1]:+.2f} above the accuracy on the "

@@ -57,10 +57,6 @@ class MissingTelemetryError(TelemetryError):
     """There is no run, or it has not recorded anything yet."""
 
 
-class OtherSchemaError(TelemetryError):
-    """The run was recorded by a version of the package whose files this one does not read."""
-
-
 @dataclass
 class Meta:
     """Content of `meta.json`."""
@@ -104,7 +100,7 @@ class Meta:
             raise TelemetryError(
                 f"`{META_FILE}` of the run cannot be read, or is of something else: {error!r}."
             ) from error
-        raise OtherSchemaError(
+        raise TelemetryError(
             f"The run was recorded with telemetry schema {version!r}, and this version of lze_trl reads schema "
             f"{SCHEMA_VERSION}. Open it with the version of lze_trl that recorded it; a new training needs another "
             "`output_dir`."
@@ -118,6 +114,7 @@ class Status:
     state: str = "unknown"  # running, finished, stopped (by Ctrl-C) or crashed; unknown without a file
     time: float = 0.0  # of the last renewal, in Unix seconds
     max_steps: int = 0  # optimizer steps planned, 0 if unknown
+    advice: list[str] = field(default_factory=list)  # sentences that are due, see [`~lze_trl.record.advice.Advice`]
 
     def write(self, directory: Path):
         """Write the file, with the time of now."""

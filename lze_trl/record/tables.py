@@ -132,3 +132,23 @@ def to_table(columns: dict[str, Any]) -> pa.Table:
 def _mean(values: np.ndarray) -> float:
     """Mean of the values that are not NaN, NaN if there are none."""
     return float(pd.Series(values).mean())
+
+
+def plain_text(prompt: str | list[dict[str, Any]]) -> str:
+    """A prompt or completion as plain text."""
+    if isinstance(prompt, str):
+        return prompt
+    if len(prompt) == 1:
+        return _content(prompt[0])
+    return "\n\n".join(f"[{message['role']}]\n{_content(message)}" for message in prompt)
+
+
+def _content(message: dict[str, Any]) -> str:
+    """A message as plain text: its parts, and its tool calls."""
+    content = message.get("content") or ""
+    if isinstance(content, list):
+        content = "".join(part.get("text") or f"[{part['type']}]" for part in content)
+    calls = [
+        f"{call['function']['name']}({call['function']['arguments']})" for call in message.get("tool_calls") or ()
+    ]
+    return "\n".join([*([str(content)] if content or not calls else []), *calls])

@@ -24,7 +24,7 @@ from .tables import GenerationRecord, tables_of, to_table
 logger = logging.getLogger(__name__)
 
 _PAUSE_SHARE, _MAX_PAUSE = 0.01, 60.0
-_MAX_WAITING = 1_000
+_MOST_WAITING = 1_000  # a disk that is full for hours must not fill the memory as well
 
 
 def list_parts(folder: Path) -> list[Path]:
@@ -78,12 +78,13 @@ class TelemetryWriter:
         self.directory.mkdir(parents=True, exist_ok=True)
         self._meta.write(self.directory)
         self._named = self._meta.reward_names  # in the settings file
-        self._status = Status("running", max_steps=Status.read(self.directory).max_steps)
-        self._write_status()
+        before = Status.read(self.directory)
+        self._status = Status("running", max_steps=before.max_steps, advice=before.advice)
         self._last_generation = max((resumed_generation or 0) - 1, 0)  # of what is logged before the first batch
-        self._queue: deque[tuple[str, Callable[[], dict[str, pa.Table]]]] = deque()
+        self._queue: deque[tuple[str, Callable[[], dict[str, pa.Table]]]] = deque(maxlen=_MOST_WAITING)
         self._rows: dict[str, list[pa.Table]] = {table: [] for table in SQL_TYPES}  # not written yet
-        self._lock, self._closing, self._failing, self._lost = threading.Lock(), threading.Event(), False, 0
+        self._lock, self._closing, self._failing = threading.Lock(), threading.Event(), False
+        self._write_status()
         self._flush_seconds = flush_seconds
         self._thread = threading.Thread(target=self._run, name="lze-telemetry", daemon=True)
         self._thread.start()
@@ -100,20 +101,20 @@ class TelemetryWriter:
             return tables
 
         self._last_generation = record.generation
-        self._add(f"Generation batch {record.generation}", rows)
+        self._queue.append((f"Generation batch {record.generation}", rows))
 
     def record_step(self, step: int, metrics: dict[str, Any]):
         """Queue the metrics of one log, those of them that are numbers."""
         numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}
         when = {"step": step, "generation": self._last_generation, "time": time.time()}
         columns = when | {"name": list(numbers), "value": list(numbers.values())}
-        self._add(f"A log of step {step}", lambda: {"steps": to_table(columns)})
+        self._queue.append((f"A log of step {step}", lambda: {"steps": to_table(columns)}))
 
-    def _add(self, name: str, rows: Callable[[], dict[str, pa.Table]]):
-        if len(self._queue) < _MAX_WAITING:  # a disk that is full for hours must not fill the memory as well
-            self._queue.append((name, rows))
-        else:
-            self._lost += 1
+    def advise(self, lines: list[str]):
+        """Write the sentences of advice that are due, if they are others than before."""
+        if lines != self._status.advice:
+            self._status.advice = lines
+            self._write_status()
 
     def flush(self):
         """Write what is queued. What fails is written the next time, and nothing twice."""
@@ -133,8 +134,8 @@ class TelemetryWriter:
         self._closing.set()
         self._thread.join()
         self.flush()
-        if lost := self._lost + sum(map(len, (self._queue, self._rows["generations"], self._rows["steps"]))):
-            logger.error("%d generation batches and logs are lost to the telemetry, which could not be written.", lost)
+        if self._failing:
+            logger.error("The latest telemetry could not be written to `%s`, and is lost.", self.directory)
         self._status.state = state
         self._write_status()
 
@@ -150,7 +151,7 @@ class TelemetryWriter:
                 written = time.monotonic()
 
     def _write_status(self):
-        with suppress(OSError):
+        with self._lock, suppress(OSError):
             self._status.write(self.directory)
 
     def _write(self):
