@@ -1,8 +1,8 @@
-"""How completions of an evaluation are decoded, what papers published, and the flags. Imports nothing heavy."""
+"""How completions of an evaluation are decoded, and the flags. Imports nothing heavy."""
 
 import argparse
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -36,50 +36,6 @@ class Decoding:
                 raise EvaluationError(f"`{name}` must be {allowed}, got {vars(self)[name]}.")
 
 
-@dataclass(frozen=True)
-class Preset:
-    """Published settings."""
-
-    source: str  # where they are written
-    tasks: tuple[str, ...]
-    samples: int = 1
-    decoding: dict[str, Any] = field(default_factory=dict)  # what differs from the defaults of `Decoding`
-
-
-_SERL_TASKS = ("math_500", "math_hard", "asdiv", "college_math", "tabmwp")
-_SERL = {"chat": False, "prompt_suffix": "\n", "stop": ("\n\n\n",)}
-
-PRESETS = {
-    "lze": Preset(
-        "arXiv 2605.17003, code Stellaris167/LZE: verl's validation, greedy, with the response length of Qwen2.5-Math",
-        ("gsm8k", "math_500", "amc23", "aime25"),
-        decoding={
-            "max_tokens": 4096,
-            "prompt_suffix": " Reason step by step and put your final answer in \\boxed{}.",
-        },
-    ),
-    "serl": Preset(
-        "arXiv 2505.20347, code wantbook-book/SeRL: greedy, without a chat template", _SERL_TASKS, decoding=_SERL
-    ),
-    "serl_maj": Preset(
-        "arXiv 2505.20347, code wantbook-book/SeRL: majority of 16",
-        _SERL_TASKS,
-        samples=16,
-        decoding=_SERL | {"temperature": 1.0, "top_p": 0.95},
-    ),
-    "reinforce_ada": Preset(
-        "arXiv 2510.04996, code RLHFlow/Reinforce-Ada: average of 32",
-        ("math_500", "minerva", "olympiadbench", "aime24", "aime25", "amc23"),
-        samples=32,
-        decoding={
-            "temperature": 1.0,
-            "max_tokens": 4096,
-            "system_prompt": "Please reason step by step, and put your final answer within \\boxed{}.",
-            "prompt_suffix": " Let's think step by step and output the final answer within \\boxed{}.",
-        },
-    ),
-}
-
 _DECODING = {
     "temperature": (float, "0 for the likeliest token each time; default: 0, or 1 with several samples"),
     "top_p": (float, "share of the probability that tokens are sampled from"),
@@ -95,9 +51,8 @@ def add_arguments(add: Callable):
     """Add the flags, by the `add_argument` of a parser."""
     add("model", metavar="MODEL", nargs="?", help="checkpoint, adapter or Hub id; of a server, whose run it is")
     add("--tasks", metavar="TASK", nargs="+", help="names (see docs/evaluate.md), files, or addresses of datasets")
-    add("--preset", choices=PRESETS, help="tasks and decoding as published; other flags win over it")
     add("--limit", type=_count, help="number of problems of each task; default: all")
-    add("--samples", type=_count, help="samples of each problem; default: 1")
+    add("--samples", type=_count, default=1, help="samples of each problem; default: 1")
     for name, (kind, text) in _DECODING.items():
         add(f"--{name}", type=kind, help=text)
     add("--stop", nargs="+", help="texts that end a completion, with \\n for a line break")
