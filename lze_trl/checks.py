@@ -8,7 +8,7 @@ from torch import nn
 from trl.trainer.utils import get_callable_name
 
 from .config import LZEGRPOConfig
-from .memory.identity import add_prompt_ids, columns_of
+from .memory.identity import add_prompt_ids
 from .memory.outcomes import OutcomeRule
 from .plan.planners import Planner
 from .rollout.controllers import ReinforceAda, RolloutController, is_plain
@@ -175,12 +175,10 @@ def _of_self_play(run: Setup) -> Contradictions:
     args, writes = run.args, run.args.self_play["instruct"]
     confidence = args.self_play["label_confidence"]
     corrects, value = confidence != "none", f"`label_confidence={confidence!r}`"
-    learns, itself = confidence == "calibrated", "`self_play={'instruct': True}`"
-    unlabelled = learns and (writes or run.dataset is None or "solution" not in columns_of(run.dataset))
+    itself = "`self_play={'instruct': True}`"
     return [
         (corrects and run.votes is None, f"{value} is about a majority vote. Add 'majority' to the reward functions, or leave it unset."),
         (corrects and run.selector is None and args.selector != "energy", f"{value} corrects the energy. Set `selector='energy'` and a `selection_ratio`, or leave it unset."),
-        (unlabelled, f"{value} learns from a column `solution` how often votes are right, and there is none. Add it, or use 'share'."),
         (writes and not isinstance(run.dataset, Dataset), f"{itself} reads all seeds. Load the training set without streaming."),
         (writes and args.max_steps <= 0, f"{itself} has no end of its own. Set `max_steps`."),
         (writes and (run.ranks or run.pruning == "skip"), f"{itself} has no passes over the data. Leave `planner` and `pruning` unset."),

@@ -52,7 +52,7 @@ class SelfPlaySettings:
     max_rounds: int = 16
     stock: int | None = None
     reuse: int = 1
-    label_confidence: Literal["none", "share", "calibrated"] = "none"
+    label_confidence: Literal["none", "share"] = "none"
     advantage_statistics: Literal["scored", "drawn"] = "scored"
 
 

@@ -10,7 +10,6 @@ from accelerate import Accelerator
 
 from .batch import Batch, Table
 from .engine import TENSOR_SOURCES, Engine
-from .memory.regression import Calibration
 from .memory.state import PromptState
 from .pack.layout import Geometry, Layout, pack, padding_efficiency, relaid, trl_layout, unpacked
 from .pack.micro_batch import filler_inputs, micro_batch
@@ -57,7 +56,6 @@ class GenerationStep:
         self.window = Window()  # the optimizer step under way
         self.dead, self.votes = DeadMonitor(), VoteHistory()
         self.advice = Advice(self.args, self.recorder.reward_names)
-        self.labels = Calibration()  # majority labels, where gold answers tell
         self._chunk_steps = self.geometry.chunk_steps  # fewer after an interrupted training
         self._made_at = -1  # micro-step at which the batch was made; -1 if that was before a resume
         self._in_use = False  # whether the next optimizer step goes on with the batch
@@ -233,13 +231,7 @@ class GenerationStep:
         """Probability that the label of each group is right, shape `(P,)`; `None` if energies do not go by it."""
         if self.args.self_play["label_confidence"] == "none" or "confidence" not in drawn.prompts:
             return None
-        confidence = drawn.prompts.confidence
-        if self.args.self_play["label_confidence"] == "share":
-            return confidence
-        known = confidence == 1.0  # gold answers; votes that all agree have no energy
-        corrected = np.where(known, 1.0, self.labels.corrected(confidence))
-        self.labels.see(*drawn.facts["evidence"].T)
-        return corrected
+        return drawn.prompts.confidence
 
     def _select(self, drawn: Batch, wanted: int) -> np.ndarray:
         """Whether each group is trained on, shape `(P,)`; the update wants K = `wanted` of them."""
@@ -354,7 +346,6 @@ class GenerationStep:
             "passes": self.passes,
             "advice": self.advice,
             "votes": self.votes,
-            "labels": self.labels,
             "ledger": self.ledger,
         }
 

@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from trl import GRPOTrainer
 
@@ -17,9 +17,8 @@ import votes_run
 from case_runs import run_all
 from launches import on_processes
 from lze_trl import LZEGRPOTrainer
-from lze_trl.evaluation.statistics import majority
 from lze_trl.rewards import MajorityReward
-from lze_trl.rewards.majority import REASONS_TO_ABSTAIN, answer_classes, consensus, read_vote, same_answer
+from lze_trl.rewards.majority import REASONS_TO_ABSTAIN, answer_classes, read_vote, same_answer
 from votes_run import VotingTrainer, answer, boxed_rollouts, parity_reward
 
 
@@ -101,9 +100,6 @@ def test_classes_of_any_relation(votes, same, random):
     assert [set(members[c]) for c in sorted(members)] == expected
     order = random.sample(range(len(votes)), len(votes))
     assert answer_classes([votes[i] for i in order], same).tolist() == classes[order].tolist()
-    assert majority([1.0] * len(votes), [vote or "" for vote in votes], same)[1] == (
-        len(expected) > 0 and consensus(classes).margin == 0
-    )
 
 
 # ---- One group ----
@@ -161,17 +157,6 @@ def test_the_reason_of_an_abstention_is_logged(reason, answers):
     assert logged["winner_share"] == answers.count("1") / len(answers)
 
 
-DIGITS = st.lists(st.sampled_from(["1", "2", "3", None]), min_size=2, max_size=9)
-
-
-@given(DIGITS, st.randoms())
-@settings(deadline=None)
-def test_the_order_of_completions_does_not_matter(answers, random):
-    order = random.sample(range(len(answers)), len(answers))
-    rewards = judge(*answers)
-    assert judge(*(answers[i] for i in order)) == [rewards[i] for i in order]
-
-
 def test_gold_decides_where_there_is_gold():
     assert judge("1", "1", "1", "2", gold="2") == [0.0, 0.0, 0.0, 1.0]
     assert judge("1", "1", "1", "1", gold="1", bounds=(0.2, 0.8)) == [1.0] * 4
@@ -186,8 +171,7 @@ def test_gold_decides_where_there_is_gold():
 def test_labels_are_checked_whether_or_not_gold_decides(labelled, gold, right):
     verdict = verdict_of("3", "3", "3", "2", gold=gold, labelled=labelled)
     assert verdict.metrics["label_precision"] == right
-    assert (verdict.winner, verdict.evidence) == ("3", (0.75, right))
-    assert verdict.confidence == (1.0 if labelled == "gold" else 0.75)
+    assert (verdict.winner, verdict.confidence) == ("3", 1.0 if labelled == "gold" else 0.75)
 
 
 # ---- Bad input ----
@@ -280,15 +264,9 @@ ROWS = {"rows": 30, "num_generations": 6, "max_steps": 3, "optim": "sgd", "learn
 """P = 5 and G = 6: groups straddle three processes, which have 10 rows each."""
 SIX = ROWS | EVERY | {"rows": 36}
 """P = 6. In rounds, prompts get 1 and 3 completions in turn."""
-CALIBRATED = {
-    "selection_ratio": 0.4,
-    "self_play": {"label_confidence": "calibrated"},
-    "gold": True,
-    "majority": {"labelled": "none"},
-}
 CASES = {
     "one round": ROWS | EVERY,
-    "by energy, calibrated": ROWS | CALIBRATED,
+    "by energy and share": ROWS | {"selection_ratio": 0.4, "self_play": {"label_confidence": "share"}},
     "six prompts": SIX,
     "three rounds": SIX | {"sizes": [[1, 3], [3, 1], [2, 2]]},
 }

@@ -101,7 +101,9 @@ def watched(model: Any) -> Iterator[SamplingWatch]:
         yield watch
         return
     processors, generate = inner._get_logits_processor, inner.generate
-    own = {name: vars(inner)[name] for name in _WATCHED if name in vars(inner)}  # a user may have set them on the object
+    own = {
+        name: vars(inner)[name] for name in _WATCHED if name in vars(inner)
+    }  # a user may have set them on the object
 
     def with_watch(*args: Any, **kwargs: Any) -> list:
         watch.begin()
