@@ -51,22 +51,23 @@ def add_arguments(add: Callable):
     """Add the flags, by the `add_argument` of a parser."""
     add("model", metavar="MODEL", nargs="?", help="checkpoint, adapter or Hub id; of a server, whose run it is")
     add("--tasks", metavar="TASK", nargs="+", help="names (see docs/evaluate.md), files, or addresses of datasets")
-    add("--limit", type=_count, help="number of problems of each task; default: all")
-    add("--samples", type=_count, default=1, help="samples of each problem; default: 1")
+    add("--limit", type=at_least_one, help="number of problems of each task; default: all")
+    add("--samples", type=at_least_one, default=1, help="samples of each problem; default: 1")
     for name, (kind, text) in _DECODING.items():
         add(f"--{name}", type=kind, help=text)
     add("--stop", nargs="+", help="texts that end a completion, with \\n for a line break")
     add("--no_chat", action="store_true", help="plain prompts, without a chat template")
     add("--reward", default="accuracy", help="training reward that scores; default: accuracy")
     add("--server", metavar="URL", nargs="+", help="running vLLM servers of one model, which share the load")
-    add("--concurrent", type=_count, default=64, help="requests that one server works on at a time")
-    add("--batch_size", type=_count, default=32, help="completions at a time, without a server")
+    add("--concurrent", type=at_least_one, default=64, help="requests that one server works on at a time")
+    add("--batch_size", type=at_least_one, default=32, help="completions at a time, without a server")
     add("--dtype", help="type to compute in, without a server; default: float32 on a CPU, else the model's")
     add("--output", metavar="DIR", help="folder of the evaluation; default: evaluations/ of the run")
     add("--compare", metavar="FOLDER", help="evaluation of another model that is compared with, problem by problem")
 
 
-def _count(text: str) -> int:
+def at_least_one(text: str) -> int:
+    """The type of a flag that counts something."""
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
     return int(text)
