@@ -1,14 +1,11 @@
 """Counts what a training run would meet in a dataset: duplicates, gold answers that cannot be scored, prompt lengths."""
 
-import io
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
-from rich import box
-from rich.console import Console
-from rich.table import Table
+import pandas as pd
 
 from ..rewards.grading import equal, read_answer, read_gold
 from ..rewards.limit import GradingTimeout
@@ -76,21 +73,12 @@ def _can_be_scored(gold: str) -> bool:
 
 def render(entries: list[Audit]) -> str:
     """A plain-text table, what was read from which column, and gold answers that cannot be scored."""
-    legend = COUNTS | {"prompt": "characters of the shortest, the median, the 95th percentile and the longest prompt"}
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), caption_justify="left")
-    table.caption = "\n".join(f"{name:<9}  {meaning}" for name, meaning in legend.items() if meaning)
-    table.add_column("dataset", overflow="fold")
-    for title in (*COUNTS, "prompt"):
-        table.add_column(title, justify="right", no_wrap=True)
-    notes = []
+    rows, notes = [], []
     for entry in entries:
-        lengths = "/".join(map(str, entry.prompt_characters))
-        table.add_row(entry.source, *(f"{count:,}" for count in entry.counts.values()), lengths)
+        counts = {name: f"{count:,}" for name, count in entry.counts.items()}
+        rows.append({"dataset": entry.source, **counts, "prompt": "/".join(map(str, entry.prompt_characters))})
         notes.append(f"{entry.source}: {entry.description}")
         notes += [f"{entry.source}: cannot be read: {gold[:_EXAMPLE_CHARACTERS]!r}" for gold in entry.unread]
-    file = io.StringIO()
-    console = Console(file=file, width=118, color_system=None)
-    console.print(table)
-    for note in notes:
-        console.print(note, markup=False, soft_wrap=True)
-    return file.getvalue()
+    legend = COUNTS | {"prompt": "characters of the shortest, the median, the 95th percentile and the longest prompt"}
+    meanings = [f"{name:<9}  {meaning}" for name, meaning in legend.items() if meaning]
+    return "\n".join([pd.DataFrame(rows).to_string(index=False), "", *meanings, "", *notes])
