@@ -10,6 +10,7 @@ Evaluation on tasks. Locked here:
 import itertools
 import json
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,7 @@ from lze_trl.evaluation.engines import Output, SampleRequest, TransformersEngine
 from lze_trl.evaluation.run import Evaluation, read_samples
 from lze_trl.evaluation.settings import Decoding, EvaluationError
 from lze_trl.evaluation.statistics import estimate, majority, mean_over_tasks, pass_at_k
-from lze_trl.evaluation.tasks import TASKS, Problem, Task, find_tasks, load_problems
+from lze_trl.evaluation.tasks import Problem, Task, find_tasks, load_problems
 from lze_trl.job.cli import main
 from lze_trl.record.evaluations import markdown, read_results
 
@@ -77,16 +78,6 @@ def test_majority_by_equivalence(rewards, answers, value):
     assert majority(rewards, answers) == pytest.approx(value)
 
 
-def test_the_interval_of_passes_and_fails_is_wilsons():
-    n, passes = 40, 10
-    z, p = 1.959963984540054, passes / n
-    centre = (p + z * z / (2 * n)) / (1 + z * z / n)
-    half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / (1 + z * z / n)
-    found = estimate([1.0] * passes + [0.0] * (n - passes))
-    assert found == pytest.approx((p, centre - half, centre + half))
-    assert estimate([1.0] * 8).low < 0.7  # eight of eight is not certainty
-
-
 def test_the_mean_over_tasks_weighs_tasks_alike():
     found = mean_over_tasks([[1.0] * 90 + [0.0] * 10, [0.0, 1.0]])
     assert found.value == pytest.approx(0.7)
@@ -112,6 +103,7 @@ def test_a_constant_model_gets_the_share_of_its_answer(tmp_path):
     found = run(lambda request: "#### 4", tmp_path, tasks)
     wilson = binomtest(3, 5).proportion_ci(method="wilson")
     assert found["tasks"]["mixed"]["metrics"] == {"avg@1": pytest.approx([0.6, wilson.low, wilson.high])}
+    assert estimate([1.0] * 8).low < 0.7  # eight of eight is not certainty
 
 
 def test_votes_compare_answers_as_the_reward_majority_does(tmp_path):
@@ -248,28 +240,15 @@ def test_settings_of_the_model_do_not_decide(engine):
 # ---- Tasks ----
 
 
-def test_options_and_tables_become_part_of_the_problem(tmp_path):
-    rows = {
-        "mmlu_pro": [
-            {"question": "2+2?", "options": ["3", "4"], "answer": "B", "answer_index": 1, "category": "math"}
-        ],
-        "tabmwp": [
-            {"question": "Sum?", "table": "x | 1\ny | 2", "table_title": "T", "choices": None, "answer": "3"},
-            {"question": "Is it 3?", "table": "x | 1", "table_title": "U", "choices": ["yes", "no"], "answer": "no"},
-        ],
-    }
-    found = []
-    for name, lines in rows.items():
-        path = tmp_path / f"{name}.jsonl"
-        path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-        found.append(load_problems(Task(name, str(path), TASKS[name].kind), Decoding(chat=False)))
-    choice, mixed = found
-    assert choice[0].gold == "B"
-    assert choice[0].prompt.startswith("2+2?\nA. 3\nB. 4\nPlease")
-    assert "letter" in choice[0].prompt
-    assert [problem.gold for problem in mixed] == ["3", "B"]
-    assert mixed[0].prompt.startswith("T\n\nx | 1\ny | 2\n\nSum?\nPlease")
-    assert "A. yes\nB. no" in mixed[1].prompt
+@pytest.mark.parametrize(
+    ("kind", "asks"), [("math", "your final answer"), ("choice", "the letter"), ("mixed", "of options, the letter")]
+)
+def test_a_task_asks_for_what_its_kind_needs(tmp_path, kind, asks):
+    row = {"question": "2+2?", "options": ["3", "4"], "answer": "B"}
+    (tmp_path / "own.jsonl").write_text(json.dumps(row) + "\n")
+    (problem,) = load_problems(Task("own", str(tmp_path / "own.jsonl"), kind), Decoding(chat=False))
+    assert re.fullmatch(rf"2\+2\?\nA. 3\nB. 4\nPlease reason .*{asks}.*", problem.prompt)
+    assert problem.gold == "B"
 
 
 def test_tasks_are_given_by_name_or_address(tmp_path):

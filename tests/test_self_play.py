@@ -182,17 +182,3 @@ def test_a_generator_that_repeats_itself_stops_with_the_reasons(model, tmp_path)
     generator = instruction(lambda shown, rng: ["How many hats has Tom got?"])
     with pytest.raises(InstructError, match=rf"4 rounds in a row .* after 1 of 3\. Rejected so far: 19 {KNOWN}"):
         train(model, tmp_path / "run", instruction=generator)
-
-
-@pytest.mark.parametrize(
-    ("settings", "problem"),
-    [
-        ({"max_steps": -1}, "Set `max_steps`"),
-        ({"pruning": "refill", "planner": "greso"}, "has no passes over the data"),
-        ({"self_play": {"examples": 3}}, "A request shows 3 problems, .* 2 of 2 seeds"),
-        ({"self_play": {"overlap": 1.0}}, r"`overlap` must be in \(0, 1\), got 1.0"),
-    ],
-)
-def test_what_does_not_go_with_self_instruction_is_refused(model, tmp_path, settings, problem):
-    with pytest.raises(ValueError, match=problem):
-        play_run.trainer(model, tmp_path / "run", **settings)
