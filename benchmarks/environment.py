@@ -300,15 +300,7 @@ def _table(kept: Sequence[dict[str, Any]]) -> str:
             spread(ratios, "{:.2f}") if ratios else "not reached",
         ]
         rows.append([title, str(len(seeds)), *cells, str(missed)])
-    header = [
-        "arm",
-        "seeds",
-        "dead groups",
-        "success after",
-        "environment-seconds ×",
-        "… to plain's success ×",
-        "not reached",
-    ]
+    header = ["arm", "seeds", "dead groups", "success after", "environment-seconds ×", "… to plain's success ×", "not reached"]
     return table(header, rows)
 
 

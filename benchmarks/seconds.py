@@ -244,9 +244,7 @@ def markdown(results: Sequence[dict[str, Any]]) -> str:
                 f"{least_overlapped(Timing(sigma=sigma), prompts, size, update):.2f} with {prompts} × {size}, σ {sigma}"
                 for prompts, size, sigma in overlapped
             ]
-            parts.append(
-                f"On paper, batches that differ as these do let `plain+overlap` take at least {'; '.join(least)}."
-            )
+            parts.append(f"On paper, batches that differ as these do let `plain+overlap` take at least {'; '.join(least)}.")
     return "\n\n".join(parts)
 
 
