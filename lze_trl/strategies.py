@@ -45,7 +45,7 @@ REMOVED: dict[str, str] = {
         "Leave it out: `controller: allocation` is gone.",
     ),
     "instruct_exemplars": "Leave it out: its own exemplars are drawn alike.",
-    "instruct_refuse_overlap": "Leave it out: evaluation problems that resemble a seed are counted in a warning.",
+    "instruct_refuse_overlap": "Leave it out: no new problem may resemble an evaluation problem.",
     "surplus_max_age": "Leave it out: live groups that an update has no room for are dropped and counted.",
     "micro_step_cost": "Leave it out. `max_tokens_per_micro_batch` bounds micro-batches.",
 }

@@ -1,21 +1,17 @@
 """
-Training runs that write their own problems, for the tests of self-instruction; also under a launcher, like `votes_run`.
+Training runs that write their own problems, for the tests of self-instruction.
 
 What the policy writes is turned into a problem that passes the filters, and that another token would make another one.
 """
 
-import gc
-import json
 import os
-import sys
 from pathlib import Path
 
 import numpy as np
-import torch
-from accelerate import PartialState
 from datasets import Dataset
 
 import tiny
+from case_runs import leave
 from lze_trl import LZEGRPOTrainer
 from lze_trl.rewards import MajorityReward
 from lze_trl.selfplay.templates import TEMPLATES, Item
@@ -81,22 +77,11 @@ def record(made: LZEGRPOTrainer) -> dict:
     }
 
 
-def main(cases: Path):
-    gc.freeze()
+def run(directory: Path, name: str, settings: dict):
+    """A case of `case_runs.py`."""
     TEMPLATES["tagged"] = Words()
-    for name, settings in json.loads(cases.read_text()).items():
-        world = int(os.environ.get("WORLD_SIZE", "1"))
-        settings["per_device_train_batch_size"] = 12 // world
-        made = trainer(cases.parent, cases.parent / f"{name}-{world}", **settings)
-        made.train()
-        rank = made.accelerator.process_index
-        (cases.parent / f"{name}.{world}.{rank}.json").write_text(json.dumps(record(made)))
-        if rank == 0:
-            torch.save(made.accelerator.get_state_dict(made.model_wrapped), cases.parent / f"{name}.{world}.pt")
-        made.accelerator.wait_for_everyone()
-    if PartialState().num_processes > 1:
-        PartialState().destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    own = settings | {"per_device_train_batch_size": 12 // world}
+    made = trainer(directory, directory / f"{name}-{world}", **own)
+    made.train()
+    leave(directory, name, made, record(made))

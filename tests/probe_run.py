@@ -45,7 +45,7 @@ def make(directory: Path, rollouts=constant_rollouts, world: int = 1, **settings
     )
     rows = tiny.prompts(19).select(range(12, 19))
     problems = [Problem(str(i), row["prompt"], row["solution"]) for i, row in enumerate(rows)]
-    probe = Evaluation({"sums": (problems, 0)}, Decoding(max_tokens=5, chat=False, prompt_suffix=""))
+    probe = Evaluation({"sums": problems}, Decoding(max_tokens=5, chat=False, prompt_suffix=""))
     trainer.add_callback(Probe(trainer, probe, 2))
     return trainer
 

@@ -2,8 +2,6 @@
 
 import pytest
 
-from lze_trl.data import load_prompts
-from lze_trl.data.audit import audit_prompts
 from lze_trl.rewards import accuracy_reward
 from lze_trl.rewards.gaps import rewrite
 from lze_trl.rewards.grading import gold_text, last_boxed, marked_answer, read_answer, read_gold
@@ -214,16 +212,6 @@ def test_a_guess_is_not_an_answer(completion):
 def test_numbers_too_large_to_compute_are_wrong_at_once(number):
     assert score("5x+1", rf"\boxed{{{number}}}") == 0.0
     assert score(number, rf"\boxed{{{number}}}") == 1.0
-
-
-def test_the_audit_reads_what_it_calls_sound(tmp_path):
-    path = tmp_path / "physics.jsonl"
-    path.write_text('{"problem": "How heavy?", "answer": "4.5e33"}\n')
-    dataset = load_prompts(str(path))
-    counts = audit_prompts(dataset).counts
-    assert [counts[name] for name in ("rows", "value", "none", "unread", "unequal")] == [1, 1, 0, 0, 0]
-    (expression,) = read_gold(dataset["solution"][0]).expressions
-    assert float(expression) == pytest.approx(4.5e33)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from lze_trl.selfplay.filters import MAX_WORDS, REASONS, reason_to_reject
 from lze_trl.selfplay.overlap import OverlapIndex
 from lze_trl.selfplay.templates import TEMPLATES, Item
 from lze_trl.selfplay.writer import KNOWN, UNREAD, InstructError, Seeds, Writer, id_in_words
+from lze_trl.servers.client import Output
 from lze_trl.settings import SelfPlaySettings
 
 
@@ -128,7 +129,7 @@ def test_similarity_is_rouge_l(one, other):
     common = lcs(one, other)
     precision, recall = common / len(other), common / len(one)
     expected = 2 * precision * recall / (precision + recall) if common else 0.0
-    found = OverlapIndex([" ".join(one)]).nearest([" ".join(other)]).similarity[0]
+    (found,) = OverlapIndex([" ".join(one)]).nearest([" ".join(other)])
     assert found == pytest.approx(expected, abs=1e-12)
 
 
@@ -137,12 +138,9 @@ def test_the_nearest_is_found_in_every_part_of_the_index(monkeypatch):
     texts = [f"word{i} word{i + 1} word{i + 2} end" for i in range(20)]
     index = OverlapIndex(texts[:13])
     index.add(texts[13:])
-    found = index.nearest([texts[17], "nothing else", texts[0]])
-    assert found.place.tolist() == [17, -1, 0]
-    assert found.similarity.tolist() == [1.0, 0.0, 1.0]
-    assert index.nearest(["word3 word4 other end"], cutoff=0.8).place.tolist() == [-1]
-    assert OverlapIndex().nearest(["one"]).place.tolist() == [-1]
-    assert OverlapIndex(["one"]).nearest([]).similarity.shape == (0,)
+    assert index.nearest([texts[17], "nothing else", texts[0]]).tolist() == [1.0, 0.0, 1.0]
+    assert OverlapIndex().nearest(["one"]).tolist() == [0.0]
+    assert OverlapIndex(["one"]).nearest([]).shape == (0,)
 
 
 # ---- The writer ----
@@ -151,20 +149,17 @@ PLAIN = tuple(f"What is {name} times {i} plus {i * i}, if {name} is {i + 1}?" fo
 SEEDS = Seeds(("What is the sum of 3 and 4 apples?",), ("How many legs have 7 spiders in a box?",))
 
 
-def writer_of(write, seeds=SEEDS, **settings):
-    """A writer whose problems come from a function."""
-    given = {"examples": 1, "own": 0, "requests": 1} | settings
-    return Writer(SelfPlaySettings(**given), seeds, generator=write)
+ONE = SelfPlaySettings(examples=1, own=0, requests=1)
 
 
 def admitted(writer, *texts):
-    """What a writer admits of these items."""
-    writer.generator = lambda shown, rng: [Item(text, True) for text in texts]
-    return writer.round([], None)
+    """What a writer admits of these problems of a model."""
+    answer = "".join(f"<question>{text}</question>" for text in texts)
+    return writer.round([], lambda requests, decoding: [(request, Output(answer, 9, False)) for request in requests])
 
 
 def test_nothing_that_resembles_what_is_known_is_admitted():
-    writer = writer_of(lambda shown, rng: [])
+    writer = Writer(ONE, SEEDS)
     (first,) = admitted(
         writer,
         "What is the sum of 5 and 4 apples?",  # a seed's
@@ -185,14 +180,6 @@ def test_nothing_that_resembles_what_is_known_is_admitted():
 def test_seeds_that_cannot_be_used_are_refused():
     with pytest.raises(InstructError, match=r"shows 8 .* 1 of 2 seeds can be shown \(1 figure\)"):
         Writer(SelfPlaySettings(), Seeds(("What is 2 + 3?", "In the diagram, find the length of $AB$.")))
-
-
-def test_evaluation_problems_that_resemble_a_seed_are_named():
-    seeds = Seeds((*PLAIN, "How many legs have 8 spiders in a box?"), SEEDS.references)
-    ((reference, seed, similarity),) = seeds.overlapping(0.7)
-    assert (reference, seed) == (SEEDS.references[0], seeds.problems[-1])
-    assert 0.7 < similarity < 1
-    assert Seeds(PLAIN).overlapping(0.7) == []
 
 
 def shown_of(own, requests, rounds=0):
@@ -217,13 +204,7 @@ def test_exemplars_are_own_and_seeds_and_the_same_for_the_same_key():
     assert [sum(text in own for text in texts) for texts in shown_of(own[:1], 3)] == [1] * 3  # as far as there are any
 
 
-def test_items_of_a_generator_pass_the_filters_and_its_texts_do_not():
-    items = [
-        Item("Three and four apples.", True),
-        "Three and five apples.",
-        Item("How many are three and", False),
-        "  ",
-    ]
-    writer = writer_of(lambda shown, rng: items, Seeds(PLAIN), overlap=0.99)
+def test_texts_of_a_generator_pass_no_filters():
+    writer = Writer(ONE, Seeds(PLAIN), generator=lambda shown, rng: ["Three and five apples.", "  "])
     assert [problem.text for problem in writer.round([], None)] == ["Three and five apples."]
-    assert +writer.rejected == {"no question": 1, "unfinished": 1}
+    assert +writer.rejected == {}

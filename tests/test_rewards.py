@@ -1,6 +1,5 @@
 """Reward functions: what cannot be scored is `None`, what takes long is interrupted, and rewards have names."""
 
-import contextlib
 import logging
 import signal
 import threading
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 from trl.rewards import get_soft_overlong_punishment
 
 from lze_trl import rewards
-from lze_trl.rewards import MajorityReward, accuracy_reward, exact_match_reward, functions, get_reward, grading, limit
+from lze_trl.rewards import MajorityReward, accuracy_reward, exact_match_reward, functions, get_reward, limit
 from lze_trl.rewards.limit import GradingTimeout
 from lze_trl.rewards.majority import SLOW_VOTES
 
@@ -105,22 +104,6 @@ def test_votes_that_take_long_differ_from_all_others_but_their_own_text(counters
     assert "pairs of votes so far count as different" in caplog.text and "x^{x^{x^x}}" in caplog.text
 
 
-def test_a_gold_answer_that_cannot_be_read_in_time_is_not_read_again(counters, monkeypatch):
-    calls = []
-
-    def hang(*args, **kwargs):
-        calls.append(args)
-        while True:
-            with contextlib.suppress(Exception):  # as SymPy and math-verify do
-                list(range(1000))
-
-    monkeypatch.setattr(grading, "parse", hang)
-    monkeypatch.setattr(grading, "GOLD_SECONDS", 0.1)
-    assert accuracy_reward(["5"] * 8, [r"\boxed{a gold answer of its own}"] * 8) == [None] * 8
-    assert len(calls) == 1
-    assert counters[functions.SLOW_ANSWER] == 8
-
-
 def test_a_limit_is_not_passed_by_whoever_catches_the_interruption():
     caught = []
 
@@ -191,24 +174,6 @@ def test_any_text_is_scored_without_an_error(text):
 def test_exact_match():
     completions = ["24", " 24\n", "24.0", conversation("24"), "24"]
     assert exact_match_reward(completions, ["24", "24", "24", 24, None]) == [1.0, 1.0, 0.0, 1.0, None]
-
-
-@pytest.mark.parametrize(
-    ("completion", "think", "boxed", "both"),
-    [
-        (r"<think>a</think>\boxed{3}", 1.0, 1.0, 1.0),
-        (r"<think>\boxed{3}</think>3", 1.0, 1.0, 0.0),
-        (r"\boxed{3}", 0.0, 1.0, 0.0),
-        (r"<think>a</think>\boxed{3", 1.0, 0.0, 0.0),
-        ("<think>a", 0.0, 0.0, 0.0),
-        ("", 0.0, 0.0, 0.0),
-    ],
-)
-def test_formats(completion, think, boxed, both):
-    for form in (completion, conversation(completion)):
-        assert rewards.think_format_reward([form], solution=["3"]) == [think]
-        assert rewards.boxed_format_reward([form], solution=["3"]) == [boxed]
-        assert rewards.format_reward([form], solution=["3"]) == [both]
 
 
 def test_rewards_are_found_by_name_and_by_import_path():

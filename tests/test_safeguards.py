@@ -14,10 +14,12 @@ import probe_run
 import tiny
 import votes_run
 from launches import on_processes
+from lze_trl import LZEGRPOTrainer
 from lze_trl.job.recipe import RecipeError, parse_recipe
 from lze_trl.job.train import run
 from lze_trl.record.evaluations import read_results
 from lze_trl.record.safeguards import VoteHistory
+from lze_trl.rewards import MajorityReward
 
 
 ERROR = 0.03
@@ -163,18 +165,20 @@ def test_bad_input(job, tmp_path):
 # ---- Labels that may be wrong ----
 
 
-def trained_by_energy(tmp_path, **settings):
-    trainer = votes_run.train(tmp_path, "run", {"rows": 30, "num_generations": 6, "max_steps": 3} | settings)
-    return trainer.generation_step.state
-
-
-def test_energies_are_multiplied_by_the_share(tmp_path):
+def test_energy_goes_by_the_share(tmp_path):
     votes_run.save(tmp_path / "model")
-    common = {"selection_ratio": 0.4, "learning_rate": 0.0, "gold": True}
-    common |= {"majority": {"bounds": [0.0, 1.0], "labelled": "none"}}
+    common = {"rows": 30, "num_generations": 6, "max_steps": 3, "selection_ratio": 0.4, "learning_rate": 0.0}
+    common |= {"majority": {"bounds": [0.0, 1.0]}}
     plain, by_share = (
-        trained_by_energy(tmp_path, **common, self_play={"label_confidence": name}) for name in ("none", "share")
+        votes_run.train(tmp_path, "run", common | {"self_play": {"label_confidence": name}}).generation_step.state
+        for name in ("none", "share")
     )
     assert (plain["prompt_ids"] == by_share["prompt_ids"]).all()
     assert np.allclose(by_share["energy"], plain["energy"] * plain["last"], atol=1e-6)  # wins are the outcomes
     assert (by_share["energy"] != plain["energy"]).any()
+
+
+def test_a_confidence_that_nothing_goes_by_is_refused(tmp_path):
+    args = tiny.config(tmp_path / "run", selector="variance", self_play={"label_confidence": "share"})
+    with pytest.raises(ValueError, match="`label_confidence='share'` corrects the energy"):
+        LZEGRPOTrainer("no/model", MajorityReward(), args, tiny.prompts(6))

@@ -8,6 +8,7 @@ import torch
 
 import play_run
 import votes_run
+from case_runs import run_all
 from launches import on_processes
 from lze_trl.data import PromptStyle
 from lze_trl.memory.identity import ID_COLUMN, prompt_id
@@ -54,7 +55,7 @@ def test_a_pool_is_saved_and_read_whole():
     pool = PromptPool(lambda text: f"{text} Box it.", ["solution", "source"])
     assert (len(pool), len(pool.proved)) == (0, 0)
     pool.add([NewProblem("Fünf $\\alpha$?", "a b", 0.25), NewProblem("", "", 0.0)], 4)
-    pool.observe(pool.prompt_ids[[1]], np.array([0.75]), np.array([True]))
+    pool.observe(pool.prompt_ids[[1]], np.array([True]))
     pool.add([NewProblem("A\nB?", "c", 0.5)], 5)
     pool.add([], 6)
     other = PromptPool(lambda text: f"{text} Box it.", ["solution", "source"])
@@ -105,7 +106,7 @@ def test_the_policy_writes_what_it_is_trained_on(model, tmp_path):
     assert (rows["visits"].sum(), rows["visits"].max()) == (15, 1)  # 5 batches of 3, each once
     texts = rows["text"].tolist()
     assert (OverlapIndex().among(texts) - np.eye(len(texts))).max() <= 0.7
-    assert OverlapIndex(play_run.SEEDS).nearest(texts).similarity.max() <= 0.7
+    assert OverlapIndex(play_run.SEEDS).nearest(texts).max() <= 0.7
     known = dict(zip(map(id_in_words, texts), rows["birth"], strict=True)) | dict.fromkeys(
         map(id_in_words, play_run.SEEDS), -1
     )
@@ -148,7 +149,7 @@ CASES = {"twice": {"self_play": {"reuse": 2, "requests": 3}}}
 def runs(model):
     (model / "cases.json").write_text(json.dumps(CASES))
     for processes in (1, 2):
-        on_processes(processes, model / f"log{processes}.txt", play_run.main, model / "cases.json")
+        on_processes(processes, model / f"log{processes}.txt", run_all, play_run.run, model / "cases.json")
     return model
 
 
@@ -181,17 +182,3 @@ def test_a_generator_that_repeats_itself_stops_with_the_reasons(model, tmp_path)
     generator = instruction(lambda shown, rng: ["How many hats has Tom got?"])
     with pytest.raises(InstructError, match=rf"4 rounds in a row .* after 1 of 3\. Rejected so far: 19 {KNOWN}"):
         train(model, tmp_path / "run", instruction=generator)
-
-
-@pytest.mark.parametrize(
-    ("settings", "problem"),
-    [
-        ({"max_steps": -1}, "Set `max_steps`"),
-        ({"pruning": "refill", "planner": "greso"}, "has no passes over the data"),
-        ({"self_play": {"examples": 3}}, "A request shows 3 problems, .* 2 of 2 seeds"),
-        ({"self_play": {"overlap": 1.0}}, r"`overlap` must be in \(0, 1\), got 1.0"),
-    ],
-)
-def test_what_does_not_go_with_self_instruction_is_refused(model, tmp_path, settings, problem):
-    with pytest.raises(ValueError, match=problem):
-        play_run.trainer(model, tmp_path / "run", **settings)

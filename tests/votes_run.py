@@ -1,23 +1,20 @@
 r"""
-Training runs whose completions box a digit, for the tests of the majority reward; also under a launcher.
+Training runs whose completions box a digit, for the tests of the majority reward, by the cases of `case_runs.py`.
 
-    torchrun --nproc-per-node 2 tests/votes_run.py CASES.json
-
-The cases are those of `case_runs.py`. Completions are a function of prompt, generation batch and place in the group, over all
+Completions are a function of prompt, generation batch and place in the group, over all
 rounds and processes.
 """
 
 import hashlib
 import os
 import shutil
-import sys
 from pathlib import Path
 
 import numpy as np
 import torch
 
 import tiny
-from case_runs import leave, run_all
+from case_runs import leave
 from controllers_run import FixedTrainer
 from lze_trl.rewards import MajorityReward
 from lze_trl.rollout.controllers import RolloutController
@@ -129,14 +126,13 @@ def train(directory: Path, name: str, settings: dict, resume: str | None = None)
     world, settings = int(os.environ.get("WORLD_SIZE", "1")), dict(settings)
     rows, sizes = settings.pop("rows") // world, settings.pop("sizes", None)
     own = {"controller": InRounds(sizes)} if sizes else {}
-    prompts = tiny.prompts(11) if settings.pop("gold", False) else tiny.prompts(11).remove_columns("solution")
     trainer = VotingTrainer(
         model=str(directory / "model"),
         reward_funcs=[MajorityReward(**settings.pop("majority", {})), parity_reward],
         args=tiny.config(
             directory / f"{name}-{world}", per_device_train_batch_size=rows, reward_weights=[1.0, 0.0], **settings
         ),
-        train_dataset=prompts,
+        train_dataset=tiny.prompts(11).remove_columns("solution"),
         **own,
     )
     trainer.train(resume_from_checkpoint=resume)
@@ -146,7 +142,3 @@ def train(directory: Path, name: str, settings: dict, resume: str | None = None)
 def run(directory: Path, name: str, settings: dict):
     trainer = train(directory, name, settings)
     leave(directory, name, trainer, trainer.record())
-
-
-if __name__ == "__main__":
-    run_all(run, Path(sys.argv[1]))

@@ -15,7 +15,6 @@ from .shared import circumstances, measured_on, shown, verdict
 
 CANDIDATES, SECONDS, MEGABYTES = 64, 10.0, 1_000.0
 WORDS = 8_000
-_ALL, _CUTOFF = 0.0, 0.7
 
 
 def problems(count: int, rng: np.random.Generator) -> list[str]:
@@ -44,19 +43,13 @@ def _size(count: int, repetitions: int) -> dict[str, Any]:
     for begin in range(0, count, 10_000):
         index.add(problems(min(10_000, count - begin), rng))
     megabytes = _resident() - before
-    seconds: dict[float, list[float]] = {_ALL: [], _CUTOFF: []}
-    for cutoff, times in seconds.items():
-        for _ in range(repetitions):
-            candidates = problems(CANDIDATES, rng)
-            begun = time.perf_counter()
-            index.nearest(candidates, cutoff)
-            times.append(time.perf_counter() - begun)
-    return {
-        "problems": count,
-        "seconds": seconds[_ALL],
-        "seconds_with_cutoff": seconds[_CUTOFF],
-        "megabytes": megabytes,
-    }
+    seconds: list[float] = []
+    for _ in range(repetitions):
+        candidates = problems(CANDIDATES, rng)
+        begun = time.perf_counter()
+        index.nearest(candidates)
+        seconds.append(time.perf_counter() - begun)
+    return {"problems": count, "seconds": seconds, "megabytes": megabytes}
 
 
 def measure(quick: bool) -> dict[str, Any]:
@@ -69,22 +62,20 @@ def markdown(result: dict[str, Any]) -> str:
     """The result as a table."""
     rows = []
     for case in result["rows"]:
-        everything, above = (Spread(tuple(case[name])) for name in ("seconds", "seconds_with_cutoff"))
+        seconds = Spread(tuple(case["seconds"]))
         per_problem = 1e6 * case["megabytes"] / case["problems"]
         rows.append(
             [
                 f"{case['problems']:,}",
-                shown(everything),
-                shown(above),
+                shown(seconds),
                 f"{case['megabytes']:,.0f} ({per_problem:.0f} bytes a problem)",
-                verdict(everything.median, SECONDS) if case is result["rows"][0] else "–",
+                verdict(seconds.median, SECONDS) if case is result["rows"][0] else "–",
                 verdict(case["megabytes"], MEGABYTES),
             ]
         )
     header = [
         "problems",
         f"s for {CANDIDATES} candidates",
-        f"s, if above {_CUTOFF} alone",
         "memory, MB",
         "target: s",
         "target: MB",

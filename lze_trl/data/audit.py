@@ -1,20 +1,13 @@
-"""Counts what a training run would meet in a dataset: duplicates, gold answers that cannot be read, prompt lengths."""
+"""Counts what a training run would meet in a dataset: duplicates, gold answers that cannot be scored, prompt lengths."""
 
-import io
-import re
-from collections import Counter, defaultdict
-from collections.abc import Set
+from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
-from datasets import Dataset
-from rich import box
-from rich.console import Console
-from rich.table import Table
+import pandas as pd
 
-from ..memory.identity import prompt_id
-from ..rewards.grading import Answer, equal, read_answer, read_gold
+from ..rewards.grading import equal, read_answer, read_gold
 from ..rewards.limit import GradingTimeout
 from .prompts import load_prompts
 
@@ -22,21 +15,14 @@ from .prompts import load_prompts
 COUNTS = {
     "rows": "",
     "repeated": "rows that repeat the prompt and the gold answer of an earlier row",
-    "conflicts": "further gold answers of a prompt that has several",
     "shared": "rows that also occur in a dataset above",
-    "value": "gold answers with a mathematical value",
-    "text": "gold answers in words or the like, which equal only the same text",
     "none": "no gold answer, or one that names no option",
-    "unread": "gold answers that cannot be read",
-    "unequal": "gold answers that do not equal themselves when a completion boxes them",
+    "unread": "gold answers that cannot be read, or do not equal themselves when a completion boxes them",
 }
 """What is counted, and what it means."""
 
-_EXAMPLES = {"text": "text", "unread": "unreadable", "unequal": "unequal to itself"}
 _MOST_EXAMPLES = 5
 _EXAMPLE_CHARACTERS = 60
-_WORD = re.compile(r"[A-Za-z]{3,}")
-_LATEX = re.compile(r"\\[A-Za-z]+\s*(\{[^{}]*\})?")
 
 
 @dataclass(frozen=True)
@@ -46,7 +32,7 @@ class Audit:
     source: str
     description: str  # what was read from which column
     counts: dict[str, int]  # numbers of rows, by the keys of `COUNTS`
-    examples: dict[str, list[str]]  # a few gold answers of each of the kinds in `_EXAMPLES`
+    unread: list[str]  # a few gold answers that cannot be read
     prompt_characters: list[int]  # shortest, median, 95th percentile and longest prompt
 
 
@@ -56,73 +42,43 @@ def audit(references: list[str], **kwargs) -> list[Audit]:
     seen: set[int] = set()
     for reference in references:
         dataset = load_prompts(reference, **kwargs)
-        entries.append(audit_prompts(dataset, seen))
-        seen.update(dataset["prompt_id"])
+        ids, prompts = list(dataset["prompt_id"]), list(dataset["prompt"])
+        texts = [
+            prompt if isinstance(prompt, str) else "".join(turn["content"] for turn in prompt) for prompt in prompts
+        ]
+        golds = Counter(dataset["solution"])
+        none = golds.pop(None, 0)
+        unread = [gold for gold in golds if not _can_be_scored(gold)]
+        counts = {
+            "rows": len(ids),
+            "repeated": len(ids) - len(set(ids)),
+            "shared": sum(value in seen for value in ids),
+            "none": none,
+            "unread": sum(golds[gold] for gold in unread),
+        }
+        lengths = np.percentile([*map(len, texts)], [0, 50, 95, 100], method="nearest").tolist()
+        about = dataset["source"][0], dataset.info.description
+        entries.append(Audit(*about, counts, unread[:_MOST_EXAMPLES], lengths))
+        seen.update(ids)
     return entries
 
 
-def audit_prompts(dataset: Dataset, seen: Set[int] = frozenset()) -> Audit:
-    """Count what a dataset made by [`load_prompts`] holds; `seen` are the ids of the prompts of other datasets."""
-    ids, prompts = list(dataset["prompt_id"]), list(dataset["prompt"])
-    texts = [prompt if isinstance(prompt, str) else "".join(turn["content"] for turn in prompt) for prompt in prompts]
-    golds = Counter(dataset["solution"])
-    counts = Counter(
-        rows=len(ids),
-        repeated=len(ids) - len(set(ids)),
-        conflicts=len(set(ids)) - len(set(map(prompt_id, prompts))),
-        shared=sum(value in seen for value in ids),
-        none=golds.pop(None, 0),
-    )
-    examples = defaultdict(list)
-    for gold, number in golds.items():
-        for verdict in _verdicts(gold):
-            counts[verdict] += number
-            examples[verdict].append(gold)
-    return Audit(
-        source=dataset["source"][0],
-        description=dataset.info.description,
-        counts={name: counts[name] for name in COUNTS},
-        examples={name: examples[name][:_MOST_EXAMPLES] for name in _EXAMPLES},
-        prompt_characters=np.percentile([*map(len, texts)], [0, 50, 95, 100], method="nearest").tolist(),
-    )
-
-
-def _verdicts(gold: str) -> list[str]:
-    """How a gold answer is read, and "unequal" if it is read but does not equal itself."""
-    found = ["unread"]
+def _can_be_scored(gold: str) -> bool:
+    """Whether a completion that boxes a gold answer is right."""
     with suppress(GradingTimeout):
-        answer = read_gold(gold)
-        if answer is not None:
-            kind = "value" if answer.expressions and not _is_wordy(gold, answer) else "text"
-            found = [kind, "unequal"]
-            boxed = read_answer(f"The result is $\\boxed{{{gold}}}$.")
-            found = [kind] if boxed is not None and equal(answer, boxed) else found
-    return found
-
-
-def _is_wordy(gold: str, answer: Answer) -> bool:
-    """Whether plain words are read as products of their letters, as in "Harry" or "9 (apples)"."""
-    return bool(answer.values[0].free_symbols) and _WORD.search(_LATEX.sub(" ", gold)) is not None
+        answer, boxed = read_gold(gold), read_answer(f"The result is $\\boxed{{{gold}}}$.")
+        return answer is not None and boxed is not None and equal(answer, boxed)
+    return False
 
 
 def render(entries: list[Audit]) -> str:
     """A plain-text table, what was read from which column, and gold answers that cannot be scored."""
-    legend = COUNTS | {"prompt": "characters of the shortest, the median, the 95th percentile and the longest prompt"}
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), caption_justify="left")
-    table.caption = "\n".join(f"{name:<9}  {meaning}" for name, meaning in legend.items() if meaning)
-    table.add_column("dataset", overflow="fold")
-    for title in (*COUNTS, "prompt"):
-        table.add_column(title, justify="right", no_wrap=True)
-    notes = []
+    rows, notes = [], []
     for entry in entries:
-        lengths = "/".join(map(str, entry.prompt_characters))
-        table.add_row(entry.source, *(f"{count:,}" for count in entry.counts.values()), lengths)
+        counts = {name: f"{count:,}" for name, count in entry.counts.items()}
+        rows.append({"dataset": entry.source, **counts, "prompt": "/".join(map(str, entry.prompt_characters))})
         notes.append(f"{entry.source}: {entry.description}")
-        for name, what in _EXAMPLES.items():
-            notes += [f"{entry.source}: {what}: {gold[:_EXAMPLE_CHARACTERS]!r}" for gold in entry.examples[name]]
-    file = io.StringIO()
-    console = Console(file=file, width=118, color_system=None)
-    console.print(table)
-    for note in notes:
-        console.print(note, markup=False, soft_wrap=True)
-    return file.getvalue()
+        notes += [f"{entry.source}: cannot be read: {gold[:_EXAMPLE_CHARACTERS]!r}" for gold in entry.unread]
+    legend = COUNTS | {"prompt": "characters of the shortest, the median, the 95th percentile and the longest prompt"}
+    meanings = [f"{name:<9}  {meaning}" for name, meaning in legend.items() if meaning]
+    return "\n".join([pd.DataFrame(rows).to_string(index=False), "", *meanings, "", *notes])

@@ -2,11 +2,10 @@
 
 import re
 from collections.abc import Mapping
-from itertools import islice
 from string import ascii_uppercase
 from typing import Any
 
-from datasets import ClassLabel, Dataset, IterableDataset
+from datasets import ClassLabel, Dataset
 
 from ..rewards.grading import gold_text, last_boxed, marked_answer
 from .sources import DataError
@@ -32,11 +31,11 @@ class Columns:
     of [`load_prompts`]; the others are recognised by [`KNOWN`]. Raises [`DataError`] for one that is missing.
     """
 
-    def __init__(self, table: Dataset | IterableDataset, source: str, given: Mapping[str, Any], unlabelled: bool):
-        self.source, self._first = source, list(islice(iter(table), _SAMPLE))
+    def __init__(self, table: Dataset, source: str, given: Mapping[str, Any], unlabelled: bool):
+        self.source, self._first = source, list(table.select(range(min(_SAMPLE, len(table)))))
         if not self._first:
             raise DataError(f"{source!r} has no rows. Check its split, and that the file is complete.")
-        self._features = table.features or {}
+        self._features = table.features
         self.prompt: str = self._find("prompt_column", given)
         self.options: str | None = self._find("option_column", given, needed=False)
         further = (*_CHOICE,) if self.options else ()

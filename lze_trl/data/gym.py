@@ -7,7 +7,7 @@ from urllib.parse import parse_qsl
 import yaml
 from datasets import Dataset
 
-from ..rewards.gym import COLUMN, refuse_task, tasks
+from ..rewards.gym import COLUMN, find_task
 from .sources import GYM, DataError
 
 
@@ -28,9 +28,7 @@ def load_gym(reference: str) -> Dataset:
     task, _, query = reference.removeprefix(GYM).partition("?")
     given: dict[str, Any] = _DEFAULTS | {name: yaml.safe_load(value) for name, value in parse_qsl(query)}
     try:
-        found = tasks()
-        refuse_task(task)
-        dataset, config = found[task]
+        dataset, config = find_task(task)
         return Dataset.from_list([_row(task, entry) for entry in dataset(config(**given))])
     except (AssertionError, ImportError, TypeError, ValueError) as error:
         raise DataError(f"`{reference}`: {error or 'a value is out of range'}") from error

@@ -4,7 +4,7 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-from datasets import Dataset, Features, Image, IterableDataset, List, Value, concatenate_datasets
+from datasets import Dataset, Features, Image, List, Value, concatenate_datasets
 
 from ..memory.identity import prompt_id
 from .columns import Columns, advice
@@ -15,7 +15,7 @@ from .sources import GYM, DataError, load_table, parse_reference
 logger = logging.getLogger(__name__)
 
 _MESSAGES = List({"role": Value("string"), "content": Value("string")})
-_OWN = ("prompt", "solution", "reference_solution", "prompt_id", "source", "labelled")
+_OWN = ("prompt", "solution", "reference_solution", "prompt_id", "source")
 _RENAMED = {"type": "subject", "source": "original_source"}
 
 
@@ -62,13 +62,12 @@ def load_prompts(
     prompt_suffix: str | None = None,
     conversational: bool = True,
     limit: int | None = None,
-    streaming: bool = False,
     prompt_column: str | None = None,
     answer_column: str | None = None,
     option_column: str | None = None,
     context_columns: list[str] | None = None,
     unlabelled: bool = False,
-) -> Dataset | IterableDataset:
+) -> Dataset:
     """
     Load prompts with gold answers.
 
@@ -88,8 +87,6 @@ def load_prompts(
             Whether prompts are lists of messages; otherwise, plain text.
         limit (`int`, *optional*):
             Number of rows to read. Defaults to all.
-        streaming (`bool`, *optional*, defaults to `False`):
-            Whether to return an `IterableDataset` that reads rows when they are asked for.
         prompt_column, answer_column (`str`, *optional*):
             Columns with the problem and the gold answer, where they are not recognised; `outer.inner` reaches into a nested one.
         option_column (`str`, *optional*):
@@ -99,10 +96,10 @@ def load_prompts(
             Columns with what the problem refers to, written before it. Defaults to those called `context`, `passage`, `body` and
             the like; `[]` for none.
         unlabelled (`bool`, *optional*, defaults to `False`):
-            Whether the dataset may lack gold answers, for rewards that need none. Adds the column `labelled`.
+            Whether the dataset may lack gold answers, for rewards that need none.
 
     Returns:
-        `Dataset` or `IterableDataset`: With columns `prompt`, `solution` (gold answer, text or null), `prompt_id`, `source`,
+        `Dataset`: With columns `prompt`, `solution` (gold answer, text or null), `prompt_id`, `source`,
         `reference_solution` (worked solution or null) and the dataset's other columns of text, numbers and images.
 
     Raises:
@@ -112,21 +109,18 @@ def load_prompts(
         raise ValueError(f"`limit` must be at least 1, got {limit}. Leave it unset to read all rows.")
     style = PromptStyle(conversational, system_prompt, prompt_suffix)
     if reference.startswith(GYM):
-        label, made = reference.partition("?")[0], load_gym(reference)
-        table: Dataset | IterableDataset = made.to_iterable_dataset() if streaming else made
+        label, table = reference.partition("?")[0], load_gym(reference)
     else:
         parsed = parse_reference(reference, config=config, split=split)
-        label, table = parsed.label, load_table(parsed, streaming)
-    if table.features is None:  # of a stream, known from its first rows only
-        table = table.cast(Dataset.from_list(list(table.take(100))).features)
+        label, table = parsed.label, load_table(parsed)
     given = {"prompt_column": prompt_column, "answer_column": answer_column, "option_column": option_column}
     columns = Columns(table, label, given | {"context_columns": context_columns}, unlabelled)
     if limit is not None:
-        table = table.take(limit) if streaming else table.select(range(min(limit, len(table))))
-    return _converted(table, columns, style, unlabelled)
+        table = table.select(range(min(limit, len(table))))
+    return _converted(table, columns, style)
 
 
-def load_mixture(references: list[str], **kwargs) -> Dataset | IterableDataset:
+def load_mixture(references: list[str], **kwargs) -> Dataset:
     """
     Load several sets by [`load_prompts`], one after the other; the column `source` says where each row is from. A column that has
     different types becomes text.
@@ -142,9 +136,7 @@ def load_mixture(references: list[str], **kwargs) -> Dataset | IterableDataset:
     return aligned[0] if len(aligned) == 1 else concatenate_datasets(aligned)
 
 
-def _converted(
-    table: Dataset | IterableDataset, columns: Columns, style: PromptStyle, unlabelled: bool
-) -> Dataset | IterableDataset:
+def _converted(table: Dataset, columns: Columns, style: PromptStyle) -> Dataset:
     features = table.features
     kept = {
         old: _RENAMED.get(old, old)
@@ -155,26 +147,28 @@ def _converted(
     text = Value("string")
     result: dict[str, Any] = {"prompt": _MESSAGES if style.conversational else text, "solution": text}
     result |= {"reference_solution": text, "prompt_id": Value("int64"), "source": text}
-    result |= {"labelled": Value("bool")} if unlabelled else {}
     result |= {new: features[old] for old, new in kept.items()}
 
     def row_of(row: dict[str, Any]) -> dict[str, Any]:
         prompt, (gold, worked) = style.write(columns.problem(row), columns.source), columns.gold(row)
         made = {"prompt": prompt, "solution": gold, "reference_solution": worked, "prompt_id": prompt_id(prompt, gold)}
-        made |= {"source": columns.source, "labelled": gold is not None}
-        return made | {new: row[old] for old, new in kept.items()}
+        return made | {"source": columns.source} | {new: row[old] for old, new in kept.items()}
 
     def batch_of(batch: dict[str, list]) -> dict[str, list]:
         given = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
         rows = [row_of(row) for row in given if columns.problem(row)]
         return {name: [row[name] for row in rows] for name in result}
 
-    options: dict[str, Any] = {"batched": True, "remove_columns": list(features), "features": Features(result)}
-    if isinstance(table, Dataset):  # never from the cache: its key does not change when this module does
-        options |= {"load_from_cache_file": False, "desc": f"Reading {columns.source}"}
-    made = table.map(batch_of, **options)
+    made = table.map(
+        batch_of,
+        batched=True,
+        remove_columns=list(features),
+        features=Features(result),
+        load_from_cache_file=False,  # its key does not change when this module does
+        desc=f"Reading {columns.source}",
+    )
     made.info.description = columns.describe()
-    if isinstance(made, Dataset) and len(made) < len(table):
+    if len(made) < len(table):
         if not len(made):
             raise DataError(f"{columns.source!r}: no row has text in {columns.prompt!r}. {advice('prompt_column')}")
         dropped = f"dropped {len(table) - len(made)} of {len(table)} rows, which have no problem text"

@@ -7,7 +7,7 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 import datasets
-from datasets import Dataset, IterableDataset, concatenate_datasets
+from datasets import Dataset, concatenate_datasets
 from datasets.exceptions import DatasetGenerationError
 
 
@@ -63,14 +63,14 @@ def parse_reference(text: str, config: str | None = None, split: str | None = No
     return Reference(path, is_local, **settings | given)
 
 
-def load_table(reference: Reference, streaming: bool = False) -> Dataset | IterableDataset:
+def load_table(reference: Reference) -> Dataset:
     """
     The rows of a dataset: of its split, else of `train`, else of its only one. Without a configuration, those of the one called
     `default` or `main`, else of all, one after the other. Raises [`DataError`].
     """
     name = repr(reference.label)
     try:
-        tables = [_split_of(loaded, reference.split, name) for loaded in _load(reference, streaming)]
+        tables = [_split_of(loaded, reference.split, name) for loaded in _load(reference)]
         return tables[0] if len(tables) == 1 else concatenate_datasets(tables)
     except DataError:
         raise
@@ -89,8 +89,8 @@ def load_table(reference: Reference, streaming: bool = False) -> Dataset | Itera
         ) from error
 
 
-def _split_of(loaded: Any, split: str | None, name: str) -> Dataset | IterableDataset:
-    if isinstance(loaded, (Dataset, IterableDataset)):
+def _split_of(loaded: Any, split: str | None, name: str) -> Dataset:
+    if isinstance(loaded, Dataset):
         return loaded
     split = split or ("train" if len(loaded) > 1 else next(iter(loaded)))
     if split not in loaded:
@@ -98,9 +98,9 @@ def _split_of(loaded: Any, split: str | None, name: str) -> Dataset | IterableDa
     return loaded[split]
 
 
-def _load(reference: Reference, streaming: bool) -> list[Any]:
+def _load(reference: Reference) -> list[Any]:
     path, suffix = Path(reference.path), Path(reference.path).suffix
-    options: dict[str, Any] = {"split": reference.split, "streaming": streaming}
+    options: dict[str, Any] = {"split": reference.split}
     if any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):  # what `save_to_disk` wrote
         saved = datasets.load_from_disk(reference.path)
         return [saved if isinstance(saved, dict) else {str(saved.split or "train"): saved}]

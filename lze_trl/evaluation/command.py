@@ -3,33 +3,32 @@
 import argparse
 import json
 import sys
-from dataclasses import replace
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import datasets
+import pandas as pd
 from transformers.utils.logging import disable_progress_bar
 
 from ..record.evaluations import FILE, FOLDER, interval_text, rows_of, text_table
 from ..rewards import get_reward
 from .engines import Sampler, ServerEngine, TransformersEngine
-from .run import Evaluation, read_samples, scores_of
-from .settings import PRESETS, Decoding, EvaluationError, Preset, decoding_flags
-from .statistics import compare
+from .run import Evaluation, read_samples
+from .settings import Decoding, EvaluationError, decoding_flags
+from .statistics import mean_over_tasks
 from .tasks import find_tasks, load_problems
 
 
 def run(flags: argparse.Namespace) -> Path:
     """Do what the flags say, print tables, and return the folder of the evaluation."""
-    preset = PRESETS[flags.preset] if flags.preset else Preset("", ())
-    names = flags.tasks or preset.tasks
-    if not names or (flags.model is None and flags.server is None):
+    if not flags.tasks or (flags.model is None and flags.server is None):
         raise EvaluationError(
-            "Nothing to evaluate. Give a model, or a running server with `--server URL`, and name tasks with `--tasks` or a `--preset`."
+            "Nothing to evaluate. Give a model, or a running server with `--server URL`, and name tasks with `--tasks`."
         )
     datasets.disable_progress_bars()
     disable_progress_bar()
-    evaluation = _evaluation(flags, preset, names)
+    evaluation = _evaluation(flags)
     if flags.compare:
         check_comparable(Path(flags.compare), evaluation)
     engine: Sampler
@@ -37,24 +36,22 @@ def run(flags: argparse.Namespace) -> Path:
         engine = ServerEngine.connect(flags.server, flags.concurrent)
     else:
         engine = TransformersEngine.load(flags.model, flags.batch_size, flags.dtype)
-    folder = Path(flags.output or folder_of(flags.model or engine.name, flags.preset))
+    folder = Path(flags.output or folder_of(flags.model or engine.name))
     results = evaluation.run(engine, folder)
     sys.stdout.write(text_table(*rows_of({folder.name: results})))
     for task, counts in results["tasks"].items():
-        if counts["repeated"] or counts["unscored"]:
-            told = f"{counts['repeated']} repeated problems left out, {counts['unscored']} samples without a score"
-            sys.stdout.write(f"{task}: {told}\n")
+        if counts["unscored"]:
+            sys.stdout.write(f"{task}: {counts['unscored']} samples without a score\n")
     sys.stdout.write(f"Samples and results: {folder}\n")
     if flags.compare:
-        sys.stdout.write(_comparison(folder, Path(flags.compare), evaluation))
+        sys.stdout.write(_comparison(folder, Path(flags.compare), evaluation.tasks))
     return folder
 
 
-def _evaluation(flags: argparse.Namespace, preset: Preset, names: Any) -> Evaluation:
-    samples = flags.samples or preset.samples
-    sampling = {"temperature": 1.0} if samples > 1 else {}
-    length = {"max_tokens": None} if flags.server and not flags.preset else {}  # presets have what was published
-    decoding = replace(Decoding(), **length | sampling | preset.decoding | decoding_flags(flags))
+def _evaluation(flags: argparse.Namespace) -> Evaluation:
+    sampling = {"temperature": 1.0} if flags.samples > 1 else {}
+    length: dict[str, Any] = {"max_tokens": None} if flags.server else {}
+    decoding = Decoding(**length | sampling | decoding_flags(flags))
     try:
         reward = get_reward(flags.reward)
     except ValueError as error:
@@ -64,20 +61,18 @@ def _evaluation(flags: argparse.Namespace, preset: Preset, names: Any) -> Evalua
             f"The reward {flags.reward!r} judges groups, not completions. Use 'accuracy': with `--samples` above 1, the majority is "
             "among the results, as maj@k."
         )
-    problems = {task.name: load_problems(task, decoding, flags.limit) for task in find_tasks(names)}
-    if preset.source:
-        sys.stdout.write(f"{flags.preset}: {preset.source}\n")
-    return Evaluation(problems, decoding, samples, reward)
+    problems = {task.name: load_problems(task, decoding, flags.limit) for task in find_tasks(flags.tasks)}
+    return Evaluation(problems, decoding, flags.samples, reward)
 
 
-def folder_of(model: str, preset: str | None) -> Path:
+def folder_of(model: str) -> Path:
     """Where an evaluation of a model goes: `evaluations/` in the folder of its run, or in `runs/` for a model of the Hub."""
-    path, ending = Path(model).resolve(), f"-{preset}" if preset else ""
+    path = Path(model).resolve()
     if not path.is_dir():
-        return Path("runs") / FOLDER / f"{model.strip('/').replace('/', '--')}{ending}"
+        return Path("runs") / FOLDER / model.strip("/").replace("/", "--")
     if path.name.startswith("checkpoint-"):
-        return path.parent / FOLDER / f"{path.name}{ending}"
-    return path / FOLDER / f"final{ending}"
+        return path.parent / FOLDER / path.name
+    return path / FOLDER / "final"
 
 
 def check_comparable(folder: Path, evaluation: Evaluation):
@@ -98,17 +93,15 @@ def check_comparable(folder: Path, evaluation: Evaluation):
         )
 
 
-def _comparison(folder: Path, other: Path, evaluation: Evaluation) -> str:
+def _comparison(folder: Path, other: Path, tasks: Iterable[str]) -> str:
+    """A table of the differences in mean reward on the problems that both have scored."""
     rows = []
-    for task in evaluation.tasks:
+    for task in tasks:
         ours, theirs = (
-            scores_of(read_samples(place / f"{task}.jsonl"), evaluation.reward).metrics for place in (folder, other)
+            pd.DataFrame(read_samples(place / f"{task}.jsonl")).groupby("id")["reward"].mean()
+            for place in (folder, other)
         )
-        for metric in [metric for metric in ours if metric in theirs]:
-            one, two = ours[metric], theirs[metric]
-            both = [name for name in one if name in two]
-            found = compare([one[name] for name in both], [two[name] for name in both])
-            p_value = "" if found.p_value is None else f"{found.p_value:.3g}"
-            rows.append([task, metric, f"{len(both):,}", interval_text(found.difference, "+"), p_value])
-    heading = ["task", "metric", "problems", "difference, % [95 % interval]", "McNemar p"]
+        differences = (ours - theirs).dropna()
+        rows.append([task, f"{len(differences):,}", interval_text(mean_over_tasks([differences]), "+")])
+    heading = ["task", "problems", "difference, % [95 % interval]"]
     return f"{folder} less {other}, paired by problem\n{text_table(heading, rows)}"

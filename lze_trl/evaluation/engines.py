@@ -95,10 +95,6 @@ class TransformersEngine:
         self, requests: Iterable[SampleRequest], decoding: Decoding
     ) -> Iterator[tuple[SampleRequest, Output]]:
         """Complete requests in batches of similar prompt length, the longest first."""
-        if decoding.presence_penalty:
-            raise EvaluationError(
-                f"`presence_penalty={decoding.presence_penalty}` is one of vLLM's settings: transformers has none. Use servers, or 0."
-            )
         prompts = [(request, self._tokens(request.problem)) for request in requests]
         prompts.sort(key=lambda pair: -len(pair[1]))
         for begin in range(0, len(prompts), self.batch_size):

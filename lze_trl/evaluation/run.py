@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from tqdm.auto import tqdm
 
@@ -37,18 +37,11 @@ class Sample:
     prompt: str | list[dict[str, str]]
 
 
-class Scores(NamedTuple):
-    """Values of the problems of a task, by the metric and the id of the problem, and counts of its samples."""
-
-    metrics: dict[str, dict[str, float]]
-    counts: dict[str, float | None]
-
-
 @dataclass(frozen=True)
 class Evaluation:
     """What is asked, how it is decoded, and how it is scored."""
 
-    tasks: Mapping[str, tuple[list[Problem], int]]  # by name, as [`load_problems`] returns them
+    tasks: Mapping[str, list[Problem]]  # by name
     decoding: Decoding
     samples: int = 1  # of each problem
     reward: RewardFunction = accuracy_reward
@@ -82,15 +75,15 @@ class Evaluation:
         before = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         tasks = before["tasks"] if {name: before.get(name) for name in settings} == settings else {}
         found: dict[str, list[list[float]]] = defaultdict(list)
-        for task, (problems, repeated) in self.tasks.items():
+        for task, problems in self.tasks.items():
             samples = self._sampled(engine, task, progress)
             lines = [json.dumps(asdict(sample), ensure_ascii=False) + "\n" for sample in samples]
             (folder / f"{task}.jsonl").write_text("".join(lines), encoding="utf-8")
-            scores = scores_of(samples, self.reward)
-            for metric, values in scores.metrics.items():
-                found[metric].append([*values.values()])
-            metrics = {metric: estimate(found[metric][-1]) for metric in scores.metrics}
-            tasks[task] = {"metrics": metrics, "problems": len(problems), "repeated": repeated, **scores.counts}
+            scores, counts = scores_of(samples)
+            for metric, values in scores.items():
+                found[metric].append(values)
+            metrics = {metric: estimate(values) for metric, values in scores.items()}
+            tasks[task] = {"metrics": metrics, "problems": len(problems), **counts}
         mean = {name: mean_over_tasks(each) for name, each in found.items() if len(each) == len(tasks) > 1}
         text = json.dumps({**settings, "tasks": tasks, "mean": mean or None}, indent=1)
         write_atomically(path, text.encode())
@@ -98,7 +91,7 @@ class Evaluation:
 
     def _sampled(self, engine: Sampler, task: str, progress: bool) -> list[Sample]:
         """All samples of a task, in order."""
-        requests = [SampleRequest(problem, i) for problem in self.tasks[task][0] for i in range(self.samples)]
+        requests = [SampleRequest(problem, i) for problem in self.tasks[task] for i in range(self.samples)]
         samples = {}
         answers = engine.generate(requests, self.decoding)
         for request, output in tqdm(answers, total=len(requests), desc=task, disable=None if progress else True):
@@ -113,33 +106,36 @@ def read_samples(path: Path) -> list[Sample]:
     return [Sample(**json.loads(line)) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
 
 
-def scores_of(samples: list[Sample], reward: RewardFunction) -> Scores:
-    """Values of the problems by metric, from the samples that have a score. Raises [`EvaluationError`] if none has."""
-    groups: dict[str, list[Any]] = defaultdict(list)
+def scores_of(samples: list[Sample]) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """
+    Values of the problems by metric, from the samples that have a score, and counts of all samples. Raises [`EvaluationError`]
+    if none has a score.
+    """
+    by_problem: dict[str, list[Any]] = defaultdict(list)
     for sample in samples:
         if sample.reward is not None:
-            groups[sample.id].append(sample)
+            by_problem[sample.id].append(sample)
+    groups = list(by_problem.values())
     if not groups:
         raise EvaluationError("No sample has a score: the gold answers cannot be read. See `lze-trl data`.")
-    n, ties = 1 + max(sample.sample for sample in samples), None
-    metrics = {f"avg@{n}": {name: _mean(sample.reward for sample in group) for name, group in groups.items()}}
+    n = 1 + max(sample.sample for sample in samples)
+    metrics = {f"avg@{n}": [_mean(sample.reward for sample in group) for group in groups]}
     if n > 1:
         for k in sorted({*(2**power for power in range(1, n.bit_length())), n}):  # pass@1 is avg@k
-            metrics[f"pass@{k}"] = {
-                name: pass_at_k(len(group), sum(sample.reward > PASS for sample in group), k)
-                for name, group in groups.items()
+            metrics[f"pass@{k}"] = [
+                pass_at_k(len(group), sum(sample.reward > PASS for sample in group), k)
+                for group in groups
                 if len(group) >= k
-            }
-        votes = {name: _vote(group, reward) for name, group in groups.items()}
-        metrics[f"maj@{n}"] = {name: value for name, (value, _) in votes.items()}
-        ties = _mean(is_tie for _, is_tie in votes.values())
+            ]
+        metrics[f"maj@{n}"] = [
+            majority([sample.reward for sample in group], [sample.answer for sample in group]) for group in groups
+        ]
     counts = {
-        "ties": ties,
         "unscored": sum(sample.reward is None for sample in samples),
         "truncated": _mean(sample.truncated for sample in samples),
         "mean_tokens": _mean(sample.tokens for sample in samples),
     }
-    return Scores({metric: values for metric, values in metrics.items() if values}, counts)
+    return {metric: values for metric, values in metrics.items() if values}, counts
 
 
 def score(reward: RewardFunction, problem: Problem, text: str) -> tuple[float | None, str]:
@@ -160,17 +156,3 @@ def score(reward: RewardFunction, problem: Problem, text: str) -> tuple[float | 
 def _mean(values: Iterable[float]) -> float:
     listed = list(values)
     return sum(listed) / len(listed)
-
-
-def _vote(group: list[Any], reward: RewardFunction) -> tuple[float, bool]:
-    """The majority of a problem's samples: two answers are the same if the reward takes either for the gold of the other."""
-    texts = {sample.answer: sample.completion for sample in reversed(group)}
-
-    def passes(gold: str, answer: str) -> bool:
-        value, _ = score(reward, Problem(group[0].id, group[0].prompt, gold), texts[answer])
-        return value is not None and value > PASS
-
-    def same(one: str, other: str) -> bool:
-        return passes(one, other) or passes(other, one)
-
-    return majority([sample.reward for sample in group], [sample.answer for sample in group], same)

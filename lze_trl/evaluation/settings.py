@@ -1,8 +1,8 @@
-"""How completions of an evaluation are decoded, what papers published, and the flags. Imports nothing heavy."""
+"""How completions of an evaluation are decoded, and the flags. Imports nothing heavy."""
 
 import argparse
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -36,50 +36,6 @@ class Decoding:
                 raise EvaluationError(f"`{name}` must be {allowed}, got {vars(self)[name]}.")
 
 
-@dataclass(frozen=True)
-class Preset:
-    """Published settings."""
-
-    source: str  # where they are written
-    tasks: tuple[str, ...]
-    samples: int = 1
-    decoding: dict[str, Any] = field(default_factory=dict)  # what differs from the defaults of `Decoding`
-
-
-_SERL_TASKS = ("math_500", "math_hard", "asdiv", "college_math", "tabmwp")
-_SERL = {"chat": False, "prompt_suffix": "\n", "stop": ("\n\n\n",)}
-
-PRESETS = {
-    "lze": Preset(
-        "arXiv 2605.17003, code Stellaris167/LZE: verl's validation, greedy, with the response length of Qwen2.5-Math",
-        ("gsm8k", "math_500", "amc23", "aime25"),
-        decoding={
-            "max_tokens": 4096,
-            "prompt_suffix": " Reason step by step and put your final answer in \\boxed{}.",
-        },
-    ),
-    "serl": Preset(
-        "arXiv 2505.20347, code wantbook-book/SeRL: greedy, without a chat template", _SERL_TASKS, decoding=_SERL
-    ),
-    "serl_maj": Preset(
-        "arXiv 2505.20347, code wantbook-book/SeRL: majority of 16",
-        _SERL_TASKS,
-        samples=16,
-        decoding=_SERL | {"temperature": 1.0, "top_p": 0.95},
-    ),
-    "reinforce_ada": Preset(
-        "arXiv 2510.04996, code RLHFlow/Reinforce-Ada: average of 32",
-        ("math_500", "minerva", "olympiadbench", "aime24", "aime25", "amc23"),
-        samples=32,
-        decoding={
-            "temperature": 1.0,
-            "max_tokens": 4096,
-            "system_prompt": "Please reason step by step, and put your final answer within \\boxed{}.",
-            "prompt_suffix": " Let's think step by step and output the final answer within \\boxed{}.",
-        },
-    ),
-}
-
 _DECODING = {
     "temperature": (float, "0 for the likeliest token each time; default: 0, or 1 with several samples"),
     "top_p": (float, "share of the probability that tokens are sampled from"),
@@ -95,23 +51,23 @@ def add_arguments(add: Callable):
     """Add the flags, by the `add_argument` of a parser."""
     add("model", metavar="MODEL", nargs="?", help="checkpoint, adapter or Hub id; of a server, whose run it is")
     add("--tasks", metavar="TASK", nargs="+", help="names (see docs/evaluate.md), files, or addresses of datasets")
-    add("--preset", choices=PRESETS, help="tasks and decoding as published; other flags win over it")
-    add("--limit", type=_count, help="number of problems of each task; default: all")
-    add("--samples", type=_count, help="samples of each problem; default: 1")
+    add("--limit", type=at_least_one, help="number of problems of each task; default: all")
+    add("--samples", type=at_least_one, default=1, help="samples of each problem; default: 1")
     for name, (kind, text) in _DECODING.items():
         add(f"--{name}", type=kind, help=text)
     add("--stop", nargs="+", help="texts that end a completion, with \\n for a line break")
     add("--no_chat", action="store_true", help="plain prompts, without a chat template")
     add("--reward", default="accuracy", help="training reward that scores; default: accuracy")
     add("--server", metavar="URL", nargs="+", help="running vLLM servers of one model, which share the load")
-    add("--concurrent", type=_count, default=64, help="requests that one server works on at a time")
-    add("--batch_size", type=_count, default=32, help="completions at a time, without a server")
+    add("--concurrent", type=at_least_one, default=64, help="requests that one server works on at a time")
+    add("--batch_size", type=at_least_one, default=32, help="completions at a time, without a server")
     add("--dtype", help="type to compute in, without a server; default: float32 on a CPU, else the model's")
     add("--output", metavar="DIR", help="folder of the evaluation; default: evaluations/ of the run")
     add("--compare", metavar="FOLDER", help="evaluation of another model that is compared with, problem by problem")
 
 
-def _count(text: str) -> int:
+def at_least_one(text: str) -> int:
+    """The type of a flag that counts something."""
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
     return int(text)

@@ -1,17 +1,17 @@
 """
-Accuracy, pass@k and majority vote over problems, and their 95 % intervals.
+Accuracy, pass@k and majority vote over problems, and 95 % intervals of their means.
 
 Problems are what varies: a further sample of the same problem makes its own mean sharper, not the task's.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from scipy.stats import binomtest, bootstrap
 
-from ..rewards.majority import answer_classes
+from ..rewards.majority import answer_classes, same_answer
 
 
 _RESAMPLES = 9_999
@@ -26,30 +26,22 @@ class Estimate(NamedTuple):
     high: float | None
 
 
-class Comparison(NamedTuple):
-    """One model less another on the same problems; for passes and fails, also the p-value of McNemar's exact test."""
-
-    difference: Estimate
-    p_value: float | None
-
-
 def pass_at_k(samples: int, passes: int, k: int) -> float:
     """Probability that at least one of k samples passes, drawn without replacement: the unbiased estimator of arXiv 2107.03374."""
     return 1.0 - math.comb(samples - passes, k) / math.comb(samples, k)
 
 
-def majority(rewards: Sequence[float], answers: Sequence[str], same: Callable[[str, str], bool]) -> tuple[float, bool]:
+def majority(rewards: Sequence[float], answers: Sequence[str]) -> float:
     """
-    What the most frequent answer is worth, which is the mean reward of its samples, and whether several are the most frequent,
-    which are worth their mean. Answers are the same by [`~lze_trl.rewards.majority.answer_classes`]; `""` has no vote.
+    What the most frequent answer is worth, which is the mean reward of its samples; several that are the most frequent are worth
+    their mean. Answers are the same by [`~lze_trl.rewards.majority.answer_classes`]; `""` has no vote.
     """
-    classes = answer_classes([answer or None for answer in answers], same)
+    classes = answer_classes([answer or None for answer in answers], same_answer)
     votes = np.bincount(classes[classes >= 0])
     if not len(votes):
-        return 0.0, False
+        return 0.0
     winners = np.flatnonzero(votes == votes.max())
-    values = [np.mean(np.asarray(rewards)[classes == winner]) for winner in winners]
-    return float(np.mean(values)), len(winners) > 1
+    return float(np.mean([np.mean(np.asarray(rewards)[classes == winner]) for winner in winners]))
 
 
 def estimate(values: Sequence[float]) -> Estimate:
@@ -77,13 +69,3 @@ def mean_over_tasks(tasks: Sequence[Sequence[float] | np.ndarray]) -> Estimate:
         rng=np.random.default_rng(0),
     ).confidence_interval
     return Estimate(mean, float(interval.low), float(interval.high))
-
-
-def compare(first: Sequence[float], second: Sequence[float]) -> Comparison:
-    """Paired comparison of two models by a value for each problem, the same problems in the same order; bootstrap over problems."""
-    one, two = np.asarray(first, dtype=float), np.asarray(second, dtype=float)
-    difference = mean_over_tasks([one - two])
-    if not np.isin([one, two], (0.0, 1.0)).all():
-        return Comparison(difference, None)
-    better, apart = int((one > two).sum()), int((one != two).sum())
-    return Comparison(difference, float(binomtest(better, apart).pvalue) if apart else 1.0)

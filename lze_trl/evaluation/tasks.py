@@ -88,8 +88,8 @@ def _of_address(address: str) -> Task:
     return Task(name, address)
 
 
-def load_problems(task: Task, decoding: Decoding, limit: int | None = None) -> tuple[list[Problem], int]:
-    """The problems of a task, each once, and how many rows repeated one."""
+def load_problems(task: Task, decoding: Decoding, limit: int | None = None) -> list[Problem]:
+    """The problems of a task, each once."""
     try:
         table = load_prompts(
             task.address,
@@ -105,4 +105,4 @@ def load_problems(task: Task, decoding: Decoding, limit: int | None = None) -> t
     for number, *fields in zip(table["prompt_id"], table["prompt"], table["solution"], entries, strict=True):
         name = f"{number % 2**64:016x}"
         problems.setdefault(name, Problem(name, *fields))
-    return list(problems.values())[:limit], len(table) - len(problems)
+    return list(problems.values())[:limit]

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from ..evaluation.settings import add_arguments
+from ..evaluation.settings import add_arguments, at_least_one
 from ..names import refuse_missing_model
 from ..version import __version__
 from . import CHECKOUT, RecipeError, read_recipe, reported_errors
@@ -68,7 +68,7 @@ def build_parser() -> argparse.ArgumentParser:
     data("references", metavar="DATASET", nargs="+", help="Hub id or local file")
     data("--split", help="default: train, or the only one")
     data("--config", help="configuration on the Hub")
-    data("--limit", type=_at_least_one, help="number of rows to read")
+    data("--limit", type=at_least_one, help="number of rows to read")
     data("--prompt_column", metavar="COLUMN", help="problem, where it is not recognised")
     data("--answer_column", metavar="COLUMN", help="gold answer, where it is not recognised")
     data("--context_columns", metavar="COLUMN", nargs="*", help="what the problem refers to, such as body or passage")
@@ -81,18 +81,12 @@ def build_parser() -> argparse.ArgumentParser:
 
     forecast = add(_forecast, "SOURCE [--num_prompts N]")
     forecast("source", metavar="SOURCE", help="a recipe, the folder of a run, or that of TRL's logs")
-    forecast("--num_prompts", type=_at_least_one, default=128, help="prompts to roll out, of a recipe")
+    forecast("--num_prompts", type=at_least_one, default=128, help="prompts to roll out, of a recipe")
     forecast("--reward", help="reward that a completion passes by, of TRL's logs; default: the sum of all")
 
     add_arguments(add(_eval))
     add(_report)("run", metavar="RUN", help="output folder of the run")
     return parser
-
-
-def _at_least_one(text: str) -> int:
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
-    return int(text)
 
 
 # ---- train ----

@@ -69,5 +69,5 @@ def describe(script_args: LZEScriptArguments, args: LZEGRPOConfig, model_args: M
         facts["held-out prompts"] = f"{len(held_out):,}"
     if script_args.eval_tasks:
         tasks = make_evaluation(script_args, args).tasks.items()
-        facts["evaluation tasks"] = ", ".join(f"{name} ({len(of_it):,} problems)" for name, (of_it, _) in tasks)
+        facts["evaluation tasks"] = ", ".join(f"{name} ({len(of_it):,} problems)" for name, of_it in tasks)
     return facts

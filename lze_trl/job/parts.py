@@ -1,7 +1,6 @@
 """What a recipe names, made from its settings: data, rewards, evaluations, and what self-instruction begins with."""
 
 import json
-import logging
 from dataclasses import replace
 from typing import Any
 
@@ -19,9 +18,6 @@ from ..selfplay.online import Instruction
 from ..selfplay.writer import Seeds
 from . import RecipeError
 from .recipe import LZEScriptArguments
-
-
-logger = logging.getLogger(__name__)
 
 
 def load_data(args: LZEScriptArguments, training_args: LZEGRPOConfig) -> tuple[Dataset, Dataset | None]:
@@ -67,7 +63,7 @@ def make_evaluation(script_args: LZEScriptArguments, args: LZEGRPOConfig) -> Eva
 
 def refuse_shown(probe: Evaluation, dataset: Any):
     """Refuse problems of a probe set that are trained on."""
-    problems = [problem for found, _ in probe.tasks.values() for problem in found]
+    problems = [problem for found in probe.tasks.values() for problem in found]
     shown = {json.dumps(prompt) for prompt in dataset["prompt"]}
     both = [problem for problem in problems if json.dumps(problem.prompt) in shown]
     if both:
@@ -86,15 +82,8 @@ def make_instruction(script_args: LZEScriptArguments, args: LZEGRPOConfig) -> In
     train, held_out = load_data(replace(script_args, **plain), args)
     references = [] if held_out is None else list(held_out["prompt"])
     for task in find_tasks([*script_args.eval_tasks, *script_args.probe_datasets]):
-        problems, _ = load_problems(task, Decoding(chat=False, prompt_suffix=""))
-        references += [problem.text for problem in problems]
-    seeds, limit = Seeds(tuple(train["prompt"]), tuple(dict.fromkeys(references))), args.self_play["overlap"]
-    if found := seeds.overlapping(limit):
-        logger.warning(
-            "%d of %d evaluation problems resemble a seed, with a ROUGE-L F1 above %s, such as %r (%.2f). New problems may not "
-            "resemble them, but the seeds themselves may teach their answers.",
-            *(len(found), len(seeds.references), limit, found[0][0][:60], found[0][2]),
-        )
+        references += [problem.text for problem in load_problems(task, Decoding(chat=False, prompt_suffix=""))]
+    seeds = Seeds(tuple(train["prompt"]), tuple(dict.fromkeys(references)))
     style = PromptStyle(script_args.conversational, script_args.system_prompt, script_args.prompt_suffix)
     return Instruction(seeds, style, load_named("instruct_generator", script_args.instruct_generator))
 

@@ -47,7 +47,7 @@ def rows_of(evaluations: dict[str, dict[str, Any]]) -> tuple[list[str], list[lis
     rows = []
     for name, results in evaluations.items():
         for task, found in results["tasks"].items():
-            further = {key: [found[key], None, None] for key in ("ties", "truncated") if found[key] is not None}
+            further = {"truncated": [found["truncated"], None, None]}
             shown = {metric: interval_text(estimate) for metric, estimate in (found["metrics"] | further).items()}
             shown["mean tokens"] = f"{found['mean_tokens']:.1f}"
             rows += [[name, task, f"{found['problems']:,}", metric, text] for metric, text in shown.items()]

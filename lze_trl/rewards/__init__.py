@@ -5,22 +5,14 @@ from typing import Any
 from trl.rewards import get_soft_overlong_punishment
 
 from ..names import imported, near
-from .functions import (
-    RewardFunction,
-    accuracy_reward,
-    boxed_format_reward,
-    exact_match_reward,
-    format_reward,
-    think_format_reward,
-)
+from .functions import RewardFunction, accuracy_reward, exact_match_reward
 from .gym import COLUMN, reasoning_gym_reward
 from .majority import MajorityReward
 
 
 __all__ = [
     *("MAJORITY", "REWARDS", "SOFT_OVERLONG", "MajorityReward", "RewardFunction", "accuracy_reward"),
-    *("boxed_format_reward", "exact_match_reward", "format_reward", "get_reward", "reasoning_gym_reward"),
-    "think_format_reward",
+    *("exact_match_reward", "get_reward", "reasoning_gym_reward"),
 ]
 
 SOFT_OVERLONG = "soft_overlong"
@@ -30,9 +22,6 @@ MAJORITY = "majority"
 REWARDS: dict[str, RewardFunction] = {
     "accuracy": accuracy_reward,
     "exact_match": exact_match_reward,
-    "format": format_reward,
-    "think_format": think_format_reward,
-    "boxed_format": boxed_format_reward,
     COLUMN: reasoning_gym_reward,
 }
 

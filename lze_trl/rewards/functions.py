@@ -10,8 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from trl.rewards import think_format_reward as trl_think_format_reward
-
 from .grading import Answer, equal, gold_text, last_boxed, read_answer, read_gold
 from .limit import GradingTimeout, budget, in_time
 
@@ -127,20 +125,3 @@ def exact_match_reward(
     golds = [gold_text(gold) for gold in solution]
     texts = [completion_text(completion).strip() for completion in completions]
     return [None if gold is None else float(text == gold) for text, gold in zip(texts, golds, strict=True)]
-
-
-def think_format_reward(completions: list[Completion], **kwargs) -> list[float]:
-    """[`~trl.rewards.think_format_reward`] for plain completions too: 1.0 for `<think>…</think>` and then an answer."""
-    return trl_think_format_reward([[{"content": completion_text(completion)}] for completion in completions])
-
-
-def boxed_format_reward(completions: list[Completion], **kwargs) -> list[float]:
-    r"""Reward function that gives 1.0 for a closed `\boxed{}` that is not empty, and 0.0 otherwise."""
-    return [float(last_boxed(completion_text(completion)) is not None) for completion in completions]
-
-
-def format_reward(completions: list[Completion], **kwargs) -> list[float]:
-    r"""Reward function that gives 1.0 for `<think>…</think>` and then a `\boxed{}` answer, and 0.0 otherwise."""
-    thought = think_format_reward(completions)
-    boxed = boxed_format_reward([completion_text(completion).rpartition("</think>")[2] for completion in completions])
-    return [min(pair) for pair in zip(thought, boxed, strict=True)]

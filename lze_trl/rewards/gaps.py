@@ -20,14 +20,12 @@ _REWRITES = (
     ("·", r"\\cdot "),
     ("∞", r"\\infty "),
     ("∈", r"\\in "),
-    ("≈", r"\\approx "),
     (rf"\^\s*\{{\s*{_CIRCLE}\s*\}}|\^?\s*{_CIRCLE}", r"^\\circ "),  # read as text
     (r"(\^\s*(?:\\circ|\{\s*\\circ\s*\}))\s*[CF]$", r"\1"),  # temperatures
     (r"^(?:\\(?:approx|simeq|thickapprox|sim(?![a-zA-Z]))|=|~=?|(?:about|approximately|roughly)\s)\s*", ""),
     # 1\,234 is read as a product; "3 125/1000" is a mixed number
     (rf"(?<![\d.,}}])\d{{1,3}}(?:{_SPACE}\d{{3}})+(?!\d|\s*/\s*\d)", lambda match: re.sub(_SPACE, "", match[0])),
     (r"(?<![\w.])(\d+(?:\.\d*)?|\.\d+)[eE]([+-]?\d+)(?!\w|\.\d)", r"\1 \\times 10^{\2}"),  # 4.5e33 is read as 4.5·e·33
-    (r"(?<=\d)\s*[xX*]\s*(?=10\s*\^)", r" \\times "),
     (r"\\(?:mathrm|text|textrm)\s*\{\s*([eijk])\s*\}", r" \1 "),
     (r"(?<=\d)i(?![a-zA-Z])", " i"),
 )

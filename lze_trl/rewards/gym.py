@@ -37,18 +37,16 @@ _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 @cache
-def tasks() -> dict[str, tuple[Any, Any]]:
-    """Classes of the dataset and of its configuration, by the name of the task."""
+def find_task(task: str) -> tuple[Any, Any]:
+    """
+    Classes of the dataset of a task and of its configuration. Raises a `ValueError` for a task that is not there, or whose verifier
+    would run text as code.
+    """
     try:
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
         raise ImportError("`reasoning_gym:…` needs the package: pip install 'lze-trl[gym]'") from error
-    return dict(DATASETS)
-
-
-def refuse_task(task: str):
-    """Raise a `ValueError` for a task that is not there, or whose verifier would run text as code."""
-    known = sorted(set(tasks()) - _EVALUATING - _UNFIT)
+    known = sorted(set(DATASETS) - _EVALUATING - _UNFIT)
     if task in _EVALUATING:
         raise ValueError(
             f"The verifier of the task {task!r} runs answers of the model as Python code (`eval`), so it is not used. Take "
@@ -56,12 +54,12 @@ def refuse_task(task: str):
         )
     if task not in known:
         raise ValueError(f"`reasoning_gym:` has no task {task!r}.{near(task, known)} Known are {', '.join(known)}.")
+    return DATASETS[task]
 
 
 @cache
 def _verifier(task: str) -> Any:
-    refuse_task(task)
-    dataset, config = tasks()[task]
+    dataset, config = find_task(task)
     return dataset(config(size=1, seed=0))
 
 

@@ -52,15 +52,6 @@ REASONS_TO_ABSTAIN = ("few_votes", "low_share", "high_share", "margin")
 """Names of the reasons in metrics (`abstained_…`). The first that applies counts."""
 
 
-class Consensus(NamedTuple):
-    """The majority among n completions."""
-
-    winner: int  # class with the most votes, the first of several; −1 without votes
-    share: float  # votes of the winner / n
-    margin: int  # votes of the winner − votes of the next class
-    valid: float  # completions with a vote / n
-
-
 class Ballot(NamedTuple):
     """Vote of one completion."""
 
@@ -132,16 +123,6 @@ def answer_classes(votes: Sequence[str | None], same: Callable[[str, str], bool]
     return np.array([-1 if vote is None else place[vote] for vote in votes], dtype=np.int64)
 
 
-def consensus(classes: np.ndarray) -> Consensus:
-    """The majority of a group, from the classes of its votes, shape `(n,)`, n at least 1."""
-    counts = np.bincount(classes[classes >= 0])
-    if not len(counts):
-        return Consensus(-1, 0.0, 0, 0.0)
-    ranked, n = np.sort(counts), len(classes)
-    margin = ranked[-1] - ranked[-2] if len(ranked) > 1 else ranked[-1]
-    return Consensus(int(counts.argmax()), float(ranked[-1] / n), int(margin), float(counts.sum() / n))
-
-
 class MajorityReward:
     r"""
     Group reward of [`LZEGRPOTrainer`]: 1.0 for the completions whose answer is the one that most of their group give, and else 0.0.
@@ -210,23 +191,25 @@ class MajorityReward:
         votes, gold, (low, high) = [ballot.vote for ballot in ballots], ballots[0].gold, self.bounds
         with budget(_GROUP_SECONDS):
             classes = answer_classes(votes, same_answer)
-        found = consensus(classes)
-        few = found.valid < self.min_valid or found.valid == 0.0
-        applies = few, found.share < low, found.share > high, found.margin < self.margin
+        counts = np.bincount(classes[classes >= 0], minlength=2)  # votes of each class
+        next_most, most = np.sort(counts)[-2:]
+        share, valid = float(most / len(votes)), float(counts.sum() / len(votes))
+        few = valid < self.min_valid or valid == 0.0
+        applies = few, share < low, share > high, most - next_most < self.margin
         reasons = dict(zip(REASONS_TO_ABSTAIN, applies, strict=True)) if final else {}
         reason = next((name for name, holds in reasons.items() if holds), None)
-        wins = (classes == found.winner) & (classes >= 0)
-        counts = Counter(vote for vote, won in zip(votes, wins, strict=True) if won)
-        winner = min(counts, key=lambda text: (-counts[text], text or ""), default=None)  # its most frequent text
+        wins = classes == counts.argmax()  # the first of several
+        texts = Counter(vote for vote, won in zip(votes, wins, strict=True) if won)
+        winner = min(texts, key=lambda text: (-texts[text], text or ""), default=None)  # its most frequent text
         checks = final and reason is None and winner is not None and gold is not None
         right = grade(f"\\boxed{{{winner}}}", gold).score if checks else None
         checked = {} if right is None else {"label_precision": right}
         if any(ballot.grade is not None for ballot in ballots):
             scores = [None if ballot.grade is None else ballot.grade.score for ballot in ballots]
-            return Verdict(scores, {"gold_share": 1.0, **checked}, 1.0, winner)
-        metrics = {"gold_share": 0.0, "winner_share": found.share, "no_vote_share": 1.0 - found.valid}
+            return Verdict(scores, {"gold_share": 1.0, **checked}, winner=winner)
+        metrics = {"gold_share": 0.0, "winner_share": share, "no_vote_share": 1.0 - valid}
         metrics |= {"abstained": float(reason is not None), **checked}
         metrics |= {f"abstained_{name}": float(name == reason) for name in reasons}
         if reason is not None:
             return Verdict([None] * len(ballots), metrics, winner=winner)
-        return Verdict(wins.astype(np.float64).tolist(), metrics, found.share, winner)
+        return Verdict(wins.astype(np.float64).tolist(), metrics, share, winner)

@@ -65,7 +65,7 @@ _DANGLING = re.compile(
 
 def reason_to_reject(item: Item) -> str | None:
     """Why a text cannot be used: the first reason that applies, `None` if there is none."""
-    return next((reason for reason, applies in REASONS.items() if not item.trusted and applies(item, item.text)), None)
+    return next((reason for reason, applies in REASONS.items() if applies(item, item.text)), None)
 
 
 def _unfinished(item: Item, text: str) -> bool:

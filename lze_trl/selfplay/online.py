@@ -16,7 +16,7 @@ from ..evaluation.engines import Sampler
 from ..memory.identity import columns_of
 from ..settings import SelfPlaySettings
 from .pool import PromptPool
-from .writer import Generator, InstructError, NewProblem, Seeds, Writer
+from .writer import Generator, InstructError, Seeds, Writer
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,9 @@ class OnlineInstruction:
         shared: list[Any] = [None]
         with nullcontext() if self.writer.generator else policy() as engine:
             if self._accelerator.is_main_process:
+                own, ask = self.pool.proved["text"].tolist(), engine.generate if engine else None
                 try:
-                    shared = [self._written(missing, engine)]
+                    shared = [(self.writer.write(missing, own, ask), self.writer.rounds, self.writer.rejected)]
                 except InstructError as error:
                     shared = [error]
         broadcast_object_list(shared)
@@ -81,14 +82,9 @@ class OnlineInstruction:
         problems, self.writer.rounds, self.writer.rejected = shared[0]
         self.pool.add(problems, generation)
 
-    def _written(self, missing: int, engine: Any) -> tuple[list[NewProblem], int, Counter[str]]:
-        """New problems, the number of rounds, and rejections by reason."""
-        found = self.writer.write(missing, self.pool.proved["text"].tolist(), engine.generate if engine else None)
-        return found, self.writer.rounds, self.writer.rejected
-
     def observe(self, groups: Table):
-        """Record the pass rates of a generation batch."""
-        self.pool.observe(groups.prompt_ids, groups.pass_rates, groups.alive)
+        """Record which problems of a generation batch had a gradient."""
+        self.pool.observe(groups.prompt_ids, groups.alive)
 
     def metrics(self) -> dict[str, float]:
         """Size and state of the pool, and rejections so far."""

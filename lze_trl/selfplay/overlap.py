@@ -7,7 +7,6 @@ each token, which takes about 200 bytes a problem.
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 from rapidfuzz import process
@@ -24,15 +23,8 @@ def math_tokens(text: str) -> list[str]:
     return _TOKEN.findall(text.lower())
 
 
-class Nearest(NamedTuple):
-    """For each of n texts, the most similar one of an index; shapes `(n,)`."""
-
-    similarity: np.ndarray  # ROUGE-L F1, 0 where all are below the cut-off
-    place: np.ndarray  # which text of the index that is, −1 where all are below the cut-off
-
-
 class OverlapIndex:
-    """Texts that others are compared with. It only grows; a text's place is the number of those added before it."""
+    """Texts that others are compared with. It only grows."""
 
     def __init__(self, texts: Iterable[str] = ()):
         self._ids: dict[str, int] = {}
@@ -40,26 +32,22 @@ class OverlapIndex:
         self.add(texts)
 
     def add(self, texts: Iterable[str]):
-        """Add texts at the end."""
+        """Add texts."""
         self._rows += self._coded(texts)
 
-    def nearest(self, texts: Sequence[str], cutoff: float = 0.0) -> Nearest:
-        """The most similar text to each, the first of several, among those of at least the similarity `cutoff`."""
+    def nearest(self, texts: Sequence[str]) -> np.ndarray:
+        """ROUGE-L F1 of each text with the most similar one of the index, shape `(n,)`; 0 if that is empty."""
         ours = self._coded(texts)
-        best, place = np.zeros(len(ours)), np.full(len(ours), -1, dtype=np.int64)
+        best = np.zeros(len(ours))
         step = max(1, _CELLS // max(1, len(ours)))
         for begin in range(0, len(self._rows) if ours else 0, step):
-            found = _similarities(ours, self._rows[begin : begin + step], cutoff)
-            column = found.argmax(axis=1)
-            here = found[np.arange(len(ours)), column]
-            nearer = here > best
-            best[nearer], place[nearer] = here[nearer], begin + column[nearer]
-        return Nearest(best, place)
+            best = np.maximum(best, _similarities(ours, self._rows[begin : begin + step]).max(axis=1))
+        return best
 
-    def among(self, texts: Sequence[str], cutoff: float = 0.0) -> np.ndarray:
-        """Similarity of texts to each other, shape `(n, n)`; 0 below the cut-off."""
+    def among(self, texts: Sequence[str]) -> np.ndarray:
+        """ROUGE-L F1 of texts with each other, shape `(n, n)`."""
         ours = self._coded(texts)
-        return _similarities(ours, ours, cutoff)
+        return _similarities(ours, ours)
 
     def _coded(self, texts: Iterable[str]) -> list[str]:
         ids = self._ids
@@ -69,6 +57,5 @@ class OverlapIndex:
         ]
 
 
-def _similarities(ours: list[str], theirs: list[str], cutoff: float) -> np.ndarray:
-    similarity = Indel.normalized_similarity
-    return process.cdist(ours, theirs, scorer=similarity, score_cutoff=cutoff, dtype=np.float64, workers=-1)
+def _similarities(ours: list[str], theirs: list[str]) -> np.ndarray:
+    return process.cdist(ours, theirs, scorer=Indel.normalized_similarity, dtype=np.float64, workers=-1)

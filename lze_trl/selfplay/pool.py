@@ -12,11 +12,11 @@ from .writer import NewProblem, id_in_words
 
 _KINDS: dict[str, Any] = {
     **dict.fromkeys(("text", "parents"), object),  # parents: ids of the exemplars, with blanks between
-    **dict.fromkeys(("overlap", "share"), np.float64),
+    "overlap": np.float64,
     **dict.fromkeys(("birth", "visits"), np.int64),  # birth: generation batch
     "alive": np.bool_,  # whether the last visit had a gradient
 }
-"""Columns of the pool. `share` is the pass rate of the last visit: by a majority, the winner's share."""
+"""Columns of the pool."""
 
 
 class PromptPool:
@@ -63,13 +63,12 @@ class PromptPool:
         """Add problems at the end."""
         index = pd.Index([prompt_id(self._write(problem.text)) for problem in problems], dtype=np.int64)
         new = pd.DataFrame(list(problems), columns=list(NewProblem._fields), index=index)
-        new = new.assign(birth=generation, visits=0, share=np.nan, alive=False)
+        new = new.assign(birth=generation, visits=0, alive=False)
         self.rows = pd.concat([self.rows, new]).astype(_KINDS) if len(new) else self.rows
 
-    def observe(self, prompt_ids: np.ndarray, shares: np.ndarray, alive: np.ndarray):
+    def observe(self, prompt_ids: np.ndarray, alive: np.ndarray):
         """Record a visit of some of the problems."""
         self.rows.loc[prompt_ids, "visits"] += 1
-        self.rows.loc[prompt_ids, "share"] = shares
         self.rows.loc[prompt_ids, "alive"] = alive
 
     def state_dict(self) -> dict[str, Any]:

@@ -24,7 +24,6 @@ class Item(NamedTuple):
 
     text: str
     complete: bool  # False if it may have been cut off
-    trusted: bool = False  # True of what a program wrote: the filters know what models write
 
 
 class Tagged:

@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 Ask = Callable[[list[SampleRequest], Decoding], Iterable[tuple[SampleRequest, Output]]]
 """Completes requests, in any order."""
 
-Generator = Callable[[list[str], np.random.Generator], Sequence[str | Item]]
-"""Writes problems in place of the model, given exemplars. Filters are applied to `Item`s, not to plain texts."""
+Generator = Callable[[list[str], np.random.Generator], Sequence[str]]
+"""Writes problems in place of the model, given exemplars."""
 
 UNREAD, KNOWN = "no problem in the answer", "too similar"
 """Further reasons to reject an answer or a problem."""
@@ -51,20 +51,12 @@ class Seeds:
     problems: tuple[str, ...]
     references: tuple[str, ...] = ()
 
-    def overlapping(self, limit: float) -> list[tuple[str, str, float]]:
-        """Triples of a reference, a seed that resembles it, and their ROUGE-L F1 above the limit."""
-        found = OverlapIndex([text or "" for text in self.problems]).nearest(self.references, limit)
-        return [
-            (self.references[row], self.problems[found.place[row]], float(found.similarity[row]))
-            for row in np.flatnonzero(found.similarity > limit)
-        ]
-
 
 class Writer:
     """
     Writes problems in rounds, by asking a model with exemplars or by calling a `generator` in its place. It admits problems that pass
     the filters and resemble no seed, no reference and no problem admitted before. Seeds that the filters reject are not shown: a
-    figure teaches the model to write figures.
+    figure teaches the model to write figures. The filters know what models write, and are not applied with a generator.
 
     `seed` is that of exemplars and requests; `conversational` asks with the chat template, else the model continues a text.
     """
@@ -90,7 +82,7 @@ class Writer:
         self.rounds = 0
         self.rejected: Counter[str] = Counter()
         texts = list(dict.fromkeys(text.strip() for text in seeds.problems if text))
-        reasons = [reason_to_reject(Item(text, True, trusted=generator is not None)) for text in texts]
+        reasons = [self._reason(Item(text, True)) for text in texts]
         self._shown = [text for text, reason in zip(texts, reasons, strict=True) if reason is None]
         dropped = Counter(reason for reason in reasons if reason is not None)
         if settings.own > settings.examples or len(self._shown) < settings.examples:
@@ -136,11 +128,11 @@ class Writer:
 
     def _admitted(self, proposals: Sequence[tuple[Item, str]]) -> list[NewProblem]:
         """Filter proposals. Of several that resemble each other, the first is admitted."""
-        reasons = [reason_to_reject(item) for item, _ in proposals]
+        reasons = [self._reason(item) for item, _ in proposals]
         self.rejected.update(reason for reason in reasons if reason is not None)
         fit = [(item.text, ids) for (item, ids), reason in zip(proposals, reasons, strict=True) if reason is None]
         texts = [text for text, _ in fit]
-        nearest, between = self.known.nearest(texts).similarity, self.known.among(texts)
+        nearest, between = self.known.nearest(texts), self.known.among(texts)
         taken: list[int] = []
         for row in range(len(fit)):
             nearest[row] = max([nearest[row], *between[row, taken]])
@@ -149,6 +141,9 @@ class Writer:
         self.rejected[KNOWN] += len(fit) - len(taken)
         self.known.add([texts[row] for row in taken])
         return [NewProblem(*fit[row], float(nearest[row])) for row in taken]
+
+    def _reason(self, item: Item) -> str | None:
+        return None if self.generator else reason_to_reject(item)
 
     def _exemplars(self, place: int, own: Sequence[str]) -> list[str]:
         rng, settings = self._rng(place, "exemplars"), self.settings
@@ -164,10 +159,7 @@ class Writer:
     def _generated(self, shown: list[list[str]]) -> list[list[Item]]:
         write: Any = self.generator
         answers = [write(texts, self._rng(place, "generator")) for place, texts in enumerate(shown)]
-        items = [
-            [text if isinstance(text, Item) else Item(text.strip(), True, True) for text in texts] for texts in answers
-        ]
-        return [[item for item in found if item.text] for found in items]
+        return [[Item(text.strip(), True) for text in texts if text.strip()] for texts in answers]
 
     def _asked(self, shown: list[list[str]], ask: Any) -> list[list[Item]]:
         name = f"write-{self.rounds}"
