@@ -1,7 +1,7 @@
 """Settings that are given as dictionaries: what each may hold, and how values are checked."""
 
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -52,7 +52,7 @@ class SelfPlaySettings:
     max_rounds: int = 16
     stock: int | None = None
     reuse: int = 1
-    label_confidence: Literal["none", "share", "calibrated"] = "none"
+    label_confidence: Literal["none", "share"] = "none"
     advantage_statistics: Literal["scored", "drawn"] = "scored"
 
 
@@ -70,7 +70,6 @@ RANGES = {
     "": {
         "selection_ratio": "(0, 1]",
         "pass_threshold": "(-inf, inf)",
-        "max_tokens_per_micro_batch": "[1, inf)",
         "environment_timeout": "(0, inf)",
         # Fields of TRL whose bad values would only show in the first step
         "learning_rate": "[0, inf)",
@@ -125,8 +124,6 @@ def filled(block: str, owner: type, given: Any, **defaults: Any) -> dict[str, An
     values = known | defaults | dict(given)
     hints = get_type_hints(owner)
     for name, value in values.items():
-        if value is MISSING:
-            raise ValueError(f"`{block}` needs the setting {name!r}.")
         check_value(name, value, hints[name], block)
     return values
 

@@ -1,10 +1,9 @@
 """The trainer: TRL's GRPO, trained on the groups that are worth a gradient."""
 
 import copy
-import inspect
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property, partial
 from itertools import islice
@@ -14,7 +13,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset, IterableDataset
-from transformers import PreTrainedModel, TrainerCallback
+from transformers import PreTrainedModel
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 from trl import GRPOTrainer
@@ -22,21 +21,21 @@ from trl.trainer.utils import RepeatSampler, get_config_model_id
 
 from . import checkpoint as store
 from . import checks
-from .build import make_geometry, make_passes, make_state, placeholders
+from .build import make_geometry, make_state, placeholders
 from .config import LZEGRPOConfig
 from .engine import Engine, altered, rehearsal, without_vllm
 from .memory.identity import ID_COLUMN
 from .names import refuse_missing_model
-from .plan.passes import PromptSource
+from .plan.passes import Passes, PromptSource
 from .plan.planners import Planner
 from .record.console import RunSummary, replace_printers
 from .record.curves import accuracy_metric
 from .record.ledger import Ledger, TokenCost, saving_metrics, token_cost
 from .record.recorder import Recorder
 from .record.safeguards import VoteHistory
-from .rollout.controllers import RolloutController
+from .rollout.controllers import RolloutController, is_plain
 from .rollout.episodes import Episodes, failures, guarded
-from .rollout.guard import RewardError, RewardNotes, checked
+from .rollout.guard import RewardNotes, checked
 from .rollout.rounds import Rounds
 from .rollout.settling import GroupReward, instances, reader
 from .select.selectors import Selector
@@ -45,19 +44,6 @@ from .trl_contract import check_releases
 
 
 logger = logging.getLogger(__name__)
-
-
-class Beginning(TrainerCallback):
-    """Calls `resume` with the checkpoint of a training when what TRL and transformers have saved of it is loaded."""
-
-    def __init__(self, resume: Callable[[str], None]):
-        self.resume = resume
-        self.checkpoint: str | bool | None = None
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        """TRL's parts have gone on."""
-        if isinstance(self.checkpoint, str):
-            self.resume(self.checkpoint)
 
 
 class CheckpointAtStepEnd(JITCheckpointCallback):
@@ -173,13 +159,11 @@ class LZEGRPOTrainer(GRPOTrainer):
             checks.refuse_ignored_override(ignored)
         checks.refuse_unfit_objects(selector=selector, controller=controller, planner=planner)
         reward_funcs = instances(reward_funcs)
-        signature = inspect.signature(GRPOTrainer.__init__)
-        given = signature.bind_partial(self, model, reward_funcs, args, train_dataset, *positional, **kwargs).arguments
+        funcs = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
         own_sampler = _override(type(self), "_get_train_sampler")
         train_dataset, controller, self.resolved = checks.prepare(
-            args, train_dataset, given, planner, controller, own_sampler, selector=selector
+            args, train_dataset, funcs, kwargs, planner, controller, own_sampler, selector
         )
-        funcs = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
         group_rewards = _group_rewards(funcs)
         callables = [
             reader(func, lambda ballots: None, (), True) if i in group_rewards else func
@@ -202,10 +186,6 @@ class LZEGRPOTrainer(GRPOTrainer):
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, JITCheckpointCallback):
                 callback.__class__ = CheckpointAtStepEnd
-        self._beginning = Beginning(self._resume)
-        self.callback_handler.callbacks.insert(
-            0, self._beginning
-        )  # users' callbacks see the state that is gone on from
         own_funcs: list[Any] = self.reward_funcs
         for i, func in group_rewards.items():
             own_funcs[i] = func
@@ -244,7 +224,7 @@ class LZEGRPOTrainer(GRPOTrainer):
     ):
         """Give every part of a generation batch what it needs."""
         args, dataset = self.args, self._used_columns(self.train_dataset)
-        rule = checks.outcome_rule(args, self.reward_funcs, self.reward_func_names, controller)
+        rule = checks.outcome_rule(args, self.reward_func_names, controller)
         pruning = self.resolved["pruning"]
         self.prompt_state = make_state(args, dataset, rule, planner, pruning, recurring)
         writes: PromptSource | None = None
@@ -253,7 +233,16 @@ class LZEGRPOTrainer(GRPOTrainer):
 
             writes = OnlineInstruction(args, instruction, dataset, self.accelerator)
         prompts = dataset if writes is None else writes.pool
-        self.passes = make_passes(args, self.accelerator, prompts, self.prompt_state, planner, controller, pruning)
+        self.passes = Passes(
+            # A controller that draws prompts takes them from the stream, also where nothing is pruned
+            mode="refill" if controller.draws_prompts or writes is not None else pruning,
+            by_prompt=not is_plain(controller, args.num_generations),
+            dataset=None if isinstance(prompts, IterableDataset) else prompts,
+            planner=planner,
+            state=self.prompt_state,
+            args=args,
+            accelerator=self.accelerator,
+        )
         self.ledger = Ledger(iterations=self.num_iterations, logprob_passes=Engine(self).logprob_passes)
         described = {
             "selector": args.selector if type(selector) is type(args.make_selector()) else type(selector).__name__,
@@ -285,21 +274,6 @@ class LZEGRPOTrainer(GRPOTrainer):
         return self.generation_step
 
     @property
-    def planner(self) -> Planner:
-        """Ranks the prompts of a pass."""
-        return self.passes.planner
-
-    @property
-    def controller(self) -> RolloutController:
-        """Says how many completions each prompt gets."""
-        return self._own_step.controller
-
-    @property
-    def selector(self) -> Selector:
-        """Chooses the groups to train on."""
-        return self._own_step.selector
-
-    @property
     def vote_history(self) -> VoteHistory:
         """What was seen so far of votes and of a probe set."""
         return self._own_step.votes
@@ -313,47 +287,18 @@ class LZEGRPOTrainer(GRPOTrainer):
 
     @property
     def train_dataset(self) -> Dataset | IterableDataset:
-        """
-        The training set, with prompt ids. Another one can be assigned between trainings: it begins with a new pass, and what is
-        known of prompts is kept.
-        """
+        """The training set, with prompt ids."""
         return vars(self)["train_dataset"]
 
     @train_dataset.setter
     def train_dataset(self, dataset: Any):
-        # Differs from transformers: a set that is assigned later is prepared as that of the constructor
+        # Differs from transformers: passes and memory are those of the set that the trainer was made with
         if self.generation_step is not None:
-            dataset = self._prepared(dataset)
+            raise AttributeError(
+                "`train_dataset` cannot be replaced. Make a new trainer with the other data, and `state_from` this run to keep what is "
+                "known of prompts."
+            )
         vars(self)["train_dataset"] = dataset
-
-    def _prepared(self, dataset: Any) -> Dataset | IterableDataset:
-        """Another training set, with prompt ids; the next generation batch is planned over it."""
-        if self.is_in_train:
-            raise RuntimeError("`train_dataset` cannot be replaced during a training. Assign it before `train()`.")
-        if self.args.self_play["instruct"]:
-            raise ValueError(
-                "`self_play={'instruct': True}` takes its seeds from the `train_dataset` that the trainer was made with. Make a new "
-                "trainer with the other data."
-            )
-        if dataset is not None and not isinstance(dataset, (Dataset, IterableDataset)):
-            raise TypeError(
-                f"`train_dataset` must be a `Dataset` or `IterableDataset`, got `{type(dataset).__name__}`. Make one of it, "
-                "for example by `datasets.Dataset.from_list`."
-            )
-        given = {"reward_funcs": self.reward_funcs, "train_dataset": dataset, "rollout_func": self.rollout_func}
-        pruning, sampler = self.resolved["pruning"], _override(type(self), "_get_train_sampler")
-        dataset, _, resolved = checks.prepare(
-            *(self.args, dataset, given),
-            controller=self.controller,
-            own_sampler=sampler,
-            pruning=pruning,
-            selector=self.selector,
-        )
-        rows, parts = self._used_columns(dataset), (self.prompt_state, self.planner, self.controller, pruning)
-        self.passes, self.resolved = make_passes(self.args, self.accelerator, rows, *parts), resolved
-        self._own_step.replace_passes(self.passes)
-        vars(self).pop("_example_prompt", None)
-        return dataset
 
     def _used_columns(self, dataset: Any) -> Any:
         """A training set with what `remove_unused_columns` leaves of it, and its prompt ids."""
@@ -410,12 +355,6 @@ class LZEGRPOTrainer(GRPOTrainer):
         if self.environments is not None:  # whatever a reward model makes of failed episodes
             failed = [reason is not None for reason in failures(self.environments)]
             rewards[self.accelerator.gather(torch.tensor(failed, device=rewards.device))] = torch.nan
-        if torch.isinf(rewards).any():
-            column = int(torch.isinf(rewards).any(dim=0).nonzero()[0])
-            raise RewardError(
-                f"The reward function '{self.reward_func_names[column]}' returned an infinite reward. Return a finite "
-                "number, or None where it does not apply."
-            )
         if self.group_rewards and not self.model.training:
             return Engine(self).settle_evaluation(rewards, ballots)
         return rewards
@@ -497,14 +436,11 @@ class LZEGRPOTrainer(GRPOTrainer):
         return token_cost(self.accelerator.unwrap_model(self.model), self.args.gradient_checkpointing)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        # Differs from TRL: the savings so far are among the metrics, none of TRL's is missing where no update had rows,
-        # and all of them also go to the telemetry
-        engine, step = Engine(self), self.generation_step
+        # Differs from TRL: the savings so far are among the metrics, and all of them also go to the telemetry
+        step = self.generation_step
         if step is None:
             super().log(logs, start_time)
             return
-        if self.model.training and engine.metrics.get("lze/skipped_update"):
-            engine.log_all_names()
         if step.generation and not any(name.startswith("eval_") for name in logs):
             logs.update({f"lze/{name}": value for name, value in saving_metrics(self.savings()).items()})
         super().log(logs, start_time)
@@ -592,8 +528,10 @@ class LZEGRPOTrainer(GRPOTrainer):
                     f"`{run_dir}` holds no complete checkpoint to resume from. Start without "
                     "`resume_from_checkpoint`, or name a checkpoint."
                 )
+        self._own_step.training_begins()
         if resume_from_checkpoint:
             store.refuse_other_run(resume_from_checkpoint, self._described)
+            self._resume(resume_from_checkpoint)
         elif self.args.state_from is not None and not self._own_step.generation:
             from .hub import resolve_state
 
@@ -603,8 +541,6 @@ class LZEGRPOTrainer(GRPOTrainer):
             store.load_parts(store.find_state(source), store.STATE_NAME, known)
             logger.info("Starting from the state of %d prompts of `%s`.", len(self.prompt_state), source)
         ended = "crashed"
-        self._own_step.training_begins()
-        self._beginning.checkpoint = resume_from_checkpoint
         try:
             result = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
             ended = "finished"
@@ -646,12 +582,11 @@ class LZEGRPOTrainer(GRPOTrainer):
         super()._save_checkpoint(model, trial)
 
     def _resume(self, checkpoint: str):
-        """Our parts continue from a checkpoint, when TRL's have."""
+        """Our parts continue from a checkpoint."""
         store.load_parts(checkpoint, store.STATE_NAME, self._parts)
         if rows := self._own_step.row_parts():
             store.load_parts(checkpoint, f"{store.ROWS_NAME}_{self.accelerator.process_index}", rows)
         Engine(self).weights_changed()
-        self._own_step.training_begins()
 
     @property
     def _parts(self) -> dict[str, Any]:
@@ -667,7 +602,7 @@ class LZEGRPOTrainer(GRPOTrainer):
     def _described(self) -> dict[str, Any]:
         """What a checkpoint says of this run."""
         used = dict(self.resolved)
-        if type(self.planner) is not type(self.args.make_planner()):  # an object that was passed to the trainer
-            used["planner"] = type(self.planner).__name__
-        model = self.accelerator.unwrap_model(self.model)
-        return store.described(self.args, model, self.controller.draws_prompts, used)
+        planner, controller = self.passes.planner, self._own_step.controller
+        if type(planner) is not type(self.args.make_planner()):  # an object that was passed to the trainer
+            used["planner"] = type(planner).__name__
+        return store.described(self.args, controller.draws_prompts, used)

@@ -76,7 +76,6 @@ class Verdict(NamedTuple):
     metrics: dict[str, float]  # logged as means over the groups
     confidence: float = 1.0  # probability that the label is right, by the votes: the winner's share; 1 for gold
     winner: str | None = None  # the answer that most completions give
-    evidence: tuple[float, float] | None = None  # the winner's share, and 1 if a gold answer equals it, else 0
 
 
 def read_vote(text: str, truncated: bool) -> str | None:
@@ -221,13 +220,13 @@ class MajorityReward:
         winner = min(counts, key=lambda text: (-counts[text], text or ""), default=None)  # its most frequent text
         checks = final and reason is None and winner is not None and gold is not None
         right = grade(f"\\boxed{{{winner}}}", gold).score if checks else None
-        checked, evidence = ({}, None) if right is None else ({"label_precision": right}, (found.share, right))
+        checked = {} if right is None else {"label_precision": right}
         if any(ballot.grade is not None for ballot in ballots):
             scores = [None if ballot.grade is None else ballot.grade.score for ballot in ballots]
-            return Verdict(scores, {"gold_share": 1.0, **checked}, 1.0, winner, evidence)
+            return Verdict(scores, {"gold_share": 1.0, **checked}, 1.0, winner)
         metrics = {"gold_share": 0.0, "winner_share": found.share, "no_vote_share": 1.0 - found.valid}
         metrics |= {"abstained": float(reason is not None), **checked}
         metrics |= {f"abstained_{name}": float(name == reason) for name in reasons}
         if reason is not None:
             return Verdict([None] * len(ballots), metrics, winner=winner)
-        return Verdict(wins.astype(np.float64).tolist(), metrics, found.share, winner, evidence)
+        return Verdict(wins.astype(np.float64).tolist(), metrics, found.share, winner)

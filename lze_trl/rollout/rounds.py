@@ -202,7 +202,7 @@ class Rounds:
             return batch
         ballots = {column: batch.gathered(values) for column, values in columns.items()}
         rewards, weights, group = engine.group_rewards, engine.reward_weights.cpu(), batch.group
-        settled, metrics, confidence, evidence = settle(rewards, ballots, group, self.accelerator)
+        settled, metrics, confidence = settle(rewards, ballots, group, self.accelerator)
         per_func = with_columns(torch.from_numpy(batch.rewards_per_func), settled)
         judged = self.judge(per_func, weights, self.args.num_generations, list(rewards))
         if final:
@@ -225,7 +225,7 @@ class Rounds:
         for name, value in metrics.items():
             engine.metrics[name].append(value)
         batch.held = {name: values for name, values in batch.held.items() if not name.startswith(BALLOTS)}
-        batch.facts = {"logged": metrics, "evidence": evidence}
+        batch.facts = {"logged": metrics}
         return batch.with_prompts(confidence=_padded(confidence, batch.num_groups, 1.0))
 
     def _with_estimates(self, batch: Batch, pending: Pending) -> Batch:
