@@ -1,7 +1,6 @@
 """From settings to the parts of a generation batch."""
 
 import math
-import os
 
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
@@ -26,13 +25,12 @@ def make_geometry(args: LZEGRPOConfig, accelerator: Accelerator) -> Geometry:
     sharded = accelerator.distributed_type == DistributedType.FSDP
     if deepspeed is not None:
         sharded = deepspeed.zero_stage == 3
-    of_this_node = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
     return Geometry(
         num_processes=processes,
         steps_per_generation=args.steps_per_generation,
         chunk_steps=math.gcd(args.steps_per_generation, args.gradient_accumulation_steps),
         micro_batch_rows=args.per_device_train_batch_size,
-        micro_step_cost=micro_step_cost(sharded and processes > 1, several_nodes=processes > of_this_node),
+        micro_step_cost=micro_step_cost(sharded and processes > 1),
     )
 
 

@@ -13,7 +13,7 @@ from .plan.planners import GresoPlanner, Planner, SolvedPlanner
 from .rollout.controllers import DynamicSampling, Gate, ReinforceAda, RolloutController, UniformController
 from .select.advantages import Estimator
 from .select.selectors import Selector, make_selector
-from .settings import RANGES, SETTING_BLOCKS, SelectorSettings, SelfPlaySettings, ServerSettings, check_value, filled
+from .settings import SETTING_BLOCKS, SelectorSettings, SelfPlaySettings, ServerSettings, check_value, filled
 from .strategies import DEFAULT, REMOVED, STRATEGIES, settings_of
 
 
@@ -276,7 +276,7 @@ class LZEGRPOConfig(GRPOConfig):
     def _check_values(self):
         hints = get_type_hints(type(self))
         for own in fields(self):
-            checked = own.name not in _TRL_FIELDS or own.name in ("vllm_mode", *RANGES[""])
+            checked = own.name not in _TRL_FIELDS or own.name == "vllm_mode"
             if checked and own.name not in SETTING_BLOCKS:
                 check_value(own.name, getattr(self, own.name), hints[own.name])
         bounds = self.reward_range

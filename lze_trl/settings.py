@@ -71,11 +71,6 @@ RANGES = {
         "selection_ratio": "(0, 1]",
         "pass_threshold": "(-inf, inf)",
         "environment_timeout": "(0, inf)",
-        # Fields of TRL whose bad values would only show in the first step
-        "learning_rate": "[0, inf)",
-        "temperature": "(0, inf)",
-        "top_p": "(0, 1]",
-        "max_completion_length": "[1, inf)",
     },
     "selector_kwargs": {
         **dict.fromkeys(("gumbel_scale", "momentum_weight"), "[0, inf)"),

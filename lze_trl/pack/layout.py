@@ -23,20 +23,18 @@ from ..batch import section
 from .splits import Capacity, split
 
 
-REPLICATED_COST, NODE_COST, NETWORK_COST = 256, 1_024, 8_192
+REPLICATED_COST, SHARDED_COST = 256, 1_024
 
 
-def micro_step_cost(sharded: bool, several_nodes: bool) -> int:
+def micro_step_cost(sharded: bool) -> int:
     """
     What a micro-step costs besides its tokens, in tokens of each process.
 
     It moves 6 bytes a weight in bfloat16 (forward, backward, gradients), and a token takes 6 FLOPs a weight: it costs as many
     tokens as a GPU computes FLOPs while it moves a byte. At 400 TFLOP/s that is about 200 from the GPU's own memory (2 TB/s;
-    some more for kernel launches), 1,000 where ZeRO-3 or FSDP gathers within a node (400 GB/s), 8,000 over a network (50 GB/s).
+    some more for kernel launches), and 1,000 where ZeRO-3 or FSDP gathers within a node (400 GB/s).
     """
-    if not sharded:
-        return REPLICATED_COST
-    return NETWORK_COST if several_nodes else NODE_COST
+    return SHARDED_COST if sharded else REPLICATED_COST
 
 
 @dataclass(frozen=True)
