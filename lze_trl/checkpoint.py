@@ -23,8 +23,8 @@ ARRAYS = "arrays"
 """Suffix of our files in the format safetensors: vLLM takes every `*.safetensors` of a folder for weights of the model."""
 _FORMAT = "lze_trl"
 
-_OF_ROWS = ("steps_per_generation", "gradient_accumulation_steps", "num_iterations")
-_OF_PASSES = ("pruning", "planner")
+OF_ROWS = ("steps_per_generation", "gradient_accumulation_steps", "num_iterations")
+"""Settings by which the rows of a generation batch are shared out."""
 
 
 class CheckpointError(ValueError):
@@ -146,21 +146,14 @@ def refuse_non_checkpoint(directory: str | Path) -> dict[str, Any]:
 # ---- The run that wrote a checkpoint ----
 
 
-def described(args: Any, draws_prompts: bool, used: dict[str, Any]) -> dict[str, Any]:
-    """What a checkpoint says of the run that wrote it. `used` holds settings that have adapted to the data."""
-    settings = vars(args) | used
-    run = {"num_processes": args.world_size, **{name: settings[name] for name in (*_OF_ROWS, *_OF_PASSES)}}
-    return run | {"draws_prompts": draws_prompts}
-
-
 def refuse_other_run(directory: str, run: dict[str, Any]):
     """
     Refuse, before anything is loaded, a checkpoint that a run cannot go on from: it is none, is damaged, or was written
-    with other settings. `run` is what [`described`] says of the run.
+    with other settings. `run` is what a checkpoint of this run would say.
     """
     meta = refuse_non_checkpoint(directory)
-    of_batch = ("num_processes", *_OF_ROWS) if meta["mid_batch"] else ()
-    for name in (*_OF_PASSES, "draws_prompts", *of_batch):
+    of_batch = ("num_processes", *OF_ROWS) if meta["mid_batch"] else ()
+    for name in ("pruning", "planner", "draws_prompts", *of_batch):
         if meta.get(name) != run[name]:
             where = " in the middle of a generation batch" if name in of_batch else ""
             raise CheckpointError(

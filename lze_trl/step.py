@@ -199,19 +199,14 @@ class GenerationStep:
     def _remember(self, drawn: Batch) -> Batch:
         """Score the groups, remember their prompts, and add what is known of them."""
         chances = drawn.prompts.chances if "chances" in drawn.prompts else None
-        groups = self.state.visit(drawn, chances, self._confidence(drawn))
+        known = self.args.self_play["label_confidence"] == "share" and "confidence" in drawn.prompts
+        groups = self.state.visit(drawn, chances, drawn.prompts.confidence if known else None)
         self.votes.add_batch(drawn.facts.get("logged", {}), len(groups))
         self.passes.planner.observe(groups)
         if self.instruction is not None:
             self.instruction.observe(groups)
         self.dead.update(groups, drawn, drawn.rewards_per_func)
         return drawn.with_prompts(**vars(groups), cause=causes(drawn))
-
-    def _confidence(self, drawn: Batch) -> np.ndarray | None:
-        """Probability that the label of each group is right, shape `(P,)`; `None` if energies do not go by it."""
-        if self.args.self_play["label_confidence"] == "none" or "confidence" not in drawn.prompts:
-            return None
-        return drawn.prompts.confidence
 
     def _select(self, drawn: Batch, wanted: int) -> np.ndarray:
         """Whether each group is trained on, shape `(P,)`; the update wants K = `wanted` of them."""

@@ -3,12 +3,11 @@
 import copy
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -133,9 +132,8 @@ class LZEGRPOTrainer(GRPOTrainer):
     args: LZEGRPOConfig
     model: PreTrainedModel
 
-    # An object made without `__init__` works as TRL's does
-    generation_step: GenerationStep | None = None
-    resolved: Mapping[str, Any] = MappingProxyType({})
+    generation_step: GenerationStep
+    resolved: dict[str, Any]
     """What `pruning` and `deduplicate` are for this training set, also where they are unset in `args`."""
 
     def __init__(
@@ -194,7 +192,7 @@ class LZEGRPOTrainer(GRPOTrainer):
 
             tokenizer: Any = self.processing_class
             generation = HTTPGeneration(self.model, self.accelerator, tokenizer, args)
-            generation.before_sync = lambda: self._own_step.drain(Engine(self))
+            generation.before_sync = lambda: self.generation_step.drain(Engine(self))
             Engine(self).connect(generation)
         parts = planner or args.make_planner(), controller, selector or args.make_selector()
         self._build_parts(*parts, instruction, recurring)
@@ -210,7 +208,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         if args.summary:
             metric = accuracy_metric(args.pass_reward, self.reward_func_names)
             self.summary = RunSummary(
-                self.savings, self._flush_at_the_end, metric, _write_report, self._own_step.advice.lines
+                self.savings, self._flush_at_the_end, metric, _write_report, self.generation_step.advice.lines
             )
             replace_printers(self.callback_handler, self.summary, progress_bar=not args.disable_tqdm)
 
@@ -265,18 +263,9 @@ class LZEGRPOTrainer(GRPOTrainer):
         )
 
     @property
-    def _own_step(self) -> GenerationStep:
-        """The generation step of a trainer that was made by `__init__`."""
-        if self.generation_step is None:
-            raise RuntimeError(
-                "This trainer was made without `__init__`, so it has no generation step. Make it by its constructor."
-            )
-        return self.generation_step
-
-    @property
     def vote_history(self) -> VoteHistory:
         """What was seen so far of votes and of a probe set."""
-        return self._own_step.votes
+        return self.generation_step.votes
 
     @property
     def group_rewards(self) -> dict[int, GroupReward]:
@@ -293,7 +282,7 @@ class LZEGRPOTrainer(GRPOTrainer):
     @train_dataset.setter
     def train_dataset(self, dataset: Any):
         # Differs from transformers: passes and memory are those of the set that the trainer was made with
-        if self.generation_step is not None:
+        if "generation_step" in vars(self):
             raise AttributeError(
                 "`train_dataset` cannot be replaced. Make a new trainer with the other data, and `state_from` this run to keep what is "
                 "known of prompts."
@@ -320,27 +309,27 @@ class LZEGRPOTrainer(GRPOTrainer):
         sampler: Any = super()._get_train_sampler(dataset)
         if type(sampler) is not RepeatSampler:  # another class has come between TRL's and ours
             return sampler
-        if self.generation_step is not None and self.passes.grows:
+        if self.passes.grows:
             # Whole optimizer steps, however few seeds there are
             return [0] * (
                 self.args.generation_batch_size * sampler.repeat_count * self.args.gradient_accumulation_steps
             )
-        if self.generation_step is not None and self.passes.mode == "refill":
+        if self.passes.mode == "refill":
             return [0] * len(sampler)  # our stream picks the prompts: the loader only counts micro-steps
         repeats = sampler.mini_repeat_count, sampler.batch_size, sampler.repeat_count
         return EpochRepeatSampler(sampler.data_source, *repeats, shuffle=sampler.shuffle, seed=sampler.seed)
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
         # Differs from TRL: in training, micro-batches come from the packed generation batch
-        if not self.model.training or self.generation_step is None:
+        if not self.model.training:
             return super()._prepare_inputs(generation_batch)
-        return self._own_step.micro_batch()
+        return self.generation_step.micro_batch()
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         # Differs from TRL: reward functions do not see the prompt id, what they return is checked, and in an evaluation
         # rewards of whole groups are settled; in training that follows when all rounds are there
         seen = [{name: value for name, value in row.items() if name != ID_COLUMN} for row in inputs]
-        notes = self.reward_notes if self.model.training and self.generation_step is not None else None
+        notes = self.reward_notes if self.model.training else None
         ballots: dict[int, list] = {} if notes is None else notes.ballots
         ends = Engine(self).end_tokens
         funcs = [
@@ -364,7 +353,7 @@ class LZEGRPOTrainer(GRPOTrainer):
     def training_step(self, model, inputs, num_items_in_batch=None):
         # Differs from TRL: a micro-step without rows does nothing, unless earlier ones of its window have gradients
         # to synchronise
-        engine, step, begin = Engine(self), self._own_step, time.perf_counter()
+        engine, step, begin = Engine(self), self.generation_step, time.perf_counter()
         engine.training_mode(model)
         step.prepare(inputs, engine)
         synchronises, logged = self.accelerator.sync_gradients, len(engine.metrics["step_time"])
@@ -388,7 +377,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         if "lze_scale" not in inputs:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         arguments = model, inputs, return_outputs, num_items_in_batch
-        return Engine(self).weighted_loss(self._own_step.window, _loss_by_trl, *arguments)
+        return Engine(self).weighted_loss(self.generation_step.window, _loss_by_trl, *arguments)
 
     # ---- Forecasts ----
 
@@ -400,7 +389,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         """
         args = copy.copy(self.args)
         vars(args).update(settings | {"self_play": self.args.self_play | {"instruct": False}})
-        own = {"args": args, "resolved": {**self.resolved, "pruning": "none"}, "generation_step": None}
+        own = {"args": args, "resolved": {**self.resolved, "pruning": "none"}}
         with rehearsal(self, reward_notes=RewardNotes(), episodes=Episodes(), **own) as view:
             view._build_parts(args.make_planner(), args.make_controller(), args.make_selector(), None, recurring=True)
             yield view
@@ -438,9 +427,6 @@ class LZEGRPOTrainer(GRPOTrainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         # Differs from TRL: the savings so far are among the metrics, and all of them also go to the telemetry
         step = self.generation_step
-        if step is None:
-            super().log(logs, start_time)
-            return
         if step.generation and not any(name.startswith("eval_") for name in logs):
             logs.update({f"lze/{name}": value for name, value in saving_metrics(self.savings()).items()})
         super().log(logs, start_time)
@@ -452,10 +438,10 @@ class LZEGRPOTrainer(GRPOTrainer):
 
     def flush_telemetry(self):
         """Write what was recorded and is not on disk yet."""
-        self._own_step.recorder.flush()
+        self.generation_step.recorder.flush()
 
     def _flush_at_the_end(self):
-        step = self._own_step
+        step = self.generation_step
         if step.generation:
             step.recorder.advise(step.advice.lines(ended=True))
         step.recorder.flush()
@@ -528,11 +514,11 @@ class LZEGRPOTrainer(GRPOTrainer):
                     f"`{run_dir}` holds no complete checkpoint to resume from. Start without "
                     "`resume_from_checkpoint`, or name a checkpoint."
                 )
-        self._own_step.training_begins()
+        self.generation_step.training_begins()
         if resume_from_checkpoint:
             store.refuse_other_run(resume_from_checkpoint, self._described)
             self._resume(resume_from_checkpoint)
-        elif self.args.state_from is not None and not self._own_step.generation:
+        elif self.args.state_from is not None and not self.generation_step.generation:
             from .hub import resolve_state
 
             source = resolve_state(self.args.state_from)
@@ -550,9 +536,9 @@ class LZEGRPOTrainer(GRPOTrainer):
             raise
         finally:
             Engine(self).training_ended()
-            self._own_step.give_up(Engine(self))
+            self.generation_step.give_up(Engine(self))
             self._flush_at_the_end()
-            self._own_step.recorder.close(ended)
+            self.generation_step.recorder.close(ended)
         if self.args.should_save:
             self._save_parts(run_dir)
         return result
@@ -572,8 +558,8 @@ class LZEGRPOTrainer(GRPOTrainer):
         if self.args.should_save:  # one that is there already is incomplete from here on
             Path(directory, TRAINER_STATE_NAME).unlink(missing_ok=True)
         self.accelerator.wait_for_everyone()
-        self._own_step.drain(Engine(self))
-        if parts := self._own_step.row_parts():
+        self.generation_step.drain(Engine(self))
+        if parts := self.generation_step.row_parts():
             store.save_parts(directory, f"{store.ROWS_NAME}_{self.accelerator.process_index}", parts, {})
         self.flush_telemetry()  # a resumed run does not record it again
         if self.args.should_save:
@@ -584,7 +570,7 @@ class LZEGRPOTrainer(GRPOTrainer):
     def _resume(self, checkpoint: str):
         """Our parts continue from a checkpoint."""
         store.load_parts(checkpoint, store.STATE_NAME, self._parts)
-        if rows := self._own_step.row_parts():
+        if rows := self.generation_step.row_parts():
             store.load_parts(checkpoint, f"{store.ROWS_NAME}_{self.accelerator.process_index}", rows)
         Engine(self).weights_changed()
 
@@ -592,17 +578,21 @@ class LZEGRPOTrainer(GRPOTrainer):
     def _parts(self) -> dict[str, Any]:
         """Parts with a memory that is the same on every process."""
         servers = {"servers": self.vllm_generation} if self.use_vllm and self.args.vllm_mode == "http" else {}
-        return self._own_step.parts() | servers
+        return self.generation_step.parts() | servers
 
     def _save_parts(self, directory: str):
-        place = {"global_step": self.state.global_step, "mid_batch": self._own_step.holds_rows}
+        place = {"global_step": self.state.global_step, "mid_batch": self.generation_step.holds_rows}
         store.save_parts(directory, store.STATE_NAME, self._parts, self._described | place)
 
     @property
     def _described(self) -> dict[str, Any]:
         """What a checkpoint says of this run."""
-        used = dict(self.resolved)
-        planner, controller = self.passes.planner, self._own_step.controller
-        if type(planner) is not type(self.args.make_planner()):  # an object that was passed to the trainer
-            used["planner"] = type(planner).__name__
-        return store.described(self.args, controller.draws_prompts, used)
+        args, planner, controller = self.args, self.passes.planner, self.generation_step.controller
+        own = type(planner) is not type(args.make_planner())  # an object that was passed to the trainer
+        return {
+            "num_processes": args.world_size,
+            **{name: vars(args)[name] for name in store.OF_ROWS},
+            **self.resolved,
+            "planner": type(planner).__name__ if own else args.planner,
+            "draws_prompts": controller.draws_prompts,
+        }

@@ -10,7 +10,6 @@ import pandas as pd
 import pytest
 import torch
 from datasets import Dataset
-from trl import GRPOConfig, GRPOTrainer
 
 import tiny
 from launches import fork
@@ -302,35 +301,3 @@ def test_ctrl_c_ends_the_job_with_one_line_and_it_goes_on(tmp_path, monkeypatch)
             assert lines[0].endswith("`run/checkpoint-2`: the same command with `--resume_from_checkpoint auto`.")
     state = json.loads((tmp_path / "run" / "trainer_state.json").read_text())
     assert state["global_step"] == state["max_steps"]
-
-
-# ---- Objects made without `__init__` ----
-
-
-def test_an_object_made_without_init_works_as_that_of_trl(tmp_path):
-    settings = {"use_cpu": True, "bf16": False, "report_to": "none", "num_generations": 4, "max_completion_length": 5}
-    trainer = GRPOTrainer(
-        model=tiny.model(),
-        reward_funcs=tiny.even_length_reward,
-        args=GRPOConfig(str(tmp_path), per_device_train_batch_size=12, per_device_eval_batch_size=4, **settings),
-        train_dataset=tiny.prompts(11),
-        eval_dataset=tiny.prompts(2),
-        processing_class=tiny.tokenizer(),
-        rollout_func=tiny.fixed_rollouts,
-    )
-    rows = [row for row in trainer.train_dataset.select(range(3)) for _ in range(4)]
-
-    def results(trainer):
-        trainer.model.train()
-        inputs = trainer._generate_and_score_completions(rows)
-        trainer.current_gradient_accumulation_steps = 1
-        loss = trainer.compute_loss(trainer.model, inputs).item()
-        sampled = list(trainer._get_train_sampler())
-        trainer.log({"loss": 1.0})
-        return loss, sampled, {name: value for name, value in trainer.evaluate().items() if "reward" in name}
-
-    bare = object.__new__(LZEGRPOTrainer)  # without what our constructor would have added
-    vars(bare).update(vars(trainer))
-    ours = results(bare)
-    assert ours == results(trainer)
-    assert ours[-1]["eval_reward"] is not None
