@@ -181,15 +181,6 @@ def _of_self_play(run: Setup) -> Contradictions:
 # ---- What the trainer is given ----
 
 
-def refuse_ignored_override(name: str):
-    """Refuse an override of a method of TRL that data selection does not call."""
-    raise TypeError(
-        f"`{name}` would never be called in training: data selection generates, scores, chooses and packs completions in steps "
-        "of its own. Override `_generate` to change completions, `_calculate_rewards` to change rewards, or `_compute_loss` "
-        "to change advantages and other tensors (`inputs`) of the rows that are trained on; or use `trl.GRPOTrainer`."
-    )
-
-
 def refuse_unfit_objects(**given: Any):
     """Refuse a name or a class where a strategy of the user's own, given by its argument, is expected."""
     for name, value in given.items():

@@ -186,16 +186,12 @@ class Engine:
         return processing.tokenizer if isinstance(processing, ProcessorMixin) else processing
 
     @property
-    def corrects_sampling(self) -> bool:
-        """Whether TRL weighs rows by how far the policy is from the one that sampled them."""
-        return self._trainer.use_vllm and self._trainer.vllm_importance_sampling_correction
-
-    @property
     def logprob_passes(self) -> int:
         """Forward passes that TRL makes for old and reference log-probabilities of each row of a batch."""
         trainer, args = self._trainer, self._trainer.args
         aligned = args.gradient_accumulation_steps % (args.steps_per_generation * trainer.num_iterations) == 0
-        return int(not aligned or self.corrects_sampling) + int(trainer.beta != 0.0)
+        corrects_sampling = trainer.use_vllm and trainer.vllm_importance_sampling_correction
+        return int(not aligned or corrects_sampling) + int(trainer.beta != 0.0)
 
     @contextmanager
     def policy(self) -> Iterator[Any]:

@@ -82,13 +82,10 @@ class GenerationStep:
             self.batch = self._next(inputs, engine) if self._ready is None else self._ready
             self._ready = None
             self.generation += 1
-            if self.args.overlap == "one_step" and self._another_follows(engine):
+            micro_steps = self.args.steps_per_generation * self.args.num_iterations
+            end = engine.optimizer_step + micro_steps / self.args.gradient_accumulation_steps
+            if self.args.overlap == "one_step" and end < engine.max_steps:
                 self._start_next(engine)
-
-    def _another_follows(self, engine: Engine) -> bool:
-        """Whether the training goes on after the batch that has just been made."""
-        micro_steps = self.args.steps_per_generation * self.args.num_iterations
-        return engine.optimizer_step + micro_steps / self.args.gradient_accumulation_steps < engine.max_steps
 
     def _plan(self, inputs: list[dict[str, Any]]) -> Plan:
         """The plan of the next batch, that of a batch which was given up if there is one."""

@@ -154,7 +154,11 @@ class LZEGRPOTrainer(GRPOTrainer):
             name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = LZEGRPOConfig(f"{name.split('/')[-1]}-LZE")
         if ignored := _override(type(self), "_generate_and_score_completions"):
-            checks.refuse_ignored_override(ignored)
+            raise TypeError(
+                f"`{ignored}` would never be called in training: data selection generates, scores, chooses and packs completions in "
+                "steps of its own. Override `_generate` to change completions, `_calculate_rewards` to change rewards, or `_compute_loss` "
+                "to change advantages and other tensors (`inputs`) of the rows that are trained on; or use `trl.GRPOTrainer`."
+            )
         checks.refuse_unfit_objects(selector=selector, controller=controller, planner=planner)
         reward_funcs = instances(reward_funcs)
         funcs = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
@@ -436,10 +440,6 @@ class LZEGRPOTrainer(GRPOTrainer):
             if not self.is_in_train:
                 step.recorder.close()
 
-    def flush_telemetry(self):
-        """Write what was recorded and is not on disk yet."""
-        self.generation_step.recorder.flush()
-
     def _flush_at_the_end(self):
         step = self.generation_step
         if step.generation:
@@ -561,7 +561,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         self.generation_step.drain(Engine(self))
         if parts := self.generation_step.row_parts():
             store.save_parts(directory, f"{store.ROWS_NAME}_{self.accelerator.process_index}", parts, {})
-        self.flush_telemetry()  # a resumed run does not record it again
+        self.generation_step.recorder.flush()  # a resumed run does not record it again
         if self.args.should_save:
             self._save_parts(directory)
         self.accelerator.wait_for_everyone()
